@@ -1,0 +1,41 @@
+"""mpx: mixed-precision training for JAX."""
+
+from mpx import compat as compat
+from mpx import testing as testing
+from mpx._accumulate import accumulate as accumulate
+from mpx._cast import cast_function as cast_function
+from mpx._cast import cast_like as cast_like
+from mpx._cast import cast_to_bfloat16 as cast_to_bfloat16
+from mpx._cast import cast_to_float16 as cast_to_float16
+from mpx._cast import cast_to_float32 as cast_to_float32
+from mpx._cast import cast_to_full_precision as cast_to_full_precision
+from mpx._cast import cast_to_half_precision as cast_to_half_precision
+from mpx._cast import cast_tree as cast_tree
+from mpx._cast import force_full_precision as force_full_precision
+from mpx._dynamic_scaling import DynamicLossScaling as DynamicLossScaling
+from mpx._dynamic_scaling import default_loss_scaling as default_loss_scaling
+from mpx._filter_grad import calculate_scaled_grad as calculate_scaled_grad
+from mpx._filter_grad import filter_grad as filter_grad
+from mpx._filter_grad import filter_value_and_grad as filter_value_and_grad
+from mpx._grad import GradResult as GradResult
+from mpx._grad import value_and_grad as value_and_grad
+from mpx._half import __getattr__ as __getattr__
+from mpx._half import half_precision as half_precision
+from mpx._half import half_precision_datatype as half_precision_datatype
+from mpx._half import set_half_precision_datatype as set_half_precision_datatype
+from mpx._loss_scaling import LossScaling as LossScaling
+from mpx._loss_scaling import NoLossScaling as NoLossScaling
+from mpx._loss_scaling import StaticLossScaling as StaticLossScaling
+from mpx._loss_scaling import scaled as scaled
+from mpx._optax import MasterWeightsState as MasterWeightsState
+from mpx._optax import SkipNonfiniteState as SkipNonfiniteState
+from mpx._optax import master_weights as master_weights
+from mpx._optax import skip_nonfinite as skip_nonfinite
+from mpx._policy import Policy as Policy
+from mpx._policy import get_policy as get_policy
+from mpx._tree import all_finite as all_finite
+from mpx._tree import select_tree as select_tree
+from mpx._update import cond_update as cond_update
+from mpx._update import optimizer_update as optimizer_update
+from mpx._version import __version__ as __version__
+

@@ -1,0 +1,214 @@
+"""Gradients of a large batch from several small ones."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
+
+from mpx._call import Call, State
+from mpx._compat import varying_like, zeros_of
+from mpx._grad import (
+    Evaluation,
+    GradOptions,
+    GradResult,
+    Recorder,
+    check_scaling,
+    differentiate,
+    evaluate,
+    local_parameters,
+    package,
+)
+from mpx._loss_scaling import LossScaling, NoLossScaling
+from mpx._policy import Policy
+from mpx._tree import AxisName, is_array, map_with_name, shape_of
+
+
+def accumulate(
+    func: Callable[..., Any] | None = None,
+    steps: int = 1,
+    *,
+    batch_argnums: int | Sequence[int] = 1,
+    mean: bool = True,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    policy: Policy | str | None = None,
+    grad_dtype: DTypeLike | None = None,
+    axis_name: AxisName | None = None,
+    retry: int = 0,
+) -> Callable[..., Any]:
+    """Like `value_and_grad`, with the batch worked off in several smaller parts.
+
+    The result is that of the large batch, at the memory of a small one: gradients are
+    summed in f32, one scale is used for the whole window, and there is one decision
+    whether it is finite and one adjustment of the scale. State (`eqx.nn.State`, NNX
+    BatchNorm statistics and dropout counters) is handed on from part to part.
+
+    Args:
+        func: The loss function. Leave it out to use `accumulate` as a decorator.
+        steps: Into how many parts the batch is split.
+        batch_argnums: The arguments that are batches: every array in them has a leading
+            axis that `steps` divides. Part `i` takes the rows `i, i + steps, …`, so that
+            a batch sharded along that axis stays where it is.
+        mean: Whether the loss is a mean over the batch, so that parts are averaged; if
+            false they are added up.
+        argnums: Which positional arguments to differentiate.
+        has_aux: Whether `func` returns a pair `(loss, aux)`. The arrays in `aux` come
+            back stacked along a new leading axis of length `steps`; an `eqx.nn.State`
+            comes back as the last part left it.
+        policy: Dtypes and exceptions; `None` computes in the configured half precision.
+        grad_dtype: The dtype of the gradients; f32 by default.
+        axis_name: A mapped axis over which to average, once, after the last part.
+        retry: How often to try the window again with the adjusted scale on overflow.
+
+    Raises:
+        ValueError: If `steps` is below 1 or does not divide a leading axis; the leaf is
+            named.
+
+    Example:
+        >>> from mpx import NoLossScaling
+        >>> loss = lambda w, x: jnp.mean(x * w)
+        >>> step = jax.jit(accumulate(loss, steps=4, policy="c=bf16"))
+        >>> step(NoLossScaling(), jnp.float32(1.0), jnp.arange(8.0)).grads
+        Array(3.5, dtype=float32)
+    """
+    if steps < 1:
+        raise ValueError(f"`steps` must be at least 1, but {steps} was given.")
+    options = GradOptions(
+        argnums=argnums,
+        has_aux=has_aux,
+        policy=policy,
+        grad_dtype=grad_dtype,
+        axis_name=axis_name,
+        retry=retry,
+    ).resolved()
+    batches = (
+        (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    )
+    if set(batches) & set(options.argnum_tuple()):
+        raise ValueError(
+            f"Argument {batches} is both a batch and differentiated. Set `argnums` and "
+            "`batch_argnums` to different arguments."
+        )
+
+    def transform(func: Callable[..., Any]) -> Callable[..., GradResult]:
+        @functools.wraps(func)
+        def wrapper(scaling: Any, *args: Any, **kwargs: Any) -> GradResult:
+            check_scaling(scaling)
+            window = _Window(func, args, kwargs, batches, steps, mean, options)
+            run = window.run
+            outcome = differentiate(run, window.call.state, scaling, options)
+            return package(window.call, window.recorder, outcome, options)
+
+        return wrapper
+
+    return transform if func is None else transform(func)
+
+
+class _Window:
+    """One accumulation window: a call for each part, summed."""
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        batches: tuple[int, ...],
+        steps: int,
+        mean: bool,
+        options: GradOptions,
+    ) -> None:
+        self.steps, self.mean, self.options = steps, mean, options
+        self.recorder = Recorder()
+        self._make_call = functools.partial(_make_call, func, args, kwargs, options)
+        for argnum in batches:
+            if argnum >= len(args):
+                raise TypeError(
+                    f"Argument {argnum} is the batch, but only {len(args)} arguments "
+                    "were passed by position. Pass the batch by position."
+                )
+        self.parts = {i: _split(args[i], steps, f"argument {i}") for i in batches}
+        self.call = self._make_call({})
+
+    def run(self, scaling: LossScaling) -> Evaluation:
+        """Evaluates all parts under one scale."""
+        diff = local_parameters(self.call, self.options.axis_name)
+        wide = NoLossScaling()
+
+        def part(state: State, arrays: dict[int, PyTree]) -> tuple[State, Evaluation]:
+            call = self._make_call(_merge_parts(self.parts, arrays))
+            result = evaluate(
+                call, diff, state, scaling, self.recorder, has_aux=self.options.has_aux
+            )
+            # f32 before the sum: 16-bit sums stand still when they have grown large.
+            return result.state, result._replace(grads=wide.unscale(result.grads))
+
+        def body(carry: Any, arrays: dict[int, PyTree]) -> tuple[Any, PyTree]:
+            state, value, grads = carry
+            state, result = part(state, arrays)
+            total = jax.tree.map(jnp.add, grads, result.grads)
+            return (state, value + result.value, total), result.aux
+
+        arrays = {i: arrays for i, (arrays, _) in self.parts.items()}
+        first = jax.tree.map(lambda x: x[0], arrays)
+        state, result = jax.eval_shape(part, self.call.state, first)
+        # A loop carry has one type: shared between devices or not, from the start.
+        value, grads = jax.tree.map(zeros_of, (result.value, result.grads))
+        carry = (jax.tree.map(varying_like, self.call.state, state), value, grads)
+        (state, value, grads), aux = lax.scan(body, carry, arrays)
+        if self.mean:
+            value = value / self.steps
+            grads = jax.tree.map(lambda g: g / self.steps, grads)
+        return Evaluation(value, aux, grads, state)
+
+
+def _make_call(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    options: GradOptions,
+    parts: dict[int, PyTree],
+) -> Call:
+    args = [parts.get(i, arg) for i, arg in enumerate(args)]
+    assert isinstance(options.policy, Policy)
+    return Call(func, args, kwargs, options.argnum_tuple(), options.policy)
+
+
+def _split(batch: PyTree, steps: int, what: str) -> tuple[PyTree, PyTree]:
+    """Splits the arrays of a batch along a new leading axis; other leaves are static."""
+
+    def split(name: str, leaf: Any) -> Array | None:
+        if not is_array(leaf):
+            return None
+        shape = shape_of(leaf)
+        if not shape or shape[0] % steps:
+            where = f"{what}, leaf `{name}`" if name else what
+            raise ValueError(
+                f"The batch ({where}) has shape {shape}, whose leading axis cannot be "
+                f"split into {steps} equal parts. Choose a batch size that is a "
+                "multiple of `steps`."
+            )
+        rows = jnp.reshape(leaf, (shape[0] // steps, steps, *shape[1:]))
+        return jnp.swapaxes(rows, 0, 1)
+
+    static = jax.tree.map(lambda leaf: None if is_array(leaf) else leaf, batch)
+    return map_with_name(split, batch), static
+
+
+def _merge_parts(
+    parts: dict[int, tuple[PyTree, PyTree]], arrays: dict[int, PyTree]
+) -> dict[int, PyTree]:
+    is_none = lambda leaf: leaf is None  # noqa: E731
+    return {
+        i: jax.tree.map(
+            lambda array, other: other if array is None else array,
+            arrays[i],
+            static,
+            is_leaf=is_none,
+        )
+        for i, (_, static) in parts.items()
+    }

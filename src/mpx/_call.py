@@ -1,0 +1,196 @@
+"""One call of a user's function, as a pure function of parameters and state.
+
+A training step has three kinds of input: what is differentiated, what a call changes
+(Equinox `State`, BatchNorm statistics and dropout counters of NNX modules), and the
+rest. The step is evaluated on the first two and never on Python side effects, so it can
+be repeated, accumulated and undone.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from mpx import _nnx
+from mpx._cast import cast_like
+from mpx._policy import Policy
+from mpx._tree import is_array, is_inexact
+
+
+class State(NamedTuple):
+    """What a call changes.
+
+    Attributes:
+        equinox: The `eqx.nn.State` objects among the arguments, in order.
+        nnx: The NNX state that is not differentiated, or `None`.
+    """
+
+    equinox: list[Any]
+    nnx: PyTree
+
+
+class Call:
+    """A user's function and one set of arguments for it.
+
+    Attributes:
+        diff: The differentiated arguments: arrays, `None` for what has no gradient.
+        state: The state before the call.
+    """
+
+    diff: tuple[PyTree, ...]
+    state: State
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        argnums: tuple[int, ...],
+        policy: Policy | None,
+    ) -> None:
+        """Takes the arguments apart.
+
+        Args:
+            func: The user's function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            argnums: The positional arguments to differentiate.
+            policy: How to cast the arguments; `None` leaves them alone.
+
+        Raises:
+            TypeError: If an argument to differentiate was not passed by position.
+            ValueError: If it holds nothing to differentiate.
+        """
+        self._func, self._policy = func, policy
+        self._names = _argument_names(func, len(args))
+        for argnum in argnums:
+            if not -len(args) <= argnum < len(args):
+                raise TypeError(
+                    f"Argument {argnum} is to be differentiated, but only {len(args)} "
+                    "were passed by position. Pass it by position, not by keyword."
+                )
+        names = tuple(self._names[argnum] for argnum in argnums)
+        arguments = {**dict(zip(self._names, args, strict=True)), **kwargs}
+        self._objects = {
+            name: value for name, value in arguments.items() if _nnx.is_nnx(value)
+        }
+        plain = {
+            name: value
+            for name, value in arguments.items()
+            if name not in self._objects
+        }
+        self._nnx_names = tuple(name for name in names if name in self._objects)
+        self._split = (
+            _nnx.split(self._objects, self._nnx_names) if self._objects else None
+        )
+        self._diff_names = names
+        diff, self._static = {}, dict(plain)
+        for name in names:
+            if name in plain:
+                leaf = plain[name]
+                leaf = np.asarray(leaf) if isinstance(leaf, float | complex) else leaf
+                diff[name], self._static[name] = eqx.partition(leaf, _is_trainable)
+        if self._split is not None:
+            diff.update(self._split.params)
+        self._check_trainable(diff)
+        self.diff = tuple(diff[name] for name in names)
+        self.state = State(
+            [node for node in _leaves_or_states(self._static) if _is_state(node)],
+            None if self._split is None else self._split.rest,
+        )
+
+    def run(self, diff: tuple[PyTree, ...], state: State) -> tuple[Any, State]:
+        """Returns what the function returns, and the state after the call."""
+        params = dict(zip(self._diff_names, diff, strict=True))
+        # Copies: Equinox makes a `State` unusable once a layer has written to it.
+        states = [jax.tree.map(lambda x: x, node) for node in state.equinox]
+        plain = _with_states(self._static, states)
+        for name in params:
+            if name in plain:
+                plain[name] = eqx.combine(params[name], plain[name])
+        if self._policy is not None:
+            plain = self._policy.cast_to_compute(plain)
+        objects = {}
+        if self._split is not None:
+            split = self._split._replace(
+                params={name: params[name] for name in self._nnx_names}, rest=state.nnx
+            )
+            objects = _nnx.merge(split, self._policy)
+        arguments = {**plain, **objects}
+        args = [arguments.pop(name) for name in self._names]
+        out = self._func(*args, **arguments)
+        return out, State(
+            _changed_states(out, state.equinox),
+            _nnx.rest_of(objects, split) if objects else None,
+        )
+
+    def commit(self, out: Any, state: State) -> Any:
+        """Puts a state into effect: into the result and into the caller's objects."""
+        if self._split is not None:
+            _nnx.update(self._objects, state.nnx)
+        if state.equinox and _holds_states(out, state.equinox):
+            return _with_states(out, state.equinox)
+        return out
+
+    def _check_trainable(self, diff: dict[str, PyTree]) -> None:
+        for name, tree in diff.items():
+            if not jax.tree.leaves(tree):
+                raise ValueError(
+                    f"`{name}` is to be differentiated, but it holds no floating array. "
+                    "Pass the model or its parameters there, or set `argnums`."
+                )
+
+
+def _argument_names(func: Callable[..., Any], count: int) -> list[str]:
+    """Returns the names of the positional parameters, for paths in rules and errors."""
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    names = [item.name for item in parameters if item.kind in positional][:count]
+    return names + [f"arg{number}" for number in range(len(names), count)]
+
+
+def _is_trainable(leaf: Any) -> bool:
+    return is_array(leaf) and is_inexact(leaf)
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, eqx.nn.State)
+
+
+def _leaves_or_states(tree: PyTree) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=_is_state)
+
+
+def _with_states(tree: PyTree, states: Sequence[Any]) -> Any:
+    """Replaces the `eqx.nn.State`s of a tree, in order."""
+    remaining = iter(states)
+    return jax.tree.map(
+        lambda node: next(remaining) if _is_state(node) else node,
+        tree,
+        is_leaf=_is_state,
+    )
+
+
+def _holds_states(out: Any, states: Sequence[Any]) -> bool:
+    """Whether the states in a result are the successors of `states`, in order."""
+    found = [node for node in _leaves_or_states(out) if _is_state(node)]
+    structures = [jax.tree.structure(state) for state in states]
+    return [jax.tree.structure(node) for node in found] == structures
+
+
+def _changed_states(out: Any, before: list[Any]) -> list[Any]:
+    """Returns the states that a result hands back, in the dtypes they came in."""
+    if not before or not _holds_states(out, before):
+        return before
+    found = [node for node in _leaves_or_states(out) if _is_state(node)]
+    return [cast_like(new, old) for new, old in zip(found, before, strict=True)]

@@ -1,0 +1,308 @@
+"""Casting pytrees and functions to another floating dtype."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from mpx._formats import at_least_f32, parse_float_dtype
+from mpx._half import half_precision_datatype
+from mpx._tree import dtype_of, is_array, is_floating, map_with_name
+
+Where = Callable[[str, Any], bool]
+"""A predicate on a leaf's name (`layers/0/weight`) and the leaf."""
+
+
+def keeps_its_dtypes(node: object) -> bool:
+    """Whether casts pass a pytree node by as a whole.
+
+    A class says so with the attribute `mpx_keeps_dtypes = True`: a loss scaling inside
+    a training state stays f32 when the state is cast.
+    """
+    return getattr(type(node), "mpx_keeps_dtypes", False) is True
+
+
+def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
+    """Casts one floating leaf: JAX and NumPy arrays and `ShapeDtypeStruct`s alike."""
+    if leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=dtype)
+    # NumPy would warn about each overflow to infinity, which JAX does silently.
+    with np.errstate(over="ignore"):
+        return leaf.astype(dtype)
+
+
+def cast_tree(tree: PyTree, dtype: DTypeLike, *, where: Where | None = None) -> PyTree:
+    """Casts the floating arrays of a pytree and leaves everything else alone.
+
+    Every real floating array of at least 16 bits is cast: f16, bf16, f32 and f64, JAX
+    and NumPy arrays, and `ShapeDtypeStruct`s. Integers, booleans, complex numbers, PRNG
+    keys, float8 values, Python numbers, strings, functions and `None` come back as they
+    are, so a whole model or training state can be passed. Loss scalings keep their f32.
+
+    A value is rounded to the nearest representable one: the relative error is at most
+    half an ulp (2⁻⁹ for bf16, 2⁻¹² for f16) in the normal range of `dtype`; above
+    65504 f16 overflows to infinity.
+
+    Args:
+        tree: Any pytree.
+        dtype: The floating dtype to cast to, or its name.
+        where: Casts only leaves for which `where(name, leaf)` holds, with names such as
+            `layers/0/weight`.
+
+    Raises:
+        ValueError: If `dtype` is not a floating dtype of at least 16 bits.
+
+    Example:
+        >>> cast_tree({"w": jnp.ones(2), "step": 3}, "bfloat16")
+        {'step': 3, 'w': Array([1, 1], dtype=bfloat16)}
+    """
+    target = parse_float_dtype(dtype)
+
+    def cast(name: str, leaf: Any) -> Any:
+        if not is_floating(leaf) or (where is not None and not where(name, leaf)):
+            return leaf
+        return cast_leaf(leaf, target)
+
+    return map_with_name(cast, tree, is_leaf=keeps_its_dtypes)
+
+
+def cast_to_float32(x: PyTree, *, where: Where | None = None) -> PyTree:
+    """Casts the floating arrays of a pytree to f32; see `cast_tree`.
+
+    Args:
+        x: Any pytree.
+        where: Casts only leaves for which `where(name, leaf)` holds.
+
+    Example:
+        >>> cast_to_float32(jnp.ones(2, jnp.float16)).dtype
+        dtype('float32')
+    """
+    return cast_tree(x, jnp.float32, where=where)
+
+
+def cast_to_float16(x: PyTree, *, where: Where | None = None) -> PyTree:
+    """Casts the floating arrays of a pytree to f16; see `cast_tree`.
+
+    Args:
+        x: Any pytree.
+        where: Casts only leaves for which `where(name, leaf)` holds.
+
+    Example:
+        >>> cast_to_float16(jnp.ones(2)).dtype
+        dtype('float16')
+    """
+    return cast_tree(x, jnp.float16, where=where)
+
+
+def cast_to_bfloat16(x: PyTree, *, where: Where | None = None) -> PyTree:
+    """Casts the floating arrays of a pytree to bf16; see `cast_tree`.
+
+    Args:
+        x: Any pytree.
+        where: Casts only leaves for which `where(name, leaf)` holds.
+
+    Example:
+        >>> cast_to_bfloat16(jnp.ones(2)).dtype
+        dtype(bfloat16)
+    """
+    return cast_tree(x, jnp.bfloat16, where=where)
+
+
+def cast_to_full_precision(x: PyTree, *, where: Where | None = None) -> PyTree:
+    """Casts the floating arrays of a pytree to f32; see `cast_tree`.
+
+    Args:
+        x: Any pytree.
+        where: Casts only leaves for which `where(name, leaf)` holds.
+
+    Example:
+        >>> cast_to_full_precision(jnp.ones(2, jnp.bfloat16)).dtype
+        dtype('float32')
+    """
+    return cast_tree(x, jnp.float32, where=where)
+
+
+def cast_to_half_precision(x: PyTree, *, where: Where | None = None) -> PyTree:
+    """Casts the floating arrays of a pytree to the configured half precision.
+
+    Args:
+        x: Any pytree.
+        where: Casts only leaves for which `where(name, leaf)` holds.
+
+    Example:
+        >>> cast_to_half_precision(jnp.ones(2)).dtype
+        dtype('float16')
+    """
+    return cast_tree(x, half_precision_datatype(), where=where)
+
+
+def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
+    """Casts each floating array of a pytree to the dtype it has in a reference tree.
+
+    It gives a result the dtypes it had before a cast: BatchNorm statistics that come
+    back from a half-precision step, or parameters restored from a checkpoint.
+
+    Args:
+        tree: The pytree to cast.
+        reference: A pytree of the same structure: arrays or `ShapeDtypeStruct`s. Where
+            it holds no floating array the leaf of `tree` comes back as it is.
+
+    Raises:
+        ValueError: If the structures differ.
+
+    Example:
+        >>> before = {"mean": jnp.zeros(2)}
+        >>> cast_like({"mean": jnp.ones(2, jnp.float16)}, before)["mean"].dtype
+        dtype('float32')
+    """
+    if jax.tree.structure(tree) != jax.tree.structure(reference):
+        raise ValueError(
+            "`cast_like` needs trees of the same structure, but got "
+            f"{jax.tree.structure(tree)} and {jax.tree.structure(reference)}."
+        )
+
+    def cast(leaf: Any, like: Any) -> Any:
+        if is_floating(leaf) and is_floating(like):
+            return cast_leaf(leaf, like.dtype)
+        return leaf
+
+    return jax.tree.map(cast, tree, reference)
+
+
+@overload
+def cast_function(
+    func: None = None, dtype: Any = None, return_dtype: Any = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+
+
+@overload
+def cast_function(
+    func: Callable[..., Any], dtype: Any = None, return_dtype: Any = None
+) -> Callable[..., Any]: ...
+
+
+def cast_function(
+    func: Callable[..., Any] | None = None,
+    dtype: DTypeLike | None = None,
+    return_dtype: DTypeLike | None = None,
+) -> Callable[..., Any]:
+    """Runs a function with its floating inputs cast, and casts what it returns.
+
+    JAX's type promotion then carries the dtype through the function. Arguments, keyword
+    arguments and results may be any pytrees.
+
+    Args:
+        func: The function. Leave it out to use `cast_function` as a decorator.
+        dtype: The dtype of the inputs, or its name; `None` is the configured half
+            precision.
+        return_dtype: The dtype of the results; `None` means `dtype`.
+
+    Raises:
+        ValueError: If a dtype is not a floating dtype of at least 16 bits.
+
+    Example:
+        >>> @cast_function(dtype="bf16", return_dtype="f32")
+        ... def double(x):
+        ...     print(x.dtype)
+        ...     return {"y": 2 * x}
+        >>> double(jnp.ones(2))
+        bfloat16
+        {'y': Array([2., 2.], dtype=float32)}
+    """
+    if func is None:
+        return functools.partial(cast_function, dtype=dtype, return_dtype=return_dtype)
+    # Names are checked now; "half" is looked up at each call, since it can be switched.
+    inputs = None if dtype is None else parse_float_dtype(dtype)
+    results = None if return_dtype is None else parse_float_dtype(return_dtype)
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        low = inputs or half_precision_datatype()
+        args, kwargs = cast_tree((args, kwargs), low)
+        return cast_tree(func(*args, **kwargs), results or low)
+
+    return wrapper
+
+
+@overload
+def force_full_precision(
+    func: None = None, return_dtype: Any = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+
+
+@overload
+def force_full_precision(
+    func: Callable[..., Any], return_dtype: Any = None
+) -> Callable[..., Any]: ...
+
+
+def force_full_precision(
+    func: Callable[..., Any] | None = None, return_dtype: DTypeLike | None = None
+) -> Callable[..., Any]:
+    """Runs a function in full precision, whatever the dtype of its inputs.
+
+    It is meant for the few operations that overflow or lose too much in half precision:
+    sums, means, softmax, norms. f64 inputs stay f64.
+
+    Args:
+        func: The function. Leave it out to use it as a decorator with arguments.
+        return_dtype: The dtype of the floating results. `None` gives back the widest
+            dtype among the floating inputs, so that the function fits into a
+            half-precision model; without floating inputs the results stay as they are.
+
+    Raises:
+        ValueError: If `return_dtype` is not a floating dtype of at least 16 bits.
+
+    Example:
+        >>> x = jnp.full(100, 1000.0, jnp.float16)
+        >>> float(jnp.sqrt(jnp.sum(x * x))), float(
+        ...     force_full_precision(lambda x: jnp.sqrt(jnp.sum(x * x)))(x))
+        (inf, 10000.0)
+    """
+    if func is None:
+        return functools.partial(force_full_precision, return_dtype=return_dtype)
+    results = None if return_dtype is None else parse_float_dtype(return_dtype)
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        given = floating_dtype((args, kwargs))
+        args, kwargs = widen_tree((args, kwargs))
+        out = func(*args, **kwargs)
+        wanted = results or given
+        return out if wanted is None else cast_tree(out, wanted)
+
+    return wrapper
+
+
+def floating_dtype(tree: PyTree) -> np.dtype | None:
+    """Returns the widest dtype among the floating leaves, `None` if there is none."""
+    dtypes = {
+        dtype_of(leaf)
+        for leaf in jax.tree.leaves(tree, is_leaf=keeps_its_dtypes)
+        if is_floating(leaf)
+    }
+    if not dtypes:
+        return None
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(functools.reduce(jnp.promote_types, dtypes))
+
+
+def widen_tree(tree: PyTree) -> PyTree:
+    """Casts 16-bit floating leaves to f32 and leaves wider ones as they are."""
+
+    def widen(leaf: Any) -> Any:
+        return cast_leaf(leaf, at_least_f32(leaf.dtype)) if is_floating(leaf) else leaf
+
+    return jax.tree.map(widen, tree, is_leaf=keeps_its_dtypes)
+
+
+def own_buffer(leaf: Any) -> Any:
+    """Returns an array that shares its buffer with no other, so it can be donated."""
+    return jnp.array(leaf, copy=True) if is_array(leaf) else leaf

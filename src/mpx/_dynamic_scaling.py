@@ -1,0 +1,257 @@
+"""Dynamic loss scaling: a scale that follows what the gradients can bear."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from mpx._compat import is_tracer
+from mpx._formats import FORMATS, parse_float_dtype
+from mpx._half import half_precision_datatype
+from mpx._loss_scaling import (
+    LossScaling,
+    NoLossScaling,
+    check_scale,
+    check_value,
+    f32_scalar,
+)
+from mpx._tree import AxisName, as_flag
+
+
+class DynamicLossScaling(LossScaling):
+    """A loss scale that grows while gradients are finite and backs off when not.
+
+    After `period` finite steps in a row the scale is multiplied by `factor`; a step
+    with non-finite gradients multiplies it by `backoff`. `adjust` always returns a
+    scale within `[min_loss_scaling, max_loss_scaling]`.
+
+    The constructor follows the paper, with a ceiling of exactly 65504, the largest f16
+    number, at which the scale stops being a power of two. Prefer
+    `DynamicLossScaling.pow2()`: powers of two only, so that scaling is exact.
+
+    Attributes:
+        loss_scaling: The scale, f32[].
+        min_loss_scaling: The floor, f32[].
+        counter: Finite steps since the last change, i32[].
+        skipped: Non-finite steps in total, i32[].
+        consecutive_skipped: Non-finite steps in a row, i32[].
+        tolerance: Non-finite steps left before the next backoff, i32[].
+        factor: What growth multiplies by; static.
+        period: Finite steps per growth; static.
+        max_loss_scaling: The ceiling; static.
+        backoff: What backoff multiplies by; static.
+        hysteresis: Non-finite steps that one backoff needs; static.
+        consecutive_hysteresis: Whether a finite step refills the tolerance; static.
+
+    Example:
+        >>> scaling = DynamicLossScaling.pow2(2.0**15, period=2)
+        >>> scaling = scaling.adjust(True).adjust(True)
+        >>> float(scaling.loss_scaling), float(scaling.adjust(False).loss_scaling)
+        (65536.0, 32768.0)
+    """
+
+    loss_scaling: Float[Array, "*batch"]
+    min_loss_scaling: Float[Array, "*batch"]
+    counter: Int[Array, "*batch"]
+    skipped: Int[Array, "*batch"]
+    consecutive_skipped: Int[Array, "*batch"]
+    tolerance: Int[Array, "*batch"]
+    factor: float = eqx.field(static=True)
+    period: int = eqx.field(static=True)
+    max_loss_scaling: float = eqx.field(static=True)
+    backoff: float = eqx.field(static=True)
+    hysteresis: int = eqx.field(static=True)
+    consecutive_hysteresis: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        loss_scaling: Any = 2.0**15,
+        min_loss_scaling: Any = 1.0,
+        factor: float = 2,
+        period: int = 2000,
+        counter: Any = None,
+        *,
+        max_loss_scaling: float = FORMATS["f16"].max,
+        backoff: float | None = None,
+        hysteresis: int = 1,
+        consecutive_hysteresis: bool = False,
+    ) -> None:
+        """Checks the values that are concrete and stores them as f32 and i32.
+
+        Args:
+            loss_scaling: The first scale.
+            min_loss_scaling: The floor.
+            factor: What growth multiplies by, more than 1.
+            period: Finite steps per growth.
+            counter: Finite steps since the last change, for a restored state.
+            max_loss_scaling: The ceiling.
+            backoff: What backoff multiplies by, between 0 and 1; `None` is 1/factor.
+            hysteresis: Non-finite steps that one backoff needs. The tolerance is
+                refilled by growth.
+            consecutive_hysteresis: Refill the tolerance at every finite step.
+
+        Raises:
+            ValueError: If a value is out of its range.
+        """
+        check_scale(loss_scaling, "loss_scaling")
+        check_scale(min_loss_scaling, "min_loss_scaling")
+        check_scale(max_loss_scaling, "max_loss_scaling")
+        check_value(1 < factor < math.inf, "factor", "more than 1", factor)
+        check_value(period >= 1, "period", "at least 1", period)
+        check_value(hysteresis >= 1, "hysteresis", "at least 1", hysteresis)
+        backoff = 1 / factor if backoff is None else backoff
+        check_value(0 < backoff < 1, "backoff", "between 0 and 1", backoff)
+        if not is_tracer(min_loss_scaling):
+            check_value(
+                float(min_loss_scaling) <= max_loss_scaling,
+                "min_loss_scaling",
+                f"at most `max_loss_scaling` ({max_loss_scaling})",
+                float(min_loss_scaling),
+            )
+        self.loss_scaling = f32_scalar(loss_scaling)
+        self.min_loss_scaling = f32_scalar(min_loss_scaling)
+        self.counter = jnp.array(0 if counter is None else counter, dtype=jnp.int32)
+        self.skipped = jnp.zeros((), jnp.int32)
+        self.consecutive_skipped = jnp.zeros((), jnp.int32)
+        self.tolerance = jnp.array(hysteresis, dtype=jnp.int32)
+        self.factor = factor
+        self.period = period
+        self.max_loss_scaling = float(max_loss_scaling)
+        self.backoff = float(backoff)
+        self.hysteresis = hysteresis
+        self.consecutive_hysteresis = consecutive_hysteresis
+
+    @classmethod
+    def pow2(
+        cls,
+        init: float = 2.0**15,
+        *,
+        min: float = 1.0,  # the natural name beside `max`
+        max: float = 2.0**24,
+        factor: float = 2,
+        **options: Any,
+    ) -> "DynamicLossScaling":
+        """Returns a scaling that is a power of two at every step: scaling is exact.
+
+        Args:
+            init: The first scale.
+            min: The floor.
+            max: The ceiling. The scale may pass 65504 because it is applied in f32; a
+                loss that is itself f16 overflows there, which costs one skipped step
+                per growth.
+            factor: What growth multiplies by.
+            **options: Further arguments of `DynamicLossScaling`.
+
+        Raises:
+            ValueError: If one of them is not a power of two.
+
+        Example:
+            >>> float(DynamicLossScaling.pow2(2.0**10).loss_scaling)
+            1024.0
+        """
+        scaling = cls(init, min, factor, max_loss_scaling=max, **options)
+        powers = {"init": init, "min": min, "max": max, "factor": factor}
+        for name, value in {**powers, "backoff": scaling.backoff}.items():
+            power = math.frexp(value)[0] == 0.5
+            check_value(power, name, "a power of two", value)
+        return scaling
+
+    def adjust(
+        self, grads_finite: Any, *, axis_name: AxisName | None = None
+    ) -> "DynamicLossScaling":
+        """Returns the scaling for the next step.
+
+        Args:
+            grads_finite: Whether the gradients of this step were finite: a boolean
+                scalar, Python or array.
+            axis_name: Combines the flag over `shard_map`, `pmap` or `vmap` axes first,
+                so that the devices agree. Not needed if the flag already agrees.
+
+        Raises:
+            TypeError: If `grads_finite` is not a boolean scalar.
+        """
+        finite = as_flag(grads_finite, "grads_finite")
+        if axis_name is not None:
+            finite = lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+        grow = finite & (self.counter >= self.period - 1)
+        tolerance = jnp.where(finite, self.tolerance, self.tolerance - 1)
+        back_off = ~finite & (tolerance <= 0)
+        scale = self.loss_scaling
+        scale = jnp.where(grow, scale * jnp.float32(self.factor), scale)
+        scale = jnp.where(back_off, scale * jnp.float32(self.backoff), scale)
+        scale = jnp.minimum(scale, jnp.float32(self.max_loss_scaling))
+        refill = finite if self.consecutive_hysteresis else grow
+        # Used up, the tolerance stays at one: every further overflow backs off.
+        tolerance = jnp.where(refill, self.hysteresis, jnp.maximum(tolerance, 1))
+        return eqx.tree_at(
+            lambda s: (
+                s.loss_scaling,
+                s.counter,
+                s.skipped,
+                s.consecutive_skipped,
+                s.tolerance,
+            ),
+            self,
+            (
+                jnp.maximum(scale, self.min_loss_scaling),
+                jnp.where(finite & ~grow, self.counter + 1, 0),
+                self.skipped + (~finite).astype(jnp.int32),
+                jnp.where(finite, 0, self.consecutive_skipped + 1),
+                tolerance,
+            ),
+        )
+
+    def metrics(self) -> dict[str, Array]:
+        """Returns what to log, as arrays: nothing is read back to the host."""
+        return {
+            "loss_scaling": self.loss_scaling,
+            "counter": self.counter,
+            "skipped": self.skipped,
+            "consecutive_skipped": self.consecutive_skipped,
+        }
+
+    def raise_if_stuck(self, max_consecutive: int = 20) -> None:
+        """Raises if the last steps were all skipped with the scale at its floor.
+
+        Call it on the host, outside jit, as often as a wait for the step is affordable.
+
+        Args:
+            max_consecutive: How many skipped steps in a row are too many.
+
+        Raises:
+            FloatingPointError: If so many steps were skipped in a row at the floor.
+        """
+        check_value(
+            max_consecutive >= 1, "max_consecutive", "at least 1", max_consecutive
+        )
+        skipped, scale = int(self.consecutive_skipped), float(self.loss_scaling)
+        if skipped >= max_consecutive and scale <= float(self.min_loss_scaling):
+            raise FloatingPointError(
+                f"The gradients were not finite in the last {skipped} steps although "
+                f"the loss scale is at its floor of {scale}. The overflow does not come "
+                "from the scale: look for an inf or nan in the data, the loss or the "
+                "parameters, or use bf16, which has the range of f32."
+            )
+
+
+def default_loss_scaling(dtype: DTypeLike | None = None) -> LossScaling:
+    """Returns the loss scaling that a compute dtype needs.
+
+    Args:
+        dtype: The compute dtype; `None` is the configured half precision.
+
+    Returns:
+        `DynamicLossScaling.pow2()` for f16, whose smallest normal number is 6e-5;
+        `NoLossScaling()` for bf16, f32 and f64.
+
+    Example:
+        >>> default_loss_scaling("bf16")
+        NoLossScaling()
+    """
+    half = half_precision_datatype() if dtype is None else parse_float_dtype(dtype)
+    return DynamicLossScaling.pow2() if half == np.float16 else NoLossScaling()

@@ -1,0 +1,257 @@
+"""The gradient functions of the MPX paper, with its arguments and its tuples."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from mpx._call import Call
+from mpx._cast import cast_tree
+from mpx._grad import (
+    GradOptions,
+    GradResult,
+    Recorder,
+    check_scaling,
+    evaluate,
+    grad_result,
+    package,
+)
+from mpx._loss_scaling import LossScaling, NoLossScaling
+from mpx._policy import Policy, as_policy
+from mpx._tree import AxisName
+
+
+def filter_grad(
+    func: Callable[..., Any] | None = None,
+    scaling: LossScaling | None = None,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    *,
+    policy: Policy | str | None = None,
+    grad_dtype: DTypeLike | None = None,
+    axis_name: AxisName | None = None,
+    argnums: int | Sequence[int] = 0,
+    retry: int = 0,
+) -> Callable[..., Any]:
+    """Computes gradients in mixed precision; the counterpart of `eqx.filter_grad`.
+
+    The returned function takes the arguments of `func` and returns the tuple
+    `(scaling, grads_finite, grads)`, with `aux` as a fourth entry if `has_aux`. It works
+    as described for `value_and_grad`.
+
+    The scaling is part of the transformation, as in the paper: call `filter_grad`
+    inside the jitted step with the scaling that the step got as an argument. Outside of
+    jit it would be compiled in as a constant; `value_and_grad` takes it at each call.
+
+    Args:
+        func: The loss function. Leave it out to use `filter_grad` as a decorator.
+        scaling: The loss scaling. It may be left out where none is needed (bf16, f32).
+        has_aux: Whether `func` returns a pair `(loss, aux)`.
+        use_mixed_precision: If false, nothing is cast, scaled or checked:
+            `grads_finite` is true and `scaling` comes back as it is.
+        policy: Dtypes and exceptions; `None` computes in the configured half precision.
+        grad_dtype: The dtype of the gradients; f32 by default.
+        axis_name: A mapped axis over which to average before the check.
+        argnums: Which positional arguments to differentiate.
+        retry: How often to try again with the adjusted scale on overflow.
+
+    Raises:
+        TypeError: If the loss is no real floating scalar.
+        ValueError: If the first argument holds no floating array, or if f16 is used
+            without a scaling.
+
+    Example:
+        >>> from mpx import DynamicLossScaling
+        >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+        >>> scaling, grads_finite, grads = filter_grad(loss, DynamicLossScaling.pow2())(
+        ...     jnp.ones(2), jnp.ones((4, 2)))
+        >>> grads, bool(grads_finite)
+        (Array([4., 4.], dtype=float32), True)
+    """
+    options = GradOptions(
+        argnums=argnums,
+        has_aux=has_aux,
+        policy=policy,
+        grad_dtype=grad_dtype,
+        axis_name=axis_name,
+        retry=retry,
+    ).resolved()
+
+    def finish(result: GradResult) -> tuple[Any, ...]:
+        answer = (result.scaling, result.finite, result.grads)
+        return (*answer, result.aux) if has_aux else answer
+
+    return _transform(func, scaling, use_mixed_precision, options, finish)
+
+
+def filter_value_and_grad(
+    func: Callable[..., Any] | None = None,
+    scaling: LossScaling | None = None,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    *,
+    policy: Policy | str | None = None,
+    grad_dtype: DTypeLike | None = None,
+    axis_name: AxisName | None = None,
+    argnums: int | Sequence[int] = 0,
+    retry: int = 0,
+) -> Callable[..., Any]:
+    """Computes the loss too; the counterpart of `eqx.filter_value_and_grad`.
+
+    The returned function returns `(value, scaling, grads_finite, grads)`, where `value`
+    is the pair `(loss, aux)` if `has_aux`. The loss is the one that `func` computed,
+    unscaled and in f32.
+
+    Args:
+        func: The loss function. Leave it out to use it as a decorator.
+        scaling: The loss scaling. It may be left out where none is needed (bf16, f32).
+        has_aux: Whether `func` returns a pair `(loss, aux)`.
+        use_mixed_precision: If false, nothing is cast, scaled or checked.
+        policy: Dtypes and exceptions; `None` computes in the configured half precision.
+        grad_dtype: The dtype of the gradients; f32 by default.
+        axis_name: A mapped axis over which to average before the check.
+        argnums: Which positional arguments to differentiate.
+        retry: How often to try again with the adjusted scale on overflow.
+
+    Raises:
+        TypeError: If the loss is no real floating scalar.
+        ValueError: If the first argument holds no floating array, or if f16 is used
+            without a scaling.
+
+    Example:
+        >>> from mpx import DynamicLossScaling
+        >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+        >>> value, scaling, grads_finite, grads = filter_value_and_grad(
+        ...     loss, DynamicLossScaling.pow2())(jnp.ones(2), jnp.ones((4, 2)))
+        >>> value, grads
+        (Array(4., dtype=float32), Array([4., 4.], dtype=float32))
+    """
+    options = GradOptions(
+        argnums=argnums,
+        has_aux=has_aux,
+        policy=policy,
+        grad_dtype=grad_dtype,
+        axis_name=axis_name,
+        retry=retry,
+    ).resolved()
+
+    def finish(result: GradResult) -> tuple[Any, ...]:
+        value = (result.value, result.aux) if has_aux else result.value
+        return value, result.scaling, result.finite, result.grads
+
+    return _transform(func, scaling, use_mixed_precision, options, finish)
+
+
+def _transform(
+    func: Callable[..., Any] | None,
+    scaling: LossScaling | None,
+    use_mixed_precision: bool,
+    options: GradOptions,
+    finish: Callable[[GradResult], tuple[Any, ...]],
+) -> Callable[..., Any]:
+    _check_switch(use_mixed_precision)
+    if scaling is not None:
+        check_scaling(scaling)
+
+    def transform(func: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(func)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if use_mixed_precision:
+                given = _needed_scaling(options) if scaling is None else scaling
+                return finish(grad_result(func, options, given, args, kwargs))
+            result = _full_precision(func, options, args, kwargs)
+            return finish(result._replace(scaling=scaling, finite=jnp.array(True)))
+
+        return wrapper
+
+    return transform if func is None else transform(func)
+
+
+def _check_switch(use_mixed_precision: Any) -> None:
+    if not isinstance(use_mixed_precision, bool | np.bool_):
+        raise TypeError(
+            "`use_mixed_precision` decides what is compiled and must be a Python bool, "
+            f"but {type(use_mixed_precision).__name__} was given. Make it a static "
+            "argument of the jitted function."
+        )
+
+
+def _needed_scaling(options: GradOptions) -> LossScaling:
+    assert isinstance(options.policy, Policy)
+    if options.policy.resolved_compute_dtype() == np.float16:
+        raise ValueError(
+            "f16 gradients need a loss scaling, but none was given. Pass "
+            "`scaling=mpx.DynamicLossScaling.pow2()`, or compute in bf16 with "
+            '`policy="p=f32,c=bf16,o=f32"`.'
+        )
+    return NoLossScaling()
+
+
+def _full_precision(
+    func: Callable[..., Any],
+    options: GradOptions,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> GradResult:
+    """Differentiates without casting, scaling or checking."""
+    call = Call(func, args, kwargs, options.argnum_tuple(), None)
+    recorder, scaling = Recorder(), NoLossScaling()
+    result = evaluate(
+        call, call.diff, call.state, scaling, recorder, has_aux=options.has_aux
+    )
+    result = result._replace(grads=scaling.unscale(result.grads))
+    return package(call, recorder, (result, scaling, jnp.array(True)), options)
+
+
+def calculate_scaled_grad(
+    func: Callable[..., Any],
+    scaling: LossScaling,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+) -> Callable[..., Any]:
+    """Computes loss and gradients that are still scaled, in half precision.
+
+    It is the inner half of `filter_value_and_grad`, for loops that unscale, check and
+    adjust by themselves. The returned function returns `(value, grads)`, with
+    `(value, aux)` for the first if `has_aux`; `value` is the scaled loss in f32.
+
+    Args:
+        func: The loss function.
+        scaling: The loss scaling.
+        has_aux: Whether `func` returns a pair `(loss, aux)`.
+        use_mixed_precision: If false, nothing is cast or scaled.
+
+    Raises:
+        TypeError: If the loss is no real floating scalar.
+        ValueError: If the first argument holds no floating array.
+
+    Example:
+        >>> from mpx import StaticLossScaling
+        >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+        >>> calculate_scaled_grad(loss, StaticLossScaling(8.0))(
+        ...     jnp.ones(2), jnp.ones((4, 2)))
+        (Array(32., dtype=float32), Array([32., 32.], dtype=float16))
+    """
+    check_scaling(scaling)
+    _check_switch(use_mixed_precision)
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        policy = as_policy(None) if use_mixed_precision else None
+        used = scaling if use_mixed_precision else NoLossScaling()
+        if policy is not None and args:
+            # The gradient has the dtype of what it is taken for: a half-precision copy.
+            args = (cast_tree(args[0], policy.resolved_compute_dtype()), *args[1:])
+        call = Call(func, args, kwargs, (0,), policy)
+        recorder = Recorder()
+        result = evaluate(
+            call, call.diff, call.state, used, recorder, has_aux=has_aux
+        )
+        value = used.scale(result.value)
+        aux = call.commit(recorder.merge(result.aux), result.state)
+        return ((value, aux) if has_aux else value), result.grads[0]
+
+    return wrapper

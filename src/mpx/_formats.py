@@ -1,0 +1,130 @@
+"""What each number format is: its bits, range and spacing; and how users name it."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.typing import DTypeLike
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A binary floating-point format.
+
+    A value is `(-1)**sign * 2**e * (1 + m / 2**mantissa)`; the spacing of the numbers
+    in `[1, 2)` is `eps = 2**-mantissa`.
+
+    Attributes:
+        name: The short name used in messages and policies.
+        bits: The bits that are significant (tf32 is stored in 32 of which 19 count).
+        exponent: The number of exponent bits.
+        mantissa: The number of explicitly stored mantissa bits.
+        max: The largest finite number.
+        tiny: The smallest positive normal number.
+        smallest: The smallest positive subnormal number.
+    """
+
+    name: str
+    bits: int
+    exponent: int
+    mantissa: int
+    max: float
+    tiny: float
+    smallest: float
+
+    @property
+    def eps(self) -> float:
+        """The distance from 1 to the next larger number."""
+        return 2.0**-self.mantissa
+
+
+def _from_dtype(name: str, dtype: DTypeLike) -> Format:
+    info = ml_dtypes.finfo(dtype)
+    return Format(
+        name=name,
+        bits=info.bits,
+        exponent=info.nexp,
+        mantissa=info.nmant,
+        max=float(info.max),
+        tiny=float(info.smallest_normal),
+        smallest=float(info.smallest_subnormal),
+    )
+
+
+_DTYPES: dict[str, type] = {
+    "f64": jnp.float64,
+    "f32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "f16": jnp.float16,
+    "e4m3": jnp.float8_e4m3fn,
+    "e5m2": jnp.float8_e5m2,
+}
+
+FORMATS: dict[str, Format] = {
+    name: _from_dtype(name, dtype) for name, dtype in _DTYPES.items()
+}
+# tf32 is how tensor cores read f32: f32's exponent with f16's mantissa. It has no
+# dtype of its own. e8m0 holds the power-of-two scale of an MX block: no sign, no zero.
+FORMATS["tf32"] = Format(
+    "tf32", 19, 8, 10, (2 - 2.0**-10) * 2.0**127, 2.0**-126, 2.0**-136
+)
+FORMATS["e8m0"] = Format("e8m0", 8, 8, 0, 2.0**127, 2.0**-127, 2.0**-127)
+
+_NAMES: dict[str, np.dtype] = {
+    **{name: np.dtype(dtype) for name, dtype in _DTYPES.items()},
+    **{np.dtype(dtype).name: np.dtype(dtype) for dtype in _DTYPES.values()},
+    "full": np.dtype(jnp.float32),
+}
+_SHORT_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+
+
+def short_name(dtype: np.dtype) -> str:
+    """Returns `bf16` for bfloat16 and so on; dtypes without one keep their name."""
+    return _SHORT_NAMES.get(dtype, dtype.name)
+
+
+def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
+    """Returns the NumPy dtype for a floating dtype of at least 16 bits or its name.
+
+    Args:
+        dtype: A dtype, a scalar type such as `jnp.bfloat16`, or a name such as
+            `"bf16"`, `"bfloat16"` or `"full"`.
+        what: How the error message calls the value.
+
+    Raises:
+        ValueError: If `dtype` is not a floating dtype of at least 16 bits.
+
+    Example:
+        >>> parse_float_dtype("bf16")
+        dtype(bfloat16)
+    """
+    parsed = _NAMES.get(dtype) if isinstance(dtype, str) else None
+    if parsed is None:
+        try:
+            parsed = np.dtype(dtype)  # pyright: ignore[reportArgumentType]
+        except TypeError:
+            parsed = None
+    if parsed is None or not is_float_dtype(parsed):
+        raise ValueError(
+            f"`{what}` must be a floating dtype of at least 16 bits (f16, bf16, f32 or "
+            f"f64), but {dtype!r} was given. Pass a dtype such as `jnp.bfloat16` or a "
+            'name such as "bf16".'
+        )
+    return parsed
+
+
+def is_float_dtype(dtype: np.dtype) -> bool:
+    """Whether numbers of this dtype are cast: real floating with at least 16 bits.
+
+    The 8-bit and narrower formats are storage for quantised values, whose meaning lies
+    in a scale kept elsewhere: casting them would destroy it.
+    """
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
+
+
+def at_least_f32(dtype: np.dtype) -> np.dtype:
+    """Returns f32 for 16-bit dtypes and wider dtypes as they are (complex too)."""
+    if dtype.itemsize == 2:
+        return np.dtype(jnp.float32)
+    return dtype

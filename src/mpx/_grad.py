@@ -1,0 +1,349 @@
+"""Gradients in mixed precision: cast, scale, differentiate, reduce, unscale, check."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, PyTree
+
+from mpx._call import Call, State
+from mpx._cast import cast_leaf
+from mpx._compat import as_varying
+from mpx._formats import at_least_f32, parse_float_dtype
+from mpx._loss_scaling import LossScaling
+from mpx._policy import Policy, as_policy
+from mpx._tree import AxisName, all_finite, is_floating, select_tree, shape_of
+
+
+class GradResult(NamedTuple):
+    """What `value_and_grad` and `accumulate` return.
+
+    Attributes:
+        value: The loss as the function computed it, unscaled, f32 or wider.
+        aux: What the function returned besides, `None` without `has_aux`.
+        grads: The unscaled gradients; `None` for leaves without one.
+        scaling: The loss scaling for the next step.
+        finite: Whether all gradients are finite, bool[]. If not, skip the update.
+
+    Example:
+        >>> from mpx import NoLossScaling, value_and_grad
+        >>> result = value_and_grad(lambda w: w * w)(NoLossScaling(), jnp.float32(3.0))
+        >>> float(result.value), float(result.grads), bool(result.finite)
+        (9.0, 6.0, True)
+    """
+
+    value: Array
+    aux: Any
+    grads: PyTree
+    scaling: Any
+    finite: Bool[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradOptions:
+    """How a gradient is taken; see `value_and_grad` for the meaning of each."""
+
+    argnums: int | Sequence[int] = 0
+    has_aux: bool = False
+    policy: Policy | str | None = None
+    grad_dtype: DTypeLike | None = None
+    axis_name: AxisName | None = None
+    retry: int = 0
+
+    def resolved(self) -> "GradOptions":
+        """Returns the options with policy and dtypes checked.
+
+        Raises:
+            ValueError: If `retry` is negative or a dtype is not floating.
+            TypeError: If `policy` is neither a policy nor a string.
+        """
+        if self.retry < 0:
+            raise ValueError(f"`retry` must be 0 or more, but {self.retry} was given.")
+        policy = as_policy(self.policy)
+        dtype = policy.grad_dtype if self.grad_dtype is None else self.grad_dtype
+        dtype = None if dtype is None else parse_float_dtype(dtype, "grad_dtype")
+        return dataclasses.replace(self, policy=policy, grad_dtype=dtype)
+
+    def argnum_tuple(self) -> tuple[int, ...]:
+        """Returns the differentiated positions as a tuple."""
+        if isinstance(self.argnums, int):
+            return (self.argnums,)
+        return tuple(self.argnums)
+
+
+class Evaluation(NamedTuple):
+    """One forward and backward pass: everything in it is an array or a pytree of them.
+
+    Attributes:
+        value: The unscaled loss.
+        aux: The arrays among what the function returned besides.
+        grads: The gradients of the scaled loss, one tree per differentiated argument.
+        state: The state after the call.
+    """
+
+    value: Array
+    aux: PyTree
+    grads: tuple[PyTree, ...]
+    state: State
+
+
+class Recorder:
+    """Keeps the part of `aux` that is not an array while JAX traces the rest."""
+
+    static: PyTree = None
+
+    def split(self, aux: Any) -> PyTree:
+        """Stores what is no array and returns the arrays."""
+        arrays, self.static = eqx.partition(aux, eqx.is_array)
+        return arrays
+
+    def merge(self, arrays: PyTree) -> Any:
+        """Returns `aux` as the function returned it."""
+        return eqx.combine(arrays, self.static)
+
+
+def evaluate(
+    call: Call,
+    diff: tuple[PyTree, ...],
+    state: State,
+    scaling: LossScaling,
+    recorder: Recorder,
+    *,
+    has_aux: bool,
+) -> Evaluation:
+    """Runs a call forward and backward on the scaled loss."""
+
+    def scaled_loss(diff: tuple[PyTree, ...]) -> tuple[Array, Any]:
+        out, after = call.run(diff, state)
+        value, aux = _unpack(out, has_aux)
+        loss = _as_loss(value, has_aux)
+        return scaling.scale(loss), (loss, recorder.split(aux), after)
+
+    grads, (loss, aux, after) = jax.grad(scaled_loss, has_aux=True)(diff)
+    return Evaluation(loss, aux, grads, after)
+
+
+def _unpack(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    if not has_aux:
+        return out, None
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise TypeError(
+            "With `has_aux=True` the function must return a pair `(loss, aux)`, but it "
+            f"returned {type(out).__name__}."
+        )
+    return out[0], out[1]
+
+
+def _as_loss(value: Any, has_aux: bool) -> Array:
+    """Returns the loss as a scalar of at least f32; raises if it is none."""
+    if isinstance(value, float):
+        value = np.float32(value)
+    if not is_floating(value) or shape_of(value) != ():
+        shape, dtype = shape_of(value), getattr(value, "dtype", type(value).__name__)
+        hint = "Reduce it, for example with `jnp.mean`."
+        if isinstance(value, tuple) and not has_aux:
+            hint = "If it returns a pair `(loss, aux)`, pass `has_aux=True`."
+        raise TypeError(
+            "The function must return a real floating scalar as its loss, but it "
+            f"returned {dtype} of shape {shape}. {hint}"
+        )
+    loss = jnp.asarray(value)
+    return loss.astype(at_least_f32(loss.dtype))
+
+
+def differentiate(
+    run: Callable[[LossScaling], Evaluation],
+    before: State,
+    scaling: LossScaling,
+    options: GradOptions,
+) -> tuple[Evaluation, LossScaling, Bool[Array, ""]]:
+    """Evaluates, reduces over devices, unscales and checks; again if asked to.
+
+    Returns:
+        The evaluation with unscaled gradients and the state that is to be kept, the
+        next scaling, and whether the gradients are finite.
+    """
+
+    def attempt(
+        scaling: LossScaling,
+    ) -> tuple[Evaluation, LossScaling, Bool[Array, ""]]:
+        result = _reduce(run(scaling), options)
+        # Undo with the scale that scaled: after a growth step the new one is larger.
+        grads = _finish_grads(scaling.unscale(result.grads), options.grad_dtype)
+        finite = all_finite(grads)
+        return result._replace(grads=grads), scaling.adjust(finite), finite
+
+    result, scaling, finite = attempt(scaling)
+    if options.retry:
+        (result, scaling, finite), _ = lax.while_loop(
+            lambda carry: ~carry[0][2] & (carry[1] < options.retry),
+            lambda carry: (attempt(carry[0][1]), carry[1] + 1),
+            ((result, scaling, finite), 0),
+        )
+    # A skipped step leaves no trace: running statistics of an overflow are overflow.
+    state = select_tree(finite, result.state, before)
+    return result._replace(state=state), scaling, finite
+
+
+def _reduce(result: Evaluation, options: GradOptions) -> Evaluation:
+    """Averages loss and gradients over devices, in the policy's `reduce_dtype`."""
+    if options.axis_name is None:
+        return result
+    assert isinstance(options.policy, Policy)
+    dtype = options.policy.reduce_dtype
+
+    def mean(x: Array) -> Array:
+        if is_floating(x):
+            x = cast_leaf(x, at_least_f32(x.dtype) if dtype is None else dtype)
+        return lax.pmean(x, options.axis_name)
+
+    return result._replace(
+        value=lax.pmean(result.value, options.axis_name),
+        grads=jax.tree.map(mean, result.grads),
+    )
+
+
+def _finish_grads(grads: PyTree, dtype: Any) -> PyTree:
+    if dtype is None:
+        return grads
+    return jax.tree.map(lambda g: cast_leaf(g, dtype) if is_floating(g) else g, grads)
+
+
+def local_parameters(call: Call, axis_name: AxisName | None) -> tuple[PyTree, ...]:
+    """Returns the differentiated arguments, each device its own copy of them.
+
+    The derivative with respect to a value shared by the devices of a `shard_map` would
+    be summed in the compute dtype before mpx sees it.
+    """
+    if axis_name is None:
+        return call.diff
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    return jax.tree.map(lambda x: as_varying(jnp.asarray(x), names), call.diff)
+
+
+def check_scaling(scaling: Any) -> None:
+    """Raises unless `scaling` can scale, unscale and adjust."""
+    if not all(hasattr(scaling, name) for name in ("scale", "unscale", "adjust")):
+        raise TypeError(
+            "The first argument must be a loss scaling such as "
+            f"`mpx.DynamicLossScaling.pow2()`, but {type(scaling).__name__} was given. "
+            "Pass `mpx.NoLossScaling()` for bf16."
+        )
+
+
+def value_and_grad(
+    func: Callable[..., Any] | None = None,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    policy: Policy | str | None = None,
+    grad_dtype: DTypeLike | None = None,
+    axis_name: AxisName | None = None,
+    retry: int = 0,
+) -> Callable[..., Any]:
+    """Returns a function that computes loss and gradients in mixed precision.
+
+    The returned function takes the loss scaling first and then the arguments of `func`;
+    it returns a `GradResult`. Because the scaling is an argument, the transformed
+    function can be made once and jitted. It casts the arguments to the compute dtype,
+    multiplies the loss by the scale in f32, differentiates, averages over devices,
+    divides by the scale that was used, and checks that the result is finite.
+
+    Floating arrays inside the differentiated arguments get a gradient, everything else
+    (integers, keys, functions, strings) `None`. NNX modules are updated in place as by
+    `nnx.value_and_grad`: BatchNorm statistics and dropout counters advance. They, and
+    an Equinox `State` returned in `aux`, stay f32 and are rolled back when the
+    gradients are not finite.
+
+    Args:
+        func: The loss function, returning a scalar or `(scalar, aux)`. Leave it out to
+            use `value_and_grad` as a decorator with arguments.
+        argnums: Which positional arguments of `func` to differentiate: one number, or a
+            sequence for a tuple of gradients.
+        has_aux: Whether `func` returns a pair `(loss, aux)`.
+        policy: Dtypes and exceptions; `None` computes in the configured half precision.
+        grad_dtype: The dtype of the gradients; overrides the policy. By default f32, or
+            f64 for f64 parameters.
+        axis_name: A `shard_map`, `pmap` or `vmap` axis (or several) over which loss and
+            gradients are averaged before the check, so that all devices agree.
+        retry: How often to try again at once with the adjusted scale when gradients are
+            not finite, before giving up on the step. The function is compiled twice.
+
+    Raises:
+        TypeError: If the loss is no real floating scalar, or no scaling was passed.
+        ValueError: If a differentiated argument holds no floating array.
+
+    Example:
+        >>> from mpx import DynamicLossScaling
+        >>> @jax.jit
+        ... @value_and_grad(policy="p=f32,c=f16,o=f32")
+        ... def loss(w, x):
+        ...     return jnp.mean((x @ w) ** 2)
+        >>> scaling = DynamicLossScaling.pow2()
+        >>> result = loss(scaling, jnp.ones(2), jnp.ones((4, 2)))
+        >>> result.value, result.grads
+        (Array(4., dtype=float32), Array([4., 4.], dtype=float32))
+    """
+    options = GradOptions(
+        argnums=argnums,
+        has_aux=has_aux,
+        policy=policy,
+        grad_dtype=grad_dtype,
+        axis_name=axis_name,
+        retry=retry,
+    ).resolved()
+    if func is None:
+        return functools.partial(_bind, options)
+    return _bind(options, func)
+
+
+def _bind(options: GradOptions, func: Callable[..., Any]) -> Callable[..., GradResult]:
+    @functools.wraps(func)
+    def wrapper(scaling: Any, *args: Any, **kwargs: Any) -> GradResult:
+        return grad_result(func, options, scaling, args, kwargs)
+
+    return wrapper
+
+
+def grad_result(
+    func: Callable[..., Any],
+    options: GradOptions,
+    scaling: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> GradResult:
+    """Computes loss and gradients of one call."""
+    check_scaling(scaling)
+    assert isinstance(options.policy, Policy)
+    call = Call(func, args, kwargs, options.argnum_tuple(), options.policy)
+    recorder = Recorder()
+    run = functools.partial(
+        evaluate,
+        call,
+        local_parameters(call, options.axis_name),
+        call.state,
+        recorder=recorder,
+        has_aux=options.has_aux,
+    )
+    outcome = differentiate(run, call.state, scaling, options)
+    return package(call, recorder, outcome, options)
+
+
+def package(
+    call: Call,
+    recorder: Recorder,
+    outcome: tuple[Evaluation, LossScaling, Bool[Array, ""]],
+    options: GradOptions,
+) -> GradResult:
+    """Puts the state into effect and returns the result in its public form."""
+    result, scaling, finite = outcome
+    aux = call.commit(recorder.merge(result.aux), result.state)
+    grads = result.grads[0] if isinstance(options.argnums, int) else result.grads
+    return GradResult(result.value, aux, grads, scaling, finite)

@@ -1,0 +1,93 @@
+"""The configured half precision: which 16-bit dtype "half" stands for.
+
+The setting is part of the cache key of `jax.jit`: a function that was compiled for f16
+is compiled again after the switch to bf16, instead of going on in f16.
+"""
+
+import contextlib
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from mpx._compat import make_jit_context
+from mpx._formats import FORMATS, parse_float_dtype
+
+# The paper's default; bf16 is the better choice where the hardware has it.
+_half = make_jit_context(np.dtype(np.float16))
+
+
+def _parse_half(datatype: DTypeLike) -> np.dtype:
+    try:
+        dtype = parse_float_dtype(datatype)
+    except ValueError:
+        dtype = None
+    if dtype is None or dtype.itemsize != 2:
+        raise ValueError(
+            f"Half precision is float16 or bfloat16, but {datatype!r} was given. Pass "
+            '`jnp.float16`, `jnp.bfloat16`, "float16" or "bfloat16".'
+        )
+    return dtype
+
+
+def set_half_precision_datatype(datatype: DTypeLike) -> None:
+    """Sets the dtype that "half precision" stands for, everywhere in this process.
+
+    Functions that were already compiled follow: they are traced anew when called.
+    Prefer a `Policy`, which travels with the code that needs it.
+
+    Args:
+        datatype: f16 or bf16, as a dtype or as a name.
+
+    Raises:
+        ValueError: If it is anything else.
+
+    Example:
+        >>> set_half_precision_datatype("bfloat16")
+        >>> half_precision_datatype()
+        dtype(bfloat16)
+        >>> set_half_precision_datatype(jnp.float16)
+    """
+    _half.set_global(_parse_half(datatype))
+
+
+def half_precision_datatype() -> np.dtype:
+    """Returns the dtype that "half precision" stands for; float16 unless changed.
+
+    Example:
+        >>> half_precision_datatype() == jnp.float16
+        True
+    """
+    return _half.value
+
+
+def half_precision(datatype: DTypeLike) -> contextlib.AbstractContextManager[Any]:
+    """Sets the half-precision dtype inside a `with` block, in this thread only.
+
+    Args:
+        datatype: f16 or bf16, as a dtype or as a name.
+
+    Raises:
+        ValueError: If it is anything else.
+
+    Example:
+        >>> with half_precision("bf16"):
+        ...     print(half_precision_datatype())
+        bfloat16
+    """
+    return _half(_parse_half(datatype))
+
+
+def __getattr__(name: str) -> Any:
+    """Computes the paper's constants when they are read, so that they are never stale.
+
+    The two maxima are f32 scalars; making them at import would start a JAX backend.
+    """
+    if name == "HALF_PRECISION_DATATYPE":
+        return half_precision_datatype()
+    if name == "FLOAT16_MAX":
+        return jnp.float32(FORMATS["f16"].max)
+    if name == "BFLOAT16_MAX":
+        return jnp.float32(FORMATS["bf16"].max)
+    raise AttributeError(f"module 'mpx' has no attribute {name!r}")

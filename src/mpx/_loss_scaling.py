@@ -1,0 +1,180 @@
+"""Loss scaling that does not adapt, and what all loss scalings share.
+
+Gradients that would vanish in f16 survive when the loss is multiplied by a scale before
+differentiation and the gradients are divided by it afterwards.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from mpx._compat import is_tracer
+from mpx._formats import at_least_f32
+from mpx._tree import AxisName, is_inexact, shape_of
+
+
+class LossScaling(eqx.Module):
+    """What every loss scaling offers: `scale`, `unscale`, `adjust` and `metrics`.
+
+    A loss scaling is a pytree: it goes through jit, scan, vmap, donation, sharding and
+    checkpoints like any other state. Casts leave its f32 alone.
+
+    Invariant: `unscale(scale(x)) == x` within one rounding of f32 each way, and bit for
+    bit while the scale is a power of two and the product neither overflows nor falls
+    below the normal numbers.
+    """
+
+    loss_scaling: eqx.AbstractVar[Float[Array, "*batch"]]
+
+    mpx_keeps_dtypes = True
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Multiplies floating and complex leaves by the scale, in f32 or wider.
+
+        16-bit leaves come back as f32, since the product may not fit into 16 bits.
+        Integers, keys, strings, functions and `None` come back as they are.
+        """
+        return _map_wide(lambda x: x * self.loss_scaling.astype(x.dtype), tree)
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Divides floating and complex leaves by the scale, in f32 or wider."""
+        # A division, not a product with the reciprocal: it rounds once, and the
+        # reciprocal of a large scale can be subnormal.
+        return _map_wide(lambda x: x / self.loss_scaling.astype(x.dtype), tree)
+
+    def adjust(self, grads_finite: Any, *, axis_name: AxisName | None = None) -> Self:
+        """Returns the scaling for the next step."""
+        del grads_finite, axis_name
+        return self
+
+    def metrics(self) -> dict[str, Array]:
+        """Returns what to log, as arrays: nothing is read back to the host."""
+        return {"loss_scaling": self.loss_scaling}
+
+
+class StaticLossScaling(LossScaling):
+    """A loss scale that never changes.
+
+    Attributes:
+        loss_scaling: The scale, f32[].
+
+    Example:
+        >>> StaticLossScaling(1024.0).scale(jnp.float16(100.0))
+        Array(102400., dtype=float32)
+    """
+
+    loss_scaling: Float[Array, "*batch"]
+
+    def __init__(self, loss_scaling: Any) -> None:
+        """Stores the scale as f32.
+
+        Args:
+            loss_scaling: The scale; a power of two makes scaling exact.
+
+        Raises:
+            ValueError: If it is not a positive finite scalar.
+        """
+        check_scale(loss_scaling, "loss_scaling")
+        self.loss_scaling = f32_scalar(loss_scaling)
+
+
+class NoLossScaling(LossScaling):
+    """No scaling: for bf16, f32 and f64, whose range needs none.
+
+    Example:
+        >>> NoLossScaling().scale({"loss": jnp.float32(2.0)})
+        {'loss': Array(2., dtype=float32)}
+    """
+
+    @property
+    def loss_scaling(self) -> Float[Array, ""]:
+        """The scale: one."""
+        return jnp.float32(1)
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Returns the tree with 16-bit floating leaves widened to f32."""
+        return _map_wide(lambda x: x, tree)
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Returns the tree with 16-bit floating leaves widened to f32."""
+        return _map_wide(lambda x: x, tree)
+
+
+def scaled(
+    func: Callable[..., Any], scaling: LossScaling, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Returns `func` with its result multiplied by the loss scale.
+
+    Args:
+        func: A function whose result is a loss, or any pytree.
+        scaling: A loss scaling.
+        has_aux: Whether `func` returns a pair of which only the first is scaled.
+
+    Example:
+        >>> scaled(lambda x: x, StaticLossScaling(8.0))(jnp.float32(2.0))
+        Array(16., dtype=float32)
+    """
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if has_aux:
+            value, aux = func(*args, **kwargs)
+            return scaling.scale(value), aux
+        return scaling.scale(func(*args, **kwargs))
+
+    return wrapper
+
+
+def _map_wide(fn: Callable[[Array], Array], tree: PyTree) -> PyTree:
+    """Applies `fn` to the floating and complex leaves, in f32 or wider."""
+
+    def apply(leaf: Any) -> Any:
+        if not is_inexact(leaf) and not isinstance(leaf, float | complex):
+            return leaf
+        x = jnp.asarray(leaf)
+        return fn(x.astype(at_least_f32(x.dtype)))
+
+    return jax.tree.map(apply, tree)
+
+
+def check_value(holds: bool, what: str, expected: str, value: Any) -> None:
+    """Raises a `ValueError` that tells what `what` must be, unless it holds."""
+    if not holds:
+        raise ValueError(f"`{what}` must be {expected}, but {value} was given.")
+
+
+def check_scale(value: Any, what: str) -> None:
+    """Raises unless a concrete value is a positive finite scalar; tracers pass.
+
+    An infinite JAX array passes too: MPX's own suite builds one to show that an unused
+    scale does no harm, and the first `adjust` brings it back below the ceiling.
+    """
+    check_value(shape_of(value) == (), what, "a scalar", f"shape {shape_of(value)}")
+    if is_tracer(value):
+        return
+    try:
+        number = float(value)
+    except TypeError:
+        raise TypeError(
+            f"`{what}` must be a number or a scalar array, but {value!r} was given."
+        ) from None
+    infinite_array = isinstance(value, jax.Array) and number == math.inf
+    if not (number > 0 and math.isfinite(number)) and not infinite_array:
+        raise ValueError(
+            f"`{what}` must be positive and finite, but {number} was given. "
+            "A usual value is 2.0**15."
+        )
+
+
+def f32_scalar(value: Any) -> Float[Array, ""]:
+    """Returns an f32 array with a buffer of its own: donation refuses shared ones."""
+    if is_tracer(value) or isinstance(value, jax.Array):
+        return jnp.array(value, dtype=jnp.float32, copy=True)
+    return jnp.array(np.float32(value))

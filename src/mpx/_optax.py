@@ -1,0 +1,157 @@
+"""Wrappers that give any optax optimizer skipping and master weights."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int, PyTree
+
+from mpx._cast import cast_leaf, own_buffer
+from mpx._formats import parse_float_dtype
+from mpx._tree import all_finite, is_floating, select_tree
+from mpx._update import apply_updates
+
+
+class SkipNonfiniteState(NamedTuple):
+    """The state of `skip_nonfinite`.
+
+    Attributes:
+        inner_state: The state of the wrapped optimizer.
+        skipped: Skipped updates in total, i32[].
+        consecutive_skipped: Skipped updates in a row, i32[].
+        last_finite: Whether the last gradients were finite, bool[].
+    """
+
+    inner_state: PyTree
+    skipped: Int[Array, ""]
+    consecutive_skipped: Int[Array, ""]
+    last_finite: Bool[Array, ""]
+
+
+def skip_nonfinite(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that non-finite gradients change nothing.
+
+    The updates are then zero and the inner state stays as it is; counters in the state
+    tell how often that happened. Unlike `optax.apply_if_finite` it never gives up and
+    lets a NaN in.
+
+    Args:
+        tx: Any optax transformation.
+
+    Example:
+        >>> import optax
+        >>> tx = skip_nonfinite(optax.adam(0.1))
+        >>> params = jnp.ones(2)
+        >>> updates, state = tx.update(jnp.full(2, jnp.nan), tx.init(params), params)
+        >>> updates, int(state.skipped)
+        (Array([0., 0.], dtype=float32), 1)
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: PyTree) -> SkipNonfiniteState:
+        zero = jnp.zeros((), jnp.int32)
+        return SkipNonfiniteState(tx.init(params), zero, zero + 0, jnp.array(True))
+
+    def update(
+        grads: PyTree,
+        state: SkipNonfiniteState,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, SkipNonfiniteState]:
+        finite = all_finite(grads)
+        updates, inner = tx.update(grads, state.inner_state, params, **extra_args)
+        updates = select_tree(finite, updates, jax.tree.map(jnp.zeros_like, updates))
+        return updates, SkipNonfiniteState(
+            inner_state=select_tree(finite, inner, state.inner_state),
+            skipped=state.skipped + (~finite).astype(jnp.int32),
+            consecutive_skipped=jnp.where(finite, 0, state.consecutive_skipped + 1),
+            last_finite=finite,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class MasterWeightsState(NamedTuple):
+    """The state of `master_weights`.
+
+    Attributes:
+        inner_state: The state of the wrapped optimizer, made for the masters.
+        master: The parameters in high precision.
+    """
+
+    inner_state: PyTree
+    master: PyTree
+
+
+def master_weights(
+    tx: optax.GradientTransformation, dtype: DTypeLike = jnp.float32
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that it updates high-precision copies of the parameters.
+
+    It is meant for parameters that are stored in 16 bits: an update below half an ulp
+    would be lost in them (bf16: 0.2 % of the weight), but adds up in the master copy.
+    The copies live in the optimizer state, so checkpoints and sharding cover them.
+
+    The returned updates take each parameter to its rounded master. Adding them is exact
+    unless the two differ by more than a factor of 2¹⁶ or so; then the error is at most
+    2⁻²⁴ of the larger one and gone after the next step.
+
+    Args:
+        tx: Any optax transformation.
+        dtype: The dtype of the copies.
+
+    Raises:
+        ValueError: If `dtype` is not floating with at least 16 bits, or if `update` is
+            called without parameters.
+
+    Example:
+        >>> import optax
+        >>> tx = master_weights(optax.sgd(1.0))
+        >>> params = jnp.ones((), jnp.bfloat16)
+        >>> state = tx.init(params)
+        >>> for _ in range(8):
+        ...     updates, state = tx.update(jnp.float32(1e-3), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> float(params)
+        0.9921875
+    """
+    tx = optax.with_extra_args_support(tx)
+    wide = parse_float_dtype(dtype)
+
+    def to_master(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: cast_leaf(x, wide) if is_floating(x) else x, tree)
+
+    def init(params: PyTree) -> MasterWeightsState:
+        master = jax.tree.map(own_buffer, to_master(params))
+        return MasterWeightsState(tx.init(master), master)
+
+    def update(
+        grads: PyTree,
+        state: MasterWeightsState,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, MasterWeightsState]:
+        if params is None:
+            raise ValueError(
+                "`master_weights` needs the parameters: call "
+                "`tx.update(grads, state, params)`."
+            )
+        inner_updates, inner = tx.update(
+            to_master(grads), state.inner_state, state.master, **extra_args
+        )
+        master = apply_updates(state.master, inner_updates)
+
+        def to_updates(new: Array, param: Any) -> Array:
+            if not is_floating(param):
+                return new - param
+            rounded = new.astype(param.dtype)
+            return rounded.astype(wide) - param.astype(wide)
+
+        updates = jax.tree.map(to_updates, master, params)
+        return updates, MasterWeightsState(inner, master)
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,173 @@
+"""Which leaves of a pytree are floating, what they are called, and choosing between two.
+
+A *floating leaf* is an array (JAX, NumPy, tracer or `ShapeDtypeStruct`) with a real
+floating dtype of at least 16 bits. Everything else passes through mpx untouched.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import keystr
+from jaxtyping import Array, Bool, PyTree
+
+from mpx._formats import is_float_dtype
+
+AxisName = str | tuple[str, ...]
+
+
+def is_array(leaf: object) -> bool:
+    """Whether `leaf` is a JAX or NumPy array, a NumPy scalar or a tracer."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def dtype_of(leaf: object) -> np.dtype | None:
+    """Returns the dtype of an array or `ShapeDtypeStruct`, else `None`."""
+    if is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    return None
+
+
+def shape_of(leaf: object) -> tuple[int, ...]:
+    """Returns the shape of an array; Python scalars and other objects have none: ()."""
+    return tuple(getattr(leaf, "shape", ()))
+
+
+def is_floating(leaf: object) -> bool:
+    """Whether `leaf` is a real floating array of at least 16 bits."""
+    dtype = dtype_of(leaf)
+    # Typed PRNG keys have an extended dtype, which is no NumPy dtype.
+    return isinstance(dtype, np.dtype) and is_float_dtype(dtype)
+
+
+def is_inexact(leaf: object) -> bool:
+    """Whether `leaf` is a floating leaf or a complex array."""
+    dtype = dtype_of(leaf)
+    if not isinstance(dtype, np.dtype):
+        return False
+    return is_float_dtype(dtype) or jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """Returns `layers/0/weight` for a key path; the root is the empty string."""
+    return keystr(tuple(path), simple=True, separator="/")
+
+
+def map_with_name(
+    fn: Callable[..., Any],
+    tree: PyTree,
+    *rest: PyTree,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> PyTree:
+    """Maps `fn(name, leaf, ...)` over trees of one structure."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: fn(path_name(path), *leaves), tree, *rest, is_leaf=is_leaf
+    )
+
+
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """Returns `(name, leaf)` pairs; the name of a bare leaf is the empty string."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(path_name(path), leaf) for path, leaf in flat]
+
+
+def check_same_structure(a: PyTree, b: PyTree, what: str) -> None:
+    """Raises a `ValueError` naming the first difference between two trees."""
+    if jax.tree.structure(a) == jax.tree.structure(b):
+        return
+    names_a = [name for name, _ in named_leaves(a)]
+    names_b = [name for name, _ in named_leaves(b)]
+    only_a = [name for name in names_a if name not in names_b]
+    only_b = [name for name in names_b if name not in names_a]
+    if only_a or only_b:
+        where = f"only the first has {only_a[:3]}, only the second has {only_b[:3]}"
+    else:
+        where = f"{jax.tree.structure(a)} against {jax.tree.structure(b)}"
+    raise ValueError(
+        f"{what} needs two trees of the same structure, but they differ: {where}. "
+        "Pass trees made by the same constructor or filter."
+    )
+
+
+def as_flag(value: Any, what: str) -> Bool[Array, ""]:
+    """Returns a boolean scalar array from a Python, NumPy or JAX boolean.
+
+    Raises:
+        TypeError: If `value` is not a boolean scalar.
+    """
+    shape, dtype = shape_of(value), getattr(value, "dtype", type(value))
+    if shape != () or dtype != np.dtype(bool):
+        raise TypeError(
+            f"`{what}` must be a boolean scalar, but {dtype} of shape {shape} was "
+            "given. Reduce it first, for example with `mpx.all_finite`."
+        )
+    return jnp.asarray(value)
+
+
+def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> Bool[Array, ""]:
+    """Returns whether every floating or complex number in a pytree is finite.
+
+    Integers, booleans, PRNG keys, strings, functions and `None` count as finite, and so
+    does an empty tree. Python floats are looked at.
+
+    Args:
+        tree: Any pytree, for example gradients.
+        axis_name: A `shard_map`, `pmap` or `vmap` axis (or several) over which the
+            answer is combined: every device then gets the same answer.
+
+    Example:
+        >>> all_finite({"w": jnp.array([1.0, jnp.inf]), "step": 3})
+        Array(False, dtype=bool)
+    """
+    checks = [
+        jnp.all(jnp.isfinite(leaf))
+        for leaf in jax.tree.leaves(tree)
+        if is_inexact(leaf) or isinstance(leaf, float | complex)
+    ]
+    finite = jnp.stack(checks).all() if checks else jnp.array(True)
+    if axis_name is not None:
+        # There is no boolean collective: the smallest of zeros and ones is "and".
+        finite = lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+    return finite
+
+
+def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
+    """Returns `a` where `pred` is true and `b` where it is not, leaf by leaf.
+
+    Both trees are computed; nothing is read back to the host. Leaves that are no arrays
+    come from `a`. Where dtypes differ, the result has the dtype of `b`: an updated
+    state keeps the dtypes of the state it replaces.
+
+    Args:
+        pred: A boolean scalar: Python, NumPy or JAX.
+        a: The tree for `True`.
+        b: The tree for `False`, of the same structure and shapes.
+
+    Raises:
+        TypeError: If `pred` is not a boolean scalar.
+        ValueError: If the structures or the shapes differ; the leaf is named.
+
+    Example:
+        >>> select_tree(False, {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})
+        {'w': Array([0., 0.], dtype=float32)}
+    """
+    flag = as_flag(pred, "pred")
+    check_same_structure(a, b, "`select_tree`")
+
+    def select(name: str, x: Any, y: Any) -> Any:
+        if dtype_of(x) is None and dtype_of(y) is None:
+            return x
+        if shape_of(x) != shape_of(y):
+            raise ValueError(
+                f"`select_tree` needs equal shapes, but `{name}` is {shape_of(x)} in "
+                f"the first tree and {shape_of(y)} in the second."
+            )
+        if x is y or dtype_of(y) == jax.dtypes.float0:
+            return y
+        x, y = jnp.asarray(x), jnp.asarray(y)
+        return jnp.where(flag, x if x.dtype == y.dtype else x.astype(y.dtype), y)
+
+    return map_with_name(select, a, b)

@@ -1,0 +1,237 @@
+"""Updating parameters only when the gradients are finite.
+
+The default way to skip is a select: both the old and the new values are at hand and one
+is taken. `lax.cond` avoids computing the update, at the price of a branch. The numbers
+behind the default are in the guide page "Skipping steps".
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import PyTree
+
+from mpx import _nnx
+from mpx._formats import at_least_f32
+from mpx._tree import (
+    as_flag,
+    check_same_structure,
+    is_array,
+    is_inexact,
+    map_with_name,
+    select_tree,
+    shape_of,
+)
+
+Skip = Literal["select", "cond", "never"]
+
+
+def optimizer_update(
+    model: PyTree,
+    optimizer: Any,
+    optimizer_state: PyTree,
+    grads: PyTree,
+    grads_finite: Any,
+    *,
+    skip: Skip = "select",
+    **extra_args: Any,
+) -> tuple[PyTree, PyTree]:
+    """Applies an optimizer if the gradients are finite; else changes nothing at all.
+
+    Parameters keep their dtype: the update is added in f32 or wider and rounded once.
+    The optimizer state keeps its dtypes too.
+
+    Args:
+        model: The model or the parameters: any pytree. Also an NNX module, or a Flax
+            `TrainState` (pass `None` for `optimizer` and `optimizer_state`).
+        optimizer: Any optax transformation, initialised with
+            `optimizer.init(eqx.filter(model, eqx.is_inexact_array))`; or an
+            `nnx.Optimizer` (pass `None` for `optimizer_state`), which is updated in
+            place together with the module.
+        optimizer_state: The state of an optax optimizer.
+        grads: The gradients, `None` where there is none.
+        grads_finite: Whether to update, a boolean scalar.
+        skip: How to skip: `"select"` computes the update and chooses, `"cond"` branches,
+            `"never"` always updates.
+        **extra_args: Passed to the optimizer, for example `value=loss`.
+
+    Returns:
+        The model and the optimizer state after the step.
+
+    Raises:
+        ValueError: If `grads` do not fit the model; the leaf is named.
+        TypeError: If `grads_finite` is not a boolean scalar.
+
+    Example:
+        >>> import optax
+        >>> params, optimizer = jnp.ones(2), optax.sgd(0.5)
+        >>> state, grads = optimizer.init(params), jnp.ones(2)
+        >>> optimizer_update(params, optimizer, state, grads, True)[0]
+        Array([0.5, 0.5], dtype=float32)
+        >>> optimizer_update(params, optimizer, state, grads * jnp.inf, False)[0]
+        Array([1., 1.], dtype=float32)
+    """
+    if optimizer is None and hasattr(model, "apply_gradients"):
+
+        def step_train_state(train_state: Any) -> tuple[Any]:
+            return (train_state.apply_gradients(grads=grads, **extra_args),)
+
+        (train_state,) = _skip(skip, step_train_state, (model,), grads_finite)
+        return train_state, optimizer_state
+    if _nnx.is_nnx(optimizer):
+
+        def step_nnx() -> None:
+            optimizer.update(model, grads, **extra_args)
+
+        _nnx.run_if(grads_finite, step_nnx, {"model": model, "optimizer": optimizer})
+        return model, optimizer_state
+    if not hasattr(optimizer, "update"):
+        raise TypeError(
+            "`optimizer` must be an optax transformation or an `nnx.Optimizer`, but "
+            f"{type(optimizer).__name__} was given. (For a Flax `TrainState` pass it as "
+            "`model`, with `None` for `optimizer`.)"
+        )
+    _check_grads(model, grads)
+
+    def step(model: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        params = eqx.filter(model, _is_trainable)
+        updates, state = _run(optimizer, grads, state, params, extra_args)
+        return apply_updates(model, updates), state
+
+    return _skip(skip, step, (model, optimizer_state), grads_finite)
+
+
+def _is_trainable(leaf: Any) -> bool:
+    return is_array(leaf) and is_inexact(leaf)
+
+
+def _run(
+    optimizer: Any, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]
+) -> tuple[PyTree, PyTree]:
+    optimizer = optax.with_extra_args_support(optimizer)
+    try:
+        return optimizer.update(grads, state, params, **extra)
+    except (ValueError, TypeError) as error:
+        error.add_note(
+            "mpx: the optimizer was called with the floating parameters of the model. "
+            "Was its state made by `optimizer.init(eqx.filter(model, "
+            "eqx.is_inexact_array))`?"
+        )
+        raise
+
+
+def _check_grads(model: PyTree, grads: PyTree) -> None:
+    """Raises if a gradient's shape is not its parameter's, or the trees differ."""
+    params = eqx.filter(model, _is_trainable)
+    if jax.tree.structure(params) != jax.tree.structure(grads):
+        # A gradient may be missing where a parameter is frozen; never the reverse.
+        full = jax.tree.map(
+            lambda p, g: None if g is None else p, params, grads, is_leaf=_is_none
+        )
+        check_same_structure(full, grads, "`optimizer_update`")
+        params = full
+
+    def check(name: str, param: Any, grad: Any) -> None:
+        if shape_of(param) != shape_of(grad):
+            raise ValueError(
+                f"The gradient of `{name}` has shape {shape_of(grad)}, but the "
+                f"parameter has shape {shape_of(param)}."
+            )
+
+    map_with_name(check, params, grads)
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
+    """Adds updates to parameters in f32 or wider; the parameters keep their dtype."""
+
+    def add(update: Any, param: Any) -> Any:
+        if update is None:
+            return param
+        wide = at_least_f32(jnp.result_type(param))
+        total = jnp.asarray(param).astype(wide) + jnp.asarray(update).astype(wide)
+        return total.astype(param.dtype)
+
+    return jax.tree.map(add, updates, model, is_leaf=_is_none)
+
+
+def _skip(
+    skip: Skip, step: Callable[..., Any], before: tuple[Any, ...], finite: Any
+) -> Any:
+    """Returns `step(*before)` if finite and `before` if not."""
+    flag = as_flag(finite, "grads_finite")
+    if skip == "never":
+        return step(*before)
+    if skip == "select":
+        return select_tree(flag, step(*before), before)
+    if skip != "cond":
+        raise ValueError(
+            f'`skip` must be "select", "cond" or "never", but {skip!r} was given.'
+        )
+    arrays, static = eqx.partition(before, eqx.is_array)
+
+    def run(arrays: PyTree) -> PyTree:
+        after = step(*eqx.combine(arrays, static))
+        # `select` checks structure and shapes and gives back the dtypes of `before`.
+        return eqx.filter(
+            select_tree(True, after, eqx.combine(arrays, static)), eqx.is_array
+        )
+
+    return eqx.combine(lax.cond(flag, run, lambda arrays: arrays, arrays), static)
+
+
+def cond_update(
+    update_fn: Callable[..., Any] | None = None, *, skip: Skip = "select"
+) -> Callable[..., Any]:
+    """Lets a user's own update function run only when the gradients are finite.
+
+    The decorated function takes `grads_finite` first. What `update_fn` returns replaces
+    its first arguments: one value the first argument, a tuple of n values the first n.
+    When the gradients are not finite these arguments come back unchanged.
+
+    Args:
+        update_fn: The function, for example `(params, state, grads) -> params, state`.
+            Leave it out to use `cond_update` as a decorator with arguments.
+        skip: How to skip; see `optimizer_update`.
+
+    Raises:
+        ValueError: If a result does not have the structure and shapes of the argument
+            that it replaces.
+
+    Example:
+        >>> @cond_update
+        ... def update(params, grads):
+        ...     return params - grads
+        >>> update(False, jnp.ones(2), jnp.full(2, jnp.nan))
+        Array([1., 1.], dtype=float32)
+    """
+    if update_fn is None:
+        return functools.partial(cond_update, skip=skip)
+
+    @functools.wraps(update_fn)
+    def wrapper(grads_finite: Any, *args: Any, **kwargs: Any) -> Any:
+        result = eqx.filter_eval_shape(update_fn, *args, **kwargs)
+        several = type(result) is tuple
+        count = len(result) if several else 1
+        if count > len(args):
+            raise ValueError(
+                f"`update_fn` returned {count} values for {len(args)} arguments. It "
+                "must return new values for its first arguments, in their order."
+            )
+
+        def step(*before: Any) -> tuple[Any, ...]:
+            after = update_fn(*before, *args[count:], **kwargs)
+            return after if several else (after,)
+
+        after = _skip(skip, step, args[:count], grads_finite)
+        return after if several else after[0]
+
+    return wrapper

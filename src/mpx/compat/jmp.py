@@ -1,0 +1,187 @@
+"""The API of jmp on top of mpx: `from mpx.compat import jmp`.
+
+Where jmp is known to be wrong mpx is not: scaling happens in f32 whatever the dtype of
+the scale, `min_loss_scale` survives jit, strings may hold spaces, and PRNG keys,
+functions and Equinox modules may be part of a tree.
+"""
+
+import dataclasses
+import re
+import warnings
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+import mpx._policy as _policy
+from mpx._cast import cast_to_float32, cast_tree
+from mpx._dynamic_scaling import DynamicLossScaling
+from mpx._formats import FORMATS
+from mpx._loss_scaling import StaticLossScaling as _StaticLossScaling
+from mpx._tree import all_finite as all_finite
+from mpx._tree import select_tree as _select_tree
+
+T = TypeVar("T")
+
+dtype_to_names = {
+    jnp.bfloat16: ("bf16", "bfloat16"),
+    jnp.float16: ("f16", "float16"),
+    jnp.float32: ("full", "f32", "float32"),
+    jnp.float64: ("f64", "float64"),
+}
+
+
+def half_dtype() -> Any:
+    """Returns jmp's half precision: bf16 on a TPU, f16 elsewhere."""
+    return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
+
+
+class Policy(_policy.Policy):
+    """`mpx.Policy` with jmp's required arguments and its spelling of `str`."""
+
+    def __init__(self, param_dtype: Any, compute_dtype: Any, output_dtype: Any) -> None:
+        """Stores the three dtypes."""
+        super().__init__(param_dtype, compute_dtype, output_dtype)
+
+    def __str__(self) -> str:
+        """Returns `p=full,c=f16,o=f16` and the like."""
+        names = {np.dtype(dtype): names[0] for dtype, names in dtype_to_names.items()}
+        return (
+            f"p={names[self.param_dtype]},c={names[self.resolved_compute_dtype()]},"
+            f"o={names[self.output_dtype]}"
+        )
+
+    def with_output_dtype(self, output_dtype: Any) -> "Policy":
+        """Returns the same policy with another `output_dtype`."""
+        return Policy(self.param_dtype, self.compute_dtype, output_dtype)
+
+
+def get_policy(policy_name: str) -> Policy:
+    """Returns the policy for jmp's grammar; `half` is `half_dtype()`."""
+    half = dtype_to_names[half_dtype()][0]
+    parsed = _policy.get_policy(re.sub(r"\bhalf\b", half, policy_name))
+    return Policy(parsed.param_dtype, parsed.compute_dtype, parsed.output_dtype)
+
+
+def cast_to_full(tree: T) -> T:
+    """Casts floating leaves to f32."""
+    return cast_to_float32(tree)
+
+
+def cast_to_half(tree: T) -> T:
+    """Casts floating leaves to `half_dtype()`."""
+    return cast_tree(tree, half_dtype())
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale:
+    """No loss scaling: everything comes back as it is."""
+
+    @property
+    def loss_scale(self) -> int:
+        """The scale: one."""
+        return 1
+
+    def scale(self, tree: T) -> T:
+        """Returns the tree."""
+        return tree
+
+    def unscale(self, tree: T) -> T:
+        """Returns the tree."""
+        return tree
+
+    def adjust(self, grads_finite: Any) -> "NoOpLossScale":
+        """Returns itself."""
+        del grads_finite
+        return self
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale:
+    """A fixed loss scale; as in jmp it is no array of the tree."""
+
+    loss_scale: Any
+
+    def scale(self, tree: T) -> T:
+        """Multiplies floating leaves by the scale, in f32."""
+        return _StaticLossScaling(self.loss_scale).scale(tree)
+
+    def unscale(self, tree: T) -> T:
+        """Divides floating leaves by the scale, in f32."""
+        return _StaticLossScaling(self.loss_scale).unscale(tree)
+
+    def adjust(self, grads_finite: Any) -> "StaticLossScale":
+        """Returns itself."""
+        del grads_finite
+        return self
+
+
+def _warn_if_not_floating(value: Any, name: str) -> None:
+    dtype = getattr(value, "dtype", None)
+    if isinstance(dtype, np.dtype) and not jnp.issubdtype(dtype, jnp.floating):
+        warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
+    """jmp's dynamic loss scale, with the arithmetic of `mpx.DynamicLossScaling`."""
+
+    loss_scale: Any
+    counter: Any = dataclasses.field(default_factory=lambda: np.zeros([], np.int32))
+    period: int = 2000
+    factor: float = 2
+    min_loss_scale: Any = 1.0
+
+    def __post_init__(self) -> None:
+        """Warns of integers, and makes the floor a static number."""
+        _warn_if_not_floating(self.loss_scale, "loss_scale")
+        _warn_if_not_floating(self.min_loss_scale, "min_loss_scale")
+        object.__setattr__(self, "min_loss_scale", float(self.min_loss_scale))
+
+    def _scaling(self) -> DynamicLossScaling:
+        f32 = FORMATS["f32"]
+        return DynamicLossScaling(
+            self.loss_scale,
+            # jmp accepts a floor of 0, from which no growth comes back.
+            max(self.min_loss_scale, f32.tiny),
+            self.factor,
+            self.period,
+            self.counter,
+            max_loss_scaling=2.0**127,
+        )
+
+    def scale(self, tree: T) -> T:
+        """Multiplies floating leaves by the scale, in f32."""
+        return self._scaling().scale(tree)
+
+    def unscale(self, tree: T) -> T:
+        """Divides floating leaves by the scale, in f32."""
+        return self._scaling().unscale(tree)
+
+    def adjust(self, grads_finite: Array) -> "DynamicLossScale":
+        """Returns the scale for the next step."""
+        new = self._scaling().adjust(grads_finite)
+        return dataclasses.replace(
+            self, loss_scale=new.loss_scaling, counter=new.counter
+        )
+
+
+jax.tree_util.register_dataclass(
+    DynamicLossScale,
+    data_fields=["loss_scale", "counter"],
+    meta_fields=["period", "factor", "min_loss_scale"],
+)
+
+LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
+
+
+def select_tree(pred: Any, a: T, b: T) -> T:
+    """Returns `a` or `b`; a predicate that is no boolean scalar is an assertion error."""
+    try:
+        return _select_tree(pred, a, b)
+    except TypeError as error:
+        raise AssertionError(f"expected boolean scalar: {error}") from error
