@@ -1,0 +1,93 @@
+# `make help` lists the targets. Needs only Python 3.11 or later with pip, and make.
+
+PYTHON ?= python3
+VENV   ?= .venv
+JOBS   ?= 2
+# The version of JAX to install. Empty: the oldest that mpx supports on Python 3.11, and
+# on later Pythons the newest. To change it, name another VENV as well.
+JAX    ?=
+# More arguments for pytest, such as ARGS="tests/test_cast.py -k bf16 -x".
+ARGS   ?=
+
+OLDEST_JAX := 0.10.1
+BIN        := $(VENV)/bin
+INSTALL     = $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt
+# Compiled programs are kept from run to run: measured, a test run that spends 18 s in
+# compilation spends 3 s the second time. The log level hides the complaint of older XLAs
+# that a program read from there names "prefer-no-gather", which no processor has.
+PYTEST      = JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/jax-cache \
+              JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 TF_CPP_MIN_LOG_LEVEL=3 \
+              $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test check lint types layers docs pages format clean
+
+help:  ## List the targets.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+demo: $(VENV)/demo.done  ## Train a small model in five precisions and compare them.
+	$(BIN)/python examples/digits.py
+
+test: $(VENV)/test.done  ## Run all tests, the docstring examples and the code in the docs.
+	$(PYTEST) $(ARGS)
+
+# `make test check` runs the code of the pages once: it is among the tests.
+check: lint types layers docs $(if $(filter test,$(MAKECMDGOALS)),,pages)  ## Check style, types, layers, docs.
+
+lint: $(VENV)/dev.done
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/dev.done
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+layers: $(VENV)/dev.done
+	$(BIN)/lint-imports
+
+docs: $(VENV)/dev.done  ## Build the documentation into site/; every warning is an error.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+pages: $(VENV)/dev.done
+	$(PYTEST) tests/test_docs.py
+
+format: $(VENV)/dev.done  ## Format the code and repair what the linter can.
+	$(BIN)/ruff check --fix --exit-zero --quiet .
+	$(BIN)/ruff format .
+
+clean:  ## Remove everything that these targets made.
+	rm -rf __pycache__ .venv .venv-new build dist site out .hypothesis .pytest_cache .ruff_cache .import_linter_cache
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One environment for all targets; each target installs only what it needs.
+
+# Some systems ship Python without the pip that `venv` would copy: then lend it theirs.
+# The upgrade is for `--group`, which pip knows since 25.1.
+$(VENV)/constraints.txt:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "mpx needs Python 3.11 or later: make PYTHON=python3.11 ..."; exit 1; }
+	@echo "Making the environment $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) \
+	  || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
+	       && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@jax="$(JAX)"; \
+	  [ -n "$$jax" ] || $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' \
+	    || jax=$(OLDEST_JAX); \
+	  if [ -n "$$jax" ]; then echo "jax==$$jax"; fi > $@
+
+$(VENV)/demo.done: pyproject.toml $(VENV)/constraints.txt
+	@echo "Installing what the demo needs (once, a few minutes)"
+	@$(INSTALL) --editable '.[examples]'
+	@touch $@
+
+$(VENV)/test.done: pyproject.toml $(VENV)/constraints.txt
+	@echo "Installing what the tests need (once, a few minutes)"
+	@$(INSTALL) --editable . --group test
+	@touch $@
+
+$(VENV)/dev.done: pyproject.toml $(VENV)/constraints.txt
+	@echo "Installing the development tools (once, a few minutes)"
+	@$(INSTALL) --editable . --group dev
+	@touch $@

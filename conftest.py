@@ -1,0 +1,51 @@
+"""How every test runs: on eight CPU devices, with strict promotion, from a clean state.
+
+This file is at the root, so that it also holds for the docstring examples in `src`.
+"""
+
+import os
+
+# Before JAX is imported: it reads these once. Subprocesses inherit them.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("MPLBACKEND", "agg")
+_DEVICES = "--xla_force_host_platform_device_count"
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+# An accidental upcast to f32 is the bug this library is about: make it an error.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# A deadline would measure compilation.
+hypothesis.settings.register_profile(
+    "mpx", deadline=None, derandomize="CI" in os.environ
+)
+hypothesis.settings.load_profile("mpx")
+
+
+def pytest_collection_modifyitems(items):
+    # Docstring examples show what a user runs, and `optax.adam` needs promotion.
+    for item in items:
+        if isinstance(item, pytest.DoctestItem):
+            item.add_marker("standard_promotion")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    # Around the whole test and not in a fixture, so that it holds for the fixtures too.
+    if item.get_closest_marker("standard_promotion") is None:
+        return (yield)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+def _half_precision_is_float16_again():
+    import mpx  # here, because the hook that checks its types must come first
+
+    yield
+    mpx.set_half_precision_datatype("float16")

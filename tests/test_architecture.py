@@ -1,0 +1,81 @@
+"""The shape of the source, and how the tests run."""
+
+import ast
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+import mpx
+
+ROOT = pathlib.Path(__file__).parents[1]
+SRC = ROOT / "src" / "mpx"
+MODULES = sorted(SRC.rglob("*.py"))
+INITS = [path for path in MODULES if path.name == "__init__.py"]
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+def project_files():
+    folders = [".ci", ".github", "benchmarks", "docs", "examples", "src", "tests"]
+    paths = [*ROOT.iterdir(), *(p for f in folders for p in (ROOT / f).rglob("*"))]
+    names = re.compile(r".*\.(md|py|toml|ya?ml)|Makefile|run")
+    return [path for path in paths if path.is_file() and names.fullmatch(path.name)]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_module_is_short_and_documented(path):
+    source = path.read_text()
+    assert len(source.splitlines()) <= 400, "is there a second noun inside?"
+    assert ast.get_docstring(ast.parse(source)), "say in one line what it is for"
+
+
+@pytest.mark.parametrize("path", INITS, ids=relative)
+def test_init_file_only_reexports(path):
+    _docstring, *body = ast.parse(path.read_text()).body
+    for node in body:
+        if isinstance(node, ast.Assign):  # `__version__`
+            names = [ast.unparse(target) for target in node.targets]
+            assert all(re.fullmatch(r"__\w+__", name) for name in names), names
+        else:
+            assert isinstance(node, ast.Import | ast.ImportFrom), ast.unparse(node)
+
+
+def test_only_compat_mentions_private_jax():
+    private = re.compile(r"jax\._src|from jax import _src")
+    mentioning = {path.name for path in MODULES if private.search(path.read_text())}
+    assert mentioning <= {"_compat.py"}
+
+
+def test_no_file_names_a_path_of_one_machine():
+    local = re.compile(r"(?<![\w.~}/-])/(?:home|opt|root|tmp|work|Users)/")
+    files = project_files()
+    assert {ROOT / "Makefile", ROOT / ".ci" / "run", SRC / "__init__.py"} <= {*files}
+    found = [
+        f"{relative(path)}:{number}: {line.strip()}"
+        for path in files
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if local.search(line)
+    ]
+    assert not found
+
+
+def test_tests_run_on_eight_devices_with_strict_promotion():
+    assert jax.device_count() == 8
+    with pytest.raises(ValueError, match="promotion"):
+        _ = jnp.ones(2, jnp.bfloat16) + jnp.ones(2)
+
+
+@pytest.mark.standard_promotion
+def test_marked_test_runs_with_standard_promotion():
+    assert (jnp.ones(2, jnp.bfloat16) + jnp.ones(1)).dtype == jnp.float32
+
+
+def test_annotations_of_mpx_are_checked_when_called():
+    with pytest.raises(jaxtyping.TypeCheckError, match="period"):
+        mpx.DynamicLossScaling(period="often")

@@ -1,0 +1,44 @@
+"""`import mpx` is cheap: it starts no backend and loads no optional package."""
+
+import os
+import subprocess
+import sys
+
+EVERYTHING = "import mpx, mpx.compat.jaxamp, mpx.compat.jmp, mpx.testing"
+OPTIONAL = ["flax", "haiku", "matplotlib", "orbax", "rich", "sklearn"]
+
+
+def run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_import_starts_no_backend():
+    # No backend can start on a platform that does not exist.
+    environment = {"JAX_PLATFORMS": "nowhere"}
+    started = run("import jax; jax.numpy.ones(1)", **environment)
+    assert started.returncode != 0
+    assert "nowhere" in started.stderr
+
+    imported = run(EVERYTHING, **environment)
+    assert imported.returncode == 0, imported.stderr
+
+
+def test_import_loads_no_optional_package():
+    imported = run(
+        f"import sys\n{EVERYTHING}\n"
+        f"print(*(name for name in {OPTIONAL} if name in sys.modules))"
+    )
+    assert imported.returncode == 0, imported.stderr
+    assert imported.stdout.split() == []
+
+
+def test_import_works_without_the_optional_packages():
+    hidden = "".join(f"sys.modules[{name!r}] = None\n" for name in OPTIONAL)
+    imported = run(f"import sys\n{hidden}{EVERYTHING}")
+    assert imported.returncode == 0, imported.stderr

@@ -1,0 +1,158 @@
+"""The public names: pinned, typed, documented and shown in an example."""
+
+import ast
+import importlib
+import inspect
+import pathlib
+import re
+
+import pytest
+
+import mpx
+
+# A change here is a change of the API: it needs a sentence in the changelog.
+PUBLIC = [
+    "DynamicLossScaling",
+    "GradResult",
+    "LossScaling",
+    "MasterWeightsState",
+    "NoLossScaling",
+    "Policy",
+    "SkipNonfiniteState",
+    "StaticLossScaling",
+    "accumulate",
+    "all_finite",
+    "calculate_scaled_grad",
+    "cast_function",
+    "cast_like",
+    "cast_to_bfloat16",
+    "cast_to_float16",
+    "cast_to_float32",
+    "cast_to_full_precision",
+    "cast_to_half_precision",
+    "cast_tree",
+    "compat",
+    "cond_update",
+    "default_loss_scaling",
+    "filter_grad",
+    "filter_value_and_grad",
+    "force_full_precision",
+    "get_policy",
+    "half_precision",
+    "half_precision_datatype",
+    "master_weights",
+    "optimizer_update",
+    "scaled",
+    "select_tree",
+    "set_half_precision_datatype",
+    "skip_nonfinite",
+    "testing",
+    "value_and_grad",
+]
+# Computed when read, by the module's `__getattr__`.
+LIVE = ["BFLOAT16_MAX", "FLOAT16_MAX", "HALF_PRECISION_DATATYPE"]
+# What users receive but do not make themselves: no example is needed.
+RECEIVED = ["LossScaling", "MasterWeightsState", "SkipNonfiniteState"]
+# Thin names for users of other libraries, documented there: one example for each module.
+COMPAT = ["mpx.compat.jaxamp", "mpx.compat.jmp"]
+
+
+def public_names(module):
+    """Reads the file, since `vars(module)` grows when a submodule is imported."""
+    names = []
+    for node in ast.parse(pathlib.Path(module.__file__).read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            names += [a.name for a in node.names if a.asname == a.name]
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append(node.name)
+    return sorted({name for name in names if not name.startswith("_")})
+
+
+def public_callables(*module_names):
+    found = {}
+    for module_name in module_names:
+        module = importlib.import_module(module_name)
+        for name in public_names(module):
+            if callable(getattr(module, name)):
+                found[f"{module_name}.{name}"] = getattr(module, name)
+    return found
+
+
+def public_methods(classes):
+    return {
+        f"{class_name}.{name}": getattr(cls, name)
+        for class_name, cls in classes.items()
+        if inspect.isclass(cls)
+        for name in vars(cls)
+        if not name.startswith("_") and inspect.isroutine(getattr(cls, name))
+    }
+
+
+OWN = public_callables("mpx", "mpx.testing")
+MADE = {k: v for k, v in OWN.items() if k.removeprefix("mpx.") not in RECEIVED}
+CALLABLES = OWN | public_callables(*COMPAT)
+METHODS = public_methods(CALLABLES)
+
+
+def each(functions):
+    return pytest.mark.parametrize("function", functions.values(), ids=functions)
+
+
+def is_typed(function):
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.name != "self"]
+    returns = inspect.isclass(function) or (
+        signature.return_annotation is not signature.empty
+    )
+    return returns and all(p.annotation is not p.empty for p in parameters)
+
+
+def documentation(function):
+    doc = inspect.getdoc(function) or ""
+    if inspect.isclass(function):
+        doc += "\n" + (inspect.getdoc(function.__init__) or "")
+    return doc
+
+
+def test_public_names_are_pinned():
+    assert public_names(mpx) == PUBLIC
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_live_constant_can_be_read(name):
+    assert getattr(mpx, name) is not None
+
+
+def test_unknown_attribute_is_an_error():
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = mpx.nonsense  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@each(CALLABLES | METHODS)
+def test_public_callable_is_typed_and_documented(function):
+    assert is_typed(function), inspect.signature(function)
+    summary = documentation(function).partition("\n")[0]
+    assert summary.endswith("."), summary
+
+
+@each(OWN)
+def test_every_parameter_is_documented(function):
+    doc = documentation(function)
+    missing = [
+        name
+        for name in inspect.signature(function).parameters
+        if not re.search(rf"^ *\**{name}( \(.*\))?: ", doc, re.M)
+    ]
+    assert not missing
+
+
+@each(MADE)
+def test_public_callable_shows_an_example(function):
+    _, found, example = documentation(function).partition("Examples:\n")
+    assert found
+    assert ">>> " in example
+
+
+@pytest.mark.parametrize("name", COMPAT)
+def test_compat_module_shows_an_example(name):
+    assert ">>> " in (importlib.import_module(name).__doc__ or "")
