@@ -1,0 +1,210 @@
+"""Progress, the closing table, its verdict and the curves."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+Runs = dict[str, list["Run"]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one training left behind.
+
+    Attributes:
+        losses: The training loss of each step.
+        scales: The loss scale, sampled at equal distances from before the first step.
+        skipped: How many steps were skipped.
+        accuracy: On the test images.
+        state_bytes: The size of weights and optimizer state.
+        stuck: The share of weights that a step of one learning rate does not change.
+    """
+
+    losses: NDArray[np.float32]
+    scales: NDArray[np.float64]
+    skipped: int
+    accuracy: float
+    state_bytes: int
+    stuck: float
+
+    @property
+    def loss(self) -> float:
+        """The mean training loss of the last tenth of the steps."""
+        return float(np.mean(self.losses[-math.ceil(len(self.losses) / 10) :]))
+
+
+class Live:
+    """One progress bar per mode; where there is no terminal, one line per mode."""
+
+    def __init__(self, modes: Sequence[str], steps: int, seeds: int) -> None:
+        self.console = Console()
+        self._progress = Progress(
+            TextColumn("{task.description:<10}"),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=self.console,
+            refresh_per_second=4,
+            disable=not self.console.is_terminal,
+        )
+        self._steps = steps
+        self._tasks = {
+            m: self._progress.add_task(m, total=steps * seeds, note="") for m in modes
+        }
+        self._done = dict.fromkeys(modes, 0)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def update(
+        self, mode: str, step: int, loss: float, scale: float, skipped: int
+    ) -> None:
+        """Shows where the current run of a mode stands."""
+        self._progress.update(
+            self._tasks[mode],
+            completed=self._done[mode] + step,
+            note=f"loss {loss:.3f}  scale {_scale(scale)}  skipped {skipped}",
+        )
+        if step == self._steps:
+            self._done[mode] += step
+
+    def finish(self, mode: str, runs: list[Run]) -> None:
+        """Writes a line for the log if there are no bars."""
+        if self._progress.disable:
+            accuracy = np.mean([r.accuracy for r in runs])
+            loss = np.mean([r.loss for r in runs])
+            self.print(f"{mode}: test accuracy {accuracy:.3f}, train loss {loss:.3f}")
+
+    def print(self, text: str) -> None:
+        """Prints above the bars."""
+        self.console.print(text, highlight=False, markup=False)
+
+
+def _scale(value: float) -> str:
+    exponent = math.log2(value)
+    return "1" if value == 1 else f"2^{exponent:g}"
+
+
+def show_table(console: Console, runs: Runs) -> None:
+    """Prints one row per mode: means over the seeds, the sum of the skipped steps."""
+    table = Table(box=box.SIMPLE)
+    table.add_column("mode", no_wrap=True)
+    for title in ("accuracy", "loss", "scale", "skipped", "state bytes", "stuck"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for mode, rs in runs.items():
+        table.add_row(
+            mode,
+            f"{_mean_accuracy(rs):.3f}",
+            f"{np.mean([r.loss for r in rs]):.3f}",
+            _scale(float(rs[-1].scales[-1])),
+            str(sum(r.skipped for r in rs)),
+            f"{rs[-1].state_bytes:,}",
+            f"{np.mean([r.stuck for r in rs]):.0%}" if _finite(rs) else "-",
+        )
+    console.print(table)
+
+
+def verdict(runs: Runs, test_images: int, lr: float) -> tuple[list[str], bool]:
+    """Says what the table shows; True if a mixed mode is worse than f32."""
+    if "f32" not in runs:
+        return ["No comparison: the mode f32 was not run."], False
+    reference = _mean_accuracy(runs["f32"])
+    spread = float(np.ptp([r.accuracy for r in runs["f32"]]))
+    noise = max(spread, 3 * math.sqrt(reference * (1 - reference) / test_images))
+    lines = [
+        f"Noise of a test accuracy: ±{noise:.3f}, the larger of the range of f32 over "
+        f"its seeds and three sampling errors of {test_images:,} images."
+    ]
+    failed = False
+    for mode, rs in runs.items():
+        if mode == "f32":
+            continue
+        gap = reference - _mean_accuracy(rs)
+        worse = not _finite(rs) or gap > noise
+        failed |= worse and mode.startswith("mixed")
+        lines.append(f"{mode}: {_judgement(mode, rs, gap, noise, lr)}")
+    return lines, failed
+
+
+def _judgement(mode: str, rs: list[Run], gap: float, noise: float, lr: float) -> str:
+    if not _finite(rs):
+        finite = np.all([np.isfinite(r.losses) for r in rs], axis=0)
+        text = f"broken, the loss is not finite from step {np.argmin(finite) + 1} on"
+        if mode == "plain-f16" and np.float16(1e-8) == 0:
+            text += (
+                "; in f16 Adam's epsilon, 1e-8, is 0 and so are the squares of small "
+                "gradients: it divides by 0"
+            )
+        return text + "."
+    if gap <= noise:
+        text = "as good as f32" if gap > -noise else "better than f32"
+        text = f"{text} ({round(-gap, 3) + 0.0:+.3f})"
+    else:
+        text = f"worse than f32 by {gap:.3f}"
+    stuck = float(np.mean([r.stuck for r in rs]))
+    if stuck > 0.01:
+        text += (
+            f"; {stuck:.0%} of its weights are stuck: a step of lr = {lr:g} is rounded "
+            "away"
+        )
+    return text + "."
+
+
+def _mean_accuracy(rs: list[Run]) -> float:
+    return float(np.mean([r.accuracy for r in rs]))
+
+
+def _finite(rs: list[Run]) -> bool:
+    return all(bool(np.isfinite(r.losses).all()) for r in rs)
+
+
+def save_curves(runs: Runs, path: Path) -> Path:
+    """Draws training loss and loss scale over the steps and returns the path."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    for i, (mode, rs) in enumerate(runs.items()):
+        losses = np.mean([r.losses for r in rs], axis=0)
+        window = max(1, len(losses) // 40)
+        smooth = np.convolve(losses, np.full(window, 1 / window), "valid")
+        left.plot(
+            np.arange(len(smooth)) + window,
+            smooth,
+            "--" if mode.startswith("plain") else "-",
+            color=f"C{i}",
+            label=mode if _finite(rs) else f"{mode} (not finite)",
+            # Wide below the others: they cover it where they are as good.
+            linewidth=5 if mode == "f32" else 1.5,
+            alpha=0.4 if mode == "f32" else 1,
+        )
+        scales = rs[0].scales
+        if scales.max() > 1:
+            at = np.linspace(0, len(losses), len(scales))
+            right.step(at, scales, where="post", color=f"C{i}")
+    left.set(xlabel="step", ylabel="training loss", yscale="log")
+    left.legend()
+    right.set(xlabel="step", ylabel="loss scale of mixed-f16, first seed")
+    right.set_yscale("log", base=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path
