@@ -3,6 +3,12 @@
 from mpx import compat as compat
 from mpx import testing as testing
 from mpx._accumulate import accumulate as accumulate
+from mpx._amp import AmpPolicy as AmpPolicy
+from mpx._amp import AmpReport as AmpReport
+from mpx._amp import amp as amp
+from mpx._amp import amp_low as amp_low
+from mpx._amp import amp_report as amp_report
+from mpx._amp import amp_stop as amp_stop
 from mpx._cast import cast_function as cast_function
 from mpx._cast import cast_like as cast_like
 from mpx._cast import cast_to_bfloat16 as cast_to_bfloat16
@@ -38,4 +44,3 @@ from mpx._tree import select_tree as select_tree
 from mpx._update import cond_update as cond_update
 from mpx._update import optimizer_update as optimizer_update
 from mpx._version import __version__ as __version__
-

@@ -69,7 +69,7 @@ def accumulate(
         ValueError: If `steps` is below 1 or does not divide a leading axis; the leaf is
             named.
 
-    Example:
+    Examples:
         >>> from mpx import NoLossScaling
         >>> loss = lambda w, x: jnp.mean(x * w)
         >>> step = jax.jit(accumulate(loss, steps=4, policy="c=bf16"))
@@ -89,24 +89,41 @@ def accumulate(
     batches = (
         (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
     )
-    if set(batches) & set(options.argnum_tuple()):
+    if min(batches, default=0) < 0:
         raise ValueError(
-            f"Argument {batches} is both a batch and differentiated. Set `argnums` and "
-            "`batch_argnums` to different arguments."
+            f"`batch_argnums` must be 0 or more, but {batch_argnums} was given. Count "
+            "from the first argument of `func`."
         )
+    _check_disjoint(batches, options.argnum_tuple())
 
     def transform(func: Callable[..., Any]) -> Callable[..., GradResult]:
         @functools.wraps(func)
         def wrapper(scaling: Any, *args: Any, **kwargs: Any) -> GradResult:
             check_scaling(scaling)
-            window = _Window(func, args, kwargs, batches, steps, mean, options)
-            run = window.run
-            outcome = differentiate(run, window.call.state, scaling, options)
+            window = _Window(
+                func,
+                args,
+                kwargs,
+                batches=batches,
+                steps=steps,
+                mean=mean,
+                options=options,
+            )
+            outcome = differentiate(window.run, window.call.state, scaling, options)
             return package(window.call, window.recorder, outcome, options)
 
+        del wrapper.__wrapped__  # the scaling comes first: not `func`'s signature
         return wrapper
 
     return transform if func is None else transform(func)
+
+
+def _check_disjoint(batches: tuple[int, ...], argnums: tuple[int, ...]) -> None:
+    if set(batches) & set(argnums):
+        raise ValueError(
+            f"Argument {batches} is both a batch and differentiated. Set `argnums` and "
+            "`batch_argnums` to different arguments."
+        )
 
 
 class _Window:
@@ -117,6 +134,7 @@ class _Window:
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
+        *,
         batches: tuple[int, ...],
         steps: int,
         mean: bool,
@@ -131,6 +149,8 @@ class _Window:
                     f"Argument {argnum} is the batch, but only {len(args)} arguments "
                     "were passed by position. Pass the batch by position."
                 )
+        counted = (i + len(args) if i < 0 else i for i in options.argnum_tuple())
+        _check_disjoint(batches, tuple(counted))
         self.parts = {i: _split(args[i], steps, f"argument {i}") for i in batches}
         self.call = self._make_call({})
 

@@ -65,39 +65,34 @@ class Call:
             TypeError: If an argument to differentiate was not passed by position.
             ValueError: If it holds nothing to differentiate.
         """
-        self._func, self._policy = func, policy
-        self._names = _argument_names(func, len(args))
-        for argnum in argnums:
-            if not -len(args) <= argnum < len(args):
-                raise TypeError(
-                    f"Argument {argnum} is to be differentiated, but only {len(args)} "
-                    "were passed by position. Pass it by position, not by keyword."
-                )
-        names = tuple(self._names[argnum] for argnum in argnums)
+        # A function under `amp` casts by itself, operation by operation.
+        is_amp = getattr(func, "mpx_is_amp", False)
+        self._func, self._policy = func, None if is_amp else policy
+        # A name that also comes by keyword is for the function to refuse or to accept.
+        self._names = [
+            f"{name}[{number}]" if name in kwargs else name
+            for number, name in enumerate(argument_names(func, len(args)))
+        ]
+        self._diff_names = [self._names[i] for i in _positions(argnums, len(args))]
         arguments = {**dict(zip(self._names, args, strict=True)), **kwargs}
-        self._objects = {
-            name: value for name, value in arguments.items() if _nnx.is_nnx(value)
-        }
-        plain = {
-            name: value
-            for name, value in arguments.items()
-            if name not in self._objects
-        }
-        self._nnx_names = tuple(name for name in names if name in self._objects)
-        self._split = (
-            _nnx.split(self._objects, self._nnx_names) if self._objects else None
-        )
-        self._diff_names = names
-        diff, self._static = {}, dict(plain)
-        for name in names:
-            if name in plain:
-                leaf = plain[name]
-                leaf = np.asarray(leaf) if isinstance(leaf, float | complex) else leaf
-                diff[name], self._static[name] = eqx.partition(leaf, _is_trainable)
-        if self._split is not None:
-            diff.update(self._split.params)
-        self._check_trainable(diff)
-        self.diff = tuple(diff[name] for name in names)
+        self._static, self._objects = {}, {}
+        for name, value in arguments.items():
+            self._static[name], objects = _nnx.take_out(value, name)
+            self._objects.update(objects)
+        arrays = {}
+        for name in self._diff_names:
+            tree = self._static[name]
+            tree = np.asarray(tree) if isinstance(tree, float | complex) else tree
+            arrays[name], self._static[name] = eqx.partition(tree, _is_trainable)
+        static = {name: self._static[name] for name in self._diff_names}
+        self._split = None
+        if self._objects:
+            slots = [leaf for leaf in jax.tree.leaves(static) if _nnx.is_slot(leaf)]
+            self._split = _nnx.split(self._objects, tuple(slot.name for slot in slots))
+        params = {} if self._split is None else self._split.params
+        diff = _fill_slots(arrays, static, params)
+        _check_trainable(diff)
+        self.diff = tuple(diff[name] for name in self._diff_names)
         self.state = State(
             [node for node in _leaves_or_states(self._static) if _is_state(node)],
             None if self._split is None else self._split.rest,
@@ -105,27 +100,25 @@ class Call:
 
     def run(self, diff: tuple[PyTree, ...], state: State) -> tuple[Any, State]:
         """Returns what the function returns, and the state after the call."""
-        params = dict(zip(self._diff_names, diff, strict=True))
         # Copies: Equinox makes a `State` unusable once a layer has written to it.
         states = [jax.tree.map(lambda x: x, node) for node in state.equinox]
-        plain = _with_states(self._static, states)
-        for name in params:
-            if name in plain:
-                plain[name] = eqx.combine(params[name], plain[name])
+        arguments = _with_states(self._static, states)
+        params: dict[str, PyTree] = {}
+        for name, tree in zip(self._diff_names, diff, strict=True):
+            arrays = _empty_slots(tree, self._static[name], params)
+            arguments[name] = eqx.combine(arrays, arguments[name])
         if self._policy is not None:
-            plain = self._policy.cast_to_compute(plain)
-        objects = {}
+            arguments = self._policy.cast_to_compute(arguments)
+        merged = None
         if self._split is not None:
-            split = self._split._replace(
-                params={name: params[name] for name in self._nnx_names}, rest=state.nnx
-            )
-            objects = _nnx.merge(split, self._policy)
-        arguments = {**plain, **objects}
+            split = self._split._replace(params=params, rest=state.nnx)
+            merged = _nnx.merge(split, self._policy)
+            arguments = _nnx.put_back(arguments, merged.objects)
         args = [arguments.pop(name) for name in self._names]
         out = self._func(*args, **arguments)
         return out, State(
             _changed_states(out, state.equinox),
-            _nnx.rest_of(objects, split) if objects else None,
+            None if merged is None else _nnx.rest_of(merged),
         )
 
     def commit(self, out: Any, state: State) -> Any:
@@ -136,16 +129,53 @@ class Call:
             return _with_states(out, state.equinox)
         return out
 
-    def _check_trainable(self, diff: dict[str, PyTree]) -> None:
-        for name, tree in diff.items():
-            if not jax.tree.leaves(tree):
-                raise ValueError(
-                    f"`{name}` is to be differentiated, but it holds no floating array. "
-                    "Pass the model or its parameters there, or set `argnums`."
-                )
+
+def _positions(argnums: Sequence[int], count: int) -> list[int]:
+    """Returns the positions that `argnums` mean among `count` arguments."""
+    for argnum in argnums:
+        if not -count <= argnum < count:
+            raise TypeError(
+                f"Argument {argnum} is to be differentiated, but only {count} were "
+                "passed by position. Pass it by position, not by keyword."
+            )
+    positions = [argnum % count for argnum in argnums]
+    if len(set(positions)) < len(positions):
+        raise ValueError(f"`argnums` {tuple(argnums)} names an argument twice.")
+    return positions
 
 
-def _argument_names(func: Callable[..., Any], count: int) -> list[str]:
+def _check_trainable(diff: dict[str, PyTree]) -> None:
+    for name, tree in diff.items():
+        if not jax.tree.leaves(tree):
+            raise ValueError(
+                f"`{name}` is to be differentiated, but it holds no floating array. "
+                "Pass the model or its parameters there, or set `argnums`."
+            )
+
+
+def _fill_slots(arrays: PyTree, static: PyTree, params: dict[str, PyTree]) -> Any:
+    """Puts the parameters of NNX objects where their slots are in the static part."""
+    return jax.tree.map(
+        lambda node, array: params[node.name] if _nnx.is_slot(node) else array,
+        static,
+        arrays,
+        is_leaf=lambda node: node is None,
+    )
+
+
+def _empty_slots(diff: PyTree, static: PyTree, params: dict[str, PyTree]) -> Any:
+    """Takes the parameters of NNX objects out again, into `params`."""
+
+    def take(node: Any, value: PyTree) -> Any:
+        if not _nnx.is_slot(node):
+            return value
+        params[node.name] = value
+        return None
+
+    return jax.tree.map(take, static, diff, is_leaf=lambda node: node is None)
+
+
+def argument_names(func: Callable[..., Any], count: int) -> list[str]:
     """Returns the names of the positional parameters, for paths in rules and errors."""
     try:
         parameters = inspect.signature(func).parameters.values()

@@ -12,7 +12,13 @@ from jaxtyping import PyTree
 
 from mpx._formats import at_least_f32, parse_float_dtype
 from mpx._half import half_precision_datatype
-from mpx._tree import dtype_of, is_array, is_floating, map_with_name
+from mpx._tree import (
+    check_same_structure,
+    dtype_of,
+    is_array,
+    is_floating,
+    map_with_name,
+)
 
 Where = Callable[[str, Any], bool]
 """A predicate on a leaf's name (`layers/0/weight`) and the leaf."""
@@ -32,9 +38,10 @@ def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
     if leaf.dtype == dtype:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(dtype=dtype)
-    # NumPy would warn about each overflow to infinity, which JAX does silently.
-    with np.errstate(over="ignore"):
+        # Like an array, which is no longer weakly typed once it has been cast.
+        return leaf.update(dtype=dtype, weak_type=False)
+    # NumPy would warn about overflow to infinity and about signalling NaNs; JAX does not.
+    with np.errstate(over="ignore", invalid="ignore"):
         return leaf.astype(dtype)
 
 
@@ -47,8 +54,8 @@ def cast_tree(tree: PyTree, dtype: DTypeLike, *, where: Where | None = None) -> 
     are, so a whole model or training state can be passed. Loss scalings keep their f32.
 
     A value is rounded to the nearest representable one: the relative error is at most
-    half an ulp (2⁻⁹ for bf16, 2⁻¹² for f16) in the normal range of `dtype`; above
-    65504 f16 overflows to infinity.
+    half an ulp (2⁻⁸ for bf16, 2⁻¹¹ for f16) in the normal range of `dtype`; from 65520
+    f16 overflows to infinity. f64 reaches bf16 through f32, which can add 2⁻²⁴.
 
     Args:
         tree: Any pytree.
@@ -59,7 +66,7 @@ def cast_tree(tree: PyTree, dtype: DTypeLike, *, where: Where | None = None) -> 
     Raises:
         ValueError: If `dtype` is not a floating dtype of at least 16 bits.
 
-    Example:
+    Examples:
         >>> cast_tree({"w": jnp.ones(2), "step": 3}, "bfloat16")
         {'step': 3, 'w': Array([1, 1], dtype=bfloat16)}
     """
@@ -80,7 +87,7 @@ def cast_to_float32(x: PyTree, *, where: Where | None = None) -> PyTree:
         x: Any pytree.
         where: Casts only leaves for which `where(name, leaf)` holds.
 
-    Example:
+    Examples:
         >>> cast_to_float32(jnp.ones(2, jnp.float16)).dtype
         dtype('float32')
     """
@@ -94,7 +101,7 @@ def cast_to_float16(x: PyTree, *, where: Where | None = None) -> PyTree:
         x: Any pytree.
         where: Casts only leaves for which `where(name, leaf)` holds.
 
-    Example:
+    Examples:
         >>> cast_to_float16(jnp.ones(2)).dtype
         dtype('float16')
     """
@@ -108,7 +115,7 @@ def cast_to_bfloat16(x: PyTree, *, where: Where | None = None) -> PyTree:
         x: Any pytree.
         where: Casts only leaves for which `where(name, leaf)` holds.
 
-    Example:
+    Examples:
         >>> cast_to_bfloat16(jnp.ones(2)).dtype
         dtype(bfloat16)
     """
@@ -122,7 +129,7 @@ def cast_to_full_precision(x: PyTree, *, where: Where | None = None) -> PyTree:
         x: Any pytree.
         where: Casts only leaves for which `where(name, leaf)` holds.
 
-    Example:
+    Examples:
         >>> cast_to_full_precision(jnp.ones(2, jnp.bfloat16)).dtype
         dtype('float32')
     """
@@ -136,7 +143,7 @@ def cast_to_half_precision(x: PyTree, *, where: Where | None = None) -> PyTree:
         x: Any pytree.
         where: Casts only leaves for which `where(name, leaf)` holds.
 
-    Example:
+    Examples:
         >>> cast_to_half_precision(jnp.ones(2)).dtype
         dtype('float16')
     """
@@ -157,16 +164,12 @@ def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
     Raises:
         ValueError: If the structures differ.
 
-    Example:
+    Examples:
         >>> before = {"mean": jnp.zeros(2)}
         >>> cast_like({"mean": jnp.ones(2, jnp.float16)}, before)["mean"].dtype
         dtype('float32')
     """
-    if jax.tree.structure(tree) != jax.tree.structure(reference):
-        raise ValueError(
-            "`cast_like` needs trees of the same structure, but got "
-            f"{jax.tree.structure(tree)} and {jax.tree.structure(reference)}."
-        )
+    check_same_structure(tree, reference, "`cast_like`")
 
     def cast(leaf: Any, like: Any) -> Any:
         if is_floating(leaf) and is_floating(like):
@@ -207,7 +210,7 @@ def cast_function(
     Raises:
         ValueError: If a dtype is not a floating dtype of at least 16 bits.
 
-    Example:
+    Examples:
         >>> @cast_function(dtype="bf16", return_dtype="f32")
         ... def double(x):
         ...     print(x.dtype)
@@ -260,7 +263,7 @@ def force_full_precision(
     Raises:
         ValueError: If `return_dtype` is not a floating dtype of at least 16 bits.
 
-    Example:
+    Examples:
         >>> x = jnp.full(100, 1000.0, jnp.float16)
         >>> float(jnp.sqrt(jnp.sum(x * x))), float(
         ...     force_full_precision(lambda x: jnp.sqrt(jnp.sum(x * x)))(x))

@@ -4,15 +4,19 @@ Everything that is not covered by JAX's stability promise, or that differs betwe
 supported versions, is reached through here.
 """
 
+import contextlib
 import platform
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 from jax import lax
+from jax.core import Tracer, eval_jaxpr
+from jax.extend import core as jex_core
+from jax.extend import source_info_util
 
 OLDEST, NEWEST = (0, 10, 1), (0, 13)
 
@@ -54,7 +58,7 @@ check_versions(jax.__version__, jaxlib.__version__, platform.machine())
 
 def is_tracer(x: object) -> bool:
     """Whether `x` is an abstract value inside a JAX transformation."""
-    return isinstance(x, jax.core.Tracer)
+    return isinstance(x, Tracer)
 
 
 def make_jit_context(default: Any) -> Any:
@@ -62,29 +66,157 @@ def make_jit_context(default: Any) -> Any:
     return jax.make_user_context(default)
 
 
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Returns the manual mesh axes along which a value differs between devices."""
+    axis_type = getattr(aval, "manual_axis_type", None)
+    return getattr(axis_type, "varying", None) or frozenset()
+
+
 def as_varying(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     """Marks `x` as differing between the devices of manual mesh axes.
 
     Under `jax.shard_map` the derivative with respect to a replicated value is summed
     over the devices behind the caller's back. A varying value keeps its derivative
-    local. Outside `shard_map` (vmap, pmap) nothing is tracked and `x` comes back.
+    local. For the axis of a `vmap` nothing is tracked and `x` comes back.
     """
-    tracked = getattr(jax.typeof(x), "vma", frozenset())
-    missing = tuple(name for name in axis_names if name not in tracked)
-    if not missing:
-        return x
-    try:
-        return lax.pcast(x, missing, to="varying")
-    except ValueError:  # not under shard_map: there is nothing to mark
-        return x
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    tracked = varying_axes(jax.typeof(x))
+    missing = tuple(
+        name for name in axis_names if name in mapped and name not in tracked
+    )
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def varying_like(x: Any, struct: Any) -> Any:
     """Marks `x` as differing between devices where `struct` says its successor does."""
-    names = tuple(getattr(struct, "vma", None) or ())
-    return as_varying(x, names) if names else x
+    names = varying_axes(struct)
+    return as_varying(x, tuple(sorted(names))) if names else x
 
 
 def zeros_of(struct: Any) -> jax.Array:
     """Returns zeros for the result of `jax.eval_shape`."""
     return varying_like(jnp.zeros(struct.shape, struct.dtype), struct)
+
+
+# --- Jaxprs ---------------------------------------------------------------------------
+
+Jaxpr = jex_core.Jaxpr
+JaxprEqn = jex_core.JaxprEqn
+Literal = jex_core.Literal
+
+
+def is_jaxpr(x: object) -> bool:
+    """Whether `x` is a jaxpr, open or closed."""
+    return isinstance(x, jex_core.Jaxpr | jex_core.ClosedJaxpr)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns a jaxpr and its constants; from JAX 0.11 on the two kinds are one."""
+    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
+
+
+def constants_as_inputs(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns a jaxpr that takes its constants as leading inputs, and the constants."""
+    body, consts = open_jaxpr(jaxpr)
+    if not consts:
+        return body, ()
+    return jex_core.Jaxpr(
+        constvars=(),
+        invars=[*body.constvars, *body.invars],
+        outvars=body.outvars,
+        eqns=body.eqns,
+        effects=body.effects,
+    ), consts
+
+
+def sub_jaxprs(eqn: Any) -> Iterator[Any]:
+    """Yields the jaxprs among an equation's parameters."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if is_jaxpr(item):
+                yield open_jaxpr(item)[0]
+
+
+def eval_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Runs one equation unchanged.
+
+    It goes through a jaxpr of one equation, because how parameters turn into arguments
+    of `bind` is private and changes.
+    """
+    inputs: dict[Any, Any] = {}
+    for var, arg in zip(eqn.invars, args, strict=True):
+        if not isinstance(var, Literal):
+            inputs[var] = arg
+    jaxpr = jex_core.Jaxpr(
+        constvars=(),
+        invars=list(inputs),
+        outvars=list(eqn.outvars),
+        eqns=[eqn],
+        effects=eqn.effects,
+    )
+    return eval_jaxpr(jaxpr, (), *inputs.values())
+
+
+def bind(eqn: Any, args: Sequence[Any], **changes: Any) -> list[Any]:
+    """Runs an equation's primitive on other operands or with changed parameters."""
+    out = eqn.primitive.bind(*args, **{**eqn.params, **changes})
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def equation_context(eqn: Any) -> Iterator[None]:
+    """Gives new equations the source, the scopes and the context of an old one."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    info = eqn.source_info.traceback
+    with source_info_util.user_context(info, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def scopes_of(eqn: Any) -> tuple[str, ...]:
+    """Returns the `jax.named_scope`s of an equation, outermost first."""
+    stack = eqn.source_info.name_stack.stack
+    return tuple(item.name for item in stack if type(item).__name__ == "Scope")
+
+
+def ambient_scopes() -> tuple[str, ...]:
+    """Returns the `jax.named_scope`s around the running code."""
+    stack = source_info_util.current_name_stack().stack
+    return tuple(item.name for item in stack if type(item).__name__ == "Scope")
+
+
+def source_frames(eqn: Any) -> list[tuple[str, str, int]]:
+    """Returns (function, file, line) of the user's frames behind an equation."""
+    from jax._src import source_info_util as private
+
+    return [
+        (frame.function_name, frame.file_name, frame.start_line)
+        for frame in private.user_frames(eqn.source_info.traceback)
+    ]
+
+
+def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many constants and carries a scan has."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = (len(list(group)) for group in params["ft_in"].unpack())
+    return consts, carry
+
+
+def default_matmul_precision() -> str | None:
+    """Returns the precision that matmuls have where none is given."""
+    return getattr(jax.config, "jax_default_matmul_precision", None)
+
+
+def nothing_is_traced() -> bool:
+    """Whether no JAX transformation is running."""
+    from jax._src import core as private
+
+    return private.trace_state_clean()
+
+
+def lowered_primitives() -> set[str]:
+    """Returns the names of all primitives that JAX can compile."""
+    from jax._src.interpreters import mlir as private
+
+    tables = [private._lowerings, *private._platform_specific_lowerings.values()]
+    return {primitive.name for table in tables for primitive in table}

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mpx._compat import is_tracer
-from mpx._formats import FORMATS, parse_float_dtype
+from mpx._formats import parse_float_dtype
 from mpx._half import half_precision_datatype
 from mpx._loss_scaling import (
     LossScaling,
@@ -48,7 +48,7 @@ class DynamicLossScaling(LossScaling):
         hysteresis: Non-finite steps that one backoff needs; static.
         consecutive_hysteresis: Whether a finite step refills the tolerance; static.
 
-    Example:
+    Examples:
         >>> scaling = DynamicLossScaling.pow2(2.0**15, period=2)
         >>> scaling = scaling.adjust(True).adjust(True)
         >>> float(scaling.loss_scaling), float(scaling.adjust(False).loss_scaling)
@@ -76,7 +76,7 @@ class DynamicLossScaling(LossScaling):
         period: int = 2000,
         counter: Any = None,
         *,
-        max_loss_scaling: float = FORMATS["f16"].max,
+        max_loss_scaling: float = 65504.0,
         backoff: float | None = None,
         hysteresis: int = 1,
         consecutive_hysteresis: bool = False,
@@ -100,7 +100,7 @@ class DynamicLossScaling(LossScaling):
         """
         check_scale(loss_scaling, "loss_scaling")
         check_scale(min_loss_scaling, "min_loss_scaling")
-        check_scale(max_loss_scaling, "max_loss_scaling")
+        check_scale(float(max_loss_scaling), "max_loss_scaling")
         check_value(1 < factor < math.inf, "factor", "more than 1", factor)
         check_value(period >= 1, "period", "at least 1", period)
         check_value(hysteresis >= 1, "hysteresis", "at least 1", hysteresis)
@@ -150,7 +150,7 @@ class DynamicLossScaling(LossScaling):
         Raises:
             ValueError: If one of them is not a power of two.
 
-        Example:
+        Examples:
             >>> float(DynamicLossScaling.pow2(2.0**10).loss_scaling)
             1024.0
         """
@@ -249,7 +249,7 @@ def default_loss_scaling(dtype: DTypeLike | None = None) -> LossScaling:
         `DynamicLossScaling.pow2()` for f16, whose smallest normal number is 6e-5;
         `NoLossScaling()` for bf16, f32 and f64.
 
-    Example:
+    Examples:
         >>> default_loss_scaling("bf16")
         NoLossScaling()
     """

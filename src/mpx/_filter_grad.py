@@ -16,8 +16,11 @@ from mpx._grad import (
     Recorder,
     check_scaling,
     evaluate,
+    finish_grads,
     grad_result,
+    local_parameters,
     package,
+    reduce_over_devices,
 )
 from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._policy import Policy, as_policy
@@ -63,13 +66,13 @@ def filter_grad(
         ValueError: If the first argument holds no floating array, or if f16 is used
             without a scaling.
 
-    Example:
+    Examples:
         >>> from mpx import DynamicLossScaling
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> scaling, grads_finite, grads = filter_grad(loss, DynamicLossScaling.pow2())(
-        ...     jnp.ones(2), jnp.ones((4, 2)))
+        ...     jnp.ones(2), jnp.full((4, 2), 0.5))
         >>> grads, bool(grads_finite)
-        (Array([4., 4.], dtype=float32), True)
+        (Array([1., 1.], dtype=float32), True)
     """
     options = GradOptions(
         argnums=argnums,
@@ -121,13 +124,13 @@ def filter_value_and_grad(
         ValueError: If the first argument holds no floating array, or if f16 is used
             without a scaling.
 
-    Example:
+    Examples:
         >>> from mpx import DynamicLossScaling
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> value, scaling, grads_finite, grads = filter_value_and_grad(
-        ...     loss, DynamicLossScaling.pow2())(jnp.ones(2), jnp.ones((4, 2)))
+        ...     loss, DynamicLossScaling.pow2())(jnp.ones(2), jnp.full((4, 2), 0.5))
         >>> value, grads
-        (Array(4., dtype=float32), Array([4., 4.], dtype=float32))
+        (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
     options = GradOptions(
         argnums=argnums,
@@ -199,10 +202,13 @@ def _full_precision(
     """Differentiates without casting, scaling or checking."""
     call = Call(func, args, kwargs, options.argnum_tuple(), None)
     recorder, scaling = Recorder(), NoLossScaling()
+    diff = local_parameters(call, options.axis_name)
     result = evaluate(
-        call, call.diff, call.state, scaling, recorder, has_aux=options.has_aux
+        call, diff, call.state, scaling, recorder, has_aux=options.has_aux
     )
-    result = result._replace(grads=scaling.unscale(result.grads))
+    result = reduce_over_devices(result, options)
+    grads = finish_grads(scaling.unscale(result.grads), options.grad_dtype)
+    result = result._replace(grads=grads)
     return package(call, recorder, (result, scaling, jnp.array(True)), options)
 
 
@@ -228,12 +234,12 @@ def calculate_scaled_grad(
         TypeError: If the loss is no real floating scalar.
         ValueError: If the first argument holds no floating array.
 
-    Example:
+    Examples:
         >>> from mpx import StaticLossScaling
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> calculate_scaled_grad(loss, StaticLossScaling(8.0))(
-        ...     jnp.ones(2), jnp.ones((4, 2)))
-        (Array(32., dtype=float32), Array([32., 32.], dtype=float16))
+        ...     jnp.ones(2), jnp.full((4, 2), 0.5))
+        (Array(8., dtype=float32), Array([8., 8.], dtype=float16))
     """
     check_scaling(scaling)
     _check_switch(use_mixed_precision)
@@ -247,9 +253,7 @@ def calculate_scaled_grad(
             args = (cast_tree(args[0], policy.resolved_compute_dtype()), *args[1:])
         call = Call(func, args, kwargs, (0,), policy)
         recorder = Recorder()
-        result = evaluate(
-            call, call.diff, call.state, used, recorder, has_aux=has_aux
-        )
+        result = evaluate(call, call.diff, call.state, used, recorder, has_aux=has_aux)
         value = used.scale(result.value)
         aux = call.commit(recorder.merge(result.aux), result.state)
         return ((value, aux) if has_aux else value), result.grads[0]

@@ -95,17 +95,19 @@ def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
     Raises:
         ValueError: If `dtype` is not a floating dtype of at least 16 bits.
 
-    Example:
+    Examples:
         >>> parse_float_dtype("bf16")
         dtype(bfloat16)
     """
-    parsed = _NAMES.get(dtype) if isinstance(dtype, str) else None
-    if parsed is None:
+    # Names are ours alone: NumPy reads "f8" as f64, "half" as f16 and `None` as f64.
+    if isinstance(dtype, str) or dtype is None:
+        parsed = _NAMES.get(dtype or "")
+    else:
         try:
-            parsed = np.dtype(dtype)  # pyright: ignore[reportArgumentType]
+            parsed = np.dtype(dtype)
         except TypeError:
             parsed = None
-    if parsed is None or not is_float_dtype(parsed):
+    if parsed is None or parsed not in _SHORT_NAMES or not is_float_dtype(parsed):
         raise ValueError(
             f"`{what}` must be a floating dtype of at least 16 bits (f16, bf16, f32 or "
             f"f64), but {dtype!r} was given. Pass a dtype such as `jnp.bfloat16` or a "

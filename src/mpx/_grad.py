@@ -32,7 +32,7 @@ class GradResult(NamedTuple):
         scaling: The loss scaling for the next step.
         finite: Whether all gradients are finite, bool[]. If not, skip the update.
 
-    Example:
+    Examples:
         >>> from mpx import NoLossScaling, value_and_grad
         >>> result = value_and_grad(lambda w: w * w)(NoLossScaling(), jnp.float32(3.0))
         >>> float(result.value), float(result.grads), bool(result.finite)
@@ -174,9 +174,9 @@ def differentiate(
     def attempt(
         scaling: LossScaling,
     ) -> tuple[Evaluation, LossScaling, Bool[Array, ""]]:
-        result = _reduce(run(scaling), options)
+        result = reduce_over_devices(run(scaling), options)
         # Undo with the scale that scaled: after a growth step the new one is larger.
-        grads = _finish_grads(scaling.unscale(result.grads), options.grad_dtype)
+        grads = finish_grads(scaling.unscale(result.grads), options.grad_dtype)
         finite = all_finite(grads)
         return result._replace(grads=grads), scaling.adjust(finite), finite
 
@@ -192,7 +192,7 @@ def differentiate(
     return result._replace(state=state), scaling, finite
 
 
-def _reduce(result: Evaluation, options: GradOptions) -> Evaluation:
+def reduce_over_devices(result: Evaluation, options: GradOptions) -> Evaluation:
     """Averages loss and gradients over devices, in the policy's `reduce_dtype`."""
     if options.axis_name is None:
         return result
@@ -210,7 +210,8 @@ def _reduce(result: Evaluation, options: GradOptions) -> Evaluation:
     )
 
 
-def _finish_grads(grads: PyTree, dtype: Any) -> PyTree:
+def finish_grads(grads: PyTree, dtype: Any) -> PyTree:
+    """Casts gradients to the dtype that was asked for."""
     if dtype is None:
         return grads
     return jax.tree.map(lambda g: cast_leaf(g, dtype) if is_floating(g) else g, grads)
@@ -232,9 +233,10 @@ def check_scaling(scaling: Any) -> None:
     """Raises unless `scaling` can scale, unscale and adjust."""
     if not all(hasattr(scaling, name) for name in ("scale", "unscale", "adjust")):
         raise TypeError(
-            "The first argument must be a loss scaling such as "
-            f"`mpx.DynamicLossScaling.pow2()`, but {type(scaling).__name__} was given. "
-            "Pass `mpx.NoLossScaling()` for bf16."
+            "`scaling` must be a loss scaling such as `mpx.DynamicLossScaling.pow2()`, "
+            f"but {type(scaling).__name__} was given. For bf16 pass `mpx.NoLossScaling()`. "
+            "(`value_and_grad` and `accumulate` take it as the first argument of the "
+            "transformed function.)"
         )
 
 
@@ -280,16 +282,16 @@ def value_and_grad(
         TypeError: If the loss is no real floating scalar, or no scaling was passed.
         ValueError: If a differentiated argument holds no floating array.
 
-    Example:
+    Examples:
         >>> from mpx import DynamicLossScaling
         >>> @jax.jit
         ... @value_and_grad(policy="p=f32,c=f16,o=f32")
         ... def loss(w, x):
         ...     return jnp.mean((x @ w) ** 2)
         >>> scaling = DynamicLossScaling.pow2()
-        >>> result = loss(scaling, jnp.ones(2), jnp.ones((4, 2)))
+        >>> result = loss(scaling, jnp.ones(2), jnp.full((4, 2), 0.5))
         >>> result.value, result.grads
-        (Array(4., dtype=float32), Array([4., 4.], dtype=float32))
+        (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
     options = GradOptions(
         argnums=argnums,
@@ -309,6 +311,7 @@ def _bind(options: GradOptions, func: Callable[..., Any]) -> Callable[..., GradR
     def wrapper(scaling: Any, *args: Any, **kwargs: Any) -> GradResult:
         return grad_result(func, options, scaling, args, kwargs)
 
+    del wrapper.__wrapped__  # the scaling comes first: the signature is not `func`'s
     return wrapper
 
 

@@ -43,7 +43,7 @@ def set_half_precision_datatype(datatype: DTypeLike) -> None:
     Raises:
         ValueError: If it is anything else.
 
-    Example:
+    Examples:
         >>> set_half_precision_datatype("bfloat16")
         >>> half_precision_datatype()
         dtype(bfloat16)
@@ -55,7 +55,7 @@ def set_half_precision_datatype(datatype: DTypeLike) -> None:
 def half_precision_datatype() -> np.dtype:
     """Returns the dtype that "half precision" stands for; float16 unless changed.
 
-    Example:
+    Examples:
         >>> half_precision_datatype() == jnp.float16
         True
     """
@@ -71,7 +71,7 @@ def half_precision(datatype: DTypeLike) -> contextlib.AbstractContextManager[Any
     Raises:
         ValueError: If it is anything else.
 
-    Example:
+    Examples:
         >>> with half_precision("bf16"):
         ...     print(half_precision_datatype())
         bfloat16

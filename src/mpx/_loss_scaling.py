@@ -7,7 +7,7 @@ differentiation and the gradients are divided by it afterwards.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,6 +19,9 @@ from mpx._compat import is_tracer
 from mpx._formats import at_least_f32
 from mpx._tree import AxisName, is_inexact, shape_of
 
+LARGEST_SCALE = 2.0**126
+"""The largest power of two whose reciprocal is a normal f32 number."""
+
 
 class LossScaling(eqx.Module):
     """What every loss scaling offers: `scale`, `unscale`, `adjust` and `metrics`.
@@ -26,9 +29,9 @@ class LossScaling(eqx.Module):
     A loss scaling is a pytree: it goes through jit, scan, vmap, donation, sharding and
     checkpoints like any other state. Casts leave its f32 alone.
 
-    Invariant: `unscale(scale(x)) == x` within one rounding of f32 each way, and bit for
-    bit while the scale is a power of two and the product neither overflows nor falls
-    below the normal numbers.
+    Invariant: `unscale(scale(x)) == x` within three roundings of f32, and bit for bit
+    while the scale is a power of two and neither `x` nor the product overflows or
+    falls below the normal numbers of f32.
     """
 
     loss_scaling: eqx.AbstractVar[Float[Array, "*batch"]]
@@ -45,11 +48,13 @@ class LossScaling(eqx.Module):
 
     def unscale(self, tree: PyTree) -> PyTree:
         """Divides floating and complex leaves by the scale, in f32 or wider."""
-        # A division, not a product with the reciprocal: it rounds once, and the
-        # reciprocal of a large scale can be subnormal.
+        # XLA turns it into a product with the reciprocal, which must therefore be a
+        # normal number too: see `check_scale`.
         return _map_wide(lambda x: x / self.loss_scaling.astype(x.dtype), tree)
 
-    def adjust(self, grads_finite: Any, *, axis_name: AxisName | None = None) -> Self:
+    def adjust(
+        self, grads_finite: Any, *, axis_name: AxisName | None = None
+    ) -> "LossScaling":
         """Returns the scaling for the next step."""
         del grads_finite, axis_name
         return self
@@ -65,7 +70,7 @@ class StaticLossScaling(LossScaling):
     Attributes:
         loss_scaling: The scale, f32[].
 
-    Example:
+    Examples:
         >>> StaticLossScaling(1024.0).scale(jnp.float16(100.0))
         Array(102400., dtype=float32)
     """
@@ -88,13 +93,16 @@ class StaticLossScaling(LossScaling):
 class NoLossScaling(LossScaling):
     """No scaling: for bf16, f32 and f64, whose range needs none.
 
-    Example:
+    Examples:
         >>> NoLossScaling().scale({"loss": jnp.float32(2.0)})
         {'loss': Array(2., dtype=float32)}
     """
 
+    def __init__(self) -> None:
+        """Takes nothing."""
+
     @property
-    def loss_scaling(self) -> Float[Array, ""]:
+    def loss_scaling(self) -> Float[Array, ""]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The scale: one."""
         return jnp.float32(1)
 
@@ -117,7 +125,7 @@ def scaled(
         scaling: A loss scaling.
         has_aux: Whether `func` returns a pair of which only the first is scaled.
 
-    Example:
+    Examples:
         >>> scaled(lambda x: x, StaticLossScaling(8.0))(jnp.float32(2.0))
         Array(16., dtype=float32)
     """
@@ -138,6 +146,8 @@ def _map_wide(fn: Callable[[Array], Array], tree: PyTree) -> PyTree:
     def apply(leaf: Any) -> Any:
         if not is_inexact(leaf) and not isinstance(leaf, float | complex):
             return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(dtype=at_least_f32(leaf.dtype), weak_type=False)
         x = jnp.asarray(leaf)
         return fn(x.astype(at_least_f32(x.dtype)))
 
@@ -165,12 +175,17 @@ def check_scale(value: Any, what: str) -> None:
         raise TypeError(
             f"`{what}` must be a number or a scalar array, but {value!r} was given."
         ) from None
-    infinite_array = isinstance(value, jax.Array) and number == math.inf
-    if not (number > 0 and math.isfinite(number)) and not infinite_array:
+    if isinstance(value, jax.Array) and number == math.inf:
+        return
+    if not (number > 0 and math.isfinite(number)):
         raise ValueError(
             f"`{what}` must be positive and finite, but {number} was given. "
             "A usual value is 2.0**15."
         )
+    # Beyond, the scale or its reciprocal is subnormal, and processors flush that to 0.
+    check_value(
+        2.0**-126 <= number <= LARGEST_SCALE, what, "in [2**-126, 2**126]", number
+    )
 
 
 def f32_scalar(value: Any) -> Float[Array, ""]:

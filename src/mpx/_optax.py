@@ -42,7 +42,7 @@ def skip_nonfinite(
     Args:
         tx: Any optax transformation.
 
-    Example:
+    Examples:
         >>> import optax
         >>> tx = skip_nonfinite(optax.adam(0.1))
         >>> params = jnp.ones(2)
@@ -57,13 +57,10 @@ def skip_nonfinite(
         return SkipNonfiniteState(tx.init(params), zero, zero + 0, jnp.array(True))
 
     def update(
-        grads: PyTree,
-        state: SkipNonfiniteState,
-        params: PyTree | None = None,
-        **extra_args: Any,
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SkipNonfiniteState]:
-        finite = all_finite(grads)
-        updates, inner = tx.update(grads, state.inner_state, params, **extra_args)
+        finite = all_finite(updates)
+        updates, inner = tx.update(updates, state.inner_state, params, **extra_args)
         updates = select_tree(finite, updates, jax.tree.map(jnp.zeros_like, updates))
         return updates, SkipNonfiniteState(
             inner_state=select_tree(finite, inner, state.inner_state),
@@ -108,7 +105,7 @@ def master_weights(
         ValueError: If `dtype` is not floating with at least 16 bits, or if `update` is
             called without parameters.
 
-    Example:
+    Examples:
         >>> import optax
         >>> tx = master_weights(optax.sgd(1.0))
         >>> params = jnp.ones((), jnp.bfloat16)
@@ -130,10 +127,7 @@ def master_weights(
         return MasterWeightsState(tx.init(master), master)
 
     def update(
-        grads: PyTree,
-        state: MasterWeightsState,
-        params: PyTree | None = None,
-        **extra_args: Any,
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, MasterWeightsState]:
         if params is None:
             raise ValueError(
@@ -141,7 +135,7 @@ def master_weights(
                 "`tx.update(grads, state, params)`."
             )
         inner_updates, inner = tx.update(
-            to_master(grads), state.inner_state, state.master, **extra_args
+            to_master(updates), state.inner_state, state.master, **extra_args
         )
         master = apply_updates(state.master, inner_updates)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -57,10 +58,12 @@ class Policy:
     - a regular expression, searched in the leaf's name (`model/layers/0/norm/weight`);
     - a predicate `(name, leaf) -> bool`.
 
-    `eqx.nn.State`, `eqx.nn.BatchNorm` and Flax' `batch_stats` are always kept.
+    Running statistics are always kept: `eqx.nn.State`, `eqx.nn.BatchNorm`, `batch_stats`
+    of Flax Linen and `nnx.BatchStat`.
 
-    Example:
+    Examples:
         >>> import equinox as eqx
+        >>> import jax.numpy as jnp
         >>> policy = Policy(compute_dtype="bf16", keep=[eqx.nn.LayerNorm, "head"])
         >>> model = {"norm": eqx.nn.LayerNorm(2), "w": jnp.ones(2), "head": jnp.ones(2)}
         >>> low = policy.cast_to_compute(model)
@@ -94,7 +97,7 @@ class Policy:
         parse = parse_float_dtype
         values = {
             "param_dtype": parse(param_dtype, "param_dtype"),
-            "compute_dtype": _optional(compute_dtype, "compute_dtype"),
+            "compute_dtype": _parse_compute(compute_dtype),
             "output_dtype": parse(output_dtype, "output_dtype"),
             "grad_dtype": _optional(grad_dtype, "grad_dtype"),
             "reduce_dtype": _optional(reduce_dtype, "reduce_dtype"),
@@ -165,7 +168,9 @@ class Policy:
         return False
 
     def _rules(self) -> tuple[KeepRule, ...]:
-        return self.keep + _RUNNING_STATISTICS
+        nnx = sys.modules.get("flax.nnx")  # else there are no NNX statistics
+        statistics = () if nnx is None else (nnx.BatchStat,)
+        return self.keep + _RUNNING_STATISTICS + statistics
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """Returns the same policy with another `output_dtype`."""
@@ -179,8 +184,13 @@ def _optional(dtype: DTypeLike | None, what: str) -> np.dtype | None:
     return None if dtype is None else parse_float_dtype(dtype, what)
 
 
+def _parse_compute(dtype: DTypeLike | None) -> np.dtype | None:
+    is_half = isinstance(dtype, str) and dtype == "half"  # as in a policy's string
+    return None if is_half else _optional(dtype, "compute_dtype")
+
+
 def _parse_keep(keep: KeepRule | Iterable[KeepRule]) -> tuple[KeepRule, ...]:
-    if isinstance(keep, str | type) or callable(keep):
+    if isinstance(keep, str | type) or callable(keep) or not isinstance(keep, Iterable):
         keep = (keep,)
     rules = tuple(keep)
     for rule in rules:
@@ -228,7 +238,7 @@ def get_policy(policy: str, *, keep: KeepRule | Iterable[KeepRule] = ()) -> Poli
     Raises:
         ValueError: If a key or a dtype is unknown; the message names it.
 
-    Example:
+    Examples:
         >>> policy = get_policy("p=f32, c=bf16, o=f32")
         >>> str(policy), get_policy(str(policy)) == policy
         ('p=f32,c=bf16,o=f32', True)
@@ -250,12 +260,13 @@ def get_policy(policy: str, *, keep: KeepRule | Iterable[KeepRule] = ()) -> Poli
         if _POLICY_KEYS[key] in options:
             raise ValueError(f"The policy {policy!r} gives `{key}` twice.")
         options[_POLICY_KEYS[key]] = _policy_dtype(value, policy)
-    half = half_precision_datatype()
     param = options.setdefault("param_dtype", _F32)
     compute = options.setdefault("compute_dtype", param)
-    output = options.setdefault("output_dtype", compute)
-    options["param_dtype"] = half if param is None else param
-    options["output_dtype"] = half if output is None else output
+    options.setdefault("output_dtype", compute)
+    # Only the compute dtype can be left open until the policy is used.
+    for name, dtype in options.items():
+        if dtype is None and name != "compute_dtype":
+            options[name] = half_precision_datatype()
     return Policy(**options, keep=keep)
 
 
@@ -286,6 +297,9 @@ def as_policy(policy: "Policy | str | None") -> Policy:
     return policy
 
 
+_RUNS_IN_FULL_PRECISION = "mpx_runs_in_full_precision"  # marks the classes made below
+
+
 def run_in_full_precision(node: Any) -> Any:
     """Returns a callable Equinox module that runs in f32 on inputs of any dtype.
 
@@ -293,6 +307,8 @@ def run_in_full_precision(node: Any) -> Any:
     `isinstance`, attributes and methods work as before. Anything else comes back as is.
     """
     if not isinstance(node, eqx.Module) or not callable(node):
+        return node
+    if hasattr(type(node), _RUNS_IN_FULL_PRECISION):
         return node
     module = object.__new__(_full_precision_class(type(node)))
     for name, value in vars(node).items():
@@ -319,6 +335,7 @@ def _full_precision_class(cls: type) -> type:
         "__call__": functools.update_wrapper(call, cls.__call__),
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
+        _RUNS_IN_FULL_PRECISION: True,
     }
     return type(cls)(cls.__name__, (cls,), namespace)
 

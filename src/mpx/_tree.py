@@ -24,7 +24,7 @@ def is_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def dtype_of(leaf: object) -> np.dtype | None:
+def dtype_of(leaf: object) -> Any:
     """Returns the dtype of an array or `ShapeDtypeStruct`, else `None`."""
     if is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.dtype  # pyright: ignore[reportAttributeAccessIssue]
@@ -118,12 +118,13 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> Bool[Array
         axis_name: A `shard_map`, `pmap` or `vmap` axis (or several) over which the
             answer is combined: every device then gets the same answer.
 
-    Example:
+    Examples:
         >>> all_finite({"w": jnp.array([1.0, jnp.inf]), "step": 3})
         Array(False, dtype=bool)
     """
     checks = [
-        jnp.all(jnp.isfinite(leaf))
+        # NumPy answers for what is not in JAX: a finite f64 may be infinite in f32.
+        jnp.all((jnp if isinstance(leaf, jax.Array) else np).isfinite(leaf))
         for leaf in jax.tree.leaves(tree)
         if is_inexact(leaf) or isinstance(leaf, float | complex)
     ]
@@ -150,7 +151,7 @@ def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
         TypeError: If `pred` is not a boolean scalar.
         ValueError: If the structures or the shapes differ; the leaf is named.
 
-    Example:
+    Examples:
         >>> select_tree(False, {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})
         {'w': Array([0., 0.], dtype=float32)}
     """
@@ -166,6 +167,8 @@ def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
                 f"the first tree and {shape_of(y)} in the second."
             )
         if x is y or dtype_of(y) == jax.dtypes.float0:
+            return y
+        if isinstance(y, jax.ShapeDtypeStruct):
             return y
         x, y = jnp.asarray(x), jnp.asarray(y)
         return jnp.where(flag, x if x.dtype == y.dtype else x.astype(y.dtype), y)

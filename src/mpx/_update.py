@@ -67,7 +67,7 @@ def optimizer_update(
         ValueError: If `grads` do not fit the model; the leaf is named.
         TypeError: If `grads_finite` is not a boolean scalar.
 
-    Example:
+    Examples:
         >>> import optax
         >>> params, optimizer = jnp.ones(2), optax.sgd(0.5)
         >>> state, grads = optimizer.init(params), jnp.ones(2)
@@ -85,10 +85,13 @@ def optimizer_update(
         return train_state, optimizer_state
     if _nnx.is_nnx(optimizer):
 
-        def step_nnx() -> None:
+        def update_nnx(model: Any, optimizer: Any) -> None:
             optimizer.update(model, grads, **extra_args)
 
-        _nnx.run_if(grads_finite, step_nnx, {"model": model, "optimizer": optimizer})
+        args = {"model": model, "optimizer": optimizer}
+        step_nnx, before = _nnx.as_pure(update_nnx, args)
+        (after,) = _skip(skip, step_nnx, (before,), grads_finite)
+        _nnx.update(args, after)
         return model, optimizer_state
     if not hasattr(optimizer, "update"):
         raise TypeError(
@@ -99,7 +102,7 @@ def optimizer_update(
     _check_grads(model, grads)
 
     def step(model: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        params = eqx.filter(model, _is_trainable)
+        params = _params_with_grads(model, grads)
         updates, state = _run(optimizer, grads, state, params, extra_args)
         return apply_updates(model, updates), state
 
@@ -113,7 +116,8 @@ def _is_trainable(leaf: Any) -> bool:
 def _run(
     optimizer: Any, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]
 ) -> tuple[PyTree, PyTree]:
-    optimizer = optax.with_extra_args_support(optimizer)
+    if not isinstance(optimizer, optax.MultiSteps):  # it passes them on, as it is
+        optimizer = optax.with_extra_args_support(optimizer)
     try:
         return optimizer.update(grads, state, params, **extra)
     except (ValueError, TypeError) as error:
@@ -125,16 +129,21 @@ def _run(
         raise
 
 
-def _check_grads(model: PyTree, grads: PyTree) -> None:
-    """Raises if a gradient's shape is not its parameter's, or the trees differ."""
+def _params_with_grads(model: PyTree, grads: PyTree) -> PyTree:
+    """Returns the floating parameters, without the frozen ones that have no gradient."""
     params = eqx.filter(model, _is_trainable)
-    if jax.tree.structure(params) != jax.tree.structure(grads):
-        # A gradient may be missing where a parameter is frozen; never the reverse.
-        full = jax.tree.map(
+    try:
+        return jax.tree.map(
             lambda p, g: None if g is None else p, params, grads, is_leaf=_is_none
         )
-        check_same_structure(full, grads, "`optimizer_update`")
-        params = full
+    except ValueError:  # the trees differ in more than that
+        return params
+
+
+def _check_grads(model: PyTree, grads: PyTree) -> None:
+    """Raises if a gradient's shape is not its parameter's, or the trees differ."""
+    params = _params_with_grads(model, grads)
+    check_same_structure(params, grads, "`optimizer_update`")
 
     def check(name: str, param: Any, grad: Any) -> None:
         if shape_of(param) != shape_of(grad):
@@ -156,8 +165,9 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
     def add(update: Any, param: Any) -> Any:
         if update is None:
             return param
-        wide = at_least_f32(jnp.result_type(param))
-        total = jnp.asarray(param).astype(wide) + jnp.asarray(update).astype(wide)
+        param = jnp.asarray(param)
+        wide = at_least_f32(param.dtype)
+        total = param.astype(wide) + jnp.asarray(update).astype(wide)
         return total.astype(param.dtype)
 
     return jax.tree.map(add, updates, model, is_leaf=_is_none)
@@ -168,14 +178,17 @@ def _skip(
 ) -> Any:
     """Returns `step(*before)` if finite and `before` if not."""
     flag = as_flag(finite, "grads_finite")
-    if skip == "never":
-        return step(*before)
-    if skip == "select":
-        return select_tree(flag, step(*before), before)
-    if skip != "cond":
+    if skip not in ("select", "cond", "never"):
         raise ValueError(
             f'`skip` must be "select", "cond" or "never", but {skip!r} was given.'
         )
+    if skip == "never":
+        return step(*before)
+    if skip == "select":
+        after = step(*before)
+        return select_tree(flag, after, _with_array_counters(before, after))
+    if any(_is_number(leaf) for leaf in jax.tree.leaves(before)):
+        before = _with_array_counters(before, eqx.filter_eval_shape(step, *before))
     arrays, static = eqx.partition(before, eqx.is_array)
 
     def run(arrays: PyTree) -> PyTree:
@@ -186,6 +199,24 @@ def _skip(
         )
 
     return eqx.combine(lax.cond(flag, run, lambda arrays: arrays, arrays), static)
+
+
+def _with_array_counters(before: PyTree, after: PyTree) -> PyTree:
+    """Makes an array of each Python number that a step changes: an array can be kept.
+
+    The `step` of a new Flax `TrainState` is such a number.
+    """
+    check_same_structure(after, before, "An update")
+
+    def convert(old: Any, new: Any) -> Any:
+        same = new is old or (_is_number(new) and new == old)
+        return jnp.asarray(old) if _is_number(old) and not same else old
+
+    return jax.tree.map(convert, before, after)
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, int | float | complex)
 
 
 def cond_update(
@@ -206,7 +237,7 @@ def cond_update(
         ValueError: If a result does not have the structure and shapes of the argument
             that it replaces.
 
-    Example:
+    Examples:
         >>> @cond_update
         ... def update(params, grads):
         ...     return params - grads
@@ -234,4 +265,5 @@ def cond_update(
         after = _skip(skip, step, args[:count], grads_finite)
         return after if several else after[0]
 
+    del wrapper.__wrapped__  # the flag comes first: not `update_fn`'s signature
     return wrapper

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from mpx._formats import is_float_dtype
-from mpx._tree import dtype_of, is_floating, named_leaves
+from mpx._tree import dtype_of, is_array, is_floating, named_leaves
 
 
 def ulp_distance(a: Any, b: Any) -> np.ndarray:
@@ -24,7 +24,7 @@ def ulp_distance(a: Any, b: Any) -> np.ndarray:
     Raises:
         ValueError: If dtypes or shapes differ, or the dtype is not floating.
 
-    Example:
+    Examples:
         >>> ulp_distance(np.float32(1), np.nextafter(np.float32(1), np.float32(2)))
         array(1)
     """
@@ -34,20 +34,21 @@ def ulp_distance(a: Any, b: Any) -> np.ndarray:
             "`ulp_distance` compares floating arrays of one dtype and shape, but got "
             f"{x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}."
         )
-    unsigned = np.dtype(f"u{x.dtype.itemsize}")
+    sign = 1 << (8 * x.dtype.itemsize - 1)
 
     def order(z: np.ndarray) -> np.ndarray:
         # Bits as sign and magnitude: negative numbers count downwards from zero. In
         # Python integers, since the distance of two f64 numbers needs 65 bits.
-        bits = z.view(unsigned).astype(object)
-        sign = 1 << (8 * z.dtype.itemsize - 1)
+        bits = z.ravel().view(f"u{z.dtype.itemsize}").astype(object)
         return np.where(bits >= sign, sign - bits, bits)
 
-    distance = np.abs(order(x) - order(y))
-    nan_x, nan_y = np.isnan(x), np.isnan(y)
     largest = np.iinfo(np.int64).max
-    distance = np.where(nan_x & nan_y, 0, np.where(nan_x | nan_y, largest, distance))
-    return np.minimum(distance, largest).astype(np.int64)
+    distance = np.minimum(abs(order(x) - order(y)), largest).astype(np.int64)
+    with np.errstate(invalid="ignore"):  # of signalling NaNs
+        nan_x, nan_y = np.isnan(x), np.isnan(y)
+    return np.where(
+        nan_x & nan_y, 0, np.where(nan_x | nan_y, largest, distance.reshape(x.shape))
+    )
 
 
 def assert_trees_equal(a: PyTree, b: PyTree) -> None:
@@ -63,7 +64,7 @@ def assert_trees_equal(a: PyTree, b: PyTree) -> None:
     Raises:
         AssertionError: With the name of the first leaf that differs.
 
-    Example:
+    Examples:
         >>> assert_trees_equal({"w": np.zeros(2)}, {"w": np.zeros(2)})
     """
     if jax.tree.structure(a) != jax.tree.structure(b):
@@ -74,7 +75,7 @@ def assert_trees_equal(a: PyTree, b: PyTree) -> None:
         if dtype_of(x) is None and dtype_of(y) is None:
             if x is not y and x != y:
                 raise AssertionError(f"`{name}` differs: {x!r} against {y!r}")
-        elif _bits(x) != _bits(y):
+        elif dtype_of(x) is None or dtype_of(y) is None or _bits(x) != _bits(y):
             raise AssertionError(f"`{name}` differs: {x!r} against {y!r}")
 
 
@@ -100,23 +101,36 @@ def inject_nonfinite(
         index: Which number of the leaf, counted in the flattened array.
 
     Raises:
-        ValueError: If there is no such leaf.
+        ValueError: If there is no such leaf, or no such number in it.
 
-    Example:
+    Examples:
         >>> inject_nonfinite({"w": jnp.ones(2), "step": 3}, jnp.inf, leaf="w")
         {'step': 3, 'w': Array([inf,  1.], dtype=float32)}
     """
-    names = [name for name, x in named_leaves(tree) if is_floating(x) and x.size]
-    target = leaf if leaf is not None else next(iter(names), None)
-    if target not in names:
+    places = {
+        place: name
+        for place, (name, x) in enumerate(named_leaves(tree))
+        if is_array(x) and is_floating(x) and x.size
+    }
+    place = next((i for i, name in places.items() if leaf in (None, name)), None)
+    if place is None:
         raise ValueError(
-            f"There is no non-empty floating leaf `{leaf}` to plant {value} in; the "
-            f"tree has {names}."
+            f"There is no non-empty floating leaf{'' if leaf is None else f' `{leaf}`'} "
+            f"to plant {value} in; the tree has {list(places.values())}."
         )
-
     flat, structure = jax.tree.flatten(tree)
-    for position, (name, x) in enumerate(named_leaves(tree)):
-        if name == target:
-            changed = jnp.asarray(x).ravel().at[index].set(value)
-            flat[position] = changed.reshape(x.shape)
+    size = flat[place].size
+    if not -size <= index < size:
+        raise ValueError(
+            f"`{places[place]}` has {size} numbers, so there is no number {index} in it."
+        )
+    flat[place] = _with_number(flat[place], index, value)
     return jax.tree.unflatten(structure, flat)
+
+
+def _with_number(x: Any, index: int, value: float) -> Any:
+    """Replaces one number; what NumPy holds stays with NumPy, sharding is kept."""
+    chosen = np.zeros(x.shape, bool)
+    chosen.flat[index] = True
+    where = jnp.where if isinstance(x, jax.Array) else np.where
+    return where(chosen, np.asarray(value, x.dtype), x)

@@ -1,22 +1,42 @@
-"""The loss scaler of jaxamp on top of mpx: `from mpx.compat import jaxamp`.
+"""The names of jaxamp on top of mpx: `from mpx.compat import jaxamp`.
+
+`amp` is `mpx.amp` with jaxamp's policy: additions, subtractions, matmuls and
+convolutions low; exponentials, logarithms, products and quotients in f32; everything
+else at its original precision. `mpx.amp` itself has better rules.
 
 Where jaxamp is known to be wrong mpx is not: importing it starts no JAX backend, the
-scale reaches neither 0 nor infinity, scaling happens in f32, and only the gradients
-decide whether a step was finite.
+scale reaches neither 0 nor infinity, scaling happens in f32, only the gradients decide
+whether a step was finite, and `amp` reaches into jit, loops, branches, remat and custom
+derivatives, but leaves f64, complex numbers and `precision=HIGHEST` alone.
+
+Examples:
+    >>> amp(lambda x: x + 1.0, compute_dtype=jnp.bfloat16)(jnp.float32(256.0))
+    Array(256., dtype=float32)
+    >>> grad_fn = dynamic_scale_grad(lambda w: w**2)
+    >>> state, grad = grad_fn(jnp.float32(3.0), dynamic_scaler_state=DynamicScalerState())
+    >>> float(grad), float(state.scaler)
+    (6.0, 32768.0)
 """
 
 import functools
-from collections.abc import Callable
+import glob
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from mpx._amp import AmpPolicy
+from mpx._amp import amp as _amp
+from mpx._amp import amp_stop as amp_stop
+from mpx._amp._rules import PRIMITIVES, Rule
 from mpx._formats import FORMATS
-from mpx._loss_scaling import StaticLossScaling
+from mpx._loss_scaling import LARGEST_SCALE, StaticLossScaling
 from mpx._tree import all_finite
 
 
@@ -38,6 +58,10 @@ class DynamicScalerState(NamedTuple):
     total_resets: Any = 0
 
 
+# One example in the README of jaxamp calls it so.
+DynamicLossScaler = DynamicScalerState
+
+
 def _as_arrays(state: DynamicScalerState) -> DynamicScalerState:
     return DynamicScalerState(
         jnp.asarray(state.patience, jnp.int32),
@@ -50,7 +74,7 @@ def _as_arrays(state: DynamicScalerState) -> DynamicScalerState:
 
 def _adjust(state: DynamicScalerState, finite: Array) -> DynamicScalerState:
     grow = finite & (state.count >= state.patience)
-    larger = jnp.minimum(state.scaler * state.adjust_factor, jnp.float32(2.0**127))
+    larger = jnp.minimum(state.scaler * state.adjust_factor, jnp.float32(LARGEST_SCALE))
     smaller = jnp.maximum(
         state.scaler / state.adjust_factor, jnp.float32(FORMATS["f32"].tiny)
     )
@@ -183,3 +207,134 @@ def dynamic_scale_value_and_grad(
         check_fn=lambda results: results[1],
     )
     return tx(fun, has_aux=has_aux, **kwargs)
+
+
+# --- amp ------------------------------------------------------------------------------
+
+Changed = tuple[list[Any], dict[str, Any]]
+
+
+def _is_castable(x: Any) -> bool:
+    return jnp.result_type(x) in (np.float32, np.float16, jnp.bfloat16)
+
+
+def use_original_precision(
+    compute_dtype: DTypeLike,
+    original_dtypes: Sequence[Any],
+    *invars: Any,
+    **params: Any,
+) -> Changed:
+    """Casts operands back to the dtypes that they have in the function as written."""
+    del compute_dtype
+    return [
+        lax.convert_element_type(x, dtype) if _is_castable(x) else x
+        for x, dtype in zip(invars, original_dtypes, strict=True)
+    ], params
+
+
+def use_compute_precision(
+    compute_dtype: DTypeLike,
+    original_dtypes: Sequence[Any],
+    *invars: Any,
+    **params: Any,
+) -> Changed:
+    """Casts operands to the compute dtype, unless one of them is no 16 or 32-bit float."""
+    if not all(map(_is_castable, invars)):
+        return use_original_precision(compute_dtype, original_dtypes, *invars, **params)
+    if "preferred_element_type" in params:
+        params["preferred_element_type"] = np.dtype(compute_dtype)
+    return [lax.convert_element_type(x, compute_dtype) for x in invars], params
+
+
+def use_precision(dtype: DTypeLike) -> Callable[..., Changed]:
+    """Returns a precision function that casts operands to a dtype of its own."""
+
+    def precision_fn(
+        compute_dtype: DTypeLike,
+        original_dtypes: Sequence[Any],
+        *invars: Any,
+        **params: Any,
+    ) -> Changed:
+        del compute_dtype
+        return use_compute_precision(dtype, original_dtypes, *invars, **params)
+
+    return precision_fn
+
+
+def use_widest_precision(
+    compute_dtype: DTypeLike,
+    original_dtypes: Sequence[Any],
+    *invars: Any,
+    **params: Any,
+) -> Changed:
+    """Casts operands to the widest dtype that they have in the function as written."""
+    del compute_dtype
+    widest = functools.reduce(jnp.promote_types, original_dtypes)
+    return use_compute_precision(widest, original_dtypes, *invars, **params)
+
+
+_use_f32 = use_precision(jnp.float32)
+
+default_amp_policy: dict[Any, Callable[..., Changed]] = {
+    lax.add_p: use_compute_precision,
+    lax.sub_p: use_compute_precision,
+    lax.dot_general_p: use_compute_precision,
+    lax.conv_general_dilated_p: use_compute_precision,
+    lax.exp_p: _use_f32,
+    lax.log_p: _use_f32,
+    lax.mul_p: _use_f32,
+    lax.div_p: _use_f32,
+    "amp_default": use_original_precision,
+    "amp_stop": use_original_precision,
+}
+
+# These three are rules of mpx. A rule knows more than a function of operands: it takes
+# an equation that holds a whole jaxpr, and the report can name it.
+_RULES = (
+    (use_original_precision, Rule.ORIGINAL),
+    (use_compute_precision, Rule.LOW),
+    (_use_f32, Rule.F32),
+)
+
+
+def _as_rule(precision_fn: Callable[..., Changed]) -> Any:
+    for known, rule in _RULES:
+        if precision_fn is known:
+            return rule
+    return precision_fn
+
+
+def _as_scope(name: str) -> str:
+    """Returns the pattern that matches a scope's name literally."""
+    return f"*/{glob.escape(name)}/" if "/" in name else glob.escape(name)
+
+
+def _as_policy(amp_policy: Mapping[Any, Callable[..., Changed]]) -> AmpPolicy:
+    rules = {key: _as_rule(value) for key, value in amp_policy.items()}
+    scopes = {_as_scope(key): rule for key, rule in rules.items() if type(key) is str}
+    listed = {key.name: rule for key, rule in rules.items() if type(key) is not str}
+    # Besides being a scope, it is the rule of what is not listed.
+    default = rules.get("amp_default", Rule.ORIGINAL)
+    if default != Rule.ORIGINAL:
+        listed = dict.fromkeys(PRIMITIVES, default) | listed
+    return AmpPolicy("original", primitives=listed, scopes=scopes)
+
+
+def amp(
+    fn: Callable[..., Any] | None = None,
+    *,
+    compute_dtype: DTypeLike = jnp.float16,
+    amp_policy: Mapping[Any, Callable[..., Changed]] = default_amp_policy,
+) -> Callable[..., Any]:
+    """Runs a function in mixed precision by a dictionary of precision functions.
+
+    Args:
+        fn: The function. Leave it out to use `amp` as a decorator with arguments.
+        compute_dtype: The low dtype.
+        amp_policy: From primitives such as `jax.lax.add_p`, and from names of
+            `jax.named_scope`, to functions `(compute_dtype, original_dtypes, *invars,
+            **bind_params) -> invars, bind_params`. The outermost scope that is listed
+            wins, before all primitives; what is not listed runs at its original
+            precision.
+    """
+    return _amp(fn, compute_dtype=compute_dtype, policy=_as_policy(amp_policy))

@@ -3,6 +3,11 @@
 Where jmp is known to be wrong mpx is not: scaling happens in f32 whatever the dtype of
 the scale, `min_loss_scale` survives jit, strings may hold spaces, and PRNG keys,
 functions and Equinox modules may be part of a tree.
+
+Examples:
+    >>> policy = get_policy("params=float32,compute=float16,output=float32")
+    >>> policy.cast_to_compute({"w": jnp.ones(2)})["w"].dtype
+    dtype('float16')
 """
 
 import dataclasses
@@ -16,11 +21,13 @@ import numpy as np
 from jaxtyping import Array
 
 import mpx._policy as _policy
-from mpx._cast import cast_to_float32, cast_tree
+from mpx._cast import cast_to_float32, cast_tree, widen_tree
 from mpx._dynamic_scaling import DynamicLossScaling
 from mpx._formats import FORMATS
+from mpx._loss_scaling import LARGEST_SCALE
 from mpx._loss_scaling import StaticLossScaling as _StaticLossScaling
 from mpx._tree import all_finite as all_finite
+from mpx._tree import is_array
 from mpx._tree import select_tree as _select_tree
 
 T = TypeVar("T")
@@ -121,7 +128,7 @@ class StaticLossScale:
 
 
 def _warn_if_not_floating(value: Any, name: str) -> None:
-    dtype = getattr(value, "dtype", None)
+    dtype = np.dtype(int) if isinstance(value, int) else getattr(value, "dtype", None)
     if isinstance(dtype, np.dtype) and not jnp.issubdtype(dtype, jnp.floating):
         warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
 
@@ -137,10 +144,12 @@ class DynamicLossScale:
     min_loss_scale: Any = 1.0
 
     def __post_init__(self) -> None:
-        """Warns of integers, and makes the floor a static number."""
+        """Warns of integers; makes the floor a static number and the scale f32."""
         _warn_if_not_floating(self.loss_scale, "loss_scale")
         _warn_if_not_floating(self.min_loss_scale, "min_loss_scale")
         object.__setattr__(self, "min_loss_scale", float(self.min_loss_scale))
+        if is_array(self.loss_scale):  # a 16-bit one would not come back from `adjust`
+            object.__setattr__(self, "loss_scale", widen_tree(self.loss_scale))
 
     def _scaling(self) -> DynamicLossScaling:
         f32 = FORMATS["f32"]
@@ -151,7 +160,7 @@ class DynamicLossScale:
             self.factor,
             self.period,
             self.counter,
-            max_loss_scaling=2.0**127,
+            max_loss_scaling=LARGEST_SCALE,
         )
 
     def scale(self, tree: T) -> T:

@@ -1,0 +1,235 @@
+"""How each rule runs an equation: which casts it makes, and what is known after."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpx._amp._rules import BROADCASTING, MATMULS, SHAPE_ONLY, Rule
+from mpx._amp._values import (
+    F32,
+    Meta,
+    as_array,
+    cast,
+    chain_of,
+    is_eligible,
+    literal_survives,
+    widest,
+)
+from mpx._compat import bind, default_matmul_precision, eval_equation
+
+
+def run_original(eqn: Any, values: list[Any]) -> list[Any]:
+    """Runs an equation as it is written, on operands cast back to f32."""
+    return eval_equation(eqn, _in_f32(eqn, values))
+
+
+def _in_f32(eqn: Any, values: list[Any]) -> list[Any]:
+    return [
+        cast(value, F32) if is_eligible(var.aval) else value
+        for var, value in zip(eqn.invars, values, strict=True)
+    ]
+
+
+def opaque_metas(eqn: Any, metas: list[Meta]) -> list[Meta]:
+    """Returns what is known of results that came out of an f32 operation."""
+    return [chain_of(metas, high=True)] * len(eqn.outvars)
+
+
+Applied = tuple[list[Any], list[Meta], str]
+
+
+def _low(
+    amp: Any, eqn: Any, values: list[Any], metas: list[Meta], reason: str
+) -> Applied:
+    if eqn.primitive.name in MATMULS:
+        kept = reason_to_keep(eqn)
+        if kept is not None:
+            return run_original(eqn, values), opaque_metas(eqn, metas), kept
+    args = [
+        cast(value, amp.dtype) if is_eligible(var.aval) else value
+        for var, value in zip(eqn.invars, values, strict=True)
+    ]
+    changes = {}
+    if "preferred_element_type" in eqn.params:
+        changes["preferred_element_type"] = amp.dtype
+    outs = bind(eqn, args, **changes)
+    return outs, [Meta(chain="low")] * len(outs), reason
+
+
+def reason_to_keep(eqn: Any) -> str | None:
+    """Says why a matmul must stay as it is written, if it must."""
+    if not all(is_eligible(var.aval) for var in eqn.invars[:2]):
+        return "an operand is not f32"
+    wanted = eqn.params.get("preferred_element_type")
+    if wanted is not None and np.dtype(wanted) != F32:
+        return f"its result was asked for in {np.dtype(wanted).name}"
+    precision = eqn.params.get("precision")
+    pair = precision if isinstance(precision, tuple) else (precision,)
+    ambient = default_matmul_precision()
+    for item in pair:
+        if item == lax.Precision.HIGHEST and ambient != "highest":
+            return "precision=HIGHEST was asked for"
+        if isinstance(item, lax.DotAlgorithm | lax.DotAlgorithmPreset):
+            return f"the algorithm {item} was asked for"
+    return None
+
+
+def _f32(
+    amp: Any, eqn: Any, values: list[Any], metas: list[Meta], reason: str
+) -> Applied:
+    outs = bind(eqn, _in_f32(eqn, values))
+    return outs, opaque_metas(eqn, metas), reason
+
+
+def _widest(
+    amp: Any, eqn: Any, values: list[Any], metas: list[Meta], reason: str
+) -> Applied:
+    shape = tuple(eqn.outvars[0].aval.shape)
+    operands = [
+        (value, meta)
+        for var, value, meta in zip(eqn.invars, values, metas, strict=True)
+        if is_eligible(var.aval)
+    ]
+    soft = functools.partial(_follows, shape, amp.policy.base == "fast")
+    hard = [value.dtype for value, meta in operands if not soft(meta)]
+    dtype = widest(hard)
+    literals = [meta.literal for _, meta in operands if meta.literal is not None]
+    if not all(literal_survives(value, dtype) for value in literals):
+        dtype = F32
+
+    def prepare(var: Any, value: Any) -> Any:
+        if not is_eligible(var.aval):
+            return value
+        value = as_array(value)
+        if dtype != F32 and _is_broadcast(eqn, value, shape):
+            # A broadcast becomes a sum in the backward pass: it must be one in f32.
+            value = jnp.broadcast_to(cast(value, F32), shape)
+        return cast(value, dtype)
+
+    args = [prepare(var, x) for var, x in zip(eqn.invars, values, strict=True)]
+    outs = bind(eqn, args)
+    return outs, [chain_of(metas)] * len(outs), reason
+
+
+def _follows(shape: tuple[int, ...], fast: bool, meta: Meta) -> bool:
+    """Whether an operand takes on the dtype of the others.
+
+    A bias or scale is an argument that is broadcast to the shape of the result. Without
+    this every `x @ W + b` would fall back to f32.
+    """
+    if meta.literal is not None:
+        return True
+    if meta.chain != "neutral":
+        return False
+    return fast or meta.is_param or (meta.leaf is not None and meta.leaf != shape)
+
+
+def _is_broadcast(eqn: Any, value: Any, shape: tuple[int, ...]) -> bool:
+    return (
+        eqn.primitive.name in BROADCASTING
+        and value.ndim == len(shape)
+        and value.shape != shape
+    )
+
+
+def _follow(
+    amp: Any, eqn: Any, values: list[Any], metas: list[Meta], reason: str
+) -> Applied:
+    name = eqn.primitive.name
+    values = [
+        as_array(value) if is_eligible(var.aval) else value
+        for var, value in zip(eqn.invars, values, strict=True)
+    ]
+    if name == "broadcast_in_dim" and values[0].dtype != F32:
+        given = values[0].dtype
+        # As above: the sum that a broadcast turns into must be one in f32.
+        outs = [cast(x, given) for x in bind(eqn, [cast(values[0], F32), *values[1:]])]
+    else:
+        outs = bind(eqn, values)
+    if name in SHAPE_ONLY:
+        return outs, [metas[0]] * len(outs), reason
+    return outs, [chain_of(metas)] * len(outs), reason
+
+
+def _original(
+    amp: Any, eqn: Any, values: list[Any], metas: list[Meta], reason: str
+) -> Applied:
+    return run_original(eqn, values), opaque_metas(eqn, metas), reason
+
+
+_PRESETS = {
+    Rule.TF32: lax.DotAlgorithmPreset.TF32_TF32_F32,
+    Rule.BF16_F32: lax.DotAlgorithmPreset.BF16_BF16_F32,
+    Rule.TRUE_F32: lax.DotAlgorithmPreset.F32_F32_F32,
+}
+
+
+def _by_algorithm(
+    rule: Rule,
+    amp: Any,
+    eqn: Any,
+    values: list[Any],
+    metas: list[Meta],
+    reason: str,
+) -> Applied:
+    kept = reason_to_keep(eqn) if eqn.primitive.name in MATMULS else "not a matmul"
+    if kept is None and eqn.primitive.name != "dot_general":
+        # Convolutions know precisions but no algorithms.
+        kept = "algorithms exist for dot_general only"
+    args = _in_f32(eqn, values)
+    metas = opaque_metas(eqn, metas)
+    if kept is not None:
+        return eval_equation(eqn, args), metas, kept
+    chosen = functools.partial(bind, eqn, precision=_PRESETS[rule])
+    if rule == Rule.TF32:
+        # Only CUDA has it; elsewhere the plain f32 product is at least as exact.
+        outs = lax.platform_dependent(
+            *args,
+            cuda=lambda *x: chosen(x),
+            default=lambda *x: bind(eqn, x),
+        )
+        return outs, metas, reason
+    return chosen(args), metas, reason
+
+
+APPLY = {
+    Rule.LOW: _low,
+    Rule.F32: _f32,
+    Rule.WIDEST: _widest,
+    Rule.FOLLOW: _follow,
+    Rule.ORIGINAL: _original,
+    Rule.TF32: functools.partial(_by_algorithm, Rule.TF32),
+    Rule.BF16_F32: functools.partial(_by_algorithm, Rule.BF16_F32),
+    Rule.TRUE_F32: functools.partial(_by_algorithm, Rule.TRUE_F32),
+}
+
+
+def convert(
+    eqn: Any, values: list[Any], metas: list[Meta]
+) -> tuple[list[Any], list[Meta]]:
+    """A cast is honoured as written; one from f32 to f32 only drops a weak type."""
+    (var,), (out,) = eqn.invars, eqn.outvars
+    if is_eligible(var.aval) and is_eligible(out.aval):
+        return values, metas
+    meta = Meta(chain=metas[0].chain)
+    if var.aval.dtype == np.bool_ and is_eligible(out.aval):
+        meta = Meta(literal=1.0)  # zeros and ones are exact in every dtype
+    return bind(eqn, [as_array(values[0])]), [meta]
+
+
+def flops(eqn: Any) -> int:
+    """Returns two operations per multiplication of a matmul, 0 for anything else."""
+    out = int(np.prod(eqn.outvars[0].aval.shape, dtype=np.int64)) if eqn.outvars else 0
+    if eqn.primitive.name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        lhs = eqn.invars[0].aval.shape
+        return 2 * out * int(np.prod([lhs[axis] for axis in contract], dtype=np.int64))
+    if eqn.primitive.name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        kernel = eqn.invars[1].aval.shape
+        channels = kernel[numbers.rhs_spec[0]]
+        return 2 * out * int(np.prod(kernel, dtype=np.int64)) // channels
+    return 0

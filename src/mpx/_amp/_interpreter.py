@@ -1,0 +1,230 @@
+"""The interpreter: evaluates a jaxpr again, with casts.
+
+A function is traced at its own dtypes, so that whatever it checks and assumes holds;
+then its equations are run one by one, each in the precision that the policy chooses.
+Values that the function holds in f32 may be held in the compute dtype between them.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpx._amp import _calls, _loops
+from mpx._amp._apply import (
+    APPLY,
+    convert,
+    flops,
+    opaque_metas,
+    reason_to_keep,
+    run_original,
+)
+from mpx._amp._policy import AmpPolicy, Choice
+from mpx._amp._rules import MATMULS, REASONS, Rule
+from mpx._amp._scopes import LOW_NAME
+from mpx._amp._values import NEUTRAL, Meta, as_array, cast, chain_of, is_eligible
+from mpx._compat import (
+    Literal,
+    bind,
+    equation_context,
+    eval_equation,
+    scopes_of,
+    source_frames,
+)
+
+HANDLERS = {**_calls.HANDLERS, **_loops.HANDLERS}
+
+
+class Decision(NamedTuple):
+    """What was done with one equation, for the report.
+
+    Attributes:
+        primitive: The name of the primitive.
+        rule: The rule that was applied.
+        reason: Why.
+        scope: The named scopes, joined by `/`.
+        source: File and line.
+        params: The parameters that it reads.
+        before: The dtypes of the operands in the function as written.
+        after: The dtypes in which it runs.
+        shapes: The shapes of the operands.
+        flops: Twice the multiplications of a matmul, else 0.
+    """
+
+    primitive: str
+    rule: str
+    reason: str
+    scope: str
+    source: str
+    params: tuple[str, ...]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    flops: int
+
+
+@dataclasses.dataclass(eq=False)
+class Autocast:
+    """The settings of one `amp` call and what it has built so far.
+
+    Attributes:
+        dtype: The compute dtype.
+        policy: The rules.
+        narrow_carry: Whether loop carries may be held in the compute dtype.
+        weight_grads: The dtype of weight gradients, `None` for the compute dtype.
+        cache: Rewritten jaxprs, by what they were made from.
+        decisions: Where decisions are recorded, `None` to record none.
+    """
+
+    dtype: np.dtype
+    policy: AmpPolicy
+    narrow_carry: bool = False
+    weight_grads: np.dtype | None = None
+    cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    decisions: list[Decision] | None = None
+
+    def run(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        metas: Sequence[Meta],
+        scopes: tuple[str, ...],
+    ) -> tuple[list[Any], list[Meta]]:
+        """Evaluates a jaxpr; returns its results and what is known of them."""
+        env: dict[Any, tuple[Any, Meta]] = {}
+
+        def read(atom: Any) -> tuple[Any, Meta]:
+            if isinstance(atom, Literal):
+                if is_eligible(atom.aval):
+                    return atom.val, Meta(literal=float(np.asarray(atom.val)))
+                return atom.val, NEUTRAL
+            return env[atom]
+
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            leaf = tuple(var.aval.shape) if is_eligible(var.aval) else None
+            env[var] = const, Meta(leaf=leaf)
+        for var, arg, meta in zip(jaxpr.invars, args, metas, strict=True):
+            env[var] = arg, meta
+        for eqn in jaxpr.eqns:
+            pairs = [read(atom) for atom in eqn.invars]
+            values, known = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            with equation_context(eqn):
+                outs, out_metas = self.equation(
+                    eqn, values, known, scopes + scopes_of(eqn)
+                )
+            for var, out, meta in zip(eqn.outvars, outs, out_metas, strict=True):
+                env[var] = out, meta
+        results = [read(atom) for atom in jaxpr.outvars]
+        return [value for value, _ in results], [meta for _, meta in results]
+
+    def equation(
+        self,
+        eqn: Any,
+        values: list[Any],
+        metas: list[Meta],
+        scopes: tuple[str, ...],
+    ) -> tuple[list[Any], list[Meta]]:
+        """Runs one equation in the precision that the policy chooses."""
+        name = eqn.primitive.name
+        stopped = self._region_rule(eqn, scopes)
+        if stopped is not None and stopped[0] == Rule.ORIGINAL:
+            self.record(eqn, Rule.ORIGINAL, stopped[1], values, metas, scopes)
+            return run_original(eqn, values), opaque_metas(eqn, metas)
+        if name in HANDLERS:
+            return HANDLERS[name](self, eqn, values, metas, scopes)
+        if name == "convert_element_type":
+            return convert(eqn, values, metas)
+        if name == "name" and eqn.params["name"] == LOW_NAME:
+            low = [cast(value, self.dtype) for value in values]
+            return low, [Meta(chain="low")] * len(low)
+        if not any(is_eligible(var.aval) for var in eqn.invars):
+            return eval_equation(eqn, values), [NEUTRAL] * len(eqn.outvars)
+        rule, reason = stopped or self._rule(eqn, metas)
+        if callable(rule) and not isinstance(rule, str):
+            return self._custom(rule, eqn, values, metas, scopes)
+        apply = APPLY[Rule(rule)]
+        outs, out_metas, reason = apply(self, eqn, values, metas, reason)
+        self.record(eqn, rule, reason, values, metas, scopes, outs)
+        return outs, out_metas
+
+    def _region_rule(
+        self, eqn: Any, scopes: tuple[str, ...]
+    ) -> tuple[Choice, str] | None:
+        found = self.policy.scope_rule(scopes)
+        if found is not None:
+            return found[0], f"scope {found[1]}"
+        if self.policy.functions:
+            for function, _, _ in source_frames(eqn):
+                if function in self.policy.functions:
+                    return self.policy.functions[function], f"function {function}"
+        return None
+
+    def _rule(self, eqn: Any, metas: list[Meta]) -> tuple[Choice, str]:
+        name = eqn.primitive.name
+        if name in MATMULS:
+            for meta in metas:
+                found = self.policy.param_rule(meta.origin)
+                if found is not None:
+                    return found[0], f"parameter {found[1]}"
+        rule = self.policy.primitive_rule(
+            name, eqn.params, compute_is_f16=self.dtype == np.float16
+        )
+        return rule, REASONS.get(name, "not in the rule table")
+
+    def runs_low(self, eqn: Any, scopes: tuple[str, ...]) -> bool:
+        """Whether a matmul runs in the compute dtype, by what is known beforehand."""
+        region = self._region_rule(eqn, scopes + scopes_of(eqn))
+        rule, _ = region or self._rule(eqn, [])
+        return rule == Rule.LOW and reason_to_keep(eqn) is None
+
+    def _custom(
+        self,
+        rule: Any,
+        eqn: Any,
+        values: list[Any],
+        metas: list[Meta],
+        scopes: tuple[str, ...],
+    ) -> tuple[list[Any], list[Meta]]:
+        """Lets a user's function choose operands and parameters, as jaxamp does."""
+        dtypes = [var.aval.dtype for var in eqn.invars]
+        args = [as_array(value) for value in values]
+        args, params = rule(self.dtype, dtypes, *args, **eqn.params)
+        outs = bind(eqn, list(args), **params)
+        self.record(eqn, getattr(rule, "__name__", "custom"), "", values, metas, scopes)
+        return outs, [chain_of(metas)] * len(outs)
+
+    def record(
+        self,
+        eqn: Any,
+        rule: Any,
+        reason: str,
+        values: list[Any],
+        metas: list[Meta],
+        scopes: tuple[str, ...],
+        outs: list[Any] | None = None,
+    ) -> None:
+        """Notes a decision, if somebody asked for a report."""
+        if self.decisions is None:
+            return
+        frames = source_frames(eqn)
+        source = f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown"
+        dtypes = [str(var.aval.dtype) for var in eqn.invars]
+        after = dtypes if outs is None else [str(jnp.result_type(x)) for x in outs]
+        self.decisions.append(
+            Decision(
+                primitive=eqn.primitive.name,
+                rule=str(rule),
+                reason=reason,
+                scope="/".join(scopes),
+                source=source,
+                params=tuple(meta.origin for meta in metas if meta.origin),
+                before=tuple(dtypes),
+                after=tuple(after),
+                shapes=tuple(tuple(var.aval.shape) for var in eqn.invars),
+                flops=flops(eqn),
+            )
+        )
+        del values

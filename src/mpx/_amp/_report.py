@@ -1,0 +1,310 @@
+"""`amp_report`: what autocast does with a function, as a table."""
+
+import collections
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from mpx import _nnx
+from mpx._amp._apply import flops
+from mpx._amp._interpreter import Autocast, Decision
+from mpx._amp._policy import AmpPolicy, as_amp_policy
+from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, Rule
+from mpx._amp._transform import autocast_call
+from mpx._compat import open_jaxpr, sub_jaxprs
+from mpx._formats import parse_float_dtype, short_name
+from mpx._half import half_precision_datatype
+from mpx._tree import is_array
+
+
+@dataclasses.dataclass(frozen=True)
+class AmpReport:
+    """What `amp` does with a function; made by `amp_report`, printed as a table.
+
+    A decision stands for one operation and has the fields `primitive`, `rule`, `reason`,
+    `scope`, `source` (file and line), `params` (the arguments that it reads), `before`
+    and `after` (dtypes of the operands as written, and in which it runs), `shapes` and
+    `flops`. Equal ones are listed once.
+
+    Attributes:
+        compute_dtype: The compute dtype: `bf16` or `f16`.
+        policy: The policy.
+        decisions: One for each operation that autocast had to decide about.
+        flops: The operations of all matmuls by the dtype in which they multiply. Unlike
+            in `decisions` each is counted as often as it runs: in every call of its
+            function and step of its scan. A while loop counts as one step, a branch as
+            the largest of its alternatives.
+    """
+
+    compute_dtype: str
+    policy: AmpPolicy
+    decisions: tuple[Decision, ...]
+    flops: Mapping[str, int]
+
+    @property
+    def matmuls(self) -> tuple[Decision, ...]:
+        """The matmuls and convolutions."""
+        return tuple(x for x in self.decisions if x.primitive in MATMULS)
+
+    @property
+    def kept(self) -> tuple[Decision, ...]:
+        """What runs in f32, or as it is written, by a rule or because it was asked for."""
+        return tuple(
+            x for x in self.decisions if self._is_kept(x) and not _is_opaque(x)
+        )
+
+    @property
+    def opaque(self) -> tuple[Decision, ...]:
+        """What runs as it is written because autocast does not know what it does."""
+        return tuple(x for x in self.decisions if _is_opaque(x))
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of the matmuls' operations by dtype, the largest first."""
+        total = sum(self.flops.values())
+        ordered = sorted(self.flops.items(), key=lambda item: -item[1])
+        return {dtype: count / total for dtype, count in ordered}
+
+    def _is_kept(self, decision: Decision) -> bool:
+        if decision.rule == Rule.LOW:
+            return _short_dtypes(decision.after[:1]) != self.compute_dtype
+        if decision.rule in _ALGORITHMS:
+            return not decision.reason.startswith(_BY_USER)
+        return decision.rule in (Rule.F32, Rule.ORIGINAL)
+
+    def __str__(self) -> str:
+        """Returns the tables as text."""
+        return "\n".join(
+            [
+                f"amp to {self.compute_dtype}, policy {self.policy.base}. {self._summary()}",
+                "",
+                *_table(
+                    ("matmul", "dtype", "shapes", "argument", "scope", "source"),
+                    [_matmul_row(x) for x in self.matmuls],
+                    "no matmuls",
+                ),
+                "",
+                *_table(
+                    ("in f32 or as written", "why", "source"),
+                    _grouped(self.kept),
+                    "nothing kept",
+                ),
+                "",
+                *_table(
+                    ("unknown, as written", "why", "source"),
+                    _grouped(self.opaque),
+                    "nothing unknown",
+                ),
+            ]
+        )
+
+    def _summary(self) -> str:
+        shares = [f"{100 * x:.1f} % in {name}" for name, x in self.shares.items()]
+        return f"Matmul operations: {', '.join(shares) or 'none'}."
+
+
+_ALGORITHMS = {
+    Rule.TF32: lax.DotAlgorithmPreset.TF32_TF32_F32,
+    Rule.BF16_F32: lax.DotAlgorithmPreset.BF16_BF16_F32,
+    Rule.TRUE_F32: lax.DotAlgorithmPreset.F32_F32_F32,
+}
+_BY_USER = ("policy ", "scope ", "function ", "parameter ")
+
+
+def _explained(decision: Decision, policy: AmpPolicy) -> Decision:
+    """Replaces the reason of the rule table where another rule was applied."""
+    name, table = decision.primitive, policy.base in ("safe", "fast")
+    if decision.reason != REASONS.get(name, _UNKNOWN):
+        return decision
+    if name == "integer_pow" and table:
+        return decision._replace(reason=REASONS["square"])
+    if name in policy.primitives or (name in PRIMITIVES and not table):
+        return decision._replace(reason=f"policy {policy.base}")
+    return decision
+
+
+_UNKNOWN = "not in the rule table"
+
+
+def _is_opaque(decision: Decision) -> bool:
+    reasons = (_UNKNOWN, REASONS["pallas_call"])
+    return decision.rule == Rule.ORIGINAL and decision.reason in reasons
+
+
+def _short_dtypes(names: tuple[str, ...]) -> str:
+    """Returns `f32`, or `f32×bf16` if the dtypes differ."""
+    return "×".join(dict.fromkeys(_short_dtype(name) for name in names))
+
+
+def _short_dtype(name: str) -> str:
+    try:
+        return short_name(np.dtype(name))
+    except TypeError:  # the dtype of a PRNG key
+        return name
+
+
+def _short_source(source: str) -> str:
+    """Returns a file's name as seen from here or from the installed packages."""
+    path = pathlib.Path(source)
+    if "site-packages" in path.parts:
+        return "/".join(path.parts[path.parts.index("site-packages") + 1 :])
+    if path.is_relative_to(pathlib.Path.cwd()):
+        return str(path.relative_to(pathlib.Path.cwd()))
+    return "/".join(path.parts[-2:])
+
+
+def _matmul_row(decision: Decision) -> tuple[str, ...]:
+    before, after = _short_dtypes(decision.before[:2]), _short_dtypes(decision.after)
+    if decision.rule in _ALGORITHMS and decision.reason.startswith(_BY_USER):
+        after = decision.rule
+    shapes = [",".join(map(str, shape)) for shape in decision.shapes[:2]]
+    return (
+        decision.primitive,
+        f"{before} -> {after}",
+        " @ ".join(f"({shape})" for shape in shapes),
+        " ".join(decision.params),
+        decision.scope,
+        _short_source(decision.source),
+    )
+
+
+def _grouped(decisions: tuple[Decision, ...]) -> list[tuple[str, ...]]:
+    """Returns one row for each primitive and reason, with the first of its places."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for x in decisions:
+        groups.setdefault((x.primitive, x.reason), []).append(_short_source(x.source))
+    return [
+        (primitive, reason, _first(list(dict.fromkeys(sources))))
+        for (primitive, reason), sources in groups.items()
+    ]
+
+
+def _first(sources: list[str]) -> str:
+    more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+    return sources[0] + more
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], empty: str) -> list[str]:
+    if not rows:
+        return [empty]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, tuple("-" * width for width in widths), *rows]
+    return [
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def amp_report(
+    func: Callable[..., Any],
+    *args: Any,
+    compute_dtype: DTypeLike | None = None,
+    policy: AmpPolicy | str | Mapping[Any, Any] | None = None,
+    **kwargs: Any,
+) -> AmpReport:
+    """Says what `amp(func)` does with a call: which dtypes, where, and why.
+
+    The call is traced and not run, so arrays may be given as `jax.ShapeDtypeStruct`.
+    The backward pass is not part of it; `amp_report(jax.grad(func), ...)` shows both.
+
+    Args:
+        func: The function, without `amp` around it.
+        *args: Its positional arguments.
+        compute_dtype: As for `amp`.
+        policy: As for `amp`.
+        **kwargs: Its keyword arguments.
+
+    Raises:
+        ValueError: If `func` comes from `amp`.
+
+    Examples:
+        >>> def f(x, w):
+        ...     return jnp.exp(x @ w)
+        >>> report = amp_report(f, jnp.ones((2, 3)), jnp.ones((3, 4)), compute_dtype="bf16")
+        >>> report.shares
+        {'bf16': 1.0}
+        >>> [(op.primitive, op.params, op.before, op.after) for op in report.matmuls]
+        [('dot_general', ('x', 'w'), ('float32', 'float32'), ('bfloat16',))]
+        >>> [op.primitive for op in report.kept]
+        ['exp']
+    """
+    if getattr(func, "mpx_is_amp", False):
+        raise ValueError(
+            "`func` is under `amp` already, which leaves nothing to report. Pass the "
+            "function itself, and `compute_dtype` and `policy` to `amp_report`."
+        )
+    autocast = Autocast(
+        dtype=parse_float_dtype(compute_dtype or half_precision_datatype()),
+        policy=as_amp_policy(policy),
+        decisions=[],
+    )
+    jaxpr = _trace(autocast, func, args, kwargs)
+    decisions = dict.fromkeys(autocast.decisions or ())
+    return AmpReport(
+        compute_dtype=short_name(autocast.dtype),
+        policy=autocast.policy,
+        decisions=tuple(_explained(x, autocast.policy) for x in decisions),
+        flops=dict(_matmul_flops(open_jaxpr(jaxpr)[0])),
+    )
+
+
+def _trace(
+    autocast: Autocast,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Returns the jaxpr of a call under autocast."""
+    # NNX objects are copied, or they would hold tracers afterwards.
+    (plain, plain_kwargs), objects = _nnx.take_out((args, kwargs))
+    split = _nnx.split(objects, ()) if objects else None
+    state = split.rest if split is not None else None
+    leaves, structure = jax.tree.flatten((func, plain, plain_kwargs, state))
+    dynamic = [i for i, leaf in enumerate(leaves) if _is_abstract(leaf)]
+
+    def call(arrays: list[Any]) -> list[Any]:
+        full = list(leaves)
+        for i, array in zip(dynamic, arrays, strict=True):
+            full[i] = array
+        func, args, kwargs, state = jax.tree.unflatten(structure, full)
+        if split is not None:
+            merged = _nnx.merge(split._replace(rest=state), None)
+            args, kwargs = _nnx.put_back((args, kwargs), merged.objects)
+        outs = autocast_call(autocast, func, args, kwargs)
+        return [out for out in jax.tree.leaves(outs) if is_array(out)]
+
+    return jax.make_jaxpr(call)([leaves[i] for i in dynamic])
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _matmul_flops(jaxpr: Any) -> collections.Counter[str]:
+    """Counts the operations of the matmuls of a jaxpr, as often as they run."""
+    total: collections.Counter[str] = collections.Counter()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in MATMULS:
+            total[_multiplied_in(eqn)] += flops(eqn)
+        inner = [_matmul_flops(body) for body in sub_jaxprs(eqn)]
+        if eqn.primitive.name == "cond":
+            inner = [max(inner, key=lambda count: count.total())]
+        for count in inner:
+            for dtype, number in count.items():
+                total[dtype] += number * eqn.params.get("length", 1)
+    return total
+
+
+def _multiplied_in(eqn: Any) -> str:
+    for rule, preset in _ALGORITHMS.items():
+        if eqn.params.get("precision") == preset:
+            return rule
+    return _short_dtypes(tuple(str(var.aval.dtype) for var in eqn.invars[:2]))

@@ -1,0 +1,166 @@
+"""The rule table: in which precision each primitive runs, and why.
+
+This is data. The interpreter looks a primitive up here by name; what is not listed runs
+unchanged at its own dtypes, and the report says so.
+"""
+
+import enum
+
+
+class Rule(enum.StrEnum):
+    """In which precision an equation runs.
+
+    Only values that the traced function holds in f32 are ever changed; f64, complex
+    numbers, integers, PRNG keys and explicit 16-bit dtypes stay as written.
+    """
+
+    LOW = "low"
+    """Operands are cast to the compute dtype and so is the result."""
+    F32 = "f32"
+    """Operands are cast to f32; the result is f32."""
+    WIDEST = "widest"
+    """Operands are cast to the widest among them. Literals, and biases and scales that
+    are broadcast from an argument, follow the others."""
+    FOLLOW = "follow"
+    """Runs in whatever dtype its operand has."""
+    ORIGINAL = "original"
+    """Operands are cast back to the dtypes of the traced function."""
+    TF32 = "tf32"
+    """A matmul of f32 operands, multiplied in TF32 where the hardware has it."""
+    BF16_F32 = "bf16_f32"
+    """A matmul of f32 operands, multiplied in bf16 and summed in f32."""
+    TRUE_F32 = "true_f32"
+    """A matmul multiplied in full f32; GPUs from Ampere on use TF32 otherwise."""
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# (rule, reason, primitives). A name stands in one line only; a test checks that.
+TABLE: tuple[tuple[Rule, str, tuple[str, ...]], ...] = (
+    (
+        Rule.LOW,
+        "tensor cores multiply 16-bit numbers and add in f32",
+        _names("dot_general conv_general_dilated ragged_dot ragged_dot_general"),
+    ),
+    (
+        Rule.F32,
+        "small errors of the argument become large ones, or the range is wide",
+        _names(
+            "exp exp2 expm1 log log1p log2 pow rsqrt sqrt cbrt reciprocal rem square "
+            "sinh cosh tan asin acos atan atan2 asinh acosh atanh erf_inv erfc lgamma "
+            "digamma polygamma zeta igamma igammac igamma_grad_a "
+            "regularized_incomplete_beta bessel_i0e bessel_i1e random_gamma_grad"
+        ),
+    ),
+    (
+        Rule.F32,
+        "sums of many terms stand still in 16 bits",
+        _names(
+            "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum "
+            "add_any"
+        ),
+    ),
+    (
+        Rule.F32,
+        "exact in any dtype; in f32 the shift of a softmax stays in f32",
+        _names("reduce_max reduce_min"),
+    ),
+    (
+        Rule.WIDEST,
+        "several operands must agree",
+        _names(
+            "add sub mul div max min select_n clamp concatenate stack pad "
+            "dynamic_update_slice eq ne lt le gt ge eq_to le_to lt_to "
+            "select_and_scatter_add select_and_gather_add"
+        ),
+    ),
+    (
+        Rule.FOLLOW,
+        "bounded or exact: no worse in 16 bits than its operand",
+        _names(
+            "neg abs sign floor ceil round tanh logistic erf sin cos is_finite "
+            "one_minus_square polynomial"
+        ),
+    ),
+    (
+        Rule.FOLLOW,
+        "moves numbers without changing them",
+        _names(
+            "reshape transpose broadcast_in_dim slice gather dynamic_slice rev squeeze "
+            "expand_dims split unstack tile copy copy_p argmax argmin sort top_k cummax "
+            "cummin reduce_window_max reduce_window_min stop_gradient name "
+            "sharding_constraint reshard mesh_cast optimization_barrier device_put "
+            "debug_callback debug_print"
+        ),
+    ),
+    (
+        Rule.FOLLOW,
+        "communication in the dtype of the value",
+        _names(
+            "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute "
+            "psum psum_invariant psum2 psend precv pmax pmin psum_scatter "
+            "reduce_scatter unreduced_psum unreduced_reduce_scatter pvary pcast "
+            "pbroadcast vary_unreduced_cast reduced_vary_cast"
+        ),
+    ),
+    (
+        Rule.ORIGINAL,
+        "works on the bits or the format of a number",
+        _names(
+            "bitcast_convert_type nextafter reduce_precision complex real imag conj"
+        ),
+    ),
+    (
+        Rule.ORIGINAL,
+        "linear algebra and transforms have no 16-bit implementation",
+        _names(
+            "cholesky cholesky_update lu lu_pivots_to_permutation qr geqrf geqp3 "
+            "householder_product ormqr svd eig eigh schur hessenberg tridiagonal "
+            "tridiagonal_solve triangular_solve fft custom_linear_solve linear_solve"
+        ),
+    ),
+    (
+        Rule.ORIGINAL,
+        "carries a function that was traced at its own dtypes",
+        _names(
+            "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max "
+            "scatter_add scatter_sub scatter_mul scatter_min scatter_max reduce "
+            "reduce_window select_and_scatter reduce_and reduce_or reduce_xor"
+        ),
+    ),
+    (
+        Rule.ORIGINAL,
+        "somebody's own kernel or host code",
+        _names(
+            "pallas_call ffi_call pure_callback io_callback custom_vmap_call "
+            "custom_partitioning composite triton_kernel_call tpu_custom_call "
+            "dot_product_attention_fwd dot_product_attention_bwd "
+            "dot_product_attention_fp8_fwd dot_product_attention_fp8_bwd "
+            "scaled_matmul scaled_dot get swap addupdate ref_new"
+        ),
+    ),
+)
+
+PRIMITIVES: dict[str, Rule] = {name: rule for rule, _, names in TABLE for name in names}
+REASONS: dict[str, str] = {name: reason for _, reason, names in TABLE for name in names}
+
+# Binary operations that broadcast operands of equal rank by themselves.
+BROADCASTING = frozenset(_names("add sub mul div max min select_n"))
+# A literal stays a literal, and a parameter a parameter, through these.
+SHAPE_ONLY = frozenset(
+    _names("broadcast_in_dim reshape squeeze transpose expand_dims copy slice rev")
+)
+MATMULS = frozenset(
+    _names("dot_general conv_general_dilated ragged_dot ragged_dot_general")
+)
+
+
+def rule_for(name: str, params: dict, compute_is_f16: bool) -> Rule:
+    """Returns the rule of a primitive under the default policy."""
+    if name == "integer_pow":
+        # x² feeds the statistics of norms and 1/xⁿ has a wide range; x³ is gelu's.
+        power = params["y"]
+        return Rule.F32 if power == 2 or power < 0 or compute_is_f16 else Rule.FOLLOW
+    return PRIMITIVES.get(name, Rule.ORIGINAL)

@@ -1,0 +1,214 @@
+"""`amp`: the public transformation."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+from mpx import _nnx
+from mpx._amp._interpreter import Autocast, Decision
+from mpx._amp._policy import AmpPolicy, as_amp_policy
+from mpx._amp._values import F32, NEUTRAL, Meta, cast, is_eligible
+from mpx._call import argument_names
+from mpx._compat import ambient_scopes, is_tracer, nothing_is_traced, open_jaxpr
+from mpx._formats import parse_float_dtype
+from mpx._half import half_precision_datatype
+from mpx._tree import is_array, named_leaves
+
+
+def amp(
+    func: Callable[..., Any] | None = None,
+    *,
+    compute_dtype: DTypeLike | None = None,
+    policy: AmpPolicy | str | Mapping[Any, Any] | None = None,
+    narrow_carry: bool = False,
+) -> Callable[..., Any]:
+    """Runs a function in mixed precision, operation by operation.
+
+    The function is not edited and does not notice: it is traced at its own dtypes, and
+    its operations are then run with casts. Matmuls and convolutions run in the compute
+    dtype; reductions, exponentials, logarithms and norms in f32; the rest follows its
+    operands. Inputs, outputs and gradients keep their dtypes. It works inside and
+    outside of jit, grad, vmap and shard_map, and recurses into jit, scan, while, cond,
+    remat, custom derivatives and shard_map.
+
+    NNX modules among the arguments are updated in place, as without `amp`.
+
+    Args:
+        func: The function. Leave it out to use `amp` as a decorator with arguments.
+        compute_dtype: f16 or bf16; `None` is the configured half precision.
+        policy: `"safe"` (the default), `"fast"`, an `AmpPolicy`, or a dictionary as in
+            jaxamp.
+        narrow_carry: Whether the carry of a loop may be held in the compute dtype. By
+            default it stays f32, since it may be an accumulator.
+
+    Raises:
+        ValueError: If the dtype or the policy is unknown.
+
+    Examples:
+        >>> @amp(compute_dtype="bf16")
+        ... def f(x, w):
+        ...     return jnp.sum(x @ w)
+        >>> f(jnp.full((1, 3), 1.001), jnp.ones((3, 1)))
+        Array(3., dtype=float32)
+    """
+    if compute_dtype is not None:
+        compute_dtype = parse_float_dtype(compute_dtype, "compute_dtype")
+    chosen = as_amp_policy(policy)
+    if func is None:
+        return functools.partial(
+            amp, compute_dtype=compute_dtype, policy=chosen, narrow_carry=narrow_carry
+        )
+    eager: dict[Any, Any] = {}
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        cast = Autocast(
+            dtype=compute_dtype or half_precision_datatype(),
+            policy=chosen,
+            narrow_carry=narrow_carry,
+        )
+        return autocast_call(cast, func, args, kwargs, eager)
+
+    setattr(wrapper, "mpx_is_amp", True)  # noqa: B010 - `value_and_grad` asks for it
+    return wrapper
+
+
+class _Static:
+    """The part of a result that is no array, carried in the structure of the rest."""
+
+    def __init__(self, structure: Any, leaves: list[Any]) -> None:
+        self.structure, self.leaves = structure, leaves
+
+    def merge(self, arrays: list[Any]) -> Any:
+        """Returns the result as the function returned it."""
+        remaining = iter(arrays)
+        leaves = [next(remaining) if x is _ARRAY else x for x in self.leaves]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+_ARRAY = object()
+jax.tree_util.register_static(_Static)
+
+
+def autocast_call(
+    autocast: Autocast,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    eager: dict[Any, Any] | None = None,
+) -> Any:
+    """Calls a function under autocast.
+
+    Args:
+        autocast: The settings.
+        func: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        eager: What to remember between calls outside of all transformations.
+    """
+    names = argument_names(func, len(args))
+    arguments = {**dict(zip(names, args, strict=True)), **kwargs}
+    plain, objects = _nnx.take_out(arguments)
+    if objects:
+        return _call_with_nnx(autocast, func, names, plain, objects)
+    leaves, structure = jax.tree.flatten((func, args, kwargs))
+    dynamic = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    arrays = [leaves[i] for i in dynamic]
+    static = [_ARRAY if i in set(dynamic) else leaf for i, leaf in enumerate(leaves)]
+
+    def flat(*arrays: Any) -> tuple[list[Any], _Static]:
+        remaining = iter(arrays)
+        full = [next(remaining) if leaf is _ARRAY else leaf for leaf in static]
+        func, args, kwargs = jax.tree.unflatten(structure, full)
+        outs, out_structure = jax.tree.flatten(func(*args, **kwargs))
+        return [x for x in outs if is_array(x)], _Static(
+            out_structure, [_ARRAY if is_array(x) else x for x in outs]
+        )
+
+    if eager is not None and nothing_is_traced() and not any(map(is_tracer, arrays)):
+        # JAX remembers traces by the identity of the function. Under an outer trace it
+        # must not: the function may read tracers that belong to that trace.
+        flat, autocast.cache = _remembered(
+            eager, (structure, tuple(static), autocast.dtype), flat, autocast.cache
+        )
+    jaxpr, (shapes, out_static) = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    del shapes
+    metas = [
+        _argument_meta(autocast, name, leaf)
+        for name, leaf in _named_arrays(func, names, args, kwargs)
+    ]
+    body, consts = open_jaxpr(jaxpr)
+    outs, _ = autocast.run(body, consts, arrays, metas, ambient_scopes())
+    outs = [
+        cast(out, F32) if is_eligible(var.aval) else out
+        for var, out in zip(body.outvars, outs, strict=True)
+    ]
+    return out_static.merge(outs)
+
+
+def _remembered(
+    eager: dict[Any, Any], key: Any, flat: Any, cache: dict[Any, Any]
+) -> tuple[Any, dict[Any, Any]]:
+    try:
+        return eager.setdefault(key, (flat, cache))
+    except TypeError:  # a static argument that cannot be hashed
+        return flat, cache
+
+
+def _named_arrays(
+    func: Callable[..., Any],
+    names: list[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[tuple[tuple[str, bool], Any]]:
+    """Returns the arrays of a call, with their names and whether `func` itself has them."""
+    named = [(name, leaf, True) for name, leaf in named_leaves(func)]
+    for name, tree in (*zip(names, args, strict=True), *sorted(kwargs.items())):
+        for path, leaf in named_leaves(tree):
+            named.append((f"{name}/{path}" if path else name, leaf, False))
+    return [
+        ((name, is_param), leaf) for name, leaf, is_param in named if is_array(leaf)
+    ]
+
+
+def _argument_meta(autocast: Autocast, name: Any, leaf: Any) -> Meta:
+    if leaf.dtype != F32:
+        return NEUTRAL
+    text, is_param = name
+    return Meta(leaf=tuple(leaf.shape), origin=text, is_param=is_param)
+
+
+def _call_with_nnx(
+    autocast: Autocast,
+    func: Callable[..., Any],
+    names: list[str],
+    plain: dict[str, Any],
+    objects: dict[str, Any],
+) -> Any:
+    """Calls a function of NNX objects as a pure one and writes their state back."""
+    split = _nnx.split(objects, ())
+
+    def pure(state: Any, plain: dict[str, Any]) -> tuple[Any, Any]:
+        merged = _nnx.merge(split._replace(rest=state), None)
+        everything = _nnx.put_back(plain, merged.objects)
+        args = [everything.pop(name) for name in names]
+        return func(*args, **everything), _nnx.rest_of(merged)
+
+    out, state = autocast_call(autocast, pure, (split.rest, plain), {})
+    _nnx.update(objects, state)
+    return out
+
+
+def decisions_of(
+    autocast: Autocast,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[Decision]:
+    """Traces a function under autocast, without running it, and returns what it did."""
+    autocast.decisions = []
+    jax.eval_shape(lambda: autocast_call(autocast, func, args, kwargs))
+    return autocast.decisions

@@ -1,0 +1,76 @@
+"""What autocast knows of a value besides its dtype."""
+
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpx._formats import FORMATS, short_name
+
+F32 = np.dtype(np.float32)
+
+
+class Meta(NamedTuple):
+    """Where a value comes from.
+
+    Attributes:
+        literal: Its number, if it is a Python or literal constant, however broadcast.
+        chain: `low` if it comes from a low matmul, `high` if an f32 operation has
+            worked on such a value, else `neutral`.
+        leaf: The shape of the argument it is, if only shape operations lie between.
+        origin: The name of that argument, such as `model/head/weight`.
+        is_param: Whether that argument is known to be a parameter.
+    """
+
+    literal: float | None = None
+    chain: Literal["neutral", "low", "high"] = "neutral"
+    leaf: tuple[int, ...] | None = None
+    origin: str | None = None
+    is_param: bool = False
+
+
+NEUTRAL = Meta()
+
+
+def is_eligible(aval: Any) -> bool:
+    """Whether a value of the traced function may be held in the compute dtype."""
+    return getattr(aval, "dtype", None) == F32
+
+
+def cast(x: Any, dtype: np.dtype) -> Any:
+    """Casts a value; literals, which have no tracer, become arrays."""
+    if not hasattr(x, "dtype"):
+        x = jnp.asarray(x, F32)
+    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
+
+
+def widest(dtypes: Iterable[np.dtype]) -> np.dtype:
+    """Returns the dtype that holds all of these: f32, unless they are one.
+
+    JAX's own promotion is the user's to forbid.
+    """
+    chosen = {np.dtype(dtype) for dtype in dtypes}
+    return chosen.pop() if len(chosen) == 1 else F32
+
+
+def as_array(x: Any) -> Any:
+    """Returns an array that JAX primitives take: literals are not arrays."""
+    return x if hasattr(x, "aval") else jnp.asarray(x)
+
+
+def literal_survives(value: float, dtype: np.dtype) -> bool:
+    """Whether a literal keeps its meaning in `dtype`: not overflown, not flushed."""
+    if not np.isfinite(value) or value == 0:
+        return True
+    form = FORMATS[short_name(dtype)]
+    return form.tiny <= abs(value) <= form.max
+
+
+def chain_of(metas: list[Meta], *, high: bool = False) -> Meta:
+    """Returns what is known of a result from what is known of its operands."""
+    chains = {meta.chain for meta in metas}
+    if "high" in chains or (high and "low" in chains):
+        return Meta(chain="high")
+    return Meta(chain="low") if "low" in chains else NEUTRAL
