@@ -1,0 +1,587 @@
+"""Flax NNX: what `nnx.value_and_grad` does, in mixed precision and undone on overflow."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mpx
+from models import POLICIES, count_traces, operand_dtypes
+from mpx import DynamicLossScaling, NoLossScaling
+from mpx.testing import assert_trees_equal
+
+pytestmark = pytest.mark.standard_promotion
+
+BF16 = POLICIES["bf16"]
+
+
+class Model(nnx.Module):
+    def __init__(self, seed=0):
+        # A generator that compiles quickly.
+        rngs = nnx.Rngs(seed, dropout=jax.random.key(seed, impl="unsafe_rbg"))
+        self.linear = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        hidden = self.norm(self.linear(x))
+        return self.head(self.dropout(jnp.tanh(hidden)))
+
+
+def loss_fn(model, x, y):
+    pred = model(x)
+    return jnp.mean((pred[:, 0] - y).astype(jnp.float32) ** 2), pred
+
+
+def plain_loss(model, x, y):
+    return loss_fn(model, x, y)[0]
+
+
+@pytest.fixture(scope="module")
+def batch():
+    x = jax.random.normal(jax.random.key(1), (16, 4))
+    return x, jnp.sin(x.sum(axis=1))
+
+
+def state_of(model):
+    """Returns a copy of everything in a module: parameters, statistics, counters."""
+    return jax.tree.map(lambda leaf: leaf, nnx.state(model))
+
+
+def rest_of(model):
+    return jax.tree.map(lambda leaf: leaf, nnx.state(model, nnx.Not(nnx.Param)))
+
+
+@functools.cache
+def make_step(loss, **options):
+    @nnx.jit
+    def step(model, scaling, *args):
+        return mpx.value_and_grad(loss, **options)(scaling, model, *args)
+
+    return step
+
+
+def run(model, *args, loss=loss_fn, has_aux=True, scaling=None, **options):
+    """Takes one step of `value_and_grad` under jit; the model is updated in place."""
+    step = make_step(loss, has_aux=has_aux, **options)
+    return step(model, NoLossScaling() if scaling is None else scaling, *args)
+
+
+# --- The same as nnx.value_and_grad ---------------------------------------------------
+
+
+def test_f32_step_is_that_of_nnx(batch):
+    # Without jit, which may fuse the two programs differently: bit for bit.
+    ours, theirs = Model(), Model()
+    before = state_of(theirs)
+    for _ in range(2):
+        (value, pred), grads = nnx.value_and_grad(loss_fn, has_aux=True)(theirs, *batch)
+        result = mpx.value_and_grad(loss_fn, has_aux=True, policy=POLICIES["f32"])(
+            NoLossScaling(), ours, *batch
+        )
+        assert_trees_equal((result.value, result.aux), (value, pred))
+        assert_trees_equal(result.grads, grads)
+        assert_trees_equal(state_of(ours), state_of(theirs))
+    # The premise: there was something to update.
+    assert int(theirs.dropout.rngs.count[...]) == 2
+    assert not np.array_equal(theirs.norm.mean[...], before["norm"]["mean"][...])
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_paper_functions_update_the_module_too(mixed, batch):
+    ours, theirs = Model(), Model()
+    expected = nnx.grad(plain_loss)(theirs, *batch)
+    _, finite, grads = mpx.filter_grad(
+        plain_loss, NoLossScaling(), policy=POLICIES["f32"], use_mixed_precision=mixed
+    )(ours, *batch)
+    assert finite
+    assert_trees_equal(grads, expected)
+    assert_trees_equal(state_of(ours), state_of(theirs))
+
+
+def test_gradients_are_a_state_of_parameters_only(batch):
+    result = run(Model(), *batch, policy=BF16)
+    assert isinstance(result.grads, nnx.State)
+    names = ["/".join(path) for path, _ in nnx.to_flat_state(result.grads)]
+    assert sorted(names) == [
+        *("head/bias", "head/kernel", "linear/bias", "linear/kernel"),
+        *("norm/bias", "norm/scale"),
+    ]
+    assert {leaf.dtype for leaf in jax.tree.leaves(result.grads)} == {np.dtype("f4")}
+
+
+def test_container_of_modules_is_differentiated_like_by_nnx(batch):
+    def loss(models, x, y):
+        pred = models["b"](jnp.tanh(models["a"](x)) * models["gain"])
+        return jnp.mean((pred[:, 0] - y) ** 2)
+
+    def make():
+        rngs = nnx.Rngs(0)
+        return {
+            "a": nnx.Linear(4, 8, rngs=rngs),
+            "b": nnx.Linear(8, 1, rngs=rngs),
+            "gain": jnp.float32(2.0),
+        }
+
+    expected = nnx.grad(loss)(make(), *batch)
+    result = mpx.value_and_grad(loss, policy=POLICIES["f32"])(
+        NoLossScaling(), make(), *batch
+    )
+    assert_trees_equal(result.grads, expected)
+
+
+# --- Mixed precision ------------------------------------------------------------------
+
+
+def test_products_are_bf16_also_behind_a_batch_norm(batch):
+    model = Model()
+    graphdef, state = nnx.split(model)
+
+    def step(state, x, y):
+        model = nnx.merge(graphdef, state)
+        result = mpx.value_and_grad(loss_fn, has_aux=True, policy=BF16)(
+            NoLossScaling(), model, x, y
+        )
+        return result.value, result.grads, result.aux
+
+    assert operand_dtypes(step, state, *batch, primitive="dot_general") == {"bfloat16"}
+    _, _, pred = jax.eval_shape(step, state, *batch)
+    assert pred.dtype == jnp.bfloat16
+
+
+def test_statistics_stay_f32_and_are_computed_in_f32(batch):
+    x = mpx.cast_to_bfloat16(batch[0])
+    norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+    run(norm, x, loss=loss, has_aux=False, policy=BF16)
+    exact = np.asarray(x, np.float64)
+    # A mean over 16 numbers and a moving average: some four roundings of f32. Those of
+    # bf16 would be 65536 times as large.
+    eps = 4 * np.finfo(np.float32).eps
+    mean, var = 0.01 * exact.mean(axis=0), 0.99 + 0.01 * exact.var(axis=0)
+    np.testing.assert_allclose(norm.mean[...], mean, rtol=0, atol=eps)
+    np.testing.assert_allclose(norm.var[...], var, rtol=eps)
+    assert norm.mean[...].dtype == norm.var[...].dtype == jnp.float32
+
+
+def test_module_is_otherwise_left_as_it_was(batch):
+    model = Model()
+    graphdef, params = nnx.graphdef(model), nnx.state(model, nnx.Param)
+    params = jax.tree.map(lambda leaf: leaf, params)
+    run(model, *batch, policy=BF16)
+    assert nnx.graphdef(model) == graphdef
+    assert_trees_equal(nnx.state(model, nnx.Param), params)
+    assert type(model.norm) is nnx.BatchNorm  # it is run by a class of our own
+    assert model.norm.dtype is None
+
+
+def test_bf16_step_differs_from_f32_only_by_rounding(batch):
+    exact, _ = nnx.value_and_grad(plain_loss)(Model(), *batch)
+    result = run(Model(), *batch, policy=BF16)
+    # Some ten roundings on the way, adding up like a random walk.
+    assert result.value != exact
+    assert abs(result.value - exact) <= np.sqrt(10) * float(jnp.finfo(jnp.bfloat16).eps)
+
+
+# --- A skipped step -------------------------------------------------------------------
+
+
+def test_skipped_step_rolls_back_statistics_and_counters(batch):
+    model, (x, y) = Model(), batch
+    run(model, x, y, policy=BF16)  # from a state that is not the initial one
+    before = state_of(model)
+    result = run(model, x.at[0, 0].set(jnp.nan), y, policy=BF16)
+    assert not result.finite
+    assert_trees_equal(state_of(model), before)
+    result = run(model, x, y, policy=BF16)
+    assert result.finite
+    assert int(model.dropout.rngs.count[...]) == 2
+
+
+class Counting(nnx.Module):
+    """The smallest module with a state that every call changes."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.float32(1.0))
+        self.calls = nnx.Variable(jnp.int32(0))
+        self.total = nnx.BatchStat(jnp.float32(0.0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        self.total[...] += jnp.sum(x.astype(jnp.float32))
+        return jnp.sum(self.w * x)
+
+
+def counting_loss(model, x):
+    return model(x)
+
+
+def test_retry_counts_as_one_step():
+    model = Counting()
+    options = {"loss": counting_loss, "has_aux": False, "policy": POLICIES["f16"]}
+    scaling = DynamicLossScaling.pow2(2.0**16)
+    result = run(model, jnp.full(4, 100.0), scaling=scaling, retry=30, **options)
+    assert result.finite
+    assert_trees_equal(result.grads["w"][...], jnp.float32(400.0))
+    assert float(result.scaling.loss_scaling) == 2.0**7
+    assert int(model.calls[...]) == 1
+    assert float(model.total[...]) == 400.0
+
+
+# --- Rngs, sharing, frozen modules ----------------------------------------------------
+
+
+def test_rngs_given_as_an_argument_advance_and_are_rolled_back(batch):
+    def loss(model, rngs, scale):
+        noise = jax.random.normal(rngs.noise(), (4,))
+        return jnp.sum(model.kernel[...] * scale) + jnp.sum(noise)
+
+    model, rngs = nnx.Linear(4, 1, rngs=nnx.Rngs(0)), nnx.Rngs(noise=3)
+    options = {"loss": loss, "has_aux": False, "policy": BF16}
+    values = [run(model, rngs, jnp.ones(()), **options).value for _ in range(2)]
+    assert values[0] != values[1]
+    assert int(rngs.noise.count[...]) == 2
+    assert not run(model, rngs, jnp.full((), jnp.inf), **options).finite
+    assert int(rngs.noise.count[...]) == 2
+
+
+def test_arrays_beside_nnx_objects_are_cast(batch):
+    seen = []
+
+    def loss(model, batch):
+        (x, y), rngs = batch["data"], batch["rngs"]
+        seen.extend([x.dtype, y.dtype])
+        rngs.noise()
+        return jnp.mean((model(x)[:, 0] - y) ** 2)
+
+    model, rngs = nnx.Linear(4, 1, rngs=nnx.Rngs(0)), nnx.Rngs(noise=3)
+    mpx.value_and_grad(loss, policy=BF16)(
+        NoLossScaling(), model, {"data": batch, "rngs": rngs}
+    )
+    assert seen == [jnp.bfloat16] * 2
+    assert int(rngs.noise.count[...]) == 1
+
+
+class Tied(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.encoder = nnx.Linear(4, 4, rngs=rngs)
+        self.decoder = nnx.Linear(4, 4, rngs=rngs)
+        self.decoder.kernel = self.encoder.kernel
+        self.again = self.encoder
+
+    def __call__(self, x):
+        return self.again(jnp.tanh(self.decoder(jnp.tanh(self.encoder(x)))))
+
+
+def tied_loss(model, x, y):
+    return jnp.mean((model(x).sum(axis=1) - y) ** 2)
+
+
+def test_shared_parameters_and_modules_get_one_gradient(batch):
+    expected = nnx.grad(tied_loss)(Tied(), *batch)
+    step = mpx.value_and_grad(tied_loss, policy=POLICIES["f32"])
+    result = step(NoLossScaling(), Tied(), *batch)
+    assert_trees_equal(result.grads, expected)
+    assert len(jax.tree.leaves(result.grads)) == 3
+
+
+def test_parameters_shared_by_two_differentiated_modules_get_one_gradient(batch):
+    def loss(zeta, alpha, x):
+        return jnp.mean(zeta(jnp.tanh(alpha(x))) ** 2)
+
+    def make():
+        modules = [nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in (0, 1)]
+        modules[1].kernel = modules[0].kernel
+        return modules
+
+    expected = nnx.grad(loss, argnums=(0, 1))(*make(), batch[0])
+    step = mpx.value_and_grad(loss, argnums=(0, 1), policy=POLICIES["f32"])
+    result = step(NoLossScaling(), *make(), batch[0])
+    assert_trees_equal(result.grads, expected)
+
+
+def test_parameter_that_is_also_in_a_frozen_module_is_refused(batch):
+    def loss(model, encoder, x):
+        return jnp.mean(model(x) ** 2) + jnp.mean(encoder(x) ** 2)
+
+    model = Tied()
+    match = "(?s)shared by `model` and `encoder`.*only one is differentiated.*nnx.clone"
+    with pytest.raises(ValueError, match=match):
+        mpx.value_and_grad(loss)(NoLossScaling(), model, model.encoder, batch[0])
+
+
+def test_frozen_module_runs_in_half_and_keeps_every_bit(batch):
+    seen = []
+
+    def loss(model, teacher, x):
+        target = teacher(x)
+        seen.append(target.dtype)
+        return jnp.mean((model(x) - target) ** 2)
+
+    student, teacher = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), Model(1)
+    expected = state_of(teacher)
+    before = rest_of(teacher)
+    result = run(student, teacher, batch[0], loss=loss, has_aux=False, policy=BF16)
+    assert seen == [jnp.bfloat16]
+    assert result.finite
+    assert set(result.grads) == {"kernel", "bias"}
+    # Its weights are no bf16 numbers, and were not rounded to any.
+    assert_trees_equal(
+        nnx.state(teacher, nnx.Param), nnx.filter_state(expected, nnx.Param)
+    )
+    kernel = teacher.linear.kernel[...]
+    assert np.any(kernel != kernel.astype(jnp.bfloat16).astype(jnp.float32))
+    assert int(teacher.dropout.rngs.count[...]) == 1
+    assert not np.array_equal(teacher.norm.mean[...], before["norm"]["mean"][...])
+
+
+def test_variables_of_a_frozen_module_may_be_written_in_the_loss(batch):
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.calls = nnx.Variable(jnp.int32(0))
+            self.average = nnx.Param(jnp.float32(0.1))
+
+    def loss(model, counter, x):
+        counter.calls[...] += 1
+        counter.average[...] = counter.average[...] * 2
+        return jnp.mean(model(x) ** 2)
+
+    model, counter = nnx.Linear(4, 1, rngs=nnx.Rngs(0)), Counter()
+    run(model, counter, batch[0], loss=loss, has_aux=False, policy=BF16)
+    assert int(counter.calls[...]) == 1
+    assert counter.average[...].dtype == jnp.float32
+    assert float(counter.average[...]) == float(jnp.bfloat16(0.1) * 2)
+
+
+def test_variables_made_by_the_loss_are_refused(batch):
+    def loss(model, x, y):
+        model.seen = nnx.Intermediate(x)
+        return plain_loss(model, x, y)
+
+    with pytest.raises(ValueError, match=r"(?s)made or removed NNX variables.*nnx.pop"):
+        mpx.value_and_grad(loss, policy=BF16)(NoLossScaling(), Model(), *batch)
+
+    def tidy(model, x, y):
+        model.seen = nnx.Intermediate(x)
+        value = plain_loss(model, x, y)
+        return value, nnx.pop(model, nnx.Intermediate)
+
+    result = run(Model(), *batch, loss=tidy, policy=BF16)
+    assert result.aux["seen"][...].dtype == jnp.bfloat16
+
+
+# --- Policies -------------------------------------------------------------------------
+
+
+class Head(nnx.Linear):
+    pass
+
+
+class Normed(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.head = Head(8, 2, rngs=rngs)
+        self.last = nnx.Linear(2, 1, rngs=rngs)
+
+    def __call__(self, x):
+        self.linear(x)
+        return self.last(self.head(self.norm(self.linear(x))))
+
+
+def product_dtypes(policy, x):
+    """Returns the dtypes of the products, forward only, and of the result."""
+    graphdef, state = nnx.split(Normed())
+
+    def step(state, x):
+        model = nnx.merge(graphdef, state)
+        loss = lambda model, x: (jnp.sum(x), model(x))  # noqa: E731
+        step = mpx.value_and_grad(loss, has_aux=True, policy=policy)
+        return step(NoLossScaling(), model, x).aux
+
+    dtypes = operand_dtypes(step, state, x, primitive="dot_general")
+    return dtypes, jax.eval_shape(step, state, x).dtype
+
+
+@pytest.mark.parametrize(
+    ("keep", "products", "result"),
+    [
+        ((), {"bfloat16"}, "bfloat16"),
+        (nnx.LayerNorm, {"bfloat16"}, "bfloat16"),
+        (Head, {"bfloat16", "float32"}, "bfloat16"),
+        (nnx.Linear, {"float32"}, "bfloat16"),
+        ("^model/linear/", {"float32"}, "float32"),
+    ],
+    ids=["nothing", "norm", "head", "all linear layers", "name"],
+)
+def test_kept_modules_run_in_f32_and_return_what_they_were_given(
+    keep, products, result, batch
+):
+    policy = mpx.Policy(compute_dtype="bf16", keep=keep)
+    dtypes, out = product_dtypes(policy, batch[0])
+    assert dtypes == products
+    # A weight kept by its name promotes what comes after it, as Flax does.
+    assert out == result
+
+
+def test_kept_norm_has_the_numbers_of_f32(batch):
+    x = batch[0].astype(jnp.bfloat16).astype(jnp.float32)
+    norm = nnx.LayerNorm(4, rngs=nnx.Rngs(0))
+    norm.scale[...] = jnp.array([0.1, 0.2, 0.3, 0.4])
+    loss = lambda model, x: (jnp.sum(x), model(x))  # noqa: E731
+    policy = mpx.Policy(compute_dtype="bf16", keep=nnx.LayerNorm)
+    step = mpx.value_and_grad(loss, has_aux=True, policy=policy)
+    result = step(NoLossScaling(), norm, x)
+    assert_trees_equal(result.aux, norm(x).astype(jnp.bfloat16))
+
+
+def test_kept_module_may_take_rngs_and_advances_them(batch):
+    class Noisy(nnx.Module):
+        def __init__(self):
+            self.dropout = nnx.Dropout(0.5)
+            self.weight = nnx.Param(jnp.ones(4))
+
+        def __call__(self, x, rngs):
+            assert x.dtype == jnp.float32
+            return self.dropout(x * self.weight, rngs=rngs)
+
+    def loss(model, x, rngs):
+        out = model(x, rngs)
+        assert out.dtype == jnp.bfloat16
+        return jnp.sum(out)
+
+    rngs = nnx.Rngs(dropout=0)
+    policy = mpx.Policy(compute_dtype="bf16", keep=Noisy)
+    step = mpx.value_and_grad(loss, policy=policy)
+    step(NoLossScaling(), Noisy(), batch[0], rngs)
+    assert int(rngs.dropout.count[...]) == 1
+
+
+def test_kept_kind_of_parameter_stays_f32(batch):
+    class Special(nnx.Param):
+        pass
+
+    class Two(nnx.Module):
+        def __init__(self):
+            self.a = Special(jnp.ones(4))
+            self.b = nnx.Param(jnp.ones(4))
+
+    def loss(model, x):
+        assert model.a[...].dtype == jnp.float32
+        assert model.b[...].dtype == jnp.bfloat16
+        return jnp.sum(model.a[...]) + jnp.sum(model.b[...])
+
+    policy = mpx.Policy(compute_dtype="bf16", keep=Special)
+    result = mpx.value_and_grad(loss, policy=policy)(NoLossScaling(), Two(), batch[0])
+    assert {leaf.dtype for leaf in jax.tree.leaves(result.grads)} == {np.dtype("f4")}
+
+
+def test_rules_see_the_names_of_arguments_and_attributes(batch):
+    names = set()
+    policy = mpx.Policy(
+        compute_dtype="bf16", keep=lambda name, leaf: bool(names.add(name))
+    )
+    mpx.value_and_grad(plain_loss, policy=policy)(NoLossScaling(), Model(), *batch)
+    assert names == {
+        *("model/linear/kernel", "model/linear/bias", "x", "y"),
+        *("model/head/kernel", "model/head/bias"),
+    }
+
+
+# --- Pure functions of states, as in `nnx.split` and `nnx.merge` ----------------------
+
+
+def test_states_are_parameters_like_any_pytree(batch):
+    graphdef, params, rest = nnx.split(Model(), nnx.Param, ...)
+
+    def loss(params, rest, x, y):
+        model = nnx.merge(graphdef, params, rest)
+        assert model.linear.kernel[...].dtype == jnp.bfloat16
+        assert model.norm.mean[...].dtype == jnp.float32
+        value = plain_loss(model, x, y)
+        return value, nnx.state(model, nnx.Not(nnx.Param))
+
+    step = mpx.value_and_grad(loss, has_aux=True, policy=BF16)
+    result = jax.eval_shape(step, NoLossScaling(), params, rest, *batch)
+    assert jax.tree.structure(result.grads) == jax.tree.structure(params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(result.grads)} == {np.dtype("f4")}
+    assert result.aux["norm"]["mean"].get_value().dtype == jnp.float32
+
+
+# --- Accumulation ---------------------------------------------------------------------
+
+
+def accumulated(loss, **options):
+    @nnx.jit
+    def step(model, *args):
+        return mpx.accumulate(loss, **options)(NoLossScaling(), model, *args)
+
+    return step
+
+
+def test_accumulation_hands_state_on_from_part_to_part(batch):
+    (x, y), steps = batch, 4
+    ours, theirs = Model(), Model()
+    step = accumulated(
+        plain_loss, steps=steps, batch_argnums=(1, 2), policy=POLICIES["f32"]
+    )
+    result = step(ours, x, y)
+    reference = nnx.jit(lambda *args: nnx.value_and_grad(plain_loss)(*args))
+    parts = [reference(theirs, x[i::steps], y[i::steps]) for i in range(steps)]
+    assert int(ours.dropout.rngs.count[...]) == steps
+    assert int(theirs.dropout.rngs.count[...]) == steps
+    # Numbers of order one, some ten roundings each, a few sums.
+    bound = {"rtol": 0, "atol": 10 * steps * np.finfo(np.float32).eps}
+    np.testing.assert_allclose(result.value, sum(v for v, _ in parts) / steps, **bound)
+    expected = jax.tree.map(lambda *grads: sum(grads) / steps, *(g for _, g in parts))
+    pairs = (result.grads, expected), (rest_of(ours)["norm"], rest_of(theirs)["norm"])
+    for a, b in pairs:
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **bound), a, b)
+
+
+def test_accumulation_counts_calls_and_undoes_them_all():
+    model, x = Counting(), jnp.arange(8.0)
+    step = accumulated(counting_loss, steps=4, policy=BF16)
+    assert step(model, x).finite
+    assert int(model.calls[...]) == 4
+    assert float(model.total[...]) == 28.0
+    assert not step(model, x.at[5].set(jnp.inf)).finite
+    assert int(model.calls[...]) == 4
+    assert float(model.total[...]) == 28.0
+
+
+# --- A whole loop ---------------------------------------------------------------------
+
+
+def test_loop_with_an_nnx_optimizer_skips_and_is_traced_once(batch):
+    loss, traces = count_traces(plain_loss)
+    model, (x, y) = Model(), batch
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, scaling, x, y):
+        result = mpx.value_and_grad(loss)(scaling, model, x, y)
+        mpx.optimizer_update(model, optimizer, None, result.grads, result.finite)
+        return result.scaling, result.value, result.finite
+
+    scaling = DynamicLossScaling.pow2(2.0**12)
+    values = []
+    for number in range(6):
+        before = state_of((model, optimizer))
+        inputs = x * jnp.inf if number == 2 else x
+        scaling, value, finite = step(model, optimizer, scaling, inputs, y)
+        assert bool(finite) is (number != 2)
+        if number == 2:
+            assert_trees_equal(state_of((model, optimizer)), before)
+        values.append(float(value))
+    assert len(traces) == 1
+    assert int(optimizer.step[...]) == 5
+    assert int(scaling.skipped) == 1
+    assert int(model.dropout.rngs.count[...]) == 5

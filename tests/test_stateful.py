@@ -1,0 +1,373 @@
+"""Running statistics: Equinox `State` and Linen `batch_stats` stay f32, and truthful."""
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+from models import POLICIES, count_traces
+from mpx import DynamicLossScaling, NoLossScaling, StaticLossScaling
+from mpx.testing import assert_trees_equal
+
+BF16 = POLICIES["bf16"]
+F32_EPS = np.finfo(np.float32).eps
+
+
+@pytest.fixture(scope="module")
+def batch():
+    x = jax.random.normal(jax.random.key(1), (16, 4)) + 1
+    return x, jnp.sin(x.sum(axis=1))
+
+
+# --- Equinox BatchNorm ----------------------------------------------------------------
+
+
+def make_model(mode):
+    def make():
+        keys = jax.random.split(jax.random.key(0))
+        return eqx.nn.Sequential(
+            [
+                eqx.nn.Linear(4, 8, key=keys[0]),
+                eqx.nn.BatchNorm(8, "batch", mode=mode),
+                eqx.nn.Lambda(jnp.tanh),
+                eqx.nn.Linear(8, 1, key=keys[1]),
+            ]
+        )
+
+    return eqx.nn.make_with_state(make)()
+
+
+def apply(model, state, x):
+    return jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(
+        x, state
+    )
+
+
+def loss_fn(model, state, x, y):
+    pred, state = apply(model, state, x)
+    return jnp.mean((pred[:, 0] - y) ** 2), (state, pred)
+
+
+@pytest.fixture(params=["ema", "batch"])
+def mode(request):
+    return request.param
+
+
+@eqx.filter_jit
+def reference(model, state, x, y):
+    return eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, state, x, y)
+
+
+@functools.cache
+def make_step(**options):
+    return eqx.filter_jit(mpx.value_and_grad(loss_fn, has_aux=True, **options))
+
+
+def assert_close(a, b, tolerance):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance)
+
+
+def test_f32_state_is_that_of_equinox(mode, batch):
+    model, state = make_model(mode)
+    (value, (expected, _)), grads = reference(model, state, *batch)
+    result = make_step(policy=POLICIES["f32"])(NoLossScaling(), model, state, *batch)
+    # The same operations in f32, possibly fused differently: some ten roundings.
+    assert_close(result.aux[0], expected, 10 * F32_EPS)
+    assert_close(result.grads, grads, 10 * F32_EPS)
+    np.testing.assert_allclose(result.value, value, rtol=10 * F32_EPS)
+
+
+def test_mixed_state_stays_f32_and_is_near_that_of_f32(mode, batch):
+    model, state = make_model(mode)
+    (_, (expected, _)), _ = reference(model, state, *batch)
+    result = make_step(policy=BF16)(NoLossScaling(), model, state, *batch)
+    new, pred = result.aux
+    assert pred.dtype == jnp.bfloat16  # behind the norm, bf16 again
+    # The norm is computed in f32, of an input that a bf16 product has rounded.
+    assert_close(new, expected, 4 * float(jnp.finfo(jnp.bfloat16).eps))
+    assert not np.array_equal(*(jax.tree.leaves(s)[1] for s in (new, state)))
+
+
+def test_norm_is_computed_in_f32_of_bf16_inputs(batch):
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
+    x = mpx.cast_to_bfloat16(batch[0])
+
+    def loss(norm, state, x):
+        out, state = apply(norm, state, x)
+        assert out.dtype == jnp.bfloat16
+        return jnp.mean(out), state
+
+    step = eqx.filter_jit(mpx.value_and_grad(loss, has_aux=True, policy=BF16))
+    new = step(NoLossScaling(), norm, state, x).aux
+    mean = next(leaf for leaf in jax.tree.leaves(new) if leaf.shape == (4,))
+    exact = 0.01 * np.asarray(x, np.float64).mean(axis=0)
+    np.testing.assert_allclose(mean, exact, rtol=4 * F32_EPS)
+
+
+def test_statistics_move_where_bf16_would_stand_still():
+    # A moving average with momentum 0.99 near its limit moves by 1 % of a distance of
+    # 1 %: 1e-4, far below half an ulp of bf16 at 1, which is 4e-3.
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(1, "batch", mode="batch")
+
+    def loss(norm, state, x):
+        out, state = apply(norm, state, x)
+        return jnp.mean(out), state
+
+    @eqx.filter_jit
+    def run(state, x):
+        params, static = eqx.partition(norm, eqx.is_array)
+
+        def body(state, _):
+            result = mpx.value_and_grad(loss, has_aux=True, policy=BF16)(
+                NoLossScaling(), eqx.combine(params, static), state, x
+            )
+            return result.aux, None
+
+        return jax.lax.scan(body, state, length=1000)[0]
+
+    new = run(state, jnp.array([[0.5], [1.5]]))
+    mean = next(leaf for leaf in jax.tree.leaves(new) if leaf.shape == (1,))
+    # 1000 steps, each rounding once; a bf16 average would stop at about 0.6.
+    np.testing.assert_allclose(mean, 1 - 0.99**1000, atol=1000 * F32_EPS)
+
+
+def test_skipped_step_rolls_the_state_back(mode, batch):
+    model, state = make_model(mode)
+    x, y = batch
+    step = make_step(policy=BF16)
+    state = step(NoLossScaling(), model, state, x, y).aux[0]
+    result = step(NoLossScaling(), model, state, x.at[0, 0].set(jnp.inf), y)
+    assert not result.finite
+    assert_trees_equal(result.aux[0], state)
+
+
+def test_state_can_be_used_again_after_a_step(batch):
+    # Equinox forbids to use an old state twice; a retried step must be able to.
+    model, state = make_model("batch")
+    step = mpx.value_and_grad(loss_fn, has_aux=True, policy=BF16)
+    first = eqx.filter_eval_shape(step, NoLossScaling(), model, state, *batch)
+    second = eqx.filter_eval_shape(step, NoLossScaling(), model, state, *batch)
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+
+
+class Counter(eqx.Module):
+    """The smallest stateful layer: it counts its calls and adds up its inputs."""
+
+    weight: jax.Array
+    calls: eqx.nn.StateIndex
+    total: eqx.nn.StateIndex
+
+    def __init__(self):
+        self.weight = jnp.float32(1.0)
+        self.calls = eqx.nn.StateIndex(jnp.int32(0))
+        self.total = eqx.nn.StateIndex(jnp.float32(0.0))
+
+    def __call__(self, x, state):
+        total = state.get(self.total)
+        assert total.dtype == jnp.float32
+        state = state.set(self.calls, state.get(self.calls) + 1)
+        state = state.set(self.total, total + jnp.sum(x.astype(jnp.float32)))
+        return jnp.sum(self.weight * x), state
+
+    def read(self, state):
+        return int(state.get(self.calls)), float(state.get(self.total))
+
+
+def counter_loss(model, state, x):
+    return model(x, state)
+
+
+def half_state_loss(model, state, x):
+    """Hands back a state in half precision, as a layer of someone else might."""
+    value, state = model(x, state)
+    return value, mpx.cast_to_bfloat16(state)
+
+
+def test_retry_counts_as_one_step():
+    model, state = eqx.nn.make_with_state(Counter)()
+    step = eqx.filter_jit(mpx.value_and_grad(counter_loss, has_aux=True, retry=30))
+    result = step(DynamicLossScaling.pow2(2.0**16), model, state, jnp.full(4, 100.0))
+    assert result.finite
+    assert int(result.scaling.skipped) > 0
+    assert model.read(result.aux) == (1, 400.0)
+
+
+def test_state_that_comes_back_in_half_is_f32_again():
+    model, state = eqx.nn.make_with_state(Counter)()
+    step = eqx.filter_jit(
+        mpx.value_and_grad(half_state_loss, has_aux=True, policy=BF16)
+    )
+    result = step(NoLossScaling(), model, state, jnp.ones(4))
+    assert result.aux.get(model.total).dtype == jnp.float32
+    assert model.read(result.aux) == (1, 4.0)
+
+
+def test_paper_functions_keep_and_roll_back_the_state():
+    model, state = eqx.nn.make_with_state(Counter)()
+
+    @eqx.filter_jit
+    def step(scaling, state, x):
+        scaling, finite, _, state = mpx.filter_grad(counter_loss, scaling, True)(
+            model, state, x
+        )
+        return scaling, finite, state
+
+    scaling = DynamicLossScaling.pow2(8.0)
+    scaling, finite, state = step(scaling, state, jnp.ones(4))
+    assert model.read(state) == (1, 4.0)
+    scaling, finite, state = step(scaling, state, jnp.full(4, 1e5))
+    assert not finite
+    assert model.read(state) == (1, 4.0)
+
+
+def test_switched_off_the_state_is_simply_updated():
+    model, state = eqx.nn.make_with_state(Counter)()
+    *_, new = mpx.filter_grad(counter_loss, None, True, use_mixed_precision=False)(
+        model, state, jnp.ones(4)
+    )
+    assert model.read(new) == (1, 4.0)
+
+
+def test_state_may_be_a_keyword_and_part_of_a_larger_aux():
+    model, state = eqx.nn.make_with_state(Counter)()
+
+    def loss(model, x, *, extra):
+        value, new = model(x, extra["state"])
+        return value, {"name": "aux", "deep": [new, value]}
+
+    step = eqx.filter_jit(mpx.value_and_grad(loss, has_aux=True, policy=BF16))
+    result = step(NoLossScaling(), model, jnp.ones(4), extra={"state": state})
+    assert model.read(result.aux["deep"][0]) == (1, 4.0)
+    assert result.aux["name"] == "aux"
+    result = step(NoLossScaling(), model, jnp.ones(4) * jnp.nan, extra={"state": state})
+    assert model.read(result.aux["deep"][0]) == (0, 0.0)
+
+
+def test_loss_that_does_not_return_the_state_is_fine():
+    model, state = eqx.nn.make_with_state(Counter)()
+    loss = lambda model, state, x: model(x, state)[0]  # noqa: E731
+    result = mpx.value_and_grad(loss, policy=BF16)(
+        NoLossScaling(), model, state, jnp.ones(4)
+    )
+    assert_trees_equal(result.grads.weight, jnp.float32(4.0))
+
+
+def test_loop_is_traced_once_and_skips_what_it_must():
+    model, state = eqx.nn.make_with_state(Counter)()
+    loss, traces = count_traces(counter_loss)
+    step = eqx.filter_jit(mpx.value_and_grad(loss, has_aux=True))
+    scaling = DynamicLossScaling.pow2(2.0**4)
+    for number in range(5):
+        x = jnp.full(4, jnp.inf if number == 2 else 1.0)
+        result = step(scaling, model, state, x)
+        scaling, state = result.scaling, result.aux
+    assert len(traces) == 1
+    assert model.read(state) == (4, 16.0)
+    assert int(scaling.skipped) == 1
+
+
+def test_accumulation_hands_the_state_on():
+    model, state = eqx.nn.make_with_state(Counter)()
+    step = eqx.filter_jit(
+        mpx.accumulate(counter_loss, 4, batch_argnums=2, has_aux=True)
+    )
+    scaling, x = StaticLossScaling(8.0), jnp.arange(8.0)
+    result = step(scaling, model, state, x)
+    assert model.read(result.aux) == (4, 28.0)
+    bad = step(scaling, model, result.aux, x.at[3].set(jnp.nan))
+    assert not bad.finite
+    assert model.read(bad.aux) == (4, 28.0)
+
+
+def test_accumulated_statistics_are_those_of_sequential_steps(mode, batch):
+    (x, y), steps = batch, 4
+    model, state = make_model(mode)
+    step = mpx.accumulate(
+        loss_fn, steps, batch_argnums=(2, 3), has_aux=True, policy=POLICIES["f32"]
+    )
+    result = eqx.filter_jit(step)(NoLossScaling(), model, state, x, y)
+    preds = []
+    for i in range(steps):
+        (_, (state, pred)), _ = reference(model, state, x[i::steps], y[i::steps])
+        preds.append(pred)
+    assert_close(result.aux[0], state, 10 * F32_EPS)
+    np.testing.assert_allclose(result.aux[1], np.stack(preds), atol=40 * F32_EPS)
+
+
+# --- Flax Linen -----------------------------------------------------------------------
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8)(x)
+        x = nn.BatchNorm(use_running_average=False)(x)
+        return nn.Dense(1)(jnp.tanh(x))
+
+
+def linen_loss(params, batch_stats, x, y):
+    pred, updates = LinenModel().apply(
+        {"params": params, "batch_stats": batch_stats}, x, mutable=["batch_stats"]
+    )
+    value = jnp.mean((pred[:, 0] - y).astype(jnp.float32) ** 2)
+    return value, (updates["batch_stats"], pred)
+
+
+@pytest.fixture(scope="module")
+def variables(batch):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return jax.jit(LinenModel().init)(jax.random.key(0), batch[0])
+
+
+@pytest.mark.standard_promotion
+def test_linen_statistics_stay_f32_while_the_rest_is_half(batch, variables):
+    params, stats = variables["params"], variables["batch_stats"]
+    step = jax.jit(mpx.value_and_grad(linen_loss, has_aux=True, policy=BF16))
+    result = step(NoLossScaling(), params, stats, *batch)
+    new, pred = result.aux
+    assert pred.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(new)} == {np.dtype(np.float32)}
+    _, (expected, _) = jax.jit(linen_loss)(params, stats, *batch)
+    assert_close(new, expected, 4 * float(jnp.finfo(jnp.bfloat16).eps))
+
+
+@pytest.mark.standard_promotion
+def test_linen_statistics_of_a_skipped_step_are_left_out_by_select(batch, variables):
+    params, stats = variables["params"], variables["batch_stats"]
+
+    @jax.jit
+    def step(scaling, params, stats, x, y):
+        result = mpx.value_and_grad(linen_loss, has_aux=True)(
+            scaling, params, stats, x, y
+        )
+        return result, mpx.select_tree(result.finite, result.aux[0], stats)
+
+    x, y = batch
+    scaling = DynamicLossScaling.pow2(2.0**8)
+    result, new = step(scaling, params, stats, x.at[0, 0].set(jnp.inf), y)
+    assert not result.finite
+    assert_trees_equal(new, stats)
+    result, new = step(result.scaling, params, new, x, y)
+    assert result.finite
+    assert_trees_equal(new, result.aux[0])
+
+
+@pytest.mark.standard_promotion
+def test_linen_variables_may_come_in_one_dictionary(batch, variables):
+    def loss(params, variables, x, y):
+        stats = variables["batch_stats"]
+        assert {leaf.dtype for leaf in jax.tree.leaves(stats)} == {np.dtype(np.float32)}
+        return linen_loss(params, stats, x, y)
+
+    step = mpx.value_and_grad(loss, has_aux=True, policy=BF16)
+    params = variables["params"]
+    result = jax.eval_shape(step, NoLossScaling(), params, variables, *batch)
+    assert jax.tree.structure(result.grads) == jax.tree.structure(params)
