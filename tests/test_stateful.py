@@ -139,6 +139,28 @@ def test_statistics_move_where_bf16_would_stand_still():
     np.testing.assert_allclose(mean, 1 - 0.99**1000, atol=1000 * F32_EPS)
 
 
+def test_spectral_norm_runs_in_f32_between_half_layers():
+    def make():
+        keys = jax.random.split(jax.random.key(0))
+        linear = eqx.nn.Linear(4, 4, key=keys[0])
+        return eqx.nn.SpectralNorm(linear, "weight", key=keys[1])
+
+    norm, state = eqx.nn.make_with_state(make)()
+
+    def loss(norm, state, x):
+        y, state = norm(x, state)
+        return jnp.sum(y.astype(jnp.float32) ** 2), (y, state)
+
+    run = mpx.value_and_grad(loss, has_aux=True, policy=BF16)
+    result = run(NoLossScaling(), norm, state, jnp.arange(4.0))
+    y, after = result.aux
+    assert y.dtype == jnp.bfloat16
+    assert [x.dtype for x in jax.tree.leaves(after)] == [jnp.float32] * 2
+    # Weights and power iteration are those of f32; the input is exact in bf16.
+    expected, _ = norm(jnp.arange(4.0), state)
+    np.testing.assert_array_equal(y, expected.astype(jnp.bfloat16))
+
+
 def test_skipped_step_rolls_the_state_back(mode, batch):
     model, state = make_model(mode)
     x, y = batch

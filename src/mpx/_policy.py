@@ -26,6 +26,7 @@ KeepRule = type | str | Callable[[str, Any], bool]
 _RUNNING_STATISTICS: tuple[KeepRule, ...] = (
     eqx.nn.State,
     eqx.nn.BatchNorm,
+    eqx.nn.SpectralNorm,
     r"(^|/)batch_stats(/|$)",  # the collection of Flax Linen
 )
 
@@ -58,8 +59,9 @@ class Policy:
     - a regular expression, searched in the leaf's name (`model/layers/0/norm/weight`);
     - a predicate `(name, leaf) -> bool`.
 
-    Running statistics are always kept: `eqx.nn.State`, `eqx.nn.BatchNorm`, `batch_stats`
-    of Flax Linen and `nnx.BatchStat`.
+    Running statistics are always kept, with the layers that own them: `eqx.nn.State`,
+    `eqx.nn.BatchNorm`, `eqx.nn.SpectralNorm`, `batch_stats` of Flax Linen and
+    `nnx.BatchStat`.
 
     Examples:
         >>> import equinox as eqx
