@@ -549,7 +549,7 @@ def test_axis_name_makes_a_vmap_agree(dynamic):
     assert np.all(unanimous == np.float32(dynamic.adjust(True).loss_scaling))
 
 
-@pytest.mark.parametrize("bad_device", [0, 5, None])
+@pytest.mark.parametrize("bad_device", [5, None])
 def test_axis_name_makes_the_devices_of_a_shard_map_agree(bad_device, mesh):
     scaling = DynamicLossScaling.pow2(2.0**10, period=1)
 

@@ -208,7 +208,7 @@ def test_result_has_the_dtype_of_the_second_tree(flag, new, old):
 
 
 @pytest.mark.parametrize(
-    "leaf", ["a", 3, 2.5, jnp.sin, None, True], ids=lambda leaf: str(leaf)
+    "leaf", ["a", 3, 2.5, jnp.sin, None, True], ids=lambda leaf: type(leaf).__name__
 )
 def test_leaves_that_are_no_arrays_come_from_the_first_tree(leaf):
     for flag in (True, False):

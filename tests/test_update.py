@@ -541,7 +541,7 @@ GRADIENT_ERRORS = [
 
 @pytest.mark.parametrize("skip", [*SKIPS, "never"])
 @pytest.mark.parametrize(
-    ("change", "match"), GRADIENT_ERRORS, ids=lambda x: str(x)[:30]
+    ("change", "match"), GRADIENT_ERRORS, ids=lambda x: getattr(x, "__name__", "")
 )
 def test_gradients_that_do_not_fit_are_named(change, match, skip, momentum):
     params, optimizer, state, grads = momentum
@@ -568,7 +568,7 @@ def test_unknown_skip_is_refused(momentum, monkeypatch):
             mpx.optimizer_update(*given, grads, True, skip="maybe")
 
 
-@pytest.mark.parametrize("optimizer", [None, 3, optax.adam], ids=str)
+@pytest.mark.parametrize("optimizer", [None, 3, optax.adam], ids=["None", "3", "adam"])
 def test_what_is_no_optimizer_is_refused(optimizer, momentum):
     params, _, state, grads = momentum
     with pytest.raises(TypeError, match="must be an optax transformation.*was given"):
