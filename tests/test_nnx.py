@@ -107,7 +107,7 @@ def test_paper_functions_update_the_module_too(mixed, batch):
 def test_gradients_are_a_state_of_parameters_only(batch):
     result = run(Model(), *batch, policy=BF16)
     assert isinstance(result.grads, nnx.State)
-    names = ["/".join(path) for path, _ in nnx.to_flat_state(result.grads)]
+    names = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(result.grads)]
     assert sorted(names) == [
         *("head/bias", "head/kernel", "linear/bias", "linear/kernel"),
         *("norm/bias", "norm/scale"),
@@ -162,7 +162,7 @@ def test_statistics_stay_f32_and_are_computed_in_f32(batch):
     exact = np.asarray(x, np.float64)
     # A mean over 16 numbers and a moving average: some four roundings of f32. Those of
     # bf16 would be 65536 times as large.
-    eps = 4 * np.finfo(np.float32).eps
+    eps = 4 * float(np.finfo(np.float32).eps)
     mean, var = 0.01 * exact.mean(axis=0), 0.99 + 0.01 * exact.var(axis=0)
     np.testing.assert_allclose(norm.mean[...], mean, rtol=0, atol=eps)
     np.testing.assert_allclose(norm.var[...], var, rtol=eps)
@@ -554,6 +554,20 @@ def test_accumulation_counts_calls_and_undoes_them_all():
     assert float(model.total[...]) == 28.0
     assert not step(model, x.at[5].set(jnp.inf)).finite
     assert int(model.calls[...]) == 4
+    assert float(model.total[...]) == 28.0
+
+
+def test_statistics_written_in_half_are_f32_again():
+    # Without it the loop over the parts would not even have one type.
+    def loss(model, x):
+        value = model(x)
+        model.total.set_value(model.total[...].astype(jnp.bfloat16))
+        return value
+
+    model = Counting()
+    step = accumulated(loss, steps=4, policy=BF16)
+    assert step(model, jnp.arange(8.0)).finite
+    assert model.total[...].dtype == jnp.float32
     assert float(model.total[...]) == 28.0
 
 

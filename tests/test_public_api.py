@@ -12,6 +12,8 @@ import mpx
 
 # A change here is a change of the API: it needs a sentence in the changelog.
 PUBLIC = [
+    "AmpPolicy",
+    "AmpReport",
     "DynamicLossScaling",
     "GradResult",
     "LossScaling",
@@ -22,6 +24,10 @@ PUBLIC = [
     "StaticLossScaling",
     "accumulate",
     "all_finite",
+    "amp",
+    "amp_low",
+    "amp_report",
+    "amp_stop",
     "calculate_scaled_grad",
     "cast_function",
     "cast_like",
@@ -52,7 +58,7 @@ PUBLIC = [
 # Computed when read, by the module's `__getattr__`.
 LIVE = ["BFLOAT16_MAX", "FLOAT16_MAX", "HALF_PRECISION_DATATYPE"]
 # What users receive but do not make themselves: no example is needed.
-RECEIVED = ["LossScaling", "MasterWeightsState", "SkipNonfiniteState"]
+RECEIVED = ["AmpReport", "LossScaling", "MasterWeightsState", "SkipNonfiniteState"]
 # Thin names for users of other libraries, documented there: one example for each module.
 COMPAT = ["mpx.compat.jaxamp", "mpx.compat.jmp"]
 

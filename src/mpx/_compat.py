@@ -5,6 +5,7 @@ supported versions, is reached through here.
 """
 
 import contextlib
+import functools
 import platform
 import warnings
 from collections.abc import Iterator, Sequence
@@ -126,7 +127,14 @@ def constants_as_inputs(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
         outvars=body.outvars,
         eqns=body.eqns,
         effects=body.effects,
+        debug_info=body.debug_info.with_unknown_names(),
     ), consts
+
+
+@functools.cache
+def _no_debug_info() -> Any:
+    """Returns the origin of a jaxpr that no user wrote; JAX warns of one without."""
+    return jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_names()
 
 
 def sub_jaxprs(eqn: Any) -> Iterator[Any]:
@@ -153,6 +161,7 @@ def eval_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
         outvars=list(eqn.outvars),
         eqns=[eqn],
         effects=eqn.effects,
+        debug_info=_no_debug_info(),
     )
     return eval_jaxpr(jaxpr, (), *inputs.values())
 

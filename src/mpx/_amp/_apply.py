@@ -70,7 +70,7 @@ def reason_to_keep(eqn: Any) -> str | None:
     pair = precision if isinstance(precision, tuple) else (precision,)
     ambient = default_matmul_precision()
     for item in pair:
-        if item == lax.Precision.HIGHEST and ambient != "highest":
+        if item == lax.Precision.HIGHEST and ambient not in ("highest", "float32"):
             return "precision=HIGHEST was asked for"
         if isinstance(item, lax.DotAlgorithm | lax.DotAlgorithmPreset):
             return f"the algorithm {item} was asked for"
@@ -168,12 +168,13 @@ _PRESETS = {
 
 
 def _by_algorithm(
-    rule: Rule,
     amp: Any,
     eqn: Any,
     values: list[Any],
     metas: list[Meta],
     reason: str,
+    *,
+    rule: Rule,
 ) -> Applied:
     kept = reason_to_keep(eqn) if eqn.primitive.name in MATMULS else "not a matmul"
     if kept is None and eqn.primitive.name != "dot_general":
@@ -201,9 +202,9 @@ APPLY = {
     Rule.WIDEST: _widest,
     Rule.FOLLOW: _follow,
     Rule.ORIGINAL: _original,
-    Rule.TF32: functools.partial(_by_algorithm, Rule.TF32),
-    Rule.BF16_F32: functools.partial(_by_algorithm, Rule.BF16_F32),
-    Rule.TRUE_F32: functools.partial(_by_algorithm, Rule.TRUE_F32),
+    Rule.TF32: functools.partial(_by_algorithm, rule=Rule.TF32),
+    Rule.BF16_F32: functools.partial(_by_algorithm, rule=Rule.BF16_F32),
+    Rule.TRUE_F32: functools.partial(_by_algorithm, rule=Rule.TRUE_F32),
 }
 
 

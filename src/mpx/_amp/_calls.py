@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._amp._rules import MATMULS
+from mpx._amp._scopes import LOW_NAME
 from mpx._amp._values import F32, NEUTRAL, Meta, as_array, cast, is_eligible, widest
 from mpx._compat import (
     bind,
@@ -26,10 +27,12 @@ Dtypes = tuple[np.dtype | None, ...]
 """A dtype per value; `None` where a value keeps its own."""
 
 
-def has_matmul(jaxpr: Any) -> bool:
-    """Whether a jaxpr holds an operation that may run low, at any depth."""
+def has_work(jaxpr: Any) -> bool:
+    """Whether a jaxpr holds a matmul or a value marked low, at any depth."""
     return any(
-        eqn.primitive.name in MATMULS or any(map(has_matmul, sub_jaxprs(eqn)))
+        eqn.primitive.name in MATMULS
+        or eqn.params.get("name") == LOW_NAME
+        or any(map(has_work, sub_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )
 
@@ -40,6 +43,7 @@ def rewrite(
     avals: Sequence[Any],
     metas: Sequence[Meta],
     scopes: tuple[str, ...],
+    *,
     out_dtypes: Dtypes | None = None,
 ) -> tuple[Any, tuple[Meta, ...]]:
     """Returns the rewritten jaxpr for inputs of these types.
@@ -106,7 +110,7 @@ def _jit(
         not is_eligible(var.aval) or value.dtype == F32
         for var, value in zip(eqn.invars, values, strict=True)
     )
-    if unchanged and not has_matmul(body) and amp.policy.base in ("safe", "fast"):
+    if unchanged and amp.policy.is_plain and not has_work(body):
         # Nothing to do: random number generators, for one, stay the same programs.
         return eval_equation(eqn, values), [NEUTRAL] * len(eqn.outvars)
     new, out_metas = rewrite(amp, eqn.params["jaxpr"], types_of(values), metas, scopes)
@@ -155,7 +159,8 @@ def _cond(
         for i, var in enumerate(eqn.outvars)
     )
     new = tuple(
-        rewrite(amp, branch, avals, inner, scopes, dtypes)[0] for branch in branches
+        rewrite(amp, branch, avals, inner, scopes, out_dtypes=dtypes)[0]
+        for branch in branches
     )
     outs = bind(eqn, [index, *operands], branches=new)
     return outs, metas_by_dtype(outs)

@@ -22,7 +22,7 @@ from mpx._amp._apply import (
     run_original,
 )
 from mpx._amp._policy import AmpPolicy, Choice
-from mpx._amp._rules import MATMULS, REASONS, Rule
+from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, Rule
 from mpx._amp._scopes import LOW_NAME
 from mpx._amp._values import NEUTRAL, Meta, as_array, cast, chain_of, is_eligible
 from mpx._compat import (
@@ -34,6 +34,7 @@ from mpx._compat import (
     source_frames,
 )
 
+_MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
 HANDLERS = {**_calls.HANDLERS, **_loops.HANDLERS}
 
 
@@ -131,23 +132,26 @@ class Autocast:
         name = eqn.primitive.name
         stopped = self._region_rule(eqn, scopes)
         if stopped is not None and stopped[0] == Rule.ORIGINAL:
-            self.record(eqn, Rule.ORIGINAL, stopped[1], values, metas, scopes)
+            self.record(eqn, Rule.ORIGINAL, stopped[1], metas=metas, scopes=scopes)
             return run_original(eqn, values), opaque_metas(eqn, metas)
         if name in HANDLERS:
             return HANDLERS[name](self, eqn, values, metas, scopes)
         if name == "convert_element_type":
             return convert(eqn, values, metas)
-        if name == "name" and eqn.params["name"] == LOW_NAME:
-            low = [cast(value, self.dtype) for value in values]
-            return low, [Meta(chain="low")] * len(low)
         if not any(is_eligible(var.aval) for var in eqn.invars):
             return eval_equation(eqn, values), [NEUTRAL] * len(eqn.outvars)
         rule, reason = stopped or self._rule(eqn, metas)
+        if name == "name" and eqn.params["name"] == LOW_NAME:
+            rule, values = Rule.FOLLOW, [cast(value, self.dtype) for value in values]
+            metas = [Meta(chain="low")]
+        if stopped and rule in _MAY_BE_LOW and PRIMITIVES.get(name) == Rule.ORIGINAL:
+            # A scatter or a solver has no version in the compute dtype.
+            rule, reason = Rule.ORIGINAL, REASONS[name]
         if callable(rule) and not isinstance(rule, str):
             return self._custom(rule, eqn, values, metas, scopes)
         apply = APPLY[Rule(rule)]
         outs, out_metas, reason = apply(self, eqn, values, metas, reason)
-        self.record(eqn, rule, reason, values, metas, scopes, outs)
+        self.record(eqn, rule, reason, metas=metas, scopes=scopes, outs=outs)
         return outs, out_metas
 
     def _region_rule(
@@ -157,9 +161,10 @@ class Autocast:
         if found is not None:
             return found[0], f"scope {found[1]}"
         if self.policy.functions:
-            for function, _, _ in source_frames(eqn):
-                if function in self.policy.functions:
-                    return self.policy.functions[function], f"function {function}"
+            for qualified, _, _ in source_frames(eqn):
+                for name in (qualified, qualified.rpartition(".")[2]):
+                    if name in self.policy.functions:
+                        return self.policy.functions[name], f"function {name}"
         return None
 
     def _rule(self, eqn: Any, metas: list[Meta]) -> tuple[Choice, str]:
@@ -174,10 +179,10 @@ class Autocast:
         )
         return rule, REASONS.get(name, "not in the rule table")
 
-    def runs_low(self, eqn: Any, scopes: tuple[str, ...]) -> bool:
+    def runs_low(self, eqn: Any, meta: Meta, scopes: tuple[str, ...]) -> bool:
         """Whether a matmul runs in the compute dtype, by what is known beforehand."""
         region = self._region_rule(eqn, scopes + scopes_of(eqn))
-        rule, _ = region or self._rule(eqn, [])
+        rule, _ = region or self._rule(eqn, [meta])
         return rule == Rule.LOW and reason_to_keep(eqn) is None
 
     def _custom(
@@ -193,7 +198,8 @@ class Autocast:
         args = [as_array(value) for value in values]
         args, params = rule(self.dtype, dtypes, *args, **eqn.params)
         outs = bind(eqn, list(args), **params)
-        self.record(eqn, getattr(rule, "__name__", "custom"), "", values, metas, scopes)
+        name = getattr(rule, "__name__", "custom")
+        self.record(eqn, name, "", metas=metas, scopes=scopes, outs=outs)
         return outs, [chain_of(metas)] * len(outs)
 
     def record(
@@ -201,7 +207,7 @@ class Autocast:
         eqn: Any,
         rule: Any,
         reason: str,
-        values: list[Any],
+        *,
         metas: list[Meta],
         scopes: tuple[str, ...],
         outs: list[Any] | None = None,
@@ -227,4 +233,3 @@ class Autocast:
                 flops=flops(eqn),
             )
         )
-        del values

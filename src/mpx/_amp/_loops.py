@@ -16,7 +16,7 @@ from mpx._amp._calls import (
 )
 from mpx._amp._rules import MATMULS, SHAPE_ONLY
 from mpx._amp._values import NEUTRAL, Meta, as_array, cast, is_eligible, widest
-from mpx._compat import bind, open_jaxpr, scan_sizes, sub_jaxprs
+from mpx._compat import bind, open_jaxpr, scan_sizes, scopes_of, sub_jaxprs
 
 
 def _carry_dtypes(
@@ -51,7 +51,7 @@ def _scan(
     for i, var in enumerate(body.invars[first_x:], start=first_x):
         # A weight per layer: cast once before the loop, or the forward pass would save
         # a low copy of each. Nothing is summed over iterations, so nothing is lost.
-        if is_eligible(var.aval) and used_only_low(amp, body, var, scopes):
+        if is_eligible(var.aval) and used_only_low(amp, body, var, metas[i], scopes):
             values[i] = cast(values[i], amp.dtype)
     consts, carry = values[:n_consts], values[n_consts:first_x]
     carry_vars = body.invars[n_consts:first_x]
@@ -69,7 +69,7 @@ def _scan(
     def body_for(dtypes: Dtypes, outs: Dtypes | None) -> Any:
         avals = [with_dtype(v.aval, d) for v, d in zip(carry_vars, dtypes, strict=True)]
         avals = [*types_of(consts), *avals, *x_avals]
-        return rewrite(amp, jaxpr, avals, inner_metas, scopes, outs)[0]
+        return rewrite(amp, jaxpr, avals, inner_metas, scopes, out_dtypes=outs)[0]
 
     original = float_dtypes(carry_vars, [var.aval for var in carry_vars])
     dtypes = _carry_dtypes(
@@ -85,7 +85,9 @@ def _scan(
     return outs, metas_by_dtype(outs)
 
 
-def used_only_low(amp: Any, jaxpr: Any, var: Any, scopes: tuple[str, ...]) -> bool:
+def used_only_low(
+    amp: Any, jaxpr: Any, var: Any, meta: Meta, scopes: tuple[str, ...]
+) -> bool:
     """Whether a value is used, and only as an operand of low matmuls."""
     uses = 0
     for eqn in jaxpr.eqns:
@@ -94,15 +96,16 @@ def used_only_low(amp: Any, jaxpr: Any, var: Any, scopes: tuple[str, ...]) -> bo
             continue
         uses += 1
         name = eqn.primitive.name
-        if name in MATMULS and amp.runs_low(eqn, scopes):
+        if name in MATMULS and amp.runs_low(eqn, meta, scopes):
             continue
         if name in SHAPE_ONLY and name != "broadcast_in_dim":
-            if used_only_low(amp, jaxpr, eqn.outvars[0], scopes):
+            if used_only_low(amp, jaxpr, eqn.outvars[0], meta, scopes):
                 continue
         elif name in ("jit", "remat2", "checkpoint", "closed_call"):
-            inner = next(sub_jaxprs(eqn))
+            inner, inside = next(sub_jaxprs(eqn)), scopes + scopes_of(eqn)
             if all(
-                used_only_low(amp, inner, inner.invars[i], scopes) for i in positions
+                used_only_low(amp, inner, inner.invars[i], meta, inside)
+                for i in positions
             ):
                 continue
         return False
@@ -127,7 +130,7 @@ def _while(
     def part(name: str, consts: list[Any], dtypes: Dtypes, outs: Dtypes | None) -> Any:
         avals = [*types_of(consts), *carry_avals(dtypes)]
         neutral = [NEUTRAL] * len(avals)
-        return rewrite(amp, params[name], avals, neutral, scopes, outs)[0]
+        return rewrite(amp, params[name], avals, neutral, scopes, out_dtypes=outs)[0]
 
     original = float_dtypes(carry_vars, [var.aval for var in carry_vars])
     dtypes = _carry_dtypes(

@@ -73,6 +73,12 @@ class AmpPolicy:
             parsed = {key: _parse(value, field, key) for key, value in rules.items()}
             object.__setattr__(self, field, parsed)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether f32 operations without a matmul come back as they are."""
+        changes = self.primitives or self.functions or self.scopes != _STOP_SCOPES
+        return self.base in ("safe", "fast") and not changes
+
     def scope_rule(self, scopes: tuple[str, ...]) -> tuple[Choice, str] | None:
         """Returns the rule of the outermost scope that has one, and its name."""
         for depth, name in enumerate(scopes, start=1):

@@ -39,7 +39,7 @@ class AmpReport:
         flops: The operations of all matmuls by the dtype in which they multiply. Unlike
             in `decisions` each is counted as often as it runs: in every call of its
             function and step of its scan. A while loop counts as one step, a branch as
-            the largest of its alternatives.
+            the largest of its alternatives, `shard_map` as one device.
     """
 
     compute_dtype: str
@@ -163,6 +163,8 @@ def _matmul_row(decision: Decision) -> tuple[str, ...]:
     before, after = _short_dtypes(decision.before[:2]), _short_dtypes(decision.after)
     if decision.rule in _ALGORITHMS and decision.reason.startswith(_BY_USER):
         after = decision.rule
+    if decision.rule not in list(Rule):
+        after = f"by {decision.rule}"  # a user's function
     shapes = [",".join(map(str, shape)) for shape in decision.shapes[:2]]
     return (
         decision.primitive,
@@ -226,6 +228,7 @@ def amp_report(
         ValueError: If `func` comes from `amp`.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> def f(x, w):
         ...     return jnp.exp(x @ w)
         >>> report = amp_report(f, jnp.ones((2, 3)), jnp.ones((3, 4)), compute_dtype="bf16")

@@ -19,13 +19,14 @@ def amp_stop(func: Callable[..., Any] | None = None) -> Any:
         func: A function to keep out of. Leave it out to get a context manager.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> from mpx import amp
         >>> @amp(compute_dtype="bf16")
         ... def f(x):
         ...     with amp_stop():
         ...         return x @ x
         >>> float(f(jnp.full((1, 1), 1.001))[0, 0])
-        1.0020009279251099
+        1.0020010471343994
     """
     scope = jax.named_scope("amp_stop")
     return scope if func is None else scope(func)
@@ -41,6 +42,7 @@ def amp_low(x: PyTree) -> PyTree:
         x: An array or a pytree of them.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> from mpx import amp
         >>> f = lambda x: amp_low(x) + 0.0
         >>> float(f(jnp.float32(1.001))), float(amp(f, compute_dtype="bf16")(jnp.float32(1.001)))

@@ -5,14 +5,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mpx import _nnx
-from mpx._amp._interpreter import Autocast, Decision
+from mpx._amp._interpreter import Autocast
 from mpx._amp._policy import AmpPolicy, as_amp_policy
 from mpx._amp._values import F32, NEUTRAL, Meta, cast, is_eligible
 from mpx._call import argument_names
-from mpx._compat import ambient_scopes, is_tracer, nothing_is_traced, open_jaxpr
+from mpx._compat import ambient_scopes, nothing_is_traced, open_jaxpr
 from mpx._formats import parse_float_dtype
 from mpx._half import half_precision_datatype
 from mpx._tree import is_array, named_leaves
@@ -48,6 +49,7 @@ def amp(
         ValueError: If the dtype or the policy is unknown.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> @amp(compute_dtype="bf16")
         ... def f(x, w):
         ...     return jnp.sum(x @ w)
@@ -70,7 +72,7 @@ def amp(
             policy=chosen,
             narrow_carry=narrow_carry,
         )
-        return autocast_call(cast, func, args, kwargs, eager)
+        return autocast_call(cast, func, args, kwargs, eager=eager)
 
     setattr(wrapper, "mpx_is_amp", True)  # noqa: B010 - `value_and_grad` asks for it
     return wrapper
@@ -90,6 +92,7 @@ class _Static:
 
 
 _ARRAY = object()
+_MOST_REMEMBERED = 1000
 jax.tree_util.register_static(_Static)
 
 
@@ -98,7 +101,9 @@ def autocast_call(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
     eager: dict[Any, Any] | None = None,
+    rename: Callable[[str], str] = str,
 ) -> Any:
     """Calls a function under autocast.
 
@@ -107,7 +112,9 @@ def autocast_call(
         func: The function.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        eager: What to remember between calls outside of all transformations.
+        eager: Rewritten jaxprs of earlier calls outside of all transformations, by
+            compute dtype.
+        rename: From the name of an argument's leaf to what the user calls it.
     """
     names = argument_names(func, len(args))
     arguments = {**dict(zip(names, args, strict=True)), **kwargs}
@@ -128,34 +135,32 @@ def autocast_call(
             out_structure, [_ARRAY if is_array(x) else x for x in outs]
         )
 
-    if eager is not None and nothing_is_traced() and not any(map(is_tracer, arrays)):
-        # JAX remembers traces by the identity of the function. Under an outer trace it
-        # must not: the function may read tracers that belong to that trace.
-        flat, autocast.cache = _remembered(
-            eager, (structure, tuple(static), autocast.dtype), flat, autocast.cache
-        )
+    if eager is not None and nothing_is_traced():
+        # The function is traced anew, since what it closes over may have changed; but
+        # the jitted functions inside of it, once rewritten, stay the same programs.
+        autocast.cache = eager.setdefault(autocast.dtype, {})
+        if len(autocast.cache) > _MOST_REMEMBERED:
+            autocast.cache.clear()
     jaxpr, (shapes, out_static) = jax.make_jaxpr(flat, return_shape=True)(*arrays)
     del shapes
     metas = [
-        _argument_meta(autocast, name, leaf)
-        for name, leaf in _named_arrays(func, names, args, kwargs)
+        _argument_meta(rename(name), is_param, leaf)
+        for (name, is_param), leaf in _named_arrays(func, names, args, kwargs)
     ]
     body, consts = open_jaxpr(jaxpr)
     outs, _ = autocast.run(body, consts, arrays, metas, ambient_scopes())
     outs = [
-        cast(out, F32) if is_eligible(var.aval) else out
+        # A constant result is a literal, which is no array.
+        _result(out, var.aval)
         for var, out in zip(body.outvars, outs, strict=True)
     ]
     return out_static.merge(outs)
 
 
-def _remembered(
-    eager: dict[Any, Any], key: Any, flat: Any, cache: dict[Any, Any]
-) -> tuple[Any, dict[Any, Any]]:
-    try:
-        return eager.setdefault(key, (flat, cache))
-    except TypeError:  # a static argument that cannot be hashed
-        return flat, cache
+def _result(out: Any, aval: Any) -> Any:
+    if not isinstance(out, jax.Array):
+        return jnp.asarray(out, aval.dtype)
+    return cast(out, F32) if is_eligible(aval) else out
 
 
 def _named_arrays(
@@ -174,11 +179,10 @@ def _named_arrays(
     ]
 
 
-def _argument_meta(autocast: Autocast, name: Any, leaf: Any) -> Meta:
+def _argument_meta(name: str, is_param: bool, leaf: Any) -> Meta:
     if leaf.dtype != F32:
         return NEUTRAL
-    text, is_param = name
-    return Meta(leaf=tuple(leaf.shape), origin=text, is_param=is_param)
+    return Meta(leaf=tuple(leaf.shape), origin=name, is_param=is_param)
 
 
 def _call_with_nnx(
@@ -197,18 +201,13 @@ def _call_with_nnx(
         args = [everything.pop(name) for name in names]
         return func(*args, **everything), _nnx.rest_of(merged)
 
-    out, state = autocast_call(autocast, pure, (split.rest, plain), {})
+    def rename(name: str) -> str:
+        place, _, rest = name.partition("/")
+        if place == "plain":
+            return rest
+        position, _, path = rest.partition("/")
+        return f"{split.names[int(position)]}/{path.removesuffix('/value')}"
+
+    out, state = autocast_call(autocast, pure, (split.rest, plain), {}, rename=rename)
     _nnx.update(objects, state)
     return out
-
-
-def decisions_of(
-    autocast: Autocast,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> list[Decision]:
-    """Traces a function under autocast, without running it, and returns what it did."""
-    autocast.decisions = []
-    jax.eval_shape(lambda: autocast_call(autocast, func, args, kwargs))
-    return autocast.decisions

@@ -316,7 +316,7 @@ def _as_policy(amp_policy: Mapping[Any, Callable[..., Changed]]) -> AmpPolicy:
     # Besides being a scope, it is the rule of what is not listed.
     default = rules.get("amp_default", Rule.ORIGINAL)
     if default != Rule.ORIGINAL:
-        listed = dict.fromkeys(PRIMITIVES, default) | listed
+        listed = {name: default for name in PRIMITIVES} | listed
     return AmpPolicy("original", primitives=listed, scopes=scopes)
 
 

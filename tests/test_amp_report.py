@@ -1,0 +1,256 @@
+"""`amp_report` says what `amp` does, and does nothing itself."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import mpx
+from mpx import AmpPolicy, amp_report
+
+X, W = jnp.ones((3, 4)), jnp.ones((4, 4))
+
+
+def bf16(f, *args, **kwargs):
+    return amp_report(f, *args, compute_dtype="bf16", **kwargs)
+
+
+def reasons(decisions):
+    return {(x.primitive, x.reason) for x in decisions}
+
+
+# --- Matmuls --------------------------------------------------------------------------
+
+
+def test_matmul_is_named_by_argument_scope_shape_and_line():
+    def f(params, x):
+        with jax.named_scope("outer"), jax.named_scope("inner"):
+            return x @ params["w"]
+
+    (matmul,) = bf16(f, {"w": W}, X).matmuls
+    assert matmul.primitive == "dot_general"
+    assert (matmul.before, matmul.after) == (("float32", "float32"), ("bfloat16",))
+    assert matmul.shapes == ((3, 4), (4, 4))
+    assert matmul.params == ("x", "params/w")
+    assert matmul.scope == "outer/inner"
+    line = f.__code__.co_firstlineno + 2
+    assert matmul.source.endswith(f"test_amp_report.py:{line}")
+    assert matmul.flops == 2 * 3 * 4 * 4
+
+
+def test_layers_of_a_model_are_told_apart():
+    model = eqx.nn.MLP(4, 2, 8, 2, key=jax.random.key(0))
+    report = bf16(lambda model, x: jax.vmap(model)(x), model, X)
+    names = [matmul.params[0] for matmul in report.matmuls]
+    assert names == [f"model/layers/{i}/weight" for i in range(3)]
+    assert {matmul.scope for matmul in report.matmuls} == {"eqx.nn.MLP/eqx.nn.Linear"}
+
+
+def test_matmul_of_a_branch_is_listed_once():
+    def f(x, w):
+        return lax.cond(x[0, 0] > 0, lambda x: x @ w, jnp.sin, x)
+
+    assert len(bf16(f, X, W).matmuls) == 1
+
+
+def test_function_without_matmuls_has_none():
+    report = bf16(jnp.sin, X)
+    assert (report.matmuls, report.kept, report.opaque) == ((), (), ())
+    assert report.shares == {}
+    assert "Matmul operations: none." in str(report)
+
+
+# --- Operations -----------------------------------------------------------------------
+
+ONE = 2 * 3 * 4 * 4
+
+
+def in_scan(x, w):
+    return lax.scan(lambda c, _: (c @ w, None), x, None, length=5)[0]
+
+
+def twice_jitted(x, w):
+    step = jax.jit(lambda x: x @ w)
+    return step(x) + step(x)
+
+
+def branched(x, w):
+    return lax.cond(x[0, 0] > 0, lambda x: x @ w @ w, lambda x: x @ w, x)
+
+
+COUNTS = {
+    "plain": (jnp.matmul, {"bf16": ONE}),
+    "remat": (jax.checkpoint(jnp.matmul), {"bf16": ONE}),
+    "scan": (in_scan, {"bf16": 5 * ONE}),
+    "two calls": (twice_jitted, {"bf16": 2 * ONE}),
+    "the larger branch": (branched, {"bf16": 2 * ONE}),
+    "highest": (lambda x, w: jnp.matmul(x, w, precision="highest"), {"f32": ONE}),
+    "stopped": (mpx.amp_stop(jax.jit(jnp.matmul)), {"f32": ONE}),
+    "gradient": (
+        lambda x, w: jax.grad(lambda x: jnp.sum(x @ w))(x),
+        {"bf16": 2 * ONE},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_operations_are_counted_as_often_as_they_run(name):
+    f, expected = COUNTS[name]
+    assert bf16(f, X, W).flops == expected
+
+
+def test_convolution_is_counted():
+    image, kernel = jnp.ones((2, 3, 8, 8)), jnp.ones((5, 3, 3, 3))
+    report = bf16(lambda x, k: lax.conv(x, k, (1, 1), "SAME"), image, kernel)
+    assert report.flops == {"bf16": 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)}
+
+
+def test_shares_add_up_and_start_with_the_largest():
+    def f(x, w):
+        return in_scan(x, w) + jnp.matmul(x, w, precision="highest")
+
+    shares = bf16(f, X, W).shares
+    assert list(shares) == ["bf16", "f32"]
+    assert shares["bf16"] == pytest.approx(5 / 6)
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("policy", ["tf32", "bf16_f32", "true_f32"])
+def test_algorithm_is_named(policy):
+    report = bf16(jnp.matmul, X, W, policy=policy)
+    assert report.shares == {policy: 1.0}
+    assert report.kept == ()
+    assert f"f32 -> {policy}" in str(report)
+
+
+def test_function_as_a_rule_is_named():
+    def in_f16(compute_dtype, original_dtypes, *operands, **params):
+        params["preferred_element_type"] = jnp.float16
+        return [x.astype(jnp.float16) for x in operands], params
+
+    policy = AmpPolicy(primitives={"dot_general": in_f16})
+    report = bf16(jnp.matmul, X, W, policy=policy)
+    assert report.shares == {"f16": 1.0}
+    assert "f32 -> by in_f16" in str(report)
+
+
+# --- What stays, and what is unknown --------------------------------------------------
+
+SUMS = "sums of many terms stand still in 16 bits"
+OWN = "somebody's own kernel or host code"
+
+
+def with_callback(x):
+    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct((3, 4), jnp.float32), x @ W)
+
+
+KEPT = {
+    "rule": (lambda x: jnp.sum(x @ W), {("reduce_sum", SUMS)}),
+    "scope": (mpx.amp_stop(lambda x: x @ W), {("dot_general", "scope amp_stop")}),
+    "highest": (
+        lambda x: jnp.matmul(x, W, precision="highest"),
+        {("dot_general", "precision=HIGHEST was asked for")},
+    ),
+    "low": (lambda x: jnp.tanh(x @ W), set()),
+    "callback": (with_callback, set()),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_stays_is_told_with_its_reason(name):
+    f, expected = KEPT[name]
+    assert reasons(bf16(f, X).kept) == expected
+
+
+def test_unknown_operation_is_opaque():
+    assert reasons(bf16(with_callback, X).opaque) == {("pure_callback", OWN)}
+
+
+def head(x, w):
+    with jax.named_scope("head"):
+        return x @ w
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (AmpPolicy(params={"w": "f32"}), "parameter w"),
+        (AmpPolicy(scopes={"head": "f32"}), "scope head"),
+        (AmpPolicy(functions={"head": "original"}), "function head"),
+        (AmpPolicy(primitives={"dot_general": "f32"}), "policy safe"),
+        (AmpPolicy("original"), "policy original"),
+        ({"tanh": "f32"}, "policy original"),
+    ],
+    ids=["params", "scopes", "functions", "primitives", "base", "dictionary"],
+)
+def test_override_is_given_as_the_reason(policy, reason):
+    report = bf16(head, X, W, policy=policy)
+    assert reasons(report.kept) == {("dot_general", reason)}
+    assert report.shares == {"f32": 1.0}
+
+
+# --- Tracing only ---------------------------------------------------------------------
+
+
+def test_nothing_is_run():
+    ran = []
+
+    def f(x):
+        jax.debug.callback(ran.append, x)
+        return x @ x.T
+
+    report = bf16(f, jax.ShapeDtypeStruct((3, 4), jnp.float32))
+    jax.effects_barrier()
+    assert report.shares == {"bf16": 1.0}
+    assert not ran
+
+
+@pytest.mark.standard_promotion
+def test_nnx_module_is_left_as_it_was():
+    # Not a pytree, so that JAX's own flattening does not make a copy either.
+    class Net(nnx.Module, pytree=False):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    net = Net(nnx.Rngs(0))
+    report = bf16(lambda net, x: net.norm(net.linear(x)), net, X)
+    assert report.shares == {"bf16": 1.0}
+    assert "linear/kernel" in str(report)
+    np.testing.assert_array_equal(net.norm.mean[...], np.zeros(4))
+
+
+def test_configured_half_precision_is_the_default():
+    mpx.set_half_precision_datatype("bfloat16")
+    assert amp_report(jnp.matmul, X, W).compute_dtype == "bf16"
+
+
+def test_function_under_amp_is_refused():
+    with pytest.raises(ValueError, match="Pass the function itself"):
+        bf16(mpx.amp(jnp.matmul), X, W)
+
+
+# --- Text -----------------------------------------------------------------------------
+
+
+def test_text_has_three_tables(monkeypatch):
+    def f(x, w):
+        return jnp.sum(with_callback(x @ w))
+
+    monkeypatch.chdir(__file__.rpartition("/")[0])
+    report = bf16(f, X, W)
+    head, matmuls, kept, unknown = str(report).split("\n\n")
+    assert head == ("amp to bf16, policy safe. Matmul operations: 100.0 % in bf16.")
+    line = f.__code__.co_firstlineno + 1
+    assert (
+        matmuls.splitlines()[2].split()
+        == (
+            f"dot_general f32 -> bf16 (3,4) @ (4,4) x w test_amp_report.py:{line}"
+        ).split()
+    )
+    assert "reduce_sum" in kept
+    assert SUMS in kept
+    assert "pure_callback" in unknown

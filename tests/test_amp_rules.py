@@ -1,0 +1,515 @@
+"""The rule table of `amp` covers what JAX can compile, and policies change it."""
+
+import functools
+import itertools
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpx
+from models import equations
+from mpx import AmpPolicy, amp, amp_low, amp_stop
+from mpx._amp._interpreter import HANDLERS
+from mpx._amp._rules import PRIMITIVES, TABLE, Rule, rule_for
+from mpx.testing import assert_trees_equal
+
+# --- The table ------------------------------------------------------------------------
+
+# What JAX can compile and the table does not name. A primitive that appears newly makes
+# the test below red: give it a line in the table, or here if the default is right.
+# The names are those of the oldest and of the newest supported JAX together.
+BY_DEFAULT = {
+    "has rules of its own in the interpreter": "convert_element_type integer_pow",
+    "has no f32 operand": """
+        after_all and axis_index clz create_token dim_as_value dimension_size empty
+        empty2 from_edtype iota iota_2x32_shape mulhi not or philox2x32 philox4x32
+        platform_index population_count random_bits random_clone random_fold_in
+        random_seed random_split random_unwrap random_wrap rng_bit_generator
+        shape_assertion shift_left shift_right_arithmetic shift_right_logical
+        threefry2x32 threefry4x32 to_edtype unreachable xor
+    """,
+    "draws numbers": "random_gamma rng_uniform",
+    "is written for its own dtypes": """
+        approx_top_k broadcast_to call_exported check core_map create_linear cudnn_fusion
+        custom_lin dce_sink inspect_sharding layout_constraint linear_call pin relayout
+        run_state stage symmetric_product tie unpin with_memory_space_constraint
+        remat_opt dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper
+        dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd_wrapper
+        scaled_matmul_wrapper
+    """,
+    "asynchronous or experimental communication": """
+        all_gather_done all_gather_reduced_start all_gather_start all_to_all_done
+        all_to_all_start pbroadcast_done pbroadcast_dynamic pbroadcast_start
+        ppermute_done ppermute_start preduced psum_done psum_invariant_start psum_start
+        ragged_all_to_all reduce_scatter_done reduce_scatter_start reduced_vary_cast_p
+        unreduced_pmax unreduced_pmin unreduced_psum_start
+        unreduced_reduce_scatter_start vary_unreduced_cast_p
+    """,
+    "belongs to another library": """
+        announce_jaxpr maybe_set noinline nonbatchable nondifferentiable_backward
+        nontraceable select_if_vmap unvmap_all unvmap_any unvmap_max vprim
+    """,
+}
+
+
+def test_each_primitive_stands_in_the_table_once():
+    names = list(itertools.chain.from_iterable(names for _, _, names in TABLE))
+    assert sorted(names) == sorted({*names})
+    assert not {*names} & {*HANDLERS}
+    assert {rule for rule, _, _ in TABLE} <= {*Rule}
+
+
+def test_every_primitive_of_this_jax_has_a_rule_or_falls_under_the_default():
+    defaults = list(itertools.chain.from_iterable(map(str.split, BY_DEFAULT.values())))
+    assert sorted(defaults) == sorted({*defaults}), "a name is listed twice"
+    known = {*PRIMITIVES, *HANDLERS, *defaults}
+    # In a process of its own: importing pallas adds what only kernels consist of.
+    code = "import mpx; from mpx import _compat; print(*_compat.lowered_primitives())"
+    lowered = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert len(lowered) > 200
+    assert {*lowered} - known == set()
+    assert not {*defaults} & {*PRIMITIVES, *HANDLERS}
+
+
+def test_default_of_an_unknown_primitive_is_to_run_as_written():
+    assert rule_for("a_primitive_of_tomorrow", {}, compute_is_f16=False) == "original"
+
+
+@pytest.mark.parametrize(
+    ("power", "is_f16", "rule"),
+    [(2, False, "f32"), (-1, False, "f32"), (3, False, "follow"), (3, True, "f32")],
+)
+def test_integer_power_runs_low_only_where_it_cannot_overflow(power, is_f16, rule):
+    assert rule_for("integer_pow", {"y": power}, compute_is_f16=is_f16) == rule
+
+
+# --- What the rules do ----------------------------------------------------------------
+
+X = jnp.linspace(0.1, 1.3, 12).reshape(3, 4)
+W = jnp.linspace(-1.0, 0.9, 16).reshape(4, 4)
+B = jnp.linspace(0.5, 1.1, 4)
+
+bf16 = functools.partial(amp, compute_dtype="bf16")
+
+
+def trace(func, *args, **options):
+    return [*equations(jax.make_jaxpr(amp(func, **options))(*args))]
+
+
+def dtypes_of(func, *args, primitive, compute_dtype="bf16", **options):
+    """Returns the dtypes of the first operand of each equation of one primitive."""
+    return [
+        str(eqn.invars[-1].aval.dtype)
+        for eqn in trace(func, *args, compute_dtype=compute_dtype, **options)
+        if eqn.primitive.name == primitive
+    ]
+
+
+RULES = {
+    "matmul": (lambda x: x @ W, "dot_general", "bfloat16"),
+    "exp": (lambda x: jnp.exp(x @ W), "exp", "float32"),
+    "sum": (lambda x: jnp.sum(x @ W), "reduce_sum", "float32"),
+    "max of a softmax": (lambda x: jax.nn.softmax(x @ W), "reduce_max", "float32"),
+    "square": (lambda x: lax.square(x @ W), "square", "float32"),
+    "tanh": (lambda x: jnp.tanh(x @ W), "tanh", "bfloat16"),
+    "reshape": (lambda x: (x @ W).reshape(-1), "reshape", "bfloat16"),
+    "bias": (lambda x: x @ W + B[None], "add", "bfloat16"),
+    "sum of two low": (lambda x: x @ W + x @ W, "add", "bfloat16"),
+    "residual in f32": (lambda x: x + x @ W, "add", "float32"),
+    "literal": (lambda x: (x @ W) * 0.5, "mul", "bfloat16"),
+    "literal that overflows": (lambda x: (x @ W) * 3.4e38, "mul", "float32"),
+    "literal that is flushed": (lambda x: (x @ W) + 1e-39, "add", "float32"),
+    "scatter": (lambda x: (x @ W).at[0].set(1.0), "scatter", "float32"),
+    "cholesky": (lambda x: lax.linalg.cholesky(W.T @ W), "cholesky", "float32"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_operation_runs_in_the_dtype_of_its_rule(name):
+    func, primitive, dtype = RULES[name]
+    assert set(dtypes_of(func, X, primitive=primitive)) == {dtype}
+
+
+def test_f16_has_a_narrower_range_than_bf16():
+    assert dtypes_of(lambda x: (x @ W) * 1e30, X, primitive="mul") == ["bfloat16"]
+    narrow = dtypes_of(
+        lambda x: (x @ W) * 1e30, X, primitive="mul", compute_dtype="f16"
+    )
+    assert narrow == ["float32"]
+
+
+def test_default_compute_dtype_is_the_configured_half_precision():
+    dots = functools.partial(dtypes_of, primitive="dot_general", compute_dtype=None)
+    assert dots(lambda x: x @ W, X) == ["float16"]
+    with mpx.half_precision("bf16"):
+        assert dots(lambda x: x @ W, X) == ["bfloat16"]
+
+
+# --- Policies -------------------------------------------------------------------------
+
+
+def scoped(x, w):
+    """One matmul per scope: none, attn, block/attn, block/mlp/attn."""
+    x = x @ w
+    with jax.named_scope("attn"):
+        x = x @ w
+    with jax.named_scope("block"):
+        with jax.named_scope("attn"):
+            x = x @ w
+        with jax.named_scope("mlp"), jax.named_scope("attn"):
+            x = x @ w
+    return x
+
+
+LOW, F32 = "bfloat16", "float32"
+
+SCOPES = {
+    "exact name": ({"attn": "original"}, [LOW, F32, F32, F32]),
+    "part of a name": ({"att": "original"}, [LOW, LOW, LOW, LOW]),
+    "glob of a name": ({"at?n": "f32"}, [LOW, F32, F32, F32]),
+    "glob of a path": ({"*/block/attn/*": "original"}, [LOW, LOW, F32, LOW]),
+    "deep glob of a path": ({"*/block/*/attn/*": "original"}, [LOW, LOW, LOW, F32]),
+    "any depth": ({"*/attn/*": "original"}, [LOW, F32, F32, F32]),
+    "outermost wins": ({"block": "low", "attn": "f32"}, [LOW, F32, LOW, LOW]),
+    "outermost wins, f32": ({"mlp": "low", "block": "f32"}, [LOW, LOW, F32, F32]),
+}
+
+
+@pytest.mark.parametrize("name", SCOPES)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_scope_of_a_policy_is_matched(name, wrap):
+    scopes, expected = SCOPES[name]
+    policy = AmpPolicy(scopes=scopes)
+    actual = dtypes_of(wrap(scoped), X, W, primitive="dot_general", policy=policy)
+    assert actual == expected
+
+
+def test_scope_around_amp_counts():
+    policy = AmpPolicy(scopes={"outer": "original"})
+    func = amp(lambda x: x @ W, compute_dtype="bf16", policy=policy)
+
+    def outer(x):
+        with jax.named_scope("outer"):
+            return func(x)
+
+    dots = [e for e in equations(jax.make_jaxpr(outer)(X)) if "dot" in str(e.primitive)]
+    assert [str(e.invars[0].aval.dtype) for e in dots] == [F32]
+
+
+def stopped_by_context(x):
+    with amp_stop():
+        x = x @ W
+    return x @ W
+
+
+def stopped_around_jit(x):
+    with amp_stop():
+        x = jax.jit(lambda x: x @ W)(x)
+    return x @ W
+
+
+def stopped_around_scan(x):
+    with amp_stop():
+        x = lax.scan(lambda c, w: (c @ w, None), x, W[None])[0]
+    return x @ W
+
+
+def stopped_inside_scan(x):
+    def body(c, w):
+        with amp_stop():
+            return jax.jit(jnp.matmul)(c, w), None
+
+    return lax.scan(body, x, W[None])[0] @ W
+
+
+def by_scope(name):
+    def func(x):
+        with jax.named_scope(name):
+            x = x @ W
+        return x @ W
+
+    return func
+
+
+STOPPED = {
+    "context": stopped_by_context,
+    "decorator": lambda x: amp_stop(lambda x: x @ W)(x) @ W,
+    "around jit": stopped_around_jit,
+    "around scan": stopped_around_scan,
+    "inside scan": stopped_inside_scan,
+    "amp_stop": by_scope("amp_stop"),
+    "amp_step": by_scope("amp_step"),
+    "amp_default": by_scope("amp_default"),
+}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_amp_stop_keeps_a_region_as_it_is_written(name):
+    func = STOPPED[name]
+    assert dtypes_of(func, X, primitive="dot_general") == [F32, LOW]
+    rounded = func(X).astype(jnp.float32)  # without amp nothing changes
+    assert rounded.dtype == jnp.float32
+
+
+def test_weight_of_a_stopped_matmul_in_a_scan_is_not_rounded():
+    weights = jnp.full((1, 4, 4), 1.001)
+
+    def func(x, weights):
+        def body(c, w):
+            with amp_stop():
+                return jax.jit(jnp.matmul)(c, w), None
+
+        return lax.scan(body, x, weights)[0]
+
+    assert_trees_equal(bf16(func)(X, weights), func(X, weights))
+
+
+def test_weight_of_a_scan_that_a_parameter_rule_keeps_is_not_rounded():
+    weights = jnp.full((1, 4, 4), 1.001)
+
+    def func(x, weights):
+        return lax.scan(lambda c, w: (c @ w, None), x, weights)[0]
+
+    policy = AmpPolicy(params={"weights": "f32"})
+    assert_trees_equal(bf16(func, policy=policy)(X, weights), func(X, weights))
+
+
+def test_parameter_rule_is_searched_in_the_path():
+    def func(model, x):
+        return (x @ model["body"]["w"]) @ model["head"]["w"].T
+
+    model = {"body": {"w": W}, "head": {"w": W}}
+    policy = AmpPolicy(params={"^model/head": "f32"})
+    actual = dtypes_of(func, model, X, primitive="dot_general", policy=policy)
+    assert actual == [LOW, F32]
+
+
+def router(x):
+    return x @ W
+
+
+def test_function_rule_holds_for_what_the_function_wrote():
+    policy = AmpPolicy(functions={"router": "original"})
+
+    def func(x):
+        return router(x) @ W
+
+    actual = dtypes_of(func, X, primitive="dot_general", policy=policy)
+    assert actual == [F32, LOW]
+
+
+@pytest.mark.parametrize("key", ["exp", lax.exp_p], ids=["name", "object"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_primitive_rule_is_given_by_name_or_object(key, wrap):
+    func = wrap(lambda x: jnp.exp(x @ W))
+    policy = AmpPolicy(primitives={key: "low"})
+    assert dtypes_of(func, X, primitive="exp", policy=policy) == [LOW]
+    # A jitted function without a matmul is no exception.
+    assert dtypes_of(wrap(jnp.exp), X, primitive="exp", policy=policy) == [LOW]
+
+
+def test_fast_policy_lets_arguments_follow_low_activations():
+    def residual(x):
+        return x + x @ W
+
+    assert dtypes_of(residual, X, primitive="add") == [F32]
+    assert dtypes_of(residual, X, primitive="add", policy="fast") == [LOW]
+
+
+@pytest.mark.parametrize("base", ["safe", "fast", "original", "tf32"])
+def test_scope_set_to_low_leaves_alone_what_has_no_low_version(base):
+    def func(x):
+        with jax.named_scope("all"):
+            y = (x @ W).at[0].add(1.0)
+            return jnp.sum(jnp.linalg.inv(W + 4 * jnp.eye(4))) + jnp.exp(y)
+
+    policy = AmpPolicy(base, scopes={"all": "low"})
+    assert dtypes_of(func, X, primitive="exp", policy=policy) == [LOW]
+    out = amp(func, compute_dtype="bf16", policy=policy)(X)
+    np.testing.assert_allclose(out, func(X), rtol=0.1)
+
+
+def test_original_policy_changes_nothing():
+    def func(x):
+        return jnp.tanh(x @ W + B[None])
+
+    assert_trees_equal(amp(func, compute_dtype="bf16", policy="original")(X), func(X))
+
+
+PRESETS = {
+    "bf16_f32": lax.DotAlgorithmPreset.BF16_BF16_F32,
+    "true_f32": lax.DotAlgorithmPreset.F32_F32_F32,
+    "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32,
+}
+
+
+def precisions(func, *args, **options):
+    return [
+        (str(eqn.invars[0].aval.dtype), eqn.params["precision"])
+        for eqn in trace(func, *args, compute_dtype="bf16", **options)
+        if eqn.primitive.name == "dot_general"
+    ]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_matmul_only_policy_keeps_f32_and_sets_the_algorithm(name):
+    def func(x):
+        return jnp.tanh(x @ W)
+
+    found = precisions(func, X, policy=name)
+    plain = [(F32, None)] if name == "tf32" else []  # where there is no TF32
+    assert sorted(found, key=str) == sorted([(F32, PRESETS[name]), *plain], key=str)
+    assert dtypes_of(func, X, primitive="tanh", policy=name) == [F32]
+
+
+def test_algorithm_may_be_chosen_for_a_region():
+    policy = AmpPolicy(scopes={"attn": "bf16_f32"})
+
+    def func(x):
+        with jax.named_scope("attn"):
+            x = x @ W
+        return x @ W
+
+    assert precisions(func, X, policy=policy) == [
+        (F32, PRESETS["bf16_f32"]),
+        (LOW, None),
+    ]
+
+
+def test_bf16_f32_runs_and_is_as_exact_as_bf16():
+    def func(x):
+        return x @ W
+
+    out = amp(func, policy="bf16_f32")(X)
+    np.testing.assert_allclose(out, func(X), atol=4 * 2.0**-8)
+    assert_trees_equal(amp(func, policy="tf32")(X), func(X))  # a CPU has no TF32
+
+
+# --- Dictionaries, as in jaxamp -------------------------------------------------------
+
+
+def at_compute(compute_dtype, original_dtypes, *args, **params):
+    """Has the signature of jaxamp's `precision_fn`."""
+    assert len(original_dtypes) == len(args)
+    args = [x.astype(compute_dtype) if x.dtype == jnp.float32 else x for x in args]
+    if "preferred_element_type" in params:
+        params["preferred_element_type"] = compute_dtype
+    return args, params
+
+
+def test_dictionary_policy_runs_what_it_does_not_list_as_written():
+    def func(x):
+        return jnp.tanh(x @ W) * 2
+
+    policy = {lax.dot_general_p: at_compute}
+    assert dtypes_of(func, X, primitive="dot_general", policy=policy) == [LOW]
+    assert dtypes_of(func, X, primitive="tanh", policy=policy) == [F32]
+    assert dtypes_of(func, X, primitive="dot_general", policy={}) == [F32]
+
+
+def test_dictionary_policy_takes_primitives_scopes_and_functions():
+    policy = {"dot_general": "low", "attn": "original"}
+    actual = dtypes_of(scoped, X, W, primitive="dot_general", policy=policy)
+    assert actual == [LOW, F32, F32, F32]
+
+
+@pytest.mark.parametrize(
+    ("policy", "error"),
+    [
+        ("quick", "`base` must be one of safe"),
+        ({"dot_general": "lower"}, "`primitives['dot_general']` must be one of low"),
+        ({"attn": "lower"}, "`scopes['attn']` must be one of low"),
+    ],
+)
+def test_unknown_policy_is_refused(policy, error):
+    with pytest.raises(ValueError, match=re.escape(error)):
+        amp(jnp.sin, policy=policy)
+
+
+def test_unknown_compute_dtype_is_refused():
+    with pytest.raises(ValueError, match="compute_dtype"):
+        amp(jnp.sin, compute_dtype="int8")
+
+
+# --- amp_low and carries --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_amp_low_starts_a_low_residual_stream(wrap):
+    func = wrap(lambda x: amp_low(x) + x @ W)
+    assert dtypes_of(func, X, primitive="add") == [LOW]
+    assert_trees_equal(func(X), X + X @ W)  # without amp it is nothing
+
+
+def test_amp_low_alone_is_seen_in_a_jitted_function():
+    out = bf16(jax.jit(lambda x: amp_low(x)))(jnp.float32(1.001))
+    assert_trees_equal(out, jnp.float32(1.0))
+
+
+def test_amp_low_leaves_integers_and_other_leaves_alone():
+    tree = {"x": X, "n": jnp.arange(3), "name": "a"}
+    assert_trees_equal(bf16(amp_low)(tree)["n"], tree["n"])
+    assert bf16(amp_low)(tree)["name"] == "a"
+
+
+@pytest.mark.parametrize(("narrow", "dtype"), [(False, F32), (True, LOW)])
+def test_carry_of_a_loop_is_f32_unless_it_may_be_narrow(narrow, dtype):
+    def by_scan(x):
+        return lax.scan(lambda c, _: (jnp.tanh(c @ W), None), x @ W, length=2)[0]
+
+    def by_while(x):
+        def step(c):
+            return (c[0] + 1, jnp.tanh(c[1] @ W))
+
+        return lax.while_loop(lambda c: c[0] < 2, step, (0, x @ W))[1]
+
+    for func, name in ((by_scan, "scan"), (by_while, "while")):
+        eqns = trace(func, X, compute_dtype="bf16", narrow_carry=narrow)
+        loop = next(eqn for eqn in eqns if eqn.primitive.name == name)
+        floats = [v.aval.dtype for v in loop.outvars if v.aval.dtype != jnp.int32]
+        assert [str(d) for d in floats] == [dtype]
+        assert amp(func, narrow_carry=narrow)(X).dtype == jnp.float32
+
+
+def test_narrow_carry_stays_f32_where_the_body_widens_it():
+    def func(x):
+        return lax.scan(lambda c, _: (c + jnp.exp(c), None), x @ W, length=2)[0]
+
+    eqns = trace(func, X, compute_dtype="bf16", narrow_carry=True)
+    loop = next(eqn for eqn in eqns if eqn.primitive.name == "scan")
+    assert [str(v.aval.dtype) for v in loop.outvars] == [F32]
+
+
+# --- Precision that is asked for ------------------------------------------------------
+
+
+@pytest.mark.parametrize("ambient", ["highest", "float32"])
+def test_ambient_matmul_precision_does_not_keep_amp_from_working(ambient):
+    with jax.default_matmul_precision(ambient):
+        assert dtypes_of(lambda x: x @ W, X, primitive="dot_general") == [LOW]
+
+
+def test_explicit_algorithm_is_kept():
+    preset = lax.DotAlgorithmPreset.BF16_BF16_F32
+
+    def func(x):
+        return jnp.matmul(x, W, precision=preset)
+
+    assert precisions(func, X) == [(F32, preset)]
+
+
+def test_result_asked_for_in_another_dtype_is_kept():
+    def func(x):
+        return jnp.matmul(x, W, preferred_element_type=jnp.bfloat16)
+
+    plain = [e for e in equations(jax.make_jaxpr(func)(X)) if "dot" in str(e.primitive)]
+    assert str(plain[0].invars[0].aval.dtype) == F32
+    assert dtypes_of(func, X, primitive="dot_general") == [F32]
