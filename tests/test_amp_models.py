@@ -356,7 +356,7 @@ def test_nnx_model_keeps_its_statistics_and_dropout_counter():
     assert_trees_equal(state["dropout"], wanted["dropout"])
     assert_trees_equal(state["linear"], wanted["linear"])
     for name in ("mean", "var"):
-        statistic = state["norm"][name][...]
+        statistic = np.asarray(state["norm"][name][...])
         assert statistic.dtype == jnp.float32
         expected = np.asarray(wanted["norm"][name][...])
         np.testing.assert_allclose(statistic, expected, rtol=2.0**-6, atol=2.0**-8)
