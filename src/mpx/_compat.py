@@ -19,7 +19,7 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
-OLDEST, NEWEST = (0, 10, 1), (0, 13)
+OLDEST = (0, 10, 1)
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
@@ -101,8 +101,6 @@ def zeros_of(struct: Any) -> jax.Array:
 
 # --- Jaxprs ---------------------------------------------------------------------------
 
-Jaxpr = jex_core.Jaxpr
-JaxprEqn = jex_core.JaxprEqn
 Literal = jex_core.Literal
 
 

@@ -74,7 +74,6 @@ class Autocast:
         dtype: The compute dtype.
         policy: The rules.
         narrow_carry: Whether loop carries may be held in the compute dtype.
-        weight_grads: The dtype of weight gradients, `None` for the compute dtype.
         cache: Rewritten jaxprs, by what they were made from.
         decisions: Where decisions are recorded, `None` to record none.
     """
@@ -82,7 +81,6 @@ class Autocast:
     dtype: np.dtype
     policy: AmpPolicy
     narrow_carry: bool = False
-    weight_grads: np.dtype | None = None
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
     decisions: list[Decision] | None = None
 
