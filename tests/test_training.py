@@ -29,7 +29,7 @@ pytestmark = pytest.mark.standard_promotion
 
 SAMPLES, BATCH, STEPS = 512, 32, 200
 # The range of few losses is a poor measure of noise; but a loop in Python is slow.
-SEEDS, SEEDS_IN_PYTHON = 8, 3
+SEEDS, SEEDS_IN_PYTHON, MIXED_SEEDS_IN_PYTHON = 8, 3, 1
 HALVES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 
 # Not Adam, which hides a gradient that is wrong by a factor. The learning rate falls to
@@ -73,13 +73,13 @@ def cross_entropy(logits, labels):
 
 
 class Runs:
-    """Final losses of one loop by seed, in f32 and in the two mixed precisions."""
+    """Final losses of one loop by seed, in f32 and in mixed precisions."""
 
-    def __init__(self, train):
+    def __init__(self, train, halves=("bf16", "f16")):
         self.full, _ = train(jnp.float32)
         self.mixed, self.scalings = {}, {}
-        for name, dtype in HALVES.items():
-            self.mixed[name], self.scalings[name] = train(dtype)
+        for name in halves:
+            self.mixed[name], self.scalings[name] = train(HALVES[name])
 
     def check(self):
         untrained = np.log(10)  # the loss of guessing
@@ -88,8 +88,9 @@ class Runs:
         assert np.all(self.full < untrained / 20)
         assert 0 < noise < untrained / 50
         for name, losses in self.mixed.items():
-            assert np.all(losses != self.full), f"{name} was no mixed precision"
-            np.testing.assert_allclose(losses, self.full, rtol=0, atol=noise)
+            full = self.full[: len(losses)]
+            assert np.all(losses != full), f"{name} was no mixed precision"
+            np.testing.assert_allclose(losses, full, rtol=0, atol=noise)
 
     def check_skipping(self):
         """The f16 run has skipped some steps, but not many."""
@@ -239,10 +240,11 @@ def make_step(
     return model, optimizer_state, loss_scaling, loss_value
 
 
-def run_in_python(step):
+def run_in_python(dtype, step):
     """Runs `step(seed, batches)` for a few seeds; it returns parameters and scaling."""
     params, scalings = [], []
-    for seed in range(SEEDS_IN_PYTHON):
+    seeds = SEEDS_IN_PYTHON if dtype == jnp.float32 else MIXED_SEEDS_IN_PYTHON
+    for seed in range(seeds):
         batches = jax.tree.map(lambda leaf: leaf[seed], make_batches(SEEDS))  # noqa: B023
         batches = [
             jax.tree.map(lambda leaf: leaf[number], batches)  # noqa: B023
@@ -283,7 +285,7 @@ def train_readme_of_mpx(dtype):
         return eqx.filter(model, eqx.is_array), loss_scaling
 
     with mpx.half_precision(dtype if train_mixed_precision else "f16"):
-        params, loss_scaling = run_in_python(run)
+        params, loss_scaling = run_in_python(dtype, run)
     return final_losses(apply_equinox, params), loss_scaling
 
 
@@ -417,7 +419,8 @@ def train_train_state(dtype):
 
 
 def test_linen_train_state_trains():
-    runs = Runs(train_train_state)
+    # In f16, where steps are skipped; in bf16 it is the loop without a TrainState.
+    runs = Runs(train_train_state, ["f16"])
     runs.check()
     runs.check_skipping()
 
@@ -466,7 +469,7 @@ def train_nnx(dtype):
             scaling = step(model, nnx_optimizer, scaling, batch)
         return nnx.state(model), scaling
 
-    params, scaling = run_in_python(run)
+    params, scaling = run_in_python(dtype, run)
     return final_losses(apply_nnx, params), scaling
 
 
