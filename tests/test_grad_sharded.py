@@ -328,3 +328,20 @@ def test_reduced_gradients_are_f32_whatever_the_reduce_dtype(dtype, problem):
     run = shard_mapped(step, make_mesh(), check_vma=True, out_specs=REPLICATED)
     result = run(DynamicLossScaling.pow2(SCALE), problem.w, problem.x, problem.y)
     assert_trees_equal(result.grads, problem.grad)
+
+
+def test_parameters_that_differ_between_devices_are_refused():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def step(w, x):
+        def loss(params):
+            return jnp.sum(jax.lax.all_gather(params["w"], "data", tiled=True) * x)
+
+        return mpx.value_and_grad(loss, axis_name="data")(
+            mpx.NoLossScaling(), {"w": w}
+        ).grads["w"]
+
+    run = jax.shard_map(step, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    match = r"parameter `0/w` differs between the devices of \['data'\].*replicated"
+    with pytest.raises(ValueError, match=match):
+        run(jnp.ones(8), jnp.ones(8))

@@ -15,11 +15,18 @@ from jaxtyping import Array, Bool, PyTree
 
 from mpx._call import Call, State
 from mpx._cast import cast_leaf
-from mpx._compat import as_varying
+from mpx._compat import as_varying, varying_axes
 from mpx._formats import at_least_f32, parse_float_dtype
 from mpx._loss_scaling import LossScaling
 from mpx._policy import Policy, as_policy
-from mpx._tree import AxisName, all_finite, is_floating, select_tree, shape_of
+from mpx._tree import (
+    AxisName,
+    all_finite,
+    is_floating,
+    named_leaves,
+    select_tree,
+    shape_of,
+)
 
 
 class GradResult(NamedTuple):
@@ -222,10 +229,22 @@ def local_parameters(call: Call, axis_name: AxisName | None) -> tuple[PyTree, ..
 
     The derivative with respect to a value shared by the devices of a `shard_map` would
     be summed in the compute dtype before mpx sees it.
+
+    Raises:
+        ValueError: If a parameter is known to differ between the devices.
     """
     if axis_name is None:
         return call.diff
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    for name, leaf in named_leaves(call.diff):
+        sharded = varying_axes(jax.typeof(jnp.asarray(leaf))) & set(names)
+        if sharded:
+            raise ValueError(
+                f"The parameter `{name}` differs between the devices of "
+                f"{sorted(sharded)}, so its gradients must not be averaged over them. "
+                "Pass it replicated (`in_specs=P()`), or use jit with a NamedSharding, "
+                "which needs no `axis_name`, for sharded parameters."
+            )
     return jax.tree.map(lambda x: as_varying(jnp.asarray(x), names), call.diff)
 
 

@@ -54,8 +54,8 @@ class Policy:
     A rule in `keep` is one of three:
 
     - a node type such as `eqx.nn.LayerNorm`: the parameters of every such node stay as
-      they are, and if it is a callable Equinox module it *runs* in f32: its inputs are
-      widened and its results come back in the dtype of its inputs;
+      they are, and if it is a callable Equinox or NNX module it *runs* in f32: its
+      inputs are widened and its results come back in the dtype of its inputs;
     - a regular expression, searched in the leaf's name (`model/layers/0/norm/weight`);
     - a predicate `(name, leaf) -> bool`.
 
