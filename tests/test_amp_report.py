@@ -108,6 +108,18 @@ def test_convolution_is_counted():
     assert report.flops == {"bf16": 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)}
 
 
+def test_ragged_matmul_is_counted_forward_and_backward():
+    x, w = jnp.ones((8, 4)), jnp.ones((2, 4, 3))
+
+    def loss(x, w):
+        return jnp.sum(lax.ragged_dot(x, w, jnp.array([3, 5], jnp.int32)))
+
+    assert bf16(loss, x, w).flops == {"bf16": 2 * 8 * 4 * 3}
+    # Each row belongs to one group, in both gradients.
+    grad = jax.grad(loss, (0, 1))
+    assert bf16(grad, x, w).flops == {"bf16": 3 * 2 * 8 * 4 * 3}
+
+
 def test_shares_add_up_and_start_with_the_largest():
     def f(x, w):
         return in_scan(x, w) + jnp.matmul(x, w, precision="highest")

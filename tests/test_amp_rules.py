@@ -491,6 +491,59 @@ def test_narrow_carry_stays_f32_where_the_body_widens_it():
     assert [str(v.aval.dtype) for v in loop.outvars] == [F32]
 
 
+def in_scan(f):
+    return lambda x: lax.scan(lambda c, x: (c, f(x[None])), 0, x)[1]
+
+
+def in_cond(f):
+    return lambda x: lax.cond(x[0, 0] > 0, f, f, x)
+
+
+def in_custom(f):
+    call = jax.custom_jvp(f)
+    call.defjvp(lambda primals, tangents: jax.jvp(f, primals, tangents))
+    return call
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, in_scan, in_cond, in_custom])
+def test_rule_of_a_scope_reaches_into_what_is_called_there(wrap):
+    layer = wrap(lambda x: x @ W)
+
+    def func(x):
+        with jax.named_scope("head"):
+            inside = layer(x)
+        return inside, layer(x)
+
+    policy = AmpPolicy(scopes={"head": "f32"})
+    dots = dtypes_of(func, X, primitive="dot_general", policy=policy)
+    half = len(dots) // 2
+    assert ({*dots[:half]}, {*dots[half:]}) == ({F32}, {LOW})
+
+
+LOW_BRANCH, F32_BRANCH = (lambda x: x @ W), (lambda x: x * 1.001)
+
+
+@pytest.mark.parametrize(
+    ("branches", "dtype"),
+    [
+        ((LOW_BRANCH, LOW_BRANCH), LOW),
+        ((LOW_BRANCH, F32_BRANCH), F32),
+        ((F32_BRANCH, LOW_BRANCH), F32),
+    ],
+    ids=["both low", "the first low", "the last low"],
+)
+def test_branches_agree_on_the_widest_dtype(branches, dtype):
+    def func(x):
+        return lax.cond(x[0, 0] > 0, *branches, x)
+
+    eqns = trace(func, X, compute_dtype="bf16")
+    cond = next(eqn for eqn in eqns if eqn.primitive.name == "cond")
+    assert [str(v.aval.dtype) for v in cond.outvars] == [dtype]
+    # An f32 branch loses nothing to the other.
+    if branches[0] is F32_BRANCH:
+        assert_trees_equal(jax.jit(bf16(func))(X), jax.jit(func)(X))
+
+
 # --- Precision that is asked for ------------------------------------------------------
 
 
@@ -516,3 +569,27 @@ def test_result_asked_for_in_another_dtype_is_kept():
     plain = [e for e in equations(jax.make_jaxpr(func)(X)) if "dot" in str(e.primitive)]
     assert str(plain[0].invars[0].aval.dtype) == F32
     assert dtypes_of(func, X, primitive="dot_general") == [F32]
+
+
+# --- Values read in f32 ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["inline", "jit"])
+def test_cotangents_of_a_value_that_is_read_in_f32_add_up_in_f32(nested):
+    """Mean, variance and difference of a norm read one low value."""
+
+    def var(x):
+        return jnp.var(x, -1, keepdims=True)
+
+    def norm(x):
+        mean = jnp.mean(x, -1, keepdims=True)
+        variance = (jax.jit(var) if nested else var)(x)
+        return (x - mean) * lax.rsqrt(variance + 1e-5)
+
+    def func(x):
+        return jnp.sum(jnp.sin(norm(x @ W)))
+
+    gradient = jax.grad(amp(func, compute_dtype="bf16"))
+    sums = [e for e in equations(jax.make_jaxpr(gradient)(X)) if "add_any" in str(e)]
+    assert sums
+    assert {str(e.outvars[0].aval.dtype) for e in sums} == {F32}

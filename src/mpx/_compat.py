@@ -6,18 +6,21 @@ supported versions, is reached through here.
 
 import contextlib
 import functools
+import pathlib
 import platform
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 from jax import lax
-from jax.core import Tracer, eval_jaxpr
+from jax.core import Tracer
+from jax.core import eval_jaxpr as eval_jaxpr
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
+from jax.interpreters import batching, mlir
 
 OLDEST = (0, 10, 1)
 
@@ -94,6 +97,14 @@ def varying_like(x: Any, struct: Any) -> Any:
     return as_varying(x, tuple(sorted(names))) if names else x
 
 
+def struct_like(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """Returns the type of an array of another shape that varies as `x` does."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    return jax.ShapeDtypeStruct(
+        shape, x.dtype, manual_axis_type=getattr(aval, "manual_axis_type", None)
+    )
+
+
 def zeros_of(struct: Any) -> jax.Array:
     """Returns zeros for the result of `jax.eval_shape`."""
     return varying_like(jnp.zeros(struct.shape, struct.dtype), struct)
@@ -102,6 +113,7 @@ def zeros_of(struct: Any) -> jax.Array:
 # --- Jaxprs ---------------------------------------------------------------------------
 
 Literal = jex_core.Literal
+Primitive = jex_core.Primitive
 
 
 def is_jaxpr(x: object) -> bool:
@@ -133,6 +145,11 @@ def constants_as_inputs(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 def _no_debug_info() -> Any:
     """Returns the origin of a jaxpr that no user wrote; JAX warns of one without."""
     return jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_names()
+
+
+def as_function(jaxpr: Any) -> Any:
+    """Returns a closed jaxpr as a function of flat arguments."""
+    return jex_core.jaxpr_as_fun(jaxpr)
 
 
 def sub_jaxprs(eqn: Any) -> Iterator[Any]:
@@ -195,9 +212,11 @@ def source_frames(eqn: Any) -> list[tuple[str, str, int]]:
     """Returns (function, file, line) of the user's frames behind an equation."""
     from jax._src import source_info_util as private
 
+    own = str(pathlib.Path(__file__).parent)
     return [
         (frame.function_name, frame.file_name, frame.start_line)
         for frame in private.user_frames(eqn.source_info.traceback)
+        if not frame.file_name.startswith(own)
     ]
 
 
@@ -227,3 +246,118 @@ def lowered_primitives() -> set[str]:
 
     tables = [private._lowerings, *private._platform_specific_lowerings.values()]
     return {primitive.name for table in tables for primitive in table}
+
+
+# --- Attention ------------------------------------------------------------------------
+
+
+def attention_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns what `jax.nn.dot_product_attention` calls: for XLA, and for cuDNN.
+
+    It looks them up when it is called, so that replacing them reaches every call of it,
+    however it was imported.
+    """
+    from jax._src.nn import functions as private
+
+    return private._dot_product_attention_xla, private.cudnn_dot_product_attention
+
+
+def set_attention_functions(
+    plain: Callable[..., Any], cudnn: Callable[..., Any]
+) -> None:
+    """Replaces what `jax.nn.dot_product_attention` calls."""
+    from jax._src.nn import functions as private
+
+    private._dot_product_attention_xla = plain
+    private.cudnn_dot_product_attention = cudnn
+
+
+def needs_devices(primitive: Any) -> None:
+    """Tells JAX that a primitive must know the devices when it is lowered.
+
+    Those inside of cuDNN's attention do, to be sharded, and JAX does not look for them
+    inside of other primitives.
+    """
+    from jax._src import dispatch as private
+
+    private.prim_requires_devices_during_lowering.add(primitive)
+
+
+def cuda_capability() -> tuple[int, ...] | None:
+    """Returns the compute capability of the default device, if it is a CUDA GPU."""
+    chosen = getattr(jax.config, "jax_default_device", None)
+    if chosen is not None and getattr(chosen, "platform", chosen) not in (
+        "gpu",
+        "cuda",
+    ):
+        return None
+    if jax.default_backend() != "gpu":
+        return None
+    device = jax.local_devices()[0]
+    if "cuda" not in device.client.platform_version.lower():
+        return None
+    return version_tuple(device.compute_capability)
+
+
+def is_batched(x: object) -> bool:
+    """Whether `x` is a value inside of a `jax.vmap`."""
+    from jax._src.interpreters.batching import BatchTracer
+
+    return isinstance(x, BatchTracer)
+
+
+def bind_jit(
+    eqn: Any, args: Sequence[Any], more: Sequence[Any], jaxpr: Any
+) -> list[Any]:
+    """Runs a jit equation with another jaxpr, which takes more inputs than before."""
+    from jax._src.sharding_impls import UNSPECIFIED
+
+    count = len(more)
+    changes = {
+        "in_shardings": (*eqn.params["in_shardings"], *[UNSPECIFIED] * count),
+        "in_layouts": (*eqn.params["in_layouts"], *[None] * count),
+        "donated_invars": (*eqn.params["donated_invars"], *[False] * count),
+    }
+    return bind(eqn, [*args, *more], jaxpr=jaxpr, **changes)
+
+
+def has_explicit_axes(mesh: Any) -> bool:
+    """Whether a mesh has axes along which shardings are part of an array's type."""
+    explicit = jax.sharding.AxisType.Explicit
+    return any(kind == explicit for kind in mesh.axis_types or ())
+
+
+def gpu_capability() -> tuple[int, int] | str | None:
+    """Returns the compute capability of the default device.
+
+    It is `(9, 0)` for an H200, the name of the architecture on GPUs of other makers,
+    and `None` where the default device is no GPU.
+    """
+    if jax.default_backend() not in ("gpu", "cuda", "rocm"):
+        return None
+    found = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+    major, _, minor = found.partition(".")
+    if not (major.isdigit() and minor[:1].isdigit()):
+        return found
+    return int(major), int(minor[:1])
+
+
+def refused(message: str, tree: Any) -> Any:
+    """Returns a tree of arrays that cannot be compiled.
+
+    What is wrong is known only when a program is lowered for a device.
+
+    Raises:
+        NotImplementedError: With `message`, when the program is lowered.
+    """
+    return jax.tree.map(lambda x: _refused.bind(x, message=message), tree)
+
+
+def _refuse(ctx: Any, x: Any, *, message: str) -> Any:
+    raise NotImplementedError(message)
+
+
+_refused = jex_core.Primitive("refused")
+_refused.def_abstract_eval(lambda aval, *, message: aval)
+mlir.register_lowering(_refused, _refuse)
+batching.defvectorized(_refused)

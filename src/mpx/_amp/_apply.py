@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._amp._rules import BROADCASTING, MATMULS, SHAPE_ONLY, Rule
+from mpx._amp._rules import BROADCASTING, MATMULS, SHAPE_ONLY, SPREADING, Rule
 from mpx._amp._values import (
     F32,
     Meta,
@@ -18,17 +18,19 @@ from mpx._amp._values import (
     literal_survives,
     widest,
 )
+from mpx._amp._weights import matmul, weights_of
 from mpx._compat import bind, default_matmul_precision, eval_equation
 
 
-def run_original(eqn: Any, values: list[Any]) -> list[Any]:
+def run_original(amp: Any, eqn: Any, values: list[Any]) -> list[Any]:
     """Runs an equation as it is written, on operands cast back to f32."""
-    return eval_equation(eqn, _in_f32(eqn, values))
+    return eval_equation(eqn, in_f32(amp, eqn, values))
 
 
-def _in_f32(eqn: Any, values: list[Any]) -> list[Any]:
+def in_f32(amp: Any, eqn: Any, values: list[Any]) -> list[Any]:
+    """Casts the operands that the function holds in f32 back to f32."""
     return [
-        cast(value, F32) if is_eligible(var.aval) else value
+        amp.widen(value) if is_eligible(var.aval) else value
         for var, value in zip(eqn.invars, values, strict=True)
     ]
 
@@ -47,16 +49,35 @@ def _low(
     if eqn.primitive.name in MATMULS:
         kept = reason_to_keep(eqn)
         if kept is not None:
-            return run_original(eqn, values), opaque_metas(eqn, metas), kept
+            return run_original(amp, eqn, values), opaque_metas(eqn, metas), kept
+        weights = weights_of(values, metas) if amp.f32_weight_grads else ()
+        if weights:
+            return [matmul(amp, eqn, values, weights)], [Meta(chain="low")], reason
     args = [
         cast(value, amp.dtype) if is_eligible(var.aval) else value
         for var, value in zip(eqn.invars, values, strict=True)
     ]
     changes = {}
     if "preferred_element_type" in eqn.params:
+        if amp.f32_results:
+            return _with_f32_result(eqn, args), [Meta(chain="high")], reason
         changes["preferred_element_type"] = amp.dtype
     outs = bind(eqn, args, **changes)
     return outs, [Meta(chain="low")] * len(outs), reason
+
+
+def _with_f32_result(eqn: Any, args: list[Any]) -> list[Any]:
+    """Runs a matmul of low operands that gives its f32 sums unrounded."""
+
+    def on_cpu(*args: Any) -> list[Any]:
+        # XLA has no such matmul on CPUs for all shapes. The products are the same.
+        wide = [cast(x, F32) for x in args[:2]]
+        return bind(eqn, [*wide, *args[2:]], preferred_element_type=F32)
+
+    def elsewhere(*args: Any) -> list[Any]:
+        return bind(eqn, args, preferred_element_type=F32)
+
+    return lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
 
 
 def reason_to_keep(eqn: Any) -> str | None:
@@ -80,7 +101,7 @@ def reason_to_keep(eqn: Any) -> str | None:
 def _f32(
     amp: Any, eqn: Any, values: list[Any], metas: list[Meta], reason: str
 ) -> Applied:
-    outs = bind(eqn, _in_f32(eqn, values))
+    outs = bind(eqn, in_f32(amp, eqn, values))
     return outs, opaque_metas(eqn, metas), reason
 
 
@@ -106,8 +127,8 @@ def _widest(
         value = as_array(value)
         if dtype != F32 and _is_broadcast(eqn, value, shape):
             # A broadcast becomes a sum in the backward pass: it must be one in f32.
-            value = jnp.broadcast_to(cast(value, F32), shape)
-        return cast(value, dtype)
+            value = jnp.broadcast_to(amp.widen(value), shape)
+        return amp.widen(value) if dtype == F32 else cast(value, dtype)
 
     args = [prepare(var, x) for var, x in zip(eqn.invars, values, strict=True)]
     outs = bind(eqn, args)
@@ -143,21 +164,23 @@ def _follow(
         as_array(value) if is_eligible(var.aval) else value
         for var, value in zip(eqn.invars, values, strict=True)
     ]
-    if name == "broadcast_in_dim" and values[0].dtype != F32:
+    if name in SPREADING and values[0].dtype != F32:
         given = values[0].dtype
-        # As above: the sum that a broadcast turns into must be one in f32.
-        outs = [cast(x, given) for x in bind(eqn, [cast(values[0], F32), *values[1:]])]
+        # As above: what goes to several places is summed in the backward pass, in f32.
+        outs = bind(eqn, [amp.widen(values[0]), *values[1:]])
+        outs = [cast(x, given) for x in outs]
     else:
         outs = bind(eqn, values)
     if name in SHAPE_ONLY:
-        return outs, [metas[0]] * len(outs), reason
+        kept = metas if len(metas) == len(outs) else [metas[0]] * len(outs)
+        return outs, kept, reason
     return outs, [chain_of(metas)] * len(outs), reason
 
 
 def _original(
     amp: Any, eqn: Any, values: list[Any], metas: list[Meta], reason: str
 ) -> Applied:
-    return run_original(eqn, values), opaque_metas(eqn, metas), reason
+    return run_original(amp, eqn, values), opaque_metas(eqn, metas), reason
 
 
 _PRESETS = {
@@ -180,7 +203,7 @@ def _by_algorithm(
     if kept is None and eqn.primitive.name != "dot_general":
         # Convolutions know precisions but no algorithms.
         kept = "algorithms exist for dot_general only"
-    args = _in_f32(eqn, values)
+    args = in_f32(amp, eqn, values)
     metas = opaque_metas(eqn, metas)
     if kept is not None:
         return eval_equation(eqn, args), metas, kept
@@ -222,7 +245,10 @@ def convert(
 
 
 def flops(eqn: Any) -> int:
-    """Returns two operations per multiplication of a matmul, 0 for anything else."""
+    """Returns two operations per multiplication of a matmul, 0 for anything else.
+
+    Attention counts as its matmuls, without those that a mask makes useless.
+    """
     out = int(np.prod(eqn.outvars[0].aval.shape, dtype=np.int64)) if eqn.outvars else 0
     if eqn.primitive.name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
@@ -233,4 +259,23 @@ def flops(eqn: Any) -> int:
         kernel = eqn.invars[1].aval.shape
         channels = kernel[numbers.rhs_spec[0]]
         return 2 * out * int(np.prod(kernel, dtype=np.int64)) // channels
+    if eqn.primitive.name == "ragged_dot_general":
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (contract, _), _ = numbers.dot_dimension_numbers
+        lhs, groups = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape[-1]
+        count = 2 * out * int(np.prod([lhs[axis] for axis in contract], dtype=np.int64))
+        # Each row belongs to one group; a sum over rows has a result for each group.
+        is_sum = any(axis in contract for axis in numbers.lhs_ragged_dimensions)
+        return count // groups if is_sum else count
+    if eqn.primitive.name in _ATTENTION_MATMULS:
+        batch, queries, heads, size = eqn.invars[0].aval.shape
+        one = 2 * batch * heads * queries * eqn.invars[1].aval.shape[1] * size
+        return _ATTENTION_MATMULS[eqn.primitive.name] * one
     return 0
+
+
+_ATTENTION_MATMULS = {
+    "cudnn_attention": 2,
+    "cudnn_attention_backward": 5,
+    "cudnn_attention_tangent": 6,
+}

@@ -4,6 +4,7 @@ Each is rebuilt around its rewritten body with all its other parameters: names,
 shardings, donation, remat policies and derivative rules survive.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,10 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpx._amp import _flash
+from mpx._amp._catch import caught_attention
 from mpx._amp._rules import MATMULS
 from mpx._amp._scopes import LOW_NAME
 from mpx._amp._values import F32, NEUTRAL, Meta, as_array, cast, is_eligible, widest
 from mpx._compat import (
+    Literal,
     bind,
     constants_as_inputs,
     eval_equation,
@@ -31,6 +35,7 @@ def has_work(jaxpr: Any) -> bool:
     """Whether a jaxpr holds a matmul or a value marked low, at any depth."""
     return any(
         eqn.primitive.name in MATMULS
+        or eqn.primitive.name in _flash.NAMES
         or eqn.params.get("name") == LOW_NAME
         or any(map(has_work, sub_jaxprs(eqn)))
         for eqn in jaxpr.eqns
@@ -66,6 +71,20 @@ def rewrite(
     # The old jaxpr is kept alive: its `id` is part of the key.
     amp.cache[key] = (new, tuple(known), jaxpr)
     return amp.cache[key][:2]
+
+
+def trace(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what traces a user's function at its own dtypes, as `jax.make_jaxpr`.
+
+    Attention becomes one operation, where that can help.
+    """
+
+    @functools.wraps(func)
+    def traced(*args: Any) -> Any:
+        with caught_attention(_flash.attend):
+            return jax.make_jaxpr(func)(*args)
+
+    return traced
 
 
 def cast_all(values: Sequence[Any], dtypes: Dtypes) -> list[Any]:
@@ -113,9 +132,36 @@ def _jit(
     if unchanged and amp.policy.is_plain and not has_work(body):
         # Nothing to do: random number generators, for one, stay the same programs.
         return eval_equation(eqn, values), [NEUTRAL] * len(eqn.outvars)
-    new, out_metas = rewrite(amp, eqn.params["jaxpr"], types_of(values), metas, scopes)
+    jaxpr = eqn.params["jaxpr"]
+    new, out_metas = rewrite(amp, jaxpr, types_of(values), metas, scopes)
+    if any(wide := _read_in_f32_only(new)):
+        # Cast outside, such a value shares its f32 version with the equations there.
+        values = [
+            amp.widen(value) if is_wide else value
+            for value, is_wide in zip(values, wide, strict=True)
+        ]
+        new, out_metas = rewrite(amp, jaxpr, types_of(values), metas, scopes)
     # Not inlined: that would drop its name, shardings and donation.
     return bind(eqn, values, jaxpr=new), list(out_metas)
+
+
+def _read_in_f32_only(jaxpr: Any) -> list[bool]:
+    """Says for each input whether all that happens to it is one cast up to f32."""
+    body, _ = open_jaxpr(jaxpr)
+    readers: dict[Any, list[Any]] = {var: [] for var in body.invars}
+    for eqn in body.eqns:
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal) and atom in readers:
+                readers[atom].append(eqn)
+    returned = [atom for atom in body.outvars if not isinstance(atom, Literal)]
+    return [
+        len(equations) == 1
+        and equations[0].primitive.name == "convert_element_type"
+        and is_eligible(equations[0].outvars[0].aval)
+        and var.aval.dtype != F32
+        and var not in returned
+        for var, equations in readers.items()
+    ]
 
 
 def _inline(
@@ -255,7 +301,7 @@ def _custom_jvp(
         def expanded(args: list[Any], chosen: list[Any]) -> Any:
             return jax.jvp(custom.partially(args), [args[i] for i in free], chosen)
 
-        new = jax.make_jaxpr(expanded)(avals, [avals[i] for i in free])
+        new = trace(expanded)(avals, [avals[i] for i in free])
         outs = custom.rewritten(new, [*primals, *(tangents[i] for i in free)])
         half = len(outs) // 2
         return cast_all(outs[:half], dtypes), cast_all(outs[half:], dtypes)
@@ -281,7 +327,7 @@ def _custom_vjp(
             learnt["outs"] = types_of(outs)
             return [*outs, *residuals]
 
-        new = jax.make_jaxpr(expanded)(*custom.original_avals(args))
+        new = trace(expanded)(*custom.original_avals(args))
         outs = custom.rewritten(new, args)
         count = len(learnt["outs"])
         return cast_all(outs[:count], custom.dtypes), outs[count:]
@@ -290,7 +336,7 @@ def _custom_vjp(
         def expanded(residuals: list[Any], cotangents: list[Any]) -> Any:
             return jax.tree.unflatten(learnt["tree"], residuals)(list(cotangents))
 
-        new = jax.make_jaxpr(expanded)(learnt["residuals"], learnt["outs"])
+        new = trace(expanded)(learnt["residuals"], learnt["outs"])
         outs = custom.rewritten(new, [*residuals, *cotangents])
         grads: list[Any] = [None] * len(given)
         for i, grad in zip(free, outs, strict=True):
@@ -307,8 +353,13 @@ def _shard_map(
     amp: Any, eqn: Any, values: list[Any], metas: list[Meta], scopes: tuple[str, ...]
 ) -> Outcome:
     values = [as_array(value) for value in values]
-    metas = without_literals(metas)
     params = eqn.params
+    body, _ = open_jaxpr(params["jaxpr"])
+    metas = [
+        # Inside, an argument has the shape of one device's part.
+        meta if meta.leaf is None else meta._replace(leaf=tuple(var.aval.shape))
+        for var, meta in zip(body.invars, without_literals(metas), strict=True)
+    ]
 
     def call(*args: Any) -> tuple[Any, ...]:
         outs, _ = amp.run(*open_jaxpr(params["jaxpr"]), args, metas, scopes)

@@ -6,13 +6,13 @@ Values that the function holds in f32 may be held in the compute dtype between t
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import _calls, _loops
+from mpx._amp import _attention, _calls, _loops
 from mpx._amp._apply import (
     APPLY,
     convert,
@@ -24,7 +24,7 @@ from mpx._amp._apply import (
 from mpx._amp._policy import AmpPolicy, Choice
 from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, Rule
 from mpx._amp._scopes import LOW_NAME
-from mpx._amp._values import NEUTRAL, Meta, as_array, cast, chain_of, is_eligible
+from mpx._amp._values import F32, NEUTRAL, Meta, as_array, cast, chain_of, is_eligible
 from mpx._compat import (
     Literal,
     bind,
@@ -35,7 +35,7 @@ from mpx._compat import (
 )
 
 _MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
-HANDLERS = {**_calls.HANDLERS, **_loops.HANDLERS}
+HANDLERS = {**_calls.HANDLERS, **_loops.HANDLERS, **_attention.HANDLERS}
 
 
 class Decision(NamedTuple):
@@ -74,15 +74,28 @@ class Autocast:
         dtype: The compute dtype.
         policy: The rules.
         narrow_carry: Whether loop carries may be held in the compute dtype.
+        f32_weight_grads: Whether the gradients of arguments that matmuls read come out
+            of their matmul in f32.
+        f32_results: Whether low matmuls give f32 results; for those gradients.
         cache: Rewritten jaxprs, by what they were made from.
+        wide: Low values of the jaxpr that is being run and their f32 versions.
         decisions: Where decisions are recorded, `None` to record none.
     """
 
     dtype: np.dtype
     policy: AmpPolicy
     narrow_carry: bool = False
+    f32_weight_grads: bool = False
+    f32_results: bool = False
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    wide: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     decisions: list[Decision] | None = None
+
+    def argument_meta(self, name: str, is_param: bool, leaf: Any) -> Meta:
+        """Returns what is known of an argument's array."""
+        if leaf.dtype != F32:
+            return NEUTRAL
+        return Meta(leaf=tuple(leaf.shape), origin=name, is_param=is_param)
 
     def run(
         self,
@@ -93,6 +106,21 @@ class Autocast:
         scopes: tuple[str, ...],
     ) -> tuple[list[Any], list[Meta]]:
         """Evaluates a jaxpr; returns its results and what is known of them."""
+        # Values of another jaxpr belong to another trace and must not be found here.
+        outer, self.wide = self.wide, {}
+        try:
+            return self._evaluate(jaxpr, consts, args, metas, scopes)
+        finally:
+            self.wide = outer
+
+    def _evaluate(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        metas: Sequence[Meta],
+        scopes: tuple[str, ...],
+    ) -> tuple[list[Any], list[Meta]]:
         env: dict[Any, tuple[Any, Meta]] = {}
 
         def read(atom: Any) -> tuple[Any, Meta]:
@@ -119,6 +147,18 @@ class Autocast:
         results = [read(atom) for atom in jaxpr.outvars]
         return [value for value, _ in results], [meta for _, meta in results]
 
+    def widen(self, value: Any) -> Any:
+        """Returns a value in f32, the same array for every equation that asks.
+
+        The cotangents of a shared f32 version add up in f32; those of one cast an
+        equation would be rounded first and add up in the compute dtype.
+        """
+        if getattr(value, "dtype", F32) == F32:
+            return cast(value, F32)
+        if id(value) not in self.wide:
+            self.wide[id(value)] = value, cast(value, F32)
+        return self.wide[id(value)][1]
+
     def equation(
         self,
         eqn: Any,
@@ -128,17 +168,19 @@ class Autocast:
     ) -> tuple[list[Any], list[Meta]]:
         """Runs one equation in the precision that the policy chooses."""
         name = eqn.primitive.name
-        stopped = self._region_rule(eqn, scopes)
+        stopped = self.region_rule(eqn, scopes)
         if stopped is not None and stopped[0] == Rule.ORIGINAL:
             self.record(eqn, Rule.ORIGINAL, stopped[1], metas=metas, scopes=scopes)
-            return run_original(eqn, values), opaque_metas(eqn, metas)
+            is_attention = name in _attention.HANDLERS
+            run = _attention.run_original_attention if is_attention else run_original
+            return run(self, eqn, values), opaque_metas(eqn, metas)
         if name in HANDLERS:
             return HANDLERS[name](self, eqn, values, metas, scopes)
         if name == "convert_element_type":
             return convert(eqn, values, metas)
         if not any(is_eligible(var.aval) for var in eqn.invars):
             return eval_equation(eqn, values), [NEUTRAL] * len(eqn.outvars)
-        rule, reason = stopped or self._rule(eqn, metas)
+        rule, reason = stopped or self.rule(name, eqn.params, metas)
         if name == "name" and eqn.params["name"] == LOW_NAME:
             rule, values = Rule.FOLLOW, [cast(value, self.dtype) for value in values]
             metas = [Meta(chain="low")]
@@ -152,9 +194,10 @@ class Autocast:
         self.record(eqn, rule, reason, metas=metas, scopes=scopes, outs=outs)
         return outs, out_metas
 
-    def _region_rule(
+    def region_rule(
         self, eqn: Any, scopes: tuple[str, ...]
     ) -> tuple[Choice, str] | None:
+        """Returns the rule of the scope or function around an equation, and why."""
         found = self.policy.scope_rule(scopes)
         if found is not None:
             return found[0], f"scope {found[1]}"
@@ -165,22 +208,24 @@ class Autocast:
                         return self.policy.functions[name], f"function {name}"
         return None
 
-    def _rule(self, eqn: Any, metas: list[Meta]) -> tuple[Choice, str]:
-        name = eqn.primitive.name
+    def rule(
+        self, name: str, params: Mapping[str, Any], metas: list[Meta]
+    ) -> tuple[Choice, str]:
+        """Returns the rule of a primitive where no region has one, and why."""
         if name in MATMULS:
             for meta in metas:
                 found = self.policy.param_rule(meta.origin)
                 if found is not None:
                     return found[0], f"parameter {found[1]}"
         rule = self.policy.primitive_rule(
-            name, eqn.params, compute_is_f16=self.dtype == np.float16
+            name, params, compute_is_f16=self.dtype == np.float16
         )
-        return rule, REASONS.get(name, "not in the rule table")
+        return rule, self.policy.primitive_reason(name)
 
     def runs_low(self, eqn: Any, meta: Meta, scopes: tuple[str, ...]) -> bool:
         """Whether a matmul runs in the compute dtype, by what is known beforehand."""
-        region = self._region_rule(eqn, scopes + scopes_of(eqn))
-        rule, _ = region or self._rule(eqn, [meta])
+        region = self.region_rule(eqn, scopes + scopes_of(eqn))
+        rule, _ = region or self.rule(eqn.primitive.name, eqn.params, [meta])
         return rule == Rule.LOW and reason_to_keep(eqn) is None
 
     def _custom(

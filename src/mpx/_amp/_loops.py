@@ -51,9 +51,16 @@ def _scan(
     for i, var in enumerate(body.invars[first_x:], start=first_x):
         # A weight per layer: cast once before the loop, or the forward pass would save
         # a low copy of each. Nothing is summed over iterations, so nothing is lost.
-        if is_eligible(var.aval) and used_only_low(amp, body, var, metas[i], scopes):
+        if amp.f32_weight_grads or not is_eligible(var.aval):
+            continue
+        if used_only_low(amp, body, var, metas[i], scopes):
             values[i] = cast(values[i], amp.dtype)
-    consts, carry = values[:n_consts], values[n_consts:first_x]
+    # The cotangents of a constant add up over the iterations: in f32.
+    consts = [
+        amp.widen(x) if is_eligible(v.aval) else x
+        for x, v in zip(values[:n_consts], body.invars[:n_consts], strict=True)
+    ]
+    carry = values[n_consts:first_x]
     carry_vars = body.invars[n_consts:first_x]
     inner_metas = without_literals(metas)
     inner_metas[n_consts:first_x] = [NEUTRAL] * n_carry
@@ -98,7 +105,7 @@ def used_only_low(
         name = eqn.primitive.name
         if name in MATMULS and amp.runs_low(eqn, meta, scopes):
             continue
-        if name in SHAPE_ONLY and name != "broadcast_in_dim":
+        if name in SHAPE_ONLY and name not in ("broadcast_in_dim", "pvary", "pcast"):
             if used_only_low(amp, jaxpr, eqn.outvars[0], meta, scopes):
                 continue
         elif name in ("jit", "remat2", "checkpoint", "closed_call"):

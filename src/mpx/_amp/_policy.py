@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpx._amp._rules import MATMULS, PRIMITIVES, Rule, rule_for
+from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, UNKNOWN, Rule, rule_for
 
 Choice = Rule | str | Callable[..., Any]
 """A rule, its name, or a function with jaxamp's `precision_fn` signature."""
@@ -108,6 +108,15 @@ class AmpPolicy:
         if self.base != "original" and name in MATMULS:
             return Rule(self.base)
         return Rule.ORIGINAL
+
+    def primitive_reason(self, name: str) -> str:
+        """Says why a primitive has the rule that `primitive_rule` returns."""
+        table = self.base in ("safe", "fast")
+        if name in self.primitives or (name in PRIMITIVES and not table):
+            return f"policy {self.base}"
+        if name == "integer_pow" and table:
+            return REASONS["square"]
+        return REASONS.get(name, UNKNOWN)
 
 
 _STOP_SCOPES: dict[str, Choice] = {

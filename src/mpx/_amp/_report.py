@@ -13,9 +13,10 @@ from jax.typing import DTypeLike
 
 from mpx import _nnx
 from mpx._amp._apply import flops
+from mpx._amp._flash import NAMES as ATTENTION
 from mpx._amp._interpreter import Autocast, Decision
 from mpx._amp._policy import AmpPolicy, as_amp_policy
-from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, Rule
+from mpx._amp._rules import MATMULS, REASONS, UNKNOWN, Rule
 from mpx._amp._transform import autocast_call
 from mpx._compat import open_jaxpr, sub_jaxprs
 from mpx._formats import parse_float_dtype, short_name
@@ -49,8 +50,13 @@ class AmpReport:
 
     @property
     def matmuls(self) -> tuple[Decision, ...]:
-        """The matmuls and convolutions."""
-        return tuple(x for x in self.decisions if x.primitive in MATMULS)
+        """The matmuls and convolutions, and attention that cuDNN runs as a whole."""
+        return tuple(
+            x
+            for x in self.decisions
+            if x.primitive in MATMULS
+            or (x.primitive in ATTENTION and x.rule == Rule.LOW)
+        )
 
     @property
     def kept(self) -> tuple[Decision, ...]:
@@ -84,19 +90,19 @@ class AmpReport:
             [
                 f"amp to {self.compute_dtype}, policy {self.policy.base}. {self._summary()}",
                 "",
-                *_table(
+                *table(
                     ("matmul", "dtype", "shapes", "argument", "scope", "source"),
                     [_matmul_row(x) for x in self.matmuls],
                     "no matmuls",
                 ),
                 "",
-                *_table(
+                *table(
                     ("in f32 or as written", "why", "source"),
                     _grouped(self.kept),
                     "nothing kept",
                 ),
                 "",
-                *_table(
+                *table(
                     ("unknown, as written", "why", "source"),
                     _grouped(self.opaque),
                     "nothing unknown",
@@ -117,23 +123,8 @@ _ALGORITHMS = {
 _BY_USER = ("policy ", "scope ", "function ", "parameter ")
 
 
-def _explained(decision: Decision, policy: AmpPolicy) -> Decision:
-    """Replaces the reason of the rule table where another rule was applied."""
-    name, table = decision.primitive, policy.base in ("safe", "fast")
-    if decision.reason != REASONS.get(name, _UNKNOWN):
-        return decision
-    if name == "integer_pow" and table:
-        return decision._replace(reason=REASONS["square"])
-    if name in policy.primitives or (name in PRIMITIVES and not table):
-        return decision._replace(reason=f"policy {policy.base}")
-    return decision
-
-
-_UNKNOWN = "not in the rule table"
-
-
 def _is_opaque(decision: Decision) -> bool:
-    reasons = (_UNKNOWN, REASONS["pallas_call"])
+    reasons = (UNKNOWN, REASONS["pallas_call"])
     return decision.rule == Rule.ORIGINAL and decision.reason in reasons
 
 
@@ -149,7 +140,7 @@ def _short_dtype(name: str) -> str:
         return name
 
 
-def _short_source(source: str) -> str:
+def short_source(source: str) -> str:
     """Returns a file's name as seen from here or from the installed packages."""
     path = pathlib.Path(source)
     if "site-packages" in path.parts:
@@ -172,7 +163,7 @@ def _matmul_row(decision: Decision) -> tuple[str, ...]:
         " @ ".join(f"({shape})" for shape in shapes),
         " ".join(decision.params),
         decision.scope,
-        _short_source(decision.source),
+        short_source(decision.source),
     )
 
 
@@ -180,7 +171,7 @@ def _grouped(decisions: tuple[Decision, ...]) -> list[tuple[str, ...]]:
     """Returns one row for each primitive and reason, with the first of its places."""
     groups: dict[tuple[str, str], list[str]] = {}
     for x in decisions:
-        groups.setdefault((x.primitive, x.reason), []).append(_short_source(x.source))
+        groups.setdefault((x.primitive, x.reason), []).append(short_source(x.source))
     return [
         (primitive, reason, _first(list(dict.fromkeys(sources))))
         for (primitive, reason), sources in groups.items()
@@ -192,7 +183,7 @@ def _first(sources: list[str]) -> str:
     return sources[0] + more
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], empty: str) -> list[str]:
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]], empty: str) -> list[str]:
     if not rows:
         return [empty]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
@@ -249,17 +240,17 @@ def amp_report(
         policy=as_amp_policy(policy),
         decisions=[],
     )
-    jaxpr = _trace(autocast, func, args, kwargs)
+    jaxpr = trace(autocast, func, args, kwargs)
     decisions = dict.fromkeys(autocast.decisions or ())
     return AmpReport(
         compute_dtype=short_name(autocast.dtype),
         policy=autocast.policy,
-        decisions=tuple(_explained(x, autocast.policy) for x in decisions),
+        decisions=tuple(decisions),
         flops=dict(_matmul_flops(open_jaxpr(jaxpr)[0])),
     )
 
 
-def _trace(
+def trace(
     autocast: Autocast,
     func: Callable[..., Any],
     args: tuple[Any, ...],
@@ -295,7 +286,7 @@ def _matmul_flops(jaxpr: Any) -> collections.Counter[str]:
     """Counts the operations of the matmuls of a jaxpr, as often as they run."""
     total: collections.Counter[str] = collections.Counter()
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in MATMULS:
+        if eqn.primitive.name in (*MATMULS, *ATTENTION):
             total[_multiplied_in(eqn)] += flops(eqn)
         inner = [_matmul_flops(body) for body in sub_jaxprs(eqn)]
         if eqn.primitive.name == "cond":

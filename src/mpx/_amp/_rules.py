@@ -145,12 +145,18 @@ TABLE: tuple[tuple[Rule, str, tuple[str, ...]], ...] = (
 
 PRIMITIVES: dict[str, Rule] = {name: rule for rule, _, names in TABLE for name in names}
 REASONS: dict[str, str] = {name: reason for _, reason, names in TABLE for name in names}
+UNKNOWN = "not in the rule table"
 
 # Binary operations that broadcast operands of equal rank by themselves.
 BROADCASTING = frozenset(_names("add sub mul div max min select_n"))
+# One number of the operand may become several of the result.
+SPREADING = frozenset(_names("broadcast_in_dim gather tile"))
 # A literal stays a literal, and a parameter a parameter, through these.
 SHAPE_ONLY = frozenset(
-    _names("broadcast_in_dim reshape squeeze transpose expand_dims copy slice rev")
+    _names(
+        "broadcast_in_dim reshape squeeze transpose expand_dims copy slice rev pvary "
+        "pcast sharding_constraint reshard mesh_cast"
+    )
 )
 MATMULS = frozenset(
     _names("dot_general conv_general_dilated ragged_dot ragged_dot_general")

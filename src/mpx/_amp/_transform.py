@@ -9,11 +9,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mpx import _nnx
+from mpx._amp._catch import caught_attention
+from mpx._amp._flash import attend
 from mpx._amp._interpreter import Autocast
 from mpx._amp._policy import AmpPolicy, as_amp_policy
-from mpx._amp._values import F32, NEUTRAL, Meta, cast, is_eligible
+from mpx._amp._values import F32, cast, is_eligible
 from mpx._call import argument_names
-from mpx._compat import ambient_scopes, nothing_is_traced, open_jaxpr
+from mpx._compat import (
+    ambient_scopes,
+    nothing_is_traced,
+    open_jaxpr,
+)
 from mpx._formats import parse_float_dtype
 from mpx._half import half_precision_datatype
 from mpx._tree import is_array, named_leaves
@@ -25,6 +31,7 @@ def amp(
     compute_dtype: DTypeLike | None = None,
     policy: AmpPolicy | str | Mapping[Any, Any] | None = None,
     narrow_carry: bool = False,
+    f32_weight_grads: bool = False,
 ) -> Callable[..., Any]:
     """Runs a function in mixed precision, operation by operation.
 
@@ -44,6 +51,9 @@ def amp(
             jaxamp.
         narrow_carry: Whether the carry of a loop may be held in the compute dtype. By
             default it stays f32, since it may be an accumulator.
+        f32_weight_grads: Whether the gradients of the weights come out of their matmuls
+            in f32. By default these give 16-bit results, which are then cast. It is for
+            gradients taken outside of `amp`, and excludes forward-mode derivatives.
 
     Raises:
         ValueError: If the dtype or the policy is unknown.
@@ -61,7 +71,11 @@ def amp(
     chosen = as_amp_policy(policy)
     if func is None:
         return functools.partial(
-            amp, compute_dtype=compute_dtype, policy=chosen, narrow_carry=narrow_carry
+            amp,
+            compute_dtype=compute_dtype,
+            policy=chosen,
+            narrow_carry=narrow_carry,
+            f32_weight_grads=f32_weight_grads,
         )
     eager: dict[Any, Any] = {}
 
@@ -71,6 +85,7 @@ def amp(
             dtype=compute_dtype or half_precision_datatype(),
             policy=chosen,
             narrow_carry=narrow_carry,
+            f32_weight_grads=f32_weight_grads,
         )
         return autocast_call(cast, func, args, kwargs, eager=eager)
 
@@ -141,10 +156,10 @@ def autocast_call(
         autocast.cache = eager.setdefault(autocast.dtype, {})
         if len(autocast.cache) > _MOST_REMEMBERED:
             autocast.cache.clear()
-    jaxpr, (shapes, out_static) = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-    del shapes
+    with caught_attention(attend):
+        jaxpr, (_, out_static) = jax.make_jaxpr(flat, return_shape=True)(*arrays)
     metas = [
-        _argument_meta(rename(name), is_param, leaf)
+        autocast.argument_meta(rename(name), is_param, leaf)
         for (name, is_param), leaf in _named_arrays(func, names, args, kwargs)
     ]
     body, consts = open_jaxpr(jaxpr)
@@ -177,12 +192,6 @@ def _named_arrays(
     return [
         ((name, is_param), leaf) for name, leaf, is_param in named if is_array(leaf)
     ]
-
-
-def _argument_meta(name: str, is_param: bool, leaf: Any) -> Meta:
-    if leaf.dtype != F32:
-        return NEUTRAL
-    return Meta(leaf=tuple(leaf.shape), origin=name, is_param=is_param)
 
 
 def _call_with_nnx(

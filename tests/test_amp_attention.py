@@ -1,0 +1,573 @@
+"""`jax.nn.dot_product_attention` under `amp` reaches cuDNN where that exists.
+
+There is no GPU here. A fixture lets `amp` believe in one: what it then traces is run by
+the plain operations, and lowered for CUDA it must contain the calls of cuDNN.
+"""
+
+import functools
+import re
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.nn import dot_product_attention  # an import that nothing can replace
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from models import equations
+from mpx import AmpPolicy, _compat, amp, amp_report, amp_stop
+from mpx._amp import _cudnn, _flash
+
+UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
+BATCH, LENGTH, HEADS, SIZE = 2, 8, 4, 16
+SHAPE = (BATCH, LENGTH, HEADS, SIZE)
+
+bf16 = functools.partial(amp, compute_dtype="bf16")
+
+
+@pytest.fixture(autouse=True)
+def _many_small_programs_that_run_once():
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed, impl="unsafe_rbg"), shape)
+
+
+Q, K, V = (normal(i, *SHAPE) for i in range(3))
+ARGS = (Q, K, V)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Pretends that this is a machine with an H200 and cuDNN 9.10."""
+    module = "jax._src.cudnn.fused_attention_stablehlo"
+    for owner in (_flash, _cudnn):
+        monkeypatch.setattr(owner, "cuda_capability", lambda: (9, 0))
+    monkeypatch.setattr(f"{module}.check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(f"{module}.check_compute_capability", lambda _: True)
+    _cudnn._reason_by_jax.cache_clear()
+    yield
+    _cudnn._reason_by_jax.cache_clear()
+
+
+def loss(*args, **options):
+    out = dot_product_attention(*args, **options)
+    return jnp.sum(out * jnp.sin(jnp.arange(1.0, out.size + 1)).reshape(out.shape))
+
+
+def operations(func, *args):
+    """Returns how often attention and matmuls of each dtype appear in a jaxpr."""
+    counts = {}
+    for eqn in equations(jax.make_jaxpr(func)(*args)):
+        name = eqn.primitive.name
+        if name == "dot_general" or name in _flash.NAMES:
+            short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+            key = f"{name} {short[str(eqn.invars[0].aval.dtype)]}"
+            counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def cudnn_calls(func, *args):
+    """Returns the calls of cuDNN in the program for CUDA."""
+    lowered = jax.jit(func).trace(*args).lower(lowering_platforms=("cuda",))
+    return re.findall(r"@__cudnn\$fmha(\w+)", lowered.as_text())
+
+
+def relative_error(actual, expected):
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+# --- Every way to get there -----------------------------------------------------------
+
+
+def over_devices(f):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    return lambda *args: jnp.sum(
+        jax.shard_map(
+            lambda *args: f(*args)[None],
+            mesh=mesh,
+            in_specs=(P("d"), P("d"), P("d")),
+            out_specs=P("d"),
+        )(*args)
+    )
+
+
+def stacked(f):
+    """Two calls in a scan."""
+
+    def call(q, k, v):
+        return lax.scan(lambda c, q: (c + f(q, k, v), None), 0.0, jnp.stack([q, -q]))[0]
+
+    return call
+
+
+FORWARD, BACKWARD = "cudnn_attention bf16", "cudnn_attention_backward bf16"
+BOTH = {FORWARD: 1, BACKWARD: 1}
+TRANSFORMS = {
+    "as it is": (lambda f: bf16(f), {FORWARD: 1}),
+    "jit inside": (lambda f: bf16(jax.jit(f)), {FORWARD: 1}),
+    "jit outside": (lambda f: jax.jit(bf16(f)), {FORWARD: 1}),
+    "grad outside": (lambda f: jax.grad(bf16(f), (0, 1, 2)), BOTH),
+    "grad inside": (lambda f: bf16(jax.grad(f, (0, 1, 2))), BOTH),
+    "grad of jit": (lambda f: jax.grad(bf16(jax.jit(f))), BOTH),
+    "remat": (
+        lambda f: jax.grad(bf16(jax.checkpoint(f))),
+        {FORWARD: 2, BACKWARD: 1},
+    ),
+    "scan": (lambda f: jax.grad(bf16(stacked(f))), BOTH),
+    "shard_map": (lambda f: jax.grad(bf16(over_devices(f))), BOTH),
+    "shard_map outside": (lambda f: jax.grad(over_devices(bf16(f))), BOTH),
+    "cond": (
+        lambda f: bf16(lambda *x: lax.cond(x[0][0, 0, 0, 0] > 0, f, f, *x)),
+        {FORWARD: 2},
+    ),
+    "amp in amp": (lambda f: jax.grad(amp(bf16(f), compute_dtype="f16")), BOTH),
+}
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_attention_is_one_operation_and_a_call_of_cudnn(name):
+    transform, counts = TRANSFORMS[name]
+    func = transform(loss)
+    assert operations(func, *ARGS) == counts
+    calls = cudnn_calls(func, *ARGS)
+    assert "Softmax" in calls
+    assert ("SoftmaxBackward" in calls) == (BACKWARD in counts)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_function_that_was_jitted_before_is_found_too():
+    inner = jax.jit(lambda *args: loss(*args) * 1.5)
+    before = inner(*ARGS)
+    assert operations(bf16(inner), *ARGS) == {FORWARD: 1}
+    assert operations(inner, *ARGS) == {"dot_general f32": 2}
+    np.testing.assert_array_equal(inner(*ARGS), before)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_name_in_the_public_module_is_found_too():
+    assert operations(bf16(jax.nn.dot_product_attention), *ARGS) == {FORWARD: 1}
+
+
+# --- Every form of a call -------------------------------------------------------------
+
+LENGTHS = jnp.array([5, 8], jnp.int32)
+MASK = jnp.arange(BATCH * LENGTH * LENGTH).reshape(BATCH, 1, LENGTH, LENGTH) % 3 > 0
+FORMS = {
+    "plain": ({}, ARGS),
+    "scale": ({"scale": 0.5}, ARGS),
+    "causal": ({"is_causal": True}, ARGS),
+    "mask": ({"mask": MASK}, ARGS),
+    "mask of keys": ({"mask": MASK[:, :, :1]}, ARGS),
+    "window": ({"is_causal": True, "local_window_size": (2, 0)}, ARGS),
+    "window without causal": ({"local_window_size": (2, 0)}, ARGS),
+    "key lengths": ({"key_value_seq_lengths": LENGTHS}, ARGS),
+    "query lengths": ({"query_seq_lengths": LENGTHS}, ARGS),
+    "all at once": (
+        {"is_causal": True, "mask": MASK, "key_value_seq_lengths": LENGTHS},
+        ARGS,
+    ),
+    "grouped heads": ({}, (Q, K[:, :, :2], V[:, :, :2])),
+    "one head of keys": ({}, (Q, K[:, :, :1], V[:, :, :1])),
+    "other length of keys": ({}, (Q[:, :4], K, V)),
+    "without a batch": ({}, (Q[0], K[0], V[0])),
+}
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_a_call_is_right_and_becomes_a_call_of_cudnn(name):
+    options, args = FORMS[name]
+    func = functools.partial(loss, **options)
+
+    def both(wrap):
+        out = wrap(functools.partial(dot_product_attention, **options))
+        return lambda *args: (out(*args), jax.grad(wrap(func), (0, 1, 2))(*args))
+
+    grad = jax.grad(bf16(func), (0, 1, 2))
+    assert operations(grad, *args) == BOTH
+    kind = "ScaleBiasSoftmax" if "mask" in options else "Softmax"
+    assert cudnn_calls(grad, *args) == [kind, f"{kind}Backward"]
+    # Rounded: three operands and a result; backward the cotangent and the gradients.
+    actual, wanted = jax.jit(both(bf16))(*args), jax.jit(both(lambda f: f))(*args)
+    for got, exact in zip(*map(jax.tree.leaves, (actual, wanted)), strict=True):
+        assert got.dtype == jnp.float32
+        assert relative_error(got, exact) <= 8 * UNIT
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("name", ["window", "window without causal"])
+def test_window_is_told_to_cudnn_as_a_causal_one(name):
+    options, args = FORMS[name]
+    func = jax.jit(bf16(functools.partial(loss, **options)))
+    text = func.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    text = text.replace("\\22", "'")  # how quotes are written there
+    (length,) = re.findall(r"sliding_window_length\W+(\d+)", text)
+    assert length == "3"  # two to the left, and the query itself
+    assert re.findall(r"mask_type\W+(\w+)", text) == ["CAUSAL"]
+
+
+BIASES = {
+    "for all": (1, HEADS, LENGTH, LENGTH),
+    "for each": (BATCH, HEADS, LENGTH, LENGTH),
+    "for all heads": (BATCH, 1, LENGTH, LENGTH),
+    "for all queries": (1, HEADS, 1, LENGTH),
+}
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("transform", ["grad", "inside", "vmap", "vmap of all"])
+@pytest.mark.parametrize("name", BIASES)
+def test_bias_gets_its_gradient(name, transform):
+    args = (*ARGS, normal(5, *BIASES[name]))
+
+    def build(f):
+        wrap = bf16 if f is not None else lambda f: f
+        plain = functools.partial(loss, is_causal=True)
+        if transform == "inside":
+            return wrap(jax.grad(plain, (1, 3)))
+        grad = jax.grad(wrap(plain), (1, 3))
+        if transform == "grad":
+            return grad
+        axes = (0, None, None, None) if transform == "vmap" else 0
+        return jax.vmap(grad, axes)
+
+    given = args
+    if transform == "vmap":
+        given = (jnp.stack([Q, -Q, 2 * Q]), *args[1:])
+    elif transform == "vmap of all":
+        given = tuple(jnp.stack([x, -x, 2 * x]) for x in args)
+    assert operations(build(amp), *given) == BOTH
+    assert {*cudnn_calls(build(amp), *given)} == {
+        "ScaleBiasSoftmax",
+        "ScaleBiasSoftmaxBackward",
+    }
+    for actual, wanted in zip(
+        jax.jit(build(amp))(*given), jax.jit(build(None))(*given), strict=True
+    ):
+        assert actual.shape == wanted.shape
+        assert actual.dtype == jnp.float32
+        assert relative_error(actual, wanted) <= 8 * UNIT
+
+
+BATCHED = {
+    "all": (0, 0, 0),
+    "the queries": (0, None, None),
+    "the keys": (None, 0, 0),
+    "another axis": (1, 2, 0),
+}
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", BATCHED)
+def test_vmap_makes_the_batch_larger(name, inside):
+    axes = BATCHED[name]
+    args = [
+        x if axis is None else jnp.stack([x, 2 * x, -x], axis)
+        for x, axis in zip(ARGS, axes, strict=True)
+    ]
+    func = functools.partial(loss, is_causal=True, key_value_seq_lengths=LENGTHS)
+
+    def build(wrap):
+        if inside:
+            return wrap(jax.vmap(jax.grad(func, (0, 1, 2)), axes))
+        return jax.vmap(jax.grad(wrap(func), (0, 1, 2)), axes)
+
+    assert operations(build(bf16), *args) == BOTH
+    assert cudnn_calls(build(bf16), *args) == ["Softmax", "SoftmaxBackward"]
+    actual, wanted = jax.jit(build(bf16))(*args), jax.jit(build(lambda f: f))(*args)
+    for got, grad in zip(actual, wanted, strict=True):
+        assert got.shape == grad.shape
+        assert relative_error(got, grad) <= 8 * UNIT
+
+
+@pytest.mark.usefixtures("cuda")
+def test_logsumexp_is_returned_in_f32():
+    def func(*args):
+        return dot_product_attention(*args, return_residual=True, is_causal=True)
+
+    assert operations(bf16(func), *ARGS) == {FORWARD: 1}
+    (out, residual), (wanted, expected) = bf16(func)(*ARGS), func(*ARGS)
+    assert (residual.shape, residual.dtype) == (expected.shape, jnp.float32)
+    assert relative_error(out, wanted) <= 4 * UNIT
+    assert relative_error(residual, expected) <= 4 * UNIT
+    zero = jax.grad(lambda q: jnp.sum(bf16(func)(q, K, V)[1]))(Q)
+    np.testing.assert_array_equal(zero, np.zeros(SHAPE))  # as in JAX
+
+
+# --- Derivatives that cuDNN does not have ---------------------------------------------
+
+MORE = {
+    "forward mode outside": lambda f, wrap: lambda q: jax.jvp(wrap(f), (q,), (K,))[1],
+    "forward mode inside": lambda f, wrap: wrap(lambda q: jax.jvp(f, (q,), (K,))[1]),
+    "second order": lambda f, wrap: jax.grad(
+        lambda q: jnp.sum(jax.grad(wrap(f))(q) ** 2)
+    ),
+    "vmap of forward mode": lambda f, wrap: jax.vmap(
+        lambda t: jax.jvp(wrap(f), (Q,), (t,))[1]
+    ),
+}
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("name", MORE)
+def test_other_derivatives_take_the_plain_operations(name):
+    build, args = MORE[name], (jnp.stack([Q, K]) if "vmap" in name else Q,)
+
+    def func(q):
+        out = dot_product_attention(q, K, V)
+        return jnp.sum(out**2) if name == "second order" else out
+
+    assert "dot_general" in str(jax.make_jaxpr(build(func, bf16))(*args)) or (
+        "cudnn_attention_tangent" in str(jax.make_jaxpr(build(func, bf16))(*args))
+    )
+    actual = jax.jit(build(func, bf16))(*args)
+    wanted = jax.jit(build(func, lambda f: f))(*args)
+    assert relative_error(actual, wanted) <= 16 * UNIT
+    cudnn_calls(build(func, bf16), *args)  # it lowers for CUDA
+
+
+# --- What the user said ---------------------------------------------------------------
+
+
+def by_name(q, k, v):
+    return loss(q, k, v)
+
+
+LEFT = {
+    "xla": (lambda *x: loss(*x, implementation="xla"), None, {"dot_general bf16": 2}),
+    "amp_stop": (amp_stop(loss), None, {"dot_general f32": 2}),
+    "amp_stop around jit": (amp_stop(jax.jit(loss)), None, None),
+    "scope": (
+        jax.named_scope("head")(loss),
+        AmpPolicy(scopes={"head": "f32"}),
+        {"dot_general f32": 2},
+    ),
+    "function": (
+        by_name,
+        AmpPolicy(functions={"by_name": "original"}),
+        {"dot_general f32": 2},
+    ),
+    "parameter": (
+        by_name,
+        AmpPolicy(params={"^k$": "f32"}),
+        {"dot_general f32": 1, "dot_general bf16": 1},
+    ),
+    "primitive": (
+        loss,
+        AmpPolicy(primitives={"dot_general": "f32"}),
+        {"dot_general f32": 2},
+    ),
+    "original": (loss, "original", {"dot_general f32": 2}),
+    "bf16_f32": (loss, "bf16_f32", {"dot_general f32": 2}),
+    "explicit f16": (
+        lambda *x: loss(*(a.astype(jnp.float16) for a in x)).astype(jnp.float32),
+        None,
+        {"dot_general f16": 2},
+    ),
+}
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", LEFT)
+def test_choice_of_the_user_is_respected(name):
+    func, policy, counts = LEFT[name]
+    wrapped = bf16(func, policy=policy)
+    assert cudnn_calls(wrapped, *ARGS) == []
+    if counts is not None:
+        assert operations(wrapped, *ARGS) == counts
+    if name.startswith("amp_stop"):
+        np.testing.assert_array_equal(jax.jit(wrapped)(*ARGS), jax.jit(loss)(*ARGS))
+
+
+@pytest.mark.usefixtures("cuda")
+def test_fast_policy_and_f16_reach_cudnn():
+    assert operations(bf16(loss, policy="fast"), *ARGS) == {FORWARD: 1}
+    assert operations(amp(loss, compute_dtype="f16"), *ARGS) == {
+        "cudnn_attention f16": 1
+    }
+
+
+@pytest.mark.usefixtures("cuda")
+def test_cudnn_may_be_asked_for_in_f32():
+    asked = functools.partial(loss, implementation="cudnn", is_causal=True)
+    with pytest.raises(NotImplementedError, match="Q must be"):
+        asked(*ARGS)
+    assert operations(bf16(asked), *ARGS) == {FORWARD: 1}
+    assert cudnn_calls(jax.grad(bf16(asked)), *ARGS) == ["Softmax", "SoftmaxBackward"]
+    residual = functools.partial(asked, local_window_size=(2, 0))
+    assert operations(bf16(residual), *ARGS) == {FORWARD: 1}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, amp_stop])
+def test_cudnn_that_was_asked_for_and_cannot_be_is_an_error(wrap):
+    asked = wrap(functools.partial(loss, implementation="cudnn"))
+    with pytest.raises(NotImplementedError, match="needs a CUDA GPU"):
+        jax.jit(bf16(asked))(*ARGS)
+
+
+# --- What cuDNN cannot do -------------------------------------------------------------
+
+LONG = normal(6, BATCH, 7, HEADS, SIZE)
+IMPOSSIBLE = {
+    "head of 12": ({}, tuple(x[..., :12] for x in ARGS), "multiple of 8"),
+    "odd length": ({}, (LONG, LONG, LONG), "sequence length Q 7"),
+    "window to the right": ({"local_window_size": 2}, ARGS, "windows to the left"),
+    "window and lengths": (
+        {
+            "is_causal": True,
+            "local_window_size": (2, 0),
+            "key_value_seq_lengths": LENGTHS,
+        },
+        ARGS,
+        "together with sequence lengths",
+    ),
+}
+
+
+def plain_operations(func, args):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_flash, "cuda_capability", lambda: None)
+        return operations(func, *args)
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_what_cudnn_cannot_do_runs_op_by_op_and_is_told(name):
+    options, args, reason = IMPOSSIBLE[name]
+    func = functools.partial(loss, **options)
+    grad = jax.grad(bf16(func))
+    assert operations(grad, *args) == {"dot_general bf16": 4}
+    assert operations(grad, *args) == plain_operations(grad, args)
+    kept = amp_report(func, *args, compute_dtype="bf16").kept
+    (told,) = [x for x in kept if x.primitive == "cudnn_attention"]
+    assert reason in told.reason
+    actual, wanted = jax.jit(grad)(*args), jax.jit(jax.grad(func))(*args)
+    assert relative_error(actual, wanted) <= 16 * UNIT
+
+
+@pytest.mark.usefixtures("cuda")
+def test_f16_with_a_bias_runs_op_by_op():
+    bias = jnp.where(MASK[:1], 0, -1e9)  # f16 has nothing below -65504
+    func = amp(loss, compute_dtype="f16")
+    assert operations(func, *ARGS, bias) == {"dot_general f16": 2}
+    assert np.isfinite(func(*ARGS, bias))
+
+
+@pytest.mark.usefixtures("cuda")
+def test_older_gpu_runs_op_by_op(monkeypatch):
+    monkeypatch.setattr(_cudnn, "cuda_capability", lambda: (7, 5))
+    assert operations(bf16(loss), *ARGS) == {"dot_general bf16": 2}
+
+
+@pytest.mark.usefixtures("cuda")
+def test_explicitly_sharded_arrays_run_op_by_op():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(x, P("d")) for x in ARGS]
+        assert operations(bf16(dot_product_attention), *args) == {"dot_general bf16": 2}
+
+
+# --- Without cuDNN --------------------------------------------------------------------
+
+
+def shape_of(jaxpr):
+    return [
+        (eqn.primitive.name, [(v.aval.shape, str(v.aval.dtype)) for v in eqn.outvars])
+        for eqn in equations(jaxpr)
+    ]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_without_a_gpu_nothing_changes(name):
+    options, args = FORMS[name]
+    default = jax.grad(bf16(functools.partial(loss, **options)))
+    plain = jax.grad(bf16(functools.partial(loss, implementation="xla", **options)))
+    assert shape_of(jax.make_jaxpr(default)(*args)) == shape_of(
+        jax.make_jaxpr(plain)(*args)
+    )
+
+
+def test_attention_outside_of_amp_is_untouched():
+    before = _compat.attention_functions()
+    seen = []
+
+    def func(*args):
+        seen.append(_compat.attention_functions())
+        out = loss(*args)
+        if len(seen) == 2:
+            raise KeyError("mine")
+        return out
+
+    bf16(func)(*ARGS)
+    assert seen[0] != before
+    with pytest.raises(KeyError, match="mine"):
+        bf16(func)(*ARGS)
+    assert _compat.attention_functions() == before
+
+
+@pytest.mark.usefixtures("cuda")
+def test_another_thread_is_untouched():
+    found = []
+
+    def func(*args):
+        thread = threading.Thread(
+            target=lambda: found.append(operations(lambda *x: loss(*x), *ARGS))
+        )
+        thread.start()
+        thread.join()
+        return loss(*args)
+
+    assert operations(bf16(func), *ARGS) == {FORWARD: 1}
+    assert found == [{"dot_general f32": 2}]
+
+
+# --- The report -----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("cuda")
+def test_report_names_attention_with_its_arguments_and_operations():
+    def attention(q, k, v):
+        with jax.named_scope("attn"):
+            return loss(q, k, v)
+
+    report = amp_report(attention, *ARGS, compute_dtype="bf16")
+    (row,) = report.matmuls
+    assert (row.primitive, row.params, row.scope) == (
+        "cudnn_attention",
+        ("q", "k", "v"),
+        "attn",
+    )
+    assert (row.before[0], row.after) == ("float32", ("bfloat16",))
+    one = 2 * BATCH * HEADS * LENGTH * LENGTH * SIZE
+    assert report.flops == {"bf16": 2 * one}
+    assert report.shares == {"bf16": 1.0}
+    assert amp_report(jax.grad(attention), *ARGS, compute_dtype="bf16").flops == {
+        "bf16": 7 * one
+    }
+    assert "cudnn_attention  f32 -> bf16" in str(report)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_nnx_attention_reaches_cudnn():
+    from flax import nnx
+
+    layer = nnx.MultiHeadAttention(
+        HEADS, 64, rngs=nnx.Rngs(0), decode=False, dropout_rate=0.0
+    )
+    x = normal(7, BATCH, LENGTH, 64)
+    report = mpx.amp_report(lambda layer, x: layer(x), layer, x, compute_dtype="bf16")
+    assert "cudnn_attention" in {row.primitive for row in report.matmuls}
+    assert report.shares == {"bf16": 1.0}

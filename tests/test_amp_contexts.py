@@ -1,0 +1,249 @@
+"""`amp` under what few use: explicit meshes, exported programs, prints, pmap, f16."""
+
+import functools
+import importlib.util
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from models import equations, mlp, mlp_batch, mlp_loss
+from mpx import amp
+
+UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
+MATMULS = ("dot_general", "conv_general_dilated")
+
+bf16 = functools.partial(amp, compute_dtype="bf16")
+
+
+@pytest.fixture(autouse=True)
+def _many_small_programs_that_run_once():
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed, impl="unsafe_rbg"), shape)
+
+
+X = normal(0, 16, 8)
+PARAMS = {"w1": normal(1, 8, 16) / 3, "b": normal(2, 16), "w2": normal(3, 16, 8) / 4}
+LAYERS = jax.tree.map(lambda x: jnp.stack([x, -x]), PARAMS)
+
+
+def net(p, x):
+    return jax.nn.gelu(x @ p["w1"] + p["b"][None]) @ p["w2"]
+
+
+def norm(p, x):
+    y = x + net(p, x)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    return y * lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-5)
+
+
+def scanned(p, x):
+    return lax.scan(lambda x, layer: (jax.checkpoint(norm)(layer, x), None), x, p)[0]
+
+
+def branched(p, x):
+    return lax.cond(x.shape[0] > 3, net, lambda p, x: x, p, x)
+
+
+CASES = {
+    "mlp": (net, PARAMS),
+    "norm": (norm, PARAMS),
+    "jit": (jax.jit(net), PARAMS),
+    "scan and remat": (scanned, LAYERS),
+    "cond": (branched, PARAMS),
+}
+
+
+def loss_of(func):
+    def loss(p, x):
+        out = func(p, x)
+        return jnp.sum(out * jnp.sin(jnp.arange(1.0, 9.0))[None]) / out.shape[0]
+
+    return loss
+
+
+def matmuls(jaxpr):
+    return {
+        str(var.aval.dtype)
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name in MATMULS
+        for var in eqn.invars[:2]
+    }
+
+
+def assert_close(actual, wanted, bound):
+    assert jax.tree.structure(actual) == jax.tree.structure(wanted)
+    for got, exact in zip(*map(jax.tree.leaves, (actual, wanted)), strict=True):
+        assert (got.shape, got.dtype) == (exact.shape, exact.dtype)
+        error = np.linalg.norm(np.asarray(got) - np.asarray(exact))
+        assert 0 < error <= bound * np.linalg.norm(np.asarray(exact))
+
+
+# Up to four matmuls one behind the other, forward and backward, of three roundings each.
+BOUND = 4 * 2 * 3 * UNIT
+
+
+def in_parallel(p, x):
+    """Columns of one weight and rows of the next on different devices."""
+    hidden = jax.nn.gelu(x @ p["w1"] + p["b"][None])
+    return jnp.matmul(hidden, p["w2"], out_sharding=P("d"))
+
+
+REPLICATED = {"w1": P(), "b": P(), "w2": P()}
+SHARDED = {
+    **{name: (*case, REPLICATED) for name, case in CASES.items()},
+    "tensor parallel": (
+        in_parallel,
+        PARAMS,
+        {"w1": P(None, "e"), "b": P("e"), "w2": P("e", None)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_gradient_on_an_explicit_mesh_is_sharded_as_without_amp(name):
+    func, params, specs = SHARDED[name]
+    mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2)
+
+    def step(wrap):
+        return jax.jit(jax.value_and_grad(wrap(loss_of(func))))
+
+    with jax.set_mesh(mesh):
+        args = (jax.device_put(params, specs), jax.device_put(X, P("d")))
+        traced = step(bf16).trace(*args)
+        assert matmuls(traced.jaxpr) == {"bfloat16"}
+        actual = traced.lower().compile()(*args)
+        wanted = step(lambda f: f)(*args)
+    for got, exact in zip(*map(jax.tree.leaves, (actual, wanted)), strict=True):
+        assert got.sharding.is_equivalent_to(exact.sharding, got.ndim)
+    assert_close(actual, wanted, BOUND)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exported_program_is_the_same(name):
+    func, params = CASES[name]
+    step = jax.jit(jax.value_and_grad(bf16(loss_of(func))))
+    stored = export.export(step, platforms=["cpu", "cuda", "tpu"])(params, X)
+    assert "bf16" in stored.mlir_module()
+    if importlib.util.find_spec("flatbuffers"):  # what JAX needs to write it to a file
+        stored = export.deserialize(stored.serialize())
+    actual, wanted = jax.jit(stored.call)(params, X), step(params, X)
+    for got, exact in zip(*map(jax.tree.leaves, (actual, wanted)), strict=True):
+        np.testing.assert_allclose(got, exact, rtol=3 * UNIT, atol=UNIT)
+
+
+def test_exported_function_inside_runs_as_written():
+    stored = export.export(jax.jit(net))(PARAMS, X)
+
+    def func(p, x):
+        return stored.call(p, x) @ p["w1"]
+
+    np.testing.assert_array_equal(
+        jax.jit(bf16(lambda p, x: stored.call(p, x)))(PARAMS, X), stored.call(PARAMS, X)
+    )
+    assert matmuls(jax.make_jaxpr(bf16(func))(PARAMS, X)) >= {"bfloat16"}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_print_inside_shows_the_value_that_is_held(wrap, capfd):
+    def func(p, x):
+        y = x @ p["w1"]
+        jax.debug.print(f"dtype {y.dtype}")
+        jax.debug.print("mean {m:.3f}", m=jnp.mean(y))
+        jax.debug.print("whole {y}", y=y[0, 0])
+        return jnp.sum(y)
+
+    value = jax.jit(bf16(wrap(func)))(PARAMS, X)
+    jax.effects_barrier()
+    out = capfd.readouterr().out
+    # What the function sees is f32; what is printed are the numbers that it computes.
+    assert "dtype float32" in out
+    mean = float(out.split("mean ")[1].split()[0])
+    assert abs(mean - float(value) / 256) <= 1e-3
+    whole = float(out.split("whole ")[1].split()[0])
+    np.testing.assert_allclose(
+        whole, (X @ PARAMS["w1"])[0, 0], rtol=3 * UNIT, atol=UNIT
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_under_pmap_is_the_same_as_on_one_device(name):
+    func, params = CASES[name]
+    grad = jax.value_and_grad(bf16(loss_of(func)))
+    xs = jnp.stack([X, -X])
+
+    def mean(p, x):
+        return lax.pmean(grad(p, x), "d")
+
+    devices = jax.devices()[:2]
+    mapped = jax.pmap(mean, axis_name="d", in_axes=(None, 0), devices=devices)
+    actual = jax.tree.map(lambda x: x[0], mapped(params, xs))
+    parts = [jax.jit(grad)(params, x) for x in xs]
+    wanted = jax.tree.map(lambda a, b: (a + b) / 2, *parts)
+    for got, exact in zip(*map(jax.tree.leaves, (actual, wanted)), strict=True):
+        # Compiled apart, and rounded to bf16 in other places.
+        error = np.linalg.norm(got - exact)
+        assert error <= 3 * UNIT * np.linalg.norm(exact)
+
+
+def test_pmap_inside_runs_low():
+    func = jax.pmap(net, in_axes=(None, 0), devices=jax.devices()[:2])
+    xs = jnp.stack([X, -X])
+    actual, wanted = bf16(func)(PARAMS, xs), func(PARAMS, xs)
+    error = np.linalg.norm(actual - wanted) / np.linalg.norm(wanted)
+    assert error <= 2 * 3 * UNIT
+    report = mpx.amp_report(func, PARAMS, xs, compute_dtype="bf16")
+    assert report.shares == {"bf16": 1.0}
+
+
+# --- f16 ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_f16_gradient_is_more_exact_than_bf16(name):
+    func, params = CASES[name]
+    grad = jax.grad(loss_of(func))
+    wanted = jax.jit(grad)(params, X)
+
+    def error(dtype):
+        scaled = mpx.value_and_grad(amp(loss_of(func), compute_dtype=dtype))
+        traced = jax.jit(scaled).trace(mpx.StaticLossScaling(2.0**8), params, X)
+        assert matmuls(traced.jaxpr) == {jnp.dtype(dtype).name}
+        scaling = mpx.StaticLossScaling(2.0**8)
+        result = traced.lower().compile()(scaling, params, X)
+        assert bool(result.finite)
+        pairs = zip(*map(jax.tree.leaves, (result.grads, wanted)), strict=True)
+        return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs)
+
+    f16, low = error(jnp.float16), error(jnp.bfloat16)
+    assert 0 < f16 <= BOUND / 8  # three more bits
+    assert f16 < low
+
+
+def test_f16_training_step_of_a_model_learns():
+    model, (x, y) = mlp(), mlp_batch()
+    scaled = mpx.value_and_grad(amp(mlp_loss, compute_dtype="f16"))
+
+    @eqx.filter_jit
+    def step(model, scaling):
+        result = scaled(scaling, model, x, y)
+        model = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, result.grads))
+        return model, result.scaling, result.value
+
+    scaling, values = mpx.DynamicLossScaling.pow2(), []
+    for _ in range(20):
+        model, scaling, value = step(model, scaling)
+        values.append(float(value))
+    assert values[-1] < 0.7 * values[0]
