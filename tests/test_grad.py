@@ -613,10 +613,11 @@ def test_method_of_a_module_is_differentiated_by_its_self(problem):
     assert_trees_equal(result.grads.w, problem.grad)
 
 
-def test_result_is_a_named_tuple_of_the_five_parts():
-    assert GradResult._fields == ("value", "aux", "grads", "scaling", "finite")
+def test_result_is_a_named_tuple_of_the_six_parts():
+    assert GradResult._fields == ("value", "aux", "grads", "scaling", "finite", "fp8")
     result = mpx.value_and_grad(lambda w: w)(NoLossScaling(), 1.0)
     assert tuple(result)[1] is None
+    assert result.fp8 is None
 
 
 # --- Under every transformation -------------------------------------------------------

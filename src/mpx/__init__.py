@@ -23,6 +23,16 @@ from mpx._dynamic_scaling import default_loss_scaling as default_loss_scaling
 from mpx._filter_grad import calculate_scaled_grad as calculate_scaled_grad
 from mpx._filter_grad import filter_grad as filter_grad
 from mpx._filter_grad import filter_value_and_grad as filter_value_and_grad
+from mpx._fp8 import MXFP8 as MXFP8
+from mpx._fp8 import CurrentScaling as CurrentScaling
+from mpx._fp8 import DelayedScaling as DelayedScaling
+from mpx._fp8 import Fp8Check as Fp8Check
+from mpx._fp8 import Fp8Report as Fp8Report
+from mpx._fp8 import Fp8State as Fp8State
+from mpx._fp8 import StaticScaling as StaticScaling
+from mpx._fp8 import fp8 as fp8
+from mpx._fp8 import fp8_check as fp8_check
+from mpx._fp8 import fp8_report as fp8_report
 from mpx._grad import GradResult as GradResult
 from mpx._grad import value_and_grad as value_and_grad
 from mpx._half import __getattr__ as __getattr__

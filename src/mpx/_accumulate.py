@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from mpx._call import Call, State
+from mpx._call import Call, State, take_scales
 from mpx._compat import varying_like, zeros_of
 from mpx._grad import (
     Evaluation,
@@ -142,7 +142,10 @@ class _Window:
     ) -> None:
         self.steps, self.mean, self.options = steps, mean, options
         self.recorder = Recorder()
-        self._make_call = functools.partial(_make_call, func, args, kwargs, options)
+        scales, args = take_scales(func, args)
+        self._make_call = functools.partial(
+            _make_call, func, args, kwargs, options, scales=scales
+        )
         for argnum in batches:
             if argnum >= len(args):
                 raise TypeError(
@@ -162,28 +165,36 @@ class _Window:
         def part(state: State, arrays: dict[int, PyTree]) -> tuple[State, Evaluation]:
             call = self._make_call(_merge_parts(self.parts, arrays))
             result = evaluate(
-                call, diff, state, scaling, self.recorder, has_aux=self.options.has_aux
+                call,
+                diff,
+                state,
+                scaling,
+                self.recorder,
+                has_aux=self.options.has_aux,
+                axis_name=self.options.axis_name,
             )
             # f32 before the sum: 16-bit sums stand still when they have grown large.
             return result.state, result._replace(grads=wide.unscale(result.grads))
 
         def body(carry: Any, arrays: dict[int, PyTree]) -> tuple[Any, PyTree]:
-            state, value, grads = carry
+            state, value, grads, observed = carry
             state, result = part(state, arrays)
             total = jax.tree.map(jnp.add, grads, result.grads)
-            return (state, value + result.value, total), result.aux
+            # All parts are scaled alike, by what the window before has seen.
+            largest = jax.tree.map(jnp.maximum, observed, result.observed)
+            return (state, value + result.value, total, largest), result.aux
 
         arrays = {i: arrays for i, (arrays, _) in self.parts.items()}
         first = jax.tree.map(lambda x: x[0], arrays)
         state, result = jax.eval_shape(part, self.call.state, first)
         # A loop carry has one type: shared between devices or not, from the start.
-        value, grads = jax.tree.map(zeros_of, (result.value, result.grads))
-        carry = (jax.tree.map(varying_like, self.call.state, state), value, grads)
-        (state, value, grads), aux = lax.scan(body, carry, arrays)
+        sums = jax.tree.map(zeros_of, (result.value, result.grads, result.observed))
+        carry = (jax.tree.map(varying_like, self.call.state, state), *sums)
+        (state, value, grads, observed), aux = lax.scan(body, carry, arrays)
         if self.mean:
             value = value / self.steps
             grads = jax.tree.map(lambda g: g / self.steps, grads)
-        return Evaluation(value, aux, grads, state)
+        return Evaluation(value, aux, grads, state, observed)
 
 
 def _make_call(
@@ -192,10 +203,13 @@ def _make_call(
     kwargs: dict[str, Any],
     options: GradOptions,
     parts: dict[int, PyTree],
+    *,
+    scales: Any,
 ) -> Call:
     args = [parts.get(i, arg) for i, arg in enumerate(args)]
     assert isinstance(options.policy, Policy)
-    return Call(func, args, kwargs, options.argnum_tuple(), options.policy)
+    argnums = options.argnum_tuple()
+    return Call(func, args, kwargs, argnums, options.policy, scales=scales)
 
 
 def _split(batch: PyTree, steps: int, what: str) -> tuple[PyTree, PyTree]:

@@ -39,10 +39,12 @@ class Call:
     Attributes:
         diff: The differentiated arguments: arrays, `None` for what has no gradient.
         state: The state before the call.
+        scales: The `Fp8State` of a function under `fp8` with delayed scaling, or `None`.
     """
 
     diff: tuple[PyTree, ...]
     state: State
+    scales: Any
 
     def __init__(
         self,
@@ -51,6 +53,8 @@ class Call:
         kwargs: dict[str, Any],
         argnums: tuple[int, ...],
         policy: Policy | None,
+        *,
+        scales: Any = None,
     ) -> None:
         """Takes the arguments apart.
 
@@ -60,6 +64,7 @@ class Call:
             kwargs: Its keyword arguments.
             argnums: The positional arguments to differentiate.
             policy: How to cast the arguments; `None` leaves them alone.
+            scales: What a function with delayed scaling takes before its arguments.
 
         Raises:
             TypeError: If an argument to differentiate was not passed by position.
@@ -68,10 +73,11 @@ class Call:
         # A function under `amp` casts by itself, operation by operation.
         is_amp = getattr(func, "mpx_is_amp", False)
         self._func, self._policy = func, None if is_amp else policy
+        self.scales = scales
         # A name that also comes by keyword is for the function to refuse or to accept.
         self._names = [
             f"{name}[{number}]" if name in kwargs else name
-            for number, name in enumerate(argument_names(func, len(args)))
+            for number, name in enumerate(argument_names(_original(func), len(args)))
         ]
         self._diff_names = [self._names[i] for i in _positions(argnums, len(args))]
         arguments = {**dict(zip(self._names, args, strict=True)), **kwargs}
@@ -98,7 +104,9 @@ class Call:
             None if self._split is None else self._split.rest,
         )
 
-    def run(self, diff: tuple[PyTree, ...], state: State) -> tuple[Any, State]:
+    def run(
+        self, diff: tuple[PyTree, ...], state: State, scales: Any
+    ) -> tuple[Any, State]:
         """Returns what the function returns, and the state after the call."""
         # Copies: Equinox makes a `State` unusable once a layer has written to it.
         states = [jax.tree.map(lambda x: x, node) for node in state.equinox]
@@ -115,7 +123,8 @@ class Call:
             merged = _nnx.merge(split, self._policy)
             arguments = _nnx.put_back(arguments, merged.objects)
         args = [arguments.pop(name) for name in self._names]
-        out = self._func(*args, **arguments)
+        first = () if scales is None else (scales,)
+        out = self._func(*first, *args, **arguments)
         return out, State(
             _changed_states(out, state.equinox),
             None if merged is None else _nnx.rest_of(merged),
@@ -128,6 +137,25 @@ class Call:
         if state.equinox and _holds_states(out, state.equinox):
             return _with_states(out, state.equinox)
         return out
+
+
+def take_scales(
+    func: Callable[..., Any], args: Sequence[Any]
+) -> tuple[Any, Sequence[Any]]:
+    """Splits off the `Fp8State` that a function with delayed scaling takes first."""
+    if not getattr(func, "mpx_has_scales", False):
+        return None, args
+    if not args or not hasattr(args[0], "amaxes"):
+        found = type(args[0]).__name__ if args else "nothing"
+        raise TypeError(
+            "A function under `fp8` with `DelayedScaling` takes an `Fp8State` after the "
+            f"loss scaling, but {found} was given. Make one with `.init(*args)`."
+        )
+    return args[0], args[1:]
+
+
+def _original(func: Callable[..., Any]) -> Callable[..., Any]:
+    return func.func if getattr(func, "mpx_has_scales", False) else func  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _positions(argnums: Sequence[int], count: int) -> list[int]:

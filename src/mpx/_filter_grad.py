@@ -160,6 +160,8 @@ def _transform(
         check_scaling(scaling)
 
     def transform(func: Callable[..., Any]) -> Callable[..., Any]:
+        _refuse_scales(func)
+
         @functools.wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if use_mixed_precision:
@@ -171,6 +173,15 @@ def _transform(
         return wrapper
 
     return transform if func is None else transform(func)
+
+
+def _refuse_scales(func: Callable[..., Any]) -> None:
+    if getattr(func, "mpx_has_scales", False):
+        raise TypeError(
+            "`func` is under `fp8` with `DelayedScaling`, whose state has no place in the "
+            "paper's tuples. Use `mpx.value_and_grad` or `mpx.accumulate`, or the recipe "
+            "`CurrentScaling`, which has no state."
+        )
 
 
 def _check_switch(use_mixed_precision: Any) -> None:
@@ -243,6 +254,7 @@ def calculate_scaled_grad(
     """
     check_scaling(scaling)
     _check_switch(use_mixed_precision)
+    _refuse_scales(func)
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, PyTree
 
-from mpx._call import Call, State
+from mpx._call import Call, State, take_scales
 from mpx._cast import cast_leaf
 from mpx._compat import as_varying, varying_axes
 from mpx._formats import at_least_f32, parse_float_dtype
@@ -38,6 +38,8 @@ class GradResult(NamedTuple):
         grads: The unscaled gradients; `None` for leaves without one.
         scaling: The loss scaling for the next step.
         finite: Whether all gradients are finite, bool[]. If not, skip the update.
+        fp8: The `Fp8State` for the next step, for functions under `fp8` with
+            `DelayedScaling`; else `None`.
 
     Examples:
         >>> from mpx import NoLossScaling, value_and_grad
@@ -51,6 +53,7 @@ class GradResult(NamedTuple):
     grads: PyTree
     scaling: Any
     finite: Bool[Array, ""]
+    fp8: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,12 +96,14 @@ class Evaluation(NamedTuple):
         aux: The arrays among what the function returned besides.
         grads: The gradients of the scaled loss, one tree per differentiated argument.
         state: The state after the call.
+        observed: What delayed fp8 scales have seen, `None` without them.
     """
 
     value: Array
     aux: PyTree
     grads: tuple[PyTree, ...]
     state: State
+    observed: PyTree = None
 
 
 class Recorder:
@@ -124,17 +129,21 @@ def evaluate(
     recorder: Recorder,
     *,
     has_aux: bool,
+    axis_name: AxisName | None = None,
 ) -> Evaluation:
     """Runs a call forward and backward on the scaled loss."""
 
-    def scaled_loss(diff: tuple[PyTree, ...]) -> tuple[Array, Any]:
-        out, after = call.run(diff, state)
+    def scaled_loss(diff: tuple[PyTree, ...], scales: Any) -> tuple[Array, Any]:
+        out, after = call.run(diff, state, scales)
         value, aux = _unpack(out, has_aux)
         loss = _as_loss(value, has_aux)
         return scaling.scale(loss), (loss, recorder.split(aux), after)
 
-    grads, (loss, aux, after) = jax.grad(scaled_loss, has_aux=True)(diff)
-    return Evaluation(loss, aux, grads, after)
+    # The gradient of fp8 scales is what they have observed: see `Fp8State`.
+    differentiated = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
+    scales = _local(call.scales, axis_name)
+    (grads, observed), (loss, aux, after) = differentiated(diff, scales)
+    return Evaluation(loss, aux, grads, after, observed)
 
 
 def _unpack(out: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -214,6 +223,9 @@ def reduce_over_devices(result: Evaluation, options: GradOptions) -> Evaluation:
     return result._replace(
         value=lax.pmean(result.value, options.axis_name),
         grads=jax.tree.map(mean, result.grads),
+        observed=jax.tree.map(
+            lambda x: lax.pmax(x, options.axis_name), result.observed
+        ),
     )
 
 
@@ -245,7 +257,15 @@ def local_parameters(call: Call, axis_name: AxisName | None) -> tuple[PyTree, ..
                 "Pass it replicated (`in_specs=P()`), or use jit with a NamedSharding, "
                 "which needs no `axis_name`, for sharded parameters."
             )
-    return jax.tree.map(lambda x: as_varying(jnp.asarray(x), names), call.diff)
+    return _local(call.diff, axis_name)
+
+
+def _local(tree: PyTree, axis_name: AxisName | None) -> Any:
+    """Marks arrays as each device's own."""
+    if axis_name is None:
+        return tree
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    return jax.tree.map(lambda x: as_varying(jnp.asarray(x), names), tree)
 
 
 def check_scaling(scaling: Any) -> None:
@@ -344,7 +364,9 @@ def grad_result(
     """Computes loss and gradients of one call."""
     check_scaling(scaling)
     assert isinstance(options.policy, Policy)
-    call = Call(func, args, kwargs, options.argnum_tuple(), options.policy)
+    scales, args = take_scales(func, args)
+    argnums = options.argnum_tuple()
+    call = Call(func, args, kwargs, argnums, options.policy, scales=scales)
     recorder = Recorder()
     run = functools.partial(
         evaluate,
@@ -353,6 +375,7 @@ def grad_result(
         call.state,
         recorder=recorder,
         has_aux=options.has_aux,
+        axis_name=options.axis_name,
     )
     outcome = differentiate(run, call.state, scaling, options)
     return package(call, recorder, outcome, options)
@@ -368,4 +391,7 @@ def package(
     result, scaling, finite = outcome
     aux = call.commit(recorder.merge(result.aux), result.state)
     grads = result.grads[0] if isinstance(options.argnums, int) else result.grads
-    return GradResult(result.value, aux, grads, scaling, finite)
+    fp8 = None
+    if call.scales is not None:
+        fp8 = select_tree(finite, call.scales.update(result.observed), call.scales)
+    return GradResult(result.value, aux, grads, scaling, finite, fp8)

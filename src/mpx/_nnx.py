@@ -246,6 +246,30 @@ def update(objects: Mapping[str, Any], rest: PyTree) -> None:
     _nnx().update(tuple(objects.values()), rest)
 
 
+def without_variables(tree: PyTree) -> PyTree:
+    """Puts what an NNX variable holds in its place, in the whole of a pytree."""
+    nnx = _nnx()
+    if nnx is None:
+        return tree
+
+    def is_variable(node: Any) -> bool:
+        return isinstance(node, nnx.Variable)
+
+    return jax.tree.map(
+        lambda node: node.get_raw_value() if is_variable(node) else node,
+        tree,
+        is_leaf=is_variable,
+    )
+
+
+def copy(tree: PyTree) -> PyTree:
+    """Returns a tree with fresh NNX objects, whose state nobody else sees."""
+    plain, objects = take_out(tree)
+    if not objects:
+        return tree
+    return put_back(plain, merge(split(objects, ()), None).objects)
+
+
 def as_pure(
     step: Callable[..., Any], args: Mapping[str, Any]
 ) -> tuple[Callable[[PyTree], tuple[PyTree]], PyTree]:

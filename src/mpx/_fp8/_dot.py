@@ -1,0 +1,322 @@
+"""The 8-bit matmul and its derivative.
+
+With `codes · scale ≈ tensor`, the three products of a linear layer are
+
+    y  = (x̂ · ŵ) · s_x s_w      e4m3 × e4m3, fast accumulation
+    dx = (ĝ · ŵᵀ) · s_g s_w     e5m2 × e4m3, full accumulation
+    dw = (x̂ᵀ · ĝ) · s_x s_g     e5m2 × e4m3, full accumulation
+
+where the codes x̂ and ŵ are all that the forward pass saves. The products are written as
+`lax.dot_general` on 8-bit operands. Quantising and dequantising around a bf16 product
+would be deleted by XLA on a GPU, which then computes in bf16 without a word.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from mpx._compat import has_explicit_axes
+from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe, StaticScaling
+from mpx._fp8._scales import largest_magnitude, power_of_two_scale, quantize
+
+Axes = tuple[int, ...]
+Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
+ROLES = ("activation", "weight", "grad")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything about one matmul that is known when it is traced.
+
+    Attributes:
+        dimensions: The dimension numbers of the `dot_general`; no batch dimensions.
+        dtypes: The dtypes of the two operands.
+        out_dtype: The dtype of the result.
+        weight_side: Which operand is the parameter: 0 or 1.
+        recipe: Formats and scales.
+        out_sharding: The sharding that was asked for, on meshes with explicit axes.
+    """
+
+    dimensions: Dimensions
+    dtypes: tuple[np.dtype, np.dtype]
+    out_dtype: np.dtype
+    weight_side: int
+    recipe: Recipe
+    out_sharding: Any = None
+
+    def role(self, side: int) -> str:
+        """Returns whether an operand is the activation or the weight."""
+        return "weight" if side == self.weight_side else "activation"
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a scale belongs to a row, so that each direction has its own."""
+        return (
+            isinstance(self.recipe, CurrentScaling) and self.recipe.granularity == "row"
+        )
+
+    def free_axes(self, ranks: tuple[int, int]) -> tuple[Axes, Axes]:
+        """Returns the axes of the operands that are not summed over."""
+        contracted, _ = self.dimensions
+        return tuple(
+            tuple(axis for axis in range(rank) if axis not in axes)
+            for rank, axes in zip(ranks, contracted, strict=True)
+        )  # pyright: ignore[reportReturnType]
+
+
+class Quantized(NamedTuple):
+    """`original ≈ codes · scale`.
+
+    Attributes:
+        codes: 8-bit numbers, shaped as the original.
+        scale: Powers of two, f32: a scalar, or one for each row with length-1 axes.
+    """
+
+    codes: Array
+    scale: Array
+
+
+def _to_fp8(
+    plan: Plan, role: str, x: Array, axes: Axes, seen: Array | None
+) -> Quantized:
+    """Quantises a tensor that will be summed over `axes`."""
+    recipe = plan.recipe
+    form, clip = getattr(recipe, role), True
+    if isinstance(recipe, StaticScaling):
+        amax = jnp.float32(getattr(recipe, f"{role}_max"))
+    elif isinstance(recipe, DelayedScaling) and seen is not None:
+        amax = seen[ROLES.index(role)] * np.float32(2.0**recipe.margin)
+    else:
+        amax, clip = largest_magnitude(x, axes if plan.by_row else None), False
+    scale = power_of_two_scale(amax, form)
+    return Quantized(quantize(x, scale, form, clip=clip), scale)
+
+
+def _multiply(
+    a: Quantized,
+    b: Quantized,
+    dimensions: Dimensions,
+    dtype: np.dtype,
+    *,
+    fast: bool,
+    out_sharding: Any = None,
+) -> Array:
+    """Returns the product of two quantised tensors in `dtype`."""
+    # An f16 result could overflow before it is scaled; bf16 cannot, and spares a pass.
+    wide = np.dtype(jnp.float32) if dtype == np.float16 else dtype
+    preset = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+    if fast:
+        preset = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
+
+    def on_cuda(x: Array, y: Array) -> Array:
+        # The preset is what makes it one cuBLASLt call: without it XLA tries Triton
+        # kernels for half a minute, and ignores the accumulator that was asked for.
+        return lax.dot_general(
+            x,
+            y,
+            dimensions,
+            precision=preset,
+            preferred_element_type=wide,
+            out_sharding=out_sharding,
+        )
+
+    def elsewhere(x: Array, y: Array) -> Array:
+        # The same numbers: products of 8-bit numbers are exact in f32.
+        out = lax.dot_general(
+            x,
+            y,
+            dimensions,
+            preferred_element_type=jnp.float32,
+            out_sharding=out_sharding,
+        )
+        return out.astype(wide)
+
+    out = lax.platform_dependent(a.codes, b.codes, cuda=on_cuda, default=elsewhere)
+    for scale in _output_scales(a, b, dimensions, out.ndim):
+        out = out * scale.astype(wide)
+    return out.astype(dtype)
+
+
+def _output_scales(
+    a: Quantized, b: Quantized, dimensions: Dimensions, rank: int
+) -> list[Array]:
+    """Returns the scales of a product, shaped to be multiplied with it."""
+    if a.scale.ndim == b.scale.ndim == 0:
+        return [a.scale * b.scale]
+    (a_axes, b_axes), _ = dimensions
+    rows = lax.squeeze(a.scale, a_axes)
+    columns = lax.squeeze(b.scale, b_axes)
+    return [
+        lax.expand_dims(rows, tuple(range(rows.ndim, rank))),
+        lax.expand_dims(columns, tuple(range(rank - columns.ndim))),
+    ]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fp8_dot(
+    plan: Plan, lhs: Array, rhs: Array, seen: Array | None, probe: Array | None
+) -> Array:
+    """Returns `lax.dot_general(lhs, rhs)` computed from 8-bit operands.
+
+    Args:
+        plan: What is static.
+        lhs: The left operand, in the compute dtype.
+        rhs: The right operand, in the compute dtype.
+        seen: f32[3], the largest magnitudes of activation, weight and gradient in
+            earlier steps; `None` to scale by what is there now.
+        probe: f32[3] of any value. Its gradient is not one: it is the three largest
+            magnitudes of this step. `None` if nobody asks.
+    """
+    return _forward(plan, lhs, rhs, seen, probe)[0]
+
+
+class _Residuals(NamedTuple):
+    """What the backward pass needs: operands as it will use them, and their maxima."""
+
+    operands: tuple[Any, Any]
+    seen: Array | None
+    observed: tuple[Array, Array] | None
+
+
+def _forward(
+    plan: Plan, lhs: Array, rhs: Array, seen: Array | None, probe: Array | None
+) -> tuple[Array, _Residuals]:
+    sides = (lhs, rhs)
+    contracted, _ = plan.dimensions
+    codes = [_to_fp8(plan, plan.role(i), sides[i], contracted[i], seen) for i in (0, 1)]
+    out = _multiply(
+        codes[0],
+        codes[1],
+        plan.dimensions,
+        plan.out_dtype,
+        fast=True,
+        out_sharding=plan.out_sharding,
+    )
+    saved: list[Any] = list(codes)
+    if plan.by_row:
+        # The backward products sum over the other axes: these need scales of their own.
+        free = plan.free_axes((lhs.ndim, rhs.ndim))
+        saved = [_to_fp8(plan, plan.role(i), sides[i], free[i], seen) for i in (0, 1)]
+    if plan.recipe.weight_grad == "compute":
+        saved[1 - plan.weight_side] = sides[1 - plan.weight_side]
+    observed = None
+    if probe is not None:
+        amaxes = [largest_magnitude(side) for side in sides]
+        observed = (amaxes[1 - plan.weight_side], amaxes[plan.weight_side])
+    return out, _Residuals((saved[0], saved[1]), seen, observed)
+
+
+def _backward(plan: Plan, residuals: _Residuals, grad: Array) -> tuple[Any, ...]:
+    shapes = [
+        side.codes if isinstance(side, Quantized) else side
+        for side in residuals.operands
+    ]
+    products = _transposed(plan, shapes[0].ndim, shapes[1].ndim)
+    per_tensor = None
+    if not plan.by_row:
+        per_tensor = _to_fp8(plan, "grad", grad, (), residuals.seen)
+    grads = []
+    for side, product in enumerate(products):
+        other = residuals.operands[1 - side]
+        axes = product.dimensions[0][0 if product.grad_first else 1]
+        if not isinstance(other, Quantized):
+            mine: Any = grad.astype(other.dtype)
+        elif per_tensor is not None:
+            mine = per_tensor
+        else:
+            mine = _to_fp8(plan, "grad", grad, axes, residuals.seen)
+        factors = (mine, other) if product.grad_first else (other, mine)
+        multiply = functools.partial(_multiply, fast=False)
+        if not isinstance(other, Quantized):
+            multiply = _in_compute_dtype
+        out = multiply(
+            *factors,
+            product.dimensions,
+            plan.dtypes[side],
+            out_sharding=_sharding_before(shapes[side], product.order),
+        )
+        grads.append(lax.transpose(out, product.order))
+    dseen = None if residuals.seen is None else jnp.zeros_like(residuals.seen)
+    dprobe = None
+    if residuals.observed is not None:
+        dprobe = jnp.stack([*residuals.observed, largest_magnitude(grad)])
+    return grads[0], grads[1], dseen, dprobe
+
+
+fp8_dot.defvjp(_forward, _backward)
+
+
+def _in_compute_dtype(
+    a: Any, b: Any, dimensions: Dimensions, dtype: np.dtype, *, out_sharding: Any
+) -> Array:
+    """Returns a product as JAX itself would differentiate it."""
+    return lax.dot_general(
+        a, b, dimensions, preferred_element_type=dtype, out_sharding=out_sharding
+    )
+
+
+class _Product(NamedTuple):
+    """How the gradient of one operand is computed from the other and from `grad`.
+
+    Attributes:
+        grad_first: Whether `grad` is the left operand of the product.
+        dimensions: The dimension numbers of the product.
+        order: The permutation that puts the axes of its result in order.
+    """
+
+    grad_first: bool
+    dimensions: Dimensions
+    order: Axes
+
+
+def _transposed(plan: Plan, lhs_rank: int, rhs_rank: int) -> list[_Product]:
+    """Returns the products that give the gradients of both operands.
+
+    Of the two orders of the factors the one is taken whose result needs no transpose:
+    XLA folds the scale into a matmul only if nothing lies between.
+    """
+    contracted, _ = plan.dimensions
+    free = plan.free_axes((lhs_rank, rhs_rank))
+    rows = tuple(range(len(free[0])))
+    columns = tuple(range(len(rows), len(rows) + len(free[1])))
+    found = []
+    for side, summed in ((0, columns), (1, rows)):
+        other = 1 - side
+        # What is left of the other operand comes out in its order, not in this side's.
+        order = np.argsort(contracted[other], kind="stable")
+        rest = tuple(contracted[side][i] for i in order)
+        choices = [
+            _Product(
+                True, ((summed, free[other]), ((), ())), _order(free[side] + rest)
+            ),
+            _Product(
+                False, ((free[other], summed), ((), ())), _order(rest + free[side])
+            ),
+        ]
+        in_order = [x for x in choices if x.order == tuple(range(len(x.order)))]
+        found.append((in_order or choices)[0])
+    return found
+
+
+def _order(axes: Axes) -> Axes:
+    return tuple(int(i) for i in np.argsort(axes))
+
+
+def _sharding_before(like: Array, order: Axes) -> NamedSharding | None:
+    """Returns the sharding of a gradient before its axes are put in order.
+
+    Meshes with explicit axes ask for it; it is that of the operand.
+    """
+    sharding = jax.typeof(like).sharding
+    if not has_explicit_axes(sharding.mesh):
+        return None
+    spec = [*sharding.spec, *[None] * (like.ndim - len(sharding.spec))]
+    before = [spec[i] for i in np.argsort(order)]
+    return NamedSharding(sharding.mesh, PartitionSpec(*before))

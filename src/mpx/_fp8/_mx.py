@@ -1,0 +1,134 @@
+"""Blocks of 32 numbers with a shared power-of-two scale: the OCP MX format.
+
+A block stands for `codes · 2**(e8m0 - 127)`. The scale is rounded up, so that nothing is
+clipped; rounded down, as the OCP text has it, training can diverge (arXiv:2506.08027).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from mpx._compat import gpu_capability
+from mpx._fp8._recipes import MXFP8, Recipe
+from mpx._fp8._scales import largest_magnitude, power_of_two_scale, quantize
+
+BLOCK = 32
+_E8M0 = jnp.float8_e8m0fnu
+
+
+class Blocks(NamedTuple):
+    """A matrix whose rows are cut into blocks.
+
+    Attributes:
+        codes: 8-bit numbers, (rows, columns).
+        scale: One power of two for 32 columns, e8m0, (rows, columns / 32).
+    """
+
+    codes: Array
+    scale: Array
+
+
+def to_blocks(x: Array, form: str) -> Blocks:
+    """Quantises a matrix along its last axis."""
+    rows, columns = x.shape
+    blocks = x.reshape(rows, columns // BLOCK, BLOCK)
+    scale = power_of_two_scale(largest_magnitude(blocks, (2,)), form)
+    codes = quantize(blocks, scale, form, clip=False).reshape(rows, columns)
+    return Blocks(codes, scale[..., 0].astype(_E8M0))
+
+
+def from_blocks(blocks: Blocks, dtype: np.dtype) -> Array:
+    """Returns the numbers that blocks stand for, rounded to `dtype`."""
+    rows, columns = blocks.codes.shape
+    # The barrier: without it XLA on a GPU takes the two casts for none.
+    codes, scale = lax.optimization_barrier((blocks.codes, blocks.scale))
+    wide = codes.astype(jnp.float32).reshape(rows, columns // BLOCK, BLOCK)
+    wide = wide * scale.astype(jnp.float32)[..., None]
+    return wide.reshape(rows, columns).astype(dtype)
+
+
+def is_native() -> bool:
+    """Whether the default device multiplies MX blocks by itself: Blackwell or later."""
+    found = gpu_capability()
+    return isinstance(found, tuple) and found >= (10, 0)
+
+
+def check_supported(recipe: Recipe) -> None:
+    """Raises a `NotImplementedError` where MXFP8 would be slower than bf16."""
+    if isinstance(recipe, MXFP8) and not recipe.emulate and not is_native():
+        raise NotImplementedError(
+            "MXFP8 needs the block-scaling units of a Blackwell GPU (compute capability "
+            "10 or later), and the default device has none: it would be slower than "
+            "bf16. Use `CurrentScaling()`, or `MXFP8(emulate=True)` to study its numbers."
+        )
+
+
+def _multiply(a: Blocks, b: Blocks, dtype: np.dtype) -> Array:
+    """Returns `a @ b.T`; both have their blocks along the sum."""
+    if is_native():
+        out = jax.nn.scaled_matmul(
+            a.codes[None],
+            b.codes[None],
+            a.scale[None],
+            b.scale[None],
+            preferred_element_type=jnp.dtype(dtype),
+        )
+        return out[0]
+    # Exact in f32: a number of a block has four significant bits.
+    numbers = jnp.float32 if dtype == np.float16 else dtype
+    return lax.dot_general(
+        from_blocks(a, np.dtype(numbers)),
+        from_blocks(b, np.dtype(numbers)),
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    ).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _matmul(recipe: Recipe, dtype: np.dtype, x: Array, w: Array) -> Array:
+    """Returns `x @ w.T` for an activation (m, k) and a weight (n, k)."""
+    return _forward(recipe, dtype, x, w)[0]
+
+
+def _forward(recipe: Recipe, dtype: np.dtype, x: Array, w: Array) -> tuple[Array, Any]:
+    out = _multiply(to_blocks(x, recipe.activation), to_blocks(w, recipe.weight), dtype)
+    # The backward products sum along the other axes: they need blocks of their own.
+    saved_x = (
+        x.T if recipe.weight_grad == "compute" else to_blocks(x.T, recipe.activation)
+    )
+    return out, (saved_x, to_blocks(w.T, recipe.weight))
+
+
+def _backward(
+    recipe: Recipe, dtype: np.dtype, residuals: Any, grad: Array
+) -> tuple[Array, Array]:
+    saved_x, saved_w = residuals
+    dx = _multiply(to_blocks(grad, recipe.grad), saved_w, dtype)
+    if isinstance(saved_x, Blocks):
+        dw = _multiply(to_blocks(grad.T, recipe.grad), saved_x, dtype)
+    else:
+        dw = lax.dot_general(grad.T, saved_x, (((1,), (1,)), ((), ())))
+    return dx, dw.astype(dtype)
+
+
+_matmul.defvjp(_forward, _backward)
+
+
+def mx_dot(plan: Any, lhs: Array, rhs: Array) -> Array:
+    """Returns a `dot_general` computed from MX blocks; operands become matrices."""
+    contracted, _ = plan.dimensions
+    free = plan.free_axes((lhs.ndim, rhs.ndim))
+    matrices, shapes = [], []
+    for side, x in enumerate((lhs, rhs)):
+        shape = [x.shape[axis] for axis in free[side]]
+        ordered = lax.transpose(x, (*free[side], *contracted[side]))
+        matrices.append(ordered.reshape(int(np.prod(shape)), -1))
+        shapes += shape
+    x, w = matrices if plan.weight_side == 1 else reversed(matrices)
+    out: Array = _matmul(plan.recipe, plan.out_dtype, x, w)
+    return (out if plan.weight_side == 1 else out.T).reshape(shapes)

@@ -1,0 +1,189 @@
+"""Recipes: which 8-bit formats a matmul uses and where its scales come from."""
+
+import dataclasses
+
+from mpx._fp8._scales import DTYPES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What all recipes choose: one format for each of the three tensors of a matmul.
+
+    Attributes:
+        activation: The format of the activations.
+        weight: The format of the parameters.
+        grad: The format of the gradients that come back to the matmul's result.
+        weight_grad: `"fp8"`, or `"compute"` to compute the gradients of the parameters
+            from unquantised operands in the compute dtype: more exact, slower, and the
+            activations are saved in the compute dtype.
+    """
+
+    activation: str = "e4m3"
+    weight: str = "e4m3"
+    grad: str = "e5m2"
+    weight_grad: str = "fp8"
+
+    def __post_init__(self) -> None:
+        """Checks the formats.
+
+        Raises:
+            ValueError: If a format is unknown or no hardware multiplies the pair.
+        """
+        for name in ("activation", "weight", "grad"):
+            if getattr(self, name) not in DTYPES:
+                raise ValueError(
+                    f"`{name}` must be one of {', '.join(DTYPES)}, but "
+                    f"{getattr(self, name)!r} was given."
+                )
+        if self.weight_grad not in ("fp8", "compute"):
+            raise ValueError(
+                f'`weight_grad` must be "fp8" or "compute", but {self.weight_grad!r} '
+                "was given."
+            )
+        pairs = [("activation", "weight"), ("grad", "weight")]
+        if self.weight_grad == "fp8":
+            pairs.append(("grad", "activation"))
+        for a, b in pairs:
+            if getattr(self, a) == getattr(self, b) == "e5m2":
+                raise ValueError(
+                    f"`{a}` and `{b}` are both e5m2, and no GPU multiplies e5m2 by e5m2: "
+                    "it would run in bf16. Make one of them e4m3."
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurrentScaling(Recipe):
+    """Scales every tensor by its own largest magnitude, at each use. Keeps no state.
+
+    A tensor x becomes `codes · scale` with `scale = 2**ceil(log2(max |x| / max))`, where
+    the last max is that of its format: nothing is clipped. The error of a number is half
+    an ulp of the format, or half its smallest number times the scale.
+
+    Attributes:
+        activation: The format of the activations.
+        weight: The format of the parameters.
+        grad: The format of the gradients; `"e4m3"` if scaled by rows, else `"e5m2"`:
+            a scale for the whole tensor needs the wider range.
+        weight_grad: `"compute"` takes the gradients of parameters in the compute dtype.
+        granularity: `"tensor"`, or `"row"` for one scale per row of the left operand
+            and per column of the right one. Then rows of very different size lose
+            nothing, but each tensor is quantised twice, once for each direction in
+            which it is summed.
+
+    Examples:
+        >>> CurrentScaling().grad, CurrentScaling(granularity="row").grad
+        ('e5m2', 'e4m3')
+    """
+
+    granularity: str = "tensor"
+    grad: str = ""
+
+    def __post_init__(self) -> None:
+        """Fills in the default and checks the formats."""
+        if self.granularity not in ("tensor", "row"):
+            raise ValueError(
+                f'`granularity` must be "tensor" or "row", but {self.granularity!r} '
+                "was given."
+            )
+        if not self.grad:
+            form = "e5m2" if self.granularity == "tensor" else "e4m3"
+            object.__setattr__(self, "grad", form)
+        super().__post_init__()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DelayedScaling(Recipe):
+    """Scales every tensor by the largest magnitude of the last steps.
+
+    Scales are known before a tensor is, so that no matmul waits for a reduction over
+    devices. They live in a state: see `fp8`. Until a tensor has been seen, and inside
+    of `shard_map`, it is scaled as by `CurrentScaling`.
+
+    Attributes:
+        activation: The format of the activations.
+        weight: The format of the parameters.
+        grad: The format of the gradients.
+        weight_grad: `"compute"` takes the gradients of parameters in the compute dtype.
+        history: Over how many steps the largest magnitude is taken.
+        margin: How many powers of two to leave free above it. What grows beyond that
+            from one step to the next is clipped.
+
+    Examples:
+        >>> DelayedScaling(history=4).grad
+        'e5m2'
+    """
+
+    history: int = 16
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks formats and sizes."""
+        super().__post_init__()
+        if self.history < 1:
+            raise ValueError(
+                f"`history` must be at least 1 step, but {self.history} was given."
+            )
+        if not -8 <= self.margin <= 8:
+            raise ValueError(
+                "`margin` counts powers of two, from -8 to 8, but "
+                f"{self.margin} was given."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StaticScaling(Recipe):
+    """Scales by fixed magnitudes, for models whose ranges are known.
+
+    Attributes:
+        activation_max: The largest magnitude that activations may have; what is above
+            is clipped.
+        weight_max: The same for parameters.
+        grad_max: The same for gradients. Loss scaling changes it.
+        activation: The format of the activations.
+        weight: The format of the parameters.
+        grad: The format of the gradients.
+        weight_grad: `"compute"` takes the gradients of parameters in the compute dtype.
+
+    Examples:
+        >>> StaticScaling(activation_max=16.0, weight_max=1.0, grad_max=2.0**-8).weight
+        'e4m3'
+    """
+
+    activation_max: float
+    weight_max: float
+    grad_max: float
+
+    def __post_init__(self) -> None:
+        """Checks formats and magnitudes."""
+        super().__post_init__()
+        for name in ("activation_max", "weight_max", "grad_max"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(
+                    f"`{name}` must be positive and finite, but "
+                    f"{getattr(self, name)} was given."
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXFP8(Recipe):
+    """Scales blocks of 32 numbers along the direction of the sum (the OCP MX format).
+
+    Each block has a power-of-two scale in e8m0, rounded up so that nothing is clipped.
+    NVIDIA GPUs have units for it from Blackwell on. On others `fp8` refuses it, because
+    it would be slower than bf16.
+
+    Attributes:
+        activation: The format of the activations.
+        weight: The format of the parameters.
+        grad: The format of the gradients.
+        weight_grad: `"compute"` takes the gradients of parameters in the compute dtype.
+        emulate: Whether to compute the same numbers in the compute dtype where there
+            are no units for them: for studies, not for speed.
+
+    Examples:
+        >>> MXFP8(emulate=True).grad
+        'e4m3'
+    """
+
+    grad: str = "e4m3"
+    emulate: bool = False

@@ -1,0 +1,172 @@
+"""`fp8_report` and `fp8_check`: what becomes fp8, and whether it was compiled so."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpx._amp._report import short_source, table, trace
+from mpx._fp8._sites import Matmul
+from mpx._fp8._transform import Fp8Function, fp8
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Report:
+    """What `fp8` does with a function; made by `fp8_report`, printed as a table.
+
+    Attributes:
+        matmuls: Every matmul of the forward pass, with the fields `param` (the parameter
+            that it reads), `scope`, `source`, `shape` (rows, summed length, columns),
+            `times` (how often it runs), `dtype`, `reason` (why it is not fp8; "" if it
+            is) and `flops`.
+    """
+
+    matmuls: tuple[Matmul, ...]
+
+    @property
+    def changed(self) -> tuple[Matmul, ...]:
+        """The matmuls that run in fp8."""
+        return tuple(x for x in self.matmuls if not x.reason)
+
+    @property
+    def kept(self) -> tuple[Matmul, ...]:
+        """The matmuls that stay as they are."""
+        return tuple(x for x in self.matmuls if x.reason)
+
+    @property
+    def share(self) -> float:
+        """The share of the matmuls' operations that run in fp8, from 0 to 1."""
+        total = sum(x.flops for x in self.matmuls)
+        return sum(x.flops for x in self.changed) / total if total else 0.0
+
+    def __str__(self) -> str:
+        """Returns the table as text."""
+        total = sum(x.flops for x in self.matmuls) or 1
+        rows = [
+            (
+                x.param or "–",
+                "×".join(map(str, x.shape)),
+                str(x.times),
+                f"{100 * x.flops / total:.1f} %",
+                x.reason or "fp8",
+                x.scope,
+                short_source(x.source),
+            )
+            for x in self.matmuls
+        ]
+        head = ("parameter", "shape", "times", "FLOPs", "fp8, or why not", "scope")
+        summary = f"{100 * self.share:.1f} % of the matmul operations run in fp8."
+        return "\n".join([summary, "", *table((*head, "source"), rows, "no matmuls")])
+
+
+def fp8_report(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Fp8Report:
+    """Says what `fp8` does with each matmul of a call, and why.
+
+    The call is traced and not run, so arrays may be given as `jax.ShapeDtypeStruct`. The
+    two products of the backward pass follow what is done with the one listed.
+
+    Args:
+        func: A function under `fp8`, or a plain one, which is reported with the default
+            settings of `fp8`.
+        *args: Its positional arguments, without the state of delayed scaling.
+        **kwargs: Its keyword arguments.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> def loss(params, x):
+        ...     return jnp.sum(x @ params["w"] @ params["head"])
+        >>> params = {"w": jnp.ones((64, 64), "bfloat16"), "head": jnp.ones((64, 16), "bfloat16")}
+        >>> x = jnp.ones((16, 64), "bfloat16")
+        >>> report = fp8_report(fp8(loss, min_gain=0), params, x)
+        >>> [(matmul.param, matmul.reason or "fp8") for matmul in report.matmuls]
+        [('params/w', 'fp8'), ('params/head', 'its name holds head')]
+        >>> report.share
+        0.8
+        >>> [matmul.reason for matmul in fp8_report(loss, params, x).changed]
+        []
+    """
+    under = func if isinstance(func, Fp8Function) else fp8(func)
+    walk = under.walk(args, kwargs)
+    walk.matmuls = []
+    trace(walk, under.func, args, kwargs)
+    return Fp8Report(tuple(walk.matmuls))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Check:
+    """The matmuls of a compiled program; made by `fp8_check`.
+
+    Attributes:
+        fp8: How many calls multiply in fp8 units.
+        other: How many multiply in something else, by what they are: `cublas bf16`,
+            `triton f8e4m3fn` and so on. A loop counts its body once.
+        quantized: Whether numbers of 8 bits occur at all. If not, XLA has removed them.
+    """
+
+    fp8: int
+    other: Mapping[str, int]
+    quantized: bool
+
+    def __str__(self) -> str:
+        """Returns one line."""
+        others = [f"{count} {name}" for name, count in self.other.items()]
+        return f"{self.fp8} fp8 matmuls; others: {', '.join(others) or 'none'}"
+
+
+def fp8_check(compiled: Any) -> Fp8Check:
+    """Counts the fp8 matmuls of a compiled program, and the others.
+
+    Where hardware, version or shape do not fit, XLA computes in bf16 and says nothing.
+    This reads what it made.
+
+    Args:
+        compiled: What `jax.jit(...).lower(...).compile()` returns, or the text of its
+            HLO. Meaningful for NVIDIA GPUs: other platforms have no fp8 calls.
+
+    Raises:
+        TypeError: If it has no HLO to read.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> step = jax.jit(lambda x: x @ x)
+        >>> print(fp8_check(step.lower(jnp.ones((16, 16))).compile()))
+        0 fp8 matmuls; others: 1 dot f32
+    """
+    read = getattr(compiled, "as_text", None)
+    text = compiled if isinstance(compiled, str) else read and read()
+    if not isinstance(text, str):
+        raise TypeError(
+            "`fp8_check` reads a compiled program, but "
+            f"{type(compiled).__name__} was given. Pass "
+            "`jax.jit(func).lower(*args).compile()`."
+        )
+    calls, other = 0, collections.Counter()
+    for line in text.splitlines():
+        found = _CUBLAS.search(line)
+        if found is not None and found.group(1).startswith("lt$matmul$f8"):
+            calls += 1
+        elif found is not None:
+            other[f"cublas {_first_operand(line, text)}"] += 1
+        elif _ONE_DNN.search(line) or _DOT.search(line):
+            other[f"dot {_first_operand(line, text)}"] += 1
+    quantized = re.search(r"\bf8e(4m3fn|5m2)\[", text) is not None
+    return Fp8Check(calls, dict(sorted(other.items())), quantized)
+
+
+_CUBLAS = re.compile(r'custom_call_target="__cublas\$([\w$]+)"')
+_ONE_DNN = re.compile(r'custom_call_target="__onednn\$matmul"')
+_DOT = re.compile(r"= \S+ dot\(")
+_OPERAND = re.compile(r"(?:dot|custom-call)\(\s*(?:(\w+)\[[^ ]* )?(%?[\w.\-]+)")
+
+
+def _first_operand(line: str, text: str) -> str:
+    """Returns the dtype of the first operand of an instruction."""
+    found = _OPERAND.search(line)
+    if found is None:
+        return "unknown"
+    if found.group(1):
+        return found.group(1)
+    name = re.escape(found.group(2).removeprefix("%"))
+    made = re.search(rf"%?{name}(?: =|:) \(?(\w+)\[", text)
+    return made.group(1) if made else "unknown"

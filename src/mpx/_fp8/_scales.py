@@ -1,0 +1,103 @@
+"""Power-of-two scales from exponent bits, and casting to 8-bit formats with them.
+
+A quantised tensor stands for `original ≈ codes · scale`. Scales are powers of two: they
+are exact in every format, so scaling before or after a matmul gives the same bits, and
+rounding is that of the 8-bit format alone. They are built from exponent bits because
+`exp2` of an integer is inexact on GPUs and CPUs.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32
+
+from mpx._formats import FORMATS
+
+DTYPES: dict[str, np.dtype] = {
+    "e4m3": np.dtype(jnp.float8_e4m3fn),
+    "e5m2": np.dtype(jnp.float8_e5m2),
+}
+_MANTISSA = 0x7FFFFF
+# Scale and inverse are both normal f32 numbers between these biased exponents.
+_LOWEST, _HIGHEST = 1, 253
+
+
+def largest_magnitude(
+    x: Array, axes: Sequence[int] | None = None
+) -> Float32[Array, "..."]:
+    """Returns the largest absolute value, 0 for an empty array, nan if there is one.
+
+    Args:
+        x: Any floating array.
+        axes: The axes to reduce, kept with length 1; `None` reduces all to a scalar.
+    """
+    magnitude = jnp.abs(x)
+    if axes is None:
+        return jnp.max(magnitude, initial=0.0).astype(jnp.float32)
+    axes = tuple(axes)
+    return jnp.max(magnitude, axis=axes, keepdims=True, initial=0.0).astype(jnp.float32)
+
+
+def power_of_two_scale(amax: Array, form: str) -> Float32[Array, "..."]:
+    """Returns the smallest power of two that brings `amax` into a format's range.
+
+    That is `2**ceil(log2(amax / max))`, computed exactly. A scale of 1 is returned for
+    0, inf and nan, so that these come through the cast as what they are.
+
+    Args:
+        amax: The largest magnitude, f32.
+        form: `e4m3` or `e5m2`.
+    """
+    mantissa, exponent = np.frexp(FORMATS[form].max)  # mantissa in [1/2, 1)
+    limit = np.uint32(int((2 * mantissa - 1) * (_MANTISSA + 1)))
+    bits = lax.bitcast_convert_type(amax.astype(jnp.float32), jnp.uint32)
+    above = ((bits & np.uint32(_MANTISSA)) > limit).astype(jnp.int32)
+    biased = (bits >> np.uint32(23)).astype(jnp.int32) - np.int32(exponent - 1) + above
+    biased = jnp.clip(biased, _LOWEST, _HIGHEST)
+    scale = _from_exponent(biased)
+    usable = (amax > 0) & (amax < jnp.inf)
+    return jnp.where(usable, scale, jnp.ones_like(scale))
+
+
+def _from_exponent(biased: Array) -> Array:
+    return lax.bitcast_convert_type(
+        biased.astype(jnp.uint32) << np.uint32(23), jnp.float32
+    )
+
+
+def inverse(scale: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """Returns the exact `1 / scale` of a power of two, by its exponent bits."""
+    bits = lax.bitcast_convert_type(scale, jnp.uint32)
+    return _from_exponent(np.int32(254) - (bits >> np.uint32(23)).astype(jnp.int32))
+
+
+def quantize(x: Array, scale: Array, form: str, *, clip: bool) -> Array:
+    """Returns `x / scale` in an 8-bit format; the error is half an ulp of the format.
+
+    Args:
+        x: The values.
+        scale: A power of two, broadcast against `x`.
+        form: `e4m3` or `e5m2`.
+        clip: Whether magnitudes above the range become the largest number, as they must
+            where the scale was chosen before `x` was known. inf and nan stay visible.
+            A scale made from `x` itself needs no clip, and one has made XLA fail ("A
+            cycle is detected", jaxlib 0.11.2) where `x` comes out of a matmul.
+    """
+    # In f32: 2**126 would overflow f16. XLA fuses the product into the cast.
+    scaled = x.astype(jnp.float32) * inverse(scale)
+    if clip:
+        largest = np.float32(FORMATS[form].max)
+        bounded = jnp.clip(scaled, -largest, largest)
+        # A clipped inf would hide an overflow from loss scaling.
+        scaled = jnp.where(jnp.isinf(scaled), scaled, bounded)
+    return scaled.astype(DTYPES[form])
+
+
+def dequantize(codes: Array, scale: Array, dtype: np.dtype) -> Array:
+    """Returns `codes · scale`.
+
+    It rounds nothing unless the result leaves the range of `dtype`.
+    """
+    return (codes.astype(jnp.float32) * scale).astype(dtype)

@@ -1,0 +1,192 @@
+"""Which matmuls run in 8 bits, and why the others do not."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+
+from mpx._amp._values import Meta
+from mpx._formats import short_name
+from mpx._fp8._recipes import MXFP8, Recipe
+
+KeepRule = str | Callable[["Matmul"], bool]
+
+# Measured on an H200 (8192³ matmuls, a copy): operations and bytes per second. What
+# decides are their ratios, which are similar on all GPUs that have the units.
+_BF16, _FP8, _BANDWIDTH = 694e12, 1277e12, 4.3e12
+# Each tensor is read for its maximum, read again, and written in two layouts.
+_BYTES = 2 + 2 + 1 + 1
+# Per matmul, forward and backward: about eight more kernels of two microseconds or more.
+_LAUNCHES = 20e-6
+
+
+class Matmul(NamedTuple):
+    """One matmul of a function, for the report and for predicates.
+
+    Attributes:
+        param: The parameter that it reads, such as `params/layers/w1`; "" without one.
+        scope: The named scopes, joined by `/`.
+        source: File and line.
+        shape: Rows, summed length and columns: (m, k, n).
+        times: How often it runs in one call: the lengths of the scans around it.
+        dtype: The dtype of the operands as they come.
+        reason: Why it does not run in fp8; "" if it does.
+        flops: Its floating-point operations in one forward pass.
+    """
+
+    param: str
+    scope: str
+    source: str
+    shape: tuple[int, int, int]
+    times: int
+    dtype: str
+    reason: str
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What a user chose about `fp8`, except for the function.
+
+    Attributes:
+        recipe: Formats and scales.
+        params: Positions or names of the arguments that hold the parameters.
+        keep: What stays as it is, besides heads, embeddings and routers.
+        include: Parameters of which these built-in names do not hold.
+        min_gain: The smallest predicted speed-up for which a matmul is changed.
+    """
+
+    recipe: Recipe
+    params: tuple[int | str, ...] = (0,)
+    keep: tuple[KeepRule, ...] = ()
+    include: tuple[str, ...] = ()
+    min_gain: float = 1.1
+
+
+def as_rules(keep: Any, what: str) -> tuple[KeepRule, ...]:
+    """Returns rules from what a user may pass for them.
+
+    Raises:
+        TypeError: If a rule is neither a string nor a function.
+        ValueError: If a string is no regular expression.
+    """
+    single = isinstance(keep, str) or not isinstance(keep, Iterable)
+    rules: tuple[Any, ...] = (keep,) if single else tuple(keep)
+    for rule in rules:
+        if not isinstance(rule, str) and not callable(rule):
+            raise TypeError(
+                f"A rule of `{what}` is a regular expression for names of parameters "
+                f"and scopes, or a function of a matmul, but {rule!r} was given."
+            )
+        if isinstance(rule, str):
+            try:
+                re.compile(rule)
+            except re.error as error:
+                raise ValueError(
+                    f"The rule {rule!r} of `{what}` is not a regular expression: {error}."
+                ) from error
+    return rules
+
+
+# Names of modules and parameters, between slashes, that training in fp8 leaves alone.
+_SENSITIVE = re.compile(
+    r"(?:^|/)(?:"
+    r"(?:\w+_)?(?:un)?embed(?:ding|der)?s?(?:_\w+)?|w[tp]e|"
+    r"(?:(?:lm|cls|mlm|classification|output|policy|value)_?)?head|"
+    r"(?:\w+_)?logits?(?:_\w+)?|(?:\w+_)?router(?:_\w+)?|classifier"
+    r")(?:/|$)",
+    re.IGNORECASE,
+)
+_STOP = "amp_stop"
+
+
+def sizes(eqn: Any) -> tuple[int, int, int]:
+    """Returns rows, summed length and columns of a `dot_general`."""
+    (lhs_axes, rhs_axes), (batch, _) = eqn.params["dimension_numbers"]
+    lhs, rhs = (var.aval.shape for var in eqn.invars)
+    batches = math.prod(lhs[axis] for axis in batch)
+    summed = math.prod(lhs[axis] for axis in lhs_axes)
+    del rhs_axes
+    each = max(batches * summed, 1)
+    return math.prod(lhs) // each, summed, math.prod(rhs) // each
+
+
+def predicted_gain(m: int, k: int, n: int) -> float:
+    """Predicts how much faster a matmul is in fp8, its two gradients included.
+
+    Time is operations over the measured peak; fp8 adds the traffic and the launches of
+    quantising both operands and the gradient.
+    """
+    work = 3 * 2.0 * m * k * n
+    traffic = _BYTES * (m * k + k * n + m * n)
+    return (work / _BF16) / (work / _FP8 + traffic / _BANDWIDTH + _LAUNCHES)
+
+
+def reason_to_keep(
+    eqn: Any, metas: list[Meta], matmul: Matmul, tables: set[str], chosen: Selection
+) -> str:
+    """Says why a `dot_general` stays as it is written; "" if it becomes fp8."""
+    return (
+        _by_structure(eqn, metas)
+        or _by_rule(matmul, tables, chosen)
+        or _by_size(matmul, chosen)
+    )
+
+
+def _by_structure(eqn: Any, metas: list[Meta]) -> str:
+    weights = [meta.is_param for meta in metas]
+    if not any(weights):
+        return "no operand is a parameter"
+    if all(weights):
+        return "both operands are parameters"
+    if eqn.params["dimension_numbers"][1][0]:
+        return "it has batch dimensions"
+    return _by_dtype(eqn)
+
+
+def _by_dtype(eqn: Any) -> str:
+    dtypes = [np.dtype(var.aval.dtype) for var in eqn.invars]
+    wide = [x for x in map(short_name, dtypes) if x not in ("bf16", "f16")]
+    if wide:
+        return f"an operand is {wide[0]}"
+    result = np.dtype(eqn.outvars[0].aval.dtype)
+    if len({*dtypes, result}) > 1:
+        return f"its result was asked for in {short_name(result)}"
+    precision = eqn.params["precision"]
+    for item in precision if isinstance(precision, tuple) else (precision,):
+        if item not in (None, lax.Precision.DEFAULT):
+            return f"{item} was asked for"
+    return ""
+
+
+def _by_rule(matmul: Matmul, tables: set[str], chosen: Selection) -> str:
+    scopes = matmul.scope.split("/")
+    if _STOP in scopes:
+        return "scope amp_stop"
+    for rule in chosen.keep:
+        if not isinstance(rule, str):
+            if rule(matmul):
+                return f"keep {getattr(rule, '__name__', 'rule')}"
+        elif re.search(rule, matmul.param) or re.search(rule, matmul.scope):
+            return f"keep {rule}"
+    if any(re.search(rule, matmul.param) for rule in chosen.include):
+        return ""
+    if matmul.param in tables:
+        return "its parameter is an embedding table"
+    found = _SENSITIVE.search(matmul.param) or _SENSITIVE.search(matmul.scope)
+    return f"its name holds {found.group().strip('/')}" if found else ""
+
+
+def _by_size(matmul: Matmul, chosen: Selection) -> str:
+    multiple = 32 if isinstance(chosen.recipe, MXFP8) else 16
+    for size in matmul.shape:
+        if size == 0 or size % multiple:
+            return f"{size} is not a multiple of {multiple}"
+    gain = predicted_gain(*matmul.shape)
+    if gain < chosen.min_gain:
+        return f"too small to gain (predicted {gain:.2f}×)"
+    return ""

@@ -1,0 +1,297 @@
+"""`fp8`: the public transformation."""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from mpx import _nnx
+from mpx._amp._policy import AmpPolicy
+from mpx._amp._report import trace
+from mpx._amp._transform import autocast_call
+from mpx._call import argument_names
+from mpx._compat import gpu_capability, is_batched
+from mpx._fp8._mx import check_supported
+from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe
+from mpx._fp8._sites import Selection, as_rules
+from mpx._fp8._state import Fp8State, empty_state
+from mpx._fp8._walk import Walk
+from mpx._tree import is_array, is_floating
+
+
+def fp8(
+    func: Callable[..., Any] | None = None,
+    recipe: Any = CurrentScaling(),  # noqa: B008 - frozen
+    *,
+    params: int | str | Sequence[int | str] = 0,
+    keep: Any = (),
+    include: Any = (),
+    min_gain: float = 1.1,
+) -> Any:
+    """Runs the linear layers of a function in 8-bit floating point.
+
+    The function is not edited. It is traced, and its matmuls with a parameter run on
+    8-bit operands, forward and backward: `jax.grad(fp8(loss))(params, batch)`. A matmul
+    is changed if exactly one operand comes from the parameters (through casts,
+    reshapes, transposes, slices, jit, scan, remat, cond and shard_map), both are bf16 or
+    f16, all its dimensions are multiples of 16, and it is large enough to gain. The
+    rest stays as it is: attention products, embeddings, heads, routers, norms.
+
+    f32 models are cast first: `fp8(amp(loss))`. `fp8_report` tells what is changed and
+    `fp8_check` whether it was compiled to fp8 kernels.
+
+    With `DelayedScaling` the returned function takes an `Fp8State` as its first
+    argument, before those of `func`; its method `init(*args)` makes one.
+
+    Take gradients of the result, not of `func`: `fp8(jax.grad(loss))` would only see
+    half of the matmuls. Forward-mode derivatives do not exist.
+
+    Args:
+        func: The function, usually a loss. Leave it out to use `fp8` as a decorator with
+            arguments.
+        recipe: Formats and scales: `CurrentScaling`, `DelayedScaling`, `StaticScaling`
+            or `MXFP8`.
+        params: The position or the name of the argument that holds the parameters, or
+            several. Arrays inside of `func` itself are parameters, too.
+        keep: What else stays as it is: regular expressions, searched in the names of
+            parameters (`params/layers/0/w`) and of `jax.named_scope`s, or functions of a
+            matmul as `fp8_report` lists them.
+        include: Regular expressions for parameters that are changed although their
+            names sound like embeddings, heads or routers.
+        min_gain: The smallest speed-up, predicted from the matmul's size, for which it
+            is changed; 0 changes all.
+
+    Raises:
+        NotImplementedError: For `MXFP8` on hardware without units for it.
+
+    Warns:
+        RuntimeWarning: Under `jax.vmap`, which makes one weight gradient for each
+            example; on GPUs without fp8 units; and if all linear layers are f32.
+
+    Examples:
+        >>> loss = lambda params, x: jnp.sum(x @ params["w"])
+        >>> params = {"w": jnp.full((32, 16), 1.0625, jnp.bfloat16)}
+        >>> x = jnp.ones((16, 32), jnp.bfloat16)
+        >>> float(loss(params, x)), float(fp8(loss, min_gain=0)(params, x))
+        (8704.0, 8192.0)
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            "`recipe` must be a recipe such as `mpx.CurrentScaling()`, but "
+            f"{type(recipe).__name__} was given."
+        )
+    chosen = Selection(
+        recipe=recipe,
+        params=(params,) if isinstance(params, int | str) else tuple(params),
+        keep=as_rules(keep, "keep"),
+        include=tuple(map(str, as_rules(include, "include"))),
+        min_gain=min_gain,
+    )
+    if func is None:
+        return functools.partial(Fp8Function, chosen=chosen)
+    return Fp8Function(func, chosen)
+
+
+class Fp8Function:
+    """A function under `fp8`.
+
+    Attributes:
+        func: The function as it was written.
+        chosen: The settings.
+    """
+
+    def __init__(self, func: Callable[..., Any], chosen: Selection) -> None:
+        functools.update_wrapper(self, func)
+        self.func, self.chosen = func, chosen
+        self._eager: dict[Any, Any] = {}
+        self.mpx_has_scales = self.has_state  # the gradient functions ask for it
+        if self.has_state:
+            # The state comes first: the signature is not that of `func`.
+            del self.__dict__["__wrapped__"]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the first argument is an `Fp8State`."""
+        return isinstance(self.chosen.recipe, DelayedScaling)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Binds to an object, as functions do."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function in fp8."""
+        check_supported(self.chosen.recipe)
+        _warn_of_hardware()
+        _warn_of_vmap((args, kwargs))
+        if not self.has_state:
+            walk = self.walk(args, kwargs)
+            out = autocast_call(walk, self.func, args, kwargs, eager=self._eager)
+            _warn_of_f32(walk)
+            return out
+        state, *rest = args or (None,)
+        if not isinstance(state, Fp8State):
+            raise TypeError(
+                "With `DelayedScaling` the first argument is an `Fp8State`, but "
+                f"{type(state).__name__} was given. Make one with `.init(*args)`."
+            )
+        return self._with_scales(state.largest(), tuple(rest), kwargs)
+
+    def _with_scales(
+        self, scales: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        walk = self.walk(args, kwargs)
+        walk.states = scales
+        out = autocast_call(walk, self.func, args, kwargs)
+        _warn_of_f32(walk)
+        return out
+
+    def walk(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Walk:
+        """Returns an interpreter for one call."""
+        return Walk(
+            dtype=np.dtype(jnp.bfloat16),
+            policy=_AS_WRITTEN,
+            chosen=self.chosen,
+            param_names=_param_names(self.func, self.chosen.params, args, kwargs),
+        )
+
+    def init(self, *args: Any, loss_scale: float = 1.0, **kwargs: Any) -> Fp8State:
+        """Makes the state of delayed scaling, for a call with these arguments.
+
+        With arrays, one call and its gradient are computed to fill the state. With
+        `jax.ShapeDtypeStruct`s it is empty: the first step then has scales of 1 and its
+        gradients lose what e5m2 cannot hold.
+
+        Args:
+            *args: The arguments of the function, without the state.
+            loss_scale: By what the loss will be multiplied in training.
+            **kwargs: Its keyword arguments.
+
+        Raises:
+            TypeError: If the recipe has no state.
+
+        Examples:
+            >>> from mpx import DelayedScaling
+            >>> loss = lambda w, x: jnp.sum(x @ w)
+            >>> f8 = fp8(loss, DelayedScaling(history=2), min_gain=0)
+            >>> w, x = (jnp.ones((16, 16), jnp.bfloat16) for _ in range(2))
+            >>> f8.init(w, x).amaxes
+            {'1:w': Array([[1., 1., 1.],
+                   [1., 1., 1.]], dtype=float32)}
+        """
+        recipe = self.chosen.recipe
+        if not isinstance(recipe, DelayedScaling):
+            raise TypeError(
+                f"`{type(recipe).__name__}` keeps no state: call the function itself. "
+                "Only `DelayedScaling` has one."
+            )
+        sites: dict[str, tuple[int, ...]] = {}
+
+        walk = self.walk(args, kwargs)
+        walk.sites = sites
+        trace(walk, self.func, args, kwargs)
+        state = empty_state(sites, recipe.history)
+        leaves = jax.tree.leaves((args, kwargs))
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            return state
+
+        plain, objects = _nnx.take_out((args, kwargs))
+        arrays, static = eqx.partition(plain, is_array)
+
+        def scaled(state: Fp8State, arrays: PyTree) -> Array:
+            plain = eqx.combine(arrays, static)
+            full_args, full_kwargs = _nnx.put_back(plain, _nnx.copy(objects))
+            probes = {path: (None, x) for path, (_, x) in state.largest().items()}
+            out = self._with_scales(probes, full_args, full_kwargs)
+            return _first_float(out) * loss_scale
+
+        observed = jax.jit(jax.grad(scaled))(state, arrays)
+        return jax.tree.map(
+            lambda x: jnp.broadcast_to(_finite(x[..., :1, :]), x.shape), observed
+        )
+
+
+_AS_WRITTEN = AmpPolicy("original")
+
+
+def _param_names(
+    func: Callable[..., Any],
+    params: tuple[int | str, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> frozenset[str]:
+    """Returns the names of the arguments that hold parameters.
+
+    Raises:
+        ValueError: If there is no such argument.
+    """
+    if params == (0,) and any(map(is_array, jax.tree.leaves(func))):
+        return frozenset()  # `func` is the model, and its argument an input
+    names = argument_names(func, len(args))
+    found = []
+    for param in params:
+        if isinstance(param, int):
+            wanted = argument_names(func, max(param + 1, len(args)))
+            param = wanted[param] if -len(wanted) <= param else f"argument {param}"
+        if param not in names and param not in kwargs:
+            raise ValueError(
+                f"`params` names `{param}`, but the function was called with "
+                f"{[*names, *kwargs]}. Pass the position or the name of the argument "
+                "that holds the parameters."
+            )
+        found.append(param)
+    return frozenset(found)
+
+
+def _first_float(out: PyTree) -> Array:
+    """Returns the loss among a function's results, or the sum of the first array."""
+    for leaf in jax.tree.leaves(out):
+        if is_floating(leaf):
+            return jnp.sum(leaf.astype(jnp.float32))
+    raise TypeError(
+        "`init` takes the gradient of the function, but it returned no floating array. "
+        "Pass `jax.ShapeDtypeStruct`s to get an empty state."
+    )
+
+
+def _finite(x: Array) -> Array:
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def _warn_of_hardware() -> None:
+    found = gpu_capability()
+    if found is None or (isinstance(found, tuple) and found >= (8, 9)):
+        return
+    name = ".".join(map(str, found)) if isinstance(found, tuple) else found
+    _warn(
+        f"The default device (compute capability {name}) has no fp8 units that mpx knows "
+        "how to use: `fp8` runs as bf16 there, without the rounding of fp8."
+    )
+
+
+def _warn_of_vmap(arguments: PyTree) -> None:
+    if any(map(is_batched, jax.tree.leaves(arguments))):
+        _warn(
+            "`fp8` inside of `jax.vmap` computes a weight gradient for each example, "
+            "which takes more time and memory than bf16. Put it outside: "
+            "`fp8(lambda params, batch: jnp.mean(jax.vmap(...)(batch)))`."
+        )
+
+
+def _warn_of_f32(walk: Walk) -> None:
+    kinds = {kind for kind, _ in walk.facts}
+    if "f32" in kinds and "fp8" not in kinds:
+        name = min(name for kind, name in walk.facts if kind == "f32")
+        _warn(
+            f"`fp8` changed nothing: the matmuls with parameters, such as `{name}`, are "
+            "f32. Cast the model first, for example with `fp8(amp(loss))`."
+        )

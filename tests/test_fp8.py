@@ -1,0 +1,604 @@
+"""`fp8`: which matmuls it changes, and that it changes nothing else."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from models import equations
+from mpx import CurrentScaling, DelayedScaling, StaticScaling, fp8, fp8_report
+from mpx.testing import assert_trees_equal
+
+BF16 = jnp.bfloat16
+everywhere = functools.partial(fp8, min_gain=0)
+
+
+def ones_and_signs(shape, key=0):
+    """Numbers 0 and ±1: exact in e4m3 and e5m2, so that products can be compared."""
+    x = jax.random.randint(jax.random.key(key), shape, -1, 2)
+    return x.astype(BF16)
+
+
+def count_f8(func, *args):
+    """How many `dot_general`s have 8-bit operands, in the branch for this platform."""
+    eqns = list(equations(jax.make_jaxpr(func)(*args)))
+    dots = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+    eight = [eqn for eqn in dots if eqn.invars[0].aval.dtype.itemsize == 1]
+    return len(eight) // 2  # once for CUDA, once for the rest
+
+
+def reasons(func, *args, **options):
+    report = fp8_report(everywhere(func, **options), *args)
+    return [(matmul.param, matmul.reason) for matmul in report.matmuls]
+
+
+W = ones_and_signs((32, 32), 1)
+X = ones_and_signs((16, 32), 2)
+
+
+# --- what is followed -----------------------------------------------------------------
+
+
+def through_cond(p, x):
+    return lax.cond(x[0, 0] > 0, lambda w: x @ w, lambda w: x @ w.T, p)
+
+
+def through_scan(p, x):
+    return lax.scan(lambda h, w: (h @ w, None), x, jnp.stack([p, p]))[0]
+
+
+def through_stacked(p, x):
+    stacked = p.reshape(2, 16, 32)
+    out = [x[:, :16] @ stacked[i] for i in range(2)]
+    return jnp.concatenate(out, axis=1)
+
+
+def through_vmap(p, x):
+    return jax.vmap(lambda row: p @ row)(x)
+
+
+def through_shard_map(p, x):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+    return jax.shard_map(lambda w, x: x @ w, mesh=mesh, **specs)(p, x)
+
+
+def through_fori(p, x):
+    return lax.fori_loop(0, 2, lambda i, h: h @ p, x)
+
+
+def through_carry(p, x):
+    step = lambda carry, _: ((carry[0], carry[1] @ carry[0]), None)  # noqa: E731
+    return lax.scan(step, (p, x), None, length=2)[0][1]
+
+
+FOLLOWED = {
+    "plain": (lambda p, x: x @ p, 1),
+    "transpose": (lambda p, x: x @ p.T, 1),
+    "reshape": (lambda p, x: x @ p.reshape(2, 512).reshape(32, 32), 1),
+    "slice": (lambda p, x: x @ p[:, :16], 1),
+    "dynamic slice": (lambda p, x: x[:, :16] @ p.reshape(2, 16, 32)[jnp.int32(1)], 1),
+    "cast": (lambda p, x: x @ p.astype(jnp.float32).astype(BF16), 1),
+    "times a number": (lambda p, x: x @ (p * 2), 1),
+    "sum of parameters": (lambda p, x: x @ (p + p.T), 1),
+    "low rank": (lambda p, x: x @ (p + p[:, :16] @ p[:16]), 1),
+    "concatenate": (lambda p, x: x @ jnp.concatenate([p, p], axis=1), 1),
+    "jit": (lambda p, x: jax.jit(lambda x, w: x @ w)(x, p), 1),
+    "jit of a transpose": (lambda p, x: x @ jax.jit(jnp.transpose)(p), 1),
+    "remat": (lambda p, x: jax.checkpoint(lambda x, w: x @ w)(x, p), 1),
+    "cond": (through_cond, 2),
+    "scan": (through_scan, 1),
+    "fori_loop": (through_fori, 1),
+    "carry": (through_carry, 1),
+    "stacked": (through_stacked, 2),
+    "vmap (Equinox)": (through_vmap, 1),
+    "shard_map": (through_shard_map, 1),
+    "einsum": (lambda p, x: jnp.einsum("bi,io->bo", x, p), 1),
+    "heads": (lambda p, x: jnp.einsum("bi,ihd->bhd", x, p.reshape(32, 2, 16)), 1),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_parameter_is_followed_through(name):
+    func, matmuls = FOLLOWED[name]
+    loss = lambda p, x: jnp.sum(func(p, x).astype(jnp.float32))  # noqa: E731
+    changed = fp8_report(everywhere(loss), W, X).changed
+    assert len(changed) == matmuls
+    assert {matmul.param for matmul in changed} == {"p"}
+    # Small whole numbers are exact in fp8: nothing but the matmul may differ.
+    p = W * (jnp.arange(32) < 6)[:, None].astype(BF16)
+    value, grads = jax.value_and_grad(everywhere(loss))(p, X)
+    want, want_grads = jax.value_and_grad(loss)(p, X)
+    if name != "scan":  # whose sums exceed what e5m2 holds exactly
+        assert_trees_equal((value, grads), (want, want_grads))
+    assert count_f8(jax.grad(everywhere(loss)), W, X) >= 2 * matmuls
+
+
+def in_custom_vjp(p, x):
+    @jax.custom_vjp
+    def linear(x, w):
+        return x @ w
+
+    linear.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, r[0].T @ g))
+    return linear(x, p)
+
+
+def attention(p, x):
+    q = x @ p
+    return jax.nn.softmax((q @ q.T).astype(jnp.float32)).astype(BF16) @ q
+
+
+KEPT = {
+    "no parameter": (lambda p, x: x @ x.T, "no operand is a parameter"),
+    "only parameters": (lambda p, x: p @ p, "both operands are parameters"),
+    "a broadcast parameter": (
+        lambda p, x: jnp.broadcast_to(p[0], (16, 32)) @ p,
+        None,  # a learnt query is an activation
+    ),
+    "f32": (
+        lambda p, x: x.astype(jnp.float32) @ p.astype(jnp.float32),
+        "an operand is f32",
+    ),
+    "f32 result": (
+        lambda p, x: jnp.matmul(x, p, preferred_element_type=jnp.float32),
+        "its result was asked for in f32",
+    ),
+    "precision": (
+        lambda p, x: jnp.matmul(x, p, precision="highest"),
+        "HIGHEST was asked for",
+    ),
+    "odd size": (lambda p, x: x @ p[:, :17], "17 is not a multiple of 16"),
+    "empty": (lambda p, x: x @ p[:, :0], "0 is not a multiple of 16"),
+    "batch dimensions": (
+        lambda p, x: jnp.einsum("bi,bio->bo", x[:2, :16], p.reshape(2, 16, 32)),
+        "it has batch dimensions",
+    ),
+    "custom_vjp": (
+        in_custom_vjp,
+        "inside of custom_vjp_call, which runs as written",
+    ),
+    "while": (
+        lambda p, x: lax.while_loop(
+            lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] @ p), (0, x)
+        )[1],
+        "inside of while, which runs as written",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_matmul_is_kept(name):
+    func, reason = KEPT[name]
+    assert [found for _, found in reasons(func, W, X)] == [reason or ""]
+    if reason and name != "f32":  # which warns, see below
+        func = jax.jit(func) if name == "while" else func
+        assert_trees_equal(jax.jit(everywhere(func))(W, X), jax.jit(func)(W, X))
+
+
+def test_attention_products_are_kept():
+    assert [bool(reason) for _, reason in reasons(attention, W, X)] == [
+        False,
+        True,
+        True,
+    ]
+
+
+NAMES = {
+    "layers/0/mlp/w1": True,
+    "blocks/attn/multi_head_attention/query/w": True,
+    "gate_proj/kernel": True,
+    "decoder/layers/heading/w": True,
+    "lm_head/kernel": False,
+    "head": False,
+    "model/head/weight": False,
+    "embedding/weight": False,
+    "token_embed/w": False,
+    "Embed_0/embedding": False,
+    "wte": False,
+    "moe/router/w": False,
+    "logits/kernel": False,
+    "classifier/w": False,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name_decides(name):
+    tree = functools.reduce(lambda leaf, key: {key: leaf}, reversed(name.split("/")), W)
+    loss = lambda p, x: x @ jax.tree.leaves(p)[0]  # noqa: E731
+    ((param, reason),) = reasons(loss, tree, X)
+    assert param == f"p/{name}"
+    assert (reason == "") == NAMES[name]
+    if reason:
+        assert reasons(loss, tree, X, include=name) == [(param, "")]
+
+
+def test_tied_embedding_is_kept():
+    def loss(p, tokens):
+        hidden = p["table"][tokens] @ p["w"]
+        return hidden @ p["table"].T
+
+    tokens = jnp.arange(16)
+    found = reasons(loss, {"table": W, "w": W}, tokens)
+    assert found == [("p/w", ""), ("p/table", "its parameter is an embedding table")]
+
+
+def test_tied_embedding_is_kept_when_run_eagerly_again():
+    # Both jitted functions hold a matmul, so their rewritten forms are remembered.
+    first = jax.jit(lambda p, tokens: jnp.take(p["table"], tokens, axis=0) @ p["w"])
+    head = jax.jit(lambda h, table: h @ table.T)
+    loss = everywhere(lambda p, tokens: head(first(p, tokens), p["table"]))
+    p, tokens = {"table": W * 1.0625, "w": W}, jnp.arange(16)
+    hidden = everywhere(lambda p, tokens: first(p, tokens))(p, tokens)
+    for _ in range(2):
+        assert_trees_equal(loss(p, tokens), hidden @ p["table"].T)
+
+
+def scoped(p, x):
+    with jax.named_scope("first"):
+        x = x @ p["a"]
+    with jax.named_scope("last"):
+        return x @ p["b"]
+
+
+def is_b(matmul):
+    return matmul.param.endswith("b")
+
+
+@pytest.mark.parametrize(
+    ("keep", "want"),
+    [
+        ("/a$", ["keep /a$", ""]),
+        ("first", ["keep first", ""]),
+        (["first", "last"], ["keep first", "keep last"]),
+        (is_b, ["", "keep is_b"]),
+        (lambda matmul: matmul.shape == (16, 32, 32), ["keep <lambda>"] * 2),
+    ],
+)
+def test_keep_rule(keep, want):
+    found = reasons(scoped, {"a": W, "b": W}, X, keep=keep)
+    assert [reason for _, reason in found] == want
+
+
+def test_amp_stop_keeps_fp8_out():
+    def loss(p, x):
+        with mpx.amp_stop():
+            return x @ p
+
+    assert reasons(loss, W, X) == [("p", "scope amp_stop")]
+
+
+@pytest.mark.parametrize(
+    ("keep", "error", "message"),
+    [
+        (3, TypeError, "A rule of `keep` is a regular expression .* but 3 was given"),
+        ([3], TypeError, "but 3 was given"),
+        ("(", ValueError, r"The rule '\(' of `keep` is not a regular expression"),
+    ],
+)
+def test_keep_rule_must_be_one(keep, error, message):
+    with pytest.raises(error, match=message):
+        fp8(scoped, keep=keep)
+
+
+# --- which argument -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [1, "p", -1, [1], ("p",)])
+def test_params_names_the_argument(params):
+    func = lambda x, p: x @ p  # noqa: E731
+    assert reasons(func, X, W, params=params) == [("p", "")]
+    assert reasons(func, X, W) == [("x", "")]  # the other operand is taken for it
+
+
+def test_params_may_come_by_keyword():
+    report = fp8_report(everywhere(lambda x, p: x @ p, params="p"), X, p=W)
+    assert [matmul.reason for matmul in report.matmuls] == [""]
+
+
+def test_unknown_params_are_an_error():
+    with pytest.raises(ValueError, match=r"`params` names `q`, but .*\['p', 'x'\]"):
+        fp8(lambda p, x: x @ p, params="q")(W, X)
+
+
+def test_recipe_must_be_one():
+    with pytest.raises(TypeError, match="`recipe` must be a recipe"):
+        fp8(lambda p, x: x @ p, "current")
+
+
+def test_decorator_takes_options():
+    @fp8(min_gain=0)
+    def loss(p, x):
+        return x @ p
+
+    assert loss.__name__ == "loss"
+    assert count_f8(loss, W, X) == 1
+
+
+def test_method_can_be_decorated():
+    class Model:
+        @fp8(min_gain=0, params="p")
+        def __call__(self, p, x):
+            return x @ p
+
+    assert_trees_equal(Model()(W, X), X @ W)
+
+
+# --- size -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "changed"),
+    [
+        ((16384, 4096, 16384), True),
+        ((16384, 4096, 4096), True),
+        ((2048, 768, 3072), False),
+        ((64, 4096, 4096), False),
+        ((16384, 64, 4096), False),
+    ],
+)
+def test_size_decides(shape, changed):
+    m, k, n = shape
+    args = (jax.ShapeDtypeStruct((k, n), BF16), jax.ShapeDtypeStruct((m, k), BF16))
+    (matmul,) = fp8_report(lambda p, x: x @ p, *args).matmuls
+    assert matmul.shape == shape
+    assert (matmul.reason == "") == changed
+    if not changed:
+        assert matmul.reason.startswith("too small to gain")
+
+
+def test_small_model_is_left_alone():
+    loss = lambda p, x: jnp.sum(jnp.tanh(x @ p).astype(jnp.float32))  # noqa: E731
+    assert str(jax.make_jaxpr(fp8(loss))(W, X)) == str(jax.make_jaxpr(loss)(W, X))
+
+
+# --- the same everywhere --------------------------------------------------------------
+
+
+def layers(p, x):
+    def layer(h, w):
+        @jax.checkpoint
+        def block(h, w):
+            return h + jax.nn.gelu(h @ w["up"]) @ w["down"]
+
+        return block(h, w), None
+
+    h, _ = lax.scan(layer, x, p)
+    return jnp.mean(h.astype(jnp.float32) ** 2)
+
+
+@functools.cache
+def layer_problem():
+    keys = jax.random.split(jax.random.key(0), 3)
+    p = {
+        "up": jax.random.normal(keys[0], (2, 32, 64)).astype(BF16) * 0.2,
+        "down": jax.random.normal(keys[1], (2, 64, 32)).astype(BF16) * 0.2,
+    }
+    return p, jax.random.normal(keys[2], (64, 32)).astype(BF16)
+
+
+@pytest.mark.parametrize(
+    "recipe", [CurrentScaling(), CurrentScaling(granularity="row")]
+)
+def test_eager_is_jit(recipe):
+    p, x = layer_problem()
+    step = jax.value_and_grad(everywhere(layers, recipe))
+    assert_trees_equal(step(p, x), jax.jit(step)(p, x))
+
+
+def test_scan_is_the_unrolled_loop():
+    # Each column copies one number, so that nothing is rounded and order is no matter.
+    rows = np.arange(32)
+    up = np.zeros((2, 32, 32), np.float32)
+    up[0, rows, (rows + 1) % 32], up[1, rows, (rows * 3) % 32] = 1, 1
+    p, x = jnp.asarray(up, BF16), ones_and_signs((16, 32))
+    block = jax.checkpoint(lambda h, w: jax.nn.relu(h @ w))
+
+    def scanned(p, x):
+        return jnp.sum(lax.scan(lambda h, w: (block(h, w), None), x, p)[0] * x)
+
+    def unrolled(p, x):
+        return jnp.sum(block(block(x, p[0]), p[1]) * x)
+
+    one = jax.jit(jax.value_and_grad(everywhere(scanned)))(p, x)
+    other = jax.jit(jax.value_and_grad(everywhere(unrolled)))(p, x)
+    assert_trees_equal(one, other)
+    assert_trees_equal(one, jax.jit(jax.value_and_grad(scanned))(p, x))
+    assert np.any(one[1])
+
+
+def exact_linear(p, x):
+    return jnp.sum((x @ p["w"]).astype(jnp.float32)) / 16
+
+
+AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+@pytest.mark.parametrize("kind", AXIS_TYPES)
+@pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
+def test_sharded_over_eight_devices_is_one_device(kind, spec):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AXIS_TYPES[kind],))
+    p, x = {"w": W}, ones_and_signs((128, 32), 3)
+
+    def loss(p, x):
+        if kind == "explicit" and spec == P("data"):
+            # A sum over a sharded axis asks for the sharding of its result.
+            out = jnp.einsum("bi,io->bo", x, p["w"], out_sharding=P("data"))
+        else:
+            out = x @ p["w"]
+        return jnp.sum(out.astype(jnp.float32)) / 16
+
+    want = jax.jit(jax.value_and_grad(exact_linear))(p, x)
+    with jax.set_mesh(mesh):
+        sharded_x = jax.device_put(x, NamedSharding(mesh, P("data")))
+        if spec == P(None, "data"):
+            sharded_x = jax.device_put(x, NamedSharding(mesh, P()))
+        sharded_p = jax.device_put(p, NamedSharding(mesh, spec))
+        got = jax.jit(jax.value_and_grad(everywhere(loss)))(sharded_p, sharded_x)
+    assert jax.tree.map(np.asarray, got[1])["w"].dtype == BF16
+    assert float(got[0]) == float(want[0])
+    assert np.array_equal(np.asarray(got[1]["w"]), np.asarray(want[1]["w"]))
+
+
+def test_fp8_inside_shard_map_is_one_device():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    p, x = {"w": W}, ones_and_signs((128, 32), 3)
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P())
+    )
+    def step(p, x):
+        result = mpx.value_and_grad(
+            everywhere(exact_linear), policy="bf16", axis_name="data"
+        )(mpx.NoLossScaling(), p, x)
+        return result.value, result.grads
+
+    value, grads = jax.jit(step)(p, x)
+    want = jax.value_and_grad(exact_linear)(p, x)
+    assert float(value) * 8 == float(want[0])
+    assert np.array_equal(
+        np.asarray(grads["w"]) * 8, np.asarray(want[1]["w"], np.float32)
+    )
+
+
+def test_accumulated_microbatches_are_the_whole_batch():
+    p, x = {"w": W}, ones_and_signs((64, 32), 3)
+    loss = everywhere(lambda p, x: exact_linear(p, x) / len(x))
+    options = {"policy": "p=f32,c=bf16,o=f32"}
+    whole = mpx.value_and_grad(loss, **options)(mpx.NoLossScaling(), p, x)
+    parts = mpx.accumulate(loss, steps=4, **options)(mpx.NoLossScaling(), p, x)
+    assert_trees_equal(parts.value, whole.value)
+    assert_trees_equal(parts.grads, whole.grads)
+
+
+# --- together with the rest of mpx ----------------------------------------------------
+
+
+def f32_loss(p, x):
+    return jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2)
+
+
+@functools.cache
+def f32_problem():
+    keys = jax.random.split(jax.random.key(0), 3)
+    p = {
+        name: jax.random.normal(key, (32, 32))
+        for name, key in zip("ab", keys, strict=False)
+    }
+    return p, jax.random.normal(keys[2], (16, 32))
+
+
+def test_amp_inside_makes_an_f32_model_eligible():
+    p, x = f32_problem()
+    loss = everywhere(mpx.amp(f32_loss, compute_dtype="bf16"))
+    assert [matmul.param for matmul in fp8_report(loss, p, x).changed] == ["p/a", "p/b"]
+    grads = jax.grad(loss)(p, x)
+    assert all(grad.dtype == jnp.float32 for grad in jax.tree.leaves(grads))
+    assert count_f8(jax.grad(loss), p, x) == 6
+
+
+def test_f32_model_alone_warns():
+    p, x = f32_problem()
+    with pytest.warns(RuntimeWarning, match="`fp8` changed nothing: .* `p/a`, are f32"):
+        value = everywhere(f32_loss)(p, x)
+    assert_trees_equal(value, f32_loss(p, x))
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**-10])
+def test_gradients_do_not_depend_on_the_loss_scale(scale):
+    p, x = f32_problem()
+    step = mpx.value_and_grad(everywhere(f32_loss), policy="p=f32,c=bf16,o=f32")
+    base = step(mpx.NoLossScaling(), p, x)
+    scaled = step(mpx.StaticLossScaling(scale), p, x)
+    assert_trees_equal(scaled.grads, base.grads)
+
+
+def test_filter_value_and_grad_takes_it():
+    p, x = f32_problem()
+    loss, _, finite, grads = mpx.filter_value_and_grad(
+        everywhere(f32_loss), policy="p=f32,c=bf16,o=f32"
+    )(p, x)
+    want = mpx.value_and_grad(everywhere(f32_loss), policy="p=f32,c=bf16,o=f32")(
+        mpx.NoLossScaling(), p, x
+    )
+    assert bool(finite)
+    assert_trees_equal((loss, grads), (want.value, want.grads))
+
+
+def test_overflow_is_seen_by_loss_scaling():
+    p, x = f32_problem()
+    step = mpx.value_and_grad(everywhere(f32_loss), policy="p=f32,c=f16,o=f32")
+    result = step(mpx.StaticLossScaling(2.0**40), p, x)
+    assert not bool(result.finite)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [CurrentScaling(), StaticScaling(activation_max=8.0, weight_max=8.0, grad_max=8.0)],
+)
+def test_optimizer_step_on_fp8_gradients_lowers_the_loss(recipe):
+    p, x = f32_problem()
+    loss = everywhere(f32_loss, recipe)
+    step = jax.jit(mpx.value_and_grad(loss, policy="p=f32,c=bf16,o=f32"))
+    first = step(mpx.NoLossScaling(), p, x)
+    p = jax.tree.map(lambda w, g: w - 0.1 * g, p, first.grads)
+    assert step(mpx.NoLossScaling(), p, x).value < first.value
+
+
+# --- what it refuses ------------------------------------------------------------------
+
+
+def test_vmap_over_it_warns():
+    loss = everywhere(lambda p, x: jnp.sum((x @ p).astype(jnp.float32)))
+    with pytest.warns(RuntimeWarning, match="`fp8` inside of `jax.vmap`"):
+        got = jax.vmap(jax.grad(loss), in_axes=(None, 0))(W, jnp.stack([X, X]))
+    assert got.shape == (2, 32, 32)
+
+
+def test_forward_mode_is_refused():
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda p: everywhere(lambda p: X @ p)(p), (W,), (W,))
+
+
+@pytest.mark.parametrize(
+    ("capability", "warns"),
+    [(None, False), ((9, 0), False), ((8, 9), False), ((8, 0), True), ("gfx942", True)],
+)
+def test_gpu_without_units_warns(monkeypatch, capability, warns):
+    transform = mpx._fp8._transform
+    monkeypatch.setattr(transform, "gpu_capability", lambda: capability)
+    func = everywhere(lambda p, x: x @ p)
+    if not warns:
+        func(W, X)
+        return
+    with pytest.warns(RuntimeWarning, match="has no fp8 units"):
+        func(W, X)
+
+
+def test_mxfp8_is_refused_without_blackwell():
+    with pytest.raises(NotImplementedError, match="Blackwell"):
+        fp8(lambda p, x: x @ p, mpx.MXFP8())(W, X)
+
+
+def test_mxfp8_can_be_emulated():
+    x = ones_and_signs((32, 32), 5)
+    func = everywhere(lambda p, x: x @ p, mpx.MXFP8(emulate=True))
+    assert_trees_equal(func(W, x), x @ W)
+
+
+def test_init_needs_a_recipe_with_state():
+    with pytest.raises(TypeError, match="`CurrentScaling` keeps no state"):
+        fp8(lambda p, x: x @ p).init(W, X)
+
+
+def test_paper_functions_refuse_delayed_scaling():
+    func = fp8(exact_linear, DelayedScaling())
+    with pytest.raises(TypeError, match="no place in the paper's tuples"):
+        mpx.filter_grad(func)
+    with pytest.raises(TypeError, match="no place in the paper's tuples"):
+        mpx.calculate_scaled_grad(func, mpx.NoLossScaling())

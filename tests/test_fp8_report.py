@@ -1,0 +1,117 @@
+"""`fp8_report` and `fp8_check`: telling what becomes fp8, and whether it did."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from mpx import DelayedScaling, fp8, fp8_check, fp8_report
+
+BF16 = jnp.bfloat16
+
+
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, BF16)
+
+
+def loss(params, x):
+    def layer(h, w):
+        with jax.named_scope("block"):
+            return jnp.tanh(h @ w), None
+
+    h, _ = lax.scan(layer, x, params["layers"])
+    scores = h @ h.T
+    return jnp.sum(scores @ h @ params["head"])
+
+
+PARAMS = {"layers": shape(4, 64, 64), "head": shape(64, 16)}
+X = shape(32, 64)
+
+
+def test_report_counts_every_step_of_a_scan():
+    report = fp8_report(fp8(loss, min_gain=0), PARAMS, X)
+    found = [(m.param, m.shape, m.times, m.reason) for m in report.matmuls]
+    assert found == [
+        ("params/layers", (32, 64, 64), 4, ""),
+        ("", (32, 64, 32), 1, "no operand is a parameter"),
+        ("", (32, 32, 64), 1, "no operand is a parameter"),
+        ("params/head", (32, 64, 16), 1, "its name holds head"),
+    ]
+    layers, others = 4 * 32 * 64 * 64, 2 * 32 * 32 * 64 + 32 * 64 * 16
+    assert report.share == layers / (layers + others)
+    assert [m.flops for m in report.changed] == [2 * layers]
+    assert len(report.kept) == 3
+
+
+def test_report_is_a_table():
+    lines = str(fp8_report(fp8(loss, min_gain=0), PARAMS, X)).splitlines()
+    assert lines[0] == "76.2 % of the matmul operations run in fp8."
+    assert lines[2].split()[:5] == ["parameter", "shape", "times", "FLOPs", "fp8,"]
+    first = lines[4].split()
+    assert first[:6] == ["params/layers", "32×64×64", "4", "76.2", "%", "fp8"]
+    assert "block" in first
+    assert "test_fp8_report.py" in lines[4]
+
+
+def test_report_of_a_plain_function_uses_the_defaults():
+    report = fp8_report(loss, PARAMS, X)
+    assert report.share == 0.0
+    assert report.matmuls[0].reason.startswith("too small to gain")
+
+
+def test_report_of_delayed_scaling_needs_no_state():
+    report = fp8_report(fp8(loss, DelayedScaling(), min_gain=0), PARAMS, X)
+    assert len(report.changed) == 1
+
+
+def test_report_of_nothing():
+    report = fp8_report(lambda p, x: x + p, X, X)
+    assert report.share == 0.0
+    assert str(report).endswith("no matmuls")
+
+
+def test_report_counts_a_jitted_layer_each_time_it_is_called():
+    layer = jax.jit(lambda x, w: x @ w)
+    report = fp8_report(
+        fp8(lambda p, x: layer(layer(x, p), p), min_gain=0), shape(64, 64), X
+    )
+    assert len(report.changed) == 2
+
+
+# Lines as jaxlib 0.11.2 prints them for an H200, shortened.
+CUBLAS = """
+ENTRY %main (x: bf16[16,16]) -> bf16[16,16] {
+  %x = bf16[16,16]{1,0} parameter(0)
+  %q = f8e4m3fn[16,16]{1,0} convert(%x)
+  %gemm.1 = (bf16[16,16]{1,0}) custom-call(%q, %q), custom_call_target="__cublas$lt$matmul$f8"
+  %gemm.2 = (bf16[16,16]{1,0}) custom-call(%x, %x), custom_call_target="__cublas$lt$matmul"
+  ROOT %dot.3 = bf16[16,16]{1,0} dot(%x, %x), lhs_contracting_dims={1}
+}
+"""
+
+
+def test_check_counts_calls_and_others():
+    found = fp8_check(CUBLAS)
+    assert found.fp8 == 1
+    assert found.other == {"cublas bf16": 1, "dot bf16": 1}
+    assert found.quantized
+    assert str(found) == "1 fp8 matmuls; others: 1 cublas bf16, 1 dot bf16"
+
+
+def test_check_sees_that_the_rounding_is_gone():
+    assert not fp8_check(CUBLAS.replace("f8e4m3fn", "bf16")).quantized
+
+
+def test_check_of_a_cpu_program_counts_dots():
+    def run(p, x):
+        return jnp.sum(fp8(lambda p, x: x @ p, min_gain=0)(p, x).astype(jnp.float32))
+
+    ones = jnp.ones((16, 16), BF16)
+    found = fp8_check(jax.jit(run).lower(ones, ones).compile())
+    assert found.fp8 == 0
+    assert found.quantized
+
+
+def test_check_needs_a_compiled_program():
+    with pytest.raises(TypeError, match=r"but function was given. Pass `jax.jit"):
+        fp8_check(loss)
