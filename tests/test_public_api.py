@@ -14,14 +14,26 @@ import mpx
 PUBLIC = [
     "AmpPolicy",
     "AmpReport",
+    "Clip",
+    "Compression",
+    "CurrentScaling",
+    "DelayedScaling",
     "DynamicLossScaling",
+    "FlashOptimizer",
+    "FlashState",
+    "Fp8Check",
+    "Fp8Report",
+    "Fp8State",
     "GradResult",
     "LossScaling",
+    "MXFP8",
     "MasterWeightsState",
     "NoLossScaling",
+    "ParamGroup",
     "Policy",
     "SkipNonfiniteState",
     "StaticLossScaling",
+    "StaticScaling",
     "accumulate",
     "all_finite",
     "amp",
@@ -37,15 +49,26 @@ PUBLIC = [
     "cast_to_full_precision",
     "cast_to_half_precision",
     "cast_tree",
+    "clip_scale",
     "compat",
     "cond_update",
     "default_loss_scaling",
     "filter_grad",
     "filter_value_and_grad",
+    "flash_adam",
+    "flash_adamw",
+    "flash_lion",
+    "flash_sgd",
+    "flash_sgdw",
     "force_full_precision",
+    "fp8",
+    "fp8_check",
+    "fp8_report",
+    "from_master",
     "get_policy",
     "half_precision",
     "half_precision_datatype",
+    "master_params",
     "master_weights",
     "optimizer_update",
     "scaled",
@@ -58,9 +81,20 @@ PUBLIC = [
 # Computed when read, by the module's `__getattr__`.
 LIVE = ["BFLOAT16_MAX", "FLOAT16_MAX", "HALF_PRECISION_DATATYPE"]
 # What users receive but do not make themselves: no example is needed.
-RECEIVED = ["AmpReport", "LossScaling", "MasterWeightsState", "SkipNonfiniteState"]
+RECEIVED = [
+    "AmpReport",
+    "Clip",
+    "FlashOptimizer",
+    "FlashState",
+    "Fp8Check",
+    "Fp8Report",
+    "Fp8State",
+    "LossScaling",
+    "MasterWeightsState",
+    "SkipNonfiniteState",
+]
 # Thin names for users of other libraries, documented there: one example for each module.
-COMPAT = ["mpx.compat.jaxamp", "mpx.compat.jmp"]
+COMPAT = ["mpx.compat.flashoptim", "mpx.compat.jaxamp", "mpx.compat.jmp"]
 
 
 def public_names(module):

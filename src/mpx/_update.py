@@ -52,7 +52,8 @@ def optimizer_update(
         optimizer: Any optax transformation, initialised with
             `optimizer.init(eqx.filter(model, eqx.is_inexact_array))`; or an
             `nnx.Optimizer` (pass `None` for `optimizer_state`), which is updated in
-            place together with the module.
+            place together with the module. A compressed optimizer such as
+            `flash_adamw` takes its own `step`.
         optimizer_state: The state of an optax optimizer.
         grads: The gradients, `None` where there is none.
         grads_finite: Whether to update, a boolean scalar.
@@ -100,13 +101,26 @@ def optimizer_update(
             "`model`, with `None` for `optimizer`.)"
         )
     _check_grads(model, grads)
+    own_step = _own_step(optimizer, extra_args)
+    if skip == "select" and own_step is not None:
+        # It selects while it writes: no second copy, and no second pass over memory.
+        flag = as_flag(grads_finite, "grads_finite")
+        return tuple(own_step(model, optimizer_state, grads, ok=flag, **extra_args))
 
     def step(model: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        if own_step is not None:
+            return tuple(own_step(model, state, grads, **extra_args))
         params = _params_with_grads(model, grads)
         updates, state = _run(optimizer, grads, state, params, extra_args)
         return apply_updates(model, updates), state
 
     return _skip(skip, step, (model, optimizer_state), grads_finite)
+
+
+def _own_step(optimizer: Any, extra: dict[str, Any]) -> Callable[..., Any] | None:
+    """Returns the `step` of an optimizer that has one and is given nothing it lacks."""
+    step = getattr(optimizer, "step", None)
+    return step if callable(step) and extra.keys() <= {"grad_scale"} else None
 
 
 def _is_trainable(leaf: Any) -> bool:

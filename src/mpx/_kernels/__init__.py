@@ -1,0 +1,6 @@
+"""Where steps of parameters run. No maths here: the step is passed in."""
+
+from mpx._kernels._dispatch import BACKENDS as BACKENDS
+from mpx._kernels._dispatch import Backend as Backend
+from mpx._kernels._dispatch import Job as Job
+from mpx._kernels._dispatch import run as run

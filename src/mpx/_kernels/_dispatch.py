@@ -1,0 +1,257 @@
+"""The choice of a backend."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.custom_batching import custom_vmap
+
+from mpx._compat import gpu_capability, refused
+from mpx._kernels._partition import cannot_shard, over_shards
+from mpx._kernels._plain import Body, run_plain
+from mpx._kernels._tuning import TRITON
+
+Backend = Literal["auto", "jax", "triton"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+_PLATFORM = "cuda"
+
+
+class Job(NamedTuple):
+    """One step of one parameter.
+
+    Attributes:
+        name: The path of the parameter, for errors.
+        body: The step, `body(scalars, grad, leaf, block, noise) -> leaf`; hashable.
+        scalars: The f32 numbers that `body` needs, in one array.
+        grad: The gradient.
+        leaf: The parameter and its state: any pytree with an attribute `param`.
+        group_size: Elements of the last axis that share a scale; 0 if there is none.
+        seed: For rounding at random; `None` rounds to nearest.
+    """
+
+    name: str
+    body: Body
+    scalars: Array
+    grad: Array
+    leaf: Any
+    group_size: int
+    seed: Array | None = None
+
+
+def run(
+    jobs: Sequence[Job], *, ok: Array | None = None, backend: Backend = "auto"
+) -> list[Any]:
+    """Runs steps.
+
+    Args:
+        jobs: The steps.
+        ok: If false, the leaves come back as they were. `None` means true.
+        backend: Where to run. `"auto"` takes the kernel where that is faster.
+
+    Returns:
+        The new leaf of each job.
+
+    Raises:
+        ValueError: If a backend was asked for that cannot run a step.
+    """
+    new: list[Any] = [None] * len(jobs)
+    for indices in _batches(jobs, backend):
+        batch = [jobs[index] for index in indices]
+        first = batch[0]
+        if _backend(first, backend) == "jax":
+            leaves = [
+                _plain(
+                    *(first.scalars, first.grad, first.leaf, ok, first.seed),
+                    body=first.body,
+                    group_size=first.group_size,
+                )
+            ]
+        else:
+            leaves = _batch(
+                [job.scalars for job in batch],
+                [job.grad for job in batch],
+                [job.leaf for job in batch],
+                ok,
+                body=first.body,
+                group_size=first.group_size,
+                backend=backend,
+            )
+        for index, leaf in zip(indices, leaves, strict=True):
+            new[index] = leaf
+    return new
+
+
+def _batches(jobs: Sequence[Job], backend: Backend) -> Iterator[list[int]]:
+    """Yields the indices of jobs that share a launch: small ones of equal types."""
+    alike: dict[Any, list[int]] = {}
+    for index, job in enumerate(jobs):
+        alone = (
+            _backend(job, backend) == "jax" or job.leaf.param.size > TRITON.batch_size
+        )
+        types = jax.tree.map(jax.typeof, (job.grad, job.leaf))
+        leaves, treedef = jax.tree.flatten(types)
+        key = index if alone else (job.body, job.group_size, treedef, *leaves)
+        alike.setdefault(key, []).append(index)
+    for indices in alike.values():
+        for start in range(0, len(indices), TRITON.batch):
+            yield indices[start : start + TRITON.batch]
+
+
+def _backend(job: Job, backend: Backend) -> Backend:
+    """Returns the backend of a job, `"auto"` for the kernel or, off GPUs, plain JAX."""
+    if backend == "jax":
+        return "jax"
+    obstacle = _obstacle(job)
+    if backend == "auto":
+        worth = job.group_size > 0 and job.leaf.param.size >= TRITON.min_size
+        return "auto" if obstacle is None and worth and _has_kernel() else "jax"
+    if obstacle is not None:
+        raise ValueError(
+            f'`backend="{backend}"` cannot step `{job.name}`: {obstacle}. '
+            '`backend="auto"` takes plain JAX for such parameters.'
+        )
+    return backend
+
+
+def _obstacle(job: Job) -> str | None:
+    """Says why the kernel cannot step a parameter, or returns `None`."""
+    param, group_size = job.leaf.param, job.group_size
+    if job.seed is not None:
+        return "the kernel rounds to nearest, but stochastic rounding was asked for"
+    if not param.size:
+        return "it has no elements"
+    if group_size & (group_size - 1) or group_size > TRITON.block:
+        return (
+            f"its groups have {group_size} elements, and the kernel needs a power of two "
+            f"up to {TRITON.block}"
+        )
+    return cannot_shard(param, group_size)
+
+
+def _has_kernel() -> bool:
+    """Whether the GPUs here run the kernel; without any, one may compile for some."""
+    capability = gpu_capability()
+    return capability is None or (
+        isinstance(capability, tuple) and capability >= (8, 0)
+    )
+
+
+# Under jit, so that leaves of equal types are traced and lowered once.
+@functools.partial(jax.jit, static_argnames=("body", "group_size"))
+def _plain(
+    scalars: Array,
+    grad: Array,
+    leaf: Any,
+    ok: Array | None,
+    seed: Array | None,
+    *,
+    body: Body,
+    group_size: int,
+) -> Any:
+    return run_plain(body, scalars, grad, leaf, group_size=group_size, ok=ok, seed=seed)
+
+
+@functools.partial(jax.jit, static_argnames=("body", "group_size", "backend"))
+def _batch(
+    scalars: list[Array],
+    grads: list[Array],
+    leaves: list[Any],
+    ok: Array | None,
+    *,
+    body: Body,
+    group_size: int,
+    backend: Backend,
+) -> list[Any]:
+    def plain(
+        scalars: list[Array], grads: list[Array], leaves: list[Any], ok: Array | None
+    ) -> list[Any]:
+        return [
+            _plain(*args, ok, None, body=body, group_size=group_size)
+            for args in zip(scalars, grads, leaves, strict=True)
+        ]
+
+    def elsewhere(*args: Any) -> list[Any]:
+        new = plain(*args)
+        if backend == "auto":
+            return new
+        return refused(
+            f'`backend="{backend}"` needs a CUDA GPU, but the step is compiled for '
+            'another device. `backend="auto"` takes plain JAX there.',
+            new,
+        )
+
+    kernel = _plain_under_vmap(
+        functools.partial(_kernel, plain=plain, body=body, group_size=group_size), plain
+    )
+    return lax.platform_dependent(
+        scalars, grads, leaves, ok, default=elsewhere, **{_PLATFORM: kernel}
+    )
+
+
+def _plain_under_vmap(
+    kernel: Callable[..., Any], plain: Callable[..., Any]
+) -> Callable[..., Any]:
+    mappable = custom_vmap(kernel)
+
+    @mappable.def_vmap
+    def _(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
+        axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
+        new = jax.vmap(plain, in_axes=axes, axis_size=axis_size)(*args)
+        return new, jax.tree.map(lambda _: True, new)
+
+    return mappable
+
+
+def _kernel(
+    scalars: list[Array],
+    grads: list[Array],
+    leaves: list[Any],
+    ok: Array | None,
+    *,
+    plain: Callable[..., list[Any]],
+    body: Body,
+    group_size: int,
+) -> list[Any]:
+    """Steps the shards of each device in one kernel."""
+    # Not before it is needed: importing Pallas takes as long as importing mpx.
+    from mpx._kernels import _triton
+
+    like = jax.eval_shape(plain, scalars, grads, leaves, ok)
+    flag = jnp.ones((), bool) if ok is None else ok
+    numbers = jnp.stack([jnp.append(flag.astype(row.dtype), row) for row in scalars])
+
+    def local(
+        numbers: Array, grads: Sequence[Array], leaves: Sequence[Any]
+    ) -> list[Any]:
+        new: list[Any] = [None] * len(leaves)
+        for indices in _equal_shapes(leaves):
+            rows = numbers
+            if len(indices) < len(leaves):
+                rows = jnp.stack([numbers[index] for index in indices])
+            some = [grads[index] for index in indices], [leaves[i] for i in indices]
+            if _triton.can_address(some[1][0].param.size):
+                results = _triton.run_triton(
+                    body,
+                    rows,
+                    *some,
+                    group_size=group_size,
+                    like=[like[index] for index in indices],
+                )
+            else:
+                results = plain([row[1:] for row in rows], *some, rows[0, 0] != 0)
+            for index, leaf in zip(indices, results, strict=True):
+                new[index] = leaf
+        return new
+
+    return over_shards(local, numbers, grads, leaves, group_size=group_size)
+
+
+def _equal_shapes(leaves: Sequence[Any]) -> list[list[int]]:
+    """Returns which leaves have equal shapes: shards of equal arrays may differ."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        alike.setdefault(leaf.param.shape, []).append(index)
+    return list(alike.values())

@@ -1,0 +1,108 @@
+"""Plain JAX: the specification, and what runs on CPUs and TPUs and under `vmap`."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mpx._quant import Noise, PlainBlock, element_index
+from mpx._sharding import may_cut_groups, sharded_as, whole_groups
+
+Body = Callable[..., Any]
+"""`body(scalars, grad, leaf, block, noise) -> leaf`: one step of a block."""
+
+# From so many elements on the maxima are found in a pass of their own: left alone, XLA
+# computes most of the step inside of the reduction, at a third of the speed
+# (benchmarks/optim.py, jax 0.11.2, H200).
+_TWO_PASSES = 2**20
+_NEIGHBOURS = 8
+
+
+def run_plain(
+    body: Body,
+    scalars: Array,
+    grad: Array,
+    leaf: Any,
+    *,
+    group_size: int,
+    ok: Array | None,
+    seed: Array | None,
+) -> Any:
+    """Runs a step on whole arrays, grouped along their last axis."""
+    shape = leaf.param.shape
+    cut = bool(group_size) and may_cut_groups(leaf.param, group_size)
+
+    def group(x: Array) -> Array:
+        if cut or not group_size or x.shape != shape:
+            return x
+        return x.reshape(*shape[:-1], shape[-1] // group_size, group_size)
+
+    noise = None if seed is None else Noise(group(element_index(shape)), seed)
+    step = functools.partial(body, tuple(scalars), noise=noise)
+    old, grad = jax.tree.map(group, leaf), group(grad)
+    if cut:
+        new = step(grad, old, block=_CutBlock(group_size))
+    elif group_size and leaf.param.size >= _TWO_PASSES:
+        first = _FirstPass()
+        step(grad, old, block=first)
+        # Without the barrier XLA merges what it can of the second pass into the first.
+        old, grad, peaks = lax.optimization_barrier((old, grad, first.peaks))
+        new = step(grad, old, block=_SecondPass(peaks))
+    else:
+        new = step(grad, old, block=PlainBlock())
+    if ok is not None:
+        # Before the reshape: after it XLA would write the f32 weights to memory first.
+        new = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
+    return jax.tree.map(lambda x, y: sharded_as(x.reshape(y.shape), y), new, leaf)
+
+
+class _FirstPass(PlainBlock):
+    """Finds the maxima; all else that is computed with it is thrown away.
+
+    A reduction over 32 neighbours keeps XLA's GPU threads busy with passing on their
+    numbers. If each first takes the largest of a few, there is less to pass on.
+    """
+
+    def __init__(self) -> None:
+        self.peaks: list[Array] = []
+
+    def peak(self, x: Array) -> Array:
+        *rows, width = x.shape
+        few = min(width, _NEIGHBOURS)
+        x = x.reshape(*rows, width // few, few)
+        x = functools.reduce(jnp.maximum, (x[..., index] for index in range(few)))
+        self.peaks.append(super().peak(x))
+        return self.peaks[-1]
+
+
+class _SecondPass(PlainBlock):
+    """Knows the maxima, in the order in which they were found."""
+
+    def __init__(self, peaks: Sequence[Array]) -> None:
+        self._peaks = iter(peaks)
+
+    def peak(self, x: Array) -> Array:
+        return next(self._peaks)
+
+
+class _CutBlock(PlainBlock):
+    """A whole array whose shards may end within a group. It keeps its shape.
+
+    So the results are computed element by element from the inputs and are sharded like
+    them; only the moments are gathered, to take the maxima of the groups.
+    """
+
+    def __init__(self, group_size: int) -> None:
+        self._group_size = group_size
+
+    def peak(self, x: Array) -> Array:
+        x = whole_groups(x, self._group_size)
+        return super().peak(x.reshape(*x.shape[:-1], -1, self._group_size))
+
+    def spread(self, per_group: Array) -> Array:
+        *rows, groups = per_group.shape
+        each = jnp.broadcast_to(per_group[..., None], (*rows, groups, self._group_size))
+        return each.reshape(*rows, groups * self._group_size)

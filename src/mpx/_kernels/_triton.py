@@ -1,0 +1,204 @@
+"""One step in one pass over memory, as a Triton kernel through Pallas.
+
+The kernel loads a block, calls the step it is given, and stores the block in place.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from mpx._compat import struct_like
+from mpx._kernels._plain import Body
+from mpx._kernels._tuning import TRITON, Tuning
+from mpx._quant import PlainBlock
+
+
+def can_address(size: int, tuning: Tuning = TRITON) -> bool:
+    """Whether a kernel reaches every element of a leaf of `size` elements.
+
+    Pallas counts in 32 bits, signed, up to arrays of 2³² bytes: one of bytes has
+    elements out of reach if it has more than 2³¹. Larger arrays it counts in 64 bits,
+    but not the start of a block, which is why the blocks are an axis of their own.
+    """
+    return size <= 2**31 or (size > 2**32 and size % tuning.block == 0)
+
+
+def run_triton(
+    body: Body,
+    scalars: Array,
+    grads: Sequence[Array],
+    leaves: Sequence[Any],
+    *,
+    group_size: int,
+    like: Sequence[Any] | None = None,
+    tuning: Tuning = TRITON,
+    interpret: bool = False,
+) -> list[Any]:
+    """Steps leaves of equal shapes on one device, in place if they are donated.
+
+    Args:
+        body: The step, `body(scalars, grad, leaf, block, noise) -> leaf`.
+        scalars: For each leaf a row of f32 numbers: one that is zero if the leaf is to
+            stay as it is, then those that `body` needs.
+        grads: The gradients.
+        leaves: The parameters with their state.
+        group_size: Elements that share a scale, a power of two; 0 if there is none.
+        like: What the results vary over within a `shard_map`: trees like `leaves`.
+        tuning: How work is cut into programs.
+        interpret: Whether to run in the interpreter instead of on a GPU.
+    """
+    shape, size = leaves[0].param.shape, leaves[0].param.size
+    view = _View(size, tuning.block, group_size)
+
+    def flat(x: Array) -> Array:
+        return x.reshape(view.shape(grouped=x.shape != shape))
+
+    def typed(x: Array, like: Any) -> Any:
+        return struct_like(like, x.shape)
+
+    arrays = jax.tree.map(flat, list(leaves))
+    inputs = (scalars, [flat(grad) for grad in grads], arrays)
+    before = len(jax.tree.leaves(inputs[:-1]))
+    block = _Block(tuning.block, group_size)
+    (new,) = pl.pallas_call(
+        functools.partial(
+            _kernel,
+            body=body,
+            block=block if interpret else _GpuBlock(tuning.block, group_size),
+            view=view,
+        ),
+        out_shape=[jax.tree.map(typed, arrays, list(leaves if like is None else like))],
+        grid=(view.blocks, len(leaves)),
+        in_specs=jax.tree.map(lambda _: pl.no_block_spec, inputs),
+        out_specs=[jax.tree.map(lambda _: pl.no_block_spec, arrays)],
+        input_output_aliases={
+            before + index: index for index in range(len(jax.tree.leaves(arrays)))
+        },
+        compiler_params=plgpu.CompilerParams(num_warps=tuning.warps, num_stages=1),
+        interpret=interpret,
+        name="mpx_step",
+    )(*inputs)
+    return jax.tree.map(lambda x, old: x.reshape(old.shape), new, list(leaves))
+
+
+def _kernel(
+    scalars_ref: Any,
+    grad_refs: Any,
+    leaf_refs: Any,
+    out_refs: Any,
+    *,
+    body: Body,
+    block: PlainBlock,
+    view: "_View",
+) -> None:
+    index, which = pl.program_id(0), pl.program_id(1)
+
+    # Around everything: a step that is skipped costs no more than the flag.
+    @pl.when(scalars_ref[which, 0] != 0)
+    def _() -> None:
+        count = scalars_ref.shape[1]
+        scalars = tuple(scalars_ref[which, number] for number in range(1, count))
+        grad, leaf = _chosen(
+            which,
+            [
+                functools.partial(jax.tree.map, lambda ref: view.load(ref, index), refs)
+                for refs in zip(grad_refs, leaf_refs, strict=True)
+            ],
+        )
+        new = body(scalars, grad, leaf, block, None)
+        for number, refs in enumerate(out_refs):
+
+            @pl.when(which == number)
+            def _(refs: Any = refs) -> None:
+                jax.tree.map(lambda ref, x: view.store(ref, index, x), refs, new)
+
+
+def _chosen(which: Array, branches: Sequence[Callable[[], Any]]) -> Any:
+    return lax.switch(which, branches) if len(branches) > 1 else branches[0]()
+
+
+class _View:
+    """A leaf as blocks: `(blocks, elements)`, or flat if the last block is not full."""
+
+    def __init__(self, size: int, block: int, group_size: int) -> None:
+        self.blocks = -(-size // block)
+        self._full = size % block == 0
+        self._counts = {False: size, True: size // (group_size or 1)}
+        self._widths = {False: block, True: block // (group_size or 1)}
+
+    def shape(self, *, grouped: bool) -> tuple[int, ...]:
+        """The shape of an array with a number per element, or per group."""
+        if not self._full:
+            return (self._counts[grouped],)
+        return (self.blocks, self._widths[grouped])
+
+    def load(self, ref: Any, index: Array) -> Array:
+        part, mask = self._part(ref, index)
+        other = None if mask is None else jnp.zeros((), ref.dtype)
+        return plgpu.load(part, mask=mask, other=other)
+
+    def store(self, ref: Any, index: Array, x: Array) -> None:
+        part, mask = self._part(ref, index)
+        plgpu.store(part, x, mask=mask)
+
+    def _part(self, ref: Any, index: Array) -> tuple[Any, Array | None]:
+        if self._full:
+            return ref.at[index, :], None
+        (count,) = ref.shape
+        width = self._widths[count != self._counts[False]]
+        start = index * width
+        return ref.at[pl.ds(start, width)], start + lax.iota(jnp.int32, width) < count
+
+
+class _Block(PlainBlock):
+    """A flat block of elements, whose groups are next to each other."""
+
+    def __init__(self, size: int, group_size: int) -> None:
+        self._size = size
+        self._group_size = group_size
+
+    def peak(self, x: Array) -> Array:
+        return super().peak(x.reshape(-1, self._group_size))
+
+    def root_peak(self, x: Array, root: Array) -> Array:
+        return self.peak(root)
+
+    def spread(self, per_group: Array) -> Array:
+        groups = self._size // self._group_size
+        each = jnp.broadcast_to(per_group[:, None], (groups, self._group_size))
+        return each.reshape(self._size)
+
+
+class _GpuBlock(_Block):
+    """Roots and reciprocals are one instruction, right to about one ulp.
+
+    Subnormal elements count as zero. Scales, of which there are few, keep them.
+    """
+
+    def sqrt(self, x: Array) -> Array:
+        return self._approximate("sqrt", x)
+
+    def reciprocal(self, x: Array) -> Array:
+        return self._approximate("rcp", x)
+
+    def rounded(self, x: Array, dtype: np.dtype) -> Array:
+        # Triton keeps both casts, and knows no reduce_precision.
+        return x.astype(dtype).astype(x.dtype)
+
+    def _approximate(self, name: str, x: Array) -> Array:
+        flush = ".ftz" if x.size == self._size else ""
+        (y,) = plgpu.elementwise_inline_asm(
+            f"{name}.approx{flush}.f32 $0, $1;",
+            args=[x],
+            constraints="=f,f",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        )
+        return y

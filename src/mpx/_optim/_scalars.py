@@ -1,0 +1,42 @@
+"""Hyperparameters at one step, combined into the numbers that the steps read."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from mpx._optim._options import ParamGroup
+from mpx._optim._rules import Rule
+
+Hyper = float | Array | Callable[[Array], Any]
+"""A number, an array, or a schedule: a function of the step count."""
+
+
+@dataclasses.dataclass(eq=False)
+class Scalars:
+    """Coefficients for each combination of group and decay, computed once."""
+
+    rule: Rule
+    hyper: Mapping[str, Hyper]
+    count: Array
+    scale: Array
+    known: dict[Any, Array] = dataclasses.field(default_factory=dict)
+
+    def of(self, group: ParamGroup | None, decays: bool) -> Array:
+        """Returns the gradient scale and the coefficients in one f32 array."""
+        key = (id(group), decays)
+        if key not in self.known:
+            merged = {**self.hyper, **(group.hyper if group else {})}
+            if not decays:
+                merged["weight_decay"] = 0.0
+            values = {name: self._value(merged[name]) for name in self.rule.hyper}
+            step = (self.count + 1).astype(jnp.float32)
+            coefficients = self.rule.coefficients(values, step)
+            self.known[key] = jnp.stack([self.scale, *coefficients])
+        return self.known[key]
+
+    def _value(self, value: Any) -> Array:
+        value = value(self.count) if callable(value) else value
+        return jnp.asarray(value, jnp.float32)

@@ -1,0 +1,190 @@
+"""The state of a compressed optimizer, and the f32 weights that it holds."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Int, PyTree
+
+from mpx._nnx import without_variables
+from mpx._optim._leaf import Leaf
+from mpx._optim._options import StateFormat, master_codec
+from mpx._quant import PlainBlock, Quantized
+from mpx._tree import path_name, shape_of
+
+F32 = np.dtype(jnp.float32)
+PARAM_DTYPES = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
+
+
+class FlashState(eqx.Module):
+    """The state of a compressed optimizer: a pytree that any checkpointer can save.
+
+    `mu`, `nu` and `correction` have the structure of the parameters. Their arrays have
+    the shape of the parameter, scales that of its groups, `shape[:-1] + (groups,)`: each
+    can be sharded like the parameter.
+
+    Attributes:
+        count: The number of steps taken, int32; skipped ones do not count.
+        mu: First moments: `Quantized` (int8 codes) or f32, `None` for frozen leaves.
+        nu: Second moments: `Quantized` (uint8 codes) or f32; `None` if the rule has none.
+        correction: int8 or int16, what the 16-bit parameters lack; `None` where nothing.
+        format: How scales and corrections are to be read.
+    """
+
+    count: Int[Array, ""]
+    mu: PyTree
+    nu: PyTree
+    correction: PyTree
+    format: StateFormat = eqx.field(static=True)
+
+
+class Flat(NamedTuple):
+    """A tree of parameters, flattened; `None` counts as a leaf.
+
+    Attributes:
+        names: The path of each leaf.
+        leaves: The leaves.
+        treedef: The structure of the parameters.
+        bare: That structure without NNX variables, which is that of the state. One
+            variable would otherwise hold both codes and scales, which NNX tears apart.
+    """
+
+    names: list[str]
+    leaves: list[Any]
+    treedef: Any
+    bare: Any
+
+    def like(self, tree: PyTree, what: str) -> list[Any]:
+        """Returns what another tree holds in the place of each parameter.
+
+        Raises:
+            ValueError: If the tree does not have the structure of the parameters.
+        """
+        if tree is None:
+            return [None] * len(self.leaves)
+        try:
+            return self.bare.flatten_up_to(without_variables(tree))
+        except ValueError as error:
+            theirs = [
+                path_name(path)
+                for path, _ in jax.tree_util.tree_flatten_with_path(
+                    tree, is_leaf=lambda x: x is None or isinstance(x, Quantized)
+                )[0]
+            ]
+            missing = [name for name in self.names if name not in theirs][:3]
+            extra = [name for name in theirs if name not in self.names][:3]
+            raise ValueError(
+                f"{what} must have the structure of the parameters, but "
+                f"{missing} are missing and {extra} are not expected. {error}"
+            ) from error
+
+
+def flatten(params: PyTree) -> Flat:
+    """Flattens parameters, with the path of each."""
+    treedef = jax.tree.structure(params, is_leaf=_is_none)
+    flat, bare = jax.tree_util.tree_flatten_with_path(
+        without_variables(params), is_leaf=_is_none
+    )
+    names = [path_name(path) for path, _ in flat]
+    return Flat(names, [x for _, x in flat], treedef, bare)
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def leaves_of(flat: Flat, state: FlashState, moments: tuple[str, ...]) -> list[Leaf]:
+    """Returns each parameter with its state."""
+    what = "The optimizer state"
+    columns = [flat.like(getattr(state, name), what) for name in moments]
+    corrections = flat.like(state.correction, what)
+    rows = zip(*columns, strict=True) if columns else [()] * len(flat.leaves)
+    return [
+        Leaf(param, correction, tuple(row))
+        for param, correction, row in zip(flat.leaves, corrections, rows, strict=True)
+    ]
+
+
+def master_params(params: PyTree, state: FlashState) -> PyTree:
+    """Returns the f32 weights behind 16-bit parameters.
+
+    f32 parameters, integers, functions and other leaves come back as they are, and so
+    do frozen 16-bit parameters.
+
+    Args:
+        params: The parameters, or a whole model.
+        state: The optimizer's state, possibly from inside of a larger optax state.
+
+    Examples:
+        >>> from mpx import flash_adamw
+        >>> params = {"w": jnp.ones((8,), jnp.bfloat16)}
+        >>> state = flash_adamw(1e-3).init(params)
+        >>> master_params(params, state)["w"].dtype
+        dtype('float32')
+    """
+    flat = flatten(params)
+    corrections = flat.like(state.correction, "The optimizer state")
+
+    def decode(param: Any, correction: Any) -> Any:
+        if correction is None:
+            return param
+        codec = master_codec(param.dtype, correction.dtype, state.format)
+        return codec.decode(jnp.asarray(param), jnp.asarray(correction), PlainBlock())
+
+    pairs = zip(flat.leaves, corrections, strict=True)
+    return flat.treedef.unflatten([decode(*pair) for pair in pairs])
+
+
+def from_master(
+    master: PyTree, params: PyTree, state: FlashState
+) -> tuple[PyTree, FlashState]:
+    """Puts f32 weights into parameters and state, for example to start from f32 weights.
+
+    Args:
+        master: The weights: a tree like `params`.
+        params: Parameters whose dtypes are kept.
+        state: The state made by `init(params)`; its moments and count are kept.
+
+    Returns:
+        Parameters and state that hold `master`, as exactly as their format can.
+
+    Raises:
+        ValueError: If the trees or shapes differ.
+
+    Examples:
+        >>> from mpx import flash_adamw
+        >>> weights = {"w": jnp.full((8,), 0.1)}
+        >>> params = {"w": weights["w"].astype(jnp.bfloat16)}
+        >>> state = flash_adamw(1e-3).init(params)
+        >>> params, state = from_master(weights, params, state)
+        >>> abs(float(master_params(params, state)["w"][0]) - 0.1) < 1e-8
+        True
+    """
+    flat = flatten(params)
+    weights = flat.like(master, "`master`")
+    corrections = flat.like(state.correction, "The optimizer state")
+    new_params, new_corrections = [], []
+    for name, weight, param, correction in zip(
+        flat.names, weights, flat.leaves, corrections, strict=True
+    ):
+        if getattr(param, "dtype", None) in PARAM_DTYPES:
+            if shape_of(weight) != shape_of(param):
+                raise ValueError(
+                    f"The weight of `{name}` has shape {shape_of(weight)}, but the "
+                    f"parameter has shape {shape_of(param)}."
+                )
+            dtype = None if correction is None else correction.dtype
+            codec = master_codec(param.dtype, dtype, state.format)
+            weight = jnp.asarray(weight).astype(F32)
+            param, correction = codec.encode(weight, param.dtype, PlainBlock())
+        else:
+            param = weight
+        new_params.append(param)
+        new_corrections.append(correction)
+    correction = flat.bare.unflatten(new_corrections)
+    new_state = dataclasses.replace(state, correction=correction)
+    return flat.treedef.unflatten(new_params), new_state

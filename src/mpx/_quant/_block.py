@@ -1,0 +1,75 @@
+"""What a codec knows of the block of numbers it works on.
+
+The same codec serves a whole array in plain JAX and a tile inside a kernel. What differs
+between the two, where the groups are and how roots and reciprocals are computed, is
+behind this seam.
+"""
+
+import abc
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from mpx._quant._rounding import F32, bits
+
+
+class Block(abc.ABC):
+    """A block of numbers that consists of groups."""
+
+    @abc.abstractmethod
+    def peak(self, x: Array) -> Array:
+        """Returns the largest number of each group."""
+
+    @abc.abstractmethod
+    def spread(self, per_group: Array) -> Array:
+        """Returns each group's number for each of its elements."""
+
+    @abc.abstractmethod
+    def root_peak(self, x: Array, root: Array) -> Array:
+        """Returns the largest root of each group, of numbers and their roots."""
+
+    @abc.abstractmethod
+    def sqrt(self, x: Array) -> Array:
+        """Returns the square root, in a kernel to about one ulp."""
+
+    @abc.abstractmethod
+    def reciprocal(self, x: Array) -> Array:
+        """Returns 1 / x, in a kernel to about one ulp."""
+
+    @abc.abstractmethod
+    def rounded(self, x: Array, dtype: np.dtype) -> Array:
+        """Returns f32 numbers rounded to those that `dtype` has, still in f32."""
+
+
+class PlainBlock(Block):
+    """A block whose last axis runs through one group: `(..., groups, group_size)`."""
+
+    def peak(self, x: Array) -> Array:
+        return jnp.max(x, axis=-1)
+
+    def spread(self, per_group: Array) -> Array:
+        return per_group[..., None]
+
+    def root_peak(self, x: Array, root: Array) -> Array:
+        # The root of the maximum, not the maximum of the roots: XLA would write all
+        # roots to memory.
+        return self.sqrt(self.peak(x))
+
+    def sqrt(self, x: Array) -> Array:
+        return jnp.sqrt(x)
+
+    def reciprocal(self, x: Array) -> Array:
+        return 1.0 / x
+
+    def rounded(self, x: Array, dtype: np.dtype) -> Array:
+        # Two casts would not do: XLA removes a cast down that is followed by one up.
+        info = jnp.finfo(dtype)
+        rounded = lax.reduce_precision(x, info.nexp, info.nmant)
+        if info.nexp == 8:
+            return rounded
+        # `reduce_precision` has no subnormal numbers. Those of f16 are multiples of 2⁻²⁴,
+        # the last bit of 0.75 in f32.
+        last = bits(x + np.float32(0.75)) - np.float32(0.75).view(np.int32)
+        multiple = last.astype(F32) * np.float32(2.0**-24)
+        return jnp.where(jnp.abs(x) < np.float32(2.0**-14), multiple, rounded)

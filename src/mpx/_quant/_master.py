@@ -1,0 +1,174 @@
+"""Codecs for master weights: a 16-bit parameter and what its rounding left over."""
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from mpx._quant._block import Block
+from mpx._quant._rounding import F32, Noise, bits, from_bits, to_integer
+
+Correction = Array | None
+_BF16 = np.dtype(jnp.bfloat16)
+_INT8 = np.dtype(np.int8)
+# Mantissa bits and exponent bias of the 16-bit formats.
+_LAYOUT = {_BF16: (7, 127), np.dtype(jnp.float16): (10, 15)}
+
+
+class MasterCodec(abc.ABC):
+    """How an f32 weight is stored: as a parameter and a correction."""
+
+    @abc.abstractmethod
+    def decode(self, param: Array, correction: Correction, block: Block) -> Array:
+        """Returns the f32 weights."""
+
+    @abc.abstractmethod
+    def encode(
+        self, weight: Array, dtype: Any, block: Block, noise: Noise | None = None
+    ) -> tuple[Array, Correction]:
+        """Returns parameters of `dtype` and their corrections."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedMaster(MasterCodec):
+    """No correction: the parameter is the weight, rounded to its dtype.
+
+    With nearest rounding an update below half an ulp is lost; rounded at random it is
+    kept on average.
+    """
+
+    def decode(self, param: Array, correction: Correction, block: Block) -> Array:
+        return param.astype(F32)
+
+    def encode(
+        self, weight: Array, dtype: Any, block: Block, noise: Noise | None = None
+    ) -> tuple[Array, Correction]:
+        if noise is not None and np.dtype(dtype).itemsize == 2:
+            weight = _with_noise(weight, np.dtype(dtype), noise)
+        return weight.astype(dtype), None
+
+
+@dataclasses.dataclass(frozen=True)
+class BitDelta(MasterCodec):
+    """bf16 with the difference of the bit patterns, in integers only.
+
+    `bits(weight) = (bits(param) << 16) + (correction << shift)`, where the parameter is
+    the weight rounded to nearest. 8 bits leave an error of at most 256 f32 ulps (a bf16
+    ulp is 65536), 128 except beside a tie; 16 bits of at most 1 ulp, 0 except at a tie.
+    Holds for subnormal numbers, ±0, ±inf and for weights between the largest bf16 and
+    the largest f32, of which 8 bits make the last 128 infinite; nan stays nan. Encoding
+    what was decoded changes nothing.
+
+    Attributes:
+        dtype: int8 or int16, the dtype of the correction.
+    """
+
+    dtype: np.dtype = _INT8
+
+    def decode(self, param: Array, correction: Correction, block: Block) -> Array:
+        assert correction is not None
+        high = _high_bits(param)
+        total = high + (correction.astype(jnp.int32) << self._shift)
+        # Below ±0 there are no bit patterns: a parameter that somebody has set to zero
+        # is zero, whatever its old correction.
+        return from_bits(jnp.where((total ^ high) < 0, high, total))
+
+    def encode(
+        self, weight: Array, dtype: Any, block: Block, noise: Noise | None = None
+    ) -> tuple[Array, Correction]:
+        rounded = block.rounded(weight, _BF16)
+        delta = bits(weight) - bits(rounded)
+        if self.dtype == _INT8:
+            half = jnp.int32(128)
+            if noise is not None:
+                half = (noise.bits(0) >> np.uint32(24)).astype(jnp.int32)
+            delta = (delta + half) >> 8
+        top = np.iinfo(self.dtype).max
+        # -128 would be a tie, which the next encoding may round to the other side.
+        lowest = -top if self.dtype == _INT8 else -top - 1
+        delta = jnp.clip(delta, lowest, top).astype(self.dtype)
+        return rounded.astype(_BF16), delta
+
+    @property
+    def _shift(self) -> int:
+        return 8 if self.dtype == _INT8 else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class UlpFraction(MasterCodec):
+    """bf16 or f16 with the rounding error in units of half an ulp (FlashOptim's format).
+
+    `weight = param + correction / M · ulp(param) / 2` with M = 127 or 32767. With 8 bits
+    the error is at most 1/254 of half an ulp of the parameter: 129 f32 ulps for bf16 and
+    16 for f16, twice that just below a power of two. With 16 bits it is 1 f32 ulp for
+    bf16 and 0 for f16. Below 2⁻¹¹⁰ (8 bits) or 2⁻¹⁰³ (16 bits) a bf16 correction may be
+    lost, and a weight beyond the range of f16 becomes inf. Encoding what was decoded
+    gives the same weight, except that one half-way below a power of two may move by the
+    bound, once.
+
+    Attributes:
+        dtype: int8 or int16, the dtype of the correction.
+    """
+
+    dtype: np.dtype = _INT8
+
+    def decode(self, param: Array, correction: Correction, block: Block) -> Array:
+        assert correction is not None
+        low, high = _half_ulp(param)
+        fraction = correction.astype(F32) * np.float32(1 / np.iinfo(self.dtype).max)
+        return param.astype(F32) + fraction * low * high
+
+    def encode(
+        self, weight: Array, dtype: Any, block: Block, noise: Noise | None = None
+    ) -> tuple[Array, Correction]:
+        param = weight.astype(dtype)
+        rounded = block.rounded(weight, np.dtype(dtype))
+        low, high = _half_ulp(param)
+        left = jnp.where(jnp.abs(weight) < jnp.inf, weight - rounded, 0.0)
+        # Divided twice by roots of half an ulp, which may itself be no f32 number.
+        fraction = left * block.reciprocal(low) * block.reciprocal(high)
+        top = np.float32(np.iinfo(self.dtype).max)
+        code = jnp.clip(fraction, -1.0, 1.0) * top
+        if noise is not None:
+            code = jnp.clip(code + noise.centred(0), -top, top)
+        return param, to_integer(code, self.dtype.type)
+
+
+def _high_bits(param: Array) -> Array:
+    unsigned = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32)
+    return lax.bitcast_convert_type(unsigned << np.uint32(16), jnp.int32)
+
+
+def _half_ulp(param: Array) -> tuple[Array, Array]:
+    """Returns two powers of two whose product is half an ulp."""
+    mantissa, bias = _LAYOUT[np.dtype(param.dtype)]
+    pattern = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.int32)
+    exponent = (pattern >> mantissa) & ((1 << (15 - mantissa)) - 1)
+    log = jnp.maximum(exponent, 1) - (bias + mantissa + 1)
+    half = log >> 1
+    return _power_of_two(half), _power_of_two(log - half)
+
+
+def _power_of_two(exponent: Array) -> Array:
+    return from_bits((exponent + 127) << 23)
+
+
+def _with_noise(weight: Array, dtype: np.dtype, noise: Noise) -> Array:
+    """Rounds each weight to one of its two neighbours, at random.
+
+    It is the upper one with the probability of the distance from the lower one, in ulps.
+    """
+    if dtype == _BF16:
+        low = (noise.bits(0) >> np.uint32(16)).astype(jnp.int32)
+        shifted = from_bits((bits(weight) + low) & np.int32(-65536))
+        return jnp.where(jnp.abs(weight) < jnp.inf, shifted, weight)
+    # In units of the distance between f16 numbers: 10 bits before the point, 13 behind.
+    exponent = ((bits(weight) >> 23) & 0xFF) - 127
+    log = jnp.clip(exponent, -14, 15) - 10
+    random = (noise.bits(0) >> np.uint32(19)).astype(jnp.int32).astype(F32)
+    units = jnp.abs(weight) * _power_of_two(-log) + random * np.float32(2.0**-13)
+    size = jnp.floor(units) * _power_of_two(log)
+    return from_bits(bits(size) | (bits(weight) & np.int32(-(2**31))))

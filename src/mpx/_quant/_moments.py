@@ -1,0 +1,199 @@
+"""Codecs for the moments of an optimizer: 8 bits an element and one scale a group."""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mpx._quant._block import Block
+from mpx._quant._rounding import (
+    F32,
+    Noise,
+    from_bits,
+    is_finite,
+    to_bf16_bits,
+    to_integer,
+)
+
+BF16 = np.dtype(jnp.bfloat16)
+F16 = np.dtype(jnp.float16)
+_F32 = np.dtype(F32)
+_TINY = np.float32(1.1754944e-38)
+_LARGEST = {
+    BF16: np.float32(jnp.finfo(jnp.bfloat16).max),
+    F16: np.float32(65504.0),
+    _F32: np.float32(jnp.finfo(F32).max),
+}
+
+
+class Quantized(NamedTuple):
+    """Numbers in 8 bits.
+
+    Attributes:
+        codes: One integer per element, in the shape of the array it stands for.
+        scale: One number per group: `shape[:-1] + (groups,)`.
+    """
+
+    codes: Array
+    scale: Array
+
+
+class MomentCodec(abc.ABC):
+    """How a moment is stored. Codecs are static: hashable and compared by value.
+
+    Attributes:
+        code_dtype: The dtype of what is stored per element.
+        scale_dtype: The dtype of what is stored per group; `None` if there is nothing.
+    """
+
+    code_dtype: ClassVar[np.dtype]
+    scale_dtype: Any
+
+    @abc.abstractmethod
+    def decode(self, stored: Any, block: Block) -> Array:
+        """Returns the f32 numbers."""
+
+    @abc.abstractmethod
+    def encode(
+        self,
+        x: Array,
+        block: Block,
+        noise: Noise | None = None,
+        stream: int = 0,
+        keep: Array | None = None,
+    ) -> Any:
+        """Returns what is stored for f32 numbers.
+
+        Args:
+            x: The numbers.
+            block: What is to be known of their groups.
+            noise: For rounding at random.
+            stream: Which of the independent random numbers to take.
+            keep: Where it is false, zero is stored; by default for inf and nan.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(MomentCodec):
+    """Stores f32 as it is, inf and nan included."""
+
+    code_dtype: ClassVar[np.dtype] = _F32
+    scale_dtype: Any = None
+
+    def decode(self, stored: Array, block: Block) -> Array:
+        return stored
+
+    def encode(
+        self,
+        x: Array,
+        block: Block,
+        noise: Noise | None = None,
+        stream: int = 0,
+        keep: Array | None = None,
+    ) -> Array:
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftsignInt8(MomentCodec):
+    """Signed numbers, finer near zero: `x = scale · q / (254 - |q|)`, q in ±127.
+
+    `scale` is the largest magnitude of the group, rounded. A number is off by at most
+    `scale / 127` and by `scale / 508` near zero, half of the distance to its neighbours
+    (with the nearest code); the rounding of `scale` itself costs nothing, because codes
+    are chosen for the rounded one. Encoding what was decoded changes nothing. A group
+    whose largest magnitude exceeds 2¹²⁵ is stored as zeros.
+
+    Attributes:
+        scale_dtype: bf16 keeps the range of f32; f16 is the format of FlashOptim, in
+            which numbers end at 65504 and groups below 3e-8 are zeros.
+    """
+
+    code_dtype: ClassVar[np.dtype] = np.dtype(np.int8)
+    scale_dtype: Any = BF16
+
+    def decode(self, stored: Quantized, block: Block) -> Array:
+        q = stored.codes.astype(F32)
+        scale = block.spread(stored.scale.astype(F32))
+        return q * block.reciprocal(254.0 - jnp.abs(q)) * scale
+
+    def encode(
+        self,
+        x: Array,
+        block: Block,
+        noise: Noise | None = None,
+        stream: int = 0,
+        keep: Array | None = None,
+    ) -> Quantized:
+        x = jnp.where(is_finite(x) if keep is None else keep, x, 0.0)
+        scale, stored = _rounded_scale(block.peak(jnp.abs(x)), self.scale_dtype)
+        # n / (1 + |n|) with n = x / scale.
+        positive = block.spread(jnp.maximum(scale, _TINY))
+        q = 254.0 * (x * block.reciprocal(positive + jnp.abs(x)))
+        if noise is not None:
+            q = q + noise.centred(stream)
+        if noise is not None or self.scale_dtype == F16:
+            # The scale may lie below the largest number: a little, since it is rounded,
+            # or far, since f16 ends at 65504.
+            q = jnp.clip(q, -127.0, 127.0)
+        return Quantized(to_integer(q, jnp.int8), stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class SqrtUint8(MomentCodec):
+    """Numbers ≥ 0 by their roots: `x = (scale · q / 255)²`, q in 1…255.
+
+    `scale` is the root of the largest number of the group; the root of a number is off
+    by at most `scale / 510`, and by at most `scale / 255` below that. The code 0 means
+    zero but is never written: a second moment that is rounded to zero would let the
+    step of Adam grow without bound. A group of zeros has the scale 0. Encoding what was
+    decoded changes no code, an f32 scale by roundings.
+
+    Attributes:
+        scale_dtype: f32 follows a slow average; f16 is the format of FlashOptim, in
+            which roots end at 65504 and groups below 3e-8 are zeros.
+    """
+
+    code_dtype: ClassVar[np.dtype] = np.dtype(np.uint8)
+    scale_dtype: Any = _F32
+
+    def decode(self, stored: Quantized, block: Block) -> Array:
+        unit = block.spread(stored.scale.astype(F32) * np.float32(1 / 255))
+        root = stored.codes.astype(F32) * unit
+        return root * root
+
+    def encode(
+        self,
+        x: Array,
+        block: Block,
+        noise: Noise | None = None,
+        stream: int = 0,
+        keep: Array | None = None,
+    ) -> Quantized:
+        keep = is_finite(x) if keep is None else keep
+        # The root first: a rule has computed it already.
+        root = jnp.where(keep, block.sqrt(x), 0.0)
+        peak = block.root_peak(jnp.where(keep, x, 0.0), root)
+        scale, stored = _rounded_scale(peak, self.scale_dtype)
+        # Below all roots of f32 numbers; a smaller floor would make 0 · ∞ of a zero.
+        unit = 255.0 * block.reciprocal(jnp.maximum(scale, np.float32(2.0**-100)))
+        q = root * block.spread(unit)
+        if noise is not None:
+            q = q + noise.centred(stream)
+        if noise is not None or self.scale_dtype == F16:
+            q = jnp.minimum(q, np.float32(255))  # f16 ends at 65504
+        q = jnp.maximum(q, np.float32(1))
+        return Quantized(to_integer(q, jnp.uint8), stored)
+
+
+def _rounded_scale(peak: Array, dtype: np.dtype) -> tuple[Array, Array]:
+    """Returns the scale that codes are chosen for, and the one that is stored."""
+    peak = jnp.minimum(peak, _LARGEST[dtype])
+    if dtype == BF16:
+        rounded = from_bits(to_bf16_bits(peak))
+        return rounded, rounded.astype(BF16)
+    # f16, as FlashOptim does it: codes for the f32 maximum, decoded with its rounding.
+    return peak, peak.astype(dtype)

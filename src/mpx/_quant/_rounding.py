@@ -1,0 +1,98 @@
+"""Rounding to integers and to 16 bits, to nearest or at random."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+F32 = jnp.float32
+# Adding 1.5 · 2²³ leaves no bits behind the point: the hardware rounds to nearest, ties
+# to even, and the integer stands in the lowest bits of the sum.
+_MAGIC = np.float32(12582912.0)
+_MAGIC_BITS = _MAGIC.view(np.int32)
+
+
+def to_integer(x: Array, dtype: type) -> Array:
+    """Rounds f32 numbers below 2²² to nearest, ties to even, as an 8-bit integer.
+
+    Exact and the same on every backend. Numbers that do not fit, and nan, give an
+    arbitrary code.
+    """
+    # Without the subtraction XLA for GPUs (jax 0.11.2) makes -1 of every number: it does
+    # not cut off the high bits of an integer that comes out of a float's bits.
+    return (bits(x + _MAGIC) - _MAGIC_BITS).astype(dtype)
+
+
+def bits(x: Array) -> Array:
+    """Returns the bits of f32 numbers as int32."""
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def from_bits(x: Array) -> Array:
+    """Returns the f32 numbers that have these bits."""
+    return lax.bitcast_convert_type(x, F32)
+
+
+def to_bf16_bits(x: Array) -> Array:
+    """Rounds finite f32 numbers to nearest bf16, in integers; still as f32 bits.
+
+    A cast down and up again would be removed by XLA.
+    """
+    b = bits(x)
+    return (b + 0x7FFF + ((b >> 16) & 1)) & np.int32(-65536)
+
+
+def is_finite(x: Array) -> Array:
+    """Whether numbers are neither inf nor nan; `jnp.isfinite` is not for kernels."""
+    return jnp.abs(x) < jnp.inf
+
+
+# --- at random ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """Random bits for each element, a function of its index and of a seed.
+
+    There is no state to carry or to save: the seed comes from the step count.
+
+    Attributes:
+        index: The number of each element, uint32.
+        seed: A uint32 scalar.
+    """
+
+    index: Array
+    seed: Array
+
+    def bits(self, stream: int) -> Array:
+        """Returns 32 random bits per element; streams are independent."""
+        salt = np.uint32((stream * 0x9E3779B9) & 0xFFFFFFFF)
+        return _mix(self.index ^ _mix(self.seed ^ salt))
+
+    def centred(self, stream: int) -> Array:
+        """Returns f32 numbers from [-1/2, 1/2)."""
+        mantissa = (self.bits(stream) >> np.uint32(8)).astype(jnp.int32)
+        return mantissa.astype(F32) * np.float32(2.0**-24) - np.float32(0.5)
+
+
+def _mix(x: Array) -> Array:
+    # A bijection of 32-bit integers in which each input bit flips about half of the
+    # output bits (constants found by search: prospector, "lowbias32").
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def element_index(shape: tuple[int, ...]) -> Array:
+    """Numbers the elements of an array, modulo 2³².
+
+    A sum over axes rather than a reshaped range: this one is sharded like any array.
+    """
+    index = jnp.zeros(shape, jnp.uint32)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        step = np.uint32(stride & 0xFFFFFFFF)
+        index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * step
+        stride *= shape[axis]
+    return index

@@ -1,0 +1,320 @@
+"""Compressed optimizers with `optimizer_update`, Flax, checkpoints and transforms."""
+
+import io
+from typing import Any
+
+import equinox as eqx
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import mpx
+from flash_cases import (
+    OPTIMIZERS,
+    SMALL,
+    make_grads,
+    make_params,
+    optimizer,
+    stepper,
+    train,
+)
+from models import count_traces, mlp, mlp_batch, mlp_loss
+from mpx.testing import assert_trees_equal, inject_nonfinite
+
+# `optax.apply_updates` adds an f32 update to a bf16 parameter.
+pytestmark = pytest.mark.standard_promotion
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def tx(request) -> Any:
+    return optimizer(request.param)
+
+
+# --- optimizer_update and value_and_grad ----------------------------------------------
+
+
+def recording():
+    """Returns an optimizer that steps by itself, and a list of how it was called."""
+    calls = []
+
+    class Recording(optax.GradientTransformationExtraArgs):
+        def step(self, params, state, grads, *, ok=None, grad_scale=1.0):
+            calls.append(("step", ok if ok is None else bool(ok), grad_scale))
+            return jax.tree.map(jnp.add, params, grads), state + 1
+
+    def update(updates, state, params=None, **extra):
+        calls.append(("update", extra))
+        return updates, state + 1
+
+    return Recording(lambda params: jnp.zeros((), jnp.int32), update), calls
+
+
+CALLS = [
+    ({"skip": "select"}, ("step", True, 1.0)),
+    ({"skip": "cond"}, ("step", None, 1.0)),
+    ({"skip": "never"}, ("step", None, 1.0)),
+    ({"grad_scale": 0.5}, ("step", True, 0.5)),
+    # `update` ignores what it does not know, `step` does not.
+    ({"value": 1.0}, ("update", {"value": 1.0})),
+]
+
+
+@pytest.mark.parametrize(("options", "call"), CALLS, ids=str)
+def test_optimizer_update_lets_an_optimizer_step_by_itself(options, call):
+    ones = jnp.ones(2)
+    tx, calls = recording()
+    after = mpx.optimizer_update(ones, tx, tx.init(ones), ones, True, **options)
+    assert_trees_equal(after, (ones * 2, jnp.int32(1)))
+    assert calls == [call]
+
+
+@pytest.mark.parametrize("skip", ["select", "cond", "never"])
+@pytest.mark.parametrize("finite", [True, False])
+def test_optimizer_update_is_step_or_nothing(skip, finite):
+    tx = optimizer()
+    model = {"params": make_params(), "act": jax.nn.relu, "ids": jnp.arange(3)}
+    grads = {"params": make_grads(0), "act": None, "ids": None}
+    if not finite and skip != "never":
+        grads = inject_nonfinite(grads)
+    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def update(model, state, grads, finite):
+        return mpx.optimizer_update(model, tx, state, grads, finite, skip=skip)
+
+    after = update(model, state, grads, jnp.array(finite))
+    expected = (model, state)
+    if finite or skip == "never":
+        expected = tuple(eqx.filter_jit(tx.step)(model, state, grads))
+    assert_trees_equal(after[0], expected[0])
+    assert_trees_equal(after[1], expected[1])
+    assert type(after) is tuple
+
+
+def test_optimizer_update_checks_before_it_steps():
+    tx, params = optimizer(), make_params()
+    grads = make_grads(0) | {"w": jnp.ones(3)}
+    with pytest.raises(ValueError, match="gradient of `w` has shape"):
+        mpx.optimizer_update(params, tx, tx.init(params), grads, True)
+    with pytest.raises(TypeError, match="`grads_finite` must be a boolean scalar"):
+        mpx.optimizer_update(params, tx, tx.init(params), make_grads(0), 1.0)
+
+
+def test_scaled_gradients_with_grad_scale_are_unscaled_gradients():
+    model = jax.tree.map(
+        lambda x: x.astype(jnp.float16) if eqx.is_inexact_array(x) else x,
+        mlp(features=8, width=64),
+    )
+    tx = mpx.flash_adamw(1e-2, compression=SMALL)
+    batch = mlp_batch(features=8)
+
+    @eqx.filter_jit
+    def unscaled(model, state, scaling):
+        result = mpx.value_and_grad(mlp_loss, policy="p=f16,c=f16,o=f32")(
+            scaling, model, *batch
+        )
+        new = tx.step(model, state, result.grads, ok=result.finite)
+        return *new, result.scaling
+
+    @eqx.filter_jit
+    def scaled(model, state, scaling):
+        def loss(model):
+            half = jax.tree.map(lambda x: x.astype(jnp.float16), batch)
+            return scaling.scale(mlp_loss(model, *half).astype(jnp.float32))
+
+        grads = eqx.filter_grad(loss)(model)
+        finite = mpx.all_finite(grads)
+        new = tx.step(
+            model, state, grads, ok=finite, grad_scale=1 / scaling.loss_scaling
+        )
+        return *new, scaling.adjust(finite)
+
+    # The first scale overflows f16, so that a step is skipped.
+    one: Any = (model, tx.init(model), mpx.DynamicLossScaling(2.0**24))
+    two: Any = one
+    for _ in range(12):
+        one, two = unscaled(*one), scaled(*two)
+    assert int(one[1].count) not in (0, 12)
+    assert_trees_equal(one[2].loss_scaling, two[2].loss_scaling)
+    assert_trees_equal(one[1].count, two[1].count)
+    for a, b in zip(*map(jax.tree.leaves, (one[0], two[0])), strict=True):
+        if eqx.is_array(a):
+            # Two programs: a handful of f16 roundings of numbers around one.
+            np.testing.assert_allclose(a, b, rtol=0, atol=8 * 2.0**-11)
+
+
+# --- frameworks -----------------------------------------------------------------------
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(4, 64, rngs=rngs, param_dtype=jnp.bfloat16)
+        self.outer = nnx.Linear(64, 1, rngs=rngs, param_dtype=jnp.bfloat16)
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        return self.outer(jnp.tanh(self.inner(x)))
+
+
+def net_loss(model, x, y):
+    return jnp.mean((model(x)[:, 0].astype(jnp.float32) - y) ** 2)
+
+
+@nnx.jit
+def mpx_update(model, optimizer, grads):
+    mpx.optimizer_update(model, optimizer, None, grads, jnp.array(True))
+
+
+@nnx.jit
+def nnx_update(model, optimizer, grads):
+    optimizer.update(model, grads)
+
+
+@pytest.mark.parametrize("through_mpx", [False, True])
+def test_nnx_optimizer(through_mpx):
+    tx = optimizer()
+    model = Net(nnx.Rngs(0))
+    params = nnx.state(model, nnx.Param)
+    nnx_optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    x, y = mlp_batch()
+    gradient = nnx.jit(nnx.grad(net_loss))
+    state = tx.init(params)
+    for _ in range(2):
+        grads = gradient(model, x, y)
+        params, state = stepper(tx)(params, state, grads)
+        if through_mpx:
+            mpx_update(model, nnx_optimizer, grads)
+        else:
+            nnx_update(model, nnx_optimizer, grads)
+        assert_trees_equal(
+            jax.tree.leaves(nnx.state(model, nnx.Param)), jax.tree.leaves(params)
+        )
+    assert int(state.count) == 2
+
+
+def test_linen_train_state():
+    tx = optimizer()
+    module = flax.linen.Dense(64, param_dtype=jnp.bfloat16)
+    params = module.init(jax.random.key(0), jnp.ones((1, 4)))["params"]
+    train_state = TrainState.create(apply_fn=module.apply, params=params, tx=tx)
+    grads = make_grads(0, params)
+    expected = stepper(tx)(params, tx.init(params), grads).params
+
+    @jax.jit
+    def step(train_state, grads, finite):
+        return mpx.optimizer_update(train_state, None, None, grads, finite)[0]
+
+    after = step(train_state, grads, jnp.array(True))
+    assert_trees_equal(after.params, expected)
+    skipped = step(after, inject_nonfinite(grads), jnp.array(False))
+    assert_trees_equal(skipped.params, after.params)
+    assert_trees_equal(skipped.opt_state, after.opt_state)
+
+
+# --- checkpoints ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"format": "flashoptim"}, {"rounding": "stochastic"}], ids=str
+)
+def test_training_resumes_bit_for_bit(options, tmp_path):
+    tx, params = optimizer(**options), make_params()
+    step = stepper(tx)
+    half_way = train(step, (params, tx.init(params)), range(3))
+    expected = train(step, half_way, range(3, 6))
+    template = params, tx.init(params)
+
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, half_way)
+    file.seek(0)
+    restored = eqx.tree_deserialise_leaves(file, template)
+    assert_trees_equal(restored, half_way)
+    assert_trees_equal(train(step, restored, range(3, 6)), expected)
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", half_way)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", template)
+    assert_trees_equal(restored, half_way)
+    assert_trees_equal(train(step, restored, range(3, 6)), expected)
+
+
+# --- JAX's transforms -----------------------------------------------------------------
+
+
+def test_a_loop_over_steps_is_steps():
+    tx = optimizer()
+    params = make_params()
+    grads = [make_grads(k) for k in range(4)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
+
+    @jax.jit
+    def loop(params, state):
+        body = lambda carry, g: (tuple(tx.step(*carry, g)), None)  # noqa: E731
+        return jax.lax.scan(body, (params, state), stacked)[0]
+
+    carry = params, tx.init(params)
+    looped = loop(*carry)
+    expected = train(stepper(tx), carry, range(4))
+    assert_trees_equal(looped[0], expected[0])
+    assert_trees_equal(looped[1].count, expected[1].count)
+
+
+def test_members_of_an_ensemble_train_as_if_alone():
+    tx = optimizer()
+    members = [make_params(), jax.tree.map(lambda x: x * 2, make_params())]
+    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)  # noqa: E731
+    params, grads = stack(members), stack([make_grads(0), make_grads(1)])
+    ok = jnp.array([True, False])
+    state = jax.vmap(tx.init)(params)
+    step = jax.jit(jax.vmap(lambda p, s, g, ok: tx.step(p, s, g, ok=ok)))
+    after = step(params, state, grads, ok)
+    first = stepper(tx)(members[0], tx.init(members[0]), make_grads(0))
+    pick = lambda tree, k: jax.tree.map(lambda x: x[k], tree)  # noqa: E731
+    assert_trees_equal(pick(after.params, 0), first.params)
+    assert_trees_equal(pick(after.params, 1), members[1])
+    assert_trees_equal(pick(after.state, 1), tx.init(members[1]))
+
+
+def test_everything_can_be_donated():
+    tx = optimizer()
+    params = make_params()
+    state = tx.init(params)
+    expected = stepper(tx)(params, state, make_grads(0))
+    grads = make_grads(0)
+    after = jax.jit(tx.step, donate_argnums=(0, 1))(params, state, grads)
+    assert_trees_equal(after, expected)
+    assert all(x.is_deleted() for x in jax.tree.leaves((params, state)))
+
+
+def test_state_of_shapes_is_the_shape_of_the_state(tx):
+    params = make_params()
+    state = tx.init(params)
+    expected = jax.eval_shape(lambda: state)
+    assert_trees_equal(jax.eval_shape(tx.init, params), expected)
+    shapes = jax.eval_shape(lambda: params)
+    assert_trees_equal(jax.eval_shape(tx.init, shapes), expected)
+    described = tx.init(shapes)
+    assert_trees_equal(jax.eval_shape(lambda: described.count), expected.count)
+    for name in ("mu", "nu", "correction"):
+        assert_trees_equal(getattr(described, name), getattr(expected, name))
+    assert_trees_equal(jax.jit(tx.init)(params), state)
+
+
+def test_the_next_steps_are_not_compiled_again(tx):
+    step, traces = count_traces(tx.step)
+    step = jax.jit(step)
+    carry = make_params(), tx.init(make_params())
+    for number in range(3):
+        carry = tuple(
+            step(
+                *carry, make_grads(number), ok=jnp.array(True), grad_scale=number + 1.0
+            )
+        )
+    assert len(traces) == 1

@@ -1,0 +1,256 @@
+"""Compressed optimizers as optax transformations, and inside of others."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+from flash_cases import (
+    OPTIMIZERS,
+    SMALL,
+    apply,
+    make_grads,
+    make_params,
+    optimizer,
+    stepper,
+    train,
+    updater,
+)
+from models import count_traces
+from mpx.testing import assert_trees_equal, inject_nonfinite
+
+# `optax.apply_updates` adds an f32 update to a bf16 parameter.
+pytestmark = pytest.mark.standard_promotion
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def tx(request) -> Any:
+    return optimizer(request.param)
+
+
+def flash_state(tree) -> Any:
+    """Returns the state of the compressed optimizer inside of an optax state."""
+    is_state = lambda x: isinstance(x, mpx.FlashState)  # noqa: E731
+    (state,) = filter(is_state, jax.tree.leaves(tree, is_leaf=is_state))
+    return state
+
+
+# --- update and step ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+def test_update_gives_the_parameters_of_step(tx, dtype):
+    params = make_params(dtype)
+    one = two = params, tx.init(params)
+    step, update = stepper(tx), updater(tx)
+    for number in range(3):
+        grads = make_grads(number)
+        one, two = tuple(step(*one, grads)), update(*two, grads)
+        assert_trees_equal(one[0], two[0])
+        assert_trees_equal(one[1].count, two[1].count)
+    # Two programs, in which a sum may be fused: the rest agrees to a code.
+    for a, b in zip(*map(jax.tree.leaves, (one[1], two[1])), strict=True):
+        if jnp.issubdtype(a.dtype, jnp.integer):
+            assert np.abs(np.asarray(a).astype(int) - np.asarray(b)).max() <= 1
+
+
+def test_updates_of_f32_parameters_are_those_of_step_to_a_rounding():
+    tx = optimizer()
+    params = make_params(jnp.float32)
+    state = tx.init(params)
+    stepped = stepper(tx)(params, state, make_grads(0)).params
+    applied, _ = updater(tx)(params, state, make_grads(0))
+    for a, b in zip(*map(jax.tree.leaves, (stepped, applied)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2.0**-22, atol=2.0**-24)
+
+
+def test_updates_are_f32_and_none_where_there_is_no_gradient():
+    tx, params = optimizer(), make_params()
+    grads = make_grads(0) | {"w": None}
+    updates, state = tx.update(grads, tx.init(params), params)
+    assert updates["w"] is None
+    assert updates["layers"][0]["b"].dtype == jnp.float32
+    assert_trees_equal(state.mu["w"], tx.init(params).mu["w"])
+
+
+def test_ok_and_grad_scale_pass_through_update():
+    tx = optimizer()
+    params = make_params()
+    before = params, tx.init(params)
+    update = updater(tx)
+    after = update(*before, inject_nonfinite(make_grads(0)), ok=jnp.array(False))
+    assert_trees_equal(after, before)
+    scaled = jax.tree.map(lambda g: g * 8, make_grads(0))
+    assert_trees_equal(
+        update(*before, scaled, grad_scale=0.125), update(*before, make_grads(0))
+    )
+
+
+# --- inside of optax ------------------------------------------------------------------
+
+
+def is_matrix(tree):
+    return jax.tree.map(lambda x: x.ndim > 1, tree)
+
+
+def labels(tree):
+    return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", tree)
+
+
+WRAPPED = {
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1e9), tx),
+    "named_chain": lambda tx: optax.named_chain(("clip", optax.clip(1e9)), ("tx", tx)),
+    "skip_nonfinite": mpx.skip_nonfinite,
+    "masked by all": lambda tx: optax.masked(tx, True),
+    "MultiSteps of one": lambda tx: optax.MultiSteps(tx, 1),
+}
+# Those that put zeros of the gradients' dtype in the place of updates, which are f32.
+WRAPPED_F32 = {
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda _: True),
+}
+
+
+@pytest.mark.parametrize("name", [*WRAPPED, *WRAPPED_F32])
+def test_a_wrapper_that_does_nothing_changes_nothing(name):
+    wrap = (WRAPPED | WRAPPED_F32)[name]
+    dtype = jnp.float32 if name in WRAPPED_F32 else jnp.bfloat16
+    grads = functools.partial(make_grads, dtype=dtype)
+    tx = optimizer()
+    wrapped, params = wrap(tx), make_params()
+    step = updater(wrapped)
+    carry = params, wrapped.init(params)
+    params, state = train(step, carry, range(2), grads)
+    carry = make_params(), tx.init(make_params())
+    expected = train(updater(tx), carry, range(2), grads)
+    assert_trees_equal(params, expected[0])
+    assert int(flash_state(state).count) == 2
+
+
+def test_apply_if_finite_needs_f32_gradients():
+    tx = optax.apply_if_finite(optimizer(), 5)
+    with pytest.raises(TypeError, match="must have equal (output )?types"):
+        tx.update(make_grads(0), tx.init(make_params()), make_params())
+
+
+def test_clipping_comes_before():
+    tx, params = optimizer(rate=0.5), make_params()
+    chained = optax.chain(optax.clip(0.01), tx)
+    after, _ = updater(chained)(params, chained.init(params), make_grads(0))
+    clipped, _ = optax.clip(0.01).update(make_grads(0), optax.EmptyState())
+    expected, _ = updater(tx)(params, tx.init(params), clipped)
+    assert_trees_equal(after, expected)
+
+
+def test_a_mask_leaves_the_others_without_state():
+    tx = optax.masked(optimizer(), is_matrix)
+    params = make_params()
+    state = tx.init(params)
+    assert len(jax.tree.leaves(flash_state(state).mu)) == 2  # codes and scale of w
+    updates, state = jax.jit(tx.update)(make_grads(0), state, params)
+    # Masked gradients pass through, as in optax.
+    assert_trees_equal(updates["layers"], make_grads(0)["layers"])
+    plain = optimizer()
+    expected = stepper(plain)(params, plain.init(params), make_grads(0)).params
+    applied = optax.apply_updates(params["w"], updates["w"])
+    assert_trees_equal(applied, expected["w"])
+
+
+def test_multi_transform_gives_each_part_its_optimizer():
+    parts = {"matrix": optimizer(), "vector": optimizer("sgd", 0.5)}
+    tx, params = optax.multi_transform(parts, labels), make_params()
+    after, _ = updater(tx)(params, tx.init(params), make_grads(0))
+    steps = {
+        name: stepper(part)(params, part.init(params), make_grads(0)).params
+        for name, part in parts.items()
+    }
+    expected = {"w": steps["matrix"]["w"], "layers": steps["vector"]["layers"]}
+    assert_trees_equal(after, expected)
+
+
+def test_multi_steps_takes_the_mean_gradient():
+    tx, params = optimizer(rate=0.5), make_params()
+    several = optax.MultiSteps(tx, 2)
+    grads = [jax.tree.map(jnp.round, make_grads(k, dtype="f4")) for k in range(2)]
+    step = updater(several)
+    half_way, state = step(params, several.init(params), grads[0])
+    assert_trees_equal(half_way, params)
+    after, state = step(half_way, state, grads[1])
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *grads)
+    expected = stepper(tx)(params, tx.init(params), mean)
+    assert_trees_equal(after, expected.params)
+    assert int(state.inner_opt_state.count) == 1
+
+
+@pytest.mark.parametrize(
+    "wrap", [mpx.skip_nonfinite, WRAPPED_F32["apply_if_finite"]], ids=["mpx", "optax"]
+)
+def test_gradients_that_are_not_finite_change_no_byte(wrap):
+    wrapped, params = wrap(optimizer()), make_params()
+    step = updater(wrapped)
+    before = step(params, wrapped.init(params), make_grads(0, dtype=jnp.float32))
+    bad = inject_nonfinite(make_grads(1, dtype=jnp.float32), jnp.inf)
+    after = step(*before, bad)
+    assert_trees_equal(
+        (after[0], flash_state(after[1])), (before[0], flash_state(before[1]))
+    )
+
+
+# --- hyperparameters without recompilation --------------------------------------------
+
+
+INJECTED = {
+    "adamw": lambda inject: inject(mpx.flash_adamw)(1e-2, compression=SMALL),
+    "adam": lambda inject: inject(mpx.flash_adam)(1e-2, compression=SMALL),
+    "lion": lambda inject: inject(mpx.flash_lion)(1e-2, compression=SMALL),
+    "sgd": lambda inject: inject(mpx.flash_sgd)(
+        1e-2, momentum=0.9, nesterov=True, compression=SMALL
+    ),
+    "sgdw": lambda inject: inject(mpx.flash_sgdw)(
+        1e-2,
+        momentum=0.9,
+        compression=SMALL,
+        groups=(mpx.ParamGroup("b", {"weight_decay": 0.0}),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INJECTED)
+def test_injected_hyperparameters_need_no_static_args(name):
+    inject = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
+    tx, params = INJECTED[name](inject), make_params()
+    step, traces = count_traces(functools.partial(apply, tx))
+    step = jax.jit(step)
+    carry = step(params, tx.init(params), make_grads(0))
+    plain = INJECTED[name](lambda factory: factory)
+    expected = stepper(plain)(params, plain.init(params), make_grads(0))
+    assert_trees_equal(carry[0], expected.params)
+    carry[1].hyperparams["learning_rate"] = jnp.float32(0.0)
+    carry[1].hyperparams["weight_decay"] = jnp.float32(0.5)
+    after, _ = step(*carry, make_grads(1))
+    assert_trees_equal(after, carry[0])  # a rate of zero, and no second compilation
+    assert len(traces) == 1
+
+
+def test_hyperparameters_of_16_bits_are_refused():
+    # What `inject_hyperparams` does by itself when the parameters are bf16: b2 is 1.
+    tx = optax.inject_hyperparams(mpx.flash_adamw)(1e-2, compression=SMALL)
+    with pytest.raises(ValueError, match="is bfloat16.*hyperparam_dtype=jnp.float32"):
+        tx.init(make_params())
+
+
+def test_a_schedule_in_injected_hyperparameters():
+    inject = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
+    schedule = optax.linear_schedule(0.0, 1e-1, 4)
+    tx = inject(mpx.flash_adamw)(schedule, compression=SMALL)
+    plain = mpx.flash_adamw(schedule, compression=SMALL)
+    params = make_params()
+    step = updater(tx)
+    after, _ = train(step, (params, tx.init(params)), range(4))
+    expected, _ = train(stepper(plain), (params, plain.init(params)), range(4))
+    assert_trees_equal(after, expected)

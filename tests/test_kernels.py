@@ -1,0 +1,502 @@
+"""The kernel does what plain JAX does, bit for bit, and backends are chosen as told.
+
+Here it runs in Pallas's interpreter. What it becomes on a GPU: test_kernels_gpu.py.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from mpx._compat import Literal, eval_equation, open_jaxpr
+from mpx._kernels import _dispatch, _triton, _tuning
+from mpx._kernels._plain import run_plain
+from mpx._optim._leaf import Leaf, Plan
+from mpx._optim._options import master_codec, moment_codec
+from mpx._optim._rules import Adam, Lion, Sgd
+from mpx._quant import Quantized
+from mpx._quant._rounding import bits, from_bits
+from mpx.testing import assert_trees_equal
+
+RULES = {
+    "adamw": Adam(decoupled=True),
+    "adam": Adam(decoupled=False),
+    "lion": Lion(),
+    "sgd": Sgd(decoupled=False, nesterov=True, moments=("mu",)),
+    "sgdw": Sgd(decoupled=True, nesterov=False, moments=("mu",)),
+}
+HYPER = dict(
+    learning_rate=0.01, weight_decay=0.1, b1=0.9, b2=0.99, eps=1e-8, momentum=0.9,
+    dampening=0.1,
+)  # fmt: skip
+PARAMS = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+STORED = {
+    "bf16 of 24 bits": (jnp.bfloat16, np.int8),
+    "bf16 of 32 bits": (jnp.bfloat16, np.int16),
+    "bf16": (jnp.bfloat16, None),
+    "f16 of 24 bits": (jnp.float16, np.int8),
+    "f16 of 32 bits": (jnp.float16, np.int16),
+    "f16": (jnp.float16, None),
+    "f32": (jnp.float32, None),  # has no correction
+}
+FORMATS = ("mpx", "flashoptim")
+TUNING = _tuning.Tuning(block=256, warps=1)
+DIVIDING, ODD = (16, 64), (7, 96)
+
+each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+def make_plan(rule, dtype=jnp.bfloat16, correction=np.int8, format="mpx", group=32):
+    correction = None if correction is None else np.dtype(correction)
+    moments = tuple(
+        moment_codec(name, quantized=group > 0, format=format) for name in rule.moments
+    )
+    return Plan(rule, master_codec(dtype, correction, format), moments, group)
+
+
+def make_case(plan, shape, dtype=jnp.bfloat16, grad_dtype=jnp.bfloat16, seed=0):
+    """A leaf in the middle of training, a gradient and scalars."""
+    rng = np.random.default_rng(seed)
+
+    def normal(scale):
+        spread = np.exp(2 * rng.standard_normal(shape))
+        return jnp.asarray(rng.standard_normal(shape) * spread * scale, jnp.float32)
+
+    hyper = {name: jnp.float32(value) for name, value in HYPER.items()}
+    coefficients = plan.rule.coefficients(hyper, jnp.float32(3))
+    scalars = jnp.stack([jnp.float32(0.5), *coefficients])
+    param = normal(0.05).astype(dtype)
+    correction = getattr(plan.master, "dtype", None)
+    if correction is not None:
+        correction = jnp.zeros(shape, correction)
+    scale = (*shape[:-1], shape[-1] // plan.group_size) if plan.group_size else None
+    moments = tuple(
+        jnp.zeros(shape, jnp.float32)
+        if scale is None
+        else Quantized(
+            jnp.zeros(shape, codec.code_dtype), jnp.zeros(scale, codec.scale_dtype)
+        )
+        for codec in plan.moments
+    )
+    leaf = Leaf(param, correction, moments)
+    leaf = plain(plan, scalars, normal(1.0).astype(grad_dtype), leaf)
+    return scalars, normal(1.0).astype(grad_dtype), leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Unfused:
+    """A function whose products are rounded before anything is added to them.
+
+    CPUs multiply and add with one rounding where the compiler sees both together, which
+    is not at the same places in two programs.
+    """
+
+    function: Any
+
+    def __getattr__(self, name):
+        return getattr(self.function, name)
+
+    def __call__(self, *args, **kwargs):
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
+        trees = []
+
+        def flat(*arrays):
+            rest = iter(arrays)
+            mixed = [next(rest) if isinstance(x, jax.Array) else x for x in leaves]
+            args, kwargs = treedef.unflatten(mixed)
+            new, tree = jax.tree.flatten(self.function(*args, **kwargs))
+            trees.append(tree)
+            return new
+
+        jaxpr, consts = open_jaxpr(jax.make_jaxpr(flat)(*arrays))
+        first = bits(arrays[0][(0,) * arrays[0].ndim])
+        # Which no compiler can know, as long as the first array is no constant.
+        zero = (first == 0x7F123456).astype(jnp.int32)
+        return trees[0].unflatten(_evaluate(jaxpr, consts, arrays, zero))
+
+
+def _evaluate(jaxpr, consts, args, zero):
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+    def value(x):
+        return x.val if isinstance(x, Literal) else known[x]
+
+    for eqn in jaxpr.eqns:
+        inputs = [value(x) for x in eqn.invars]
+        if eqn.primitive.name in ("jit", "pjit"):
+            outputs = _evaluate(*open_jaxpr(eqn.params["jaxpr"]), inputs, zero)
+        else:
+            outputs = eval_equation(eqn, inputs)
+        if eqn.primitive.name == "mul" and outputs[0].dtype == jnp.float32:
+            outputs = [from_bits(bits(outputs[0]) ^ zero)]
+        known |= dict(zip(eqn.outvars, outputs, strict=True))
+    return [value(x) for x in jaxpr.outvars]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def kernel(plan, scalars, grad, leaf, ok=1.0):
+    rows = jnp.append(jnp.asarray(ok, jnp.float32), scalars)[None]
+    (new,) = _triton.run_triton(
+        plan,
+        rows,
+        [grad],
+        [leaf],
+        group_size=plan.group_size,
+        tuning=TUNING,
+        interpret=True,
+    )
+    return new
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def plain(plan, scalars, grad, leaf):
+    return run_plain(
+        plan, scalars, grad, leaf, group_size=plan.group_size, ok=None, seed=None
+    )
+
+
+def assert_kernel_equals_plain(plan, case):
+    scalars, grad, leaf = case
+    want = plain(Unfused(plan), scalars, grad, leaf)
+    assert_trees_equal(kernel(Unfused(plan), scalars, grad, leaf), want)
+    changed = [
+        float(np.mean(np.asarray(x) != np.asarray(y)))
+        for x, y in zip(
+            jax.tree.leaves(want.moments), jax.tree.leaves(leaf.moments), strict=True
+        )
+    ]
+    assert min(changed) > 0.3, "the step did nothing"
+
+
+def test_unfused_programs_round_after_each_operation():
+    rng = np.random.default_rng(0)
+    a, b, c = rng.standard_normal((3, 4096)).astype(np.float32)
+    unfused = jax.jit(Unfused(lambda a, b, c: [a * b + c]))
+    np.testing.assert_array_equal(unfused(a, b, c)[0], a * b + c)
+
+
+# --- the kernel -----------------------------------------------------------------------
+
+
+@each_rule
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("dtype", "correction"), STORED.values(), ids=STORED)
+def test_the_kernel_equals_plain_jax(rule, dtype, correction, format):
+    plan = make_plan(rule, dtype, correction, format)
+    assert_kernel_equals_plain(plan, make_case(plan, ODD, dtype))
+
+
+@each_rule
+def test_the_kernel_equals_plain_jax_if_blocks_are_full(rule):
+    assert np.prod(DIVIDING) % TUNING.block == 0 != np.prod(ODD) % TUNING.block
+    plan = make_plan(rule)
+    assert_kernel_equals_plain(plan, make_case(plan, DIVIDING))
+
+
+@pytest.mark.parametrize("grad_dtype", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize("shape", [(7, 96), (96,), (3, 5, 32)], ids=str)
+def test_any_gradient_dtype_and_rank(shape, grad_dtype):
+    plan = make_plan(RULES["adamw"])
+    assert_kernel_equals_plain(plan, make_case(plan, shape, grad_dtype=grad_dtype))
+
+
+@pytest.mark.parametrize("group", [2, 8, 64, 256])
+def test_any_group_size(group):
+    plan = make_plan(RULES["adamw"], group=group)
+    assert_kernel_equals_plain(plan, make_case(plan, (3, 512)))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7, 5), (300,)], ids=str)
+def test_moments_in_f32_need_no_groups(shape):
+    plan = make_plan(RULES["adamw"], group=0)
+    assert_kernel_equals_plain(plan, make_case(plan, shape))
+
+
+@pytest.mark.parametrize("shape", [DIVIDING, ODD], ids=["full", "odd"])
+@pytest.mark.parametrize("bad", [np.inf, np.nan], ids=str)
+def test_a_step_that_is_not_ok_changes_no_byte(shape, bad):
+    plan = make_plan(RULES["adamw"])
+    scalars, grad, leaf = make_case(plan, shape)
+    same = kernel(plan, scalars, jnp.full_like(grad, bad), leaf, ok=0.0)
+    for new, old in zip(jax.tree.leaves(same), jax.tree.leaves(leaf), strict=True):
+        assert np.asarray(new).tobytes() == np.asarray(old).tobytes()
+
+
+@pytest.mark.parametrize("shape", [DIVIDING, ODD], ids=["full", "odd"])
+def test_leaves_that_share_a_launch_have_scalars_and_flags_of_their_own(shape):
+    plan = make_plan(RULES["adamw"])
+    cases = [make_case(plan, shape, seed=seed) for seed in range(3)]
+    factors = [1.0, 3.0, 0.0]
+
+    rows = jnp.stack(
+        [jnp.append(f, case[0] * f) for f, case in zip(factors, cases, strict=True)]
+    )
+    new = _triton.run_triton(
+        Unfused(plan),
+        rows,
+        [case[1] for case in cases],
+        [case[2] for case in cases],
+        group_size=32,
+        tuning=TUNING,
+        interpret=True,
+    )
+    for factor, (scalars, grad, leaf), got in zip(factors, cases, new, strict=True):
+        want = leaf
+        if factor:
+            want = plain(Unfused(plan), scalars * factor, grad, leaf)
+        assert_trees_equal(got, want)
+
+
+def test_a_kernel_addresses_what_32_or_64_bits_can():
+    block = _tuning.TRITON.block
+    reachable = [2**31, 2**32 + block]
+    out_of_reach = [2**31 + 32, 2**32, 2**32 + 32]
+    assert all(map(_triton.can_address, reachable))
+    assert not any(map(_triton.can_address, out_of_reach))
+
+
+# --- the choice -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernel_on_cpus(monkeypatch):
+    """Takes CPUs for GPUs, with the kernel in the interpreter."""
+    calls = []
+    run_triton = _triton.run_triton
+
+    def interpreted(*args, **kwargs):
+        calls.append(len(args[2]))
+        return run_triton(*args, **kwargs, tuning=TUNING, interpret=True)
+
+    monkeypatch.setattr(_dispatch, "_PLATFORM", "cpu")
+    monkeypatch.setattr(_triton, "run_triton", interpreted)
+    small = dataclasses.replace(_tuning.TRITON, min_size=4096, batch=2)
+    monkeypatch.setattr(_dispatch, "TRITON", small)
+    update = Plan.__call__
+    monkeypatch.setattr(Plan, "__call__", lambda *a, **k: Unfused(update)(*a, **k))
+    monkeypatch.setattr(Adam, "coefficients", _without_arithmetic)
+    jax.clear_caches()
+    yield calls
+    jax.clear_caches()
+
+
+def _without_arithmetic(self, hyper, step):
+    """Coefficients that are equal in all programs: those of Adam are computed in each."""
+    numbers = [0.9, 0.1, 0.99, 0.01, hyper["learning_rate"], 0.999, 1e-8]
+    return tuple(jnp.asarray(number, jnp.float32) for number in numbers)
+
+
+def make_model(shape=(64, 64), leaves=1, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(0)
+    draw = lambda: {  # noqa: E731
+        str(index): jnp.asarray(rng.standard_normal(shape), dtype)
+        for index in range(leaves)
+    }
+    return draw(), draw()
+
+
+def take_steps(optimizer, params, grads, count=2, **options):
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, grads, grad_scale):  # an input: `Unfused` needs an unknown
+        return optimizer.step(params, state, grads, grad_scale=grad_scale, **options)
+
+    for _ in range(count):
+        params, state = step(params, state, grads, 0.5)
+    return params, state
+
+
+def test_the_kernel_is_taken_for_large_leaves_only(kernel_on_cpus):
+    params, grads = make_model()
+    params |= {"small": params["0"][:32], "odd": params["0"][:, :63]}
+    grads |= {"small": grads["0"][:32], "odd": grads["0"][:, :63]}
+    take_steps(mpx.flash_adamw(0.01), params, grads)
+    assert kernel_on_cpus == [1]
+
+
+def test_leaves_of_equal_types_share_launches(kernel_on_cpus):
+    params, grads = make_model(leaves=3)
+    grads["1"] = grads["1"].astype(jnp.float32)
+    take_steps(mpx.flash_adamw(0.01), params, grads)
+    assert sorted(kernel_on_cpus) == [1, 2]
+
+
+def test_equal_batches_are_traced_once(kernel_on_cpus):
+    params, grads = make_model(leaves=6)
+    take_steps(mpx.flash_adamw(0.01), params, grads)
+    assert kernel_on_cpus == [2]
+
+
+@pytest.mark.parametrize("ok", [None, True, False])
+def test_the_kernel_gives_the_steps_of_plain_jax(kernel_on_cpus, ok):
+    params, grads = make_model(leaves=3)
+    groups = [mpx.ParamGroup("1", {"learning_rate": 0.5})]
+    flag = {} if ok is None else {"ok": jnp.array(ok)}
+    auto = take_steps(mpx.flash_adamw(0.01, groups=groups), params, grads, **flag)
+    assert kernel_on_cpus
+    plain = mpx.flash_adamw(0.01, groups=groups, backend="jax")
+    assert_trees_equal(auto, take_steps(plain, params, grads, **flag))
+
+
+def test_stochastic_rounding_takes_plain_jax(kernel_on_cpus):
+    params, grads = make_model()
+    compression = mpx.Compression(rounding="stochastic")
+    take_steps(mpx.flash_adamw(0.01, compression=compression), params, grads)
+    assert not kernel_on_cpus
+
+
+def test_vmap_takes_plain_jax(kernel_on_cpus):
+    optimizer = mpx.flash_adamw(0.01)
+    params, grads = make_model((2, 64, 64))
+    state = jax.vmap(optimizer.init)(params)
+    mapped = jax.jit(jax.vmap(optimizer.step))(params, state, grads)
+    plain = mpx.flash_adamw(0.01, backend="jax")
+    want = jax.jit(jax.vmap(plain.step))(params, state, grads)
+    assert_trees_equal(mapped, want)
+    text = str(jax.make_jaxpr(jax.vmap(optimizer.step))(params, state, grads))
+    assert "pallas_call" not in text
+    assert "pallas_call" in str(
+        jax.make_jaxpr(optimizer.step)(
+            *jax.tree.map(lambda x: x[0], (params, state, grads))
+        )
+    )
+
+
+def test_vmap_over_gradients_alone(kernel_on_cpus):
+    optimizer = mpx.flash_adamw(0.01)
+    params, _ = make_model()
+    _, grads = make_model((2, 64, 64))
+    state = optimizer.init(params)
+    step = functools.partial(optimizer.step, params, state)
+    new = jax.jit(jax.vmap(step))(grads)
+    assert new.params["0"].shape == (2, 64, 64)
+
+
+def test_without_a_gpu_auto_is_plain_jax():
+    params, grads = make_model((256, 256))
+    optimizer = mpx.flash_adamw(0.01)
+    text = (
+        jax.jit(optimizer.step).lower(params, optimizer.init(params), grads).as_text()
+    )
+    assert "triton" not in text
+    plain = mpx.flash_adamw(0.01, backend="jax")
+    assert_trees_equal(
+        take_steps(optimizer, params, grads), take_steps(plain, params, grads)
+    )
+
+
+def test_triton_needs_a_gpu():
+    params, grads = make_model()
+    optimizer = mpx.flash_adamw(0.01, backend="triton")
+    with pytest.raises(NotImplementedError, match='"triton"` needs a CUDA GPU.*"auto"'):
+        optimizer.step(params, optimizer.init(params), grads)
+
+
+def test_triton_takes_small_leaves_too(kernel_on_cpus):
+    params, grads = make_model((3, 5))
+    got = take_steps(mpx.flash_adamw(0.01, backend="triton"), params, grads)
+    assert kernel_on_cpus == [1]
+    plain = mpx.flash_adamw(0.01, backend="jax")
+    assert_trees_equal(got, take_steps(plain, params, grads))
+
+
+@pytest.mark.parametrize(
+    ("shape", "compression", "message"),
+    [
+        ((64, 64), mpx.Compression(rounding="stochastic"), "rounds to nearest"),
+        ((0, 64), mpx.Compression(), "no elements"),
+        ((2, 4096), mpx.Compression(group_size=2048), "2048 elements.*up to 1024"),
+    ],
+    ids=["stochastic", "empty", "large groups"],
+)
+def test_triton_says_what_it_cannot_do(shape, compression, message):
+    params, grads = make_model(shape)
+    optimizer = mpx.flash_adamw(0.01, compression=compression, backend="triton")
+    with pytest.raises(ValueError, match=f"`0`: .*{message}.*auto"):
+        optimizer.step(params, optimizer.init(params), grads)
+
+
+# --- shards ---------------------------------------------------------------------------
+
+AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+LAYOUTS = {
+    "replicated": P(),
+    "row": P("x", None),
+    "column": P(None, "x"),
+    "2-D": P("x", "y"),
+    "all in the last": P(None, ("x", "y")),
+}
+
+
+@pytest.mark.parametrize("spec", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("axis_type", AXES.values(), ids=AXES)
+def test_each_device_steps_its_shards(kernel_on_cpus, axis_type, spec):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    params, grads = make_model((16, 512), leaves=2)
+    plain = mpx.flash_adamw(0.01, backend="jax")
+    want = take_steps(plain, params, grads, ok=jnp.array(True))
+    sharding = NamedSharding(mesh, spec)
+    params, grads = jax.device_put((params, grads), sharding)
+    got = take_steps(mpx.flash_adamw(0.01), params, grads, ok=jnp.array(True))
+    assert kernel_on_cpus
+    assert_trees_equal(jax.device_get(got), jax.device_get(want))
+    sharded = [x for x in jax.tree.leaves(got) if x.ndim]
+    assert len(sharded) == 2 * 6
+    assert all(x.sharding.is_equivalent_to(sharding, 2) for x in sharded)
+
+
+def test_leaves_of_one_launch_may_be_sharded_differently(kernel_on_cpus):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    params, grads = make_model((16, 512), leaves=2)
+    plain = mpx.flash_adamw(0.01, backend="jax")
+    want = take_steps(plain, params, grads)
+    shardings = {
+        "0": NamedSharding(mesh, P("x")),
+        "1": NamedSharding(mesh, P(None, "y")),
+    }
+    params, grads = jax.device_put((params, grads), (shardings, shardings))
+    got = take_steps(mpx.flash_adamw(0.01), params, grads)
+    assert 2 in kernel_on_cpus
+    assert_trees_equal(jax.device_get(got), jax.device_get(want))
+    for name, x in got[0].items():
+        assert x.sharding.is_equivalent_to(shardings[name], 2)
+
+
+def test_shard_map_steps_what_each_device_has(kernel_on_cpus):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    params, grads = make_model((64, 512))
+    optimizer = mpx.flash_adamw(0.01)
+    state = optimizer.init(params)
+    want = jax.jit(mpx.flash_adamw(0.01, backend="jax").step)(params, state, grads)
+    specs = jax.tree.map(lambda x: P("x") if x.ndim else P(), state)
+    step = jax.shard_map(
+        lambda *args: tuple(optimizer.step(*args)),
+        mesh=mesh,
+        in_specs=(P("x"), specs, P("x")),
+        out_specs=(P("x"), specs),
+        check_vma=False,  # the interpreter does not know what varies
+    )
+    got = jax.jit(step)(params, state, grads)
+    assert kernel_on_cpus
+    assert_trees_equal(got[0], want.params)
+
+
+def test_groups_that_shards_cut_take_plain_jax(kernel_on_cpus):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    params, grads = make_model((64, 96))
+    sharding = NamedSharding(mesh, P(None, "x"))
+    params, grads = jax.device_put((params, grads), sharding)
+    take_steps(mpx.flash_adamw(0.01), params, grads)
+    assert not kernel_on_cpus
+    optimizer = mpx.flash_adamw(0.01, backend="triton")
+    with pytest.raises(ValueError, match="end within a group of 32"):
+        optimizer.step(params, optimizer.init(params), grads)

@@ -1,0 +1,202 @@
+"""What the steps of compressed optimizers become on a GPU: compiled for it, not run.
+
+Needs no GPU but XLA's compiler for one: `make gpu-compile` installs it and runs these.
+"""
+
+import collections
+import importlib.util
+import os
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpx
+
+pytestmark = [
+    pytest.mark.gpu_compile,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
+SHAPE = (512, 1024)
+SIZE = SHAPE[0] * SHAPE[1]
+AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+LAYOUTS = {
+    "replicated": ((8,), P()),
+    "row": ((8,), P("x", None)),
+    "column": ((8,), P(None, "x")),
+    "2-D": ((4, 2), P("x", "y")),
+    "all in the last": ((4, 2), P(None, ("x", "y"))),
+}
+OPTIMIZERS = {
+    "adamw": mpx.flash_adamw(1e-3),
+    "adam": mpx.flash_adam(1e-3, weight_decay=0.1),
+    "lion": mpx.flash_lion(1e-3),
+    "sgd": mpx.flash_sgd(1e-3, momentum=0.9, nesterov=True),
+    "sgdw": mpx.flash_sgdw(1e-3, momentum=0.9),
+    "flashoptim": mpx.flash_adamw(
+        1e-3, compression=mpx.Compression(format="flashoptim")
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    description = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=description, topology="1x1x8"
+    ).devices
+
+
+def make_mesh(gpus, sizes=(1,), axis_type=AxisType.Auto):
+    devices = np.array(gpus[: np.prod(sizes)]).reshape(sizes)
+    names = ("x", "y")[: len(sizes)]
+    return Mesh(devices, names, axis_types=(axis_type,) * len(sizes))
+
+
+def structs(tree, sharding):
+    """Types of arrays, sharded; scalars are replicated."""
+    replicated = NamedSharding(sharding.mesh, P())
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=sharding if x.ndim else replicated
+        ),
+        tree,
+    )
+
+
+def compile_step(optimizer, params, sharding, wrap=lambda step: step):
+    """Compiles a step that donates parameters and state."""
+    state = jax.eval_shape(optimizer.init, params)
+    params, state = structs((params, state), sharding)
+    ok = structs(jax.ShapeDtypeStruct((), bool), sharding)
+
+    def step(params, state, grads, ok):
+        return tuple(optimizer.step(params, state, grads, ok=ok))
+
+    program = jax.jit(wrap(step), donate_argnums=(0, 1))
+    spec = importlib.util.find_spec("nvidia")
+    assert spec is not None, "XLA's compiler for GPUs is missing: `make gpu-compile`"
+    roots = map(pathlib.Path, spec.submodule_search_locations or ())
+    (toolkit,) = (str(path) for root in roots for path in root.glob("cu1*"))
+    settings = {"xla_gpu_cuda_data_dir": toolkit, "xla_gpu_autotune_level": 0}
+    # Pallas asks the mesh for the kind of its GPUs.
+    with jax.set_mesh(sharding.mesh):
+        return program.lower(params, state, params, ok).compile(settings)
+
+
+def operations(program):
+    """Counts the operations of a compiled program by name, kernels as `kernel`."""
+    text = program.as_text()
+    entry = text[text.index("ENTRY") :]
+    found = re.findall(
+        r"= .*? ([\w-]+)\(.*?(?:custom_call_target=\"([^\"]*)\")?", entry
+    )
+    counts = collections.Counter(name for name, _ in found)
+    counts["kernel"] = entry.count('custom_call_target="__gpu$xla.gpu.triton"')
+    return counts
+
+
+def assert_lean(program, kernels, size):
+    """A step in place, in so many kernels, without communication or temporaries."""
+    counts = operations(program)
+    assert counts["kernel"] == kernels
+    collectives = [
+        name for name in counts if re.match(r"all-|collective|reduce-scatter", name)
+    ]
+    assert not collectives
+    memory = program.memory_analysis()
+    outputs = memory.output_size_in_bytes
+    tuples = 8 * 64  # the table of the results is no array
+    assert outputs - memory.alias_size_in_bytes <= tuples
+    assert memory.alias_size_in_bytes >= 3 * size
+    assert memory.temp_size_in_bytes < 8192  # scalars alone
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=str)
+def test_a_large_leaf_is_stepped_by_one_kernel_in_place(gpus, optimizer, dtype):
+    params = {"w": jax.ShapeDtypeStruct(SHAPE, dtype)}
+    program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
+    assert_lean(program, 1, SIZE)
+
+
+@pytest.mark.parametrize("shape", [(1000, 96), (4, 100, 256), (2**20 + 32,)], ids=str)
+def test_sizes_that_do_not_divide_the_block_compile(gpus, shape):
+    params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
+    optimizer = OPTIMIZERS["adamw"]
+    program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
+    assert_lean(program, 1, np.prod(shape))
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernels"),
+    [((2**17 + 64, 2**15), 1), ((2**16 + 64, 2**15), 0)],
+    ids=["64-bit addresses", "out of reach"],
+)
+def test_beyond_two_billion_elements(gpus, shape, kernels):
+    params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
+    optimizer = OPTIMIZERS["adamw"]
+    program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
+    assert operations(program)["kernel"] == kernels
+
+
+def test_leaves_of_equal_shape_share_launches(gpus):
+    params = {str(i): jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16) for i in range(9)}
+    params["bias"] = jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
+    optimizer = OPTIMIZERS["adamw"]
+    program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
+    assert_lean(program, 2, 9 * SIZE)
+
+
+def test_triton_takes_small_leaves_too(gpus):
+    optimizer = mpx.flash_adamw(1e-3, backend="triton")
+    params = {"bias": jax.ShapeDtypeStruct((1000,), jnp.bfloat16)}
+    program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
+    assert operations(program)["kernel"] == 1
+
+
+@pytest.mark.parametrize(("sizes", "spec"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("axis_type", AXES.values(), ids=AXES)
+def test_each_gpu_steps_its_shards_without_communication(gpus, axis_type, sizes, spec):
+    sharding = NamedSharding(make_mesh(gpus, sizes, axis_type), spec)
+    params = {str(i): jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16) for i in range(2)}
+    program = compile_step(OPTIMIZERS["adamw"], params, sharding)
+    local = np.prod(sharding.shard_shape(SHAPE))
+    assert_lean(program, 1, 2 * local)
+    shapes = jax.eval_shape(OPTIMIZERS["adamw"].init, params)
+    for got, x in zip(
+        jax.tree.leaves(program.output_shardings),
+        jax.tree.leaves((params, shapes)),
+        strict=True,
+    ):
+        assert got.is_equivalent_to(sharding if x.ndim else got, x.ndim)
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+def test_shard_map_steps_what_each_gpu_has(gpus, check):
+    mesh = make_mesh(gpus, (4, 2))
+    params = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)}
+    optimizer = OPTIMIZERS["adamw"]
+    spec = P("x", "y")
+    specs = jax.tree.map(
+        lambda x: spec if x.ndim else P(), jax.eval_shape(optimizer.init, params)
+    )
+
+    def wrap(step):
+        return jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(spec, specs, spec, P()),
+            out_specs=(spec, specs),
+            check_vma=check,
+        )
+
+    program = compile_step(optimizer, params, NamedSharding(mesh, spec), wrap)
+    assert_lean(program, 1, SIZE // 8)
