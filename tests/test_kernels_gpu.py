@@ -33,6 +33,7 @@ LAYOUTS = {
     "2-D": ((4, 2), P("x", "y")),
     "all in the last": ((4, 2), P(None, ("x", "y"))),
 }
+PARAMS = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 OPTIMIZERS = {
     "adamw": mpx.flash_adamw(1e-3),
     "adam": mpx.flash_adam(1e-3, weight_decay=0.1),
@@ -120,7 +121,7 @@ def assert_lean(program, kernels, size):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=str)
+@pytest.mark.parametrize("dtype", PARAMS.values(), ids=PARAMS)
 def test_a_large_leaf_is_stepped_by_one_kernel_in_place(gpus, optimizer, dtype):
     params = {"w": jax.ShapeDtypeStruct(SHAPE, dtype)}
     program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
