@@ -51,6 +51,7 @@ BY_DEFAULT = {
         unreduced_pmax unreduced_pmin unreduced_psum_start
         unreduced_reduce_scatter_start vary_unreduced_cast_p
     """,
+    "stops the compilation": "refused",
     "belongs to another library": """
         announce_jaxpr maybe_set noinline nonbatchable nondifferentiable_backward
         nontraceable select_if_vmap unvmap_all unvmap_any unvmap_max vprim
