@@ -17,7 +17,7 @@ INSTALL     = $(BIN)/python -m pip install --quiet --constraint $(VENV)/constrai
 # that a program read from there names "prefer-no-gather", which no processor has.
 PYTEST      = JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/jax-cache \
               JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 TF_CPP_MIN_LOG_LEVEL=3 \
-              $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+              $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -23,7 +23,8 @@ from sklearn.datasets import load_digits
 import mpx
 from mpx._quant import Quantized
 
-pytestmark = pytest.mark.standard_promotion  # for `optax.apply_updates`
+# Default promotion for `optax.apply_updates`.
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.long]
 
 SEEDS, BATCH, DECAY, MOMENTUM = 3, 32, 1e-2, 0.9
 

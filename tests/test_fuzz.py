@@ -28,6 +28,9 @@ F16, F32, F64 = map(np.dtype, ("float16", "float32", "float64"))
 TREES, CHUNK, FOREST = 10_000, 1000, 50
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _without_type_checks():
     # They take four times as long as what they check. Every other test has them.

@@ -22,6 +22,8 @@ from mpx._quant import (
 )
 from mpx.testing import assert_trees_equal
 
+pytestmark = pytest.mark.long
+
 BLOCK = PlainBlock()
 BF16, F16, F32 = (np.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))
 INT8, INT16 = np.dtype(np.int8), np.dtype(np.int16)
