@@ -49,3 +49,12 @@ def _half_precision_is_float16_again():
 
     yield
     mpx.set_half_precision_datatype("float16")
+
+
+@pytest.fixture
+def small_programs():
+    """Compiles quickly: for tests of many small programs that each run once."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

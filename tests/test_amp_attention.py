@@ -29,12 +29,7 @@ SHAPE = (BATCH, LENGTH, HEADS, SIZE)
 bf16 = functools.partial(amp, compute_dtype="bf16")
 
 
-@pytest.fixture(autouse=True)
-def _many_small_programs_that_run_once():
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("small_programs")
 
 
 def normal(seed, *shape):

@@ -22,12 +22,7 @@ MATMULS = ("dot_general", "conv_general_dilated")
 bf16 = functools.partial(amp, compute_dtype="bf16")
 
 
-@pytest.fixture(autouse=True)
-def _many_small_programs_that_run_once():
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("small_programs")
 
 
 def normal(seed, *shape):

@@ -20,12 +20,7 @@ bf16 = functools.partial(amp, compute_dtype="bf16")
 wide = functools.partial(bf16, f32_weight_grads=True)
 
 
-@pytest.fixture(autouse=True)
-def _many_small_programs_that_run_once():
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("small_programs")
 
 
 def normal(seed, *shape):
