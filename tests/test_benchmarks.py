@@ -1,0 +1,96 @@
+"""The check of the kernel runs, passes, and sees what it is for."""
+
+import functools
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.mark.long
+def test_the_kernel_in_the_interpreter_passes_the_check():
+    command = [sys.executable, str(BENCHMARKS / "kernel_check.py"), "--tiny", "--huge"]
+    command += ["--only", "adamw, 24|lion, flashoptim 24|nesterov, f32"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "7 of 7 lines passed" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def judged():
+    """Returns a function that compares a step with what a change makes of its result."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        check = importlib.import_module("kernel_check")
+    case = check.Case("adamw", "24 bits", (("bf16", "odd"),))
+    optimizer = case.optimizer("jax")
+    (params, grads) = (
+        check.draw(case, seed, check.TINY_SHAPES, 1.0) for seed in (0, 1)
+    )
+    before, scale = (params, optimizer.init(params)), jnp.ones(())
+    after = check.take_step(optimizer, *before, grads, jnp.array(True), scale)
+    compare = jax.jit(functools.partial(check.differences, optimizer))
+
+    def judge(change):
+        with jax.enable_x64(True):
+            (fields,) = compare(before, grads, scale, after, change(after))
+        return check.found_of(1, fields)
+
+    return judge
+
+
+def bits_of(x):
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+
+
+def moved(where, by, element=(1, 2)):
+    """A change of one stored number by so many units in the last place."""
+
+    def change(result):
+        x = where(result)
+        new = bits_of(x).at[element].add(by)
+        new = jax.lax.bitcast_convert_type(new, x.dtype)
+        return jax.tree.map(lambda leaf: new if leaf is x else leaf, result)
+
+    return change
+
+
+STORED = {
+    "code of mu": (lambda r: r[1].mu[0].codes, 1),
+    "code of nu": (lambda r: r[1].nu[0].codes, 1),
+    "bf16 scale": (lambda r: r[1].mu[0].scale, 1),
+    "f32 scale": (lambda r: r[1].nu[0].scale, 16),
+    "correction": (lambda r: r[1].correction[0], 2),
+}
+
+
+@pytest.mark.standard_promotion  # as a user runs it
+@pytest.mark.parametrize(("where", "allowed"), STORED.values(), ids=STORED)
+def test_the_check_allows_one_code_and_no_more(judged, where, allowed):
+    within = judged(moved(where, allowed))
+    assert within.wrong == 0
+    assert (within.codes + within.scales > 0) or within.used > 0.5
+    assert judged(moved(where, allowed + 1)).wrong == 1
+
+
+@pytest.mark.standard_promotion
+def test_the_check_finds_equal_results_equal(judged):
+    found = judged(lambda result: result)
+    assert not any((found.codes, found.scales, found.params, found.used, found.wrong))
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("value", [jnp.inf, jnp.nan], ids=str)
+def test_the_check_sees_what_is_finite_on_one_path_only(judged, value):
+    def spoil(result):
+        (param,), state = result
+        return [param.at[3, 4].set(value)], state
+
+    found = judged(spoil)
+    assert (found.params, found.wrong) == (1, 2)  # the parameter and its weight
