@@ -22,7 +22,7 @@ PYTEST      = JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/jax-cache \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test hlo gpu-compile check lint types layers docs pages format clean
+.PHONY: help demo test gpu-compile gpu-tests check lint types layers docs pages format clean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -33,13 +33,23 @@ demo: $(VENV)/demo.done  ## Train a small model in five precisions and compare t
 test: $(VENV)/test.done  ## Run all tests, the docstring examples and the code in the docs.
 	$(PYTEST) $(ARGS)
 
-# Compile-only devices take e4m3 algorithms from jaxlib 0.11, not from 0.12.
-HLO_JAX := 0.11.2
-hlo:  ## Compile fp8 for an H200 without having one, and read the kernels (Python 3.12).
-	$(MAKE) VENV=.venv-hlo JAX=$(HLO_JAX) ARGS=tests/test_fp8_hlo.py .venv-hlo/hlo.done test
+# Compile-only devices take e4m3 algorithms from jaxlib 0.11, not from 0.12. That version
+# needs Python 3.12: the first that runs of $(PYTHON) and those that are usual.
+GPU_VENV    := .venv-gpu
+GPU_JAX     := 0.11.2
+GPU_PYTHONS  = $(PYTHON) python3.12 python3.13 python3.14 \
+               $(wildcard $(HOME)/.pyenv/versions/3.1[234].*/bin/python3)
+gpu-compile:  ## Compile fp8 and optimizer steps for an H200, without having one (Linux).
+	@for python in $(GPU_PYTHONS); do \
+	  if $$python -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
+	    exec $(MAKE) VENV=$(GPU_VENV) JAX=$(GPU_JAX) PYTHON=$$python gpu-tests; \
+	  fi; \
+	done; \
+	echo "jax $(GPU_JAX) needs Python 3.12 or later: make gpu-compile PYTHON=python3.12"; exit 1
 
-gpu-compile: $(VENV)/gpu.done  ## Compile optimizer steps for a GPU, without one (Linux).
-	$(PYTEST) -m gpu_compile tests/test_kernels_gpu.py $(ARGS)
+# By file: the programs of one are compiled in one go.
+gpu-tests: $(VENV)/gpu.done
+	$(PYTEST) --dist loadfile -m gpu_compile tests/test_fp8_hlo.py tests/test_kernels_gpu.py $(ARGS)
 
 # `make test check` runs the code of the pages once: it is among the tests.
 check: lint types layers docs $(if $(filter test,$(MAKECMDGOALS)),,pages)  ## Check style, types, layers, docs.
@@ -65,7 +75,7 @@ format: $(VENV)/dev.done  ## Format the code and repair what the linter can.
 	$(BIN)/ruff format .
 
 clean:  ## Remove everything that these targets made.
-	rm -rf __pycache__ .venv .venv-new .venv-hlo build dist site out .hypothesis .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf __pycache__ .venv .venv-new .venv-gpu build dist site out .hypothesis .pytest_cache .ruff_cache .import_linter_cache
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment for all targets; each target installs only what it needs.
@@ -95,16 +105,9 @@ $(VENV)/test.done: pyproject.toml $(VENV)/constraints.txt
 	@$(INSTALL) --editable . --group test
 	@touch $@
 
-$(VENV)/hlo.done: $(VENV)/test.done
-	@$(INSTALL) --no-deps jax-cuda13-plugin==$(JAX) jax-cuda13-pjrt==$(JAX) nvidia-cuda-nvcc \
-	  nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-nvrtc nvidia-cuda-cupti \
-	  nvidia-nvjitlink
-	@touch $@
-
 $(VENV)/gpu.done: pyproject.toml $(VENV)/test.done
 	@echo "Installing XLA's compiler for GPUs (once, half a gigabyte)"
-	@$(INSTALL) --group gpu-compile \
-	  "jax-cuda13-plugin==$$($(BIN)/python -c 'import jax; print(jax.__version__)')"
+	@$(INSTALL) --group gpu-compile jax-cuda13-plugin==$(JAX)
 	@touch $@
 
 $(VENV)/dev.done: pyproject.toml $(VENV)/constraints.txt

@@ -1,7 +1,7 @@
-"""Compiles for an H200 on a machine without a GPU; run as a program by a test.
+"""Compiles for an H200 on a machine without a GPU. Run as a program it compiles fp8.
 
-Needs the CUDA plugin of JAX and NVIDIA's compiler, but no GPU. Prints one JSON object: by
-the name of each program, its matmuls, or the error of the compiler.
+Needs the CUDA plugin of JAX and NVIDIA's compiler, but no GPU. The program prints one JSON
+object: by the name of each function, its matmuls, or the error of the compiler.
 """
 
 import importlib.util
@@ -12,57 +12,27 @@ import sys
 from typing import Any
 
 TOKENS, WIDTH, HIDDEN = 2048, 1024, 4096
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
-  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 151397597184
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a"
-  device_address_bits: 64 pcie_bandwidth: 34359738368 ecc_enabled: true
-  name: "NVIDIA H200" driver_version: "13.0.0" runtime_version: "12.8.0"
-  compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
 
 
-def cuda_toolkit():
-    """The folder with NVIDIA's compiler, or None if the wheels are not installed."""
-    plugins = [f"jax_plugins.xla_cuda{n}" for n in ("12", "13")] + ["jax_cuda13_plugin"]
-    if not any(map(_is_installed, plugins)) or not _is_installed("nvidia"):
-        return None
-    found = importlib.util.find_spec("nvidia")
-    for root in found.submodule_search_locations or () if found else ():
-        for name in ("cu13", "cuda_nvcc"):
-            if (pathlib.Path(root) / name / "bin").is_dir():
-                return str(pathlib.Path(root) / name)
-    return None
+def devices():
+    """Eight H200s that one can compile for."""
+    from jax.experimental import topologies
+
+    # The plugin would look for the libraries of a GPU that is not there.
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    description = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=description, topology="1x1x8"
+    ).devices
 
 
-def _is_installed(name):
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def environment():
-    """The environment in which this program runs."""
-    flags = f"--xla_gpu_cuda_data_dir={cuda_toolkit()} --xla_gpu_autotune_level=0"
-    return {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "XLA_FLAGS": flags,
-    }
+def compiler_options() -> dict[str, Any]:
+    """Where NVIDIA's compiler is; nothing can be timed without a GPU."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = map(pathlib.Path, spec.submodule_search_locations or () if spec else ())
+    folders = [path.parent for root in roots for path in root.glob("cu1*/bin")]
+    assert folders, "XLA's compiler for GPUs is missing: `make gpu-compile` installs it"
+    return {"xla_gpu_cuda_data_dir": str(folders[0]), "xla_gpu_autotune_level": 0}
 
 
 def programs(jax, shape) -> dict[str, Any]:
@@ -121,14 +91,10 @@ def programs(jax, shape) -> dict[str, Any]:
 def main():
     import jax
     import jax.numpy as jnp
-    from jax.experimental import topologies
 
     from mpx import fp8_check
 
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET, topology="1x1x1"
-    )
-    device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    device = jax.sharding.SingleDeviceSharding(devices()[0])
 
     def shape(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=device)
@@ -142,7 +108,7 @@ def main():
             args = (jax.tree.map(as_shape, state), *args)
         gradient = jax.jit(jax.grad(func, argnums=tuple(range(len(args)))))
         try:
-            found = fp8_check(gradient.lower(*args).compile())
+            found = fp8_check(gradient.lower(*args).compile(compiler_options()))
             results[name] = {"fp8": found.fp8, "other": dict(found.other)}
         except Exception as error:
             results[name] = {"error": str(error)[:2000]}

@@ -4,19 +4,16 @@ Needs no GPU but XLA's compiler for one: `make gpu-compile` installs it and runs
 """
 
 import collections
-import importlib.util
-import os
-import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import h200
 import mpx
 
 pytestmark = [
@@ -48,11 +45,7 @@ OPTIMIZERS = {
 
 @pytest.fixture(scope="module")
 def gpus():
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    description = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
-    return topologies.get_topology_desc(
-        platform="cuda", target_config=description, topology="1x1x8"
-    ).devices
+    return h200.devices()
 
 
 def make_mesh(gpus, sizes=(1,), axis_type=AxisType.Auto):
@@ -82,14 +75,9 @@ def compile_step(optimizer, params, sharding, wrap=lambda step: step):
         return tuple(optimizer.step(params, state, grads, ok=ok))
 
     program = jax.jit(wrap(step), donate_argnums=(0, 1))
-    spec = importlib.util.find_spec("nvidia")
-    assert spec is not None, "XLA's compiler for GPUs is missing: `make gpu-compile`"
-    roots = map(pathlib.Path, spec.submodule_search_locations or ())
-    (toolkit,) = (str(path) for root in roots for path in root.glob("cu1*"))
-    settings = {"xla_gpu_cuda_data_dir": toolkit, "xla_gpu_autotune_level": 0}
     # Pallas asks the mesh for the kind of its GPUs.
     with jax.set_mesh(sharding.mesh):
-        return program.lower(params, state, params, ok).compile(settings)
+        return program.lower(params, state, params, ok).compile(h200.compiler_options())
 
 
 def operations(program):
