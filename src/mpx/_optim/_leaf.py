@@ -69,11 +69,14 @@ class Plan:
         # What is not finite is stored as zero, lest it spread to its group, and so are
         # the other moments of the element: the square of a gradient of 1e20 is infinite
         # while its first moment is not, and that beside a second moment of zero would be
-        # a step without bound. Where a moment is not finite the last one is not either.
+        # a step without bound. Where a moment is not finite the last one is not either,
+        # and that one looks for itself.
         keep = is_finite(moments[-1]) if self.group_size else None
         param, correction = self.master.encode(weight, leaf.param.dtype, block, noise)
         stored = tuple(
-            codec.encode(moment, block, noise, stream, keep)
+            codec.encode(
+                moment, block, noise, stream, None if stream == len(moments) else keep
+            )
             for stream, (codec, moment) in enumerate(
                 zip(self.moments, moments, strict=True), start=1
             )

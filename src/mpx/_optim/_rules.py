@@ -97,12 +97,12 @@ class Adam(Rule):
         mu, nu = moments
         if not self.decoupled:
             grad = grad + c.decay * weight
-        mu = c.b1 * mu + c.keep1 * grad
-        nu = c.b2 * nu + c.keep2 * (grad * grad)
+        mu = block.multiply_add(c.b1, mu, c.keep1 * grad)
+        nu = block.multiply_add(c.b2, nu, c.keep2 * (grad * grad))
         if self.decoupled:
             weight = weight * c.decay
         step = mu * block.reciprocal(block.sqrt(nu) + c.eps)
-        return weight - c.rate * step, (mu, nu)
+        return block.multiply_add(-c.rate, step, weight), (mu, nu)
 
 
 def _bias(decay: Array, step: Array) -> Array:

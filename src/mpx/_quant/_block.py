@@ -10,6 +10,7 @@ import abc
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from mpx._quant._rounding import F32, bits
 
@@ -38,6 +39,10 @@ class Block(abc.ABC):
         """Returns 1 / x, in a kernel to about one ulp."""
 
     @abc.abstractmethod
+    def multiply_add(self, x: ArrayLike, y: Array, z: ArrayLike) -> Array:
+        """Returns x · y + z, in a kernel rounded once."""
+
+    @abc.abstractmethod
     def rounded(self, x: Array, dtype: np.dtype) -> Array:
         """Returns f32 numbers rounded to those that `dtype` has, still in f32."""
 
@@ -61,6 +66,9 @@ class PlainBlock(Block):
 
     def reciprocal(self, x: Array) -> Array:
         return 1.0 / x
+
+    def multiply_add(self, x: ArrayLike, y: Array, z: ArrayLike) -> Array:
+        return x * y + z
 
     def rounded(self, x: Array, dtype: np.dtype) -> Array:
         # Two casts would not do: XLA removes a cast down that is followed by one up.

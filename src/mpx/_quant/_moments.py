@@ -11,9 +11,11 @@ from jax import Array
 from mpx._quant._block import Block
 from mpx._quant._rounding import (
     F32,
+    SHIFT,
     Noise,
     from_bits,
     is_finite,
+    shifted_to_integer,
     to_bf16_bits,
     to_integer,
 )
@@ -132,14 +134,16 @@ class SoftsignInt8(MomentCodec):
         scale, stored = _rounded_scale(block.peak(jnp.abs(x)), self.scale_dtype)
         # n / (1 + |n|) with n = x / scale.
         positive = block.spread(jnp.maximum(scale, _TINY))
-        q = 254.0 * (x * block.reciprocal(positive + jnp.abs(x)))
+        fraction = x * block.reciprocal(positive + jnp.abs(x))
+        if noise is None and self.scale_dtype != F16:
+            q = block.multiply_add(np.float32(254), fraction, SHIFT)
+            return Quantized(shifted_to_integer(q, jnp.int8), stored)
+        q = 254.0 * fraction
         if noise is not None:
             q = q + noise.centred(stream)
-        if noise is not None or self.scale_dtype == F16:
-            # The scale may lie below the largest number: a little, since it is rounded,
-            # or far, since f16 ends at 65504.
-            q = jnp.clip(q, -127.0, 127.0)
-        return Quantized(to_integer(q, jnp.int8), stored)
+        # The scale may lie below the largest number: a little, since it is rounded, or
+        # far, since f16 ends at 65504.
+        return Quantized(to_integer(jnp.clip(q, -127.0, 127.0), jnp.int8), stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,19 +177,23 @@ class SqrtUint8(MomentCodec):
         stream: int = 0,
         keep: Array | None = None,
     ) -> Quantized:
-        keep = is_finite(x) if keep is None else keep
+        # Not `is_finite`: XLA would write to memory what two moments have in common.
+        keep = x <= _LARGEST[_F32] if keep is None else keep
         # The root first: a rule has computed it already.
         root = jnp.where(keep, block.sqrt(x), 0.0)
         peak = block.root_peak(jnp.where(keep, x, 0.0), root)
         scale, stored = _rounded_scale(peak, self.scale_dtype)
         # Below all roots of f32 numbers; a smaller floor would make 0 · ∞ of a zero.
         unit = 255.0 * block.reciprocal(jnp.maximum(scale, np.float32(2.0**-100)))
+        if noise is None and self.scale_dtype != F16:
+            q = block.multiply_add(root, block.spread(unit), SHIFT)
+            q = jnp.maximum(q, SHIFT + 1)
+            return Quantized(shifted_to_integer(q, jnp.uint8), stored)
         q = root * block.spread(unit)
         if noise is not None:
             q = q + noise.centred(stream)
-        if noise is not None or self.scale_dtype == F16:
-            q = jnp.minimum(q, np.float32(255))  # f16 ends at 65504
-        q = jnp.maximum(q, np.float32(1))
+        # f16 ends at 65504.
+        q = jnp.clip(q, 1.0, 255.0)
         return Quantized(to_integer(q, jnp.uint8), stored)
 
 

@@ -9,8 +9,8 @@ from jax import Array, lax
 F32 = jnp.float32
 # Adding 1.5 · 2²³ leaves no bits behind the point: the hardware rounds to nearest, ties
 # to even, and the integer stands in the lowest bits of the sum.
-_MAGIC = np.float32(12582912.0)
-_MAGIC_BITS = _MAGIC.view(np.int32)
+SHIFT = np.float32(12582912.0)
+_SHIFT_BITS = SHIFT.view(np.int32)
 
 
 def to_integer(x: Array, dtype: type) -> Array:
@@ -19,9 +19,14 @@ def to_integer(x: Array, dtype: type) -> Array:
     Exact and the same on every backend. Numbers that do not fit, and nan, give an
     arbitrary code.
     """
+    return shifted_to_integer(x + SHIFT, dtype)
+
+
+def shifted_to_integer(x: Array, dtype: type) -> Array:
+    """As `to_integer`, of numbers to which `SHIFT` has been added already."""
     # Without the subtraction XLA for GPUs (jax 0.11.2) makes -1 of every number: it does
     # not cut off the high bits of an integer that comes out of a float's bits.
-    return (bits(x + _MAGIC) - _MAGIC_BITS).astype(dtype)
+    return (bits(x) - _SHIFT_BITS).astype(dtype)
 
 
 def bits(x: Array) -> Array:
