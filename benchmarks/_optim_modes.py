@@ -28,11 +28,13 @@ class Mode:
         library: Who steps.
         options: Keywords of the optimizer.
         peer: Whether it is another project's, to be skipped where it is not installed.
+        by_name: Whether it runs only if `--modes` names it.
     """
 
     library: str
     options: tuple[tuple[str, Any], ...] = ()
     peer: bool = False
+    by_name: bool = False
 
 
 # In the order in which they run and stand in the table.
@@ -42,6 +44,7 @@ MODES = {
     "optax": Mode(library="optax"),
     "mpx": Mode(library="mpx"),
     "mpx-plain": Mode(library="mpx", options=(("backend", "jax"),)),
+    "mpx-mosaic": Mode(library="mpx", options=(("backend", "mosaic"),), by_name=True),
     "flashoptim-jax": Mode(library="flashoptim_jax", peer=True),
     "flashoptim-torch": Mode(library="torch", peer=True),
 }
@@ -234,7 +237,8 @@ def retune(block: int, warps: int) -> None:
     """Changes how the kernel is launched, in this process."""
     from mpx._kernels import _tuning
 
-    # The constant is frozen so that nobody else does this.
-    object.__setattr__(_tuning.TRITON, "block", block)
-    object.__setattr__(_tuning.TRITON, "warps", warps)
+    # The constants are frozen so that nobody else does this.
+    for tuning in (_tuning.TRITON, _tuning.TRITON_MANY):
+        object.__setattr__(tuning, "block", block)
+        object.__setattr__(tuning, "warps", warps)
     jax.clear_caches()

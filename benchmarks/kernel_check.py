@@ -2,6 +2,7 @@
 
     python benchmarks/kernel_check.py                # on a GPU, within a minute
     python benchmarks/kernel_check.py --huge         # and up to 2³² elements; 40 GB
+    python benchmarks/kernel_check.py --backend mosaic
     python benchmarks/kernel_check.py --tiny         # on a CPU, the kernel interpreted
 
 Each step starts from the same state on both paths, and what they leave is compared. They
@@ -48,6 +49,15 @@ FORMATS: dict[str, dict[str, Any]] = {
     "flashoptim 24": {"format": "flashoptim"},
     "flashoptim 32": {"format": "flashoptim", "master_bits": 32},
 }
+# With one rule: how the groups lie in a block, none knows.
+GROUPS: dict[str, dict[str, Any]] = {
+    f"groups of {size}": {"group_size": size} for size in (2, 8, 256)
+}
+# By backend: how a kernel shows in a compiled program.
+KERNELS = {
+    "triton": 'custom_call_target="__gpu$xla.gpu.triton"',
+    "mosaic": 'custom_call_target="mosaic_gpu',
+}
 FIRST_RULE, FIRST_FORMAT = "adamw", "24 bits"
 # Three equal leaves share a launch; odd sizes leave a last block that is not full.
 LEAVES = (
@@ -82,7 +92,7 @@ class Case:
         return f"{self.rule}, {self.format}"
 
     def optimizer(self, backend: str) -> Any:
-        compression = mpx.Compression(min_size=0, **FORMATS[self.format])
+        compression = mpx.Compression(min_size=0, **(FORMATS | GROUPS)[self.format])
         return RULES[self.rule](compression=compression, backend=backend)
 
 
@@ -92,6 +102,8 @@ def all_cases() -> Iterator[Case]:
         for format in FORMATS:
             few = rule != FIRST_RULE and format != FIRST_FORMAT
             yield Case(rule, format, LEAVES[:1] if few else LEAVES)
+    for format in GROUPS:
+        yield Case(FIRST_RULE, format, LEAVES)
 
 
 @dataclasses.dataclass
@@ -128,7 +140,10 @@ def with_unusual(grads: Any) -> Any:
 
 
 def prepare(
-    cases: list[Case], shapes: dict[str, Any], pool: concurrent.futures.Executor
+    cases: list[Case],
+    shapes: dict[str, Any],
+    pool: concurrent.futures.Executor,
+    kernel: str,
 ) -> list[Program]:
     """Traces one after another, and compiles meanwhile."""
     programs = []
@@ -137,7 +152,7 @@ def prepare(
         state = case.optimizer("jax").init(params)
         flag, scale = jnp.ones((), bool), jnp.ones(())
         steps = {}
-        for path, backend in (("plain", "jax"), ("kernel", "triton")):
+        for path, backend in (("plain", "jax"), ("kernel", kernel)):
             step = functools.partial(take_step, case.optimizer(backend))
             lowered = jax.jit(step).lower(params, state, params, flag, scale)
             steps[path] = pool.submit(lowered.compile)
@@ -194,7 +209,8 @@ def kernel_problem(program: Any, path: str, expected: int) -> str | None:
     """Says if a program has not the kernels it should have; equal leaves share one."""
     if jax.default_backend() == "cpu":
         return None  # the interpreter leaves no trace
-    found = program.as_text().count('custom_call_target="__gpu$xla.gpu.triton"')
+    text = program.as_text()
+    found = sum(text.count(target) for target in KERNELS.values())
     return None if found == expected else f"{path}: {found} kernels, not {expected}"
 
 
@@ -254,33 +270,35 @@ def huge_comparison() -> Any:
     return jax.jit(functools.partial(differences, optimizer))
 
 
-def run_huge(rows: int, width: int, chunk: int) -> tuple[Found, list[str]]:
+def run_huge(rows: int, width: int, chunk: int, kernel: str) -> tuple[Found, list[str]]:
     """Steps one huge leaf in place, then compares it with plain JAX part by part."""
     case = Case(FIRST_RULE, FIRST_FORMAT, ())
-    plain = functools.partial(take_step, case.optimizer("jax"))
     yes, scale = jnp.array(True), jnp.ones(())
     inputs = jax.jit(functools.partial(huge_inputs, rows, width))()
-    step = functools.partial(take_step, case.optimizer("triton"))
+    step = functools.partial(take_step, case.optimizer(kernel))
     program = jax.jit(step, donate_argnums=(0, 1)).lower(*inputs, yes, scale).compile()
-    launches = int(_triton.can_address(rows * width))
+    # Mosaic's kernel has 64-bit addresses throughout.
+    launches = int(kernel == "mosaic" or _triton.can_address(rows * width))
     problem = kernel_problem(program, "kernel", launches)
     result = program(*inputs, yes, scale)
     del inputs
 
     @jax.jit
     def part(first: Array, result: Any) -> Any:
-        params, state, grads = huge_inputs(chunk, width, first)
         mine = jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, first, chunk) if x.ndim else x, result
         )
-        return (params, state), grads, plain(params, state, grads, yes, scale), mine
+        return huge_inputs(chunk, width, first), mine
 
+    # A program of its own: together with `part` XLA would not round what it makes to bf16.
+    plain = jax.jit(functools.partial(take_step, case.optimizer("jax")))
     compare = huge_comparison()
     total = Found()
     for first in range(0, rows, chunk):
-        before, grads, want, got = part(jnp.int32(first), result)
+        (params, state, grads), got = part(jnp.int32(first), result)
+        want = plain(params, state, grads, yes, scale)
         with jax.enable_x64(True):
-            (fields,) = compare(before, grads, scale, want, got)
+            (fields,) = compare((params, state), grads, scale, want, got)
         total += found_of(chunk * width, fields)
     return total, [problem] if problem else []
 
@@ -312,6 +330,7 @@ def parse() -> argparse.Namespace:
     """Reads the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
+    add("--backend", default="triton", choices=KERNELS, help="the kernel to check")
     add("--only", default="", help="regular expression for the cases, like 'adamw, 24'")
     add("--huge", action="store_true", help="arrays up to 2³² elements, too: 40 GB")
     add(
@@ -324,27 +343,29 @@ def main() -> int:
     """Runs the cases; returns the exit status."""
     options, start = parse(), time.perf_counter()
     device = jax.devices()[0]
+    if options.tiny and options.backend == "mosaic":
+        sys.exit("--tiny needs the interpreter of Pallas, which has none for Mosaic.")
     if options.tiny:
         interpret_kernel()
     elif jax.default_backend() != "gpu":
         sys.exit(f"The kernel needs a GPU, but here is {device}: --tiny interprets it.")
     shapes = TINY_SHAPES if options.tiny else SHAPES
     cases = [case for case in all_cases() if re.search(options.only, case.name)]
-    print(f"{device.device_kind}, jax {jax.__version__}\n")
+    print(f"{options.backend}, {device.device_kind}, jax {jax.__version__}\n")
     print(
         f"{'case':34} {'elements':>11} {'codes ≠':>9} {'by':>4} {'scales ≠':>8} "
         f"{'params ≠':>8} {'ulps':>4} {'weight':>6}"
     )
     passed = []
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        for program in prepare(cases, shapes, pool):
+        for program in prepare(cases, shapes, pool, options.backend):
             leaves, problems = run_case(program, shapes)
             for leaf, found in leaves.items():
                 passed.append(report(f"{program.case.name}, {leaf}", found, problems))
     if options.huge:
         sizes = (TINY_WIDTH, TINY_CHUNK) if options.tiny else (WIDTH, CHUNK)
         for rows in TINY_ROWS if options.tiny else ROWS:
-            found = run_huge(rows, *sizes)
+            found = run_huge(rows, *sizes, options.backend)
             passed.append(report(f"adamw, {rows} × {sizes[0]}", *found))
     print(
         f"\n{sum(passed)} of {len(passed)} lines passed, {time.perf_counter() - start:.0f} s."

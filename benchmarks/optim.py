@@ -383,7 +383,8 @@ def parse() -> argparse.Namespace:
     add("--models", default="one,many,vit-base,gpt2", help=f"of {', '.join(WORKLOADS)}")
     add("--peer-models", default="one,many", help="those that the peers run")
     add("--optimizer", default="adamw", choices=RATES)
-    add("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
+    usual = [name for name, mode in MODES.items() if not mode.by_name]
+    add("--modes", default=",".join(usual), help=f"of {', '.join(MODES)}")
     add("--steps", type=int, default=50, help="steps within one call")
     add("--repeat", type=int, default=7, help="timed calls; the median counts")
     add("--group", type=int, default=10, help="dispatched steps between two clocks")

@@ -52,6 +52,7 @@ BY_DEFAULT = {
         unreduced_reduce_scatter_start vary_unreduced_cast_p
     """,
     "stops the compilation": "refused",
+    "changes what a kernel knows of a number": "as_unvarying",
     "belongs to another library": """
         announce_jaxpr maybe_set noinline nonbatchable nondifferentiable_backward
         nontraceable select_if_vmap unvmap_all unvmap_any unvmap_max vprim

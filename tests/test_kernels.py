@@ -1,10 +1,15 @@
 """The kernel does what plain JAX does, bit for bit, and backends are chosen as told.
 
 Here it runs in Pallas's interpreter. What it becomes on a GPU: test_kernels_gpu.py.
+Mosaic's kernel has loads in MLIR, which no interpreter knows: on a GPU it is compared by
+`benchmarks/kernel_check.py --backend mosaic`.
 """
 
+import collections
 import dataclasses
 import functools
+import operator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx._compat import Literal, eval_equation, open_jaxpr
+from mpx._compat import HAS_MOSAIC, Literal, eval_equation, open_jaxpr
 from mpx._kernels import _dispatch, _triton, _tuning
 from mpx._kernels._plain import run_plain
 from mpx._optim._leaf import Leaf, Plan
@@ -50,6 +55,10 @@ FORMATS = ("mpx", "flashoptim")
 TUNING = _tuning.Tuning(block=256, warps=1)
 DIVIDING, ODD = (16, 64), (7, 96)
 
+needs_mosaic = pytest.mark.skipif(not HAS_MOSAIC, reason="needs jax 0.11 or later")
+each_kernel = pytest.mark.parametrize(
+    "backend", ["triton", pytest.param("mosaic", marks=needs_mosaic)]
+)
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
@@ -422,10 +431,12 @@ def test_without_a_gpu_auto_is_plain_jax():
     )
 
 
-def test_triton_needs_a_gpu():
+@each_kernel
+def test_a_kernel_needs_a_gpu(backend):
     params, grads = make_model()
-    optimizer = mpx.flash_adamw(0.01, backend="triton")
-    with pytest.raises(NotImplementedError, match='"triton"` needs a CUDA GPU.*"auto"'):
+    optimizer = mpx.flash_adamw(0.01, backend=backend)
+    message = f'"{backend}"` needs a CUDA GPU.*"auto"'
+    with pytest.raises(NotImplementedError, match=message):
         optimizer.step(params, optimizer.init(params), grads)
 
 
@@ -442,15 +453,177 @@ def test_triton_takes_small_leaves_too(kernel_on_cpus):
     [
         ((64, 64), mpx.Compression(rounding="stochastic"), "rounds to nearest"),
         ((0, 64), mpx.Compression(), "no elements"),
-        ((2, 4096), mpx.Compression(group_size=2048), "2048 elements.*up to 1024"),
+        ((2, 4096), mpx.Compression(group_size=2048), "2048 elements.*up to {largest}"),
     ],
     ids=["stochastic", "empty", "large groups"],
 )
-def test_triton_says_what_it_cannot_do(shape, compression, message):
+@pytest.mark.parametrize(("backend", "largest"), [("triton", 512), ("mosaic", 256)])
+def test_a_kernel_says_what_it_cannot_do(
+    monkeypatch, backend, largest, shape, compression, message
+):
+    monkeypatch.setattr(_dispatch, "HAS_MOSAIC", True)
     params, grads = make_model(shape)
-    optimizer = mpx.flash_adamw(0.01, compression=compression, backend="triton")
-    with pytest.raises(ValueError, match=f"`0`: .*{message}.*auto"):
+    optimizer = mpx.flash_adamw(0.01, compression=compression, backend=backend)
+    message = message.format(largest=largest)
+    with pytest.raises(ValueError, match=f'"{backend}.*`0`: .*{message}.*auto'):
         optimizer.step(params, optimizer.init(params), grads)
+
+
+def test_mosaic_needs_a_later_jax(monkeypatch):
+    monkeypatch.setattr(_dispatch, "HAS_MOSAIC", False)
+    params, grads = make_model()
+    optimizer = mpx.flash_adamw(0.01, backend="mosaic")
+    message = f"`0`: .*0.11 or later, and {jax.__version__} is installed.*auto"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step(params, optimizer.init(params), grads)
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"),
+    [((8, 0), 0), ((8, 9), 0), ((9, 0), 1), ((10, 0), 1), ("gfx942", 0), (None, 1)],
+    ids=str,
+)
+def test_mosaic_needs_a_hopper_gpu(monkeypatch, capability, runs):
+    monkeypatch.setattr(_dispatch, "HAS_MOSAIC", True)
+    monkeypatch.setattr(_dispatch, "gpu_capability", lambda: capability)
+    params, grads = make_model()
+    step = functools.partial(mpx.flash_adamw(0.01, backend="mosaic").step, params)
+    state = mpx.flash_adamw(0.01).init(params)
+    # What runs gets as far as being compiled for this CPU.
+    monkeypatch.setattr(_dispatch, "_batch", _launched)
+    with pytest.raises(
+        LookupError if runs else ValueError, match="launched" if runs else "9.0, Hopper"
+    ):
+        step(state, grads)
+
+
+def _launched(*args, **kwargs):
+    raise LookupError("launched")
+
+
+# --- Mosaic's kernel ------------------------------------------------------------------
+
+
+@needs_mosaic
+def test_vmap_of_mosaic_takes_plain_jax():
+    optimizer = mpx.flash_adamw(0.01, backend="mosaic")
+    params, grads = make_model((2, 64, 64))
+    state = jax.vmap(optimizer.init)(params)
+    one = jax.tree.map(lambda x: x[0], (params, state, grads))
+    assert "mpx_step" in str(jax.make_jaxpr(optimizer.step)(*one))
+    mapped = str(jax.make_jaxpr(jax.vmap(optimizer.step))(params, state, grads))
+    assert "mpx_step" not in mapped
+
+
+@needs_mosaic
+def test_how_mosaic_is_launched(monkeypatch):
+    from mpx._kernels import _mosaic
+
+    launches = []
+    kernel = _mosaic.plgpu.kernel
+
+    def spy(*args, **kwargs):
+        launches.append((kwargs["grid"], kwargs["compiler_params"].lowering_semantics))
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(_mosaic.plgpu, "kernel", spy)
+    optimizer = mpx.flash_adamw(0.01, backend="mosaic")
+    params = {x: jax.ShapeDtypeStruct((2**8, 2**12), jnp.bfloat16) for x in "abc"}
+    state = jax.eval_shape(optimizer.init, params)
+    jax.eval_shape(optimizer.step, params, state, params)
+    # CUDA lets one axis, which for Pallas is the last one, be longer than 65535. With
+    # other semantics the kernel would compile, and compute something else.
+    grid = 3, 2**20 // _tuning.MOSAIC.block
+    assert set(launches) == {(grid, _mosaic.plgpu.LoweringSemantics.Warpgroup)}
+
+
+@needs_mosaic
+@pytest.mark.parametrize("shape", [(16, 64), (7, 96)], ids=["full", "odd"])
+def test_mosaic_masks_blocks_that_are_not_full(monkeypatch, shape):
+    from mpx._kernels import _mosaic
+
+    calls = collections.Counter()
+    for owner, name in (
+        ("vector", "load"), ("vector", "store"), ("arith", "minui"), ("scf", "IfOp"),
+    ):  # fmt: skip
+        spied = Spied(getattr(_mosaic, owner), name, calls)
+        monkeypatch.setattr(_mosaic, owner, spied)
+    plan = make_plan(RULES["adamw"])
+    scalars, grad, leaf = make_case(plan, shape)
+    rows = jnp.append(jnp.float32(1), scalars)[None]
+    step = functools.partial(_mosaic.run_mosaic, plan, group_size=32)
+    jax.jit(step).trace(rows, [grad], [leaf]).lower(lowering_platforms=("cuda",))
+    assert (np.prod(shape) % _tuning.MOSAIC.block != 0) == (shape == (7, 96))
+    masks = {"minui": 7, "IfOp": 6} if shape == (7, 96) else {}
+    assert calls == {"load": 7, "store": 6, **masks}
+
+
+@dataclasses.dataclass
+class Spied:
+    """A module of which the calls of a function are counted."""
+
+    module: Any
+    name: str
+    calls: collections.Counter
+
+    def __getattr__(self, name):
+        if name == self.name:
+            self.calls[name] += 1
+        return getattr(self.module, name)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("size", "group"),
+    [(96 * 257, group) for group in (2, 4, 8, 16, 32)]
+    + [(2**12, group) for group in (32, 64, 128, 256, 512)]
+    + [(size, 0) for size in (2**12, 15, 1, 2 * 1001, 4 * 1001)],
+    ids=str,
+)
+def test_each_thread_of_mosaic_has_what_its_layout_says(monkeypatch, size, group):
+    from mpx._kernels import _mosaic
+
+    view = _mosaic._View(size, _tuning.MOSAIC.block, group)
+    rows, width = view._shapes[False]
+    held = threads_of(view._layouts[False], (rows, width))
+    # Numbers in place of MLIR, those of all threads at once.
+    numbers = SimpleNamespace(
+        index_castui=lambda _, x: x, muli=operator.mul, addi=operator.add,
+        divui=operator.floordiv,
+    )  # fmt: skip
+    threads = SimpleNamespace(thread_idx=lambda: np.arange(128), c=lambda x, _: x)
+    types = SimpleNamespace(IndexType=SimpleNamespace(get=lambda: None))
+    for name, stand_in in (("arith", numbers), ("utils", threads), ("ir", types)):
+        monkeypatch.setattr(_mosaic, name, stand_in)
+
+    seen = []
+    for index in range(view.blocks):
+        register = SimpleNamespace(registers=np.array(index))
+        starts = list(view._places(register, grouped=False))
+        places = np.stack(starts)[..., None] + np.arange(view._vector)
+        np.testing.assert_array_equal(places, held + index * rows * width)
+        seen.append(places.ravel())
+        groups = np.stack(list(view._places(register, grouped=True)))
+        np.testing.assert_array_equal(groups, places[..., 0] // width)
+    every = np.arange(view.blocks * rows * width)
+    np.testing.assert_array_equal(np.sort(np.concatenate(seen)), every)
+    assert (view.blocks - 1) * rows * width < size <= every.size
+
+
+def threads_of(layout, shape):
+    """The numbers of the elements in each register of each thread, from a layout."""
+    x = np.arange(np.prod(shape)).reshape(shape)
+    for tile in layout.tiling.tiles:
+        lead, rest = x.shape[: -len(tile)], x.shape[-len(tile) :]
+        split = [n for d, t in zip(rest, tile, strict=True) for n in (d // t, t)]
+        first, end = len(lead), len(lead) + len(split)
+        x = x.reshape(*lead, *split).transpose(
+            *range(first), *range(first, end, 2), *range(first + 1, end, 2)
+        )
+    inner = [*layout.warp_dims, *layout.lane_dims, layout.vector_dim]
+    inner = [x.ndim + axis for axis in inner]
+    outer = [axis for axis in range(x.ndim) if axis not in inner]
+    return x.transpose(*outer, *inner).reshape(-1, 128, x.shape[layout.vector_dim])
 
 
 # --- shards ---------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Needs no GPU but XLA's compiler for one: `make gpu-compile` installs it and runs
 """
 
 import collections
+import functools
 import re
 
 import jax
@@ -31,16 +32,19 @@ LAYOUTS = {
     "all in the last": ((4, 2), P(None, ("x", "y"))),
 }
 PARAMS = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+FLASHOPTIM = mpx.Compression(format="flashoptim")
 OPTIMIZERS = {
-    "adamw": mpx.flash_adamw(1e-3),
-    "adam": mpx.flash_adam(1e-3, weight_decay=0.1),
-    "lion": mpx.flash_lion(1e-3),
-    "sgd": mpx.flash_sgd(1e-3, momentum=0.9, nesterov=True),
-    "sgdw": mpx.flash_sgdw(1e-3, momentum=0.9),
-    "flashoptim": mpx.flash_adamw(
-        1e-3, compression=mpx.Compression(format="flashoptim")
-    ),
+    "adamw": functools.partial(mpx.flash_adamw, 1e-3),
+    "adam": functools.partial(mpx.flash_adam, 1e-3, weight_decay=0.1),
+    "lion": functools.partial(mpx.flash_lion, 1e-3),
+    "sgd": functools.partial(mpx.flash_sgd, 1e-3, momentum=0.9, nesterov=True),
+    "sgdw": functools.partial(mpx.flash_sgdw, 1e-3, momentum=0.9),
+    "flashoptim": functools.partial(mpx.flash_adamw, 1e-3, compression=FLASHOPTIM),
 }
+# By backend: what its kernels are called. "auto" takes Triton's.
+TARGETS = {"auto": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu_v2"}
+
+each_kernel = pytest.mark.parametrize("backend", TARGETS)
 
 
 @pytest.fixture(scope="module")
@@ -81,21 +85,24 @@ def compile_step(optimizer, params, sharding, wrap=lambda step: step):
 
 
 def operations(program):
-    """Counts the operations of a compiled program by name, kernels as `kernel`."""
+    """Counts the operations of a compiled program by name, kernels by their backend."""
     text = program.as_text()
     entry = text[text.index("ENTRY") :]
     found = re.findall(
         r"= .*? ([\w-]+)\(.*?(?:custom_call_target=\"([^\"]*)\")?", entry
     )
     counts = collections.Counter(name for name, _ in found)
-    counts["kernel"] = entry.count('custom_call_target="__gpu$xla.gpu.triton"')
+    for backend, target in TARGETS.items():
+        counts[backend] = entry.count(f'custom_call_target="{target}"')
     return counts
 
 
-def assert_lean(program, kernels, size):
+def assert_lean(program, backend, kernels, size):
     """A step in place, in so many kernels, without communication or temporaries."""
     counts = operations(program)
-    assert counts["kernel"] == kernels
+    assert {name: counts[name] for name in TARGETS} == {
+        name: kernels * (name == backend) for name in TARGETS
+    }
     collectives = [
         name for name in counts if re.match(r"all-|collective|reduce-scatter", name)
     ]
@@ -108,58 +115,89 @@ def assert_lean(program, kernels, size):
     assert memory.temp_size_in_bytes < 8192  # scalars alone
 
 
+@each_kernel
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", PARAMS.values(), ids=PARAMS)
-def test_a_large_leaf_is_stepped_by_one_kernel_in_place(gpus, optimizer, dtype):
+def test_a_large_leaf_is_stepped_by_one_kernel_in_place(
+    gpus, dtype, optimizer, backend
+):
     params = {"w": jax.ShapeDtypeStruct(SHAPE, dtype)}
-    program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
-    assert_lean(program, 1, SIZE)
+    sharding = NamedSharding(make_mesh(gpus), P())
+    program = compile_step(optimizer(backend=backend), params, sharding)
+    assert_lean(program, backend, 1, SIZE)
 
 
+@each_kernel
 @pytest.mark.parametrize("shape", [(1000, 96), (4, 100, 256), (2**20 + 32,)], ids=str)
-def test_sizes_that_do_not_divide_the_block_compile(gpus, shape):
+def test_sizes_that_do_not_divide_the_block_compile(gpus, shape, backend):
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
-    optimizer = OPTIMIZERS["adamw"]
+    optimizer = OPTIMIZERS["adamw"](backend=backend)
     program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
-    assert_lean(program, 1, np.prod(shape))
+    assert_lean(program, backend, 1, np.prod(shape))
+
+
+@each_kernel
+@pytest.mark.parametrize("group_size", [2, 4, 16, 128, 256])
+@pytest.mark.parametrize("shape", [SHAPE, (131, 768)], ids=["full", "odd"])
+def test_any_group_size_compiles(gpus, shape, group_size, backend):
+    params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
+    compression = mpx.Compression(group_size=group_size)
+    optimizer = OPTIMIZERS["adamw"](compression=compression, backend=backend)
+    program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
+    assert_lean(program, backend, 1, np.prod(shape))
 
 
 @pytest.mark.parametrize(
-    ("shape", "kernels"),
-    [((2**17 + 64, 2**15), 1), ((2**16 + 64, 2**15), 0)],
-    ids=["64-bit addresses", "out of reach"],
+    ("backend", "rows", "kernels"),
+    [
+        ("auto", 2**17 + 64, 1),
+        ("auto", 2**16 + 64, 0),
+        ("mosaic", 2**17 + 64, 1),
+        ("mosaic", 2**16 + 64, 1),
+    ],
+    ids=["64-bit addresses", "out of reach", "mosaic", "mosaic's are always so"],
 )
-def test_beyond_two_billion_elements(gpus, shape, kernels):
-    params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
-    optimizer = OPTIMIZERS["adamw"]
+def test_beyond_two_billion_elements(gpus, backend, rows, kernels):
+    params = {"w": jax.ShapeDtypeStruct((rows, 2**15), jnp.bfloat16)}
+    optimizer = OPTIMIZERS["adamw"](backend=backend)
     program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
-    assert operations(program)["kernel"] == kernels
+    assert operations(program)[backend] == kernels
 
 
-def test_leaves_of_equal_shape_share_launches(gpus):
+@each_kernel
+def test_leaves_of_equal_shape_share_launches(gpus, backend):
     params = {str(i): jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16) for i in range(9)}
-    params["bias"] = jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
-    optimizer = OPTIMIZERS["adamw"]
+    optimizer = OPTIMIZERS["adamw"](backend=backend)
     program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
-    assert_lean(program, 2, 9 * SIZE)
+    assert_lean(program, backend, 2, 9 * SIZE)
 
 
-def test_triton_takes_small_leaves_too(gpus):
-    optimizer = mpx.flash_adamw(1e-3, backend="triton")
-    params = {"bias": jax.ShapeDtypeStruct((1000,), jnp.bfloat16)}
+@pytest.mark.parametrize(
+    ("backend", "kernels"), [("auto", "auto"), ("triton", "auto"), ("mosaic", "mosaic")]
+)
+@pytest.mark.parametrize("shape", [(1000,), (3, 5)], ids=str)
+def test_a_kernel_that_is_asked_for_takes_small_leaves_too(
+    gpus, shape, backend, kernels
+):
+    optimizer = mpx.flash_adamw(1e-3, backend=backend)
+    params = {"bias": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
     program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
-    assert operations(program)["kernel"] == 1
+    assert operations(program)[kernels] == (backend != "auto")
 
 
+@each_kernel
 @pytest.mark.parametrize(("sizes", "spec"), LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("axis_type", AXES.values(), ids=AXES)
-def test_each_gpu_steps_its_shards_without_communication(gpus, axis_type, sizes, spec):
+def test_each_gpu_steps_its_shards_without_communication(
+    gpus, axis_type, sizes, spec, backend
+):
     sharding = NamedSharding(make_mesh(gpus, sizes, axis_type), spec)
     params = {str(i): jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16) for i in range(2)}
-    program = compile_step(OPTIMIZERS["adamw"], params, sharding)
+    optimizer = OPTIMIZERS["adamw"](backend=backend)
+    program = compile_step(optimizer, params, sharding)
     local = np.prod(sharding.shard_shape(SHAPE))
-    assert_lean(program, 1, 2 * local)
-    shapes = jax.eval_shape(OPTIMIZERS["adamw"].init, params)
+    assert_lean(program, backend, 1, 2 * local)
+    shapes = jax.eval_shape(optimizer.init, params)
     for got, x in zip(
         jax.tree.leaves(program.output_shardings),
         jax.tree.leaves((params, shapes)),
@@ -168,11 +206,12 @@ def test_each_gpu_steps_its_shards_without_communication(gpus, axis_type, sizes,
         assert got.is_equivalent_to(sharding if x.ndim else got, x.ndim)
 
 
+@each_kernel
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
-def test_shard_map_steps_what_each_gpu_has(gpus, check):
+def test_shard_map_steps_what_each_gpu_has(gpus, check, backend):
     mesh = make_mesh(gpus, (4, 2))
     params = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)}
-    optimizer = OPTIMIZERS["adamw"]
+    optimizer = OPTIMIZERS["adamw"](backend=backend)
     spec = P("x", "y")
     specs = jax.tree.map(
         lambda x: spec if x.ndim else P(), jax.eval_shape(optimizer.init, params)
@@ -188,4 +227,4 @@ def test_shard_map_steps_what_each_gpu_has(gpus, check):
         )
 
     program = compile_step(optimizer, params, NamedSharding(mesh, spec), wrap)
-    assert_lean(program, 1, SIZE // 8)
+    assert_lean(program, backend, 1, SIZE // 8)

@@ -60,6 +60,10 @@ def check_versions(jax_version: str, jaxlib_version: str, machine: str) -> None:
 check_versions(jax.__version__, jaxlib.__version__, platform.machine())
 
 
+# Whether Pallas can write our kernel with Mosaic: before, it could not take the layouts.
+HAS_MOSAIC = version_tuple(jax.__version__) >= (0, 11)
+
+
 def is_tracer(x: object) -> bool:
     """Whether `x` is an abstract value inside a JAX transformation."""
     return isinstance(x, Tracer)
@@ -95,6 +99,18 @@ def varying_like(x: Any, struct: Any) -> Any:
     """Marks `x` as differing between devices where `struct` says its successor does."""
     names = varying_axes(struct)
     return as_varying(x, tuple(sorted(names))) if names else x
+
+
+def as_unvarying(x: jax.Array) -> jax.Array:
+    """Hides that `x` differs between devices: no Mosaic kernel takes such references."""
+    return _as_unvarying.bind(x) if varying_axes(jax.typeof(x)) else x
+
+
+_as_unvarying = jex_core.Primitive("as_unvarying")
+_as_unvarying.def_abstract_eval(
+    lambda aval: aval.update(manual_axis_type=type(aval.manual_axis_type)())
+)
+mlir.register_lowering(_as_unvarying, lambda ctx, x: [x])
 
 
 def struct_like(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -327,14 +343,27 @@ def has_explicit_axes(mesh: Any) -> bool:
     return any(kind == explicit for kind in mesh.axis_types or ())
 
 
+_CAPABILITIES = {
+    **dict.fromkeys(("A100", "A100-SXM4-80GB"), (8, 0)),
+    **dict.fromkeys(("L4", "L40", "L40S"), (8, 9)),
+    **dict.fromkeys(("H100", "H200", "GH200"), (9, 0)),
+    **dict.fromkeys(("B200", "GB200"), (10, 0)),
+}
+
+
 def gpu_capability() -> tuple[int, int] | str | None:
     """Returns the compute capability of the default device.
 
     It is `(9, 0)` for an H200, the name of the architecture on GPUs of other makers,
-    and `None` where the default device is no GPU.
+    and `None` where the default device is no GPU. There it is that of the mesh in use,
+    if one compiles for GPUs that are elsewhere.
     """
     if jax.default_backend() not in ("gpu", "cuda", "rocm"):
-        return None
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        kind = "" if device is None else device.device_kind
+        return next(
+            (_CAPABILITIES[x] for x in kind.split() if x in _CAPABILITIES), None
+        )
     found = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
     major, _, minor = found.partition(".")
     if not (major.isdigit() and minor[:1].isdigit()):

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
-from mpx._compat import gpu_capability, refused
+from mpx._compat import HAS_MOSAIC, gpu_capability, refused
 from mpx._kernels._partition import cannot_shard, over_shards
 from mpx._kernels._plain import Body, run_plain
-from mpx._kernels._tuning import TRITON
+from mpx._kernels._tuning import MOSAIC, TRITON, Tuning
 
-Backend = Literal["auto", "jax", "triton"]
+Backend = Literal["auto", "jax", "triton", "mosaic"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 _PLATFORM = "cuda"
 
@@ -87,27 +87,30 @@ def run(
 def _batches(jobs: Sequence[Job], backend: Backend) -> Iterator[list[int]]:
     """Yields the indices of jobs that share a launch: small ones of equal types."""
     alike: dict[Any, list[int]] = {}
+    tuning = _tuning(backend)
     for index, job in enumerate(jobs):
         alone = (
-            _backend(job, backend) == "jax" or job.leaf.param.size > TRITON.batch_size
+            _backend(job, backend) == "jax" or job.leaf.param.size > tuning.batch_size
         )
         types = jax.tree.map(jax.typeof, (job.grad, job.leaf))
         leaves, treedef = jax.tree.flatten(types)
         key = index if alone else (job.body, job.group_size, treedef, *leaves)
         alike.setdefault(key, []).append(index)
     for indices in alike.values():
-        for start in range(0, len(indices), TRITON.batch):
-            yield indices[start : start + TRITON.batch]
+        for start in range(0, len(indices), tuning.batch):
+            yield indices[start : start + tuning.batch]
 
 
 def _backend(job: Job, backend: Backend) -> Backend:
     """Returns the backend of a job, `"auto"` for the kernel or, off GPUs, plain JAX."""
     if backend == "jax":
         return "jax"
-    obstacle = _obstacle(job)
+    obstacle = _obstacle(job, _tuning(backend))
     if backend == "auto":
         worth = job.group_size > 0 and job.leaf.param.size >= TRITON.min_size
         return "auto" if obstacle is None and worth and _has_kernel() else "jax"
+    if backend == "mosaic":
+        obstacle = _no_mosaic() or obstacle
     if obstacle is not None:
         raise ValueError(
             f'`backend="{backend}"` cannot step `{job.name}`: {obstacle}. '
@@ -116,27 +119,44 @@ def _backend(job: Job, backend: Backend) -> Backend:
     return backend
 
 
-def _obstacle(job: Job) -> str | None:
-    """Says why the kernel cannot step a parameter, or returns `None`."""
+def _tuning(backend: Backend) -> Tuning:
+    return MOSAIC if backend == "mosaic" else TRITON
+
+
+def _obstacle(job: Job, tuning: Tuning) -> str | None:
+    """Says why a kernel cannot step a parameter, or returns `None`."""
     param, group_size = job.leaf.param, job.group_size
     if job.seed is not None:
         return "the kernel rounds to nearest, but stochastic rounding was asked for"
     if not param.size:
         return "it has no elements"
-    if group_size & (group_size - 1) or group_size > TRITON.block:
+    largest = tuning.block // tuning.warps
+    if group_size & (group_size - 1) or group_size > largest:
         return (
             f"its groups have {group_size} elements, and the kernel needs a power of two "
-            f"up to {TRITON.block}"
+            f"up to {largest}"
         )
     return cannot_shard(param, group_size)
 
 
-def _has_kernel() -> bool:
-    """Whether the GPUs here run the kernel; without any, one may compile for some."""
+def _has_kernel(oldest: tuple[int, int] = (8, 0)) -> bool:
+    """Whether the GPUs here run a kernel; without any, one may compile for some."""
     capability = gpu_capability()
     return capability is None or (
-        isinstance(capability, tuple) and capability >= (8, 0)
+        isinstance(capability, tuple) and capability >= oldest
     )
+
+
+def _no_mosaic() -> str | None:
+    """Says why Mosaic's kernel does not run here, or returns `None`."""
+    if not HAS_MOSAIC:
+        return f"Mosaic needs jax 0.11 or later, and {jax.__version__} is installed"
+    if not _has_kernel((9, 0)):
+        return (
+            "Mosaic needs an NVIDIA GPU of compute capability 9.0, Hopper, or later, and "
+            f"here is one of {gpu_capability()}"
+        )
+    return None
 
 
 # Under jit, so that leaves of equal types are traced and lowered once.
@@ -183,17 +203,23 @@ def _batch(
             new,
         )
 
-    kernel = _plain_under_vmap(
-        functools.partial(_kernel, plain=plain, body=body, group_size=group_size), plain
+    kernel = functools.partial(
+        _kernel, plain=plain, body=body, group_size=group_size, backend=backend
     )
     return lax.platform_dependent(
-        scalars, grads, leaves, ok, default=elsewhere, **{_PLATFORM: kernel}
+        scalars,
+        grads,
+        leaves,
+        ok,
+        default=elsewhere,
+        **{_PLATFORM: plain_under_vmap(kernel, plain)},
     )
 
 
-def _plain_under_vmap(
+def plain_under_vmap(
     kernel: Callable[..., Any], plain: Callable[..., Any]
 ) -> Callable[..., Any]:
+    """Returns a function that calls `kernel`, and `plain` instead where it is mapped."""
     mappable = custom_vmap(kernel)
 
     @mappable.def_vmap
@@ -214,11 +240,10 @@ def _kernel(
     plain: Callable[..., list[Any]],
     body: Body,
     group_size: int,
+    backend: Backend,
 ) -> list[Any]:
     """Steps the shards of each device in one kernel."""
-    # Not before it is needed: importing Pallas takes as long as importing mpx.
-    from mpx._kernels import _triton
-
+    launch, can_address = _launcher(backend)
     like = jax.eval_shape(plain, scalars, grads, leaves, ok)
     flag = jnp.ones((), bool) if ok is None else ok
     numbers = jnp.stack([jnp.append(flag.astype(row.dtype), row) for row in scalars])
@@ -232,8 +257,8 @@ def _kernel(
             if len(indices) < len(leaves):
                 rows = jnp.stack([numbers[index] for index in indices])
             some = [grads[index] for index in indices], [leaves[i] for i in indices]
-            if _triton.can_address(some[1][0].param.size):
-                results = _triton.run_triton(
+            if can_address(some[1][0].param.size):
+                results = launch(
                     body,
                     rows,
                     *some,
@@ -247,6 +272,20 @@ def _kernel(
         return new
 
     return over_shards(local, numbers, grads, leaves, group_size=group_size)
+
+
+def _launcher(
+    backend: Backend,
+) -> tuple[Callable[..., list[Any]], Callable[[int], bool]]:
+    """Returns what launches a kernel, and tells which leaves it can address."""
+    # Not before it is needed: importing Pallas takes as long as importing mpx.
+    if backend == "mosaic":
+        from mpx._kernels import _mosaic
+
+        return _mosaic.run_mosaic, _mosaic.can_address
+    from mpx._kernels import _triton
+
+    return _triton.run_triton, _triton.can_address
 
 
 def _equal_shapes(leaves: Sequence[Any]) -> list[list[int]]:

@@ -49,7 +49,7 @@ def run_plain(
         first = _FirstPass()
         step(grad, old, block=first)
         # Without the barrier XLA merges what it can of the second pass into the first.
-        old, grad, peaks = lax.optimization_barrier((old, grad, first.peaks))
+        grad, peaks = lax.optimization_barrier((grad, first.peaks))
         new = step(grad, old, block=_SecondPass(peaks))
     else:
         new = step(grad, old, block=PlainBlock())

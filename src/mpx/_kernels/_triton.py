@@ -4,7 +4,7 @@ The kernel loads a block, calls the step it is given, and stores the block in pl
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,12 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import ArrayLike
 
 from mpx._compat import struct_like
 from mpx._kernels._plain import Body
-from mpx._kernels._tuning import TRITON, Tuning
+from mpx._kernels._step import View, step_block
+from mpx._kernels._tuning import TRITON, TRITON_MANY, Tuning
 from mpx._quant import PlainBlock
 
 
@@ -38,7 +40,7 @@ def run_triton(
     *,
     group_size: int,
     like: Sequence[Any] | None = None,
-    tuning: Tuning = TRITON,
+    tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> list[Any]:
     """Steps leaves of equal shapes on one device, in place if they are donated.
@@ -51,10 +53,13 @@ def run_triton(
         leaves: The parameters with their state.
         group_size: Elements that share a scale, a power of two; 0 if there is none.
         like: What the results vary over within a `shard_map`: trees like `leaves`.
-        tuning: How work is cut into programs.
+        tuning: How work is cut into programs; by default as was found best.
         interpret: Whether to run in the interpreter instead of on a GPU.
     """
     shape, size = leaves[0].param.shape, leaves[0].param.size
+    if tuning is None:
+        many = len(leaves) > 1 and group_size <= TRITON_MANY.block // TRITON_MANY.warps
+        tuning = TRITON_MANY if many else TRITON
     view = _View(size, tuning.block, group_size)
 
     def flat(x: Array) -> Array:
@@ -88,43 +93,12 @@ def run_triton(
     return jax.tree.map(lambda x, old: x.reshape(old.shape), new, list(leaves))
 
 
-def _kernel(
-    scalars_ref: Any,
-    grad_refs: Any,
-    leaf_refs: Any,
-    out_refs: Any,
-    *,
-    body: Body,
-    block: PlainBlock,
-    view: "_View",
-) -> None:
-    index, which = pl.program_id(0), pl.program_id(1)
-
-    # Around everything: a step that is skipped costs no more than the flag.
-    @pl.when(scalars_ref[which, 0] != 0)
-    def _() -> None:
-        count = scalars_ref.shape[1]
-        scalars = tuple(scalars_ref[which, number] for number in range(1, count))
-        grad, leaf = _chosen(
-            which,
-            [
-                functools.partial(jax.tree.map, lambda ref: view.load(ref, index), refs)
-                for refs in zip(grad_refs, leaf_refs, strict=True)
-            ],
-        )
-        new = body(scalars, grad, leaf, block, None)
-        for number, refs in enumerate(out_refs):
-
-            @pl.when(which == number)
-            def _(refs: Any = refs) -> None:
-                jax.tree.map(lambda ref, x: view.store(ref, index, x), refs, new)
+def _kernel(*refs: Any, body: Body, block: PlainBlock, view: "_View") -> None:
+    program = pl.program_id(0), pl.program_id(1)
+    step_block(program, refs, body=body, block=block, view=view)
 
 
-def _chosen(which: Array, branches: Sequence[Callable[[], Any]]) -> Any:
-    return lax.switch(which, branches) if len(branches) > 1 else branches[0]()
-
-
-class _View:
+class _View(View):
     """A leaf as blocks: `(blocks, elements)`, or flat if the last block is not full."""
 
     def __init__(self, size: int, block: int, group_size: int) -> None:
@@ -188,17 +162,36 @@ class _GpuBlock(_Block):
     def reciprocal(self, x: Array) -> Array:
         return self._approximate("rcp", x)
 
+    def multiply_add(self, x: ArrayLike, y: Array, z: ArrayLike) -> Array:
+        return _assembly("fma.rn.f32 $0, $1, $2, $3;", x, y, z)
+
     def rounded(self, x: Array, dtype: np.dtype) -> Array:
         # Triton keeps both casts, and knows no reduce_precision.
-        return x.astype(dtype).astype(x.dtype)
+        if dtype != jnp.bfloat16:
+            return x.astype(dtype).astype(x.dtype)
+        # Two at once: one instruction, and they are packed as they will be stored.
+        (low,) = plgpu.elementwise_inline_asm(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            args=[x],
+            constraints="=r,f,f",
+            pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, dtype)],
+        )
+        return low.astype(x.dtype)
 
     def _approximate(self, name: str, x: Array) -> Array:
         flush = ".ftz" if x.size == self._size else ""
-        (y,) = plgpu.elementwise_inline_asm(
-            f"{name}.approx{flush}.f32 $0, $1;",
-            args=[x],
-            constraints="=f,f",
-            pack=1,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-        )
-        return y
+        return _assembly(f"{name}.approx{flush}.f32 $0, $1;", x)
+
+
+def _assembly(instruction: str, *args: ArrayLike) -> Array:
+    """Applies one instruction to f32 numbers."""
+    shape = jnp.broadcast_shapes(*map(jnp.shape, args))
+    (result,) = plgpu.elementwise_inline_asm(
+        instruction,
+        args=[jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape) for x in args],
+        constraints=",".join(["=f", *["f"] * len(args)]),
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+    )
+    return result

@@ -9,18 +9,24 @@ class Tuning:
 
     Attributes:
         block: Elements of a program, a power of two.
-        warps: Warps of 32 threads that share a block.
+        warps: Warps of 32 threads that share a block. A group must lie in one of them.
         min_size: Leaves with fewer elements run in plain JAX unless the kernel was asked
             for: launching a kernel would cost more than it saves.
         batch: How many leaves of equal shape share one launch.
         batch_size: Leaves with more elements have a launch of their own.
     """
 
-    block: int = 1024
-    warps: int = 4
+    block: int = 512
+    warps: int = 1
     min_size: int = 65536
     batch: int = 8
     batch_size: int = 2**23
 
 
+# One warp needs no barrier to share the scales of its groups.
 TRITON = Tuning()
+# Programs of several leaves first find out which one is theirs; in larger ones that is
+# found out less often.
+TRITON_MANY = Tuning(block=1024, warps=4)
+# A program of Mosaic is a warpgroup, and each of its threads holds vectors of 8.
+MOSAIC = Tuning(block=1024, warps=4)

@@ -39,7 +39,8 @@ def flash_adamw(
             of the parameters. `None` means all.
         groups: Options by parameter path; the first group that matches holds.
         compression: How the state is stored.
-        backend: Where steps run: `"auto"` chooses.
+        backend: Where steps run: `"jax"`, or in the kernel of `"triton"` or `"mosaic"`,
+            which is an error where that cannot. `"auto"` chooses, but never Mosaic.
 
     Returns:
         An optimizer with `init`, `step` and the `update` of optax.
@@ -93,7 +94,8 @@ def flash_adam(
         mask: Which parameters decay; see `flash_adamw`.
         groups: Options by parameter path; the first group that matches holds.
         compression: How the state is stored.
-        backend: Where steps run: `"auto"` chooses.
+        backend: Where steps run: `"jax"`, or in the kernel of `"triton"` or `"mosaic"`,
+            which is an error where that cannot. `"auto"` chooses, but never Mosaic.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -138,7 +140,8 @@ def flash_lion(
         mask: Which parameters decay; see `flash_adamw`.
         groups: Options by parameter path; the first group that matches holds.
         compression: How the state is stored.
-        backend: Where steps run: `"auto"` chooses.
+        backend: Where steps run: `"jax"`, or in the kernel of `"triton"` or `"mosaic"`,
+            which is an error where that cannot. `"auto"` chooses, but never Mosaic.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -182,7 +185,8 @@ def flash_sgd(
         mask: Which parameters decay; see `flash_adamw`.
         groups: Options by parameter path; the first group that matches holds.
         compression: How the state is stored.
-        backend: Where steps run: `"auto"` chooses.
+        backend: Where steps run: `"jax"`, or in the kernel of `"triton"` or `"mosaic"`,
+            which is an error where that cannot. `"auto"` chooses, but never Mosaic.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -228,7 +232,8 @@ def flash_sgdw(
         mask: Which parameters decay; see `flash_adamw`.
         groups: Options by parameter path; the first group that matches holds.
         compression: How the state is stored.
-        backend: Where steps run: `"auto"` chooses.
+        backend: Where steps run: `"jax"`, or in the kernel of `"triton"` or `"mosaic"`,
+            which is an error where that cannot. `"auto"` chooses, but never Mosaic.
 
     Examples:
         >>> import jax.numpy as jnp

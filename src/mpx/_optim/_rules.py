@@ -131,7 +131,7 @@ class Lion(Rule):
     ) -> tuple[Array, Moments]:
         b1, keep1, b2, keep2, rate, decay = coefficients
         (mu,) = moments
-        step = jnp.sign(b1 * mu + keep1 * grad)
+        step = block.sign(b1 * mu + keep1 * grad)
         return weight * decay - rate * step, (b2 * mu + keep2 * grad,)
 
 

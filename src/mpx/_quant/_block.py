@@ -43,6 +43,10 @@ class Block(abc.ABC):
         """Returns x · y + z, in a kernel rounded once."""
 
     @abc.abstractmethod
+    def sign(self, x: Array) -> Array:
+        """Returns -1, 0 or 1; nan of nan."""
+
+    @abc.abstractmethod
     def rounded(self, x: Array, dtype: np.dtype) -> Array:
         """Returns f32 numbers rounded to those that `dtype` has, still in f32."""
 
@@ -68,7 +72,10 @@ class PlainBlock(Block):
         return 1.0 / x
 
     def multiply_add(self, x: ArrayLike, y: Array, z: ArrayLike) -> Array:
-        return x * y + z
+        return jnp.add(jnp.multiply(x, y), z)
+
+    def sign(self, x: Array) -> Array:
+        return jnp.sign(x)
 
     def rounded(self, x: Array, dtype: np.dtype) -> Array:
         # Two casts would not do: XLA removes a cast down that is followed by one up.

@@ -1,0 +1,254 @@
+"""One step in one pass over memory, as a Mosaic GPU kernel through Pallas.
+
+A program is a warpgroup, 128 threads. Each thread loads a few neighbours, and threads that
+share a group lie in one warp. Loads, stores and single instructions are written in MLIR:
+Pallas has none with masks here, nor roots that count subnormal numbers as zero.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array as fragments
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu
+from jax.typing import ArrayLike
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+from mpx._compat import as_unvarying, varying_like
+from mpx._kernels._plain import Body
+from mpx._kernels._step import View, step_block
+from mpx._kernels._tuning import MOSAIC, Tuning
+from mpx._quant import PlainBlock
+
+plgpu: Any = mosaic_gpu  # declared otherwise in each JAX
+_WARPS = 4  # of a warpgroup
+_VECTOR = 8
+_Operation = Callable[..., Any]
+
+
+def can_address(size: int) -> bool:
+    """Whether a kernel reaches every element of a leaf: 64 bits count elements, 31 blocks."""
+    return size <= MOSAIC.block * (2**31 - 1)
+
+
+def run_mosaic(
+    body: Body,
+    scalars: Array,
+    grads: Sequence[Array],
+    leaves: Sequence[Any],
+    *,
+    group_size: int,
+    like: Sequence[Any] | None = None,
+    tuning: Tuning = MOSAIC,
+) -> list[Any]:
+    """Steps leaves of equal shapes on one device, in place if they are donated.
+
+    The arguments are those of `run_triton`. There is no `interpret`: the interpreter of
+    Pallas does not know MLIR.
+    """
+    view = _View(leaves[0].param.size, tuning.block, group_size)
+    block = _Block(view)
+
+    def kernel(scalars_ref: Any, grad_refs: Any, leaf_refs: Any) -> None:
+        step_block(
+            (lax.axis_index("block"), lax.axis_index("leaf")),
+            (scalars_ref, grad_refs, leaf_refs, leaf_refs),
+            body=body,
+            block=block,
+            view=view,
+        )
+
+    def flat(x: Array) -> Array:
+        return as_unvarying(x).reshape(-1)
+
+    kernel.__name__ = "mpx_step"
+    # With `Lane` signed numbers are taken for unsigned ones (jax 0.11.2, 0.12.0).
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    launch = plgpu.kernel(
+        kernel,
+        out_type=(),
+        # The last axis may be long; the others end at 65535.
+        grid=(len(leaves), view.blocks),
+        grid_names=("leaf", "block"),
+        compiler_params=params,
+    )
+    inputs = as_unvarying(scalars), [flat(grad) for grad in grads]
+    arrays = jax.tree.map(flat, list(leaves))
+    # What a kernel is given as references it changes in place. Those of `jax.new_ref`
+    # would not do: they are an effect, and `custom_partitioning` takes none.
+    new = pl.run_state(lambda refs: launch(*inputs, refs))(arrays)
+    return jax.tree.map(
+        lambda x, old, like: varying_like(x.reshape(old.shape), like),
+        new,
+        list(leaves),
+        list(leaves if like is None else like),
+    )
+
+
+class _View(View):
+    """A leaf as blocks of `(rows, width)`: a row is a group, or what a thread holds.
+
+    Thread t holds the vectors t, t + 128, … of a block, so that each load of a warp is
+    contiguous. The last block may not be full: what is outside of it is loaded from the
+    end of the array, and not stored.
+    """
+
+    def __init__(self, size: int, block: int, group_size: int) -> None:
+        # Without groups a row is as wide as a vector may be, for it must divide the size.
+        width = group_size or next(w for w in (8, 4, 2, 1) if size % w == 0)
+        self._vector = vector = min(width, max(_VECTOR, width // 32))
+        per_warp = 32 * vector // width
+        tiles = ((_WARPS * per_warp, width), (per_warp, width), (vector,))
+        layout = fragments.TiledLayout(
+            fragments.Tiling(tiles),
+            warp_dims=(-5,),
+            lane_dims=(-3, -2),
+            vector_dim=-1,
+            _check_canonical=False,
+        ).canonicalize()
+        self._layouts = {False: layout, True: layout.reduce([1])}
+        self._repeats = max(1, block // (32 * _WARPS * vector))
+        rows = _WARPS * per_warp * self._repeats
+        self._shapes = {False: (rows, width), True: (rows,)}
+        self._counts = {False: size, True: size // width}
+        self.blocks = -(-size // (rows * width))
+        self._full = size % (rows * width) == 0
+
+    def struct(self, dtype: Any, *, grouped: bool) -> Any:
+        """The type of a block with a number per element, or per group."""
+        x = self._layouts[grouped]
+        layout = plgpu.Layout.TILED(x.tiling, x.warp_dims, x.lane_dims, x.vector_dim)
+        return plgpu.ShapeDtypeStruct(self._shapes[grouped], dtype, layout=layout)
+
+    def load(self, ref: Any, index: Array) -> Array:
+        grouped = ref.shape[0] != self._counts[False]
+        layout, dtype = self._layouts[grouped], ref.dtype
+        types = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
+        struct = self.struct(dtype, grouped=grouped)
+
+        @plgpu.inline_mgpu(arg_types=types, return_type=struct)
+        def load(context: Any, ref: Any, index: Any) -> Any:
+            registers = np.empty(layout.registers_shape(self._shapes[grouped]), object)
+            width = 1 if grouped else self._vector
+            kind = ir.VectorType.get((width,), ir.MemRefType(ref.type).element_type)
+            last = _number(self._counts[grouped] - width)
+            for k, at in enumerate(self._places(index, grouped)):
+                at = at if self._full else arith.minui(at, last)
+                registers.flat[k] = vector.load(kind, ref, [at])
+            return fragments.FragmentedArray(
+                _registers=registers, _layout=layout, _is_signed=utils.is_signed(dtype)
+            )
+
+        return load(ref, index)
+
+    def store(self, ref: Any, index: Array, x: Array) -> None:
+        grouped = ref.shape[0] != self._counts[False]
+        layout = self.struct(x.dtype, grouped=grouped).layout
+        types = plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), layout
+
+        @plgpu.inline_mgpu(arg_types=types)
+        def store(context: Any, ref: Any, index: Any, x: Any) -> None:
+            for k, at in enumerate(self._places(index, grouped)):
+                if self._full:
+                    vector.store(x.registers.flat[k], ref, [at])
+                    continue
+                less = arith.CmpIPredicate.ult
+                inside = scf.IfOp(arith.cmpi(less, at, _number(self._counts[grouped])))
+                with ir.InsertionPoint(inside.then_block):
+                    vector.store(x.registers.flat[k], ref, [at])
+                    scf.yield_([])
+
+        store(ref, index, x)
+
+    def _places(self, index: Any, grouped: bool) -> Iterator[Any]:
+        """Yields where the vectors of this thread start, or which groups it has part in."""
+        to_index = functools.partial(arith.index_castui, ir.IndexType.get())
+        thread, index = to_index(utils.thread_idx()), to_index(index.registers.item())
+        rows, width = self._shapes[False]
+        if grouped:
+            total = rows
+            first = arith.divui(thread, _number(width // self._vector))
+        else:
+            total = rows * width
+            first = arith.muli(thread, _number(self._vector))
+        first = arith.addi(first, arith.muli(index, _number(total)))
+        for k in range(self._repeats):
+            yield arith.addi(first, _number(k * total // self._repeats))
+
+
+def _number(value: int) -> Any:
+    return utils.c(value, ir.IndexType.get())
+
+
+class _Block(PlainBlock):
+    """As Triton's: roots and reciprocals are one instruction, right to about one ulp.
+
+    Subnormal elements count as zero. Scales, of which there are few, keep them.
+    """
+
+    def __init__(self, view: _View) -> None:
+        self._view = view
+
+    def root_peak(self, x: Array, root: Array) -> Array:
+        return self.peak(root)
+
+    def spread(self, per_group: Array) -> Array:
+        struct = self._view.struct(per_group.dtype, grouped=False)
+        each = lax.broadcast_in_dim(per_group, struct.shape, (0,))
+        return plgpu.layout_cast(each, struct.layout)
+
+    def sqrt(self, x: Array) -> Array:
+        return self._approximate("sqrt", x)
+
+    def reciprocal(self, x: Array) -> Array:
+        return self._approximate("rcp", x)
+
+    def multiply_add(self, x: ArrayLike, y: Array, z: ArrayLike) -> Array:
+        return self._each(lambda y, x, z: llvm.intr_fma(x, y, z), y, x, z)
+
+    def sign(self, x: Array) -> Array:
+        # Mosaic's own makes a number of nan, and so a finite weight (jax 0.11.2, 0.12.0).
+        return jnp.where(x == x, jnp.sign(x), x)
+
+    def rounded(self, x: Array, dtype: np.dtype) -> Array:
+        return x.astype(dtype).astype(x.dtype)  # both casts are kept
+
+    def _approximate(self, name: str, x: Array) -> Array:
+        flush = ".ftz" if x.ndim == 2 else ""
+        return self._each(_assembly(f"{name}.approx{flush}.f32 $0, $1;"), x)
+
+    def _each(self, operation: _Operation, x: Array, *others: ArrayLike) -> Array:
+        """Applies an operation of MLIR to vectors of f32 numbers, and to scalars."""
+        struct = self._view.struct(jnp.float32, grouped=x.ndim == 1)
+        scalar = plgpu.Layout.WG_SPLAT(())
+        numbers = [jnp.asarray(other, jnp.float32) for other in others]
+        layouts = [struct.layout if number.ndim else scalar for number in numbers]
+
+        @plgpu.inline_mgpu(arg_types=(struct.layout, *layouts), return_type=struct)
+        def call(context: Any, x: Any, *others: Any) -> Any:
+            return x._pointwise(operation, *others)
+
+        return call(x, *numbers)
+
+
+def _assembly(instruction: str) -> _Operation:
+    """Returns an operation on vectors that is one instruction for each number."""
+
+    def apply(numbers: Any) -> Any:
+        f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
+        result: Any = numbers
+        for k in range(ir.VectorType(numbers.type).shape[0]):
+            at = ir.DenseI64ArrayAttr.get([k])
+            x = vector.extract(numbers, dynamic_position=[], static_position=at)
+            x: Any = llvm.inline_asm(f32, [x], instruction, "=f,f")
+            result = llvm.insertelement(result, x, utils.c(k, i64))
+        return result
+
+    return apply

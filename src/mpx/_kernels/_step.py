@@ -1,0 +1,59 @@
+"""What the kernels have in common: a program loads a block, steps and stores it."""
+
+import abc
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from mpx._kernels._plain import Body
+from mpx._quant import Block
+
+
+class View(abc.ABC):
+    """How a program reaches its block of an array."""
+
+    @abc.abstractmethod
+    def load(self, ref: Any, index: Array) -> Array:
+        """Returns the block of that number."""
+
+    @abc.abstractmethod
+    def store(self, ref: Any, index: Array, x: Array) -> None:
+        """Writes the block of that number."""
+
+
+def step_block(
+    program: tuple[Array, Array],
+    refs: tuple[Any, Sequence[Any], Sequence[Any], Sequence[Any]],
+    *,
+    body: Body,
+    block: Block,
+    view: View,
+) -> None:
+    """Steps a block of one of the leaves, unless its flag is zero.
+
+    Args:
+        program: The number of the block, and that of the leaf.
+        refs: The scalars, a row for each leaf with its flag first; the gradients; the
+            leaves, and where to store them.
+        body: The step.
+        block: What it needs to know of the block.
+        view: How to load and store.
+    """
+    (index, which), (scalars_ref, grad_refs, leaf_refs, out_refs) = program, refs
+    loads = [
+        functools.partial(jax.tree.map, lambda ref: view.load(ref, index), pair)
+        for pair in zip(grad_refs, leaf_refs, strict=True)
+    ]
+    # Loaded before the flag is known: waiting for it would cost every step 2 %.
+    grad, leaf = lax.switch(which, loads) if len(loads) > 1 else loads[0]()
+    ok, *scalars = (scalars_ref[which, i] for i in range(scalars_ref.shape[1]))
+    new = body(tuple(scalars), grad, leaf, block, None)
+    for number, each in enumerate(out_refs):
+
+        @pl.when((which == number) & (ok != 0))
+        def _(each: Any = each) -> None:
+            jax.tree.map(lambda ref, x: view.store(ref, index, x), each, new)
