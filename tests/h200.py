@@ -88,30 +88,75 @@ def programs(jax, shape) -> dict[str, Any]:
     return found
 
 
+LAYOUTS = {
+    "data": (("x",), (), ()),
+    "fsdp": (("x",), ("x",), ("x",)),
+    "tensor": ((), (None, "x"), ("x",)),
+}
+
+
+def sharded(jax, loss) -> dict[str, Any]:
+    """By name: `loss` over eight devices, its arguments and their mesh."""
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+    found = {}
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = Mesh(devices(), "x", axis_types=(kind,))
+        for name, specs in LAYOUTS.items():
+            if (kind, name) == (AxisType.Explicit, "tensor"):
+                continue  # JAX refuses it: the function must say how the sum is sharded.
+            sizes = (2 * TOKENS, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH)
+            x, up, down = (
+                jax.ShapeDtypeStruct(
+                    size,
+                    jnp.bfloat16,
+                    sharding=NamedSharding(mesh, PartitionSpec(*spec)),
+                )
+                for size, spec in zip(sizes, specs, strict=True)
+            )
+            params = {"a": up, "b": down}
+            found[f"{name} {kind.name.lower()}"] = loss, (params, x), mesh
+    return found
+
+
 def main():
     import jax
     import jax.numpy as jnp
 
     from mpx import fp8_check
 
-    device = jax.sharding.SingleDeviceSharding(devices()[0])
+    mesh = jax.sharding.Mesh(devices()[:1], "x")
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def shape(*sizes, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=device)
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=everywhere)
 
-    results = {}
+    cases = {}
     for name, (func, params) in programs(jax, shape).items():
         args = (params, shape(TOKENS, WIDTH))
         if getattr(func, "has_state", False):
             state = func.init(*args)
             as_shape = lambda leaf: shape(*leaf.shape, dtype=leaf.dtype)  # noqa: E731
             args = (jax.tree.map(as_shape, state), *args)
+        cases[name] = func, args, mesh
+    cases |= sharded(jax, cases["mlp current"][0])
+    results = {}
+    for name, (func, args, mesh) in cases.items():
         gradient = jax.jit(jax.grad(func, argnums=tuple(range(len(args)))))
         try:
-            found = fp8_check(gradient.lower(*args).compile(compiler_options()))
-            results[name] = {"fp8": found.fp8, "other": dict(found.other)}
+            # Pallas asks the mesh for the kind of its GPUs.
+            with jax.set_mesh(mesh):
+                program = gradient.lower(*args).compile(compiler_options())
         except Exception as error:
             results[name] = {"error": str(error)[:2000]}
+            continue
+        found = fp8_check(program)
+        results[name] = {
+            "fp8": found.fp8,
+            "other": dict(found.other),
+            "casts": program.as_text().count('"__gpu$xla.gpu.triton"'),
+        }
     print(json.dumps(results))
 
 

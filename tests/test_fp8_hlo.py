@@ -26,9 +26,27 @@ MATMULS = {
     # XLA makes one call of products that share an operand: q, k, v and gate, up, in the
     # forward pass and for their weight gradients. 4 forward, 3 again, 11 backward.
     "transformer": 18,
+    # The products of each of eight devices.
+    **dict.fromkeys(("data auto", "fsdp auto", "tensor auto"), 6),
+    **dict.fromkeys(("data explicit", "fsdp explicit"), 6),
+}
+# One kernel for each tensor that is quantised: three a matmul.
+CASTS = {
+    **{f"mlp {name}": 6 for name in ("current", "static", "delayed")},
+    "mlp row": 0,  # each direction has its own scales
+    # Two tensors a matmul are quantised again under remat.
+    **{f"tower {name}": 10 for name in ("current", "static", "delayed")},
+    # Four inputs, shared by q, k, v and by gate, up; seven weights, seven gradients.
+    "transformer": 2 * (4 + 7) + 7,
+    **dict.fromkeys(("data auto", "fsdp auto", "tensor auto"), 6),
+    **dict.fromkeys(("data explicit", "fsdp explicit"), 6),
 }
 
-pytestmark = [pytest.mark.gpu_compile, pytest.mark.timeout(700)]
+pytestmark = [
+    pytest.mark.gpu_compile,
+    pytest.mark.timeout(700),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
 
 
 @functools.cache
@@ -61,6 +79,13 @@ def test_no_matmul_falls_back(name):
     found = compiled()[name]
     assert "error" not in found, found["error"]
     assert sum(found["other"].values()) == OTHERS.get(name, 0)
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_each_tensor_is_quantised_once_in_both_layouts(name):
+    found = compiled()[name]
+    assert "error" not in found, found["error"]
+    assert found["casts"] == CASTS[name]
 
 
 def test_bf16_has_no_fp8_calls():

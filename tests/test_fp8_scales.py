@@ -13,8 +13,10 @@ from jax import lax
 
 from mpx import MXFP8, CurrentScaling, DelayedScaling, StaticScaling
 from mpx._formats import FORMATS
-from mpx._fp8._dot import Plan, fp8_dot
+from mpx._fp8 import _operands
+from mpx._fp8._dot import fp8_dot
 from mpx._fp8._mx import from_blocks, mx_dot, to_blocks
+from mpx._fp8._operands import Plan
 from mpx._fp8._scales import (
     DTYPES,
     dequantize,
@@ -385,13 +387,17 @@ def test_inf_and_nan_reach_the_results(which, bad, name):
         assert not np.all(np.isfinite(np.asarray(results[i].astype(jnp.float32)))), i
 
 
-def test_residuals_are_eight_bits_wide():
+@pytest.mark.parametrize("turned", [False, True])
+def test_residuals_are_eight_bits_wide(monkeypatch, turned):
+    monkeypatch.setattr(_operands, "turning_pays", lambda: turned)
     a, b, g, dimensions, side = problem("x @ w")
     plan = plan_for(a, b, dimensions, side, CurrentScaling())
     _, back = jax.vjp(lambda a, b: fp8_dot(plan, a, b, None, None), a, b)
-    sizes = {x.shape: x.dtype for x in jax.tree.leaves(back) if hasattr(x, "shape")}
-    assert sizes[a.shape] == sizes[b.shape] == jnp.float8_e4m3fn
-    assert all(dtype != jnp.bfloat16 for dtype in sizes.values())
+    saved = [x for x in jax.tree.leaves(back) if getattr(x, "ndim", 0)]
+    # Each operand once, in the order in which the backward pass sums over it.
+    assert {x.shape for x in saved} == {a.shape[::-1] if turned else a.shape, b.shape}
+    assert len(saved) == 2
+    assert all(x.dtype == jnp.float8_e4m3fn for x in saved)
 
 
 def test_probe_brings_back_the_largest_magnitudes():

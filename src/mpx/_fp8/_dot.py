@@ -6,12 +6,12 @@ With `codes · scale ≈ tensor`, the three products of a linear layer are
     dx = (ĝ · ŵᵀ) · s_g s_w     e5m2 × e4m3, full accumulation
     dw = (x̂ᵀ · ĝ) · s_x s_g     e5m2 × e4m3, full accumulation
 
-where the codes x̂ and ŵ are all that the forward pass saves. The products are written as
+where the codes x̂ and ŵ are all that the forward pass saves. They are made outside of
+what is differentiated, so that matmuls of one input share them. The products are written as
 `lax.dot_general` on 8-bit operands. Quantising and dequantising around a bf16 product
 would be deleted by XLA on a GPU, which then computes in bf16 without a word.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -23,80 +23,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mpx._compat import has_explicit_axes
-from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe, StaticScaling
-from mpx._fp8._scales import largest_magnitude, power_of_two_scale, quantize
-
-Axes = tuple[int, ...]
-Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
-ROLES = ("activation", "weight", "grad")
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Everything about one matmul that is known when it is traced.
-
-    Attributes:
-        dimensions: The dimension numbers of the `dot_general`; no batch dimensions.
-        dtypes: The dtypes of the two operands.
-        out_dtype: The dtype of the result.
-        weight_side: Which operand is the parameter: 0 or 1.
-        recipe: Formats and scales.
-        out_sharding: The sharding that was asked for, on meshes with explicit axes.
-    """
-
-    dimensions: Dimensions
-    dtypes: tuple[np.dtype, np.dtype]
-    out_dtype: np.dtype
-    weight_side: int
-    recipe: Recipe
-    out_sharding: Any = None
-
-    def role(self, side: int) -> str:
-        """Returns whether an operand is the activation or the weight."""
-        return "weight" if side == self.weight_side else "activation"
-
-    @property
-    def by_row(self) -> bool:
-        """Whether a scale belongs to a row, so that each direction has its own."""
-        return (
-            isinstance(self.recipe, CurrentScaling) and self.recipe.granularity == "row"
-        )
-
-    def free_axes(self, ranks: tuple[int, int]) -> tuple[Axes, Axes]:
-        """Returns the axes of the operands that are not summed over."""
-        contracted, _ = self.dimensions
-        return tuple(
-            tuple(axis for axis in range(rank) if axis not in axes)
-            for rank, axes in zip(ranks, contracted, strict=True)
-        )  # pyright: ignore[reportReturnType]
-
-
-class Quantized(NamedTuple):
-    """`original ≈ codes · scale`.
-
-    Attributes:
-        codes: 8-bit numbers, shaped as the original.
-        scale: Powers of two, f32: a scalar, or one for each row with length-1 axes.
-    """
-
-    codes: Array
-    scale: Array
-
-
-def _to_fp8(
-    plan: Plan, role: str, x: Array, axes: Axes, seen: Array | None
-) -> Quantized:
-    """Quantises a tensor that will be summed over `axes`."""
-    recipe = plan.recipe
-    form, clip = getattr(recipe, role), True
-    if isinstance(recipe, StaticScaling):
-        amax = jnp.float32(getattr(recipe, f"{role}_max"))
-    elif isinstance(recipe, DelayedScaling) and seen is not None:
-        amax = seen[ROLES.index(role)] * np.float32(2.0**recipe.margin)
-    else:
-        amax, clip = largest_magnitude(x, axes if plan.by_row else None), False
-    scale = power_of_two_scale(amax, form)
-    return Quantized(quantize(x, scale, form, clip=clip), scale)
+from mpx._fp8._operands import (
+    Axes,
+    Dimensions,
+    Plan,
+    Quantized,
+    Shared,
+    as_bytes,
+    as_codes,
+    to_fp8,
+)
+from mpx._fp8._scales import largest_magnitude
 
 
 def _multiply(
@@ -121,7 +58,7 @@ def _multiply(
         return lax.dot_general(
             x,
             y,
-            dimensions,
+            turned,
             precision=preset,
             preferred_element_type=wide,
             out_sharding=out_sharding,
@@ -132,13 +69,16 @@ def _multiply(
         out = lax.dot_general(
             x,
             y,
-            dimensions,
+            turned,
             preferred_element_type=jnp.float32,
             out_sharding=out_sharding,
         )
         return out.astype(wide)
 
-    out = lax.platform_dependent(a.codes, b.codes, cuda=on_cuda, default=elsewhere)
+    x, x_axes = a.summed_last(dimensions[0][0])
+    y, y_axes = b.summed_last(dimensions[0][1])
+    turned: Dimensions = ((x_axes, y_axes), ((), ()))
+    out = lax.platform_dependent(x, y, cuda=on_cuda, default=elsewhere)
     for scale in _output_scales(a, b, dimensions, out.ndim):
         out = out * scale.astype(wide)
     return out.astype(dtype)
@@ -159,9 +99,14 @@ def _output_scales(
     ]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fp8_dot(
-    plan: Plan, lhs: Array, rhs: Array, seen: Array | None, probe: Array | None
+    plan: Plan,
+    lhs: Array,
+    rhs: Array,
+    seen: Array | None,
+    probe: Array | None,
+    *,
+    shared: Shared | None = None,
 ) -> Array:
     """Returns `lax.dot_general(lhs, rhs)` computed from 8-bit operands.
 
@@ -173,8 +118,30 @@ def fp8_dot(
             earlier steps; `None` to scale by what is there now.
         probe: f32[3] of any value. Its gradient is not one: it is the three largest
             magnitudes of this step. `None` if nobody asks.
+        shared: Tensors that other matmuls have quantised, of the same trace.
     """
-    return _forward(plan, lhs, rhs, seen, probe)[0]
+    shared = {} if shared is None or seen is not None else shared
+    operands = []
+    for side, x in enumerate((lhs, rhs)):
+        role, axes = plan.role(side), plan.dimensions[0][side]
+        leading = plan.leading_axes(side, x.ndim)
+        key = (id(x), role, axes if plan.by_row else leading)
+        if key not in shared:
+            fixed = lax.stop_gradient(x)
+            shared[key] = x, to_fp8(plan, role, fixed, axes, seen, leading=leading)
+        operands.append(as_bytes(shared[key][1]))
+    return _dot(plan, (lhs, rhs), operands, seen, probe)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(
+    plan: Plan,
+    sides: tuple[Array, Array],
+    operands: list[Quantized],
+    seen: Array | None,
+    probe: Array | None,
+) -> Array:
+    return _forward(plan, sides, operands, seen, probe)[0]
 
 
 class _Residuals(NamedTuple):
@@ -186,11 +153,13 @@ class _Residuals(NamedTuple):
 
 
 def _forward(
-    plan: Plan, lhs: Array, rhs: Array, seen: Array | None, probe: Array | None
+    plan: Plan,
+    sides: tuple[Array, Array],
+    operands: list[Quantized],
+    seen: Array | None,
+    probe: Array | None,
 ) -> tuple[Array, _Residuals]:
-    sides = (lhs, rhs)
-    contracted, _ = plan.dimensions
-    codes = [_to_fp8(plan, plan.role(i), sides[i], contracted[i], seen) for i in (0, 1)]
+    codes = [as_codes(plan, side, x) for side, x in enumerate(operands)]
     out = _multiply(
         codes[0],
         codes[1],
@@ -199,11 +168,12 @@ def _forward(
         fast=True,
         out_sharding=plan.out_sharding,
     )
-    saved: list[Any] = list(codes)
+    # The backward products sum over the other axes.
+    free = plan.free_axes((sides[0].ndim, sides[1].ndim))
+    saved: list[Any] = [x.needed_for(axes) for x, axes in zip(codes, free, strict=True)]
     if plan.by_row:
-        # The backward products sum over the other axes: these need scales of their own.
-        free = plan.free_axes((lhs.ndim, rhs.ndim))
-        saved = [_to_fp8(plan, plan.role(i), sides[i], free[i], seen) for i in (0, 1)]
+        # These need scales of their own.
+        saved = [to_fp8(plan, plan.role(i), sides[i], free[i], seen) for i in (0, 1)]
     if plan.recipe.weight_grad == "compute":
         saved[1 - plan.weight_side] = sides[1 - plan.weight_side]
     observed = None
@@ -214,24 +184,25 @@ def _forward(
 
 
 def _backward(plan: Plan, residuals: _Residuals, grad: Array) -> tuple[Any, ...]:
-    shapes = [
-        side.codes if isinstance(side, Quantized) else side
-        for side in residuals.operands
-    ]
-    products = _transposed(plan, shapes[0].ndim, shapes[1].ndim)
+    operands = residuals.operands
+    ranks = operands[0].ndim, operands[1].ndim
     per_tensor = None
     if not plan.by_row:
-        per_tensor = _to_fp8(plan, "grad", grad, (), residuals.seen)
+        # Its leading axes are those of the left operand, over which the product for the
+        # right one sums. If that is no 8-bit product nobody needs them turned.
+        leading = len(plan.free_axes(ranks)[0])
+        turned = leading if isinstance(operands[0], Quantized) else None
+        per_tensor = to_fp8(plan, "grad", grad, (), residuals.seen, leading=turned)
     grads = []
-    for side, product in enumerate(products):
-        other = residuals.operands[1 - side]
+    for side, product in enumerate(_transposed(plan, *ranks)):
+        other = operands[1 - side]
         axes = product.dimensions[0][0 if product.grad_first else 1]
         if not isinstance(other, Quantized):
             mine: Any = grad.astype(other.dtype)
         elif per_tensor is not None:
             mine = per_tensor
         else:
-            mine = _to_fp8(plan, "grad", grad, axes, residuals.seen)
+            mine = to_fp8(plan, "grad", grad, axes, residuals.seen)
         factors = (mine, other) if product.grad_first else (other, mine)
         multiply = functools.partial(_multiply, fast=False)
         if not isinstance(other, Quantized):
@@ -240,17 +211,17 @@ def _backward(plan: Plan, residuals: _Residuals, grad: Array) -> tuple[Any, ...]
             *factors,
             product.dimensions,
             plan.dtypes[side],
-            out_sharding=_sharding_before(shapes[side], product.order),
+            out_sharding=_sharding_before(operands[side], plan, side, product.order),
         )
         grads.append(lax.transpose(out, product.order))
     dseen = None if residuals.seen is None else jnp.zeros_like(residuals.seen)
     dprobe = None
     if residuals.observed is not None:
         dprobe = jnp.stack([*residuals.observed, largest_magnitude(grad)])
-    return grads[0], grads[1], dseen, dprobe
+    return (grads[0], grads[1]), None, dseen, dprobe
 
 
-fp8_dot.defvjp(_forward, _backward)
+_dot.defvjp(_forward, _backward)
 
 
 def _in_compute_dtype(
@@ -309,14 +280,23 @@ def _order(axes: Axes) -> Axes:
     return tuple(int(i) for i in np.argsort(axes))
 
 
-def _sharding_before(like: Array, order: Axes) -> NamedSharding | None:
+def _sharding_before(
+    operand: Any, plan: Plan, side: int, order: Axes
+) -> NamedSharding | None:
     """Returns the sharding of a gradient before its axes are put in order.
 
     Meshes with explicit axes ask for it; it is that of the operand.
     """
-    sharding = jax.typeof(like).sharding
+    known = operand
+    if isinstance(operand, Quantized):
+        known = operand.known
+    sharding = jax.typeof(known).sharding
     if not has_explicit_axes(sharding.mesh):
         return None
-    spec = [*sharding.spec, *[None] * (like.ndim - len(sharding.spec))]
+    spec = [*sharding.spec, *[None] * (known.ndim - len(sharding.spec))]
+    if isinstance(operand, Quantized) and operand.codes is None:
+        leading = plan.leading_axes(side, operand.ndim)
+        assert leading is not None
+        spec = spec[-leading:] + spec[:-leading]
     before = [spec[i] for i in np.argsort(order)]
     return NamedSharding(sharding.mesh, PartitionSpec(*before))

@@ -81,18 +81,25 @@ def quantize(x: Array, scale: Array, form: str, *, clip: bool) -> Array:
         scale: A power of two, broadcast against `x`.
         form: `e4m3` or `e5m2`.
         clip: Whether magnitudes above the range become the largest number, as they must
-            where the scale was chosen before `x` was known. inf and nan stay visible.
-            A scale made from `x` itself needs no clip, and one has made XLA fail ("A
-            cycle is detected", jaxlib 0.11.2) where `x` comes out of a matmul.
+            where the scale was chosen before `x` was known. A scale made from `x` itself
+            needs no clip, and one has made XLA fail ("A cycle is detected", jaxlib
+            0.11.2) where `x` comes out of a matmul.
+    """
+    return cast_scaled(x, inverse(scale), form, clip=clip)
+
+
+def cast_scaled(x: Array, factor: Array, form: str, *, clip: bool) -> Array:
+    """Returns `x · factor` in an 8-bit format. inf and nan become nan.
+
+    A clipped inf would hide an overflow from loss scaling, and GPUs clip it.
     """
     # In f32: 2**126 would overflow f16. XLA fuses the product into the cast.
-    scaled = x.astype(jnp.float32) * inverse(scale)
+    scaled = x.astype(jnp.float32) * factor
+    finite = jnp.abs(scaled) < jnp.inf
     if clip:
         largest = np.float32(FORMATS[form].max)
-        bounded = jnp.clip(scaled, -largest, largest)
-        # A clipped inf would hide an overflow from loss scaling.
-        scaled = jnp.where(jnp.isinf(scaled), scaled, bounded)
-    return scaled.astype(DTYPES[form])
+        scaled = jnp.clip(scaled, -largest, largest)
+    return jnp.where(finite, scaled, jnp.nan).astype(DTYPES[form])
 
 
 def dequantize(codes: Array, scale: Array, dtype: np.dtype) -> Array:

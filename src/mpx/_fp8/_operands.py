@@ -1,0 +1,165 @@
+"""The operands of an 8-bit matmul: what is known of them, and their codes."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from mpx._fp8._layouts import quantize_both, turning_pays
+from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe, StaticScaling
+from mpx._fp8._scales import DTYPES, largest_magnitude, power_of_two_scale, quantize
+
+Axes = tuple[int, ...]
+Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
+ROLES = ("activation", "weight", "grad")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything about one matmul that is known when it is traced.
+
+    Attributes:
+        dimensions: The dimension numbers of the `dot_general`; no batch dimensions.
+        dtypes: The dtypes of the two operands.
+        out_dtype: The dtype of the result.
+        weight_side: Which operand is the parameter: 0 or 1.
+        recipe: Formats and scales.
+        out_sharding: The sharding that was asked for, on meshes with explicit axes.
+    """
+
+    dimensions: Dimensions
+    dtypes: tuple[np.dtype, np.dtype]
+    out_dtype: np.dtype
+    weight_side: int
+    recipe: Recipe
+    out_sharding: Any = None
+
+    def role(self, side: int) -> str:
+        """Returns whether an operand is the activation or the weight."""
+        return "weight" if side == self.weight_side else "activation"
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a scale belongs to a row, so that each direction has its own."""
+        return (
+            isinstance(self.recipe, CurrentScaling) and self.recipe.granularity == "row"
+        )
+
+    def leading_axes(self, side: int, rank: int) -> int | None:
+        """Returns how many axes stand before the others, the summed or the rest.
+
+        `None` if the two kinds are mixed.
+        """
+        summed = sorted(self.dimensions[0][side])
+        if summed == list(range(len(summed))):
+            return len(summed)
+        if summed == list(range(rank - len(summed), rank)):
+            return rank - len(summed)
+        return None
+
+    def free_axes(self, ranks: tuple[int, int]) -> tuple[Axes, Axes]:
+        """Returns the axes of the operands that are not summed over."""
+        contracted, _ = self.dimensions
+        return tuple(
+            tuple(axis for axis in range(rank) if axis not in axes)
+            for rank, axes in zip(ranks, contracted, strict=True)
+        )  # pyright: ignore[reportReturnType]
+
+
+class Quantized(NamedTuple):
+    """`original ≈ codes · scale`. One of the two orders may have been left out.
+
+    Attributes:
+        scale: Powers of two, f32: a scalar, or one for each row with length-1 axes.
+        codes: 8-bit numbers, shaped as the original.
+        turned: The same, with the leading axes behind the others.
+    """
+
+    scale: Array
+    codes: Array | None
+    turned: Array | None = None
+
+    def summed_last(self, axes: Axes) -> tuple[Array, Axes]:
+        """Returns the codes whose last axes are summed over, if there are such.
+
+        Args:
+            axes: The axes of the original that are summed over.
+
+        Returns:
+            The codes, and what became of the axes.
+        """
+        rank, count = self.ndim, len(axes)
+        if self.turned is not None and sorted(axes) == list(range(count)):
+            return self.turned, tuple(axis + rank - count for axis in axes)
+        assert self.codes is not None
+        return self.codes, axes
+
+    @property
+    def known(self) -> Array:
+        """The codes in the order of the original, if they were not left out."""
+        known = self.turned if self.codes is None else self.codes
+        assert known is not None
+        return known
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the original."""
+        return self.known.ndim
+
+    def needed_for(self, axes: Axes) -> "Quantized":
+        """Leaves out the order that a sum over these axes does not need."""
+        kept, _ = self.summed_last(axes)
+        if kept is self.turned:
+            return self._replace(codes=None)
+        return self._replace(turned=None)
+
+
+def to_fp8(
+    plan: Plan,
+    role: str,
+    x: Array,
+    axes: Axes,
+    seen: Array | None,
+    *,
+    leading: int | None = None,
+) -> Quantized:
+    """Quantises a tensor that will be summed over `axes`.
+
+    With `leading`, also in the order with so many axes moved to the end.
+    """
+    recipe = plan.recipe
+    form, clip = getattr(recipe, role), True
+    if isinstance(recipe, StaticScaling):
+        amax = jnp.float32(getattr(recipe, f"{role}_max"))
+    elif isinstance(recipe, DelayedScaling) and seen is not None:
+        amax = seen[ROLES.index(role)] * np.float32(2.0**recipe.margin)
+    else:
+        amax, clip = largest_magnitude(x, axes if plan.by_row else None), False
+    scale = power_of_two_scale(amax, form)
+    if leading and not plan.by_row and leading < x.ndim and turning_pays():
+        codes, turned = quantize_both(x, scale, form, leading=leading, clip=clip)
+        return Quantized(scale, codes, turned)
+    return Quantized(scale, quantize(x, scale, form, clip=clip))
+
+
+Shared = dict[Any, tuple[Array, Quantized]]
+"""What was quantised already, by tensor and role; tensors are kept, so are their ids."""
+
+
+def as_bytes(x: Quantized) -> Quantized:
+    """Hides codes from differentiation, which would make gradients of them."""
+    return jax.tree.map(
+        lambda a: a if a.dtype.itemsize > 1 else lax.bitcast_convert_type(a, jnp.uint8),
+        x,
+    )
+
+
+def as_codes(plan: Plan, side: int, x: Quantized) -> Quantized:
+    dtype = DTYPES[getattr(plan.recipe, plan.role(side))]
+    return jax.tree.map(
+        lambda a: a if a.dtype.itemsize > 1 else lax.bitcast_convert_type(a, dtype), x
+    )
