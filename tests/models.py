@@ -89,6 +89,22 @@ def equations(jaxpr):
                     yield from equations(item)
 
 
+def trace_together(funcs, *args):
+    """Traces functions of the same arguments as one program.
+
+    It is compiled in less time than one program each, and XLA computes what they share
+    once.
+
+    Returns:
+        The traced program, which returns a list; and the jaxpr of each function.
+    """
+    calls = [jax.jit(func) for func in funcs]
+    traced = jax.jit(lambda *args: [call(*args) for call in calls]).trace(*args)
+    jaxprs = [eqn.params["jaxpr"] for eqn in traced.jaxpr.eqns if "jaxpr" in eqn.params]
+    assert len(jaxprs) == len(calls)
+    return traced, jaxprs
+
+
 def operand_dtypes(func, *args, primitive):
     """Returns the dtypes of the floating operands of all equations of one primitive."""
     jaxpr = jax.make_jaxpr(func)(*args)

@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from models import equations
+from models import equations, trace_together
 from mpx import AmpPolicy, _compat, amp, amp_report, amp_stop
 from mpx._amp import _cudnn, _flash
 
@@ -58,10 +58,10 @@ def loss(*args, **options):
     return jnp.sum(out * jnp.sin(jnp.arange(1.0, out.size + 1)).reshape(out.shape))
 
 
-def operations(func, *args):
+def count(jaxpr):
     """Returns how often attention and matmuls of each dtype appear in a jaxpr."""
     counts = {}
-    for eqn in equations(jax.make_jaxpr(func)(*args)):
+    for eqn in equations(jaxpr):
         name = eqn.primitive.name
         if name == "dot_general" or name in _flash.NAMES:
             short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -70,10 +70,33 @@ def operations(func, *args):
     return counts
 
 
-def cudnn_calls(func, *args):
+def operations(func, *args):
+    return count(jax.make_jaxpr(func)(*args))
+
+
+def calls_in(traced):
     """Returns the calls of cuDNN in the program for CUDA."""
-    lowered = jax.jit(func).trace(*args).lower(lowering_platforms=("cuda",))
+    lowered = traced.lower(lowering_platforms=("cuda",))
     return re.findall(r"@__cudnn\$fmha(\w+)", lowered.as_text())
+
+
+def cudnn_calls(func, *args):
+    return calls_in(jax.jit(func).trace(*args))
+
+
+def compare(build, *args):
+    """Runs a function under `amp` and as it is, as one program that is traced once.
+
+    Args:
+        build: Makes the function, from what is to be put around attention.
+        *args: Its arguments.
+
+    Returns:
+        The operations under `amp`, the calls of cuDNN, and both results.
+    """
+    traced, (jaxpr, _) = trace_together((build(bf16), build(lambda f: f)), *args)
+    actual, wanted = traced.lower().compile()(*args)
+    return count(jaxpr), calls_in(traced), actual, wanted
 
 
 def relative_error(actual, expected):
@@ -133,9 +156,9 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_attention_is_one_operation_and_a_call_of_cudnn(name):
     transform, counts = TRANSFORMS[name]
-    func = transform(loss)
-    assert operations(func, *ARGS) == counts
-    calls = cudnn_calls(func, *ARGS)
+    traced = jax.jit(transform(loss)).trace(*ARGS)
+    assert count(traced.jaxpr) == counts
+    calls = calls_in(traced)
     assert "Softmax" in calls
     assert ("SoftmaxBackward" in calls) == (BACKWARD in counts)
 
@@ -183,18 +206,20 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_a_call_is_right_and_becomes_a_call_of_cudnn(name):
     options, args = FORMS[name]
-    func = functools.partial(loss, **options)
 
-    def both(wrap):
-        out = wrap(functools.partial(dot_product_attention, **options))
-        return lambda *args: (out(*args), jax.grad(wrap(func), (0, 1, 2))(*args))
+    def build(wrap):
+        def run(*args):
+            func = wrap(functools.partial(dot_product_attention, **options))
+            out, vjp = jax.vjp(func, *args)
+            return out, vjp(jnp.sin(jnp.arange(1.0, out.size + 1)).reshape(out.shape))
 
-    grad = jax.grad(bf16(func), (0, 1, 2))
-    assert operations(grad, *args) == BOTH
+        return run
+
+    counts, calls, actual, wanted = compare(build, *args)
+    assert counts == BOTH
     kind = "ScaleBiasSoftmax" if "mask" in options else "Softmax"
-    assert cudnn_calls(grad, *args) == [kind, f"{kind}Backward"]
+    assert calls == [kind, f"{kind}Backward"]
     # Rounded: three operands and a result; backward the cotangent and the gradients.
-    actual, wanted = jax.jit(both(bf16))(*args), jax.jit(both(lambda f: f))(*args)
     for got, exact in zip(*map(jax.tree.leaves, (actual, wanted)), strict=True):
         assert got.dtype == jnp.float32
         assert relative_error(got, exact) <= 8 * UNIT
@@ -226,8 +251,7 @@ BIASES = {
 def test_bias_gets_its_gradient(name, transform):
     args = (*ARGS, normal(5, *BIASES[name]))
 
-    def build(f):
-        wrap = bf16 if f is not None else lambda f: f
+    def build(wrap):
         plain = functools.partial(loss, is_causal=True)
         if transform == "inside":
             return wrap(jax.grad(plain, (1, 3)))
@@ -242,14 +266,10 @@ def test_bias_gets_its_gradient(name, transform):
         given = (jnp.stack([Q, -Q, 2 * Q]), *args[1:])
     elif transform == "vmap of all":
         given = tuple(jnp.stack([x, -x, 2 * x]) for x in args)
-    assert operations(build(amp), *given) == BOTH
-    assert {*cudnn_calls(build(amp), *given)} == {
-        "ScaleBiasSoftmax",
-        "ScaleBiasSoftmaxBackward",
-    }
-    for actual, wanted in zip(
-        jax.jit(build(amp))(*given), jax.jit(build(None))(*given), strict=True
-    ):
+    counts, calls, grads, expected = compare(build, *given)
+    assert counts == BOTH
+    assert {*calls} == {"ScaleBiasSoftmax", "ScaleBiasSoftmaxBackward"}
+    for actual, wanted in zip(grads, expected, strict=True):
         assert actual.shape == wanted.shape
         assert actual.dtype == jnp.float32
         assert relative_error(actual, wanted) <= 8 * UNIT
@@ -279,9 +299,9 @@ def test_vmap_makes_the_batch_larger(name, inside):
             return wrap(jax.vmap(jax.grad(func, (0, 1, 2)), axes))
         return jax.vmap(jax.grad(wrap(func), (0, 1, 2)), axes)
 
-    assert operations(build(bf16), *args) == BOTH
-    assert cudnn_calls(build(bf16), *args) == ["Softmax", "SoftmaxBackward"]
-    actual, wanted = jax.jit(build(bf16))(*args), jax.jit(build(lambda f: f))(*args)
+    counts, calls, actual, wanted = compare(build, *args)
+    assert counts == BOTH
+    assert calls == ["Softmax", "SoftmaxBackward"]
     for got, grad in zip(actual, wanted, strict=True):
         assert got.shape == grad.shape
         assert relative_error(got, grad) <= 8 * UNIT
@@ -293,11 +313,13 @@ def test_logsumexp_is_returned_in_f32():
         return dot_product_attention(*args, return_residual=True, is_causal=True)
 
     assert operations(bf16(func), *ARGS) == {FORWARD: 1}
-    (out, residual), (wanted, expected) = bf16(func)(*ARGS), func(*ARGS)
+    (out, residual), (wanted, expected) = jax.jit(
+        lambda *args: (bf16(func)(*args), func(*args))
+    )(*ARGS)
     assert (residual.shape, residual.dtype) == (expected.shape, jnp.float32)
     assert relative_error(out, wanted) <= 4 * UNIT
     assert relative_error(residual, expected) <= 4 * UNIT
-    zero = jax.grad(lambda q: jnp.sum(bf16(func)(q, K, V)[1]))(Q)
+    zero = jax.jit(jax.grad(lambda q: jnp.sum(bf16(func)(q, K, V)[1])))(Q)
     np.testing.assert_array_equal(zero, np.zeros(SHAPE))  # as in JAX
 
 
@@ -324,13 +346,10 @@ def test_other_derivatives_take_the_plain_operations(name):
         out = dot_product_attention(q, K, V)
         return jnp.sum(out**2) if name == "second order" else out
 
-    assert "dot_general" in str(jax.make_jaxpr(build(func, bf16))(*args)) or (
-        "cudnn_attention_tangent" in str(jax.make_jaxpr(build(func, bf16))(*args))
-    )
-    actual = jax.jit(build(func, bf16))(*args)
-    wanted = jax.jit(build(func, lambda f: f))(*args)
+    # Whatever is called there, it lowers for CUDA.
+    counts, _, actual, wanted = compare(lambda wrap: build(func, wrap), *args)
+    assert {"dot_general", "cudnn_attention_tangent"} & {x.split()[0] for x in counts}
     assert relative_error(actual, wanted) <= 16 * UNIT
-    cudnn_calls(build(func, bf16), *args)  # it lowers for CUDA
 
 
 # --- What the user said ---------------------------------------------------------------
@@ -444,12 +463,11 @@ def test_what_cudnn_cannot_do_runs_op_by_op_and_is_told(name):
     options, args, reason = IMPOSSIBLE[name]
     func = functools.partial(loss, **options)
     grad = jax.grad(bf16(func))
-    assert operations(grad, *args) == {"dot_general bf16": 4}
-    assert operations(grad, *args) == plain_operations(grad, args)
+    counts, _, actual, wanted = compare(lambda wrap: jax.grad(wrap(func)), *args)
+    assert counts == {"dot_general bf16": 4} == plain_operations(grad, args)
     kept = amp_report(func, *args, compute_dtype="bf16").kept
     (told,) = [x for x in kept if x.primitive == "cudnn_attention"]
     assert reason in told.reason
-    actual, wanted = jax.jit(grad)(*args), jax.jit(jax.grad(func))(*args)
     assert relative_error(actual, wanted) <= 16 * UNIT
 
 
@@ -458,7 +476,7 @@ def test_f16_with_a_bias_runs_op_by_op():
     bias = jnp.where(MASK[:1], 0, -1e9)  # f16 has nothing below -65504
     func = amp(loss, compute_dtype="f16")
     assert operations(func, *ARGS, bias) == {"dot_general f16": 2}
-    assert np.isfinite(func(*ARGS, bias))
+    assert np.isfinite(jax.jit(func)(*ARGS, bias))
 
 
 @pytest.mark.usefixtures("cuda")

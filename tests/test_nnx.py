@@ -14,7 +14,10 @@ from models import POLICIES, count_traces, operand_dtypes
 from mpx import DynamicLossScaling, NoLossScaling
 from mpx.testing import assert_trees_equal
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.usefixtures("small_programs"),
+]
 
 BF16 = POLICIES["bf16"]
 

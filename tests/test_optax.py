@@ -19,7 +19,10 @@ from mpx.testing import assert_trees_equal, inject_nonfinite
 
 # `optax.adam` raises a Python float to an integer array, and `optax.apply_updates` adds
 # an f32 update to a bf16 parameter.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.usefixtures("small_programs"),
+]
 
 # Their states have names; optax types a state as any tree.
 skip_nonfinite: Any = mpx.skip_nonfinite

@@ -25,7 +25,11 @@ from sklearn.datasets import load_digits
 import mpx
 from mpx.compat import jmp
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.long]
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.long,
+    pytest.mark.usefixtures("small_programs"),
+]
 
 SAMPLES, BATCH, STEPS = 512, 32, 200
 # The range of few losses is a poor measure of noise; but a loop in Python is slow.

@@ -20,7 +20,10 @@ import mpx
 from mpx.testing import assert_trees_equal, inject_nonfinite
 
 # `optax.adam` raises a Python float to an integer array.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.usefixtures("small_programs"),
+]
 
 SKIPS = ["select", "cond"]
 
