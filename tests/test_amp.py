@@ -408,26 +408,11 @@ def test_amp_of_a_function_runs_low_on_each_device(name):
     check_compiled(name, ["shard_map"])
 
 
-# Op by op, a gradient differs from one under `jit` where equations hold functions.
-FLAT = {
-    "einsum",
-    "attention",
-    "layer_norm",
-    "log_softmax",
-    "conv",
-    "gather and scatter",
-    "indexing",
-    "fft",
-    "complex",
-    "explicit f16",
-    "HIGHEST",
-    "ragged_dot",
-    "dropout",
-}
-EAGER = [(name, "eager") for name in CASES] + [
-    (name, "grad")
+EAGER = [
+    (name, context)
+    for context in ("eager", "grad")
     for name, case in CASES.items()
-    if name not in FLAT and "grad" not in case.refused
+    if context not in case.refused
 ]
 
 
