@@ -78,7 +78,8 @@ class Autocast:
             of their matmul in f32.
         f32_results: Whether low matmuls give f32 results; for those gradients.
         cache: Rewritten jaxprs, by what they were made from.
-        wide: Low values of the jaxpr that is being run and their f32 versions.
+        made: What was made of values of the jaxpr that is being run, beside them: as long
+            as they are kept, so are their ids.
         decisions: Where decisions are recorded, `None` to record none.
     """
 
@@ -88,7 +89,7 @@ class Autocast:
     f32_weight_grads: bool = False
     f32_results: bool = False
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    wide: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    made: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     decisions: list[Decision] | None = None
 
     def argument_meta(self, name: str, is_param: bool, leaf: Any) -> Meta:
@@ -107,11 +108,11 @@ class Autocast:
     ) -> tuple[list[Any], list[Meta]]:
         """Evaluates a jaxpr; returns its results and what is known of them."""
         # Values of another jaxpr belong to another trace and must not be found here.
-        outer, self.wide = self.wide, {}
+        outer, self.made = self.made, {}
         try:
             return self._evaluate(jaxpr, consts, args, metas, scopes)
         finally:
-            self.wide = outer
+            self.made = outer
 
     def _evaluate(
         self,
@@ -155,9 +156,9 @@ class Autocast:
         """
         if getattr(value, "dtype", F32) == F32:
             return cast(value, F32)
-        if id(value) not in self.wide:
-            self.wide[id(value)] = value, cast(value, F32)
-        return self.wide[id(value)][1]
+        if id(value) not in self.made:
+            self.made[id(value)] = value, cast(value, F32)
+        return self.made[id(value)][1]
 
     def equation(
         self,

@@ -27,7 +27,7 @@ from mpx._compat import (
 from mpx._formats import short_name
 from mpx._fp8._dot import fp8_dot
 from mpx._fp8._mx import mx_dot
-from mpx._fp8._operands import Plan, Shared
+from mpx._fp8._operands import Plan
 from mpx._fp8._recipes import MXFP8, DelayedScaling
 from mpx._fp8._recursion import HANDLERS, States, typed
 from mpx._fp8._sites import Matmul, Selection, reason_to_keep, sizes
@@ -79,23 +79,6 @@ class Walk(Autocast):
     _lengths: tuple[int, ...] = ()
     _count: int = 0
     _delayed: bool = True
-    _shared: Shared = dataclasses.field(default_factory=dict)
-
-    def run(
-        self,
-        jaxpr: Any,
-        consts: Sequence[Any],
-        args: Sequence[Any],
-        metas: Sequence[Meta],
-        scopes: tuple[str, ...],
-    ) -> tuple[list[Any], list[Meta]]:
-        """Evaluates a jaxpr; returns its results and what is known of them."""
-        # Values of another jaxpr belong to another trace and must not be found here.
-        outer, self._shared = self._shared, {}
-        try:
-            return super().run(jaxpr, consts, args, metas, scopes)
-        finally:
-            self._shared = outer
 
     def argument_meta(self, name: str, is_param: bool, leaf: Any) -> Meta:
         """Returns whether an argument is a parameter."""
@@ -178,7 +161,7 @@ class Walk(Autocast):
         if isinstance(recipe, MXFP8):
             return [mx_dot(plan, lhs, rhs)]
         seen, probe = self._state(matmul.param)
-        return [fp8_dot(plan, lhs, rhs, seen, probe, shared=self._shared)]
+        return [fp8_dot(plan, lhs, rhs, seen, probe, shared=self.made)]
 
     def _describe(self, eqn: Any, metas: list[Meta], scopes: tuple[str, ...]) -> Matmul:
         origins = [meta.origin for meta in metas if meta.is_param and meta.origin]
