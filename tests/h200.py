@@ -117,6 +117,14 @@ def sharded(jax, loss) -> dict[str, Any]:
             )
             params = {"a": up, "b": down}
             found[f"{name} {kind.name.lower()}"] = loss, (params, x), mesh
+            if (kind, name) == (AxisType.Auto, "data"):
+                manual = jax.shard_map(
+                    lambda p, x: jax.lax.pmean(loss(p, x), "x"),
+                    mesh=mesh,
+                    in_specs=(PartitionSpec(), PartitionSpec("x")),
+                    out_specs=PartitionSpec(),
+                )
+                found["shard_map"] = manual, (params, x), mesh
     return found
 
 

@@ -13,6 +13,10 @@ import pytest
 
 import h200
 
+SHARDED = (
+    *("data auto", "fsdp auto", "tensor auto"),
+    *("data explicit", "fsdp explicit", "shard_map"),
+)
 # The matmuls of one forward and backward pass; a body that is run again under remat
 # counts once more, except for its last product, which nobody needs.
 MATMULS = {
@@ -27,8 +31,7 @@ MATMULS = {
     # forward pass and for their weight gradients. 4 forward, 3 again, 11 backward.
     "transformer": 18,
     # The products of each of eight devices.
-    **dict.fromkeys(("data auto", "fsdp auto", "tensor auto"), 6),
-    **dict.fromkeys(("data explicit", "fsdp explicit"), 6),
+    **dict.fromkeys(SHARDED, 6),
 }
 # One kernel for each tensor that is quantised: three a matmul.
 CASTS = {
@@ -38,8 +41,7 @@ CASTS = {
     **{f"tower {name}": 10 for name in ("current", "static", "delayed")},
     # Four inputs, shared by q, k, v and by gate, up; seven weights, seven gradients.
     "transformer": 2 * (4 + 7) + 7,
-    **dict.fromkeys(("data auto", "fsdp auto", "tensor auto"), 6),
-    **dict.fromkeys(("data explicit", "fsdp explicit"), 6),
+    **dict.fromkeys(SHARDED, 6),
 }
 
 pytestmark = [
