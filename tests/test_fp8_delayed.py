@@ -14,6 +14,8 @@ import mpx
 from mpx import CurrentScaling, DelayedScaling, Fp8State, fp8
 from mpx.testing import assert_trees_equal
 
+pytestmark = pytest.mark.usefixtures("small_programs")
+
 BF16 = jnp.bfloat16
 SCALING = mpx.NoLossScaling()
 POLICY = "p=f32,c=bf16,o=f32"

@@ -17,6 +17,8 @@ from jax import lax
 import mpx
 from mpx import CurrentScaling, fp8, fp8_report
 
+pytestmark = pytest.mark.usefixtures("small_programs")
+
 WIDTH, TOKENS, CLASSES = 32, 32, 16
 X = jax.random.normal(jax.random.key(7), (TOKENS, WIDTH))
 LABELS = jnp.arange(TOKENS) % CLASSES

@@ -26,6 +26,8 @@ from mpx._fp8._scales import (
     quantize,
 )
 
+pytestmark = pytest.mark.usefixtures("small_programs")
+
 FORMS = list(DTYPES)
 HALF_ULP = {form: 2.0 ** -(FORMATS[form].mantissa + 1) for form in FORMS}
 TINY = float(np.finfo(np.float32).tiny)
