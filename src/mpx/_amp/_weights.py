@@ -39,12 +39,12 @@ def matmul(amp: Any, eqn: Any, values: Sequence[Any], weights: tuple[int, ...]) 
         amp,
         policy=AmpPolicy(),
         cache={},
-        wide={},
+        made={},
         decisions=None,
         f32_weight_grads=False,
         f32_results=True,
     )
-    rounded = dataclasses.replace(exact, wide={}, f32_results=False)
+    rounded = dataclasses.replace(exact, made={}, f32_results=False)
 
     def forward(lhs: Any, rhs: Any) -> tuple[Any, tuple[Any, Any]]:
         low = cast(lhs, amp.dtype), cast(rhs, amp.dtype)
