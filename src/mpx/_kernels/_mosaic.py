@@ -214,7 +214,7 @@ class _Block(PlainBlock):
         return self._each(lambda y, x, z: llvm.intr_fma(x, y, z), y, x, z)
 
     def sign(self, x: Array) -> Array:
-        # Mosaic's own makes a number of nan, and so a finite weight (jax 0.11.2, 0.12.0).
+        # Mosaic's own is `copysign(1, x)` unless x is zero, also of nan (jax 0.11.2, 0.12.0).
         return jnp.where(x == x, jnp.sign(x), x)
 
     def rounded(self, x: Array, dtype: np.dtype) -> Array:

@@ -48,7 +48,7 @@ def step_block(
         functools.partial(jax.tree.map, lambda ref: view.load(ref, index), pair)
         for pair in zip(grad_refs, leaf_refs, strict=True)
     ]
-    # Loaded before the flag is known: waiting for it would cost every step 2 %.
+    # Loaded before the flag is known, lest every step wait for it.
     grad, leaf = lax.switch(which, loads) if len(loads) > 1 else loads[0]()
     ok, *scalars = (scalars_ref[which, i] for i in range(scalars_ref.shape[1]))
     new = body(tuple(scalars), grad, leaf, block, None)
