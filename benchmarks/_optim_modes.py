@@ -237,8 +237,7 @@ def retune(block: int, warps: int) -> None:
     """Changes how the kernel is launched, in this process."""
     from mpx._kernels import _tuning
 
-    # The constants are frozen so that nobody else does this.
-    for tuning in (_tuning.TRITON, _tuning.TRITON_MANY):
-        object.__setattr__(tuning, "block", block)
-        object.__setattr__(tuning, "warps", warps)
+    # The constant is frozen so that nobody else does this.
+    object.__setattr__(_tuning.TRITON, "block", block)
+    object.__setattr__(_tuning.TRITON, "warps", warps)
     jax.clear_caches()

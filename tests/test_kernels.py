@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
+from models import equations
 from mpx._compat import HAS_MOSAIC, Literal, eval_equation, open_jaxpr
 from mpx._kernels import _dispatch, _triton, _tuning
 from mpx._kernels._plain import run_plain
@@ -298,6 +299,22 @@ def test_a_kernel_addresses_what_32_or_64_bits_can():
     out_of_reach = [2**31 + 32, 2**32, 2**32 + 32]
     assert all(map(_triton.can_address, reachable))
     assert not any(map(_triton.can_address, out_of_reach))
+
+
+def test_what_is_not_read_again_leaves_the_cache_first():
+    plan = make_plan(RULES["adamw"])
+    scalars, grad, leaf = make_case(plan, DIVIDING)
+    rows = jnp.append(jnp.float32(1), scalars)[None]
+    step = functools.partial(_triton.run_triton, plan, group_size=32)
+    policies = collections.defaultdict(collections.Counter)
+    for eqn in equations(jax.make_jaxpr(step)(rows, [grad], [leaf]).jaxpr):
+        if "eviction_policy" in eqn.params:
+            policies[eqn.primitive.name][eqn.params["eviction_policy"]] += 1
+    # The gradient; parameter, correction, and two moments of codes and scales.
+    assert policies == {
+        "masked_load": {"evict_first": 1, None: 6},
+        "masked_swap": {"evict_first": 6},
+    }
 
 
 # --- the choice -----------------------------------------------------------------------

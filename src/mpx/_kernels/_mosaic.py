@@ -127,7 +127,8 @@ class _View(View):
         layout = plgpu.Layout.TILED(x.tiling, x.warp_dims, x.lane_dims, x.vector_dim)
         return plgpu.ShapeDtypeStruct(self._shapes[grouped], dtype, layout=layout)
 
-    def load(self, ref: Any, index: Array) -> Array:
+    def load(self, ref: Any, index: Array, *, last: bool = False) -> Array:
+        del last
         grouped = ref.shape[0] != self._counts[False]
         layout, dtype = self._layouts[grouped], ref.dtype
         types = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
@@ -138,9 +139,9 @@ class _View(View):
             registers = np.empty(layout.registers_shape(self._shapes[grouped]), object)
             width = 1 if grouped else self._vector
             kind = ir.VectorType.get((width,), ir.MemRefType(ref.type).element_type)
-            last = _number(self._counts[grouped] - width)
+            end = _number(self._counts[grouped] - width)
             for k, at in enumerate(self._places(index, grouped)):
-                at = at if self._full else arith.minui(at, last)
+                at = at if self._full else arith.minui(at, end)
                 registers.flat[k] = vector.load(kind, ref, [at])
             return fragments.FragmentedArray(
                 _registers=registers, _layout=layout, _is_signed=utils.is_signed(dtype)

@@ -17,8 +17,8 @@ class View(abc.ABC):
     """How a program reaches its block of an array."""
 
     @abc.abstractmethod
-    def load(self, ref: Any, index: Array) -> Array:
-        """Returns the block of that number."""
+    def load(self, ref: Any, index: Array, *, last: bool = False) -> Array:
+        """Returns the block of that number; `last` if nothing will read it again."""
 
     @abc.abstractmethod
     def store(self, ref: Any, index: Array, x: Array) -> None:
@@ -44,10 +44,13 @@ def step_block(
         view: How to load and store.
     """
     (index, which), (scalars_ref, grad_refs, leaf_refs, out_refs) = program, refs
-    loads = [
-        functools.partial(jax.tree.map, lambda ref: view.load(ref, index), pair)
-        for pair in zip(grad_refs, leaf_refs, strict=True)
-    ]
+
+    def load(grad_ref: Any, leaf_ref: Any) -> tuple[Array, Any]:
+        leaf = jax.tree.map(lambda ref: view.load(ref, index), leaf_ref)
+        return view.load(grad_ref, index, last=True), leaf
+
+    pairs = zip(grad_refs, leaf_refs, strict=True)
+    loads = [functools.partial(load, *pair) for pair in pairs]
     # Loaded before the flag is known, lest every step wait for it.
     grad, leaf = lax.switch(which, loads) if len(loads) > 1 else loads[0]()
     ok, *scalars = (scalars_ref[which, i] for i in range(scalars_ref.shape[1]))

@@ -25,7 +25,5 @@ class Tuning:
 
 # One warp needs no barrier to share the scales of its groups.
 TRITON = Tuning()
-# For launches of several leaves; 64 of them took 294 µs, and 310 with those above.
-TRITON_MANY = Tuning(block=1024, warps=4)
 # A program of Mosaic is a warpgroup, and each of its threads holds vectors of 8.
 MOSAIC = Tuning(block=1024, warps=4)
