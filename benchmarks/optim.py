@@ -385,7 +385,7 @@ def parse() -> argparse.Namespace:
     add("--optimizer", default="adamw", choices=RATES)
     usual = [name for name, mode in MODES.items() if not mode.by_name]
     add("--modes", default=",".join(usual), help=f"of {', '.join(MODES)}")
-    add("--steps", type=int, default=50, help="steps within one call")
+    add("--steps", type=int, default=200, help="steps within one call")
     add("--repeat", type=int, default=7, help="timed calls; the median counts")
     add("--group", type=int, default=10, help="dispatched steps between two clocks")
     add("--peer", action="append", default=[], help="folder to import peers from")
