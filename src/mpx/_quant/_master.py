@@ -55,12 +55,12 @@ class RoundedMaster(MasterCodec):
 class BitDelta(MasterCodec):
     """bf16 with the difference of the bit patterns, in integers only.
 
-    `bits(weight) = (bits(param) << 16) + (correction << shift)`, where the parameter is
-    the weight rounded to nearest. 8 bits leave an error of at most 256 f32 ulps (a bf16
-    ulp is 65536), 128 except beside a tie; 16 bits of at most 1 ulp, 0 except at a tie.
-    Holds for subnormal numbers, ±0, ±inf and for weights between the largest bf16 and
-    the largest f32, of which 8 bits make the last 128 infinite; nan stays nan. Encoding
-    what was decoded changes nothing.
+    `bits(weight) = (bits(param) << 16) + (correction << shift)`. 8 bits leave an error of
+    at most 128 f32 ulps, everywhere (a bf16 ulp is 65536), 16 bits none. The parameter is
+    the bf16 number that is nearest to the sum; of two, the one away from zero. Holds for
+    subnormal numbers, ±0, ±inf and for weights between the largest bf16 and the largest
+    f32, of which 8 bits make the last 128 infinite; nan stays nan. Encoding what was
+    decoded changes nothing.
 
     Attributes:
         dtype: int8 or int16, the dtype of the correction.
@@ -79,18 +79,18 @@ class BitDelta(MasterCodec):
     def encode(
         self, weight: Array, dtype: Any, block: Block, noise: Noise | None = None
     ) -> tuple[Array, Correction]:
-        rounded = block.rounded(weight, _BF16)
-        delta = bits(weight) - bits(rounded)
-        if self.dtype == _INT8:
-            half = jnp.int32(128)
-            if noise is not None:
-                half = (noise.bits(0) >> np.uint32(24)).astype(jnp.int32)
-            delta = (delta + half) >> 8
-        top = np.iinfo(self.dtype).max
-        # -128 would be a tie, which the next encoding may round to the other side.
-        lowest = -top if self.dtype == _INT8 else -top - 1
-        delta = jnp.clip(delta, lowest, top).astype(self.dtype)
-        return rounded.astype(_BF16), delta
+        pattern = bits(weight)
+        # A nan that is not this one could become inf, or be carried over into the sign.
+        is_nan = (pattern & np.int32(0x7FFFFFFF)) > np.int32(0x7F800000)
+        pattern = jnp.where(is_nan, np.int32(0x7FC00000), pattern)
+        half = jnp.int32(128 if self.dtype == _INT8 else 0)
+        if noise is not None and self.dtype == _INT8:
+            half = (noise.bits(0) >> np.uint32(24)).astype(jnp.int32)
+        # Half a bf16 ulp more, so that what the parameter leaves over has no sign yet.
+        total = pattern + (half + 0x8000)
+        low = (total >> self._shift) & (2 ** (8 * self.dtype.itemsize) - 1)
+        param = block.rounded(from_bits(total & np.int32(-65536)), _BF16)
+        return param.astype(_BF16), (low + np.iinfo(self.dtype).min).astype(self.dtype)
 
     @property
     def _shift(self) -> int:
