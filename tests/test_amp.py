@@ -479,6 +479,48 @@ def test_f64_is_left_alone():
         assert_trees_equal(jax.jit(bf16(func))(x), jax.jit(func)(x))
 
 
+NUMPY = {
+    "array": np.linspace(0.0, 1.0, 6).reshape(2, 3),
+    "scalar": np.float64(0.7),
+    "f32": np.float32([0.3]),
+    "integers": np.arange(3),
+    "key": jax.random.key(3),  # no NumPy array, and stays what it is
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_numpy_argument_is_what_jax_makes_of_it(name):
+    given = NUMPY[name]
+
+    def func(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return jax.random.normal(x) if is_key else x + 1
+
+    made = given if name == "key" else jnp.asarray(given)
+    assert_trees_equal(bf16(func)(given), func(made))
+    assert_trees_equal(bf16(lambda tree: func(tree["x"]))({"x": given}), func(made))
+
+
+def test_numpy_f64_bias_follows_a_low_matmul():
+    def func(x, bias):
+        return x @ W1 + bias[None]
+
+    bias = np.ones(W1.shape[1])
+    jaxpr = jax.make_jaxpr(lambda x: bf16(func)(x, bias))(X[0])
+    adds = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "add"]
+    assert [str(eqn.outvars[0].aval.dtype) for eqn in adds] == ["bfloat16"]
+    report = mpx.amp_report(func, jax.ShapeDtypeStruct(X[0].shape, "float32"), bias)
+    assert [op.params for op in report.decisions if op.primitive == "add"] == [
+        ("bias",)
+    ]
+
+
+def test_numpy_f64_stays_f64_where_x64_is_on():
+    with jax.enable_x64(True):
+        x = np.linspace(0.0, 1.0, 4).reshape(2, 2) + 1e-12
+        assert_trees_equal(bf16(lambda x: jnp.sin(x))(x), jnp.sin(jnp.asarray(x)))
+
+
 def test_random_numbers_inside_a_low_function_are_the_same():
     def func(key, x):
         return jax.random.normal(key, (3,)), x @ x.T

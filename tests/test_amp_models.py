@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import errors, nnx
 from jax import lax
 
 from models import equations, trace_together
-from mpx import amp
+from mpx import AmpPolicy, amp, amp_report
 from mpx.testing import assert_trees_equal
 
 pytestmark = [
@@ -383,3 +383,46 @@ def test_nnx_gradient_under_jit_runs_low_and_updates_the_statistics():
         state, TOKENS
     )
     assert matmul_dtypes(jaxpr) == {"bfloat16"}
+
+
+def test_nnx_model_as_the_function_keeps_its_statistics_and_dropout_counter():
+    under_amp, as_argument = NNXModel(), NNXModel()
+    for _ in range(2):
+        value = bf16(under_amp)(TOKENS)
+        assert_trees_equal(value, bf16(lambda m, x: m(x))(as_argument, TOKENS))
+    assert_trees_equal(nnx.state(under_amp), nnx.state(as_argument))
+    fresh = NNXModel()
+    assert not np.array_equal(under_amp.norm.mean[...], fresh.norm.mean[...])
+    assert_trees_equal(nnx.state(under_amp)["linear"], nnx.state(fresh)["linear"])
+
+
+def test_nnx_model_inside_of_the_function_keeps_its_statistics():
+    models = NNXModel(), NNXModel()
+    func = jax.tree_util.Partial(lambda pair, x: pair[0](x) + pair[1](x), models)
+    bf16(func)(TOKENS)
+    for model in models:
+        assert not np.array_equal(model.norm.mean[...], NNXModel().norm.mean[...])
+
+
+def test_parameter_of_an_nnx_model_as_the_function_is_named_by_its_path():
+    report = amp_report(NNXModel(), TOKENS, compute_dtype="bf16")
+    assert [op.params[-1] for op in report.matmuls] == ["linear/kernel", "head/kernel"]
+    policy = AmpPolicy(params={"^head/kernel$": "f32"})
+    report = amp_report(NNXModel(), TOKENS, compute_dtype="bf16", policy=policy)
+    assert [op.after for op in report.matmuls] == [("bfloat16",), ("float32",)]
+
+
+def test_nnx_model_without_state_may_be_used_under_a_jit_that_closes_over_it():
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    by_hand = jax.jit(bf16(lambda kernel, x: x @ kernel))(model.kernel[...], TOKENS)
+    assert_trees_equal(jax.jit(bf16(model))(TOKENS), by_hand)
+    called = jax.jit(lambda x: bf16(lambda m, x: m(x))(model, x))
+    assert_trees_equal(called(TOKENS), by_hand)
+    assert isinstance(model.kernel[...], jax.Array)
+    np.asarray(model.kernel[...])  # no tracer was left in it
+
+
+def test_nnx_state_that_changes_under_a_jit_that_closes_over_it_is_refused():
+    model = NNXModel()
+    with pytest.raises(errors.TraceContextError):
+        jax.jit(bf16(model))(TOKENS)

@@ -228,11 +228,15 @@ def test_nnx_module_is_left_as_it_was():
             self.linear = nnx.Linear(4, 4, rngs=rngs)
             self.norm = nnx.BatchNorm(4, rngs=rngs)
 
+        def __call__(self, x):
+            return self.norm(self.linear(x))
+
     net = Net(nnx.Rngs(0))
-    report = bf16(lambda net, x: net.norm(net.linear(x)), net, X)
-    assert report.shares == {"bf16": 1.0}
-    assert "linear/kernel" in str(report)
-    np.testing.assert_array_equal(net.norm.mean[...], np.zeros(4))
+    for args in ((lambda net, x: net(x), net, X), (net, X)):
+        report = bf16(*args)
+        assert report.shares == {"bf16": 1.0}
+        assert "linear/kernel" in str(report)
+        np.testing.assert_array_equal(net.norm.mean[...], np.zeros(4))
 
 
 def test_configured_half_precision_is_the_default():

@@ -140,6 +140,25 @@ def test_operation_runs_in_the_dtype_of_its_rule(name):
     assert set(dtypes_of(func, X, primitive=primitive)) == {dtype}
 
 
+def polynomial_of_low(x):
+    return jnp.polyval(jnp.array([1.5, 2.0, 3.0]), x @ W)
+
+
+def polynomial_with_low(x):
+    return jnp.polyval((x @ W)[0], x)
+
+
+@pytest.mark.parametrize("func", [polynomial_of_low, polynomial_with_low])
+def test_coefficients_and_argument_of_a_polynomial_agree(func):
+    # Up to four coefficients and the powers of the argument, rounded after each step.
+    size = float(jnp.max(jnp.abs(X) @ jnp.abs(W))) + 1.3
+    bound = 4 * 3 * 2.0**-8 * 4 * size**3
+    actual, wanted = bf16(func)(X), func(X)
+    np.testing.assert_allclose(actual, wanted, atol=bound)
+    grad = jax.grad(lambda x: jnp.sum(bf16(func)(x)))(X)
+    assert bool(jnp.all(jnp.isfinite(grad)))
+
+
 def test_f16_has_a_narrower_range_than_bf16():
     assert dtypes_of(lambda x: (x @ W) * 1e30, X, primitive="mul") == ["bfloat16"]
     narrow = dtypes_of(
@@ -318,6 +337,55 @@ def test_primitive_rule_is_given_by_name_or_object(key, wrap):
     assert dtypes_of(wrap(jnp.exp), X, primitive="exp", policy=policy) == [LOW]
 
 
+DISAGREE = {
+    "add": lambda low, wide: low + wide,
+    "select_n": lambda low, wide: jnp.where(wide > 0, low, wide),
+    "concatenate": lambda low, wide: jnp.concatenate([low, wide]),
+    "max": lambda low, wide: jnp.maximum(low, wide),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREE)
+@pytest.mark.parametrize("kind", ["primitives", "scopes"])
+def test_operands_that_disagree_follow_the_widest(name, kind):
+    def func(x):
+        low, wide = x @ W, jnp.sin(x)
+        with jax.named_scope("all"):
+            return DISAGREE[name](low, wide)
+
+    key = name if kind == "primitives" else "all"
+    policy = AmpPolicy(**{kind: {key: "follow"}})
+    (dtype,) = {*dtypes_of(func, X, primitive=name, policy=policy)}
+    assert dtype == F32
+    np.testing.assert_allclose(
+        bf16(func, policy=policy)(X),
+        func(X),
+        # Two operands and the result of the matmul are rounded.
+        atol=3 * 2.0**-8 * float(jnp.max(jnp.abs(X) @ jnp.abs(W))),
+    )
+
+
+@pytest.mark.parametrize("kind", ["primitives", "scopes"])
+def test_literal_follows_a_low_operand_under_the_rule_follow(kind):
+    def func(x):
+        h = x @ W
+        with jax.named_scope("all"):
+            return h + 0.5
+
+    key = "add" if kind == "primitives" else "all"
+    policy = AmpPolicy(**{kind: {key: "follow"}})
+    assert dtypes_of(func, X, primitive="add", policy=policy) == [LOW]
+
+
+def test_operands_that_need_not_agree_are_left_alone():
+    def func(x):
+        return lax.sort((x @ W, 2 * x), num_keys=1)[0]
+
+    eqns = trace(func, X, compute_dtype="bf16")
+    (sort,) = [eqn for eqn in eqns if eqn.primitive.name == "sort"]
+    assert [str(var.aval.dtype) for var in sort.invars] == [LOW, F32]
+
+
 def test_fast_policy_lets_arguments_follow_low_activations():
     def residual(x):
         return x + x @ W
@@ -429,7 +497,7 @@ def test_dictionary_policy_takes_primitives_scopes_and_functions():
 @pytest.mark.parametrize(
     ("policy", "error"),
     [
-        ("quick", "`base` must be one of safe"),
+        ("quick", "`policy` must be one of safe"),
         ({"dot_general": "lower"}, "`primitives['dot_general']` must be one of low"),
         ({"attn": "lower"}, "`scopes['attn']` must be one of low"),
     ],
@@ -439,9 +507,16 @@ def test_unknown_policy_is_refused(policy, error):
         amp(jnp.sin, policy=policy)
 
 
-def test_unknown_compute_dtype_is_refused():
-    with pytest.raises(ValueError, match="compute_dtype"):
-        amp(jnp.sin, compute_dtype="int8")
+def test_unknown_base_is_refused():
+    with pytest.raises(ValueError, match="`base` must be one of safe"):
+        AmpPolicy("quick")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "e4m3", "f32", jnp.float64, "bf32"])
+@pytest.mark.parametrize("use", [amp, functools.partial(mpx.amp_report, jnp.sin, X)])
+def test_compute_dtype_other_than_16_bits_is_refused(dtype, use):
+    with pytest.raises(ValueError, match="`compute_dtype` must be f16 or bf16, but"):
+        use(compute_dtype=dtype)
 
 
 # --- amp_low and carries --------------------------------------------------------------

@@ -241,9 +241,30 @@ def rest_of(merged: Merged) -> PyTree:
     return jax.tree.map(restore, rest, merged.found, before)
 
 
-def update(objects: Mapping[str, Any], rest: PyTree) -> None:
-    """Writes changed state back into the caller's objects."""
-    _nnx().update(tuple(objects.values()), rest)
+def update(objects: Mapping[str, Any], rest: PyTree, before: PyTree = None) -> None:
+    """Writes changed state back into the caller's objects.
+
+    Args:
+        objects: The objects by name.
+        rest: Their state.
+        before: The state as it was. A variable that still holds the very same arrays is
+            not written to: inside of a `jit` NNX forbids it for objects made outside.
+    """
+    nnx = _nnx()
+    if before is not None:
+        old = dict(nnx.to_flat_state(before))
+        changed = [
+            (path, variable)
+            for path, variable in nnx.to_flat_state(rest)
+            if not _is_same(variable, old[path])
+        ]
+        rest = nnx.from_flat_state(changed)
+    nnx.update(tuple(objects.values()), rest)
+
+
+def _is_same(a: PyTree, b: PyTree) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(x is y for x, y in pairs)
 
 
 def without_variables(tree: PyTree) -> PyTree:

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._amp._rules import BROADCASTING, MATMULS, SHAPE_ONLY, SPREADING, Rule
+from mpx._amp._rules import (
+    BROADCASTING,
+    MATMULS,
+    PRIMITIVES,
+    SHAPE_ONLY,
+    SPREADING,
+    Rule,
+)
 from mpx._amp._values import (
     F32,
     Meta,
@@ -160,6 +167,9 @@ def _follow(
     amp: Any, eqn: Any, values: list[Any], metas: list[Meta], reason: str
 ) -> Applied:
     name = eqn.primitive.name
+    if PRIMITIVES.get(name) != Rule.FOLLOW and _operands_differ(eqn, values):
+        # A user's rule. The table has it only where operands need not agree, as in `sort`.
+        return _widest(amp, eqn, values, metas, reason)
     values = [
         as_array(value) if is_eligible(var.aval) else value
         for var, value in zip(eqn.invars, values, strict=True)
@@ -175,6 +185,11 @@ def _follow(
         kept = metas if len(metas) == len(outs) else [metas[0]] * len(outs)
         return outs, kept, reason
     return outs, [chain_of(metas)] * len(outs), reason
+
+
+def _operands_differ(eqn: Any, values: list[Any]) -> bool:
+    pairs = zip(eqn.invars, values, strict=True)
+    return len({as_array(x).dtype for var, x in pairs if is_eligible(var.aval)}) > 1
 
 
 def _original(

@@ -1,4 +1,4 @@
-"""Recursion into equations that hold jaxprs: jit, loops, branches, custom derivatives.
+"""Recursion into equations that hold jaxprs: jit, remat, branches, shard_map.
 
 Each is rebuilt around its rewritten body with all its other parameters: names,
 shardings, donation, remat policies and derivative rules survive.
@@ -134,7 +134,7 @@ def _jit(
         return eval_equation(eqn, values), [NEUTRAL] * len(eqn.outvars)
     jaxpr = eqn.params["jaxpr"]
     new, out_metas = rewrite(amp, jaxpr, types_of(values), metas, scopes)
-    if any(wide := _read_in_f32_only(new)):
+    if any(wide := _read_in_f32_only(new, body.invars)):
         # Cast outside, such a value shares its f32 version with the equations there.
         values = [
             amp.widen(value) if is_wide else value
@@ -145,8 +145,14 @@ def _jit(
     return bind(eqn, values, jaxpr=new), list(out_metas)
 
 
-def _read_in_f32_only(jaxpr: Any) -> list[bool]:
-    """Says for each input whether all that happens to it is one cast up to f32."""
+def _read_in_f32_only(jaxpr: Any, before: Sequence[Any]) -> list[bool]:
+    """Says for each input whether all that happens to it is one cast back to f32.
+
+    Args:
+        jaxpr: The rewritten jaxpr.
+        before: The inputs of the original one. What is not f32 there, such as an integer
+            that the function itself casts, must stay as it is.
+    """
     body, _ = open_jaxpr(jaxpr)
     readers: dict[Any, list[Any]] = {var: [] for var in body.invars}
     for eqn in body.eqns:
@@ -158,9 +164,10 @@ def _read_in_f32_only(jaxpr: Any) -> list[bool]:
         len(equations) == 1
         and equations[0].primitive.name == "convert_element_type"
         and is_eligible(equations[0].outvars[0].aval)
+        and is_eligible(old.aval)
         and var.aval.dtype != F32
         and var not in returned
-        for var, equations in readers.items()
+        for old, (var, equations) in zip(before, readers.items(), strict=True)
     ]
 
 
@@ -212,143 +219,6 @@ def _cond(
     return outs, metas_by_dtype(outs)
 
 
-def _natural_dtypes(
-    amp: Any,
-    eqn: Any,
-    values: list[Any],
-    metas: Sequence[Meta],
-    scopes: tuple[str, ...],
-) -> Dtypes:
-    new, _ = rewrite(amp, eqn.params["call_jaxpr"], types_of(values), metas, scopes)
-    return float_dtypes(eqn.outvars, new.out_avals)
-
-
-class _CustomCall:
-    """A call of a function with its own derivative rule.
-
-    The rule is expanded at the dtypes it was written for, and then rewritten. Values
-    that the function closed over are closed over again, so that JAX still refuses to
-    differentiate with respect to them.
-    """
-
-    def __init__(
-        self,
-        amp: Any,
-        eqn: Any,
-        values: list[Any],
-        metas: list[Meta],
-        scopes: tuple[str, ...],
-    ) -> None:
-        values = [as_array(value) for value in values]
-        metas = without_literals(metas)
-        count = eqn.params.get("num_consts", 0)
-        self.amp, self.eqn, self.metas, self.scopes = amp, eqn, metas, scopes
-        self.closed_over, self.args = values[:count], values[count:]
-        self.variables = eqn.invars[count:]
-        self.dtypes = _natural_dtypes(amp, eqn, values, metas, scopes)
-        self.free = [
-            i
-            for i, var in enumerate(self.variables)
-            if jnp.issubdtype(var.aval.dtype, jnp.inexact)
-        ]
-
-    def run(self, *args: Any) -> list[Any]:
-        """Runs the function itself."""
-        jaxpr = open_jaxpr(self.eqn.params["call_jaxpr"])
-        args = (*self.closed_over, *args)
-        outs, _ = self.amp.run(*jaxpr, args, self.metas, self.scopes)
-        return cast_all(outs, self.dtypes)
-
-    def rewritten(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        """Runs a jaxpr that was traced at the original dtypes."""
-        metas = [NEUTRAL] * len(args)
-        return self.amp.run(*open_jaxpr(jaxpr), args, metas, self.scopes)[0]
-
-    def original_avals(self, args: Sequence[Any]) -> list[Any]:
-        """Returns the types of values with the dtypes of the traced function."""
-        return [
-            with_dtype(jax.typeof(value), F32 if is_eligible(var.aval) else None)
-            for var, value in zip(self.variables, args, strict=True)
-        ]
-
-    def partially(self, args: Sequence[Any]) -> Callable[..., Any]:
-        """Returns the original equation as a function of its differentiable operands."""
-        closed_over = [
-            cast(value, F32) if is_eligible(var.aval) else value
-            for var, value in zip(self.eqn.invars, self.closed_over, strict=False)
-        ]
-
-        def call(*chosen: Any) -> list[Any]:
-            full = list(args)
-            for i, value in zip(self.free, chosen, strict=True):
-                full[i] = value
-            return eval_equation(self.eqn, [*closed_over, *full])
-
-        return call
-
-
-def _custom_jvp(
-    amp: Any, eqn: Any, values: list[Any], metas: list[Meta], scopes: tuple[str, ...]
-) -> Outcome:
-    custom = _CustomCall(amp, eqn, values, metas, scopes)
-    free, dtypes = custom.free, custom.dtypes
-    call = jax.custom_jvp(custom.run)
-
-    @call.defjvp
-    def rule(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        avals = custom.original_avals(primals)
-
-        def expanded(args: list[Any], chosen: list[Any]) -> Any:
-            return jax.jvp(custom.partially(args), [args[i] for i in free], chosen)
-
-        new = trace(expanded)(avals, [avals[i] for i in free])
-        outs = custom.rewritten(new, [*primals, *(tangents[i] for i in free)])
-        half = len(outs) // 2
-        return cast_all(outs[:half], dtypes), cast_all(outs[half:], dtypes)
-
-    outs = list(call(*custom.args))
-    return outs, metas_by_dtype(outs)
-
-
-def _custom_vjp(
-    amp: Any, eqn: Any, values: list[Any], metas: list[Meta], scopes: tuple[str, ...]
-) -> Outcome:
-    custom = _CustomCall(amp, eqn, values, metas, scopes)
-    free = custom.free
-    given = [value.dtype for value in custom.args]
-    # How the user's backward function is called, learnt while the forward one is traced.
-    learnt: dict[str, Any] = {}
-
-    def forward(*args: Any) -> tuple[list[Any], list[Any]]:
-        def expanded(*args: Any) -> list[Any]:
-            outs, backward = jax.vjp(custom.partially(args), *(args[i] for i in free))
-            residuals, learnt["tree"] = jax.tree.flatten(backward)
-            learnt["residuals"] = types_of(residuals)
-            learnt["outs"] = types_of(outs)
-            return [*outs, *residuals]
-
-        new = trace(expanded)(*custom.original_avals(args))
-        outs = custom.rewritten(new, args)
-        count = len(learnt["outs"])
-        return cast_all(outs[:count], custom.dtypes), outs[count:]
-
-    def backward(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-        def expanded(residuals: list[Any], cotangents: list[Any]) -> Any:
-            return jax.tree.unflatten(learnt["tree"], residuals)(list(cotangents))
-
-        new = trace(expanded)(learnt["residuals"], learnt["outs"])
-        outs = custom.rewritten(new, [*residuals, *cotangents])
-        grads: list[Any] = [None] * len(given)
-        for i, grad in zip(free, outs, strict=True):
-            grads[i] = cast(grad, given[i])
-        return tuple(grads)
-
-    call = jax.custom_vjp(custom.run)
-    call.defvjp(forward, backward)
-    outs = list(call(*custom.args))
-    return outs, metas_by_dtype(outs)
-
-
 def _shard_map(
     amp: Any, eqn: Any, values: list[Any], metas: list[Meta], scopes: tuple[str, ...]
 ) -> Outcome:
@@ -387,7 +257,5 @@ HANDLERS: dict[str, Callable[..., Outcome]] = {
     "checkpoint": _remat,
     "remat": _remat,
     "cond": _cond,
-    "custom_jvp_call": _custom_jvp,
-    "custom_vjp_call": _custom_vjp,
     "shard_map": _shard_map,
 }

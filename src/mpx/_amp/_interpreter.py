@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import _attention, _calls, _loops
+from mpx._amp import _attention, _calls, _derivatives, _loops
 from mpx._amp._apply import (
     APPLY,
     convert,
@@ -35,7 +35,12 @@ from mpx._compat import (
 )
 
 _MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
-HANDLERS = {**_calls.HANDLERS, **_loops.HANDLERS, **_attention.HANDLERS}
+HANDLERS = {
+    **_calls.HANDLERS,
+    **_derivatives.HANDLERS,
+    **_loops.HANDLERS,
+    **_attention.HANDLERS,
+}
 
 
 class Decision(NamedTuple):

@@ -122,37 +122,35 @@ def used_only_low(
 def _while(
     amp: Any, eqn: Any, values: list[Any], metas: list[Meta], scopes: tuple[str, ...]
 ) -> Outcome:
-    del metas
-    values = [as_array(value) for value in values]
+    values, metas = [as_array(value) for value in values], without_literals(metas)
     params = eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, body_consts = values[:n_cond], values[n_cond : n_cond + n_body]
-    carry = values[n_cond + n_body :]
+    n_consts = n_cond + n_body
+    carry = values[n_consts:]
     body, _ = open_jaxpr(params["body_jaxpr"])
     carry_vars = body.invars[n_body:]
 
     def carry_avals(dtypes: Dtypes) -> list[Any]:
         return [with_dtype(v.aval, d) for v, d in zip(carry_vars, dtypes, strict=True)]
 
-    def part(name: str, consts: list[Any], dtypes: Dtypes, outs: Dtypes | None) -> Any:
-        avals = [*types_of(consts), *carry_avals(dtypes)]
-        neutral = [NEUTRAL] * len(avals)
-        return rewrite(amp, params[name], avals, neutral, scopes, out_dtypes=outs)[0]
+    def part(name: str, dtypes: Dtypes, outs: Dtypes | None) -> Any:
+        chosen = slice(n_cond) if name == "cond_jaxpr" else slice(n_cond, n_consts)
+        avals = [*types_of(values[chosen]), *carry_avals(dtypes)]
+        known = [*metas[chosen], *[NEUTRAL] * len(dtypes)]
+        return rewrite(amp, params[name], avals, known, scopes, out_dtypes=outs)[0]
 
     original = float_dtypes(carry_vars, [var.aval for var in carry_vars])
     dtypes = _carry_dtypes(
         amp,
         float_dtypes(carry_vars, types_of(carry)),
         original,
-        lambda d: float_dtypes(
-            carry_vars, part("body_jaxpr", body_consts, d, None).out_avals
-        ),
+        lambda d: float_dtypes(carry_vars, part("body_jaxpr", d, None).out_avals),
     )
     outs = bind(
         eqn,
-        [*cond_consts, *body_consts, *cast_all(carry, dtypes)],
-        cond_jaxpr=part("cond_jaxpr", cond_consts, dtypes, None),
-        body_jaxpr=part("body_jaxpr", body_consts, dtypes, dtypes),
+        [*values[:n_consts], *cast_all(carry, dtypes)],
+        cond_jaxpr=part("cond_jaxpr", dtypes, None),
+        body_jaxpr=part("body_jaxpr", dtypes, dtypes),
     )
     return outs, metas_by_dtype(outs)
 

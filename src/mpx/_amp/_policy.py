@@ -6,7 +6,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+from jax.typing import DTypeLike
+
 from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, UNKNOWN, Rule, rule_for
+from mpx._formats import parse_float_dtype
 
 Choice = Rule | str | Callable[..., Any]
 """A rule, its name, or a function with jaxamp's `precision_fn` signature."""
@@ -154,6 +158,11 @@ def as_amp_policy(policy: AmpPolicy | str | Mapping[Any, Any] | None) -> AmpPoli
     if isinstance(policy, AmpPolicy):
         return policy
     if isinstance(policy, str):
+        if policy not in _BASES:
+            raise ValueError(
+                f"`policy` must be one of {', '.join(_BASES)}, an `mpx.AmpPolicy` or a "
+                f"dictionary, but {policy!r} was given."
+            )
         return AmpPolicy(policy)
     if not isinstance(policy, Mapping):
         raise TypeError(
@@ -166,3 +175,22 @@ def as_amp_policy(policy: AmpPolicy | str | Mapping[Any, Any] | None) -> AmpPoli
         primitives={key: rule for key, rule in policy.items() if is_primitive(key)},
         scopes={key: rule for key, rule in policy.items() if not is_primitive(key)},
     )
+
+
+def as_compute_dtype(dtype: DTypeLike) -> np.dtype:
+    """Returns the dtype that `low` stands for.
+
+    Raises:
+        ValueError: If it is not f16 or bf16.
+    """
+    try:
+        parsed = parse_float_dtype(dtype)
+    except ValueError:
+        parsed = None
+    if parsed is None or parsed.itemsize != 2:
+        raise ValueError(
+            f"`compute_dtype` must be f16 or bf16, but {dtype!r} was given. Pass a dtype "
+            'such as `jnp.bfloat16` or a name such as "bf16". To run everything as '
+            'written, pass `policy="original"`.'
+        )
+    return parsed

@@ -15,13 +15,14 @@ from mpx import _nnx
 from mpx._amp._apply import flops
 from mpx._amp._flash import NAMES as ATTENTION
 from mpx._amp._interpreter import Autocast, Decision
-from mpx._amp._policy import AmpPolicy, as_amp_policy
+from mpx._amp._policy import AmpPolicy, as_amp_policy, as_compute_dtype
 from mpx._amp._rules import MATMULS, REASONS, UNKNOWN, Rule
 from mpx._amp._transform import autocast_call
 from mpx._compat import open_jaxpr, sub_jaxprs
-from mpx._formats import parse_float_dtype, short_name
+from mpx._formats import short_name
 from mpx._half import half_precision_datatype
 from mpx._tree import is_array
+from mpx._wrapped import is_amp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +217,7 @@ def amp_report(
         **kwargs: Its keyword arguments.
 
     Raises:
-        ValueError: If `func` comes from `amp`.
+        ValueError: If `func` comes from `amp`, or the dtype or policy is unknown.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -230,13 +231,15 @@ def amp_report(
         >>> [op.primitive for op in report.kept]
         ['exp']
     """
-    if getattr(func, "mpx_is_amp", False):
+    if is_amp(func):
         raise ValueError(
             "`func` is under `amp` already, which leaves nothing to report. Pass the "
             "function itself, and `compute_dtype` and `policy` to `amp_report`."
         )
     autocast = Autocast(
-        dtype=parse_float_dtype(compute_dtype or half_precision_datatype()),
+        dtype=half_precision_datatype()
+        if compute_dtype is None
+        else as_compute_dtype(compute_dtype),
         policy=as_amp_policy(policy),
         decisions=[],
     )
@@ -258,20 +261,21 @@ def trace(
 ) -> Any:
     """Returns the jaxpr of a call under autocast."""
     # NNX objects are copied, or they would hold tracers afterwards.
-    (plain, plain_kwargs), objects = _nnx.take_out((args, kwargs))
+    plain, objects = _nnx.take_out((func, args, kwargs))
     split = _nnx.split(objects, ()) if objects else None
     state = split.rest if split is not None else None
-    leaves, structure = jax.tree.flatten((func, plain, plain_kwargs, state))
+    leaves, structure = jax.tree.flatten((plain, state))
     dynamic = [i for i, leaf in enumerate(leaves) if _is_abstract(leaf)]
 
     def call(arrays: list[Any]) -> list[Any]:
         full = list(leaves)
         for i, array in zip(dynamic, arrays, strict=True):
             full[i] = array
-        func, args, kwargs, state = jax.tree.unflatten(structure, full)
+        plain, state = jax.tree.unflatten(structure, full)
         if split is not None:
             merged = _nnx.merge(split._replace(rest=state), None)
-            args, kwargs = _nnx.put_back((args, kwargs), merged.objects)
+            plain = _nnx.put_back(plain, merged.objects)
+        func, args, kwargs = plain
         outs = autocast_call(autocast, func, args, kwargs)
         return [out for out in jax.tree.leaves(outs) if is_array(out)]
 

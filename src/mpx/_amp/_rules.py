@@ -73,16 +73,18 @@ TABLE: tuple[tuple[Rule, str, tuple[str, ...]], ...] = (
         _names(
             "add sub mul div max min select_n clamp concatenate stack pad "
             "dynamic_update_slice eq ne lt le gt ge eq_to le_to lt_to "
-            "select_and_scatter_add select_and_gather_add"
+            "select_and_scatter_add select_and_gather_add polynomial"
         ),
     ),
     (
         Rule.FOLLOW,
-        "bounded or exact: no worse in 16 bits than its operand",
-        _names(
-            "neg abs sign floor ceil round tanh logistic erf sin cos is_finite "
-            "one_minus_square polynomial"
-        ),
+        "exact in any dtype",
+        _names("neg abs sign floor ceil round is_finite"),
+    ),
+    (
+        Rule.FOLLOW,
+        "bounded and rounded once; a small distance from 1 is lost",
+        _names("tanh logistic erf sin cos one_minus_square"),
     ),
     (
         Rule.FOLLOW,

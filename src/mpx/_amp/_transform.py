@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from mpx import _nnx
 from mpx._amp._catch import caught_attention
 from mpx._amp._flash import attend
 from mpx._amp._interpreter import Autocast
-from mpx._amp._policy import AmpPolicy, as_amp_policy
+from mpx._amp._policy import AmpPolicy, as_amp_policy, as_compute_dtype
 from mpx._amp._values import F32, cast, is_eligible
 from mpx._call import argument_names
 from mpx._compat import (
@@ -20,7 +21,6 @@ from mpx._compat import (
     nothing_is_traced,
     open_jaxpr,
 )
-from mpx._formats import parse_float_dtype
 from mpx._half import half_precision_datatype
 from mpx._tree import is_array, named_leaves
 
@@ -42,7 +42,8 @@ def amp(
     outside of jit, grad, vmap and shard_map, and recurses into jit, scan, while, cond,
     remat, custom derivatives and shard_map.
 
-    NNX modules among the arguments are updated in place, as without `amp`.
+    NNX modules among the arguments, or as the function, are updated in place, as without
+    `amp`.
 
     Args:
         func: The function. Leave it out to use `amp` as a decorator with arguments.
@@ -67,7 +68,7 @@ def amp(
         Array(3., dtype=float32)
     """
     if compute_dtype is not None:
-        compute_dtype = parse_float_dtype(compute_dtype, "compute_dtype")
+        compute_dtype = as_compute_dtype(compute_dtype)
     chosen = as_amp_policy(policy)
     if func is None:
         return functools.partial(
@@ -107,6 +108,7 @@ class _Static:
 
 
 _ARRAY = object()
+_FUNC = "the function"  # beside its arguments, whose names hold no spaces
 _MOST_REMEMBERED = 1000
 jax.tree_util.register_static(_Static)
 
@@ -118,7 +120,7 @@ def autocast_call(
     kwargs: dict[str, Any],
     *,
     eager: dict[Any, Any] | None = None,
-    rename: Callable[[str], str] = str,
+    describe: Callable[[str, bool], tuple[str, bool]] = lambda *known: known,
 ) -> Any:
     """Calls a function under autocast.
 
@@ -129,14 +131,17 @@ def autocast_call(
         kwargs: Its keyword arguments.
         eager: Rewritten jaxprs of earlier calls outside of all transformations, by
             compute dtype.
-        rename: From the name of an argument's leaf to what the user calls it.
+        describe: From the name of a leaf, and whether `func` itself has it, to what the
+            user calls it, and whether the user's function has it.
     """
     names = argument_names(func, len(args))
-    arguments = {**dict(zip(names, args, strict=True)), **kwargs}
+    arguments = {_FUNC: func, **dict(zip(names, args, strict=True)), **kwargs}
     plain, objects = _nnx.take_out(arguments)
     if objects:
-        return _call_with_nnx(autocast, func, names, plain, objects)
+        return _call_with_nnx(autocast, names, plain, objects)
     leaves, structure = jax.tree.flatten((func, args, kwargs))
+    # NumPy's f64 is JAX's f32, unless x64 is on.
+    leaves = [jnp.asarray(x) if _is_numpy(x) else x for x in leaves]
     dynamic = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
     arrays = [leaves[i] for i in dynamic]
     static = [_ARRAY if i in set(dynamic) else leaf for i, leaf in enumerate(leaves)]
@@ -159,8 +164,10 @@ def autocast_call(
     with caught_attention(attend):
         jaxpr, (_, out_static) = jax.make_jaxpr(flat, return_shape=True)(*arrays)
     metas = [
-        autocast.argument_meta(rename(name), is_param, leaf)
-        for (name, is_param), leaf in _named_arrays(func, names, args, kwargs)
+        autocast.argument_meta(*describe(name, is_param), leaf)
+        for (name, is_param), leaf in zip(
+            _array_names(func, names, args, kwargs), arrays, strict=True
+        )
     ]
     body, consts = open_jaxpr(jaxpr)
     outs, _ = autocast.run(body, consts, arrays, metas, ambient_scopes())
@@ -178,45 +185,57 @@ def _result(out: Any, aval: Any) -> Any:
     return cast(out, F32) if is_eligible(aval) else out
 
 
-def _named_arrays(
+def _is_numpy(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray | np.generic)
+
+
+def _array_names(
     func: Callable[..., Any],
     names: list[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> list[tuple[tuple[str, bool], Any]]:
-    """Returns the arrays of a call, with their names and whether `func` itself has them."""
+) -> list[tuple[str, bool]]:
+    """Returns the names of the arrays of a call, and whether `func` itself has them."""
     named = [(name, leaf, True) for name, leaf in named_leaves(func)]
     for name, tree in (*zip(names, args, strict=True), *sorted(kwargs.items())):
         for path, leaf in named_leaves(tree):
             named.append((f"{name}/{path}" if path else name, leaf, False))
-    return [
-        ((name, is_param), leaf) for name, leaf, is_param in named if is_array(leaf)
-    ]
+    return [(name, is_param) for name, leaf, is_param in named if is_array(leaf)]
 
 
 def _call_with_nnx(
     autocast: Autocast,
-    func: Callable[..., Any],
     names: list[str],
     plain: dict[str, Any],
     objects: dict[str, Any],
 ) -> Any:
-    """Calls a function of NNX objects as a pure one and writes their state back."""
+    """Calls a function of NNX objects as a pure one and writes their state back.
+
+    Args:
+        autocast: The settings.
+        names: The names of the positional arguments.
+        plain: The function and all arguments, with slots for NNX objects.
+        objects: These objects by name.
+    """
     split = _nnx.split(objects, ())
 
     def pure(state: Any, plain: dict[str, Any]) -> tuple[Any, Any]:
         merged = _nnx.merge(split._replace(rest=state), None)
         everything = _nnx.put_back(plain, merged.objects)
+        func = everything.pop(_FUNC)
         args = [everything.pop(name) for name in names]
         return func(*args, **everything), _nnx.rest_of(merged)
 
-    def rename(name: str) -> str:
-        place, _, rest = name.partition("/")
-        if place == "plain":
-            return rest
-        position, _, path = rest.partition("/")
-        return f"{split.names[int(position)]}/{path.removesuffix('/value')}"
+    def describe(name: str, is_param: bool) -> tuple[str, bool]:
+        del is_param  # `pure` has no arrays
+        place, _, name = name.partition("/")
+        if place == "state":
+            position, _, path = name.partition("/")
+            name = f"{split.names[int(position)]}/{path.removesuffix('/value')}"
+        return name.removeprefix(f"{_FUNC}/"), name.startswith(_FUNC)
 
-    out, state = autocast_call(autocast, pure, (split.rest, plain), {}, rename=rename)
-    _nnx.update(objects, state)
+    out, state = autocast_call(
+        autocast, pure, (split.rest, plain), {}, describe=describe
+    )
+    _nnx.update(objects, state, before=split.rest)
     return out
