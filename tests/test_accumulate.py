@@ -119,6 +119,14 @@ def test_sum_is_wide_though_parameters_and_gradients_are_half():
     assert_trees_equal(result.grads, jnp.bfloat16(256 + 64))
 
 
+def test_parts_of_16_bit_parameters_are_summed_unrounded():
+    # Each part is rounded to 1 in bf16.
+    x = jnp.full(8, 1 + 2.0**-12)
+    step = mpx.accumulate(lambda w, x: jnp.mean(w * x), 4, policy="p=bf16,c=f32")
+    result = step(NoLossScaling(), jnp.bfloat16(1.0), x)
+    assert_trees_equal(result.grads, jnp.float32(1 + 2.0**-12))
+
+
 def test_scaled_sum_may_exceed_f16():
     # Each part fits into f16 with the scale; their sum, 16 * 49152, does not.
     step = mpx.accumulate(lambda w, x: jnp.sum(w * x), 16, mean=False)

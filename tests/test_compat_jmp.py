@@ -1,5 +1,6 @@
 """`mpx.compat.jmp`: a training loop written for jmp runs, with one import changed."""
 
+import dataclasses
 import warnings
 
 import equinox as eqx
@@ -238,6 +239,34 @@ def test_min_loss_scale_survives_jit():
     for _ in range(5):
         loss_scale = adjust(loss_scale)
     assert float(loss_scale.loss_scale) == 4.0
+
+
+def test_min_loss_scale_may_be_an_array_made_inside_of_jit():
+    @jax.jit
+    def run(floor, flags):
+        loss_scale = jmp.DynamicLossScale(jnp.float32(8.0), min_loss_scale=floor * 2)
+        step = lambda s, finite: (s.adjust(finite), s.scale(jnp.ones(())))  # noqa: E731
+        return lax.scan(step, loss_scale, flags)
+
+    end, scales = run(jnp.float32(1.0), np.zeros(4, bool))
+    assert np.array_equal(scales, [8.0, 4.0, 2.0, 2.0])
+    assert float(end.min_loss_scale) == 2.0
+    assert float(jax.jit(lambda s: s.adjust(jnp.array(False)))(end).loss_scale) == 2.0
+
+
+def test_known_floor_is_no_leaf():
+    loss_scale = jmp.DynamicLossScale(jnp.float32(8.0), min_loss_scale=jnp.ones(()))
+    assert len(jax.tree.leaves(loss_scale)) == 2
+    assert jax.tree.structure(loss_scale) == jax.tree.structure(
+        jmp.DynamicLossScale(jnp.float32(4.0))
+    )
+
+
+def test_fields_of_a_policy_can_be_replaced():
+    policy = dataclasses.replace(jmp.get_policy("f16"), output_dtype=jnp.float32)
+    assert type(policy) is jmp.Policy
+    assert str(policy) == "p=f16,c=f16,o=full"
+    assert str(policy.with_output_dtype(jnp.bfloat16)) == "p=f16,c=f16,o=bf16"
 
 
 def test_scale_reaches_neither_infinity_nor_zero():

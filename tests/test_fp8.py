@@ -565,6 +565,70 @@ def test_forward_mode_is_refused():
         jax.jvp(lambda p: everywhere(lambda p: X @ p)(p), (W,), (W,))
 
 
+RECIPES = {
+    "current": CurrentScaling(),
+    "row": CurrentScaling(granularity="row"),
+    "compute": CurrentScaling(weight_grad="compute"),
+    "row compute": CurrentScaling(granularity="row", weight_grad="compute"),
+    "static": StaticScaling(activation_max=8.0, weight_max=8.0, grad_max=1.0),
+    "delayed": DelayedScaling(),
+    "mx": mpx.MXFP8(emulate=True),
+}
+SQUARE = ones_and_signs((32, 32), 3)
+
+
+@functools.cache
+def twice_differentiable(name):
+    """A loss of a weight, an input and a target, with the scales that it may need."""
+
+    def loss(w, x, target):
+        return jnp.mean((jnp.tanh(x @ w) - target).astype(jnp.float32) ** 2)
+
+    func = everywhere(loss, RECIPES[name])
+    if name == "delayed":
+        func = functools.partial(func, func.init(W, SQUARE, SQUARE))
+    return func
+
+
+# In turn: with respect to the weight, the input, and what only cotangents depend on.
+@pytest.mark.parametrize("argnum", [0, 1, 2])
+@pytest.mark.parametrize("name", RECIPES)
+def test_second_derivatives_are_refused(name, argnum):
+    loss = twice_differentiable(name)
+
+    def penalty(*args):
+        grads = jax.grad(loss, argnums=(0, 1))(*args)
+        return sum(jnp.sum(grad.astype(jnp.float32) ** 2) for grad in grads)
+
+    args = (W, SQUARE, SQUARE)
+    # The premise. Emulated blocks are multiplied in bf16.
+    products = 2 if "compute" in name else 3
+    assert count_f8(penalty, *args) == (0 if name == "mx" else products)
+    tangents = tuple(x if i == argnum else x * 0 for i, x in enumerate(args))
+    with pytest.raises(NotImplementedError, match="fp8 has no second derivatives"):
+        jax.jit(jax.grad(penalty, argnum))(*args)
+    with pytest.raises(NotImplementedError, match="fp8 has no second derivatives"):
+        jax.jvp(penalty, args, tangents)
+
+
+def test_second_derivatives_through_remat_and_scan_are_refused():
+    p, x = layer_problem()
+    penalty = lambda p: sum(  # noqa: E731
+        jnp.sum(g.astype(jnp.float32))
+        for g in jax.grad(everywhere(layers))(p, x).values()
+    )
+    with pytest.raises(NotImplementedError, match="fp8 has no second derivatives"):
+        jax.jit(jax.grad(penalty))(p)
+
+
+def test_gradient_may_be_a_constant_of_what_is_differentiated():
+    def loss(scale):
+        return scale * jnp.sum(jax.grad(twice_differentiable("current"))(W, X, X))
+
+    expected = jnp.sum(jax.grad(twice_differentiable("current"))(W, X, X))
+    assert_trees_equal(jax.jit(jax.grad(loss))(jnp.ones((), BF16)), expected)
+
+
 @pytest.mark.parametrize(
     ("capability", "warns"),
     [(None, False), ((9, 0), False), ((8, 9), False), ((8, 0), True), ("gfx942", True)],

@@ -1,11 +1,14 @@
 """Delayed scaling: its state, how it is observed, and how it is carried along."""
 
 import functools
+import inspect
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -284,6 +287,83 @@ def test_training_loop_is_a_scan():
 
     _, losses = jax.jit(lambda c: lax.scan(step, c, None, length=5))((p, initial()))
     assert np.all(np.diff(losses) < 0)
+
+
+# --- inside of other wrappers ---------------------------------------------------------
+
+WRAPPERS = {
+    "jit": jax.jit,
+    "filter_jit": eqx.filter_jit,
+    "checkpoint": jax.checkpoint,
+    "partial": functools.partial,
+}
+
+
+def linear(w, x):
+    return jnp.sum((x @ w).astype(jnp.float32))
+
+
+SMALL = jnp.ones((32, 32), BF16)
+
+
+def test_signature_tells_of_the_state():
+    assert str(inspect.signature(delayed(linear))) == "(fp8_state, /, w, x)"
+    taken = delayed(lambda fp8_state, *rest: rest[0] @ fp8_state)
+    assert str(inspect.signature(taken)) == "(fp8_state_, /, fp8_state, *rest)"
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_state_is_found_through(wrap):
+    f8 = delayed(linear)
+    state = f8.init(SMALL, SMALL)
+    step = mpx.value_and_grad(wrap(f8), policy=POLICY)
+    result = step(SCALING, state, SMALL, SMALL * 2)
+    expected = mpx.value_and_grad(f8, policy=POLICY)(SCALING, state, SMALL, SMALL * 2)
+    assert_trees_equal(result, expected)
+    assert_trees_equal(
+        eqx.filter_jit(f8)(state, SMALL, SMALL), wrap(linear)(SMALL, SMALL)
+    )
+    with pytest.raises(TypeError, match="no place in the paper's tuples"):
+        mpx.filter_grad(wrap(f8))
+
+
+def test_donation_counts_scaling_and_state():
+    f8 = delayed(linear)
+    step = jax.jit(mpx.value_and_grad(f8, policy=POLICY), donate_argnums=(1, 3))
+    result = step(SCALING, f8.init(SMALL, SMALL), SMALL, jnp.copy(SMALL))
+    assert float(result.value) == 32.0**3
+
+
+def test_bound_state_is_refused():
+    f8 = delayed(linear)
+    bound = functools.partial(f8, f8.init(SMALL, SMALL))
+    for transform in (mpx.value_and_grad, functools.partial(mpx.accumulate, steps=2)):
+        with pytest.raises(TypeError, match="`partial` has bound the first arguments"):
+            transform(bound)(SCALING, SMALL, SMALL)
+
+
+class Counting(nnx.Module):
+    def __init__(self):
+        kernel = {"dtype": BF16, "param_dtype": BF16, "use_bias": False}
+        self.layer = nnx.Linear(32, 32, rngs=nnx.Rngs(0), **kernel)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "recipe", [CurrentScaling(), DelayedScaling(history=2)], ids=str
+)
+def test_nnx_module_under_fp8_counts_its_calls(recipe):
+    model = Counting()
+    f8 = fp8(model, recipe, min_gain=0)
+    state = (f8.init(SMALL),) if f8.has_state else ()
+    assert model.calls[...] == 0
+    for _ in range(2):
+        f8(*state, SMALL)
+    assert model.calls[...] == 2
 
 
 # --- errors ---------------------------------------------------------------------------

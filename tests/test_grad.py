@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 
 import mpx
@@ -296,6 +297,92 @@ def test_gradients_are_f32_for_parameters_of_up_to_32_bits(dtype, problem):
     check_exact(result, problem)
 
 
+# A gradient that is no bf16 number.
+FINE = np.float32(1 + 2.0**-12)
+
+
+def fine_loss(params):
+    leaves = [x for x in jax.tree.leaves(params) if eqx.is_inexact_array(x)]
+    return sum(jnp.sum(x.astype(jnp.float32) * FINE) for x in leaves)
+
+
+def test_gradients_of_16_bit_parameters_are_not_rounded_to_their_dtype(grad_of):
+    params = {"w": jnp.ones(3, jnp.bfloat16), "n": jnp.int32(1), "f": jnp.ones(2)}
+    params["h"] = np.ones((), np.float16)
+    result = grad_of(fine_loss, NoLossScaling(), policy="p=bf16,c=f32")(params)
+    expected = {"w": jnp.full(3, FINE), "n": None, "f": jnp.full(2, FINE)}
+    assert_trees_equal(result.grads, expected | {"h": jnp.float32(FINE)})
+
+
+def test_each_of_several_arguments_has_the_gradient_that_is_its_own():
+    def loss(b, a):
+        return jnp.sum(b.astype(jnp.float32)) * FINE + jnp.sum(a) * 2
+
+    step = mpx.value_and_grad(loss, argnums=(1, 0), policy="p=bf16,c=f32")
+    result = step(NoLossScaling(), jnp.ones(3, jnp.bfloat16), jnp.ones(2))
+    assert_trees_equal(result.grads, (jnp.full(2, 2.0), jnp.full(3, FINE)))
+
+
+def test_kept_16_bit_parameters_are_left_as_they_are():
+    seen = {}
+
+    def loss(params):
+        seen.update({name: x.dtype for name, x in params.items()})
+        return fine_loss(params)
+
+    params = {"kept": jnp.ones(2, jnp.bfloat16), "w": jnp.ones(2, jnp.bfloat16)}
+    policy = mpx.Policy("bf16", "f32", keep="kept")
+    result = mpx.value_and_grad(loss, policy=policy)(NoLossScaling(), params)
+    assert seen == {"kept": jnp.bfloat16, "w": jnp.float32}
+    assert_trees_equal(result.grads, {"kept": jnp.ones(2), "w": jnp.full(2, FINE)})
+
+
+def test_kept_module_among_16_bit_parameters_keeps_its_class():
+    to_half = functools.partial(mpx.cast_tree, dtype="bf16")
+    keys = jax.random.split(jax.random.key(0))
+    model = to_half([eqx.nn.LayerNorm(4), eqx.nn.Linear(4, 4, key=keys[0])])
+    x = jax.random.normal(keys[1], (4,))
+    policy = mpx.Policy("bf16", "f32", keep=eqx.nn.LayerNorm)
+
+    def loss(model, x):
+        return jnp.sum(model[1](model[0](x)) * FINE)
+
+    result = mpx.value_and_grad(loss, policy=policy)(NoLossScaling(), model, x)
+    assert jax.tree.structure(result.grads) == jax.tree.structure(model)
+    assert_trees_equal(result.grads[1].bias, jnp.full(4, FINE))
+
+
+def test_nnx_parameters_in_16_bits_have_unrounded_gradients():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    norm = nnx.LayerNorm(3, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    policy = mpx.Policy("bf16", "f32", keep=nnx.LayerNorm)
+
+    def loss(models):
+        return fine_loss([nnx.state(model, nnx.Param) for model in models.values()])
+
+    result = mpx.value_and_grad(loss, policy=policy)(
+        NoLossScaling(), {"b": model, "a": norm}
+    )
+    grads = jax.tree.leaves(result.grads["b"])
+    assert_trees_equal(grads, [jnp.full(3, FINE), jnp.full((2, 3), FINE)])
+    assert_trees_equal(jax.tree.leaves(result.grads["a"]), [jnp.ones(3)] * 2)
+    assert model.kernel[...].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("grad_dtype", [None, "f64"])
+def test_f32_parameters_computed_in_f64_have_f32_gradients(grad_of, grad_dtype):
+    with jax.enable_x64(True):
+        step = grad_of(
+            lambda w: jnp.sum(w * (1 + 2.0**-40)),
+            NoLossScaling(),
+            policy="p=f32,c=f64",
+            grad_dtype=grad_dtype,
+        )
+        grads = step(jnp.ones(2, jnp.float32)).grads
+        expected = np.full(2, 1 + 2.0**-40, jnp.float64 if grad_dtype else jnp.float32)
+        assert_trees_equal(grads, jnp.asarray(expected))
+
+
 def test_gradients_of_f64_parameters_are_f64(problem):
     with jax.enable_x64(True):
         args = mpx.cast_tree((problem.w, problem.x, problem.y), "f64")
@@ -495,6 +582,51 @@ def test_names_of_keywords_do_not_clash_with_parameters():
         *args, w=jnp.float32(4.0), arg1=jnp.float32(0.5)
     )
     assert_trees_equal(result.grads, jnp.float32(4.0))
+
+
+def test_names_of_starred_arguments_do_not_clash_with_parameters(grad_of):
+    def loss(arg2, *rest, arg1=None):
+        assert arg1 is None
+        return arg2 * rest[0] * rest[1]
+
+    args = [jnp.float32(value) for value in (3.0, 2.0, 5.0)]
+    result = grad_of(loss, StaticLossScaling(8.0))(*args)
+    assert_trees_equal(result.grads, jnp.float32(10.0))
+
+
+def test_loss_may_have_a_keyword_called_scaling():
+    loss = lambda w, x, scaling: jnp.sum(w * x) * scaling  # noqa: E731
+    args = (StaticLossScaling(8.0), jnp.float32(3.0), jnp.ones(4))
+    for step in (mpx.value_and_grad(loss), mpx.accumulate(loss, 2, mean=False)):
+        result = step(*args, scaling=jnp.float32(2.0))
+        assert_trees_equal(result.grads, jnp.float32(8.0))
+
+
+# --- Functions under amp --------------------------------------------------------------
+
+WRAPPERS = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "filter_jit": eqx.filter_jit,
+    "checkpoint": jax.checkpoint,
+    "filter_checkpoint": eqx.filter_checkpoint,
+    "partial": functools.partial,
+    "Partial": eqx.Partial,
+    "partial with a keyword": lambda f: functools.partial(f, factor=1.0),
+    "jit of a partial": lambda f: eqx.filter_jit(functools.partial(f)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_amp_inside_of_another_wrapper_casts_alone(grad_of, wrap):
+    # The sum of the batch exceeds f16, to which the policy would cast the arguments.
+    def loss(w, x, factor=1.0):
+        return jnp.sum(x) * w * factor
+
+    x = jnp.full(4, 2.0**15)
+    low = mpx.amp(loss, compute_dtype="bf16")
+    result = grad_of(wrap(low), StaticLossScaling(1.0))(jnp.float32(1.0), x)
+    assert_trees_equal(result.grads, jnp.float32(2.0**17))
 
 
 ARGNUMS = [0, 1, -1, (0,), (1, 0), (0, -1), [0, 1, 2]]

@@ -193,6 +193,22 @@ def test_error_tells_what_a_policy_can_be(policy):
         inspect.unwrap(as_policy)(policy)
 
 
+@pytest.mark.parametrize("policy", [None, 3, jnp.float16])
+def test_get_policy_tells_what_it_takes(policy):
+    message = (
+        f"`policy` must be an `mpx.Policy` or a string .* but {policy!r} was given"
+    )
+    with pytest.raises(TypeError, match=message):
+        inspect.unwrap(mpx.get_policy)(policy)
+
+
+def test_get_policy_of_a_policy_is_that_policy():
+    policy = mpx.Policy(keep="x")
+    assert mpx.get_policy(policy) is policy
+    with pytest.raises(TypeError, match="`keep` goes with a string"):
+        mpx.get_policy(policy, keep="y")
+
+
 def test_string_or_nothing_can_stand_for_a_policy():
     assert as_policy(None) == mpx.Policy()
     assert as_policy("c=bf16") == mpx.get_policy("c=bf16")

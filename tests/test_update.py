@@ -660,6 +660,11 @@ def test_cond_update_refuses_results_that_do_not_fit(function, match, skip):
         mpx.cond_update(function, skip=skip)(True, {"w": jnp.ones(2)})
 
 
+def test_cond_update_leaves_its_own_name_to_the_function():
+    update = mpx.cond_update(lambda p, grads_finite: p * grads_finite)
+    assert_trees_equal(update(True, jnp.ones(2), grads_finite=3.0), jnp.full(2, 3.0))
+
+
 def test_cond_update_refuses_a_wrong_flag():
     with pytest.raises(TypeError, match="`grads_finite` must be a boolean scalar"):
         mpx.cond_update(lambda p: p)(jnp.ones(2), jnp.ones(2))

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from mpx._call import Call, State, take_scales
+from mpx._call import Call, State
 from mpx._compat import varying_like, zeros_of
 from mpx._grad import (
     Evaluation,
@@ -26,6 +26,7 @@ from mpx._grad import (
 from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._policy import Policy
 from mpx._tree import AxisName, is_array, map_with_name, shape_of
+from mpx._wrapped import hide_signature, take_scales
 
 
 def accumulate(
@@ -98,7 +99,7 @@ def accumulate(
 
     def transform(func: Callable[..., Any]) -> Callable[..., GradResult]:
         @functools.wraps(func)
-        def wrapper(scaling: Any, *args: Any, **kwargs: Any) -> GradResult:
+        def wrapper(scaling: Any, /, *args: Any, **kwargs: Any) -> GradResult:
             check_scaling(scaling)
             window = _Window(
                 func,
@@ -112,7 +113,7 @@ def accumulate(
             outcome = differentiate(window.run, window.call.state, scaling, options)
             return package(window.call, window.recorder, outcome, options)
 
-        del wrapper.__wrapped__  # the scaling comes first: not `func`'s signature
+        hide_signature(wrapper)  # the scaling comes first
         return wrapper
 
     return transform if func is None else transform(func)
@@ -171,6 +172,7 @@ class _Window:
                 scaling,
                 self.recorder,
                 has_aux=self.options.has_aux,
+                grad_dtype=self.options.grad_dtype,
                 axis_name=self.options.axis_name,
             )
             # f32 before the sum: 16-bit sums stand still when they have grown large.

@@ -6,19 +6,21 @@ rest. The step is evaluated on the first two and never on Python side effects, s
 be repeated, accumulated and undone.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from mpx import _nnx
-from mpx._cast import cast_like
+from mpx._cast import cast_leaf, cast_like
+from mpx._formats import at_least_f32
 from mpx._policy import Policy
-from mpx._tree import is_array, is_inexact
+from mpx._tree import dtype_of, is_array, is_floating, is_inexact, shape_of
+from mpx._wrapped import argument_names, is_amp, original
 
 
 class State(NamedTuple):
@@ -71,13 +73,12 @@ class Call:
             ValueError: If it holds nothing to differentiate.
         """
         # A function under `amp` casts by itself, operation by operation.
-        is_amp = getattr(func, "mpx_is_amp", False)
-        self._func, self._policy = func, None if is_amp else policy
+        self._func, self._policy = func, None if is_amp(func) else policy
         self.scales = scales
         # A name that also comes by keyword is for the function to refuse or to accept.
         self._names = [
             f"{name}[{number}]" if name in kwargs else name
-            for number, name in enumerate(argument_names(_original(func), len(args)))
+            for number, name in enumerate(argument_names(original(func), len(args)))
         ]
         self._diff_names = [self._names[i] for i in _positions(argnums, len(args))]
         arguments = {**dict(zip(self._names, args, strict=True)), **kwargs}
@@ -108,19 +109,8 @@ class Call:
         self, diff: tuple[PyTree, ...], state: State, scales: Any
     ) -> tuple[Any, State]:
         """Returns what the function returns, and the state after the call."""
-        # Copies: Equinox makes a `State` unusable once a layer has written to it.
-        states = [jax.tree.map(lambda x: x, node) for node in state.equinox]
-        arguments = _with_states(self._static, states)
-        params: dict[str, PyTree] = {}
-        for name, tree in zip(self._diff_names, diff, strict=True):
-            arrays = _empty_slots(tree, self._static[name], params)
-            arguments[name] = eqx.combine(arrays, arguments[name])
-        if self._policy is not None:
-            arguments = self._policy.cast_to_compute(arguments)
-        merged = None
-        if self._split is not None:
-            split = self._split._replace(params=params, rest=state.nnx)
-            merged = _nnx.merge(split, self._policy)
+        arguments, merged = self._cast_arguments(diff, state)
+        if merged is not None:
             arguments = _nnx.put_back(arguments, merged.objects)
         args = [arguments.pop(name) for name in self._names]
         first = () if scales is None else (scales,)
@@ -130,6 +120,78 @@ class Call:
             None if merged is None else _nnx.rest_of(merged),
         )
 
+    def _cast_arguments(
+        self, diff: tuple[PyTree, ...], state: State
+    ) -> tuple[dict[str, Any], _nnx.Merged | None]:
+        """Returns the arguments in the compute dtype, and the NNX objects among them."""
+        # Copies: Equinox makes a `State` unusable once a layer has written to it.
+        states = [jax.tree.map(lambda x: x, node) for node in state.equinox]
+        arguments = _with_states(self._static, states)
+        arrays, params = self._take_params(diff)
+        for name, tree in arrays.items():
+            arguments[name] = eqx.combine(tree, arguments[name])
+        if self._policy is not None:
+            arguments = self._policy.cast_to_compute(arguments)
+        if self._split is None:
+            return arguments, None
+        split = self._split._replace(params=params, rest=state.nnx)
+        return arguments, _nnx.merge(split, self._policy)
+
+    def _take_params(
+        self, diff: tuple[PyTree, ...]
+    ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+        """Returns the differentiated arguments without, and the parameters of, NNX."""
+        params: dict[str, PyTree] = {}
+        arrays = {
+            name: _empty_slots(tree, self._static[name], params)
+            for name, tree in zip(self._diff_names, diff, strict=True)
+        }
+        return arrays, params
+
+    def widened(self, diff: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        """Returns copies in the compute dtype of what is computed wider than stored.
+
+        The derivative with respect to a stored 16-bit parameter would be rounded to
+        its dtype. Everything else comes back as it is.
+        """
+        if self._policy is None:
+            return diff
+        size = self._policy.resolved_compute_dtype().itemsize
+        floats = (dtype_of(x) for x in jax.tree.leaves(diff) if is_floating(x))
+        if all(dtype.itemsize >= size for dtype in floats):
+            return diff
+
+        def computed(diff: tuple[PyTree, ...]) -> tuple[list[Any], PyTree]:
+            arguments, merged = self._cast_arguments(diff, self.state)
+            trees = [arguments[name] for name in self._diff_names]
+            params = {}
+            if merged is not None:
+                params = _nnx.split(merged.objects, tuple(merged.source.params)).params
+            # Leaves, because a kept module comes back as one of another class.
+            leaves = jax.tree.leaves(eqx.filter(trees, _is_trainable))
+            return leaves, jax.tree.leaves(params)
+
+        def widen(tree: PyTree, wanted: list[Any]) -> PyTree:
+            leaves, structure = jax.tree.flatten(tree)
+            pairs = zip(leaves, wanted, strict=True)
+            leaves = [
+                cast_leaf(x, y.dtype)
+                if is_floating(x) and y.dtype.itemsize > dtype_of(x).itemsize
+                else x
+                for x, y in pairs
+            ]
+            return jax.tree.unflatten(structure, leaves)
+
+        array_types, param_types = jax.eval_shape(computed, diff)
+        arrays, params = self._take_params(diff)
+        # In the order of the names, which is not that of a dictionary's leaves.
+        arrays = dict(
+            zip(arrays, widen(list(arrays.values()), array_types), strict=True)
+        )
+        static = {name: self._static[name] for name in arrays}
+        wide = _fill_slots(arrays, static, widen(params, param_types))
+        return tuple(wide[name] for name in self._diff_names)
+
     def commit(self, out: Any, state: State) -> Any:
         """Puts a state into effect: into the result and into the caller's objects."""
         if self._split is not None:
@@ -137,25 +199,6 @@ class Call:
         if state.equinox and _holds_states(out, state.equinox):
             return _with_states(out, state.equinox)
         return out
-
-
-def take_scales(
-    func: Callable[..., Any], args: Sequence[Any]
-) -> tuple[Any, Sequence[Any]]:
-    """Splits off the `Fp8State` that a function with delayed scaling takes first."""
-    if not getattr(func, "mpx_has_scales", False):
-        return None, args
-    if not args or not hasattr(args[0], "amaxes"):
-        found = type(args[0]).__name__ if args else "nothing"
-        raise TypeError(
-            "A function under `fp8` with `DelayedScaling` takes an `Fp8State` after the "
-            f"loss scaling, but {found} was given. Make one with `.init(*args)`."
-        )
-    return args[0], args[1:]
-
-
-def _original(func: Callable[..., Any]) -> Callable[..., Any]:
-    return func.func if getattr(func, "mpx_has_scales", False) else func  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _positions(argnums: Sequence[int], count: int) -> list[int]:
@@ -203,18 +246,33 @@ def _empty_slots(diff: PyTree, static: PyTree, params: dict[str, PyTree]) -> Any
     return jax.tree.map(take, static, diff, is_leaf=lambda node: node is None)
 
 
-def argument_names(func: Callable[..., Any], count: int) -> list[str]:
-    """Returns the names of the positional parameters, for paths in rules and errors."""
-    try:
-        parameters = inspect.signature(func).parameters.values()
-    except (TypeError, ValueError):
-        parameters = ()
-    positional = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    names = [item.name for item in parameters if item.kind in positional][:count]
-    return names + [f"arg{number}" for number in range(len(names), count)]
+def unpack(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Returns the loss and what came with it."""
+    if not has_aux:
+        return out, None
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise TypeError(
+            "With `has_aux=True` the function must return a pair `(loss, aux)`, but it "
+            f"returned {type(out).__name__}."
+        )
+    return out[0], out[1]
+
+
+def as_loss(value: Any, has_aux: bool) -> Array:
+    """Returns the loss as a scalar of at least f32; raises if it is none."""
+    if isinstance(value, float):
+        value = np.float32(value)
+    if not is_floating(value) or shape_of(value) != ():
+        shape, dtype = shape_of(value), getattr(value, "dtype", type(value).__name__)
+        hint = "Reduce it, for example with `jnp.mean`."
+        if isinstance(value, tuple) and not has_aux:
+            hint = "If it returns a pair `(loss, aux)`, pass `has_aux=True`."
+        raise TypeError(
+            "The function must return a real floating scalar as its loss, but it "
+            f"returned {dtype} of shape {shape}. {hint}"
+        )
+    loss = jnp.asarray(value)
+    return loss.astype(at_least_f32(loss.dtype))
 
 
 def _is_trainable(leaf: Any) -> bool:

@@ -25,6 +25,7 @@ from mpx._grad import (
 from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._policy import Policy, as_policy
 from mpx._tree import AxisName
+from mpx._wrapped import has_scales
 
 
 def filter_grad(
@@ -176,7 +177,7 @@ def _transform(
 
 
 def _refuse_scales(func: Callable[..., Any]) -> None:
-    if getattr(func, "mpx_has_scales", False):
+    if has_scales(func):
         raise TypeError(
             "`func` is under `fp8` with `DelayedScaling`, whose state has no place in the "
             "paper's tuples. Use `mpx.value_and_grad` or `mpx.accumulate`, or the recipe "

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, PyTree
 
-from mpx._call import Call, State, take_scales
+from mpx._call import Call, State, as_loss, unpack
 from mpx._cast import cast_leaf
 from mpx._compat import as_varying, varying_axes
 from mpx._formats import at_least_f32, parse_float_dtype
@@ -22,11 +21,12 @@ from mpx._policy import Policy, as_policy
 from mpx._tree import (
     AxisName,
     all_finite,
+    dtype_of,
     is_floating,
     named_leaves,
     select_tree,
-    shape_of,
 )
+from mpx._wrapped import hide_signature, take_scales
 
 
 class GradResult(NamedTuple):
@@ -129,49 +129,35 @@ def evaluate(
     recorder: Recorder,
     *,
     has_aux: bool,
+    grad_dtype: Any = None,
     axis_name: AxisName | None = None,
 ) -> Evaluation:
     """Runs a call forward and backward on the scaled loss."""
 
     def scaled_loss(diff: tuple[PyTree, ...], scales: Any) -> tuple[Array, Any]:
         out, after = call.run(diff, state, scales)
-        value, aux = _unpack(out, has_aux)
-        loss = _as_loss(value, has_aux)
+        value, aux = unpack(out, has_aux)
+        loss = as_loss(value, has_aux)
         return scaling.scale(loss), (loss, recorder.split(aux), after)
 
     # The gradient of fp8 scales is what they have observed: see `Fp8State`.
     differentiated = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
     scales = _local(call.scales, axis_name)
-    (grads, observed), (loss, aux, after) = differentiated(diff, scales)
+    wide = call.widened(diff)
+    (grads, observed), (loss, aux, after) = differentiated(wide, scales)
+    if wide is not diff:
+        grads = jax.tree.map(functools.partial(_narrow, grad_dtype), grads, diff)
     return Evaluation(loss, aux, grads, after, observed)
 
 
-def _unpack(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    if not has_aux:
-        return out, None
-    if not isinstance(out, tuple | list) or len(out) != 2:
-        raise TypeError(
-            "With `has_aux=True` the function must return a pair `(loss, aux)`, but it "
-            f"returned {type(out).__name__}."
-        )
-    return out[0], out[1]
-
-
-def _as_loss(value: Any, has_aux: bool) -> Array:
-    """Returns the loss as a scalar of at least f32; raises if it is none."""
-    if isinstance(value, float):
-        value = np.float32(value)
-    if not is_floating(value) or shape_of(value) != ():
-        shape, dtype = shape_of(value), getattr(value, "dtype", type(value).__name__)
-        hint = "Reduce it, for example with `jnp.mean`."
-        if isinstance(value, tuple) and not has_aux:
-            hint = "If it returns a pair `(loss, aux)`, pass `has_aux=True`."
-        raise TypeError(
-            "The function must return a real floating scalar as its loss, but it "
-            f"returned {dtype} of shape {shape}. {hint}"
-        )
-    loss = jnp.asarray(value)
-    return loss.astype(at_least_f32(loss.dtype))
+def _narrow(grad_dtype: Any, grad: Array, param: Any) -> Array:
+    """Returns a gradient no wider than its parameter, f32 and what was asked for."""
+    if not is_floating(grad):
+        return grad
+    dtype = at_least_f32(dtype_of(param))
+    if grad_dtype is not None and grad_dtype.itemsize > dtype.itemsize:
+        dtype = grad_dtype
+    return cast_leaf(grad, dtype)
 
 
 def differentiate(
@@ -347,10 +333,10 @@ def value_and_grad(
 
 def _bind(options: GradOptions, func: Callable[..., Any]) -> Callable[..., GradResult]:
     @functools.wraps(func)
-    def wrapper(scaling: Any, *args: Any, **kwargs: Any) -> GradResult:
+    def wrapper(scaling: Any, /, *args: Any, **kwargs: Any) -> GradResult:
         return grad_result(func, options, scaling, args, kwargs)
 
-    del wrapper.__wrapped__  # the scaling comes first: the signature is not `func`'s
+    hide_signature(wrapper)  # the scaling comes first
     return wrapper
 
 
@@ -375,6 +361,7 @@ def grad_result(
         call.state,
         recorder=recorder,
         has_aux=options.has_aux,
+        grad_dtype=options.grad_dtype,
         axis_name=options.axis_name,
     )
     outcome = differentiate(run, call.state, scaling, options)

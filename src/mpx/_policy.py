@@ -225,7 +225,9 @@ _POLICY_KEYS = {
 }
 
 
-def get_policy(policy: str, *, keep: KeepRule | Iterable[KeepRule] = ()) -> Policy:
+def get_policy(
+    policy: Policy | str, *, keep: KeepRule | Iterable[KeepRule] = ()
+) -> Policy:
     """Makes a policy from a string such as `"p=f32,c=bf16,o=f32"`.
 
     The keys are `p` (params), `c` (compute), `o` (output), `g` (grad) and `r` (reduce),
@@ -234,17 +236,28 @@ def get_policy(policy: str, *, keep: KeepRule | Iterable[KeepRule] = ()) -> Poli
     `half` is the configured half precision, `full` is f32.
 
     Args:
-        policy: The description; `str` of a policy gives it back.
+        policy: The description; `str` of a policy gives it back. A policy comes back
+            as it is.
         keep: What stays in full precision, see `Policy`.
 
     Raises:
         ValueError: If a key or a dtype is unknown; the message names it.
+        TypeError: If it is neither a string nor a policy, or a policy with `keep`.
 
     Examples:
         >>> policy = get_policy("p=f32, c=bf16, o=f32")
         >>> str(policy), get_policy(str(policy)) == policy
         ('p=f32,c=bf16,o=f32', True)
     """
+    if isinstance(policy, Policy):
+        if _parse_keep(keep):
+            raise TypeError(
+                "`keep` goes with a string, but a `Policy` was given, which has its own. "
+                "Use `dataclasses.replace(policy, keep=...)`."
+            )
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(_not_a_policy(policy))
     text = policy.strip()
     if "=" not in text:
         dtype = _policy_dtype(text, policy)
@@ -292,11 +305,15 @@ def as_policy(policy: "Policy | str | None") -> Policy:
     if isinstance(policy, str):
         return get_policy(policy)
     if not isinstance(policy, Policy):
-        raise TypeError(
-            "`policy` must be an `mpx.Policy` or a string such as "
-            f'"p=f32,c=bf16,o=f32", but {policy!r} was given.'
-        )
+        raise TypeError(_not_a_policy(policy))
     return policy
+
+
+def _not_a_policy(policy: Any) -> str:
+    return (
+        '`policy` must be an `mpx.Policy` or a string such as "p=f32,c=bf16,o=f32", but '
+        f"{policy!r} was given."
+    )
 
 
 _RUNS_IN_FULL_PRECISION = "mpx_runs_in_full_precision"  # marks the classes made below

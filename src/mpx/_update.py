@@ -27,6 +27,7 @@ from mpx._tree import (
     select_tree,
     shape_of,
 )
+from mpx._wrapped import hide_signature
 
 Skip = Literal["select", "cond", "never"]
 
@@ -262,7 +263,7 @@ def cond_update(
         return functools.partial(cond_update, skip=skip)
 
     @functools.wraps(update_fn)
-    def wrapper(grads_finite: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(grads_finite: Any, /, *args: Any, **kwargs: Any) -> Any:
         result = eqx.filter_eval_shape(update_fn, *args, **kwargs)
         several = type(result) is tuple
         count = len(result) if several else 1
@@ -279,5 +280,5 @@ def cond_update(
         after = _skip(skip, step, args[:count], grads_finite)
         return after if several else after[0]
 
-    del wrapper.__wrapped__  # the flag comes first: not `update_fn`'s signature
+    hide_signature(wrapper)  # the flag comes first
     return wrapper

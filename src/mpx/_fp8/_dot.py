@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mpx._compat import has_explicit_axes
+from mpx._fp8._once import differentiable_once
 from mpx._fp8._operands import (
     Axes,
     Dimensions,
@@ -89,6 +90,8 @@ def _output_scales(
 ) -> list[Array]:
     """Returns the scales of a product, shaped to be multiplied with it."""
     if a.scale.ndim == b.scale.ndim == 0:
+        # One number, though it may underflow: XLA folds one into the matmul, and makes
+        # of a second a pass over the result (seen in what it compiles for an H200).
         return [a.scale * b.scale]
     (a_axes, b_axes), _ = dimensions
     rows = lax.squeeze(a.scale, a_axes)
@@ -159,6 +162,8 @@ def _forward(
     seen: Array | None,
     probe: Array | None,
 ) -> tuple[Array, _Residuals]:
+    # The codes come from these sides, though no derivative knows it.
+    sides, operands = differentiable_once((sides, operands))
     codes = [as_codes(plan, side, x) for side, x in enumerate(operands)]
     out = _multiply(
         codes[0],
@@ -218,7 +223,8 @@ def _backward(plan: Plan, residuals: _Residuals, grad: Array) -> tuple[Any, ...]
     dprobe = None
     if residuals.observed is not None:
         dprobe = jnp.stack([*residuals.observed, largest_magnitude(grad)])
-    return (grads[0], grads[1]), None, dseen, dprobe
+    (dlhs, drhs), dprobe = differentiable_once((grads, dprobe))
+    return (dlhs, drhs), None, dseen, dprobe
 
 
 _dot.defvjp(_forward, _backward)

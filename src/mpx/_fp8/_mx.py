@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from mpx._compat import gpu_capability
+from mpx._fp8._once import differentiable_once
 from mpx._fp8._recipes import MXFP8, Recipe
 from mpx._fp8._scales import largest_magnitude, power_of_two_scale, quantize
 
@@ -96,6 +97,7 @@ def _matmul(recipe: Recipe, dtype: np.dtype, x: Array, w: Array) -> Array:
 
 
 def _forward(recipe: Recipe, dtype: np.dtype, x: Array, w: Array) -> tuple[Array, Any]:
+    x, w = differentiable_once((x, w))
     out = _multiply(to_blocks(x, recipe.activation), to_blocks(w, recipe.weight), dtype)
     # The backward products sum along the other axes: they need blocks of their own.
     saved_x = (
@@ -113,7 +115,7 @@ def _backward(
         dw = _multiply(to_blocks(grad.T, recipe.grad), saved_x, dtype)
     else:
         dw = lax.dot_general(grad.T, saved_x, (((1,), (1,)), ((), ())))
-    return dx, dw.astype(dtype)
+    return differentiable_once((dx, dw.astype(dtype)))
 
 
 _matmul.defvjp(_forward, _backward)

@@ -15,7 +15,6 @@ from mpx import _nnx
 from mpx._amp._policy import AmpPolicy
 from mpx._amp._report import trace
 from mpx._amp._transform import autocast_call
-from mpx._call import argument_names
 from mpx._compat import gpu_capability, is_batched
 from mpx._fp8._mx import check_supported
 from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe
@@ -23,6 +22,7 @@ from mpx._fp8._sites import Selection, as_rules
 from mpx._fp8._state import Fp8State, empty_state
 from mpx._fp8._walk import Walk
 from mpx._tree import is_array, is_floating
+from mpx._wrapped import argument_names, signature_after
 
 
 def fp8(
@@ -50,7 +50,7 @@ def fp8(
     argument, before those of `func`; its method `init(*args)` makes one.
 
     Take gradients of the result, not of `func`: `fp8(jax.grad(loss))` would only see
-    half of the matmuls. Forward-mode derivatives do not exist.
+    half of the matmuls. Forward-mode and second derivatives do not exist and raise.
 
     Args:
         func: The function, usually a loss. Leave it out to use `fp8` as a decorator with
@@ -114,6 +114,7 @@ class Fp8Function:
         if self.has_state:
             # The state comes first: the signature is not that of `func`.
             del self.__dict__["__wrapped__"]
+            self.__signature__ = signature_after("fp8_state", func)
 
     @property
     def has_state(self) -> bool:
@@ -140,14 +141,18 @@ class Fp8Function:
                 "With `DelayedScaling` the first argument is an `Fp8State`, but "
                 f"{type(state).__name__} was given. Make one with `.init(*args)`."
             )
-        return self._with_scales(state.largest(), tuple(rest), kwargs)
+        return self._with_scales(state.largest(), self.func, tuple(rest), kwargs)
 
     def _with_scales(
-        self, scales: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        scales: dict[str, Any],
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         walk = self.walk(args, kwargs)
         walk.states = scales
-        out = autocast_call(walk, self.func, args, kwargs)
+        out = autocast_call(walk, func, args, kwargs)
         _warn_of_f32(walk)
         return out
 
@@ -200,14 +205,15 @@ class Fp8Function:
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return state
 
-        plain, objects = _nnx.take_out((args, kwargs))
+        # The function itself may be an NNX module, which the call would change.
+        plain, objects = _nnx.take_out((self.func, args, kwargs))
         arrays, static = eqx.partition(plain, is_array)
 
         def scaled(state: Fp8State, arrays: PyTree) -> Array:
             plain = eqx.combine(arrays, static)
-            full_args, full_kwargs = _nnx.put_back(plain, _nnx.copy(objects))
+            func, full_args, full_kwargs = _nnx.put_back(plain, _nnx.copy(objects))
             probes = {path: (None, x) for path, (_, x) in state.largest().items()}
-            out = self._with_scales(probes, full_args, full_kwargs)
+            out = self._with_scales(probes, func, full_args, full_kwargs)
             return _first_float(out) * loss_scale
 
         observed = jax.jit(jax.grad(scaled))(state, arrays)

@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 import mpx._policy as _policy
 from mpx._cast import cast_to_float32, cast_tree, widen_tree
+from mpx._compat import is_tracer
 from mpx._dynamic_scaling import DynamicLossScaling
 from mpx._formats import FORMATS
 from mpx._loss_scaling import LARGEST_SCALE
@@ -48,9 +49,11 @@ def half_dtype() -> Any:
 class Policy(_policy.Policy):
     """`mpx.Policy` with jmp's required arguments and its spelling of `str`."""
 
-    def __init__(self, param_dtype: Any, compute_dtype: Any, output_dtype: Any) -> None:
-        """Stores the three dtypes."""
-        super().__init__(param_dtype, compute_dtype, output_dtype)
+    def __init__(
+        self, param_dtype: Any, compute_dtype: Any, output_dtype: Any, **more: Any
+    ) -> None:
+        """Stores the three dtypes; `more` are the other fields of `mpx.Policy`."""
+        super().__init__(param_dtype, compute_dtype, output_dtype, **more)
 
     def __str__(self) -> str:
         """Returns `p=full,c=f16,o=f16` and the like."""
@@ -62,7 +65,7 @@ class Policy(_policy.Policy):
 
     def with_output_dtype(self, output_dtype: Any) -> "Policy":
         """Returns the same policy with another `output_dtype`."""
-        return Policy(self.param_dtype, self.compute_dtype, output_dtype)
+        return dataclasses.replace(self, output_dtype=output_dtype)
 
 
 def get_policy(policy_name: str) -> Policy:
@@ -133,6 +136,11 @@ def _warn_if_not_floating(value: Any, name: str) -> None:
         warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
 
 
+@jax.tree_util.register_static
+class _Floor(float):
+    """A number that is no leaf of a pytree."""
+
+
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
     """jmp's dynamic loss scale, with the arithmetic of `mpx.DynamicLossScaling`."""
@@ -144,19 +152,21 @@ class DynamicLossScale:
     min_loss_scale: Any = 1.0
 
     def __post_init__(self) -> None:
-        """Warns of integers; makes the floor a static number and the scale f32."""
+        """Warns of integers; makes a known floor a static number and the scale f32."""
         _warn_if_not_floating(self.loss_scale, "loss_scale")
         _warn_if_not_floating(self.min_loss_scale, "min_loss_scale")
-        object.__setattr__(self, "min_loss_scale", float(self.min_loss_scale))
+        floor = self.min_loss_scale
+        if isinstance(floor, int | float) or (is_array(floor) and not is_tracer(floor)):
+            object.__setattr__(self, "min_loss_scale", _Floor(floor))
         if is_array(self.loss_scale):  # a 16-bit one would not come back from `adjust`
             object.__setattr__(self, "loss_scale", widen_tree(self.loss_scale))
 
     def _scaling(self) -> DynamicLossScaling:
-        f32 = FORMATS["f32"]
+        floor, tiny = self.min_loss_scale, FORMATS["f32"].tiny
         return DynamicLossScaling(
             self.loss_scale,
             # jmp accepts a floor of 0, from which no growth comes back.
-            max(self.min_loss_scale, f32.tiny),
+            jnp.maximum(floor, tiny) if is_tracer(floor) else max(floor, tiny),
             self.factor,
             self.period,
             self.counter,
@@ -181,8 +191,8 @@ class DynamicLossScale:
 
 jax.tree_util.register_dataclass(
     DynamicLossScale,
-    data_fields=["loss_scale", "counter"],
-    meta_fields=["period", "factor", "min_loss_scale"],
+    data_fields=["loss_scale", "counter", "min_loss_scale"],
+    meta_fields=["period", "factor"],
 )
 
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale

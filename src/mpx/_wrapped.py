@@ -1,0 +1,106 @@
+"""What a user's function wraps, and what its arguments are called.
+
+A function under `amp` or `fp8` may come inside of others: jit, checkpoint, partial.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+
+
+def _layers(func: Any) -> Iterator[Any]:
+    """Yields a function and what it wraps (jit, checkpoint, partial), inwards."""
+    seen: set[int] = set()
+    while func is not None and id(func) not in seen:
+        seen.add(id(func))
+        yield func
+        is_partial = isinstance(func, functools.partial | eqx.Partial)
+        func = func.func if is_partial else getattr(func, "__wrapped__", None)
+
+
+def is_amp(func: Callable[..., Any]) -> bool:
+    """Whether a function casts by itself, being under `amp`."""
+    return any(getattr(layer, "mpx_is_amp", False) for layer in _layers(func))
+
+
+def has_scales(func: Callable[..., Any]) -> bool:
+    """Whether a function takes an `Fp8State` first, being under `fp8` with delays."""
+    return any(getattr(layer, "mpx_has_scales", False) for layer in _layers(func))
+
+
+def take_scales(
+    func: Callable[..., Any], args: Sequence[Any]
+) -> tuple[Any, Sequence[Any]]:
+    """Splits off the `Fp8State` that a function with delayed scaling takes first."""
+    if not has_scales(func):
+        return None, args
+    if any(
+        layer.args
+        for layer in _layers(func)
+        if isinstance(layer, functools.partial | eqx.Partial)
+    ):
+        raise TypeError(
+            "A `partial` has bound the first arguments of a function under `fp8` with "
+            "`DelayedScaling`, of which the first is its `Fp8State`. Pass that after the "
+            "loss scaling at each call, and bind others by keyword."
+        )
+    if not args or not hasattr(args[0], "amaxes"):
+        found = type(args[0]).__name__ if args else "nothing"
+        raise TypeError(
+            "A function under `fp8` with `DelayedScaling` takes an `Fp8State` after the "
+            f"loss scaling, but {found} was given. Make one with `.init(*args)`."
+        )
+    return args[0], args[1:]
+
+
+def original(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function whose arguments come after the `Fp8State`."""
+    delayed = [x for x in _layers(func) if getattr(x, "mpx_has_scales", False)]
+    return delayed[-1].func if delayed else func
+
+
+def argument_names(func: Callable[..., Any], count: int) -> list[str]:
+    """Returns the names of the positional parameters, for paths in rules and errors."""
+    parameters = _parameters(func)
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    names = [item.name for item in parameters if item.kind in positional][:count]
+    taken = {item.name for item in parameters}
+    for number in range(len(names), count):
+        names.append(_unused(f"arg{number}", taken))
+    return names
+
+
+def _parameters(func: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(func).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+def signature_after(first: str, func: Callable[..., Any]) -> inspect.Signature:
+    """Returns the signature of `func` with one more argument before the others."""
+    parameters = _parameters(func) or [
+        inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+        inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+    ]
+    name = _unused(first, {item.name for item in parameters})
+    before = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+    return inspect.Signature([before, *parameters])
+
+
+def hide_signature(wrapper: Callable[..., Any]) -> None:
+    """Undoes `functools.wraps` where the wrapper takes one argument more."""
+    for name in ("__wrapped__", "__signature__"):
+        vars(wrapper).pop(name, None)
