@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mpx._optim._flash import _plan
+from mpx._optim._core import _plan
 from mpx._optim._leaf import Leaf
 from mpx._optim._scalars import Scalars
 from mpx._optim._state import flatten, leaves_of

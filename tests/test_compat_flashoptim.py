@@ -4,6 +4,7 @@ What a checkpoint of the original holds is computed here in NumPy from the formu
 the FlashOptim paper, not with the code under test.
 """
 
+import dataclasses
 import functools
 import inspect
 from typing import Any
@@ -261,8 +262,14 @@ step_of_the_original = jax.jit(
 @pytest.mark.parametrize("format", ["flashoptim", "mpx"])
 def test_training_goes_on_in_mpx(format):
     params, state = original_checkpoint()
+    compression = mpx.Compression(format=format)
+    without = dataclasses.replace(compression, master_bits=None)
     optimizer = mpx.flash_adamw(
-        1e-2, b2=0.99, weight_decay=1e-2, compression=mpx.Compression(format=format)
+        1e-2,
+        b2=0.99,
+        weight_decay=1e-2,
+        groups=[mpx.ParamGroup("bare", compression=without)],
+        compression=compression,
     )
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.1, BF16), params)
     after, _ = step_of_the_original(params, state, grads)
@@ -517,6 +524,10 @@ def test_weights_of_another_shape_are_refused():
         flashoptim.set_fp32_params({"v": jnp.ones((2, 3))}, template)
 
 
+def test_empty_trees_of_weights_are_fine():
+    assert flashoptim.set_fp32_params({}, {}) == ({}, {})
+
+
 def test_leaves_are_cast_to_bf16():
     cast = flashoptim.cast_tree_bf16({"w": np.ones(2), "n": 3})
     assert {x.dtype for x in jax.tree.leaves(cast)} == {BF16}
@@ -606,6 +617,66 @@ def test_step_follows_the_formulas_of_the_original():
         ours = in_groups(np.asarray(new.mu[name].values, float))
         assert np.all(np.abs(ours - exact) <= 0.5 + 0.01)
         assert np.mean(ours == codes) > 0.99 or exact.size < 100
+
+
+@pytest.mark.parametrize("size", [20, 48, 2048])
+@pytest.mark.parametrize("shape", [(37,), (3, 96), (1024, 1030)], ids=str)
+def test_plain_steps_have_groups_of_any_size(size, shape):
+    params = {"w": jnp.ones(shape)}
+    grads = {"w": jnp.asarray(np.random.default_rng(0).normal(size=shape), F32)}
+    tx = flashoptim.flash_lion(0.5, b2=0.5, group_size=size, fused=False)
+    new, state = jax.jit(tx.step)(params, tx.init(params), grads)
+    assert_trees_equal(new["w"], 1 - 0.5 * jnp.sign(grads["w"]))
+    # The step multiplies by the reciprocal of what the other divides by.
+    expected = flashoptim.quantize_momentum(grads["w"] * 0.5, size)
+    assert_trees_equal(state.mu["w"].scales, expected.scales)
+    codes = [np.asarray(x.values, int) for x in (state.mu["w"], expected)]
+    assert np.max(np.abs(codes[0] - codes[1])) <= 1
+    again = flashoptim.to_mpx(new, state, group_size=size).state
+    compression = mpx.Compression(format="flashoptim")
+    mpx.flash_lion(0.5, compression=compression).step(new, again, grads)
+
+
+def test_group_sizes_that_no_kernel_has_need_plain_steps():
+    with pytest.raises(ValueError, match="With fused=False any number from 2 on"):
+        flashoptim.flash_lion(group_size=48)
+    with pytest.raises(ValueError, match="but 1 was given"):
+        flashoptim.flash_lion(group_size=1, fused=False)
+
+
+@pytest.mark.parametrize("eps", [0, 0.0])
+def test_eps_may_be_zero(eps):
+    params = {"w": jnp.ones(37, BF16), "v": jnp.ones((2, 32))}
+    grads = jax.tree.map(lambda x: jnp.full(x.shape, -3.0), params)
+    tx = flashoptim.flash_adam(0.5, eps=eps)
+    new, _ = tx.step(params, tx.init(params), grads)
+    for x in jax.tree.leaves(new):  # the first step is one of the learning rate
+        np.testing.assert_allclose(x.astype(F32), 1.5, rtol=2.0**-20)
+
+
+def test_state_from_before_the_cast_gets_its_corrections():
+    """As in the original, which looks at the option and not at the state."""
+    params = {"w": jnp.ones((2, 32))}
+    tx = flashoptim.flash_sgd(1.0)
+    state = tx.init(params)
+    low = flashoptim.cast_tree_bf16(params)
+    grads = {"w": jnp.full((2, 32), 2.0**-12)}
+    for _ in range(4):
+        low, state = tx.step(low, state, grads)
+    assert state.ecc["w"].dtype == np.int8
+    weights = flashoptim.reconstruct_weights(low, state.ecc)["w"]
+    # Each step rounds to a code of the correction: 2⁻⁸ / 127, of which half is lost.
+    np.testing.assert_allclose(weights, 1 - 2.0**-10, rtol=0, atol=4 * 2.0**-9 / 127)
+
+
+def test_momentum_that_is_not_asked_for_is_left_as_it_is():
+    params = {"w": jnp.ones((2, 32))}
+    _, state = (tx := flashoptim.flash_sgd(0.5, 0.9)).step(
+        params, tx.init(params), params
+    )
+    new, after = flashoptim.flash_sgd(0.5).step(params, state, params)
+    assert_trees_equal(new["w"], params["w"] * 0.5)
+    assert_trees_equal(after.mu, state.mu)
 
 
 @EVERY
@@ -781,6 +852,11 @@ def test_trees_that_do_not_fit_are_refused():
         tx.step(params, state._replace(mu={}), grads)
     with pytest.raises(ValueError, match="gradient of `w` has shape"):
         tx.step(params, state, {**grads, "w": grads["b"]})
+    odd = {"w": jnp.ones(37, BF16)}  # in the step it has 64 elements
+    with pytest.raises(
+        ValueError, match=r"of `w` has shape \(64,\), but .* has shape \(37,\)"
+    ):
+        tx.step(odd, tx.init(odd), {"w": jnp.ones(64)})
 
 
 def test_options_have_the_names_and_order_of_the_original():

@@ -1,5 +1,6 @@
 """Compressed optimizers: their rules, their state, and what a bad gradient does."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -206,8 +207,13 @@ def test_master_weights_go_in_and_come_out(dtype, bits, options):
     state = mpx.flash_adamw(1e-3, compression=compression).init(params)
     params, state = mpx.from_master(weights, params, state)
     master = mpx.master_params(params, state)
-    assert_trees_equal(params["w"], weights["w"].astype(dtype))
     half_ulp = {BF16: 2.0**-8, F16: 2.0**-11, F32: 0.0}[dtype]
+    if dtype == BF16 and bits == 24 and not options:
+        # Nearest to the master, which is off by 128 f32 ulps at most.
+        close = half_ulp + 2.0**-16
+        np.testing.assert_allclose(params["w"].astype(F32), weights["w"], rtol=close)
+    else:
+        assert_trees_equal(params["w"], weights["w"].astype(dtype))
     error = {24: half_ulp / 127, 32: 2.0**-22, None: half_ulp}[bits]
     np.testing.assert_allclose(master["w"], weights["w"], rtol=error)
     assert_trees_equal(master["ids"], weights["ids"])
@@ -386,6 +392,19 @@ def test_grad_scale_multiplies_the_gradients(name):
         stepper(tx)(params, state, scaled, grad_scale=0.125),
         stepper(tx)(params, state, grads, grad_scale=1.0),
     )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_count_that_can_grow_no_further_stays_and_steps_are_finite(name):
+    tx, params, grads = kind(name), mixed(), mixed(10)
+    last = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
+    state = dataclasses.replace(tx.init(params), count=last)
+    before = dataclasses.replace(state, count=last - 1)
+    new, state = stepper(tx)(params, state, grads)
+    assert state.count == last
+    # In f32 the two counts are one number.
+    assert_trees_equal(new, stepper(tx)(params, before, grads).params)
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(new))
 
 
 # --- rounding at random ---------------------------------------------------------------

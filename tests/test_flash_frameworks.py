@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import mpx
@@ -246,6 +246,42 @@ def test_training_resumes_bit_for_bit(options, tmp_path):
 
 
 # --- JAX's transforms -----------------------------------------------------------------
+
+
+def test_flax_saves_and_restores_the_state(tx):
+    params, grads = make_params(), make_grads(0)
+    fresh = TrainState.create(apply_fn=None, params=params, tx=tx)
+    trained = fresh.apply_gradients(grads=grads)
+    restored: Any = serialization.from_bytes(fresh, serialization.to_bytes(trained))
+    saved, got = ((x.params, x.opt_state, x.step) for x in (trained, restored))
+    assert_trees_equal(jax.tree.map(jnp.asarray, got), jax.tree.map(jnp.asarray, saved))
+
+
+def test_weights_are_found_inside_of_an_optax_state():
+    tx = optimizer("adamw")
+    params = make_params()
+    chain = optax.chain(optax.clip_by_global_norm(1.0), tx)
+    state = chain.init(params)
+    expected = mpx.master_params(params, tx.init(params))
+    assert_trees_equal(mpx.master_params(params, state), expected)
+    for wrong, count in ((optax.adam(1e-3).init(params), 0), ((state, state), 2)):
+        with pytest.raises(ValueError, match=f"tuple holds {count} of them"):
+            mpx.master_params(params, wrong)
+
+
+def test_weights_of_other_parameters_are_refused():
+    params = {"w": jnp.ones((4,), jnp.bfloat16)}
+    state = mpx.flash_adamw(1e-3).init(params)
+    for wrong in (jnp.ones((1,), jnp.bfloat16), jnp.ones((4,), jnp.float32)):
+        with pytest.raises(ValueError, match=r"correction of shape \(4,\) for `w`"):
+            mpx.master_params({"w": wrong}, state)
+
+
+def test_a_skipped_update_keeps_infinite_parameters():
+    params = {"w": jnp.array([jnp.inf, 1.0, -jnp.inf, 2.0], jnp.bfloat16)}
+    tx: Any = mpx.flash_adamw(1e-2)
+    updates, _ = tx.update(params, tx.init(params), params, ok=False)
+    assert_trees_equal(optax.apply_updates(params, updates), params)
 
 
 def test_a_loop_over_steps_is_steps():

@@ -1,12 +1,15 @@
 """Compressed optimizers: which trees they take, masks, groups, and errors."""
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -115,6 +118,55 @@ def test_only_masked_parameters_decay(factory, mask):
     assert moved == full
 
 
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_module_of_booleans_is_a_mask_though_it_can_be_called(filtered):
+    model = eqx.nn.MLP(4, 1, 32, 1, key=jax.random.key(0))
+    arrays = eqx.filter(model, eqx.is_inexact_array)
+    mask: Any = jax.tree.map(lambda x: x.ndim > 1, arrays)
+    assert mask.activation is None  # the premise: nothing is there for a function
+    assert callable(mask)
+    params = arrays if filtered else model
+    tx = mpx.flash_sgdw(0.5, weight_decay=0.5, mask=mask)
+    zeros = jax.tree.map(jnp.zeros_like, arrays)
+    new = tx.step(params, tx.init(params), zeros).params
+    for layer, old in zip(new.layers, model.layers, strict=True):
+        assert_trees_equal(layer.weight, old.weight * 0.75)
+        assert_trees_equal(layer.bias, old.bias)
+
+
+def test_what_is_none_in_a_mask_does_not_decay():
+    params = {"a": jnp.ones(2), "b": {"c": jnp.ones(2)}}
+    tx = mpx.flash_sgdw(0.5, weight_decay=0.5, mask={"a": True, "b": None})
+    new = tx.step(params, tx.init(params), jax.tree.map(jnp.zeros_like, params)).params
+    assert_trees_equal(new, {"a": jnp.full(2, 0.75), "b": params["b"]})
+
+
+def test_functions_choose_groups_by_arrays_alone():
+    model: Any = eqx.nn.MLP(4, 1, 32, 1, key=jax.random.key(0))
+    seen = []
+
+    def is_matrix(path, array):
+        seen.append(path)
+        return array.ndim > 1  # which neither functions nor None have
+
+    groups = [mpx.ParamGroup(is_matrix, frozen=True)]
+    tx: Any = mpx.flash_sgd(0.5, 0.9, groups=groups)
+    params = {"model": model, "nothing": None, "rate": 0.5}
+    grads = jax.tree.map(
+        lambda x: jnp.ones_like(x) if eqx.is_array(x) else None, params
+    )
+    new = tx.step(params, tx.init(params), grads).params["model"]
+    assert_trees_equal(new.layers[0].weight, model.layers[0].weight)
+    assert_trees_equal(new.layers[0].bias, model.layers[0].bias - 0.5)
+    assert all("layers" in path for path in seen)
+    state = tx.init(eqx.filter_eval_shape(lambda: params))
+    assert state.mu["model"].layers[0].weight is None
+    assert state.mu["model"].layers[0].bias.shape == (32,)
+    never = mpx.flash_sgd(0.5, groups=[mpx.ParamGroup(lambda path, x: x.ndim > 2)])
+    with pytest.raises(ValueError, match="No parameter belongs to the group"):
+        never.init(params)
+
+
 def test_groups_set_hyperparameters_freeze_and_compress():
     params = {
         "norm": {"scale": draw(0, dtype=BF16)},
@@ -130,7 +182,7 @@ def test_groups_set_hyperparameters_freeze_and_compress():
             "norm|embed|complex", frozen=True
         ),  # the first that matches holds
         mpx.ParamGroup(
-            lambda path, leaf: leaf is not None and path == "w",
+            lambda path, array: array.ndim == 2 and path == "w",
             {"weight_decay": 0.0},
             compression=mpx.Compression(quantize=False, master_bits=32),
         ),
@@ -208,6 +260,83 @@ ERRORS = {
         lambda: kind("adamw").update(W, kind("adamw").init(W)),
         ValueError,
         r"needs the parameters: call `update\(grads, state, params\)`",
+    ),
+    "momentum of a group": (
+        lambda: mpx.flash_sgd(1.0, groups=[mpx.ParamGroup("w", {"momentum": 0.9})]),
+        ValueError,
+        r"group 'w' sets \['momentum'\], but the optimizer keeps no momentum. Set `mom",
+    ),
+    "dampening of a group": (
+        lambda: mpx.flash_sgdw(1.0, groups=[mpx.ParamGroup("w", {"dampening": 0.9})]),
+        ValueError,
+        r"group 'w' sets \['dampening'\], but the optimizer keeps no momentum",
+    ),
+    "groups are one group": (
+        lambda: mpx.flash_sgd(1.0, groups=cast(Any, mpx.ParamGroup("w"))),
+        TypeError,
+        "`groups` must be a sequence of `ParamGroup`s.* but ParamGroup was given",
+    ),
+    "groups are others": (
+        lambda: mpx.flash_sgd(1.0, groups=cast(Any, [{"where": "w"}])),
+        TypeError,
+        "`groups` must be a sequence of `ParamGroup`s, but it holds dict",
+    ),
+    "no compression": (
+        lambda: mpx.flash_sgd(1.0, compression=cast(Any, None)),
+        TypeError,
+        "`compression` must be an `mpx.Compression`, but NoneType was given",
+    ),
+    "compression of a group": (
+        lambda: mpx.flash_sgd(
+            1.0, groups=[mpx.ParamGroup("w", compression=cast(Any, {"seed": 1}))]
+        ),
+        TypeError,
+        "`compression` of the group 'w' must be an `mpx.Compression`, but dict",
+    ),
+    "no learning rate": (
+        lambda: mpx.flash_adam(cast(Any, None)),
+        TypeError,
+        "`learning_rate` must be a number or a scalar array, but NoneType was given",
+    ),
+    "learning rate of a group": (
+        lambda: mpx.flash_adam(1.0, groups=[mpx.ParamGroup("w", {"eps": [1e-8]})]),
+        TypeError,
+        "`eps` must be a number or a scalar array, but list was given",
+    ),
+    "array of rates": (
+        lambda: mpx.flash_adam(jnp.ones(1)),
+        ValueError,
+        r"`learning_rate` must be a scalar, but its shape is \(1,\)",
+    ),
+    "schedule of arrays": (
+        lambda: step_with(tx=mpx.flash_adamw(1.0, b1=lambda count: jnp.ones(2))),
+        ValueError,
+        r"`b1` must be a scalar, but its shape is \(2,\)",
+    ),
+    "schedule of nothing": (
+        lambda: step_with(tx=mpx.flash_adamw(lambda count: None)),
+        TypeError,
+        "`learning_rate` must be a number .* NoneType was given",
+    ),
+    "grad_scale is an array": (
+        lambda: kind("adamw").step(W, kind("adamw").init(W), W, grad_scale=jnp.ones(1)),
+        ValueError,
+        r"`grad_scale` must be a scalar, but its shape is \(1,\)",
+    ),
+    "grad_scale is nothing": (
+        lambda: kind("adamw").update(W, kind("adamw").init(W), W, grad_scale=None),
+        TypeError,
+        "`grad_scale` must be a number .* NoneType was given",
+    ),
+    "dampening": (
+        lambda: mpx.flash_sgd(1.0, 0.9, dampening=1.1),
+        ValueError,
+        r"`dampening` must lie in \[0, 1\], but 1.1",
+    ),
+    "mask that forgets to return": (
+        lambda: step_with(tx=mpx.flash_adamw(1.0, mask=lambda params: None)),
+        ValueError,
+        "`mask` is a function that returned None",
     ),
     "nobody in the group": (
         lambda: mpx.flash_sgd(1.0, groups=[mpx.ParamGroup("bias")]).init(W),
@@ -291,7 +420,14 @@ ERRORS = {
 }
 
 
+@pytest.fixture
+def untyped(monkeypatch):
+    """Nobody checks annotations for a user."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
 @pytest.mark.parametrize(("call", "error", "match"), ERRORS.values(), ids=ERRORS.keys())
+@pytest.mark.usefixtures("untyped")
 def test_errors_say_what_came_and_where(call, error, match):
     with pytest.raises(error, match=match):
         call()
@@ -300,7 +436,153 @@ def test_errors_say_what_came_and_where(call, error, match):
 def test_state_of_another_format_is_refused():
     state = kind("adamw", format="flashoptim").init(W)
     wrong = eqx.tree_at(lambda s: s.mu, kind("adamw").init(W), state.mu)
-    with pytest.raises(ValueError, match="scales of `layer/w` are float16.*'mpx' has"):
+    with pytest.raises(ValueError, match="scales of `layer/w` are float16.*bfloat16"):
         step_with(state=wrong)
-    # The format belongs to the state: an optimizer goes on with what it finds.
-    assert kind("adamw").step(W, state, W).state.format == "flashoptim"
+    with pytest.raises(ValueError, match=r"`state.format` is 'flashoptim'.*'mpx'"):
+        step_with(state=state)
+
+
+# --- states that do not belong to the parameters ---------------------------------------
+
+
+def put(state, **fields):
+    return dataclasses.replace(state, **fields)
+
+
+def leaf(x):
+    return {"layer": {"w": x}}
+
+
+ADAM, W32 = kind("adamw").init(W), leaf(jnp.ones(SHAPE))
+# Optimizer, parameters, state, what the error says. Gradients are like the parameters.
+STRANGERS = {
+    "optax": ("adamw", W, (optax.EmptyState(),), "FlashState from `init.*; got tuple"),
+    "dict": ("adamw", W, {"mu": W}, "FlashState from `init.*; got dict"),
+    "None": ("adamw", W, None, "FlashState from `init.*; got NoneType"),
+    "nu for lion": (
+        "lion",
+        W,
+        ADAM,
+        r"`state.nu` was expected to be None.*keeps mu, .*`init\(params\)`",
+    ),
+    "mu for sgd": (
+        "sgd without momentum",
+        W,
+        kind("sgd").init(W),
+        "`state.mu` was expected to be None.*keeps no moments",
+    ),
+    "cast after init": (
+        "adamw",
+        W,
+        kind("adamw").init(W32),
+        "`layer/w` is bfloat16, but `state.correction` has nothing for it.*"
+        "`master_bits=24`.*init after casting the model, or use "
+        r"`Compression\(master_bits=None\)`",
+    ),
+    "cast back": (
+        "adamw",
+        W32,
+        ADAM,
+        "`layer/w` is float32, but `state.correction` holds int8 for it, which only",
+    ),
+    "shape of codes": (
+        "lion",
+        leaf(jnp.ones((2, 128), BF16)),
+        put(
+            kind("lion").init(W),
+            correction=leaf(jnp.zeros((2, 128), np.int8)),
+        ),
+        r"`state.mu` for `layer/w` must be int8 .* \(2, 128\), but it is int8 of shape "
+        r"\(2, 64\)",
+    ),
+    "shape of scales": (
+        "lion",
+        W,
+        put(
+            kind("lion").init(W),
+            mu=leaf(Quantized(jnp.zeros(SHAPE, np.int8), jnp.zeros((2, 3), BF16))),
+        ),
+        r"scales of `state.mu` for `layer/w` have shape \(2, 3\).*\(2, 64\)",
+    ),
+    "scales like codes": (
+        "lion",
+        W32,
+        put(
+            kind("lion").init(W32),
+            mu=leaf(Quantized(jnp.zeros(SHAPE, np.int8), jnp.zeros(SHAPE, BF16))),
+        ),
+        r"scales of `state.mu` for `layer/w` have shape \(2, 64\).*into groups",
+    ),
+    "one more axis": (
+        "lion",
+        leaf(jnp.ones((1, *SHAPE))),
+        kind("lion").init(W32),
+        r"scales of `state.mu` for `layer/w` have shape \(2, 2\).*\(1, 2, 64\)",
+    ),
+    "shape of f32 moments": (
+        "adamw",
+        leaf(jnp.ones(4)),
+        kind("adamw").init(leaf(jnp.ones(1))),
+        r"`state.mu` for `layer/w` must be float32 .* \(4,\), but .* \(1,\)",
+    ),
+    "moments that were cast": (
+        "sgd",
+        leaf(jnp.ones(4)),
+        put(kind("sgd").init(leaf(jnp.ones(4))), mu=leaf(jnp.zeros(4, BF16))),
+        "`state.mu` for `layer/w` must be float32 .* it is bfloat16",
+    ),
+    "shape of the correction": (
+        "sgd without momentum",
+        leaf(jnp.ones(4, BF16)),
+        kind("sgd without momentum").init(leaf(jnp.ones(1, BF16))),
+        r"`state.correction` for `layer/w` .* \(4,\), but it is int8 of shape \(1,\)",
+    ),
+    "two group sizes": (
+        "adamw",
+        W,
+        put(ADAM, nu=kind("adamw", group_size=64).init(W).nu),
+        "moments of `layer/w` are in groups of 32 and of 64",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "state", "match"), STRANGERS.values(), ids=STRANGERS.keys()
+)
+@pytest.mark.usefixtures("untyped")
+def test_a_state_that_does_not_belong_here_is_refused(name, params, state, match):
+    error = TypeError if "FlashState" in match else ValueError
+    with pytest.raises(error, match=match):
+        kind(name).step(params, state, params)
+    with pytest.raises(error, match=match):
+        kind(name).update(params, state, params)
+
+
+def test_a_group_that_keeps_no_masters_needs_no_corrections():
+    state = kind("adamw").init(W32)
+    groups = [mpx.ParamGroup("w", compression=mpx.Compression(master_bits=None))]
+    mpx.flash_adamw(0.01, groups=groups).step(W, state, W)
+    groups = [mpx.ParamGroup("w", compression=mpx.Compression(master_bits=32))]
+    tx: Any = mpx.flash_adamw(
+        0.01, groups=groups, compression=mpx.Compression(master_bits=None)
+    )
+    with pytest.raises(ValueError, match="`layer/w` is bfloat16.*`master_bits=32`"):
+        tx.step(W, state, W)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"master_bits": 32},
+        {"group_size": 64},
+        {"quantize": False},
+        {"min_size": 10**6},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("goes_on", [{}, {"master_bits": None}], ids=str)
+def test_a_state_goes_on_in_the_layout_in_which_it_was_made(made, goes_on):
+    maker = mpx.flash_adamw(0.01, compression=mpx.Compression(**{"min_size": 1} | made))
+    state = maker.init(W)
+    expected = maker.step(W, state, W)
+    assert_trees_equal(kind("adamw", **goes_on).step(W, state, W), expected)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx._optim._flash import _seed
+from mpx._optim._core import _seed
 from mpx._quant import Noise, PlainBlock, RoundedMaster
 from mpx.testing import assert_trees_equal
 

@@ -31,6 +31,7 @@ PUBLIC = [
     "NoLossScaling",
     "ParamGroup",
     "Policy",
+    "Released",
     "SkipNonfiniteState",
     "StaticLossScaling",
     "StaticScaling",
@@ -71,6 +72,7 @@ PUBLIC = [
     "master_params",
     "master_weights",
     "optimizer_update",
+    "release",
     "scaled",
     "select_tree",
     "set_half_precision_datatype",
@@ -91,6 +93,7 @@ RECEIVED = [
     "Fp8State",
     "LossScaling",
     "MasterWeightsState",
+    "Released",
     "SkipNonfiniteState",
 ]
 # Thin names for users of other libraries, documented there: one example for each module.

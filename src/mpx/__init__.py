@@ -52,6 +52,7 @@ from mpx._optim import Compression as Compression
 from mpx._optim import FlashOptimizer as FlashOptimizer
 from mpx._optim import FlashState as FlashState
 from mpx._optim import ParamGroup as ParamGroup
+from mpx._optim import Released as Released
 from mpx._optim import clip_scale as clip_scale
 from mpx._optim import flash_adam as flash_adam
 from mpx._optim import flash_adamw as flash_adamw
@@ -60,6 +61,7 @@ from mpx._optim import flash_sgd as flash_sgd
 from mpx._optim import flash_sgdw as flash_sgdw
 from mpx._optim import from_master as from_master
 from mpx._optim import master_params as master_params
+from mpx._optim import release as release
 from mpx._policy import Policy as Policy
 from mpx._policy import get_policy as get_policy
 from mpx._tree import all_finite as all_finite

@@ -337,6 +337,14 @@ def bind_jit(
     return bind(eqn, [*args, *more], jaxpr=jaxpr, **changes)
 
 
+def has_shardings(params: dict[str, Any]) -> bool:
+    """Whether a jit equation says how its arguments or its results are sharded."""
+    from jax._src.sharding_impls import UNSPECIFIED
+
+    given = (*params["in_shardings"], *params["out_shardings"])
+    return any(sharding is not UNSPECIFIED for sharding in given)
+
+
 def has_explicit_axes(mesh: Any) -> bool:
     """Whether a mesh has axes along which shardings are part of an array's type."""
     explicit = jax.sharding.AxisType.Explicit

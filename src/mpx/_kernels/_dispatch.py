@@ -26,19 +26,22 @@ class Job(NamedTuple):
         name: The path of the parameter, for errors.
         body: The step, `body(scalars, grad, leaf, block, noise) -> leaf`; hashable.
         scalars: The f32 numbers that `body` needs, in one array.
-        grad: The gradient.
+        grad: The gradient; `None` as long as it is not known.
         leaf: The parameter and its state: any pytree with an attribute `param`.
         group_size: Elements of the last axis that share a scale; 0 if there is none.
         seed: For rounding at random; `None` rounds to nearest.
+        offset: If this is a part of a larger parameter, the number of its first element
+            in that, uint32: elements are rounded by their numbers. `None` means zero.
     """
 
     name: str
     body: Body
     scalars: Array
-    grad: Array
+    grad: Any
     leaf: Any
     group_size: int
     seed: Array | None = None
+    offset: Array | None = None
 
 
 def run(
@@ -60,23 +63,24 @@ def run(
     new: list[Any] = [None] * len(jobs)
     for indices in _batches(jobs, backend):
         batch = [jobs[index] for index in indices]
-        first = batch[0]
-        if _backend(first, backend) == "jax":
+        job = batch[0]
+        if _backend(job, backend) == "jax":
             leaves = [
                 _plain(
-                    *(first.scalars, first.grad, first.leaf, ok, first.seed),
-                    body=first.body,
-                    group_size=first.group_size,
+                    *(job.scalars, job.grad, job.leaf, ok, job.seed),
+                    offset=job.offset,
+                    body=job.body,
+                    group_size=job.group_size,
                 )
             ]
         else:
             leaves = _batch(
-                [job.scalars for job in batch],
-                [job.grad for job in batch],
-                [job.leaf for job in batch],
+                [each.scalars for each in batch],
+                [each.grad for each in batch],
+                [each.leaf for each in batch],
                 ok,
-                body=first.body,
-                group_size=first.group_size,
+                body=job.body,
+                group_size=job.group_size,
                 backend=backend,
             )
         for index, leaf in zip(indices, leaves, strict=True):
@@ -168,10 +172,20 @@ def _plain(
     ok: Array | None,
     seed: Array | None,
     *,
+    offset: Array | None = None,
     body: Body,
     group_size: int,
 ) -> Any:
-    return run_plain(body, scalars, grad, leaf, group_size=group_size, ok=ok, seed=seed)
+    return run_plain(
+        body,
+        scalars,
+        grad,
+        leaf,
+        group_size=group_size,
+        ok=ok,
+        seed=seed,
+        offset=offset,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("body", "group_size", "backend"))

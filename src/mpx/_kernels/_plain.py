@@ -1,6 +1,7 @@
 """Plain JAX: the specification, and what runs on CPUs and TPUs and under `vmap`."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ def run_plain(
     group_size: int,
     ok: Array | None,
     seed: Array | None,
+    offset: Array | None = None,
 ) -> Any:
     """Runs a step on whole arrays, grouped along their last axis."""
     shape = leaf.param.shape
@@ -40,7 +42,10 @@ def run_plain(
             return x
         return x.reshape(*shape[:-1], shape[-1] // group_size, group_size)
 
-    noise = None if seed is None else Noise(group(element_index(shape)), seed)
+    noise = None
+    if seed is not None:
+        index = element_index(shape)
+        noise = Noise(group(index if offset is None else index + offset), seed)
     step = functools.partial(body, tuple(scalars), noise=noise)
     old, grad = jax.tree.map(group, leaf), group(grad)
     if cut:
@@ -71,7 +76,7 @@ class _FirstPass(PlainBlock):
 
     def peak(self, x: Array) -> Array:
         *rows, width = x.shape
-        few = min(width, _NEIGHBOURS)
+        few = math.gcd(width, _NEIGHBOURS)
         x = x.reshape(*rows, width // few, few)
         x = functools.reduce(jnp.maximum, (x[..., index] for index in range(few)))
         self.peaks.append(super().peak(x))

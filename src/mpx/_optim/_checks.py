@@ -1,16 +1,21 @@
 """What users pass that cannot be right: an error says what, where, and what to do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpx import _kernels
 from mpx._optim._options import Compression, ParamGroup
 from mpx._optim._rules import Rule
-from mpx._optim._state import PARAM_DTYPES
+from mpx._optim._state import PARAM_DTYPES, FlashState
+from mpx._quant import MomentCodec, Quantized
 from mpx._tree import dtype_of, is_inexact, shape_of
+
+MOMENTS = ("mu", "nu")
+_CORRECTIONS = (np.dtype(np.int8), np.dtype(np.int16))
 
 
 def is_trainable(name: str, param: Any) -> bool:
@@ -41,6 +46,134 @@ def check_grad(name: str, param: Any, grad: Any) -> None:
         )
 
 
+# --- the state ------------------------------------------------------------------------
+
+_INIT_AGAIN = "Make the state with `init(params)` of these parameters."
+
+
+def check_state(state: Any, rule: Rule, compression: Compression) -> None:
+    """Raises if a state is none, or that of another optimizer."""
+    if not isinstance(state, FlashState):
+        raise TypeError(
+            "A compressed optimizer expected the FlashState from `init(params)` or from "
+            f"its last step; got {type(state).__name__}. Inside of a larger optax state "
+            "it is one of the members."
+        )
+    if state.format != compression.format:
+        raise ValueError(
+            f"`state.format` is {state.format!r}, but the optimizer has the format "
+            f"{compression.format!r}. Give it `Compression(format={state.format!r})`, or "
+            "make the state with its own `init(params)`."
+        )
+    for moment in MOMENTS:
+        if moment not in rule.moments and jax.tree.leaves(getattr(state, moment)):
+            raise ValueError(
+                f"`state.{moment}` was expected to be None, because this optimizer keeps "
+                f"{' and '.join(rule.moments) or 'no moments'}, but it holds moments: "
+                "the state is that of another optimizer. Make it with `init(params)` of "
+                "this one."
+            )
+
+
+def check_moment(
+    name: str, param: Any, moment: str, stored: Any, codec: MomentCodec
+) -> None:
+    """Raises if a moment of the state does not fit its parameter."""
+    if stored is None:
+        raise ValueError(
+            f"The optimizer state has no {moment} for `{name}`. Make it with "
+            "`init(params)` of the same optimizer."
+        )
+    codes = stored
+    if isinstance(stored, Quantized):
+        codes = stored.codes
+        if dtype_of(stored.scale) != codec.scale_dtype:
+            raise ValueError(
+                f"The scales of `{name}` are {dtype_of(stored.scale)}, but the format of "
+                f"the state has {codec.scale_dtype}: it was written in another format."
+            )
+        *rows, groups = shape_of(stored.scale) or (0,)
+        *outer, last = shape_of(param) or (0,)
+        # A scale for each element would look like the codes.
+        if rows != outer or not 1 <= groups < last or last % groups:
+            raise ValueError(
+                f"The scales of `state.{moment}` for `{name}` have shape "
+                f"{shape_of(stored.scale)}, but the parameter has shape "
+                f"{shape_of(param)}, of which they divide the last axis into groups. {_INIT_AGAIN}"
+            )
+    if (shape_of(codes), dtype_of(codes)) != (shape_of(param), codec.code_dtype):
+        raise ValueError(
+            f"`state.{moment}` for `{name}` must be {codec.code_dtype} of the parameter's "
+            f"shape {shape_of(param)}, but it is {dtype_of(codes) or type(codes).__name__}"
+            f" of shape {shape_of(codes)}. {_INIT_AGAIN}"
+        )
+
+
+def check_correction(
+    name: str, param: Any, correction: Any, compression: Compression
+) -> None:
+    """Raises if a correction does not fit its parameter, or is missing.
+
+    How many bits it has is read off the state, as `group_size` is: restored states may
+    have been made with other ones.
+    """
+    if correction is None:
+        if compression.correction_dtype(param) is not None:
+            raise ValueError(
+                f"`{name}` is {param.dtype}, but `state.correction` has nothing for it, "
+                f"while the optimizer has `master_bits={compression.master_bits}`: small "
+                "updates would be lost. Call init after casting the model, or use "
+                "`Compression(master_bits=None)`."
+            )
+        return
+    if param.dtype.itemsize != 2:
+        raise ValueError(
+            f"`{name}` is {param.dtype}, but `state.correction` holds "
+            f"{dtype_of(correction)} for it, which only bf16 and f16 parameters have. Give "
+            "the parameters in the dtype that `init(params)` saw, or call it again."
+        )
+    fits = dtype_of(correction) in _CORRECTIONS
+    if not fits or shape_of(correction) != shape_of(param):
+        raise ValueError(
+            f"`state.correction` for `{name}` must be int8 or int16 of the parameter's "
+            f"shape {shape_of(param)}, but it is {dtype_of(correction)} of shape "
+            f"{shape_of(correction)}. {_INIT_AGAIN}"
+        )
+
+
+# --- options --------------------------------------------------------------------------
+
+
+def as_groups(groups: Any) -> tuple[ParamGroup, ...]:
+    """Returns groups as a tuple; raises if they are something else."""
+    if not isinstance(groups, Iterable):
+        raise TypeError(
+            "`groups` must be a sequence of `ParamGroup`s, such as "
+            f"`[ParamGroup(...)]`, but {type(groups).__name__} was given."
+        )
+    groups = tuple(groups)
+    for group in groups:
+        if not isinstance(group, ParamGroup):
+            raise TypeError(
+                "`groups` must be a sequence of `ParamGroup`s, but it holds "
+                f"{type(group).__name__}."
+            )
+        if group.compression is not None:
+            check_compression(
+                f"`compression` of the group {group.where!r}", group.compression
+            )
+    return groups
+
+
+def check_compression(what: str, compression: Any) -> None:
+    """Raises if a compression is something else."""
+    if not isinstance(compression, Compression):
+        raise TypeError(
+            f"{what} must be an `mpx.Compression`, but {type(compression).__name__} was "
+            "given. `Compression(quantize=False, master_bits=None)` compresses nothing."
+        )
+
+
 def check_backend(backend: str) -> None:
     """Raises if there is no such backend."""
     if backend not in _kernels.BACKENDS:
@@ -60,6 +193,12 @@ def check_groups(
                 f"The group {group.where!r} sets {unknown}, but this optimizer has only "
                 f"{sorted(rule.hyper)}."
             )
+        unused = sorted({"momentum", "dampening"} & set(group.hyper))
+        if unused and not rule.moments:
+            raise ValueError(
+                f"The group {group.where!r} sets {unused}, but the optimizer keeps no "
+                "momentum. Set `momentum` on the optimizer, where 0.0 keeps one, too."
+            )
         if group.compression and group.compression.format != compression.format:
             raise ValueError(
                 f"The group {group.where!r} has the format {group.compression.format!r}, "
@@ -76,7 +215,24 @@ def check_hyper(values: Mapping[str, Any]) -> None:
         _check_value(name, value)
 
 
+def check_scalar(name: str, value: Any) -> None:
+    """Raises if a value is not one number."""
+    if not (isinstance(value, int | float) or hasattr(value, "dtype")):
+        raise TypeError(
+            f"`{name}` must be a number or a scalar array, but "
+            f"{type(value).__name__} was given."
+        )
+    if shape_of(value) != ():
+        raise ValueError(
+            f"`{name}` must be a scalar, but its shape is {shape_of(value)}. Take one of "
+            "its elements."
+        )
+
+
 def _check_value(name: str, value: Any) -> None:
+    if callable(value):  # a schedule; looked at when it has been called
+        return
+    check_scalar(name, value)
     dtype = getattr(value, "dtype", np.dtype(np.float32))
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
         raise ValueError(
@@ -86,8 +242,10 @@ def _check_value(name: str, value: Any) -> None:
         )
     if not isinstance(value, int | float):
         return
-    if name in ("b1", "b2", "momentum", "dampening"):
-        fits, range_ = 0 <= value < 1 or (name == "dampening" and value == 1), "[0, 1)"
+    if name in ("b1", "b2", "momentum"):
+        fits, range_ = 0 <= value < 1, "[0, 1)"
+    elif name == "dampening":
+        fits, range_ = 0 <= value <= 1, "[0, 1]"
     elif name == "eps":
         fits, range_ = 0 < value < np.inf, "(0, ∞)"
     else:

@@ -33,7 +33,7 @@ def clip_scale(grads: PyTree, max_norm: Any, *, grad_scale: Any = 1.0) -> Clip:
 
     Args:
         grads: The gradients, possibly still scaled; `None` and integers are left out.
-        max_norm: The largest norm allowed.
+        max_norm: The largest norm allowed; inf only computes the norm.
         grad_scale: What unscales the gradients, one over the loss scale.
 
     Raises:
@@ -54,6 +54,6 @@ def clip_scale(grads: PyTree, max_norm: Any, *, grad_scale: Any = 1.0) -> Clip:
     ]
     norm = jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
     limit = jnp.asarray(max_norm, jnp.float32)
-    # A norm of zero needs no special case: the larger of the two divides.
-    factor = limit / jnp.maximum(norm, limit)
+    # Not `limit / max(norm, limit)`, which is nan if there is no limit: inf.
+    factor = jnp.where(norm > limit, limit / norm, jnp.ones(()))
     return Clip(scale * factor, norm, jnp.isfinite(norm))

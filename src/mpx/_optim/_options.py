@@ -18,7 +18,7 @@ from mpx._quant import (
     SqrtUint8,
     UlpFraction,
 )
-from mpx._tree import shape_of
+from mpx._tree import dtype_of, shape_of
 
 StateFormat = Literal["mpx", "flashoptim"]
 Where = str | Callable[[str, Any], bool]
@@ -125,7 +125,8 @@ class ParamGroup:
 
     Attributes:
         where: A regular expression that is searched in the path, such as
-            `"norm|bias"`, or a function of path and array.
+            `"norm|bias"`, or a function of path and array, which is not called for
+            leaves that are no arrays.
         hyper: Hyperparameters that differ, for example `{"weight_decay": 0.0}`.
         frozen: Whether these parameters are left as they are, without any state.
         compression: How their state is stored, if not as that of the others.
@@ -146,4 +147,4 @@ class ParamGroup:
         """Whether a parameter belongs to this group."""
         if isinstance(self.where, str):
             return re.search(self.where, name) is not None
-        return bool(self.where(name, leaf))
+        return dtype_of(leaf) is not None and bool(self.where(name, leaf))

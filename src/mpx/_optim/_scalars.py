@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import optax
 from jax import Array
 
+from mpx._optim._checks import check_scalar
 from mpx._optim._options import ParamGroup
 from mpx._optim._rules import Rule
 
@@ -31,12 +33,18 @@ class Scalars:
             merged = {**self.hyper, **(group.hyper if group else {})}
             if not decays:
                 merged["weight_decay"] = 0.0
-            values = {name: self._value(merged[name]) for name in self.rule.hyper}
-            step = (self.count + 1).astype(jnp.float32)
+            values = {name: self._value(name, merged[name]) for name in self.rule.hyper}
+            # The state counts so, too: one more than the largest int32 is negative.
+            step = jnp.asarray(optax.safe_increment(self.count)).astype(jnp.float32)
             coefficients = self.rule.coefficients(values, step)
             self.known[key] = jnp.stack([self.scale, *coefficients])
         return self.known[key]
 
-    def _value(self, value: Any) -> Array:
-        value = value(self.count) if callable(value) else value
-        return jnp.asarray(value, jnp.float32)
+    def _value(self, name: str, value: Any) -> Array:
+        return as_scalar(name, value(self.count) if callable(value) else value)
+
+
+def as_scalar(name: str, value: Any) -> Array:
+    """Returns a number as f32; raises if it is not one."""
+    check_scalar(name, value)
+    return jnp.asarray(value, jnp.float32)

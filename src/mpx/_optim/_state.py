@@ -1,6 +1,7 @@
 """The state of a compressed optimizer, and the f32 weights that it holds."""
 
 import dataclasses
+import sys
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -14,7 +15,7 @@ from mpx._nnx import without_variables
 from mpx._optim._leaf import Leaf
 from mpx._optim._options import StateFormat, master_codec
 from mpx._quant import PlainBlock, Quantized
-from mpx._tree import path_name, shape_of
+from mpx._tree import dtype_of, path_name, shape_of
 
 F32 = np.dtype(jnp.float32)
 PARAM_DTYPES = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
@@ -40,6 +41,26 @@ class FlashState(eqx.Module):
     nu: PyTree
     correction: PyTree
     format: StateFormat = eqx.field(static=True)
+
+
+def register_with_flax() -> None:
+    """Tells `flax.serialization`, if it is in use, how to save the state."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is None:
+        return
+    names = ("count", "mu", "nu", "correction")
+
+    def save(state: FlashState) -> dict[str, Any]:
+        to_dict = serialization.to_state_dict
+        return {name: to_dict(getattr(state, name)) for name in names}
+
+    def restore(state: FlashState, saved: dict[str, Any]) -> FlashState:
+        from_dict = serialization.from_state_dict
+        fields = {n: from_dict(getattr(state, n), saved[n], name=n) for n in names}
+        fields["count"] = jnp.asarray(fields["count"])
+        return dataclasses.replace(state, **fields)
+
+    serialization.register_serialization_state(FlashState, save, restore, override=True)
 
 
 class Flat(NamedTuple):
@@ -109,15 +130,34 @@ def leaves_of(flat: Flat, state: FlashState, moments: tuple[str, ...]) -> list[L
     ]
 
 
-def master_params(params: PyTree, state: FlashState) -> PyTree:
+def find_state(tree: PyTree) -> FlashState:
+    """Returns the state of a compressed optimizer, also from inside of an optax state.
+
+    Raises:
+        ValueError: If there is none, or more than one.
+    """
+    is_state = lambda x: isinstance(x, FlashState)  # noqa: E731
+    found = [x for x in jax.tree.leaves(tree, is_leaf=is_state) if is_state(x)]
+    if len(found) != 1:
+        raise ValueError(
+            "Expected the state of one compressed optimizer, by itself or inside of an "
+            f"optax state, but {type(tree).__name__} holds {len(found)} of them."
+        )
+    return found[0]
+
+
+def master_params(params: PyTree, state: PyTree) -> PyTree:
     """Returns the f32 weights behind 16-bit parameters.
 
     f32 parameters, integers, functions and other leaves come back as they are, and so
-    do frozen 16-bit parameters.
+    do 16-bit parameters without master weights and frozen ones.
 
     Args:
         params: The parameters, or a whole model.
-        state: The optimizer's state, possibly from inside of a larger optax state.
+        state: The optimizer's state, or an optax state that holds it.
+
+    Raises:
+        ValueError: If `state` does not hold one state that fits the parameters.
 
     Examples:
         >>> from mpx import flash_adamw
@@ -126,17 +166,29 @@ def master_params(params: PyTree, state: FlashState) -> PyTree:
         >>> master_params(params, state)["w"].dtype
         dtype('float32')
     """
-    flat = flatten(params)
+    flat, state = flatten(params), find_state(state)
     corrections = flat.like(state.correction, "The optimizer state")
 
-    def decode(param: Any, correction: Any) -> Any:
+    def decode(name: str, param: Any, correction: Any) -> Any:
         if correction is None:
             return param
+        check_correction(name, param, correction)
         codec = master_codec(param.dtype, correction.dtype, state.format)
         return codec.decode(jnp.asarray(param), jnp.asarray(correction), PlainBlock())
 
-    pairs = zip(flat.leaves, corrections, strict=True)
-    return flat.treedef.unflatten([decode(*pair) for pair in pairs])
+    rows = zip(flat.names, flat.leaves, corrections, strict=True)
+    return flat.treedef.unflatten([decode(*row) for row in rows])
+
+
+def check_correction(name: str, param: Any, correction: Any) -> None:
+    """Raises if a correction does not fit its parameter."""
+    if dtype_of(param) not in PARAM_DTYPES[1:] or shape_of(param) != correction.shape:
+        raise ValueError(
+            f"The state has a correction of shape {correction.shape} for `{name}`, which "
+            f"belongs to a bf16 or f16 parameter of that shape, but the parameter is "
+            f"{dtype_of(param)} of shape {shape_of(param)}. Make the state with "
+            "`init(params)`."
+        )
 
 
 def from_master(

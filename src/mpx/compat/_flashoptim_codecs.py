@@ -201,18 +201,17 @@ def set_fp32_params(
         ValueError: If trees or shapes differ.
     """
     check_same_structure(fp32_params, param_template, "`set_fp32_params`")
-    names, weights = zip(*named_leaves(fp32_params), strict=True)
     likes, treedef = jax.tree.flatten(param_template)
     pairs = []
-    for name, weight, like in zip(names, weights, likes, strict=True):
+    for (name, weight), like in zip(named_leaves(fp32_params), likes, strict=True):
         if shape_of(weight) != shape_of(like):
             raise ValueError(
                 f"The weight of `{name}` has shape {shape_of(weight)}, but the template "
                 f"has shape {shape_of(like)}."
             )
         pairs.append(split_leaf(weight, jnp.asarray(like).dtype, master_weight_bits))
-    params, corrections = zip(*pairs, strict=True)
-    return treedef.unflatten(params), treedef.unflatten(corrections)
+    params = treedef.unflatten([param for param, _ in pairs])
+    return params, treedef.unflatten([correction for _, correction in pairs])
 
 
 def cast_tree_bf16(tree: PyTree) -> PyTree:

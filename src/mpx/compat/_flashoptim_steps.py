@@ -11,10 +11,12 @@ from jax.tree_util import keystr
 from jaxtyping import PyTree
 
 from mpx._optim import Compression, FlashOptimizer, FlashState
+from mpx._optim._checks import check_grad
 from mpx._quant import Quantized
 from mpx._sharding import zeros_alike
-from mpx._tree import dtype_of, path_name, shape_of
+from mpx._tree import dtype_of, path_name
 from mpx.compat._flashoptim_codecs import (
+    MasterBits,
     QuantizedArray,
     View,
     correction_dtype,
@@ -133,9 +135,7 @@ class Steps:
         if param.dtype not in _DTYPES:
             return row
         row["ecc"] = init_correction(param, options["master_weight_bits"])
-        if options.get("momentum", 1.0) == 0.0:
-            return row
-        for name in self._moments:
+        for name in self._kept(options):
             if options["quantize"]:
                 groups = View(param.shape, options["group_size"]).groups
                 codes = zeros_alike(param, _CODES[name])
@@ -147,6 +147,9 @@ class Steps:
     @property
     def _moments(self) -> list[str]:
         return [name for name in _MOMENTS if name in self.state_type._fields]
+
+    def _kept(self, options: Mapping[str, Any]) -> list[str]:
+        return [] if options.get("momentum", 1.0) == 0.0 else self._moments
 
     def _state(self, count: Any, flat: Flat, rows: Sequence[Mapping[str, Any]]) -> Any:
         names = [name for name in self.state_type._fields if name != "count"]
@@ -184,11 +187,13 @@ class Steps:
         def tree(read: Callable[["_Leaf"], Any]) -> dict[str, Any]:
             return {name: read(leaf) for name, leaf in leaves.items()}
 
-        size = group.options["group_size"]
-        moments = {name: tree(lambda x, n=name: x.moment(n, size)) for name in _MOMENTS}
+        size, bits = group.options["group_size"], group.options["master_weight_bits"]
+        moments: dict[str, Any] = dict.fromkeys(_MOMENTS)
+        for name in self._kept(group.options):
+            moments[name] = tree(lambda x, n=name: x.moment(n, size))
         state = FlashState(
             count=jnp.asarray(count, jnp.int32),
-            correction=tree(lambda x: x.correction(size)),
+            correction=tree(lambda x: x.correction(size, bits)),
             format="flashoptim",
             **moments,
         )
@@ -264,8 +269,10 @@ class _Leaf(NamedTuple):
 
     def seen(self, group_size: int) -> Any:
         """Returns the gradient in this view."""
-        if self.grad is None or shape_of(self.grad) != shape_of(self.param):
-            return self.grad  # what is wrong will be said with the leaf's name
+        if self.grad is None:
+            return None
+        # Here, because the step knows the shape of the view only.
+        check_grad(self.name, self.param, self.grad)
         return self.view(group_size).of(self.grad)
 
     def moment(self, name: str, group_size: int) -> Any:
@@ -278,9 +285,14 @@ class _Leaf(NamedTuple):
             return view.quantized(stored, self.name)
         return view.of(jnp.asarray(stored, jnp.float32))
 
-    def correction(self, group_size: int) -> Any:
-        """Returns the correction in this view; `None` if there is none."""
+    def correction(self, group_size: int, bits: MasterBits) -> Any:
+        """Returns the correction in this view; `None` if there is none.
+
+        A state that lacks one, because it was made before the model was cast, gets one.
+        """
         ecc = self.row["ecc"]
+        if not has_correction(self.param, ecc):
+            ecc = init_correction(self.param, bits)
         if not has_correction(self.param, ecc):
             return None
         return self.view(group_size).of(jnp.asarray(ecc))
@@ -313,10 +325,10 @@ def _group(make: Callable[..., FlashOptimizer], options: Mapping[str, Any]) -> _
     hyper = dict(options)
     quantize, bits = hyper.pop("quantize"), hyper.pop("master_weight_bits")
     size, fused = hyper.pop("group_size"), hyper.pop("fused")
-    if quantize and (size < 1 or BLOCK_SIZE % size):
+    if quantize and (size < 2 or (fused and BLOCK_SIZE % size)):
         raise ValueError(
             f"group_size must divide BLOCK_SIZE ({BLOCK_SIZE}): a power of two such as 32, "
-            f"but {size} was given."
+            f"but {size} was given. With fused=False any number from 2 on will do."
         )
     if bits not in (None, 24, 32):
         raise ValueError(
@@ -329,12 +341,11 @@ def _group(make: Callable[..., FlashOptimizer], options: Mapping[str, Any]) -> _
                 f"they are {hyper['momentum']} and {hyper['dampening']}."
             )
         hyper["momentum"] = hyper["momentum"] or None
+    if "eps" in hyper and isinstance(hyper["eps"], int | float) and hyper["eps"] == 0:
+        hyper["eps"] = lambda count: 0.0  # mpx refuses a zero, but not from a schedule
+    # How many elements share a scale is read off the state.
     compression = Compression(
-        quantize=quantize,
-        master_bits=bits,
-        group_size=size if quantize else 32,
-        min_size=0,
-        format="flashoptim",
+        quantize=quantize, master_bits=bits, min_size=0, format="flashoptim"
     )
     backend = "auto" if fused else "jax"
     return _Group(options, make(**hyper, compression=compression, backend=backend))

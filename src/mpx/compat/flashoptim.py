@@ -110,7 +110,8 @@ def flash_adamw(  # noqa: PLR0917
         quantize: Whether moments are stored in 8 bits; else in f32.
         master_weight_bits: 24, 32 or `None`, the bits of the master weights of 16-bit
             parameters.
-        group_size: How many elements share a scale, a power of two up to 1024.
+        group_size: How many elements share a scale: a power of two up to 1024, or
+            any number from 2 on with `fused=False`.
         fused: `False` runs the step in plain JAX, `True` lets mpx choose.
         param_groups: Dictionaries with the key `params` and options that differ. `params`
             is a name that occurs in the path, a whole path (`"head/w"` or a tuple), a

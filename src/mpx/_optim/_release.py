@@ -1,0 +1,293 @@
+"""Gradient release: each parameter steps as soon as its gradient is known."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jaxtyping import PyTree
+
+from mpx import _kernels
+from mpx._call import as_loss, unpack
+from mpx._compat import has_explicit_axes, open_jaxpr
+from mpx._optim._core import Core
+from mpx._optim._flash import FlashOptimizer, core_of
+from mpx._optim._state import FlashState, flatten
+from mpx._optim._taps import Tap, run
+from mpx._tree import as_flag
+
+
+class Released(NamedTuple):
+    """What a step with gradient release returns.
+
+    Attributes:
+        value: What the function returned: the loss.
+        aux: What it returned beside; `None` without `has_aux`.
+        params: The parameters after the step, in their own dtypes.
+        state: The state after the step.
+        grads_finite: Whether all gradients were finite; `None` unless `skip_nonfinite`.
+        grad_norm: The norm of all gradients before `grad_scale`, f32; `None` unless
+            `with_norm`.
+    """
+
+    value: Array
+    aux: Any
+    params: PyTree
+    state: FlashState
+    grads_finite: Array | None
+    grad_norm: Array | None
+
+
+def release(
+    func: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    skip_nonfinite: bool = False,
+    with_norm: bool = False,
+) -> Callable[..., Released]:
+    """Differentiates a function and steps, without ever holding all gradients.
+
+    Parameters step inside of the backward pass. Of those that a `jax.lax.scan` consumes
+    layer by layer, the gradient of one layer exists at a time. The function need not be
+    changed, and the result is that of `jax.value_and_grad` and `optimizer.step`. Parameters
+    that are sharded over explicit axes of a mesh step all at once, after the scan.
+
+    Args:
+        func: The loss: `func(params, *args, **kwargs)`, a scalar.
+        optimizer: A compressed optimizer, such as `mpx.flash_adamw`.
+        has_aux: Whether `func` returns a pair of the loss and anything else.
+        skip_nonfinite: Whether to leave alone, parameter by parameter and layer by layer,
+            what has a gradient that is not finite, with its state. The others step: that
+            all are finite is known only in the end.
+        with_norm: Whether to compute the norm of the gradients. It is known only after
+            the step, so that it can clip the next one.
+
+    Returns:
+        A function `step(params, state, *args, ok=None, grad_scale=1.0, **kwargs)`, which
+        returns a `Released`. Where `ok` is false, nothing changes. The gradients are
+        multiplied by `grad_scale`. Put it under `jax.jit` with
+        `donate_argnums=(0, 1)`.
+
+    Raises:
+        TypeError: If `optimizer` is not one of ours: others need the whole gradient. From
+            the step: if `func` does not return a loss.
+
+    Examples:
+        >>> from mpx import flash_adamw
+        >>> params = {"w": jnp.ones((4, 8, 8), jnp.bfloat16)}  # four layers
+        >>> def loss(params, x):
+        ...     layer = lambda x, w: (jnp.tanh(x @ w), None)
+        ...     return jnp.sum(jax.lax.scan(layer, x, params["w"])[0])
+        >>> optimizer = flash_adamw(1e-3)
+        >>> step = jax.jit(release(loss, optimizer), donate_argnums=(0, 1))
+        >>> x = jnp.ones((2, 8), jnp.bfloat16)
+        >>> result = step(params, optimizer.init(params), x)
+        >>> int(result.state.count)
+        1
+    """
+    if not isinstance(optimizer, FlashOptimizer):
+        raise TypeError(
+            "`release` steps each parameter on its own and needs one of mpx's compressed "
+            f"optimizers, such as `mpx.flash_adamw`, but {type(optimizer).__name__} was "
+            "given. Give a chain's other members as `grad_scale`, schedules and groups."
+        )
+    core = core_of(optimizer)
+
+    def step(
+        params: PyTree,
+        state: FlashState,
+        *args: Any,
+        ok: Any = None,
+        grad_scale: Any = 1.0,
+        **kwargs: Any,
+    ) -> Released:
+        flag = None if ok is None else as_flag(ok, "ok")
+        flat = flatten(params)
+        ready = core.ready(flat, state, grad_scale)
+        jobs = {
+            index: job
+            for index in range(len(flat.leaves))
+            if (job := core.job(ready, index)) is not None
+        }
+        watched = _Watched.make(skip_nonfinite, with_norm)
+
+        def traced(weights: list[Any]) -> tuple[Any, Any]:
+            leaves = list(flat.leaves)
+            for index, weight in zip(jobs, weights, strict=True):
+                leaves[index] = weight
+            out = func(flat.treedef.unflatten(leaves), *args, **kwargs)
+            value, aux = unpack(out, has_aux)
+            return as_loss(value, has_aux), aux
+
+        weights = [jnp.asarray(job.leaf.param) for job in jobs.values()]
+        closed, out = jax.make_jaxpr(traced, return_shape=True)(weights)
+        sites = [_Site(core, job, flag, watched) for job in jobs.values()]
+
+        def loss(origin: Array) -> tuple[Array, list[Any]]:
+            taps = [_ParamTap(site, origin) for site in sites]
+            # Of references with explicit shardings JAX cannot read a layer.
+            ready = [tap.read() if tap.site.is_explicit else tap for tap in taps]
+            value, *aux = run(*open_jaxpr(closed), ready)
+            return value, aux
+
+        (value, aux), _ = jax.value_and_grad(loss, has_aux=True)(jnp.zeros(()))
+        for site in sites:
+            site.finish()
+        new = list(ready.leaves)
+        for index, site in zip(jobs, sites, strict=True):
+            new[index] = site.frozen()
+        return Released(
+            value,
+            jax.tree.unflatten(jax.tree.structure(out[1]), aux) if has_aux else None,
+            flat.treedef.unflatten([leaf.param for leaf in new]),
+            core.advanced(ready, new, flag),
+            *watched.results(),
+        )
+
+    return step
+
+
+class _Watched(NamedTuple):
+    """What is known of all gradients in the end: references, or `None`."""
+
+    finite: Any
+    squares: Any
+
+    @classmethod
+    def make(cls, finite: bool, squares: bool) -> "_Watched":
+        return cls(
+            jax.new_ref(jnp.ones((), bool)) if finite else None,
+            jax.new_ref(jnp.zeros(())) if squares else None,
+        )
+
+    def see(self, grad: Array) -> Array | None:
+        """Takes note of a gradient; returns whether it is finite, if that is asked."""
+        grad = grad.astype(jnp.float32)
+        if self.squares is not None:
+            self.squares[...] += jnp.sum(jnp.square(grad))
+        if self.finite is None:
+            return None
+        finite = jnp.all(jnp.isfinite(grad))
+        self.finite[...] &= finite
+        return finite
+
+    def results(self) -> tuple[Array | None, Array | None]:
+        finite, squares = (None if x is None else jax.freeze(x) for x in self)
+        return finite, None if squares is None else jnp.sqrt(squares)
+
+
+class _Site:
+    """A parameter with its state, in memory that the backward pass can write to."""
+
+    def __init__(
+        self, core: Core, job: _kernels.Job, ok: Array | None, watched: _Watched
+    ) -> None:
+        self._backend: _kernels.Backend = core.backend
+        self._job = job._replace(leaf=None)
+        self._shape = job.leaf.param.shape
+        mesh = jax.typeof(job.leaf.param).sharding.mesh
+        self.is_explicit = has_explicit_axes(mesh)
+        self._ok = ok
+        self._stepped = False
+        self._watched = watched
+        self.refs = jax.tree.map(lambda x: jax.new_ref(jnp.asarray(x)), job.leaf)
+
+    def operands(self) -> Any:
+        """The arrays and references that a step needs, beside the gradient."""
+        job = self._job
+        return self.refs, job.scalars, job.seed, self._ok, self._watched
+
+    def step(self, index: Array | None, grad: Array, operands: Any) -> None:
+        """Steps the parameter, or the layer of it that has this number."""
+        self._stepped = True
+        refs, scalars, seed, ok, watched = operands
+        at = ... if index is None else index
+        finite = watched.see(grad)
+        if finite is not None:
+            ok = finite if ok is None else ok & finite
+        offset = None
+        if index is not None and seed is not None:
+            size = np.uint32(int(np.prod(self._shape[1:])) & 0xFFFFFFFF)
+            offset = index.astype(jnp.uint32) * size
+        job = self._job._replace(
+            leaf=jax.tree.map(lambda ref: ref[at], refs),
+            grad=grad,
+            scalars=scalars,
+            seed=seed,
+            offset=offset,
+        )
+        (new,) = _kernels.run([job], ok=ok, backend=self._backend)
+
+        def store(ref: Any, x: Array) -> None:
+            ref[at] = x
+
+        jax.tree.map(store, refs, new)
+
+    def finish(self) -> None:
+        """Steps with a gradient of zero if the loss does not depend on the parameter."""
+        if not self._stepped:
+            zeros = jnp.zeros(self._shape, self.refs.param.dtype)
+            self.step(None, zeros, self.operands())
+
+    def frozen(self) -> Any:
+        """Returns parameter and state; they are not to be written to any more."""
+        return jax.tree.map(jax.freeze, self.refs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ParamTap(Tap):
+    """Reads a parameter. The cotangent of what was read steps it.
+
+    Attributes:
+        site: The parameter.
+        origin: The number that the loss is differentiated for. Its gradient is zero.
+        index: The number of the layer; `None` for all.
+        casts: Dtypes to cast to, one after the other.
+    """
+
+    site: _Site
+    origin: Array
+    index: Array | None = None
+    casts: tuple[Any, ...] = ()
+
+    def read(self) -> Array:
+        x = self.site.refs.param[... if self.index is None else self.index]
+        x = _tapped(self.site, x, self.origin, self.index, self.site.operands())
+        return functools.reduce(lambda x, dtype: x.astype(dtype), self.casts, x)
+
+    def layer(self, index: Array) -> "_ParamTap":
+        return dataclasses.replace(self, index=index)
+
+    def cast(self, dtype: Any) -> "_ParamTap":
+        return dataclasses.replace(self, casts=(*self.casts, dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tapped(
+    site: _Site, x: Array, origin: Array, index: Array | None, operands: Any
+) -> Array:
+    """Returns `x`, a parameter or a layer of it."""
+    del site, origin, index, operands
+    return x
+
+
+def _forward(
+    site: _Site, x: Array, origin: Array, index: Array | None, operands: Any
+) -> tuple[Array, Any]:
+    del site, origin
+    return x, (index, operands)
+
+
+def _backward(site: _Site, kept: Any, grad: Array) -> tuple[Any, ...]:
+    index, operands = kept
+    site.step(index, grad, operands)
+    return None, jnp.zeros(()), None, None
+
+
+_tapped.defvjp(_forward, _backward)

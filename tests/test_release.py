@@ -1,0 +1,541 @@
+"""Gradient release: the numbers of an ordinary step, without the gradients' memory."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from flash_cases import BF16, F16, F32, draw
+from mpx.testing import assert_trees_equal
+
+# Without optimizations, which fuse sums and products otherwise in another program, equal
+# formulas give equal bits.
+pytestmark = pytest.mark.usefixtures("small_programs")
+
+LAYERS, WIDTH, HIDDEN, WORDS = 3, 32, 64, 48
+TINY = mpx.Compression(min_size=1)
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": mpx.flash_adamw(1e-2, weight_decay=0.1, compression=TINY),
+    "adam": mpx.flash_adam(1e-2, weight_decay=0.1, compression=TINY),
+    "lion": mpx.flash_lion(1e-3, compression=TINY),
+    "sgd": mpx.flash_sgd(1e-2, momentum=0.9, nesterov=True, compression=TINY),
+    "sgdw": mpx.flash_sgdw(1e-2, momentum=0.9, compression=TINY),
+    "sgd without momentum": mpx.flash_sgd(1e-2),
+    "a schedule": mpx.flash_adamw(
+        lambda count: 1e-2 / (1 + jnp.float32(count)), compression=TINY
+    ),
+    "f32 moments": mpx.flash_adamw(1e-2),  # all leaves are below `min_size`
+    "no masters": mpx.flash_adamw(
+        1e-2, compression=mpx.Compression(min_size=1, master_bits=None)
+    ),
+    "flashoptim": mpx.flash_adamw(
+        1e-2, compression=mpx.Compression(min_size=1, format="flashoptim")
+    ),
+    "stochastic": mpx.flash_adamw(
+        1e-2, compression=mpx.Compression(min_size=1, rounding="stochastic", seed=3)
+    ),
+}
+
+
+# --- models ---------------------------------------------------------------------------
+
+
+def make_params(dtype=BF16):
+    return {
+        "table": draw(1, (WORDS, WIDTH), dtype),
+        "up": draw(2, (LAYERS, WIDTH, HIDDEN), dtype) / 4,
+        "bias": draw(3, (LAYERS, HIDDEN), dtype) / 4,
+        "down": draw(4, (LAYERS, HIDDEN, WIDTH), dtype) / 8,
+        "norm": jnp.ones((WIDTH,), dtype),
+    }
+
+
+def make_batch():
+    words = np.random.default_rng(5).integers(0, WORDS, 24)
+    return jnp.asarray(words), jnp.asarray(np.roll(words, 1))
+
+
+def layer(x, weights):
+    up, bias, down = weights
+    return x + jax.nn.gelu(x @ up + bias[None]) @ down, None
+
+
+def cross_entropy(params, x, words):
+    """Ties the head to the table of the embedding."""
+    logits = ((x * params["norm"][None]) @ params["table"].T).astype(F32)
+    each = jnp.take_along_axis(jax.nn.log_softmax(logits), words[:, None], 1)
+    return -jnp.mean(each)
+
+
+def layers_of(params):
+    return params["up"], params["bias"], params["down"]
+
+
+def scanned(params, words, after, *, wrap=lambda body: body, **options):
+    x = params["table"][words]
+    x, _ = lax.scan(wrap(layer), x, layers_of(params), **options)
+    return cross_entropy(params, x, after)
+
+
+def unrolled(params, words, after):
+    x = params["table"][words]
+    for index in range(LAYERS):
+        x, _ = layer(x, jax.tree.map(lambda w: w[index], layers_of(params)))  # noqa: B023
+    return cross_entropy(params, x, after)
+
+
+def under_jit(params, words, after):
+    run = jax.jit(lambda x, weights: lax.scan(jax.checkpoint(layer), x, weights)[0])
+    return cross_entropy(params, run(params["table"][words], layers_of(params)), after)
+
+
+def remat_around(params, words, after):
+    run = jax.checkpoint(lambda x, weights: lax.scan(layer, x, weights)[0])
+    return cross_entropy(params, run(params["table"][words], layers_of(params)), after)
+
+
+def twice(params, words, after):
+    """A second pass through the same layers: gradients are sums over both."""
+    x = params["table"][words]
+    for _ in range(2):
+        x, _ = lax.scan(layer, x, layers_of(params))
+    return cross_entropy(params, x, after)
+
+
+def in_a_loop(params, words, after):
+    """The same within an outer scan, whose iterations share the layers."""
+
+    def outer(x, _):
+        return lax.scan(layer, x, layers_of(params))
+
+    x, _ = lax.scan(outer, params["table"][words], length=2)
+    return cross_entropy(params, x, after)
+
+
+def also_outside(params, words, after):
+    """A penalty on weights that a scan consumes."""
+    penalty = 0.01 * jnp.sum(jnp.square(params["up"].astype(F32)))
+    return scanned(params, words, after) + penalty
+
+
+def unused(params, words, after):
+    """The layers' biases are not used, and the norm has no gradient."""
+    params = params | {"norm": lax.stop_gradient(params["norm"])}
+
+    def step(x, weights):
+        up, down = weights
+        return x + jnp.tanh(x @ up) @ down, None
+
+    x, _ = lax.scan(step, params["table"][words], (params["up"], params["down"]))
+    return cross_entropy(params, x, after)
+
+
+def part_of_the_body(params, words, after):
+    """Only one product of a layer is under remat."""
+
+    def step(x, weights):
+        up, bias, down = weights
+        hidden = jax.checkpoint(lambda x, up: jax.nn.gelu(x @ up))(x, up)
+        return x + (hidden + bias[None]) @ down, None
+
+    x, _ = lax.scan(step, params["table"][words], layers_of(params))
+    return cross_entropy(params, x, after)
+
+
+MODELS = {
+    "scan": scanned,
+    "scan and remat": functools.partial(scanned, wrap=jax.checkpoint),
+    "remat that keeps products": functools.partial(
+        scanned,
+        wrap=functools.partial(
+            jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable
+        ),
+    ),
+    "reverse": functools.partial(scanned, reverse=True),
+    "unrolled scan": functools.partial(scanned, unroll=2),
+    "unrolled": unrolled,
+    "under jit": under_jit,
+    "remat around": remat_around,
+    "twice": twice,
+    "in a loop": in_a_loop,
+    "also outside": also_outside,
+    "unused": unused,
+    "part of the body": part_of_the_body,
+    "amp": mpx.amp(scanned, compute_dtype=BF16),
+}
+
+
+def steppers(func, optimizer, **options):
+    """An ordinary step and one with gradient release, of the same signature."""
+
+    def ordinary(params, state, *args):
+        value, grads = jax.value_and_grad(func, allow_int=True)(params, *args)
+        return (value, *optimizer.step(params, state, grads))
+
+    released = mpx.release(func, optimizer, **options)
+
+    def release(params, state, *args):
+        result = released(params, state, *args)
+        return result.value, result.params, result.state
+
+    return ordinary, release
+
+
+def assert_same_steps(func, optimizer, params, *args, steps=2):
+    """Both steps, several times from the same start, leave the same bits."""
+    ordinary, release = map(jax.jit, steppers(func, optimizer))
+    want = got = params, optimizer.init(params)
+    for _ in range(steps):
+        want_value, *want = ordinary(*want, *args)
+        got_value, *got = release(*got, *args)
+        assert_trees_equal(got_value, want_value)
+    assert_trees_equal(tuple(got), tuple(want))
+    assert int(got[1].count) == steps
+    for old, new in zip(*map(jax.tree.leaves, (params, got[0])), strict=True):
+        assert np.any(old != new)  # the premise: everything has moved
+
+
+# --- numbers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_step_as_without_release(name):
+    dtype = F32 if name == "amp" else BF16
+    assert_same_steps(
+        MODELS[name], OPTIMIZERS["adamw"], make_params(dtype), *make_batch()
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
+def test_optimizers_step_as_without_release(name):
+    func = MODELS["scan and remat"]
+    assert_same_steps(func, OPTIMIZERS[name], make_params(), *make_batch())
+
+
+@pytest.mark.parametrize("dtype", [F16, F32], ids=["f16", "f32"])
+def test_dtypes_step_as_without_release(dtype):
+    func = MODELS["scan and remat"]
+    assert_same_steps(func, OPTIMIZERS["adamw"], make_params(dtype), *make_batch())
+
+
+def test_groups_masks_and_leaves_that_are_no_parameters():
+    optimizer = mpx.flash_adamw(
+        1e-2,
+        weight_decay=0.1,
+        mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+        groups=[
+            mpx.ParamGroup("table", frozen=True),
+            mpx.ParamGroup("down", {"learning_rate": 1e-3}),
+        ],
+        compression=TINY,
+    )
+    params = make_params() | {"steps": jnp.arange(3), "nothing": None}
+    ordinary, release = map(jax.jit, steppers(scanned, optimizer))
+    state = optimizer.init(params)
+    _, *want = ordinary(params, state, *make_batch())
+    _, *got = release(params, state, *make_batch())
+    assert_trees_equal(got, want)
+    for name in ("table", "steps", "nothing"):
+        assert_trees_equal(got[0][name], params[name])
+
+
+def test_equinox_models_step_as_without_release():
+    class Tower(eqx.Module):
+        layers: Any
+        activation: Any = jax.nn.gelu
+
+        def __call__(self, x):
+            arrays, static = eqx.partition(self.layers, eqx.is_array)
+
+            def body(x, arrays):
+                return x + self.activation(eqx.combine(arrays, static)(x)), None
+
+            return lax.scan(body, x, arrays)[0]
+
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    make = eqx.filter_vmap(lambda key: eqx.nn.Linear(WIDTH, WIDTH, dtype=BF16, key=key))
+    model = Tower(make(keys))
+    optimizer, x = OPTIMIZERS["adamw"], draw(6, (WIDTH,), BF16)
+
+    def loss(model, x):
+        return jnp.sum(jnp.square(model(x).astype(F32)))
+
+    @eqx.filter_jit
+    def ordinary(model, state):
+        grads = eqx.filter_grad(loss)(model, x)
+        return tuple(optimizer.step(model, state, grads))
+
+    @eqx.filter_jit
+    def release(model, state):
+        result = mpx.release(loss, optimizer)(model, state, x)
+        return result.params, result.state
+
+    state = optimizer.init(model)
+    got, want = release(model, state), ordinary(model, state)
+    arrays = [eqx.filter(tree, eqx.is_array) for tree in (got, want)]
+    assert_trees_equal(*arrays)
+    assert got[0].activation is jax.nn.gelu
+
+
+def test_linen_models_step_as_without_release():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            hidden = nn.Dense(HIDDEN, param_dtype=BF16, dtype=BF16)(x)
+            return x + nn.Dense(WIDTH, param_dtype=BF16, dtype=BF16)(
+                nn.gelu(hidden)
+            ), None
+
+    scan = nn.scan(
+        nn.remat(Block, prevent_cse=False),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=LAYERS,
+    )
+    x = draw(6, (4, WIDTH), BF16)
+    model = scan()
+    params = model.init(jax.random.key(0), x, None)
+    params = jax.tree.map(lambda p: p + jnp.asarray(0.1, p.dtype), params)
+
+    def loss(params, x):
+        return jnp.sum(jnp.square(model.apply(params, x, None)[0].astype(F32)))
+
+    assert_same_steps(loss, OPTIMIZERS["adamw"], params, x)
+
+
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
+def test_shardings_are_kept_and_numbers_are_those_of_an_ordinary_step(axis_type):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    specs = {"up": P(None, None, "y"), "down": P(None, "y", None)}
+
+    def put(x, spec):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    params = {
+        "up": put(draw(2, (LAYERS, WIDTH, 64), BF16) / 4, specs["up"]),
+        "down": put(draw(4, (LAYERS, 64, WIDTH), BF16) / 8, specs["down"]),
+    }
+    x = put(draw(6, (8, WIDTH), BF16), P("x", None))
+
+    def loss(params, x):
+        def body(x, weights):
+            hidden = jnp.tanh(x @ weights["up"])
+            out = jnp.einsum("bh,hd->bd", hidden, weights["down"], out_sharding=keep)
+            return x + out, None
+
+        keep = P("x", None) if axis_type == AxisType.Explicit else None
+        x, _ = lax.scan(jax.checkpoint(body), x, params)
+        return jnp.sum(jnp.square(x.astype(F32)))
+
+    optimizer = OPTIMIZERS["adamw"]
+    with jax.set_mesh(mesh):
+        ordinary, release = map(jax.jit, steppers(loss, optimizer))
+        state = optimizer.init(params)
+        want, got = ordinary(params, state, x), release(params, state, x)
+    assert_trees_equal(got, want)
+    for name, spec in specs.items():
+        for leaf in (got[1][name], got[2].mu[name].codes, got[2].mu[name].scale):
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+
+
+# --- memory ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["scan", "scan and remat", "under jit"])
+def test_gradients_of_layers_take_no_memory(name):
+    layers, width, hidden = 32, 64, 256
+    shapes = {
+        "table": (WORDS, width),
+        "up": (layers, width, hidden),
+        "bias": (layers, hidden),
+        "down": (layers, hidden, width),
+        "norm": (width,),
+    }
+    params = {k: jax.ShapeDtypeStruct(shape, BF16) for k, shape in shapes.items()}
+    optimizer = OPTIMIZERS["adamw"]
+    state = jax.eval_shape(optimizer.init, params)
+    words = jax.ShapeDtypeStruct((4,), jnp.int32)
+    ordinary, release = (
+        jax.jit(step, donate_argnums=(0, 1))
+        .lower(params, state, words, words)
+        .compile()
+        .memory_analysis()
+        for step in steppers(MODELS[name], optimizer)
+    )
+    count = sum(np.prod(shapes[key]) for key in ("up", "bias", "down"))
+    saved = ordinary.temp_size_in_bytes - release.temp_size_in_bytes
+    # All gradients, but for one layer of parameters, state and gradient.
+    assert saved >= 2 * count - 7.2 * count / layers
+    assert release.alias_size_in_bytes == ordinary.alias_size_in_bytes
+
+
+# --- what else a step returns and takes -----------------------------------------------
+
+
+def test_auxiliary_output_comes_with_its_structure():
+    def func(params, *batch):
+        value = scanned(params, *batch)
+        return value, {"loss": value, "words": batch[0]}
+
+    optimizer, params = OPTIMIZERS["adamw"], make_params()
+    state, batch = optimizer.init(params), make_batch()
+    result = mpx.release(func, optimizer, has_aux=True)(params, state, *batch)
+    plain = mpx.release(scanned, optimizer)(params, state, *batch)
+    assert_trees_equal(result.aux["loss"], result.value)
+    assert_trees_equal(result.aux["words"], batch[0])
+    assert_trees_equal((result.value, result.params), (plain.value, plain.params))
+    assert plain.aux is plain.grads_finite is plain.grad_norm is None
+
+
+def test_keywords_reach_the_function():
+    def func(params, words, *, after):
+        return scanned(params, words, after)
+
+    optimizer, params = OPTIMIZERS["adamw"], make_params()
+    state, (words, after) = optimizer.init(params), make_batch()
+    step = jax.jit(mpx.release(func, optimizer))
+    got = step(params, state, words, after=after)
+    want = jax.jit(mpx.release(scanned, optimizer))(params, state, words, after)
+    assert_trees_equal((got.value, got.params), (want.value, want.params))
+
+
+def test_a_step_that_is_not_ok_changes_no_bit():
+    optimizer, params = OPTIMIZERS["adamw"], make_params()
+    step = jax.jit(mpx.release(scanned, optimizer))
+    first = step(params, optimizer.init(params), *make_batch())
+    skipped = step(first.params, first.state, *make_batch(), ok=jnp.array(False))
+    assert_trees_equal((skipped.params, skipped.state), (first.params, first.state))
+    taken = step(first.params, first.state, *make_batch(), ok=True)
+    want = step(first.params, first.state, *make_batch())
+    assert_trees_equal((taken.params, taken.state), (want.params, want.state))
+
+
+def test_a_scale_multiplies_the_gradients():
+    optimizer, params = OPTIMIZERS["sgd"], make_params()
+    state, batch = optimizer.init(params), make_batch()
+    want = jax.jit(mpx.release(scanned, optimizer))(params, state, *batch)
+
+    def scaled(params, *batch):
+        return scanned(params, *batch) * 1024
+
+    step = jax.jit(mpx.release(scaled, optimizer))
+    got = step(params, state, *batch, grad_scale=jnp.float32(1 / 1024))
+    assert_trees_equal((got.params, got.state), (want.params, want.state))
+
+
+def test_the_norm_is_that_of_all_gradients():
+    optimizer, params, batch = OPTIMIZERS["adamw"], make_params(F32), make_batch()
+    step = jax.jit(mpx.release(scanned, optimizer, with_norm=True))
+    got = step(params, optimizer.init(params), *batch, grad_scale=0.25)
+    grads = jax.jit(jax.grad(scanned))(params, *batch)
+    squares = [np.sum(np.square(np.asarray(g, np.float64))) for g in grads.values()]
+    # Sums of at most 24 · 3072 squares; the gradients differ by roundings of f32.
+    np.testing.assert_allclose(got.grad_norm, np.sqrt(sum(squares)), rtol=2.0**-18)
+
+
+def test_only_layers_with_gradients_that_are_not_finite_are_left_alone():
+    params = make_params() | {"poison": jnp.zeros((LAYERS, WIDTH), BF16)}
+
+    # Only the gradient is to be inf.
+    @jax.custom_vjp
+    def times(x, factor):
+        return x
+
+    times.defvjp(lambda x, f: (x, f), lambda f, g: (g * f, None))
+
+    def safe(params, words, after):
+        def body(x, weights):
+            rest, poison, factor = weights
+            x, _ = layer(x, rest)
+            return x + times(poison, factor)[None], None
+
+        factors = jnp.array([1.0, jnp.inf, 1.0], BF16)
+        xs = layers_of(params), params["poison"], factors
+        x, _ = lax.scan(body, params["table"][words], xs)
+        return cross_entropy(params, x, after)
+
+    optimizer = OPTIMIZERS["adamw"]
+    state = optimizer.init(params)
+    step = jax.jit(mpx.release(safe, optimizer, skip_nonfinite=True))
+    got = step(params, state, *make_batch())
+    assert not bool(got.grads_finite)
+    assert int(got.state.count) == 1
+    moved = np.any(np.asarray(got.params["poison"] != params["poison"]), axis=1)
+    assert moved.tolist() == [True, False, True]
+    for new, old in zip(
+        *(jax.tree.leaves(s) for s in (got.state.mu["poison"], state.mu["poison"])),
+        strict=True,
+    ):
+        assert_trees_equal(new[1], old[1])
+    assert mpx.all_finite(mpx.master_params(got.params, got.state))
+    for key in ("up", "down", "table", "norm"):
+        assert np.any(got.params[key] != params[key])
+
+
+def test_where_all_is_finite_nothing_is_left_alone():
+    optimizer, params = OPTIMIZERS["adamw"], make_params()
+    step = jax.jit(mpx.release(scanned, optimizer, skip_nonfinite=True))
+    got = step(params, optimizer.init(params), *make_batch())
+    want = jax.jit(mpx.release(scanned, optimizer))(
+        params, optimizer.init(params), *make_batch()
+    )
+    assert bool(got.grads_finite)
+    # Another program, other roundings: a gradient is off by a bf16 ulp, which moves the
+    # first step of Adam, of 0.01, by as much of itself, and the result is rounded.
+    for name, param in got.params.items():
+        new, old = (np.asarray(x, np.float32) for x in (param, want.params[name]))
+        assert np.all(np.abs(new - old) <= (0.01 + np.abs(old)) * 2.0**-7)
+        if name in ("up", "bias", "down"):
+            moved = np.asarray(param != params[name]).reshape(LAYERS, -1)
+            assert np.all(np.any(moved, axis=1))
+
+
+# --- errors ---------------------------------------------------------------------------
+
+
+def test_other_optimizers_are_refused():
+    with pytest.raises(TypeError, match="one of mpx's compressed optimizers.*Gradient"):
+        mpx.release(scanned, optax.adamw(1e-3))
+
+
+@pytest.mark.parametrize(
+    ("func", "message"),
+    [
+        (lambda p: p["w"], r"floating scalar.*returned float32 of shape \(4,\)"),
+        (lambda p: (p["w"].sum(), 1), "has_aux=True"),
+        (lambda p: jnp.int32(1), "returned int32"),
+    ],
+    ids=["an array", "a pair", "an integer"],
+)
+def test_functions_that_return_no_loss_are_refused(func, message):
+    params = {"w": jnp.ones(4)}
+    optimizer = mpx.flash_adamw(1e-3)
+    with pytest.raises(TypeError, match=message):
+        mpx.release(func, optimizer)(params, optimizer.init(params))
+
+
+def test_without_a_pair_there_is_no_auxiliary_output():
+    params = {"w": jnp.ones(4)}
+    optimizer = mpx.flash_adamw(1e-3)
+    step = mpx.release(lambda p: p["w"].sum(), optimizer, has_aux=True)
+    with pytest.raises(TypeError, match=r"must return a pair `\(loss, aux\)`"):
+        step(params, optimizer.init(params))
+
+
+def test_the_state_of_other_parameters_is_refused():
+    optimizer = mpx.flash_adamw(1e-3)
+    state = optimizer.init({"v": jnp.ones(4)})
+    with pytest.raises(ValueError, match="The optimizer state must have the structure"):
+        mpx.release(lambda p: p["w"].sum(), optimizer)({"w": jnp.ones(4)}, state)
