@@ -132,8 +132,8 @@ def release(
         def loss(origin: Array) -> tuple[Array, list[Any]]:
             taps = [_ParamTap(site, origin) for site in sites]
             # Of references with explicit shardings JAX cannot read a layer.
-            ready = [tap.read() if tap.site.is_explicit else tap for tap in taps]
-            value, *aux = run(*open_jaxpr(closed), ready)
+            given = [tap.read() if tap.site.is_explicit else tap for tap in taps]
+            value, *aux = run(*open_jaxpr(closed), given)
             return value, aux
 
         (value, aux), _ = jax.value_and_grad(loss, has_aux=True)(jnp.zeros(()))
