@@ -26,18 +26,13 @@ LAYERS, WIDTH, HIDDEN, WORDS = 3, 32, 64, 48
 TINY = mpx.Compression(min_size=1)
 OPTIMIZERS: dict[str, Any] = {
     "adamw": mpx.flash_adamw(1e-2, weight_decay=0.1, compression=TINY),
-    "adam": mpx.flash_adam(1e-2, weight_decay=0.1, compression=TINY),
     "lion": mpx.flash_lion(1e-3, compression=TINY),
     "sgd": mpx.flash_sgd(1e-2, momentum=0.9, nesterov=True, compression=TINY),
-    "sgdw": mpx.flash_sgdw(1e-2, momentum=0.9, compression=TINY),
     "sgd without momentum": mpx.flash_sgd(1e-2),
     "a schedule": mpx.flash_adamw(
         lambda count: 1e-2 / (1 + jnp.float32(count)), compression=TINY
     ),
     "f32 moments": mpx.flash_adamw(1e-2),  # all leaves are below `min_size`
-    "no masters": mpx.flash_adamw(
-        1e-2, compression=mpx.Compression(min_size=1, master_bits=None)
-    ),
     "flashoptim": mpx.flash_adamw(
         1e-2, compression=mpx.Compression(min_size=1, format="flashoptim")
     ),

@@ -140,9 +140,10 @@ def _scan(eqn: Any, values: list[Any], *, in_loop: bool) -> list[Any]:
         return outs[:n_carry], outs[n_carry:]
 
     if not jaxpr.effects and not _has_remat(jaxpr):
-        # The backward pass reads again, what was read is not kept; all else is. Around a
-        # remat this would keep what that one does not.
-        body = jax.checkpoint(body, policy=_is_not_read, prevent_cse=False)
+        # What is read from a reference cannot be kept, so the backward pass reads again;
+        # all else is kept. Around a remat this would keep what that one does not.
+        policy = jax.checkpoint_policies.everything_saveable
+        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     carry, ys = lax.scan(
         body,
         carry,
@@ -152,11 +153,6 @@ def _scan(eqn: Any, values: list[Any], *, in_loop: bool) -> list[Any]:
         unroll=params["unroll"],
     )
     return [*carry, *ys]
-
-
-def _is_not_read(primitive: Any, *_: Any, **params: Any) -> bool:
-    del params
-    return primitive.name != "get"
 
 
 def _has_remat(jaxpr: Any) -> bool:
