@@ -2,6 +2,7 @@
 
     python benchmarks/release.py                     # 24 layers, 51M parameters
     python benchmarks/release.py --layers 4 --width 64 --tokens 32 --steps 3    # on a CPU
+    .venv-gpu/bin/python benchmarks/release.py --h200     # only compiled, after `make gpu-compile`
 
 Both steps start from the same parameters. The script fails if they do not end at the same
 losses. See README.md beside this file.
@@ -9,6 +10,7 @@ losses. See README.md beside this file.
 
 import argparse
 import functools
+import pathlib
 import statistics
 import sys
 import time
@@ -19,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import _measure as measure
 import mpx
@@ -57,6 +60,28 @@ def loss(wrap: Callable[..., Any], params: Any, words: Any, after: Any) -> Any:
     return -jnp.mean(each)
 
 
+def compile_for_h200(
+    step: Any, options: argparse.Namespace, optimizer: Any
+) -> dict[str, Any]:
+    """Compiles a step for a GPU that need not be there, and returns what it needs."""
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+    import h200  # pyright: ignore[reportMissingImports]
+
+    mesh = Mesh(np.array(h200.devices()[:1]), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    params = jax.eval_shape(lambda: make_params(options))
+    count = sum(x.size for x in jax.tree.leaves(params))
+    words = jax.ShapeDtypeStruct((options.tokens,), jnp.int32)
+    args = params, jax.eval_shape(optimizer.init, params), words, words
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
+    )
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
+        program: Any = lowered.compile(h200.compiler_options())
+    return {"bytes": program.memory_analysis().temp_size_in_bytes / count}
+
+
 def run(step: Any, options: argparse.Namespace, optimizer: Any) -> dict[str, Any]:
     """Compiles a step, times it, and returns what it needs."""
     params = make_params(options)
@@ -81,8 +106,8 @@ def run(step: Any, options: argparse.Namespace, optimizer: Any) -> dict[str, Any
     }
 
 
-def main() -> int:
-    """Runs both steps for both kinds of layers; returns the exit status."""
+def parse() -> argparse.Namespace:
+    """Reads the options."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -91,9 +116,20 @@ def main() -> int:
         ("layers", 24), ("width", 512), ("words", 1024), ("tokens", 256), ("steps", 20),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
+    parser.add_argument(
+        "--h200", action="store_true", help="compile for one, do not run"
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs both steps for both kinds of layers; returns the exit status."""
+    options = parse()
     optimizer = mpx.flash_adamw(1e-3)
     rows, wrong = [], []
+    measured = compile_for_h200 if options.h200 else run
+    if options.h200:
+        jax.config.update("jax_platforms", "cpu")  # no GPU is looked for
     for name, wrap in (("scan and remat", jax.checkpoint), ("scan", lambda f: f)):
         func = functools.partial(loss, wrap)
 
@@ -105,24 +141,23 @@ def main() -> int:
             result = mpx.release(func, optimizer)(params, state, *batch)
             return result.value, result.params, result.state
 
-        old, new = (run(step, options, optimizer) for step in (ordinary, released))
-        rows.append(
-            [
-                name,
-                *(f"{x['bytes']:.2f}" for x in (old, new)),
-                *(f"{x['ms']:.2f}" for x in (old, new)),
-                f"{new['ms'] / old['ms']:.3f}",
-            ]
-        )
+        old, new = (measured(step, options, optimizer) for step in (ordinary, released))
+        rows.append([name, *(f"{x['bytes']:.2f}" for x in (old, new))])
+        if options.h200:
+            continue
+        rows[-1] += [f"{x['ms']:.2f}" for x in (old, new)]
+        rows[-1].append(f"{new['ms'] / old['ms']:.3f}")
         apart = np.max(np.abs(np.subtract(old["losses"], new["losses"])))
         if not (apart <= AGREEMENT and new["losses"][-1] < new["losses"][0]):
             wrong.append(f"{name}: {old['losses']} and {new['losses']}")
-    device = jax.devices()[0].device_kind
+    device = "for an H200" if options.h200 else jax.devices()[0].device_kind
     print(
         f"{device}, jax {jax.__version__}; bytes a parameter beside what is donated\n"
     )
     header = ["layers", "bytes", "released", "ms", "released ms", "× time"]
-    print(measure.format_table(header, rows))
+    print(measure.format_table(header[: len(rows[0])], rows))
+    if options.h200:
+        return 0
     for text in wrong:
         print(f"CHECK FAILED {text}")
     if not wrong:
