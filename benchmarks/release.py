@@ -26,8 +26,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import _measure as measure
 import mpx
 
-# Losses in f32 of the same formulas, which two programs may round otherwise.
-AGREEMENT = 1e-3
+# How far two curves may be apart on average, as a part of the decrease: the formulas are
+# the same, but two programs round differently in bf16.
+AGREEMENT = 0.02
 
 
 def make_params(options: argparse.Namespace) -> dict[str, Any]:
@@ -51,11 +52,11 @@ def loss(wrap: Callable[..., Any], params: Any, words: Any, after: Any) -> Any:
 
     def layer(x: Any, weights: Any) -> tuple[Any, None]:
         up, down = weights
-        return x + jax.nn.gelu(x @ up) @ down, None
+        return x + jax.nn.gelu(jax.nn.standardize(x) @ up) @ down, None
 
     x = params["table"][words]
     x, _ = lax.scan(wrap(layer), x, (params["up"], params["down"]))
-    logits = (x @ params["table"].T).astype(jnp.float32)
+    logits = (jax.nn.standardize(x) @ params["table"].T).astype(jnp.float32)
     each = jnp.take_along_axis(jax.nn.log_softmax(logits), after[:, None], 1)
     return -jnp.mean(each)
 
@@ -147,8 +148,8 @@ def main() -> int:
             continue
         rows[-1] += [f"{x['ms']:.2f}" for x in (old, new)]
         rows[-1].append(f"{new['ms'] / old['ms']:.3f}")
-        apart = np.max(np.abs(np.subtract(old["losses"], new["losses"])))
-        if not (apart <= AGREEMENT and new["losses"][-1] < new["losses"][0]):
+        apart = np.mean(np.abs(np.subtract(old["losses"], new["losses"])))
+        if not apart <= AGREEMENT * (new["losses"][0] - new["losses"][-1]):
             wrong.append(f"{name}: {old['losses']} and {new['losses']}")
     device = "for an H200" if options.h200 else jax.devices()[0].device_kind
     print(

@@ -293,6 +293,28 @@ def test_leaves_that_share_a_launch_have_scalars_and_flags_of_their_own(shape):
         assert_trees_equal(got, want)
 
 
+@pytest.mark.parametrize("layer", [0, 2, -1, 3])
+def test_one_layer_steps_where_it_is(layer):
+    """The layers -1 and 3 are those of other devices."""
+    plan = make_plan(RULES["adamw"])
+    scalars, grads, leaf = make_case(plan, (3, *DIVIDING))
+    (new,) = _triton.run_triton(
+        Unfused(plan),
+        jnp.append(jnp.float32(1), scalars)[None],
+        [grads[1]],
+        [leaf],
+        group_size=32,
+        ahead=jnp.arange(3) - layer,
+        tuning=TUNING,
+        interpret=True,
+    )
+    for number in range(3):
+        want = jax.tree.map(lambda x, number=number: x[number], leaf)
+        if number == layer:
+            want = plain(Unfused(plan), scalars, grads[1], want)
+        assert_trees_equal(jax.tree.map(lambda x, i=number: x[i], new), want)
+
+
 def test_a_kernel_addresses_what_32_or_64_bits_can():
     block = _tuning.TRITON.block
     reachable = [2**31, 2**32 + block]
@@ -433,6 +455,40 @@ def test_vmap_over_gradients_alone(kernel_on_cpus):
     step = functools.partial(optimizer.step, params, state)
     new = jax.jit(jax.vmap(step))(grads)
     assert new.params["0"].shape == (2, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((4, 16, 128), P()),
+        ((4, 16, 128), P("x", None, "y")),
+        ((4, 16, 128), P(None, "x", "y")),
+        ((4, 3, 128), P("x")),
+    ],
+    ids=str,
+)
+def test_layers_step_on_the_devices_that_have_them(kernel_on_cpus, shape, spec):
+    plan = make_plan(RULES["adamw"])
+    scalars, grads, leaf = make_case(plan, shape)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, spec)
+
+    @functools.partial(jax.jit, static_argnums=4)
+    def step(leaf, grad, scalars, layer, backend):
+        job = _dispatch.Job("w", plan, scalars, grad, leaf, 32, layer=layer)
+        return _dispatch.run([job], backend=backend)[0]
+
+    for layer in (0, 3):
+        args = grads[1], scalars, jnp.int32(layer)
+        want = step(leaf, *args, "jax")
+        got = step(jax.device_put(leaf, sharding), *args, "triton")
+        assert_trees_equal(got, want)
+        for x in jax.tree.leaves(got):
+            assert x.sharding.is_equivalent_to(sharding, x.ndim)
+        pairs = zip(want.param, leaf.param, strict=True)
+        same = [np.array_equal(new, old) for new, old in pairs]
+        assert same == [number != layer for number in range(4)]
+    assert set(kernel_on_cpus) == {1}
 
 
 def test_without_a_gpu_auto_is_plain_jax():

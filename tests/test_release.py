@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": mpx.flash_adamw(1e-2, weight_decay=0.1, compression=TINY),
     "lion": mpx.flash_lion(1e-3, compression=TINY),
     "sgd": mpx.flash_sgd(1e-2, momentum=0.9, nesterov=True, compression=TINY),
-    "sgd without momentum": mpx.flash_sgd(1e-2),
+    "without moments": mpx.flash_sgdw(0.1, weight_decay=0.1),
     "a schedule": mpx.flash_adamw(
         lambda count: 1e-2 / (1 + jnp.float32(count)), compression=TINY
     ),
@@ -205,13 +205,13 @@ def assert_same_steps(func, optimizer, params, *args, steps=2):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_step_as_without_release(name):
-    dtype = F32 if name == "amp" else BF16
-    assert_same_steps(
-        MODELS[name], OPTIMIZERS["adamw"], make_params(dtype), *make_batch()
-    )
+    params = make_params(F32 if name == "amp" else BF16)
+    # What matters here is where gradients come from; without moments it compiles faster.
+    optimizer = OPTIMIZERS["without moments"]
+    assert_same_steps(MODELS[name], optimizer, params, *make_batch())
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_step_as_without_release(name):
     func = MODELS["scan and remat"]
     assert_same_steps(func, OPTIMIZERS[name], make_params(), *make_batch())
@@ -384,7 +384,7 @@ def test_auxiliary_output_comes_with_its_structure():
         value = scanned(params, *batch)
         return value, {"loss": value, "words": batch[0]}
 
-    optimizer, params = OPTIMIZERS["adamw"], make_params()
+    optimizer, params = OPTIMIZERS["without moments"], make_params()
     state, batch = optimizer.init(params), make_batch()
     result = mpx.release(func, optimizer, has_aux=True)(params, state, *batch)
     plain = mpx.release(scanned, optimizer)(params, state, *batch)
@@ -398,7 +398,7 @@ def test_keywords_reach_the_function():
     def func(params, words, *, after):
         return scanned(params, words, after)
 
-    optimizer, params = OPTIMIZERS["adamw"], make_params()
+    optimizer, params = OPTIMIZERS["without moments"], make_params()
     state, (words, after) = optimizer.init(params), make_batch()
     step = jax.jit(mpx.release(func, optimizer))
     got = step(params, state, words, after=after)
@@ -431,7 +431,11 @@ def test_a_scale_multiplies_the_gradients():
 
 
 def test_the_norm_is_that_of_all_gradients():
-    optimizer, params, batch = OPTIMIZERS["adamw"], make_params(F32), make_batch()
+    optimizer, params, batch = (
+        OPTIMIZERS["without moments"],
+        make_params(F32),
+        make_batch(),
+    )
     step = jax.jit(mpx.release(scanned, optimizer, with_norm=True))
     got = step(params, optimizer.init(params), *batch, grad_scale=0.25)
     grads = jax.jit(jax.grad(scanned))(params, *batch)

@@ -1,11 +1,13 @@
 """The choice of a backend."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
@@ -30,8 +32,8 @@ class Job(NamedTuple):
         leaf: The parameter and its state: any pytree with an attribute `param`.
         group_size: Elements of the last axis that share a scale; 0 if there is none.
         seed: For rounding at random; `None` rounds to nearest.
-        offset: If this is a part of a larger parameter, the number of its first element
-            in that, uint32: elements are rounded by their numbers. `None` means zero.
+        layer: If the gradient is that of one layer of the leaf, along its first axis, the
+            number of this layer, int32; the others stay as they are. `None` means all.
     """
 
     name: str
@@ -41,7 +43,13 @@ class Job(NamedTuple):
     leaf: Any
     group_size: int
     seed: Array | None = None
-    offset: Array | None = None
+    layer: Array | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of elements that step."""
+        param = self.leaf.param
+        return param.size if self.layer is None else math.prod(param.shape[1:])
 
 
 def run(
@@ -67,8 +75,8 @@ def run(
         if _backend(job, backend) == "jax":
             leaves = [
                 _plain(
-                    *(job.scalars, job.grad, job.leaf, ok, job.seed),
-                    offset=job.offset,
+                    *(job.scalars, job.grad, job.leaf, ok, job.layer),
+                    seed=job.seed,
                     body=job.body,
                     group_size=job.group_size,
                 )
@@ -79,6 +87,7 @@ def run(
                 [each.grad for each in batch],
                 [each.leaf for each in batch],
                 ok,
+                job.layer,
                 body=job.body,
                 group_size=job.group_size,
                 backend=backend,
@@ -94,7 +103,9 @@ def _batches(jobs: Sequence[Job], backend: Backend) -> Iterator[list[int]]:
     tuning = _tuning(backend)
     for index, job in enumerate(jobs):
         alone = (
-            _backend(job, backend) == "jax" or job.leaf.param.size > tuning.batch_size
+            _backend(job, backend) == "jax"
+            or job.size > tuning.batch_size
+            or job.layer is not None
         )
         types = jax.tree.map(jax.typeof, (job.grad, job.leaf))
         leaves, treedef = jax.tree.flatten(types)
@@ -111,7 +122,7 @@ def _backend(job: Job, backend: Backend) -> Backend:
         return "jax"
     obstacle = _obstacle(job, _tuning(backend))
     if backend == "auto":
-        worth = job.group_size > 0 and job.leaf.param.size >= TRITON.min_size
+        worth = job.group_size > 0 and job.size >= TRITON.min_size
         return "auto" if obstacle is None and worth and _has_kernel() else "jax"
     if backend == "mosaic":
         obstacle = _no_mosaic() or obstacle
@@ -132,7 +143,7 @@ def _obstacle(job: Job, tuning: Tuning) -> str | None:
     param, group_size = job.leaf.param, job.group_size
     if job.seed is not None:
         return "the kernel rounds to nearest, but stochastic rounding was asked for"
-    if not param.size:
+    if not job.size:
         return "it has no elements"
     largest = tuning.block // tuning.warps
     if group_size & (group_size - 1) or group_size > largest:
@@ -170,21 +181,30 @@ def _plain(
     grad: Array,
     leaf: Any,
     ok: Array | None,
-    seed: Array | None,
+    layer: Array | None,
     *,
-    offset: Array | None = None,
+    seed: Array | None = None,
     body: Body,
     group_size: int,
 ) -> Any:
-    return run_plain(
-        body,
-        scalars,
-        grad,
-        leaf,
-        group_size=group_size,
-        ok=ok,
-        seed=seed,
-        offset=offset,
+    step = functools.partial(
+        run_plain, body, scalars, grad, group_size=group_size, ok=ok, seed=seed
+    )
+    if layer is None:
+        return step(leaf)
+    offset = layer.astype(jnp.uint32) * np.uint32(grad.size & 0xFFFFFFFF)
+    return _with_layer(leaf, layer, step(_layer_of(leaf, layer), offset=offset))
+
+
+def _layer_of(leaf: Any, layer: Array) -> Any:
+    return jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), leaf
+    )
+
+
+def _with_layer(leaf: Any, layer: Array, new: Any) -> Any:
+    return jax.tree.map(
+        lambda x, y: lax.dynamic_update_index_in_dim(x, y, layer, 0), leaf, new
     )
 
 
@@ -194,16 +214,21 @@ def _batch(
     grads: list[Array],
     leaves: list[Any],
     ok: Array | None,
+    layer: Array | None,
     *,
     body: Body,
     group_size: int,
     backend: Backend,
 ) -> list[Any]:
     def plain(
-        scalars: list[Array], grads: list[Array], leaves: list[Any], ok: Array | None
+        scalars: list[Array],
+        grads: list[Array],
+        leaves: list[Any],
+        ok: Array | None,
+        layer: Array | None,
     ) -> list[Any]:
         return [
-            _plain(*args, ok, None, body=body, group_size=group_size)
+            _plain(*args, ok, layer, body=body, group_size=group_size)
             for args in zip(scalars, grads, leaves, strict=True)
         ]
 
@@ -225,6 +250,7 @@ def _batch(
         grads,
         leaves,
         ok,
+        layer,
         default=elsewhere,
         **{_PLATFORM: plain_under_vmap(kernel, plain)},
     )
@@ -250,6 +276,7 @@ def _kernel(
     grads: list[Array],
     leaves: list[Any],
     ok: Array | None,
+    layer: Array | None,
     *,
     plain: Callable[..., list[Any]],
     body: Body,
@@ -257,12 +284,35 @@ def _kernel(
     backend: Backend,
 ) -> list[Any]:
     """Steps the shards of each device in one kernel."""
-    launch, can_address = _launcher(backend)
-    like = jax.eval_shape(plain, scalars, grads, leaves, ok)
+    launch, can_address, can_step_layer = _launcher(backend)
+    like = jax.eval_shape(plain, scalars, grads, leaves, ok, layer)
     flag = jnp.ones((), bool) if ok is None else ok
     numbers = jnp.stack([jnp.append(flag.astype(row.dtype), row) for row in scalars])
+    ahead = None
+    if layer is not None:
+        ahead = lax.iota(jnp.int32, len(leaves[0].param)) - layer
 
     def local(
+        numbers: Array,
+        ahead: Array | None,
+        grads: Sequence[Array],
+        leaves: Sequence[Any],
+    ) -> list[Any]:
+        if ahead is None:
+            return whole(numbers, grads, leaves)
+        (leaf,) = leaves
+        if can_step_layer(leaf):
+            options = {"group_size": group_size, "like": like, "ahead": ahead}
+            return launch(body, numbers, grads, leaves, **options)
+        # A device may have other layers only.
+        layer, last = -ahead[0], len(ahead) - 1
+        is_here = (layer >= 0) & (layer <= last)
+        layer = jnp.clip(layer, 0, last)
+        numbers = numbers.at[:, 0].multiply(is_here.astype(numbers.dtype))
+        (new,) = whole(numbers, grads, [_layer_of(leaf, layer)])
+        return [_with_layer(leaf, layer, new)]
+
+    def whole(
         numbers: Array, grads: Sequence[Array], leaves: Sequence[Any]
     ) -> list[Any]:
         new: list[Any] = [None] * len(leaves)
@@ -280,26 +330,32 @@ def _kernel(
                     like=[like[index] for index in indices],
                 )
             else:
-                results = plain([row[1:] for row in rows], *some, rows[0, 0] != 0)
+                flag = rows[0, 0] != 0
+                results = plain([row[1:] for row in rows], *some, flag, None)
             for index, leaf in zip(indices, results, strict=True):
                 new[index] = leaf
         return new
 
-    return over_shards(local, numbers, grads, leaves, group_size=group_size)
+    return over_shards(local, numbers, ahead, grads, leaves, group_size=group_size)
 
 
-def _launcher(
-    backend: Backend,
-) -> tuple[Callable[..., list[Any]], Callable[[int], bool]]:
-    """Returns what launches a kernel, and tells which leaves it can address."""
+class _Launcher(NamedTuple):
+    """What launches a kernel, and tells what it can reach."""
+
+    launch: Callable[..., list[Any]]
+    can_address: Callable[[int], bool]
+    can_step_layer: Callable[[Any], bool]
+
+
+def _launcher(backend: Backend) -> _Launcher:
     # Not before it is needed: importing Pallas takes as long as importing mpx.
     if backend == "mosaic":
         from mpx._kernels import _mosaic
 
-        return _mosaic.run_mosaic, _mosaic.can_address
+        return _Launcher(_mosaic.run_mosaic, _mosaic.can_address, lambda leaf: False)
     from mpx._kernels import _triton
 
-    return _triton.run_triton, _triton.can_address
+    return _Launcher(_triton.run_triton, _triton.can_address, _triton.can_step_layer)
 
 
 def _equal_shapes(leaves: Sequence[Any]) -> list[list[int]]:

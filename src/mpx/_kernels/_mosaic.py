@@ -59,7 +59,7 @@ def run_mosaic(
     def kernel(scalars_ref: Any, grad_refs: Any, leaf_refs: Any) -> None:
         step_block(
             (lax.axis_index("block"), lax.axis_index("leaf")),
-            (scalars_ref, grad_refs, leaf_refs, leaf_refs),
+            (scalars_ref, None, grad_refs, leaf_refs, leaf_refs),
             body=body,
             block=block,
             view=view,

@@ -15,8 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mpx._compat import has_explicit_axes
 from mpx._sharding import may_cut_groups
 
-Local = Callable[[Array, Sequence[Array], Sequence[Any]], list[Any]]
-"""`local(scalars, grads, leaves) -> leaves`, for the arrays of one device."""
+Local = Callable[[Array, Array | None, Sequence[Array], Sequence[Any]], list[Any]]
+"""`local(scalars, ahead, grads, leaves) -> leaves`, for the arrays of one device.
+
+If `ahead` is given, one layer of the only leaf is to step: `ahead` says for each layer how
+far it is ahead of that one.
+"""
 
 
 def cannot_shard(param: Array, group_size: int) -> str | None:
@@ -32,35 +36,39 @@ def cannot_shard(param: Array, group_size: int) -> str | None:
 def over_shards(
     local: Local,
     scalars: Array,
+    ahead: Array | None,
     grads: Sequence[Array],
     leaves: Sequence[Any],
     *,
     group_size: int,
 ) -> list[Any]:
-    """Calls `local` on each device with its shards of `grads` and `leaves`.
+    """Calls `local` on each device with its shards of `ahead`, `grads` and `leaves`.
 
     With explicit axes all parameters must be sharded alike; see `cannot_shard`.
     """
     param = leaves[0].param
     sharding = jax.typeof(param).sharding
     if sharding.mesh.are_all_axes_manual or not param.ndim:
-        return local(scalars, grads, leaves)
+        return local(scalars, ahead, grads, leaves)
     if has_explicit_axes(sharding.mesh):
+        assert ahead is None, "layers of explicit shardings do not step one by one"
         return jax.shard_map(
-            local,
+            lambda scalars, *args: local(scalars, None, *args),
             mesh=sharding.mesh,
             in_specs=(PartitionSpec(), sharding.spec, sharding.spec),
             out_specs=sharding.spec,
             check_vma=False,
         )(scalars, [jax.sharding.reshard(x, sharding) for x in grads], leaves)
-    return _by_compiler(local, scalars, grads, leaves, group_size)
+    return _by_compiler(local, scalars, ahead, grads, leaves, group_size=group_size)
 
 
 def _by_compiler(
     local: Local,
     scalars: Array,
+    ahead: Array | None,
     grads: Sequence[Array],
     leaves: Sequence[Any],
+    *,
     group_size: int,
 ) -> list[Any]:
     """Lets XLA, which alone knows automatic shardings, cut arrays into shards."""
@@ -73,52 +81,59 @@ def _by_compiler(
         ]
 
     def partition(mesh: Any, args: Any, result: Any) -> Any:
-        scalars, _, leaves = args
+        scalars, ahead, _, leaves = args
         results = like_params(leaves)
-        return (
-            mesh,
-            local,
-            results,
-            (scalars.sharding, [leaf.param for leaf in results], results),
-        )
+        like = [leaf.param for leaf in results]
+        layers = None
+        if ahead is not None:
+            (whole,) = like
+            first, *rest = (*whole.spec, None)
+            layers = NamedSharding(whole.mesh, PartitionSpec(first))
+            like = [NamedSharding(whole.mesh, PartitionSpec(*rest[:-1]))]
+        return mesh, local, results, (scalars.sharding, layers, like, results)
 
     def infer(mesh: Any, args: Any, result: Any) -> Any:
-        return like_params(args[2])
+        return like_params(args[3])
 
     call = custom_partitioning(local)
     sizes: Any = {"group": group_size} if group_size else {}
     call.def_partition(
         partition,
         infer_sharding_from_operands=infer,
-        sharding_rule=_rule(leaves, group_size),
+        sharding_rule=_rule(leaves, group_size, by_layer=ahead is not None),
         need_replication_factors=("rows", "numbers", *sizes),
         **sizes,
     )
-    return call(scalars, list(grads), list(leaves))
+    return call(scalars, ahead, list(grads), list(leaves))
 
 
-def _rule(leaves: Sequence[Any], group_size: int) -> str:
+def _rule(leaves: Sequence[Any], group_size: int, *, by_layer: bool) -> str:
     """Says which axes of the arrays belong together, in the notation of Shardy.
 
-    A matrix with groups is `a0 (a1 group)`, its scales are `a0 a1`.
+    A matrix with groups is `a0 (a1 group)`, its scales are `a0 a1`. By layer, the gradient
+    lacks the first axis, which `ahead` has.
     """
 
     def name(leaf: int, axis: int) -> str:
         return f"leaf{leaf}axis{axis}"
 
-    def of(number: int, x: Array) -> str:
+    def of(number: int, x: Array, first: int = 0) -> str:
         axes = [name(number, axis) for axis in range(x.ndim)]
         if group_size and x.shape == leaves[number].param.shape:
             axes[-1] = f"({axes[-1]} group)"
-        return " ".join(axes)
+        return " ".join(axes[first:])
 
-    grads = [of(number, leaf.param) for number, leaf in enumerate(leaves)]
+    ahead = [name(0, 0)] if by_layer else []
+    grads = [
+        of(number, leaf.param, int(by_layer)) for number, leaf in enumerate(leaves)
+    ]
     results = [
         of(number, x)
         for number, leaf in enumerate(leaves)
         for x in jax.tree.leaves(leaf)
     ]
-    return f"{', '.join(['rows numbers', *grads, *results])} -> {', '.join(results)}"
+    operands = ["rows numbers", *ahead, *grads, *results]
+    return f"{', '.join(operands)} -> {', '.join(results)}"
 
 
 def _uncut(param: Any, group_size: int) -> Any:

@@ -33,7 +33,11 @@ def run_plain(
     seed: Array | None,
     offset: Array | None = None,
 ) -> Any:
-    """Runs a step on whole arrays, grouped along their last axis."""
+    """Runs a step on whole arrays, grouped along their last axis.
+
+    If this is a part of a larger parameter, `offset` is the number of its first element in
+    that, uint32: elements are rounded by their numbers.
+    """
     shape = leaf.param.shape
     cut = bool(group_size) and may_cut_groups(leaf.param, group_size)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
@@ -14,7 +15,13 @@ from mpx._quant import Block
 
 
 class View(abc.ABC):
-    """How a program reaches its block of an array."""
+    """How a program reaches its block of an array.
+
+    Attributes:
+        blocks: How many blocks a gradient has.
+    """
+
+    blocks: int
 
     @abc.abstractmethod
     def load(self, ref: Any, index: Array, *, last: bool = False) -> Array:
@@ -27,7 +34,7 @@ class View(abc.ABC):
 
 def step_block(
     program: tuple[Array, Array],
-    refs: tuple[Any, Sequence[Any], Sequence[Any], Sequence[Any]],
+    refs: tuple[Any, Any, Sequence[Any], Sequence[Any], Sequence[Any]],
     *,
     body: Body,
     block: Block,
@@ -37,16 +44,24 @@ def step_block(
 
     Args:
         program: The number of the block, and that of the leaf.
-        refs: The scalars, a row for each leaf with its flag first; the gradients; the
-            leaves, and where to store them.
+        refs: The scalars, a row for each leaf with its flag first; for each layer of the
+            leaf how far it is ahead of the one to step, or `None`; the gradients; the leaves,
+            and where to store them.
         body: The step.
         block: What it needs to know of the block.
         view: How to load and store.
     """
-    (index, which), (scalars_ref, grad_refs, leaf_refs, out_refs) = program, refs
+    index, which = program
+    scalars_ref, ahead_ref, grad_refs, leaf_refs, out_refs = refs
+    place, is_here = index, True
+    if ahead_ref is not None:
+        (layers,) = ahead_ref.shape
+        layer = -ahead_ref[0]
+        is_here = (layer >= 0) & (layer < layers)
+        place = index + view.blocks * jnp.clip(layer, 0, layers - 1)
 
     def load(grad_ref: Any, leaf_ref: Any) -> tuple[Array, Any]:
-        leaf = jax.tree.map(lambda ref: view.load(ref, index), leaf_ref)
+        leaf = jax.tree.map(lambda ref: view.load(ref, place), leaf_ref)
         return view.load(grad_ref, index, last=True), leaf
 
     pairs = zip(grad_refs, leaf_refs, strict=True)
@@ -57,6 +72,6 @@ def step_block(
     new = body(tuple(scalars), grad, leaf, block, None)
     for number, each in enumerate(out_refs):
 
-        @pl.when((which == number) & (ok != 0))
+        @pl.when((which == number) & (ok != 0) & is_here)
         def _(each: Any = each) -> None:
-            jax.tree.map(lambda ref, x: view.store(ref, index, x), each, new)
+            jax.tree.map(lambda ref, x: view.store(ref, place, x), each, new)

@@ -36,6 +36,12 @@ def can_address(size: int, tuning: Tuning = TRITON) -> bool:
     return size <= 2**31 or (size > 2**32 and size % tuning.block == 0)
 
 
+def can_step_layer(leaf: Any, tuning: Tuning = TRITON) -> bool:
+    """Whether a kernel can step one layer of a leaf where it is."""
+    layers, size = leaf.param.shape[0], leaf.param.size
+    return can_address(size, tuning) and size // layers % tuning.block == 0
+
+
 def run_triton(
     body: Body,
     scalars: Array,
@@ -43,6 +49,7 @@ def run_triton(
     leaves: Sequence[Any],
     *,
     group_size: int,
+    ahead: Array | None = None,
     like: Sequence[Any] | None = None,
     tuning: Tuning = TRITON,
     interpret: bool = False,
@@ -56,21 +63,25 @@ def run_triton(
         grads: The gradients.
         leaves: The parameters with their state.
         group_size: Elements that share a scale, a power of two; 0 if there is none.
+        ahead: If only one layer of a leaf is to step: for each layer how far it is ahead of
+            that one, int32. See `can_step_layer`.
         like: What the results vary over within a `shard_map`: trees like `leaves`.
         tuning: How work is cut into programs.
         interpret: Whether to run in the interpreter instead of on a GPU.
     """
-    shape, size = leaves[0].param.shape, leaves[0].param.size
-    view = _View(size, tuning.block, group_size)
+    param = leaves[0].param
+    view = _View(grads[0].size, tuning.block, group_size)
+    layers = 1 if ahead is None else len(ahead)
 
     def flat(x: Array) -> Array:
-        return x.reshape(view.shape(grouped=x.shape != shape))
+        return x.reshape(view.shape(layers, grouped=x.shape != param.shape))
 
     def typed(x: Array, like: Any) -> Any:
         return struct_like(like, x.shape)
 
     arrays = jax.tree.map(flat, list(leaves))
-    inputs = (scalars, [flat(grad) for grad in grads], arrays)
+    shape = view.shape(1, grouped=False)
+    inputs = (scalars, ahead, [grad.reshape(shape) for grad in grads], arrays)
     before = len(jax.tree.leaves(inputs[:-1]))
     block = _Block(tuning.block, group_size)
     (new,) = pl.pallas_call(
@@ -108,11 +119,11 @@ class _View(View):
         self._counts = {False: size, True: size // (group_size or 1)}
         self._widths = {False: block, True: block // (group_size or 1)}
 
-    def shape(self, *, grouped: bool) -> tuple[int, ...]:
+    def shape(self, layers: int, *, grouped: bool) -> tuple[int, ...]:
         """The shape of an array with a number per element, or per group."""
         if not self._full:
             return (self._counts[grouped],)
-        return (self.blocks, self._widths[grouped])
+        return (layers * self.blocks, self._widths[grouped])
 
     def load(self, ref: Any, index: Array, *, last: bool = False) -> Array:
         part, mask = self._part(ref, index)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 from jaxtyping import PyTree
@@ -207,25 +206,20 @@ class _Site:
         """Steps the parameter, or the layer of it that has this number."""
         self._stepped = True
         refs, scalars, seed, ok, watched = operands
-        at = ... if index is None else index
         finite = watched.see(grad)
         if finite is not None:
             ok = finite if ok is None else ok & finite
-        offset = None
-        if index is not None and seed is not None:
-            size = np.uint32(int(np.prod(self._shape[1:])) & 0xFFFFFFFF)
-            offset = index.astype(jnp.uint32) * size
         job = self._job._replace(
-            leaf=jax.tree.map(lambda ref: ref[at], refs),
+            leaf=jax.tree.map(lambda ref: ref[...], refs),
             grad=grad,
             scalars=scalars,
             seed=seed,
-            offset=offset,
+            layer=index,
         )
         (new,) = _kernels.run([job], ok=ok, backend=self._backend)
 
         def store(ref: Any, x: Array) -> None:
-            ref[at] = x
+            ref[...] = x
 
         jax.tree.map(store, refs, new)
 

@@ -147,7 +147,7 @@ def _scan(eqn: Any, values: list[Any], *, in_loop: bool) -> list[Any]:
     carry, ys = lax.scan(
         body,
         carry,
-        (jnp.arange(params["length"]), arrays),
+        (jnp.arange(params["length"], dtype=jnp.int32), arrays),
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
