@@ -67,9 +67,21 @@ LEAVES = (
     ("f32", "odd"),
 )
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+# Stepped one by one, by `mpx.release`.
+LAYERS = (("bf16", "layers"), ("bf16", "odd layers"), ("f32", "layers"))
 # From 2²⁰ elements on plain JAX takes two passes.
-SHAPES = {"odd": (1001, 96), "full": (1024, 1024)}
-TINY_SHAPES = {"odd": (23, 96), "full": (4, 512)}
+SHAPES = {
+    "odd": (1001, 96),
+    "full": (1024, 1024),
+    "layers": (8, 512, 512),
+    "odd layers": (8, 1001, 96),
+}
+TINY_SHAPES = {
+    "odd": (23, 96),
+    "full": (4, 512),
+    "layers": (4, 96, 64),
+    "odd layers": (4, 97, 32),
+}
 # Rows of one leaf: at most 2³¹ elements and above 2³² the kernel, between them plain JAX.
 WIDTH, CHUNK, ROWS = 2**15, 2**11, (2**16, 2**16 + 2**11, 2**17, 2**17 + 2**11)
 TINY_WIDTH, TINY_CHUNK, TINY_ROWS = 256, 4, (8,)
@@ -86,10 +98,11 @@ class Case:
     rule: str
     format: str
     leaves: tuple[tuple[str, str], ...]
+    by_layer: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.rule}, {self.format}"
+        return f"{self.rule}, {'by layer' if self.by_layer else self.format}"
 
     def optimizer(self, backend: str) -> Any:
         compression = mpx.Compression(min_size=0, **(FORMATS | GROUPS)[self.format])
@@ -104,6 +117,8 @@ def all_cases() -> Iterator[Case]:
             yield Case(rule, format, LEAVES[:1] if few else LEAVES)
     for format in GROUPS:
         yield Case(FIRST_RULE, format, LEAVES)
+    for rule in ("adamw", "lion", "sgd"):
+        yield Case(rule, FIRST_FORMAT, LAYERS, by_layer=True)
 
 
 @dataclasses.dataclass
@@ -129,12 +144,13 @@ def draw(case: Case, seed: int, shapes: dict[str, Any], spread: float) -> Any:
 
 def with_unusual(grads: Any) -> Any:
     """Plants what is not finite, very large and very small, each in its own group."""
-    rows, columns = np.divmod(32 * np.arange(len(UNUSUAL)) + 7, 96)
+    places = 32 * np.arange(len(UNUSUAL)) + 7
 
     def plant(x: Array) -> Array:
         with np.errstate(over="ignore"):
             values = np.asarray(UNUSUAL).astype(x.dtype)
-        return x.at[1 + rows, columns].set(values)
+        # Not in the first row, part of which is zero.
+        return x.reshape(-1).at[x.shape[-1] + places].set(values).reshape(x.shape)
 
     return jax.tree.map(plant, grads)
 
@@ -153,7 +169,9 @@ def prepare(
         flag, scale = jnp.ones((), bool), jnp.ones(())
         steps = {}
         for path, backend in (("plain", "jax"), ("kernel", kernel)):
-            step = functools.partial(take_step, case.optimizer(backend))
+            by_layer = case.by_layer and path == "kernel"
+            take = step_by_layer if by_layer else take_step
+            step = functools.partial(take, case.optimizer(backend))
             lowered = jax.jit(step).lower(params, state, params, flag, scale)
             steps[path] = pool.submit(lowered.compile)
         results = (params, state)
@@ -168,6 +186,26 @@ def take_step(
     optimizer: Any, params: Any, state: Any, grads: Any, ok: Array, grad_scale: Array
 ) -> Any:
     return tuple(optimizer.step(params, state, grads, ok=ok, grad_scale=grad_scale))
+
+
+def step_by_layer(
+    optimizer: Any, params: Any, state: Any, grads: Any, ok: Array, grad_scale: Array
+) -> Any:
+    """The same by gradient release, of a function that has these gradients."""
+
+    def product(total: Array, layer: Any) -> tuple[Array, None]:
+        weights, grads = (x.astype(jnp.float32) for x in layer)
+        return total + jnp.sum(weights * grads), None
+
+    def loss(params: Any) -> Array:
+        total = jnp.zeros(())
+        for pair in zip(params, grads, strict=True):
+            total, _ = lax.scan(product, total, pair)
+        return total
+
+    step = mpx.release(loss, optimizer)
+    result = step(params, state, ok=ok, grad_scale=grad_scale)
+    return result.params, result.state
 
 
 def run_case(
