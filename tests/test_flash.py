@@ -434,3 +434,52 @@ def test_random_rounding_is_a_function_of_seed_step_and_leaf():
         assert abs(one.mean() - 1 / 3) < 6 * np.sqrt(2 / 9 / one.size)
         for other in moved[:index]:
             assert not np.array_equal(one, other)
+
+
+# --- derivatives ----------------------------------------------------------------------
+
+
+def after_two_steps(tx, params, scale):
+    """The sum of the parameters after two steps; gradients grow by `scale` each time."""
+    state, step = tx.init(params), getattr(tx, "step", None)
+    for seed in (1, 2):
+        grads = scale**seed * draw(seed)
+        if step is None:
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        else:
+            params, state = step(params, state, grads)
+    return jnp.sum(params.astype(F32))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (F32, dict(min_size=1)),
+        (BF16, dict(quantize=False)),
+        (BF16, dict(quantize=False, master_bits=None, rounding="stochastic")),
+    ],
+    ids=["moments", "correction", "stochastic"],
+)
+@pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd])
+def test_steps_that_are_stored_in_integers_have_no_derivative(
+    derivative, dtype, options
+):
+    tx = mpx.flash_sgd(0.1, 0.9, compression=mpx.Compression(**options))
+    func = functools.partial(after_two_steps, tx, draw(0, dtype=dtype))
+    with pytest.raises(NotImplementedError, match=r"no derivative.*stop_gradient"):
+        derivative(func)(jnp.float32(1.0))
+    constant = derivative(lambda x: x * func(jax.lax.stop_gradient(x)))
+    assert constant(jnp.float32(1.0)) == func(jnp.float32(1.0))
+
+
+@pytest.mark.standard_promotion
+def test_steps_in_f32_have_the_derivative_of_optax():
+    tx = mpx.flash_adamw(0.1, weight_decay=0.1, compression=FULL)
+    want, got = (
+        jax.grad(functools.partial(after_two_steps, tx, draw(0)))(jnp.float32(1.5))
+        for tx in (optax.adamw(0.1, weight_decay=0.1), tx)
+    )
+    # A sum over 128 elements, each of the order of the rate and some 32 roundings off.
+    np.testing.assert_allclose(got, want, rtol=0, atol=128 * 0.1 * 32 * 2.0**-24)
+    assert abs(want) > 0.01

@@ -4,28 +4,11 @@ An 8-bit code is a constant to JAX, so the second derivatives would be 0; and th
 blocks would be rounded with scales that were made for other numbers.
 """
 
-from typing import Any, NoReturn
+from mpx._undifferentiable import undifferentiable
 
-import jax
-from jaxtyping import PyTree
-
-
-@jax.custom_jvp
-def differentiable_once(tree: PyTree) -> Any:
-    """Returns what the rules of a derivative get or return, as it is.
-
-    JAX evaluates these rules on values: differentiating them is a second derivative.
-
-    Raises:
-        NotImplementedError: If it is differentiated, forward or in reverse.
-    """
-    return tree
-
-
-@differentiable_once.defjvp
-def _refuse(primals: tuple[PyTree], tangents: tuple[PyTree]) -> NoReturn:
-    del primals, tangents
-    raise NotImplementedError(
-        "fp8 has no second derivatives; take them of the function without fp8. If the "
-        "gradient is a constant here, pass its arguments through `lax.stop_gradient`."
-    )
+# For what the rules of a derivative get or return: JAX evaluates these rules on values, and
+# differentiating them is a second derivative.
+differentiable_once = undifferentiable(
+    "fp8 has no second derivatives; take them of the function without fp8. If the "
+    "gradient is a constant here, pass its arguments through `lax.stop_gradient`."
+)

@@ -41,6 +41,7 @@ from mpx._optim._state import (
 from mpx._quant import Quantized
 from mpx._sharding import zeros_alike
 from mpx._tree import as_flag, dtype_of
+from mpx._undifferentiable import undifferentiable
 
 
 class Stepped(NamedTuple):
@@ -209,7 +210,8 @@ class Core:
             if job is not None:
                 check_grad(job.name, job.leaf.param, grad)
                 jobs[index] = job._replace(grad=grad)
-        done = _kernels.run(list(jobs.values()), ok=flag, backend=self.backend)
+        guarded = list(_guarded(jobs).values())
+        done = _kernels.run(guarded, ok=flag, backend=self.backend)
         for index, leaf in zip(jobs, done, strict=True):
             new[index] = leaf
         return new, self.advanced(ready, new, flag)
@@ -299,6 +301,30 @@ class Core:
                 f"of it. {error}"
             ) from error
         return [bool(keep) for keep in flat.like(full, "`mask`")]
+
+
+_constant = undifferentiable(
+    "The step of a compressed optimizer has no derivative: its state is stored in "
+    "integers. If the step is a constant here, pass parameters, state and gradients "
+    "through `lax.stop_gradient`. With f32 parameters and `Compression(quantize=False)` "
+    "a step can be differentiated."
+)
+
+
+def _guarded(jobs: Mapping[int, _kernels.Job]) -> dict[int, _kernels.Job]:
+    """Returns steps that raise if they are differentiated, unless all is in floats.
+
+    To JAX the integers of codes and corrections are constants, so that derivatives would
+    be zero, or those of a part of the formulas.
+    """
+    coded = {
+        index: {"scalars": job.scalars, "grad": job.grad, "leaf": job.leaf}
+        for index, job in jobs.items()
+        if job.seed is not None
+        or any(x.dtype.kind in "iu" for x in jax.tree.leaves(job.leaf))
+    }
+    safe = _constant(coded)
+    return {index: job._replace(**safe.get(index, {})) for index, job in jobs.items()}
 
 
 def _plan(name: str, rule: Rule, leaf: Leaf, format: StateFormat) -> Plan:
