@@ -112,7 +112,8 @@ def differences(
     """
     core = optimizer.init.__self__
     old, want, got = (stored_leaves(core, *tree) for tree in (before, plain, kernel))
-    coefficients = Scalars(core.rule, core.hyper, before[1].count, grad_scale)
+    numbers = Scalars(core.rule, core.hyper, before[1].count, grad_scale)
+    scale, _, *coefficients = numbers.of(None, True)  # but not how scales are rounded
     weights, moments = zip(
         *(decoded(core, leaf, before[1]) for leaf in old), strict=True
     )
@@ -121,7 +122,7 @@ def differences(
     ]
     allowed = rounding_errors(
         core.rule,
-        tuple(coefficients.of(None, True)),
+        (scale, *coefficients),
         jnp.concatenate([x.astype(jnp.float32).ravel() for x in flatten(grads).leaves]),
         jnp.concatenate([x.ravel() for x in weights]),
         tuple(columns),

@@ -13,7 +13,7 @@ import pytest
 import mpx
 from flash_cases import BF16, F16, F32, KINDS, SHAPE, TINY, draw, kind, stepper
 from models import count_traces
-from mpx._quant import Quantized
+from mpx._quant import PlainBlock, Quantized, SoftsignInt8
 from mpx.testing import assert_trees_equal, inject_nonfinite
 
 FULL = mpx.Compression(quantize=False)
@@ -483,3 +483,36 @@ def test_steps_in_f32_have_the_derivative_of_optax():
     # A sum over 128 elements, each of the order of the rate and some 32 roundings off.
     np.testing.assert_allclose(got, want, rtol=0, atol=128 * 0.1 * 32 * 2.0**-24)
     assert abs(want) > 0.01
+
+
+# --- slow averages --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("b2", [0.9, 0.99, 0.999])
+def test_momentum_follows_a_slow_average(b2, rounding):
+    """It moves by less than a bf16 ulp in a step, and yet gets where it should."""
+    compression = mpx.Compression(min_size=1, rounding=rounding)
+    tx = mpx.flash_lion(0.0, b2=b2, compression=compression)
+    grads = draw(1, (64, 32))
+
+    @jax.jit
+    def steps(state, grads, count):
+        step = lambda _, state: tx.step(grads, state, grads).state  # noqa: E731
+        state = jax.lax.fori_loop(0, count, step, state)
+        groups = Quantized(state.mu.codes[:, None], state.mu.scale)
+        return state, SoftsignInt8().decode(groups, PlainBlock())[:, 0]
+
+    def slopes(y, x):
+        return np.sum(x * y, axis=-1) / np.sum(x * x, axis=-1)
+
+    half_life = round(np.log(0.5) / np.log(b2))
+    state, top = steps(tx.init(grads), grads, 10 * half_life)
+    _, low = steps(state, jnp.zeros_like(grads), 2 * half_life)
+    risen = slopes(top, grads * (1 - b2 ** (10 * half_life)))
+    fallen = slopes(low, top * b2 ** (2 * half_life))
+    # An ulp of bf16 is up to 2⁻⁷. Codes at random add a random walk to each group.
+    each = 2.0**-5 if rounding == "nearest" else 0.25
+    for ratio in (risen, fallen):
+        assert abs(np.mean(ratio) - 1) < 2.0**-6
+        assert np.max(np.abs(ratio - 1)) < each

@@ -81,7 +81,8 @@ def make_case(plan, shape, dtype=jnp.bfloat16, grad_dtype=jnp.bfloat16, seed=0):
 
     hyper = {name: jnp.float32(value) for name, value in HYPER.items()}
     coefficients = plan.rule.coefficients(hyper, jnp.float32(3))
-    scalars = jnp.stack([jnp.float32(0.5), *coefficients])
+    dither = jnp.float32(40503)
+    scalars = jnp.stack([jnp.float32(0.5), dither, *coefficients])
     param = normal(0.05).astype(dtype)
     correction = getattr(plan.master, "dtype", None)
     if correction is not None:
@@ -750,18 +751,24 @@ def test_shard_map_steps_what_each_device_has(kernel_on_cpus):
     params, grads = make_model((64, 512))
     optimizer = mpx.flash_adamw(0.01)
     state = optimizer.init(params)
-    want = jax.jit(mpx.flash_adamw(0.01, backend="jax").step)(params, state, grads)
+    scale = jnp.float32(0.5)  # an input: `Unfused` needs an unknown
+
+    def step(optimizer, params, state, grads, scale):
+        return tuple(optimizer.step(params, state, grads, grad_scale=scale))
+
+    plain = functools.partial(step, mpx.flash_adamw(0.01, backend="jax"))
+    want = jax.jit(plain)(params, state, grads, scale)
     specs = jax.tree.map(lambda x: P("x") if x.ndim else P(), state)
-    step = jax.shard_map(
-        lambda *args: tuple(optimizer.step(*args)),
+    mapped = jax.shard_map(
+        functools.partial(step, optimizer),
         mesh=mesh,
-        in_specs=(P("x"), specs, P("x")),
+        in_specs=(P("x"), specs, P("x"), P()),
         out_specs=(P("x"), specs),
         check_vma=False,  # the interpreter does not know what varies
     )
-    got = jax.jit(step)(params, state, grads)
+    got = jax.jit(mapped)(params, state, grads, scale)
     assert kernel_on_cpus
-    assert_trees_equal(got[0], want.params)
+    assert_trees_equal(got, want)
 
 
 def test_groups_that_shards_cut_take_plain_jax(kernel_on_cpus):

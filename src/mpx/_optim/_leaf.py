@@ -50,13 +50,14 @@ class Plan:
         """Decodes, updates in f32, encodes.
 
         Args:
-            scalars: What the gradient is multiplied by, then the coefficients.
+            scalars: What the gradient is multiplied by, how scales are rounded (see
+                `dither_of`), then the coefficients.
             grad: The gradient of the block.
             leaf: The block of the parameter and of its state.
             block: What the codecs need to know of it.
             noise: For rounding at random.
         """
-        grad_scale, *coefficients = scalars
+        grad_scale, dither, *coefficients = scalars
         weight = self.master.decode(leaf.param, leaf.correction, block)
         moments = tuple(
             codec.decode(stored, block)
@@ -73,12 +74,11 @@ class Plan:
         # and that one looks for itself.
         keep = is_finite(moments[-1]) if self.group_size else None
         param, correction = self.master.encode(weight, leaf.param.dtype, block, noise)
-        stored = tuple(
-            codec.encode(
-                moment, block, noise, stream, None if stream == len(moments) else keep
+        stored = []
+        pairs = zip(self.moments, moments, strict=True)
+        for stream, (codec, moment) in enumerate(pairs, start=1):
+            kept = None if stream == len(moments) else keep
+            stored.append(
+                codec.encode(moment, block, noise, stream, kept, dither=dither)
             )
-            for stream, (codec, moment) in enumerate(
-                zip(self.moments, moments, strict=True), start=1
-            )
-        )
-        return Leaf(param, correction, stored)
+        return Leaf(param, correction, tuple(stored))

@@ -11,6 +11,7 @@ from jax import Array
 from mpx._optim._checks import check_scalar
 from mpx._optim._options import ParamGroup
 from mpx._optim._rules import Rule
+from mpx._quant import dither_of
 
 Hyper = float | Array | Callable[[Array], Any]
 """A number, an array, or a schedule: a function of the step count."""
@@ -27,7 +28,7 @@ class Scalars:
     known: dict[Any, Array] = dataclasses.field(default_factory=dict)
 
     def of(self, group: ParamGroup | None, decays: bool) -> Array:
-        """Returns the gradient scale and the coefficients in one f32 array."""
+        """Returns what `Plan` reads, in one f32 array."""
         key = (id(group), decays)
         if key not in self.known:
             merged = {**self.hyper, **(group.hyper if group else {})}
@@ -35,9 +36,9 @@ class Scalars:
                 merged["weight_decay"] = 0.0
             values = {name: self._value(name, merged[name]) for name in self.rule.hyper}
             # The state counts so, too: one more than the largest int32 is negative.
-            step = jnp.asarray(optax.safe_increment(self.count)).astype(jnp.float32)
-            coefficients = self.rule.coefficients(values, step)
-            self.known[key] = jnp.stack([self.scale, *coefficients])
+            step = jnp.asarray(optax.safe_increment(self.count))
+            numbers = self.rule.coefficients(values, step.astype(jnp.float32))
+            self.known[key] = jnp.stack([self.scale, dither_of(step), *numbers])
         return self.known[key]
 
     def _value(self, name: str, value: Any) -> Array:

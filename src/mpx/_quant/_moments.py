@@ -12,6 +12,7 @@ from mpx._quant._block import Block
 from mpx._quant._rounding import (
     F32,
     SHIFT,
+    UPWARDS,
     Noise,
     from_bits,
     is_finite,
@@ -66,6 +67,8 @@ class MomentCodec(abc.ABC):
         noise: Noise | None = None,
         stream: int = 0,
         keep: Array | None = None,
+        *,
+        dither: Array | None = None,
     ) -> Any:
         """Returns what is stored for f32 numbers.
 
@@ -75,6 +78,7 @@ class MomentCodec(abc.ABC):
             noise: For rounding at random.
             stream: Which of the independent random numbers to take.
             keep: Where it is false, zero is stored; by default for inf and nan.
+            dither: How to round bf16 scales, see `dither_of`; `None` rounds to nearest.
         """
 
 
@@ -95,6 +99,8 @@ class Full(MomentCodec):
         noise: Noise | None = None,
         stream: int = 0,
         keep: Array | None = None,
+        *,
+        dither: Array | None = None,
     ) -> Array:
         return x
 
@@ -105,9 +111,11 @@ class SoftsignInt8(MomentCodec):
 
     `scale` is the largest magnitude of the group, rounded. A number is off by at most
     `scale / 127` and by `scale / 508` near zero, half of the distance to its neighbours
-    (with the nearest code); the rounding of `scale` itself costs nothing, because codes
-    are chosen for the rounded one. Encoding what was decoded changes nothing. A group
-    whose largest magnitude exceeds 2¹²⁵ is stored as zeros.
+    (with the nearest code): codes are chosen for the rounded `scale`. The largest number
+    has the code 127, whichever way its scale was rounded, so it is off by the rounding.
+    Where codes are rounded at random `scale` is rounded up, lest larger numbers be cut
+    off. Encoding what was decoded changes nothing. A group whose largest magnitude
+    exceeds 2¹²⁵ is stored as zeros.
 
     Attributes:
         scale_dtype: bf16 keeps the range of f32; f16 is the format of FlashOptim, in
@@ -129,9 +137,13 @@ class SoftsignInt8(MomentCodec):
         noise: Noise | None = None,
         stream: int = 0,
         keep: Array | None = None,
+        *,
+        dither: Array | None = None,
     ) -> Quantized:
         x = jnp.where(is_finite(x) if keep is None else keep, x, 0.0)
-        scale, stored = _rounded_scale(block.peak(jnp.abs(x)), self.scale_dtype)
+        peak = block.peak(jnp.abs(x))
+        dither = dither if noise is None else UPWARDS
+        scale, stored = _rounded_scale(peak, self.scale_dtype, dither)
         # n / (1 + |n|) with n = x / scale.
         positive = block.spread(jnp.maximum(scale, _TINY))
         fraction = x * block.reciprocal(positive + jnp.abs(x))
@@ -176,6 +188,8 @@ class SqrtUint8(MomentCodec):
         noise: Noise | None = None,
         stream: int = 0,
         keep: Array | None = None,
+        *,
+        dither: Array | None = None,
     ) -> Quantized:
         # Not `is_finite`: XLA would write to memory what two moments have in common.
         keep = x <= _LARGEST[_F32] if keep is None else keep
@@ -197,11 +211,13 @@ class SqrtUint8(MomentCodec):
         return Quantized(to_integer(q, jnp.uint8), stored)
 
 
-def _rounded_scale(peak: Array, dtype: np.dtype) -> tuple[Array, Array]:
+def _rounded_scale(
+    peak: Array, dtype: np.dtype, dither: Array | float | None = None
+) -> tuple[Array, Array]:
     """Returns the scale that codes are chosen for, and the one that is stored."""
     peak = jnp.minimum(peak, _LARGEST[dtype])
     if dtype == BF16:
-        rounded = from_bits(to_bf16_bits(peak))
+        rounded = from_bits(to_bf16_bits(peak, dither))
         return rounded, rounded.astype(BF16)
     # f16, as FlashOptim does it: codes for the f32 maximum, decoded with its rounding.
     return peak, peak.astype(dtype)

@@ -11,6 +11,7 @@ F32 = jnp.float32
 # to even, and the integer stands in the lowest bits of the sum.
 SHIFT = np.float32(12582912.0)
 _SHIFT_BITS = SHIFT.view(np.int32)
+UPWARDS = 65535.0
 
 
 def to_integer(x: Array, dtype: type) -> Array:
@@ -39,13 +40,33 @@ def from_bits(x: Array) -> Array:
     return lax.bitcast_convert_type(x, F32)
 
 
-def to_bf16_bits(x: Array) -> Array:
-    """Rounds finite f32 numbers to nearest bf16, in integers; still as f32 bits.
+def to_bf16_bits(x: Array, dither: Array | float | None = None) -> Array:
+    """Rounds finite f32 numbers to bf16, in integers; still as f32 bits.
 
     A cast down and up again would be removed by XLA.
+
+    Args:
+        x: The numbers.
+        dither: What to add before the low 16 bits are cut off: 0 rounds towards zero,
+            `UPWARDS` away from it. `None` rounds to nearest, ties to even.
     """
     b = bits(x)
-    return (b + 0x7FFF + ((b >> 16) & 1)) & np.int32(-65536)
+    if dither is None:
+        up = 0x7FFF + ((b >> 16) & 1)
+    else:
+        up = int(dither) if isinstance(dither, float) else dither.astype(jnp.int32)
+    return (b + up) & np.int32(-65536)
+
+
+def dither_of(step: Array) -> Array:
+    """Returns a number for `to_bf16_bits` that differs from step to step, as f32.
+
+    An average that moves by less than half a bf16 ulp in a step would stay for ever if it
+    were rounded to nearest. The multiples of the golden ratio, modulo 1, are spread
+    evenly over any stretch of steps: numbers are rounded up as often as they should.
+    """
+    turns = step.astype(jnp.uint32) * np.uint32(0x9E3779B1)
+    return (turns >> np.uint32(16)).astype(jnp.int32).astype(F32)
 
 
 def is_finite(x: Array) -> Array:
