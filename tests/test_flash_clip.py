@@ -32,6 +32,22 @@ def test_half_precision_gradients_are_summed_in_f32():
     np.testing.assert_allclose(clip.norm, 200 * np.sqrt(1e5), rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.complex64])
+def test_gradients_of_any_float_have_a_norm(dtype):
+    # Of complex numbers the absolute value counts, as in optax: |3 + 4i| is 5.
+    grads = {"w": jnp.full(4, 3 + 4j if dtype == jnp.complex64 else 5, dtype)}
+    clip = mpx.clip_scale(grads, 2.5, grad_scale=0.5)
+    assert clip == (0.25, 5.0, True)
+    assert not mpx.clip_scale({"w": jnp.full(4, jnp.nan, dtype)}, 1.0).finite
+
+
+def test_numbers_are_f32_where_f64_is_the_default():
+    with jax.enable_x64(True):
+        for grads in (GRADS, jax.tree.map(lambda g: g.astype(jnp.float64), GRADS)):
+            clip = mpx.clip_scale(grads, np.float64(1.0), grad_scale=np.float64(0.5))
+            assert clip.grad_scale.dtype == clip.norm.dtype == jnp.float32
+
+
 def test_integers_none_and_functions_have_no_norm():
     grads = {"w": jnp.full(4, 2.0), "n": jnp.arange(5), "f": None, "g": jnp.tanh}
     assert mpx.clip_scale(grads, 10.0) == (1.0, 4.0, True)
@@ -56,7 +72,30 @@ def test_non_finite_gradient_is_reported_and_the_step_can_be_left_out(bad):
     mpx.testing.assert_trees_equal(tuple(stepped), (params, state))
 
 
-@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan")])
+@pytest.mark.parametrize(
+    "max_norm", [0, -1.0, float("nan"), np.float32(-1.0), jnp.zeros(())], ids=repr
+)
 def test_norm_that_is_not_positive_is_refused(max_norm):
     with pytest.raises(ValueError, match="`max_norm` must be positive"):
         mpx.clip_scale({}, max_norm)
+
+
+def test_norm_may_be_traced():
+    clip = jax.jit(lambda norm: mpx.clip_scale({"w": jnp.full(4, 2.0)}, norm))(2.0)
+    assert clip == (0.5, 4.0, True)
+
+
+@pytest.mark.parametrize("name", ["max_norm", "grad_scale"])
+@pytest.mark.parametrize(
+    ("value", "error", "match"),
+    [
+        ("1", TypeError, "must be a number or a scalar array, but str was given"),
+        (None, TypeError, "must be a number or a scalar array, but NoneType"),
+        (jnp.ones((), jnp.complex64), TypeError, ".*, but complex64 was given"),
+        (jnp.ones(2), ValueError, r"must be a scalar, but its shape is \(2,\)"),
+    ],
+    ids=["string", "None", "complex", "array"],
+)
+def test_what_is_not_one_number_is_refused(name, value, error, match):
+    with pytest.raises(error, match=f"`{name}` {match}"):
+        mpx.clip_scale({"w": jnp.ones(2)}, **{"max_norm": 1.0} | {name: value})

@@ -13,6 +13,8 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 import mpx
 from flash_cases import (
@@ -245,6 +247,103 @@ def test_training_resumes_bit_for_bit(options, tmp_path):
     assert_trees_equal(train(step, restored, range(3, 6)), expected)
 
 
+OLD_MESH = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+NEW_MESHES = {
+    "of eight": jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2),
+    "of four": jax.make_mesh(
+        (2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[4:]
+    ),
+}
+# What a run that resumes elsewhere may give Orbax to say what to restore, and where.
+TEMPLATES = {
+    "shapes": lambda tx, params, shapes: tx.init(shapes),
+    "arrays": lambda tx, params, shapes: tx.init(params),
+    "shapes of arrays": lambda tx, params, shapes: jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        tx.init(params),
+    ),
+}
+
+
+@pytest.mark.parametrize("mesh", NEW_MESHES.values(), ids=NEW_MESHES.keys())
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+@pytest.mark.parametrize("steps", [0, 1])
+def test_training_resumes_on_another_mesh(mesh, template, steps, tmp_path):
+    tx, params = optimizer(), make_params()
+    step = stepper(tx)
+
+    def put(tree, sharding):
+        return jax.tree.map(lambda x: jax.device_put(x, sharding), tree)
+
+    def moved(tree):
+        tree = put(tree, NamedSharding(mesh, P()))
+        sharding = NamedSharding(mesh, P("a", "b"))
+        return tree | {"w": jax.device_put(tree["w"], sharding)}
+
+    first = put(params, NamedSharding(OLD_MESH, P()))
+    saved = train(step, (first, tx.init(first)), range(steps))
+    like = moved(params)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", saved)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(
+            tmp_path / "state", (shapes, template(tx, like, shapes))
+        )
+    assert_trees_equal(jax.device_get(tuple(restored)), jax.device_get(tuple(saved)))
+    after = step(*restored, moved(make_grads(steps)))
+    expected = step(*saved, make_grads(steps))
+    assert_trees_equal(jax.device_get(after.params), jax.device_get(expected.params))
+    for leaf in (after.params["w"], after.state.mu["w"].codes):
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("a", "b")), 2)
+    assert after.state.count.sharding.device_set == set(mesh.devices.flat)
+
+
+ON_OLD = NamedSharding(OLD_MESH, P("x"))
+ON_NEW = NamedSharding(NEW_MESHES["of four"], P("a"))
+ON_LAST = SingleDeviceSharding(jax.devices()[7])
+# Where two parameters lie, and where the count then lies: on all of their devices, or,
+# if they are not together, nowhere in particular.
+PLACES = {
+    "on a mesh": ((ON_OLD, ON_OLD), NamedSharding(OLD_MESH, P())),
+    "one of them": ((ON_OLD, None), NamedSharding(OLD_MESH, P())),
+    "on a device": ((ON_LAST, ON_LAST), ON_LAST),
+    "anywhere": ((None, None), None),
+    "apart": ((ON_OLD, ON_NEW), None),
+}
+
+
+@pytest.mark.parametrize(("places", "count"), PLACES.values(), ids=PLACES.keys())
+def test_the_count_lies_where_the_parameters_lie(places, count):
+    tx = optimizer()
+    put = [
+        x if s is None else jax.device_put(x, s) for s in places for x in [jnp.ones(8)]
+    ]
+    made = tx.init(put).count
+    assert made.committed == (count is not None)
+    if count is not None:
+        assert made.sharding == count
+    shapes = [jax.ShapeDtypeStruct((8,), jnp.float32, sharding=s) for s in places]
+    template = tx.init(shapes).count
+    assert isinstance(template, jax.ShapeDtypeStruct)
+    assert (template.shape, template.dtype) == ((), jnp.int32)
+    assert template.sharding == count
+
+
+def test_a_sharded_step_is_compiled_once():
+    tx, params = (
+        optimizer(),
+        jax.device_put(make_params(), NamedSharding(OLD_MESH, P())),
+    )
+    step = jax.jit(tx.step)
+    carry = params, tx.init(params)
+    for number in range(3):
+        carry = tuple(step(*carry, make_grads(number)))
+    assert step._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
+
+
 # --- JAX's transforms -----------------------------------------------------------------
 
 
@@ -267,6 +366,58 @@ def test_weights_are_found_inside_of_an_optax_state():
     for wrong, count in ((optax.adam(1e-3).init(params), 0), ((state, state), 2)):
         with pytest.raises(ValueError, match=f"tuple holds {count} of them"):
             mpx.master_params(params, wrong)
+        with pytest.raises(ValueError, match=f"tuple holds {count} of them"):
+            mpx.from_master(params, params, wrong)
+
+
+def test_weights_are_put_into_an_optax_state():
+    tx = optimizer("adamw")
+    params = make_params()
+    weights = jax.tree.map(lambda x: x.astype(jnp.float32) / 3, params)
+    expected = mpx.from_master(weights, params, tx.init(params))
+    chain: Any = optax.chain(optax.trace(0.5), tx)
+    new, state = mpx.from_master(weights, params, chain.init(params))
+    assert_trees_equal((new, state[1]), expected)
+    assert_trees_equal(state[0], chain.init(params)[0])
+    held = mpx.master_params(new, state)["w"]
+    np.testing.assert_allclose(held, weights["w"], rtol=2.0**-16)  # 128 ulps of f32
+    # What `masked` leaves out has no master weights, and only the parameter is set.
+    masked = optax.masked(tx, jax.tree.map(lambda x: x.ndim > 1, params))
+    new, state = mpx.from_master(weights, params, masked.init(params))
+    assert_trees_equal(new, expected[0])
+    assert jax.tree.structure(state) == jax.tree.structure(masked.init(params))
+    again = mpx.master_params(new, state)
+    assert_trees_equal(again["w"], mpx.master_params(*expected)["w"])
+    assert_trees_equal(again["layers"], new["layers"])
+
+
+def test_only_weights_are_put_where_parameters_are():
+    params = {
+        "w": jnp.ones(4, jnp.bfloat16),
+        "scalar": jnp.ones((), jnp.float16),
+        "ids": jnp.arange(3),
+        "key": jax.random.key(0),
+        "act": jax.nn.relu,
+        "step": 1,
+    }
+    tx = mpx.flash_adamw(1e-3)
+    state = tx.init(params)
+    key = jax.random.key(1)
+    full = {"w": np.full(4, 0.1), "scalar": 0.1, "act": jax.nn.gelu, "step": 2}
+    master = full | {"ids": jnp.array([2.0, 3.0, 4.0]), "key": key}
+    new, after = mpx.from_master(master, params, state)
+    assert new["ids"].dtype == params["ids"].dtype
+    assert new["ids"].tolist() == [2, 3, 4]
+    assert new["key"] is key
+    assert (new["act"], new["step"]) == (jax.nn.gelu, 2)
+    assert (new["w"].dtype, new["scalar"].dtype) == (jnp.bfloat16, jnp.float16)
+    for name in ("w", "scalar"):
+        weight = mpx.master_params(new, after)[name]
+        np.testing.assert_allclose(weight, 0.1, rtol=2.0**-22)
+    filtered = dict.fromkeys(params) | {"w": full["w"], "scalar": full["scalar"]}
+    new, _ = mpx.from_master(filtered, params, state)
+    for name in ("ids", "key", "act", "step"):
+        assert new[name] is params[name]
 
 
 def test_weights_of_other_parameters_are_refused():
@@ -275,6 +426,8 @@ def test_weights_of_other_parameters_are_refused():
     for wrong in (jnp.ones((1,), jnp.bfloat16), jnp.ones((4,), jnp.float32)):
         with pytest.raises(ValueError, match=r"correction of shape \(4,\) for `w`"):
             mpx.master_params({"w": wrong}, state)
+        with pytest.raises(ValueError, match=r"correction of shape \(4,\) for `w`"):
+            mpx.from_master({"w": wrong}, {"w": wrong}, state)
 
 
 def test_a_skipped_update_keeps_infinite_parameters():
@@ -336,10 +489,7 @@ def test_state_of_shapes_is_the_shape_of_the_state(tx):
     assert_trees_equal(jax.eval_shape(tx.init, params), expected)
     shapes = jax.eval_shape(lambda: params)
     assert_trees_equal(jax.eval_shape(tx.init, shapes), expected)
-    described = tx.init(shapes)
-    assert_trees_equal(jax.eval_shape(lambda: described.count), expected.count)
-    for name in ("mu", "nu", "correction"):
-        assert_trees_equal(getattr(described, name), getattr(expected, name))
+    assert_trees_equal(tx.init(shapes), expected)
     assert_trees_equal(jax.jit(tx.init)(params), state)
 
 

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,6 +92,20 @@ def test_ok_and_grad_scale_pass_through_update():
     )
 
 
+def test_parameters_that_equinox_made_f32_are_refused():
+    tx, params = optimizer(), make_params()
+    updates, state = tx.update(make_grads(0), tx.init(params), params)
+    promoted = eqx.apply_updates(params, updates)
+    assert promoted["w"].dtype == jnp.float32  # the premise
+    for call in (
+        lambda: tx.update(make_grads(1), state, promoted),
+        lambda: tx.step(promoted, state, make_grads(1)),
+        lambda: mpx.master_params(promoted, state),
+    ):
+        with pytest.raises(ValueError, match="Did `eqx.apply_updates` make it f32"):
+            call()
+
+
 # --- inside of optax ------------------------------------------------------------------
 
 
@@ -113,6 +128,9 @@ WRAPPED = {
 WRAPPED_F32 = {
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
     "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda _: True),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(
+        tx, lambda _: True
+    ),
 }
 
 
@@ -132,8 +150,9 @@ def test_a_wrapper_that_does_nothing_changes_nothing(name):
     assert int(flash_state(state).count) == 2
 
 
-def test_apply_if_finite_needs_f32_gradients():
-    tx = optax.apply_if_finite(optimizer(), 5)
+@pytest.mark.parametrize("name", WRAPPED_F32)
+def test_wrappers_that_choose_between_updates_need_f32_gradients(name):
+    tx = WRAPPED_F32[name](optimizer())
     with pytest.raises(TypeError, match="must have equal (output )?types"):
         tx.update(make_grads(0), tx.init(make_params()), make_params())
 

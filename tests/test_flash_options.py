@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import freeze
 
 import mpx
 from flash_cases import BF16, F16, F32, SHAPE, TINY, draw, kind, stepper
@@ -90,6 +91,30 @@ def test_nnx_states_are_trees_of_parameters():
     assert master["kernel"][...].dtype == F32
 
 
+@pytest.mark.parametrize(
+    "dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.complex64, np.float64], ids=str
+)
+def test_floats_that_cannot_be_trained_are_refused_unless_they_are_frozen(dtype):
+    params = {"layer": {"w": np.ones(SHAPE, dtype)}, "b": jnp.ones(3)}
+    name = np.dtype(dtype).name
+    tx = kind("adamw")
+    with pytest.raises(
+        TypeError, match=f"`layer/w` is {name}, but .* f32, bf16 or f16"
+    ):
+        tx.init(params)
+    state = tx.init(params | {"layer": {"w": None}})
+    state = dataclasses.replace(
+        state,
+        **{n: getattr(state, n) | {"layer": {"w": None}} for n in ("mu", "nu")},
+    )
+    grads = {"layer": {"w": jnp.ones(SHAPE)}, "b": jnp.ones(3)}
+    with pytest.raises(TypeError, match=f"`layer/w` is {name}"):
+        tx.step(params, state, grads)
+    tx = mpx.flash_adamw(0.01, groups=[mpx.ParamGroup("layer", frozen=True)])
+    new, _ = tx.step(params, tx.init(params), grads)
+    assert new["layer"]["w"] is params["layer"]["w"]
+
+
 # --- masks and groups -----------------------------------------------------------------
 
 TREE = {"layer": {"w": 0, "b": 0}, "head": {"w": 0}}
@@ -139,6 +164,43 @@ def test_what_is_none_in_a_mask_does_not_decay():
     tx = mpx.flash_sgdw(0.5, weight_decay=0.5, mask={"a": True, "b": None})
     new = tx.step(params, tx.init(params), jax.tree.map(jnp.zeros_like, params)).params
     assert_trees_equal(new, {"a": jnp.full(2, 0.75), "b": params["b"]})
+
+
+@pytest.mark.parametrize("yes", [True, np.bool_(True), np.array(True), jnp.array(True)])
+def test_a_mask_holds_booleans_of_any_kind(yes):
+    params = {"a": jnp.ones(2)}
+    tx = mpx.flash_sgdw(0.5, weight_decay=0.5, mask={"a": yes})
+    new = tx.step(params, tx.init(params), {"a": jnp.zeros(2)}).params
+    assert_trees_equal(new, {"a": jnp.full(2, 0.75)})
+
+
+NO_BOOLEANS = {
+    "string": ("no", "but str was given"),
+    "number": (0.0, "but float was given"),
+    "integer": (1, "but int was given"),
+    "float array": (jnp.zeros(()), r"but float32 of shape \(\) was given"),
+    "two": (jnp.array([True, False]), r"but bool of shape \(2,\) was given"),
+}
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize(
+    ("keep", "match"), NO_BOOLEANS.values(), ids=NO_BOOLEANS.keys()
+)
+def test_a_mask_of_anything_else_is_refused(keep, match, called):
+    mask = {"layer": {"w": keep}}
+    tx = mpx.flash_adamw(1.0, mask=(lambda _: mask) if called else mask)
+    with pytest.raises(
+        TypeError, match="`mask` for `layer/w` must be True or.*" + match
+    ):
+        step_with(tx=tx)
+
+
+def test_a_mask_cannot_be_computed_from_values():
+    mask = lambda params: jax.tree.map(lambda x: jnp.any(x > 0), params)  # noqa: E731
+    tx = mpx.flash_adamw(1.0, mask=mask)
+    with pytest.raises(TypeError, match="`mask` for `layer/w` must be known when"):
+        jax.jit(lambda params: step_with(params=params, tx=tx))(W)
 
 
 def test_functions_choose_groups_by_arrays_alone():
@@ -293,6 +355,96 @@ ERRORS = {
         TypeError,
         "`compression` of the group 'w' must be an `mpx.Compression`, but dict",
     ),
+    "group of a list": (
+        lambda: mpx.ParamGroup(cast(Any, ["a", "b"])),
+        TypeError,
+        r"chosen by a regular expression or by a function .* \['a', 'b'\] was given. For",
+    ),
+    "group of nothing": (
+        lambda: mpx.ParamGroup(cast(Any, None)),
+        TypeError,
+        "chosen by a regular expression .* None was given",
+    ),
+    "group of a bad expression": (
+        lambda: mpx.ParamGroup("layer("),
+        ValueError,
+        r"group 'layer\(' is not a regular expression: missing \).*`re.escape`",
+    ),
+    "group without hyperparameters": (
+        lambda: mpx.ParamGroup("w", cast(Any, None)),
+        TypeError,
+        "`hyper` of the group 'w' must be a mapping such as .* but NoneType was given",
+    ),
+    "frozen by a string": (
+        lambda: mpx.ParamGroup("w", frozen=cast(Any, "no")),
+        TypeError,
+        "`frozen` of the group 'w' must be True or False, but 'no' was given",
+    ),
+    "quantize by a string": (
+        lambda: mpx.Compression(quantize=cast(Any, "no")),
+        TypeError,
+        "`quantize` must be True or False, but 'no' was given",
+    ),
+    "group size that is no integer": (
+        lambda: mpx.Compression(group_size=cast(Any, 32.0)),
+        TypeError,
+        "`group_size` must be an integer that is known .* 32.0 was given",
+    ),
+    "min size that is a string": (
+        lambda: mpx.Compression(min_size=cast(Any, "a")),
+        TypeError,
+        "`min_size` must be an integer .* 'a' was given",
+    ),
+    "seed that is no integer": (
+        lambda: mpx.Compression(seed=cast(Any, 1.5)),
+        TypeError,
+        "`seed` must be an integer .* 1.5 was given",
+    ),
+    "seed that is a string": (
+        lambda: mpx.Compression(seed=cast(Any, "a")),
+        TypeError,
+        "`seed` must be an integer .* 'a' was given",
+    ),
+    "seed that is traced": (
+        lambda: jax.jit(lambda seed: mpx.Compression(seed=seed).min_size)(3),
+        TypeError,
+        "`seed` must be an integer that is known when the optimizer is made",
+    ),
+    "negative rate of NumPy": (
+        lambda: mpx.flash_adam(cast(Any, np.float32(-0.5))),
+        ValueError,
+        r"`learning_rate` must lie in \[0, ∞\), but .*-0.5.* was given",
+    ),
+    "negative rate of JAX": (
+        lambda: mpx.flash_adam(jnp.float32(-0.5)),
+        ValueError,
+        r"`learning_rate` must lie in \[0, ∞\)",
+    ),
+    "b1 of JAX": (
+        lambda: mpx.flash_adam(1.0, b1=jnp.float32(1.0)),
+        ValueError,
+        r"`b1` must lie in \[0, 1\)",
+    ),
+    "b2 that is one in f32": (
+        lambda: mpx.flash_adam(1.0, b2=1 - 1e-9),
+        ValueError,
+        r"`b2` must lie in \[0, 1\), but 0.999999999 was given, which is 1.0 in f32",
+    ),
+    "eps that is zero in f32": (
+        lambda: mpx.flash_adam(1.0, eps=1e-60),
+        ValueError,
+        r"`eps` must lie in \(0, ∞\), but 1e-60 was given, which is 0.0 in f32",
+    ),
+    "rate that is infinite in f32": (
+        lambda: mpx.flash_adam(1e39),
+        ValueError,
+        r"`learning_rate` must lie in \[0, ∞\), but 1e\+39 was given, which is inf",
+    ),
+    "complex rate": (
+        lambda: mpx.flash_adam(jnp.ones((), jnp.complex64)),
+        TypeError,
+        "`learning_rate` must be a number or a scalar array, but complex64 was given",
+    ),
     "no learning rate": (
         lambda: mpx.flash_adam(cast(Any, None)),
         TypeError,
@@ -410,6 +562,30 @@ ERRORS = {
         ValueError,
         "`min_size` must not be negative, but -1",
     ),
+    "no master": (
+        lambda: mpx.from_master(leaf(None), W, kind("adamw").init(W)),
+        TypeError,
+        "weight of `layer/w` must be a real array .* bfloat16, but NoneType was given",
+    ),
+    "no master of a scalar": (
+        lambda: mpx.from_master(
+            {"z": None}, {"z": jnp.ones(())}, kind("adamw").init({"z": jnp.ones(())})
+        ),
+        TypeError,
+        "weight of `z` must be a real array .* float32, but NoneType was given",
+    ),
+    "complex master": (
+        lambda: mpx.from_master(
+            leaf(jnp.ones(SHAPE, jnp.complex64)), W, kind("adamw").init(W)
+        ),
+        TypeError,
+        "weight of `layer/w` must be a real array .* but complex64 was given",
+    ),
+    "state of another library": (
+        lambda: mpx.from_master(W, W, optax.adam(1.0).init(W)),
+        ValueError,
+        "Expected the state of one compressed optimizer",
+    ),
     "shape of master": (
         lambda: mpx.from_master(
             {"layer": {"w": jnp.ones(3)}}, W, kind("adamw").init(W)
@@ -418,6 +594,51 @@ ERRORS = {
         r"weight of `layer/w` has shape \(3,\)",
     ),
 }
+
+
+# Another tree, what the error says of it. There is no word about the arrays, which fill
+# the screen.
+TREES = {
+    "gradients": (
+        lambda: step_with({"layer": freeze({"w": jnp.ones(SHAPE)})}),
+        "The gradients must have the structure of the parameters, but there is FrozenDict "
+        r"where the parameters have dict of \['w'\] around `layer/w`\.",
+    ),
+    "parameters": (
+        lambda: step_with(params=freeze(W)),
+        "The optimizer state must have the structure of the parameters, but there is dict "
+        r"of \['layer'\] where the parameters have FrozenDict around `layer/w`\.",
+    ),
+    "mask": (
+        lambda: step_with(tx=mpx.flash_adamw(1.0, mask=freeze(leaf(True)))),
+        "`mask` must have the structure .* but there is FrozenDict where the parameters",
+    ),
+    "keys of a mask": (
+        lambda: step_with(tx=mpx.flash_adamw(1.0, mask={"layer": {"v": True}})),
+        r"but there is dict of \['v'\] where the parameters have dict of \['w'\] around",
+    ),
+    "list": (
+        lambda: step_with({"layer": {"w": [jnp.ones(SHAPE)]}}),
+        r"gradient of `layer/w` has shape \(\)",
+    ),
+    "module": (
+        lambda: kind("adamw").step(
+            LINEAR, kind("adamw").init(LINEAR), eqx.nn.Linear(2, 4, key=KEY)
+        ),
+        "The gradients must have .* but they differ in what is static",
+    ),
+}
+KEY = jax.random.key(0)
+LINEAR = eqx.nn.Linear(2, 3, key=KEY)
+
+
+@pytest.mark.parametrize(("call", "match"), TREES.values(), ids=TREES.keys())
+@pytest.mark.usefixtures("untyped")
+def test_trees_of_other_types_are_described_without_their_arrays(call, match):
+    with pytest.raises(ValueError, match=match) as caught:
+        call()
+    assert "Array" not in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 @pytest.fixture
@@ -431,6 +652,28 @@ def untyped(monkeypatch):
 def test_errors_say_what_came_and_where(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+@pytest.mark.usefixtures("untyped")
+def test_integers_of_numpy_are_integers():
+    options = {"group_size": np.int64(64), "min_size": np.int32(1)}
+    largest = np.uint32(2**32 - 1)
+    made = mpx.Compression(**options, seed=largest, rounding="stochastic")
+    plain = mpx.Compression(
+        group_size=64, min_size=1, seed=int(largest), rounding="stochastic"
+    )
+    assert made == plain
+    assert all(type(getattr(made, name)) is int for name in (*options, "seed"))
+    steps = [mpx.flash_adamw(0.01, compression=c) for c in (made, plain)]
+    assert_trees_equal(*(tx.step(W, tx.init(W), W) for tx in steps))
+
+
+def test_hyperparameters_that_are_traced_are_not_looked_at():
+    @jax.jit
+    def step(rate, b1):
+        return step_with(tx=mpx.flash_adamw(rate, b1=b1, compression=TINY)).params
+
+    assert_trees_equal(step(0.01, 0.9), step_with().params)
 
 
 def test_state_of_another_format_is_refused():

@@ -63,12 +63,15 @@ each_kernel = pytest.mark.parametrize(
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
-def make_plan(rule, dtype=jnp.bfloat16, correction=np.int8, format="mpx", group=32):
+def make_plan(
+    rule, dtype=jnp.bfloat16, correction=np.int8, format="mpx", group=32, dithers=True
+):
     correction = None if correction is None else np.dtype(correction)
     moments = tuple(
         moment_codec(name, quantized=group > 0, format=format) for name in rule.moments
     )
-    return Plan(rule, master_codec(dtype, correction, format), moments, group)
+    master = master_codec(dtype, correction, format)
+    return Plan(rule, master, moments, group, dithers and group > 0)
 
 
 def make_case(plan, shape, dtype=jnp.bfloat16, grad_dtype=jnp.bfloat16, seed=0):
@@ -81,7 +84,7 @@ def make_case(plan, shape, dtype=jnp.bfloat16, grad_dtype=jnp.bfloat16, seed=0):
 
     hyper = {name: jnp.float32(value) for name, value in HYPER.items()}
     coefficients = plan.rule.coefficients(hyper, jnp.float32(3))
-    dither = jnp.float32(40503)
+    dither = jnp.float32(0.2)
     scalars = jnp.stack([jnp.float32(0.5), dither, *coefficients])
     param = normal(0.05).astype(dtype)
     correction = getattr(plan.master, "dtype", None)
@@ -210,6 +213,11 @@ def test_the_kernel_equals_plain_jax_in_every_format(dtype, correction, format):
 @each_rule
 def test_the_kernel_equals_plain_jax_for_every_rule(rule):
     plan = make_plan(rule)
+    assert_kernel_equals_plain(plan, make_case(plan, ODD))
+
+
+def test_the_kernel_equals_plain_jax_without_dither():
+    plan = make_plan(RULES["adamw"], dithers=False)
     assert_kernel_equals_plain(plan, make_case(plan, ODD))
 
 

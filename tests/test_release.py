@@ -483,6 +483,63 @@ def test_only_layers_with_gradients_that_are_not_finite_are_left_alone():
         assert np.any(got.params[key] != params[key])
 
 
+def test_a_step_counts_if_anything_stepped():
+    def loss(params, factors):
+        return sum(jnp.sum(params[k] * f.astype(BF16)) for k, f in factors.items())
+
+    optimizer = OPTIMIZERS["adamw"]
+    params = {k: draw(n, (2, 32), BF16) for n, k in enumerate("ab")}
+    params["empty"] = jnp.ones((0, 32), BF16)
+    params["unused"] = params["a"]  # it decays
+    step = jax.jit(mpx.release(loss, optimizer, skip_nonfinite=True))
+    good, bad = jnp.float32(1.0), jnp.float32(jnp.nan)
+    state = optimizer.init(params)
+
+    def after(a, b, state=state, **options):
+        return step(params, state, {"a": a, "b": b, "empty": good}, **options)
+
+    none = after(bad, bad)
+    assert not none.grads_finite
+    assert_trees_equal((none.params, none.state), (params, state))
+    one = after(good, bad)
+    assert not one.grads_finite
+    assert int(one.state.count) == 1
+    assert_trees_equal(one.params["b"], params["b"])
+    masters = [mpx.master_params(*pair) for pair in ((params, state), one[2:4])]
+    for key in ("a", "unused"):
+        assert np.any(masters[0][key] != masters[1][key])
+    assert int(after(good, good).state.count) == 1
+    assert int(after(good, good, ok=jnp.array(False)).state.count) == 0
+    assert int(after(good, bad, ok=jnp.array(True)).state.count) == 1
+    assert int(after(bad, bad, ok=jnp.array(True)).state.count) == 0
+
+
+@pytest.mark.parametrize("params", [{}, {"empty": jnp.ones((0, 32))}], ids=str)
+def test_a_step_without_any_number_counts_as_it_does_without_release(params):
+    optimizer = OPTIMIZERS["adamw"]
+    func = lambda params: sum(map(jnp.sum, params.values()), jnp.zeros(()))  # noqa: E731
+    step = mpx.release(func, optimizer, skip_nonfinite=True)
+    got = step(params, optimizer.init(params))
+    assert int(got.state.count) == 1
+    assert got.grads_finite
+
+
+@pytest.mark.parametrize("wrap", [lambda body: body, jax.checkpoint, jax.jit])
+def test_a_scan_over_no_layers_steps_as_without_release(wrap):
+    optimizer = OPTIMIZERS["adamw"]
+    params = make_params()
+    for key in ("up", "bias", "down"):
+        params[key] = params[key][:0]
+    ordinary, release = map(
+        jax.jit, steppers(functools.partial(scanned, wrap=wrap), optimizer)
+    )
+    state = optimizer.init(params)
+    want = ordinary(params, state, *make_batch())
+    got = release(params, state, *make_batch())
+    assert_trees_equal(got, want)
+    assert np.any(got[1]["table"] != params["table"])
+
+
 def test_where_all_is_finite_nothing_is_left_alone():
     optimizer, params = OPTIMIZERS["adamw"], make_params()
     step = jax.jit(mpx.release(scanned, optimizer, skip_nonfinite=True))

@@ -1,12 +1,13 @@
 """How arrays are sharded: zeros that lie like a parameter, and groups that shards cut."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mpx._compat import has_explicit_axes, is_tracer
 
@@ -38,6 +39,39 @@ def zeros_alike(like: Any, dtype: Any, *, group: int | None = None) -> Any:
     if group is not None:
         zeros = whole_groups(zeros, group).reshape(*shape, group)[..., 0]
     return zeros
+
+
+def zero_beside(leaves: Iterable[Any], dtype: Any) -> Any:
+    """Returns one zero that lies on every device on which arrays lie.
+
+    If it lay elsewhere, a restored copy of it could not be used beside the arrays: what
+    was restored has been put where it lies.
+
+    Args:
+        leaves: Arrays, tracers, shapes, and anything else. If one of them is a
+            `ShapeDtypeStruct`, so is the result.
+        dtype: The dtype of the zero.
+    """
+    leaves = [x for x in leaves if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
+    shapes = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
+    if any(map(is_tracer, leaves)):
+        return jnp.zeros((), dtype)
+    placed = shapes or [x for x in leaves if x.committed]
+    everywhere = {_everywhere(x.sharding) for x in placed} - {None}
+    sharding = everywhere.pop() if len(everywhere) == 1 else None
+    if shapes:
+        return jax.ShapeDtypeStruct((), dtype, sharding=sharding)
+    return jnp.zeros((), dtype, device=sharding)
+
+
+def _everywhere(sharding: Any) -> Any:
+    """Returns the sharding of a scalar that has a copy on each device, if it is known."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    if isinstance(sharding, SingleDeviceSharding):
+        (device,) = sharding.device_set
+        return SingleDeviceSharding(device)
+    return None
 
 
 def may_cut_groups(x: Array, group: int) -> bool:

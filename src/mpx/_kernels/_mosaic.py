@@ -194,6 +194,8 @@ class _Block(PlainBlock):
     Subnormal elements count as zero. Scales, of which there are few, keep them.
     """
 
+    in_registers = True
+
     def __init__(self, view: _View) -> None:
         self._view = view
 

@@ -147,6 +147,8 @@ class _View(View):
 class _Block(PlainBlock):
     """A flat block of elements, whose groups are next to each other."""
 
+    in_registers = True
+
     def __init__(self, size: int, group_size: int) -> None:
         self._size = size
         self._group_size = group_size

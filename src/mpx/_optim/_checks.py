@@ -1,6 +1,6 @@
 """What users pass that cannot be right: an error says what, where, and what to do."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx import _kernels
+from mpx._compat import is_tracer
 from mpx._optim._options import Compression, ParamGroup
 from mpx._optim._rules import Rule
-from mpx._optim._state import PARAM_DTYPES, FlashState
+from mpx._optim._state import APPLIED_BY_EQUINOX, PARAM_DTYPES, FlashState
 from mpx._quant import MomentCodec, Quantized
-from mpx._tree import dtype_of, is_inexact, shape_of
+from mpx._tree import dtype_of, shape_of
 
 MOMENTS = ("mu", "nu")
 _CORRECTIONS = (np.dtype(np.int8), np.dtype(np.int16))
@@ -23,7 +24,7 @@ def is_trainable(name: str, param: Any) -> bool:
     dtype = dtype_of(param)
     if dtype in PARAM_DTYPES:
         return True
-    if is_inexact(param):
+    if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
             f"`{name}` is {dtype}, but compressed optimizers hold weights in f32, bf16 or "
             "f16. Cast it, or freeze it with `ParamGroup(path, frozen=True)`."
@@ -129,8 +130,9 @@ def check_correction(
     if param.dtype.itemsize != 2:
         raise ValueError(
             f"`{name}` is {param.dtype}, but `state.correction` holds "
-            f"{dtype_of(correction)} for it, which only bf16 and f16 parameters have. Give "
-            "the parameters in the dtype that `init(params)` saw, or call it again."
+            f"{dtype_of(correction)} for it, which only bf16 and f16 parameters have. "
+            f"{APPLIED_BY_EQUINOX}Give the parameters in the dtype that `init(params)` "
+            "saw, or call it again."
         )
     fits = dtype_of(correction) in _CORRECTIONS
     if not fits or shape_of(correction) != shape_of(param):
@@ -217,10 +219,15 @@ def check_hyper(values: Mapping[str, Any]) -> None:
 
 def check_scalar(name: str, value: Any) -> None:
     """Raises if a value is not one number."""
-    if not (isinstance(value, int | float) or hasattr(value, "dtype")):
+    dtype = getattr(value, "dtype", None)
+    is_real = isinstance(value, int | float) or (
+        dtype is not None
+        and any(jnp.issubdtype(dtype, t) for t in (jnp.floating, jnp.integer, np.bool_))
+    )
+    if not is_real:
         raise TypeError(
             f"`{name}` must be a number or a scalar array, but "
-            f"{type(value).__name__} was given."
+            f"{dtype or type(value).__name__} was given."
         )
     if shape_of(value) != ():
         raise ValueError(
@@ -240,15 +247,33 @@ def _check_value(name: str, value: Any) -> None:
             "`optax.inject_hyperparams` gives hyperparameters the dtype of the "
             "parameters unless it is called with `hyperparam_dtype=jnp.float32`."
         )
-    if not isinstance(value, int | float):
+    check_range(name, value, *_RANGES.get(name, _ANY_RATE))
+
+
+def check_range(
+    name: str, value: Any, fits: Callable[[float], bool], range_: str
+) -> None:
+    """Raises if a number is out of its range in f32, in which it is used.
+
+    What is traced is not known yet.
+    """
+    if is_tracer(value):
         return
-    if name in ("b1", "b2", "momentum"):
-        fits, range_ = 0 <= value < 1, "[0, 1)"
-    elif name == "dampening":
-        fits, range_ = 0 <= value <= 1, "[0, 1]"
-    elif name == "eps":
-        fits, range_ = 0 < value < np.inf, "(0, ∞)"
-    else:
-        fits, range_ = 0 <= value < np.inf, "[0, ∞)"
-    if not fits:
-        raise ValueError(f"`{name}` must lie in {range_}, but {value!r} was given.")
+    with np.errstate(over="ignore"):
+        used = float(np.float32(value))
+    if not fits(used):
+        given = f"{value!r} was given"
+        if fits(float(value)):
+            given += f", which is {used} in f32"
+        raise ValueError(f"`{name}` must {range_}, but {given}.")
+
+
+_BELOW_ONE = (lambda x: 0 <= x < 1), "lie in [0, 1)"
+_ANY_RATE = (lambda x: 0 <= x < np.inf), "lie in [0, ∞)"
+_RANGES = {
+    "b1": _BELOW_ONE,
+    "b2": _BELOW_ONE,
+    "momentum": _BELOW_ONE,
+    "dampening": ((lambda x: 0 <= x <= 1), "lie in [0, 1]"),
+    "eps": ((lambda x: 0 < x < np.inf), "lie in (0, ∞)"),
+}

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, PyTree
 
-from mpx._tree import is_floating
+from mpx._optim._checks import check_range
+from mpx._optim._scalars import as_scalar
+from mpx._tree import dtype_of
 
 
 class Clip(NamedTuple):
@@ -32,28 +34,36 @@ def clip_scale(grads: PyTree, max_norm: Any, *, grad_scale: Any = 1.0) -> Clip:
     summed in f32.
 
     Args:
-        grads: The gradients, possibly still scaled; `None` and integers are left out.
-        max_norm: The largest norm allowed; inf only computes the norm.
-        grad_scale: What unscales the gradients, one over the loss scale.
+        grads: The gradients, possibly still scaled, in any floating or complex dtype;
+            all else, such as `None` and integers, is left out.
+        max_norm: The largest norm allowed, a scalar; inf only computes the norm.
+        grad_scale: What unscales the gradients, a scalar: one over the loss scale.
 
     Raises:
-        ValueError: If `max_norm` is a number that is not positive.
+        TypeError: If `max_norm` or `grad_scale` is no number.
+        ValueError: If one of them is not a scalar, or `max_norm` is not positive.
 
     Examples:
         >>> clip = clip_scale({"w": jnp.full(4, 8.0)}, 1.0, grad_scale=0.5)
         >>> float(clip.norm), float(clip.grad_scale)
         (8.0, 0.0625)
     """
-    if isinstance(max_norm, int | float) and not max_norm > 0:
-        raise ValueError(f"`max_norm` must be positive, but {max_norm!r} was given.")
-    scale = jnp.asarray(grad_scale, jnp.float32)
-    squares = [
-        jnp.sum(jnp.square(jnp.asarray(grad).astype(jnp.float32) * scale))
-        for grad in jax.tree.leaves(grads)
-        if is_floating(grad)
-    ]
-    norm = jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
-    limit = jnp.asarray(max_norm, jnp.float32)
+    limit = as_scalar("max_norm", max_norm)
+    check_range("max_norm", max_norm, lambda x: x > 0, "be positive")
+    scale = as_scalar("grad_scale", grad_scale)
+    one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+    norm = jnp.sqrt(sum((_squares(g, scale) for g in jax.tree.leaves(grads)), zero))
     # Not `limit / max(norm, limit)`, which is nan if there is no limit: inf.
-    factor = jnp.where(norm > limit, limit / norm, jnp.ones(()))
+    factor = jnp.where(norm > limit, limit / norm, one)
     return Clip(scale * factor, norm, jnp.isfinite(norm))
+
+
+def _squares(grad: Any, scale: Array) -> Array:
+    """Returns the sum of the squares of a gradient; zero if it is something else."""
+    dtype = dtype_of(grad)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.zeros((), jnp.float32)
+    grad = jnp.asarray(grad)
+    parts = (grad.real, grad.imag) if jnp.iscomplexobj(grad) else (grad,)
+    squares = [jnp.sum(jnp.square(part.astype(jnp.float32) * scale)) for part in parts]
+    return sum(squares[1:], squares[0])

@@ -21,6 +21,7 @@ from mpx._optim._checks import (
     is_trainable,
 )
 from mpx._optim._leaf import Leaf, Plan
+from mpx._optim._masks import decays
 from mpx._optim._options import (
     Compression,
     ParamGroup,
@@ -39,7 +40,7 @@ from mpx._optim._state import (
     register_with_flax,
 )
 from mpx._quant import Quantized
-from mpx._sharding import zeros_alike
+from mpx._sharding import zero_beside, zeros_alike
 from mpx._tree import as_flag, dtype_of
 from mpx._undifferentiable import undifferentiable
 
@@ -105,7 +106,7 @@ class Core:
             for column, values in columns.items():
                 values.append(stored.get(column))
         return FlashState(
-            count=jnp.zeros((), jnp.int32),
+            count=zero_beside(flat.leaves, jnp.int32),
             mu=self._tree(flat, columns, "mu"),
             nu=self._tree(flat, columns, "nu"),
             correction=flat.bare.unflatten(columns["correction"]),
@@ -175,6 +176,10 @@ class Core:
     def update(
         self, updates: PyTree, state: FlashState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, FlashState]:
+        """Returns f32 updates for `optax.apply_updates`; see `FlashOptimizer`.
+
+        `eqx.apply_updates` would make f32 of 16-bit parameters.
+        """
         if params is None:
             raise ValueError(
                 "A compressed optimizer needs the parameters: call "
@@ -224,7 +229,7 @@ class Core:
             flat,
             state,
             leaves_of(flat, state, self.rule.moments),
-            self._decays(flat),
+            decays(self.mask, flat),
             Scalars(self.rule, self.hyper, state.count, scale),
         )
 
@@ -241,6 +246,8 @@ class Core:
         compression = self._compression(group)
         check_correction(name, leaf.param, leaf.correction, compression)
         plan = _plan(name, self.rule, leaf, state.format)
+        if plan.group_size and compression.rounding == "dithered":
+            plan = dataclasses.replace(plan, dithers=True)
         seed = None
         if compression.rounding == "stochastic":
             seed = _seed(compression.seed, index, state.count)
@@ -271,36 +278,6 @@ class Core:
             correction=flat.bare.unflatten([leaf.correction for leaf in leaves]),
             format=state.format,
         )
-
-    def _decays(self, flat: Flat) -> list[bool]:
-        if self.mask is None:
-            return [True] * len(flat.leaves)
-        params = flat.treedef.unflatten(flat.leaves)
-        mask = self.mask
-        if callable(mask) and not _is_mask(mask):
-            mask = mask(params)
-        if mask is None:
-            raise ValueError(
-                "`mask` is a function that returned None, but it must return a tree of "
-                "booleans."
-            )
-        try:
-            # A boolean may stand for a whole part of the tree, and so may `None`: what
-            # a filter left out does not decay.
-            full = jax.tree.map(
-                lambda keep, part: jax.tree.map(
-                    lambda _: bool(keep), part, is_leaf=_is_none
-                ),
-                mask,
-                params,
-                is_leaf=_is_none,
-            )
-        except ValueError as error:
-            raise ValueError(
-                "`mask` must have the structure of the parameters or be the beginning "
-                f"of it. {error}"
-            ) from error
-        return [bool(keep) for keep in flat.like(full, "`mask`")]
 
 
 _constant = undifferentiable(
@@ -365,18 +342,6 @@ def _difference(new: Any, old: Any) -> Any:
         new, old = (jnp.asarray(x).astype(jnp.float32) for x in (new, old))
         return jnp.where(new == old, 0.0, new - old)  # inf - inf is nan
     return jnp.zeros_like(old)
-
-
-def _is_mask(tree: Any) -> bool:
-    """Whether this is a tree of booleans, which a module of them is beside a function."""
-    leaves = jax.tree.leaves(tree)
-    return bool(leaves) and all(
-        isinstance(leaf, bool) or dtype_of(leaf) == np.dtype(bool) for leaf in leaves
-    )
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
 
 
 def _is_frozen(group: ParamGroup | None) -> bool:

@@ -30,8 +30,13 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
     of the new parameters leaves over.
 
     Attributes:
-        init: Makes the state: `init(params)`.
-        update: What optax calls: `update(grads, state, params, *, ok, grad_scale)`.
+        init: Makes the state: `init(params)`. Of shapes it makes shapes, sharded like
+            them.
+        update: What optax calls: `update(grads, state, params, *, ok, grad_scale)`. Its
+            updates are f32, also for 16-bit parameters. `optax.apply_updates` and
+            `mpx.optimizer_update` keep the dtypes of parameters; `eqx.apply_updates`
+            does not and makes f32 of them, which the next `update` refuses, unless
+            there are no master weights by which it could tell.
     """
 
     def step(

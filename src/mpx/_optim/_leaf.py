@@ -32,12 +32,14 @@ class Plan:
         master: How the weight is stored.
         moments: How each moment is stored, in the order of the rule.
         group_size: Elements that share a scale; 0 if no moment is quantised.
+        dithers: Whether moments are rounded up or down by turns, see `dither_of`.
     """
 
     rule: Rule
     master: MasterCodec
     moments: tuple[MomentCodec, ...]
     group_size: int
+    dithers: bool = False
 
     def __call__(
         self,
@@ -50,8 +52,8 @@ class Plan:
         """Decodes, updates in f32, encodes.
 
         Args:
-            scalars: What the gradient is multiplied by, how scales are rounded (see
-                `dither_of`), then the coefficients.
+            scalars: What the gradient is multiplied by, what is added before moments are
+                rounded, then the coefficients.
             grad: The gradient of the block.
             leaf: The block of the parameter and of its state.
             block: What the codecs need to know of it.
@@ -70,15 +72,15 @@ class Plan:
         # What is not finite is stored as zero, lest it spread to its group, and so are
         # the other moments of the element: the square of a gradient of 1e20 is infinite
         # while its first moment is not, and that beside a second moment of zero would be
-        # a step without bound. Where a moment is not finite the last one is not either,
-        # and that one looks for itself.
+        # a step without bound. Where a moment is not finite the last one is not either;
+        # outside of kernels that one looks for itself.
         keep = is_finite(moments[-1]) if self.group_size else None
         param, correction = self.master.encode(weight, leaf.param.dtype, block, noise)
+        more = dither if self.dithers else None
         stored = []
         pairs = zip(self.moments, moments, strict=True)
         for stream, (codec, moment) in enumerate(pairs, start=1):
-            kept = None if stream == len(moments) else keep
-            stored.append(
-                codec.encode(moment, block, noise, stream, kept, dither=dither)
-            )
+            alone = stream == len(moments) and not block.in_registers
+            kept = None if alone else keep
+            stored.append(codec.encode(moment, block, noise, stream, kept, dither=more))
         return Leaf(param, correction, tuple(stored))

@@ -1,6 +1,7 @@
 """What a user can choose: how states are compressed, and options by parameter path."""
 
 import dataclasses
+import operator
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -40,7 +41,11 @@ class Compression:
         min_size: Parameters with fewer elements keep f32 moments and 32-bit master
             weights: they take no memory worth saving. So do parameters whose last axis
             is not a multiple of `group_size`, for their moments.
-        rounding: `"nearest"`, or `"stochastic"`: codes are rounded up or down at random,
+        rounding: How moments are rounded. `"dithered"` rounds up or down by turns, with
+            a threshold that changes from step to step, so that averages that move by less
+            than half a code in a step move at all; weights are rounded to nearest.
+            `"nearest"` does the latter for moments, too, and so does
+            `format="flashoptim"`. `"stochastic"` rounds moments and weights at random,
             such that their mean is right. The random numbers depend on `seed`, the step
             count and the place of an element in its array, which inside of `shard_map`
             and `vmap` is the local one.
@@ -57,16 +62,22 @@ class Compression:
     master_bits: Literal[24, 32] | None = 24
     group_size: int = 32
     min_size: int = 4096
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Literal["dithered", "nearest", "stochastic"] = "dithered"
     format: StateFormat = "mpx"
     seed: int = 0
 
     def __post_init__(self) -> None:
         self._check("master_bits", (24, 32, None))
-        self._check("rounding", ("nearest", "stochastic"))
+        self._check("rounding", ("dithered", "nearest", "stochastic"))
         self._check("format", ("mpx", "flashoptim"))
+        if not isinstance(self.quantize, bool | np.bool_):
+            raise TypeError(
+                f"`quantize` must be True or False, but {self.quantize!r} was given."
+            )
+        for name in ("group_size", "min_size", "seed"):
+            object.__setattr__(self, name, _as_int(name, getattr(self, name)))
         size = self.group_size
-        if not isinstance(size, int) or size < 2 or size & (size - 1):
+        if size < 2 or size & (size - 1):
             raise ValueError(
                 f"`group_size` must be a power of two such as 32, but {size!r} was given."
             )
@@ -96,6 +107,16 @@ class Compression:
             return None
         small = int(np.prod(shape_of(param), dtype=np.int64)) < self.min_size
         return np.dtype(np.int16 if small or self.master_bits == 32 else np.int8)
+
+
+def _as_int(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)  # of NumPy's integers, too
+    except TypeError as error:
+        raise TypeError(
+            f"`{name}` must be an integer that is known when the optimizer is made, but "
+            f"{value!r} was given."
+        ) from error
 
 
 def moment_codec(name: str, *, quantized: bool, format: StateFormat) -> MomentCodec:
@@ -142,6 +163,32 @@ class ParamGroup:
     _: dataclasses.KW_ONLY
     frozen: bool = False
     compression: Compression | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.where, str):
+            try:
+                re.compile(self.where)
+            except re.error as error:
+                raise ValueError(
+                    f"The group {self.where!r} is not a regular expression: {error}. "
+                    "Escape special characters with `re.escape`."
+                ) from error
+        elif not callable(self.where):
+            raise TypeError(
+                "A group is chosen by a regular expression or by a function of path and "
+                f"array, but {self.where!r} was given. For several names write "
+                '`"norm|bias"`.'
+            )
+        if not isinstance(self.hyper, Mapping):
+            raise TypeError(
+                f"`hyper` of the group {self.where!r} must be a mapping such as "
+                f'`{{"weight_decay": 0.0}}`, but {type(self.hyper).__name__} was given.'
+            )
+        if not isinstance(self.frozen, bool | np.bool_):
+            raise TypeError(
+                f"`frozen` of the group {self.where!r} must be True or False, but "
+                f"{self.frozen!r} was given."
+            )
 
     def matches(self, name: str, leaf: Any) -> bool:
         """Whether a parameter belongs to this group."""

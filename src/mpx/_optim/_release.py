@@ -63,7 +63,7 @@ def release(
         has_aux: Whether `func` returns a pair of the loss and anything else.
         skip_nonfinite: Whether to leave alone, parameter by parameter and layer by layer,
             what has a gradient that is not finite, with its state. The others step: that
-            all are finite is known only in the end.
+            all are finite is known only in the end. The step counts if anything stepped.
         with_norm: Whether to compute the norm of the gradients. It is known only after
             the step, so that it can clip the next one.
 
@@ -133,11 +133,13 @@ def release(
             # Of references with explicit shardings JAX cannot read a layer.
             given = [tap.read() if tap.site.is_explicit else tap for tap in taps]
             value, *aux = run(*open_jaxpr(closed), given)
-            return value, aux
+            return jnp.asarray(value), aux  # a constant is one of NumPy
 
         (value, aux), _ = jax.value_and_grad(loss, has_aux=True)(jnp.zeros(()))
+        finite, norm, counts = watched.results()
+        flag = _both(flag, counts)
         for site in sites:
-            site.finish()
+            site.finish(flag)
         new = list(ready.leaves)
         for index, site in zip(jobs, sites, strict=True):
             new[index] = site.frozen()
@@ -146,7 +148,8 @@ def release(
             jax.tree.unflatten(jax.tree.structure(out[1]), aux) if has_aux else None,
             flat.treedef.unflatten([leaf.param for leaf in new]),
             core.advanced(ready, new, flag),
-            *watched.results(),
+            finite,
+            norm,
         )
 
     return step
@@ -155,14 +158,16 @@ def release(
 class _Watched(NamedTuple):
     """What is known of all gradients in the end: references, or `None`."""
 
-    finite: Any
+    all_finite: Any
+    any_finite: Any
     squares: Any
 
     @classmethod
     def make(cls, finite: bool, squares: bool) -> "_Watched":
         return cls(
             jax.new_ref(jnp.ones((), bool)) if finite else None,
-            jax.new_ref(jnp.zeros(())) if squares else None,
+            jax.new_ref(jnp.zeros((), bool)) if finite else None,
+            jax.new_ref(jnp.zeros((), jnp.float32)) if squares else None,
         )
 
     def see(self, grad: Array) -> Array | None:
@@ -170,15 +175,29 @@ class _Watched(NamedTuple):
         grad = grad.astype(jnp.float32)
         if self.squares is not None:
             self.squares[...] += jnp.sum(jnp.square(grad))
-        if self.finite is None:
+        if self.all_finite is None:
             return None
         finite = jnp.all(jnp.isfinite(grad))
-        self.finite[...] &= finite
+        self.all_finite[...] &= finite
+        if grad.size:
+            self.any_finite[...] |= finite
         return finite
 
-    def results(self) -> tuple[Array | None, Array | None]:
-        finite, squares = (None if x is None else jax.freeze(x) for x in self)
-        return finite, None if squares is None else jnp.sqrt(squares)
+    def results(self) -> tuple[Array | None, Array | None, Array | None]:
+        """Returns whether all were finite, their norm, and whether the step counts.
+
+        It does unless there was a gradient and none was finite: then nothing stepped.
+        """
+        every, some, squares = (None if x is None else jax.freeze(x) for x in self)
+        norm = None if squares is None else jnp.sqrt(squares)
+        return every, norm, None if every is None else every | some
+
+
+def _both(one: Array | None, two: Array | None) -> Array | None:
+    """Returns whether two flags are true; `None` is true."""
+    if one is None or two is None:
+        return two if one is None else one
+    return one & two
 
 
 class _Site:
@@ -206,9 +225,7 @@ class _Site:
         """Steps the parameter, or the layer of it that has this number."""
         self._stepped = True
         refs, scalars, seed, ok, watched = operands
-        finite = watched.see(grad)
-        if finite is not None:
-            ok = finite if ok is None else ok & finite
+        ok = _both(ok, watched.see(grad))
         job = self._job._replace(
             leaf=jax.tree.map(lambda ref: ref[...], refs),
             grad=grad,
@@ -223,11 +240,13 @@ class _Site:
 
         jax.tree.map(store, refs, new)
 
-    def finish(self) -> None:
+    def finish(self, ok: Array | None) -> None:
         """Steps with a gradient of zero if the loss does not depend on the parameter."""
         if not self._stepped:
             zeros = jnp.zeros(self._shape, self.refs.param.dtype)
-            self.step(None, zeros, self.operands())
+            unwatched = _Watched.make(False, False)
+            refs, scalars, seed, *_ = self.operands()
+            self.step(None, zeros, (refs, scalars, seed, ok, unwatched))
 
     def frozen(self) -> Any:
         """Returns parameter and state; they are not to be written to any more."""

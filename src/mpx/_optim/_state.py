@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+import optax
 from jaxtyping import Int, PyTree
 
 from mpx._nnx import without_variables
@@ -21,12 +21,18 @@ F32 = np.dtype(jnp.float32)
 PARAM_DTYPES = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 
 
+APPLIED_BY_EQUINOX = (
+    "Did `eqx.apply_updates` make it f32? Updates are f32: apply them with "
+    "`optax.apply_updates` or `mpx.optimizer_update`, which keep dtypes, or use `step`. "
+)
+
+
 class FlashState(eqx.Module):
     """The state of a compressed optimizer: a pytree that any checkpointer can save.
 
     `mu`, `nu` and `correction` have the structure of the parameters. Their arrays have
     the shape of the parameter, scales that of its groups, `shape[:-1] + (groups,)`: each
-    can be sharded like the parameter.
+    can be sharded like the parameter. Of shapes, all are shapes.
 
     Attributes:
         count: The number of steps taken, int32; skipped ones do not count.
@@ -36,7 +42,7 @@ class FlashState(eqx.Module):
         format: How scales and corrections are to be read.
     """
 
-    count: Int[Array, ""]
+    count: Int[Any, ""]
     mu: PyTree
     nu: PyTree
     correction: PyTree
@@ -90,17 +96,18 @@ class Flat(NamedTuple):
         try:
             return self.bare.flatten_up_to(without_variables(tree))
         except ValueError as error:
-            theirs = [
-                path_name(path)
-                for path, _ in jax.tree_util.tree_flatten_with_path(
-                    tree, is_leaf=lambda x: x is None or isinstance(x, Quantized)
-                )[0]
-            ]
+            flat, treedef = jax.tree_util.tree_flatten_with_path(
+                without_variables(tree),
+                is_leaf=lambda x: x is None or isinstance(x, Quantized),
+            )
+            theirs = [path_name(path) for path, _ in flat]
             missing = [name for name in self.names if name not in theirs][:3]
             extra = [name for name in theirs if name not in self.names][:3]
+            difference = f"{missing} are missing and {extra} are not expected"
+            if not missing and not extra:
+                difference = describe_difference(treedef, self.bare, self.names)
             raise ValueError(
-                f"{what} must have the structure of the parameters, but "
-                f"{missing} are missing and {extra} are not expected. {error}"
+                f"{what} must have the structure of the parameters, but {difference}."
             ) from error
 
 
@@ -116,6 +123,43 @@ def flatten(params: PyTree) -> Flat:
 
 def _is_none(leaf: Any) -> bool:
     return leaf is None
+
+
+def describe_difference(theirs: Any, params: Any, names: list[str]) -> str:
+    """Says where a tree and the parameters part, without any array: those are long.
+
+    Args:
+        theirs: The structure of the tree. Its leaves may stand for parts of the other.
+        params: The structure of the parameters.
+        names: The path of each parameter.
+    """
+    found = _first_difference(theirs, params, 0)
+    if found is None:
+        return "they differ in what is static, such as a function or a size"
+    index, came, expected = found
+    where = f" around `{names[index]}`" if index < len(names) else ""
+    return f"there is {came} where the parameters have {expected}{where}"
+
+
+def _first_difference(theirs: Any, params: Any, index: int) -> Any:
+    """Returns the number of a parameter and what two nodes around it are."""
+    nodes = theirs.node_data(), params.node_data()
+    if None in nodes:
+        return None
+    parts = theirs.children(), params.children()
+    came, expected = (_node_name(*node) for node in nodes)
+    if came != expected or len(parts[0]) != len(parts[1]):
+        return index, came, expected
+    for one, two in zip(*parts, strict=True):
+        if found := _first_difference(one, two, index):
+            return found
+        index += two.num_leaves
+    return None
+
+
+def _node_name(type_: type, data: Any) -> str:
+    name = type_.__name__
+    return f"{name} of {str(data)[:80]}" if type_ is dict else name
 
 
 def leaves_of(flat: Flat, state: FlashState, moments: tuple[str, ...]) -> list[Leaf]:
@@ -170,7 +214,7 @@ def master_params(params: PyTree, state: PyTree) -> PyTree:
     corrections = flat.like(state.correction, "The optimizer state")
 
     def decode(name: str, param: Any, correction: Any) -> Any:
-        if correction is None:
+        if _is_missing(correction):
             return param
         check_correction(name, param, correction)
         codec = master_codec(param.dtype, correction.dtype, state.format)
@@ -186,26 +230,32 @@ def check_correction(name: str, param: Any, correction: Any) -> None:
         raise ValueError(
             f"The state has a correction of shape {correction.shape} for `{name}`, which "
             f"belongs to a bf16 or f16 parameter of that shape, but the parameter is "
-            f"{dtype_of(param)} of shape {shape_of(param)}. Make the state with "
+            f"{dtype_of(param)} of shape {shape_of(param)}. "
+            f"{APPLIED_BY_EQUINOX if dtype_of(param) == F32 else ''}Make the state with "
             "`init(params)`."
         )
 
 
-def from_master(
-    master: PyTree, params: PyTree, state: FlashState
-) -> tuple[PyTree, FlashState]:
+def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
     """Puts f32 weights into parameters and state, for example to start from f32 weights.
+
+    Leaves that are no parameters, such as integers and functions, are those of `master`,
+    in the dtype that they have in `params`, or those of `params` where `master` has
+    `None`.
 
     Args:
         master: The weights: a tree like `params`.
         params: Parameters whose dtypes are kept.
-        state: The state made by `init(params)`; its moments and count are kept.
+        state: The state made by `init(params)`, or an optax state that holds it; its
+            moments and count are kept.
 
     Returns:
         Parameters and state that hold `master`, as exactly as their format can.
 
     Raises:
-        ValueError: If the trees or shapes differ.
+        TypeError: If a weight is not a real array.
+        ValueError: If the trees or shapes differ, or `state` does not hold one state that
+            fits the parameters.
 
     Examples:
         >>> from mpx import flash_adamw
@@ -216,27 +266,57 @@ def from_master(
         >>> abs(float(master_params(params, state)["w"][0]) - 0.1) < 1e-8
         True
     """
-    flat = flatten(params)
+    flat, found = flatten(params), find_state(state)
     weights = flat.like(master, "`master`")
-    corrections = flat.like(state.correction, "The optimizer state")
+    corrections = flat.like(found.correction, "The optimizer state")
     new_params, new_corrections = [], []
     for name, weight, param, correction in zip(
         flat.names, weights, flat.leaves, corrections, strict=True
     ):
-        if getattr(param, "dtype", None) in PARAM_DTYPES:
-            if shape_of(weight) != shape_of(param):
-                raise ValueError(
-                    f"The weight of `{name}` has shape {shape_of(weight)}, but the "
-                    f"parameter has shape {shape_of(param)}."
-                )
-            dtype = None if correction is None else correction.dtype
-            codec = master_codec(param.dtype, dtype, state.format)
-            weight = jnp.asarray(weight).astype(F32)
-            param, correction = codec.encode(weight, param.dtype, PlainBlock())
-        else:
-            param = weight
-        new_params.append(param)
+        weight = _as_weight(name, weight, param)
+        if dtype_of(param) in PARAM_DTYPES:
+            dtype = None
+            if not _is_missing(correction):
+                check_correction(name, param, correction)
+                dtype = correction.dtype
+            codec = master_codec(param.dtype, dtype, found.format)
+            encoded = codec.encode(weight.astype(F32), param.dtype, PlainBlock())
+            weight, correction = encoded if dtype else (encoded[0], correction)
+        new_params.append(weight)
         new_corrections.append(correction)
-    correction = flat.bare.unflatten(new_corrections)
-    new_state = dataclasses.replace(state, correction=correction)
+    new = dataclasses.replace(found, correction=flat.bare.unflatten(new_corrections))
+    new_state = jax.tree.map(
+        lambda x: new if x is found else x, state, is_leaf=lambda x: x is found
+    )
     return flat.treedef.unflatten(new_params), new_state
+
+
+def _as_weight(name: str, weight: Any, param: Any) -> Any:
+    """Returns what is put in the place of a leaf; raises if it does not fit."""
+    dtype = dtype_of(param)
+    if dtype is None:
+        return param if weight is None else weight
+    if dtype not in PARAM_DTYPES:
+        if weight is None:
+            return param
+        if dtype_of(weight) == dtype:
+            return weight
+    if isinstance(weight, int | float):
+        weight = np.asarray(weight)
+    came = dtype_of(weight)
+    if came is None or jnp.issubdtype(came, jnp.complexfloating):
+        raise TypeError(
+            f"The weight of `{name}` must be a real array like the parameter, which is "
+            f"{dtype}, but {came or type(weight).__name__} was given."
+        )
+    if shape_of(weight) != shape_of(param):
+        raise ValueError(
+            f"The weight of `{name}` has shape {shape_of(weight)}, but the "
+            f"parameter has shape {shape_of(param)}."
+        )
+    return jnp.asarray(weight).astype(dtype if dtype not in PARAM_DTYPES else F32)
+
+
+def _is_missing(correction: Any) -> bool:
+    """Whether a state has no correction for a parameter, or `optax.masked` no state."""
+    return correction is None or isinstance(correction, optax.MaskedNode)

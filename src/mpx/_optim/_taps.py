@@ -86,7 +86,9 @@ def _can_wait(jaxpr: Any, var: Any, *, in_loop: bool) -> bool:
     ((eqn, position),) = uses
     name = eqn.primitive.name
     if name == "scan":
-        return not in_loop and position >= sum(scan_sizes(eqn.params))
+        # Of no layers none can be read, not even in a body that is never run.
+        has_layers = eqn.params["length"] > 0
+        return has_layers and not in_loop and position >= sum(scan_sizes(eqn.params))
     if name == "convert_element_type":
         return _can_wait(jaxpr, eqn.outvars[0], in_loop=in_loop)
     if name in _REMAT and in_loop:

@@ -16,7 +16,14 @@ from mpx._quant._rounding import F32, bits
 
 
 class Block(abc.ABC):
-    """A block of numbers that consists of groups."""
+    """A block of numbers that consists of groups.
+
+    Attributes:
+        in_registers: Whether all of it is, so that what was computed once need not be
+            computed again. XLA would write it to memory.
+    """
+
+    in_registers: bool = False
 
     @abc.abstractmethod
     def peak(self, x: Array) -> Array:

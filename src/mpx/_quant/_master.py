@@ -81,8 +81,7 @@ class BitDelta(MasterCodec):
     ) -> tuple[Array, Correction]:
         pattern = bits(weight)
         # A nan that is not this one could become inf, or be carried over into the sign.
-        is_nan = (pattern & np.int32(0x7FFFFFFF)) > np.int32(0x7F800000)
-        pattern = jnp.where(is_nan, np.int32(0x7FC00000), pattern)
+        pattern = jnp.where(weight == weight, pattern, np.int32(0x7FC00000))
         half = jnp.int32(128 if self.dtype == _INT8 else 0)
         if noise is not None and self.dtype == _INT8:
             half = (noise.bits(0) >> np.uint32(24)).astype(jnp.int32)

@@ -17,6 +17,7 @@ from mpx._quant._rounding import (
     from_bits,
     is_finite,
     shifted_to_integer,
+    signed_like,
     to_bf16_bits,
     to_integer,
 )
@@ -78,7 +79,8 @@ class MomentCodec(abc.ABC):
             noise: For rounding at random.
             stream: Which of the independent random numbers to take.
             keep: Where it is false, zero is stored; by default for inf and nan.
-            dither: How to round bf16 scales, see `dither_of`; `None` rounds to nearest.
+            dither: What to add to codes and bf16 scales before they are rounded, see
+                `dither_of`. The formats of FlashOptim do not know it, nor does `noise`.
         """
 
 
@@ -111,11 +113,10 @@ class SoftsignInt8(MomentCodec):
 
     `scale` is the largest magnitude of the group, rounded. A number is off by at most
     `scale / 127` and by `scale / 508` near zero, half of the distance to its neighbours
-    (with the nearest code): codes are chosen for the rounded `scale`. The largest number
-    has the code 127, whichever way its scale was rounded, so it is off by the rounding.
-    Where codes are rounded at random `scale` is rounded up, lest larger numbers be cut
-    off. Encoding what was decoded changes nothing. A group whose largest magnitude
-    exceeds 2¹²⁵ is stored as zeros.
+    (with the nearest code): codes are chosen for the rounded `scale`. With `dither` it is
+    off by at most twice as much. Where codes are rounded at random `scale` is rounded up,
+    lest larger numbers be cut off. Encoding what was decoded changes nothing. A group
+    whose largest magnitude exceeds 2¹²⁵ is stored as zeros.
 
     Attributes:
         scale_dtype: bf16 keeps the range of f32; f16 is the format of FlashOptim, in
@@ -142,14 +143,19 @@ class SoftsignInt8(MomentCodec):
     ) -> Quantized:
         x = jnp.where(is_finite(x) if keep is None else keep, x, 0.0)
         peak = block.peak(jnp.abs(x))
-        dither = dither if noise is None else UPWARDS
-        scale, stored = _rounded_scale(peak, self.scale_dtype, dither)
+        more = dither if noise is None else UPWARDS
+        scale, stored = _rounded_scale(peak, self.scale_dtype, more)
         # n / (1 + |n|) with n = x / scale.
         positive = block.spread(jnp.maximum(scale, _TINY))
-        fraction = x * block.reciprocal(positive + jnp.abs(x))
+        divisor = block.reciprocal(positive + jnp.abs(x))
         if noise is None and self.scale_dtype != F16:
+            fraction = x * divisor
+            if dither is not None:
+                more = signed_like(dither * np.float32(1 / 254), x)
+                fraction = block.multiply_add(x, divisor, more)
             q = block.multiply_add(np.float32(254), fraction, SHIFT)
             return Quantized(shifted_to_integer(q, jnp.int8), stored)
+        fraction = x * divisor
         q = 254.0 * fraction
         if noise is not None:
             q = q + noise.centred(stream)
@@ -163,10 +169,10 @@ class SqrtUint8(MomentCodec):
     """Numbers ≥ 0 by their roots: `x = (scale · q / 255)²`, q in 1…255.
 
     `scale` is the root of the largest number of the group; the root of a number is off
-    by at most `scale / 510`, and by at most `scale / 255` below that. The code 0 means
-    zero but is never written: a second moment that is rounded to zero would let the
-    step of Adam grow without bound. A group of zeros has the scale 0. Encoding what was
-    decoded changes no code, an f32 scale by roundings.
+    by at most `scale / 510`, and by at most `scale / 255` below that, with `dither` by
+    twice as much. The code 0 means zero but is never written: a second moment that is
+    rounded to zero would let the step of Adam grow without bound. A group of zeros has
+    the scale 0. Encoding what was decoded changes no code, an f32 scale by roundings.
 
     Attributes:
         scale_dtype: f32 follows a slow average; f16 is the format of FlashOptim, in
@@ -200,7 +206,9 @@ class SqrtUint8(MomentCodec):
         # Below all roots of f32 numbers; a smaller floor would make 0 · ∞ of a zero.
         unit = 255.0 * block.reciprocal(jnp.maximum(scale, np.float32(2.0**-100)))
         if noise is None and self.scale_dtype != F16:
-            q = block.multiply_add(root, block.spread(unit), SHIFT)
+            more = SHIFT if dither is None else dither
+            q = block.multiply_add(root, block.spread(unit), more)
+            q = q if dither is None else q + SHIFT
             q = jnp.maximum(q, SHIFT + 1)
             return Quantized(shifted_to_integer(q, jnp.uint8), stored)
         q = root * block.spread(unit)

@@ -11,7 +11,7 @@ F32 = jnp.float32
 # to even, and the integer stands in the lowest bits of the sum.
 SHIFT = np.float32(12582912.0)
 _SHIFT_BITS = SHIFT.view(np.int32)
-UPWARDS = 65535.0
+UPWARDS = 0.5 - 2.0**-16
 
 
 def to_integer(x: Array, dtype: type) -> Array:
@@ -47,26 +47,39 @@ def to_bf16_bits(x: Array, dither: Array | float | None = None) -> Array:
 
     Args:
         x: The numbers.
-        dither: What to add before the low 16 bits are cut off: 0 rounds towards zero,
-            `UPWARDS` away from it. `None` rounds to nearest, ties to even.
+        dither: What to add before they are rounded to nearest, in ulps of bf16, from
+            -1/2 to `UPWARDS`, with which they are rounded away from zero. `None` adds
+            nothing, and ties are rounded to even.
     """
     b = bits(x)
     if dither is None:
         up = 0x7FFF + ((b >> 16) & 1)
     else:
-        up = int(dither) if isinstance(dither, float) else dither.astype(jnp.int32)
+        ticks = (dither + 0.5) * 65536.0
+        up = int(ticks) if isinstance(ticks, float) else ticks.astype(jnp.int32)
     return (b + up) & np.int32(-65536)
 
 
 def dither_of(step: Array) -> Array:
-    """Returns a number for `to_bf16_bits` that differs from step to step, as f32.
+    """Returns what to add to magnitudes before they are rounded, as f32.
 
-    An average that moves by less than half a bf16 ulp in a step would stay for ever if it
-    were rounded to nearest. The multiples of the golden ratio, modulo 1, are spread
-    evenly over any stretch of steps: numbers are rounded up as often as they should.
+    An average that moves by less than half a code in a step would stay for ever if it
+    were always rounded to nearest. The multiples of the golden ratio, modulo 1, are
+    spread evenly over any stretch of steps: each number is rounded up as often as it
+    should be. They are the same for all numbers of a step, so a kernel need not make them.
+
+    They lie between ±(1/2 - 2⁻¹²): what is an integer but for the roundings of f32 stays.
     """
     turns = step.astype(jnp.uint32) * np.uint32(0x9E3779B1)
-    return (turns >> np.uint32(16)).astype(jnp.int32).astype(F32)
+    tick = (turns >> np.uint32(8)).astype(jnp.int32).astype(F32)
+    return (tick * np.float32(2.0**-24) - np.float32(0.5)) * np.float32(1 - 2.0**-11)
+
+
+def signed_like(number: Array, x: Array) -> Array:
+    """Returns the number where `x` is positive or zero, else its negative."""
+    sign = bits(x) & np.int32(-(2**31))
+    # Mosaic has no bits of scalars.
+    return from_bits(bits(jnp.broadcast_to(number, x.shape)) ^ sign)
 
 
 def is_finite(x: Array) -> Array:
