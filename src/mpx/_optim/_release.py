@@ -190,7 +190,8 @@ class _Watched(NamedTuple):
         """
         every, some, squares = (None if x is None else jax.freeze(x) for x in self)
         norm = None if squares is None else jnp.sqrt(squares)
-        return every, norm, None if every is None else every | some
+        counts = None if every is None or some is None else every | some
+        return every, norm, counts
 
 
 def _both(one: Array | None, two: Array | None) -> Array | None:

@@ -54,9 +54,10 @@ def to_bf16_bits(x: Array, dither: Array | float | None = None) -> Array:
     b = bits(x)
     if dither is None:
         up = 0x7FFF + ((b >> 16) & 1)
+    elif isinstance(dither, int | float):
+        up = int((dither + 0.5) * 65536.0)
     else:
-        ticks = (dither + 0.5) * 65536.0
-        up = int(ticks) if isinstance(ticks, float) else ticks.astype(jnp.int32)
+        up = ((dither + 0.5) * 65536.0).astype(jnp.int32)
     return (b + up) & np.int32(-65536)
 
 
