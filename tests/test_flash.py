@@ -517,6 +517,7 @@ def slopes(y, x):
     return np.sum(x * y, axis=-1) / np.sum(x * x, axis=-1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("b2", [0.9, 0.99, 0.999])
 def test_momentum_follows_a_slow_average(b2, rounding):
@@ -535,6 +536,7 @@ def test_momentum_follows_a_slow_average(b2, rounding):
         assert np.max(np.abs(ratio - 1)) < ROUNDINGS[rounding]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("b2", [0.9, 0.99, 0.999])
 def test_momentum_forgets_what_was(b2, rounding):
@@ -563,6 +565,7 @@ def after_a_change(rounding, b2):
     return np.sqrt(np.mean(np.square(error))), np.mean(slopes(error, np.log(before)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("b2", [0.99, 0.999])
 def test_second_moments_forget_what_was(b2, rounding):

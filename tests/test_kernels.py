@@ -203,6 +203,7 @@ def test_unfused_programs_round_after_each_operation():
 
 
 # Rules and codecs do not know of each other: one rule with all codecs, and all rules.
+@pytest.mark.long
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("dtype", "correction"), STORED.values(), ids=STORED)
 def test_the_kernel_equals_plain_jax_in_every_format(dtype, correction, format):
@@ -248,6 +249,7 @@ def test_blocks_are_masked_if_the_last_one_is_not_full(monkeypatch, shape):
     assert masked == [shape == ODD] * (7 + 6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("grad_dtype", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("shape", [(7, 96), (96,), (3, 5, 32)], ids=str)
 def test_any_gradient_dtype_and_rank(shape, grad_dtype):
@@ -255,6 +257,7 @@ def test_any_gradient_dtype_and_rank(shape, grad_dtype):
     assert_kernel_equals_plain(plan, make_case(plan, shape, grad_dtype=grad_dtype))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("group", [2, 8, 64, 256])
 def test_any_group_size(group):
     plan = make_plan(RULES["adamw"], group=group)

@@ -211,12 +211,14 @@ def test_models_step_as_without_release(name):
     assert_same_steps(MODELS[name], optimizer, params, *make_batch())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_step_as_without_release(name):
     func = MODELS["scan and remat"]
     assert_same_steps(func, OPTIMIZERS[name], make_params(), *make_batch())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [F16, F32], ids=["f16", "f32"])
 def test_dtypes_step_as_without_release(dtype):
     func = MODELS["scan and remat"]
