@@ -19,6 +19,7 @@ from mpx._quant import (
     SoftsignInt8,
     SqrtUint8,
     UlpFraction,
+    dither_of,
     element_index,
 )
 from mpx.testing import assert_trees_equal
@@ -444,6 +445,129 @@ def test_a_first_moment_above_the_reciprocals_of_f32_is_lost():
 def test_full_moments_are_stored_as_they_are():
     x = jnp.asarray([1.0, -0.0, jnp.inf, jnp.nan, 1e-38])
     assert_trees_equal(Full().decode(Full().encode(x, BLOCK), BLOCK), x)
+
+
+# --- dithered -------------------------------------------------------------------------
+
+LARGEST = 0.5 - 2.0**-12
+dithers = pytest.mark.parametrize("dither", [-LARGEST, -0.25, 0.0, 0.25, LARGEST])
+dithered = pytest.mark.parametrize(
+    "codec", [SoftsignInt8(), SqrtUint8()], ids=["mu", "nu"]
+)
+
+
+class Off(PlainBlock):
+    """Roots and reciprocals that are off by so many ulps, as those of a GPU."""
+
+    def __init__(self, ulps):
+        self._factor = np.float32(1 + ulps * 2.0**-23)
+
+    def sqrt(self, x):
+        return super().sqrt(x) * self._factor
+
+    def reciprocal(self, x):
+        return super().reciprocal(x) * self._factor
+
+
+def dithered_of(codec, x, dither, block=BLOCK):
+    encode = jax.jit(lambda x, dither: codec.encode(x, block, dither=dither))
+    return jax.tree.map(np.asarray, encode(x, jnp.float32(dither)))
+
+
+def test_dithers_are_small_enough_and_spread_evenly():
+    numbers = np.asarray(dither_of(jnp.arange(1, 2**16)))
+    assert np.max(np.abs(numbers)) <= LARGEST
+    # N numbers of such a sequence are at most about log₂ N / N from even.
+    for part in (numbers[:100], numbers[5000:6000], numbers):
+        even = (np.arange(len(part)) + 0.5) / len(part) - 0.5
+        apart = np.max(np.abs(np.sort(part) - even))
+        assert apart < np.log2(len(part)) / len(part) + 2.0**-11
+
+
+@dithers
+@dithered
+@pytest.mark.parametrize("ulps", [-2, 0, 2])
+def test_no_dither_carries_the_largest_code_over(codec, dither, ulps):
+    """128 would be stored as -128, and 256 as 0."""
+    peak = floats(0x3F800000 + np.arange(0, 2**23, 2**7))  # 128 for each bf16 number
+    x = np.stack([peak, peak if isinstance(codec, SqrtUint8) else -peak, 0 * peak], -1)
+    codes, _ = dithered_of(codec, x, dither, Off(ulps))
+    assert np.all(
+        codes == ([255, 255, 1] if isinstance(codec, SqrtUint8) else [127, -127, 0])
+    )
+
+
+@dithers
+@dithered
+@pytest.mark.parametrize("peak", [1e30, 1.0, 1e-12, 1e-30])
+def test_dithered_codes_are_off_by_one_at_most(codec, dither, peak):
+    x = moment_input(codec, peak)
+    codes, scale = dithered_of(codec, x, dither)
+    s = np.maximum(scale.astype(np.float64), 1e-40)[:, None]
+    if isinstance(codec, SqrtUint8):
+        exact = np.maximum(255 * np.sqrt(x.astype(np.float64)) / s, 1)
+    else:
+        exact = 254 * (x / s) / (1 + np.abs(x / s))
+    # Half a code for rounding, and at most as much for the dither.
+    assert np.max(np.abs(codes - exact)) <= 0.5 + abs(dither) + 2.0**-12
+
+
+@dithers
+@dithered
+def test_what_was_decoded_is_encoded_as_it_was(codec, dither):
+    top = 255 if isinstance(codec, SqrtUint8) else 127
+    lowest = 1 if isinstance(codec, SqrtUint8) else -127
+    every = np.arange(lowest, top + 1)
+    codes = np.stack([every, np.full_like(every, top)], -1).astype(codec.code_dtype)
+    scale = np.linspace(1, 2, len(every)).astype(codec.scale_dtype)
+    x = codec.decode(Quantized(jnp.asarray(codes), jnp.asarray(scale)), BLOCK)
+    again, same = dithered_of(codec, x, dither)
+    np.testing.assert_array_equal(again, codes)
+    if isinstance(codec, SoftsignInt8):
+        np.testing.assert_array_equal(same, scale)
+
+
+@dithered
+def test_dithered_codes_are_right_on_average(codec):
+    x = moment_input(codec, 1.0)
+    steps = dither_of(jnp.arange(1, 1025))
+
+    @jax.jit
+    def decoded(dither):
+        stored = codec.encode(jnp.asarray(x), BLOCK, dither=dither)
+        return codec.decode(stored, BLOCK)
+
+    mean = np.mean(np.asarray(lax.map(decoded, steps), np.float64), axis=0)
+    if isinstance(codec, SqrtUint8):
+        # The square of a root that is off by half a code at most is a little more.
+        small = np.sqrt(x / np.maximum(x.max(-1, keepdims=True), 1e-30)) < 1 / 255
+        allowed = 2 * np.sqrt(x * x.max(-1, keepdims=True)) / 255 * 0.02
+        allowed += x.max(-1, keepdims=True) / 255**2
+        assert np.all((np.abs(mean - x) <= allowed)[~small])
+    else:
+        # 1024 thresholds are 0.01 from even. The largest number is as exact as its scale.
+        error, peak = np.abs(mean - x), np.abs(x).max(-1, keepdims=True)
+        largest = np.abs(x) == peak
+        assert np.all((error <= peak * 2.0**-7 * 0.02)[largest])
+        # For other numbers codes and scale are not independent: a part f of the steps
+        # has the larger scale, which shifts a code by δ < 1/2, and the mean by at most
+        # f δ or min(f, δ) (1 - max(f, δ)): a quarter of a code.
+        q = 254 * np.abs(x) / (np.maximum(peak, 1e-30) + np.abs(x))
+        code = 254 * peak / np.square(253 - q)
+        assert np.all(error <= code * (0.25 + 0.02))
+
+
+@dithered
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_is_not_finite_is_stored_as_zero_with_any_dither(codec, bad):
+    x = np.ones((1, 32), np.float32)
+    x[0, 3] = bad
+    for dither in (-LARGEST, LARGEST):
+        codes, scale = dithered_of(codec, x, dither)
+        lowest = 1 if isinstance(codec, SqrtUint8) else 0
+        assert (int(codes[0, 3]), float(scale[0])) == (lowest, 1.0)
+    zeros = dithered_of(codec, 0 * np.ones((1, 32), np.float32), LARGEST)
+    assert not zeros.scale.astype(np.float32).any()
 
 
 # --- at random ------------------------------------------------------------------------

@@ -114,9 +114,12 @@ class SoftsignInt8(MomentCodec):
     `scale` is the largest magnitude of the group, rounded. A number is off by at most
     `scale / 127` and by `scale / 508` near zero, half of the distance to its neighbours
     (with the nearest code): codes are chosen for the rounded `scale`. With `dither` it is
-    off by at most twice as much. Where codes are rounded at random `scale` is rounded up,
-    lest larger numbers be cut off. Encoding what was decoded changes nothing. A group
-    whose largest magnitude exceeds 2¹²⁵ is stored as zeros.
+    off by at most twice as much; on average over steps the largest number is right, and
+    another one off by at most a quarter of a code, since the same `dither` rounds codes
+    and `scale`. Were they independent, the largest code could be one too large. Where
+    codes are rounded at random `scale` is rounded up, lest larger numbers be cut off.
+    Encoding what was decoded changes nothing. A group whose largest magnitude exceeds
+    2¹²⁵ is stored as zeros.
 
     Attributes:
         scale_dtype: bf16 keeps the range of f32; f16 is the format of FlashOptim, in
@@ -143,8 +146,8 @@ class SoftsignInt8(MomentCodec):
     ) -> Quantized:
         x = jnp.where(is_finite(x) if keep is None else keep, x, 0.0)
         peak = block.peak(jnp.abs(x))
-        more = dither if noise is None else UPWARDS
-        scale, stored = _rounded_scale(peak, self.scale_dtype, more)
+        rounding = dither if noise is None else UPWARDS
+        scale, stored = _rounded_scale(peak, self.scale_dtype, rounding)
         # n / (1 + |n|) with n = x / scale.
         positive = block.spread(jnp.maximum(scale, _TINY))
         divisor = block.reciprocal(positive + jnp.abs(x))
