@@ -457,9 +457,10 @@ def after_two_steps(tx: Any, params: Any, scale: Any) -> Any:
     [
         (F32, dict(min_size=1)),
         (BF16, dict(quantize=False)),
+        (BF16, dict(quantize=False, master_bits=None)),
         (BF16, dict(quantize=False, master_bits=None, rounding="stochastic")),
     ],
-    ids=["moments", "correction", "stochastic"],
+    ids=["moments", "correction", "dithered", "stochastic"],
 )
 @pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd])
 def test_steps_that_are_stored_in_integers_have_no_derivative(
@@ -483,6 +484,82 @@ def test_steps_in_f32_have_the_derivative_of_optax():
     # A sum over 128 elements, each of the order of the rate and some 32 roundings off.
     np.testing.assert_allclose(got, want, rtol=0, atol=128 * 0.1 * 32 * 2.0**-24)
     assert abs(want) > 0.01
+
+
+# --- small updates --------------------------------------------------------------------
+
+
+@functools.cache
+def drifter(rounding, **options):
+    """Takes steps with gradients that come in some rows of weights of one, in turn."""
+    compression = mpx.Compression(min_size=1, rounding=rounding, **options)
+
+    @jax.jit
+    def run(rate, decay, size, period, steps):
+        rows = jnp.arange(8)[:, None]
+
+        def grad(count):
+            return jnp.where((count + rows) % period == 0, size, 0.0) * jnp.ones(
+                (8, 32)
+            )
+
+        def compressed(count, carry):
+            tx = mpx.flash_adamw(rate, weight_decay=decay, compression=compression)
+            return tuple(tx.step(*carry, grad(count)))
+
+        def exact(count, carry):
+            params, state = carry
+            tx = optax.adamw(rate, weight_decay=decay)
+            updates, state = tx.update(grad(count), state, params)
+            return optax.apply_updates(params, updates), state
+
+        params = jnp.ones((8, 32))
+        tx = mpx.flash_adamw(0.0, compression=compression)
+        start = params.astype(BF16), tx.init(params.astype(BF16))
+        got = jax.lax.fori_loop(0, steps, compressed, start)
+        start = params, optax.adamw(0.0).init(params)
+        want, _ = jax.lax.fori_loop(0, steps, exact, start)
+        return mpx.master_params(*got) - params, want - params
+
+    return run
+
+
+# Rate, decay, gradient, every how many steps a row has one, and steps.
+DRIFTS = {
+    **{
+        f"rate {rate}": (rate, 0.0, 1.0, 1, 1000)
+        for rate in (1e-3, 1e-4, 2e-5, 1e-5, 7e-6, 1e-6, 1e-7)
+    },
+    "decay 1e-5": (1e-3, 1e-2, 0.0, 1, 20_000),
+    "decay 1e-6": (1e-4, 1e-2, 0.0, 1, 20_000),
+    "sparse rows": (1e-5, 1e-2, 1.0, 97, 20_000),
+    "gradients of 1e12": (1e-6, 0.0, 1e12, 1, 1000),
+    "gradients of 1e-12": (1e-2, 0.0, 1e-12, 1, 1000),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("case", DRIFTS.values(), ids=DRIFTS)
+def test_weights_of_24_bits_move_as_those_of_f32_do(case):
+    moved, expected = map(np.asarray, drifter("dithered")(*case))
+    assert np.linalg.norm(expected) > 0
+    apart = np.linalg.norm(moved - expected) / np.linalg.norm(expected)
+    assert apart < 0.05
+
+
+@pytest.mark.standard_promotion
+def test_weights_that_are_rounded_to_nearest_stand_still():
+    """What dithering is for. The guide says so."""
+    moved, expected = map(np.asarray, drifter("nearest")(*DRIFTS["rate 1e-06"]))
+    assert np.all(moved == 0)
+    assert np.all(expected < -9e-4)
+
+
+@pytest.mark.standard_promotion
+def test_without_masters_dithered_weights_move_all_the_same():
+    moved, expected = drifter("dithered", master_bits=None)(*DRIFTS["rate 0.0001"])
+    # 25 of 256 units below one: to two units.
+    np.testing.assert_allclose(moved, expected, atol=2 * 2.0**-8)
 
 
 # --- slow averages --------------------------------------------------------------------

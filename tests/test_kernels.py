@@ -27,7 +27,7 @@ from mpx._kernels._plain import run_plain
 from mpx._optim._leaf import Leaf, Plan
 from mpx._optim._options import master_codec, moment_codec
 from mpx._optim._rules import Adam, Lion, Sgd
-from mpx._quant import Quantized
+from mpx._quant import Dither, Quantized
 from mpx._quant._rounding import bits, from_bits
 from mpx.testing import assert_trees_equal
 
@@ -71,7 +71,7 @@ def make_plan(
         moment_codec(name, quantized=group > 0, format=format) for name in rule.moments
     )
     master = master_codec(dtype, correction, format)
-    return Plan(rule, master, moments, group, dithers and group > 0)
+    return Plan(rule, master, moments, group, dithers)
 
 
 def make_case(plan, shape, dtype=jnp.bfloat16, grad_dtype=jnp.bfloat16, seed=0):
@@ -84,8 +84,8 @@ def make_case(plan, shape, dtype=jnp.bfloat16, grad_dtype=jnp.bfloat16, seed=0):
 
     hyper = {name: jnp.float32(value) for name, value in HYPER.items()}
     coefficients = plan.rule.coefficients(hyper, jnp.float32(3))
-    dither = jnp.float32(0.2)
-    scalars = jnp.stack([jnp.float32(0.5), dither, *coefficients])
+    dither = Dither(jnp.float32(0.2), jnp.float32(0.7))
+    scalars = jnp.stack([jnp.float32(0.5), *dither, *coefficients])
     param = normal(0.05).astype(dtype)
     correction = getattr(plan.master, "dtype", None)
     if correction is not None:

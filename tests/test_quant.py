@@ -475,13 +475,30 @@ def dithered_of(codec, x, dither, block=BLOCK):
 
 
 def test_dithers_are_small_enough_and_spread_evenly():
-    numbers = np.asarray(dither_of(jnp.arange(1, 2**16)))
-    assert np.max(np.abs(numbers)) <= LARGEST
+    moments, masters = map(np.asarray, dither_of(jnp.arange(1, 2**16)))
+    assert np.max(np.abs(moments)) <= LARGEST
+    assert masters.min() >= 0
+    assert masters.max() < 1
     # N numbers of such a sequence are at most about log₂ N / N from even.
-    for part in (numbers[:100], numbers[5000:6000], numbers):
-        even = (np.arange(len(part)) + 0.5) / len(part) - 0.5
-        apart = np.max(np.abs(np.sort(part) - even))
-        assert apart < np.log2(len(part)) / len(part) + 2.0**-11
+    for numbers, start in ((moments, -0.5), (masters, 0.0)):
+        for part in (numbers[:100], numbers[5000:6000], numbers):
+            even = (np.arange(len(part)) + 0.5) / len(part) + start
+            apart = np.max(np.abs(np.sort(part) - even))
+            assert apart < np.log2(len(part)) / len(part) + 2.0**-11
+
+
+def test_dithers_of_moments_and_masters_do_not_fall_together():
+    # A moment that is stored as one code in a part of the steps, and an update that its
+    # next step rounds up in a part of them: both happen in the product of the parts.
+    steps = 20000
+    moments, masters = map(np.asarray, dither_of(jnp.arange(1, steps + 2)))
+    for lag in (0, 1):
+        before, now = moments[: steps - lag] + 0.5, masters[lag:steps]
+        for one in (0.02, 0.3, 0.8):
+            for two in (0.02, 0.3, 0.8):
+                both = np.sum((before >= 1 - one) & (now >= 1 - two))
+                # 20 in all: random numbers would be off by √(steps · part), up to 100.
+                assert abs(both - one * two * steps) < 20
 
 
 @dithers
@@ -530,7 +547,7 @@ def test_what_was_decoded_is_encoded_as_it_was(codec, dither):
 @dithered
 def test_dithered_codes_are_right_on_average(codec):
     x = moment_input(codec, 1.0)
-    steps = dither_of(jnp.arange(1, 1025))
+    steps = dither_of(jnp.arange(1, 1025)).moments
 
     @jax.jit
     def decoded(dither):
@@ -568,6 +585,109 @@ def test_what_is_not_finite_is_stored_as_zero_with_any_dither(codec, bad):
         assert (int(codes[0, 3]), float(scale[0])) == (lowest, 1.0)
     zeros = dithered_of(codec, 0 * np.ones((1, 32), np.float32), LARGEST)
     assert not zeros.scale.astype(np.float32).any()
+
+
+THRESHOLDS = [0.0, 0.25, 0.5, 1 - 2.0**-24]
+# With the unit that is stored, for a weight of 1 and above, and how far a decoded weight
+# is off, in units: no f32 number is 1/127 of a power of two.
+SMALL_MASTERS = {
+    "24 bits": (BitDelta(), BF16, 2.0**-15, 0.0),
+    "f16 with 8 bits": (UlpFraction(), F16, 2.0**-11 / 127, 1 / 64),
+    "bf16 alone": (RoundedMaster(), BF16, 2.0**-7, 0.0),
+    "f16 alone": (RoundedMaster(), F16, 2.0**-10, 0.0),
+}
+small_masters = pytest.mark.parametrize(
+    ("codec", "dtype", "unit", "off"), SMALL_MASTERS.values(), ids=SMALL_MASTERS
+)
+
+
+@functools.cache
+def walker(codec, dtype):
+    """Adds updates to weights of 1.25 in turn, each rounded as its step says."""
+
+    @jax.jit
+    def walk(updates):
+        def step(stored, x):
+            count, update = x
+            weight = codec.decode(*stored, BLOCK) + update
+            up = dither_of(count).masters
+            return codec.encode(weight, dtype, BLOCK, dither=up), None
+
+        first = codec.encode(jnp.full(updates.shape[1:], 1.25), dtype, BLOCK)
+        steps = jnp.arange(1, len(updates) + 1)
+        stored, _ = lax.scan(step, first, (steps, updates))
+        return codec.decode(*stored, BLOCK) - 1.25
+
+    return walk
+
+
+PARTS = np.float32([1, 0.76, 0.5, 0.1, 0.01, 0, -0.004, -0.3, -0.9])
+
+
+def in_ulps(update):
+    """Rounds updates of weights around 1.25 such that f32 sums are exact."""
+    return np.float32(np.sign(update) * np.ceil(np.abs(update) * 2.0**23) * 2.0**-23)
+
+
+@small_masters
+def test_a_constant_update_of_a_master_is_kept_however_small(codec, dtype, unit, off):
+    steps = 4000
+    # The weight stays within a power of two.
+    update = in_ulps(min(unit / 16, 0.2 / steps) * PARTS)
+    moved = np.asarray(walker(codec, dtype)(np.tile(update, (steps, 1))), np.float64)
+    error = np.abs(moved - steps * update.astype(np.float64)) / unit
+    assert np.all(error < np.log2(steps) / 2 + off * steps)
+
+
+@small_masters
+@pytest.mark.parametrize("period", [2, 3, 8, 100])
+def test_updates_that_add_up_to_nothing_leave_a_master_where_it_was(
+    codec, dtype, unit, off, period
+):
+    """Rounded at random it would be off by the root of the number of steps, 63, or so."""
+    steps = 4000
+    signs = np.where(np.arange(steps) % period < period // 2, 1, -1)
+    signs[np.arange(steps) % period == 2 * (period // 2)] = 0
+    updates = signs[:, None] * in_ulps(unit * np.abs(PARTS) / 2)
+    moved = np.asarray(walker(codec, dtype)(updates)) / unit
+    assert np.all(np.abs(moved) < 10 + off * steps)
+
+
+@pytest.mark.parametrize("dither", THRESHOLDS)
+@small_masters
+def test_no_threshold_moves_a_master_that_was_stored(codec, dtype, unit, off, dither):
+    random = np.random.default_rng(0)
+    weight = np.float32(random.normal(size=4096))
+    first = codec.encode(jnp.asarray(weight), dtype, BLOCK)
+    encode = jax.jit(
+        lambda x: codec.encode(x, dtype, BLOCK, dither=jnp.float32(dither))
+    )
+    again = encode(codec.decode(*first, BLOCK))
+    if not off:
+        assert_trees_equal(again, first)
+        return
+    # With a chance of `off` it moves by one, if it is not half-way between parameters.
+    tie = np.abs(np.asarray(first[1])) == 127
+    codes = np.asarray(again[1]).astype(int) - np.asarray(first[1])
+    assert np.max(np.abs(codes[~tie])) <= (dither not in (0.25, 0.5))
+
+
+@pytest.mark.parametrize("dither", THRESHOLDS)
+@small_masters
+def test_dithered_masters_are_off_by_less_than_a_unit(codec, dtype, unit, off, dither):
+    special = np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, 1e-40])
+    weight = np.float32(np.random.default_rng(0).uniform(1, 2, size=4096))
+    encode = jax.jit(
+        lambda x: codec.encode(x, dtype, BLOCK, dither=jnp.float32(dither))
+    )
+    decoded = np.asarray(codec.decode(*encode(weight), BLOCK))
+    assert np.max(np.abs(decoded.astype(np.float64) - weight)) < unit * (1 + 16 * off)
+    kept = np.asarray(codec.decode(*encode(special), BLOCK))
+    np.testing.assert_array_equal(kept[:5], special[:5])
+    if not off:
+        assert np.signbit(kept[1])
+    if dtype == BF16:
+        np.testing.assert_allclose(kept[5], special[5], rtol=2.0**-7)
 
 
 # --- at random ------------------------------------------------------------------------

@@ -246,7 +246,8 @@ class Core:
         compression = self._compression(group)
         check_correction(name, leaf.param, leaf.correction, compression)
         plan = _plan(name, self.rule, leaf, state.format)
-        if plan.group_size and compression.rounding == "dithered":
+        # FlashOptim rounds to nearest.
+        if state.format == "mpx" and compression.rounding == "dithered":
             plan = dataclasses.replace(plan, dithers=True)
         seed = None
         if compression.rounding == "stochastic":
@@ -298,10 +299,15 @@ def _guarded(jobs: Mapping[int, _kernels.Job]) -> dict[int, _kernels.Job]:
         index: {"scalars": job.scalars, "grad": job.grad, "leaf": job.leaf}
         for index, job in jobs.items()
         if job.seed is not None
+        or (_dithers(job.body) and job.leaf.param.dtype.itemsize == 2)
         or any(x.dtype.kind in "iu" for x in jax.tree.leaves(job.leaf))
     }
     safe = _constant(coded)
     return {index: job._replace(**safe.get(index, {})) for index, job in jobs.items()}
+
+
+def _dithers(body: Any) -> bool:
+    return isinstance(body, Plan) and body.dithers
 
 
 def _plan(name: str, rule: Rule, leaf: Leaf, format: StateFormat) -> Plan:

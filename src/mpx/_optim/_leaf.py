@@ -32,7 +32,7 @@ class Plan:
         master: How the weight is stored.
         moments: How each moment is stored, in the order of the rule.
         group_size: Elements that share a scale; 0 if no moment is quantised.
-        dithers: Whether moments are rounded up or down by turns, see `dither_of`.
+        dithers: Whether moments and weights are rounded up or down by turns, see `Dither`.
     """
 
     rule: Rule
@@ -52,14 +52,16 @@ class Plan:
         """Decodes, updates in f32, encodes.
 
         Args:
-            scalars: What the gradient is multiplied by, what is added before moments are
-                rounded, then the coefficients.
+            scalars: What the gradient is multiplied by, the two numbers of a `Dither`, then
+                the coefficients.
             grad: The gradient of the block.
             leaf: The block of the parameter and of its state.
             block: What the codecs need to know of it.
             noise: For rounding at random.
         """
-        grad_scale, dither, *coefficients = scalars
+        grad_scale, for_moments, for_masters, *coefficients = scalars
+        more = for_moments if self.dithers else None
+        up = for_masters if self.dithers else None
         weight = self.master.decode(leaf.param, leaf.correction, block)
         moments = tuple(
             codec.decode(stored, block)
@@ -75,8 +77,9 @@ class Plan:
         # a step without bound. Where a moment is not finite the last one is not either;
         # outside of kernels that one looks for itself.
         keep = is_finite(moments[-1]) if self.group_size else None
-        param, correction = self.master.encode(weight, leaf.param.dtype, block, noise)
-        more = dither if self.dithers else None
+        param, correction = self.master.encode(
+            weight, leaf.param.dtype, block, noise, dither=up
+        )
         stored = []
         pairs = zip(self.moments, moments, strict=True)
         for stream, (codec, moment) in enumerate(pairs, start=1):

@@ -38,7 +38,7 @@ class Scalars:
             # The state counts so, too: one more than the largest int32 is negative.
             step = jnp.asarray(optax.safe_increment(self.count))
             numbers = self.rule.coefficients(values, step.astype(jnp.float32))
-            self.known[key] = jnp.stack([self.scale, dither_of(step), *numbers])
+            self.known[key] = jnp.stack([self.scale, *dither_of(step), *numbers])
         return self.known[key]
 
     def _value(self, name: str, value: Any) -> Array:

@@ -11,6 +11,7 @@ from mpx._quant._moments import MomentCodec as MomentCodec
 from mpx._quant._moments import Quantized as Quantized
 from mpx._quant._moments import SoftsignInt8 as SoftsignInt8
 from mpx._quant._moments import SqrtUint8 as SqrtUint8
+from mpx._quant._rounding import Dither as Dither
 from mpx._quant._rounding import Noise as Noise
 from mpx._quant._rounding import dither_of as dither_of
 from mpx._quant._rounding import element_index as element_index

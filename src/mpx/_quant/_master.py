@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array, lax
 
 from mpx._quant._block import Block
-from mpx._quant._rounding import F32, Noise, bits, from_bits, to_integer
+from mpx._quant._rounding import F32, Noise, bits, centred, from_bits, to_integer
 
 Correction = Array | None
 _BF16 = np.dtype(jnp.bfloat16)
@@ -27,27 +27,49 @@ class MasterCodec(abc.ABC):
 
     @abc.abstractmethod
     def encode(
-        self, weight: Array, dtype: Any, block: Block, noise: Noise | None = None
+        self,
+        weight: Array,
+        dtype: Any,
+        block: Block,
+        noise: Noise | None = None,
+        *,
+        dither: Array | None = None,
     ) -> tuple[Array, Correction]:
-        """Returns parameters of `dtype` and their corrections."""
+        """Returns parameters of `dtype` and their corrections.
+
+        Args:
+            weight: The f32 weights.
+            dtype: The dtype of the parameters.
+            block: What is to be known of their groups.
+            noise: For rounding at random.
+            dither: The threshold of this step, see `Dither.masters`; `None` rounds to
+                nearest. `noise` goes before it.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundedMaster(MasterCodec):
     """No correction: the parameter is the weight, rounded to its dtype.
 
-    With nearest rounding an update below half an ulp is lost; rounded at random it is
-    kept on average.
+    With nearest rounding an update below half an ulp is lost; dithered or rounded at random
+    it is kept on average.
     """
 
     def decode(self, param: Array, correction: Correction, block: Block) -> Array:
         return param.astype(F32)
 
     def encode(
-        self, weight: Array, dtype: Any, block: Block, noise: Noise | None = None
+        self,
+        weight: Array,
+        dtype: Any,
+        block: Block,
+        noise: Noise | None = None,
+        *,
+        dither: Array | None = None,
     ) -> tuple[Array, Correction]:
-        if noise is not None and np.dtype(dtype).itemsize == 2:
-            weight = _with_noise(weight, np.dtype(dtype), noise)
+        up = _threshold(16, noise, dither)
+        if up is not None and np.dtype(dtype).itemsize == 2:
+            weight = _rounded_by(weight, np.dtype(dtype), up)
         return weight.astype(dtype), None
 
 
@@ -56,11 +78,11 @@ class BitDelta(MasterCodec):
     """bf16 with the difference of the bit patterns, in integers only.
 
     `bits(weight) = (bits(param) << 16) + (correction << shift)`. 8 bits leave an error of
-    at most 128 f32 ulps, everywhere (a bf16 ulp is 65536), 16 bits none. The parameter is
-    the bf16 number that is nearest to the sum; of two, the one away from zero. Holds for
-    subnormal numbers, ±0, ±inf and for weights between the largest bf16 and the largest
-    f32, of which 8 bits make the last 128 infinite; nan stays nan. Encoding what was
-    decoded changes nothing.
+    at most 128 f32 ulps, everywhere (a bf16 ulp is 65536), dithered or at random 255, and
+    16 bits none. The parameter is the bf16 number that is nearest to the sum; of two, the
+    one away from zero. Holds for subnormal numbers, ±0, ±inf and for weights between the
+    largest bf16 and the largest f32, of which 8 bits make the last 128 infinite (255); nan
+    stays nan. Encoding what was decoded changes nothing, with any threshold.
 
     Attributes:
         dtype: int8 or int16, the dtype of the correction.
@@ -77,14 +99,22 @@ class BitDelta(MasterCodec):
         return from_bits(jnp.where((total ^ high) < 0, high, total))
 
     def encode(
-        self, weight: Array, dtype: Any, block: Block, noise: Noise | None = None
+        self,
+        weight: Array,
+        dtype: Any,
+        block: Block,
+        noise: Noise | None = None,
+        *,
+        dither: Array | None = None,
     ) -> tuple[Array, Correction]:
         pattern = bits(weight)
         # A nan that is not this one could become inf, or be carried over into the sign.
         pattern = jnp.where(weight == weight, pattern, np.int32(0x7FC00000))
+        # What is added before the last bits are cut off: half a unit rounds to nearest.
         half = jnp.int32(128 if self.dtype == _INT8 else 0)
-        if noise is not None and self.dtype == _INT8:
-            half = (noise.bits(0) >> np.uint32(24)).astype(jnp.int32)
+        if self.dtype == _INT8:
+            up = _threshold(8, noise, dither)
+            half = half if up is None else up
         # Half a bf16 ulp more, so that what the parameter leaves over has no sign yet.
         total = pattern + (half + 0x8000)
         low = (total >> self._shift) & (2 ** (8 * self.dtype.itemsize) - 1)
@@ -102,11 +132,13 @@ class UlpFraction(MasterCodec):
 
     `weight = param + correction / M · ulp(param) / 2` with M = 127 or 32767. With 8 bits
     the error is at most 1/254 of half an ulp of the parameter: 129 f32 ulps for bf16 and
-    16 for f16, twice that just below a power of two. With 16 bits it is 1 f32 ulp for
+    16 for f16, twice that just below a power of two, and twice that again if it is
+    dithered or rounded at random. With 16 bits it is 1 f32 ulp for
     bf16 and 0 for f16. Below 2⁻¹¹⁰ (8 bits) or 2⁻¹⁰³ (16 bits) a bf16 correction may be
     lost, and a weight beyond the range of f16 becomes inf. Encoding what was decoded
     gives the same weight, except that one half-way below a power of two may move by the
-    bound, once.
+    bound, once. Dithered, f16 with 8 bits follows updates to half an f32 ulp a step: a
+    decoded weight is no f32 number, and its rounding 1/64 of what the correction counts.
 
     Attributes:
         dtype: int8 or int16, the dtype of the correction.
@@ -121,7 +153,13 @@ class UlpFraction(MasterCodec):
         return param.astype(F32) + fraction * low * high
 
     def encode(
-        self, weight: Array, dtype: Any, block: Block, noise: Noise | None = None
+        self,
+        weight: Array,
+        dtype: Any,
+        block: Block,
+        noise: Noise | None = None,
+        *,
+        dither: Array | None = None,
     ) -> tuple[Array, Correction]:
         param = weight.astype(dtype)
         rounded = block.rounded(weight, np.dtype(dtype))
@@ -133,6 +171,8 @@ class UlpFraction(MasterCodec):
         code = jnp.clip(fraction, -1.0, 1.0) * top
         if noise is not None:
             code = jnp.clip(code + noise.centred(0), -top, top)
+        elif dither is not None:
+            code = jnp.clip(code + centred(dither), -top, top)
         return param, to_integer(code, self.dtype.type)
 
 
@@ -155,19 +195,28 @@ def _power_of_two(exponent: Array) -> Array:
     return from_bits((exponent + 127) << 23)
 
 
-def _with_noise(weight: Array, dtype: np.dtype, noise: Noise) -> Array:
-    """Rounds each weight to one of its two neighbours, at random.
+def _threshold(count: int, noise: Noise | None, dither: Array | None) -> Array | None:
+    """Returns so many bits of what is added before a floor, int32; `None` for nearest."""
+    if noise is not None:
+        return (noise.bits(0) >> np.uint32(32 - count)).astype(jnp.int32)
+    if dither is not None:
+        return (dither * np.float32(2.0**count)).astype(jnp.int32)
+    return None
 
-    It is the upper one with the probability of the distance from the lower one, in ulps.
+
+def _rounded_by(weight: Array, dtype: np.dtype, up: Array) -> Array:
+    """Rounds each weight to one of its two neighbours.
+
+    It is the one away from zero if the distance from the other one, in ulps, and `up` ·
+    2⁻¹⁶ are 1 or more: as often as that distance says.
     """
     if dtype == _BF16:
-        low = (noise.bits(0) >> np.uint32(16)).astype(jnp.int32)
-        shifted = from_bits((bits(weight) + low) & np.int32(-65536))
+        shifted = from_bits((bits(weight) + up) & np.int32(-65536))
         return jnp.where(jnp.abs(weight) < jnp.inf, shifted, weight)
     # In units of the distance between f16 numbers: 10 bits before the point, 13 behind.
     exponent = ((bits(weight) >> 23) & 0xFF) - 127
     log = jnp.clip(exponent, -14, 15) - 10
-    random = (noise.bits(0) >> np.uint32(19)).astype(jnp.int32).astype(F32)
-    units = jnp.abs(weight) * _power_of_two(-log) + random * np.float32(2.0**-13)
+    part = (up >> 3).astype(F32) * np.float32(2.0**-13)
+    units = jnp.abs(weight) * _power_of_two(-log) + part
     size = jnp.floor(units) * _power_of_two(log)
     return from_bits(bits(size) | (bits(weight) & np.int32(-(2**31))))

@@ -1,6 +1,7 @@
 """Rounding to integers and to 16 bits, to nearest or at random."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -61,19 +62,49 @@ def to_bf16_bits(x: Array, dither: Array | float | None = None) -> Array:
     return (b + up) & np.int32(-65536)
 
 
-def dither_of(step: Array) -> Array:
-    """Returns what to add to magnitudes before they are rounded, as f32.
+class Dither(NamedTuple):
+    """What is added to magnitudes before they are rounded, f32 scalars.
 
-    An average that moves by less than half a code in a step would stay for ever if it
-    were always rounded to nearest. The multiples of the golden ratio, modulo 1, are
-    spread evenly over any stretch of steps: each number is rounded up as often as it
-    should be. They are the same for all numbers of a step, so a kernel need not make them.
+    What moves by less than half a code in a step would stay for ever if it were always
+    rounded to nearest. The multiples of an irrational number, modulo 1, are spread evenly
+    over any stretch of steps: each number is rounded up as often as it should be. They are
+    the same for all numbers of a step, so a kernel need not make them.
 
-    They lie between ±(1/2 - 2⁻¹²): what is an integer but for the roundings of f32 stays.
+    A step reads moments that the last ones rounded, and rounds the weight. With multiples
+    of one number the two roundings would always fall together in the same way: a moment
+    that is one code or none, and an update of half a unit, could move the weight twice as
+    fast as they should, or not at all. So there are two numbers, and 1 is no sum of integer
+    multiples of them: pairs of multiples are spread evenly over the square (Weyl).
+
+    Attributes:
+        moments: By the golden ratio, between ±(1/2 - 2⁻¹²): what is an integer but for the
+            roundings of f32 stays.
+        masters: By √½, from [0, 1), a multiple of 2⁻²⁴: the threshold that `floor` takes,
+            in units of what is stored.
     """
-    turns = step.astype(jnp.uint32) * np.uint32(0x9E3779B1)
-    tick = (turns >> np.uint32(8)).astype(jnp.int32).astype(F32)
-    return (tick * np.float32(2.0**-24) - np.float32(0.5)) * np.float32(1 - 2.0**-11)
+
+    moments: Array
+    masters: Array
+
+
+def dither_of(step: Array) -> Dither:
+    """Returns what rounds the numbers of a step; it depends on nothing else."""
+    golden, root = (_turn(step, ratio) for ratio in (0x9E3779B1, 0xB504F333))
+    return Dither(centred(golden), root)
+
+
+def _turn(step: Array, ratio: int) -> Array:
+    """Returns a multiple of `ratio` · 2⁻³², modulo 1."""
+    turns = step.astype(jnp.uint32) * np.uint32(ratio)
+    return (turns >> np.uint32(8)).astype(jnp.int32).astype(F32) * np.float32(2.0**-24)
+
+
+def centred(threshold: Array) -> Array:
+    """Returns what to add before rounding to nearest, of what to add before a floor.
+
+    The sum of this and an integer, which may be off by roundings of f32, is that integer.
+    """
+    return (threshold - np.float32(0.5)) * np.float32(1 - 2.0**-11)
 
 
 def signed_like(number: Array, x: Array) -> Array:
