@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from flash_cases import (
+    BF16,
+    F16,
     OPTIMIZERS,
     SMALL,
     make_grads,
@@ -245,6 +247,70 @@ def test_training_resumes_bit_for_bit(options, tmp_path):
         restored = checkpointer.restore(tmp_path / "state", template)
     assert_trees_equal(restored, half_way)
     assert_trees_equal(train(step, restored, range(3, 6)), expected)
+
+
+# Of what is saved, and into what it is restored: rule, options, dtype.
+ELSEWHERE = {
+    "more bits": (("adamw", {}, BF16), ("adamw", {"master_bits": 32}, BF16)),
+    "fewer bits": (("adamw", {"master_bits": 32}, BF16), ("adamw", {}, BF16)),
+    "no masters": (("adamw", {}, BF16), ("adamw", {"master_bits": None}, BF16)),
+    "format": (("lion", {}, BF16), ("lion", {"format": "flashoptim"}, BF16)),
+    "min_size": (("adamw", {}, BF16), ("adamw", {"min_size": 1}, BF16)),
+    "f16": (("adamw", {}, BF16), ("adamw", {}, F16)),
+    "momentum of another rule": (("lion", {}, BF16), ("sgd", {}, BF16)),
+}
+
+
+def made(rule, options, dtype):
+    compression = mpx.Compression(**{"min_size": 64} | options)
+    tx: Any = OPTIMIZERS[rule](1e-2, compression=compression)
+    params = make_params(dtype)
+    return tx, params, tx.init(params)
+
+
+@pytest.mark.parametrize(("saved", "like"), ELSEWHERE.values(), ids=ELSEWHERE)
+def test_a_state_is_not_restored_into_one_of_another_layout(saved, like, tmp_path):
+    _, *source = made(*saved)
+    _, *template = made(*like)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", source)
+        checkpointer.wait_until_finished()
+        with pytest.raises(ValueError, match=r"layout\.\w+-mpx-1x24"):
+            checkpointer.restore(tmp_path / "state", template)
+    saved_bytes = serialization.to_bytes(source[1])
+    with pytest.raises(ValueError, match="keys do not match"):
+        serialization.from_bytes(template[1], saved_bytes)
+
+
+@pytest.mark.parametrize("name", ["more bits", "fewer bits", "f16"])
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_a_state_whose_arrays_were_cast_is_refused(name, jit):
+    saved, like = ELSEWHERE[name]
+    _, params, state = made(*saved)
+    tx, *template = made(*like)
+
+    def as_there(tree, other):  # as Orbax would, were the trees of one structure
+        leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+        cast = [x.astype(y.dtype) for x, y in leaves]
+        return jax.tree.unflatten(jax.tree.structure(tree), cast)
+
+    params, state = as_there(params, template[0]), as_there(state, template[1])
+    grads = make_grads(0)
+    for call in (
+        lambda params, state: tx.step(params, state, grads),
+        lambda params, state: tx.update(grads, state, params),
+        mpx.master_params,
+        lambda params, state: mpx.from_master(params, params, state),
+        lambda params, state: mpx.release(lambda p: jnp.sum(p["w"]), tx)(params, state),
+    ):
+        with pytest.raises(ValueError, match="They were cast.*`from_master`"):
+            jit(call)(params, state)
+
+
+def test_states_may_be_traversed_by_optax(tx):
+    params = make_params()
+    state = tx.init(params)
+    assert_trees_equal(optax.tree_map_params(tx, lambda x: x, state), state)
 
 
 OLD_MESH = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))

@@ -9,6 +9,8 @@ import numpy as np
 
 from mpx import _kernels
 from mpx._compat import is_tracer
+from mpx._optim._chains import transforms_behind
+from mpx._optim._layout import layout_name
 from mpx._optim._options import Compression, ParamGroup
 from mpx._optim._rules import Rule
 from mpx._optim._state import APPLIED_BY_EQUINOX, PARAM_DTYPES, FlashState
@@ -47,6 +49,23 @@ def check_grad(name: str, param: Any, grad: Any) -> None:
         )
 
 
+def check_is_last(params: Iterable[Any]) -> None:
+    """Raises if a chain would change updates that 16-bit parameters must have as they are.
+
+    f32 parameters have no correction, and their updates may be changed.
+    """
+    if not any(dtype_of(param) in PARAM_DTYPES[1:] for param in params):
+        return
+    if behind := transforms_behind():
+        raise ValueError(
+            "A compressed optimizer must be the last of a chain, but behind it are "
+            f"{', '.join(behind)}. Its state holds what the rounding of the new 16-bit "
+            "parameters leaves over; with other updates they would not become these, and "
+            "may not move at all. Put what changes gradients before it, and the factor of "
+            "a learning rate or schedule into `learning_rate`."
+        )
+
+
 # --- the state ------------------------------------------------------------------------
 
 _INIT_AGAIN = "Make the state with `init(params)` of these parameters."
@@ -65,6 +84,13 @@ def check_state(state: Any, rule: Rule, compression: Compression) -> None:
             f"`state.format` is {state.format!r}, but the optimizer has the format "
             f"{compression.format!r}. Give it `Compression(format={state.format!r})`, or "
             "make the state with its own `init(params)`."
+        )
+    name = layout_name(state.layout)
+    if name is not None and not name.startswith(f"{rule.kind}-"):
+        raise ValueError(
+            f"The state was made as `{name}`, but this optimizer is of the kind "
+            f"{rule.kind!r}, whose moments mean something else. Make the state with its "
+            "own `init(params)`."
         )
     for moment in MOMENTS:
         if moment not in rule.moments and jax.tree.leaves(getattr(state, moment)):

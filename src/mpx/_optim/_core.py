@@ -16,10 +16,12 @@ from mpx._optim._checks import (
     MOMENTS,
     check_correction,
     check_grad,
+    check_is_last,
     check_moment,
     check_state,
     is_trainable,
 )
+from mpx._optim._layout import check_layout, make_layout
 from mpx._optim._leaf import Leaf, Plan
 from mpx._optim._masks import decays
 from mpx._optim._options import (
@@ -110,6 +112,11 @@ class Core:
             mu=self._tree(flat, columns, "mu"),
             nu=self._tree(flat, columns, "nu"),
             correction=flat.bare.unflatten(columns["correction"]),
+            layout=make_layout(
+                self.rule.kind,
+                self.compression.format,
+                zip(flat.leaves, columns["correction"], strict=True),
+            ),
             format=self.compression.format,
         )
 
@@ -186,6 +193,7 @@ class Core:
                 "`update(grads, state, params)`."
             )
         flat = flatten(params)
+        check_is_last(flat.leaves)
         grads = flat.like(updates, "The gradients")
         options = {key: extra[key] for key in ("ok", "grad_scale") if key in extra}
         new, state = self._advance(flat, state, updates, **options)
@@ -225,10 +233,12 @@ class Core:
         """Computes what the steps of all parameters share."""
         check_state(state, self.rule, self.compression)
         scale = as_scalar("grad_scale", grad_scale)
+        leaves = leaves_of(flat, state, self.rule.moments)
+        check_layout(state.layout, ((leaf.param, leaf.correction) for leaf in leaves))
         return Ready(
             flat,
             state,
-            leaves_of(flat, state, self.rule.moments),
+            leaves,
             decays(self.mask, flat),
             Scalars(self.rule, self.hyper, state.count, scale),
         )
@@ -277,6 +287,7 @@ class Core:
             mu=self._tree(flat, columns, "mu"),
             nu=self._tree(flat, columns, "nu"),
             correction=flat.bare.unflatten([leaf.correction for leaf in leaves]),
+            layout=state.layout,
             format=state.format,
         )
 

@@ -23,10 +23,12 @@ class Rule(abc.ABC):
     """How a gradient changes a weight and the moments.
 
     Attributes:
+        kind: Rules of one kind keep moments of the same meaning.
         moments: The names of the moments that the rule keeps: of `mu` and `nu`.
         hyper: The names of its hyperparameters.
     """
 
+    kind: ClassVar[str]
     moments: tuple[str, ...]
     hyper: ClassVar[tuple[str, ...]]
 
@@ -64,6 +66,7 @@ class Adam(Rule):
     with cᵢ = 1 - βᵢᵗ; coupled, g + λw takes the place of g and w does not shrink.
     """
 
+    kind: ClassVar[str] = "adam"
     decoupled: bool
     moments: tuple[str, ...] = ("mu", "nu")
     hyper: ClassVar[tuple[str, ...]] = (
@@ -114,6 +117,7 @@ def _bias(decay: Array, step: Array) -> Array:
 class Lion(Rule):
     """Lion: w ← (1-ηλ)w - η sign(β₁μ + (1-β₁)g), then μ ← β₂μ + (1-β₂)g."""
 
+    kind: ClassVar[str] = "lion"
     moments: tuple[str, ...] = ("mu",)
     hyper: ClassVar[tuple[str, ...]] = ("learning_rate", "weight_decay", "b1", "b2")
 
@@ -143,6 +147,7 @@ class Sgd(Rule):
     Weight decay is in the gradient or, decoupled, in the weight.
     """
 
+    kind: ClassVar[str] = "sgd"
     decoupled: bool
     nesterov: bool
     moments: tuple[str, ...]

@@ -8,10 +8,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Int, PyTree
 
 from mpx._nnx import without_variables
+from mpx._optim._layout import check_layout, is_missing
 from mpx._optim._leaf import Leaf
 from mpx._optim._options import StateFormat, master_codec
 from mpx._quant import PlainBlock, Quantized
@@ -39,6 +39,9 @@ class FlashState(eqx.Module):
         mu: First moments: `Quantized` (int8 codes) or f32, `None` for frozen leaves.
         nu: Second moments: `Quantized` (uint8 codes) or f32; `None` if the rule has none.
         correction: int8 or int16, what the 16-bit parameters lack; `None` where nothing.
+        layout: A zero under a name such as `adam-mpx-12x24-25x32-1f0c93aa`, which tells
+            what the arrays are: of which kind of rule, in which format, and what
+            parameters and corrections have which dtypes.
         format: How scales and corrections are to be read.
     """
 
@@ -46,6 +49,7 @@ class FlashState(eqx.Module):
     mu: PyTree
     nu: PyTree
     correction: PyTree
+    layout: PyTree
     format: StateFormat = eqx.field(static=True)
 
 
@@ -54,7 +58,7 @@ def register_with_flax() -> None:
     serialization = sys.modules.get("flax.serialization")
     if serialization is None:
         return
-    names = ("count", "mu", "nu", "correction")
+    names = ("count", "mu", "nu", "correction", "layout")
 
     def save(state: FlashState) -> dict[str, Any]:
         to_dict = serialization.to_state_dict
@@ -212,9 +216,10 @@ def master_params(params: PyTree, state: PyTree) -> PyTree:
     """
     flat, state = flatten(params), find_state(state)
     corrections = flat.like(state.correction, "The optimizer state")
+    check_layout(state.layout, zip(flat.leaves, corrections, strict=True))
 
     def decode(name: str, param: Any, correction: Any) -> Any:
-        if _is_missing(correction):
+        if is_missing(correction):
             return param
         check_correction(name, param, correction)
         codec = master_codec(param.dtype, correction.dtype, state.format)
@@ -269,6 +274,7 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
     flat, found = flatten(params), find_state(state)
     weights = flat.like(master, "`master`")
     corrections = flat.like(found.correction, "The optimizer state")
+    check_layout(found.layout, zip(flat.leaves, corrections, strict=True))
     new_params, new_corrections = [], []
     for name, weight, param, correction in zip(
         flat.names, weights, flat.leaves, corrections, strict=True
@@ -276,7 +282,7 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
         weight = _as_weight(name, weight, param)
         if dtype_of(param) in PARAM_DTYPES:
             dtype = None
-            if not _is_missing(correction):
+            if not is_missing(correction):
                 check_correction(name, param, correction)
                 dtype = correction.dtype
             codec = master_codec(param.dtype, dtype, found.format)
@@ -315,8 +321,3 @@ def _as_weight(name: str, weight: Any, param: Any) -> Any:
             f"parameter has shape {shape_of(param)}."
         )
     return jnp.asarray(weight).astype(dtype if dtype not in PARAM_DTYPES else F32)
-
-
-def _is_missing(correction: Any) -> bool:
-    """Whether a state has no correction for a parameter, or `optax.masked` no state."""
-    return correction is None or isinstance(correction, optax.MaskedNode)

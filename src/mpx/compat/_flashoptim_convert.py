@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from mpx._optim import FlashState
+from mpx._optim._layout import make_layout
 from mpx._optim._options import StateFormat, master_codec, moment_codec
 from mpx._quant import PlainBlock, Quantized
 from mpx._tree import is_floating, shape_of
@@ -127,6 +128,8 @@ def to_mpx(
             new[moment].append(stored)
     trees = {name: flat.treedef.unflatten(column) for name, column in new.items()}
     has_any = {name: any(x is not None for x in new[name]) for name in ("mu", "nu")}
+    kind = "lion" if "Lion" in type(state).__name__ else "sgd"
+    pairs = zip(new["params"], new["ecc"], strict=True)
     return Converted(
         trees["params"],
         FlashState(
@@ -134,6 +137,7 @@ def to_mpx(
             mu=trees["mu"] if has_any["mu"] else None,
             nu=trees["nu"] if has_any["nu"] else None,
             correction=trees["ecc"],
+            layout=make_layout("adam" if "nu" in columns else kind, format, pairs),
             format=format,
         ),
     )

@@ -194,6 +194,7 @@ class Steps:
         state = FlashState(
             count=jnp.asarray(count, jnp.int32),
             correction=tree(lambda x: x.correction(size, bits)),
+            layout=None,
             format="flashoptim",
             **moments,
         )
