@@ -365,6 +365,7 @@ def kernel_on_cpus(monkeypatch):
         return run_triton(*args, **kwargs, tuning=TUNING, interpret=True)
 
     monkeypatch.setattr(_dispatch, "_PLATFORM", "cpu")
+    monkeypatch.setattr(_dispatch, "gpu_capability", lambda: (9, 0))
     monkeypatch.setattr(_triton, "run_triton", interpreted)
     small = dataclasses.replace(_tuning.TRITON, min_size=4096, batch=2)
     monkeypatch.setattr(_dispatch, "TRITON", small)
@@ -514,6 +515,30 @@ def test_without_a_gpu_auto_is_plain_jax():
     assert_trees_equal(
         take_steps(optimizer, params, grads), take_steps(plain, params, grads)
     )
+
+
+def test_without_a_gpu_nothing_is_traced_for_one():
+    params, grads = make_model((256, 256))
+    step = {
+        backend: jax.make_jaxpr(mpx.flash_adamw(0.01, backend=backend).step)(
+            params, mpx.flash_adamw(0.01).init(params), grads
+        )
+        for backend in ("auto", "jax", "triton")
+    }
+    has_kernel = {
+        backend: any(eqn.primitive.name == "pallas_call" for eqn in equations(jaxpr))
+        for backend, jaxpr in step.items()
+    }
+    assert has_kernel == {"auto": False, "jax": False, "triton": True}
+
+
+def test_a_step_is_exported_for_gpus_that_are_not_here():
+    params, grads = make_model((256, 256))
+    optimizer = mpx.flash_adamw(0.01)
+    step = jax.jit(lambda *args: jax.tree.leaves(optimizer.step(*args)))
+    args = params, optimizer.init(params), grads
+    export = jax.export.export(step, platforms=("cpu", "cuda"))(*args)
+    assert [x.shape for x in export.call(*args)] == [x.shape for x in step(*args)]
 
 
 @each_kernel

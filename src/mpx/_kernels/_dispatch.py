@@ -123,7 +123,10 @@ def _backend(job: Job, backend: Backend) -> Backend:
     obstacle = _obstacle(job, _tuning(backend))
     if backend == "auto":
         worth = job.group_size > 0 and job.size >= TRITON.min_size
-        return "auto" if obstacle is None and worth and _has_kernel() else "jax"
+        # Without a GPU, here or in the mesh of a compilation for one, nothing is traced for
+        # it: that takes longer than all else, and imports Pallas.
+        here = gpu_capability() is not None and _has_kernel()
+        return "auto" if obstacle is None and worth and here else "jax"
     if backend == "mosaic":
         obstacle = _no_mosaic() or obstacle
     if obstacle is not None:
