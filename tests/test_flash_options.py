@@ -306,7 +306,77 @@ ERRORS = {
     "state of another rule": (
         lambda: step_with(state=kind("lion").init(W)),
         ValueError,
+        "made as `lion-mpx-1x24.*this optimizer is of the kind 'adam'",
+    ),
+    "state without moments": (
+        lambda: step_with(state=put(kind("adamw").init(W), nu=None)),
+        ValueError,
         "state has no nu for `layer/w`",
+    ),
+    "Adam's state for SGD": (
+        lambda: step_with(state=kind("adamw").init(W), tx=kind("sgd")),
+        ValueError,
+        r"made as `adam-mpx-1x24.*of the kind 'sgd'.*its own `init\(params\)`",
+    ),
+    "Lion's state for SGD": (
+        lambda: step_with(state=kind("lion").init(W), tx=kind("sgd")),
+        ValueError,
+        "made as `lion-mpx-1x24.*of the kind 'sgd', whose moments mean something else",
+    ),
+    "init without floating arrays": (
+        lambda: kind("adamw").init({"ids": jnp.arange(3), "name": "x"}),
+        ValueError,
+        r"floating arrays, but the tree has none: it holds \['ids: int32', 'name: str'\]",
+    ),
+    "step without floating arrays": (
+        lambda: kind("adamw").step({"n": 3}, kind("adamw").init({}), {"n": 3}),
+        ValueError,
+        r"floating arrays, but the tree has none: it holds \['n: int'\]",
+    ),
+    "grad_scale is nan": (
+        lambda: kind("adamw").step(W, kind("adamw").init(W), W, grad_scale=np.nan),
+        ValueError,
+        "`grad_scale` must be finite, but nan was given",
+    ),
+    "grad_scale is infinite": (
+        lambda: mpx.clip_scale(W, 1.0, grad_scale=np.float32(np.inf)),
+        ValueError,
+        "`grad_scale` must be finite, but .*inf.* was given",
+    ),
+    "a group that is shadowed": (
+        lambda: mpx.flash_sgd(
+            1.0, groups=[mpx.ParamGroup("w"), mpx.ParamGroup("layer", frozen=True)]
+        ).init(W),
+        ValueError,
+        "group 'layer' with `frozen=True` holds for no parameter: `layer/w` .* such as "
+        "'w', and the first .* holds. Put it before",
+    ),
+    "a function that chooses by values": (
+        lambda: mpx.flash_sgd(1.0, groups=[mpx.ParamGroup(lambda _, x: x > 0)]).init(W),
+        TypeError,
+        r"must return True or False, but for `layer/w` .* bool of shape \(2, 64\)",
+    ),
+    "a function that chooses by traced values": (
+        lambda: jax.jit(
+            mpx.flash_sgd(1.0, groups=[mpx.ParamGroup(lambda _, x: x[0, 0] > 0)]).init
+        )(W),
+        TypeError,
+        r"for `layer/w` .* bool of shape \(\), traced. Use the path",
+    ),
+    "FlashOptim's name": (
+        lambda: mpx.flash_adamw(1.0, master_weight_bits=24),  # pyright: ignore[reportCallIssue]
+        TypeError,
+        r"`flash_adamw` has no option `master_weight_bits`.*Compression\(master_bits=24",
+    ),
+    "optax's name": (
+        lambda: mpx.flash_lion(1.0, mu_dtype=jnp.float32),  # pyright: ignore[reportCallIssue]
+        TypeError,
+        r"`flash_lion` has no option `mu_dtype`.*quantize=False\)`, which keeps moments",
+    ),
+    "PyTorch's name": (
+        lambda: mpx.flash_adam(lr=1e-3),  # pyright: ignore[reportCallIssue]
+        TypeError,
+        "`flash_adam` has no option `lr`; here it is `learning_rate`",
     ),
     "complex parameter": (
         lambda: kind("adamw").init({"c": jnp.ones(3, jnp.complex64)}),
@@ -654,6 +724,13 @@ def test_errors_say_what_came_and_where(call, error, match):
         call()
 
 
+def test_groups_can_be_keys():
+    rate = {"learning_rate": jnp.ones(())}
+    one, same = mpx.ParamGroup("w", rate), mpx.ParamGroup("w", rate)
+    other = mpx.ParamGroup("w", rate, frozen=True)
+    assert {one: 1, other: 2} == {same: 1, other: 2}
+
+
 @pytest.mark.usefixtures("untyped")
 def test_integers_of_numpy_are_integers():
     options = {"group_size": np.int64(64), "min_size": np.int32(1)}
@@ -706,7 +783,7 @@ STRANGERS = {
         "lion",
         W,
         ADAM,
-        r"`state.nu` was expected to be None.*keeps mu, .*`init\(params\)`",
+        r"made as `adam-mpx-1x24-0x32.*of the kind 'lion'.*`init\(params\)`",
     ),
     "mu for sgd": (
         "sgd without momentum",

@@ -13,7 +13,7 @@ from mpx._optim._chains import transforms_behind
 from mpx._optim._layout import layout_name
 from mpx._optim._options import Compression, ParamGroup
 from mpx._optim._rules import Rule
-from mpx._optim._state import APPLIED_BY_EQUINOX, PARAM_DTYPES, FlashState
+from mpx._optim._state import APPLIED_BY_EQUINOX, PARAM_DTYPES, FlashState, Flat
 from mpx._quant import MomentCodec, Quantized
 from mpx._tree import dtype_of, shape_of
 
@@ -32,6 +32,26 @@ def is_trainable(name: str, param: Any) -> bool:
             "f16. Cast it, or freeze it with `ParamGroup(path, frozen=True)`."
         )
     return False
+
+
+def check_has_params(flat: Flat) -> None:
+    """Raises if a tree has leaves, but none that could train."""
+    leaves = [x for x in flat.leaves if x is not None]
+    if leaves and not any(_is_inexact(leaf) for leaf in leaves):
+        came = [
+            f"{name}: {dtype_of(leaf) or type(leaf).__name__}"
+            for name, leaf in zip(flat.names, flat.leaves, strict=True)
+        ]
+        raise ValueError(
+            "A compressed optimizer expected parameters, which are floating arrays, but "
+            f"the tree has none: it holds {came[:8]}{' …' if len(came) > 8 else ''}. Was "
+            "the wrong part of the model passed?"
+        )
+
+
+def _is_inexact(leaf: Any) -> bool:
+    dtype = dtype_of(leaf)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def check_grad(name: str, param: Any, grad: Any) -> None:
@@ -274,6 +294,15 @@ def _check_value(name: str, value: Any) -> None:
             "parameters unless it is called with `hyperparam_dtype=jnp.float32`."
         )
     check_range(name, value, *_RANGES.get(name, _ANY_RATE))
+
+
+def check_factor(name: str, value: Any) -> None:
+    """Raises if a factor is inf or nan.
+
+    Only numbers of Python and NumPy are looked at: an array may still be computed.
+    """
+    if isinstance(value, int | float | np.ndarray | np.generic):
+        check_range(name, value, np.isfinite, "be finite")
 
 
 def check_range(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, PyTree
 
-from mpx._optim._checks import check_range
+from mpx._optim._checks import check_factor, check_range
 from mpx._optim._scalars import as_scalar
 from mpx._tree import dtype_of
 
@@ -51,6 +51,7 @@ def clip_scale(grads: PyTree, max_norm: Any, *, grad_scale: Any = 1.0) -> Clip:
     limit = as_scalar("max_norm", max_norm)
     check_range("max_norm", max_norm, lambda x: x > 0, "be positive")
     scale = as_scalar("grad_scale", grad_scale)
+    check_factor("grad_scale", grad_scale)
     one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
     norm = jnp.sqrt(sum((_squares(g, scale) for g in jax.tree.leaves(grads)), zero))
     # Not `limit / max(norm, limit)`, which is nan if there is no limit: inf.

@@ -15,7 +15,9 @@ from mpx import _kernels
 from mpx._optim._checks import (
     MOMENTS,
     check_correction,
+    check_factor,
     check_grad,
+    check_has_params,
     check_is_last,
     check_moment,
     check_state,
@@ -101,6 +103,7 @@ class Core:
     def init(self, params: PyTree) -> FlashState:
         register_with_flax()
         flat = flatten(params)
+        check_has_params(flat)
         self._check_groups(flat)
         columns: dict[str, list[Any]] = {name: [] for name in (*MOMENTS, "correction")}
         for name, param in zip(flat.names, flat.leaves, strict=True):
@@ -157,13 +160,29 @@ class Core:
         return group.compression
 
     def _check_groups(self, flat: Flat) -> None:
+        in_force = [
+            self._group(*pair) for pair in zip(flat.names, flat.leaves, strict=True)
+        ]
         for group in self.groups:
-            pairs = zip(flat.names, flat.leaves, strict=True)
-            if not any(group.matches(*pair) for pair in pairs):
+            if any(group is other for other in in_force):
+                continue
+            pairs = zip(flat.names, flat.leaves, in_force, strict=True)
+            taken = next(
+                ((name, by) for name, leaf, by in pairs if group.matches(name, leaf)),
+                None,
+            )
+            if taken is None:
                 raise ValueError(
                     f"No parameter belongs to the group {group.where!r}. The paths are "
                     f"{flat.names[:8]}{' …' if len(flat.names) > 8 else ''}."
                 )
+            name, by = taken
+            raise ValueError(
+                f"The group {group.where!r}"
+                f"{' with `frozen=True`' if group.frozen else ''} holds for no parameter: "
+                f"`{name}` and all others belong to earlier ones, such as "
+                f"{by.where!r}, and the first group that matches holds. Put it before."
+            )
 
     # --- one step ---------------------------------------------------------------------
 
@@ -231,8 +250,10 @@ class Core:
 
     def ready(self, flat: Flat, state: FlashState, grad_scale: Any) -> "Ready":
         """Computes what the steps of all parameters share."""
+        check_has_params(flat)
         check_state(state, self.rule, self.compression)
         scale = as_scalar("grad_scale", grad_scale)
+        check_factor("grad_scale", grad_scale)
         leaves = leaves_of(flat, state, self.rule.moments)
         check_layout(state.layout, ((leaf.param, leaf.correction) for leaf in leaves))
         return Ready(

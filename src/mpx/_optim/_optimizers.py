@@ -5,6 +5,7 @@ from typing import Any
 
 from mpx._kernels import Backend
 from mpx._optim._flash import FlashOptimizer, build
+from mpx._optim._names import explains_names
 from mpx._optim._options import Compression, ParamGroup
 from mpx._optim._rules import Adam, Lion, Sgd
 from mpx._optim._scalars import Hyper
@@ -13,6 +14,7 @@ Mask = Any | Callable[[Any], Any]
 _DEFAULT = Compression()
 
 
+@explains_names
 def flash_adamw(
     learning_rate: Hyper,
     b1: Hyper = 0.9,
@@ -68,6 +70,7 @@ def flash_adamw(
     )
 
 
+@explains_names
 def flash_adam(
     learning_rate: Hyper,
     b1: Hyper = 0.9,
@@ -117,6 +120,7 @@ def flash_adam(
     )
 
 
+@explains_names
 def flash_lion(
     learning_rate: Hyper,
     b1: Hyper = 0.9,
@@ -160,6 +164,7 @@ def flash_lion(
     )
 
 
+@explains_names
 def flash_sgd(
     learning_rate: Hyper,
     momentum: Hyper | None = None,
@@ -209,6 +214,7 @@ def flash_sgd(
     )
 
 
+@explains_names
 def flash_sgdw(
     learning_rate: Hyper,
     momentum: Hyper | None = None,

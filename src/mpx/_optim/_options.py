@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
+from mpx._compat import is_tracer
 from mpx._quant import (
     BitDelta,
     Full,
@@ -194,4 +195,20 @@ class ParamGroup:
         """Whether a parameter belongs to this group."""
         if isinstance(self.where, str):
             return re.search(self.where, name) is not None
-        return dtype_of(leaf) is not None and bool(self.where(name, leaf))
+        if dtype_of(leaf) is None:
+            return False
+        found = self.where(name, leaf)
+        if (dtype := dtype_of(found)) is not None and (
+            dtype != np.dtype(bool) or shape_of(found) != () or is_tracer(found)
+        ):
+            raise TypeError(
+                f"The function that chooses the group {self.where!r} must return True or "
+                f"False, but for `{name}` it returned an array: {dtype} of shape "
+                f"{shape_of(found)}{', traced' if is_tracer(found) else ''}. Use the path, "
+                "the shape or the dtype of a parameter, not its values."
+            )
+        return bool(found)
+
+    def __hash__(self) -> int:
+        # Of the hyperparameters only the names: a value may be an array.
+        return hash((self.where, frozenset(self.hyper), self.frozen, self.compression))
