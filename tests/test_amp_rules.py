@@ -123,7 +123,6 @@ RULES = {
     "square": (lambda x: lax.square(x @ W), "square", "float32"),
     "tanh": (lambda x: jnp.tanh(x @ W), "tanh", "bfloat16"),
     "reshape": (lambda x: (x @ W).reshape(-1), "reshape", "bfloat16"),
-    "bias": (lambda x: x @ W + B[None], "add", "bfloat16"),
     "sum of two low": (lambda x: x @ W + x @ W, "add", "bfloat16"),
     "residual in f32": (lambda x: x + x @ W, "add", "float32"),
     "literal": (lambda x: (x @ W) * 0.5, "mul", "bfloat16"),
@@ -167,11 +166,19 @@ def test_f16_has_a_narrower_range_than_bf16():
     assert narrow == ["float32"]
 
 
-def test_default_compute_dtype_is_the_configured_half_precision():
+def test_default_compute_dtype_is_bf16_unless_the_user_chose_f16():
     dots = functools.partial(dtypes_of, primitive="dot_general", compute_dtype=None)
+    assert mpx.half_precision_datatype() == jnp.float16  # of the paper's functions
+    assert dots(lambda x: x @ W, X) == ["bfloat16"]
+    for dtype in ("float16", "bfloat16"):
+        with mpx.half_precision(dtype):
+            assert dots(lambda x: x @ W, X) == [dtype]
+    mpx.set_half_precision_datatype("float16")
     assert dots(lambda x: x @ W, X) == ["float16"]
-    with mpx.half_precision("bf16"):
-        assert dots(lambda x: x @ W, X) == ["bfloat16"]
+    assert mpx.amp_report(lambda x: x @ W, X).compute_dtype == "f16"
+    mpx.set_half_precision_datatype(None)
+    assert dots(lambda x: x @ W, X) == ["bfloat16"]
+    assert mpx.amp_report(lambda x: x @ W, X).compute_dtype == "bf16"
 
 
 # --- Policies -------------------------------------------------------------------------

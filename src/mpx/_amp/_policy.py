@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, UNKNOWN, Rule, rule_for
 from mpx._formats import parse_float_dtype
+from mpx._half import chosen_half_precision
 
 Choice = Rule | str | Callable[..., Any]
 """A rule, its name, or a function with jaxamp's `precision_fn` signature."""
@@ -177,12 +179,17 @@ def as_amp_policy(policy: AmpPolicy | str | Mapping[Any, Any] | None) -> AmpPoli
     )
 
 
-def as_compute_dtype(dtype: DTypeLike) -> np.dtype:
+def as_compute_dtype(dtype: DTypeLike | None) -> np.dtype:
     """Returns the dtype that `low` stands for.
+
+    `None` is the half precision that the user chose. Without a choice it is bf16 and not
+    the f16 of the paper: `amp` has no loss scale, and f16 gradients need one.
 
     Raises:
         ValueError: If it is not f16 or bf16.
     """
+    if dtype is None:
+        return chosen_half_precision() or np.dtype(jnp.bfloat16)
     try:
         parsed = parse_float_dtype(dtype)
     except ValueError:
