@@ -92,8 +92,7 @@ def amp(
             narrow_carry=narrow_carry,
             f32_weight_grads=f32_weight_grads,
         )
-        out = autocast_call(autocast, func, args, kwargs, eager=eager)
-        return warn_if_unscaled(out) if autocast.dtype == np.float16 else out
+        return autocast_call(autocast, func, args, kwargs, eager=eager)
 
     setattr(wrapper, "mpx_is_amp", True)  # noqa: B010 - `value_and_grad` asks for it
     return wrapper
@@ -179,6 +178,8 @@ def autocast_call(
         _result(out, var.aval)
         for var, out in zip(body.outvars, outs, strict=True)
     ]
+    if autocast.dtype == np.float16:
+        outs = [warn_if_unscaled(out) for out in outs]
     return out_static.merge(outs)
 
 

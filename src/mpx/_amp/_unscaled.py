@@ -3,14 +3,12 @@
 import pathlib
 import sys
 import warnings
-from types import FrameType
 from typing import Any
 
-import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from mpx._half import in_gradient_function
-from mpx._tree import is_array, is_floating
 
 _MESSAGE = (
     "A function under `amp` with `compute_dtype` f16 is differentiated outside of mpx's "
@@ -19,39 +17,38 @@ _MESSAGE = (
     'use `compute_dtype="bf16"`, which needs no scale. If you scale the loss yourself, '
     "filter this warning."
 )
-_LIBRARIES = tuple(
-    str(pathlib.Path(path).parent)
-    for path in (jax.__file__, eqx.__file__, pathlib.Path(__file__).parent)
+# Other packages are beside JAX, and generated code has a name such as "<string>".
+_LIBRARIES = (
+    str(pathlib.Path(warnings.__file__).parent),
+    str(pathlib.Path(jax.__file__).parents[1]),
+    str(pathlib.Path(__file__).parents[1]),
+    "<",
 )
 
 
-def warn_if_unscaled(tree: Any) -> Any:
-    """Returns a tree of results as it is; differentiating them may warn.
+@jax.custom_jvp
+def warn_if_unscaled(x: Any) -> Any:
+    """Returns a result as it is; if it is differentiated, that may warn.
 
     The derivative rule runs when JAX takes the derivative, also that of a jitted
     function, and not before: a function that is only called has no rule to run.
     """
-    return jax.tree.map(
-        lambda x: _watched(x) if is_array(x) and is_floating(x) else x, tree
-    )
-
-
-@jax.custom_jvp
-def _watched(x: Any) -> Any:
     return x
 
 
-@_watched.defjvp
+@warn_if_unscaled.defjvp
 def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    if not in_gradient_function():
-        warnings.warn(_MESSAGE, UserWarning, stacklevel=_depth_of_user())
-    return _watched(*primals), tangents[0]
+    is_trained = jnp.issubdtype(tangents[0].dtype, jnp.floating)
+    if is_trained and not in_gradient_function():
+        _warn(_MESSAGE)
+    return warn_if_unscaled(*primals), tangents[0]
 
 
-def _depth_of_user() -> int:
-    """Returns the `stacklevel` of the code that called JAX or Equinox."""
-    frame: FrameType | None = sys._getframe(1)
-    depth = 1
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame, depth = frame.f_back, depth + 1
-    return depth
+def _warn(message: str) -> None:
+    """Warns at the innermost line that is in no library."""
+    frame = sys._getframe()
+    while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    place = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(message, UserWarning, *place, registry=registry)
