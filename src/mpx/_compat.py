@@ -186,15 +186,14 @@ def eval_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
     for var, arg in zip(eqn.invars, args, strict=True):
         if not isinstance(var, Literal):
             inputs[var] = arg
-    jaxpr = jex_core.Jaxpr(
-        constvars=(),
-        invars=list(inputs),
-        outvars=list(eqn.outvars),
-        eqns=[eqn],
-        effects=eqn.effects,
-        debug_info=_no_debug_info(),
-    )
+    jaxpr = jaxpr_of(list(inputs), list(eqn.outvars), [eqn])
     return eval_jaxpr(jaxpr, (), *inputs.values())
+
+
+def jaxpr_of(invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Any:
+    """Returns a jaxpr of some equations of another one."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    return jex_core.Jaxpr((), invars, outvars, eqns, effects, _no_debug_info())
 
 
 def bind(eqn: Any, args: Sequence[Any], **changes: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import _attention, _calls, _derivatives, _loops
+from mpx._amp import _attention, _calls, _derivatives, _loops, _pointwise
 from mpx._amp._apply import (
     APPLY,
     convert,
@@ -162,8 +162,16 @@ class Autocast:
             env[var] = const, self.constant_meta(const)
         for var, arg, meta in zip(jaxpr.invars, args, metas, strict=True):
             env[var] = arg, meta
+        chains, done = _pointwise.chains(self, jaxpr, scopes), set()
         for eqn in jaxpr.eqns:
+            if id(eqn) in done:
+                continue
             pairs = [read(atom) for atom in eqn.invars]
+            chain = chains.get(id(eqn))
+            if chain is not None and as_array(pairs[0][0]).dtype == self.dtype:
+                env.update(_pointwise.run(self, chain, pairs[0][0], scopes))
+                done.update(map(id, chain.equations))
+                continue
             values, known = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             with equation_context(eqn):
                 outs, out_metas = self.equation(

@@ -17,12 +17,16 @@ from mpx._amp._interpreter import Autocast
 from mpx._amp._policy import AmpPolicy, as_amp_policy, as_compute_dtype
 from mpx._amp._unscaled import warn_if_unscaled
 from mpx._amp._values import F32, Role, cast, is_eligible
+from mpx._amp._warn import warn
 from mpx._call import argument_names
 from mpx._compat import (
     ambient_scopes,
     is_differentiated,
     nothing_is_traced,
     open_jaxpr,
+    scopes_of,
+    source_frames,
+    sub_jaxprs,
 )
 from mpx._tree import is_array, named_leaves
 
@@ -168,10 +172,12 @@ def autocast_call(
         jaxpr, (_, out_static) = jax.make_jaxpr(flat, return_shape=True)(*arrays)
     body, consts = open_jaxpr(jaxpr)
     known = _names_and_roles(func, names, args, kwargs, consts)
+    known = [describe(*pair) for pair in known]
     metas = [
-        autocast.argument_meta(*describe(*pair), leaf)
+        autocast.argument_meta(*pair, leaf)
         for pair, leaf in zip(known, arrays, strict=True)
     ]
+    _check_policy(autocast.policy, body, [name for name, _ in known])
     outs, _ = autocast.run(body, consts, arrays, metas, ambient_scopes())
     outs = [
         # A constant result is a literal, which is no array.
@@ -181,6 +187,34 @@ def autocast_call(
     if autocast.dtype == np.float16:
         outs = [warn_if_unscaled(out) for out in outs]
     return out_static.merge(outs)
+
+
+def _check_policy(policy: AmpPolicy, jaxpr: Any, names: list[str]) -> None:
+    """Warns of rules that hold for nothing in a function; a misspelt name is one."""
+    if policy == AmpPolicy(policy.base, primitives=policy.primitives):
+        return
+    paths: set[tuple[str, ...]] = set()
+    functions: set[str] = set()
+
+    def visit(jaxpr: Any, scopes: tuple[str, ...]) -> None:
+        for eqn in jaxpr.eqns:
+            inner = scopes + scopes_of(eqn)
+            paths.add(inner)
+            if policy.functions:
+                for name, _, _ in source_frames(eqn):
+                    functions.update((name, name.rpartition(".")[2]))
+            for body in sub_jaxprs(eqn):
+                visit(body, inner)
+
+    visit(jaxpr, ambient_scopes())
+    useless = policy.useless(names, paths, functions)
+    if useless:
+        warn(
+            f"The policy of `amp` has rules that hold for nothing: {', '.join(useless)}. "
+            "`mpx.amp_report` lists the scopes, source lines and parameters of a "
+            "function. Parameters that a function closes over have no names: pass them "
+            "as an argument."
+        )
 
 
 def _result(out: Any, aval: Any) -> Any:
