@@ -48,11 +48,11 @@ def pytest_runtest_protocol(item):
 
 
 @pytest.fixture(autouse=True)
-def _half_precision_is_float16_again():
+def _half_precision_is_not_chosen_again():
     import mpx  # here, because the hook that checks its types must come first
 
     yield
-    mpx.set_half_precision_datatype("float16")
+    mpx.set_half_precision_datatype(None)
 
 
 @pytest.fixture

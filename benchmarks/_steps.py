@@ -57,6 +57,14 @@ MODES = {
             skip="select",
             default=False,
         ),
+        Mode(name="amp-f16", dtype="f16", library="amp", default=False),
+        Mode(
+            name="amp-f16-check",
+            dtype="f16",
+            library="amp",
+            skip="select",
+            default=False,
+        ),
         # The very code of the peer's modes, run by mpx.
         Mode(name="mpx-bf16-paper", dtype="bf16", library="paper", default=False),
         Mode(name="mpx-f16-paper", dtype="f16", library="paper", default=False),

@@ -16,7 +16,8 @@ import mpx
 from models import equations
 from mpx import AmpPolicy, amp, amp_low, amp_stop
 from mpx._amp._interpreter import HANDLERS
-from mpx._amp._rules import PRIMITIVES, TABLE, Rule, rule_for
+from mpx._amp._rules import PRIMITIVES, TABLE, WITHOUT_RULES, Rule, rule_for
+from mpx._half import gradient_function
 from mpx.testing import assert_trees_equal
 
 # --- The table ------------------------------------------------------------------------
@@ -85,6 +86,10 @@ def test_default_of_an_unknown_primitive_is_to_run_as_written():
     assert rule_for("a_primitive_of_tomorrow", {}, compute_is_f16=False) == "original"
 
 
+def test_what_has_no_rule_of_its_own_is_what_the_interpreter_handles():
+    assert {*WITHOUT_RULES} == {*HANDLERS, "convert_element_type"}
+
+
 @pytest.mark.parametrize(
     ("power", "is_f16", "rule"),
     [(2, False, "f32"), (-1, False, "f32"), (3, False, "follow"), (3, True, "f32")],
@@ -123,7 +128,6 @@ RULES = {
     "square": (lambda x: lax.square(x @ W), "square", "float32"),
     "tanh": (lambda x: jnp.tanh(x @ W), "tanh", "bfloat16"),
     "reshape": (lambda x: (x @ W).reshape(-1), "reshape", "bfloat16"),
-    "bias": (lambda x: x @ W + B[None], "add", "bfloat16"),
     "sum of two low": (lambda x: x @ W + x @ W, "add", "bfloat16"),
     "residual in f32": (lambda x: x + x @ W, "add", "float32"),
     "literal": (lambda x: (x @ W) * 0.5, "mul", "bfloat16"),
@@ -167,11 +171,84 @@ def test_f16_has_a_narrower_range_than_bf16():
     assert narrow == ["float32"]
 
 
-def test_default_compute_dtype_is_the_configured_half_precision():
+def test_default_compute_dtype_is_bf16_unless_the_user_chose_f16():
     dots = functools.partial(dtypes_of, primitive="dot_general", compute_dtype=None)
+    assert mpx.half_precision_datatype() == jnp.float16  # of the paper's functions
+    assert dots(lambda x: x @ W, X) == ["bfloat16"]
+    for dtype in ("float16", "bfloat16"):
+        with mpx.half_precision(dtype):
+            assert dots(lambda x: x @ W, X) == [dtype]
+    mpx.set_half_precision_datatype("float16")
     assert dots(lambda x: x @ W, X) == ["float16"]
-    with mpx.half_precision("bf16"):
-        assert dots(lambda x: x @ W, X) == ["bfloat16"]
+    assert mpx.amp_report(lambda x: x @ W, X).compute_dtype == "f16"
+    mpx.set_half_precision_datatype(None)
+    assert dots(lambda x: x @ W, X) == ["bfloat16"]
+    assert mpx.amp_report(lambda x: x @ W, X).compute_dtype == "bf16"
+
+
+def gelu_by_hand(x):
+    return 0.5 * x * (1 + jnp.tanh(0.8 * (x + 0.045 * x**3)))
+
+
+CHAINS = {
+    "gelu": (jax.nn.gelu, "float16"),
+    "gelu in jit": (jax.jit(jax.nn.gelu), "float16"),
+    "gelu by hand": (gelu_by_hand, "float16"),
+    "polynomial": (lambda x: 2.0 * x**3 + x, "float32"),
+    "power of a bounded number": (lambda x: jnp.tanh(x**3) ** 100, "float16"),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_power_in_f16_is_f32_inside_and_f16_where_the_result_fits(name):
+    func, dtype = CHAINS[name]
+    low = amp(lambda x, w: lax.sort(func(x @ w)), compute_dtype="f16")
+    eqns = [*equations(jax.make_jaxpr(low)(X, W))]
+    powers = [e for e in eqns if e.primitive.name == "integer_pow"]
+    assert {str(e.invars[0].aval.dtype) for e in powers} == {F32}
+    (read,) = [e for e in eqns if e.primitive.name == "sort"]
+    assert str(read.invars[0].aval.dtype) == dtype
+
+
+@pytest.mark.parametrize("size", [1.0, 41.0, 150.0, 6e4])
+@pytest.mark.parametrize("gelu", [jax.nn.gelu, gelu_by_hand])
+def test_gelu_and_its_gradient_in_f16_are_those_of_f32(size, gelu):
+    x = size * jnp.array([[1.0, -1.0, 0.5, 0.0], [0.1, -0.1, 0.01, 0.001]])
+
+    def loss(x, w):
+        return jnp.sum(gelu(x @ w) * (1 / size))
+
+    low = mpx.value_and_grad(amp(loss, compute_dtype="f16"))
+    result = low(mpx.StaticLossScaling(size), x, jnp.eye(4))
+    value, grads = jax.value_and_grad(loss)(x, jnp.eye(4))
+    # Sums and products of a few f16 numbers of the same size.
+    np.testing.assert_allclose(result.value, value, atol=8 * 2.0**-11)
+    np.testing.assert_allclose(result.grads, grads, atol=8 * 2.0**-11 / size)
+
+
+def test_gelu_in_f16_keeps_nothing_but_its_operand_for_the_backward_pass():
+    def saved(dtype):
+        def loss(x, w):
+            return jnp.sum(jax.nn.gelu(x @ w))
+
+        with gradient_function():
+            _, backward = jax.vjp(amp(loss, compute_dtype=dtype), X, W)
+        kept = [x for x in jax.tree.leaves(backward) if x.shape == X.shape]
+        return [str(x.dtype) for x in kept]
+
+    assert saved("f16") == ["float16", "float16"]  # one is the operand of the matmul
+    assert "float32" not in saved("bf16")
+
+
+def test_power_in_a_region_that_is_stopped_runs_as_written():
+    def func(x):
+        y = x @ W
+        with amp_stop():
+            return y**3 + y
+
+    jaxpr = jax.make_jaxpr(amp(func, compute_dtype="f16"))(X)
+    assert "remat" not in str(jaxpr)
+    assert dtypes_of(func, X, primitive="integer_pow", compute_dtype="f16") == [F32]
 
 
 # --- Policies -------------------------------------------------------------------------
@@ -206,6 +283,9 @@ SCOPES = {
 
 @pytest.mark.parametrize("name", SCOPES)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.filterwarnings(
+    "ignore:The policy of `amp` has rules that hold for nothing"
+)
 def test_scope_of_a_policy_is_matched(name, wrap):
     scopes, expected = SCOPES[name]
     policy = AmpPolicy(scopes=scopes)
@@ -510,6 +590,63 @@ def test_unknown_policy_is_refused(policy, error):
 def test_unknown_base_is_refused():
     with pytest.raises(ValueError, match="`base` must be one of safe"):
         AmpPolicy("quick")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dot", "JAX has none of that name.*jax.make_jaxpr"),
+        ("dot_genral", "Did you mean 'dot_general'"),
+        ("scan", "cannot have a rule.*use `scopes` or `functions`"),
+        (jax.make_jaxpr(jax.jit(jnp.sin))(1.0).eqns[0].primitive, "cannot have a rule"),
+        ("convert_element_type", "a cast is honoured"),
+    ],
+)
+def test_primitive_that_no_rule_can_hold_for_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        AmpPolicy(primitives={name: "f32"})
+
+
+def test_parameter_pattern_that_is_no_regular_expression_is_refused():
+    with pytest.raises(ValueError, match=r"`params\['\(head'\]` must be a regular"):
+        AmpPolicy(params={"(head": "f32"})
+
+
+def test_primitive_that_the_table_does_not_list_may_have_a_rule():
+    for name in ("integer_pow", "approx_top_k", "iota"):
+        assert AmpPolicy(primitives={name: "f32"}).primitives == {name: Rule.F32}
+
+
+USELESS = {
+    "scopes": ({"attn": "f32", "mpl": "f32", "*/mlp/attn/*": "f32"}, "scopes['mpl']"),
+    "functions": (
+        {"scoped": "f32", "scope": "f32"},
+        "functions['scope']",
+    ),
+    "params": ({"^w": "f32", "head": "f32"}, "params['head']"),
+}
+
+
+@pytest.mark.parametrize("kind", USELESS)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_rule_that_holds_for_nothing_warns(kind, wrap):
+    rules, message = USELESS[kind]
+    func = amp(wrap(lambda x, w: scoped(x, w)), policy=AmpPolicy(**{kind: rules}))
+    wanted = rf"hold for nothing: {re.escape(message)}\. `mpx.amp_report`"
+    with pytest.warns(UserWarning, match=wanted) as caught:
+        func(X, W)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_policies_are_hashable_and_equal_by_their_rules_in_order():
+    def policy(*scopes):
+        return AmpPolicy(scopes=dict.fromkeys(scopes, "f32"), params={"a": "low"})
+
+    assert policy("a", "b") == policy("a", "b") != policy("b", "a")  # the first decides
+    assert hash(policy("a", "b")) == hash(policy("a", "b"))
+    assert len({AmpPolicy(), AmpPolicy("safe"), AmpPolicy("fast")}) == 2
+    static = jax.jit(lambda x, policy: amp(jnp.sin, policy=policy)(x), static_argnums=1)
+    assert_trees_equal(static(X, AmpPolicy()), jax.jit(jnp.sin)(X))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "e4m3", "f32", jnp.float64, "bf32"])

@@ -126,6 +126,7 @@ def test_compiled_function_follows_the_switch(jit):
         return mpx.cast_to_half_precision(x)
 
     x = jnp.ones(2)
+    mpx.set_half_precision_datatype("f16")
     assert low(x).dtype == F16
     mpx.set_half_precision_datatype("bf16")
     assert low(x).dtype == BF16

@@ -186,15 +186,14 @@ def eval_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
     for var, arg in zip(eqn.invars, args, strict=True):
         if not isinstance(var, Literal):
             inputs[var] = arg
-    jaxpr = jex_core.Jaxpr(
-        constvars=(),
-        invars=list(inputs),
-        outvars=list(eqn.outvars),
-        eqns=[eqn],
-        effects=eqn.effects,
-        debug_info=_no_debug_info(),
-    )
+    jaxpr = jaxpr_of(list(inputs), list(eqn.outvars), [eqn])
     return eval_jaxpr(jaxpr, (), *inputs.values())
+
+
+def jaxpr_of(invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Any:
+    """Returns a jaxpr of some equations of another one."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    return jex_core.Jaxpr((), invars, outvars, eqns, effects, _no_debug_info())
 
 
 def bind(eqn: Any, args: Sequence[Any], **changes: Any) -> list[Any]:
@@ -289,11 +288,7 @@ def set_attention_functions(
 
 
 def needs_devices(primitive: Any) -> None:
-    """Tells JAX that a primitive must know the devices when it is lowered.
-
-    Those inside of cuDNN's attention do, to be sharded, and JAX does not look for them
-    inside of other primitives.
-    """
+    """Tells JAX that a primitive, as cuDNN's attention inside it, is lowered for devices."""
     from jax._src import dispatch as private
 
     private.prim_requires_devices_during_lowering.add(primitive)
@@ -320,6 +315,15 @@ def is_batched(x: object) -> bool:
     from jax._src.interpreters.batching import BatchTracer
 
     return isinstance(x, BatchTracer)
+
+
+def is_differentiated(x: Any) -> bool:
+    """Whether a derivative with respect to `x` is taken, where no `jit` hides it."""
+    from jax._src.interpreters import ad as private
+
+    while is_batched(x):
+        x = x.val
+    return isinstance(x, private.JVPTracer | private.LinearizeTracer)
 
 
 def bind_jit(
@@ -380,13 +384,7 @@ def gpu_capability() -> tuple[int, int] | str | None:
 
 
 def refused(message: str, tree: Any) -> Any:
-    """Returns a tree of arrays that cannot be compiled.
-
-    What is wrong is known only when a program is lowered for a device.
-
-    Raises:
-        NotImplementedError: With `message`, when the program is lowered.
-    """
+    """Returns a tree of arrays that raise `NotImplementedError` when they are lowered."""
     return jax.tree.map(lambda x: _refused.bind(x, message=message), tree)
 
 

@@ -16,6 +16,7 @@ from mpx._call import Call, State, as_loss, unpack
 from mpx._cast import cast_leaf
 from mpx._compat import as_varying, varying_axes
 from mpx._formats import at_least_f32, parse_float_dtype
+from mpx._half import gradient_function
 from mpx._loss_scaling import LossScaling
 from mpx._policy import Policy, as_policy
 from mpx._tree import (
@@ -144,7 +145,8 @@ def evaluate(
     differentiated = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
     scales = _local(call.scales, axis_name)
     wide = call.widened(diff)
-    (grads, observed), (loss, aux, after) = differentiated(wide, scales)
+    with gradient_function():
+        (grads, observed), (loss, aux, after) = differentiated(wide, scales)
     if wide is not diff:
         grads = jax.tree.map(functools.partial(_narrow, grad_dtype), grads, diff)
     return Evaluation(loss, aux, grads, after, observed)

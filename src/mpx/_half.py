@@ -14,8 +14,14 @@ from jax.typing import DTypeLike
 from mpx._compat import make_jit_context
 from mpx._formats import FORMATS, parse_float_dtype
 
-# The paper's default; bf16 is the better choice where the hardware has it.
-_half = make_jit_context(np.dtype(np.float16))
+# What the user chose. Until then the paper's functions take f16, and `amp`, which has no
+# loss scale of its own, bf16.
+_half = make_jit_context(None)
+_DEFAULT = np.dtype(np.float16)
+
+
+# Part of the key, too: what a derivative rule does depends on it, and JAX keeps rules.
+_in_gradient_function = make_jit_context(False)
 
 
 def _parse_half(datatype: DTypeLike) -> np.dtype:
@@ -31,14 +37,14 @@ def _parse_half(datatype: DTypeLike) -> np.dtype:
     return dtype
 
 
-def set_half_precision_datatype(datatype: DTypeLike) -> None:
+def set_half_precision_datatype(datatype: DTypeLike | None) -> None:
     """Sets the dtype that "half precision" stands for, everywhere in this process.
 
     Functions that were already compiled follow: they are traced anew when called.
     Prefer a `Policy`, which travels with the code that needs it.
 
     Args:
-        datatype: f16 or bf16, as a dtype or as a name.
+        datatype: f16 or bf16, as a dtype or as a name; `None` takes the choice back.
 
     Raises:
         ValueError: If it is anything else.
@@ -47,9 +53,9 @@ def set_half_precision_datatype(datatype: DTypeLike) -> None:
         >>> set_half_precision_datatype("bfloat16")
         >>> half_precision_datatype()
         dtype(bfloat16)
-        >>> set_half_precision_datatype(jnp.float16)
+        >>> set_half_precision_datatype(None)
     """
-    _half.set_global(_parse_half(datatype))
+    _half.set_global(None if datatype is None else _parse_half(datatype))
 
 
 def half_precision_datatype() -> np.dtype:
@@ -59,6 +65,11 @@ def half_precision_datatype() -> np.dtype:
         >>> half_precision_datatype() == jnp.float16
         True
     """
+    return _half.value or _DEFAULT
+
+
+def chosen_half_precision() -> np.dtype | None:
+    """Returns the half-precision dtype that the user chose, `None` if none was."""
     return _half.value
 
 
@@ -77,6 +88,16 @@ def half_precision(datatype: DTypeLike) -> contextlib.AbstractContextManager[Any
         bfloat16
     """
     return _half(_parse_half(datatype))
+
+
+def gradient_function() -> contextlib.AbstractContextManager[Any]:
+    """Marks what runs inside as a gradient that mpx takes, with a loss scaling."""
+    return _in_gradient_function(True)
+
+
+def in_gradient_function() -> bool:
+    """Whether mpx takes the gradient that is being traced."""
+    return _in_gradient_function.value
 
 
 def __getattr__(name: str) -> Any:

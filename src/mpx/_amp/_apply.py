@@ -1,6 +1,7 @@
 """How each rule runs an equation: which casts it makes, and what is known after."""
 
 import functools
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from mpx._amp._values import (
     chain_of,
     is_eligible,
     literal_survives,
+    saturate,
     widest,
 )
 from mpx._amp._weights import matmul, weights_of
@@ -54,7 +56,7 @@ def _low(
     amp: Any, eqn: Any, values: list[Any], metas: list[Meta], reason: str
 ) -> Applied:
     if eqn.primitive.name in MATMULS:
-        kept = reason_to_keep(eqn)
+        kept = reason_to_keep(eqn) or reason_for_f32(eqn)
         if kept is not None:
             return run_original(amp, eqn, values), opaque_metas(eqn, metas), kept
         weights = weights_of(values, metas) if amp.f32_weight_grads else ()
@@ -105,6 +107,39 @@ def reason_to_keep(eqn: Any) -> str | None:
     return None
 
 
+def reason_for_f32(eqn: Any) -> str | None:
+    """Says why 16 bits cost a matmul its numbers and gain it no time, if they do.
+
+    Without a sum, as in the angles of rotary embeddings, the operands are rounded and no
+    matrix unit has anything to add up. With nothing but a sum, as in a norm or a penalty,
+    the result may leave the range of f16, as may that of `reduce_sum`.
+    """
+    summed, free = _matmul_sizes(eqn)
+    if summed <= 1:
+        return "a product without a sum gains nothing in 16 bits"
+    if max(free) <= 1:
+        return "an inner product is a sum: sums of many terms stand still in 16 bits"
+    return None
+
+
+def _matmul_sizes(eqn: Any) -> tuple[int, tuple[int, int]]:
+    """Returns how many products a result adds up, and each operand's free size."""
+    shapes = [var.aval.shape for var in eqn.invars[:2]]
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel = list(shapes[1])
+        channels = kernel.pop(eqn.params["dimension_numbers"].rhs_spec[0])
+        return math.prod(kernel), (math.prod(shapes[0]), channels)
+    numbers = eqn.params.get("dimension_numbers")
+    if numbers is None:
+        numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    summed, batch = numbers
+    free = tuple(
+        math.prod(n for i, n in enumerate(shape) if i not in (*axes, *same))
+        for shape, axes, same in zip(shapes, summed, batch, strict=True)
+    )
+    return math.prod(shapes[0][i] for i in summed[0]), free
+
+
 def _f32(
     amp: Any, eqn: Any, values: list[Any], metas: list[Meta], reason: str
 ) -> Applied:
@@ -116,43 +151,68 @@ def _widest(
     amp: Any, eqn: Any, values: list[Any], metas: list[Meta], reason: str
 ) -> Applied:
     shape = tuple(eqn.outvars[0].aval.shape)
-    operands = [
-        (value, meta)
-        for var, value, meta in zip(eqn.invars, values, metas, strict=True)
-        if is_eligible(var.aval)
+    fast = amp.policy.base == "fast"
+    follows = [
+        meta.literal is not None
+        or (meta.chain == "neutral" and (fast or _is_bias(meta, var.aval.shape, shape)))
+        for var, meta in zip(eqn.invars, metas, strict=True)
     ]
-    soft = functools.partial(_follows, shape, amp.policy.base == "fast")
-    hard = [value.dtype for value, meta in operands if not soft(meta)]
-    dtype = widest(hard)
-    literals = [meta.literal for _, meta in operands if meta.literal is not None]
+    dtype = widest(
+        value.dtype
+        for var, value, soft in zip(eqn.invars, values, follows, strict=True)
+        if is_eligible(var.aval) and not soft
+    )
+    literals = [meta.literal for meta in metas if meta.literal is not None]
     if not all(literal_survives(value, dtype) for value in literals):
         dtype = F32
 
-    def prepare(var: Any, value: Any) -> Any:
+    def prepare(var: Any, value: Any, meta: Meta, soft: bool) -> Any:
         if not is_eligible(var.aval):
             return value
         value = as_array(value)
-        if dtype != F32 and _is_broadcast(eqn, value, shape):
+        if dtype == F32:
+            return amp.widen(value)
+        if soft and meta.literal is None and value.dtype == F32:
+            value = saturate(value, dtype)
+        if _is_broadcast(eqn, value, shape):
             # A broadcast becomes a sum in the backward pass: it must be one in f32.
             value = jnp.broadcast_to(amp.widen(value), shape)
-        return amp.widen(value) if dtype == F32 else cast(value, dtype)
+        return cast(value, dtype)
 
-    args = [prepare(var, x) for var, x in zip(eqn.invars, values, strict=True)]
+    args = [
+        prepare(*known)
+        for known in zip(eqn.invars, values, metas, follows, strict=True)
+    ]
     outs = bind(eqn, args)
     return outs, [chain_of(metas)] * len(outs), reason
 
 
-def _follows(shape: tuple[int, ...], fast: bool, meta: Meta) -> bool:
-    """Whether an operand takes on the dtype of the others.
+def _is_bias(meta: Meta, given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether an operand is a bias or a scale, which takes on the dtype of the others.
 
-    A bias or scale is an argument that is broadcast to the shape of the result. Without
-    this every `x @ W + b` would fall back to f32.
+    Without this each `x @ W + b` would fall back to f32. It is for parameters that are
+    broadcast: biases, scales, embeddings of positions. Masks, targets and coordinates
+    stay f32: if 16 bits round or overflow them, the result is another one.
+
+    Args:
+        meta: What is known of the operand.
+        given: Its shape.
+        shape: The shape of the result.
     """
-    if meta.literal is not None:
-        return True
-    if meta.chain != "neutral":
+    if meta.role is None or meta.leaf is None:
         return False
-    return fast or meta.is_param or (meta.leaf is not None and meta.leaf != shape)
+    sizes = tuple(size for size in meta.leaf if size != 1)
+    if len(sizes) > 1 and sizes[-1] == sizes[-2]:
+        return False  # a mask or bias of attention, which a module may hold
+    if meta.role == "own":
+        return True
+    if meta.leaf == shape:
+        return False
+    if meta.role == "known":
+        return True
+    # Less is known of these: they must have the last axes, as a bias for channels has.
+    is_last = given[len(given) - len(sizes) :] == sizes
+    return is_last and (meta.role == "likely" or len(sizes) <= 1)
 
 
 def _is_broadcast(eqn: Any, value: Any, shape: tuple[int, ...]) -> bool:
@@ -215,6 +275,8 @@ def _by_algorithm(
     rule: Rule,
 ) -> Applied:
     kept = reason_to_keep(eqn) if eqn.primitive.name in MATMULS else "not a matmul"
+    if kept is None and rule != Rule.TRUE_F32:
+        kept = reason_for_f32(eqn)
     if kept is None and eqn.primitive.name != "dot_general":
         # Convolutions know precisions but no algorithms.
         kept = "algorithms exist for dot_general only"

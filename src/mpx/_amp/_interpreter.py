@@ -12,24 +12,36 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import _attention, _calls, _derivatives, _loops
+from mpx._amp import _attention, _calls, _derivatives, _loops, _pointwise
 from mpx._amp._apply import (
     APPLY,
     convert,
     flops,
     opaque_metas,
+    reason_for_f32,
     reason_to_keep,
     run_original,
 )
 from mpx._amp._policy import AmpPolicy, Choice
 from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, Rule
 from mpx._amp._scopes import LOW_NAME
-from mpx._amp._values import F32, NEUTRAL, Meta, as_array, cast, chain_of, is_eligible
+from mpx._amp._values import (
+    F32,
+    NEUTRAL,
+    Meta,
+    Role,
+    as_array,
+    cast,
+    chain_of,
+    is_eligible,
+)
 from mpx._compat import (
     Literal,
     bind,
     equation_context,
     eval_equation,
+    is_differentiated,
+    is_tracer,
     scopes_of,
     source_frames,
 )
@@ -97,11 +109,21 @@ class Autocast:
     made: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     decisions: list[Decision] | None = None
 
-    def argument_meta(self, name: str, is_param: bool, leaf: Any) -> Meta:
+    def argument_meta(self, name: str, role: Role | None, leaf: Any) -> Meta:
         """Returns what is known of an argument's array."""
         if leaf.dtype != F32:
             return NEUTRAL
-        return Meta(leaf=tuple(leaf.shape), origin=name, is_param=is_param)
+        return Meta(leaf=tuple(leaf.shape), origin=name, role=role)
+
+    def constant_meta(self, value: Any) -> Meta:
+        """Returns what is known of an array that the function closes over."""
+        if value.dtype != F32:
+            return NEUTRAL
+        if is_differentiated(value):
+            return Meta(leaf=tuple(value.shape), role="known")
+        if value.ndim == 0 and not is_tracer(value) and value.is_fully_addressable:
+            return Meta(literal=float(value))
+        return Meta(leaf=tuple(value.shape))
 
     def run(
         self,
@@ -137,12 +159,19 @@ class Autocast:
             return env[atom]
 
         for var, const in zip(jaxpr.constvars, consts, strict=True):
-            leaf = tuple(var.aval.shape) if is_eligible(var.aval) else None
-            env[var] = const, Meta(leaf=leaf)
+            env[var] = const, self.constant_meta(const)
         for var, arg, meta in zip(jaxpr.invars, args, metas, strict=True):
             env[var] = arg, meta
+        chains, done = _pointwise.chains(self, jaxpr, scopes), set()
         for eqn in jaxpr.eqns:
+            if id(eqn) in done:
+                continue
             pairs = [read(atom) for atom in eqn.invars]
+            chain = chains.get(id(eqn))
+            if chain is not None and as_array(pairs[0][0]).dtype == self.dtype:
+                env.update(_pointwise.run(self, chain, pairs[0][0], scopes))
+                done.update(map(id, chain.equations))
+                continue
             values, known = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             with equation_context(eqn):
                 outs, out_metas = self.equation(
@@ -232,7 +261,8 @@ class Autocast:
         """Whether a matmul runs in the compute dtype, by what is known beforehand."""
         region = self.region_rule(eqn, scopes + scopes_of(eqn))
         rule, _ = region or self.rule(eqn.primitive.name, eqn.params, [meta])
-        return rule == Rule.LOW and reason_to_keep(eqn) is None
+        kept = reason_to_keep(eqn) or reason_for_f32(eqn)
+        return rule == Rule.LOW and kept is None
 
     def _custom(
         self,

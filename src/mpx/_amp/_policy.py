@@ -1,16 +1,28 @@
 """AmpPolicy: what a user may change about the rule table, and where."""
 
 import dataclasses
+import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, UNKNOWN, Rule, rule_for
+from mpx._amp._rules import (
+    MATMULS,
+    PRIMITIVES,
+    REASONS,
+    UNKNOWN,
+    WITHOUT_RULES,
+    Rule,
+    rule_for,
+)
+from mpx._compat import lowered_primitives
 from mpx._formats import parse_float_dtype
+from mpx._half import chosen_half_precision
 
 Choice = Rule | str | Callable[..., Any]
 """A rule, its name, or a function with jaxamp's `precision_fn` signature."""
@@ -18,7 +30,7 @@ Choice = Rule | str | Callable[..., Any]
 _BASES = ("safe", "fast", "original", "tf32", "bf16_f32", "true_f32")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class AmpPolicy:
     """Which operations run in which precision.
 
@@ -43,6 +55,10 @@ class AmpPolicy:
     also `"tf32"`, `"bf16_f32"` and `"true_f32"`; or a function
     `(compute_dtype, original_dtypes, *operands, **params) -> operands, params`.
 
+    A primitive that does not exist is an error. `amp` warns of a scope, function or
+    parameter that the function does not have. Policies are hashable, and equal if they
+    have the same rules in the same order.
+
     Examples:
         >>> policy = AmpPolicy(scopes={"*/router/*": "original"}, params={"head": "f32"})
         >>> policy.base
@@ -59,7 +75,7 @@ class AmpPolicy:
         """Checks the rules and makes primitives names.
 
         Raises:
-            ValueError: If the base or a rule is unknown.
+            ValueError: If the base, a rule or a primitive is unknown.
         """
         if self.base not in _BASES:
             raise ValueError(
@@ -68,6 +84,7 @@ class AmpPolicy:
             )
         scopes = {**_STOP_SCOPES, **self.scopes}
         primitives = {_name(key): value for key, value in self.primitives.items()}
+        _check_patterns(self.params)
         for field, rules in {
             "primitives": primitives,
             "scopes": scopes,
@@ -77,6 +94,18 @@ class AmpPolicy:
             parsed = {key: _parse(value, field, key) for key, value in rules.items()}
             object.__setattr__(self, field, parsed)
 
+    def _key(self) -> tuple[Any, ...]:
+        rules = (self.primitives, self.scopes, self.functions, self.params)
+        return (self.base, *(tuple(mapping.items()) for mapping in rules))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is a policy with the same rules in the same order."""
+        return isinstance(other, AmpPolicy) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        """Returns a number that equal policies share."""
+        return hash(self._key())
+
     @property
     def is_plain(self) -> bool:
         """Whether f32 operations without a matmul come back as they are."""
@@ -85,13 +114,39 @@ class AmpPolicy:
 
     def scope_rule(self, scopes: tuple[str, ...]) -> tuple[Choice, str] | None:
         """Returns the rule of the outermost scope that has one, and its name."""
-        for depth, name in enumerate(scopes, start=1):
-            path = "/" + "/".join(scopes[:depth]) + "/"
+        for depth in range(1, len(scopes) + 1):
             for pattern, rule in self.scopes.items():
-                text = path if "/" in pattern else name
-                if fnmatch.fnmatchcase(text, pattern):
+                if _is_scope(pattern, scopes[:depth]):
                     return rule, pattern
         return None
+
+    def useless(
+        self,
+        names: Iterable[str],
+        paths: Iterable[tuple[str, ...]],
+        functions: Iterable[str],
+    ) -> list[str]:
+        """Returns the rules of the user that hold for nothing in a function.
+
+        Args:
+            names: The names of its parameters.
+            paths: The paths of its named scopes.
+            functions: The names of the Python functions that wrote it.
+        """
+        names, functions = list(names), set(functions)
+        prefixes = {path[:n] for path in paths for n in range(1, len(path) + 1)}
+        found = {
+            "scopes": [
+                x
+                for x in self.scopes.keys() - _STOP_SCOPES.keys()
+                if not any(_is_scope(x, path) for path in prefixes)
+            ],
+            "functions": [x for x in self.functions if x not in functions],
+            "params": [
+                x for x in self.params if not any(re.search(x, name) for name in names)
+            ],
+        }
+        return [f"{kind}[{x!r}]" for kind, keys in found.items() for x in sorted(keys)]
 
     def param_rule(self, name: str | None) -> tuple[Choice, str] | None:
         """Returns the rule of a parameter's name, and its pattern."""
@@ -131,8 +186,41 @@ _STOP_SCOPES: dict[str, Choice] = {
 }
 
 
+def _is_scope(pattern: str, scopes: tuple[str, ...]) -> bool:
+    """Whether a pattern means the innermost of these scopes, or the path to it."""
+    text = f"/{'/'.join(scopes)}/" if "/" in pattern else scopes[-1]
+    return fnmatch.fnmatchcase(text, pattern)
+
+
+def _check_patterns(patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"`params[{pattern!r}]` must be a regular expression, but: {error}."
+            ) from None
+
+
 def _name(primitive: Any) -> str:
-    return primitive if isinstance(primitive, str) else primitive.name
+    """Returns the name of a primitive that may have a rule."""
+    name = primitive if isinstance(primitive, str) else primitive.name
+    if name in WITHOUT_RULES:
+        raise ValueError(
+            f"`primitives[{name!r}]` cannot have a rule: what it calls has its own rules, "
+            "and a cast is honoured. For a region use `scopes` or `functions`."
+        )
+    if isinstance(primitive, str) and name not in PRIMITIVES:
+        known = {*PRIMITIVES, *lowered_primitives()}
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+            raise ValueError(
+                f"`primitives[{name!r}]` must be the name of a primitive, but JAX has "
+                f"none of that name.{hint} Print `jax.make_jaxpr(func)(...)` to see those "
+                "of a function, or pass the object, such as `jax.lax.dot_general_p`."
+            )
+    return name
 
 
 def _parse(value: Choice, field: str, key: str) -> Choice:
@@ -177,12 +265,17 @@ def as_amp_policy(policy: AmpPolicy | str | Mapping[Any, Any] | None) -> AmpPoli
     )
 
 
-def as_compute_dtype(dtype: DTypeLike) -> np.dtype:
+def as_compute_dtype(dtype: DTypeLike | None) -> np.dtype:
     """Returns the dtype that `low` stands for.
+
+    `None` is the half precision that the user chose. Without a choice it is bf16 and not
+    the f16 of the paper: `amp` has no loss scale, and f16 gradients need one.
 
     Raises:
         ValueError: If it is not f16 or bf16.
     """
+    if dtype is None:
+        return chosen_half_precision() or np.dtype(jnp.bfloat16)
     try:
         parsed = parse_float_dtype(dtype)
     except ValueError:

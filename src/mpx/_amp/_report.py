@@ -20,7 +20,6 @@ from mpx._amp._rules import MATMULS, REASONS, UNKNOWN, Rule
 from mpx._amp._transform import autocast_call
 from mpx._compat import open_jaxpr, sub_jaxprs
 from mpx._formats import short_name
-from mpx._half import half_precision_datatype
 from mpx._tree import is_array
 from mpx._wrapped import is_amp
 
@@ -237,9 +236,7 @@ def amp_report(
             "function itself, and `compute_dtype` and `policy` to `amp_report`."
         )
     autocast = Autocast(
-        dtype=half_precision_datatype()
-        if compute_dtype is None
-        else as_compute_dtype(compute_dtype),
+        dtype=as_compute_dtype(compute_dtype),
         policy=as_amp_policy(policy),
         decisions=[],
     )

@@ -149,6 +149,15 @@ PRIMITIVES: dict[str, Rule] = {name: rule for rule, _, names in TABLE for name i
 REASONS: dict[str, str] = {name: reason for _, reason, names in TABLE for name in names}
 UNKNOWN = "not in the rule table"
 
+# They hold operations that have rules of their own, or are casts, which are honoured.
+WITHOUT_RULES = frozenset(
+    _names(
+        "jit pjit closed_call core_call call eval_jaxpr remat remat2 checkpoint cond scan "
+        "while shard_map custom_jvp_call custom_vjp_call cudnn_attention "
+        "cudnn_attention_backward cudnn_attention_tangent convert_element_type"
+    )
+)
+
 # Binary operations that broadcast operands of equal rank by themselves.
 BROADCASTING = frozenset(_names("add sub mul div max min select_n"))
 # One number of the operand may become several of the result.

@@ -1,9 +1,10 @@
 """`amp`: the public transformation."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,14 +15,19 @@ from mpx._amp._catch import caught_attention
 from mpx._amp._flash import attend
 from mpx._amp._interpreter import Autocast
 from mpx._amp._policy import AmpPolicy, as_amp_policy, as_compute_dtype
-from mpx._amp._values import F32, cast, is_eligible
+from mpx._amp._unscaled import warn_if_unscaled
+from mpx._amp._values import F32, Role, cast, is_eligible
+from mpx._amp._warn import warn
 from mpx._call import argument_names
 from mpx._compat import (
     ambient_scopes,
+    is_differentiated,
     nothing_is_traced,
     open_jaxpr,
+    scopes_of,
+    source_frames,
+    sub_jaxprs,
 )
-from mpx._half import half_precision_datatype
 from mpx._tree import is_array, named_leaves
 
 
@@ -47,7 +53,9 @@ def amp(
 
     Args:
         func: The function. Leave it out to use `amp` as a decorator with arguments.
-        compute_dtype: f16 or bf16; `None` is the configured half precision.
+        compute_dtype: bf16 or f16. `None` is bf16, unless you chose a half precision
+            with `set_half_precision_datatype` or `half_precision`. Gradients in f16 need
+            a loss scale: take them with `mpx.value_and_grad`. Others warn.
         policy: `"safe"` (the default), `"fast"`, an `AmpPolicy`, or a dictionary as in
             jaxamp.
         narrow_carry: Whether the carry of a loop may be held in the compute dtype. By
@@ -61,10 +69,10 @@ def amp(
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> @amp(compute_dtype="bf16")
+        >>> @amp
         ... def f(x, w):
-        ...     return jnp.sum(x @ w)
-        >>> f(jnp.full((1, 3), 1.001), jnp.ones((3, 1)))
+        ...     return jnp.max(x @ w)
+        >>> f(jnp.full((2, 3), 1.001), jnp.ones((3, 2)))
         Array(3., dtype=float32)
     """
     if compute_dtype is not None:
@@ -82,13 +90,13 @@ def amp(
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        cast = Autocast(
-            dtype=compute_dtype or half_precision_datatype(),
+        autocast = Autocast(
+            dtype=as_compute_dtype(compute_dtype),
             policy=chosen,
             narrow_carry=narrow_carry,
             f32_weight_grads=f32_weight_grads,
         )
-        return autocast_call(cast, func, args, kwargs, eager=eager)
+        return autocast_call(autocast, func, args, kwargs, eager=eager)
 
     setattr(wrapper, "mpx_is_amp", True)  # noqa: B010 - `value_and_grad` asks for it
     return wrapper
@@ -120,7 +128,7 @@ def autocast_call(
     kwargs: dict[str, Any],
     *,
     eager: dict[Any, Any] | None = None,
-    describe: Callable[[str, bool], tuple[str, bool]] = lambda *known: known,
+    describe: Callable[[str, Role | None], tuple[str, Role | None]] = lambda *x: x,
 ) -> Any:
     """Calls a function under autocast.
 
@@ -131,8 +139,7 @@ def autocast_call(
         kwargs: Its keyword arguments.
         eager: Rewritten jaxprs of earlier calls outside of all transformations, by
             compute dtype.
-        describe: From the name of a leaf, and whether `func` itself has it, to what the
-            user calls it, and whether the user's function has it.
+        describe: From the name and role of a leaf to what they are for the user.
     """
     names = argument_names(func, len(args))
     arguments = {_FUNC: func, **dict(zip(names, args, strict=True)), **kwargs}
@@ -163,20 +170,51 @@ def autocast_call(
             autocast.cache.clear()
     with caught_attention(attend):
         jaxpr, (_, out_static) = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-    metas = [
-        autocast.argument_meta(*describe(name, is_param), leaf)
-        for (name, is_param), leaf in zip(
-            _array_names(func, names, args, kwargs), arrays, strict=True
-        )
-    ]
     body, consts = open_jaxpr(jaxpr)
+    known = _names_and_roles(func, names, args, kwargs, consts)
+    known = [describe(*pair) for pair in known]
+    metas = [
+        autocast.argument_meta(*pair, leaf)
+        for pair, leaf in zip(known, arrays, strict=True)
+    ]
+    _check_policy(autocast.policy, body, [name for name, _ in known])
     outs, _ = autocast.run(body, consts, arrays, metas, ambient_scopes())
     outs = [
         # A constant result is a literal, which is no array.
         _result(out, var.aval)
         for var, out in zip(body.outvars, outs, strict=True)
     ]
+    if autocast.dtype == np.float16:
+        outs = [warn_if_unscaled(out) for out in outs]
     return out_static.merge(outs)
+
+
+def _check_policy(policy: AmpPolicy, jaxpr: Any, names: list[str]) -> None:
+    """Warns of rules that hold for nothing in a function; a misspelt name is one."""
+    if policy == AmpPolicy(policy.base, primitives=policy.primitives):
+        return
+    paths: set[tuple[str, ...]] = set()
+    functions: set[str] = set()
+
+    def visit(jaxpr: Any, scopes: tuple[str, ...]) -> None:
+        for eqn in jaxpr.eqns:
+            inner = scopes + scopes_of(eqn)
+            paths.add(inner)
+            if policy.functions:
+                for name, _, _ in source_frames(eqn):
+                    functions.update((name, name.rpartition(".")[2]))
+            for body in sub_jaxprs(eqn):
+                visit(body, inner)
+
+    visit(jaxpr, ambient_scopes())
+    useless = policy.useless(names, paths, functions)
+    if useless:
+        warn(
+            f"The policy of `amp` has rules that hold for nothing: {', '.join(useless)}. "
+            "`mpx.amp_report` lists the scopes, source lines and parameters of a "
+            "function. Parameters that a function closes over have no names: pass them "
+            "as an argument."
+        )
 
 
 def _result(out: Any, aval: Any) -> Any:
@@ -189,18 +227,38 @@ def _is_numpy(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic)
 
 
-def _array_names(
+def _names_and_roles(
     func: Callable[..., Any],
     names: list[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> list[tuple[str, bool]]:
-    """Returns the names of the arrays of a call, and whether `func` itself has them."""
-    named = [(name, leaf, True) for name, leaf in named_leaves(func)]
-    for name, tree in (*zip(names, args, strict=True), *sorted(kwargs.items())):
-        for path, leaf in named_leaves(tree):
-            named.append((f"{name}/{path}" if path else name, leaf, False))
-    return [(name, is_param) for name, leaf, is_param in named if is_array(leaf)]
+    consts: Sequence[Any],
+) -> list[tuple[str, Role | None]]:
+    """Returns the names of the arrays of a call, and why each counts as a parameter."""
+    own = [(name, leaf) for name, leaf in named_leaves(func) if is_array(leaf)]
+    named = [
+        (f"{name}/{path}" if path else name, leaf, tree)
+        for name, tree in (*zip(names, args, strict=True), *sorted(kwargs.items()))
+        for path, leaf in named_leaves(tree)
+        if is_array(leaf)
+    ]
+    leaves = [*(leaf for _, leaf in own), *(leaf for _, leaf, _ in named), *consts]
+    # If JAX shows what is differentiated, nothing needs to be guessed. Through a `jit`
+    # or a `checkpoint` it does not.
+    may_guess = not own and not any(map(is_differentiated, leaves))
+
+    def role(leaf: Any, tree: Any) -> Role | None:
+        if isinstance(tree, eqx.Module):
+            return "own"
+        if is_differentiated(leaf):
+            return "bare" if leaf is tree else "known"
+        is_first = may_guess and bool(args) and tree is args[0] and leaf is not tree
+        return "likely" if is_first else None
+
+    return [
+        *((name, "own") for name, _ in own),
+        *((name, role(leaf, tree)) for name, leaf, tree in named),
+    ]
 
 
 def _call_with_nnx(
@@ -226,13 +284,15 @@ def _call_with_nnx(
         args = [everything.pop(name) for name in names]
         return func(*args, **everything), _nnx.rest_of(merged)
 
-    def describe(name: str, is_param: bool) -> tuple[str, bool]:
-        del is_param  # `pure` has no arrays
+    def describe(name: str, role: Role | None) -> tuple[str, Role | None]:
         place, _, name = name.partition("/")
         if place == "state":
             position, _, path = name.partition("/")
             name = f"{split.names[int(position)]}/{path.removesuffix('/value')}"
-        return name.removeprefix(f"{_FUNC}/"), name.startswith(_FUNC)
+            role = "own"
+        elif role == "known" and "/" not in name:
+            role = "bare"
+        return name.removeprefix(f"{_FUNC}/"), role
 
     out, state = autocast_call(
         autocast, pure, (split.rest, plain), {}, describe=describe

@@ -1,8 +1,10 @@
 """What autocast knows of a value besides its dtype."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -10,6 +12,15 @@ from jax import lax
 from mpx._formats import FORMATS, short_name
 
 F32 = np.dtype(np.float32)
+
+Role = Literal["own", "known", "likely", "bare"]
+"""Why an array counts as a parameter.
+
+`own`: a module holds it, the function itself or one among its arguments. `known`: it is in
+a tree, or closed over, and is being differentiated. `likely`: it is in the first argument,
+which is a tree. `bare`: it is an argument by itself that is being differentiated, as inputs
+may be, too.
+"""
 
 
 class Meta(NamedTuple):
@@ -21,14 +32,19 @@ class Meta(NamedTuple):
             worked on such a value, else `neutral`.
         leaf: The shape of the argument it is, if only shape operations lie between.
         origin: The name of that argument, such as `model/head/weight`.
-        is_param: Whether that argument is known to be a parameter.
+        role: Why that argument counts as a parameter, `None` if it does not.
     """
 
     literal: float | None = None
     chain: Literal["neutral", "low", "high"] = "neutral"
     leaf: tuple[int, ...] | None = None
     origin: str | None = None
-    is_param: bool = False
+    role: Role | None = None
+
+    @property
+    def is_param(self) -> bool:
+        """Whether it is a parameter."""
+        return self.role is not None
 
 
 NEUTRAL = Meta()
@@ -44,6 +60,21 @@ def cast(x: Any, dtype: np.dtype) -> Any:
     if not hasattr(x, "dtype"):
         x = jnp.asarray(x, F32)
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def saturate(x: Any, dtype: np.dtype) -> Any:
+    """Returns f32 numbers such that those that are finite stay so in `dtype`.
+
+    The derivative is that of the identity: nothing is kept for the backward pass.
+    """
+    largest = np.float32(FORMATS[short_name(dtype)].max)
+    return lax.select(lax.is_finite(x), lax.clamp(-largest, x, largest), x)
+
+
+@saturate.defjvp
+def _(dtype: np.dtype, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    return saturate(*primals, dtype), tangents[0]
 
 
 def widest(dtypes: Iterable[np.dtype]) -> np.dtype:

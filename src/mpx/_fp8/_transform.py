@@ -21,6 +21,7 @@ from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe
 from mpx._fp8._sites import Selection, as_rules
 from mpx._fp8._state import Fp8State, empty_state
 from mpx._fp8._walk import Walk
+from mpx._half import gradient_function
 from mpx._tree import is_array, is_floating
 from mpx._wrapped import argument_names, signature_after
 
@@ -216,7 +217,8 @@ class Fp8Function:
             out = self._with_scales(probes, func, full_args, full_kwargs)
             return _first_float(out) * loss_scale
 
-        observed = jax.jit(jax.grad(scaled))(state, arrays)
+        with gradient_function():
+            observed = jax.jit(jax.grad(scaled))(state, arrays)
         return jax.tree.map(
             lambda x: jnp.broadcast_to(_finite(x[..., :1, :]), x.shape), observed
         )

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpx._amp._apply import flops
 from mpx._amp._interpreter import Autocast
-from mpx._amp._values import NEUTRAL, Meta
+from mpx._amp._values import NEUTRAL, Meta, Role
 from mpx._compat import (
     Literal,
     eval_equation,
@@ -80,10 +80,14 @@ class Walk(Autocast):
     _count: int = 0
     _delayed: bool = True
 
-    def argument_meta(self, name: str, is_param: bool, leaf: Any) -> Meta:
+    def argument_meta(self, name: str, role: Role | None, leaf: Any) -> Meta:
         """Returns whether an argument is a parameter."""
-        if is_param or name.partition("/")[0] in self.param_names:
-            return Meta(origin=name, is_param=True)
+        if role == "own" or name.partition("/")[0] in self.param_names:
+            return Meta(origin=name, role="own")
+        return NEUTRAL
+
+    def constant_meta(self, value: Any) -> Meta:
+        """Returns that nothing is known of what the function closes over."""
         return NEUTRAL
 
     def equation(

@@ -36,6 +36,7 @@ from mpx._amp import amp as _amp
 from mpx._amp import amp_stop as amp_stop
 from mpx._amp._rules import PRIMITIVES, Rule
 from mpx._formats import FORMATS
+from mpx._half import gradient_function
 from mpx._loss_scaling import LARGEST_SCALE, StaticLossScaling
 from mpx._tree import all_finite
 
@@ -131,9 +132,10 @@ def dynamic_scale_tx(
             *fun_args: Any, dynamic_scaler_state: DynamicScalerState, **fun_kwargs: Any
         ) -> tuple[DynamicScalerState, Any]:
             def attempt(state: DynamicScalerState) -> tuple[Any, Any, Array]:
-                results = transformed(
-                    *fun_args, _dynamic_scaler_state=state, **fun_kwargs
-                )
+                with gradient_function():
+                    results = transformed(
+                        *fun_args, _dynamic_scaler_state=state, **fun_kwargs
+                    )
                 results = unscale_fn(results, state)
                 finite = all_finite(check_fn(results))
                 return _adjust(state, finite), results, finite

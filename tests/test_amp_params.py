@@ -1,0 +1,305 @@
+"""Under `amp` biases of parameters follow to 16 bits; masks, targets and positions do not."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from models import equations
+from mpx import amp
+from mpx._amp._values import saturate
+
+KEY = jax.random.key(0)
+T, D = 6, 4
+X = jax.random.normal(KEY, (T, D))
+W = jax.random.normal(jax.random.key(1), (3, D, D)) / 2
+LOWEST = {"finfo": float(jnp.finfo(jnp.float32).min), "-1e9": -1e9}
+
+
+def dtypes_of(func, *args, primitive="add"):
+    """Returns the dtypes in which the operations of one kind run."""
+    return [
+        str(eqn.outvars[0].aval.dtype)
+        for eqn in equations(jax.make_jaxpr(func)(*args))
+        if eqn.primitive.name == primitive
+    ]
+
+
+# --- What is no parameter stays f32 ---------------------------------------------------
+
+
+def attention(w, x, mask):
+    q, k, v = (x @ w[i] for i in range(3))
+    return jax.nn.softmax(q @ k.T * 2.0**-1 + mask) @ v
+
+
+def mask_of(lowest):
+    """Returns a causal mask whose second row, too, masks everything."""
+    allowed = jnp.tril(jnp.ones((T, T), bool)).at[1].set(False)
+    return jnp.where(allowed, 0.0, lowest)
+
+
+def over_devices(func):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(func, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+
+
+def as_argument(low, mask):
+    return lambda w, x: low(attention)(w, x, mask)
+
+
+def closed_over(low, mask):
+    return lambda w, x: low(lambda w, x: attention(w, x, mask))(w, x)
+
+
+def in_a_tree(low, mask):
+    def func(params, batch):
+        return attention(params["w"], batch["x"], batch["mask"])
+
+    return lambda w, x: low(func)({"w": w}, {"x": x, "mask": mask})
+
+
+def tree_first(low, mask):
+    def func(batch, w):
+        return attention(w, batch["x"], batch["mask"])
+
+    return lambda w, x: low(func)({"x": x, "mask": mask}, w)
+
+
+def in_scan(low, mask):
+    def func(w, x, mask):
+        return lax.scan(lambda h, w: (attention(w, h, mask), None), x, w[None])[0]
+
+    return lambda w, x: low(func)(w, x, mask)
+
+
+def mapped_inside(low, mask):
+    func = jax.vmap(attention, in_axes=(None, 0, None))
+    return lambda w, x: low(func)(w, x[None], mask)[0]
+
+
+def mapped_outside(low, mask):
+    def call(w, x):
+        return jax.vmap(low(attention), in_axes=(None, 0, None))(w, x[None], mask)[0]
+
+    return call
+
+
+def of_keys(low, mask):
+    """The mask has one axis, as a bias has; nothing but its values tells them apart."""
+    return lambda w, x: low(attention)(w, x, jnp.full((1, T), jnp.min(mask)))
+
+
+MASKED = {
+    "argument": as_argument,
+    "closed over": closed_over,
+    "in a tree": in_a_tree,
+    "in the first tree": tree_first,
+    "in a scan": in_scan,
+    "vmap inside": mapped_inside,
+    "vmap outside": mapped_outside,
+    "shard_map": lambda low, mask: over_devices(as_argument(low, mask)),
+    "of keys": of_keys,
+}
+
+
+@pytest.mark.parametrize(("dtype", "lowest"), [("f16", "-1e9"), ("bf16", "finfo")])
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.usefixtures("small_programs")
+def test_fully_masked_row_is_that_of_f32(name, dtype, lowest):
+    mask = mask_of(LOWEST[lowest])
+    func = MASKED[name](lambda f: amp(f, compute_dtype=dtype), mask)
+    if name == "of keys":
+        mask = jnp.full((1, T), LOWEST[lowest])
+
+    def loss(w):
+        out = func(w, X)
+        return jnp.sum(out**2), out
+
+    grad = mpx.value_and_grad(loss, has_aux=True, policy="p=f32,c=f32,o=f32")
+    result = jax.jit(grad)(mpx.StaticLossScaling(8.0), W)
+    # Inputs of order 1 are rounded, and so are products of D terms, three after another.
+    atol = 3 * D * 2.0**-8 * float(jnp.max(jnp.abs(X)))
+    np.testing.assert_allclose(result.aux, attention(W, X, mask), atol=atol)
+    assert bool(result.finite)
+
+
+def test_target_above_the_range_of_f16_is_a_number():
+    def loss(w, x, y):
+        return jnp.mean((x @ w - y) ** 2)
+
+    w, y = jnp.ones((D, 1)), jnp.full(T, 1e5)[:, None]
+    for target in (y, jnp.full((1, 1), 1e5)):
+        value = amp(loss, compute_dtype="f16")(w, X, target)
+        np.testing.assert_allclose(value, loss(w, X, target), rtol=2.0**-10)
+
+
+POSITIONS = {
+    "column": lambda x, w, p: x @ w + p[:, None],
+    "stored as a column": lambda x, w, p: x @ w + p.reshape(-1, 1),
+    "row": lambda x, w, p: (x @ w).T + p[None],
+    "closed over": lambda x, w, p: x @ w + ALL_POSITIONS[:, None],
+}
+ALL_POSITIONS = jnp.arange(1000.0, 1000 + T)
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_positions_above_256_are_not_rounded(name, grad):
+    def func(w, x, p):
+        return jnp.moveaxis(POSITIONS[name](x, w, p), -1, 0)
+
+    wanted = func(0 * W[0], X, ALL_POSITIONS)
+    low = amp(func, compute_dtype="bf16")
+    if grad:
+        low = lambda *args: jax.vjp(lambda w: amp(func)(w, *args[1:]), args[0])[0]  # noqa: E731
+    np.testing.assert_array_equal(low(0 * W[0], X, ALL_POSITIONS), wanted)
+
+
+def test_number_that_is_closed_over_is_judged_by_its_value():
+    half, lowest = jnp.float32(0.5), jnp.float32(LOWEST["finfo"])
+    assert dtypes_of(amp(lambda x: (x @ W[0]) * half), X, primitive="mul") == [
+        "bfloat16"
+    ]
+    keep = jnp.eye(T, D, dtype=bool)
+    masked = amp(lambda x: jnp.where(keep, x @ W[0], lowest))
+    assert dtypes_of(masked, X, primitive="select_n") == ["float32"]
+    assert bool(jnp.all(jnp.isfinite(masked(X))))
+
+
+# --- What is a parameter follows ------------------------------------------------------
+
+
+class Layer(eqx.Module):
+    weight: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return x @ self.weight + self.bias
+
+
+class NnxLayer(nnx.Module):
+    def __init__(self):
+        self.weight, self.bias = nnx.Param(W[0]), nnx.Param(W[0, 0])
+
+    def __call__(self, x):
+        return x @ self.weight[...] + self.bias[...]
+
+
+LAYER = Layer(W[0], W[0, :1])  # (1, D): ranks must agree in these tests
+TREE = {"weight": LAYER.weight, "bias": LAYER.bias}
+
+
+def apply(tree, x):
+    return x @ tree["weight"] + tree["bias"]
+
+
+def loss_of(func):
+    return lambda p, x: jnp.sum(func(p, x))
+
+
+FOLLOWS = {
+    "module as the function": lambda: jax.make_jaxpr(amp(LAYER))(X),
+    "module": lambda: jax.make_jaxpr(lambda x: amp(lambda m, x: m(x))(LAYER, x))(X),
+    "module second": lambda: jax.make_jaxpr(lambda x: amp(lambda x, m: m(x))(x, LAYER))(
+        X
+    ),
+    "dictionary first": lambda: jax.make_jaxpr(amp(apply))(TREE, X),
+    "gradient": lambda: jax.make_jaxpr(jax.grad(amp(loss_of(apply))))(TREE, X),
+    "gradient of jit": lambda: jax.make_jaxpr(jax.grad(jax.jit(amp(loss_of(apply)))))(
+        TREE, X
+    ),
+    "second argument": lambda: jax.make_jaxpr(
+        jax.grad(amp(lambda x, p: jnp.sum(apply(p, x))), argnums=1)
+    )(X, TREE),
+    "closed over": lambda: jax.make_jaxpr(
+        jax.grad(lambda p: jnp.sum(amp(lambda x: apply(p, x))(X)))
+    )(TREE),
+    "under vmap": lambda: jax.make_jaxpr(
+        jax.grad(
+            lambda m, x: jnp.sum(
+                jax.vmap(amp(Layer.__call__), in_axes=(None, 0))(m, x[:, None])
+            )
+        )
+    )(LAYER, X),
+    "vmap of gradients": lambda: jax.make_jaxpr(
+        jax.vmap(jax.grad(amp(loss_of(apply))), in_axes=(None, 0))
+    )(TREE, X[None]),
+    "value_and_grad": lambda: jax.make_jaxpr(
+        lambda p, x: (
+            mpx.value_and_grad(amp(loss_of(apply)))(mpx.NoLossScaling(), p, x).grads
+        )
+    )(TREE, X),
+    "by themselves": lambda: jax.make_jaxpr(
+        jax.grad(amp(lambda w, b, x: jnp.sum(x @ w + b)), argnums=(0, 1))
+    )(LAYER.weight, LAYER.bias, X),
+    "a scan over layers": lambda: jax.make_jaxpr(
+        amp(lambda tree, x: lax.scan(lambda x, p: (apply(p, x), None), x, tree)[0])
+    )(jax.tree.map(lambda leaf: leaf[None], TREE), X),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWS)
+def test_bias_of_a_parameter_follows_a_low_matmul(name):
+    adds = [e for e in equations(FOLLOWS[name]()) if e.primitive.name == "add"]
+    assert [str(eqn.outvars[0].aval.dtype) for eqn in adds] == ["bfloat16"]
+
+
+@pytest.mark.standard_promotion
+def test_bias_of_an_nnx_module_follows_as_argument_and_as_function():
+    model = NnxLayer()
+    for func in (lambda x: amp(model)(x), lambda x: amp(lambda m, x: m(x))(model, x)):
+        assert dtypes_of(func, X) == ["bfloat16"]
+
+
+def test_bias_that_may_be_an_input_does_not_follow():
+    def func(x, w, b):
+        return x @ w + b
+
+    assert dtypes_of(amp(func), X, *TREE.values()) == ["float32"]
+    closed = amp(lambda x: x @ LAYER.weight + LAYER.bias)
+    assert dtypes_of(closed, X) == ["float32"]
+    # Fast lets all of them.
+    assert dtypes_of(amp(func, policy="fast"), X, *TREE.values()) == ["bfloat16"]
+
+
+SHAPES = {
+    "bias of a convolution": ((D, 1, 1), (D, 2, 3), "bfloat16"),
+    "position embedding": ((1, 3, D), (2, 3, D), "bfloat16"),
+    "attention bias": ((1, T, T), (2, T, T), "float32"),
+    "same shape as the result": ((2, 3, D), (2, 3, D), "float32"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_axes_of_a_parameter_tell_whether_it_follows(name):
+    given, shape, dtype = SHAPES[name]
+
+    def loss(params, x):
+        h = (x @ jnp.ones((D, shape[-1]))).reshape(shape)
+        return jnp.sum(h + params["p"])
+
+    x = jnp.ones((int(np.prod(shape)) // shape[-1], D))
+    traced = jax.grad(amp(loss))
+    assert dtypes_of(traced, {"p": jnp.ones(given)}, x) == [dtype]
+
+
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+def test_finite_parameter_stays_finite_and_others_stay_what_they_are(name):
+    dtype = np.dtype({"f16": jnp.float16, "bf16": jnp.bfloat16}[name])
+    form = jnp.finfo(dtype)
+    largest = float(form.max)
+    b = jnp.array([[1e30, LOWEST["finfo"], jnp.inf, -jnp.inf, jnp.nan, 0.1]])
+    layer = Layer(jnp.zeros((D, 6)), b)
+    out = amp(layer, compute_dtype=name)(X)[0]
+    first = largest if name == "f16" else 1e30
+    np.testing.assert_allclose(
+        out, [first, -largest, jnp.inf, -jnp.inf, jnp.nan, 0.1], rtol=float(form.eps)
+    )
+    slope = jax.vmap(jax.grad(lambda x: saturate(x, dtype)))(b[0])
+    np.testing.assert_array_equal(slope, jnp.ones(6))
