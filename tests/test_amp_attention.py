@@ -153,6 +153,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.usefixtures("cuda")
+@pytest.mark.filterwarnings("ignore:A function under `amp` with `compute_dtype` f16")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_attention_is_one_operation_and_a_call_of_cudnn(name):
     transform, counts = TRANSFORMS[name]

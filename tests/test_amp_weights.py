@@ -292,7 +292,9 @@ def test_bias_and_residual_are_told_apart_inside_of_shard_map(check_vma):
     adds = [
         str(eqn.outvars[0].aval.dtype)
         for eqn in equations(
-            jax.make_jaxpr(bf16(func))(X[:8], HEAD[:4, :4], W2[0, 0] + X[0])
+            jax.make_jaxpr(bf16(lambda params, x: func(x, *params)))(
+                (HEAD[:4, :4], W2[0, 0] + X[0]), X[:8]
+            )
         )
         if eqn.primitive.name == "add"
     ]
