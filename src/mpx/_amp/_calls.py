@@ -5,6 +5,7 @@ shardings, donation, remat policies and derivative rules survive.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,12 +55,14 @@ def rewrite(
     """Returns the rewritten jaxpr for inputs of these types.
 
     Results are cached, so that several calls of one jitted layer stay several calls of
-    one function.
+    one function. They are forgotten with the jaxpr that they were made from: both hold
+    the arrays that the layer closes over.
     """
     body, consts = open_jaxpr(jaxpr)
-    key = (id(body), tuple(map(str, avals)), tuple(metas), scopes, out_dtypes)
-    if key in amp.cache:
-        return amp.cache[key][:2]
+    key = (id(jaxpr), tuple(map(str, avals)), tuple(metas), scopes, out_dtypes)
+    cache = amp.cache
+    if key in cache:
+        return cache[key][:2]
     known: list[Meta] = []
 
     def run(*args: Any) -> list[Any]:
@@ -68,9 +71,12 @@ def rewrite(
         return cast_all(outs, out_dtypes) if out_dtypes is not None else outs
 
     new = jax.make_jaxpr(run)(*avals)
-    # The old jaxpr is kept alive: its `id` is part of the key.
-    amp.cache[key] = (new, tuple(known), jaxpr)
-    return amp.cache[key][:2]
+    cache[key] = (
+        new,
+        tuple(known),
+        weakref.ref(jaxpr, lambda _: cache.pop(key, None)),  # its `id` may come again
+    )
+    return cache[key][:2]
 
 
 def trace(func: Callable[..., Any]) -> Callable[..., Any]:
