@@ -60,9 +60,8 @@ def rewrite(
     """
     body, consts = open_jaxpr(jaxpr)
     key = (id(jaxpr), tuple(map(str, avals)), tuple(metas), scopes, out_dtypes)
-    cache = amp.cache
-    if key in cache:
-        return cache[key][:2]
+    if key in amp.cache:
+        return amp.cache[key][:2]
     known: list[Meta] = []
 
     def run(*args: Any) -> list[Any]:
@@ -71,12 +70,20 @@ def rewrite(
         return cast_all(outs, out_dtypes) if out_dtypes is not None else outs
 
     new = jax.make_jaxpr(run)(*avals)
-    cache[key] = (
-        new,
-        tuple(known),
-        weakref.ref(jaxpr, lambda _: cache.pop(key, None)),  # its `id` may come again
-    )
-    return cache[key][:2]
+    remember(amp.cache, key, jaxpr, new, tuple(known))
+    return new, tuple(known)
+
+
+def remember(cache: dict[Any, Any], key: Any, jaxpr: Any, *made: Any) -> None:
+    """Stores what was made from a jaxpr, for as long as the jaxpr lives.
+
+    Args:
+        cache: Where it is stored.
+        key: Under which key, which holds the jaxpr's `id`.
+        jaxpr: The jaxpr.
+        *made: What was made from it.
+    """
+    cache[key] = (*made, weakref.ref(jaxpr, lambda _: cache.pop(key, None)))
 
 
 def trace(func: Callable[..., Any]) -> Callable[..., Any]:
