@@ -2,11 +2,14 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from equinox.internal import while_loop
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from models import equations
 from mpx import AmpPolicy, amp
@@ -236,3 +239,323 @@ def test_bias_follows_a_low_matmul_inside_of_a_call(func):
         if eqn.primitive.name == "add"
     ]
     assert {*adds} - {"int32"} == {"bfloat16"}
+
+
+# --- Rules that ask which arguments are perturbed -------------------------------------
+
+BIAS = jnp.linspace(-0.5, 0.5, 4)
+SEEN = []  # what derivative rules were told
+
+
+def affine_and_square(x, w, bias):
+    return x @ w + bias[None], w * w
+
+
+@jax.custom_vjp
+def nosy_vjp(x, w, bias):
+    return affine_and_square(x, w, bias)
+
+
+def _nosy_forward(x, w, bias):
+    SEEN.append(("perturbed", x.perturbed, w.perturbed, bias.perturbed))
+    out = affine_and_square(x.value, w.value, bias.value)
+    return out, (x.value, w.value, bias.perturbed)
+
+
+def _nosy_backward(residuals, cotangents):
+    x, w, asked = residuals
+    SEEN.append(("cotangents", *(type(ct) is SymbolicZero for ct in cotangents)))
+    of_out, of_square = (
+        jnp.zeros(ct.shape, ct.dtype) if type(ct) is SymbolicZero else ct
+        for ct in cotangents
+    )
+    of_bias = jnp.sum(of_out, 0) if asked else None
+    return of_out @ w.T, x.T @ of_out + 2 * w * of_square, of_bias
+
+
+nosy_vjp.defvjp(_nosy_forward, _nosy_backward, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def nosy_jvp(x, w, bias):
+    return affine_and_square(x, w, bias)
+
+
+def _nosy_rule(primals, tangents):
+    SEEN.append(("tangents", *(type(t) is SymbolicZero for t in tangents)))
+    (x, w, _), (dx, dw, dbias) = primals, tangents
+    out, square = affine_and_square(*primals)
+    dout = jnp.zeros_like(out)
+    dout += 0.0 if type(dx) is SymbolicZero else dx @ w
+    dout += 0.0 if type(dw) is SymbolicZero else x @ dw
+    dout += 0.0 if type(dbias) is SymbolicZero else dbias[None]
+    return (out, square), (dout, dw if type(dw) is SymbolicZero else 2 * w * dw)
+
+
+nosy_jvp.defjvp(_nosy_rule, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def listener(x):
+    return x, 2 * x
+
+
+def _listen(_, cotangents):
+    SEEN.append(("heard", *(type(ct) is SymbolicZero for ct in cotangents)))
+    one, two = (0.0 if type(ct) is SymbolicZero else ct for ct in cotangents)
+    return (one + 2 * two,)
+
+
+def _start(x):
+    SEEN.append(("listener", x.perturbed))
+    return (x.value, 2 * x.value), None
+
+
+listener.defvjp(_start, _listen, symbolic_zeros=True)
+
+
+def by_scan(func):
+    def scanned(x, w, bias):
+        def step(total, _):
+            return total + func(x, w, bias)[0], None
+
+        return lax.scan(step, jnp.zeros((3, 4)), None, length=2)[0], w * w
+
+    return scanned
+
+
+AROUND = {
+    "plain": lambda func: func,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": by_scan,
+    "vmap": lambda func: jax.vmap(func, (None, 0, None)),
+}
+# Which arguments are differentiated for, and which results are used.
+ASKED = {"x": 0, "w": 1, "x and bias": (0, 2), "all": (0, 1, 2)}
+
+
+def gradient(wrap, func, around, argnums):
+    def loss(x, w, bias):
+        return jnp.sum(jnp.exp(AROUND[around](func)(x, w, bias)[0] / 4))
+
+    return jax.grad(wrap(loss), argnums)
+
+
+def told(func, *args):
+    """Returns what the rules are told while a function is traced."""
+    SEEN.clear()
+    jax.make_jaxpr(func)(*args)
+    # A rule may be traced several times.
+    return list(dict.fromkeys(SEEN))
+
+
+def arguments(around):
+    # Of one sign, so that no gradient is a small difference of large numbers.
+    w = jnp.stack([HEAD, HEAD / 2]) if around == "vmap" else HEAD
+    return START + 1.2, w, BIAS
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("func", [nosy_vjp, nosy_jvp], ids=["vjp", "jvp"])
+def test_rule_is_told_what_is_perturbed_as_without_amp(func, around, asked):
+    args, argnums = arguments(around), ASKED[asked]
+    wanted = told(gradient(lambda f: f, func, around, argnums), *args)
+    assert wanted  # the premise: the rules were run
+    assert told(gradient(bf16, func, around, argnums), *args) == wanted
+
+
+def assert_close(grads, exact, bound):
+    for grad, reference in zip(*map(jax.tree.leaves, (grads, exact)), strict=True):
+        assert grad.dtype == jnp.float32
+        error = np.linalg.norm(grad - reference)
+        assert error <= bound * np.linalg.norm(reference)
+
+
+@pytest.mark.usefixtures("small_programs")
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("func", [nosy_vjp, nosy_jvp], ids=["vjp", "jvp"])
+def test_gradient_by_a_rule_that_is_told_what_is_perturbed(func, around):
+    actual = gradient(bf16, func, around, (0, 1, 2))
+    exact = gradient(lambda f: f, affine_and_square, around, (0, 1, 2))
+    both = jax.jit(lambda *args: (actual(*args), exact(*args)))
+    # Two matmuls one behind the other, of three roundings each.
+    assert_close(*both(*arguments(around)), 2 * 3 * UNIT)
+
+
+def test_zero_that_a_backward_rule_leaves_out_reaches_the_rule_before_it():
+    @jax.custom_vjp
+    def ignores_bias(x, bias):
+        return x @ HEAD + bias[None]
+
+    ignores_bias.defvjp(
+        lambda x, bias: (x @ HEAD + bias[None], None),
+        lambda _, cotangent: (cotangent @ HEAD.T, None),
+    )
+
+    def loss(x, bias):
+        one, two = listener(bias)
+        return jnp.sum(ignores_bias(x, one)) + jnp.sum(two)
+
+    seen = told(jax.grad(bf16(loss), argnums=1), START, BIAS)
+    assert seen == told(jax.grad(loss, argnums=1), START, BIAS)
+    assert ("heard", True, False) in seen
+    grad = jax.jit(jax.grad(bf16(loss), argnums=1))(START, BIAS)
+    np.testing.assert_array_equal(grad, 2.0)
+
+
+@pytest.mark.parametrize("asked", ["x", "all"])
+def test_zero_that_a_tangent_rule_returns_reaches_the_rule_after_it(asked):
+    # The square depends on the weight only: else its tangent is a symbolic zero.
+    def loss(x, w, bias):
+        out, square = nosy_jvp(x, w, bias)
+        return jnp.sum(out) + jnp.sum(listener(square)[0])
+
+    seen = told(jax.grad(bf16(loss), ASKED[asked]), START, HEAD, BIAS)
+    assert seen == told(jax.grad(loss, ASKED[asked]), START, HEAD, BIAS)
+    assert (("listener", True) in seen) == (asked == "all")
+
+
+def filtered(x, w):
+    """A rule of Equinox, which asserts that it may leave out what is not perturbed."""
+
+    @eqx.filter_custom_vjp
+    def call(vjp_arg, other):
+        return vjp_arg[0] @ vjp_arg[1] + other[None]
+
+    @call.def_fwd
+    def forward(perturbed, vjp_arg, other):
+        SEEN.append(("filtered", *perturbed))
+        return call(vjp_arg, other), None
+
+    @call.def_bwd
+    def backward(residuals, cotangent, perturbed, vjp_arg, other):
+        del residuals, other
+        x, w = vjp_arg
+        return (
+            cotangent @ w.T if perturbed[0] else None,
+            x.T @ cotangent if perturbed[1] else None,
+        )
+
+    return call((x, w), BIAS)
+
+
+def checkpointed(x, w):
+    """What diffrax differentiates: a while loop that keeps some of its steps."""
+
+    def step(carry):
+        x, i = carry
+        return jnp.tanh(x @ w), i + 1
+
+    carry = (x, jnp.int32(0))
+    return while_loop(
+        lambda carry: carry[1] < 3, step, carry, max_steps=8, kind="checkpointed"
+    )[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+def with_constants(power, x, name, w):
+    del name
+    return (x @ w) ** power
+
+
+def _powered(power, x, name, w):
+    del name
+    return (x @ w) ** power, (x, w)
+
+
+def _of_power(power, name, residuals, cotangent):
+    assert name == "name"
+    x, w = residuals
+    inner = cotangent * power * (x @ w) ** (power - 1)
+    return inner @ w.T, x.T @ inner
+
+
+with_constants.defvjp(_powered, _of_power)
+
+
+@jax.custom_vjp
+def with_integers(x, w, index):
+    return (x @ w)[index], index + 1
+
+
+with_integers.defvjp(
+    lambda x, w, index: (with_integers(x, w, index), (x, w, index)),
+    lambda kept, cts: (
+        jnp.zeros_like(kept[0]).at[kept[2]].set(cts[0] @ kept[1].T),
+        jnp.outer(kept[0][kept[2]], cts[0]),
+        None,
+    ),
+)
+
+
+@jax.custom_jvp
+def with_integers_pushed(x, w, index):
+    return (x @ w)[index], index + 1
+
+
+@with_integers_pushed.defjvp
+def _(primals, tangents):
+    (x, w, index), (dx, dw, dindex) = primals, tangents
+    out = with_integers_pushed(x, w, index)
+    return out, ((dx @ w + x @ dw)[index], dindex)
+
+
+# A function with rules, and what it is written without them.
+RULES = {
+    "eqx.filter_custom_vjp": (filtered, lambda x, w: x @ w + BIAS[None]),
+    "checkpointed while": (
+        checkpointed,
+        lambda x, w: jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w),
+    ),
+    "nondiff_argnums": (
+        lambda x, w: with_constants(2, x, "name", w),
+        lambda x, w: (x @ w) ** 2,
+    ),
+    "integers of a custom_vjp": (
+        lambda x, w: with_integers(x, w, jnp.int32(1))[0],
+        lambda x, w: (x @ w)[1],
+    ),
+    "integers of a custom_jvp": (
+        lambda x, w: with_integers_pushed(x, w, jnp.int32(1))[0],
+        lambda x, w: (x @ w)[1],
+    ),
+}
+
+
+@pytest.mark.usefixtures("small_programs")
+@pytest.mark.parametrize("argnums", [0, (0, 1)], ids=["x", "both"])
+@pytest.mark.parametrize("name", RULES)
+def test_gradient_of_a_rule_is_that_of_the_function(name, argnums):
+    func, plain = RULES[name]
+
+    def grad(wrap, func):
+        return jax.grad(wrap(lambda x, w: jnp.sum(jnp.sin(func(x, w)))), argnums)
+
+    SEEN.clear()
+    both = (grad(bf16, func), grad(lambda f: f, plain))
+    both = jax.jit(lambda *args: [f(*args) for f in both])(START, HEAD / 2)
+    if name == "eqx.filter_custom_vjp":
+        assert {*SEEN} == {("filtered", True, argnums != 0)}
+    # Up to four matmuls one behind the other, of three roundings each.
+    assert_close(*both, 4 * 3 * UNIT)
+
+
+def closes_over_jvp(head, x):
+    @jax.custom_jvp
+    def call(x):
+        return x @ head
+
+    call.defjvp(lambda primals, tangents: (primals[0] * 2, tangents[0] * 2))
+    return call(x)
+
+
+@pytest.mark.parametrize(
+    ("func", "error"),
+    [(closes_over_jvp, "Pass the value as an argument"), (closes_over, "closed-over")],
+    ids=["jvp", "vjp"],
+)
+def test_derivative_for_a_value_that_a_function_closes_over_is_refused(func, error):
+    with pytest.raises(Exception, match=error):
+        jax.grad(bf16(lambda head, x: jnp.sum(func(head, x))))(HEAD, START)

@@ -4,17 +4,21 @@ import functools
 import importlib.util
 
 import equinox as eqx
+import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from flax.errors import TraceContextError
 from jax import export, lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mpx
 from models import equations, mlp, mlp_batch, mlp_loss, trace_together
-from mpx import amp
+from mpx import AmpPolicy, amp
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
 MATMULS = ("dot_general", "conv_general_dilated")
@@ -243,3 +247,182 @@ def test_f16_training_step_of_a_model_learns():
         model, scaling, value = step(model, scaling)
         values.append(float(value))
     assert values[-1] < 0.7 * values[0]
+
+
+# --- Methods of models, and functions inside of them ----------------------------------
+
+
+def as_is(func):
+    return func
+
+
+def linen_compact(wrap):
+    class Model(nn.Module):
+        @nn.compact
+        @wrap
+        def __call__(self, x):
+            x = nn.Dense(16)(x)
+            x = nn.BatchNorm(use_running_average=False)(x)
+            return nn.Dense(8)(nn.Dropout(0.5, deterministic=False)(x))
+
+    return Model()
+
+
+def linen_around_compact(wrap):
+    class Model(nn.Module):
+        @wrap
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8)(nn.Dense(16)(x))
+
+    return Model()
+
+
+def linen_setup(wrap):
+    class Model(nn.Module):
+        def setup(self):
+            self.first, self.last = nn.Dense(16), nn.Dense(8)
+
+        @wrap
+        def hidden(self, x):
+            return self.first(x)
+
+        def __call__(self, x):
+            return self.last(self.hidden(x))
+
+    return Model()
+
+
+def linen_submodule(wrap):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            hidden = wrap(nn.Dense(16))(x)
+            return wrap(nn.Dense(8).__call__)(hidden)
+
+    return Model()
+
+
+class Linen:
+    def __init__(self, make, wrap):
+        self.model = make(wrap)
+
+    def init(self, x):
+        keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        return self.model.init(keys, x)
+
+    def apply(self, variables, x):
+        keys = {"dropout": jax.random.key(2)}
+        return self.model.apply(variables, x, rngs=keys, mutable=["batch_stats"])
+
+
+class Haiku:
+    def __init__(self, make, wrap):
+        self.model = hk.transform_with_state(make(wrap))
+
+    def init(self, x):
+        params, state = self.model.init(jax.random.key(0), x)
+        return {"params": params, "state": state}
+
+    def apply(self, variables, x):
+        return self.model.apply(**variables, rng=jax.random.key(1), x=x)
+
+
+def haiku_function(wrap):
+    def model(x):
+        @wrap
+        def layers(x):
+            x = hk.Linear(16)(x)
+            x = hk.BatchNorm(True, True, decay_rate=0.9)(x, is_training=True)
+            return hk.Linear(8)(hk.dropout(hk.next_rng_key(), 0.5, x))
+
+        # Afterwards names and random numbers go on where they would without.
+        return hk.dropout(hk.next_rng_key(), 0.5, hk.Linear(8)(layers(x)))
+
+    return model
+
+
+def haiku_module(wrap):
+    return lambda x: wrap(hk.nets.MLP([16, 8], activation=jnp.tanh))(x)
+
+
+RUNNING = {
+    "method of a compact Linen module": (Linen, linen_compact),
+    "compact method": (Linen, linen_around_compact),
+    "method of a Linen module with setup": (Linen, linen_setup),
+    "Linen submodule": (Linen, linen_submodule),
+    "function inside of hk.transform": (Haiku, haiku_function),
+    "Haiku module": (Haiku, haiku_module),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", RUNNING)
+def test_variables_of_a_running_model_are_written_as_without_amp(name):
+    library, make = RUNNING[name]
+    low, plain = library(make, bf16), library(make, as_is)
+    variables = low.init(X)
+    wanted = plain.init(X)
+    assert jax.tree.structure(variables) == jax.tree.structure(wanted)
+    for got, exact in zip(*map(jax.tree.leaves, (variables, wanted)), strict=True):
+        # A tracer would raise. Statistics come out of a low matmul; what is random is the same.
+        np.testing.assert_allclose(got, exact, rtol=3 * UNIT, atol=3 * UNIT)
+
+    def loss(model):
+        def of(params, x):
+            out, state = model.apply({**wanted, "params": params}, x)
+            return jnp.sum(jnp.exp(out / 4)), state
+
+        return jax.value_and_grad(of, has_aux=True)
+
+    params = wanted["params"]
+    assert "bfloat16" in matmuls(jax.make_jaxpr(loss(low))(params, X))
+    both = jax.jit(lambda *args: [loss(model)(*args) for model in (low, plain)])
+    actual, exact = both(params, X)
+    assert jax.tree.structure(actual) == jax.tree.structure(exact)
+    for got, other in zip(*map(jax.tree.leaves, (actual, exact)), strict=True):
+        scale = max(1.0, np.linalg.norm(other))
+        assert np.linalg.norm(np.asarray(got) - other) <= BOUND * scale
+    low.apply(wanted, X)  # without jit, too
+
+
+def test_parameters_of_a_running_linen_model_have_names():
+    keep = AmpPolicy(params={"Dense_1": "f32"})
+    model = Linen(linen_around_compact, functools.partial(bf16, policy=keep))
+    variables = model.init(X)
+    found = matmuls(jax.make_jaxpr(model.apply)(variables, X))
+    assert found == {"bfloat16", "float32"}
+
+
+def test_writing_to_a_linen_module_that_is_closed_over_is_refused():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.Dense(4)
+            return bf16(lambda x: dense(x))(x)
+
+    with pytest.raises(TypeError, match="Wrap the loss, or `model.apply`, instead"):
+        Model().init(jax.random.key(0), X)
+    variables = {"params": {"Dense_0": {"kernel": X[:8, :4], "bias": X[0, :4]}}}
+    assert Model().apply(variables, X).shape == (16, 4)  # nothing is written
+
+
+def test_writing_to_an_nnx_module_that_is_closed_over_is_refused():
+    norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    with pytest.raises(TraceContextError, match="different trace level"):
+        bf16(lambda x: norm(x))(X)
+
+
+def test_method_of_an_equinox_module_runs_low():
+    class Model(eqx.Module):
+        weight: jax.Array
+
+        @bf16
+        def __call__(self, x):
+            return x @ self.weight
+
+    model = Model(X[:8])
+    grad = eqx.filter_grad(lambda model: jnp.sum(model(X) ** 2))
+    assert matmuls(jax.make_jaxpr(lambda x: model(x))(X)) == {"bfloat16"}
+    exact = 2 * X.T @ (X @ X[:8])
+    assert_close(grad(model).weight, exact, BOUND)

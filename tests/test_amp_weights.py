@@ -186,6 +186,62 @@ def test_gradient_of_another_matmul_is_f32_too(name):
     assert max(errors(grads, wanted).values()) <= 6 * UNIT
 
 
+# --- Groups of rows whose sizes are known while the program runs ----------------------
+
+BATCH = (
+    {"k": normal(6, 2, 4, 3), "k2": normal(7, 2, 3, 4)},
+    normal(8, 8, 4),
+    jnp.array([3, 5], jnp.int32),
+)
+
+
+def experts(params, x, sizes):
+    hidden = jnp.tanh(lax.ragged_dot(x, params["k"], sizes))
+    return jnp.sum(lax.ragged_dot(hidden, params["k2"], sizes) ** 2)
+
+
+def experts_by_scan(params, x, sizes):
+    def step(total, x):
+        return total + experts(params, x, sizes), None
+
+    return lax.scan(step, 0.0, jnp.stack([x, x / 2]))[0]
+
+
+EXPERTS = {
+    "plain": experts,
+    "jit": jax.jit(experts),
+    "remat": jax.checkpoint(experts),
+    "scan": experts_by_scan,
+    "scan and remat": jax.checkpoint(experts_by_scan),
+    "cond": lambda p, x, sizes: lax.cond(
+        sizes[0] > 9, lambda *_: 0.0, experts, p, x, sizes
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_ragged_matmul_takes_group_sizes_that_are_computed(name):
+    func = EXPERTS[name]
+    assert WIDE in results(jax.grad(wide(func)), *BATCH)
+    both = jax.jit(lambda *args: [jax.grad(f)(*args) for f in (wide(func), func)])
+    grads, wanted = both(*BATCH)
+    wanted = jax.tree.map(np.asarray, wanted)
+    # Two matmuls forward and two backward, of three roundings each.
+    assert max(errors(grads, wanted).values()) <= 4 * 3 * UNIT
+
+
+def test_ragged_matmul_takes_other_group_sizes_for_each_element_of_a_vmap():
+    params, x, sizes = BATCH
+    # JAX knows this only where all operands have the new axis.
+    args = jax.tree.map(lambda *x: jnp.stack(x), BATCH, (params, x / 2, sizes[::-1]))
+    both = jax.jit(
+        lambda *args: [jax.vmap(jax.grad(f))(*args) for f in (wide(experts), experts)]
+    )
+    grads, wanted = both(*args)
+    wanted = jax.tree.map(np.asarray, wanted)
+    assert max(errors(grads, wanted).values()) <= 4 * 3 * UNIT
+
+
 def test_forward_pass_is_the_same():
     np.testing.assert_array_equal(wide(mlp)(PARAMS, X), bf16(mlp)(PARAMS, X))
 

@@ -5,6 +5,7 @@ shardings, donation, remat policies and derivative rules survive.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,10 +55,11 @@ def rewrite(
     """Returns the rewritten jaxpr for inputs of these types.
 
     Results are cached, so that several calls of one jitted layer stay several calls of
-    one function.
+    one function. They are forgotten with the jaxpr that they were made from: both hold
+    the arrays that the layer closes over.
     """
     body, consts = open_jaxpr(jaxpr)
-    key = (id(body), tuple(map(str, avals)), tuple(metas), scopes, out_dtypes)
+    key = (id(jaxpr), tuple(map(str, avals)), tuple(metas), scopes, out_dtypes)
     if key in amp.cache:
         return amp.cache[key][:2]
     known: list[Meta] = []
@@ -68,9 +70,20 @@ def rewrite(
         return cast_all(outs, out_dtypes) if out_dtypes is not None else outs
 
     new = jax.make_jaxpr(run)(*avals)
-    # The old jaxpr is kept alive: its `id` is part of the key.
-    amp.cache[key] = (new, tuple(known), jaxpr)
-    return amp.cache[key][:2]
+    remember(amp.cache, key, jaxpr, new, tuple(known))
+    return new, tuple(known)
+
+
+def remember(cache: dict[Any, Any], key: Any, jaxpr: Any, *made: Any) -> None:
+    """Stores what was made from a jaxpr, for as long as the jaxpr lives.
+
+    Args:
+        cache: Where it is stored.
+        key: Under which key, which holds the jaxpr's `id`.
+        jaxpr: The jaxpr.
+        *made: What was made from it.
+    """
+    cache[key] = (*made, weakref.ref(jaxpr, lambda _: cache.pop(key, None)))
 
 
 def trace(func: Callable[..., Any]) -> Callable[..., Any]:

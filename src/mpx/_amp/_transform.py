@@ -15,6 +15,15 @@ from mpx._amp._catch import caught_attention
 from mpx._amp._flash import attend
 from mpx._amp._interpreter import Autocast
 from mpx._amp._policy import AmpPolicy, as_amp_policy, as_compute_dtype
+from mpx._amp._scoped import (
+    call_haiku,
+    call_linen,
+    haiku_name,
+    in_haiku,
+    linen_call,
+    linen_is_not_written,
+    linen_name,
+)
 from mpx._amp._unscaled import warn_if_unscaled
 from mpx._amp._values import F32, Role, cast, is_eligible
 from mpx._amp._warn import warn
@@ -49,7 +58,8 @@ def amp(
     remat, custom derivatives and shard_map.
 
     NNX modules among the arguments, or as the function, are updated in place, as without
-    `amp`.
+    `amp`. So are the variables of a Linen module, if one of its methods is the function,
+    and those of Haiku inside of `hk.transform`.
 
     Args:
         func: The function. Leave it out to use `amp` as a decorator with arguments.
@@ -146,6 +156,34 @@ def autocast_call(
     plain, objects = _nnx.take_out(arguments)
     if objects:
         return _call_with_nnx(autocast, names, plain, objects)
+    pure = functools.partial(_call_pure, autocast, eager=eager)
+    found = linen_call(func, args)
+    if found is not None:
+        return call_linen(
+            found, kwargs, lambda f, *args: pure(f, args, {}, describe=linen_name)
+        )
+    if in_haiku():
+        return call_haiku(
+            func,
+            args,
+            kwargs,
+            lambda f, *args: pure(f, args, {}, describe=haiku_name),
+        )
+    with linen_is_not_written():
+        return pure(func, args, kwargs, describe=describe)
+
+
+def _call_pure(
+    autocast: Autocast,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    eager: dict[Any, Any] | None,
+    describe: Callable[[str, Role | None], tuple[str, Role | None]],
+) -> Any:
+    """Calls a function that changes nothing but its results; arguments as above."""
+    names = argument_names(func, len(args))
     leaves, structure = jax.tree.flatten((func, args, kwargs))
     # NumPy's f64 is JAX's f32, unless x64 is on.
     leaves = [jnp.asarray(x) if _is_numpy(x) else x for x in leaves]

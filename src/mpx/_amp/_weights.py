@@ -34,7 +34,8 @@ def matmul(amp: Any, eqn: Any, values: Sequence[Any], weights: tuple[int, ...]) 
         values: Its operands.
         weights: Which of the first two are f32 and want a gradient in f32.
     """
-    lhs, rhs, *rest = [as_array(value) for value in values]
+    args = [as_array(value) for value in values]
+    given = [value.dtype for value in args]
     exact = dataclasses.replace(
         amp,
         policy=AmpPolicy(),
@@ -46,34 +47,34 @@ def matmul(amp: Any, eqn: Any, values: Sequence[Any], weights: tuple[int, ...]) 
     )
     rounded = dataclasses.replace(exact, made={}, f32_results=False)
 
-    def forward(lhs: Any, rhs: Any) -> tuple[Any, tuple[Any, Any]]:
+    # The group sizes of a ragged matmul are arguments too: held by the functions here,
+    # they would be tracers of another trace where the backward one is run.
+    def forward(lhs: Any, rhs: Any, *rest: Any) -> tuple[Any, tuple[Any, ...]]:
         low = cast(lhs, amp.dtype), cast(rhs, amp.dtype)
         (out,) = bind(eqn, [*low, *rest], preferred_element_type=amp.dtype)
-        return out, low
+        return out, (*low, *rest)
 
-    def backward(low: tuple[Any, Any], cotangent: Any) -> tuple[Any, Any]:
-        types = [jax.typeof(x).update(dtype=F32) for x in (*low, cotangent)]
+    def backward(kept: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
+        lhs, rhs, *rest = kept
+        operands = [lhs, rhs, cotangent, *rest]
+        types = [jax.typeof(x).update(dtype=F32) for x in operands[:3]]
+        types += [jax.typeof(x) for x in rest]
 
         def grad(i: int) -> Any:
-            def transposed(lhs: Any, rhs: Any, cotangent: Any) -> Any:
-                operands = [lhs, rhs]
-
+            def transposed(lhs: Any, rhs: Any, cotangent: Any, *rest: Any) -> Any:
                 def call(x: Any) -> Any:
-                    operands[i] = x
-                    return bind(eqn, [*operands, *rest])[0]
+                    return bind(eqn, [x, rhs, *rest] if i == 0 else [lhs, x, *rest])[0]
 
-                return jax.linear_transpose(call, operands[i])(cotangent)[0]
+                return jax.linear_transpose(call, (lhs, rhs)[i])(cotangent)[0]
 
             # JAX transposes the matmul in f32, and its only matmul is run low.
             body, consts = open_jaxpr(jax.make_jaxpr(transposed)(*types))
             run = exact.run if i in weights else rounded.run
-            args = [*low, cotangent]
-            (out,), _ = run(body, consts, args, [NEUTRAL] * len(args), ())
+            (out,), _ = run(body, consts, operands, [NEUTRAL] * len(operands), ())
             return cast(out, given[i])
 
-        return grad(0), grad(1)
+        return grad(0), grad(1), *[None] * len(rest)
 
-    given = (lhs.dtype, rhs.dtype)
-    call = jax.custom_vjp(lambda lhs, rhs: forward(lhs, rhs)[0])
+    call = jax.custom_vjp(lambda *args: forward(*args)[0])
     call.defvjp(forward, backward)
-    return call(lhs, rhs)
+    return call(*args)

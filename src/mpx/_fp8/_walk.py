@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._amp._apply import flops
+from mpx._amp._calls import remember
 from mpx._amp._interpreter import Autocast
 from mpx._amp._values import NEUTRAL, Meta, Role
 from mpx._compat import (
@@ -269,7 +270,7 @@ class Walk(Autocast):
         more = [jax.typeof(leaf) for leaf in leaves]
         tables = frozenset(fact for fact in self.facts if fact[0] == "table")
         types = tuple(map(str, (*avals, *more)))
-        key = (id(body), types, structure, tuple(metas), scopes, tables, self._delayed)
+        key = (id(jaxpr), types, structure, tuple(metas), scopes, tables, self._delayed)
         records = self.matmuls is not None or self.sites is not None
         if key in self.cache and not records:
             new, known, facts, _ = self.cache[key]
@@ -286,8 +287,7 @@ class Walk(Autocast):
 
         new = jax.make_jaxpr(run)(*avals, *more)
         if not records:
-            # The old jaxpr is kept alive: its `id` is part of the key.
-            self.cache[key] = (new, known, set(self.facts), jaxpr)
+            remember(self.cache, key, jaxpr, new, known, set(self.facts))
         return new, known
 
 
