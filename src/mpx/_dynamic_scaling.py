@@ -6,7 +6,6 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -15,7 +14,7 @@ from mpx._compat import is_tracer
 from mpx._formats import parse_float_dtype
 from mpx._half import half_precision_datatype
 from mpx._loss_scaling import LossScaling, NoLossScaling, check_scale, f32_scalar
-from mpx._tree import AxisName, as_flag
+from mpx._tree import AxisName, all_devices, as_flag
 
 
 class DynamicLossScaling(LossScaling):
@@ -134,6 +133,8 @@ class DynamicLossScaling(LossScaling):
         self.backoff = backoff
         self.hysteresis = hysteresis
         self.consecutive_hysteresis = consecutive_hysteresis
+        constant = is_tracer(self.loss_scaling) and not is_tracer(loss_scaling)
+        object.__setattr__(self, "made_of_constants", constant)
 
     @classmethod
     def pow2(
@@ -186,7 +187,7 @@ class DynamicLossScaling(LossScaling):
         """
         finite = as_flag(grads_finite, "grads_finite")
         if axis_name is not None:
-            finite = lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+            finite = all_devices(finite, axis_name)
         grow = finite & (self.counter >= self.period - 1)
         tolerance = jnp.where(finite, self.tolerance, self.tolerance - 1)
         back_off = ~finite & (tolerance <= 0)

@@ -11,10 +11,8 @@ from jax.typing import DTypeLike
 from mpx._call import Call
 from mpx._cast import cast_tree
 from mpx._grad import (
-    GradOptions,
     GradResult,
     Recorder,
-    check_scaling,
     evaluate,
     finish_grads,
     grad_result,
@@ -22,6 +20,7 @@ from mpx._grad import (
     package,
     reduce_over_devices,
 )
+from mpx._grad_options import GradOptions, check_scaling
 from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._policy import Policy, as_policy
 from mpx._tree import AxisName
@@ -75,14 +74,14 @@ def filter_grad(
         >>> grads, bool(grads_finite)
         (Array([1., 1.], dtype=float32), True)
     """
-    options = GradOptions(
+    options = GradOptions.checked(
         argnums=argnums,
         has_aux=has_aux,
         policy=policy,
         grad_dtype=grad_dtype,
         axis_name=axis_name,
         retry=retry,
-    ).resolved()
+    )
 
     def finish(result: GradResult) -> tuple[Any, ...]:
         answer = (result.scaling, result.finite, result.grads)
@@ -133,14 +132,14 @@ def filter_value_and_grad(
         >>> value, grads
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
-    options = GradOptions(
+    options = GradOptions.checked(
         argnums=argnums,
         has_aux=has_aux,
         policy=policy,
         grad_dtype=grad_dtype,
         axis_name=axis_name,
         retry=retry,
-    ).resolved()
+    )
 
     def finish(result: GradResult) -> tuple[Any, ...]:
         value = (result.value, result.aux) if has_aux else result.value
@@ -195,7 +194,6 @@ def _check_switch(use_mixed_precision: Any) -> None:
 
 
 def _needed_scaling(options: GradOptions) -> LossScaling:
-    assert isinstance(options.policy, Policy)
     if options.policy.resolved_compute_dtype() == np.float16:
         raise ValueError(
             "f16 gradients need a loss scaling, but none was given. Pass "

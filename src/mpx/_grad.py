@@ -1,6 +1,5 @@
 """Gradients in mixed precision: cast, scale, differentiate, reduce, unscale, check."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,18 +14,28 @@ from jaxtyping import Array, Bool, PyTree
 from mpx._call import Call, State, as_loss, unpack
 from mpx._cast import cast_leaf
 from mpx._compat import as_varying, varying_axes
-from mpx._formats import at_least_f32, parse_float_dtype
+from mpx._formats import at_least_f32
+from mpx._grad_checks import (
+    Uses,
+    uses_of,
+    warn_of_closed_over,
+    warn_of_constant_scaling,
+    warn_of_long_loops,
+)
+from mpx._grad_options import GradOptions, check_scaling
 from mpx._loss_scaling import LossScaling
-from mpx._policy import Policy, as_policy
+from mpx._policy import Policy
+from mpx._statistics import is_spoilt, replaced_statistics, roll_back, state_pairs
 from mpx._tree import (
     AxisName,
+    all_devices,
     all_finite,
     dtype_of,
     is_floating,
     named_leaves,
     select_tree,
 )
-from mpx._wrapped import hide_signature, take_scales
+from mpx._wrapped import CallsAmpError, hide_signature, take_scales
 
 
 class GradResult(NamedTuple):
@@ -56,38 +65,6 @@ class GradResult(NamedTuple):
     fp8: Any = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GradOptions:
-    """How a gradient is taken; see `value_and_grad` for the meaning of each."""
-
-    argnums: int | Sequence[int] = 0
-    has_aux: bool = False
-    policy: Policy | str | None = None
-    grad_dtype: DTypeLike | None = None
-    axis_name: AxisName | None = None
-    retry: int = 0
-
-    def resolved(self) -> "GradOptions":
-        """Returns the options with policy and dtypes checked.
-
-        Raises:
-            ValueError: If `retry` is negative or a dtype is not floating.
-            TypeError: If `policy` is neither a policy nor a string.
-        """
-        if self.retry < 0:
-            raise ValueError(f"`retry` must be 0 or more, but {self.retry} was given.")
-        policy = as_policy(self.policy)
-        dtype = policy.grad_dtype if self.grad_dtype is None else self.grad_dtype
-        dtype = None if dtype is None else parse_float_dtype(dtype, "grad_dtype")
-        return dataclasses.replace(self, policy=policy, grad_dtype=dtype)
-
-    def argnum_tuple(self) -> tuple[int, ...]:
-        """Returns the differentiated positions as a tuple."""
-        if isinstance(self.argnums, int):
-            return (self.argnums,)
-        return tuple(self.argnums)
-
-
 class Evaluation(NamedTuple):
     """One forward and backward pass: everything in it is an array or a pytree of them.
 
@@ -96,6 +73,7 @@ class Evaluation(NamedTuple):
         aux: The arrays among what the function returned besides.
         grads: The gradients of the scaled loss, one tree per differentiated argument.
         state: The state after the call.
+        spoilt: Whether the call has made finite state infinite or nan, bool[].
         observed: What delayed fp8 scales have seen, `None` without them.
     """
 
@@ -103,6 +81,7 @@ class Evaluation(NamedTuple):
     aux: PyTree
     grads: tuple[PyTree, ...]
     state: State
+    spoilt: Bool[Array, ""]
     observed: PyTree = None
 
 
@@ -134,20 +113,64 @@ def evaluate(
 ) -> Evaluation:
     """Runs a call forward and backward on the scaled loss."""
 
-    def scaled_loss(diff: tuple[PyTree, ...], scales: Any) -> tuple[Array, Any]:
-        out, after = call.run(diff, state, scales)
-        value, aux = unpack(out, has_aux)
-        loss = as_loss(value, has_aux)
-        return scaling.scale(loss), (loss, recorder.split(aux), after)
+    def attempt(call: Call) -> tuple[Evaluation, Uses]:
+        def scaled_loss(diff: tuple[PyTree, ...], scales: Any) -> tuple[Array, Any]:
+            out, after = call.run(diff, state, scales)
+            value, aux = unpack(out, has_aux)
+            loss = as_loss(value, has_aux)
+            return scaling.scale(loss), (loss, recorder.split(aux), after)
 
-    # The gradient of fp8 scales is what they have observed: see `Fp8State`.
-    differentiated = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
-    scales = _local(call.scales, axis_name)
-    wide = call.widened(diff)
-    (grads, observed), (loss, aux, after) = differentiated(wide, scales)
-    if wide is not diff:
-        grads = jax.tree.map(functools.partial(_narrow, grad_dtype), grads, diff)
-    return Evaluation(loss, aux, grads, after, observed)
+        scales = _local(call.scales, axis_name)
+        wide = call.widened(diff)
+        total, vjp, (loss, aux, after) = jax.vjp(
+            scaled_loss, wide, scales, has_aux=True
+        )
+        # The gradient of fp8 scales is what they have observed: see `Fp8State`.
+        grads, observed = vjp(lax.full_like(total, 1))
+        if wide is not diff:
+            grads = jax.tree.map(functools.partial(_narrow, grad_dtype), grads, diff)
+        spoilt = is_spoilt([*state_pairs(state, after), *_statistics_of(call, aux)])
+        uses = uses_of(vjp, len(jax.tree.leaves(wide)), len(jax.tree.leaves(scales)))
+        return Evaluation(loss, aux, grads, after, spoilt, observed), uses
+
+    try:
+        result, uses = attempt(call)
+    except CallsAmpError as error:
+        if error.call is not call:
+            raise
+    else:
+        _warn_of_uses(call, uses, diff, state, has_aux)
+        return result
+    # `amp` wants the parameters as they are.
+    result, uses = attempt(call.without_casts())
+    if uses.wide and not uses.narrowed and not uses.hidden:
+        # It was not for them: a teacher, say. Everything else is cast as always.
+        result, _ = attempt(call.with_amp_in_casts())
+    return result
+
+
+def _statistics_of(call: Call, aux: PyTree) -> list[tuple[Any, Any]]:
+    """Returns the `batch_stats` of Linen before and after a call."""
+    if not jax.tree.leaves(aux):
+        return []
+    before = replaced_statistics(aux, call.linen_statistics())
+    leaves = dict(named_leaves(aux))
+    return [(old, leaves[name]) for name, old in before.items()]
+
+
+def _warn_of_uses(
+    call: Call, uses: Uses, diff: tuple[PyTree, ...], state: State, has_aux: bool
+) -> None:
+    if call.policy is None:
+        return
+    dtype = call.policy.resolved_compute_dtype()
+    warn_of_long_loops(uses, call.diff_names(), dtype)
+    if uses.widened:
+
+        def loss(diff: tuple[PyTree, ...]) -> Any:
+            return unpack(call.run(diff, state, call.scales)[0], has_aux)[0]
+
+        warn_of_closed_over(call.func, loss, diff, dtype)
 
 
 def _narrow(grad_dtype: Any, grad: Array, param: Any) -> Array:
@@ -170,7 +193,7 @@ def differentiate(
 
     Returns:
         The evaluation with unscaled gradients and the state that is to be kept, the
-        next scaling, and whether the gradients are finite.
+        next scaling, and whether gradients, loss and state are finite.
     """
 
     def attempt(
@@ -179,7 +202,7 @@ def differentiate(
         result = reduce_over_devices(run(scaling), options)
         # Undo with the scale that scaled: after a growth step the new one is larger.
         grads = finish_grads(scaling.unscale(result.grads), options.grad_dtype)
-        finite = all_finite(grads)
+        finite = all_finite((grads, result.value)) & ~result.spoilt
         return result._replace(grads=grads), scaling.adjust(finite), finite
 
     result, scaling, finite = attempt(scaling)
@@ -198,7 +221,6 @@ def reduce_over_devices(result: Evaluation, options: GradOptions) -> Evaluation:
     """Averages loss and gradients over devices, in the policy's `reduce_dtype`."""
     if options.axis_name is None:
         return result
-    assert isinstance(options.policy, Policy)
     dtype = options.policy.reduce_dtype
 
     def mean(x: Array) -> Array:
@@ -209,6 +231,7 @@ def reduce_over_devices(result: Evaluation, options: GradOptions) -> Evaluation:
     return result._replace(
         value=lax.pmean(result.value, options.axis_name),
         grads=jax.tree.map(mean, result.grads),
+        spoilt=~all_devices(~result.spoilt, options.axis_name),
         observed=jax.tree.map(
             lambda x: lax.pmax(x, options.axis_name), result.observed
         ),
@@ -252,17 +275,6 @@ def _local(tree: PyTree, axis_name: AxisName | None) -> Any:
         return tree
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     return jax.tree.map(lambda x: as_varying(jnp.asarray(x), names), tree)
-
-
-def check_scaling(scaling: Any) -> None:
-    """Raises unless `scaling` can scale, unscale and adjust."""
-    if not all(hasattr(scaling, name) for name in ("scale", "unscale", "adjust")):
-        raise TypeError(
-            "`scaling` must be a loss scaling such as `mpx.DynamicLossScaling.pow2()`, "
-            f"but {type(scaling).__name__} was given. For bf16 pass `mpx.NoLossScaling()`. "
-            "(`value_and_grad` and `accumulate` take it as the first argument of the "
-            "transformed function.)"
-        )
 
 
 def value_and_grad(
@@ -318,14 +330,14 @@ def value_and_grad(
         >>> result.value, result.grads
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
-    options = GradOptions(
+    options = GradOptions.checked(
         argnums=argnums,
         has_aux=has_aux,
         policy=policy,
         grad_dtype=grad_dtype,
         axis_name=axis_name,
         retry=retry,
-    ).resolved()
+    )
     if func is None:
         return functools.partial(_bind, options)
     return _bind(options, func)
@@ -349,7 +361,7 @@ def grad_result(
 ) -> GradResult:
     """Computes loss and gradients of one call."""
     check_scaling(scaling)
-    assert isinstance(options.policy, Policy)
+    warn_of_constant_scaling(scaling)
     scales, args = take_scales(func, args)
     argnums = options.argnum_tuple()
     call = Call(func, args, kwargs, argnums, options.policy, scales=scales)
@@ -376,7 +388,9 @@ def package(
 ) -> GradResult:
     """Puts the state into effect and returns the result in its public form."""
     result, scaling, finite = outcome
-    aux = call.commit(recorder.merge(result.aux), result.state)
+    before = replaced_statistics(result.aux, call.linen_statistics())
+    aux = roll_back(finite, result.aux, before)
+    aux = call.commit(recorder.merge(aux), result.state)
     grads = result.grads[0] if isinstance(options.argnums, int) else result.grads
     fp8 = None
     if call.scales is not None:

@@ -40,6 +40,15 @@ class LossScaling(eqx.Module):
 
     mpx_keeps_dtypes = True
 
+    # Set where a scaling is made from Python numbers while JAX traces. No field: a
+    # scaling that comes out of a transformation does not have it.
+    made_of_constants = False
+
+    @property
+    def adapts(self) -> bool:
+        """Whether `adjust` may return another scale."""
+        return type(self).adjust is not LossScaling.adjust
+
     def scale(self, tree: PyTree) -> PyTree:
         """Multiplies floating and complex leaves by the scale, in f32 or wider.
 

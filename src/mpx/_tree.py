@@ -128,10 +128,13 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> Bool[Array
         if _may_be_infinite(leaf) or isinstance(leaf, float | complex)
     ]
     finite = jnp.stack(checks).all() if checks else jnp.array(True)
-    if axis_name is not None:
-        # There is no boolean collective: the smallest of zeros and ones is "and".
-        finite = lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
-    return finite
+    return finite if axis_name is None else all_devices(finite, axis_name)
+
+
+def all_devices(flag: Bool[Array, ""], axis_name: AxisName) -> Bool[Array, ""]:
+    """Returns whether a flag holds on every device of mapped axes."""
+    # There is no boolean collective: the smallest of zeros and ones is "and".
+    return lax.pmin(flag.astype(jnp.int32), axis_name).astype(bool)
 
 
 def _may_be_infinite(leaf: object) -> bool:

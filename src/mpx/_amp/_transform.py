@@ -23,6 +23,7 @@ from mpx._compat import (
 )
 from mpx._half import half_precision_datatype
 from mpx._tree import is_array, named_leaves
+from mpx._wrapped import refuse_cast_arguments
 
 
 def amp(
@@ -82,6 +83,7 @@ def amp(
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        refuse_cast_arguments()
         cast = Autocast(
             dtype=compute_dtype or half_precision_datatype(),
             policy=chosen,
