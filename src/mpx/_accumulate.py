@@ -13,15 +13,8 @@ from jaxtyping import Array, PyTree
 from mpx._arguments import as_count, as_counts
 from mpx._call import Call, State
 from mpx._compat import varying_like, zeros_of
-from mpx._grad import (
-    Evaluation,
-    GradResult,
-    Recorder,
-    differentiate,
-    evaluate,
-    local_parameters,
-    package,
-)
+from mpx._evaluate import Evaluation, Recorder, evaluate
+from mpx._grad import GradResult, differentiate, local_parameters, package
 from mpx._grad_checks import warn_of_constant_scaling
 from mpx._grad_options import GradOptions, check_scaling
 from mpx._loss_scaling import LossScaling, NoLossScaling

@@ -10,16 +10,16 @@ from jax.typing import DTypeLike
 
 from mpx._call import Call
 from mpx._cast import cast_tree
+from mpx._evaluate import Recorder, evaluate
 from mpx._grad import (
     GradResult,
-    Recorder,
-    evaluate,
     finish_grads,
     grad_result,
     local_parameters,
     package,
     reduce_over_devices,
 )
+from mpx._grad_checks import warn_of_constant_scaling
 from mpx._grad_options import GradOptions, check_scaling
 from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._policy import Policy, as_policy
@@ -259,14 +259,14 @@ def calculate_scaled_grad(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         policy = as_policy(None) if use_mixed_precision else None
         used = scaling if use_mixed_precision else NoLossScaling()
-        if policy is not None and args:
-            # The gradient has the dtype of what it is taken for: a half-precision copy.
-            args = (cast_tree(args[0], policy.resolved_compute_dtype()), *args[1:])
+        warn_of_constant_scaling(used)
         call = Call(func, args, kwargs, (0,), policy)
         recorder = Recorder()
         result = evaluate(call, call.diff, call.state, used, recorder, has_aux=has_aux)
-        value = used.scale(result.value)
+        value, grads = used.scale(result.value), result.grads[0]
+        if policy is not None:
+            grads = cast_tree(grads, policy.resolved_compute_dtype())
         aux = call.commit(recorder.merge(result.aux), result.state)
-        return ((value, aux) if has_aux else value), result.grads[0]
+        return ((value, aux) if has_aux else value), grads
 
     return wrapper

@@ -45,11 +45,11 @@ class _Param(NamedTuple):
     """The label of a parameter in a program.
 
     Attributes:
-        index: Which one.
+        number: Which one.
         narrowed: Whether it has passed through 16 bits.
     """
 
-    index: int
+    number: int
     narrowed: bool
 
 
@@ -97,7 +97,7 @@ def uses_of(vjp: Any, params: int, others: int = 0) -> Uses:
             _note_loop(uses, eqn, found)
         elif name in MATMULS and any(_is_wide(x.aval) for x in eqn.invars):
             for _, label, _ in found:
-                (uses.widened if label.narrowed else uses.wide).add(label.index)
+                (uses.widened if label.narrowed else uses.wide).add(label.number)
         elif name in MOVES and found:
             return _moved(uses, found[0][1], eqn)
         elif name.startswith("custom_lin"):
@@ -105,7 +105,7 @@ def uses_of(vjp: Any, params: int, others: int = 0) -> Uses:
         return None
 
     labels = _labelled(arguments[:params])
-    uses.narrowed.update(x.index for x in labels.values() if x.narrowed)
+    uses.narrowed.update(x.number for x in labels.values() if x.narrowed)
     Flow(rule).run(jaxpr, labels)
     return uses
 
@@ -117,7 +117,7 @@ def _labelled(variables: Sequence[Any]) -> dict[Any, _Param]:
 def _moved(uses: Uses, label: _Param, eqn: Any) -> _Param:
     if label.narrowed or not _is_narrow(eqn.outvars[0].aval):
         return label
-    uses.narrowed.add(label.index)
+    uses.narrowed.add(label.number)
     return label._replace(narrowed=True)
 
 
@@ -125,10 +125,10 @@ def _note_loop(uses: Uses, eqn: Any, found: Sequence[tuple[int, _Param, Any]]) -
     consts, _ = scan_sizes(eqn.params)
     for i, label, aval in found:
         if i < consts and _is_narrow(aval):
-            rounds = max(eqn.params["length"], uses.loops.get(label.index, 0))
+            rounds = max(eqn.params["length"], uses.loops.get(label.number, 0))
             # Each of the sums rounds by half an eps of the dtype: so many lose all.
             if rounds * float(jnp.finfo(aval.dtype).eps) / 2 >= 1:
-                uses.loops[label.index] = rounds
+                uses.loops[label.number] = rounds
 
 
 def _is_narrow(aval: Any) -> bool:
@@ -137,8 +137,6 @@ def _is_narrow(aval: Any) -> bool:
 
 def warn_of_long_loops(uses: Uses, names: Sequence[str], dtype: np.dtype) -> None:
     """Warns of gradients that a loop adds up in 16 bits."""
-    if not uses.loops:
-        return
     index, rounds = max(uses.loops.items(), key=lambda item: item[1])
     others = f" (and {len(uses.loops) - 1} others)" if len(uses.loops) > 1 else ""
     warn(
@@ -223,9 +221,8 @@ def _name_of_constant(arrays: dict[str, Any], value: Any) -> str | None:
 
 
 def _is_wide(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-    return is_float and dtype.itemsize >= 4
+    dtype = getattr(aval, "dtype", np.dtype(bool))  # tokens have none
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 4
 
 
 def _was_checked(func: Any, arrays: dict[str, Any]) -> bool:
