@@ -105,8 +105,8 @@ def filter_value_and_grad(
     """Computes the loss too; the counterpart of `eqx.filter_value_and_grad`.
 
     The returned function returns `(value, scaling, grads_finite, grads)`, where `value`
-    is the pair `(loss, aux)` if `has_aux`. The loss is the one that `func` computed,
-    unscaled and in f32.
+    is the pair `(loss, aux)` if `has_aux`. The loss is the one that `func` returned,
+    unscaled and widened to f32; see `GradResult` for its precision.
 
     Args:
         func: The loss function. Leave it out to use it as a decorator.

@@ -35,11 +35,15 @@ class GradResult(NamedTuple):
     """What `value_and_grad` and `accumulate` return.
 
     Attributes:
-        value: The loss as the function computed it, unscaled, f32 or wider.
+        value: The loss that the function returned, unscaled and widened to f32. It has
+            the precision in which the function computed it: a loss returned in 16 bits
+            was rounded to 16 bits, to 3 significant digits in bf16. Cast the logits to
+            f32 in the function, or use `amp`, for a loss in full precision.
         aux: What the function returned besides, `None` without `has_aux`.
         grads: The unscaled gradients; `None` for leaves without one.
         scaling: The loss scaling for the next step.
-        finite: Whether all gradients are finite, bool[]. If not, skip the update.
+        finite: Whether the gradients and the loss are finite, and no state became
+            infinite or nan that was finite before, bool[]. If not, skip the update.
         fp8: The `Fp8State` for the next step, for functions under `fp8` with
             `DelayedScaling`; else `None`.
 
@@ -165,8 +169,11 @@ def value_and_grad(
     Floating arrays inside the differentiated arguments get a gradient, everything else
     (integers, keys, functions, strings) `None`. NNX modules are updated in place as by
     `nnx.value_and_grad`: BatchNorm statistics and dropout counters advance. They, and
-    an Equinox `State` returned in `aux`, stay f32 and are rolled back when the
-    gradients are not finite.
+    an Equinox `State` or Linen's `batch_stats` returned in `aux`, stay f32. A step is
+    skipped, and they are rolled back, if the gradients, the loss or they themselves
+    become infinite or nan.
+
+    A function under `amp`, or one that calls `amp`, gets its arguments uncast.
 
     Args:
         func: The loss function, returning a scalar or `(scalar, aux)`. Leave it out to
@@ -185,6 +192,11 @@ def value_and_grad(
     Raises:
         TypeError: If the loss is no real floating scalar, or no scaling was passed.
         ValueError: If a differentiated argument holds no floating array.
+
+    Warns:
+        RuntimeWarning: While tracing: of a closed-over f32 batch that brings the model
+            back to f32; of a parameter whose gradient a long loop adds up in 16 bits;
+            and of a dynamic scaling that is a constant of the jitted function.
 
     Examples:
         >>> from mpx import DynamicLossScaling
