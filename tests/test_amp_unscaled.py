@@ -58,7 +58,7 @@ def in_f16(func):
 
 @pytest.mark.parametrize("name", UNSCALED)
 def test_f16_gradient_outside_of_mpx_warns_with_the_remedy(name):
-    with pytest.warns(UserWarning, match=REMEDY) as caught:
+    with pytest.warns(RuntimeWarning, match=REMEDY) as caught:
         UNSCALED[name]()
     assert {warning.filename for warning in caught} == {__file__}
 
@@ -103,12 +103,12 @@ def test_what_is_scaled_or_not_differentiated_does_not_warn(name):
 def test_jitted_function_warns_after_it_was_differentiated_by_mpx():
     func = jax.jit(low())
     with_scaling(func)
-    with pytest.warns(UserWarning, match=REMEDY):
+    with pytest.warns(RuntimeWarning, match=REMEDY):
         jax.grad(func)(W, X)
 
 
 def test_warnings_of_a_loop_name_one_place_so_that_python_shows_one():
-    with pytest.warns(UserWarning, match=REMEDY) as caught:
+    with pytest.warns(RuntimeWarning, match=REMEDY) as caught:
         _ = [jax.grad(low())(W, X) for _ in range(3)]
     assert len({(warning.filename, warning.lineno) for warning in caught}) == 1
 

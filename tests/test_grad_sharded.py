@@ -197,6 +197,35 @@ def test_nan_in_one_shard_makes_every_device_skip(transform, problem):
     np.testing.assert_array_equal(metrics["skipped"], [1] * 8)
 
 
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_state_spoilt_on_one_device_makes_every_device_skip(
+    transform, check_vma, problem
+):
+    def loss(w, x, y):
+        # The statistic of one shard is infinite; nothing else is.
+        stats = {"batch_stats": {"sum": jnp.sum(mpx.cast_to_float32(y)) * jnp.inf}}
+        return squared_error(w, x, y), jax.tree.map(
+            lambda s: jnp.where(jnp.isnan(s), 0, s), stats
+        )
+
+    def step(*args):
+        result = transform(loss, axis_name="data", has_aux=True)(*args)
+        assert result.aux is not None
+        return result.finite, result.scaling.metrics(), result.grads
+
+    y = jnp.zeros_like(problem.y).at[0].set(1)
+    run = shard_mapped(
+        step, make_mesh(), check_vma=check_vma, out_specs=(P(), P(), P())
+    )
+    scaling = DynamicLossScaling.pow2(SCALE)
+    finite, metrics, grads = run(scaling, problem.w, problem.x, y)
+    assert mpx.all_finite(grads)
+    assert not finite
+    assert int(metrics["skipped"]) == 1
+    assert run(scaling, problem.w, problem.x, jnp.zeros_like(y))[0]
+
+
 def test_overflow_in_one_shard_is_retried_by_every_device(problem):
     # A device that went its own way would wait for the others for ever.
     x, y = problem.x.copy(), problem.y.copy()

@@ -1,5 +1,6 @@
 """Loss scaling: the state machine, exact arithmetic, and life as a pytree."""
 
+import dataclasses
 import fractions
 import functools
 import io
@@ -11,6 +12,7 @@ import equinox as eqx
 import hypothesis
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -676,6 +678,64 @@ def test_raise_if_stuck_needs_a_positive_number():
         DynamicLossScaling().raise_if_stuck(0)
 
 
+def test_raise_if_stuck_of_a_fixed_scaling_is_silent():
+    for scaling in (NoLossScaling(), StaticLossScaling(8.0)):
+        scaling.adjust(False).raise_if_stuck(1)
+
+
+# --- What a long run, a broken restore or a look at it brings -------------------------
+
+
+def test_counts_of_skipped_steps_stay_at_the_largest_i32():
+    most = 2**31 - 1
+    scaling = DynamicLossScaling(1.0, skipped=most - 1, consecutive_skipped=most - 1)
+    for _ in range(3):
+        scaling = scaling.adjust(False)
+    assert int(scaling.skipped) == int(scaling.consecutive_skipped) == most
+    with pytest.raises(FloatingPointError, match=f"last {most} steps"):
+        scaling.raise_if_stuck()
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_scale_that_became_nan_raises_and_comes_back_at_the_floor(finite, dynamic):
+    scaling = eqx.tree_at(lambda s: s.loss_scaling, dynamic, jnp.float32(jnp.nan))
+    with pytest.raises(FloatingPointError, match="scale is nan.*restored"):
+        scaling.raise_if_stuck()
+    scaling = scaling.adjust(finite)
+    assert_trees_equal(scaling.loss_scaling, dynamic.min_loss_scaling)
+
+
+def test_replace_changes_one_field_and_keeps_the_rest(dynamic):
+    before = dynamic.adjust(False).adjust(False).adjust(True)
+    after = dataclasses.replace(before, period=7)
+    assert after.period == 7
+    assert_trees_equal(jax.tree.leaves(after), jax.tree.leaves(before))
+    with pytest.raises(ValueError, match="`loss_scaling` must be positive"):
+        dataclasses.replace(before, loss_scaling=0.0)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "text"),
+    [
+        (DynamicLossScaling.pow2().adjust(False), "loss_scaling=16384.0, min_"),
+        (DynamicLossScaling.pow2().adjust(False), "skipped=1, consecutive_skipped=1"),
+        (StaticLossScaling(8.0), "StaticLossScaling(loss_scaling=8.0)"),
+        (NoLossScaling(), "NoLossScaling()"),
+        (jax.vmap(StaticLossScaling)(jnp.array([2.0, 4.0])), "=[2.0, 4.0])"),
+    ],
+    ids=["scale", "skipped", "static", "none", "several"],
+)
+def test_printed_scaling_shows_its_numbers(scaling, text):
+    assert text in str(scaling)
+    assert text in repr(scaling)
+
+
+def test_printed_scaling_in_a_trace_shows_types(dynamic):
+    texts = []
+    jax.jit(lambda scaling: texts.append(str(scaling)) or scaling)(dynamic)
+    assert "loss_scaling=f32[]" in texts[0]
+
+
 # --- Constructors ---------------------------------------------------------------------
 
 
@@ -768,7 +828,9 @@ ERRORS = [
         for make in (DynamicLossScaling, StaticLossScaling)
     ),
     *(
-        error("`loss_scaling` must be a number.*None", make, None, exception=TypeError)
+        error(
+            "`loss_scaling` must be a number, but None", make, None, exception=TypeError
+        )
         for make in (DynamicLossScaling, StaticLossScaling)
     ),
     error("`min_loss_scaling` must be positive.*0", DynamicLossScaling, 8.0, 0.0),
@@ -801,6 +863,41 @@ ERRORS = [
     error(
         "`backoff` must be between 0 and 1, but 0.0", DynamicLossScaling, backoff=0.0
     ),
+    *(
+        error(
+            f"`loss_scaling` must be a number, but {text}",
+            make,
+            value,
+            exception=TypeError,
+        )
+        for make in (DynamicLossScaling, StaticLossScaling)
+        for value, text in (("5", "'5' of type str"), (b"5", "b'5' of type bytes"))
+    ),
+    *(
+        error(
+            f"`{name}` must be a number, but '5' of type str",
+            DynamicLossScaling,
+            exception=TypeError,
+            **{name: "5"},
+        )
+        for name in ("min_loss_scaling", "max_loss_scaling", "factor", "backoff")
+    ),
+    *(
+        error(
+            f"`{name}` must be an integer, but {value} of type {kind}",
+            DynamicLossScaling,
+            exception=TypeError,
+            **{name: value},
+        )
+        for name in ("period", "hysteresis", "counter", "skipped", "tolerance")
+        for value, kind in ((2.5, "float"), (math.inf, "float"))
+    ),
+    *(
+        error(f"`{name}` must be 0 or more, but -1", DynamicLossScaling, **{name: -1})
+        for name in ("counter", "skipped", "consecutive_skipped")
+    ),
+    error("`tolerance` must be at least 1, but 0", DynamicLossScaling, tolerance=0),
+    error("`skipped` must be at most 2147483647", DynamicLossScaling, skipped=2**31),
     error("`init` must be a power of two, but 3000.0", DynamicLossScaling.pow2, 3000.0),
     error("`min` must be a power of two, but 3.0", DynamicLossScaling.pow2, min=3.0),
     error("`max` must be a power of two", DynamicLossScaling.pow2, max=65504.0),
@@ -810,7 +907,8 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("make", "args", "kwargs", "exception", "match"), ERRORS)
-def test_wrong_value_is_refused(make, args, kwargs, exception, match):
+def test_wrong_value_is_refused(make, args, kwargs, exception, match, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
     with pytest.raises(exception, match=match):
         make(*args, **kwargs)
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import mpx
-from models import POLICIES, count_traces, operand_dtypes
+from models import POLICIES, count_traces, equations, operand_dtypes
 from mpx import DynamicLossScaling, NoLossScaling
 from mpx.testing import assert_trees_equal
 
@@ -234,6 +234,52 @@ def test_retry_counts_as_one_step():
     assert float(result.scaling.loss_scaling) == 2.0**7
     assert int(model.calls[...]) == 1
     assert float(model.total[...]) == 400.0
+
+
+class Squaring(Counting):
+    """Squares its input in the dtype of the input, as a norm written by hand may."""
+
+    def __call__(self, x):
+        square = jnp.mean(jax.lax.stop_gradient(x) ** 2)
+        self.total[...] += square.astype(jnp.float32)
+        self.calls[...] += 1
+        return jnp.sum(self.w * x).astype(jnp.float32)
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_statistic_that_becomes_infinite_skips_the_step(steps):
+    model, x = Squaring(), jnp.full(4, 300.0)  # f16 holds the gradient, not the square
+    options = {"loss": counting_loss, "has_aux": False, "policy": POLICIES["f16"]}
+    scaling = DynamicLossScaling.pow2(8.0)
+    before = state_of(model)
+    if steps is None:
+        result = run(model, x, scaling=scaling, **options)
+    else:
+        result = mpx.accumulate(counting_loss, steps)(scaling, model, x)
+    assert mpx.all_finite((result.grads, result.value))
+    assert not result.finite
+    assert_trees_equal(state_of(model), before)
+    result = run(model, jnp.ones(4), scaling=scaling, **options)
+    assert result.finite
+    assert float(model.total[...]) == 1.0
+
+
+def test_untouched_variables_cost_no_check():
+    # Frozen weights may be most of a model.
+    def loss(model, x):
+        return jnp.sum(model.w[...] * x) + jnp.sum(model.frozen[...])
+
+    def step(x, frozen):
+        model = nnx.Dict(w=nnx.Param(x), frozen=nnx.Variable(frozen))
+        return mpx.value_and_grad(loss, policy="f32")(NoLossScaling(), model, x).finite
+
+    jaxpr = jax.make_jaxpr(step)(jnp.ones(3), jnp.ones(7))
+    checked = [
+        eqn.invars[0].aval.shape
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name == "is_finite"
+    ]
+    assert sorted(checked) == [(), (3,)]  # the loss and the gradient
 
 
 # --- Rngs, sharing, frozen modules ----------------------------------------------------

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import mpx
 from models import POLICIES, count_traces
@@ -329,6 +330,135 @@ def test_accumulated_statistics_are_those_of_sequential_steps(batch):
         preds.append(pred)
     assert_close(result.aux[0], state, 10 * F32_EPS)
     assert_close(result.aux[1], jnp.stack(preds), 40 * F32_EPS)
+
+
+# --- State that a finite gradient leaves spoilt ---------------------------------------
+
+
+class Squares(eqx.Module):
+    """Keeps a running second moment, squared in the dtype of the input."""
+
+    index: eqx.nn.StateIndex
+
+    def __init__(self, value=1.0):
+        self.index = eqx.nn.StateIndex(jnp.float32(value))
+
+    def __call__(self, x, state):
+        square = jnp.mean(lax.stop_gradient(x) ** 2).astype(jnp.float32)
+        return state.set(self.index, 0.9 * state.get(self.index) + 0.1 * square)
+
+
+def squares_loss(w, layer, state, x):
+    state = layer(x, state)
+    return jnp.sum(mpx.cast_to_float32(w * x)), state
+
+
+TOO_LARGE = jnp.full(4, 300.0)  # its square exceeds f16, its gradient does not
+WINDOWS = {
+    "value_and_grad": lambda loss, batch: mpx.value_and_grad(loss, has_aux=True),
+    "accumulate": lambda loss, batch: mpx.accumulate(
+        loss, 2, batch_argnums=batch, has_aux=True
+    ),
+}
+
+
+@pytest.fixture(params=WINDOWS.values(), ids=WINDOWS)
+def window(request):
+    return request.param
+
+
+def test_state_that_becomes_infinite_skips_the_step_and_is_rolled_back(window):
+    layer, state = eqx.nn.make_with_state(Squares)()
+    take = window(squares_loss, 3)
+    args = (DynamicLossScaling.pow2(8.0), jnp.float32(1.0), layer, state)
+    result = take(*args, TOO_LARGE)
+    assert mpx.all_finite((result.grads, result.value))
+    assert not result.finite
+    assert int(result.scaling.skipped) == 1
+    assert_trees_equal(result.aux, state)
+    assert take(*args, TOO_LARGE / 300).finite
+
+
+def test_paper_functions_look_at_the_state_too():
+    layer, state = eqx.nn.make_with_state(Squares)()
+    scaling, finite, _, after = mpx.filter_grad(
+        squares_loss, DynamicLossScaling.pow2(8.0), has_aux=True
+    )(jnp.float32(1.0), layer, state, TOO_LARGE)
+    assert not finite
+    assert int(scaling.skipped) == 1
+    assert_trees_equal(after, state)
+
+
+def test_state_that_was_infinite_before_does_not_stop_the_training():
+    layer, state = eqx.nn.make_with_state(Squares)(jnp.inf)
+    result = mpx.value_and_grad(squares_loss, has_aux=True)(
+        DynamicLossScaling.pow2(8.0), jnp.float32(1.0), layer, state, jnp.ones(4)
+    )
+    assert result.finite
+
+
+def linen_squares(w, batch_stats, x):
+    square = jnp.mean(lax.stop_gradient(x) ** 2).astype(jnp.float32)
+    stats = {
+        "norm": {"mean": jnp.zeros(()), "var": batch_stats["norm"]["var"] + square}
+    }
+    return jnp.sum(mpx.cast_to_float32(w * x)), stats
+
+
+def linen_named(w, batch_stats, x):
+    value, stats = linen_squares(w, batch_stats, x)
+    return value, {"updates": {"batch_stats": stats}, "x": x}
+
+
+def linen_in_a_state(w, state, x):
+    return linen_squares(w, state["batch_stats"], x)
+
+
+STATS = {"norm": {"mean": jnp.float32(0.5), "var": jnp.float32(1.0)}}
+# How Linen's statistics go in and come back.
+LINEN = {
+    "bare": (linen_squares, STATS, lambda aux: aux),
+    "named": (linen_named, STATS, lambda aux: aux["updates"]["batch_stats"]),
+    "in a state": (linen_in_a_state, {"batch_stats": STATS}, lambda aux: aux),
+}
+
+
+@pytest.mark.parametrize(("loss", "given", "of"), LINEN.values(), ids=LINEN)
+def test_linen_statistics_that_become_infinite_are_rolled_back(loss, given, of, window):
+    take = functools.partial(
+        window(loss, 2), DynamicLossScaling.pow2(8.0), jnp.float32(1.0), given
+    )
+    result = take(TOO_LARGE)
+    assert mpx.all_finite((result.grads, result.value))
+    assert not result.finite
+    for name in ("mean", "var"):  # stacked by `accumulate`
+        assert jnp.all(of(result.aux)["norm"][name] == STATS["norm"][name])
+    result = take(jnp.ones(4))
+    assert result.finite
+    assert jnp.all(of(result.aux)["norm"]["var"] == 2.0)
+
+
+def test_closed_over_linen_statistics_count_though_they_cannot_be_rolled_back():
+    def loss(w, x):
+        value, stats = linen_squares(w, STATS, x)
+        return value, {"batch_stats": stats}
+
+    result = mpx.value_and_grad(loss, has_aux=True)(
+        DynamicLossScaling.pow2(8.0), jnp.float32(1.0), TOO_LARGE
+    )
+    assert not result.finite
+
+
+def test_results_that_are_no_statistics_are_left_alone():
+    def loss(w, batch_stats, x):
+        value, _ = linen_squares(w, batch_stats, x)
+        return value, {"mean": jnp.float32(jnp.inf), "norm": {"mean": jnp.zeros(())}}
+
+    result = mpx.value_and_grad(loss, has_aux=True)(
+        DynamicLossScaling.pow2(8.0), jnp.float32(1.0), STATS, jnp.ones(4)
+    )
+    assert result.finite
+    assert jnp.isinf(result.aux["mean"])
 
 
 # --- Flax Linen -----------------------------------------------------------------------

@@ -98,6 +98,15 @@ def test_one_bad_number_anywhere_is_found(make, bad):
     assert not mpx.all_finite(tree)
 
 
+@pytest.mark.parametrize(
+    "dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"]
+)
+def test_nan_of_eight_bits_is_found(dtype):
+    for x in (jnp.array([1.0, jnp.nan], dtype), np.array([1.0, np.nan], dtype)):
+        assert not mpx.all_finite({"x": x})
+        assert mpx.all_finite({"x": x[:1]})
+
+
 def test_whole_model_with_functions_can_be_checked():
     assert mpx.all_finite([Layer(jnp.ones(2)), Layer(jnp.ones(2), jnp.zeros(2))])
     assert not mpx.all_finite([Layer(jnp.ones(2), jnp.array([0.0, jnp.nan]))])

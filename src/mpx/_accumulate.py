@@ -10,19 +10,13 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
+from mpx._arguments import as_count, as_counts
 from mpx._call import Call, State
 from mpx._compat import varying_like, zeros_of
-from mpx._grad import (
-    Evaluation,
-    GradOptions,
-    GradResult,
-    Recorder,
-    check_scaling,
-    differentiate,
-    evaluate,
-    local_parameters,
-    package,
-)
+from mpx._evaluate import Evaluation, Recorder, evaluate
+from mpx._grad import GradResult, differentiate, local_parameters, package
+from mpx._grad_checks import warn_of_constant_scaling
+from mpx._grad_options import GradOptions, check_scaling
 from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._policy import Policy
 from mpx._tree import AxisName, is_array, map_with_name, shape_of
@@ -77,19 +71,17 @@ def accumulate(
         >>> step(NoLossScaling(), jnp.float32(1.0), jnp.arange(8.0)).grads
         Array(3.5, dtype=float32)
     """
-    if steps < 1:
-        raise ValueError(f"`steps` must be at least 1, but {steps} was given.")
-    options = GradOptions(
+    steps = as_count(steps, "steps", at_least=1)
+    options = GradOptions.checked(
         argnums=argnums,
         has_aux=has_aux,
         policy=policy,
         grad_dtype=grad_dtype,
         axis_name=axis_name,
         retry=retry,
-    ).resolved()
-    batches = (
-        (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
     )
+    batches = as_counts(batch_argnums, "batch_argnums")
+    batches = (batches,) if isinstance(batches, int) else batches
     if min(batches, default=0) < 0:
         raise ValueError(
             f"`batch_argnums` must be 0 or more, but {batch_argnums} was given. Count "
@@ -101,6 +93,7 @@ def accumulate(
         @functools.wraps(func)
         def wrapper(scaling: Any, /, *args: Any, **kwargs: Any) -> GradResult:
             check_scaling(scaling)
+            warn_of_constant_scaling(scaling)
             window = _Window(
                 func,
                 args,
@@ -156,6 +149,12 @@ class _Window:
         counted = (i + len(args) if i < 0 else i for i in options.argnum_tuple())
         _check_disjoint(batches, tuple(counted))
         self.parts = {i: _split(args[i], steps, f"argument {i}") for i in batches}
+        if not any(jax.tree.leaves(arrays) for arrays, _ in self.parts.values()):
+            raise ValueError(
+                f"The batch (argument {', '.join(map(str, batches)) or 'none'}) holds no "
+                "array that could be split. Set `batch_argnums` to the arguments of the "
+                "function that are batches."
+            )
         self.call = self._make_call({})
 
     def run(self, scaling: LossScaling) -> Evaluation:
@@ -179,24 +178,26 @@ class _Window:
             return result.state, result._replace(grads=wide.unscale(result.grads))
 
         def body(carry: Any, arrays: dict[int, PyTree]) -> tuple[Any, PyTree]:
-            state, value, grads, observed = carry
+            state, value, grads, spoilt, observed = carry
             state, result = part(state, arrays)
             total = jax.tree.map(jnp.add, grads, result.grads)
             # All parts are scaled alike, by what the window before has seen.
             largest = jax.tree.map(jnp.maximum, observed, result.observed)
-            return (state, value + result.value, total, largest), result.aux
+            spoilt |= result.spoilt
+            return (state, value + result.value, total, spoilt, largest), result.aux
 
         arrays = {i: arrays for i, (arrays, _) in self.parts.items()}
         first = jax.tree.map(lambda x: x[0], arrays)
         state, result = jax.eval_shape(part, self.call.state, first)
         # A loop carry has one type: shared between devices or not, from the start.
-        sums = jax.tree.map(zeros_of, (result.value, result.grads, result.observed))
+        summed = (result.value, result.grads, result.spoilt, result.observed)
+        sums = jax.tree.map(zeros_of, summed)
         carry = (jax.tree.map(varying_like, self.call.state, state), *sums)
-        (state, value, grads, observed), aux = lax.scan(body, carry, arrays)
+        (state, value, grads, spoilt, observed), aux = lax.scan(body, carry, arrays)
         if self.mean:
             value = value / self.steps
             grads = jax.tree.map(lambda g: g / self.steps, grads)
-        return Evaluation(value, aux, grads, state, observed)
+        return Evaluation(value, aux, grads, state, spoilt, observed)
 
 
 def _make_call(
@@ -209,7 +210,6 @@ def _make_call(
     scales: Any,
 ) -> Call:
     args = [parts.get(i, arg) for i, arg in enumerate(args)]
-    assert isinstance(options.policy, Policy)
     argnums = options.argnum_tuple()
     return Call(func, args, kwargs, argnums, options.policy, scales=scales)
 

@@ -6,6 +6,8 @@ rest. The step is evaluated on the first two and never on Python side effects, s
 be repeated, accumulated and undone.
 """
 
+import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,8 +21,16 @@ from mpx import _nnx
 from mpx._cast import cast_leaf, cast_like
 from mpx._formats import at_least_f32
 from mpx._policy import Policy
-from mpx._tree import dtype_of, is_array, is_floating, is_inexact, shape_of
-from mpx._wrapped import argument_names, is_amp, original
+from mpx._statistics import linen_collections
+from mpx._tree import (
+    dtype_of,
+    is_array,
+    is_floating,
+    is_inexact,
+    named_leaves,
+    shape_of,
+)
+from mpx._wrapped import argument_names, arguments_cast_for, is_amp, original
 
 
 class State(NamedTuple):
@@ -39,11 +49,15 @@ class Call:
     """A user's function and one set of arguments for it.
 
     Attributes:
+        func: The function.
+        policy: How its arguments are cast; `None` if they are not.
         diff: The differentiated arguments: arrays, `None` for what has no gradient.
         state: The state before the call.
         scales: The `Fp8State` of a function under `fp8` with delayed scaling, or `None`.
     """
 
+    func: Callable[..., Any]
+    policy: Policy | None
     diff: tuple[PyTree, ...]
     state: State
     scales: Any
@@ -73,7 +87,8 @@ class Call:
             ValueError: If it holds nothing to differentiate.
         """
         # A function under `amp` casts by itself, operation by operation.
-        self._func, self._policy = func, None if is_amp(func) else policy
+        self.func, self.policy = func, None if is_amp(func) else policy
+        self._may_call_amp = False
         self.scales = scales
         # A name that also comes by keyword is for the function to refuse or to accept.
         self._names = [
@@ -114,7 +129,9 @@ class Call:
             arguments = _nnx.put_back(arguments, merged.objects)
         args = [arguments.pop(name) for name in self._names]
         first = () if scales is None else (scales,)
-        out = self._func(*first, *args, **arguments)
+        watched = self.policy is not None and not self._may_call_amp
+        with arguments_cast_for(self) if watched else contextlib.nullcontext():
+            out = self.func(*first, *args, **arguments)
         return out, State(
             _changed_states(out, state.equinox),
             None if merged is None else _nnx.rest_of(merged),
@@ -130,12 +147,12 @@ class Call:
         arrays, params = self._take_params(diff)
         for name, tree in arrays.items():
             arguments[name] = eqx.combine(tree, arguments[name])
-        if self._policy is not None:
-            arguments = self._policy.cast_to_compute(arguments)
+        if self.policy is not None:
+            arguments = self.policy.cast_to_compute(arguments)
         if self._split is None:
             return arguments, None
         split = self._split._replace(params=params, rest=state.nnx)
-        return arguments, _nnx.merge(split, self._policy)
+        return arguments, _nnx.merge(split, self.policy)
 
     def _take_params(
         self, diff: tuple[PyTree, ...]
@@ -154,9 +171,9 @@ class Call:
         The derivative with respect to a stored 16-bit parameter would be rounded to
         its dtype. Everything else comes back as it is.
         """
-        if self._policy is None:
+        if self.policy is None:
             return diff
-        size = self._policy.resolved_compute_dtype().itemsize
+        size = self.policy.resolved_compute_dtype().itemsize
         floats = (dtype_of(x) for x in jax.tree.leaves(diff) if is_floating(x))
         if all(dtype.itemsize >= size for dtype in floats):
             return diff
@@ -191,6 +208,32 @@ class Call:
         static = {name: self._static[name] for name in arrays}
         wide = _fill_slots(arrays, static, widen(params, param_types))
         return tuple(wide[name] for name in self._diff_names)
+
+    def without_casts(self) -> "Call":
+        """Returns the same call with the arguments as they are."""
+        call = copy.copy(self)
+        call.policy = None
+        return call
+
+    def with_amp_in_casts(self) -> "Call":
+        """Returns the same call, in which `amp` may be called on cast arguments."""
+        call = copy.copy(self)
+        call._may_call_amp = True
+        return call
+
+    def diff_names(self) -> list[str]:
+        """Returns the names of the differentiated arrays, in the order of the leaves."""
+        trees = zip(self._diff_names, self.diff, strict=True)
+        return [
+            "/".join(filter(None, (name, path)))
+            for name, tree in trees
+            for path, _ in named_leaves(tree)
+        ]
+
+    def linen_statistics(self) -> list[dict[str, Any]]:
+        """Returns the `batch_stats` of Flax Linen among the arguments."""
+        diff = dict(zip(self._diff_names, self.diff, strict=True))
+        return linen_collections([self._static, diff])
 
     def commit(self, out: Any, state: State) -> Any:
         """Puts a state into effect: into the result and into the caller's objects."""

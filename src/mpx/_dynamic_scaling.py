@@ -6,21 +6,15 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from mpx._arguments import as_count, as_real, check_value
 from mpx._compat import is_tracer
 from mpx._formats import parse_float_dtype
 from mpx._half import half_precision_datatype
-from mpx._loss_scaling import (
-    LossScaling,
-    NoLossScaling,
-    check_scale,
-    check_value,
-    f32_scalar,
-)
-from mpx._tree import AxisName, as_flag
+from mpx._loss_scaling import LossScaling, NoLossScaling, check_scale, f32_scalar
+from mpx._tree import AxisName, all_devices, as_flag
 
 
 class DynamicLossScaling(LossScaling):
@@ -68,7 +62,7 @@ class DynamicLossScaling(LossScaling):
     hysteresis: int = eqx.field(static=True)
     consecutive_hysteresis: bool = eqx.field(static=True)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - `dataclasses.replace` passes every field
         self,
         loss_scaling: Any = 2.0**15,
         min_loss_scaling: Any = 1.0,
@@ -80,6 +74,9 @@ class DynamicLossScaling(LossScaling):
         backoff: float | None = None,
         hysteresis: int = 1,
         consecutive_hysteresis: bool = False,
+        skipped: Any = 0,
+        consecutive_skipped: Any = 0,
+        tolerance: Any = None,
     ) -> None:
         """Checks the values that are concrete and stores them as f32 and i32.
 
@@ -94,17 +91,24 @@ class DynamicLossScaling(LossScaling):
             hysteresis: Non-finite steps that one backoff needs. The tolerance is
                 refilled by growth.
             consecutive_hysteresis: Refill the tolerance at every finite step.
+            skipped: Non-finite steps so far, for a restored state.
+            consecutive_skipped: Non-finite steps in a row so far.
+            tolerance: Non-finite steps left before the next backoff; `None` is
+                `hysteresis`.
 
         Raises:
+            TypeError: If a value is no number, or a count no integer.
             ValueError: If a value is out of its range.
         """
         check_scale(loss_scaling, "loss_scaling")
         check_scale(min_loss_scaling, "min_loss_scaling")
-        check_scale(float(max_loss_scaling), "max_loss_scaling")
-        check_value(1 < factor < math.inf, "factor", "more than 1", factor)
-        check_value(period >= 1, "period", "at least 1", period)
-        check_value(hysteresis >= 1, "hysteresis", "at least 1", hysteresis)
-        backoff = 1 / factor if backoff is None else backoff
+        max_loss_scaling = as_real(max_loss_scaling, "max_loss_scaling")
+        check_scale(max_loss_scaling, "max_loss_scaling")
+        check_value(
+            1 < as_real(factor, "factor") < math.inf, "factor", "more than 1", factor
+        )
+        hysteresis = as_count(hysteresis, "hysteresis", at_least=1)
+        backoff = 1 / factor if backoff is None else as_real(backoff, "backoff")
         check_value(0 < backoff < 1, "backoff", "between 0 and 1", backoff)
         if not is_tracer(min_loss_scaling):
             check_value(
@@ -115,16 +119,22 @@ class DynamicLossScaling(LossScaling):
             )
         self.loss_scaling = f32_scalar(loss_scaling)
         self.min_loss_scaling = f32_scalar(min_loss_scaling)
-        self.counter = jnp.array(0 if counter is None else counter, dtype=jnp.int32)
-        self.skipped = jnp.zeros((), jnp.int32)
-        self.consecutive_skipped = jnp.zeros((), jnp.int32)
-        self.tolerance = jnp.array(hysteresis, dtype=jnp.int32)
+        self.counter = _i32_scalar(0 if counter is None else counter, "counter", 0)
+        self.skipped = _i32_scalar(skipped, "skipped", 0)
+        self.consecutive_skipped = _i32_scalar(
+            consecutive_skipped, "consecutive_skipped", 0
+        )
+        self.tolerance = _i32_scalar(
+            hysteresis if tolerance is None else tolerance, "tolerance", 1
+        )
         self.factor = factor
-        self.period = period
-        self.max_loss_scaling = float(max_loss_scaling)
-        self.backoff = float(backoff)
+        self.period = as_count(period, "period", at_least=1)
+        self.max_loss_scaling = max_loss_scaling
+        self.backoff = backoff
         self.hysteresis = hysteresis
         self.consecutive_hysteresis = consecutive_hysteresis
+        constant = is_tracer(self.loss_scaling) and not is_tracer(loss_scaling)
+        object.__setattr__(self, "made_of_constants", constant)
 
     @classmethod
     def pow2(
@@ -177,7 +187,7 @@ class DynamicLossScaling(LossScaling):
         """
         finite = as_flag(grads_finite, "grads_finite")
         if axis_name is not None:
-            finite = lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+            finite = all_devices(finite, axis_name)
         grow = finite & (self.counter >= self.period - 1)
         tolerance = jnp.where(finite, self.tolerance, self.tolerance - 1)
         back_off = ~finite & (tolerance <= 0)
@@ -198,10 +208,11 @@ class DynamicLossScaling(LossScaling):
             ),
             self,
             (
-                jnp.maximum(scale, self.min_loss_scaling),
+                # `fmax`, which takes the floor for a scale that is nan.
+                jnp.fmax(scale, self.min_loss_scaling),
                 jnp.where(finite & ~grow, self.counter + 1, 0),
-                self.skipped + (~finite).astype(jnp.int32),
-                jnp.where(finite, 0, self.consecutive_skipped + 1),
+                jnp.where(finite, self.skipped, _next(self.skipped)),
+                jnp.where(finite, 0, _next(self.consecutive_skipped)),
                 tolerance,
             ),
         )
@@ -224,12 +235,17 @@ class DynamicLossScaling(LossScaling):
             max_consecutive: How many skipped steps in a row are too many.
 
         Raises:
-            FloatingPointError: If so many steps were skipped in a row at the floor.
+            FloatingPointError: If so many steps were skipped in a row at the floor, or
+                if the scale is nan.
         """
-        check_value(
-            max_consecutive >= 1, "max_consecutive", "at least 1", max_consecutive
-        )
+        max_consecutive = as_count(max_consecutive, "max_consecutive", at_least=1)
         skipped, scale = int(self.consecutive_skipped), float(self.loss_scaling)
+        if math.isnan(scale):
+            raise FloatingPointError(
+                "The loss scale is nan, so every gradient is. `adjust` never makes one: "
+                "look where the scaling was restored or written to, and make a new one "
+                "with `mpx.DynamicLossScaling.pow2()`."
+            )
         if skipped >= max_consecutive and scale <= float(self.min_loss_scaling):
             raise FloatingPointError(
                 f"The gradients were not finite in the last {skipped} steps although "
@@ -237,6 +253,20 @@ class DynamicLossScaling(LossScaling):
                 "from the scale: look for an inf or nan in the data, the loss or the "
                 "parameters, or use bf16, which has the range of f32."
             )
+
+
+def _i32_scalar(value: Any, what: str, at_least: int) -> Int[Array, ""]:
+    """Returns a count as i32; raises if it is known and out of range."""
+    if not is_tracer(value):
+        value = as_count(value, what, at_least=at_least)
+        most = np.iinfo(np.int32).max
+        check_value(value <= most, what, f"at most {most}, the largest i32", value)
+    return jnp.array(value, dtype=jnp.int32)
+
+
+def _next(count: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
+    """Returns the count plus one; the largest i32 stays."""
+    return jnp.where(count == np.iinfo(np.int32).max, count, count + 1)
 
 
 def default_loss_scaling(dtype: DTypeLike | None = None) -> LossScaling:

@@ -10,18 +10,17 @@ from jax.typing import DTypeLike
 
 from mpx._call import Call
 from mpx._cast import cast_tree
+from mpx._evaluate import Recorder, evaluate
 from mpx._grad import (
-    GradOptions,
     GradResult,
-    Recorder,
-    check_scaling,
-    evaluate,
     finish_grads,
     grad_result,
     local_parameters,
     package,
     reduce_over_devices,
 )
+from mpx._grad_checks import warn_of_constant_scaling
+from mpx._grad_options import GradOptions, check_scaling
 from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._policy import Policy, as_policy
 from mpx._tree import AxisName
@@ -75,14 +74,14 @@ def filter_grad(
         >>> grads, bool(grads_finite)
         (Array([1., 1.], dtype=float32), True)
     """
-    options = GradOptions(
+    options = GradOptions.checked(
         argnums=argnums,
         has_aux=has_aux,
         policy=policy,
         grad_dtype=grad_dtype,
         axis_name=axis_name,
         retry=retry,
-    ).resolved()
+    )
 
     def finish(result: GradResult) -> tuple[Any, ...]:
         answer = (result.scaling, result.finite, result.grads)
@@ -106,8 +105,8 @@ def filter_value_and_grad(
     """Computes the loss too; the counterpart of `eqx.filter_value_and_grad`.
 
     The returned function returns `(value, scaling, grads_finite, grads)`, where `value`
-    is the pair `(loss, aux)` if `has_aux`. The loss is the one that `func` computed,
-    unscaled and in f32.
+    is the pair `(loss, aux)` if `has_aux`. The loss is the one that `func` returned,
+    unscaled and widened to f32; see `GradResult` for its precision.
 
     Args:
         func: The loss function. Leave it out to use it as a decorator.
@@ -133,14 +132,14 @@ def filter_value_and_grad(
         >>> value, grads
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
-    options = GradOptions(
+    options = GradOptions.checked(
         argnums=argnums,
         has_aux=has_aux,
         policy=policy,
         grad_dtype=grad_dtype,
         axis_name=axis_name,
         retry=retry,
-    ).resolved()
+    )
 
     def finish(result: GradResult) -> tuple[Any, ...]:
         value = (result.value, result.aux) if has_aux else result.value
@@ -195,7 +194,6 @@ def _check_switch(use_mixed_precision: Any) -> None:
 
 
 def _needed_scaling(options: GradOptions) -> LossScaling:
-    assert isinstance(options.policy, Policy)
     if options.policy.resolved_compute_dtype() == np.float16:
         raise ValueError(
             "f16 gradients need a loss scaling, but none was given. Pass "
@@ -261,14 +259,14 @@ def calculate_scaled_grad(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         policy = as_policy(None) if use_mixed_precision else None
         used = scaling if use_mixed_precision else NoLossScaling()
-        if policy is not None and args:
-            # The gradient has the dtype of what it is taken for: a half-precision copy.
-            args = (cast_tree(args[0], policy.resolved_compute_dtype()), *args[1:])
+        warn_of_constant_scaling(used)
         call = Call(func, args, kwargs, (0,), policy)
         recorder = Recorder()
         result = evaluate(call, call.diff, call.state, used, recorder, has_aux=has_aux)
-        value = used.scale(result.value)
+        value, grads = used.scale(result.value), result.grads[0]
+        if policy is not None:
+            grads = cast_tree(grads, policy.resolved_compute_dtype())
         aux = call.commit(recorder.merge(result.aux), result.state)
-        return ((value, aux) if has_aux else value), result.grads[0]
+        return ((value, aux) if has_aux else value), grads
 
     return wrapper

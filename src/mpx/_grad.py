@@ -1,28 +1,29 @@
 """Gradients in mixed precision: cast, scale, differentiate, reduce, unscale, check."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, PyTree
 
-from mpx._call import Call, State, as_loss, unpack
+from mpx._call import Call, State
 from mpx._cast import cast_leaf
-from mpx._compat import as_varying, varying_axes
-from mpx._formats import at_least_f32, parse_float_dtype
-from mpx._half import gradient_function
+from mpx._compat import varying_axes
+from mpx._evaluate import Evaluation, Recorder, as_local, evaluate
+from mpx._formats import at_least_f32
+from mpx._grad_checks import warn_of_constant_scaling
+from mpx._grad_options import GradOptions, check_scaling
 from mpx._loss_scaling import LossScaling
-from mpx._policy import Policy, as_policy
+from mpx._policy import Policy
+from mpx._statistics import replaced_statistics, roll_back
 from mpx._tree import (
     AxisName,
+    all_devices,
     all_finite,
-    dtype_of,
     is_floating,
     named_leaves,
     select_tree,
@@ -34,11 +35,15 @@ class GradResult(NamedTuple):
     """What `value_and_grad` and `accumulate` return.
 
     Attributes:
-        value: The loss as the function computed it, unscaled, f32 or wider.
+        value: The loss that the function returned, unscaled and widened to f32. It has
+            the precision in which the function computed it: a loss returned in 16 bits
+            was rounded to 16 bits, to 3 significant digits in bf16. Cast the logits to
+            f32 in the function, or use `amp`, for a loss in full precision.
         aux: What the function returned besides, `None` without `has_aux`.
         grads: The unscaled gradients; `None` for leaves without one.
         scaling: The loss scaling for the next step.
-        finite: Whether all gradients are finite, bool[]. If not, skip the update.
+        finite: Whether the gradients and the loss are finite, and no state became
+            infinite or nan that was finite before, bool[]. If not, skip the update.
         fp8: The `Fp8State` for the next step, for functions under `fp8` with
             `DelayedScaling`; else `None`.
 
@@ -57,111 +62,6 @@ class GradResult(NamedTuple):
     fp8: Any = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GradOptions:
-    """How a gradient is taken; see `value_and_grad` for the meaning of each."""
-
-    argnums: int | Sequence[int] = 0
-    has_aux: bool = False
-    policy: Policy | str | None = None
-    grad_dtype: DTypeLike | None = None
-    axis_name: AxisName | None = None
-    retry: int = 0
-
-    def resolved(self) -> "GradOptions":
-        """Returns the options with policy and dtypes checked.
-
-        Raises:
-            ValueError: If `retry` is negative or a dtype is not floating.
-            TypeError: If `policy` is neither a policy nor a string.
-        """
-        if self.retry < 0:
-            raise ValueError(f"`retry` must be 0 or more, but {self.retry} was given.")
-        policy = as_policy(self.policy)
-        dtype = policy.grad_dtype if self.grad_dtype is None else self.grad_dtype
-        dtype = None if dtype is None else parse_float_dtype(dtype, "grad_dtype")
-        return dataclasses.replace(self, policy=policy, grad_dtype=dtype)
-
-    def argnum_tuple(self) -> tuple[int, ...]:
-        """Returns the differentiated positions as a tuple."""
-        if isinstance(self.argnums, int):
-            return (self.argnums,)
-        return tuple(self.argnums)
-
-
-class Evaluation(NamedTuple):
-    """One forward and backward pass: everything in it is an array or a pytree of them.
-
-    Attributes:
-        value: The unscaled loss.
-        aux: The arrays among what the function returned besides.
-        grads: The gradients of the scaled loss, one tree per differentiated argument.
-        state: The state after the call.
-        observed: What delayed fp8 scales have seen, `None` without them.
-    """
-
-    value: Array
-    aux: PyTree
-    grads: tuple[PyTree, ...]
-    state: State
-    observed: PyTree = None
-
-
-class Recorder:
-    """Keeps the part of `aux` that is not an array while JAX traces the rest."""
-
-    static: PyTree = None
-
-    def split(self, aux: Any) -> PyTree:
-        """Stores what is no array and returns the arrays."""
-        arrays, self.static = eqx.partition(aux, eqx.is_array)
-        return arrays
-
-    def merge(self, arrays: PyTree) -> Any:
-        """Returns `aux` as the function returned it."""
-        return eqx.combine(arrays, self.static)
-
-
-def evaluate(
-    call: Call,
-    diff: tuple[PyTree, ...],
-    state: State,
-    scaling: LossScaling,
-    recorder: Recorder,
-    *,
-    has_aux: bool,
-    grad_dtype: Any = None,
-    axis_name: AxisName | None = None,
-) -> Evaluation:
-    """Runs a call forward and backward on the scaled loss."""
-
-    def scaled_loss(diff: tuple[PyTree, ...], scales: Any) -> tuple[Array, Any]:
-        out, after = call.run(diff, state, scales)
-        value, aux = unpack(out, has_aux)
-        loss = as_loss(value, has_aux)
-        return scaling.scale(loss), (loss, recorder.split(aux), after)
-
-    # The gradient of fp8 scales is what they have observed: see `Fp8State`.
-    differentiated = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
-    scales = _local(call.scales, axis_name)
-    wide = call.widened(diff)
-    with gradient_function():
-        (grads, observed), (loss, aux, after) = differentiated(wide, scales)
-    if wide is not diff:
-        grads = jax.tree.map(functools.partial(_narrow, grad_dtype), grads, diff)
-    return Evaluation(loss, aux, grads, after, observed)
-
-
-def _narrow(grad_dtype: Any, grad: Array, param: Any) -> Array:
-    """Returns a gradient no wider than its parameter, f32 and what was asked for."""
-    if not is_floating(grad):
-        return grad
-    dtype = at_least_f32(dtype_of(param))
-    if grad_dtype is not None and grad_dtype.itemsize > dtype.itemsize:
-        dtype = grad_dtype
-    return cast_leaf(grad, dtype)
-
-
 def differentiate(
     run: Callable[[LossScaling], Evaluation],
     before: State,
@@ -172,7 +72,7 @@ def differentiate(
 
     Returns:
         The evaluation with unscaled gradients and the state that is to be kept, the
-        next scaling, and whether the gradients are finite.
+        next scaling, and whether gradients, loss and state are finite.
     """
 
     def attempt(
@@ -181,7 +81,7 @@ def differentiate(
         result = reduce_over_devices(run(scaling), options)
         # Undo with the scale that scaled: after a growth step the new one is larger.
         grads = finish_grads(scaling.unscale(result.grads), options.grad_dtype)
-        finite = all_finite(grads)
+        finite = all_finite((grads, result.value)) & ~result.spoilt
         return result._replace(grads=grads), scaling.adjust(finite), finite
 
     result, scaling, finite = attempt(scaling)
@@ -200,7 +100,6 @@ def reduce_over_devices(result: Evaluation, options: GradOptions) -> Evaluation:
     """Averages loss and gradients over devices, in the policy's `reduce_dtype`."""
     if options.axis_name is None:
         return result
-    assert isinstance(options.policy, Policy)
     dtype = options.policy.reduce_dtype
 
     def mean(x: Array) -> Array:
@@ -211,6 +110,7 @@ def reduce_over_devices(result: Evaluation, options: GradOptions) -> Evaluation:
     return result._replace(
         value=lax.pmean(result.value, options.axis_name),
         grads=jax.tree.map(mean, result.grads),
+        spoilt=~all_devices(~result.spoilt, options.axis_name),
         observed=jax.tree.map(
             lambda x: lax.pmax(x, options.axis_name), result.observed
         ),
@@ -245,26 +145,7 @@ def local_parameters(call: Call, axis_name: AxisName | None) -> tuple[PyTree, ..
                 "Pass it replicated (`in_specs=P()`), or use jit with a NamedSharding, "
                 "which needs no `axis_name`, for sharded parameters."
             )
-    return _local(call.diff, axis_name)
-
-
-def _local(tree: PyTree, axis_name: AxisName | None) -> Any:
-    """Marks arrays as each device's own."""
-    if axis_name is None:
-        return tree
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    return jax.tree.map(lambda x: as_varying(jnp.asarray(x), names), tree)
-
-
-def check_scaling(scaling: Any) -> None:
-    """Raises unless `scaling` can scale, unscale and adjust."""
-    if not all(hasattr(scaling, name) for name in ("scale", "unscale", "adjust")):
-        raise TypeError(
-            "`scaling` must be a loss scaling such as `mpx.DynamicLossScaling.pow2()`, "
-            f"but {type(scaling).__name__} was given. For bf16 pass `mpx.NoLossScaling()`. "
-            "(`value_and_grad` and `accumulate` take it as the first argument of the "
-            "transformed function.)"
-        )
+    return as_local(call.diff, axis_name)
 
 
 def value_and_grad(
@@ -288,8 +169,11 @@ def value_and_grad(
     Floating arrays inside the differentiated arguments get a gradient, everything else
     (integers, keys, functions, strings) `None`. NNX modules are updated in place as by
     `nnx.value_and_grad`: BatchNorm statistics and dropout counters advance. They, and
-    an Equinox `State` returned in `aux`, stay f32 and are rolled back when the
-    gradients are not finite.
+    an Equinox `State` or Linen's `batch_stats` returned in `aux`, stay f32. A step is
+    skipped, and they are rolled back, if the gradients, the loss or they themselves
+    become infinite or nan.
+
+    A function under `amp`, or one that calls `amp`, gets its arguments uncast.
 
     Args:
         func: The loss function, returning a scalar or `(scalar, aux)`. Leave it out to
@@ -309,6 +193,11 @@ def value_and_grad(
         TypeError: If the loss is no real floating scalar, or no scaling was passed.
         ValueError: If a differentiated argument holds no floating array.
 
+    Warns:
+        RuntimeWarning: While tracing: of a closed-over f32 batch that brings the model
+            back to f32; of a parameter whose gradient a long loop adds up in 16 bits;
+            and of a dynamic scaling that is a constant of the jitted function.
+
     Examples:
         >>> from mpx import DynamicLossScaling
         >>> @jax.jit
@@ -320,14 +209,14 @@ def value_and_grad(
         >>> result.value, result.grads
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
-    options = GradOptions(
+    options = GradOptions.checked(
         argnums=argnums,
         has_aux=has_aux,
         policy=policy,
         grad_dtype=grad_dtype,
         axis_name=axis_name,
         retry=retry,
-    ).resolved()
+    )
     if func is None:
         return functools.partial(_bind, options)
     return _bind(options, func)
@@ -351,7 +240,7 @@ def grad_result(
 ) -> GradResult:
     """Computes loss and gradients of one call."""
     check_scaling(scaling)
-    assert isinstance(options.policy, Policy)
+    warn_of_constant_scaling(scaling)
     scales, args = take_scales(func, args)
     argnums = options.argnum_tuple()
     call = Call(func, args, kwargs, argnums, options.policy, scales=scales)
@@ -378,7 +267,9 @@ def package(
 ) -> GradResult:
     """Puts the state into effect and returns the result in its public form."""
     result, scaling, finite = outcome
-    aux = call.commit(recorder.merge(result.aux), result.state)
+    before = replaced_statistics(result.aux, call.linen_statistics())
+    aux = roll_back(finite, result.aux, before)
+    aux = call.commit(recorder.merge(aux), result.state)
     grads = result.grads[0] if isinstance(options.argnums, int) else result.grads
     fp8 = None
     if call.scales is not None:

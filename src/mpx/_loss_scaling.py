@@ -4,6 +4,7 @@ Gradients that would vanish in f16 survive when the loss is multiplied by a scal
 differentiation and the gradients are divided by it afterwards.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -15,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from mpx._arguments import as_count, as_real, check_value
 from mpx._compat import is_tracer
-from mpx._formats import at_least_f32
+from mpx._formats import at_least_f32, short_name
 from mpx._tree import AxisName, is_inexact, shape_of
 
 LARGEST_SCALE = 2.0**126
@@ -37,6 +39,15 @@ class LossScaling(eqx.Module):
     loss_scaling: eqx.AbstractVar[Float[Array, "*batch"]]
 
     mpx_keeps_dtypes = True
+
+    # Set where a scaling is made from Python numbers while JAX traces. No field: a
+    # scaling that comes out of a transformation does not have it.
+    made_of_constants = False
+
+    @property
+    def adapts(self) -> bool:
+        """Whether `adjust` may return another scale."""
+        return type(self).adjust is not LossScaling.adjust
 
     def scale(self, tree: PyTree) -> PyTree:
         """Multiplies floating and complex leaves by the scale, in f32 or wider.
@@ -62,6 +73,27 @@ class LossScaling(eqx.Module):
     def metrics(self) -> dict[str, Array]:
         """Returns what to log, as arrays: nothing is read back to the host."""
         return {"loss_scaling": self.loss_scaling}
+
+    def raise_if_stuck(self, max_consecutive: int = 20) -> None:
+        """Does nothing: a scaling that does not adapt counts no skipped steps.
+
+        It is here so that a training loop need not know which scaling it uses.
+        """
+        as_count(max_consecutive, "max_consecutive", at_least=1)
+
+    def __repr__(self) -> str:
+        """Shows the values; of traced arrays and arrays of other hosts the types."""
+        fields = (field.name for field in dataclasses.fields(self))
+        shown = (f"{name}={_shown(getattr(self, name))}" for name in fields)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, jax.Array):
+        return repr(value)
+    if is_tracer(value) or value.is_deleted() or not value.is_fully_addressable:
+        return f"{short_name(value.dtype)}{list(value.shape)}"
+    return repr(value.tolist())
 
 
 class StaticLossScaling(LossScaling):
@@ -154,12 +186,6 @@ def _map_wide(fn: Callable[[Array], Array], tree: PyTree) -> PyTree:
     return jax.tree.map(apply, tree)
 
 
-def check_value(holds: bool, what: str, expected: str, value: Any) -> None:
-    """Raises a `ValueError` that tells what `what` must be, unless it holds."""
-    if not holds:
-        raise ValueError(f"`{what}` must be {expected}, but {value} was given.")
-
-
 def check_scale(value: Any, what: str) -> None:
     """Raises unless a concrete value is a positive finite scalar; tracers pass.
 
@@ -169,12 +195,7 @@ def check_scale(value: Any, what: str) -> None:
     check_value(shape_of(value) == (), what, "a scalar", f"shape {shape_of(value)}")
     if is_tracer(value):
         return
-    try:
-        number = float(value)
-    except TypeError:
-        raise TypeError(
-            f"`{what}` must be a number or a scalar array, but {value!r} was given."
-        ) from None
+    number = as_real(value, what)
     if isinstance(value, jax.Array) and number == math.inf:
         return
     if not (number > 0 and math.isfinite(number)):

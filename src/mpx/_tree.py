@@ -111,7 +111,7 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> Bool[Array
     """Returns whether every floating or complex number in a pytree is finite.
 
     Integers, booleans, PRNG keys, strings, functions and `None` count as finite, and so
-    does an empty tree. Python floats are looked at.
+    does an empty tree. Python floats and 8-bit floating arrays are looked at.
 
     Args:
         tree: Any pytree, for example gradients.
@@ -123,16 +123,31 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> Bool[Array
         Array(False, dtype=bool)
     """
     checks = [
-        # NumPy answers for what is not in JAX: a finite f64 may be infinite in f32.
-        jnp.all((jnp if isinstance(leaf, jax.Array) else np).isfinite(leaf))
+        jnp.all(_isfinite(leaf))
         for leaf in jax.tree.leaves(tree)
-        if is_inexact(leaf) or isinstance(leaf, float | complex)
+        if _may_be_infinite(leaf) or isinstance(leaf, float | complex)
     ]
     finite = jnp.stack(checks).all() if checks else jnp.array(True)
-    if axis_name is not None:
-        # There is no boolean collective: the smallest of zeros and ones is "and".
-        finite = lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
-    return finite
+    return finite if axis_name is None else all_devices(finite, axis_name)
+
+
+def all_devices(flag: Bool[Array, ""], axis_name: AxisName) -> Bool[Array, ""]:
+    """Returns whether a flag holds on every device of mapped axes."""
+    # There is no boolean collective: the smallest of zeros and ones is "and".
+    return lax.pmin(flag.astype(jnp.int32), axis_name).astype(bool)
+
+
+def _may_be_infinite(leaf: object) -> bool:
+    """Whether `leaf` is a floating array, of 8 bits too, or a complex one."""
+    dtype = dtype_of(leaf)
+    return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _isfinite(leaf: Any) -> Any:
+    if getattr(leaf, "dtype", None) is not None and leaf.dtype.itemsize == 1:
+        leaf = leaf.astype(np.float32)  # not every 8-bit format has `isfinite`
+    # NumPy answers for what is not in JAX: a finite f64 may be infinite in f32.
+    return (jnp if isinstance(leaf, jax.Array) else np).isfinite(leaf)
 
 
 def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:

@@ -3,6 +3,8 @@
 A function under `amp` or `fp8` may come inside of others: jit, checkpoint, partial.
 """
 
+import contextlib
+import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,41 @@ def _layers(func: Any) -> Iterator[Any]:
 def is_amp(func: Callable[..., Any]) -> bool:
     """Whether a function casts by itself, being under `amp`."""
     return any(getattr(layer, "mpx_is_amp", False) for layer in _layers(func))
+
+
+class CallsAmpError(BaseException):
+    """Ends the trace of a function whose arguments were cast, although it calls `amp`.
+
+    It is no `Exception`, so that a user's `except Exception` does not swallow it.
+    """
+
+    def __init__(self, call: Any) -> None:
+        super().__init__("a function under a policy calls `amp`")
+        self.call = call
+
+
+_cast_call: contextvars.ContextVar[Any] = contextvars.ContextVar("cast", default=None)
+
+
+@contextlib.contextmanager
+def arguments_cast_for(call: Any) -> Iterator[None]:
+    """Marks the time in which a function runs on arguments that a policy has cast."""
+    token = _cast_call.set(call)
+    try:
+        yield
+    finally:
+        _cast_call.reset(token)
+
+
+def refuse_cast_arguments() -> None:
+    """Ends the call of a function that got cast arguments and now calls `amp`.
+
+    `amp` casts operation by operation and needs the parameters as they are. The gradient
+    function then makes the call again, without the casts.
+    """
+    call = _cast_call.get()
+    if call is not None:
+        raise CallsAmpError(call)
 
 
 def has_scales(func: Callable[..., Any]) -> bool:

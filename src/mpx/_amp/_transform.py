@@ -26,7 +26,6 @@ from mpx._amp._scoped import (
 )
 from mpx._amp._unscaled import warn_if_unscaled
 from mpx._amp._values import F32, Role, cast, is_eligible
-from mpx._amp._warn import warn
 from mpx._call import argument_names
 from mpx._compat import (
     ambient_scopes,
@@ -38,6 +37,8 @@ from mpx._compat import (
     sub_jaxprs,
 )
 from mpx._tree import is_array, named_leaves
+from mpx._warn import warn
+from mpx._wrapped import refuse_cast_arguments
 
 
 def amp(
@@ -100,6 +101,7 @@ def amp(
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        refuse_cast_arguments()
         autocast = Autocast(
             dtype=as_compute_dtype(compute_dtype),
             policy=chosen,

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpx._amp._warn import warn
 from mpx._half import in_gradient_function
+from mpx._warn import warn
 
 _MESSAGE = (
     "A function under `amp` with `compute_dtype` f16 is differentiated outside of mpx's "

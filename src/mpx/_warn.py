@@ -10,16 +10,16 @@ import jax
 _LIBRARIES = (
     str(pathlib.Path(warnings.__file__).parent),
     str(pathlib.Path(jax.__file__).parents[1]),
-    str(pathlib.Path(__file__).parents[1]),
+    str(pathlib.Path(__file__).parent),
     "<",
 )
 
 
 def warn(message: str) -> None:
-    """Warns at the innermost line that is in no library."""
+    """Warns at the innermost line that is in no library; Python shows it once a line."""
     frame = sys._getframe()
     while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno
-    warnings.warn_explicit(message, UserWarning, *place, registry=registry)
+    warnings.warn_explicit(message, RuntimeWarning, *place, registry=registry)

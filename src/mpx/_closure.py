@@ -1,0 +1,96 @@
+"""Arrays that a function uses without getting them as arguments."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+
+from mpx._tree import is_array, is_floating, named_leaves, shape_of
+
+_MOST_OBJECTS = 10_000
+
+
+def closed_over_floats(func: Callable[..., Any]) -> dict[str, Any]:
+    """Returns wide floating arrays with an axis that a function may read, by name.
+
+    It looks at closures, defaults, partials, bound objects and the global variables that
+    the code names, also those of functions found there. What is found need not be used.
+
+    Args:
+        func: Any callable.
+
+    Returns:
+        Arrays of 32 bits or more: `batch/image` for `batch["image"]`.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    pending = [("", func)]
+    while pending and len(seen) < _MOST_OBJECTS:
+        name, value = pending.pop()
+        if id(value) in seen or isinstance(value, types.ModuleType | type):
+            continue
+        seen.add(id(value))
+        parts = list(_parts(value))
+        pending.extend(parts)
+        if parts or isinstance(value, str | int | float):
+            continue
+        for path, leaf in _leaves(value):
+            if is_floating(leaf) and leaf.dtype.itemsize >= 4 and shape_of(leaf):
+                found.setdefault("/".join(filter(None, (name, path))), leaf)
+    return found
+
+
+def _leaves(value: Any) -> list[tuple[str, Any]]:
+    leaves = named_leaves(value)
+    is_leaf = len(leaves) == 1 and leaves[0][1] is value
+    if is_leaf and not is_array(value) and hasattr(value, "__dict__"):
+        return named_leaves(dict(vars(value)))  # an object that is no pytree
+    return leaves
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what a callable holds, with the names that the user gave it."""
+    if isinstance(value, functools.partial | eqx.Partial):
+        yield "", value.func
+        yield from ((f"argument {i}", x) for i, x in enumerate(value.args))
+        yield from value.keywords.items()
+    elif isinstance(value, types.MethodType):
+        yield "self", value.__self__
+        yield "", value.__func__
+    elif isinstance(value, types.FunctionType):
+        yield from _variables(value)
+    elif callable(value):
+        wrapped = getattr(value, "__wrapped__", None)  # jit, checkpoint
+        if wrapped is not None:
+            yield "", wrapped
+
+
+def _variables(func: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    names, cells = func.__code__.co_freevars, func.__closure__ or ()
+    for name, cell in zip(names, cells, strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not yet assigned
+            continue
+    parameters = inspect.signature(func, follow_wrapped=False).parameters.values()
+    for item in parameters:
+        if item.default is not inspect.Parameter.empty:
+            yield item.name, item.default
+    for name in _global_names(func.__code__):
+        value = func.__globals__.get(name)
+        own = isinstance(value, types.FunctionType)
+        # Functions of other modules are libraries, whose tables are their own.
+        if own and value.__globals__ is not func.__globals__:
+            continue
+        yield name, value
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    """Yields the names that code, and functions defined in it, may look up."""
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _global_names(const)

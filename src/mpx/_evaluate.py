@@ -1,0 +1,153 @@
+"""One forward and backward pass of a call, and what can be told of it while tracing."""
+
+import functools
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, PyTree
+
+from mpx._call import Call, State, as_loss, unpack
+from mpx._cast import cast_leaf
+from mpx._compat import as_varying
+from mpx._formats import at_least_f32
+from mpx._grad_checks import uses_of, warn_of_closed_over, warn_of_long_loops
+from mpx._half import gradient_function
+from mpx._loss_scaling import LossScaling
+from mpx._statistics import is_spoilt, replaced_statistics, state_pairs
+from mpx._tree import AxisName, dtype_of, is_floating, named_leaves
+from mpx._wrapped import CallsAmpError
+
+
+class Evaluation(NamedTuple):
+    """One forward and backward pass: everything in it is an array or a pytree of them.
+
+    Attributes:
+        value: The unscaled loss.
+        aux: The arrays among what the function returned besides.
+        grads: The gradients of the scaled loss, one tree per differentiated argument.
+        state: The state after the call.
+        spoilt: Whether the call has made finite state infinite or nan, bool[].
+        observed: What delayed fp8 scales have seen, `None` without them.
+    """
+
+    value: Array
+    aux: PyTree
+    grads: tuple[PyTree, ...]
+    state: State
+    spoilt: Bool[Array, ""]
+    observed: PyTree = None
+
+
+class Recorder:
+    """Keeps the part of `aux` that is not an array while JAX traces the rest."""
+
+    static: PyTree = None
+
+    def split(self, aux: Any) -> PyTree:
+        """Stores what is no array and returns the arrays."""
+        arrays, self.static = eqx.partition(aux, eqx.is_array)
+        return arrays
+
+    def merge(self, arrays: PyTree) -> Any:
+        """Returns `aux` as the function returned it."""
+        return eqx.combine(arrays, self.static)
+
+
+def evaluate(
+    call: Call,
+    diff: tuple[PyTree, ...],
+    state: State,
+    scaling: LossScaling,
+    recorder: Recorder,
+    *,
+    has_aux: bool,
+    grad_dtype: Any = None,
+    axis_name: AxisName | None = None,
+) -> Evaluation:
+    """Runs a call forward and backward on the scaled loss."""
+
+    def attempt(call: Call) -> tuple[Evaluation, Any]:
+        def scaled_loss(diff: tuple[PyTree, ...], scales: Any) -> tuple[Array, Any]:
+            out, after = call.run(diff, state, scales)
+            value, aux = unpack(out, has_aux)
+            loss = as_loss(value, has_aux)
+            return scaling.scale(loss), (loss, recorder.split(aux), after)
+
+        scales = as_local(call.scales, axis_name)
+        wide = call.widened(diff)
+        with gradient_function():
+            total, vjp, (loss, aux, after) = jax.vjp(
+                scaled_loss, wide, scales, has_aux=True
+            )
+            # The gradient of fp8 scales is what they have observed: see `Fp8State`.
+            grads, observed = vjp(lax.full_like(total, 1))
+        if wide is not diff:
+            grads = jax.tree.map(functools.partial(_narrow, grad_dtype), grads, diff)
+        spoilt = is_spoilt([*state_pairs(state, after), *_statistics_of(call, aux)])
+        return Evaluation(loss, aux, grads, after, spoilt, observed), vjp
+
+    try:
+        result, vjp = attempt(call)
+    except CallsAmpError as error:
+        if error.call is not call:
+            raise
+    else:
+        _warn_of_uses(call, vjp, state, has_aux)
+        return result
+    # `amp` wants the parameters as they are.
+    result, vjp = attempt(call.without_casts())
+    uses = uses_of(vjp, *_sizes(call))
+    if uses.wide and not uses.narrowed and not uses.hidden:
+        # It was not for them but, say, for a teacher: cast them as always.
+        result, _ = attempt(call.with_amp_in_casts())
+    return result
+
+
+def _sizes(call: Call) -> tuple[int, int]:
+    """Returns how many arrays are differentiated: parameters, and scales of fp8."""
+    return len(jax.tree.leaves(call.diff)), len(jax.tree.leaves(call.scales))
+
+
+def _statistics_of(call: Call, aux: PyTree) -> list[tuple[Any, Any]]:
+    """Returns the `batch_stats` of Linen before and after a call."""
+    if not jax.tree.leaves(aux):
+        return []
+    before = replaced_statistics(aux, call.linen_statistics())
+    leaves = dict(named_leaves(aux))
+    return [(old, leaves[name]) for name, old in before.items()]
+
+
+def _warn_of_uses(call: Call, vjp: Any, state: State, has_aux: bool) -> None:
+    """Warns of parameters that are not used as the policy means it."""
+    if call.policy is None or call.policy.resolved_compute_dtype().itemsize > 2:
+        return
+    dtype, uses = call.policy.resolved_compute_dtype(), uses_of(vjp, *_sizes(call))
+    if uses.loops:
+        warn_of_long_loops(uses, call.diff_names(), dtype)
+    if uses.widened:
+
+        def loss(diff: tuple[PyTree, ...]) -> Any:
+            return unpack(call.run(diff, state, call.scales)[0], has_aux)[0]
+
+        warn_of_closed_over(call.func, loss, call.diff, dtype)
+
+
+def _narrow(grad_dtype: Any, grad: Array, param: Any) -> Array:
+    """Returns a gradient no wider than its parameter, f32 and what was asked for."""
+    if not is_floating(grad):
+        return grad
+    dtype = at_least_f32(dtype_of(param))
+    if grad_dtype is not None and grad_dtype.itemsize > dtype.itemsize:
+        dtype = grad_dtype
+    return cast_leaf(grad, dtype)
+
+
+def as_local(tree: PyTree, axis_name: AxisName | None) -> Any:
+    """Marks arrays as each device's own."""
+    if axis_name is None:
+        return tree
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    return jax.tree.map(lambda x: as_varying(jnp.asarray(x), names), tree)

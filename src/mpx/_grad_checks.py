@@ -1,0 +1,238 @@
+"""Warnings of the gradient functions: where mixed precision is not what it seems.
+
+They are found while tracing and cost nothing in the compiled step.
+"""
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from mpx._closure import closed_over_floats
+from mpx._compat import is_tracer, open_jaxpr, scan_sizes
+from mpx._flow import MATMULS, MOVES, Flow, linear_program
+from mpx._loss_scaling import LossScaling
+from mpx._tree import dtype_of, shape_of
+from mpx._warn import warn
+
+
+def warn_of_constant_scaling(scaling: Any) -> None:
+    """Warns of a scaling that adapts, but is a constant of what is being compiled."""
+    if not isinstance(scaling, LossScaling) or not scaling.adapts:
+        return
+    known = scaling.made_of_constants or not is_tracer(scaling.loss_scaling)
+    # Whatever is computed while JAX compiles is traced.
+    if known and is_tracer(jnp.zeros(())):
+        warn(
+            "The loss scaling is not an argument of the function that is being "
+            "compiled, so its scale is compiled in as a constant: every step uses the "
+            "first one, and once that overflows all steps are skipped. Make the "
+            "scaling an argument and a result of the jitted function: "
+            "`step(scaling, params, batch) -> (result.scaling, …)`."
+        )
+
+
+# --- What the derivative tells --------------------------------------------------------
+
+
+class _Param(NamedTuple):
+    """The label of a parameter in a program.
+
+    Attributes:
+        number: Which one.
+        narrowed: Whether it has passed through 16 bits.
+    """
+
+    number: int
+    narrowed: bool
+
+
+@dataclasses.dataclass
+class Uses:
+    """How the parameters of a function are used, as its derivative shows.
+
+    Attributes:
+        widened: Parameters that were cast to 16 bits and multiplied in f32 all the same.
+        wide: Parameters that are multiplied in f32 and were never cast.
+        narrowed: Parameters that were cast to 16 bits somewhere.
+        hidden: Whether a custom derivative uses parameters, and does not show how.
+        loops: For 16-bit parameters that are the same in each round of a loop, the
+            number of rounds.
+    """
+
+    widened: set[int] = dataclasses.field(default_factory=set)
+    wide: set[int] = dataclasses.field(default_factory=set)
+    narrowed: set[int] = dataclasses.field(default_factory=set)
+    hidden: bool = False
+    loops: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+def uses_of(vjp: Any, params: int, others: int = 0) -> Uses:
+    """Returns how a function uses its parameters.
+
+    Args:
+        vjp: What `jax.vjp` returned for it.
+        params: How many arrays of its arguments are parameters.
+        others: How many differentiated arrays come after them.
+    """
+    uses = Uses()
+    program = linear_program(vjp, params + others)
+    if program is None:
+        return uses
+    jaxpr, arguments = program
+
+    def rule(name: str, eqn: Any, ins: list[_Param | None]) -> _Param | None:
+        found = [
+            (i, label, atom.aval)
+            for i, (label, atom) in enumerate(zip(ins, eqn.invars, strict=True))
+            if label is not None
+        ]
+        if name == "scan":
+            _note_loop(uses, eqn, found)
+        elif name in MATMULS and any(_is_wide(x.aval) for x in eqn.invars):
+            for _, label, _ in found:
+                (uses.widened if label.narrowed else uses.wide).add(label.number)
+        elif name in MOVES and found:
+            return _moved(uses, found[0][1], eqn)
+        elif name.startswith("custom_lin"):
+            uses.hidden = uses.hidden or bool(found)
+        return None
+
+    labels = _labelled(arguments[:params])
+    uses.narrowed.update(x.number for x in labels.values() if x.narrowed)
+    Flow(rule).run(jaxpr, labels)
+    return uses
+
+
+def _labelled(variables: Sequence[Any]) -> dict[Any, _Param]:
+    return {var: _Param(i, _is_narrow(var.aval)) for i, var in enumerate(variables)}
+
+
+def _moved(uses: Uses, label: _Param, eqn: Any) -> _Param:
+    if label.narrowed or not _is_narrow(eqn.outvars[0].aval):
+        return label
+    uses.narrowed.add(label.number)
+    return label._replace(narrowed=True)
+
+
+def _note_loop(uses: Uses, eqn: Any, found: Sequence[tuple[int, _Param, Any]]) -> None:
+    consts, _ = scan_sizes(eqn.params)
+    for i, label, aval in found:
+        if i < consts and _is_narrow(aval):
+            rounds = max(eqn.params["length"], uses.loops.get(label.number, 0))
+            # Each of the sums rounds by half an eps of the dtype: so many lose all.
+            if rounds * float(jnp.finfo(aval.dtype).eps) / 2 >= 1:
+                uses.loops[label.number] = rounds
+
+
+def _is_narrow(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize == 2
+
+
+def warn_of_long_loops(uses: Uses, names: Sequence[str], dtype: np.dtype) -> None:
+    """Warns of gradients that a loop adds up in 16 bits."""
+    index, rounds = max(uses.loops.items(), key=lambda item: item[1])
+    others = f" (and {len(uses.loops) - 1} others)" if len(uses.loops) > 1 else ""
+    warn(
+        f"`{names[index]}`{others} is used in each of the {rounds} rounds of a "
+        f"`lax.scan`, and its gradient is added up in {dtype.name}: a sum of so many "
+        "parts may lose most of them. Use `mpx.amp`, which adds them up in f32: "
+        "`mpx.value_and_grad(mpx.amp(loss))`; or keep the parameter in f32 with "
+        f"`mpx.Policy(keep=...)` and cast it inside the loop with `.astype(x.dtype)`."
+    )
+
+
+# --- Closed-over batches --------------------------------------------------------------
+
+_checked: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+
+
+def warn_of_closed_over(
+    func: Callable[..., Any],
+    run: Callable[[Any], Any],
+    diff: PyTree,
+    dtype: np.dtype,
+) -> None:
+    """Warns of closed-over f32 arrays that bring cast parameters back to f32.
+
+    It traces the function once more, and only if it closes over such arrays.
+
+    Args:
+        func: The user's function.
+        run: Calls it with cast arguments, as a function of the differentiated ones.
+        diff: The differentiated arguments.
+        dtype: To which they are cast.
+    """
+    arrays = closed_over_floats(func)
+    if not arrays or _was_checked(func, arrays):
+        return
+    found = _multiplied(jax.make_jaxpr(run)(diff), arrays)
+    if not found:
+        return
+    shown = ", ".join(
+        f"`{name}` ({dtype_of(arrays[name]).name}, shape {shape_of(arrays[name])})"
+        for name in found[:3]
+    )
+    called = getattr(func, "__name__", type(func).__name__)
+    warn(
+        f"`{called}` closes over {shown}. The policy casts arguments only, so matmuls "
+        f"with the {dtype.name} parameters run in f32. Pass it to `{called}` as an "
+        f"argument, or use `mpx.amp({called})`, which casts operation by operation."
+    )
+
+
+def _multiplied(jaxpr: Any, arrays: dict[str, Any]) -> list[str]:
+    """Returns the closed-over arrays whose values, in f32, meet 16-bit parameters."""
+    found: set[str] = set()
+
+    def rule(name: str, eqn: Any, ins: list[_Param | str | None]) -> Any:
+        closed = next((x for x in ins if isinstance(x, str)), None)
+        params = [x for x in ins if isinstance(x, _Param)]
+        if closed is not None:
+            if name in MATMULS and any(x.narrowed for x in params):
+                found.add(closed)
+            return closed if _is_wide(eqn.outvars[0].aval) else None
+        return _moved(Uses(), params[0], eqn) if params and name in MOVES else None
+
+    flow = Flow(
+        rule,
+        join=lambda a, b: b if a is None or isinstance(b, str) else a,
+        constant=functools.partial(_name_of_constant, arrays),
+    )
+    flow.run(jaxpr, _labelled(open_jaxpr(jaxpr)[0].invars))
+    return [name for name in arrays if name in found]
+
+
+def _name_of_constant(arrays: dict[str, Any], value: Any) -> str | None:
+    for name, array in arrays.items():
+        if value is array:
+            return name
+    for name, array in arrays.items():
+        # JAX copies NumPy's arrays, and f64 becomes f32.
+        if isinstance(array, np.ndarray) and shape_of(value) == shape_of(array):
+            return name
+    return None
+
+
+def _is_wide(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", np.dtype(bool))  # tokens have none
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 4
+
+
+def _was_checked(func: Any, arrays: dict[str, Any]) -> bool:
+    """Whether this code was checked with such arrays; from now on, it was."""
+    code = getattr(func, "__code__", None)
+    if code is None:
+        return False
+    known = _checked.setdefault(code, set())
+    key = tuple((name, shape_of(x)) for name, x in arrays.items())
+    if key in known:
+        return True
+    known.add(key)
+    return False
