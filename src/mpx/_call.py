@@ -6,6 +6,7 @@ rest. The step is evaluated on the first two and never on Python side effects, s
 be repeated, accumulated and undone.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from jaxtyping import Array, PyTree
 from mpx import _nnx
 from mpx._cast import cast_leaf, cast_like
 from mpx._formats import at_least_f32
-from mpx._policy import Policy
+from mpx._policy import KeepRules, Policy
 from mpx._tree import dtype_of, is_array, is_floating, is_inexact, shape_of
 from mpx._wrapped import argument_names, is_amp, original
 
@@ -109,19 +110,23 @@ class Call:
         self, diff: tuple[PyTree, ...], state: State, scales: Any
     ) -> tuple[Any, State]:
         """Returns what the function returns, and the state after the call."""
-        arguments, merged = self._cast_arguments(diff, state)
+        rules = None if self._policy is None else KeepRules(self._policy)
+        arguments, merged = self._cast_arguments(diff, state, rules)
         if merged is not None:
             arguments = _nnx.put_back(arguments, merged.objects)
         args = [arguments.pop(name) for name in self._names]
         first = () if scales is None else (scales,)
-        out = self._func(*first, *args, **arguments)
+        with contextlib.nullcontext() if rules is None else rules.running():
+            out = self._func(*first, *args, **arguments)
+        if rules is not None:
+            rules.warn_unused()
         return out, State(
             _changed_states(out, state.equinox),
             None if merged is None else _nnx.rest_of(merged),
         )
 
     def _cast_arguments(
-        self, diff: tuple[PyTree, ...], state: State
+        self, diff: tuple[PyTree, ...], state: State, rules: KeepRules | None
     ) -> tuple[dict[str, Any], _nnx.Merged | None]:
         """Returns the arguments in the compute dtype, and the NNX objects among them."""
         # Copies: Equinox makes a `State` unusable once a layer has written to it.
@@ -130,12 +135,12 @@ class Call:
         arrays, params = self._take_params(diff)
         for name, tree in arrays.items():
             arguments[name] = eqx.combine(tree, arguments[name])
-        if self._policy is not None:
-            arguments = self._policy.cast_to_compute(arguments)
+        if rules is not None:
+            arguments = {name: rules.cast(x, name) for name, x in arguments.items()}
         if self._split is None:
             return arguments, None
         split = self._split._replace(params=params, rest=state.nnx)
-        return arguments, _nnx.merge(split, self._policy)
+        return arguments, _nnx.merge(split, rules)
 
     def _take_params(
         self, diff: tuple[PyTree, ...]
@@ -156,18 +161,18 @@ class Call:
         """
         if self._policy is None:
             return diff
+        rules = KeepRules(self._policy)
         size = self._policy.resolved_compute_dtype().itemsize
         floats = (dtype_of(x) for x in jax.tree.leaves(diff) if is_floating(x))
         if all(dtype.itemsize >= size for dtype in floats):
             return diff
 
         def computed(diff: tuple[PyTree, ...]) -> tuple[list[Any], PyTree]:
-            arguments, merged = self._cast_arguments(diff, self.state)
+            arguments, merged = self._cast_arguments(diff, self.state, rules)
             trees = [arguments[name] for name in self._diff_names]
             params = {}
             if merged is not None:
                 params = _nnx.split(merged.objects, tuple(merged.source.params)).params
-            # Leaves, because a kept module comes back as one of another class.
             leaves = jax.tree.leaves(eqx.filter(trees, _is_trainable))
             return leaves, jax.tree.leaves(params)
 

@@ -1,9 +1,10 @@
 """Casting pytrees and functions to another floating dtype."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,14 @@ from jaxtyping import PyTree
 
 from mpx._formats import at_least_f32, parse_float_dtype
 from mpx._half import half_precision_datatype
+from mpx._objects import (
+    clone,
+    is_nnx,
+    is_nnx_state,
+    put_back,
+    take_out,
+    update_variables,
+)
 from mpx._tree import (
     check_same_structure,
     dtype_of,
@@ -45,6 +54,69 @@ def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
         return leaf.astype(dtype)
 
 
+def cast_state_leaf(leaf: Any, dtype: np.dtype) -> Any:
+    """Casts a leaf of running statistics, which is never narrowed.
+
+    An average that moves by less than half an ulp per step stands still.
+    """
+    return cast_leaf(leaf, dtype) if dtype.itemsize > leaf.dtype.itemsize else leaf
+
+
+def map_floating(
+    fn: Callable[[str, Any, bool], Any],
+    tree: PyTree,
+    *,
+    whole: Callable[[Any], bool] = keeps_its_dtypes,
+    state: Callable[[Any], bool] = is_nnx_state,
+) -> PyTree:
+    """Maps the floating leaves of a pytree, and of the NNX objects in it.
+
+    Args:
+        fn: Maps a leaf's name, the leaf, and whether it is state to the new leaf.
+        tree: Any pytree. NNX objects come back as fresh ones that share what the given
+            ones share.
+        whole: Whether a node is passed by, with everything it holds.
+        state: Whether a node holds state, such as running statistics.
+    """
+    plain, objects = take_out(tree)
+
+    def at(name: str, node: Any) -> Any:
+        if whole(node):
+            return node
+        if state(node):
+            return _map_leaves(functools.partial(fn, name), node, True)
+        return fn(name, node, False) if is_floating(node) else node
+
+    plain = map_with_name(at, plain, is_leaf=lambda node: whole(node) or state(node))
+    if not objects:
+        return plain
+    fresh = clone(objects)
+    map_variables(fn, fresh, whole=whole)
+    return put_back(plain, fresh)
+
+
+def map_variables(
+    fn: Callable[[str, Any, bool], Any],
+    objects: Mapping[str, Any],
+    *,
+    whole: Callable[[Any], bool],
+) -> None:
+    """Maps the floating arrays of NNX objects in place; see `map_floating`."""
+
+    def new(name: str, variable: Any) -> Any:
+        return _map_leaves(
+            functools.partial(fn, name), variable, is_nnx_state(variable)
+        )
+
+    update_variables(objects, new, whole=whole)
+
+
+def _map_leaves(fn: Callable[[Any, bool], Any], tree: PyTree, is_state: bool) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: fn(leaf, is_state) if is_floating(leaf) else leaf, tree
+    )
+
+
 def cast_tree(tree: PyTree, dtype: DTypeLike, *, where: Where | None = None) -> PyTree:
     """Casts the floating arrays of a pytree and leaves everything else alone.
 
@@ -52,6 +124,8 @@ def cast_tree(tree: PyTree, dtype: DTypeLike, *, where: Where | None = None) -> 
     and NumPy arrays, and `ShapeDtypeStruct`s. Integers, booleans, complex numbers, PRNG
     keys, float8 values, Python numbers, strings, functions and `None` come back as they
     are, so a whole model or training state can be passed. Loss scalings keep their f32.
+    Of an NNX module the parameters are cast, in a copy that shares what the module
+    shares; its other variables, such as the statistics of BatchNorm, are only widened.
 
     A value is rounded to the nearest representable one: the relative error is at most
     half an ulp (2⁻⁸ for bf16, 2⁻¹¹ for f16) in the normal range of `dtype`; from 65520
@@ -72,12 +146,12 @@ def cast_tree(tree: PyTree, dtype: DTypeLike, *, where: Where | None = None) -> 
     """
     target = parse_float_dtype(dtype)
 
-    def cast(name: str, leaf: Any) -> Any:
-        if not is_floating(leaf) or (where is not None and not where(name, leaf)):
+    def cast(name: str, leaf: Any, is_state: bool) -> Any:
+        if where is not None and not where(name, leaf):
             return leaf
-        return cast_leaf(leaf, target)
+        return cast_state_leaf(leaf, target) if is_state else cast_leaf(leaf, target)
 
-    return map_with_name(cast, tree, is_leaf=keeps_its_dtypes)
+    return map_floating(cast, tree)
 
 
 def cast_to_float32(x: PyTree, *, where: Where | None = None) -> PyTree:
@@ -259,6 +333,7 @@ def force_full_precision(
         return_dtype: The dtype of the floating results. `None` gives back the widest
             dtype among the floating inputs, so that the function fits into a
             half-precision model; without floating inputs the results stay as they are.
+            Equinox `State`s and NNX objects are passed on and returned as they are.
 
     Raises:
         ValueError: If `return_dtype` is not a floating dtype of at least 16 bits.
@@ -275,20 +350,40 @@ def force_full_precision(
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        given = floating_dtype((args, kwargs))
-        args, kwargs = widen_tree((args, kwargs))
-        out = func(*args, **kwargs)
-        wanted = results or given
-        return out if wanted is None else cast_tree(out, wanted)
+        return call_in_full_precision(func, args, kwargs, results)
 
     return wrapper
+
+
+def call_in_full_precision(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    return_dtype: np.dtype | None = None,
+) -> Any:
+    """Calls a function on widened inputs; see `force_full_precision`."""
+    wanted = return_dtype or floating_dtype((args, kwargs))
+    args, kwargs = widen_tree((args, kwargs))
+    out = func(*args, **kwargs)
+    if wanted is None:
+        return out
+    return jax.tree.map(
+        lambda leaf: cast_leaf(leaf, wanted) if is_floating(leaf) else leaf,
+        out,
+        is_leaf=_is_state,
+    )
+
+
+def _is_state(node: Any) -> bool:
+    """Whether a function that runs in full precision is given a node as it is."""
+    return isinstance(node, eqx.nn.State) or keeps_its_dtypes(node) or is_nnx(node)
 
 
 def floating_dtype(tree: PyTree) -> np.dtype | None:
     """Returns the widest dtype among the floating leaves, `None` if there is none."""
     dtypes = {
         dtype_of(leaf)
-        for leaf in jax.tree.leaves(tree, is_leaf=keeps_its_dtypes)
+        for leaf in jax.tree.leaves(tree, is_leaf=_is_state)
         if is_floating(leaf)
     }
     if not dtypes:
@@ -303,7 +398,7 @@ def widen_tree(tree: PyTree) -> PyTree:
     def widen(leaf: Any) -> Any:
         return cast_leaf(leaf, at_least_f32(leaf.dtype)) if is_floating(leaf) else leaf
 
-    return jax.tree.map(widen, tree, is_leaf=keeps_its_dtypes)
+    return jax.tree.map(widen, tree, is_leaf=_is_state)
 
 
 def own_buffer(leaf: Any) -> Any:

@@ -1,34 +1,43 @@
 """Policy: which dtype parameters, computation, outputs, gradients and sums have."""
 
+import contextlib
 import dataclasses
 import functools
 import re
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
-import jax
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._cast import cast_leaf, cast_tree, keeps_its_dtypes, widen_tree
+from mpx._cast import (
+    cast_leaf,
+    cast_state_leaf,
+    cast_tree,
+    keeps_its_dtypes,
+    map_floating,
+    map_variables,
+)
 from mpx._formats import parse_float_dtype, short_name
 from mpx._half import half_precision_datatype
-from mpx._tree import dtype_of, is_floating, map_with_name
+from mpx._kept import ran_in_full_precision, run_in_full_precision
+from mpx._objects import is_nnx_state, nnx_module
+from mpx._warnings import warn_caller
 
 KeepRule = type | str | Callable[[str, Any], bool]
 """A node type, a regular expression searched in a leaf's name, or a predicate."""
 
 # Running statistics must not be rounded to half precision between steps: an average
 # that moves by less than half an ulp per step stands still.
-_RUNNING_STATISTICS: tuple[KeepRule, ...] = (
-    eqx.nn.State,
-    eqx.nn.BatchNorm,
-    eqx.nn.SpectralNorm,
-    r"(^|/)batch_stats(/|$)",  # the collection of Flax Linen
-)
+_STATE_TYPES = (eqx.nn.State, eqx.nn.StateIndex)
+_STATE_NAME = re.compile(r"(^|/)batch_stats(/|$)")  # the collection of Flax Linen
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, _STATE_TYPES) or is_nnx_state(node)
+
 
 _F32 = np.dtype(np.float32)
 
@@ -53,15 +62,19 @@ class Policy:
 
     A rule in `keep` is one of three:
 
-    - a node type such as `eqx.nn.LayerNorm`: the parameters of every such node stay as
-      they are, and if it is a callable Equinox or NNX module it *runs* in f32: its
-      inputs are widened and its results come back in the dtype of its inputs;
-    - a regular expression, searched in the leaf's name (`model/layers/0/norm/weight`);
+    - a type such as `eqx.nn.LayerNorm`: the parameters of every such node stay as they
+      are. If its objects can be called they *run* in f32, in the gradient functions and
+      in `cast_function`: inputs are widened, and results come back in the widest dtype
+      among the floating inputs. That holds for modules of Flax Linen and Haiku too,
+      whose parameters are not in them: keep those by name;
+    - a regular expression, searched in the leaf's name (`layers/0/norm/weight`): its
+      path inside the argument that holds it. The name of the argument is no part of it;
+      an argument that is an array is kept by an expression for its whole name;
     - a predicate `(name, leaf) -> bool`.
 
-    Running statistics are always kept, with the layers that own them: `eqx.nn.State`,
-    `eqx.nn.BatchNorm`, `eqx.nn.SpectralNorm`, `batch_stats` of Flax Linen and
-    `nnx.BatchStat`.
+    Running statistics are always kept: `eqx.nn.State`, `batch_stats` of Flax Linen, NNX
+    variables other than parameters, and the layers `eqx.nn.BatchNorm`,
+    `eqx.nn.SpectralNorm` and `nnx.BatchNorm`.
 
     Examples:
         >>> import equinox as eqx
@@ -132,47 +145,61 @@ class Policy:
         return self.compute_dtype or half_precision_datatype()
 
     def cast_to_param(self, tree: PyTree) -> PyTree:
-        """Casts floating leaves to `param_dtype`; `keep` does not apply."""
-        return cast_tree(tree, self.param_dtype)
+        """Casts floating leaves to `param_dtype`; `keep` does not apply.
+
+        Running statistics are never narrowed: `eqx.nn.State`, `batch_stats` of Flax
+        Linen and NNX variables other than `nnx.Param`. So a whole model can be made
+        bf16, with its parameters tied as before.
+
+        Examples:
+            >>> variables = {"params": jnp.ones(2), "batch_stats": jnp.ones(2)}
+            >>> low = Policy("bf16").cast_to_param(variables)
+            >>> low["params"].dtype, low["batch_stats"].dtype
+            (dtype(bfloat16), dtype('float32'))
+        """
+
+        def cast(name: str, leaf: Any, is_state: bool) -> Any:
+            is_state = is_state or _STATE_NAME.search(name) is not None
+            return (cast_state_leaf if is_state else cast_leaf)(leaf, self.param_dtype)
+
+        return map_floating(cast, tree, state=_is_state)
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
         """Casts floating leaves to `output_dtype`; `keep` does not apply."""
         return cast_tree(tree, self.output_dtype)
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
-        """Casts floating leaves to `compute_dtype`, except what `keep` names."""
-        target = self.resolved_compute_dtype()
-        types = self.kept_types()
+        """Casts floating leaves to `compute_dtype`, except what `keep` names.
 
-        def is_kept_node(node: Any) -> bool:
-            return isinstance(node, types) or keeps_its_dtypes(node)
+        The structure of the tree stays as it is. Kept modules run in f32 in the gradient
+        functions and in `cast_function`; a module that you call yourself has its kept
+        parameters in f32, and type promotion decides.
+        """
+        return KeepRules(self).cast(tree)
 
-        def cast(name: str, node: Any) -> Any:
-            if is_kept_node(node):
-                return run_in_full_precision(node)
-            if not is_floating(node) or self.keeps_leaf(name, node):
-                return node
-            return cast_leaf(node, target)
+    def cast_function(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Runs a function as the gradient functions do, for example in evaluation.
 
-        return map_with_name(cast, tree, is_leaf=is_kept_node)
+        Its arguments are cast to `compute_dtype`, except what `keep` names; kept modules
+        run in f32; its results are cast to `output_dtype`.
 
-    def kept_types(self) -> tuple[type, ...]:
-        """Returns the node types that stay in full precision."""
-        return tuple(rule for rule in self._rules() if isinstance(rule, type))
+        Examples:
+            >>> policy = Policy("f32", "bf16", "f32", keep=eqx.nn.LayerNorm)
+            >>> norm = eqx.nn.LayerNorm(2)
+            >>> policy.cast_function(lambda norm, x: norm(x))(norm, jnp.ones(2)).dtype
+            dtype('float32')
+        """
 
-    def keeps_leaf(self, name: str, leaf: Any) -> bool:
-        """Whether an expression or a predicate keeps the leaf of this name."""
-        for rule in self._rules():
-            if isinstance(rule, type):
-                continue
-            if re.search(rule, name) if isinstance(rule, str) else rule(name, leaf):
-                return True
-        return False
+        @functools.wraps(func)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            rules = KeepRules(self)
+            args = tuple(rules.cast(arg) for arg in args)
+            kwargs = {name: rules.cast(arg, name) for name, arg in kwargs.items()}
+            with rules.running():
+                out = func(*args, **kwargs)
+            return self.cast_to_output(out)
 
-    def _rules(self) -> tuple[KeepRule, ...]:
-        nnx = sys.modules.get("flax.nnx")  # else there are no NNX statistics
-        statistics = () if nnx is None else (nnx.BatchStat,)
-        return self.keep + _RUNNING_STATISTICS + statistics
+        return wrapper
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """Returns the same policy with another `output_dtype`."""
@@ -180,6 +207,92 @@ class Policy:
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }
         return Policy(**{**options, "output_dtype": output_dtype})
+
+
+class KeepRules:
+    """The `keep` rules of a policy during one call, which note what they match.
+
+    Names are relative to the argument that holds the leaf: the same rule holds for
+    `policy.cast_to_compute(model)` and for a loss that takes the model as an argument
+    of any name.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        """Prepares the rules; the compute dtype is looked up now."""
+        self._dtype = policy.resolved_compute_dtype()
+        self._rules = policy.keep
+        self._unused = set(range(len(policy.keep)))
+        always: tuple[type, ...] = (eqx.nn.BatchNorm, eqx.nn.SpectralNorm)
+        nnx = nnx_module()
+        self._always = always if nnx is None else (*always, nnx.BatchNorm)
+
+    def cast(self, tree: PyTree, argument: str = "") -> PyTree:
+        """Casts a tree to the compute dtype, except what is kept.
+
+        Args:
+            tree: Any pytree.
+            argument: The name of the argument. It counts where the argument is an array
+                by itself, and for statistics: `batch_stats` may be an argument.
+        """
+
+        def cast(name: str, leaf: Any, is_state: bool) -> Any:
+            return leaf if is_state else self._cast_leaf(argument, name, leaf)
+
+        return map_floating(cast, tree, whole=self._keeps_node, state=_is_state)
+
+    def cast_objects(self, objects: Mapping[str, Any]) -> None:
+        """Casts the parameters of NNX objects in place; see `cast`.
+
+        Args:
+            objects: The objects by names that begin with the name of the argument.
+        """
+
+        def cast(name: str, leaf: Any, is_state: bool) -> Any:
+            argument, _, rest = name.partition("/")
+            return leaf if is_state else self._cast_leaf(argument, rest, leaf)
+
+        map_variables(cast, objects, whole=self._keeps_node)
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Lets modules of the kept types run in f32 inside a `with` block."""
+        types = (rule for rule in self._rules if isinstance(rule, type))
+        return run_in_full_precision((*types, *self._always))
+
+    def warn_unused(self) -> None:
+        """Warns of rules that matched nothing in the call."""
+        unused = [self._rules[index] for index in sorted(self._unused)]
+        for rule in unused:
+            if isinstance(rule, type) and ran_in_full_precision(rule):
+                continue
+            warn_caller(
+                f"The `keep` rule {rule!r} matches nothing: no argument of the function "
+                "holds such a leaf or node. Names are paths inside an argument, such as "
+                "`layers/0/norm/weight`, without the name of the argument."
+            )
+
+    def _keeps_node(self, node: Any) -> bool:
+        kept = False
+        for index, rule in enumerate(self._rules):
+            if isinstance(rule, type) and isinstance(node, rule):
+                self._unused.discard(index)
+                kept = True
+        return kept or isinstance(node, self._always) or keeps_its_dtypes(node)
+
+    def _cast_leaf(self, argument: str, name: str, leaf: Any) -> Any:
+        kept = _STATE_NAME.search(f"{argument}/{name}") is not None
+        for index, rule in enumerate(self._rules):
+            if not isinstance(rule, type) and _matches(rule, argument, name, leaf):
+                self._unused.discard(index)
+                kept = True
+        return leaf if kept else cast_leaf(leaf, self._dtype)
+
+
+def _matches(rule: Any, argument: str, name: str, leaf: Any) -> bool:
+    if not isinstance(rule, str):
+        return bool(rule(name, leaf))
+    # An argument that is an array has no path. Its own name must match as a whole: an
+    # input that happens to be called `norm_x` is not what "norm" means.
+    return bool(re.search(rule, name) if name else re.fullmatch(rule, argument))
 
 
 def _optional(dtype: DTypeLike | None, what: str) -> np.dtype | None:
@@ -314,50 +427,3 @@ def _not_a_policy(policy: Any) -> str:
         '`policy` must be an `mpx.Policy` or a string such as "p=f32,c=bf16,o=f32", but '
         f"{policy!r} was given."
     )
-
-
-_RUNS_IN_FULL_PRECISION = "mpx_runs_in_full_precision"  # marks the classes made below
-
-
-def run_in_full_precision(node: Any) -> Any:
-    """Returns a callable Equinox module that runs in f32 on inputs of any dtype.
-
-    The result is an instance of a subclass of the module's class with the same fields:
-    `isinstance`, attributes and methods work as before. Anything else comes back as is.
-    """
-    if not isinstance(node, eqx.Module) or not callable(node):
-        return node
-    if hasattr(type(node), _RUNS_IN_FULL_PRECISION):
-        return node
-    module = object.__new__(_full_precision_class(type(node)))
-    for name, value in vars(node).items():
-        object.__setattr__(module, name, value)
-    return module
-
-
-@functools.cache
-def _full_precision_class(cls: type) -> type:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        floats = [leaf for leaf in jax.tree.leaves((args, kwargs), is_leaf=_is_state)]
-        given = next((dtype_of(leaf) for leaf in floats if is_floating(leaf)), None)
-        args, kwargs = widen_tree((args, kwargs))
-        out = cls.__call__(self, *args, **kwargs)
-        if given is None:
-            return out
-        return jax.tree.map(
-            lambda leaf: cast_leaf(leaf, given) if is_floating(leaf) else leaf,
-            out,
-            is_leaf=_is_state,
-        )
-
-    namespace = {
-        "__call__": functools.update_wrapper(call, cls.__call__),
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-        _RUNS_IN_FULL_PRECISION: True,
-    }
-    return type(cls)(cls.__name__, (cls,), namespace)
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, eqx.nn.State)
