@@ -423,12 +423,12 @@ def test_error_quotes_a_rule_of_another_kind(rule):
 
 
 def test_rule_that_is_no_rule_is_refused_alone_too():
-    from mpx._policy import _parse_keep
+    from mpx._keep import parse_keep
 
     with pytest.raises(
         TypeError, match="A `keep` rule is a node type.* but 3 was given"
     ):
-        inspect.unwrap(_parse_keep)(3)
+        inspect.unwrap(parse_keep)(3)
 
 
 def test_error_quotes_an_expression_that_does_not_compile():
@@ -807,6 +807,7 @@ def test_collection_of_statistics_may_be_an_argument():
 
     take = mpx.value_and_grad(loss, policy="p=f32,c=bf16,o=f32")
     take(mpx.NoLossScaling(), jnp.ones(2), {"mean": jnp.ones(2)})
+    policy_for().cast_function(loss)(jnp.ones(2), {"mean": jnp.ones(2)})
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from jaxtyping import Array, PyTree
 from mpx import _nnx
 from mpx._cast import cast_leaf, cast_like
 from mpx._formats import at_least_f32
-from mpx._policy import KeepRules, Policy
+from mpx._keep import KeepRules
+from mpx._policy import Policy
 from mpx._tree import dtype_of, is_array, is_floating, is_inexact, shape_of
 from mpx._wrapped import argument_names, is_amp, original
 
@@ -110,7 +111,7 @@ class Call:
         self, diff: tuple[PyTree, ...], state: State, scales: Any
     ) -> tuple[Any, State]:
         """Returns what the function returns, and the state after the call."""
-        rules = None if self._policy is None else KeepRules(self._policy)
+        rules = None if self._policy is None else self._policy.keep_rules()
         arguments, merged = self._cast_arguments(diff, state, rules)
         if merged is not None:
             arguments = _nnx.put_back(arguments, merged.objects)
@@ -161,7 +162,7 @@ class Call:
         """
         if self._policy is None:
             return diff
-        rules = KeepRules(self._policy)
+        rules = self._policy.keep_rules()
         size = self._policy.resolved_compute_dtype().itemsize
         floats = (dtype_of(x) for x in jax.tree.leaves(diff) if is_floating(x))
         if all(dtype.itemsize >= size for dtype in floats):

@@ -10,11 +10,11 @@ import jax
 from jaxtyping import PyTree
 
 from mpx._cast import cast_leaf
+from mpx._keep import KeepRules
 from mpx._objects import clone, holds_same, put_back, take_out
 from mpx._objects import is_nnx as is_nnx
 from mpx._objects import is_slot as is_slot
 from mpx._objects import nnx_module as _nnx
-from mpx._policy import KeepRules
 from mpx._tree import is_floating
 
 

@@ -1,43 +1,19 @@
 """Policy: which dtype parameters, computation, outputs, gradients and sums have."""
 
-import contextlib
 import dataclasses
 import functools
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import equinox as eqx
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._cast import (
-    cast_leaf,
-    cast_state_leaf,
-    cast_tree,
-    keeps_its_dtypes,
-    map_floating,
-    map_variables,
-)
+from mpx._floating import cast_leaf, cast_state_leaf, map_floating
 from mpx._formats import parse_float_dtype, short_name
 from mpx._half import half_precision_datatype
-from mpx._kept import ran_in_full_precision, run_in_full_precision
-from mpx._objects import is_nnx_state, nnx_module
-from mpx._warnings import warn_caller
-
-KeepRule = type | str | Callable[[str, Any], bool]
-"""A node type, a regular expression searched in a leaf's name, or a predicate."""
-
-# Running statistics must not be rounded to half precision between steps: an average
-# that moves by less than half an ulp per step stands still.
-_STATE_TYPES = (eqx.nn.State, eqx.nn.StateIndex)
-_STATE_NAME = re.compile(r"(^|/)batch_stats(/|$)")  # the collection of Flax Linen
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, _STATE_TYPES) or is_nnx_state(node)
-
+from mpx._keep import STATE_NAME, KeepRule, KeepRules, is_state, parse_keep
+from mpx._wrapped import argument_names
 
 _F32 = np.dtype(np.float32)
 
@@ -116,7 +92,7 @@ class Policy:
             "output_dtype": parse(output_dtype, "output_dtype"),
             "grad_dtype": _optional(grad_dtype, "grad_dtype"),
             "reduce_dtype": _optional(reduce_dtype, "reduce_dtype"),
-            "keep": _parse_keep(keep),
+            "keep": parse_keep(keep),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -152,21 +128,20 @@ class Policy:
         bf16, with its parameters tied as before.
 
         Examples:
+            >>> import jax.numpy as jnp
             >>> variables = {"params": jnp.ones(2), "batch_stats": jnp.ones(2)}
             >>> low = Policy("bf16").cast_to_param(variables)
             >>> low["params"].dtype, low["batch_stats"].dtype
             (dtype(bfloat16), dtype('float32'))
         """
-
-        def cast(name: str, leaf: Any, is_state: bool) -> Any:
-            is_state = is_state or _STATE_NAME.search(name) is not None
-            return (cast_state_leaf if is_state else cast_leaf)(leaf, self.param_dtype)
-
-        return map_floating(cast, tree, state=_is_state)
+        return _cast_beside_state(tree, self.param_dtype)
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
-        """Casts floating leaves to `output_dtype`; `keep` does not apply."""
-        return cast_tree(tree, self.output_dtype)
+        """Casts floating leaves to `output_dtype`; `keep` does not apply.
+
+        Running statistics are never narrowed; see `cast_to_param`.
+        """
+        return _cast_beside_state(tree, self.output_dtype)
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Casts floating leaves to `compute_dtype`, except what `keep` names.
@@ -175,7 +150,7 @@ class Policy:
         functions and in `cast_function`; a module that you call yourself has its kept
         parameters in f32, and type promotion decides.
         """
-        return KeepRules(self).cast(tree)
+        return self.keep_rules().cast(tree)
 
     def cast_function(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Runs a function as the gradient functions do, for example in evaluation.
@@ -184,6 +159,8 @@ class Policy:
         run in f32; its results are cast to `output_dtype`.
 
         Examples:
+            >>> import equinox as eqx
+            >>> import jax.numpy as jnp
             >>> policy = Policy("f32", "bf16", "f32", keep=eqx.nn.LayerNorm)
             >>> norm = eqx.nn.LayerNorm(2)
             >>> policy.cast_function(lambda norm, x: norm(x))(norm, jnp.ones(2)).dtype
@@ -192,14 +169,19 @@ class Policy:
 
         @functools.wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            rules = KeepRules(self)
-            args = tuple(rules.cast(arg) for arg in args)
+            rules = self.keep_rules()
+            names = argument_names(func, len(args))
+            args = tuple(map(rules.cast, args, names))
             kwargs = {name: rules.cast(arg, name) for name, arg in kwargs.items()}
             with rules.running():
                 out = func(*args, **kwargs)
             return self.cast_to_output(out)
 
         return wrapper
+
+    def keep_rules(self) -> KeepRules:
+        """Returns the `keep` rules for one call."""
+        return KeepRules(self.keep, self.resolved_compute_dtype())
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """Returns the same policy with another `output_dtype`."""
@@ -209,90 +191,12 @@ class Policy:
         return Policy(**{**options, "output_dtype": output_dtype})
 
 
-class KeepRules:
-    """The `keep` rules of a policy during one call, which note what they match.
+def _cast_beside_state(tree: PyTree, dtype: np.dtype) -> PyTree:
+    def cast(name: str, leaf: Any, in_state: bool) -> Any:
+        kept = in_state or STATE_NAME.search(name) is not None
+        return (cast_state_leaf if kept else cast_leaf)(leaf, dtype)
 
-    Names are relative to the argument that holds the leaf: the same rule holds for
-    `policy.cast_to_compute(model)` and for a loss that takes the model as an argument
-    of any name.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        """Prepares the rules; the compute dtype is looked up now."""
-        self._dtype = policy.resolved_compute_dtype()
-        self._rules = policy.keep
-        self._unused = set(range(len(policy.keep)))
-        always: tuple[type, ...] = (eqx.nn.BatchNorm, eqx.nn.SpectralNorm)
-        nnx = nnx_module()
-        self._always = always if nnx is None else (*always, nnx.BatchNorm)
-
-    def cast(self, tree: PyTree, argument: str = "") -> PyTree:
-        """Casts a tree to the compute dtype, except what is kept.
-
-        Args:
-            tree: Any pytree.
-            argument: The name of the argument. It counts where the argument is an array
-                by itself, and for statistics: `batch_stats` may be an argument.
-        """
-
-        def cast(name: str, leaf: Any, is_state: bool) -> Any:
-            return leaf if is_state else self._cast_leaf(argument, name, leaf)
-
-        return map_floating(cast, tree, whole=self._keeps_node, state=_is_state)
-
-    def cast_objects(self, objects: Mapping[str, Any]) -> None:
-        """Casts the parameters of NNX objects in place; see `cast`.
-
-        Args:
-            objects: The objects by names that begin with the name of the argument.
-        """
-
-        def cast(name: str, leaf: Any, is_state: bool) -> Any:
-            argument, _, rest = name.partition("/")
-            return leaf if is_state else self._cast_leaf(argument, rest, leaf)
-
-        map_variables(cast, objects, whole=self._keeps_node)
-
-    def running(self) -> contextlib.AbstractContextManager[None]:
-        """Lets modules of the kept types run in f32 inside a `with` block."""
-        types = (rule for rule in self._rules if isinstance(rule, type))
-        return run_in_full_precision((*types, *self._always))
-
-    def warn_unused(self) -> None:
-        """Warns of rules that matched nothing in the call."""
-        unused = [self._rules[index] for index in sorted(self._unused)]
-        for rule in unused:
-            if isinstance(rule, type) and ran_in_full_precision(rule):
-                continue
-            warn_caller(
-                f"The `keep` rule {rule!r} matches nothing: no argument of the function "
-                "holds such a leaf or node. Names are paths inside an argument, such as "
-                "`layers/0/norm/weight`, without the name of the argument."
-            )
-
-    def _keeps_node(self, node: Any) -> bool:
-        kept = False
-        for index, rule in enumerate(self._rules):
-            if isinstance(rule, type) and isinstance(node, rule):
-                self._unused.discard(index)
-                kept = True
-        return kept or isinstance(node, self._always) or keeps_its_dtypes(node)
-
-    def _cast_leaf(self, argument: str, name: str, leaf: Any) -> Any:
-        kept = _STATE_NAME.search(f"{argument}/{name}") is not None
-        for index, rule in enumerate(self._rules):
-            if not isinstance(rule, type) and _matches(rule, argument, name, leaf):
-                self._unused.discard(index)
-                kept = True
-        return leaf if kept else cast_leaf(leaf, self._dtype)
-
-
-def _matches(rule: Any, argument: str, name: str, leaf: Any) -> bool:
-    if not isinstance(rule, str):
-        return bool(rule(name, leaf))
-    # An argument that is an array has no path. Its own name must match as a whole: an
-    # input that happens to be called `norm_x` is not what "norm" means.
-    return bool(re.search(rule, name) if name else re.fullmatch(rule, argument))
+    return map_floating(cast, tree, state=is_state)
 
 
 def _optional(dtype: DTypeLike | None, what: str) -> np.dtype | None:
@@ -302,26 +206,6 @@ def _optional(dtype: DTypeLike | None, what: str) -> np.dtype | None:
 def _parse_compute(dtype: DTypeLike | None) -> np.dtype | None:
     is_half = isinstance(dtype, str) and dtype == "half"  # as in a policy's string
     return None if is_half else _optional(dtype, "compute_dtype")
-
-
-def _parse_keep(keep: KeepRule | Iterable[KeepRule]) -> tuple[KeepRule, ...]:
-    if isinstance(keep, str | type) or callable(keep) or not isinstance(keep, Iterable):
-        keep = (keep,)
-    rules = tuple(keep)
-    for rule in rules:
-        if not isinstance(rule, str | type) and not callable(rule):
-            raise TypeError(
-                "A `keep` rule is a node type, a regular expression for leaf names or "
-                f"a predicate `(name, leaf) -> bool`, but {rule!r} was given."
-            )
-        if isinstance(rule, str):
-            try:
-                re.compile(rule)
-            except re.error as error:
-                raise ValueError(
-                    f"The `keep` rule {rule!r} is not a regular expression: {error}."
-                ) from error
-    return rules
 
 
 _POLICY_KEYS = {
@@ -363,7 +247,7 @@ def get_policy(
         ('p=f32,c=bf16,o=f32', True)
     """
     if isinstance(policy, Policy):
-        if _parse_keep(keep):
+        if parse_keep(keep):
             raise TypeError(
                 "`keep` goes with a string, but a `Policy` was given, which has its own. "
                 "Use `dataclasses.replace(policy, keep=...)`."
