@@ -161,6 +161,11 @@ def update(objects: Mapping[str, Any], rest: PyTree, before: PyTree = None) -> N
     nnx.update(tuple(objects.values()), rest)
 
 
+def params_of(node: Any) -> PyTree:
+    """Returns the state of an object's parameters."""
+    return _nnx().state(node, _nnx().Param)
+
+
 def without_variables(tree: PyTree) -> PyTree:
     """Puts what an NNX variable holds in its place, in the whole of a pytree."""
     nnx = _nnx()
