@@ -72,6 +72,19 @@ GRAMMAR = {
     "c=half": (F32, None, F16, None, None),
     "p=half": (F16, None, F16, None, None),
     "c=bf16,g=half,r=half": (F32, BF16, BF16, F16, F16),
+    # The names of other frameworks.
+    "bf16-mixed": (F32, BF16, F32, None, None),
+    "mixed_bfloat16": (F32, BF16, F32, None, None),
+    "16-mixed": (F32, F16, F32, None, None),
+    "fp16-mixed": (F32, F16, F32, None, None),
+    "mixed_float16": (F32, F16, F32, None, None),
+    "bf16-true": (BF16, BF16, BF16, None, None),
+    "16-true": (F16, F16, F16, None, None),
+    "fp16-true": (F16, F16, F16, None, None),
+    "32-true": (F32, F32, F32, None, None),
+    "64-true": (F64, F64, F64, None, None),
+    "fp16": (F16, F16, F16, None, None),
+    "p=fp32,c=fp16": (F32, F16, F16, None, None),
 }
 
 
@@ -148,7 +161,8 @@ def test_error_quotes_the_part_that_is_not_understood(text, part):
 def test_error_quotes_the_unknown_dtype(text, dtype):
     message = (
         f"Unknown dtype {dtype!r} in the policy {text!r}. Use f16, bf16, f32, f64, their "
-        "long names, `half` or `full`."
+        "long names, `half` or `full`; or a whole policy such as "
+        '"bf16-mixed", which is "p=f32,c=bf16,o=f32".'
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         mpx.get_policy(text)
@@ -216,6 +230,17 @@ def test_string_or_nothing_can_stand_for_a_policy():
     assert as_policy("c=bf16") == mpx.get_policy("c=bf16")
     policy = mpx.Policy(keep="x")
     assert as_policy(policy) is policy
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("bf16-mixed", "bfloat16"), ("mixed_float16", "float16"), ("fp16", "float16")],
+)
+def test_amp_takes_the_names_of_other_frameworks(name, dtype):
+    program = jax.make_jaxpr(mpx.amp(jnp.dot, compute_dtype=name))(
+        *[jnp.ones((2, 2))] * 2
+    )
+    assert f"{'bf16' if dtype == 'bfloat16' else 'f16'}[2,2]" in str(program)
 
 
 # --- a static value --------------------------------------------------------------------

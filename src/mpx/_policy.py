@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from mpx._floating import cast_leaf, cast_state_leaf, map_floating
-from mpx._formats import parse_float_dtype, short_name
+from mpx._formats import PRECISIONS, parse_float_dtype, short_name
 from mpx._half import half_precision_datatype
 from mpx._keep import STATE_NAME, KeepRule, KeepRules, is_state, parse_keep
 from mpx._wrapped import argument_names
@@ -232,6 +232,10 @@ def get_policy(
     follows the parameters and output follows compute; a single dtype sets all three.
     `half` is the configured half precision, `full` is f32.
 
+    The names of other frameworks are understood: `"bf16-mixed"`, `"mixed_bfloat16"`,
+    `"16-mixed"` and `"mixed_float16"` store f32 and compute in 16 bits, `"bf16-true"` and
+    `"16-true"` are 16 bits throughout, like `"bf16"` and `"f16"` (or `"fp16"`) here.
+
     Args:
         policy: The description; `str` of a policy gives it back. A policy comes back
             as it is.
@@ -245,6 +249,8 @@ def get_policy(
         >>> policy = get_policy("p=f32, c=bf16, o=f32")
         >>> str(policy), get_policy(str(policy)) == policy
         ('p=f32,c=bf16,o=f32', True)
+        >>> get_policy("bf16-mixed") == policy
+        True
     """
     if isinstance(policy, Policy):
         if parse_keep(keep):
@@ -256,6 +262,9 @@ def get_policy(
     if not isinstance(policy, str):
         raise TypeError(_not_a_policy(policy))
     text = policy.strip()
+    if text in PRECISIONS:
+        param, compute = PRECISIONS[text]
+        return Policy(param, compute, param, keep=keep)
     if "=" not in text:
         dtype = _policy_dtype(text, policy)
         param = half_precision_datatype() if dtype is None else dtype
@@ -291,7 +300,8 @@ def _policy_dtype(name: str, policy: str) -> np.dtype | None:
     except ValueError:
         raise ValueError(
             f"Unknown dtype {name!r} in the policy {policy!r}. Use f16, bf16, f32, f64, "
-            "their long names, `half` or `full`."
+            "their long names, `half` or `full`; or a whole policy such as "
+            '"bf16-mixed", which is "p=f32,c=bf16,o=f32".'
         ) from None
 
 

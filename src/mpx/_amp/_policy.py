@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, UNKNOWN, Rule, rule_for
-from mpx._formats import parse_float_dtype
+from mpx._formats import PRECISIONS, parse_float_dtype
 
 Choice = Rule | str | Callable[..., Any]
 """A rule, its name, or a function with jaxamp's `precision_fn` signature."""
@@ -183,6 +183,8 @@ def as_compute_dtype(dtype: DTypeLike) -> np.dtype:
     Raises:
         ValueError: If it is not f16 or bf16.
     """
+    if isinstance(dtype, str) and dtype in PRECISIONS:  # "bf16-mixed"
+        dtype = PRECISIONS[dtype][1]
     try:
         parsed = parse_float_dtype(dtype)
     except ValueError:
