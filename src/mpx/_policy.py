@@ -269,6 +269,11 @@ def get_policy(
         dtype = _policy_dtype(text, policy)
         param = half_precision_datatype() if dtype is None else dtype
         return Policy(param, dtype, param, keep=keep)
+    return Policy(**_parse_parts(text, policy), keep=keep)
+
+
+def _parse_parts(text: str, policy: str) -> dict[str, Any]:
+    """Returns the dtypes of a description of the form `key=dtype,key=dtype`."""
     options: dict[str, Any] = {}
     for part in text.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
@@ -288,7 +293,7 @@ def get_policy(
     for name, dtype in options.items():
         if dtype is None and name != "compute_dtype":
             options[name] = half_precision_datatype()
-    return Policy(**options, keep=keep)
+    return options
 
 
 def _policy_dtype(name: str, policy: str) -> np.dtype | None:
