@@ -592,8 +592,8 @@ def test_what_is_no_optimizer_is_refused(optimizer, momentum):
 @pytest.mark.parametrize("name", ["adamw", "clip and schedule", "MultiSteps", "sgd"])
 def test_state_made_for_integer_leaves_takes_the_step_of_the_others(name, skip):
     optimizer, _ = optimizer_and_extras(name)
-    floats = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
-    model = {**floats, "n": jnp.arange(2), "mask": jnp.array([True, False])}
+    floats: Any = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
+    model: Any = {**floats, "n": jnp.arange(2), "mask": jnp.array([True, False])}
     grads = {"w": jnp.full((2, 2), 0.5), "b": jnp.ones(2), "n": None, "mask": None}
     state = optimizer.init(eqx.filter(model, eqx.is_array))
     expected_state = optimizer.init(floats)
@@ -616,7 +616,7 @@ WRONG_STATES = {
     "None": lambda params: None,
     "of another optimizer": lambda params: optax.sgd(0.1).init(params),
     "of another model": lambda params: optax.adam(0.1).init({"v": jnp.ones(2)}),
-    "of one link": lambda params: optax.adam(0.1).init(params)[0],
+    "of one link": lambda params: optax.scale_by_adam().init(params),
 }
 
 

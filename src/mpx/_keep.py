@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -54,6 +55,23 @@ def parse_keep(keep: KeepRule | Iterable[KeepRule]) -> tuple[KeepRule, ...]:
     return rules
 
 
+def _always_kept() -> tuple[type, ...]:
+    """Returns the layers that run in f32 without a rule."""
+    types: list[type] = [eqx.nn.BatchNorm, eqx.nn.SpectralNorm]
+    nnx = nnx_module()
+    if nnx is not None:
+        types.append(nnx.BatchNorm)
+    # Norms of Equinox and Flax take their statistics in f32 by themselves, those of
+    # Haiku do not: where an f16 variance is zero, the derivative of `rsqrt` at the epsilon
+    # of 1e-5 is 1.6e7, infinite in f16, and the gradient nan at any loss scale.
+    haiku = sys.modules.get("haiku")
+    types.extend(getattr(haiku, name) for name in _HAIKU_NORMS if hasattr(haiku, name))
+    return tuple(types)
+
+
+_HAIKU_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
+
+
 class KeepRules:
     """The `keep` rules of a policy during one call, which note what they match.
 
@@ -66,9 +84,7 @@ class KeepRules:
         """Prepares the rules for a cast to `dtype`."""
         self._dtype, self._rules = dtype, rules
         self._unused = set(range(len(rules)))
-        always: tuple[type, ...] = (eqx.nn.BatchNorm, eqx.nn.SpectralNorm)
-        nnx = nnx_module()
-        self._always = always if nnx is None else (*always, nnx.BatchNorm)
+        self._always = _always_kept()
 
     def cast(self, tree: PyTree, argument: str = "") -> PyTree:
         """Casts a tree to the compute dtype, except what is kept.

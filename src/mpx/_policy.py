@@ -50,7 +50,8 @@ class Policy:
 
     Running statistics are always kept: `eqx.nn.State`, `batch_stats` of Flax Linen, NNX
     variables other than parameters, and the layers `eqx.nn.BatchNorm`,
-    `eqx.nn.SpectralNorm` and `nnx.BatchNorm`.
+    `eqx.nn.SpectralNorm` and `nnx.BatchNorm`. The norms of Haiku run in f32, too, as those
+    of Equinox and Flax do by themselves.
 
     Examples:
         >>> import equinox as eqx

@@ -104,8 +104,8 @@ def optimizer_update(
         return train_state, optimizer_state
     if _nnx.is_nnx(optimizer):
         check_extra_args(extra_args, optimizer)
-        plain = map(_nnx.without_variables, (_nnx.params_of(model), grads))
-        warn_of_lost_updates(*plain, optimizer)
+        params = _nnx.without_variables(_nnx.params_of(model))
+        warn_of_lost_updates(params, _nnx.without_variables(grads), optimizer)
 
         def update_nnx(model: Any, optimizer: Any) -> None:
             optimizer.update(model, grads, **extra_args)
