@@ -1227,7 +1227,7 @@ def test_rules_see_paths_without_the_names_of_arguments():
 
     def rule(name, leaf):
         names.append(name)
-        return name == "x"
+        return name == "layers/0"
 
     def loss(model, batch, *rest, scale):
         return jnp.sum(model["layers"][1] * batch["x"] * rest[0]) * scale

@@ -157,7 +157,8 @@ class Policy:
         """Runs a function as the gradient functions do, for example in evaluation.
 
         Its arguments are cast to `compute_dtype`, except what `keep` names; kept modules
-        run in f32; its results are cast to `output_dtype`.
+        run in f32; its results are cast to `output_dtype`. NNX modules are given to it as
+        copies, so that what it changes in them is lost.
 
         Examples:
             >>> import equinox as eqx

@@ -218,7 +218,8 @@ def _check_grads(model: PyTree, grads: PyTree) -> None:
 
     def check(name: str, param: Any, grad: Any) -> None:
         complex_param = jnp.issubdtype(dtype_of(param), jnp.complexfloating)
-        if not is_floating(grad) and not (complex_param and is_inexact(grad)):
+        fits = is_floating(grad) or isinstance(grad, float)
+        if not fits and not (complex_param and is_inexact(grad)):
             given = dtype_of(grad) or type(grad).__name__
             raise TypeError(
                 f"The gradient of `{name}` is {given}, but the parameter is "
