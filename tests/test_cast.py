@@ -504,14 +504,7 @@ def optax_state():
     return tx.init({"w": jnp.ones(2), "frozen": None})
 
 
-TREES = [
-    equinox_model,
-    linen_variables,
-    linen_train_state,
-    nnx_module,
-    nnx_state,
-    optax_state,
-]
+TREES = [equinox_model, linen_variables, linen_train_state, optax_state]
 
 
 @pytest.mark.standard_promotion
@@ -526,6 +519,30 @@ def test_whole_model_or_state_can_be_cast(make):
     assert jax.tree.structure(low) == jax.tree.structure(structs)
     for struct in filter(is_floating, jax.tree.leaves(low)):
         assert struct.dtype == F16
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("make", [nnx_module, nnx_state])
+def test_statistics_of_nnx_are_widened_but_never_narrowed(make):
+    def dtypes(tree):
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="/"): leaf.dtype
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            if is_floating(leaf)
+        }
+
+    module = make()
+    low = mpx.cast_to_bfloat16(module)
+    assert jax.tree.structure(low) == jax.tree.structure(module)
+    state = {"norm/mean", "norm/var"}
+    assert dtypes(low) == {
+        name: F32 if name.removesuffix("/value") in state else BF16
+        for name in dtypes(module)
+    }
+    everything_low = jax.tree.map(
+        lambda x: x.astype(BF16) if is_floating(x) else x, module
+    )
+    assert set(dtypes(mpx.cast_to_float32(everything_low)).values()) == {F32}
 
 
 @pytest.mark.standard_promotion

@@ -6,6 +6,7 @@ the FlashOptim paper, not with the code under test.
 
 import dataclasses
 import functools
+import importlib
 import inspect
 from typing import Any
 
@@ -881,3 +882,24 @@ def test_keys_with_slashes_do_not_collide():
     new, _ = tx.step(params, tx.init(params), grads)
     assert float(new["a"]["b"][0]) == 0.5
     assert float(new["a/b"][0]) == 1.5
+
+
+# What the README and the package of flashoptim-jax 0.1.0 import, by submodule.
+SUBMODULES = {
+    "compression": "cast_tree_bf16 reconstruct_leaf reconstruct_weights set_fp32_params "
+    "split_leaf",
+    "quantization": "QuantizedArray dequantize_momentum dequantize_variance "
+    "quantize_momentum quantize_variance",
+    "adamw": "FlashAdamState flash_adam flash_adamw flash_adamw_state_dict "
+    "load_flash_adamw_state_dict",
+    "lion": "FlashLionState flash_lion flash_lion_state_dict load_flash_lion_state_dict",
+    "sgd": "FlashSGDState flash_sgd flash_sgd_state_dict flash_sgdw "
+    "load_flash_sgd_state_dict",
+}
+
+
+@pytest.mark.parametrize(("submodule", "names"), SUBMODULES.items(), ids=SUBMODULES)
+def test_submodules_have_the_names_of_the_package(submodule, names):
+    module = importlib.import_module(f"mpx.compat.flashoptim.{submodule}")
+    for name in names.split():
+        assert getattr(module, name) is getattr(flashoptim, name)

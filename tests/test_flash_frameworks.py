@@ -64,8 +64,8 @@ CALLS = [
     ({"skip": "cond"}, ("step", None, 1.0)),
     ({"skip": "never"}, ("step", None, 1.0)),
     ({"grad_scale": 0.5}, ("step", True, 0.5)),
-    # `update` ignores what it does not know, `step` does not.
-    ({"value": 1.0}, ("update", {"value": 1.0})),
+    # `step` is not given what line searches and schedules of optax ask for.
+    ({"value": 1.0}, ("step", True, 1.0)),
 ]
 
 

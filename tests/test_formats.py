@@ -71,10 +71,18 @@ def test_constants_agree_with_the_bits_of_the_dtype(name):
 
 
 PARSED = {
-    "f16": ["f16", "float16", np.float16, jnp.float16, np.dtype("float16")],
+    "f16": ["f16", "float16", "fp16", np.float16, jnp.float16, np.dtype("float16")],
     "bf16": ["bf16", "bfloat16", jnp.bfloat16, ml_dtypes.bfloat16],
-    "f32": ["f32", "float32", "full", np.float32, jnp.float32, jnp.dtype("float32")],
-    "f64": ["f64", "float64", np.float64, jnp.float64, float],
+    "f32": [
+        "f32",
+        "float32",
+        "fp32",
+        "full",
+        np.float32,
+        jnp.float32,
+        jnp.dtype("float32"),
+    ],
+    "f64": ["f64", "float64", "fp64", np.float64, jnp.float64, float],
 }
 
 

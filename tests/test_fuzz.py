@@ -403,6 +403,11 @@ def all_bits(tree):
     return [bits(leaf) for leaf in jax.tree.leaves(tree)]
 
 
+# For tests that round parameters to 16 bits on purpose.
+rounds_updates = pytest.mark.filterwarnings("ignore:.*keeps no master weights")
+
+
+@rounds_updates
 @pytest.mark.parametrize(
     ("skip", "finite"), [("select", True), ("select", False), ("never", True)]
 )
@@ -418,6 +423,7 @@ def test_step_changes_only_floating_leaves_and_a_skipped_one_nothing(skip, finit
         compare(seed, planned, model, after, stepped if finite else skipped, 0.3)
 
 
+@rounds_updates
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(("skip", "count"), [("select", 15), ("cond", 8)])
 def test_skipped_step_of_a_stateful_optimizer_changes_no_bit(skip, count):

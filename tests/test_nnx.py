@@ -466,7 +466,7 @@ def product_dtypes(policy, x):
         (nnx.LayerNorm, {"bfloat16"}, "bfloat16"),
         (Head, {"bfloat16", "float32"}, "bfloat16"),
         (nnx.Linear, {"float32"}, "bfloat16"),
-        ("^model/linear/", {"float32"}, "float32"),
+        ("^linear/", {"float32"}, "float32"),
     ],
     ids=["nothing", "norm", "head", "all linear layers", "name"],
 )
@@ -532,16 +532,22 @@ def test_kept_kind_of_parameter_stays_f32(batch):
     assert {leaf.dtype for leaf in jax.tree.leaves(result.grads)} == {np.dtype("f4")}
 
 
-def test_rules_see_the_names_of_arguments_and_attributes(batch):
+def test_rules_see_the_names_of_attributes(batch):
     names = set()
-    policy = mpx.Policy(
-        compute_dtype="bf16", keep=lambda name, leaf: bool(names.add(name))
-    )
+
+    def rule(name, leaf):
+        names.add(name)
+        return name == "head/bias"
+
+    policy = mpx.Policy(compute_dtype="bf16", keep=rule)
     mpx.value_and_grad(plain_loss, policy=policy)(NoLossScaling(), Model(), *batch)
-    assert names == {
-        *("model/linear/kernel", "model/linear/bias", "x", "y"),
-        *("model/head/kernel", "model/head/bias"),
-    }
+    params = {"linear/kernel", "linear/bias", "head/kernel", "head/bias"}
+    assert names == params | {""}
+    names.clear()
+    low = policy.cast_to_compute({"net": Model()})["net"]
+    assert names == {f"net/{name}" for name in params}
+    assert low.linear.kernel[...].dtype == jnp.bfloat16
+    assert low.norm.scale[...].dtype == low.norm.mean[...].dtype == jnp.float32
 
 
 # --- Pure functions of states, as in `nnx.split` and `nnx.merge` ----------------------

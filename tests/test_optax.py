@@ -1,7 +1,9 @@
 """`skip_nonfinite` and `master_weights`: wrappers for any optax optimizer."""
 
 import functools
+import inspect
 import io
+import re
 from typing import Any
 
 import equinox as eqx
@@ -81,6 +83,14 @@ def test_extra_arguments_are_kept_from_those_that_do_not_know_them(wrap):
     tx = wrap(optax.GradientTransformation(*optax.sgd(0.5)))
     updates, _ = tx.update(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3), value=1.5)
     assert_trees_equal(updates, jnp.full(3, -0.5))
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("tx", [None, dict, {}, 3, optax.adam], ids=str)
+def test_what_is_no_transformation_is_refused(wrap, tx):
+    match = rf"`{wrap.__name__}` needs an optax transformation, but \w+ was given"
+    with pytest.raises(TypeError, match=match):
+        inspect.unwrap(wrap)(tx)
 
 
 # --- skip_nonfinite -------------------------------------------------------------------
@@ -168,6 +178,15 @@ def test_it_can_be_one_link_of_a_chain():
         assert int(state[1].skipped) == 1
         assert bool(mpx.all_finite((after, state)))
         assert bool(np.all(np.asarray(after["w"] == params["w"]))) is bad
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 1), (2, 3)])
+def test_gradient_that_would_be_broadcast_is_refused(shape):
+    tx = skip_nonfinite(optax.sgd(0.1))
+    params = {"w": jnp.ones(3)}
+    match = rf"The gradient of `w` has shape {re.escape(str(shape))}, but the parameter"
+    with pytest.raises(ValueError, match=match):
+        tx.update({"w": jnp.ones(shape)}, tx.init(params), params)
 
 
 def test_new_state_of_skip_nonfinite_can_be_donated():

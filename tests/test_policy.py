@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import pickle
 import re
+import threading
 from typing import Any
 
 import equinox as eqx
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 import mpx
 from mpx._policy import as_policy
+from mpx._tree import is_floating
 from mpx.testing import assert_trees_equal, ulp_distance
 
 F16, BF16, F32, F64 = (np.dtype(jnp.dtype(n)) for n in ("f2", "bfloat16", "f4", "f8"))
@@ -70,6 +72,19 @@ GRAMMAR = {
     "c=half": (F32, None, F16, None, None),
     "p=half": (F16, None, F16, None, None),
     "c=bf16,g=half,r=half": (F32, BF16, BF16, F16, F16),
+    # The names of other frameworks.
+    "bf16-mixed": (F32, BF16, F32, None, None),
+    "mixed_bfloat16": (F32, BF16, F32, None, None),
+    "16-mixed": (F32, F16, F32, None, None),
+    "fp16-mixed": (F32, F16, F32, None, None),
+    "mixed_float16": (F32, F16, F32, None, None),
+    "bf16-true": (BF16, BF16, BF16, None, None),
+    "16-true": (F16, F16, F16, None, None),
+    "fp16-true": (F16, F16, F16, None, None),
+    "32-true": (F32, F32, F32, None, None),
+    "64-true": (F64, F64, F64, None, None),
+    "fp16": (F16, F16, F16, None, None),
+    "p=fp32,c=fp16": (F32, F16, F16, None, None),
 }
 
 
@@ -146,7 +161,8 @@ def test_error_quotes_the_part_that_is_not_understood(text, part):
 def test_error_quotes_the_unknown_dtype(text, dtype):
     message = (
         f"Unknown dtype {dtype!r} in the policy {text!r}. Use f16, bf16, f32, f64, their "
-        "long names, `half` or `full`."
+        "long names, `half` or `full`; or a whole policy such as "
+        '"bf16-mixed", which is "p=f32,c=bf16,o=f32".'
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         mpx.get_policy(text)
@@ -214,6 +230,17 @@ def test_string_or_nothing_can_stand_for_a_policy():
     assert as_policy("c=bf16") == mpx.get_policy("c=bf16")
     policy = mpx.Policy(keep="x")
     assert as_policy(policy) is policy
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("bf16-mixed", "bfloat16"), ("mixed_float16", "float16"), ("fp16", "float16")],
+)
+def test_amp_takes_the_names_of_other_frameworks(name, dtype):
+    program = jax.make_jaxpr(mpx.amp(jnp.dot, compute_dtype=name))(
+        *[jnp.ones((2, 2))] * 2
+    )
+    assert f"{'bf16' if dtype == 'bfloat16' else 'f16'}[2,2]" in str(program)
 
 
 # --- a static value --------------------------------------------------------------------
@@ -421,12 +448,12 @@ def test_error_quotes_a_rule_of_another_kind(rule):
 
 
 def test_rule_that_is_no_rule_is_refused_alone_too():
-    from mpx._policy import _parse_keep
+    from mpx._keep import parse_keep
 
     with pytest.raises(
         TypeError, match="A `keep` rule is a node type.* but 3 was given"
     ):
-        inspect.unwrap(_parse_keep)(3)
+        inspect.unwrap(parse_keep)(3)
 
 
 def test_error_quotes_an_expression_that_does_not_compile():
@@ -463,69 +490,104 @@ def test_premise_half_precision_would_give_another_product():
     assert EXACT.astype(BF16).tolist() == [2, 9]
 
 
+def call_in(policy, model, *args, **kwargs):
+    """Calls a model as a loss does under a policy; the inputs keep their dtypes."""
+    results = []
+    policy.cast_function(lambda low: results.append(low(*args, **kwargs)))(model)
+    return results[0]
+
+
 def test_kept_module_runs_in_f32_and_returns_the_dtype_of_its_input():
     spy = Spy(jnp.asarray(W))
-    low = policy.cast_to_compute(spy)
     for dtype in (BF16, F16, F32):
-        out = low(X.astype(dtype))
+        out = call_in(policy, spy, X.astype(dtype))
         assert spy.seen.pop() == (F32, F32)
         assert out.dtype == dtype
         assert np.all(ulp_distance(out, jnp.asarray(EXACT).astype(dtype)) == 0)
 
 
-def test_kept_module_is_still_itself():
+def test_casting_to_compute_keeps_the_structure_of_a_tree_with_kept_modules():
+    model = {"spy": Spy(jnp.asarray(W)), "norm": eqx.nn.LayerNorm(2), "w": jnp.ones(2)}
+    low = policy.cast_to_compute(model)
+    assert jax.tree.structure(low) == jax.tree.structure(model)
+    assert (low["norm"].weight.dtype, low["w"].dtype) == (F32, BF16)
+    assert low["spy"] is model["spy"]
+    difference = jax.tree.map(lambda a, b: a - b.astype(F32), model, low)
+    assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(difference))
+    assert_trees_equal(mpx.cast_like(low, model), model)
+    assert_trees_equal(pickle.loads(pickle.dumps(low)), low)
+    assert_trees_equal(policy.cast_to_compute(low), low)
+
+
+def test_classes_are_as_they_were_after_a_call():
+    class Loud(Spy):
+        pass
+
+    spy, own = Loud(jnp.asarray(W)), vars(Spy)["__call__"]
+    for keep in (Spy, Loud, [Loud, Spy]):
+        seen = []
+
+        def fails(model, seen=seen):
+            seen.append(model(X).dtype)
+            assert vars(Spy)["__call__"] is not own or "__call__" in vars(Loud)
+            raise KeyError
+
+        with pytest.raises(KeyError):
+            mpx.Policy(compute_dtype="bf16", keep=keep).cast_function(fails)(spy)
+        assert seen == [BF16]
+        assert vars(Spy)["__call__"] is own
+        assert "__call__" not in vars(Loud)
+        assert not any("mpx" in name for cls in (Spy, Loud) for name in vars(cls))
+
+
+def test_other_threads_and_compiled_functions_do_not_see_kept_modules():
     spy = Spy(jnp.asarray(W))
-    low = policy.cast_to_compute(spy)
-    assert isinstance(low, Spy)
-    assert type(low).__name__ == "Spy"
-    assert repr(low) == repr(spy)
-    assert low.weight is spy.weight
-    assert type(spy) is Spy  # the original is as it was
-    assert spy(X.astype(F32)).dtype == F32
-    replaced = eqx.tree_at(lambda m: m.weight, low, jnp.zeros(2))
-    assert replaced(X).tolist() == [0, 0]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        low.weight = W  # pyright: ignore[reportAttributeAccessIssue]
+    apply = jax.jit(lambda model, x: model(x), static_argnums=())
+    dtypes = {}
 
+    def loss(model):
+        dtypes["kept"] = apply(model, X).dtype
+        thread = threading.Thread(
+            target=lambda: dtypes.update(thread=spy(X.astype(F32)).dtype)
+        )
+        thread.start()
+        thread.join()
 
-def test_casting_twice_is_casting_once():
-    model = {"spy": Spy(jnp.asarray(W)), "w": jnp.ones(2)}
-    once = policy.cast_to_compute(model)
-    twice = policy.cast_to_compute(once)
-    assert jax.tree.structure(once) == jax.tree.structure(twice)
-    assert jax.tree.structure(once) == jax.tree.structure(policy.cast_to_compute(model))
-    assert twice["spy"](X).dtype == BF16
+    policy.cast_function(loss)(spy)
+    with jax.numpy_dtype_promotion("standard"):
+        dtypes["after"] = apply(spy, X).dtype
+    assert dtypes == {"kept": BF16, "thread": F32, "after": F32}
 
 
 def test_kept_module_works_under_jit_vmap_and_scan():
     spy = Spy(jnp.asarray(W))
-    low = policy.cast_to_compute(spy)
     expected = jnp.asarray(EXACT).astype(BF16)
-    assert_trees_equal(eqx.filter_jit(low)(X), expected)
-    assert_trees_equal(jax.jit(lambda m, x: m(x))(low, X), expected)
-    batch = jax.vmap(low)(jnp.stack([X, X, X]))
-    assert_trees_equal(batch, jnp.stack([expected] * 3))
 
-    def step(carry, _):
-        return low(carry), carry
+    def run(low):
+        assert_trees_equal(eqx.filter_jit(low)(X), expected)
+        assert_trees_equal(jax.jit(lambda m, x: m(x))(low, X), expected)
+        batch = jax.vmap(low)(jnp.stack([X, X, X]))
+        assert_trees_equal(batch, jnp.stack([expected] * 3))
+        assert_trees_equal(jax.checkpoint(lambda m, x: m(x))(low, X), expected)
+        last, seen = jax.lax.scan(lambda x, _: (low(x), x), X, length=2)
+        assert last.dtype == seen.dtype == BF16
+        assert_trees_equal(last, low(expected))
 
-    last, seen = jax.lax.scan(step, X, length=2)
-    assert last.dtype == seen.dtype == BF16
-    assert_trees_equal(last, low(expected))
+    policy.cast_function(run)(spy)
     assert set(spy.seen) == {(F32, F32)}
 
 
 def test_kept_module_can_be_stacked_and_mapped():
     stack = eqx.filter_vmap(lambda w: Spy(w))(jnp.stack([W, 2 * W]))
-    low = policy.cast_to_compute(stack)
-    out = eqx.filter_vmap(lambda m, x: m(x), in_axes=(0, None))(low, X)
+    run = eqx.filter_vmap(lambda m, x: m(x), in_axes=(0, None))
+    out = policy.with_output_dtype("bf16").cast_function(run)(stack, X)
     assert (out.dtype, out.shape) == (BF16, (2, 2))
-    assert low.seen[-1] == (F32, F32)
+    assert stack.seen[-1] == (F32, F32)
 
 
 def test_gradient_of_a_kept_module_is_f32_and_of_its_input_in_the_input_dtype():
     def loss(model, x):
-        return policy.cast_to_compute(model)(x).astype(F32).sum()
+        return call_in(policy, model, x).astype(F32).sum()
 
     grads = eqx.filter_grad(loss)(Spy(jnp.asarray(W)), X)
     assert grads.weight.dtype == F32
@@ -545,13 +607,46 @@ class Options(eqx.Module):
         return {"y": tree["x"] * scale, "n": jnp.arange(2), "none": None}, [self.weight]
 
 
-def test_kept_module_takes_and_returns_any_tree():
-    low = mpx.Policy(compute_dtype="f16", keep=Options).cast_to_compute(
-        Options(jnp.ones(2))
+@pytest.mark.parametrize(
+    ("first", "second", "result"),
+    [(F16, F16, F16), (F16, F32, F32), (F32, F16, F32), (BF16, F16, F32)],
+)
+def test_kept_module_takes_any_tree_and_returns_the_widest_dtype_of_its_inputs(
+    first, second, result
+):
+    out, weights = call_in(
+        mpx.Policy(compute_dtype="f16", keep=Options),
+        Options(jnp.ones(2)),
+        *({"x": jnp.ones(2, first)}, 3),
+        scale=jnp.asarray(2, second),
+        key=KEY,
     )
-    out, weights = low({"x": jnp.ones(2, F16)}, 3, scale=jnp.float16(2), key=KEY)
-    assert out["y"].dtype == weights[0].dtype == F16
+    assert out["y"].dtype == weights[0].dtype == result
     assert (out["n"].dtype, out["none"]) == (jnp.int32, None)
+
+
+@pytest.mark.standard_promotion
+def test_kept_modules_of_equinox_and_nnx_return_the_same_dtype():
+    from flax import nnx
+
+    class Add(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x, y):
+            return x + y * self.weight
+
+    class NnxAdd(nnx.Module):
+        def __init__(self, weight):
+            self.weight = nnx.Param(weight)
+
+        def __call__(self, x, y):
+            return x + y * self.weight[...]
+
+    keep = mpx.Policy(compute_dtype="bf16", keep=[Add, NnxAdd])
+    for args in [(X, X), (X, X.astype(F32)), (X.astype(F32), X)]:
+        outs = [call_in(keep, cls(jnp.ones(2)), *args) for cls in (Add, NnxAdd)]
+        expected = jnp.result_type(*args)
+        assert outs[0].dtype == outs[1].dtype == expected
 
 
 def test_kept_module_without_floating_inputs_returns_what_it_computes():
@@ -561,8 +656,8 @@ def test_kept_module_without_floating_inputs_returns_what_it_computes():
         def __call__(self, index):
             return self.weight[index]
 
-    low = mpx.Policy(keep=Table).cast_to_compute(Table(jnp.ones(2)))
-    assert low(jnp.int32(1)).dtype == F32
+    out = call_in(mpx.Policy(keep=Table), Table(jnp.ones(2)), jnp.int32(1))
+    assert out.dtype == F32
 
 
 def test_subclass_of_a_kept_type_is_kept():
@@ -571,8 +666,7 @@ def test_subclass_of_a_kept_type_is_kept():
             return 2 * super().__call__(x)
 
     louder = Louder(jnp.asarray(W))
-    low = policy.cast_to_compute(louder)
-    assert_trees_equal(low(X), jnp.asarray(2 * EXACT).astype(BF16))
+    assert_trees_equal(call_in(policy, louder, X), jnp.asarray(2 * EXACT).astype(BF16))
     assert louder.seen == [(F32, F32)]
 
 
@@ -585,10 +679,8 @@ def test_module_inside_a_kept_module_runs_in_f32_too():
             return self.inner(x) + self.weight
 
     spy = Spy(jnp.asarray(W))
-    low = mpx.Policy(compute_dtype="bf16", keep=Outer).cast_to_compute(
-        Outer(spy, jnp.ones(2))
-    )
-    assert low(X).dtype == BF16
+    outer = mpx.Policy(compute_dtype="bf16", keep=Outer)
+    assert call_in(outer, Outer(spy, jnp.ones(2)), X).dtype == BF16
     assert spy.seen == [(F32, F32)]
 
 
@@ -597,10 +689,9 @@ def test_kept_type_that_is_not_callable_keeps_its_leaves():
         mean: jax.Array
 
     statistics = Statistics(jnp.ones(2))
-    low = mpx.Policy(compute_dtype="bf16", keep=Statistics).cast_to_compute(
-        [statistics]
-    )
-    assert low[0] is statistics
+    keep = mpx.Policy(compute_dtype="bf16", keep=Statistics)
+    assert keep.cast_to_compute([statistics])[0] is statistics
+    assert keep.cast_function(lambda x: x.mean)(statistics).dtype == F32
 
 
 def test_layer_norm_inside_sequential_runs_in_f32_without_editing_the_model():
@@ -611,17 +702,36 @@ def test_layer_norm_inside_sequential_runs_in_f32_without_editing_the_model():
     model = eqx.nn.Sequential([eqx.nn.Identity(), norm, eqx.nn.Lambda(lambda x: x)])
     expected = norm(x.astype(F32)).astype(BF16)
 
-    low = policy.cast_to_compute(model)
-    assert low[1].weight.dtype == F32
-    for run in (low, eqx.filter_jit(low)):
-        out = run(x)
-        assert out.dtype == BF16
-        # XLA may sum in another order under jit: one bf16 ulp.
-        assert np.all(ulp_distance(out, expected) <= 1)
+    def run(low, x):
+        assert low[1].weight.dtype == F32
+        for call in (low, eqx.filter_jit(low)):
+            out = call(x)
+            assert out.dtype == BF16
+            # XLA may sum in another order under jit: one bf16 ulp.
+            assert np.all(ulp_distance(out, expected) <= 1)
 
+    policy.cast_function(run)(model, x)
     everything = mpx.Policy(compute_dtype="bf16").cast_to_compute(model)
     assert everything[1].weight.dtype == BF16
-    assert_trees_equal(low[1].weight, weight)
+
+
+def test_partitioned_model_with_kept_layers_is_combined_in_the_loss():
+    model = eqx.nn.Sequential([eqx.nn.Linear(2, 2, key=KEY), eqx.nn.LayerNorm(2)])
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, x):
+        out = eqx.combine(params, static)(x)
+        assert out.dtype == BF16
+        return jnp.mean(out.astype(F32) ** 2)
+
+    result = mpx.value_and_grad(loss, policy=policy_for(eqx.nn.LayerNorm))(
+        mpx.NoLossScaling(), params, jnp.ones(2)
+    )
+    assert jax.tree.structure(result.grads) == jax.tree.structure(params)
+
+
+def policy_for(*keep):
+    return mpx.Policy(compute_dtype="bf16", keep=keep)
 
 
 def test_mixed_model_computes_in_half_between_the_kept_norms():
@@ -645,9 +755,13 @@ def test_mixed_model_computes_in_half_between_the_kept_norms():
     @eqx.filter_jit
     @eqx.filter_value_and_grad
     def loss(model, x):
-        out = jax.vmap(policy.cast_to_compute(model))(x)
-        assert out.dtype == BF16
-        return jnp.mean(out.astype(F32) ** 2)
+        outs = []
+        run = policy_for(eqx.nn.LayerNorm).cast_function(
+            lambda model: outs.append(jax.vmap(model)(x))
+        )
+        run(model)
+        assert outs[0].dtype == BF16
+        return jnp.mean(outs[0].astype(F32) ** 2)
 
     value, grads = loss(model, jnp.ones((3, 2), BF16))
     assert seen == [BF16, BF16]
@@ -655,6 +769,157 @@ def test_mixed_model_computes_in_half_between_the_kept_norms():
     arrays = jax.tree.leaves(eqx.filter(grads, eqx.is_array))
     assert len(arrays) == 6
     assert {leaf.dtype for leaf in arrays} == {F32}
+
+
+# --- keep: one meaning everywhere -------------------------------------------------------
+
+
+def kept_names(keep, argument):
+    """Returns what a rule keeps, cast by hand and as an argument of this name."""
+    model = {"head": jnp.ones(2), "norm": {"scale": jnp.ones(2)}, "w": jnp.ones(2)}
+    policy, seen = mpx.Policy(compute_dtype="bf16", keep=keep), []
+    body = f"lambda {argument}, x: note({argument})"
+    loss = eval(body, {"note": lambda low: seen.append(low) or jnp.float32(0)})
+    mpx.value_and_grad(loss, policy=policy)(mpx.NoLossScaling(), model, jnp.ones(2))
+    return [
+        {
+            jax.tree_util.keystr(path, simple=True, separator="/")
+            for path, leaf in jax.tree_util.tree_leaves_with_path(low)
+            if leaf.dtype == F32
+        }
+        for low in (policy.cast_to_compute(model), seen[0])
+    ]
+
+
+@pytest.mark.parametrize("argument", ["model", "norm_flow", "head", "w"])
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        ("^head", {"head"}),
+        ("norm", {"norm/scale"}),
+        ("^w$", {"w"}),
+        (lambda name, _: name.startswith("norm/"), {"norm/scale"}),
+    ],
+    ids=["anchored", "word", "whole name", "predicate"],
+)
+def test_rule_means_the_same_by_hand_and_in_an_argument_of_any_name(
+    keep, kept, argument
+):
+    assert kept_names(keep, argument) == [kept, kept]
+
+
+def test_array_argument_is_kept_only_by_its_whole_name():
+    def dtypes(keep):
+        seen = []
+
+        def loss(w, norm_x):
+            seen.extend([w["norm"].dtype, norm_x.dtype])
+            return jnp.sum(w["norm"].astype(F32))
+
+        take = mpx.value_and_grad(loss, policy=policy_for(*keep))
+        take(mpx.NoLossScaling(), {"norm": jnp.ones(2)}, jnp.ones(2))
+        return seen
+
+    assert dtypes(["norm"]) == [F32, BF16]
+    assert dtypes(["^norm_x$"]) == [BF16, F32]
+    assert dtypes(["norm.*"]) == [F32, F32]
+
+
+def test_collection_of_statistics_may_be_an_argument():
+    def loss(params, batch_stats):
+        assert (params.dtype, batch_stats["mean"].dtype) == (BF16, F32)
+        return jnp.sum(params.astype(F32))
+
+    take = mpx.value_and_grad(loss, policy="p=f32,c=bf16,o=f32")
+    take(mpx.NoLossScaling(), jnp.ones(2), {"mean": jnp.ones(2)})
+    policy_for().cast_function(loss)(jnp.ones(2), {"mean": jnp.ones(2)})
+
+
+@pytest.mark.parametrize(
+    "rule", ["^model/head", eqx.nn.Linear, lambda name, leaf: False], ids=str
+)
+def test_rule_that_matches_nothing_warns_at_the_line_of_the_caller(rule):
+    class Unused(eqx.nn.GroupNorm):
+        pass
+
+    rule = Unused if isinstance(rule, type) else rule
+    model = {"head": jnp.ones(2)}
+    take = mpx.value_and_grad(
+        lambda model: jnp.sum(model["head"].astype(F32)),
+        policy=policy_for("head", rule),
+    )
+    with pytest.warns(RuntimeWarning, match="matches nothing: no argument") as caught:
+        jax.jit(take)(mpx.NoLossScaling(), model)
+    (warning,) = caught
+    assert repr(rule) in str(warning.message)
+    assert "Names are paths inside an argument" in str(warning.message)
+    assert warning.filename == __file__
+
+
+# Inputs whose variance is zero in f16, so that the derivative of `rsqrt` is taken at the
+# epsilon, 1e-5: it is 1.6e7, beyond the range of f16.
+SMALL = 1e-4 * jax.random.normal(KEY, (8, 4))
+
+
+def haiku_model(dtypes):
+    import haiku as hk
+
+    def forward(x):
+        x = hk.LayerNorm(-1, True, True)(hk.Linear(4)(x))
+        dtypes.append(x.dtype)
+        return x
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    return model.init(KEY, SMALL), model.apply, None
+
+
+def linen_model(dtypes):
+    import flax.linen as nn
+
+    class Norm(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scale = self.param("scale", nn.initializers.ones, x.shape[-1:], F32)
+            x = x - jnp.mean(x, axis=-1, keepdims=True)
+            variance = jnp.mean(x * x, axis=-1, keepdims=True)
+            return scale * x * jax.lax.rsqrt(variance + jnp.asarray(1e-5, x.dtype))
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = Norm()(nn.Dense(4)(x))
+            dtypes.append(x.dtype)
+            return x
+
+    apply: Any = Net().apply
+    return Net().init(KEY, SMALL), apply, Norm
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("make", [haiku_model, linen_model])
+def test_norms_of_haiku_and_linen_modules_kept_by_their_type_run_in_f32(make):
+    dtypes: list[np.dtype] = []
+    params, apply, norm = make(dtypes)
+
+    def loss(params, x):
+        return jnp.mean(jnp.abs(apply(params, x).astype(F32) - 1))
+
+    def grads(keep):
+        low = mpx.Policy(compute_dtype="f16", keep=keep)
+        return mpx.value_and_grad(loss, policy=low)(
+            mpx.StaticLossScaling(1.0), params, SMALL
+        )
+
+    low = mpx.cast_to_float16((params, SMALL))
+    by_hand = jax.grad(loss)(*low)
+    assert not mpx.all_finite(by_hand)  # the premise: nan in f16, at any scale
+    result = grads(() if norm is None else norm)
+    assert result.finite
+    assert set(dtypes[-1:]) == {F16}
+    exact = jax.grad(loss)(params, SMALL)
+    for ours, theirs in zip(*map(jax.tree.leaves, (result.grads, exact)), strict=True):
+        # A few operations in f16 on inputs that are subnormal there: 1e-4 has 11 bits.
+        np.testing.assert_allclose(ours, theirs, atol=0.05 * np.abs(theirs).max())
 
 
 # --- running statistics ----------------------------------------------------------------
@@ -674,21 +939,22 @@ def test_batch_norm_and_its_state_stay_f32(mode, jit):
 
     run = eqx.filter_jit(run) if jit else run
     expected, wide_state = run(norm, state, x.astype(F32))
-    # BatchNorm and State need no rule.
-    low_norm, low_state = mpx.Policy(compute_dtype="bf16").cast_to_compute(
-        (norm, state)
-    )
-    assert_trees_equal(low_state, state)
-    assert low_norm.weight.dtype == F32
-    out, new_state = run(low_norm, low_state, x)
-    assert out.dtype == BF16
-    assert_trees_equal(out, expected.astype(BF16))
-    assert_trees_equal(new_state, wide_state)
-    # And with the new statistics, as in evaluation.
-    inference = eqx.nn.inference_mode(low_norm)
-    out, same = run(inference, new_state, x)
-    assert out.dtype == BF16
-    assert_trees_equal(same, wide_state)
+
+    def check(norm, state):
+        # BatchNorm and State need no rule.
+        assert norm.weight.dtype == F32
+        out, new_state = run(norm, state, x)
+        assert out.dtype == BF16
+        assert_trees_equal(out, expected.astype(BF16))
+        assert_trees_equal(new_state, wide_state)
+        # And with the new statistics, as in evaluation.
+        out, same = run(eqx.nn.inference_mode(norm), new_state, x)
+        assert out.dtype == BF16
+        assert_trees_equal(same, wide_state)
+
+    low = mpx.Policy(compute_dtype="bf16")
+    assert_trees_equal(low.cast_to_compute((norm, state))[1], state)
+    low.cast_function(check)(norm, state)
 
 
 def test_linen_batch_statistics_stay_f32():
@@ -718,4 +984,48 @@ def test_nnx_batch_statistics_stay_f32():
             ]: leaf.dtype
             for path, leaf in jax.tree_util.tree_leaves_with_path(low)
         }
-        assert dtypes == {"bias": BF16, "scale": BF16, "mean": F32, "var": F32}
+        assert (dtypes["mean"], dtypes["var"]) == (F32, F32)
+        # A module runs in f32 as a whole; of a state nothing but the variables is known.
+        assert dtypes["scale"] == (F32 if tree is norm else BF16)
+
+
+def stateful(library) -> Any:
+    """Returns a model with running statistics."""
+    if library == "equinox":
+        norm = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, "batch", mode="ema")
+        return {"model": (norm[0], eqx.nn.Linear(2, 2, key=KEY)), "state": norm[1]}
+    if library == "linen":
+        import flax.linen as nn
+
+        norm = nn.BatchNorm(use_running_average=False)
+        return norm.init(KEY, jnp.ones((2, 2)))
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.embed = nnx.Embed(3, 2, rngs=nnx.Rngs(0))
+            self.norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+            self.tied = self.embed
+
+    return Net()
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("library", ["equinox", "linen", "nnx"])
+def test_casting_to_param_makes_a_model_bf16_and_leaves_its_statistics_f32(library):
+    model = stateful(library)
+    low = mpx.Policy("bf16").cast_to_param(model)
+    assert jax.tree.structure(low) == jax.tree.structure(model)
+    dtypes = {"state": set(), "params": set()}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(low):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        is_state = re.search("^state|batch_stats|norm/(mean|var)", name)
+        if is_floating(leaf):
+            dtypes["state" if is_state else "params"].add(leaf.dtype)
+    assert dtypes == {"state": {F32}, "params": {BF16}}
+    if library == "nnx":
+        assert low.tied is low.embed  # as in the model
+        assert low.embed.embedding is not model.embed.embedding
+        assert model.embed.embedding[...].dtype == F32
+    half = mpx.cast_to_float16(low)
+    assert_trees_equal(mpx.Policy("f32").cast_to_param(half), mpx.cast_to_float32(half))

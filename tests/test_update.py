@@ -27,6 +27,9 @@ pytestmark = [
 
 SKIPS = ["select", "cond"]
 
+# For tests that round parameters to 16 bits on purpose.
+rounds_updates = pytest.mark.filterwarnings("ignore:.*keeps no master weights")
+
 
 # --- One table of optimizers: a new row inherits every test that takes `name` ---------
 
@@ -252,6 +255,7 @@ def test_parameter_without_gradient_is_frozen(name):
 # --- Dtypes ---------------------------------------------------------------------------
 
 
+@rounds_updates
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("dtype", ["f2", "bfloat16", "f4", "f8"])
 def test_update_is_added_in_f32_or_wider_and_rounded_once(dtype, skip):
@@ -273,6 +277,7 @@ def test_update_is_added_in_f32_or_wider_and_rounded_once(dtype, skip):
         assert np.any(rounded_early != expected)
 
 
+@rounds_updates
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("dtype", ["f2", "bfloat16"])
 def test_parameters_and_state_keep_their_16_bit_dtypes(dtype, skip):
@@ -479,6 +484,7 @@ def make_train_state(dtype):
     )
 
 
+@rounds_updates
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize(
     ("dtype", "jit"), [("f4", lambda f: f), ("bfloat16", jax.jit)], ids=["eager", "jit"]
@@ -571,22 +577,195 @@ def test_unknown_skip_is_refused(momentum, monkeypatch):
             mpx.optimizer_update(*given, grads, True, skip="maybe")
 
 
-@pytest.mark.parametrize("optimizer", [None, 3, optax.adam], ids=["None", "3", "adam"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [None, 3, optax.adam, dict, {}],
+    ids=["None", "3", "adam", "dict", "{}"],
+)
 def test_what_is_no_optimizer_is_refused(optimizer, momentum):
     params, _, state, grads = momentum
     with pytest.raises(TypeError, match="must be an optax transformation.*was given"):
         mpx.optimizer_update(params, optimizer, state, grads, True)
 
 
-def test_state_made_for_integer_leaves_gets_a_hint():
-    optimizer, _ = optimizer_and_extras("adam")
-    model = {"w": jnp.ones(2), "n": jnp.arange(2)}
+@pytest.mark.parametrize("skip", [*SKIPS, "never"])
+@pytest.mark.parametrize("name", ["adamw", "clip and schedule", "MultiSteps", "sgd"])
+def test_state_made_for_integer_leaves_takes_the_step_of_the_others(name, skip):
+    optimizer, _ = optimizer_and_extras(name)
+    floats: Any = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
+    model: Any = {**floats, "n": jnp.arange(2), "mask": jnp.array([True, False])}
+    grads = {"w": jnp.full((2, 2), 0.5), "b": jnp.ones(2), "n": None, "mask": None}
     state = optimizer.init(eqx.filter(model, eqx.is_array))
-    grads = {"w": jnp.ones(2), "n": None}
-    with pytest.raises((ValueError, TypeError)) as caught:
-        mpx.optimizer_update(model, optimizer, state, grads, True)
-    (note,) = caught.value.__notes__
-    assert "optimizer.init(eqx.filter(model, eqx.is_inexact_array))" in note
+    expected_state = optimizer.init(floats)
+    for _ in range(2):
+        model, state = mpx.optimizer_update(
+            model, optimizer, state, grads, True, skip=skip
+        )
+        floats, expected_state = mpx.optimizer_update(
+            *(floats, optimizer, expected_state),
+            {"w": grads["w"], "b": grads["b"]},
+            *(True,),
+            skip=skip,
+        )
+    assert_trees_equal({"w": model["w"], "b": model["b"]}, floats)
+    assert model["n"].tolist() == [0, 1]
+    assert model["mask"].tolist() == [True, False]
+
+
+WRONG_STATES = {
+    "None": lambda params: None,
+    "of another optimizer": lambda params: optax.sgd(0.1).init(params),
+    "of another model": lambda params: optax.adam(0.1).init({"v": jnp.ones(2)}),
+    "of one link": lambda params: optax.scale_by_adam().init(params),
+}
+
+
+@pytest.mark.parametrize("make", WRONG_STATES.values(), ids=WRONG_STATES)
+def test_state_that_does_not_fit_the_optimizer_is_an_error(make):
+    params = {"w": jnp.ones(2)}
+    match = (
+        "`optimizer_state` does not fit the optimizer .* it should be .*ScaleByAdamState"
+        r".* was given. Make it with `optimizer.init\(eqx.filter\(model"
+    )
+    with pytest.raises(ValueError, match=match):
+        mpx.optimizer_update(params, optax.adam(0.1), make(params), params, True)
+
+
+@pytest.mark.parametrize(
+    ("param", "grad"),
+    [("f4", "i4"), ("f4", "bool"), ("f4", "c8"), ("c8", "i4")],
+)
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), mpx.flash_sgd(0.1)], ids=type)
+def test_gradient_that_is_not_floating_is_named(param, grad, optimizer):
+    params, grads = {"w": jnp.ones(2, param)}, {"w": jnp.ones(2, grad)}
+    state = optimizer.init({"w": jnp.ones(2)})
+    match = f"The gradient of `w` is {np.dtype(grad)}, but the parameter is"
+    with pytest.raises(TypeError, match=match):
+        mpx.optimizer_update(params, optimizer, state, grads, True)
+
+
+def test_complex_parameter_takes_a_complex_gradient():
+    params = jnp.ones(2, "c8")
+    optimizer = optax.sgd(0.5)
+    after, _ = mpx.optimizer_update(
+        params, optimizer, optimizer.init(params), params, True
+    )
+    assert after.tolist() == [0.5, 0.5]
+
+
+# --- Arguments for the optimizer ------------------------------------------------------
+
+
+UNKNOWN_ARGUMENTS = [
+    (optax.adam, "grad_scale", "Only the compressed optimizers"),
+    (
+        lambda _: mpx.skip_nonfinite(optax.adam(0.1)),
+        "grad_scale",
+        "Only the compressed",
+    ),
+    (optax.adam, "vlaue", "Did you mean `value`"),
+    (optax.adam, "grads_scale", "Did you mean `grad_scale`"),
+    (optax.adam, "ok", "Pass it as `grads_finite`"),
+    (mpx.flash_adamw, "gradscale", "Did you mean `grad_scale`"),
+    (mpx.flash_adamw, "loss_scale", "It takes `grad_scale`"),
+]
+
+
+@pytest.mark.parametrize(("make", "name", "hint"), UNKNOWN_ARGUMENTS)
+def test_argument_that_the_optimizer_would_ignore_is_an_error(make, name, hint):
+    params, optimizer = {"w": jnp.ones(2)}, make(0.1)
+    match = f"The optimizer does not take the argument `{name}`. {hint}"
+    with pytest.raises(TypeError, match=match):
+        mpx.optimizer_update(
+            *(params, optimizer, optimizer.init(params), params, True), **{name: 0.5}
+        )
+
+
+def test_nnx_optimizer_refuses_an_argument_that_it_would_ignore():
+    model, optimizer = make_nnx(optax.sgd(0.1))
+    grads = nnx.state(model, nnx.Param)
+    with pytest.raises(TypeError, match="does not take the argument `grad_scale`"):
+        mpx.optimizer_update(model, optimizer, None, grads, True, grad_scale=0.5)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_compressed_optimizer_takes_a_gradient_scale(chained):
+    params, grads = jnp.ones(2), jnp.full(2, 8.0)
+    optimizer = mpx.flash_sgd(1.0)
+    optimizer = optax.chain(optax.identity(), optimizer) if chained else optimizer
+    after, _ = mpx.optimizer_update(
+        *(params, optimizer, optimizer.init(params), grads, True), grad_scale=1 / 16
+    )
+    assert after.tolist() == [0.5, 0.5]
+
+
+def test_value_of_the_loss_does_not_keep_a_compressed_optimizer_from_its_own_step():
+    params = {"w": jnp.ones((8, 32), jnp.bfloat16)}
+    optimizer = mpx.flash_adamw(0.1)
+
+    def program(**extra):
+        def update(params, state, grads):
+            return mpx.optimizer_update(params, optimizer, state, grads, True, **extra)
+
+        args = params, optimizer.init(params), mpx.cast_to_float32(params)
+        return str(jax.make_jaxpr(update)(*args))
+
+    assert program(value=jnp.float32(1.0), grad=params) == program()
+
+
+# --- 16-bit parameters ----------------------------------------------------------------
+
+
+def bf16_params():
+    return {"w": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2)}
+
+
+def step_with(optimizer, params, grads=None):
+    grads = mpx.cast_to_float32(params) if grads is None else grads
+    trained = {name: None if grads[name] is None else params[name] for name in grads}
+    return jax.jit(lambda p, s, g: mpx.optimizer_update(p, optimizer, s, g, True))(
+        params, optimizer.init(trained), grads
+    )
+
+
+def test_plain_optimizer_of_16_bit_parameters_warns_once_with_the_remedies():
+    match = (
+        "`w` is stored in bfloat16, and the optimizer keeps no master weights: an update "
+        "of less than 0.2 % .*f32.*mpx.master_weights.*mpx.flash_adamw"
+    )
+    with pytest.warns(RuntimeWarning, match=match) as caught:
+        step_with(optax.adam(0.1), bf16_params())
+    (warning,) = caught
+    assert warning.filename == __file__
+
+
+def test_flax_optimizers_of_16_bit_parameters_warn_too():
+    state = make_train_state("bfloat16")
+    with pytest.warns(RuntimeWarning, match="`bias` is stored in bfloat16"):
+        mpx.optimizer_update(state, None, None, state.params, True)
+    model = nnx.Linear(2, 2, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    grads = nnx.state(model, nnx.Param)
+    with pytest.warns(RuntimeWarning, match="`bias` is stored in float16.*0.02 %"):
+        mpx.optimizer_update(model, optimizer, None, grads, True)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        mpx.master_weights(optax.adam(0.1)),
+        mpx.skip_nonfinite(mpx.master_weights(optax.adam(0.1))),
+        optax.chain(optax.clip(1.0), mpx.flash_adamw(0.1)),
+        mpx.flash_adamw(0.1),
+    ],
+    ids=["masters", "wrapped masters", "chained flash", "flash"],
+)
+def test_optimizer_with_masters_does_not_warn(optimizer):
+    step_with(optimizer, bf16_params())
+
+
+def test_frozen_16_bit_parameters_do_not_warn():
+    step_with(optax.adam(0.1), bf16_params(), {"w": None, "b": jnp.ones(2)})
 
 
 # --- cond_update ----------------------------------------------------------------------

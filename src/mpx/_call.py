@@ -20,6 +20,7 @@ from jaxtyping import Array, PyTree
 from mpx import _nnx
 from mpx._cast import cast_leaf, cast_like
 from mpx._formats import at_least_f32
+from mpx._keep import KeepRules
 from mpx._policy import Policy
 from mpx._statistics import linen_collections
 from mpx._tree import (
@@ -124,21 +125,27 @@ class Call:
         self, diff: tuple[PyTree, ...], state: State, scales: Any
     ) -> tuple[Any, State]:
         """Returns what the function returns, and the state after the call."""
-        arguments, merged = self._cast_arguments(diff, state)
+        rules = None if self.policy is None else self.policy.keep_rules()
+        arguments, merged = self._cast_arguments(diff, state, rules)
         if merged is not None:
             arguments = _nnx.put_back(arguments, merged.objects)
         args = [arguments.pop(name) for name in self._names]
         first = () if scales is None else (scales,)
-        watched = self.policy is not None and not self._may_call_amp
-        with arguments_cast_for(self) if watched else contextlib.nullcontext():
+        watched = rules is not None and not self._may_call_amp
+        with (
+            arguments_cast_for(self) if watched else contextlib.nullcontext(),
+            rules.running() if rules is not None else contextlib.nullcontext(),
+        ):
             out = self.func(*first, *args, **arguments)
+        if rules is not None:
+            rules.warn_unused()
         return out, State(
             _changed_states(out, state.equinox),
             None if merged is None else _nnx.rest_of(merged),
         )
 
     def _cast_arguments(
-        self, diff: tuple[PyTree, ...], state: State
+        self, diff: tuple[PyTree, ...], state: State, rules: KeepRules | None
     ) -> tuple[dict[str, Any], _nnx.Merged | None]:
         """Returns the arguments in the compute dtype, and the NNX objects among them."""
         # Copies: Equinox makes a `State` unusable once a layer has written to it.
@@ -147,12 +154,12 @@ class Call:
         arrays, params = self._take_params(diff)
         for name, tree in arrays.items():
             arguments[name] = eqx.combine(tree, arguments[name])
-        if self.policy is not None:
-            arguments = self.policy.cast_to_compute(arguments)
+        if rules is not None:
+            arguments = {name: rules.cast(x, name) for name, x in arguments.items()}
         if self._split is None:
             return arguments, None
         split = self._split._replace(params=params, rest=state.nnx)
-        return arguments, _nnx.merge(split, self.policy)
+        return arguments, _nnx.merge(split, rules)
 
     def _take_params(
         self, diff: tuple[PyTree, ...]
@@ -173,18 +180,18 @@ class Call:
         """
         if self.policy is None:
             return diff
+        rules = self.policy.keep_rules()
         size = self.policy.resolved_compute_dtype().itemsize
         floats = (dtype_of(x) for x in jax.tree.leaves(diff) if is_floating(x))
         if all(dtype.itemsize >= size for dtype in floats):
             return diff
 
         def computed(diff: tuple[PyTree, ...]) -> tuple[list[Any], PyTree]:
-            arguments, merged = self._cast_arguments(diff, self.state)
+            arguments, merged = self._cast_arguments(diff, self.state, rules)
             trees = [arguments[name] for name in self._diff_names]
             params = {}
             if merged is not None:
                 params = _nnx.split(merged.objects, tuple(merged.source.params)).params
-            # Leaves, because a kept module comes back as one of another class.
             leaves = jax.tree.leaves(eqx.filter(trees, _is_trainable))
             return leaves, jax.tree.leaves(params)
 

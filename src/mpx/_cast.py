@@ -4,45 +4,22 @@ import functools
 from collections.abc import Callable
 from typing import Any, overload
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from mpx._floating import cast_leaf as cast_leaf
+from mpx._floating import cast_state_leaf, keeps_its_dtypes, map_floating
 from mpx._formats import at_least_f32, parse_float_dtype
 from mpx._half import half_precision_datatype
-from mpx._tree import (
-    check_same_structure,
-    dtype_of,
-    is_array,
-    is_floating,
-    map_with_name,
-)
+from mpx._objects import is_nnx
+from mpx._tree import check_same_structure, dtype_of, is_array, is_floating
 
 Where = Callable[[str, Any], bool]
 """A predicate on a leaf's name (`layers/0/weight`) and the leaf."""
-
-
-def keeps_its_dtypes(node: object) -> bool:
-    """Whether casts pass a pytree node by as a whole.
-
-    A class says so with the attribute `mpx_keeps_dtypes = True`: a loss scaling inside
-    a training state stays f32 when the state is cast.
-    """
-    return getattr(type(node), "mpx_keeps_dtypes", False) is True
-
-
-def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
-    """Casts one floating leaf: JAX and NumPy arrays and `ShapeDtypeStruct`s alike."""
-    if leaf.dtype == dtype:
-        return leaf
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        # Like an array, which is no longer weakly typed once it has been cast.
-        return leaf.update(dtype=dtype, weak_type=False)
-    # NumPy would warn about overflow to infinity and about signalling NaNs; JAX does not.
-    with np.errstate(over="ignore", invalid="ignore"):
-        return leaf.astype(dtype)
 
 
 def cast_tree(tree: PyTree, dtype: DTypeLike, *, where: Where | None = None) -> PyTree:
@@ -52,6 +29,8 @@ def cast_tree(tree: PyTree, dtype: DTypeLike, *, where: Where | None = None) -> 
     and NumPy arrays, and `ShapeDtypeStruct`s. Integers, booleans, complex numbers, PRNG
     keys, float8 values, Python numbers, strings, functions and `None` come back as they
     are, so a whole model or training state can be passed. Loss scalings keep their f32.
+    Of an NNX module the parameters are cast, in a copy that shares what the module
+    shares; its other variables, such as the statistics of BatchNorm, are only widened.
 
     A value is rounded to the nearest representable one: the relative error is at most
     half an ulp (2⁻⁸ for bf16, 2⁻¹¹ for f16) in the normal range of `dtype`; from 65520
@@ -72,12 +51,12 @@ def cast_tree(tree: PyTree, dtype: DTypeLike, *, where: Where | None = None) -> 
     """
     target = parse_float_dtype(dtype)
 
-    def cast(name: str, leaf: Any) -> Any:
-        if not is_floating(leaf) or (where is not None and not where(name, leaf)):
+    def cast(name: str, leaf: Any, is_state: bool) -> Any:
+        if where is not None and not where(name, leaf):
             return leaf
-        return cast_leaf(leaf, target)
+        return cast_state_leaf(leaf, target) if is_state else cast_leaf(leaf, target)
 
-    return map_with_name(cast, tree, is_leaf=keeps_its_dtypes)
+    return map_floating(cast, tree)
 
 
 def cast_to_float32(x: PyTree, *, where: Where | None = None) -> PyTree:
@@ -259,6 +238,7 @@ def force_full_precision(
         return_dtype: The dtype of the floating results. `None` gives back the widest
             dtype among the floating inputs, so that the function fits into a
             half-precision model; without floating inputs the results stay as they are.
+            Equinox `State`s and NNX objects are passed on and returned as they are.
 
     Raises:
         ValueError: If `return_dtype` is not a floating dtype of at least 16 bits.
@@ -275,20 +255,40 @@ def force_full_precision(
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        given = floating_dtype((args, kwargs))
-        args, kwargs = widen_tree((args, kwargs))
-        out = func(*args, **kwargs)
-        wanted = results or given
-        return out if wanted is None else cast_tree(out, wanted)
+        return call_in_full_precision(func, args, kwargs, results)
 
     return wrapper
+
+
+def call_in_full_precision(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    return_dtype: np.dtype | None = None,
+) -> Any:
+    """Calls a function on widened inputs; see `force_full_precision`."""
+    wanted = return_dtype or floating_dtype((args, kwargs))
+    args, kwargs = widen_tree((args, kwargs))
+    out = func(*args, **kwargs)
+    if wanted is None:
+        return out
+    return jax.tree.map(
+        lambda leaf: cast_leaf(leaf, wanted) if is_floating(leaf) else leaf,
+        out,
+        is_leaf=_is_state,
+    )
+
+
+def _is_state(node: Any) -> bool:
+    """Whether a function that runs in full precision is given a node as it is."""
+    return isinstance(node, eqx.nn.State) or keeps_its_dtypes(node) or is_nnx(node)
 
 
 def floating_dtype(tree: PyTree) -> np.dtype | None:
     """Returns the widest dtype among the floating leaves, `None` if there is none."""
     dtypes = {
         dtype_of(leaf)
-        for leaf in jax.tree.leaves(tree, is_leaf=keeps_its_dtypes)
+        for leaf in jax.tree.leaves(tree, is_leaf=_is_state)
         if is_floating(leaf)
     }
     if not dtypes:
@@ -303,7 +303,7 @@ def widen_tree(tree: PyTree) -> PyTree:
     def widen(leaf: Any) -> Any:
         return cast_leaf(leaf, at_least_f32(leaf.dtype)) if is_floating(leaf) else leaf
 
-    return jax.tree.map(widen, tree, is_leaf=keeps_its_dtypes)
+    return jax.tree.map(widen, tree, is_leaf=_is_state)
 
 
 def own_buffer(leaf: Any) -> Any:

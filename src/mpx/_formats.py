@@ -75,6 +75,24 @@ _NAMES: dict[str, np.dtype] = {
     **{name: np.dtype(dtype) for name, dtype in _DTYPES.items()},
     **{np.dtype(dtype).name: np.dtype(dtype) for dtype in _DTYPES.values()},
     "full": np.dtype(jnp.float32),
+    "fp16": np.dtype(jnp.float16),
+    "fp32": np.dtype(jnp.float32),
+    "fp64": np.dtype(jnp.float64),
+}
+
+# Names of other frameworks for a whole precision: the dtypes of parameters and outputs,
+# and of the computation.
+PRECISIONS: dict[str, tuple[str, str]] = {
+    "bf16-mixed": ("f32", "bf16"),
+    "mixed_bfloat16": ("f32", "bf16"),
+    "16-mixed": ("f32", "f16"),
+    "fp16-mixed": ("f32", "f16"),
+    "mixed_float16": ("f32", "f16"),
+    "bf16-true": ("bf16", "bf16"),
+    "16-true": ("f16", "f16"),
+    "fp16-true": ("f16", "f16"),
+    "32-true": ("f32", "f32"),
+    "64-true": ("f64", "f64"),
 }
 _SHORT_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
@@ -89,7 +107,7 @@ def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
 
     Args:
         dtype: A dtype, a scalar type such as `jnp.bfloat16`, or a name such as
-            `"bf16"`, `"bfloat16"` or `"full"`.
+            `"bf16"`, `"bfloat16"`, `"fp16"` or `"full"`.
         what: How the error message calls the value.
 
     Raises:

@@ -3,73 +3,19 @@
 Flax is not imported here: if no NNX object can exist, there is nothing to do.
 """
 
-import dataclasses
-import functools
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import PyTree
 
-from mpx._cast import cast_leaf, force_full_precision
-from mpx._policy import Policy
-from mpx._tree import is_floating, path_name
-
-
-def _nnx() -> Any:
-    return sys.modules.get("flax.nnx")
-
-
-def is_nnx(node: Any) -> bool:
-    """Whether `node` is an NNX object: a module, `Rngs`, an optimizer."""
-    nnx = _nnx()
-    return nnx is not None and isinstance(node, nnx.Pytree)
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """Stands, as a leaf, for an NNX object that was taken out of a pytree.
-
-    Attributes:
-        name: The object's name: `model`, or `models/encoder` inside a container.
-    """
-
-    name: str
-
-
-def is_slot(node: Any) -> bool:
-    """Whether `node` stands for an NNX object."""
-    return isinstance(node, Slot)
-
-
-def take_out(tree: PyTree, name: str = "") -> tuple[PyTree, dict[str, Any]]:
-    """Replaces the NNX objects of a pytree by slots; returns them by their names.
-
-    Args:
-        tree: Any pytree.
-        name: What the pytree is called; the objects' names begin with it.
-    """
-    objects: dict[str, Any] = {}
-
-    def take(path: Any, node: Any) -> Any:
-        if not is_nnx(node):
-            return node
-        slot = Slot("/".join(filter(None, (name, path_name(path)))))
-        objects[slot.name] = node
-        return slot
-
-    if _nnx() is None:
-        return tree, objects
-    tree = jax.tree_util.tree_map_with_path(take, tree, is_leaf=is_nnx)
-    return tree, objects
-
-
-def put_back(tree: PyTree, objects: Mapping[str, Any]) -> PyTree:
-    """Puts NNX objects, or whatever has their names, into their slots."""
-    return jax.tree.map(
-        lambda node: objects[node.name] if is_slot(node) else node, tree
-    )
+from mpx._cast import cast_leaf
+from mpx._keep import KeepRules
+from mpx._objects import clone, holds_same, put_back, take_out
+from mpx._objects import is_nnx as is_nnx
+from mpx._objects import is_slot as is_slot
+from mpx._objects import nnx_module as _nnx
+from mpx._tree import is_floating
 
 
 class Objects(NamedTuple):
@@ -148,8 +94,8 @@ class Merged(NamedTuple):
     found: PyTree
 
 
-def merge(source: Objects, policy: Policy | None) -> Merged:
-    """Builds fresh NNX objects, with their parameters cast by the policy."""
+def merge(source: Objects, keep: KeepRules | None) -> Merged:
+    """Builds fresh NNX objects, with their parameters cast by a policy's rules."""
     nnx = _nnx()
     params = []
     for name, state in source.params.items():
@@ -159,9 +105,9 @@ def merge(source: Objects, policy: Policy | None) -> Merged:
     # Fresh variables: NNX refuses to change, under a trace, those made outside of it.
     rest = jax.tree.map(lambda x: x, source.rest)
     merged = nnx.merge(source.graphdef, *params, rest)
-    if policy is not None:
-        _cast(source.names, merged, policy)
     objects = dict(zip(source.names, merged, strict=True))
+    if keep is not None:
+        keep.cast_objects(objects)
     return Merged(objects, source, _rest(objects, source))
 
 
@@ -169,53 +115,6 @@ def _rest(objects: Mapping[str, Any], source: Objects) -> PyTree:
     filters = _filters(source.names, tuple(source.params))
     *_, rest = _nnx().split(tuple(objects.values()), *filters, ...)
     return jax.tree.map(lambda x: x, rest)  # a copy, which later calls do not change
-
-
-def _cast(names: tuple[str, ...], merged: tuple[Any, ...], policy: Policy) -> None:
-    """Casts parameters, except those of modules that stay in full precision."""
-    nnx = _nnx()
-    dtype = policy.resolved_compute_dtype()
-    types = (*policy.kept_types(), nnx.BatchNorm)
-    kept = []
-    for path, node in nnx.iter_graph(merged):
-        if isinstance(node, types) and isinstance(node, nnx.Module | nnx.Variable):
-            kept.append(path)
-            if isinstance(node, nnx.Module) and callable(node):
-                # A fresh object, which the caller never sees.
-                new = _full_precision_class(type(node))
-                object.__setattr__(node, "__class__", new)
-
-    def cast(leaf: Any) -> Any:
-        return cast_leaf(leaf, dtype) if is_floating(leaf) else leaf
-
-    flat = []
-    for path, param in nnx.to_flat_state(nnx.state(merged, nnx.Param)):
-        name = "/".join(map(str, (names[path[0]], *path[1:])))
-        keep = any(path[: len(prefix)] == prefix for prefix in kept)
-        if not keep and not policy.keeps_leaf(name, param[...]):
-            flat.append((path, jax.tree.map(cast, param)))
-    nnx.update(merged, nnx.from_flat_state(flat))
-
-
-@functools.cache
-def _full_precision_class(cls: type) -> type:
-    """Returns a subclass that runs in f32 and returns the dtype of its inputs.
-
-    Without it one norm in f32 would carry the rest of the model up to f32: a Flax layer
-    returns the widest dtype among its inputs and weights.
-    """
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tree, objects = take_out((args, kwargs))
-
-        @force_full_precision
-        def run(tree: PyTree) -> Any:
-            args, kwargs = put_back(tree, objects)
-            return cls.__call__(self, *args, **kwargs)
-
-        return run(tree)
-
-    return type(cls)(cls.__name__, (cls,), {"__call__": call, "__doc__": cls.__doc__})
 
 
 def rest_of(merged: Merged) -> PyTree:
@@ -256,15 +155,15 @@ def update(objects: Mapping[str, Any], rest: PyTree, before: PyTree = None) -> N
         changed = [
             (path, variable)
             for path, variable in nnx.to_flat_state(rest)
-            if not _is_same(variable, old[path])
+            if not holds_same(variable, old[path])
         ]
         rest = nnx.from_flat_state(changed)
     nnx.update(tuple(objects.values()), rest)
 
 
-def _is_same(a: PyTree, b: PyTree) -> bool:
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(x is y for x, y in pairs)
+def params_of(node: Any) -> PyTree:
+    """Returns the state of an object's parameters."""
+    return _nnx().state(node, _nnx().Param)
 
 
 def without_variables(tree: PyTree) -> PyTree:
@@ -288,7 +187,7 @@ def copy(tree: PyTree) -> PyTree:
     plain, objects = take_out(tree)
     if not objects:
         return tree
-    return put_back(plain, merge(split(objects, ()), None).objects)
+    return put_back(plain, clone(objects))
 
 
 def as_pure(

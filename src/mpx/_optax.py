@@ -10,8 +10,9 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from mpx._cast import cast_leaf, own_buffer
 from mpx._formats import parse_float_dtype
-from mpx._tree import all_finite, is_floating, select_tree
+from mpx._tree import all_finite, is_floating, named_leaves, select_tree, shape_of
 from mpx._update import apply_updates
+from mpx._update_checks import check_transformation
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -50,6 +51,7 @@ def skip_nonfinite(
         >>> updates, int(state.skipped)
         (Array([0., 0.], dtype=float32), 1)
     """
+    check_transformation(tx, "`skip_nonfinite` needs an optax transformation")
     tx = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> SkipNonfiniteState:
@@ -59,6 +61,7 @@ def skip_nonfinite(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SkipNonfiniteState]:
+        _check_shapes(updates, params)
         finite = all_finite(updates)
         updates, inner = tx.update(updates, state.inner_state, params, **extra_args)
         updates = select_tree(finite, updates, jax.tree.map(jnp.zeros_like, updates))
@@ -72,6 +75,19 @@ def skip_nonfinite(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _check_shapes(updates: PyTree, params: PyTree | None) -> None:
+    """Raises if gradients would be broadcast against the parameters."""
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        return  # without parameters, or for the optimizer to refuse
+    pairs = zip(named_leaves(updates), jax.tree.leaves(params), strict=True)
+    for (name, update), param in pairs:
+        if shape_of(update) != shape_of(param):
+            raise ValueError(
+                f"The gradient of `{name}` has shape {shape_of(update)}, but the "
+                f"parameter has shape {shape_of(param)}."
+            )
+
+
 class MasterWeightsState(NamedTuple):
     """The state of `master_weights`.
 
@@ -82,6 +98,9 @@ class MasterWeightsState(NamedTuple):
 
     inner_state: PyTree
     master: PyTree
+
+    # `optimizer_update` asks whether updates of 16-bit parameters add up somewhere.
+    mpx_holds_masters = True
 
 
 def master_weights(
@@ -116,6 +135,7 @@ def master_weights(
         >>> float(params)
         0.9921875
     """
+    check_transformation(tx, "`master_weights` needs an optax transformation")
     tx = optax.with_extra_args_support(tx)
     wide = parse_float_dtype(dtype)
 

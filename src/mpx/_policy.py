@@ -2,33 +2,18 @@
 
 import dataclasses
 import functools
-import re
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import equinox as eqx
-import jax
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._cast import cast_leaf, cast_tree, keeps_its_dtypes, widen_tree
-from mpx._formats import parse_float_dtype, short_name
+from mpx._floating import cast_leaf, cast_state_leaf, map_floating
+from mpx._formats import PRECISIONS, parse_float_dtype, short_name
 from mpx._half import half_precision_datatype
-from mpx._tree import dtype_of, is_floating, map_with_name
-
-KeepRule = type | str | Callable[[str, Any], bool]
-"""A node type, a regular expression searched in a leaf's name, or a predicate."""
-
-# Running statistics must not be rounded to half precision between steps: an average
-# that moves by less than half an ulp per step stands still.
-_RUNNING_STATISTICS: tuple[KeepRule, ...] = (
-    eqx.nn.State,
-    eqx.nn.BatchNorm,
-    eqx.nn.SpectralNorm,
-    r"(^|/)batch_stats(/|$)",  # the collection of Flax Linen
-)
+from mpx._keep import STATE_NAME, KeepRule, KeepRules, is_state, parse_keep
+from mpx._wrapped import argument_names
 
 _F32 = np.dtype(np.float32)
 
@@ -53,15 +38,20 @@ class Policy:
 
     A rule in `keep` is one of three:
 
-    - a node type such as `eqx.nn.LayerNorm`: the parameters of every such node stay as
-      they are, and if it is a callable Equinox or NNX module it *runs* in f32: its
-      inputs are widened and its results come back in the dtype of its inputs;
-    - a regular expression, searched in the leaf's name (`model/layers/0/norm/weight`);
+    - a type such as `eqx.nn.LayerNorm`: the parameters of every such node stay as they
+      are. If its objects can be called they *run* in f32, in the gradient functions and
+      in `cast_function`: inputs are widened, and results come back in the widest dtype
+      among the floating inputs. That holds for modules of Flax Linen and Haiku too,
+      whose parameters are not in them: keep those by name;
+    - a regular expression, searched in the leaf's name (`layers/0/norm/weight`): its
+      path inside the argument that holds it. The name of the argument is no part of it;
+      an argument that is an array is kept by an expression for its whole name;
     - a predicate `(name, leaf) -> bool`.
 
-    Running statistics are always kept, with the layers that own them: `eqx.nn.State`,
-    `eqx.nn.BatchNorm`, `eqx.nn.SpectralNorm`, `batch_stats` of Flax Linen and
-    `nnx.BatchStat`.
+    Running statistics are always kept: `eqx.nn.State`, `batch_stats` of Flax Linen, NNX
+    variables other than parameters, and the layers `eqx.nn.BatchNorm`,
+    `eqx.nn.SpectralNorm` and `nnx.BatchNorm`. The norms of Haiku run in f32, too, as those
+    of Equinox and Flax do by themselves.
 
     Examples:
         >>> import equinox as eqx
@@ -103,7 +93,7 @@ class Policy:
             "output_dtype": parse(output_dtype, "output_dtype"),
             "grad_dtype": _optional(grad_dtype, "grad_dtype"),
             "reduce_dtype": _optional(reduce_dtype, "reduce_dtype"),
-            "keep": _parse_keep(keep),
+            "keep": parse_keep(keep),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -132,47 +122,68 @@ class Policy:
         return self.compute_dtype or half_precision_datatype()
 
     def cast_to_param(self, tree: PyTree) -> PyTree:
-        """Casts floating leaves to `param_dtype`; `keep` does not apply."""
-        return cast_tree(tree, self.param_dtype)
+        """Casts floating leaves to `param_dtype`; `keep` does not apply.
+
+        Running statistics are never narrowed: `eqx.nn.State`, `batch_stats` of Flax
+        Linen and NNX variables other than `nnx.Param`. So a whole model can be made
+        bf16, with its parameters tied as before.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> variables = {"params": jnp.ones(2), "batch_stats": jnp.ones(2)}
+            >>> low = Policy("bf16").cast_to_param(variables)
+            >>> low["params"].dtype, low["batch_stats"].dtype
+            (dtype(bfloat16), dtype('float32'))
+        """
+        return _cast_beside_state(tree, self.param_dtype)
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
-        """Casts floating leaves to `output_dtype`; `keep` does not apply."""
-        return cast_tree(tree, self.output_dtype)
+        """Casts floating leaves to `output_dtype`; `keep` does not apply.
+
+        Running statistics are never narrowed; see `cast_to_param`.
+        """
+        return _cast_beside_state(tree, self.output_dtype)
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
-        """Casts floating leaves to `compute_dtype`, except what `keep` names."""
-        target = self.resolved_compute_dtype()
-        types = self.kept_types()
+        """Casts floating leaves to `compute_dtype`, except what `keep` names.
 
-        def is_kept_node(node: Any) -> bool:
-            return isinstance(node, types) or keeps_its_dtypes(node)
+        The structure of the tree stays as it is. Kept modules run in f32 in the gradient
+        functions and in `cast_function`; a module that you call yourself has its kept
+        parameters in f32, and type promotion decides.
+        """
+        return self.keep_rules().cast(tree)
 
-        def cast(name: str, node: Any) -> Any:
-            if is_kept_node(node):
-                return run_in_full_precision(node)
-            if not is_floating(node) or self.keeps_leaf(name, node):
-                return node
-            return cast_leaf(node, target)
+    def cast_function(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Runs a function as the gradient functions do, for example in evaluation.
 
-        return map_with_name(cast, tree, is_leaf=is_kept_node)
+        Its arguments are cast to `compute_dtype`, except what `keep` names; kept modules
+        run in f32; its results are cast to `output_dtype`. NNX modules are given to it as
+        copies, so that what it changes in them is lost.
 
-    def kept_types(self) -> tuple[type, ...]:
-        """Returns the node types that stay in full precision."""
-        return tuple(rule for rule in self._rules() if isinstance(rule, type))
+        Examples:
+            >>> import equinox as eqx
+            >>> import jax.numpy as jnp
+            >>> policy = Policy("f32", "bf16", "f32", keep=eqx.nn.LayerNorm)
+            >>> norm = eqx.nn.LayerNorm(2)
+            >>> policy.cast_function(lambda norm, x: norm(x))(norm, jnp.ones(2)).dtype
+            dtype('float32')
+        """
 
-    def keeps_leaf(self, name: str, leaf: Any) -> bool:
-        """Whether an expression or a predicate keeps the leaf of this name."""
-        for rule in self._rules():
-            if isinstance(rule, type):
-                continue
-            if re.search(rule, name) if isinstance(rule, str) else rule(name, leaf):
-                return True
-        return False
+        @functools.wraps(func)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            rules = self.keep_rules()
+            names = argument_names(func, len(args))
+            args = tuple(map(rules.cast, args, names))
+            kwargs = {name: rules.cast(arg, name) for name, arg in kwargs.items()}
+            with rules.running():
+                out = func(*args, **kwargs)
+            return self.cast_to_output(out)
 
-    def _rules(self) -> tuple[KeepRule, ...]:
-        nnx = sys.modules.get("flax.nnx")  # else there are no NNX statistics
-        statistics = () if nnx is None else (nnx.BatchStat,)
-        return self.keep + _RUNNING_STATISTICS + statistics
+        return wrapper
+
+    def keep_rules(self) -> KeepRules:
+        """Returns the `keep` rules for one call."""
+        return KeepRules(self.keep, self.resolved_compute_dtype())
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """Returns the same policy with another `output_dtype`."""
@@ -182,6 +193,14 @@ class Policy:
         return Policy(**{**options, "output_dtype": output_dtype})
 
 
+def _cast_beside_state(tree: PyTree, dtype: np.dtype) -> PyTree:
+    def cast(name: str, leaf: Any, in_state: bool) -> Any:
+        kept = in_state or STATE_NAME.search(name) is not None
+        return (cast_state_leaf if kept else cast_leaf)(leaf, dtype)
+
+    return map_floating(cast, tree, state=is_state)
+
+
 def _optional(dtype: DTypeLike | None, what: str) -> np.dtype | None:
     return None if dtype is None else parse_float_dtype(dtype, what)
 
@@ -189,26 +208,6 @@ def _optional(dtype: DTypeLike | None, what: str) -> np.dtype | None:
 def _parse_compute(dtype: DTypeLike | None) -> np.dtype | None:
     is_half = isinstance(dtype, str) and dtype == "half"  # as in a policy's string
     return None if is_half else _optional(dtype, "compute_dtype")
-
-
-def _parse_keep(keep: KeepRule | Iterable[KeepRule]) -> tuple[KeepRule, ...]:
-    if isinstance(keep, str | type) or callable(keep) or not isinstance(keep, Iterable):
-        keep = (keep,)
-    rules = tuple(keep)
-    for rule in rules:
-        if not isinstance(rule, str | type) and not callable(rule):
-            raise TypeError(
-                "A `keep` rule is a node type, a regular expression for leaf names or "
-                f"a predicate `(name, leaf) -> bool`, but {rule!r} was given."
-            )
-        if isinstance(rule, str):
-            try:
-                re.compile(rule)
-            except re.error as error:
-                raise ValueError(
-                    f"The `keep` rule {rule!r} is not a regular expression: {error}."
-                ) from error
-    return rules
 
 
 _POLICY_KEYS = {
@@ -235,6 +234,10 @@ def get_policy(
     follows the parameters and output follows compute; a single dtype sets all three.
     `half` is the configured half precision, `full` is f32.
 
+    The names of other frameworks are understood: `"bf16-mixed"`, `"mixed_bfloat16"`,
+    `"16-mixed"` and `"mixed_float16"` store f32 and compute in 16 bits, `"bf16-true"` and
+    `"16-true"` are 16 bits throughout, like `"bf16"` and `"f16"` (or `"fp16"`) here.
+
     Args:
         policy: The description; `str` of a policy gives it back. A policy comes back
             as it is.
@@ -248,9 +251,11 @@ def get_policy(
         >>> policy = get_policy("p=f32, c=bf16, o=f32")
         >>> str(policy), get_policy(str(policy)) == policy
         ('p=f32,c=bf16,o=f32', True)
+        >>> get_policy("bf16-mixed") == policy
+        True
     """
     if isinstance(policy, Policy):
-        if _parse_keep(keep):
+        if parse_keep(keep):
             raise TypeError(
                 "`keep` goes with a string, but a `Policy` was given, which has its own. "
                 "Use `dataclasses.replace(policy, keep=...)`."
@@ -259,10 +264,18 @@ def get_policy(
     if not isinstance(policy, str):
         raise TypeError(_not_a_policy(policy))
     text = policy.strip()
+    if text in PRECISIONS:
+        param, compute = PRECISIONS[text]
+        return Policy(param, compute, param, keep=keep)
     if "=" not in text:
         dtype = _policy_dtype(text, policy)
         param = half_precision_datatype() if dtype is None else dtype
         return Policy(param, dtype, param, keep=keep)
+    return Policy(**_parse_parts(text, policy), keep=keep)
+
+
+def _parse_parts(text: str, policy: str) -> dict[str, Any]:
+    """Returns the dtypes of a description of the form `key=dtype,key=dtype`."""
     options: dict[str, Any] = {}
     for part in text.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
@@ -282,7 +295,7 @@ def get_policy(
     for name, dtype in options.items():
         if dtype is None and name != "compute_dtype":
             options[name] = half_precision_datatype()
-    return Policy(**options, keep=keep)
+    return options
 
 
 def _policy_dtype(name: str, policy: str) -> np.dtype | None:
@@ -294,7 +307,8 @@ def _policy_dtype(name: str, policy: str) -> np.dtype | None:
     except ValueError:
         raise ValueError(
             f"Unknown dtype {name!r} in the policy {policy!r}. Use f16, bf16, f32, f64, "
-            "their long names, `half` or `full`."
+            "their long names, `half` or `full`; or a whole policy such as "
+            '"bf16-mixed", which is "p=f32,c=bf16,o=f32".'
         ) from None
 
 
@@ -314,50 +328,3 @@ def _not_a_policy(policy: Any) -> str:
         '`policy` must be an `mpx.Policy` or a string such as "p=f32,c=bf16,o=f32", but '
         f"{policy!r} was given."
     )
-
-
-_RUNS_IN_FULL_PRECISION = "mpx_runs_in_full_precision"  # marks the classes made below
-
-
-def run_in_full_precision(node: Any) -> Any:
-    """Returns a callable Equinox module that runs in f32 on inputs of any dtype.
-
-    The result is an instance of a subclass of the module's class with the same fields:
-    `isinstance`, attributes and methods work as before. Anything else comes back as is.
-    """
-    if not isinstance(node, eqx.Module) or not callable(node):
-        return node
-    if hasattr(type(node), _RUNS_IN_FULL_PRECISION):
-        return node
-    module = object.__new__(_full_precision_class(type(node)))
-    for name, value in vars(node).items():
-        object.__setattr__(module, name, value)
-    return module
-
-
-@functools.cache
-def _full_precision_class(cls: type) -> type:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        floats = [leaf for leaf in jax.tree.leaves((args, kwargs), is_leaf=_is_state)]
-        given = next((dtype_of(leaf) for leaf in floats if is_floating(leaf)), None)
-        args, kwargs = widen_tree((args, kwargs))
-        out = cls.__call__(self, *args, **kwargs)
-        if given is None:
-            return out
-        return jax.tree.map(
-            lambda leaf: cast_leaf(leaf, given) if is_floating(leaf) else leaf,
-            out,
-            is_leaf=_is_state,
-        )
-
-    namespace = {
-        "__call__": functools.update_wrapper(call, cls.__call__),
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-        _RUNS_IN_FULL_PRECISION: True,
-    }
-    return type(cls)(cls.__name__, (cls,), namespace)
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, eqx.nn.State)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jaxtyping import PyTree
@@ -21,11 +22,19 @@ from mpx._formats import at_least_f32
 from mpx._tree import (
     as_flag,
     check_same_structure,
+    dtype_of,
     is_array,
+    is_floating,
     is_inexact,
     map_with_name,
     select_tree,
     shape_of,
+)
+from mpx._update_checks import (
+    OPTAX_ARGS,
+    check_extra_args,
+    check_transformation,
+    warn_of_lost_updates,
 )
 from mpx._wrapped import hide_signature
 
@@ -60,14 +69,21 @@ def optimizer_update(
         grads_finite: Whether to update, a boolean scalar.
         skip: How to skip: `"select"` computes the update and chooses, `"cond"` branches,
             `"never"` always updates.
-        **extra_args: Passed to the optimizer, for example `value=loss`.
+        **extra_args: Passed to the optimizer, for example `value=loss`. `grad_scale` is
+            for compressed optimizers.
 
     Returns:
         The model and the optimizer state after the step.
 
     Raises:
-        ValueError: If `grads` do not fit the model; the leaf is named.
-        TypeError: If `grads_finite` is not a boolean scalar.
+        ValueError: If `grads` do not fit the model (the leaf is named), or the state
+            does not fit the optimizer.
+        TypeError: If `grads_finite` is not a boolean scalar, a gradient is not floating,
+            or the optimizer does not take an argument.
+
+    Warns:
+        RuntimeWarning: If parameters of 16 bits are updated by an optimizer that keeps no
+            master weights: updates below half an ulp are lost.
 
     Examples:
         >>> import optax
@@ -79,6 +95,7 @@ def optimizer_update(
         Array([1., 1.], dtype=float32)
     """
     if optimizer is None and hasattr(model, "apply_gradients"):
+        warn_of_lost_updates(getattr(model, "params", None), grads, model)
 
         def step_train_state(train_state: Any) -> tuple[Any]:
             return (train_state.apply_gradients(grads=grads, **extra_args),)
@@ -86,6 +103,9 @@ def optimizer_update(
         (train_state,) = _skip(skip, step_train_state, (model,), grads_finite)
         return train_state, optimizer_state
     if _nnx.is_nnx(optimizer):
+        check_extra_args(extra_args, optimizer)
+        params = _nnx.without_variables(_nnx.params_of(model))
+        warn_of_lost_updates(params, _nnx.without_variables(grads), optimizer)
 
         def update_nnx(model: Any, optimizer: Any) -> None:
             optimizer.update(model, grads, **extra_args)
@@ -95,14 +115,18 @@ def optimizer_update(
         (after,) = _skip(skip, step_nnx, (before,), grads_finite)
         _nnx.update(args, after)
         return model, optimizer_state
-    if not hasattr(optimizer, "update"):
-        raise TypeError(
-            "`optimizer` must be an optax transformation or an `nnx.Optimizer`, but "
-            f"{type(optimizer).__name__} was given. (For a Flax `TrainState` pass it as "
-            "`model`, with `None` for `optimizer`.)"
-        )
+    check_transformation(
+        optimizer,
+        "`optimizer` must be an optax transformation or an `nnx.Optimizer`",
+        " (For a Flax `TrainState` pass it as `model`, with `None` for `optimizer`.)",
+    )
     _check_grads(model, grads)
-    own_step = _own_step(optimizer, extra_args)
+    own_step = getattr(optimizer, "step", None)
+    check_extra_args(extra_args, optimizer_state, is_compressed=own_step is not None)
+    if own_step is None:
+        warn_of_lost_updates(model, grads, optimizer_state)
+    else:  # it needs none of the values that line searches and schedules may ask for
+        extra_args = {k: v for k, v in extra_args.items() if k not in OPTAX_ARGS}
     if skip == "select" and own_step is not None:
         # It selects while it writes: no second copy, and no second pass over memory.
         flag = as_flag(grads_finite, "grads_finite")
@@ -112,16 +136,11 @@ def optimizer_update(
         if own_step is not None:
             return tuple(own_step(model, state, grads, **extra_args))
         params = _params_with_grads(model, grads)
-        updates, state = _run(optimizer, grads, state, params, extra_args)
+        args = _with_integers(optimizer, model, params, grads, state)
+        updates, state = _run(optimizer, state, *args, extra_args)
         return apply_updates(model, updates), state
 
     return _skip(skip, step, (model, optimizer_state), grads_finite)
-
-
-def _own_step(optimizer: Any, extra: dict[str, Any]) -> Callable[..., Any] | None:
-    """Returns the `step` of an optimizer that has one and is given nothing it lacks."""
-    step = getattr(optimizer, "step", None)
-    return step if callable(step) and extra.keys() <= {"grad_scale"} else None
 
 
 def _is_trainable(leaf: Any) -> bool:
@@ -129,19 +148,56 @@ def _is_trainable(leaf: Any) -> bool:
 
 
 def _run(
-    optimizer: Any, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]
+    optimizer: Any, state: PyTree, params: PyTree, grads: PyTree, extra: dict[str, Any]
 ) -> tuple[PyTree, PyTree]:
     if not isinstance(optimizer, optax.MultiSteps):  # it passes them on, as it is
         optimizer = optax.with_extra_args_support(optimizer)
     try:
         return optimizer.update(grads, state, params, **extra)
-    except (ValueError, TypeError) as error:
-        error.add_note(
-            "mpx: the optimizer was called with the floating parameters of the model. "
-            "Was its state made by `optimizer.init(eqx.filter(model, "
-            "eqx.is_inexact_array))`?"
-        )
-        raise
+    except Exception as error:
+        if _fits(optimizer, params, state):
+            raise
+        expected = eqx.filter_eval_shape(optimizer.init, params)
+        raise ValueError(
+            "`optimizer_state` does not fit the optimizer and the parameters that have "
+            f"gradients: it should be {_described(expected)}, but {_described(state)} "
+            "was given. Make it with `optimizer.init(eqx.filter(model, "
+            "eqx.is_inexact_array))`, or of the trained part if some are frozen."
+        ) from error
+
+
+def _described(state: PyTree) -> str:
+    text = str(jax.tree.structure(state)).removeprefix("PyTreeDef(").removesuffix(")")
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def _with_integers(
+    optimizer: Any, model: PyTree, params: PyTree, grads: PyTree, state: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Returns parameters and gradients, with integers if the state was made for them.
+
+    `optimizer.init(eqx.filter(model, eqx.is_array))` makes moments for integers, too.
+    They get zeros for gradients, and their updates are not applied.
+    """
+    integers = eqx.filter(model, _is_integer)
+    if not jax.tree.leaves(integers) or _fits(optimizer, params, state):
+        return params, grads
+    everything = eqx.combine(params, integers)
+    if not _fits(optimizer, everything, state):
+        return params, grads
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), integers)
+    return everything, eqx.combine(grads, zeros)
+
+
+def _is_integer(leaf: Any) -> bool:
+    # A typed PRNG key has no NumPy dtype, and no optimizer takes it.
+    return is_array(leaf) and isinstance(leaf.dtype, np.dtype) and not is_inexact(leaf)
+
+
+def _fits(optimizer: Any, params: PyTree, state: PyTree) -> bool:
+    """Whether a state has the structure of one made for these parameters."""
+    expected = eqx.filter_eval_shape(optimizer.init, params)
+    return jax.tree.structure(expected) == jax.tree.structure(state)
 
 
 def _params_with_grads(model: PyTree, grads: PyTree) -> PyTree:
@@ -156,11 +212,20 @@ def _params_with_grads(model: PyTree, grads: PyTree) -> PyTree:
 
 
 def _check_grads(model: PyTree, grads: PyTree) -> None:
-    """Raises if a gradient's shape is not its parameter's, or the trees differ."""
+    """Raises if a gradient does not fit its parameter, or the trees differ."""
     params = _params_with_grads(model, grads)
     check_same_structure(params, grads, "`optimizer_update`")
 
     def check(name: str, param: Any, grad: Any) -> None:
+        complex_param = jnp.issubdtype(dtype_of(param), jnp.complexfloating)
+        fits = is_floating(grad) or isinstance(grad, float)
+        if not fits and not (complex_param and is_inexact(grad)):
+            given = dtype_of(grad) or type(grad).__name__
+            raise TypeError(
+                f"The gradient of `{name}` is {given}, but the parameter is "
+                f"{dtype_of(param)} and needs a real floating gradient. Pass `None` "
+                "where a parameter has none."
+            )
         if shape_of(param) != shape_of(grad):
             raise ValueError(
                 f"The gradient of `{name}` has shape {shape_of(grad)}, but the "
@@ -178,7 +243,7 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
     """Adds updates to parameters in f32 or wider; the parameters keep their dtype."""
 
     def add(update: Any, param: Any) -> Any:
-        if update is None:
+        if update is None or _is_integer(param):
             return param
         param = jnp.asarray(param)
         wide = at_least_f32(param.dtype)

@@ -21,7 +21,7 @@ from mpx._amp._rules import (
     rule_for,
 )
 from mpx._compat import lowered_primitives
-from mpx._formats import parse_float_dtype
+from mpx._formats import PRECISIONS, parse_float_dtype
 from mpx._half import chosen_half_precision
 
 Choice = Rule | str | Callable[..., Any]
@@ -276,6 +276,8 @@ def as_compute_dtype(dtype: DTypeLike | None) -> np.dtype:
     """
     if dtype is None:
         return chosen_half_precision() or np.dtype(jnp.bfloat16)
+    if isinstance(dtype, str) and dtype in PRECISIONS:  # "bf16-mixed"
+        dtype = PRECISIONS[dtype][1]
     try:
         parsed = parse_float_dtype(dtype)
     except ValueError:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -44,6 +44,10 @@ class FlashState(eqx.Module):
             parameters and corrections have which dtypes.
         format: How scales and corrections are to be read.
     """
+
+    # What `optimizer_update` asks of a state.
+    mpx_is_compressed: ClassVar[bool] = True
+    mpx_holds_masters: ClassVar[bool] = True
 
     count: Int[Any, ""]
     mu: PyTree

@@ -1,0 +1,77 @@
+"""What `optimizer_update` is given: checked, and doubtful things said."""
+
+import difflib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from mpx._tree import dtype_of, is_floating, named_leaves
+from mpx._warn import warn
+
+OPTAX_ARGS = ("value", "grad", "value_fn")  # what optax's own transformations may ask
+_COMPRESSED_ARGS = ("grad_scale",)  # what the compressed optimizers take
+
+
+def check_transformation(tx: Any, expected: str, hint: str = "") -> None:
+    """Raises if `tx` is no optax transformation: a dict has an `update`, too."""
+    if not callable(getattr(tx, "init", None)) or not hasattr(tx, "update"):
+        given = tx.__name__ if isinstance(tx, type) else type(tx).__name__
+        raise TypeError(f"{expected}, but {given} was given.{hint}")
+
+
+def check_extra_args(
+    extra: dict[str, Any], state: PyTree, *, is_compressed: bool = False
+) -> None:
+    """Raises for arguments that the optimizer is known not to take.
+
+    Most optax transformations accept anything and ignore what they do not know.
+    """
+    known = (*OPTAX_ARGS, *_COMPRESSED_ARGS)
+    for name in extra:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if name == "ok":
+            hint = "Pass it as `grads_finite`."
+        elif name == "grad_scale":
+            if is_compressed or _holds(state, "mpx_is_compressed"):
+                continue
+            hint = (
+                "Only the compressed optimizers such as `mpx.flash_adamw` take it. "
+                "Multiply the gradients, or let `mpx.value_and_grad` unscale them."
+            )
+        elif name in known or not (close or is_compressed):
+            continue
+        else:
+            hint = f"Did you mean `{close[0]}`?" if close else "It takes `grad_scale`."
+        raise TypeError(f"The optimizer does not take the argument `{name}`. {hint}")
+
+
+def _holds(state: PyTree, mark: str) -> bool:
+    """Whether a node of an optimizer state is of a class with this mark."""
+
+    def marked(node: Any) -> bool:
+        return getattr(type(node), mark, False) is True
+
+    return any(map(marked, jax.tree.leaves(state, is_leaf=marked)))
+
+
+def warn_of_lost_updates(params: PyTree, grads: PyTree, state: PyTree) -> None:
+    """Warns if 16-bit parameters are updated without master weights."""
+    trained = {name for name, grad in named_leaves(grads) if is_floating(grad)}
+    lost = [
+        (name, dtype_of(leaf))
+        for name, leaf in named_leaves(params)
+        if name in trained and is_floating(leaf) and dtype_of(leaf).itemsize == 2
+    ]
+    if not lost or _holds(state, "mpx_holds_masters"):
+        return
+    name, dtype = lost[0]
+    lost_below = "0.2 %" if dtype == jnp.bfloat16 else "0.02 %"
+    warn(
+        f"`{name}` is stored in {dtype}, and the optimizer keeps no master weights: an "
+        f"update of less than {lost_below} of a weight is rounded away, and training may "
+        "stand still. Store the parameters in f32 and let a policy or `mpx.amp` cast "
+        "them, wrap the optimizer as `mpx.master_weights(optimizer)`, or use "
+        "`mpx.flash_adamw`."
+    )
