@@ -104,14 +104,14 @@ def _scale(value: float) -> str:
     return "1" if value == 1 else f"2^{exponent:g}"
 
 
-def show_table(console: Console, runs: Runs) -> None:
-    """Prints one row per mode: means over the seeds, the sum of the skipped steps."""
-    table = Table(box=box.SIMPLE)
-    table.add_column("mode", no_wrap=True)
-    for title in ("accuracy", "loss", "scale", "skipped", "state bytes", "stuck"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for mode, rs in runs.items():
-        table.add_row(
+COLUMNS = ("mode", "accuracy", "loss", "scale", "skipped", "state bytes", "stuck")
+MARKERS = ("<!-- demo: written by examples/digits.py --page -->", "<!-- /demo -->")
+
+
+def _rows(runs: Runs) -> list[tuple[str, ...]]:
+    """Returns one row per mode: means over the seeds, the sum of the skipped steps."""
+    return [
+        (
             mode,
             f"{_mean_accuracy(rs):.3f}",
             f"{np.mean([r.loss for r in rs]):.3f}",
@@ -120,7 +120,36 @@ def show_table(console: Console, runs: Runs) -> None:
             f"{rs[-1].state_bytes:,}",
             f"{np.mean([r.stuck for r in rs]):.0%}" if _finite(rs) else "-",
         )
+        for mode, rs in runs.items()
+    ]
+
+
+def show_table(console: Console, runs: Runs) -> None:
+    """Prints the rows as a table."""
+    table = Table(box=box.SIMPLE)
+    table.add_column(COLUMNS[0], no_wrap=True)
+    for title in COLUMNS[1:]:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in _rows(runs):
+        table.add_row(*row)
     console.print(table)
+
+
+def write_page(path: Path, intro: str, runs: Runs, lines: Sequence[str]) -> None:
+    """Replaces what a Markdown page holds between the markers.
+
+    Raises:
+        ValueError: If the page has no markers.
+    """
+    before, start, rest = path.read_text(encoding="utf-8").partition(MARKERS[0])
+    _, end, after = rest.partition(MARKERS[1])
+    if not (start and end):
+        raise ValueError(f"{path} has no lines {MARKERS[0]!r} and {MARKERS[1]!r}.")
+    table = [COLUMNS, ("---",) * len(COLUMNS), *_rows(runs)]
+    rows = [f"| {' | '.join(row)} |" for row in table]
+    findings = [f"- {line}" for line in lines]
+    block = "\n".join([start, intro, "", *rows, "", *findings, end])
+    path.write_text(before + block + after, encoding="utf-8")
 
 
 def verdict(runs: Runs, test_images: int, lr: float) -> tuple[list[str], bool]:

@@ -10,6 +10,7 @@ weights themselves are cast. The images are the handwritten digits inside scikit
 
 import argparse
 import dataclasses
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from jaxtyping import Array, Float
 
 import mpx
 from _data import DataError, Dataset, load, load_digits
-from _report import Live, Run, save_curves, show_table, verdict
+from _report import Live, Run, save_curves, show_table, verdict, write_page
 from _vit import Size, ViT
 
 is_weight = eqx.is_inexact_array
@@ -216,6 +217,9 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Preset, Data
     parser.add_argument("--lr", type=_positive(float), metavar="X")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first")
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="FOLDER")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="a page to write the table into"
+    )
     args = parser.parse_args(argv)
     if args.data is None and args.preset != "digits":
         parser.error(f"--preset {args.preset} needs --data PATH, see --help.")
@@ -243,12 +247,13 @@ def _positive(number: type) -> Callable[[str], Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo; returns 1 if a mixed mode ends below f32, beyond the noise."""
     args, preset, data = _parse(argv)
+    intro = (
+        f"{data.name}: {len(data.train[1]):,} training and {len(data.test[1]):,} "
+        f"test images, on {jax.devices()[0].device_kind}. Adam, lr {preset.lr:g}, "
+        f"{preset.steps} steps of {preset.batch} images, {preset.seeds} seed(s)."
+    )
     with Live(args.modes, preset.steps, preset.seeds) as live:
-        live.print(
-            f"{data.name}: {len(data.train[1]):,} training and {len(data.test[1]):,} "
-            f"test images, on {jax.devices()[0].device_kind}. Adam, lr {preset.lr:g}, "
-            f"{preset.steps} steps of {preset.batch} images, {preset.seeds} seed(s)."
-        )
+        live.print(intro)
         runs = {
             mode: train(mode, preset, data, seed=args.seed, live=live)
             for mode in args.modes
@@ -258,6 +263,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in lines:
         live.print(line)
     live.print(f"Curves: {save_curves(runs, args.out / f'{args.preset}.png')}")
+    if args.page is not None:
+        versions = f"Python {platform.python_version()}, jax {jax.__version__}"
+        intro = f"{intro} {versions}, {platform.machine()}."
+        write_page(args.page, intro, runs, lines)
     return int(failed)
 
 

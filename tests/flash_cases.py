@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 import mpx
+from mpx.testing import ulp_distance
 
 BF16, F16, F32 = (np.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))
 SHAPE = (2, 64)
@@ -88,3 +89,68 @@ def train(step, carry, steps, grads=make_grads):
     for number in steps:
         carry = tuple(step(*carry, grads(number)))
     return carry
+
+
+# --- one step in two programs -----------------------------------------------------------
+
+# A product and a sum that one program rounds twice and another one once, fused, and
+# reciprocals and roots of another vector length: a few roundings of f32.
+ROUNDINGS = 4 * 2.0**-23
+
+
+def assert_same_step(got, want):
+    """Compares one step from one start, taken by two programs, up to roundings of f32.
+
+    Compilers promise no bits across programs: they fuse by shape, layout and processor.
+    So a number may be off by `ROUNDINGS` before it is encoded, and a stored integer by
+    one where that lies across a boundary: 254 codes make that 1e-4 of the codes, and 256
+    ulps a unit 1/64 of the 24-bit masters, at most.
+
+    Args:
+        got: Parameters and state.
+        want: Those of the other program.
+    """
+    (params, state), (want_params, want_state) = jax.device_get((got, want))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert state.count == want_state.count
+    for one, other in ((state.mu, want_state.mu), (state.nu, want_state.nu)):
+        jax.tree.map(_assert_same_moment, one, other, is_leaf=_is_quantized)
+    masters = [
+        mpx.master_params(*jax.tree.map(jnp.asarray, pair))
+        for pair in ((params, state), (want_params, want_state))
+    ]
+    jax.tree.map(_assert_same_master, params, state.correction, *masters)
+
+
+def _is_quantized(node):
+    return hasattr(node, "codes")
+
+
+def _assert_same_moment(one, other):
+    if not _is_quantized(one):
+        return _assert_close(one, other)
+    # A rounded scale that differs by a unit moves the codes of its group, too.
+    units = ulp_distance(one.scale, other.scale)
+    assert np.max(units) <= (4 if one.scale.dtype == F32 else 1)
+    apart = np.abs(np.int32(one.codes) - np.int32(other.codes))
+    assert np.max(apart) <= 1
+    assert np.mean(apart > 0) <= 1 / 100
+
+
+def _assert_same_master(param, correction, one, other):
+    if correction is not None and correction.dtype == np.int8:
+        unit = 256 * 2.0**-23
+    elif param.dtype == F32 or correction is not None:
+        return _assert_close(one, other)
+    else:
+        unit = float(jnp.finfo(param.dtype).eps)
+    _assert_close(one, other, unit)
+    assert np.mean(one != other) <= 1 / 50
+
+
+def _assert_close(one, other, unit=0.0):
+    """Numbers of an array differ by roundings of its largest, and by one unit of theirs."""
+    assert one.dtype == other.dtype
+    one, other = np.float64(one), np.float64(other)
+    bound = unit * np.abs(other) + ROUNDINGS * np.max(np.abs(other), initial=0)
+    np.testing.assert_array_less(np.abs(one - other), bound + 1e-300)

@@ -785,6 +785,39 @@ def test_result_asked_for_in_another_dtype_is_kept():
     assert dtypes_of(func, X, primitive="dot_general") == [F32]
 
 
+# --- 16-bit parameters ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compute", [LOW, "float16"])
+@pytest.mark.parametrize("param", ["bfloat16", "float16"])
+def test_f32_activations_times_16_bit_parameters_run_low(compute, param):
+    # JAX multiplies f32 by bf16 as it is: without a cast of the parameter to be seen.
+    def func(w, x):
+        return jnp.sum(lax.dot_general(x, w, (((1,), (0,)), ((), ()))) ** 2)
+
+    w = W.astype(param)
+    mixed = [e for e in equations(jax.make_jaxpr(func)(w, X)) if "dot" in str(e)]
+    assert {str(v.aval.dtype) for v in mixed[0].invars} == {F32, param}  # the premise
+    grad = jax.grad(amp(func, compute_dtype=compute))
+    dots = [e for e in equations(jax.make_jaxpr(grad)(w, X)) if "dot_" in str(e)]
+    assert len(dots) == 2  # forward, and the gradient of the parameter
+    assert {str(v.aval.dtype) for e in dots for v in e.invars} == {compute}
+    assert grad(w, X).dtype == param
+
+
+@pytest.mark.parametrize("rule", ["tf32", "bf16_f32", "true_f32"])
+def test_algorithms_take_16_bit_parameters(rule):
+    policy = AmpPolicy(primitives={"dot_general": rule})
+
+    def func(w, x):
+        return lax.dot_general(x, w, (((1,), (0,)), ((), ())))
+
+    low = W.astype(jnp.bfloat16)
+    out = amp(func, compute_dtype="bf16", policy=policy)(low, X)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, X @ low.astype(jnp.float32), rtol=2**-7, atol=1e-3)
+
+
 # --- Values read in f32 ---------------------------------------------------------------
 
 

@@ -423,9 +423,12 @@ def test_half_an_ulp_is_reached(name):
 def test_widening_is_exact_for_every_16_bit_pattern(name):
     dtype = jnp.dtype({"f16": "float16", "bf16": "bfloat16"}[name])
     low = np.arange(2**16, dtype=np.uint16).view(dtype)
+    # On aarch64 NumPy warns of signalling nans, and warnings are errors; mpx must not.
+    with np.errstate(invalid="ignore"):
+        expected = low.astype(np.float32)
     for leaf in (low, jnp.asarray(low)):
         wide = mpx.cast_to_float32(leaf)
-        assert np.all(ulp_distance(wide, low.astype(np.float32)) == 0)
+        assert np.all(ulp_distance(wide, expected) == 0)
         # And back again.
         assert np.all(ulp_distance(mpx.cast_tree(wide, name), low) == 0)
 

@@ -1,10 +1,26 @@
-"""The tables of the guide say what the code does."""
+"""The tables of the guide say what the code does, and figures how they were made."""
 
+import importlib
+import inspect
 import pathlib
+import re
+import sys
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import mpx
 from mpx._amp._rules import TABLE
 
-GUIDE = pathlib.Path(__file__).parents[1] / "docs" / "guide"
+ROOT = pathlib.Path(__file__).parents[1]
+GUIDE = ROOT / "docs" / "guide"
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in (ROOT / "docs").rglob("*.md") if page.stem != "changelog"),
+]
 
 
 def rule_table():
@@ -33,3 +49,135 @@ def test_rule_table_of_the_guide_is_the_one_of_the_code():
     expected = rule_table()
     # When this fails, put the following in the place of the table in the page.
     assert table_after(page, "## The rules") == expected, "\n".join(expected)
+
+
+def cells(lines):
+    """Returns the cells of a table, without its head."""
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+# --- the demo -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def demo(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    names = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    for name in names & set(sys.modules):
+        monkeypatch.delitem(sys.modules, name)
+    return importlib.import_module("digits"), importlib.import_module("_report")
+
+
+def test_table_of_the_demo_is_what_the_demo_writes(demo):
+    digits, report = demo
+    page = (GUIDE / "numerics.md").read_text()
+    start, end = report.MARKERS
+    block = page.partition(start)[2].partition(end)[0]
+    intro, _, *lines = block.strip().splitlines()
+    preset = digits.PRESETS["digits"]
+    # When this fails: python examples/digits.py --page docs/guide/numerics.md
+    assert f"Adam, lr {preset.lr:g}, {preset.steps} steps of {preset.batch} " in intro
+    assert f"{preset.seeds} seed(s). Python 3." in intro
+    table = [line for line in lines if line.startswith("|")]
+    assert table[0] == f"| {' | '.join(report.COLUMNS)} |"
+    rows = cells(table)
+    assert [row[0] for row in rows] == list(digits.MODES)
+    optimizer = optax.adam(preset.lr)
+    for mode, accuracy, loss, scale, skipped, size, stuck in rows:
+        assert re.fullmatch(r"[01]\.\d{3}", accuracy)
+        assert re.fullmatch(r"\d+\.\d{3}|nan", loss)
+        assert re.fullmatch(r"1|2\^\d+", scale)
+        assert skipped.isdecimal()
+        assert re.fullmatch(r"\d+%|-", stuck)
+
+        def state(mode=mode):
+            key = jax.random.key(0)
+            model = digits.ViT(preset.size, (8, 8, 1), 10, key=key)
+            weights = eqx.filter(model, eqx.is_inexact_array)
+            weights = mpx.cast_tree(weights, digits.MODES[mode].dtype)
+            return weights, optimizer.init(weights)
+
+        leaves = jax.tree.leaves(jax.eval_shape(state))
+        nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        assert size == f"{nbytes:,}", mode
+    noise = lines[len(table) + 1]
+    assert noise.startswith("- Noise of a test accuracy: ±")
+
+
+def test_a_page_without_markers_is_left_alone(demo, tmp_path):
+    _, report = demo
+    page = tmp_path / "page.md"
+    page.write_text("# Nothing here")
+    with pytest.raises(
+        ValueError, match=r"page.md has no lines '<!-- demo: written by"
+    ):
+        report.write_page(page, "", {}, [])
+    assert page.read_text() == "# Nothing here"
+
+
+# --- facts ----------------------------------------------------------------------------
+
+
+def test_formats_of_the_guide_are_those_of_jax():
+    rows = cells(table_after((GUIDE / "numerics.md").read_text(), "## The formats"))
+    dtypes = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+    assert [row[0] for row in rows] == list(dtypes)
+    for name, *numbers in rows:
+        info = jnp.finfo(dtypes[name])
+        exact = [info.bits, info.nexp, info.nmant]
+        assert list(map(int, numbers[:3])) == exact
+        rounded = [info.max, info.smallest_normal, info.smallest_subnormal, info.eps]
+        for text, number in zip(numbers[3:], rounded, strict=True):
+            assert float(text) == pytest.approx(float(number), rel=0.05)
+
+
+def test_options_of_dynamic_scaling_have_the_defaults_of_the_guide():
+    page = (GUIDE / "loss-scaling.md").read_text()
+    rows = cells(table_after(page, "Options, as keywords of both:"))
+    constructor = inspect.signature(mpx.DynamicLossScaling).parameters
+    pow2 = inspect.signature(mpx.DynamicLossScaling.pow2).parameters
+    shown = {"1/`factor`": None, "`False`": False, "65504 (2²⁴)": 65504}
+    for names, default, _ in rows:
+        name = re.findall(r"`(\w+)`", names)[0]
+        expected = shown[default] if default in shown else float(default)
+        assert constructor[name].default == expected, name
+    limits = [
+        "`min_loss_scaling` (`min` in `pow2`)",
+        "`max_loss_scaling` (`max` in `pow2`)",
+    ]
+    assert [names for names, *_ in rows[-2:]] == limits
+    assert (pow2["min"].default, pow2["max"].default) == (1.0, 2.0**24)
+
+
+# --- figures --------------------------------------------------------------------------
+
+TIMING = re.compile(r"\d ?(?:ms|µs|TB/s)\b|\| ms \|")
+COMMAND = re.compile(r"python (?:benchmarks|examples|tests)/\w+\.py[^`\n]*")
+
+
+def sections(page):
+    """Yields the sections of a page, one for each heading, without code."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    yield from re.split(r"^(?=#+ )", text, flags=re.M)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_measured_times_stand_beside_their_command(page):
+    silent = [
+        section.splitlines()[0]
+        for section in sections(page)
+        if TIMING.search(section) and "benchmarks/" not in section
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_name_scripts_and_options_that_exist(page):
+    for command in COMMAND.findall(" ".join(page.read_text().split("\n"))):
+        script = ROOT / command.split()[1]
+        assert script.is_file(), command
+        source = script.read_text()
+        for option in re.findall(r" --([a-z][a-z-]*)", command.partition(" #")[0]):
+            known = f'"--{option}"' in source or f'"{option}"' in source
+            assert known, f"{script.name} has no option --{option}"

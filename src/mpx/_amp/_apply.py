@@ -55,7 +55,9 @@ Applied = tuple[list[Any], list[Meta], str]
 def _low(
     amp: Any, eqn: Any, values: list[Any], metas: list[Meta], reason: str
 ) -> Applied:
+    is_cast = is_eligible
     if eqn.primitive.name in MATMULS:
+        is_cast = _is_matmul_operand
         kept = reason_to_keep(eqn) or reason_for_f32(eqn)
         if kept is not None:
             return run_original(amp, eqn, values), opaque_metas(eqn, metas), kept
@@ -63,7 +65,7 @@ def _low(
         if weights:
             return [matmul(amp, eqn, values, weights)], [Meta(chain="low")], reason
     args = [
-        cast(value, amp.dtype) if is_eligible(var.aval) else value
+        cast(value, amp.dtype) if is_cast(var.aval) else value
         for var, value in zip(eqn.invars, values, strict=True)
     ]
     changes = {}
@@ -91,7 +93,9 @@ def _with_f32_result(eqn: Any, args: list[Any]) -> list[Any]:
 
 def reason_to_keep(eqn: Any) -> str | None:
     """Says why a matmul must stay as it is written, if it must."""
-    if not all(is_eligible(var.aval) for var in eqn.invars[:2]):
+    avals = [var.aval for var in eqn.invars[:2]]
+    # f32 activations times 16-bit parameters are an f32 matmul, to be run low, too.
+    if not any(map(is_eligible, avals)) or not all(map(_is_matmul_operand, avals)):
         return "an operand is not f32"
     wanted = eqn.params.get("preferred_element_type")
     if wanted is not None and np.dtype(wanted) != F32:
@@ -105,6 +109,10 @@ def reason_to_keep(eqn: Any) -> str | None:
         if isinstance(item, lax.DotAlgorithm | lax.DotAlgorithmPreset):
             return f"the algorithm {item} was asked for"
     return None
+
+
+def _is_matmul_operand(aval: Any) -> bool:
+    return getattr(aval, "dtype", None) in (F32, jnp.bfloat16, jnp.float16)
 
 
 def reason_for_f32(eqn: Any) -> str | None:
@@ -284,6 +292,7 @@ def _by_algorithm(
     metas = opaque_metas(eqn, metas)
     if kept is not None:
         return eval_equation(eqn, args), metas, kept
+    args = [cast(x, F32) for x in args]  # one may be a 16-bit parameter
     chosen = functools.partial(bind, eqn, precision=_PRESETS[rule])
     if rule == Rule.TF32:
         # Only CUDA has it; elsewhere the plain f32 product is at least as exact.

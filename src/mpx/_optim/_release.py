@@ -19,6 +19,7 @@ from mpx._optim._flash import FlashOptimizer, core_of
 from mpx._optim._state import FlashState, flatten
 from mpx._optim._taps import Tap, run
 from mpx._tree import as_flag
+from mpx._wrapped import has_scales
 
 
 class Released(NamedTuple):
@@ -74,8 +75,9 @@ def release(
         `donate_argnums=(0, 1)`.
 
     Raises:
-        TypeError: If `optimizer` is not one of ours: others need the whole gradient. From
-            the step: if `func` does not return a loss.
+        TypeError: If `optimizer` is not one of ours: others need the whole gradient. If
+            `func` is under `fp8` with `DelayedScaling`. From the step: if `func` does not
+            return a loss.
 
     Examples:
         >>> from mpx import flash_adamw
@@ -95,6 +97,12 @@ def release(
             "`release` steps each parameter on its own and needs one of mpx's compressed "
             f"optimizers, such as `mpx.flash_adamw`, but {type(optimizer).__name__} was "
             "given. Give a chain's other members as `grad_scale`, schedules and groups."
+        )
+    if has_scales(func):
+        raise TypeError(
+            "`release` steps inside the backward pass and returns no gradients, but the "
+            "`Fp8State` of a function under `fp8` with `DelayedScaling` is updated by "
+            "its gradient. Use `fp8(..., mpx.CurrentScaling())`, which keeps no state."
         )
     core = core_of(optimizer)
 
