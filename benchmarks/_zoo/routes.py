@@ -88,8 +88,7 @@ def plain(case: Case, loss: Loss, params: Any) -> Run:
 def scaled(case: Case, loss: Loss, scaling: Any, policy: str | None = None) -> Run:
     """`mpx.value_and_grad` and `mpx.optimizer_update` with an optimizer of optax."""
     optimizer = optax.adamw(case.learning_rate)
-    options = {} if policy is None else {"policy": policy}
-    value_and_grad = mpx.value_and_grad(loss, **options)
+    value_and_grad = mpx.value_and_grad(loss, policy=policy)
 
     def step(carry: Any, batch: Any) -> Any:
         params, state, scaling = carry

@@ -102,7 +102,8 @@ def equivariant() -> Case:
 
     def loss(params: Any, batch: Any) -> Any:
         x, positions, y = batch
-        return squared_error(network.apply(params, x, positions), y)
+        out: Any = network.apply(params, x, positions)
+        return squared_error(out, y)
 
     batch = (normal(0, 12, 8), normal(1, 12, 3), normal(2, 12, 16))
     params = jax.jit(network.init)(key(3), *batch[:2])
