@@ -116,7 +116,8 @@ def flash(case: Case, loss: Loss, params: Any, *, release: bool = False) -> Run:
             result = released(params, state, batch)
             return (result.params, result.state), result.value, None, True
         value, grads = jax.value_and_grad(loss)(params, batch)
-        return optimizer.step(params, state, grads), value, grads, True
+        params, state = optimizer.step(params, state, grads)
+        return (params, state), value, grads, True
 
     return Run((params, jax.jit(optimizer.init)(params)), step)
 
