@@ -15,14 +15,14 @@ INSTALL     = $(BIN)/python -m pip install --quiet --constraint $(VENV)/constrai
 # Compiled programs are kept from run to run: measured, a test run that spends 18 s in
 # compilation spends 3 s the second time. The log level hides the complaint of older XLAs
 # that a program read from there names "prefer-no-gather", which no processor has.
-PYTEST      = JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/jax-cache \
-              JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 TF_CPP_MIN_LOG_LEVEL=3 \
-              $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20
+CACHE       = JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/jax-cache \
+              JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 TF_CPP_MIN_LOG_LEVEL=3
+PYTEST      = $(CACHE) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test gpu-compile gpu-tests check lint types layers docs pages format clean
+.PHONY: help demo test gpu-compile gpu-tests zoo zoo-run check lint types layers docs pages format clean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -34,22 +34,36 @@ test: $(VENV)/test.done  ## Run all tests, the docstring examples and the code i
 	$(PYTEST) $(ARGS)
 
 # Compile-only devices take e4m3 algorithms from jaxlib 0.11, not from 0.12. That version
-# needs Python 3.12: the first that runs of $(PYTHON) and those that are usual.
+# needs Python 3.12.
 GPU_VENV    := .venv-gpu
 GPU_JAX     := 0.11.2
-GPU_PYTHONS  = $(PYTHON) python3.12 python3.13 python3.14 \
-               $(wildcard $(HOME)/.pyenv/versions/3.1[234].*/bin/python3)
 gpu-compile:  ## Compile fp8 and optimizer steps for an H200, without having one (Linux).
-	@for python in $(GPU_PYTHONS); do \
+	$(call with_newer_python,VENV=$(GPU_VENV) JAX=$(GPU_JAX) gpu-tests)
+
+# The first Python that runs and is new enough, of $(PYTHON) and those that are usual.
+NEWER_PYTHONS = $(PYTHON) python3.12 python3.13 python3.14 \
+                $(wildcard $(HOME)/.pyenv/versions/3.1[234].*/bin/python3)
+define with_newer_python
+	@for python in $(NEWER_PYTHONS); do \
 	  if $$python -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
-	    exec $(MAKE) VENV=$(GPU_VENV) JAX=$(GPU_JAX) PYTHON=$$python gpu-tests; \
+	    exec $(MAKE) PYTHON=$$python $(1); \
 	  fi; \
 	done; \
-	echo "jax $(GPU_JAX) needs Python 3.12 or later: make gpu-compile PYTHON=python3.12"; exit 1
+	echo "$@ needs Python 3.12 or later: make $@ PYTHON=python3.12"; exit 1
+endef
 
 # By file: the programs of one are compiled in one go.
 gpu-tests: $(VENV)/gpu.done
 	$(PYTEST) --dist loadfile -m gpu_compile tests/test_fp8_hlo.py tests/test_kernels_gpu.py $(ARGS)
+
+# Packages of others break with some new version of JAX or another: this one is tried.
+ZOO_VENV := .venv-zoo
+ZOO_JAX  := 0.12.0.1
+zoo:  ## Train models of other people's packages through every route of mpx.
+	$(call with_newer_python,VENV=$(ZOO_VENV) JAX=$(ZOO_JAX) zoo-run)
+
+zoo-run: $(VENV)/zoo.done
+	$(CACHE) $(BIN)/python benchmarks/zoo.py --jobs $(JOBS) $(ARGS)
 
 # `make test check` runs the code of the pages once: it is among the tests.
 check: lint types layers docs $(if $(filter test,$(MAKECMDGOALS)),,pages)  ## Check style, types, layers, docs.
@@ -75,7 +89,7 @@ format: $(VENV)/dev.done  ## Format the code and repair what the linter can.
 	$(BIN)/ruff format .
 
 clean:  ## Remove everything that these targets made.
-	rm -rf __pycache__ .venv .venv-new .venv-gpu build dist site out .hypothesis .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf __pycache__ .venv .venv-new .venv-gpu .venv-zoo build dist site out .hypothesis .pytest_cache .ruff_cache .import_linter_cache
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment for all targets; each target installs only what it needs.
@@ -108,6 +122,12 @@ $(VENV)/test.done: pyproject.toml $(VENV)/constraints.txt
 $(VENV)/gpu.done: pyproject.toml $(VENV)/test.done
 	@echo "Installing XLA's compiler for GPUs (once, half a gigabyte)"
 	@$(INSTALL) --group gpu-compile jax-cuda13-plugin==$(JAX)
+	@touch $@
+
+$(VENV)/zoo.done: pyproject.toml $(VENV)/constraints.txt
+	@echo "Installing other people's packages (once, a few minutes)"
+	@$(INSTALL) --editable . --group zoo
+	@$(INSTALL) --no-deps --group zoo-without-deps
 	@touch $@
 
 $(VENV)/dev.done: pyproject.toml $(VENV)/constraints.txt

@@ -1,0 +1,271 @@
+"""Flax models of Hugging Face's transformers and diffusers, from tiny configurations."""
+
+# pyright: reportMissingImports=false
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from _zoo.model import (
+    Case,
+    Loss,
+    Model,
+    cross_entropy,
+    key,
+    next_token,
+    normal,
+    squared_error,
+    tokens,
+)
+
+WORDS = 128
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": WORDS,
+}
+BF16 = jnp.bfloat16
+
+
+class WithClip:
+    """`jax.numpy` with the argument of `clip` that T5 still uses and JAX removed."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jnp, name)
+
+    @staticmethod
+    def clip(x: Any, a_max: Any) -> Any:
+        """Returns the smaller of two numbers."""
+        return jnp.clip(x, max=a_max)
+
+
+def both(model_class: Any, config: Any, loss: Any, batch: Any, **options: Any) -> Case:
+    """Makes the case of a model class, whose own option for bf16 is `dtype`."""
+    with jax.default_prng_impl("unsafe_rbg"):  # compiles in half of the time
+        model = model_class(config, seed=0, dtype=jnp.float32, **options)
+    low = model_class(config, dtype=BF16, _do_init=False, **options)
+
+    def of(model: Any) -> Loss:
+        return lambda params, batch: loss(model, params, batch)
+
+    return Case(of(model), model.params, batch, of(low))
+
+
+def language_loss(model: Any, params: Any, ids: Any) -> Any:
+    """Returns the loss of a causal model."""
+    return next_token(model(ids, params=params).logits, ids)
+
+
+def gpt2() -> Case:
+    """Learned positions, tied embeddings, gelu."""
+    from transformers import FlaxGPT2LMHeadModel, GPT2Config
+
+    config = GPT2Config(
+        vocab_size=WORDS, n_positions=32, n_embd=64, n_layer=1, n_head=4
+    )
+    return both(FlaxGPT2LMHeadModel, config, language_loss, tokens(0, WORDS, 4, 32))
+
+
+def llama() -> Case:
+    """Rotary positions, RMSNorm, SwiGLU, grouped queries."""
+    from transformers import FlaxLlamaForCausalLM, LlamaConfig
+
+    config = LlamaConfig(**SIZES, num_key_value_heads=4, max_position_embeddings=64)
+    return both(FlaxLlamaForCausalLM, config, language_loss, tokens(0, WORDS, 4, 32))
+
+
+def mistral() -> Case:
+    """Rotary positions, a sliding window, grouped queries."""
+    from transformers import FlaxMistralForCausalLM, MistralConfig
+
+    config = MistralConfig(
+        **SIZES, num_key_value_heads=2, max_position_embeddings=64, sliding_window=16
+    )
+    return both(FlaxMistralForCausalLM, config, language_loss, tokens(0, WORDS, 4, 32))
+
+
+def gemma() -> Case:
+    """Rotary positions, GeGLU, scaled embeddings."""
+    from transformers import FlaxGemmaForCausalLM, GemmaConfig
+
+    config = GemmaConfig(
+        **SIZES, num_key_value_heads=1, head_dim=16, max_position_embeddings=64
+    )
+    return both(FlaxGemmaForCausalLM, config, language_loss, tokens(0, WORDS, 4, 32))
+
+
+def bert() -> Case:
+    """Bidirectional attention with a padding mask, masked language model."""
+    from transformers import BertConfig, FlaxBertForMaskedLM
+
+    def loss(model: Any, params: Any, batch: Any) -> Any:
+        ids, mask, labels = batch
+        return cross_entropy(model(ids, mask, params=params).logits, labels)
+
+    mask = jnp.arange(32)[None] < jnp.array([[32], [24], [16], [8]])
+    batch = (tokens(0, WORDS, 4, 32), mask.astype(int), tokens(1, WORDS, 4, 32))
+    config = BertConfig(**SIZES, max_position_embeddings=32)
+    return both(FlaxBertForMaskedLM, config, loss, batch)
+
+
+def t5() -> Case:
+    """Encoder and decoder, relative positions, RMSNorm, unscaled attention."""
+    from transformers import FlaxT5ForConditionalGeneration, T5Config
+    from transformers.models.t5 import modeling_flax_t5
+
+    modeling_flax_t5.jnp = WithClip()
+
+    def loss(model: Any, params: Any, batch: Any) -> Any:
+        ids, target = batch
+        out = model(ids, decoder_input_ids=target, params=params)
+        return next_token(out.logits, target)
+
+    config = T5Config(
+        vocab_size=WORDS, d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4
+    )
+    batch = (tokens(0, WORDS, 4, 24), tokens(1, WORDS, 4, 16))
+    return both(FlaxT5ForConditionalGeneration, config, loss, batch)
+
+
+def whisper() -> Case:
+    """Convolutions over a spectrogram, encoder and decoder."""
+    from transformers import FlaxWhisperForConditionalGeneration, WhisperConfig
+
+    def loss(model: Any, params: Any, batch: Any) -> Any:
+        sound, ids = batch
+        return next_token(model(sound, ids, params=params).logits, ids)
+
+    config = WhisperConfig(
+        vocab_size=WORDS,
+        num_mel_bins=16,
+        d_model=64,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        max_source_positions=32,
+        max_target_positions=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    batch = (normal(0, 2, 16, 64), tokens(1, WORDS, 2, 16))
+    return both(
+        FlaxWhisperForConditionalGeneration,
+        config,
+        loss,
+        batch,
+        input_shape=(1, 16, 64),
+    )
+
+
+def vit() -> Case:
+    """Image patches, pre-norm transformer."""
+    from transformers import FlaxViTForImageClassification, ViTConfig
+
+    def loss(model: Any, params: Any, batch: Any) -> Any:
+        images, labels = batch
+        return cross_entropy(model(images, params=params).logits, labels)
+
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    config = ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=10)
+    batch = (normal(0, 8, 3, 16, 16), tokens(1, 10, 8))
+    return both(FlaxViTForImageClassification, config, loss, batch)
+
+
+def clip() -> Case:
+    """Two towers and a contrastive loss with a learned temperature."""
+    from transformers import CLIPConfig, FlaxCLIPModel
+
+    def loss(model: Any, params: Any, batch: Any) -> Any:
+        ids, images = batch
+        out = model(ids, images, params=params)
+        logits = out.logits_per_text
+        labels = jnp.arange(len(ids))
+        return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
+
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    config = CLIPConfig(
+        text_config={**SIZES, "max_position_embeddings": 16, "eos_token_id": 2},
+        vision_config={**sizes, "image_size": 16, "patch_size": 4},
+        projection_dim=32,
+    )
+    batch = (tokens(0, WORDS, 8, 16), normal(1, 8, 3, 16, 16))
+    return both(
+        FlaxCLIPModel, config, loss, batch, input_shape=((1, 16), (1, 16, 16, 3))
+    )
+
+
+def wav2vec2() -> Case:
+    """A stack of convolutions over raw sound, group norm, a transformer."""
+    from transformers import FlaxWav2Vec2ForCTC, Wav2Vec2Config
+
+    def loss(model: Any, params: Any, batch: Any) -> Any:
+        sound, labels = batch
+        logits = model(sound, params=params).logits
+        return cross_entropy(logits, labels[:, : logits.shape[1]])
+
+    config = Wav2Vec2Config(
+        **{**SIZES, "vocab_size": 32},
+        conv_dim=(32, 32, 32),
+        conv_stride=(5, 4, 4),
+        conv_kernel=(10, 4, 4),
+        num_feat_extract_layers=3,
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4,
+        do_stable_layer_norm=True,
+        feat_extract_norm="layer",
+    )
+    batch = (normal(0, 2, 2000), tokens(1, 32, 2, 64))
+    return both(FlaxWav2Vec2ForCTC, config, loss, batch, input_shape=(1, 2000))
+
+
+def unet() -> Case:
+    """The denoiser of Stable Diffusion: convolutions, group norm, cross attention."""
+    from diffusers import FlaxUNet2DConditionModel
+
+    sizes = {
+        "sample_size": 8,
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "block_out_channels": (32, 32),
+        "layers_per_block": 1,
+        "attention_head_dim": 8,
+        "cross_attention_dim": 32,
+    }
+    model = FlaxUNet2DConditionModel(**sizes)
+    low = FlaxUNet2DConditionModel(**sizes, dtype=BF16)
+    params = jax.jit(model.init_weights)(key(0))
+
+    def of(model: Any) -> Loss:
+        def loss(params: Any, batch: Any) -> Any:
+            noisy, times, text, noise = batch
+            out = model.apply({"params": params}, noisy, times, text)
+            return squared_error(out.sample, noise)
+
+        return loss
+
+    times = jnp.array([3, 700])
+    images = (normal(0, 2, 4, 8, 8), times, normal(1, 2, 6, 32), normal(2, 2, 4, 8, 8))
+    return Case(of(model), params, images, of(low))
+
+
+MODELS = (
+    Model("GPT-2", "transformers", gpt2),
+    Model("BERT", "transformers", bert),
+    Model("T5", "transformers", t5),
+    Model("Llama", "transformers", llama),
+    Model("Mistral", "transformers", mistral),
+    Model("Gemma", "transformers", gemma),
+    Model("ViT", "transformers", vit),
+    Model("CLIP", "transformers", clip),
+    Model("Whisper", "transformers", whisper),
+    Model("Wav2Vec2", "transformers", wav2vec2),
+    Model("Stable Diffusion's UNet", "diffusers", unet),
+)

@@ -1,0 +1,155 @@
+"""Keras models with the JAX backend, through Keras' stateless calls."""
+
+# pyright: reportMissingImports=false
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from _zoo.model import Case, Loss, Model, cross_entropy, next_token, normal, tokens
+
+WORDS = 128
+CASTS = (
+    "each Keras layer casts its inputs and weights to its own dtype policy, here f32; "
+    "use `amp`, or Keras' `mixed_bfloat16`"
+)
+NOTES = {"policy bf16": CASTS, "policy f16": CASTS}
+
+
+def of(build: Callable[[str], Any], loss: Callable[..., Any], batch: Any) -> Case:
+    """Makes the case of a model, whose own option for bf16 is `mixed_bfloat16`."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    import keras
+
+    def one(dtype: str) -> tuple[Any, Loss]:
+        keras.utils.set_random_seed(0)
+        model = build(dtype)
+
+        def call(params: Any, inputs: Any) -> Any:
+            rest = [v.value for v in model.non_trainable_variables]
+            return model.stateless_call(params, rest, inputs, training=True)[0]
+
+        return model, lambda params, batch: loss(lambda x: call(params, x), batch)
+
+    model, plain = one("float32")
+    _, low = one("mixed_bfloat16")
+    return Case(plain, [v.value for v in model.trainable_variables], batch, low)
+
+
+def language_loss(call: Any, ids: Any) -> Any:
+    """Returns the loss of a causal model with tied embeddings."""
+    return next_token(call({"token_ids": ids, "padding_mask": jnp.ones_like(ids)}), ids)
+
+
+def llama() -> Case:
+    """Rotary positions, RMSNorm, SwiGLU, grouped queries."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    from keras_hub.models import LlamaBackbone, LlamaCausalLM
+
+    def build(dtype: str) -> Any:
+        backbone = LlamaBackbone(WORDS, 2, 4, 64, 128, 2, dtype=dtype)
+        return LlamaCausalLM(backbone=backbone, preprocessor=None)
+
+    return of(build, language_loss, tokens(0, WORDS, 4, 32))
+
+
+def mixtral() -> Case:
+    """A mixture of experts with a router."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    from keras_hub.models import MixtralBackbone, MixtralCausalLM
+
+    def build(dtype: str) -> Any:
+        backbone = MixtralBackbone(WORDS, 1, 4, 64, 64, 2, 4, 2, dtype=dtype)
+        return MixtralCausalLM(backbone=backbone, preprocessor=None)
+
+    return of(build, language_loss, tokens(0, WORDS, 4, 16))
+
+
+def gemma3() -> Case:
+    """Local and global attention, norms of queries and keys."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    from keras_hub.models import Gemma3Backbone, Gemma3CausalLM
+
+    def build(dtype: str) -> Any:
+        backbone = Gemma3Backbone(
+            WORDS,
+            16,
+            2,
+            4,
+            1,
+            64,
+            128,
+            16,
+            use_query_key_norm=True,
+            use_sliding_window_attention=True,
+            sliding_window_size=8,
+            vision_encoder=None,
+            dtype=dtype,
+        )
+        return Gemma3CausalLM(backbone=backbone, preprocessor=None)
+
+    return of(build, language_loss, tokens(0, WORDS, 4, 16))
+
+
+def bert() -> Case:
+    """A classifier with segments and a padding mask."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    from keras_hub.models import BertBackbone, BertTextClassifier
+
+    def build(dtype: str) -> Any:
+        backbone = BertBackbone(
+            WORDS, 2, 4, 64, 128, dropout=0.0, max_sequence_length=16, dtype=dtype
+        )
+        return BertTextClassifier(
+            backbone, 10, preprocessor=None, dropout=0.0, dtype=dtype
+        )
+
+    def loss(call: Any, batch: Any) -> Any:
+        ids, labels = batch
+        inputs = {
+            "token_ids": ids,
+            "padding_mask": jnp.ones_like(ids),
+            "segment_ids": jnp.zeros_like(ids),
+        }
+        return cross_entropy(call(inputs), labels)
+
+    return of(build, loss, (tokens(0, WORDS, 8, 16), tokens(1, 10, 8)))
+
+
+def convnet() -> Case:
+    """Depthwise convolutions, and batch norm by the statistics of the batch."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    import keras
+
+    def build(dtype: str) -> Any:
+        keras.config.set_dtype_policy(dtype)
+        try:
+            return keras.applications.MobileNetV3Small(
+                input_shape=(32, 32, 3),
+                alpha=0.35,
+                minimalistic=True,
+                weights=None,
+                classes=10,
+                classifier_activation=None,
+                dropout_rate=0.0,
+                include_preprocessing=False,
+            )
+        finally:
+            keras.config.set_dtype_policy("float32")
+
+    def loss(call: Any, batch: Any) -> Any:
+        images, labels = batch
+        return cross_entropy(call(images), labels)
+
+    return of(build, loss, (normal(0, 4, 32, 32, 3), tokens(1, 10, 4)))
+
+
+MODELS = (
+    Model("Llama (Keras)", "keras-hub", llama, NOTES),
+    Model("Mixtral (Keras)", "keras-hub", mixtral, NOTES),
+    Model("Gemma 3 (Keras)", "keras-hub", gemma3, NOTES),
+    Model("BERT (Keras)", "keras-hub", bert, NOTES),
+    Model("MobileNetV3 (Keras)", "keras", convnet, NOTES),
+)

@@ -1,0 +1,270 @@
+"""What the zoo prints, and the page of the documentation that it writes."""
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from _zoo import REGISTRY
+from _zoo.routes import ROUTES, STEPS
+
+COMMAND = 'make zoo ARGS="--write"'
+# As for the curves of `step.py`: 2 % of what the loss falls by.
+TOLERANCE = 0.02
+# A number in e4m3 has 16 times the rounding error of one in bf16, but the matmuls alone
+# have it, and their sums average over it.
+FP8_TOLERANCE = 0.05
+NOISE = 3
+FAILED = "✗"
+
+GRADIENTS = (
+    "model",
+    "package",
+    "parameters",
+    "low: policy",
+    "low: amp",
+    "low: fp8",
+    "error: f32",
+    "error: bf16 without mpx",
+    "error: policy bf16",
+    "error: amp bf16",
+    "error: amp f16",
+    "error: fp8",
+)
+TRAINING = (
+    "model",
+    "f32 loss",
+    "rounded once",
+    "bf16 without mpx",
+    *ROUTES[2:],
+    "note",
+)
+
+HEAD = f"""\
+# Models that were tried
+
+Small models from other people's packages, with random weights, trained for {STEPS} steps
+with AdamW on one random batch, through every route of mpx. Nothing of the models was
+changed for it. This page is written by
+
+```bash
+{COMMAND}
+```
+
+which installs the packages into an environment of its own. `make zoo ARGS="--only GPT-2"`
+runs one of them.
+
+"""
+GRADIENT_TEXT = """\
+## Gradients
+
+*Low* is the share of the matmul operations of the forward pass that run in 16 bits, or in
+fp8. The errors are those of the whole gradient at the start, relative to f32: norm of the
+difference over the norm. That of f32 is relative to f64, as far as the package computes
+in f64. *bf16 without mpx* is the package's own option for mixed precision (own), or
+parameters and batch cast by hand (cast).
+
+A low share on the policy route comes from the model: it casts to f32 itself, or holds f32
+constants that promote what they meet. `amp` does not depend on that. fp8 is emulated on a
+CPU; it takes all sizes here (`min_gain=0`) and leaves embeddings, heads and products of
+activations alone.
+
+"""
+TRAINING_TEXT = f"""\
+## Training
+
+The loss of f32 before the first and the last step, and how far other curves are from its
+curve: the mean distance over all steps, as a share of the decrease. *Rounded once* is f32
+from parameters that were rounded to bf16 before the first step: what such a small
+difference alone does. A route trains as f32 if its distance is at most {100 * TOLERANCE:.0f} %
+({100 * FP8_TOLERANCE:.0f} % for fp8), or {NOISE} times that of *rounded once*; larger ones are
+**bold**. {FAILED} did not run or did not train; – means that there is nothing to run. f16
+has a dynamic loss scale. *flash* is `mpx.flash_adamw`, with f32 parameters, and with bf16
+ones under `amp`; *release* is the latter with `mpx.release`. These two start from bf16 parameters
+and are compared with *rounded once*.
+
+"""
+
+
+class Row(NamedTuple):
+    """The results of a model.
+
+    Attributes:
+        name: Its name in the registry.
+        cells: What was measured, by route; `error` if that failed.
+        seconds: How long all of it took.
+    """
+
+    name: str
+    cells: dict[str, dict[str, Any]]
+    seconds: float
+
+    def losses(self, route: str) -> list[float] | None:
+        """Returns the losses of a route that took all of its steps."""
+        losses = self.cells.get(route, {}).get("losses")
+        return losses if losses and len(losses) == STEPS else None
+
+    def decrease(self) -> float:
+        """Returns how far the loss of f32 falls."""
+        losses = self.losses("f32") or [0.0]
+        return losses[0] - min(losses)
+
+    def noise(self) -> float:
+        """Returns the distance that rounding the parameters once makes."""
+        return self._apart(self.cells["f32"]["rounded"], self.losses("f32"))
+
+    def distance(self, route: str) -> float | None:
+        """Returns how far a curve is from that of f32, `None` without a curve."""
+        losses, f32 = self.losses(route), self.losses("f32")
+        if losses is None or f32 is None:
+            return None
+        start_low = route in ("flash bf16", "release")
+        return self._apart(losses, self.cells["f32"]["rounded"] if start_low else f32)
+
+    def _apart(self, curve: Any, reference: Any) -> float:
+        pairs = list(zip(curve, reference, strict=True))
+        return sum(abs(a - b) for a, b in pairs) / len(pairs) / self.decrease()
+
+    def fails(self, route: str) -> str:
+        """Returns why a route failed or does not train as f32, "" if it does."""
+        cell = self.cells.get(route)
+        if cell is None or (route == "fp8" and cell.get("share") in (0, None)):
+            return cell.get("error", "") if cell else ""
+        if "error" in cell:
+            return cell["error"]
+        losses = self.losses(route)
+        if losses is None:
+            return f"{cell['skipped']} steps were skipped"
+        if route == "f32":
+            falls = self.decrease() > 0.01 * abs(losses[0])
+            return "" if falls else "the loss does not fall"
+        distance = self.distance(route)
+        limit = FP8_TOLERANCE if route == "fp8" else TOLERANCE
+        if distance is not None and distance <= max(limit, NOISE * self.noise()):
+            return ""
+        return "trains differently from f32"
+
+    def progress(self) -> str:
+        """Returns one line."""
+        failed = [route for route in ROUTES if self.fails(route)]
+        return f"{self.name}: {self.seconds:.0f} s, {', '.join(failed) or 'all as f32'}"
+
+    def notes(self) -> list[tuple[str, str, bool]]:
+        """Returns route, reason and whether the registry gives it, for each failure."""
+        known = REGISTRY[self.name].notes
+        found = []
+        for route in ROUTES:
+            if reason := self.fails(route):
+                own = known.get(route) or known.get(route.split()[0])
+                found.append((route, own or reason, own is not None))
+        return found
+
+
+def percent(x: float | None) -> str:
+    """Writes a share with two digits: `1.2 %`, `100 %`, `2e-05 %`."""
+    if x is None:
+        return "–"
+    return f"{100 * x:.2g} %" if abs(x) < 0.995 else f"{100 * x:.0f} %"
+
+
+def gradient_cells(row: Row) -> Iterator[str]:
+    """Yields the cells of the first table."""
+    cells = {route: row.cells.get(route, {}) for route in ("make", "f64", *ROUTES)}
+    yield row.name
+    yield REGISTRY[row.name].package
+    yield f"{cells['make'].get('params', 0):,}"
+    for route in ("policy bf16", "amp bf16", "fp8"):
+        yield FAILED if "error" in cells[route] else percent(cells[route].get("share"))
+    yield percent(cells["f64"].get("of_f32"))
+    for route in ("own bf16", "policy bf16", "amp bf16", "amp f16", "fp8"):
+        error = cells[route].get("grad_error")
+        how = " (own)" if cells["make"].get("own") else " (cast)"
+        failed = "error" in cells[route]
+        yield (
+            FAILED if failed else percent(error) + (how if route == "own bf16" else "")
+        )
+
+
+def training_cells(row: Row) -> Iterator[str]:
+    """Yields the cells of the second table."""
+    yield row.name
+    f32 = row.losses("f32")
+    yield f"{f32[0]:.4g} → {f32[-1]:.4g}" if f32 else FAILED
+    yield percent(row.noise()) if f32 else "–"
+    for route in ROUTES[1:]:
+        distance = row.distance(route)
+        if not row.fails(route):
+            yield percent(distance)
+        else:
+            yield FAILED if distance is None else f"**{percent(distance)}**"
+    yield "; ".join(note_lines(row))
+
+
+def note_lines(row: Row) -> list[str]:
+    """Returns the notes of a model, those that are equal joined."""
+    routes: dict[str, list[str]] = {}
+    for route, reason, _ in row.notes():
+        routes.setdefault(reason.replace("|", "\\|"), []).append(route)
+    return [f"{', '.join(names)}: {reason}" for reason, names in routes.items()]
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table of Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(x.strip() for x in line)} |\n" for line in lines)
+
+
+def gradient_table(rows: Sequence[Row]) -> str:
+    """Returns the table of shares and gradient errors."""
+    return table(GRADIENTS, [list(gradient_cells(row)) for row in rows])
+
+
+def training_table(rows: Sequence[Row]) -> str:
+    """Returns the table of training curves."""
+    return table(TRAINING, [list(training_cells(row)) for row in rows])
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Returns both tables, and the count of what trains as f32."""
+    return "\n".join([gradient_table(rows), training_table(rows), count(rows)])
+
+
+def count(rows: Sequence[Row]) -> str:
+    """Says how many models train as f32 on each route."""
+    parts = []
+    for route in ROUTES[1:]:
+        ran = [
+            row for row in rows if row.distance(route) is not None or row.fails(route)
+        ]
+        good = sum(not row.fails(route) for row in ran)
+        name = "bf16 without mpx" if route == "own bf16" else route
+        parts.append(f"{name} {good} of {len(ran)}")
+    return f"Trained as f32: {', '.join(parts)}."
+
+
+def unexplained(rows: Sequence[Row]) -> list[str]:
+    """Lists failures that no note of the registry explains."""
+    return [
+        f"{row.name}, {route}: {reason}"
+        for row in rows
+        for route, reason, known in row.notes()
+        if not known and route != "own bf16"  # not ours
+    ]
+
+
+def versions() -> str:
+    """Names what is installed."""
+    packages = sorted({"jax", "optax"} | {x.package for x in REGISTRY.values()})
+    listed = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    machine = f"Python {platform.python_version()} on a {platform.machine()} CPU"
+    return f"{machine}; {', '.join(listed)}."
+
+
+def write(page: Path, rows: Sequence[Row]) -> None:
+    """Writes the page."""
+    page.write_text(
+        f"{HEAD}{versions()}\n\n{count(rows)}\n\n"
+        f"{GRADIENT_TEXT}{gradient_table(rows)}\n"
+        f"{TRAINING_TEXT}{training_table(rows)}"
+    )

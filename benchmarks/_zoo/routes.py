@@ -1,0 +1,202 @@
+"""The routes of mpx through which each model is trained, by its public names alone."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import mpx
+from _zoo.model import Case, Loss
+
+STEPS = 20
+MOST_SKIPPED = 30  # a scale that starts at 2¹⁵ has reached zero by then
+ROUTES = (
+    "f32",
+    "own bf16",
+    "policy bf16",
+    "policy f16",
+    "amp bf16",
+    "amp f16",
+    "fp8",
+    "flash f32",
+    "flash bf16",
+    "release",
+)
+
+Step = Callable[[Any, Any], tuple[Any, Any, Any, Any]]
+
+
+class Run(NamedTuple):
+    """What a route gives: its start, and `step(carry, batch)`.
+
+    A step returns the next carry, the loss, the gradients (`None` if there are none) and
+    whether the step was taken.
+    """
+
+    carry: Any
+    step: Step
+
+
+class Trained(NamedTuple):
+    """The losses before each step that was taken, the first gradients, skipped steps."""
+
+    losses: list[float]
+    grads: Any
+    skipped: int
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    """Casts the floating leaves as one does by hand."""
+
+    def leaf(x: Any) -> Any:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(leaf, tree)
+
+
+def by_hand(loss: Loss, dtype: Any) -> Loss:
+    """Returns the loss of parameters and batch that are cast by hand."""
+    return lambda params, batch: loss(cast(params, dtype), cast(batch, dtype))
+
+
+def amp(case: Case, dtype: str) -> Loss:
+    """Returns the loss under `mpx.amp`."""
+    return mpx.amp(case.loss, compute_dtype=dtype)
+
+
+def fp8(case: Case) -> Any:
+    """Returns the loss under `mpx.fp8`, whatever the size of its matmuls."""
+    return mpx.fp8(amp(case, "bf16"), min_gain=0)
+
+
+def plain(case: Case, loss: Loss, params: Any) -> Run:
+    """JAX and optax alone."""
+    optimizer = optax.adamw(case.learning_rate)
+
+    def step(carry: Any, batch: Any) -> Any:
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value, grads, True
+
+    return Run((params, optimizer.init(params)), step)
+
+
+def scaled(case: Case, loss: Loss, scaling: Any, policy: str | None = None) -> Run:
+    """`mpx.value_and_grad` and `mpx.optimizer_update` with an optimizer of optax."""
+    optimizer = optax.adamw(case.learning_rate)
+    value_and_grad = mpx.value_and_grad(loss, policy=policy)
+
+    def step(carry: Any, batch: Any) -> Any:
+        params, state, scaling = carry
+        result = value_and_grad(scaling, params, batch)
+        params, state = mpx.optimizer_update(
+            params, optimizer, state, result.grads, result.finite
+        )
+        carry = (params, state, result.scaling)
+        return carry, result.value, result.grads, result.finite
+
+    return Run((case.params, optimizer.init(case.params), scaling), step)
+
+
+def flash(case: Case, loss: Loss, params: Any, *, release: bool = False) -> Run:
+    """`mpx.flash_adamw`, with all sizes compressed that can be, or `mpx.release`."""
+    # The rate of weight decay is that of `optax.adamw`.
+    optimizer = mpx.flash_adamw(
+        case.learning_rate, compression=mpx.Compression(min_size=0)
+    )
+    released = mpx.release(loss, optimizer) if release else None
+
+    def step(carry: Any, batch: Any) -> Any:
+        params, state = carry
+        if released is not None:
+            result = released(params, state, batch)
+            return (result.params, result.state), result.value, None, True
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        params, state = optimizer.step(params, state, grads)
+        return (params, state), value, grads, True
+
+    return Run((params, jax.jit(optimizer.init)(params)), step)
+
+
+def run_of(route: str, case: Case) -> Run:
+    """Returns the route of that name, ready to run."""
+    dtype = route.split()[-1]
+    f16 = mpx.DynamicLossScaling.pow2() if dtype == "f16" else mpx.NoLossScaling()
+    low = cast(case.params, jnp.bfloat16)
+    runs: dict[str, Callable[[], Run]] = {
+        "f32": lambda: plain(case, case.loss, case.params),
+        "own bf16": lambda: plain(
+            case, case.own or by_hand(case.loss, jnp.bfloat16), case.params
+        ),
+        "policy": lambda: scaled(case, case.loss, f16, f"p=f32,c={dtype},o=f32"),
+        "amp": lambda: scaled(case, amp(case, dtype), f16),
+        "fp8": lambda: scaled(case, fp8(case), mpx.NoLossScaling()),
+        "flash f32": lambda: flash(case, case.loss, case.params),
+        "flash bf16": lambda: flash(case, amp(case, "bf16"), low),
+        "release": lambda: flash(case, amp(case, "bf16"), low, release=True),
+    }
+    return runs[route if route in runs else route.split()[0]]()
+
+
+def from_rounded(run: Run) -> Run:
+    """Returns the same f32 steps from parameters that were rounded to bf16 once."""
+    params, state = run.carry
+    rounded = cast(cast(params, jnp.bfloat16), jnp.float32)
+    return Run((rounded, state), run.step)
+
+
+def train(run: Run, batch: Any, steps: int = STEPS) -> Trained:
+    """Takes so many steps, not counting skipped ones."""
+    step = jax.jit(run.step)  # compiled once for each function
+    carry, losses, first, skipped = run.carry, [], None, 0
+    while len(losses) < steps and skipped < MOST_SKIPPED:
+        carry, value, grads, taken = step(carry, batch)
+        if not bool(taken):
+            skipped += 1
+            continue
+        if not losses:
+            first = grads
+        losses.append(float(value))
+    return Trained(losses, first, skipped)
+
+
+def share(route: str, case: Case) -> float | None:
+    """Returns the share of the matmul operations that run in 16 bits, or in fp8."""
+    if route == "fp8":
+        return mpx.fp8_report(fp8(case), case.params, case.batch).share
+    if route.startswith("amp"):
+        dtype = route.split()[1]
+        report = mpx.amp_report(case.loss, case.params, case.batch, compute_dtype=dtype)
+    elif route.startswith("policy"):
+        dtype = route.split()[1]
+        policy = mpx.get_policy(f"p=f32,c={dtype},o=f32")
+
+        def loss(params: Any, batch: Any) -> Any:
+            return case.loss(*policy.cast_to_compute((params, batch)))
+
+        # The empty dictionary changes nothing: the report counts what is written.
+        report = mpx.amp_report(
+            loss, case.params, case.batch, compute_dtype=dtype, policy={}
+        )
+    else:
+        return None
+    return report.shares.get(dtype, 0.0) if report.flops else None
+
+
+def distance(grads: Any, reference: Any) -> float:
+    """Returns the norm of the difference over the norm of the reference."""
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(reference), strict=True)
+    both = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
+    off = sum(np.sum(np.square(a - b)) for a, b in both)
+    return float(np.sqrt(off / sum(np.sum(np.square(b)) for _, b in both)))
+
+
+def f64_grads(case: Case) -> Any:
+    """Returns the gradients in f64, as far as the library does not ask for f32."""
+    with jax.enable_x64(True):
+        params, batch = cast((case.params, case.batch), jnp.float64)
+        return jax.device_get(jax.jit(jax.grad(case.loss))(params, batch))

@@ -1,0 +1,95 @@
+"""Models of other packages train under mpx, and their page is what the script writes."""
+
+import importlib
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "benchmarks"))
+    zoo = importlib.import_module("_zoo")
+    page = importlib.import_module("_zoo.page")
+    routes = importlib.import_module("_zoo.routes")
+
+PAGE = ROOT / "docs" / "zoo.md"
+# Of the packages that the tests need anyway, one model each with its own kind of layer.
+FAST = (
+    "MLP (Equinox)",
+    "attention (Equinox)",
+    "LSTM (Linen)",
+    "attention (NNX)",
+    "transformer block (Haiku)",
+)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.usefixtures("small_programs")
+@pytest.mark.parametrize("name", FAST)
+def test_model_of_another_package_has_the_gradients_of_bf16(name):
+    case = zoo.REGISTRY[name].make()
+    assert routes.share("amp bf16", case) > 0.99
+
+    def grads(route):
+        return jax.jit(routes.run_of(route, case).step)(
+            routes.run_of(route, case).carry, case.batch
+        )[2]
+
+    exact = jax.jit(jax.grad(case.loss))(case.params, case.batch)
+    by_hand = routes.distance(grads("own bf16"), exact)
+    assert 0 < routes.distance(grads("amp bf16"), exact) <= 1.5 * by_hand
+
+
+def table_of(text, heading):
+    """Returns the rows of the table under a heading, as lists of cells."""
+    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("heading", "columns"),
+    [("Gradients", page.GRADIENTS), ("Training", page.TRAINING)],
+)
+def test_page_has_a_line_for_every_model(heading, columns):
+    head, _, *rows = table_of(PAGE.read_text(), heading)
+    assert head == list(columns)
+    assert [row[0] for row in rows] == list(zoo.REGISTRY)
+    assert {len(row) for row in rows} == {len(columns)}
+
+
+def test_page_has_the_text_of_the_script():
+    text = PAGE.read_text()
+    for part in (page.HEAD, page.GRADIENT_TEXT, page.TRAINING_TEXT):
+        assert part in text, "write the page with: " + page.COMMAND
+
+
+def test_page_says_why_a_model_does_not_train_as_f32():
+    _, _, *rows = table_of(PAGE.read_text(), "Training")
+    for row in rows:
+        failed = any(cell == page.FAILED or "**" in cell for cell in row[:-1])
+        assert not failed or row[-1], row[0]
+
+
+def results(**losses):
+    cells = {route: {"losses": values} for route, values in losses.items()}
+    cells["f32"]["rounded"] = cells["f32"]["losses"]
+    return page.Row("MLP (Equinox)", cells, 1.0)
+
+
+def test_curve_that_leaves_f32_is_a_failure_without_a_note():
+    f32 = [1 - 0.02 * step for step in range(routes.STEPS)]
+    row = results(f32=f32, release=f32, fp8=[x + 0.1 for x in f32])
+    row.cells["fp8"]["share"] = 1.0
+    row.cells["amp bf16"] = {"error": "ValueError: no"}
+    assert row.fails("release") == ""
+    assert row.distance("release") == 0
+    assert page.unexplained([row]) == [
+        "MLP (Equinox), amp bf16: ValueError: no",
+        "MLP (Equinox), fp8: trains differently from f32",
+    ]
+    assert list(page.training_cells(row))[-1] == (
+        "amp bf16: ValueError: no; fp8: trains differently from f32"
+    )
