@@ -131,16 +131,24 @@ def fp8_dot(
         key = (id(x), role, axes if plan.by_row else leading)
         if key not in shared:
             fixed = lax.stop_gradient(x)
-            shared[key] = x, _quantize(plan, role, fixed, axes, seen, leading)
+            shared[key] = x, _quantize(plan, role, fixed, axes, seen, leading=leading)
         operands.append(shared[key][1])
     return _dot(plan, (lhs, rhs), operands, seen, probe)
 
 
 # Layers of one shape are traced once: what `jax.jit` has traced, and its derivative, it
 # finds again, and inlined it leaves no call behind.
-@functools.partial(jax.jit, static_argnums=(0, 1, 3, 5), inline=True)
+@functools.partial(
+    jax.jit, static_argnums=(0, 1, 3), static_argnames="leading", inline=True
+)
 def _quantize(
-    plan: Plan, role: str, x: Array, axes: Axes, seen: Array | None, leading: int | None
+    plan: Plan,
+    role: str,
+    x: Array,
+    axes: Axes,
+    seen: Array | None,
+    *,
+    leading: int | None,
 ) -> Quantized:
     return as_bytes(to_fp8(plan, role, x, axes, seen, leading=leading))
 
