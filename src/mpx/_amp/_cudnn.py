@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from mpx._amp._values import cast
-from mpx._compat import Literal, cuda_capability, eval_equation, open_jaxpr
+from mpx._compat import Literal, eval_equation, open_jaxpr
+from mpx._devices import cuda_capability
 
 
 class Attention(NamedTuple):

@@ -23,10 +23,10 @@ from mpx._amp._values import F32, cast
 from mpx._compat import (
     Primitive,
     as_varying,
-    cuda_capability,
     needs_devices,
     varying_axes,
 )
+from mpx._devices import cuda_capability
 
 _EXTRAS = ("bias", "mask", "q_seqlen", "kv_seqlen")
 # With four axes, of which the first may be 1 for all of a batch.

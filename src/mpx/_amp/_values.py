@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from mpx._compat import convert_dtype
 from mpx._formats import FORMATS, short_name
 
 F32 = np.dtype(np.float32)
@@ -59,7 +59,7 @@ def cast(x: Any, dtype: np.dtype) -> Any:
     """Casts a value; literals, which have no tracer, become arrays."""
     if not hasattr(x, "dtype"):
         x = jnp.asarray(x, F32)
-    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
+    return x if x.dtype == dtype else convert_dtype(x, dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -131,11 +131,29 @@ def fp8_dot(
         key = (id(x), role, axes if plan.by_row else leading)
         if key not in shared:
             fixed = lax.stop_gradient(x)
-            shared[key] = x, to_fp8(plan, role, fixed, axes, seen, leading=leading)
-        operands.append(as_bytes(shared[key][1]))
+            shared[key] = x, _quantize(plan, role, fixed, axes, seen, leading=leading)
+        operands.append(shared[key][1])
     return _dot(plan, (lhs, rhs), operands, seen, probe)
 
 
+# Layers of one shape are traced once: what `jax.jit` has traced, and its derivative, it
+# finds again, and inlined it leaves no call behind.
+@functools.partial(
+    jax.jit, static_argnums=(0, 1, 3), static_argnames="leading", inline=True
+)
+def _quantize(
+    plan: Plan,
+    role: str,
+    x: Array,
+    axes: Axes,
+    seen: Array | None,
+    *,
+    leading: int | None,
+) -> Quantized:
+    return as_bytes(to_fp8(plan, role, x, axes, seen, leading=leading))
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(
     plan: Plan,
@@ -188,6 +206,7 @@ def _forward(
     return out, _Residuals((saved[0], saved[1]), seen, observed)
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _backward(plan: Plan, residuals: _Residuals, grad: Array) -> tuple[Any, ...]:
     operands = residuals.operands
     ranks = operands[0].ndim, operands[1].ndim
@@ -227,7 +246,7 @@ def _backward(plan: Plan, residuals: _Residuals, grad: Array) -> tuple[Any, ...]
     return (dlhs, drhs), None, dseen, dprobe
 
 
-_dot.defvjp(_forward, _backward)
+_dot.__wrapped__.defvjp(_forward, _backward)
 
 
 def _in_compute_dtype(

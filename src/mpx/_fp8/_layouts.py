@@ -16,7 +16,8 @@ from jax import Array, lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpx._compat import gpu_capability, has_explicit_axes, struct_like
+from mpx._compat import has_explicit_axes, struct_like
+from mpx._devices import gpu_capability
 from mpx._fp8._scales import DTYPES, cast_scaled, inverse
 from mpx._kernels import plain_under_vmap
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from mpx._compat import gpu_capability
+from mpx._devices import gpu_capability
 from mpx._fp8._once import differentiable_once
 from mpx._fp8._recipes import MXFP8, Recipe
 from mpx._fp8._scales import largest_magnitude, power_of_two_scale, quantize

@@ -29,6 +29,7 @@ class Plan:
         weight_side: Which operand is the parameter: 0 or 1.
         recipe: Formats and scales.
         out_sharding: The sharding that was asked for, on meshes with explicit axes.
+        turns: Whether tensors are quantised in both orders of their axes at once.
     """
 
     dimensions: Dimensions
@@ -37,6 +38,7 @@ class Plan:
     weight_side: int
     recipe: Recipe
     out_sharding: Any = None
+    turns: bool = dataclasses.field(default_factory=lambda: turning_pays())
 
     def role(self, side: int) -> str:
         """Returns whether an operand is the activation or the weight."""
@@ -140,7 +142,7 @@ def to_fp8(
     else:
         amax, clip = largest_magnitude(x, axes if plan.by_row else None), False
     scale = power_of_two_scale(amax, form)
-    if leading and not plan.by_row and leading < x.ndim and turning_pays():
+    if leading and not plan.by_row and leading < x.ndim and plan.turns:
         codes, turned = quantize_both(x, scale, form, leading=leading, clip=clip)
         return Quantized(scale, codes, turned)
     return Quantized(scale, quantize(x, scale, form, clip=clip))

@@ -11,7 +11,8 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
-from mpx._compat import HAS_MOSAIC, gpu_capability, refused
+from mpx._compat import HAS_MOSAIC, refused
+from mpx._devices import gpu_capability
 from mpx._kernels._partition import cannot_shard, over_shards
 from mpx._kernels._plain import Body, run_plain
 from mpx._kernels._tuning import MOSAIC, TRITON, Tuning
