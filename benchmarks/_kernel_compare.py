@@ -25,7 +25,7 @@ from mpx._optim._core import _plan
 from mpx._optim._leaf import Leaf
 from mpx._optim._scalars import Scalars
 from mpx._optim._state import flatten, leaves_of
-from mpx._quant import PlainBlock, Quantized
+from mpx._quant import Dither, PlainBlock, Quantized
 
 # In f32 a rounding is 2⁻²⁴. No number takes part in more than eight of them on its way
 # to a result (`nesterov` is the longest), on either path: 16 · 2⁻²⁴.
@@ -113,7 +113,8 @@ def differences(
     core = optimizer.init.__self__
     old, want, got = (stored_leaves(core, *tree) for tree in (before, plain, kernel))
     numbers = Scalars(core.rule, core.hyper, before[1].count, grad_scale)
-    scale, _, *coefficients = numbers.of(None, True)  # but not how scales are rounded
+    scale, *rest = numbers.of(None, True)
+    coefficients = rest[len(Dither._fields) :]
     weights, moments = zip(
         *(decoded(core, leaf, before[1]) for leaf in old), strict=True
     )
@@ -164,7 +165,8 @@ def compare_leaf(room: Any, a: Leaf, b: Leaf, plain: Any, kernel: Any) -> Any:
     bits = 0 if a.correction is None else 8 * a.correction.dtype.itemsize
     ends = [x.reshape(weight.shape) for x in (weight, other, a.param, b.param)]
     ulp = ulp_of(functools.reduce(jnp.maximum, map(magnitude, ends)), a.param.dtype)
-    # |A - B| ≤ |A - a| + |a - b| + |b - B| for the weights a, b that are stored as A, B.
+    # |A - B| ≤ |A - a| + |a - b| + |b - B| for the weights a, b that are stored as A, B. A
+    # threshold that both paths share takes the place of one half: no more than that.
     checks = [excess(weight, other, room[0], 2 * CODE[bits] * ulp)]
     checks.append(excess(a.param, b.param, room[0], 2 * CODE[0] * ulp))
     distance = steps_apart(a.param, b.param)

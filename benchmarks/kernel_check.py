@@ -53,6 +53,11 @@ FORMATS: dict[str, dict[str, Any]] = {
 GROUPS: dict[str, dict[str, Any]] = {
     f"groups of {size}": {"group_size": size} for size in (2, 8, 256)
 }
+# All others are dithered.
+NEAREST: dict[str, dict[str, Any]] = {
+    "nearest": {"rounding": "nearest"},
+    "no master, nearest": {"rounding": "nearest", "master_bits": None},
+}
 # By backend: how a kernel shows in a compiled program.
 KERNELS = {
     "triton": 'custom_call_target="__gpu$xla.gpu.triton"',
@@ -105,7 +110,9 @@ class Case:
         return f"{self.rule}, {'by layer' if self.by_layer else self.format}"
 
     def optimizer(self, backend: str) -> Any:
-        compression = mpx.Compression(min_size=0, **(FORMATS | GROUPS)[self.format])
+        compression = mpx.Compression(
+            min_size=0, **(FORMATS | GROUPS | NEAREST)[self.format]
+        )
         return RULES[self.rule](compression=compression, backend=backend)
 
 
@@ -115,7 +122,7 @@ def all_cases() -> Iterator[Case]:
         for format in FORMATS:
             few = rule != FIRST_RULE and format != FIRST_FORMAT
             yield Case(rule, format, LEAVES[:1] if few else LEAVES)
-    for format in GROUPS:
+    for format in (*GROUPS, *NEAREST):
         yield Case(FIRST_RULE, format, LEAVES)
     for rule in ("adamw", "lion", "sgd"):
         yield Case(rule, FIRST_FORMAT, LAYERS, by_layer=True)

@@ -94,3 +94,60 @@ def test_the_check_sees_what_is_finite_on_one_path_only(judged, value):
 
     found = judged(spoil)
     assert (found.params, found.wrong) == (1, 2)  # the parameter and its weight
+
+
+# --- the study of small updates -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drift():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        return importlib.import_module("drift")
+
+
+def rows_of_the_guide(drift):
+    """By the name of each line: its cells."""
+    _, rest = drift.GUIDE.read_text(encoding="utf-8").split(drift.START)
+    block, _ = rest.split(drift.END)
+    assert block.startswith(f"\n{drift.HEADER}\n")
+    rows = block[len(drift.HEADER) + 2 :].splitlines()
+    return {
+        name: cells
+        for name, *cells in ([x.strip() for x in row[1:-1].split("|")] for row in rows)
+    }
+
+
+def test_the_guide_has_a_row_for_each_line_of_the_study(drift):
+    rows = rows_of_the_guide(drift)
+    assert list(rows) == [line.name for line in drift.LINES]
+    for line in drift.LINES:
+        steps, moved, *apart = rows[line.name]
+        assert int(steps) == line.steps
+        assert float(moved) > 0
+        assert len(apart) == len(drift.COLUMNS)
+        assert all(float(x) >= 0 for x in apart)
+
+
+def test_dithered_weights_follow_f32_in_the_guide(drift):
+    column = list(drift.COLUMNS).index("dithered")
+    apart = {k: float(v[2 + column]) for k, v in rows_of_the_guide(drift).items()}
+    assert {name for name, x in apart.items() if x > 0.05} == {
+        # What block scales cannot do; the guide says so.
+        "one gradient of 1e5 among ones, rate 1e-03",
+        "magnitudes a factor of 50 apart, rate 1e-05",
+    }
+
+
+@pytest.mark.long
+@pytest.mark.standard_promotion
+def test_the_study_gives_the_numbers_of_the_guide(drift):
+    rows = rows_of_the_guide(drift)
+    (line,) = (x for x in drift.LINES if x.name == "constant gradient, rate 1e-06")
+    names = ["dithered", "nearest", "32 bits"]
+    result = drift.measure(line, names)
+    _, moved, *apart = rows[line.name]
+    assert result.moved == pytest.approx(float(moved), rel=0.05)
+    written = dict(zip(drift.COLUMNS, map(float, apart), strict=True))
+    # Another processor rounds products differently: by a unit of some hundred.
+    assert result.apart == pytest.approx({x: written[x] for x in names}, abs=0.01)

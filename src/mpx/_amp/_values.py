@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from mpx._compat import convert_dtype
 from mpx._formats import FORMATS, short_name

@@ -37,19 +37,19 @@ class Compression:
     Attributes:
         quantize: Whether moments are stored in 8 bits; else in f32.
         master_bits: 24 or 32, the bits of the master weights of 16-bit parameters;
-            `None` keeps no more than the parameters have. f32 parameters need none.
+            `None` keeps no more than the parameters have. f32 parameters need none. 24
+            bits follow f32 to a few units of 2⁻¹⁶ of a weight.
         group_size: How many elements of the last axis share a scale. A power of two.
         min_size: Parameters with fewer elements keep f32 moments and 32-bit master
             weights: they take no memory worth saving. So do parameters whose last axis
             is not a multiple of `group_size`, for their moments.
-        rounding: How moments are rounded. `"dithered"` rounds up or down by turns, with
-            a threshold that changes from step to step, so that averages that move by less
-            than half a code in a step move at all; weights are rounded to nearest.
-            `"nearest"` does the latter for moments, too, and so does
-            `format="flashoptim"`. `"stochastic"` rounds moments and weights at random,
-            such that their mean is right. The random numbers depend on `seed`, the step
-            count and the place of an element in its array, which inside of `shard_map`
-            and `vmap` is the local one.
+        rounding: How moments and weights are rounded. `"dithered"` rounds up or down by
+            turns, with a threshold that changes from step to step, so that what moves by
+            less than half a code in a step moves at all. `"nearest"` loses such steps, and
+            so does `format="flashoptim"`. `"stochastic"` rounds at random, such that the
+            mean is right. The random numbers depend on `seed`, the step count and the place
+            of an element in its array, which inside `shard_map` and `vmap` is the local
+            one.
         format: `"mpx"` has scales with the range of f32; `"flashoptim"` stores the f16
             scales and corrections of FlashOptim, to exchange checkpoints with it.
         seed: For stochastic rounding.

@@ -1,0 +1,267 @@
+"""How far do compressed weights end from those of f32? Small steps, decay, odd gradients.
+
+    python benchmarks/drift.py             # some minutes on a CPU
+    python benchmarks/drift.py --only lion
+    python benchmarks/drift.py --write     # puts the table into the guide
+
+Every line runs optax in f32 and the compressed optimizer of the same name with the same
+gradients, which do not depend on the weights. A number is the distance between the two in
+the end, as a share of the distance that f32 has moved: 0 is f32, 1 is a weight that stood
+still. Plain JAX; a kernel differs by roundings, see kernel_check.py.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+
+import mpx
+
+GUIDE = pathlib.Path(__file__).parents[1] / "docs/guide/compressed-optimizers.md"
+START, END = "<!-- drift: made by benchmarks/drift.py -->", "<!-- end of drift -->"
+SHAPE = (16, 64)
+OUTLIER = (0, 5)
+COLUMNS: dict[str, dict[str, Any]] = {
+    "dithered": {},
+    "nearest": {"rounding": "nearest"},
+    "stochastic": {"rounding": "stochastic"},
+    "32 bits": {"master_bits": 32},
+    "bf16 alone": {"master_bits": None},
+}
+RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "AdamW": (mpx.flash_adamw, optax.adamw),
+    "Adam": (mpx.flash_adam, optax.adam),
+    "Lion": (mpx.flash_lion, optax.lion),
+    "SGD": (mpx.flash_sgd, optax.sgd),
+}
+
+
+# --- gradients, by the number of the step --------------------------------------------
+
+
+def _normal(step: Array) -> Array:
+    return jax.random.normal(jax.random.key(step), SHAPE)
+
+
+@functools.cache
+def _fixed(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32)
+
+
+def constant(step: Array) -> Array:
+    return jnp.ones(SHAPE)
+
+
+def noisy(step: Array) -> Array:
+    """A mean of its own for each element, in noise that is three times as large."""
+    return _fixed(0) / 3 + _normal(step)
+
+
+def absent(step: Array) -> Array:
+    return jnp.zeros(SHAPE)
+
+
+def sparse(step: Array) -> Array:
+    """Each row has a gradient in one of 97 steps, as those of an embedding."""
+    here = (step + jnp.arange(SHAPE[0])) % 97 == 0
+    return jnp.where(here[:, None], 1 + noisy(step) / 10, 0.0)
+
+
+def outlier(step: Array) -> Array:
+    """Ones, but for one gradient of 1e5 in the tenth step."""
+    return constant(step).at[OUTLIER].set(jnp.where(step == 10, 1e5, 1.0))
+
+
+def clipped(step: Array) -> Array:
+    """The same, clipped to the norm of the ones."""
+    grads = outlier(step)
+    return grads * jnp.minimum(1.0, jnp.sqrt(grads.size) / jnp.linalg.norm(grads))
+
+
+def uneven(step: Array) -> Array:
+    """Magnitudes within a group that are a factor of 50 apart, from bottom to top."""
+    return np.exp(_fixed(1)) * noisy(step)
+
+
+# --- the lines ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A run: optimizer, start, gradients, steps."""
+
+    name: str
+    rate: float
+    steps: int
+    grad: Callable[[Array], Array]
+    rule: str = "AdamW"
+    start: float = 1.0
+    size: float = 1.0
+    options: tuple[tuple[str, float], ...] = (("weight_decay", 0.0),)
+
+    def weights(self) -> Array:
+        """Returns the f32 weights before the first step; `start` 0 draws them."""
+        return (
+            jnp.full(SHAPE, self.start) if self.start else jnp.asarray(_fixed(2) * 0.02)
+        )
+
+    def grads(self, step: Array) -> Array:
+        return self.grad(step) * self.size
+
+
+def _decay(number: float) -> tuple[tuple[str, float], ...]:
+    return (("weight_decay", number),)
+
+
+MOMENTUM = (("momentum", 0.9),)
+LINES = (
+    *(
+        Line(f"constant gradient, rate {rate:.0e}", rate, 1000, constant)
+        for rate in (1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
+    ),
+    *(
+        Line(f"noisy gradient, rate {rate:.0e}", rate, 20_000, noisy, start=0.0)
+        for rate in (1e-4, 1e-5, 1e-6, 1e-7)
+    ),
+    Line("the same, weights of 1, rate 1e-06", 1e-6, 20_000, noisy),
+    Line("decay alone, rate · decay 1e-05", 1e-3, 20_000, absent, options=_decay(1e-2)),
+    Line("decay alone, rate · decay 1e-06", 1e-4, 20_000, absent, options=_decay(1e-2)),
+    Line("sparse rows, rate 1e-05", 1e-5, 20_000, sparse, options=_decay(1e-2)),
+    Line("gradients of 1e12, rate 1e-05", 1e-5, 20_000, noisy, start=0.0, size=1e12),
+    Line("gradients of 1e-12, rate 1e-03", 1e-3, 20_000, noisy, start=0.0, size=1e-12),
+    Line("one gradient of 1e5 among ones, rate 1e-03", 1e-3, 300, outlier),
+    Line("the same, clipped to the norm of the ones", 1e-3, 300, clipped),
+    Line(
+        "magnitudes a factor of 50 apart, rate 1e-05", 1e-5, 20_000, uneven, start=0.0
+    ),
+    Line("Adam, noisy gradient, rate 1e-05", 1e-5, 20_000, noisy, "Adam", 0.0),
+    Line("Lion, noisy gradient, rate 1e-06", 1e-6, 20_000, noisy, "Lion", 0.0),
+    Line(
+        "Lion, decay alone, 1e-06", 1e-4, 20_000, absent, "Lion", options=_decay(1e-2)
+    ),
+    Line(
+        "SGD, noisy gradient, rate 1e-06", 1e-6, 20_000, noisy, "SGD", 0.0, options=()
+    ),
+    Line(
+        "SGD with momentum, rate 1e-07",
+        1e-7,
+        20_000,
+        noisy,
+        "SGD",
+        0.0,
+        options=MOMENTUM,
+    ),
+)
+
+
+def in_f32(line: Line) -> Array:
+    """Returns the weights after optax's steps in f32."""
+    tx = RULES[line.rule][1](line.rate, **dict(line.options))
+
+    def step(number: Any, carry: Any) -> Any:
+        params, state = carry
+        updates, state = tx.update(line.grads(number), state, params)
+        return optax.apply_updates(params, updates), state
+
+    weights = line.weights()
+    run = jax.jit(functools.partial(lax.fori_loop, 0, line.steps, step))
+    return run((weights, tx.init(weights)))[0]
+
+
+def compressed(line: Line, options: dict[str, Any]) -> Array:
+    """Returns the f32 weights behind the parameters after compressed steps."""
+    compression = mpx.Compression(**{"min_size": 1} | options)
+    make = RULES[line.rule][0]
+    tx = make(line.rate, **dict(line.options), compression=compression, backend="jax")
+    weights = line.weights()
+    params = weights.astype(jnp.bfloat16)
+    start = mpx.from_master(weights, params, tx.init(params))
+
+    def step(number: Any, carry: Any) -> Any:
+        return tuple(tx.step(*carry, line.grads(number)))
+
+    run = jax.jit(functools.partial(lax.fori_loop, 0, line.steps, step))
+    return mpx.cast_to_float32(mpx.master_params(*run(start)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How far f32 moved, and for each column the distance to it as a share of that."""
+
+    name: str
+    steps: int
+    moved: float
+    apart: dict[str, float]
+
+    def row(self) -> str:
+        cells = [f"{x:.3f}" if x < 0.1 else f"{x:.2f}" for x in self.apart.values()]
+        return (
+            f"| {self.name} | {self.steps} | {self.moved:.1e} | {' | '.join(cells)} |"
+        )
+
+
+def measure(line: Line, columns: Any = tuple(COLUMNS)) -> Result:
+    """Runs a line."""
+    seen = np.ones(SHAPE, bool)
+    if line.grad in (outlier, clipped):  # the others of its group
+        seen = np.indices(SHAPE)[1] < 32
+        seen[1:], seen[OUTLIER] = False, False
+
+    def of(weights: Array) -> np.ndarray:
+        return np.asarray(weights, np.float64)[seen]
+
+    start, end = of(line.weights()), of(in_f32(line))
+    distance = float(np.linalg.norm(end - start))
+    apart = {
+        name: float(np.linalg.norm(of(compressed(line, COLUMNS[name])) - end))
+        / distance
+        for name in columns
+    }
+    return Result(line.name, line.steps, distance / math.sqrt(end.size), apart)
+
+
+HEADER = (
+    f"| | steps | f32 moved | {' | '.join(COLUMNS)} |\n"
+    f"|---|---|---|{'---|' * len(COLUMNS)}"
+)
+
+
+def write(table: str) -> None:
+    """Puts a table into the guide, between the marks."""
+    page = GUIDE.read_text(encoding="utf-8")
+    before, rest = page.split(START)
+    _, after = rest.split(END)
+    GUIDE.write_text(f"{before}{START}\n{table}\n{END}{after}", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="lines whose name holds this")
+    parser.add_argument("--write", action="store_true", help="into the guide")
+    args = parser.parse_args()
+    lines = [line for line in LINES if args.only.lower() in line.name.lower()]
+    if args.write and len(lines) < len(LINES):
+        parser.error("--write needs all lines")
+    print(HEADER, flush=True)
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        print(f"{number} of {len(lines)}: {line.name}", file=sys.stderr, flush=True)
+        rows.append(measure(line).row())
+        print(rows[-1], flush=True)
+    if args.write:
+        write("\n".join([HEADER, *rows]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
