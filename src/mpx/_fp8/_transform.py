@@ -15,7 +15,8 @@ from mpx import _nnx
 from mpx._amp._policy import AmpPolicy
 from mpx._amp._report import trace
 from mpx._amp._transform import autocast_call
-from mpx._compat import gpu_capability, is_batched
+from mpx._compat import is_batched
+from mpx._devices import gpu_capability
 from mpx._fp8._mx import check_supported
 from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe
 from mpx._fp8._sites import Selection, as_rules
