@@ -130,7 +130,7 @@ def reason_for_f32(eqn: Any) -> str | None:
     return None
 
 
-def _matmul_sizes(eqn: Any) -> tuple[int, tuple[int, int]]:
+def _matmul_sizes(eqn: Any) -> tuple[int, tuple[int, ...]]:
     """Returns how many products a result adds up, and each operand's free size."""
     shapes = [var.aval.shape for var in eqn.invars[:2]]
     if eqn.primitive.name == "conv_general_dilated":
