@@ -133,8 +133,8 @@ class DynamicLossScaling(LossScaling):
         self.backoff = backoff
         self.hysteresis = hysteresis
         self.consecutive_hysteresis = consecutive_hysteresis
-        constant = is_tracer(self.loss_scaling) and not is_tracer(loss_scaling)
-        object.__setattr__(self, "made_of_constants", constant)
+        if is_tracer(self.loss_scaling) and not is_tracer(loss_scaling):
+            object.__setattr__(self, "made_of_constants", True)
 
     @classmethod
     def pow2(
