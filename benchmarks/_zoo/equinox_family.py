@@ -58,7 +58,7 @@ def gru() -> Case:
 
         return squared_error(jax.vmap(last)(x), y)
 
-    return of(model, call, (normal(1, 8, 12, 16), normal(2, 8, 64)))
+    return of(model, call, (normal(1, 16, 12, 16), normal(2, 16, 64)))
 
 
 def vit() -> Case:
