@@ -51,16 +51,17 @@ def main() -> int:
         return 0
     names = [x for x in REGISTRY if wanted(x, args.only)]
     start = time.monotonic()
+    rows = []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        done = [pool.submit(run_child, name, routes, args.limit) for name in names]
-        rows = []
-        for future in done:
+        started = [pool.submit(run_child, name, routes, args.limit) for name in names]
+        for future in concurrent.futures.as_completed(started):
             rows.append(future.result())
             took = time.monotonic() - start
             print(f"[{took:4.0f} s] {rows[-1].progress()}", flush=True)
             if args.json:
                 with args.json.open("a") as file:
                     file.write(json.dumps(rows[-1]._asdict()) + "\n")
+    rows.sort(key=lambda row: names.index(row.name))
     print("\n" + summary(rows))
     if args.write and (args.only or args.routes):
         parser.error("--write needs all models and routes")

@@ -33,9 +33,8 @@ def test_model_of_another_package_has_the_gradients_of_bf16(name):
     assert routes.share("amp bf16", case) > 0.99
 
     def grads(route):
-        return jax.jit(routes.run_of(route, case).step)(
-            routes.run_of(route, case).carry, case.batch
-        )[2]
+        run = routes.run_of(route, case)
+        return jax.jit(run.step)(run.carry, case.batch)[2]
 
     exact = jax.jit(jax.grad(case.loss))(case.params, case.batch)
     by_hand = routes.distance(grads("own bf16"), exact)

@@ -58,7 +58,7 @@ def gru() -> Case:
 
         return squared_error(jax.vmap(last)(x), y)
 
-    return of(model, call, (normal(1, 8, 12, 16), normal(2, 8, 64)))
+    return of(model, call, (normal(1, 16, 12, 16), normal(2, 16, 64)))
 
 
 def vit() -> Case:
@@ -82,7 +82,7 @@ def vit() -> Case:
         logits = jax.vmap(lambda x, k: model(x, key=k, inference=True))(images, keys)
         return cross_entropy(logits, labels)
 
-    return of(model, call, (normal(2, 8, 3, 16, 16), tokens(3, 10, 8)))
+    return of(model, call, (normal(2, 16, 3, 16, 16), tokens(3, 10, 16)))
 
 
 def unet() -> Case:

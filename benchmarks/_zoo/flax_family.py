@@ -65,7 +65,7 @@ def linen_lstm() -> Case:
     def make(dtype: Any) -> Any:
         return nn.RNN(nn.OptimizedLSTMCell(64, dtype=dtype))
 
-    return of_linen(make, (normal(0, 8, 12, 32), normal(1, 8, 12, 64)))
+    return of_linen(make, (normal(0, 16, 12, 32), normal(1, 16, 12, 64)))
 
 
 def of_nnx(model: Any, call: Any, batch: Any, own: Any = None) -> Case:

@@ -63,7 +63,7 @@ def lstm() -> Case:
         core = hk.LSTM(64)
         return hk.dynamic_unroll(core, x, core.initial_state(x.shape[1]))[0]
 
-    return of(forward, (normal(1, 12, 8, 32), normal(2, 12, 8, 64)), squared_error)
+    return of(forward, (normal(1, 12, 16, 32), normal(2, 12, 16, 64)), squared_error)
 
 
 def transformer() -> Case:

@@ -175,7 +175,7 @@ def vit() -> Case:
 
     sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
     config = ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=10)
-    batch = (normal(0, 8, 3, 16, 16), tokens(1, 10, 8))
+    batch = (normal(0, 16, 3, 16, 16), tokens(1, 10, 16))
     return both(FlaxViTForImageClassification, config, loss, batch)
 
 
@@ -196,7 +196,7 @@ def clip() -> Case:
         vision_config={**sizes, "image_size": 16, "patch_size": 4},
         projection_dim=32,
     )
-    batch = (tokens(0, WORDS, 8, 16), normal(1, 8, 3, 16, 16))
+    batch = (tokens(0, WORDS, 16, 16), normal(1, 16, 3, 16, 16))
     return both(
         FlaxCLIPModel, config, loss, batch, input_shape=((1, 16), (1, 16, 16, 3))
     )
