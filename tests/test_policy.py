@@ -836,7 +836,9 @@ def test_collection_of_statistics_may_be_an_argument():
 
 
 @pytest.mark.parametrize(
-    "rule", ["^model/head", eqx.nn.Linear, lambda name, leaf: False], ids=str
+    "rule",
+    ["^model/head", eqx.nn.Linear, lambda name, leaf: False],
+    ids=["path", "type", "predicate"],
 )
 def test_rule_that_matches_nothing_warns_at_the_line_of_the_caller(rule):
     class Unused(eqx.nn.GroupNorm):
