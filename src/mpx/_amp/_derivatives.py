@@ -97,7 +97,7 @@ def _custom_jvp(
 ) -> Outcome:
     if amp.f32_weight_grads:
         # Such a matmul has no tangent, and the rule is about tangents.
-        amp = dataclasses.replace(amp, f32_weight_grads=False, cache={})
+        amp = dataclasses.replace(amp, f32_weight_grads=False, cache={}, made={})
     values = [as_array(value) for value in values]
     custom = _CustomCall(amp, eqn, types_of(values), without_literals(metas), scopes)
     call = jax.custom_jvp(custom.run)
