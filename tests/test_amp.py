@@ -765,7 +765,7 @@ def test_gradient_with_loss_scaling_does_not_cast_the_inputs_again(name):
 def test_training_step_with_filter_grad_and_optimizer_update_runs():
     optimizer = optax.sgd(0.1)
     state = optimizer.init(PARAMS)
-    step = mpx.filter_grad(bf16(loss), mpx.DynamicLossScaling.pow2(2.0**4))
+    step = mpx.filter_grad(bf16(loss), mpx.StaticLossScaling(2.0**4))
     _, finite, grads = jax.jit(step)(PARAMS, X[0])
     params, _ = mpx.optimizer_update(PARAMS, optimizer, state, grads, finite)
     assert loss(params, X[0]) < loss(PARAMS, X[0])
