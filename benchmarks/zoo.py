@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--only", help="names of models, by commas; parts are enough")
     parser.add_argument("--routes", help=f"of {', '.join(ROUTES)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--limit", type=float, default=120, help="seconds for a cell")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for a cell")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--json", type=Path, help="a file for the results, by line")
     parser.add_argument("--child", help=argparse.SUPPRESS)

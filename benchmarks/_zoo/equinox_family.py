@@ -105,11 +105,18 @@ def fno() -> Case:
     return of(model, regression, (normal(1, 4, 1, 32), normal(2, 4, 1, 32)))
 
 
+FFT = "JAX's FFT takes no 16-bit numbers: use `amp` and f32 parameters"
+
 MODELS = (
     Model("MLP (Equinox)", "equinox", mlp),
     Model("attention (Equinox)", "equinox", attention),
     Model("GRU (Equinox)", "equinox", gru),
     Model("ViT (Equimo)", "equimo", vit),
     Model("U-Net (PDEquinox)", "pdequinox", unet),
-    Model("FNO (PDEquinox)", "pdequinox", fno),
+    Model(
+        "FNO (PDEquinox)",
+        "pdequinox",
+        fno,
+        dict.fromkeys(("own bf16", "policy", "flash bf16", "release"), FFT),
+    ),
 )

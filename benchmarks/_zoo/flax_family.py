@@ -185,7 +185,12 @@ def penzai_gemma() -> Case:
 MODELS = (
     Model("attention (Linen)", "flax", linen_attention),
     Model("LSTM (Linen)", "flax", linen_lstm),
-    Model("attention (NNX)", "flax", nnx_attention),
+    Model(
+        "attention (NNX)",
+        "flax",
+        nnx_attention,
+        {"policy f16": "the f16 matmul that `nnx` asks for does not exist on CPUs"},
+    ),
     Model("Mamba 2", "mamba2-jax", mamba2),
     Model("KAN", "jaxkan", kan),
     Model("Gemma (Penzai)", "penzai", penzai_gemma),
