@@ -135,7 +135,7 @@ def test_dithered_weights_follow_f32_in_the_guide(drift):
     assert {name for name, x in apart.items() if x > 0.05} == {
         # What block scales cannot do; the guide says so.
         "one gradient of 1e5 among ones, rate 1e-03",
-        "magnitudes a factor of 50 apart, rate 1e-05",
+        "magnitudes a factor of 3000 apart, rate 1e-05",
     }
 
 

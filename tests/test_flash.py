@@ -505,7 +505,8 @@ def drifter(rounding, **options):
 
         def compressed(count, carry):
             tx = mpx.flash_adamw(rate, weight_decay=decay, compression=compression)
-            return tuple(tx.step(*carry, grad(count)))
+            params, state = carry
+            return tuple(tx.step(params, state, grad(count)))
 
         def exact(count, carry):
             params, state = carry

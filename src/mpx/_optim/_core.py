@@ -168,7 +168,11 @@ class Core:
                 continue
             pairs = zip(flat.names, flat.leaves, in_force, strict=True)
             taken = next(
-                ((name, by) for name, leaf, by in pairs if group.matches(name, leaf)),
+                (
+                    (name, by.where)
+                    for name, leaf, by in pairs
+                    if by is not None and group.matches(name, leaf)
+                ),
                 None,
             )
             if taken is None:
@@ -181,7 +185,7 @@ class Core:
                 f"The group {group.where!r}"
                 f"{' with `frozen=True`' if group.frozen else ''} holds for no parameter: "
                 f"`{name}` and all others belong to earlier ones, such as "
-                f"{by.where!r}, and the first group that matches holds. Put it before."
+                f"{by!r}, and the first group that matches holds. Put it before."
             )
 
     # --- one step ---------------------------------------------------------------------
