@@ -1,8 +1,40 @@
 """Recipes: which 8-bit formats a matmul uses and where its scales come from."""
 
 import dataclasses
+import math
+import numbers
+import operator
+from typing import Any
 
 from mpx._fp8._scales import DTYPES
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Returns an integer argument as an `int`.
+
+    Raises:
+        TypeError: If it is no integer.
+    """
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"`{name}` must be a whole number, but {value!r} was given.")
+
+
+def real_number(name: str, value: Any) -> float:
+    """Returns a numeric argument as a `float`.
+
+    Raises:
+        TypeError: If it is no real number.
+        ValueError: If it is nan.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"`{name}` must be a number, but {value!r} was given.")
+    if math.isnan(value):
+        raise ValueError(f"`{name}` must be a number, but nan was given.")
+    return float(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +62,7 @@ class Recipe:
             ValueError: If a format is unknown or no hardware multiplies the pair.
         """
         for name in ("activation", "weight", "grad"):
-            if getattr(self, name) not in DTYPES:
+            if getattr(self, name) not in tuple(DTYPES):
                 raise ValueError(
                     f"`{name}` must be one of {', '.join(DTYPES)}, but "
                     f"{getattr(self, name)!r} was given."
@@ -119,6 +151,8 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         """Checks formats and sizes."""
         super().__post_init__()
+        for name in ("history", "margin"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         if self.history < 1:
             raise ValueError(
                 f"`history` must be at least 1 step, but {self.history} was given."
@@ -157,11 +191,12 @@ class StaticScaling(Recipe):
         """Checks formats and magnitudes."""
         super().__post_init__()
         for name in ("activation_max", "weight_max", "grad_max"):
-            if not 0 < getattr(self, name) < float("inf"):
+            value = real_number(name, getattr(self, name))
+            if not 0 < value < math.inf:
                 raise ValueError(
-                    f"`{name}` must be positive and finite, but "
-                    f"{getattr(self, name)} was given."
+                    f"`{name}` must be positive and finite, but {value} was given."
                 )
+            object.__setattr__(self, name, value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,3 +222,41 @@ class MXFP8(Recipe):
 
     grad: str = "e4m3"
     emulate: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks formats and the switch."""
+        super().__post_init__()
+        if not isinstance(self.emulate, bool):
+            raise TypeError(
+                f"`emulate` must be True or False, but {self.emulate!r} was given."
+            )
+
+
+_BY_NAME = {"current": CurrentScaling, "delayed": DelayedScaling, "mxfp8": MXFP8}
+
+
+def as_recipe(recipe: Any) -> Recipe:
+    """Returns the recipe that a user chose, by its name or as an object.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If the name is unknown.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        raise TypeError(
+            f"`recipe` is the class `{recipe.__name__}`. Pass an instance: "
+            f"`{recipe.__name__}(...)`."
+        )
+    if not isinstance(recipe, str):
+        raise TypeError(
+            "`recipe` must be a recipe such as `mpx.CurrentScaling()` or the name of "
+            f"one, but {recipe!r} was given."
+        )
+    if recipe not in _BY_NAME:
+        raise ValueError(
+            f"`recipe` must be one of {', '.join(_BY_NAME)}, but {recipe!r} was given. "
+            "Pass `mpx.StaticScaling(...)` as an object: its magnitudes have no default."
+        )
+    return _BY_NAME[recipe]()
