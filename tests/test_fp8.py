@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from jax import lax
@@ -326,10 +327,9 @@ BAD_ARGUMENTS = {
     "min_gain nan": (
         {"min_gain": np.nan},
         ValueError,
-        "`min_gain` .* but nan was given",
+        "change all matmuls, but nan was given",
     ),
     "min_gain -1": ({"min_gain": -1}, ValueError, "or 0 to change all matmuls, but -1"),
-    "min_gain True": ({"min_gain": True}, TypeError, "but True was given"),
     "params 1.0": ({"params": 1.0}, TypeError, "`params` must be the position or the"),
     "params None": ({"params": [0, None]}, TypeError, "or several, but None was given"),
     "include": ({"include": len}, TypeError, "`include` is a regular expression"),
@@ -348,7 +348,8 @@ BAD_ARGUMENTS = {
 
 
 @pytest.mark.parametrize("name", BAD_ARGUMENTS)
-def test_argument_must_be_usable(name):
+def test_argument_must_be_usable(name, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
     options, error, message = BAD_ARGUMENTS[name]
     with pytest.raises(error, match=message):
         fp8(**({"func": lambda p, x: x @ p} | options))
@@ -371,7 +372,8 @@ def test_recipe_may_stand_alone_in_a_decorator(recipe):
     assert loss.__name__ == "loss"
 
 
-def test_params_may_be_a_numpy_integer():
+def test_params_may_be_a_numpy_integer(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
     report = fp8_report(everywhere(lambda x, p: x @ p, params=np.int64(1)), X, W)
     assert [matmul.param for matmul in report.changed] == ["p"]
 

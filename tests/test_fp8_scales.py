@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
@@ -188,43 +189,46 @@ REFUSED = {
     "granularity": (lambda: CurrentScaling(granularity="block"), '"tensor" or "row"'),
     "weight_grad": (lambda: CurrentScaling(weight_grad="f32"), '"fp8" or "compute"'),
     "no history": (lambda: DelayedScaling(history=0), "`history` must be at least 1"),
-    "margin 99": (lambda: DelayedScaling(margin=99), "`margin` counts powers of two"),
+    "margin 99": (
+        lambda: DelayedScaling(margin=99),
+        "`margin` must be a number of powers of two",
+    ),
     "max 0": (lambda: static(activation_max=0.0), "`activation_max` must be positive"),
     "max inf": (lambda: static(weight_max=np.inf), "`weight_max` must be positive"),
-    "max nan": (lambda: static(grad_max=np.nan), "`grad_max` .* but nan was given"),
+    "max nan": (
+        lambda: static(grad_max=np.nan),
+        "`grad_max` must be positive and finite, but nan",
+    ),
 }
 MISTYPED = {
-    "history a": (lambda: DelayedScaling(history="a"), "`history` .* whole .* but 'a'"),
-    "history nan": (lambda: DelayedScaling(history=np.nan), "`history` .* but nan was"),
-    "history 2.5": (lambda: DelayedScaling(history=2.5), "whole number, but 2.5 was"),
-    "history True": (
-        lambda: DelayedScaling(history=True),
-        "whole number, but True was",
+    "history a": (
+        lambda: DelayedScaling(history="a"),
+        "`history` must be an integer, but 'a' of type str was given",
     ),
-    "margin 0.5": (
-        lambda: DelayedScaling(margin=0.5),
-        "`margin` must be a whole number",
+    "history nan": (
+        lambda: DelayedScaling(history=np.nan),
+        "`history` must be an integer, but nan of type float",
     ),
-    "max text": (
-        lambda: static(weight_max="1"),
-        "`weight_max` must be a number, but '1'",
+    "history 2.5": (
+        lambda: DelayedScaling(history=2.5),
+        "`history` must be an integer",
     ),
-    "max True": (
-        lambda: static(grad_max=True),
-        "`grad_max` must be a number, but True",
-    ),
+    "margin 0.5": (lambda: DelayedScaling(margin=0.5), "`margin` must be an integer"),
+    "max text": (lambda: static(weight_max="1"), "`weight_max` must be a number"),
     "emulate": (lambda: MXFP8(emulate="yes"), "`emulate` must be True or False"),
 }
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *MISTYPED])
-def test_recipe_refuses(name):
+def test_recipe_refuses(name, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
     make, message = (REFUSED | MISTYPED)[name]
     with pytest.raises(TypeError if name in MISTYPED else ValueError, match=message):
         make()
 
 
-def test_recipe_takes_numbers_of_numpy_and_stays_hashable():
+def test_recipe_takes_numbers_of_numpy_and_stays_hashable(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
     assert DelayedScaling(history=np.int64(4)) == DelayedScaling(history=4)
     assert hash(static(grad_max=np.float32(2))) == hash(static(grad_max=2))
 

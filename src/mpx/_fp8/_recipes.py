@@ -2,39 +2,10 @@
 
 import dataclasses
 import math
-import numbers
-import operator
 from typing import Any
 
+from mpx._arguments import as_count, as_real, check_value
 from mpx._fp8._scales import DTYPES
-
-
-def whole_number(name: str, value: Any) -> int:
-    """Returns an integer argument as an `int`.
-
-    Raises:
-        TypeError: If it is no integer.
-    """
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise TypeError(f"`{name}` must be a whole number, but {value!r} was given.")
-
-
-def real_number(name: str, value: Any) -> float:
-    """Returns a numeric argument as a `float`.
-
-    Raises:
-        TypeError: If it is no real number.
-        ValueError: If it is nan.
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"`{name}` must be a number, but {value!r} was given.")
-    if math.isnan(value):
-        raise ValueError(f"`{name}` must be a number, but nan was given.")
-    return float(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,17 +122,15 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         """Checks formats and sizes."""
         super().__post_init__()
-        for name in ("history", "margin"):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
-        if self.history < 1:
-            raise ValueError(
-                f"`history` must be at least 1 step, but {self.history} was given."
-            )
-        if not -8 <= self.margin <= 8:
-            raise ValueError(
-                "`margin` counts powers of two, from -8 to 8, but "
-                f"{self.margin} was given."
-            )
+        # NumPy's integers become Python's.
+        object.__setattr__(self, "history", as_count(self.history, "history", 1))
+        object.__setattr__(self, "margin", as_count(self.margin, "margin"))
+        check_value(
+            -8 <= self.margin <= 8,
+            "margin",
+            "a number of powers of two, from -8 to 8",
+            self.margin,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,11 +160,8 @@ class StaticScaling(Recipe):
         """Checks formats and magnitudes."""
         super().__post_init__()
         for name in ("activation_max", "weight_max", "grad_max"):
-            value = real_number(name, getattr(self, name))
-            if not 0 < value < math.inf:
-                raise ValueError(
-                    f"`{name}` must be positive and finite, but {value} was given."
-                )
+            value = as_real(getattr(self, name), name)
+            check_value(0 < value < math.inf, name, "positive and finite", value)
             object.__setattr__(self, name, value)
 
 

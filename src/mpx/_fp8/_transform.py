@@ -15,16 +15,11 @@ from mpx import _nnx
 from mpx._amp._policy import AmpPolicy
 from mpx._amp._report import trace
 from mpx._amp._transform import autocast_call
+from mpx._arguments import as_count, as_real, check_value
 from mpx._compat import is_batched
 from mpx._devices import gpu_capability
 from mpx._fp8._mx import check_supported
-from mpx._fp8._recipes import (
-    DelayedScaling,
-    Recipe,
-    as_recipe,
-    real_number,
-    whole_number,
-)
+from mpx._fp8._recipes import DelayedScaling, Recipe, as_recipe
 from mpx._fp8._sites import Selection, as_patterns, as_rules
 from mpx._fp8._state import Fp8State, check_history, check_keys, empty_state
 from mpx._fp8._walk import Walk
@@ -116,7 +111,7 @@ def _as_params(params: Any) -> tuple[int | str, ...]:
     for param in (params,) if single else params:
         if not isinstance(param, str):
             try:
-                param = whole_number("params", param)
+                param = as_count(param, "params")
             except TypeError as error:
                 raise TypeError(
                     "`params` must be the position or the name of the argument that "
@@ -127,12 +122,9 @@ def _as_params(params: Any) -> tuple[int | str, ...]:
 
 
 def _as_gain(min_gain: Any) -> float:
-    gain = real_number("min_gain", min_gain)
-    if gain < 0:
-        raise ValueError(
-            f"`min_gain` must be a speed-up such as 1.1, or 0 to change all matmuls, but "
-            f"{min_gain} was given."
-        )
+    gain = as_real(min_gain, "min_gain")
+    expected = "a speed-up such as 1.1, or 0 to change all matmuls"
+    check_value(gain >= 0, "min_gain", expected, min_gain)  # which nan is not
     return gain
 
 

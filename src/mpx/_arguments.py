@@ -1,0 +1,81 @@
+"""Checks of arguments that must be known while tracing: numbers and axis names."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from mpx._compat import is_tracer
+
+
+def check_value(holds: bool, what: str, expected: str, value: Any) -> None:
+    """Raises a `ValueError` that tells what `what` must be, unless it holds."""
+    if not holds:
+        raise ValueError(f"`{what}` must be {expected}, but {value} was given.")
+
+
+def as_count(value: Any, what: str, at_least: int | None = None) -> int:
+    """Returns an integer: Python's, NumPy's or a concrete JAX scalar.
+
+    Args:
+        value: What the user gave.
+        what: How the error message calls it.
+        at_least: The smallest number that makes sense.
+
+    Raises:
+        TypeError: If `value` is no integer.
+        ValueError: If it is too small.
+    """
+    try:
+        number = operator.index(value)
+    except Exception:  # a `TypeError`, or that of a traced array
+        hint = " Make it a static argument of the jitted function."
+        raise TypeError(
+            f"`{what}` must be an integer, but {value!r} of type "
+            f"{type(value).__name__} was given.{hint if is_tracer(value) else ''}"
+        ) from None
+    if at_least is not None:
+        words = "0 or more" if at_least == 0 else f"at least {at_least}"
+        check_value(number >= at_least, what, words, number)
+    return number
+
+
+def as_counts(values: Any, what: str) -> int | tuple[int, ...]:
+    """Returns one integer, or a tuple of integers for a sequence of them.
+
+    Raises:
+        TypeError: If it is neither.
+    """
+    if isinstance(values, Sequence) and not isinstance(values, str):
+        return tuple(as_count(value, what) for value in values)
+    return as_count(values, what)
+
+
+def as_real(value: Any, what: str) -> float:
+    """Returns a concrete real number as a float.
+
+    Raises:
+        TypeError: If `value` is a string or anything else that is no number.
+    """
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return float(value)
+    except Exception:  # a `TypeError`, or that of a traced array
+        raise TypeError(
+            f"`{what}` must be a number, but {value!r} of type {type(value).__name__} "
+            "was given."
+        ) from None
+
+
+def check_axis_name(value: Any) -> None:
+    """Raises unless `value` is the name of a mapped axis, several, or `None`.
+
+    Raises:
+        TypeError: If it is anything else.
+    """
+    names = value if isinstance(value, tuple) else (value,)
+    if value is not None and not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            "`axis_name` must be the name of a `shard_map`, `pmap` or `vmap` axis such "
+            f'as "data", or a tuple of names, but {value!r} was given.'
+        )
