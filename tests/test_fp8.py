@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from jax import lax
@@ -161,13 +162,13 @@ KEPT = {
     ),
     "custom_vjp": (
         in_custom_vjp,
-        "inside of custom_vjp_call, which runs as written",
+        "inside custom_vjp_call, which runs as written",
     ),
     "while": (
         lambda p, x: lax.while_loop(
             lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] @ p), (0, x)
         )[1],
-        "inside of while, which runs as written",
+        "inside while, which runs as written",
     ),
 }
 
@@ -306,9 +307,75 @@ def test_unknown_params_are_an_error():
         fp8(lambda p, x: x @ p, params="q")(W, X)
 
 
-def test_recipe_must_be_one():
-    with pytest.raises(TypeError, match="`recipe` must be a recipe"):
-        fp8(lambda p, x: x @ p, "current")
+BAD_ARGUMENTS = {
+    "recipe 3": ({"recipe": 3}, TypeError, "`recipe` must be a recipe such as"),
+    "recipe class": (
+        {"recipe": DelayedScaling},
+        TypeError,
+        r"Pass an instance: `DelayedScaling\(...\)`",
+    ),
+    "recipe name": (
+        {"recipe": "static"},
+        ValueError,
+        "`recipe` must be one of current, delayed, mxfp8, but 'static' was given",
+    ),
+    "min_gain x": (
+        {"min_gain": "x"},
+        TypeError,
+        "`min_gain` must be a number, but 'x'",
+    ),
+    "min_gain nan": (
+        {"min_gain": np.nan},
+        ValueError,
+        "change all matmuls, but nan was given",
+    ),
+    "min_gain -1": ({"min_gain": -1}, ValueError, "or 0 to change all matmuls, but -1"),
+    "params 1.0": ({"params": 1.0}, TypeError, "`params` must be the position or the"),
+    "params None": ({"params": [0, None]}, TypeError, "or several, but None was given"),
+    "include": ({"include": len}, TypeError, "`include` is a regular expression"),
+    "func 3": ({"func": 3}, TypeError, "`fp8` takes a function, .* but 3 was given"),
+    "func class": (
+        {"func": DelayedScaling},
+        TypeError,
+        r"or a recipe such as `DelayedScaling\(\)`",
+    ),
+    "two recipes": (
+        {"func": DelayedScaling(), "recipe": "delayed"},
+        TypeError,
+        "was given two recipes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_argument_must_be_usable(name, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
+    options, error, message = BAD_ARGUMENTS[name]
+    with pytest.raises(error, match=message):
+        fp8(**({"func": lambda p, x: x @ p} | options))
+
+
+@pytest.mark.parametrize("recipe", ["current", CurrentScaling(), np.str_("current")])
+def test_recipe_is_an_object_or_a_name(recipe):
+    assert fp8(lambda p, x: x @ p, recipe).chosen.recipe == CurrentScaling()
+
+
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(), "delayed"], ids=["object", "name"]
+)
+def test_recipe_may_stand_alone_in_a_decorator(recipe):
+    @fp8(recipe, min_gain=0)
+    def loss(p, x):
+        return x @ p
+
+    assert loss.has_state
+    assert loss.__name__ == "loss"
+
+
+def test_params_may_be_a_numpy_integer(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
+    report = fp8_report(everywhere(lambda x, p: x @ p, params=np.int64(1)), X, W)
+    assert [matmul.param for matmul in report.changed] == ["p"]
 
 
 def test_decorator_takes_options():

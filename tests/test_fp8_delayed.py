@@ -58,7 +58,7 @@ def initial():
 
 
 def by_param(state):
-    return {path.rpartition(":")[2]: x for path, x in state.amaxes.items()}
+    return {path.rpartition(":")[0]: x for path, x in state.amaxes.items()}
 
 
 def test_state_is_stacked_along_the_scan():
@@ -179,6 +179,79 @@ def test_jitted_layer_called_twice_has_two_states():
     assert len(state.amaxes) == 2
     inputs = sorted(float(a[0, 0]) for a in state.amaxes.values())
     assert inputs == [1.0, 16.0]
+
+
+AROUND = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "jit of checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
+    "two jits": lambda f: jax.jit(lambda *args: jax.jit(f)(*args)),
+    "a scope": jax.named_scope("block"),
+    "amp": functools.partial(mpx.amp, compute_dtype="bf16"),
+}
+
+
+def shared(around):
+    """Three uses of two parameters; the numbers are small integers."""
+    layer = around(lambda w, x: jnp.minimum(x @ w, 3))
+
+    def loss(p, x):
+        return jnp.sum(
+            layer(p["b"], layer(p["a"], layer(p["a"], x))), dtype=jnp.float32
+        )
+
+    p = {"a": jnp.eye(32, dtype=BF16), "b": jnp.full((32, 32), 2, BF16)}
+    return loss, p, jnp.full((16, 32), 2, BF16)
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_state_does_not_depend_on_what_is_around_a_layer(around):
+    loss, p, x = shared(lambda f: f)
+    state = delayed(loss).init(p, x)
+    assert list(state.amaxes) == ["p/a:0", "p/a:1", "p/b:0"]
+    f8 = delayed(shared(around)[0])
+    assert_trees_equal(f8.init(p, x), state)
+    # A saved state goes on.
+    observe = jax.grad(f8, argnums=(0, 1))
+    expected = jax.grad(delayed(loss), argnums=(0, 1))(state, p, x)
+    assert_trees_equal(observe(state, p, x), expected)
+
+
+def in_loops(p, x):
+    def layer(h, _):
+        return jnp.minimum(h @ p["a"], 3), None
+
+    h, _ = lax.scan(layer, x, None, length=2)
+    h, _ = lax.scan(jax.checkpoint(layer), h, None, length=2)
+    h = lax.cond(h[0, 0] > 9, lambda h, w: h @ w, lambda h, w: h @ (-w), h, p["a"])
+    return jnp.sum(h @ p["a"], dtype=jnp.float32)
+
+
+def test_each_use_in_a_loop_or_branch_has_its_own_history():
+    _, p, x = shared(lambda f: f)
+    f8 = delayed(in_loops)
+    state = f8.init(p, x)
+    assert {key: a.shape[:-2] for key, a in state.amaxes.items()} == {
+        "p/a:0": (2,),
+        "p/a:1": (2,),
+        "p/a:2": (),
+        "p/a:3": (),
+        "p/a:4": (),
+    }
+    seen = {key: np.ravel(a[..., 0, 0]).tolist() for key, a in state.amaxes.items()}
+    # The condition is false, whose branch JAX puts first.
+    assert seen == {
+        "p/a:0": [2.0, 2.0],
+        "p/a:1": [2.0, 2.0],
+        "p/a:2": [2.0],
+        "p/a:3": [0.0],
+        "p/a:4": [2.0],
+    }
+    observed = jax.jit(jax.grad(f8))(state, p, x)
+    assert_trees_equal(
+        jax.tree.map(lambda a: a[..., 0, :], observed.amaxes),
+        jax.tree.map(lambda a: a[..., 0, :], state.amaxes),
+    )
 
 
 def test_shard_map_scales_by_what_is_there():
@@ -382,8 +455,34 @@ def test_state_comes_first():
 def test_state_of_another_function_is_refused():
     p, x = problem()
     state = delayed(lambda p, x: jnp.sum(x @ p["up"][0])).init(p, x)
-    with pytest.raises(ValueError, match="no entry for the matmul `1:scan/1:remat2/"):
+    # One is used in the scan too, but outside of one it has no axis for its steps.
+    with pytest.raises(
+        ValueError,
+        match=r"it has none for `p/down:0`; it has them for other lengths of scans "
+        r"around `p/up:0`\. .* make it anew with `.init\(\*args\)`",
+    ):
         delayed(layers)(state, p, x)
+
+
+def test_state_of_more_layers_is_refused():
+    loss, p, x = shared(lambda f: f)
+    state = delayed(loss).init(p, x)
+    one = delayed(lambda p, x: jnp.sum(x @ p["a"]))
+    with pytest.raises(
+        ValueError, match="needs: nothing uses `p/a:1`, `p/b:0`. It was"
+    ):
+        one(state, p, x)
+
+
+def test_state_of_another_history_is_refused():
+    loss, p, x = shared(lambda f: f)
+    state = delayed(loss).init(p, x)
+    other = fp8(loss, DelayedScaling(history=4), min_gain=0)
+    message = r"`p/a:0` .* shape \(3, 3\), but `DelayedScaling\(history=4\)` keeps"
+    with pytest.raises(ValueError, match=message):
+        other(state, p, x)
+    with pytest.raises(ValueError, match=message):
+        mpx.value_and_grad(other, policy=POLICY)(SCALING, state, p, x)
 
 
 def test_init_needs_something_to_differentiate():

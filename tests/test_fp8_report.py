@@ -1,11 +1,14 @@
 """`fp8_report` and `fp8_check`: telling what becomes fp8, and whether it did."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
 from mpx import DelayedScaling, fp8, fp8_check, fp8_report
+from mpx._amp import _flash
 
 BF16 = jnp.bfloat16
 
@@ -76,6 +79,104 @@ def test_report_counts_a_jitted_layer_each_time_it_is_called():
         fp8(lambda p, x: layer(layer(x, p), p), min_gain=0), shape(64, 64), X
     )
     assert len(report.changed) == 2
+
+
+def experts(p, x):
+    tokens = jnp.einsum("ecd,edf->ecf", x.reshape(2, 16, 64), p["experts"])
+    return lax.ragged_dot(tokens.reshape(32, 32), p["ragged"], jnp.asarray([8, 24]))
+
+
+def images(p, x):
+    def step(carry, image):
+        out = lax.conv_general_dilated(image[None], p["kernel"], (1, 1), "SAME")
+        return carry, jax.jit(jnp.tanh)(out)
+
+    return lax.scan(step, 0, x.reshape(2, 4, 16, 16))
+
+
+def kernel(p, x):
+    from jax.experimental import pallas as pl
+
+    def body(x_ref, w_ref, out_ref):
+        out_ref[...] = x_ref[...] @ w_ref[...]
+
+    return pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((32, 64), BF16),
+        grid=(4,),
+        in_specs=[
+            pl.BlockSpec((8, 64), lambda i: (i, 0)),
+            pl.BlockSpec((64, 64), lambda i: (0, 0)),
+        ],
+        out_specs=pl.BlockSpec((8, 64), lambda i: (i, 0)),
+    )(x, p["layers"][0])
+
+
+OTHERS = {
+    "experts": (
+        experts,
+        [
+            ("p/experts", "dot_general", (16, 64, 32), 2, "it has batch dimensions"),
+            (
+                "p/ragged",
+                "ragged_dot_general",
+                (32, 32, 48),
+                1,
+                "it is a ragged matmul;",
+            ),
+        ],
+    ),
+    "images": (
+        images,
+        [("p/kernel", "conv_general_dilated", (256, 36, 8), 2, "it is a convolution;")],
+    ),
+    "a kernel": (kernel, [("", "dot_general", (8, 64, 64), 4, "inside pallas_call,")]),
+}
+WEIGHTS = {
+    "experts": shape(2, 64, 32),
+    "ragged": shape(2, 32, 48),
+    "kernel": shape(8, 4, 3, 3),
+    "layers": shape(4, 64, 64),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
+def test_report_lists_all_that_multiplies(name, around):
+    func, expected = OTHERS[name]
+
+    def both(p, x):
+        return around(func)(p, x), x @ p["layers"][0]
+
+    report = fp8_report(fp8(both, min_gain=0), WEIGHTS, X)
+    *found, linear = report.matmuls
+    assert len(found) == len(expected)
+    for matmul, (param, primitive, sizes, times, reason) in zip(
+        found, expected, strict=True
+    ):
+        assert (matmul.param, matmul.primitive) == (param, primitive)
+        assert (matmul.shape, matmul.times) == (sizes, times)
+        assert matmul.flops == 2 * math.prod(sizes) * times
+        assert matmul.reason.startswith(reason)
+    assert linear.reason == ""
+    total = sum(matmul.flops for matmul in report.matmuls)
+    assert report.share == linear.flops / total < 1
+
+
+def test_report_counts_fused_attention(monkeypatch):
+    monkeypatch.setattr(_flash, "cuda_capability", lambda: (9, 0))
+
+    def loss(p, x):
+        q = (x @ p["layers"][0]).reshape(1, 32, 2, 32).astype(jnp.float32)
+        return jnp.sum(jax.nn.dot_product_attention(q, q, q))
+
+    report = fp8_report(fp8(loss, min_gain=0), WEIGHTS, X)
+    linear, fused = report.matmuls
+    assert fused.primitive == "cudnn_attention"
+    assert fused.reason.startswith("it is a fused attention")
+    # Two products a head.
+    assert (fused.shape, fused.times) == ((32, 32, 32), 2 * 2)
+    assert report.share == linear.flops / (linear.flops + fused.flops)
 
 
 # Lines as jaxlib 0.11.2 prints them for an H200, shortened.

@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
@@ -168,25 +169,68 @@ def test_zeros_stay_zeros():
 # --- recipes --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: CurrentScaling(activation="e3m4"), "`activation` must be one of e4m3"),
-        (lambda: CurrentScaling(weight="e5m2"), "`grad` and `weight` are both e5m2"),
-        (lambda: CurrentScaling(activation="e5m2"), "`grad` and `activation` are both"),
-        (lambda: CurrentScaling(granularity="block"), '"tensor" or "row"'),
-        (lambda: CurrentScaling(weight_grad="f32"), '"fp8" or "compute"'),
-        (lambda: DelayedScaling(history=0), "`history` must be at least 1"),
-        (lambda: DelayedScaling(margin=99), "`margin` counts powers of two"),
-        (
-            lambda: StaticScaling(activation_max=0.0, weight_max=1.0, grad_max=1.0),
-            "`activation_max` must be positive",
-        ),
-    ],
-)
-def test_recipe_refuses(make, message):
-    with pytest.raises(ValueError, match=message):
+def static(**changes):
+    return StaticScaling(
+        **{"activation_max": 1.0, "weight_max": 1.0, "grad_max": 1.0} | changes
+    )
+
+
+REFUSED = {
+    "a format": (
+        lambda: CurrentScaling(activation="e3m4"),
+        "`activation` must be one of",
+    ),
+    "a list": (lambda: CurrentScaling(weight=["e4m3"]), "`weight` must be one of e4m3"),
+    "two e5m2": (lambda: CurrentScaling(weight="e5m2"), "`grad` and `weight` are both"),
+    "e5m2 inputs": (
+        lambda: CurrentScaling(activation="e5m2"),
+        "`grad` and `activation`",
+    ),
+    "granularity": (lambda: CurrentScaling(granularity="block"), '"tensor" or "row"'),
+    "weight_grad": (lambda: CurrentScaling(weight_grad="f32"), '"fp8" or "compute"'),
+    "no history": (lambda: DelayedScaling(history=0), "`history` must be at least 1"),
+    "margin 99": (
+        lambda: DelayedScaling(margin=99),
+        "`margin` must be a number of powers of two",
+    ),
+    "max 0": (lambda: static(activation_max=0.0), "`activation_max` must be positive"),
+    "max inf": (lambda: static(weight_max=np.inf), "`weight_max` must be positive"),
+    "max nan": (
+        lambda: static(grad_max=np.nan),
+        "`grad_max` must be positive and finite, but nan",
+    ),
+}
+MISTYPED = {
+    "history a": (
+        lambda: DelayedScaling(history="a"),
+        "`history` must be an integer, but 'a' of type str was given",
+    ),
+    "history nan": (
+        lambda: DelayedScaling(history=np.nan),
+        "`history` must be an integer, but nan of type float",
+    ),
+    "history 2.5": (
+        lambda: DelayedScaling(history=2.5),
+        "`history` must be an integer",
+    ),
+    "margin 0.5": (lambda: DelayedScaling(margin=0.5), "`margin` must be an integer"),
+    "max text": (lambda: static(weight_max="1"), "`weight_max` must be a number"),
+    "emulate": (lambda: MXFP8(emulate="yes"), "`emulate` must be True or False"),
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *MISTYPED])
+def test_recipe_refuses(name, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
+    make, message = (REFUSED | MISTYPED)[name]
+    with pytest.raises(TypeError if name in MISTYPED else ValueError, match=message):
         make()
+
+
+def test_recipe_takes_numbers_of_numpy_and_stays_hashable(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
+    assert DelayedScaling(history=np.int64(4)) == DelayedScaling(history=4)
+    assert hash(static(grad_max=np.float32(2))) == hash(static(grad_max=2))
 
 
 def test_compute_weight_gradients_allow_e5m2_activations():

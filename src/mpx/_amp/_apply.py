@@ -353,14 +353,24 @@ def flops(eqn: Any) -> int:
         # Each row belongs to one group; a sum over rows has a result for each group.
         is_sum = any(axis in contract for axis in numbers.lhs_ragged_dimensions)
         return count // groups if is_sum else count
-    if eqn.primitive.name in _ATTENTION_MATMULS:
+    if eqn.primitive.name in ATTENTION_MATMULS:
         batch, queries, heads, size = eqn.invars[0].aval.shape
         one = 2 * batch * heads * queries * eqn.invars[1].aval.shape[1] * size
-        return _ATTENTION_MATMULS[eqn.primitive.name] * one
+        return ATTENTION_MATMULS[eqn.primitive.name] * one
     return 0
 
 
-_ATTENTION_MATMULS = {
+def repetitions(eqn: Any) -> int:
+    """Returns how often an equation runs its jaxprs: a scan, a kernel over a grid.
+
+    A loop of unknown length counts once.
+    """
+    grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
+    known = [size for size in grid if isinstance(size, int)]
+    return eqn.params.get("length", 1) * math.prod(known)
+
+
+ATTENTION_MATMULS = {
     "cudnn_attention": 2,
     "cudnn_attention_backward": 5,
     "cudnn_attention_tangent": 6,

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mpx import _nnx
-from mpx._amp._apply import flops
+from mpx._amp._apply import flops, repetitions
 from mpx._amp._flash import NAMES as ATTENTION
 from mpx._amp._interpreter import Autocast, Decision
 from mpx._amp._policy import AmpPolicy, as_amp_policy, as_compute_dtype
@@ -294,7 +294,7 @@ def _matmul_flops(jaxpr: Any) -> collections.Counter[str]:
             inner = [max(inner, key=lambda count: count.total())]
         for count in inner:
             for dtype, number in count.items():
-                total[dtype] += number * eqn.params.get("length", 1)
+                total[dtype] += number * repetitions(eqn)
     return total
 
 

@@ -1,7 +1,10 @@
 """Recipes: which 8-bit formats a matmul uses and where its scales come from."""
 
 import dataclasses
+import math
+from typing import Any
 
+from mpx._arguments import as_count, as_real, check_value
 from mpx._fp8._scales import DTYPES
 
 
@@ -30,7 +33,7 @@ class Recipe:
             ValueError: If a format is unknown or no hardware multiplies the pair.
         """
         for name in ("activation", "weight", "grad"):
-            if getattr(self, name) not in DTYPES:
+            if getattr(self, name) not in tuple(DTYPES):
                 raise ValueError(
                     f"`{name}` must be one of {', '.join(DTYPES)}, but "
                     f"{getattr(self, name)!r} was given."
@@ -119,15 +122,15 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         """Checks formats and sizes."""
         super().__post_init__()
-        if self.history < 1:
-            raise ValueError(
-                f"`history` must be at least 1 step, but {self.history} was given."
-            )
-        if not -8 <= self.margin <= 8:
-            raise ValueError(
-                "`margin` counts powers of two, from -8 to 8, but "
-                f"{self.margin} was given."
-            )
+        # NumPy's integers become Python's.
+        object.__setattr__(self, "history", as_count(self.history, "history", 1))
+        object.__setattr__(self, "margin", as_count(self.margin, "margin"))
+        check_value(
+            -8 <= self.margin <= 8,
+            "margin",
+            "a number of powers of two, from -8 to 8",
+            self.margin,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,11 +160,9 @@ class StaticScaling(Recipe):
         """Checks formats and magnitudes."""
         super().__post_init__()
         for name in ("activation_max", "weight_max", "grad_max"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(
-                    f"`{name}` must be positive and finite, but "
-                    f"{getattr(self, name)} was given."
-                )
+            value = as_real(getattr(self, name), name)
+            check_value(0 < value < math.inf, name, "positive and finite", value)
+            object.__setattr__(self, name, value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,3 +188,41 @@ class MXFP8(Recipe):
 
     grad: str = "e4m3"
     emulate: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks formats and the switch."""
+        super().__post_init__()
+        if not isinstance(self.emulate, bool):
+            raise TypeError(
+                f"`emulate` must be True or False, but {self.emulate!r} was given."
+            )
+
+
+_BY_NAME = {"current": CurrentScaling, "delayed": DelayedScaling, "mxfp8": MXFP8}
+
+
+def as_recipe(recipe: Any) -> Recipe:
+    """Returns the recipe that a user chose, by its name or as an object.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If the name is unknown.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        raise TypeError(
+            f"`recipe` is the class `{recipe.__name__}`. Pass an instance: "
+            f"`{recipe.__name__}(...)`."
+        )
+    if not isinstance(recipe, str):
+        raise TypeError(
+            "`recipe` must be a recipe such as `mpx.CurrentScaling()` or the name of "
+            f"one, but {recipe!r} was given."
+        )
+    if recipe not in _BY_NAME:
+        raise ValueError(
+            f"`recipe` must be one of {', '.join(_BY_NAME)}, but {recipe!r} was given. "
+            "Pass `mpx.StaticScaling(...)` as an object: its magnitudes have no default."
+        )
+    return _BY_NAME[recipe]()

@@ -20,17 +20,16 @@ from mpx._compat import (
 
 Outcome = tuple[list[Any], list[Meta]]
 States = dict[str, tuple[Any, Any]]
-"""By the path of a matmul: the maxima that were seen before, and the probe."""
+"""By the key of a matmul: the maxima that were seen before, and the probe."""
 Scopes = tuple[str, ...]
 
 
 def _jit(
     walk: Any, eqn: Any, values: list[Any], metas: list[Meta], scopes: Scopes
 ) -> Outcome:
-    values, place = _arrays(values), walk.place(eqn.primitive.name)
-    states = walk.states_below(place)
+    values, states = _arrays(values), walk.states_for(metas)
     new, known = walk.rewrite(
-        eqn.params["jaxpr"], _types(values), metas, scopes, place=place, states=states
+        eqn.params["jaxpr"], _types(values), metas, scopes, states=states
     )
     return bind_jit(eqn, values, jax.tree.leaves(states), new), known
 
@@ -39,18 +38,15 @@ def _inline(
     walk: Any, eqn: Any, values: list[Any], metas: list[Meta], scopes: Scopes
 ) -> Outcome:
     jaxpr = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
-    place = walk.place(eqn.primitive.name)
-    with walk.inside(place, walk.states_below(place)):
-        return walk.run(*open_jaxpr(jaxpr), values, metas, scopes)
+    return walk.run(*open_jaxpr(jaxpr), values, metas, scopes)
 
 
 def _remat(
     walk: Any, eqn: Any, values: list[Any], metas: list[Meta], scopes: Scopes
 ) -> Outcome:
-    values, place = _arrays(values), walk.place(eqn.primitive.name)
-    states = walk.states_below(place)
+    values, states = _arrays(values), walk.states_for(metas)
     new, known = walk.rewrite(
-        eqn.params["jaxpr"], _types(values), metas, scopes, place=place, states=states
+        eqn.params["jaxpr"], _types(values), metas, scopes, states=states
     )
     body, consts = constants_as_inputs(new)
     args = [*consts, *values, *jax.tree.leaves(states)]
@@ -61,22 +57,14 @@ def _cond(
     walk: Any, eqn: Any, values: list[Any], metas: list[Meta], scopes: Scopes
 ) -> Outcome:
     index, *operands = _arrays(values)
-    name = walk.place("cond")
-    branches = eqn.params["branches"]
-    places = [f"{name}/{number}" for number in range(len(branches))]
-    states = [walk.states_below(place) for place in places]
-    leaves = [jax.tree.leaves(state) for state in states]
-    new = []
-    for i, branch in enumerate(branches):
-        body, _ = walk.rewrite(
-            branch,
-            _types(operands),
-            metas[1:],
-            scopes,
-            place=places[i],
-            states=states[i],
-        )
-        new.append(_with_all_states(body, _types(operands), leaves, i))
+    types, bodies, leaves = _types(operands), [], []
+    for branch in eqn.params["branches"]:
+        # Each branch counts on from the one before.
+        states = walk.states_for(metas)
+        body, _ = walk.rewrite(branch, types, metas[1:], scopes, states=states)
+        bodies.append(body)
+        leaves.append(jax.tree.leaves(states))
+    new = [_with_all_states(body, types, leaves, i) for i, body in enumerate(bodies)]
     everything = [leaf for group in leaves for leaf in group]
     outs = bind(eqn, [index, *operands, *everything], branches=tuple(new))
     return outs, [NEUTRAL] * len(outs)
@@ -109,12 +97,13 @@ def _scan(
         # A carry that comes back as it went in is a constant.
         if body.outvars[i - n_consts] is not body.invars[i]:
             inner_metas[i] = NEUTRAL
-    place, length = walk.place("scan"), params["length"]
+    length, counts = params["length"], dict(walk.counts)
 
     def step(carry: tuple[Any, ...], x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         xs, states = x
         args = [*values[:n_consts], *carry, *xs]
-        with walk.inside(place, states, length=length):
+        # JAX may trace this more than once: each time it counts from the start.
+        with walk.inside(states, counts=counts, length=length):
             outs, _ = walk.run(body, body_consts, args, inner_metas, scopes)
         outs = typed(outs, body.outvars)
         return tuple(outs[:n_carry]), tuple(outs[n_carry:])
@@ -122,7 +111,7 @@ def _scan(
     carry, ys = lax.scan(
         step,
         tuple(values[n_consts:first_x]),
-        (tuple(values[first_x:]), walk.states_below(place)),
+        (tuple(values[first_x:]), walk.states_for(metas, length)),
         length=length,
         reverse=params["reverse"],
         unroll=params["unroll"],
@@ -135,13 +124,13 @@ def _scan(
 def _shard_map(
     walk: Any, eqn: Any, values: list[Any], metas: list[Meta], scopes: Scopes
 ) -> Outcome:
-    values, params, place = _arrays(values), eqn.params, walk.place("shard_map")
+    values, params = _arrays(values), eqn.params
     body, consts = open_jaxpr(params["jaxpr"])
 
     def call(*args: Any) -> tuple[Any, ...]:
         # Each device scales what it holds: delayed scales would need a maximum over
         # devices, where the gradient of a shared value is a sum.
-        with walk.inside(place, {}, delayed=False):
+        with walk.inside({}, delayed=False):
             outs, _ = walk.run(body, consts, args, metas, scopes)
         return tuple(typed(outs, body.outvars))
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
+from mpx._amp._apply import ATTENTION_MATMULS, flops
 from mpx._amp._values import Meta
 from mpx._formats import short_name
 from mpx._fp8._recipes import MXFP8, Recipe
@@ -33,10 +34,12 @@ class Matmul(NamedTuple):
         scope: The named scopes, joined by `/`.
         source: File and line.
         shape: Rows, summed length and columns: (m, k, n).
-        times: How often it runs in one call: the lengths of the scans around it.
+        times: How often it runs in one call: the lengths of the scans around it and its
+            batch dimensions.
         dtype: The dtype of the operands as they come.
         reason: Why it does not run in fp8; "" if it does.
         flops: Its floating-point operations in one forward pass.
+        primitive: The name of the operation: `dot_general` for all that may become fp8.
     """
 
     param: str
@@ -47,6 +50,7 @@ class Matmul(NamedTuple):
     dtype: str
     reason: str
     flops: int
+    primitive: str = "dot_general"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,15 +72,15 @@ class Selection:
     min_gain: float = 1.1
 
 
-def as_rules(keep: Any, what: str) -> tuple[KeepRule, ...]:
+def as_rules(rules: Any, what: str) -> tuple[KeepRule, ...]:
     """Returns rules from what a user may pass for them.
 
     Raises:
         TypeError: If a rule is neither a string nor a function.
         ValueError: If a string is no regular expression.
     """
-    single = isinstance(keep, str) or not isinstance(keep, Iterable)
-    rules: tuple[Any, ...] = (keep,) if single else tuple(keep)
+    single = isinstance(rules, str) or not isinstance(rules, Iterable)
+    rules = (rules,) if single else tuple(rules)
     for rule in rules:
         if not isinstance(rule, str) and not callable(rule):
             raise TypeError(
@@ -93,6 +97,23 @@ def as_rules(keep: Any, what: str) -> tuple[KeepRule, ...]:
     return rules
 
 
+def as_patterns(rules: Any, what: str) -> tuple[str, ...]:
+    """Returns rules that are regular expressions only.
+
+    Raises:
+        TypeError: If a rule is no string.
+        ValueError: If a string is no regular expression.
+    """
+    patterns = as_rules(rules, what)
+    for rule in patterns:
+        if not isinstance(rule, str):
+            raise TypeError(
+                f"A rule of `{what}` is a regular expression for names of parameters, "
+                f"but {rule!r} was given."
+            )
+    return tuple(rule for rule in patterns if isinstance(rule, str))
+
+
 # Names of modules and parameters, between slashes, that training in fp8 leaves alone.
 _SENSITIVE = re.compile(
     r"(?:^|/)(?:"
@@ -105,15 +126,31 @@ _SENSITIVE = re.compile(
 _STOP = "amp_stop"
 
 
-def sizes(eqn: Any) -> tuple[int, int, int]:
-    """Returns rows, summed length and columns of a `dot_general`."""
-    (lhs_axes, rhs_axes), (batch, _) = eqn.params["dimension_numbers"]
-    lhs, rhs = (var.aval.shape for var in eqn.invars)
-    batches = math.prod(lhs[axis] for axis in batch)
-    summed = math.prod(lhs[axis] for axis in lhs_axes)
-    del rhs_axes
-    each = max(batches * summed, 1)
-    return math.prod(lhs) // each, summed, math.prod(rhs) // each
+def sizes(eqn: Any) -> tuple[tuple[int, int, int], int]:
+    """Returns (rows, summed length, columns) of what multiplies, and how many of these.
+
+    `2 * rows * summed * columns * count` is `flops(eqn)`.
+    """
+    first, second = (var.aval.shape for var in eqn.invars[:2])
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (axes, _), (batch, _) = eqn.params["dimension_numbers"]
+        summed = math.prod(first[axis] for axis in axes)
+        count = math.prod(first[axis] for axis in batch)
+        columns = math.prod(second) // max(count * summed, 1)
+    elif name == "conv_general_dilated":
+        columns = second[eqn.params["dimension_numbers"].rhs_spec[0]]
+        summed, count = math.prod(second) // max(columns, 1), 1
+    elif name in ATTENTION_MATMULS:
+        # A product with the keys and one with the values; more of them in derivatives.
+        summed, columns = first[-1], second[1]
+        count = ATTENTION_MATMULS[name] * first[0] * first[2]
+    else:  # A ragged matmul: each row of the first operand belongs to one group.
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (axes, _), _ = numbers.dot_dimension_numbers
+        summed = math.prod(first[axis] for axis in axes)
+        columns, count = eqn.outvars[0].aval.shape[-1], 1
+    return (flops(eqn) // max(2 * summed * columns * count, 1), summed, columns), count
 
 
 def predicted_gain(m: int, k: int, n: int) -> float:
@@ -130,12 +167,22 @@ def predicted_gain(m: int, k: int, n: int) -> float:
 def reason_to_keep(
     eqn: Any, metas: list[Meta], matmul: Matmul, tables: set[str], chosen: Selection
 ) -> str:
-    """Says why a `dot_general` stays as it is written; "" if it becomes fp8."""
+    """Says why a product stays as it is written; "" if it becomes fp8."""
+    if eqn.primitive.name != "dot_general":
+        kind = _KINDS.get(eqn.primitive.name, "a fused attention")
+        return f"it is {kind}; fp8 is for matmuls with one weight"
     return (
         _by_structure(eqn, metas)
         or _by_rule(matmul, tables, chosen)
         or _by_size(matmul, chosen)
     )
+
+
+_KINDS = {
+    "conv_general_dilated": "a convolution",
+    "ragged_dot": "a ragged matmul",
+    "ragged_dot_general": "a ragged matmul",
+}
 
 
 def _by_structure(eqn: Any, metas: list[Meta]) -> str:

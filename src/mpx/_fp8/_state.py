@@ -17,8 +17,10 @@ class Fp8State(eqx.Module):
     function with respect to it is not one: it holds the magnitudes of that call.
 
     Attributes:
-        amaxes: By the path of a matmul, f32[*lengths of scans, history, 3]: the newest
-            step first; activation, weight and gradient. 0 stands for "not seen".
+        amaxes: By matmul, f32[*lengths of scans, history, 3]: the newest step first;
+            activation, weight and gradient. 0 stands for "not seen". The key is the path of
+            the parameter and which of its uses this is, as in `params/layers/0/up:0`, so
+            that another `jit` or `checkpoint` around a layer leaves a saved state usable.
     """
 
     amaxes: dict[str, Float32[Array, "*lengths history 3"]]
@@ -56,3 +58,40 @@ def empty_state(sites: Mapping[str, tuple[int, ...]], history: int) -> Fp8State:
             for path, lengths in sites.items()
         }
     )
+
+
+def check_history(state: Fp8State, history: int) -> None:
+    """Raises a `ValueError` if a state was made for another length of the history."""
+    for key, amaxes in state.amaxes.items():
+        if amaxes.shape[-2:] != (history, 3):
+            raise ValueError(
+                f"`{key}` of the scales has the shape {amaxes.shape}, but "
+                f"`DelayedScaling(history={history})` keeps (..., {history}, 3). Use the "
+                "recipe that they were made with, or make them anew with `.init(*args)`."
+            )
+
+
+def check_keys(missing: set[str], used: set[str], given: set[str]) -> None:
+    """Raises a `ValueError` unless each matmul has found scales and each of them a matmul.
+
+    Args:
+        missing: The keys of matmuls without scales.
+        used: The keys of those with scales.
+        given: The keys of the state.
+    """
+    found = {
+        "it has none for": missing - given,
+        "it has them for other lengths of scans around": missing & given,
+        "nothing uses": given - used - missing,
+    }
+    faults = [
+        f"{fault} {', '.join(f'`{key}`' for key in sorted(keys))}"
+        for fault, keys in found.items()
+        if keys
+    ]
+    if faults:
+        raise ValueError(
+            f"The `Fp8State` has other scales than this call needs: {'; '.join(faults)}. "
+            "It was made for other arguments or another function: make it anew with "
+            "`.init(*args)`."
+        )

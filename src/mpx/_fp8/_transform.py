@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -15,12 +15,13 @@ from mpx import _nnx
 from mpx._amp._policy import AmpPolicy
 from mpx._amp._report import trace
 from mpx._amp._transform import autocast_call
+from mpx._arguments import as_count, as_real, check_value
 from mpx._compat import is_batched
 from mpx._devices import gpu_capability
 from mpx._fp8._mx import check_supported
-from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe
-from mpx._fp8._sites import Selection, as_rules
-from mpx._fp8._state import Fp8State, empty_state
+from mpx._fp8._recipes import DelayedScaling, Recipe, as_recipe
+from mpx._fp8._sites import Selection, as_patterns, as_rules
+from mpx._fp8._state import Fp8State, check_history, check_keys, empty_state
 from mpx._fp8._walk import Walk
 from mpx._half import gradient_function
 from mpx._tree import is_array, is_floating
@@ -28,8 +29,8 @@ from mpx._wrapped import argument_names, signature_after
 
 
 def fp8(
-    func: Callable[..., Any] | None = None,
-    recipe: Any = CurrentScaling(),  # noqa: B008 - frozen
+    func: Callable[..., Any] | Recipe | str | None = None,
+    recipe: Recipe | str = "current",
     *,
     params: int | str | Sequence[int | str] = 0,
     keep: Any = (),
@@ -56,9 +57,11 @@ def fp8(
 
     Args:
         func: The function, usually a loss. Leave it out to use `fp8` as a decorator with
-            arguments.
+            arguments; `@fp8(DelayedScaling())` and `@fp8("delayed")` take the recipe in
+            its place.
         recipe: Formats and scales: `CurrentScaling`, `DelayedScaling`, `StaticScaling`
-            or `MXFP8`.
+            or `MXFP8`; or the name of one with its defaults, `"current"`, `"delayed"` or
+            `"mxfp8"`.
         params: The position or the name of the argument that holds the parameters, or
             several. Arrays inside of `func` itself are parameters, too.
         keep: What else stays as it is: regular expressions, searched in the names of
@@ -70,6 +73,8 @@ def fp8(
             is changed; 0 changes all.
 
     Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a name or a number is not usable.
         NotImplementedError: For `MXFP8` on hardware without units for it.
 
     Warns:
@@ -83,21 +88,45 @@ def fp8(
         >>> float(loss(params, x)), float(fp8(loss, min_gain=0)(params, x))
         (8704.0, 8192.0)
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            "`recipe` must be a recipe such as `mpx.CurrentScaling()`, but "
-            f"{type(recipe).__name__} was given."
-        )
+    if isinstance(func, Recipe | str):
+        if recipe != "current":
+            raise TypeError(
+                f"`fp8` was given two recipes, {func!r} and {recipe!r}. Pass one."
+            )
+        func, recipe = None, func
     chosen = Selection(
-        recipe=recipe,
-        params=(params,) if isinstance(params, int | str) else tuple(params),
+        recipe=as_recipe(recipe),
+        params=_as_params(params),
         keep=as_rules(keep, "keep"),
-        include=tuple(map(str, as_rules(include, "include"))),
-        min_gain=min_gain,
+        include=as_patterns(include, "include"),
+        min_gain=_as_gain(min_gain),
     )
     if func is None:
         return functools.partial(Fp8Function, chosen=chosen)
     return Fp8Function(func, chosen)
+
+
+def _as_params(params: Any) -> tuple[int | str, ...]:
+    single = isinstance(params, str) or not isinstance(params, Iterable)
+    found: list[int | str] = []
+    for param in (params,) if single else params:
+        if not isinstance(param, str):
+            try:
+                param = as_count(param, "params")
+            except TypeError as error:
+                raise TypeError(
+                    "`params` must be the position or the name of the argument that "
+                    f"holds the parameters, or several, but {param!r} was given."
+                ) from error
+        found.append(param)
+    return tuple(found)
+
+
+def _as_gain(min_gain: Any) -> float:
+    gain = as_real(min_gain, "min_gain")
+    expected = "a speed-up such as 1.1, or 0 to change all matmuls"
+    check_value(gain >= 0, "min_gain", expected, min_gain)  # which nan is not
+    return gain
 
 
 class Fp8Function:
@@ -109,6 +138,11 @@ class Fp8Function:
     """
 
     def __init__(self, func: Callable[..., Any], chosen: Selection) -> None:
+        if not callable(func) or (isinstance(func, type) and issubclass(func, Recipe)):
+            raise TypeError(
+                "`fp8` takes a function, or a recipe such as `DelayedScaling()` to be a "
+                f"decorator, but {func!r} was given."
+            )
         functools.update_wrapper(self, func)
         self.func, self.chosen = func, chosen
         self._eager: dict[Any, Any] = {}
@@ -143,6 +177,7 @@ class Fp8Function:
                 "With `DelayedScaling` the first argument is an `Fp8State`, but "
                 f"{type(state).__name__} was given. Make one with `.init(*args)`."
             )
+        check_history(state, self.chosen.recipe.history)
         return self._with_scales(state.largest(), self.func, tuple(rest), kwargs)
 
     def _with_scales(
@@ -155,6 +190,7 @@ class Fp8Function:
         walk = self.walk(args, kwargs)
         walk.states = scales
         out = autocast_call(walk, func, args, kwargs)
+        check_keys(walk.missing, walk.used, set(scales))
         _warn_of_f32(walk)
         return out
 
@@ -188,7 +224,7 @@ class Fp8Function:
             >>> f8 = fp8(loss, DelayedScaling(history=2), min_gain=0)
             >>> w, x = (jnp.ones((16, 16), jnp.bfloat16) for _ in range(2))
             >>> f8.init(w, x).amaxes
-            {'1:w': Array([[1., 1., 1.],
+            {'w:0': Array([[1., 1., 1.],
                    [1., 1., 1.]], dtype=float32)}
         """
         recipe = self.chosen.recipe

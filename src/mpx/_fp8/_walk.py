@@ -6,22 +6,25 @@ from the parameters alone, through operations that only move or cast numbers.
 
 import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp._apply import flops
+from mpx._amp._apply import ATTENTION_MATMULS, flops, repetitions
 from mpx._amp._calls import remember
 from mpx._amp._interpreter import Autocast
+from mpx._amp._rules import MATMULS
 from mpx._amp._values import NEUTRAL, Meta, Role
 from mpx._compat import (
     Literal,
     eval_equation,
     open_jaxpr,
+    scopes_of,
     source_frames,
     sub_jaxprs,
 )
@@ -48,10 +51,16 @@ _MOVES = _names(
 _COMBINES = _names("add sub mul div max min concatenate stack dot_general")
 
 
-def has_matmul(jaxpr: Any) -> bool:
-    """Whether a jaxpr holds a `dot_general`, at any depth."""
+_CHANGED = frozenset({"dot_general"})
+# What multiplies, though not in 8 bits: the report lists it.
+_MULTIPLIES = frozenset({*MATMULS, *ATTENTION_MATMULS})
+
+
+def has_any(jaxpr: Any, names: frozenset[str]) -> bool:
+    """Whether a jaxpr holds one of these primitives, at any depth."""
     return any(
-        eqn.primitive.name == "dot_general" or any(map(has_matmul, sub_jaxprs(eqn)))
+        eqn.primitive.name in names
+        or any(has_any(inner, names) for inner in sub_jaxprs(eqn))
         for eqn in jaxpr.eqns
     )
 
@@ -64,9 +73,12 @@ class Walk(Autocast):
         chosen: What the user chose.
         param_names: The names of the arguments that hold parameters.
         matmuls: Where matmuls are recorded; `None` to record none.
-        sites: Where the paths of delayed scales are recorded, with the lengths of the
+        sites: Where the keys of delayed scales are recorded, with the lengths of the
             scans around them; `None` to record none.
-        states: The delayed scales below the place where the walk is, by relative path.
+        states: The delayed scales that the place where the walk is may need.
+        missing: The keys of matmuls for which `states` has nothing that fits.
+        used: The other keys.
+        counts: How many matmuls with delayed scales were met, by parameter.
         facts: What was found: ("table", parameter), ("fp8", ""), ("f32", parameter).
     """
 
@@ -75,10 +87,11 @@ class Walk(Autocast):
     matmuls: list[Matmul] | None = None
     sites: dict[str, tuple[int, ...]] | None = None
     states: States | None = None
+    missing: set[str] = dataclasses.field(default_factory=set)
+    used: set[str] = dataclasses.field(default_factory=set)
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
     facts: set[tuple[str, str]] = dataclasses.field(default_factory=set)
-    _path: str = ""
     _lengths: tuple[int, ...] = ()
-    _count: int = 0
     _delayed: bool = True
 
     def argument_meta(self, name: str, role: Role | None, leaf: Any) -> Meta:
@@ -98,9 +111,12 @@ class Walk(Autocast):
         name = eqn.primitive.name
         if name == "dot_general":
             return self._dot(eqn, values, metas, scopes), self.known(eqn, metas)
-        if name in HANDLERS and any(map(has_matmul, sub_jaxprs(eqn))):
+        # A report looks for more than what is changed.
+        wanted = _CHANGED if self.matmuls is None else _MULTIPLIES
+        if name in HANDLERS and any(has_any(x, wanted) for x in sub_jaxprs(eqn)):
             return HANDLERS[name](self, eqn, values, metas, scopes)
-        self._note_hidden(eqn, scopes)
+        if self.matmuls is not None:
+            self._record(eqn, metas, scopes)
         return eval_equation(eqn, values), self.known(eqn, metas)
 
     def known(self, eqn: Any, metas: list[Meta]) -> list[Meta]:
@@ -143,11 +159,9 @@ class Walk(Autocast):
         self, eqn: Any, values: list[Any], metas: list[Meta], scopes: tuple[str, ...]
     ) -> list[Any]:
         matmul = self._describe(eqn, metas, scopes)
-        tables = {name for kind, name in self.facts if kind == "table"}
-        reason = reason_to_keep(eqn, metas, matmul, tables, self.chosen)
         if self.matmuls is not None:
-            self.matmuls.append(matmul._replace(reason=reason))
-        if reason:
+            self.matmuls.append(matmul)
+        if matmul.reason:
             if matmul.param and matmul.dtype == "f32":
                 self.facts.add(("f32", matmul.param))
             return eval_equation(eqn, values)
@@ -174,85 +188,113 @@ class Walk(Autocast):
         if self.matmuls is not None:
             frames = source_frames(eqn)
             source = f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown"
-        dtypes = dict.fromkeys(short_name(var.aval.dtype) for var in eqn.invars)
+        dtypes = dict.fromkeys(short_name(var.aval.dtype) for var in eqn.invars[:2])
+        shape, count = sizes(eqn)
         times = math.prod(self._lengths)
-        return Matmul(
+        matmul = Matmul(
             param=origins[0] if len(origins) == 1 else "",
             scope="/".join(scopes),
             source=source,
-            shape=sizes(eqn),
-            times=times,
+            shape=shape,
+            times=times * count,
             dtype="×".join(dtypes),
             reason="",
             flops=flops(eqn) * times,
+            primitive=eqn.primitive.name,
         )
+        tables = {name for kind, name in self.facts if kind == "table"}
+        reason = reason_to_keep(eqn, metas, matmul, tables, self.chosen)
+        return matmul._replace(reason=reason)
 
-    def _note_hidden(self, eqn: Any, scopes: tuple[str, ...]) -> None:
-        """Records the matmuls of an equation that is run as it is written."""
+    def _record(self, eqn: Any, metas: list[Meta], scopes: tuple[str, ...]) -> None:
+        """Records what multiplies in an equation that is run as it is written."""
         if self.matmuls is None:
             return
+        if eqn.primitive.name in _MULTIPLIES:
+            self.matmuls.append(self._describe(eqn, metas, scopes))
+        reason = f"inside {eqn.primitive.name}, which runs as written"
         for jaxpr in sub_jaxprs(eqn):
-            for inner in jaxpr.eqns:
-                if inner.primitive.name == "dot_general":
-                    matmul = self._describe(inner, [NEUTRAL, NEUTRAL], scopes)
-                    reason = f"inside of {eqn.primitive.name}, which runs as written"
-                    self.matmuls.append(matmul._replace(reason=reason))
-                self._note_hidden(inner, scopes)
+            with self.inside(None, length=repetitions(eqn)):
+                first = len(self.matmuls)
+                for inner in jaxpr.eqns:
+                    unknown = [NEUTRAL] * len(inner.invars)
+                    self._record(inner, unknown, scopes + scopes_of(inner))
+            for i in range(first, len(self.matmuls)):
+                self.matmuls[i] = self.matmuls[i]._replace(reason=reason)
 
     # --- where the walk is, for delayed scales ----------------------------------------
-
-    def place(self, name: str) -> str:
-        """Returns a name for the next place in this jaxpr, the same in every walk."""
-        self._count += 1
-        return f"{self._count}:{name}"
 
     def _state(self, param: str) -> tuple[Any, Any]:
         if not isinstance(self.chosen.recipe, DelayedScaling) or not self._delayed:
             return None, None
-        place = self.place(param)
+        number = self.counts.get(param, 0)
+        self.counts[param], key = number + 1, _key(param, number)
         if self.sites is not None:
-            self.sites[self._path + place] = self._lengths
-            return None, None
+            self.sites[key] = self._lengths
         if self.states is None:
             return None, None
-        if place not in self.states:
-            raise ValueError(
-                f"The scales have no entry for the matmul `{self._path}{place}`: they "
-                "were made for other arguments or another function. Make them anew with "
-                "`.init(*args)`."
-            )
-        return self.states[place]
+        state = self.states.get(key)
+        if state is None or state[1].ndim != 1:
+            self.missing.add(key)
+            return None, None
+        self.used.add(key)
+        return state
 
-    def states_below(self, place: str) -> States:
-        """Returns the delayed scales that belong to an equation's jaxprs."""
-        start = place + "/"
-        return {
-            path.removeprefix(start): state
-            for path, state in (self.states or {}).items()
-            if path.startswith(start)
-        }
+    def states_for(self, metas: Sequence[Meta], length: int | None = None) -> States:
+        """Returns the delayed scales that an equation with these operands may need.
+
+        They are those of the matmuls with these parameters that have not been met yet, of
+        which some may come after the equation.
+
+        Args:
+            metas: What is known of the operands.
+            length: The steps of a scan, which takes what has as many entries.
+        """
+        found: States = {}
+        if self.states is None:
+            return found
+        for name in sorted(
+            {meta.origin for meta in metas if meta.is_param and meta.origin}
+        ):
+            for number in itertools.count(self.counts.get(name, 0)):
+                key = _key(name, number)
+                state = self.states.get(key)
+                if state is None:
+                    break
+                if length is not None and (
+                    state[1].ndim < 2 or len(state[1]) != length
+                ):
+                    break
+                found[key] = state
+        return found
 
     @contextlib.contextmanager
     def inside(
         self,
-        place: str,
-        states: States,
+        states: States | None,
         *,
+        counts: Mapping[str, int] | None = None,
         length: int | None = None,
         delayed: bool = True,
     ) -> Iterator[None]:
-        """Walks inside of an equation, with the scales that belong there."""
-        names = ("_path", "_lengths", "_count", "_delayed", "states")
-        before = {name: getattr(self, name) for name in names}
-        self._path, self._count = f"{self._path}{place}/", 0
+        """Walks inside an equation.
+
+        Args:
+            states: The delayed scales that belong there, as values of its trace.
+            counts: Where counting starts, if the equation may be walked again.
+            length: How often the equation runs what is inside.
+            delayed: Whether delayed scales can be used there.
+        """
+        before = self._lengths, self._delayed, self.states
         self._lengths += () if length is None else (length,)
         self._delayed &= delayed
         self.states = None if self.states is None else states
+        if counts is not None:
+            self.counts = dict(counts)
         try:
             yield
         finally:
-            for name, value in before.items():
-                setattr(self, name, value)
+            self._lengths, self._delayed, self.states = before
 
     def rewrite(
         self,
@@ -261,7 +303,6 @@ class Walk(Autocast):
         metas: Sequence[Meta],
         scopes: tuple[str, ...],
         *,
-        place: str,
         states: States,
     ) -> tuple[Any, list[Meta]]:
         """Returns the rewritten jaxpr, which also takes the leaves of `states`."""
@@ -269,8 +310,12 @@ class Walk(Autocast):
         leaves, structure = jax.tree.flatten(states)
         more = [jax.typeof(leaf) for leaf in leaves]
         tables = frozenset(fact for fact in self.facts if fact[0] == "table")
-        types = tuple(map(str, (*avals, *more)))
-        key = (id(jaxpr), types, structure, tuple(metas), scopes, tables, self._delayed)
+        # Delayed scales differ from one use of a parameter to the next: their keys are in
+        # `structure`, and what was counted before says which of them come first.
+        counts = tuple(self.counts.items()) if states else ()
+        types = (*avals, *more)
+        key = (id(jaxpr), types, structure, counts, tuple(metas), scopes, tables)
+        key = (*key, self._delayed)
         records = self.matmuls is not None or self.sites is not None
         if key in self.cache and not records:
             new, known, facts, _ = self.cache[key]
@@ -280,7 +325,7 @@ class Walk(Autocast):
 
         def run(*args: Any) -> list[Any]:
             inner = jax.tree.unflatten(structure, args[len(avals) :])
-            with self.inside(place, inner):
+            with self.inside(inner):
                 outs, found = self.run(body, consts, args[: len(avals)], metas, scopes)
             known[:] = found
             return typed(outs, body.outvars)
@@ -289,6 +334,15 @@ class Walk(Autocast):
         if not records:
             remember(self.cache, key, jaxpr, new, known, set(self.facts))
         return new, known
+
+
+def _key(param: str, number: int) -> str:
+    """Returns the key of the scales of one use of a parameter.
+
+    It does not tell where in the program that is, so that another `jit` or `checkpoint`
+    around a layer, or another JAX, leaves a saved state usable.
+    """
+    return f"{param}:{number}"
 
 
 def _keeps_size(eqn: Any) -> bool:
