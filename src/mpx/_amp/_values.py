@@ -63,19 +63,24 @@ def cast(x: Any, dtype: np.dtype) -> Any:
     return x if x.dtype == dtype else convert_dtype(x, dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+@functools.partial(jax.jit, static_argnums=1)  # traced once for a shape
 def saturate(x: Any, dtype: np.dtype) -> Any:
     """Returns f32 numbers such that those that are finite stay so in `dtype`.
 
     The derivative is that of the identity: nothing is kept for the backward pass.
     """
+    return _saturate(x, dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _saturate(x: Any, dtype: np.dtype) -> Any:
     largest = np.float32(FORMATS[short_name(dtype)].max)
     return lax.select(lax.is_finite(x), lax.clamp(-largest, x, largest), x)
 
 
-@saturate.defjvp
+@_saturate.defjvp
 def _(dtype: np.dtype, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    return saturate(*primals, dtype), tangents[0]
+    return _saturate(*primals, dtype), tangents[0]
 
 
 def widest(dtypes: Iterable[np.dtype]) -> np.dtype:
