@@ -218,5 +218,14 @@ def _rounded_by(weight: Array, dtype: np.dtype, up: Array) -> Array:
     log = jnp.clip(exponent, -14, 15) - 10
     part = (up >> 3).astype(F32) * np.float32(2.0**-13)
     units = jnp.abs(weight) * _power_of_two(-log) + part
-    size = jnp.floor(units) * _power_of_two(log)
-    return from_bits(bits(size) | (bits(weight) & np.int32(-(2**31))))
+    # 2²¹ units are beyond the range of f16: such a weight becomes inf.
+    size = _floor(units) * _power_of_two(log)
+    shifted = from_bits(bits(size) | (bits(weight) & np.int32(-(2**31))))
+    return jnp.where(jnp.abs(weight) < jnp.inf, shifted, weight)
+
+
+def _floor(x: Array) -> Array:
+    """Returns the integer part of positive numbers, 2²¹ at most; Mosaic has no `floor`."""
+    x = jnp.minimum(x, np.float32(2.0**21))
+    nearest = to_integer(x, np.int32).astype(F32)
+    return nearest - jnp.where(nearest > x, np.float32(1), np.float32(0))
