@@ -134,8 +134,9 @@ def _custom_jvp(
         outs, _ = custom.rewritten(
             new,
             [*primals, *(tangents[i] for i in free)],
-            # The rule of a parameter is that of its tangent.
-            [*custom.metas, *(custom.metas[i] for i in free)],
+            # The rule of a parameter is that of its tangent; but a tangent must stay
+            # linear, and what follows as a parameter saturates.
+            [*custom.metas, *(custom.metas[i]._replace(role=None) for i in free)],
         )
         count = len(eqn.outvars)
         pushed = dict(zip(sorted(live), outs[count:], strict=True))

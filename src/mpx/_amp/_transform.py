@@ -217,7 +217,10 @@ def _call_pure(
         autocast.argument_meta(*pair, leaf)
         for pair, leaf in zip(known, arrays, strict=True)
     ]
-    _check_policy(autocast.policy, body, [name for name, _ in known])
+    # While Linen or Haiku initialise a model it has no parameters yet.
+    in_model = describe in (linen_name, haiku_name)
+    if not in_model or any(role == "own" for _, role in known):
+        _check_policy(autocast.policy, body, [name for name, _ in known])
     outs, _ = autocast.run(body, consts, arrays, metas, ambient_scopes())
     outs = [
         # A constant result is a literal, which is no array.

@@ -1,5 +1,6 @@
 """Gradient release: each parameter steps as soon as its gradient is known."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from jaxtyping import PyTree
 from mpx import _kernels
 from mpx._call import as_loss, unpack
 from mpx._compat import has_explicit_axes, open_jaxpr
+from mpx._half import gradient_function
 from mpx._optim._core import Core
 from mpx._optim._flash import FlashOptimizer, core_of
 from mpx._optim._state import FlashState, flatten
@@ -143,7 +145,10 @@ def release(
             value, *aux = run(*open_jaxpr(closed), given)
             return jnp.asarray(value), aux  # a constant is one of NumPy
 
-        (value, aux), _ = jax.value_and_grad(loss, has_aux=True)(jnp.zeros(()))
+        # Whoever gives a `grad_scale` has scaled the loss.
+        is_scaled = not (isinstance(grad_scale, float) and grad_scale == 1.0)
+        with gradient_function() if is_scaled else contextlib.nullcontext():
+            (value, aux), _ = jax.value_and_grad(loss, has_aux=True)(jnp.zeros(()))
         finite, norm, counts = watched.results()
         flag = _both(flag, counts)
         for site in sites:
