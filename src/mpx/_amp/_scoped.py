@@ -92,15 +92,17 @@ def call_linen(
     )
 
 
-def linen_name(name: str, _: bool = False) -> tuple[str, bool]:
+def linen_name(name: str, is_own: bool = False) -> tuple[str, bool]:
     """Returns what the user calls an argument of the pure function.
 
     Args:
         name: Such as `variables/0/0/params/Dense_0/kernel`.
+        is_own: Not used: the pure function itself has no arrays.
 
     Returns:
         `params/Dense_0/kernel`, and whether it is a parameter.
     """
+    del is_own
     kind, _, rest = name.partition("/")
     if kind != "variables":
         return rest or name, False
@@ -150,7 +152,7 @@ def call_haiku(
     kwargs: dict[str, Any],
     run: Callable[..., tuple[Any, Any]],
 ) -> Any:
-    """Calls a function inside of `hk.transform` as a pure one of Haiku's variables.
+    """Calls a function inside `hk.transform` as a pure one of Haiku's variables.
 
     Args:
         func: The function.
@@ -175,15 +177,17 @@ def call_haiku(
     return out
 
 
-def haiku_name(name: str, _: bool = False) -> tuple[str, bool]:
+def haiku_name(name: str, is_own: bool = False) -> tuple[str, bool]:
     """Returns what the user calls an argument of the pure function.
 
     Args:
         name: Such as `variables/params/linear/w`.
+        is_own: Not used: the pure function itself has no arrays.
 
     Returns:
         `linear/w`, and whether it is a parameter.
     """
+    del is_own
     kind, _, rest = name.partition("/")
     is_param = name.startswith("variables/params/")
     return (rest.removeprefix("params/") if is_param else rest or name), (
