@@ -93,15 +93,17 @@ def call_linen(
     )
 
 
-def linen_name(name: str, _: Role | None) -> tuple[str, Role | None]:
+def linen_name(name: str, role: Role | None) -> tuple[str, Role | None]:
     """Returns what the user calls an argument of the pure function.
 
     Args:
         name: Such as `variables/0/0/params/Dense_0/kernel`.
+        role: Not used: the pure function itself has no arrays.
 
     Returns:
         `params/Dense_0/kernel`, and its role: a module owns its parameters.
     """
+    del role
     kind, _, rest = name.partition("/")
     if kind != "variables":
         return rest or name, None
@@ -151,7 +153,7 @@ def call_haiku(
     kwargs: dict[str, Any],
     run: Callable[..., tuple[Any, Any]],
 ) -> Any:
-    """Calls a function inside of `hk.transform` as a pure one of Haiku's variables.
+    """Calls a function inside `hk.transform` as a pure one of Haiku's variables.
 
     Args:
         func: The function.
@@ -176,15 +178,17 @@ def call_haiku(
     return out
 
 
-def haiku_name(name: str, _: Role | None) -> tuple[str, Role | None]:
+def haiku_name(name: str, role: Role | None) -> tuple[str, Role | None]:
     """Returns what the user calls an argument of the pure function.
 
     Args:
         name: Such as `variables/params/linear/w`.
+        role: Not used: the pure function itself has no arrays.
 
     Returns:
         `linear/w`, and its role: a module owns its parameters.
     """
+    del role
     kind, _, rest = name.partition("/")
     if name.startswith("variables/params/"):
         return rest.removeprefix("params/"), "own"

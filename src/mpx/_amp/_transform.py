@@ -60,7 +60,7 @@ def amp(
 
     NNX modules among the arguments, or as the function, are updated in place, as without
     `amp`. So are the variables of a Linen module, if one of its methods is the function,
-    and those of Haiku inside of `hk.transform`.
+    and those of Haiku inside `hk.transform`.
 
     Args:
         func: The function. Leave it out to use `amp` as a decorator with arguments.
