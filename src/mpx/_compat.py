@@ -212,7 +212,7 @@ def convert_dtype(x: Any, dtype: Any) -> Any:
 
 
 # From JAX 0.11 on `True` leaves the call in the jaxpr.
-_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+_INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 _convert = jax.jit(lax.convert_element_type, static_argnums=1, inline=_INLINE)
 
 

@@ -189,9 +189,8 @@ def _call_pure(
     leaves, structure = jax.tree.flatten((func, args, kwargs))
     # NumPy's f64 is JAX's f32, unless x64 is on.
     leaves = [jnp.asarray(x) if _is_numpy(x) else x for x in leaves]
-    dynamic = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-    arrays = [leaves[i] for i in dynamic]
-    static = [_ARRAY if i in set(dynamic) else leaf for i, leaf in enumerate(leaves)]
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    static = [_ARRAY if is_array(leaf) else leaf for leaf in leaves]
 
     def flat(*arrays: Any) -> tuple[list[Any], _Static]:
         remaining = iter(arrays)

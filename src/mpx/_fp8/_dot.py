@@ -133,7 +133,7 @@ def fp8_dot(
             fixed = lax.stop_gradient(x)
             shared[key] = x, _quantize(plan, role, fixed, axes, seen, leading=leading)
         operands.append(shared[key][1])
-    return _dot(plan, (lhs, rhs), operands, seen, probe)
+    return _jitted_dot(plan, (lhs, rhs), operands, seen, probe)
 
 
 # Layers of one shape are traced once: what `jax.jit` has traced, and its derivative, it
@@ -153,7 +153,6 @@ def _quantize(
     return as_bytes(to_fp8(plan, role, x, axes, seen, leading=leading))
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(
     plan: Plan,
@@ -246,7 +245,8 @@ def _backward(plan: Plan, residuals: _Residuals, grad: Array) -> tuple[Any, ...]
     return (dlhs, drhs), None, dseen, dprobe
 
 
-_dot.__wrapped__.defvjp(_forward, _backward)
+_dot.defvjp(_forward, _backward)
+_jitted_dot = jax.jit(_dot, static_argnums=0, inline=True)
 
 
 def _in_compute_dtype(

@@ -166,7 +166,8 @@ class Fp8Function:
         check_supported(self.chosen.recipe)
         _warn_of_hardware()
         _warn_of_vmap((args, kwargs))
-        if not self.has_state:
+        recipe = self.chosen.recipe
+        if not isinstance(recipe, DelayedScaling):
             walk = self.walk(args, kwargs)
             out = autocast_call(walk, self.func, args, kwargs, eager=self._eager)
             _warn_of_f32(walk)
@@ -177,7 +178,7 @@ class Fp8Function:
                 "With `DelayedScaling` the first argument is an `Fp8State`, but "
                 f"{type(state).__name__} was given. Make one with `.init(*args)`."
             )
-        check_history(state, self.chosen.recipe.history)
+        check_history(state, recipe.history)
         return self._with_scales(state.largest(), self.func, tuple(rest), kwargs)
 
     def _with_scales(
