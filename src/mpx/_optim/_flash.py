@@ -27,7 +27,8 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
     `step` updates parameters and state in one pass over memory, in place if they are
     donated. `update` is what optax calls: its result goes to `optax.apply_updates` and
     nothing else may change it on the way, because the state remembers what the rounding
-    of the new parameters leaves over.
+    of the new parameters leaves over: with 16-bit parameters, a chain with anything
+    behind it is an error.
 
     Attributes:
         init: Makes the state: `init(params)`. Of shapes it makes shapes, sharded like
