@@ -38,8 +38,13 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=300, help="seconds for a cell")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--json", type=Path, help="a file for the results, by line")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out what that file has"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.write and (args.only or args.routes) and not args.child:
+        parser.error("--write needs all models and routes")
     routes = tuple(args.routes.split(",")) if args.routes else ROUTES
     if unknown := set(routes) - set(ROUTES):
         parser.error(f"no such routes: {', '.join(sorted(unknown))}")
@@ -52,8 +57,12 @@ def main() -> int:
     names = [x for x in REGISTRY if wanted(x, args.only)]
     start = time.monotonic()
     rows = []
+    if args.resume and args.json and args.json.exists():
+        saved = [Row(**json.loads(x)) for x in args.json.read_text().splitlines()]
+        rows = [row for row in saved if row.name in names and {*routes} <= {*row.cells}]
+    todo = [x for x in names if x not in {row.name for row in rows}]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        started = [pool.submit(run_child, name, routes, args.limit) for name in names]
+        started = [pool.submit(run_child, name, routes, args.limit) for name in todo]
         for future in concurrent.futures.as_completed(started):
             rows.append(future.result())
             took = time.monotonic() - start
@@ -63,8 +72,6 @@ def main() -> int:
                     file.write(json.dumps(rows[-1]._asdict()) + "\n")
     rows.sort(key=lambda row: names.index(row.name))
     print("\n" + summary(rows))
-    if args.write and (args.only or args.routes):
-        parser.error("--write needs all models and routes")
     if args.write:
         write(PAGE, rows)
     missing = unexplained(rows)

@@ -45,8 +45,8 @@ HEAD = f"""\
 # Models that were tried
 
 Small models from other people's packages, with random weights, trained for {STEPS} steps
-with AdamW on one random batch, through every route of mpx. Nothing of the models was
-changed for it. This page is written by
+with AdamW on one random batch, through every route of mpx. No model was changed for
+it. This page is written by
 
 ```bash
 {COMMAND}
@@ -63,10 +63,11 @@ GRADIENT_TEXT = """\
 fp8. The errors are those of the whole gradient at the start, relative to f32: norm of the
 difference over the norm. That of f32 is relative to f64, as far as the package computes
 in f64. *bf16 without mpx* is the package's own option for mixed precision (own), or
-parameters and batch cast by hand (cast).
+parameters and batch cast by hand (cast), with its own share of 16 bits.
 
 A low share on the policy route comes from the model: it casts to f32 itself, or holds f32
-constants that promote what they meet. `amp` does not depend on that. fp8 is emulated on a
+constants that promote what they meet. So does a cast by hand, whose error is then small
+because little is rounded. `amp` does not depend on that. fp8 is emulated on a
 CPU; it takes all sizes here (`min_gain=0`) and leaves embeddings, heads and products of
 activations alone.
 
@@ -152,6 +153,8 @@ class Row(NamedTuple):
 
     def notes(self) -> list[tuple[str, str, bool]]:
         """Returns route, reason and whether the registry gives it, for each failure."""
+        if "f32" not in self.cells:
+            return [("f32", "not run", False)]
         known = REGISTRY[self.name].notes
         found = []
         for route in ROUTES:
@@ -178,12 +181,17 @@ def gradient_cells(row: Row) -> Iterator[str]:
         yield FAILED if "error" in cells[route] else percent(cells[route].get("share"))
     yield percent(cells["f64"].get("of_f32"))
     for route in ("own bf16", "policy bf16", "amp bf16", "amp f16", "fp8"):
-        error = cells[route].get("grad_error")
-        how = " (own)" if cells["make"].get("own") else " (cast)"
-        failed = "error" in cells[route]
-        yield (
-            FAILED if failed else percent(error) + (how if route == "own bf16" else "")
-        )
+        cell = cells[route]
+        how = f" ({without_mpx(row)})" if route == "own bf16" else ""
+        error = percent(cell.get("grad_error"))
+        yield FAILED if "error" in cell else error + (how if error != "–" else "")
+
+
+def without_mpx(row: Row) -> str:
+    """Says how a model was made bf16, and how much of it that is."""
+    how = "own" if row.cells.get("make", {}).get("own") else "cast"
+    low = row.cells.get("own bf16", {}).get("share")
+    return how if low is None else f"{how}, {percent(low)} low"
 
 
 def training_cells(row: Row) -> Iterator[str]:
@@ -194,7 +202,7 @@ def training_cells(row: Row) -> Iterator[str]:
     yield percent(row.noise()) if f32 else "–"
     for route in ROUTES[1:]:
         distance = row.distance(route)
-        if not row.fails(route):
+        if not row.fails(route):  # or not among those that were asked for
             yield percent(distance)
         else:
             yield FAILED if distance is None else f"**{percent(distance)}**"

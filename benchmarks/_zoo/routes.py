@@ -138,9 +138,7 @@ def run_of(route: str, case: Case) -> Run:
     low = cast(case.params, jnp.bfloat16)
     runs: dict[str, Callable[[], Run]] = {
         "f32": lambda: plain(case, case.loss, case.params),
-        "own bf16": lambda: plain(
-            case, case.own or by_hand(case.loss, jnp.bfloat16), case.params
-        ),
+        "own bf16": lambda: plain(case, written(route, case), case.params),
         "policy": lambda: scaled(case, case.loss, f16, f"p=f32,c={dtype},o=f32"),
         "amp": lambda: scaled(case, amp(case, dtype), f16),
         "fp8": lambda: scaled(case, fp8(case), mpx.NoLossScaling()),
@@ -173,23 +171,29 @@ def train(run: Run, batch: Any, steps: int = STEPS) -> Trained:
     return Trained(losses, first, skipped)
 
 
+def written(route: str, case: Case) -> Loss:
+    """Returns the loss in 16 bits as JAX sees it, without `amp`."""
+    if route == "own bf16":
+        return case.own or by_hand(case.loss, jnp.bfloat16)
+    policy = mpx.get_policy(f"p=f32,c={route.split()[1]},o=f32")
+    return lambda params, batch: case.loss(*policy.cast_to_compute((params, batch)))
+
+
 def share(route: str, case: Case) -> float | None:
     """Returns the share of the matmul operations that run in 16 bits, or in fp8."""
     if route == "fp8":
         return mpx.fp8_report(fp8(case), case.params, case.batch).share
+    dtype = route.split()[-1]
     if route.startswith("amp"):
-        dtype = route.split()[1]
         report = mpx.amp_report(case.loss, case.params, case.batch, compute_dtype=dtype)
-    elif route.startswith("policy"):
-        dtype = route.split()[1]
-        policy = mpx.get_policy(f"p=f32,c={dtype},o=f32")
-
-        def loss(params: Any, batch: Any) -> Any:
-            return case.loss(*policy.cast_to_compute((params, batch)))
-
+    elif route.startswith(("policy", "own")):
         # The empty dictionary changes nothing: the report counts what is written.
         report = mpx.amp_report(
-            loss, case.params, case.batch, compute_dtype=dtype, policy={}
+            written(route, case),
+            case.params,
+            case.batch,
+            compute_dtype=dtype,
+            policy={},
         )
     else:
         return None
