@@ -263,6 +263,29 @@ def test_closed_over_batch_of_a_function_under_amp_is_not_named():
     jax.jit(mpx.value_and_grad(loss))(NoLossScaling(), PARAMS)
 
 
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_policy_that_changes_no_matmul_is_reported(is_jitted):
+    def loss(params, x):
+        wide = jax.tree.map(
+            lambda p: p.astype(jnp.float32), params
+        )  # as `nn.Dense(dtype=f32)`
+        return loss_of_arguments(wide, x.astype(jnp.float32), Y)
+
+    take = mpx.value_and_grad(loss, policy=BF16)
+    with pytest.warns(RuntimeWarning, match="all their matmuls run in f32, `params/"):
+        (jax.jit(take) if is_jitted else take)(NoLossScaling(), PARAMS, X)
+
+
+def test_one_layer_in_f32_is_not_reported():
+    def loss(params, x):
+        hidden = jnp.tanh(x @ params["low"]).astype(jnp.float32)
+        return jnp.mean((hidden @ params["head"].astype(jnp.float32)) ** 2)
+
+    params = {"low": jnp.ones((X.shape[-1], 4)), "head": jnp.ones((4, 2))}
+    take = jax.jit(mpx.value_and_grad(loss, policy=BF16))
+    take(NoLossScaling(), params, X)  # warnings are errors here
+
+
 def test_function_that_closes_over_nothing_is_traced_once():
     traces = []
 

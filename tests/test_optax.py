@@ -86,7 +86,11 @@ def test_extra_arguments_are_kept_from_those_that_do_not_know_them(wrap):
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
-@pytest.mark.parametrize("tx", [None, dict, {}, 3, optax.adam], ids=str)
+@pytest.mark.parametrize(
+    "tx",
+    [None, dict, {}, 3, optax.adam],
+    ids=["None", "type", "dict", "int", "function"],
+)
 def test_what_is_no_transformation_is_refused(wrap, tx):
     match = rf"`{wrap.__name__}` needs an optax transformation, but \w+ was given"
     with pytest.raises(TypeError, match=match):

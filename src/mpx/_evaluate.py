@@ -13,7 +13,12 @@ from mpx._call import Call, State, as_loss, unpack
 from mpx._cast import cast_leaf
 from mpx._compat import as_varying
 from mpx._formats import at_least_f32
-from mpx._grad_checks import uses_of, warn_of_closed_over, warn_of_long_loops
+from mpx._grad_checks import (
+    uses_of,
+    warn_of_closed_over,
+    warn_of_long_loops,
+    warn_of_useless_policy,
+)
 from mpx._half import gradient_function
 from mpx._loss_scaling import LossScaling
 from mpx._statistics import is_spoilt, replaced_statistics, state_pairs
@@ -132,7 +137,9 @@ def _warn_of_uses(call: Call, vjp: Any, state: State, has_aux: bool) -> None:
         def loss(diff: tuple[PyTree, ...]) -> Any:
             return unpack(call.run(diff, state, call.scales)[0], has_aux)[0]
 
-        warn_of_closed_over(call.func, loss, call.diff, dtype)
+        known = warn_of_closed_over(call.func, loss, call.diff, dtype)
+        if not known and not uses.low and not uses.hidden:
+            warn_of_useless_policy(call.diff_names()[min(uses.widened)], dtype)
 
 
 def _narrow(grad_dtype: Any, grad: Array, param: Any) -> Array:

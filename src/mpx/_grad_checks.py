@@ -59,6 +59,7 @@ class Uses:
 
     Attributes:
         widened: Parameters that were cast to 16 bits and multiplied in f32 all the same.
+        low: Parameters that are multiplied in 16 bits.
         wide: Parameters that are multiplied in f32 and were never cast.
         narrowed: Parameters that were cast to 16 bits somewhere.
         hidden: Whether a custom derivative uses parameters, and does not show how.
@@ -67,6 +68,7 @@ class Uses:
     """
 
     widened: set[int] = dataclasses.field(default_factory=set)
+    low: set[int] = dataclasses.field(default_factory=set)
     wide: set[int] = dataclasses.field(default_factory=set)
     narrowed: set[int] = dataclasses.field(default_factory=set)
     hidden: bool = False
@@ -95,9 +97,11 @@ def uses_of(vjp: Any, params: int, others: int = 0) -> Uses:
         ]
         if name == "scan":
             _note_loop(uses, eqn, found)
-        elif name in MATMULS and any(_is_wide(x.aval) for x in eqn.invars):
+        elif name in MATMULS:
+            is_wide = any(_is_wide(x.aval) for x in eqn.invars)
             for _, label, _ in found:
-                (uses.widened if label.narrowed else uses.wide).add(label.number)
+                wide = uses.widened if label.narrowed else uses.wide
+                (wide if is_wide else uses.low).add(label.number)
         elif name in MOVES and found:
             return _moved(uses, found[0][1], eqn)
         elif name.startswith("custom_lin"):
@@ -158,7 +162,7 @@ def warn_of_closed_over(
     run: Callable[[Any], Any],
     diff: PyTree,
     dtype: np.dtype,
-) -> None:
+) -> bool:
     """Warns of closed-over f32 arrays that bring cast parameters back to f32.
 
     It traces the function once more, and only if it closes over such arrays.
@@ -168,13 +172,18 @@ def warn_of_closed_over(
         run: Calls it with cast arguments, as a function of the differentiated ones.
         diff: The differentiated arguments.
         dtype: To which they are cast.
+
+    Returns:
+        Whether the cause is known: there are such arrays, or were in an earlier call.
     """
     arrays = closed_over_floats(func)
-    if not arrays or _was_checked(func, arrays):
-        return
+    if not arrays:
+        return False
+    if _was_checked(func, arrays):
+        return True
     found = _multiplied(jax.make_jaxpr(run)(diff), arrays)
     if not found:
-        return
+        return False
     shown = ", ".join(
         f"`{name}` ({dtype_of(arrays[name]).name}, shape {shape_of(arrays[name])})"
         for name in found[:3]
@@ -184,6 +193,17 @@ def warn_of_closed_over(
         f"`{called}` closes over {shown}. The policy casts arguments only, so matmuls "
         f"with the {dtype.name} parameters run in f32. Pass it to `{called}` as an "
         f"argument, or use `mpx.amp({called})`, which casts operation by operation."
+    )
+    return True
+
+
+def warn_of_useless_policy(name: str, dtype: np.dtype) -> None:
+    """Warns of a model that multiplies all its cast parameters in f32."""
+    warn(
+        f"The policy casts the parameters to {dtype.name}, but all their matmuls run in "
+        f"f32, `{name}` for one: the model casts them back itself, or an f32 array "
+        "promotes them. Give the model its own option, such as `dtype=jnp.bfloat16`, or "
+        "use `mpx.amp(loss)`, which casts operation by operation."
     )
 
 
