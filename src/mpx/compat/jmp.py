@@ -11,6 +11,7 @@ Examples:
 """
 
 import dataclasses
+import math
 import re
 import warnings
 from typing import Any, TypeVar
@@ -168,7 +169,7 @@ class DynamicLossScale:
             # jmp accepts a floor of 0, from which no growth comes back.
             jnp.maximum(floor, tiny) if is_tracer(floor) else max(floor, tiny),
             self.factor,
-            self.period,
+            math.ceil(self.period),  # jmp takes a float
             self.counter,
             max_loss_scaling=LARGEST_SCALE,
         )
