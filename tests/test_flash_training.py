@@ -228,7 +228,7 @@ def train_all(problem):
         full[name] = plain(rate, **options)
         low[name] = compressed(rate, **options)
         if name == "adamw":
-            bare = mpx.Compression(master_bits=None)
+            bare = mpx.Compression(master_bits=None, rounding="nearest")
             low["no masters"] = compressed(rate, **options, compression=bare)
     untrained, reference, _ = train(problem, full, jnp.float32)
     _, losses, states = train(problem, low, jnp.bfloat16)
@@ -258,7 +258,7 @@ def test_compressed_optimizers_reach_the_loss_of_f32(problem):
         assert quantized_share(states[name]) > 0.9, name
         assert np.all(losses[name] != full), name
         assert abs(np.mean(losses[name] - full)) <= noise, name
-    # And it can fail: bf16 without master weights does.
+    # And it can fail: bf16 that is rounded to nearest, without master weights, does.
     full = reference["adamw"]
     assert np.mean(losses["no masters"] - full) > np.ptp(full)
 

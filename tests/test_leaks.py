@@ -310,6 +310,7 @@ def test_tracers_do_not_outlive_f32_weight_gradients(name):
 
 
 @pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore:.*the optimizer keeps no master weights")
 @pytest.mark.parametrize("name", STEPS)
 def test_tracers_do_not_outlive_a_training_step(name):
     trace_and_check(*STEPS[name]())

@@ -212,8 +212,8 @@ def convert_dtype(x: Any, dtype: Any) -> Any:
 
 
 # From JAX 0.11 on `True` leaves the call in the jaxpr.
-_INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
-_convert = jax.jit(lax.convert_element_type, static_argnums=1, inline=_INLINE)
+INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+_convert = jax.jit(lax.convert_element_type, static_argnums=1, inline=INLINE)
 
 
 def _traced_once(
@@ -236,7 +236,7 @@ def _traced_once(
 
 @functools.lru_cache(maxsize=4096)
 def _jitted(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    return jax.jit(functools.partial(primitive.bind, **dict(params)), inline=_INLINE)
+    return jax.jit(functools.partial(primitive.bind, **dict(params)), inline=INLINE)
 
 
 def _is_linearized(x: object) -> bool:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._compat import convert_dtype
+from mpx._compat import INLINE, convert_dtype
 from mpx._formats import FORMATS, short_name
 
 F32 = np.dtype(np.float32)
@@ -63,7 +63,7 @@ def cast(x: Any, dtype: np.dtype) -> Any:
     return x if x.dtype == dtype else convert_dtype(x, dtype)
 
 
-@functools.partial(jax.jit, static_argnums=1)  # traced once for a shape
+@functools.partial(jax.jit, static_argnums=1, inline=INLINE)  # traced once for a shape
 def saturate(x: Any, dtype: np.dtype) -> Any:
     """Returns f32 numbers such that those that are finite stay so in `dtype`.
 
