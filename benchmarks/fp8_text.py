@@ -57,7 +57,8 @@ def make_steps(mode: str, size: Size, options: Any) -> tuple[Any, Any, Any, floa
     func: Any = lambda params, tokens: loss(params, tokens)  # noqa: E731
     share = 0.0
     if mode == "fp8":
-        func = mpx.fp8(func, **({"min_gain": 0} if options.tiny else {}))
+        every_size: Any = {"min_gain": 0} if options.tiny else {}
+        func = mpx.fp8(func, **every_size)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, options.rate, options.steps // 10 + 1, options.steps
     )
