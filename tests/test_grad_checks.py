@@ -263,6 +263,22 @@ def test_closed_over_batch_of_a_function_under_amp_is_not_named():
     jax.jit(mpx.value_and_grad(loss))(NoLossScaling(), PARAMS)
 
 
+class Sphinx:
+    def __getattr__(self, name):
+        raise RuntimeError("no questions")
+
+
+@pytest.mark.parametrize(
+    "odd", [Sphinx(), {1: X, "a": X}], ids=["object", "keys that cannot be sorted"]
+)
+def test_closed_over_batch_is_found_beside_things_that_raise(odd):
+    def loss(params):
+        return loss_of_arguments(params, X, Y) + 0 * id(odd)
+
+    with pytest.warns(RuntimeWarning, match="closes over"):
+        mpx.value_and_grad(loss, policy=BF16)(NoLossScaling(), PARAMS)
+
+
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_policy_that_changes_no_matmul_is_reported(is_jitted):
     def loss(params, x):

@@ -33,14 +33,25 @@ def closed_over_floats(func: Callable[..., Any]) -> dict[str, Any]:
         if id(value) in seen or isinstance(value, types.ModuleType | type):
             continue
         seen.add(id(value))
-        parts = list(_parts(value))
-        pending.extend(parts)
-        if parts or isinstance(value, str | int | float):
+        try:
+            parts, floats = list(_parts(value)), list(_floats(value))
+        except Exception:
+            # Any object may be closed over, also one that raises when it is looked at, or
+            # a dictionary whose keys JAX cannot sort. A warning must not end a run.
             continue
-        for path, leaf in _leaves(value):
-            if is_floating(leaf) and leaf.dtype.itemsize >= 4 and shape_of(leaf):
-                found.setdefault("/".join(filter(None, (name, path))), leaf)
+        pending.extend(parts)
+        for path, leaf in () if parts else floats:
+            found.setdefault("/".join(filter(None, (name, path))), leaf)
     return found
+
+
+def _floats(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the wide floating arrays of a value, and their names in it."""
+    if isinstance(value, str | int | float):
+        return
+    for path, leaf in _leaves(value):
+        if is_floating(leaf) and leaf.dtype.itemsize >= 4 and shape_of(leaf):
+            yield path, leaf
 
 
 def _leaves(value: Any) -> list[tuple[str, Any]]:
