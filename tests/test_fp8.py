@@ -622,7 +622,7 @@ def test_optimizer_step_on_fp8_gradients_lowers_the_loss(recipe):
 
 def test_vmap_over_it_warns():
     loss = everywhere(lambda p, x: jnp.sum((x @ p).astype(jnp.float32)))
-    with pytest.warns(RuntimeWarning, match="`fp8` inside of `jax.vmap`"):
+    with pytest.warns(RuntimeWarning, match="`fp8` inside `jax.vmap`"):
         got = jax.vmap(jax.grad(loss), in_axes=(None, 0))(W, jnp.stack([X, X]))
     assert got.shape == (2, 32, 32)
 

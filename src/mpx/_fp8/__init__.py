@@ -1,4 +1,4 @@
-"""FP8: linear layers on 8-bit operands, for functions nobody edited."""
+"""FP8: linear layers on 8-bit operands, for unmodified functions."""
 
 from mpx._fp8._recipes import MXFP8 as MXFP8
 from mpx._fp8._recipes import CurrentScaling as CurrentScaling

@@ -100,7 +100,7 @@ class DelayedScaling(Recipe):
 
     Scales are known before a tensor is, so that no matmul waits for a reduction over
     devices. They live in a state: see `fp8`. A tensor that has not been seen has a scale
-    of 1; inside of `shard_map` it is scaled as by `CurrentScaling`.
+    of 1; inside `shard_map` it is scaled as by `CurrentScaling`.
 
     Attributes:
         activation: The format of the activations.

@@ -16,10 +16,11 @@ class Fp8Report:
     """What `fp8` does with a function; made by `fp8_report`, printed as a table.
 
     Attributes:
-        matmuls: Every matmul of the forward pass, with the fields `param` (the parameter
-            that it reads), `scope`, `source`, `shape` (rows, summed length, columns),
-            `times` (how often it runs), `dtype`, `reason` (why it is not fp8; "" if it
-            is) and `flops`.
+        matmuls: All that multiplies in the forward pass: matmuls, ragged ones,
+            convolutions and fused attention. The fields are `param` (the parameter that it
+            reads), `scope`, `source`, `shape` (rows, summed length, columns), `times` (how
+            often it runs, in scans and over batch dimensions), `dtype`, `reason` (why it is
+            not fp8; "" if it is), `flops` and `primitive`.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -36,7 +37,7 @@ class Fp8Report:
 
     @property
     def share(self) -> float:
-        """The share of the matmuls' operations that run in fp8, from 0 to 1."""
+        """The share of all these operations that run in fp8, from 0 to 1."""
         total = sum(x.flops for x in self.matmuls)
         return sum(x.flops for x in self.changed) / total if total else 0.0
 

@@ -63,7 +63,7 @@ def fp8(
             or `MXFP8`; or the name of one with its defaults, `"current"`, `"delayed"` or
             `"mxfp8"`.
         params: The position or the name of the argument that holds the parameters, or
-            several. Arrays inside of `func` itself are parameters, too.
+            several. Arrays inside `func` itself are parameters, too.
         keep: What else stays as it is: regular expressions, searched in the names of
             parameters (`params/layers/0/w`) and of `jax.named_scope`s, or functions of a
             matmul as `fp8_report` lists them.
@@ -327,7 +327,7 @@ def _warn_of_hardware() -> None:
 def _warn_of_vmap(arguments: PyTree) -> None:
     if any(map(is_batched, jax.tree.leaves(arguments))):
         _warn(
-            "`fp8` inside of `jax.vmap` computes a weight gradient for each example, "
+            "`fp8` inside `jax.vmap` computes a weight gradient for each example, "
             "which takes more time and memory than bf16. Put it outside: "
             "`fp8(lambda params, batch: jnp.mean(jax.vmap(...)(batch)))`."
         )
