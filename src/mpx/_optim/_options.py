@@ -38,7 +38,7 @@ class Compression:
         quantize: Whether moments are stored in 8 bits; else in f32.
         master_bits: 24 or 32, the bits of the master weights of 16-bit parameters;
             `None` keeps no more than the parameters have. f32 parameters need none. 24
-            bits follow f32 to a few units of 2⁻¹⁶ of a weight.
+            bits follow f32 to some units of 2⁻¹⁵ of a weight.
         group_size: How many elements of the last axis share a scale. A power of two.
         min_size: Parameters with fewer elements keep f32 moments and 32-bit master
             weights: they take no memory worth saving. So do parameters whose last axis
