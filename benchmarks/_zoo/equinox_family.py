@@ -85,16 +85,6 @@ def vit() -> Case:
     return of(model, call, (normal(2, 16, 3, 16, 16), tokens(3, 10, 16)))
 
 
-def unet() -> Case:
-    """PDEquinox' U-Net: convolutions with periodic padding, group norm."""
-    import pdequinox as pdeqx
-
-    model = pdeqx.arch.ClassicUNet(
-        1, 1, 1, hidden_channels=16, num_levels=2, key=key(0)
-    )
-    return of(model, regression, (normal(1, 4, 1, 32), normal(2, 4, 1, 32)))
-
-
 def fno() -> Case:
     """PDEquinox' Fourier neural operator: complex weights in the spectrum."""
     import pdequinox as pdeqx
@@ -112,7 +102,6 @@ MODELS = (
     Model("attention (Equinox)", "equinox", attention),
     Model("GRU (Equinox)", "equinox", gru),
     Model("ViT (Equimo)", "equimo", vit),
-    Model("U-Net (PDEquinox)", "pdequinox", unet),
     Model(
         "FNO (PDEquinox)",
         "pdequinox",

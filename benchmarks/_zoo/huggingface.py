@@ -12,10 +12,8 @@ from _zoo.model import (
     Loss,
     Model,
     cross_entropy,
-    key,
     next_token,
     normal,
-    squared_error,
     tokens,
 )
 
@@ -226,36 +224,6 @@ def wav2vec2() -> Case:
     return both(FlaxWav2Vec2ForCTC, config, loss, batch, input_shape=(1, 2000))
 
 
-def unet() -> Case:
-    """The denoiser of Stable Diffusion: convolutions, group norm, cross attention."""
-    from diffusers import FlaxUNet2DConditionModel
-
-    sizes = {
-        "sample_size": 8,
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-        "block_out_channels": (32, 32),
-        "layers_per_block": 1,
-        "attention_head_dim": 8,
-        "cross_attention_dim": 32,
-    }
-    model = FlaxUNet2DConditionModel(**sizes)
-    low = FlaxUNet2DConditionModel(**sizes, dtype=BF16)
-    params = jax.jit(model.init_weights)(key(0))
-
-    def of(model: Any) -> Loss:
-        def loss(params: Any, batch: Any) -> Any:
-            noisy, times, text, noise = batch
-            out = model.apply({"params": params}, noisy, times, text)
-            return squared_error(out.sample, noise)
-
-        return loss
-
-    times = jnp.array([3, 700])
-    images = (normal(0, 2, 4, 8, 8), times, normal(1, 2, 6, 32), normal(2, 2, 4, 8, 8))
-    return Case(of(model), params, images, of(low))
-
-
 MODELS = (
     Model("GPT-2", "transformers", gpt2),
     Model("BERT", "transformers", bert),
@@ -267,5 +235,4 @@ MODELS = (
     Model("CLIP", "transformers", clip),
     Model("Whisper", "transformers", whisper),
     Model("Wav2Vec2", "transformers", wav2vec2),
-    Model("Stable Diffusion's UNet", "diffusers", unet),
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from _zoo.model import Case, Loss, Model, cross_entropy, next_token, normal, tokens
+from _zoo.model import Case, Loss, Model, cross_entropy, next_token, tokens
 
 WORDS = 128
 CASTS = (
@@ -118,38 +118,9 @@ def bert() -> Case:
     return of(build, loss, (tokens(0, WORDS, 8, 16), tokens(1, 10, 8)))
 
 
-def convnet() -> Case:
-    """Depthwise convolutions, and batch norm by the statistics of the batch."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    import keras
-
-    def build(dtype: str) -> Any:
-        keras.config.set_dtype_policy(dtype)
-        try:
-            return keras.applications.MobileNetV3Small(
-                input_shape=(32, 32, 3),
-                alpha=0.35,
-                minimalistic=True,
-                weights=None,
-                classes=10,
-                classifier_activation=None,
-                dropout_rate=0.0,
-                include_preprocessing=False,
-            )
-        finally:
-            keras.config.set_dtype_policy("float32")
-
-    def loss(call: Any, batch: Any) -> Any:
-        images, labels = batch
-        return cross_entropy(call(images), labels)
-
-    return of(build, loss, (normal(0, 4, 32, 32, 3), tokens(1, 10, 4)))
-
-
 MODELS = (
     Model("Llama (Keras)", "keras-hub", llama, NOTES),
     Model("Mixtral (Keras)", "keras-hub", mixtral, NOTES),
     Model("Gemma 3 (Keras)", "keras-hub", gemma3, NOTES),
     Model("BERT (Keras)", "keras-hub", bert, NOTES),
-    Model("MobileNetV3 (Keras)", "keras", convnet, NOTES),
 )

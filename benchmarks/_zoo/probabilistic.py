@@ -157,10 +157,20 @@ def autoencoder() -> Case:
     return of_svi(model, guide, (x,))
 
 
+SENSITIVE = (
+    "its exponentials amplify any rounding: in f16 the gradient is within 0.5 % and the "
+    "curve as far off; the error of amp's gradient is below that of a cast by hand"
+)
+
 MODELS = (
     Model("autoregressive flow (flowjax)", "flowjax", autoregressive),
     Model("spline coupling flow (flowjax)", "flowjax", spline_coupling),
-    Model("RealNVP (distrax)", "distrax", real_nvp),
+    Model(
+        "RealNVP (distrax)",
+        "distrax",
+        real_nvp,
+        dict.fromkeys(("policy f16", "amp bf16", "amp f16"), SENSITIVE),
+    ),
     Model("Bayesian MLP (numpyro)", "numpyro", bayesian_network),
     Model("VAE (numpyro)", "numpyro", autoencoder),
 )

@@ -150,10 +150,25 @@ def sinkhorn() -> Case:
     return Case(loss, params, (x, normal(2, 32, 4) + 1))
 
 
+POSITIONS = "the positions of the batch are rounded to bf16 as well"
+MIXES = (
+    "OTT mixes dtypes in its loop if the points have 16 bits: use `amp`, f32 parameters"
+)
+
 MODELS = (
     Model("neural ODE (diffrax)", "diffrax", neural_ode),
     Model("neural CDE (diffrax)", "diffrax", neural_cde),
-    Model("equivariant network (e3nn)", "e3nn-jax", equivariant),
+    Model(
+        "equivariant network (e3nn)",
+        "e3nn-jax",
+        equivariant,
+        dict.fromkeys(("flash bf16", "release"), POSITIONS),
+    ),
     Model("convex network (OTT)", "ott-jax", convex),
-    Model("Sinkhorn loss (OTT)", "ott-jax", sinkhorn),
+    Model(
+        "Sinkhorn loss (OTT)",
+        "ott-jax",
+        sinkhorn,
+        dict.fromkeys(("own bf16", "policy", "flash bf16", "release"), MIXES),
+    ),
 )
