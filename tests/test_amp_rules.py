@@ -783,7 +783,7 @@ def test_result_asked_for_in_another_dtype_is_kept():
 # --- 16-bit parameters ----------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:A function under `amp` with `dtype` f16")
+@pytest.mark.filterwarnings("ignore:A function under `amp` in f16")
 @pytest.mark.parametrize("compute", [LOW, "float16"])
 @pytest.mark.parametrize("param", ["bfloat16", "float16"])
 def test_f32_activations_times_16_bit_parameters_run_low(compute, param):
