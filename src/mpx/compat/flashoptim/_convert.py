@@ -74,7 +74,7 @@ def to_mpx(
     format: StateFormat = "flashoptim",
     group_size: int = 32,
 ) -> Converted:
-    """Converts a state of flashoptim-jax for `mpx.flash_adamw` and the others.
+    """Converts a state of flashoptim-jax for `mpx.optim.flash_adamw` and the others.
 
     In the format `"flashoptim"` nothing is lost, and the parameters stay as they are:
     codes and scales are taken over where the last axis of a parameter consists of whole
@@ -83,11 +83,11 @@ def to_mpx(
     Args:
         params: The parameters.
         state: Their state, made here or by flashoptim-jax itself.
-        format: That of `mpx.Compression` of the optimizer that continues.
+        format: That of `mpx.optim.Compression` of the optimizer that continues.
         group_size: The one that the state was made with.
 
     Returns:
-        The parameters and an `mpx.FlashState`.
+        The parameters and an `mpx.optim.FlashState`.
     """
     leaves, treedef = jax.tree.flatten(params)
     eccs = treedef.flatten_up_to(state.ecc)
