@@ -321,6 +321,8 @@ def test_state_of_mpx_can_be_exported():
     full = jax.eval_shape(full, params, state)
     assert full.state.mu["w"].dtype == F32
     assert full.state.ecc["w"].dtype == np.int16
+    kept = flashoptim.from_mpx(params, state, master_weight_bits="keep")
+    assert_trees_equal(kept, flashoptim.from_mpx(params, state, master_weight_bits=24))
 
 
 @pytest.mark.parametrize(
@@ -578,10 +580,6 @@ def test_integer_and_empty_leaves_are_left_alone():
     mpx.optim.flash_adamw(
         1e-1, compression=mpx.optim.Compression(format="flashoptim")
     ).step(*converted, grads)
-
-
-def test_model_in_f32_needs_no_option():
-    flashoptim.flash_adamw().init({"w": jnp.ones(3)})
 
 
 def test_inf_costs_one_element_only():

@@ -156,8 +156,8 @@ def from_mpx(
 ) -> Converted:
     """Converts a state of mpx to the layout of flashoptim-jax.
 
-    What has this layout already is taken over bit for bit: states of the format
-    `"flashoptim"` in groups of `group_size`. Anything else is encoded anew.
+    States of the format `"flashoptim"` in groups of `group_size` are taken over bit for
+    bit; anything else is encoded anew.
 
     Args:
         params: The parameters.
@@ -166,8 +166,8 @@ def from_mpx(
             first if there are second moments, else the second.
         quantize: The option of the optimizer that continues, or a function that returns
             it for the path of a parameter and the parameter.
-        master_weight_bits: The option of the optimizer that continues; `"keep"` keeps
-            the corrections that the state has, which must be in the same format.
+        master_weight_bits: The option of the optimizer that continues, or `"keep"` for
+            those that the state has.
         group_size: The option of the optimizer that continues.
 
     Returns:
@@ -217,7 +217,7 @@ def _correction_from_mpx(
     param: Any, ecc: Any, format: StateFormat, bits: MasterBits | Literal["keep"]
 ) -> tuple[Any, Array]:
     if bits == "keep":
-        return param, no_state() if ecc is None else ecc
+        bits = None if ecc is None else 16 + 8 * ecc.dtype.itemsize
     dtype = compression.correction_dtype(param.dtype, bits)
     if ecc is None:
         return param, no_state() if dtype is None else zeros_alike(param, dtype)
