@@ -5,6 +5,7 @@ import pkgutil
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import haiku as hk
 import jax
@@ -123,7 +124,7 @@ def test_methods_of_models_run_as_written_without_the_lifting_of_flax(hide):
 
     x = jnp.linspace(-1, 1, 6).reshape(2, 3)
     with pytest.warns(RuntimeWarning, match="runs methods of a Linen model as written"):
-        variables = Model().init(jax.random.key(0), x)
+        variables: Any = Model().init(jax.random.key(0), x)
     kernel = variables["params"]["Dense_0"]["kernel"]
     np.testing.assert_allclose(Model().apply(variables, x), x @ kernel, rtol=1e-6)
 

@@ -214,7 +214,7 @@ def _moment_from_mpx(
 
 
 def _correction_from_mpx(
-    param: Any, ecc: Any, format: StateFormat, bits: MasterBits | Literal["keep"]
+    param: Any, ecc: Any, format: StateFormat, bits: Any
 ) -> tuple[Any, Array]:
     if bits == "keep":
         bits = None if ecc is None else 16 + 8 * ecc.dtype.itemsize
