@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching, mlir
 
 from mpx._amp._catch import plain_attention
 from mpx._amp._cudnn import Attention, cudnn_backward, cudnn_forward
@@ -27,8 +26,10 @@ from mpx._compat import (
     varying_axes,
 )
 from mpx._devices import cuda_capability
+from mpx._private import private
 
 _EXTRAS = ("bias", "mask", "q_seqlen", "kv_seqlen")
+_jax: Any = private("attention")
 # With four axes, of which the first may be 1 for all of a batch.
 _SHARED = ("bias", "mask")
 
@@ -185,7 +186,7 @@ def _attention_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Attention
 ) -> tuple[list[Any], list[Any]]:
     out, logsumexp = attention_p.bind(*primals, spec=spec)
-    wrt = tuple(i for i in range(spec.free) if type(tangents[i]) is not ad.Zero)
+    wrt = tuple(i for i in range(spec.free) if type(tangents[i]) is not _jax.Zero)
     tangent = _zero(out)
     if wrt:
         chosen = [tangents[i] for i in wrt]
@@ -196,8 +197,8 @@ def _attention_jvp(
     return [out, logsumexp], [tangent, _zero(logsumexp)]
 
 
-def _zero(x: Any) -> ad.Zero:
-    return ad.Zero(jax.typeof(x).to_tangent_aval())
+def _zero(x: Any) -> Any:
+    return _jax.Zero(jax.typeof(x).to_tangent_aval())
 
 
 def _tangent_transpose(
@@ -205,7 +206,7 @@ def _tangent_transpose(
 ) -> list[Any]:
     (cotangent,) = cotangents
     nothing = [None] * (len(operands) - len(wrt))
-    if type(cotangent) is ad.Zero:
+    if type(cotangent) is _jax.Zero:
         return [*nothing, *([None] * len(wrt))]
     known = operands[: len(operands) - len(wrt)]
     grads = attention_backward_p.bind(*known, cotangent, spec=spec)
@@ -229,7 +230,7 @@ def _differentiated(func: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jvp(
             call,
             [primals[i] for i in free],
-            [ad.instantiate_zeros(tangents[i]) for i in free],
+            [_jax.instantiate_zeros(tangents[i]) for i in free],
         )
 
     return rule
@@ -280,23 +281,24 @@ def _define(
     primitive.multiple_results = True
     primitive.def_impl(lambda *operands, **params: compiled(**params)(*operands))
     primitive.def_abstract_eval(types)
-    batching.primitive_batchers[primitive] = functools.partial(_batched, primitive)
-    mlir.register_lowering(primitive, mlir.lower_fun(slow, multiple_results=True))
-    mlir.register_lowering(
-        primitive, mlir.lower_fun(fast, multiple_results=True), platform="cuda"
+    _jax.primitive_batchers[primitive] = functools.partial(_batched, primitive)
+    _jax.register_lowering(primitive, _jax.lower_fun(slow, multiple_results=True))
+    _jax.register_lowering(
+        primitive, _jax.lower_fun(fast, multiple_results=True), platform="cuda"
     )
     needs_devices(primitive)
 
 
-_define(attention_p, _attention_types, _without_cudnn(plain), _cudnn)
-_define(
-    attention_backward_p,
-    _backward_types,
-    _without_cudnn(plain_backward),
-    _cudnn_backward,
-)
-_define(attention_tangent_p, _tangent_types, plain_tangent, plain_tangent)
-ad.primitive_jvps[attention_p] = _attention_jvp
-ad.primitive_jvps[attention_backward_p] = _differentiated(plain_backward)
-ad.primitive_jvps[attention_tangent_p] = _differentiated(plain_tangent)
-ad.primitive_transposes[attention_tangent_p] = _tangent_transpose
+if _jax is not None:
+    _define(attention_p, _attention_types, _without_cudnn(plain), _cudnn)
+    _define(
+        attention_backward_p,
+        _backward_types,
+        _without_cudnn(plain_backward),
+        _cudnn_backward,
+    )
+    _define(attention_tangent_p, _tangent_types, plain_tangent, plain_tangent)
+    _jax.primitive_jvps[attention_p] = _attention_jvp
+    _jax.primitive_jvps[attention_backward_p] = _differentiated(plain_backward)
+    _jax.primitive_jvps[attention_tangent_p] = _differentiated(plain_tangent)
+    _jax.primitive_transposes[attention_tangent_p] = _tangent_transpose

@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpx._compat import has_explicit_axes, struct_like
 from mpx._devices import gpu_capability
 from mpx._fp8._scales import DTYPES, cast_scaled, inverse
 from mpx._kernels import plain_under_vmap
+from mpx._private import private
 
 # A program's part: rows and columns. The best of eight on an H200.
 _TILE = (64, 128)
@@ -31,7 +31,8 @@ _LARGEST = 2**31
 def turning_pays() -> bool:
     """Whether the GPU wants the axis that is summed over to come last."""
     capability = gpu_capability()
-    return isinstance(capability, tuple) and (8, 9) <= capability < (10, 0)
+    pays = isinstance(capability, tuple) and (8, 9) <= capability < (10, 0)
+    return pays and private("kernels") is not None
 
 
 def turn(x: Array, leading: int) -> Array:
@@ -80,9 +81,7 @@ def cast_and_turn(
 ) -> tuple[Array, Array]:
     """Returns the codes of a matrix of whole tiles, and their transpose."""
     # Not before it is needed: importing Pallas takes as long as importing mpx.
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
-
+    pl = plgpu = private("kernels")
     rows, columns = _TILE
 
     def kernel(x_ref: Any, factor_ref: Any, codes_ref: Any, turned_ref: Any) -> None:
@@ -144,7 +143,7 @@ def _by_compiler(local: Any, x: Array, factor: Array, leading: int) -> Any:
 
     axes = [f"axis{axis}" for axis in range(x.ndim)]
     kept, turned = " ".join(axes), " ".join(axes[leading:] + axes[:leading])
-    call = custom_partitioning(local)
+    call = private("kernels").custom_partitioning(local)
     call.def_partition(
         partition,
         infer_sharding_from_operands=infer,

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 from jax import Array
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpx._compat import has_explicit_axes
+from mpx._private import private
 from mpx._sharding import may_cut_groups
 
 Local = Callable[[Array, Array | None, Sequence[Array], Sequence[Any]], list[Any]]
@@ -95,7 +95,7 @@ def _by_compiler(
     def infer(mesh: Any, args: Any, result: Any) -> Any:
         return like_params(args[3])
 
-    call = custom_partitioning(local)
+    call = private("kernels").custom_partitioning(local)
     sizes: Any = {"group": group_size} if group_size else {}
     call.def_partition(
         partition,
