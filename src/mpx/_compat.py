@@ -286,6 +286,33 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     return consts, carry
 
 
+def primitive_name(eqn: Any) -> str:
+    """Returns the name of an equation's primitive; JAX 0.12 wraps those of a vjp."""
+    return eqn.primitive.name.removeprefix("vjp_node[").removesuffix("]")
+
+
+def linear_program(vjp: Any, count: int) -> tuple[Any, list[Any]] | None:
+    """Returns the jaxpr that a function of `jax.vjp` transposes, and its arguments.
+
+    It is the derivative as a linear program, which exists already and costs no trace.
+
+    Args:
+        vjp: The function that `jax.vjp` returned.
+        count: The number of arrays in its arguments.
+
+    Returns:
+        The jaxpr and its variables, or `None` if this JAX does not show them.
+    """
+    jaxpr = getattr(vjp, "jaxpr", None)
+    if not is_jaxpr(jaxpr):
+        return None
+    body, _ = open_jaxpr(jaxpr)
+    # Residuals come before the arguments or are constants; structured ones come after.
+    structured = jax.tree.leaves(getattr(vjp, "structured_residuals", ()))
+    end = len(body.invars) - len(structured)
+    return (body, body.invars[end - count : end]) if end >= count else None
+
+
 def default_matmul_precision() -> str | None:
     """Returns the precision that matmuls have where none is given."""
     return getattr(jax.config, "jax_default_matmul_precision", None)

@@ -15,8 +15,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from mpx._closure import closed_over_floats
-from mpx._compat import is_tracer, open_jaxpr, scan_sizes
-from mpx._flow import MATMULS, MOVES, Flow, linear_program
+from mpx._compat import is_tracer, linear_program, open_jaxpr, scan_sizes
+from mpx._jaxpr._flow import Flow
+from mpx._jaxpr._queries import MATMULS, MOVES
 from mpx._loss_scaling import LossScaling
 from mpx._tree import dtype_of, shape_of
 from mpx._warn import warn
@@ -39,6 +40,8 @@ def warn_of_constant_scaling(scaling: Any) -> None:
 
 
 # --- What the derivative tells --------------------------------------------------------
+
+_MOVES = MOVES | {"gather", "concatenate"}
 
 
 class _Param(NamedTuple):
@@ -102,7 +105,7 @@ def uses_of(vjp: Any, params: int, others: int = 0) -> Uses:
             for _, label, _ in found:
                 wide = uses.widened if label.narrowed else uses.wide
                 (wide if is_wide else uses.low).add(label.number)
-        elif name in MOVES and found:
+        elif name in _MOVES and found:
             return _moved(uses, found[0][1], eqn)
         elif name.startswith("custom_lin"):
             uses.hidden = uses.hidden or bool(found)
@@ -218,7 +221,7 @@ def _multiplied(jaxpr: Any, arrays: dict[str, Any]) -> list[str]:
             if name in MATMULS and any(x.narrowed for x in params):
                 found.add(closed)
             return closed if _is_wide(eqn.outvars[0].aval) else None
-        return _moved(Uses(), params[0], eqn) if params and name in MOVES else None
+        return _moved(Uses(), params[0], eqn) if params and name in _MOVES else None
 
     flow = Flow(
         rule,

@@ -191,7 +191,7 @@ def over_shards(
         given, results = layout(*args)
         return mesh, local, results, given
 
-    call = custom_partitioning(local)
+    call: Any = custom_partitioning(local)
     call.def_partition(
         partition,
         infer_sharding_from_operands=lambda mesh, args, result: layout(*args)[1],

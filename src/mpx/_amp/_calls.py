@@ -24,8 +24,8 @@ from mpx._compat import (
     constants_as_inputs,
     eval_equation,
     open_jaxpr,
-    sub_jaxprs,
 )
+from mpx._jaxpr._queries import ATTENTION, equations
 
 Outcome = tuple[list[Any], list[Meta]]
 Dtypes = tuple[np.dtype | None, ...]
@@ -33,13 +33,12 @@ Dtypes = tuple[np.dtype | None, ...]
 
 
 def has_work(jaxpr: Any) -> bool:
-    """Whether a jaxpr holds a matmul or a value marked low, at any depth."""
+    """Returns whether a jaxpr holds a matmul or a value marked low, at any depth."""
     return any(
         eqn.primitive.name in MATMULS
-        or eqn.primitive.name in _flash.NAMES
+        or eqn.primitive.name in ATTENTION
         or eqn.params.get("name") == LOW_NAME
-        or any(map(has_work, sub_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
+        for eqn in equations(jaxpr)
     )
 
 

@@ -32,10 +32,9 @@ from mpx._compat import (
     is_differentiated,
     nothing_is_traced,
     open_jaxpr,
-    scopes_of,
     source_frames,
-    sub_jaxprs,
 )
+from mpx._jaxpr._queries import places
 from mpx._tree import is_array, named_leaves
 from mpx._warn import warn
 from mpx._wrapped import refuse_cast_arguments
@@ -237,18 +236,11 @@ def _check_policy(policy: AmpPolicy, jaxpr: Any, names: list[str]) -> None:
         return
     paths: set[tuple[str, ...]] = set()
     functions: set[str] = set()
-
-    def visit(jaxpr: Any, scopes: tuple[str, ...]) -> None:
-        for eqn in jaxpr.eqns:
-            inner = scopes + scopes_of(eqn)
-            paths.add(inner)
-            if policy.functions:
-                for name, _, _ in source_frames(eqn):
-                    functions.update((name, name.rpartition(".")[2]))
-            for body in sub_jaxprs(eqn):
-                visit(body, inner)
-
-    visit(jaxpr, ambient_scopes())
+    for place in places(jaxpr, ambient_scopes()):
+        paths.add(place.scopes)
+        if policy.functions:
+            for name, _, _ in source_frames(place.eqn):
+                functions.update((name, name.rpartition(".")[2]))
     useless = policy.useless(names, paths, functions)
     if useless:
         warn(
