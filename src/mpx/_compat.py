@@ -7,7 +7,9 @@ supported versions, is reached through here.
 import contextlib
 import functools
 import pathlib
+import pkgutil
 import platform
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +23,8 @@ from jax.core import eval_jaxpr as eval_jaxpr
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import batching, mlir
+
+from mpx._warn import warn
 
 OLDEST = (0, 10, 1)
 
@@ -337,10 +341,10 @@ def lowered_primitives() -> set[str]:
 
 
 def attention_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns what `jax.nn.dot_product_attention` calls: for XLA, and for cuDNN.
+    """Returns the functions that `jax.nn.dot_product_attention` calls: XLA's and cuDNN's.
 
-    It looks them up when it is called, so that replacing them reaches every call of it,
-    however it was imported.
+    It looks them up on each call, so that replacing them reaches every call of it, however
+    it was imported.
     """
     from jax._src.nn import functions as private
 
@@ -350,18 +354,47 @@ def attention_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def set_attention_functions(
     plain: Callable[..., Any], cudnn: Callable[..., Any]
 ) -> None:
-    """Replaces what `jax.nn.dot_product_attention` calls."""
+    """Replaces the functions that `jax.nn.dot_product_attention` calls."""
     from jax._src.nn import functions as private
 
     private._dot_product_attention_xla = plain
     private.cudnn_dot_product_attention = cudnn
 
 
-def needs_devices(primitive: Any) -> None:
-    """Tells JAX that a primitive, as cuDNN's attention inside it, is lowered for devices."""
-    from jax._src import dispatch as private
+# The primitive of cuDNN's forward pass inside `jax.nn.dot_product_attention`.
+CUDNN_KERNEL = "dot_product_attention_fwd_wrapper"
+_ATTENTION_NAMES = """
+    _src.nn.functions:_dot_product_attention_xla
+    _src.nn.functions:cudnn_dot_product_attention
+    _src.dispatch:prim_requires_devices_during_lowering
+    interpreters.ad:Zero
+    interpreters.ad:instantiate_zeros
+    interpreters.ad:primitive_jvps
+    interpreters.ad:primitive_transposes
+    interpreters.batching:primitive_batchers
+    interpreters.mlir:lower_fun
+    interpreters.mlir:register_lowering
+"""
 
-    private.prim_requires_devices_during_lowering.add(primitive)
+
+@functools.cache
+def attention_names() -> Any:
+    """Returns the names of JAX that `mpx._attention` needs, or `None` if one is missing.
+
+    A missing name warns once per process.
+    """
+    found = {}
+    for name in _ATTENTION_NAMES.split():
+        try:
+            found[name.rpartition(":")[2]] = pkgutil.resolve_name(f"jax.{name}")
+        except (ImportError, AttributeError):
+            warn(
+                f"jax {jax.__version__} has no `jax.{name.replace(':', '.')}`, which mpx "
+                "relies on. Without it attention under `amp` runs operation by operation "
+                "instead of in cuDNN's kernel. Upgrade mpx, or install an older JAX."
+            )
+            return None
+    return types.SimpleNamespace(**found)
 
 
 def is_batched(x: object) -> bool:

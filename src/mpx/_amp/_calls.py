@@ -4,7 +4,6 @@ Each is rebuilt around its rewritten body with all its other parameters: names,
 shardings, donation, remat policies and derivative rules survive.
 """
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import _flash
-from mpx._amp._catch import caught_attention
 from mpx._amp._rules import MATMULS
 from mpx._amp._scopes import LOW_NAME
 from mpx._amp._values import F32, NEUTRAL, Meta, as_array, cast, is_eligible, widest
@@ -83,20 +80,6 @@ def remember(cache: dict[Any, Any], key: Any, jaxpr: Any, *made: Any) -> None:
         *made: What was made from it.
     """
     cache[key] = (*made, weakref.ref(jaxpr, lambda _: cache.pop(key, None)))
-
-
-def trace(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what traces a user's function at its own dtypes, as `jax.make_jaxpr`.
-
-    Attention becomes one operation, where that can help.
-    """
-
-    @functools.wraps(func)
-    def traced(*args: Any) -> Any:
-        with caught_attention(_flash.attend):
-            return jax.make_jaxpr(func)(*args)
-
-    return traced
 
 
 def cast_all(values: Sequence[Any], dtypes: Dtypes) -> list[Any]:

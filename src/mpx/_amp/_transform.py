@@ -11,8 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from mpx import _nnx
-from mpx._amp._catch import caught_attention
-from mpx._amp._flash import attend
+from mpx._amp._attention import captured_attention
 from mpx._amp._interpreter import Autocast
 from mpx._amp._policy import AmpPolicy, as_amp_policy, as_compute_dtype
 from mpx._amp._scoped import (
@@ -206,7 +205,7 @@ def _call_pure(
         autocast.cache = eager.setdefault(autocast.dtype, {})
         if len(autocast.cache) > _MOST_REMEMBERED:
             autocast.cache.clear()
-    with caught_attention(attend):
+    with captured_attention():
         jaxpr, (_, out_static) = jax.make_jaxpr(flat, return_shape=True)(*arrays)
     body, consts = open_jaxpr(jaxpr)
     known = _names_and_roles(func, names, args, kwargs, consts)
@@ -236,10 +235,10 @@ def _check_policy(policy: AmpPolicy, jaxpr: Any, names: list[str]) -> None:
         return
     paths: set[tuple[str, ...]] = set()
     functions: set[str] = set()
-    for place in places(jaxpr, ambient_scopes()):
-        paths.add(place.scopes)
+    for eqn, scopes, _ in places(jaxpr, ambient_scopes()):
+        paths.add(scopes)
         if policy.functions:
-            for name, _, _ in source_frames(place.eqn):
+            for name, _, _ in source_frames(eqn):
                 functions.update((name, name.rpartition(".")[2]))
     useless = policy.useless(names, paths, functions)
     if useless:
