@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from models import equations, trace_together
-from mpx import AmpPolicy, _compat, amp, amp_report, amp_stop
+from mpx import AmpPolicy, amp, amp_report, amp_stop
+from mpx._amp import _attention
 from mpx._attention import _capture, _cudnn, _primitive
 from mpx._jaxpr._queries import ATTENTION
 
@@ -501,18 +502,9 @@ PLAIN = {"dot_general bf16": 2}
 
 
 @pytest.mark.usefixtures("cuda")
-def test_without_a_private_name_of_jax_attention_runs_op_by_op_with_one_warning(
-    monkeypatch,
-):
-    names = f"{_compat._ATTENTION_NAMES} _src.nn.functions:renamed"
-    monkeypatch.setattr(_compat, "_ATTENTION_NAMES", names)
-    _compat.attention_names.cache_clear()
-    with pytest.warns(
-        RuntimeWarning, match=r"has no `jax\._src\.nn\.functions\.renamed"
-    ):
-        assert operations(bf16(loss), *ARGS) == PLAIN
-    assert operations(bf16(loss), *ARGS) == PLAIN  # a second warning would be an error
-    _compat.attention_names.cache_clear()
+def test_without_a_private_name_of_jax_attention_runs_op_by_op(monkeypatch):
+    monkeypatch.setattr(_attention, "private", lambda feature: None)
+    assert operations(bf16(loss), *ARGS) == PLAIN
 
 
 @pytest.mark.usefixtures("cuda")
@@ -523,16 +515,14 @@ def test_kernel_that_jax_has_renamed_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_call_in_an_unknown_form_is_left_to_jax(which):
-    before = _compat.attention_functions()
-    try:
-        _compat.set_attention_functions(*[lambda *_, **__: "JAX's"] * 2)
-        with _capture.captured(lambda *_, **__: None):
-            func = _compat.attention_functions()[which]
-            with pytest.warns(RuntimeWarning, match="in a way that mpx does not know"):
-                assert func(*ARGS, return_residual=False, sinks=1) == "JAX's"
-    finally:
-        _compat.set_attention_functions(*before)
+def test_call_in_an_unknown_form_is_left_to_jax(which, monkeypatch):
+    names = _capture._XLA, _capture._CUDNN
+    for name in names:
+        monkeypatch.setattr(_capture._module, name, lambda *_, **__: "JAX's")
+    with _capture.captured(lambda *_, **__: None):
+        func = getattr(_capture._module, names[which])
+        with pytest.warns(RuntimeWarning, match="in a way that mpx does not know"):
+            assert func(*ARGS, return_residual=False, sinks=1) == "JAX's"
 
 
 # --- Without cuDNN --------------------------------------------------------------------
@@ -555,12 +545,16 @@ def test_without_a_gpu_nothing_changes(name):
     )
 
 
+def functions_of_jax():
+    return [getattr(_capture._module, x) for x in (_capture._XLA, _capture._CUDNN)]
+
+
 def test_attention_outside_of_amp_is_untouched():
-    before = _compat.attention_functions()
+    before = functions_of_jax()
     seen = []
 
     def func(*args):
-        seen.append(_compat.attention_functions())
+        seen.append(functions_of_jax())
         out = loss(*args)
         if len(seen) == 2:
             raise KeyError("mine")
@@ -570,7 +564,7 @@ def test_attention_outside_of_amp_is_untouched():
     assert seen[0] != before
     with pytest.raises(KeyError, match="mine"):
         bf16(func)(*ARGS)
-    assert _compat.attention_functions() == before
+    assert functions_of_jax() == before
 
 
 @pytest.mark.usefixtures("cuda")

@@ -12,7 +12,6 @@ from mpx._amp._calls import Outcome
 from mpx._amp._rules import Rule
 from mpx._amp._values import Meta, cast, is_eligible
 from mpx._compat import (
-    attention_names,
     bind,
     eval_equation,
     eval_jaxpr,
@@ -20,6 +19,7 @@ from mpx._compat import (
     open_jaxpr,
 )
 from mpx._jaxpr._queries import ATTENTION, Equation
+from mpx._private import private
 
 # Part of the cache key of `jax.jit`: functions traced before are traced anew, and those
 # traced here are not found elsewhere. JAX allows no new context while it traces, so it is
@@ -33,7 +33,7 @@ def captured_attention() -> Iterator[None]:
 
     If JAX lacks a private name that this needs, attention stays as it is written.
     """
-    if attention_names() is None:
+    if private("attention") is None:
         yield
         return
     from mpx._attention import attend, captured

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax import Array, lax
 
-from mpx._compat import attention_functions, set_attention_functions
+from mpx._private import private
 from mpx._warn import warn
 
 Catch = Callable[..., tuple[Array, Array] | None]
@@ -16,7 +16,10 @@ Catch = Callable[..., tuple[Array, Array] | None]
 _thread = threading.local()
 _lock = threading.Lock()
 _running: list[None] = []
-_originals = list(attention_functions())
+# The module in which `jax.nn.dot_product_attention` looks up the functions that it calls.
+_module = private("attention").functions
+_XLA, _CUDNN = "_dot_product_attention_xla", "cudnn_dot_product_attention"
+_originals = {name: getattr(_module, name) for name in (_XLA, _CUDNN)}
 
 
 @contextlib.contextmanager
@@ -24,8 +27,8 @@ def captured(catch: Catch) -> Iterator[None]:
     """Hands the calls of `jax.nn.dot_product_attention` in this thread to `catch`.
 
     Calls with `implementation="xla"` are not handed over. Meanwhile two functions of JAX
-    are replaced, which the public one looks up on each call, so that no import of it
-    escapes.
+    are replaced, which the public one looks up on each call, so that every import of it
+    is captured.
 
     Args:
         catch: Called as `catch(arrays, scale=, is_causal=, window=, required=)`. The
@@ -36,8 +39,9 @@ def captured(catch: Catch) -> Iterator[None]:
     """
     with _lock:
         if not _running:
-            _originals[:] = attention_functions()
-            set_attention_functions(_on_xla, _on_cudnn)
+            for name, func in ((_XLA, _on_xla), (_CUDNN, _on_cudnn)):
+                _originals[name] = getattr(_module, name)
+                setattr(_module, name, func)
         _running.append(None)
     before, _thread.catch = getattr(_thread, "catch", None), catch
     try:
@@ -47,7 +51,8 @@ def captured(catch: Catch) -> Iterator[None]:
         with _lock:
             _running.pop()
             if not _running:
-                set_attention_functions(*_originals)
+                for name, func in _originals.items():
+                    setattr(_module, name, func)
 
 
 def plain_attention(*arrays: Array | None, **options: Any) -> Any:
@@ -58,7 +63,7 @@ def plain_attention(*arrays: Array | None, **options: Any) -> Any:
         **options: `is_causal`, `scale`, `q_seqlen`, `kv_seqlen`, `local_window_size` and
             `return_residual`.
     """
-    return _originals[0](*arrays, **options)
+    return _originals[_XLA](*arrays, **options)
 
 
 def _on_xla(*arrays: Array | None, return_residual: bool, **options: Any) -> Any:
@@ -73,7 +78,7 @@ def _on_xla(*arrays: Array | None, return_residual: bool, **options: Any) -> Any
             required=False,
         )
     if found is None:
-        return _originals[0](*arrays, return_residual=return_residual, **options)
+        return _originals[_XLA](*arrays, return_residual=return_residual, **options)
     out, logsumexp = found
     if not return_residual:
         return out
@@ -93,7 +98,7 @@ def _on_cudnn(*arrays: Array | None, return_residual: bool, **options: Any) -> A
             required=True,
         )
     if found is None:
-        return _originals[1](*arrays, return_residual=return_residual, **options)
+        return _originals[_CUDNN](*arrays, return_residual=return_residual, **options)
     out, logsumexp = found
     return (out, lax.stop_gradient(logsumexp)) if return_residual else out
 

@@ -21,12 +21,12 @@ from mpx._attention._cudnn import Attention, cast, cudnn_backward, cudnn_forward
 from mpx._compat import (
     Primitive,
     as_varying,
-    attention_names,
     has_explicit_axes,
     varying_axes,
 )
 from mpx._devices import cuda_capability
 from mpx._jaxpr._queries import ATTENTION
+from mpx._private import private
 
 F32 = jnp.dtype(jnp.float32)
 Aval = Any
@@ -35,7 +35,7 @@ Aval = Any
 _EXTRAS = ("bias", "mask", "q_seqlen", "kv_seqlen")
 # With four axes, of which the first may be 1 for all of a batch.
 _SHARED = ("bias", "mask")
-_jax = attention_names()
+_jax = private("attention")
 
 
 def attend(

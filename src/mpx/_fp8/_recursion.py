@@ -15,6 +15,7 @@ from mpx._compat import (
     bind_jit,
     constants_as_inputs,
     open_jaxpr,
+    scan_options,
     scan_sizes,
 )
 
@@ -112,10 +113,7 @@ def _scan(
         step,
         tuple(values[n_consts:first_x]),
         (tuple(values[first_x:]), walk.states_for(metas, length)),
-        length=length,
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-        _split_transpose=params.get("_split_transpose", False),
+        **scan_options(params),
     )
     outs = [*carry, *ys]
     return outs, [NEUTRAL] * len(outs)
