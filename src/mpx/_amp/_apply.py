@@ -141,7 +141,7 @@ def _widest(
     amp: Any, eqn: Any, values: list[Any], metas: list[Meta], reason: str
 ) -> Applied:
     shape = tuple(eqn.outvars[0].aval.shape)
-    fast = amp.policy.base == "fast"
+    fast = amp.rules.base == "fast"
     follows = [
         meta.literal is not None
         or (meta.chain == "neutral" and (fast or _is_bias(meta, var.aval.shape, shape)))

@@ -124,7 +124,7 @@ def _jit(
         not is_eligible(var.aval) or value.dtype == F32
         for var, value in zip(eqn.invars, values, strict=True)
     )
-    if unchanged and amp.policy.is_plain and not has_work(body):
+    if unchanged and amp.rules.is_plain and not has_work(body):
         # Nothing to do: random number generators, for one, stay the same programs.
         return eval_equation(eqn, values), [NEUTRAL] * len(eqn.outvars)
     jaxpr = eqn.params["jaxpr"]

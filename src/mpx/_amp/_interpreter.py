@@ -21,7 +21,7 @@ from mpx._amp._apply import (
     reason_to_keep,
     run_original,
 )
-from mpx._amp._policy import AmpPolicy, Choice
+from mpx._amp._policy import AmpRules, Choice
 from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, Rule
 from mpx._amp._scopes import LOW_NAME
 from mpx._amp._values import (
@@ -89,7 +89,7 @@ class Autocast:
 
     Attributes:
         dtype: The compute dtype.
-        policy: The rules.
+        rules: The rules.
         narrow_carry: Whether loop carries may be held in the compute dtype.
         f32_weight_grads: Whether the gradients of arguments that matmuls read come out
             of their matmul in f32.
@@ -101,7 +101,7 @@ class Autocast:
     """
 
     dtype: np.dtype
-    policy: AmpPolicy
+    rules: AmpRules
     narrow_carry: bool = False
     f32_weight_grads: bool = False
     f32_results: bool = False
@@ -233,14 +233,14 @@ class Autocast:
         self, eqn: Any, scopes: tuple[str, ...]
     ) -> tuple[Choice, str] | None:
         """Returns the rule of the scope or function around an equation, and why."""
-        found = self.policy.scope_rule(scopes)
+        found = self.rules.scope_rule(scopes)
         if found is not None:
             return found[0], f"scope {found[1]}"
-        if self.policy.functions:
+        if self.rules.functions:
             for qualified, _, _ in source_frames(eqn):
                 for name in (qualified, qualified.rpartition(".")[2]):
-                    if name in self.policy.functions:
-                        return self.policy.functions[name], f"function {name}"
+                    if name in self.rules.functions:
+                        return self.rules.functions[name], f"function {name}"
         return None
 
     def rule(
@@ -249,13 +249,13 @@ class Autocast:
         """Returns the rule of a primitive where no region has one, and why."""
         if name in MATMULS:
             for meta in metas:
-                found = self.policy.param_rule(meta.origin)
+                found = self.rules.param_rule(meta.origin)
                 if found is not None:
                     return found[0], f"parameter {found[1]}"
-        rule = self.policy.primitive_rule(
+        rule = self.rules.primitive_rule(
             name, params, compute_is_f16=self.dtype == np.float16
         )
-        return rule, self.policy.primitive_reason(name)
+        return rule, self.rules.primitive_reason(name)
 
     def runs_low(self, eqn: Any, meta: Meta, scopes: tuple[str, ...]) -> bool:
         """Whether a matmul runs in the compute dtype, by what is known beforehand."""

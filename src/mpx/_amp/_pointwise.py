@@ -49,7 +49,7 @@ def chains(amp: Any, jaxpr: Any, scopes: tuple[str, ...]) -> dict[int, Chain]:
 
     There are none under a policy that changes the rule of an operation.
     """
-    if amp.dtype != np.float16 or not amp.policy.is_plain:
+    if amp.dtype != np.float16 or not amp.rules.is_plain:
         return {}
     found: dict[int, Chain] = {}
     taken: set[int] = set()

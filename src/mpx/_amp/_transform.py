@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from mpx import _nnx
 from mpx._amp._attention import captured_attention
 from mpx._amp._interpreter import Autocast
-from mpx._amp._policy import AmpPolicy, as_amp_policy, as_compute_dtype
+from mpx._amp._policy import AmpRules, as_amp_rules, as_compute_dtype
 from mpx._amp._scoped import (
     call_haiku,
     call_linen,
@@ -41,9 +41,9 @@ from mpx._wrapped import refuse_cast_arguments
 
 def amp(
     func: Callable[..., Any] | None = None,
+    dtype: DTypeLike | None = None,
     *,
-    compute_dtype: DTypeLike | None = None,
-    policy: AmpPolicy | str | Mapping[Any, Any] | None = None,
+    rules: AmpRules | str | Mapping[Any, Any] | None = None,
     narrow_carry: bool = False,
     f32_weight_grads: bool = False,
 ) -> Callable[..., Any]:
@@ -62,10 +62,10 @@ def amp(
 
     Args:
         func: The function. Leave it out to use `amp` as a decorator with arguments.
-        compute_dtype: bf16 or f16. `None` is bf16, unless you chose a half precision
+        dtype: The dtype of matmuls: bf16 or f16. `None` is bf16, unless you chose a half precision
             with `set_half_precision_datatype` or `half_precision`. Gradients in f16 need
             a loss scale: take them with `mpx.value_and_grad`. Others warn.
-        policy: `"safe"` (the default), `"fast"`, an `AmpPolicy`, or a dictionary as in
+        rules: `"safe"` (the default), `"fast"`, an `AmpRules`, or a dictionary as in
             jaxamp.
         narrow_carry: Whether the carry of a loop may be held in the compute dtype. By
             default it stays f32, since it may be an accumulator.
@@ -74,7 +74,7 @@ def amp(
             gradients taken outside of `amp`, and excludes forward-mode derivatives.
 
     Raises:
-        ValueError: If the dtype or the policy is unknown.
+        ValueError: If the dtype or a rule is unknown.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -84,31 +84,34 @@ def amp(
         >>> f(jnp.full((2, 3), 1.001), jnp.ones((3, 2)))
         Array(3., dtype=float32)
     """
-    if compute_dtype is not None:
-        compute_dtype = as_compute_dtype(compute_dtype)
-    chosen = as_amp_policy(policy)
+    if dtype is not None:
+        dtype = as_compute_dtype(dtype)
+    chosen = as_amp_rules(rules)
     if func is None:
         return functools.partial(
             amp,
-            compute_dtype=compute_dtype,
-            policy=chosen,
+            dtype=dtype,
+            rules=chosen,
             narrow_carry=narrow_carry,
             f32_weight_grads=f32_weight_grads,
         )
     eager: dict[Any, Any] = {}
 
-    @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        refuse_cast_arguments()
-        autocast = Autocast(
-            dtype=as_compute_dtype(compute_dtype),
-            policy=chosen,
+    def autocast() -> Autocast:
+        return Autocast(
+            dtype=as_compute_dtype(dtype),
+            rules=chosen,
             narrow_carry=narrow_carry,
             f32_weight_grads=f32_weight_grads,
         )
-        return autocast_call(autocast, func, args, kwargs, eager=eager)
 
-    setattr(wrapper, "mpx_is_amp", True)  # noqa: B010 - `value_and_grad` asks for it
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        refuse_cast_arguments()
+        return autocast_call(autocast(), func, args, kwargs, eager=eager)
+
+    # The gradient functions and reports ask for it.
+    setattr(wrapper, "mpx_autocast", autocast)  # noqa: B010
     return wrapper
 
 
@@ -217,7 +220,7 @@ def _call_pure(
     # While Linen or Haiku initialise a model it has no parameters yet.
     in_model = describe in (linen_name, haiku_name)
     if not in_model or any(role == "own" for _, role in known):
-        _check_policy(autocast.policy, body, [name for name, _ in known])
+        _check_policy(autocast.rules, body, [name for name, _ in known])
     outs, _ = autocast.run(body, consts, arrays, metas, ambient_scopes())
     outs = [
         # A constant result is a literal, which is no array.
@@ -229,9 +232,9 @@ def _call_pure(
     return out_static.merge(outs)
 
 
-def _check_policy(policy: AmpPolicy, jaxpr: Any, names: list[str]) -> None:
+def _check_policy(policy: AmpRules, jaxpr: Any, names: list[str]) -> None:
     """Warns of rules that hold for nothing in a function; a misspelt name is one."""
-    if policy == AmpPolicy(policy.base, primitives=policy.primitives):
+    if policy == AmpRules(policy.base, primitives=policy.primitives):
         return
     paths: set[tuple[str, ...]] = set()
     functions: set[str] = set()
@@ -243,8 +246,8 @@ def _check_policy(policy: AmpPolicy, jaxpr: Any, names: list[str]) -> None:
     useless = policy.useless(names, paths, functions)
     if useless:
         warn(
-            f"The policy of `amp` has rules that hold for nothing: {', '.join(useless)}. "
-            "`mpx.amp_report` lists the scopes, source lines and parameters of a "
+            f"`amp` has rules that hold for nothing: {', '.join(useless)}. "
+            "`mpx.inspect.report` lists the scopes, source lines and parameters of a "
             "function. Parameters that a function closes over have no names: pass them "
             "as an argument."
         )

@@ -9,10 +9,10 @@ from mpx._half import in_gradient_function
 from mpx._warn import warn
 
 _MESSAGE = (
-    "A function under `amp` with `compute_dtype` f16 is differentiated outside of mpx's "
+    "A function under `amp` in f16 is differentiated outside of mpx's "
     "gradient functions: without a loss scale, gradients below 6e-8 become 0. Take the "
     "gradient with `mpx.value_and_grad(func)(mpx.DynamicLossScaling.pow2(), ...)`, or "
-    'use `compute_dtype="bf16"`, which needs no scale. If you scale the loss yourself, '
+    "use bf16, which needs no scale. If you scale the loss yourself, "
     "filter this warning."
 )
 

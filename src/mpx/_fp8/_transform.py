@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from mpx import _nnx
-from mpx._amp._policy import AmpPolicy
+from mpx._amp._policy import AmpRules
 from mpx._amp._report import trace
 from mpx._amp._transform import autocast_call
 from mpx._arguments import as_count, as_real, check_value
@@ -24,6 +24,7 @@ from mpx._fp8._sites import Selection, as_patterns, as_rules
 from mpx._fp8._state import Fp8State, check_history, check_keys, empty_state
 from mpx._fp8._walk import Walk
 from mpx._half import gradient_function
+from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._tree import is_array, is_floating
 from mpx._wrapped import argument_names, signature_after
 
@@ -46,8 +47,8 @@ def fp8(
     f16, all its dimensions are multiples of 16, and it is large enough to gain. The
     rest stays as it is: attention products, embeddings, heads, routers, norms.
 
-    f32 models are cast first: `fp8(amp(loss))`. `fp8_report` tells what is changed and
-    `fp8_check` whether it was compiled to fp8 kernels.
+    f32 models are cast first: `fp8(amp(loss))`. `mpx.inspect.report` tells what is changed
+    and `mpx.inspect.check` whether it was compiled to fp8 kernels.
 
     With `DelayedScaling` the returned function takes an `Fp8State` as its first
     argument, before those of `func`; its method `init(*args)` makes one.
@@ -66,7 +67,7 @@ def fp8(
             several. Arrays inside `func` itself are parameters, too.
         keep: What else stays as it is: regular expressions, searched in the names of
             parameters (`params/layers/0/w`) and of `jax.named_scope`s, or functions of a
-            matmul as `fp8_report` lists them.
+            matmul as `mpx.inspect.report` lists them.
         include: Regular expressions for parameters that are changed although their
             names sound like embeddings, heads or routers.
         min_gain: The smallest speed-up, predicted from the matmul's size, for which it
@@ -199,12 +200,14 @@ class Fp8Function:
         """Returns an interpreter for one call."""
         return Walk(
             dtype=np.dtype(jnp.bfloat16),
-            policy=_AS_WRITTEN,
+            rules=_AS_WRITTEN,
             chosen=self.chosen,
             param_names=_param_names(self.func, self.chosen.params, args, kwargs),
         )
 
-    def init(self, *args: Any, loss_scale: float = 1.0, **kwargs: Any) -> Fp8State:
+    def init(
+        self, *args: Any, scaling: LossScaling | float = 1.0, **kwargs: Any
+    ) -> Fp8State:
         """Makes the state of delayed scaling, for a call with these arguments.
 
         With arrays, one call and its gradient are computed to fill the state. With
@@ -213,14 +216,14 @@ class Fp8Function:
 
         Args:
             *args: The arguments of the function, without the state.
-            loss_scale: By what the loss will be multiplied in training.
+            scaling: The loss scaling of the training run, or its factor.
             **kwargs: Its keyword arguments.
 
         Raises:
             TypeError: If the recipe has no state.
 
         Examples:
-            >>> from mpx import DelayedScaling
+            >>> from mpx.recipes import DelayedScaling
             >>> loss = lambda w, x: jnp.sum(x @ w)
             >>> f8 = fp8(loss, DelayedScaling(history=2), min_gain=0)
             >>> w, x = (jnp.ones((16, 16), jnp.bfloat16) for _ in range(2))
@@ -234,6 +237,9 @@ class Fp8Function:
                 f"`{type(recipe).__name__}` keeps no state: call the function itself. "
                 "Only `DelayedScaling` has one."
             )
+        factor = getattr(scaling, "loss_scaling", scaling)
+        if isinstance(scaling, NoLossScaling):
+            factor = 1.0
         sites: dict[str, tuple[int, ...]] = {}
 
         walk = self.walk(args, kwargs)
@@ -253,7 +259,7 @@ class Fp8Function:
             func, full_args, full_kwargs = _nnx.put_back(plain, _nnx.copy(objects))
             probes = {path: (None, x) for path, (_, x) in state.largest().items()}
             out = self._with_scales(probes, func, full_args, full_kwargs)
-            return _first_float(out) * loss_scale
+            return _first_float(out) * factor
 
         with gradient_function():
             observed = jax.jit(jax.grad(scaled))(state, arrays)
@@ -262,7 +268,7 @@ class Fp8Function:
         )
 
 
-_AS_WRITTEN = AmpPolicy("original")
+_AS_WRITTEN = AmpRules("original")
 
 
 def _param_names(
