@@ -212,7 +212,9 @@ def bind(eqn: Any, args: Sequence[Any], **changes: Any) -> list[Any]:
 
 
 def convert_dtype(x: Any, dtype: Any) -> Any:
-    """Casts an array by `lax.convert_element_type`."""
+    """Casts an array by `lax.convert_element_type`, if it has another dtype."""
+    if x.dtype == dtype:
+        return x
     return (_convert if _is_linearized(x) else lax.convert_element_type)(x, dtype)
 
 
@@ -303,6 +305,33 @@ def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def primitive_name(eqn: Any) -> str:
+    """Returns the name of an equation's primitive; JAX 0.12 wraps those of a vjp."""
+    return eqn.primitive.name.removeprefix("vjp_node[").removesuffix("]")
+
+
+def linear_program(vjp: Any, count: int) -> tuple[Any, list[Any]] | None:
+    """Returns the jaxpr that a function of `jax.vjp` transposes, and its arguments.
+
+    It is the derivative as a linear program, which exists already and costs no trace.
+
+    Args:
+        vjp: The function that `jax.vjp` returned.
+        count: The number of arrays in its arguments.
+
+    Returns:
+        The jaxpr and its variables, or `None` if this JAX does not show them.
+    """
+    jaxpr = getattr(vjp, "jaxpr", None)
+    if not is_jaxpr(jaxpr):
+        return None
+    body, _ = open_jaxpr(jaxpr)
+    # Residuals come before the arguments or are constants; structured ones come after.
+    structured = jax.tree.leaves(getattr(vjp, "structured_residuals", ()))
+    end = len(body.invars) - len(structured)
+    return (body, body.invars[end - count : end]) if end >= count else None
+
+
 def default_matmul_precision() -> str | None:
     """Returns the precision that matmuls have where none is given."""
     return getattr(jax.config, "jax_default_matmul_precision", None)
@@ -317,35 +346,8 @@ def lowered_primitives() -> set[str]:
     return {primitive.name for table in tables for primitive in table}
 
 
-# --- Attention ------------------------------------------------------------------------
-
-
-def attention_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns what `jax.nn.dot_product_attention` calls: for XLA, and for cuDNN.
-
-    It looks them up when it is called, so that replacing them reaches every call of it,
-    however it was imported.
-    """
-    names = private("attention")
-    if names is None:  # nothing is replaced: nobody calls these
-        return jax.nn.dot_product_attention, jax.nn.dot_product_attention
-    module = names.functions
-    return module._dot_product_attention_xla, module.cudnn_dot_product_attention
-
-
-def set_attention_functions(
-    plain: Callable[..., Any], cudnn: Callable[..., Any]
-) -> None:
-    """Replaces what `jax.nn.dot_product_attention` calls, if this JAX allows it."""
-    if (names := private("attention")) is not None:
-        names.functions._dot_product_attention_xla = plain
-        names.functions.cudnn_dot_product_attention = cudnn
-
-
-def needs_devices(primitive: Any) -> None:
-    """Declares that a primitive which calls cuDNN's attention is lowered for devices."""
-    if (names := private("attention")) is not None:
-        names.prim_requires_devices_during_lowering.add(primitive)
+# The primitive of cuDNN's forward pass inside `jax.nn.dot_product_attention`.
+CUDNN_KERNEL = "dot_product_attention_fwd_wrapper"
 
 
 # --- Shardings ------------------------------------------------------------------------

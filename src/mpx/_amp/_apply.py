@@ -1,7 +1,6 @@
 """How each rule runs an equation: which casts it makes, and what is known after."""
 
 import functools
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from mpx._amp._values import (
 )
 from mpx._amp._weights import matmul, weights_of
 from mpx._compat import bind, default_matmul_precision, eval_equation
+from mpx._jaxpr._queries import matmul_sizes
 
 
 def run_original(amp: Any, eqn: Any, values: list[Any]) -> list[Any]:
@@ -122,30 +122,12 @@ def reason_for_f32(eqn: Any) -> str | None:
     matrix unit has anything to add up. With nothing but a sum, as in a norm or a penalty,
     the result may leave the range of f16, as may that of `reduce_sum`.
     """
-    summed, free = _matmul_sizes(eqn)
+    summed, free = matmul_sizes(eqn)
     if summed <= 1:
         return "a product without a sum gains nothing in 16 bits"
     if max(free) <= 1:
         return "an inner product is a sum: sums of many terms stand still in 16 bits"
     return None
-
-
-def _matmul_sizes(eqn: Any) -> tuple[int, tuple[int, ...]]:
-    """Returns how many products a result adds up, and each operand's free size."""
-    shapes = [var.aval.shape for var in eqn.invars[:2]]
-    if eqn.primitive.name == "conv_general_dilated":
-        kernel = list(shapes[1])
-        channels = kernel.pop(eqn.params["dimension_numbers"].rhs_spec[0])
-        return math.prod(kernel), (math.prod(shapes[0]), channels)
-    numbers = eqn.params.get("dimension_numbers")
-    if numbers is None:
-        numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    summed, batch = numbers
-    free = tuple(
-        math.prod(n for i, n in enumerate(shape) if i not in (*axes, *same))
-        for shape, axes, same in zip(shapes, summed, batch, strict=True)
-    )
-    return math.prod(shapes[0][i] for i in summed[0]), free
 
 
 def _f32(
@@ -328,50 +310,3 @@ def convert(
     if var.aval.dtype == np.bool_ and is_eligible(out.aval):
         meta = Meta(literal=1.0)  # zeros and ones are exact in every dtype
     return bind(eqn, [as_array(values[0])]), [meta]
-
-
-def flops(eqn: Any) -> int:
-    """Returns two operations per multiplication of a matmul, 0 for anything else.
-
-    Attention counts as its matmuls, without those that a mask makes useless.
-    """
-    out = int(np.prod(eqn.outvars[0].aval.shape, dtype=np.int64)) if eqn.outvars else 0
-    if eqn.primitive.name == "dot_general":
-        (contract, _), _ = eqn.params["dimension_numbers"]
-        lhs = eqn.invars[0].aval.shape
-        return 2 * out * int(np.prod([lhs[axis] for axis in contract], dtype=np.int64))
-    if eqn.primitive.name == "conv_general_dilated":
-        numbers = eqn.params["dimension_numbers"]
-        kernel = eqn.invars[1].aval.shape
-        channels = kernel[numbers.rhs_spec[0]]
-        return 2 * out * int(np.prod(kernel, dtype=np.int64)) // channels
-    if eqn.primitive.name == "ragged_dot_general":
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
-        (contract, _), _ = numbers.dot_dimension_numbers
-        lhs, groups = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape[-1]
-        count = 2 * out * int(np.prod([lhs[axis] for axis in contract], dtype=np.int64))
-        # Each row belongs to one group; a sum over rows has a result for each group.
-        is_sum = any(axis in contract for axis in numbers.lhs_ragged_dimensions)
-        return count // groups if is_sum else count
-    if eqn.primitive.name in ATTENTION_MATMULS:
-        batch, queries, heads, size = eqn.invars[0].aval.shape
-        one = 2 * batch * heads * queries * eqn.invars[1].aval.shape[1] * size
-        return ATTENTION_MATMULS[eqn.primitive.name] * one
-    return 0
-
-
-def repetitions(eqn: Any) -> int:
-    """Returns how often an equation runs its jaxprs: a scan, a kernel over a grid.
-
-    A loop of unknown length counts once.
-    """
-    grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
-    known = [size for size in grid if isinstance(size, int)]
-    return eqn.params.get("length", 1) * math.prod(known)
-
-
-ATTENTION_MATMULS = {
-    "cudnn_attention": 2,
-    "cudnn_attention_backward": 5,
-    "cudnn_attention_tangent": 6,
-}

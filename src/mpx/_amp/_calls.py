@@ -4,7 +4,6 @@ Each is rebuilt around its rewritten body with all its other parameters: names,
 shardings, donation, remat policies and derivative rules survive.
 """
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import _flash
-from mpx._amp._catch import caught_attention
 from mpx._amp._rules import MATMULS
 from mpx._amp._scopes import LOW_NAME
 from mpx._amp._values import F32, NEUTRAL, Meta, as_array, cast, is_eligible, widest
@@ -24,8 +21,8 @@ from mpx._compat import (
     constants_as_inputs,
     eval_equation,
     open_jaxpr,
-    sub_jaxprs,
 )
+from mpx._jaxpr._queries import ATTENTION, equations
 
 Outcome = tuple[list[Any], list[Meta]]
 Dtypes = tuple[np.dtype | None, ...]
@@ -33,13 +30,12 @@ Dtypes = tuple[np.dtype | None, ...]
 
 
 def has_work(jaxpr: Any) -> bool:
-    """Whether a jaxpr holds a matmul or a value marked low, at any depth."""
+    """Returns whether a jaxpr holds a matmul or a value marked low, at any depth."""
     return any(
         eqn.primitive.name in MATMULS
-        or eqn.primitive.name in _flash.NAMES
+        or eqn.primitive.name in ATTENTION
         or eqn.params.get("name") == LOW_NAME
-        or any(map(has_work, sub_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
+        for eqn in equations(jaxpr)
     )
 
 
@@ -84,20 +80,6 @@ def remember(cache: dict[Any, Any], key: Any, jaxpr: Any, *made: Any) -> None:
         *made: What was made from it.
     """
     cache[key] = (*made, weakref.ref(jaxpr, lambda _: cache.pop(key, None)))
-
-
-def trace(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what traces a user's function at its own dtypes, as `jax.make_jaxpr`.
-
-    Attention becomes one operation, where that can help.
-    """
-
-    @functools.wraps(func)
-    def traced(*args: Any) -> Any:
-        with caught_attention(_flash.attend):
-            return jax.make_jaxpr(func)(*args)
-
-    return traced
 
 
 def cast_all(values: Sequence[Any], dtypes: Dtypes) -> list[Any]:

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from mpx._amp._attention import trace
 from mpx._amp._calls import (
     Outcome,
     cast_all,
     float_dtypes,
     metas_by_dtype,
     rewrite,
-    trace,
     types_of,
     with_dtype,
     without_literals,

@@ -16,7 +16,6 @@ from mpx._amp import _attention, _calls, _derivatives, _loops, _pointwise
 from mpx._amp._apply import (
     APPLY,
     convert,
-    flops,
     opaque_metas,
     reason_for_f32,
     reason_to_keep,
@@ -45,6 +44,7 @@ from mpx._compat import (
     scopes_of,
     source_frames,
 )
+from mpx._jaxpr._queries import flops
 
 _MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
 HANDLERS = {

@@ -1,6 +1,5 @@
 """Reports of what autocast does with a function, as tables."""
 
-import collections
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
@@ -11,14 +10,12 @@ import numpy as np
 from jax import lax
 
 from mpx import _nnx
-from mpx._amp._apply import flops, repetitions
-from mpx._amp._flash import NAMES as ATTENTION
 from mpx._amp._interpreter import Autocast, Decision
 from mpx._amp._policy import AmpRules
 from mpx._amp._rules import MATMULS, REASONS, UNKNOWN, Rule
 from mpx._amp._transform import autocast_call
-from mpx._compat import open_jaxpr, sub_jaxprs
 from mpx._formats import short_name
+from mpx._jaxpr._queries import ATTENTION, matmul_flops
 from mpx._tree import is_array
 
 
@@ -209,7 +206,7 @@ def amp_report(func: Callable[..., Any], *args: Any, **kwargs: Any) -> AmpReport
         dtype=short_name(autocast.dtype),
         rules=autocast.rules,
         decisions=tuple(dict.fromkeys(autocast.decisions)),
-        flops=dict(_matmul_flops(open_jaxpr(jaxpr)[0])),
+        flops=dict(matmul_flops(jaxpr, _multiplied_in)),
     )
 
 
@@ -244,21 +241,6 @@ def trace(
 
 def _is_abstract(leaf: Any) -> bool:
     return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def _matmul_flops(jaxpr: Any) -> collections.Counter[str]:
-    """Counts the operations of the matmuls of a jaxpr, as often as they run."""
-    total: collections.Counter[str] = collections.Counter()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in (*MATMULS, *ATTENTION):
-            total[_multiplied_in(eqn)] += flops(eqn)
-        inner = [_matmul_flops(body) for body in sub_jaxprs(eqn)]
-        if eqn.primitive.name == "cond":
-            inner = [max(inner, key=lambda count: count.total())]
-        for count in inner:
-            for dtype, number in count.items():
-                total[dtype] += number * repetitions(eqn)
-    return total
 
 
 def _multiplied_in(eqn: Any) -> str:

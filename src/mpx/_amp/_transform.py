@@ -11,8 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from mpx import _nnx
-from mpx._amp._catch import caught_attention
-from mpx._amp._flash import attend
+from mpx._amp._attention import captured_attention
 from mpx._amp._interpreter import Autocast
 from mpx._amp._policy import AmpRules, as_amp_rules, as_compute_dtype
 from mpx._amp._scoped import (
@@ -32,10 +31,9 @@ from mpx._compat import (
     is_differentiated,
     nothing_is_traced,
     open_jaxpr,
-    scopes_of,
     source_frames,
-    sub_jaxprs,
 )
+from mpx._jaxpr._queries import places
 from mpx._tree import is_array, named_leaves
 from mpx._warn import warn
 from mpx._wrapped import refuse_cast_arguments
@@ -210,7 +208,7 @@ def _call_pure(
         autocast.cache = eager.setdefault(autocast.dtype, {})
         if len(autocast.cache) > _MOST_REMEMBERED:
             autocast.cache.clear()
-    with caught_attention(attend):
+    with captured_attention():
         jaxpr, (_, out_static) = jax.make_jaxpr(flat, return_shape=True)(*arrays)
     body, consts = open_jaxpr(jaxpr)
     known = _names_and_roles(func, names, args, kwargs, consts)
@@ -240,18 +238,11 @@ def _check_policy(policy: AmpRules, jaxpr: Any, names: list[str]) -> None:
         return
     paths: set[tuple[str, ...]] = set()
     functions: set[str] = set()
-
-    def visit(jaxpr: Any, scopes: tuple[str, ...]) -> None:
-        for eqn in jaxpr.eqns:
-            inner = scopes + scopes_of(eqn)
-            paths.add(inner)
-            if policy.functions:
-                for name, _, _ in source_frames(eqn):
-                    functions.update((name, name.rpartition(".")[2]))
-            for body in sub_jaxprs(eqn):
-                visit(body, inner)
-
-    visit(jaxpr, ambient_scopes())
+    for eqn, scopes, _ in places(jaxpr, ambient_scopes()):
+        paths.add(scopes)
+        if policy.functions:
+            for name, _, _ in source_frames(eqn):
+                functions.update((name, name.rpartition(".")[2]))
     useless = policy.useless(names, paths, functions)
     if useless:
         warn(

@@ -4,7 +4,7 @@ An 8-bit code is a constant to JAX, so the second derivatives would be 0; and th
 blocks would be rounded with scales that were made for other numbers.
 """
 
-from mpx._undifferentiable import undifferentiable
+from mpx._grad_checks import undifferentiable
 
 # For what the rules of a derivative get or return: JAX evaluates these rules on values, and
 # differentiating them is a second derivative.

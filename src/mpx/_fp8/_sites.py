@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
-from mpx._amp._apply import ATTENTION_MATMULS, flops
 from mpx._amp._values import Meta
 from mpx._formats import short_name
 from mpx._fp8._recipes import MXFP8, Recipe
+from mpx._jaxpr._queries import ATTENTION, flops, matmul_sizes
 
 KeepRule = str | Callable[["Matmul"], bool]
 
@@ -132,24 +132,20 @@ def sizes(eqn: Any) -> tuple[tuple[int, int, int], int]:
     `2 * rows * summed * columns * count` is `flops(eqn)`.
     """
     first, second = (var.aval.shape for var in eqn.invars[:2])
-    name = eqn.primitive.name
-    if name == "dot_general":
-        (axes, _), (batch, _) = eqn.params["dimension_numbers"]
-        summed = math.prod(first[axis] for axis in axes)
-        count = math.prod(first[axis] for axis in batch)
-        columns = math.prod(second) // max(count * summed, 1)
-    elif name == "conv_general_dilated":
-        columns = second[eqn.params["dimension_numbers"].rhs_spec[0]]
-        summed, count = math.prod(second) // max(columns, 1), 1
-    elif name in ATTENTION_MATMULS:
+    name, count = eqn.primitive.name, 1
+    if name in ATTENTION:
         # A product with the keys and one with the values; more of them in derivatives.
         summed, columns = first[-1], second[1]
-        count = ATTENTION_MATMULS[name] * first[0] * first[2]
-    else:  # A ragged matmul: each row of the first operand belongs to one group.
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
-        (axes, _), _ = numbers.dot_dimension_numbers
-        summed = math.prod(first[axis] for axis in axes)
-        columns, count = eqn.outvars[0].aval.shape[-1], 1
+        count = ATTENTION[name] * first[0] * first[2]
+    else:
+        summed, (_, columns) = matmul_sizes(eqn)
+        if name == "dot_general":
+            count = math.prod(
+                first[axis] for axis in eqn.params["dimension_numbers"][1][0]
+            )
+        elif name != "conv_general_dilated":
+            # Each row of the first operand of a ragged matmul belongs to one group.
+            columns = eqn.outvars[0].aval.shape[-1]
     return (flops(eqn) // max(2 * summed * columns * count, 1), summed, columns), count
 
 

@@ -15,10 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp._apply import ATTENTION_MATMULS, flops, repetitions
 from mpx._amp._calls import remember
 from mpx._amp._interpreter import Autocast
-from mpx._amp._rules import MATMULS
 from mpx._amp._values import NEUTRAL, Meta, Role
 from mpx._compat import (
     Literal,
@@ -35,34 +33,27 @@ from mpx._fp8._operands import Plan
 from mpx._fp8._recipes import MXFP8, DelayedScaling
 from mpx._fp8._recursion import HANDLERS, States, typed
 from mpx._fp8._sites import Matmul, Selection, reason_to_keep, sizes
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
+from mpx._jaxpr._queries import (
+    ATTENTION,
+    MATMULS,
+    MOVES,
+    contains,
+    flops,
+    names,
+    repetitions,
+)
 
 # What these return is a parameter if what they get first is one.
-_MOVES = _names(
-    "convert_element_type reshape squeeze expand_dims transpose slice dynamic_slice rev "
-    "copy copy_p neg name optimization_barrier reduce_precision sharding_constraint "
-    "reshard mesh_cast pvary pcast all_gather all_gather_invariant split unstack"
+_MOVES = (MOVES - {"broadcast_in_dim"}).union(
+    names("neg all_gather all_gather_invariant split unstack")
 )
 # What these return is a parameter if all that they get are parameters or numbers.
-_COMBINES = _names("add sub mul div max min concatenate stack dot_general")
+_COMBINES = names("add sub mul div max min concatenate stack dot_general")
 
 
 _CHANGED = frozenset({"dot_general"})
 # What multiplies, though not in 8 bits: the report lists it.
-_MULTIPLIES = frozenset({*MATMULS, *ATTENTION_MATMULS})
-
-
-def has_any(jaxpr: Any, names: frozenset[str]) -> bool:
-    """Whether a jaxpr holds one of these primitives, at any depth."""
-    return any(
-        eqn.primitive.name in names
-        or any(has_any(inner, names) for inner in sub_jaxprs(eqn))
-        for eqn in jaxpr.eqns
-    )
+_MULTIPLIES = frozenset({*MATMULS, *ATTENTION})
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,7 +104,7 @@ class Walk(Autocast):
             return self._dot(eqn, values, metas, scopes), self.known(eqn, metas)
         # A report looks for more than what is changed.
         wanted = _CHANGED if self.matmuls is None else _MULTIPLIES
-        if name in HANDLERS and any(has_any(x, wanted) for x in sub_jaxprs(eqn)):
+        if name in HANDLERS and any(contains(x, wanted) for x in sub_jaxprs(eqn)):
             return HANDLERS[name](self, eqn, values, metas, scopes)
         if self.matmuls is not None:
             self._record(eqn, metas, scopes)

@@ -13,10 +13,11 @@ from jax.custom_batching import custom_vmap
 
 from mpx._compat import HAS_MOSAIC, refused
 from mpx._devices import gpu_capability
-from mpx._kernels._partition import cannot_shard, over_shards
+from mpx._kernels._partition import step_shards
 from mpx._kernels._plain import Body, run_plain
 from mpx._kernels._tuning import MOSAIC, TRITON, Tuning
 from mpx._private import private
+from mpx._sharding import reason_against_shards
 
 Backend = Literal["auto", "jax", "triton", "mosaic"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -160,7 +161,7 @@ def _obstacle(job: Job, tuning: Tuning) -> str | None:
             f"its groups have {group_size} elements, and the kernel needs a power of two "
             f"up to {largest}"
         )
-    return cannot_shard(param, group_size)
+    return reason_against_shards(param, group_size)
 
 
 def _has_kernel(oldest: tuple[int, int] = (8, 0)) -> bool:
@@ -347,7 +348,7 @@ def _kernel(
                 new[index] = leaf
         return new
 
-    return over_shards(local, numbers, ahead, grads, leaves, group_size=group_size)
+    return step_shards(local, numbers, ahead, grads, leaves, group_size=group_size)
 
 
 class _Launcher(NamedTuple):

@@ -21,8 +21,7 @@ from mpx._compat import (
     scan_sizes,
     sub_jaxprs,
 )
-
-_REMAT = ("checkpoint", "remat2", "remat")
+from mpx._jaxpr._queries import REMAT, contains
 
 
 class Tap(abc.ABC):
@@ -91,9 +90,9 @@ def _can_wait(jaxpr: Any, var: Any, *, in_loop: bool) -> bool:
         return has_layers and not in_loop and position >= sum(scan_sizes(eqn.params))
     if name == "convert_element_type":
         return _can_wait(jaxpr, eqn.outvars[0], in_loop=in_loop)
-    if name in _REMAT and in_loop:
+    if name in REMAT and in_loop:
         return True
-    if name in _REMAT or (name == "jit" and not has_shardings(eqn.params)):
+    if name in REMAT or (name == "jit" and not has_shardings(eqn.params)):
         inner = next(sub_jaxprs(eqn))
         return _can_wait(inner, inner.invars[position], in_loop=in_loop)
     return False
@@ -141,7 +140,7 @@ def _scan(eqn: Any, values: list[Any], *, in_loop: bool) -> list[Any]:
         outs = _run(jaxpr, consts, [*shared, *carry, *layers], in_loop=True)
         return outs[:n_carry], outs[n_carry:]
 
-    if not jaxpr.effects and not _has_remat(jaxpr):
+    if not jaxpr.effects and not contains(jaxpr, REMAT):
         # What is read from a reference cannot be kept, so the backward pass reads again;
         # all else is kept. Around a remat this would keep what that one does not.
         policy = jax.checkpoint_policies.everything_saveable
@@ -157,18 +156,11 @@ def _scan(eqn: Any, values: list[Any], *, in_loop: bool) -> list[Any]:
     return [*carry, *ys]
 
 
-def _has_remat(jaxpr: Any) -> bool:
-    return any(
-        eqn.primitive.name in _REMAT or any(map(_has_remat, sub_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
-
-
 _HANDLERS: dict[str, Callable[..., list[Any]]] = {
     "convert_element_type": _cast,
     "jit": _call,
     "scan": _scan,
-    **dict.fromkeys(_REMAT, _remat),
+    **dict.fromkeys(REMAT, _remat),
 }
 
 

@@ -1,76 +1,17 @@
-"""Following values through a traced program: where does a parameter end up?"""
+"""Following values through a traced program: where a parameter ends up."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
-from mpx._compat import Literal, is_jaxpr, open_jaxpr, scan_sizes
-
-MATMULS = frozenset(
-    ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
-)
-# Operations that hand an array on: the same numbers in another dtype, order or place.
-MOVES = frozenset(
-    (
-        "convert_element_type",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "broadcast_in_dim",
-        "slice",
-        "dynamic_slice",
-        "gather",
-        "concatenate",
-        "rev",
-        "copy",
-        "copy_p",
-        "pvary",
-        "pcast",
-        "reduce_precision",
-        "sharding_constraint",
-        "mesh_cast",
-        "reshard",
-        "optimization_barrier",
-        "name",
-    )
-)
+from mpx._compat import Literal, is_jaxpr, open_jaxpr, primitive_name, scan_sizes
+from mpx._jaxpr._queries import Equation
 
 Label = Any
-"""What is known of a value; `None` where nothing is."""
+"""The knowledge about a value; `None` stands for none."""
 
-Rule = Callable[[str, Any, list[Label]], Label]
-"""From an operation's name, its equation and its operands' labels to its results'."""
-
-
-def name_of(eqn: Any) -> str:
-    """Returns the name of an equation's operation; JAX 0.12 wraps those of a vjp."""
-    return eqn.primitive.name.removeprefix("vjp_node[").removesuffix("]")
-
-
-def linear_program(vjp: Any, count: int) -> tuple[Any, list[Any]] | None:
-    """Returns what `jax.vjp` will transpose, and the variables of its arguments.
-
-    It is the derivative of a function as a linear program, which exists already: to
-    look at it costs no trace.
-
-    Args:
-        vjp: The function that `jax.vjp` returned.
-        count: How many arrays its arguments have.
-
-    Returns:
-        `None` if this JAX does not show it.
-    """
-    jaxpr = getattr(vjp, "jaxpr", None)
-    if not is_jaxpr(jaxpr):
-        return None
-    body, _ = open_jaxpr(jaxpr)
-    # Residuals come before the arguments or are constants; structured ones come after.
-    end = len(body.invars) - len(
-        jax.tree.leaves(getattr(vjp, "structured_residuals", ()))
-    )
-    return (body, body.invars[end - count : end]) if end >= count else None
+Rule = Callable[[str, Equation, list[Label]], Label]
+"""Labels results: called with a primitive's name, its equation, its operands' labels."""
 
 
 class Flow:
@@ -78,8 +19,9 @@ class Flow:
 
     Attributes:
         rule: Labels the results of one operation.
-        join: Which of two labels holds where a loop or a branch may bring either.
-        constant: Labels the constants of jaxprs, by their values.
+        join: Combines the labels of a value that comes from either of two branches, or
+            from outside a loop and from its last step.
+        constant: Labels a constant of a jaxpr, given its value.
     """
 
     def __init__(
@@ -92,7 +34,7 @@ class Flow:
         self.rule, self.join, self.constant = rule, join, constant
 
     def run(self, jaxpr: Any, labels: dict[Any, Label]) -> list[Label]:
-        """Returns the labels of the results, from those of some variables."""
+        """Returns the labels of the results, given those of some variables."""
         body, consts = open_jaxpr(jaxpr)
         env = {var: label for var, label in labels.items() if label is not None}
         if self.constant is not None:
@@ -112,7 +54,7 @@ class Flow:
         return [read(atom) for atom in body.outvars]
 
     def _outs(self, eqn: Any, ins: list[Label]) -> Sequence[Label]:
-        name = name_of(eqn)
+        name = primitive_name(eqn)
         label = self.rule(name, eqn, ins)
         if name == "scan":
             consts, carry = scan_sizes(eqn.params)
@@ -123,7 +65,7 @@ class Flow:
             return self._loop(eqn.params["body_jaxpr"], ins[start:], carry)
         if name == "cond":
             outs = [self._call(x, ins[1:]) for x in eqn.params["branches"]]
-            return [self._joined(labels) for labels in zip(*outs, strict=True)]
+            return [functools.reduce(self.join, x) for x in zip(*outs, strict=True)]
         inner = [x for x in eqn.params.values() if is_jaxpr(x)]
         if len(inner) == 1 and len(open_jaxpr(inner[0])[0].invars) == len(ins):
             outs = self._call(inner[0], ins)
@@ -137,7 +79,7 @@ class Flow:
         return self.run(jaxpr, dict(zip(open_jaxpr(jaxpr)[0].invars, ins, strict=True)))
 
     def _loop(self, jaxpr: Any, ins: list[Label], carry: slice) -> list[Label]:
-        """Runs a body until the labels of its carry stay."""
+        """Runs a body until the labels of its carry no longer change."""
         count = len(ins[carry])
         while True:
             outs = self._call(jaxpr, ins)
@@ -146,9 +88,3 @@ class Flow:
                 return [*after, *outs[count:]]
             ins = [*ins]
             ins[carry] = after
-
-    def _joined(self, labels: Sequence[Label]) -> Label:
-        first, *others = labels
-        for other in others:
-            first = self.join(first, other)
-        return first

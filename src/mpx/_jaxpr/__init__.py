@@ -1,0 +1,1 @@
+"""Traced programs: looking through them, following values, and running them."""
