@@ -548,7 +548,7 @@ def test_step_can_be_compiled_and_donated(make):
     assert state.ecc["s"].dtype == np.int8  # the original loses it
 
 
-@pytest.mark.parametrize("library", [flashoptim, mpx], ids=["flashoptim", "mpx"])
+@pytest.mark.parametrize("library", [flashoptim, mpx.optim], ids=["flashoptim", "mpx"])
 def test_second_step_finds_the_compiled_first(library):
     params = {"w": jnp.ones((64, 64), BF16), "b": jnp.ones(3)}
     tx = library.flash_adamw(1e-2)
