@@ -6,12 +6,13 @@ from typing import Any
 import jax
 
 from mpx._amp import _flash
-from mpx._amp._apply import in_f32, opaque_metas, run_original
-from mpx._amp._calls import Outcome
+from mpx._amp._casts import opaque_facts, original
 from mpx._amp._cudnn import Attention, reason_against
+from mpx._amp._facts import Origin, Run, Settings, cast, is_eligible
 from mpx._amp._rules import Rule
-from mpx._amp._values import Meta, cast, is_eligible
 from mpx._compat import bind, eval_equation, eval_jaxpr, open_jaxpr
+from mpx._jaxpr._interpreter import Outcome, Scopes, Values
+from mpx._jaxpr._queries import Equation
 
 _PLAIN: dict[str, Callable[..., Any]] = {
     _flash.attention_p.name: _flash.plain,
@@ -20,46 +21,64 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 }
 
 
-def _attention(
-    amp: Any, eqn: Any, values: list[Any], metas: list[Meta], scopes: tuple[str, ...]
-) -> Outcome:
-    if not is_eligible(eqn.invars[0].aval):  # an amp inside of this one has been here
-        return eval_equation(eqn, values), [Meta(chain="low")] * len(eqn.outvars)
+def choose(
+    amp: Settings, eqn: Equation, facts: list[Origin], scopes: Scopes
+) -> tuple[Run] | tuple[Run, Rule, str]:
+    """Returns how attention runs: in cuDNN, or by the operations that JAX runs by default."""
+    if not is_eligible(eqn.invars[0].aval):  # an `amp` inside this one has been here
+        return (_already_low,)
     rule, reason = amp.region_rule(eqn, scopes) or amp.rule(
-        "dot_general", {}, metas[:3]
+        "dot_general", {}, facts[:3]
     )
     if rule == Rule.LOW:
         against = _reason_against(amp, eqn)
         if against is None:
-            outs = bind(eqn, _low(amp, eqn, values))
-            amp.record(eqn, Rule.LOW, reason, metas=metas, scopes=scopes, outs=outs[:1])
-            low = [Meta(chain="low" if x.dtype == amp.dtype else "high") for x in outs]
-            return outs, low
-        amp.record(eqn, Rule.ORIGINAL, against, metas=metas, scopes=scopes)
-    elif eqn.params["spec"].required:
-        return run_original(amp, eqn, values), opaque_metas(
-            eqn, metas
-        )  # as JAX: it refuses
-    # The operations that JAX runs by default, each by its own rule.
-    return amp.run(*_plain_jaxpr(eqn), values, metas, scopes)
+            return _run_low, Rule.LOW, reason
+        return _op_by_op, Rule.ORIGINAL, against
+    # As JAX: it refuses.
+    return (original if eqn.params["spec"].required else _op_by_op,)
 
 
-def run_original_attention(amp: Any, eqn: Any, values: list[Any]) -> list[Any]:
+def _already_low(
+    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
+) -> Outcome:
+    return eval_equation(eqn, values), [Origin(chain="low")] * len(eqn.outvars)
+
+
+def _run_low(
+    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
+) -> Outcome:
+    outs = bind(eqn, _low(amp, eqn, values))
+    known = [Origin(chain="low" if x.dtype == amp.dtype else "high") for x in outs]
+    return outs, known
+
+
+def _op_by_op(
+    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
+) -> Outcome:
+    """Runs the operations that JAX runs by default, each by its own rule."""
+    return amp.run(*_plain_jaxpr(eqn), values, facts, scopes)
+
+
+def original_attention(
+    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
+) -> Outcome:
     """Runs attention as it is written, by the operations that JAX runs by default."""
     if eqn.params["spec"].required:
-        return run_original(amp, eqn, values)
+        return original(amp, eqn, values, facts, scopes)
     body, consts = _plain_jaxpr(eqn)
-    return eval_jaxpr(body, consts, *in_f32(amp, eqn, values))
+    outs = eval_jaxpr(body, consts, *amp.in_f32(eqn, values))
+    return outs, opaque_facts(eqn, facts)
 
 
-def _plain_jaxpr(eqn: Any) -> tuple[Any, Any]:
+def _plain_jaxpr(eqn: Equation) -> tuple[Any, Any]:
     def plain(*operands: Any) -> list[Any]:
         return list(_PLAIN[eqn.primitive.name](*operands, **eqn.params))
 
     return open_jaxpr(jax.make_jaxpr(plain)(*(var.aval for var in eqn.invars)))
 
 
-def _reason_against(amp: Any, eqn: Any) -> str | None:
+def _reason_against(amp: Settings, eqn: Equation) -> str | None:
     if eqn.primitive is _flash.attention_tangent_p:
         return "cuDNN has no forward-mode derivative"
     spec: Attention = eqn.params["spec"]
@@ -72,7 +91,7 @@ def _reason_against(amp: Any, eqn: Any) -> str | None:
     return reason_against(spec, tuple(avals))
 
 
-def _low(amp: Any, eqn: Any, values: list[Any]) -> list[Any]:
+def _low(amp: Settings, eqn: Equation, values: Values) -> Values:
     """Casts the operands: in 16 bits what cuDNN multiplies, in f32 the rest."""
     low = {0, 1, 2}
     if eqn.primitive is _flash.attention_backward_p:
@@ -81,9 +100,6 @@ def _low(amp: Any, eqn: Any, values: list[Any]) -> list[Any]:
     return [
         cast(value, amp.dtype) if i in low else wide
         for i, (value, wide) in enumerate(
-            zip(values, in_f32(amp, eqn, values), strict=True)
+            zip(values, amp.in_f32(eqn, values), strict=True)
         )
     ]
-
-
-HANDLERS: dict[str, Callable[..., Outcome]] = dict.fromkeys(_flash.NAMES, _attention)

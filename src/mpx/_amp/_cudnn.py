@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mpx._amp._values import cast
+from mpx._amp._facts import cast
 from mpx._compat import Literal, eval_equation, open_jaxpr
 from mpx._devices import cuda_capability
 

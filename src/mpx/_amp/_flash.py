@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from mpx._amp._catch import plain_attention
 from mpx._amp._cudnn import Attention, cudnn_backward, cudnn_forward
-from mpx._amp._values import F32, cast
+from mpx._amp._facts import F32, cast
 from mpx._compat import (
     Primitive,
     as_varying,

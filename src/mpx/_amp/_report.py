@@ -5,19 +5,17 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 
-from mpx import _nnx
-from mpx._amp._interpreter import Autocast, Decision
+from mpx._amp._autocast import Autocast
+from mpx._amp._facts import Decision
+from mpx._amp._functions import trace
+from mpx._amp._matmuls import PRESETS
 from mpx._amp._policy import AmpPolicy, as_amp_policy, as_compute_dtype
 from mpx._amp._rules import MATMULS, REASONS, UNKNOWN, Rule
-from mpx._amp._transform import autocast_call
 from mpx._formats import short_name
 from mpx._jaxpr._queries import ATTENTION, matmul_flops
-from mpx._tree import is_array
 from mpx._wrapped import is_amp
 
 
@@ -77,7 +75,7 @@ class AmpReport:
     def _is_kept(self, decision: Decision) -> bool:
         if decision.rule == Rule.LOW:
             return _short_dtypes(decision.after[:1]) != self.compute_dtype
-        if decision.rule in _ALGORITHMS:
+        if decision.rule in PRESETS:
             return not decision.reason.startswith(_BY_USER)
         return decision.rule in (Rule.F32, Rule.ORIGINAL)
 
@@ -112,11 +110,6 @@ class AmpReport:
         return f"Matmul operations: {', '.join(shares) or 'none'}."
 
 
-_ALGORITHMS = {
-    Rule.TF32: lax.DotAlgorithmPreset.TF32_TF32_F32,
-    Rule.BF16_F32: lax.DotAlgorithmPreset.BF16_BF16_F32,
-    Rule.TRUE_F32: lax.DotAlgorithmPreset.F32_F32_F32,
-}
 _BY_USER = ("policy ", "scope ", "function ", "parameter ")
 
 
@@ -149,7 +142,7 @@ def short_source(source: str) -> str:
 
 def _matmul_row(decision: Decision) -> tuple[str, ...]:
     before, after = _short_dtypes(decision.before[:2]), _short_dtypes(decision.after)
-    if decision.rule in _ALGORITHMS and decision.reason.startswith(_BY_USER):
+    if decision.rule in PRESETS and decision.reason.startswith(_BY_USER):
         after = decision.rule
     if decision.rule not in list(Rule):
         after = f"by {decision.rule}"  # a user's function
@@ -247,41 +240,8 @@ def amp_report(
     )
 
 
-def trace(
-    autocast: Autocast,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Returns the jaxpr of a call under autocast."""
-    # NNX objects are copied, or they would hold tracers afterwards.
-    plain, objects = _nnx.take_out((func, args, kwargs))
-    split = _nnx.split(objects, ()) if objects else None
-    state = split.rest if split is not None else None
-    leaves, structure = jax.tree.flatten((plain, state))
-    dynamic = [i for i, leaf in enumerate(leaves) if _is_abstract(leaf)]
-
-    def call(arrays: list[Any]) -> list[Any]:
-        full = list(leaves)
-        for i, array in zip(dynamic, arrays, strict=True):
-            full[i] = array
-        plain, state = jax.tree.unflatten(structure, full)
-        if split is not None:
-            merged = _nnx.merge(split._replace(rest=state), None)
-            plain = _nnx.put_back(plain, merged.objects)
-        func, args, kwargs = plain
-        outs = autocast_call(autocast, func, args, kwargs)
-        return [out for out in jax.tree.leaves(outs) if is_array(out)]
-
-    return jax.make_jaxpr(call)([leaves[i] for i in dynamic])
-
-
-def _is_abstract(leaf: Any) -> bool:
-    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 def _multiplied_in(eqn: Any) -> str:
-    for rule, preset in _ALGORITHMS.items():
+    for rule, preset in PRESETS.items():
         if eqn.params.get("precision") == preset:
             return rule
     return _short_dtypes(tuple(str(var.aval.dtype) for var in eqn.invars[:2]))

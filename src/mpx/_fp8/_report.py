@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpx._amp._report import short_source, table, trace
-from mpx._fp8._sites import Matmul
+from mpx._amp._functions import trace
+from mpx._amp._report import short_source, table
+from mpx._fp8._selection import Matmul
 from mpx._fp8._transform import Fp8Function, fp8
 
 
@@ -88,10 +89,10 @@ def fp8_report(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Fp8Report
         []
     """
     under = func if isinstance(func, Fp8Function) else fp8(func)
-    walk = under.walk(args, kwargs)
-    walk.matmuls = []
-    trace(walk, under.func, args, kwargs)
-    return Fp8Report(tuple(walk.matmuls))
+    visitor, matmuls = under.visitor(args, kwargs), list[Matmul]()
+    visitor.matmuls = matmuls
+    trace(visitor, under.func, args, kwargs)
+    return Fp8Report(tuple(matmuls))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,20 @@ model of it can run, there is nothing to do.
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
-from mpx._amp._values import Role
 from mpx._compat import is_tracer
+
+Role = Literal["own", "known", "likely", "bare"]
+"""Why an array counts as a parameter.
+
+`own`: a module holds it, the function itself or one among its arguments. `known`: it is in
+a tree, or closed over, and is being differentiated. `likely`: it is in the first argument,
+which is a tree. `bare`: it is an argument by itself that is being differentiated, as inputs
+may be, too.
+"""
 
 
 class LinenCall(NamedTuple):
