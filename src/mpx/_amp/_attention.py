@@ -1,4 +1,4 @@
-"""What autocast does with attention that is one operation: cuDNN, or op by op."""
+"""Attention as one operation under autocast: in cuDNN, or op by op."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,10 @@ import jax
 from mpx._amp import _flash
 from mpx._amp._casts import opaque_facts, original
 from mpx._amp._cudnn import Attention, reason_against
-from mpx._amp._facts import Origin, Run, Settings, cast, is_eligible
+from mpx._amp._facts import Chosen, Origin, Settings, cast, changed, is_eligible
 from mpx._amp._rules import Rule
 from mpx._compat import bind, eval_equation, eval_jaxpr, open_jaxpr
-from mpx._jaxpr._interpreter import Outcome, Scopes, Values
+from mpx._jaxpr._interpreter import Op, Outcome, Values
 from mpx._jaxpr._queries import Equation
 
 _PLAIN: dict[str, Callable[..., Any]] = {
@@ -21,54 +21,44 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 }
 
 
-def choose(
-    amp: Settings, eqn: Equation, facts: list[Origin], scopes: Scopes
-) -> tuple[Run] | tuple[Run, Rule, str]:
+def choose(amp: Settings, op: Op) -> Chosen:
     """Returns how attention runs: in cuDNN, or by the operations that JAX runs by default."""
+    eqn = op.eqn
     if not is_eligible(eqn.invars[0].aval):  # an `amp` inside this one has been here
-        return (_already_low,)
-    rule, reason = amp.region_rule(eqn, scopes) or amp.rule(
-        "dot_general", {}, facts[:3]
-    )
+        return Chosen(_already_low)
+    region = amp.region_rule(eqn, op.scopes)
+    rule, reason = region or amp.rule("dot_general", {}, op.facts[:3])
     if rule == Rule.LOW:
         against = _reason_against(amp, eqn)
         if against is None:
-            return _run_low, Rule.LOW, reason
-        return _op_by_op, Rule.ORIGINAL, against
+            return Chosen(_run_low, Rule.LOW, reason)
+        return Chosen(_op_by_op, Rule.ORIGINAL, against)
     # As JAX: it refuses.
-    return (original if eqn.params["spec"].required else _op_by_op,)
+    return Chosen(original if eqn.params["spec"].required else _op_by_op)
 
 
-def _already_low(
-    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
-    return eval_equation(eqn, values), [Origin(chain="low")] * len(eqn.outvars)
+def _already_low(amp: Settings, op: Op) -> Outcome:
+    outs = eval_equation(op.eqn, op.values)
+    return outs, [Origin(chain="low")] * len(outs)
 
 
-def _run_low(
-    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
-    outs = bind(eqn, _low(amp, eqn, values))
+def _run_low(amp: Settings, op: Op) -> Outcome:
+    outs = bind(op.eqn, _low(amp, op))
     known = [Origin(chain="low" if x.dtype == amp.dtype else "high") for x in outs]
     return outs, known
 
 
-def _op_by_op(
-    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
+def _op_by_op(amp: Settings, op: Op) -> Outcome:
     """Runs the operations that JAX runs by default, each by its own rule."""
-    return amp.run(*_plain_jaxpr(eqn), values, facts, scopes)
+    return amp.run(*_plain_jaxpr(op.eqn), op.values, op.facts, op.scopes)
 
 
-def original_attention(
-    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
+def original_attention(amp: Settings, op: Op) -> Outcome:
     """Runs attention as it is written, by the operations that JAX runs by default."""
-    if eqn.params["spec"].required:
-        return original(amp, eqn, values, facts, scopes)
-    body, consts = _plain_jaxpr(eqn)
-    outs = eval_jaxpr(body, consts, *amp.in_f32(eqn, values))
-    return outs, opaque_facts(eqn, facts)
+    if op.eqn.params["spec"].required:
+        return original(amp, op)
+    body, consts = _plain_jaxpr(op.eqn)
+    return eval_jaxpr(body, consts, *changed(op, amp.widen)), opaque_facts(op)
 
 
 def _plain_jaxpr(eqn: Equation) -> tuple[Any, Any]:
@@ -91,15 +81,14 @@ def _reason_against(amp: Settings, eqn: Equation) -> str | None:
     return reason_against(spec, tuple(avals))
 
 
-def _low(amp: Settings, eqn: Equation, values: Values) -> Values:
+def _low(amp: Settings, op: Op) -> Values:
     """Casts the operands: in 16 bits what cuDNN multiplies, in f32 the rest."""
     low = {0, 1, 2}
-    if eqn.primitive is _flash.attention_backward_p:
-        *_, out, _, cotangent = range(len(values))
+    if op.eqn.primitive is _flash.attention_backward_p:
+        *_, out, _, cotangent = range(len(op.values))
         low |= {out, cotangent}
+    pairs = zip(op.values, changed(op, amp.widen), strict=True)
     return [
         cast(value, amp.dtype) if i in low else wide
-        for i, (value, wide) in enumerate(
-            zip(values, amp.in_f32(eqn, values), strict=True)
-        )
+        for i, (value, wide) in enumerate(pairs)
     ]

@@ -7,7 +7,7 @@ Values that the function holds in f32 may be held in the compute dtype between t
 
 import contextlib
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from mpx._amp._catch import caught_attention
 from mpx._amp._facts import (
     F32,
     NEUTRAL,
+    Chosen,
     Decision,
     Origin,
     Run,
@@ -33,7 +34,7 @@ from mpx._amp._facts import (
     cast,
     is_eligible,
 )
-from mpx._amp._functions import Traced
+from mpx._amp._frameworks import Traced
 from mpx._amp._matmuls import reason_against
 from mpx._amp._policy import AmpPolicy, Choice
 from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, SHAPE_ONLY, Rule
@@ -53,6 +54,7 @@ from mpx._jaxpr import HANDLERS
 from mpx._jaxpr._calls import CALLS
 from mpx._jaxpr._interpreter import (
     Jaxpr,
+    Op,
     Outcome,
     Scopes,
     Values,
@@ -61,24 +63,10 @@ from mpx._jaxpr._interpreter import (
     types_of,
     uses_of,
 )
-from mpx._jaxpr._queries import ATTENTION, Equation, equations, flops, places
+from mpx._jaxpr._queries import ATTENTION, equations, flops, places
 from mpx._warn import warn
 
 _MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
-
-
-class Chosen(NamedTuple):
-    """How an equation runs.
-
-    Attributes:
-        run: Runs it.
-        rule: The rule, for the report; `None` if there was nothing to decide.
-        reason: Why.
-    """
-
-    run: Run
-    rule: Choice | None = None
-    reason: str = ""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -109,41 +97,35 @@ class Autocast(Settings):
 
     # --- equations --------------------------------------------------------------------
 
-    def equation(
-        self, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-    ) -> Outcome:
+    def equation(self, op: Op) -> Outcome:
         """Runs one equation in the precision that the policy chooses."""
-        chosen = self.choose(eqn, values, facts, scopes)
-        outs, known = chosen.run(self, eqn, values, facts, scopes)
+        chosen = self.choose(op)
+        outs, known = chosen.run(self, op)
         if self.decisions is not None and chosen.rule is not None:
-            self.record(eqn, chosen, facts, scopes, outs)
+            self.decisions.append(_decision(op, chosen, outs))
         return outs, known
 
-    def choose(
-        self, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-    ) -> Chosen:
+    def choose(self, op: Op) -> Chosen:
         """Returns how an equation runs: by its region, its parameter or its primitive."""
-        chain = _pointwise.choose(self, eqn, values, scopes)
+        chain = _pointwise.choose(self, op)
         if chain is not None:
-            return Chosen(*chain)
-        name, region = eqn.primitive.name, self.region_rule(eqn, scopes)
+            return chain
+        name, region = op.eqn.primitive.name, self.region_rule(op.eqn, op.scopes)
         if region is not None and region[0] == Rule.ORIGINAL:
             is_attention = name in ATTENTION
             run = _attention.original_attention if is_attention else original
             return Chosen(run, *region)
         if name in ATTENTION:
-            return Chosen(*_attention.choose(self, eqn, facts, scopes))
+            return _attention.choose(self, op)
         if name in _HANDLERS:
             return Chosen(_HANDLERS[name])
-        if not any(is_eligible(var.aval) for var in eqn.invars):
+        if not any(is_eligible(var.aval) for var in op.eqn.invars):
             return Chosen(as_written)
-        return self._by_rule(eqn, facts, region)
+        return self._by_rule(op, region)
 
-    def _by_rule(
-        self, eqn: Equation, facts: list[Origin], region: tuple[Choice, str] | None
-    ) -> Chosen:
-        name = eqn.primitive.name
-        rule, reason = region or self.rule(name, eqn.params, facts)
+    def _by_rule(self, op: Op, region: tuple[Choice, str] | None) -> Chosen:
+        eqn, name = op.eqn, op.eqn.primitive.name
+        rule, reason = region or self.rule(name, eqn.params, op.facts)
         if name == "name" and eqn.params["name"] == LOW_NAME:
             return Chosen(mark_low, Rule.FOLLOW, reason)
         if region and rule in _MAY_BE_LOW and PRIMITIVES.get(name) == Rule.ORIGINAL:
@@ -157,33 +139,23 @@ class Autocast(Settings):
             return Chosen(original, rule, kept)
         return Chosen(APPLY[rule], rule, reason)
 
-    def record(
-        self,
-        eqn: Equation,
-        chosen: Chosen,
-        facts: list[Origin],
-        scopes: Scopes,
-        outs: Values,
-    ) -> None:
-        """Records a decision for the report."""
-        assert self.decisions is not None
-        frames = source_frames(eqn)
-        # Attention also returns what its derivative needs.
-        seen = outs[:1] if eqn.primitive.name in ATTENTION else outs
-        self.decisions.append(
-            Decision(
-                primitive=eqn.primitive.name,
-                rule=str(chosen.rule),
-                reason=chosen.reason,
-                scope="/".join(scopes),
-                source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
-                params=tuple(fact.name for fact in facts if fact.name),
-                before=tuple(str(var.aval.dtype) for var in eqn.invars),
-                after=tuple(str(jnp.result_type(out)) for out in seen),
-                shapes=tuple(tuple(var.aval.shape) for var in eqn.invars),
-                flops=flops(eqn),
-            )
-        )
+
+def _decision(op: Op, chosen: Chosen, outs: Values) -> Decision:
+    eqn, frames = op.eqn, source_frames(op.eqn)
+    # Attention also returns what its derivative needs.
+    seen = outs[:1] if eqn.primitive.name in ATTENTION else outs
+    return Decision(
+        primitive=eqn.primitive.name,
+        rule=str(chosen.rule),
+        reason=chosen.reason,
+        scope="/".join(op.scopes),
+        source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
+        params=tuple(fact.name for fact in op.facts if fact.name),
+        before=tuple(str(var.aval.dtype) for var in eqn.invars),
+        after=tuple(str(jnp.result_type(out)) for out in seen),
+        shapes=tuple(tuple(var.aval.shape) for var in eqn.invars),
+        flops=flops(eqn),
+    )
 
 
 # --- equations that hold jaxprs -------------------------------------------------------
@@ -199,11 +171,9 @@ def has_work(jaxpr: Jaxpr) -> bool:
     )
 
 
-def _jit(
-    amp: Autocast, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
-    values, jaxpr = arrays_of(values), eqn.params["jaxpr"]
-    body, _ = open_jaxpr(jaxpr)
+def _jit(amp: Autocast, op: Op) -> Outcome:
+    eqn, values = op.eqn, arrays_of(op.values)
+    body, _ = open_jaxpr(eqn.params["jaxpr"])
     unchanged = all(
         not is_eligible(var.aval) or value.dtype == F32
         for var, value in zip(eqn.invars, values, strict=True)
@@ -211,13 +181,13 @@ def _jit(
     if unchanged and amp.policy.is_plain and not has_work(body):
         # Nothing to do: random number generators, for one, stay the same programs.
         return eval_equation(eqn, values), [NEUTRAL] * len(eqn.outvars)
-    new, _ = rewrite(amp, eqn, jaxpr, types_of(values), facts, scopes=scopes)
+    new, _ = rewrite(amp, op, eqn.params["jaxpr"], types_of(values), op.facts)
     # Cast outside, such a value shares its f32 version with the equations there.
     values = [
         amp.widen(value) if is_wide else value
         for value, is_wide in zip(values, _read_in_f32_only(new, body), strict=True)
     ]
-    return HANDLERS["jit"](amp, eqn, values, facts, scopes)
+    return HANDLERS["jit"](amp, op._replace(values=values))
 
 
 def _read_in_f32_only(jaxpr: Jaxpr, before: Jaxpr) -> list[bool]:
@@ -246,12 +216,10 @@ def _read_in_f32_only(jaxpr: Jaxpr, before: Jaxpr) -> list[bool]:
     ]
 
 
-def _scan(
-    amp: Autocast, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
-    values = arrays_of(values)
-    body, _ = open_jaxpr(eqn.params["jaxpr"])
-    n_consts, n_carry = scan_sizes(eqn.params)
+def _scan(amp: Autocast, op: Op) -> Outcome:
+    values, params = arrays_of(op.values), op.eqn.params
+    body, _ = open_jaxpr(params["jaxpr"])
+    n_consts, n_carry = scan_sizes(params)
     for i, var in enumerate(body.invars):
         if not is_eligible(var.aval):
             continue
@@ -259,11 +227,11 @@ def _scan(
             # The cotangents of a constant add up over the iterations: in f32.
             values[i] = amp.widen(values[i])
         is_layer = i >= n_consts + n_carry and not amp.f32_weight_grads
-        if is_layer and _used_only_low(amp, body, var, facts[i], scopes):
+        if is_layer and _used_only_low(amp, body, var, op.facts[i], op.scopes):
             # A weight per layer: cast once before the loop, or the forward pass would
             # save a low copy of each. Nothing is summed over the iterations.
             values[i] = cast(values[i], amp.dtype)
-    return HANDLERS["scan"](amp, eqn, values, facts, scopes)
+    return HANDLERS["scan"](amp, op._replace(values=values))
 
 
 def _used_only_low(
@@ -288,13 +256,11 @@ def _used_only_low(
     return bool(uses) and all(atom is not var for atom in jaxpr.outvars)
 
 
-def _custom_jvp(
-    amp: Autocast, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
+def _custom_jvp(amp: Autocast, op: Op) -> Outcome:
     if amp.f32_weight_grads:
         # Such a matmul has no tangent, and the rule is about tangents.
         amp = dataclasses.replace(amp, f32_weight_grads=False, cache={})
-    return HANDLERS["custom_jvp_call"](amp, eqn, values, facts, scopes)
+    return HANDLERS["custom_jvp_call"](amp, op)
 
 
 _HANDLERS: dict[str, Run] = {

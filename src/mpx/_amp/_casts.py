@@ -14,6 +14,7 @@ from mpx._amp._facts import (
     Settings,
     cast,
     chain_of,
+    changed,
     is_eligible,
     literal_survives,
     saturate,
@@ -29,92 +30,70 @@ from mpx._amp._rules import (
     Rule,
 )
 from mpx._compat import bind, eval_equation
-from mpx._jaxpr._interpreter import Outcome, Scopes, Values, arrays_of, as_array
+from mpx._jaxpr._interpreter import Op, Outcome, Values, arrays_of, as_array
 from mpx._jaxpr._queries import Equation
 
 
-def as_written(
-    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
+def as_written(amp: Settings, op: Op) -> Outcome:
     """Runs an equation without f32 operands."""
-    return eval_equation(eqn, values), [NEUTRAL] * len(eqn.outvars)
+    return eval_equation(op.eqn, op.values), [NEUTRAL] * len(op.eqn.outvars)
 
 
-def original(
-    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
+def original(amp: Settings, op: Op) -> Outcome:
     """Runs an equation as it is written, on operands cast back to f32."""
-    return eval_equation(eqn, amp.in_f32(eqn, values)), opaque_facts(eqn, facts)
+    return eval_equation(op.eqn, changed(op, amp.widen)), opaque_facts(op)
 
 
-def opaque_facts(eqn: Equation, facts: list[Origin]) -> list[Origin]:
+def opaque_facts(op: Op) -> list[Origin]:
     """Returns what is known of results that came out of an f32 operation."""
-    return [chain_of(facts, high=True)] * len(eqn.outvars)
+    return [chain_of(op.facts, high=True)] * len(op.eqn.outvars)
 
 
-def mark_low(
-    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
+def mark_low(amp: Settings, op: Op) -> Outcome:
     """Runs the marker of `amp_low`."""
-    return bind(eqn, [cast(values[0], amp.dtype)]), [Origin(chain="low")]
+    return bind(op.eqn, [cast(op.values[0], amp.dtype)]), [Origin(chain="low")]
 
 
-def convert(
-    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
+def convert(amp: Settings, op: Op) -> Outcome:
     """Runs a cast as it is written; one from f32 to f32 only drops a weak type."""
-    (var,), (out,) = eqn.invars, eqn.outvars
+    (var,), (out,) = op.eqn.invars, op.eqn.outvars
     if is_eligible(var.aval) and is_eligible(out.aval):
-        return values, facts
-    fact = Origin(chain=facts[0].chain)
+        return op.values, op.facts
+    fact = Origin(chain=op.facts[0].chain)
     if var.aval.dtype == np.bool_ and is_eligible(out.aval):
         fact = Origin(literal=1.0)  # zeros and ones are exact in every dtype
-    return bind(eqn, [as_array(values[0])]), [fact]
+    return bind(op.eqn, [as_array(op.values[0])]), [fact]
 
 
 def user_rule(rule: Callable[..., Any]) -> Run:
-    """Returns how an equation runs whose operands and parameters a user's function chooses.
+    """Returns a runner that lets a user's function choose operands and parameters.
 
     The function has the signature of jaxamp's `precision_fn`.
     """
 
-    def run(
-        amp: Settings,
-        eqn: Equation,
-        values: Values,
-        facts: list[Origin],
-        scopes: Scopes,
-    ) -> Outcome:
-        dtypes = [var.aval.dtype for var in eqn.invars]
-        args, params = rule(amp.dtype, dtypes, *arrays_of(values), **eqn.params)
-        outs = bind(eqn, list(args), **params)
-        return outs, [chain_of(facts)] * len(outs)
+    def run(amp: Settings, op: Op) -> Outcome:
+        dtypes = [var.aval.dtype for var in op.eqn.invars]
+        args = arrays_of(op.values)
+        args, params = rule(amp.dtype, dtypes, *args, **op.eqn.params)
+        outs = bind(op.eqn, list(args), **params)
+        return outs, [chain_of(op.facts)] * len(outs)
 
     return run
 
 
-def _low(
-    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
-    if eqn.primitive.name in MATMULS:
-        return low_matmul(amp, eqn, values, facts)
-    args = [
-        cast(value, amp.dtype) if is_eligible(var.aval) else value
-        for var, value in zip(eqn.invars, values, strict=True)
-    ]
-    outs = bind(eqn, args)
+def _low(amp: Settings, op: Op) -> Outcome:
+    if op.eqn.primitive.name in MATMULS:
+        return low_matmul(amp, op)
+    outs = bind(op.eqn, changed(op, lambda x: cast(x, amp.dtype)))
     return outs, [Origin(chain="low")] * len(outs)
 
 
-def _f32(
-    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
-    return bind(eqn, amp.in_f32(eqn, values)), opaque_facts(eqn, facts)
+def _f32(amp: Settings, op: Op) -> Outcome:
+    return bind(op.eqn, changed(op, amp.widen)), opaque_facts(op)
 
 
-def _widest(
-    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
+def _widest(amp: Settings, op: Op) -> Outcome:
+    eqn, values, facts, _ = op
     shape = tuple(eqn.outvars[0].aval.shape)
     fast = amp.policy.base == "fast"
     follows = [
@@ -144,10 +123,7 @@ def _widest(
             value = jnp.broadcast_to(amp.widen(value), shape)
         return cast(value, dtype)
 
-    args = [
-        prepare(*known)
-        for known in zip(eqn.invars, values, facts, follows, strict=True)
-    ]
+    args = [prepare(*x) for x in zip(eqn.invars, values, facts, follows, strict=True)]
     outs = bind(eqn, args)
     return outs, [chain_of(facts)] * len(outs)
 
@@ -188,17 +164,12 @@ def _is_broadcast(eqn: Equation, value: Any, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _follow(
-    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
-    name = eqn.primitive.name
-    values = [
-        as_array(value) if is_eligible(var.aval) else value
-        for var, value in zip(eqn.invars, values, strict=True)
-    ]
+def _follow(amp: Settings, op: Op) -> Outcome:
+    eqn, name = op.eqn, op.eqn.primitive.name
+    values = changed(op, as_array)
     if PRIMITIVES.get(name) != Rule.FOLLOW and _operands_differ(eqn, values):
         # A user's rule. The table has it only where operands need not agree, as in `sort`.
-        return _widest(amp, eqn, values, facts, scopes)
+        return _widest(amp, op)
     if name in SPREADING and values[0].dtype != F32:
         given = values[0].dtype
         # As above: what goes to several places is summed in the backward pass, in f32.
@@ -207,9 +178,9 @@ def _follow(
     else:
         outs = bind(eqn, values)
     if name in SHAPE_ONLY:
-        kept = facts if len(facts) == len(outs) else [facts[0]] * len(outs)
-        return outs, kept
-    return outs, [chain_of(facts)] * len(outs)
+        is_same = len(op.facts) == len(outs)
+        return outs, op.facts if is_same else [op.facts[0]] * len(outs)
+    return outs, [chain_of(op.facts)] * len(outs)
 
 
 def _operands_differ(eqn: Equation, values: Values) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._amp._frameworks import Role
+from mpx._amp._frameworks import Role, Transformation
 from mpx._amp._policy import AmpPolicy, Choice
 from mpx._amp._rules import MATMULS
 from mpx._compat import (
@@ -21,7 +21,7 @@ from mpx._compat import (
     source_frames,
 )
 from mpx._formats import FORMATS, short_name
-from mpx._jaxpr._interpreter import Kind, Outcome, Scopes, Values, Visitor
+from mpx._jaxpr._interpreter import Kind, Op, Outcome, Scopes, Values
 from mpx._jaxpr._queries import Equation
 
 F32 = np.dtype(np.float32)
@@ -98,6 +98,18 @@ def literal_survives(value: float, dtype: np.dtype) -> bool:
     return form.tiny <= abs(value) <= form.max
 
 
+def changed(
+    op: Op,
+    change: Callable[[Any], Any],
+    where: Callable[[Any], bool] = is_eligible,
+) -> Values:
+    """Returns the operands of an equation, changed where their types say so."""
+    return [
+        change(value) if where(var.aval) else value
+        for var, value in zip(op.eqn.invars, op.values, strict=True)
+    ]
+
+
 def chain_of(origins: list[Origin], *, high: bool = False) -> Origin:
     """Returns what is known of a result from what is known of its operands."""
     chains = {origin.chain for origin in origins}
@@ -135,7 +147,7 @@ class Decision(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Settings(Visitor):
+class Settings(Transformation):
     """The settings of one `amp` call and what it knows of values.
 
     Attributes:
@@ -193,13 +205,6 @@ class Settings(Visitor):
             for out in outs
         ]
 
-    def in_f32(self, eqn: Equation, values: Values) -> Values:
-        """Casts the operands that the function holds in f32 back to f32."""
-        return [
-            self.widen(value) if is_eligible(var.aval) else value
-            for var, value in zip(eqn.invars, values, strict=True)
-        ]
-
     def widen(self, value: Any) -> Any:
         """Returns a value in f32, the same array for every equation that asks.
 
@@ -240,5 +245,19 @@ class Settings(Visitor):
         return rule, self.policy.primitive_reason(name)
 
 
-Run = Callable[[Any, Equation, Values, list[Origin], Scopes], Outcome]
+Run = Callable[[Any, Op], Outcome]
 """Runs one equation; the first argument is an `Autocast`."""
+
+
+class Chosen(NamedTuple):
+    """How an equation runs.
+
+    Attributes:
+        run: Runs it.
+        rule: The rule, for the report; `None` if there was nothing to decide.
+        reason: Why.
+    """
+
+    run: Run
+    rule: Choice | None = None
+    reason: str = ""

@@ -6,18 +6,22 @@ NNX, Linen and Haiku have their variables taken out before and written back afte
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from mpx import _nnx
 from mpx._amp._catch import caught_attention
 from mpx._amp._flash import attend
 from mpx._amp._frameworks import (
+    Named,
     Role,
+    Traced,
+    Transformation,
     call_haiku,
     call_linen,
     haiku_name,
@@ -33,86 +37,32 @@ from mpx._compat import (
     nothing_is_traced,
     open_jaxpr,
 )
-from mpx._jaxpr._interpreter import (
-    Fact,
-    Jaxpr,
-    Outcome,
-    Scopes,
-    as_results,
-    dtypes_of,
-)
+from mpx._jaxpr._interpreter import as_results, dtypes_of
 from mpx._tree import is_array, named_leaves
 
-Named = tuple[str, Role | None]
-"""The name of an argument's array, and why it counts as a parameter."""
-
-
-class Traced(NamedTuple):
-    """A function of arrays that has been traced.
-
-    Attributes:
-        jaxpr: The jaxpr, open.
-        consts: Its constants.
-        arrays: Its arguments.
-        named: Their names and roles.
-        has_params: Whether its parameters are known. While Linen or Haiku initialise a
-            model it has none yet.
-    """
-
-    jaxpr: Jaxpr
-    consts: Sequence[Any]
-    arrays: list[Any]
-    named: list[Named]
-    has_params: bool
-
-
-@runtime_checkable  # the tests check types
-class Transformation(Protocol):
-    """A visitor that functions can be called through."""
-
-    cache: dict[Any, Any]
-
-    def argument_fact(self, name: str, role: Role | None, leaf: Any) -> Fact:
-        """Returns what is known of an argument's array."""
-        ...
-
-    def start(self, traced: Traced) -> Traced:
-        """Looks at the function before it is run; may return another one to run."""
-        ...
-
-    def run(
-        self,
-        jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        args: Sequence[Any],
-        facts: Sequence[Fact],
-        scopes: Scopes,
-    ) -> Outcome:
-        """Evaluates a jaxpr."""
-        ...
-
-    def finish(self, outs: list[Any]) -> list[Any]:
-        """Returns the results for the user."""
-        ...
-
-
-class _Static:
-    """The part of a result that is no array, carried in the structure of the rest."""
-
-    def __init__(self, structure: Any, leaves: list[Any]) -> None:
-        self.structure, self.leaves = structure, leaves
-
-    def merge(self, arrays: list[Any]) -> Any:
-        """Returns the result as the function returned it."""
-        remaining = iter(arrays)
-        leaves = [next(remaining) if x is _ARRAY else x for x in self.leaves]
-        return jax.tree.unflatten(self.structure, leaves)
-
-
-_ARRAY = object()
 _FUNC = "the function"  # beside its arguments, whose names hold no spaces
 _MOST_REMEMBERED = 1000
-jax.tree_util.register_static(_Static)
+
+
+def _take_arrays(
+    tree: PyTree, is_taken: Callable[[Any], bool] = is_array
+) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
+    """Returns the arrays of a tree, and a function that puts others in their place."""
+    leaves, structure = jax.tree.flatten(tree)
+    taken = [is_taken(leaf) for leaf in leaves]
+    arrays = [leaf for leaf, is_array in zip(leaves, taken, strict=True) if is_array]
+    static = [
+        None if is_array else leaf for leaf, is_array in zip(leaves, taken, strict=True)
+    ]
+
+    def put_back(arrays: Sequence[Any]) -> PyTree:
+        rest = iter(arrays)
+        pairs = zip(static, taken, strict=True)
+        return structure.unflatten(
+            next(rest) if is_array else x for x, is_array in pairs
+        )
+
+    return arrays, put_back
 
 
 def call_through(
@@ -142,16 +92,11 @@ def call_through(
     pure = functools.partial(_call_pure, visitor, eager=eager)
     found = linen_call(func, args)
     if found is not None:
-        return call_linen(
-            found, kwargs, lambda f, *args: pure(f, args, {}, describe=linen_name)
-        )
+        run = lambda f, *args: pure(f, args, {}, describe=linen_name)  # noqa: E731
+        return call_linen(found, kwargs, run)
     if in_haiku():
-        return call_haiku(
-            func,
-            args,
-            kwargs,
-            lambda f, *args: pure(f, args, {}, describe=haiku_name),
-        )
+        run = lambda f, *args: pure(f, args, {}, describe=haiku_name)  # noqa: E731
+        return call_haiku(func, args, kwargs, run)
     with linen_is_not_written():
         return pure(func, args, kwargs, describe=describe)
 
@@ -167,20 +112,18 @@ def _call_pure(
 ) -> Any:
     """Calls a function that changes nothing but its results; arguments as above."""
     names = argument_names(func, len(args))
-    leaves, structure = jax.tree.flatten((func, args, kwargs))
+    arrays, put_back = _take_arrays((func, args, kwargs))
     # NumPy's f64 is JAX's f32, unless x64 is on.
-    leaves = [jnp.asarray(x) if _is_numpy(x) else x for x in leaves]
-    arrays = [leaf for leaf in leaves if is_array(leaf)]
-    static = [_ARRAY if is_array(leaf) else leaf for leaf in leaves]
+    arrays = [
+        jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in arrays
+    ]
+    merge = lambda outs: outs  # noqa: E731 - made while the function is traced
 
-    def flat(*arrays: Any) -> tuple[list[Any], _Static]:
-        remaining = iter(arrays)
-        full = [next(remaining) if leaf is _ARRAY else leaf for leaf in static]
-        func, args, kwargs = jax.tree.unflatten(structure, full)
-        outs, out_structure = jax.tree.flatten(func(*args, **kwargs))
-        return [x for x in outs if is_array(x)], _Static(
-            out_structure, [_ARRAY if is_array(x) else x for x in outs]
-        )
+    def flat(*arrays: Any) -> list[Any]:
+        nonlocal merge
+        func, args, kwargs = put_back(arrays)
+        outs, merge = _take_arrays(func(*args, **kwargs))
+        return outs
 
     if eager is not None and nothing_is_traced():
         # The function is traced anew, since what it closes over may have changed; but
@@ -189,15 +132,14 @@ def _call_pure(
         if len(eager) > _MOST_REMEMBERED:
             eager.clear()
     with caught_attention(attend):
-        jaxpr, (_, out_static) = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-    body, consts = open_jaxpr(jaxpr)
+        body, consts = open_jaxpr(jax.make_jaxpr(flat)(*arrays))
     named = [
         describe(*pair) for pair in _names_and_roles(func, names, args, kwargs, consts)
     ]
     is_owner = any(role == "own" for _, role in named)
     has_params = is_owner or describe not in (linen_name, haiku_name)
     traced = visitor.start(Traced(body, consts, arrays, named, has_params))
-    return out_static.merge(visitor.finish(run_traced(visitor, traced)))
+    return merge(visitor.finish(run_traced(visitor, traced)))
 
 
 def run_traced(visitor: Transformation, traced: Traced) -> list[Any]:
@@ -211,10 +153,6 @@ def run_traced(visitor: Transformation, traced: Traced) -> list[Any]:
     )
     variables = traced.jaxpr.outvars
     return as_results(outs, variables, dtypes_of([var.aval for var in variables]))
-
-
-def _is_numpy(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray | np.generic)
 
 
 def _names_and_roles(
@@ -300,22 +238,17 @@ def trace(
     plain, objects = _nnx.take_out((func, args, kwargs))
     split = _nnx.split(objects, ()) if objects else None
     state = split.rest if split is not None else None
-    leaves, structure = jax.tree.flatten((plain, state))
-    dynamic = [i for i, leaf in enumerate(leaves) if _is_abstract(leaf)]
+    arrays, put_back = _take_arrays((plain, state), _is_abstract)
 
     def call(arrays: list[Any]) -> list[Any]:
-        full = list(leaves)
-        for i, array in zip(dynamic, arrays, strict=True):
-            full[i] = array
-        plain, state = jax.tree.unflatten(structure, full)
+        plain, state = put_back(arrays)
         if split is not None:
             merged = _nnx.merge(split._replace(rest=state), None)
             plain = _nnx.put_back(plain, merged.objects)
         func, args, kwargs = plain
-        outs = call_through(visitor, func, args, kwargs)
-        return [out for out in jax.tree.leaves(outs) if is_array(out)]
+        return _take_arrays(call_through(visitor, func, args, kwargs))[0]
 
-    return jax.make_jaxpr(call)([leaves[i] for i in dynamic])
+    return jax.make_jaxpr(call)(arrays)
 
 
 def _is_abstract(leaf: Any) -> bool:

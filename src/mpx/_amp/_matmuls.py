@@ -17,12 +17,13 @@ from mpx._amp._facts import (
     Settings,
     cast,
     chain_of,
+    changed,
     is_eligible,
 )
 from mpx._amp._policy import AmpPolicy
 from mpx._amp._rules import MATMULS, Rule
 from mpx._compat import bind, default_matmul_precision, open_jaxpr
-from mpx._jaxpr._interpreter import Outcome, Scopes, Values, arrays_of
+from mpx._jaxpr._interpreter import Op, Outcome, Values, arrays_of
 from mpx._jaxpr._queries import Equation, matmul_sizes
 
 PRESETS = {
@@ -92,26 +93,21 @@ def _reason_for_f32(eqn: Equation) -> str | None:
 # --- running them ---------------------------------------------------------------------
 
 
-def low_matmul(
-    amp: Settings, eqn: Equation, values: Values, facts: list[Origin]
-) -> Outcome:
+def low_matmul(amp: Settings, op: Op) -> Outcome:
     """Runs a matmul in the compute dtype."""
     if amp.f32_weight_grads:
-        weights = tuple(
+        weights = [
             i
-            for i, (value, fact) in enumerate(zip(values[:2], facts[:2], strict=True))
+            for i, value, fact in zip((0, 1), op.values, op.facts, strict=False)
             if fact.leaf is not None and value.dtype == F32
-        )
+        ]
         if weights:
-            out = _with_f32_grads(amp, eqn, arrays_of(values), weights)
+            out = _with_f32_grads(amp, op.eqn, arrays_of(op.values), weights)
             return [out], [Origin(chain="low")]
-    args = [
-        cast(value, amp.dtype) if _is_operand(var.aval) else value
-        for var, value in zip(eqn.invars, values, strict=True)
-    ]
+    args = changed(op, lambda x: cast(x, amp.dtype), _is_operand)
     if amp.f32_results:
-        return _with_f32_result(eqn, args), [Origin(chain="high")]
-    outs = bind(eqn, args, preferred_element_type=amp.dtype)
+        return _with_f32_result(op.eqn, args), [Origin(chain="high")]
+    outs = bind(op.eqn, args, preferred_element_type=amp.dtype)
     return outs, [Origin(chain="low")]
 
 
@@ -132,27 +128,21 @@ def _with_f32_result(eqn: Equation, args: Values) -> Values:
 def by_algorithm(rule: Rule) -> Run:
     """Returns how a matmul of f32 operands runs by an algorithm of the hardware."""
 
-    def run(
-        amp: Settings,
-        eqn: Equation,
-        values: Values,
-        facts: list[Origin],
-        scopes: Scopes,
-    ) -> Outcome:
+    def run(amp: Settings, op: Op) -> Outcome:
         # One may be a 16-bit parameter.
-        args = [cast(x, F32) for x in amp.in_f32(eqn, values)]
+        args = [cast(x, F32) for x in changed(op, amp.widen)]
 
         def chosen(*args: Any) -> Values:
-            return bind(eqn, args, precision=PRESETS[rule])
+            return bind(op.eqn, args, precision=PRESETS[rule])
 
         if rule == Rule.TF32:
             # Only CUDA has it; elsewhere the plain f32 product is at least as exact.
             outs = lax.platform_dependent(
-                *args, cuda=chosen, default=lambda *x: bind(eqn, x)
+                *args, cuda=chosen, default=lambda *x: bind(op.eqn, x)
             )
         else:
             outs = chosen(*args)
-        return outs, [chain_of(facts, high=True)]
+        return outs, [chain_of(op.facts, high=True)]
 
     return run
 

@@ -11,11 +11,20 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mpx._amp._facts import F32, NEUTRAL, Origin, Run, Settings, cast, is_eligible
+from mpx._amp._facts import (
+    F32,
+    NEUTRAL,
+    Chosen,
+    Origin,
+    Run,
+    Settings,
+    cast,
+    is_eligible,
+)
 from mpx._amp._rules import Rule, rule_for
 from mpx._compat import Literal, eval_jaxpr, jaxpr_of, scopes_of
 from mpx._formats import FORMATS
-from mpx._jaxpr._interpreter import Jaxpr, Outcome, Scopes, Values, as_array
+from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Values, as_array
 from mpx._jaxpr._queries import Equation
 
 _REASON = "overflows f16: in f32, and again in the backward pass"
@@ -46,34 +55,31 @@ class Chain(NamedTuple):
     is_low: list[bool]
 
 
-def choose(
-    amp: Settings, eqn: Equation, values: Values, scopes: Scopes
-) -> tuple[Run] | tuple[Run, Rule, str] | None:
+def choose(amp: Settings, op: Op) -> Chosen | None:
     """Returns how an equation runs that is part of a chain in f16; `None` if it is not.
 
     There are no chains under a policy that changes the rule of an operation.
     """
     if amp.dtype != np.float16 or not amp.policy.is_plain:
         return None
+    eqn = op.eqn
     if eqn.outvars and eqn.outvars[0] in amp.frame.made:
-        return (_computed,)
-    if eqn.primitive.name != "integer_pow" or as_array(values[0]).dtype != amp.dtype:
+        return Chosen(_computed)
+    if eqn.primitive.name != "integer_pow" or as_array(op.values[0]).dtype != amp.dtype:
         return None
     jaxpr = amp.frame.jaxpr
     start = next(i for i, other in enumerate(jaxpr.eqns) if other is eqn)
     members = _chain_from(jaxpr.eqns[start:])
-    outer = scopes[: len(scopes) - len(scopes_of(eqn))]
+    outer = op.scopes[: len(op.scopes) - len(scopes_of(eqn))]
     rules = [amp.region_rule(x, outer + scopes_of(x)) for x in members]
     if not members or any(rule is not None for rule in rules):
         return None
-    return _running(_as_chain(jaxpr, members)), Rule.F32, _REASON
+    return Chosen(_running(_as_chain(jaxpr, members)), Rule.F32, _REASON)
 
 
-def _computed(
-    amp: Settings, eqn: Equation, values: Values, facts: list[Origin], scopes: Scopes
-) -> Outcome:
+def _computed(amp: Settings, op: Op) -> Outcome:
     """Returns what the first equation of the chain has computed."""
-    out, fact = amp.frame.made[eqn.outvars[0]]
+    out, fact = amp.frame.made[op.eqn.outvars[0]]
     return [out], [fact]
 
 
@@ -151,13 +157,7 @@ def _running(chain: Chain) -> Run:
     """Returns what computes a chain in f32 from an f16 value, at its first equation."""
     jaxpr = jaxpr_of([chain.source], chain.outvars, chain.equations)
 
-    def run(
-        amp: Settings,
-        eqn: Equation,
-        values: Values,
-        facts: list[Origin],
-        scopes: Scopes,
-    ) -> Outcome:
+    def run(amp: Settings, op: Op) -> Outcome:
         @jax.checkpoint
         def compute(low: Any) -> Values:
             outs = eval_jaxpr(jaxpr, (), cast(low, F32))
@@ -165,11 +165,11 @@ def _running(chain: Chain) -> Run:
             return [cast(out, amp.dtype) if is_low else out for out, is_low in pairs]
 
         known = [Origin(chain="low" if is_low else "high") for is_low in chain.is_low]
-        results = zip(compute(values[0]), known, strict=True)
+        results = zip(compute(op.values[0]), known, strict=True)
         # What only the chain itself reads has no value outside.
         made = dict.fromkeys((x.outvars[0] for x in chain.equations), (None, NEUTRAL))
         made.update(zip(chain.outvars, results, strict=True))
         amp.frame.made.update(made)
-        return _computed(amp, eqn, values, facts, scopes)
+        return _computed(amp, op)
 
     return run

@@ -1,4 +1,4 @@
-"""`amp_report`: what autocast does with a function, as a table."""
+"""`amp_report`: the precision of each operation of a function, as a table."""
 
 import dataclasses
 import pathlib
@@ -21,7 +21,7 @@ from mpx._wrapped import is_amp
 
 @dataclasses.dataclass(frozen=True)
 class AmpReport:
-    """What `amp` does with a function; made by `amp_report`, printed as a table.
+    """The precision of each operation under `amp`; made by `amp_report`, printed as a table.
 
     A decision stands for one operation and has the fields `primitive`, `rule`, `reason`,
     `scope`, `source` (file and line), `params` (the arguments that it reads), `before`
@@ -55,14 +55,14 @@ class AmpReport:
 
     @property
     def kept(self) -> tuple[Decision, ...]:
-        """What runs in f32, or as it is written, by a rule or because it was asked for."""
+        """The operations in f32 or as written, by a rule or because it was asked for."""
         return tuple(
             x for x in self.decisions if self._is_kept(x) and not _is_opaque(x)
         )
 
     @property
     def opaque(self) -> tuple[Decision, ...]:
-        """What runs as it is written because autocast does not know what it does."""
+        """The operations that run as written because autocast does not know them."""
         return tuple(x for x in self.decisions if _is_opaque(x))
 
     @property
@@ -193,7 +193,7 @@ def amp_report(
     policy: AmpPolicy | str | Mapping[Any, Any] | None = None,
     **kwargs: Any,
 ) -> AmpReport:
-    """Says what `amp(func)` does with a call: which dtypes, where, and why.
+    """Reports what `amp(func)` does with a call: which dtypes, where, and why.
 
     The call is traced and not run, so arrays may be given as `jax.ShapeDtypeStruct`.
     The backward pass is not part of it; `amp_report(jax.grad(func), ...)` shows both.

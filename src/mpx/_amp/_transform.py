@@ -26,7 +26,7 @@ def amp(
     its operations are then run with casts. Matmuls and convolutions run in the compute
     dtype; reductions, exponentials, logarithms and norms in f32; the rest follows its
     operands. Inputs, outputs and gradients keep their dtypes. It works inside and
-    outside of jit, grad, vmap and shard_map, and recurses into jit, scan, while, cond,
+    outside jit, grad, vmap and shard_map, and recurses into jit, scan, while, cond,
     remat, custom derivatives and shard_map.
 
     NNX modules among the arguments, or as the function, are updated in place, as without
@@ -44,7 +44,7 @@ def amp(
             default it stays f32, since it may be an accumulator.
         f32_weight_grads: Whether the gradients of the weights come out of their matmuls
             in f32. By default these give 16-bit results, which are then cast. It is for
-            gradients taken outside of `amp`, and excludes forward-mode derivatives.
+            gradients taken outside `amp`, and excludes forward-mode derivatives.
 
     Raises:
         ValueError: If the dtype or the policy is unknown.

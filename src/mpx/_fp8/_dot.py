@@ -9,7 +9,7 @@ With `codes · scale ≈ tensor`, the three products of a linear layer are
 where the codes x̂ and ŵ are all that the forward pass saves. They are made outside
 what is differentiated, so that matmuls of one input share them. The products are written as
 `lax.dot_general` on 8-bit operands. Quantising and dequantising around a bf16 product
-would be deleted by XLA on a GPU, which then computes in bf16 without a word.
+would be deleted by XLA on a GPU, which then silently computes in bf16.
 """
 
 import functools
@@ -120,7 +120,7 @@ def fp8_dot(
         seen: f32[3], the largest magnitudes of activation, weight and gradient in
             earlier steps; `None` to scale by what is there now.
         probe: f32[3] of any value. Its gradient is not one: it is the three largest
-            magnitudes of this step. `None` if nobody asks.
+            magnitudes of this step. `None` if they are not needed.
         shared: Tensors that other matmuls have quantised, of the same trace.
     """
     shared = {} if shared is None or seen is not None else shared
@@ -165,7 +165,7 @@ def _dot(
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass needs: operands as it will use them, and their maxima."""
+    """Residuals of the backward pass: operands as it will use them, and their maxima."""
 
     operands: tuple[Any, Any]
     seen: Array | None
@@ -212,7 +212,7 @@ def _backward(spec: MatmulSpec, residuals: _Residuals, grad: Array) -> tuple[Any
     per_tensor = None
     if not spec.by_row:
         # Its leading axes are those of the left operand, over which the product for the
-        # right one sums. If that is no 8-bit product nobody needs them turned.
+        # right one sums. Without an 8-bit product there they are not turned.
         leading = len(spec.free_axes(ranks)[0])
         turned = leading if isinstance(operands[0], Fp8Tensor) else None
         per_tensor = to_fp8(spec, "grad", grad, (), residuals.seen, leading=turned)

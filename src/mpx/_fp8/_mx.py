@@ -54,7 +54,7 @@ def from_blocks(blocks: Blocks, dtype: np.dtype) -> Array:
 
 
 def is_native() -> bool:
-    """Whether the default device multiplies MX blocks by itself: Blackwell or later."""
+    """Returns whether the default device multiplies MX blocks: Blackwell or later."""
     found = gpu_capability()
     return isinstance(found, tuple) and found >= (10, 0)
 

@@ -55,7 +55,7 @@ class MatmulSpec:
 
     @property
     def by_row(self) -> bool:
-        """Whether a scale belongs to a row, so that each direction has its own."""
+        """Whether each row has a scale, so that each direction needs its own codes."""
         return (
             isinstance(self.recipe, CurrentScaling) and self.recipe.granularity == "row"
         )
@@ -158,7 +158,7 @@ def to_fp8(
 
 
 Shared = dict[Any, tuple[Array, Fp8Tensor]]
-"""What was quantised already, by tensor and role; tensors are kept, so are their ids."""
+"""Quantised tensors by the `id` and role of the original, which is kept with them."""
 
 
 def as_bytes(x: Fp8Tensor) -> Fp8Tensor:

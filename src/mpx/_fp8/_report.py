@@ -1,4 +1,4 @@
-"""`fp8_report` and `fp8_check`: what becomes fp8, and whether it was compiled so."""
+"""`fp8_report` and `fp8_check`: which matmuls become fp8, and which were compiled so."""
 
 import collections
 import dataclasses
@@ -14,7 +14,7 @@ from mpx._fp8._transform import Fp8Function, fp8
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Report:
-    """What `fp8` does with a function; made by `fp8_report`, printed as a table.
+    """The matmuls of a function under `fp8`; made by `fp8_report`, printed as a table.
 
     Attributes:
         matmuls: All that multiplies in the forward pass: matmuls, ragged ones,
@@ -63,7 +63,7 @@ class Fp8Report:
 
 
 def fp8_report(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Fp8Report:
-    """Says what `fp8` does with each matmul of a call, and why.
+    """Reports what `fp8` does with each matmul of a call, and why.
 
     The call is traced and not run, so arrays may be given as `jax.ShapeDtypeStruct`. The
     two products of the backward pass follow what is done with the one listed.

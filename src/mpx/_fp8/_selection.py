@@ -1,4 +1,4 @@
-"""Which matmuls run in 8 bits, and why the others do not."""
+"""The selection of matmuls that run in 8 bits."""
 
 import dataclasses
 import math

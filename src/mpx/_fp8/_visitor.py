@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._amp._autocast import Autocast
-from mpx._amp._frameworks import Role
-from mpx._amp._functions import Traced, run_traced
+from mpx._amp._frameworks import Role, Traced, Transformation
+from mpx._amp._functions import run_traced
 from mpx._amp._policy import AmpPolicy
 from mpx._compat import (
     Literal,
@@ -36,7 +36,14 @@ from mpx._fp8._selection import Matmul, Selection, reason_to_keep, sizes
 from mpx._jaxpr import HANDLERS
 from mpx._jaxpr._calls import CALLS
 from mpx._jaxpr._flow import Flow
-from mpx._jaxpr._interpreter import Kind, Outcome, Scopes, Values, Visitor, propagate
+from mpx._jaxpr._interpreter import (
+    Kind,
+    Op,
+    Outcome,
+    Scopes,
+    Values,
+    propagate,
+)
 from mpx._jaxpr._queries import (
     ATTENTION,
     MATMULS,
@@ -67,7 +74,7 @@ _ENTERED = HANDLERS.keys() - {"while", "custom_jvp_call", "custom_vjp_call"}
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Fp8(Visitor):
+class Fp8(Transformation):
     """One call of a function under `fp8`.
 
     `found` holds ("table", parameter), ("fp8", "") and ("f32", parameter) for what was met.
@@ -122,10 +129,6 @@ class Fp8(Visitor):
         jaxpr, consts = open_jaxpr(jax.make_jaxpr(run)(*traced.arrays))
         return traced._replace(jaxpr=jaxpr, consts=consts)
 
-    def finish(self, outs: Values) -> Values:
-        """Returns the results as they are."""
-        return outs
-
     def _is_f32(self, traced: Traced) -> bool:
         """Returns whether all matmuls with a parameter are f32, and the parameters, too."""
         dtypes: set[str] = set()
@@ -149,22 +152,20 @@ class Fp8(Visitor):
 
     # --- equations --------------------------------------------------------------------
 
-    def equation(
-        self, eqn: Equation, values: Values, facts: list[Param], scopes: Scopes
-    ) -> Outcome:
+    def equation(self, op: Op) -> Outcome:
         """Runs one equation; a matmul in 8 bits if it may."""
-        name = eqn.primitive.name
+        eqn, name = op.eqn, op.eqn.primitive.name
         if name == "dot_general":
-            return self._dot(eqn, values, facts, scopes), self._after(eqn, facts)
+            return self._dot(op), self._after(eqn, op.facts)
         # A report looks for more than what is changed.
         wanted = _CHANGED if self.matmuls is None else _MULTIPLIES
         if name in _ENTERED and any(contains(x, wanted) for x in sub_jaxprs(eqn)):
-            return HANDLERS[name](self, eqn, values, facts, scopes)
+            return HANDLERS[name](self, op)
         if self.matmuls is not None:
-            self._record(eqn, facts, scopes)
-        return eval_equation(eqn, values), self._after(eqn, facts)
+            self._record(op)
+        return eval_equation(eqn, op.values), self._after(eqn, op.facts)
 
-    def _after(self, eqn: Equation, facts: list[Param]) -> Sequence[Param]:
+    def _after(self, eqn: Equation, facts: list[Param]) -> list[Param]:
         """Returns the facts of the results of an equation that runs as written."""
         name = eqn.primitive.name
         if name in CALLS:
@@ -173,10 +174,9 @@ class Fp8(Visitor):
             self.found.add(("table", facts[0]))
         return _facts_after(eqn, facts)
 
-    def _dot(
-        self, eqn: Equation, values: Values, facts: list[Param], scopes: Scopes
-    ) -> Values:
-        matmul = self._describe(eqn, facts, scopes, math.prod(self._lengths))
+    def _dot(self, op: Op) -> Values:
+        eqn, values, facts, _ = op
+        matmul = self._describe(eqn, facts, op.scopes, math.prod(self._lengths))
         if self.matmuls is not None:
             self.matmuls.append(matmul)
         if matmul.reason:
@@ -224,9 +224,10 @@ class Fp8(Visitor):
         reason = reason_to_keep(eqn, facts, matmul, tables, self.chosen)
         return matmul._replace(reason=reason)
 
-    def _record(self, eqn: Equation, facts: list[Param], scopes: Scopes) -> None:
+    def _record(self, op: Op) -> None:
         """Records the matmuls in an equation that runs as written."""
         assert self.matmuls is not None
+        eqn, _, facts, scopes = op
         times = math.prod(self._lengths)
         if eqn.primitive.name in _MULTIPLIES:
             self.matmuls.append(self._describe(eqn, facts, scopes, times))
@@ -245,7 +246,7 @@ class Fp8(Visitor):
     def fact_inside(self, fact: Param, var: Any, kind: Kind) -> Param:
         return None if kind in ("carry", "tangent") else fact
 
-    def more_inputs(self, eqn: Equation, facts: Sequence[Param]) -> Scales:
+    def more_inputs(self, op: Op) -> Scales:
         """Returns the delayed scales that an equation with these operands may need.
 
         They are those of the matmuls with these parameters that have not been met yet, of
@@ -254,8 +255,10 @@ class Fp8(Visitor):
         scales: Scales = {}
         if self.scales is None:
             return scales
-        length = eqn.params["length"] if eqn.primitive.name == "scan" else None
-        for name in sorted({name for name in facts if name}):
+        length = None
+        if op.eqn.primitive.name == "scan":
+            length = op.eqn.params["length"]
+        for name in sorted({name for name in op.facts if name}):
             for number in itertools.count(self.counts.get(name, 0)):
                 key = _key(name, number)
                 found = self.scales.get(key)
@@ -310,7 +313,7 @@ class Fp8(Visitor):
         return found
 
 
-def _facts_after(eqn: Equation, facts: list[Param]) -> Sequence[Param]:
+def _facts_after(eqn: Equation, facts: list[Param]) -> list[Param]:
     """Returns the facts of an equation's results."""
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name == "optimization_barrier":

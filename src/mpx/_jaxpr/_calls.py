@@ -11,12 +11,10 @@ import jax
 from mpx._compat import as_function, bind, bind_jit, constants_as_inputs, open_jaxpr
 from mpx._jaxpr._interpreter import (
     Aval,
-    Facts,
     Handler,
     Jaxpr,
+    Op,
     Outcome,
-    Scopes,
-    Values,
     Visitor,
     arrays_of,
     as_results,
@@ -30,48 +28,29 @@ INLINED = ("closed_call", "core_call", "call", "eval_jaxpr")
 CALLS = ("jit", "pjit", "closed_call", *REMAT)
 
 
-def _jit(
-    visitor: Visitor, eqn: Equation, values: Values, facts: Facts, scopes: Scopes
-) -> Outcome:
-    values, more = arrays_of(values), visitor.more_inputs(eqn, facts)
-    new, known = rewrite(
-        visitor,
-        eqn,
-        eqn.params["jaxpr"],
-        types_of(values),
-        facts,
-        scopes=scopes,
-        more=_types_in(more),
-    )
+def _jit(visitor: Visitor, op: Op) -> Outcome:
+    values, more = arrays_of(op.values), visitor.more_inputs(op)
+    jaxpr, avals = op.eqn.params["jaxpr"], types_of(values)
+    new, known = rewrite(visitor, op, jaxpr, avals, op.facts, more=more)
     # Not inlined: that would drop its name, shardings and donation.
-    return bind_jit(eqn, values, jax.tree.leaves(more), new), known
+    return bind_jit(op.eqn, values, jax.tree.leaves(more), new), known
 
 
-def _inline(
-    visitor: Visitor, eqn: Equation, values: Values, facts: Facts, scopes: Scopes
-) -> Outcome:
-    jaxpr = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
-    return visitor.run(*open_jaxpr(jaxpr), values, facts, scopes)
+def _inline(visitor: Visitor, op: Op) -> Outcome:
+    params = op.eqn.params
+    jaxpr, consts = open_jaxpr(params.get("call_jaxpr", params.get("jaxpr")))
+    return visitor.run(jaxpr, consts, op.values, op.facts, op.scopes)
 
 
-def _remat(
-    visitor: Visitor, eqn: Equation, values: Values, facts: Facts, scopes: Scopes
-) -> Outcome:
-    values, more = arrays_of(values), visitor.more_inputs(eqn, facts)
-    new, known = rewrite(
-        visitor,
-        eqn,
-        eqn.params["jaxpr"],
-        types_of(values),
-        facts,
-        scopes=scopes,
-        more=_types_in(more),
-    )
+def _remat(visitor: Visitor, op: Op) -> Outcome:
+    values, more = arrays_of(op.values), visitor.more_inputs(op)
+    jaxpr, avals = op.eqn.params["jaxpr"], types_of(values)
+    new, known = rewrite(visitor, op, jaxpr, avals, op.facts, more=more)
     body, consts = constants_as_inputs(new)
     # `policy`, `prevent_cse` and `differentiated` stay: wrapping the function in
     # `jax.checkpoint` anew would lose the last one inside a gradient.
     args = [*consts, *values, *jax.tree.leaves(more)]
-    return bind(eqn, args, jaxpr=body), known
+    return bind(op.eqn, args, jaxpr=body), known
 
 
 def remat_with(
@@ -85,47 +64,31 @@ def remat_with(
     return jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)(*args)
 
 
-def _cond(
-    visitor: Visitor, eqn: Equation, values: Values, facts: Facts, scopes: Scopes
-) -> Outcome:
-    index, *operands = arrays_of(values)
-    avals, branches = types_of(operands), eqn.params["branches"]
-    known = [
-        visitor.fact_inside(fact, var, "operand")
-        for fact, var in zip(facts[1:], open_jaxpr(branches[0])[0].invars, strict=True)
-    ]
-    more, new = [], []
+def _cond(visitor: Visitor, op: Op) -> Outcome:
+    index, *operands = arrays_of(op.values)
+    avals, branches = types_of(operands), op.eqn.params["branches"]
+    invars = open_jaxpr(branches[0])[0].invars
+    facts = visitor.facts_inside(op.facts[1:], invars, "operand")
+    inputs, new = [], []
     for branch in branches:
-        more.append(visitor.more_inputs(eqn, facts))
-        types = _types_in(more[-1])
-        new += [
-            rewrite(visitor, eqn, branch, avals, known, scopes=scopes, more=types)[0]
-        ]
+        inputs.append(visitor.more_inputs(op))
+        new += [rewrite(visitor, op, branch, avals, facts, more=inputs[-1])[0]]
     dtypes = [dtypes_of(branch.out_avals) for branch in new]
     if len(set(dtypes)) > 1:
         # The branches must agree: where they differ, each has the dtype of the original.
         common = tuple(
             seen[0] if len(set(seen)) == 1 else var.aval.dtype
-            for seen, var in zip(zip(*dtypes, strict=True), eqn.outvars, strict=True)
+            for *seen, var in zip(*dtypes, op.eqn.outvars, strict=True)
         )
         new = [
-            rewrite(
-                visitor,
-                eqn,
-                branch,
-                avals,
-                known,
-                scopes=scopes,
-                more=_types_in(inputs),
-                dtypes=common,
-            )[0]
-            for branch, inputs in zip(branches, more, strict=True)
+            rewrite(visitor, op, branch, avals, facts, more=more, dtypes=common)[0]
+            for branch, more in zip(branches, inputs, strict=True)
         ]
-    groups = [jax.tree.leaves(inputs) for inputs in more]
+    groups = [jax.tree.leaves(more) for more in inputs]
     if any(groups):
         new = [_with_all_inputs(x, avals, groups, i) for i, x in enumerate(new)]
-    everything = [leaf for group in groups for leaf in group]
-    outs = bind(eqn, [index, *operands, *everything], branches=tuple(new))
+    more = [leaf for group in groups for leaf in group]
+    outs = bind(op.eqn, [index, *operands, *more], branches=tuple(new))
     return outs, visitor.result_facts(outs)
 
 
@@ -142,19 +105,14 @@ def _with_all_inputs(
     )
 
 
-def _shard_map(
-    visitor: Visitor, eqn: Equation, values: Values, facts: Facts, scopes: Scopes
-) -> Outcome:
-    params = eqn.params
+def _shard_map(visitor: Visitor, op: Op) -> Outcome:
+    params = op.eqn.params
     body, consts = open_jaxpr(params["jaxpr"])
-    known = [
-        visitor.fact_inside(fact, var, "slice")
-        for fact, var in zip(facts, body.invars, strict=True)
-    ]
+    facts = visitor.facts_inside(op.facts, body.invars, "slice")
 
     def call(*args: Any) -> tuple[Any, ...]:
-        with visitor.inside(eqn, None):
-            outs, _ = visitor.run(body, consts, args, known, scopes)
+        with visitor.inside(op.eqn, None):
+            outs, _ = visitor.run(body, consts, args, facts, op.scopes)
         return tuple(as_results(outs, body.outvars))
 
     outs = jax.shard_map(
@@ -164,12 +122,8 @@ def _shard_map(
         out_specs=tuple(params["out_specs"]),
         check_vma=params["check_vma"],
         axis_names=params.get("newly_manual_axes", params.get("manual_axes")),
-    )(*arrays_of(values))
+    )(*arrays_of(op.values))
     return list(outs), visitor.result_facts(outs)
-
-
-def _types_in(tree: Any) -> Any:
-    return jax.tree.map(jax.typeof, tree)
 
 
 HANDLERS: dict[str, Handler] = {

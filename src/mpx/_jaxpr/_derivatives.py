@@ -20,8 +20,8 @@ from mpx._jaxpr._interpreter import (
     Facts,
     Handler,
     Jaxpr,
+    Op,
     Outcome,
-    Scopes,
     Values,
     Visitor,
     arrays_of,
@@ -32,7 +32,6 @@ from mpx._jaxpr._interpreter import (
     types_of,
     with_dtype,
 )
-from mpx._jaxpr._queries import Equation
 
 
 class _CustomCall:
@@ -41,21 +40,11 @@ class _CustomCall:
     The rule is expanded at the dtypes it was written for, and then visited.
     """
 
-    def __init__(
-        self,
-        visitor: Visitor,
-        eqn: Equation,
-        avals: Sequence[Aval],
-        facts: Facts,
-        scopes: Scopes,
-    ) -> None:
-        self.visitor, self.eqn, self.scopes = visitor, eqn, scopes
-        self.jaxpr = eqn.params["call_jaxpr"]
-        self.facts = [
-            visitor.fact_inside(fact, var, "operand")
-            for fact, var in zip(facts, eqn.invars, strict=True)
-        ]
-        new, _ = rewrite(visitor, eqn, self.jaxpr, avals, self.facts, scopes=scopes)
+    def __init__(self, visitor: Visitor, op: Op, avals: Sequence[Aval]) -> None:
+        self.visitor, self.eqn, self.scopes = visitor, op.eqn, op.scopes
+        self.jaxpr = op.eqn.params["call_jaxpr"]
+        self.facts = visitor.facts_inside(op.facts, op.eqn.invars, "operand")
+        new, _ = rewrite(visitor, op, self.jaxpr, avals, self.facts)
         self.dtypes = dtypes_of(new.out_avals)
 
     def run(self, *args: Any) -> Values:
@@ -107,11 +96,9 @@ def _smooth(var: Any) -> bool:
 # --- custom_jvp -----------------------------------------------------------------------
 
 
-def _custom_jvp(
-    visitor: Visitor, eqn: Equation, values: Values, facts: Facts, scopes: Scopes
-) -> Outcome:
-    values = arrays_of(values)
-    custom = _CustomCall(visitor, eqn, types_of(values), facts, scopes)
+def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
+    eqn, values = op.eqn, arrays_of(op.values)
+    custom = _CustomCall(visitor, op, types_of(values))
     call = jax.custom_jvp(custom.run)
 
     def rule(primals: Any, tangents: Any) -> tuple[Values, Values]:
@@ -216,12 +203,10 @@ class _Pullback:
     live: set[int]
 
 
-def _custom_vjp(
-    visitor: Visitor, eqn: Equation, values: Values, facts: Facts, scopes: Scopes
-) -> Outcome:
-    values = arrays_of(values)
+def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
+    eqn, values = op.eqn, arrays_of(op.values)
     given = dtypes_of(values)
-    custom = _CustomCall(visitor, eqn, types_of(values), facts, scopes)
+    custom = _CustomCall(visitor, op, types_of(values))
 
     def forward(*primals: Any) -> tuple[Values, tuple[_Pullback, Values]]:
         args = [primal.value for primal in primals]
@@ -248,10 +233,7 @@ def _custom_vjp(
         pullback = _Pullback(
             free=free,
             tangents=[avals[i] for i in free],
-            facts=[
-                visitor.fact_inside(fact, var, "operand")
-                for fact, var in zip(known[count:], variables[count:], strict=True)
-            ],
+            facts=visitor.facts_inside(known[count:], variables[count:], "operand"),
             live=live,
             **found,
         )

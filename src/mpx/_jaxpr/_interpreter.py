@@ -30,7 +30,7 @@ Scopes = tuple[str, ...]
 Dtypes = tuple[Any, ...]
 """A dtype per value; `None` where a value keeps its own."""
 Fact = Any
-"""What a visitor knows of a value; hashable, of a type of its own."""
+"""The knowledge of a visitor about a value: hashable, of any type."""
 Values = list[Any]
 Facts = list[Fact]
 Outcome = tuple[Values, Facts]
@@ -38,6 +38,22 @@ Outcome = tuple[Values, Facts]
 Kind = Literal["operand", "slice", "carry", "constant", "tangent"]
 """How a nested jaxpr gets a value: as it is, one slice or shard of it, as a loop carry, as
 a carry that the loop returns unchanged, or as a tangent of it."""
+
+
+class Op(NamedTuple):
+    """An equation with its operands.
+
+    Attributes:
+        eqn: The equation.
+        values: The values of its operands.
+        facts: What is known of them.
+        scopes: The named scopes around it.
+    """
+
+    eqn: Equation
+    values: Values
+    facts: Facts
+    scopes: Scopes
 
 
 class Frame:
@@ -98,9 +114,7 @@ class Visitor:
     frame: Frame = dataclasses.field(default_factory=Frame, init=False)
     narrow_carry: bool = False
 
-    def equation(
-        self, eqn: Equation, values: Values, facts: Facts, scopes: Scopes
-    ) -> Outcome:
+    def equation(self, op: Op) -> Outcome:
         """Runs one equation; returns its results and what is known of them."""
         raise NotImplementedError
 
@@ -122,11 +136,18 @@ class Visitor:
         """
         return self.unknown
 
+    def facts_inside(
+        self, facts: Sequence[Fact], variables: Sequence[Any], kind: Kind
+    ) -> Facts:
+        """Returns what is known of several inputs of a nested jaxpr."""
+        pairs = zip(facts, variables, strict=True)
+        return [self.fact_inside(fact, var, kind) for fact, var in pairs]
+
     def result_facts(self, outs: Sequence[Any]) -> Facts:
         """Returns what is known of the results of a loop, a branch or a `shard_map`."""
         return [self.unknown] * len(outs)
 
-    def more_inputs(self, eqn: Equation, facts: Sequence[Fact]) -> PyTree:
+    def more_inputs(self, op: Op) -> PyTree:
         """Returns arrays that the body of an equation needs besides its operands.
 
         Those of a scan are sliced, like its operands. Each branch of a `cond` has its own.
@@ -167,12 +188,9 @@ class Visitor:
             for eqn in jaxpr.eqns:
                 pairs = [self.read(atom) for atom in eqn.invars]
                 with equation_context(eqn):
-                    outs, known = self.equation(
-                        eqn,
-                        [value for value, _ in pairs],
-                        [fact for _, fact in pairs],
-                        scopes + scopes_of(eqn),
-                    )
+                    values, known = [x for x, _ in pairs], [x for _, x in pairs]
+                    op = Op(eqn, values, known, scopes + scopes_of(eqn))
+                    outs, known = self.equation(op)
                 env.update(zip(eqn.outvars, zip(outs, known, strict=True), strict=True))
             results = [self.read(atom) for atom in jaxpr.outvars]
             return [value for value, _ in results], [fact for _, fact in results]
@@ -186,17 +204,16 @@ class Visitor:
         return self.frame.env[atom]
 
 
-Handler = Callable[[Visitor, Equation, Values, Facts, Scopes], Outcome]
+Handler = Callable[[Visitor, Op], Outcome]
 
 
 def rewrite(
     visitor: Visitor,
-    eqn: Equation,
+    op: Op,
     jaxpr: Jaxpr,
     avals: Sequence[Aval],
     facts: Sequence[Fact],
     *,
-    scopes: Scopes,
     more: PyTree = None,
     dtypes: Dtypes | None = None,
 ) -> tuple[Jaxpr, Facts]:
@@ -208,29 +225,28 @@ def rewrite(
 
     Args:
         visitor: The visitor.
-        eqn: The equation that holds the jaxpr.
+        op: The equation that holds the jaxpr.
         jaxpr: The jaxpr.
         avals: The types of its inputs.
         facts: What is known of them.
-        scopes: The scopes around it.
-        more: The types of further inputs, which come last.
+        more: Further inputs or their types; they come last.
         dtypes: The dtypes of the results; `None` for those that come out.
     """
     body, consts = open_jaxpr(jaxpr)
     count = len(avals)
     leaves, structure = jax.tree.flatten(more)
+    types = (*avals, *(x if _is_struct(x) else jax.typeof(x) for x in leaves))
     local = visitor.cache_key(more)
-    types = (*avals, *leaves)
-    key = (id(jaxpr), types, structure, tuple(facts), scopes, dtypes, local)
+    key = (id(jaxpr), types, structure, tuple(facts), op.scopes, dtypes, local)
     if local is not None and key in visitor.cache:
         cached = visitor.cache[key]
         visitor.found |= cached.found
         return cached.jaxpr, cached.facts
     known: Facts = []
 
-    def run(*args: Any) -> list[Any]:
-        with visitor.inside(eqn, jax.tree.unflatten(structure, args[count:])):
-            outs, known[:] = visitor.run(body, consts, args[:count], facts, scopes)
+    def run(*args: Any) -> Values:
+        with visitor.inside(op.eqn, jax.tree.unflatten(structure, args[count:])):
+            outs, known[:] = visitor.run(body, consts, args[:count], facts, op.scopes)
         return as_results(outs, body.outvars, dtypes)
 
     new = jax.make_jaxpr(run)(*types)
@@ -239,6 +255,10 @@ def rewrite(
         source = weakref.ref(jaxpr, lambda _: cache.pop(key, None))
         cache[key] = Rewritten(new, known, frozenset(visitor.found), source)
     return new, known
+
+
+def _is_struct(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
 
 
 def as_results(

@@ -10,13 +10,10 @@ from jaxtyping import PyTree
 from mpx._compat import as_function, bind, open_jaxpr, scan_sizes
 from mpx._jaxpr._interpreter import (
     Dtypes,
-    Facts,
     Handler,
     Jaxpr,
-    Kind,
+    Op,
     Outcome,
-    Scopes,
-    Values,
     Visitor,
     arrays_of,
     cast_all,
@@ -52,37 +49,33 @@ def _carry_dtypes(
         current = after  # each round restores one at least, so the loop ends
 
 
-def _scan(
-    visitor: Visitor, eqn: Equation, values: Values, facts: Facts, scopes: Scopes
-) -> Outcome:
-    values, jaxpr = arrays_of(values), eqn.params["jaxpr"]
+def _scan(visitor: Visitor, op: Op) -> Outcome:
+    eqn, values = op.eqn, arrays_of(op.values)
+    jaxpr = eqn.params["jaxpr"]
     body, _ = open_jaxpr(jaxpr)
     n_consts, n_carry = scan_sizes(eqn.params)
     consts, carry = values[:n_consts], values[n_consts : n_consts + n_carry]
     xs = values[n_consts + n_carry :]
     carry_vars = body.invars[n_consts : n_consts + n_carry]
     x_vars = body.invars[n_consts + n_carry :]
-    kinds: list[Kind] = [
-        *["operand"] * n_consts,
-        *[
-            "constant" if before is after else "carry"
-            for before, after in zip(carry_vars, body.outvars, strict=False)
-        ],
-        *["slice"] * len(xs),
-    ]
     known = [
-        visitor.fact_inside(*x) for x in zip(facts, body.invars, kinds, strict=True)
+        *visitor.facts_inside(op.facts[:n_consts], body.invars[:n_consts], "operand"),
+        *(
+            visitor.fact_inside(fact, var, "constant" if out is var else "carry")
+            for fact, var, out in zip(
+                op.facts[n_consts:], carry_vars, body.outvars, strict=False
+            )
+        ),
+        *visitor.facts_inside(op.facts[n_consts + n_carry :], x_vars, "slice"),
     ]
-    more = visitor.more_inputs(eqn, facts)
+    more = visitor.more_inputs(op)
     sliced = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), more)
     x_types = [with_dtype(v.aval, x.dtype) for v, x in zip(x_vars, xs, strict=True)]
 
     def body_for(carry: Dtypes, outs: Dtypes | None) -> Jaxpr:
         types = [with_dtype(v.aval, d) for v, d in zip(carry_vars, carry, strict=True)]
         types = [*types_of(consts), *types, *x_types]
-        return rewrite(
-            visitor, eqn, jaxpr, types, known, scopes=scopes, more=sliced, dtypes=outs
-        )[0]
+        return rewrite(visitor, op, jaxpr, types, known, more=sliced, dtypes=outs)[0]
 
     dtypes = _carry_dtypes(
         visitor,
@@ -125,10 +118,8 @@ def scan_with(
     return [*carry, *ys]
 
 
-def _while(
-    visitor: Visitor, eqn: Equation, values: Values, facts: Facts, scopes: Scopes
-) -> Outcome:
-    values, params = arrays_of(values), eqn.params
+def _while(visitor: Visitor, op: Op) -> Outcome:
+    values, params = arrays_of(op.values), op.eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     n_consts = n_cond + n_body
     carry_vars = open_jaxpr(params["body_jaxpr"])[0].invars[n_body:]
@@ -138,15 +129,12 @@ def _while(
         inputs = open_jaxpr(params[name])[0].invars
         types = [with_dtype(v.aval, d) for v, d in zip(carry_vars, carry, strict=True)]
         types = [*types_of(values[chosen]), *types]
-        kinds: list[Kind] = ["operand"] * len(facts[chosen])
-        kinds += ["carry"] * len(carry_vars)
-        given = [*facts[chosen], *facts[n_consts:]]
+        count = len(inputs) - len(carry_vars)
         known = [
-            visitor.fact_inside(*x) for x in zip(given, inputs, kinds, strict=True)
+            *visitor.facts_inside(op.facts[chosen], inputs[:count], "operand"),
+            *visitor.facts_inside(op.facts[n_consts:], inputs[count:], "carry"),
         ]
-        return rewrite(
-            visitor, eqn, params[name], types, known, scopes=scopes, dtypes=outs
-        )[0]
+        return rewrite(visitor, op, params[name], types, known, dtypes=outs)[0]
 
     carry = values[n_consts:]
     dtypes = _carry_dtypes(
@@ -156,7 +144,7 @@ def _while(
         lambda dtypes: dtypes_of(part("body_jaxpr", dtypes, None).out_avals),
     )
     outs = bind(
-        eqn,
+        op.eqn,
         [*values[:n_consts], *cast_all(carry, dtypes)],
         cond_jaxpr=part("cond_jaxpr", dtypes, None),
         body_jaxpr=part("body_jaxpr", dtypes, dtypes),

@@ -16,15 +16,7 @@ from jax.typing import DTypeLike
 
 from mpx._compat import eval_equation, has_shardings, open_jaxpr, scan_sizes, sub_jaxprs
 from mpx._jaxpr._calls import remat_with
-from mpx._jaxpr._interpreter import (
-    Facts,
-    Jaxpr,
-    Outcome,
-    Scopes,
-    Values,
-    Visitor,
-    uses_of,
-)
+from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Values, Visitor, uses_of
 from mpx._jaxpr._loops import scan_with
 from mpx._jaxpr._queries import REMAT, Equation, contains
 
@@ -92,10 +84,9 @@ class _Taps(Visitor):
             return self.can_wait(inner, inner.invars[position])
         return False
 
-    def equation(
-        self, eqn: Equation, values: Values, facts: Facts, scopes: Scopes
-    ) -> Outcome:
+    def equation(self, op: Op) -> Outcome:
         """Runs one equation."""
+        eqn, values = op.eqn, op.values
         unknown = [None] * len(eqn.outvars)
         if not any(isinstance(x, Tap) for x in values):
             return eval_equation(eqn, values), unknown
