@@ -40,7 +40,8 @@ def programs(jax, shape) -> dict[str, Any]:
     import jax.numpy as jnp
     from jax import lax
 
-    from mpx import CurrentScaling, DelayedScaling, StaticScaling, fp8
+    from mpx import fp8
+    from mpx.recipes import CurrentScaling, DelayedScaling, StaticScaling
 
     def mlp(p, x):
         return jnp.mean((jax.nn.gelu(x @ p["a"]) @ p["b"]).astype(jnp.float32) ** 2)
@@ -132,7 +133,7 @@ def main():
     import jax
     import jax.numpy as jnp
 
-    from mpx import fp8_check
+    import mpx
 
     mesh = jax.sharding.Mesh(devices()[:1], "x")
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -159,7 +160,7 @@ def main():
         except Exception as error:
             results[name] = {"error": str(error)[:2000]}
             continue
-        found = fp8_check(program)
+        found = mpx.inspect.check(program)
         results[name] = {
             "fp8": found.fp8,
             "other": dict(found.other),

@@ -19,14 +19,16 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from models import equations, trace_together
-from mpx import AmpPolicy, _compat, amp, amp_report, amp_stop
-from mpx._amp import _cudnn, _flash
+from mpx import AmpRules, amp, amp_stop
+from mpx._amp import _attention
+from mpx._attention import _capture, _cudnn, _primitive
+from mpx._jaxpr._queries import ATTENTION
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
 BATCH, LENGTH, HEADS, SIZE = 2, 8, 4, 16
 SHAPE = (BATCH, LENGTH, HEADS, SIZE)
 
-bf16 = functools.partial(amp, compute_dtype="bf16")
+bf16 = functools.partial(amp, dtype="bf16")
 
 
 pytestmark = pytest.mark.usefixtures("small_programs")
@@ -44,7 +46,7 @@ ARGS = (Q, K, V)
 def cuda(monkeypatch):
     """Pretends that this is a machine with an H200 and cuDNN 9.10."""
     module = "jax._src.cudnn.fused_attention_stablehlo"
-    for owner in (_flash, _cudnn):
+    for owner in (_primitive, _cudnn):
         monkeypatch.setattr(owner, "cuda_capability", lambda: (9, 0))
     monkeypatch.setattr(f"{module}.check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(f"{module}.check_compute_capability", lambda _: True)
@@ -63,7 +65,7 @@ def count(jaxpr):
     counts = {}
     for eqn in equations(jaxpr):
         name = eqn.primitive.name
-        if name == "dot_general" or name in _flash.NAMES:
+        if name == "dot_general" or name in ATTENTION:
             short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
             key = f"{name} {short[str(eqn.invars[0].aval.dtype)]}"
             counts[key] = counts.get(key, 0) + 1
@@ -148,12 +150,12 @@ TRANSFORMS = {
         lambda f: bf16(lambda *x: lax.cond(x[0][0, 0, 0, 0] > 0, f, f, *x)),
         {FORWARD: 2},
     ),
-    "amp in amp": (lambda f: jax.grad(amp(bf16(f), compute_dtype="f16")), BOTH),
+    "amp in amp": (lambda f: jax.grad(amp(bf16(f), dtype="f16")), BOTH),
 }
 
 
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.filterwarnings("ignore:A function under `amp` with `compute_dtype` f16")
+@pytest.mark.filterwarnings("ignore:A function under `amp` in f16")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_attention_is_one_operation_and_a_call_of_cudnn(name):
     transform, counts = TRANSFORMS[name]
@@ -366,22 +368,22 @@ LEFT = {
     "amp_stop around jit": (amp_stop(jax.jit(loss)), None, None),
     "scope": (
         jax.named_scope("head")(loss),
-        AmpPolicy(scopes={"head": "f32"}),
+        AmpRules(scopes={"head": "f32"}),
         {"dot_general f32": 2},
     ),
     "function": (
         by_name,
-        AmpPolicy(functions={"by_name": "original"}),
+        AmpRules(functions={"by_name": "original"}),
         {"dot_general f32": 2},
     ),
     "parameter": (
         by_name,
-        AmpPolicy(params={"^k$": "f32"}),
+        AmpRules(params={"^k$": "f32"}),
         {"dot_general f32": 1, "dot_general bf16": 1},
     ),
     "primitive": (
         loss,
-        AmpPolicy(primitives={"dot_general": "f32"}),
+        AmpRules(primitives={"dot_general": "f32"}),
         {"dot_general f32": 2},
     ),
     "original": (loss, "original", {"dot_general f32": 2}),
@@ -399,7 +401,7 @@ LEFT = {
 @pytest.mark.parametrize("name", LEFT)
 def test_choice_of_the_user_is_respected(name):
     func, policy, counts = LEFT[name]
-    wrapped = bf16(func, policy=policy)
+    wrapped = bf16(func, rules=policy)
     assert cudnn_calls(wrapped, *ARGS) == []
     if counts is not None:
         assert operations(wrapped, *ARGS) == counts
@@ -409,10 +411,8 @@ def test_choice_of_the_user_is_respected(name):
 
 @pytest.mark.usefixtures("cuda")
 def test_fast_policy_and_f16_reach_cudnn():
-    assert operations(bf16(loss, policy="fast"), *ARGS) == {FORWARD: 1}
-    assert operations(amp(loss, compute_dtype="f16"), *ARGS) == {
-        "cudnn_attention f16": 1
-    }
+    assert operations(bf16(loss, rules="fast"), *ARGS) == {FORWARD: 1}
+    assert operations(amp(loss, dtype="f16"), *ARGS) == {"cudnn_attention f16": 1}
 
 
 @pytest.mark.usefixtures("cuda")
@@ -454,7 +454,7 @@ IMPOSSIBLE = {
 
 def plain_operations(func, args):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_flash, "cuda_capability", lambda: None)
+        patch.setattr(_primitive, "cuda_capability", lambda: None)
         return operations(func, *args)
 
 
@@ -466,7 +466,7 @@ def test_what_cudnn_cannot_do_runs_op_by_op_and_is_told(name):
     grad = jax.grad(bf16(func))
     counts, _, actual, wanted = compare(lambda wrap: jax.grad(wrap(func)), *args)
     assert counts == {"dot_general bf16": 4} == plain_operations(grad, args)
-    kept = amp_report(func, *args, compute_dtype="bf16").kept
+    kept = mpx.inspect.report(amp(func, "bf16"), *args).kept
     (told,) = [x for x in kept if x.primitive == "cudnn_attention"]
     assert reason in told.reason
     assert relative_error(actual, wanted) <= 16 * UNIT
@@ -475,7 +475,7 @@ def test_what_cudnn_cannot_do_runs_op_by_op_and_is_told(name):
 @pytest.mark.usefixtures("cuda")
 def test_f16_with_a_bias_runs_op_by_op():
     bias = jnp.where(MASK[:1], 0, -1e9)  # f16 has nothing below -65504
-    func = amp(loss, compute_dtype="f16")
+    func = amp(loss, dtype="f16")
     assert operations(func, *ARGS, bias) == {"dot_general f16": 2}
     assert np.isfinite(jax.jit(func)(*ARGS, bias))
 
@@ -492,6 +492,35 @@ def test_explicitly_sharded_arrays_run_op_by_op():
     with jax.set_mesh(mesh):
         args = [jax.device_put(x, P("d")) for x in ARGS]
         assert operations(bf16(dot_product_attention), *args) == {"dot_general bf16": 2}
+
+
+# --- Another JAX ----------------------------------------------------------------------
+
+PLAIN = {"dot_general bf16": 2}
+
+
+@pytest.mark.usefixtures("cuda")
+def test_without_a_private_name_of_jax_attention_runs_op_by_op(monkeypatch):
+    monkeypatch.setattr(_attention, "private", lambda feature: None)
+    assert operations(bf16(loss), *ARGS) == PLAIN
+
+
+@pytest.mark.usefixtures("cuda")
+def test_kernel_that_jax_has_renamed_is_told(monkeypatch):
+    monkeypatch.setattr(_cudnn, "CUDNN_KERNEL", "another_name")
+    with pytest.warns(RuntimeWarning, match="runs without cuDNN's kernel"):
+        assert operations(bf16(loss), *ARGS) == PLAIN
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_call_in_an_unknown_form_is_left_to_jax(which, monkeypatch):
+    names = _capture._XLA, _capture._CUDNN
+    for name in names:
+        monkeypatch.setattr(_capture._module, name, lambda *_, **__: "JAX's")
+    with _capture.captured(lambda *_, **__: None):
+        func = getattr(_capture._module, names[which])
+        with pytest.warns(RuntimeWarning, match="in a way that mpx does not know"):
+            assert func(*ARGS, return_residual=False, sinks=1) == "JAX's"
 
 
 # --- Without cuDNN --------------------------------------------------------------------
@@ -514,12 +543,16 @@ def test_without_a_gpu_nothing_changes(name):
     )
 
 
+def functions_of_jax():
+    return [getattr(_capture._module, x) for x in (_capture._XLA, _capture._CUDNN)]
+
+
 def test_attention_outside_of_amp_is_untouched():
-    before = _compat.attention_functions()
+    before = functions_of_jax()
     seen = []
 
     def func(*args):
-        seen.append(_compat.attention_functions())
+        seen.append(functions_of_jax())
         out = loss(*args)
         if len(seen) == 2:
             raise KeyError("mine")
@@ -529,7 +562,7 @@ def test_attention_outside_of_amp_is_untouched():
     assert seen[0] != before
     with pytest.raises(KeyError, match="mine"):
         bf16(func)(*ARGS)
-    assert _compat.attention_functions() == before
+    assert functions_of_jax() == before
 
 
 @pytest.mark.usefixtures("cuda")
@@ -557,7 +590,7 @@ def test_report_names_attention_with_its_arguments_and_operations():
         with jax.named_scope("attn"):
             return loss(q, k, v)
 
-    report = amp_report(attention, *ARGS, compute_dtype="bf16")
+    report = mpx.inspect.report(amp(attention, "bf16"), *ARGS)
     (row,) = report.matmuls
     assert (row.primitive, row.params, row.scope) == (
         "cudnn_attention",
@@ -568,7 +601,7 @@ def test_report_names_attention_with_its_arguments_and_operations():
     one = 2 * BATCH * HEADS * LENGTH * LENGTH * SIZE
     assert report.flops == {"bf16": 2 * one}
     assert report.shares == {"bf16": 1.0}
-    assert amp_report(jax.grad(attention), *ARGS, compute_dtype="bf16").flops == {
+    assert mpx.inspect.report(amp(jax.grad(attention), "bf16"), *ARGS).flops == {
         "bf16": 7 * one
     }
     assert "cudnn_attention  f32 -> bf16" in str(report)
@@ -582,6 +615,6 @@ def test_nnx_attention_reaches_cudnn():
         HEADS, 64, rngs=nnx.Rngs(0), decode=False, dropout_rate=0.0
     )
     x = normal(7, BATCH, LENGTH, 64)
-    report = mpx.amp_report(lambda layer, x: layer(x), layer, x, compute_dtype="bf16")
+    report = mpx.inspect.report(mpx.amp(lambda layer, x: layer(x), "bf16"), layer, x)
     assert "cudnn_attention" in {row.primitive for row in report.matmuls}
     assert report.shares == {"bf16": 1.0}

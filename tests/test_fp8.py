@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from models import equations
-from mpx import CurrentScaling, DelayedScaling, StaticScaling, fp8, fp8_report
+from mpx import fp8
+from mpx.recipes import CurrentScaling, DelayedScaling, StaticScaling
 from mpx.testing import assert_trees_equal
 
 BF16 = jnp.bfloat16
@@ -35,7 +36,7 @@ def count_f8(func, *args):
 
 
 def reasons(func, *args, **options):
-    report = fp8_report(everywhere(func, **options), *args)
+    report = mpx.inspect.report(everywhere(func, **options), *args)
     return [(matmul.param, matmul.reason) for matmul in report.matmuls]
 
 
@@ -109,7 +110,7 @@ FOLLOWED = {
 def test_parameter_is_followed_through(name):
     func, matmuls = FOLLOWED[name]
     loss = lambda p, x: jnp.sum(func(p, x).astype(jnp.float32))  # noqa: E731
-    changed = fp8_report(everywhere(loss), W, X).changed
+    changed = mpx.inspect.report(everywhere(loss), W, X).changed
     assert len(changed) == matmuls
     assert {matmul.param for matmul in changed} == {"p"}
     # Small whole numbers are exact in fp8: nothing but the matmul may differ.
@@ -298,7 +299,7 @@ def test_params_names_the_argument(params):
 
 
 def test_params_may_come_by_keyword():
-    report = fp8_report(everywhere(lambda x, p: x @ p, params="p"), X, p=W)
+    report = mpx.inspect.report(everywhere(lambda x, p: x @ p, params="p"), X, p=W)
     assert [matmul.reason for matmul in report.matmuls] == [""]
 
 
@@ -374,7 +375,9 @@ def test_recipe_may_stand_alone_in_a_decorator(recipe):
 
 def test_params_may_be_a_numpy_integer(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
-    report = fp8_report(everywhere(lambda x, p: x @ p, params=np.int64(1)), X, W)
+    report = mpx.inspect.report(
+        everywhere(lambda x, p: x @ p, params=np.int64(1)), X, W
+    )
     assert [matmul.param for matmul in report.changed] == ["p"]
 
 
@@ -412,7 +415,7 @@ def test_method_can_be_decorated():
 def test_size_decides(shape, changed):
     m, k, n = shape
     args = (jax.ShapeDtypeStruct((k, n), BF16), jax.ShapeDtypeStruct((m, k), BF16))
-    (matmul,) = fp8_report(lambda p, x: x @ p, *args).matmuls
+    (matmul,) = mpx.inspect.report(fp8(lambda p, x: x @ p), *args).matmuls
     assert matmul.shape == shape
     assert (matmul.reason == "") == changed
     if not changed:
@@ -562,8 +565,11 @@ def f32_problem():
 
 def test_amp_inside_makes_an_f32_model_eligible():
     p, x = f32_problem()
-    loss = everywhere(mpx.amp(f32_loss, compute_dtype="bf16"))
-    assert [matmul.param for matmul in fp8_report(loss, p, x).changed] == ["p/a", "p/b"]
+    loss = everywhere(mpx.amp(f32_loss, dtype="bf16"))
+    assert [matmul.param for matmul in mpx.inspect.report(loss, p, x).changed] == [
+        "p/a",
+        "p/b",
+    ]
     grads = jax.grad(loss)(p, x)
     assert all(grad.dtype == jnp.float32 for grad in jax.tree.leaves(grads))
     assert count_f8(jax.grad(loss), p, x) == 6
@@ -573,17 +579,17 @@ def test_amp_inside_makes_an_f32_model_eligible():
 def test_f32_model_runs_under_amp_by_itself(around):
     p, x = f32_problem()
     step = around(jax.value_and_grad(everywhere(f32_loss)))
-    by_hand = everywhere(mpx.amp(f32_loss, compute_dtype="bf16"))
+    by_hand = everywhere(mpx.amp(f32_loss, "bf16"))
     assert_trees_equal(step(p, x), around(jax.value_and_grad(by_hand))(p, x))
     assert count_f8(jax.grad(everywhere(f32_loss)), p, x) == 6
-    report = fp8_report(everywhere(f32_loss), p, x)
+    report = mpx.inspect.report(everywhere(f32_loss), p, x)
     assert {matmul.dtype for matmul in report.changed} == {"bf16"}
 
 
 @pytest.mark.parametrize(
     ("func", "dtype"),
     [
-        (mpx.amp(f32_loss, policy="original"), jnp.float32),
+        (mpx.amp(f32_loss, rules="original"), jnp.float32),
         (lambda p, x: f32_loss(jax.tree.map(jnp.float32, p), x), BF16),
     ],
     ids=["by amp", "by a cast"],
@@ -659,7 +665,7 @@ RECIPES = {
     "row compute": CurrentScaling(granularity="row", weight_grad="compute"),
     "static": StaticScaling(activation_max=8.0, weight_max=8.0, grad_max=1.0),
     "delayed": DelayedScaling(),
-    "mx": mpx.MXFP8(emulate=True),
+    "mx": mpx.recipes.MXFP8(emulate=True),
 }
 SQUARE = ones_and_signs((32, 32), 3)
 
@@ -733,12 +739,12 @@ def test_gpu_without_units_warns(monkeypatch, capability, warns):
 
 def test_mxfp8_is_refused_without_blackwell():
     with pytest.raises(NotImplementedError, match="Blackwell"):
-        fp8(lambda p, x: x @ p, mpx.MXFP8())(W, X)
+        fp8(lambda p, x: x @ p, mpx.recipes.MXFP8())(W, X)
 
 
 def test_mxfp8_can_be_emulated():
     x = ones_and_signs((32, 32), 5)
-    func = everywhere(lambda p, x: x @ p, mpx.MXFP8(emulate=True))
+    func = everywhere(lambda p, x: x @ p, mpx.recipes.MXFP8(emulate=True))
     assert_trees_equal(func(W, x), x @ W)
 
 

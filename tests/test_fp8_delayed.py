@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx import CurrentScaling, DelayedScaling, Fp8State, fp8
+from mpx import fp8
+from mpx.recipes import CurrentScaling, DelayedScaling, Fp8State
 from mpx.testing import assert_trees_equal
 
 pytestmark = pytest.mark.usefixtures("small_programs")
@@ -72,7 +73,7 @@ def test_state_is_stacked_along_the_scan():
 
 def test_f32_model_runs_under_amp_by_itself():
     p, x = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), problem())
-    by_hand = delayed(mpx.amp(layers, compute_dtype="bf16"))
+    by_hand = delayed(mpx.amp(layers, "bf16"))
     state = F8.init(p, x)
     assert_trees_equal(state, by_hand.init(p, x))
     want = jax.jit(jax.grad(by_hand, argnums=(0, 1)))(state, p, x)
@@ -102,7 +103,7 @@ def test_init_from_shapes_is_empty():
 def test_init_takes_the_loss_scale():
     p, x = problem()
     one = by_param(initial())["p/up"]
-    two = by_param(delayed(layers).init(p, x, loss_scale=2.0**10))["p/up"]
+    two = by_param(delayed(layers).init(p, x, scaling=2.0**10))["p/up"]
     assert_trees_equal(one[..., :2], two[..., :2])
     assert_trees_equal(one[..., 2] * 2.0**10, two[..., 2])
 
@@ -196,7 +197,7 @@ AROUND = {
     "jit of checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
     "two jits": lambda f: jax.jit(lambda *args: jax.jit(f)(*args)),
     "a scope": jax.named_scope("block"),
-    "amp": functools.partial(mpx.amp, compute_dtype="bf16"),
+    "amp": functools.partial(mpx.amp, dtype="bf16"),
 }
 
 

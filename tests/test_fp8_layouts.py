@@ -9,11 +9,12 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from mpx import CurrentScaling, fp8
+from mpx import fp8
 from mpx._fp8 import _layouts, _operands
 from mpx._fp8._dot import fp8_dot
 from mpx._fp8._operands import MatmulSpec
 from mpx._fp8._scales import DTYPES, cast_scaled
+from mpx.recipes import CurrentScaling
 from test_fp8_scales import LAYOUTS, exact, problem
 
 BF16 = jnp.bfloat16

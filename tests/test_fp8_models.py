@@ -15,7 +15,8 @@ from flax import nnx
 from jax import lax
 
 import mpx
-from mpx import CurrentScaling, fp8, fp8_report
+from mpx import fp8
+from mpx.recipes import CurrentScaling
 
 pytestmark = pytest.mark.usefixtures("small_programs")
 
@@ -210,9 +211,9 @@ def prepared(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_model_nobody_edited(name):
     loss, params, count, true = prepared(name)
-    low = mpx.amp(loss, compute_dtype="bf16")
+    low = mpx.amp(loss, dtype="bf16")
     f8 = fp8(low, min_gain=0)
-    report = fp8_report(f8, params, X)
+    report = mpx.inspect.report(f8, params, X)
     assert len(report.changed) == count, str(report)
 
     def gradient(func):
@@ -228,7 +229,7 @@ def test_model_nobody_edited(name):
 @pytest.mark.parametrize("name", ["equinox_scan_remat", "plain"])
 def test_rows_of_their_own_are_no_worse(name):
     loss, params, _, true = prepared(name)
-    low = mpx.amp(loss, compute_dtype="bf16")
+    low = mpx.amp(loss, dtype="bf16")
     f8 = fp8(low, CurrentScaling(granularity="row"), min_gain=0)
     error = distance(eqx.filter_jit(eqx.filter_grad(f8))(params, X), true)
     assert error <= expected_error(DEPTH.get(name, 2))
@@ -247,7 +248,7 @@ def test_equinox_module_itself_can_be_called():
             return jax.vmap(self.inner)(x)
 
     x = X.astype(jnp.bfloat16)
-    report = fp8_report(fp8(Batched(low), min_gain=0), x)
+    report = mpx.inspect.report(fp8(Batched(low), min_gain=0), x)
     assert [m.param for m in report.changed] == [
         "inner/layers/0/weight",
         "inner/layers/1/weight",
@@ -271,7 +272,7 @@ def test_nnx_modules_are_taken_apart_and_updated_once(cast):
     model = Net()
     before = np.asarray(model.norm.mean[...])
     loss = fp8(cast(lambda model, x: cross_entropy(model(x))), min_gain=0)
-    report = fp8_report(loss, model, X)
+    report = mpx.inspect.report(loss, model, X)
     assert [m.param for m in report.changed] == ["model/linear/kernel"]
     assert np.array_equal(before, model.norm.mean[...])
     result = mpx.value_and_grad(loss)(mpx.NoLossScaling(), model, X)

@@ -1,4 +1,4 @@
-"""`fp8_report` and `fp8_check`: telling what becomes fp8, and whether it did."""
+"""`inspect.report` and `inspect.check`: telling what becomes fp8, and whether it did."""
 
 import math
 
@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from mpx import DelayedScaling, fp8, fp8_check, fp8_report
-from mpx._amp import _flash
+import mpx
+from mpx import fp8
+from mpx._attention import _primitive
+from mpx.recipes import DelayedScaling
 
 BF16 = jnp.bfloat16
 
@@ -32,7 +34,7 @@ X = shape(32, 64)
 
 
 def test_report_counts_every_step_of_a_scan():
-    report = fp8_report(fp8(loss, min_gain=0), PARAMS, X)
+    report = mpx.inspect.report(fp8(loss, min_gain=0), PARAMS, X)
     found = [(m.param, m.shape, m.times, m.reason) for m in report.matmuls]
     assert found == [
         ("params/layers", (32, 64, 64), 4, ""),
@@ -47,7 +49,7 @@ def test_report_counts_every_step_of_a_scan():
 
 
 def test_report_is_a_table():
-    lines = str(fp8_report(fp8(loss, min_gain=0), PARAMS, X)).splitlines()
+    lines = str(mpx.inspect.report(fp8(loss, min_gain=0), PARAMS, X)).splitlines()
     assert lines[0] == "76.2 % of the matmul operations run in fp8."
     assert lines[2].split()[:5] == ["parameter", "shape", "times", "FLOPs", "fp8,"]
     first = lines[4].split()
@@ -56,26 +58,26 @@ def test_report_is_a_table():
     assert "test_fp8_report.py" in lines[4]
 
 
-def test_report_of_a_plain_function_uses_the_defaults():
-    report = fp8_report(loss, PARAMS, X)
+def test_report_uses_the_settings_of_the_function():
+    report = mpx.inspect.report(fp8(loss), PARAMS, X)
     assert report.share == 0.0
     assert report.matmuls[0].reason.startswith("too small to gain")
 
 
 def test_report_of_delayed_scaling_needs_no_state():
-    report = fp8_report(fp8(loss, DelayedScaling(), min_gain=0), PARAMS, X)
+    report = mpx.inspect.report(fp8(loss, DelayedScaling(), min_gain=0), PARAMS, X)
     assert len(report.changed) == 1
 
 
 def test_report_of_nothing():
-    report = fp8_report(lambda p, x: x + p, X, X)
+    report = mpx.inspect.report(fp8(lambda p, x: x + p), X, X)
     assert report.share == 0.0
     assert str(report).endswith("no matmuls")
 
 
 def test_report_counts_a_jitted_layer_each_time_it_is_called():
     layer = jax.jit(lambda x, w: x @ w)
-    report = fp8_report(
+    report = mpx.inspect.report(
         fp8(lambda p, x: layer(layer(x, p), p), min_gain=0), shape(64, 64), X
     )
     assert len(report.changed) == 2
@@ -148,7 +150,7 @@ def test_report_lists_all_that_multiplies(name, around):
     def both(p, x):
         return around(func)(p, x), x @ p["layers"][0]
 
-    report = fp8_report(fp8(both, min_gain=0), WEIGHTS, X)
+    report = mpx.inspect.report(fp8(both, min_gain=0), WEIGHTS, X)
     *found, linear = report.matmuls
     assert len(found) == len(expected)
     for matmul, (param, primitive, sizes, times, reason) in zip(
@@ -164,13 +166,13 @@ def test_report_lists_all_that_multiplies(name, around):
 
 
 def test_report_counts_fused_attention(monkeypatch):
-    monkeypatch.setattr(_flash, "cuda_capability", lambda: (9, 0))
+    monkeypatch.setattr(_primitive, "cuda_capability", lambda: (9, 0))
 
     def loss(p, x):
         q = (x @ p["layers"][0]).reshape(1, 32, 2, 32).astype(jnp.float32)
         return jnp.sum(jax.nn.dot_product_attention(q, q, q))
 
-    report = fp8_report(fp8(loss, min_gain=0), WEIGHTS, X)
+    report = mpx.inspect.report(fp8(loss, min_gain=0), WEIGHTS, X)
     linear, fused = report.matmuls
     assert fused.primitive == "cudnn_attention"
     assert fused.reason.startswith("it is a fused attention")
@@ -192,7 +194,7 @@ ENTRY %main (x: bf16[16,16]) -> bf16[16,16] {
 
 
 def test_check_counts_calls_and_others():
-    found = fp8_check(CUBLAS)
+    found = mpx.inspect.check(CUBLAS)
     assert found.fp8 == 1
     assert found.other == {"cublas bf16": 1, "dot bf16": 1}
     assert found.quantized
@@ -200,7 +202,7 @@ def test_check_counts_calls_and_others():
 
 
 def test_check_sees_that_the_rounding_is_gone():
-    assert not fp8_check(CUBLAS.replace("f8e4m3fn", "bf16")).quantized
+    assert not mpx.inspect.check(CUBLAS.replace("f8e4m3fn", "bf16")).quantized
 
 
 def test_check_of_a_cpu_program_counts_dots():
@@ -208,11 +210,11 @@ def test_check_of_a_cpu_program_counts_dots():
         return jnp.sum(fp8(lambda p, x: x @ p, min_gain=0)(p, x).astype(jnp.float32))
 
     ones = jnp.ones((16, 16), BF16)
-    found = fp8_check(jax.jit(run).lower(ones, ones).compile())
+    found = mpx.inspect.check(jax.jit(run).lower(ones, ones).compile())
     assert found.fp8 == 0
     assert found.quantized
 
 
 def test_check_needs_a_compiled_program():
     with pytest.raises(TypeError, match=r"but function was given. Pass `jax.jit"):
-        fp8_check(loss)
+        mpx.inspect.check(loss)

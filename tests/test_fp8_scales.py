@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from mpx import MXFP8, CurrentScaling, DelayedScaling, StaticScaling
 from mpx._formats import FORMATS
 from mpx._fp8 import _operands
 from mpx._fp8._dot import fp8_dot
@@ -26,6 +25,7 @@ from mpx._fp8._scales import (
     power_of_two_scale,
     quantize,
 )
+from mpx.recipes import MXFP8, CurrentScaling, DelayedScaling, StaticScaling
 
 pytestmark = pytest.mark.usefixtures("small_programs")
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from mpx._compat import version_tuple
+from mpx._version import version_tuple
 
 
 def cuda_capability() -> tuple[int, ...] | None:

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mpx._compat import has_explicit_axes, is_tracer
+from mpx._private import private
 
 
 def zeros_alike(like: Any, dtype: Any, *, group: int | None = None) -> Any:
@@ -191,7 +191,7 @@ def over_shards(
         given, results = layout(*args)
         return mesh, local, results, given
 
-    call: Any = custom_partitioning(local)
+    call = private("kernels").custom_partitioning(local)
     call.def_partition(
         partition,
         infer_sharding_from_operands=lambda mesh, args, result: layout(*args)[1],

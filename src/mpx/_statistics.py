@@ -1,7 +1,7 @@
-"""State that a step must not spoil: is it still finite, and what does a result replace?
+"""State that a skipped step must not change: finding it, checking it, rolling it back.
 
-Equinox `State` and NNX variables are known by their kind. The `batch_stats` of Flax
-Linen are ordinary arrays in arguments and results, known by their names.
+Equinox `State` and NNX variables are recognised by their types. The `batch_stats` of Flax
+Linen are ordinary arrays in arguments and results, recognised by their names.
 """
 
 import re
@@ -18,11 +18,11 @@ _COLLECTION = re.compile(r"((?:^|.*/)batch_stats)/(.+)")
 
 
 def is_spoilt(pairs: Iterable[tuple[Any, Any]]) -> Bool[Array, ""]:
-    """Returns whether a number became infinite or nan that was finite.
+    """Returns whether a finite number became infinite or nan.
 
     Args:
-        pairs: Arrays before and after; `None` for before counts as finite. An array that
-            was not replaced costs nothing.
+        pairs: Arrays before and after the step; `None` for before counts as finite. An
+            array that was not replaced costs nothing.
     """
     checks = []
     for before, after in pairs:
@@ -41,7 +41,7 @@ def state_pairs(before: PyTree, after: PyTree) -> list[tuple[Any, Any]]:
 
 
 def linen_collections(arguments: PyTree) -> list[dict[str, Any]]:
-    """Returns the `batch_stats` among arguments: their arrays by their names inside."""
+    """Returns each `batch_stats` among the arguments, as arrays by name."""
     found: dict[str, dict[str, Any]] = {}
     for name, leaf in named_leaves(arguments):
         match = _COLLECTION.fullmatch(name)
@@ -53,11 +53,11 @@ def linen_collections(arguments: PyTree) -> list[dict[str, Any]]:
 def replaced_statistics(
     aux: PyTree, collections: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Returns what the `batch_stats` in a result replace, by the names in the result.
+    """Returns the arrays that `batch_stats` in a result replace, by name in the result.
 
-    A collection is known if all its arrays are there under their names, wherever the
-    result holds it; it may have a further leading axis. What is called `batch_stats` and
-    replaces nothing that is known has the value `None`.
+    A collection is found anywhere in the result if all its arrays are there under their
+    names; they may have a further leading axis. Arrays under `batch_stats` that replace
+    no known collection have the value `None`.
     """
     leaves = {name: leaf for name, leaf in named_leaves(aux) if is_array(leaf)}
     found = {name: None for name in leaves if _COLLECTION.fullmatch(name)}
@@ -81,7 +81,7 @@ def _follows(new: Any, old: Any) -> bool:
 
 
 def roll_back(finite: Bool[Array, ""], aux: PyTree, before: Mapping[str, Any]) -> Any:
-    """Returns a result with its statistics as they were, if the step is not finite."""
+    """Returns a result with the old statistics if the step is not finite."""
 
     def select(name: str, new: Any) -> Any:
         old = before.get(name)

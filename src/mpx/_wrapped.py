@@ -25,7 +25,7 @@ def _layers(func: Any) -> Iterator[Any]:
 
 def is_amp(func: Callable[..., Any]) -> bool:
     """Whether a function casts by itself, being under `amp`."""
-    return any(getattr(layer, "mpx_is_amp", False) for layer in _layers(func))
+    return any(hasattr(layer, "mpx_autocast") for layer in _layers(func))
 
 
 class CallsAmpError(BaseException):

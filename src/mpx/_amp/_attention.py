@@ -1,24 +1,45 @@
-"""Attention as one operation under autocast: in cuDNN, or op by op."""
+"""Attention under autocast: one operation while tracing, then cuDNN or op by op."""
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from mpx._amp import _flash
 from mpx._amp._casts import opaque_facts, original
-from mpx._amp._cudnn import Attention, reason_against
 from mpx._amp._facts import Chosen, Origin, Settings, cast, changed, is_eligible
 from mpx._amp._rules import Rule
-from mpx._compat import bind, eval_equation, eval_jaxpr, open_jaxpr
+from mpx._compat import (
+    bind,
+    eval_equation,
+    eval_jaxpr,
+    make_jit_context,
+    open_jaxpr,
+)
 from mpx._jaxpr._interpreter import Op, Outcome, Values
 from mpx._jaxpr._queries import Equation
+from mpx._private import private
 
-_PLAIN: dict[str, Callable[..., Any]] = {
-    _flash.attention_p.name: _flash.plain,
-    _flash.attention_backward_p.name: _flash.plain_backward,
-    _flash.attention_tangent_p.name: _flash.plain_tangent,
-}
+# Part of the cache key of `jax.jit`: functions traced before are traced anew, and those
+# traced here are not found elsewhere. JAX allows no new context while it traces, so it is
+# made here and not in `mpx._attention`, which is loaded on first use.
+_is_captured = make_jit_context(False)
+
+
+@contextlib.contextmanager
+def captured_attention() -> Iterator[None]:
+    """Makes calls of `jax.nn.dot_product_attention` one operation, where that can help.
+
+    If JAX lacks a private name that this needs, attention stays as it is written.
+    """
+    if private("attention") is None:
+        yield
+        return
+    from mpx._attention import attend, captured
+
+    with captured(attend), _is_captured(True):
+        yield
 
 
 def choose(amp: Settings, op: Op) -> Chosen:
@@ -33,7 +54,7 @@ def choose(amp: Settings, op: Op) -> Chosen:
         if against is None:
             return Chosen(_run_low, Rule.LOW, reason)
         return Chosen(_op_by_op, Rule.ORIGINAL, against)
-    # As JAX: it refuses.
+    # JAX itself refuses cuDNN in f32.
     return Chosen(original if eqn.params["spec"].required else _op_by_op)
 
 
@@ -62,16 +83,22 @@ def original_attention(amp: Settings, op: Op) -> Outcome:
 
 
 def _plain_jaxpr(eqn: Equation) -> tuple[Any, Any]:
-    def plain(*operands: Any) -> list[Any]:
-        return list(_PLAIN[eqn.primitive.name](*operands, **eqn.params))
+    from mpx._attention import PLAIN
 
-    return open_jaxpr(jax.make_jaxpr(plain)(*(var.aval for var in eqn.invars)))
+    plain = functools.partial(PLAIN[eqn.primitive.name], **eqn.params)
+    return open_jaxpr(
+        jax.make_jaxpr(lambda *operands: list(plain(*operands)))(
+            *(var.aval for var in eqn.invars)
+        )
+    )
 
 
 def _reason_against(amp: Settings, eqn: Equation) -> str | None:
-    if eqn.primitive is _flash.attention_tangent_p:
+    from mpx._attention import attention_tangent_p, reason_against
+
+    if eqn.primitive is attention_tangent_p:
         return "cuDNN has no forward-mode derivative"
-    spec: Attention = eqn.params["spec"]
+    spec = eqn.params["spec"]
     if spec.required:
         return None
     avals = [
@@ -82,9 +109,9 @@ def _reason_against(amp: Settings, eqn: Equation) -> str | None:
 
 
 def _low(amp: Settings, op: Op) -> Values:
-    """Casts the operands: in 16 bits what cuDNN multiplies, in f32 the rest."""
+    """Casts the operands that cuDNN multiplies to 16 bits, and the others to f32."""
     low = {0, 1, 2}
-    if op.eqn.primitive is _flash.attention_backward_p:
+    if op.eqn.primitive.name == "cudnn_attention_backward":
         *_, out, _, cotangent = range(len(op.values))
         low |= {out, cotangent}
     pairs = zip(op.values, changed(op, amp.widen), strict=True)

@@ -1,7 +1,7 @@
 """Autocast: evaluates a jaxpr again, with casts.
 
 A function is traced at its own dtypes, so that whatever it checks and assumes holds;
-then its equations are run one by one, each in the precision that the policy chooses.
+then its equations are run one by one, each in the precision that the rules choose.
 Values that the function holds in f32 may be held in the compute dtype between them.
 """
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import _attention, _flash, _pointwise
+from mpx._amp import _attention, _pointwise
 from mpx._amp._casts import (
     APPLY,
     as_written,
@@ -22,7 +22,6 @@ from mpx._amp._casts import (
     original,
     user_rule,
 )
-from mpx._amp._catch import caught_attention
 from mpx._amp._facts import (
     F32,
     NEUTRAL,
@@ -36,7 +35,7 @@ from mpx._amp._facts import (
 )
 from mpx._amp._frameworks import Traced
 from mpx._amp._matmuls import reason_against
-from mpx._amp._policy import AmpPolicy, Choice
+from mpx._amp._policy import AmpRules, Choice
 from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, SHAPE_ONLY, Rule
 from mpx._amp._scopes import LOW_NAME
 from mpx._compat import (
@@ -83,7 +82,7 @@ class Autocast(Settings):
         """Warns of rules that hold for nothing."""
         if traced.has_params:
             names = [name for name, _ in traced.named]
-            _check_policy(self.policy, traced.jaxpr, names)
+            _check_rules(self.rules, traced.jaxpr, names)
         return traced
 
     def finish(self, outs: Values) -> Values:
@@ -93,12 +92,12 @@ class Autocast(Settings):
         return [_warn_if_unscaled(out) for out in outs]
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
-        return caught_attention(_flash.attend)
+        return _attention.captured_attention()
 
     # --- equations --------------------------------------------------------------------
 
     def equation(self, op: Op) -> Outcome:
-        """Runs one equation in the precision that the policy chooses."""
+        """Runs one equation in the precision that the rules choose."""
         chosen = self.choose(op)
         outs, known = chosen.run(self, op)
         if self.decisions is not None and chosen.rule is not None:
@@ -178,7 +177,7 @@ def _jit(amp: Autocast, op: Op) -> Outcome:
         not is_eligible(var.aval) or value.dtype == F32
         for var, value in zip(eqn.invars, values, strict=True)
     )
-    if unchanged and amp.policy.is_plain and not has_work(body):
+    if unchanged and amp.rules.is_plain and not has_work(body):
         # Nothing to do: random number generators, for one, stay the same programs.
         return eval_equation(eqn, values), [NEUTRAL] * len(eqn.outvars)
     new, _ = rewrite(amp, op, eqn.params["jaxpr"], types_of(values), op.facts)
@@ -276,32 +275,32 @@ _HANDLERS: dict[str, Run] = {
 # --- warnings -------------------------------------------------------------------------
 
 
-def _check_policy(policy: AmpPolicy, jaxpr: Jaxpr, names: list[str]) -> None:
+def _check_rules(rules: AmpRules, jaxpr: Jaxpr, names: list[str]) -> None:
     """Warns of rules that hold for nothing in a function; a misspelt name is one."""
-    if policy == AmpPolicy(policy.base, primitives=policy.primitives):
+    if rules == AmpRules(rules.base, primitives=rules.primitives):
         return
     paths: set[tuple[str, ...]] = set()
     functions: set[str] = set()
-    for place in places(jaxpr, ambient_scopes()):
-        paths.add(place.scopes)
-        if policy.functions:
-            for name, _, _ in source_frames(place.eqn):
+    for eqn, scopes, _ in places(jaxpr, ambient_scopes()):
+        paths.add(scopes)
+        if rules.functions:
+            for name, _, _ in source_frames(eqn):
                 functions.update((name, name.rpartition(".")[2]))
-    useless = policy.useless(names, paths, functions)
+    useless = rules.useless(names, paths, functions)
     if useless:
         warn(
-            f"The policy of `amp` has rules that hold for nothing: {', '.join(useless)}. "
-            "`mpx.amp_report` lists the scopes, source lines and parameters of a "
+            f"`amp` has rules that hold for nothing: {', '.join(useless)}. "
+            "`mpx.inspect.report` lists the scopes, source lines and parameters of a "
             "function. Parameters that a function closes over have no names: pass them "
             "as an argument."
         )
 
 
 _UNSCALED = (
-    "A function under `amp` with `compute_dtype` f16 is differentiated outside mpx's "
+    "A function under `amp` in f16 is differentiated outside mpx's "
     "gradient functions: without a loss scale, gradients below 6e-8 become 0. Take the "
     "gradient with `mpx.value_and_grad(func)(mpx.DynamicLossScaling.pow2(), ...)`, or "
-    'use `compute_dtype="bf16"`, which needs no scale. If you scale the loss yourself, '
+    "use bf16, which needs no scale. If you scale the loss yourself, "
     "filter this warning."
 )
 

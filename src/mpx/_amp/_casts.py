@@ -95,7 +95,7 @@ def _f32(amp: Settings, op: Op) -> Outcome:
 def _widest(amp: Settings, op: Op) -> Outcome:
     eqn, values, facts, _ = op
     shape = tuple(eqn.outvars[0].aval.shape)
-    fast = amp.policy.base == "fast"
+    fast = amp.rules.base == "fast"
     follows = [
         fact.literal is not None
         or (fact.chain == "neutral" and (fast or _is_bias(fact, var.aval.shape, shape)))

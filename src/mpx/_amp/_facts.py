@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from mpx._amp._frameworks import Role, Transformation
-from mpx._amp._policy import AmpPolicy, Choice
+from mpx._amp._policy import AmpRules, Choice
 from mpx._amp._rules import MATMULS
 from mpx._compat import (
     INLINE,
@@ -152,7 +152,7 @@ class Settings(Transformation):
 
     Attributes:
         dtype: The compute dtype.
-        policy: The rules.
+        rules: The rules.
         f32_weight_grads: Whether the gradients of arguments that matmuls read come out
             of their matmul in f32.
         f32_results: Whether low matmuls give f32 results; for those gradients.
@@ -162,7 +162,7 @@ class Settings(Transformation):
     unknown: ClassVar[Origin] = NEUTRAL
 
     dtype: np.dtype
-    policy: AmpPolicy
+    rules: AmpRules
     f32_weight_grads: bool = False
     f32_results: bool = False
     decisions: list[Decision] | None = None
@@ -220,14 +220,14 @@ class Settings(Transformation):
 
     def region_rule(self, eqn: Equation, scopes: Scopes) -> tuple[Choice, str] | None:
         """Returns the rule of the scope or function around an equation, and why."""
-        found = self.policy.scope_rule(scopes)
+        found = self.rules.scope_rule(scopes)
         if found is not None:
             return found[0], f"scope {found[1]}"
-        if self.policy.functions:
+        if self.rules.functions:
             for qualified, _, _ in source_frames(eqn):
                 for name in (qualified, qualified.rpartition(".")[2]):
-                    if name in self.policy.functions:
-                        return self.policy.functions[name], f"function {name}"
+                    if name in self.rules.functions:
+                        return self.rules.functions[name], f"function {name}"
         return None
 
     def rule(
@@ -236,13 +236,13 @@ class Settings(Transformation):
         """Returns the rule of a primitive where no region has one, and why."""
         if name in MATMULS:
             for fact in facts:
-                found = self.policy.param_rule(fact.name)
+                found = self.rules.param_rule(fact.name)
                 if found is not None:
                     return found[0], f"parameter {found[1]}"
-        rule = self.policy.primitive_rule(
+        rule = self.rules.primitive_rule(
             name, params, compute_is_f16=self.dtype == np.float16
         )
-        return rule, self.policy.primitive_reason(name)
+        return rule, self.rules.primitive_reason(name)
 
 
 Run = Callable[[Any, Op], Outcome]

@@ -15,8 +15,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from mpx import _nnx
-from mpx._amp._catch import caught_attention
-from mpx._amp._flash import attend
+from mpx._amp._attention import captured_attention
 from mpx._amp._frameworks import (
     Named,
     Role,
@@ -131,7 +130,7 @@ def _call_pure(
         visitor.cache = eager
         if len(eager) > _MOST_REMEMBERED:
             eager.clear()
-    with caught_attention(attend):
+    with captured_attention():
         body, consts = open_jaxpr(jax.make_jaxpr(flat)(*arrays))
     named = [
         describe(*pair) for pair in _names_and_roles(func, names, args, kwargs, consts)

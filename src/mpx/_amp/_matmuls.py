@@ -20,7 +20,7 @@ from mpx._amp._facts import (
     changed,
     is_eligible,
 )
-from mpx._amp._policy import AmpPolicy
+from mpx._amp._policy import AmpRules
 from mpx._amp._rules import MATMULS, Rule
 from mpx._compat import bind, default_matmul_precision, open_jaxpr
 from mpx._jaxpr._interpreter import Op, Outcome, Values, arrays_of
@@ -165,7 +165,7 @@ def _with_f32_grads(
     given = [value.dtype for value in args]
     exact = dataclasses.replace(
         amp,
-        policy=AmpPolicy(),
+        rules=AmpRules(),
         cache={},
         decisions=None,
         f32_weight_grads=False,

@@ -58,9 +58,9 @@ class Chain(NamedTuple):
 def choose(amp: Settings, op: Op) -> Chosen | None:
     """Returns how an equation runs that is part of a chain in f16; `None` if it is not.
 
-    There are no chains under a policy that changes the rule of an operation.
+    There are no chains under rules that change the rule of an operation.
     """
-    if amp.dtype != np.float16 or not amp.policy.is_plain:
+    if amp.dtype != np.float16 or not amp.rules.is_plain:
         return None
     eqn = op.eqn
     if eqn.outvars and eqn.outvars[0] in amp.frame.made:

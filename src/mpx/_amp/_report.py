@@ -1,4 +1,4 @@
-"""`amp_report`: the precision of each operation of a function, as a table."""
+"""Reports of the precision in which operations run, as tables."""
 
 import dataclasses
 import pathlib
@@ -6,22 +6,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from jax.typing import DTypeLike
 
-from mpx._amp._autocast import Autocast
 from mpx._amp._facts import Decision
 from mpx._amp._functions import trace
 from mpx._amp._matmuls import PRESETS
-from mpx._amp._policy import AmpPolicy, as_amp_policy, as_compute_dtype
+from mpx._amp._policy import AmpRules
 from mpx._amp._rules import MATMULS, REASONS, UNKNOWN, Rule
 from mpx._formats import short_name
 from mpx._jaxpr._queries import ATTENTION, matmul_flops
-from mpx._wrapped import is_amp
 
 
 @dataclasses.dataclass(frozen=True)
 class AmpReport:
-    """The precision of each operation under `amp`; made by `amp_report`, printed as a table.
+    """The operations of a function under `amp`; made by `mpx.inspect.report`, printed as a table.
 
     A decision stands for one operation and has the fields `primitive`, `rule`, `reason`,
     `scope`, `source` (file and line), `params` (the arguments that it reads), `before`
@@ -29,8 +26,8 @@ class AmpReport:
     `flops`. Equal ones are listed once.
 
     Attributes:
-        compute_dtype: The compute dtype: `bf16` or `f16`.
-        policy: The policy.
+        dtype: The compute dtype: `bf16` or `f16`.
+        rules: The rules.
         decisions: One for each operation that autocast had to decide about.
         flops: The operations of all matmuls by the dtype in which they multiply. Unlike
             in `decisions` each is counted as often as it runs: in every call of its
@@ -38,8 +35,8 @@ class AmpReport:
             the largest of its alternatives, `shard_map` as one device.
     """
 
-    compute_dtype: str
-    policy: AmpPolicy
+    dtype: str
+    rules: AmpRules
     decisions: tuple[Decision, ...]
     flops: Mapping[str, int]
 
@@ -74,7 +71,7 @@ class AmpReport:
 
     def _is_kept(self, decision: Decision) -> bool:
         if decision.rule == Rule.LOW:
-            return _short_dtypes(decision.after[:1]) != self.compute_dtype
+            return _short_dtypes(decision.after[:1]) != self.dtype
         if decision.rule in PRESETS:
             return not decision.reason.startswith(_BY_USER)
         return decision.rule in (Rule.F32, Rule.ORIGINAL)
@@ -83,7 +80,7 @@ class AmpReport:
         """Returns the tables as text."""
         return "\n".join(
             [
-                f"amp to {self.compute_dtype}, policy {self.policy.base}. {self._summary()}",
+                f"amp to {self.dtype}, rules {self.rules.base}. {self._summary()}",
                 "",
                 *table(
                     ("matmul", "dtype", "shapes", "argument", "scope", "source"),
@@ -186,56 +183,21 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]], empty: str) -> lis
     ]
 
 
-def amp_report(
-    func: Callable[..., Any],
-    *args: Any,
-    compute_dtype: DTypeLike | None = None,
-    policy: AmpPolicy | str | Mapping[Any, Any] | None = None,
-    **kwargs: Any,
-) -> AmpReport:
-    """Reports what `amp(func)` does with a call: which dtypes, where, and why.
-
-    The call is traced and not run, so arrays may be given as `jax.ShapeDtypeStruct`.
-    The backward pass is not part of it; `amp_report(jax.grad(func), ...)` shows both.
-
-    Args:
-        func: The function, without `amp` around it.
-        *args: Its positional arguments.
-        compute_dtype: As for `amp`.
-        policy: As for `amp`.
-        **kwargs: Its keyword arguments.
-
-    Raises:
-        ValueError: If `func` comes from `amp`, or the dtype or policy is unknown.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> def f(x, w):
-        ...     return jnp.exp(x @ w)
-        >>> report = amp_report(f, jnp.ones((2, 3)), jnp.ones((3, 4)), compute_dtype="bf16")
-        >>> report.shares
-        {'bf16': 1.0}
-        >>> [(op.primitive, op.params, op.before, op.after) for op in report.matmuls]
-        [('dot_general', ('x', 'w'), ('float32', 'float32'), ('bfloat16',))]
-        >>> [op.primitive for op in report.kept]
-        ['exp']
-    """
-    if is_amp(func):
-        raise ValueError(
-            "`func` is under `amp` already, which leaves nothing to report. Pass the "
-            "function itself, and `compute_dtype` and `policy` to `amp_report`."
+def amp_report(func: Callable[..., Any], *args: Any, **kwargs: Any) -> AmpReport:
+    """Reports on a call of a function under `amp`; see `mpx.inspect.report`."""
+    make = getattr(func, "mpx_autocast", None)
+    if make is None:
+        raise TypeError(
+            "`report` takes a function under `mpx.amp` or `mpx.fp8`, but "
+            f"{func!r} was given. Wrap it: `mpx.inspect.report(mpx.amp(func), ...)`."
         )
-    autocast = Autocast(
-        dtype=as_compute_dtype(compute_dtype),
-        policy=as_amp_policy(policy),
-        decisions=[],
-    )
-    jaxpr = trace(autocast, func, args, kwargs)
-    decisions = dict.fromkeys(autocast.decisions or ())
+    autocast = make()
+    autocast.decisions = []
+    jaxpr = trace(autocast, getattr(func, "__wrapped__"), args, kwargs)  # noqa: B009
     return AmpReport(
-        compute_dtype=short_name(autocast.dtype),
-        policy=autocast.policy,
-        decisions=tuple(decisions),
+        dtype=short_name(autocast.dtype),
+        rules=autocast.rules,
+        decisions=tuple(dict.fromkeys(autocast.decisions)),
         flops=dict(matmul_flops(jaxpr, _multiplied_in)),
     )
 

@@ -21,7 +21,7 @@ def amp_stop(func: Callable[..., Any] | None = None) -> Any:
     Examples:
         >>> import jax.numpy as jnp
         >>> from mpx import amp
-        >>> @amp(compute_dtype="bf16")
+        >>> @amp
         ... def f(x):
         ...     with amp_stop():
         ...         return x @ x
@@ -45,7 +45,7 @@ def amp_low(x: PyTree) -> PyTree:
         >>> import jax.numpy as jnp
         >>> from mpx import amp
         >>> f = lambda x: amp_low(x) + 0.0
-        >>> float(f(jnp.float32(1.001))), float(amp(f, compute_dtype="bf16")(jnp.float32(1.001)))
+        >>> float(f(jnp.float32(1.001))), float(amp(f)(jnp.float32(1.001)))
         (1.0010000467300415, 1.0)
     """
     return jax.tree.map(

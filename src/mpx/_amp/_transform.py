@@ -8,15 +8,15 @@ from jax.typing import DTypeLike
 
 from mpx._amp._autocast import Autocast
 from mpx._amp._functions import call_through
-from mpx._amp._policy import AmpPolicy, as_amp_policy, as_compute_dtype
+from mpx._amp._policy import AmpRules, as_amp_rules, as_compute_dtype
 from mpx._wrapped import refuse_cast_arguments
 
 
 def amp(
     func: Callable[..., Any] | None = None,
+    dtype: DTypeLike | None = None,
     *,
-    compute_dtype: DTypeLike | None = None,
-    policy: AmpPolicy | str | Mapping[Any, Any] | None = None,
+    rules: AmpRules | str | Mapping[Any, Any] | None = None,
     narrow_carry: bool = False,
     f32_weight_grads: bool = False,
 ) -> Callable[..., Any]:
@@ -35,10 +35,10 @@ def amp(
 
     Args:
         func: The function. Leave it out to use `amp` as a decorator with arguments.
-        compute_dtype: bf16 or f16. `None` is bf16, unless you chose a half precision
+        dtype: The dtype of matmuls: bf16 or f16. `None` is bf16, unless you chose a half precision
             with `set_half_precision_datatype` or `half_precision`. Gradients in f16 need
             a loss scale: take them with `mpx.value_and_grad`. Others warn.
-        policy: `"safe"` (the default), `"fast"`, an `AmpPolicy`, or a dictionary as in
+        rules: `"safe"` (the default), `"fast"`, an `AmpRules`, or a dictionary as in
             jaxamp.
         narrow_carry: Whether the carry of a loop may be held in the compute dtype. By
             default it stays f32, since it may be an accumulator.
@@ -47,7 +47,7 @@ def amp(
             gradients taken outside `amp`, and excludes forward-mode derivatives.
 
     Raises:
-        ValueError: If the dtype or the policy is unknown.
+        ValueError: If the dtype or a rule is unknown.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -57,30 +57,34 @@ def amp(
         >>> f(jnp.full((2, 3), 1.001), jnp.ones((3, 2)))
         Array(3., dtype=float32)
     """
-    if compute_dtype is not None:
-        compute_dtype = as_compute_dtype(compute_dtype)
-    chosen = as_amp_policy(policy)
+    if dtype is not None:
+        dtype = as_compute_dtype(dtype)
+    chosen = as_amp_rules(rules)
     if func is None:
         return functools.partial(
             amp,
-            compute_dtype=compute_dtype,
-            policy=chosen,
+            dtype=dtype,
+            rules=chosen,
             narrow_carry=narrow_carry,
             f32_weight_grads=f32_weight_grads,
         )
     eager: dict[Any, Any] = {}
 
-    @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        refuse_cast_arguments()
-        autocast = Autocast(
-            dtype=as_compute_dtype(compute_dtype),
-            policy=chosen,
+    def autocast() -> Autocast:
+        return Autocast(
+            dtype=as_compute_dtype(dtype),
+            rules=chosen,
             narrow_carry=narrow_carry,
             f32_weight_grads=f32_weight_grads,
         )
-        remembered = eager.setdefault(autocast.dtype, {})
-        return call_through(autocast, func, args, kwargs, eager=remembered)
 
-    setattr(wrapper, "mpx_is_amp", True)  # noqa: B010 - `value_and_grad` asks for it
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        refuse_cast_arguments()
+        visitor = autocast()
+        remembered = eager.setdefault(visitor.dtype, {})
+        return call_through(visitor, func, args, kwargs, eager=remembered)
+
+    # The gradient functions and reports ask for it.
+    setattr(wrapper, "mpx_autocast", autocast)  # noqa: B010
     return wrapper

@@ -19,6 +19,7 @@ from mpx._compat import struct_like
 from mpx._devices import gpu_capability
 from mpx._fp8._scales import DTYPES, cast_scaled, inverse
 from mpx._kernels import plain_under_vmap
+from mpx._private import private
 from mpx._sharding import over_shards, reason_against_shards, replicated
 
 # A program's part: rows and columns. The best of eight on an H200.
@@ -31,7 +32,8 @@ _LARGEST = 2**31
 def turning_pays() -> bool:
     """Returns whether the GPU wants the axis that is summed over to come last."""
     capability = gpu_capability()
-    return isinstance(capability, tuple) and (8, 9) <= capability < (10, 0)
+    pays = isinstance(capability, tuple) and (8, 9) <= capability < (10, 0)
+    return pays and private("kernels") is not None
 
 
 def turn(x: Array, leading: int) -> Array:
@@ -80,9 +82,7 @@ def cast_and_turn(
 ) -> tuple[Array, Array]:
     """Returns the codes of a matrix of whole tiles, and their transpose."""
     # Not before it is needed: importing Pallas takes as long as importing mpx.
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
-
+    pl = plgpu = private("kernels")
     rows, columns = _TILE
 
     def kernel(x_ref: Any, factor_ref: Any, codes_ref: Any, turned_ref: Any) -> None:

@@ -12,7 +12,7 @@ from jaxtyping import Array
 from mpx._fp8._layouts import quantize_both, turning_pays
 from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe, StaticScaling
 from mpx._fp8._scales import DTYPES, largest_magnitude, power_of_two_scale, quantize
-from mpx._undifferentiable import undifferentiable
+from mpx._grad_checks import undifferentiable
 
 Axes = tuple[int, ...]
 Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]

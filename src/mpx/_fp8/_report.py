@@ -1,20 +1,20 @@
-"""`fp8_report` and `fp8_check`: which matmuls become fp8, and which were compiled so."""
+"""Reports of matmuls that become fp8, and checks of those that were compiled so."""
 
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mpx._amp._functions import trace
 from mpx._amp._report import short_source, table
 from mpx._fp8._selection import Matmul
-from mpx._fp8._transform import Fp8Function, fp8
+from mpx._fp8._transform import Fp8Function
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Report:
-    """The matmuls of a function under `fp8`; made by `fp8_report`, printed as a table.
+    """The matmuls of a function under `fp8`; made by `mpx.inspect.report`, printed as a table.
 
     Attributes:
         matmuls: All that multiplies in the forward pass: matmuls, ragged ones,
@@ -62,42 +62,17 @@ class Fp8Report:
         return "\n".join([summary, "", *table((*head, "source"), rows, "no matmuls")])
 
 
-def fp8_report(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Fp8Report:
-    """Reports what `fp8` does with each matmul of a call, and why.
-
-    The call is traced and not run, so arrays may be given as `jax.ShapeDtypeStruct`. The
-    two products of the backward pass follow what is done with the one listed.
-
-    Args:
-        func: A function under `fp8`, or a plain one, which is reported with the default
-            settings of `fp8`.
-        *args: Its positional arguments, without the state of delayed scaling.
-        **kwargs: Its keyword arguments.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> def loss(params, x):
-        ...     return jnp.sum(x @ params["w"] @ params["head"])
-        >>> params = {"w": jnp.ones((64, 64), "bfloat16"), "head": jnp.ones((64, 16), "bfloat16")}
-        >>> x = jnp.ones((16, 64), "bfloat16")
-        >>> report = fp8_report(fp8(loss, min_gain=0), params, x)
-        >>> [(matmul.param, matmul.reason or "fp8") for matmul in report.matmuls]
-        [('params/w', 'fp8'), ('params/head', 'its name holds head')]
-        >>> report.share
-        0.8
-        >>> [matmul.reason for matmul in fp8_report(loss, params, x).changed]
-        []
-    """
-    under = func if isinstance(func, Fp8Function) else fp8(func)
-    visitor, matmuls = under.visitor(args, kwargs), list[Matmul]()
+def fp8_report(func: Fp8Function, *args: Any, **kwargs: Any) -> Fp8Report:
+    """Reports on a call of a function under `fp8`; see `mpx.inspect.report`."""
+    visitor, matmuls = func.visitor(args, kwargs), list[Matmul]()
     visitor.matmuls = matmuls
-    trace(visitor, under.func, args, kwargs)
+    trace(visitor, func.func, args, kwargs)
     return Fp8Report(tuple(matmuls))
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Check:
-    """The matmuls of a compiled program; made by `fp8_check`.
+    """The matmuls of a compiled program; made by `mpx.inspect.check`.
 
     Attributes:
         fp8: How many calls multiply in fp8 units.
@@ -116,7 +91,7 @@ class Fp8Check:
         return f"{self.fp8} fp8 matmuls; others: {', '.join(others) or 'none'}"
 
 
-def fp8_check(compiled: Any) -> Fp8Check:
+def check(compiled: Any) -> Fp8Check:
     """Counts the fp8 matmuls of a compiled program, and the others.
 
     Where hardware, version or shape do not fit, XLA computes in bf16 and says nothing.
@@ -132,14 +107,14 @@ def fp8_check(compiled: Any) -> Fp8Check:
     Examples:
         >>> import jax, jax.numpy as jnp
         >>> step = jax.jit(lambda x: x @ x)
-        >>> print(fp8_check(step.lower(jnp.ones((16, 16))).compile()))
+        >>> print(check(step.lower(jnp.ones((16, 16))).compile()))
         0 fp8 matmuls; others: 1 dot f32
     """
     read = getattr(compiled, "as_text", None)
     text = compiled if isinstance(compiled, str) else read and read()
     if not isinstance(text, str):
         raise TypeError(
-            "`fp8_check` reads a compiled program, but "
+            "`check` reads a compiled program, but "
             f"{type(compiled).__name__} was given. Pass "
             "`jax.jit(func).lower(*args).compile()`."
         )

@@ -21,6 +21,7 @@ from mpx._fp8._selection import Selection, as_patterns, as_rules
 from mpx._fp8._state import Fp8State, check_history, check_keys, empty_state
 from mpx._fp8._visitor import Fp8
 from mpx._half import gradient_function
+from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._tree import is_array, is_floating
 from mpx._wrapped import argument_names, is_amp, signature_after
 
@@ -44,8 +45,9 @@ def fp8(
     rest stays as it is: attention products, embeddings, heads, routers, norms.
 
     If the parameters and all matmuls with them are f32, the function runs under `amp` in
-    bf16 first, as in `fp8(amp(loss))`; write that to choose `amp`'s arguments. `fp8_report`
-    tells what is changed and `fp8_check` whether it was compiled to fp8 kernels.
+    bf16 first, as in `fp8(amp(loss))`; write that to choose `amp`'s arguments.
+    `mpx.inspect.report` tells what is changed and `mpx.inspect.check` whether it was
+    compiled to fp8 kernels.
 
     With `DelayedScaling` the returned function takes an `Fp8State` as its first
     argument, before those of `func`; its method `init(*args)` makes one.
@@ -64,7 +66,7 @@ def fp8(
             several. Arrays inside `func` itself are parameters, too.
         keep: What else stays as it is: regular expressions, searched in the names of
             parameters (`params/layers/0/w`) and of `jax.named_scope`s, or functions of a
-            matmul as `fp8_report` lists them.
+            matmul as `mpx.inspect.report` lists them.
         include: Regular expressions for parameters that are changed although their
             names sound like embeddings, heads or routers.
         min_gain: The smallest speed-up, predicted from the matmul's size, for which it
@@ -204,7 +206,9 @@ class Fp8Function:
             may_cast=not is_amp(self.func),
         )
 
-    def init(self, *args: Any, loss_scale: float = 1.0, **kwargs: Any) -> Fp8State:
+    def init(
+        self, *args: Any, scaling: LossScaling | float = 1.0, **kwargs: Any
+    ) -> Fp8State:
         """Makes the state of delayed scaling, for a call with these arguments.
 
         With arrays, one call and its gradient are computed to fill the state. With
@@ -213,14 +217,14 @@ class Fp8Function:
 
         Args:
             *args: The arguments of the function, without the state.
-            loss_scale: By what the loss will be multiplied in training.
+            scaling: The loss scaling of the training run, or its factor.
             **kwargs: Its keyword arguments.
 
         Raises:
             TypeError: If the recipe has no state.
 
         Examples:
-            >>> from mpx import DelayedScaling
+            >>> from mpx.recipes import DelayedScaling
             >>> loss = lambda w, x: jnp.sum(x @ w)
             >>> f8 = fp8(loss, DelayedScaling(history=2), min_gain=0)
             >>> w, x = (jnp.ones((16, 16), jnp.bfloat16) for _ in range(2))
@@ -234,6 +238,9 @@ class Fp8Function:
                 f"`{type(recipe).__name__}` keeps no state: call the function itself. "
                 "Only `DelayedScaling` has one."
             )
+        factor: Any = getattr(scaling, "loss_scaling", scaling)
+        if isinstance(scaling, NoLossScaling):
+            factor = 1.0
         visitor, keys = self.visitor(args, kwargs), dict[str, tuple[int, ...]]()
         visitor.keys = keys
         trace(visitor, self.func, args, kwargs)
@@ -251,7 +258,7 @@ class Fp8Function:
             func, full_args, full_kwargs = _nnx.put_back(plain, _nnx.copy(objects))
             probes = {path: (None, x) for path, (_, x) in state.largest().items()}
             out = self._with_scales(probes, func, full_args, full_kwargs)
-            return _first_float(out) * loss_scale
+            return _first_float(out) * factor
 
         with gradient_function():
             observed = jax.jit(jax.grad(scaled))(state, arrays)

@@ -18,7 +18,7 @@ import numpy as np
 from mpx._amp._autocast import Autocast
 from mpx._amp._frameworks import Role, Traced, Transformation
 from mpx._amp._functions import run_traced
-from mpx._amp._policy import AmpPolicy
+from mpx._amp._policy import AmpRules
 from mpx._compat import (
     Literal,
     eval_equation,
@@ -121,7 +121,7 @@ class Fp8(Transformation):
             return traced
         self.is_cast = True
         cache = self.amp_cache if nothing_is_traced() else {}
-        amp = Autocast(dtype=np.dtype(jnp.bfloat16), policy=AmpPolicy(), cache=cache)
+        amp = Autocast(dtype=np.dtype(jnp.bfloat16), rules=AmpRules(), cache=cache)
 
         def run(*arrays: Any) -> Values:
             return run_traced(amp, traced._replace(arrays=list(arrays)))
@@ -227,18 +227,17 @@ class Fp8(Transformation):
     def _record(self, op: Op) -> None:
         """Records the matmuls in an equation that runs as written."""
         assert self.matmuls is not None
-        eqn, _, facts, scopes = op
-        times = math.prod(self._lengths)
+        eqn, count = op.eqn, math.prod(self._lengths)
         if eqn.primitive.name in _MULTIPLIES:
-            self.matmuls.append(self._describe(eqn, facts, scopes, times))
+            self.matmuls.append(self._describe(eqn, op.facts, op.scopes, count))
         reason = f"inside {eqn.primitive.name}, which runs as written"
         for jaxpr in sub_jaxprs(eqn):
-            for place in places(jaxpr, scopes, times * repetitions(eqn)):
-                if place.eqn.primitive.name in _MULTIPLIES:
-                    unknown = [None] * len(place.eqn.invars)
-                    found = self._describe(
-                        place.eqn, unknown, place.scopes, place.times
-                    )
+            for inner, scopes, times in places(
+                jaxpr, op.scopes, count * repetitions(eqn)
+            ):
+                if inner.primitive.name in _MULTIPLIES:
+                    unknown = [None] * len(inner.invars)
+                    found = self._describe(inner, unknown, scopes, times)
                     self.matmuls.append(found._replace(reason=reason))
 
     # --- bodies -----------------------------------------------------------------------

@@ -7,7 +7,7 @@ import jax
 from jax import lax
 from jaxtyping import PyTree
 
-from mpx._compat import as_function, bind, open_jaxpr, scan_sizes
+from mpx._compat import as_function, bind, open_jaxpr, scan_options, scan_sizes
 from mpx._jaxpr._interpreter import (
     Dtypes,
     Handler,
@@ -106,15 +106,7 @@ def scan_with(
     xs: PyTree,
 ) -> list[Any]:
     """Runs a function over the steps of a scan equation, which may slice more inputs."""
-    params = eqn.params
-    carry, ys = lax.scan(
-        step,
-        list(carry),
-        xs,
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
+    carry, ys = lax.scan(step, list(carry), xs, **scan_options(eqn.params))
     return [*carry, *ys]
 
 

@@ -3,7 +3,7 @@
 import collections
 import math
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpx._compat import open_jaxpr, scopes_of, sub_jaxprs
 
@@ -41,25 +41,17 @@ MOVES = SHAPE_ONLY.union(
 REMAT = names("checkpoint remat2 remat")
 
 
-class Place(NamedTuple):
-    """An equation and where it is.
+def places(
+    jaxpr: Any, scopes: tuple[str, ...] = (), times: int = 1
+) -> Iterator[tuple[Equation, tuple[str, ...], int]]:
+    """Yields the equations of a jaxpr and of all jaxprs inside it, with their places.
 
-    Attributes:
-        eqn: The equation.
-        scopes: The `jax.named_scope`s around it, outermost first.
-        times: How often it runs; see `repetitions`.
+    The place is given by the `jax.named_scope`s around the equation, outermost first, and
+    how often it runs: see `repetitions`.
     """
-
-    eqn: Equation
-    scopes: tuple[str, ...]
-    times: int
-
-
-def places(jaxpr: Any, scopes: tuple[str, ...] = (), times: int = 1) -> Iterator[Place]:
-    """Yields the equations of a jaxpr and of all jaxprs inside it, with their places."""
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         inside = scopes + scopes_of(eqn)
-        yield Place(eqn, inside, times)
+        yield eqn, inside, times
         for inner in sub_jaxprs(eqn):
             yield from places(inner, inside, times * repetitions(eqn))
 

@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_COMPRESSION = "`compression=mpx.Compression({})`"
+_COMPRESSION = "`compression=mpx.optim.Compression({})`"
 _F32_MOMENTS = f"{_COMPRESSION.format('quantize=False')}, which keeps moments in f32"
 _NAMES = {
     # FlashOptim, and options of `Compression`
@@ -17,7 +17,7 @@ _NAMES = {
     "group_size": _COMPRESSION.format("group_size=32"),
     "rounding": _COMPRESSION.format("rounding='dithered'"),
     "fused": "`backend`",
-    "param_groups": "`groups=[mpx.ParamGroup(...)]`",
+    "param_groups": "`groups=[mpx.optim.ParamGroup(...)]`",
     # optax
     "mu_dtype": _F32_MOMENTS,
     "accumulator_dtype": _F32_MOMENTS,

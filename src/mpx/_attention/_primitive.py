@@ -1,7 +1,6 @@
-"""Attention as one operation, which runs in cuDNN's flash kernel where that exists.
+"""Attention as a JAX primitive, with rules for derivatives and `vmap`.
 
-The operation is a JAX primitive with rules for derivatives and `vmap`. On CUDA and for
-16-bit operands it becomes cuDNN's kernel; otherwise the very operations behind
+On CUDA and for 16-bit operands it becomes cuDNN's kernel; otherwise the operations behind
 `jax.nn.dot_product_attention`, in f32. Its results are the output and the logsumexp of
 the scores, which the backward kernel needs.
 
@@ -15,74 +14,76 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching, mlir
+from jax import Array
 
-from mpx._amp._catch import plain_attention
-from mpx._amp._cudnn import Attention, cudnn_backward, cudnn_forward
-from mpx._amp._facts import F32, cast
+from mpx._attention._capture import plain_attention
+from mpx._attention._cudnn import Attention, cast, cudnn_backward, cudnn_forward
 from mpx._compat import (
     Primitive,
     as_varying,
-    needs_devices,
+    has_explicit_axes,
     varying_axes,
 )
 from mpx._devices import cuda_capability
+from mpx._jaxpr._queries import ATTENTION
+from mpx._private import private
+
+F32 = jnp.dtype(jnp.float32)
+Aval = Any
+"""The type of a value: shape, dtype, sharding."""
 
 _EXTRAS = ("bias", "mask", "q_seqlen", "kv_seqlen")
 # With four axes, of which the first may be 1 for all of a batch.
 _SHARED = ("bias", "mask")
+_jax = private("attention")
 
 
 def attend(
-    arrays: Sequence[Any], options: dict[str, Any]
-) -> tuple[jax.Array, jax.Array] | None:
+    arrays: Sequence[Array | None],
+    *,
+    scale: float | Array,
+    is_causal: bool,
+    window: Sequence[int] | None,
+    required: bool,
+) -> tuple[Array, Array] | None:
     """Makes a call of `jax.nn.dot_product_attention` one operation, if that can help.
 
-    Args:
-        arrays: As `caught_attention` passes them.
-        options: As above.
+    The arguments are those of `catch` in `captured`.
 
     Returns:
-        The output and the logsumexp (batch, heads, queries), or `None`: not in f32, no
-        CUDA here, or something that the operation does not know.
+        The output and the logsumexp (batch, heads, queries). `None` if the operands are
+        not f32, if there is no CUDA GPU, or if the call is one that the operation does
+        not support.
     """
-    operands, extras = list(arrays[:3]), []
-    for name, value in zip(_EXTRAS, arrays[3:], strict=True):
-        if value is not None:
-            operands.append(value)
-            extras.append(name)
-    scale, window = options["scale"], options["window"]
-    if isinstance(scale, jax.Array) or any(x.dtype != F32 for x in arrays[:3]):
+    given = [x for x in arrays if x is not None]
+    extras = [
+        name for name, x in zip(_EXTRAS, arrays[3:], strict=True) if x is not None
+    ]
+    checked = given[:4] if "bias" in extras else given[:3]
+    if isinstance(scale, Array) or any(x.dtype != F32 for x in checked):
         return None
-    if "bias" in extras and operands[3].dtype != F32:
+    if has_explicit_axes(jax.sharding.get_abstract_mesh()):
         return None
-    if _is_explicitly_sharded():
-        return None
-    if not options["required"] and cuda_capability() is None:
+    if not required and cuda_capability() is None:
         return None
     spec = Attention(
         scale=float(scale),
-        is_causal=bool(options["is_causal"]),
+        is_causal=bool(is_causal),
         window=None if window is None else (int(window[0]), int(window[1])),
         extras=tuple(extras),
-        required=options["required"],
+        required=required,
     )
-    names = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
-    # The sum over devices that this stands for in the backward pass is not ours to make.
-    operands = [as_varying(x, names) for x in operands] if names else operands
-    out, logsumexp = attention_p.bind(*operands, spec=spec)
+    names = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in given)))
+    # Marked here, so that the transpose of the mark sums gradients over devices.
+    given = [as_varying(x, names) for x in given] if names else given
+    out, logsumexp = attention_p.bind(*given, spec=spec)
     return out, logsumexp[..., 0]
-
-
-def _is_explicitly_sharded() -> bool:
-    mesh = jax.sharding.get_abstract_mesh()
-    return any(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)
 
 
 # --- The operation in plain JAX -------------------------------------------------------
 
 
-def plain(*operands: Any, spec: Attention) -> tuple[Any, Any]:
+def plain(*operands: Array, spec: Attention) -> tuple[Array, Array]:
     """Runs the operations behind `jax.nn.dot_product_attention`, in f32."""
     query, key, value = (cast(x, F32) for x in operands[:3])
     extras = dict(zip(spec.extras, operands[3:], strict=True))
@@ -102,42 +103,50 @@ def plain(*operands: Any, spec: Attention) -> tuple[Any, Any]:
     return cast(out, operands[0].dtype), logsumexp.swapaxes(1, 2)[..., None]
 
 
-def plain_backward(*operands: Any, spec: Attention) -> tuple[Any, ...]:
-    """Returns the gradients of `plain`: of q, k, v and the bias."""
-    n, free = spec.operands, spec.free
-    given, cotangent = operands[:n], operands[-1]
-
-    def call(*chosen: Any) -> Any:
-        return plain(*chosen, *given[free:], spec=spec)[0]
-
-    return jax.vjp(call, *given[:free])[1](cotangent)
+def plain_backward(*operands: Array, spec: Attention) -> tuple[Array, ...]:
+    """Returns the gradients of `plain` with respect to q, k, v and the bias."""
+    call, chosen = _output(operands, spec, range(spec.free))
+    return jax.vjp(call, *chosen)[1](operands[-1])
 
 
-def plain_tangent(*operands: Any, spec: Attention, wrt: tuple[int, ...]) -> list[Any]:
+def plain_tangent(
+    *operands: Array, spec: Attention, wrt: tuple[int, ...]
+) -> list[Array]:
     """Returns the directional derivative of `plain`."""
-    given = list(operands[: spec.operands])
+    call, chosen = _output(operands, spec, wrt)
+    return [jax.jvp(call, chosen, list(operands[-len(wrt) :]))[1]]
 
-    def call(*chosen: Any) -> Any:
-        full = list(given)
-        for i, value in zip(wrt, chosen, strict=True):
-            full[i] = value
-        return plain(*full, spec=spec)[0]
 
-    tangents = operands[len(operands) - len(wrt) :]
-    return [jax.jvp(call, [given[i] for i in wrt], list(tangents))[1]]
+def _output(
+    operands: Sequence[Array], spec: Attention, wrt: Sequence[int]
+) -> tuple[Callable[..., Array], list[Array]]:
+    given = operands[: spec.operands]
+    return _function_of(lambda *x: plain(*x, spec=spec)[0], given, wrt)
+
+
+def _function_of(
+    func: Callable[..., Any], operands: Sequence[Array], wrt: Sequence[int]
+) -> tuple[Callable[..., Any], list[Array]]:
+    """Returns a function of some of its operands, with the others fixed, and these."""
+
+    def call(*chosen: Array) -> Any:
+        replaced = dict(zip(wrt, chosen, strict=True))
+        return func(*(replaced.get(i, x) for i, x in enumerate(operands)))
+
+    return call, [operands[i] for i in wrt]
 
 
 # --- The operation in cuDNN -----------------------------------------------------------
 
 
-def _cudnn(*operands: Any, spec: Attention) -> tuple[Any, Any]:
+def _cudnn(*operands: Array, spec: Attention) -> tuple[Array, Array]:
     if operands[0].dtype == F32:
         return _without_cudnn(plain)(*operands, spec=spec)
     out, saved = cudnn_forward(operands, spec)
     return out, saved[..., None]
 
 
-def _cudnn_backward(*operands: Any, spec: Attention) -> list[Any]:
+def _cudnn_backward(*operands: Array, spec: Attention) -> Sequence[Array]:
     if operands[0].dtype == F32:
         return _without_cudnn(plain_backward)(*operands, spec=spec)
     *given, out, saved, cotangent = operands
@@ -145,7 +154,7 @@ def _cudnn_backward(*operands: Any, spec: Attention) -> list[Any]:
 
 
 def _without_cudnn(func: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*operands: Any, spec: Attention) -> Any:
+    def call(*operands: Array, spec: Attention) -> Any:
         if spec.required:
             raise NotImplementedError(
                 'implementation="cudnn" was asked for, but cuDNN attention needs a CUDA '
@@ -159,33 +168,19 @@ def _without_cudnn(func: Callable[..., Any]) -> Callable[..., Any]:
 
 # --- Primitives -----------------------------------------------------------------------
 
-attention_p = Primitive("cudnn_attention")
-attention_backward_p = Primitive("cudnn_attention_backward")
-attention_tangent_p = Primitive("cudnn_attention_tangent")
-NAMES = (attention_p.name, attention_backward_p.name, attention_tangent_p.name)
 
-
-def _attention_types(query: Any, *rest: Any, spec: Attention) -> tuple[Any, Any]:
+def _attention_types(query: Aval, *rest: Aval, spec: Attention) -> tuple[Aval, Aval]:
     del rest, spec
     batch, length, heads, _ = query.shape
     # The result varies over devices as the query does; `attend` made all alike.
     return query, query.update(shape=(batch, heads, length, 1), dtype=F32)
 
 
-def _backward_types(*operands: Any, spec: Attention) -> tuple[Any, ...]:
-    return operands[: spec.free]
-
-
-def _tangent_types(query: Any, *rest: Any, spec: Attention, wrt: Any) -> list[Any]:
-    del rest, spec, wrt
-    return [query]
-
-
 def _attention_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Attention
 ) -> tuple[list[Any], list[Any]]:
     out, logsumexp = attention_p.bind(*primals, spec=spec)
-    wrt = tuple(i for i in range(spec.free) if type(tangents[i]) is not ad.Zero)
+    wrt = tuple(i for i in range(spec.free) if not _is_zero(tangents[i]))
     tangent = _zero(out)
     if wrt:
         chosen = [tangents[i] for i in wrt]
@@ -196,41 +191,38 @@ def _attention_jvp(
     return [out, logsumexp], [tangent, _zero(logsumexp)]
 
 
-def _zero(x: Any) -> ad.Zero:
-    return ad.Zero(jax.typeof(x).to_tangent_aval())
+def _zero(x: Array) -> Any:
+    return _jax.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def _is_zero(tangent: Any) -> bool:
+    return type(tangent) is _jax.Zero
 
 
 def _tangent_transpose(
     cotangents: Sequence[Any], *operands: Any, spec: Attention, wrt: tuple[int, ...]
 ) -> list[Any]:
-    (cotangent,) = cotangents
-    nothing = [None] * (len(operands) - len(wrt))
-    if type(cotangent) is ad.Zero:
-        return [*nothing, *([None] * len(wrt))]
-    known = operands[: len(operands) - len(wrt)]
-    grads = attention_backward_p.bind(*known, cotangent, spec=spec)
-    return [*nothing, *(grads[i] for i in wrt)]
+    known, grads = operands[: -len(wrt)], [None] * len(wrt)
+    if not _is_zero(cotangents[0]):
+        found = attention_backward_p.bind(*known, cotangents[0], spec=spec)
+        grads = [found[i] for i in wrt]
+    return [*[None] * len(known), *grads]
 
 
 def _differentiated(func: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the derivative of an operation that is itself a derivative."""
 
-    def rule(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    def rule(
+        primals: Sequence[Array], tangents: Sequence[Any], **params: Any
+    ) -> tuple[Any, Any]:
         free = [
             i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)
         ]
-
-        def call(*chosen: Any) -> list[Any]:
-            full = list(primals)
-            for i, value in zip(free, chosen, strict=True):
-                full[i] = value
-            return list(func(*full, **params))
-
-        return jax.jvp(
-            call,
-            [primals[i] for i in free],
-            [ad.instantiate_zeros(tangents[i]) for i in free],
+        call, chosen = _function_of(
+            lambda *full: list(func(*full, **params)), primals, free
         )
+        given = [_jax.instantiate_zeros(tangents[i]) for i in free]
+        return jax.jvp(call, chosen, given)
 
     return rule
 
@@ -238,7 +230,7 @@ def _differentiated(func: Callable[..., Any]) -> Callable[..., Any]:
 def _batched(
     primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[int]]:
-    """`vmap` of an operation: the new axis becomes part of the batch."""
+    """Maps an operation by making the new axis a part of the batch."""
     spec: Attention = params["spec"]
     size = next(
         x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None
@@ -256,7 +248,7 @@ def _batched(
     def fold(i: int, x: Any) -> Any:
         if i in shared:
             if forward and dims[i] is None and x.shape[1] == 1:
-                return x[0]  # one for all, as it was
+                return x[0]  # still one for the whole batch
             x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
         return x.reshape(size * batch, *x.shape[2:])
 
@@ -268,11 +260,14 @@ def _batched(
 
 
 def _define(
-    primitive: Primitive,
+    name: str,
     types: Callable[..., Any],
     slow: Callable[..., Any],
     fast: Callable[..., Any],
-) -> None:
+) -> Primitive:
+    """Returns a primitive that runs `fast` on CUDA and `slow` elsewhere."""
+    primitive = Primitive(name)
+
     @functools.lru_cache(maxsize=256)
     def compiled(**params: Any) -> Callable[..., Any]:
         return jax.jit(functools.partial(primitive.bind, **params))
@@ -280,23 +275,32 @@ def _define(
     primitive.multiple_results = True
     primitive.def_impl(lambda *operands, **params: compiled(**params)(*operands))
     primitive.def_abstract_eval(types)
-    batching.primitive_batchers[primitive] = functools.partial(_batched, primitive)
-    mlir.register_lowering(primitive, mlir.lower_fun(slow, multiple_results=True))
-    mlir.register_lowering(
-        primitive, mlir.lower_fun(fast, multiple_results=True), platform="cuda"
-    )
-    needs_devices(primitive)
+    _jax.primitive_batchers[primitive] = functools.partial(_batched, primitive)
+    for func, platform in ((slow, None), (fast, "cuda")):
+        lowering = _jax.lower_fun(func, multiple_results=True)
+        _jax.register_lowering(primitive, lowering, platform=platform)
+    # As JAX's own cuDNN attention, which is inside.
+    _jax.prim_requires_devices_during_lowering.add(primitive)
+    return primitive
 
 
-_define(attention_p, _attention_types, _without_cudnn(plain), _cudnn)
-_define(
-    attention_backward_p,
-    _backward_types,
+_FORWARD, _BACKWARD, _TANGENT = ATTENTION
+PLAIN: dict[str, Callable[..., Any]] = {
+    _FORWARD: plain,
+    _BACKWARD: plain_backward,
+    _TANGENT: plain_tangent,
+}
+attention_p = _define(_FORWARD, _attention_types, _without_cudnn(plain), _cudnn)
+attention_backward_p = _define(
+    _BACKWARD,
+    lambda *operands, spec: operands[: spec.free],
     _without_cudnn(plain_backward),
     _cudnn_backward,
 )
-_define(attention_tangent_p, _tangent_types, plain_tangent, plain_tangent)
-ad.primitive_jvps[attention_p] = _attention_jvp
-ad.primitive_jvps[attention_backward_p] = _differentiated(plain_backward)
-ad.primitive_jvps[attention_tangent_p] = _differentiated(plain_tangent)
-ad.primitive_transposes[attention_tangent_p] = _tangent_transpose
+attention_tangent_p = _define(
+    _TANGENT, lambda query, *rest, **params: [query], plain_tangent, plain_tangent
+)
+_jax.primitive_jvps[attention_p] = _attention_jvp
+_jax.primitive_jvps[attention_backward_p] = _differentiated(plain_backward)
+_jax.primitive_jvps[attention_tangent_p] = _differentiated(plain_tangent)
+_jax.primitive_transposes[attention_tangent_p] = _tangent_transpose
