@@ -586,6 +586,14 @@ def test_f32_model_runs_under_amp_by_itself(around):
     assert {matmul.dtype for matmul in report.changed} == {"bf16"}
 
 
+def test_f32_model_may_print_a_parameter():
+    def loss(p, x):
+        jax.debug.callback(lambda w: None, p["a"])
+        return f32_loss(p, x)
+
+    assert count_f8(everywhere(loss), *f32_problem()) == 2
+
+
 @pytest.mark.parametrize(
     ("func", "dtype"),
     [

@@ -13,15 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import _attention, _pointwise
-from mpx._amp._casts import (
-    APPLY,
-    as_written,
-    convert,
-    mark_low,
-    original,
-    user_rule,
-)
+from mpx._amp import _attention, _casts, _pointwise
 from mpx._amp._facts import (
     F32,
     NEUTRAL,
@@ -70,13 +62,7 @@ _MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Autocast(Settings):
-    """One call of a function under `amp`.
-
-    Attributes:
-        decisions: Where decisions are recorded, `None` to record none.
-    """
-
-    decisions: list[Decision] | None = None
+    """One call of a function under `amp`."""
 
     def start(self, traced: Traced) -> Traced:
         """Warns of rules that hold for nothing."""
@@ -112,31 +98,31 @@ class Autocast(Settings):
         name, region = op.eqn.primitive.name, self.region_rule(op.eqn, op.scopes)
         if region is not None and region[0] == Rule.ORIGINAL:
             is_attention = name in ATTENTION
-            run = _attention.original_attention if is_attention else original
+            run = _attention.original_attention if is_attention else _casts.original
             return Chosen(run, *region)
         if name in ATTENTION:
             return _attention.choose(self, op)
         if name in _HANDLERS:
             return Chosen(_HANDLERS[name])
         if not any(is_eligible(var.aval) for var in op.eqn.invars):
-            return Chosen(as_written)
+            return Chosen(_casts.as_written)
         return self._by_rule(op, region)
 
     def _by_rule(self, op: Op, region: tuple[Choice, str] | None) -> Chosen:
         eqn, name = op.eqn, op.eqn.primitive.name
         rule, reason = region or self.rule(name, eqn.params, op.facts)
         if name == "name" and eqn.params["name"] == LOW_NAME:
-            return Chosen(mark_low, Rule.FOLLOW, reason)
+            return Chosen(_casts.mark_low, Rule.FOLLOW, reason)
         if region and rule in _MAY_BE_LOW and PRIMITIVES.get(name) == Rule.ORIGINAL:
             # A scatter or a solver has no version in the compute dtype.
             rule, reason = Rule.ORIGINAL, REASONS[name]
         if callable(rule) and not isinstance(rule, str):
-            return Chosen(user_rule(rule), getattr(rule, "__name__", "custom"))
+            return Chosen(_casts.user_rule(rule), getattr(rule, "__name__", "custom"))
         rule = Rule(rule)
         kept = reason_against(eqn, rule)
         if kept is not None:
-            return Chosen(original, rule, kept)
-        return Chosen(APPLY[rule], rule, reason)
+            return Chosen(_casts.original, rule, kept)
+        return Chosen(_casts.APPLY[rule], rule, reason)
 
 
 def _decision(op: Op, chosen: Chosen, outs: Values) -> Decision:
@@ -268,7 +254,7 @@ _HANDLERS: dict[str, Run] = {
     "pjit": _jit,
     "scan": _scan,
     "custom_jvp_call": _custom_jvp,
-    "convert_element_type": convert,
+    "convert_element_type": _casts.convert,
 }
 
 

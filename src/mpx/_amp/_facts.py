@@ -119,20 +119,7 @@ def chain_of(origins: list[Origin], *, high: bool = False) -> Origin:
 
 
 class Decision(NamedTuple):
-    """One equation and the precision in which it runs, for the report.
-
-    Attributes:
-        primitive: The name of the primitive.
-        rule: The rule that was applied.
-        reason: Why.
-        scope: The named scopes, joined by `/`.
-        source: File and line.
-        params: The parameters that it reads.
-        before: The dtypes of the operands in the function as written.
-        after: The dtypes of the results.
-        shapes: The shapes of the operands.
-        flops: Twice the multiplications of a matmul, else 0.
-    """
+    """One equation and the precision in which it runs; `AmpReport` describes the fields."""
 
     primitive: str
     rule: str
@@ -250,13 +237,7 @@ Run = Callable[[Any, Op], Outcome]
 
 
 class Chosen(NamedTuple):
-    """How an equation runs.
-
-    Attributes:
-        run: Runs it.
-        rule: The rule, for the report; `None` if there was nothing to decide.
-        reason: Why.
-    """
+    """How an equation runs; the rule, `None` if there was nothing to decide; and why."""
 
     run: Run
     rule: Choice | None = None

@@ -66,13 +66,7 @@ class Transformation(Visitor):
 
 
 class LinenCall(NamedTuple):
-    """A call of a method of a Linen module that is running.
-
-    Attributes:
-        method: The method, as a function of the module and the other arguments.
-        module: The module.
-        args: The other positional arguments.
-    """
+    """A call of a method of a Linen module, with the other positional arguments."""
 
     method: Callable[..., Any]
     module: Any
@@ -105,11 +99,7 @@ def call_linen(
 ) -> Any:
     """Calls a method of a Linen module as a pure function of its variables.
 
-    Args:
-        call: The call.
-        kwargs: Its keyword arguments.
-        run: Called as `run(pure, variables, rngs, args, kwargs)`, with the function
-            and its arguments; returns what it returns.
+    `run(pure, variables, rngs, args, kwargs)` calls the pure function.
     """
     lift = sys.modules["flax.core.lift"]
     linen = sys.modules["flax.linen"]
@@ -198,12 +188,7 @@ def call_haiku(
 ) -> Any:
     """Calls a function inside `hk.transform` as a pure one of Haiku's variables.
 
-    Args:
-        func: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        run: Called as `run(pure, variables, func, args, kwargs)`, with the function and
-            its arguments; returns what it returns.
+    `run(pure, variables, func, args, kwargs)` calls the pure function.
     """
     base = sys.modules["haiku._src.base"]
     stateful = sys.modules["haiku._src.stateful"]

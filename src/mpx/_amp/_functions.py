@@ -196,11 +196,8 @@ def _call_with_nnx(
 ) -> Any:
     """Calls a function of NNX objects as a pure one and writes their state back.
 
-    Args:
-        visitor: The visitor.
-        names: The names of the positional arguments.
-        plain: The function and all arguments, with slots for NNX objects.
-        objects: These objects by name.
+    `plain` holds the function and all arguments, with slots for the objects; `names` are
+    those of the positional arguments.
     """
     split = _nnx.split(objects, ())
 

@@ -22,8 +22,8 @@ class AmpReport:
 
     A decision stands for one operation and has the fields `primitive`, `rule`, `reason`,
     `scope`, `source` (file and line), `params` (the arguments that it reads), `before`
-    and `after` (dtypes of the operands as written, and in which it runs), `shapes` and
-    `flops`. Equal ones are listed once.
+    (dtypes of the operands as written), `after` (dtypes of the results), `shapes` of the
+    operands and `flops` (of a matmul, else 0). Equal ones are listed once.
 
     Attributes:
         dtype: The compute dtype: `bf16` or `f16`.

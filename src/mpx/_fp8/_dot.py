@@ -52,29 +52,16 @@ def _multiply(
     preset = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
     if fast:
         preset = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
+    dot = functools.partial(lax.dot_general, out_sharding=out_sharding)
 
     def on_cuda(x: Array, y: Array) -> Array:
         # The preset is what makes it one cuBLASLt call: without it XLA tries Triton
         # kernels for half a minute, and ignores the accumulator that was asked for.
-        return lax.dot_general(
-            x,
-            y,
-            turned,
-            precision=preset,
-            preferred_element_type=wide,
-            out_sharding=out_sharding,
-        )
+        return dot(x, y, turned, precision=preset, preferred_element_type=wide)
 
     def elsewhere(x: Array, y: Array) -> Array:
         # The same numbers: products of 8-bit numbers are exact in f32.
-        out = lax.dot_general(
-            x,
-            y,
-            turned,
-            preferred_element_type=jnp.float32,
-            out_sharding=out_sharding,
-        )
-        return out.astype(wide)
+        return dot(x, y, turned, preferred_element_type=jnp.float32).astype(wide)
 
     x, x_axes = a.summed_last(dimensions[0][0])
     y, y_axes = b.summed_last(dimensions[0][1])

@@ -19,9 +19,10 @@ class Fp8Report:
     Attributes:
         matmuls: All that multiplies in the forward pass: matmuls, ragged ones,
             convolutions and fused attention. The fields are `param` (the parameter that it
-            reads), `scope`, `source`, `shape` (rows, summed length, columns), `times` (how
-            often it runs, in scans and over batch dimensions), `dtype`, `reason` (why it is
-            not fp8; "" if it is), `flops` and `primitive`.
+            reads, such as `params/layers/w1`; "" without one), `scope` (joined by `/`),
+            `source` (file and line), `shape` (rows, summed length, columns), `times` (how
+            often it runs, in scans and over batch dimensions), `dtype` (of the operands),
+            `reason` (why it is not fp8; "" if it is), `flops` and `primitive`.
     """
 
     matmuls: tuple[Matmul, ...]

@@ -26,20 +26,7 @@ _LAUNCHES = 20e-6
 
 
 class Matmul(NamedTuple):
-    """One matmul of a function, for the report and for predicates.
-
-    Attributes:
-        param: The parameter that it reads, such as `params/layers/w1`; "" without one.
-        scope: The named scopes, joined by `/`.
-        source: File and line.
-        shape: Rows, summed length and columns: (m, k, n).
-        times: How often it runs in one call: the lengths of the scans around it and its
-            batch dimensions.
-        dtype: The dtype of the operands as they come.
-        reason: Why it does not run in fp8; "" if it does.
-        flops: Its floating-point operations in one forward pass.
-        primitive: The name of the operation: `dot_general` for all that may become fp8.
-    """
+    """One matmul of a function, for predicates; `Fp8Report` describes the fields."""
 
     param: str
     scope: str
@@ -168,12 +155,8 @@ def reason_to_keep(
 ) -> str:
     """Returns why a product stays as it is written; "" if it becomes fp8.
 
-    Args:
-        eqn: The product.
-        params: The name of the parameter that each operand is, if it is one.
-        matmul: The product, as the report lists it.
-        tables: The names of the parameters that are embedding tables.
-        chosen: The user's choices.
+    `params` are the names of the parameters that its operands are; `tables` are parameters
+    that are embedding tables.
     """
     if eqn.primitive.name != "dot_general":
         kind = _KINDS.get(eqn.primitive.name, "a fused attention")

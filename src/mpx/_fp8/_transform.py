@@ -147,7 +147,6 @@ class Fp8Function:
         functools.update_wrapper(self, func)
         self.func, self.chosen = func, chosen
         self._eager: dict[Any, Any] = {}
-        self._eager_amp: dict[Any, Any] = {}
         self.mpx_has_scales = self.has_state  # the gradient functions ask for it
         if self.has_state:
             # The state comes first: the signature is not that of `func`.
@@ -171,7 +170,6 @@ class Fp8Function:
         recipe = self.chosen.recipe
         if not isinstance(recipe, DelayedScaling):
             visitor = self.visitor(args, kwargs)
-            visitor.amp_cache = self._eager_amp
             out = call_through(visitor, self.func, args, kwargs, eager=self._eager)
             _warn_of_f32(visitor)
             return out

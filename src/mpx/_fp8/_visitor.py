@@ -22,7 +22,6 @@ from mpx._amp._policy import AmpRules
 from mpx._compat import (
     Literal,
     eval_equation,
-    nothing_is_traced,
     open_jaxpr,
     source_frames,
     sub_jaxprs,
@@ -83,7 +82,6 @@ class Fp8(Transformation):
         chosen: The user's choices.
         param_names: The names of the arguments that hold parameters.
         may_cast: Whether a function whose matmuls are f32 is run in bf16.
-        amp_cache: Bodies that were rewritten for that, in calls outside all transformations.
         is_cast: Whether it was.
         matmuls: Where matmuls are recorded; `None` to record none.
         keys: Where the keys of delayed scales are recorded, with the lengths of the scans
@@ -97,7 +95,6 @@ class Fp8(Transformation):
     chosen: Selection
     param_names: frozenset[str] = frozenset()
     may_cast: bool = True
-    amp_cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
     is_cast: bool = False
     matmuls: list[Matmul] | None = None
     keys: dict[str, tuple[int, ...]] | None = None
@@ -120,8 +117,7 @@ class Fp8(Transformation):
         if not self.may_cast or not self._is_f32(traced):
             return traced
         self.is_cast = True
-        cache = self.amp_cache if nothing_is_traced() else {}
-        amp = Autocast(dtype=np.dtype(jnp.bfloat16), rules=AmpRules(), cache=cache)
+        amp = Autocast(dtype=np.dtype(jnp.bfloat16), rules=AmpRules(), cache=self.cache)
 
         def run(*arrays: Any) -> Values:
             return run_traced(amp, traced._replace(arrays=list(arrays)))
@@ -137,7 +133,8 @@ class Fp8(Transformation):
             if name == "dot_general" and labels.count(None) == 1:
                 dtypes.update(label for label in labels if label)
                 dtypes.update(var.aval.dtype.name for var in eqn.invars)
-            return None if name in HANDLERS else _facts_after(eqn, labels)[0]
+            after = () if name in HANDLERS else _facts_after(eqn, labels)
+            return next(iter(after), None)  # an effect has no results
 
         # A parameter's label is its dtype.
         labels = {

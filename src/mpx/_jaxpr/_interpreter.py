@@ -6,9 +6,10 @@ knows of that value.
 
 import contextlib
 import dataclasses
+import typing
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,12 @@ import numpy as np
 from jaxtyping import PyTree
 
 from mpx._compat import (
-    Literal as JaxprLiteral,
+    Literal,
+    convert_dtype,
+    equation_context,
+    open_jaxpr,
+    scopes_of,
 )
-from mpx._compat import convert_dtype, equation_context, open_jaxpr, scopes_of
 from mpx._jaxpr._queries import Equation
 
 Jaxpr = Any
@@ -35,20 +39,13 @@ Values = list[Any]
 Facts = list[Fact]
 Outcome = tuple[Values, Facts]
 """The results of an equation, and what is known of each."""
-Kind = Literal["operand", "slice", "carry", "constant", "tangent"]
+Kind = typing.Literal["operand", "slice", "carry", "constant", "tangent"]
 """How a nested jaxpr gets a value: as it is, one slice or shard of it, as a loop carry, as
 a carry that the loop returns unchanged, or as a tangent of it."""
 
 
 class Op(NamedTuple):
-    """An equation with its operands.
-
-    Attributes:
-        eqn: The equation.
-        values: The values of its operands.
-        facts: What is known of them.
-        scopes: The named scopes around it.
-    """
+    """An equation, the values of its operands, what is known of these, and its scopes."""
 
     eqn: Equation
     values: Values
@@ -57,14 +54,11 @@ class Op(NamedTuple):
 
 
 class Frame:
-    """One evaluation of a jaxpr.
+    """One evaluation of a jaxpr: the value and the fact of each variable in `env`.
 
-    Attributes:
-        jaxpr: The jaxpr.
-        env: The value of each variable, and what is known of it.
-        made: What a visitor derived from these values, by their `id`, beside the value:
-            as long as that is kept, so is its `id`. Values of another jaxpr belong to
-            another trace and must not be found here.
+    In `made` a visitor keeps what it derived from these values, by their `id`, beside the
+    value: as long as that is kept, so is its `id`. Values of another jaxpr belong to another
+    trace and must not be found here.
     """
 
     def __init__(self, jaxpr: Jaxpr = None) -> None:
@@ -74,14 +68,7 @@ class Frame:
 
 
 class Rewritten(NamedTuple):
-    """A nested jaxpr after a visitor has been through it.
-
-    Attributes:
-        jaxpr: The new jaxpr, closed.
-        facts: What is known of its results.
-        found: `Visitor.found` afterwards.
-        source: The jaxpr that it was made from.
-    """
+    """A nested jaxpr after a visit, its results' facts, `Visitor.found`, and the original."""
 
     jaxpr: Jaxpr
     facts: list[Any]
@@ -127,13 +114,7 @@ class Visitor:
         return self.unknown
 
     def fact_inside(self, fact: Fact, var: Any, kind: Kind) -> Fact:
-        """Returns what is known of an input of a nested jaxpr.
-
-        Args:
-            fact: What is known of the operand.
-            var: The variable of the nested jaxpr.
-            kind: What it gets of the operand.
-        """
+        """Returns what is known of an input of a nested jaxpr, from that of the operand."""
         return self.unknown
 
     def facts_inside(
@@ -199,7 +180,7 @@ class Visitor:
 
     def read(self, atom: Any) -> tuple[Any, Fact]:
         """Returns a value of the running evaluation, and what is known of it."""
-        if isinstance(atom, JaxprLiteral):
+        if isinstance(atom, Literal):
             return atom.val, self.literal_fact(atom)
         return self.frame.env[atom]
 
@@ -316,16 +297,13 @@ def propagate(
 ) -> Facts:
     """Returns what is known of the results of a jaxpr that is not evaluated.
 
-    Args:
-        jaxpr: The jaxpr, open.
-        facts: What is known of its inputs.
-        unknown: The fact of literals and constants.
-        rule: From an equation and the facts of its operands to those of its results.
+    `unknown` is the fact of literals and constants; `rule` returns the facts of the results
+    of an equation.
     """
     env = dict(zip(jaxpr.invars, facts, strict=True))
 
     def read(atom: Any) -> Fact:
-        return unknown if isinstance(atom, JaxprLiteral) else env.get(atom, unknown)
+        return unknown if isinstance(atom, Literal) else env.get(atom, unknown)
 
     for eqn in jaxpr.eqns:
         found = rule(eqn, [read(atom) for atom in eqn.invars])
