@@ -10,7 +10,7 @@ from mpx._fp8._scales import DTYPES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What all recipes choose: one format for each of the three tensors of a matmul.
+    """The choices of all recipes: one format for each of the three tensors of a matmul.
 
     Attributes:
         activation: The format of the activations.
