@@ -34,14 +34,13 @@ from mpx._fp8._recipes import MXFP8, DelayedScaling
 from mpx._fp8._selection import Matmul, Selection, reason_to_keep, sizes
 from mpx._jaxpr import HANDLERS
 from mpx._jaxpr._calls import CALLS
-from mpx._jaxpr._flow import Flow
+from mpx._jaxpr._flow import Flow, propagate
 from mpx._jaxpr._interpreter import (
     Kind,
     Op,
     Outcome,
     Scopes,
     Values,
-    propagate,
 )
 from mpx._jaxpr._queries import (
     ATTENTION,
@@ -166,7 +165,9 @@ class Fp8(Transformation):
         """Returns the facts of the results of an equation that runs as written."""
         name = eqn.primitive.name
         if name in CALLS:
-            return propagate(next(sub_jaxprs(eqn)), facts, None, self._after)
+            inner = next(sub_jaxprs(eqn))
+            labels = dict(zip(inner.invars, facts, strict=True))
+            return propagate(inner, labels, self._after)
         if name == "gather" and facts[0] is not None:
             self.found.add(("table", facts[0]))
         return _facts_after(eqn, facts)

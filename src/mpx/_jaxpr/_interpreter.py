@@ -289,28 +289,6 @@ def with_dtype(aval: Aval, dtype: np.dtype | None) -> Aval:
     return aval.update(dtype=dtype, weak_type=False)
 
 
-def propagate(
-    jaxpr: Jaxpr,
-    facts: Sequence[Fact],
-    unknown: Fact,
-    rule: Callable[[Equation, Facts], Sequence[Fact]],
-) -> Facts:
-    """Returns what is known of the results of a jaxpr that is not evaluated.
-
-    `unknown` is the fact of literals and constants; `rule` returns the facts of the results
-    of an equation.
-    """
-    env = dict(zip(jaxpr.invars, facts, strict=True))
-
-    def read(atom: Any) -> Fact:
-        return unknown if isinstance(atom, Literal) else env.get(atom, unknown)
-
-    for eqn in jaxpr.eqns:
-        found = rule(eqn, [read(atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, found, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
 def uses_of(jaxpr: Jaxpr, var: Any) -> list[tuple[Equation, int]]:
     """Returns the equations that read a variable, each with the operand's position."""
     return [
