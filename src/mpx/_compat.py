@@ -212,7 +212,9 @@ def bind(eqn: Any, args: Sequence[Any], **changes: Any) -> list[Any]:
 
 
 def convert_dtype(x: Any, dtype: Any) -> Any:
-    """Casts an array by `lax.convert_element_type`."""
+    """Casts an array by `lax.convert_element_type`, if it has another dtype."""
+    if x.dtype == dtype:
+        return x
     return (_convert if _is_linearized(x) else lax.convert_element_type)(x, dtype)
 
 

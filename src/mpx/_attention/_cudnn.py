@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from mpx._compat import CUDNN_KERNEL, convert_dtype, eval_equation, open_jaxpr
@@ -46,11 +45,6 @@ class Attention(NamedTuple):
         return 4 if "bias" in self.extras else 3
 
 
-def cast(x: Array, dtype: Any) -> Array:
-    """Casts an array, without an operation if it has the dtype."""
-    return x if x.dtype == np.dtype(dtype) else convert_dtype(x, dtype)
-
-
 def _vjp(
     operands: Sequence[Array], spec: Attention
 ) -> tuple[Array, Callable[..., Any]]:
@@ -69,7 +63,7 @@ def _vjp(
             query,
             key,
             value,
-            cast(whole(bias[0]), query.dtype) if bias else None,
+            convert_dtype(whole(bias[0]), query.dtype) if bias else None,
             None if mask is None else whole(mask),
             scale=spec.scale,
             # A window that ends at the query itself is causal; cuDNN must be told so.
@@ -120,10 +114,7 @@ def _with_kernel(
 ) -> tuple[list[Any], list[Any]]:
     """Evaluates a jaxpr; returns its results and those of the forward kernel.
 
-    Args:
-        jaxpr: The jaxpr.
-        args: Its arguments.
-        kept: The results of the forward kernel, which is then not run.
+    If the results of that are known, they are `kept`, and it is not run.
     """
     visitor = _Kernel(kept=kept)
     body, consts = open_jaxpr(jaxpr)

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from mpx._attention._capture import plain_attention
-from mpx._attention._cudnn import Attention, cast, cudnn_backward, cudnn_forward
+from mpx._attention._cudnn import Attention, cudnn_backward, cudnn_forward
 from mpx._compat import (
     Primitive,
     as_varying,
+    convert_dtype,
     has_explicit_axes,
     varying_axes,
 )
@@ -85,7 +86,7 @@ def attend(
 
 def plain(*operands: Array, spec: Attention) -> tuple[Array, Array]:
     """Runs the operations behind `jax.nn.dot_product_attention`, in f32."""
-    query, key, value = (cast(x, F32) for x in operands[:3])
+    query, key, value = (convert_dtype(x, F32) for x in operands[:3])
     extras = dict(zip(spec.extras, operands[3:], strict=True))
     out, logsumexp = plain_attention(
         query,
@@ -100,7 +101,7 @@ def plain(*operands: Array, spec: Attention) -> tuple[Array, Array]:
         local_window_size=spec.window,
         return_residual=True,
     )
-    return cast(out, operands[0].dtype), logsumexp.swapaxes(1, 2)[..., None]
+    return convert_dtype(out, operands[0].dtype), logsumexp.swapaxes(1, 2)[..., None]
 
 
 def plain_backward(*operands: Array, spec: Attention) -> tuple[Array, ...]:
