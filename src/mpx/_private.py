@@ -1,8 +1,8 @@
-"""Private parts of JAX: names with what mpx loses without each, and observed types.
+"""Private names of JAX, Flax and Haiku, with what mpx loses without each; JAX's types.
 
-JAX may rename or remove them in any release. A name is reached only through `private`,
-so that a missing one turns one feature off, with one warning. A type is that of a value
-which a public function makes.
+Any release may rename or remove such a name. It is reached only through `private`, so
+that a missing one turns one feature off, with one warning. A type of JAX is that of a
+value which a public function makes.
 """
 
 import functools
@@ -19,7 +19,7 @@ from mpx._warn import warn
 
 
 class Feature(NamedTuple):
-    """A part of mpx that needs private names of JAX.
+    """A part of mpx that needs private names.
 
     Attributes:
         lost: What happens without it, for the warning; empty if nothing is lost.
@@ -104,6 +104,26 @@ FEATURES = {
             "jaxlib.mlir.dialects": "arith llvm scf vector",
         },
     ),
+    "linen": Feature(
+        "`amp` runs methods of a Linen model as written; wrap the loss instead",
+        {
+            "flax.core.lift": "pack",
+            "flax.linen.transforms": "lift_direct_transform",
+        },
+    ),
+    "linen_variables": Feature(
+        "`amp` does not notice that a function changes variables of a Linen model that "
+        "it closes over",
+        {"flax.linen.module": "_context"},
+    ),
+    "haiku": Feature(
+        "`amp` runs functions inside `hk.transform` as written; wrap the loss instead",
+        {
+            "haiku._src.base": "push_jax_trace_level",
+            "haiku._src.stateful": "difference internal_state "
+            "temporary_internal_state update_internal_state",
+        },
+    ),
 }
 
 
@@ -118,10 +138,12 @@ def private(feature: str) -> Any:
         try:
             found[name.rpartition(":")[2]] = pkgutil.resolve_name(name)
         except (ImportError, AttributeError):
+            package = name.partition(".")[0]
             if lost:
                 warn(
-                    f"jax {jax.__version__} has no `{name.replace(':', '.')}`, which mpx "
-                    f"relies on. Without it {lost}. Upgrade mpx, or install an older JAX."
+                    f"The installed {package} has no `{name.replace(':', '.')}`, which "
+                    f"mpx relies on. Without it {lost}. Upgrade mpx, or install an older "
+                    f"{package}."
                 )
             return None
     return types.SimpleNamespace(**found)

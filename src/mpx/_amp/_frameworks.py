@@ -15,6 +15,7 @@ import jax
 
 from mpx._compat import is_tracer
 from mpx._jaxpr._interpreter import Fact, Jaxpr, Visitor
+from mpx._private import private
 
 Role = Literal["own", "known", "likely", "bare"]
 """Why an array counts as a parameter.
@@ -101,8 +102,9 @@ def call_linen(
 
     `run(pure, variables, rngs, args, kwargs)` calls the pure function.
     """
-    lift = sys.modules["flax.core.lift"]
-    linen = sys.modules["flax.linen"]
+    flax = private("linen")
+    if flax is None:
+        return call.method(call.module, *call.args, **kwargs)
 
     def lifted(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def inner(
@@ -121,12 +123,12 @@ def call_linen(
 
             return run(pure, variables, rngs, args, kwargs)
 
-        packed = lift.pack(
+        packed = flax.pack(
             inner, (True,), (True,), (True,), name="amp", enable_kwargs=True
         )
         return packed(*args, **kwargs)
 
-    return linen.transforms.lift_direct_transform(
+    return flax.lift_direct_transform(
         lifted, (call.method,), call.module, *call.args, **kwargs
     )
 
@@ -164,8 +166,9 @@ def linen_is_not_written() -> Iterator[None]:
 
 def _linen_variables() -> list[Any]:
     """Returns the arrays in the scope of the Linen model that is running."""
-    module = sys.modules.get("flax.linen.module")
-    stack = getattr(getattr(module, "_context", None), "module_stack", [])
+    if "flax.linen" not in sys.modules or (flax := private("linen_variables")) is None:
+        return []
+    stack = getattr(flax._context, "module_stack", [])
     if not stack or not _is_running(stack[-1]):
         return []
     return jax.tree.leaves(dict(getattr(stack[-1].scope.root, "_variables", {})))
@@ -176,8 +179,14 @@ def _linen_variables() -> list[Any]:
 
 def in_haiku() -> bool:
     """Returns whether a function under `hk.transform` is running."""
-    base = sys.modules.get("haiku._src.base")
-    return base is not None and base.inside_transform()
+    running_init = getattr(sys.modules.get("haiku"), "running_init", None)
+    if running_init is None:
+        return False
+    try:
+        running_init()
+    except ValueError:  # outside
+        return False
+    return True
 
 
 def call_haiku(
@@ -190,19 +199,20 @@ def call_haiku(
 
     `run(pure, variables, func, args, kwargs)` calls the pure function.
     """
-    base = sys.modules["haiku._src.base"]
-    stateful = sys.modules["haiku._src.stateful"]
+    haiku = private("haiku")
+    if haiku is None:
+        return func(*args, **kwargs)
 
     def pure(variables: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         with (
-            stateful.temporary_internal_state(variables, share_python_state=True),
-            base.push_jax_trace_level(),
+            haiku.temporary_internal_state(variables, share_python_state=True),
+            haiku.push_jax_trace_level(),
         ):
             out = func(*args, **kwargs)
-            return out, stateful.difference(variables, stateful.internal_state())
+            return out, haiku.difference(variables, haiku.internal_state())
 
-    out, changed = run(pure, stateful.internal_state(), func, args, kwargs)
-    stateful.update_internal_state(changed)
+    out, changed = run(pure, haiku.internal_state(), func, args, kwargs)
+    haiku.update_internal_state(changed)
     return out
 
 
