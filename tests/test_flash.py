@@ -256,13 +256,13 @@ def mixed(seed=0):
 @pytest.mark.parametrize("options", [{}, {"rounding": "stochastic"}], ids=str)
 def test_a_step_that_is_not_ok_changes_no_byte(name, options):
     tx, params = kind(name, **options), mixed()
-    before = stepper(tx)(params, tx.init(params), mixed(10), ok=True)
+    before = stepper(tx)(params, tx.init(params), mixed(10), finite=True)
     bad = jax.tree.map(lambda g: g * jnp.nan, mixed(20))
-    assert_trees_equal(stepper(tx)(*before, bad, ok=False), before)
-    assert_trees_equal(stepper(tx)(*before, mixed(20), ok=False), before)
+    assert_trees_equal(stepper(tx)(*before, bad, finite=False), before)
+    assert_trees_equal(stepper(tx)(*before, mixed(20), finite=False), before)
     assert int(before.state.count) == 1
-    # A step that is ok is a step.
-    good = stepper(tx)(*before, mixed(20), ok=True)
+    # With finite gradients it is a step.
+    good = stepper(tx)(*before, mixed(20), finite=True)
     assert int(good.state.count) == 2
     assert not np.array_equal(good.params["f"], before.params["f"])
 

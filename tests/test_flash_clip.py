@@ -67,7 +67,7 @@ def test_non_finite_gradient_is_reported_and_the_step_can_be_left_out(bad):
     clip = mpx.clip_scale(grads, 1.0)
     assert not clip.finite
     stepped = optimizer.step(
-        params, state, grads, ok=clip.finite, grad_scale=clip.grad_scale
+        params, state, grads, finite=clip.finite, grad_scale=clip.grad_scale
     )
     mpx.testing.assert_trees_equal(tuple(stepped), (params, state))
 

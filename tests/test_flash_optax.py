@@ -85,7 +85,7 @@ def test_ok_and_grad_scale_pass_through_update():
     params = make_params()
     before = params, tx.init(params)
     update = updater(tx)
-    after = update(*before, inject_nonfinite(make_grads(0)), ok=jnp.array(False))
+    after = update(*before, inject_nonfinite(make_grads(0)), finite=jnp.array(False))
     assert_trees_equal(after, before)
     scaled = jax.tree.map(lambda g: g * 8, make_grads(0))
     assert_trees_equal(

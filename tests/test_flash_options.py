@@ -383,10 +383,10 @@ ERRORS = {
         TypeError,
         "`c` is complex64, but .* f32, bf16 or f16. Cast it, or freeze it",
     ),
-    "ok is no flag": (
-        lambda: kind("adamw").step(W, kind("adamw").init(W), W, ok=1.0),
+    "finite is no flag": (
+        lambda: kind("adamw").step(W, kind("adamw").init(W), W, finite=1.0),
         TypeError,
-        "`ok` must be a boolean scalar",
+        "`finite` must be a boolean scalar",
     ),
     "no parameters": (
         lambda: kind("adamw").update(W, kind("adamw").init(W)),
@@ -411,7 +411,7 @@ ERRORS = {
     "groups are others": (
         lambda: mpx.flash_sgd(1.0, groups=cast(Any, [{"where": "w"}])),
         TypeError,
-        "`groups` must be a sequence of `ParamGroup`s, but it holds dict",
+        "`groups` must be a sequence of `ParamGroup`s.* but dict was given",
     ),
     "no compression": (
         lambda: mpx.flash_sgd(1.0, compression=cast(Any, None)),
@@ -458,27 +458,17 @@ ERRORS = {
     "group size that is no integer": (
         lambda: mpx.Compression(group_size=cast(Any, 32.0)),
         TypeError,
-        "`group_size` must be an integer that is known .* 32.0 was given",
+        "`group_size` must be an integer, but 32.0 of type float was given",
     ),
     "min size that is a string": (
         lambda: mpx.Compression(min_size=cast(Any, "a")),
         TypeError,
-        "`min_size` must be an integer .* 'a' was given",
-    ),
-    "seed that is no integer": (
-        lambda: mpx.Compression(seed=cast(Any, 1.5)),
-        TypeError,
-        "`seed` must be an integer .* 1.5 was given",
-    ),
-    "seed that is a string": (
-        lambda: mpx.Compression(seed=cast(Any, "a")),
-        TypeError,
-        "`seed` must be an integer .* 'a' was given",
+        "`min_size` must be an integer, but 'a' of type str was given",
     ),
     "seed that is traced": (
         lambda: jax.jit(lambda seed: mpx.Compression(seed=seed).min_size)(3),
         TypeError,
-        "`seed` must be an integer that is known when the optimizer is made",
+        "`seed` must be an integer, but .*Make it a static argument",
     ),
     "negative rate of NumPy": (
         lambda: mpx.flash_adam(cast(Any, np.float32(-0.5))),
@@ -630,7 +620,7 @@ ERRORS = {
     "min size": (
         lambda: mpx.Compression(min_size=-1),
         ValueError,
-        "`min_size` must not be negative, but -1",
+        "`min_size` must be 0 or more, but -1",
     ),
     "no master": (
         lambda: mpx.from_master(leaf(None), W, kind("adamw").init(W)),
@@ -803,7 +793,7 @@ STRANGERS = {
         "adamw",
         W32,
         ADAM,
-        "`layer/w` is float32, but `state.correction` holds int8 for it, which only",
+        "`state.correction` for `layer/w` is int8 .* but the parameter is float32",
     ),
     "shape of codes": (
         "lion",
@@ -855,7 +845,7 @@ STRANGERS = {
         "sgd without momentum",
         leaf(jnp.ones(4, BF16)),
         kind("sgd without momentum").init(leaf(jnp.ones(1, BF16))),
-        r"`state.correction` for `layer/w` .* \(4,\), but it is int8 of shape \(1,\)",
+        r"`state.correction` for `layer/w` is int8 of shape \(1,\), .* shape \(4,\)",
     ),
     "two group sizes": (
         "adamw",

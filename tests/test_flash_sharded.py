@@ -185,12 +185,12 @@ def test_shapes_with_shardings_give_a_template_with_shardings():
 # --- step -----------------------------------------------------------------------------
 
 
-def check_steps(name, shape, mesh, spec, *, ok=None):
+def check_steps(name, shape, mesh, spec, *, finite=None):
     """Takes a step on eight devices; returns what it sends between them."""
     optimizer = OPTIMIZERS[name]
 
     def step(params, state, grads):
-        return optimizer.step(params, state, grads, ok=ok)
+        return optimizer.step(params, state, grads, finite=finite)
 
     return second_step(step, name, shape, mesh, spec)
 
@@ -260,7 +260,7 @@ def test_large_parameters_step_locally(axis_type, layout):
 @each_axis_type
 def test_a_flag_keeps_the_step_local(axis_type):
     mesh = make_mesh(axis_type)
-    assert check_steps("adamw", SHAPE, mesh, P("x", "y"), ok=True) == []
+    assert check_steps("adamw", SHAPE, mesh, P("x", "y"), finite=True) == []
 
 
 @each_axis_type
@@ -270,8 +270,8 @@ def test_a_skipped_step_changes_nothing_on_any_device(axis_type):
     params, (grad, bad) = problem(SHAPE, mesh, spec)
     params, state = jax.jit(optimizer.step)(params, optimizer.init(params), grad)
     bad = mpx.testing.inject_nonfinite(bad, jnp.nan, index=37)
-    step = jax.jit(lambda *args, ok: optimizer.step(*args, ok=ok))
-    skipped = step(params, state, bad, ok=mpx.all_finite(bad))
+    step = jax.jit(lambda *args, finite: optimizer.step(*args, finite=finite))
+    skipped = step(params, state, bad, finite=mpx.all_finite(bad))
     assert not unlike(skipped, mesh, spec)
     assert_trees_equal(tuple(skipped), (params, state))
 

@@ -24,9 +24,8 @@ from models import equations
 from mpx._compat import HAS_MOSAIC, Literal, eval_equation, open_jaxpr
 from mpx._kernels import _dispatch, _triton, _tuning
 from mpx._kernels._plain import run_plain
-from mpx._optim._leaf import Leaf, Plan
 from mpx._optim._options import master_codec, moment_codec
-from mpx._optim._rules import Adam, Lion, Sgd
+from mpx._optim._update_rules import Adam, Leaf, LeafStep, Lion, Sgd
 from mpx._quant import Dither, Quantized
 from mpx._quant._rounding import bits, from_bits
 from mpx.testing import assert_trees_equal
@@ -71,7 +70,7 @@ def make_plan(
         moment_codec(name, quantized=group > 0, format=format) for name in rule.moments
     )
     master = master_codec(dtype, correction, format)
-    return Plan(rule, master, moments, group, dithers)
+    return LeafStep(rule, master, moments, group, dithers)
 
 
 def make_case(plan, shape, dtype=jnp.bfloat16, grad_dtype=jnp.bfloat16, seed=0):
@@ -155,9 +154,9 @@ def _evaluate(jaxpr, consts, args, zero):
     return [value(x) for x in jaxpr.outvars]
 
 
-def interpreted(plan, scalars, grad, leaf, ok=1.0):
-    rows = jnp.append(jnp.asarray(ok, jnp.float32), scalars)[None]
-    (new,) = _triton.run_triton(
+def interpreted(plan, scalars, grad, leaf, finite=1.0):
+    rows = jnp.append(jnp.asarray(finite, jnp.float32), scalars)[None]
+    (new,) = _triton.launch(
         plan,
         rows,
         [grad],
@@ -175,7 +174,7 @@ kernel = jax.jit(interpreted, static_argnums=0)
 @functools.partial(jax.jit, static_argnums=0)
 def plain(plan, scalars, grad, leaf):
     return run_plain(
-        plan, scalars, grad, leaf, group_size=plan.group_size, ok=None, seed=None
+        plan, scalars, grad, leaf, group_size=plan.group_size, finite=None, seed=None
     )
 
 
@@ -275,7 +274,7 @@ def test_moments_in_f32_need_no_groups(shape):
 def test_a_step_that_is_not_ok_changes_no_byte(shape, bad):
     plan = make_plan(RULES["adamw"])
     scalars, grad, leaf = make_case(plan, shape)
-    same = kernel(plan, scalars, jnp.full_like(grad, bad), leaf, ok=0.0)
+    same = kernel(plan, scalars, jnp.full_like(grad, bad), leaf, finite=0.0)
     for new, old in zip(jax.tree.leaves(same), jax.tree.leaves(leaf), strict=True):
         assert np.asarray(new).tobytes() == np.asarray(old).tobytes()
 
@@ -289,7 +288,7 @@ def test_leaves_that_share_a_launch_have_scalars_and_flags_of_their_own(shape):
     rows = jnp.stack(
         [jnp.append(f, case[0] * f) for f, case in zip(factors, cases, strict=True)]
     )
-    new = _triton.run_triton(
+    new = _triton.launch(
         Unfused(plan),
         rows,
         [case[1] for case in cases],
@@ -310,7 +309,7 @@ def test_one_layer_steps_where_it_is(layer):
     """The layers -1 and 3 are those of other devices."""
     plan = make_plan(RULES["adamw"])
     scalars, grads, leaf = make_case(plan, (3, *DIVIDING))
-    (new,) = _triton.run_triton(
+    (new,) = _triton.launch(
         Unfused(plan),
         jnp.append(jnp.float32(1), scalars)[None],
         [grads[1]],
@@ -339,7 +338,7 @@ def test_what_is_not_read_again_leaves_the_cache_first():
     plan = make_plan(RULES["adamw"])
     scalars, grad, leaf = make_case(plan, DIVIDING)
     rows = jnp.append(jnp.float32(1), scalars)[None]
-    step = functools.partial(_triton.run_triton, plan, group_size=32)
+    step = functools.partial(_triton.launch, plan, group_size=32)
     policies = collections.defaultdict(collections.Counter)
     for eqn in equations(jax.make_jaxpr(step)(rows, [grad], [leaf]).jaxpr):
         if "eviction_policy" in eqn.params:
@@ -358,19 +357,19 @@ def test_what_is_not_read_again_leaves_the_cache_first():
 def kernel_on_cpus(monkeypatch):
     """Takes CPUs for GPUs, with the kernel in the interpreter."""
     calls = []
-    run_triton = _triton.run_triton
+    launch = _triton.launch
 
     def interpreted(*args, **kwargs):
         calls.append(len(args[2]))
-        return run_triton(*args, **kwargs, tuning=TUNING, interpret=True)
+        return launch(*args, **kwargs, tuning=TUNING, interpret=True)
 
     monkeypatch.setattr(_dispatch, "_PLATFORM", "cpu")
     monkeypatch.setattr(_dispatch, "gpu_capability", lambda: (9, 0))
-    monkeypatch.setattr(_triton, "run_triton", interpreted)
+    monkeypatch.setattr(_triton, "launch", interpreted)
     small = dataclasses.replace(_tuning.TRITON, min_size=4096, batch=2)
     monkeypatch.setattr(_dispatch, "TRITON", small)
-    update = Plan.__call__
-    monkeypatch.setattr(Plan, "__call__", lambda *a, **k: Unfused(update)(*a, **k))
+    update = LeafStep.__call__
+    monkeypatch.setattr(LeafStep, "__call__", lambda *a, **k: Unfused(update)(*a, **k))
     monkeypatch.setattr(Adam, "coefficients", _without_arithmetic)
     jax.clear_caches()
     yield calls
@@ -425,11 +424,11 @@ def test_equal_batches_are_traced_once(kernel_on_cpus):
     assert kernel_on_cpus == [2]
 
 
-@pytest.mark.parametrize("ok", [None, True, False])
-def test_the_kernel_gives_the_steps_of_plain_jax(kernel_on_cpus, ok):
+@pytest.mark.parametrize("finite", [None, True, False])
+def test_the_kernel_gives_the_steps_of_plain_jax(kernel_on_cpus, finite):
     params, grads = make_model(leaves=3)
     groups = [mpx.ParamGroup("1", {"learning_rate": 0.5})]
-    flag = {} if ok is None else {"ok": jnp.array(ok)}
+    flag = {} if finite is None else {"finite": jnp.array(finite)}
     auto = take_steps(mpx.flash_adamw(0.01, groups=groups), params, grads, **flag)
     assert kernel_on_cpus
     plain = mpx.flash_adamw(0.01, groups=groups, backend="jax")
@@ -661,7 +660,7 @@ def test_mosaic_masks_blocks_that_are_not_full(monkeypatch, shape):
     plan = make_plan(RULES["adamw"])
     scalars, grad, leaf = make_case(plan, shape)
     rows = jnp.append(jnp.float32(1), scalars)[None]
-    step = functools.partial(_mosaic.run_mosaic, plan, group_size=32)
+    step = functools.partial(_mosaic.launch, plan, group_size=32)
     jax.jit(step).trace(rows, [grad], [leaf]).lower(lowering_platforms=("cuda",))
     assert (np.prod(shape) % _tuning.MOSAIC.block != 0) == (shape == (7, 96))
     masks = {"minui": 7, "IfOp": 6} if shape == (7, 96) else {}
@@ -754,10 +753,10 @@ def test_each_device_steps_its_shards(kernel_on_cpus, axis_type, spec):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
     params, grads = make_model((16, 512), leaves=2)
     plain = mpx.flash_adamw(0.01, backend="jax")
-    want = take_steps(plain, params, grads, ok=jnp.array(True))
+    want = take_steps(plain, params, grads, finite=jnp.array(True))
     sharding = NamedSharding(mesh, spec)
     params, grads = jax.device_put((params, grads), sharding)
-    got = take_steps(mpx.flash_adamw(0.01), params, grads, ok=jnp.array(True))
+    got = take_steps(mpx.flash_adamw(0.01), params, grads, finite=jnp.array(True))
     assert kernel_on_cpus
     assert_trees_equal(jax.device_get(got), jax.device_get(want))
     sharded = [x for x in jax.tree.leaves(got) if x.ndim]

@@ -393,7 +393,7 @@ def test_auxiliary_output_comes_with_its_structure():
     assert_trees_equal(result.aux["loss"], result.value)
     assert_trees_equal(result.aux["words"], batch[0])
     assert_trees_equal((result.value, result.params), (plain.value, plain.params))
-    assert plain.aux is plain.grads_finite is plain.grad_norm is None
+    assert plain.aux is plain.finite is plain.grad_norm is None
 
 
 def test_keywords_reach_the_function():
@@ -412,9 +412,9 @@ def test_a_step_that_is_not_ok_changes_no_bit():
     optimizer, params = OPTIMIZERS["adamw"], make_params()
     step = jax.jit(mpx.release(scanned, optimizer))
     first = step(params, optimizer.init(params), *make_batch())
-    skipped = step(first.params, first.state, *make_batch(), ok=jnp.array(False))
+    skipped = step(first.params, first.state, *make_batch(), finite=jnp.array(False))
     assert_trees_equal((skipped.params, skipped.state), (first.params, first.state))
-    taken = step(first.params, first.state, *make_batch(), ok=True)
+    taken = step(first.params, first.state, *make_batch(), finite=True)
     want = step(first.params, first.state, *make_batch())
     assert_trees_equal((taken.params, taken.state), (want.params, want.state))
 
@@ -471,7 +471,7 @@ def test_only_layers_with_gradients_that_are_not_finite_are_left_alone():
     state = optimizer.init(params)
     step = jax.jit(mpx.release(safe, optimizer, skip_nonfinite=True))
     got = step(params, state, *make_batch())
-    assert not bool(got.grads_finite)
+    assert not bool(got.finite)
     assert int(got.state.count) == 1
     moved = np.any(np.asarray(got.params["poison"] != params["poison"]), axis=1)
     assert moved.tolist() == [True, False, True]
@@ -501,19 +501,19 @@ def test_a_step_counts_if_anything_stepped():
         return step(params, state, {"a": a, "b": b, "empty": good}, **options)
 
     none = after(bad, bad)
-    assert not none.grads_finite
+    assert not none.finite
     assert_trees_equal((none.params, none.state), (params, state))
     one = after(good, bad)
-    assert not one.grads_finite
+    assert not one.finite
     assert int(one.state.count) == 1
     assert_trees_equal(one.params["b"], params["b"])
     masters = [mpx.master_params(*pair) for pair in ((params, state), one[2:4])]
     for key in ("a", "unused"):
         assert np.any(masters[0][key] != masters[1][key])
     assert int(after(good, good).state.count) == 1
-    assert int(after(good, good, ok=jnp.array(False)).state.count) == 0
-    assert int(after(good, bad, ok=jnp.array(True)).state.count) == 1
-    assert int(after(bad, bad, ok=jnp.array(True)).state.count) == 0
+    assert int(after(good, good, finite=jnp.array(False)).state.count) == 0
+    assert int(after(good, bad, finite=jnp.array(True)).state.count) == 1
+    assert int(after(bad, bad, finite=jnp.array(True)).state.count) == 0
 
 
 @pytest.mark.parametrize("params", [{}, {"empty": jnp.ones((0, 32))}], ids=str)
@@ -523,7 +523,7 @@ def test_a_step_without_any_number_counts_as_it_does_without_release(params):
     step = mpx.release(func, optimizer, skip_nonfinite=True)
     got = step(params, optimizer.init(params))
     assert int(got.state.count) == 1
-    assert got.grads_finite
+    assert got.finite
 
 
 @pytest.mark.parametrize("wrap", [lambda body: body, jax.checkpoint, jax.jit])
@@ -549,7 +549,7 @@ def test_where_all_is_finite_nothing_is_left_alone():
     want = jax.jit(mpx.release(scanned, optimizer))(
         params, optimizer.init(params), *make_batch()
     )
-    assert bool(got.grads_finite)
+    assert bool(got.finite)
     # Another program, other roundings: a gradient is off by a bf16 ulp, which moves the
     # first step of Adam, of 0.01, by as much of itself, and the result is rounded.
     for name, param in got.params.items():

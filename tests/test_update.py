@@ -665,7 +665,7 @@ UNKNOWN_ARGUMENTS = [
     ),
     (optax.adam, "vlaue", "Did you mean `value`"),
     (optax.adam, "grads_scale", "Did you mean `grad_scale`"),
-    (optax.adam, "ok", "Pass it as `grads_finite`"),
+    (optax.adam, "finite", "Pass it as `grads_finite`"),
     (mpx.flash_adamw, "gradscale", "Did you mean `grad_scale`"),
     (mpx.flash_adamw, "loss_scale", "It takes `grad_scale`"),
 ]

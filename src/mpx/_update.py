@@ -19,6 +19,12 @@ from jaxtyping import PyTree
 
 from mpx import _nnx
 from mpx._formats import at_least_f32
+from mpx._optax_checks import (
+    OPTAX_ARGS,
+    check_extra_args,
+    check_transformation,
+    warn_of_lost_updates,
+)
 from mpx._tree import (
     as_flag,
     check_same_structure,
@@ -29,12 +35,6 @@ from mpx._tree import (
     map_with_name,
     select_tree,
     shape_of,
-)
-from mpx._update_checks import (
-    OPTAX_ARGS,
-    check_extra_args,
-    check_transformation,
-    warn_of_lost_updates,
 )
 from mpx._wrapped import hide_signature
 
@@ -130,7 +130,7 @@ def optimizer_update(
     if skip == "select" and own_step is not None:
         # It selects while it writes: no second copy, and no second pass over memory.
         flag = as_flag(grads_finite, "grads_finite")
-        return tuple(own_step(model, optimizer_state, grads, ok=flag, **extra_args))
+        return tuple(own_step(model, optimizer_state, grads, finite=flag, **extra_args))
 
     def step(model: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         if own_step is not None:

@@ -13,6 +13,7 @@ from mpx._quant._moments import SoftsignInt8 as SoftsignInt8
 from mpx._quant._moments import SqrtUint8 as SqrtUint8
 from mpx._quant._rounding import Dither as Dither
 from mpx._quant._rounding import Noise as Noise
+from mpx._quant._rounding import Rounding as Rounding
 from mpx._quant._rounding import dither_of as dither_of
 from mpx._quant._rounding import element_index as element_index
 from mpx._quant._rounding import is_finite as is_finite

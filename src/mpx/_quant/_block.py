@@ -1,8 +1,7 @@
-"""What a codec knows of the block of numbers it works on.
+"""Blocks of numbers that codecs work on.
 
-The same codec serves a whole array in plain JAX and a tile inside a kernel. What differs
-between the two, where the groups are and how roots and reciprocals are computed, is
-behind this seam.
+The same codec serves a whole array in plain JAX and a tile in a kernel. A block hides what
+differs: where the groups are, and how roots and reciprocals are computed.
 """
 
 import abc
@@ -19,8 +18,8 @@ class Block(abc.ABC):
     """A block of numbers that consists of groups.
 
     Attributes:
-        in_registers: Whether all of it is, so that what was computed once need not be
-            computed again. XLA would write it to memory.
+        in_registers: Whether the whole block is held in registers, so that results can
+            be shared. XLA would write shared results to memory.
     """
 
     in_registers: bool = False
@@ -35,7 +34,7 @@ class Block(abc.ABC):
 
     @abc.abstractmethod
     def root_peak(self, x: Array, root: Array) -> Array:
-        """Returns the largest root of each group, of numbers and their roots."""
+        """Returns the largest root of each group, given numbers and their roots."""
 
     @abc.abstractmethod
     def sqrt(self, x: Array) -> Array:
@@ -55,11 +54,11 @@ class Block(abc.ABC):
 
     @abc.abstractmethod
     def rounded(self, x: Array, dtype: np.dtype) -> Array:
-        """Returns f32 numbers rounded to those that `dtype` has, still in f32."""
+        """Rounds f32 numbers to those that `dtype` has; the result is f32."""
 
 
 class PlainBlock(Block):
-    """A block whose last axis runs through one group: `(..., groups, group_size)`."""
+    """A block whose last axis is one group: `(..., groups, group_size)`."""
 
     def peak(self, x: Array) -> Array:
         return jnp.max(x, axis=-1)
@@ -68,8 +67,7 @@ class PlainBlock(Block):
         return per_group[..., None]
 
     def root_peak(self, x: Array, root: Array) -> Array:
-        # The root of the maximum, not the maximum of the roots: XLA would write all
-        # roots to memory.
+        # Not the maximum of the roots: XLA would write all roots to memory.
         return self.sqrt(self.peak(x))
 
     def sqrt(self, x: Array) -> Array:
@@ -85,7 +83,7 @@ class PlainBlock(Block):
         return jnp.sign(x)
 
     def rounded(self, x: Array, dtype: np.dtype) -> Array:
-        # Two casts would not do: XLA removes a cast down that is followed by one up.
+        # Not two casts: XLA removes a cast down followed by a cast up.
         info = jnp.finfo(dtype)
         rounded = lax.reduce_precision(x, info.nexp, info.nmant)
         if info.nexp == 8:

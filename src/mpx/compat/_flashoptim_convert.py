@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from mpx._optim import FlashState
-from mpx._optim._layout import make_layout
 from mpx._optim._options import StateFormat, master_codec, moment_codec
+from mpx._optim._state import make_layout
 from mpx._quant import PlainBlock, Quantized
 from mpx._tree import is_floating, shape_of
 from mpx.compat._flashoptim_codecs import (

@@ -11,7 +11,7 @@ from jax.tree_util import keystr
 from jaxtyping import PyTree
 
 from mpx._optim import Compression, FlashOptimizer, FlashState
-from mpx._optim._checks import check_grad
+from mpx._optim._params import check_grad
 from mpx._quant import Quantized
 from mpx._sharding import zeros_alike
 from mpx._tree import dtype_of, path_name
