@@ -26,7 +26,7 @@ from mpx._optim._params import flatten_params
 from mpx._optim._scalars import StepScalars
 from mpx._optim._state import leaves_of
 from mpx._optim._update_rules import Leaf
-from mpx._quant import Dither, PlainBlock, Quantized
+from mpx._quant import Block, Dither, Quantized
 
 # In f32 a rounding is 2⁻²⁴. No number takes part in more than eight of them on its way
 # to a result (`nesterov` is the longest), on either path: 16 · 2⁻²⁴.
@@ -86,7 +86,7 @@ def rounding_errors(
     def step(factors: Array) -> tuple[Array, ...]:
         moved = [x * factor for x, factor in zip(flat, factors, strict=True)]
         (scale, *rest), grad, weight, moments = treedef.unflatten(moved)
-        new = rule.update(tuple(rest), grad * scale, weight, moments, PlainBlock())
+        new = rule.update(tuple(rest), grad * scale, weight, moments, Block())
         return (new[0], *new[1])
 
     exact = step(jnp.ones(len(flat)))
@@ -156,7 +156,7 @@ def decoded(core: Any, leaf: Leaf, state: Any) -> tuple[Array, list[Array]]:
     plan, shape = leaf_step("", core.rule, leaf, state.format), leaf.param.shape
     groups = (*shape[:-1], -1, plan.group_size) if plan.group_size else shape
     leaf = jax.tree.map(lambda x: x.reshape(groups) if x.shape == shape else x, leaf)
-    block = PlainBlock()
+    block = Block()
     weight = plan.master.decode(leaf.param, leaf.correction, block)
     pairs = zip(plan.moments, leaf.moments, strict=True)
     return weight, [codec.decode(stored, block) for codec, stored in pairs]

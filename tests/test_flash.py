@@ -13,7 +13,7 @@ import pytest
 import mpx
 from flash_cases import BF16, F16, F32, KINDS, SHAPE, TINY, draw, kind, stepper
 from models import count_traces
-from mpx._quant import PlainBlock, Quantized, SoftsignInt8, SqrtUint8
+from mpx._quant import Block, Quantized, SoftsignInt8, SqrtUint8
 from mpx.testing import assert_trees_equal, inject_nonfinite
 
 FULL = mpx.Compression(quantize=False)
@@ -586,7 +586,7 @@ def averager(make, rounding, **options):
             (state.mu, SoftsignInt8()) if state.nu is None else (state.nu, SqrtUint8())
         )
         groups = Quantized(stored.codes[:, None], stored.scale)
-        return state, codec.decode(groups, PlainBlock())[:, 0]
+        return state, codec.decode(groups, Block())[:, 0]
 
     return tx, run
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import mpx
 from flash_cases import assert_same_step
 from mpx._optim._core import _seed
-from mpx._quant import Noise, PlainBlock, RoundedMaster
+from mpx._quant import Block, Noise, RoundedMaster
 from mpx.testing import assert_trees_equal
 
 AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -240,7 +240,7 @@ def test_each_element_is_rounded_with_the_random_number_of_its_place(
     weight = jnp.asarray(old - np.float32(2.0**-9) * grad)
     places = jnp.arange(weight.size, dtype=jnp.uint32).reshape(shape)
     noise = Noise(places, _seed(3, 0, jnp.int32(0)))
-    expected, _ = RoundedMaster().encode(weight, jnp.bfloat16, PlainBlock(), noise)
+    expected, _ = RoundedMaster().encode(weight, jnp.bfloat16, Block(), noise)
     assert np.mean(expected != weight.astype(jnp.bfloat16)) > 0.1  # it is random
     assert_trees_equal(jax.device_get(new["w"]), jax.device_get(expected))
 

@@ -11,9 +11,9 @@ from jax import lax
 from models import equations
 from mpx._quant import (
     BitDelta,
+    Block,
     Full,
     Noise,
-    PlainBlock,
     Quantized,
     RoundedMaster,
     SoftsignInt8,
@@ -26,7 +26,7 @@ from mpx.testing import assert_trees_equal
 
 pytestmark = pytest.mark.long
 
-BLOCK = PlainBlock()
+BLOCK = Block()
 BF16, F16, F32 = (np.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))
 INT8, INT16 = np.dtype(np.int8), np.dtype(np.int16)
 
@@ -456,7 +456,7 @@ dithered = pytest.mark.parametrize(
 )
 
 
-class Off(PlainBlock):
+class Off(Block):
     """Roots and reciprocals that are off by so many ulps, as those of a GPU."""
 
     def __init__(self, ulps):

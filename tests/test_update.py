@@ -569,7 +569,7 @@ def test_flag_that_is_no_boolean_scalar_is_refused(flag, momentum):
 
 def test_unknown_skip_is_refused(momentum, monkeypatch):
     params, optimizer, state, grads = momentum
-    match = r'`skip` must be "select", "cond" or "never", but \'maybe\''
+    match = "`skip` must be one of 'select', 'cond', 'never', but 'maybe'"
     # A user has no type checker at run time.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     for given in ((params, optimizer, state), (*make_nnx(optimizer), None)):

@@ -25,7 +25,7 @@ from mpx._compat import as_unvarying, varying_like
 from mpx._kernels._plain import Body
 from mpx._kernels._step import BlockView, step_block
 from mpx._kernels._tuning import MOSAIC, Tuning
-from mpx._quant import PlainBlock
+from mpx._quant import Block
 
 plgpu: Any = mosaic_gpu  # declared otherwise in each JAX
 _WARPS = 4  # of a warpgroup
@@ -194,7 +194,7 @@ def _number(value: int) -> Any:
     return utils.c(value, ir.IndexType.get())
 
 
-class _Block(PlainBlock):
+class _Block(Block):
     """As in the Triton kernel: roots and reciprocals are one instruction, to about one ulp.
 
     Subnormal elements count as zero; subnormal scales, of which there are few, do not.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mpx._quant import Noise, PlainBlock, element_index
+from mpx._quant import Block, Noise, element_index
 from mpx._sharding import may_cut_groups, sharded_as, whole_groups
 
 Body = Callable[..., Any]
@@ -61,14 +61,14 @@ def run_plain(
         grad, peaks = lax.optimization_barrier((grad, first.peaks))
         new = step(grad, old, block=_SecondPass(peaks))
     else:
-        new = step(grad, old, block=PlainBlock())
+        new = step(grad, old, block=Block())
     if finite is not None:
         # Before the reshape: after it XLA would write the f32 weights to memory first.
         new = jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old)
     return jax.tree.map(lambda x, y: sharded_as(x.reshape(y.shape), y), new, leaf)
 
 
-class _FirstPass(PlainBlock):
+class _FirstPass(Block):
     """Finds the maxima; all other results are discarded.
 
     In a reduction over 32 neighbours XLA's GPU threads spend their time exchanging numbers.
@@ -87,7 +87,7 @@ class _FirstPass(PlainBlock):
         return self.peaks[-1]
 
 
-class _SecondPass(PlainBlock):
+class _SecondPass(Block):
     """Replays the maxima in the order in which they were found."""
 
     def __init__(self, peaks: Sequence[Array]) -> None:
@@ -97,7 +97,7 @@ class _SecondPass(PlainBlock):
         return next(self._peaks)
 
 
-class _CutBlock(PlainBlock):
+class _CutBlock(Block):
     """A whole array whose shards may end within a group. It keeps its shape.
 
     Results are then computed element by element and sharded like the inputs; only the

@@ -19,7 +19,7 @@ from mpx._compat import struct_like
 from mpx._kernels._plain import Body
 from mpx._kernels._step import BlockView, step_block
 from mpx._kernels._tuning import TRITON, Tuning
-from mpx._quant import PlainBlock
+from mpx._quant import Block
 
 # For data that is not read again while it is cached: the kernel takes 147 instead of 156 µs
 # for 4096 × 12288 parameters. With all loads and no store it takes 168.
@@ -105,7 +105,7 @@ def launch(
     return jax.tree.map(lambda x, old: x.reshape(old.shape), new, list(leaves))
 
 
-def _kernel(*refs: Any, body: Body, block: PlainBlock, view: "_View") -> None:
+def _kernel(*refs: Any, body: Body, block: Block, view: "_View") -> None:
     program = pl.program_id(0), pl.program_id(1)
     step_block(program, refs, body=body, block=block, view=view)
 
@@ -144,7 +144,7 @@ class _View(BlockView):
         return ref.at[pl.ds(start, width)], start + lax.iota(jnp.int32, width) < count
 
 
-class _Block(PlainBlock):
+class _Block(Block):
     """A flat block of elements, whose groups are next to each other."""
 
     in_registers = True

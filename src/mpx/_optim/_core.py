@@ -68,7 +68,7 @@ class Ready(NamedTuple):
     scalars: StepScalars
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Core:
     """A rule, its hyperparameters, and how its state is stored; see `FlashOptimizer`.
 

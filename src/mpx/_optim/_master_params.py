@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from mpx._optim._options import master_codec
 from mpx._optim._params import F32, PARAM_DTYPES, FlatParams, flatten_params
 from mpx._optim._state import FlashState, check_correction, check_layout, is_missing
-from mpx._quant import PlainBlock
+from mpx._quant import Block
 from mpx._tree import check_shape, dtype_of
 
 
@@ -41,7 +41,7 @@ def master_params(params: PyTree, state: PyTree) -> PyTree:
         if is_missing(correction):
             return param
         codec = master_codec(param.dtype, correction.dtype, state.format)
-        return codec.decode(jnp.asarray(param), jnp.asarray(correction), PlainBlock())
+        return codec.decode(jnp.asarray(param), jnp.asarray(correction), Block())
 
     return flat.treedef.unflatten(map(decode, flat.leaves, corrections))
 
@@ -84,7 +84,7 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
         if dtype_of(param) in PARAM_DTYPES:
             dtype = None if is_missing(correction) else correction.dtype
             codec = master_codec(param.dtype, dtype, found.format)
-            encoded = codec.encode(weight.astype(F32), param.dtype, PlainBlock())
+            encoded = codec.encode(weight.astype(F32), param.dtype, Block())
             weight, correction = encoded if dtype else (encoded[0], correction)
         new_params.append(weight)
         new_corrections.append(correction)

@@ -109,14 +109,7 @@ def _build(
     groups = as_groups(groups, rule, compression)
     for values in (hyper, *(group.hyper for group in groups)):
         check_hyper(values)
-    core = Core(
-        rule=rule,
-        hyper=hyper,
-        mask=mask,
-        groups=groups,
-        compression=compression,
-        backend=backend,
-    )
+    core = Core(rule, hyper, mask, groups, compression, backend)
     init: Any = core.init  # optax's types do not allow for other states
     update: Any = core.update
     return FlashOptimizer(init, update)

@@ -235,23 +235,19 @@ class _ParamRefs:
         self._watched = watched
         self.refs = jax.tree.map(lambda x: jax.new_ref(jnp.asarray(x)), job.leaf)
 
-    def operands(self) -> Any:
-        """Returns the arrays and references that a step needs, beside the gradient."""
+    def operands(self, layer: Array | None) -> "_Operands":
+        """Returns the arrays and references that the step of a layer needs."""
         job = self._job
-        return self.refs, job.scalars, job.seed, self._finite, self._watched
+        arrays = {"scalars": job.scalars, "seed": job.seed, "layer": layer}
+        return _Operands(self.refs, arrays, self._finite, self._watched)
 
-    def step(self, index: Array | None, grad: Array, operands: Any) -> None:
-        """Steps the parameter, or its layer of this index."""
+    def step(self, grad: Array, operands: "_Operands") -> None:
+        """Steps the parameter, or one layer of it."""
         self._stepped = True
-        refs, scalars, seed, finite, watched = operands
+        refs, arrays, finite, watched = operands
         finite = _both(finite, watched.see(grad))
-        job = self._job._replace(
-            leaf=jax.tree.map(lambda ref: ref[...], refs),
-            grad=grad,
-            scalars=scalars,
-            seed=seed,
-            layer=index,
-        )
+        leaf = jax.tree.map(lambda ref: ref[...], refs)
+        job = self._job._replace(leaf=leaf, grad=grad, **arrays)
         (new,) = _kernels.run([job], finite=finite, backend=self._backend)
 
         def store(ref: Any, x: Array) -> None:
@@ -263,12 +259,21 @@ class _ParamRefs:
         """Steps with a gradient of zero if the loss does not depend on the parameter."""
         if not self._stepped:
             zeros = jnp.zeros(self._shape, self.refs.param.dtype)
-            refs, scalars, seed, *_ = self.operands()
-            self.step(None, zeros, (refs, scalars, seed, finite, _Watched()))
+            unwatched = self.operands(None)._replace(finite=finite, watched=_Watched())
+            self.step(zeros, unwatched)
 
     def frozen(self) -> Any:
         """Returns parameter and state, which must not be written to any more."""
         return jax.tree.map(jax.freeze, self.refs)
+
+
+class _Operands(NamedTuple):
+    """Everything that a step in the backward pass reads, beside the gradient."""
+
+    refs: Any
+    arrays: dict[str, Array | None]
+    finite: Array | None
+    watched: _Watched
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -289,7 +294,7 @@ class _ParamTap(Tap):
 
     def read(self) -> Array:
         x = self.site.refs.param[... if self.index is None else self.index]
-        x = _tapped(self.site, x, self.origin, self.index, self.site.operands())
+        x = _tapped(self.site, x, self.origin, self.site.operands(self.index))
         return functools.reduce(lambda x, dtype: x.astype(dtype), self.casts, x)
 
     def layer(self, index: Array) -> "_ParamTap":
@@ -300,24 +305,24 @@ class _ParamTap(Tap):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tapped(
-    site: _ParamRefs, x: Array, origin: Array, index: Array | None, operands: Any
-) -> Array:
+def _tapped(site: _ParamRefs, x: Array, origin: Array, operands: _Operands) -> Array:
     """Returns `x`, a parameter or a layer of it."""
-    return _forward(site, x, origin, index, operands)[0]
+    del site, origin, operands
+    return x
 
 
 def _forward(
-    site: _ParamRefs, x: Array, origin: Array, index: Array | None, operands: Any
-) -> tuple[Array, Any]:
+    site: _ParamRefs, x: Array, origin: Array, operands: _Operands
+) -> tuple[Array, _Operands]:
     del site, origin
-    return x, (index, operands)
+    return x, operands
 
 
-def _backward(site: _ParamRefs, kept: Any, grad: Array) -> tuple[Any, ...]:
-    index, operands = kept
-    site.step(index, grad, operands)
-    return None, jnp.zeros(()), None, None
+def _backward(
+    site: _ParamRefs, operands: _Operands, grad: Array
+) -> tuple[None, Array, None]:
+    site.step(grad, operands)
+    return None, jnp.zeros(()), None
 
 
 _tapped.defvjp(_forward, _backward)

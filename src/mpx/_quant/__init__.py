@@ -1,7 +1,6 @@
 """Codecs: how f32 numbers are stored in fewer bits. Pure functions, no kernels."""
 
 from mpx._quant._block import Block as Block
-from mpx._quant._block import PlainBlock as PlainBlock
 from mpx._quant._master import BitDelta as BitDelta
 from mpx._quant._master import MasterCodec as MasterCodec
 from mpx._quant._master import RoundedMaster as RoundedMaster

@@ -4,8 +4,6 @@ The same codec serves a whole array in plain JAX and a tile in a kernel. A block
 differs: where the groups are, and how roots and reciprocals are computed.
 """
 
-import abc
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -14,8 +12,10 @@ from jax.typing import ArrayLike
 from mpx._quant._rounding import F32, bits
 
 
-class Block(abc.ABC):
-    """A block of numbers that consists of groups.
+class Block:
+    """A block whose last axis is one group: `(..., groups, group_size)`.
+
+    Kernels have blocks of their own, in which results may differ by about one ulp.
 
     Attributes:
         in_registers: Whether the whole block is held in registers, so that results can
@@ -24,65 +24,37 @@ class Block(abc.ABC):
 
     in_registers: bool = False
 
-    @abc.abstractmethod
     def peak(self, x: Array) -> Array:
         """Returns the largest number of each group."""
-
-    @abc.abstractmethod
-    def spread(self, per_group: Array) -> Array:
-        """Returns each group's number for each of its elements."""
-
-    @abc.abstractmethod
-    def root_peak(self, x: Array, root: Array) -> Array:
-        """Returns the largest root of each group, given numbers and their roots."""
-
-    @abc.abstractmethod
-    def sqrt(self, x: Array) -> Array:
-        """Returns the square root, in a kernel to about one ulp."""
-
-    @abc.abstractmethod
-    def reciprocal(self, x: Array) -> Array:
-        """Returns 1 / x, in a kernel to about one ulp."""
-
-    @abc.abstractmethod
-    def multiply_add(self, x: ArrayLike, y: Array, z: ArrayLike) -> Array:
-        """Returns x · y + z, in a kernel rounded once."""
-
-    @abc.abstractmethod
-    def sign(self, x: Array) -> Array:
-        """Returns -1, 0 or 1; nan of nan."""
-
-    @abc.abstractmethod
-    def rounded(self, x: Array, dtype: np.dtype) -> Array:
-        """Rounds f32 numbers to those that `dtype` has; the result is f32."""
-
-
-class PlainBlock(Block):
-    """A block whose last axis is one group: `(..., groups, group_size)`."""
-
-    def peak(self, x: Array) -> Array:
         return jnp.max(x, axis=-1)
 
     def spread(self, per_group: Array) -> Array:
+        """Returns each group's number for each of its elements."""
         return per_group[..., None]
 
     def root_peak(self, x: Array, root: Array) -> Array:
+        """Returns the largest root of each group, given numbers and their roots."""
         # Not the maximum of the roots: XLA would write all roots to memory.
         return self.sqrt(self.peak(x))
 
     def sqrt(self, x: Array) -> Array:
+        """Returns the square root."""
         return jnp.sqrt(x)
 
     def reciprocal(self, x: Array) -> Array:
+        """Returns 1 / x."""
         return 1.0 / x
 
     def multiply_add(self, x: ArrayLike, y: Array, z: ArrayLike) -> Array:
+        """Returns x · y + z, in a kernel rounded once."""
         return jnp.add(jnp.multiply(x, y), z)
 
     def sign(self, x: Array) -> Array:
+        """Returns -1, 0 or 1; nan of nan."""
         return jnp.sign(x)
 
     def rounded(self, x: Array, dtype: np.dtype) -> Array:
+        """Rounds f32 numbers to those that `dtype` has; the result is f32."""
         # Not two casts: XLA removes a cast down followed by a cast up.
         info = jnp.finfo(dtype)
         rounded = lax.reduce_precision(x, info.nexp, info.nmant)

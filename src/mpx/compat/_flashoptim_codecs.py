@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from mpx._optim import Compression
-from mpx._quant import PlainBlock, Quantized, SoftsignInt8, SqrtUint8, UlpFraction
+from mpx._quant import Block, Quantized, SoftsignInt8, SqrtUint8, UlpFraction
 from mpx._sharding import zeros_alike
 from mpx._tree import check_same_structure, named_leaves, shape_of
 
@@ -17,7 +17,7 @@ MasterBits = int | None  # 24, 32 or None
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 _HALF = (np.dtype(jnp.bfloat16), F16)
 _CORRECTIONS = (np.dtype(np.int8), np.dtype(np.int16))
-_BLOCK = PlainBlock()
+_BLOCK = Block()
 MOMENTUM, VARIANCE = SoftsignInt8(F16), SqrtUint8(F16)
 
 

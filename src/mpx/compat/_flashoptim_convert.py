@@ -8,7 +8,7 @@ from jaxtyping import Array, PyTree
 from mpx._optim import FlashState
 from mpx._optim._options import StateFormat, master_codec, moment_codec
 from mpx._optim._state import make_layout
-from mpx._quant import PlainBlock, Quantized
+from mpx._quant import Block, Quantized
 from mpx._tree import is_floating, shape_of
 from mpx.compat._flashoptim_codecs import (
     F32,
@@ -28,7 +28,7 @@ from mpx.compat._flashoptim_codecs import (
 )
 from mpx.compat._flashoptim_steps import flatten
 
-_BLOCK = PlainBlock()
+_BLOCK = Block()
 _QUANTIZE = {"mu": quantize_momentum, "nu": quantize_variance}
 _DEQUANTIZE = {"mu": dequantize_momentum, "nu": dequantize_variance}
 
