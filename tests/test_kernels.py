@@ -30,6 +30,8 @@ from mpx._quant import Dither, Quantized
 from mpx._quant._rounding import bits, from_bits
 from mpx.testing import assert_trees_equal
 
+pytestmark = pytest.mark.usefixtures("small_programs")
+
 RULES = {
     "adamw": Adam(decoupled=True),
     "adam": Adam(decoupled=False),
@@ -41,17 +43,18 @@ HYPER = dict(
     learning_rate=0.01, weight_decay=0.1, b1=0.9, b2=0.99, eps=1e-8, momentum=0.9,
     dampening=0.1,
 )  # fmt: skip
-PARAMS = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+# Every codec of weights and of moments: f16 and f32 parameters have one in both formats.
 STORED = {
-    "bf16 of 24 bits": (jnp.bfloat16, np.int8),
-    "bf16 of 32 bits": (jnp.bfloat16, np.int16),
-    "bf16": (jnp.bfloat16, None),
-    "f16 of 24 bits": (jnp.float16, np.int8),
-    "f16 of 32 bits": (jnp.float16, np.int16),
-    "f16": (jnp.float16, None),
-    "f32": (jnp.float32, None),  # has no correction
+    "bf16 of 24 bits": (jnp.bfloat16, np.int8, "mpx"),
+    "bf16 of 32 bits": (jnp.bfloat16, np.int16, "mpx"),
+    "bf16": (jnp.bfloat16, None, "mpx"),
+    "bf16 of 24 bits, flashoptim": (jnp.bfloat16, np.int8, "flashoptim"),
+    "bf16 of 32 bits, flashoptim": (jnp.bfloat16, np.int16, "flashoptim"),
+    "f16 of 24 bits": (jnp.float16, np.int8, "mpx"),
+    "f16 of 32 bits": (jnp.float16, np.int16, "flashoptim"),
+    "f16": (jnp.float16, None, "mpx"),
+    "f32": (jnp.float32, None, "mpx"),  # has no correction
 }
-FORMATS = ("mpx", "flashoptim")
 TUNING = _tuning.Tuning(block=256, warps=1)
 DIVIDING, ODD = (16, 64), (7, 96)
 
@@ -59,7 +62,6 @@ needs_mosaic = pytest.mark.skipif(not HAS_MOSAIC, reason="needs jax 0.11 or late
 each_kernel = pytest.mark.parametrize(
     "backend", ["triton", pytest.param("mosaic", marks=needs_mosaic)]
 )
-each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
 def make_plan(
@@ -203,14 +205,13 @@ def test_unfused_programs_round_after_each_operation():
 
 # Rules and codecs do not know of each other: one rule with all codecs, and all rules.
 @pytest.mark.long
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("dtype", "correction"), STORED.values(), ids=STORED)
+@pytest.mark.parametrize(("dtype", "correction", "format"), STORED.values(), ids=STORED)
 def test_the_kernel_equals_plain_jax_in_every_format(dtype, correction, format):
     plan = make_plan(RULES["adamw"], dtype, correction, format)
     assert_kernel_equals_plain(plan, make_case(plan, ODD, dtype))
 
 
-@each_rule
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_the_kernel_equals_plain_jax_for_every_rule(rule):
     plan = make_plan(rule)
     assert_kernel_equals_plain(plan, make_case(plan, ODD))
@@ -221,10 +222,9 @@ def test_the_kernel_equals_plain_jax_without_dither():
     assert_kernel_equals_plain(plan, make_case(plan, ODD))
 
 
-@each_rule
-def test_the_kernel_equals_plain_jax_if_blocks_are_full(rule):
+def test_the_kernel_equals_plain_jax_if_blocks_are_full():
     assert np.prod(DIVIDING) % TUNING.block == 0 != np.prod(ODD) % TUNING.block
-    plan = make_plan(rule)
+    plan = make_plan(RULES["adamw"])
     assert_kernel_equals_plain(plan, make_case(plan, DIVIDING))
 
 
@@ -249,29 +249,33 @@ def test_blocks_are_masked_if_the_last_one_is_not_full(monkeypatch, shape):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grad_dtype", PARAMS.values(), ids=PARAMS)
-@pytest.mark.parametrize("shape", [(7, 96), (96,), (3, 5, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "grad_dtype"),
+    [((96,), jnp.float16), ((3, 5, 32), jnp.float32)],  # others have bf16 and two axes
+    ids=str,
+)
 def test_any_gradient_dtype_and_rank(shape, grad_dtype):
     plan = make_plan(RULES["adamw"])
     assert_kernel_equals_plain(plan, make_case(plan, shape, grad_dtype=grad_dtype))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("group", [2, 8, 64, 256])
+@pytest.mark.parametrize("group", [2, 256])
 def test_any_group_size(group):
     plan = make_plan(RULES["adamw"], group=group)
     assert_kernel_equals_plain(plan, make_case(plan, (3, 512)))
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (7, 5), (300,)], ids=str)
+@pytest.mark.parametrize("shape", [(), (7, 5), (300,)], ids=str)
 def test_moments_in_f32_need_no_groups(shape):
     plan = make_plan(RULES["adamw"], group=0)
     assert_kernel_equals_plain(plan, make_case(plan, shape))
 
 
-@pytest.mark.parametrize("shape", [DIVIDING, ODD], ids=["full", "odd"])
-@pytest.mark.parametrize("bad", [np.inf, np.nan], ids=str)
-def test_a_step_that_is_not_ok_changes_no_byte(shape, bad):
+@pytest.mark.parametrize(
+    ("shape", "bad"), [(DIVIDING, np.inf), (ODD, np.nan)], ids=["full", "odd"]
+)
+def test_a_skipped_step_changes_no_byte(shape, bad):
     plan = make_plan(RULES["adamw"])
     scalars, grad, leaf = make_case(plan, shape)
     same = kernel(plan, scalars, jnp.full_like(grad, bad), leaf, finite=0.0)
@@ -424,11 +428,11 @@ def test_equal_batches_are_traced_once(kernel_on_cpus):
     assert kernel_on_cpus == [2]
 
 
-@pytest.mark.parametrize("finite", [None, True, False])
+@pytest.mark.parametrize("finite", [True, False])
 def test_the_kernel_gives_the_steps_of_plain_jax(kernel_on_cpus, finite):
     params, grads = make_model(leaves=3)
     groups = [mpx.ParamGroup("1", {"learning_rate": 0.5})]
-    flag = {} if finite is None else {"finite": jnp.array(finite)}
+    flag = {"finite": jnp.array(finite)}
     auto = take_steps(mpx.flash_adamw(0.01, groups=groups), params, grads, **flag)
     assert kernel_on_cpus
     plain = mpx.flash_adamw(0.01, groups=groups, backend="jax")
@@ -472,10 +476,9 @@ def test_vmap_over_gradients_alone(kernel_on_cpus):
 @pytest.mark.parametrize(
     ("shape", "spec"),
     [
-        ((4, 16, 128), P()),
-        ((4, 16, 128), P("x", None, "y")),
         ((4, 16, 128), P(None, "x", "y")),
-        ((4, 3, 128), P("x")),
+        ((4, 16, 128), P("x", None, "y")),
+        ((4, 3, 128), P("x")),  # layers that are no whole blocks
     ],
     ids=str,
 )
@@ -560,7 +563,7 @@ def test_triton_takes_small_leaves_too(kernel_on_cpus):
 @pytest.mark.parametrize(
     ("shape", "compression", "message"),
     [
-        ((64, 64), mpx.Compression(rounding="stochastic"), "rounds to nearest"),
+        ((64, 64), mpx.Compression(rounding="stochastic"), "stochastic rounding"),
         ((0, 64), mpx.Compression(), "no elements"),
         ((2, 4096), mpx.Compression(group_size=2048), "2048 elements.*up to {largest}"),
     ],
@@ -599,7 +602,7 @@ def test_mosaic_needs_a_hopper_gpu(monkeypatch, capability, runs):
     step = functools.partial(mpx.flash_adamw(0.01, backend="mosaic").step, params)
     state = mpx.flash_adamw(0.01).init(params)
     # What runs gets as far as being compiled for this CPU.
-    monkeypatch.setattr(_dispatch, "_batch", _launched)
+    monkeypatch.setattr(_dispatch, "_launch", _launched)
     with pytest.raises(
         LookupError if runs else ValueError, match="launched" if runs else "9.0, Hopper"
     ):
@@ -737,18 +740,16 @@ def threads_of(layout, shape):
 
 # --- shards ---------------------------------------------------------------------------
 
-AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 LAYOUTS = {
-    "replicated": P(),
-    "row": P("x", None),
-    "column": P(None, "x"),
-    "2-D": P("x", "y"),
-    "all in the last": P(None, ("x", "y")),
+    "auto, replicated": (AxisType.Auto, P()),
+    "auto, column": (AxisType.Auto, P(None, "x")),
+    "auto, 2-D": (AxisType.Auto, P("x", "y")),
+    "explicit, row": (AxisType.Explicit, P("x", None)),
+    "explicit, all in the last": (AxisType.Explicit, P(None, ("x", "y"))),
 }
 
 
-@pytest.mark.parametrize("spec", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("axis_type", AXES.values(), ids=AXES)
+@pytest.mark.parametrize(("axis_type", "spec"), LAYOUTS.values(), ids=LAYOUTS)
 def test_each_device_steps_its_shards(kernel_on_cpus, axis_type, spec):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
     params, grads = make_model((16, 512), leaves=2)
