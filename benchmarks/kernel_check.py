@@ -287,29 +287,28 @@ def huge_inputs(rows: int, width: int, first: Any = 0) -> Any:
     again. Rows that are 2³² elements apart differ: a wrong address shows.
     """
 
-    def noise(columns: int) -> Noise:
+    def noise(columns: int, stream: int) -> Noise:
         shape = (rows, columns)
         row = lax.broadcasted_iota(jnp.uint32, shape, 0) + jnp.asarray(
             first, jnp.uint32
         )
         column = lax.broadcasted_iota(jnp.uint32, shape, 1)
-        return Noise(row * np.uint32(0x9E3779B1) + column, jnp.uint32(1))
-
-    each, groups = noise(width), noise(width // 32)
+        return Noise(row * np.uint32(0x9E3779B1) + column, jnp.uint32(1), stream)
 
     def integers(stream: int, lowest: int, highest: int) -> Array:
-        top = (each.bits(stream) >> np.uint32(24)).astype(jnp.int32)
+        top = (noise(width, stream).bits() >> np.uint32(24)).astype(jnp.int32)
         return jnp.clip(top + lowest, lowest, highest)
 
     mu = Quantized(
         jnp.maximum(integers(1, -128, 127), -127).astype(jnp.int8),
-        (1 + groups.centred(2)).astype(jnp.bfloat16),
+        (1 + noise(width // 32, 2).centred()).astype(jnp.bfloat16),
     )
     nu = Quantized(
-        jnp.maximum(integers(3, 0, 255), 1).astype(jnp.uint8), 2 + groups.centred(4)
+        jnp.maximum(integers(3, 0, 255), 1).astype(jnp.uint8),
+        2 + noise(width // 32, 4).centred(),
     )
     correction = jnp.maximum(integers(5, -128, 127), -127).astype(jnp.int8)
-    params = {"w": each.centred(6).astype(jnp.bfloat16)}
+    params = {"w": noise(width, 6).centred().astype(jnp.bfloat16)}
     any_size = mpx.Compression(min_size=0)
     small: Any = mpx.flash_adamw(RATE, compression=any_size).init(
         {"w": params["w"][:1, :32]}
@@ -321,7 +320,7 @@ def huge_inputs(rows: int, width: int, first: Any = 0) -> Any:
         nu={"w": nu},
         correction={"w": correction},
     )
-    return params, state, {"w": each.centred(7).astype(jnp.bfloat16)}
+    return params, state, {"w": noise(width, 7).centred().astype(jnp.bfloat16)}
 
 
 @functools.cache

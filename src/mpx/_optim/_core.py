@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from mpx import _kernels
@@ -172,8 +173,8 @@ class Core:
         state: FlashState,
         grads: PyTree,
         *,
-        finite: Any = None,
-        grad_scale: Any = 1.0,
+        finite: ArrayLike | None = None,
+        grad_scale: ArrayLike = 1.0,
     ) -> tuple[list[Leaf], FlashState]:
         """Steps all parameters that have gradients."""
         flag = None if finite is None else as_flag(finite, "finite")
@@ -193,7 +194,9 @@ class Core:
             new[index] = leaf
         return new, self.advanced(ready, new, flag)
 
-    def ready(self, flat: FlatParams, state: FlashState, grad_scale: Any) -> Ready:
+    def ready(
+        self, flat: FlatParams, state: FlashState, grad_scale: ArrayLike
+    ) -> Ready:
         """Computes what the steps of all parameters share."""
         check_has_params(flat)
         check_state(state, self.rule, self.compression)

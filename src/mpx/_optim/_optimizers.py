@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import optax
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from mpx._arguments import check_choice
@@ -57,8 +58,8 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
         state: FlashState,
         grads: PyTree,
         *,
-        finite: Any = None,
-        grad_scale: Any = 1.0,
+        finite: ArrayLike | None = None,
+        grad_scale: ArrayLike = 1.0,
     ) -> Stepped:
         """Takes one step.
 

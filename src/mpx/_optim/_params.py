@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import PyTreeDef
 from jaxtyping import PyTree
 
 from mpx._compat import is_tracer
@@ -23,6 +22,8 @@ from mpx._tree import (
 
 Mask = PyTree | Callable[[PyTree], PyTree] | None
 """Which parameters decay: a tree of booleans, or a function of the parameters."""
+TreeDef = Any
+"""`jax.tree_util.PyTreeDef`, which type checkers take for a variable."""
 F32 = np.dtype(jnp.float32)
 PARAM_DTYPES = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 
@@ -40,8 +41,8 @@ class FlatParams(NamedTuple):
 
     names: list[str]
     leaves: list[Any]
-    treedef: PyTreeDef
-    bare: PyTreeDef
+    treedef: TreeDef
+    bare: TreeDef
 
     def like(self, tree: PyTree, what: str) -> list[Any]:
         """Returns what another tree holds in the place of each parameter.
@@ -68,7 +69,7 @@ class FlatParams(NamedTuple):
                 f"{what} must have the structure of the parameters, but {difference}."
             ) from error
 
-    def difference(self, theirs: PyTreeDef, params: PyTreeDef) -> str:
+    def difference(self, theirs: TreeDef, params: TreeDef) -> str:
         """Describes where a structure differs from that of the parameters.
 
         Arrays are left out, since they are long. A leaf of `theirs` may stand for a part
@@ -93,7 +94,7 @@ def flatten_params(params: PyTree) -> FlatParams:
 
 
 def _first_difference(
-    theirs: PyTreeDef, params: PyTreeDef, index: int
+    theirs: TreeDef, params: TreeDef, index: int
 ) -> tuple[int, str, str] | None:
     """Returns the index of a parameter and what the two nodes around it are."""
     nodes = theirs.node_data(), params.node_data()

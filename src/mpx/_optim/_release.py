@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from mpx import _kernels
@@ -117,8 +117,8 @@ def release(
         params: PyTree,
         state: FlashState,
         *args: Any,
-        finite: Any = None,
-        grad_scale: Any = 1.0,
+        finite: ArrayLike | None = None,
+        grad_scale: ArrayLike = 1.0,
         **kwargs: Any,
     ) -> Released:
         flag = None if finite is None else as_flag(finite, "finite")

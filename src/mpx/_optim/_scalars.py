@@ -151,7 +151,9 @@ class Clip(NamedTuple):
     finite: Bool[Array, ""]
 
 
-def clip_scale(grads: PyTree, max_norm: Any, *, grad_scale: Any = 1.0) -> Clip:
+def clip_scale(
+    grads: PyTree, max_norm: ArrayLike, *, grad_scale: ArrayLike = 1.0
+) -> Clip:
     """Returns the factor that clips gradients to a global norm.
 
     The gradients are read once and not copied: pass the result to the `step` of a

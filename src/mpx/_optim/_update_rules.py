@@ -8,7 +8,7 @@ the work per element is small. Rules run in plain JAX and in kernels.
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -18,7 +18,6 @@ from mpx._quant import (
     MasterCodec,
     MomentCodec,
     Noise,
-    Quantized,
     Rounding,
     is_finite,
 )
@@ -168,7 +167,7 @@ class Leaf(NamedTuple):
 
     param: Array
     correction: Array | None
-    moments: tuple[Quantized | Array | None, ...]
+    moments: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)

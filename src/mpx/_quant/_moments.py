@@ -55,7 +55,7 @@ class MomentCodec(abc.ABC):
     """
 
     code_dtype: ClassVar[np.dtype]
-    scale_dtype: np.dtype | None
+    scale_dtype: Any
 
     @abc.abstractmethod
     def decode(self, stored: Any, block: Block) -> Array:
@@ -86,7 +86,7 @@ class Full(MomentCodec):
     """Stores f32 as it is, inf and nan included."""
 
     code_dtype: ClassVar[np.dtype] = _F32
-    scale_dtype: np.dtype | None = None
+    scale_dtype: Any = None
 
     def decode(self, stored: Array, block: Block) -> Array:
         return stored
@@ -121,7 +121,7 @@ class SoftsignInt8(MomentCodec):
     """
 
     code_dtype: ClassVar[np.dtype] = np.dtype(np.int8)
-    scale_dtype: np.dtype = BF16
+    scale_dtype: Any = BF16
 
     def decode(self, stored: Quantized, block: Block) -> Array:
         q = stored.codes.astype(F32)
@@ -173,7 +173,7 @@ class SqrtUint8(MomentCodec):
     """
 
     code_dtype: ClassVar[np.dtype] = np.dtype(np.uint8)
-    scale_dtype: np.dtype = _F32
+    scale_dtype: Any = _F32
 
     def decode(self, stored: Quantized, block: Block) -> Array:
         unit = block.spread(stored.scale.astype(F32) * np.float32(1 / 255))
