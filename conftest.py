@@ -62,3 +62,11 @@ def small_programs():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def untyped(monkeypatch):
+    """Checks no annotations, as for a user: for tests that pass wrong types."""
+    import jaxtyping
+
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

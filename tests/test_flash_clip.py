@@ -96,6 +96,7 @@ def test_norm_may_be_traced():
     ],
     ids=["string", "None", "complex", "array"],
 )
+@pytest.mark.usefixtures("untyped")
 def test_what_is_not_one_number_is_refused(name, value, error, match):
     with pytest.raises(error, match=f"`{name}` {match}"):
         mpx.clip_scale({"w": jnp.ones(2)}, **{"max_norm": 1.0} | {name: value})

@@ -6,7 +6,6 @@ from typing import Any, cast
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -441,12 +440,6 @@ def test_trees_of_other_types_are_described_without_their_arrays(call, match):
         call()
     assert "Array" not in str(caught.value)
     assert len(str(caught.value)) < 300
-
-
-@pytest.fixture
-def untyped(monkeypatch):
-    """Nobody checks annotations for a user."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.mark.parametrize(("call", "error", "match"), ERRORS.values(), ids=ERRORS.keys())
