@@ -195,7 +195,7 @@ def _number(value: int) -> Any:
 
 
 class _Block(Block):
-    """As in the Triton kernel: roots and reciprocals are one instruction, to about one ulp.
+    """A block in registers. Roots and reciprocals are one instruction, to about one ulp.
 
     Subnormal elements count as zero; subnormal scales, of which there are few, do not.
     """

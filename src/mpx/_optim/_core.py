@@ -52,7 +52,7 @@ from mpx._undifferentiable import undifferentiable
 
 
 class Ready(NamedTuple):
-    """What the steps of all parameters share.
+    """Inputs that the steps of all parameters share.
 
     Attributes:
         flat: The parameters.

@@ -27,7 +27,7 @@ Moments = tuple[Array, ...]
 
 
 class Rule(abc.ABC):
-    """How a gradient changes a weight and its moments.
+    """A rule by which a gradient changes a weight and its moments.
 
     Attributes:
         kind: Rules of one kind keep moments of the same meaning.

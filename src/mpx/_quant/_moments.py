@@ -23,6 +23,7 @@ from mpx._quant._rounding import (
     to_integer,
 )
 
+Keep = Array | None
 BF16 = np.dtype(jnp.bfloat16)
 F16 = np.dtype(jnp.float16)
 _F32 = np.dtype(F32)
@@ -63,11 +64,7 @@ class MomentCodec(abc.ABC):
 
     @abc.abstractmethod
     def encode(
-        self,
-        x: Array,
-        block: Block,
-        rounding: Rounding = None,
-        keep: Array | None = None,
+        self, x: Array, block: Block, rounding: Rounding = None, keep: Keep = None
     ) -> Any:
         """Encodes f32 numbers.
 
@@ -92,11 +89,7 @@ class Full(MomentCodec):
         return stored
 
     def encode(
-        self,
-        x: Array,
-        block: Block,
-        rounding: Rounding = None,
-        keep: Array | None = None,
+        self, x: Array, block: Block, rounding: Rounding = None, keep: Keep = None
     ) -> Array:
         return x
 
@@ -129,11 +122,7 @@ class SoftsignInt8(MomentCodec):
         return q * block.reciprocal(254.0 - jnp.abs(q)) * scale
 
     def encode(
-        self,
-        x: Array,
-        block: Block,
-        rounding: Rounding = None,
-        keep: Array | None = None,
+        self, x: Array, block: Block, rounding: Rounding = None, keep: Keep = None
     ) -> Quantized:
         x = jnp.where(is_finite(x) if keep is None else keep, x, 0.0)
         peak = block.peak(jnp.abs(x))
@@ -181,11 +170,7 @@ class SqrtUint8(MomentCodec):
         return root * root
 
     def encode(
-        self,
-        x: Array,
-        block: Block,
-        rounding: Rounding = None,
-        keep: Array | None = None,
+        self, x: Array, block: Block, rounding: Rounding = None, keep: Keep = None
     ) -> Quantized:
         # Not `is_finite`: XLA would write to memory what two moments have in common.
         keep = x <= _LARGEST[_F32] if keep is None else keep
