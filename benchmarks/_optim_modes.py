@@ -165,7 +165,9 @@ def build_mpx(shapes: Sequence[Shape], optimizer: str, options: Any) -> Built:
         return tuple(tx.step(*carry, grads))
 
     carry = (params, tx.init(params))
-    return Built(carry, step, grads, lambda c: c[0], lambda c: mpx.master_params(*c))
+    return Built(
+        carry, step, grads, lambda c: c[0], lambda c: mpx.optim.master_params(*c)
+    )
 
 
 def mpx_optimizer(optimizer: str, **options: Any) -> Any:
@@ -174,8 +176,8 @@ def mpx_optimizer(optimizer: str, **options: Any) -> Any:
 
     rate = RATES[optimizer]
     if optimizer == "sgd":
-        return mpx.flash_sgd(rate, momentum=MOMENTUM, **options)
-    make = {"adamw": mpx.flash_adamw, "lion": mpx.flash_lion}[optimizer]
+        return mpx.optim.flash_sgd(rate, momentum=MOMENTUM, **options)
+    make = {"adamw": mpx.optim.flash_adamw, "lion": mpx.optim.flash_lion}[optimizer]
     return make(rate, weight_decay=DECAY, **options)
 
 

@@ -122,7 +122,7 @@ def build_with_mpx(mode: Mode, task: Task, optimizer: Any) -> Built:
     if not hasattr(mpx, "GradResult"):
         raise RuntimeError(f"`import mpx` found another package: {mpx.__file__}")
     if mode.library == "amp":
-        loss = mpx.amp(task.loss, compute_dtype=HALF[mode.dtype])
+        loss = mpx.amp(task.loss, dtype=HALF[mode.dtype])
         value_and_grad = mpx.value_and_grad(loss)
     else:
         policy = mpx.Policy(compute_dtype=HALF[mode.dtype])

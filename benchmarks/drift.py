@@ -39,10 +39,10 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "bf16 alone": {"master_bits": None},
 }
 RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "AdamW": (mpx.flash_adamw, optax.adamw),
-    "Adam": (mpx.flash_adam, optax.adam),
-    "Lion": (mpx.flash_lion, optax.lion),
-    "SGD": (mpx.flash_sgd, optax.sgd),
+    "AdamW": (mpx.optim.flash_adamw, optax.adamw),
+    "Adam": (mpx.optim.flash_adam, optax.adam),
+    "Lion": (mpx.optim.flash_lion, optax.lion),
+    "SGD": (mpx.optim.flash_sgd, optax.sgd),
 }
 
 
@@ -183,18 +183,18 @@ def in_f32(line: Line) -> Array:
 def compressed(line: Line, options: dict[str, Any]) -> Array:
     """Returns the f32 weights behind the parameters after compressed steps."""
     options = {"min_size": 1, **options}
-    compression = mpx.Compression(**options)
+    compression = mpx.optim.Compression(**options)
     make = RULES[line.rule][0]
     tx = make(line.rate, **dict(line.options), compression=compression, backend="jax")
     weights = line.weights()
     params = weights.astype(jnp.bfloat16)
-    start = mpx.from_master(weights, params, tx.init(params))
+    start = mpx.optim.from_master(weights, params, tx.init(params))
 
     def step(number: Any, carry: Any) -> Any:
         return tuple(tx.step(*carry, line.grads(number)))
 
     run = jax.jit(functools.partial(lax.fori_loop, 0, line.steps, step))
-    return mpx.cast_to_float32(mpx.master_params(*run(start)))
+    return mpx.cast_to_float32(mpx.optim.master_params(*run(start)))
 
 
 @dataclasses.dataclass(frozen=True)

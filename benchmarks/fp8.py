@@ -28,11 +28,13 @@ from mpx._fp8._sites import predicted_gain
 
 POLICY = "p=f32,c=bf16,o=f32"
 RECIPES: dict[str, Any] = {
-    "fp8": mpx.CurrentScaling(),
-    "fp8-delayed": mpx.DelayedScaling(),
-    "fp8-static": mpx.StaticScaling(activation_max=8.0, weight_max=0.25, grad_max=1.0),
-    "fp8-row": mpx.CurrentScaling(granularity="row"),
-    "fp8-compute": mpx.CurrentScaling(weight_grad="compute"),
+    "fp8": mpx.recipes.CurrentScaling(),
+    "fp8-delayed": mpx.recipes.DelayedScaling(),
+    "fp8-static": mpx.recipes.StaticScaling(
+        activation_max=8.0, weight_max=0.25, grad_max=1.0
+    ),
+    "fp8-row": mpx.recipes.CurrentScaling(granularity="row"),
+    "fp8-compute": mpx.recipes.CurrentScaling(weight_grad="compute"),
 }
 SECTIONS = {
     "mlp": ("bf16", "fp8", "fp8-delayed", "fp8-static", "fp8-row", "fp8-compute"),
@@ -132,7 +134,7 @@ def measure_step(step: Any, state: Any, inputs: Any, options: Any) -> Record:
     middle = time.perf_counter()
     compiled = lowered.compile()
     end = time.perf_counter()
-    found = mpx.fp8_check(compiled)
+    found = mpx.inspect.check(compiled)
     memory = compiled.memory_analysis()
     run = functools.partial(measure.time_steps, compiled, inputs=[inputs])
     state, _, _ = run(state, steps=options.warmup, group=options.warmup)

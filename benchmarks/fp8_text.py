@@ -82,7 +82,7 @@ def make_steps(mode: str, size: Size, options: Any) -> tuple[Any, Any, Any, floa
             lambda: mpx.cast_tree(lm_params(size, jax.random.key(0)), jnp.bfloat16)
         )
         shape = (size.batch, size.length + 1)
-        report = mpx.fp8_report(func, low, jax.ShapeDtypeStruct(shape, jnp.int32))
+        report = mpx.inspect.report(func, low, jax.ShapeDtypeStruct(shape, jnp.int32))
         print(report, flush=True)
         share = report.share
     return train, evaluate, optimizer, share

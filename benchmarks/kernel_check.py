@@ -33,13 +33,13 @@ from mpx._quant import Noise, Quantized
 
 RATE, DECAY = 0.01, 0.1
 RULES: dict[str, Any] = {
-    "adamw": functools.partial(mpx.flash_adamw, RATE, weight_decay=DECAY),
-    "adam": functools.partial(mpx.flash_adam, RATE, weight_decay=DECAY),
-    "lion": functools.partial(mpx.flash_lion, RATE, weight_decay=DECAY),
-    "sgd": functools.partial(mpx.flash_sgd, RATE, weight_decay=DECAY),
-    "sgd momentum": functools.partial(mpx.flash_sgd, RATE, 0.9, dampening=0.1),
-    "sgd nesterov": functools.partial(mpx.flash_sgd, RATE, 0.9, nesterov=True),
-    "sgdw": functools.partial(mpx.flash_sgdw, RATE, 0.9, weight_decay=DECAY),
+    "adamw": functools.partial(mpx.optim.flash_adamw, RATE, weight_decay=DECAY),
+    "adam": functools.partial(mpx.optim.flash_adam, RATE, weight_decay=DECAY),
+    "lion": functools.partial(mpx.optim.flash_lion, RATE, weight_decay=DECAY),
+    "sgd": functools.partial(mpx.optim.flash_sgd, RATE, weight_decay=DECAY),
+    "sgd momentum": functools.partial(mpx.optim.flash_sgd, RATE, 0.9, dampening=0.1),
+    "sgd nesterov": functools.partial(mpx.optim.flash_sgd, RATE, 0.9, nesterov=True),
+    "sgdw": functools.partial(mpx.optim.flash_sgdw, RATE, 0.9, weight_decay=DECAY),
 }
 FORMATS: dict[str, dict[str, Any]] = {
     "24 bits": {},
@@ -72,7 +72,7 @@ LEAVES = (
     ("f32", "odd"),
 )
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
-# Stepped one by one, by `mpx.release`.
+# Stepped one by one, by `mpx.optim.release`.
 LAYERS = (("bf16", "layers"), ("bf16", "odd layers"), ("f32", "layers"))
 # From 2²⁰ elements on plain JAX takes two passes.
 SHAPES = {
@@ -110,7 +110,7 @@ class Case:
         return f"{self.rule}, {'by layer' if self.by_layer else self.format}"
 
     def optimizer(self, backend: str) -> Any:
-        compression = mpx.Compression(
+        compression = mpx.optim.Compression(
             min_size=0, **(FORMATS | GROUPS | NEAREST)[self.format]
         )
         return RULES[self.rule](compression=compression, backend=backend)
@@ -222,7 +222,7 @@ def step_by_layer(
             total, _ = lax.scan(product, total, pair)
         return total
 
-    step = mpx.release(loss, optimizer)
+    step = mpx.optim.release(loss, optimizer)
     result = step(params, state, finite=finite, grad_scale=grad_scale)
     return result.params, result.state
 
@@ -309,8 +309,8 @@ def huge_inputs(rows: int, width: int, first: Any = 0) -> Any:
     )
     correction = jnp.maximum(integers(5, -128, 127), -127).astype(jnp.int8)
     params = {"w": noise(width, 6).centred().astype(jnp.bfloat16)}
-    any_size = mpx.Compression(min_size=0)
-    small: Any = mpx.flash_adamw(RATE, compression=any_size).init(
+    any_size = mpx.optim.Compression(min_size=0)
+    small: Any = mpx.optim.flash_adamw(RATE, compression=any_size).init(
         {"w": params["w"][:1, :32]}
     )
     state = dataclasses.replace(

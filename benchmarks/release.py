@@ -126,7 +126,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Runs both steps for both kinds of layers; returns the exit status."""
     options = parse()
-    optimizer = mpx.flash_adamw(1e-3)
+    optimizer = mpx.optim.flash_adamw(1e-3)
     rows, wrong = [], []
     measured = compile_for_h200 if options.h200 else run
     if options.h200:
@@ -139,7 +139,7 @@ def main() -> int:
             return value, *optimizer.step(params, state, grads)
 
         def released(params: Any, state: Any, *batch: Any, func: Any = func) -> Any:
-            result = mpx.release(func, optimizer)(params, state, *batch)
+            result = mpx.optim.release(func, optimizer)(params, state, *batch)
             return result.value, result.params, result.state
 
         old, new = (measured(step, options, optimizer) for step in (ordinary, released))

@@ -71,7 +71,7 @@ def trace_in_turn(name: str, repeat: int) -> dict[str, float]:
     batch = {"tokens": jax.ShapeDtypeStruct((8, size.context + 1), jnp.int32)}
 
     def amp(func):
-        return mpx.amp(func, compute_dtype="bf16")
+        return mpx.amp(func, dtype="bf16")
 
     def fp8(func):
         return mpx.fp8(func, min_gain=0)
@@ -169,7 +169,7 @@ def measure(mode: str, layers: int, width: int) -> dict[str, float]:
         plain = {"f32": loss, "hand": by_hand, "amp": loss}[mode]
         func = lambda params, x: plain(params, x)  # noqa: E731 - unknown to any cache
         return jax.value_and_grad(
-            mpx.amp(func, compute_dtype="bf16") if mode == "amp" else func
+            mpx.amp(func, dtype="bf16") if mode == "amp" else func
         )
 
     def timed(func, clock):

@@ -4,7 +4,7 @@
 
 The text is the manual behind Python's `help()`, which every Python has: no download. The
 model guesses the next character from the sixteen before it. The first line of the table
-is `optax.adamw` in f32; the second `mpx.flash_adamw`, which ends at the same loss; the
+is `optax.adamw` in f32; the second `mpx.optim.flash_adamw`, which ends at the same loss; the
 third leaves out the master weights and rounds to nearest, as plain bf16 weights are
 rounded: small updates are lost.
 """
@@ -93,12 +93,12 @@ def main(argv=None):
     parser.add_argument("--lr", type=float, default=5e-4, metavar="X")
     args = parser.parse_args(argv)
     rate = optax.cosine_decay_schedule(args.lr, args.steps)
-    bare = mpx.Compression(master_bits=None, rounding="nearest")
+    bare = mpx.optim.Compression(master_bits=None, rounding="nearest")
     runs = {
         "optax.adamw, f32": (optax.adamw(rate), optax_step, "f32"),
-        "flash_adamw, bf16": (mpx.flash_adamw(rate), flash_step, "bf16"),
+        "flash_adamw, bf16": (mpx.optim.flash_adamw(rate), flash_step, "bf16"),
         "flash_adamw, bf16, no masters": (
-            mpx.flash_adamw(rate, compression=bare),
+            mpx.optim.flash_adamw(rate, compression=bare),
             flash_step,
             "bf16",
         ),

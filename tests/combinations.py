@@ -84,11 +84,11 @@ class Precision(NamedTuple):
 
 
 def fp8(recipe: Any) -> Callable[[Any], Any]:
-    return lambda f: mpx.fp8(mpx.amp(f, compute_dtype="bf16"), recipe, min_gain=0)
+    return lambda f: mpx.fp8(mpx.amp(f, dtype="bf16"), recipe, min_gain=0)
 
 
 def under_amp(dtype: str) -> Callable[[Any], Any]:
-    return lambda f: mpx.amp(f, compute_dtype=dtype)
+    return lambda f: mpx.amp(f, dtype=dtype)
 
 
 # Inputs, weights, bias, sums and tanh on the way there, and as many on the way back, are
@@ -105,8 +105,10 @@ PRECISIONS = {
     "policy f16": Precision(*F16, policy="p=f32,c=f16,o=f32", is_scaled=True),
     "amp bf16": Precision(*BF16, under_amp("bf16")),
     "amp f16": Precision(*F16, under_amp("f16"), is_scaled=True),
-    "fp8 current": Precision(*FP8, fp8(mpx.CurrentScaling())),
-    "fp8 delayed": Precision(*FP8, fp8(mpx.DelayedScaling(history=4)), is_delayed=True),
+    "fp8 current": Precision(*FP8, fp8(mpx.recipes.CurrentScaling())),
+    "fp8 delayed": Precision(
+        *FP8, fp8(mpx.recipes.DelayedScaling(history=4)), is_delayed=True
+    ),
 }
 
 
@@ -162,7 +164,9 @@ def with_optimizer(precision, optimizer, dtype, weights, take=mpx.value_and_grad
 
 
 SGD = optax.sgd(RATE, momentum=0.9)
-COMPRESSED = mpx.flash_sgd(RATE, momentum=0.9, compression=mpx.Compression(min_size=1))
+COMPRESSED = mpx.optim.flash_sgd(
+    RATE, momentum=0.9, compression=mpx.optim.Compression(min_size=1)
+)
 
 
 def plain_optax(precision):
@@ -170,13 +174,13 @@ def plain_optax(precision):
 
 
 def master_weights(precision):
-    optimizer = mpx.master_weights(SGD)
+    optimizer = mpx.optim.master_weights(SGD)
     return with_optimizer(precision, optimizer, "bf16", lambda carry: carry[1].master)
 
 
 def compressed(dtype):
     return lambda precision: with_optimizer(
-        precision, COMPRESSED, dtype, lambda carry: mpx.master_params(*carry[:2])
+        precision, COMPRESSED, dtype, lambda carry: mpx.optim.master_params(*carry[:2])
     )
 
 
@@ -209,7 +213,7 @@ def release(precision):
 
         if precision.is_delayed:
             scaled = func
-        stepped = mpx.release(scaled, COMPRESSED, skip_nonfinite=True)
+        stepped = mpx.optim.release(scaled, COMPRESSED, skip_nonfinite=True)
         scale = scaling.unscale(jnp.float32(1))
         args = (*fp8_state, x, y) if precision.is_delayed else fp8_state
         result = stepped(params, optimizer_state, *args, grad_scale=scale)
@@ -218,7 +222,7 @@ def release(precision):
         return carry, result.value * scale
 
     carry = (params, COMPRESSED.init(params), precision.scaling(), fp8_state)
-    return Training(carry, step, lambda carry: mpx.master_params(*carry[:2]))
+    return Training(carry, step, lambda carry: mpx.optim.master_params(*carry[:2]))
 
 
 class Model(nnx.Module):
@@ -298,7 +302,7 @@ REFUSED = {
     ("fp8 delayed", "gradient release", placement): (
         "`release` steps inside the backward pass and returns no gradients, but the "
         "`Fp8State` of a function under `fp8` with `DelayedScaling` is updated by its "
-        "gradient. Use `fp8(..., mpx.CurrentScaling())`, which keeps no state."
+        "gradient. Use `fp8(..., mpx.recipes.CurrentScaling())`, which keeps no state."
     )
     for placement in PLACEMENTS
 }

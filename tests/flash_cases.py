@@ -13,7 +13,7 @@ from mpx.testing import ulp_distance
 
 BF16, F16, F32 = (np.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))
 SHAPE = (2, 64)
-TINY = mpx.Compression(min_size=1)  # quantises whatever has whole groups
+TINY = mpx.optim.Compression(min_size=1)  # quantises whatever has whole groups
 
 
 def draw(seed, shape=SHAPE, dtype=F32):
@@ -22,16 +22,16 @@ def draw(seed, shape=SHAPE, dtype=F32):
 
 # One optimizer for each kind of state.
 KINDS = {
-    "adamw": functools.partial(mpx.flash_adamw, 0.01),
-    "lion": functools.partial(mpx.flash_lion, 0.01),
-    "sgd": functools.partial(mpx.flash_sgd, 0.01, 0.9),
-    "sgd without momentum": functools.partial(mpx.flash_sgd, 0.01),
+    "adamw": functools.partial(mpx.optim.flash_adamw, 0.01),
+    "lion": functools.partial(mpx.optim.flash_lion, 0.01),
+    "sgd": functools.partial(mpx.optim.flash_sgd, 0.01, 0.9),
+    "sgd without momentum": functools.partial(mpx.optim.flash_sgd, 0.01),
 }
 
 
 @functools.cache
 def kind(name, **options) -> Any:
-    return KINDS[name](compression=mpx.Compression(min_size=1, **options))
+    return KINDS[name](compression=mpx.optim.Compression(min_size=1, **options))
 
 
 # One program for each optimizer, however many tests use it.
@@ -42,21 +42,23 @@ def stepper(tx):
 
 # --- with optax and others ---------------------------------------------------------------
 
-SMALL = mpx.Compression(min_size=64)
+SMALL = mpx.optim.Compression(min_size=64)
 # Every rule, with all that it can keep; a new row inherits every test that takes `tx`.
 OPTIMIZERS = {
-    "adamw": functools.partial(mpx.flash_adamw, weight_decay=0.1),
-    "adam": mpx.flash_adam,
-    "lion": functools.partial(mpx.flash_lion, weight_decay=0.1),
-    "sgd": functools.partial(mpx.flash_sgd, momentum=0.9, nesterov=True),
-    "sgd without momentum": mpx.flash_sgd,
-    "sgdw": functools.partial(mpx.flash_sgdw, momentum=0.9, weight_decay=0.1),
+    "adamw": functools.partial(mpx.optim.flash_adamw, weight_decay=0.1),
+    "adam": mpx.optim.flash_adam,
+    "lion": functools.partial(mpx.optim.flash_lion, weight_decay=0.1),
+    "sgd": functools.partial(mpx.optim.flash_sgd, momentum=0.9, nesterov=True),
+    "sgd without momentum": mpx.optim.flash_sgd,
+    "sgdw": functools.partial(mpx.optim.flash_sgdw, momentum=0.9, weight_decay=0.1),
 }
 
 
 @functools.cache
 def optimizer(name="adamw", rate=1e-2, **options) -> Any:
-    return OPTIMIZERS[name](rate, compression=mpx.Compression(min_size=64, **options))
+    return OPTIMIZERS[name](
+        rate, compression=mpx.optim.Compression(min_size=64, **options)
+    )
 
 
 def make_params(dtype=jnp.bfloat16):
@@ -116,7 +118,7 @@ def assert_same_step(got, want):
     for one, other in ((state.mu, want_state.mu), (state.nu, want_state.nu)):
         jax.tree.map(_assert_same_moment, one, other, is_leaf=_is_quantized)
     masters = [
-        mpx.master_params(*jax.tree.map(jnp.asarray, pair))
+        mpx.optim.master_params(*jax.tree.map(jnp.asarray, pair))
         for pair in ((params, state), (want_params, want_state))
     ]
     jax.tree.map(_assert_same_master, params, state.correction, *masters)

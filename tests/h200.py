@@ -39,8 +39,9 @@ def programs(jax, shape) -> dict[str, Any]:
     """By name: a loss under fp8, and its parameters."""
     import jax.numpy as jnp
     from jax import lax
+    from mpx.recipes import CurrentScaling, DelayedScaling, StaticScaling
 
-    from mpx import CurrentScaling, DelayedScaling, StaticScaling, fp8
+    from mpx import fp8
 
     def mlp(p, x):
         return jnp.mean((jax.nn.gelu(x @ p["a"]) @ p["b"]).astype(jnp.float32) ** 2)
@@ -131,8 +132,6 @@ def sharded(jax, loss) -> dict[str, Any]:
 def main():
     import jax
     import jax.numpy as jnp
-
-    from mpx import fp8_check
 
     mesh = jax.sharding.Mesh(devices()[:1], "x")
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

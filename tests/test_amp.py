@@ -23,7 +23,7 @@ from mpx.testing import assert_trees_equal
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
-bf16 = functools.partial(amp, compute_dtype="bf16")
+bf16 = functools.partial(amp, dtype="bf16")
 
 
 SETTINGS = {
@@ -510,7 +510,7 @@ def test_numpy_f64_bias_follows_a_low_matmul():
     adds = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "add"]
     assert [str(eqn.outvars[0].aval.dtype) for eqn in adds] == ["bfloat16"]
     x = jax.ShapeDtypeStruct(X[0].shape, "float32")
-    report = mpx.amp_report(func, params, x)
+    report = mpx.inspect.report(mpx.amp(func), params, x)
     added = [op.params for op in report.decisions if op.primitive == "add"]
     assert added == [("params/bias",)]
 
@@ -621,7 +621,7 @@ def test_amp_is_a_decorator_with_and_without_arguments():
         """Has a docstring."""
         return x @ W1
 
-    @amp(compute_dtype="f16")
+    @amp(dtype="f16")
     def with_arguments(x):
         return x @ W1
 
@@ -661,7 +661,7 @@ def test_methods_and_modules_are_functions():
 
 
 def test_nested_amp_leaves_the_inner_choice_alone():
-    inner = amp(lambda x: x @ W1, compute_dtype="f16")
+    inner = amp(lambda x: x @ W1, dtype="f16")
     outer = bf16(lambda x: inner(x) @ W2)
     assert matmuls_of(outer, X[0]) == [("float16", "float16"), ("bfloat16", "bfloat16")]
     assert outer(X[0]).dtype == jnp.float32

@@ -16,17 +16,18 @@ from jax import lax
 from jax.nn import dot_product_attention  # an import that nothing can replace
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from mpx.inspect import report
 
 import mpx
 from models import equations, trace_together
-from mpx import AmpPolicy, _compat, amp, amp_report, amp_stop
+from mpx import AmpRules, _compat, amp, amp_stop
 from mpx._amp import _cudnn, _flash
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
 BATCH, LENGTH, HEADS, SIZE = 2, 8, 4, 16
 SHAPE = (BATCH, LENGTH, HEADS, SIZE)
 
-bf16 = functools.partial(amp, compute_dtype="bf16")
+bf16 = functools.partial(amp, dtype="bf16")
 
 
 pytestmark = pytest.mark.usefixtures("small_programs")
@@ -148,7 +149,7 @@ TRANSFORMS = {
         lambda f: bf16(lambda *x: lax.cond(x[0][0, 0, 0, 0] > 0, f, f, *x)),
         {FORWARD: 2},
     ),
-    "amp in amp": (lambda f: jax.grad(amp(bf16(f), compute_dtype="f16")), BOTH),
+    "amp in amp": (lambda f: jax.grad(amp(bf16(f), dtype="f16")), BOTH),
 }
 
 
@@ -366,22 +367,22 @@ LEFT = {
     "amp_stop around jit": (amp_stop(jax.jit(loss)), None, None),
     "scope": (
         jax.named_scope("head")(loss),
-        AmpPolicy(scopes={"head": "f32"}),
+        AmpRules(scopes={"head": "f32"}),
         {"dot_general f32": 2},
     ),
     "function": (
         by_name,
-        AmpPolicy(functions={"by_name": "original"}),
+        AmpRules(functions={"by_name": "original"}),
         {"dot_general f32": 2},
     ),
     "parameter": (
         by_name,
-        AmpPolicy(params={"^k$": "f32"}),
+        AmpRules(params={"^k$": "f32"}),
         {"dot_general f32": 1, "dot_general bf16": 1},
     ),
     "primitive": (
         loss,
-        AmpPolicy(primitives={"dot_general": "f32"}),
+        AmpRules(primitives={"dot_general": "f32"}),
         {"dot_general f32": 2},
     ),
     "original": (loss, "original", {"dot_general f32": 2}),
@@ -399,7 +400,7 @@ LEFT = {
 @pytest.mark.parametrize("name", LEFT)
 def test_choice_of_the_user_is_respected(name):
     func, policy, counts = LEFT[name]
-    wrapped = bf16(func, policy=policy)
+    wrapped = bf16(func, rules=policy)
     assert cudnn_calls(wrapped, *ARGS) == []
     if counts is not None:
         assert operations(wrapped, *ARGS) == counts
@@ -409,10 +410,8 @@ def test_choice_of_the_user_is_respected(name):
 
 @pytest.mark.usefixtures("cuda")
 def test_fast_policy_and_f16_reach_cudnn():
-    assert operations(bf16(loss, policy="fast"), *ARGS) == {FORWARD: 1}
-    assert operations(amp(loss, compute_dtype="f16"), *ARGS) == {
-        "cudnn_attention f16": 1
-    }
+    assert operations(bf16(loss, rules="fast"), *ARGS) == {FORWARD: 1}
+    assert operations(amp(loss, dtype="f16"), *ARGS) == {"cudnn_attention f16": 1}
 
 
 @pytest.mark.usefixtures("cuda")
@@ -466,7 +465,7 @@ def test_what_cudnn_cannot_do_runs_op_by_op_and_is_told(name):
     grad = jax.grad(bf16(func))
     counts, _, actual, wanted = compare(lambda wrap: jax.grad(wrap(func)), *args)
     assert counts == {"dot_general bf16": 4} == plain_operations(grad, args)
-    kept = amp_report(func, *args, compute_dtype="bf16").kept
+    kept = report(amp(func, "bf16"), *args).kept
     (told,) = [x for x in kept if x.primitive == "cudnn_attention"]
     assert reason in told.reason
     assert relative_error(actual, wanted) <= 16 * UNIT
@@ -475,7 +474,7 @@ def test_what_cudnn_cannot_do_runs_op_by_op_and_is_told(name):
 @pytest.mark.usefixtures("cuda")
 def test_f16_with_a_bias_runs_op_by_op():
     bias = jnp.where(MASK[:1], 0, -1e9)  # f16 has nothing below -65504
-    func = amp(loss, compute_dtype="f16")
+    func = amp(loss, dtype="f16")
     assert operations(func, *ARGS, bias) == {"dot_general f16": 2}
     assert np.isfinite(jax.jit(func)(*ARGS, bias))
 
@@ -557,7 +556,7 @@ def test_report_names_attention_with_its_arguments_and_operations():
         with jax.named_scope("attn"):
             return loss(q, k, v)
 
-    report = amp_report(attention, *ARGS, compute_dtype="bf16")
+    report = report(amp(attention, "bf16"), *ARGS)
     (row,) = report.matmuls
     assert (row.primitive, row.params, row.scope) == (
         "cudnn_attention",
@@ -568,9 +567,7 @@ def test_report_names_attention_with_its_arguments_and_operations():
     one = 2 * BATCH * HEADS * LENGTH * LENGTH * SIZE
     assert report.flops == {"bf16": 2 * one}
     assert report.shares == {"bf16": 1.0}
-    assert amp_report(jax.grad(attention), *ARGS, compute_dtype="bf16").flops == {
-        "bf16": 7 * one
-    }
+    assert report(amp(jax.grad(attention), "bf16"), *ARGS).flops == {"bf16": 7 * one}
     assert "cudnn_attention  f32 -> bf16" in str(report)
 
 
@@ -582,6 +579,6 @@ def test_nnx_attention_reaches_cudnn():
         HEADS, 64, rngs=nnx.Rngs(0), decode=False, dropout_rate=0.0
     )
     x = normal(7, BATCH, LENGTH, 64)
-    report = mpx.amp_report(lambda layer, x: layer(x), layer, x, compute_dtype="bf16")
+    report = mpx.inspect.report(mpx.amp(lambda layer, x: layer(x), "bf16"), layer, x)
     assert "cudnn_attention" in {row.primitive for row in report.matmuls}
     assert report.shares == {"bf16": 1.0}

@@ -12,12 +12,12 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from models import equations
-from mpx import AmpPolicy, amp
+from mpx import AmpRules, amp
 from mpx.testing import assert_trees_equal
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
 
-bf16 = functools.partial(amp, compute_dtype="bf16")
+bf16 = functools.partial(amp, dtype="bf16")
 
 # --- Values that a jitted function casts ----------------------------------------------
 
@@ -86,7 +86,7 @@ def test_gradient_through_a_jitted_function_that_casts_is_right(name):
 
 HEAD = jnp.full((4, 4), 1.001)  # no bf16 number
 START = jnp.linspace(-1.0, 1.1, 12).reshape(3, 4)
-KEEP_HEAD = AmpPolicy(params={"head": "f32"})
+KEEP_HEAD = AmpRules(params={"head": "f32"})
 
 
 def by_while(head, x):
@@ -161,7 +161,7 @@ def dot_dtypes(func, *args):
 @pytest.mark.parametrize("name", CALLS)
 def test_parameter_rule_holds_inside_of_a_call(name):
     func = CALLS[name]
-    kept = bf16(func, policy=KEEP_HEAD)
+    kept = bf16(func, rules=KEEP_HEAD)
     assert_trees_equal(kept(HEAD, START), func(HEAD, START))
     assert dot_dtypes(kept, HEAD, START) == {"float32"}
     assert dot_dtypes(bf16(func), HEAD, START) == {"bfloat16"}
@@ -173,7 +173,7 @@ def test_parameter_rule_holds_where_a_derivative_rule_is_run(func):
         return jnp.sum(jnp.sin(func(x, head)))
 
     value, (of_head, of_x) = jax.value_and_grad(
-        bf16(loss, policy=KEEP_HEAD), argnums=(0, 1)
+        bf16(loss, rules=KEEP_HEAD), argnums=(0, 1)
     )(HEAD, START)
     wanted, (wanted_head, wanted_x) = jax.value_and_grad(loss, argnums=(0, 1))(
         HEAD, START

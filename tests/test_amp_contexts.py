@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from models import equations, mlp, mlp_batch, mlp_loss, trace_together
-from mpx import AmpPolicy, amp
+from mpx import AmpRules, amp
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
 MATMULS = ("dot_general", "conv_general_dilated")
 
-bf16 = functools.partial(amp, compute_dtype="bf16")
+bf16 = functools.partial(amp, dtype="bf16")
 
 
 pytestmark = pytest.mark.usefixtures("small_programs")
@@ -202,7 +202,7 @@ def test_pmap_inside_runs_low():
     actual, wanted = bf16(func)(PARAMS, xs), func(PARAMS, xs)
     error = np.linalg.norm(actual - wanted) / np.linalg.norm(wanted)
     assert error <= 2 * 3 * UNIT
-    report = mpx.amp_report(func, PARAMS, xs, compute_dtype="bf16")
+    report = mpx.inspect.report(mpx.amp(func, "bf16"), PARAMS, xs)
     assert report.shares == {"bf16": 1.0}
 
 
@@ -213,9 +213,7 @@ def test_pmap_inside_runs_low():
 def test_f16_gradient_is_more_exact_than_bf16(name):
     func, params = CASES[name]
     dtypes = ("float16", "bfloat16")
-    scaled = [
-        mpx.value_and_grad(amp(loss_of(func), compute_dtype=dtype)) for dtype in dtypes
-    ]
+    scaled = [mpx.value_and_grad(amp(loss_of(func), dtype=dtype)) for dtype in dtypes]
     plain = jax.grad(loss_of(func))
     args = (mpx.StaticLossScaling(2.0**8), params, X)
     traced, jaxprs = trace_together([*scaled, lambda _, p, x: plain(p, x)], *args)
@@ -234,7 +232,7 @@ def test_f16_gradient_is_more_exact_than_bf16(name):
 
 def test_f16_training_step_of_a_model_learns():
     model, (x, y) = mlp(), mlp_batch()
-    scaled = mpx.value_and_grad(amp(mlp_loss, compute_dtype="f16"))
+    scaled = mpx.value_and_grad(amp(mlp_loss, dtype="f16"))
 
     @eqx.filter_jit
     def step(model, scaling):
@@ -387,7 +385,7 @@ def test_variables_of_a_running_model_are_written_as_without_amp(name):
 
 
 def test_parameters_of_a_running_linen_model_have_names():
-    keep = AmpPolicy(params={"Dense_1": "f32"})
+    keep = AmpRules(params={"Dense_1": "f32"})
     model = Linen(linen_around_compact, functools.partial(bf16, policy=keep))
     variables = model.init(X)
     found = matmuls(jax.make_jaxpr(model.apply)(variables, X))

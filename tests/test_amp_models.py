@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from flax import errors, nnx
 from jax import lax
+from mpx.inspect import report
 
 from models import equations, trace_together
-from mpx import AmpPolicy, amp, amp_report
+from mpx import AmpRules, amp
 from mpx.testing import assert_trees_equal
 
 pytestmark = [
@@ -26,7 +27,7 @@ pytestmark = [
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 BF16 = jnp.bfloat16
 
-bf16 = functools.partial(amp, compute_dtype="bf16")
+bf16 = functools.partial(amp, dtype="bf16")
 
 
 def key(seed):
@@ -405,10 +406,10 @@ def test_nnx_model_inside_of_the_function_keeps_its_statistics():
 
 
 def test_parameter_of_an_nnx_model_as_the_function_is_named_by_its_path():
-    report = amp_report(NNXModel(), TOKENS, compute_dtype="bf16")
+    report = report(amp(NNXModel(), "bf16"), TOKENS)
     assert [op.params[-1] for op in report.matmuls] == ["linear/kernel", "head/kernel"]
-    policy = AmpPolicy(params={"^head/kernel$": "f32"})
-    report = amp_report(NNXModel(), TOKENS, compute_dtype="bf16", policy=policy)
+    policy = AmpRules(params={"^head/kernel$": "f32"})
+    report = report(amp(NNXModel(), "bf16", rules=policy), TOKENS)
     assert [op.after for op in report.matmuls] == [("bfloat16",), ("float32",)]
 
 

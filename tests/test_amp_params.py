@@ -113,7 +113,7 @@ MASKED = {
 @pytest.mark.usefixtures("small_programs")
 def test_fully_masked_row_is_that_of_f32(name, dtype, lowest):
     mask = mask_of(LOWEST[lowest])
-    func = MASKED[name](lambda f: amp(f, compute_dtype=dtype), mask)
+    func = MASKED[name](lambda f: amp(f, dtype=dtype), mask)
     if name == "of keys":
         mask = jnp.full((1, T), LOWEST[lowest])
 
@@ -135,7 +135,7 @@ def test_target_above_the_range_of_f16_is_a_number():
 
     w, y = jnp.ones((D, 1)), jnp.full(T, 1e5)[:, None]
     for target in (y, jnp.full((1, 1), 1e5)):
-        value = amp(loss, compute_dtype="f16")(w, X, target)
+        value = amp(loss, dtype="f16")(w, X, target)
         np.testing.assert_allclose(value, loss(w, X, target), rtol=2.0**-10)
 
 
@@ -155,7 +155,7 @@ def test_positions_above_256_are_not_rounded(name, grad):
         return jnp.moveaxis(POSITIONS[name](x, w, p), -1, 0)
 
     wanted = func(0 * W[0], X, ALL_POSITIONS)
-    low = amp(func, compute_dtype="bf16")
+    low = amp(func, dtype="bf16")
     if grad:
         low = lambda *args: jax.vjp(lambda w: amp(func)(w, *args[1:]), args[0])[0]  # noqa: E731
     np.testing.assert_array_equal(low(0 * W[0], X, ALL_POSITIONS), wanted)
@@ -265,7 +265,7 @@ def test_bias_that_may_be_an_input_does_not_follow():
     closed = amp(lambda x: x @ LAYER.weight + LAYER.bias)
     assert dtypes_of(closed, X) == ["float32"]
     # Fast lets all of them.
-    assert dtypes_of(amp(func, policy="fast"), X, *TREE.values()) == ["bfloat16"]
+    assert dtypes_of(amp(func, rules="fast"), X, *TREE.values()) == ["bfloat16"]
 
 
 SHAPES = {
@@ -296,7 +296,7 @@ def test_finite_parameter_stays_finite_and_others_stay_what_they_are(name):
     largest = float(form.max)
     b = jnp.array([[1e30, LOWEST["finfo"], jnp.inf, -jnp.inf, jnp.nan, 0.1]])
     layer = Layer(jnp.zeros((D, 6)), b)
-    out = amp(layer, compute_dtype=name)(X)[0]
+    out = amp(layer, dtype=name)(X)[0]
     first = largest if name == "f16" else 1e30
     np.testing.assert_allclose(
         out, [first, -largest, jnp.inf, -jnp.inf, jnp.nan, 0.1], rtol=float(form.eps)

@@ -10,7 +10,7 @@ from jax import lax
 
 import mpx
 from models import equations
-from mpx import AmpPolicy, amp
+from mpx import AmpRules, amp
 
 KEY = jax.random.key(0)
 N = 512
@@ -108,7 +108,7 @@ def test_rotary_embedding_is_that_of_f32_at_2048_positions(name):
         return rope(POSITIONS, FREQUENCIES, q @ w, ROPE[name])
 
     w = jnp.eye(32)
-    low = jax.jit(amp(func, compute_dtype="bf16"))(w, q)
+    low = jax.jit(amp(func, dtype="bf16"))(w, q)
     # Rounding q and the product costs an ulp each; wrong angles cost everything.
     rounded = q.astype(jnp.bfloat16).astype(jnp.float32)
     wanted = rope(POSITIONS, FREQUENCIES, rounded)
@@ -123,7 +123,7 @@ def test_report_says_why_a_product_without_a_sum_stays_f32():
         angles = jnp.einsum("i,j->ij", POSITIONS[:2], FREQUENCIES)
         return jnp.sin(angles) + x @ w
 
-    report = mpx.amp_report(func, jnp.ones((3, 16)), jnp.ones((2, 3)))
+    report = mpx.inspect.report(mpx.amp(func), jnp.ones((3, 16)), jnp.ones((2, 3)))
     (kept,) = report.kept
     assert kept.primitive == "dot_general"
     assert kept.reason == "a product without a sum gains nothing in 16 bits"
@@ -146,7 +146,7 @@ INNER = {
 def test_inner_product_is_a_sum_in_f32(name, dtype):
     w = jax.random.normal(KEY, (N, N))
     penalty = lambda w: 1e-4 * INNER[name](w)  # noqa: E731
-    low = amp(penalty, compute_dtype=dtype)
+    low = amp(penalty, dtype=dtype)
     np.testing.assert_allclose(low(w), penalty(w), rtol=N * 2.0**-23)
     result = mpx.value_and_grad(low)(mpx.StaticLossScaling(2.0), w)
     assert bool(result.finite)
@@ -163,7 +163,7 @@ def test_product_of_a_matrix_and_a_vector_runs_low():
 )
 def test_algorithm_is_for_products_with_a_sum_unless_it_is_true_f32(base, preset):
     func = functools.partial(jnp.einsum, "i,j->ij")
-    traced = jax.make_jaxpr(amp(func, policy=AmpPolicy(base)))(POSITIONS, FREQUENCIES)
+    traced = jax.make_jaxpr(amp(func, rules=AmpRules(base)))(POSITIONS, FREQUENCIES)
     (eqn,) = [e for e in equations(traced) if e.primitive.name == "dot_general"]
     precision = eqn.params["precision"]
     assert precision is None if preset is None else precision.name == preset

@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from mpx.inspect import report
 
 import mpx
-from mpx import AmpPolicy, amp_report
+from mpx import AmpRules
 
 X, W = jnp.ones((3, 4)), jnp.ones((4, 4))
 
 
 def bf16(f, *args, **kwargs):
-    return amp_report(f, *args, compute_dtype="bf16", **kwargs)
+    return report(amp(f, "bf16"), *args, **kwargs)
 
 
 def reasons(decisions):
@@ -132,7 +133,7 @@ def test_shares_add_up_and_start_with_the_largest():
 
 @pytest.mark.parametrize("policy", ["tf32", "bf16_f32", "true_f32"])
 def test_algorithm_is_named(policy):
-    report = bf16(jnp.matmul, X, W, policy=policy)
+    report = bf16(jnp.matmul, X, W, rules=policy)
     assert report.shares == {policy: 1.0}
     assert report.kept == ()
     assert f"f32 -> {policy}" in str(report)
@@ -143,8 +144,8 @@ def test_function_as_a_rule_is_named():
         params["preferred_element_type"] = jnp.float16
         return [x.astype(jnp.float16) for x in operands], params
 
-    policy = AmpPolicy(primitives={"dot_general": in_f16})
-    report = bf16(jnp.matmul, X, W, policy=policy)
+    policy = AmpRules(primitives={"dot_general": in_f16})
+    report = bf16(jnp.matmul, X, W, rules=policy)
     assert report.shares == {"f16": 1.0}
     assert "f32 -> by in_f16" in str(report)
 
@@ -189,17 +190,17 @@ def head(x, w):
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [
-        (AmpPolicy(params={"w": "f32"}), "parameter w"),
-        (AmpPolicy(scopes={"head": "f32"}), "scope head"),
-        (AmpPolicy(functions={"head": "original"}), "function head"),
-        (AmpPolicy(primitives={"dot_general": "f32"}), "policy safe"),
-        (AmpPolicy("original"), "policy original"),
+        (AmpRules(params={"w": "f32"}), "parameter w"),
+        (AmpRules(scopes={"head": "f32"}), "scope head"),
+        (AmpRules(functions={"head": "original"}), "function head"),
+        (AmpRules(primitives={"dot_general": "f32"}), "policy safe"),
+        (AmpRules("original"), "policy original"),
         ({"tanh": "f32"}, "policy original"),
     ],
     ids=["params", "scopes", "functions", "primitives", "base", "dictionary"],
 )
 def test_override_is_given_as_the_reason(policy, reason):
-    report = bf16(head, X, W, policy=policy)
+    report = bf16(head, X, W, rules=policy)
     assert reasons(report.kept) == {("dot_general", reason)}
     assert report.shares == {"f32": 1.0}
 
@@ -241,7 +242,7 @@ def test_nnx_module_is_left_as_it_was():
 
 def test_configured_half_precision_is_the_default():
     mpx.set_half_precision_datatype("bfloat16")
-    assert amp_report(jnp.matmul, X, W).compute_dtype == "bf16"
+    assert report(amp(jnp.matmul), X, W).compute_dtype == "bf16"
 
 
 def test_function_under_amp_is_refused():

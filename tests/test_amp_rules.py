@@ -14,7 +14,7 @@ from jax import lax
 
 import mpx
 from models import equations
-from mpx import AmpPolicy, amp, amp_low, amp_stop
+from mpx import AmpRules, amp, amp_low, amp_stop
 from mpx._amp._interpreter import HANDLERS
 from mpx._amp._rules import PRIMITIVES, TABLE, WITHOUT_RULES, Rule, rule_for
 from mpx._half import gradient_function
@@ -104,7 +104,7 @@ X = jnp.linspace(0.1, 1.3, 12).reshape(3, 4)
 W = jnp.linspace(-1.0, 0.9, 16).reshape(4, 4)
 B = jnp.linspace(0.5, 1.1, 4)
 
-bf16 = functools.partial(amp, compute_dtype="bf16")
+bf16 = functools.partial(amp, dtype="bf16")
 
 
 def trace(func, *args, **options):
@@ -180,10 +180,10 @@ def test_default_compute_dtype_is_bf16_unless_the_user_chose_f16():
             assert dots(lambda x: x @ W, X) == [dtype]
     mpx.set_half_precision_datatype("float16")
     assert dots(lambda x: x @ W, X) == ["float16"]
-    assert mpx.amp_report(lambda x: x @ W, X).compute_dtype == "f16"
+    assert mpx.inspect.report(mpx.amp(lambda x: x @ W), X).compute_dtype == "f16"
     mpx.set_half_precision_datatype(None)
     assert dots(lambda x: x @ W, X) == ["bfloat16"]
-    assert mpx.amp_report(lambda x: x @ W, X).compute_dtype == "bf16"
+    assert mpx.inspect.report(mpx.amp(lambda x: x @ W), X).compute_dtype == "bf16"
 
 
 def gelu_by_hand(x):
@@ -202,7 +202,7 @@ CHAINS = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_power_in_f16_is_f32_inside_and_f16_where_the_result_fits(name):
     func, dtype = CHAINS[name]
-    low = amp(lambda x, w: lax.sort(func(x @ w)), compute_dtype="f16")
+    low = amp(lambda x, w: lax.sort(func(x @ w)), dtype="f16")
     eqns = [*equations(jax.make_jaxpr(low)(X, W))]
     powers = [e for e in eqns if e.primitive.name == "integer_pow"]
     assert {str(e.invars[0].aval.dtype) for e in powers} == {F32}
@@ -218,7 +218,7 @@ def test_gelu_and_its_gradient_in_f16_are_those_of_f32(size, gelu):
     def loss(x, w):
         return jnp.sum(gelu(x @ w) * (1 / size))
 
-    low = mpx.value_and_grad(amp(loss, compute_dtype="f16"))
+    low = mpx.value_and_grad(amp(loss, dtype="f16"))
     result = low(mpx.StaticLossScaling(size), x, jnp.eye(4))
     value, grads = jax.value_and_grad(loss)(x, jnp.eye(4))
     # Sums and products of a few f16 numbers of the same size.
@@ -232,7 +232,7 @@ def test_gelu_in_f16_keeps_nothing_but_its_operand_for_the_backward_pass():
             return jnp.sum(jax.nn.gelu(x @ w))
 
         with gradient_function():
-            _, backward = jax.vjp(amp(loss, compute_dtype=dtype), X, W)
+            _, backward = jax.vjp(amp(loss, dtype=dtype), X, W)
         kept = [x for x in jax.tree.leaves(backward) if x.shape == X.shape]
         return [str(x.dtype) for x in kept]
 
@@ -246,7 +246,7 @@ def test_power_in_a_region_that_is_stopped_runs_as_written():
         with amp_stop():
             return y**3 + y
 
-    jaxpr = jax.make_jaxpr(amp(func, compute_dtype="f16"))(X)
+    jaxpr = jax.make_jaxpr(amp(func, dtype="f16"))(X)
     assert "remat" not in str(jaxpr)
     assert dtypes_of(func, X, primitive="integer_pow", compute_dtype="f16") == [F32]
 
@@ -288,14 +288,14 @@ SCOPES = {
 )
 def test_scope_of_a_policy_is_matched(name, wrap):
     scopes, expected = SCOPES[name]
-    policy = AmpPolicy(scopes=scopes)
+    policy = AmpRules(scopes=scopes)
     actual = dtypes_of(wrap(scoped), X, W, primitive="dot_general", policy=policy)
     assert actual == expected
 
 
 def test_scope_around_amp_counts():
-    policy = AmpPolicy(scopes={"outer": "original"})
-    func = amp(lambda x: x @ W, compute_dtype="bf16", policy=policy)
+    policy = AmpRules(scopes={"outer": "original"})
+    func = amp(lambda x: x @ W, dtype="bf16", rules=policy)
 
     def outer(x):
         with jax.named_scope("outer"):
@@ -379,8 +379,8 @@ def test_weight_of_a_scan_that_a_parameter_rule_keeps_is_not_rounded():
     def func(x, weights):
         return lax.scan(lambda c, w: (c @ w, None), x, weights)[0]
 
-    policy = AmpPolicy(params={"weights": "f32"})
-    assert_trees_equal(bf16(func, policy=policy)(X, weights), func(X, weights))
+    policy = AmpRules(params={"weights": "f32"})
+    assert_trees_equal(bf16(func, rules=policy)(X, weights), func(X, weights))
 
 
 def test_parameter_rule_is_searched_in_the_path():
@@ -388,7 +388,7 @@ def test_parameter_rule_is_searched_in_the_path():
         return (x @ model["body"]["w"]) @ model["head"]["w"].T
 
     model = {"body": {"w": W}, "head": {"w": W}}
-    policy = AmpPolicy(params={"^model/head": "f32"})
+    policy = AmpRules(params={"^model/head": "f32"})
     actual = dtypes_of(func, model, X, primitive="dot_general", policy=policy)
     assert actual == [LOW, F32]
 
@@ -398,7 +398,7 @@ def router(x):
 
 
 def test_function_rule_holds_for_what_the_function_wrote():
-    policy = AmpPolicy(functions={"router": "original"})
+    policy = AmpRules(functions={"router": "original"})
 
     def func(x):
         return router(x) @ W
@@ -411,7 +411,7 @@ def test_function_rule_holds_for_what_the_function_wrote():
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_primitive_rule_is_given_by_name_or_object(key, wrap):
     func = wrap(lambda x: jnp.exp(x @ W))
-    policy = AmpPolicy(primitives={key: "low"})
+    policy = AmpRules(primitives={key: "low"})
     assert dtypes_of(func, X, primitive="exp", policy=policy) == [LOW]
     # A jitted function without a matmul is no exception.
     assert dtypes_of(wrap(jnp.exp), X, primitive="exp", policy=policy) == [LOW]
@@ -434,11 +434,11 @@ def test_operands_that_disagree_follow_the_widest(name, kind):
             return DISAGREE[name](low, wide)
 
     key = name if kind == "primitives" else "all"
-    policy = AmpPolicy(**{kind: {key: "follow"}})
+    policy = AmpRules(**{kind: {key: "follow"}})
     (dtype,) = {*dtypes_of(func, X, primitive=name, policy=policy)}
     assert dtype == F32
     np.testing.assert_allclose(
-        bf16(func, policy=policy)(X),
+        bf16(func, rules=policy)(X),
         func(X),
         # Two operands and the result of the matmul are rounded.
         atol=3 * 2.0**-8 * float(jnp.max(jnp.abs(X) @ jnp.abs(W))),
@@ -453,7 +453,7 @@ def test_literal_follows_a_low_operand_under_the_rule_follow(kind):
             return h + 0.5
 
     key = "add" if kind == "primitives" else "all"
-    policy = AmpPolicy(**{kind: {key: "follow"}})
+    policy = AmpRules(**{kind: {key: "follow"}})
     assert dtypes_of(func, X, primitive="add", policy=policy) == [LOW]
 
 
@@ -481,9 +481,9 @@ def test_scope_set_to_low_leaves_alone_what_has_no_low_version(base):
             y = (x @ W).at[0].add(1.0)
             return jnp.sum(jnp.linalg.inv(W + 4 * jnp.eye(4))) + jnp.exp(y)
 
-    policy = AmpPolicy(base, scopes={"all": "low"})
+    policy = AmpRules(base, scopes={"all": "low"})
     assert dtypes_of(func, X, primitive="exp", policy=policy) == [LOW]
-    out = amp(func, compute_dtype="bf16", policy=policy)(X)
+    out = amp(func, dtype="bf16", rules=policy)(X)
     # An absolute error of the exponent is a relative one of `exp`: two operands and the
     # product are rounded before it, and once more each sum and result after it.
     exponent = float(jnp.max(jnp.abs(X) @ jnp.abs(W))) + 1
@@ -494,7 +494,7 @@ def test_original_policy_changes_nothing():
     def func(x):
         return jnp.tanh(x @ W + B[None])
 
-    assert_trees_equal(amp(func, compute_dtype="bf16", policy="original")(X), func(X))
+    assert_trees_equal(amp(func, dtype="bf16", rules="original")(X), func(X))
 
 
 PRESETS = {
@@ -524,7 +524,7 @@ def test_matmul_only_policy_keeps_f32_and_sets_the_algorithm(name):
 
 
 def test_algorithm_may_be_chosen_for_a_region():
-    policy = AmpPolicy(scopes={"attn": "bf16_f32"})
+    policy = AmpRules(scopes={"attn": "bf16_f32"})
 
     def func(x):
         with jax.named_scope("attn"):
@@ -541,9 +541,9 @@ def test_bf16_f32_runs_and_is_as_exact_as_bf16():
     def func(x):
         return x @ W
 
-    out = amp(func, policy="bf16_f32")(X)
+    out = amp(func, rules="bf16_f32")(X)
     np.testing.assert_allclose(out, func(X), atol=4 * 2.0**-8)
-    assert_trees_equal(amp(func, policy="tf32")(X), func(X))  # a CPU has no TF32
+    assert_trees_equal(amp(func, rules="tf32")(X), func(X))  # a CPU has no TF32
 
 
 # --- Dictionaries, as in jaxamp -------------------------------------------------------
@@ -584,12 +584,12 @@ def test_dictionary_policy_takes_primitives_scopes_and_functions():
 )
 def test_unknown_policy_is_refused(policy, error):
     with pytest.raises(ValueError, match=re.escape(error)):
-        amp(jnp.sin, policy=policy)
+        amp(jnp.sin, rules=policy)
 
 
 def test_unknown_base_is_refused():
     with pytest.raises(ValueError, match="`base` must be one of safe"):
-        AmpPolicy("quick")
+        AmpRules("quick")
 
 
 @pytest.mark.parametrize(
@@ -604,17 +604,17 @@ def test_unknown_base_is_refused():
 )
 def test_primitive_that_no_rule_can_hold_for_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
-        AmpPolicy(primitives={name: "f32"})
+        AmpRules(primitives={name: "f32"})
 
 
 def test_parameter_pattern_that_is_no_regular_expression_is_refused():
     with pytest.raises(ValueError, match=r"`params\['\(head'\]` must be a regular"):
-        AmpPolicy(params={"(head": "f32"})
+        AmpRules(params={"(head": "f32"})
 
 
 def test_primitive_that_the_table_does_not_list_may_have_a_rule():
     for name in ("integer_pow", "approx_top_k", "iota"):
-        assert AmpPolicy(primitives={name: "f32"}).primitives == {name: Rule.F32}
+        assert AmpRules(primitives={name: "f32"}).primitives == {name: Rule.F32}
 
 
 USELESS = {
@@ -631,8 +631,8 @@ USELESS = {
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_rule_that_holds_for_nothing_warns(kind, wrap):
     rules, message = USELESS[kind]
-    func = amp(wrap(lambda x, w: scoped(x, w)), policy=AmpPolicy(**{kind: rules}))
-    wanted = rf"hold for nothing: {re.escape(message)}\. `mpx.amp_report`"
+    func = amp(wrap(lambda x, w: scoped(x, w)), rules=AmpRules(**{kind: rules}))
+    wanted = rf"hold for nothing: {re.escape(message)}\. `mpx.inspect.report`"
     with pytest.warns(RuntimeWarning, match=wanted) as caught:
         func(X, W)
     assert [warning.filename for warning in caught] == [__file__]
@@ -640,17 +640,19 @@ def test_rule_that_holds_for_nothing_warns(kind, wrap):
 
 def test_policies_are_hashable_and_equal_by_their_rules_in_order():
     def policy(*scopes):
-        return AmpPolicy(scopes=dict.fromkeys(scopes, "f32"), params={"a": "low"})
+        return AmpRules(scopes=dict.fromkeys(scopes, "f32"), params={"a": "low"})
 
     assert policy("a", "b") == policy("a", "b") != policy("b", "a")  # the first decides
     assert hash(policy("a", "b")) == hash(policy("a", "b"))
-    assert len({AmpPolicy(), AmpPolicy("safe"), AmpPolicy("fast")}) == 2
-    static = jax.jit(lambda x, policy: amp(jnp.sin, policy=policy)(x), static_argnums=1)
-    assert_trees_equal(static(X, AmpPolicy()), jax.jit(jnp.sin)(X))
+    assert len({AmpRules(), AmpRules("safe"), AmpRules("fast")}) == 2
+    static = jax.jit(lambda x, policy: amp(jnp.sin, rules=policy)(x), static_argnums=1)
+    assert_trees_equal(static(X, AmpRules()), jax.jit(jnp.sin)(X))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "e4m3", "f32", jnp.float64, "bf32"])
-@pytest.mark.parametrize("use", [amp, functools.partial(mpx.amp_report, jnp.sin, X)])
+@pytest.mark.parametrize(
+    "use", [amp, functools.partial(mpx.inspect.report, jnp.sin, X)]
+)
 def test_compute_dtype_other_than_16_bits_is_refused(dtype, use):
     with pytest.raises(ValueError, match="`compute_dtype` must be f16 or bf16, but"):
         use(compute_dtype=dtype)
@@ -728,7 +730,7 @@ def test_rule_of_a_scope_reaches_into_what_is_called_there(wrap):
             inside = layer(x)
         return inside, layer(x)
 
-    policy = AmpPolicy(scopes={"head": "f32"})
+    policy = AmpRules(scopes={"head": "f32"})
     dots = dtypes_of(func, X, primitive="dot_general", policy=policy)
     half = len(dots) // 2
     assert ({*dots[:half]}, {*dots[half:]}) == ({F32}, {LOW})
@@ -799,7 +801,7 @@ def test_f32_activations_times_16_bit_parameters_run_low(compute, param):
     w = W.astype(param)
     mixed = [e for e in equations(jax.make_jaxpr(func)(w, X)) if "dot" in str(e)]
     assert {str(v.aval.dtype) for v in mixed[0].invars} == {F32, param}  # the premise
-    grad = jax.grad(amp(func, compute_dtype=compute))
+    grad = jax.grad(amp(func, dtype=compute))
     dots = [e for e in equations(jax.make_jaxpr(grad)(w, X)) if "dot_" in str(e)]
     assert len(dots) == 2  # forward, and the gradient of the parameter
     assert {str(v.aval.dtype) for e in dots for v in e.invars} == {compute}
@@ -808,13 +810,13 @@ def test_f32_activations_times_16_bit_parameters_run_low(compute, param):
 
 @pytest.mark.parametrize("rule", ["tf32", "bf16_f32", "true_f32"])
 def test_algorithms_take_16_bit_parameters(rule):
-    policy = AmpPolicy(primitives={"dot_general": rule})
+    policy = AmpRules(primitives={"dot_general": rule})
 
     def func(w, x):
         return lax.dot_general(x, w, (((1,), (0,)), ((), ())))
 
     low = W.astype(jnp.bfloat16)
-    out = amp(func, compute_dtype="bf16", policy=policy)(low, X)
+    out = amp(func, dtype="bf16", rules=policy)(low, X)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, X @ low.astype(jnp.float32), rtol=2**-7, atol=1e-3)
 
@@ -837,7 +839,7 @@ def test_cotangents_of_a_value_that_is_read_in_f32_add_up_in_f32(nested):
     def func(x):
         return jnp.sum(jnp.sin(norm(x @ W)))
 
-    gradient = jax.grad(amp(func, compute_dtype="bf16"))
+    gradient = jax.grad(amp(func, dtype="bf16"))
     sums = [e for e in equations(jax.make_jaxpr(gradient)(X)) if "add_any" in str(e)]
     assert sums
     assert {str(e.outvars[0].aval.dtype) for e in sums} == {F32}

@@ -25,7 +25,7 @@ def loss(w, x):
 
 def low():
     """A new function: JAX does not run the derivative rule of one that it knows."""
-    return amp(lambda w, x: loss(w, x), compute_dtype="f16")
+    return amp(lambda w, x: loss(w, x), dtype="f16")
 
 
 def over_devices(func):
@@ -82,15 +82,15 @@ QUIET = {
     "jit": lambda: jax.jit(low())(W, X),
     "vmap": lambda: jax.vmap(low(), in_axes=(None, 0))(W, X[:, None]),
     "export": lambda: export.export(jax.jit(low()))(W, X).call(W, X),
-    "report": lambda: mpx.amp_report(jax.grad(loss), W, X, compute_dtype="f16"),
-    "inside": lambda: amp(jax.grad(loss), compute_dtype="f16")(W, X),
+    "report": lambda: mpx.inspect.report(mpx.amp(jax.grad(loss), "f16"), W, X),
+    "inside": lambda: amp(jax.grad(loss), dtype="f16")(W, X),
     "value_and_grad": lambda: with_scaling(low()),
     "value_and_grad of jit": lambda: with_scaling(jax.jit(low())),
     "jit of value_and_grad": lambda: jax.jit(lambda: with_scaling(low()))(),
     "filter_grad": lambda: mpx.filter_grad(low(), mpx.DynamicLossScaling.pow2())(W, X),
     "accumulate": accumulated,
     "jaxamp": in_jaxamp,
-    "bf16": lambda: jax.grad(amp(loss, compute_dtype="bf16"))(W, X),
+    "bf16": lambda: jax.grad(amp(loss, dtype="bf16"))(W, X),
     "default": lambda: jax.grad(amp(loss))(W, X),
 }
 
@@ -125,7 +125,7 @@ def test_derivatives_are_those_without_the_check():
 
 
 def test_check_is_not_part_of_the_report():
-    report = mpx.amp_report(loss, W, X, compute_dtype="f16")
+    report = mpx.inspect.report(mpx.amp(loss, "f16"), W, X)
     assert not report.opaque
     assert {op.primitive for op in report.decisions} <= {
         *("dot_general", "tanh", "reduce_sum", "mul", "div", "broadcast_in_dim")

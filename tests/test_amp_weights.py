@@ -11,12 +11,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from models import equations
-from mpx import AmpPolicy, amp, amp_low
+from mpx import AmpRules, amp, amp_low
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
-bf16 = functools.partial(amp, compute_dtype="bf16")
+bf16 = functools.partial(amp, dtype="bf16")
 wide = functools.partial(bf16, f32_weight_grads=True)
 
 
@@ -253,7 +253,7 @@ def test_activations_keep_16_bit_gradients():
 
 
 def test_matmul_that_stays_f32_is_left_alone():
-    policy = AmpPolicy(params={"w2": "f32"})
+    policy = AmpRules(params={"w2": "f32"})
     found = results(jax.grad(wide(loss, policy=policy)), PARAMS, X)
     assert found.count(WIDE) == 2
     assert found.count("f32 f32 f32") == 2 + 3

@@ -237,8 +237,8 @@ def test_state_of_the_original_becomes_one_of_mpx_and_comes_back():
 
 @jax.jit
 def weights_of(params, state):
-    if isinstance(state, mpx.FlashState):
-        return mpx.master_params(params, state)
+    if isinstance(state, mpx.optim.FlashState):
+        return mpx.optim.master_params(params, state)
     return flashoptim.reconstruct_weights(params, state.ecc)
 
 
@@ -263,13 +263,13 @@ step_of_the_original = jax.jit(
 @pytest.mark.parametrize("format", ["flashoptim", "mpx"])
 def test_training_goes_on_in_mpx(format):
     params, state = original_checkpoint()
-    compression = mpx.Compression(format=format)
+    compression = mpx.optim.Compression(format=format)
     without = dataclasses.replace(compression, master_bits=None)
-    optimizer = mpx.flash_adamw(
+    optimizer = mpx.optim.flash_adamw(
         1e-2,
         b2=0.99,
         weight_decay=1e-2,
-        groups=[mpx.ParamGroup("bare", compression=without)],
+        groups=[mpx.optim.ParamGroup("bare", compression=without)],
         compression=compression,
     )
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.1, BF16), params)
@@ -299,7 +299,7 @@ def test_training_goes_on_in_mpx(format):
 
 def test_state_of_mpx_can_be_exported():
     params = {"w": jnp.asarray(RNG.normal(size=(64, 64)), BF16), "b": jnp.ones(3, F32)}
-    optimizer = mpx.flash_adamw(1e-2)
+    optimizer = mpx.optim.flash_adamw(1e-2)
     state: Any = optimizer.init(params)
     grads = jax.tree.map(lambda p: jnp.cos(p.astype(F32) * 9), params)
     step = jax.jit(optimizer.step)
@@ -326,15 +326,15 @@ def test_state_of_mpx_can_be_exported():
 @pytest.mark.parametrize(
     ("make", "state_type"),
     [
-        (functools.partial(mpx.flash_lion, 1e-3), flashoptim.FlashLionState),
-        (functools.partial(mpx.flash_sgd, 1e-3, 0.9), flashoptim.FlashSGDState),
-        (functools.partial(mpx.flash_sgd, 1e-3), flashoptim.FlashSGDState),
+        (functools.partial(mpx.optim.flash_lion, 1e-3), flashoptim.FlashLionState),
+        (functools.partial(mpx.optim.flash_sgd, 1e-3, 0.9), flashoptim.FlashSGDState),
+        (functools.partial(mpx.optim.flash_sgd, 1e-3), flashoptim.FlashSGDState),
     ],
     ids=["lion", "momentum", "sgd"],
 )
 def test_state_with_fewer_moments_goes_there_and_back(make, state_type):
     params = {"w": jnp.ones((64, 64), BF16), "step": jnp.arange(3)}
-    compression = mpx.Compression(format="flashoptim")
+    compression = mpx.optim.Compression(format="flashoptim")
     state = make(compression=compression).init(params)
     _, old = flashoptim.from_mpx(params, state, state_type)
     assert type(old) is state_type
@@ -634,8 +634,8 @@ def test_plain_steps_have_groups_of_any_size(size, shape):
     codes = [np.asarray(x.values, int) for x in (state.mu["w"], expected)]
     assert np.max(np.abs(codes[0] - codes[1])) <= 1
     again = flashoptim.to_mpx(new, state, group_size=size).state
-    compression = mpx.Compression(format="flashoptim")
-    mpx.flash_lion(0.5, compression=compression).step(new, again, grads)
+    compression = mpx.optim.Compression(format="flashoptim")
+    mpx.optim.flash_lion(0.5, compression=compression).step(new, again, grads)
 
 
 def test_group_sizes_that_no_kernel_has_need_plain_steps():
@@ -727,9 +727,9 @@ def test_integer_and_empty_leaves_are_left_alone():
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
     converted = flashoptim.to_mpx(new_params, new_state)
     grads = {"n": None, "e": params["e"], "w": params["w"]}
-    mpx.flash_adamw(1e-1, compression=mpx.Compression(format="flashoptim")).step(
-        *converted, grads
-    )
+    mpx.optim.flash_adamw(
+        1e-1, compression=mpx.optim.Compression(format="flashoptim")
+    ).step(*converted, grads)
 
 
 def test_model_in_f32_needs_no_option():

@@ -343,7 +343,7 @@ def test_training_loop_converges_through_overflows():
     data = jnp.array(random.normal(size=(32, 4)), jnp.float16)
     true = jnp.array([1.0, -2.0, 0.5, 3.0])
     target = data.astype(jnp.float32) @ true
-    optimizer = mpx.skip_nonfinite(optax.sgd(0.1))
+    optimizer = mpx.optim.skip_nonfinite(optax.sgd(0.1))
 
     def loss_fn(params, x, y):
         prediction = (x @ params.astype(jnp.float16)).astype(jnp.float32)

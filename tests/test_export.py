@@ -43,7 +43,7 @@ def test_fp8_step_can_be_exported(platform):
     [*(("auto", name) for name in (*OTHERS, "cuda")), ("jax", "cuda")],
 )
 def test_compressed_step_can_be_exported(backend, platform):
-    optimizer = mpx.flash_adamw(1e-3, backend=backend)
+    optimizer = mpx.optim.flash_adamw(1e-3, backend=backend)
     params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
     state = jax.eval_shape(optimizer.init, params)
     done = exported(optimizer.step, platform, params, state, params)
@@ -52,7 +52,7 @@ def test_compressed_step_can_be_exported(backend, platform):
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 def test_kernel_of_a_compressed_step_cannot_be_exported():
-    optimizer = mpx.flash_adamw(1e-3, backend="triton")
+    optimizer = mpx.optim.flash_adamw(1e-3, backend="triton")
     params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
     state = jax.eval_shape(optimizer.init, params)
     with pytest.raises(

@@ -16,7 +16,7 @@ from models import count_traces
 from mpx._quant import Block, Quantized, SoftsignInt8, SqrtUint8
 from mpx.testing import assert_trees_equal, inject_nonfinite
 
-FULL = mpx.Compression(quantize=False)
+FULL = mpx.optim.Compression(quantize=False)
 
 
 # --- the rules in f64, written down once more -----------------------------------------
@@ -59,59 +59,65 @@ def decay(count):
 # Optimizer, f64 rule, and optax's optimizer where it has one. A new row inherits all.
 RULES = {
     "adamw": (
-        lambda **o: mpx.flash_adamw(rate, weight_decay=decay, **o),
+        lambda **o: mpx.optim.flash_adamw(rate, weight_decay=decay, **o),
         functools.partial(adam, decoupled=True),
         None,
     ),
     "adamw of optax": (
-        lambda **o: mpx.flash_adamw(rate, 0.8, 0.99, 1e-6, weight_decay=0.1, **o),
+        lambda **o: mpx.optim.flash_adamw(rate, 0.8, 0.99, 1e-6, weight_decay=0.1, **o),
         lambda *a, lr, wd: adam(
             *a, lr=lr, wd=0.1, b1=0.8, b2=0.99, eps=1e-6, decoupled=True
         ),
         lambda: optax.adamw(rate, 0.8, 0.99, 1e-6, weight_decay=0.1),
     ),
     "adam": (
-        lambda **o: mpx.flash_adam(rate, weight_decay=decay, **o),
+        lambda **o: mpx.optim.flash_adam(rate, weight_decay=decay, **o),
         functools.partial(adam, decoupled=False),
         None,
     ),
     "adam of optax": (
-        lambda **o: mpx.flash_adam(rate, **o),
+        lambda **o: mpx.optim.flash_adam(rate, **o),
         lambda *a, lr, wd: adam(*a, lr=lr, wd=0.0, decoupled=False),
         lambda: optax.adam(rate),
     ),
-    "lion": (lambda **o: mpx.flash_lion(rate, weight_decay=decay, **o), lion, None),
+    "lion": (
+        lambda **o: mpx.optim.flash_lion(rate, weight_decay=decay, **o),
+        lion,
+        None,
+    ),
     "lion of optax": (
-        lambda **o: mpx.flash_lion(rate, weight_decay=0.1, **o),
+        lambda **o: mpx.optim.flash_lion(rate, weight_decay=0.1, **o),
         lambda *a, lr, wd: lion(*a, lr=lr, wd=0.1),
         lambda: optax.lion(rate, weight_decay=0.1),
     ),
     "sgd": (
-        lambda **o: mpx.flash_sgd(rate, weight_decay=decay, **o),
+        lambda **o: mpx.optim.flash_sgd(rate, weight_decay=decay, **o),
         functools.partial(sgd, decoupled=False),
         None,
     ),
     "sgd of optax": (
-        lambda **o: mpx.flash_sgd(rate, momentum=0.9, **o),
+        lambda **o: mpx.optim.flash_sgd(rate, momentum=0.9, **o),
         lambda *a, lr, wd: sgd(*a, lr=lr, wd=0.0, momentum=0.9, decoupled=False),
         lambda: optax.sgd(rate, momentum=0.9),
     ),
     "nesterov of optax": (
-        lambda **o: mpx.flash_sgd(rate, momentum=0.9, nesterov=True, **o),
+        lambda **o: mpx.optim.flash_sgd(rate, momentum=0.9, nesterov=True, **o),
         lambda *a, lr, wd: sgd(
             *a, lr=lr, wd=0.0, momentum=0.9, nesterov=True, decoupled=False
         ),
         lambda: optax.sgd(rate, momentum=0.9, nesterov=True),
     ),
     "dampened": (
-        lambda **o: mpx.flash_sgd(
+        lambda **o: mpx.optim.flash_sgd(
             rate, 0.9, True, dampening=0.3, weight_decay=decay, **o
         ),
         functools.partial(sgd, momentum=0.9, damp=0.3, nesterov=True, decoupled=False),
         None,
     ),
     "sgdw": (
-        lambda **o: mpx.flash_sgdw(rate, 0.9, dampening=0.3, weight_decay=decay, **o),
+        lambda **o: mpx.optim.flash_sgdw(
+            rate, 0.9, dampening=0.3, weight_decay=decay, **o
+        ),
         functools.partial(sgd, momentum=0.9, damp=0.3, decoupled=True),
         None,
     ),
@@ -165,7 +171,7 @@ def test_the_first_compressed_step_is_exact_to_the_master_weight(name, dtype):
     tx, params, grad = make(compression=TINY), draw(0, dtype=dtype), draw(1)
     stepped = stepper(tx)(params, tx.init(params), grad)
     expected = next(reference(rule, params.astype(F32), [grad]))
-    master = mpx.master_params(*stepped)
+    master = mpx.optim.master_params(*stepped)
     # Half an ulp of the parameter, of which 8 bits keep all but 1/127.
     unit = 2.0**-8 if dtype == BF16 else 2.0**-11
     np.testing.assert_allclose(master, expected, rtol=unit / 127 + 2.0**-20, atol=1e-7)
@@ -183,7 +189,9 @@ def test_state_has_the_documented_dtypes_and_shapes():
         "small": jnp.ones((4,), F16),
         "full": jnp.ones((64, 64)),
     }
-    tx: Any = mpx.flash_adamw(1e-3, compression=mpx.Compression(min_size=512))
+    tx: Any = mpx.optim.flash_adamw(
+        1e-3, compression=mpx.optim.Compression(min_size=512)
+    )
     state = tx.init(params)
     mu, nu = state.mu["w"], state.nu["w"]
     assert isinstance(mu, Quantized)
@@ -204,10 +212,10 @@ def test_state_has_the_documented_dtypes_and_shapes():
 def test_master_weights_go_in_and_come_out(dtype, bits, options):
     weights = {"w": draw(0), "ids": jnp.arange(3), "n": None}
     params = weights | {"w": weights["w"].astype(dtype)}
-    compression = mpx.Compression(min_size=1, master_bits=bits, **options)
-    state = mpx.flash_adamw(1e-3, compression=compression).init(params)
-    params, state = mpx.from_master(weights, params, state)
-    master = mpx.master_params(params, state)
+    compression = mpx.optim.Compression(min_size=1, master_bits=bits, **options)
+    state = mpx.optim.flash_adamw(1e-3, compression=compression).init(params)
+    params, state = mpx.optim.from_master(weights, params, state)
+    master = mpx.optim.master_params(params, state)
     half_ulp = {BF16: 2.0**-8, F16: 2.0**-11, F32: 0.0}[dtype]
     if dtype == BF16 and bits == 24 and not options:
         # The nearest to the master, which is off by 128 f32 ulps at most.
@@ -218,12 +226,12 @@ def test_master_weights_go_in_and_come_out(dtype, bits, options):
     error = {24: half_ulp / 127, 32: 2.0**-22, None: half_ulp}[bits]
     np.testing.assert_allclose(master["w"], weights["w"], rtol=error)
     assert_trees_equal(master["ids"], weights["ids"])
-    again = mpx.from_master(master, params, state)
-    assert_trees_equal(mpx.master_params(*again), master)
+    again = mpx.optim.from_master(master, params, state)
+    assert_trees_equal(mpx.optim.master_params(*again), master)
 
 
 def test_small_steps_add_up_in_the_master_weight():
-    tx = mpx.flash_sgd(1.0, compression=TINY)
+    tx = mpx.optim.flash_sgd(1.0, compression=TINY)
     params = jnp.ones(SHAPE, BF16)
     state = tx.init(params)
     for _ in range(100):  # each an eighth of what bf16 can see at 1
@@ -235,7 +243,7 @@ def test_parameters_that_are_set_to_zero_train_on():
     tx, params = kind("adamw"), draw(0, dtype=BF16)
     params, state = stepper(tx)(params, tx.init(params), draw(1))
     pruned = jnp.zeros_like(params)
-    master = mpx.master_params(pruned, state)
+    master = mpx.optim.master_params(pruned, state)
     assert np.all(np.abs(master) < 2.0**-126)  # subnormal: what was left of them
     params, _ = stepper(tx)(pruned, state, draw(2))
     assert np.all(np.isfinite(np.asarray(params.astype(F32))))
@@ -340,7 +348,7 @@ def mlp_loss(params, x, y):
 @functools.cache
 def curve(name):
     """Returns a compiled training run: (factor, eps) to losses, one a step."""
-    make = mpx.flash_adamw if name == "flash" else optax.adamw
+    make = mpx.optim.flash_adamw if name == "flash" else optax.adamw
     options = {"compression": TINY} if name == "flash" else {}
     x = draw(4, (64, 8))
     y = jnp.sin(x.sum(1))
@@ -415,10 +423,10 @@ def test_a_count_that_can_grow_no_further_stays_and_steps_are_finite(name):
 
 def test_random_rounding_is_a_function_of_seed_step_and_leaf():
     def run(seed=0, steps=1):
-        compression = mpx.Compression(
+        compression = mpx.optim.Compression(
             min_size=1, master_bits=None, rounding="stochastic", seed=seed
         )
-        tx = mpx.flash_sgd(1.0, compression=compression)
+        tx = mpx.optim.flash_sgd(1.0, compression=compression)
         start = {"a": jnp.ones(SHAPE, BF16), "b": jnp.ones(SHAPE, BF16)}
         params, state = start, tx.init(start)
         drawn = []
@@ -472,7 +480,7 @@ def after_two_steps(tx: Any, params: Any, scale: Any) -> Any:
 def test_steps_that_are_stored_in_integers_have_no_derivative(
     derivative, dtype, options
 ):
-    tx = mpx.flash_sgd(0.1, 0.9, compression=mpx.Compression(**options))
+    tx = mpx.optim.flash_sgd(0.1, 0.9, compression=mpx.optim.Compression(**options))
     func = functools.partial(after_two_steps, tx, draw(0, dtype=dtype))
     with pytest.raises(NotImplementedError, match=r"no derivative.*stop_gradient"):
         derivative(func)(jnp.float32(1.0))
@@ -482,7 +490,7 @@ def test_steps_that_are_stored_in_integers_have_no_derivative(
 
 @pytest.mark.standard_promotion
 def test_steps_in_f32_have_the_derivative_of_optax():
-    tx = mpx.flash_adamw(0.1, weight_decay=0.1, compression=FULL)
+    tx = mpx.optim.flash_adamw(0.1, weight_decay=0.1, compression=FULL)
     want, got = (
         jax.grad(functools.partial(after_two_steps, tx, draw(0)))(jnp.float32(1.5))
         for tx in (optax.adamw(0.1, weight_decay=0.1), tx)
@@ -498,7 +506,7 @@ def test_steps_in_f32_have_the_derivative_of_optax():
 @functools.cache
 def drifter(rounding, **options):
     """Takes steps with gradients that come in some rows of weights of one, in turn."""
-    compression = mpx.Compression(min_size=1, rounding=rounding, **options)
+    compression = mpx.optim.Compression(min_size=1, rounding=rounding, **options)
 
     @jax.jit
     def run(rate, decay, size, period, steps):
@@ -510,7 +518,9 @@ def drifter(rounding, **options):
             )
 
         def compressed(count, carry):
-            tx = mpx.flash_adamw(rate, weight_decay=decay, compression=compression)
+            tx = mpx.optim.flash_adamw(
+                rate, weight_decay=decay, compression=compression
+            )
             params, state = carry
             return tuple(tx.step(params, state, grad(count)))
 
@@ -521,12 +531,12 @@ def drifter(rounding, **options):
             return optax.apply_updates(params, updates), state
 
         params = jnp.ones((8, 32))
-        tx = mpx.flash_adamw(0.0, compression=compression)
+        tx = mpx.optim.flash_adamw(0.0, compression=compression)
         start = params.astype(BF16), tx.init(params.astype(BF16))
         got = jax.lax.fori_loop(0, steps, compressed, start)
         start = params, optax.adamw(0.0).init(params)
         want, _ = jax.lax.fori_loop(0, steps, exact, start)
-        return mpx.master_params(*got) - params, want - params
+        return mpx.optim.master_params(*got) - params, want - params
 
     return run
 
@@ -581,7 +591,7 @@ AVERAGES = pytest.mark.parametrize(
 @functools.cache
 def averager(make, rounding, **options):
     """Takes many steps with noisy gradients; returns the state and a decoded moment."""
-    compression = mpx.Compression(min_size=1, rounding=rounding)
+    compression = mpx.optim.Compression(min_size=1, rounding=rounding)
     tx = make(0.0, compression=compression, **options)
 
     @jax.jit
@@ -608,7 +618,7 @@ def slopes(y, x):
 @AVERAGES
 def test_momentum_follows_a_slow_average(b2, rounding):
     """It moves by less than a bf16 ulp in a step, and yet gets where it should."""
-    tx, run = averager(mpx.flash_lion, rounding, b2=b2)
+    tx, run = averager(mpx.optim.flash_lion, rounding, b2=b2)
     mean = draw(1, (64, 32))
     zero = jnp.zeros_like(mean)
     half_life = round(np.log(0.5) / np.log(b2))
@@ -626,7 +636,7 @@ def test_momentum_follows_a_slow_average(b2, rounding):
 @AVERAGES
 def test_momentum_forgets_what_was(b2, rounding):
     """Each number of a group goes its own way, by less than a code in a step."""
-    tx, run = averager(mpx.flash_lion, rounding, b2=b2)
+    tx, run = averager(mpx.optim.flash_lion, rounding, b2=b2)
     before, after = draw(1, (64, 32)), draw(2, (64, 32))
     half_life = round(np.log(0.5) / np.log(b2))
     state, _ = run(tx.init(before), before, 0 * before, 10 * half_life)
@@ -641,7 +651,7 @@ def after_a_change(rounding, b2):
 
     In logarithms, after ten half-lives with other gradients.
     """
-    tx, run = averager(mpx.flash_adamw, rounding, b2=b2)
+    tx, run = averager(mpx.optim.flash_adamw, rounding, b2=b2)
     before, after = np.exp(draw(1, (64, 32))), np.exp(draw(2, (64, 32)))
     half_life = round(np.log(0.5) / np.log(b2))
     state, _ = run(tx.init(before), 0 * before, before, 10 * half_life)

@@ -80,42 +80,50 @@ ERRORS = {
         "`grad_scale` must be finite, but nan was given",
     ),
     "grad_scale is infinite": (
-        lambda: mpx.clip_scale(W, 1.0, grad_scale=np.float32(np.inf)),
+        lambda: mpx.optim.clip_scale(W, 1.0, grad_scale=np.float32(np.inf)),
         ValueError,
         "`grad_scale` must be finite, but .*inf.* was given",
     ),
     "a group that is shadowed": (
-        lambda: mpx.flash_sgd(
-            1.0, groups=[mpx.ParamGroup("w"), mpx.ParamGroup("layer", frozen=True)]
+        lambda: mpx.optim.flash_sgd(
+            1.0,
+            groups=[
+                mpx.optim.ParamGroup("w"),
+                mpx.optim.ParamGroup("layer", frozen=True),
+            ],
         ).init(W),
         ValueError,
         "group 'layer' with `frozen=True` holds for no parameter: `layer/w` .* such as "
         "'w', and the first .* holds. Put it before",
     ),
     "a function that chooses by values": (
-        lambda: mpx.flash_sgd(1.0, groups=[mpx.ParamGroup(lambda _, x: x > 0)]).init(W),
+        lambda: mpx.optim.flash_sgd(
+            1.0, groups=[mpx.optim.ParamGroup(lambda _, x: x > 0)]
+        ).init(W),
         TypeError,
         r"must return True or False, but for `layer/w` .* bool of shape \(2, 64\)",
     ),
     "a function that chooses by traced values": (
         lambda: jax.jit(
-            mpx.flash_sgd(1.0, groups=[mpx.ParamGroup(lambda _, x: x[0, 0] > 0)]).init
+            mpx.optim.flash_sgd(
+                1.0, groups=[mpx.optim.ParamGroup(lambda _, x: x[0, 0] > 0)]
+            ).init
         )(W),
         TypeError,
         r"for `layer/w` .* bool of shape \(\), traced. Use the path",
     ),
     "FlashOptim's name": (
-        lambda: mpx.flash_adamw(1.0, master_weight_bits=24),  # pyright: ignore[reportCallIssue]
+        lambda: mpx.optim.flash_adamw(1.0, master_weight_bits=24),  # pyright: ignore[reportCallIssue]
         TypeError,
         r"`flash_adamw` has no option `master_weight_bits`.*Compression\(master_bits=24",
     ),
     "optax's name": (
-        lambda: mpx.flash_lion(1.0, mu_dtype=jnp.float32),  # pyright: ignore[reportCallIssue]
+        lambda: mpx.optim.flash_lion(1.0, mu_dtype=jnp.float32),  # pyright: ignore[reportCallIssue]
         TypeError,
         r"`flash_lion` has no option `mu_dtype`.*quantize=False\)`, which keeps moments",
     ),
     "PyTorch's name": (
-        lambda: mpx.flash_adam(lr=1e-3),  # pyright: ignore[reportCallIssue]
+        lambda: mpx.optim.flash_adam(lr=1e-3),  # pyright: ignore[reportCallIssue]
         TypeError,
         "`flash_adam` has no option `lr`; here it is `learning_rate`",
     ),
@@ -135,139 +143,145 @@ ERRORS = {
         r"needs the parameters: call `update\(grads, state, params\)`",
     ),
     "momentum of a group": (
-        lambda: mpx.flash_sgd(1.0, groups=[mpx.ParamGroup("w", {"momentum": 0.9})]),
+        lambda: mpx.optim.flash_sgd(
+            1.0, groups=[mpx.optim.ParamGroup("w", {"momentum": 0.9})]
+        ),
         ValueError,
         r"group 'w' sets \['momentum'\], but the optimizer keeps no momentum. Set `mom",
     ),
     "dampening of a group": (
-        lambda: mpx.flash_sgdw(1.0, groups=[mpx.ParamGroup("w", {"dampening": 0.9})]),
+        lambda: mpx.optim.flash_sgdw(
+            1.0, groups=[mpx.optim.ParamGroup("w", {"dampening": 0.9})]
+        ),
         ValueError,
         r"group 'w' sets \['dampening'\], but the optimizer keeps no momentum",
     ),
     "groups are one group": (
-        lambda: mpx.flash_sgd(1.0, groups=cast(Any, mpx.ParamGroup("w"))),
+        lambda: mpx.optim.flash_sgd(1.0, groups=cast(Any, mpx.optim.ParamGroup("w"))),
         TypeError,
         "`groups` must be a sequence of `ParamGroup`s.* but ParamGroup was given",
     ),
     "groups are others": (
-        lambda: mpx.flash_sgd(1.0, groups=cast(Any, [{"where": "w"}])),
+        lambda: mpx.optim.flash_sgd(1.0, groups=cast(Any, [{"where": "w"}])),
         TypeError,
         "`groups` must be a sequence of `ParamGroup`s.* but dict was given",
     ),
     "no compression": (
-        lambda: mpx.flash_sgd(1.0, compression=cast(Any, None)),
+        lambda: mpx.optim.flash_sgd(1.0, compression=cast(Any, None)),
         TypeError,
-        "`compression` must be an `mpx.Compression`, but NoneType was given",
+        "`compression` must be an `mpx.optim.Compression`, but NoneType was given",
     ),
     "compression of a group": (
-        lambda: mpx.flash_sgd(
-            1.0, groups=[mpx.ParamGroup("w", compression=cast(Any, {"seed": 1}))]
+        lambda: mpx.optim.flash_sgd(
+            1.0, groups=[mpx.optim.ParamGroup("w", compression=cast(Any, {"seed": 1}))]
         ),
         TypeError,
-        "`compression` of the group 'w' must be an `mpx.Compression`, but dict",
+        "`compression` of the group 'w' must be an `mpx.optim.Compression`, but dict",
     ),
     "group of a list": (
-        lambda: mpx.ParamGroup(cast(Any, ["a", "b"])),
+        lambda: mpx.optim.ParamGroup(cast(Any, ["a", "b"])),
         TypeError,
         r"chosen by a regular expression or by a function .* \['a', 'b'\] was given. For",
     ),
     "group of nothing": (
-        lambda: mpx.ParamGroup(cast(Any, None)),
+        lambda: mpx.optim.ParamGroup(cast(Any, None)),
         TypeError,
         "chosen by a regular expression .* None was given",
     ),
     "group of a bad expression": (
-        lambda: mpx.ParamGroup("layer("),
+        lambda: mpx.optim.ParamGroup("layer("),
         ValueError,
         r"group 'layer\(' is not a regular expression: missing \).*`re.escape`",
     ),
     "group without hyperparameters": (
-        lambda: mpx.ParamGroup("w", cast(Any, None)),
+        lambda: mpx.optim.ParamGroup("w", cast(Any, None)),
         TypeError,
         "`hyper` of the group 'w' must be a mapping such as .* but NoneType was given",
     ),
     "frozen by a string": (
-        lambda: mpx.ParamGroup("w", frozen=cast(Any, "no")),
+        lambda: mpx.optim.ParamGroup("w", frozen=cast(Any, "no")),
         TypeError,
         "`frozen` of the group 'w' must be True or False, but 'no' was given",
     ),
     "quantize by a string": (
-        lambda: mpx.Compression(quantize=cast(Any, "no")),
+        lambda: mpx.optim.Compression(quantize=cast(Any, "no")),
         TypeError,
         "`quantize` must be True or False, but 'no' was given",
     ),
     "group size that is no integer": (
-        lambda: mpx.Compression(group_size=cast(Any, 32.0)),
+        lambda: mpx.optim.Compression(group_size=cast(Any, 32.0)),
         TypeError,
         "`group_size` must be an integer, but 32.0 of type float was given",
     ),
     "min size that is a string": (
-        lambda: mpx.Compression(min_size=cast(Any, "a")),
+        lambda: mpx.optim.Compression(min_size=cast(Any, "a")),
         TypeError,
         "`min_size` must be an integer, but 'a' of type str was given",
     ),
     "seed that is traced": (
-        lambda: jax.jit(lambda seed: mpx.Compression(seed=seed).min_size)(3),
+        lambda: jax.jit(lambda seed: mpx.optim.Compression(seed=seed).min_size)(3),
         TypeError,
         "`seed` must be an integer, but .*Make it a static argument",
     ),
     "negative rate of NumPy": (
-        lambda: mpx.flash_adam(cast(Any, np.float32(-0.5))),
+        lambda: mpx.optim.flash_adam(cast(Any, np.float32(-0.5))),
         ValueError,
         r"`learning_rate` must lie in \[0, ∞\), but .*-0.5.* was given",
     ),
     "negative rate of JAX": (
-        lambda: mpx.flash_adam(jnp.float32(-0.5)),
+        lambda: mpx.optim.flash_adam(jnp.float32(-0.5)),
         ValueError,
         r"`learning_rate` must lie in \[0, ∞\)",
     ),
     "b1 of JAX": (
-        lambda: mpx.flash_adam(1.0, b1=jnp.float32(1.0)),
+        lambda: mpx.optim.flash_adam(1.0, b1=jnp.float32(1.0)),
         ValueError,
         r"`b1` must lie in \[0, 1\)",
     ),
     "b2 that is one in f32": (
-        lambda: mpx.flash_adam(1.0, b2=1 - 1e-9),
+        lambda: mpx.optim.flash_adam(1.0, b2=1 - 1e-9),
         ValueError,
         r"`b2` must lie in \[0, 1\), but 0.999999999 was given, which is 1.0 in f32",
     ),
     "eps that is zero in f32": (
-        lambda: mpx.flash_adam(1.0, eps=1e-60),
+        lambda: mpx.optim.flash_adam(1.0, eps=1e-60),
         ValueError,
         r"`eps` must lie in \(0, ∞\), but 1e-60 was given, which is 0.0 in f32",
     ),
     "rate that is infinite in f32": (
-        lambda: mpx.flash_adam(1e39),
+        lambda: mpx.optim.flash_adam(1e39),
         ValueError,
         r"`learning_rate` must lie in \[0, ∞\), but 1e\+39 was given, which is inf",
     ),
     "complex rate": (
-        lambda: mpx.flash_adam(jnp.ones((), jnp.complex64)),
+        lambda: mpx.optim.flash_adam(jnp.ones((), jnp.complex64)),
         TypeError,
         "`learning_rate` must be a number or a scalar array, but complex64 was given",
     ),
     "no learning rate": (
-        lambda: mpx.flash_adam(cast(Any, None)),
+        lambda: mpx.optim.flash_adam(cast(Any, None)),
         TypeError,
         "`learning_rate` must be a number or a scalar array, but NoneType was given",
     ),
     "learning rate of a group": (
-        lambda: mpx.flash_adam(1.0, groups=[mpx.ParamGroup("w", {"eps": [1e-8]})]),
+        lambda: mpx.optim.flash_adam(
+            1.0, groups=[mpx.optim.ParamGroup("w", {"eps": [1e-8]})]
+        ),
         TypeError,
         "`eps` must be a number or a scalar array, but list was given",
     ),
     "array of rates": (
-        lambda: mpx.flash_adam(jnp.ones(1)),
+        lambda: mpx.optim.flash_adam(jnp.ones(1)),
         ValueError,
         r"`learning_rate` must be a scalar, but its shape is \(1,\)",
     ),
     "schedule of arrays": (
-        lambda: step_with(tx=mpx.flash_adamw(1.0, b1=lambda count: jnp.ones(2))),
+        lambda: step_with(tx=mpx.optim.flash_adamw(1.0, b1=lambda count: jnp.ones(2))),
         ValueError,
         r"`b1` must be a scalar, but its shape is \(2,\)",
     ),
     "schedule of nothing": (
-        lambda: step_with(tx=mpx.flash_adamw(lambda count: None)),
+        lambda: step_with(tx=mpx.optim.flash_adamw(lambda count: None)),
         TypeError,
         "`learning_rate` must be a number .* NoneType was given",
     ),
@@ -282,113 +296,117 @@ ERRORS = {
         "`grad_scale` must be a number .* NoneType was given",
     ),
     "dampening": (
-        lambda: mpx.flash_sgd(1.0, 0.9, dampening=1.1),
+        lambda: mpx.optim.flash_sgd(1.0, 0.9, dampening=1.1),
         ValueError,
         r"`dampening` must lie in \[0, 1\], but 1.1",
     ),
     "mask that forgets to return": (
-        lambda: step_with(tx=mpx.flash_adamw(1.0, mask=lambda params: None)),
+        lambda: step_with(tx=mpx.optim.flash_adamw(1.0, mask=lambda params: None)),
         ValueError,
         "`mask` is a function that returned None",
     ),
     "nobody in the group": (
-        lambda: mpx.flash_sgd(1.0, groups=[mpx.ParamGroup("bias")]).init(W),
+        lambda: mpx.optim.flash_sgd(1.0, groups=[mpx.optim.ParamGroup("bias")]).init(W),
         ValueError,
         r"No parameter belongs to the group 'bias'. The paths are \['layer/w'\]",
     ),
     "unknown hyperparameter": (
-        lambda: mpx.flash_sgd(1.0, groups=[mpx.ParamGroup("w", {"b1": 0.9})]),
+        lambda: mpx.optim.flash_sgd(
+            1.0, groups=[mpx.optim.ParamGroup("w", {"b1": 0.9})]
+        ),
         ValueError,
         r"The group 'w' sets \['b1'\], but this optimizer has only",
     ),
     "two formats": (
-        lambda: mpx.flash_sgd(
+        lambda: mpx.optim.flash_sgd(
             1.0,
             groups=[
-                mpx.ParamGroup("w", compression=mpx.Compression(format="flashoptim"))
+                mpx.optim.ParamGroup(
+                    "w", compression=mpx.optim.Compression(format="flashoptim")
+                )
             ],
         ),
         ValueError,
         "has the format 'flashoptim', but the others have 'mpx'",
     ),
     "mask of another structure": (
-        lambda: step_with(tx=mpx.flash_adamw(1.0, mask={"v": True})),
+        lambda: step_with(tx=mpx.optim.flash_adamw(1.0, mask={"v": True})),
         ValueError,
         "`mask` must have the structure of the parameters",
     ),
     "nesterov without momentum": (
-        lambda: mpx.flash_sgd(1.0, nesterov=True),
+        lambda: mpx.optim.flash_sgd(1.0, nesterov=True),
         ValueError,
         "`nesterov=True` needs a momentum",
     ),
     "b1": (
-        lambda: mpx.flash_adam(1.0, b1=1.0),
+        lambda: mpx.optim.flash_adam(1.0, b1=1.0),
         ValueError,
         r"`b1` must lie in \[0, 1\)",
     ),
     "b2": (
-        lambda: mpx.flash_lion(1.0, b2=-0.1),
+        lambda: mpx.optim.flash_lion(1.0, b2=-0.1),
         ValueError,
         r"`b2` must lie in \[0, 1\)",
     ),
     "eps": (
-        lambda: mpx.flash_adamw(1.0, eps=0.0),
+        lambda: mpx.optim.flash_adamw(1.0, eps=0.0),
         ValueError,
         r"`eps` must lie in \(0",
     ),
     "rate": (
-        lambda: mpx.flash_sgd(-1.0),
+        lambda: mpx.optim.flash_sgd(-1.0),
         ValueError,
         r"`learning_rate` must lie in \[0, ∞\), but -1.0",
     ),
     "decay": (
-        lambda: mpx.flash_sgd(
-            1.0, groups=[mpx.ParamGroup("w", {"weight_decay": -1.0})]
+        lambda: mpx.optim.flash_sgd(
+            1.0, groups=[mpx.optim.ParamGroup("w", {"weight_decay": -1.0})]
         ),
         ValueError,
         "`weight_decay` must lie in",
     ),
     "16 bits": (
-        lambda: mpx.flash_adam(jnp.ones((), BF16)),
+        lambda: mpx.optim.flash_adam(jnp.ones((), BF16)),
         ValueError,
         "`learning_rate` is bfloat16.*f32 is needed",
     ),
     "group size": (
-        lambda: mpx.Compression(group_size=24),
+        lambda: mpx.optim.Compression(group_size=24),
         ValueError,
         "`group_size` must be a power of two such as 32, but 24 was given",
     ),
     "min size": (
-        lambda: mpx.Compression(min_size=-1),
+        lambda: mpx.optim.Compression(min_size=-1),
         ValueError,
         "`min_size` must be 0 or more, but -1",
     ),
     "no master": (
-        lambda: mpx.from_master(leaf(None), W, kind("adamw").init(W)),
+        lambda: mpx.optim.from_master(leaf(None), W, kind("adamw").init(W)),
         TypeError,
         "weight of `layer/w` must be a real array .* bfloat16, but NoneType was given",
     ),
     "no master of a scalar": (
-        lambda: mpx.from_master(
+        lambda: mpx.optim.from_master(
             {"z": None}, {"z": jnp.ones(())}, kind("adamw").init({"z": jnp.ones(())})
         ),
         TypeError,
         "weight of `z` must be a real array .* float32, but NoneType was given",
     ),
     "complex master": (
-        lambda: mpx.from_master(
+        lambda: mpx.optim.from_master(
             leaf(jnp.ones(SHAPE, jnp.complex64)), W, kind("adamw").init(W)
         ),
         TypeError,
         "weight of `layer/w` must be a real array .* but complex64 was given",
     ),
     "state of another library": (
-        lambda: mpx.from_master(W, W, optax.adam(1.0).init(W)),
+        lambda: mpx.optim.from_master(W, W, optax.adam(1.0).init(W)),
         ValueError,
         "Expected the state of one compressed optimizer",
     ),
     "shape of master": (
-        lambda: mpx.from_master(
+        lambda: mpx.optim.from_master(
             {"layer": {"w": jnp.ones(3)}}, W, kind("adamw").init(W)
         ),
         ValueError,
@@ -411,11 +429,11 @@ TREES = {
         r"of \['layer'\] where the parameters have FrozenDict around `layer/w`\.",
     ),
     "mask": (
-        lambda: step_with(tx=mpx.flash_adamw(1.0, mask=freeze(leaf(True)))),
+        lambda: step_with(tx=mpx.optim.flash_adamw(1.0, mask=freeze(leaf(True)))),
         "`mask` must have the structure .* but there is FrozenDict where the parameters",
     ),
     "keys of a mask": (
-        lambda: step_with(tx=mpx.flash_adamw(1.0, mask={"layer": {"v": True}})),
+        lambda: step_with(tx=mpx.optim.flash_adamw(1.0, mask={"layer": {"v": True}})),
         r"but there is dict of \['v'\] where the parameters have dict of \['w'\] around",
     ),
     "list": (
@@ -451,8 +469,8 @@ def test_errors_say_what_came_and_where(call, error, match):
 
 def test_groups_can_be_keys():
     rate = {"learning_rate": jnp.ones(())}
-    one, same = mpx.ParamGroup("w", rate), mpx.ParamGroup("w", rate)
-    other = mpx.ParamGroup("w", rate, frozen=True)
+    one, same = mpx.optim.ParamGroup("w", rate), mpx.optim.ParamGroup("w", rate)
+    other = mpx.optim.ParamGroup("w", rate, frozen=True)
     assert {one: 1, other: 2} == {same: 1, other: 2}
 
 
@@ -460,20 +478,20 @@ def test_groups_can_be_keys():
 def test_integers_of_numpy_are_integers():
     options = {"group_size": np.int64(64), "min_size": np.int32(1)}
     largest = np.uint32(2**32 - 1)
-    made = mpx.Compression(**options, seed=largest, rounding="stochastic")
-    plain = mpx.Compression(
+    made = mpx.optim.Compression(**options, seed=largest, rounding="stochastic")
+    plain = mpx.optim.Compression(
         group_size=64, min_size=1, seed=int(largest), rounding="stochastic"
     )
     assert made == plain
     assert all(type(getattr(made, name)) is int for name in (*options, "seed"))
-    steps = [mpx.flash_adamw(0.01, compression=c) for c in (made, plain)]
+    steps = [mpx.optim.flash_adamw(0.01, compression=c) for c in (made, plain)]
     assert_trees_equal(*(tx.step(W, tx.init(W), W) for tx in steps))
 
 
 def test_hyperparameters_that_are_traced_are_not_looked_at():
     @jax.jit
     def step(rate, b1):
-        return step_with(tx=mpx.flash_adamw(rate, b1=b1, compression=TINY)).params
+        return step_with(tx=mpx.optim.flash_adamw(rate, b1=b1, compression=TINY)).params
 
     assert_trees_equal(step(0.01, 0.9), step_with().params)
 
@@ -605,11 +623,15 @@ def test_a_state_that_does_not_belong_here_is_refused(name, params, state, match
 
 def test_a_group_that_keeps_no_masters_needs_no_corrections():
     state = kind("adamw").init(W32)
-    groups = [mpx.ParamGroup("w", compression=mpx.Compression(master_bits=None))]
-    mpx.flash_adamw(0.01, groups=groups).step(W, state, W)
-    groups = [mpx.ParamGroup("w", compression=mpx.Compression(master_bits=32))]
-    tx: Any = mpx.flash_adamw(
-        0.01, groups=groups, compression=mpx.Compression(master_bits=None)
+    groups = [
+        mpx.optim.ParamGroup("w", compression=mpx.optim.Compression(master_bits=None))
+    ]
+    mpx.optim.flash_adamw(0.01, groups=groups).step(W, state, W)
+    groups = [
+        mpx.optim.ParamGroup("w", compression=mpx.optim.Compression(master_bits=32))
+    ]
+    tx: Any = mpx.optim.flash_adamw(
+        0.01, groups=groups, compression=mpx.optim.Compression(master_bits=None)
     )
     with pytest.raises(ValueError, match="`layer/w` is bfloat16.*`master_bits=32`"):
         tx.step(W, state, W)
@@ -626,7 +648,9 @@ def test_a_group_that_keeps_no_masters_needs_no_corrections():
     ids=str,
 )
 def test_a_state_goes_on_in_the_layout_in_which_it_was_made(made):
-    maker = mpx.flash_adamw(0.01, compression=mpx.Compression(**{"min_size": 1} | made))
+    maker = mpx.optim.flash_adamw(
+        0.01, compression=mpx.optim.Compression(**{"min_size": 1} | made)
+    )
     state = maker.init(W)
     expected = maker.step(W, state, W)
     assert_trees_equal(kind("adamw", master_bits=None).step(W, state, W), expected)

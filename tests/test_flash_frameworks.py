@@ -129,7 +129,7 @@ def test_scaled_gradients_with_grad_scale_are_unscaled_gradients():
         lambda x: x.astype(jnp.float16) if eqx.is_inexact_array(x) else x,
         mlp(features=8, width=64),
     )
-    tx = mpx.flash_adamw(1e-2, compression=SMALL)
+    tx = mpx.optim.flash_adamw(1e-2, compression=SMALL)
     batch = mlp_batch(features=8)
 
     @eqx.filter_jit
@@ -276,7 +276,7 @@ ELSEWHERE = {
 
 
 def made(rule, options, dtype):
-    compression = mpx.Compression(**{"min_size": 64} | options)
+    compression = mpx.optim.Compression(**{"min_size": 64} | options)
     tx: Any = OPTIMIZERS[rule](1e-2, compression=compression)
     params = make_params(dtype)
     return tx, params, tx.init(params)
@@ -316,9 +316,11 @@ def test_a_state_whose_arrays_were_cast_is_refused(name, jit):
     for call in (
         lambda params, state: tx.step(params, state, grads),
         lambda params, state: tx.update(grads, state, params),
-        mpx.master_params,
-        lambda params, state: mpx.from_master(params, params, state),
-        lambda params, state: mpx.release(lambda p: jnp.sum(p["w"]), tx)(params, state),
+        mpx.optim.master_params,
+        lambda params, state: mpx.optim.from_master(params, params, state),
+        lambda params, state: mpx.optim.release(lambda p: jnp.sum(p["w"]), tx)(
+            params, state
+        ),
     ):
         with pytest.raises(ValueError, match="They were cast.*`from_master`"):
             jit(call)(params, state)
@@ -451,33 +453,33 @@ def test_weights_are_found_inside_of_an_optax_state():
     params = make_params()
     chain = optax.chain(optax.clip_by_global_norm(1.0), tx)
     state = chain.init(params)
-    expected = mpx.master_params(params, tx.init(params))
-    assert_trees_equal(mpx.master_params(params, state), expected)
+    expected = mpx.optim.master_params(params, tx.init(params))
+    assert_trees_equal(mpx.optim.master_params(params, state), expected)
     for wrong, count in ((optax.adam(1e-3).init(params), 0), ((state, state), 2)):
         with pytest.raises(ValueError, match=f"tuple holds {count} of them"):
-            mpx.master_params(params, wrong)
+            mpx.optim.master_params(params, wrong)
         with pytest.raises(ValueError, match=f"tuple holds {count} of them"):
-            mpx.from_master(params, params, wrong)
+            mpx.optim.from_master(params, params, wrong)
 
 
 def test_weights_are_put_into_an_optax_state():
     tx = optimizer("adamw")
     params = make_params()
     weights = jax.tree.map(lambda x: x.astype(jnp.float32) / 3, params)
-    expected = mpx.from_master(weights, params, tx.init(params))
+    expected = mpx.optim.from_master(weights, params, tx.init(params))
     chain: Any = optax.chain(optax.trace(0.5), tx)
-    new, state = mpx.from_master(weights, params, chain.init(params))
+    new, state = mpx.optim.from_master(weights, params, chain.init(params))
     assert_trees_equal((new, state[1]), expected)
     assert_trees_equal(state[0], chain.init(params)[0])
-    held = mpx.master_params(new, state)["w"]
+    held = mpx.optim.master_params(new, state)["w"]
     np.testing.assert_allclose(held, weights["w"], rtol=2.0**-16)  # 128 ulps of f32
     # What `masked` leaves out has no master weights, and only the parameter is set.
     masked = optax.masked(tx, jax.tree.map(lambda x: x.ndim > 1, params))
-    new, state = mpx.from_master(weights, params, masked.init(params))
+    new, state = mpx.optim.from_master(weights, params, masked.init(params))
     assert_trees_equal(new, expected[0])
     assert jax.tree.structure(state) == jax.tree.structure(masked.init(params))
-    again = mpx.master_params(new, state)
-    assert_trees_equal(again["w"], mpx.master_params(*expected)["w"])
+    again = mpx.optim.master_params(new, state)
+    assert_trees_equal(again["w"], mpx.optim.master_params(*expected)["w"])
     assert_trees_equal(again["layers"], new["layers"])
 
 
@@ -490,43 +492,43 @@ def test_only_weights_are_put_where_parameters_are():
         "act": jax.nn.relu,
         "step": 1,
     }
-    tx = mpx.flash_adamw(1e-3)
+    tx = mpx.optim.flash_adamw(1e-3)
     state = tx.init(params)
     key = jax.random.key(1)
     full = {"w": np.full(4, 0.1), "scalar": 0.1, "act": jax.nn.gelu, "step": 2}
     master = full | {"ids": jnp.array([2.0, 3.0, 4.0]), "key": key}
-    new, after = mpx.from_master(master, params, state)
+    new, after = mpx.optim.from_master(master, params, state)
     assert new["ids"].dtype == params["ids"].dtype
     assert new["ids"].tolist() == [2, 3, 4]
     assert new["key"] is key
     assert (new["act"], new["step"]) == (jax.nn.gelu, 2)
     assert (new["w"].dtype, new["scalar"].dtype) == (jnp.bfloat16, jnp.float16)
     for name in ("w", "scalar"):
-        weight = mpx.master_params(new, after)[name]
+        weight = mpx.optim.master_params(new, after)[name]
         np.testing.assert_allclose(weight, 0.1, rtol=2.0**-22)
     filtered = dict.fromkeys(params) | {"w": full["w"], "scalar": full["scalar"]}
-    new, _ = mpx.from_master(filtered, params, state)
+    new, _ = mpx.optim.from_master(filtered, params, state)
     for name in ("ids", "key", "act", "step"):
         assert new[name] is params[name]
 
 
 def test_weights_of_other_parameters_are_refused():
     params = {"w": jnp.ones((4,), jnp.bfloat16)}
-    state = mpx.flash_adamw(1e-3).init(params)
+    state = mpx.optim.flash_adamw(1e-3).init(params)
     for wrong in (jnp.ones((1,), jnp.bfloat16), jnp.ones((4,), jnp.float32)):
         with pytest.raises(
             ValueError, match=r"`state.correction` for `w` is int16 of shape \(4,\)"
         ):
-            mpx.master_params({"w": wrong}, state)
+            mpx.optim.master_params({"w": wrong}, state)
         with pytest.raises(
             ValueError, match=r"`state.correction` for `w` is int16 of shape \(4,\)"
         ):
-            mpx.from_master({"w": wrong}, {"w": wrong}, state)
+            mpx.optim.from_master({"w": wrong}, {"w": wrong}, state)
 
 
 def test_a_skipped_update_keeps_infinite_parameters():
     params = {"w": jnp.array([jnp.inf, 1.0, -jnp.inf, 2.0], jnp.bfloat16)}
-    tx: Any = mpx.flash_adamw(1e-2)
+    tx: Any = mpx.optim.flash_adamw(1e-2)
     updates, _ = tx.update(params, tx.init(params), params, finite=False)
     assert_trees_equal(optax.apply_updates(params, updates), params)
 

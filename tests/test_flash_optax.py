@@ -34,7 +34,7 @@ pytestmark = [
 
 def flash_state(tree) -> Any:
     """Returns the state of the compressed optimizer inside of an optax state."""
-    is_state = lambda x: isinstance(x, mpx.FlashState)  # noqa: E731
+    is_state = lambda x: isinstance(x, mpx.optim.FlashState)  # noqa: E731
     (state,) = filter(is_state, jax.tree.leaves(tree, is_leaf=is_state))
     return state
 
@@ -107,7 +107,7 @@ def test_parameters_that_equinox_made_f32_are_refused():
     for call in (
         lambda: tx.update(make_grads(1), state, promoted),
         lambda: tx.step(promoted, state, make_grads(1)),
-        lambda: mpx.master_params(promoted, state),
+        lambda: mpx.optim.master_params(promoted, state),
     ):
         with pytest.raises(ValueError, match="Did `eqx.apply_updates` make it f32"):
             call()
@@ -127,7 +127,7 @@ def labels(tree):
 WRAPPED = {
     "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1e9), tx),
     "named_chain": lambda tx: optax.named_chain(("clip", optax.clip(1e9)), ("tx", tx)),
-    "skip_nonfinite": mpx.skip_nonfinite,
+    "skip_nonfinite": mpx.optim.skip_nonfinite,
     "masked by all": lambda tx: optax.masked(tx, True),
     "MultiSteps of one": lambda tx: optax.MultiSteps(tx, 1),
 }
@@ -177,7 +177,7 @@ BEHIND = {
         optax.chain(optax.identity(), optax.masked(tx, True)), optax.clip(0.1)
     ),
     "scale_by_sign": lambda tx: optax.MultiSteps(
-        optax.chain(mpx.skip_nonfinite(tx), optax.scale_by_sign()), 2
+        optax.chain(mpx.optim.skip_nonfinite(tx), optax.scale_by_sign()), 2
     ),
     "masked(scale)": lambda tx: optax.chain(
         optax.multi_transform({"all": tx}, "all"),
@@ -198,11 +198,11 @@ def test_nothing_may_come_behind_in_a_chain(name, jit):
 
 def test_updates_of_f32_parameters_may_be_changed():
     params = make_params(jnp.float32)
-    half = optax.chain(mpx.flash_sgd(1.0), optax.scale(0.5))
+    half = optax.chain(mpx.optim.flash_sgd(1.0), optax.scale(0.5))
     updates, _ = half.update(
         make_grads(0, dtype=jnp.float32), half.init(params), params
     )
-    whole = mpx.flash_sgd(1.0)
+    whole = mpx.optim.flash_sgd(1.0)
     expected, _ = whole.update(
         make_grads(0, dtype=jnp.float32), whole.init(params), params
     )
@@ -274,7 +274,9 @@ def test_multi_steps_takes_the_mean_gradient():
 
 
 @pytest.mark.parametrize(
-    "wrap", [mpx.skip_nonfinite, WRAPPED_F32["apply_if_finite"]], ids=["mpx", "optax"]
+    "wrap",
+    [mpx.optim.skip_nonfinite, WRAPPED_F32["apply_if_finite"]],
+    ids=["mpx", "optax"],
 )
 def test_gradients_that_are_not_finite_change_no_byte(wrap):
     wrapped, params = wrap(optimizer()), make_params()
@@ -291,12 +293,12 @@ def test_gradients_that_are_not_finite_change_no_byte(wrap):
 
 
 INJECTED = {
-    "adamw": lambda inject: inject(mpx.flash_adamw)(1e-2, compression=SMALL),
-    "sgdw": lambda inject: inject(mpx.flash_sgdw)(
+    "adamw": lambda inject: inject(mpx.optim.flash_adamw)(1e-2, compression=SMALL),
+    "sgdw": lambda inject: inject(mpx.optim.flash_sgdw)(
         1e-2,
         momentum=0.9,
         compression=SMALL,
-        groups=(mpx.ParamGroup("b", {"weight_decay": 0.0}),),
+        groups=(mpx.optim.ParamGroup("b", {"weight_decay": 0.0}),),
     ),
 }
 
@@ -320,7 +322,7 @@ def test_injected_hyperparameters_need_no_static_args(name):
 
 def test_hyperparameters_of_16_bits_are_refused():
     # What `inject_hyperparams` does by itself when the parameters are bf16: b2 is 1.
-    tx = optax.inject_hyperparams(mpx.flash_adamw)(1e-2, compression=SMALL)
+    tx = optax.inject_hyperparams(mpx.optim.flash_adamw)(1e-2, compression=SMALL)
     with pytest.raises(ValueError, match="is bfloat16.*hyperparam_dtype=jnp.float32"):
         tx.init(make_params())
 
@@ -328,8 +330,8 @@ def test_hyperparameters_of_16_bits_are_refused():
 def test_a_schedule_in_injected_hyperparameters():
     inject = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
     schedule = optax.linear_schedule(0.0, 1e-1, 4)
-    tx = inject(mpx.flash_adamw)(schedule, compression=SMALL)
-    plain = mpx.flash_adamw(schedule, compression=SMALL)
+    tx = inject(mpx.optim.flash_adamw)(schedule, compression=SMALL)
+    plain = mpx.optim.flash_adamw(schedule, compression=SMALL)
     params = make_params()
     step = updater(tx)
     after, _ = train(step, (params, tx.init(params)), range(4))

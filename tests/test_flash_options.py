@@ -84,7 +84,7 @@ def test_nnx_states_are_trees_of_parameters():
     for name in plain:
         assert_trees_equal(new[name][...], expected.params[name])
         assert isinstance(state.mu[name], Quantized)
-    master = mpx.master_params(new, state)
+    master = mpx.optim.master_params(new, state)
     assert master["kernel"][...].dtype == F32
 
 
@@ -107,7 +107,9 @@ def test_floats_that_cannot_be_trained_are_refused_unless_they_are_frozen(dtype)
     grads = {"layer": {"w": jnp.ones(SHAPE)}, "b": jnp.ones(3)}
     with pytest.raises(TypeError, match=f"`layer/w` is {name}"):
         tx.step(params, state, grads)
-    tx = mpx.flash_adamw(0.01, groups=[mpx.ParamGroup("layer", frozen=True)])
+    tx = mpx.optim.flash_adamw(
+        0.01, groups=[mpx.optim.ParamGroup("layer", frozen=True)]
+    )
     new, _ = tx.step(params, tx.init(params), grads)
     assert new["layer"]["w"] is params["layer"]["w"]
 
@@ -127,11 +129,11 @@ MASKS = {
 @pytest.mark.parametrize(
     ("factory", "mask"),
     [
-        (mpx.flash_adamw, "tree"),
-        (mpx.flash_adam, "prefix"),
-        (mpx.flash_lion, "callable"),
-        (mpx.flash_sgdw, "callable prefix"),
-        (mpx.flash_adamw, "all"),
+        (mpx.optim.flash_adamw, "tree"),
+        (mpx.optim.flash_adam, "prefix"),
+        (mpx.optim.flash_lion, "callable"),
+        (mpx.optim.flash_sgdw, "callable prefix"),
+        (mpx.optim.flash_adamw, "all"),
     ],
 )
 def test_only_masked_parameters_decay(factory, mask):
@@ -155,7 +157,7 @@ def test_a_module_of_booleans_is_a_mask_though_it_can_be_called(filtered):
     assert mask.activation is None  # the premise: nothing is there for a function
     assert callable(mask)
     params = arrays if filtered else model
-    tx = mpx.flash_sgdw(0.5, weight_decay=0.5, mask=mask)
+    tx = mpx.optim.flash_sgdw(0.5, weight_decay=0.5, mask=mask)
     zeros = jax.tree.map(jnp.zeros_like, arrays)
     new = tx.step(params, tx.init(params), zeros).params
     for layer, old in zip(new.layers, model.layers, strict=True):
@@ -165,7 +167,7 @@ def test_a_module_of_booleans_is_a_mask_though_it_can_be_called(filtered):
 
 def test_what_is_none_in_a_mask_does_not_decay():
     params = {"a": jnp.ones(2), "b": {"c": jnp.ones(2)}}
-    tx = mpx.flash_sgdw(0.5, weight_decay=0.5, mask={"a": True, "b": None})
+    tx = mpx.optim.flash_sgdw(0.5, weight_decay=0.5, mask={"a": True, "b": None})
     new = tx.step(params, tx.init(params), jax.tree.map(jnp.zeros_like, params)).params
     assert_trees_equal(new, {"a": jnp.full(2, 0.75), "b": params["b"]})
 
@@ -173,7 +175,7 @@ def test_what_is_none_in_a_mask_does_not_decay():
 @pytest.mark.parametrize("yes", [True, np.bool_(True), np.array(True), jnp.array(True)])
 def test_a_mask_holds_booleans_of_any_kind(yes):
     params = {"a": jnp.ones(2)}
-    tx = mpx.flash_sgdw(0.5, weight_decay=0.5, mask={"a": yes})
+    tx = mpx.optim.flash_sgdw(0.5, weight_decay=0.5, mask={"a": yes})
     new = tx.step(params, tx.init(params), {"a": jnp.zeros(2)}).params
     assert_trees_equal(new, {"a": jnp.full(2, 0.75)})
 
@@ -193,7 +195,7 @@ NO_BOOLEANS = {
 )
 def test_a_mask_of_anything_else_is_refused(keep, match, called):
     mask = {"layer": {"w": keep}}
-    tx = mpx.flash_adamw(1.0, mask=(lambda _: mask) if called else mask)
+    tx = mpx.optim.flash_adamw(1.0, mask=(lambda _: mask) if called else mask)
     with pytest.raises(
         TypeError, match="`mask` for `layer/w` must be True or.*" + match
     ):
@@ -202,7 +204,7 @@ def test_a_mask_of_anything_else_is_refused(keep, match, called):
 
 def test_a_mask_cannot_be_computed_from_values():
     mask = lambda params: jax.tree.map(lambda x: jnp.any(x > 0), params)  # noqa: E731
-    tx = mpx.flash_adamw(1.0, mask=mask)
+    tx = mpx.optim.flash_adamw(1.0, mask=mask)
     with pytest.raises(TypeError, match="`mask` for `layer/w` must be known when"):
         jax.jit(lambda params: step_with(params=params, tx=tx))(W)
 
@@ -215,8 +217,8 @@ def test_functions_choose_groups_by_arrays_alone():
         seen.append(path)
         return array.ndim > 1  # which neither functions nor None have
 
-    groups = [mpx.ParamGroup(is_matrix, frozen=True)]
-    tx: Any = mpx.flash_sgd(0.5, 0.9, groups=groups)
+    groups = [mpx.optim.ParamGroup(is_matrix, frozen=True)]
+    tx: Any = mpx.optim.flash_sgd(0.5, 0.9, groups=groups)
     params = {"model": model, "nothing": None, "rate": 0.5}
     grads = jax.tree.map(
         lambda x: jnp.ones_like(x) if eqx.is_array(x) else None, params
@@ -228,7 +230,9 @@ def test_functions_choose_groups_by_arrays_alone():
     state = tx.init(eqx.filter_eval_shape(lambda: params))
     assert state.mu["model"].layers[0].weight is None
     assert state.mu["model"].layers[0].bias.shape == (32,)
-    never = mpx.flash_sgd(0.5, groups=[mpx.ParamGroup(lambda path, x: x.ndim > 2)])
+    never = mpx.optim.flash_sgd(
+        0.5, groups=[mpx.optim.ParamGroup(lambda path, x: x.ndim > 2)]
+    )
     with pytest.raises(ValueError, match="No parameter belongs to the group"):
         never.init(params)
 
@@ -241,19 +245,19 @@ def test_groups_set_hyperparameters_freeze_and_compress():
         "complex": jnp.ones(2, jnp.complex64),
     }
     groups = [
-        mpx.ParamGroup(
+        mpx.optim.ParamGroup(
             "^norm", {"learning_rate": lambda count: 0.5 * jnp.float32(count + 1)}
         ),
-        mpx.ParamGroup(
+        mpx.optim.ParamGroup(
             "norm|embed|complex", frozen=True
         ),  # the first that matches holds
-        mpx.ParamGroup(
+        mpx.optim.ParamGroup(
             lambda path, array: array.ndim == 2 and path == "w",
             {"weight_decay": 0.0},
-            compression=mpx.Compression(quantize=False, master_bits=32),
+            compression=mpx.optim.Compression(quantize=False, master_bits=32),
         ),
     ]
-    tx: Any = mpx.flash_sgdw(
+    tx: Any = mpx.optim.flash_sgdw(
         0.25, weight_decay=1.0, momentum=0.0, groups=groups, compression=TINY
     )
     state = tx.init(params)
@@ -265,7 +269,7 @@ def test_groups_set_hyperparameters_freeze_and_compress():
     new, state = tx.step(params, state, grads)
     assert new["embed"] is params["embed"]
     assert new["complex"] is params["complex"]
-    before, after = params, mpx.master_params(new, state)
+    before, after = params, mpx.optim.master_params(new, state)
     close = functools.partial(np.testing.assert_allclose, rtol=2.0**-14, atol=2.0**-14)
     close(after["norm"]["scale"], before["norm"]["scale"].astype(F32) * 0.5 - 0.5)
     close(after["w"], before["w"].astype(F32) - 0.25)

@@ -37,18 +37,20 @@ LAYOUTS = {
 SHAPE, FEW, CUT = (16, 512), (64, 128), (64, 96)
 LARGE = (1024, 1024)  # so large that the maxima are found in a pass of their own
 OPTIMIZERS = {
-    "adamw": mpx.flash_adamw(1e-2),
-    "adam": mpx.flash_adam(1e-2, weight_decay=1e-2),
-    "lion": mpx.flash_lion(1e-3),
-    "sgd": mpx.flash_sgd(1e-2, momentum=0.9, nesterov=True),
-    "sgdw": mpx.flash_sgdw(1e-2),
-    "stochastic": mpx.flash_adamw(
-        1e-2, compression=mpx.Compression(rounding="stochastic")
+    "adamw": mpx.optim.flash_adamw(1e-2),
+    "adam": mpx.optim.flash_adam(1e-2, weight_decay=1e-2),
+    "lion": mpx.optim.flash_lion(1e-3),
+    "sgd": mpx.optim.flash_sgd(1e-2, momentum=0.9, nesterov=True),
+    "sgdw": mpx.optim.flash_sgdw(1e-2),
+    "stochastic": mpx.optim.flash_adamw(
+        1e-2, compression=mpx.optim.Compression(rounding="stochastic")
     ),
-    "flashoptim": mpx.flash_adamw(
-        1e-2, compression=mpx.Compression(format="flashoptim")
+    "flashoptim": mpx.optim.flash_adamw(
+        1e-2, compression=mpx.optim.Compression(format="flashoptim")
     ),
-    "f32 moments": mpx.flash_adamw(1e-2, compression=mpx.Compression(quantize=False)),
+    "f32 moments": mpx.optim.flash_adamw(
+        1e-2, compression=mpx.optim.Compression(quantize=False)
+    ),
 }
 
 each_axis_type = pytest.mark.parametrize("axis_type", AXES.values(), ids=AXES)
@@ -228,9 +230,9 @@ def test_rounding_at_random_is_local_with_explicit_axes_too():
 def test_each_element_is_rounded_with_the_random_number_of_its_place(
     axis_type, layout, shape
 ):
-    compression = mpx.Compression(master_bits=None, rounding="stochastic", seed=3)
+    compression = mpx.optim.Compression(master_bits=None, rounding="stochastic", seed=3)
     # Powers of two, and a first step: nothing is rounded but what is stored.
-    optimizer = mpx.flash_sgd(2.0**-9, momentum=0.5, compression=compression)
+    optimizer = mpx.optim.flash_sgd(2.0**-9, momentum=0.5, compression=compression)
     params, grads = problem(shape, make_mesh(axis_type), LAYOUTS[layout])
     state: Any = optimizer.init(params)
     assert state.mu["w"].codes.shape == shape  # the premise: there are groups
@@ -322,8 +324,8 @@ def test_optax_update_and_f32_weights_are_sharded_like_the_parameters(axis_type)
         state = optimizer.init(params)
         updates, state = optimizer.update(grad, state, params)
         params = optax.apply_updates(params, updates)
-        master = mpx.master_params(params, state)
-        return master, mpx.from_master(master, params, state)
+        master = mpx.optim.master_params(params, state)
+        return master, mpx.optim.from_master(master, params, state)
 
     params, grads = problem(SHAPE, mesh, spec)
     jitted = jax.jit(run)
@@ -336,7 +338,7 @@ def test_optax_update_and_f32_weights_are_sharded_like_the_parameters(axis_type)
     assert_same_step(tuple(result[1]), tuple(stored))
     # And the f32 weights are those that the other two hold, whatever was rounded how.
     assert_trees_equal(
-        jax.device_get(result[0]), jax.device_get(mpx.master_params(*result[1]))
+        jax.device_get(result[0]), jax.device_get(mpx.optim.master_params(*result[1]))
     )
     assert master["w"].dtype == jnp.float32
 
@@ -410,8 +412,8 @@ def test_step_in_shard_map_is_that_of_one_device(axis_type, layout, check_vma):
 def test_init_in_shard_map_makes_the_state_of_each_shard(check_vma):
     mesh, spec = make_mesh(AxisType.Auto), P(None, "x")
     # Each device sees a quarter, which alone would be too small for 8 bits.
-    compression = mpx.Compression(min_size=0)
-    optimizer = mpx.flash_adamw(1e-2, compression=compression)
+    compression = mpx.optim.Compression(min_size=0)
+    optimizer = mpx.optim.flash_adamw(1e-2, compression=compression)
     params, _ = problem(SHAPE, mesh, spec)
     expected = optimizer.init(params)
     specs = jax.tree.map(lambda leaf: spec if leaf.ndim else P(), expected)

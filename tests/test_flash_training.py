@@ -156,20 +156,20 @@ def optax_sgdw(rate, momentum, weight_decay):
 
 
 OPTIMIZERS = {
-    "adamw": (optax.adamw, mpx.flash_adamw, dict(weight_decay=DECAY)),
-    "adam": (optax.adam, mpx.flash_adam, {}),
-    "lion": (optax.lion, mpx.flash_lion, dict(weight_decay=DECAY)),
-    "sgd": (optax.sgd, mpx.flash_sgd, dict(momentum=MOMENTUM)),
+    "adamw": (optax.adamw, mpx.optim.flash_adamw, dict(weight_decay=DECAY)),
+    "adam": (optax.adam, mpx.optim.flash_adam, {}),
+    "lion": (optax.lion, mpx.optim.flash_lion, dict(weight_decay=DECAY)),
+    "sgd": (optax.sgd, mpx.optim.flash_sgd, dict(momentum=MOMENTUM)),
     "sgdw": (
         optax_sgdw,
-        mpx.flash_sgdw,
+        mpx.optim.flash_sgdw,
         dict(momentum=MOMENTUM, weight_decay=DECAY),
     ),
 }
 
 
 def step_with(optimizer, params, state, grads):
-    if isinstance(optimizer, mpx.FlashOptimizer):
+    if isinstance(optimizer, mpx.optim.FlashOptimizer):
         return tuple(optimizer.step(params, state, grads))
     updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state
@@ -228,7 +228,7 @@ def train_all(problem):
         full[name] = plain(rate, **options)
         low[name] = compressed(rate, **options)
         if name == "adamw":
-            bare = mpx.Compression(master_bits=None, rounding="nearest")
+            bare = mpx.optim.Compression(master_bits=None, rounding="nearest")
             low["no masters"] = compressed(rate, **options, compression=bare)
     untrained, reference, _ = train(problem, full, jnp.float32)
     _, losses, states = train(problem, low, jnp.bfloat16)

@@ -10,10 +10,11 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mpx.recipes import CurrentScaling, DelayedScaling, StaticScaling
 
 import mpx
 from models import equations
-from mpx import CurrentScaling, DelayedScaling, StaticScaling, fp8, fp8_report
+from mpx import fp8
 from mpx.testing import assert_trees_equal
 
 BF16 = jnp.bfloat16
@@ -562,7 +563,7 @@ def f32_problem():
 
 def test_amp_inside_makes_an_f32_model_eligible():
     p, x = f32_problem()
-    loss = everywhere(mpx.amp(f32_loss, compute_dtype="bf16"))
+    loss = everywhere(mpx.amp(f32_loss, dtype="bf16"))
     assert [matmul.param for matmul in fp8_report(loss, p, x).changed] == ["p/a", "p/b"]
     grads = jax.grad(loss)(p, x)
     assert all(grad.dtype == jnp.float32 for grad in jax.tree.leaves(grads))
@@ -639,7 +640,7 @@ RECIPES = {
     "row compute": CurrentScaling(granularity="row", weight_grad="compute"),
     "static": StaticScaling(activation_max=8.0, weight_max=8.0, grad_max=1.0),
     "delayed": DelayedScaling(),
-    "mx": mpx.MXFP8(emulate=True),
+    "mx": mpx.recipes.MXFP8(emulate=True),
 }
 SQUARE = ones_and_signs((32, 32), 3)
 
@@ -713,12 +714,12 @@ def test_gpu_without_units_warns(monkeypatch, capability, warns):
 
 def test_mxfp8_is_refused_without_blackwell():
     with pytest.raises(NotImplementedError, match="Blackwell"):
-        fp8(lambda p, x: x @ p, mpx.MXFP8())(W, X)
+        fp8(lambda p, x: x @ p, mpx.recipes.MXFP8())(W, X)
 
 
 def test_mxfp8_can_be_emulated():
     x = ones_and_signs((32, 32), 5)
-    func = everywhere(lambda p, x: x @ p, mpx.MXFP8(emulate=True))
+    func = everywhere(lambda p, x: x @ p, mpx.recipes.MXFP8(emulate=True))
     assert_trees_equal(func(W, x), x @ W)
 
 

@@ -12,9 +12,10 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mpx.recipes import CurrentScaling, DelayedScaling, Fp8State
 
 import mpx
-from mpx import CurrentScaling, DelayedScaling, Fp8State, fp8
+from mpx import fp8
 from mpx.testing import assert_trees_equal
 
 pytestmark = pytest.mark.usefixtures("small_programs")
@@ -187,7 +188,7 @@ AROUND = {
     "jit of checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
     "two jits": lambda f: jax.jit(lambda *args: jax.jit(f)(*args)),
     "a scope": jax.named_scope("block"),
-    "amp": functools.partial(mpx.amp, compute_dtype="bf16"),
+    "amp": functools.partial(mpx.amp, dtype="bf16"),
 }
 
 

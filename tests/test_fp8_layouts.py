@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from mpx.recipes import CurrentScaling
 
-from mpx import CurrentScaling, fp8
+from mpx import fp8
 from mpx._fp8 import _layouts, _operands
 from mpx._fp8._dot import fp8_dot
 from mpx._fp8._operands import Plan

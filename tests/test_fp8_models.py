@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from mpx.recipes import CurrentScaling
 
 import mpx
-from mpx import CurrentScaling, fp8, fp8_report
+from mpx import fp8
 
 pytestmark = pytest.mark.usefixtures("small_programs")
 
@@ -210,7 +211,7 @@ def prepared(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_model_nobody_edited(name):
     loss, params, count, true = prepared(name)
-    low = mpx.amp(loss, compute_dtype="bf16")
+    low = mpx.amp(loss, dtype="bf16")
     f8 = fp8(low, min_gain=0)
     report = fp8_report(f8, params, X)
     assert len(report.changed) == count, str(report)
@@ -228,7 +229,7 @@ def test_model_nobody_edited(name):
 @pytest.mark.parametrize("name", ["equinox_scan_remat", "plain"])
 def test_rows_of_their_own_are_no_worse(name):
     loss, params, _, true = prepared(name)
-    low = mpx.amp(loss, compute_dtype="bf16")
+    low = mpx.amp(loss, dtype="bf16")
     f8 = fp8(low, CurrentScaling(granularity="row"), min_gain=0)
     error = distance(eqx.filter_jit(eqx.filter_grad(f8))(params, X), true)
     assert error <= expected_error(DEPTH.get(name, 2))
@@ -270,7 +271,7 @@ def test_nnx_modules_are_taken_apart_and_updated():
     model = Net()
     before = np.asarray(model.norm.mean[...])
     loss = fp8(
-        mpx.amp(lambda model, x: cross_entropy(model(x)), compute_dtype="bf16"),
+        mpx.amp(lambda model, x: cross_entropy(model(x)), dtype="bf16"),
         min_gain=0,
     )
     report = fp8_report(loss, model, X)

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from mpx.recipes import DelayedScaling
 
-from mpx import DelayedScaling, fp8, fp8_check, fp8_report
+from mpx import fp8
 from mpx._amp import _flash
 
 BF16 = jnp.bfloat16

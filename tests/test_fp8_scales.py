@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from mpx.recipes import MXFP8, CurrentScaling, DelayedScaling, StaticScaling
 
-from mpx import MXFP8, CurrentScaling, DelayedScaling, StaticScaling
 from mpx._formats import FORMATS
 from mpx._fp8 import _operands
 from mpx._fp8._dot import fp8_dot

@@ -624,7 +624,7 @@ def test_amp_inside_of_another_wrapper_casts_alone(grad_of, wrap):
         return jnp.sum(x) * w * factor
 
     x = jnp.full(4, 2.0**15)
-    low = mpx.amp(loss, compute_dtype="bf16")
+    low = mpx.amp(loss, dtype="bf16")
     result = grad_of(wrap(low), StaticLossScaling(1.0))(jnp.float32(1.0), x)
     assert_trees_equal(result.grads, jnp.float32(2.0**17))
 

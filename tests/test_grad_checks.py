@@ -259,7 +259,7 @@ def test_closed_over_batch_of_an_f32_computation_is_not_named(policy):
 
 
 def test_closed_over_batch_of_a_function_under_amp_is_not_named():
-    loss = mpx.amp(reads_numpy(X), compute_dtype="bf16")
+    loss = mpx.amp(reads_numpy(X), dtype="bf16")
     jax.jit(mpx.value_and_grad(loss))(NoLossScaling(), PARAMS)
 
 
@@ -373,7 +373,7 @@ def test_scaling_that_can_move_or_need_not_is_not_reported(call):
 
 # --- Functions that call amp somewhere ------------------------------------------------
 
-low_loss = mpx.amp(loss_of_arguments, compute_dtype="bf16")
+low_loss = mpx.amp(loss_of_arguments, dtype="bf16")
 
 
 class Catching:
@@ -390,7 +390,7 @@ CALLS_AMP = {
     "lambda": lambda params, x, y: low_loss(params, x, y),
     "jit inside": lambda params, x, y: jax.jit(low_loss)(params, x, y),
     "closed over": lambda params, x, y: mpx.amp(
-        lambda: loss_of_arguments(params, x, y), compute_dtype="bf16"
+        lambda: loss_of_arguments(params, x, y), dtype="bf16"
     )(),
     "scan": lambda params, x, y: lax.scan(
         lambda total, _: (total + low_loss(params, x, y), None),
@@ -431,7 +431,7 @@ def test_every_function_leaves_the_casts_to_amp(take):
 
 
 def test_amp_of_other_things_than_the_parameters_changes_nothing():
-    teacher = mpx.amp(lambda x: net(PARAMS, x), compute_dtype="bf16")
+    teacher = mpx.amp(lambda x: net(PARAMS, x), dtype="bf16")
 
     def distilled(params, x, y):
         return mean_square(net(params, x) - teacher(x).astype(x.dtype))
@@ -489,7 +489,7 @@ def test_reported_sum_is_wrong_and_its_remedies_are_right():
         once = take_value_and_grad(recurrent, params, xs, policy="c=f16")
     assert once["w"] < 0.1 * exact
     keep = mpx.Policy("f32", "f16", keep="^w$")
-    low = mpx.amp(recurrent, compute_dtype="f16")
+    low = mpx.amp(recurrent, dtype="f16")
     for loss, policy in ((recurrent, keep), (low, None)):
         grads = take_value_and_grad(loss, params, xs, policy=policy)
         # Each part is rounded to f16, and the sum of equal parts in f32 drifts.

@@ -76,47 +76,47 @@ def test_the_kernel_is_taken_for_large_leaves_only(kernel_on_cpus):
     params, grads = make_model()
     params |= {"small": params["0"][:32], "odd": params["0"][:, :63]}
     grads |= {"small": grads["0"][:32], "odd": grads["0"][:, :63]}
-    take_steps(mpx.flash_adamw(0.01), params, grads)
+    take_steps(mpx.optim.flash_adamw(0.01), params, grads)
     assert kernel_on_cpus == [1]
 
 
 def test_leaves_of_equal_types_share_launches(kernel_on_cpus):
     params, grads = make_model(leaves=3)
     grads["1"] = grads["1"].astype(jnp.float32)
-    take_steps(mpx.flash_adamw(0.01), params, grads)
+    take_steps(mpx.optim.flash_adamw(0.01), params, grads)
     assert sorted(kernel_on_cpus) == [1, 2]
 
 
 def test_equal_batches_are_traced_once(kernel_on_cpus):
     params, grads = make_model(leaves=6)
-    take_steps(mpx.flash_adamw(0.01), params, grads)
+    take_steps(mpx.optim.flash_adamw(0.01), params, grads)
     assert kernel_on_cpus == [2]
 
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_the_kernel_gives_the_steps_of_plain_jax(kernel_on_cpus, finite):
     params, grads = make_model(leaves=3)
-    groups = [mpx.ParamGroup("1", {"learning_rate": 0.5})]
+    groups = [mpx.optim.ParamGroup("1", {"learning_rate": 0.5})]
     flag = {"finite": jnp.array(finite)}
-    auto = take_steps(mpx.flash_adamw(0.01, groups=groups), params, grads, **flag)
+    auto = take_steps(mpx.optim.flash_adamw(0.01, groups=groups), params, grads, **flag)
     assert kernel_on_cpus
-    plain = mpx.flash_adamw(0.01, groups=groups, backend="jax")
+    plain = mpx.optim.flash_adamw(0.01, groups=groups, backend="jax")
     assert_trees_equal(auto, take_steps(plain, params, grads, **flag))
 
 
 def test_stochastic_rounding_takes_plain_jax(kernel_on_cpus):
     params, grads = make_model()
-    compression = mpx.Compression(rounding="stochastic")
-    take_steps(mpx.flash_adamw(0.01, compression=compression), params, grads)
+    compression = mpx.optim.Compression(rounding="stochastic")
+    take_steps(mpx.optim.flash_adamw(0.01, compression=compression), params, grads)
     assert not kernel_on_cpus
 
 
 def test_vmap_takes_plain_jax(kernel_on_cpus):
-    optimizer = mpx.flash_adamw(0.01)
+    optimizer = mpx.optim.flash_adamw(0.01)
     params, grads = make_model((2, 64, 64))
     state = jax.vmap(optimizer.init)(params)
     mapped = jax.jit(jax.vmap(optimizer.step))(params, state, grads)
-    plain = mpx.flash_adamw(0.01, backend="jax")
+    plain = mpx.optim.flash_adamw(0.01, backend="jax")
     want = jax.jit(jax.vmap(plain.step))(params, state, grads)
     assert_trees_equal(mapped, want)
     text = str(jax.make_jaxpr(jax.vmap(optimizer.step))(params, state, grads))
@@ -129,7 +129,7 @@ def test_vmap_takes_plain_jax(kernel_on_cpus):
 
 
 def test_vmap_over_gradients_alone(kernel_on_cpus):
-    optimizer = mpx.flash_adamw(0.01)
+    optimizer = mpx.optim.flash_adamw(0.01)
     params, _ = make_model()
     _, grads = make_model((2, 64, 64))
     state = optimizer.init(params)
@@ -173,12 +173,12 @@ def test_layers_step_on_the_devices_that_have_them(kernel_on_cpus, shape, spec):
 
 def test_without_a_gpu_auto_is_plain_jax():
     params, grads = make_model((256, 256))
-    optimizer = mpx.flash_adamw(0.01)
+    optimizer = mpx.optim.flash_adamw(0.01)
     text = (
         jax.jit(optimizer.step).lower(params, optimizer.init(params), grads).as_text()
     )
     assert "triton" not in text
-    plain = mpx.flash_adamw(0.01, backend="jax")
+    plain = mpx.optim.flash_adamw(0.01, backend="jax")
     assert_trees_equal(
         take_steps(optimizer, params, grads), take_steps(plain, params, grads)
     )
@@ -187,8 +187,8 @@ def test_without_a_gpu_auto_is_plain_jax():
 def test_without_a_gpu_nothing_is_traced_for_one():
     params, grads = make_model((256, 256))
     step = {
-        backend: jax.make_jaxpr(mpx.flash_adamw(0.01, backend=backend).step)(
-            params, mpx.flash_adamw(0.01).init(params), grads
+        backend: jax.make_jaxpr(mpx.optim.flash_adamw(0.01, backend=backend).step)(
+            params, mpx.optim.flash_adamw(0.01).init(params), grads
         )
         for backend in ("auto", "jax", "triton")
     }
@@ -201,7 +201,7 @@ def test_without_a_gpu_nothing_is_traced_for_one():
 
 def test_a_step_is_exported_for_gpus_that_are_not_here():
     params, grads = make_model((256, 256))
-    optimizer = mpx.flash_adamw(0.01)
+    optimizer = mpx.optim.flash_adamw(0.01)
     step = jax.jit(lambda *args: jax.tree.leaves(optimizer.step(*args)))
     args = params, optimizer.init(params), grads
     export = jax.export.export(step, platforms=("cpu", "cuda"))(*args)
@@ -211,7 +211,7 @@ def test_a_step_is_exported_for_gpus_that_are_not_here():
 @each_kernel
 def test_a_kernel_needs_a_gpu(backend):
     params, grads = make_model()
-    optimizer = mpx.flash_adamw(0.01, backend=backend)
+    optimizer = mpx.optim.flash_adamw(0.01, backend=backend)
     message = f'"{backend}"` needs a CUDA GPU.*"auto"'
     with pytest.raises(NotImplementedError, match=message):
         optimizer.step(params, optimizer.init(params), grads)
@@ -219,18 +219,22 @@ def test_a_kernel_needs_a_gpu(backend):
 
 def test_triton_takes_small_leaves_too(kernel_on_cpus):
     params, grads = make_model((3, 5))
-    got = take_steps(mpx.flash_adamw(0.01, backend="triton"), params, grads)
+    got = take_steps(mpx.optim.flash_adamw(0.01, backend="triton"), params, grads)
     assert kernel_on_cpus == [1]
-    plain = mpx.flash_adamw(0.01, backend="jax")
+    plain = mpx.optim.flash_adamw(0.01, backend="jax")
     assert_trees_equal(got, take_steps(plain, params, grads))
 
 
 @pytest.mark.parametrize(
     ("shape", "compression", "message"),
     [
-        ((64, 64), mpx.Compression(rounding="stochastic"), "stochastic rounding"),
-        ((0, 64), mpx.Compression(), "no elements"),
-        ((2, 4096), mpx.Compression(group_size=2048), "2048 elements.*up to {largest}"),
+        ((64, 64), mpx.optim.Compression(rounding="stochastic"), "stochastic rounding"),
+        ((0, 64), mpx.optim.Compression(), "no elements"),
+        (
+            (2, 4096),
+            mpx.optim.Compression(group_size=2048),
+            "2048 elements.*up to {largest}",
+        ),
     ],
     ids=["stochastic", "empty", "large groups"],
 )
@@ -240,7 +244,7 @@ def test_a_kernel_says_what_it_cannot_do(
 ):
     monkeypatch.setattr(_dispatch, "HAS_MOSAIC", True)
     params, grads = make_model(shape)
-    optimizer = mpx.flash_adamw(0.01, compression=compression, backend=backend)
+    optimizer = mpx.optim.flash_adamw(0.01, compression=compression, backend=backend)
     message = message.format(largest=largest)
     with pytest.raises(ValueError, match=f'"{backend}.*`0`: .*{message}.*auto'):
         optimizer.step(params, optimizer.init(params), grads)
@@ -249,7 +253,7 @@ def test_a_kernel_says_what_it_cannot_do(
 def test_mosaic_needs_a_later_jax(monkeypatch):
     monkeypatch.setattr(_dispatch, "HAS_MOSAIC", False)
     params, grads = make_model()
-    optimizer = mpx.flash_adamw(0.01, backend="mosaic")
+    optimizer = mpx.optim.flash_adamw(0.01, backend="mosaic")
     message = f"`0`: .*0.11 or later, and {jax.__version__} is installed.*auto"
     with pytest.raises(ValueError, match=message):
         optimizer.step(params, optimizer.init(params), grads)
@@ -264,8 +268,8 @@ def test_mosaic_needs_a_hopper_gpu(monkeypatch, capability, runs):
     monkeypatch.setattr(_dispatch, "HAS_MOSAIC", True)
     monkeypatch.setattr(_dispatch, "gpu_capability", lambda: capability)
     params, grads = make_model()
-    step = functools.partial(mpx.flash_adamw(0.01, backend="mosaic").step, params)
-    state = mpx.flash_adamw(0.01).init(params)
+    step = functools.partial(mpx.optim.flash_adamw(0.01, backend="mosaic").step, params)
+    state = mpx.optim.flash_adamw(0.01).init(params)
     # What runs gets as far as being compiled for this CPU.
     monkeypatch.setattr(_dispatch, "_launch", _launched)
     with pytest.raises(
@@ -293,11 +297,11 @@ LAYOUTS = {
 def test_each_device_steps_its_shards(kernel_on_cpus, axis_type, spec):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
     params, grads = make_model((16, 512), leaves=2)
-    plain = mpx.flash_adamw(0.01, backend="jax")
+    plain = mpx.optim.flash_adamw(0.01, backend="jax")
     want = take_steps(plain, params, grads, finite=jnp.array(True))
     sharding = NamedSharding(mesh, spec)
     params, grads = jax.device_put((params, grads), sharding)
-    got = take_steps(mpx.flash_adamw(0.01), params, grads, finite=jnp.array(True))
+    got = take_steps(mpx.optim.flash_adamw(0.01), params, grads, finite=jnp.array(True))
     assert kernel_on_cpus
     assert_trees_equal(jax.device_get(got), jax.device_get(want))
     sharded = [x for x in jax.tree.leaves(got) if x.ndim]
@@ -308,14 +312,14 @@ def test_each_device_steps_its_shards(kernel_on_cpus, axis_type, spec):
 def test_leaves_of_one_launch_may_be_sharded_differently(kernel_on_cpus):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     params, grads = make_model((16, 512), leaves=2)
-    plain = mpx.flash_adamw(0.01, backend="jax")
+    plain = mpx.optim.flash_adamw(0.01, backend="jax")
     want = take_steps(plain, params, grads)
     shardings = {
         "0": NamedSharding(mesh, P("x")),
         "1": NamedSharding(mesh, P(None, "y")),
     }
     params, grads = jax.device_put((params, grads), (shardings, shardings))
-    got = take_steps(mpx.flash_adamw(0.01), params, grads)
+    got = take_steps(mpx.optim.flash_adamw(0.01), params, grads)
     assert 2 in kernel_on_cpus
     assert_trees_equal(jax.device_get(got), jax.device_get(want))
     for name, x in got[0].items():
@@ -325,14 +329,14 @@ def test_leaves_of_one_launch_may_be_sharded_differently(kernel_on_cpus):
 def test_shard_map_steps_what_each_device_has(kernel_on_cpus):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     params, grads = make_model((64, 512))
-    optimizer = mpx.flash_adamw(0.01)
+    optimizer = mpx.optim.flash_adamw(0.01)
     state = optimizer.init(params)
     scale = jnp.float32(0.5)  # an input: `Unfused` needs an unknown
 
     def step(optimizer, params, state, grads, scale):
         return tuple(optimizer.step(params, state, grads, grad_scale=scale))
 
-    plain = functools.partial(step, mpx.flash_adamw(0.01, backend="jax"))
+    plain = functools.partial(step, mpx.optim.flash_adamw(0.01, backend="jax"))
     want = jax.jit(plain)(params, state, grads, scale)
     specs = jax.tree.map(lambda x: P("x") if x.ndim else P(), state)
     mapped = jax.shard_map(
@@ -352,8 +356,8 @@ def test_groups_that_shards_cut_take_plain_jax(kernel_on_cpus):
     params, grads = make_model((64, 96))
     sharding = NamedSharding(mesh, P(None, "x"))
     params, grads = jax.device_put((params, grads), sharding)
-    take_steps(mpx.flash_adamw(0.01), params, grads)
+    take_steps(mpx.optim.flash_adamw(0.01), params, grads)
     assert not kernel_on_cpus
-    optimizer = mpx.flash_adamw(0.01, backend="triton")
+    optimizer = mpx.optim.flash_adamw(0.01, backend="triton")
     with pytest.raises(ValueError, match="end within a group of 32"):
         optimizer.step(params, optimizer.init(params), grads)

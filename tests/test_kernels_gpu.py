@@ -32,14 +32,16 @@ LAYOUTS = {
     "all in the last": ((4, 2), P(None, ("x", "y"))),
 }
 PARAMS = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
-FLASHOPTIM = mpx.Compression(format="flashoptim")
+FLASHOPTIM = mpx.optim.Compression(format="flashoptim")
 OPTIMIZERS = {
-    "adamw": functools.partial(mpx.flash_adamw, 1e-3),
-    "adam": functools.partial(mpx.flash_adam, 1e-3, weight_decay=0.1),
-    "lion": functools.partial(mpx.flash_lion, 1e-3),
-    "sgd": functools.partial(mpx.flash_sgd, 1e-3, momentum=0.9, nesterov=True),
-    "sgdw": functools.partial(mpx.flash_sgdw, 1e-3, momentum=0.9),
-    "flashoptim": functools.partial(mpx.flash_adamw, 1e-3, compression=FLASHOPTIM),
+    "adamw": functools.partial(mpx.optim.flash_adamw, 1e-3),
+    "adam": functools.partial(mpx.optim.flash_adam, 1e-3, weight_decay=0.1),
+    "lion": functools.partial(mpx.optim.flash_lion, 1e-3),
+    "sgd": functools.partial(mpx.optim.flash_sgd, 1e-3, momentum=0.9, nesterov=True),
+    "sgdw": functools.partial(mpx.optim.flash_sgdw, 1e-3, momentum=0.9),
+    "flashoptim": functools.partial(
+        mpx.optim.flash_adamw, 1e-3, compression=FLASHOPTIM
+    ),
 }
 # By backend: what its kernels are called. "auto" takes Triton's.
 TARGETS = {"auto": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu_v2"}
@@ -143,7 +145,7 @@ def test_sizes_that_do_not_divide_the_block_compile(gpus, shape, backend):
 @pytest.mark.parametrize("shape", [SHAPE, (131, 768)], ids=["full", "odd"])
 def test_any_group_size_compiles(gpus, shape, group_size, backend):
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
-    compression = mpx.Compression(group_size=group_size)
+    compression = mpx.optim.Compression(group_size=group_size)
     optimizer = OPTIMIZERS["adamw"](compression=compression, backend=backend)
     program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
     assert_lean(program, backend, 1, np.prod(shape))
@@ -181,7 +183,7 @@ def test_leaves_of_equal_shape_share_launches(gpus, backend):
 def test_a_kernel_that_is_asked_for_takes_small_leaves_too(
     gpus, shape, backend, kernels
 ):
-    optimizer = mpx.flash_adamw(1e-3, backend=backend)
+    optimizer = mpx.optim.flash_adamw(1e-3, backend=backend)
     params = {"bias": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
     program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
     assert operations(program)[kernels] == (backend != "auto")
@@ -251,14 +253,14 @@ def test_gradients_that_are_released_take_no_memory(gpus, wrap, sizes, spec):
         x, _ = jax.lax.scan(wrap(layer), x, params)
         return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
-    optimizer = mpx.flash_adamw(1e-3)
+    optimizer = mpx.optim.flash_adamw(1e-3)
 
     def ordinary(params, state, x):
         value, grads = jax.value_and_grad(loss)(params, x)
         return value, *optimizer.step(params, state, grads)
 
     def released(params, state, x):
-        result = mpx.release(loss, optimizer)(params, state, x)
+        result = mpx.optim.release(loss, optimizer)(params, state, x)
         return result.value, result.params, result.state
 
     shapes = {"up": (layers, width, hidden), "down": (layers, hidden, width)}

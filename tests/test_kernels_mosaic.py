@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("small_programs")
 
 @needs_mosaic
 def test_vmap_of_mosaic_takes_plain_jax():
-    optimizer = mpx.flash_adamw(0.01, backend="mosaic")
+    optimizer = mpx.optim.flash_adamw(0.01, backend="mosaic")
     params, grads = make_model((2, 64, 64))
     state = jax.vmap(optimizer.init)(params)
     one = jax.tree.map(lambda x: x[0], (params, state, grads))
@@ -45,7 +45,7 @@ def test_how_mosaic_is_launched(monkeypatch):
         return kernel(*args, **kwargs)
 
     monkeypatch.setattr(_mosaic.plgpu, "kernel", spy)
-    optimizer = mpx.flash_adamw(0.01, backend="mosaic")
+    optimizer = mpx.optim.flash_adamw(0.01, backend="mosaic")
     params = {x: jax.ShapeDtypeStruct((2**8, 2**12), jnp.bfloat16) for x in "abc"}
     state = jax.eval_shape(optimizer.init, params)
     jax.eval_shape(optimizer.step, params, state, params)

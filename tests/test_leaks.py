@@ -21,7 +21,7 @@ import mpx
 from models import mlp, mlp_batch, mlp_loss
 from mpx import amp, fp8
 
-bf16 = functools.partial(amp, compute_dtype="bf16")
+bf16 = functools.partial(amp, dtype="bf16")
 BF16 = jnp.bfloat16
 X = jnp.linspace(-1.0, 1.0, 32).reshape(4, 8)
 W = jnp.linspace(-0.5, 0.6, 64).reshape(8, 8)
@@ -137,7 +137,7 @@ def accumulated():
 
 
 def retried():
-    step = mpx.value_and_grad(amp(loss, compute_dtype="f16"), retry=2)
+    step = mpx.value_and_grad(amp(loss, dtype="f16"), retry=2)
     return step, (mpx.DynamicLossScaling.pow2(), PARAMS, X)
 
 
@@ -166,7 +166,7 @@ def fp8_current():
 
 
 def fp8_delayed():
-    f8 = fp8(stacked_loss, mpx.DelayedScaling(history=2), min_gain=0)
+    f8 = fp8(stacked_loss, mpx.recipes.DelayedScaling(history=2), min_gain=0)
     args = bf16_problem(2)
     state = f8.init(*jax.eval_shape(lambda: args))
     return jax.value_and_grad(f8, argnums=(0, 1)), (state, *args)
@@ -199,9 +199,9 @@ def updated(make):
 def released(func, count=1):
     def build():
         params, x = bf16_problem(count)
-        compression = mpx.Compression(min_size=1)
-        optimizer = mpx.flash_adamw(1e-3, compression=compression)
-        step = mpx.release(func, optimizer, skip_nonfinite=True, with_norm=True)
+        compression = mpx.optim.Compression(min_size=1)
+        optimizer = mpx.optim.flash_adamw(1e-3, compression=compression)
+        step = mpx.optim.release(func, optimizer, skip_nonfinite=True, with_norm=True)
         return step, (params, optimizer.init(params), x)
 
     return build
@@ -264,11 +264,11 @@ STEPS = {
     "fp8 delayed": fp8_delayed,
     "fp8 of amp": fp8_of_amp,
     "optimizer_update": updated(lambda: optax.adam(1e-3)),
-    "master_weights": updated(lambda: mpx.master_weights(optax.adam(1e-3))),
-    "skip_nonfinite": updated(lambda: mpx.skip_nonfinite(optax.adam(1e-3))),
-    "flash_adamw": updated(lambda: mpx.flash_adamw(1e-3)),
-    "flash_lion": updated(lambda: mpx.flash_lion(1e-3)),
-    "flash_sgd": updated(lambda: mpx.flash_sgd(1e-3, momentum=0.9)),
+    "master_weights": updated(lambda: mpx.optim.master_weights(optax.adam(1e-3))),
+    "skip_nonfinite": updated(lambda: mpx.optim.skip_nonfinite(optax.adam(1e-3))),
+    "flash_adamw": updated(lambda: mpx.optim.flash_adamw(1e-3)),
+    "flash_lion": updated(lambda: mpx.optim.flash_lion(1e-3)),
+    "flash_sgd": updated(lambda: mpx.optim.flash_sgd(1e-3, momentum=0.9)),
     "release": released(one_layer),
     "release of amp": released(bf16(widened)),
     "NNX": nnx_model,

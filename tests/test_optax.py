@@ -27,8 +27,8 @@ pytestmark = [
 ]
 
 # Their states have names; optax types a state as any tree.
-skip_nonfinite: Any = mpx.skip_nonfinite
-master_weights: Any = mpx.master_weights
+skip_nonfinite: Any = mpx.optim.skip_nonfinite
+master_weights: Any = mpx.optim.master_weights
 
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.125, momentum=0.5),

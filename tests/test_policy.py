@@ -237,9 +237,7 @@ def test_string_or_nothing_can_stand_for_a_policy():
     [("bf16-mixed", "bfloat16"), ("mixed_float16", "float16"), ("fp16", "float16")],
 )
 def test_amp_takes_the_names_of_other_frameworks(name, dtype):
-    program = jax.make_jaxpr(mpx.amp(jnp.dot, compute_dtype=name))(
-        *[jnp.ones((2, 2))] * 2
-    )
+    program = jax.make_jaxpr(mpx.amp(jnp.dot, dtype=name))(*[jnp.ones((2, 2))] * 2)
     assert f"{'bf16' if dtype == 'bfloat16' else 'f16'}[2,2]" in str(program)
 
 

@@ -12,7 +12,7 @@ import mpx
 
 # A change here is a change of the API: it needs a sentence in the changelog.
 PUBLIC = [
-    "AmpPolicy",
+    "AmpRules",
     "AmpReport",
     "Clip",
     "Compression",

@@ -23,30 +23,32 @@ from mpx.testing import assert_trees_equal
 pytestmark = pytest.mark.usefixtures("small_programs")
 
 LAYERS, WIDTH, HIDDEN, WORDS = 3, 32, 64, 48
-TINY = mpx.Compression(min_size=1)
+TINY = mpx.optim.Compression(min_size=1)
 OPTIMIZERS: dict[str, Any] = {
-    "adamw": mpx.flash_adamw(1e-2, weight_decay=0.1, compression=TINY),
-    "lion": mpx.flash_lion(1e-3, compression=TINY),
-    "without moments": mpx.flash_sgdw(0.1, weight_decay=0.1),
+    "adamw": mpx.optim.flash_adamw(1e-2, weight_decay=0.1, compression=TINY),
+    "lion": mpx.optim.flash_lion(1e-3, compression=TINY),
+    "without moments": mpx.optim.flash_sgdw(0.1, weight_decay=0.1),
 }
 # Every number of moments, in 8 bits and in f32; scalars and seeds that are computed; every
 # dtype of parameters. Steps with release differ in what they read, not in the rule.
 CASES: dict[str, Any] = {
     "adamw, a schedule": (
-        mpx.flash_adamw(
+        mpx.optim.flash_adamw(
             lambda count: 1e-2 / (1 + jnp.float32(count)), compression=TINY
         ),
         BF16,
     ),
     "lion, stochastic": (
-        mpx.flash_lion(
+        mpx.optim.flash_lion(
             1e-3,
-            compression=mpx.Compression(min_size=1, rounding="stochastic", seed=3),
+            compression=mpx.optim.Compression(
+                min_size=1, rounding="stochastic", seed=3
+            ),
         ),
         F16,
     ),
     # All leaves are below `min_size`.
-    "sgd, f32 moments": (mpx.flash_sgd(1e-2, momentum=0.9, nesterov=True), F32),
+    "sgd, f32 moments": (mpx.optim.flash_sgd(1e-2, momentum=0.9, nesterov=True), F32),
 }
 
 
@@ -168,7 +170,7 @@ MODELS = {
     "also outside": also_outside,
     "unused": unused,
     "part of the body": part_of_the_body,
-    "amp": mpx.amp(scanned, compute_dtype=BF16),
+    "amp": mpx.amp(scanned, dtype=BF16),
 }
 
 
@@ -179,7 +181,7 @@ def steppers(func, optimizer, **options):
         value, grads = jax.value_and_grad(func, allow_int=True)(params, *args)
         return (value, *optimizer.step(params, state, grads))
 
-    released = mpx.release(func, optimizer, **options)
+    released = mpx.optim.release(func, optimizer, **options)
 
     def release(params, state, *args):
         result = released(params, state, *args)
@@ -222,13 +224,13 @@ def test_optimizers_step_as_without_release(name):
 
 
 def test_groups_masks_and_leaves_that_are_no_parameters():
-    optimizer = mpx.flash_lion(
+    optimizer = mpx.optim.flash_lion(
         1e-2,
         weight_decay=0.1,
         mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
         groups=[
-            mpx.ParamGroup("table", frozen=True),
-            mpx.ParamGroup("down", {"learning_rate": 1e-3}),
+            mpx.optim.ParamGroup("table", frozen=True),
+            mpx.optim.ParamGroup("down", {"learning_rate": 1e-3}),
         ],
         compression=TINY,
     )
@@ -270,7 +272,7 @@ def test_equinox_models_step_as_without_release():
 
     @eqx.filter_jit
     def release(model, state):
-        result = mpx.release(loss, optimizer)(model, state, x)
+        result = mpx.optim.release(loss, optimizer)(model, state, x)
         return result.params, result.state
 
     state = optimizer.init(model)
@@ -382,9 +384,9 @@ def test_auxiliary_output_and_keywords_pass():
 
     optimizer, params = OPTIMIZERS["without moments"], make_params()
     state, (words,) = optimizer.init(params), make_batch()
-    step = jax.jit(mpx.release(func, optimizer, has_aux=True))
+    step = jax.jit(mpx.optim.release(func, optimizer, has_aux=True))
     result = step(params, state, words=words)
-    plain = jax.jit(mpx.release(scanned, optimizer))(params, state, words)
+    plain = jax.jit(mpx.optim.release(scanned, optimizer))(params, state, words)
     assert_trees_equal(result.aux, {"loss": result.value, "words": words})
     assert_trees_equal((result.value, result.params), (plain.value, plain.params))
     assert plain.aux is plain.finite is plain.grad_norm is None
@@ -393,14 +395,14 @@ def test_auxiliary_output_and_keywords_pass():
 def test_a_flag_skips_and_a_scale_multiplies_the_gradients():
     optimizer, params = OPTIMIZERS["lion"], make_params()
     before, batch = optimizer.init(params), make_batch()
-    want = jax.jit(mpx.release(scanned, optimizer))(params, before, *batch)
+    want = jax.jit(mpx.optim.release(scanned, optimizer))(params, before, *batch)
 
     def scaled(params, *batch):
         return scanned(params, *batch) * 1024
 
     @jax.jit
     def step(finite):
-        released = mpx.release(scaled, optimizer)
+        released = mpx.optim.release(scaled, optimizer)
         scale = jnp.float32(1 / 1024)
         return released(params, before, *batch, finite=finite, grad_scale=scale)
 
@@ -415,7 +417,7 @@ def test_the_norm_is_that_of_all_gradients():
         make_params(F32),
         make_batch(),
     )
-    step = jax.jit(mpx.release(scanned, optimizer, with_norm=True))
+    step = jax.jit(mpx.optim.release(scanned, optimizer, with_norm=True))
     got = step(params, optimizer.init(params), *batch, grad_scale=0.25)
     grads = jax.jit(jax.grad(scanned))(params, *batch)
     squares = [np.sum(np.square(np.asarray(g, np.float64))) for g in grads.values()]
@@ -446,7 +448,7 @@ def test_only_layers_with_gradients_that_are_not_finite_are_left_alone():
 
     optimizer = OPTIMIZERS["lion"]
     state = optimizer.init(params)
-    step = jax.jit(mpx.release(safe, optimizer, skip_nonfinite=True))
+    step = jax.jit(mpx.optim.release(safe, optimizer, skip_nonfinite=True))
     got = step(params, state, *make_batch())
     assert not bool(got.finite)
     assert int(got.state.count) == 1
@@ -457,7 +459,7 @@ def test_only_layers_with_gradients_that_are_not_finite_are_left_alone():
         strict=True,
     ):
         assert_trees_equal(new[1], old[1])
-    assert mpx.all_finite(mpx.master_params(got.params, got.state))
+    assert mpx.all_finite(mpx.optim.master_params(got.params, got.state))
     for key in ("up", "down", "table"):
         assert np.any(got.params[key] != params[key])
 
@@ -470,7 +472,7 @@ def test_a_step_counts_if_anything_stepped():
     params = {k: draw(n, (2, 32), BF16) for n, k in enumerate("ab")}
     params["empty"] = jnp.ones((0, 32), BF16)
     params["unused"] = params["a"]  # it decays
-    step = jax.jit(mpx.release(loss, optimizer, skip_nonfinite=True))
+    step = jax.jit(mpx.optim.release(loss, optimizer, skip_nonfinite=True))
     good, bad = jnp.float32(1.0), jnp.float32(jnp.nan)
     state = optimizer.init(params)
 
@@ -484,7 +486,7 @@ def test_a_step_counts_if_anything_stepped():
     assert not one.finite
     assert int(one.state.count) == 1
     assert_trees_equal(one.params["b"], params["b"])
-    masters = [mpx.master_params(*pair) for pair in ((params, state), one[2:4])]
+    masters = [mpx.optim.master_params(*pair) for pair in ((params, state), one[2:4])]
     for key in ("a", "unused"):
         assert np.any(masters[0][key] != masters[1][key])
     assert int(after(good, good).state.count) == 1
@@ -497,7 +499,7 @@ def test_a_step_counts_if_anything_stepped():
 def test_a_step_without_any_number_counts_as_it_does_without_release(params):
     optimizer = OPTIMIZERS["adamw"]
     func = lambda params: sum(map(jnp.sum, params.values()), jnp.zeros(()))  # noqa: E731
-    step = mpx.release(func, optimizer, skip_nonfinite=True)
+    step = mpx.optim.release(func, optimizer, skip_nonfinite=True)
     got = step(params, optimizer.init(params))
     assert int(got.state.count) == 1
     assert got.finite
@@ -521,9 +523,9 @@ def test_a_scan_over_no_layers_steps_as_without_release(wrap):
 
 def test_if_all_is_finite_everything_steps():
     optimizer, params = OPTIMIZERS["without moments"], make_params()
-    step = jax.jit(mpx.release(scanned, optimizer, skip_nonfinite=True))
+    step = jax.jit(mpx.optim.release(scanned, optimizer, skip_nonfinite=True))
     got = step(params, optimizer.init(params), *make_batch())
-    want = jax.jit(mpx.release(scanned, optimizer))(
+    want = jax.jit(mpx.optim.release(scanned, optimizer))(
         params, optimizer.init(params), *make_batch()
     )
     assert bool(got.finite)
@@ -547,7 +549,7 @@ def test_if_all_is_finite_everything_steps():
 
 def test_other_optimizers_are_refused():
     with pytest.raises(TypeError, match="one of mpx's compressed optimizers.*Gradient"):
-        mpx.release(scanned, optax.adamw(1e-3))
+        mpx.optim.release(scanned, optax.adamw(1e-3))
 
 
 @pytest.mark.parametrize(
@@ -561,21 +563,21 @@ def test_other_optimizers_are_refused():
 )
 def test_functions_that_return_no_loss_are_refused(func, message):
     params = {"w": jnp.ones(4)}
-    optimizer = mpx.flash_adamw(1e-3)
+    optimizer = mpx.optim.flash_adamw(1e-3)
     with pytest.raises(TypeError, match=message):
-        mpx.release(func, optimizer)(params, optimizer.init(params))
+        mpx.optim.release(func, optimizer)(params, optimizer.init(params))
 
 
 def test_without_a_pair_there_is_no_auxiliary_output():
     params = {"w": jnp.ones(4)}
-    optimizer = mpx.flash_adamw(1e-3)
-    step = mpx.release(lambda p: p["w"].sum(), optimizer, has_aux=True)
+    optimizer = mpx.optim.flash_adamw(1e-3)
+    step = mpx.optim.release(lambda p: p["w"].sum(), optimizer, has_aux=True)
     with pytest.raises(TypeError, match=r"must return a pair `\(loss, aux\)`"):
         step(params, optimizer.init(params))
 
 
 def test_the_state_of_other_parameters_is_refused():
-    optimizer = mpx.flash_adamw(1e-3)
+    optimizer = mpx.optim.flash_adamw(1e-3)
     state = optimizer.init({"v": jnp.ones(4)})
     with pytest.raises(ValueError, match="The optimizer state must have the structure"):
-        mpx.release(lambda p: p["w"].sum(), optimizer)({"w": jnp.ones(4)}, state)
+        mpx.optim.release(lambda p: p["w"].sum(), optimizer)({"w": jnp.ones(4)}, state)

@@ -63,7 +63,7 @@ def count_calls(transform, dtype):
 
 
 def in_bf16(func):
-    return amp(func, compute_dtype="bf16")
+    return amp(func, dtype="bf16")
 
 
 # Calls are what tracing takes, and unlike seconds do not depend on the machine.

@@ -143,7 +143,9 @@ def test_state_that_does_not_fit_the_optimizer_is_an_error(make):
     ("param", "grad"),
     [("f4", "i4"), ("f4", "bool"), ("f4", "c8"), ("c8", "i4")],
 )
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), mpx.flash_sgd(0.1)], ids=type)
+@pytest.mark.parametrize(
+    "optimizer", [optax.sgd(0.1), mpx.optim.flash_sgd(0.1)], ids=type
+)
 def test_gradient_that_is_not_floating_is_named(param, grad, optimizer):
     params, grads = {"w": jnp.ones(2, param)}, {"w": jnp.ones(2, grad)}
     state = optimizer.init({"w": jnp.ones(2)})
@@ -167,15 +169,15 @@ def test_complex_parameter_takes_a_complex_gradient():
 UNKNOWN_ARGUMENTS = [
     (optax.adam, "grad_scale", "Only the compressed optimizers"),
     (
-        lambda _: mpx.skip_nonfinite(optax.adam(0.1)),
+        lambda _: mpx.optim.skip_nonfinite(optax.adam(0.1)),
         "grad_scale",
         "Only the compressed",
     ),
     (optax.adam, "vlaue", "Did you mean `value`"),
     (optax.adam, "grads_scale", "Did you mean `grad_scale`"),
     (optax.adam, "finite", "Pass it as `grads_finite`"),
-    (mpx.flash_adamw, "gradscale", "Did you mean `grad_scale`"),
-    (mpx.flash_adamw, "loss_scale", "It takes `grad_scale`"),
+    (mpx.optim.flash_adamw, "gradscale", "Did you mean `grad_scale`"),
+    (mpx.optim.flash_adamw, "loss_scale", "It takes `grad_scale`"),
 ]
 
 
@@ -199,7 +201,7 @@ def test_nnx_optimizer_refuses_an_argument_that_it_would_ignore():
 @pytest.mark.parametrize("chained", [False, True])
 def test_compressed_optimizer_takes_a_gradient_scale(chained):
     params, grads = jnp.ones(2), jnp.full(2, 8.0)
-    optimizer = mpx.flash_sgd(1.0)
+    optimizer = mpx.optim.flash_sgd(1.0)
     optimizer = optax.chain(optax.identity(), optimizer) if chained else optimizer
     after, _ = mpx.optimizer_update(
         *(params, optimizer, optimizer.init(params), grads, True), grad_scale=1 / 16
@@ -209,7 +211,7 @@ def test_compressed_optimizer_takes_a_gradient_scale(chained):
 
 def test_value_of_the_loss_does_not_keep_a_compressed_optimizer_from_its_own_step():
     params = {"w": jnp.ones((8, 32), jnp.bfloat16)}
-    optimizer = mpx.flash_adamw(0.1)
+    optimizer = mpx.optim.flash_adamw(0.1)
 
     def program(**extra):
         def update(params, state, grads):
@@ -239,7 +241,7 @@ def step_with(optimizer, params, grads=None):
 def test_plain_optimizer_of_16_bit_parameters_warns_once_with_the_remedies():
     match = (
         "`w` is stored in bfloat16, and the optimizer keeps no master weights: an update "
-        "of less than 0.2 % .*f32.*mpx.master_weights.*mpx.flash_adamw"
+        "of less than 0.2 % .*f32.*mpx.optim.master_weights.*mpx.optim.flash_adamw"
     )
     with pytest.warns(RuntimeWarning, match=match) as caught:
         step_with(optax.adam(0.1), bf16_params())
@@ -261,10 +263,10 @@ def test_flax_optimizers_of_16_bit_parameters_warn_too():
 @pytest.mark.parametrize(
     "optimizer",
     [
-        mpx.master_weights(optax.adam(0.1)),
-        mpx.skip_nonfinite(mpx.master_weights(optax.adam(0.1))),
-        optax.chain(optax.clip(1.0), mpx.flash_adamw(0.1)),
-        mpx.flash_adamw(0.1),
+        mpx.optim.master_weights(optax.adam(0.1)),
+        mpx.optim.skip_nonfinite(mpx.optim.master_weights(optax.adam(0.1))),
+        optax.chain(optax.clip(1.0), mpx.optim.flash_adamw(0.1)),
+        mpx.optim.flash_adamw(0.1),
     ],
     ids=["masters", "wrapped masters", "chained flash", "flash"],
 )

@@ -81,8 +81,8 @@ from parameters that were rounded to bf16 before the first step: what such a sma
 difference alone does. A route trains as f32 if its distance is at most {100 * TOLERANCE:.0f} %
 ({100 * FP8_TOLERANCE:.0f} % for fp8), or {NOISE} times that of *rounded once*; larger ones are
 **bold**. {FAILED} did not run or did not train; – means that there is nothing to run. f16
-has a dynamic loss scale. *flash* is `mpx.flash_adamw`, with f32 parameters, and with bf16
-ones under `amp`; *release* is the latter with `mpx.release`. These two start from bf16 parameters
+has a dynamic loss scale. *flash* is `mpx.optim.flash_adamw`, with f32 parameters, and with bf16
+ones under `amp`; *release* is the latter with `mpx.optim.release`. These two start from bf16 parameters
 and are compared with *rounded once*.
 
 """

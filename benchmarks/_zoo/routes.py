@@ -64,7 +64,7 @@ def by_hand(loss: Loss, dtype: Any) -> Loss:
 
 def amp(case: Case, dtype: str) -> Loss:
     """Returns the loss under `mpx.amp`."""
-    return mpx.amp(case.loss, compute_dtype=dtype)
+    return mpx.amp(case.loss, dtype=dtype)
 
 
 def low_amp(case: Case) -> Loss:
@@ -112,12 +112,12 @@ def scaled(case: Case, loss: Loss, scaling: Any, policy: str | None = None) -> R
 
 
 def flash(case: Case, loss: Loss, params: Any, *, release: bool = False) -> Run:
-    """`mpx.flash_adamw`, with all sizes compressed that can be, or `mpx.release`."""
+    """`mpx.optim.flash_adamw`, with all sizes compressed that can be, or `mpx.optim.release`."""
     # The rate of weight decay is that of `optax.adamw`.
-    optimizer = mpx.flash_adamw(
-        case.learning_rate, compression=mpx.Compression(min_size=0)
+    optimizer = mpx.optim.flash_adamw(
+        case.learning_rate, compression=mpx.optim.Compression(min_size=0)
     )
-    released = mpx.release(loss, optimizer) if release else None
+    released = mpx.optim.release(loss, optimizer) if release else None
 
     def step(carry: Any, batch: Any) -> Any:
         params, state = carry
@@ -182,18 +182,14 @@ def written(route: str, case: Case) -> Loss:
 def share(route: str, case: Case) -> float | None:
     """Returns the share of the matmul operations that run in 16 bits, or in fp8."""
     if route == "fp8":
-        return mpx.fp8_report(fp8(case), case.params, case.batch).share
+        return mpx.inspect.report(fp8(case), case.params, case.batch).share
     dtype = route.split()[-1]
     if route.startswith("amp"):
-        report = mpx.amp_report(case.loss, case.params, case.batch, compute_dtype=dtype)
+        report = mpx.inspect.report(mpx.amp(case.loss, dtype), case.params, case.batch)
     elif route.startswith(("policy", "own")):
         # The empty dictionary changes nothing: the report counts what is written.
-        report = mpx.amp_report(
-            written(route, case),
-            case.params,
-            case.batch,
-            compute_dtype=dtype,
-            policy={},
+        report = mpx.inspect.report(
+            mpx.amp(written(route, case), dtype, rules={}), case.params, case.batch
         )
     else:
         return None

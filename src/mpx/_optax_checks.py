@@ -44,7 +44,7 @@ def check_extra_args(
             if is_compressed or _holds(state, "mpx_is_compressed"):
                 continue
             hint = (
-                "Only the compressed optimizers such as `mpx.flash_adamw` take it. "
+                "Only the compressed optimizers such as `mpx.optim.flash_adamw` take it. "
                 "Multiply the gradients, or let `mpx.value_and_grad` unscale them."
             )
         elif name in known or not (close or is_compressed):
@@ -79,8 +79,8 @@ def warn_of_lost_updates(params: PyTree, grads: PyTree, state: PyTree) -> None:
         f"`{name}` is stored in {dtype}, and the optimizer keeps no master weights: an "
         f"update of less than {lost_below} of a weight is rounded away, and training may "
         "stand still. Store the parameters in f32 and let a policy or `mpx.amp` cast "
-        "them, wrap the optimizer as `mpx.master_weights(optimizer)`, or use "
-        "`mpx.flash_adamw`."
+        "them, wrap the optimizer as `mpx.optim.master_weights(optimizer)`, or use "
+        "`mpx.optim.flash_adamw`."
     )
 
 

@@ -1,6 +1,6 @@
 """Autocast: op-by-op mixed precision for functions nobody edited."""
 
-from mpx._amp._policy import AmpPolicy as AmpPolicy
+from mpx._amp._policy import AmpRules as AmpRules
 from mpx._amp._report import AmpReport as AmpReport
 from mpx._amp._report import amp_report as amp_report
 from mpx._amp._scopes import amp_low as amp_low

@@ -22,7 +22,7 @@ from mpx._amp._apply import (
     reason_to_keep,
     run_original,
 )
-from mpx._amp._policy import AmpPolicy, Choice
+from mpx._amp._policy import AmpRules, Choice
 from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, Rule
 from mpx._amp._scopes import LOW_NAME
 from mpx._amp._values import (
@@ -101,7 +101,7 @@ class Autocast:
     """
 
     dtype: np.dtype
-    policy: AmpPolicy
+    policy: AmpRules
     narrow_carry: bool = False
     f32_weight_grads: bool = False
     f32_results: bool = False

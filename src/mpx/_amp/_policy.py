@@ -1,4 +1,4 @@
-"""AmpPolicy: what a user may change about the rule table, and where."""
+"""AmpRules: what a user may change about the rule table, and where."""
 
 import dataclasses
 import difflib
@@ -31,7 +31,7 @@ _BASES = ("safe", "fast", "original", "tf32", "bf16_f32", "true_f32")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class AmpPolicy:
+class AmpRules:
     """Which operations run in which precision.
 
     Rules are tried from the most to the least specific: a named scope (the outermost
@@ -60,7 +60,7 @@ class AmpPolicy:
     have the same rules in the same order.
 
     Examples:
-        >>> policy = AmpPolicy(scopes={"*/router/*": "original"}, params={"head": "f32"})
+        >>> policy = AmpRules(scopes={"*/router/*": "original"}, params={"head": "f32"})
         >>> policy.base
         'safe'
     """
@@ -100,7 +100,7 @@ class AmpPolicy:
 
     def __eq__(self, other: object) -> bool:
         """Whether the other is a policy with the same rules in the same order."""
-        return isinstance(other, AmpPolicy) and self._key() == other._key()
+        return isinstance(other, AmpRules) and self._key() == other._key()
 
     def __hash__(self) -> int:
         """Returns a number that equal policies share."""
@@ -235,30 +235,30 @@ def _parse(value: Choice, field: str, key: str) -> Choice:
         ) from None
 
 
-def as_amp_policy(policy: AmpPolicy | str | Mapping[Any, Any] | None) -> AmpPolicy:
+def as_amp_policy(policy: AmpRules | str | Mapping[Any, Any] | None) -> AmpRules:
     """Returns a policy from what a user may pass for one.
 
     A dictionary has jaxamp's meaning: its keys are primitives (objects or names) and
     scopes, and what it does not list runs at its original precision.
     """
     if policy is None:
-        return AmpPolicy()
-    if isinstance(policy, AmpPolicy):
+        return AmpRules()
+    if isinstance(policy, AmpRules):
         return policy
     if isinstance(policy, str):
         if policy not in _BASES:
             raise ValueError(
-                f"`policy` must be one of {', '.join(_BASES)}, an `mpx.AmpPolicy` or a "
+                f"`policy` must be one of {', '.join(_BASES)}, an `mpx.AmpRules` or a "
                 f"dictionary, but {policy!r} was given."
             )
-        return AmpPolicy(policy)
+        return AmpRules(policy)
     if not isinstance(policy, Mapping):
         raise TypeError(
-            '`policy` must be an `mpx.AmpPolicy`, a name such as "safe" or a '
+            '`policy` must be an `mpx.AmpRules`, a name such as "safe" or a '
             f"dictionary, but {type(policy).__name__} was given."
         )
     is_primitive = lambda key: not isinstance(key, str) or key in PRIMITIVES  # noqa: E731
-    return AmpPolicy(
+    return AmpRules(
         "original",
         primitives={key: rule for key, rule in policy.items() if is_primitive(key)},
         scopes={key: rule for key, rule in policy.items() if not is_primitive(key)},

@@ -15,7 +15,7 @@ from mpx import _nnx
 from mpx._amp._apply import flops, repetitions
 from mpx._amp._flash import NAMES as ATTENTION
 from mpx._amp._interpreter import Autocast, Decision
-from mpx._amp._policy import AmpPolicy, as_amp_policy, as_compute_dtype
+from mpx._amp._policy import AmpRules, as_amp_policy, as_compute_dtype
 from mpx._amp._rules import MATMULS, REASONS, UNKNOWN, Rule
 from mpx._amp._transform import autocast_call
 from mpx._compat import open_jaxpr, sub_jaxprs
@@ -44,7 +44,7 @@ class AmpReport:
     """
 
     compute_dtype: str
-    policy: AmpPolicy
+    policy: AmpRules
     decisions: tuple[Decision, ...]
     flops: Mapping[str, int]
 
@@ -200,7 +200,7 @@ def amp_report(
     func: Callable[..., Any],
     *args: Any,
     compute_dtype: DTypeLike | None = None,
-    policy: AmpPolicy | str | Mapping[Any, Any] | None = None,
+    policy: AmpRules | str | Mapping[Any, Any] | None = None,
     **kwargs: Any,
 ) -> AmpReport:
     """Says what `amp(func)` does with a call: which dtypes, where, and why.

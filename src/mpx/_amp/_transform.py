@@ -14,7 +14,7 @@ from mpx import _nnx
 from mpx._amp._catch import caught_attention
 from mpx._amp._flash import attend
 from mpx._amp._interpreter import Autocast
-from mpx._amp._policy import AmpPolicy, as_amp_policy, as_compute_dtype
+from mpx._amp._policy import AmpRules, as_amp_policy, as_compute_dtype
 from mpx._amp._scoped import (
     call_haiku,
     call_linen,
@@ -45,7 +45,7 @@ def amp(
     func: Callable[..., Any] | None = None,
     *,
     compute_dtype: DTypeLike | None = None,
-    policy: AmpPolicy | str | Mapping[Any, Any] | None = None,
+    policy: AmpRules | str | Mapping[Any, Any] | None = None,
     narrow_carry: bool = False,
     f32_weight_grads: bool = False,
 ) -> Callable[..., Any]:
@@ -67,7 +67,7 @@ def amp(
         compute_dtype: bf16 or f16. `None` is bf16, unless you chose a half precision
             with `set_half_precision_datatype` or `half_precision`. Gradients in f16 need
             a loss scale: take them with `mpx.value_and_grad`. Others warn.
-        policy: `"safe"` (the default), `"fast"`, an `AmpPolicy`, or a dictionary as in
+        policy: `"safe"` (the default), `"fast"`, an `AmpRules`, or a dictionary as in
             jaxamp.
         narrow_carry: Whether the carry of a loop may be held in the compute dtype. By
             default it stays f32, since it may be an accumulator.
@@ -231,9 +231,9 @@ def _call_pure(
     return out_static.merge(outs)
 
 
-def _check_policy(policy: AmpPolicy, jaxpr: Any, names: list[str]) -> None:
+def _check_policy(policy: AmpRules, jaxpr: Any, names: list[str]) -> None:
     """Warns of rules that hold for nothing in a function; a misspelt name is one."""
-    if policy == AmpPolicy(policy.base, primitives=policy.primitives):
+    if policy == AmpRules(policy.base, primitives=policy.primitives):
         return
     paths: set[tuple[str, ...]] = set()
     functions: set[str] = set()
@@ -253,7 +253,7 @@ def _check_policy(policy: AmpPolicy, jaxpr: Any, names: list[str]) -> None:
     if useless:
         warn(
             f"The policy of `amp` has rules that hold for nothing: {', '.join(useless)}. "
-            "`mpx.amp_report` lists the scopes, source lines and parameters of a "
+            "`mpx.inspect.report` lists the scopes, source lines and parameters of a "
             "function. Parameters that a function closes over have no names: pass them "
             "as an argument."
         )

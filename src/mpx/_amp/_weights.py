@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from mpx._amp._policy import AmpPolicy
+from mpx._amp._policy import AmpRules
 from mpx._amp._values import F32, NEUTRAL, Meta, as_array, cast
 from mpx._compat import bind, open_jaxpr
 
@@ -38,7 +38,7 @@ def matmul(amp: Any, eqn: Any, values: Sequence[Any], weights: tuple[int, ...]) 
     given = [value.dtype for value in args]
     exact = dataclasses.replace(
         amp,
-        policy=AmpPolicy(),
+        policy=AmpRules(),
         cache={},
         made={},
         decisions=None,

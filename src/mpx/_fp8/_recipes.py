@@ -217,12 +217,12 @@ def as_recipe(recipe: Any) -> Recipe:
         )
     if not isinstance(recipe, str):
         raise TypeError(
-            "`recipe` must be a recipe such as `mpx.CurrentScaling()` or the name of "
+            "`recipe` must be a recipe such as `mpx.recipes.CurrentScaling()` or the name of "
             f"one, but {recipe!r} was given."
         )
     if recipe not in _BY_NAME:
         raise ValueError(
             f"`recipe` must be one of {', '.join(_BY_NAME)}, but {recipe!r} was given. "
-            "Pass `mpx.StaticScaling(...)` as an object: its magnitudes have no default."
+            "Pass `mpx.recipes.StaticScaling(...)` as an object: its magnitudes have no default."
         )
     return _BY_NAME[recipe]()

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from mpx import _nnx
-from mpx._amp._policy import AmpPolicy
+from mpx._amp._policy import AmpRules
 from mpx._amp._report import trace
 from mpx._amp._transform import autocast_call
 from mpx._arguments import as_count, as_real, check_value
@@ -220,7 +220,7 @@ class Fp8Function:
             TypeError: If the recipe has no state.
 
         Examples:
-            >>> from mpx import DelayedScaling
+            >>> from mpx.recipes import DelayedScaling
             >>> loss = lambda w, x: jnp.sum(x @ w)
             >>> f8 = fp8(loss, DelayedScaling(history=2), min_gain=0)
             >>> w, x = (jnp.ones((16, 16), jnp.bfloat16) for _ in range(2))
@@ -262,7 +262,7 @@ class Fp8Function:
         )
 
 
-_AS_WRITTEN = AmpPolicy("original")
+_AS_WRITTEN = AmpRules("original")
 
 
 def _param_names(

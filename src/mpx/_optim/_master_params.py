@@ -29,7 +29,7 @@ def master_params(params: PyTree, state: PyTree) -> PyTree:
         ValueError: If `state` does not hold one state that fits the parameters.
 
     Examples:
-        >>> from mpx import flash_adamw
+        >>> from mpx.optim import flash_adamw
         >>> params = {"w": jnp.ones((8,), jnp.bfloat16)}
         >>> state = flash_adamw(1e-3).init(params)
         >>> master_params(params, state)["w"].dtype
@@ -67,7 +67,7 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
             fits the parameters.
 
     Examples:
-        >>> from mpx import flash_adamw
+        >>> from mpx.optim import flash_adamw
         >>> weights = {"w": jnp.full((8,), 0.1)}
         >>> params = {"w": weights["w"].astype(jnp.bfloat16)}
         >>> state = flash_adamw(1e-3).init(params)

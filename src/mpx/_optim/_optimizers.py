@@ -116,7 +116,7 @@ def _build(
     return FlashOptimizer(init, update)
 
 
-_COMPRESSION = "`compression=mpx.Compression({})`"
+_COMPRESSION = "`compression=mpx.optim.Compression({})`"
 _F32_MOMENTS = f"{_COMPRESSION.format('quantize=False')}, which keeps moments in f32"
 _OTHER_NAMES = {
     # FlashOptim, and options of `Compression`
@@ -126,7 +126,7 @@ _OTHER_NAMES = {
     "group_size": _COMPRESSION.format("group_size=32"),
     "rounding": _COMPRESSION.format("rounding='dithered'"),
     "fused": "`backend`",
-    "param_groups": "`groups=[mpx.ParamGroup(...)]`",
+    "param_groups": "`groups=[mpx.optim.ParamGroup(...)]`",
     # optax
     "mu_dtype": _F32_MOMENTS,
     "accumulator_dtype": _F32_MOMENTS,

@@ -260,6 +260,6 @@ def check_compression(what: str, compression: Any) -> None:
     """Raises if a compression is something else."""
     if not isinstance(compression, Compression):
         raise TypeError(
-            f"{what} must be an `mpx.Compression`, but {type(compression).__name__} was "
+            f"{what} must be an `mpx.optim.Compression`, but {type(compression).__name__} was "
             "given. `Compression(quantize=False, master_bits=None)` compresses nothing."
         )

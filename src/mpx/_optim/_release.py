@@ -67,7 +67,7 @@ def release(
 
     Args:
         func: The loss: `func(params, *args, **kwargs)`, a scalar.
-        optimizer: A compressed optimizer, such as `mpx.flash_adamw`.
+        optimizer: A compressed optimizer, such as `mpx.optim.flash_adamw`.
         has_aux: Whether `func` returns a pair of the loss and anything else.
         skip_nonfinite: Whether to skip each parameter or layer, with its state, whose
             gradient is not finite. The others step, since it is only known at the end
@@ -87,7 +87,7 @@ def release(
             not return a loss.
 
     Examples:
-        >>> from mpx import flash_adamw
+        >>> from mpx.optim import flash_adamw
         >>> params = {"w": jnp.ones((4, 8, 8), jnp.bfloat16)}  # four layers
         >>> def loss(params, x):
         ...     layer = lambda x, w: (jnp.tanh(x @ w), None)
@@ -102,14 +102,14 @@ def release(
     if not isinstance(optimizer, FlashOptimizer):
         raise TypeError(
             "`release` steps each parameter on its own and needs one of mpx's compressed "
-            f"optimizers, such as `mpx.flash_adamw`, but {type(optimizer).__name__} was "
+            f"optimizers, such as `mpx.optim.flash_adamw`, but {type(optimizer).__name__} was "
             "given. Give a chain's other members as `grad_scale`, schedules and groups."
         )
     if has_scales(func):
         raise TypeError(
             "`release` steps inside the backward pass and returns no gradients, but the "
             "`Fp8State` of a function under `fp8` with `DelayedScaling` is updated by "
-            "its gradient. Use `fp8(..., mpx.CurrentScaling())`, which keeps no state."
+            "its gradient. Use `fp8(..., mpx.recipes.CurrentScaling())`, which keeps no state."
         )
     core = core_of(optimizer)
 

@@ -94,7 +94,7 @@ def to_mpx(
     format: StateFormat = "flashoptim",
     group_size: int = 32,
 ) -> Converted:
-    """Converts a state of flashoptim-jax for `mpx.flash_adamw` and the others.
+    """Converts a state of flashoptim-jax for `mpx.optim.flash_adamw` and the others.
 
     In the format `"flashoptim"` nothing is lost, and the parameters stay as they are:
     codes and scales are taken over where the last axis of a parameter consists of whole
@@ -103,11 +103,11 @@ def to_mpx(
     Args:
         params: The parameters.
         state: Their state, made here or by flashoptim-jax itself.
-        format: That of `mpx.Compression` of the optimizer which is to go on.
+        format: That of `mpx.optim.Compression` of the optimizer which is to go on.
         group_size: The one that the state was made with.
 
     Returns:
-        The parameters and an `mpx.FlashState`.
+        The parameters and an `mpx.optim.FlashState`.
     """
     flat = flatten(params)
     columns = {

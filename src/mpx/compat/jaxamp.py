@@ -31,7 +31,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from mpx._amp import AmpPolicy
+from mpx._amp import AmpRules
 from mpx._amp import amp as _amp
 from mpx._amp import amp_stop as amp_stop
 from mpx._amp._rules import PRIMITIVES, Rule
@@ -311,7 +311,7 @@ def _as_scope(name: str) -> str:
     return f"*/{glob.escape(name)}/" if "/" in name else glob.escape(name)
 
 
-def _as_policy(amp_policy: Mapping[Any, Callable[..., Changed]]) -> AmpPolicy:
+def _as_policy(amp_policy: Mapping[Any, Callable[..., Changed]]) -> AmpRules:
     rules = {key: _as_rule(value) for key, value in amp_policy.items()}
     scopes = {_as_scope(key): rule for key, rule in rules.items() if type(key) is str}
     listed = {key.name: rule for key, rule in rules.items() if type(key) is not str}
@@ -319,7 +319,7 @@ def _as_policy(amp_policy: Mapping[Any, Callable[..., Changed]]) -> AmpPolicy:
     default = rules.get("amp_default", Rule.ORIGINAL)
     if default != Rule.ORIGINAL:
         listed = {name: default for name in PRIMITIVES} | listed
-    return AmpPolicy("original", primitives=listed, scopes=scopes)
+    return AmpRules("original", primitives=listed, scopes=scopes)
 
 
 def amp(

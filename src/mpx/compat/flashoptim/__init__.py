@@ -2,7 +2,7 @@
 
 The state has the layout of flashoptim-jax: groups of the flattened array, f16 scales,
 corrections in units of half an ulp. Its checkpoints load, and it loads those made here.
-`to_mpx` and `from_mpx` convert to and from the state of `mpx.flash_adamw` and the
+`to_mpx` and `from_mpx` convert to and from the state of `mpx.optim.flash_adamw` and the
 others, which has the range of f32, is sharded like the parameters and is an optax state.
 
 Where flashoptim-jax is known to be wrong mpx is not: it runs on CPUs and TPUs, bf16
