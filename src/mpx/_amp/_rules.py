@@ -6,9 +6,10 @@ unchanged at its own dtypes, and the report says so.
 
 import enum
 
+from mpx._jaxpr import HANDLERS
+from mpx._jaxpr._queries import ATTENTION, names
 from mpx._jaxpr._queries import MATMULS as MATMULS
 from mpx._jaxpr._queries import SHAPE_ONLY as SHAPE_ONLY
-from mpx._jaxpr._queries import names
 
 
 class Rule(enum.StrEnum):
@@ -148,13 +149,7 @@ REASONS: dict[str, str] = {name: reason for _, reason, found in TABLE for name i
 UNKNOWN = "not in the rule table"
 
 # They hold operations that have rules of their own, or are casts, which are honoured.
-WITHOUT_RULES = frozenset(
-    names(
-        "jit pjit closed_call core_call call eval_jaxpr remat remat2 checkpoint cond scan "
-        "while shard_map custom_jvp_call custom_vjp_call cudnn_attention "
-        "cudnn_attention_backward cudnn_attention_tangent convert_element_type"
-    )
-)
+WITHOUT_RULES = frozenset({*HANDLERS, *ATTENTION, "convert_element_type"})
 
 # Binary operations that broadcast operands of equal rank by themselves.
 BROADCASTING = frozenset(names("add sub mul div max min select_n"))

@@ -1,5 +1,6 @@
 """Calls of cuDNN's flash attention, and the reasons against one."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,8 +11,8 @@ from jax import Array
 
 from mpx._compat import CUDNN_KERNEL, convert_dtype, eval_equation, open_jaxpr
 from mpx._devices import cuda_capability
-from mpx._jaxpr._evaluate import evaluate
-from mpx._jaxpr._queries import Equation, contains
+from mpx._jaxpr._interpreter import Op, Outcome, Visitor
+from mpx._jaxpr._queries import contains
 from mpx._warn import warn
 
 
@@ -115,18 +116,25 @@ def _with_kernel(
 
     If the results of that are known, they are `kept`, and it is not run.
     """
-    saved: list[Any] = []
-
-    def run(eqn: Equation, values: list[Any]) -> list[Any]:
-        if eqn.primitive.name != CUDNN_KERNEL:
-            return eval_equation(eqn, values)
-        saved[:] = eval_equation(eqn, values) if kept is None else kept
-        return saved
-
-    outs = evaluate(*open_jaxpr(jaxpr), args, run)
-    if len(saved) != 2:
+    visitor = _Kernel(kept=kept)
+    body, consts = open_jaxpr(jaxpr)
+    outs, _ = visitor.run(body, consts, args, [None] * len(args), ())
+    if len(visitor.saved) != 2:
         raise NotImplementedError(_OTHER_WAY)
-    return outs, saved
+    return outs, visitor.saved
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Kernel(Visitor):
+    kept: Sequence[Any] | None
+    saved: list[Any] = dataclasses.field(default_factory=list)
+
+    def equation(self, op: Op) -> Outcome:
+        is_kernel = op.eqn.primitive.name == CUDNN_KERNEL
+        is_kept = is_kernel and self.kept is not None
+        outs = list(self.kept or ()) if is_kept else eval_equation(op.eqn, op.values)
+        self.saved = outs if is_kernel else self.saved
+        return outs, [None] * len(outs)
 
 
 _OTHER_WAY = "this version of JAX calls cuDNN in a way that mpx does not know"

@@ -30,7 +30,7 @@ _LARGEST = 2**31
 
 
 def turning_pays() -> bool:
-    """Whether the GPU wants the axis that is summed over to come last."""
+    """Returns whether the GPU wants the axis that is summed over to come last."""
     capability = gpu_capability()
     pays = isinstance(capability, tuple) and (8, 9) <= capability < (10, 0)
     return pays and private("kernels") is not None

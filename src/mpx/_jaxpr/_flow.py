@@ -1,7 +1,7 @@
 """Following values through a traced program: where a parameter ends up."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpx._compat import Literal, is_jaxpr, open_jaxpr, primitive_name, scan_sizes
@@ -12,6 +12,26 @@ Label = Any
 
 Rule = Callable[[str, Equation, list[Label]], Label]
 """Labels results: called with a primitive's name, its equation, its operands' labels."""
+
+
+def propagate(
+    jaxpr: Any,
+    labels: Mapping[Any, Label],
+    rule: Callable[[Equation, list[Label]], Sequence[Label]],
+) -> list[Label]:
+    """Returns the labels of the results of a jaxpr, given those of some variables.
+
+    The rule returns the labels of the results of one equation. Literals have none.
+    """
+    env = dict(labels)
+
+    def read(atom: Any) -> Label:
+        return None if isinstance(atom, Literal) else env.get(atom)
+
+    for eqn in jaxpr.eqns:
+        found = rule(eqn, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, found, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 class Flow:
@@ -33,27 +53,17 @@ class Flow:
     ) -> None:
         self.rule, self.join, self.constant = rule, join, constant
 
-    def run(self, jaxpr: Any, labels: dict[Any, Label]) -> list[Label]:
+    def run(self, jaxpr: Any, labels: Mapping[Any, Label]) -> list[Label]:
         """Returns the labels of the results, given those of some variables."""
         body, consts = open_jaxpr(jaxpr)
-        env = {var: label for var, label in labels.items() if label is not None}
         if self.constant is not None:
-            for var, value in zip(body.constvars, consts, strict=False):
-                env[var] = self.constant(value)
+            pairs = zip(body.constvars, consts, strict=False)
+            labels = {**labels, **{var: self.constant(value) for var, value in pairs}}
+        return propagate(body, labels, self._outs)
 
-        def read(atom: Any) -> Label:
-            return None if isinstance(atom, Literal) else env.get(atom)
-
-        for eqn in body.eqns:
-            ins = [read(atom) for atom in eqn.invars]
-            if self.constant is None and all(label is None for label in ins):
-                continue
-            for var, label in zip(eqn.outvars, self._outs(eqn, ins), strict=True):
-                if label is not None:
-                    env[var] = label
-        return [read(atom) for atom in body.outvars]
-
-    def _outs(self, eqn: Any, ins: list[Label]) -> Sequence[Label]:
+    def _outs(self, eqn: Equation, ins: list[Label]) -> Sequence[Label]:
+        if self.constant is None and all(label is None for label in ins):
+            return [None] * len(eqn.outvars)
         name = primitive_name(eqn)
         label = self.rule(name, eqn, ins)
         if name == "scan":
@@ -74,8 +84,6 @@ class Flow:
         return [label] * len(eqn.outvars)
 
     def _call(self, jaxpr: Any, ins: Sequence[Label]) -> list[Label]:
-        if self.constant is None and all(label is None for label in ins):
-            return [None] * len(open_jaxpr(jaxpr)[0].outvars)
         return self.run(jaxpr, dict(zip(open_jaxpr(jaxpr)[0].invars, ins, strict=True)))
 
     def _loop(self, jaxpr: Any, ins: list[Label], carry: slice) -> list[Label]:

@@ -1,31 +1,73 @@
-"""Linen and Haiku models that are running: their variables live in a scope.
+"""Functions to transform: their arguments, and Linen and Haiku models that are running.
 
-What a traced function writes there is a tracer, which must not be found later. So the
-variables go in as arguments and come out as results, as in `nn.remat` and `hk.remat`.
-Where that is not possible, writing is refused. Neither library is imported here: if no
-model of it can run, there is nothing to do.
+The variables of such a model live in a scope. A traced function would leave tracers there,
+so the variables go in as arguments and come out as results, as in `nn.remat` and
+`hk.remat`. Where that is not possible, writing is refused. Neither library is imported
+here: if it is not loaded, none of its models can be running.
 """
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 
-from mpx._amp._values import Role
 from mpx._compat import is_tracer
+from mpx._jaxpr._interpreter import Fact, Jaxpr, Visitor
 from mpx._private import private
+
+Role = Literal["own", "known", "likely", "bare"]
+"""Why an array counts as a parameter.
+
+`own`: a module holds it, the function itself or one among its arguments. `known`: it is in
+a tree, or closed over, and is being differentiated. `likely`: it is in the first argument,
+which is a tree. `bare`: it is an argument by itself that is being differentiated, as inputs
+may be, too.
+"""
+
+
+Named = tuple[str, Role | None]
+"""The name of an argument's array, and why it counts as a parameter."""
+
+
+class Traced(NamedTuple):
+    """A function of arrays that has been traced.
+
+    Attributes:
+        jaxpr: The jaxpr, open.
+        consts: Its constants.
+        arrays: Its arguments.
+        named: Their names and roles.
+        has_params: Whether its parameters are known. While Linen or Haiku initialise a
+            model it has none yet.
+    """
+
+    jaxpr: Jaxpr
+    consts: Sequence[Any]
+    arrays: list[Any]
+    named: list[Named]
+    has_params: bool
+
+
+class Transformation(Visitor):
+    """A visitor that functions are called through."""
+
+    def argument_fact(self, name: str, role: Role | None, leaf: Any) -> Fact:
+        """Returns what is known of an argument's array."""
+        return self.unknown
+
+    def start(self, traced: Traced) -> Traced:
+        """Looks at the function before it is run; may return another one to run."""
+        return traced
+
+    def finish(self, outs: list[Any]) -> list[Any]:
+        """Returns the results for the user."""
+        return outs
 
 
 class LinenCall(NamedTuple):
-    """A call of a method of a Linen module that is running.
-
-    Attributes:
-        method: The method, as a function of the module and the other arguments.
-        module: The module.
-        args: The other positional arguments.
-    """
+    """A call of a method of a Linen module, with the other positional arguments."""
 
     method: Callable[..., Any]
     module: Any
@@ -58,11 +100,7 @@ def call_linen(
 ) -> Any:
     """Calls a method of a Linen module as a pure function of its variables.
 
-    Args:
-        call: The call.
-        kwargs: Its keyword arguments.
-        run: Called as `run(pure, variables, rngs, args, kwargs)`, with the function
-            and its arguments; returns what it returns.
+    `run(pure, variables, rngs, args, kwargs)` calls the pure function.
     """
     flax = private("linen")
     if flax is None:
@@ -95,15 +133,10 @@ def call_linen(
     )
 
 
-def linen_name(name: str, role: Role | None) -> tuple[str, Role | None]:
-    """Returns what the user calls an argument of the pure function.
+def linen_name(name: str, role: Role | None) -> Named:
+    """Returns `params/Dense_0/kernel` for `variables/0/0/params/Dense_0/kernel`, and its role.
 
-    Args:
-        name: Such as `variables/0/0/params/Dense_0/kernel`.
-        role: Not used: the pure function itself has no arrays.
-
-    Returns:
-        `params/Dense_0/kernel`, and its role: a module owns its parameters.
+    A module owns its parameters. The pure function itself has no arrays.
     """
     del role
     kind, _, rest = name.partition("/")
@@ -145,7 +178,7 @@ def _linen_variables() -> list[Any]:
 
 
 def in_haiku() -> bool:
-    """Whether a function under `hk.transform` is running."""
+    """Returns whether a function under `hk.transform` is running."""
     running_init = getattr(sys.modules.get("haiku"), "running_init", None)
     if running_init is None:
         return False
@@ -164,12 +197,7 @@ def call_haiku(
 ) -> Any:
     """Calls a function inside `hk.transform` as a pure one of Haiku's variables.
 
-    Args:
-        func: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        run: Called as `run(pure, variables, func, args, kwargs)`, with the function and
-            its arguments; returns what it returns.
+    `run(pure, variables, func, args, kwargs)` calls the pure function.
     """
     haiku = private("haiku")
     if haiku is None:
@@ -188,15 +216,10 @@ def call_haiku(
     return out
 
 
-def haiku_name(name: str, role: Role | None) -> tuple[str, Role | None]:
-    """Returns what the user calls an argument of the pure function.
+def haiku_name(name: str, role: Role | None) -> Named:
+    """Returns `linear/w` for `variables/params/linear/w`, and its role.
 
-    Args:
-        name: Such as `variables/params/linear/w`.
-        role: Not used: the pure function itself has no arrays.
-
-    Returns:
-        `linear/w`, and its role: a module owns its parameters.
+    A module owns its parameters. The pure function itself has no arrays.
     """
     del role
     kind, _, rest = name.partition("/")

@@ -1,18 +1,17 @@
-"""Which matmuls run in 8 bits, and why the others do not."""
+"""The selection of matmuls that run in 8 bits."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
 
-from mpx._amp._values import Meta
 from mpx._formats import short_name
 from mpx._fp8._recipes import MXFP8, Recipe
-from mpx._jaxpr._queries import ATTENTION, flops, matmul_sizes
+from mpx._jaxpr._queries import ATTENTION, Equation, flops, matmul_sizes
 
 KeepRule = str | Callable[["Matmul"], bool]
 
@@ -27,20 +26,7 @@ _LAUNCHES = 20e-6
 
 
 class Matmul(NamedTuple):
-    """One matmul of a function, for the report and for predicates.
-
-    Attributes:
-        param: The parameter that it reads, such as `params/layers/w1`; "" without one.
-        scope: The named scopes, joined by `/`.
-        source: File and line.
-        shape: Rows, summed length and columns: (m, k, n).
-        times: How often it runs in one call: the lengths of the scans around it and its
-            batch dimensions.
-        dtype: The dtype of the operands as they come.
-        reason: Why it does not run in fp8; "" if it does.
-        flops: Its floating-point operations in one forward pass.
-        primitive: The name of the operation: `dot_general` for all that may become fp8.
-    """
+    """One matmul of a function, for predicates; `Fp8Report` describes the fields."""
 
     param: str
     scope: str
@@ -55,13 +41,13 @@ class Matmul(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What a user chose about `fp8`, except for the function.
+    """The arguments of `fp8`, except for the function.
 
     Attributes:
         recipe: Formats and scales.
         params: Positions or names of the arguments that hold the parameters.
         keep: What stays as it is, besides heads, embeddings and routers.
-        include: Parameters of which these built-in names do not hold.
+        include: Parameters exempt from the built-in exclusions by name.
         min_gain: The smallest predicted speed-up for which a matmul is changed.
     """
 
@@ -126,7 +112,7 @@ _SENSITIVE = re.compile(
 _STOP = "amp_stop"
 
 
-def sizes(eqn: Any) -> tuple[tuple[int, int, int], int]:
+def sizes(eqn: Equation) -> tuple[tuple[int, int, int], int]:
     """Returns (rows, summed length, columns) of what multiplies, and how many of these.
 
     `2 * rows * summed * columns * count` is `flops(eqn)`.
@@ -161,14 +147,22 @@ def predicted_gain(m: int, k: int, n: int) -> float:
 
 
 def reason_to_keep(
-    eqn: Any, metas: list[Meta], matmul: Matmul, tables: set[str], chosen: Selection
+    eqn: Equation,
+    params: Sequence[str | None],
+    matmul: Matmul,
+    tables: set[str],
+    chosen: Selection,
 ) -> str:
-    """Says why a product stays as it is written; "" if it becomes fp8."""
+    """Returns why a product stays as it is written; "" if it becomes fp8.
+
+    `params` are the names of the parameters that its operands are; `tables` are parameters
+    that are embedding tables.
+    """
     if eqn.primitive.name != "dot_general":
         kind = _KINDS.get(eqn.primitive.name, "a fused attention")
         return f"it is {kind}; fp8 is for matmuls with one weight"
     return (
-        _by_structure(eqn, metas)
+        _by_structure(eqn, params)
         or _by_rule(matmul, tables, chosen)
         or _by_size(matmul, chosen)
     )
@@ -181,8 +175,8 @@ _KINDS = {
 }
 
 
-def _by_structure(eqn: Any, metas: list[Meta]) -> str:
-    weights = [meta.is_param for meta in metas]
+def _by_structure(eqn: Equation, params: Sequence[str | None]) -> str:
+    weights = [name is not None for name in params]
     if not any(weights):
         return "no operand is a parameter"
     if all(weights):
@@ -192,7 +186,7 @@ def _by_structure(eqn: Any, metas: list[Meta]) -> str:
     return _by_dtype(eqn)
 
 
-def _by_dtype(eqn: Any) -> str:
+def _by_dtype(eqn: Equation) -> str:
     dtypes = [np.dtype(var.aval.dtype) for var in eqn.invars]
     wide = [x for x in map(short_name, dtypes) if x not in ("bf16", "f16")]
     if wide:
