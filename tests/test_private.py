@@ -126,7 +126,8 @@ def test_methods_of_models_run_as_written_without_the_lifting_of_flax(hide):
     with pytest.warns(RuntimeWarning, match="runs methods of a Linen model as written"):
         variables: Any = Model().init(jax.random.key(0), x)
     kernel = variables["params"]["Dense_0"]["kernel"]
-    np.testing.assert_allclose(Model().apply(variables, x), x @ kernel, rtol=1e-6)
+    out: Any = Model().apply(variables, x)
+    np.testing.assert_allclose(out, x @ kernel, rtol=1e-6)
 
 
 def test_functions_run_as_written_without_the_state_of_haiku(hide):

@@ -152,13 +152,14 @@ def private(feature: str) -> Any:
 # --- Types ----------------------------------------------------------------------------
 
 _ARGUMENT = jax.ShapeDtypeStruct((1,), np.float32)
-_example: Any = jax.make_jaxpr(lambda x: (x, 1.0))(_ARGUMENT)
+_example: Any = jax.make_jaxpr(lambda x: (lax.neg(x), 1.0))(_ARGUMENT)
 ClosedJaxpr: Any = type(_example)
 Jaxpr: Any = type(_example.jaxpr)
 if TYPE_CHECKING:
     from jax.extend.core import Literal, Primitive
 else:
-    Literal, Primitive = type(_example.jaxpr.outvars[1]), type(lax.add_p)
+    Literal = type(_example.jaxpr.outvars[1])
+    Primitive = type(_example.jaxpr.eqns[0].primitive)
 
 
 @functools.cache
