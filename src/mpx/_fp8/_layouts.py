@@ -1,4 +1,4 @@
-"""A tensor in 8 bits, in both orders of its axes, out of one pass over memory.
+"""A tensor in 8 bits, in both orders of its axes, from one pass over memory.
 
 GPUs before Blackwell multiply 8-bit matrices only if the axis that is summed over comes
 last in both. Each tensor of a linear layer is summed over one half of its axes in the
@@ -30,7 +30,7 @@ _LARGEST = 2**31
 
 
 def turning_pays() -> bool:
-    """Returns whether the GPU wants the axis that is summed over to come last."""
+    """Returns whether the GPU needs the axis that is summed over to come last."""
     capability = gpu_capability()
     pays = isinstance(capability, tuple) and (8, 9) <= capability < (10, 0)
     return pays and private("kernels") is not None
