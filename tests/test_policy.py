@@ -509,7 +509,7 @@ def test_casting_to_compute_keeps_the_structure_of_a_tree_with_kept_modules():
     low = policy.cast_to_compute(model)
     assert jax.tree.structure(low) == jax.tree.structure(model)
     assert (low["norm"].weight.dtype, low["w"].dtype) == (F32, BF16)
-    assert low["spy"] is model["spy"]
+    assert low["spy"].weight is model["spy"].weight
     difference = jax.tree.map(lambda a, b: a - b.astype(F32), model, low)
     assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(difference))
     assert_trees_equal(mpx.cast_like(low, model), model)
@@ -688,7 +688,7 @@ def test_kept_type_that_is_not_callable_keeps_its_leaves():
 
     statistics = Statistics(jnp.ones(2))
     keep = mpx.Policy(compute_dtype="bf16", keep=Statistics)
-    assert keep.cast_to_compute([statistics])[0] is statistics
+    assert_trees_equal(keep.cast_to_compute([statistics]), [statistics])
     assert keep.cast_function(lambda x: x.mean)(statistics).dtype == F32
 
 

@@ -11,16 +11,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from mpx._arguments import as_count, as_counts
-from mpx._call import Call, State
 from mpx._compat import varying_like, zeros_of
-from mpx._evaluate import Evaluation, Recorder, evaluate
-from mpx._grad import GradResult, differentiate, local_parameters, package
-from mpx._grad_checks import warn_of_constant_scaling
-from mpx._grad_options import GradOptions, check_scaling
+from mpx._evaluate import Evaluation
+from mpx._grad import GradOptions, Step, transformed
 from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._policy import Policy
+from mpx._state import State
 from mpx._tree import AxisName, is_array, map_with_name, shape_of
-from mpx._wrapped import hide_signature, take_scales
 
 
 def accumulate(
@@ -55,7 +52,7 @@ def accumulate(
         has_aux: Whether `func` returns a pair `(loss, aux)`. The arrays in `aux` come
             back stacked along a new leading axis of length `steps`; an `eqx.nn.State`
             comes back as the last part left it.
-        policy: Dtypes and exceptions; `None` computes in the configured half precision.
+        policy: As in `value_and_grad`, and so is the next option.
         grad_dtype: The dtype of the gradients; f32 by default.
         axis_name: A mapped axis over which to average, once, after the last part.
         retry: How often to try the window again with the adjusted scale on overflow.
@@ -88,28 +85,12 @@ def accumulate(
             "from the first argument of `func`."
         )
     _check_disjoint(batches, options.argnum_tuple())
-
-    def transform(func: Callable[..., Any]) -> Callable[..., GradResult]:
-        @functools.wraps(func)
-        def wrapper(scaling: Any, /, *args: Any, **kwargs: Any) -> GradResult:
-            check_scaling(scaling)
-            warn_of_constant_scaling(scaling)
-            window = _Window(
-                func,
-                args,
-                kwargs,
-                batches=batches,
-                steps=steps,
-                mean=mean,
-                options=options,
-            )
-            outcome = differentiate(window.run, window.call.state, scaling, options)
-            return package(window.call, window.recorder, outcome, options)
-
-        hide_signature(wrapper)  # the scaling comes first
-        return wrapper
-
-    return transform if func is None else transform(func)
+    return transformed(
+        func,
+        functools.partial(
+            _Window, options=options, batches=batches, steps=steps, mean=mean
+        ),
+    )
 
 
 def _check_disjoint(batches: tuple[int, ...], argnums: tuple[int, ...]) -> None:
@@ -120,60 +101,54 @@ def _check_disjoint(batches: tuple[int, ...], argnums: tuple[int, ...]) -> None:
         )
 
 
-class _Window:
+class _Window(Step):
     """One accumulation window: a call for each part, summed."""
 
     def __init__(
         self,
         func: Callable[..., Any],
+        options: GradOptions,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         *,
         batches: tuple[int, ...],
         steps: int,
         mean: bool,
-        options: GradOptions,
     ) -> None:
-        self.steps, self.mean, self.options = steps, mean, options
-        self.recorder = Recorder()
-        scales, args = take_scales(func, args)
-        self._make_call = functools.partial(
-            _make_call, func, args, kwargs, options, scales=scales
-        )
+        self._batches, self.steps, self.mean = batches, steps, mean
+        super().__init__(func, options, args, kwargs)
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Splits the batches.
+
+        Raises:
+            TypeError: If a batch was not passed by position.
+            ValueError: If a batch is differentiated, or cannot be split.
+        """
+        batches = self._batches
         for argnum in batches:
             if argnum >= len(args):
                 raise TypeError(
                     f"Argument {argnum} is the batch, but only {len(args)} arguments "
                     "were passed by position. Pass the batch by position."
                 )
-        counted = (i + len(args) if i < 0 else i for i in options.argnum_tuple())
+        counted = (i + len(args) if i < 0 else i for i in self.options.argnum_tuple())
         _check_disjoint(batches, tuple(counted))
-        self.parts = {i: _split(args[i], steps, f"argument {i}") for i in batches}
+        self.parts = {i: _split(args[i], self.steps, f"argument {i}") for i in batches}
         if not any(jax.tree.leaves(arrays) for arrays, _ in self.parts.values()):
             raise ValueError(
                 f"The batch (argument {', '.join(map(str, batches)) or 'none'}) holds no "
                 "array that could be split. Set `batch_argnums` to the arguments of the "
                 "function that are batches."
             )
-        self.call = self._make_call({})
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Evaluates all parts under one scale."""
-        diff = local_parameters(self.call, self.options.axis_name)
         wide = NoLossScaling()
 
         def part(state: State, arrays: dict[int, PyTree]) -> tuple[State, Evaluation]:
-            call = self._make_call(_merge_parts(self.parts, arrays))
-            result = evaluate(
-                call,
-                diff,
-                state,
-                scaling,
-                self.recorder,
-                has_aux=self.options.has_aux,
-                grad_dtype=self.options.grad_dtype,
-                axis_name=self.options.axis_name,
-            )
+            call = self.call_with(_merge_parts(self.parts, arrays))
+            result = self.evaluate(call, state, scaling)
             # f32 before the sum: 16-bit sums stand still when they have grown large.
             return result.state, result._replace(grads=wide.unscale(result.grads))
 
@@ -198,20 +173,6 @@ class _Window:
             value = value / self.steps
             grads = jax.tree.map(lambda g: g / self.steps, grads)
         return Evaluation(value, aux, grads, state, spoilt, observed)
-
-
-def _make_call(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    options: GradOptions,
-    parts: dict[int, PyTree],
-    *,
-    scales: Any,
-) -> Call:
-    args = [parts.get(i, arg) for i, arg in enumerate(args)]
-    argnums = options.argnum_tuple()
-    return Call(func, args, kwargs, argnums, options.policy, scales=scales)
 
 
 def _split(batch: PyTree, steps: int, what: str) -> tuple[PyTree, PyTree]:

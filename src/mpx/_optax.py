@@ -8,9 +8,16 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, PyTree
 
-from mpx._cast import cast_leaf, own_buffer
+from mpx._cast import own_buffer
 from mpx._formats import parse_float_dtype
-from mpx._tree import all_finite, is_floating, named_leaves, select_tree, shape_of
+from mpx._tree import (
+    all_finite,
+    cast_leaf,
+    is_floating,
+    named_leaves,
+    select_tree,
+    shape_of,
+)
 from mpx._update import apply_updates
 from mpx._update_checks import check_transformation
 

@@ -6,7 +6,7 @@ Values that the function holds in f32 may be held in the compute dtype between t
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -108,6 +108,19 @@ class Autocast:
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
     made: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     decisions: list[Decision] | None = None
+
+    def start(
+        self,
+        named: list[tuple[str, Any]],
+        places: Callable[[], tuple[Iterable[str], Iterable[str]]] | None,
+    ) -> None:
+        """Looks at the arrays of a call and at its places; see `AmpRules.for_call`."""
+        self.rules = self.rules.for_call(named, places)
+
+    @property
+    def kept_types(self) -> tuple[type, ...]:
+        """The types whose calls run as they are written."""
+        return tuple(x for x in self.rules.keep if isinstance(x, type))
 
     def argument_meta(self, name: str, role: Role | None, leaf: Any) -> Meta:
         """Returns what is known of an argument's array."""
@@ -234,14 +247,10 @@ class Autocast:
     ) -> tuple[Choice, str] | None:
         """Returns the rule of the scope or function around an equation, and why."""
         found = self.rules.scope_rule(scopes)
-        if found is not None:
-            return found[0], f"scope {found[1]}"
-        if self.rules.functions:
-            for qualified, _, _ in source_frames(eqn):
-                for name in (qualified, qualified.rpartition(".")[2]):
-                    if name in self.rules.functions:
-                        return self.rules.functions[name], f"function {name}"
-        return None
+        if found is None and self.rules.functions:
+            rules = (self.rules.function_rule(x) for x, _, _ in source_frames(eqn))
+            found = next(filter(None, rules), None)
+        return found
 
     def rule(
         self, name: str, params: Mapping[str, Any], metas: list[Meta]
@@ -251,7 +260,7 @@ class Autocast:
             for meta in metas:
                 found = self.rules.param_rule(meta.origin)
                 if found is not None:
-                    return found[0], f"parameter {found[1]}"
+                    return found
         rule = self.rules.primitive_rule(
             name, params, compute_is_f16=self.dtype == np.float16
         )

@@ -233,7 +233,7 @@ def trace(
             full[i] = array
         plain, state = jax.tree.unflatten(structure, full)
         if split is not None:
-            merged = _nnx.merge(split._replace(rest=state), None)
+            merged = _nnx.merge(split._replace(rest=state))
             plain = _nnx.put_back(plain, merged.objects)
         func, args, kwargs = plain
         outs = autocast_call(autocast, func, args, kwargs)

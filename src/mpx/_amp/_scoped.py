@@ -15,6 +15,7 @@ import jax
 
 from mpx._amp._values import Role
 from mpx._compat import is_tracer
+from mpx._tree import LeafName
 
 
 class LinenCall(NamedTuple):
@@ -93,7 +94,7 @@ def call_linen(
     )
 
 
-def linen_name(name: str, role: Role | None) -> tuple[str, Role | None]:
+def linen_name(name: LeafName, role: Role | None) -> tuple[LeafName, Role | None]:
     """Returns what the user calls an argument of the pure function.
 
     Args:
@@ -104,11 +105,10 @@ def linen_name(name: str, role: Role | None) -> tuple[str, Role | None]:
         `params/Dense_0/kernel`, and its role: a module owns its parameters.
     """
     del role
-    kind, _, rest = name.partition("/")
-    if kind != "variables":
-        return rest or name, None
-    name = rest.split("/", 2)[-1]
-    return name, "own" if name.startswith("params/") else None
+    if name.argument != "variables":
+        return LeafName(name.path or name), None
+    path = name.path.split("/", 2)[-1]
+    return LeafName(path), "own" if path.startswith("params/") else None
 
 
 @contextlib.contextmanager
@@ -178,7 +178,7 @@ def call_haiku(
     return out
 
 
-def haiku_name(name: str, role: Role | None) -> tuple[str, Role | None]:
+def haiku_name(name: LeafName, role: Role | None) -> tuple[LeafName, Role | None]:
     """Returns what the user calls an argument of the pure function.
 
     Args:
@@ -189,7 +189,7 @@ def haiku_name(name: str, role: Role | None) -> tuple[str, Role | None]:
         `linear/w`, and its role: a module owns its parameters.
     """
     del role
-    kind, _, rest = name.partition("/")
     if name.startswith("variables/params/"):
-        return rest.removeprefix("params/"), "own"
-    return rest or name, "own" if kind == "func" else None
+        return LeafName(name.path.removeprefix("params/")), "own"
+    own = name.argument == "func"
+    return LeafName(name.path or name, name.types), "own" if own else None

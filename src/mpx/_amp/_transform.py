@@ -36,8 +36,9 @@ from mpx._compat import (
     source_frames,
     sub_jaxprs,
 )
-from mpx._tree import is_array, named_leaves
-from mpx._warn import warn
+from mpx._keep import run_in_scopes
+from mpx._select import Selectors, parse_selectors
+from mpx._tree import LeafName, is_array, named_leaves
 from mpx._wrapped import refuse_cast_arguments
 
 
@@ -45,6 +46,7 @@ def amp(
     func: Callable[..., Any] | None = None,
     dtype: DTypeLike | None = None,
     *,
+    keep: Selectors = (),
     rules: AmpRules | str | Mapping[Any, Any] | None = None,
     narrow_carry: bool = False,
     f32_weight_grads: bool = False,
@@ -67,6 +69,11 @@ def amp(
         dtype: The dtype of matmuls: bf16 or f16. `None` is bf16, unless you chose a half precision
             with `set_half_precision_datatype` or `half_precision`. Gradients in f16 need
             a loss scale: take them with `mpx.value_and_grad`. Others warn.
+        keep: What runs as it is written: a regular expression for paths of parameters
+            such as `layers/0/norm/weight` (their matmuls) and for paths of
+            `jax.named_scope`s, a module type (what its `__call__` computes, and matmuls
+            with parameters that it holds), a predicate `(path, leaf) -> bool` for
+            parameters, or a list of these.
         rules: `"safe"` (the default), `"fast"`, an `AmpRules`, or a dictionary as in
             jaxamp.
         narrow_carry: Whether the carry of a loop may be held in the compute dtype. By
@@ -76,7 +83,8 @@ def amp(
             gradients taken outside of `amp`, and excludes forward-mode derivatives.
 
     Raises:
-        ValueError: If the dtype or a rule is unknown.
+        ValueError: If the dtype or a rule is unknown; in a call, if a string or type in
+            `keep`, or an expression in `rules`, selects nothing.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -88,11 +96,12 @@ def amp(
     """
     if dtype is not None:
         dtype = as_compute_dtype(dtype)
-    chosen = as_amp_rules(rules)
+    chosen = as_amp_rules(rules).keeping(parse_selectors(keep, "keep"))
     if func is None:
         return functools.partial(
             amp,
             dtype=dtype,
+            keep=chosen.keep,
             rules=chosen,
             narrow_carry=narrow_carry,
             f32_weight_grads=f32_weight_grads,
@@ -130,6 +139,9 @@ class _Static:
         return jax.tree.unflatten(self.structure, leaves)
 
 
+Named = tuple[LeafName, Role | None]
+"""The name of an array, and why it counts as a parameter."""
+
 _ARRAY = object()
 _FUNC = "the function"  # beside its arguments, whose names hold no spaces
 _MOST_REMEMBERED = 1000
@@ -143,7 +155,7 @@ def autocast_call(
     kwargs: dict[str, Any],
     *,
     eager: dict[Any, Any] | None = None,
-    describe: Callable[[str, Role | None], tuple[str, Role | None]] = lambda *x: x,
+    describe: Callable[[LeafName, Role | None], Named] = lambda *x: x,
 ) -> Any:
     """Calls a function under autocast.
 
@@ -158,14 +170,17 @@ def autocast_call(
     """
     names = argument_names(func, len(args))
     arguments = {_FUNC: func, **dict(zip(names, args, strict=True)), **kwargs}
-    plain, objects = _nnx.take_out(arguments)
+    plain, objects = {}, {}
+    for name, tree in arguments.items():
+        plain[name], found = _nnx.take_out(tree, name)
+        objects.update(found)
     if objects:
         return _call_with_nnx(autocast, names, plain, objects)
     pure = functools.partial(_call_pure, autocast, eager=eager)
-    found = linen_call(func, args)
-    if found is not None:
+    linen = linen_call(func, args)
+    if linen is not None:
         return call_linen(
-            found, kwargs, lambda f, *args: pure(f, args, {}, describe=linen_name)
+            linen, kwargs, lambda f, *args: pure(f, args, {}, describe=linen_name)
         )
     if in_haiku():
         return call_haiku(
@@ -185,7 +200,7 @@ def _call_pure(
     kwargs: dict[str, Any],
     *,
     eager: dict[Any, Any] | None,
-    describe: Callable[[str, Role | None], tuple[str, Role | None]],
+    describe: Callable[[LeafName, Role | None], Named],
 ) -> Any:
     """Calls a function that changes nothing but its results; arguments as above."""
     names = argument_names(func, len(args))
@@ -210,7 +225,7 @@ def _call_pure(
         autocast.cache = eager.setdefault(autocast.dtype, {})
         if len(autocast.cache) > _MOST_REMEMBERED:
             autocast.cache.clear()
-    with caught_attention(attend):
+    with caught_attention(attend), run_in_scopes(autocast.kept_types):
         jaxpr, (_, out_static) = jax.make_jaxpr(flat, return_shape=True)(*arrays)
     body, consts = open_jaxpr(jaxpr)
     known = _names_and_roles(func, names, args, kwargs, consts)
@@ -221,8 +236,11 @@ def _call_pure(
     ]
     # While Linen or Haiku initialise a model it has no parameters yet.
     in_model = describe in (linen_name, haiku_name)
-    if not in_model or any(role == "own" for _, role in known):
-        _check_policy(autocast.rules, body, [name for name, _ in known])
+    complete = not in_model or any(role == "own" for _, role in known)
+    autocast.start(
+        [(name, leaf) for (name, _), leaf in zip(known, arrays, strict=True)],
+        functools.partial(_places, body) if complete else None,
+    )
     outs, _ = autocast.run(body, consts, arrays, metas, ambient_scopes())
     outs = [
         # A constant result is a literal, which is no array.
@@ -234,32 +252,21 @@ def _call_pure(
     return out_static.merge(outs)
 
 
-def _check_policy(policy: AmpRules, jaxpr: Any, names: list[str]) -> None:
-    """Warns of rules that hold for nothing in a function; a misspelt name is one."""
-    if policy == AmpRules(policy.base, primitives=policy.primitives):
-        return
-    paths: set[tuple[str, ...]] = set()
+def _places(jaxpr: Any) -> tuple[set[str], set[str]]:
+    """Returns the paths of scopes in a jaxpr, and the functions that wrote it."""
+    scopes: set[str] = set()
     functions: set[str] = set()
 
-    def visit(jaxpr: Any, scopes: tuple[str, ...]) -> None:
+    def visit(jaxpr: Any, outer: tuple[str, ...]) -> None:
         for eqn in jaxpr.eqns:
-            inner = scopes + scopes_of(eqn)
-            paths.add(inner)
-            if policy.functions:
-                for name, _, _ in source_frames(eqn):
-                    functions.update((name, name.rpartition(".")[2]))
+            inner = outer + scopes_of(eqn)
+            scopes.update("/".join(inner[:n]) for n in range(1, len(inner) + 1))
+            functions.update(name for name, _, _ in source_frames(eqn))
             for body in sub_jaxprs(eqn):
                 visit(body, inner)
 
     visit(jaxpr, ambient_scopes())
-    useless = policy.useless(names, paths, functions)
-    if useless:
-        warn(
-            f"`amp` has rules that hold for nothing: {', '.join(useless)}. "
-            "`mpx.inspect.report` lists the scopes, source lines and parameters of a "
-            "function. Parameters that a function closes over have no names: pass them "
-            "as an argument."
-        )
+    return scopes, functions
 
 
 def _result(out: Any, aval: Any) -> Any:
@@ -278,13 +285,13 @@ def _names_and_roles(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     consts: Sequence[Any],
-) -> list[tuple[str, Role | None]]:
+) -> list[Named]:
     """Returns the names of the arrays of a call, and why each counts as a parameter."""
     own = [(name, leaf) for name, leaf in named_leaves(func) if is_array(leaf)]
     named = [
-        (f"{name}/{path}" if path else name, leaf, tree)
+        (path, leaf, tree)
         for name, tree in (*zip(names, args, strict=True), *sorted(kwargs.items()))
-        for path, leaf in named_leaves(tree)
+        for path, leaf in named_leaves(tree, name)
         if is_array(leaf)
     ]
     leaves = [*(leaf for _, leaf in own), *(leaf for _, leaf, _ in named), *consts]
@@ -323,21 +330,27 @@ def _call_with_nnx(
     split = _nnx.split(objects, ())
 
     def pure(state: Any, plain: dict[str, Any]) -> tuple[Any, Any]:
-        merged = _nnx.merge(split._replace(rest=state), None)
+        merged = _nnx.merge(split._replace(rest=state))
         everything = _nnx.put_back(plain, merged.objects)
         func = everything.pop(_FUNC)
         args = [everything.pop(name) for name in names]
         return func(*args, **everything), _nnx.rest_of(merged)
 
-    def describe(name: str, role: Role | None) -> tuple[str, Role | None]:
-        place, _, name = name.partition("/")
-        if place == "state":
-            position, _, path = name.partition("/")
-            name = f"{split.names[int(position)]}/{path.removesuffix('/value')}"
-            role = "own"
-        elif role == "known" and "/" not in name:
-            role = "bare"
-        return name.removeprefix(f"{_FUNC}/"), role
+    variables = {
+        "/".join(map(str, path)): name
+        for path, name in _nnx.variable_names(objects).items()
+    }
+
+    def describe(name: LeafName, role: Role | None) -> Named:
+        if name.argument == "state":
+            name, role = variables[name.path.removesuffix("/value")], "own"
+        else:
+            argument, _, path = name.path.partition("/")
+            name = LeafName(path, name.types[1:], argument)
+            role = "bare" if role == "known" and not path else role
+        if name.argument == _FUNC:
+            name = LeafName(name.path, name.types)
+        return name, role
 
     out, state = autocast_call(
         autocast, pure, (split.rest, plain), {}, describe=describe

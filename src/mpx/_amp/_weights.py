@@ -38,7 +38,7 @@ def matmul(amp: Any, eqn: Any, values: Sequence[Any], weights: tuple[int, ...]) 
     given = [value.dtype for value in args]
     exact = dataclasses.replace(
         amp,
-        policy=AmpRules(),
+        rules=AmpRules(),
         cache={},
         made={},
         decisions=None,

@@ -1,9 +1,9 @@
-"""Which matmuls run in 8 bits, and why the others do not."""
+"""Selection of the matmuls that run in 8 bits, and the reasons of the others."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +13,8 @@ from mpx._amp._apply import ATTENTION_MATMULS, flops
 from mpx._amp._values import Meta
 from mpx._formats import short_name
 from mpx._fp8._recipes import MXFP8, Recipe
-
-KeepRule = str | Callable[["Matmul"], bool]
+from mpx._keep import KEPT_SCOPE, was_called
+from mpx._select import Matcher, Selector, matches, search, shown
 
 # Measured on an H200 (8192³ matmuls, a copy): operations and bytes per second. What
 # decides are their ratios, which are similar on all GPUs that have the units.
@@ -61,57 +61,49 @@ class Selection:
         recipe: Formats and scales.
         params: Positions or names of the arguments that hold the parameters.
         keep: What stays as it is, besides heads, embeddings and routers.
-        include: Parameters of which these built-in names do not hold.
+        include: What is exempt from these built-in exclusions.
         min_gain: The smallest predicted speed-up for which a matmul is changed.
     """
 
     recipe: Recipe
     params: tuple[int | str, ...] = (0,)
-    keep: tuple[KeepRule, ...] = ()
-    include: tuple[str, ...] = ()
+    keep: tuple[Selector, ...] = ()
+    include: tuple[Selector, ...] = ()
     min_gain: float = 1.1
 
 
-def as_rules(rules: Any, what: str) -> tuple[KeepRule, ...]:
-    """Returns rules from what a user may pass for them.
+def check_selectors(
+    chosen: Selection, named: Iterable[tuple[str, Any]], scopes: Iterable[str]
+) -> None:
+    """Raises for strings and types that select nothing in a call.
+
+    Args:
+        chosen: The settings.
+        named: The names of the parameters, and the arrays.
+        scopes: The paths of named scopes in the function.
 
     Raises:
-        TypeError: If a rule is neither a string nor a function.
-        ValueError: If a string is no regular expression.
+        ValueError: If one selects nothing; near names are listed.
     """
-    single = isinstance(rules, str) or not isinstance(rules, Iterable)
-    rules = (rules,) if single else tuple(rules)
-    for rule in rules:
-        if not isinstance(rule, str) and not callable(rule):
-            raise TypeError(
-                f"A rule of `{what}` is a regular expression for names of parameters "
-                f"and scopes, or a function of a matmul, but {rule!r} was given."
-            )
-        if isinstance(rule, str):
-            try:
-                re.compile(rule)
-            except re.error as error:
-                raise ValueError(
-                    f"The rule {rule!r} of `{what}` is not a regular expression: {error}."
-                ) from error
-    return rules
+    named, scopes = list(named), list(scopes)
+    for what in ("keep", "include"):
+        # Predicates are asked about matmuls.
+        names = [x for x in getattr(chosen, what) if isinstance(x, str | type)]
+        matcher = Matcher(names, what)
+        for name, leaf in named:
+            matcher.leaf(name, leaf)
+        for scope in scopes:
+            matcher.scope(scope)
+        matcher.check(was_called)
 
 
-def as_patterns(rules: Any, what: str) -> tuple[str, ...]:
-    """Returns rules that are regular expressions only.
-
-    Raises:
-        TypeError: If a rule is no string.
-        ValueError: If a string is no regular expression.
-    """
-    patterns = as_rules(rules, what)
-    for rule in patterns:
-        if not isinstance(rule, str):
-            raise TypeError(
-                f"A rule of `{what}` is a regular expression for names of parameters, "
-                f"but {rule!r} was given."
-            )
-    return tuple(rule for rule in patterns if isinstance(rule, str))
+def _selects(selector: Selector, matmul: Matmul) -> bool:
+    if not isinstance(selector, str | type):
+        return bool(selector(matmul))
+    found = bool(matmul.param) and matches(selector, matmul.param, None)
+    if isinstance(selector, str) and matmul.scope:
+        return found or search(selector, matmul.scope)
+    return found
 
 
 # Names of modules and parameters, between slashes, that training in fp8 leaves alone.
@@ -167,7 +159,7 @@ def predicted_gain(m: int, k: int, n: int) -> float:
 def reason_to_keep(
     eqn: Any, metas: list[Meta], matmul: Matmul, tables: set[str], chosen: Selection
 ) -> str:
-    """Says why a product stays as it is written; "" if it becomes fp8."""
+    """Returns why a product stays as it is written; "" if it becomes fp8."""
     if eqn.primitive.name != "dot_general":
         kind = _KINDS.get(eqn.primitive.name, "a fused attention")
         return f"it is {kind}; fp8 is for matmuls with one weight"
@@ -215,13 +207,13 @@ def _by_rule(matmul: Matmul, tables: set[str], chosen: Selection) -> str:
     scopes = matmul.scope.split("/")
     if _STOP in scopes:
         return "scope amp_stop"
-    for rule in chosen.keep:
-        if not isinstance(rule, str):
-            if rule(matmul):
-                return f"keep {getattr(rule, '__name__', 'rule')}"
-        elif re.search(rule, matmul.param) or re.search(rule, matmul.scope):
-            return f"keep {rule}"
-    if any(re.search(rule, matmul.param) for rule in chosen.include):
+    for scope in scopes:
+        if scope.startswith(KEPT_SCOPE):
+            return f"keep {scope.removeprefix(KEPT_SCOPE)}"
+    for selector in chosen.keep:
+        if _selects(selector, matmul):
+            return f"keep {shown(selector)}"
+    if any(_selects(selector, matmul) for selector in chosen.include):
         return ""
     if matmul.param in tables:
         return "its parameter is an embedding table"

@@ -34,7 +34,13 @@ from mpx._fp8._mx import mx_dot
 from mpx._fp8._operands import Plan
 from mpx._fp8._recipes import MXFP8, DelayedScaling
 from mpx._fp8._recursion import HANDLERS, States, typed
-from mpx._fp8._sites import Matmul, Selection, reason_to_keep, sizes
+from mpx._fp8._sites import (
+    Matmul,
+    Selection,
+    check_selectors,
+    reason_to_keep,
+    sizes,
+)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -93,6 +99,16 @@ class Walk(Autocast):
     facts: set[tuple[str, str]] = dataclasses.field(default_factory=set)
     _lengths: tuple[int, ...] = ()
     _delayed: bool = True
+
+    def start(self, named: list[tuple[str, Any]], places: Any) -> None:
+        """Checks that the user's selectors select something."""
+        if places is not None and (self.chosen.keep or self.chosen.include):
+            check_selectors(self.chosen, named, places()[0])
+
+    @property
+    def kept_types(self) -> tuple[type, ...]:
+        """The types whose calls run as they are written."""
+        return tuple(x for x in self.chosen.keep if isinstance(x, type))
 
     def argument_meta(self, name: str, role: Role | None, leaf: Any) -> Meta:
         """Returns whether an argument is a parameter."""

@@ -164,23 +164,15 @@ class Core:
             self._group(*pair) for pair in zip(flat.names, flat.leaves, strict=True)
         ]
         for group in self.groups:
+            named = dict(zip(flat.names, flat.leaves, strict=True))
+            group.check(named)
             if any(group is other for other in in_force):
                 continue
-            pairs = zip(flat.names, flat.leaves, in_force, strict=True)
-            taken = next(
-                (
-                    (name, by.where)
-                    for name, leaf, by in pairs
-                    if by is not None and group.matches(name, leaf)
-                ),
-                None,
+            name, by = next(
+                (name, by.where)
+                for (name, leaf), by in zip(named.items(), in_force, strict=True)
+                if by is not None and group.matches(name, leaf)
             )
-            if taken is None:
-                raise ValueError(
-                    f"No parameter belongs to the group {group.where!r}. The paths are "
-                    f"{flat.names[:8]}{' …' if len(flat.names) > 8 else ''}."
-                )
-            name, by = taken
             raise ValueError(
                 f"The group {group.where!r}"
                 f"{' with `frozen=True`' if group.frozen else ''} holds for no parameter: "

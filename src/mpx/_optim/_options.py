@@ -2,14 +2,12 @@
 
 import dataclasses
 import operator
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._compat import is_tracer
 from mpx._quant import (
     BitDelta,
     Full,
@@ -20,10 +18,16 @@ from mpx._quant import (
     SqrtUint8,
     UlpFraction,
 )
+from mpx._select import (
+    Selector,
+    Selectors,
+    matches,
+    parse_selectors,
+    selects_nothing,
+)
 from mpx._tree import dtype_of, shape_of
 
 StateFormat = Literal["mpx", "flashoptim"]
-Where = str | Callable[[str, Any], bool]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,9 +150,9 @@ class ParamGroup:
     """Parameters with options of their own.
 
     Attributes:
-        where: A regular expression that is searched in the path, such as
-            `"norm|bias"`, or a function of path and array, which is not called for
-            leaves that are no arrays.
+        where: A regular expression for paths such as `"norm|bias"`, a module type, a
+            predicate `(path, array) -> bool`, which is not called for leaves that are no
+            arrays, or a list of these.
         hyper: Hyperparameters that differ, for example `{"weight_decay": 0.0}`.
         frozen: Whether these parameters are left as they are, without any state.
         compression: How their state is stored, if not as that of the others.
@@ -159,27 +163,16 @@ class ParamGroup:
         True
     """
 
-    where: Where
+    where: Selectors
     hyper: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     _: dataclasses.KW_ONLY
     frozen: bool = False
     compression: Compression | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.where, str):
-            try:
-                re.compile(self.where)
-            except re.error as error:
-                raise ValueError(
-                    f"The group {self.where!r} is not a regular expression: {error}. "
-                    "Escape special characters with `re.escape`."
-                ) from error
-        elif not callable(self.where):
-            raise TypeError(
-                "A group is chosen by a regular expression or by a function of path and "
-                f"array, but {self.where!r} was given. For several names write "
-                '`"norm|bias"`.'
-            )
+        selectors = parse_selectors(self.where, "where")
+        if len(selectors) != 1 or self.where is not selectors[0]:
+            object.__setattr__(self, "where", selectors)  # a list is not hashable
         if not isinstance(self.hyper, Mapping):
             raise TypeError(
                 f"`hyper` of the group {self.where!r} must be a mapping such as "
@@ -192,23 +185,26 @@ class ParamGroup:
             )
 
     def matches(self, name: str, leaf: Any) -> bool:
-        """Whether a parameter belongs to this group."""
-        if isinstance(self.where, str):
-            return re.search(self.where, name) is not None
-        if dtype_of(leaf) is None:
-            return False
-        found = self.where(name, leaf)
-        if (dtype := dtype_of(found)) is not None and (
-            dtype != np.dtype(bool) or shape_of(found) != () or is_tracer(found)
-        ):
-            raise TypeError(
-                f"The function that chooses the group {self.where!r} must return True or "
-                f"False, but for `{name}` it returned an array: {dtype} of shape "
-                f"{shape_of(found)}{', traced' if is_tracer(found) else ''}. Use the path, "
-                "the shape or the dtype of a parameter, not its values."
-            )
-        return bool(found)
+        """Returns whether a parameter belongs to this group."""
+        return any(
+            _selects(x, name, leaf) for x in parse_selectors(self.where, "where")
+        )
+
+    def check(self, named: Mapping[str, Any]) -> None:
+        """Raises unless each selector selects a parameter.
+
+        Raises:
+            ValueError: If one does not; near names are listed.
+        """
+        for selector in parse_selectors(self.where, "where"):
+            if not any(_selects(selector, name, leaf) for name, leaf in named.items()):
+                raise selects_nothing(selector, "where", named)
 
     def __hash__(self) -> int:
         # Of the hyperparameters only the names: a value may be an array.
         return hash((self.where, frozenset(self.hyper), self.frozen, self.compression))
+
+
+def _selects(selector: Selector, name: str, leaf: Any) -> bool:
+    named = isinstance(selector, str | type)
+    return (named or dtype_of(leaf) is not None) and matches(selector, name, leaf)

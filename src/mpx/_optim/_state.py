@@ -15,7 +15,7 @@ from mpx._optim._layout import check_layout, is_missing
 from mpx._optim._leaf import Leaf
 from mpx._optim._options import StateFormat, master_codec
 from mpx._quant import PlainBlock, Quantized
-from mpx._tree import dtype_of, path_name, shape_of
+from mpx._tree import dtype_of, flatten_with_names, path_name, shape_of
 
 F32 = np.dtype(jnp.float32)
 PARAM_DTYPES = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
@@ -122,11 +122,8 @@ class Flat(NamedTuple):
 def flatten(params: PyTree) -> Flat:
     """Flattens parameters, with the path of each."""
     treedef = jax.tree.structure(params, is_leaf=_is_none)
-    flat, bare = jax.tree_util.tree_flatten_with_path(
-        without_variables(params), is_leaf=_is_none
-    )
-    names = [path_name(path) for path, _ in flat]
-    return Flat(names, [x for _, x in flat], treedef, bare)
+    named, bare = flatten_with_names(without_variables(params), is_leaf=_is_none)
+    return Flat([name for name, _ in named], [x for _, x in named], treedef, bare)
 
 
 def _is_none(leaf: Any) -> bool:
