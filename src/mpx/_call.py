@@ -30,11 +30,12 @@ from mpx._state import (
     with_states,
 )
 from mpx._tree import (
+    LeafName,
     cast_leaf,
-    dtype_of,
     is_array,
     is_floating,
     is_inexact,
+    map_with_name,
     named_leaves,
     shape_of,
 )
@@ -84,6 +85,11 @@ class Call:
         """
         # A function under `amp` casts by itself, operation by operation.
         self.func, self.policy = func, None if is_amp(func) else policy
+        if policy is not None and policy.keep and is_amp(func):
+            raise ValueError(
+                "`Policy(keep=...)` has no effect on a function under `amp`, which casts "
+                "operation by operation. Pass `keep=` to `amp` instead."
+            )
         self._may_call_amp = False
         self.scales = scales
         # A name that also comes by keyword is for the function to refuse or to accept.
@@ -174,39 +180,24 @@ class Call:
         if self.policy is None:
             return diff
         keep = self.policy.keeping()
-        size = self.policy.resolved_compute_dtype().itemsize
-        floats = (dtype_of(x) for x in jax.tree.leaves(diff) if is_floating(x))
-        if all(dtype.itemsize >= size for dtype in floats):
-            return diff
 
-        def computed(diff: tuple[PyTree, ...]) -> tuple[list[Any], PyTree]:
-            arguments, merged = self._cast_arguments(diff, self.state, keep)
-            trees = [arguments[name] for name in self._diff_names]
-            params = {}
-            if merged is not None:
-                params = _nnx.split(merged.objects, tuple(merged.source.params)).params
-            leaves = jax.tree.leaves(eqx.filter(trees, _is_trainable))
-            return leaves, jax.tree.leaves(params)
+        def widen(name: LeafName, leaf: Any) -> Any:
+            if not is_floating(leaf):
+                return leaf
+            dtype = keep.dtype_for(name, leaf)
+            return (
+                cast_leaf(leaf, dtype) if dtype.itemsize > leaf.dtype.itemsize else leaf
+            )
 
-        def widen(tree: PyTree, wanted: list[Any]) -> PyTree:
-            leaves, structure = jax.tree.flatten(tree)
-            pairs = zip(leaves, wanted, strict=True)
-            leaves = [
-                cast_leaf(x, y.dtype)
-                if is_floating(x) and y.dtype.itemsize > dtype_of(x).itemsize
-                else x
-                for x, y in pairs
-            ]
-            return jax.tree.unflatten(structure, leaves)
-
-        array_types, param_types = jax.eval_shape(computed, diff)
         arrays, params = self._take_params(diff)
-        # In the order of the names, which is not that of a dictionary's leaves.
-        arrays = dict(
-            zip(arrays, widen(list(arrays.values()), array_types), strict=True)
-        )
+        arrays = {
+            name: map_with_name(widen, tree, argument=name)
+            for name, tree in arrays.items()
+        }
+        if self._split is not None:
+            params = _nnx.map_params(self._objects, params, widen)
         static = {name: self._static[name] for name in arrays}
-        wide = _fill_slots(arrays, static, widen(params, param_types))
+        wide = _fill_slots(arrays, static, params)
         return tuple(wide[name] for name in self._diff_names)
 
     def without_casts(self) -> "Call":

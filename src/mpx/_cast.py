@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -85,7 +85,7 @@ def cast_tree(
     and NumPy arrays, and `ShapeDtypeStruct`s. Integers, booleans, complex numbers, PRNG
     keys, float8 values, Python numbers, strings, functions and `None` come back as they
     are, so a whole model or training state can be passed. Loss scalings keep their f32.
-    Of an NNX module the parameters are cast, in a copy that shares what the module
+    The parameters of an NNX module are cast in a copy, which shares what the module
     shares; its other variables, such as the statistics of BatchNorm, are only widened.
 
     A value is rounded to the nearest representable one: the relative error is at most
@@ -113,7 +113,7 @@ def cast_tree(
     )
 
     def cast(name: LeafName, leaf: Any) -> Any:
-        if where is not None and selected.leaf(name, leaf) is None:
+        if where is not None and selected.find(name, leaf) is None:
             return leaf
         if any(map(is_variable_of_state, name.types)):
             return cast_state_leaf(leaf, target)
@@ -203,18 +203,6 @@ def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
     return jax.tree.map(cast, tree, reference)
 
 
-@overload
-def cast_function(
-    func: None = None, dtype: Any = None, return_dtype: Any = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
-
-
-@overload
-def cast_function(
-    func: Callable[..., Any], dtype: Any = None, return_dtype: Any = None
-) -> Callable[..., Any]: ...
-
-
 def cast_function(
     func: Callable[..., Any] | None = None,
     dtype: DTypeLike | None = None,
@@ -256,18 +244,6 @@ def cast_function(
         return cast_tree(func(*args, **kwargs), results or low)
 
     return wrapper
-
-
-@overload
-def force_full_precision(
-    func: None = None, return_dtype: Any = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
-
-
-@overload
-def force_full_precision(
-    func: Callable[..., Any], return_dtype: Any = None
-) -> Callable[..., Any]: ...
 
 
 def force_full_precision(

@@ -47,7 +47,7 @@ def filter_grad(
         has_aux: Whether `func` returns a pair `(loss, aux)`.
         use_mixed_precision: If false, nothing is cast, scaled or checked:
             `grads_finite` is true and `scaling` comes back as it is.
-        policy: As in `value_and_grad`, and so are the options that follow.
+        policy: An option of `value_and_grad`, as are the others.
         grad_dtype: The dtype of the gradients; f32 by default.
         axis_name: A mapped axis over which to average before the check.
         argnums: Which positional arguments to differentiate.
@@ -101,21 +101,7 @@ def filter_value_and_grad(
     is the pair `(loss, aux)` if `has_aux`. The loss is the one that `func` returned,
     unscaled and widened to f32; see `GradResult` for its precision.
 
-    Args:
-        func: The loss function. Leave it out to use it as a decorator.
-        scaling: The loss scaling. It may be left out where none is needed (bf16, f32).
-        has_aux: Whether `func` returns a pair `(loss, aux)`.
-        use_mixed_precision: If false, nothing is cast, scaled or checked.
-        policy: As in `value_and_grad`, and so are the options that follow.
-        grad_dtype: The dtype of the gradients; f32 by default.
-        axis_name: A mapped axis over which to average before the check.
-        argnums: Which positional arguments to differentiate.
-        retry: How often to try again with the adjusted scale on overflow.
-
-    Raises:
-        TypeError: If the loss is no real floating scalar.
-        ValueError: If the first argument holds no floating array, or if f16 is used
-            without a scaling.
+    The arguments are those of `filter_grad`.
 
     Examples:
         >>> from mpx import DynamicLossScaling

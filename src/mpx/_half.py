@@ -96,7 +96,7 @@ def gradient_function() -> contextlib.AbstractContextManager[Any]:
 
 
 def in_gradient_function() -> bool:
-    """Whether mpx takes the gradient that is being traced."""
+    """Returns whether mpx takes the gradient that is being traced."""
     return _in_gradient_function.value
 
 

@@ -1,4 +1,4 @@
-"""What stays in full precision while the rest is cast: leaves, and calls of modules.
+"""Leaves and calls of modules that stay in full precision while the rest is cast.
 
 A pytree cannot say that a module runs in f32: a module of another class is a tree of
 another structure, which `jax.tree.map` and `eqx.combine` refuse beside the original. So
@@ -59,7 +59,7 @@ def _always_kept() -> tuple[type, ...]:
 
 
 class Keep:
-    """What a policy keeps during one call."""
+    """Leaves and calls that a policy keeps during one call."""
 
     def __init__(self, selectors: tuple[Selector, ...], dtype: np.dtype) -> None:
         """Prepares the selectors for a cast to `dtype`."""
@@ -77,10 +77,14 @@ class Keep:
 
     def cast_leaf(self, name: LeafName, leaf: Any) -> Any:
         """Casts a floating leaf, unless it is kept."""
-        selected = self._selected.leaf(name, leaf) is not None
+        return cast_leaf(leaf, self.dtype_for(name, leaf))
+
+    def dtype_for(self, name: LeafName, leaf: Any) -> np.dtype:
+        """Returns the dtype in which a function gets a floating leaf."""
+        selected = self._selected.find(name, leaf) is not None
         always = any(issubclass(kind, self._always) for kind in name.types)
         kept = selected or always or is_state(name)
-        return leaf if kept else cast_leaf(leaf, self._dtype)
+        return leaf.dtype if kept else self._dtype
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Lets modules of the kept types run in f32 inside a `with` block."""
@@ -156,7 +160,7 @@ def _with_own_calls(types: tuple[type, ...]) -> list[type]:
             add(subclass)
 
     for cls in types:
-        # Of a class whose objects cannot be called this is the call of its metaclass.
+        # For a class whose objects cannot be called this is the call of its metaclass.
         if inspect.isfunction(getattr(cls, "__call__", None)):  # noqa: B004
             found[cls] = None
         if cls not in (object, type) and cls.__module__ != "builtins":

@@ -4,6 +4,7 @@ Flax is not imported here: if no NNX object can exist, there is nothing to do.
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -112,9 +113,9 @@ def map_variables(
     variables = variable_names(objects)
     changed = []
     for path, variable in nnx.to_flat_state(nnx.state(nodes)):
-        name = variables[path]
         new = jax.tree.map(
-            lambda x, name=name: fn(name, x) if is_floating(x) else x, variable
+            lambda x, name=variables[path]: fn(name, x) if is_floating(x) else x,
+            variable,
         )
         # Untouched variables are not written to: under a trace NNX may forbid it.
         if not _holds_same(new, variable):
@@ -139,6 +140,25 @@ def variable_names(
         types = [kinds[start] for start in starts if start in kinds]
         found[path] = names[path[0]].inside(path[1:], types)
     return found
+
+
+def map_params(
+    objects: Mapping[LeafName, Any],
+    params: Mapping[LeafName, PyTree],
+    fn: Callable[[LeafName, Any], Any],
+) -> dict[LeafName, PyTree]:
+    """Maps the arrays of the parameters that were split off NNX objects, by name."""
+    nnx, names, variables = nnx_module(), tuple(objects), variable_names(objects)
+    return {
+        owner: nnx.from_flat_state(
+            [
+                (path, jax.tree.map(functools.partial(fn, name), variable))
+                for path, variable in nnx.to_flat_state(state)
+                for name in [variables[(names.index(owner), *path)]]
+            ]
+        )
+        for owner, state in params.items()
+    }
 
 
 def _holds_same(a: PyTree, b: PyTree) -> bool:

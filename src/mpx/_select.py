@@ -132,21 +132,24 @@ class Matcher:
         """The selectors that are types."""
         return tuple(s for s in self.selectors if isinstance(s, type))
 
-    def leaf(self, name: str, leaf: Any) -> Selector | None:
-        """Returns the first selector that selects a leaf."""
-        return self._first(name, lambda s: matches(s, name, leaf))
+    def find(self, name: str, leaf: Any = None) -> Selector | None:
+        """Returns the first selector that selects a leaf, or a path of named scopes.
 
-    def scope(self, scope: str) -> Selector | None:
-        """Returns the first string that selects a path of named scopes."""
-        return self._first(scope, lambda s: isinstance(s, str) and search(s, scope))
-
-    def _first(self, name: str, selects: Callable[[Selector], bool]) -> Selector | None:
+        Args:
+            name: The name of the leaf, or the path.
+            leaf: The leaf. Predicates are not asked about `None`.
+        """
         if not self.selectors:
             return None
         self._names.setdefault(getattr(name, "path", name) or name)
         self._kinds.update(dict.fromkeys(getattr(name, "types", ())))
         # Each is asked: those that select nothing are an error.
-        found = [selector for selector in self.selectors if selects(selector)]
+        found = [
+            selector
+            for selector in self.selectors
+            if (leaf is not None or isinstance(selector, str | type))
+            and matches(selector, name, leaf)
+        ]
         self._idle = [s for s in self._idle if s not in found]
         return found[0] if found else None
 

@@ -30,7 +30,6 @@ from mpx._select import (
     check_pattern,
     matches,
     search,
-    selects_nothing,
     shown,
 )
 from mpx._warn import warn
@@ -139,32 +138,28 @@ class AmpRules:
             rules._found[name] = rules._param_rule(name, leaf)
         if places is None:
             return rules
-        scopes, functions = map(list, places())
-        names = [name for name, _ in named]
-        paths = [getattr(name, "path", name) or name for name in names]
-        named_scopes = [
-            x for x in self.scopes if x not in map(_exact_scope, _STOP_SCOPES)
-        ]
-        kept = Matcher(self.keep, "keep")
-        for name, leaf in named:
-            kept.leaf(name, leaf)
-        for scope in scopes:
-            kept.scope(scope)
-        kept.check(was_called)
-        for what, patterns, where, listed in (
-            ("scopes", named_scopes, scopes, scopes),
-            ("functions", self.functions, functions, functions),
-            ("params", self.params, names, paths),
-        ):
-            for pattern in patterns:
-                if not any(search(pattern, name) for name in where):
-                    self._complain(selects_nothing(pattern, what, listed))
+        scopes, functions = places()
+        stops = set(map(_exact_scope, _STOP_SCOPES))
+        seen: dict[str, tuple[Iterable[Selector], list[tuple[str, Any]]]] = {
+            "keep": (self.keep, [*named, *((scope, None) for scope in scopes)]),
+            "scopes": (
+                [x for x in self.scopes if x not in stops],
+                [(scope, None) for scope in scopes],
+            ),
+            "functions": (self.functions, [(name, None) for name in functions]),
+            "params": (self.params, named),
+        }
+        for what, (selectors, names) in seen.items():
+            matcher = Matcher(tuple(selectors), what)
+            for name, leaf in names:
+                matcher.find(name, leaf)
+            try:
+                matcher.check(was_called)
+            except ValueError as error:
+                if not self._lenient:
+                    raise
+                warn(str(error))
         return rules
-
-    def _complain(self, error: ValueError) -> None:
-        if not self._lenient:
-            raise error
-        warn(str(error))
 
     def _key(self) -> tuple[Any, ...]:
         rules = (self.primitives, self.scopes, self.functions, self.params)

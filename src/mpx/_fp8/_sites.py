@@ -55,7 +55,7 @@ class Matmul(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What a user chose about `fp8`, except for the function.
+    """Options of `fp8`.
 
     Attributes:
         recipe: Formats and scales.
@@ -90,10 +90,8 @@ def check_selectors(
         # Predicates are asked about matmuls.
         names = [x for x in getattr(chosen, what) if isinstance(x, str | type)]
         matcher = Matcher(names, what)
-        for name, leaf in named:
-            matcher.leaf(name, leaf)
-        for scope in scopes:
-            matcher.scope(scope)
+        for name, leaf in [*named, *((scope, None) for scope in scopes)]:
+            matcher.find(name, leaf)
         matcher.check(was_called)
 
 
