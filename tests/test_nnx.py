@@ -546,7 +546,7 @@ def test_rules_see_the_names_of_attributes(batch):
     assert names == params | norm | {""}
     names.clear()
     low = policy.cast_to_compute({"net": Model()})["net"]
-    assert names == {f"net/{name}" for name in params}
+    assert names == {f"net/{name}" for name in params | norm}
     assert low.linear.kernel[...].dtype == jnp.bfloat16
     assert low.norm.scale[...].dtype == low.norm.mean[...].dtype == jnp.float32
 

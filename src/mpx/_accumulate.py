@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -69,7 +70,7 @@ def accumulate(
         Array(3.5, dtype=float32)
     """
     steps = as_count(steps, "steps", at_least=1)
-    options = GradOptions.checked(
+    options = GradOptions(
         argnums=argnums,
         has_aux=has_aux,
         policy=policy,
@@ -144,11 +145,11 @@ class _Window(Step):
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Evaluates all parts under one scale."""
-        wide = NoLossScaling()
+        wide, parts = NoLossScaling(), self.parts
 
         def part(state: State, arrays: dict[int, PyTree]) -> tuple[State, Evaluation]:
-            call = self.call_with(_merge_parts(self.parts, arrays))
-            result = self.evaluate(call, state, scaling)
+            full = {i: eqx.combine(arrays[i], rest) for i, (_, rest) in parts.items()}
+            result = self.evaluate(self.call_with(full), state, scaling)
             # f32 before the sum: 16-bit sums stand still when they have grown large.
             return result.state, result._replace(grads=wide.unscale(result.grads))
 
@@ -161,7 +162,7 @@ class _Window(Step):
             spoilt |= result.spoilt
             return (state, value + result.value, total, spoilt, largest), result.aux
 
-        arrays = {i: arrays for i, (arrays, _) in self.parts.items()}
+        arrays = {i: arrays for i, (arrays, _) in parts.items()}
         first = jax.tree.map(lambda x: x[0], arrays)
         state, result = jax.eval_shape(part, self.call.state, first)
         # A loop carry has one type: shared between devices or not, from the start.
@@ -178,9 +179,7 @@ class _Window(Step):
 def _split(batch: PyTree, steps: int, what: str) -> tuple[PyTree, PyTree]:
     """Splits the arrays of a batch along a new leading axis; other leaves are static."""
 
-    def split(name: str, leaf: Any) -> Array | None:
-        if not is_array(leaf):
-            return None
+    def split(name: str, leaf: Any) -> Array:
         shape = shape_of(leaf)
         if not shape or shape[0] % steps:
             where = f"{what}, leaf `{name}`" if name else what
@@ -192,20 +191,5 @@ def _split(batch: PyTree, steps: int, what: str) -> tuple[PyTree, PyTree]:
         rows = jnp.reshape(leaf, (shape[0] // steps, steps, *shape[1:]))
         return jnp.swapaxes(rows, 0, 1)
 
-    static = jax.tree.map(lambda leaf: None if is_array(leaf) else leaf, batch)
-    return map_with_name(split, batch), static
-
-
-def _merge_parts(
-    parts: dict[int, tuple[PyTree, PyTree]], arrays: dict[int, PyTree]
-) -> dict[int, PyTree]:
-    is_none = lambda leaf: leaf is None  # noqa: E731
-    return {
-        i: jax.tree.map(
-            lambda array, other: other if array is None else array,
-            arrays[i],
-            static,
-            is_leaf=is_none,
-        )
-        for i, (_, static) in parts.items()
-    }
+    arrays, static = eqx.partition(batch, is_array)
+    return map_with_name(split, arrays), static

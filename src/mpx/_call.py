@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from mpx import _nnx
+from mpx._cast import cast_state_leaf
 from mpx._formats import at_least_f32
 from mpx._keep import Keep
 from mpx._policy import Policy
@@ -31,7 +32,7 @@ from mpx._state import (
 )
 from mpx._tree import (
     LeafName,
-    cast_leaf,
+    dtype_of,
     is_array,
     is_floating,
     is_inexact,
@@ -70,14 +71,6 @@ class Call:
         scales: Any = None,
     ) -> None:
         """Takes the arguments apart.
-
-        Args:
-            func: The user's function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            argnums: The positional arguments to differentiate.
-            policy: How to cast the arguments; `None` leaves them alone.
-            scales: What a function with delayed scaling takes before its arguments.
 
         Raises:
             TypeError: If an argument to differentiate was not passed by position.
@@ -179,15 +172,18 @@ class Call:
         """
         if self.policy is None:
             return diff
-        keep = self.policy.keeping()
+        keep, size = (
+            self.policy.keeping(),
+            self.policy.resolved_compute_dtype().itemsize,
+        )
+        floats = (dtype_of(x) for x in jax.tree.leaves(diff) if is_floating(x))
+        if all(dtype.itemsize >= size for dtype in floats):
+            return diff
 
         def widen(name: LeafName, leaf: Any) -> Any:
             if not is_floating(leaf):
                 return leaf
-            dtype = keep.dtype_for(name, leaf)
-            return (
-                cast_leaf(leaf, dtype) if dtype.itemsize > leaf.dtype.itemsize else leaf
-            )
+            return cast_state_leaf(leaf, keep.dtype_for(name, leaf))  # never narrowed
 
         arrays, params = self._take_params(diff)
         arrays = {
@@ -212,14 +208,10 @@ class Call:
         call._may_call_amp = True
         return call
 
-    def diff_names(self) -> list[str]:
+    def diff_names(self) -> list[LeafName]:
         """Returns the names of the differentiated arrays, in the order of the leaves."""
         trees = zip(self._diff_names, self.diff, strict=True)
-        return [
-            "/".join(filter(None, (name, path)))
-            for name, tree in trees
-            for path, _ in named_leaves(tree)
-        ]
+        return [path for name, tree in trees for path, _ in named_leaves(tree, name)]
 
     def linen_statistics(self) -> list[dict[str, Any]]:
         """Returns the `batch_stats` of Flax Linen among the arguments."""

@@ -66,7 +66,7 @@ def filter_grad(
         >>> grads, bool(grads_finite)
         (Array([1., 1.], dtype=float32), True)
     """
-    options = GradOptions.checked(
+    options = GradOptions(
         argnums=argnums,
         has_aux=has_aux,
         policy=policy,
@@ -111,7 +111,7 @@ def filter_value_and_grad(
         >>> value, grads
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
-    options = GradOptions.checked(
+    options = GradOptions(
         argnums=argnums,
         has_aux=has_aux,
         policy=policy,

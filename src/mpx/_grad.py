@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, PyTree
@@ -71,52 +70,38 @@ class GradResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradOptions:
-    """Options of a gradient function, checked; see `value_and_grad`.
+    """Options of a gradient function; see `value_and_grad`.
 
     If `mixed` is false, nothing is cast, scaled or checked.
+
+    Raises:
+        ValueError: If `retry` is negative or a dtype is not floating.
+        TypeError: If `policy` is neither a policy nor a string, a number no integer, or
+            `axis_name` no name.
     """
 
-    argnums: int | tuple[int, ...] = 0
+    argnums: Any = 0
     has_aux: bool = False
-    policy: Policy = dataclasses.field(default_factory=Policy)
-    grad_dtype: np.dtype | None = None
+    policy: Any = None
+    grad_dtype: Any = None
     axis_name: AxisName | None = None
     retry: int = 0
     mixed: bool = True
 
-    @classmethod
-    def checked(
-        cls,
-        *,
-        argnums: int | Sequence[int],
-        has_aux: bool,
-        policy: Policy | str | None,
-        grad_dtype: DTypeLike | None,
-        axis_name: AxisName | None,
-        retry: int,
-        mixed: bool = True,
-    ) -> "GradOptions":
-        """Returns options from what the user gave.
-
-        Raises:
-            ValueError: If `retry` is negative or a dtype is not floating.
-            TypeError: If `policy` is neither a policy nor a string, a number no integer,
-                or `axis_name` no name.
-        """
-        check_axis_name(axis_name)
-        policy = as_policy(policy)
-        dtype = policy.grad_dtype if grad_dtype is None else grad_dtype
-        return cls(
-            argnums=as_counts(argnums, "argnums"),
-            has_aux=has_aux,
-            policy=policy,
-            grad_dtype=None
-            if dtype is None
-            else parse_float_dtype(dtype, "grad_dtype"),
-            axis_name=axis_name,
-            retry=as_count(retry, "retry", at_least=0),
-            mixed=mixed,
-        )
+    def __post_init__(self) -> None:
+        """Checks the options: `policy` becomes a `Policy`, `grad_dtype` a dtype."""
+        check_axis_name(self.axis_name)
+        policy = as_policy(self.policy)
+        dtype = policy.grad_dtype if self.grad_dtype is None else self.grad_dtype
+        dtype = None if dtype is None else parse_float_dtype(dtype, "grad_dtype")
+        checked = {
+            "argnums": as_counts(self.argnums, "argnums"),
+            "policy": policy,
+            "grad_dtype": dtype,
+            "retry": as_count(self.retry, "retry", at_least=0),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     def argnum_tuple(self) -> tuple[int, ...]:
         """Returns the differentiated positions as a tuple."""
@@ -161,10 +146,18 @@ class Step:
         """Takes the arguments of a call apart."""
         scales, args = take_scales(func, args)
         self.options, self.recorder = options, Recorder()
-        self._func, self._args, self._kwargs = func, args, dict(kwargs)
-        self._scales = scales
+        self._args = args
+        self._make_call = functools.partial(
+            Call,
+            func,
+            kwargs=dict(kwargs),
+            argnums=options.argnum_tuple(),
+            policy=options.policy if options.mixed else None,
+            scales=scales,
+        )
         self.check(args)
         self.call = self.call_with({})
+        self._diff = self._local_parameters()
 
     def check(self, args: Sequence[Any]) -> None:
         """Checks the arguments, before anything is done with them."""
@@ -172,17 +165,13 @@ class Step:
     def call_with(self, replaced: Mapping[int, PyTree]) -> Call:
         """Returns the call with some positional arguments replaced."""
         args = [replaced.get(i, arg) for i, arg in enumerate(self._args)]
-        policy = self.options.policy if self.options.mixed else None
-        argnums = self.options.argnum_tuple()
-        return Call(
-            self._func, args, self._kwargs, argnums, policy, scales=self._scales
-        )
+        return self._make_call(args=args)
 
     def evaluate(self, call: Call, state: State, scaling: LossScaling) -> Evaluation:
         """Runs a call forward and backward."""
         return evaluate(
             call,
-            self._local_parameters(),
+            self._diff,
             state,
             scaling,
             self.recorder,
@@ -352,7 +341,7 @@ def value_and_grad(
         >>> result.value, result.grads
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
-    options = GradOptions.checked(
+    options = GradOptions(
         argnums=argnums,
         has_aux=has_aux,
         policy=policy,

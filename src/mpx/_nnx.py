@@ -4,7 +4,6 @@ Flax is not imported here: if no NNX object can exist, there is nothing to do.
 """
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -108,19 +107,40 @@ def map_variables(
         fn: Maps an array's name and the array to its successor. The types of the name
             include those of modules and of the variable.
     """
+    nnx, nodes = nnx_module(), tuple(objects.values())
+    before = nnx.state(nodes)
+    # Untouched variables are not written to: under a trace NNX may forbid it.
+    update(objects, _map_state(before, variable_names(objects), fn), before)
+
+
+def _map_state(
+    state: PyTree,
+    names: Mapping[tuple[Any, ...], LeafName],
+    fn: Callable[[LeafName, Any], Any],
+    start: tuple[Any, ...] = (),
+) -> PyTree:
+    """Maps the floating arrays of an NNX state, whose paths begin with `start`."""
+
+    def new(path: tuple[Any, ...], variable: Any) -> Any:
+        name = names[(*start, *path)]
+        return jax.tree.map(lambda x: fn(name, x) if is_floating(x) else x, variable)
+
     nnx = nnx_module()
-    nodes = tuple(objects.values())
-    variables = variable_names(objects)
-    changed = []
-    for path, variable in nnx.to_flat_state(nnx.state(nodes)):
-        new = jax.tree.map(
-            lambda x, name=variables[path]: fn(name, x) if is_floating(x) else x,
-            variable,
-        )
-        # Untouched variables are not written to: under a trace NNX may forbid it.
-        if not _holds_same(new, variable):
-            changed.append((path, new))
-    nnx.update(nodes, nnx.from_flat_state(changed))
+    flat = [(path, new(path, x)) for path, x in nnx.to_flat_state(state)]
+    return nnx.from_flat_state(flat)
+
+
+def map_params(
+    objects: Mapping[LeafName, Any],
+    params: Mapping[LeafName, PyTree],
+    fn: Callable[[LeafName, Any], Any],
+) -> dict[LeafName, PyTree]:
+    """Maps the floating arrays of parameters that were split off NNX objects."""
+    names, owners = variable_names(objects), tuple(objects)
+    return {
+        owner: _map_state(state, names, fn, (owners.index(owner),))
+        for owner, state in params.items()
+    }
 
 
 def variable_names(
@@ -140,25 +160,6 @@ def variable_names(
         types = [kinds[start] for start in starts if start in kinds]
         found[path] = names[path[0]].inside(path[1:], types)
     return found
-
-
-def map_params(
-    objects: Mapping[LeafName, Any],
-    params: Mapping[LeafName, PyTree],
-    fn: Callable[[LeafName, Any], Any],
-) -> dict[LeafName, PyTree]:
-    """Maps the arrays of the parameters that were split off NNX objects, by name."""
-    nnx, names, variables = nnx_module(), tuple(objects), variable_names(objects)
-    return {
-        owner: nnx.from_flat_state(
-            [
-                (path, jax.tree.map(functools.partial(fn, name), variable))
-                for path, variable in nnx.to_flat_state(state)
-                for name in [variables[(names.index(owner), *path)]]
-            ]
-        )
-        for owner, state in params.items()
-    }
 
 
 def _holds_same(a: PyTree, b: PyTree) -> bool:

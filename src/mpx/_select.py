@@ -170,6 +170,22 @@ class Matcher:
                 raise selects_nothing(selector, self._what, kinds)
 
 
+def check_selectors(
+    selectors: Iterable[Selector],
+    what: str,
+    named: Iterable[tuple[str, Any]],
+    was_called: Callable[[type], bool] = lambda _: False,
+) -> None:
+    """Raises for strings and types that select none of these leaves and scopes.
+
+    The arguments are those of `Matcher`, `Matcher.find` and `Matcher.check`.
+    """
+    matcher = Matcher(tuple(selectors), what)
+    for name, leaf in named:
+        matcher.find(name, leaf)
+    matcher.check(was_called)
+
+
 def selects_nothing(selector: Selector, what: str, names: Iterable[str]) -> ValueError:
     """Returns the error for a selector that selects nothing, with near names."""
     names = list(dict.fromkeys(names))

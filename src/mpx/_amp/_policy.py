@@ -25,9 +25,9 @@ from mpx._formats import PRECISIONS, parse_float_dtype
 from mpx._half import chosen_half_precision
 from mpx._keep import KEPT_SCOPE, was_called
 from mpx._select import (
-    Matcher,
     Selector,
     check_pattern,
+    check_selectors,
     matches,
     search,
     shown,
@@ -138,27 +138,18 @@ class AmpRules:
             rules._found[name] = rules._param_rule(name, leaf)
         if places is None:
             return rules
-        scopes, functions = places()
+        scopes, functions = ([(name, None) for name in names] for names in places())
         stops = set(map(_exact_scope, _STOP_SCOPES))
-        seen: dict[str, tuple[Iterable[Selector], list[tuple[str, Any]]]] = {
-            "keep": (self.keep, [*named, *((scope, None) for scope in scopes)]),
-            "scopes": (
-                [x for x in self.scopes if x not in stops],
-                [(scope, None) for scope in scopes],
-            ),
-            "functions": (self.functions, [(name, None) for name in functions]),
-            "params": (self.params, named),
-        }
-        for what, (selectors, names) in seen.items():
-            matcher = Matcher(tuple(selectors), what)
-            for name, leaf in names:
-                matcher.find(name, leaf)
-            try:
-                matcher.check(was_called)
-            except ValueError as error:
-                if not self._lenient:
-                    raise
-                warn(str(error))
+        by_scope = [pattern for pattern in self.scopes if pattern not in stops]
+        try:
+            check_selectors(self.keep, "keep", [*named, *scopes], was_called)
+            check_selectors(by_scope, "scopes", scopes)
+            check_selectors(self.functions, "functions", functions)
+            check_selectors(self.params, "params", named)
+        except ValueError as error:
+            if not self._lenient:
+                raise
+            warn(str(error))
         return rules
 
     def _key(self) -> tuple[Any, ...]:
@@ -186,16 +177,15 @@ class AmpRules:
         return self._found[scopes]
 
     def _scope_rule(self, scopes: tuple[str, ...]) -> tuple[Choice, str] | None:
-        strings = [x for x in self.keep if isinstance(x, str)]
-        for depth, scope in enumerate(scopes, 1):
-            path = "/".join(scopes[:depth])
+        paths = ["/".join(scopes[:depth]) for depth in range(1, len(scopes) + 1)]
+        for selector in self.keep:
+            if isinstance(selector, str) and any(search(selector, x) for x in paths):
+                return Rule.ORIGINAL, f"keep {selector}"
+        for scope, path in zip(scopes, paths, strict=True):
             if scope in self._stops:
                 return Rule.ORIGINAL, f"scope {scope}"
             if scope.startswith(KEPT_SCOPE):
                 return Rule.ORIGINAL, f"keep {scope.removeprefix(KEPT_SCOPE)}"
-            for pattern in strings:
-                if search(pattern, path):
-                    return Rule.ORIGINAL, f"keep {pattern}"
             for pattern, rule in self.scopes.items():
                 if search(pattern, path):
                     return rule, f"scope {pattern}"

@@ -219,7 +219,8 @@ def _call_pure(
             out_structure, [_ARRAY if is_array(x) else x for x in outs]
         )
 
-    if eager is not None and nothing_is_traced():
+    # What a type selects is not part of the names by which programs are remembered.
+    if eager is not None and nothing_is_traced() and not autocast.kept_types:
         # The function is traced anew, since what it closes over may have changed; but
         # the jitted functions inside of it, once rewritten, stay the same programs.
         autocast.cache = eager.setdefault(autocast.dtype, {})

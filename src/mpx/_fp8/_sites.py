@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +12,8 @@ from mpx._amp._apply import ATTENTION_MATMULS, flops
 from mpx._amp._values import Meta
 from mpx._formats import short_name
 from mpx._fp8._recipes import MXFP8, Recipe
-from mpx._keep import KEPT_SCOPE, was_called
-from mpx._select import Matcher, Selector, matches, search, shown
+from mpx._keep import KEPT_SCOPE
+from mpx._select import Selector, matches, search, shown
 
 # Measured on an H200 (8192³ matmuls, a copy): operations and bytes per second. What
 # decides are their ratios, which are similar on all GPUs that have the units.
@@ -70,29 +69,6 @@ class Selection:
     keep: tuple[Selector, ...] = ()
     include: tuple[Selector, ...] = ()
     min_gain: float = 1.1
-
-
-def check_selectors(
-    chosen: Selection, named: Iterable[tuple[str, Any]], scopes: Iterable[str]
-) -> None:
-    """Raises for strings and types that select nothing in a call.
-
-    Args:
-        chosen: The settings.
-        named: The names of the parameters, and the arrays.
-        scopes: The paths of named scopes in the function.
-
-    Raises:
-        ValueError: If one selects nothing; near names are listed.
-    """
-    named, scopes = list(named), list(scopes)
-    for what in ("keep", "include"):
-        # Predicates are asked about matmuls.
-        names = [x for x in getattr(chosen, what) if isinstance(x, str | type)]
-        matcher = Matcher(names, what)
-        for name, leaf in [*named, *((scope, None) for scope in scopes)]:
-            matcher.find(name, leaf)
-        matcher.check(was_called)
 
 
 def _selects(selector: Selector, matmul: Matmul) -> bool:

@@ -37,10 +37,11 @@ from mpx._fp8._recursion import HANDLERS, States, typed
 from mpx._fp8._sites import (
     Matmul,
     Selection,
-    check_selectors,
     reason_to_keep,
     sizes,
 )
+from mpx._keep import was_called
+from mpx._select import check_selectors
 
 
 def _names(text: str) -> frozenset[str]:
@@ -102,8 +103,15 @@ class Walk(Autocast):
 
     def start(self, named: list[tuple[str, Any]], places: Any) -> None:
         """Checks that the user's selectors select something."""
-        if places is not None and (self.chosen.keep or self.chosen.include):
-            check_selectors(self.chosen, named, places()[0])
+        if places is None or not (self.chosen.keep or self.chosen.include):
+            return
+        names = [*named, *((scope, None) for scope in places()[0])]
+        for what in ("keep", "include"):
+            # Predicates are asked about matmuls.
+            chosen = [
+                x for x in getattr(self.chosen, what) if isinstance(x, str | type)
+            ]
+            check_selectors(chosen, what, names, was_called)
 
     @property
     def kept_types(self) -> tuple[type, ...]:
