@@ -108,9 +108,8 @@ def cast_tree(
         {'step': 3, 'w': Array([1, 1], dtype=bfloat16)}
     """
     target = parse_float_dtype(dtype)
-    selected = Matcher(
-        () if where is None else parse_selectors(where, "where"), "where"
-    )
+    selectors = () if where is None else parse_selectors(where, "where")
+    selected = Matcher(selectors, "where")
 
     def cast(name: LeafName, leaf: Any) -> Any:
         if where is not None and selected.find(name, leaf) is None:
@@ -127,6 +126,10 @@ def cast_tree(
 def cast_to_float32(x: PyTree, *, where: Selectors | None = None) -> PyTree:
     """Casts the floating arrays of a pytree to f32; see `cast_tree`.
 
+    Args:
+        x: Any pytree.
+        where: What to cast, as in `cast_tree`.
+
     Examples:
         >>> cast_to_float32(jnp.ones(2, jnp.float16)).dtype
         dtype('float32')
@@ -136,6 +139,10 @@ def cast_to_float32(x: PyTree, *, where: Selectors | None = None) -> PyTree:
 
 def cast_to_float16(x: PyTree, *, where: Selectors | None = None) -> PyTree:
     """Casts the floating arrays of a pytree to f16; see `cast_tree`.
+
+    Args:
+        x: Any pytree.
+        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_float16(jnp.ones(2)).dtype
@@ -147,6 +154,10 @@ def cast_to_float16(x: PyTree, *, where: Selectors | None = None) -> PyTree:
 def cast_to_bfloat16(x: PyTree, *, where: Selectors | None = None) -> PyTree:
     """Casts the floating arrays of a pytree to bf16; see `cast_tree`.
 
+    Args:
+        x: Any pytree.
+        where: What to cast, as in `cast_tree`.
+
     Examples:
         >>> cast_to_bfloat16(jnp.ones(2)).dtype
         dtype(bfloat16)
@@ -157,6 +168,10 @@ def cast_to_bfloat16(x: PyTree, *, where: Selectors | None = None) -> PyTree:
 def cast_to_full_precision(x: PyTree, *, where: Selectors | None = None) -> PyTree:
     """Casts the floating arrays of a pytree to f32; see `cast_tree`.
 
+    Args:
+        x: Any pytree.
+        where: What to cast, as in `cast_tree`.
+
     Examples:
         >>> cast_to_full_precision(jnp.ones(2, jnp.bfloat16)).dtype
         dtype('float32')
@@ -166,6 +181,10 @@ def cast_to_full_precision(x: PyTree, *, where: Selectors | None = None) -> PyTr
 
 def cast_to_half_precision(x: PyTree, *, where: Selectors | None = None) -> PyTree:
     """Casts the floating arrays of a pytree to the configured half precision.
+
+    Args:
+        x: Any pytree.
+        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_half_precision(jnp.ones(2)).dtype

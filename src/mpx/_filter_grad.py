@@ -5,17 +5,15 @@ as an argument, so that it can be made once and jitted.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jax.typing import DTypeLike
 
 from mpx._grad import GradOptions, GradResult, Step, check_scaling
 from mpx._grad_checks import warn_of_constant_scaling
 from mpx._loss_scaling import LossScaling, NoLossScaling
-from mpx._policy import Policy
-from mpx._tree import AxisName, cast_floating
+from mpx._tree import cast_floating
 from mpx._wrapped import has_scales
 
 
@@ -24,12 +22,7 @@ def filter_grad(
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
-    *,
-    policy: Policy | str | None = None,
-    grad_dtype: DTypeLike | None = None,
-    axis_name: AxisName | None = None,
-    argnums: int | Sequence[int] = 0,
-    retry: int = 0,
+    **options: Any,
 ) -> Callable[..., Any]:
     """Computes gradients in mixed precision; the counterpart of `eqx.filter_grad`.
 
@@ -47,11 +40,8 @@ def filter_grad(
         has_aux: Whether `func` returns a pair `(loss, aux)`.
         use_mixed_precision: If false, nothing is cast, scaled or checked:
             `grads_finite` is true and `scaling` comes back as it is.
-        policy: An option of `value_and_grad`, as are the others.
-        grad_dtype: The dtype of the gradients; f32 by default.
-        axis_name: A mapped axis over which to average before the check.
-        argnums: Which positional arguments to differentiate.
-        retry: How often to try again with the adjusted scale on overflow.
+        **options: `policy`, `grad_dtype`, `axis_name`, `argnums` and `retry`, as in
+            `value_and_grad`.
 
     Raises:
         TypeError: If the loss is no real floating scalar.
@@ -59,6 +49,7 @@ def filter_grad(
             without a scaling.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> from mpx import DynamicLossScaling
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> scaling, grads_finite, grads = filter_grad(loss, DynamicLossScaling.pow2())(
@@ -66,21 +57,14 @@ def filter_grad(
         >>> grads, bool(grads_finite)
         (Array([1., 1.], dtype=float32), True)
     """
-    options = GradOptions(
-        argnums=argnums,
-        has_aux=has_aux,
-        policy=policy,
-        grad_dtype=grad_dtype,
-        axis_name=axis_name,
-        retry=retry,
-        mixed=_as_switch(use_mixed_precision),
-    )
 
-    def finish(result: GradResult) -> tuple[Any, ...]:
+    def as_tuple(result: GradResult) -> tuple[Any, ...]:
         answer = (result.scaling, result.finite, result.grads)
         return (*answer, result.aux) if has_aux else answer
 
-    return _transform(func, scaling, options, finish)
+    mixed = _as_switch(use_mixed_precision)
+    checked = GradOptions(has_aux=has_aux, mixed=mixed, **options)
+    return _transform(func, scaling, checked, as_tuple)
 
 
 def filter_value_and_grad(
@@ -88,12 +72,7 @@ def filter_value_and_grad(
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
-    *,
-    policy: Policy | str | None = None,
-    grad_dtype: DTypeLike | None = None,
-    axis_name: AxisName | None = None,
-    argnums: int | Sequence[int] = 0,
-    retry: int = 0,
+    **options: Any,
 ) -> Callable[..., Any]:
     """Computes the loss too; the counterpart of `eqx.filter_value_and_grad`.
 
@@ -101,9 +80,15 @@ def filter_value_and_grad(
     is the pair `(loss, aux)` if `has_aux`. The loss is the one that `func` returned,
     unscaled and widened to f32; see `GradResult` for its precision.
 
-    The arguments are those of `filter_grad`.
+    Args:
+        func: The loss function. This and the others are as in `filter_grad`.
+        scaling: The loss scaling.
+        has_aux: Whether `func` returns a pair `(loss, aux)`.
+        use_mixed_precision: If false, nothing is cast, scaled or checked.
+        **options: Options of `value_and_grad`.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> from mpx import DynamicLossScaling
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> value, scaling, grads_finite, grads = filter_value_and_grad(
@@ -111,28 +96,21 @@ def filter_value_and_grad(
         >>> value, grads
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
-    options = GradOptions(
-        argnums=argnums,
-        has_aux=has_aux,
-        policy=policy,
-        grad_dtype=grad_dtype,
-        axis_name=axis_name,
-        retry=retry,
-        mixed=_as_switch(use_mixed_precision),
-    )
 
-    def finish(result: GradResult) -> tuple[Any, ...]:
+    def as_tuple(result: GradResult) -> tuple[Any, ...]:
         value = (result.value, result.aux) if has_aux else result.value
         return value, result.scaling, result.finite, result.grads
 
-    return _transform(func, scaling, options, finish)
+    mixed = _as_switch(use_mixed_precision)
+    checked = GradOptions(has_aux=has_aux, mixed=mixed, **options)
+    return _transform(func, scaling, checked, as_tuple)
 
 
 def _transform(
     func: Callable[..., Any] | None,
     scaling: LossScaling | None,
     options: GradOptions,
-    finish: Callable[[GradResult], tuple[Any, ...]],
+    as_tuple: Callable[[GradResult], tuple[Any, ...]],
 ) -> Callable[..., Any]:
     if scaling is not None:
         check_scaling(scaling)
@@ -144,7 +122,9 @@ def _transform(
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             used = _scaling_for(scaling, options)
             result = Step(func, options, args, kwargs).result(used)
-            return finish(result if options.mixed else result._replace(scaling=scaling))
+            return as_tuple(
+                result if options.mixed else result._replace(scaling=scaling)
+            )
 
         return wrapper
 
@@ -209,6 +189,7 @@ def calculate_scaled_grad(
         ValueError: If the first argument holds no floating array.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> from mpx import StaticLossScaling
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> calculate_scaled_grad(loss, StaticLossScaling(8.0))(
