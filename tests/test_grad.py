@@ -170,10 +170,9 @@ def test_exact_problem_has_its_exact_gradient(name, of, problem):
     check_exact(result, problem)
 
 
-@pytest.mark.parametrize("name", HALVES)
-def test_gradient_is_that_of_code_cast_by_hand(name):
+def test_gradient_is_that_of_code_cast_by_hand():
     model, (x, y) = mlp(), mlp_batch()
-    dtype, scale = HALVES[name], 2.0**10
+    dtype, scale = jnp.float16, 2.0**10
 
     def by_hand(params):
         low = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
@@ -183,7 +182,7 @@ def test_gradient_is_that_of_code_cast_by_hand(name):
     params, static = eqx.partition(model, eqx.is_inexact_array)
     value, grads = jax.value_and_grad(by_hand)(params)
     # Without jit: each operation rounds, so that the comparison is bit for bit.
-    result = mpx.value_and_grad(mlp_loss, policy=POLICIES[name])(
+    result = mpx.value_and_grad(mlp_loss, policy=POLICIES["f16"])(
         StaticLossScaling(scale), model, x, y
     )
     assert_trees_equal(result.grads, jax.tree.map(lambda g: g / scale, grads))

@@ -78,7 +78,7 @@ def by_cast(selector):
 
 
 def by_amp(selector):
-    report = mpx.inspect.report(mpx.amp(loss, keep=selector), make_model(), X)
+    report: Any = mpx.inspect.report(mpx.amp(loss, keep=selector), make_model(), X)
     return {
         decision.params[-1].removeprefix("model/")
         for decision in report.decisions
@@ -199,7 +199,7 @@ def test_an_array_argument_is_selected_by_its_whole_name():
         return norm_x @ w
 
     def kept(keep):
-        report = mpx.inspect.report(mpx.amp(func, keep=keep), W, X)
+        report: Any = mpx.inspect.report(mpx.amp(func, keep=keep), W, X)
         return report.decisions[0].rule == "original"
 
     assert kept("w")
@@ -319,7 +319,8 @@ def test_amp_selects_in_models_of_flax():
 
 
 def test_reports_name_the_selector_and_the_argument():
-    report = mpx.inspect.report(mpx.amp(loss, keep=["^norm", Special]), make_model(), X)
+    func = mpx.amp(loss, keep=["^norm", Special])
+    report: Any = mpx.inspect.report(func, make_model(), X)
     found = {x.params[-1]: x.reason for x in report.decisions if x.flops}
     assert found["model/norm/weight"] == "keep ^norm"
     assert found["model/layers/1/weight"] == "keep Special"
@@ -334,7 +335,8 @@ def test_fp8_includes_what_a_name_excludes():
 
     def changed(include: Any = ()):
         func = mpx.fp8(head, include=include, min_gain=0)
-        return bool(mpx.inspect.report(func, params, x).changed)
+        report: Any = mpx.inspect.report(func, params, x)
+        return bool(report.changed)
 
     assert not changed()
     for include in ("^lm_head", "readout", lambda matmul: matmul.shape[0] == 16, dict):

@@ -155,9 +155,9 @@ class Call:
 
     def _take_params(
         self, diff: tuple[PyTree, ...]
-    ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+    ) -> tuple[dict[str, PyTree], dict[LeafName, PyTree]]:
         """Returns the differentiated arguments without, and the parameters of, NNX."""
-        params: dict[str, PyTree] = {}
+        params: dict[LeafName, PyTree] = {}
         arrays = {
             name: _empty_slots(tree, self._static[name], params)
             for name, tree in zip(self._diff_names, diff, strict=True)
@@ -250,7 +250,7 @@ def _check_trainable(diff: dict[str, PyTree]) -> None:
             )
 
 
-def _fill_slots(arrays: PyTree, static: PyTree, params: dict[str, PyTree]) -> Any:
+def _fill_slots(arrays: PyTree, static: PyTree, params: dict[LeafName, PyTree]) -> Any:
     """Puts the parameters of NNX objects where their slots are in the static part."""
     return jax.tree.map(
         lambda node, array: params[node.name] if _nnx.is_slot(node) else array,
@@ -260,7 +260,7 @@ def _fill_slots(arrays: PyTree, static: PyTree, params: dict[str, PyTree]) -> An
     )
 
 
-def _empty_slots(diff: PyTree, static: PyTree, params: dict[str, PyTree]) -> Any:
+def _empty_slots(diff: PyTree, static: PyTree, params: dict[LeafName, PyTree]) -> Any:
     """Takes the parameters of NNX objects out again, into `params`."""
 
     def take(node: Any, value: PyTree) -> Any:

@@ -29,6 +29,7 @@ from mpx._select import Matcher, Selector
 from mpx._tree import LeafName, cast_leaf
 
 _HAIKU_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
+_STATE_TYPES = (eqx.nn.State, eqx.nn.StateIndex)
 _BATCH_STATS = re.compile(r"(^|/)batch_stats(/|$)")  # the collection of Flax Linen
 
 
@@ -39,7 +40,7 @@ def is_state(name: LeafName) -> bool:
     less than half an ulp per step stands still.
     """
     return _BATCH_STATS.search(name) is not None or any(
-        issubclass(kind, eqx.nn.State | eqx.nn.StateIndex) or is_variable_of_state(kind)
+        issubclass(kind, _STATE_TYPES) or is_variable_of_state(kind)
         for kind in name.types
     )
 

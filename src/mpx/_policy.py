@@ -210,16 +210,9 @@ def _parse_compute(dtype: DTypeLike | None) -> np.dtype | None:
 
 
 _POLICY_KEYS = {
-    "p": "param_dtype",
-    "params": "param_dtype",
-    "c": "compute_dtype",
-    "compute": "compute_dtype",
-    "o": "output_dtype",
-    "output": "output_dtype",
-    "g": "grad_dtype",
-    "grad": "grad_dtype",
-    "r": "reduce_dtype",
-    "reduce": "reduce_dtype",
+    key: f"{long.removesuffix('s')}_dtype"
+    for long in ("params", "compute", "output", "grad", "reduce")
+    for key in (long, long[0])
 }
 
 

@@ -89,8 +89,10 @@ def replaced_statistics(
     result holds it; it may have a further leading axis. What is called `batch_stats` and
     replaces nothing that is known has the value `None`.
     """
-    leaves = {name: leaf for name, leaf in named_leaves(aux) if is_array(leaf)}
-    found = {name: None for name in leaves if _COLLECTION.fullmatch(name)}
+    leaves: dict[str, Any] = {n: x for n, x in named_leaves(aux) if is_array(x)}
+    found: dict[str, Any] = {
+        name: None for name in leaves if _COLLECTION.fullmatch(name)
+    }
     for collection in collections:
         first = next(iter(collection))
         for name in leaves:

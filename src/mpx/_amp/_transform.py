@@ -318,7 +318,7 @@ def _call_with_nnx(
     autocast: Autocast,
     names: list[str],
     plain: dict[str, Any],
-    objects: dict[str, Any],
+    objects: dict[LeafName, Any],
 ) -> Any:
     """Calls a function of NNX objects as a pure one and writes their state back.
 
