@@ -24,7 +24,7 @@ import _measure as measure
 import mpx
 from _fp8 import BF16, Size
 from _measure import Record, number, ratio
-from mpx._fp8._sites import predicted_gain
+from mpx._fp8._selection import predicted_gain
 
 POLICY = "p=f32,c=bf16,o=f32"
 RECIPES: dict[str, Any] = {

@@ -19,8 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from models import equations, trace_together
-from mpx import AmpRules, _compat, amp, amp_stop
-from mpx._amp import _cudnn, _flash
+from mpx import AmpRules, amp, amp_stop
+from mpx._amp import _attention
+from mpx._attention import _capture, _cudnn, _primitive
+from mpx._jaxpr._queries import ATTENTION
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
 BATCH, LENGTH, HEADS, SIZE = 2, 8, 4, 16
@@ -44,7 +46,7 @@ ARGS = (Q, K, V)
 def cuda(monkeypatch):
     """Pretends that this is a machine with an H200 and cuDNN 9.10."""
     module = "jax._src.cudnn.fused_attention_stablehlo"
-    for owner in (_flash, _cudnn):
+    for owner in (_primitive, _cudnn):
         monkeypatch.setattr(owner, "cuda_capability", lambda: (9, 0))
     monkeypatch.setattr(f"{module}.check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(f"{module}.check_compute_capability", lambda _: True)
@@ -63,7 +65,7 @@ def count(jaxpr):
     counts = {}
     for eqn in equations(jaxpr):
         name = eqn.primitive.name
-        if name == "dot_general" or name in _flash.NAMES:
+        if name == "dot_general" or name in ATTENTION:
             short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
             key = f"{name} {short[str(eqn.invars[0].aval.dtype)]}"
             counts[key] = counts.get(key, 0) + 1
@@ -452,7 +454,7 @@ IMPOSSIBLE = {
 
 def plain_operations(func, args):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_flash, "cuda_capability", lambda: None)
+        patch.setattr(_primitive, "cuda_capability", lambda: None)
         return operations(func, *args)
 
 
@@ -492,6 +494,35 @@ def test_explicitly_sharded_arrays_run_op_by_op():
         assert operations(bf16(dot_product_attention), *args) == {"dot_general bf16": 2}
 
 
+# --- Another JAX ----------------------------------------------------------------------
+
+PLAIN = {"dot_general bf16": 2}
+
+
+@pytest.mark.usefixtures("cuda")
+def test_without_a_private_name_of_jax_attention_runs_op_by_op(monkeypatch):
+    monkeypatch.setattr(_attention, "private", lambda feature: None)
+    assert operations(bf16(loss), *ARGS) == PLAIN
+
+
+@pytest.mark.usefixtures("cuda")
+def test_kernel_that_jax_has_renamed_is_told(monkeypatch):
+    monkeypatch.setattr(_cudnn, "CUDNN_KERNEL", "another_name")
+    with pytest.warns(RuntimeWarning, match="runs without cuDNN's kernel"):
+        assert operations(bf16(loss), *ARGS) == PLAIN
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_call_in_an_unknown_form_is_left_to_jax(which, monkeypatch):
+    names = _capture._XLA, _capture._CUDNN
+    for name in names:
+        monkeypatch.setattr(_capture._module, name, lambda *_, **__: "JAX's")
+    with _capture.captured(lambda *_, **__: None):
+        func = getattr(_capture._module, names[which])
+        with pytest.warns(RuntimeWarning, match="in a way that mpx does not know"):
+            assert func(*ARGS, return_residual=False, sinks=1) == "JAX's"
+
+
 # --- Without cuDNN --------------------------------------------------------------------
 
 
@@ -512,12 +543,16 @@ def test_without_a_gpu_nothing_changes(name):
     )
 
 
+def functions_of_jax():
+    return [getattr(_capture._module, x) for x in (_capture._XLA, _capture._CUDNN)]
+
+
 def test_attention_outside_of_amp_is_untouched():
-    before = _compat.attention_functions()
+    before = functions_of_jax()
     seen = []
 
     def func(*args):
-        seen.append(_compat.attention_functions())
+        seen.append(functions_of_jax())
         out = loss(*args)
         if len(seen) == 2:
             raise KeyError("mine")
@@ -527,7 +562,7 @@ def test_attention_outside_of_amp_is_untouched():
     assert seen[0] != before
     with pytest.raises(KeyError, match="mine"):
         bf16(func)(*ARGS)
-    assert _compat.attention_functions() == before
+    assert functions_of_jax() == before
 
 
 @pytest.mark.usefixtures("cuda")

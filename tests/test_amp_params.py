@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import mpx
 from models import equations
 from mpx import amp
-from mpx._amp._values import saturate
+from mpx._amp._facts import saturate
 
 KEY = jax.random.key(0)
 T, D = 6, 4

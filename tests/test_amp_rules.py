@@ -15,7 +15,6 @@ from jax import lax
 import mpx
 from models import equations
 from mpx import AmpRules, amp, amp_low, amp_stop
-from mpx._amp._interpreter import HANDLERS
 from mpx._amp._rules import PRIMITIVES, TABLE, WITHOUT_RULES, Rule, rule_for
 from mpx._half import gradient_function
 from mpx.testing import assert_trees_equal
@@ -26,7 +25,7 @@ from mpx.testing import assert_trees_equal
 # the test below red: give it a line in the table, or here if the default is right.
 # The names are those of the oldest and of the newest supported JAX together.
 BY_DEFAULT = {
-    "has rules of its own in the interpreter": "convert_element_type integer_pow",
+    "has rules of its own in the interpreter": "integer_pow",
     "has no f32 operand": """
         after_all and axis_index clz create_token dim_as_value dimension_size empty
         empty2 from_edtype iota iota_2x32_shape mulhi not or philox2x32 philox4x32
@@ -64,14 +63,14 @@ BY_DEFAULT = {
 def test_each_primitive_stands_in_the_table_once():
     names = list(itertools.chain.from_iterable(names for _, _, names in TABLE))
     assert sorted(names) == sorted({*names})
-    assert not {*names} & {*HANDLERS}
+    assert not {*names} & {*WITHOUT_RULES}
     assert {rule for rule, _, _ in TABLE} <= {*Rule}
 
 
 def test_every_primitive_of_this_jax_has_a_rule_or_falls_under_the_default():
     defaults = list(itertools.chain.from_iterable(map(str.split, BY_DEFAULT.values())))
     assert sorted(defaults) == sorted({*defaults}), "a name is listed twice"
-    known = {*PRIMITIVES, *HANDLERS, *defaults}
+    known = {*PRIMITIVES, *WITHOUT_RULES, *defaults}
     # In a process of its own: importing pallas adds what only kernels consist of.
     code = "import mpx; from mpx import _compat; print(*_compat.lowered_primitives())"
     lowered = subprocess.run(
@@ -79,15 +78,11 @@ def test_every_primitive_of_this_jax_has_a_rule_or_falls_under_the_default():
     ).stdout.split()
     assert len(lowered) > 200
     assert {*lowered} - known == set()
-    assert not {*defaults} & {*PRIMITIVES, *HANDLERS}
+    assert not {*defaults} & {*PRIMITIVES, *WITHOUT_RULES}
 
 
 def test_default_of_an_unknown_primitive_is_to_run_as_written():
     assert rule_for("a_primitive_of_tomorrow", {}, compute_is_f16=False) == "original"
-
-
-def test_what_has_no_rule_of_its_own_is_what_the_interpreter_handles():
-    assert {*WITHOUT_RULES} == {*HANDLERS, "convert_element_type"}
 
 
 @pytest.mark.parametrize(
@@ -750,7 +745,7 @@ def test_result_asked_for_in_another_dtype_is_kept():
 # --- 16-bit parameters ----------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:A function under `amp` with `dtype` f16")
+@pytest.mark.filterwarnings("ignore:A function under `amp` in f16")
 @pytest.mark.parametrize("compute", [LOW, "float16"])
 @pytest.mark.parametrize("param", ["bfloat16", "float16"])
 def test_f32_activations_times_16_bit_parameters_run_low(compute, param):

@@ -550,7 +550,7 @@ def f32_problem():
 def test_amp_inside_makes_an_f32_model_eligible():
     p, x = f32_problem()
     loss = everywhere(mpx.amp(f32_loss, dtype="bf16"))
-    assert [matmul.param for matmul in mpx.inspect.report(fp8(loss), p, x).changed] == [
+    assert [matmul.param for matmul in mpx.inspect.report(loss, p, x).changed] == [
         "p/a",
         "p/b",
     ]
@@ -559,11 +559,39 @@ def test_amp_inside_makes_an_f32_model_eligible():
     assert count_f8(jax.grad(loss), p, x) == 6
 
 
-def test_f32_model_alone_warns():
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_f32_model_runs_under_amp_by_itself(around):
     p, x = f32_problem()
+    step = around(jax.value_and_grad(everywhere(f32_loss)))
+    by_hand = everywhere(mpx.amp(f32_loss, "bf16"))
+    assert_trees_equal(step(p, x), around(jax.value_and_grad(by_hand))(p, x))
+    assert count_f8(jax.grad(everywhere(f32_loss)), p, x) == 6
+    report = mpx.inspect.report(everywhere(f32_loss), p, x)
+    assert {matmul.dtype for matmul in report.changed} == {"bf16"}
+
+
+def test_f32_model_may_print_a_parameter():
+    def loss(p, x):
+        jax.debug.callback(lambda w: None, p["a"])
+        return f32_loss(p, x)
+
+    assert count_f8(everywhere(loss), *f32_problem()) == 2
+
+
+@pytest.mark.parametrize(
+    ("func", "dtype"),
+    [
+        (mpx.amp(f32_loss, rules="original"), jnp.float32),
+        (lambda p, x: f32_loss(jax.tree.map(jnp.float32, p), x), BF16),
+    ],
+    ids=["by amp", "by a cast"],
+)
+def test_f32_matmuls_that_were_asked_for_stay_and_warn(func, dtype):
+    p, x = f32_problem()
+    p = jax.tree.map(lambda w: w.astype(dtype), p)
     with pytest.warns(RuntimeWarning, match="`fp8` changed nothing: .* `p/a`, are f32"):
-        value = everywhere(f32_loss)(p, x)
-    assert_trees_equal(value, f32_loss(p, x))
+        value = everywhere(func)(p, x)
+    assert_trees_equal(value, func(p, x))
 
 
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**-10])

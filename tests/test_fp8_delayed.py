@@ -71,6 +71,15 @@ def test_state_is_stacked_along_the_scan():
     }
 
 
+def test_f32_model_runs_under_amp_by_itself():
+    p, x = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), problem())
+    by_hand = delayed(mpx.amp(layers, "bf16"))
+    state = F8.init(p, x)
+    assert_trees_equal(state, by_hand.init(p, x))
+    want = jax.jit(jax.grad(by_hand, argnums=(0, 1)))(state, p, x)
+    assert_trees_equal(observe(state, p, x), want)
+
+
 def test_state_holds_the_largest_magnitude_of_each_layer():
     p, x = problem()
     state = by_param(initial())

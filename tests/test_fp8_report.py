@@ -9,7 +9,7 @@ from jax import lax
 
 import mpx
 from mpx import fp8
-from mpx._amp import _flash
+from mpx._attention import _primitive
 from mpx.recipes import DelayedScaling
 
 BF16 = jnp.bfloat16
@@ -166,7 +166,7 @@ def test_report_lists_all_that_multiplies(name, around):
 
 
 def test_report_counts_fused_attention(monkeypatch):
-    monkeypatch.setattr(_flash, "cuda_capability", lambda: (9, 0))
+    monkeypatch.setattr(_primitive, "cuda_capability", lambda: (9, 0))
 
     def loss(p, x):
         q = (x @ p["layers"][0]).reshape(1, 32, 2, 32).astype(jnp.float32)

@@ -16,7 +16,7 @@ from mpx._formats import FORMATS
 from mpx._fp8 import _operands
 from mpx._fp8._dot import fp8_dot
 from mpx._fp8._mx import from_blocks, mx_dot, to_blocks
-from mpx._fp8._operands import Plan
+from mpx._fp8._operands import MatmulSpec
 from mpx._fp8._scales import (
     DTYPES,
     dequantize,
@@ -273,7 +273,7 @@ def problem(layout, dtype="bfloat16", key=0):
 
 
 def plan_for(a, b, dimensions, side, recipe):
-    return Plan(dimensions, (a.dtype, b.dtype), a.dtype, side, recipe)
+    return MatmulSpec(dimensions, (a.dtype, b.dtype), a.dtype, side, recipe)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -112,10 +112,11 @@ COMPAT = ["mpx.compat.flashoptim", "mpx.compat.jaxamp", "mpx.compat.jmp"]
 
 def public_names(module):
     """Reads the file, since `vars(module)` grows when a submodule is imported."""
-    names = []
-    for node in ast.parse(pathlib.Path(module.__file__).read_text()).body:
+    path, names = pathlib.Path(module.__file__), []
+    reexports = path.name == "__init__.py"
+    for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ImportFrom):
-            names += [a.name for a in node.names if a.asname == a.name]
+            names += [a.name for a in node.names if reexports or a.asname == a.name]
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.append(node.name)
     return sorted({name for name in names if not name.startswith("_")})

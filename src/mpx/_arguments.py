@@ -8,21 +8,21 @@ from mpx._compat import is_tracer
 
 
 def check_value(holds: bool, what: str, expected: str, value: Any) -> None:
-    """Raises a `ValueError` that tells what `what` must be, unless it holds."""
+    """Raises a `ValueError` that names the expected value, unless the condition holds."""
     if not holds:
         raise ValueError(f"`{what}` must be {expected}, but {value} was given.")
 
 
 def as_count(value: Any, what: str, at_least: int | None = None) -> int:
-    """Returns an integer: Python's, NumPy's or a concrete JAX scalar.
+    """Returns an integer from Python's, NumPy's or a concrete JAX scalar.
 
     Args:
-        value: What the user gave.
-        what: How the error message calls it.
-        at_least: The smallest number that makes sense.
+        value: The user's value.
+        what: Its name in the error message.
+        at_least: The smallest allowed number.
 
     Raises:
-        TypeError: If `value` is no integer.
+        TypeError: If `value` is not an integer.
         ValueError: If it is too small.
     """
     try:
@@ -54,7 +54,7 @@ def as_real(value: Any, what: str) -> float:
     """Returns a concrete real number as a float.
 
     Raises:
-        TypeError: If `value` is a string or anything else that is no number.
+        TypeError: If `value` is a string or anything else that is not a number.
     """
     try:
         if isinstance(value, str | bytes):

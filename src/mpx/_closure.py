@@ -1,4 +1,4 @@
-"""Arrays that a function uses without getting them as arguments."""
+"""Arrays that a function reads without having them as arguments."""
 
 import functools
 import inspect
@@ -14,16 +14,16 @@ _MOST_OBJECTS = 10_000
 
 
 def closed_over_floats(func: Callable[..., Any]) -> dict[str, Any]:
-    """Returns wide floating arrays with an axis that a function may read, by name.
+    """Returns the non-scalar floating arrays that a function may read, by name.
 
-    It looks at closures, defaults, partials, bound objects and the global variables that
-    the code names, also those of functions found there. What is found need not be used.
+    It searches closures, defaults, partials, bound objects and the global variables that
+    the code names, and those of functions found there. The function need not use them.
 
     Args:
         func: Any callable.
 
     Returns:
-        Arrays of 32 bits or more: `batch/image` for `batch["image"]`.
+        Arrays of 32 bits or more. `batch["image"]` is called `batch/image`.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
@@ -36,8 +36,8 @@ def closed_over_floats(func: Callable[..., Any]) -> dict[str, Any]:
         try:
             parts, floats = list(_parts(value)), list(_floats(value))
         except Exception:
-            # Any object may be closed over, also one that raises when it is looked at, or
-            # a dictionary whose keys JAX cannot sort. A warning must not end a run.
+            # Any object may be closed over, even one whose attributes raise, or a
+            # dictionary whose keys JAX cannot sort. A warning must not end a run.
             continue
         pending.extend(parts)
         for path, leaf in () if parts else floats:
@@ -63,7 +63,7 @@ def _leaves(value: Any) -> list[tuple[str, Any]]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what a callable holds, with the names that the user gave it."""
+    """Yields the objects that a callable holds, with the user's names for them."""
     if isinstance(value, functools.partial | eqx.Partial):
         yield "", value.func
         yield from ((f"argument {i}", x) for i, x in enumerate(value.args))
@@ -93,7 +93,7 @@ def _variables(func: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name in _global_names(func.__code__):
         value = func.__globals__.get(name)
         own = isinstance(value, types.FunctionType)
-        # Functions of other modules are libraries, whose tables are their own.
+        # Functions of other modules belong to libraries, and so do their arrays.
         if own and value.__globals__ is not func.__globals__:
             continue
         yield name, value

@@ -1,72 +1,65 @@
 """The only file that knows which JAX is installed.
 
-Everything that is not covered by JAX's stability promise, or that differs between the
-supported versions, is reached through here.
+Whatever differs between versions of JAX, or is not covered by its stability promise, is
+reached through here. `mpx._private` looks names up; what is missing has a fallback here.
 """
 
 import contextlib
 import functools
 import pathlib
-import platform
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 from jax import lax
-from jax.core import Tracer
-from jax.core import eval_jaxpr as eval_jaxpr
-from jax.extend import core as jex_core
-from jax.extend import source_info_util
-from jax.interpreters import batching, mlir
 
-OLDEST = (0, 10, 1)
+from mpx._private import (
+    ClosedJaxpr,
+    Jaxpr,
+    Tracer,
+    private,
+    tracer_type,
+    unspecified_sharding,
+)
+from mpx._private import Literal as Literal
+from mpx._private import Primitive as Primitive
+from mpx._version import version_tuple as version_tuple
 
-
-def version_tuple(version: str) -> tuple[int, ...]:
-    """Returns the leading integers of a version string: `0.12.0.1` -> (0, 12, 0, 1)."""
-    parts = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        parts.append(int(part))
-    return tuple(parts)
-
-
-def check_versions(jax_version: str, jaxlib_version: str, machine: str) -> None:
-    """Refuses a JAX that is too old and warns of a build known to compute wrongly.
-
-    Raises:
-        ImportError: If JAX is older than the oldest supported version.
-    """
-    if version_tuple(jax_version) < OLDEST:
-        raise ImportError(
-            f"mpx needs jax>=0.10.1,!=0.10.2,<0.13, but jax {jax_version} is installed. "
-            'Run `pip install -U "jax>=0.10.1,!=0.10.2,<0.13"`.'
-        )
-    # jaxlib 0.10.2 fuses a broadcast product with its reduction wrongly on aarch64
-    # CPUs (100 % error at shape (128, 256)); every other supported build is right.
-    if jaxlib_version.startswith("0.10.2") and machine in ("aarch64", "arm64"):
-        warnings.warn(
-            "jaxlib 0.10.2 computes wrong numbers on aarch64 CPUs. Install another "
-            "version, or set XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= .",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-check_versions(jax.__version__, jaxlib.__version__, platform.machine())
-
-
-# Whether Pallas can write our kernel with Mosaic, which takes the layouts from then on.
+# From then on Pallas takes the layouts of our Mosaic kernel.
 HAS_MOSAIC = version_tuple(jax.__version__) >= (0, 11)
+
+# --- Tracers --------------------------------------------------------------------------
 
 
 def is_tracer(x: object) -> bool:
     """Whether `x` is an abstract value inside a JAX transformation."""
     return isinstance(x, Tracer)
+
+
+def is_batched(x: object) -> bool:
+    """Whether `x` is a value inside a `jax.vmap`."""
+    return isinstance(x, tracer_type("vmap"))
+
+
+def _is_linearized(x: object) -> bool:
+    return isinstance(x, tracer_type("grad"))
+
+
+def is_differentiated(x: Any) -> bool:
+    """Whether a derivative with respect to `x` is taken, where no `jit` hides it."""
+    while is_batched(x):
+        x = getattr(x, "val", None)
+    return _is_linearized(x) or isinstance(x, tracer_type("jvp"))
+
+
+def nothing_is_traced() -> bool:
+    """Whether no JAX transformation is running; `False` if JAX cannot tell."""
+    names = private("trace_state")
+    return names is not None and names.trace_state_clean()
+
+
+# --- Values that vary between devices -------------------------------------------------
 
 
 def make_jit_context(default: Any) -> Any:
@@ -76,6 +69,8 @@ def make_jit_context(default: Any) -> Any:
 
 def varying_axes(aval: Any) -> frozenset[str]:
     """Returns the manual mesh axes along which a value differs between devices."""
+    if not jax.sharding.get_abstract_mesh().manual_axes or private("varying") is None:
+        return frozenset()
     axis_type = getattr(aval, "manual_axis_type", None)
     return getattr(axis_type, "varying", None) or frozenset()
 
@@ -103,22 +98,24 @@ def varying_like(x: Any, struct: Any) -> Any:
 
 def as_unvarying(x: jax.Array) -> jax.Array:
     """Hides that `x` differs between devices: no Mosaic kernel takes such references."""
-    return _as_unvarying.bind(x) if varying_axes(jax.typeof(x)) else x
+    return _as_unvarying().bind(x) if varying_axes(jax.typeof(x)) else x
 
 
-_as_unvarying = jex_core.Primitive("as_unvarying")
-_as_unvarying.def_abstract_eval(
-    lambda aval: aval.update(manual_axis_type=type(aval.manual_axis_type)())
-)
-mlir.register_lowering(_as_unvarying, lambda ctx, x: [x])
+@functools.cache
+def _as_unvarying() -> Any:
+    primitive = Primitive("as_unvarying")
+    primitive.def_abstract_eval(
+        lambda aval: aval.update(manual_axis_type=type(aval.manual_axis_type)())
+    )
+    private("mosaic").register_lowering(primitive, lambda ctx, x: [x])
+    return primitive
 
 
 def struct_like(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Returns the type of an array of another shape that varies as `x` does."""
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    return jax.ShapeDtypeStruct(
-        shape, x.dtype, manual_axis_type=getattr(aval, "manual_axis_type", None)
-    )
+    varies = {"manual_axis_type": aval.manual_axis_type} if varying_axes(aval) else {}
+    return jax.ShapeDtypeStruct(shape, x.dtype, **varies)
 
 
 def zeros_of(struct: Any) -> jax.Array:
@@ -128,13 +125,21 @@ def zeros_of(struct: Any) -> jax.Array:
 
 # --- Jaxprs ---------------------------------------------------------------------------
 
-Literal = jex_core.Literal
-Primitive = jex_core.Primitive
-
 
 def is_jaxpr(x: object) -> bool:
     """Whether `x` is a jaxpr, open or closed."""
-    return isinstance(x, jex_core.Jaxpr | jex_core.ClosedJaxpr)
+    return isinstance(x, Jaxpr | ClosedJaxpr)
+
+
+def _eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+    body = jaxpr_of([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
+    closed = body if Jaxpr is ClosedJaxpr else ClosedJaxpr(body, ())
+    return private("jaxpr_as_fun").jaxpr_as_fun(closed)(*consts, *args)
+
+
+eval_jaxpr: Callable[..., list[Any]] = getattr(
+    private("eval_jaxpr"), "eval_jaxpr", _eval_jaxpr
+)
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -147,7 +152,7 @@ def constants_as_inputs(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     body, consts = open_jaxpr(jaxpr)
     if not consts:
         return body, ()
-    return jex_core.Jaxpr(
+    return Jaxpr(
         constvars=(),
         invars=[*body.constvars, *body.invars],
         outvars=body.outvars,
@@ -165,7 +170,7 @@ def _no_debug_info() -> Any:
 
 def as_function(jaxpr: Any) -> Any:
     """Returns a closed jaxpr as a function of flat arguments."""
-    return jex_core.jaxpr_as_fun(jaxpr)
+    return functools.partial(eval_jaxpr, *open_jaxpr(jaxpr))
 
 
 def sub_jaxprs(eqn: Any) -> Iterator[Any]:
@@ -195,7 +200,7 @@ def eval_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
 def jaxpr_of(invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Any:
     """Returns a jaxpr of some equations of another one."""
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    return jex_core.Jaxpr((), invars, outvars, eqns, effects, _no_debug_info())
+    return Jaxpr((), invars, outvars, eqns, effects, _no_debug_info())
 
 
 def bind(eqn: Any, args: Sequence[Any], **changes: Any) -> list[Any]:
@@ -207,7 +212,9 @@ def bind(eqn: Any, args: Sequence[Any], **changes: Any) -> list[Any]:
 
 
 def convert_dtype(x: Any, dtype: Any) -> Any:
-    """Casts an array by `lax.convert_element_type`."""
+    """Casts an array by `lax.convert_element_type`, if it has another dtype."""
+    if x.dtype == dtype:
+        return x
     return (_convert if _is_linearized(x) else lax.convert_element_type)(x, dtype)
 
 
@@ -239,41 +246,45 @@ def _jitted(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[...
     return jax.jit(functools.partial(primitive.bind, **dict(params)), inline=INLINE)
 
 
-def _is_linearized(x: object) -> bool:
-    from jax._src.interpreters import ad as private
-
-    return isinstance(x, getattr(private, "LinearizeTracer", ()))
-
-
 @contextlib.contextmanager
 def equation_context(eqn: Any) -> Iterator[None]:
     """Gives new equations the source, the scopes and the context of an old one."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    info = eqn.source_info.traceback
-    with source_info_util.user_context(info, name_stack=stack), eqn.ctx.manager:
+    names, info = private("scopes"), eqn.source_info
+    if names is not None:
+        stack = names.current_name_stack() + info.name_stack
+        context = names.user_context(info.traceback, name_stack=stack)
+    else:
+        context = contextlib.ExitStack()
+        for scope in scopes_of(eqn):
+            context.enter_context(jax.named_scope(scope))
+    with context, eqn.ctx.manager:
         yield
 
 
 def scopes_of(eqn: Any) -> tuple[str, ...]:
     """Returns the `jax.named_scope`s of an equation, outermost first."""
-    stack = eqn.source_info.name_stack.stack
-    return tuple(item.name for item in stack if type(item).__name__ == "Scope")
+    return _scopes(eqn.source_info.name_stack)
 
 
 def ambient_scopes() -> tuple[str, ...]:
     """Returns the `jax.named_scope`s around the running code."""
-    stack = source_info_util.current_name_stack().stack
-    return tuple(item.name for item in stack if type(item).__name__ == "Scope")
+    names = private("scopes")
+    return () if names is None else _scopes(names.current_name_stack())
+
+
+def _scopes(stack: Any) -> tuple[str, ...]:
+    return tuple(item.name for item in stack.stack if type(item).__name__ == "Scope")
 
 
 def source_frames(eqn: Any) -> list[tuple[str, str, int]]:
     """Returns (function, file, line) of the user's frames behind an equation."""
-    from jax._src import source_info_util as private
-
+    names = private("source")
+    if names is None:
+        return []
     own = str(pathlib.Path(__file__).parent)
     return [
         (frame.function_name, frame.file_name, frame.start_line)
-        for frame in private.user_frames(eqn.source_info.traceback)
+        for frame in names.user_frames(eqn.source_info.traceback)
         if not frame.file_name.startswith(own)
     ]
 
@@ -286,82 +297,69 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     return consts, carry
 
 
+def scan_options(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of `lax.scan` that made a scan equation."""
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    if params.get("_split_transpose"):  # private, but then the user has passed it
+        options["_split_transpose"] = True
+    return options
+
+
+def primitive_name(eqn: Any) -> str:
+    """Returns the name of an equation's primitive; JAX 0.12 wraps those of a vjp."""
+    return eqn.primitive.name.removeprefix("vjp_node[").removesuffix("]")
+
+
+def linear_program(vjp: Any, count: int) -> tuple[Any, list[Any]] | None:
+    """Returns the jaxpr that a function of `jax.vjp` transposes, and its arguments.
+
+    It is the derivative as a linear program, which exists already and costs no trace.
+
+    Args:
+        vjp: The function that `jax.vjp` returned.
+        count: The number of arrays in its arguments.
+
+    Returns:
+        The jaxpr and its variables, or `None` if this JAX does not show them.
+    """
+    jaxpr = getattr(vjp, "jaxpr", None)
+    if not is_jaxpr(jaxpr):
+        return None
+    body, _ = open_jaxpr(jaxpr)
+    # Residuals come before the arguments or are constants; structured ones come after.
+    structured = jax.tree.leaves(getattr(vjp, "structured_residuals", ()))
+    end = len(body.invars) - len(structured)
+    return (body, body.invars[end - count : end]) if end >= count else None
+
+
 def default_matmul_precision() -> str | None:
     """Returns the precision that matmuls have where none is given."""
     return getattr(jax.config, "jax_default_matmul_precision", None)
 
 
-def nothing_is_traced() -> bool:
-    """Whether no JAX transformation is running."""
-    from jax._src import core as private
-
-    return private.trace_state_clean()
-
-
 def lowered_primitives() -> set[str]:
-    """Returns the names of all primitives that JAX can compile."""
-    from jax._src.interpreters import mlir as private
-
-    tables = [private._lowerings, *private._platform_specific_lowerings.values()]
+    """Returns the names of the primitives that JAX can compile."""
+    names = private("primitive_names")
+    if names is None:
+        return {x.name for x in vars(lax).values() if isinstance(x, Primitive)}
+    tables = [names._lowerings, *names._platform_specific_lowerings.values()]
     return {primitive.name for table in tables for primitive in table}
 
 
-# --- Attention ------------------------------------------------------------------------
+# The primitive of cuDNN's forward pass inside `jax.nn.dot_product_attention`.
+CUDNN_KERNEL = "dot_product_attention_fwd_wrapper"
 
 
-def attention_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns what `jax.nn.dot_product_attention` calls: for XLA, and for cuDNN.
-
-    It looks them up when it is called, so that replacing them reaches every call of it,
-    however it was imported.
-    """
-    from jax._src.nn import functions as private
-
-    return private._dot_product_attention_xla, private.cudnn_dot_product_attention
-
-
-def set_attention_functions(
-    plain: Callable[..., Any], cudnn: Callable[..., Any]
-) -> None:
-    """Replaces what `jax.nn.dot_product_attention` calls."""
-    from jax._src.nn import functions as private
-
-    private._dot_product_attention_xla = plain
-    private.cudnn_dot_product_attention = cudnn
-
-
-def needs_devices(primitive: Any) -> None:
-    """Tells JAX that a primitive, as cuDNN's attention inside it, is lowered for devices."""
-    from jax._src import dispatch as private
-
-    private.prim_requires_devices_during_lowering.add(primitive)
-
-
-def is_batched(x: object) -> bool:
-    """Whether `x` is a value inside of a `jax.vmap`."""
-    from jax._src.interpreters.batching import BatchTracer
-
-    return isinstance(x, BatchTracer)
-
-
-def is_differentiated(x: Any) -> bool:
-    """Whether a derivative with respect to `x` is taken, where no `jit` hides it."""
-    from jax._src.interpreters import ad as private
-
-    while is_batched(x):
-        x = x.val
-    return isinstance(x, private.JVPTracer | private.LinearizeTracer)
+# --- Shardings ------------------------------------------------------------------------
 
 
 def bind_jit(
     eqn: Any, args: Sequence[Any], more: Sequence[Any], jaxpr: Any
 ) -> list[Any]:
     """Runs a jit equation with another jaxpr, which takes more inputs than before."""
-    from jax._src.sharding_impls import UNSPECIFIED
-
-    count = len(more)
+    count, unspecified = len(more), unspecified_sharding()
     changes = {
-        "in_shardings": (*eqn.params["in_shardings"], *[UNSPECIFIED] * count),
+        "in_shardings": (*eqn.params["in_shardings"], *[unspecified] * count),
         "in_layouts": (*eqn.params["in_layouts"], *[None] * count),
         "donated_invars": (*eqn.params["donated_invars"], *[False] * count),
     }
@@ -370,10 +368,8 @@ def bind_jit(
 
 def has_shardings(params: dict[str, Any]) -> bool:
     """Whether a jit equation says how its arguments or its results are sharded."""
-    from jax._src.sharding_impls import UNSPECIFIED
-
     given = (*params["in_shardings"], *params["out_shardings"])
-    return any(sharding is not UNSPECIFIED for sharding in given)
+    return any(sharding is not unspecified_sharding() for sharding in given)
 
 
 def has_explicit_axes(mesh: Any) -> bool:
@@ -382,16 +378,23 @@ def has_explicit_axes(mesh: Any) -> bool:
     return any(kind == explicit for kind in mesh.axis_types or ())
 
 
+# --- Kernels --------------------------------------------------------------------------
+
+
 def refused(message: str, tree: Any) -> Any:
     """Returns a tree of arrays that raise `NotImplementedError` when they are lowered."""
-    return jax.tree.map(lambda x: _refused.bind(x, message=message), tree)
+    if private("refusal") is None:
+        return tree
+    return jax.tree.map(lambda x: _refused().bind(x, message=message), tree)
 
 
-def _refuse(ctx: Any, x: Any, *, message: str) -> Any:
-    raise NotImplementedError(message)
+@functools.cache
+def _refused() -> Any:
+    def refuse(ctx: Any, x: Any, *, message: str) -> Any:
+        raise NotImplementedError(message)
 
-
-_refused = jex_core.Primitive("refused")
-_refused.def_abstract_eval(lambda aval, *, message: aval)
-mlir.register_lowering(_refused, _refuse)
-batching.defvectorized(_refused)
+    names, primitive = private("refusal"), Primitive("refused")
+    primitive.def_abstract_eval(lambda aval, *, message: aval)
+    names.register_lowering(primitive, refuse)
+    names.defvectorized(primitive)
+    return primitive

@@ -1,19 +1,15 @@
-"""Which GPU programs run on."""
+"""The compute capability of the GPU that programs run on."""
 
 import jax
 
-from mpx._compat import version_tuple
+from mpx._version import version_tuple
 
 
 def cuda_capability() -> tuple[int, ...] | None:
     """Returns the compute capability of the default device, if it is a CUDA GPU."""
     chosen = getattr(jax.config, "jax_default_device", None)
-    if chosen is not None and getattr(chosen, "platform", chosen) not in (
-        "gpu",
-        "cuda",
-    ):
-        return None
-    if jax.default_backend() != "gpu":
+    platform = getattr(chosen, "platform", chosen)
+    if platform not in (None, "gpu", "cuda") or jax.default_backend() != "gpu":
         return None
     device = jax.local_devices()[0]
     if "cuda" not in device.client.platform_version.lower():
@@ -32,9 +28,9 @@ _CAPABILITIES = {
 def gpu_capability() -> tuple[int, int] | str | None:
     """Returns the compute capability of the default device.
 
-    It is `(9, 0)` for an H200, the name of the architecture on GPUs of other makers,
-    and `None` where the default device is no GPU. There it is that of the mesh in use,
-    if one compiles for GPUs that are elsewhere.
+    It is `(9, 0)` for an H200, and the name of the architecture on GPUs of other makers.
+    Where the default device is no GPU, it is that of the mesh in use, if that describes
+    GPUs to compile for, and else `None`.
     """
     if jax.default_backend() not in ("gpu", "cuda", "rocm"):
         device = jax.sharding.get_abstract_mesh().abstract_device

@@ -1,4 +1,4 @@
-"""What each number format is: its bits, range and spacing; and how users name it."""
+"""Number formats: bits, range, spacing, and the names by which users choose them."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ class Format:
 
     Attributes:
         name: The short name used in messages and policies.
-        bits: The bits that are significant (tf32 is stored in 32 of which 19 count).
+        bits: The significant bits: 19 for tf32, which is stored in 32.
         exponent: The number of exponent bits.
         mantissa: The number of explicitly stored mantissa bits.
         max: The largest finite number.
@@ -108,7 +108,7 @@ def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
     Args:
         dtype: A dtype, a scalar type such as `jnp.bfloat16`, or a name such as
             `"bf16"`, `"bfloat16"`, `"fp16"` or `"full"`.
-        what: How the error message calls the value.
+        what: The name of the value in the error message.
 
     Raises:
         ValueError: If `dtype` is not a floating dtype of at least 16 bits.
@@ -135,7 +135,7 @@ def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
 
 
 def is_float_dtype(dtype: np.dtype) -> bool:
-    """Whether numbers of this dtype are cast: real floating with at least 16 bits.
+    """Whether mpx casts numbers of this dtype: real floating with at least 16 bits.
 
     The 8-bit and narrower formats are storage for quantised values, whose meaning lies
     in a scale kept elsewhere: casting them would destroy it.

@@ -1,13 +1,13 @@
-"""Warnings of the gradient functions: where mixed precision is not what it seems.
+"""Warnings and errors about gradients: where mixed precision is not what it seems.
 
-They are found while tracing and cost nothing in the compiled step.
+They are raised while tracing and cost nothing in the compiled step.
 """
 
 import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +15,38 @@ import numpy as np
 from jaxtyping import PyTree
 
 from mpx._closure import closed_over_floats
-from mpx._compat import is_tracer, open_jaxpr, scan_sizes
-from mpx._flow import MATMULS, MOVES, Flow, linear_program
+from mpx._compat import is_tracer, linear_program, open_jaxpr, scan_sizes
+from mpx._jaxpr._flow import Flow
+from mpx._jaxpr._queries import MATMULS, MOVES, Equation
 from mpx._loss_scaling import LossScaling
 from mpx._tree import dtype_of, shape_of
 from mpx._warn import warn
 
 
-def warn_of_constant_scaling(scaling: Any) -> None:
-    """Warns of a scaling that adapts, but is a constant of what is being compiled."""
+def undifferentiable(message: str) -> Callable[[PyTree], Any]:
+    """Returns an identity function that raises when it is differentiated.
+
+    It is for derivatives that JAX would compute wrongly without a warning. The error is a
+    `NotImplementedError` with the given message, in forward and in reverse mode.
+    """
+
+    @jax.custom_jvp
+    def same(tree: PyTree) -> Any:
+        return tree
+
+    @same.defjvp
+    def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> NoReturn:
+        raise NotImplementedError(message)
+
+    return same
+
+
+def warn_of_constant_scaling(scaling: object) -> None:
+    """Warns of an adaptive scaling that is a constant of the function being compiled."""
     if not isinstance(scaling, LossScaling) or not scaling.adapts:
         return
     known = scaling.made_of_constants or not is_tracer(scaling.loss_scaling)
-    # Whatever is computed while JAX compiles is traced.
+    # While JAX compiles, every computed value is a tracer.
     if known and is_tracer(jnp.zeros(())):
         warn(
             "The loss scaling is not an argument of the function that is being "
@@ -38,31 +57,38 @@ def warn_of_constant_scaling(scaling: Any) -> None:
         )
 
 
-# --- What the derivative tells --------------------------------------------------------
+# --- Uses of parameters, as the derivative shows them -----------------------------------
+
+_MOVES = MOVES | {"gather", "concatenate"}
 
 
 class _Param(NamedTuple):
     """The label of a parameter in a program.
 
     Attributes:
-        number: Which one.
+        number: The position of the parameter.
         narrowed: Whether it has passed through 16 bits.
     """
 
     number: int
     narrowed: bool
 
+    def after(self, eqn: Equation) -> "_Param":
+        """Returns the label behind an operation that only moves or casts numbers."""
+        narrowed = self.narrowed or _float_bytes(eqn.outvars[0].aval) == 2
+        return self._replace(narrowed=narrowed)
+
 
 @dataclasses.dataclass
 class Uses:
-    """How the parameters of a function are used, as its derivative shows.
+    """How a function uses its parameters.
 
     Attributes:
-        widened: Parameters that were cast to 16 bits and multiplied in f32 all the same.
+        widened: Parameters that were cast to 16 bits but multiplied in f32.
         low: Parameters that are multiplied in 16 bits.
         wide: Parameters that are multiplied in f32 and were never cast.
         narrowed: Parameters that were cast to 16 bits somewhere.
-        hidden: Whether a custom derivative uses parameters, and does not show how.
+        hidden: Whether a custom derivative uses parameters in a way that is not visible.
         loops: For 16-bit parameters that are the same in each round of a loop, the
             number of rounds.
     """
@@ -75,13 +101,13 @@ class Uses:
     loops: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
-def uses_of(vjp: Any, params: int, others: int = 0) -> Uses:
+def uses_of(vjp: Callable[..., Any], params: int, others: int = 0) -> Uses:
     """Returns how a function uses its parameters.
 
     Args:
-        vjp: What `jax.vjp` returned for it.
-        params: How many arrays of its arguments are parameters.
-        others: How many differentiated arrays come after them.
+        vjp: The function that `jax.vjp` returned for it.
+        params: The number of arrays in its arguments that are parameters.
+        others: The number of differentiated arrays after them.
     """
     uses = Uses()
     program = linear_program(vjp, params + others)
@@ -89,21 +115,20 @@ def uses_of(vjp: Any, params: int, others: int = 0) -> Uses:
         return uses
     jaxpr, arguments = program
 
-    def rule(name: str, eqn: Any, ins: list[_Param | None]) -> _Param | None:
-        found = [
-            (i, label, atom.aval)
-            for i, (label, atom) in enumerate(zip(ins, eqn.invars, strict=True))
-            if label is not None
-        ]
+    def rule(name: str, eqn: Equation, ins: list[_Param | None]) -> _Param | None:
+        found = [label for label in ins if label is not None]
         if name == "scan":
-            _note_loop(uses, eqn, found)
+            _note_loops(uses, eqn, ins)
         elif name in MATMULS:
-            is_wide = any(_is_wide(x.aval) for x in eqn.invars)
-            for _, label, _ in found:
+            is_wide = any(_float_bytes(atom.aval) >= 4 for atom in eqn.invars)
+            for label in found:
                 wide = uses.widened if label.narrowed else uses.wide
                 (wide if is_wide else uses.low).add(label.number)
-        elif name in MOVES and found:
-            return _moved(uses, found[0][1], eqn)
+        elif name in _MOVES and found:
+            moved = found[0].after(eqn)
+            if moved.narrowed:
+                uses.narrowed.add(moved.number)
+            return moved
         elif name.startswith("custom_lin"):
             uses.hidden = uses.hidden or bool(found)
         return None
@@ -115,28 +140,25 @@ def uses_of(vjp: Any, params: int, others: int = 0) -> Uses:
 
 
 def _labelled(variables: Sequence[Any]) -> dict[Any, _Param]:
-    return {var: _Param(i, _is_narrow(var.aval)) for i, var in enumerate(variables)}
+    return {
+        var: _Param(i, _float_bytes(var.aval) == 2) for i, var in enumerate(variables)
+    }
 
 
-def _moved(uses: Uses, label: _Param, eqn: Any) -> _Param:
-    if label.narrowed or not _is_narrow(eqn.outvars[0].aval):
-        return label
-    uses.narrowed.add(label.number)
-    return label._replace(narrowed=True)
-
-
-def _note_loop(uses: Uses, eqn: Any, found: Sequence[tuple[int, _Param, Any]]) -> None:
+def _note_loops(uses: Uses, eqn: Equation, ins: Sequence[_Param | None]) -> None:
     consts, _ = scan_sizes(eqn.params)
-    for i, label, aval in found:
-        if i < consts and _is_narrow(aval):
+    for atom, label in zip(eqn.invars[:consts], ins[:consts], strict=True):
+        if label is not None and _float_bytes(atom.aval) == 2:
             rounds = max(eqn.params["length"], uses.loops.get(label.number, 0))
-            # Each of the sums rounds by half an eps of the dtype: so many lose all.
-            if rounds * float(jnp.finfo(aval.dtype).eps) / 2 >= 1:
+            # Each addition rounds by up to half an eps: so many may lose everything.
+            if rounds * float(jnp.finfo(atom.aval.dtype).eps) / 2 >= 1:
                 uses.loops[label.number] = rounds
 
 
-def _is_narrow(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize == 2
+def _float_bytes(aval: Any) -> int:
+    """Returns the bytes per number of a floating dtype, 0 for anything else."""
+    dtype = getattr(aval, "dtype", np.dtype(bool))  # tokens have none
+    return dtype.itemsize if jnp.issubdtype(dtype, jnp.floating) else 0
 
 
 def warn_of_long_loops(uses: Uses, names: Sequence[str], dtype: np.dtype) -> None:
@@ -165,16 +187,16 @@ def warn_of_closed_over(
 ) -> bool:
     """Warns of closed-over f32 arrays that bring cast parameters back to f32.
 
-    It traces the function once more, and only if it closes over such arrays.
+    If the function closes over such arrays, it is traced once more.
 
     Args:
         func: The user's function.
         run: Calls it with cast arguments, as a function of the differentiated ones.
         diff: The differentiated arguments.
-        dtype: To which they are cast.
+        dtype: The dtype to which they are cast.
 
     Returns:
-        Whether the cause is known: there are such arrays, or were in an earlier call.
+        Whether such arrays were found, in this call or in an earlier one.
     """
     arrays = closed_over_floats(func)
     if not arrays:
@@ -211,14 +233,14 @@ def _multiplied(jaxpr: Any, arrays: dict[str, Any]) -> list[str]:
     """Returns the closed-over arrays whose values, in f32, meet 16-bit parameters."""
     found: set[str] = set()
 
-    def rule(name: str, eqn: Any, ins: list[_Param | str | None]) -> Any:
+    def rule(name: str, eqn: Equation, ins: list[_Param | str | None]) -> Any:
         closed = next((x for x in ins if isinstance(x, str)), None)
         params = [x for x in ins if isinstance(x, _Param)]
         if closed is not None:
             if name in MATMULS and any(x.narrowed for x in params):
                 found.add(closed)
-            return closed if _is_wide(eqn.outvars[0].aval) else None
-        return _moved(Uses(), params[0], eqn) if params and name in MOVES else None
+            return closed if _float_bytes(eqn.outvars[0].aval) >= 4 else None
+        return params[0].after(eqn) if params and name in _MOVES else None
 
     flow = Flow(
         rule,
@@ -240,13 +262,8 @@ def _name_of_constant(arrays: dict[str, Any], value: Any) -> str | None:
     return None
 
 
-def _is_wide(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", np.dtype(bool))  # tokens have none
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 4
-
-
 def _was_checked(func: Any, arrays: dict[str, Any]) -> bool:
-    """Whether this code was checked with such arrays; from now on, it was."""
+    """Returns whether this code was checked with such arrays before, and notes it."""
     code = getattr(func, "__code__", None)
     if code is None:
         return False

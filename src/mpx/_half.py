@@ -1,7 +1,7 @@
 """The configured half precision: which 16-bit dtype "half" stands for.
 
 The setting is part of the cache key of `jax.jit`: a function that was compiled for f16
-is compiled again after the switch to bf16, instead of going on in f16.
+is compiled again after the switch to bf16.
 """
 
 import contextlib
@@ -18,8 +18,6 @@ from mpx._formats import FORMATS, parse_float_dtype
 # loss scale of its own, bf16.
 _half = make_jit_context(None)
 _DEFAULT = np.dtype(np.float16)
-
-
 # Part of the key, too: what a derivative rule does depends on it, and JAX keeps rules.
 _in_gradient_function = make_jit_context(False)
 
@@ -44,7 +42,7 @@ def set_half_precision_datatype(datatype: DTypeLike | None) -> None:
     Prefer a `Policy`, which travels with the code that needs it.
 
     Args:
-        datatype: f16 or bf16, as a dtype or as a name; `None` takes the choice back.
+        datatype: f16 or bf16, as a dtype or as a name; `None` restores the default.
 
     Raises:
         ValueError: If it is anything else.
@@ -91,12 +89,12 @@ def half_precision(datatype: DTypeLike) -> contextlib.AbstractContextManager[Any
 
 
 def gradient_function() -> contextlib.AbstractContextManager[Any]:
-    """Marks what runs inside as a gradient that mpx takes, with a loss scaling."""
+    """Marks the code inside as a gradient that mpx takes, with a loss scaling."""
     return _in_gradient_function(True)
 
 
 def in_gradient_function() -> bool:
-    """Returns whether mpx takes the gradient that is being traced."""
+    """Returns whether the gradient that is being traced is taken by mpx."""
     return _in_gradient_function.value
 
 

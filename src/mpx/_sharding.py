@@ -1,7 +1,7 @@
-"""How arrays are sharded: zeros that lie like a parameter, and groups that shards cut."""
+"""Shardings of arrays: zeros placed like a parameter, and local functions over shards."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mpx._compat import has_explicit_axes, is_tracer
+from mpx._private import private
 
 
 def zeros_alike(like: Any, dtype: Any, *, group: int | None = None) -> Any:
@@ -18,23 +19,23 @@ def zeros_alike(like: Any, dtype: Any, *, group: int | None = None) -> Any:
     Args:
         like: An array, a tracer or a `ShapeDtypeStruct`.
         dtype: The dtype of the zeros.
-        group: If given, one zero for so many elements of the last axis. Where shards of
-            that axis end within a group, the axis of the groups is not sharded.
+        group: If given, the number of elements of the last axis that share one zero. If
+            shards of that axis end within a group, the axis of the groups is not sharded.
     """
     shape = tuple(like.shape)
     sharding = getattr(like, "sharding", None)
     if group is not None:
-        sharding = _uncut(sharding, shape, group)
+        sharding = uncut(sharding, shape, group)
         shape = (*shape[:-1], shape[-1] // group)
     if isinstance(like, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     if not is_tracer(like):
-        # An array that was not put anywhere must stay so: beside committed zeros it
-        # would be committed by the first jitted step, and the second compile again.
+        # An uncommitted array must stay uncommitted: beside committed zeros the first
+        # jitted step would commit it, and the second step would compile again.
         placed = getattr(like, "committed", True)
         return jnp.zeros(shape, dtype, device=sharding if placed else None)
-    # Under jit a constant would be put on every device; what is computed from an array
-    # is sharded like it. No number is above infinity.
+    # Under jit a constant would be replicated; a value computed from an array is sharded
+    # like it. No number is above infinity.
     zeros = (like > jnp.inf).astype(dtype)
     if group is not None:
         zeros = whole_groups(zeros, group).reshape(*shape, group)[..., 0]
@@ -42,14 +43,14 @@ def zeros_alike(like: Any, dtype: Any, *, group: int | None = None) -> Any:
 
 
 def zero_beside(leaves: Iterable[Any], dtype: Any) -> Any:
-    """Returns one zero that lies on every device on which arrays lie.
+    """Returns a scalar zero that is replicated over the devices of some arrays.
 
-    If it lay elsewhere, a restored copy of it could not be used beside the arrays: what
-    was restored has been put where it lies.
+    A zero on other devices could not be used beside the arrays after a checkpoint is
+    restored, because restored arrays are committed to their devices.
 
     Args:
-        leaves: Arrays, tracers, shapes, and anything else. If one of them is a
-            `ShapeDtypeStruct`, so is the result.
+        leaves: Arrays, tracers, `ShapeDtypeStruct`s, and anything else. If one of them is
+            a `ShapeDtypeStruct`, so is the result.
         dtype: The dtype of the zero.
     """
     leaves = [x for x in leaves if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
@@ -57,15 +58,15 @@ def zero_beside(leaves: Iterable[Any], dtype: Any) -> Any:
     if any(map(is_tracer, leaves)):
         return jnp.zeros((), dtype)
     placed = shapes or [x for x in leaves if x.committed]
-    everywhere = {_everywhere(x.sharding) for x in placed} - {None}
-    sharding = everywhere.pop() if len(everywhere) == 1 else None
+    shardings = {replicated(x.sharding) for x in placed} - {None}
+    sharding = shardings.pop() if len(shardings) == 1 else None
     if shapes:
         return jax.ShapeDtypeStruct((), dtype, sharding=sharding)
     return jnp.zeros((), dtype, device=sharding)
 
 
-def _everywhere(sharding: Any) -> Any:
-    """Returns the sharding of a scalar that has a copy on each device, if it is known."""
+def replicated(sharding: Any) -> Any:
+    """Returns the sharding with a copy on each device, or `None` for an unknown kind."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec())
     if isinstance(sharding, SingleDeviceSharding):
@@ -74,8 +75,11 @@ def _everywhere(sharding: Any) -> Any:
     return None
 
 
+# --- Groups of the last axis ----------------------------------------------------------
+
+
 def may_cut_groups(x: Array, group: int) -> bool:
-    """Whether shards of the last axis may end within a group.
+    """Returns whether shards of the last axis may end within a group.
 
     With automatic axes JAX does not tell how `x` is sharded, only over which mesh.
     """
@@ -86,31 +90,23 @@ def may_cut_groups(x: Array, group: int) -> bool:
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind == AxisType.Auto
     )
-    return groups % automatic != 0 or _uncut(sharding, x.shape, group) is not sharding
+    return groups % automatic != 0 or uncut(sharding, x.shape, group) is not sharding
 
 
 def whole_groups(x: Array, group: int) -> Array:
-    """Returns an array no shard of which ends within a group of the last axis.
+    """Reshards an array if its shards end within a group of the last axis.
 
-    With automatic axes the compiler sees to that. With explicit ones the sharding is
-    part of the type, and an axis cannot be split into groups that are cut.
+    With automatic axes the compiler does so. With explicit axes the sharding is part of
+    the type, and an axis cannot be split into groups that are cut.
     """
     sharding = jax.typeof(x).sharding
-    uncut = _uncut(sharding, x.shape, group)
-    return x if uncut is sharding else jax.sharding.reshard(x, uncut)
+    whole = uncut(sharding, x.shape, group)
+    return x if whole is sharding else jax.sharding.reshard(x, whole)
 
 
-def sharded_as(x: Array, like: Any) -> Array:
-    """Returns an array with the sharding that the type of another one has."""
-    sharding = jax.typeof(like).sharding
-    if not has_explicit_axes(sharding.mesh) or jax.typeof(x).sharding == sharding:
-        return x
-    return jax.sharding.reshard(x, sharding)
-
-
-def _uncut(sharding: Any, shape: tuple[int, ...], group: int) -> Any:
-    """Returns the sharding without that of the last axis if it would cut a group."""
-    if not isinstance(sharding, NamedSharding):
+def uncut(sharding: Any, shape: tuple[int, ...], group: int) -> Any:
+    """Returns a sharding, with the last axis replicated if its shards cut a group."""
+    if not isinstance(sharding, NamedSharding) or not group:
         return sharding
     spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
     axes = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],)
@@ -122,3 +118,85 @@ def _uncut(sharding: Any, shape: tuple[int, ...], group: int) -> Any:
         PartitionSpec(*spec[:-1], None),
         memory_kind=sharding.memory_kind,
     )
+
+
+def sharded_as(x: Array, like: Any) -> Array:
+    """Returns an array with the sharding that the type of another one has."""
+    return _resharded(x, jax.typeof(like).sharding)
+
+
+def _resharded(x: Array, sharding: Any) -> Array:
+    if not has_explicit_axes(sharding.mesh) or jax.typeof(x).sharding == sharding:
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
+# --- Local functions over shards ------------------------------------------------------
+
+
+def reason_against_shards(x: Array, group: int = 0) -> str | None:
+    """Returns why `over_shards` cannot take an array, or `None` if it can.
+
+    Args:
+        x: The array.
+        group: The number of elements of the last axis that no shard may separate.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    if len(set(mesh.axis_types or ())) > 1:
+        return f"its mesh has axes of several kinds, {mesh.axis_types}"
+    if group and may_cut_groups(x, group):
+        return f"a shard of its last axis may end within a group of {group}"
+    return None
+
+
+def over_shards(
+    local: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    like: Array,
+    layout: Callable[..., tuple[Any, Any]],
+    rule: str,
+    whole: Sequence[str],
+    **sizes: int,
+) -> Any:
+    """Calls a function on each device with its shards of the arguments.
+
+    It is for kernels, which XLA cannot partition: nothing is communicated, except to
+    bring the arguments into their layout. See `reason_against_shards`.
+
+    Args:
+        local: A function of the arrays of one device.
+        args: Its arguments, pytrees of arrays.
+        like: The array among them whose mesh is used.
+        layout: Called with types in place of `args`, which have a `shape` and a
+            `sharding`. Returns the shardings of the arguments and of the results.
+        rule: The axes of all arrays in the notation of Shardy, which lets the compiler
+            propagate automatic shardings.
+        whole: Names of `rule` that stand for axes that are not sharded.
+        **sizes: Sizes of names that are parts of axes in `rule`.
+    """
+    mesh = jax.typeof(like).sharding.mesh
+    if mesh.are_all_axes_manual or not like.ndim:
+        return local(*args)
+    if has_explicit_axes(mesh):
+        given, results = layout(*jax.tree.map(jax.typeof, args))
+        specs = jax.tree.map(lambda sharding: sharding.spec, (given, results))
+        call = jax.shard_map(
+            local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+        )
+        return call(*jax.tree.map(_resharded, args, given))
+
+    # Only XLA knows automatic shardings.
+    def partition(mesh: Any, args: Any, result: Any) -> tuple[Any, ...]:
+        given, results = layout(*args)
+        return mesh, local, results, given
+
+    call = private("kernels").custom_partitioning(local)
+    call.def_partition(
+        partition,
+        infer_sharding_from_operands=lambda mesh, args, result: layout(*args)[1],
+        sharding_rule=rule,
+        need_replication_factors=(*whole, *sizes),
+        **sizes,
+    )
+    return call(*args)

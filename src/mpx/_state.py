@@ -1,7 +1,7 @@
 """State that a step changes and must not spoil: found, replaced, checked, rolled back.
 
-Equinox `State` and NNX variables are known by their kind. The `batch_stats` of Flax
-Linen are ordinary arrays in arguments and results, known by their names.
+Equinox `State` and NNX variables are recognised by their types. The `batch_stats` of Flax
+Linen are ordinary arrays in arguments and results, recognised by their names.
 """
 
 import re
@@ -71,7 +71,7 @@ _COLLECTION = re.compile(r"((?:^|.*/)batch_stats)/(.+)")
 
 
 def linen_collections(arguments: PyTree) -> list[dict[str, Any]]:
-    """Returns the `batch_stats` among arguments: their arrays by their names inside."""
+    """Returns each `batch_stats` among the arguments, as arrays by name."""
     found: dict[str, dict[str, Any]] = {}
     for name, leaf in named_leaves(arguments):
         match = _COLLECTION.fullmatch(name)
@@ -85,9 +85,9 @@ def replaced_statistics(
 ) -> dict[str, Any]:
     """Returns the arrays that `batch_stats` in a result replace, by names in the result.
 
-    A collection is known if all its arrays are there under their names, wherever the
-    result holds it; it may have a further leading axis. What is called `batch_stats` and
-    replaces nothing that is known has the value `None`.
+    A collection is found anywhere in the result if all its arrays are there under their
+    names; they may have a further leading axis. Arrays under `batch_stats` that replace
+    no known collection have the value `None`.
     """
     leaves: dict[str, Any] = {n: x for n, x in named_leaves(aux) if is_array(x)}
     found: dict[str, Any] = {
@@ -113,7 +113,7 @@ def _follows(new: Any, old: Any) -> bool:
 
 
 def roll_back(finite: Bool[Array, ""], aux: PyTree, before: Mapping[str, Any]) -> Any:
-    """Returns a result with its statistics as they were, if the step is not finite."""
+    """Returns a result with the old statistics if the step is not finite."""
 
     def select(name: str, new: Any) -> Any:
         old = before.get(name)

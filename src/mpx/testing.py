@@ -1,4 +1,4 @@
-"""Comparing numbers and trees, and planting faults: for our tests and for yours."""
+"""Comparison of numbers and trees, and injection of faults, for tests."""
 
 from typing import Any
 
@@ -96,9 +96,9 @@ def inject_nonfinite(
 
     Args:
         tree: A pytree with at least one non-empty floating array.
-        value: What to plant.
+        value: The NaN or infinity.
         leaf: The name of the leaf, such as `layers/0/weight`; `None` is the first.
-        index: Which number of the leaf, counted in the flattened array.
+        index: The place of the number in the flattened leaf.
 
     Raises:
         ValueError: If there is no such leaf, or no such number in it.
@@ -129,7 +129,7 @@ def inject_nonfinite(
 
 
 def _with_number(x: Any, index: int, value: float) -> Any:
-    """Replaces one number; what NumPy holds stays with NumPy, sharding is kept."""
+    """Replaces one number; a NumPy array stays one, and sharding is kept."""
     chosen = np.zeros(x.shape, bool)
     chosen.flat[index] = True
     where = jnp.where if isinstance(x, jax.Array) else np.where

@@ -1,4 +1,4 @@
-"""Autocast: op-by-op mixed precision for functions nobody edited."""
+"""Autocast: op-by-op mixed precision for unmodified functions."""
 
 from mpx._amp._policy import AmpRules as AmpRules
 from mpx._amp._report import AmpReport as AmpReport

@@ -1,68 +1,104 @@
-"""What autocast does with attention that is one operation: cuDNN, or op by op."""
+"""Attention under autocast: one operation while tracing, then cuDNN or op by op."""
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from mpx._amp import _flash
-from mpx._amp._apply import in_f32, opaque_metas, run_original
-from mpx._amp._calls import Outcome
-from mpx._amp._cudnn import Attention, reason_against
+from mpx._amp._casts import opaque_facts, original
+from mpx._amp._facts import Chosen, Origin, Settings, cast, changed, is_eligible
 from mpx._amp._rules import Rule
-from mpx._amp._values import Meta, cast, is_eligible
-from mpx._compat import bind, eval_equation, eval_jaxpr, open_jaxpr
+from mpx._compat import (
+    bind,
+    eval_equation,
+    eval_jaxpr,
+    make_jit_context,
+    open_jaxpr,
+)
+from mpx._jaxpr._interpreter import Op, Outcome, Values
+from mpx._jaxpr._queries import Equation
+from mpx._private import private
 
-_PLAIN: dict[str, Callable[..., Any]] = {
-    _flash.attention_p.name: _flash.plain,
-    _flash.attention_backward_p.name: _flash.plain_backward,
-    _flash.attention_tangent_p.name: _flash.plain_tangent,
-}
+# Part of the cache key of `jax.jit`: functions traced before are traced anew, and those
+# traced here are not found elsewhere. JAX allows no new context while it traces, so it is
+# made here and not in `mpx._attention`, which is loaded on first use.
+_is_captured = make_jit_context(False)
 
 
-def _attention(
-    amp: Any, eqn: Any, values: list[Any], metas: list[Meta], scopes: tuple[str, ...]
-) -> Outcome:
-    if not is_eligible(eqn.invars[0].aval):  # an amp inside of this one has been here
-        return eval_equation(eqn, values), [Meta(chain="low")] * len(eqn.outvars)
-    rule, reason = amp.region_rule(eqn, scopes) or amp.rule(
-        "dot_general", {}, metas[:3]
-    )
+@contextlib.contextmanager
+def captured_attention() -> Iterator[None]:
+    """Makes calls of `jax.nn.dot_product_attention` one operation, where that can help.
+
+    If JAX lacks a private name that this needs, attention stays as it is written.
+    """
+    if private("attention") is None:
+        yield
+        return
+    from mpx._attention import attend, captured
+
+    with captured(attend), _is_captured(True):
+        yield
+
+
+def choose(amp: Settings, op: Op) -> Chosen:
+    """Returns how attention runs: in cuDNN, or by the operations that JAX runs by default."""
+    eqn = op.eqn
+    if not is_eligible(eqn.invars[0].aval):  # an `amp` inside this one has been here
+        return Chosen(_already_low)
+    region = amp.region_rule(eqn, op.scopes)
+    rule, reason = region or amp.rule("dot_general", {}, op.facts[:3])
     if rule == Rule.LOW:
         against = _reason_against(amp, eqn)
         if against is None:
-            outs = bind(eqn, _low(amp, eqn, values))
-            amp.record(eqn, Rule.LOW, reason, metas=metas, scopes=scopes, outs=outs[:1])
-            low = [Meta(chain="low" if x.dtype == amp.dtype else "high") for x in outs]
-            return outs, low
-        amp.record(eqn, Rule.ORIGINAL, against, metas=metas, scopes=scopes)
-    elif eqn.params["spec"].required:
-        return run_original(amp, eqn, values), opaque_metas(
-            eqn, metas
-        )  # as JAX: it refuses
-    # The operations that JAX runs by default, each by its own rule.
-    return amp.run(*_plain_jaxpr(eqn), values, metas, scopes)
+            return Chosen(_run_low, Rule.LOW, reason)
+        return Chosen(_op_by_op, Rule.ORIGINAL, against)
+    # JAX itself refuses cuDNN in f32.
+    return Chosen(original if eqn.params["spec"].required else _op_by_op)
 
 
-def run_original_attention(amp: Any, eqn: Any, values: list[Any]) -> list[Any]:
+def _already_low(amp: Settings, op: Op) -> Outcome:
+    outs = eval_equation(op.eqn, op.values)
+    return outs, [Origin(chain="low")] * len(outs)
+
+
+def _run_low(amp: Settings, op: Op) -> Outcome:
+    outs = bind(op.eqn, _low(amp, op))
+    known = [Origin(chain="low" if x.dtype == amp.dtype else "high") for x in outs]
+    return outs, known
+
+
+def _op_by_op(amp: Settings, op: Op) -> Outcome:
+    """Runs the operations that JAX runs by default, each by its own rule."""
+    return amp.run(*_plain_jaxpr(op.eqn), op.values, op.facts, op.scopes)
+
+
+def original_attention(amp: Settings, op: Op) -> Outcome:
     """Runs attention as it is written, by the operations that JAX runs by default."""
-    if eqn.params["spec"].required:
-        return run_original(amp, eqn, values)
-    body, consts = _plain_jaxpr(eqn)
-    return eval_jaxpr(body, consts, *in_f32(amp, eqn, values))
+    if op.eqn.params["spec"].required:
+        return original(amp, op)
+    body, consts = _plain_jaxpr(op.eqn)
+    return eval_jaxpr(body, consts, *changed(op, amp.widen)), opaque_facts(op)
 
 
-def _plain_jaxpr(eqn: Any) -> tuple[Any, Any]:
-    def plain(*operands: Any) -> list[Any]:
-        return list(_PLAIN[eqn.primitive.name](*operands, **eqn.params))
+def _plain_jaxpr(eqn: Equation) -> tuple[Any, Any]:
+    from mpx._attention import PLAIN
 
-    return open_jaxpr(jax.make_jaxpr(plain)(*(var.aval for var in eqn.invars)))
+    plain = functools.partial(PLAIN[eqn.primitive.name], **eqn.params)
+    return open_jaxpr(
+        jax.make_jaxpr(lambda *operands: list(plain(*operands)))(
+            *(var.aval for var in eqn.invars)
+        )
+    )
 
 
-def _reason_against(amp: Any, eqn: Any) -> str | None:
-    if eqn.primitive is _flash.attention_tangent_p:
+def _reason_against(amp: Settings, eqn: Equation) -> str | None:
+    from mpx._attention import attention_tangent_p, reason_against
+
+    if eqn.primitive is attention_tangent_p:
         return "cuDNN has no forward-mode derivative"
-    spec: Attention = eqn.params["spec"]
+    spec = eqn.params["spec"]
     if spec.required:
         return None
     avals = [
@@ -72,18 +108,14 @@ def _reason_against(amp: Any, eqn: Any) -> str | None:
     return reason_against(spec, tuple(avals))
 
 
-def _low(amp: Any, eqn: Any, values: list[Any]) -> list[Any]:
-    """Casts the operands: in 16 bits what cuDNN multiplies, in f32 the rest."""
+def _low(amp: Settings, op: Op) -> Values:
+    """Casts the operands that cuDNN multiplies to 16 bits, and the others to f32."""
     low = {0, 1, 2}
-    if eqn.primitive is _flash.attention_backward_p:
-        *_, out, _, cotangent = range(len(values))
+    if op.eqn.primitive.name == "cudnn_attention_backward":
+        *_, out, _, cotangent = range(len(op.values))
         low |= {out, cotangent}
+    pairs = zip(op.values, changed(op, amp.widen), strict=True)
     return [
         cast(value, amp.dtype) if i in low else wide
-        for i, (value, wide) in enumerate(
-            zip(values, in_f32(amp, eqn, values), strict=True)
-        )
+        for i, (value, wide) in enumerate(pairs)
     ]
-
-
-HANDLERS: dict[str, Callable[..., Outcome]] = dict.fromkeys(_flash.NAMES, _attention)

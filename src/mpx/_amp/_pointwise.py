@@ -1,7 +1,7 @@
 """Chains of operations on single numbers in f16, such as `jax.nn.gelu`.
 
-A power in them overflows f16, so they are computed in f32. What they keep for the backward
-pass would be f32, too; instead they keep their 16-bit operand and are computed again.
+A power in them overflows f16, so they are computed in f32. To keep no f32 values for the
+backward pass, they keep their 16-bit operand and are computed again.
 """
 
 import math
@@ -11,10 +11,21 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mpx._amp._facts import (
+    F32,
+    NEUTRAL,
+    Chosen,
+    Origin,
+    Run,
+    Settings,
+    cast,
+    is_eligible,
+)
 from mpx._amp._rules import Rule, rule_for
-from mpx._amp._values import F32, Meta, cast, is_eligible
-from mpx._compat import Literal, equation_context, eval_jaxpr, jaxpr_of, scopes_of
+from mpx._compat import Literal, eval_jaxpr, jaxpr_of, scopes_of
 from mpx._formats import FORMATS
+from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Values, as_array
+from mpx._jaxpr._queries import Equation
 
 _REASON = "overflows f16: in f32, and again in the backward pass"
 
@@ -29,7 +40,7 @@ _POINTWISE = _BOUNDED | _SAME | {"add", "sub", "mul", "max", "min", "integer_pow
 
 
 class Chain(NamedTuple):
-    """Equations that need nothing but one f32 value and each other.
+    """Equations whose operands are one f32 value and each other's results.
 
     Attributes:
         source: The value from which all of them are computed.
@@ -39,32 +50,40 @@ class Chain(NamedTuple):
     """
 
     source: Any
-    equations: list[Any]
+    equations: list[Equation]
     outvars: list[Any]
     is_low: list[bool]
 
 
-def chains(amp: Any, jaxpr: Any, scopes: tuple[str, ...]) -> dict[int, Chain]:
-    """Returns the chains of a jaxpr in f16, by the `id` of their first equation.
+def choose(amp: Settings, op: Op) -> Chosen | None:
+    """Returns how an equation runs that is part of a chain in f16; `None` if it is not.
 
-    There are none under a policy that changes the rule of an operation.
+    There are no chains under rules that change the rule of an operation.
     """
     if amp.dtype != np.float16 or not amp.rules.is_plain:
-        return {}
-    found: dict[int, Chain] = {}
-    taken: set[int] = set()
-    for start, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive.name != "integer_pow" or id(eqn) in taken:
-            continue
-        members = _chain_from(jaxpr.eqns[start:])
-        rules = [amp.region_rule(x, scopes + scopes_of(x)) for x in members]
-        if members and all(rule is None for rule in rules):
-            found[id(eqn)] = _as_chain(jaxpr, members)
-            taken.update(map(id, members))
-    return found
+        return None
+    eqn = op.eqn
+    if eqn.outvars and eqn.outvars[0] in amp.frame.made:
+        return Chosen(_computed)
+    if eqn.primitive.name != "integer_pow" or as_array(op.values[0]).dtype != amp.dtype:
+        return None
+    jaxpr = amp.frame.jaxpr
+    start = next(i for i, other in enumerate(jaxpr.eqns) if other is eqn)
+    members = _chain_from(jaxpr.eqns[start:])
+    outer = op.scopes[: len(op.scopes) - len(scopes_of(eqn))]
+    rules = [amp.region_rule(x, outer + scopes_of(x)) for x in members]
+    if not members or any(rule is not None for rule in rules):
+        return None
+    return Chosen(_running(_as_chain(jaxpr, members)), Rule.F32, _REASON)
 
 
-def _chain_from(equations: Sequence[Any]) -> list[Any]:
+def _computed(amp: Settings, op: Op) -> Outcome:
+    """Returns what the first equation of the chain has computed."""
+    out, fact = amp.frame.made[op.eqn.outvars[0]]
+    return [out], [fact]
+
+
+def _chain_from(equations: Sequence[Equation]) -> list[Equation]:
     """Returns the first equation and those that need nothing but it and its operand."""
     first, *rest = equations
     if not _is_pointwise(first) or isinstance(first.invars[0], Literal):
@@ -78,15 +97,15 @@ def _chain_from(equations: Sequence[Any]) -> list[Any]:
     return members
 
 
-def _is_pointwise(eqn: Any) -> bool:
-    """Whether an equation works on single f32 numbers, and in bf16 would stay low."""
+def _is_pointwise(eqn: Equation) -> bool:
+    """Returns whether an equation works on single f32 numbers and stays low in bf16."""
     name = eqn.primitive.name
     rule = rule_for(name, eqn.params, compute_is_f16=False)
     is_f32 = all(is_eligible(var.aval) for var in (*eqn.invars, *eqn.outvars))
     return name in _POINTWISE and is_f32 and rule in (Rule.FOLLOW, Rule.WIDEST)
 
 
-def _as_chain(jaxpr: Any, members: list[Any]) -> Chain:
+def _as_chain(jaxpr: Jaxpr, members: list[Equation]) -> Chain:
     inside = set(map(id, members))
     outside = [eqn.invars for eqn in jaxpr.eqns if id(eqn) not in inside]
     read = {
@@ -101,7 +120,7 @@ def _as_chain(jaxpr: Any, members: list[Any]) -> Chain:
     return Chain(members[0].invars[0], members, outvars, fits)
 
 
-def _bounds(members: list[Any]) -> dict[Any, float]:
+def _bounds(members: list[Equation]) -> dict[Any, float]:
     """Returns the largest absolute values of what is computed from an f16 number."""
     found: dict[Any, float] = {members[0].invars[0]: FORMATS["f16"].max}
 
@@ -134,21 +153,23 @@ def _power(size: float, exponent: int) -> float:
         return math.inf
 
 
-def run(
-    amp: Any, chain: Chain, value: Any, scopes: tuple[str, ...]
-) -> dict[Any, tuple[Any, Meta]]:
-    """Computes a chain in f32 from an f16 value; returns its results by variable."""
+def _running(chain: Chain) -> Run:
+    """Returns what computes a chain in f32 from an f16 value, at its first equation."""
     jaxpr = jaxpr_of([chain.source], chain.outvars, chain.equations)
 
-    @jax.checkpoint
-    def compute(low: Any) -> list[Any]:
-        outs = eval_jaxpr(jaxpr, (), cast(low, F32))
-        pairs = zip(outs, chain.is_low, strict=True)
-        return [cast(out, amp.dtype) if is_low else out for out, is_low in pairs]
+    def run(amp: Settings, op: Op) -> Outcome:
+        @jax.checkpoint
+        def compute(low: Any) -> Values:
+            outs = eval_jaxpr(jaxpr, (), cast(low, F32))
+            pairs = zip(outs, chain.is_low, strict=True)
+            return [cast(out, amp.dtype) if is_low else out for out, is_low in pairs]
 
-    first = chain.equations[0]
-    amp.record(first, Rule.F32, _REASON, metas=[], scopes=scopes + scopes_of(first))
-    with equation_context(first):
-        outs = compute(value)
-    metas = [Meta(chain="low" if is_low else "high") for is_low in chain.is_low]
-    return dict(zip(chain.outvars, zip(outs, metas, strict=True), strict=True))
+        known = [Origin(chain="low" if is_low else "high") for is_low in chain.is_low]
+        results = zip(compute(op.values[0]), known, strict=True)
+        # What only the chain itself reads has no value outside.
+        made = dict.fromkeys((x.outvars[0] for x in chain.equations), (None, NEUTRAL))
+        made.update(zip(chain.outvars, results, strict=True))
+        amp.frame.made.update(made)
+        return _computed(amp, op)
+
+    return run

@@ -1,35 +1,29 @@
-"""Reports of what autocast does with a function, as tables."""
+"""Reports of the precision in which operations run, as tables."""
 
-import collections
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
-from jax import lax
 
-from mpx import _nnx
-from mpx._amp._apply import flops, repetitions
-from mpx._amp._flash import NAMES as ATTENTION
-from mpx._amp._interpreter import Autocast, Decision
+from mpx._amp._facts import Decision
+from mpx._amp._functions import trace
+from mpx._amp._matmuls import PRESETS
 from mpx._amp._policy import AmpRules
 from mpx._amp._rules import MATMULS, REASONS, UNKNOWN, Rule
-from mpx._amp._transform import autocast_call
-from mpx._compat import open_jaxpr, sub_jaxprs
 from mpx._formats import short_name
-from mpx._tree import is_array
+from mpx._jaxpr._queries import ATTENTION, matmul_flops
 
 
 @dataclasses.dataclass(frozen=True)
 class AmpReport:
-    """What `amp` does with a function; made by `mpx.inspect.report`, printed as a table.
+    """The operations of a function under `amp`; made by `mpx.inspect.report`, printed as a table.
 
     A decision stands for one operation and has the fields `primitive`, `rule`, `reason`,
     `scope`, `source` (file and line), `params` (the arguments that it reads), `before`
-    and `after` (dtypes of the operands as written, and in which it runs), `shapes` and
-    `flops`. Equal ones are listed once.
+    (dtypes of the operands as written), `after` (dtypes of the results), `shapes` of the
+    operands and `flops` (of a matmul, else 0). Equal ones are listed once.
 
     Attributes:
         dtype: The compute dtype: `bf16` or `f16`.
@@ -58,14 +52,14 @@ class AmpReport:
 
     @property
     def kept(self) -> tuple[Decision, ...]:
-        """What runs in f32, or as it is written, by a rule or because it was asked for."""
+        """The operations in f32 or as written, by a rule or because it was asked for."""
         return tuple(
             x for x in self.decisions if self._is_kept(x) and not _is_opaque(x)
         )
 
     @property
     def opaque(self) -> tuple[Decision, ...]:
-        """What runs as it is written because autocast does not know what it does."""
+        """The operations that run as written because autocast does not know them."""
         return tuple(x for x in self.decisions if _is_opaque(x))
 
     @property
@@ -78,7 +72,7 @@ class AmpReport:
     def _is_kept(self, decision: Decision) -> bool:
         if decision.rule == Rule.LOW:
             return _short_dtypes(decision.after[:1]) != self.dtype
-        if decision.rule in _ALGORITHMS:
+        if decision.rule in PRESETS:
             return not decision.reason.startswith(_BY_USER)
         return decision.rule in (Rule.F32, Rule.ORIGINAL)
 
@@ -113,11 +107,6 @@ class AmpReport:
         return f"Matmul operations: {', '.join(shares) or 'none'}."
 
 
-_ALGORITHMS = {
-    Rule.TF32: lax.DotAlgorithmPreset.TF32_TF32_F32,
-    Rule.BF16_F32: lax.DotAlgorithmPreset.BF16_BF16_F32,
-    Rule.TRUE_F32: lax.DotAlgorithmPreset.F32_F32_F32,
-}
 _BY_USER = ("policy ", "scope ", "function ", "parameter ")
 
 
@@ -150,7 +139,7 @@ def short_source(source: str) -> str:
 
 def _matmul_row(decision: Decision) -> tuple[str, ...]:
     before, after = _short_dtypes(decision.before[:2]), _short_dtypes(decision.after)
-    if decision.rule in _ALGORITHMS and decision.reason.startswith(_BY_USER):
+    if decision.rule in PRESETS and decision.reason.startswith(_BY_USER):
         after = decision.rule
     if decision.rule not in list(Rule):
         after = f"by {decision.rule}"  # a user's function
@@ -209,60 +198,12 @@ def amp_report(func: Callable[..., Any], *args: Any, **kwargs: Any) -> AmpReport
         dtype=short_name(autocast.dtype),
         rules=autocast.rules,
         decisions=tuple(dict.fromkeys(autocast.decisions)),
-        flops=dict(_matmul_flops(open_jaxpr(jaxpr)[0])),
+        flops=dict(matmul_flops(jaxpr, _multiplied_in)),
     )
 
 
-def trace(
-    autocast: Autocast,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Returns the jaxpr of a call under autocast."""
-    # NNX objects are copied, or they would hold tracers afterwards.
-    plain, objects = _nnx.take_out((func, args, kwargs))
-    split = _nnx.split(objects, ()) if objects else None
-    state = split.rest if split is not None else None
-    leaves, structure = jax.tree.flatten((plain, state))
-    dynamic = [i for i, leaf in enumerate(leaves) if _is_abstract(leaf)]
-
-    def call(arrays: list[Any]) -> list[Any]:
-        full = list(leaves)
-        for i, array in zip(dynamic, arrays, strict=True):
-            full[i] = array
-        plain, state = jax.tree.unflatten(structure, full)
-        if split is not None:
-            merged = _nnx.merge(split._replace(rest=state))
-            plain = _nnx.put_back(plain, merged.objects)
-        func, args, kwargs = plain
-        outs = autocast_call(autocast, func, args, kwargs)
-        return [out for out in jax.tree.leaves(outs) if is_array(out)]
-
-    return jax.make_jaxpr(call)([leaves[i] for i in dynamic])
-
-
-def _is_abstract(leaf: Any) -> bool:
-    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def _matmul_flops(jaxpr: Any) -> collections.Counter[str]:
-    """Counts the operations of the matmuls of a jaxpr, as often as they run."""
-    total: collections.Counter[str] = collections.Counter()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in (*MATMULS, *ATTENTION):
-            total[_multiplied_in(eqn)] += flops(eqn)
-        inner = [_matmul_flops(body) for body in sub_jaxprs(eqn)]
-        if eqn.primitive.name == "cond":
-            inner = [max(inner, key=lambda count: count.total())]
-        for count in inner:
-            for dtype, number in count.items():
-                total[dtype] += number * repetitions(eqn)
-    return total
-
-
 def _multiplied_in(eqn: Any) -> str:
-    for rule, preset in _ALGORITHMS.items():
+    for rule, preset in PRESETS.items():
         if eqn.params.get("precision") == preset:
             return rule
     return _short_dtypes(tuple(str(var.aval.dtype) for var in eqn.invars[:2]))

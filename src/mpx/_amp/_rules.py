@@ -6,6 +6,11 @@ unchanged at its own dtypes, and the report says so.
 
 import enum
 
+from mpx._jaxpr import HANDLERS
+from mpx._jaxpr._queries import ATTENTION, names
+from mpx._jaxpr._queries import MATMULS as MATMULS
+from mpx._jaxpr._queries import SHAPE_ONLY as SHAPE_ONLY
+
 
 class Rule(enum.StrEnum):
     """In which precision an equation runs.
@@ -33,21 +38,17 @@ class Rule(enum.StrEnum):
     """A matmul multiplied in full f32; GPUs from Ampere on use TF32 otherwise."""
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
 # (rule, reason, primitives). A name stands in one line only; a test checks that.
 TABLE: tuple[tuple[Rule, str, tuple[str, ...]], ...] = (
     (
         Rule.LOW,
         "tensor cores multiply 16-bit numbers and add in f32",
-        _names("dot_general conv_general_dilated ragged_dot ragged_dot_general"),
+        MATMULS,
     ),
     (
         Rule.F32,
         "small errors of the argument become large ones, or the range is wide",
-        _names(
+        names(
             "exp exp2 expm1 log log1p log2 pow rsqrt sqrt cbrt reciprocal rem square "
             "sinh cosh tan asin acos atan atan2 asinh acosh atanh erf_inv erfc lgamma "
             "digamma polygamma zeta igamma igammac igamma_grad_a "
@@ -57,7 +58,7 @@ TABLE: tuple[tuple[Rule, str, tuple[str, ...]], ...] = (
     (
         Rule.F32,
         "sums of many terms stand still in 16 bits",
-        _names(
+        names(
             "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum "
             "add_any"
         ),
@@ -65,12 +66,12 @@ TABLE: tuple[tuple[Rule, str, tuple[str, ...]], ...] = (
     (
         Rule.F32,
         "exact in any dtype; in f32 the shift of a softmax stays in f32",
-        _names("reduce_max reduce_min"),
+        names("reduce_max reduce_min"),
     ),
     (
         Rule.WIDEST,
         "several operands must agree",
-        _names(
+        names(
             "add sub mul div max min select_n clamp concatenate stack pad "
             "dynamic_update_slice eq ne lt le gt ge eq_to le_to lt_to "
             "select_and_scatter_add select_and_gather_add polynomial"
@@ -79,17 +80,17 @@ TABLE: tuple[tuple[Rule, str, tuple[str, ...]], ...] = (
     (
         Rule.FOLLOW,
         "exact in any dtype",
-        _names("neg abs sign floor ceil round is_finite"),
+        names("neg abs sign floor ceil round is_finite"),
     ),
     (
         Rule.FOLLOW,
         "bounded and rounded once; a small distance from 1 is lost",
-        _names("tanh logistic erf sin cos one_minus_square"),
+        names("tanh logistic erf sin cos one_minus_square"),
     ),
     (
         Rule.FOLLOW,
         "moves numbers without changing them",
-        _names(
+        names(
             "reshape transpose broadcast_in_dim slice gather dynamic_slice rev squeeze "
             "expand_dims split unstack tile copy copy_p argmax argmin sort top_k cummax "
             "cummin reduce_window_max reduce_window_min stop_gradient name "
@@ -100,7 +101,7 @@ TABLE: tuple[tuple[Rule, str, tuple[str, ...]], ...] = (
     (
         Rule.FOLLOW,
         "communication in the dtype of the value",
-        _names(
+        names(
             "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute "
             "psum psum_invariant psum2 psend precv pmax pmin psum_scatter "
             "reduce_scatter unreduced_psum unreduced_reduce_scatter pvary pcast "
@@ -110,14 +111,12 @@ TABLE: tuple[tuple[Rule, str, tuple[str, ...]], ...] = (
     (
         Rule.ORIGINAL,
         "works on the bits or the format of a number",
-        _names(
-            "bitcast_convert_type nextafter reduce_precision complex real imag conj"
-        ),
+        names("bitcast_convert_type nextafter reduce_precision complex real imag conj"),
     ),
     (
         Rule.ORIGINAL,
         "linear algebra and transforms have no 16-bit implementation",
-        _names(
+        names(
             "cholesky cholesky_update lu lu_pivots_to_permutation qr geqrf geqp3 "
             "householder_product ormqr svd eig eigh schur hessenberg tridiagonal "
             "tridiagonal_solve triangular_solve fft custom_linear_solve linear_solve"
@@ -126,7 +125,7 @@ TABLE: tuple[tuple[Rule, str, tuple[str, ...]], ...] = (
     (
         Rule.ORIGINAL,
         "carries a function that was traced at its own dtypes",
-        _names(
+        names(
             "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max "
             "scatter_add scatter_sub scatter_mul scatter_min scatter_max reduce "
             "reduce_window select_and_scatter reduce_and reduce_or reduce_xor"
@@ -135,7 +134,7 @@ TABLE: tuple[tuple[Rule, str, tuple[str, ...]], ...] = (
     (
         Rule.ORIGINAL,
         "somebody's own kernel or host code",
-        _names(
+        names(
             "pallas_call ffi_call pure_callback io_callback custom_vmap_call "
             "custom_partitioning composite triton_kernel_call tpu_custom_call "
             "dot_product_attention_fwd dot_product_attention_bwd "
@@ -145,33 +144,17 @@ TABLE: tuple[tuple[Rule, str, tuple[str, ...]], ...] = (
     ),
 )
 
-PRIMITIVES: dict[str, Rule] = {name: rule for rule, _, names in TABLE for name in names}
-REASONS: dict[str, str] = {name: reason for _, reason, names in TABLE for name in names}
+PRIMITIVES: dict[str, Rule] = {name: rule for rule, _, found in TABLE for name in found}
+REASONS: dict[str, str] = {name: reason for _, reason, found in TABLE for name in found}
 UNKNOWN = "not in the rule table"
 
 # They hold operations that have rules of their own, or are casts, which are honoured.
-WITHOUT_RULES = frozenset(
-    _names(
-        "jit pjit closed_call core_call call eval_jaxpr remat remat2 checkpoint cond scan "
-        "while shard_map custom_jvp_call custom_vjp_call cudnn_attention "
-        "cudnn_attention_backward cudnn_attention_tangent convert_element_type"
-    )
-)
+WITHOUT_RULES = frozenset({*HANDLERS, *ATTENTION, "convert_element_type"})
 
 # Binary operations that broadcast operands of equal rank by themselves.
-BROADCASTING = frozenset(_names("add sub mul div max min select_n"))
+BROADCASTING = frozenset(names("add sub mul div max min select_n"))
 # One number of the operand may become several of the result.
-SPREADING = frozenset(_names("broadcast_in_dim gather tile"))
-# A literal stays a literal, and a parameter a parameter, through these.
-SHAPE_ONLY = frozenset(
-    _names(
-        "broadcast_in_dim reshape squeeze transpose expand_dims copy slice rev pvary "
-        "pcast sharding_constraint reshard mesh_cast"
-    )
-)
-MATMULS = frozenset(
-    _names("dot_general conv_general_dilated ragged_dot ragged_dot_general")
-)
+SPREADING = frozenset(names("broadcast_in_dim gather tile"))
 
 
 def rule_for(name: str, params: dict, compute_is_f16: bool) -> Rule:

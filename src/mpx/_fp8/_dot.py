@@ -6,10 +6,10 @@ With `codes · scale ≈ tensor`, the three products of a linear layer are
     dx = (ĝ · ŵᵀ) · s_g s_w     e5m2 × e4m3, full accumulation
     dw = (x̂ᵀ · ĝ) · s_x s_g     e5m2 × e4m3, full accumulation
 
-where the codes x̂ and ŵ are all that the forward pass saves. They are made outside of
+where the codes x̂ and ŵ are all that the forward pass saves. They are made outside
 what is differentiated, so that matmuls of one input share them. The products are written as
 `lax.dot_general` on 8-bit operands. Quantising and dequantising around a bf16 product
-would be deleted by XLA on a GPU, which then computes in bf16 without a word.
+would be deleted by XLA on a GPU, which then silently computes in bf16.
 """
 
 import functools
@@ -23,23 +23,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mpx._compat import has_explicit_axes
-from mpx._fp8._once import differentiable_once
 from mpx._fp8._operands import (
     Axes,
     Dimensions,
-    Plan,
-    Quantized,
+    Fp8Tensor,
+    MatmulSpec,
     Shared,
     as_bytes,
     as_codes,
+    differentiable_once,
     to_fp8,
 )
 from mpx._fp8._scales import largest_magnitude
 
 
 def _multiply(
-    a: Quantized,
-    b: Quantized,
+    a: Fp8Tensor,
+    b: Fp8Tensor,
     dimensions: Dimensions,
     dtype: np.dtype,
     *,
@@ -52,29 +52,16 @@ def _multiply(
     preset = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
     if fast:
         preset = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
+    dot = functools.partial(lax.dot_general, out_sharding=out_sharding)
 
     def on_cuda(x: Array, y: Array) -> Array:
         # The preset is what makes it one cuBLASLt call: without it XLA tries Triton
         # kernels for half a minute, and ignores the accumulator that was asked for.
-        return lax.dot_general(
-            x,
-            y,
-            turned,
-            precision=preset,
-            preferred_element_type=wide,
-            out_sharding=out_sharding,
-        )
+        return dot(x, y, turned, precision=preset, preferred_element_type=wide)
 
     def elsewhere(x: Array, y: Array) -> Array:
         # The same numbers: products of 8-bit numbers are exact in f32.
-        out = lax.dot_general(
-            x,
-            y,
-            turned,
-            preferred_element_type=jnp.float32,
-            out_sharding=out_sharding,
-        )
-        return out.astype(wide)
+        return dot(x, y, turned, preferred_element_type=jnp.float32).astype(wide)
 
     x, x_axes = a.summed_last(dimensions[0][0])
     y, y_axes = b.summed_last(dimensions[0][1])
@@ -86,7 +73,7 @@ def _multiply(
 
 
 def _output_scales(
-    a: Quantized, b: Quantized, dimensions: Dimensions, rank: int
+    a: Fp8Tensor, b: Fp8Tensor, dimensions: Dimensions, rank: int
 ) -> list[Array]:
     """Returns the scales of a product, shaped to be multiplied with it."""
     if a.scale.ndim == b.scale.ndim == 0:
@@ -103,7 +90,7 @@ def _output_scales(
 
 
 def fp8_dot(
-    plan: Plan,
+    spec: MatmulSpec,
     lhs: Array,
     rhs: Array,
     seen: Array | None,
@@ -114,26 +101,26 @@ def fp8_dot(
     """Returns `lax.dot_general(lhs, rhs)` computed from 8-bit operands.
 
     Args:
-        plan: What is static.
+        spec: What is static.
         lhs: The left operand, in the compute dtype.
         rhs: The right operand, in the compute dtype.
         seen: f32[3], the largest magnitudes of activation, weight and gradient in
             earlier steps; `None` to scale by what is there now.
         probe: f32[3] of any value. Its gradient is not one: it is the three largest
-            magnitudes of this step. `None` if nobody asks.
+            magnitudes of this step. `None` if they are not needed.
         shared: Tensors that other matmuls have quantised, of the same trace.
     """
     shared = {} if shared is None or seen is not None else shared
     operands = []
     for side, x in enumerate((lhs, rhs)):
-        role, axes = plan.role(side), plan.dimensions[0][side]
-        leading = plan.leading_axes(side, x.ndim)
-        key = (id(x), role, axes if plan.by_row else leading)
+        role, axes = spec.role(side), spec.dimensions[0][side]
+        leading = spec.leading_axes(side, x.ndim)
+        key = (id(x), role, axes if spec.by_row else leading)
         if key not in shared:
             fixed = lax.stop_gradient(x)
-            shared[key] = x, _quantize(plan, role, fixed, axes, seen, leading=leading)
+            shared[key] = x, _quantize(spec, role, fixed, axes, seen, leading=leading)
         operands.append(shared[key][1])
-    return _jitted_dot(plan, (lhs, rhs), operands, seen, probe)
+    return _jitted_dot(spec, (lhs, rhs), operands, seen, probe)
 
 
 # Layers of one shape are traced once: what `jax.jit` has traced, and its derivative, it
@@ -142,30 +129,30 @@ def fp8_dot(
     jax.jit, static_argnums=(0, 1, 3), static_argnames="leading", inline=True
 )
 def _quantize(
-    plan: Plan,
+    spec: MatmulSpec,
     role: str,
     x: Array,
     axes: Axes,
     seen: Array | None,
     *,
     leading: int | None,
-) -> Quantized:
-    return as_bytes(to_fp8(plan, role, x, axes, seen, leading=leading))
+) -> Fp8Tensor:
+    return as_bytes(to_fp8(spec, role, x, axes, seen, leading=leading))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(
-    plan: Plan,
+    spec: MatmulSpec,
     sides: tuple[Array, Array],
-    operands: list[Quantized],
+    operands: list[Fp8Tensor],
     seen: Array | None,
     probe: Array | None,
 ) -> Array:
-    return _forward(plan, sides, operands, seen, probe)[0]
+    return _forward(spec, sides, operands, seen, probe)[0]
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass needs: operands as it will use them, and their maxima."""
+    """Residuals of the backward pass: operands as it will use them, and their maxima."""
 
     operands: tuple[Any, Any]
     seen: Array | None
@@ -173,68 +160,68 @@ class _Residuals(NamedTuple):
 
 
 def _forward(
-    plan: Plan,
+    spec: MatmulSpec,
     sides: tuple[Array, Array],
-    operands: list[Quantized],
+    operands: list[Fp8Tensor],
     seen: Array | None,
     probe: Array | None,
 ) -> tuple[Array, _Residuals]:
     # The codes come from these sides, though no derivative knows it.
     sides, operands = differentiable_once((sides, operands))
-    codes = [as_codes(plan, side, x) for side, x in enumerate(operands)]
+    codes = [as_codes(spec, side, x) for side, x in enumerate(operands)]
     out = _multiply(
         codes[0],
         codes[1],
-        plan.dimensions,
-        plan.out_dtype,
+        spec.dimensions,
+        spec.out_dtype,
         fast=True,
-        out_sharding=plan.out_sharding,
+        out_sharding=spec.out_sharding,
     )
     # The backward products sum over the other axes.
-    free = plan.free_axes((sides[0].ndim, sides[1].ndim))
+    free = spec.free_axes((sides[0].ndim, sides[1].ndim))
     saved: list[Any] = [x.needed_for(axes) for x, axes in zip(codes, free, strict=True)]
-    if plan.by_row:
+    if spec.by_row:
         # These need scales of their own.
-        saved = [to_fp8(plan, plan.role(i), sides[i], free[i], seen) for i in (0, 1)]
-    if plan.recipe.weight_grad == "compute":
-        saved[1 - plan.weight_side] = sides[1 - plan.weight_side]
+        saved = [to_fp8(spec, spec.role(i), sides[i], free[i], seen) for i in (0, 1)]
+    if spec.recipe.weight_grad == "compute":
+        saved[1 - spec.weight_side] = sides[1 - spec.weight_side]
     observed = None
     if probe is not None:
         amaxes = [largest_magnitude(side) for side in sides]
-        observed = (amaxes[1 - plan.weight_side], amaxes[plan.weight_side])
+        observed = (amaxes[1 - spec.weight_side], amaxes[spec.weight_side])
     return out, _Residuals((saved[0], saved[1]), seen, observed)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _backward(plan: Plan, residuals: _Residuals, grad: Array) -> tuple[Any, ...]:
+def _backward(spec: MatmulSpec, residuals: _Residuals, grad: Array) -> tuple[Any, ...]:
     operands = residuals.operands
     ranks = operands[0].ndim, operands[1].ndim
     per_tensor = None
-    if not plan.by_row:
+    if not spec.by_row:
         # Its leading axes are those of the left operand, over which the product for the
-        # right one sums. If that is no 8-bit product nobody needs them turned.
-        leading = len(plan.free_axes(ranks)[0])
-        turned = leading if isinstance(operands[0], Quantized) else None
-        per_tensor = to_fp8(plan, "grad", grad, (), residuals.seen, leading=turned)
+        # right one sums. Without an 8-bit product there they are not turned.
+        leading = len(spec.free_axes(ranks)[0])
+        turned = leading if isinstance(operands[0], Fp8Tensor) else None
+        per_tensor = to_fp8(spec, "grad", grad, (), residuals.seen, leading=turned)
     grads = []
-    for side, product in enumerate(_transposed(plan, *ranks)):
+    for side, product in enumerate(_transposed(spec, *ranks)):
         other = operands[1 - side]
         axes = product.dimensions[0][0 if product.grad_first else 1]
-        if not isinstance(other, Quantized):
+        if not isinstance(other, Fp8Tensor):
             mine: Any = grad.astype(other.dtype)
         elif per_tensor is not None:
             mine = per_tensor
         else:
-            mine = to_fp8(plan, "grad", grad, axes, residuals.seen)
+            mine = to_fp8(spec, "grad", grad, axes, residuals.seen)
         factors = (mine, other) if product.grad_first else (other, mine)
         multiply = functools.partial(_multiply, fast=False)
-        if not isinstance(other, Quantized):
+        if not isinstance(other, Fp8Tensor):
             multiply = _in_compute_dtype
         out = multiply(
             *factors,
             product.dimensions,
-            plan.dtypes[side],
-            out_sharding=_sharding_before(operands[side], plan, side, product.order),
+            spec.dtypes[side],
+            out_sharding=_sharding_before(operands[side], spec, side, product.order),
         )
         grads.append(lax.transpose(out, product.order))
     dseen = None if residuals.seen is None else jnp.zeros_like(residuals.seen)
@@ -272,14 +259,14 @@ class _Product(NamedTuple):
     order: Axes
 
 
-def _transposed(plan: Plan, lhs_rank: int, rhs_rank: int) -> list[_Product]:
+def _transposed(spec: MatmulSpec, lhs_rank: int, rhs_rank: int) -> list[_Product]:
     """Returns the products that give the gradients of both operands.
 
     Of the two orders of the factors the one is taken whose result needs no transpose:
     XLA folds the scale into a matmul only if nothing lies between.
     """
-    contracted, _ = plan.dimensions
-    free = plan.free_axes((lhs_rank, rhs_rank))
+    contracted, _ = spec.dimensions
+    free = spec.free_axes((lhs_rank, rhs_rank))
     rows = tuple(range(len(free[0])))
     columns = tuple(range(len(rows), len(rows) + len(free[1])))
     found = []
@@ -306,22 +293,22 @@ def _order(axes: Axes) -> Axes:
 
 
 def _sharding_before(
-    operand: Any, plan: Plan, side: int, order: Axes
+    operand: Any, spec: MatmulSpec, side: int, order: Axes
 ) -> NamedSharding | None:
     """Returns the sharding of a gradient before its axes are put in order.
 
     Meshes with explicit axes ask for it; it is that of the operand.
     """
     known = operand
-    if isinstance(operand, Quantized):
+    if isinstance(operand, Fp8Tensor):
         known = operand.known
     sharding = jax.typeof(known).sharding
     if not has_explicit_axes(sharding.mesh):
         return None
-    spec = [*sharding.spec, *[None] * (known.ndim - len(sharding.spec))]
-    if isinstance(operand, Quantized) and operand.codes is None:
-        leading = plan.leading_axes(side, operand.ndim)
+    axes = [*sharding.spec, *[None] * (known.ndim - len(sharding.spec))]
+    if isinstance(operand, Fp8Tensor) and operand.codes is None:
+        leading = spec.leading_axes(side, operand.ndim)
         assert leading is not None
-        spec = spec[-leading:] + spec[:-leading]
-    before = [spec[i] for i in np.argsort(order)]
+        axes = axes[-leading:] + axes[:-leading]
+    before = [axes[i] for i in np.argsort(order)]
     return NamedSharding(sharding.mesh, PartitionSpec(*before))

@@ -9,17 +9,18 @@ took 0.53 ms and this kernel 0.30 (jax 0.11.2, timed by a script of its own).
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax import Array, lax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpx._compat import has_explicit_axes, struct_like
+from mpx._compat import struct_like
 from mpx._devices import gpu_capability
 from mpx._fp8._scales import DTYPES, cast_scaled, inverse
 from mpx._kernels import plain_under_vmap
+from mpx._private import private
+from mpx._sharding import over_shards, reason_against_shards, replicated
 
 # A program's part: rows and columns. The best of eight on an H200.
 _TILE = (64, 128)
@@ -29,9 +30,10 @@ _LARGEST = 2**31
 
 
 def turning_pays() -> bool:
-    """Whether the GPU wants the axis that is summed over to come last."""
+    """Returns whether the GPU wants the axis that is summed over to come last."""
     capability = gpu_capability()
-    return isinstance(capability, tuple) and (8, 9) <= capability < (10, 0)
+    pays = isinstance(capability, tuple) and (8, 9) <= capability < (10, 0)
+    return pays and private("kernels") is not None
 
 
 def turn(x: Array, leading: int) -> Array:
@@ -67,7 +69,7 @@ def quantize_both(
         return codes.reshape(shape), turned.reshape(shape[leading:] + shape[:leading])
 
     factor = inverse(scale)[None]
-    if len(set(jax.typeof(x).sharding.mesh.axis_types or ())) > 1:
+    if reason_against_shards(x) is not None:
         return plain(x, factor)
     kernel = functools.partial(_over_shards, local, leading=leading)
     return lax.platform_dependent(
@@ -80,9 +82,7 @@ def cast_and_turn(
 ) -> tuple[Array, Array]:
     """Returns the codes of a matrix of whole tiles, and their transpose."""
     # Not before it is needed: importing Pallas takes as long as importing mpx.
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
-
+    pl = plgpu = private("kernels")
     rows, columns = _TILE
 
     def kernel(x_ref: Any, factor_ref: Any, codes_ref: Any, turned_ref: Any) -> None:
@@ -109,51 +109,20 @@ def cast_and_turn(
     )
 
 
-def _over_shards(local: Any, x: Array, factor: Array, *, leading: int) -> Any:
+def _over_shards(
+    local: Callable[..., Any], x: Array, factor: Array, *, leading: int
+) -> Any:
     """Calls `local` on each device with its shard of `x`."""
-    sharding = jax.typeof(x).sharding
-    if sharding.mesh.are_all_axes_manual:
-        return local(x, factor)
-    if has_explicit_axes(sharding.mesh):
-        specs = sharding.spec, _turned_spec(sharding.spec, x.ndim, leading)
-        call = jax.shard_map(
-            local,
-            mesh=sharding.mesh,
-            in_specs=(sharding.spec, PartitionSpec()),
-            out_specs=specs,
-            check_vma=False,
-        )
-        return call(x, factor)
-    return _by_compiler(local, x, factor, leading)
 
-
-def _by_compiler(local: Any, x: Array, factor: Array, leading: int) -> Any:
-    """Lets XLA, which alone knows automatic shardings, cut the tensor into shards."""
-
-    def results(sharding: Any) -> tuple[NamedSharding, NamedSharding]:
-        turned = _turned_spec(sharding.spec, x.ndim, leading)
-        return sharding, NamedSharding(sharding.mesh, turned)
-
-    def partition(mesh: Any, args: Any, result: Any) -> Any:
-        sharding = args[0].sharding
-        everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-        return mesh, local, results(sharding), (sharding, everywhere)
-
-    def infer(mesh: Any, args: Any, result: Any) -> Any:
-        return results(args[0].sharding)
+    def layout(x: Any, factor: Any) -> tuple[Any, Any]:
+        axes = (*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec)))
+        turned = PartitionSpec(*axes[leading:], *axes[:leading])
+        results = x.sharding, NamedSharding(x.sharding.mesh, turned)
+        return (x.sharding, replicated(x.sharding)), results
 
     axes = [f"axis{axis}" for axis in range(x.ndim)]
     kept, turned = " ".join(axes), " ".join(axes[leading:] + axes[:leading])
-    call = custom_partitioning(local)
-    call.def_partition(
-        partition,
-        infer_sharding_from_operands=infer,
-        sharding_rule=f"{kept}, one -> {kept}, {turned}",
-        need_replication_factors=("one",),
+    rule = f"{kept}, one -> {kept}, {turned}"
+    return over_shards(
+        local, (x, factor), like=x, layout=layout, rule=rule, whole=("one",)
     )
-    return call(x, factor)
-
-
-def _turned_spec(spec: PartitionSpec, rank: int, leading: int) -> PartitionSpec:
-    axes = (*spec, *[None] * (rank - len(spec)))
-    return PartitionSpec(*axes[leading:], *axes[:leading])

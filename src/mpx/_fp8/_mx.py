@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from mpx._devices import gpu_capability
-from mpx._fp8._once import differentiable_once
+from mpx._fp8._operands import MatmulSpec, differentiable_once
 from mpx._fp8._recipes import MXFP8, Recipe
 from mpx._fp8._scales import largest_magnitude, power_of_two_scale, quantize
 
@@ -54,7 +54,7 @@ def from_blocks(blocks: Blocks, dtype: np.dtype) -> Array:
 
 
 def is_native() -> bool:
-    """Whether the default device multiplies MX blocks by itself: Blackwell or later."""
+    """Returns whether the default device multiplies MX blocks: Blackwell or later."""
     found = gpu_capability()
     return isinstance(found, tuple) and found >= (10, 0)
 
@@ -121,16 +121,16 @@ def _backward(
 _matmul.defvjp(_forward, _backward)
 
 
-def mx_dot(plan: Any, lhs: Array, rhs: Array) -> Array:
+def mx_dot(spec: MatmulSpec, lhs: Array, rhs: Array) -> Array:
     """Returns a `dot_general` computed from MX blocks; operands become matrices."""
-    contracted, _ = plan.dimensions
-    free = plan.free_axes((lhs.ndim, rhs.ndim))
+    contracted, _ = spec.dimensions
+    free = spec.free_axes((lhs.ndim, rhs.ndim))
     matrices, shapes = [], []
     for side, x in enumerate((lhs, rhs)):
         shape = [x.shape[axis] for axis in free[side]]
         ordered = lax.transpose(x, (*free[side], *contracted[side]))
         matrices.append(ordered.reshape(int(np.prod(shape)), -1))
         shapes += shape
-    x, w = matrices if plan.weight_side == 1 else reversed(matrices)
-    out: Array = _matmul(plan.recipe, plan.out_dtype, x, w)
-    return (out if plan.weight_side == 1 else out.T).reshape(shapes)
+    x, w = matrices if spec.weight_side == 1 else reversed(matrices)
+    out: Array = _matmul(spec.recipe, spec.out_dtype, x, w)
+    return (out if spec.weight_side == 1 else out.T).reshape(shapes)

@@ -1,4 +1,4 @@
-"""The operands of an 8-bit matmul: what is known of them, and their codes."""
+"""The static description of an 8-bit matmul, and its operands in 8 bits."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -12,14 +12,23 @@ from jaxtyping import Array
 from mpx._fp8._layouts import quantize_both, turning_pays
 from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe, StaticScaling
 from mpx._fp8._scales import DTYPES, largest_magnitude, power_of_two_scale, quantize
+from mpx._grad_checks import undifferentiable
 
 Axes = tuple[int, ...]
 Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 ROLES = ("activation", "weight", "grad")
 
+# For what the rules of a derivative get or return: JAX evaluates these rules on values, and
+# differentiating them is a second derivative. An 8-bit code is a constant to JAX, so second
+# derivatives would be 0; those of MX blocks would be rounded with scales made for others.
+differentiable_once = undifferentiable(
+    "fp8 has no second derivatives; take them of the function without fp8. If the "
+    "gradient is a constant here, pass its arguments through `lax.stop_gradient`."
+)
+
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class MatmulSpec:
     """Everything about one matmul that is known when it is traced.
 
     Attributes:
@@ -46,15 +55,15 @@ class Plan:
 
     @property
     def by_row(self) -> bool:
-        """Whether a scale belongs to a row, so that each direction has its own."""
+        """Whether each row has a scale, so that each direction needs its own codes."""
         return (
             isinstance(self.recipe, CurrentScaling) and self.recipe.granularity == "row"
         )
 
     def leading_axes(self, side: int, rank: int) -> int | None:
-        """Returns how many axes stand before the others, the summed or the rest.
+        """Returns the number of leading axes, if summed and free axes are contiguous.
 
-        `None` if the two kinds are mixed.
+        `None` if they are mixed.
         """
         summed = sorted(self.dimensions[0][side])
         if summed == list(range(len(summed))):
@@ -72,7 +81,7 @@ class Plan:
         )  # pyright: ignore[reportReturnType]
 
 
-class Quantized(NamedTuple):
+class Fp8Tensor(NamedTuple):
     """`original ≈ codes · scale`. One of the two orders may have been left out.
 
     Attributes:
@@ -112,7 +121,7 @@ class Quantized(NamedTuple):
         """The number of axes of the original."""
         return self.known.ndim
 
-    def needed_for(self, axes: Axes) -> "Quantized":
+    def needed_for(self, axes: Axes) -> "Fp8Tensor":
         """Leaves out the order that a sum over these axes does not need."""
         kept, _ = self.summed_last(axes)
         if kept is self.turned:
@@ -121,38 +130,38 @@ class Quantized(NamedTuple):
 
 
 def to_fp8(
-    plan: Plan,
+    spec: MatmulSpec,
     role: str,
     x: Array,
     axes: Axes,
     seen: Array | None,
     *,
     leading: int | None = None,
-) -> Quantized:
+) -> Fp8Tensor:
     """Quantises a tensor that will be summed over `axes`.
 
     With `leading`, also in the order with so many axes moved to the end.
     """
-    recipe = plan.recipe
+    recipe = spec.recipe
     form, clip = getattr(recipe, role), True
     if isinstance(recipe, StaticScaling):
         amax = jnp.float32(getattr(recipe, f"{role}_max"))
     elif isinstance(recipe, DelayedScaling) and seen is not None:
         amax = seen[ROLES.index(role)] * np.float32(2.0**recipe.margin)
     else:
-        amax, clip = largest_magnitude(x, axes if plan.by_row else None), False
+        amax, clip = largest_magnitude(x, axes if spec.by_row else None), False
     scale = power_of_two_scale(amax, form)
-    if leading and not plan.by_row and leading < x.ndim and plan.turns:
+    if leading and not spec.by_row and leading < x.ndim and spec.turns:
         codes, turned = quantize_both(x, scale, form, leading=leading, clip=clip)
-        return Quantized(scale, codes, turned)
-    return Quantized(scale, quantize(x, scale, form, clip=clip))
+        return Fp8Tensor(scale, codes, turned)
+    return Fp8Tensor(scale, quantize(x, scale, form, clip=clip))
 
 
-Shared = dict[Any, tuple[Array, Quantized]]
-"""What was quantised already, by tensor and role; tensors are kept, so are their ids."""
+Shared = dict[Any, tuple[Array, Fp8Tensor]]
+"""Quantised tensors by the `id` and role of the original, which is kept with them."""
 
 
-def as_bytes(x: Quantized) -> Quantized:
+def as_bytes(x: Fp8Tensor) -> Fp8Tensor:
     """Hides codes from differentiation, which would make gradients of them."""
     return jax.tree.map(
         lambda a: a if a.dtype.itemsize > 1 else lax.bitcast_convert_type(a, jnp.uint8),
@@ -160,8 +169,8 @@ def as_bytes(x: Quantized) -> Quantized:
     )
 
 
-def as_codes(plan: Plan, side: int, x: Quantized) -> Quantized:
-    dtype = DTYPES[getattr(plan.recipe, plan.role(side))]
+def as_codes(spec: MatmulSpec, side: int, x: Fp8Tensor) -> Fp8Tensor:
+    dtype = DTYPES[getattr(spec.recipe, spec.role(side))]
     return jax.tree.map(
         lambda a: a if a.dtype.itemsize > 1 else lax.bitcast_convert_type(a, dtype), x
     )

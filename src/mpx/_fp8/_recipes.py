@@ -10,7 +10,7 @@ from mpx._fp8._scales import DTYPES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What all recipes choose: one format for each of the three tensors of a matmul.
+    """The choices of all recipes: one format for each of the three tensors of a matmul.
 
     Attributes:
         activation: The format of the activations.
@@ -33,16 +33,9 @@ class Recipe:
             ValueError: If a format is unknown or no hardware multiplies the pair.
         """
         for name in ("activation", "weight", "grad"):
-            if getattr(self, name) not in tuple(DTYPES):
-                raise ValueError(
-                    f"`{name}` must be one of {', '.join(DTYPES)}, but "
-                    f"{getattr(self, name)!r} was given."
-                )
-        if self.weight_grad not in ("fp8", "compute"):
-            raise ValueError(
-                f'`weight_grad` must be "fp8" or "compute", but {self.weight_grad!r} '
-                "was given."
-            )
+            form, known = getattr(self, name), tuple(DTYPES)
+            check_value(form in known, name, f"one of {', '.join(known)}", repr(form))
+        _check_either(self, "weight_grad", "fp8", "compute")
         pairs = [("activation", "weight"), ("grad", "weight")]
         if self.weight_grad == "fp8":
             pairs.append(("grad", "activation"))
@@ -52,6 +45,11 @@ class Recipe:
                     f"`{a}` and `{b}` are both e5m2, and no GPU multiplies e5m2 by e5m2: "
                     "it would run in bf16. Make one of them e4m3."
                 )
+
+
+def _check_either(recipe: Recipe, name: str, one: str, other: str) -> None:
+    value = getattr(recipe, name)
+    check_value(value in (one, other), name, f'"{one}" or "{other}"', repr(value))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,11 +81,7 @@ class CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         """Fills in the default and checks the formats."""
-        if self.granularity not in ("tensor", "row"):
-            raise ValueError(
-                f'`granularity` must be "tensor" or "row", but {self.granularity!r} '
-                "was given."
-            )
+        _check_either(self, "granularity", "tensor", "row")
         if not self.grad:
             form = "e5m2" if self.granularity == "tensor" else "e4m3"
             object.__setattr__(self, "grad", form)

@@ -1,4 +1,4 @@
-"""Reports of what becomes fp8, and checks of what was compiled so."""
+"""Reports of matmuls that become fp8, and checks of those that were compiled so."""
 
 import collections
 import dataclasses
@@ -6,21 +6,23 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mpx._amp._report import short_source, table, trace
-from mpx._fp8._sites import Matmul
+from mpx._amp._functions import trace
+from mpx._amp._report import short_source, table
+from mpx._fp8._selection import Matmul
 from mpx._fp8._transform import Fp8Function
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Report:
-    """What `fp8` does with a function; made by `mpx.inspect.report`, printed as a table.
+    """The matmuls of a function under `fp8`; made by `mpx.inspect.report`, printed as a table.
 
     Attributes:
         matmuls: All that multiplies in the forward pass: matmuls, ragged ones,
             convolutions and fused attention. The fields are `param` (the parameter that it
-            reads), `scope`, `source`, `shape` (rows, summed length, columns), `times` (how
-            often it runs, in scans and over batch dimensions), `dtype`, `reason` (why it is
-            not fp8; "" if it is), `flops` and `primitive`.
+            reads, such as `params/layers/w1`; "" without one), `scope` (joined by `/`),
+            `source` (file and line), `shape` (rows, summed length, columns), `times` (how
+            often it runs, in scans and over batch dimensions), `dtype` (of the operands),
+            `reason` (why it is not fp8; "" if it is), `flops` and `primitive`.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -63,10 +65,10 @@ class Fp8Report:
 
 def fp8_report(func: Fp8Function, *args: Any, **kwargs: Any) -> Fp8Report:
     """Reports on a call of a function under `fp8`; see `mpx.inspect.report`."""
-    walk = func.walk(args, kwargs)
-    walk.matmuls = []
-    trace(walk, func.func, args, kwargs)
-    return Fp8Report(tuple(walk.matmuls))
+    visitor, matmuls = func.visitor(args, kwargs), list[Matmul]()
+    visitor.matmuls = matmuls
+    trace(visitor, func.func, args, kwargs)
+    return Fp8Report(tuple(matmuls))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,12 +50,12 @@ class Fp8State(eqx.Module):
         }
 
 
-def empty_state(sites: Mapping[str, tuple[int, ...]], history: int) -> Fp8State:
-    """Returns a state in which nothing has been seen."""
+def empty_state(keys: Mapping[str, tuple[int, ...]], history: int) -> Fp8State:
+    """Returns a state in which nothing has been seen, from the lengths of scans by key."""
     return Fp8State(
         {
             path: jnp.zeros((*lengths, history, 3), jnp.float32)
-            for path, lengths in sites.items()
+            for path, lengths in keys.items()
         }
     )
 

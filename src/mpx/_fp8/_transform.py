@@ -8,26 +8,23 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, PyTree
 
 from mpx import _nnx
-from mpx._amp._policy import AmpRules
-from mpx._amp._report import trace
-from mpx._amp._transform import autocast_call
+from mpx._amp._functions import call_through, trace
 from mpx._arguments import as_count, as_real, check_value
 from mpx._compat import is_batched
 from mpx._devices import gpu_capability
 from mpx._fp8._mx import check_supported
 from mpx._fp8._recipes import DelayedScaling, Recipe, as_recipe
-from mpx._fp8._sites import Selection
+from mpx._fp8._selection import Selection
 from mpx._fp8._state import Fp8State, check_history, check_keys, empty_state
-from mpx._fp8._walk import Walk
+from mpx._fp8._visitor import Fp8
 from mpx._half import gradient_function
 from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._select import Selectors, parse_selectors
 from mpx._tree import is_array, is_floating
-from mpx._wrapped import argument_names, signature_after
+from mpx._wrapped import argument_names, is_amp, signature_after
 
 
 def fp8(
@@ -48,8 +45,10 @@ def fp8(
     f16, all its dimensions are multiples of 16, and it is large enough to gain. The
     rest stays as it is: attention products, embeddings, heads, routers, norms.
 
-    f32 models are cast first: `fp8(amp(loss))`. `mpx.inspect.report` tells what is changed
-    and `mpx.inspect.check` whether it was compiled to fp8 kernels.
+    If the parameters and all matmuls with them are f32, the function runs under `amp` in
+    bf16 first, as in `fp8(amp(loss))`; write that to choose `amp`'s arguments.
+    `mpx.inspect.report` tells what is changed and `mpx.inspect.check` whether it was
+    compiled to fp8 kernels.
 
     With `DelayedScaling` the returned function takes an `Fp8State` as its first
     argument, before those of `func`; its method `init(*args)` makes one.
@@ -82,7 +81,8 @@ def fp8(
 
     Warns:
         RuntimeWarning: Under `jax.vmap`, which makes one weight gradient for each
-            example; on GPUs without fp8 units; and if all linear layers are f32.
+            example; on GPUs without fp8 units; and if all linear layers were asked to
+            run in f32.
 
     Examples:
         >>> loss = lambda params, x: jnp.sum(x @ params["w"])
@@ -171,9 +171,9 @@ class Fp8Function:
         _warn_of_vmap((args, kwargs))
         recipe = self.chosen.recipe
         if not isinstance(recipe, DelayedScaling):
-            walk = self.walk(args, kwargs)
-            out = autocast_call(walk, self.func, args, kwargs, eager=self._eager)
-            _warn_of_f32(walk)
+            visitor = self.visitor(args, kwargs)
+            out = call_through(visitor, self.func, args, kwargs, eager=self._eager)
+            _warn_of_f32(visitor)
             return out
         state, *rest = args or (None,)
         if not isinstance(state, Fp8State):
@@ -191,20 +191,19 @@ class Fp8Function:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        walk = self.walk(args, kwargs)
-        walk.states = scales
-        out = autocast_call(walk, func, args, kwargs)
-        check_keys(walk.missing, walk.used, set(scales))
-        _warn_of_f32(walk)
+        visitor = self.visitor(args, kwargs)
+        visitor.scales = scales
+        out = call_through(visitor, func, args, kwargs)
+        check_keys(visitor.missing, visitor.used, set(scales))
+        _warn_of_f32(visitor)
         return out
 
-    def walk(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Walk:
-        """Returns an interpreter for one call."""
-        return Walk(
-            dtype=np.dtype(jnp.bfloat16),
-            rules=_AS_WRITTEN,
+    def visitor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fp8:
+        """Returns a visitor for one call."""
+        return Fp8(
             chosen=self.chosen,
             param_names=_param_names(self.func, self.chosen.params, args, kwargs),
+            may_cast=not is_amp(self.func),
         )
 
     def init(
@@ -239,15 +238,13 @@ class Fp8Function:
                 f"`{type(recipe).__name__}` keeps no state: call the function itself. "
                 "Only `DelayedScaling` has one."
             )
-        factor = getattr(scaling, "loss_scaling", scaling)
+        factor: Any = getattr(scaling, "loss_scaling", scaling)
         if isinstance(scaling, NoLossScaling):
             factor = 1.0
-        sites: dict[str, tuple[int, ...]] = {}
-
-        walk = self.walk(args, kwargs)
-        walk.sites = sites
-        trace(walk, self.func, args, kwargs)
-        state = empty_state(sites, recipe.history)
+        visitor, keys = self.visitor(args, kwargs), dict[str, tuple[int, ...]]()
+        visitor.keys = keys
+        trace(visitor, self.func, args, kwargs)
+        state = empty_state(keys, recipe.history)
         leaves = jax.tree.leaves((args, kwargs))
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return state
@@ -268,9 +265,6 @@ class Fp8Function:
         return jax.tree.map(
             lambda x: jnp.broadcast_to(_finite(x[..., :1, :]), x.shape), observed
         )
-
-
-_AS_WRITTEN = AmpRules("original")
 
 
 def _param_names(
@@ -341,11 +335,11 @@ def _warn_of_vmap(arguments: PyTree) -> None:
         )
 
 
-def _warn_of_f32(walk: Walk) -> None:
-    kinds = {kind for kind, _ in walk.facts}
-    if "f32" in kinds and "fp8" not in kinds:
-        name = min(name for kind, name in walk.facts if kind == "f32")
+def _warn_of_f32(visitor: Fp8) -> None:
+    kinds = {kind for kind, _ in visitor.found}
+    if "f32" in kinds and "fp8" not in kinds and not visitor.is_cast:
+        name = min(name for kind, name in visitor.found if kind == "f32")
         _warn(
             f"`fp8` changed nothing: the matmuls with parameters, such as `{name}`, are "
-            "f32. Cast the model first, for example with `fp8(amp(loss))`."
+            "f32. Remove the casts to f32, or the rules of `amp` that keep it."
         )

@@ -13,9 +13,11 @@ from jax.custom_batching import custom_vmap
 
 from mpx._compat import HAS_MOSAIC, refused
 from mpx._devices import gpu_capability
-from mpx._kernels._partition import cannot_shard, over_shards
+from mpx._kernels._partition import step_shards
 from mpx._kernels._plain import Body, run_plain
 from mpx._kernels._tuning import MOSAIC, TRITON, Tuning
+from mpx._private import private
+from mpx._sharding import reason_against_shards
 
 Backend = Literal["auto", "jax", "triton", "mosaic"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -127,9 +129,13 @@ def _backend(job: Job, backend: Backend) -> Backend:
         # Without a GPU, here or in the mesh of a compilation for one, nothing is traced for
         # it: that takes longer than all else, and imports Pallas.
         here = gpu_capability() is not None and _has_kernel()
-        return "auto" if obstacle is None and worth and here else "jax"
+        if obstacle is None and worth and here and private("kernels") is not None:
+            return "auto"
+        return "jax"
     if backend == "mosaic":
         obstacle = _no_mosaic() or obstacle
+    elif private("kernels") is None:
+        obstacle = "this version of JAX lacks a name that the Triton kernel needs"
     if obstacle is not None:
         raise ValueError(
             f'`backend="{backend}"` cannot step `{job.name}`: {obstacle}. '
@@ -155,7 +161,7 @@ def _obstacle(job: Job, tuning: Tuning) -> str | None:
             f"its groups have {group_size} elements, and the kernel needs a power of two "
             f"up to {largest}"
         )
-    return cannot_shard(param, group_size)
+    return reason_against_shards(param, group_size)
 
 
 def _has_kernel(oldest: tuple[int, int] = (8, 0)) -> bool:
@@ -170,6 +176,8 @@ def _no_mosaic() -> str | None:
     """Says why Mosaic's kernel does not run here, or returns `None`."""
     if not HAS_MOSAIC:
         return f"Mosaic needs jax 0.11 or later, and {jax.__version__} is installed"
+    if private("mosaic") is None or private("kernels") is None:
+        return "this version of JAX lacks a name that the Mosaic kernel needs"
     if not _has_kernel((9, 0)):
         return (
             "Mosaic needs an NVIDIA GPU of compute capability 9.0, Hopper, or later, and "
@@ -340,7 +348,7 @@ def _kernel(
                 new[index] = leaf
         return new
 
-    return over_shards(local, numbers, ahead, grads, leaves, group_size=group_size)
+    return step_shards(local, numbers, ahead, grads, leaves, group_size=group_size)
 
 
 class _Launcher(NamedTuple):

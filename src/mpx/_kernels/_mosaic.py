@@ -13,21 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import fragmented_array as fragments
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu
 from jax.typing import ArrayLike
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from mpx._compat import as_unvarying, varying_like
 from mpx._kernels._plain import Body
 from mpx._kernels._step import View, step_block
 from mpx._kernels._tuning import MOSAIC, Tuning
+from mpx._private import private
 from mpx._quant import PlainBlock
 
-plgpu: Any = mosaic_gpu  # declared otherwise in each JAX
+pl = plgpu = fragments = utils = _mosaic = private("mosaic")
+ir, arith, llvm = _mosaic.ir, _mosaic.arith, _mosaic.llvm
+scf, vector = _mosaic.scf, _mosaic.vector
 _WARPS = 4  # of a warpgroup
 _VECTOR = 8
 _Operation = Callable[..., Any]

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
 
 from mpx._kernels._plain import Body
 from mpx._quant import Block
@@ -72,6 +71,7 @@ def step_block(
     new = body(tuple(scalars), grad, leaf, block, None)
     for number, each in enumerate(out_refs):
 
-        @pl.when((which == number) & (ok != 0) & is_here)
-        def _(each: Any = each) -> None:
+        def store(each: Any = each) -> None:
             jax.tree.map(lambda ref, x: view.store(ref, place, x), each, new)
+
+        lax.cond((which == number) & (ok != 0) & is_here, store, lambda: None)

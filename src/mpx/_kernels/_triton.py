@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import ArrayLike
 
 from mpx._compat import struct_like
 from mpx._kernels._plain import Body
 from mpx._kernels._step import View, step_block
 from mpx._kernels._tuning import TRITON, Tuning
+from mpx._private import private
 from mpx._quant import PlainBlock
 
+pl = plgpu = private("kernels")
 # For what is not read again while it is in the cache: the kernel takes 147 instead of
 # 156 µs for 4096 × 12288 parameters. With all loads and no store it takes 168.
 _STREAM = "evict_first"

@@ -12,6 +12,7 @@ from jax import Array
 from jaxtyping import PyTree
 
 from mpx import _kernels
+from mpx._grad_checks import undifferentiable
 from mpx._optim._checks import (
     MOMENTS,
     check_correction,
@@ -46,7 +47,6 @@ from mpx._optim._state import (
 from mpx._quant import Quantized
 from mpx._sharding import zero_beside, zeros_alike
 from mpx._tree import as_flag, dtype_of
-from mpx._undifferentiable import undifferentiable
 
 
 class Stepped(NamedTuple):

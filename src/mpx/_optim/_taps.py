@@ -1,28 +1,24 @@
 """Runs a traced function whose parameters are read only where they are needed.
 
-A parameter that a scan consumes layer by layer is read inside of the scan's body. So what
+A parameter that a scan consumes layer by layer is read inside the scan's body. So what
 reading it entails in the backward pass happens layer by layer, too.
 """
 
 import abc
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
+from jax.typing import DTypeLike
 
-from mpx._compat import (
-    Literal,
-    equation_context,
-    eval_equation,
-    has_shardings,
-    open_jaxpr,
-    scan_sizes,
-    sub_jaxprs,
-)
-
-_REMAT = ("checkpoint", "remat2", "remat")
+from mpx._compat import eval_equation, has_shardings, open_jaxpr, scan_sizes, sub_jaxprs
+from mpx._jaxpr._calls import remat_with
+from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Values, Visitor, uses_of
+from mpx._jaxpr._loops import scan_with
+from mpx._jaxpr._queries import REMAT, Equation, contains
 
 
 class Tap(abc.ABC):
@@ -37,146 +33,104 @@ class Tap(abc.ABC):
         """Returns the layer of that number along the first axis."""
 
     @abc.abstractmethod
-    def cast(self, dtype: Any) -> "Tap":
+    def cast(self, dtype: DTypeLike) -> "Tap":
         """Returns the same in another dtype."""
 
 
-def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Values:
     """Runs a jaxpr some of whose arguments are taps."""
-    return _run(jaxpr, consts, args, in_loop=False)
+    return _Taps().body(jaxpr, consts, args)
 
 
-def _run(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], *, in_loop: bool
-) -> list[Any]:
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    for var, arg in zip(jaxpr.invars, args, strict=True):
-        here = isinstance(arg, Tap) and not _can_wait(jaxpr, var, in_loop=in_loop)
-        env[var] = arg.read() if here else arg
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Taps(Visitor):
+    """Hands taps on to the equations that can read them themselves.
 
-    def value(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        values = [value(atom) for atom in eqn.invars]
-        with equation_context(eqn):
-            if any(isinstance(x, Tap) for x in values):
-                handle = _HANDLERS[eqn.primitive.name]
-                outs = handle(eqn, values, in_loop=in_loop)
-            else:
-                outs = eval_equation(eqn, values)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [value(atom) for atom in jaxpr.outvars]
-
-
-def _can_wait(jaxpr: Any, var: Any, *, in_loop: bool) -> bool:
-    """Whether a parameter is used once, by what can read it itself.
-
-    One that is used more often is read before, once: its gradient is the sum over all
-    uses, and known only after the last of them.
+    Attributes:
+        in_loop: Whether the equations belong to the body of a scan.
     """
-    uses = [
-        (eqn, position)
-        for eqn in jaxpr.eqns
-        for position, atom in enumerate(eqn.invars)
-        if atom is var
-    ]
-    if len(uses) != 1 or any(atom is var for atom in jaxpr.outvars):
+
+    in_loop: bool = False
+
+    def body(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Values:
+        """Runs a jaxpr; the taps that cannot wait are read first."""
+        args = [
+            x.read() if isinstance(x, Tap) and not self.can_wait(jaxpr, var) else x
+            for var, x in zip(jaxpr.invars, args, strict=True)
+        ]
+        return self.run(jaxpr, consts, args, [None] * len(args), ())[0]
+
+    def can_wait(self, jaxpr: Jaxpr, var: Any) -> bool:
+        """Returns whether a parameter is used once, by an equation that can read it itself.
+
+        One that is used more often is read before, once: its gradient is the sum over all
+        uses, and known only after the last of them.
+        """
+        uses = uses_of(jaxpr, var)
+        if len(uses) != 1 or any(atom is var for atom in jaxpr.outvars):
+            return False
+        ((eqn, position),) = uses
+        name = eqn.primitive.name
+        if name == "scan":
+            # A scan of length zero has no layer to read, not even in its traced body.
+            has_layers = eqn.params["length"] > 0 and not self.in_loop
+            return has_layers and position >= sum(scan_sizes(eqn.params))
+        if name == "convert_element_type":
+            return self.can_wait(jaxpr, eqn.outvars[0])
+        if name in REMAT and self.in_loop:
+            return True
+        if name in REMAT or (name == "jit" and not has_shardings(eqn.params)):
+            inner = next(sub_jaxprs(eqn))
+            return self.can_wait(inner, inner.invars[position])
         return False
-    ((eqn, position),) = uses
-    name = eqn.primitive.name
-    if name == "scan":
-        # Of no layers none can be read, not even in a body that is never run.
-        has_layers = eqn.params["length"] > 0
-        return has_layers and not in_loop and position >= sum(scan_sizes(eqn.params))
-    if name == "convert_element_type":
-        return _can_wait(jaxpr, eqn.outvars[0], in_loop=in_loop)
-    if name in _REMAT and in_loop:
-        return True
-    if name in _REMAT or (name == "jit" and not has_shardings(eqn.params)):
-        inner = next(sub_jaxprs(eqn))
-        return _can_wait(inner, inner.invars[position], in_loop=in_loop)
-    return False
+
+    def equation(self, op: Op) -> Outcome:
+        """Runs one equation."""
+        eqn, values = op.eqn, op.values
+        unknown = [None] * len(eqn.outvars)
+        if not any(isinstance(x, Tap) for x in values):
+            return eval_equation(eqn, values), unknown
+        name = eqn.primitive.name
+        if name == "convert_element_type":
+            return [values[0].cast(eqn.params["new_dtype"])], unknown
+        if name == "scan":
+            return self._scan(eqn, values), unknown
+        jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
+        if name == "jit":
+            return self.body(jaxpr, consts, values), unknown
+        # Read inside, so that what was read is not kept for the backward pass.
+        arrays, merge = _split(values)
+        body = lambda *arrays: self.body(jaxpr, consts, merge(arrays))  # noqa: E731
+        return remat_with(eqn, body, arrays), unknown
+
+    def _scan(self, eqn: Equation, values: Values) -> Values:
+        jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
+        n_consts, n_carry = scan_sizes(eqn.params)
+        shared, carry = values[:n_consts], values[n_consts : n_consts + n_carry]
+        arrays, merge = _split(values[n_consts + n_carry :])
+        inner = _Taps(in_loop=True)
+
+        def step(carry: Any, x: Any) -> tuple[Any, Any]:
+            index, arrays = x
+            xs = [x.layer(index) if isinstance(x, Tap) else x for x in merge(arrays)]
+            outs = inner.body(jaxpr, consts, [*shared, *carry, *xs])
+            return outs[:n_carry], outs[n_carry:]
+
+        if not jaxpr.effects and not contains(jaxpr, REMAT):
+            # What is read from a reference cannot be kept, so the backward pass reads
+            # again; all else is kept. Around a remat this would keep what that one does
+            # not.
+            policy = jax.checkpoint_policies.everything_saveable
+            step = jax.checkpoint(step, policy=policy, prevent_cse=False)
+        index = jnp.arange(eqn.params["length"], dtype=jnp.int32)
+        return scan_with(eqn, step, carry, (index, arrays))
 
 
-# --- equations that take taps ---------------------------------------------------------
-
-
-def _cast(eqn: Any, values: list[Any], *, in_loop: bool) -> list[Any]:
-    del in_loop
-    return [values[0].cast(eqn.params["new_dtype"])]
-
-
-def _call(eqn: Any, values: list[Any], *, in_loop: bool) -> list[Any]:
-    return _run(*open_jaxpr(eqn.params["jaxpr"]), values, in_loop=in_loop)
-
-
-def _remat(eqn: Any, values: list[Any], *, in_loop: bool) -> list[Any]:
-    """Reads inside, lest what was read be kept for the backward pass."""
-    jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
-    arrays, merge = _split(values)
-
-    def body(*arrays: Any) -> list[Any]:
-        return _run(jaxpr, consts, merge(arrays), in_loop=in_loop)
-
-    prevent_cse = eqn.params["prevent_cse"]
-    if not isinstance(prevent_cse, bool):  # one for each operand
-        prevent_cse = any(prevent_cse)
-    policy = eqn.params["policy"]
-    return jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)(*arrays)
-
-
-def _scan(eqn: Any, values: list[Any], *, in_loop: bool) -> list[Any]:
-    del in_loop
-    params = eqn.params
-    jaxpr, consts = open_jaxpr(params["jaxpr"])
-    n_consts, n_carry = scan_sizes(params)
-    shared, carry = values[:n_consts], values[n_consts : n_consts + n_carry]
-    xs = values[n_consts + n_carry :]
-    arrays, merge = _split(xs)
-
-    def body(carry: Any, x: Any) -> tuple[Any, Any]:
-        index, arrays = x
-        layers = [x.layer(index) if isinstance(x, Tap) else x for x in merge(arrays)]
-        outs = _run(jaxpr, consts, [*shared, *carry, *layers], in_loop=True)
-        return outs[:n_carry], outs[n_carry:]
-
-    if not jaxpr.effects and not _has_remat(jaxpr):
-        # What is read from a reference cannot be kept, so the backward pass reads again;
-        # all else is kept. Around a remat this would keep what that one does not.
-        policy = jax.checkpoint_policies.everything_saveable
-        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-    carry, ys = lax.scan(
-        body,
-        carry,
-        (jnp.arange(params["length"], dtype=jnp.int32), arrays),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    return [*carry, *ys]
-
-
-def _has_remat(jaxpr: Any) -> bool:
-    return any(
-        eqn.primitive.name in _REMAT or any(map(_has_remat, sub_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
-
-
-_HANDLERS: dict[str, Callable[..., list[Any]]] = {
-    "convert_element_type": _cast,
-    "jit": _call,
-    "scan": _scan,
-    **dict.fromkeys(_REMAT, _remat),
-}
-
-
-def _split(values: Sequence[Any]) -> tuple[list[Any], Callable[..., list[Any]]]:
-    """Returns the values that are no taps, and what puts the taps back among others."""
+def _split(values: Values) -> tuple[Values, Callable[[Sequence[Any]], Values]]:
+    """Returns the values that are not taps, and what puts the taps back among others."""
     arrays = [x for x in values if not isinstance(x, Tap)]
 
-    def merge(arrays: Sequence[Any]) -> list[Any]:
+    def merge(arrays: Sequence[Any]) -> Values:
         rest = iter(arrays)
         return [x if isinstance(x, Tap) else next(rest) for x in values]
 

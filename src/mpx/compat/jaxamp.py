@@ -4,10 +4,10 @@
 convolutions low; exponentials, logarithms, products and quotients in f32; everything
 else at its original precision. `mpx.amp` itself has better rules.
 
-Where jaxamp is known to be wrong mpx is not: importing it starts no JAX backend, the
-scale reaches neither 0 nor infinity, scaling happens in f32, only the gradients decide
-whether a step was finite, and `amp` reaches into jit, loops, branches, remat and custom
-derivatives, but leaves f64, complex numbers and `precision=HIGHEST` alone.
+Unlike jaxamp, importing it starts no JAX backend, the scale reaches neither 0 nor
+infinity, scaling happens in f32, only the gradients decide whether a step was finite, and
+`amp` reaches into jit, loops, branches, remat and custom derivatives, but leaves f64,
+complex numbers and `precision=HIGHEST` alone.
 
 Examples:
     >>> amp(lambda x: x + 1.0, compute_dtype=jnp.bfloat16)(jnp.float32(256.0))
@@ -61,27 +61,15 @@ class DynamicScalerState(NamedTuple):
 
 # One example in the README of jaxamp calls it so.
 DynamicLossScaler = DynamicScalerState
-
-
-def _as_arrays(state: DynamicScalerState) -> DynamicScalerState:
-    return DynamicScalerState(
-        jnp.asarray(state.patience, jnp.int32),
-        jnp.asarray(state.adjust_factor, jnp.float32),
-        jnp.asarray(state.scaler, jnp.float32),
-        jnp.asarray(state.count, jnp.int32),
-        jnp.asarray(state.total_resets, jnp.int32),
-    )
+_DTYPES = (jnp.int32, jnp.float32, jnp.float32, jnp.int32, jnp.int32)
 
 
 def _adjust(state: DynamicScalerState, finite: Array) -> DynamicScalerState:
     grow = finite & (state.count >= state.patience)
-    larger = jnp.minimum(state.scaler * state.adjust_factor, jnp.float32(LARGEST_SCALE))
-    smaller = jnp.maximum(
-        state.scaler / state.adjust_factor, jnp.float32(FORMATS["f32"].tiny)
-    )
-    scaler = jnp.where(grow, larger, jnp.where(finite, state.scaler, smaller))
+    larger = jnp.minimum(state.scaler * state.adjust_factor, LARGEST_SCALE)
+    smaller = jnp.maximum(state.scaler / state.adjust_factor, FORMATS["f32"].tiny)
     return state._replace(
-        scaler=scaler,
+        scaler=jnp.where(grow, larger, jnp.where(finite, state.scaler, smaller)),
         count=jnp.where(finite & ~grow, state.count + 1, 0),
         total_resets=state.total_resets + (~finite).astype(jnp.int32),
     )
@@ -112,35 +100,32 @@ def dynamic_scale_tx(
     """Gives a transformation such as `jax.grad` dynamic loss scaling.
 
     Args:
-        transform: What to wrap.
+        transform: The transformation.
         redo_on_nan: How often to repeat with a smaller scale.
         unscale_fn: `(results, state) -> results`, undoes the scaling.
         scale_fn: `(result, state) -> result`, scales what the function returned.
-        check_fn: `results -> tree`, what must be finite.
+        check_fn: `results -> tree`, returns what must be finite.
     """
 
     def scaled_transform(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         @functools.wraps(fun)
-        def scaled_fun(
-            *fun_args: Any, _dynamic_scaler_state: DynamicScalerState, **fun_kwargs: Any
-        ) -> Any:
-            return scale_fn(fun(*fun_args, **fun_kwargs), _dynamic_scaler_state)
+        def scaled_fun(*args: Any, _state: DynamicScalerState, **kwargs: Any) -> Any:
+            return scale_fn(fun(*args, **kwargs), _state)
 
         transformed = transform(scaled_fun, *args, **kwargs)
 
         def scaled_call(
-            *fun_args: Any, dynamic_scaler_state: DynamicScalerState, **fun_kwargs: Any
+            *args: Any, dynamic_scaler_state: DynamicScalerState, **kwargs: Any
         ) -> tuple[DynamicScalerState, Any]:
             def attempt(state: DynamicScalerState) -> tuple[Any, Any, Array]:
                 with gradient_function():
-                    results = transformed(
-                        *fun_args, _dynamic_scaler_state=state, **fun_kwargs
-                    )
+                    results = transformed(*args, _state=state, **kwargs)
                 results = unscale_fn(results, state)
                 finite = all_finite(check_fn(results))
                 return _adjust(state, finite), results, finite
 
-            first = attempt(_as_arrays(dynamic_scaler_state))
+            state = map(jnp.asarray, dynamic_scaler_state, _DTYPES)
+            first = attempt(DynamicScalerState(*state))
             if not redo_on_nan:
                 return first[:2]
             arrays, static = eqx.partition(first, eqx.is_array_like)
@@ -157,31 +142,6 @@ def dynamic_scale_tx(
         return scaled_call
 
     return scaled_transform
-
-
-def dynamic_scale_grad(
-    fun: Callable[..., Any],
-    *,
-    has_aux: bool = False,
-    redo_on_nan: int = 0,
-    filter: bool = True,
-    **kwargs: Any,
-) -> Callable[..., Any]:
-    """Returns `fun`'s gradient with dynamic scaling: `state, grads` or `(grads, aux)`."""
-
-    def unscale(results: Any, state: DynamicScalerState) -> Any:
-        if has_aux:
-            grads, aux = results
-            return default_unscale_fn(grads, state), aux
-        return default_unscale_fn(results, state)
-
-    tx = dynamic_scale_tx(
-        eqx.filter_grad if filter else jax.grad,
-        redo_on_nan,
-        unscale,
-        check_fn=lambda results: results[0] if has_aux else results,
-    )
-    return tx(fun, has_aux=has_aux, **kwargs)
 
 
 def dynamic_scale_value_and_grad(
@@ -211,8 +171,28 @@ def dynamic_scale_value_and_grad(
     return tx(fun, has_aux=has_aux, **kwargs)
 
 
+def dynamic_scale_grad(
+    fun: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    redo_on_nan: int = 0,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """Returns `state, grads`, with `(grads, aux)` for the gradients if `has_aux`."""
+    call = dynamic_scale_value_and_grad(
+        fun, has_aux=has_aux, redo_on_nan=redo_on_nan, **kwargs
+    )
+
+    def scaled_grad(*args: Any, **kwargs: Any) -> tuple[DynamicScalerState, Any]:
+        state, (value, grads) = call(*args, **kwargs)
+        return state, (grads, value[1]) if has_aux else grads
+
+    return scaled_grad
+
+
 # --- amp ------------------------------------------------------------------------------
 
+DTypes = Sequence[Any]
 Changed = tuple[list[Any], dict[str, Any]]
 
 
@@ -221,10 +201,7 @@ def _is_castable(x: Any) -> bool:
 
 
 def use_original_precision(
-    compute_dtype: DTypeLike,
-    original_dtypes: Sequence[Any],
-    *invars: Any,
-    **params: Any,
+    compute_dtype: DTypeLike, original_dtypes: DTypes, *invars: Any, **params: Any
 ) -> Changed:
     """Casts operands back to the dtypes that they have in the function as written."""
     del compute_dtype
@@ -235,10 +212,7 @@ def use_original_precision(
 
 
 def use_compute_precision(
-    compute_dtype: DTypeLike,
-    original_dtypes: Sequence[Any],
-    *invars: Any,
-    **params: Any,
+    compute_dtype: DTypeLike, original_dtypes: DTypes, *invars: Any, **params: Any
 ) -> Changed:
     """Casts operands to the compute dtype, unless one of them is no 16 or 32-bit float."""
     if not all(map(_is_castable, invars)):
@@ -250,24 +224,13 @@ def use_compute_precision(
 
 def use_precision(dtype: DTypeLike) -> Callable[..., Changed]:
     """Returns a precision function that casts operands to a dtype of its own."""
-
-    def precision_fn(
-        compute_dtype: DTypeLike,
-        original_dtypes: Sequence[Any],
-        *invars: Any,
-        **params: Any,
-    ) -> Changed:
-        del compute_dtype
-        return use_compute_precision(dtype, original_dtypes, *invars, **params)
-
-    return precision_fn
+    return lambda compute_dtype, *args, **params: use_compute_precision(
+        dtype, *args, **params
+    )
 
 
 def use_widest_precision(
-    compute_dtype: DTypeLike,
-    original_dtypes: Sequence[Any],
-    *invars: Any,
-    **params: Any,
+    compute_dtype: DTypeLike, original_dtypes: DTypes, *invars: Any, **params: Any
 ) -> Changed:
     """Casts operands to the widest dtype that they have in the function as written."""
     del compute_dtype
@@ -292,22 +255,15 @@ default_amp_policy: dict[Any, Callable[..., Changed]] = {
 
 # These three are rules of mpx. A rule knows more than a function of operands: it takes
 # an equation that holds a whole jaxpr, and the report can name it.
-_RULES = (
-    (use_original_precision, Rule.ORIGINAL),
-    (use_compute_precision, Rule.LOW),
-    (_use_f32, Rule.F32),
-)
-
-
-def _as_rule(precision_fn: Callable[..., Changed]) -> Any:
-    for known, rule in _RULES:
-        if precision_fn is known:
-            return rule
-    return precision_fn
+_RULES = {
+    use_original_precision: Rule.ORIGINAL,
+    use_compute_precision: Rule.LOW,
+    _use_f32: Rule.F32,
+}
 
 
 def _as_policy(amp_policy: Mapping[Any, Callable[..., Changed]]) -> AmpRules:
-    rules = {key: _as_rule(value) for key, value in amp_policy.items()}
+    rules = {key: _RULES.get(value, value) for key, value in amp_policy.items()}
     scopes = {key: rule for key, rule in rules.items() if type(key) is str}
     listed = {key.name: rule for key, rule in rules.items() if type(key) is not str}
     # Besides being a scope, it is the rule of what is not listed.

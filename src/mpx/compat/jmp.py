@@ -1,8 +1,8 @@
 """The API of jmp on top of mpx: `from mpx.compat import jmp`.
 
-Where jmp is known to be wrong mpx is not: scaling happens in f32 whatever the dtype of
-the scale, `min_loss_scale` survives jit, strings may hold spaces, and PRNG keys,
-functions and Equinox modules may be part of a tree.
+Unlike jmp, scaling happens in f32 whatever the dtype of the scale, `min_loss_scale`
+survives jit, strings may hold spaces, and PRNG keys, functions and Equinox modules may be
+part of a tree.
 
 Examples:
     >>> policy = get_policy("params=float32,compute=float16,output=float32")
@@ -86,34 +86,9 @@ def cast_to_half(tree: T) -> T:
     return cast_tree(tree, half_dtype())
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class NoOpLossScale:
-    """No loss scaling: everything comes back as it is."""
-
-    @property
-    def loss_scale(self) -> int:
-        """The scale: one."""
-        return 1
-
-    def scale(self, tree: T) -> T:
-        """Returns the tree."""
-        return tree
-
-    def unscale(self, tree: T) -> T:
-        """Returns the tree."""
-        return tree
-
-    def adjust(self, grads_finite: Any) -> "NoOpLossScale":
-        """Returns itself."""
-        del grads_finite
-        return self
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class StaticLossScale:
-    """A fixed loss scale; as in jmp it is no array of the tree."""
+class _Scaled:
+    """What all loss scales share."""
 
     loss_scale: Any
 
@@ -125,10 +100,30 @@ class StaticLossScale:
         """Divides floating leaves by the scale, in f32."""
         return _StaticLossScaling(self.loss_scale).unscale(tree)
 
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale(_Scaled):
+    """A fixed loss scale; as in jmp it is no array of the tree."""
+
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
         """Returns itself."""
         del grads_finite
         return self
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale(StaticLossScale):
+    """No loss scaling: everything comes back as it is."""
+
+    loss_scale: Any = dataclasses.field(default=1, init=False)
+
+    def scale(self, tree: T) -> T:
+        """Returns the tree."""
+        return tree
+
+    unscale = scale
 
 
 def _warn_if_not_floating(value: Any, name: str) -> None:
@@ -143,10 +138,9 @@ class _Floor(float):
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(_Scaled):
     """jmp's dynamic loss scale, with the arithmetic of `mpx.DynamicLossScaling`."""
 
-    loss_scale: Any
     counter: Any = dataclasses.field(default_factory=lambda: np.zeros([], np.int32))
     period: int = 2000
     factor: float = 2
@@ -162,9 +156,10 @@ class DynamicLossScale:
         if is_array(self.loss_scale):  # a 16-bit one would not come back from `adjust`
             object.__setattr__(self, "loss_scale", widen_tree(self.loss_scale))
 
-    def _scaling(self) -> DynamicLossScaling:
+    def adjust(self, grads_finite: Array) -> "DynamicLossScale":
+        """Returns the scale for the next step."""
         floor, tiny = self.min_loss_scale, FORMATS["f32"].tiny
-        return DynamicLossScaling(
+        new = DynamicLossScaling(
             self.loss_scale,
             # jmp accepts a floor of 0, from which no growth comes back.
             jnp.maximum(floor, tiny) if is_tracer(floor) else max(floor, tiny),
@@ -172,19 +167,7 @@ class DynamicLossScale:
             math.ceil(self.period),  # jmp takes a float
             self.counter,
             max_loss_scaling=LARGEST_SCALE,
-        )
-
-    def scale(self, tree: T) -> T:
-        """Multiplies floating leaves by the scale, in f32."""
-        return self._scaling().scale(tree)
-
-    def unscale(self, tree: T) -> T:
-        """Divides floating leaves by the scale, in f32."""
-        return self._scaling().unscale(tree)
-
-    def adjust(self, grads_finite: Array) -> "DynamicLossScale":
-        """Returns the scale for the next step."""
-        new = self._scaling().adjust(grads_finite)
+        ).adjust(grads_finite)
         return dataclasses.replace(
             self, loss_scale=new.loss_scaling, counter=new.counter
         )

@@ -1,7 +1,90 @@
-"""Master weights in parts: the names of `flashoptim_jax.compression`."""
+"""Master weights of 16-bit parameters: corrections in fractions of an ulp."""
 
-from mpx.compat._flashoptim_codecs import cast_tree_bf16 as cast_tree_bf16
-from mpx.compat._flashoptim_codecs import reconstruct_leaf as reconstruct_leaf
-from mpx.compat._flashoptim_codecs import reconstruct_weights as reconstruct_weights
-from mpx.compat._flashoptim_codecs import set_fp32_params as set_fp32_params
-from mpx.compat._flashoptim_codecs import split_leaf as split_leaf
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
+
+from mpx._quant import PlainBlock, UlpFraction
+from mpx._tree import check_same_structure, named_leaves, shape_of
+
+MasterBits = int | None  # 24, 32 or None
+_BLOCK = PlainBlock()
+
+
+def no_state() -> Array:
+    """Returns what stands where a parameter has no correction or no moment."""
+    return jnp.zeros((), jnp.int32)
+
+
+def is_state(leaf: Any) -> bool:
+    """Whether an array is more than `no_state()`."""
+    return not (leaf.shape == () and leaf.dtype == np.int32)
+
+
+def correction_dtype(dtype: DTypeLike, bits: MasterBits) -> np.dtype | None:
+    """Returns the dtype of the correction of parameters of `dtype`, if they get one."""
+    if bits not in (None, 24, 32):
+        raise ValueError(
+            f"`master_weight_bits` must be 24, 32 or None, but {bits!r} was given."
+        )
+    has_none = bits is None or np.dtype(dtype).itemsize != 2
+    return None if has_none else np.dtype(np.int8 if bits == 24 else np.int16)
+
+
+def split_leaf(
+    theta: Array,
+    narrow_dtype: DTypeLike = jnp.bfloat16,
+    master_weight_bits: MasterBits = 24,
+) -> tuple[Array, Array]:
+    """Splits f32 weights into parameters of `narrow_dtype` and their corrections."""
+    theta = jnp.asarray(theta, jnp.float32)
+    dtype = correction_dtype(narrow_dtype, master_weight_bits)
+    if dtype is None:
+        return theta.astype(narrow_dtype), no_state()
+    param, correction = UlpFraction(dtype).encode(theta, narrow_dtype, _BLOCK)
+    assert correction is not None
+    return param, correction
+
+
+def reconstruct_leaf(theta_lp: Array, rho: Array) -> Array:
+    """Returns the f32 weights behind parameters and their corrections."""
+    theta_lp, rho = jnp.asarray(theta_lp), jnp.asarray(rho)
+    if theta_lp.dtype.itemsize != 2 or not is_state(rho):
+        return theta_lp.astype(jnp.float32)
+    return UlpFraction(np.dtype(rho.dtype)).decode(theta_lp, rho, _BLOCK)
+
+
+def reconstruct_weights(params_lp: PyTree, errors: PyTree) -> PyTree:
+    """Returns the f32 weights behind a tree of parameters: `errors` is `state.ecc`."""
+    return jax.tree.map(reconstruct_leaf, params_lp, errors)
+
+
+def set_fp32_params(
+    fp32_params: PyTree, param_template: PyTree, master_weight_bits: MasterBits = 24
+) -> tuple[PyTree, PyTree]:
+    """Splits f32 weights into parameters with the dtypes of a template, and `ecc`.
+
+    Raises:
+        ValueError: If trees or shapes differ.
+    """
+    check_same_structure(fp32_params, param_template, "`set_fp32_params`")
+    likes, treedef = jax.tree.flatten(param_template)
+    pairs = []
+    for (name, weight), like in zip(named_leaves(fp32_params), likes, strict=True):
+        if shape_of(weight) != shape_of(like):
+            raise ValueError(
+                f"The weight of `{name}` has shape {shape_of(weight)}, but the template "
+                f"has shape {shape_of(like)}."
+            )
+        pairs.append(split_leaf(weight, jnp.asarray(like).dtype, master_weight_bits))
+    params = treedef.unflatten([param for param, _ in pairs])
+    return params, treedef.unflatten([correction for _, correction in pairs])
+
+
+def cast_tree_bf16(tree: PyTree) -> PyTree:
+    """Casts every leaf of a tree to bf16."""
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tree)

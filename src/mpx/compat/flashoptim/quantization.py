@@ -1,7 +1,87 @@
-"""Moments in 8 bits: the names of `flashoptim_jax.quantization`."""
+"""Moments in 8 bits: groups of the flattened array, each with an f16 scale."""
 
-from mpx.compat._flashoptim_codecs import QuantizedArray as QuantizedArray
-from mpx.compat._flashoptim_codecs import dequantize_momentum as dequantize_momentum
-from mpx.compat._flashoptim_codecs import dequantize_variance as dequantize_variance
-from mpx.compat._flashoptim_codecs import quantize_momentum as quantize_momentum
-from mpx.compat._flashoptim_codecs import quantize_variance as quantize_variance
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from mpx._quant import PlainBlock, Quantized, SoftsignInt8, SqrtUint8
+
+_BLOCK = PlainBlock()
+_F16 = np.dtype(np.float16)
+_MOMENTUM, _VARIANCE = SoftsignInt8(_F16), SqrtUint8(_F16)
+
+
+class QuantizedArray(NamedTuple):
+    """Numbers in 8 bits.
+
+    Attributes:
+        values: One integer per element, in the shape of the parameter.
+        scales: f16, one per group of the flattened array; the last may be smaller.
+    """
+
+    values: Array
+    scales: Array
+
+
+def is_quantized(leaf: object) -> bool:
+    """Whether a leaf is a `QuantizedArray`, ours or that of flashoptim-jax itself."""
+    return getattr(leaf, "_fields", None) == QuantizedArray._fields
+
+
+def check_scales(x: Any, group_size: int) -> None:
+    """Raises if an array does not have a scale for each group of `group_size`."""
+    groups = -(-np.size(x.values) // group_size)
+    if np.size(x.scales) != groups:
+        raise ValueError(
+            f"An array of shape {np.shape(x.values)} has {np.size(x.scales)} scales, but "
+            f"groups of {group_size} have {groups}. Give the `group_size` that the state "
+            "was made with."
+        )
+
+
+def _in_groups(x: Array, group_size: int) -> Array:
+    flat = x.reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % group_size)).reshape(-1, group_size)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _quantize(codec: Any, x: Array, group_size: int) -> QuantizedArray:
+    codes, scales = codec.encode(_in_groups(x, group_size), _BLOCK)
+    return QuantizedArray(codes.reshape(-1)[: x.size].reshape(x.shape), scales)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _dequantize(codec: Any, x: Any, group_size: int) -> Array:
+    values, scales = x
+    groups = Quantized(_in_groups(values, group_size), scales.astype(_F16))
+    flat = codec.decode(groups, _BLOCK).reshape(-1)
+    return flat[: values.size].reshape(values.shape)
+
+
+def quantize_momentum(x: Array, group_size: int = 32) -> QuantizedArray:
+    """Stores signed numbers in int8, finer near zero."""
+    return _quantize(_MOMENTUM, jnp.asarray(x, jnp.float32), group_size)
+
+
+def dequantize_momentum(x: Any, group_size: int = 32) -> Array:
+    """Returns the f32 numbers behind `quantize_momentum`."""
+    check_scales(x, group_size)
+    return _dequantize(_MOMENTUM, tuple(x), group_size)
+
+
+def quantize_variance(x: Array, group_size: int = 32) -> QuantizedArray:
+    """Stores the roots of numbers ≥ 0 in uint8; only zero becomes zero."""
+    x = jnp.asarray(x, jnp.float32)
+    values, scales = _quantize(_VARIANCE, x, group_size)
+    # mpx never writes the code 0, but flashoptim-jax does, for zeros.
+    return QuantizedArray(jnp.where(x == 0, values.dtype.type(0), values), scales)
+
+
+def dequantize_variance(x: Any, group_size: int = 32) -> Array:
+    """Returns the f32 numbers behind `quantize_variance`."""
+    check_scales(x, group_size)
+    return _dequantize(_VARIANCE, tuple(x), group_size)

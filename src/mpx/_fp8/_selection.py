@@ -1,17 +1,17 @@
-"""Selection of the matmuls that run in 8 bits, and the reasons of the others."""
+"""The selection of matmuls that run in 8 bits."""
 
 import dataclasses
 import math
 import re
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jax import lax
 
-from mpx._amp._apply import ATTENTION_MATMULS, flops
-from mpx._amp._values import Meta
 from mpx._formats import short_name
 from mpx._fp8._recipes import MXFP8, Recipe
+from mpx._jaxpr._queries import ATTENTION, Equation, flops, matmul_sizes
 from mpx._keep import KEPT_SCOPE
 from mpx._select import Selector, matches, search, shown
 
@@ -26,20 +26,7 @@ _LAUNCHES = 20e-6
 
 
 class Matmul(NamedTuple):
-    """One matmul of a function, for the report and for predicates.
-
-    Attributes:
-        param: The parameter that it reads, such as `params/layers/w1`; "" without one.
-        scope: The named scopes, joined by `/`.
-        source: File and line.
-        shape: Rows, summed length and columns: (m, k, n).
-        times: How often it runs in one call: the lengths of the scans around it and its
-            batch dimensions.
-        dtype: The dtype of the operands as they come.
-        reason: Why it does not run in fp8; "" if it does.
-        flops: Its floating-point operations in one forward pass.
-        primitive: The name of the operation: `dot_general` for all that may become fp8.
-    """
+    """One matmul of a function, for predicates; `Fp8Report` describes the fields."""
 
     param: str
     scope: str
@@ -54,13 +41,13 @@ class Matmul(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Options of `fp8`.
+    """The arguments of `fp8`, except for the function.
 
     Attributes:
         recipe: Formats and scales.
         params: Positions or names of the arguments that hold the parameters.
         keep: What stays as it is, besides heads, embeddings and routers.
-        include: What is exempt from these built-in exclusions.
+        include: What is exempt from the built-in exclusions by name.
         min_gain: The smallest predicted speed-up for which a matmul is changed.
     """
 
@@ -69,15 +56,6 @@ class Selection:
     keep: tuple[Selector, ...] = ()
     include: tuple[Selector, ...] = ()
     min_gain: float = 1.1
-
-
-def _selects(selector: Selector, matmul: Matmul) -> bool:
-    if not isinstance(selector, str | type):
-        return bool(selector(matmul))
-    found = bool(matmul.param) and matches(selector, matmul.param, None)
-    if isinstance(selector, str) and matmul.scope:
-        return found or search(selector, matmul.scope)
-    return found
 
 
 # Names of modules and parameters, between slashes, that training in fp8 leaves alone.
@@ -92,30 +70,26 @@ _SENSITIVE = re.compile(
 _STOP = "amp_stop"
 
 
-def sizes(eqn: Any) -> tuple[tuple[int, int, int], int]:
+def sizes(eqn: Equation) -> tuple[tuple[int, int, int], int]:
     """Returns (rows, summed length, columns) of what multiplies, and how many of these.
 
     `2 * rows * summed * columns * count` is `flops(eqn)`.
     """
     first, second = (var.aval.shape for var in eqn.invars[:2])
-    name = eqn.primitive.name
-    if name == "dot_general":
-        (axes, _), (batch, _) = eqn.params["dimension_numbers"]
-        summed = math.prod(first[axis] for axis in axes)
-        count = math.prod(first[axis] for axis in batch)
-        columns = math.prod(second) // max(count * summed, 1)
-    elif name == "conv_general_dilated":
-        columns = second[eqn.params["dimension_numbers"].rhs_spec[0]]
-        summed, count = math.prod(second) // max(columns, 1), 1
-    elif name in ATTENTION_MATMULS:
+    name, count = eqn.primitive.name, 1
+    if name in ATTENTION:
         # A product with the keys and one with the values; more of them in derivatives.
         summed, columns = first[-1], second[1]
-        count = ATTENTION_MATMULS[name] * first[0] * first[2]
-    else:  # A ragged matmul: each row of the first operand belongs to one group.
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
-        (axes, _), _ = numbers.dot_dimension_numbers
-        summed = math.prod(first[axis] for axis in axes)
-        columns, count = eqn.outvars[0].aval.shape[-1], 1
+        count = ATTENTION[name] * first[0] * first[2]
+    else:
+        summed, (_, columns) = matmul_sizes(eqn)
+        if name == "dot_general":
+            count = math.prod(
+                first[axis] for axis in eqn.params["dimension_numbers"][1][0]
+            )
+        elif name != "conv_general_dilated":
+            # Each row of the first operand of a ragged matmul belongs to one group.
+            columns = eqn.outvars[0].aval.shape[-1]
     return (flops(eqn) // max(2 * summed * columns * count, 1), summed, columns), count
 
 
@@ -131,14 +105,22 @@ def predicted_gain(m: int, k: int, n: int) -> float:
 
 
 def reason_to_keep(
-    eqn: Any, metas: list[Meta], matmul: Matmul, tables: set[str], chosen: Selection
+    eqn: Equation,
+    params: Sequence[str | None],
+    matmul: Matmul,
+    tables: set[str],
+    chosen: Selection,
 ) -> str:
-    """Returns why a product stays as it is written; "" if it becomes fp8."""
+    """Returns why a product stays as it is written; "" if it becomes fp8.
+
+    `params` are the names of the parameters that its operands are; `tables` are parameters
+    that are embedding tables.
+    """
     if eqn.primitive.name != "dot_general":
         kind = _KINDS.get(eqn.primitive.name, "a fused attention")
         return f"it is {kind}; fp8 is for matmuls with one weight"
     return (
-        _by_structure(eqn, metas)
+        _by_structure(eqn, params)
         or _by_rule(matmul, tables, chosen)
         or _by_size(matmul, chosen)
     )
@@ -151,8 +133,8 @@ _KINDS = {
 }
 
 
-def _by_structure(eqn: Any, metas: list[Meta]) -> str:
-    weights = [meta.is_param for meta in metas]
+def _by_structure(eqn: Equation, params: Sequence[str | None]) -> str:
+    weights = [name is not None for name in params]
     if not any(weights):
         return "no operand is a parameter"
     if all(weights):
@@ -162,7 +144,7 @@ def _by_structure(eqn: Any, metas: list[Meta]) -> str:
     return _by_dtype(eqn)
 
 
-def _by_dtype(eqn: Any) -> str:
+def _by_dtype(eqn: Equation) -> str:
     dtypes = [np.dtype(var.aval.dtype) for var in eqn.invars]
     wide = [x for x in map(short_name, dtypes) if x not in ("bf16", "f16")]
     if wide:
@@ -178,10 +160,9 @@ def _by_dtype(eqn: Any) -> str:
 
 
 def _by_rule(matmul: Matmul, tables: set[str], chosen: Selection) -> str:
-    scopes = matmul.scope.split("/")
-    if _STOP in scopes:
-        return "scope amp_stop"
-    for scope in scopes:
+    for scope in matmul.scope.split("/"):
+        if scope == _STOP:
+            return "scope amp_stop"
         if scope.startswith(KEPT_SCOPE):
             return f"keep {scope.removeprefix(KEPT_SCOPE)}"
     for selector in chosen.keep:
@@ -193,6 +174,15 @@ def _by_rule(matmul: Matmul, tables: set[str], chosen: Selection) -> str:
         return "its parameter is an embedding table"
     found = _SENSITIVE.search(matmul.param) or _SENSITIVE.search(matmul.scope)
     return f"its name holds {found.group().strip('/')}" if found else ""
+
+
+def _selects(selector: Selector, matmul: Matmul) -> bool:
+    if not isinstance(selector, str | type):
+        return bool(selector(matmul))
+    found = bool(matmul.param) and matches(selector, matmul.param, None)
+    if isinstance(selector, str) and matmul.scope:
+        return found or search(selector, matmul.scope)
+    return found
 
 
 def _by_size(matmul: Matmul, chosen: Selection) -> str:

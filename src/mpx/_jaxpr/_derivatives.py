@@ -1,9 +1,9 @@
-"""Recursion into functions with derivative rules of their own.
+"""Functions with derivative rules of their own, rebuilt with rules that were visited.
 
-Forward and derivative are both rewritten, with what is known of the arguments. A rule
-learns of each argument whether it is perturbed, and the rule that it replaces is told
-the same. Rules are kept by the jaxprs that they become part of, so they hold types, never
-values: a value would be a leaked tracer.
+Forward and derivative are both visited, with what is known of the arguments. A rule learns
+of each argument whether it is perturbed, and the rule that it replaces is told the same.
+Rules are kept by the jaxprs that they become part of, so they hold types, never values: a
+value would be a leaked tracer.
 """
 
 import dataclasses
@@ -14,55 +14,59 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from mpx._amp._calls import (
+from mpx._compat import eval_equation, open_jaxpr
+from mpx._jaxpr._interpreter import (
+    Aval,
+    Facts,
+    Handler,
+    Jaxpr,
+    Op,
     Outcome,
+    Values,
+    Visitor,
+    arrays_of,
+    as_results,
     cast_all,
-    float_dtypes,
-    metas_by_dtype,
+    dtypes_of,
     rewrite,
-    trace,
     types_of,
     with_dtype,
-    without_literals,
 )
-from mpx._amp._values import F32, NEUTRAL, Meta, as_array, cast, is_eligible
-from mpx._compat import eval_equation, open_jaxpr
 
 
 class _CustomCall:
     """A call of a function with its own derivative rule.
 
-    The rule is expanded at the dtypes it was written for, and then rewritten.
+    The rule is expanded at the dtypes it was written for, and then visited.
     """
 
-    def __init__(
-        self,
-        amp: Any,
-        eqn: Any,
-        avals: Sequence[Any],
-        metas: list[Meta],
-        scopes: tuple[str, ...],
-    ) -> None:
-        self.amp, self.eqn, self.metas, self.scopes = amp, eqn, metas, scopes
-        jaxpr = eqn.params["call_jaxpr"]
-        new, _ = rewrite(amp, jaxpr, avals, metas, scopes)
-        self.dtypes = float_dtypes(eqn.outvars, new.out_avals)
+    def __init__(self, visitor: Visitor, op: Op, avals: Sequence[Aval]) -> None:
+        self.visitor, self.eqn, self.scopes = visitor, op.eqn, op.scopes
+        self.jaxpr = op.eqn.params["call_jaxpr"]
+        self.facts = visitor.facts_inside(op.facts, op.eqn.invars, "operand")
+        new, _ = rewrite(visitor, op, self.jaxpr, avals, self.facts)
+        self.dtypes = dtypes_of(new.out_avals)
 
-    def run(self, *args: Any) -> list[Any]:
+    def run(self, *args: Any) -> Values:
         """Runs the function itself."""
-        outs, _ = self.rewritten(self.eqn.params["call_jaxpr"], args, self.metas)
+        outs, _ = self.visited(self.jaxpr, args, self.facts)
         return cast_all(outs, self.dtypes)
 
-    def rewritten(
-        self, jaxpr: Any, args: Sequence[Any], metas: Sequence[Meta]
-    ) -> Outcome:
-        """Runs a jaxpr that was traced at the original dtypes."""
-        return self.amp.run(*open_jaxpr(jaxpr), args, metas, self.scopes)
+    def trace(self, func: Callable[..., Any], *avals: Any) -> Jaxpr:
+        """Traces a derivative rule at its own dtypes."""
+        with self.visitor.tracing():
+            return jax.make_jaxpr(func)(*avals)
 
-    def original_avals(self, values: Sequence[Any]) -> list[Any]:
+    def visited(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Facts) -> Outcome:
+        """Runs a jaxpr that was traced at the original dtypes."""
+        body, consts = open_jaxpr(jaxpr)
+        outs, known = self.visitor.run(body, consts, args, facts, self.scopes)
+        return as_results(outs, body.outvars), known
+
+    def original_avals(self, values: Sequence[Any]) -> list[Aval]:
         """Returns the types of operands with the dtypes of the traced function."""
         return [
-            with_dtype(jax.typeof(value), F32 if is_eligible(var.aval) else None)
+            with_dtype(jax.typeof(value), var.aval.dtype)
             for var, value in zip(self.eqn.invars, values, strict=True)
         ]
 
@@ -76,7 +80,7 @@ class _CustomCall:
     def partially(self, args: Sequence[Any], free: Sequence[int]) -> Callable[..., Any]:
         """Returns the original equation as a function of some of its operands."""
 
-        def call(*chosen: Any) -> list[Any]:
+        def call(*chosen: Any) -> Values:
             full = list(args)
             for i, value in zip(free, chosen, strict=True):
                 full[i] = value
@@ -92,17 +96,12 @@ def _smooth(var: Any) -> bool:
 # --- custom_jvp -----------------------------------------------------------------------
 
 
-def _custom_jvp(
-    amp: Any, eqn: Any, values: list[Any], metas: list[Meta], scopes: tuple[str, ...]
-) -> Outcome:
-    if amp.f32_weight_grads:
-        # Such a matmul has no tangent, and the rule is about tangents.
-        amp = dataclasses.replace(amp, f32_weight_grads=False, cache={}, made={})
-    values = [as_array(value) for value in values]
-    custom = _CustomCall(amp, eqn, types_of(values), without_literals(metas), scopes)
+def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
+    eqn, values = op.eqn, arrays_of(op.values)
+    custom = _CustomCall(visitor, op, types_of(values))
     call = jax.custom_jvp(custom.run)
 
-    def rule(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+    def rule(primals: Any, tangents: Any) -> tuple[Values, Values]:
         free = custom.differentiable([not _is_zero(tangent) for tangent in tangents])
         if any(i < eqn.params["num_consts"] for i in free):
             raise NotImplementedError(
@@ -113,10 +112,10 @@ def _custom_jvp(
         smooth = [i for i, var in enumerate(eqn.outvars) if _smooth(var)]
         live: set[int] = set()
 
-        def expanded(args: list[Any], chosen: list[Any]) -> tuple[list[Any], list[Any]]:
+        def expanded(args: Values, chosen: Values) -> tuple[Values, Values]:
             live.clear()
 
-            def call(*chosen: Any) -> list[Any]:
+            def call(*chosen: Any) -> Values:
                 outs = custom.partially(args, free)(*chosen)
                 if not eqn.params["symbolic_zeros"]:
                     live.update(smooth)
@@ -130,25 +129,23 @@ def _custom_jvp(
             return outs, [pushed[i] for i in sorted(live)]
 
         avals = custom.original_avals(primals)
-        new = trace(expanded)(avals, [avals[i] for i in free])
-        outs, _ = custom.rewritten(
-            new,
-            [*primals, *(tangents[i] for i in free)],
-            # The rule of a parameter is that of its tangent; but a tangent must stay
-            # linear, and what follows as a parameter saturates.
-            [*custom.metas, *(custom.metas[i]._replace(role=None) for i in free)],
-        )
+        new = custom.trace(expanded, avals, [avals[i] for i in free])
+        known = [
+            visitor.fact_inside(custom.facts[i], eqn.invars[i], "tangent") for i in free
+        ]
+        args = [*primals, *(tangents[i] for i in free)]
+        outs, _ = custom.visited(new, args, [*custom.facts, *known])
         count = len(eqn.outvars)
         pushed = dict(zip(sorted(live), outs[count:], strict=True))
         outs = cast_all(outs[:count], custom.dtypes)
         return outs, [
-            cast(pushed[i], out.dtype) if i in pushed else _zero(out)
+            cast_all([pushed[i]], (out.dtype,))[0] if i in pushed else _zero(out)
             for i, out in enumerate(outs)
         ]
 
     call.defjvp(rule, symbolic_zeros=True)
     outs = list(call(*values))
-    return outs, metas_by_dtype(outs)
+    return outs, visitor.result_facts(outs)
 
 
 def _is_zero(tangent: Any) -> bool:
@@ -160,7 +157,7 @@ def _zero(primal: Any) -> SymbolicZero:
 
 
 def _watch_tangent(x: Any, index: int, live: set[int]) -> Any:
-    """Returns `x`; if its tangent is not known to be zero, notes the index."""
+    """Returns `x`; if its tangent is not known to be zero, adds the index to `live`."""
 
     @jax.custom_jvp
     def same(x: Any) -> Any:
@@ -190,38 +187,36 @@ class _Pullback:
         free: The operands for which a derivative is asked.
         tangents: Their types in the traced function.
         tree: The structure of the residuals, which holds the linear function.
-        residuals: Their types in the traced function.
-        metas: What is known of them.
+        residuals: Their variables in the traced function.
+        facts: What is known of them.
         outs: The types of the results in the traced function.
         live: Filled while the backward function is traced: the operands whose cotangent
             it does not leave out.
     """
 
     free: tuple[int, ...]
-    tangents: list[Any]
+    tangents: list[Aval]
     tree: Any
-    residuals: list[Any]
-    metas: list[Meta]
-    outs: list[Any]
+    residuals: list[Aval]
+    facts: Facts
+    outs: list[Aval]
     live: set[int]
 
 
-def _custom_vjp(
-    amp: Any, eqn: Any, values: list[Any], metas: list[Meta], scopes: tuple[str, ...]
-) -> Outcome:
-    values = [as_array(value) for value in values]
-    given = [value.dtype for value in values]
-    custom = _CustomCall(amp, eqn, types_of(values), without_literals(metas), scopes)
+def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
+    eqn, values = op.eqn, arrays_of(op.values)
+    given = dtypes_of(values)
+    custom = _CustomCall(visitor, op, types_of(values))
 
-    def forward(*primals: Any) -> tuple[list[Any], tuple[_Pullback, list[Any]]]:
+    def forward(*primals: Any) -> tuple[Values, tuple[_Pullback, Values]]:
         args = [primal.value for primal in primals]
         # Differentiating for a value that the function closed over is refused by JAX.
         free = custom.differentiable([primal.perturbed for primal in primals])
         avals, live = custom.original_avals(args), set[int]()
         found: dict[str, Any] = {}
 
-        def expanded(*args: Any) -> list[Any]:
-            def call(*chosen: Any) -> list[Any]:
+        def expanded(*args: Any) -> Values:
+            def call(*chosen: Any) -> Values:
                 pairs = zip(free, chosen, strict=True)
                 watched = [_watch_cotangent(x, i, live) for i, x in pairs]
                 return custom.partially(args, free)(*watched)
@@ -231,21 +226,20 @@ def _custom_vjp(
             found["residuals"], found["outs"] = types_of(residuals), types_of(outs)
             return [*outs, *residuals]
 
-        new = trace(expanded)(*avals)
-        outs, metas = custom.rewritten(new, args, custom.metas)
+        new = custom.trace(expanded, *avals)
+        outs, known = custom.visited(new, args, custom.facts)
         count = len(eqn.outvars)
+        variables = open_jaxpr(new)[0].outvars
         pullback = _Pullback(
             free=free,
             tangents=[avals[i] for i in free],
-            metas=without_literals(metas[count:]),
+            facts=visitor.facts_inside(known[count:], variables[count:], "operand"),
             live=live,
             **found,
         )
         return cast_all(outs[:count], custom.dtypes), (pullback, outs[count:])
 
-    def backward(
-        kept: tuple[_Pullback, list[Any]], cotangents: list[Any]
-    ) -> tuple[Any, ...]:
+    def backward(kept: tuple[_Pullback, Values], cotangents: Values) -> tuple[Any, ...]:
         pullback, residuals = kept
         chosen = [
             i
@@ -253,37 +247,36 @@ def _custom_vjp(
             if _smooth(var) and not _is_zero(cotangents[i])
         ]
 
-        def expanded(residuals: list[Any], cotangents: list[Any]) -> Any:
+        def expanded(residuals: Values, cotangents: Values) -> Any:
             pullback.live.clear()
             pushforward = jax.tree.unflatten(pullback.tree, residuals)
 
-            def linear(*tangents: Any) -> list[Any]:
+            def linear(*tangents: Any) -> Values:
                 outs = pushforward(*tangents)
-                # Of the others the user's function is told that they are zero.
+                # The user's function is told that the others are zero.
                 return [outs[i] for i in chosen]
 
             return jax.linear_transpose(linear, *pullback.tangents)(cotangents)
 
-        new = trace(expanded)(pullback.residuals, [pullback.outs[i] for i in chosen])
-        outs, _ = custom.rewritten(
-            new,
-            [*residuals, *(cotangents[i] for i in chosen)],
-            [*pullback.metas, *[NEUTRAL] * len(chosen)],
-        )
-        grads: list[Any] = [None] * len(given)
+        types = [pullback.outs[i] for i in chosen]
+        new = custom.trace(expanded, pullback.residuals, types)
+        args = [*residuals, *(cotangents[i] for i in chosen)]
+        known = [*pullback.facts, *[visitor.unknown] * len(chosen)]
+        outs, _ = custom.visited(new, args, known)
+        grads: Values = [None] * len(given)
         for i, grad in zip(pullback.free, outs, strict=True):
             if i in pullback.live:
-                grads[i] = cast(grad, given[i])
+                (grads[i],) = cast_all([grad], (given[i],))
         return tuple(grads)
 
     call = jax.custom_vjp(custom.run)
     call.defvjp(forward, backward, symbolic_zeros=True)
     outs = list(call(*values))
-    return outs, metas_by_dtype(outs)
+    return outs, visitor.result_facts(outs)
 
 
 def _watch_cotangent(x: Any, index: int, live: set[int]) -> Any:
-    """Returns `x`; if its cotangent is not known to be zero, notes the index."""
+    """Returns `x`; if its cotangent is not known to be zero, adds the index to `live`."""
 
     @jax.custom_vjp
     def same(x: Any) -> Any:
@@ -298,7 +291,7 @@ def _watch_cotangent(x: Any, index: int, live: set[int]) -> Any:
     return same(x)
 
 
-HANDLERS: dict[str, Callable[..., Outcome]] = {
+HANDLERS: dict[str, Handler] = {
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
 }

@@ -1,0 +1,286 @@
+"""Autocast: evaluates a jaxpr again, with casts.
+
+A function is traced at its own dtypes, so that whatever it checks and assumes holds;
+then its equations are run one by one, each in the precision that the rules choose.
+Values that the function holds in f32 may be held in the compute dtype between them.
+"""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpx._amp import _attention, _casts, _pointwise
+from mpx._amp._facts import (
+    F32,
+    NEUTRAL,
+    Chosen,
+    Decision,
+    Origin,
+    Run,
+    Settings,
+    cast,
+    is_eligible,
+)
+from mpx._amp._frameworks import Traced
+from mpx._amp._matmuls import reason_against
+from mpx._amp._policy import Choice
+from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, SHAPE_ONLY, Rule
+from mpx._amp._scopes import LOW_NAME
+from mpx._compat import (
+    Literal,
+    eval_equation,
+    open_jaxpr,
+    scan_sizes,
+    scopes_of,
+    source_frames,
+    sub_jaxprs,
+)
+from mpx._half import in_gradient_function
+from mpx._jaxpr import HANDLERS
+from mpx._jaxpr._calls import CALLS
+from mpx._jaxpr._interpreter import (
+    Jaxpr,
+    Op,
+    Outcome,
+    Scopes,
+    Values,
+    arrays_of,
+    rewrite,
+    types_of,
+    uses_of,
+)
+from mpx._jaxpr._queries import ATTENTION, equations, flops
+from mpx._warn import warn
+
+_MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Autocast(Settings):
+    """One call of a function under `amp`."""
+
+    def start(self, traced: Traced) -> Traced:
+        """Finds what the rules select among the arrays; raises if that is nothing."""
+        places = traced.places if traced.has_params else None
+        self.rules = self.rules.for_call(traced.named_arrays(), places)
+        return traced
+
+    def finish(self, outs: Values) -> Values:
+        """Returns results that warn if f16 gradients are taken without a loss scale."""
+        if self.dtype != np.float16:
+            return outs
+        return [_warn_if_unscaled(out) for out in outs]
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        return _attention.captured_attention()
+
+    # --- equations --------------------------------------------------------------------
+
+    def equation(self, op: Op) -> Outcome:
+        """Runs one equation in the precision that the rules choose."""
+        chosen = self.choose(op)
+        outs, known = chosen.run(self, op)
+        if self.decisions is not None and chosen.rule is not None:
+            self.decisions.append(_decision(op, chosen, outs))
+        return outs, known
+
+    def choose(self, op: Op) -> Chosen:
+        """Returns how an equation runs: by its region, its parameter or its primitive."""
+        chain = _pointwise.choose(self, op)
+        if chain is not None:
+            return chain
+        name, region = op.eqn.primitive.name, self.region_rule(op.eqn, op.scopes)
+        if region is not None and region[0] == Rule.ORIGINAL:
+            is_attention = name in ATTENTION
+            run = _attention.original_attention if is_attention else _casts.original
+            return Chosen(run, *region)
+        if name in ATTENTION:
+            return _attention.choose(self, op)
+        if name in _HANDLERS:
+            return Chosen(_HANDLERS[name])
+        if not any(is_eligible(var.aval) for var in op.eqn.invars):
+            return Chosen(_casts.as_written)
+        return self._by_rule(op, region)
+
+    def _by_rule(self, op: Op, region: tuple[Choice, str] | None) -> Chosen:
+        eqn, name = op.eqn, op.eqn.primitive.name
+        rule, reason = region or self.rule(name, eqn.params, op.facts)
+        if name == "name" and eqn.params["name"] == LOW_NAME:
+            return Chosen(_casts.mark_low, Rule.FOLLOW, reason)
+        if region and rule in _MAY_BE_LOW and PRIMITIVES.get(name) == Rule.ORIGINAL:
+            # A scatter or a solver has no version in the compute dtype.
+            rule, reason = Rule.ORIGINAL, REASONS[name]
+        if callable(rule) and not isinstance(rule, str):
+            return Chosen(_casts.user_rule(rule), getattr(rule, "__name__", "custom"))
+        rule = Rule(rule)
+        kept = reason_against(eqn, rule)
+        if kept is not None:
+            return Chosen(_casts.original, rule, kept)
+        return Chosen(_casts.APPLY[rule], rule, reason)
+
+
+def _decision(op: Op, chosen: Chosen, outs: Values) -> Decision:
+    eqn, frames = op.eqn, source_frames(op.eqn)
+    # Attention also returns what its derivative needs.
+    seen = outs[:1] if eqn.primitive.name in ATTENTION else outs
+    return Decision(
+        primitive=eqn.primitive.name,
+        rule=str(chosen.rule),
+        reason=chosen.reason,
+        scope="/".join(op.scopes),
+        source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
+        params=tuple(fact.name for fact in op.facts if fact.name),
+        before=tuple(str(var.aval.dtype) for var in eqn.invars),
+        after=tuple(str(jnp.result_type(out)) for out in seen),
+        shapes=tuple(tuple(var.aval.shape) for var in eqn.invars),
+        flops=flops(eqn),
+    )
+
+
+# --- equations that hold jaxprs -------------------------------------------------------
+
+
+def has_work(jaxpr: Jaxpr) -> bool:
+    """Returns whether a jaxpr holds a matmul or a value marked low, at any depth."""
+    return any(
+        eqn.primitive.name in MATMULS
+        or eqn.primitive.name in ATTENTION
+        or eqn.params.get("name") == LOW_NAME
+        for eqn in equations(jaxpr)
+    )
+
+
+def _jit(amp: Autocast, op: Op) -> Outcome:
+    eqn, values = op.eqn, arrays_of(op.values)
+    body, _ = open_jaxpr(eqn.params["jaxpr"])
+    unchanged = all(
+        not is_eligible(var.aval) or value.dtype == F32
+        for var, value in zip(eqn.invars, values, strict=True)
+    )
+    if unchanged and amp.rules.is_plain and not has_work(body):
+        # Nothing to do: random number generators, for one, stay the same programs.
+        return eval_equation(eqn, values), [NEUTRAL] * len(eqn.outvars)
+    new, _ = rewrite(amp, op, eqn.params["jaxpr"], types_of(values), op.facts)
+    # Cast outside, such a value shares its f32 version with the equations there.
+    values = [
+        amp.widen(value) if is_wide else value
+        for value, is_wide in zip(values, _read_in_f32_only(new, body), strict=True)
+    ]
+    return HANDLERS["jit"](amp, op._replace(values=values))
+
+
+def _read_in_f32_only(jaxpr: Jaxpr, before: Jaxpr) -> list[bool]:
+    """Returns for each input whether all that happens to it is one cast back to f32.
+
+    Args:
+        jaxpr: The rewritten jaxpr.
+        before: The original one. What is not f32 there, such as an integer that the
+            function itself casts, must stay as it is.
+    """
+    body, _ = open_jaxpr(jaxpr)
+    readers: dict[Any, list[Any]] = {var: [] for var in body.invars}
+    for eqn in body.eqns:
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal) and atom in readers:
+                readers[atom].append(eqn)
+    returned = [atom for atom in body.outvars if not isinstance(atom, Literal)]
+    return [
+        len(equations) == 1
+        and equations[0].primitive.name == "convert_element_type"
+        and is_eligible(equations[0].outvars[0].aval)
+        and is_eligible(old.aval)
+        and var.aval.dtype != F32
+        and var not in returned
+        for old, (var, equations) in zip(before.invars, readers.items(), strict=True)
+    ]
+
+
+def _scan(amp: Autocast, op: Op) -> Outcome:
+    values, params = arrays_of(op.values), op.eqn.params
+    body, _ = open_jaxpr(params["jaxpr"])
+    n_consts, n_carry = scan_sizes(params)
+    for i, var in enumerate(body.invars):
+        if not is_eligible(var.aval):
+            continue
+        if i < n_consts:
+            # The cotangents of a constant add up over the iterations: in f32.
+            values[i] = amp.widen(values[i])
+        is_layer = i >= n_consts + n_carry and not amp.f32_weight_grads
+        if is_layer and _used_only_low(amp, body, var, op.facts[i], op.scopes):
+            # A weight per layer: cast once before the loop, or the forward pass would
+            # save a low copy of each. Nothing is summed over the iterations.
+            values[i] = cast(values[i], amp.dtype)
+    return HANDLERS["scan"](amp, op._replace(values=values))
+
+
+def _used_only_low(
+    amp: Autocast, jaxpr: Jaxpr, var: Any, fact: Origin, scopes: Scopes
+) -> bool:
+    """Returns whether a value is used, and only as an operand of low matmuls."""
+    uses = uses_of(jaxpr, var)
+    for eqn, position in uses:
+        name, inside = eqn.primitive.name, scopes + scopes_of(eqn)
+        if name in MATMULS:
+            rule, _ = amp.region_rule(eqn, inside) or amp.rule(name, eqn.params, [fact])
+            if rule == Rule.LOW and reason_against(eqn, Rule.LOW) is None:
+                continue
+        elif name in SHAPE_ONLY and name not in ("broadcast_in_dim", "pvary", "pcast"):
+            if _used_only_low(amp, jaxpr, eqn.outvars[0], fact, scopes):
+                continue
+        elif name in CALLS:
+            inner = next(sub_jaxprs(eqn))
+            if _used_only_low(amp, inner, inner.invars[position], fact, inside):
+                continue
+        return False
+    return bool(uses) and all(atom is not var for atom in jaxpr.outvars)
+
+
+def _custom_jvp(amp: Autocast, op: Op) -> Outcome:
+    if amp.f32_weight_grads:
+        # Such a matmul has no tangent, and the rule is about tangents.
+        amp = dataclasses.replace(amp, f32_weight_grads=False, cache={})
+    return HANDLERS["custom_jvp_call"](amp, op)
+
+
+_HANDLERS: dict[str, Run] = {
+    **HANDLERS,
+    "jit": _jit,
+    "pjit": _jit,
+    "scan": _scan,
+    "custom_jvp_call": _custom_jvp,
+    "convert_element_type": _casts.convert,
+}
+
+
+# --- warnings -------------------------------------------------------------------------
+
+
+_UNSCALED = (
+    "A function under `amp` in f16 is differentiated outside mpx's "
+    "gradient functions: without a loss scale, gradients below 6e-8 become 0. Take the "
+    "gradient with `mpx.value_and_grad(func)(mpx.DynamicLossScaling.pow2(), ...)`, or "
+    "use bf16, which needs no scale. If you scale the loss yourself, "
+    "filter this warning."
+)
+
+
+@jax.custom_jvp
+def _warn_if_unscaled(x: Any) -> Any:
+    """Returns a result as it is; if it is differentiated, that may warn.
+
+    The derivative rule runs when JAX takes the derivative, also that of a jitted
+    function, and not before: a function that is only called has no rule to run.
+    """
+    return x
+
+
+@_warn_if_unscaled.defjvp
+def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    is_trained = jnp.issubdtype(tangents[0].dtype, jnp.floating)
+    if is_trained and not in_gradient_function():
+        warn(_UNSCALED)
+    return _warn_if_unscaled(*primals), tangents[0]

@@ -1,0 +1,248 @@
+"""Functions to transform: their arguments, and Linen and Haiku models that are running.
+
+The variables of such a model live in a scope. A traced function would leave tracers there,
+so the variables go in as arguments and come out as results, as in `nn.remat` and
+`hk.remat`. Where that is not possible, writing is refused. Neither library is imported
+here: if it is not loaded, none of its models can be running.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from mpx._compat import ambient_scopes, is_tracer, source_frames
+from mpx._jaxpr._interpreter import Fact, Jaxpr, Visitor
+from mpx._jaxpr._queries import places
+from mpx._private import private
+from mpx._tree import LeafName
+
+Role = Literal["own", "known", "likely", "bare"]
+"""Why an array counts as a parameter.
+
+`own`: a module holds it, the function itself or one among its arguments. `known`: it is in
+a tree, or closed over, and is being differentiated. `likely`: it is in the first argument,
+which is a tree. `bare`: it is an argument by itself that is being differentiated, as inputs
+may be, too.
+"""
+
+
+Named = tuple[LeafName, Role | None]
+"""The name of an argument's array, and why it counts as a parameter."""
+
+
+class Traced(NamedTuple):
+    """A function of arrays that has been traced.
+
+    Attributes:
+        jaxpr: The jaxpr, open.
+        consts: Its constants.
+        arrays: Its arguments.
+        named: Their names and roles.
+        has_params: Whether its parameters are known. While Linen or Haiku initialise a
+            model it has none yet.
+    """
+
+    jaxpr: Jaxpr
+    consts: Sequence[Any]
+    arrays: list[Any]
+    named: list[Named]
+    has_params: bool
+
+    def named_arrays(self) -> list[tuple[LeafName, Any]]:
+        """Returns the arguments with their names."""
+        pairs = zip(self.named, self.arrays, strict=True)
+        return [(name, array) for (name, _), array in pairs]
+
+    def places(self) -> tuple[set[str], set[str]]:
+        """Returns the paths of its scopes, and the names of the functions that wrote it."""
+        scopes: set[str] = set()
+        functions: set[str] = set()
+        for eqn, inner, _ in places(self.jaxpr, ambient_scopes()):
+            scopes.update("/".join(inner[:n]) for n in range(1, len(inner) + 1))
+            functions.update(name for name, _, _ in source_frames(eqn))
+        return scopes, functions
+
+
+class Transformation(Visitor):
+    """A visitor that functions are called through."""
+
+    @property
+    def kept_types(self) -> tuple[type, ...]:
+        """The types whose calls run as they are written."""
+        return ()
+
+    def argument_fact(self, name: LeafName, role: Role | None, leaf: Any) -> Fact:
+        """Returns what is known of an argument's array."""
+        return self.unknown
+
+    def start(self, traced: Traced) -> Traced:
+        """Looks at the function before it is run; may return another one to run."""
+        return traced
+
+    def finish(self, outs: list[Any]) -> list[Any]:
+        """Returns the results for the user."""
+        return outs
+
+
+class LinenCall(NamedTuple):
+    """A call of a method of a Linen module, with the other positional arguments."""
+
+    method: Callable[..., Any]
+    module: Any
+    args: tuple[Any, ...]
+
+
+def linen_call(func: Callable[..., Any], args: tuple[Any, ...]) -> LinenCall | None:
+    """Returns the call of a method of a Linen module, if it is one and has variables."""
+    owner = getattr(func, "__self__", None)
+    if _is_running(func):
+        return LinenCall(type(func).__call__, func, args)
+    if _is_running(owner):
+        return LinenCall(getattr(func, "__func__", func), owner, args)
+    if args and _is_running(args[0]):
+        return LinenCall(func, args[0], args[1:])
+    return None
+
+
+def _is_running(module: Any) -> bool:
+    linen = sys.modules.get("flax.linen")
+    return (
+        linen is not None
+        and isinstance(module, linen.Module)
+        and module.scope is not None
+    )
+
+
+def call_linen(
+    call: LinenCall, kwargs: dict[str, Any], run: Callable[..., tuple[Any, Any]]
+) -> Any:
+    """Calls a method of a Linen module as a pure function of its variables.
+
+    `run(pure, variables, rngs, args, kwargs)` calls the pure function.
+    """
+    flax = private("linen")
+    if flax is None:
+        return call.method(call.module, *call.args, **kwargs)
+
+    def lifted(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def inner(
+            scope_fn: Any,
+            repack: Any,
+            variables: Any,
+            rngs: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> tuple[Any, Any]:
+            def pure(
+                variables: Any, rngs: Any, args: Any, kwargs: Any
+            ) -> tuple[Any, Any]:
+                scope = scope_fn(variables, rngs)
+                return method(scope, *args, **kwargs), repack(scope)
+
+            return run(pure, variables, rngs, args, kwargs)
+
+        packed = flax.pack(
+            inner, (True,), (True,), (True,), name="amp", enable_kwargs=True
+        )
+        return packed(*args, **kwargs)
+
+    return flax.lift_direct_transform(
+        lifted, (call.method,), call.module, *call.args, **kwargs
+    )
+
+
+def linen_name(name: LeafName, role: Role | None) -> Named:
+    """Returns `params/Dense_0/kernel` for `variables/0/0/params/Dense_0/kernel`, and its role.
+
+    A module owns its parameters. The pure function itself has no arrays.
+    """
+    del role
+    if name.argument != "variables":
+        return LeafName(name.path or name), None
+    path = name.path.split("/", 2)[-1]
+    return LeafName(path), "own" if path.startswith("params/") else None
+
+
+@contextlib.contextmanager
+def linen_is_not_written() -> Iterator[None]:
+    """Refuses to leave tracers in the scope of a Linen model that is running.
+
+    Raises:
+        TypeError: If its variables have changed in the meantime.
+    """
+    before = {id(leaf) for leaf in _linen_variables()}
+    yield
+    if any(is_tracer(x) and id(x) not in before for x in _linen_variables()):
+        raise TypeError(
+            "A function under `amp` creates or changes variables of a Linen module that "
+            "it closes over, but `amp` can only return those of the module that it is "
+            "given. Wrap the loss, or `model.apply`, instead; or decorate a method of "
+            "the module with `amp`."
+        )
+
+
+def _linen_variables() -> list[Any]:
+    """Returns the arrays in the scope of the Linen model that is running."""
+    if "flax.linen" not in sys.modules or (flax := private("linen_variables")) is None:
+        return []
+    stack = getattr(flax._context, "module_stack", [])
+    if not stack or not _is_running(stack[-1]):
+        return []
+    return jax.tree.leaves(dict(getattr(stack[-1].scope.root, "_variables", {})))
+
+
+# --- Haiku ----------------------------------------------------------------------------
+
+
+def in_haiku() -> bool:
+    """Returns whether a function under `hk.transform` is running."""
+    running_init = getattr(sys.modules.get("haiku"), "running_init", None)
+    if running_init is None:
+        return False
+    try:
+        running_init()
+    except ValueError:  # outside
+        return False
+    return True
+
+
+def call_haiku(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Callable[..., tuple[Any, Any]],
+) -> Any:
+    """Calls a function inside `hk.transform` as a pure one of Haiku's variables.
+
+    `run(pure, variables, func, args, kwargs)` calls the pure function.
+    """
+    haiku = private("haiku")
+    if haiku is None:
+        return func(*args, **kwargs)
+
+    def pure(variables: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        with (
+            haiku.temporary_internal_state(variables, share_python_state=True),
+            haiku.push_jax_trace_level(),
+        ):
+            out = func(*args, **kwargs)
+            return out, haiku.difference(variables, haiku.internal_state())
+
+    out, changed = run(pure, haiku.internal_state(), func, args, kwargs)
+    haiku.update_internal_state(changed)
+    return out
+
+
+def haiku_name(name: LeafName, role: Role | None) -> Named:
+    """Returns `linear/w` for `variables/params/linear/w`, and its role.
+
+    A module owns its parameters. The pure function itself has no arrays.
+    """
+    del role
+    if name.startswith("variables/params/"):
+        return LeafName(name.path.removeprefix("params/")), "own"
+    own = name.argument == "func"
+    return LeafName(name.path or name, name.types), "own" if own else None

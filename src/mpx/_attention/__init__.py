@@ -1,0 +1,12 @@
+"""Attention as one operation, which runs in cuDNN's flash kernel where that exists.
+
+It is imported when the first function is traced under `amp`, and only if JAX has the
+private names that it needs.
+"""
+
+from mpx._attention._capture import captured as captured
+from mpx._attention._cudnn import reason_against as reason_against
+from mpx._attention._primitive import PLAIN as PLAIN
+from mpx._attention._primitive import attend as attend
+from mpx._attention._primitive import attention_backward_p as attention_backward_p
+from mpx._attention._primitive import attention_tangent_p as attention_tangent_p

@@ -1,0 +1,182 @@
+"""Calls of cuDNN's flash attention, and the reasons against one."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mpx._compat import CUDNN_KERNEL, convert_dtype, eval_equation, open_jaxpr
+from mpx._devices import cuda_capability
+from mpx._jaxpr._interpreter import Op, Outcome, Visitor
+from mpx._jaxpr._queries import contains
+from mpx._warn import warn
+
+
+class Attention(NamedTuple):
+    """The static part of one call.
+
+    Attributes:
+        scale: The factor of the scores.
+        is_causal: Whether a query sees the keys up to its own position only.
+        window: The number of keys that it sees to the left and to the right.
+        extras: The further operands: of `bias`, `mask`, `q_seqlen` and `kv_seqlen`, in
+            this order, those that there are.
+        required: Whether the user asked for cuDNN by name.
+    """
+
+    scale: float
+    is_causal: bool
+    window: tuple[int, int] | None
+    extras: tuple[str, ...]
+    required: bool
+
+    @property
+    def operands(self) -> int:
+        """The number of operands."""
+        return 3 + len(self.extras)
+
+    @property
+    def free(self) -> int:
+        """The number of leading operands that are differentiable."""
+        return 4 if "bias" in self.extras else 3
+
+
+def _vjp(
+    operands: Sequence[Array], spec: Attention
+) -> tuple[Array, Callable[..., Any]]:
+    """Calls cuDNN; returns its result and the function for the backward pass."""
+    query, key = operands[:2]
+    length, heads = query.shape[1:3]
+    extras = dict(zip(spec.extras, operands[3:], strict=True))
+    mask = extras.get("mask")
+
+    def whole(x: Array) -> Array:
+        # cuDNN needs the full size of all axes but the first.
+        return jnp.broadcast_to(x, (x.shape[0], heads, length, key.shape[1]))
+
+    def call(query: Array, key: Array, value: Array, *bias: Array) -> Array:
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            convert_dtype(whole(bias[0]), query.dtype) if bias else None,
+            None if mask is None else whole(mask),
+            scale=spec.scale,
+            # A window that ends at the query itself is causal; cuDNN must be told so.
+            is_causal=spec.is_causal or spec.window is not None,
+            query_seq_lengths=extras.get("q_seqlen"),
+            key_value_seq_lengths=extras.get("kv_seqlen"),
+            local_window_size=spec.window,
+            implementation="cudnn",
+        )
+
+    return jax.vjp(call, *operands[: spec.free])
+
+
+def cudnn_forward(operands: Sequence[Array], spec: Attention) -> tuple[Array, Array]:
+    """Runs cuDNN attention; returns its result and what its kernel saves.
+
+    Raises:
+        NotImplementedError: If this version of JAX calls cuDNN in another way.
+    """
+    jaxpr = jax.make_jaxpr(lambda *operands: _vjp(operands, spec)[0])
+    outs, saved = _with_kernel(jaxpr(*_types(operands)), operands, None)
+    return outs[0], saved[1]
+
+
+def cudnn_backward(
+    operands: Sequence[Array], kept: Sequence[Array], cotangent: Array, spec: Attention
+) -> list[Array]:
+    """Returns the gradients of cuDNN attention without running it again.
+
+    Args:
+        operands: The operands of the forward pass.
+        kept: The kernel's result and what it saved.
+        cotangent: The derivative with respect to the result.
+        spec: The call.
+    """
+    jaxpr = jax.make_jaxpr(lambda ct, *operands: _vjp(operands, spec)[1](ct))
+    args = [cotangent, *operands]
+    return _with_kernel(jaxpr(*_types(args)), args, kept)[0]
+
+
+def _types(operands: Sequence[Array]) -> list[jax.ShapeDtypeStruct]:
+    # Without the mesh axes along which they vary: JAX 0.10 loses these inside.
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+
+
+def _with_kernel(
+    jaxpr: Any, args: Sequence[Array], kept: Sequence[Array] | None
+) -> tuple[list[Any], list[Any]]:
+    """Evaluates a jaxpr; returns its results and those of the forward kernel.
+
+    If the results of that are known, they are `kept`, and it is not run.
+    """
+    visitor = _Kernel(kept=kept)
+    body, consts = open_jaxpr(jaxpr)
+    outs, _ = visitor.run(body, consts, args, [None] * len(args), ())
+    if len(visitor.saved) != 2:
+        raise NotImplementedError(_OTHER_WAY)
+    return outs, visitor.saved
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Kernel(Visitor):
+    kept: Sequence[Any] | None
+    saved: list[Any] = dataclasses.field(default_factory=list)
+
+    def equation(self, op: Op) -> Outcome:
+        is_kernel = op.eqn.primitive.name == CUDNN_KERNEL
+        is_kept = is_kernel and self.kept is not None
+        outs = list(self.kept or ()) if is_kept else eval_equation(op.eqn, op.values)
+        self.saved = outs if is_kernel else self.saved
+        return outs, [None] * len(outs)
+
+
+_OTHER_WAY = "this version of JAX calls cuDNN in a way that mpx does not know"
+
+
+def reason_against(
+    spec: Attention, avals: tuple[jax.ShapeDtypeStruct, ...]
+) -> str | None:
+    """Returns why cuDNN cannot run a call on operands of these types, if it cannot.
+
+    Args:
+        spec: The call.
+        avals: The types of the operands; q, k and v in 16 bits.
+    """
+    capability = cuda_capability()
+    if capability is None or capability < (8, 0):
+        return "cuDNN attention needs a CUDA GPU of compute capability 8.0"
+    if "bias" in spec.extras and avals[0].dtype == jnp.float16:
+        return "a bias may exceed the range of f16"
+    if spec.window is not None:
+        if not spec.is_causal and spec.window[1] != 0:
+            return "cuDNN has windows to the left only"
+        if {"q_seqlen", "kv_seqlen"} & {*spec.extras}:
+            return "a window together with sequence lengths"
+    return _reason_by_jax(spec, avals)
+
+
+@functools.lru_cache(maxsize=256)
+def _reason_by_jax(
+    spec: Attention, avals: tuple[jax.ShapeDtypeStruct, ...]
+) -> str | None:
+    """Asks JAX, which knows the head sizes and lengths of each cuDNN and GPU."""
+
+    def forward_and_backward(*operands: Array) -> Any:
+        out, backward = _vjp(operands, spec)
+        return backward(out)
+
+    try:
+        jaxpr = jax.make_jaxpr(forward_and_backward)(*avals)
+    except (NotImplementedError, ValueError, RuntimeError) as error:
+        return f"cuDNN: {error}"
+    if contains(jaxpr, (CUDNN_KERNEL,)):
+        return None
+    warn(f"Attention runs without cuDNN's kernel: {_OTHER_WAY}. Upgrade mpx.")
+    return _OTHER_WAY

@@ -1,0 +1,360 @@
+"""The visitor: runs the matmuls with a parameter in 8 bits, and all else as written.
+
+The fact that it keeps beside a value is the name of the parameter that the value is, if
+only operations that move or cast numbers lie between.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpx._amp._autocast import Autocast
+from mpx._amp._frameworks import Role, Traced, Transformation
+from mpx._amp._functions import run_traced
+from mpx._amp._policy import AmpRules
+from mpx._compat import (
+    Literal,
+    eval_equation,
+    open_jaxpr,
+    source_frames,
+    sub_jaxprs,
+)
+from mpx._formats import short_name
+from mpx._fp8._dot import fp8_dot
+from mpx._fp8._mx import mx_dot
+from mpx._fp8._operands import MatmulSpec
+from mpx._fp8._recipes import MXFP8, DelayedScaling
+from mpx._fp8._selection import Matmul, Selection, reason_to_keep, sizes
+from mpx._jaxpr import HANDLERS
+from mpx._jaxpr._calls import CALLS
+from mpx._jaxpr._flow import Flow, propagate
+from mpx._jaxpr._interpreter import (
+    Kind,
+    Op,
+    Outcome,
+    Scopes,
+    Values,
+)
+from mpx._jaxpr._queries import (
+    ATTENTION,
+    MATMULS,
+    MOVES,
+    Equation,
+    contains,
+    flops,
+    names,
+    places,
+    repetitions,
+)
+from mpx._keep import was_called
+from mpx._select import check_selectors
+
+Param = str | None
+"""The name of the parameter that a value is; `None` if it is none."""
+Scales = dict[str, tuple[Any, Any]]
+"""By the key of a matmul: the maxima that were seen before, and the probe."""
+
+# The result is a parameter if the first operand is one.
+_MOVES = (MOVES - {"broadcast_in_dim"}).union(
+    names("neg all_gather all_gather_invariant split unstack")
+)
+# The result is a parameter if all operands are parameters or numbers.
+_COMBINES = names("add sub mul div max min concatenate stack dot_general")
+_CHANGED = frozenset({"dot_general"})
+# Not changed if not a `dot_general`, but listed in the report.
+_MULTIPLIES = frozenset({*MATMULS, *ATTENTION})
+_ENTERED = HANDLERS.keys() - {"while", "custom_jvp_call", "custom_vjp_call"}
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Fp8(Transformation):
+    """One call of a function under `fp8`.
+
+    `found` holds ("table", parameter), ("fp8", "") and ("f32", parameter) for what was met.
+
+    Attributes:
+        chosen: The user's choices.
+        param_names: The names of the arguments that hold parameters.
+        may_cast: Whether a function whose matmuls are f32 is run in bf16.
+        is_cast: Whether it was.
+        matmuls: Where matmuls are recorded; `None` to record none.
+        keys: Where the keys of delayed scales are recorded, with the lengths of the scans
+            around them; `None` to record none.
+        scales: The delayed scales that the running body may need.
+        missing: The keys of matmuls for which `scales` has nothing that fits.
+        used: The other keys.
+        counts: How many matmuls with delayed scales were met, by parameter.
+    """
+
+    chosen: Selection
+    param_names: frozenset[str] = frozenset()
+    may_cast: bool = True
+    is_cast: bool = False
+    matmuls: list[Matmul] | None = None
+    keys: dict[str, tuple[int, ...]] | None = None
+    scales: Scales | None = None
+    missing: set[str] = dataclasses.field(default_factory=set)
+    used: set[str] = dataclasses.field(default_factory=set)
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    _lengths: tuple[int, ...] = ()
+    _delayed: bool = True
+
+    # --- the function -----------------------------------------------------------------
+
+    @property
+    def kept_types(self) -> tuple[type, ...]:
+        """The types whose calls run as they are written."""
+        return tuple(x for x in self.chosen.keep if isinstance(x, type))
+
+    def argument_fact(self, name: str, role: Role | None, leaf: Any) -> Param:
+        """Returns the name of an argument that is a parameter."""
+        is_param = role == "own" or name.partition("/")[0] in self.param_names
+        return name if is_param else None
+
+    def start(self, traced: Traced) -> Traced:
+        """Returns the function, cast by `amp` to bf16 if it was written in f32."""
+        self._check_selectors(traced)
+        if not self.may_cast or not self._is_f32(traced):
+            return traced
+        self.is_cast = True
+        amp = Autocast(dtype=np.dtype(jnp.bfloat16), rules=AmpRules(), cache=self.cache)
+
+        def run(*arrays: Any) -> Values:
+            return run_traced(amp, traced._replace(arrays=list(arrays)))
+
+        jaxpr, consts = open_jaxpr(jax.make_jaxpr(run)(*traced.arrays))
+        return traced._replace(jaxpr=jaxpr, consts=consts)
+
+    def _check_selectors(self, traced: Traced) -> None:
+        """Raises for strings and types of the user that select nothing."""
+        if not traced.has_params or not (self.chosen.keep or self.chosen.include):
+            return
+        scopes = ((scope, None) for scope in traced.places()[0])
+        named = [*traced.named_arrays(), *scopes]
+        for what in ("keep", "include"):
+            # Predicates are asked about matmuls.
+            chosen = [
+                x for x in getattr(self.chosen, what) if isinstance(x, str | type)
+            ]
+            check_selectors(chosen, what, named, was_called)
+
+    def _is_f32(self, traced: Traced) -> bool:
+        """Returns whether all matmuls with a parameter are f32, and the parameters, too."""
+        dtypes: set[str] = set()
+
+        def rule(name: str, eqn: Equation, labels: list[Param]) -> Param:
+            if name == "dot_general" and labels.count(None) == 1:
+                dtypes.update(label for label in labels if label)
+                dtypes.update(var.aval.dtype.name for var in eqn.invars)
+            after = () if name in HANDLERS else _facts_after(eqn, labels)
+            return next(iter(after), None)  # an effect has no results
+
+        # A parameter's label is its dtype.
+        labels = {
+            var: leaf.dtype.name
+            for var, leaf, named in zip(
+                traced.jaxpr.invars, traced.arrays, traced.named, strict=True
+            )
+            if self.argument_fact(*named, leaf) is not None
+        }
+        Flow(rule).run(traced.jaxpr, labels)
+        return dtypes == {"float32"}
+
+    # --- equations --------------------------------------------------------------------
+
+    def equation(self, op: Op) -> Outcome:
+        """Runs one equation; a matmul in 8 bits if it may."""
+        eqn, name = op.eqn, op.eqn.primitive.name
+        if name == "dot_general":
+            return self._dot(op), self._after(eqn, op.facts)
+        # A report looks for more than what is changed.
+        wanted = _CHANGED if self.matmuls is None else _MULTIPLIES
+        if name in _ENTERED and any(contains(x, wanted) for x in sub_jaxprs(eqn)):
+            return HANDLERS[name](self, op)
+        if self.matmuls is not None:
+            self._record(op)
+        return eval_equation(eqn, op.values), self._after(eqn, op.facts)
+
+    def _after(self, eqn: Equation, facts: list[Param]) -> list[Param]:
+        """Returns the facts of the results of an equation that runs as written."""
+        name = eqn.primitive.name
+        if name in CALLS:
+            inner = next(sub_jaxprs(eqn))
+            labels = dict(zip(inner.invars, facts, strict=True))
+            return propagate(inner, labels, self._after)
+        if name == "gather" and facts[0] is not None:
+            self.found.add(("table", facts[0]))
+        return _facts_after(eqn, facts)
+
+    def _dot(self, op: Op) -> Values:
+        eqn, values, facts, _ = op
+        matmul = self._describe(eqn, facts, op.scopes, math.prod(self._lengths))
+        if self.matmuls is not None:
+            self.matmuls.append(matmul)
+        if matmul.reason:
+            if matmul.param and matmul.dtype == "f32":
+                self.found.add(("f32", matmul.param))
+            return eval_equation(eqn, values)
+        self.found.add(("fp8", ""))
+        (lhs_axes, rhs_axes), _ = eqn.params["dimension_numbers"]
+        lhs, rhs = (jnp.asarray(value) for value in values)
+        spec = MatmulSpec(
+            dimensions=((tuple(lhs_axes), tuple(rhs_axes)), ((), ())),
+            dtypes=(lhs.dtype, rhs.dtype),
+            out_dtype=np.dtype(eqn.outvars[0].aval.dtype),
+            weight_side=int(facts[1] is not None),
+            recipe=self.chosen.recipe,
+            out_sharding=eqn.params.get("out_sharding"),
+        )
+        if isinstance(self.chosen.recipe, MXFP8):
+            return [mx_dot(spec, lhs, rhs)]
+        seen, probe = self._scale(matmul.param)
+        return [fp8_dot(spec, lhs, rhs, seen, probe, shared=self.frame.made)]
+
+    def _describe(
+        self, eqn: Equation, facts: Sequence[Param], scopes: Scopes, times: int
+    ) -> Matmul:
+        params = [name for name in facts if name]
+        source = ""
+        if self.matmuls is not None:
+            frames = source_frames(eqn)
+            source = f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown"
+        dtypes = dict.fromkeys(short_name(var.aval.dtype) for var in eqn.invars[:2])
+        shape, count = sizes(eqn)
+        matmul = Matmul(
+            param=params[0] if len(params) == 1 else "",
+            scope="/".join(scopes),
+            source=source,
+            shape=shape,
+            times=times * count,
+            dtype="×".join(dtypes),
+            reason="",
+            flops=flops(eqn) * times,
+            primitive=eqn.primitive.name,
+        )
+        tables = {name for kind, name in self.found if kind == "table"}
+        reason = reason_to_keep(eqn, facts, matmul, tables, self.chosen)
+        return matmul._replace(reason=reason)
+
+    def _record(self, op: Op) -> None:
+        """Records the matmuls in an equation that runs as written."""
+        assert self.matmuls is not None
+        eqn, count = op.eqn, math.prod(self._lengths)
+        if eqn.primitive.name in _MULTIPLIES:
+            self.matmuls.append(self._describe(eqn, op.facts, op.scopes, count))
+        reason = f"inside {eqn.primitive.name}, which runs as written"
+        for jaxpr in sub_jaxprs(eqn):
+            for inner, scopes, times in places(
+                jaxpr, op.scopes, count * repetitions(eqn)
+            ):
+                if inner.primitive.name in _MULTIPLIES:
+                    unknown = [None] * len(inner.invars)
+                    found = self._describe(inner, unknown, scopes, times)
+                    self.matmuls.append(found._replace(reason=reason))
+
+    # --- bodies -----------------------------------------------------------------------
+
+    def fact_inside(self, fact: Param, var: Any, kind: Kind) -> Param:
+        return None if kind in ("carry", "tangent") else fact
+
+    def more_inputs(self, op: Op) -> Scales:
+        """Returns the delayed scales that an equation with these operands may need.
+
+        They are those of the matmuls with these parameters that have not been met yet, of
+        which some may come after the equation. A scan takes those of its own length.
+        """
+        scales: Scales = {}
+        if self.scales is None:
+            return scales
+        length = None
+        if op.eqn.primitive.name == "scan":
+            length = op.eqn.params["length"]
+        for name in sorted({name for name in op.facts if name}):
+            for number in itertools.count(self.counts.get(name, 0)):
+                key = _key(name, number)
+                found = self.scales.get(key)
+                if found is None:
+                    break
+                shape = found[1].shape
+                if length is not None and (len(shape) < 2 or shape[0] != length):
+                    break
+                scales[key] = found
+        return scales
+
+    @contextlib.contextmanager
+    def inside(self, eqn: Equation, more: Scales | None) -> Iterator[None]:
+        """Enters a body with the delayed scales that belong there."""
+        before = self._lengths, self._delayed, self.scales
+        name = eqn.primitive.name
+        if name == "scan":
+            self._lengths += (eqn.params["length"],)
+        # Each device scales what it holds: delayed scales would need a maximum over
+        # devices, where the gradient of a shared value is a sum.
+        self._delayed &= name != "shard_map"
+        self.scales = None if self.scales is None else more
+        try:
+            yield
+        finally:
+            self._lengths, self._delayed, self.scales = before
+
+    def cache_key(self, more: Scales | None) -> tuple[Any, ...] | None:
+        if self.matmuls is not None or self.keys is not None:
+            return None
+        tables = frozenset(note for note in self.found if note[0] == "table")
+        # Delayed scales differ from one use of a parameter to the next: what was counted
+        # before says which of them come first.
+        counts = tuple(self.counts.items()) if more else ()
+        return tables, counts, self._delayed
+
+    def _scale(self, param: str) -> tuple[Any, Any]:
+        """Returns the maxima seen before and the probe of a matmul; `None` without."""
+        if not isinstance(self.chosen.recipe, DelayedScaling) or not self._delayed:
+            return None, None
+        number = self.counts.get(param, 0)
+        self.counts[param], key = number + 1, _key(param, number)
+        if self.keys is not None:
+            self.keys[key] = self._lengths
+        if self.scales is None:
+            return None, None
+        found = self.scales.get(key)
+        if found is None or found[1].ndim != 1:
+            self.missing.add(key)
+            return None, None
+        self.used.add(key)
+        return found
+
+
+def _facts_after(eqn: Equation, facts: list[Param]) -> list[Param]:
+    """Returns the facts of an equation's results."""
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    if name == "optimization_barrier":
+        return facts
+    if name in _MOVES or (name == "broadcast_in_dim" and _keeps_size(eqn)):
+        return [facts[0]] * count
+    if name in _COMBINES:
+        pairs = zip(eqn.invars, facts, strict=True)
+        tensors = [fact for atom, fact in pairs if not isinstance(atom, Literal)]
+        params = [fact for fact in tensors if fact is not None]
+        if tensors and len(params) == len(tensors):
+            return [max(params)] * count
+    return [None] * count
+
+
+def _keeps_size(eqn: Equation) -> bool:
+    return math.prod(eqn.invars[0].aval.shape) == math.prod(eqn.outvars[0].aval.shape)
+
+
+def _key(param: str, number: int) -> str:
+    """Returns the key of the scales of one use of a parameter.
+
+    It does not tell where in the program that is, so that another `jit` or `checkpoint`
+    around a layer, or another JAX, leaves a saved state usable.
+    """
+    return f"{param}:{number}"

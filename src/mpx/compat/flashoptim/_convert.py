@@ -1,0 +1,227 @@
+"""Conversion of optimizer states between flashoptim-jax and mpx."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from mpx._optim import FlashState
+from mpx._optim._layout import make_layout
+from mpx._optim._options import StateFormat, master_codec, moment_codec
+from mpx._quant import PlainBlock, Quantized
+from mpx._sharding import zeros_alike
+from mpx._tree import is_floating, named_leaves, shape_of
+from mpx.compat.flashoptim import compression, quantization
+from mpx.compat.flashoptim.compression import MasterBits, is_state, no_state
+
+_BLOCK = PlainBlock()
+_QUANTIZE = {
+    "mu": quantization.quantize_momentum,
+    "nu": quantization.quantize_variance,
+}
+_DEQUANTIZE = {
+    "mu": quantization.dequantize_momentum,
+    "nu": quantization.dequantize_variance,
+}
+
+
+class FlashAdamState(NamedTuple):
+    """The state of Adam and AdamW.
+
+    Attributes:
+        count: The number of steps taken, int32.
+        mu: First moments: `QuantizedArray` or f32.
+        nu: Second moments: `QuantizedArray` or f32.
+        ecc: Corrections, int8 or int16; a scalar int32 where there is none.
+    """
+
+    count: Any
+    mu: Any
+    nu: Any
+    ecc: Any
+
+
+class FlashLionState(NamedTuple):
+    """The state of Lion: `FlashAdamState` without second moments."""
+
+    count: Any
+    mu: Any
+    ecc: Any
+
+
+class FlashSGDState(NamedTuple):
+    """The state of gradient descent; without momentum, `mu` holds scalars of int32."""
+
+    count: Any
+    mu: Any
+    ecc: Any
+
+
+class Converted(NamedTuple):
+    """Parameters and state after a conversion."""
+
+    params: PyTree
+    state: Any
+
+
+def to_mpx(
+    params: PyTree,
+    state: Any,
+    *,
+    format: StateFormat = "flashoptim",
+    group_size: int = 32,
+) -> Converted:
+    """Converts a state of flashoptim-jax for `mpx.optim.flash_adamw` and the others.
+
+    In the format `"flashoptim"` nothing is lost, and the parameters stay as they are:
+    codes and scales are taken over where the last axis of a parameter consists of whole
+    groups, other moments become f32. The format `"mpx"` encodes everything anew.
+
+    Args:
+        params: The parameters.
+        state: Their state, made here or by flashoptim-jax itself.
+        format: That of `mpx.optim.Compression` of the optimizer that continues.
+        group_size: The one that the state was made with.
+
+    Returns:
+        The parameters and an `mpx.optim.FlashState`.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    eccs = treedef.flatten_up_to(state.ecc)
+    pairs = [
+        _correction_to_mpx(*pair, format) for pair in zip(leaves, eccs, strict=True)
+    ]
+    trees: dict[str, Any] = {"mu": None, "nu": None}
+    for name in trees.keys() & {*state._fields}:
+        stored = treedef.flatten_up_to(getattr(state, name))
+        new = [_moment_to_mpx(name, x, format, group_size) for x in stored]
+        if any(x is not None for x in new):
+            trees[name] = treedef.unflatten(new)
+    kind = "lion" if "Lion" in type(state).__name__ else "sgd"
+    kind = "adam" if "nu" in state._fields else kind
+    return Converted(
+        treedef.unflatten([param for param, _ in pairs]),
+        FlashState(
+            count=jnp.asarray(state.count, jnp.int32),
+            correction=treedef.unflatten([ecc for _, ecc in pairs]),
+            layout=make_layout(kind, format, pairs),
+            format=format,
+            **trees,
+        ),
+    )
+
+
+def _moment_to_mpx(name: str, x: Any, format: StateFormat, group_size: int) -> Any:
+    if not quantization.is_quantized(x):
+        return jnp.asarray(x, jnp.float32) if is_state(x) else None
+    quantization.check_scales(x, group_size)
+    shape = shape_of(x.values)
+    grouped = shape != () and 0 not in shape and shape[-1] % group_size == 0
+    if grouped and format == "flashoptim":
+        scales = jnp.asarray(x.scales, jnp.float16)
+        return Quantized(jnp.asarray(x.values), scales.reshape(*shape[:-1], -1))
+    moment = _DEQUANTIZE[name](x, group_size)
+    if not grouped:
+        return moment
+    codec = moment_codec(name, quantized=True, format=format)
+    new = codec.encode(moment.reshape(*shape[:-1], -1, group_size), _BLOCK)
+    return Quantized(new[0].reshape(shape), new[1])
+
+
+def _correction_to_mpx(
+    param: Any, ecc: Any, format: StateFormat
+) -> tuple[Any, Array | None]:
+    if not is_floating(param) or not is_state(ecc):
+        return param, None
+    ecc = jnp.asarray(ecc)
+    if format == "flashoptim":
+        return param, ecc
+    weight = compression.reconstruct_leaf(param, ecc)
+    return master_codec(param.dtype, ecc.dtype, format).encode(
+        weight, param.dtype, _BLOCK
+    )
+
+
+def from_mpx(
+    params: PyTree,
+    state: FlashState,
+    state_type: type | None = None,
+    *,
+    quantize: bool | Callable[[str, Any], bool] = True,
+    master_weight_bits: MasterBits | Literal["keep"] = 24,
+    group_size: int = 32,
+) -> Converted:
+    """Converts a state of mpx to the layout of flashoptim-jax.
+
+    States of the format `"flashoptim"` in groups of `group_size` are taken over bit for
+    bit; anything else is encoded anew.
+
+    Args:
+        params: The parameters.
+        state: Their state, in any format.
+        state_type: `FlashAdamState`, `FlashLionState` or `FlashSGDState`; by default the
+            first if there are second moments, else the second.
+        quantize: The option of the optimizer that continues, or a function that returns
+            it for the path of a parameter and the parameter.
+        master_weight_bits: The option of the optimizer that continues, or `"keep"` for
+            those that the state has.
+        group_size: The option of the optimizer that continues.
+
+    Returns:
+        The parameters and their state.
+    """
+    cls: Any = state_type or (FlashLionState if state.nu is None else FlashAdamState)
+    treedef, named = jax.tree.structure(params), named_leaves(params)
+    pairs = [
+        _correction_from_mpx(param, ecc, state.format, master_weight_bits)
+        for (_, param), ecc in zip(
+            named, treedef.flatten_up_to(state.correction), strict=True
+        )
+    ]
+    trees = {"ecc": treedef.unflatten([ecc for _, ecc in pairs])}
+    for moment in {"mu", "nu"} & {*cls._fields}:
+        tree, new = getattr(state, moment), []
+        stored = named if tree is None else treedef.flatten_up_to(tree)
+        for (name, param), x in zip(named, stored, strict=True):
+            if tree is None or not is_floating(param):
+                new.append(no_state())
+                continue
+            codes = quantize(name, param) if callable(quantize) else quantize
+            size = group_size if codes else None
+            new.append(_moment_from_mpx(moment, param, x, state.format, size))
+        trees[moment] = treedef.unflatten(new)
+    new_params = treedef.unflatten([param for param, _ in pairs])
+    return Converted(new_params, cls(count=state.count, **trees))
+
+
+def _moment_from_mpx(
+    name: str, param: Any, x: Any, format: StateFormat, group_size: int | None
+) -> Any:
+    """Returns a moment in groups of `group_size`, or in f32 if that is `None`."""
+    if isinstance(x, Quantized):
+        size = x.codes.shape[-1] // x.scale.shape[-1]
+        if format == "flashoptim" and size == group_size:
+            return quantization.QuantizedArray(x.codes, x.scale.reshape(-1))
+        codec = moment_codec(name, quantized=True, format=format)
+        codes = x.codes.reshape(*x.scale.shape, size)
+        x = codec.decode(Quantized(codes, x.scale), _BLOCK).reshape(param.shape)
+    elif x is None:  # frozen in mpx
+        x = zeros_alike(param, np.dtype(np.float32))
+    return x if group_size is None else _QUANTIZE[name](x, group_size)
+
+
+def _correction_from_mpx(
+    param: Any, ecc: Any, format: StateFormat, bits: Any
+) -> tuple[Any, Array]:
+    if bits == "keep":
+        bits = None if ecc is None else 16 + 8 * ecc.dtype.itemsize
+    dtype = compression.correction_dtype(param.dtype, bits)
+    if ecc is None:
+        return param, no_state() if dtype is None else zeros_alike(param, dtype)
+    if format == "flashoptim" and ecc.dtype == dtype:
+        return param, ecc
+    weight = master_codec(param.dtype, ecc.dtype, format).decode(param, ecc, _BLOCK)
+    return compression.split_leaf(weight, param.dtype, bits)

@@ -1,0 +1,270 @@
+"""The optimizers of flashoptim-jax, with its signatures and state."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from mpx import _optim
+from mpx._optim import Compression, ParamGroup
+from mpx.compat.flashoptim._convert import (
+    FlashAdamState,
+    FlashLionState,
+    FlashSGDState,
+    from_mpx,
+    to_mpx,
+)
+from mpx.compat.flashoptim.compression import MasterBits
+from mpx.compat.flashoptim.quantization import QuantizedArray, is_quantized
+
+Rate = float | Array | Callable[[Array], Any]
+Groups = Sequence[Mapping[str, Any]] | None
+
+
+class FlashOptimizer(NamedTuple):
+    """An optimizer.
+
+    Attributes:
+        init: `init(params)`, returns the state.
+        step: `step(params, state, grads)`, returns `(params, state)`.
+    """
+
+    init: Callable[[PyTree], Any]
+    step: Callable[[PyTree, Any, PyTree], tuple[PyTree, Any]]
+
+
+# The signatures below are those of flashoptim-jax, positions included.
+
+
+def flash_adam(  # noqa: PLR0917
+    learning_rate: Rate = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    quantize: bool = True,
+    master_weight_bits: MasterBits = 24,
+    group_size: int = 32,
+    fused: bool = True,
+    param_groups: Groups = None,
+) -> FlashOptimizer:
+    """Adam; weight decay is added to the gradient. See `flash_adamw`."""
+    return _build(_optim.flash_adam, FlashAdamState, **locals())
+
+
+def flash_adamw(  # noqa: PLR0917
+    learning_rate: Rate = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    quantize: bool = True,
+    master_weight_bits: MasterBits = 24,
+    group_size: int = 32,
+    fused: bool = True,
+    param_groups: Groups = None,
+) -> FlashOptimizer:
+    """AdamW.
+
+    Args:
+        learning_rate: A number, or a schedule: a function of the step count.
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Multiplied by the learning rate.
+        quantize: Whether moments are stored in 8 bits; else in f32.
+        master_weight_bits: 24, 32 or `None`, the bits of the master weights of 16-bit
+            parameters.
+        group_size: How many elements share a scale: a power of two up to 1024.
+        fused: `False` runs the step in plain JAX, `True` lets mpx choose.
+        param_groups: Dictionaries with the key `params` and options that differ: any
+            hyperparameter, `quantize` or `master_weight_bits`. `params` is a name that
+            occurs in the path, a whole path (`"head/w"` or a tuple), a function of path
+            and leaf, or a list of these. The first group that matches holds.
+
+    Raises:
+        ValueError: If an option is unknown or out of its range.
+    """
+    return _build(_optim.flash_adamw, FlashAdamState, **locals())
+
+
+def flash_lion(  # noqa: PLR0917
+    learning_rate: Rate = 1e-4,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float = 0.0,
+    quantize: bool = True,
+    master_weight_bits: MasterBits = 24,
+    group_size: int = 32,
+    fused: bool = True,
+    param_groups: Groups = None,
+) -> FlashOptimizer:
+    """Lion. See `flash_adamw` for the options."""
+    return _build(_optim.flash_lion, FlashLionState, **locals())
+
+
+def flash_sgd(  # noqa: PLR0917
+    learning_rate: Rate = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    quantize: bool = True,
+    master_weight_bits: MasterBits = 24,
+    group_size: int = 32,
+    fused: bool = True,
+    param_groups: Groups = None,
+) -> FlashOptimizer:
+    """Gradient descent; weight decay is added to the gradient. See `flash_adamw`."""
+    return _build(_optim.flash_sgd, FlashSGDState, **locals())
+
+
+def flash_sgdw(  # noqa: PLR0917
+    learning_rate: Rate = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    quantize: bool = True,
+    master_weight_bits: MasterBits = 24,
+    group_size: int = 32,
+    fused: bool = True,
+    param_groups: Groups = None,
+) -> FlashOptimizer:
+    """Gradient descent with decoupled weight decay. See `flash_adamw`."""
+    return _build(_optim.flash_sgdw, FlashSGDState, **locals())
+
+
+def _matches(by: Any, name: str, leaf: Any) -> bool:
+    """Whether the `params` of a group choose a parameter; see `flash_adamw`."""
+    parts = name.split("/")
+    if callable(by):
+        return bool(by(tuple(parts), leaf))
+    if isinstance(by, tuple):
+        return parts == [str(part) for part in by]
+    if isinstance(by, Iterable) and not isinstance(by, str):
+        return any(_matches(one, name, leaf) for one in by)
+    return name == by or str(by) in parts
+
+
+def _build(
+    make: Callable[..., Any],
+    state_type: type,
+    *,
+    quantize: bool,
+    master_weight_bits: MasterBits,
+    group_size: int,
+    fused: bool,
+    param_groups: Groups,
+    **hyper: Any,
+) -> FlashOptimizer:
+    if group_size < 2 or 1024 % group_size:
+        raise ValueError(
+            "group_size must divide BLOCK_SIZE (1024): a power of two such as 32, but "
+            f"{group_size} was given."
+        )
+    if "momentum" in hyper:
+        hyper["momentum"] = hyper["momentum"] or None
+
+    def compression(
+        quantize: bool = quantize, master_weight_bits: Any = master_weight_bits
+    ) -> Compression:
+        return Compression(
+            quantize=quantize,
+            master_bits=master_weight_bits,
+            group_size=group_size,
+            min_size=0,
+            format="flashoptim",
+        )
+
+    groups = []
+    for index, spec in enumerate(param_groups or ()):
+        own = dict(spec)
+        if "params" not in own:
+            raise ValueError(
+                "Each param group must define a 'params' matcher, but "
+                f"param_groups[{index}] has only {sorted(spec)}."
+            )
+        where = functools.partial(_matches, own.pop("params"))
+        stored = {x: own.pop(x) for x in ("quantize", "master_weight_bits") if x in own}
+        groups.append(ParamGroup(where, own, compression=compression(**stored)))
+    base, backend = compression(), "auto" if fused else "jax"
+    optimizer = make(**hyper, groups=groups, compression=base, backend=backend)
+
+    def quantizes(name: str, param: Any) -> bool:
+        group = next((x for x in groups if x.matches(name, param)), None)
+        return (base if group is None else group.compression).quantize
+
+    def convert(params: PyTree, state: Any) -> Any:
+        options: Any = dict(quantize=quantizes, master_weight_bits="keep")
+        return from_mpx(params, state, state_type, group_size=group_size, **options)
+
+    def init(params: PyTree) -> Any:
+        return convert(params, optimizer.init(params)).state
+
+    def step(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
+        new = optimizer.step(*to_mpx(params, state, group_size=group_size), grads)
+        return tuple(convert(*new))
+
+    return FlashOptimizer(init, step)
+
+
+# --- State dictionaries ---------------------------------------------------------------
+
+
+def flash_adamw_state_dict(state: Any) -> dict[str, Any]:
+    """Returns a state as a dictionary of arrays and tree structures."""
+
+    def leaf_dict(leaf: Any) -> dict[str, Any]:
+        if is_quantized(leaf):
+            values, scales = map(jnp.asarray, leaf)
+            return {"kind": "quantized", "values": values, "scales": scales}
+        return {"kind": "array", "value": jnp.asarray(leaf)}
+
+    new: dict[str, Any] = {"count": jnp.asarray(state.count)}
+    for name in state._fields[1:]:
+        leaves, treedef = jax.tree.flatten(getattr(state, name), is_leaf=is_quantized)
+        new[name] = {"treedef": treedef, "leaves": list(map(leaf_dict, leaves))}
+    return new
+
+
+flash_lion_state_dict = flash_sgd_state_dict = flash_adamw_state_dict
+
+
+def load_flash_adamw_state_dict(state_dict: Mapping[str, Any]) -> FlashAdamState:
+    """Returns the state that `flash_adamw_state_dict` was given."""
+    return _load(FlashAdamState, state_dict)
+
+
+def load_flash_lion_state_dict(state_dict: Mapping[str, Any]) -> FlashLionState:
+    """Returns the state that `flash_lion_state_dict` was given."""
+    return _load(FlashLionState, state_dict)
+
+
+def load_flash_sgd_state_dict(state_dict: Mapping[str, Any]) -> FlashSGDState:
+    """Returns the state that `flash_sgd_state_dict` was given."""
+    return _load(FlashSGDState, state_dict)
+
+
+def _load(state_type: Any, state_dict: Mapping[str, Any]) -> Any:
+    names = state_type._fields
+    if missing := [name for name in names if name not in state_dict]:
+        raise ValueError(
+            f"A state dictionary for {state_type.__name__} has the keys {list(names)}, but "
+            f"{missing} are missing: it comes from another optimizer."
+        )
+    trees = {
+        name: state_dict[name]["treedef"].unflatten(
+            jnp.asarray(leaf["value"])
+            if leaf["kind"] == "array"
+            else QuantizedArray(
+                jnp.asarray(leaf["values"]), jnp.asarray(leaf["scales"])
+            )
+            for leaf in state_dict[name]["leaves"]
+        )
+        for name in names[1:]
+    }
+    return state_type(count=jnp.asarray(state_dict["count"], jnp.int32), **trees)

@@ -1,0 +1,177 @@
+"""A JAX that has renamed a private name costs a feature and one warning, not mpx."""
+
+import json
+import pkgutil
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import mpx
+from mpx import _optim, _private
+from mpx._fp8 import _layouts
+from mpx._kernels import _dispatch
+from mpx._version import check_versions
+
+NAMES = [(key, name) for key, x in _private.FEATURES.items() for name in x.names]
+
+# One process imports mpx anew without each name in turn. JAX itself needs most of them,
+# so they are hidden from the function that mpx looks names up with.
+SCRIPT = """
+import json, pkgutil, sys, warnings
+import equinox, jax, jax.numpy as jnp, numpy as np, optax
+
+resolve = pkgutil.resolve_name
+params = {"w": jnp.full((32, 32), 0.0625), "b": jnp.zeros(32)}
+x = jnp.ones((4, 32))
+
+def loss(params, x):
+    with jax.named_scope("layer"):
+        y = jnp.tanh(x @ params["w"] + params["b"])
+    return jnp.mean(y**2)
+
+expected = jax.grad(loss)(params, x)
+
+def attempt(feature, missing):
+    def hide(name):
+        if name == missing:
+            raise AttributeError(name)
+        return resolve(name)
+
+    pkgutil.resolve_name = hide
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mpx"]:
+        del sys.modules[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        import mpx
+        from mpx._optim import flash_adamw
+        from mpx._private import private
+
+        grads = jax.grad(mpx.amp(loss))(params, x)
+        optimizer = flash_adamw(0.5, weight_decay=0.0)
+        new, _ = optimizer.step(params, optimizer.init(params), grads)
+        assert private(feature) is private(feature) is None
+    for name in params:
+        error = np.abs(grads[name] - expected[name]).max()
+        assert error <= 2.0**-5 * np.abs(expected[name]).max(), (missing, error)
+        # The first step of Adam has the length of the learning rate.
+        assert np.allclose(new[name], params[name] - 0.5, rtol=1e-3), missing
+    return [str(item.message) for item in caught]
+
+print(json.dumps([attempt(*pair) for pair in json.loads(sys.argv[1])]))
+"""
+
+
+def test_missing_feature_leaves_import_gradients_and_steps_right():
+    """All names of a feature are looked up at once: its first stands for the others."""
+    pairs = [(key, next(x.names)) for key, x in _private.FEATURES.items()]
+    pairs = [pair for pair in pairs if pair[1].startswith("jax")]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(pairs)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for (feature, name), warned in zip(pairs, json.loads(done.stdout), strict=True):
+        assert len(warned) == bool(_private.FEATURES[feature].lost), (name, warned)
+
+
+@pytest.fixture
+def hide(monkeypatch):
+    """Hides names from mpx; warnings come once per process."""
+    resolve, hidden = pkgutil.resolve_name, []
+
+    def lookup(name):
+        if name in hidden:
+            raise AttributeError(name)
+        return resolve(name)
+
+    monkeypatch.setattr(pkgutil, "resolve_name", lookup)
+    _private.private.cache_clear()
+    yield hidden.append
+    _private.private.cache_clear()
+
+
+@pytest.mark.parametrize(("feature", "name"), NAMES, ids=str)
+def test_missing_name_turns_its_feature_off_with_one_warning(feature, name, hide):
+    lost = _private.FEATURES[feature].lost
+    assert pkgutil.resolve_name(name) is not None, "this JAX has renamed it"
+    hide(name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert _private.private(feature) is None
+        assert _private.private(feature) is None
+    assert len(caught) == bool(lost)
+    for item in caught:
+        assert f"has no `{name.replace(':', '.')}`" in str(item.message)
+        assert lost in str(item.message)
+
+
+def test_methods_of_models_run_as_written_without_the_lifting_of_flax(hide):
+    hide("flax.core.lift:pack")
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return mpx.amp(nn.Dense(4, use_bias=False))(x)
+
+    x = jnp.linspace(-1, 1, 6).reshape(2, 3)
+    with pytest.warns(RuntimeWarning, match="runs methods of a Linen model as written"):
+        variables: Any = Model().init(jax.random.key(0), x)
+    kernel = variables["params"]["Dense_0"]["kernel"]
+    np.testing.assert_allclose(Model().apply(variables, x), x @ kernel, rtol=1e-6)
+
+
+def test_functions_run_as_written_without_the_state_of_haiku(hide):
+    hide("haiku._src.stateful:difference")
+    x = jnp.linspace(-1, 1, 6).reshape(2, 3)
+    model = hk.without_apply_rng(
+        hk.transform(lambda x: mpx.amp(hk.Linear(4, with_bias=False))(x))
+    )
+    with pytest.warns(RuntimeWarning, match="inside `hk.transform` as written"):
+        params = model.init(jax.random.key(0), x)
+    out = model.apply(params, x)
+    np.testing.assert_allclose(out, x @ params["linear"]["w"], rtol=1e-6)
+
+
+def test_gpu_without_kernels_runs_plain_jax_with_one_warning(hide, monkeypatch):
+    hide("jax.experimental.pallas:pallas_call")
+    for module in (_dispatch, _layouts):
+        monkeypatch.setattr(module, "gpu_capability", lambda: (9, 0))
+    params = {"w": jnp.ones((512, 512)), "v": jnp.ones((512, 512))}
+    tx = _optim.flash_adamw(1e-2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jaxpr = jax.make_jaxpr(tx.step)(params, tx.init(params), params)
+        assert not _layouts.turning_pays()
+    assert "pallas_call" not in str(jaxpr)
+    assert "platform_index" not in str(jaxpr)
+    assert ["instead of Triton kernels" in str(item.message) for item in caught] == [
+        True
+    ]
+    tx = _optim.flash_adamw(1e-2, backend="triton")
+    with pytest.raises(ValueError, match="lacks a name that the Triton kernel needs"):
+        tx.step(params, tx.init(params), params)
+
+
+def test_old_jax_is_an_error_and_a_new_one_is_not():
+    with pytest.raises(
+        ImportError, match=r"needs jax>=0\.10\.1,!=0\.10\.2, but jax 0\.9"
+    ):
+        check_versions("0.9.2", "0.9.2", "x86_64")
+    check_versions("1.2.3", "1.2.3", "aarch64")
+
+
+def test_build_that_computes_wrong_numbers_is_warned_of():
+    check_versions("0.10.2", "0.10.2", "x86_64")
+    with pytest.warns(
+        RuntimeWarning, match=r"0\.10\.2 computes wrong numbers on aarch64"
+    ):
+        check_versions("0.10.2", "0.10.2", "aarch64")
