@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mpx._optim._core import _plan
-from mpx._optim._leaf import Leaf
-from mpx._optim._scalars import Scalars
-from mpx._optim._state import flatten, leaves_of
-from mpx._quant import Dither, PlainBlock, Quantized
+from mpx._optim._core import leaf_step
+from mpx._optim._params import flatten_params
+from mpx._optim._scalars import StepScalars
+from mpx._optim._state import leaves_of
+from mpx._optim._update_rules import Leaf
+from mpx._quant import Block, Dither, Quantized
 
 # In f32 a rounding is 2⁻²⁴. No number takes part in more than eight of them on its way
 # to a result (`nesterov` is the longest), on either path: 16 · 2⁻²⁴.
@@ -85,7 +86,7 @@ def rounding_errors(
     def step(factors: Array) -> tuple[Array, ...]:
         moved = [x * factor for x, factor in zip(flat, factors, strict=True)]
         (scale, *rest), grad, weight, moments = treedef.unflatten(moved)
-        new = rule.update(tuple(rest), grad * scale, weight, moments, PlainBlock())
+        new = rule.update(tuple(rest), grad * scale, weight, moments, Block())
         return (new[0], *new[1])
 
     exact = step(jnp.ones(len(flat)))
@@ -112,7 +113,7 @@ def differences(
     """
     core = optimizer.init.__self__
     old, want, got = (stored_leaves(core, *tree) for tree in (before, plain, kernel))
-    numbers = Scalars(core.rule, core.hyper, before[1].count, grad_scale)
+    numbers = StepScalars(core.rule, core.hyper, before[1].count, grad_scale)
     scale, *rest = numbers.of(None, True)
     coefficients = rest[len(Dither._fields) :]
     weights, moments = zip(
@@ -124,7 +125,9 @@ def differences(
     allowed = rounding_errors(
         core.rule,
         (scale, *coefficients),
-        jnp.concatenate([x.astype(jnp.float32).ravel() for x in flatten(grads).leaves]),
+        jnp.concatenate(
+            [x.astype(jnp.float32).ravel() for x in flatten_params(grads).leaves]
+        ),
         jnp.concatenate([x.ravel() for x in weights]),
         tuple(columns),
     )
@@ -145,15 +148,15 @@ def found_of(elements: int, fields: dict[str, Array]) -> Found:
 
 def stored_leaves(core: Any, params: Any, state: Any) -> list[Leaf]:
     """Returns each parameter with its state."""
-    return leaves_of(flatten(params), state, core.rule.moments)
+    return leaves_of(flatten_params(params), state, core.rule.moments)
 
 
 def decoded(core: Any, leaf: Leaf, state: Any) -> tuple[Array, list[Array]]:
     """Returns the f32 weight and moments of a leaf."""
-    plan, shape = _plan("", core.rule, leaf, state.format), leaf.param.shape
+    plan, shape = leaf_step("", core.rule, leaf, state.format), leaf.param.shape
     groups = (*shape[:-1], -1, plan.group_size) if plan.group_size else shape
     leaf = jax.tree.map(lambda x: x.reshape(groups) if x.shape == shape else x, leaf)
-    block = PlainBlock()
+    block = Block()
     weight = plan.master.decode(leaf.param, leaf.correction, block)
     pairs = zip(plan.moments, leaf.moments, strict=True)
     return weight, [codec.decode(stored, block) for codec, stored in pairs]

@@ -217,7 +217,7 @@ def release(precision):
         scale = scaling.unscale(jnp.float32(1))
         args = (*fp8_state, x, y) if precision.is_delayed else fp8_state
         result = stepped(params, optimizer_state, *args, grad_scale=scale)
-        scaling = scaling.adjust(result.grads_finite)
+        scaling = scaling.adjust(result.finite)
         carry = (result.params, result.state, scaling, fp8_state)
         return carry, result.value * scale
 

@@ -156,3 +156,13 @@ def _assert_close(one, other, unit=0.0):
     one, other = np.float64(one), np.float64(other)
     bound = unit * np.abs(other) + ROUNDINGS * np.max(np.abs(other), initial=0)
     np.testing.assert_array_less(np.abs(one - other), bound + 1e-300)
+
+
+# --- one leaf ----------------------------------------------------------------------------
+
+W = {"layer": {"w": jnp.ones(SHAPE, BF16)}}
+
+
+def step_with(grads=W, params=W, state=None, tx=None):
+    tx = kind("adamw") if tx is None else tx
+    return tx.step(params, tx.init(W) if state is None else state, grads)

@@ -73,7 +73,7 @@ def test_non_finite_gradient_is_reported_and_the_step_can_be_left_out(bad):
     clip = mpx.optim.clip_scale(grads, 1.0)
     assert not clip.finite
     stepped = optimizer.step(
-        params, state, grads, ok=clip.finite, grad_scale=clip.grad_scale
+        params, state, grads, finite=clip.finite, grad_scale=clip.grad_scale
     )
     mpx.testing.assert_trees_equal(tuple(stepped), (params, state))
 
@@ -104,6 +104,7 @@ def test_norm_may_be_traced():
     ],
     ids=["string", "None", "complex", "array"],
 )
+@pytest.mark.usefixtures("untyped")
 def test_what_is_not_one_number_is_refused(name, value, error, match):
     with pytest.raises(error, match=f"`{name}` {match}"):
         mpx.optim.clip_scale({"w": jnp.ones(2)}, **{"max_norm": 1.0} | {name: value})

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import mpx
 from flash_cases import assert_same_step
 from mpx._optim._core import _seed
-from mpx._quant import Noise, PlainBlock, RoundedMaster
+from mpx._quant import Block, Noise, RoundedMaster
 from mpx.testing import assert_trees_equal
 
 AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -187,12 +187,12 @@ def test_shapes_with_shardings_give_a_template_with_shardings():
 # --- step -----------------------------------------------------------------------------
 
 
-def check_steps(name, shape, mesh, spec, *, ok=None):
+def check_steps(name, shape, mesh, spec, *, finite=None):
     """Takes a step on eight devices; returns what it sends between them."""
     optimizer = OPTIMIZERS[name]
 
     def step(params, state, grads):
-        return optimizer.step(params, state, grads, ok=ok)
+        return optimizer.step(params, state, grads, finite=finite)
 
     return second_step(step, name, shape, mesh, spec)
 
@@ -242,7 +242,7 @@ def test_each_element_is_rounded_with_the_random_number_of_its_place(
     weight = jnp.asarray(old - np.float32(2.0**-9) * grad)
     places = jnp.arange(weight.size, dtype=jnp.uint32).reshape(shape)
     noise = Noise(places, _seed(3, 0, jnp.int32(0)))
-    expected, _ = RoundedMaster().encode(weight, jnp.bfloat16, PlainBlock(), noise)
+    expected, _ = RoundedMaster().encode(weight, jnp.bfloat16, Block(), noise)
     assert np.mean(expected != weight.astype(jnp.bfloat16)) > 0.1  # it is random
     assert_trees_equal(jax.device_get(new["w"]), jax.device_get(expected))
 
@@ -262,7 +262,7 @@ def test_large_parameters_step_locally(axis_type, layout):
 @each_axis_type
 def test_a_flag_keeps_the_step_local(axis_type):
     mesh = make_mesh(axis_type)
-    assert check_steps("adamw", SHAPE, mesh, P("x", "y"), ok=True) == []
+    assert check_steps("adamw", SHAPE, mesh, P("x", "y"), finite=True) == []
 
 
 @each_axis_type
@@ -272,8 +272,8 @@ def test_a_skipped_step_changes_nothing_on_any_device(axis_type):
     params, (grad, bad) = problem(SHAPE, mesh, spec)
     params, state = jax.jit(optimizer.step)(params, optimizer.init(params), grad)
     bad = mpx.testing.inject_nonfinite(bad, jnp.nan, index=37)
-    step = jax.jit(lambda *args, ok: optimizer.step(*args, ok=ok))
-    skipped = step(params, state, bad, ok=mpx.all_finite(bad))
+    step = jax.jit(lambda *args, finite: optimizer.step(*args, finite=finite))
+    skipped = step(params, state, bad, finite=mpx.all_finite(bad))
     assert not unlike(skipped, mesh, spec)
     assert_trees_equal(tuple(skipped), (params, state))
 

@@ -75,15 +75,17 @@ def compile_step(optimizer, params, sharding, wrap=lambda step: step):
     """Compiles a step that donates parameters and state."""
     state = jax.eval_shape(optimizer.init, params)
     params, state = structs((params, state), sharding)
-    ok = structs(jax.ShapeDtypeStruct((), bool), sharding)
+    finite = structs(jax.ShapeDtypeStruct((), bool), sharding)
 
-    def step(params, state, grads, ok):
-        return tuple(optimizer.step(params, state, grads, ok=ok))
+    def step(params, state, grads, finite):
+        return tuple(optimizer.step(params, state, grads, finite=finite))
 
     program = jax.jit(wrap(step), donate_argnums=(0, 1))
     # Pallas asks the mesh for the kind of its GPUs.
     with jax.set_mesh(sharding.mesh):
-        return program.lower(params, state, params, ok).compile(h200.compiler_options())
+        return program.lower(params, state, params, finite).compile(
+            h200.compiler_options()
+        )
 
 
 def operations(program):

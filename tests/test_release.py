@@ -27,19 +27,28 @@ TINY = mpx.optim.Compression(min_size=1)
 OPTIMIZERS: dict[str, Any] = {
     "adamw": mpx.optim.flash_adamw(1e-2, weight_decay=0.1, compression=TINY),
     "lion": mpx.optim.flash_lion(1e-3, compression=TINY),
-    "sgd": mpx.optim.flash_sgd(1e-2, momentum=0.9, nesterov=True, compression=TINY),
     "without moments": mpx.optim.flash_sgdw(0.1, weight_decay=0.1),
-    "a schedule": mpx.optim.flash_adamw(
-        lambda count: 1e-2 / (1 + jnp.float32(count)), compression=TINY
+}
+# Every number of moments, in 8 bits and in f32; scalars and seeds that are computed; every
+# dtype of parameters. Steps with release differ in what they read, not in the rule.
+CASES: dict[str, Any] = {
+    "adamw, a schedule": (
+        mpx.optim.flash_adamw(
+            lambda count: 1e-2 / (1 + jnp.float32(count)), compression=TINY
+        ),
+        BF16,
     ),
-    "f32 moments": mpx.optim.flash_adamw(1e-2),  # all leaves are below `min_size`
-    "flashoptim": mpx.optim.flash_adamw(
-        1e-2, compression=mpx.optim.Compression(min_size=1, format="flashoptim")
+    "lion, stochastic": (
+        mpx.optim.flash_lion(
+            1e-3,
+            compression=mpx.optim.Compression(
+                min_size=1, rounding="stochastic", seed=3
+            ),
+        ),
+        F16,
     ),
-    "stochastic": mpx.optim.flash_adamw(
-        1e-2,
-        compression=mpx.optim.Compression(min_size=1, rounding="stochastic", seed=3),
-    ),
+    # All leaves are below `min_size`.
+    "sgd, f32 moments": (mpx.optim.flash_sgd(1e-2, momentum=0.9, nesterov=True), F32),
 }
 
 
@@ -50,102 +59,96 @@ def make_params(dtype=BF16):
     return {
         "table": draw(1, (WORDS, WIDTH), dtype),
         "up": draw(2, (LAYERS, WIDTH, HIDDEN), dtype) / 4,
-        "bias": draw(3, (LAYERS, HIDDEN), dtype) / 4,
         "down": draw(4, (LAYERS, HIDDEN, WIDTH), dtype) / 8,
-        "norm": jnp.ones((WIDTH,), dtype),
     }
 
 
 def make_batch():
-    words = np.random.default_rng(5).integers(0, WORDS, 24)
-    return jnp.asarray(words), jnp.asarray(np.roll(words, 1))
+    return (jnp.asarray(np.random.default_rng(5).integers(0, WORDS, 24)),)
 
 
 def layer(x, weights):
-    up, bias, down = weights
-    return x + jax.nn.gelu(x @ up + bias[None]) @ down, None
+    up, down = weights
+    return x + jnp.tanh(x @ up) @ down, None
 
 
-def cross_entropy(params, x, words):
-    """Ties the head to the table of the embedding."""
-    logits = ((x * params["norm"][None]) @ params["table"].T).astype(F32)
-    each = jnp.take_along_axis(jax.nn.log_softmax(logits), words[:, None], 1)
-    return -jnp.mean(each)
+def head(params, x):
+    """Returns a loss, with a head that is tied to the table of the embedding."""
+    return jnp.mean(jnp.square((x @ params["table"].T).astype(F32)))
 
 
 def layers_of(params):
-    return params["up"], params["bias"], params["down"]
+    return params["up"], params["down"]
 
 
-def scanned(params, words, after, *, wrap=lambda body: body, **options):
+def scanned(params, words, *, wrap=lambda body: body, **options):
     x = params["table"][words]
     x, _ = lax.scan(wrap(layer), x, layers_of(params), **options)
-    return cross_entropy(params, x, after)
+    return head(params, x)
 
 
-def unrolled(params, words, after):
+def unrolled(params, words):
     x = params["table"][words]
     for index in range(LAYERS):
         x, _ = layer(x, jax.tree.map(lambda w: w[index], layers_of(params)))  # noqa: B023
-    return cross_entropy(params, x, after)
+    return head(params, x)
 
 
-def under_jit(params, words, after):
+def under_jit(params, words):
     run = jax.jit(lambda x, weights: lax.scan(jax.checkpoint(layer), x, weights)[0])
-    return cross_entropy(params, run(params["table"][words], layers_of(params)), after)
+    return head(params, run(params["table"][words], layers_of(params)))
 
 
-def remat_around(params, words, after):
+def remat_around(params, words):
     run = jax.checkpoint(lambda x, weights: lax.scan(layer, x, weights)[0])
-    return cross_entropy(params, run(params["table"][words], layers_of(params)), after)
+    return head(params, run(params["table"][words], layers_of(params)))
 
 
-def twice(params, words, after):
+def twice(params, words):
     """A second pass through the same layers: gradients are sums over both."""
     x = params["table"][words]
     for _ in range(2):
         x, _ = lax.scan(layer, x, layers_of(params))
-    return cross_entropy(params, x, after)
+    return head(params, x)
 
 
-def in_a_loop(params, words, after):
+def in_a_loop(params, words):
     """The same within an outer scan, whose iterations share the layers."""
 
     def outer(x, _):
         return lax.scan(layer, x, layers_of(params))
 
     x, _ = lax.scan(outer, params["table"][words], length=2)
-    return cross_entropy(params, x, after)
+    return head(params, x)
 
 
-def also_outside(params, words, after):
+def also_outside(params, words):
     """A penalty on weights that a scan consumes."""
     penalty = 0.01 * jnp.sum(jnp.square(params["up"].astype(F32)))
-    return scanned(params, words, after) + penalty
+    return scanned(params, words) + penalty
 
 
-def unused(params, words, after):
-    """The layers' biases are not used, and the norm has no gradient."""
-    params = params | {"norm": lax.stop_gradient(params["norm"])}
+def unused(params, words):
+    """The first weights of the layers are not used, and the table has no gradient."""
+    params = params | {"table": lax.stop_gradient(params["table"])}
 
-    def step(x, weights):
-        up, down = weights
-        return x + jnp.tanh(x @ up) @ down, None
+    def step(x, down):
+        return x + jnp.tanh(jnp.tile(x, 2)) @ down, None
 
-    x, _ = lax.scan(step, params["table"][words], (params["up"], params["down"]))
-    return cross_entropy(params, x, after)
+    x, _ = lax.scan(step, params["table"][words], params["down"])
+    return head(params, x)
 
 
-def part_of_the_body(params, words, after):
+def part_of_the_body(params, words):
     """Only one product of a layer is under remat."""
 
     def step(x, weights):
-        up, bias, down = weights
-        hidden = jax.checkpoint(lambda x, up: jax.nn.gelu(x @ up))(x, up)
-        return x + (hidden + bias[None]) @ down, None
+        up, down = weights
+        hidden = jax.checkpoint(lambda x, up: jnp.tanh(x @ up))(x, up)
+        return x + hidden @ down, None
 
     x, _ = lax.scan(step, params["table"][words], layers_of(params))
-    return cross_entropy(params, x, after)
+    return head(params, x)
 
 
 MODELS = {
@@ -213,21 +216,15 @@ def test_models_step_as_without_release(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", CASES)
 def test_optimizers_step_as_without_release(name):
+    optimizer, dtype = CASES[name]
     func = MODELS["scan and remat"]
-    assert_same_steps(func, OPTIMIZERS[name], make_params(), *make_batch())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [F16, F32], ids=["f16", "f32"])
-def test_dtypes_step_as_without_release(dtype):
-    func = MODELS["scan and remat"]
-    assert_same_steps(func, OPTIMIZERS["adamw"], make_params(dtype), *make_batch())
+    assert_same_steps(func, optimizer, make_params(dtype), *make_batch())
 
 
 def test_groups_masks_and_leaves_that_are_no_parameters():
-    optimizer = mpx.optim.flash_adamw(
+    optimizer = mpx.optim.flash_lion(
         1e-2,
         weight_decay=0.1,
         mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
@@ -250,7 +247,7 @@ def test_groups_masks_and_leaves_that_are_no_parameters():
 def test_equinox_models_step_as_without_release():
     class Tower(eqx.Module):
         layers: Any
-        activation: Any = jax.nn.gelu
+        activation: Any = jnp.tanh
 
         def __call__(self, x):
             arrays, static = eqx.partition(self.layers, eqx.is_array)
@@ -263,7 +260,7 @@ def test_equinox_models_step_as_without_release():
     keys = jax.random.split(jax.random.key(0), LAYERS)
     make = eqx.filter_vmap(lambda key: eqx.nn.Linear(WIDTH, WIDTH, dtype=BF16, key=key))
     model = Tower(make(keys))
-    optimizer, x = OPTIMIZERS["adamw"], draw(6, (WIDTH,), BF16)
+    optimizer, x = OPTIMIZERS["lion"], draw(6, (WIDTH,), BF16)
 
     def loss(model, x):
         return jnp.sum(jnp.square(model(x).astype(F32)))
@@ -282,7 +279,7 @@ def test_equinox_models_step_as_without_release():
     got, want = release(model, state), ordinary(model, state)
     arrays = [eqx.filter(tree, eqx.is_array) for tree in (got, want)]
     assert_trees_equal(*arrays)
-    assert got[0].activation is jax.nn.gelu
+    assert got[0].activation is jnp.tanh
 
 
 def test_linen_models_step_as_without_release():
@@ -291,7 +288,7 @@ def test_linen_models_step_as_without_release():
         def __call__(self, x, _):
             hidden = nn.Dense(HIDDEN, param_dtype=BF16, dtype=BF16)(x)
             return x + nn.Dense(WIDTH, param_dtype=BF16, dtype=BF16)(
-                nn.gelu(hidden)
+                nn.tanh(hidden)
             ), None
 
     scan = nn.scan(
@@ -308,7 +305,7 @@ def test_linen_models_step_as_without_release():
     def loss(params, x):
         return jnp.sum(jnp.square(model.apply(params, x, None)[0].astype(F32)))
 
-    assert_same_steps(loss, OPTIMIZERS["adamw"], params, x)
+    assert_same_steps(loss, OPTIMIZERS["without moments"], params, x)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +334,7 @@ def test_shardings_are_kept_and_numbers_are_those_of_an_ordinary_step(axis_type)
         x, _ = lax.scan(jax.checkpoint(body), x, params)
         return jnp.sum(jnp.square(x.astype(F32)))
 
-    optimizer = OPTIMIZERS["adamw"]
+    optimizer = OPTIMIZERS["lion"]
     with jax.set_mesh(mesh):
         ordinary, release = map(jax.jit, steppers(loss, optimizer))
         state = optimizer.init(params)
@@ -357,22 +354,20 @@ def test_gradients_of_layers_take_no_memory(name):
     shapes = {
         "table": (WORDS, width),
         "up": (layers, width, hidden),
-        "bias": (layers, hidden),
         "down": (layers, hidden, width),
-        "norm": (width,),
     }
     params = {k: jax.ShapeDtypeStruct(shape, BF16) for k, shape in shapes.items()}
-    optimizer = OPTIMIZERS["adamw"]
+    optimizer = OPTIMIZERS["lion"]
     state = jax.eval_shape(optimizer.init, params)
     words = jax.ShapeDtypeStruct((4,), jnp.int32)
     ordinary, release = (
         jax.jit(step, donate_argnums=(0, 1))
-        .lower(params, state, words, words)
+        .lower(params, state, words)
         .compile()
         .memory_analysis()
         for step in steppers(MODELS[name], optimizer)
     )
-    count = sum(np.prod(shapes[key]) for key in ("up", "bias", "down"))
+    count = sum(np.prod(shapes[key]) for key in ("up", "down"))
     saved = ordinary.temp_size_in_bytes - release.temp_size_in_bytes
     # All gradients, but for one layer of parameters, state and gradient.
     assert saved >= 2 * count - 7.2 * count / layers
@@ -382,55 +377,38 @@ def test_gradients_of_layers_take_no_memory(name):
 # --- what else a step returns and takes -----------------------------------------------
 
 
-def test_auxiliary_output_comes_with_its_structure():
-    def func(params, *batch):
-        value = scanned(params, *batch)
-        return value, {"loss": value, "words": batch[0]}
+def test_auxiliary_output_and_keywords_pass():
+    def func(params, *, words):
+        value = scanned(params, words)
+        return value, {"loss": value, "words": words}
 
     optimizer, params = OPTIMIZERS["without moments"], make_params()
-    state, batch = optimizer.init(params), make_batch()
-    result = mpx.optim.release(func, optimizer, has_aux=True)(params, state, *batch)
-    plain = mpx.optim.release(scanned, optimizer)(params, state, *batch)
-    assert_trees_equal(result.aux["loss"], result.value)
-    assert_trees_equal(result.aux["words"], batch[0])
+    state, (words,) = optimizer.init(params), make_batch()
+    step = jax.jit(mpx.optim.release(func, optimizer, has_aux=True))
+    result = step(params, state, words=words)
+    plain = jax.jit(mpx.optim.release(scanned, optimizer))(params, state, words)
+    assert_trees_equal(result.aux, {"loss": result.value, "words": words})
     assert_trees_equal((result.value, result.params), (plain.value, plain.params))
-    assert plain.aux is plain.grads_finite is plain.grad_norm is None
+    assert plain.aux is plain.finite is plain.grad_norm is None
 
 
-def test_keywords_reach_the_function():
-    def func(params, words, *, after):
-        return scanned(params, words, after)
-
-    optimizer, params = OPTIMIZERS["without moments"], make_params()
-    state, (words, after) = optimizer.init(params), make_batch()
-    step = jax.jit(mpx.optim.release(func, optimizer))
-    got = step(params, state, words, after=after)
-    want = jax.jit(mpx.optim.release(scanned, optimizer))(params, state, words, after)
-    assert_trees_equal((got.value, got.params), (want.value, want.params))
-
-
-def test_a_step_that_is_not_ok_changes_no_bit():
-    optimizer, params = OPTIMIZERS["adamw"], make_params()
-    step = jax.jit(mpx.optim.release(scanned, optimizer))
-    first = step(params, optimizer.init(params), *make_batch())
-    skipped = step(first.params, first.state, *make_batch(), ok=jnp.array(False))
-    assert_trees_equal((skipped.params, skipped.state), (first.params, first.state))
-    taken = step(first.params, first.state, *make_batch(), ok=True)
-    want = step(first.params, first.state, *make_batch())
-    assert_trees_equal((taken.params, taken.state), (want.params, want.state))
-
-
-def test_a_scale_multiplies_the_gradients():
-    optimizer, params = OPTIMIZERS["sgd"], make_params()
-    state, batch = optimizer.init(params), make_batch()
-    want = jax.jit(mpx.optim.release(scanned, optimizer))(params, state, *batch)
+def test_a_flag_skips_and_a_scale_multiplies_the_gradients():
+    optimizer, params = OPTIMIZERS["lion"], make_params()
+    before, batch = optimizer.init(params), make_batch()
+    want = jax.jit(mpx.optim.release(scanned, optimizer))(params, before, *batch)
 
     def scaled(params, *batch):
         return scanned(params, *batch) * 1024
 
-    step = jax.jit(mpx.optim.release(scaled, optimizer))
-    got = step(params, state, *batch, grad_scale=jnp.float32(1 / 1024))
-    assert_trees_equal((got.params, got.state), (want.params, want.state))
+    @jax.jit
+    def step(finite):
+        released = mpx.optim.release(scaled, optimizer)
+        scale = jnp.float32(1 / 1024)
+        return released(params, before, *batch, finite=finite, grad_scale=scale)
+
+    taken, skipped = step(jnp.array(True)), step(jnp.array(False))
+    assert_trees_equal((taken.params, taken.state), (want.params, want.state))
+    assert_trees_equal((skipped.params, skipped.state), (params, before))
 
 
 def test_the_norm_is_that_of_all_gradients():
@@ -457,7 +435,7 @@ def test_only_layers_with_gradients_that_are_not_finite_are_left_alone():
 
     times.defvjp(lambda x, f: (x, f), lambda f, g: (g * f, None))
 
-    def safe(params, words, after):
+    def safe(params, words):
         def body(x, weights):
             rest, poison, factor = weights
             x, _ = layer(x, rest)
@@ -466,13 +444,13 @@ def test_only_layers_with_gradients_that_are_not_finite_are_left_alone():
         factors = jnp.array([1.0, jnp.inf, 1.0], BF16)
         xs = layers_of(params), params["poison"], factors
         x, _ = lax.scan(body, params["table"][words], xs)
-        return cross_entropy(params, x, after)
+        return head(params, x)
 
-    optimizer = OPTIMIZERS["adamw"]
+    optimizer = OPTIMIZERS["lion"]
     state = optimizer.init(params)
     step = jax.jit(mpx.optim.release(safe, optimizer, skip_nonfinite=True))
     got = step(params, state, *make_batch())
-    assert not bool(got.grads_finite)
+    assert not bool(got.finite)
     assert int(got.state.count) == 1
     moved = np.any(np.asarray(got.params["poison"] != params["poison"]), axis=1)
     assert moved.tolist() == [True, False, True]
@@ -482,7 +460,7 @@ def test_only_layers_with_gradients_that_are_not_finite_are_left_alone():
     ):
         assert_trees_equal(new[1], old[1])
     assert mpx.all_finite(mpx.optim.master_params(got.params, got.state))
-    for key in ("up", "down", "table", "norm"):
+    for key in ("up", "down", "table"):
         assert np.any(got.params[key] != params[key])
 
 
@@ -490,7 +468,7 @@ def test_a_step_counts_if_anything_stepped():
     def loss(params, factors):
         return sum(jnp.sum(params[k] * f.astype(BF16)) for k, f in factors.items())
 
-    optimizer = OPTIMIZERS["adamw"]
+    optimizer = OPTIMIZERS["without moments"]
     params = {k: draw(n, (2, 32), BF16) for n, k in enumerate("ab")}
     params["empty"] = jnp.ones((0, 32), BF16)
     params["unused"] = params["a"]  # it decays
@@ -502,19 +480,19 @@ def test_a_step_counts_if_anything_stepped():
         return step(params, state, {"a": a, "b": b, "empty": good}, **options)
 
     none = after(bad, bad)
-    assert not none.grads_finite
+    assert not none.finite
     assert_trees_equal((none.params, none.state), (params, state))
     one = after(good, bad)
-    assert not one.grads_finite
+    assert not one.finite
     assert int(one.state.count) == 1
     assert_trees_equal(one.params["b"], params["b"])
     masters = [mpx.optim.master_params(*pair) for pair in ((params, state), one[2:4])]
     for key in ("a", "unused"):
         assert np.any(masters[0][key] != masters[1][key])
     assert int(after(good, good).state.count) == 1
-    assert int(after(good, good, ok=jnp.array(False)).state.count) == 0
-    assert int(after(good, bad, ok=jnp.array(True)).state.count) == 1
-    assert int(after(bad, bad, ok=jnp.array(True)).state.count) == 0
+    assert int(after(good, good, finite=jnp.array(False)).state.count) == 0
+    assert int(after(good, bad, finite=jnp.array(True)).state.count) == 1
+    assert int(after(bad, bad, finite=jnp.array(True)).state.count) == 0
 
 
 @pytest.mark.parametrize("params", [{}, {"empty": jnp.ones((0, 32))}], ids=str)
@@ -524,14 +502,14 @@ def test_a_step_without_any_number_counts_as_it_does_without_release(params):
     step = mpx.optim.release(func, optimizer, skip_nonfinite=True)
     got = step(params, optimizer.init(params))
     assert int(got.state.count) == 1
-    assert got.grads_finite
+    assert got.finite
 
 
 @pytest.mark.parametrize("wrap", [lambda body: body, jax.checkpoint, jax.jit])
 def test_a_scan_over_no_layers_steps_as_without_release(wrap):
-    optimizer = OPTIMIZERS["adamw"]
+    optimizer = OPTIMIZERS["without moments"]
     params = make_params()
-    for key in ("up", "bias", "down"):
+    for key in ("up", "down"):
         params[key] = params[key][:0]
     ordinary, release = map(
         jax.jit, steppers(functools.partial(scanned, wrap=wrap), optimizer)
@@ -543,20 +521,25 @@ def test_a_scan_over_no_layers_steps_as_without_release(wrap):
     assert np.any(got[1]["table"] != params["table"])
 
 
-def test_where_all_is_finite_nothing_is_left_alone():
-    optimizer, params = OPTIMIZERS["adamw"], make_params()
+def test_if_all_is_finite_everything_steps():
+    optimizer, params = OPTIMIZERS["without moments"], make_params()
     step = jax.jit(mpx.optim.release(scanned, optimizer, skip_nonfinite=True))
     got = step(params, optimizer.init(params), *make_batch())
     want = jax.jit(mpx.optim.release(scanned, optimizer))(
         params, optimizer.init(params), *make_batch()
     )
-    assert bool(got.grads_finite)
-    # Another program, other roundings: a gradient is off by a bf16 ulp, which moves the
-    # first step of Adam, of 0.01, by as much of itself, and the result is rounded.
+    assert bool(got.finite)
+    # Another program, other roundings: a gradient, and so the step, is off by a bf16 ulp,
+    # and the result is rounded.
     for name, param in got.params.items():
-        new, old = (np.asarray(x, np.float32) for x in (param, want.params[name]))
-        assert np.all(np.abs(new - old) <= (0.01 + np.abs(old)) * 2.0**-7)
-        if name in ("up", "bias", "down"):
+        new, old, first = (
+            np.asarray(tree[name], np.float32)
+            for tree in (got.params, want.params, params)
+        )
+        assert np.all(
+            np.abs(new - old) <= (np.abs(old - first) + np.abs(old)) * 2.0**-7
+        )
+        if name in ("up", "down"):
             moved = np.asarray(param != params[name]).reshape(LAYERS, -1)
             assert np.all(np.any(moved, axis=1))
 

@@ -1,165 +1,42 @@
-"""`optimizer_update` and `cond_update`: the optimizer's own step, or nothing at all."""
+"""`optimizer_update`: steps as plain optax, skipped steps that change nothing."""
 
 import functools
 from typing import Any
 
 import equinox as eqx
-import flax.linen
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
 from mpx.testing import assert_trees_equal, inject_nonfinite
+from update_cases import (
+    MODELS,
+    OPTIMIZERS,
+    SKIPS,
+    Model,
+    all_ways,
+    assert_close,
+    gradients,
+    make_nnx,
+    make_train_state,
+    optimizer_and_extras,
+    plain,
+    rounds_updates,
+    trainable,
+    update,
+)
 
 # `optax.adam` raises a Python float to an integer array.
 pytestmark = [
     pytest.mark.standard_promotion,
     pytest.mark.usefixtures("small_programs"),
 ]
-
-SKIPS = ["select", "cond"]
-
-# For tests that round parameters to 16 bits on purpose.
-rounds_updates = pytest.mark.filterwarnings("ignore:.*keeps no master weights")
-
-
-# --- One table of optimizers: a new row inherits every test that takes `name` ---------
-
-
-def decay_mask(tree):
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
-
-
-def labels(tree):
-    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "vector", tree)
-
-
-OPTIMIZERS = {
-    "sgd": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: optax.adam(0.1),
-    "adamw": lambda: optax.adamw(0.1, mask=decay_mask),
-    "lion": lambda: optax.lion(0.1),
-    "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
-    "lamb": lambda: optax.lamb(0.1),
-    "clip and schedule": lambda: optax.chain(
-        optax.clip_by_global_norm(0.5),
-        optax.scale_by_adam(),
-        optax.scale_by_schedule(optax.linear_schedule(-0.1, -0.2, 3)),
-    ),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
-        learning_rate=optax.linear_schedule(0.1, 0.2, 3)
-    ),
-    "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), every_k_schedule=2),
-    "reduce_on_plateau": lambda: optax.chain(
-        optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)
-    ),
-    "MultiSteps of reduce_on_plateau": lambda: optax.MultiSteps(
-        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)), 2
-    ),
-    "masked": lambda: optax.masked(optax.adam(0.1), decay_mask),
-    "multi_transform": lambda: optax.multi_transform(
-        {"matrix": optax.adam(0.1), "vector": optax.sgd(0.1)}, labels
-    ),
-    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(0.1), 3),
-}
-
-
-@functools.cache  # one object for all tests, so that each is compiled once
-def optimizer_and_extras(name):
-    extras = {"value": jnp.float32(1.5)} if "plateau" in name else {}
-    return OPTIMIZERS[name](), extras
-
-
-class Model(eqx.Module):
-    """Everything that a model may hold besides floating arrays."""
-
-    weight: jax.Array
-    bias: jax.Array
-    table: jax.Array
-    key: jax.Array
-    activation: object
-    rate: float
-    name: str
-    nothing: None
-
-    def __init__(self, dtype=jnp.float32):
-        random = np.random.default_rng(0)
-        self.weight = jnp.array(random.normal(size=(4, 3)), dtype)
-        self.bias = jnp.array(random.normal(size=3), dtype)
-        self.table = jnp.arange(3)
-        self.key = jax.random.key(0)
-        self.activation = jax.nn.relu
-        self.rate = 0.1
-        self.name = "model"
-        self.nothing = None
-
-
-MODELS = {
-    "equinox": Model,
-    "dict": lambda: {"w": Model().weight, "layers": [{"b": Model().bias}]},
-}
-
-
-def trainable(model):
-    return eqx.filter(model, eqx.is_inexact_array)
-
-
-def gradients(model, step):
-    """Returns f32 gradients with few bits, none of them zero: times 1/8 is exact."""
-    random = np.random.default_rng(step)
-
-    def draw(leaf):
-        sign = random.choice([-1, 1], leaf.shape)
-        return jnp.array(sign * random.integers(1, 64, leaf.shape) / 32, jnp.float32)
-
-    return jax.tree.map(draw, trainable(model))
-
-
-def plain(model, optimizer, state, grads, **extras):
-    """What a user writes who has never heard of mpx."""
-    updates, state = optimizer.update(grads, state, trainable(model), **extras)
-    return eqx.apply_updates(model, updates), state
-
-
-def assert_close(tree, expected):
-    """Compares two compilations of the same step; everything but floats exactly.
-
-    The compiler fuses products with sums, so that one of the some ten roundings on the
-    way to a parameter is left out here and there; all numbers are below 4.
-    """
-    assert jax.tree.structure(tree) == jax.tree.structure(expected)
-    for one, other in zip(*map(jax.tree.leaves, (tree, expected)), strict=True):
-        if not eqx.is_inexact_array(one):
-            assert_trees_equal(one, other)
-            continue
-        assert one.dtype == other.dtype
-        x, y = np.asarray(one, "f8"), np.asarray(other, "f8")
-        finite = np.isfinite(y)
-        np.testing.assert_array_equal(x[~finite], y[~finite])
-        difference = np.abs(x[finite] - y[finite])
-        assert np.all(difference <= 10 * float(jnp.finfo(one.dtype).eps))
-
-
-update = eqx.filter_jit(mpx.optimizer_update)
-
-
-@eqx.filter_jit
-def all_ways(model, optimizer, state, grads, finite, extras):
-    """Returns plain optax, select and cond from one compilation per optimizer."""
-    args = model, optimizer, state, grads
-    return (
-        plain(*args, **extras),
-        mpx.optimizer_update(*args, finite, skip="select", **extras),
-        mpx.optimizer_update(*args, finite, skip="cond", **extras),
-    )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -404,18 +281,6 @@ def test_vmap_decides_for_each_model_on_its_own(momentum):
 # --- Flax -----------------------------------------------------------------------------
 
 
-class Network(nnx.Module):
-    def __init__(self):
-        self.kernel = nnx.Param(jnp.full((4, 3), 2.0))
-        self.mean = nnx.BatchStat(jnp.zeros(3))
-        self.calls = nnx.Variable(jnp.array(3))
-
-
-def make_nnx(tx):
-    model = Network()
-    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-
 def nnx_state(*args):
     return jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(args)))
 
@@ -469,21 +334,6 @@ def test_nnx_optimizer_passes_extra_arguments_on():
     assert float(optimizer.opt_state[1].best_value[...]) == 1.5
 
 
-class StateWithStatistics(TrainState):
-    batch_stats: dict
-
-
-def make_train_state(dtype):
-    module = flax.linen.Dense(3)
-    params = {"kernel": jnp.ones((4, 3), dtype), "bias": jnp.ones(3, dtype)}
-    return StateWithStatistics.create(
-        apply_fn=module.apply,
-        params=params,
-        tx=optax.sgd(0.125, momentum=0.5),
-        batch_stats={"mean": jnp.zeros(3)},
-    )
-
-
 @rounds_updates
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize(
@@ -519,333 +369,3 @@ def test_train_state_is_replaced_or_kept(dtype, skip, jit):
         skipped, _ = step(before, inject_nonfinite(grads), jnp.array(False))
         assert int(skipped.step) == int(before.step)
         assert_trees_equal(skipped.replace(step=0), before.replace(step=0))
-
-
-# --- Errors ---------------------------------------------------------------------------
-
-
-def wrong_shape(grads):
-    return {**grads, "layers": [{"b": jnp.ones(4)}]}
-
-
-def without_layers(grads):
-    return {"w": grads["w"]}
-
-
-def with_more(grads):
-    return {**grads, "extra": jnp.ones(2)}
-
-
-def with_subtree(grads):
-    return {**grads, "w": {"q": grads["w"]}}
-
-
-GRADIENT_ERRORS = [
-    (wrong_shape, r"`layers/0/b` has shape \(4,\), but the parameter has shape \(3,\)"),
-    (without_layers, r"`optimizer_update`.*only the first has \['layers/0/b'\]"),
-    (with_more, r"`optimizer_update`.*only the second has \['extra'\]"),
-    (with_subtree, r"`optimizer_update`.*only the second has \['w/q'\]"),
-]
-
-
-@pytest.mark.parametrize("skip", [*SKIPS, "never"])
-@pytest.mark.parametrize(
-    ("change", "match"), GRADIENT_ERRORS, ids=lambda x: getattr(x, "__name__", "")
-)
-def test_gradients_that_do_not_fit_are_named(change, match, skip, momentum):
-    params, optimizer, state, grads = momentum
-    with pytest.raises(ValueError, match=match):
-        mpx.optimizer_update(params, optimizer, state, change(grads), True, skip=skip)
-
-
-@pytest.mark.parametrize(
-    "flag", [1, 0.0, None, "yes", jnp.ones(2, bool), jnp.ones(()), [True]], ids=str
-)
-def test_flag_that_is_no_boolean_scalar_is_refused(flag, momentum):
-    params, optimizer, state, grads = momentum
-    with pytest.raises(TypeError, match="`grads_finite` must be a boolean scalar"):
-        mpx.optimizer_update(params, optimizer, state, grads, flag)
-
-
-def test_unknown_skip_is_refused(momentum, monkeypatch):
-    params, optimizer, state, grads = momentum
-    match = r'`skip` must be "select", "cond" or "never", but \'maybe\''
-    # A user has no type checker at run time.
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    for given in ((params, optimizer, state), (*make_nnx(optimizer), None)):
-        with pytest.raises(ValueError, match=match):
-            mpx.optimizer_update(*given, grads, True, skip="maybe")
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [None, 3, optax.adam, dict, {}],
-    ids=["None", "3", "adam", "dict", "{}"],
-)
-def test_what_is_no_optimizer_is_refused(optimizer, momentum):
-    params, _, state, grads = momentum
-    with pytest.raises(TypeError, match="must be an optax transformation.*was given"):
-        mpx.optimizer_update(params, optimizer, state, grads, True)
-
-
-@pytest.mark.parametrize("skip", [*SKIPS, "never"])
-@pytest.mark.parametrize("name", ["adamw", "clip and schedule", "MultiSteps", "sgd"])
-def test_state_made_for_integer_leaves_takes_the_step_of_the_others(name, skip):
-    optimizer, _ = optimizer_and_extras(name)
-    floats: Any = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
-    model: Any = {**floats, "n": jnp.arange(2), "mask": jnp.array([True, False])}
-    grads = {"w": jnp.full((2, 2), 0.5), "b": jnp.ones(2), "n": None, "mask": None}
-    state = optimizer.init(eqx.filter(model, eqx.is_array))
-    expected_state = optimizer.init(floats)
-    for _ in range(2):
-        model, state = mpx.optimizer_update(
-            model, optimizer, state, grads, True, skip=skip
-        )
-        floats, expected_state = mpx.optimizer_update(
-            *(floats, optimizer, expected_state),
-            {"w": grads["w"], "b": grads["b"]},
-            *(True,),
-            skip=skip,
-        )
-    assert_trees_equal({"w": model["w"], "b": model["b"]}, floats)
-    assert model["n"].tolist() == [0, 1]
-    assert model["mask"].tolist() == [True, False]
-
-
-WRONG_STATES = {
-    "None": lambda params: None,
-    "of another optimizer": lambda params: optax.sgd(0.1).init(params),
-    "of another model": lambda params: optax.adam(0.1).init({"v": jnp.ones(2)}),
-    "of one link": lambda params: optax.scale_by_adam().init(params),
-}
-
-
-@pytest.mark.parametrize("make", WRONG_STATES.values(), ids=WRONG_STATES)
-def test_state_that_does_not_fit_the_optimizer_is_an_error(make):
-    params = {"w": jnp.ones(2)}
-    match = (
-        "`optimizer_state` does not fit the optimizer .* it should be .*ScaleByAdamState"
-        r".* was given. Make it with `optimizer.init\(eqx.filter\(model"
-    )
-    with pytest.raises(ValueError, match=match):
-        mpx.optimizer_update(params, optax.adam(0.1), make(params), params, True)
-
-
-@pytest.mark.parametrize(
-    ("param", "grad"),
-    [("f4", "i4"), ("f4", "bool"), ("f4", "c8"), ("c8", "i4")],
-)
-@pytest.mark.parametrize(
-    "optimizer", [optax.sgd(0.1), mpx.optim.flash_sgd(0.1)], ids=type
-)
-def test_gradient_that_is_not_floating_is_named(param, grad, optimizer):
-    params, grads = {"w": jnp.ones(2, param)}, {"w": jnp.ones(2, grad)}
-    state = optimizer.init({"w": jnp.ones(2)})
-    match = f"The gradient of `w` is {np.dtype(grad)}, but the parameter is"
-    with pytest.raises(TypeError, match=match):
-        mpx.optimizer_update(params, optimizer, state, grads, True)
-
-
-def test_complex_parameter_takes_a_complex_gradient():
-    params = jnp.ones(2, "c8")
-    optimizer = optax.sgd(0.5)
-    after, _ = mpx.optimizer_update(
-        params, optimizer, optimizer.init(params), params, True
-    )
-    assert after.tolist() == [0.5, 0.5]
-
-
-# --- Arguments for the optimizer ------------------------------------------------------
-
-
-UNKNOWN_ARGUMENTS = [
-    (optax.adam, "grad_scale", "Only the compressed optimizers"),
-    (
-        lambda _: mpx.optim.skip_nonfinite(optax.adam(0.1)),
-        "grad_scale",
-        "Only the compressed",
-    ),
-    (optax.adam, "vlaue", "Did you mean `value`"),
-    (optax.adam, "grads_scale", "Did you mean `grad_scale`"),
-    (optax.adam, "ok", "Pass it as `grads_finite`"),
-    (mpx.optim.flash_adamw, "gradscale", "Did you mean `grad_scale`"),
-    (mpx.optim.flash_adamw, "loss_scale", "It takes `grad_scale`"),
-]
-
-
-@pytest.mark.parametrize(("make", "name", "hint"), UNKNOWN_ARGUMENTS)
-def test_argument_that_the_optimizer_would_ignore_is_an_error(make, name, hint):
-    params, optimizer = {"w": jnp.ones(2)}, make(0.1)
-    match = f"The optimizer does not take the argument `{name}`. {hint}"
-    with pytest.raises(TypeError, match=match):
-        mpx.optimizer_update(
-            *(params, optimizer, optimizer.init(params), params, True), **{name: 0.5}
-        )
-
-
-def test_nnx_optimizer_refuses_an_argument_that_it_would_ignore():
-    model, optimizer = make_nnx(optax.sgd(0.1))
-    grads = nnx.state(model, nnx.Param)
-    with pytest.raises(TypeError, match="does not take the argument `grad_scale`"):
-        mpx.optimizer_update(model, optimizer, None, grads, True, grad_scale=0.5)
-
-
-@pytest.mark.parametrize("chained", [False, True])
-def test_compressed_optimizer_takes_a_gradient_scale(chained):
-    params, grads = jnp.ones(2), jnp.full(2, 8.0)
-    optimizer = mpx.optim.flash_sgd(1.0)
-    optimizer = optax.chain(optax.identity(), optimizer) if chained else optimizer
-    after, _ = mpx.optimizer_update(
-        *(params, optimizer, optimizer.init(params), grads, True), grad_scale=1 / 16
-    )
-    assert after.tolist() == [0.5, 0.5]
-
-
-def test_value_of_the_loss_does_not_keep_a_compressed_optimizer_from_its_own_step():
-    params = {"w": jnp.ones((8, 32), jnp.bfloat16)}
-    optimizer = mpx.optim.flash_adamw(0.1)
-
-    def program(**extra):
-        def update(params, state, grads):
-            return mpx.optimizer_update(params, optimizer, state, grads, True, **extra)
-
-        args = params, optimizer.init(params), mpx.cast_to_float32(params)
-        return str(jax.make_jaxpr(update)(*args))
-
-    assert program(value=jnp.float32(1.0), grad=params) == program()
-
-
-# --- 16-bit parameters ----------------------------------------------------------------
-
-
-def bf16_params():
-    return {"w": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2)}
-
-
-def step_with(optimizer, params, grads=None):
-    grads = mpx.cast_to_float32(params) if grads is None else grads
-    trained = {name: None if grads[name] is None else params[name] for name in grads}
-    return jax.jit(lambda p, s, g: mpx.optimizer_update(p, optimizer, s, g, True))(
-        params, optimizer.init(trained), grads
-    )
-
-
-def test_plain_optimizer_of_16_bit_parameters_warns_once_with_the_remedies():
-    match = (
-        "`w` is stored in bfloat16, and the optimizer keeps no master weights: an update "
-        "of less than 0.2 % .*f32.*mpx.optim.master_weights.*mpx.optim.flash_adamw"
-    )
-    with pytest.warns(RuntimeWarning, match=match) as caught:
-        step_with(optax.adam(0.1), bf16_params())
-    (warning,) = caught
-    assert warning.filename == __file__
-
-
-def test_flax_optimizers_of_16_bit_parameters_warn_too():
-    state = make_train_state("bfloat16")
-    with pytest.warns(RuntimeWarning, match="`bias` is stored in bfloat16"):
-        mpx.optimizer_update(state, None, None, state.params, True)
-    model = nnx.Linear(2, 2, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    grads = nnx.state(model, nnx.Param)
-    with pytest.warns(RuntimeWarning, match="`bias` is stored in float16.*0.02 %"):
-        mpx.optimizer_update(model, optimizer, None, grads, True)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        mpx.optim.master_weights(optax.adam(0.1)),
-        mpx.optim.skip_nonfinite(mpx.optim.master_weights(optax.adam(0.1))),
-        optax.chain(optax.clip(1.0), mpx.optim.flash_adamw(0.1)),
-        mpx.optim.flash_adamw(0.1),
-    ],
-    ids=["masters", "wrapped masters", "chained flash", "flash"],
-)
-def test_optimizer_with_masters_does_not_warn(optimizer):
-    step_with(optimizer, bf16_params())
-
-
-def test_frozen_16_bit_parameters_do_not_warn():
-    step_with(optax.adam(0.1), bf16_params(), {"w": None, "b": jnp.ones(2)})
-
-
-# --- cond_update ----------------------------------------------------------------------
-
-
-def test_cond_update_works_as_a_plain_decorator():
-    @mpx.cond_update
-    def descend(params, grads, *, rate=1.0):
-        """Goes downhill."""
-        return jax.tree.map(lambda p, g: p - rate * g, params, grads)
-
-    params, grads = {"w": jnp.ones(2)}, {"w": jnp.full(2, 0.25)}
-    assert_trees_equal(descend(True, params, grads), {"w": jnp.full(2, 0.75)})
-    assert_trees_equal(descend(True, params, grads, rate=2.0), {"w": jnp.full(2, 0.5)})
-    assert_trees_equal(descend(False, params, inject_nonfinite(grads)), params)
-    assert (descend.__name__, descend.__doc__) == ("descend", "Goes downhill.")
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("skip", SKIPS)
-def test_cond_update_replaces_the_first_arguments(skip, compiled):
-    @mpx.cond_update(skip=skip)
-    def step(params, state, count, grads):
-        return params - grads.astype(params.dtype), {"m": state["m"] + grads}, count + 1
-
-    step = jax.jit(step) if compiled else step
-    params, state = jnp.ones(2, jnp.bfloat16), {"m": jnp.zeros(2)}
-    grads = jnp.full(2, 0.25)
-    taken = step(True, params, state, 7, grads)
-    assert_trees_equal(taken[:2], (jnp.full(2, 0.75, jnp.bfloat16), {"m": grads}))
-    assert int(taken[2]) == 8
-    skipped = step(jnp.array(False), params, state, 7, grads * jnp.nan)
-    assert_trees_equal(skipped[:2], (params, state))
-    assert int(skipped[2]) == 7
-
-
-@pytest.mark.parametrize("skip", SKIPS)
-def test_cond_update_takes_modules_and_leaves_the_rest_of_them_alone(skip):
-    model = Model()
-
-    @mpx.cond_update(skip=skip)
-    def step(model, grads):
-        return eqx.apply_updates(model, grads)
-
-    grads = gradients(model, 0)
-    assert_trees_equal(step(False, model, inject_nonfinite(grads)), model)
-    taken = step(True, model, grads)
-    assert_trees_equal(taken.weight, model.weight + grads.weight)
-    assert (taken.activation, taken.name) == (jax.nn.relu, "model")
-    assert isinstance(taken.rate, float)
-
-
-def test_cond_update_counts_a_namedtuple_as_one_value():
-    state = optax.TraceState(jnp.zeros(2))
-    step = mpx.cond_update(lambda state, grads: state._replace(trace=grads))
-    assert_trees_equal(step(False, state, jnp.ones(2)), state)
-    assert_trees_equal(step(True, state, jnp.ones(2)).trace, jnp.ones(2))
-
-
-CONDUPDATE_ERRORS = [
-    (lambda p: (p, p), "returned 2 values for 1 arguments.*first arguments"),
-    (lambda p: {"w": p["w"], "v": 1}, r"only the first has \['0/v'\]"),
-    (lambda p: {"w": jnp.ones(3)}, r"`0/w` is \(3,\).*\(2,\) in the second"),
-]
-
-
-@pytest.mark.parametrize("skip", SKIPS)
-@pytest.mark.parametrize(("function", "match"), CONDUPDATE_ERRORS, ids=range(3))
-def test_cond_update_refuses_results_that_do_not_fit(function, match, skip):
-    with pytest.raises(ValueError, match=match):
-        mpx.cond_update(function, skip=skip)(True, {"w": jnp.ones(2)})
-
-
-def test_cond_update_leaves_its_own_name_to_the_function():
-    update = mpx.cond_update(lambda p, grads_finite: p * grads_finite)
-    assert_trees_equal(update(True, jnp.ones(2), grads_finite=3.0), jnp.full(2, 3.0))
-
-
-def test_cond_update_refuses_a_wrong_flag():
-    with pytest.raises(TypeError, match="`grads_finite` must be a boolean scalar"):
-        mpx.cond_update(lambda p: p)(jnp.ones(2), jnp.ones(2))

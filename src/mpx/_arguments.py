@@ -4,6 +4,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mpx._compat import is_tracer
 
 
@@ -11,6 +13,19 @@ def check_value(holds: bool, what: str, expected: str, value: Any) -> None:
     """Raises a `ValueError` that names the expected value, unless the condition holds."""
     if not holds:
         raise ValueError(f"`{what}` must be {expected}, but {value} was given.")
+
+
+def check_choice(value: object, what: str, choices: Sequence[object]) -> None:
+    """Raises a `ValueError` unless `value` is one of `choices`."""
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"`{what}` must be one of {listed}, but {value!r} was given.")
+
+
+def check_bool(value: object, what: str) -> None:
+    """Raises a `TypeError` unless `value` is a Python or NumPy boolean."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{what} must be True or False, but {value!r} was given.")
 
 
 def as_count(value: Any, what: str, at_least: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: a scale that follows what the gradients can bear."""
+"""Dynamic loss scaling: a scale that grows, and backs off when gradients overflow."""
 
 import math
 from typing import Any
@@ -35,10 +35,10 @@ class DynamicLossScaling(LossScaling):
         skipped: Non-finite steps in total, i32[].
         consecutive_skipped: Non-finite steps in a row, i32[].
         tolerance: Non-finite steps left before the next backoff, i32[].
-        factor: What growth multiplies by; static.
+        factor: The factor of growth; static.
         period: Finite steps per growth; static.
         max_loss_scaling: The ceiling; static.
-        backoff: What backoff multiplies by; static.
+        backoff: The factor of backoff; static.
         hysteresis: Non-finite steps that one backoff needs; static.
         consecutive_hysteresis: Whether a finite step refills the tolerance; static.
 
@@ -83,30 +83,33 @@ class DynamicLossScaling(LossScaling):
         Args:
             loss_scaling: The first scale.
             min_loss_scaling: The floor.
-            factor: What growth multiplies by, more than 1.
+            factor: The factor of growth, more than 1.
             period: Finite steps per growth.
             counter: Finite steps since the last change, for a restored state.
             max_loss_scaling: The ceiling.
-            backoff: What backoff multiplies by, between 0 and 1; `None` is 1/factor.
-            hysteresis: Non-finite steps that one backoff needs. The tolerance is
-                refilled by growth.
-            consecutive_hysteresis: Refill the tolerance at every finite step.
+            backoff: The factor of backoff, between 0 and 1; `None` is 1/factor.
+            hysteresis: Non-finite steps that one backoff needs. Growth refills the
+                tolerance.
+            consecutive_hysteresis: Whether every finite step refills the tolerance.
             skipped: Non-finite steps so far, for a restored state.
             consecutive_skipped: Non-finite steps in a row so far.
             tolerance: Non-finite steps left before the next backoff; `None` is
                 `hysteresis`.
 
         Raises:
-            TypeError: If a value is no number, or a count no integer.
+            TypeError: If a value is not a number, or a count not an integer.
             ValueError: If a value is out of its range.
         """
-        check_scale(loss_scaling, "loss_scaling")
-        check_scale(min_loss_scaling, "min_loss_scaling")
         max_loss_scaling = as_real(max_loss_scaling, "max_loss_scaling")
-        check_scale(max_loss_scaling, "max_loss_scaling")
-        check_value(
-            1 < as_real(factor, "factor") < math.inf, "factor", "more than 1", factor
-        )
+        scales = {
+            "loss_scaling": loss_scaling,
+            "min_loss_scaling": min_loss_scaling,
+            "max_loss_scaling": max_loss_scaling,
+        }
+        for name, value in scales.items():
+            check_scale(value, name)
+        grows = 1 < as_real(factor, "factor") < math.inf
+        check_value(grows, "factor", "more than 1", factor)
         hysteresis = as_count(hysteresis, "hysteresis", at_least=1)
         backoff = 1 / factor if backoff is None else as_real(backoff, "backoff")
         check_value(0 < backoff < 1, "backoff", "between 0 and 1", backoff)
@@ -119,14 +122,14 @@ class DynamicLossScaling(LossScaling):
             )
         self.loss_scaling = f32_scalar(loss_scaling)
         self.min_loss_scaling = f32_scalar(min_loss_scaling)
-        self.counter = _i32_scalar(0 if counter is None else counter, "counter", 0)
-        self.skipped = _i32_scalar(skipped, "skipped", 0)
-        self.consecutive_skipped = _i32_scalar(
-            consecutive_skipped, "consecutive_skipped", 0
-        )
-        self.tolerance = _i32_scalar(
-            hysteresis if tolerance is None else tolerance, "tolerance", 1
-        )
+        counts = {
+            "counter": (0 if counter is None else counter, 0),
+            "skipped": (skipped, 0),
+            "consecutive_skipped": (consecutive_skipped, 0),
+            "tolerance": (hysteresis if tolerance is None else tolerance, 1),
+        }
+        for name, (value, least) in counts.items():
+            setattr(self, name, _i32_scalar(value, name, least))
         self.factor = factor
         self.period = as_count(period, "period", at_least=1)
         self.max_loss_scaling = max_loss_scaling
@@ -154,7 +157,7 @@ class DynamicLossScaling(LossScaling):
             max: The ceiling. The scale may pass 65504 because it is applied in f32; a
                 loss that is itself f16 overflows there, which costs one skipped step
                 per growth.
-            factor: What growth multiplies by.
+            factor: The factor of growth.
             **options: Further arguments of `DynamicLossScaling`.
 
         Raises:
@@ -198,33 +201,24 @@ class DynamicLossScaling(LossScaling):
         refill = finite if self.consecutive_hysteresis else grow
         # Used up, the tolerance stays at one: every further overflow backs off.
         tolerance = jnp.where(refill, self.hysteresis, jnp.maximum(tolerance, 1))
+        new = {
+            # `fmax` takes the floor for a scale that is nan.
+            "loss_scaling": jnp.fmax(scale, self.min_loss_scaling),
+            "counter": jnp.where(finite & ~grow, self.counter + 1, 0),
+            "skipped": jnp.where(finite, self.skipped, _next(self.skipped)),
+            "consecutive_skipped": jnp.where(
+                finite, 0, _next(self.consecutive_skipped)
+            ),
+            "tolerance": tolerance,
+        }
         return eqx.tree_at(
-            lambda s: (
-                s.loss_scaling,
-                s.counter,
-                s.skipped,
-                s.consecutive_skipped,
-                s.tolerance,
-            ),
-            self,
-            (
-                # `fmax`, which takes the floor for a scale that is nan.
-                jnp.fmax(scale, self.min_loss_scaling),
-                jnp.where(finite & ~grow, self.counter + 1, 0),
-                jnp.where(finite, self.skipped, _next(self.skipped)),
-                jnp.where(finite, 0, _next(self.consecutive_skipped)),
-                tolerance,
-            ),
+            lambda s: [getattr(s, name) for name in new], self, list(new.values())
         )
 
     def metrics(self) -> dict[str, Array]:
-        """Returns what to log, as arrays: nothing is read back to the host."""
-        return {
-            "loss_scaling": self.loss_scaling,
-            "counter": self.counter,
-            "skipped": self.skipped,
-            "consecutive_skipped": self.consecutive_skipped,
-        }
+        """Returns values to log, as arrays: nothing is read back to the host."""
+        names = ("loss_scaling", "counter", "skipped", "consecutive_skipped")
+        return {name: getattr(self, name) for name in names}
 
     def raise_if_stuck(self, max_consecutive: int = 20) -> None:
         """Raises if the last steps were all skipped with the scale at its floor.

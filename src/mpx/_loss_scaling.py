@@ -1,4 +1,4 @@
-"""Loss scaling that does not adapt, and what all loss scalings share.
+"""The base of all loss scalings, and those that do not adapt.
 
 Gradients that would vanish in f16 survive when the loss is multiplied by a scale before
 differentiation and the gradients are divided by it afterwards.
@@ -26,7 +26,7 @@ LARGEST_SCALE = 2.0**126
 
 
 class LossScaling(eqx.Module):
-    """What every loss scaling offers: `scale`, `unscale`, `adjust` and `metrics`.
+    """The base of all loss scalings: `scale`, `unscale`, `adjust` and `metrics`.
 
     A loss scaling is a pytree: it goes through jit, scan, vmap, donation, sharding and
     checkpoints like any other state. Casts leave its f32 alone.
@@ -40,13 +40,13 @@ class LossScaling(eqx.Module):
 
     mpx_keeps_dtypes = True
 
-    # Set where a scaling is made from Python numbers while JAX traces. No field: a
-    # scaling that comes out of a transformation does not have it.
+    # Set if a scaling is made from Python numbers while JAX traces. Not a field: a scaling
+    # that comes out of a transformation does not have it.
     made_of_constants = False
 
     @property
     def adapts(self) -> bool:
-        """Whether `adjust` may return another scale."""
+        """Returns whether `adjust` may return another scale."""
         return type(self).adjust is not LossScaling.adjust
 
     def scale(self, tree: PyTree) -> PyTree:
@@ -71,18 +71,18 @@ class LossScaling(eqx.Module):
         return self
 
     def metrics(self) -> dict[str, Array]:
-        """Returns what to log, as arrays: nothing is read back to the host."""
+        """Returns values to log, as arrays: nothing is read back to the host."""
         return {"loss_scaling": self.loss_scaling}
 
     def raise_if_stuck(self, max_consecutive: int = 20) -> None:
         """Does nothing: a scaling that does not adapt counts no skipped steps.
 
-        It is here so that a training loop need not know which scaling it uses.
+        It exists so that a training loop need not know which scaling it uses.
         """
         as_count(max_consecutive, "max_consecutive", at_least=1)
 
     def __repr__(self) -> str:
-        """Shows the values; of traced arrays and arrays of other hosts the types."""
+        """Shows values, or types for traced arrays and arrays of other hosts."""
         fields = (field.name for field in dataclasses.fields(self))
         shown = (f"{name}={_shown(getattr(self, name))}" for name in fields)
         return f"{type(self).__name__}({', '.join(shown)})"
@@ -123,7 +123,7 @@ class StaticLossScaling(LossScaling):
 
 
 class NoLossScaling(LossScaling):
-    """No scaling: for bf16, f32 and f64, whose range needs none.
+    """No scaling, for bf16, f32 and f64, whose range needs none.
 
     Examples:
         >>> NoLossScaling().scale({"loss": jnp.float32(2.0)})
@@ -131,7 +131,7 @@ class NoLossScaling(LossScaling):
     """
 
     def __init__(self) -> None:
-        """Takes nothing."""
+        """Takes no arguments."""
 
     @property
     def loss_scaling(self) -> Float[Array, ""]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -142,9 +142,7 @@ class NoLossScaling(LossScaling):
         """Returns the tree with 16-bit floating leaves widened to f32."""
         return _map_wide(lambda x: x, tree)
 
-    def unscale(self, tree: PyTree) -> PyTree:
-        """Returns the tree with 16-bit floating leaves widened to f32."""
-        return _map_wide(lambda x: x, tree)
+    unscale = scale
 
 
 def scaled(
@@ -190,7 +188,7 @@ def check_scale(value: Any, what: str) -> None:
     """Raises unless a concrete value is a positive finite scalar; tracers pass.
 
     An infinite JAX array passes too: MPX's own suite builds one to show that an unused
-    scale does no harm, and the first `adjust` brings it back below the ceiling.
+    scale is harmless, and the first `adjust` brings it back below the ceiling.
     """
     check_value(shape_of(value) == (), what, "a scalar", f"shape {shape_of(value)}")
     if is_tracer(value):

@@ -10,16 +10,16 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from mpx._cast import own_buffer
 from mpx._formats import parse_float_dtype
+from mpx._optax_checks import check_transformation
 from mpx._tree import (
     all_finite,
     cast_leaf,
+    check_shape,
     is_floating,
     named_leaves,
     select_tree,
-    shape_of,
 )
 from mpx._update import apply_updates
-from mpx._update_checks import check_transformation
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -39,38 +39,43 @@ class SkipNonfiniteState(NamedTuple):
 
 
 def skip_nonfinite(
-    tx: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that non-finite gradients change nothing.
 
     The updates are then zero and the inner state stays as it is; counters in the state
-    tell how often that happened. Unlike `optax.apply_if_finite` it never gives up and
-    lets a NaN in.
+    tell how often that happened. Unlike `optax.apply_if_finite` it never lets a NaN
+    through.
 
     Args:
-        tx: Any optax transformation.
+        optimizer: Any optax transformation.
 
     Examples:
         >>> import optax
-        >>> tx = skip_nonfinite(optax.adam(0.1))
+        >>> optimizer = skip_nonfinite(optax.adam(0.1))
         >>> params = jnp.ones(2)
-        >>> updates, state = tx.update(jnp.full(2, jnp.nan), tx.init(params), params)
+        >>> state, grads = optimizer.init(params), jnp.full(2, jnp.nan)
+        >>> updates, state = optimizer.update(grads, state, params)
         >>> updates, int(state.skipped)
         (Array([0., 0.], dtype=float32), 1)
     """
-    check_transformation(tx, "`skip_nonfinite` needs an optax transformation")
-    tx = optax.with_extra_args_support(tx)
+    check_transformation(optimizer, "`skip_nonfinite` needs an optax transformation")
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def init(params: PyTree) -> SkipNonfiniteState:
         zero = jnp.zeros((), jnp.int32)
-        return SkipNonfiniteState(tx.init(params), zero, zero + 0, jnp.array(True))
+        return SkipNonfiniteState(
+            optimizer.init(params), zero, zero + 0, jnp.array(True)
+        )
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SkipNonfiniteState]:
         _check_shapes(updates, params)
         finite = all_finite(updates)
-        updates, inner = tx.update(updates, state.inner_state, params, **extra_args)
+        updates, inner = optimizer.update(
+            updates, state.inner_state, params, **extra_args
+        )
         updates = select_tree(finite, updates, jax.tree.map(jnp.zeros_like, updates))
         return updates, SkipNonfiniteState(
             inner_state=select_tree(finite, inner, state.inner_state),
@@ -88,11 +93,7 @@ def _check_shapes(updates: PyTree, params: PyTree | None) -> None:
         return  # without parameters, or for the optimizer to refuse
     pairs = zip(named_leaves(updates), jax.tree.leaves(params), strict=True)
     for (name, update), param in pairs:
-        if shape_of(update) != shape_of(param):
-            raise ValueError(
-                f"The gradient of `{name}` has shape {shape_of(update)}, but the "
-                f"parameter has shape {shape_of(param)}."
-            )
+        check_shape(f"The gradient of `{name}`", update, param)
 
 
 class MasterWeightsState(NamedTuple):
@@ -106,25 +107,25 @@ class MasterWeightsState(NamedTuple):
     inner_state: PyTree
     master: PyTree
 
-    # `optimizer_update` asks whether updates of 16-bit parameters add up somewhere.
+    # Read by `optimizer_update`: updates of 16-bit parameters add up here.
     mpx_holds_masters = True
 
 
 def master_weights(
-    tx: optax.GradientTransformation, dtype: DTypeLike = jnp.float32
+    optimizer: optax.GradientTransformation, dtype: DTypeLike = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it updates high-precision copies of the parameters.
 
-    It is meant for parameters that are stored in 16 bits: an update below half an ulp
-    would be lost in them (bf16: 0.2 % of the weight), but adds up in the master copy.
-    The copies live in the optimizer state, so checkpoints and sharding cover them.
+    Use it for parameters that are stored in 16 bits: an update below half an ulp would be
+    lost in them (bf16: 0.2 % of the weight), but adds up in the master copy. The copies
+    live in the optimizer state, so checkpoints and sharding cover them.
 
     The returned updates take each parameter to its rounded master. Adding them is exact
     unless the two differ by more than a factor of 2¹⁶ or so; then the error is at most
     2⁻²⁴ of the larger one and gone after the next step.
 
     Args:
-        tx: Any optax transformation.
+        optimizer: Any optax transformation.
         dtype: The dtype of the copies.
 
     Raises:
@@ -133,17 +134,17 @@ def master_weights(
 
     Examples:
         >>> import optax
-        >>> tx = master_weights(optax.sgd(1.0))
+        >>> optimizer = master_weights(optax.sgd(1.0))
         >>> params = jnp.ones((), jnp.bfloat16)
-        >>> state = tx.init(params)
+        >>> state = optimizer.init(params)
         >>> for _ in range(8):
-        ...     updates, state = tx.update(jnp.float32(1e-3), state, params)
+        ...     updates, state = optimizer.update(jnp.float32(1e-3), state, params)
         ...     params = optax.apply_updates(params, updates)
         >>> float(params)
         0.9921875
     """
-    check_transformation(tx, "`master_weights` needs an optax transformation")
-    tx = optax.with_extra_args_support(tx)
+    check_transformation(optimizer, "`master_weights` needs an optax transformation")
+    optimizer = optax.with_extra_args_support(optimizer)
     wide = parse_float_dtype(dtype)
 
     def to_master(tree: PyTree) -> PyTree:
@@ -151,7 +152,7 @@ def master_weights(
 
     def init(params: PyTree) -> MasterWeightsState:
         master = jax.tree.map(own_buffer, to_master(params))
-        return MasterWeightsState(tx.init(master), master)
+        return MasterWeightsState(optimizer.init(master), master)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -159,9 +160,9 @@ def master_weights(
         if params is None:
             raise ValueError(
                 "`master_weights` needs the parameters: call "
-                "`tx.update(grads, state, params)`."
+                "`update(grads, state, params)`."
             )
-        inner_updates, inner = tx.update(
+        inner_updates, inner = optimizer.update(
             to_master(updates), state.inner_state, state.master, **extra_args
         )
         master = apply_updates(state.master, inner_updates)

@@ -36,6 +36,11 @@ def shape_of(leaf: object) -> tuple[int, ...]:
     return tuple(getattr(leaf, "shape", ()))
 
 
+def is_none(leaf: object) -> bool:
+    """Returns whether a leaf is `None`, for `is_leaf`."""
+    return leaf is None
+
+
 def is_floating(leaf: object) -> bool:
     """Returns whether `leaf` is a real floating array of at least 16 bits."""
     dtype = dtype_of(leaf)
@@ -166,6 +171,15 @@ def check_same_structure(a: PyTree, b: PyTree, what: str) -> None:
         f"{what} needs two trees of the same structure, but they differ: {where}. "
         "Pass trees made by the same constructor or filter."
     )
+
+
+def check_shape(what: str, leaf: object, param: object) -> None:
+    """Raises a `ValueError` if a leaf does not have the shape of its parameter."""
+    if shape_of(leaf) != shape_of(param):
+        raise ValueError(
+            f"{what} has shape {shape_of(leaf)}, but the parameter has shape "
+            f"{shape_of(param)}."
+        )
 
 
 def as_flag(value: Any, what: str) -> Bool[Array, ""]:

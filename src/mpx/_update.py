@@ -1,13 +1,13 @@
 """Updating parameters only when the gradients are finite.
 
-The default way to skip is a select: both the old and the new values are at hand and one
-is taken. `lax.cond` avoids computing the update, at the price of a branch. The numbers
-behind the default are in the guide page "Skipping steps".
+By default a step is skipped by a select between old and new values. `lax.cond` avoids
+computing the update, at the price of a branch. The guide page "Skipping steps" has the
+numbers behind the default.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import equinox as eqx
 import jax
@@ -18,23 +18,25 @@ from jax import lax
 from jaxtyping import PyTree
 
 from mpx import _nnx
+from mpx._arguments import check_choice
 from mpx._formats import at_least_f32
-from mpx._tree import (
-    as_flag,
-    check_same_structure,
-    dtype_of,
-    is_array,
-    is_floating,
-    is_inexact,
-    map_with_name,
-    select_tree,
-    shape_of,
-)
-from mpx._update_checks import (
+from mpx._optax_checks import (
     OPTAX_ARGS,
     check_extra_args,
     check_transformation,
     warn_of_lost_updates,
+)
+from mpx._tree import (
+    as_flag,
+    check_same_structure,
+    check_shape,
+    dtype_of,
+    is_array,
+    is_floating,
+    is_inexact,
+    is_none,
+    map_with_name,
+    select_tree,
 )
 from mpx._wrapped import hide_signature
 
@@ -51,10 +53,10 @@ def optimizer_update(
     skip: Skip = "select",
     **extra_args: Any,
 ) -> tuple[PyTree, PyTree]:
-    """Applies an optimizer if the gradients are finite; else changes nothing at all.
+    """Applies an optimizer if the gradients are finite; otherwise changes nothing.
 
     Parameters keep their dtype: the update is added in f32 or wider and rounded once.
-    The optimizer state keeps its dtypes too.
+    The optimizer state keeps its dtypes, too.
 
     Args:
         model: The model or the parameters: any pytree. Also an NNX module, or a Flax
@@ -63,7 +65,7 @@ def optimizer_update(
             `optimizer.init(eqx.filter(model, eqx.is_inexact_array))`; or an
             `nnx.Optimizer` (pass `None` for `optimizer_state`), which is updated in
             place together with the module. A compressed optimizer such as
-            `flash_adamw` takes its own `step`.
+            `flash_adamw` uses its own `step`.
         optimizer_state: The state of an optax optimizer.
         grads: The gradients, `None` where there is none.
         grads_finite: Whether to update, a boolean scalar.
@@ -125,12 +127,12 @@ def optimizer_update(
     check_extra_args(extra_args, optimizer_state, is_compressed=own_step is not None)
     if own_step is None:
         warn_of_lost_updates(model, grads, optimizer_state)
-    else:  # it needs none of the values that line searches and schedules may ask for
+    else:  # it needs none of the values that line searches and schedules use
         extra_args = {k: v for k, v in extra_args.items() if k not in OPTAX_ARGS}
     if skip == "select" and own_step is not None:
-        # It selects while it writes: no second copy, and no second pass over memory.
+        # It selects while it writes: no copy, and no second pass over memory.
         flag = as_flag(grads_finite, "grads_finite")
-        return tuple(own_step(model, optimizer_state, grads, ok=flag, **extra_args))
+        return tuple(own_step(model, optimizer_state, grads, finite=flag, **extra_args))
 
     def step(model: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         if own_step is not None:
@@ -141,10 +143,6 @@ def optimizer_update(
         return apply_updates(model, updates), state
 
     return _skip(skip, step, (model, optimizer_state), grads_finite)
-
-
-def _is_trainable(leaf: Any) -> bool:
-    return is_array(leaf) and is_inexact(leaf)
 
 
 def _run(
@@ -195,17 +193,17 @@ def _is_integer(leaf: Any) -> bool:
 
 
 def _fits(optimizer: Any, params: PyTree, state: PyTree) -> bool:
-    """Whether a state has the structure of one made for these parameters."""
+    """Returns whether a state has the structure of one made for these parameters."""
     expected = eqx.filter_eval_shape(optimizer.init, params)
     return jax.tree.structure(expected) == jax.tree.structure(state)
 
 
 def _params_with_grads(model: PyTree, grads: PyTree) -> PyTree:
     """Returns the floating parameters, without the frozen ones that have no gradient."""
-    params = eqx.filter(model, _is_trainable)
+    params = eqx.filter(model, lambda leaf: is_array(leaf) and is_inexact(leaf))
     try:
         return jax.tree.map(
-            lambda p, g: None if g is None else p, params, grads, is_leaf=_is_none
+            lambda p, g: None if g is None else p, params, grads, is_leaf=is_none
         )
     except ValueError:  # the trees differ in more than that
         return params
@@ -226,17 +224,9 @@ def _check_grads(model: PyTree, grads: PyTree) -> None:
                 f"{dtype_of(param)} and needs a real floating gradient. Pass `None` "
                 "where a parameter has none."
             )
-        if shape_of(param) != shape_of(grad):
-            raise ValueError(
-                f"The gradient of `{name}` has shape {shape_of(grad)}, but the "
-                f"parameter has shape {shape_of(param)}."
-            )
+        check_shape(f"The gradient of `{name}`", grad, param)
 
     map_with_name(check, params, grads)
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
 
 
 def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
@@ -250,7 +240,7 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
         total = param.astype(wide) + jnp.asarray(update).astype(wide)
         return total.astype(param.dtype)
 
-    return jax.tree.map(add, updates, model, is_leaf=_is_none)
+    return jax.tree.map(add, updates, model, is_leaf=is_none)
 
 
 def _skip(
@@ -258,10 +248,7 @@ def _skip(
 ) -> Any:
     """Returns `step(*before)` if finite and `before` if not."""
     flag = as_flag(finite, "grads_finite")
-    if skip not in ("select", "cond", "never"):
-        raise ValueError(
-            f'`skip` must be "select", "cond" or "never", but {skip!r} was given.'
-        )
+    check_choice(skip, "skip", get_args(Skip))
     if skip == "never":
         return step(*before)
     if skip == "select":
@@ -282,7 +269,7 @@ def _skip(
 
 
 def _with_array_counters(before: PyTree, after: PyTree) -> PyTree:
-    """Makes an array of each Python number that a step changes: an array can be kept.
+    """Converts the Python numbers that a step changes to arrays, which can be selected.
 
     The `step` of a new Flax `TrainState` is such a number.
     """
@@ -302,11 +289,11 @@ def _is_number(leaf: Any) -> bool:
 def cond_update(
     update_fn: Callable[..., Any] | None = None, *, skip: Skip = "select"
 ) -> Callable[..., Any]:
-    """Lets a user's own update function run only when the gradients are finite.
+    """Makes an update function run only when the gradients are finite.
 
-    The decorated function takes `grads_finite` first. What `update_fn` returns replaces
+    The decorated function takes `grads_finite` first. The result of `update_fn` replaces
     its first arguments: one value the first argument, a tuple of n values the first n.
-    When the gradients are not finite these arguments come back unchanged.
+    When the gradients are not finite, these arguments come back unchanged.
 
     Args:
         update_fn: The function, for example `(params, state, grads) -> params, state`.

@@ -1,8 +1,10 @@
-"""The choice of a backend."""
+"""The choice of a backend for each step, and the launch of kernels."""
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -31,12 +33,12 @@ class Job(NamedTuple):
         name: The path of the parameter, for errors.
         body: The step, `body(scalars, grad, leaf, block, noise) -> leaf`; hashable.
         scalars: The f32 numbers that `body` needs, in one array.
-        grad: The gradient; `None` as long as it is not known.
+        grad: The gradient; `None` while it is not known.
         leaf: The parameter and its state: any pytree with an attribute `param`.
         group_size: Elements of the last axis that share a scale; 0 if there is none.
-        seed: For rounding at random; `None` rounds to nearest.
-        layer: If the gradient is that of one layer of the leaf, along its first axis, the
-            number of this layer, int32; the others stay as they are. `None` means all.
+        seed: For rounding at random; `None` for other ways of rounding.
+        layer: If the gradient is that of one layer of the leaf, along its first axis: the
+            index of this layer, int32; the others stay as they are. `None` means all.
     """
 
     name: str
@@ -55,47 +57,46 @@ class Job(NamedTuple):
         return param.size if self.layer is None else math.prod(param.shape[1:])
 
 
+class _Batch(NamedTuple):
+    """The arrays of steps that share a launch; see `Job` and `run`."""
+
+    scalars: Sequence[Array]
+    grads: Sequence[Array]
+    leaves: Sequence[Any]
+    finite: Array | None
+    layer: Array | None
+
+
 def run(
-    jobs: Sequence[Job], *, ok: Array | None = None, backend: Backend = "auto"
+    jobs: Sequence[Job], *, finite: Array | None = None, backend: Backend = "auto"
 ) -> list[Any]:
     """Runs steps.
 
     Args:
         jobs: The steps.
-        ok: If false, the leaves come back as they were. `None` means true.
-        backend: Where to run. `"auto"` takes the kernel where that is faster.
+        finite: If false, the leaves come back as they were. `None` means true.
+        backend: Where to run. `"auto"` takes the kernel where it is faster.
 
     Returns:
         The new leaf of each job.
 
     Raises:
-        ValueError: If a backend was asked for that cannot run a step.
+        ValueError: If the requested backend cannot run a step.
     """
     new: list[Any] = [None] * len(jobs)
     for indices in _batches(jobs, backend):
-        batch = [jobs[index] for index in indices]
-        job = batch[0]
+        scalars, grads, leaves = zip(
+            *((jobs[i].scalars, jobs[i].grad, jobs[i].leaf) for i in indices),
+            strict=True,
+        )
+        job = jobs[indices[0]]
+        batch = _Batch(scalars, grads, leaves, finite, job.layer)
+        static: Any = {"body": job.body, "group_size": job.group_size}
         if _backend(job, backend) == "jax":
-            leaves = [
-                _plain(
-                    *(job.scalars, job.grad, job.leaf, ok, job.layer),
-                    seed=job.seed,
-                    body=job.body,
-                    group_size=job.group_size,
-                )
-            ]
+            results = _plain(batch, job.seed, **static)
         else:
-            leaves = _batch(
-                [each.scalars for each in batch],
-                [each.grad for each in batch],
-                [each.leaf for each in batch],
-                ok,
-                job.layer,
-                body=job.body,
-                group_size=job.group_size,
-                backend=backend,
-            )
-        for index, leaf in zip(indices, leaves, strict=True):
+            results = _launch(batch, **static, backend=backend)
+        for index, leaf in zip(indices, results, strict=True):
             new[index] = leaf
     return new
 
@@ -120,14 +121,14 @@ def _batches(jobs: Sequence[Job], backend: Backend) -> Iterator[list[int]]:
 
 
 def _backend(job: Job, backend: Backend) -> Backend:
-    """Returns the backend of a job, `"auto"` for the kernel or, off GPUs, plain JAX."""
+    """Returns the backend of a job; `"auto"` means the kernel, or plain JAX off GPUs."""
     if backend == "jax":
         return "jax"
     obstacle = _obstacle(job, _tuning(backend))
     if backend == "auto":
         worth = job.group_size > 0 and job.size >= TRITON.min_size
-        # Without a GPU, here or in the mesh of a compilation for one, nothing is traced for
-        # it: that takes longer than all else, and imports Pallas.
+        # Without a GPU, here or in the mesh of a compilation for one, no kernel is traced:
+        # that takes longer than all else, and imports Pallas.
         here = gpu_capability() is not None and _has_kernel()
         if obstacle is None and worth and here and private("kernels") is not None:
             return "auto"
@@ -149,10 +150,10 @@ def _tuning(backend: Backend) -> Tuning:
 
 
 def _obstacle(job: Job, tuning: Tuning) -> str | None:
-    """Says why a kernel cannot step a parameter, or returns `None`."""
+    """Returns why a kernel cannot step a parameter, or `None`."""
     param, group_size = job.leaf.param, job.group_size
     if job.seed is not None:
-        return "the kernel rounds to nearest, but stochastic rounding was asked for"
+        return "the kernel does not support stochastic rounding"
     if not job.size:
         return "it has no elements"
     largest = tuning.block // tuning.warps
@@ -165,7 +166,7 @@ def _obstacle(job: Job, tuning: Tuning) -> str | None:
 
 
 def _has_kernel(oldest: tuple[int, int] = (8, 0)) -> bool:
-    """Whether the GPUs here run a kernel; without any, one may compile for some."""
+    """Returns whether the GPUs here, if any, run a kernel."""
     capability = gpu_capability()
     return capability is None or (
         isinstance(capability, tuple) and capability >= oldest
@@ -173,7 +174,7 @@ def _has_kernel(oldest: tuple[int, int] = (8, 0)) -> bool:
 
 
 def _no_mosaic() -> str | None:
-    """Says why Mosaic's kernel does not run here, or returns `None`."""
+    """Returns why the Mosaic kernel does not run here, or `None`."""
     if not HAS_MOSAIC:
         return f"Mosaic needs jax 0.11 or later, and {jax.__version__} is installed"
     if private("mosaic") is None or private("kernels") is None:
@@ -186,13 +187,21 @@ def _no_mosaic() -> str | None:
     return None
 
 
+def _plain(
+    batch: _Batch, seed: Array | None = None, *, body: Body, group_size: int
+) -> list[Any]:
+    shared: Any = {"seed": seed, "body": body, "group_size": group_size}
+    rows = zip(batch.scalars, batch.grads, batch.leaves, strict=True)
+    return [_plain_leaf(*row, batch.finite, batch.layer, **shared) for row in rows]
+
+
 # Under jit, so that leaves of equal types are traced and lowered once.
 @functools.partial(jax.jit, static_argnames=("body", "group_size"))
-def _plain(
+def _plain_leaf(
     scalars: Array,
     grad: Array,
     leaf: Any,
-    ok: Array | None,
+    finite: Array | None,
     layer: Array | None,
     *,
     seed: Array | None = None,
@@ -200,7 +209,7 @@ def _plain(
     group_size: int,
 ) -> Any:
     step = functools.partial(
-        run_plain, body, scalars, grad, group_size=group_size, ok=ok, seed=seed
+        run_plain, body, scalars, grad, group_size=group_size, finite=finite, seed=seed
     )
     if layer is None:
         return step(leaf)
@@ -221,31 +230,17 @@ def _with_layer(leaf: Any, layer: Array, new: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames=("body", "group_size", "backend"))
-def _batch(
-    scalars: list[Array],
-    grads: list[Array],
-    leaves: list[Any],
-    ok: Array | None,
-    layer: Array | None,
-    *,
-    body: Body,
-    group_size: int,
-    backend: Backend,
+def _launch(
+    batch: _Batch, *, body: Body, group_size: int, backend: Backend
 ) -> list[Any]:
-    def plain(
-        scalars: list[Array],
-        grads: list[Array],
-        leaves: list[Any],
-        ok: Array | None,
-        layer: Array | None,
-    ) -> list[Any]:
-        return [
-            _plain(*args, ok, layer, body=body, group_size=group_size)
-            for args in zip(scalars, grads, leaves, strict=True)
-        ]
+    """Runs the kernel on CUDA devices and plain JAX elsewhere."""
+    plain = functools.partial(_plain, body=body, group_size=group_size)
 
-    def elsewhere(*args: Any) -> list[Any]:
-        new = plain(*args)
+    def kernel(batch: _Batch) -> list[Any]:
+        return _kernel(batch, body=body, group_size=group_size, backend=backend)
+
+    def elsewhere(batch: _Batch) -> list[Any]:
+        new = plain(batch)
         if backend == "auto":
             return new
         return refused(
@@ -254,24 +249,14 @@ def _batch(
             new,
         )
 
-    kernel = functools.partial(
-        _kernel, plain=plain, body=body, group_size=group_size, backend=backend
-    )
-    return lax.platform_dependent(
-        scalars,
-        grads,
-        leaves,
-        ok,
-        layer,
-        default=elsewhere,
-        **{_PLATFORM: plain_under_vmap(kernel, plain)},
-    )
+    mappable = plain_under_vmap(kernel, plain)
+    return lax.platform_dependent(batch, default=elsewhere, **{_PLATFORM: mappable})
 
 
 def plain_under_vmap(
     kernel: Callable[..., Any], plain: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Returns a function that calls `kernel`, and `plain` instead where it is mapped."""
+    """Returns a function that calls `kernel`, or `plain` under `vmap`."""
     mappable = custom_vmap(kernel)
 
     @mappable.def_vmap
@@ -284,25 +269,19 @@ def plain_under_vmap(
 
 
 def _kernel(
-    scalars: list[Array],
-    grads: list[Array],
-    leaves: list[Any],
-    ok: Array | None,
-    layer: Array | None,
-    *,
-    plain: Callable[..., list[Any]],
-    body: Body,
-    group_size: int,
-    backend: Backend,
+    batch: _Batch, *, body: Body, group_size: int, backend: Backend
 ) -> list[Any]:
     """Steps the shards of each device in one kernel."""
-    launch, can_address, can_step_layer = _launcher(backend)
-    like = jax.eval_shape(plain, scalars, grads, leaves, ok, layer)
-    flag = jnp.ones((), bool) if ok is None else ok
-    numbers = jnp.stack([jnp.append(flag.astype(row.dtype), row) for row in scalars])
+    module = _kernel_module(backend)
+    plain = functools.partial(_plain, body=body, group_size=group_size)
+    like = jax.eval_shape(plain, batch)
+    flag = jnp.ones((), bool) if batch.finite is None else batch.finite
+    numbers = jnp.stack(
+        [jnp.append(flag.astype(row.dtype), row) for row in batch.scalars]
+    )
     ahead = None
-    if layer is not None:
-        ahead = lax.iota(jnp.int32, len(leaves[0].param)) - layer
+    if batch.layer is not None:
+        ahead = lax.iota(jnp.int32, len(batch.leaves[0].param)) - batch.layer
 
     def local(
         numbers: Array,
@@ -313,9 +292,9 @@ def _kernel(
         if ahead is None:
             return whole(numbers, grads, leaves)
         (leaf,) = leaves
-        if can_step_layer(leaf):
+        if module.can_step_layer(leaf):
             options = {"group_size": group_size, "like": like, "ahead": ahead}
-            return launch(body, numbers, grads, leaves, **options)
+            return module.launch(body, numbers, grads, leaves, **options)
         # A device may have other layers only.
         layer, last = -ahead[0], len(ahead) - 1
         is_here = (layer >= 0) & (layer <= last)
@@ -333,45 +312,31 @@ def _kernel(
             if len(indices) < len(leaves):
                 rows = jnp.stack([numbers[index] for index in indices])
             some = [grads[index] for index in indices], [leaves[i] for i in indices]
-            if can_address(some[1][0].param.size):
-                results = launch(
-                    body,
-                    rows,
-                    *some,
-                    group_size=group_size,
-                    like=[like[index] for index in indices],
+            if module.can_address(some[1][0].param.size):
+                likes = [like[index] for index in indices]
+                results = module.launch(
+                    body, rows, *some, group_size=group_size, like=likes
                 )
             else:
                 flag = rows[0, 0] != 0
-                results = plain([row[1:] for row in rows], *some, flag, None)
+                results = plain(_Batch([row[1:] for row in rows], *some, flag, None))
             for index, leaf in zip(indices, results, strict=True):
                 new[index] = leaf
         return new
 
-    return step_shards(local, numbers, ahead, grads, leaves, group_size=group_size)
+    return step_shards(
+        local, numbers, ahead, batch.grads, batch.leaves, group_size=group_size
+    )
 
 
-class _Launcher(NamedTuple):
-    """What launches a kernel, and tells what it can reach."""
-
-    launch: Callable[..., list[Any]]
-    can_address: Callable[[int], bool]
-    can_step_layer: Callable[[Any], bool]
-
-
-def _launcher(backend: Backend) -> _Launcher:
+def _kernel_module(backend: Backend) -> ModuleType:
     # Not before it is needed: importing Pallas takes as long as importing mpx.
-    if backend == "mosaic":
-        from mpx._kernels import _mosaic
-
-        return _Launcher(_mosaic.run_mosaic, _mosaic.can_address, lambda leaf: False)
-    from mpx._kernels import _triton
-
-    return _Launcher(_triton.run_triton, _triton.can_address, _triton.can_step_layer)
+    name = "mosaic" if backend == "mosaic" else "triton"
+    return importlib.import_module(f"mpx._kernels._{name}")
 
 
 def _equal_shapes(leaves: Sequence[Any]) -> list[list[int]]:
-    """Returns which leaves have equal shapes: shards of equal arrays may differ."""
+    """Groups leaves by shape: shards of arrays of one shape may differ."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for index, leaf in enumerate(leaves):
         alike.setdefault(leaf.param.shape, []).append(index)

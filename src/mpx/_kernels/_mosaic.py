@@ -2,7 +2,7 @@
 
 A program is a warpgroup, 128 threads. Each thread loads a few neighbours, and threads that
 share a group lie in one warp. Loads, stores and single instructions are written in MLIR:
-Pallas has none with masks here, nor roots that count subnormal numbers as zero.
+Pallas has none with masks here, nor roots that flush subnormal numbers to zero.
 """
 
 import functools
@@ -17,10 +17,10 @@ from jax.typing import ArrayLike
 
 from mpx._compat import as_unvarying, varying_like
 from mpx._kernels._plain import Body
-from mpx._kernels._step import View, step_block
+from mpx._kernels._step import BlockView, step_block
 from mpx._kernels._tuning import MOSAIC, Tuning
 from mpx._private import private
-from mpx._quant import PlainBlock
+from mpx._quant import Block
 
 pl = plgpu = fragments = utils = _mosaic = private("mosaic")
 ir, arith, llvm = _mosaic.ir, _mosaic.arith, _mosaic.llvm
@@ -31,11 +31,17 @@ _Operation = Callable[..., Any]
 
 
 def can_address(size: int) -> bool:
-    """Whether a kernel reaches every element of a leaf: 64 bits count elements, 31 blocks."""
+    """Returns whether a kernel reaches all elements: 64 bits count elements, 31 blocks."""
     return size <= MOSAIC.block * (2**31 - 1)
 
 
-def run_mosaic(
+def can_step_layer(leaf: Any) -> bool:
+    """Returns false: this kernel steps whole leaves only."""
+    del leaf
+    return False
+
+
+def launch(
     body: Body,
     scalars: Array,
     grads: Sequence[Array],
@@ -47,8 +53,8 @@ def run_mosaic(
 ) -> list[Any]:
     """Steps leaves of equal shapes on one device, in place if they are donated.
 
-    The arguments are those of `run_triton`. There is no `interpret`: the interpreter of
-    Pallas does not know MLIR.
+    The arguments are those of the Triton kernel's `launch`, without `interpret`: the
+    interpreter of Pallas does not run MLIR.
     """
     view = _View(leaves[0].param.size, tuning.block, group_size)
     block = _Block(view)
@@ -68,7 +74,7 @@ def run_mosaic(
     kernel.__name__ = "mpx_step"
     # With `Lane` signed numbers are taken for unsigned ones (jax 0.11.2, 0.12.0).
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
-    launch = plgpu.kernel(
+    step = plgpu.kernel(
         kernel,
         out_type=(),
         # The last axis may be long; the others end at 65535.
@@ -78,9 +84,9 @@ def run_mosaic(
     )
     inputs = as_unvarying(scalars), [flat(grad) for grad in grads]
     arrays = jax.tree.map(flat, list(leaves))
-    # What a kernel is given as references it changes in place. Those of `jax.new_ref`
-    # would not do: they are an effect, and `custom_partitioning` takes none.
-    new = pl.run_state(lambda refs: launch(*inputs, refs))(arrays)
+    # A kernel changes references in place. Those of `jax.new_ref` would not do: they are
+    # an effect, which `custom_partitioning` does not allow.
+    new = pl.run_state(lambda refs: step(*inputs, refs))(arrays)
     return jax.tree.map(
         lambda x, old, like: varying_like(x.reshape(old.shape), like),
         new,
@@ -89,12 +95,12 @@ def run_mosaic(
     )
 
 
-class _View(View):
-    """A leaf as blocks of `(rows, width)`: a row is a group, or what a thread holds.
+class _View(BlockView):
+    """A leaf as blocks of `(rows, width)`: a row is a group, or the vector of a thread.
 
     Thread t holds the vectors t, t + 128, … of a block, so that each load of a warp is
-    contiguous. The last block may not be full: what is outside of it is loaded from the
-    end of the array, and not stored.
+    contiguous. If the last block is not full, what lies outside is loaded from the end of
+    the array and not stored.
     """
 
     def __init__(self, size: int, block: int, group_size: int) -> None:
@@ -166,7 +172,7 @@ class _View(View):
         store(ref, index, x)
 
     def _places(self, index: Any, grouped: bool) -> Iterator[Any]:
-        """Yields where the vectors of this thread start, or which groups it has part in."""
+        """Yields where the vectors of this thread start, or the groups that it shares."""
         to_index = functools.partial(arith.index_castui, ir.IndexType.get())
         thread, index = to_index(utils.thread_idx()), to_index(index.registers.item())
         rows, width = self._shapes[False]
@@ -185,10 +191,10 @@ def _number(value: int) -> Any:
     return utils.c(value, ir.IndexType.get())
 
 
-class _Block(PlainBlock):
-    """As Triton's: roots and reciprocals are one instruction, right to about one ulp.
+class _Block(Block):
+    """A block in registers. Roots and reciprocals are one instruction, to about one ulp.
 
-    Subnormal elements count as zero. Scales, of which there are few, keep them.
+    Subnormal elements count as zero; subnormal scales, of which there are few, do not.
     """
 
     in_registers = True

@@ -1,4 +1,4 @@
-"""Plain JAX: the specification, and what runs on CPUs and TPUs and under `vmap`."""
+"""Plain JAX: the specification, and the path on CPUs, TPUs and under `vmap`."""
 
 import functools
 import math
@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mpx._quant import Noise, PlainBlock, element_index
+from mpx._quant import Block, Noise, element_index
 from mpx._sharding import may_cut_groups, sharded_as, whole_groups
 
 Body = Callable[..., Any]
 """`body(scalars, grad, leaf, block, noise) -> leaf`: one step of a block."""
 
-# From so many elements on the maxima are found in a pass of their own: left alone, XLA
-# computes most of the step inside of the reduction, at a third of the speed
+# From this size on the maxima are found in a pass of their own: otherwise XLA computes most
+# of the step inside the reduction, at a third of the speed
 # (benchmarks/optim.py, jax 0.11.2, H200).
 _TWO_PASSES = 2**20
 _NEIGHBOURS = 8
@@ -29,14 +29,14 @@ def run_plain(
     leaf: Any,
     *,
     group_size: int,
-    ok: Array | None,
+    finite: Array | None,
     seed: Array | None,
     offset: Array | None = None,
 ) -> Any:
     """Runs a step on whole arrays, grouped along their last axis.
 
-    If this is a part of a larger parameter, `offset` is the number of its first element in
-    that, uint32: elements are rounded by their numbers.
+    For a part of a larger parameter, `offset` is the index of its first element, uint32:
+    random rounding depends on the index.
     """
     shape = leaf.param.shape
     cut = bool(group_size) and may_cut_groups(leaf.param, group_size)
@@ -61,18 +61,18 @@ def run_plain(
         grad, peaks = lax.optimization_barrier((grad, first.peaks))
         new = step(grad, old, block=_SecondPass(peaks))
     else:
-        new = step(grad, old, block=PlainBlock())
-    if ok is not None:
+        new = step(grad, old, block=Block())
+    if finite is not None:
         # Before the reshape: after it XLA would write the f32 weights to memory first.
-        new = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
+        new = jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old)
     return jax.tree.map(lambda x, y: sharded_as(x.reshape(y.shape), y), new, leaf)
 
 
-class _FirstPass(PlainBlock):
-    """Finds the maxima; all else that is computed with it is thrown away.
+class _FirstPass(Block):
+    """Finds the maxima; all other results are discarded.
 
-    A reduction over 32 neighbours keeps XLA's GPU threads busy with passing on their
-    numbers. If each first takes the largest of a few, there is less to pass on.
+    In a reduction over 32 neighbours XLA's GPU threads spend their time exchanging numbers.
+    If each thread first takes the maximum of a few, there is less to exchange.
     """
 
     def __init__(self) -> None:
@@ -87,8 +87,8 @@ class _FirstPass(PlainBlock):
         return self.peaks[-1]
 
 
-class _SecondPass(PlainBlock):
-    """Knows the maxima, in the order in which they were found."""
+class _SecondPass(Block):
+    """Replays the maxima in the order in which they were found."""
 
     def __init__(self, peaks: Sequence[Array]) -> None:
         self._peaks = iter(peaks)
@@ -97,11 +97,11 @@ class _SecondPass(PlainBlock):
         return next(self._peaks)
 
 
-class _CutBlock(PlainBlock):
+class _CutBlock(Block):
     """A whole array whose shards may end within a group. It keeps its shape.
 
-    So the results are computed element by element from the inputs and are sharded like
-    them; only the moments are gathered, to take the maxima of the groups.
+    Results are then computed element by element and sharded like the inputs; only the
+    moments are gathered, to take the maxima of the groups.
     """
 
     def __init__(self, group_size: int) -> None:

@@ -1,4 +1,4 @@
-"""What the kernels have in common: a program loads a block, steps and stores it."""
+"""The program that all kernels share: it loads a block, steps it and stores it."""
 
 import abc
 import functools
@@ -13,22 +13,22 @@ from mpx._kernels._plain import Body
 from mpx._quant import Block
 
 
-class View(abc.ABC):
-    """How a program reaches its block of an array.
+class BlockView(abc.ABC):
+    """Access to the blocks of an array.
 
     Attributes:
-        blocks: How many blocks a gradient has.
+        blocks: The number of blocks of a gradient.
     """
 
     blocks: int
 
     @abc.abstractmethod
     def load(self, ref: Any, index: Array, *, last: bool = False) -> Array:
-        """Returns the block of that number; `last` if nothing will read it again."""
+        """Loads a block; `last` if nothing will read it again."""
 
     @abc.abstractmethod
     def store(self, ref: Any, index: Array, x: Array) -> None:
-        """Writes the block of that number."""
+        """Stores a block."""
 
 
 def step_block(
@@ -37,18 +37,17 @@ def step_block(
     *,
     body: Body,
     block: Block,
-    view: View,
+    view: BlockView,
 ) -> None:
     """Steps a block of one of the leaves, unless its flag is zero.
 
     Args:
-        program: The number of the block, and that of the leaf.
-        refs: The scalars, a row for each leaf with its flag first; for each layer of the
-            leaf how far it is ahead of the one to step, or `None`; the gradients; the leaves,
-            and where to store them.
+        program: The index of the block and that of the leaf.
+        refs: The scalars, a row for each leaf with its flag first; the distance of each
+            layer from the one to step, or `None`; the gradients; the leaves; the outputs.
         body: The step.
-        block: What it needs to know of the block.
-        view: How to load and store.
+        block: The groups of the block.
+        view: Loads and stores.
     """
     index, which = program
     scalars_ref, ahead_ref, grad_refs, leaf_refs, out_refs = refs
@@ -65,13 +64,13 @@ def step_block(
 
     pairs = zip(grad_refs, leaf_refs, strict=True)
     loads = [functools.partial(load, *pair) for pair in pairs]
-    # Loaded before the flag is known, lest every step wait for it.
+    # Loaded before the flag is known, so that no step waits for it.
     grad, leaf = lax.switch(which, loads) if len(loads) > 1 else loads[0]()
-    ok, *scalars = (scalars_ref[which, i] for i in range(scalars_ref.shape[1]))
+    finite, *scalars = (scalars_ref[which, i] for i in range(scalars_ref.shape[1]))
     new = body(tuple(scalars), grad, leaf, block, None)
     for number, each in enumerate(out_refs):
 
         def store(each: Any = each) -> None:
             jax.tree.map(lambda ref, x: view.store(ref, place, x), each, new)
 
-        lax.cond((which == number) & (ok != 0) & is_here, store, lambda: None)
+        lax.cond((which == number) & (finite != 0) & is_here, store, lambda: None)

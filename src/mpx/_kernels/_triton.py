@@ -15,34 +15,34 @@ from jax.typing import ArrayLike
 
 from mpx._compat import struct_like
 from mpx._kernels._plain import Body
-from mpx._kernels._step import View, step_block
+from mpx._kernels._step import BlockView, step_block
 from mpx._kernels._tuning import TRITON, Tuning
 from mpx._private import private
-from mpx._quant import PlainBlock
+from mpx._quant import Block
 
 pl = plgpu = private("kernels")
-# For what is not read again while it is in the cache: the kernel takes 147 instead of
-# 156 µs for 4096 × 12288 parameters. With all loads and no store it takes 168.
+# For data that is not read again while it is cached: the kernel takes 147 instead of 156 µs
+# for 4096 × 12288 parameters. With all loads and no store it takes 168.
 _STREAM = "evict_first"
 
 
 def can_address(size: int, tuning: Tuning = TRITON) -> bool:
-    """Whether a kernel reaches every element of a leaf of `size` elements.
+    """Returns whether a kernel reaches every element of a leaf of `size` elements.
 
-    Pallas counts in 32 bits, signed, up to arrays of 2³² bytes: one of bytes has
-    elements out of reach if it has more than 2³¹. Larger arrays it counts in 64 bits,
-    but not the start of a block, which is why the blocks are an axis of their own.
+    Pallas indexes arrays of up to 2³² bytes with signed 32 bits: one of bytes has elements
+    out of reach if it has more than 2³¹. Larger arrays use 64 bits, but not the start of a
+    block, which is why the blocks are an axis of their own.
     """
     return size <= 2**31 or (size > 2**32 and size % tuning.block == 0)
 
 
 def can_step_layer(leaf: Any, tuning: Tuning = TRITON) -> bool:
-    """Whether a kernel can step one layer of a leaf where it is."""
+    """Returns whether a kernel can step one layer of a leaf in place."""
     layers, size = leaf.param.shape[0], leaf.param.size
     return can_address(size, tuning) and size // layers % tuning.block == 0
 
 
-def run_triton(
+def launch(
     body: Body,
     scalars: Array,
     grads: Sequence[Array],
@@ -58,14 +58,14 @@ def run_triton(
 
     Args:
         body: The step, `body(scalars, grad, leaf, block, noise) -> leaf`.
-        scalars: For each leaf a row of f32 numbers: one that is zero if the leaf is to
-            stay as it is, then those that `body` needs.
+        scalars: For each leaf a row of f32 numbers: zero if the leaf must not change,
+            then those that `body` needs.
         grads: The gradients.
         leaves: The parameters with their state.
         group_size: Elements that share a scale, a power of two; 0 if there is none.
-        ahead: If only one layer of a leaf is to step: for each layer how far it is ahead of
-            that one, int32. See `can_step_layer`.
-        like: What the results vary over within a `shard_map`: trees like `leaves`.
+        ahead: If only one layer of a leaf steps: the distance of each layer from it, int32.
+            See `can_step_layer`.
+        like: Trees like `leaves` whose types tell over which mesh axes the results vary.
         tuning: How work is cut into programs.
         interpret: Whether to run in the interpreter instead of on a GPU.
     """
@@ -105,12 +105,12 @@ def run_triton(
     return jax.tree.map(lambda x, old: x.reshape(old.shape), new, list(leaves))
 
 
-def _kernel(*refs: Any, body: Body, block: PlainBlock, view: "_View") -> None:
+def _kernel(*refs: Any, body: Body, block: Block, view: "_View") -> None:
     program = pl.program_id(0), pl.program_id(1)
     step_block(program, refs, body=body, block=block, view=view)
 
 
-class _View(View):
+class _View(BlockView):
     """A leaf as blocks: `(blocks, elements)`, or flat if the last block is not full."""
 
     def __init__(self, size: int, block: int, group_size: int) -> None:
@@ -144,7 +144,7 @@ class _View(View):
         return ref.at[pl.ds(start, width)], start + lax.iota(jnp.int32, width) < count
 
 
-class _Block(PlainBlock):
+class _Block(Block):
     """A flat block of elements, whose groups are next to each other."""
 
     in_registers = True
@@ -166,9 +166,9 @@ class _Block(PlainBlock):
 
 
 class _GpuBlock(_Block):
-    """Roots and reciprocals are one instruction, right to about one ulp.
+    """Roots and reciprocals are one instruction, to about one ulp.
 
-    Subnormal elements count as zero. Scales, of which there are few, keep them.
+    Subnormal elements count as zero; subnormal scales, of which there are few, do not.
     """
 
     def sqrt(self, x: Array) -> Array:

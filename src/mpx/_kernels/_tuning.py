@@ -1,11 +1,11 @@
-"""How the kernel is launched. Numbers are found by measurement, and only here."""
+"""Launch parameters of the kernels. All numbers were found by measurement."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How work is cut into programs.
+    """Division of the work into programs.
 
     Attributes:
         block: Elements of a program, a power of two.

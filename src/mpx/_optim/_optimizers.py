@@ -1,20 +1,158 @@
-"""The optimizers by name."""
+"""The compressed optimizers by name."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from mpx._kernels import Backend
-from mpx._optim._flash import FlashOptimizer, build
-from mpx._optim._names import explains_names
-from mpx._optim._options import Compression, ParamGroup
-from mpx._optim._rules import Adam, Lion, Sgd
-from mpx._optim._scalars import Hyper
+import optax
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
-Mask = Any | Callable[[Any], Any]
+from mpx._arguments import check_choice
+from mpx._kernels import BACKENDS, Backend
+from mpx._optim._core import Core
+from mpx._optim._options import Compression, ParamGroup, as_groups, check_compression
+from mpx._optim._params import Mask, flatten_params
+from mpx._optim._scalars import Hyper, check_hyper
+from mpx._optim._state import FlashState
+from mpx._optim._update_rules import Adam, Lion, Rule, Sgd
+
+P = ParamSpec("P")
+T = TypeVar("T")
 _DEFAULT = Compression()
 
 
-@explains_names
+class Stepped(NamedTuple):
+    """The result of a step.
+
+    Attributes:
+        params: The parameters after the step, in their own dtypes.
+        state: The state after the step.
+    """
+
+    params: PyTree
+    state: FlashState
+
+
+class FlashOptimizer(optax.GradientTransformationExtraArgs):
+    """A compressed optimizer: an optax transformation with a faster way to step.
+
+    `step` updates parameters and state in one pass over memory, in place if they are
+    donated. `update` is the optax interface. Its result must reach `optax.apply_updates`
+    unchanged, because the state holds the remainder of rounding the new parameters: with
+    16-bit parameters, a chain with another transformation behind it is an error.
+
+    Attributes:
+        init: Makes the state: `init(params)`. Given `ShapeDtypeStruct`s, every leaf of the
+            state is one, sharded like the parameters.
+        update: The optax interface: `update(grads, state, params, *, finite, grad_scale)`.
+            Its updates are f32, also for 16-bit parameters. `optax.apply_updates` and
+            `mpx.optimizer_update` keep the dtypes of parameters. `eqx.apply_updates`
+            would make 16-bit parameters f32, which the next `update` refuses if there
+            are master weights.
+    """
+
+    def step(
+        self,
+        params: PyTree,
+        state: FlashState,
+        grads: PyTree,
+        *,
+        finite: ArrayLike | None = None,
+        grad_scale: ArrayLike = 1.0,
+    ) -> Stepped:
+        """Takes one step.
+
+        Args:
+            params: The parameters, or a whole model: leaves that are not floating come
+                back as they are.
+            state: The state, from `init(params)` or the last step.
+            grads: The gradients, `None` where a parameter must not change.
+            finite: A boolean scalar. If it is false, nothing changes, not even the step
+                count. `None` means true.
+            grad_scale: The factor of the gradients, a scalar: one over the loss scale,
+                times the factor of a gradient clip.
+
+        Returns:
+            The parameters and the state after the step.
+
+        Raises:
+            ValueError: If gradients or state do not fit the parameters; the leaf is
+                named.
+        """
+        flat = flatten_params(params)
+        new, state = core_of(self).advance(
+            flat, state, grads, finite=finite, grad_scale=grad_scale
+        )
+        return Stepped(flat.treedef.unflatten([leaf.param for leaf in new]), state)
+
+
+def core_of(optimizer: FlashOptimizer) -> Core:
+    """Returns the engine of an optimizer."""
+    init: Any = optimizer.init  # a method of the core, which optax's tuple cannot hold
+    return init.__self__
+
+
+def _build(
+    rule: Rule,
+    hyper: Mapping[str, Hyper],
+    options: tuple[Mask, Sequence[ParamGroup], Compression, Backend],
+) -> FlashOptimizer:
+    """Makes an optimizer from a rule and a user's options.
+
+    Raises:
+        TypeError: If an option is of another type.
+        ValueError: If an option is unknown or out of its range.
+    """
+    mask, groups, compression, backend = options
+    check_compression("`compression`", compression)
+    check_choice(backend, "backend", BACKENDS)
+    groups = as_groups(groups, rule, compression)
+    for values in (hyper, *(group.hyper for group in groups)):
+        check_hyper(values)
+    core = Core(rule, hyper, mask, groups, compression, backend)
+    init: Any = core.init  # optax's types do not allow for other states
+    update: Any = core.update
+    return FlashOptimizer(init, update)
+
+
+_COMPRESSION = "`compression=mpx.optim.Compression({})`"
+_F32_MOMENTS = f"{_COMPRESSION.format('quantize=False')}, which keeps moments in f32"
+_OTHER_NAMES = {
+    # FlashOptim, and options of `Compression`
+    "master_weight_bits": _COMPRESSION.format("master_bits=24"),
+    "master_bits": _COMPRESSION.format("master_bits=24"),
+    "quantize": _COMPRESSION.format("quantize=True"),
+    "group_size": _COMPRESSION.format("group_size=32"),
+    "rounding": _COMPRESSION.format("rounding='dithered'"),
+    "fused": "`backend`",
+    "param_groups": "`groups=[mpx.optim.ParamGroup(...)]`",
+    # optax
+    "mu_dtype": _F32_MOMENTS,
+    "accumulator_dtype": _F32_MOMENTS,
+    # PyTorch
+    "lr": "`learning_rate`",
+    "betas": "`b1` and `b2`",
+}
+
+
+def _explains_names(make: Callable[P, T]) -> Callable[P, T]:
+    """Makes the error for an option of another library tell its name here."""
+
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name in _OTHER_NAMES:
+                raise TypeError(
+                    f"`{make.__name__}` has no option `{name}`; here it is "
+                    f"{_OTHER_NAMES[name]}."
+                )
+        return make(*args, **kwargs)
+
+    return made
+
+
+@_explains_names
 def flash_adamw(
     learning_rate: Hyper,
     b1: Hyper = 0.9,
@@ -38,11 +176,11 @@ def flash_adamw(
         eps: Added to the root of the second moment.
         weight_decay: A number or a schedule; multiplied by the learning rate.
         mask: Which parameters decay: a tree of booleans, or a function that makes one
-            of the parameters. `None` means all.
+            from the parameters. `None` means all.
         groups: Options by parameter path; the first group that matches holds.
         compression: How the state is stored.
-        backend: Where steps run: `"jax"`, or in the kernel of `"triton"` or `"mosaic"`,
-            which is an error where that cannot. `"auto"` chooses, but never Mosaic.
+        backend: Where steps run: `"jax"`, or the kernel of `"triton"` or `"mosaic"`, an
+            error where it cannot run. `"auto"` chooses, but never Mosaic.
 
     Returns:
         An optimizer with `init`, `step` and the `update` of optax.
@@ -60,17 +198,11 @@ def flash_adamw(
     hyper = dict(
         learning_rate=learning_rate, weight_decay=weight_decay, b1=b1, b2=b2, eps=eps
     )
-    return build(
-        Adam(decoupled=True),
-        hyper,
-        mask=mask,
-        groups=groups,
-        compression=compression,
-        backend=backend,
-    )
+    options = mask, groups, compression, backend
+    return _build(Adam(decoupled=True), hyper, options)
 
 
-@explains_names
+@_explains_names
 def flash_adam(
     learning_rate: Hyper,
     b1: Hyper = 0.9,
@@ -97,8 +229,7 @@ def flash_adam(
         mask: Which parameters decay; see `flash_adamw`.
         groups: Options by parameter path; the first group that matches holds.
         compression: How the state is stored.
-        backend: Where steps run: `"jax"`, or in the kernel of `"triton"` or `"mosaic"`,
-            which is an error where that cannot. `"auto"` chooses, but never Mosaic.
+        backend: Where steps run; see `flash_adamw`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -110,17 +241,11 @@ def flash_adam(
     hyper = dict(
         learning_rate=learning_rate, weight_decay=weight_decay, b1=b1, b2=b2, eps=eps
     )
-    return build(
-        Adam(decoupled=False),
-        hyper,
-        mask=mask,
-        groups=groups,
-        compression=compression,
-        backend=backend,
-    )
+    options = mask, groups, compression, backend
+    return _build(Adam(decoupled=False), hyper, options)
 
 
-@explains_names
+@_explains_names
 def flash_lion(
     learning_rate: Hyper,
     b1: Hyper = 0.9,
@@ -144,8 +269,7 @@ def flash_lion(
         mask: Which parameters decay; see `flash_adamw`.
         groups: Options by parameter path; the first group that matches holds.
         compression: How the state is stored.
-        backend: Where steps run: `"jax"`, or in the kernel of `"triton"` or `"mosaic"`,
-            which is an error where that cannot. `"auto"` chooses, but never Mosaic.
+        backend: Where steps run; see `flash_adamw`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -154,17 +278,10 @@ def flash_lion(
         True
     """
     hyper = dict(learning_rate=learning_rate, weight_decay=weight_decay, b1=b1, b2=b2)
-    return build(
-        Lion(),
-        hyper,
-        mask=mask,
-        groups=groups,
-        compression=compression,
-        backend=backend,
-    )
+    return _build(Lion(), hyper, (mask, groups, compression, backend))
 
 
-@explains_names
+@_explains_names
 def flash_sgd(
     learning_rate: Hyper,
     momentum: Hyper | None = None,
@@ -185,13 +302,12 @@ def flash_sgd(
         learning_rate: A number, or a schedule: a function of the step count.
         momentum: Decay of the momentum; `None` keeps none, and no memory for it.
         nesterov: Whether to look one step ahead.
-        dampening: What share of each gradient the momentum leaves out.
+        dampening: The share of each gradient that the momentum leaves out.
         weight_decay: A number or a schedule.
         mask: Which parameters decay; see `flash_adamw`.
         groups: Options by parameter path; the first group that matches holds.
         compression: How the state is stored.
-        backend: Where steps run: `"jax"`, or in the kernel of `"triton"` or `"mosaic"`,
-            which is an error where that cannot. `"auto"` chooses, but never Mosaic.
+        backend: Where steps run; see `flash_adamw`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -200,21 +316,14 @@ def flash_sgd(
         >>> optimizer.step(params, optimizer.init(params), {"w": jnp.ones(2)}).params
         {'w': Array([0.5, 0.5], dtype=float32)}
     """
-    return _sgd(
-        learning_rate,
-        momentum,
-        nesterov,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        decoupled=False,
-        mask=mask,
-        groups=groups,
-        compression=compression,
-        backend=backend,
+    hyper = dict(
+        learning_rate=learning_rate, weight_decay=weight_decay, dampening=dampening
     )
+    rule, momenta = _sgd(False, nesterov, momentum)
+    return _build(rule, hyper | momenta, (mask, groups, compression, backend))
 
 
-@explains_names
+@_explains_names
 def flash_sgdw(
     learning_rate: Hyper,
     momentum: Hyper | None = None,
@@ -227,19 +336,18 @@ def flash_sgdw(
     compression: Compression = _DEFAULT,
     backend: Backend = "auto",
 ) -> FlashOptimizer:
-    """Gradient descent as `flash_sgd`, with weight decay decoupled from the gradient.
+    """Gradient descent as in `flash_sgd`, with weight decay decoupled from the gradient.
 
     Args:
         learning_rate: A number, or a schedule: a function of the step count.
         momentum: Decay of the momentum; `None` keeps none, and no memory for it.
         nesterov: Whether to look one step ahead.
-        dampening: What share of each gradient the momentum leaves out.
+        dampening: The share of each gradient that the momentum leaves out.
         weight_decay: A number or a schedule; multiplied by the learning rate.
         mask: Which parameters decay; see `flash_adamw`.
         groups: Options by parameter path; the first group that matches holds.
         compression: How the state is stored.
-        backend: Where steps run: `"jax"`, or in the kernel of `"triton"` or `"mosaic"`,
-            which is an error where that cannot. `"auto"` chooses, but never Mosaic.
+        backend: Where steps run; see `flash_adamw`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -248,50 +356,22 @@ def flash_sgdw(
         >>> optimizer.step(params, optimizer.init(params), {"w": jnp.zeros(2)}).params
         {'w': Array([0.5, 0.5], dtype=float32)}
     """
-    return _sgd(
-        learning_rate,
-        momentum,
-        nesterov,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        decoupled=True,
-        mask=mask,
-        groups=groups,
-        compression=compression,
-        backend=backend,
+    hyper = dict(
+        learning_rate=learning_rate, weight_decay=weight_decay, dampening=dampening
     )
+    rule, momenta = _sgd(True, nesterov, momentum)
+    return _build(rule, hyper | momenta, (mask, groups, compression, backend))
 
 
 def _sgd(
-    learning_rate: Hyper,
-    momentum: Hyper | None,
-    nesterov: bool,
-    *,
-    dampening: Hyper,
-    weight_decay: Hyper,
-    decoupled: bool,
-    mask: Mask,
-    groups: Sequence[ParamGroup],
-    compression: Compression,
-    backend: Backend,
-) -> FlashOptimizer:
-    if nesterov and momentum is None:
-        raise ValueError(
-            "`nesterov=True` needs a momentum, but `momentum` is None. Set it, for "
-            "example to 0.9."
-        )
-    hyper = dict(
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        momentum=0.0 if momentum is None else momentum,
-        dampening=dampening,
-    )
-    moments = () if momentum is None else ("mu",)
-    return build(
-        Sgd(decoupled, nesterov, moments),
-        hyper,
-        mask=mask,
-        groups=groups,
-        compression=compression,
-        backend=backend,
-    )
+    decoupled: bool, nesterov: bool, momentum: Hyper | None
+) -> tuple[Rule, dict[str, Hyper]]:
+    """Returns the rule and its momentum, zero if it keeps none."""
+    if momentum is None:
+        if nesterov:
+            raise ValueError(
+                "`nesterov=True` needs a momentum, but `momentum` is None. Set it, for "
+                "example to 0.9."
+            )
+        return Sgd(decoupled, nesterov, ()), {"momentum": 0.0}
+    return Sgd(decoupled, nesterov, ("mu",)), {"momentum": momentum}

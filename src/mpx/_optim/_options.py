@@ -1,13 +1,17 @@
-"""What a user can choose: how states are compressed, and options by parameter path."""
+"""Options of the compressed optimizers: how states are stored, and groups of parameters."""
 
 import dataclasses
-import operator
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from mpx._arguments import as_count, check_bool, check_choice, check_value
+from mpx._optim._params import FlatParams
+from mpx._optim._update_rules import Rule
 from mpx._quant import (
     BitDelta,
     Full,
@@ -32,28 +36,27 @@ StateFormat = Literal["mpx", "flashoptim"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compression:
-    """How a compressed optimizer stores its state.
+    """Storage format of the state of a compressed optimizer.
 
-    The default takes 5.2 bytes a parameter for AdamW with bf16 weights: 2 for the weight,
+    The default takes 5.2 bytes per parameter for AdamW with bf16 weights: 2 for the weight,
     1 for the correction that makes it a 24-bit master weight, 1 for each moment, and a
-    bf16 and an f32 scale for 32 elements.
+    bf16 and an f32 scale per 32 elements.
 
     Attributes:
         quantize: Whether moments are stored in 8 bits; else in f32.
-        master_bits: 24 or 32, the bits of the master weights of 16-bit parameters;
-            `None` keeps no more than the parameters have. f32 parameters need none. 24
-            bits follow f32 to some units of 2⁻¹⁵ of a weight.
+        master_bits: Bits of the master weights of 16-bit parameters: 24, 32, or `None` for
+            no master weights. f32 parameters need none. 24 bits follow f32 to a few units
+            of 2⁻¹⁵ of a weight.
         group_size: How many elements of the last axis share a scale. A power of two.
         min_size: Parameters with fewer elements keep f32 moments and 32-bit master
-            weights: they take no memory worth saving. So do parameters whose last axis
-            is not a multiple of `group_size`, for their moments.
-        rounding: How moments and weights are rounded. `"dithered"` rounds up or down by
-            turns, with a threshold that changes from step to step, so that what moves by
-            less than half a code in a step moves at all. `"nearest"` loses such steps, and
-            so does `format="flashoptim"`. `"stochastic"` rounds at random, such that the
-            mean is right. The random numbers depend on `seed`, the step count and the place
-            of an element in its array, which inside `shard_map` and `vmap` is the local
-            one.
+            weights: compressing them would save little. Parameters whose last axis is not
+            a multiple of `group_size` keep f32 moments too.
+        rounding: How moments and weights are rounded. `"dithered"` rounds up or down with
+            a threshold that changes from step to step, so that small updates add up.
+            `"nearest"` loses updates below half a code, and so does
+            `format="flashoptim"`. `"stochastic"` rounds at random, with the right mean.
+            The random numbers depend on `seed`, the step count and the place of an
+            element in its array, which inside `shard_map` and `vmap` is the local one.
         format: `"mpx"` has scales with the range of f32; `"flashoptim"` stores the f16
             scales and corrections of FlashOptim, to exchange checkpoints with it.
         seed: For stochastic rounding.
@@ -72,72 +75,43 @@ class Compression:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._check("master_bits", (24, 32, None))
-        self._check("rounding", ("dithered", "nearest", "stochastic"))
-        self._check("format", ("mpx", "flashoptim"))
-        if not isinstance(self.quantize, bool | np.bool_):
-            raise TypeError(
-                f"`quantize` must be True or False, but {self.quantize!r} was given."
-            )
-        for name in ("group_size", "min_size", "seed"):
-            object.__setattr__(self, name, _as_int(name, getattr(self, name)))
+        check_choice(self.master_bits, "master_bits", (24, 32, None))
+        check_choice(self.rounding, "rounding", ("dithered", "nearest", "stochastic"))
+        check_choice(self.format, "format", ("mpx", "flashoptim"))
+        check_bool(self.quantize, "`quantize`")
+        for name, least in {"group_size": None, "min_size": 0, "seed": None}.items():
+            value = as_count(getattr(self, name), name, least)
+            object.__setattr__(self, name, value)
         size = self.group_size
-        if size < 2 or size & (size - 1):
-            raise ValueError(
-                f"`group_size` must be a power of two such as 32, but {size!r} was given."
-            )
-        if self.min_size < 0:
-            raise ValueError(
-                f"`min_size` must not be negative, but {self.min_size!r} was given."
-            )
-
-    def _check(self, name: str, allowed: tuple[Any, ...]) -> None:
-        if getattr(self, name) not in allowed:
-            listed = ", ".join(map(repr, allowed))
-            raise ValueError(
-                f"`{name}` must be one of {listed}, but {getattr(self, name)!r} was given."
-            )
+        power = size >= 2 and not size & (size - 1)
+        check_value(power, "group_size", "a power of two such as 32", size)
 
     def quantizes(self, param: Any) -> bool:
-        """Whether the moments of a parameter are stored in 8 bits."""
+        """Returns whether the moments of a parameter are stored in 8 bits."""
         shape = shape_of(param)
-        large = int(np.prod(shape, dtype=np.int64)) >= max(self.min_size, 1)
-        return (
-            self.quantize and large and bool(shape) and shape[-1] % self.group_size == 0
-        )
+        large = bool(shape) and math.prod(shape) >= max(self.min_size, 1)
+        return bool(self.quantize) and large and shape[-1] % self.group_size == 0
 
     def correction_dtype(self, param: Any) -> np.dtype | None:
         """Returns the dtype of the correction of a parameter, if it gets one."""
         if self.master_bits is None or param.dtype.itemsize != 2:
             return None
-        small = int(np.prod(shape_of(param), dtype=np.int64)) < self.min_size
+        small = math.prod(shape_of(param)) < self.min_size
         return np.dtype(np.int16 if small or self.master_bits == 32 else np.int8)
 
 
-def _as_int(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)  # of NumPy's integers, too
-    except TypeError as error:
-        raise TypeError(
-            f"`{name}` must be an integer that is known when the optimizer is made, but "
-            f"{value!r} was given."
-        ) from error
-
-
-def moment_codec(name: str, *, quantized: bool, format: StateFormat) -> MomentCodec:
-    """Returns how a moment is stored."""
+def moment_codec(name: str, quantized: bool, format: StateFormat) -> MomentCodec:
+    """Returns the codec of a moment."""
     if not quantized:
         return Full()
-    f16 = np.dtype(jnp.float16)
-    if name == "mu":
-        return SoftsignInt8(f16) if format == "flashoptim" else SoftsignInt8()
-    return SqrtUint8(f16) if format == "flashoptim" else SqrtUint8()
+    codec = SoftsignInt8 if name == "mu" else SqrtUint8
+    return codec(np.dtype(jnp.float16)) if format == "flashoptim" else codec()
 
 
 def master_codec(
-    dtype: Any, correction: np.dtype | None, format: StateFormat
+    dtype: DTypeLike, correction: np.dtype | None, format: StateFormat
 ) -> MasterCodec:
-    """Returns how the weights of parameters of `dtype` are stored."""
+    """Returns the codec of the weights of parameters of `dtype`."""
     if correction is None:
         return RoundedMaster()
     if np.dtype(dtype) == np.dtype(jnp.bfloat16) and format == "mpx":
@@ -147,15 +121,15 @@ def master_codec(
 
 @dataclasses.dataclass(frozen=True)
 class ParamGroup:
-    """Parameters with options of their own.
+    """A group of parameters with its own options.
 
     Attributes:
         where: A regular expression for paths such as `"norm|bias"`, a module type, a
-            predicate `(path, array) -> bool`, which is not called for leaves that are no
-            arrays, or a list of these.
+            predicate `(path, array) -> bool`, which is only called for arrays, or a list
+            of these.
         hyper: Hyperparameters that differ, for example `{"weight_decay": 0.0}`.
-        frozen: Whether these parameters are left as they are, without any state.
-        compression: How their state is stored, if not as that of the others.
+        frozen: Whether these parameters stay as they are, without any state.
+        compression: How their state is stored, if different from the others.
 
     Examples:
         >>> group = ParamGroup("bias|norm", {"weight_decay": 0.0})
@@ -178,27 +152,12 @@ class ParamGroup:
                 f"`hyper` of the group {self.where!r} must be a mapping such as "
                 f'`{{"weight_decay": 0.0}}`, but {type(self.hyper).__name__} was given.'
             )
-        if not isinstance(self.frozen, bool | np.bool_):
-            raise TypeError(
-                f"`frozen` of the group {self.where!r} must be True or False, but "
-                f"{self.frozen!r} was given."
-            )
+        check_bool(self.frozen, f"`frozen` of the group {self.where!r}")
 
     def matches(self, name: str, leaf: Any) -> bool:
         """Returns whether a parameter belongs to this group."""
-        return any(
-            _selects(x, name, leaf) for x in parse_selectors(self.where, "where")
-        )
-
-    def check(self, named: Mapping[str, Any]) -> None:
-        """Raises unless each selector selects a parameter.
-
-        Raises:
-            ValueError: If one does not; near names are listed.
-        """
-        for selector in parse_selectors(self.where, "where"):
-            if not any(_selects(selector, name, leaf) for name, leaf in named.items()):
-                raise selects_nothing(selector, "where", named)
+        selectors = parse_selectors(self.where, "where")
+        return any(_selects(selector, name, leaf) for selector in selectors)
 
     def __hash__(self) -> int:
         # Of the hyperparameters only the names: a value may be an array.
@@ -208,3 +167,81 @@ class ParamGroup:
 def _selects(selector: Selector, name: str, leaf: Any) -> bool:
     named = isinstance(selector, str | type)
     return (named or dtype_of(leaf) is not None) and matches(selector, name, leaf)
+
+
+def group_of(groups: Sequence[ParamGroup], name: str, leaf: Any) -> ParamGroup | None:
+    """Returns the first group that a parameter belongs to."""
+    return next((group for group in groups if group.matches(name, leaf)), None)
+
+
+def check_groups_match(groups: Sequence[ParamGroup], flat: FlatParams) -> None:
+    """Raises if a group, or one of its selectors, holds for no parameter."""
+    pairs = list(zip(flat.names, flat.leaves, strict=True))
+    in_force = [group_of(groups, *pair) for pair in pairs]
+    for group in groups:
+        for selector in parse_selectors(group.where, "where"):
+            if not any(_selects(selector, *pair) for pair in pairs):
+                raise selects_nothing(selector, "where", flat.names)
+        if any(group is other for other in in_force):
+            continue
+        name, by = next(
+            (name, by.where)
+            for (name, leaf), by in zip(pairs, in_force, strict=True)
+            if by is not None and group.matches(name, leaf)
+        )
+        raise ValueError(
+            f"The group {group.where!r}{' with `frozen=True`' if group.frozen else ''} "
+            f"holds for no parameter: `{name}` and all others belong to earlier ones, "
+            f"such as {by!r}, and the first group that matches holds. Put it before."
+        )
+
+
+def as_groups(
+    groups: Iterable[ParamGroup], rule: Rule, compression: Compression
+) -> tuple[ParamGroup, ...]:
+    """Returns groups as a tuple.
+
+    Raises:
+        TypeError: If one of them is something else.
+        ValueError: If one sets an option that the optimizer does not have.
+    """
+    is_sequence = isinstance(groups, Iterable)
+    members = tuple(groups) if is_sequence else (groups,)
+    for group in members:
+        if not is_sequence or not isinstance(group, ParamGroup):
+            raise TypeError(
+                "`groups` must be a sequence of `ParamGroup`s, such as "
+                f"`[ParamGroup(...)]`, but {type(group).__name__} was given."
+            )
+        where = f"The group {group.where!r}"
+        if unknown := sorted(set(group.hyper) - set(rule.hyper)):
+            raise ValueError(
+                f"{where} sets {unknown}, but this optimizer has only "
+                f"{sorted(rule.hyper)}."
+            )
+        unused = sorted({"momentum", "dampening"} & set(group.hyper))
+        if unused and not rule.moments:
+            raise ValueError(
+                f"{where} sets {unused}, but the optimizer keeps no momentum. Set "
+                "`momentum` on the optimizer, where 0.0 keeps one, too."
+            )
+        if group.compression is None:
+            continue
+        check_compression(
+            f"`compression` of the group {group.where!r}", group.compression
+        )
+        if group.compression.format != compression.format:
+            raise ValueError(
+                f"{where} has the format {group.compression.format!r}, but the others "
+                f"have {compression.format!r}; there is one for all."
+            )
+    return members
+
+
+def check_compression(what: str, compression: Any) -> None:
+    """Raises if a compression is something else."""
+    if not isinstance(compression, Compression):
+        raise TypeError(
+            f"{what} must be an `mpx.optim.Compression`, but {type(compression).__name__} was "
+            "given. `Compression(quantize=False, master_bits=None)` compresses nothing."
+        )

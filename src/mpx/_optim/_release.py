@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from mpx import _kernels
@@ -17,22 +18,26 @@ from mpx._call import as_loss, unpack
 from mpx._compat import has_explicit_axes, open_jaxpr
 from mpx._half import gradient_function
 from mpx._optim._core import Core
-from mpx._optim._flash import FlashOptimizer, core_of
-from mpx._optim._state import FlashState, flatten
+from mpx._optim._optimizers import FlashOptimizer, core_of
+from mpx._optim._params import flatten_params
+from mpx._optim._state import FlashState
 from mpx._optim._taps import Tap, run
 from mpx._tree import as_flag
 from mpx._wrapped import has_scales
 
+Ref = Any
+"""A reference of `jax.new_ref`."""
+
 
 class Released(NamedTuple):
-    """What a step with gradient release returns.
+    """The result of a step with gradient release.
 
     Attributes:
-        value: What the function returned: the loss.
-        aux: What it returned beside; `None` without `has_aux`.
+        value: The loss.
+        aux: The auxiliary output of the function; `None` without `has_aux`.
         params: The parameters after the step, in their own dtypes.
         state: The state after the step.
-        grads_finite: Whether all gradients were finite; `None` unless `skip_nonfinite`.
+        finite: Whether all gradients were finite; `None` unless `skip_nonfinite`.
         grad_norm: The norm of all gradients before `grad_scale`, f32; `None` unless
             `with_norm`.
     """
@@ -41,7 +46,7 @@ class Released(NamedTuple):
     aux: Any
     params: PyTree
     state: FlashState
-    grads_finite: Array | None
+    finite: Array | None
     grad_norm: Array | None
 
 
@@ -55,7 +60,7 @@ def release(
 ) -> Callable[..., Released]:
     """Differentiates a function and steps, without ever holding all gradients.
 
-    Parameters step inside of the backward pass. Of those that a `jax.lax.scan` consumes
+    Parameters step inside the backward pass. For parameters that a `jax.lax.scan` consumes
     layer by layer, the gradient of one layer exists at a time. The function need not be
     changed, and the result is that of `jax.value_and_grad` and `optimizer.step`. Parameters
     that are sharded over explicit axes of a mesh step all at once, after the scan.
@@ -64,22 +69,22 @@ def release(
         func: The loss: `func(params, *args, **kwargs)`, a scalar.
         optimizer: A compressed optimizer, such as `mpx.optim.flash_adamw`.
         has_aux: Whether `func` returns a pair of the loss and anything else.
-        skip_nonfinite: Whether to leave alone, parameter by parameter and layer by layer,
-            what has a gradient that is not finite, with its state. The others step: that
-            all are finite is known only in the end. The step counts if anything stepped.
+        skip_nonfinite: Whether to skip each parameter or layer, with its state, whose
+            gradient is not finite. The others step, since it is only known at the end
+            whether all are finite. The step counts if anything stepped.
         with_norm: Whether to compute the norm of the gradients. It is known only after
-            the step, so that it can clip the next one.
+            the step, so it can clip the next one.
 
     Returns:
-        A function `step(params, state, *args, ok=None, grad_scale=1.0, **kwargs)`, which
-        returns a `Released`. Where `ok` is false, nothing changes. The gradients are
-        multiplied by `grad_scale`. Put it under `jax.jit` with
+        A function `step(params, state, *args, finite=None, grad_scale=1.0, **kwargs)`,
+        which returns a `Released`. If `finite` is false, nothing changes. The gradients
+        are multiplied by `grad_scale`. Put it under `jax.jit` with
         `donate_argnums=(0, 1)`.
 
     Raises:
-        TypeError: If `optimizer` is not one of ours: others need the whole gradient. If
-            `func` is under `fp8` with `DelayedScaling`. From the step: if `func` does not
-            return a loss.
+        TypeError: If `optimizer` is not a compressed one: others need the whole gradient.
+            If `func` is under `fp8` with `DelayedScaling`. From the step: if `func` does
+            not return a loss.
 
     Examples:
         >>> from mpx.optim import flash_adamw
@@ -112,12 +117,12 @@ def release(
         params: PyTree,
         state: FlashState,
         *args: Any,
-        ok: Any = None,
-        grad_scale: Any = 1.0,
+        finite: ArrayLike | None = None,
+        grad_scale: ArrayLike = 1.0,
         **kwargs: Any,
     ) -> Released:
-        flag = None if ok is None else as_flag(ok, "ok")
-        flat = flatten(params)
+        flag = None if finite is None else as_flag(finite, "finite")
+        flat = flatten_params(params)
         ready = core.ready(flat, state, grad_scale)
         jobs = {
             index: job
@@ -136,20 +141,20 @@ def release(
 
         weights = [jnp.asarray(job.leaf.param) for job in jobs.values()]
         closed, out = jax.make_jaxpr(traced, return_shape=True)(weights)
-        sites = [_Site(core, job, flag, watched) for job in jobs.values()]
+        sites = [_ParamRefs(core, job, flag, watched) for job in jobs.values()]
 
         def loss(origin: Array) -> tuple[Array, list[Any]]:
             taps = [_ParamTap(site, origin) for site in sites]
-            # Of references with explicit shardings JAX cannot read a layer.
+            # JAX cannot read a layer of a reference with an explicit sharding.
             given = [tap.read() if tap.site.is_explicit else tap for tap in taps]
             value, *aux = run(*open_jaxpr(closed), given)
             return jnp.asarray(value), aux  # a constant is one of NumPy
 
-        # Whoever gives a `grad_scale` has scaled the loss.
+        # With a `grad_scale`, the loss is scaled.
         is_scaled = not (isinstance(grad_scale, float) and grad_scale == 1.0)
         with gradient_function() if is_scaled else contextlib.nullcontext():
             (value, aux), _ = jax.value_and_grad(loss, has_aux=True)(jnp.zeros(()))
-        finite, norm, counts = watched.results()
+        all_finite, norm, counts = watched.results()
         flag = _both(flag, counts)
         for site in sites:
             site.finish(flag)
@@ -161,7 +166,7 @@ def release(
             jax.tree.unflatten(jax.tree.structure(out[1]), aux) if has_aux else None,
             flat.treedef.unflatten([leaf.param for leaf in new]),
             core.advanced(ready, new, flag),
-            finite,
+            all_finite,
             norm,
         )
 
@@ -169,11 +174,11 @@ def release(
 
 
 class _Watched(NamedTuple):
-    """What is known of all gradients in the end: references, or `None`."""
+    """Facts about all gradients, collected in references; `None` if not asked for."""
 
-    all_finite: Any
-    any_finite: Any
-    squares: Any
+    all_finite: Ref | None = None
+    any_finite: Ref | None = None
+    squares: Ref | None = None
 
     @classmethod
     def make(cls, finite: bool, squares: bool) -> "_Watched":
@@ -184,11 +189,11 @@ class _Watched(NamedTuple):
         )
 
     def see(self, grad: Array) -> Array | None:
-        """Takes note of a gradient; returns whether it is finite, if that is asked."""
+        """Records a gradient; returns whether it is finite, if that was asked for."""
         grad = grad.astype(jnp.float32)
         if self.squares is not None:
             self.squares[...] += jnp.sum(jnp.square(grad))
-        if self.all_finite is None:
+        if self.all_finite is None or self.any_finite is None:
             return None
         finite = jnp.all(jnp.isfinite(grad))
         self.all_finite[...] &= finite
@@ -199,7 +204,7 @@ class _Watched(NamedTuple):
     def results(self) -> tuple[Array | None, Array | None, Array | None]:
         """Returns whether all were finite, their norm, and whether the step counts.
 
-        It does unless there was a gradient and none was finite: then nothing stepped.
+        It does unless there were gradients and none was finite: then nothing stepped.
         """
         every, some, squares = (None if x is None else jax.freeze(x) for x in self)
         norm = None if squares is None else jnp.sqrt(squares)
@@ -208,113 +213,116 @@ class _Watched(NamedTuple):
 
 
 def _both(one: Array | None, two: Array | None) -> Array | None:
-    """Returns whether two flags are true; `None` is true."""
+    """Returns whether two flags are true; `None` counts as true."""
     if one is None or two is None:
         return two if one is None else one
     return one & two
 
 
-class _Site:
-    """A parameter with its state, in memory that the backward pass can write to."""
+class _ParamRefs:
+    """A parameter with its state, in references that the backward pass writes to."""
 
     def __init__(
-        self, core: Core, job: _kernels.Job, ok: Array | None, watched: _Watched
+        self, core: Core, job: _kernels.Job, finite: Array | None, watched: _Watched
     ) -> None:
         self._backend: _kernels.Backend = core.backend
         self._job = job._replace(leaf=None)
         self._shape = job.leaf.param.shape
         mesh = jax.typeof(job.leaf.param).sharding.mesh
         self.is_explicit = has_explicit_axes(mesh)
-        self._ok = ok
+        self._finite = finite
         self._stepped = False
         self._watched = watched
         self.refs = jax.tree.map(lambda x: jax.new_ref(jnp.asarray(x)), job.leaf)
 
-    def operands(self) -> Any:
-        """The arrays and references that a step needs, beside the gradient."""
+    def operands(self, layer: Array | None) -> "_Operands":
+        """Returns the arrays and references that the step of a layer needs."""
         job = self._job
-        return self.refs, job.scalars, job.seed, self._ok, self._watched
+        arrays = {"scalars": job.scalars, "seed": job.seed, "layer": layer}
+        return _Operands(self.refs, arrays, self._finite, self._watched)
 
-    def step(self, index: Array | None, grad: Array, operands: Any) -> None:
-        """Steps the parameter, or the layer of it that has this number."""
+    def step(self, grad: Array, operands: "_Operands") -> None:
+        """Steps the parameter, or one layer of it."""
         self._stepped = True
-        refs, scalars, seed, ok, watched = operands
-        ok = _both(ok, watched.see(grad))
-        job = self._job._replace(
-            leaf=jax.tree.map(lambda ref: ref[...], refs),
-            grad=grad,
-            scalars=scalars,
-            seed=seed,
-            layer=index,
-        )
-        (new,) = _kernels.run([job], ok=ok, backend=self._backend)
+        refs, arrays, finite, watched = operands
+        finite = _both(finite, watched.see(grad))
+        leaf = jax.tree.map(lambda ref: ref[...], refs)
+        job = self._job._replace(leaf=leaf, grad=grad, **arrays)
+        (new,) = _kernels.run([job], finite=finite, backend=self._backend)
 
         def store(ref: Any, x: Array) -> None:
             ref[...] = x
 
         jax.tree.map(store, refs, new)
 
-    def finish(self, ok: Array | None) -> None:
+    def finish(self, finite: Array | None) -> None:
         """Steps with a gradient of zero if the loss does not depend on the parameter."""
         if not self._stepped:
             zeros = jnp.zeros(self._shape, self.refs.param.dtype)
-            unwatched = _Watched.make(False, False)
-            refs, scalars, seed, *_ = self.operands()
-            self.step(None, zeros, (refs, scalars, seed, ok, unwatched))
+            unwatched = self.operands(None)._replace(finite=finite, watched=_Watched())
+            self.step(zeros, unwatched)
 
     def frozen(self) -> Any:
-        """Returns parameter and state; they are not to be written to any more."""
+        """Returns parameter and state, which must not be written to any more."""
         return jax.tree.map(jax.freeze, self.refs)
+
+
+class _Operands(NamedTuple):
+    """Everything that a step in the backward pass reads, beside the gradient."""
+
+    refs: Any
+    arrays: dict[str, Array | None]
+    finite: Array | None
+    watched: _Watched
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _ParamTap(Tap):
-    """Reads a parameter. The cotangent of what was read steps it.
+    """Reads a parameter. The cotangent of the value that was read steps it.
 
     Attributes:
         site: The parameter.
-        origin: The number that the loss is differentiated for. Its gradient is zero.
-        index: The number of the layer; `None` for all.
+        origin: The number by which the loss is differentiated. Its gradient is zero.
+        index: The index of the layer; `None` for all.
         casts: Dtypes to cast to, one after the other.
     """
 
-    site: _Site
+    site: _ParamRefs
     origin: Array
     index: Array | None = None
-    casts: tuple[Any, ...] = ()
+    casts: tuple[DTypeLike, ...] = ()
 
     def read(self) -> Array:
         x = self.site.refs.param[... if self.index is None else self.index]
-        x = _tapped(self.site, x, self.origin, self.index, self.site.operands())
+        x = _tapped(self.site, x, self.origin, self.site.operands(self.index))
         return functools.reduce(lambda x, dtype: x.astype(dtype), self.casts, x)
 
     def layer(self, index: Array) -> "_ParamTap":
         return dataclasses.replace(self, index=index)
 
-    def cast(self, dtype: Any) -> "_ParamTap":
+    def cast(self, dtype: DTypeLike) -> "_ParamTap":
         return dataclasses.replace(self, casts=(*self.casts, dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tapped(
-    site: _Site, x: Array, origin: Array, index: Array | None, operands: Any
-) -> Array:
+def _tapped(site: _ParamRefs, x: Array, origin: Array, operands: _Operands) -> Array:
     """Returns `x`, a parameter or a layer of it."""
-    del site, origin, index, operands
+    del site, origin, operands
     return x
 
 
 def _forward(
-    site: _Site, x: Array, origin: Array, index: Array | None, operands: Any
-) -> tuple[Array, Any]:
+    site: _ParamRefs, x: Array, origin: Array, operands: _Operands
+) -> tuple[Array, _Operands]:
     del site, origin
-    return x, (index, operands)
+    return x, operands
 
 
-def _backward(site: _Site, kept: Any, grad: Array) -> tuple[Any, ...]:
-    index, operands = kept
-    site.step(index, grad, operands)
-    return None, jnp.zeros(()), None, None
+def _backward(
+    site: _ParamRefs, operands: _Operands, grad: Array
+) -> tuple[None, Array, None]:
+    site.step(grad, operands)
+    return None, jnp.zeros(()), None
 
 
 _tapped.defvjp(_forward, _backward)

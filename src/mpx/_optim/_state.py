@@ -1,30 +1,30 @@
-"""The state of a compressed optimizer, and the f32 weights that it holds."""
+"""The state of a compressed optimizer, its layout, and whether it fits."""
 
 import dataclasses
 import sys
-from typing import Any, ClassVar, NamedTuple
+import zlib
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Int, PyTree
 
-from mpx._nnx import without_variables
-from mpx._optim._layout import check_layout, is_missing
-from mpx._optim._leaf import Leaf
-from mpx._optim._options import StateFormat, master_codec
-from mpx._quant import PlainBlock, Quantized
-from mpx._tree import dtype_of, flatten_with_names, path_name, shape_of
+from mpx._optim._options import Compression, StateFormat
+from mpx._optim._params import F32, PARAM_DTYPES, FlatParams
+from mpx._optim._update_rules import Leaf, Rule
+from mpx._quant import MomentCodec, Quantized
+from mpx._sharding import zero_beside
+from mpx._tree import dtype_of, shape_of
 
-F32 = np.dtype(jnp.float32)
-PARAM_DTYPES = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
-
-
-APPLIED_BY_EQUINOX = (
-    "Did `eqx.apply_updates` make it f32? Updates are f32: apply them with "
-    "`optax.apply_updates` or `mpx.optimizer_update`, which keep dtypes, or use `step`. "
-)
+MOMENTS = ("mu", "nu")
+Pairs = Iterable[tuple[Any, Any]]
+"""Each parameter with its correction, or with `None`."""
+_INT8, _INT16 = np.dtype(np.int8), np.dtype(np.int16)
+_INIT_AGAIN = "Make the state with `init(params)` of these parameters."
 
 
 class FlashState(eqx.Module):
@@ -32,20 +32,20 @@ class FlashState(eqx.Module):
 
     `mu`, `nu` and `correction` have the structure of the parameters. Their arrays have
     the shape of the parameter, scales that of its groups, `shape[:-1] + (groups,)`: each
-    can be sharded like the parameter. Of shapes, all are shapes.
+    can be sharded like the parameter. For parameters that are `ShapeDtypeStruct`s, every
+    leaf is one.
 
     Attributes:
         count: The number of steps taken, int32; skipped ones do not count.
         mu: First moments: `Quantized` (int8 codes) or f32, `None` for frozen leaves.
         nu: Second moments: `Quantized` (uint8 codes) or f32; `None` if the rule has none.
-        correction: int8 or int16, what the 16-bit parameters lack; `None` where nothing.
+        correction: int8 or int16, the bits that 16-bit parameters lack, or `None`.
         layout: A zero under a name such as `adam-mpx-12x24-25x32-1f0c93aa`, which tells
-            what the arrays are: of which kind of rule, in which format, and what
-            parameters and corrections have which dtypes.
-        format: How scales and corrections are to be read.
+            the kind of rule, the format, and the dtypes of parameters and corrections.
+        format: The format of scales and corrections.
     """
 
-    # What `optimizer_update` asks of a state.
+    # Read by `optimizer_update`.
     mpx_is_compressed: ClassVar[bool] = True
     mpx_holds_masters: ClassVar[bool] = True
 
@@ -77,97 +77,9 @@ def register_with_flax() -> None:
     serialization.register_serialization_state(FlashState, save, restore, override=True)
 
 
-class Flat(NamedTuple):
-    """A tree of parameters, flattened; `None` counts as a leaf.
-
-    Attributes:
-        names: The path of each leaf.
-        leaves: The leaves.
-        treedef: The structure of the parameters.
-        bare: That structure without NNX variables, which is that of the state. One
-            variable would otherwise hold both codes and scales, which NNX tears apart.
-    """
-
-    names: list[str]
-    leaves: list[Any]
-    treedef: Any
-    bare: Any
-
-    def like(self, tree: PyTree, what: str) -> list[Any]:
-        """Returns what another tree holds in the place of each parameter.
-
-        Raises:
-            ValueError: If the tree does not have the structure of the parameters.
-        """
-        if tree is None:
-            return [None] * len(self.leaves)
-        try:
-            return self.bare.flatten_up_to(without_variables(tree))
-        except ValueError as error:
-            flat, treedef = jax.tree_util.tree_flatten_with_path(
-                without_variables(tree),
-                is_leaf=lambda x: x is None or isinstance(x, Quantized),
-            )
-            theirs = [path_name(path) for path, _ in flat]
-            missing = [name for name in self.names if name not in theirs][:3]
-            extra = [name for name in theirs if name not in self.names][:3]
-            difference = f"{missing} are missing and {extra} are not expected"
-            if not missing and not extra:
-                difference = describe_difference(treedef, self.bare, self.names)
-            raise ValueError(
-                f"{what} must have the structure of the parameters, but {difference}."
-            ) from error
-
-
-def flatten(params: PyTree) -> Flat:
-    """Flattens parameters, with the path of each."""
-    treedef = jax.tree.structure(params, is_leaf=_is_none)
-    named, bare = flatten_with_names(without_variables(params), is_leaf=_is_none)
-    return Flat([name for name, _ in named], [x for _, x in named], treedef, bare)
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
-
-
-def describe_difference(theirs: Any, params: Any, names: list[str]) -> str:
-    """Says where a tree and the parameters part, without any array: those are long.
-
-    Args:
-        theirs: The structure of the tree. Its leaves may stand for parts of the other.
-        params: The structure of the parameters.
-        names: The path of each parameter.
-    """
-    found = _first_difference(theirs, params, 0)
-    if found is None:
-        return "they differ in what is static, such as a function or a size"
-    index, came, expected = found
-    where = f" around `{names[index]}`" if index < len(names) else ""
-    return f"there is {came} where the parameters have {expected}{where}"
-
-
-def _first_difference(theirs: Any, params: Any, index: int) -> Any:
-    """Returns the number of a parameter and what two nodes around it are."""
-    nodes = theirs.node_data(), params.node_data()
-    if None in nodes:
-        return None
-    parts = theirs.children(), params.children()
-    came, expected = (_node_name(*node) for node in nodes)
-    if came != expected or len(parts[0]) != len(parts[1]):
-        return index, came, expected
-    for one, two in zip(*parts, strict=True):
-        if found := _first_difference(one, two, index):
-            return found
-        index += two.num_leaves
-    return None
-
-
-def _node_name(type_: type, data: Any) -> str:
-    name = type_.__name__
-    return f"{name} of {str(data)[:80]}" if type_ is dict else name
-
-
-def leaves_of(flat: Flat, state: FlashState, moments: tuple[str, ...]) -> list[Leaf]:
+def leaves_of(
+    flat: FlatParams, state: FlashState, moments: tuple[str, ...]
+) -> list[Leaf]:
     """Returns each parameter with its state."""
     what = "The optimizer state"
     columns = [flat.like(getattr(state, name), what) for name in moments]
@@ -179,146 +91,162 @@ def leaves_of(flat: Flat, state: FlashState, moments: tuple[str, ...]) -> list[L
     ]
 
 
-def find_state(tree: PyTree) -> FlashState:
-    """Returns the state of a compressed optimizer, also from inside of an optax state.
-
-    Raises:
-        ValueError: If there is none, or more than one.
-    """
-    is_state = lambda x: isinstance(x, FlashState)  # noqa: E731
-    found = [x for x in jax.tree.leaves(tree, is_leaf=is_state) if is_state(x)]
-    if len(found) != 1:
-        raise ValueError(
-            "Expected the state of one compressed optimizer, by itself or inside of an "
-            f"optax state, but {type(tree).__name__} holds {len(found)} of them."
-        )
-    return found[0]
+# --- layout ---------------------------------------------------------------------------
+# The layout is the name of a scalar in the state, and with that a part of the tree's
+# structure. So a checkpointer refuses to restore a state into a different one, where it
+# would silently cast int8 corrections to int16; and a step compares it while tracing.
 
 
-def master_params(params: PyTree, state: PyTree) -> PyTree:
-    """Returns the f32 weights behind 16-bit parameters.
-
-    f32 parameters, integers, functions and other leaves come back as they are, and so
-    do 16-bit parameters without master weights and frozen ones.
+def make_layout(kind: str, format: str, pairs: Pairs) -> PyTree:
+    """Returns a scalar under the name of a layout.
 
     Args:
-        params: The parameters, or a whole model.
-        state: The optimizer's state, or an optax state that holds it.
+        kind: The kind of the rule.
+        format: The format of the state.
+        pairs: The parameters and their corrections.
 
-    Raises:
-        ValueError: If `state` does not hold one state that fits the parameters.
-
-    Examples:
-        >>> from mpx.optim import flash_adamw
-        >>> params = {"w": jnp.ones((8,), jnp.bfloat16)}
-        >>> state = flash_adamw(1e-3).init(params)
-        >>> master_params(params, state)["w"].dtype
-        dtype('float32')
+    Returns:
+        A dict of one scalar. Without parameters, as for the placeholder of
+        `optax.tree_map_params`, only the scalar.
     """
-    flat, state = flatten(params), find_state(state)
-    corrections = flat.like(state.correction, "The optimizer state")
-    check_layout(state.layout, zip(flat.leaves, corrections, strict=True))
+    pairs = list(pairs)
+    zero = zero_beside((param for param, _ in pairs), jnp.int8)
+    return {_layout_name(kind, format, pairs): zero} if pairs else zero
 
-    def decode(name: str, param: Any, correction: Any) -> Any:
-        if is_missing(correction):
-            return param
-        check_correction(name, param, correction)
-        codec = master_codec(param.dtype, correction.dtype, state.format)
-        return codec.decode(jnp.asarray(param), jnp.asarray(correction), PlainBlock())
 
-    rows = zip(flat.names, flat.leaves, corrections, strict=True)
-    return flat.treedef.unflatten([decode(*row) for row in rows])
+def _name_of(layout: PyTree) -> str | None:
+    """Returns the name of a layout; `None` if the state has no parameters."""
+    return next(iter(layout)) if isinstance(layout, dict) and layout else None
+
+
+def check_layout(layout: PyTree, pairs: Pairs) -> None:
+    """Raises if parameters or corrections are not those that the layout names."""
+    name = _name_of(layout)
+    # Corrections beside f32 parameters are refused elsewhere.
+    pairs = [pair for pair in pairs if not is_missing(pair[1])]
+    if name is None or any(dtype_of(param) == F32 for param, _ in pairs):
+        return
+    kind, format, *_ = name.split("-")
+    found = _layout_name(kind, format, pairs)
+    if found != name:
+        raise ValueError(
+            f"The state was made as `{name}`, but it holds, or is used with parameters "
+            f"of, `{found}`: how many master weights have 24 and 32 bits, and a checksum "
+            "of the dtypes of parameters and corrections. They were cast, so that the "
+            "corrections mean something else. Restore with a template from "
+            "`init(params)` of the optimizer that saved it. To change dtypes or "
+            "`master_bits` take `master_params`, then `init` and `from_master`."
+        )
+
+
+def _layout_name(kind: str, format: str, pairs: Pairs) -> str:
+    """Names a layout, in letters that are safe in file names."""
+    dtypes = [
+        (np.dtype(dtype_of(param)), np.dtype(dtype_of(correction)))
+        for param, correction in pairs
+        if not is_missing(correction)
+    ]
+    small = sum(correction == _INT8 for _, correction in dtypes)
+    text = " ".join(f"{param}:{correction}" for param, correction in dtypes)
+    checksum = zlib.crc32(text.encode())
+    return f"{kind}-{format}-{small}x24-{len(dtypes) - small}x32-{checksum:08x}"
+
+
+def is_missing(correction: Any) -> bool:
+    """Returns whether a parameter has no correction, or `optax.masked` no state."""
+    return correction is None or isinstance(correction, optax.MaskedNode)
+
+
+# --- checks ---------------------------------------------------------------------------
+
+
+def check_state(state: Any, rule: Rule, compression: Compression) -> None:
+    """Raises if a state is none, or that of another optimizer."""
+    if not isinstance(state, FlashState):
+        raise TypeError(
+            "A compressed optimizer expected the FlashState from `init(params)` or from "
+            f"its last step; got {type(state).__name__}. In a larger optax state it is "
+            "one of the members."
+        )
+    if state.format != compression.format:
+        raise ValueError(
+            f"`state.format` is {state.format!r}, but the optimizer has the format "
+            f"{compression.format!r}. Give it `Compression(format={state.format!r})`, or "
+            "make the state with its own `init(params)`."
+        )
+    name = _name_of(state.layout)
+    if name is not None and not name.startswith(f"{rule.kind}-"):
+        raise ValueError(
+            f"The state was made as `{name}`, but this optimizer is of the kind "
+            f"{rule.kind!r}, whose moments mean something else. Make the state with its "
+            "own `init(params)`."
+        )
+    for moment in MOMENTS:
+        if moment not in rule.moments and jax.tree.leaves(getattr(state, moment)):
+            raise ValueError(
+                f"`state.{moment}` was expected to be None, because this optimizer keeps "
+                f"{' and '.join(rule.moments) or 'no moments'}, but it holds moments: "
+                "the state is that of another optimizer. Make it with `init(params)` of "
+                "this one."
+            )
+
+
+def check_moment(
+    name: str, param: Any, moment: str, stored: Any, codec: MomentCodec
+) -> None:
+    """Raises if a moment of the state does not fit its parameter."""
+    if stored is None:
+        raise ValueError(
+            f"The optimizer state has no {moment} for `{name}`. {_INIT_AGAIN}"
+        )
+    codes = stored
+    if isinstance(stored, Quantized):
+        codes = stored.codes
+        if dtype_of(stored.scale) != codec.scale_dtype:
+            raise ValueError(
+                f"The scales of `{name}` are {dtype_of(stored.scale)}, but the format of "
+                f"the state has {codec.scale_dtype}: it was written in another format."
+            )
+        *rows, groups = shape_of(stored.scale) or (0,)
+        *outer, last = shape_of(param) or (0,)
+        # A scale for each element would look like the codes.
+        if rows != outer or not 1 <= groups < last or last % groups:
+            raise ValueError(
+                f"The scales of `state.{moment}` for `{name}` have shape "
+                f"{shape_of(stored.scale)}, but they must divide the last axis of the "
+                f"parameter, of shape {shape_of(param)}, into groups. {_INIT_AGAIN}"
+            )
+    if (shape_of(codes), dtype_of(codes)) != (shape_of(param), codec.code_dtype):
+        raise ValueError(
+            f"`state.{moment}` for `{name}` must be {codec.code_dtype} of the parameter's "
+            f"shape {shape_of(param)}, but it is {dtype_of(codes) or type(codes).__name__}"
+            f" of shape {shape_of(codes)}. {_INIT_AGAIN}"
+        )
 
 
 def check_correction(name: str, param: Any, correction: Any) -> None:
-    """Raises if a correction does not fit its parameter."""
-    if dtype_of(param) not in PARAM_DTYPES[1:] or shape_of(param) != correction.shape:
-        raise ValueError(
-            f"The state has a correction of shape {correction.shape} for `{name}`, which "
-            f"belongs to a bf16 or f16 parameter of that shape, but the parameter is "
-            f"{dtype_of(param)} of shape {shape_of(param)}. "
-            f"{APPLIED_BY_EQUINOX if dtype_of(param) == F32 else ''}Make the state with "
-            "`init(params)`."
-        )
+    """Raises if a correction does not fit its parameter.
 
-
-def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-    """Puts f32 weights into parameters and state, for example to start from f32 weights.
-
-    Leaves that are no parameters, such as integers and functions, are those of `master`,
-    in the dtype that they have in `params`, or those of `params` where `master` has
-    `None`.
-
-    Args:
-        master: The weights: a tree like `params`.
-        params: Parameters whose dtypes are kept.
-        state: The state made by `init(params)`, or an optax state that holds it; its
-            moments and count are kept.
-
-    Returns:
-        Parameters and state that hold `master`, as exactly as their format can.
-
-    Raises:
-        TypeError: If a weight is not a real array.
-        ValueError: If the trees or shapes differ, or `state` does not hold one state that
-            fits the parameters.
-
-    Examples:
-        >>> from mpx.optim import flash_adamw
-        >>> weights = {"w": jnp.full((8,), 0.1)}
-        >>> params = {"w": weights["w"].astype(jnp.bfloat16)}
-        >>> state = flash_adamw(1e-3).init(params)
-        >>> params, state = from_master(weights, params, state)
-        >>> abs(float(master_params(params, state)["w"][0]) - 0.1) < 1e-8
-        True
+    Its bits are read off the state, as `group_size` is: restored states may have been made
+    with others.
     """
-    flat, found = flatten(params), find_state(state)
-    weights = flat.like(master, "`master`")
-    corrections = flat.like(found.correction, "The optimizer state")
-    check_layout(found.layout, zip(flat.leaves, corrections, strict=True))
-    new_params, new_corrections = [], []
-    for name, weight, param, correction in zip(
-        flat.names, weights, flat.leaves, corrections, strict=True
+    dtype, shape = dtype_of(param), shape_of(param)
+    if (
+        dtype in PARAM_DTYPES[1:]
+        and dtype_of(correction) in (_INT8, _INT16)
+        and shape_of(correction) == shape
     ):
-        weight = _as_weight(name, weight, param)
-        if dtype_of(param) in PARAM_DTYPES:
-            dtype = None
-            if not is_missing(correction):
-                check_correction(name, param, correction)
-                dtype = correction.dtype
-            codec = master_codec(param.dtype, dtype, found.format)
-            encoded = codec.encode(weight.astype(F32), param.dtype, PlainBlock())
-            weight, correction = encoded if dtype else (encoded[0], correction)
-        new_params.append(weight)
-        new_corrections.append(correction)
-    new = dataclasses.replace(found, correction=flat.bare.unflatten(new_corrections))
-    new_state = jax.tree.map(
-        lambda x: new if x is found else x, state, is_leaf=lambda x: x is found
+        return
+    hint = ""
+    if dtype == F32:
+        hint = (
+            "Did `eqx.apply_updates` make it f32? Updates are f32: apply them with "
+            "`optax.apply_updates` or `mpx.optimizer_update`, which keep dtypes, or use "
+            "`step`. "
+        )
+    raise ValueError(
+        f"`state.correction` for `{name}` is {dtype_of(correction)} of shape "
+        f"{shape_of(correction)}, but the parameter is {dtype} of shape {shape}. Only bf16 "
+        "and f16 parameters have corrections: int8 or int16 of the same shape. "
+        f"{hint}{_INIT_AGAIN}"
     )
-    return flat.treedef.unflatten(new_params), new_state
-
-
-def _as_weight(name: str, weight: Any, param: Any) -> Any:
-    """Returns what is put in the place of a leaf; raises if it does not fit."""
-    dtype = dtype_of(param)
-    if dtype is None:
-        return param if weight is None else weight
-    if dtype not in PARAM_DTYPES:
-        if weight is None:
-            return param
-        if dtype_of(weight) == dtype:
-            return weight
-    if isinstance(weight, int | float):
-        weight = np.asarray(weight)
-    came = dtype_of(weight)
-    if came is None or jnp.issubdtype(came, jnp.complexfloating):
-        raise TypeError(
-            f"The weight of `{name}` must be a real array like the parameter, which is "
-            f"{dtype}, but {came or type(weight).__name__} was given."
-        )
-    if shape_of(weight) != shape_of(param):
-        raise ValueError(
-            f"The weight of `{name}` has shape {shape_of(weight)}, but the "
-            f"parameter has shape {shape_of(param)}."
-        )
-    return jnp.asarray(weight).astype(dtype if dtype not in PARAM_DTYPES else F32)

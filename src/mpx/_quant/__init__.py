@@ -1,7 +1,6 @@
 """Codecs: how f32 numbers are stored in fewer bits. Pure functions, no kernels."""
 
 from mpx._quant._block import Block as Block
-from mpx._quant._block import PlainBlock as PlainBlock
 from mpx._quant._master import BitDelta as BitDelta
 from mpx._quant._master import MasterCodec as MasterCodec
 from mpx._quant._master import RoundedMaster as RoundedMaster
@@ -13,6 +12,7 @@ from mpx._quant._moments import SoftsignInt8 as SoftsignInt8
 from mpx._quant._moments import SqrtUint8 as SqrtUint8
 from mpx._quant._rounding import Dither as Dither
 from mpx._quant._rounding import Noise as Noise
+from mpx._quant._rounding import Rounding as Rounding
 from mpx._quant._rounding import dither_of as dither_of
 from mpx._quant._rounding import element_index as element_index
 from mpx._quant._rounding import is_finite as is_finite

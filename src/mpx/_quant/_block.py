@@ -1,11 +1,8 @@
-"""What a codec knows of the block of numbers it works on.
+"""Blocks of numbers that codecs work on.
 
-The same codec serves a whole array in plain JAX and a tile inside a kernel. What differs
-between the two, where the groups are and how roots and reciprocals are computed, is
-behind this seam.
+The same codec serves a whole array in plain JAX and a tile in a kernel. A block hides what
+differs: where the groups are, and how roots and reciprocals are computed.
 """
-
-import abc
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,77 +12,50 @@ from jax.typing import ArrayLike
 from mpx._quant._rounding import F32, bits
 
 
-class Block(abc.ABC):
-    """A block of numbers that consists of groups.
+class Block:
+    """A block whose last axis is one group: `(..., groups, group_size)`.
+
+    Kernels have blocks of their own, in which results may differ by about one ulp.
 
     Attributes:
-        in_registers: Whether all of it is, so that what was computed once need not be
-            computed again. XLA would write it to memory.
+        in_registers: Whether the whole block is held in registers, so that results can
+            be shared. XLA would write shared results to memory.
     """
 
     in_registers: bool = False
 
-    @abc.abstractmethod
     def peak(self, x: Array) -> Array:
         """Returns the largest number of each group."""
-
-    @abc.abstractmethod
-    def spread(self, per_group: Array) -> Array:
-        """Returns each group's number for each of its elements."""
-
-    @abc.abstractmethod
-    def root_peak(self, x: Array, root: Array) -> Array:
-        """Returns the largest root of each group, of numbers and their roots."""
-
-    @abc.abstractmethod
-    def sqrt(self, x: Array) -> Array:
-        """Returns the square root, in a kernel to about one ulp."""
-
-    @abc.abstractmethod
-    def reciprocal(self, x: Array) -> Array:
-        """Returns 1 / x, in a kernel to about one ulp."""
-
-    @abc.abstractmethod
-    def multiply_add(self, x: ArrayLike, y: Array, z: ArrayLike) -> Array:
-        """Returns x · y + z, in a kernel rounded once."""
-
-    @abc.abstractmethod
-    def sign(self, x: Array) -> Array:
-        """Returns -1, 0 or 1; nan of nan."""
-
-    @abc.abstractmethod
-    def rounded(self, x: Array, dtype: np.dtype) -> Array:
-        """Returns f32 numbers rounded to those that `dtype` has, still in f32."""
-
-
-class PlainBlock(Block):
-    """A block whose last axis runs through one group: `(..., groups, group_size)`."""
-
-    def peak(self, x: Array) -> Array:
         return jnp.max(x, axis=-1)
 
     def spread(self, per_group: Array) -> Array:
+        """Returns each group's number for each of its elements."""
         return per_group[..., None]
 
     def root_peak(self, x: Array, root: Array) -> Array:
-        # The root of the maximum, not the maximum of the roots: XLA would write all
-        # roots to memory.
+        """Returns the largest root of each group, given numbers and their roots."""
+        # Not the maximum of the roots: XLA would write all roots to memory.
         return self.sqrt(self.peak(x))
 
     def sqrt(self, x: Array) -> Array:
+        """Returns the square root."""
         return jnp.sqrt(x)
 
     def reciprocal(self, x: Array) -> Array:
+        """Returns 1 / x."""
         return 1.0 / x
 
     def multiply_add(self, x: ArrayLike, y: Array, z: ArrayLike) -> Array:
+        """Returns x · y + z, in a kernel rounded once."""
         return jnp.add(jnp.multiply(x, y), z)
 
     def sign(self, x: Array) -> Array:
+        """Returns -1, 0 or 1; nan of nan."""
         return jnp.sign(x)
 
     def rounded(self, x: Array, dtype: np.dtype) -> Array:
-        # Two casts would not do: XLA removes a cast down that is followed by one up.
+        """Rounds f32 numbers to those that `dtype` has; the result is f32."""
+        # Not two casts: XLA removes a cast down followed by a cast up.
         info = jnp.finfo(dtype)
         rounded = lax.reduce_precision(x, info.nexp, info.nmant)
         if info.nexp == 8:

@@ -1,15 +1,23 @@
-"""Codecs for master weights: a 16-bit parameter and what its rounding left over."""
+"""Codecs for master weights: a 16-bit parameter and the remainder of its rounding."""
 
 import abc
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from mpx._quant._block import Block
-from mpx._quant._rounding import F32, Noise, bits, centred, from_bits, to_integer
+from mpx._quant._rounding import (
+    F32,
+    Noise,
+    Rounding,
+    bits,
+    centred,
+    from_bits,
+    to_integer,
+)
 
 Correction = Array | None
 _BF16 = np.dtype(jnp.bfloat16)
@@ -19,7 +27,7 @@ _LAYOUT = {_BF16: (7, 127), np.dtype(jnp.float16): (10, 15)}
 
 
 class MasterCodec(abc.ABC):
-    """How an f32 weight is stored: as a parameter and a correction."""
+    """Storage format of an f32 weight: a parameter and a correction."""
 
     @abc.abstractmethod
     def decode(self, param: Array, correction: Correction, block: Block) -> Array:
@@ -27,23 +35,15 @@ class MasterCodec(abc.ABC):
 
     @abc.abstractmethod
     def encode(
-        self,
-        weight: Array,
-        dtype: Any,
-        block: Block,
-        noise: Noise | None = None,
-        *,
-        dither: Array | None = None,
+        self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
     ) -> tuple[Array, Correction]:
         """Returns parameters of `dtype` and their corrections.
 
         Args:
             weight: The f32 weights.
             dtype: The dtype of the parameters.
-            block: What is to be known of their groups.
-            noise: For rounding at random.
-            dither: The threshold of this step, see `Dither.masters`; `None` rounds to
-                nearest. `noise` goes before it.
+            block: Their groups.
+            rounding: To nearest, with `Dither.masters`, or at random.
         """
 
 
@@ -51,23 +51,17 @@ class MasterCodec(abc.ABC):
 class RoundedMaster(MasterCodec):
     """No correction: the parameter is the weight, rounded to its dtype.
 
-    With nearest rounding an update below half an ulp is lost; dithered or rounded at random
-    it is kept on average.
+    Rounding to nearest loses updates below half an ulp; dithered or at random, they are
+    kept on average.
     """
 
     def decode(self, param: Array, correction: Correction, block: Block) -> Array:
         return param.astype(F32)
 
     def encode(
-        self,
-        weight: Array,
-        dtype: Any,
-        block: Block,
-        noise: Noise | None = None,
-        *,
-        dither: Array | None = None,
+        self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
     ) -> tuple[Array, Correction]:
-        up = _threshold(16, noise, dither)
+        up = _threshold(16, rounding)
         if up is not None and np.dtype(dtype).itemsize == 2:
             weight = _rounded_by(weight, np.dtype(dtype), up)
         return weight.astype(dtype), None
@@ -78,11 +72,11 @@ class BitDelta(MasterCodec):
     """bf16 with the difference of the bit patterns, in integers only.
 
     `bits(weight) = (bits(param) << 16) + (correction << shift)`. 8 bits leave an error of
-    at most 128 f32 ulps, everywhere (a bf16 ulp is 65536), dithered or at random 255, and
-    16 bits none. The parameter is the bf16 number that is nearest to the sum; of two, the
-    one away from zero. Holds for subnormal numbers, ±0, ±inf and for weights between the
-    largest bf16 and the largest f32, of which 8 bits make the last 128 infinite (255); nan
-    stays nan. Encoding what was decoded changes nothing, with any threshold.
+    at most 128 f32 ulps everywhere (a bf16 ulp is 65536), dithered or at random 255, and
+    16 bits none. The parameter is the bf16 number nearest to the sum; of two, the one away
+    from zero. This holds for subnormal numbers, ±0, ±inf and weights between the largest
+    bf16 and the largest f32, of which 8 bits make the last 128 (255) infinite; nan stays
+    nan. Encoding a decoded weight changes nothing, with any threshold.
 
     Attributes:
         dtype: int8 or int16, the dtype of the correction.
@@ -94,28 +88,22 @@ class BitDelta(MasterCodec):
         assert correction is not None
         high = _high_bits(param)
         total = high + (correction.astype(jnp.int32) << self._shift)
-        # Below ±0 there are no bit patterns: a parameter that somebody has set to zero
-        # is zero, whatever its old correction.
+        # There are no bit patterns below ±0: a parameter that was set to zero is zero,
+        # whatever its old correction.
         return from_bits(jnp.where((total ^ high) < 0, high, total))
 
     def encode(
-        self,
-        weight: Array,
-        dtype: Any,
-        block: Block,
-        noise: Noise | None = None,
-        *,
-        dither: Array | None = None,
+        self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
     ) -> tuple[Array, Correction]:
         pattern = bits(weight)
         # A nan that is not this one could become inf, or be carried over into the sign.
         pattern = jnp.where(weight == weight, pattern, np.int32(0x7FC00000))
-        # What is added before the last bits are cut off: half a unit rounds to nearest.
+        # Added before the last bits are cut off: half a unit rounds to nearest.
         half = jnp.int32(128 if self.dtype == _INT8 else 0)
         if self.dtype == _INT8:
-            up = _threshold(8, noise, dither)
+            up = _threshold(8, rounding)
             half = half if up is None else up
-        # Half a bf16 ulp more, so that what the parameter leaves over has no sign yet.
+        # Half a bf16 ulp more, so that the remainder of the parameter has no sign yet.
         total = pattern + (half + 0x8000)
         low = (total >> self._shift) & (2 ** (8 * self.dtype.itemsize) - 1)
         param = block.rounded(from_bits(total & np.int32(-65536)), _BF16)
@@ -132,13 +120,13 @@ class UlpFraction(MasterCodec):
 
     `weight = param + correction / M · ulp(param) / 2` with M = 127 or 32767. With 8 bits
     the error is at most 1/254 of half an ulp of the parameter: 129 f32 ulps for bf16 and
-    16 for f16, twice that just below a power of two, and twice that again if it is
-    dithered or rounded at random. With 16 bits it is 1 f32 ulp for
-    bf16 and 0 for f16. Below 2⁻¹¹⁰ (8 bits) or 2⁻¹⁰³ (16 bits) a bf16 correction may be
-    lost, and a weight beyond the range of f16 becomes inf. Encoding what was decoded
-    gives the same weight, except that one half-way below a power of two may move by the
-    bound, once. Dithered, f16 with 8 bits follows updates to half an f32 ulp a step: a
-    decoded weight is no f32 number, and its rounding 1/64 of what the correction counts.
+    16 for f16, twice that just below a power of two, and twice that again if dithered or
+    rounded at random. With 16 bits it is 1 f32 ulp for bf16 and 0 for f16. Below 2⁻¹¹⁰
+    (8 bits) or 2⁻¹⁰³ (16 bits) a bf16 correction may be lost, and a weight beyond the range
+    of f16 becomes inf. Encoding a decoded weight changes nothing, except that one half-way
+    below a power of two may move by the bound, once. Dithered, f16 with 8 bits follows
+    updates to half an f32 ulp per step: a decoded weight is not an f32 number, and its
+    rounding error is 1/64 of a unit of the correction.
 
     Attributes:
         dtype: int8 or int16, the dtype of the correction.
@@ -153,13 +141,7 @@ class UlpFraction(MasterCodec):
         return param.astype(F32) + fraction * low * high
 
     def encode(
-        self,
-        weight: Array,
-        dtype: Any,
-        block: Block,
-        noise: Noise | None = None,
-        *,
-        dither: Array | None = None,
+        self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
     ) -> tuple[Array, Correction]:
         param = weight.astype(dtype)
         rounded = block.rounded(weight, np.dtype(dtype))
@@ -169,10 +151,10 @@ class UlpFraction(MasterCodec):
         fraction = left * block.reciprocal(low) * block.reciprocal(high)
         top = np.float32(np.iinfo(self.dtype).max)
         code = jnp.clip(fraction, -1.0, 1.0) * top
-        if noise is not None:
-            code = jnp.clip(code + noise.centred(0), -top, top)
-        elif dither is not None:
-            code = jnp.clip(code + centred(dither), -top, top)
+        if rounding is not None:
+            random = isinstance(rounding, Noise)
+            more = rounding.centred() if random else centred(rounding)
+            code = jnp.clip(code + more, -top, top)
         return param, to_integer(code, self.dtype.type)
 
 
@@ -195,20 +177,20 @@ def _power_of_two(exponent: Array) -> Array:
     return from_bits((exponent + 127) << 23)
 
 
-def _threshold(count: int, noise: Noise | None, dither: Array | None) -> Array | None:
-    """Returns so many bits of what is added before a floor, int32; `None` for nearest."""
-    if noise is not None:
-        return (noise.bits(0) >> np.uint32(32 - count)).astype(jnp.int32)
-    if dither is not None:
-        return (dither * np.float32(2.0**count)).astype(jnp.int32)
-    return None
+def _threshold(count: int, rounding: Rounding) -> Array | None:
+    """Returns `count` bits of the offset before a floor, int32; `None` for nearest."""
+    if rounding is None:
+        return None
+    if isinstance(rounding, Noise):
+        return (rounding.bits() >> np.uint32(32 - count)).astype(jnp.int32)
+    return (rounding * np.float32(2.0**count)).astype(jnp.int32)
 
 
 def _rounded_by(weight: Array, dtype: np.dtype, up: Array) -> Array:
     """Rounds each weight to one of its two neighbours.
 
-    It is the one away from zero if the distance from the other one, in ulps, and `up` ·
-    2⁻¹⁶ are 1 or more: as often as that distance says.
+    The one away from zero is taken if the distance from the other one, in ulps, plus `up`
+    · 2⁻¹⁶ is at least 1: as often as that distance says.
     """
     if dtype == _BF16:
         shifted = from_bits((bits(weight) + up) & np.int32(-65536))

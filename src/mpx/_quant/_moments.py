@@ -14,6 +14,7 @@ from mpx._quant._rounding import (
     SHIFT,
     UPWARDS,
     Noise,
+    Rounding,
     from_bits,
     is_finite,
     shifted_to_integer,
@@ -22,6 +23,7 @@ from mpx._quant._rounding import (
     to_integer,
 )
 
+Keep = Array | None
 BF16 = np.dtype(jnp.bfloat16)
 F16 = np.dtype(jnp.float16)
 _F32 = np.dtype(F32)
@@ -46,11 +48,11 @@ class Quantized(NamedTuple):
 
 
 class MomentCodec(abc.ABC):
-    """How a moment is stored. Codecs are static: hashable and compared by value.
+    """Storage format of a moment. Codecs are static: hashable and compared by value.
 
     Attributes:
-        code_dtype: The dtype of what is stored per element.
-        scale_dtype: The dtype of what is stored per group; `None` if there is nothing.
+        code_dtype: The dtype of the number stored per element.
+        scale_dtype: The dtype of the number stored per group; `None` if there is none.
     """
 
     code_dtype: ClassVar[np.dtype]
@@ -62,25 +64,17 @@ class MomentCodec(abc.ABC):
 
     @abc.abstractmethod
     def encode(
-        self,
-        x: Array,
-        block: Block,
-        noise: Noise | None = None,
-        stream: int = 0,
-        keep: Array | None = None,
-        *,
-        dither: Array | None = None,
+        self, x: Array, block: Block, rounding: Rounding = None, keep: Keep = None
     ) -> Any:
-        """Returns what is stored for f32 numbers.
+        """Encodes f32 numbers.
 
         Args:
             x: The numbers.
-            block: What is to be known of their groups.
-            noise: For rounding at random.
-            stream: Which of the independent random numbers to take.
+            block: Their groups.
+            rounding: How codes are rounded: to nearest, at random, or with
+                `Dither.moments`, which also rounds bf16 scales and which the formats of
+                FlashOptim do not support.
             keep: Where it is false, zero is stored; by default for inf and nan.
-            dither: What to add to codes and bf16 scales before they are rounded, see
-                `dither_of`. The formats of FlashOptim do not know it, nor does `noise`.
         """
 
 
@@ -95,14 +89,7 @@ class Full(MomentCodec):
         return stored
 
     def encode(
-        self,
-        x: Array,
-        block: Block,
-        noise: Noise | None = None,
-        stream: int = 0,
-        keep: Array | None = None,
-        *,
-        dither: Array | None = None,
+        self, x: Array, block: Block, rounding: Rounding = None, keep: Keep = None
     ) -> Array:
         return x
 
@@ -113,13 +100,13 @@ class SoftsignInt8(MomentCodec):
 
     `scale` is the largest magnitude of the group, rounded. A number is off by at most
     `scale / 127` and by `scale / 508` near zero, half of the distance to its neighbours
-    (with the nearest code): codes are chosen for the rounded `scale`. With `dither` it is
-    off by at most twice as much; on average over steps the largest number is right, and
-    another one off by at most a quarter of a code, since the same `dither` rounds codes
-    and `scale`. Were they independent, the largest code could be one too large. Where
-    codes are rounded at random `scale` is rounded up, lest larger numbers be cut off.
-    Encoding what was decoded changes nothing. A group whose largest magnitude exceeds
-    2¹²⁵ is stored as zeros.
+    (with the nearest code): codes are chosen for the rounded `scale`. Dithered, the error
+    is at most twice as large; averaged over steps the largest number is exact and others
+    are off by at most a quarter of a code, since the same offset rounds codes and `scale`.
+    (With independent ones the largest code could be one too large.) If codes are rounded
+    at random, `scale` is rounded up so that larger numbers are not cut off. Encoding a
+    decoded block changes nothing. A group whose largest magnitude exceeds 2¹²⁵ is stored
+    as zeros.
 
     Attributes:
         scale_dtype: bf16 keeps the range of f32; f16 is the format of FlashOptim, in
@@ -135,35 +122,27 @@ class SoftsignInt8(MomentCodec):
         return q * block.reciprocal(254.0 - jnp.abs(q)) * scale
 
     def encode(
-        self,
-        x: Array,
-        block: Block,
-        noise: Noise | None = None,
-        stream: int = 0,
-        keep: Array | None = None,
-        *,
-        dither: Array | None = None,
+        self, x: Array, block: Block, rounding: Rounding = None, keep: Keep = None
     ) -> Quantized:
         x = jnp.where(is_finite(x) if keep is None else keep, x, 0.0)
         peak = block.peak(jnp.abs(x))
-        rounding = dither if noise is None else UPWARDS
-        scale, stored = _rounded_scale(peak, self.scale_dtype, rounding)
+        dither = UPWARDS if isinstance(rounding, Noise) else rounding
+        scale, stored = _rounded_scale(peak, self.scale_dtype, dither)
         # n / (1 + |n|) with n = x / scale.
         positive = block.spread(jnp.maximum(scale, _TINY))
         divisor = block.reciprocal(positive + jnp.abs(x))
-        if noise is None and self.scale_dtype != F16:
+        if not isinstance(rounding, Noise) and self.scale_dtype != F16:
             fraction = x * divisor
-            if dither is not None:
-                more = signed_like(dither * np.float32(1 / 254), x)
+            if rounding is not None:
+                more = signed_like(rounding * np.float32(1 / 254), x)
                 fraction = block.multiply_add(x, divisor, more)
             q = block.multiply_add(np.float32(254), fraction, SHIFT)
             return Quantized(shifted_to_integer(q, jnp.int8), stored)
-        fraction = x * divisor
-        q = 254.0 * fraction
-        if noise is not None:
-            q = q + noise.centred(stream)
-        # The scale may lie below the largest number: a little, since it is rounded, or
-        # far, since f16 ends at 65504.
+        q = 254.0 * (x * divisor)
+        if isinstance(rounding, Noise):
+            q = q + rounding.centred()
+        # The scale may be below the largest number: a little, by rounding, or much, since
+        # f16 ends at 65504.
         return Quantized(to_integer(jnp.clip(q, -127.0, 127.0), jnp.int8), stored)
 
 
@@ -171,11 +150,11 @@ class SoftsignInt8(MomentCodec):
 class SqrtUint8(MomentCodec):
     """Numbers ≥ 0 by their roots: `x = (scale · q / 255)²`, q in 1…255.
 
-    `scale` is the root of the largest number of the group; the root of a number is off
-    by at most `scale / 510`, and by at most `scale / 255` below that, with `dither` by
-    twice as much. The code 0 means zero but is never written: a second moment that is
-    rounded to zero would let the step of Adam grow without bound. A group of zeros has
-    the scale 0. Encoding what was decoded changes no code, an f32 scale by roundings.
+    `scale` is the root of the largest number of the group. The root of a number is off by
+    at most `scale / 510`, and by at most `scale / 255` below that; dithered, by twice as
+    much. The code 0 means zero but is never written: with a second moment rounded to zero
+    the step of Adam would have no bound. A group of zeros has the scale 0. Encoding a
+    decoded block changes no code, and an f32 scale only by rounding errors.
 
     Attributes:
         scale_dtype: f32 follows a slow average; f16 is the format of FlashOptim, in
@@ -191,14 +170,7 @@ class SqrtUint8(MomentCodec):
         return root * root
 
     def encode(
-        self,
-        x: Array,
-        block: Block,
-        noise: Noise | None = None,
-        stream: int = 0,
-        keep: Array | None = None,
-        *,
-        dither: Array | None = None,
+        self, x: Array, block: Block, rounding: Rounding = None, keep: Keep = None
     ) -> Quantized:
         # Not `is_finite`: XLA would write to memory what two moments have in common.
         keep = x <= _LARGEST[_F32] if keep is None else keep
@@ -208,24 +180,23 @@ class SqrtUint8(MomentCodec):
         scale, stored = _rounded_scale(peak, self.scale_dtype)
         # Below all roots of f32 numbers; a smaller floor would make 0 · ∞ of a zero.
         unit = 255.0 * block.reciprocal(jnp.maximum(scale, np.float32(2.0**-100)))
-        if noise is None and self.scale_dtype != F16:
-            more = SHIFT if dither is None else dither
+        if not isinstance(rounding, Noise) and self.scale_dtype != F16:
+            more = SHIFT if rounding is None else rounding
             q = block.multiply_add(root, block.spread(unit), more)
-            q = q if dither is None else q + SHIFT
+            q = q if rounding is None else q + SHIFT
             q = jnp.maximum(q, SHIFT + 1)
             return Quantized(shifted_to_integer(q, jnp.uint8), stored)
         q = root * block.spread(unit)
-        if noise is not None:
-            q = q + noise.centred(stream)
+        if isinstance(rounding, Noise):
+            q = q + rounding.centred()
         # f16 ends at 65504.
-        q = jnp.clip(q, 1.0, 255.0)
-        return Quantized(to_integer(q, jnp.uint8), stored)
+        return Quantized(to_integer(jnp.clip(q, 1.0, 255.0), jnp.uint8), stored)
 
 
 def _rounded_scale(
     peak: Array, dtype: np.dtype, dither: Array | float | None = None
 ) -> tuple[Array, Array]:
-    """Returns the scale that codes are chosen for, and the one that is stored."""
+    """Returns the scale that codes are chosen for, and the stored one."""
     peak = jnp.minimum(peak, _LARGEST[dtype])
     if dtype == BF16:
         rounded = from_bits(to_bf16_bits(peak, dither))

@@ -1,7 +1,7 @@
-"""Rounding to integers and to 16 bits, to nearest or at random."""
+"""Rounding to integers and to 16 bits: to nearest, dithered, or at random."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ from jax import Array, lax
 
 F32 = jnp.float32
 # Adding 1.5 · 2²³ leaves no bits behind the point: the hardware rounds to nearest, ties
-# to even, and the integer stands in the lowest bits of the sum.
+# to even, and the lowest bits of the sum hold the integer.
 SHIFT = np.float32(12582912.0)
 _SHIFT_BITS = SHIFT.view(np.int32)
 UPWARDS = 0.5 - 2.0**-16
@@ -25,7 +25,7 @@ def to_integer(x: Array, dtype: type) -> Array:
 
 
 def shifted_to_integer(x: Array, dtype: type) -> Array:
-    """As `to_integer`, of numbers to which `SHIFT` has been added already."""
+    """Finishes `to_integer` for numbers to which `SHIFT` was already added."""
     # Without the subtraction XLA for GPUs (jax 0.11.2) makes -1 of every number: it does
     # not cut off the high bits of an integer that comes out of a float's bits.
     return (bits(x) - _SHIFT_BITS).astype(dtype)
@@ -42,15 +42,14 @@ def from_bits(x: Array) -> Array:
 
 
 def to_bf16_bits(x: Array, dither: Array | float | None = None) -> Array:
-    """Rounds finite f32 numbers to bf16, in integers; still as f32 bits.
+    """Rounds finite f32 numbers to bf16 in integer arithmetic; returns f32 bits.
 
-    A cast down and up again would be removed by XLA.
+    XLA would remove a cast down followed by a cast up.
 
     Args:
         x: The numbers.
-        dither: What to add before they are rounded to nearest, in ulps of bf16, from
-            -1/2 to `UPWARDS`, with which they are rounded away from zero. `None` adds
-            nothing, and ties are rounded to even.
+        dither: Offset before rounding to nearest, in ulps of bf16, from -1/2 to `UPWARDS`
+            (away from zero). `None` adds nothing and rounds ties to even.
     """
     b = bits(x)
     if dither is None:
@@ -62,25 +61,36 @@ def to_bf16_bits(x: Array, dither: Array | float | None = None) -> Array:
     return (b + up) & np.int32(-65536)
 
 
+def signed_like(number: Array, x: Array) -> Array:
+    """Returns `number` where `x` is positive or zero, else its negative."""
+    sign = bits(x) & np.int32(-(2**31))
+    # Mosaic has no bits of scalars.
+    return from_bits(bits(jnp.broadcast_to(number, x.shape)) ^ sign)
+
+
+def is_finite(x: Array) -> Array:
+    """Tells which numbers are finite; `jnp.isfinite` does not run in kernels."""
+    return jnp.abs(x) < jnp.inf
+
+
 class Dither(NamedTuple):
-    """What is added to magnitudes before they are rounded, f32 scalars.
+    """Offsets added to magnitudes before rounding, f32 scalars, one pair per step.
 
-    What moves by less than half a code in a step would stay for ever if it were always
-    rounded to nearest. The multiples of an irrational number, modulo 1, are spread evenly
-    over any stretch of steps: each number is rounded up as often as it should be. They are
-    the same for all numbers of a step, so a kernel need not make them.
+    A number that moves by less than half a code per step would never move if it were
+    always rounded to nearest. The multiples of an irrational number modulo 1 are spread
+    evenly over any range of steps, so each number is rounded up as often as it should be.
+    All numbers of a step share them, so kernels need not generate any.
 
-    A step reads moments that the last ones rounded, and rounds the weight. With multiples
-    of one number the two roundings would always fall together in the same way: a moment
-    that is one code or none, and an update of half a unit, could move the weight twice as
-    fast as they should, or not at all. So there are two numbers, and 1 is no sum of integer
-    multiples of them: pairs of multiples are spread evenly over the square (Weyl).
+    A step reads moments that were rounded before, and rounds the weight. With multiples of
+    a single number the two roundings would be correlated: a weight could move twice as
+    fast as it should, or not at all. With two numbers that are independent of 1 over the
+    integers, pairs of multiples are spread evenly over the square (Weyl).
 
     Attributes:
-        moments: By the golden ratio, between ±(1/2 - 2⁻¹²): what is an integer but for the
-            roundings of f32 stays.
-        masters: By √½, from [0, 1), a multiple of 2⁻²⁴: the threshold that `floor` takes,
-            in units of what is stored.
+        moments: By the golden ratio, between ±(1/2 - 2⁻¹²): an integer with f32 rounding
+            errors stays that integer.
+        masters: By √½, from [0, 1), a multiple of 2⁻²⁴: the threshold added before a
+            floor, in units of the stored format.
     """
 
     moments: Array
@@ -88,7 +98,7 @@ class Dither(NamedTuple):
 
 
 def dither_of(step: Array) -> Dither:
-    """Returns what rounds the numbers of a step; it depends on nothing else."""
+    """Returns the offsets of a step; they depend on nothing else."""
     golden, root = (_turn(step, ratio) for ratio in (0x9E3779B1, 0xB504F333))
     return Dither(centred(golden), root)
 
@@ -100,51 +110,42 @@ def _turn(step: Array, ratio: int) -> Array:
 
 
 def centred(threshold: Array) -> Array:
-    """Returns what to add before rounding to nearest, of what to add before a floor.
+    """Converts an offset for a floor to one for rounding to nearest.
 
-    The sum of this and an integer, which may be off by roundings of f32, is that integer.
+    An integer with f32 rounding errors, plus the offset, rounds to that integer.
     """
     return (threshold - np.float32(0.5)) * np.float32(1 - 2.0**-11)
 
 
-def signed_like(number: Array, x: Array) -> Array:
-    """Returns the number where `x` is positive or zero, else its negative."""
-    sign = bits(x) & np.int32(-(2**31))
-    # Mosaic has no bits of scalars.
-    return from_bits(bits(jnp.broadcast_to(number, x.shape)) ^ sign)
-
-
-def is_finite(x: Array) -> Array:
-    """Whether numbers are neither inf nor nan; `jnp.isfinite` is not for kernels."""
-    return jnp.abs(x) < jnp.inf
-
-
-# --- at random ------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Random bits for each element, a function of its index and of a seed.
+    """Random bits for each element, a function of its index, a seed and a stream.
 
     There is no state to carry or to save: the seed comes from the step count.
 
     Attributes:
         index: The number of each element, uint32.
         seed: A uint32 scalar.
+        stream: Which of the independent sequences to use.
     """
 
     index: Array
     seed: Array
+    stream: int = 0
 
-    def bits(self, stream: int) -> Array:
-        """Returns 32 random bits per element; streams are independent."""
-        salt = np.uint32((stream * 0x9E3779B9) & 0xFFFFFFFF)
+    def bits(self) -> Array:
+        """Returns 32 random bits per element."""
+        salt = np.uint32((self.stream * 0x9E3779B9) & 0xFFFFFFFF)
         return _mix(self.index ^ _mix(self.seed ^ salt))
 
-    def centred(self, stream: int) -> Array:
+    def centred(self) -> Array:
         """Returns f32 numbers from [-1/2, 1/2)."""
-        mantissa = (self.bits(stream) >> np.uint32(8)).astype(jnp.int32)
+        mantissa = (self.bits() >> np.uint32(8)).astype(jnp.int32)
         return mantissa.astype(F32) * np.float32(2.0**-24) - np.float32(0.5)
+
+
+Rounding: TypeAlias = Array | Noise | None
+"""One number of a `Dither`, or random bits; `None` rounds to nearest."""
 
 
 def _mix(x: Array) -> Array:
@@ -158,7 +159,7 @@ def _mix(x: Array) -> Array:
 def element_index(shape: tuple[int, ...]) -> Array:
     """Numbers the elements of an array, modulo 2³².
 
-    A sum over axes rather than a reshaped range: this one is sharded like any array.
+    It is a sum over axes, which is sharded like any array; a reshaped range is not.
     """
     index = jnp.zeros(shape, jnp.uint32)
     stride = 1

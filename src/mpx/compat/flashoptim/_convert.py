@@ -9,15 +9,15 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from mpx._optim import FlashState
-from mpx._optim._layout import make_layout
 from mpx._optim._options import StateFormat, master_codec, moment_codec
-from mpx._quant import PlainBlock, Quantized
+from mpx._optim._state import make_layout
+from mpx._quant import Block, Quantized
 from mpx._sharding import zeros_alike
 from mpx._tree import is_floating, named_leaves, shape_of
 from mpx.compat.flashoptim import compression, quantization
 from mpx.compat.flashoptim.compression import MasterBits, is_state, no_state
 
-_BLOCK = PlainBlock()
+_BLOCK = Block()
 _QUANTIZE = {
     "mu": quantization.quantize_momentum,
     "nu": quantization.quantize_variance,

@@ -8,11 +8,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from mpx._quant import PlainBlock, UlpFraction
+from mpx._quant import Block, UlpFraction
 from mpx._tree import check_same_structure, named_leaves, shape_of
 
 MasterBits = int | None  # 24, 32 or None
-_BLOCK = PlainBlock()
+_BLOCK = Block()
 
 
 def no_state() -> Array:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from mpx._quant import PlainBlock, Quantized, SoftsignInt8, SqrtUint8
+from mpx._quant import Block, Quantized, SoftsignInt8, SqrtUint8
 
-_BLOCK = PlainBlock()
+_BLOCK = Block()
 _F16 = np.dtype(np.float16)
 _MOMENTUM, _VARIANCE = SoftsignInt8(_F16), SqrtUint8(_F16)
 

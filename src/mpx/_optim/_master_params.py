@@ -1,0 +1,141 @@
+"""The f32 weights behind 16-bit parameters: read from a state, and put into one."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from mpx._optim._options import master_codec
+from mpx._optim._params import F32, PARAM_DTYPES, FlatParams, flatten_params
+from mpx._optim._state import FlashState, check_correction, check_layout, is_missing
+from mpx._quant import Block
+from mpx._tree import check_shape, dtype_of
+
+
+def master_params(params: PyTree, state: PyTree) -> PyTree:
+    """Returns the f32 weights behind 16-bit parameters.
+
+    f32 parameters, integers, functions and other leaves come back as they are, and so
+    do frozen parameters and 16-bit parameters without master weights.
+
+    Args:
+        params: The parameters, or a whole model.
+        state: The optimizer's state, or an optax state that holds it.
+
+    Raises:
+        ValueError: If `state` does not hold one state that fits the parameters.
+
+    Examples:
+        >>> from mpx.optim import flash_adamw
+        >>> params = {"w": jnp.ones((8,), jnp.bfloat16)}
+        >>> state = flash_adamw(1e-3).init(params)
+        >>> master_params(params, state)["w"].dtype
+        dtype('float32')
+    """
+    flat, state, corrections = _with_corrections(params, state)
+
+    def decode(param: Any, correction: Any) -> Any:
+        if is_missing(correction):
+            return param
+        codec = master_codec(param.dtype, correction.dtype, state.format)
+        return codec.decode(jnp.asarray(param), jnp.asarray(correction), Block())
+
+    return flat.treedef.unflatten(map(decode, flat.leaves, corrections))
+
+
+def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+    """Puts f32 weights into parameters and state, for example to start from f32 weights.
+
+    Leaves that are not parameters, such as integers and functions, come from `master`, in
+    the dtype that they have in `params`, or from `params` where `master` has `None`.
+
+    Args:
+        master: The weights: a tree like `params`.
+        params: Parameters whose dtypes are kept.
+        state: The state made by `init(params)`, or an optax state that holds it; its
+            moments and count are kept.
+
+    Returns:
+        Parameters and state that hold `master`, as exactly as their format can.
+
+    Raises:
+        TypeError: If a weight is not a real array.
+        ValueError: If the trees or shapes differ, or `state` does not hold one state that
+            fits the parameters.
+
+    Examples:
+        >>> from mpx.optim import flash_adamw
+        >>> weights = {"w": jnp.full((8,), 0.1)}
+        >>> params = {"w": weights["w"].astype(jnp.bfloat16)}
+        >>> state = flash_adamw(1e-3).init(params)
+        >>> params, state = from_master(weights, params, state)
+        >>> abs(float(master_params(params, state)["w"][0]) - 0.1) < 1e-8
+        True
+    """
+    flat, found, corrections = _with_corrections(params, state)
+    weights = flat.like(master, "`master`")
+    new_params, new_corrections = [], []
+    rows = zip(flat.names, weights, flat.leaves, corrections, strict=True)
+    for name, weight, param, correction in rows:
+        weight = _as_weight(name, weight, param)
+        if dtype_of(param) in PARAM_DTYPES:
+            dtype = None if is_missing(correction) else correction.dtype
+            codec = master_codec(param.dtype, dtype, found.format)
+            encoded = codec.encode(weight.astype(F32), param.dtype, Block())
+            weight, correction = encoded if dtype else (encoded[0], correction)
+        new_params.append(weight)
+        new_corrections.append(correction)
+    new = dataclasses.replace(found, correction=flat.bare.unflatten(new_corrections))
+    new_state = jax.tree.map(
+        lambda x: new if x is found else x, state, is_leaf=lambda x: x is found
+    )
+    return flat.treedef.unflatten(new_params), new_state
+
+
+def _with_corrections(
+    params: PyTree, state: PyTree
+) -> tuple[FlatParams, FlashState, list[Any]]:
+    """Returns flat parameters, the one state of an optax state, and its corrections.
+
+    Raises:
+        ValueError: If there is not exactly one state, or it does not fit the parameters.
+    """
+    is_state = lambda x: isinstance(x, FlashState)  # noqa: E731
+    found = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    if len(found) != 1:
+        raise ValueError(
+            "Expected the state of one compressed optimizer, by itself or in an optax "
+            f"state, but {type(state).__name__} holds {len(found)} of them."
+        )
+    flat = flatten_params(params)
+    corrections = flat.like(found[0].correction, "The optimizer state")
+    check_layout(found[0].layout, zip(flat.leaves, corrections, strict=True))
+    for row in zip(flat.names, flat.leaves, corrections, strict=True):
+        if not is_missing(row[-1]):
+            check_correction(*row)
+    return flat, found[0], corrections
+
+
+def _as_weight(name: str, weight: Any, param: Any) -> Any:
+    """Returns the new value of a leaf; raises if it does not fit."""
+    dtype = dtype_of(param)
+    if dtype is None:
+        return param if weight is None else weight
+    if dtype not in PARAM_DTYPES:
+        if weight is None:
+            return param
+        if dtype_of(weight) == dtype:
+            return weight
+    if isinstance(weight, int | float):
+        weight = np.asarray(weight)
+    came = dtype_of(weight)
+    if came is None or jnp.issubdtype(came, jnp.complexfloating):
+        raise TypeError(
+            f"The weight of `{name}` must be a real array like the parameter, which is "
+            f"{dtype}, but {came or type(weight).__name__} was given."
+        )
+    check_shape(f"The weight of `{name}`", weight, param)
+    return jnp.asarray(weight).astype(dtype if dtype not in PARAM_DTYPES else F32)

@@ -1,0 +1,233 @@
+"""Parameters as a flat list with names; which of them train, and which decay."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from mpx._compat import is_tracer
+from mpx._nnx import without_variables
+from mpx._quant import Quantized
+from mpx._tree import (
+    check_shape,
+    dtype_of,
+    flatten_with_names,
+    is_none,
+    map_with_name,
+    path_name,
+    shape_of,
+)
+
+Mask = PyTree | Callable[[PyTree], PyTree] | None
+"""Which parameters decay: a tree of booleans, or a function of the parameters."""
+TreeDef = Any
+"""`jax.tree_util.PyTreeDef`, which type checkers take for a variable."""
+F32 = np.dtype(jnp.float32)
+PARAM_DTYPES = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
+
+
+class FlatParams(NamedTuple):
+    """A tree of parameters, flattened; `None` counts as a leaf.
+
+    Attributes:
+        names: The path of each leaf.
+        leaves: The leaves.
+        treedef: The structure of the parameters.
+        bare: That structure without NNX variables, which is that of the state. With them
+            one variable would hold both codes and scales, which NNX would separate.
+    """
+
+    names: list[str]
+    leaves: list[Any]
+    treedef: TreeDef
+    bare: TreeDef
+
+    def like(self, tree: PyTree, what: str) -> list[Any]:
+        """Returns what another tree holds in the place of each parameter.
+
+        Raises:
+            ValueError: If the tree does not have the structure of the parameters.
+        """
+        if tree is None:
+            return [None] * len(self.leaves)
+        tree = without_variables(tree)
+        try:
+            return self.bare.flatten_up_to(tree)
+        except ValueError as error:
+            flat, treedef = jax.tree_util.tree_flatten_with_path(
+                tree, is_leaf=lambda x: x is None or isinstance(x, Quantized)
+            )
+            theirs = [path_name(path) for path, _ in flat]
+            missing = [name for name in self.names if name not in theirs][:3]
+            extra = [name for name in theirs if name not in self.names][:3]
+            difference = f"{missing} are missing and {extra} are not expected"
+            if not missing and not extra:
+                difference = self.difference(treedef, self.bare)
+            raise ValueError(
+                f"{what} must have the structure of the parameters, but {difference}."
+            ) from error
+
+    def difference(self, theirs: TreeDef, params: TreeDef) -> str:
+        """Describes where a structure differs from that of the parameters.
+
+        Arrays are left out, since they are long. A leaf of `theirs` may stand for a part
+        of the tree. `params` is `treedef` or `bare`.
+        """
+        found = _first_difference(theirs, params, 0)
+        if found is None:
+            return "they differ in what is static, such as a function or a size"
+        index, came, expected = found
+        where = f" around `{self.names[index]}`" if index < len(self.names) else ""
+        return f"there is {came} where the parameters have {expected}{where}"
+
+
+def flatten_params(params: PyTree) -> FlatParams:
+    """Flattens parameters, with the path of each."""
+    treedef = jax.tree.structure(params, is_leaf=is_none)
+    named, bare = flatten_with_names(without_variables(params), is_leaf=is_none)
+    names, leaves = [name for name, _ in named], [leaf for _, leaf in named]
+    return FlatParams(names, leaves, treedef, bare)
+
+
+def _first_difference(
+    theirs: TreeDef, params: TreeDef, index: int
+) -> tuple[int, str, str] | None:
+    """Returns the index of a parameter and what the two nodes around it are."""
+    nodes = theirs.node_data(), params.node_data()
+    if nodes[0] is None or nodes[1] is None:
+        return None
+    parts = theirs.children(), params.children()
+    came, expected = (_node_name(*node) for node in nodes)
+    if came != expected or len(parts[0]) != len(parts[1]):
+        return index, came, expected
+    for one, two in zip(*parts, strict=True):
+        if found := _first_difference(one, two, index):
+            return found
+        index += two.num_leaves
+    return None
+
+
+def _node_name(type_: type, data: object) -> str:
+    name = type_.__name__
+    return f"{name} of {str(data)[:80]}" if type_ is dict else name
+
+
+# --- checks ---------------------------------------------------------------------------
+
+
+def is_trainable(name: str, param: Any) -> bool:
+    """Returns whether a leaf is a parameter.
+
+    Raises:
+        TypeError: If the leaf is inexact, but in a dtype that cannot be stored.
+    """
+    dtype = dtype_of(param)
+    if dtype in PARAM_DTYPES:
+        return True
+    if _is_inexact(param):
+        raise TypeError(
+            f"`{name}` is {dtype}, but compressed optimizers hold weights in f32, bf16 or "
+            "f16. Cast it, or freeze it with `ParamGroup(path, frozen=True)`."
+        )
+    return False
+
+
+def check_has_params(flat: FlatParams) -> None:
+    """Raises if a tree has leaves, but none that could train."""
+    leaves = [x for x in flat.leaves if x is not None]
+    if leaves and not any(map(_is_inexact, leaves)):
+        came = [
+            f"{name}: {dtype_of(leaf) or type(leaf).__name__}"
+            for name, leaf in zip(flat.names, flat.leaves, strict=True)
+        ]
+        raise ValueError(
+            "A compressed optimizer expected parameters, which are floating arrays, but "
+            f"the tree has none: it holds {came[:8]}{' …' if len(came) > 8 else ''}. Was "
+            "the wrong part of the model passed?"
+        )
+
+
+def _is_inexact(leaf: Any) -> bool:
+    dtype = dtype_of(leaf)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def check_grad(name: str, param: Any, grad: Any) -> None:
+    """Raises if a gradient does not fit its parameter."""
+    check_shape(f"The gradient of `{name}`", grad, param)
+    dtype = dtype_of(grad)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"The gradient of `{name}` is {dtype or type(grad).__name__}, but a floating "
+            "array was expected. Pass `None` for parameters that must not change."
+        )
+
+
+# --- weight decay ---------------------------------------------------------------------
+
+
+def decays(mask: Mask, flat: FlatParams) -> list[bool]:
+    """Returns for each parameter whether it decays.
+
+    Args:
+        mask: A tree of booleans, or a function that makes one from the parameters; `None`
+            means that all decay.
+        flat: The parameters.
+
+    Raises:
+        TypeError: If the mask holds something else; the leaf is named.
+        ValueError: If its structure is not that of the parameters.
+    """
+    if mask is None:
+        return [True] * len(flat.leaves)
+    params = flat.treedef.unflatten(flat.leaves)
+    # A module of booleans may be callable.
+    leaves = jax.tree.leaves(mask)
+    if callable(mask) and not (leaves and all(map(_is_bool, leaves))):
+        mask = mask(params)
+    if mask is None:
+        raise ValueError(
+            "`mask` is a function that returned None, but it must return a tree of "
+            "booleans."
+        )
+    mask = map_with_name(_decay_flag, mask, is_leaf=is_none)
+    try:
+        # A boolean may stand for a whole part of the tree, and so may `None`: what
+        # a filter left out does not decay.
+        full = jax.tree.map(
+            lambda keep, part: jax.tree.map(lambda _: keep, part, is_leaf=is_none),
+            mask,
+            params,
+        )
+    except ValueError as error:
+        raise ValueError(
+            "`mask` must have the structure of the parameters or be the beginning of it, "
+            f"but {flat.difference(jax.tree.structure(mask), flat.treedef)}."
+        ) from error
+    return [bool(keep) for keep in flat.like(full, "`mask`")]
+
+
+def _is_bool(leaf: Any) -> bool:
+    return isinstance(leaf, bool) or dtype_of(leaf) == np.dtype(bool)
+
+
+def _decay_flag(name: str, keep: Any) -> bool:
+    """Returns a leaf of a mask as a bool."""
+    if keep is None:
+        return False
+    if not _is_bool(keep) or shape_of(keep) != ():
+        dtype = dtype_of(keep)
+        shaped = f"{dtype} of shape {shape_of(keep)}"
+        came = type(keep).__name__ if dtype is None else shaped
+        raise TypeError(
+            f"`mask` for `{name}` must be True or False, but {came} was given."
+        )
+    if is_tracer(keep):
+        raise TypeError(
+            f"`mask` for `{name}` must be known when the step is traced, but it was "
+            "computed from values. Use shapes, dtypes or paths."
+        )
+    return bool(keep)

@@ -1,0 +1,242 @@
+"""Update rules in f32, and the step of one parameter that applies them.
+
+A rule is static. Values that change from step to step enter as *coefficients*, f32 scalars
+that are combined beforehand: neither a schedule nor a loss scale recompiles anything, and
+the work per element is small. Rules run in plain JAX and in kernels.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from mpx._quant import (
+    Block,
+    MasterCodec,
+    MomentCodec,
+    Noise,
+    Rounding,
+    is_finite,
+)
+
+Scalars = tuple[Array, ...]
+Moments = tuple[Array, ...]
+
+
+class Rule(abc.ABC):
+    """A rule by which a gradient changes a weight and its moments.
+
+    Attributes:
+        kind: Rules of one kind keep moments of the same meaning.
+        moments: The names of the moments that the rule keeps: of `mu` and `nu`.
+        hyper: The names of its hyperparameters.
+    """
+
+    kind: ClassVar[str]
+    moments: tuple[str, ...]
+    hyper: ClassVar[tuple[str, ...]]
+
+    @abc.abstractmethod
+    def coefficients(self, hyper: Mapping[str, Array], step: Array) -> Scalars:
+        """Combines hyperparameters; `step` is 1 for the first step."""
+
+    @abc.abstractmethod
+    def update(
+        self, c: Scalars, grad: Array, weight: Array, moments: Moments, block: Block
+    ) -> tuple[Array, Moments]:
+        """Returns the new weight and moments, given the coefficients `c`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam(Rule):
+    """Adam, with weight decay in the gradient or, decoupled, in the weight (AdamW).
+
+    μ ← β₁μ + (1-β₁)g, ν ← β₂ν + (1-β₂)g², w ← (1-ηλ)w - η (μ/c₁) / (√(ν/c₂) + ε)
+    with cᵢ = 1 - βᵢᵗ; coupled, g + λw takes the place of g and w does not shrink.
+    """
+
+    kind: ClassVar[str] = "adam"
+    decoupled: bool
+    moments: tuple[str, ...] = ("mu", "nu")
+    hyper: ClassVar[tuple[str, ...]] = (
+        "learning_rate", "weight_decay", "b1", "b2", "eps",
+    )  # fmt: skip
+
+    def coefficients(self, hyper: Mapping[str, Array], step: Array) -> Scalars:
+        b1, b2, rate = hyper["b1"], hyper["b2"], hyper["learning_rate"]
+        # √c₂ is taken out of the denominator: one product less for each element.
+        root = jnp.sqrt(_bias(b2, step))
+        keep1, keep2, rate = 1 - b1, 1 - b2, rate * root / _bias(b1, step)
+        decay = _decay(hyper, self.decoupled)
+        return (b1, keep1, b2, keep2, rate, decay, hyper["eps"] * root)
+
+    def update(
+        self, c: Scalars, grad: Array, weight: Array, moments: Moments, block: Block
+    ) -> tuple[Array, Moments]:
+        b1, keep1, b2, keep2, rate, decay, eps = c
+        mu, nu = moments
+        if not self.decoupled:
+            grad = grad + decay * weight
+        mu = block.multiply_add(b1, mu, keep1 * grad)
+        nu = block.multiply_add(b2, nu, keep2 * (grad * grad))
+        if self.decoupled:
+            weight = weight * decay
+        step = mu * block.reciprocal(block.sqrt(nu) + eps)
+        return block.multiply_add(-rate, step, weight), (mu, nu)
+
+
+def _bias(decay: Array, step: Array) -> Array:
+    """Returns 1 - decayᵗ without cancellation."""
+    return -jnp.expm1(step * jnp.log(decay))
+
+
+def _decay(hyper: Mapping[str, Array], decoupled: bool = True) -> Array:
+    """Returns the factor of the weight, or its share of the gradient if not decoupled."""
+    decay = hyper["weight_decay"]
+    return 1 - hyper["learning_rate"] * decay if decoupled else decay
+
+
+@dataclasses.dataclass(frozen=True)
+class Lion(Rule):
+    """Lion: w ← (1-ηλ)w - η sign(β₁μ + (1-β₁)g), then μ ← β₂μ + (1-β₂)g."""
+
+    kind: ClassVar[str] = "lion"
+    moments: tuple[str, ...] = ("mu",)
+    hyper: ClassVar[tuple[str, ...]] = ("learning_rate", "weight_decay", "b1", "b2")
+
+    def coefficients(self, hyper: Mapping[str, Array], step: Array) -> Scalars:
+        b1, b2, rate = hyper["b1"], hyper["b2"], hyper["learning_rate"]
+        return (b1, 1 - b1, b2, 1 - b2, rate, _decay(hyper))
+
+    def update(
+        self, c: Scalars, grad: Array, weight: Array, moments: Moments, block: Block
+    ) -> tuple[Array, Moments]:
+        b1, keep1, b2, keep2, rate, decay = c
+        (mu,) = moments
+        step = block.sign(b1 * mu + keep1 * grad)
+        return weight * decay - rate * step, (b2 * mu + keep2 * grad,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sgd(Rule):
+    """Gradient descent: μ ← mμ + (1-d)g, momentum m, dampening d; then w ← w - ημ.
+
+    Without momentum the gradient is the step; with Nesterov's it is g + mμ.
+    Weight decay is in the gradient or, decoupled, in the weight.
+    """
+
+    kind: ClassVar[str] = "sgd"
+    decoupled: bool
+    nesterov: bool
+    moments: tuple[str, ...]
+    hyper: ClassVar[tuple[str, ...]] = (
+        "learning_rate", "weight_decay", "momentum", "dampening",
+    )  # fmt: skip
+
+    def coefficients(self, hyper: Mapping[str, Array], step: Array) -> Scalars:
+        decay, rate = _decay(hyper, self.decoupled), hyper["learning_rate"]
+        return (hyper["momentum"], 1 - hyper["dampening"], rate, decay)
+
+    def update(
+        self, c: Scalars, grad: Array, weight: Array, moments: Moments, block: Block
+    ) -> tuple[Array, Moments]:
+        momentum, keep, rate, decay = c
+        if self.decoupled:
+            weight = weight * decay
+        else:
+            grad = grad + decay * weight
+        if not self.moments:
+            return weight - rate * grad, ()
+        (mu,) = moments
+        mu = momentum * mu + keep * grad
+        step = grad + momentum * mu if self.nesterov else mu
+        return weight - rate * step, (mu,)
+
+
+class Leaf(NamedTuple):
+    """A parameter and its state.
+
+    Attributes:
+        param: The parameter, in the dtype of the model.
+        correction: The remainder of rounding the master weight, or `None`.
+        moments: A `Quantized` or an f32 array for each moment of the rule.
+    """
+
+    param: Array
+    correction: Array | None
+    moments: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafStep:
+    """The step of one leaf: decode, update in f32, encode. Static; equal ones compile once.
+
+    Attributes:
+        rule: The update rule.
+        master: The format of the weight.
+        moments: The format of each moment, in the order of the rule.
+        group_size: Elements that share a scale; 0 if no moment is quantised.
+        dithers: Whether moments and weights are rounded with a `Dither`.
+    """
+
+    rule: Rule
+    master: MasterCodec
+    moments: tuple[MomentCodec, ...]
+    group_size: int
+    dithers: bool = False
+
+    def __call__(
+        self,
+        scalars: Scalars,
+        grad: Array,
+        leaf: Leaf,
+        block: Block,
+        noise: Noise | None = None,
+    ) -> Leaf:
+        """Steps a block.
+
+        Args:
+            scalars: The factor of the gradient, the two numbers of a `Dither`, then the
+                coefficients of the rule.
+            grad: The gradient of the block.
+            leaf: The block of the parameter and of its state.
+            block: Its groups.
+            noise: For rounding at random.
+        """
+        grad_scale, for_moments, for_masters, *coefficients = scalars
+
+        def rounding(dither: Array, stream: int) -> Rounding:
+            if noise is not None:
+                return dataclasses.replace(noise, stream=stream)
+            return dither if self.dithers else None
+
+        weight = self.master.decode(leaf.param, leaf.correction, block)
+        moments = tuple(
+            codec.decode(stored, block)
+            for codec, stored in zip(self.moments, leaf.moments, strict=True)
+        )
+        grad = grad.astype(weight.dtype) * grad_scale
+        weight, moments = self.rule.update(
+            tuple(coefficients), grad, weight, moments, block
+        )
+        # If a moment is not finite, zero is stored so that it does not spread to its
+        # group, also for the other moments of the element: the square of a gradient of
+        # 1e20 is infinite while its first moment is not, and that beside a second moment
+        # of zero would be a step without bound. If any moment is not finite, the last one
+        # is not; outside kernels that one checks itself.
+        keep = is_finite(moments[-1]) if self.group_size else None
+        param, correction = self.master.encode(
+            weight, leaf.param.dtype, block, rounding(for_masters, 0)
+        )
+        stored = []
+        pairs = zip(self.moments, moments, strict=True)
+        for stream, (codec, moment) in enumerate(pairs, start=1):
+            alone = stream == len(moments) and not block.in_registers
+            kept = None if alone else keep
+            stored.append(
+                codec.encode(moment, block, rounding(for_moments, stream), kept)
+            )
+        return Leaf(param, correction, tuple(stored))
