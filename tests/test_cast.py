@@ -243,9 +243,16 @@ def test_cast_works_under_jit_vmap_grad_and_scan():
     assert_trees_equal(total, jnp.array([4.0, 6.0]))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "b"), P()], ids=str)
+@pytest.mark.parametrize(
+    ("axis_type", "jit", "spec"),
+    [
+        (AxisType.Auto, False, P("a", "b")),
+        (AxisType.Auto, True, P(None, "b")),
+        (AxisType.Explicit, False, P()),
+        (AxisType.Explicit, True, P("a", "b")),
+    ],
+    ids=str,
+)
 def test_cast_keeps_the_sharding(axis_type, jit, spec):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(axis_type, axis_type))
     sharding = NamedSharding(mesh, spec)

@@ -48,8 +48,11 @@ def is_sharded_like(x, mesh, spec):
 # --- jit with shardings ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("name", ["bf16", "f16"])
+@pytest.mark.parametrize(
+    ("axis_type", "name"),
+    [(AxisType.Auto, "bf16"), (AxisType.Explicit, "f16")],
+    ids=str,
+)
 def test_data_parallel_gradient_is_that_of_one_device(axis_type, name, problem):
     mesh = make_mesh(axis_type)
     w, x, y = put(problem, mesh)
@@ -139,8 +142,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("name", ["bf16", "f16"])
+@pytest.mark.parametrize(("check_vma", "name"), [(True, "bf16"), (False, "f16")])
 def test_mapped_gradient_is_the_global_one(transform, check_vma, name, problem):
     step = transform(squared_error, policy=POLICIES[name], axis_name="data")
     # With `check_vma` the specification P() is a proof that the devices agree.
@@ -151,8 +153,7 @@ def test_mapped_gradient_is_the_global_one(transform, check_vma, name, problem):
     assert result.finite
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize(("check_vma", "mixed"), [(True, True), (False, False)])
 def test_paper_function_averages_over_devices_switched_on_or_off(
     check_vma, mixed, problem
 ):
@@ -197,8 +198,11 @@ def test_nan_in_one_shard_makes_every_device_skip(transform, problem):
     np.testing.assert_array_equal(metrics["skipped"], [1] * 8)
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("transform", "check_vma"),
+    list(zip(TRANSFORMS.values(), [True, False], strict=True)),
+    ids=TRANSFORMS,
+)
 def test_state_spoilt_on_one_device_makes_every_device_skip(
     transform, check_vma, problem
 ):

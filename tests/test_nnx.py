@@ -542,10 +542,11 @@ def test_rules_see_the_names_of_attributes(batch):
     policy = mpx.Policy(compute_dtype="bf16", keep=rule)
     mpx.value_and_grad(plain_loss, policy=policy)(NoLossScaling(), Model(), *batch)
     params = {"linear/kernel", "linear/bias", "head/kernel", "head/bias"}
-    assert names == params | {""}
+    norm = {"norm/scale", "norm/bias", "norm/mean", "norm/var"}
+    assert names == params | norm | {""}
     names.clear()
     low = policy.cast_to_compute({"net": Model()})["net"]
-    assert names == {f"net/{name}" for name in params}
+    assert names == {f"net/{name}" for name in params | norm}
     assert low.linear.kernel[...].dtype == jnp.bfloat16
     assert low.norm.scale[...].dtype == low.norm.mean[...].dtype == jnp.float32
 

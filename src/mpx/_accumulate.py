@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,16 +12,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from mpx._arguments import as_count, as_counts
-from mpx._call import Call, State
 from mpx._compat import varying_like, zeros_of
-from mpx._evaluate import Evaluation, Recorder, evaluate
-from mpx._grad import GradResult, differentiate, local_parameters, package
-from mpx._grad_checks import warn_of_constant_scaling
-from mpx._grad_options import GradOptions, check_scaling
+from mpx._evaluate import Evaluation
+from mpx._grad import GradOptions, Step, transformed
 from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._policy import Policy
+from mpx._state import State
 from mpx._tree import AxisName, is_array, map_with_name, shape_of
-from mpx._wrapped import hide_signature, take_scales
 
 
 def accumulate(
@@ -55,7 +53,7 @@ def accumulate(
         has_aux: Whether `func` returns a pair `(loss, aux)`. The arrays in `aux` come
             back stacked along a new leading axis of length `steps`; an `eqx.nn.State`
             comes back as the last part left it.
-        policy: Dtypes and exceptions; `None` computes in the configured half precision.
+        policy: As in `value_and_grad`, and so is the next option.
         grad_dtype: The dtype of the gradients; f32 by default.
         axis_name: A mapped axis over which to average, once, after the last part.
         retry: How often to try the window again with the adjusted scale on overflow.
@@ -72,7 +70,7 @@ def accumulate(
         Array(3.5, dtype=float32)
     """
     steps = as_count(steps, "steps", at_least=1)
-    options = GradOptions.checked(
+    options = GradOptions(
         argnums=argnums,
         has_aux=has_aux,
         policy=policy,
@@ -88,28 +86,12 @@ def accumulate(
             "from the first argument of `func`."
         )
     _check_disjoint(batches, options.argnum_tuple())
-
-    def transform(func: Callable[..., Any]) -> Callable[..., GradResult]:
-        @functools.wraps(func)
-        def wrapper(scaling: Any, /, *args: Any, **kwargs: Any) -> GradResult:
-            check_scaling(scaling)
-            warn_of_constant_scaling(scaling)
-            window = _Window(
-                func,
-                args,
-                kwargs,
-                batches=batches,
-                steps=steps,
-                mean=mean,
-                options=options,
-            )
-            outcome = differentiate(window.run, window.call.state, scaling, options)
-            return package(window.call, window.recorder, outcome, options)
-
-        hide_signature(wrapper)  # the scaling comes first
-        return wrapper
-
-    return transform if func is None else transform(func)
+    return transformed(
+        func,
+        functools.partial(
+            _Window, options=options, batches=batches, steps=steps, mean=mean
+        ),
+    )
 
 
 def _check_disjoint(batches: tuple[int, ...], argnums: tuple[int, ...]) -> None:
@@ -120,60 +102,54 @@ def _check_disjoint(batches: tuple[int, ...], argnums: tuple[int, ...]) -> None:
         )
 
 
-class _Window:
+class _Window(Step):
     """One accumulation window: a call for each part, summed."""
 
     def __init__(
         self,
         func: Callable[..., Any],
+        options: GradOptions,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         *,
         batches: tuple[int, ...],
         steps: int,
         mean: bool,
-        options: GradOptions,
     ) -> None:
-        self.steps, self.mean, self.options = steps, mean, options
-        self.recorder = Recorder()
-        scales, args = take_scales(func, args)
-        self._make_call = functools.partial(
-            _make_call, func, args, kwargs, options, scales=scales
-        )
+        self._batches, self.steps, self.mean = batches, steps, mean
+        super().__init__(func, options, args, kwargs)
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Splits the batches.
+
+        Raises:
+            TypeError: If a batch was not passed by position.
+            ValueError: If a batch is differentiated, or cannot be split.
+        """
+        batches = self._batches
         for argnum in batches:
             if argnum >= len(args):
                 raise TypeError(
                     f"Argument {argnum} is the batch, but only {len(args)} arguments "
                     "were passed by position. Pass the batch by position."
                 )
-        counted = (i + len(args) if i < 0 else i for i in options.argnum_tuple())
+        counted = (i + len(args) if i < 0 else i for i in self.options.argnum_tuple())
         _check_disjoint(batches, tuple(counted))
-        self.parts = {i: _split(args[i], steps, f"argument {i}") for i in batches}
+        self.parts = {i: _split(args[i], self.steps, f"argument {i}") for i in batches}
         if not any(jax.tree.leaves(arrays) for arrays, _ in self.parts.values()):
             raise ValueError(
                 f"The batch (argument {', '.join(map(str, batches)) or 'none'}) holds no "
                 "array that could be split. Set `batch_argnums` to the arguments of the "
                 "function that are batches."
             )
-        self.call = self._make_call({})
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Evaluates all parts under one scale."""
-        diff = local_parameters(self.call, self.options.axis_name)
-        wide = NoLossScaling()
+        wide, parts = NoLossScaling(), self.parts
 
         def part(state: State, arrays: dict[int, PyTree]) -> tuple[State, Evaluation]:
-            call = self._make_call(_merge_parts(self.parts, arrays))
-            result = evaluate(
-                call,
-                diff,
-                state,
-                scaling,
-                self.recorder,
-                has_aux=self.options.has_aux,
-                grad_dtype=self.options.grad_dtype,
-                axis_name=self.options.axis_name,
-            )
+            full = {i: eqx.combine(arrays[i], rest) for i, (_, rest) in parts.items()}
+            result = self.evaluate(self.call_with(full), state, scaling)
             # f32 before the sum: 16-bit sums stand still when they have grown large.
             return result.state, result._replace(grads=wide.unscale(result.grads))
 
@@ -186,7 +162,7 @@ class _Window:
             spoilt |= result.spoilt
             return (state, value + result.value, total, spoilt, largest), result.aux
 
-        arrays = {i: arrays for i, (arrays, _) in self.parts.items()}
+        arrays = {i: arrays for i, (arrays, _) in parts.items()}
         first = jax.tree.map(lambda x: x[0], arrays)
         state, result = jax.eval_shape(part, self.call.state, first)
         # A loop carry has one type: shared between devices or not, from the start.
@@ -200,26 +176,10 @@ class _Window:
         return Evaluation(value, aux, grads, state, spoilt, observed)
 
 
-def _make_call(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    options: GradOptions,
-    parts: dict[int, PyTree],
-    *,
-    scales: Any,
-) -> Call:
-    args = [parts.get(i, arg) for i, arg in enumerate(args)]
-    argnums = options.argnum_tuple()
-    return Call(func, args, kwargs, argnums, options.policy, scales=scales)
-
-
 def _split(batch: PyTree, steps: int, what: str) -> tuple[PyTree, PyTree]:
     """Splits the arrays of a batch along a new leading axis; other leaves are static."""
 
-    def split(name: str, leaf: Any) -> Array | None:
-        if not is_array(leaf):
-            return None
+    def split(name: str, leaf: Any) -> Array:
         shape = shape_of(leaf)
         if not shape or shape[0] % steps:
             where = f"{what}, leaf `{name}`" if name else what
@@ -231,20 +191,5 @@ def _split(batch: PyTree, steps: int, what: str) -> tuple[PyTree, PyTree]:
         rows = jnp.reshape(leaf, (shape[0] // steps, steps, *shape[1:]))
         return jnp.swapaxes(rows, 0, 1)
 
-    static = jax.tree.map(lambda leaf: None if is_array(leaf) else leaf, batch)
-    return map_with_name(split, batch), static
-
-
-def _merge_parts(
-    parts: dict[int, tuple[PyTree, PyTree]], arrays: dict[int, PyTree]
-) -> dict[int, PyTree]:
-    is_none = lambda leaf: leaf is None  # noqa: E731
-    return {
-        i: jax.tree.map(
-            lambda array, other: other if array is None else array,
-            arrays[i],
-            static,
-            is_leaf=is_none,
-        )
-        for i, (_, static) in parts.items()
-    }
+    arrays, static = eqx.partition(batch, is_array)
+    return map_with_name(split, arrays), static

@@ -9,7 +9,7 @@ be repeated, accumulated and undone.
 import contextlib
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -18,32 +18,29 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from mpx import _nnx
-from mpx._cast import cast_leaf, cast_like
+from mpx._cast import cast_state_leaf
 from mpx._formats import at_least_f32
-from mpx._keep import KeepRules
+from mpx._keep import Keep
 from mpx._policy import Policy
-from mpx._statistics import linen_collections
+from mpx._state import (
+    State,
+    changed_states,
+    equinox_states,
+    holds_states,
+    linen_collections,
+    with_states,
+)
 from mpx._tree import (
+    LeafName,
     dtype_of,
     is_array,
     is_floating,
     is_inexact,
+    map_with_name,
     named_leaves,
     shape_of,
 )
 from mpx._wrapped import argument_names, arguments_cast_for, is_amp, original
-
-
-class State(NamedTuple):
-    """What a call changes.
-
-    Attributes:
-        equinox: The `eqx.nn.State` objects among the arguments, in order.
-        nnx: The NNX state that is not differentiated, or `None`.
-    """
-
-    equinox: list[Any]
-    nnx: PyTree
 
 
 class Call:
@@ -75,20 +72,17 @@ class Call:
     ) -> None:
         """Takes the arguments apart.
 
-        Args:
-            func: The user's function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            argnums: The positional arguments to differentiate.
-            policy: How to cast the arguments; `None` leaves them alone.
-            scales: What a function with delayed scaling takes before its arguments.
-
         Raises:
             TypeError: If an argument to differentiate was not passed by position.
             ValueError: If it holds nothing to differentiate.
         """
         # A function under `amp` casts by itself, operation by operation.
         self.func, self.policy = func, None if is_amp(func) else policy
+        if policy is not None and policy.keep and is_amp(func):
+            raise ValueError(
+                "`Policy(keep=...)` has no effect on a function under `amp`, which casts "
+                "operation by operation. Pass `keep=` to `amp` instead."
+            )
         self._may_call_amp = False
         self.scales = scales
         # A name that also comes by keyword is for the function to refuse or to accept.
@@ -116,56 +110,54 @@ class Call:
         diff = _fill_slots(arrays, static, params)
         _check_trainable(diff)
         self.diff = tuple(diff[name] for name in self._diff_names)
-        self.state = State(
-            [node for node in _leaves_or_states(self._static) if _is_state(node)],
-            None if self._split is None else self._split.rest,
-        )
+        rest = None if self._split is None else self._split.rest
+        self.state = State(equinox_states(self._static), rest)
 
     def run(
         self, diff: tuple[PyTree, ...], state: State, scales: Any
     ) -> tuple[Any, State]:
         """Returns what the function returns, and the state after the call."""
-        rules = None if self.policy is None else self.policy.keep_rules()
-        arguments, merged = self._cast_arguments(diff, state, rules)
+        keep = None if self.policy is None else self.policy.keeping()
+        arguments, merged = self._cast_arguments(diff, state, keep)
         if merged is not None:
             arguments = _nnx.put_back(arguments, merged.objects)
         args = [arguments.pop(name) for name in self._names]
         first = () if scales is None else (scales,)
-        watched = rules is not None and not self._may_call_amp
+        watched = keep is not None and not self._may_call_amp
         with (
             arguments_cast_for(self) if watched else contextlib.nullcontext(),
-            rules.running() if rules is not None else contextlib.nullcontext(),
+            keep.running() if keep is not None else contextlib.nullcontext(),
         ):
             out = self.func(*first, *args, **arguments)
-        if rules is not None:
-            rules.warn_unused()
+        if keep is not None:
+            keep.check()
         return out, State(
-            _changed_states(out, state.equinox),
+            changed_states(out, state.equinox),
             None if merged is None else _nnx.rest_of(merged),
         )
 
     def _cast_arguments(
-        self, diff: tuple[PyTree, ...], state: State, rules: KeepRules | None
+        self, diff: tuple[PyTree, ...], state: State, keep: Keep | None
     ) -> tuple[dict[str, Any], _nnx.Merged | None]:
         """Returns the arguments in the compute dtype, and the NNX objects among them."""
         # Copies: Equinox makes a `State` unusable once a layer has written to it.
         states = [jax.tree.map(lambda x: x, node) for node in state.equinox]
-        arguments = _with_states(self._static, states)
+        arguments = with_states(self._static, states)
         arrays, params = self._take_params(diff)
         for name, tree in arrays.items():
             arguments[name] = eqx.combine(tree, arguments[name])
-        if rules is not None:
-            arguments = {name: rules.cast(x, name) for name, x in arguments.items()}
+        if keep is not None:
+            arguments = {name: keep.cast(x, name) for name, x in arguments.items()}
         if self._split is None:
             return arguments, None
         split = self._split._replace(params=params, rest=state.nnx)
-        return arguments, _nnx.merge(split, rules)
+        return arguments, _nnx.merge(split, None if keep is None else keep.cast_leaf)
 
     def _take_params(
         self, diff: tuple[PyTree, ...]
-    ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+    ) -> tuple[dict[str, PyTree], dict[LeafName, PyTree]]:
         """Returns the differentiated arguments without, and the parameters of, NNX."""
-        params: dict[str, PyTree] = {}
+        params: dict[LeafName, PyTree] = {}
         arrays = {
             name: _empty_slots(tree, self._static[name], params)
             for name, tree in zip(self._diff_names, diff, strict=True)
@@ -180,40 +172,28 @@ class Call:
         """
         if self.policy is None:
             return diff
-        rules = self.policy.keep_rules()
-        size = self.policy.resolved_compute_dtype().itemsize
+        keep, size = (
+            self.policy.keeping(),
+            self.policy.resolved_compute_dtype().itemsize,
+        )
         floats = (dtype_of(x) for x in jax.tree.leaves(diff) if is_floating(x))
         if all(dtype.itemsize >= size for dtype in floats):
             return diff
 
-        def computed(diff: tuple[PyTree, ...]) -> tuple[list[Any], PyTree]:
-            arguments, merged = self._cast_arguments(diff, self.state, rules)
-            trees = [arguments[name] for name in self._diff_names]
-            params = {}
-            if merged is not None:
-                params = _nnx.split(merged.objects, tuple(merged.source.params)).params
-            leaves = jax.tree.leaves(eqx.filter(trees, _is_trainable))
-            return leaves, jax.tree.leaves(params)
+        def widen(name: LeafName, leaf: Any) -> Any:
+            if not is_floating(leaf):
+                return leaf
+            return cast_state_leaf(leaf, keep.dtype_for(name, leaf))  # never narrowed
 
-        def widen(tree: PyTree, wanted: list[Any]) -> PyTree:
-            leaves, structure = jax.tree.flatten(tree)
-            pairs = zip(leaves, wanted, strict=True)
-            leaves = [
-                cast_leaf(x, y.dtype)
-                if is_floating(x) and y.dtype.itemsize > dtype_of(x).itemsize
-                else x
-                for x, y in pairs
-            ]
-            return jax.tree.unflatten(structure, leaves)
-
-        array_types, param_types = jax.eval_shape(computed, diff)
         arrays, params = self._take_params(diff)
-        # In the order of the names, which is not that of a dictionary's leaves.
-        arrays = dict(
-            zip(arrays, widen(list(arrays.values()), array_types), strict=True)
-        )
+        arrays = {
+            name: map_with_name(widen, tree, argument=name)
+            for name, tree in arrays.items()
+        }
+        if self._split is not None:
+            params = _nnx.map_params(self._objects, params, widen)
         static = {name: self._static[name] for name in arrays}
-        wide = _fill_slots(arrays, static, widen(params, param_types))
+        wide = _fill_slots(arrays, static, params)
         return tuple(wide[name] for name in self._diff_names)
 
     def without_casts(self) -> "Call":
@@ -228,14 +208,10 @@ class Call:
         call._may_call_amp = True
         return call
 
-    def diff_names(self) -> list[str]:
+    def diff_names(self) -> list[LeafName]:
         """Returns the names of the differentiated arrays, in the order of the leaves."""
         trees = zip(self._diff_names, self.diff, strict=True)
-        return [
-            "/".join(filter(None, (name, path)))
-            for name, tree in trees
-            for path, _ in named_leaves(tree)
-        ]
+        return [path for name, tree in trees for path, _ in named_leaves(tree, name)]
 
     def linen_statistics(self) -> list[dict[str, Any]]:
         """Returns the `batch_stats` of Flax Linen among the arguments."""
@@ -246,8 +222,8 @@ class Call:
         """Puts a state into effect: into the result and into the caller's objects."""
         if self._split is not None:
             _nnx.update(self._objects, state.nnx)
-        if state.equinox and _holds_states(out, state.equinox):
-            return _with_states(out, state.equinox)
+        if state.equinox and holds_states(out, state.equinox):
+            return with_states(out, state.equinox)
         return out
 
 
@@ -274,7 +250,7 @@ def _check_trainable(diff: dict[str, PyTree]) -> None:
             )
 
 
-def _fill_slots(arrays: PyTree, static: PyTree, params: dict[str, PyTree]) -> Any:
+def _fill_slots(arrays: PyTree, static: PyTree, params: dict[LeafName, PyTree]) -> Any:
     """Puts the parameters of NNX objects where their slots are in the static part."""
     return jax.tree.map(
         lambda node, array: params[node.name] if _nnx.is_slot(node) else array,
@@ -284,7 +260,7 @@ def _fill_slots(arrays: PyTree, static: PyTree, params: dict[str, PyTree]) -> An
     )
 
 
-def _empty_slots(diff: PyTree, static: PyTree, params: dict[str, PyTree]) -> Any:
+def _empty_slots(diff: PyTree, static: PyTree, params: dict[LeafName, PyTree]) -> Any:
     """Takes the parameters of NNX objects out again, into `params`."""
 
     def take(node: Any, value: PyTree) -> Any:
@@ -327,36 +303,3 @@ def as_loss(value: Any, has_aux: bool) -> Array:
 
 def _is_trainable(leaf: Any) -> bool:
     return is_array(leaf) and is_inexact(leaf)
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, eqx.nn.State)
-
-
-def _leaves_or_states(tree: PyTree) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=_is_state)
-
-
-def _with_states(tree: PyTree, states: Sequence[Any]) -> Any:
-    """Replaces the `eqx.nn.State`s of a tree, in order."""
-    remaining = iter(states)
-    return jax.tree.map(
-        lambda node: next(remaining) if _is_state(node) else node,
-        tree,
-        is_leaf=_is_state,
-    )
-
-
-def _holds_states(out: Any, states: Sequence[Any]) -> bool:
-    """Whether the states in a result are the successors of `states`, in order."""
-    found = [node for node in _leaves_or_states(out) if _is_state(node)]
-    structures = [jax.tree.structure(state) for state in states]
-    return [jax.tree.structure(node) for node in found] == structures
-
-
-def _changed_states(out: Any, before: list[Any]) -> list[Any]:
-    """Returns the states that a result hands back, in the dtypes they came in."""
-    if not before or not _holds_states(out, before):
-        return before
-    found = [node for node in _leaves_or_states(out) if _is_state(node)]
-    return [cast_like(new, old) for new, old in zip(found, before, strict=True)]

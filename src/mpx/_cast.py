@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,25 +11,81 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._floating import cast_leaf as cast_leaf
-from mpx._floating import cast_state_leaf, keeps_its_dtypes, map_floating
 from mpx._formats import at_least_f32, parse_float_dtype
 from mpx._half import half_precision_datatype
-from mpx._objects import is_nnx
-from mpx._tree import check_same_structure, dtype_of, is_array, is_floating
+from mpx._nnx import (
+    clone,
+    is_nnx,
+    is_variable_of_state,
+    map_variables,
+    put_back,
+    take_out,
+)
+from mpx._select import Matcher, Selectors, parse_selectors
+from mpx._tree import (
+    LeafName,
+    cast_leaf,
+    check_same_structure,
+    dtype_of,
+    is_array,
+    is_floating,
+    map_with_name,
+)
 
-Where = Callable[[str, Any], bool]
-"""A predicate on a leaf's name (`layers/0/weight`) and the leaf."""
+
+def keeps_its_dtypes(kind: type) -> bool:
+    """Returns whether casts pass by nodes of a type, with everything in them.
+
+    A class asks for it with the attribute `mpx_keeps_dtypes = True`: a loss scaling
+    inside a training state stays f32 when the state is cast.
+    """
+    return getattr(kind, "mpx_keeps_dtypes", False) is True
 
 
-def cast_tree(tree: PyTree, dtype: DTypeLike, *, where: Where | None = None) -> PyTree:
+def cast_state_leaf(leaf: Any, dtype: np.dtype) -> Any:
+    """Casts a leaf of running statistics, which is never narrowed.
+
+    An average that moves by less than half an ulp per step stands still.
+    """
+    return cast_leaf(leaf, dtype) if dtype.itemsize > leaf.dtype.itemsize else leaf
+
+
+def map_floating(
+    fn: Callable[[LeafName, Any], Any], tree: PyTree, argument: str = ""
+) -> PyTree:
+    """Maps the floating leaves of a pytree, and of the NNX objects in it.
+
+    Args:
+        fn: Maps a leaf's name and the leaf to the new leaf.
+        tree: Any pytree. NNX objects come back as fresh ones that share what the given
+            ones share. Nodes that keep their dtypes are passed by.
+        argument: The name of the argument that the tree is.
+    """
+    plain, objects = take_out(tree, argument)
+
+    plain = map_with_name(
+        lambda name, leaf: fn(name, leaf) if is_floating(leaf) else leaf,
+        plain,
+        argument=argument,
+        is_leaf=lambda node: keeps_its_dtypes(type(node)),
+    )
+    if not objects:
+        return plain
+    fresh = clone(objects)
+    map_variables(fresh, fn)
+    return put_back(plain, fresh)
+
+
+def cast_tree(
+    tree: PyTree, dtype: DTypeLike, *, where: Selectors | None = None
+) -> PyTree:
     """Casts the floating arrays of a pytree and leaves everything else alone.
 
     Every real floating array of at least 16 bits is cast: f16, bf16, f32 and f64, JAX
     and NumPy arrays, and `ShapeDtypeStruct`s. Integers, booleans, complex numbers, PRNG
     keys, float8 values, Python numbers, strings, functions and `None` come back as they
     are, so a whole model or training state can be passed. Loss scalings keep their f32.
-    Of an NNX module the parameters are cast, in a copy that shares what the module
+    The parameters of an NNX module are cast in a copy, which shares what the module
     shares; its other variables, such as the statistics of BatchNorm, are only widened.
 
     A value is rounded to the nearest representable one: the relative error is at most
@@ -39,32 +95,40 @@ def cast_tree(tree: PyTree, dtype: DTypeLike, *, where: Where | None = None) -> 
     Args:
         tree: Any pytree.
         dtype: The floating dtype to cast to, or its name.
-        where: Casts only leaves for which `where(name, leaf)` holds, with names such as
-            `layers/0/weight`.
+        where: Casts only what this selects: a regular expression for paths such as
+            `layers/0/weight`, a module type, a predicate `(path, leaf) -> bool`, or a list
+            of these.
 
     Raises:
-        ValueError: If `dtype` is not a floating dtype of at least 16 bits.
+        ValueError: If `dtype` is not a floating dtype of at least 16 bits, or if a string
+            or type in `where` selects nothing.
 
     Examples:
         >>> cast_tree({"w": jnp.ones(2), "step": 3}, "bfloat16")
         {'step': 3, 'w': Array([1, 1], dtype=bfloat16)}
     """
     target = parse_float_dtype(dtype)
+    selectors = () if where is None else parse_selectors(where, "where")
+    selected = Matcher(selectors, "where")
 
-    def cast(name: str, leaf: Any, is_state: bool) -> Any:
-        if where is not None and not where(name, leaf):
+    def cast(name: LeafName, leaf: Any) -> Any:
+        if where is not None and selected.find(name, leaf) is None:
             return leaf
-        return cast_state_leaf(leaf, target) if is_state else cast_leaf(leaf, target)
+        if any(map(is_variable_of_state, name.types)):
+            return cast_state_leaf(leaf, target)
+        return cast_leaf(leaf, target)
 
-    return map_floating(cast, tree)
+    result = map_floating(cast, tree)
+    selected.check()
+    return result
 
 
-def cast_to_float32(x: PyTree, *, where: Where | None = None) -> PyTree:
+def cast_to_float32(x: PyTree, *, where: Selectors | None = None) -> PyTree:
     """Casts the floating arrays of a pytree to f32; see `cast_tree`.
 
     Args:
         x: Any pytree.
-        where: Casts only leaves for which `where(name, leaf)` holds.
+        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_float32(jnp.ones(2, jnp.float16)).dtype
@@ -73,12 +137,12 @@ def cast_to_float32(x: PyTree, *, where: Where | None = None) -> PyTree:
     return cast_tree(x, jnp.float32, where=where)
 
 
-def cast_to_float16(x: PyTree, *, where: Where | None = None) -> PyTree:
+def cast_to_float16(x: PyTree, *, where: Selectors | None = None) -> PyTree:
     """Casts the floating arrays of a pytree to f16; see `cast_tree`.
 
     Args:
         x: Any pytree.
-        where: Casts only leaves for which `where(name, leaf)` holds.
+        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_float16(jnp.ones(2)).dtype
@@ -87,12 +151,12 @@ def cast_to_float16(x: PyTree, *, where: Where | None = None) -> PyTree:
     return cast_tree(x, jnp.float16, where=where)
 
 
-def cast_to_bfloat16(x: PyTree, *, where: Where | None = None) -> PyTree:
+def cast_to_bfloat16(x: PyTree, *, where: Selectors | None = None) -> PyTree:
     """Casts the floating arrays of a pytree to bf16; see `cast_tree`.
 
     Args:
         x: Any pytree.
-        where: Casts only leaves for which `where(name, leaf)` holds.
+        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_bfloat16(jnp.ones(2)).dtype
@@ -101,12 +165,12 @@ def cast_to_bfloat16(x: PyTree, *, where: Where | None = None) -> PyTree:
     return cast_tree(x, jnp.bfloat16, where=where)
 
 
-def cast_to_full_precision(x: PyTree, *, where: Where | None = None) -> PyTree:
+def cast_to_full_precision(x: PyTree, *, where: Selectors | None = None) -> PyTree:
     """Casts the floating arrays of a pytree to f32; see `cast_tree`.
 
     Args:
         x: Any pytree.
-        where: Casts only leaves for which `where(name, leaf)` holds.
+        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_full_precision(jnp.ones(2, jnp.bfloat16)).dtype
@@ -115,12 +179,12 @@ def cast_to_full_precision(x: PyTree, *, where: Where | None = None) -> PyTree:
     return cast_tree(x, jnp.float32, where=where)
 
 
-def cast_to_half_precision(x: PyTree, *, where: Where | None = None) -> PyTree:
+def cast_to_half_precision(x: PyTree, *, where: Selectors | None = None) -> PyTree:
     """Casts the floating arrays of a pytree to the configured half precision.
 
     Args:
         x: Any pytree.
-        where: Casts only leaves for which `where(name, leaf)` holds.
+        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_half_precision(jnp.ones(2)).dtype
@@ -156,18 +220,6 @@ def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
         return leaf
 
     return jax.tree.map(cast, tree, reference)
-
-
-@overload
-def cast_function(
-    func: None = None, dtype: Any = None, return_dtype: Any = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
-
-
-@overload
-def cast_function(
-    func: Callable[..., Any], dtype: Any = None, return_dtype: Any = None
-) -> Callable[..., Any]: ...
 
 
 def cast_function(
@@ -211,18 +263,6 @@ def cast_function(
         return cast_tree(func(*args, **kwargs), results or low)
 
     return wrapper
-
-
-@overload
-def force_full_precision(
-    func: None = None, return_dtype: Any = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
-
-
-@overload
-def force_full_precision(
-    func: Callable[..., Any], return_dtype: Any = None
-) -> Callable[..., Any]: ...
 
 
 def force_full_precision(
@@ -280,8 +320,10 @@ def call_in_full_precision(
 
 
 def _is_state(node: Any) -> bool:
-    """Whether a function that runs in full precision is given a node as it is."""
-    return isinstance(node, eqx.nn.State) or keeps_its_dtypes(node) or is_nnx(node)
+    """Returns whether a function in full precision gets a node as it is."""
+    return (
+        isinstance(node, eqx.nn.State) or keeps_its_dtypes(type(node)) or is_nnx(node)
+    )
 
 
 def floating_dtype(tree: PyTree) -> np.dtype | None:

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
-from mpx._call import Call, State, as_loss, unpack
-from mpx._cast import cast_leaf
+from mpx._call import Call, as_loss, unpack
 from mpx._compat import as_varying
 from mpx._formats import at_least_f32
 from mpx._grad_checks import (
@@ -21,8 +20,8 @@ from mpx._grad_checks import (
 )
 from mpx._half import gradient_function
 from mpx._loss_scaling import LossScaling
-from mpx._statistics import is_spoilt, replaced_statistics, state_pairs
-from mpx._tree import AxisName, dtype_of, is_floating, named_leaves
+from mpx._state import State, is_spoilt, replaced_statistics, state_pairs
+from mpx._tree import AxisName, cast_leaf, dtype_of, is_floating, named_leaves
 from mpx._wrapped import CallsAmpError
 
 

@@ -1,29 +1,19 @@
-"""The gradient functions of the MPX paper, with its arguments and its tuples."""
+"""The gradient functions of the MPX paper, with its arguments and its tuples.
+
+They are thin layers over `value_and_grad`, which new code should use: it takes the scaling
+as an argument, so that it can be made once and jitted.
+"""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
-from mpx._call import Call
-from mpx._cast import cast_tree
-from mpx._evaluate import Recorder, evaluate
-from mpx._grad import (
-    GradResult,
-    finish_grads,
-    grad_result,
-    local_parameters,
-    package,
-    reduce_over_devices,
-)
+from mpx._grad import GradOptions, GradResult, Step, check_scaling
 from mpx._grad_checks import warn_of_constant_scaling
-from mpx._grad_options import GradOptions, check_scaling
 from mpx._loss_scaling import LossScaling, NoLossScaling
-from mpx._policy import Policy, as_policy
-from mpx._tree import AxisName
+from mpx._tree import cast_floating
 from mpx._wrapped import has_scales
 
 
@@ -32,12 +22,7 @@ def filter_grad(
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
-    *,
-    policy: Policy | str | None = None,
-    grad_dtype: DTypeLike | None = None,
-    axis_name: AxisName | None = None,
-    argnums: int | Sequence[int] = 0,
-    retry: int = 0,
+    **options: Any,
 ) -> Callable[..., Any]:
     """Computes gradients in mixed precision; the counterpart of `eqx.filter_grad`.
 
@@ -46,7 +31,7 @@ def filter_grad(
     as described for `value_and_grad`.
 
     The scaling is part of the transformation, as in the paper: call `filter_grad`
-    inside the jitted step with the scaling that the step got as an argument. Outside of
+    inside the jitted step with the scaling that the step got as an argument. Outside
     jit it would be compiled in as a constant; `value_and_grad` takes it at each call.
 
     Args:
@@ -55,11 +40,8 @@ def filter_grad(
         has_aux: Whether `func` returns a pair `(loss, aux)`.
         use_mixed_precision: If false, nothing is cast, scaled or checked:
             `grads_finite` is true and `scaling` comes back as it is.
-        policy: Dtypes and exceptions; `None` computes in the configured half precision.
-        grad_dtype: The dtype of the gradients; f32 by default.
-        axis_name: A mapped axis over which to average before the check.
-        argnums: Which positional arguments to differentiate.
-        retry: How often to try again with the adjusted scale on overflow.
+        **options: `policy`, `grad_dtype`, `axis_name`, `argnums` and `retry`, as in
+            `value_and_grad`.
 
     Raises:
         TypeError: If the loss is no real floating scalar.
@@ -67,6 +49,7 @@ def filter_grad(
             without a scaling.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> from mpx import DynamicLossScaling
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> scaling, grads_finite, grads = filter_grad(loss, DynamicLossScaling.pow2())(
@@ -74,20 +57,14 @@ def filter_grad(
         >>> grads, bool(grads_finite)
         (Array([1., 1.], dtype=float32), True)
     """
-    options = GradOptions.checked(
-        argnums=argnums,
-        has_aux=has_aux,
-        policy=policy,
-        grad_dtype=grad_dtype,
-        axis_name=axis_name,
-        retry=retry,
-    )
 
-    def finish(result: GradResult) -> tuple[Any, ...]:
+    def as_tuple(result: GradResult) -> tuple[Any, ...]:
         answer = (result.scaling, result.finite, result.grads)
         return (*answer, result.aux) if has_aux else answer
 
-    return _transform(func, scaling, use_mixed_precision, options, finish)
+    mixed = _as_switch(use_mixed_precision)
+    checked = GradOptions(has_aux=has_aux, mixed=mixed, **options)
+    return _transform(func, scaling, checked, as_tuple)
 
 
 def filter_value_and_grad(
@@ -95,12 +72,7 @@ def filter_value_and_grad(
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
-    *,
-    policy: Policy | str | None = None,
-    grad_dtype: DTypeLike | None = None,
-    axis_name: AxisName | None = None,
-    argnums: int | Sequence[int] = 0,
-    retry: int = 0,
+    **options: Any,
 ) -> Callable[..., Any]:
     """Computes the loss too; the counterpart of `eqx.filter_value_and_grad`.
 
@@ -109,22 +81,14 @@ def filter_value_and_grad(
     unscaled and widened to f32; see `GradResult` for its precision.
 
     Args:
-        func: The loss function. Leave it out to use it as a decorator.
-        scaling: The loss scaling. It may be left out where none is needed (bf16, f32).
+        func: The loss function. This and the others are as in `filter_grad`.
+        scaling: The loss scaling.
         has_aux: Whether `func` returns a pair `(loss, aux)`.
         use_mixed_precision: If false, nothing is cast, scaled or checked.
-        policy: Dtypes and exceptions; `None` computes in the configured half precision.
-        grad_dtype: The dtype of the gradients; f32 by default.
-        axis_name: A mapped axis over which to average before the check.
-        argnums: Which positional arguments to differentiate.
-        retry: How often to try again with the adjusted scale on overflow.
-
-    Raises:
-        TypeError: If the loss is no real floating scalar.
-        ValueError: If the first argument holds no floating array, or if f16 is used
-            without a scaling.
+        **options: Options of `value_and_grad`.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> from mpx import DynamicLossScaling
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> value, scaling, grads_finite, grads = filter_value_and_grad(
@@ -132,30 +96,22 @@ def filter_value_and_grad(
         >>> value, grads
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
-    options = GradOptions.checked(
-        argnums=argnums,
-        has_aux=has_aux,
-        policy=policy,
-        grad_dtype=grad_dtype,
-        axis_name=axis_name,
-        retry=retry,
-    )
 
-    def finish(result: GradResult) -> tuple[Any, ...]:
+    def as_tuple(result: GradResult) -> tuple[Any, ...]:
         value = (result.value, result.aux) if has_aux else result.value
         return value, result.scaling, result.finite, result.grads
 
-    return _transform(func, scaling, use_mixed_precision, options, finish)
+    mixed = _as_switch(use_mixed_precision)
+    checked = GradOptions(has_aux=has_aux, mixed=mixed, **options)
+    return _transform(func, scaling, checked, as_tuple)
 
 
 def _transform(
     func: Callable[..., Any] | None,
     scaling: LossScaling | None,
-    use_mixed_precision: bool,
     options: GradOptions,
-    finish: Callable[[GradResult], tuple[Any, ...]],
+    as_tuple: Callable[[GradResult], tuple[Any, ...]],
 ) -> Callable[..., Any]:
-    _check_switch(use_mixed_precision)
     if scaling is not None:
         check_scaling(scaling)
 
@@ -164,15 +120,31 @@ def _transform(
 
         @functools.wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if use_mixed_precision:
-                given = _needed_scaling(options) if scaling is None else scaling
-                return finish(grad_result(func, options, given, args, kwargs))
-            result = _full_precision(func, options, args, kwargs)
-            return finish(result._replace(scaling=scaling, finite=jnp.array(True)))
+            used = _scaling_for(scaling, options)
+            result = Step(func, options, args, kwargs).result(used)
+            return as_tuple(
+                result if options.mixed else result._replace(scaling=scaling)
+            )
 
         return wrapper
 
     return transform if func is None else transform(func)
+
+
+def _scaling_for(scaling: LossScaling | None, options: GradOptions) -> LossScaling:
+    """Returns the scaling of a step: that of the user, or none where none is needed."""
+    if not options.mixed:
+        return NoLossScaling()
+    if scaling is not None:
+        warn_of_constant_scaling(scaling)
+        return scaling
+    if options.policy.resolved_compute_dtype() == np.float16:
+        raise ValueError(
+            "f16 gradients need a loss scaling, but none was given. Pass "
+            "`scaling=mpx.DynamicLossScaling.pow2()`, or compute in bf16 with "
+            '`policy="p=f32,c=bf16,o=f32"`.'
+        )
+    return NoLossScaling()
 
 
 def _refuse_scales(func: Callable[..., Any]) -> None:
@@ -184,42 +156,14 @@ def _refuse_scales(func: Callable[..., Any]) -> None:
         )
 
 
-def _check_switch(use_mixed_precision: Any) -> None:
+def _as_switch(use_mixed_precision: Any) -> bool:
     if not isinstance(use_mixed_precision, bool | np.bool_):
         raise TypeError(
             "`use_mixed_precision` decides what is compiled and must be a Python bool, "
             f"but {type(use_mixed_precision).__name__} was given. Make it a static "
             "argument of the jitted function."
         )
-
-
-def _needed_scaling(options: GradOptions) -> LossScaling:
-    if options.policy.resolved_compute_dtype() == np.float16:
-        raise ValueError(
-            "f16 gradients need a loss scaling, but none was given. Pass "
-            "`scaling=mpx.DynamicLossScaling.pow2()`, or compute in bf16 with "
-            '`policy="p=f32,c=bf16,o=f32"`.'
-        )
-    return NoLossScaling()
-
-
-def _full_precision(
-    func: Callable[..., Any],
-    options: GradOptions,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> GradResult:
-    """Differentiates without casting, scaling or checking."""
-    call = Call(func, args, kwargs, options.argnum_tuple(), None)
-    recorder, scaling = Recorder(), NoLossScaling()
-    diff = local_parameters(call, options.axis_name)
-    result = evaluate(
-        call, diff, call.state, scaling, recorder, has_aux=options.has_aux
-    )
-    result = reduce_over_devices(result, options)
-    grads = finish_grads(scaling.unscale(result.grads), options.grad_dtype)
-    result = result._replace(grads=grads)
-    return package(call, recorder, (result, scaling, jnp.array(True)), options)
+    return bool(use_mixed_precision)
 
 
 def calculate_scaled_grad(
@@ -245,6 +189,7 @@ def calculate_scaled_grad(
         ValueError: If the first argument holds no floating array.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> from mpx import StaticLossScaling
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> calculate_scaled_grad(loss, StaticLossScaling(8.0))(
@@ -252,21 +197,18 @@ def calculate_scaled_grad(
         (Array(8., dtype=float32), Array([8., 8.], dtype=float16))
     """
     check_scaling(scaling)
-    _check_switch(use_mixed_precision)
+    options = GradOptions(has_aux=has_aux, mixed=_as_switch(use_mixed_precision))
     _refuse_scales(func)
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        policy = as_policy(None) if use_mixed_precision else None
-        used = scaling if use_mixed_precision else NoLossScaling()
-        warn_of_constant_scaling(used)
-        call = Call(func, args, kwargs, (0,), policy)
-        recorder = Recorder()
-        result = evaluate(call, call.diff, call.state, used, recorder, has_aux=has_aux)
+        used = _scaling_for(scaling, options)
+        step = Step(func, options, args, kwargs)
+        result = step.run(used)
         value, grads = used.scale(result.value), result.grads[0]
-        if policy is not None:
-            grads = cast_tree(grads, policy.resolved_compute_dtype())
-        aux = call.commit(recorder.merge(result.aux), result.state)
+        if options.mixed:
+            grads = cast_floating(grads, options.policy.resolved_compute_dtype())
+        aux = step.commit(result.aux, result.state)
         return ((value, aux) if has_aux else value), grads
 
     return wrapper

@@ -1,7 +1,12 @@
-"""Gradients in mixed precision: cast, scale, differentiate, reduce, unscale, check."""
+"""Gradients in mixed precision: cast, scale, differentiate, reduce, unscale, check.
 
+`value_and_grad` is the main gradient function. `accumulate` runs the same step in parts,
+and the functions of the paper are thin layers over it.
+"""
+
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,20 +15,21 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, PyTree
 
-from mpx._call import Call, State
-from mpx._cast import cast_leaf
+from mpx._arguments import as_count, as_counts, check_axis_name
+from mpx._call import Call
 from mpx._compat import varying_axes
 from mpx._evaluate import Evaluation, Recorder, as_local, evaluate
-from mpx._formats import at_least_f32
+from mpx._formats import at_least_f32, parse_float_dtype
 from mpx._grad_checks import warn_of_constant_scaling
-from mpx._grad_options import GradOptions, check_scaling
 from mpx._loss_scaling import LossScaling
-from mpx._policy import Policy
-from mpx._statistics import replaced_statistics, roll_back
+from mpx._policy import Policy, as_policy
+from mpx._state import State, replaced_statistics, roll_back
 from mpx._tree import (
     AxisName,
     all_devices,
     all_finite,
+    cast_floating,
+    cast_leaf,
     is_floating,
     named_leaves,
     select_tree,
@@ -32,7 +38,7 @@ from mpx._wrapped import hide_signature, take_scales
 
 
 class GradResult(NamedTuple):
-    """What `value_and_grad` and `accumulate` return.
+    """Result of `value_and_grad` and `accumulate`.
 
     Attributes:
         value: The loss that the function returned, unscaled and widened to f32. It has
@@ -62,90 +68,216 @@ class GradResult(NamedTuple):
     fp8: Any = None
 
 
-def differentiate(
-    run: Callable[[LossScaling], Evaluation],
-    before: State,
-    scaling: LossScaling,
-    options: GradOptions,
-) -> tuple[Evaluation, LossScaling, Bool[Array, ""]]:
-    """Evaluates, reduces over devices, unscales and checks; again if asked to.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradOptions:
+    """Options of a gradient function; see `value_and_grad`.
 
-    Returns:
-        The evaluation with unscaled gradients and the state that is to be kept, the
-        next scaling, and whether gradients, loss and state are finite.
+    If `mixed` is false, nothing is cast, scaled or checked.
+
+    Raises:
+        ValueError: If `retry` is negative or a dtype is not floating.
+        TypeError: If `policy` is neither a policy nor a string, a number no integer, or
+            `axis_name` no name.
     """
 
-    def attempt(
-        scaling: LossScaling,
-    ) -> tuple[Evaluation, LossScaling, Bool[Array, ""]]:
-        result = reduce_over_devices(run(scaling), options)
-        # Undo with the scale that scaled: after a growth step the new one is larger.
-        grads = finish_grads(scaling.unscale(result.grads), options.grad_dtype)
-        finite = all_finite((grads, result.value)) & ~result.spoilt
-        return result._replace(grads=grads), scaling.adjust(finite), finite
+    argnums: Any = 0
+    has_aux: bool = False
+    policy: Any = None
+    grad_dtype: Any = None
+    axis_name: AxisName | None = None
+    retry: int = 0
+    mixed: bool = True
 
-    result, scaling, finite = attempt(scaling)
-    if options.retry:
-        (result, scaling, finite), _ = lax.while_loop(
-            lambda carry: ~carry[0][2] & (carry[1] < options.retry),
-            lambda carry: (attempt(carry[0][1]), carry[1] + 1),
-            ((result, scaling, finite), 0),
-        )
-    # A skipped step leaves no trace: running statistics of an overflow are overflow.
-    state = select_tree(finite, result.state, before)
-    return result._replace(state=state), scaling, finite
+    def __post_init__(self) -> None:
+        """Checks the options: `policy` becomes a `Policy`, `grad_dtype` a dtype."""
+        check_axis_name(self.axis_name)
+        policy = as_policy(self.policy)
+        dtype = policy.grad_dtype if self.grad_dtype is None else self.grad_dtype
+        dtype = None if dtype is None else parse_float_dtype(dtype, "grad_dtype")
+        checked = {
+            "argnums": as_counts(self.argnums, "argnums"),
+            "policy": policy,
+            "grad_dtype": dtype,
+            "retry": as_count(self.retry, "retry", at_least=0),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def argnum_tuple(self) -> tuple[int, ...]:
+        """Returns the differentiated positions as a tuple."""
+        return (self.argnums,) if isinstance(self.argnums, int) else self.argnums
 
 
-def reduce_over_devices(result: Evaluation, options: GradOptions) -> Evaluation:
-    """Averages loss and gradients over devices, in the policy's `reduce_dtype`."""
-    if options.axis_name is None:
-        return result
-    dtype = options.policy.reduce_dtype
+def check_scaling(scaling: Any) -> None:
+    """Raises unless `scaling` can scale, unscale and adjust.
 
-    def mean(x: Array) -> Array:
-        if is_floating(x):
-            x = cast_leaf(x, at_least_f32(x.dtype) if dtype is None else dtype)
-        return lax.pmean(x, options.axis_name)
-
-    return result._replace(
-        value=lax.pmean(result.value, options.axis_name),
-        grads=jax.tree.map(mean, result.grads),
-        spoilt=~all_devices(~result.spoilt, options.axis_name),
-        observed=jax.tree.map(
-            lambda x: lax.pmax(x, options.axis_name), result.observed
-        ),
+    Raises:
+        TypeError: If it cannot.
+    """
+    methods = ("scale", "unscale", "adjust")
+    found = f"{type(scaling).__name__} was given"
+    if isinstance(scaling, type):
+        found = f"the class `{scaling.__name__}` was given, not an instance of it"
+    elif all(hasattr(scaling, name) for name in methods):
+        return
+    raise TypeError(
+        "`scaling` must be a loss scaling such as `mpx.DynamicLossScaling.pow2()`, "
+        f"but {found}. For bf16 pass `mpx.NoLossScaling()`. (`value_and_grad` and "
+        "`accumulate` take it as the first argument of the transformed function.)"
     )
 
 
-def finish_grads(grads: PyTree, dtype: Any) -> PyTree:
-    """Casts gradients to the dtype that was asked for."""
-    if dtype is None:
-        return grads
-    return jax.tree.map(lambda g: cast_leaf(g, dtype) if is_floating(g) else g, grads)
+class Step:
+    """One call of a gradient function.
 
-
-def local_parameters(call: Call, axis_name: AxisName | None) -> tuple[PyTree, ...]:
-    """Returns the differentiated arguments, each device its own copy of them.
-
-    The derivative with respect to a value shared by the devices of a `shard_map` would
-    be summed in the compute dtype before mpx sees it.
-
-    Raises:
-        ValueError: If a parameter is known to differ between the devices.
+    Attributes:
+        options: The options.
+        call: The call of the user's function.
+        recorder: Holds the part of its results that is no array.
     """
-    if axis_name is None:
-        return call.diff
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    for name, leaf in named_leaves(call.diff):
-        sharded = varying_axes(jax.typeof(jnp.asarray(leaf))) & set(names)
-        if sharded:
-            raise ValueError(
-                f"The parameter `{name}` differs between the devices of "
-                f"{sorted(sharded)}, so its gradients must not be averaged over them. "
-                "Pass it replicated (`in_specs=P()`), or use jit with a NamedSharding, "
-                "which needs no `axis_name`, for sharded parameters."
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        options: GradOptions,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Takes the arguments of a call apart."""
+        scales, args = take_scales(func, args)
+        self.options, self.recorder = options, Recorder()
+        self._args = args
+        self._make_call = functools.partial(
+            Call,
+            func,
+            kwargs=dict(kwargs),
+            argnums=options.argnum_tuple(),
+            policy=options.policy if options.mixed else None,
+            scales=scales,
+        )
+        self.check(args)
+        self.call = self.call_with({})
+        self._diff = self._local_parameters()
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Checks the arguments, before anything is done with them."""
+
+    def call_with(self, replaced: Mapping[int, PyTree]) -> Call:
+        """Returns the call with some positional arguments replaced."""
+        args = [replaced.get(i, arg) for i, arg in enumerate(self._args)]
+        return self._make_call(args=args)
+
+    def evaluate(self, call: Call, state: State, scaling: LossScaling) -> Evaluation:
+        """Runs a call forward and backward."""
+        return evaluate(
+            call,
+            self._diff,
+            state,
+            scaling,
+            self.recorder,
+            has_aux=self.options.has_aux,
+            grad_dtype=self.options.grad_dtype,
+            axis_name=self.options.axis_name,
+        )
+
+    def run(self, scaling: LossScaling) -> Evaluation:
+        """Returns loss, gradients of the scaled loss, and state."""
+        return self.evaluate(self.call, self.call.state, scaling)
+
+    def result(self, scaling: LossScaling) -> GradResult:
+        """Runs the step, puts the state into effect and returns the public result."""
+        options, call = self.options, self.call
+        result, scaling, finite = self._differentiate(scaling)
+        before = replaced_statistics(result.aux, call.linen_statistics())
+        aux = self.commit(roll_back(finite, result.aux, before), result.state)
+        grads = result.grads[0] if isinstance(options.argnums, int) else result.grads
+        fp8 = None
+        if call.scales is not None:
+            fp8 = select_tree(finite, call.scales.update(result.observed), call.scales)
+        return GradResult(result.value, aux, grads, scaling, finite, fp8)
+
+    def commit(self, aux: PyTree, state: State) -> Any:
+        """Puts a state into effect, and returns `aux` as the function returned it."""
+        return self.call.commit(self.recorder.merge(aux), state)
+
+    def _differentiate(
+        self, scaling: LossScaling
+    ) -> tuple[Evaluation, LossScaling, Bool[Array, ""]]:
+        """Evaluates, reduces over devices, unscales and checks; again if asked to.
+
+        Returns:
+            The evaluation with unscaled gradients and the state that is to be kept, the
+            next scaling, and whether gradients, loss and state are finite.
+        """
+
+        def attempt(
+            scaling: LossScaling,
+        ) -> tuple[Evaluation, LossScaling, Bool[Array, ""]]:
+            result = self._reduced(self.run(scaling))
+            # Undo with the scale that scaled: after a growth step the new one is larger.
+            grads = cast_floating(
+                scaling.unscale(result.grads), self.options.grad_dtype
             )
-    return as_local(call.diff, axis_name)
+            result = result._replace(grads=grads)
+            if not self.options.mixed:
+                return result, scaling, jnp.array(True)
+            finite = all_finite((grads, result.value)) & ~result.spoilt
+            return result, scaling.adjust(finite), finite
+
+        result, scaling, finite = attempt(scaling)
+        if not self.options.mixed:
+            return result, scaling, finite
+        if self.options.retry:
+            (result, scaling, finite), _ = lax.while_loop(
+                lambda carry: ~carry[0][2] & (carry[1] < self.options.retry),
+                lambda carry: (attempt(carry[0][1]), carry[1] + 1),
+                ((result, scaling, finite), 0),
+            )
+        # A skipped step leaves no trace: running statistics of an overflow are overflow.
+        state = select_tree(finite, result.state, self.call.state)
+        return result._replace(state=state), scaling, finite
+
+    def _reduced(self, result: Evaluation) -> Evaluation:
+        """Averages loss and gradients over devices, in the policy's `reduce_dtype`."""
+        axis_name, dtype = self.options.axis_name, self.options.policy.reduce_dtype
+        if axis_name is None:
+            return result
+
+        def mean(x: Array) -> Array:
+            if is_floating(x):
+                x = cast_leaf(x, at_least_f32(x.dtype) if dtype is None else dtype)
+            return lax.pmean(x, axis_name)
+
+        return result._replace(
+            value=lax.pmean(result.value, axis_name),
+            grads=jax.tree.map(mean, result.grads),
+            spoilt=~all_devices(~result.spoilt, axis_name),
+            observed=jax.tree.map(lambda x: lax.pmax(x, axis_name), result.observed),
+        )
+
+    def _local_parameters(self) -> tuple[PyTree, ...]:
+        """Returns the differentiated arguments, each device its own copy of them.
+
+        The derivative with respect to a value shared by the devices of a `shard_map`
+        would be summed in the compute dtype before mpx sees it.
+
+        Raises:
+            ValueError: If a parameter is known to differ between the devices.
+        """
+        axis_name, diff = self.options.axis_name, self.call.diff
+        if axis_name is None:
+            return diff
+        names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        for name, leaf in named_leaves(diff):
+            sharded = varying_axes(jax.typeof(jnp.asarray(leaf))) & set(names)
+            if sharded:
+                raise ValueError(
+                    f"The parameter `{name}` differs between the devices of "
+                    f"{sorted(sharded)}, so its gradients must not be averaged over "
+                    "them. Pass it replicated (`in_specs=P()`), or use jit with a "
+                    "NamedSharding, which needs no `axis_name`, for sharded parameters."
+                )
+        return as_local(diff, axis_name)
 
 
 def value_and_grad(
@@ -209,7 +341,7 @@ def value_and_grad(
         >>> result.value, result.grads
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
-    options = GradOptions.checked(
+    options = GradOptions(
         argnums=argnums,
         has_aux=has_aux,
         policy=policy,
@@ -217,61 +349,26 @@ def value_and_grad(
         axis_name=axis_name,
         retry=retry,
     )
+    return transformed(func, functools.partial(Step, options=options))
+
+
+def transformed(
+    func: Callable[..., Any] | None, make_step: Callable[..., Step]
+) -> Callable[..., Any]:
+    """Returns a function of scaling and arguments that runs a step of `func`.
+
+    Args:
+        func: The user's function; `None` returns a decorator.
+        make_step: Called as `make_step(func, args=args, kwargs=kwargs)`.
+    """
     if func is None:
-        return functools.partial(_bind, options)
-    return _bind(options, func)
+        return functools.partial(transformed, make_step=make_step)
 
-
-def _bind(options: GradOptions, func: Callable[..., Any]) -> Callable[..., GradResult]:
     @functools.wraps(func)
     def wrapper(scaling: Any, /, *args: Any, **kwargs: Any) -> GradResult:
-        return grad_result(func, options, scaling, args, kwargs)
+        check_scaling(scaling)
+        warn_of_constant_scaling(scaling)
+        return make_step(func, args=args, kwargs=kwargs).result(scaling)
 
     hide_signature(wrapper)  # the scaling comes first
     return wrapper
-
-
-def grad_result(
-    func: Callable[..., Any],
-    options: GradOptions,
-    scaling: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> GradResult:
-    """Computes loss and gradients of one call."""
-    check_scaling(scaling)
-    warn_of_constant_scaling(scaling)
-    scales, args = take_scales(func, args)
-    argnums = options.argnum_tuple()
-    call = Call(func, args, kwargs, argnums, options.policy, scales=scales)
-    recorder = Recorder()
-    run = functools.partial(
-        evaluate,
-        call,
-        local_parameters(call, options.axis_name),
-        call.state,
-        recorder=recorder,
-        has_aux=options.has_aux,
-        grad_dtype=options.grad_dtype,
-        axis_name=options.axis_name,
-    )
-    outcome = differentiate(run, call.state, scaling, options)
-    return package(call, recorder, outcome, options)
-
-
-def package(
-    call: Call,
-    recorder: Recorder,
-    outcome: tuple[Evaluation, LossScaling, Bool[Array, ""]],
-    options: GradOptions,
-) -> GradResult:
-    """Puts the state into effect and returns the result in its public form."""
-    result, scaling, finite = outcome
-    before = replaced_statistics(result.aux, call.linen_statistics())
-    aux = roll_back(finite, result.aux, before)
-    aux = call.commit(recorder.merge(aux), result.state)
-    grads = result.grads[0] if isinstance(options.argnums, int) else result.grads
-    fp8 = None
-    if call.scales is not None:
-        fp8 = select_tree(finite, call.scales.update(result.observed), call.scales)
-    return GradResult(result.value, aux, grads, scaling, finite, fp8)

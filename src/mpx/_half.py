@@ -94,7 +94,7 @@ def gradient_function() -> contextlib.AbstractContextManager[Any]:
 
 
 def in_gradient_function() -> bool:
-    """Whether the gradient that is being traced is taken by mpx."""
+    """Returns whether the gradient that is being traced is taken by mpx."""
     return _in_gradient_function.value
 
 

@@ -1,62 +1,52 @@
-"""Rules for what stays in full precision while the rest of a model is cast."""
+"""Leaves and calls of modules that stay in full precision while the rest is cast.
+
+A pytree cannot say that a module runs in f32: a module of another class is a tree of
+another structure, which `jax.tree.map` and `eqx.combine` refuse beside the original. So
+the `__call__` of the kept classes is replaced while a function runs, and put back
+afterwards. The types are part of the cache key of `jax.jit`: what is traced here is not
+reused elsewhere.
+"""
 
 import contextlib
+import functools
+import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
+import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._floating import cast_leaf, keeps_its_dtypes, map_floating, map_variables
-from mpx._kept import ran_in_full_precision, run_in_full_precision
-from mpx._objects import is_nnx_state, nnx_module
-from mpx._warn import warn
+from mpx._cast import call_in_full_precision, map_floating
+from mpx._compat import make_jit_context
+from mpx._nnx import is_variable_of_state, nnx_module
+from mpx._select import Matcher, Selector
+from mpx._tree import LeafName, cast_leaf
 
-KeepRule = type | str | Callable[[str, Any], bool]
-"""A node type, a regular expression searched in a leaf's name, or a predicate."""
-
-# Running statistics must not be rounded to half precision between steps: an average
-# that moves by less than half an ulp per step stands still.
+_HAIKU_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
 _STATE_TYPES = (eqx.nn.State, eqx.nn.StateIndex)
-STATE_NAME = re.compile(r"(^|/)batch_stats(/|$)")  # the collection of Flax Linen
+_BATCH_STATS = re.compile(r"(^|/)batch_stats(/|$)")  # the collection of Flax Linen
 
 
-def is_state(node: Any) -> bool:
-    """Whether a pytree node holds running statistics or other state."""
-    return isinstance(node, _STATE_TYPES) or is_nnx_state(node)
+def is_state(name: LeafName) -> bool:
+    """Returns whether a leaf belongs to running statistics or other state.
 
-
-def parse_keep(keep: KeepRule | Iterable[KeepRule]) -> tuple[KeepRule, ...]:
-    """Returns the rules that a user gave: one, or several.
-
-    Raises:
-        TypeError: If one is of another kind.
-        ValueError: If an expression does not compile.
+    State must not be rounded to half precision between steps: an average that moves by
+    less than half an ulp per step stands still.
     """
-    if isinstance(keep, str | type) or callable(keep) or not isinstance(keep, Iterable):
-        keep = (keep,)
-    rules = tuple(keep)
-    for rule in rules:
-        if not isinstance(rule, str | type) and not callable(rule):
-            raise TypeError(
-                "A `keep` rule is a node type, a regular expression for leaf names or "
-                f"a predicate `(name, leaf) -> bool`, but {rule!r} was given."
-            )
-        if isinstance(rule, str):
-            try:
-                re.compile(rule)
-            except re.error as error:
-                raise ValueError(
-                    f"The `keep` rule {rule!r} is not a regular expression: {error}."
-                ) from error
-    return rules
+    return _BATCH_STATS.search(name) is not None or any(
+        issubclass(kind, _STATE_TYPES) or is_variable_of_state(kind)
+        for kind in name.types
+    )
 
 
 def _always_kept() -> tuple[type, ...]:
-    """Returns the layers that run in f32 without a rule."""
+    """Returns the layers that run in f32 without a selector."""
     types: list[type] = [eqx.nn.BatchNorm, eqx.nn.SpectralNorm]
     nnx = nnx_module()
     if nnx is not None:
@@ -69,21 +59,12 @@ def _always_kept() -> tuple[type, ...]:
     return tuple(types)
 
 
-_HAIKU_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
+class Keep:
+    """Leaves and calls that a policy keeps during one call."""
 
-
-class KeepRules:
-    """The `keep` rules of a policy during one call, which note what they match.
-
-    Names are relative to the argument that holds the leaf: the same rule holds for
-    `policy.cast_to_compute(model)` and for a loss that takes the model as an argument
-    of any name.
-    """
-
-    def __init__(self, rules: tuple[KeepRule, ...], dtype: np.dtype) -> None:
-        """Prepares the rules for a cast to `dtype`."""
-        self._dtype, self._rules = dtype, rules
-        self._unused = set(range(len(rules)))
+    def __init__(self, selectors: tuple[Selector, ...], dtype: np.dtype) -> None:
+        """Prepares the selectors for a cast to `dtype`."""
+        self._dtype, self._selected = dtype, Matcher(selectors, "keep")
         self._always = _always_kept()
 
     def cast(self, tree: PyTree, argument: str = "") -> PyTree:
@@ -91,65 +72,132 @@ class KeepRules:
 
         Args:
             tree: Any pytree.
-            argument: The name of the argument. It counts where the argument is an array
-                by itself, and for statistics: `batch_stats` may be an argument.
+            argument: The name of the argument that it is.
         """
+        return map_floating(self.cast_leaf, tree, argument)
 
-        def cast(name: str, leaf: Any, in_state: bool) -> Any:
-            return leaf if in_state else self._cast_leaf(argument, name, leaf)
+    def cast_leaf(self, name: LeafName, leaf: Any) -> Any:
+        """Casts a floating leaf, unless it is kept."""
+        return cast_leaf(leaf, self.dtype_for(name, leaf))
 
-        return map_floating(cast, tree, whole=self._keeps_node, state=is_state)
-
-    def cast_objects(self, objects: Mapping[str, Any]) -> None:
-        """Casts the parameters of NNX objects in place; see `cast`.
-
-        Args:
-            objects: The objects by names that begin with the name of the argument.
-        """
-
-        def cast(name: str, leaf: Any, in_state: bool) -> Any:
-            argument, _, rest = name.partition("/")
-            return leaf if in_state else self._cast_leaf(argument, rest, leaf)
-
-        map_variables(cast, objects, whole=self._keeps_node)
+    def dtype_for(self, name: LeafName, leaf: Any) -> np.dtype:
+        """Returns the dtype in which a function gets a floating leaf."""
+        selected = self._selected.find(name, leaf) is not None
+        always = any(issubclass(kind, self._always) for kind in name.types)
+        kept = selected or always or is_state(name)
+        return leaf.dtype if kept else self._dtype
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Lets modules of the kept types run in f32 inside a `with` block."""
-        types = (rule for rule in self._rules if isinstance(rule, type))
-        return run_in_full_precision((*types, *self._always))
+        return run_in_full_precision((*self._selected.types, *self._always))
 
-    def warn_unused(self) -> None:
-        """Warns of rules that matched nothing in the call."""
-        unused = [self._rules[index] for index in sorted(self._unused)]
-        for rule in unused:
-            if isinstance(rule, type) and ran_in_full_precision(rule):
-                continue
-            warn(
-                f"The `keep` rule {rule!r} matches nothing: no argument of the function "
-                "holds such a leaf or node. Names are paths inside an argument, such as "
-                "`layers/0/norm/weight`, without the name of the argument."
-            )
-
-    def _keeps_node(self, node: Any) -> bool:
-        kept = False
-        for index, rule in enumerate(self._rules):
-            if isinstance(rule, type) and isinstance(node, rule):
-                self._unused.discard(index)
-                kept = True
-        return kept or isinstance(node, self._always) or keeps_its_dtypes(node)
-
-    def _cast_leaf(self, argument: str, name: str, leaf: Any) -> Any:
-        kept = STATE_NAME.search(f"{argument}/{name}") is not None
-        for index, rule in enumerate(self._rules):
-            if not isinstance(rule, type) and _matches(rule, argument, name, leaf):
-                self._unused.discard(index)
-                kept = True
-        return leaf if kept else cast_leaf(leaf, self._dtype)
+    def check(self) -> None:
+        """Raises for selectors that have selected nothing in the call."""
+        self._selected.check(was_called)
 
 
-def _matches(rule: Any, argument: str, name: str, leaf: Any) -> bool:
-    if not isinstance(rule, str):
-        return bool(rule(name, leaf))
-    # An argument that is an array has no path. Its own name must match as a whole: an
-    # input that happens to be called `norm_x` is not what "norm" means.
-    return bool(re.search(rule, name) if name else re.fullmatch(rule, argument))
+# --- Calls of modules -----------------------------------------------------------------
+
+KEPT_SCOPE = "amp_keep_"  # before the name of the type
+
+# The types that run in f32, or in a scope for `amp` and `fp8`, in this thread. In another
+# one the replaced calls do nothing.
+_in_f32, _in_scope = make_jit_context(()), make_jit_context(())
+
+_lock = threading.Lock()
+_users: dict[type, int] = {}  # how many running functions replaced the call of a class
+_called: "weakref.WeakSet[type]" = weakref.WeakSet()
+
+
+def run_in_full_precision(
+    types: tuple[type, ...],
+) -> contextlib.AbstractContextManager[None]:
+    """Lets callables of these types run in f32, wherever they are called in the block.
+
+    Their inputs are widened, and their results come back in the widest dtype among
+    their floating inputs, as with `mpx.force_full_precision`.
+    """
+    return _calls_replaced(types, _in_f32)
+
+
+def run_in_scopes(types: tuple[type, ...]) -> contextlib.AbstractContextManager[None]:
+    """Lets callables of these types run in a named scope that `amp` and `fp8` know."""
+    return _calls_replaced(types, _in_scope)
+
+
+@contextlib.contextmanager
+def _calls_replaced(types: tuple[type, ...], setting: Any) -> Iterator[None]:
+    classes = _with_own_calls(types)
+    with _lock:
+        for cls in classes:
+            _users[cls] = _users.get(cls, 0) + 1
+            if _users[cls] == 1:
+                _replace_call(cls)
+    try:
+        with setting(types):
+            yield
+    finally:
+        with _lock:
+            for cls in classes:
+                _users[cls] -= 1
+                if _users[cls] == 0:
+                    del _users[cls]
+                    _restore_call(cls)
+
+
+def was_called(kept: type) -> bool:
+    """Returns whether an object of a kept type has ever been called in such a block."""
+    return any(issubclass(cls, kept) for cls in _called)
+
+
+def _with_own_calls(types: tuple[type, ...]) -> list[type]:
+    """Returns the types that can be called, and their subclasses with other calls."""
+    found: dict[type, None] = {}
+
+    def add(cls: type) -> None:
+        for subclass in cls.__subclasses__():
+            if subclass not in found and "__call__" in vars(subclass):
+                found[subclass] = None
+            add(subclass)
+
+    for cls in types:
+        # For a class whose objects cannot be called this is the call of its metaclass.
+        if inspect.isfunction(getattr(cls, "__call__", None)):  # noqa: B004
+            found[cls] = None
+        if cls not in (object, type) and cls.__module__ != "builtins":
+            add(cls)
+    return [cls for cls in found if inspect.isfunction(getattr(cls, "__call__"))]  # noqa: B004, B009
+
+
+_SAVED = "_mpx_saved_call"  # the class's own `__call__`, or `None` if it inherits one
+
+
+def _replace_call(cls: type) -> None:
+    call = getattr(cls, "__call__")  # noqa: B004, B009
+
+    @functools.wraps(call)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = functools.partial(call, self)
+        scope = next((x for x in _in_scope.value if isinstance(self, x)), None)
+        in_f32 = isinstance(self, _in_f32.value)
+        if in_f32 or scope is not None:
+            _called.add(type(self))
+        if scope is not None:
+            bound = jax.named_scope(KEPT_SCOPE + scope.__name__)(bound)
+        return (
+            call_in_full_precision(bound, args, kwargs)
+            if in_f32
+            else bound(*args, **kwargs)
+        )
+
+    setattr(cls, _SAVED, vars(cls).get("__call__"))
+    setattr(cls, "__call__", replacement)  # noqa: B010
+
+
+def _restore_call(cls: type) -> None:
+    own = vars(cls)[_SAVED]
+    delattr(cls, _SAVED)
+    if own is None:
+        delattr(cls, "__call__")
+    else:
+        setattr(cls, "__call__", own)  # noqa: B010

@@ -1,21 +1,195 @@
-"""Flax NNX modules as pure functions: parameters and other state apart.
+"""Flax NNX objects inside pytrees, and as pure functions of parameters and other state.
 
 Flax is not imported here: if no NNX object can exist, there is nothing to do.
 """
 
+import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import PyTree
 
-from mpx._cast import cast_leaf
-from mpx._keep import KeepRules
-from mpx._objects import clone, holds_same, put_back, take_out
-from mpx._objects import is_nnx as is_nnx
-from mpx._objects import is_slot as is_slot
-from mpx._objects import nnx_module as _nnx
-from mpx._tree import is_floating
+from mpx._tree import LeafName, cast_leaf, is_floating, map_with_name
+
+
+def nnx_module() -> Any:
+    """Returns `flax.nnx` if it has been imported, else `None`."""
+    return sys.modules.get("flax.nnx")
+
+
+def is_nnx(node: Any) -> bool:
+    """Returns whether `node` is an NNX object: a module, `Rngs`, an optimizer."""
+    nnx = nnx_module()
+    return nnx is not None and isinstance(node, nnx.Pytree)
+
+
+def is_variable_of_state(kind: type) -> bool:
+    """Returns whether a type is that of NNX variables other than parameters."""
+    nnx = nnx_module()
+    return (
+        nnx is not None
+        and issubclass(kind, nnx.Variable)
+        and not issubclass(kind, nnx.Param)
+    )
+
+
+# --- Objects in pytrees ---------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Leaf that stands for an NNX object which was taken out of a pytree.
+
+    Attributes:
+        name: The object's name: `model`, or `models/encoder` inside a container.
+    """
+
+    name: LeafName
+
+
+def is_slot(node: Any) -> bool:
+    """Returns whether `node` stands for an NNX object."""
+    return isinstance(node, Slot)
+
+
+def take_out(tree: PyTree, argument: str = "") -> tuple[PyTree, dict[LeafName, Any]]:
+    """Replaces the NNX objects of a pytree by slots; returns them by their names.
+
+    Args:
+        tree: Any pytree.
+        argument: The name of the argument that it is; the objects' names begin with it.
+    """
+    objects: dict[LeafName, Any] = {}
+
+    def take(name: LeafName, node: Any) -> Any:
+        if not is_nnx(node):
+            return node
+        objects[name] = node
+        return Slot(name)
+
+    if nnx_module() is None:
+        return tree, objects
+    plain = map_with_name(take, tree, argument=argument, is_leaf=is_nnx)
+    return (plain if objects else tree), objects
+
+
+def put_back(tree: PyTree, objects: Mapping[LeafName, Any]) -> PyTree:
+    """Puts NNX objects, or whatever has their names, into their slots."""
+    return jax.tree.map(
+        lambda node: objects[node.name] if is_slot(node) else node, tree
+    )
+
+
+def clone(objects: Mapping[LeafName, Any]) -> dict[LeafName, Any]:
+    """Returns fresh objects with the same arrays; what they share stays shared."""
+    nnx = nnx_module()
+    graphdef, state = nnx.split(tuple(objects.values()))
+    # Copies of the variables, else `merge` would put the very same ones into both.
+    fresh = nnx.merge(graphdef, jax.tree.map(lambda x: x, state))
+    return dict(zip(objects, fresh, strict=True))
+
+
+def copy(tree: PyTree) -> PyTree:
+    """Returns a tree with fresh NNX objects, whose state is their own."""
+    plain, objects = take_out(tree)
+    return put_back(plain, clone(objects)) if objects else tree
+
+
+def map_variables(
+    objects: Mapping[LeafName, Any], fn: Callable[[LeafName, Any], Any]
+) -> None:
+    """Maps the floating arrays of NNX objects, in place.
+
+    Args:
+        objects: The objects by name.
+        fn: Maps an array's name and the array to its successor. The types of the name
+            include those of modules and of the variable.
+    """
+    nnx, nodes = nnx_module(), tuple(objects.values())
+    before = nnx.state(nodes)
+    # Untouched variables are not written to: under a trace NNX may forbid it.
+    update(objects, _map_state(before, variable_names(objects), fn), before)
+
+
+def _map_state(
+    state: PyTree,
+    names: Mapping[tuple[Any, ...], LeafName],
+    fn: Callable[[LeafName, Any], Any],
+    start: tuple[Any, ...] = (),
+) -> PyTree:
+    """Maps the floating arrays of an NNX state, whose paths begin with `start`."""
+
+    def new(path: tuple[Any, ...], variable: Any) -> Any:
+        name = names[(*start, *path)]
+        return jax.tree.map(lambda x: fn(name, x) if is_floating(x) else x, variable)
+
+    nnx = nnx_module()
+    flat = [(path, new(path, x)) for path, x in nnx.to_flat_state(state)]
+    return nnx.from_flat_state(flat)
+
+
+def map_params(
+    objects: Mapping[LeafName, Any],
+    params: Mapping[LeafName, PyTree],
+    fn: Callable[[LeafName, Any], Any],
+) -> dict[LeafName, PyTree]:
+    """Maps the floating arrays of parameters that were split off NNX objects."""
+    names, owners = variable_names(objects), tuple(objects)
+    return {
+        owner: _map_state(state, names, fn, (owners.index(owner),))
+        for owner, state in params.items()
+    }
+
+
+def variable_names(
+    objects: Mapping[LeafName, Any],
+) -> dict[tuple[Any, ...], LeafName]:
+    """Returns the names of the variables of NNX objects, by their paths in a tuple."""
+    nnx = nnx_module()
+    names, nodes = tuple(objects), tuple(objects.values())
+    kinds = {
+        path: type(node)
+        for path, node in nnx.iter_graph(nodes)
+        if isinstance(node, nnx.Pytree | nnx.Variable)
+    }
+    found = {}
+    for path, _ in nnx.to_flat_state(nnx.state(nodes)):
+        starts = (path[:length] for length in range(1, len(path) + 1))
+        types = [kinds[start] for start in starts if start in kinds]
+        found[path] = names[path[0]].inside(path[1:], types)
+    return found
+
+
+def _holds_same(a: PyTree, b: PyTree) -> bool:
+    """Returns whether two trees of one structure hold the very same leaves."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(x is y for x, y in pairs)
+
+
+def params_of(node: Any) -> PyTree:
+    """Returns the state of an object's parameters."""
+    return nnx_module().state(node, nnx_module().Param)
+
+
+def without_variables(tree: PyTree) -> PyTree:
+    """Replaces each NNX variable in a pytree by the value that it holds."""
+    nnx = nnx_module()
+    if nnx is None:
+        return tree
+
+    def is_variable(node: Any) -> bool:
+        return isinstance(node, nnx.Variable)
+
+    return jax.tree.map(
+        lambda node: node.get_raw_value() if is_variable(node) else node,
+        tree,
+        is_leaf=is_variable,
+    )
+
+
+# --- Objects as pure functions --------------------------------------------------------
 
 
 class Objects(NamedTuple):
@@ -28,19 +202,21 @@ class Objects(NamedTuple):
         rest: Everything else: BatchNorm statistics, dropout counters, frozen weights.
     """
 
-    names: tuple[str, ...]
+    names: tuple[LeafName, ...]
     graphdef: Any
-    params: dict[str, PyTree]
+    params: dict[LeafName, PyTree]
     rest: PyTree
 
 
-def split(objects: Mapping[str, Any], differentiated: tuple[str, ...]) -> Objects:
+def split(
+    objects: Mapping[LeafName, Any], differentiated: tuple[LeafName, ...]
+) -> Objects:
     """Takes NNX objects apart; only `nnx.Param`s of the named ones are parameters.
 
     Raises:
         ValueError: If a parameter is differentiated in one object and not in another.
     """
-    nnx = _nnx()
+    nnx = nnx_module()
     _check_sharing(objects, differentiated)
     names = tuple(objects)
     filters = _filters(names, differentiated)
@@ -54,18 +230,22 @@ def split(objects: Mapping[str, Any], differentiated: tuple[str, ...]) -> Object
     return Objects(names, graphdef, params, states[-1])
 
 
-def _filters(names: tuple[str, ...], differentiated: tuple[str, ...]) -> list[Any]:
+def _filters(
+    names: tuple[LeafName, ...], differentiated: tuple[LeafName, ...]
+) -> list[Any]:
     """Returns a filter for the parameters of each differentiated object."""
+    param = nnx_module().Param
 
-    def params_of(position: int) -> Any:
-        param = _nnx().Param
+    def params_at(position: int) -> Any:
         return lambda path, value: path[0] == position and isinstance(value, param)
 
-    return [params_of(names.index(name)) for name in differentiated]
+    return [params_at(names.index(name)) for name in differentiated]
 
 
-def _check_sharing(objects: Mapping[str, Any], differentiated: tuple[str, ...]) -> None:
-    nnx = _nnx()
+def _check_sharing(
+    objects: Mapping[LeafName, Any], differentiated: tuple[LeafName, ...]
+) -> None:
+    nnx = nnx_module()
     owners: dict[int, str] = {}
     for name, node in objects.items():
         for path, leaf in nnx.iter_graph(node):
@@ -89,14 +269,16 @@ class Merged(NamedTuple):
         found: Their state besides the parameters, as the call finds it.
     """
 
-    objects: dict[str, Any]
+    objects: dict[LeafName, Any]
     source: Objects
     found: PyTree
 
 
-def merge(source: Objects, keep: KeepRules | None) -> Merged:
-    """Builds fresh NNX objects, with their parameters cast by a policy's rules."""
-    nnx = _nnx()
+def merge(
+    source: Objects, cast: Callable[[LeafName, Any], Any] | None = None
+) -> Merged:
+    """Builds fresh NNX objects, with each floating array mapped by `cast`."""
+    nnx = nnx_module()
     params = []
     for name, state in source.params.items():
         flat = nnx.to_flat_state(state)
@@ -106,14 +288,14 @@ def merge(source: Objects, keep: KeepRules | None) -> Merged:
     rest = jax.tree.map(lambda x: x, source.rest)
     merged = nnx.merge(source.graphdef, *params, rest)
     objects = dict(zip(source.names, merged, strict=True))
-    if keep is not None:
-        keep.cast_objects(objects)
+    if cast is not None:
+        map_variables(objects, cast)
     return Merged(objects, source, _rest(objects, source))
 
 
-def _rest(objects: Mapping[str, Any], source: Objects) -> PyTree:
+def _rest(objects: Mapping[LeafName, Any], source: Objects) -> PyTree:
     filters = _filters(source.names, tuple(source.params))
-    *_, rest = _nnx().split(tuple(objects.values()), *filters, ...)
+    *_, rest = nnx_module().split(tuple(objects.values()), *filters, ...)
     return jax.tree.map(lambda x: x, rest)  # a copy, which later calls do not change
 
 
@@ -140,54 +322,25 @@ def rest_of(merged: Merged) -> PyTree:
     return jax.tree.map(restore, rest, merged.found, before)
 
 
-def update(objects: Mapping[str, Any], rest: PyTree, before: PyTree = None) -> None:
+def update(objects: Mapping[Any, Any], rest: PyTree, before: PyTree = None) -> None:
     """Writes changed state back into the caller's objects.
 
     Args:
         objects: The objects by name.
         rest: Their state.
         before: The state as it was. A variable that still holds the very same arrays is
-            not written to: inside of a `jit` NNX forbids it for objects made outside.
+            not written to: inside `jit` NNX forbids it for objects made outside.
     """
-    nnx = _nnx()
+    nnx = nnx_module()
     if before is not None:
         old = dict(nnx.to_flat_state(before))
         changed = [
             (path, variable)
             for path, variable in nnx.to_flat_state(rest)
-            if not holds_same(variable, old[path])
+            if not _holds_same(variable, old[path])
         ]
         rest = nnx.from_flat_state(changed)
     nnx.update(tuple(objects.values()), rest)
-
-
-def params_of(node: Any) -> PyTree:
-    """Returns the state of an object's parameters."""
-    return _nnx().state(node, _nnx().Param)
-
-
-def without_variables(tree: PyTree) -> PyTree:
-    """Puts what an NNX variable holds in its place, in the whole of a pytree."""
-    nnx = _nnx()
-    if nnx is None:
-        return tree
-
-    def is_variable(node: Any) -> bool:
-        return isinstance(node, nnx.Variable)
-
-    return jax.tree.map(
-        lambda node: node.get_raw_value() if is_variable(node) else node,
-        tree,
-        is_leaf=is_variable,
-    )
-
-
-def copy(tree: PyTree) -> PyTree:
-    """Returns a tree with fresh NNX objects, whose state nobody else sees."""
-    plain, objects = take_out(tree)
-    if not objects:
-        return tree
-    return put_back(plain, clone(objects))
 
 
 def as_pure(
@@ -198,7 +351,7 @@ def as_pure(
     Returns:
         The function, and the state of the objects as they are.
     """
-    nnx = _nnx()
+    nnx = nnx_module()
     graphdef, before = nnx.split(tuple(args.values()))
 
     def pure(state: PyTree) -> tuple[PyTree]:

@@ -8,10 +8,17 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, PyTree
 
-from mpx._cast import cast_leaf, own_buffer
+from mpx._cast import own_buffer
 from mpx._formats import parse_float_dtype
 from mpx._optax_checks import check_transformation
-from mpx._tree import all_finite, check_shape, is_floating, named_leaves, select_tree
+from mpx._tree import (
+    all_finite,
+    cast_leaf,
+    check_shape,
+    is_floating,
+    named_leaves,
+    select_tree,
+)
 from mpx._update import apply_updates
 
 

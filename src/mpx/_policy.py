@@ -1,18 +1,20 @@
-"""Policy: which dtype parameters, computation, outputs, gradients and sums have."""
+"""Policy: the dtypes of parameters, computation, outputs, gradients and sums."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._floating import cast_leaf, cast_state_leaf, map_floating
+from mpx._cast import cast_state_leaf, map_floating
 from mpx._formats import PRECISIONS, parse_float_dtype, short_name
 from mpx._half import half_precision_datatype
-from mpx._keep import STATE_NAME, KeepRule, KeepRules, is_state, parse_keep
+from mpx._keep import Keep, is_state
+from mpx._select import Selector, Selectors, parse_selectors
+from mpx._tree import LeafName, cast_leaf
 from mpx._wrapped import argument_names
 
 _F32 = np.dtype(np.float32)
@@ -20,7 +22,7 @@ _F32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Policy:
-    """Which dtype each kind of value has in a training step.
+    """Dtypes of the values in a training step.
 
     A policy is static: it is hashable, compares by value and can be an argument of
     `jax.jit(..., static_argnums=...)`. It holds no arrays.
@@ -34,19 +36,20 @@ class Policy:
             parameters of 32 bits or fewer, and the parameter's dtype for wider ones.
         reduce_dtype: The dtype in which gradients are summed over devices, with the
             same meaning of `None`.
-        keep: What stays in full precision although the rest is cast.
+        keep: What stays in full precision although the rest is cast: a regular expression
+            for paths such as `layers/0/norm/weight`, a module type, a predicate
+            `(path, leaf) -> bool`, or a list of these.
 
-    A rule in `keep` is one of three:
+    Paths start inside the argument that holds a parameter: `"^head"` means the same in
+    `policy.cast_to_compute(model)` and in a loss that takes the model as an argument of
+    any name. An argument that is an array is kept by an expression for its whole name.
+    Modules of a kept type *run* in f32, in the gradient functions and in `cast_function`:
+    inputs are widened, and results come back in the widest dtype among the floating
+    inputs. That includes modules of Flax Linen and Haiku, whose parameters are in
+    dictionaries: keep those by their paths.
 
-    - a type such as `eqx.nn.LayerNorm`: the parameters of every such node stay as they
-      are. If its objects can be called they *run* in f32, in the gradient functions and
-      in `cast_function`: inputs are widened, and results come back in the widest dtype
-      among the floating inputs. That holds for modules of Flax Linen and Haiku too,
-      whose parameters are not in them: keep those by name;
-    - a regular expression, searched in the leaf's name (`layers/0/norm/weight`): its
-      path inside the argument that holds it. The name of the argument is no part of it;
-      an argument that is an array is kept by an expression for its whole name;
-    - a predicate `(name, leaf) -> bool`.
+    In a call of a gradient function a string or type that selects nothing is an error;
+    `cast_to_compute` and `cast_function` take any tree.
 
     Running statistics are always kept: `eqx.nn.State`, `batch_stats` of Flax Linen, NNX
     variables other than parameters, and the layers `eqx.nn.BatchNorm`,
@@ -68,7 +71,7 @@ class Policy:
     output_dtype: np.dtype
     grad_dtype: np.dtype | None
     reduce_dtype: np.dtype | None
-    keep: tuple[KeepRule, ...]
+    keep: tuple[Selector, ...]
 
     def __init__(
         self,
@@ -78,13 +81,13 @@ class Policy:
         *,
         grad_dtype: DTypeLike | None = None,
         reduce_dtype: DTypeLike | None = None,
-        keep: KeepRule | Iterable[KeepRule] = (),
+        keep: Selectors = (),
     ) -> None:
         """Checks and stores the dtypes; see the class.
 
         Raises:
             ValueError: If a dtype is not floating with at least 16 bits.
-            TypeError: If a `keep` rule is none of the three kinds.
+            TypeError: If `keep` holds anything but selectors.
         """
         parse = parse_float_dtype
         values = {
@@ -93,7 +96,7 @@ class Policy:
             "output_dtype": parse(output_dtype, "output_dtype"),
             "grad_dtype": _optional(grad_dtype, "grad_dtype"),
             "reduce_dtype": _optional(reduce_dtype, "reduce_dtype"),
-            "keep": parse_keep(keep),
+            "keep": parse_selectors(keep, "keep"),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -101,7 +104,7 @@ class Policy:
     def __str__(self) -> str:
         """Returns the string from which `get_policy` makes this policy.
 
-        The `keep` rules, which are Python objects, are not part of it.
+        What `keep` holds, which are Python objects, is not part of it.
         """
         compute = "half" if self.compute_dtype is None else self.compute_dtype
         parts = {
@@ -151,7 +154,7 @@ class Policy:
         functions and in `cast_function`; a module that you call yourself has its kept
         parameters in f32, and type promotion decides.
         """
-        return self.keep_rules().cast(tree)
+        return self.keeping().cast(tree)
 
     def cast_function(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Runs a function as the gradient functions do, for example in evaluation.
@@ -171,34 +174,30 @@ class Policy:
 
         @functools.wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            rules = self.keep_rules()
+            kept = self.keeping()
             names = argument_names(func, len(args))
-            args = tuple(map(rules.cast, args, names))
-            kwargs = {name: rules.cast(arg, name) for name, arg in kwargs.items()}
-            with rules.running():
+            args = tuple(map(kept.cast, args, names))
+            kwargs = {name: kept.cast(arg, name) for name, arg in kwargs.items()}
+            with kept.running():
                 out = func(*args, **kwargs)
             return self.cast_to_output(out)
 
         return wrapper
 
-    def keep_rules(self) -> KeepRules:
-        """Returns the `keep` rules for one call."""
-        return KeepRules(self.keep, self.resolved_compute_dtype())
+    def keeping(self) -> Keep:
+        """Returns what `keep` means during one call."""
+        return Keep(self.keep, self.resolved_compute_dtype())
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """Returns the same policy with another `output_dtype`."""
-        options = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-        }
-        return Policy(**{**options, "output_dtype": output_dtype})
+        return dataclasses.replace(self, output_dtype=output_dtype)
 
 
 def _cast_beside_state(tree: PyTree, dtype: np.dtype) -> PyTree:
-    def cast(name: str, leaf: Any, in_state: bool) -> Any:
-        kept = in_state or STATE_NAME.search(name) is not None
-        return (cast_state_leaf if kept else cast_leaf)(leaf, dtype)
+    def cast(name: LeafName, leaf: Any) -> Any:
+        return (cast_state_leaf if is_state(name) else cast_leaf)(leaf, dtype)
 
-    return map_floating(cast, tree, state=is_state)
+    return map_floating(cast, tree)
 
 
 def _optional(dtype: DTypeLike | None, what: str) -> np.dtype | None:
@@ -211,22 +210,13 @@ def _parse_compute(dtype: DTypeLike | None) -> np.dtype | None:
 
 
 _POLICY_KEYS = {
-    "p": "param_dtype",
-    "params": "param_dtype",
-    "c": "compute_dtype",
-    "compute": "compute_dtype",
-    "o": "output_dtype",
-    "output": "output_dtype",
-    "g": "grad_dtype",
-    "grad": "grad_dtype",
-    "r": "reduce_dtype",
-    "reduce": "reduce_dtype",
+    key: f"{long.removesuffix('s')}_dtype"
+    for long in ("params", "compute", "output", "grad", "reduce")
+    for key in (long, long[0])
 }
 
 
-def get_policy(
-    policy: Policy | str, *, keep: KeepRule | Iterable[KeepRule] = ()
-) -> Policy:
+def get_policy(policy: Policy | str, *, keep: Selectors = ()) -> Policy:
     """Makes a policy from a string such as `"p=f32,c=bf16,o=f32"`.
 
     The keys are `p` (params), `c` (compute), `o` (output), `g` (grad) and `r` (reduce),
@@ -255,7 +245,7 @@ def get_policy(
         True
     """
     if isinstance(policy, Policy):
-        if parse_keep(keep):
+        if parse_selectors(keep, "keep"):
             raise TypeError(
                 "`keep` goes with a string, but a `Policy` was given, which has its own. "
                 "Use `dataclasses.replace(policy, keep=...)`."

@@ -1,10 +1,10 @@
-"""Which leaves of a pytree are floating, what they are called, and choosing between two.
+"""Leaves of pytrees: which are floating, their names and dtypes, and choosing by a flag.
 
 A *floating leaf* is an array (JAX, NumPy, tracer or `ShapeDtypeStruct`) with a real
 floating dtype of at least 16 bits. Everything else passes through mpx untouched.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ AxisName = str | tuple[str, ...]
 
 
 def is_array(leaf: object) -> bool:
-    """Whether `leaf` is a JAX or NumPy array, a NumPy scalar or a tracer."""
+    """Returns whether `leaf` is a JAX or NumPy array, a NumPy scalar or a tracer."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
@@ -42,18 +42,37 @@ def is_none(leaf: object) -> bool:
 
 
 def is_floating(leaf: object) -> bool:
-    """Whether `leaf` is a real floating array of at least 16 bits."""
+    """Returns whether `leaf` is a real floating array of at least 16 bits."""
     dtype = dtype_of(leaf)
     # Typed PRNG keys have an extended dtype, which is no NumPy dtype.
     return isinstance(dtype, np.dtype) and is_float_dtype(dtype)
 
 
 def is_inexact(leaf: object) -> bool:
-    """Whether `leaf` is a floating leaf or a complex array."""
+    """Returns whether `leaf` is a floating leaf or a complex array."""
     dtype = dtype_of(leaf)
     if not isinstance(dtype, np.dtype):
         return False
     return is_float_dtype(dtype) or jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
+    """Casts one floating leaf: JAX and NumPy arrays and `ShapeDtypeStruct`s alike."""
+    if leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        # Like an array, which is no longer weakly typed once it has been cast.
+        return leaf.update(dtype=dtype, weak_type=False)
+    # NumPy would warn about overflow to infinity and about signalling NaNs; JAX does not.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return leaf.astype(dtype)
+
+
+def cast_floating(tree: PyTree, dtype: np.dtype | None) -> PyTree:
+    """Casts the floating leaves of a plain pytree; `None` leaves them as they are."""
+    if dtype is None:
+        return tree
+    return jax.tree.map(lambda x: cast_leaf(x, dtype) if is_floating(x) else x, tree)
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -61,22 +80,79 @@ def path_name(path: Sequence[Any]) -> str:
     return keystr(tuple(path), simple=True, separator="/")
 
 
+class LeafName(str):
+    """Name of a leaf, such as `model/layers/0/weight`.
+
+    Attributes:
+        argument: The argument that holds the leaf, `model`; "" for a tree by itself.
+        path: The path inside it, `layers/0/weight`; "" if the argument is the leaf.
+        types: The types of the nodes that hold the leaf, from the outside in.
+    """
+
+    argument: str
+    path: str
+    types: tuple[type, ...]
+
+    def __new__(
+        cls, path: str, types: tuple[type, ...] = (), argument: str = ""
+    ) -> "LeafName":
+        """Makes the name of a leaf from its parts."""
+        self = super().__new__(cls, "/".join(filter(None, (argument, path))))
+        self.argument, self.path, self.types = argument, path, types
+        return self
+
+    def inside(self, path: Iterable[Any], types: Iterable[type]) -> "LeafName":
+        """Returns the name of what lies at a path inside the node with this name."""
+        parts = filter(None, (self.path, *map(str, path)))
+        return LeafName("/".join(parts), (*self.types, *types), self.argument)
+
+
+def flatten_with_names(
+    tree: PyTree, argument: str = "", is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[LeafName, Any]], Any]:
+    """Returns `(name, leaf)` pairs, and the structure of the tree."""
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    holders = types_around(structure)
+    return [
+        (LeafName(path_name(path), types, argument), leaf)
+        for (path, leaf), types in zip(flat, holders, strict=True)
+    ], structure
+
+
+def types_around(structure: Any) -> list[tuple[type, ...]]:
+    """Returns, for each leaf of a tree structure, the types of the nodes around it."""
+    found: list[tuple[type, ...]] = []
+
+    def visit(node: Any, types: tuple[type, ...]) -> None:
+        data = node.node_data()
+        if data is None:
+            found.extend([types] * node.num_leaves)
+            return
+        for child in node.children():
+            visit(child, (*types, data[0]))
+
+    visit(structure, ())
+    return found
+
+
 def map_with_name(
     fn: Callable[..., Any],
     tree: PyTree,
     *rest: PyTree,
+    argument: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> PyTree:
     """Maps `fn(name, leaf, ...)` over trees of one structure."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, *leaves: fn(path_name(path), *leaves), tree, *rest, is_leaf=is_leaf
+    named, structure = flatten_with_names(tree, argument, is_leaf)
+    others = [structure.flatten_up_to(other) for other in rest]
+    return structure.unflatten(
+        [fn(*pair, *leaves) for pair, *leaves in zip(named, *others, strict=True)]
     )
 
 
-def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """Returns `(name, leaf)` pairs; the name of a bare leaf is the empty string."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(path_name(path), leaf) for path, leaf in flat]
+def named_leaves(tree: PyTree, argument: str = "") -> list[tuple[LeafName, Any]]:
+    """Returns `(name, leaf)` pairs; the name of a bare leaf is that of the argument."""
+    return flatten_with_names(tree, argument)[0]
 
 
 def check_same_structure(a: PyTree, b: PyTree, what: str) -> None:
@@ -152,7 +228,7 @@ def all_devices(flag: Bool[Array, ""], axis_name: AxisName) -> Bool[Array, ""]:
 
 
 def _may_be_infinite(leaf: object) -> bool:
-    """Whether `leaf` is a floating array, of 8 bits too, or a complex one."""
+    """Returns whether `leaf` is a floating array, of 8 bits too, or a complex one."""
     dtype = dtype_of(leaf)
     return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact)
 

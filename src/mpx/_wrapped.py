@@ -1,7 +1,4 @@
-"""What a user's function wraps, and what its arguments are called.
-
-A function under `amp` or `fp8` may come inside of others: jit, checkpoint, partial.
-"""
+"""Functions under `amp` and `fp8` inside others (jit, checkpoint, partial), and signatures."""
 
 import contextlib
 import contextvars
@@ -24,7 +21,7 @@ def _layers(func: Any) -> Iterator[Any]:
 
 
 def is_amp(func: Callable[..., Any]) -> bool:
-    """Whether a function casts by itself, being under `amp`."""
+    """Returns whether a function is under `amp`, and so casts by itself."""
     return any(hasattr(layer, "mpx_autocast") for layer in _layers(func))
 
 
@@ -64,7 +61,7 @@ def refuse_cast_arguments() -> None:
 
 
 def has_scales(func: Callable[..., Any]) -> bool:
-    """Whether a function takes an `Fp8State` first, being under `fp8` with delays."""
+    """Returns whether a function is under `fp8` with delays: an `Fp8State` comes first."""
     return any(getattr(layer, "mpx_has_scales", False) for layer in _layers(func))
 
 

@@ -27,12 +27,11 @@ from mpx._amp._facts import (
 )
 from mpx._amp._frameworks import Traced
 from mpx._amp._matmuls import reason_against
-from mpx._amp._policy import AmpRules, Choice
+from mpx._amp._policy import Choice
 from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, SHAPE_ONLY, Rule
 from mpx._amp._scopes import LOW_NAME
 from mpx._compat import (
     Literal,
-    ambient_scopes,
     eval_equation,
     open_jaxpr,
     scan_sizes,
@@ -54,7 +53,7 @@ from mpx._jaxpr._interpreter import (
     types_of,
     uses_of,
 )
-from mpx._jaxpr._queries import ATTENTION, equations, flops, places
+from mpx._jaxpr._queries import ATTENTION, equations, flops
 from mpx._warn import warn
 
 _MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
@@ -65,10 +64,9 @@ class Autocast(Settings):
     """One call of a function under `amp`."""
 
     def start(self, traced: Traced) -> Traced:
-        """Warns of rules that hold for nothing."""
-        if traced.has_params:
-            names = [name for name, _ in traced.named]
-            _check_rules(self.rules, traced.jaxpr, names)
+        """Finds what the rules select among the arrays; raises if that is nothing."""
+        places = traced.places if traced.has_params else None
+        self.rules = self.rules.for_call(traced.named_arrays(), places)
         return traced
 
     def finish(self, outs: Values) -> Values:
@@ -259,27 +257,6 @@ _HANDLERS: dict[str, Run] = {
 
 
 # --- warnings -------------------------------------------------------------------------
-
-
-def _check_rules(rules: AmpRules, jaxpr: Jaxpr, names: list[str]) -> None:
-    """Warns of rules that hold for nothing in a function; a misspelt name is one."""
-    if rules == AmpRules(rules.base, primitives=rules.primitives):
-        return
-    paths: set[tuple[str, ...]] = set()
-    functions: set[str] = set()
-    for eqn, scopes, _ in places(jaxpr, ambient_scopes()):
-        paths.add(scopes)
-        if rules.functions:
-            for name, _, _ in source_frames(eqn):
-                functions.update((name, name.rpartition(".")[2]))
-    useless = rules.useless(names, paths, functions)
-    if useless:
-        warn(
-            f"`amp` has rules that hold for nothing: {', '.join(useless)}. "
-            "`mpx.inspect.report` lists the scopes, source lines and parameters of a "
-            "function. Parameters that a function closes over have no names: pass them "
-            "as an argument."
-        )
 
 
 _UNSCALED = (

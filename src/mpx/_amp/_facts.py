@@ -154,6 +154,11 @@ class Settings(Transformation):
     f32_results: bool = False
     decisions: list[Decision] | None = None
 
+    @property
+    def kept_types(self) -> tuple[type, ...]:
+        """The types whose calls run as they are written."""
+        return tuple(x for x in self.rules.keep if isinstance(x, type))
+
     def argument_fact(self, name: str, role: Role | None, leaf: Any) -> Origin:
         """Returns what is known of an argument's array."""
         if leaf.dtype != F32:
@@ -208,14 +213,10 @@ class Settings(Transformation):
     def region_rule(self, eqn: Equation, scopes: Scopes) -> tuple[Choice, str] | None:
         """Returns the rule of the scope or function around an equation, and why."""
         found = self.rules.scope_rule(scopes)
-        if found is not None:
-            return found[0], f"scope {found[1]}"
-        if self.rules.functions:
-            for qualified, _, _ in source_frames(eqn):
-                for name in (qualified, qualified.rpartition(".")[2]):
-                    if name in self.rules.functions:
-                        return self.rules.functions[name], f"function {name}"
-        return None
+        if found is None and self.rules.functions:
+            rules = (self.rules.function_rule(x) for x, _, _ in source_frames(eqn))
+            found = next(filter(None, rules), None)
+        return found
 
     def rule(
         self, name: str, params: Mapping[str, Any], facts: Sequence[Origin]
@@ -225,7 +226,7 @@ class Settings(Transformation):
             for fact in facts:
                 found = self.rules.param_rule(fact.name)
                 if found is not None:
-                    return found[0], f"parameter {found[1]}"
+                    return found
         rule = self.rules.primitive_rule(
             name, params, compute_is_f16=self.dtype == np.float16
         )

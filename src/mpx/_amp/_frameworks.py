@@ -13,9 +13,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from mpx._compat import is_tracer
+from mpx._compat import ambient_scopes, is_tracer, source_frames
 from mpx._jaxpr._interpreter import Fact, Jaxpr, Visitor
+from mpx._jaxpr._queries import places
 from mpx._private import private
+from mpx._tree import LeafName
 
 Role = Literal["own", "known", "likely", "bare"]
 """Why an array counts as a parameter.
@@ -27,7 +29,7 @@ may be, too.
 """
 
 
-Named = tuple[str, Role | None]
+Named = tuple[LeafName, Role | None]
 """The name of an argument's array, and why it counts as a parameter."""
 
 
@@ -49,11 +51,30 @@ class Traced(NamedTuple):
     named: list[Named]
     has_params: bool
 
+    def named_arrays(self) -> list[tuple[LeafName, Any]]:
+        """Returns the arguments with their names."""
+        pairs = zip(self.named, self.arrays, strict=True)
+        return [(name, array) for (name, _), array in pairs]
+
+    def places(self) -> tuple[set[str], set[str]]:
+        """Returns the paths of its scopes, and the names of the functions that wrote it."""
+        scopes: set[str] = set()
+        functions: set[str] = set()
+        for eqn, inner, _ in places(self.jaxpr, ambient_scopes()):
+            scopes.update("/".join(inner[:n]) for n in range(1, len(inner) + 1))
+            functions.update(name for name, _, _ in source_frames(eqn))
+        return scopes, functions
+
 
 class Transformation(Visitor):
     """A visitor that functions are called through."""
 
-    def argument_fact(self, name: str, role: Role | None, leaf: Any) -> Fact:
+    @property
+    def kept_types(self) -> tuple[type, ...]:
+        """The types whose calls run as they are written."""
+        return ()
+
+    def argument_fact(self, name: LeafName, role: Role | None, leaf: Any) -> Fact:
         """Returns what is known of an argument's array."""
         return self.unknown
 
@@ -133,17 +154,16 @@ def call_linen(
     )
 
 
-def linen_name(name: str, role: Role | None) -> Named:
+def linen_name(name: LeafName, role: Role | None) -> Named:
     """Returns `params/Dense_0/kernel` for `variables/0/0/params/Dense_0/kernel`, and its role.
 
     A module owns its parameters. The pure function itself has no arrays.
     """
     del role
-    kind, _, rest = name.partition("/")
-    if kind != "variables":
-        return rest or name, None
-    name = rest.split("/", 2)[-1]
-    return name, "own" if name.startswith("params/") else None
+    if name.argument != "variables":
+        return LeafName(name.path or name), None
+    path = name.path.split("/", 2)[-1]
+    return LeafName(path), "own" if path.startswith("params/") else None
 
 
 @contextlib.contextmanager
@@ -216,13 +236,13 @@ def call_haiku(
     return out
 
 
-def haiku_name(name: str, role: Role | None) -> Named:
+def haiku_name(name: LeafName, role: Role | None) -> Named:
     """Returns `linear/w` for `variables/params/linear/w`, and its role.
 
     A module owns its parameters. The pure function itself has no arrays.
     """
     del role
-    kind, _, rest = name.partition("/")
     if name.startswith("variables/params/"):
-        return rest.removeprefix("params/"), "own"
-    return rest or name, "own" if kind == "func" else None
+        return LeafName(name.path.removeprefix("params/")), "own"
+    own = name.argument == "func"
+    return LeafName(name.path or name, name.types), "own" if own else None

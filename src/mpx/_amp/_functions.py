@@ -37,7 +37,8 @@ from mpx._compat import (
     open_jaxpr,
 )
 from mpx._jaxpr._interpreter import as_results, dtypes_of
-from mpx._tree import is_array, named_leaves
+from mpx._keep import run_in_scopes
+from mpx._tree import LeafName, is_array, named_leaves
 
 _FUNC = "the function"  # beside its arguments, whose names hold no spaces
 _MOST_REMEMBERED = 1000
@@ -71,7 +72,7 @@ def call_through(
     kwargs: dict[str, Any],
     *,
     eager: dict[Any, Any] | None = None,
-    describe: Callable[[str, Role | None], Named] = lambda *x: x,
+    describe: Callable[[LeafName, Role | None], Named] = lambda *x: x,
 ) -> Any:
     """Calls a function through a visitor.
 
@@ -85,7 +86,10 @@ def call_through(
     """
     names = argument_names(func, len(args))
     arguments = {_FUNC: func, **dict(zip(names, args, strict=True)), **kwargs}
-    plain, objects = _nnx.take_out(arguments)
+    plain, objects = {}, {}
+    for name, tree in arguments.items():
+        plain[name], taken = _nnx.take_out(tree, name)
+        objects.update(taken)
     if objects:
         return _call_with_nnx(visitor, names, plain, objects)
     pure = functools.partial(_call_pure, visitor, eager=eager)
@@ -107,7 +111,7 @@ def _call_pure(
     kwargs: dict[str, Any],
     *,
     eager: dict[Any, Any] | None,
-    describe: Callable[[str, Role | None], Named],
+    describe: Callable[[LeafName, Role | None], Named],
 ) -> Any:
     """Calls a function that changes nothing but its results; arguments as above."""
     names = argument_names(func, len(args))
@@ -124,13 +128,14 @@ def _call_pure(
         outs, merge = _take_arrays(func(*args, **kwargs))
         return outs
 
-    if eager is not None and nothing_is_traced():
+    # What a type selects is not part of the names by which programs are remembered.
+    if eager is not None and nothing_is_traced() and not visitor.kept_types:
         # The function is traced anew, since what it closes over may have changed; but
         # the jitted functions inside it, once rewritten, stay the same programs.
         visitor.cache = eager
         if len(eager) > _MOST_REMEMBERED:
             eager.clear()
-    with captured_attention():
+    with captured_attention(), run_in_scopes(visitor.kept_types):
         body, consts = open_jaxpr(jax.make_jaxpr(flat)(*arrays))
     named = [
         describe(*pair) for pair in _names_and_roles(func, names, args, kwargs, consts)
@@ -164,9 +169,9 @@ def _names_and_roles(
     """Returns the names of the arrays of a call, and why each counts as a parameter."""
     own = [(name, leaf) for name, leaf in named_leaves(func) if is_array(leaf)]
     named = [
-        (f"{name}/{path}" if path else name, leaf, tree)
+        (path, leaf, tree)
         for name, tree in (*zip(names, args, strict=True), *sorted(kwargs.items()))
-        for path, leaf in named_leaves(tree)
+        for path, leaf in named_leaves(tree, name)
         if is_array(leaf)
     ]
     leaves = [*(leaf for _, leaf in own), *(leaf for _, leaf, _ in named), *consts]
@@ -192,7 +197,7 @@ def _call_with_nnx(
     visitor: Transformation,
     names: list[str],
     plain: dict[str, Any],
-    objects: dict[str, Any],
+    objects: dict[LeafName, Any],
 ) -> Any:
     """Calls a function of NNX objects as a pure one and writes their state back.
 
@@ -202,21 +207,27 @@ def _call_with_nnx(
     split = _nnx.split(objects, ())
 
     def pure(state: Any, plain: dict[str, Any]) -> tuple[Any, Any]:
-        merged = _nnx.merge(split._replace(rest=state), None)
+        merged = _nnx.merge(split._replace(rest=state))
         everything = _nnx.put_back(plain, merged.objects)
         func = everything.pop(_FUNC)
         args = [everything.pop(name) for name in names]
         return func(*args, **everything), _nnx.rest_of(merged)
 
-    def describe(name: str, role: Role | None) -> Named:
-        place, _, name = name.partition("/")
-        if place == "state":
-            position, _, path = name.partition("/")
-            name = f"{split.names[int(position)]}/{path.removesuffix('/value')}"
-            role = "own"
-        elif role == "known" and "/" not in name:
-            role = "bare"
-        return name.removeprefix(f"{_FUNC}/"), role
+    variables = {
+        "/".join(map(str, path)): name
+        for path, name in _nnx.variable_names(objects).items()
+    }
+
+    def describe(name: LeafName, role: Role | None) -> Named:
+        if name.argument == "state":
+            name, role = variables[name.path.removesuffix("/value")], "own"
+        else:
+            argument, _, path = name.path.partition("/")
+            name = LeafName(path, name.types[1:], argument)
+            role = "bare" if role == "known" and not path else role
+        if name.argument == _FUNC:
+            name = LeafName(name.path, name.types)
+        return name, role
 
     out, state = call_through(visitor, pure, (split.rest, plain), {}, describe=describe)
     _nnx.update(objects, state, before=split.rest)
@@ -239,7 +250,7 @@ def trace(
     def call(arrays: list[Any]) -> list[Any]:
         plain, state = put_back(arrays)
         if split is not None:
-            merged = _nnx.merge(split._replace(rest=state), None)
+            merged = _nnx.merge(split._replace(rest=state))
             plain = _nnx.put_back(plain, merged.objects)
         func, args, kwargs = plain
         return _take_arrays(call_through(visitor, func, args, kwargs))[0]

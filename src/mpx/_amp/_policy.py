@@ -1,8 +1,8 @@
 """AmpRules: what a user may change about the rule table, and where."""
 
+import copy
 import dataclasses
 import difflib
-import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -23,6 +23,16 @@ from mpx._amp._rules import (
 from mpx._compat import lowered_primitives
 from mpx._formats import PRECISIONS, parse_float_dtype
 from mpx._half import chosen_half_precision
+from mpx._keep import KEPT_SCOPE, was_called
+from mpx._select import (
+    Selector,
+    check_pattern,
+    check_selectors,
+    matches,
+    search,
+    shown,
+)
+from mpx._warn import warn
 
 Choice = Rule | str | Callable[..., Any]
 """A rule, its name, or a function with jaxamp's `precision_fn` signature."""
@@ -32,7 +42,7 @@ _BASES = ("safe", "fast", "original", "tf32", "bf16_f32", "true_f32")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AmpRules:
-    """Which operations run in which precision.
+    """Rules for which operations run in which precision.
 
     Rules are tried from the most to the least specific: a named scope (the outermost
     that matches wins), the Python function that wrote the operation, the parameter that
@@ -43,25 +53,25 @@ class AmpRules:
             low activations everywhere; `"original"`, everything as written; or `"tf32"`,
             `"bf16_f32"`, `"true_f32"`: f32 activations, and matmuls by that algorithm.
         primitives: From a primitive (object or name) to a rule.
-        scopes: From a `jax.named_scope` to a rule. A plain name matches one scope, a
-            name with `*` or `?` matches by glob, and one with `/` the path of scopes, as
-            in `"*/attn/*"`.
-        functions: From the name of a Python function to a rule, for all operations that
-            it or its callees wrote.
-        params: From a regular expression, searched in a parameter's name such as
-            `model/head/weight`, to a rule, for the matmuls that read it.
+        scopes: From a regular expression, searched in the path of `jax.named_scope`s
+            such as `block/attn`, to a rule.
+        functions: From a regular expression, searched in the qualified name of a Python
+            function such as `Model.router`, to a rule, for all operations that it or its
+            callees wrote.
+        params: From a regular expression, searched in the path of a parameter such as
+            `layers/0/weight`, to a rule, for the matmuls that read it.
 
     A rule is one of `"low"`, `"f32"`, `"widest"`, `"follow"`, `"original"`, for matmuls
     also `"tf32"`, `"bf16_f32"` and `"true_f32"`; or a function
     `(compute_dtype, original_dtypes, *operands, **params) -> operands, params`.
 
-    A primitive that does not exist is an error. `amp` warns of a scope, function or
-    parameter that the function does not have. Policies are hashable, and equal if they
-    have the same rules in the same order.
+    A primitive that does not exist is an error, and so is, when the function is called, an
+    expression that selects nothing. Rules are hashable, and equal if they are the same in
+    the same order.
 
     Examples:
-        >>> policy = AmpRules(scopes={"*/router/*": "original"}, params={"head": "f32"})
-        >>> policy.base
+        >>> rules = AmpRules(scopes={"router$": "original"}, params={"^head": "f32"})
+        >>> rules.base
         'safe'
     """
 
@@ -70,90 +80,140 @@ class AmpRules:
     scopes: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
     functions: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
     params: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
+    keep: tuple[Selector, ...] = dataclasses.field(default=(), init=False, repr=False)
+    _stops: tuple[str, ...] = dataclasses.field(default=(), init=False, repr=False)
+    _lenient: bool = dataclasses.field(default=False, init=False, repr=False)
+    _found: dict[Any, Any] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         """Checks the rules and makes primitives names.
 
         Raises:
-            ValueError: If the base, a rule or a primitive is unknown.
+            ValueError: If the base, a rule, a primitive or an expression is unusable.
+            TypeError: If an expression is no string.
         """
         if self.base not in _BASES:
             raise ValueError(
                 f"`base` must be one of {', '.join(_BASES)}, but {self.base!r} was "
                 "given."
             )
-        scopes = {**_STOP_SCOPES, **self.scopes}
         primitives = {_name(key): value for key, value in self.primitives.items()}
-        _check_patterns(self.params)
-        for field, rules in {
-            "primitives": primitives,
-            "scopes": scopes,
-            "functions": self.functions,
-            "params": self.params,
-        }.items():
+        for field in ("primitives", "scopes", "functions", "params"):
+            rules = primitives if field == "primitives" else getattr(self, field)
+            for pattern in rules if field != "primitives" else ():
+                check_pattern(pattern, field)
             parsed = {key: _parse(value, field, key) for key, value in rules.items()}
             object.__setattr__(self, field, parsed)
+        stops = tuple(x for x in _STOP_SCOPES if _exact_scope(x) not in self.scopes)
+        object.__setattr__(self, "_stops", stops)
+
+    def keeping(self, keep: tuple[Selector, ...]) -> "AmpRules":
+        """Returns these rules, with what is selected running as it is written."""
+        rules = copy.copy(self)
+        object.__setattr__(rules, "keep", keep)
+        object.__setattr__(rules, "_found", {})
+        return rules
+
+    def for_call(
+        self,
+        named: Iterable[tuple[str, Any]],
+        places: Callable[[], tuple[Iterable[str], Iterable[str]]] | None,
+    ) -> "AmpRules":
+        """Returns these rules for one call, of which the arrays are known.
+
+        Args:
+            named: The names of the arrays, and the arrays.
+            places: Returns the paths of named scopes and the names of the Python
+                functions in it; `None` if it may lack what the rules select.
+
+        Raises:
+            ValueError: If an expression or a type selects nothing; near names are listed.
+        """
+        if not (self.keep or self.params or self.scopes or self.functions):
+            return self
+        rules, named = self.keeping(self.keep), list(named)
+        for name, leaf in named:
+            rules._found[name] = rules._param_rule(name, leaf)
+        if places is None:
+            return rules
+        scopes, functions = ([(name, None) for name in names] for names in places())
+        stops = set(map(_exact_scope, _STOP_SCOPES))
+        by_scope = [pattern for pattern in self.scopes if pattern not in stops]
+        try:
+            check_selectors(self.keep, "keep", [*named, *scopes], was_called)
+            check_selectors(by_scope, "scopes", scopes)
+            check_selectors(self.functions, "functions", functions)
+            check_selectors(self.params, "params", named)
+        except ValueError as error:
+            if not self._lenient:
+                raise
+            warn(str(error))
+        return rules
 
     def _key(self) -> tuple[Any, ...]:
         rules = (self.primitives, self.scopes, self.functions, self.params)
-        return (self.base, *(tuple(mapping.items()) for mapping in rules))
+        return (self.base, self.keep, *(tuple(x.items()) for x in rules))
 
     def __eq__(self, other: object) -> bool:
-        """Whether the other is a policy with the same rules in the same order."""
+        """Returns whether the other has the same rules in the same order."""
         return isinstance(other, AmpRules) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        """Returns a number that equal policies share."""
+        """Returns a number that equal rules share."""
         return hash(self._key())
 
     @property
     def is_plain(self) -> bool:
         """Whether f32 operations without a matmul come back as they are."""
-        changes = self.primitives or self.functions or self.scopes != _STOP_SCOPES
+        changes = self.primitives or self.functions or self.scopes
         return self.base in ("safe", "fast") and not changes
 
     def scope_rule(self, scopes: tuple[str, ...]) -> tuple[Choice, str] | None:
-        """Returns the rule of the outermost scope that has one, and its name."""
-        for depth in range(1, len(scopes) + 1):
+        """Returns the rule of the outermost scope that has one, and the reason."""
+        if scopes not in self._found:
+            self._found[scopes] = self._scope_rule(scopes)
+        return self._found[scopes]
+
+    def _scope_rule(self, scopes: tuple[str, ...]) -> tuple[Choice, str] | None:
+        paths = ["/".join(scopes[:depth]) for depth in range(1, len(scopes) + 1)]
+        for selector in self.keep:
+            if isinstance(selector, str) and any(search(selector, x) for x in paths):
+                return Rule.ORIGINAL, f"keep {selector}"
+        for scope, path in zip(scopes, paths, strict=True):
+            if scope in self._stops:
+                return Rule.ORIGINAL, f"scope {scope}"
+            if scope.startswith(KEPT_SCOPE):
+                return Rule.ORIGINAL, f"keep {scope.removeprefix(KEPT_SCOPE)}"
             for pattern, rule in self.scopes.items():
-                if _is_scope(pattern, scopes[:depth]):
-                    return rule, pattern
+                if search(pattern, path):
+                    return rule, f"scope {pattern}"
         return None
 
-    def useless(
-        self,
-        names: Iterable[str],
-        paths: Iterable[tuple[str, ...]],
-        functions: Iterable[str],
-    ) -> list[str]:
-        """Returns the rules of the user that hold for nothing in a function.
-
-        Args:
-            names: The names of its parameters.
-            paths: The paths of its named scopes.
-            functions: The names of the Python functions that wrote it.
-        """
-        names, functions = list(names), set(functions)
-        prefixes = {path[:n] for path in paths for n in range(1, len(path) + 1)}
-        found = {
-            "scopes": [
-                x
-                for x in self.scopes.keys() - _STOP_SCOPES.keys()
-                if not any(_is_scope(x, path) for path in prefixes)
-            ],
-            "functions": [x for x in self.functions if x not in functions],
-            "params": [
-                x for x in self.params if not any(re.search(x, name) for name in names)
-            ],
-        }
-        return [f"{kind}[{x!r}]" for kind, keys in found.items() for x in sorted(keys)]
+    def function_rule(self, name: str) -> tuple[Choice, str] | None:
+        """Returns the rule of a Python function, and the reason."""
+        for pattern, rule in self.functions.items():
+            if search(pattern, name):
+                return rule, f"function {pattern}"
+        return None
 
     def param_rule(self, name: str | None) -> tuple[Choice, str] | None:
-        """Returns the rule of a parameter's name, and its pattern."""
-        if name is not None:
-            for pattern, rule in self.params.items():
-                if re.search(pattern, name):
-                    return rule, pattern
+        """Returns the rule of a parameter's name, and the reason."""
+        if name is None:
+            return None
+        if name not in self._found:
+            self._found[name] = self._param_rule(name, None)
+        return self._found[name]
+
+    def _param_rule(self, name: str, leaf: Any) -> tuple[Choice, str] | None:
+        for selector in self.keep:
+            known = leaf is not None or isinstance(selector, str | type)
+            if known and matches(selector, name, leaf):
+                return Rule.ORIGINAL, f"keep {shown(selector)}"
+        for pattern, rule in self.params.items():
+            if search(pattern, name):
+                return rule, f"parameter {pattern}"
         return None
 
     def primitive_rule(
@@ -169,7 +229,7 @@ class AmpRules:
         return Rule.ORIGINAL
 
     def primitive_reason(self, name: str) -> str:
-        """Says why a primitive has the rule that `primitive_rule` returns."""
+        """Returns why a primitive has the rule that `primitive_rule` returns."""
         table = self.base in ("safe", "fast")
         if name in self.primitives or (name in PRIMITIVES and not table):
             return f"policy {self.base}"
@@ -178,28 +238,32 @@ class AmpRules:
         return REASONS.get(name, UNKNOWN)
 
 
-_STOP_SCOPES: dict[str, Choice] = {
-    "amp_stop": Rule.ORIGINAL,
-    # The README of jaxamp calls it so in one place.
-    "amp_step": Rule.ORIGINAL,
-    "amp_default": Rule.ORIGINAL,
-}
+# Scopes in which operations run as written. The README of jaxamp has the second name.
+_STOP_SCOPES = ("amp_stop", "amp_step", "amp_default")
 
 
-def _is_scope(pattern: str, scopes: tuple[str, ...]) -> bool:
-    """Whether a pattern means the innermost of these scopes, or the path to it."""
-    text = f"/{'/'.join(scopes)}/" if "/" in pattern else scopes[-1]
-    return fnmatch.fnmatchcase(text, pattern)
+def _exact_scope(name: str) -> str:
+    """Returns the expression that selects the scopes of exactly this name."""
+    return rf"(^|/){re.escape(name)}$"
 
 
-def _check_patterns(patterns: Iterable[str]) -> None:
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                f"`params[{pattern!r}]` must be a regular expression, but: {error}."
-            ) from None
+def rules_by_name(
+    primitives: Mapping[Any, Choice], scopes: Mapping[str, Choice]
+) -> AmpRules:
+    """Returns rules with jaxamp's meaning: what is not listed runs as it is written.
+
+    Args:
+        primitives: From primitives, objects or names, to rules.
+        scopes: From the exact names of scopes to rules. Those that a function does not
+            have are a warning and no error: jaxamp ignores them.
+    """
+    by_path = {
+        _exact_scope(name): _parse(rule, "scopes", name)
+        for name, rule in scopes.items()
+    }
+    rules = AmpRules("original", primitives=primitives, scopes=by_path)
+    object.__setattr__(rules, "_lenient", True)
+    return rules
 
 
 def _name(primitive: Any) -> str:
@@ -239,7 +303,7 @@ def as_amp_rules(rules: AmpRules | str | Mapping[Any, Any] | None) -> AmpRules:
     """Returns rules from what a user may pass for one.
 
     A dictionary has jaxamp's meaning: its keys are primitives (objects or names) and
-    scopes, and what it does not list runs at its original precision.
+    names of scopes, and what it does not list runs at its original precision.
     """
     if rules is None:
         return AmpRules()
@@ -258,10 +322,9 @@ def as_amp_rules(rules: AmpRules | str | Mapping[Any, Any] | None) -> AmpRules:
             f"dictionary, but {type(rules).__name__} was given."
         )
     is_primitive = lambda key: not isinstance(key, str) or key in PRIMITIVES  # noqa: E731
-    return AmpRules(
-        "original",
-        primitives={key: rule for key, rule in rules.items() if is_primitive(key)},
-        scopes={key: rule for key, rule in rules.items() if not is_primitive(key)},
+    return rules_by_name(
+        {key: rule for key, rule in rules.items() if is_primitive(key)},
+        {key: rule for key, rule in rules.items() if not is_primitive(key)},
     )
 
 

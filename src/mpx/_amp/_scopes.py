@@ -35,7 +35,7 @@ def amp_stop(func: Callable[..., Any] | None = None) -> Any:
 def amp_low(x: PyTree) -> PyTree:
     """Marks values as fit for the compute dtype, where `amp` would keep f32.
 
-    Outside of `amp` it changes nothing. It is meant for a residual stream that starts in
+    Outside `amp` it changes nothing. It is meant for a residual stream that starts in
     f32, such as the sum of embeddings.
 
     Args:

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from mpx._amp._autocast import Autocast
 from mpx._amp._functions import call_through
 from mpx._amp._policy import AmpRules, as_amp_rules, as_compute_dtype
+from mpx._select import Selectors, parse_selectors
 from mpx._wrapped import refuse_cast_arguments
 
 
@@ -16,6 +17,7 @@ def amp(
     func: Callable[..., Any] | None = None,
     dtype: DTypeLike | None = None,
     *,
+    keep: Selectors = (),
     rules: AmpRules | str | Mapping[Any, Any] | None = None,
     narrow_carry: bool = False,
     f32_weight_grads: bool = False,
@@ -38,6 +40,11 @@ def amp(
         dtype: The dtype of matmuls: bf16 or f16. `None` is bf16, unless you chose a half precision
             with `set_half_precision_datatype` or `half_precision`. Gradients in f16 need
             a loss scale: take them with `mpx.value_and_grad`. Others warn.
+        keep: What runs as it is written: a regular expression for paths of parameters
+            such as `layers/0/norm/weight` (their matmuls) and for paths of
+            `jax.named_scope`s, a module type (what its `__call__` computes, and matmuls
+            with parameters that it holds), a predicate `(path, leaf) -> bool` for
+            parameters, or a list of these.
         rules: `"safe"` (the default), `"fast"`, an `AmpRules`, or a dictionary as in
             jaxamp.
         narrow_carry: Whether the carry of a loop may be held in the compute dtype. By
@@ -47,7 +54,8 @@ def amp(
             gradients taken outside `amp`, and excludes forward-mode derivatives.
 
     Raises:
-        ValueError: If the dtype or a rule is unknown.
+        ValueError: If the dtype or a rule is unknown; in a call, if a string or type in
+            `keep`, or an expression in `rules`, selects nothing.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -59,11 +67,12 @@ def amp(
     """
     if dtype is not None:
         dtype = as_compute_dtype(dtype)
-    chosen = as_amp_rules(rules)
+    chosen = as_amp_rules(rules).keeping(parse_selectors(keep, "keep"))
     if func is None:
         return functools.partial(
             amp,
             dtype=dtype,
+            keep=chosen.keep,
             rules=chosen,
             narrow_carry=narrow_carry,
             f32_weight_grads=f32_weight_grads,

@@ -3,8 +3,8 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jax import lax
@@ -12,8 +12,8 @@ from jax import lax
 from mpx._formats import short_name
 from mpx._fp8._recipes import MXFP8, Recipe
 from mpx._jaxpr._queries import ATTENTION, Equation, flops, matmul_sizes
-
-KeepRule = str | Callable[["Matmul"], bool]
+from mpx._keep import KEPT_SCOPE
+from mpx._select import Selector, matches, search, shown
 
 # Measured on an H200 (8192³ matmuls, a copy): operations and bytes per second. What
 # decides are their ratios, which are similar on all GPUs that have the units.
@@ -47,57 +47,15 @@ class Selection:
         recipe: Formats and scales.
         params: Positions or names of the arguments that hold the parameters.
         keep: What stays as it is, besides heads, embeddings and routers.
-        include: Parameters exempt from the built-in exclusions by name.
+        include: What is exempt from the built-in exclusions by name.
         min_gain: The smallest predicted speed-up for which a matmul is changed.
     """
 
     recipe: Recipe
     params: tuple[int | str, ...] = (0,)
-    keep: tuple[KeepRule, ...] = ()
-    include: tuple[str, ...] = ()
+    keep: tuple[Selector, ...] = ()
+    include: tuple[Selector, ...] = ()
     min_gain: float = 1.1
-
-
-def as_rules(rules: Any, what: str) -> tuple[KeepRule, ...]:
-    """Returns rules from what a user may pass for them.
-
-    Raises:
-        TypeError: If a rule is neither a string nor a function.
-        ValueError: If a string is no regular expression.
-    """
-    single = isinstance(rules, str) or not isinstance(rules, Iterable)
-    rules = (rules,) if single else tuple(rules)
-    for rule in rules:
-        if not isinstance(rule, str) and not callable(rule):
-            raise TypeError(
-                f"A rule of `{what}` is a regular expression for names of parameters "
-                f"and scopes, or a function of a matmul, but {rule!r} was given."
-            )
-        if isinstance(rule, str):
-            try:
-                re.compile(rule)
-            except re.error as error:
-                raise ValueError(
-                    f"The rule {rule!r} of `{what}` is not a regular expression: {error}."
-                ) from error
-    return rules
-
-
-def as_patterns(rules: Any, what: str) -> tuple[str, ...]:
-    """Returns rules that are regular expressions only.
-
-    Raises:
-        TypeError: If a rule is no string.
-        ValueError: If a string is no regular expression.
-    """
-    patterns = as_rules(rules, what)
-    for rule in patterns:
-        if not isinstance(rule, str):
-            raise TypeError(
-                f"A rule of `{what}` is a regular expression for names of parameters, "
-                f"but {rule!r} was given."
-            )
-    return tuple(rule for rule in patterns if isinstance(rule, str))
 
 
 # Names of modules and parameters, between slashes, that training in fp8 leaves alone.
@@ -202,21 +160,29 @@ def _by_dtype(eqn: Equation) -> str:
 
 
 def _by_rule(matmul: Matmul, tables: set[str], chosen: Selection) -> str:
-    scopes = matmul.scope.split("/")
-    if _STOP in scopes:
-        return "scope amp_stop"
-    for rule in chosen.keep:
-        if not isinstance(rule, str):
-            if rule(matmul):
-                return f"keep {getattr(rule, '__name__', 'rule')}"
-        elif re.search(rule, matmul.param) or re.search(rule, matmul.scope):
-            return f"keep {rule}"
-    if any(re.search(rule, matmul.param) for rule in chosen.include):
+    for scope in matmul.scope.split("/"):
+        if scope == _STOP:
+            return "scope amp_stop"
+        if scope.startswith(KEPT_SCOPE):
+            return f"keep {scope.removeprefix(KEPT_SCOPE)}"
+    for selector in chosen.keep:
+        if _selects(selector, matmul):
+            return f"keep {shown(selector)}"
+    if any(_selects(selector, matmul) for selector in chosen.include):
         return ""
     if matmul.param in tables:
         return "its parameter is an embedding table"
     found = _SENSITIVE.search(matmul.param) or _SENSITIVE.search(matmul.scope)
     return f"its name holds {found.group().strip('/')}" if found else ""
+
+
+def _selects(selector: Selector, matmul: Matmul) -> bool:
+    if not isinstance(selector, str | type):
+        return bool(selector(matmul))
+    found = bool(matmul.param) and matches(selector, matmul.param, None)
+    if isinstance(selector, str) and matmul.scope:
+        return found or search(selector, matmul.scope)
+    return found
 
 
 def _by_size(matmul: Matmul, chosen: Selection) -> str:

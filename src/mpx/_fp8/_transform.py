@@ -17,11 +17,12 @@ from mpx._compat import is_batched
 from mpx._devices import gpu_capability
 from mpx._fp8._mx import check_supported
 from mpx._fp8._recipes import DelayedScaling, Recipe, as_recipe
-from mpx._fp8._selection import Selection, as_patterns, as_rules
+from mpx._fp8._selection import Selection
 from mpx._fp8._state import Fp8State, check_history, check_keys, empty_state
 from mpx._fp8._visitor import Fp8
 from mpx._half import gradient_function
 from mpx._loss_scaling import LossScaling, NoLossScaling
+from mpx._select import Selectors, parse_selectors
 from mpx._tree import is_array, is_floating
 from mpx._wrapped import argument_names, is_amp, signature_after
 
@@ -31,8 +32,8 @@ def fp8(
     recipe: Recipe | str = "current",
     *,
     params: int | str | Sequence[int | str] = 0,
-    keep: Any = (),
-    include: Any = (),
+    keep: Selectors = (),
+    include: Selectors = (),
     min_gain: float = 1.1,
 ) -> Any:
     """Runs the linear layers of a function in 8-bit floating point.
@@ -64,17 +65,18 @@ def fp8(
             `"mxfp8"`.
         params: The position or the name of the argument that holds the parameters, or
             several. Arrays inside `func` itself are parameters, too.
-        keep: What else stays as it is: regular expressions, searched in the names of
-            parameters (`params/layers/0/w`) and of `jax.named_scope`s, or functions of a
-            matmul as `mpx.inspect.report` lists them.
-        include: Regular expressions for parameters that are changed although their
-            names sound like embeddings, heads or routers.
+        keep: What else stays as it is: a regular expression for paths of parameters such
+            as `layers/0/w` and for paths of `jax.named_scope`s, a module type, a predicate
+            of a matmul as `mpx.inspect.report` lists it, or a list of these.
+        include: What is changed although its name sounds like an embedding, a head or a
+            router; selected as by `keep`.
         min_gain: The smallest speed-up, predicted from the matmul's size, for which it
             is changed; 0 changes all.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a name or a number is not usable.
+        ValueError: If a name or a number is not usable; in a call, if a string or type in
+            `keep` or `include` selects nothing.
         NotImplementedError: For `MXFP8` on hardware without units for it.
 
     Warns:
@@ -98,8 +100,8 @@ def fp8(
     chosen = Selection(
         recipe=as_recipe(recipe),
         params=_as_params(params),
-        keep=as_rules(keep, "keep"),
-        include=as_patterns(include, "include"),
+        keep=parse_selectors(keep, "keep"),
+        include=parse_selectors(include, "include"),
         min_gain=_as_gain(min_gain),
     )
     if func is None:

@@ -53,6 +53,8 @@ from mpx._jaxpr._queries import (
     places,
     repetitions,
 )
+from mpx._keep import was_called
+from mpx._select import check_selectors
 
 Param = str | None
 """The name of the parameter that a value is; `None` if it is none."""
@@ -106,6 +108,11 @@ class Fp8(Transformation):
 
     # --- the function -----------------------------------------------------------------
 
+    @property
+    def kept_types(self) -> tuple[type, ...]:
+        """The types whose calls run as they are written."""
+        return tuple(x for x in self.chosen.keep if isinstance(x, type))
+
     def argument_fact(self, name: str, role: Role | None, leaf: Any) -> Param:
         """Returns the name of an argument that is a parameter."""
         is_param = role == "own" or name.partition("/")[0] in self.param_names
@@ -113,6 +120,7 @@ class Fp8(Transformation):
 
     def start(self, traced: Traced) -> Traced:
         """Returns the function, cast by `amp` to bf16 if it was written in f32."""
+        self._check_selectors(traced)
         if not self.may_cast or not self._is_f32(traced):
             return traced
         self.is_cast = True
@@ -123,6 +131,19 @@ class Fp8(Transformation):
 
         jaxpr, consts = open_jaxpr(jax.make_jaxpr(run)(*traced.arrays))
         return traced._replace(jaxpr=jaxpr, consts=consts)
+
+    def _check_selectors(self, traced: Traced) -> None:
+        """Raises for strings and types of the user that select nothing."""
+        if not traced.has_params or not (self.chosen.keep or self.chosen.include):
+            return
+        scopes = ((scope, None) for scope in traced.places()[0])
+        named = [*traced.named_arrays(), *scopes]
+        for what in ("keep", "include"):
+            # Predicates are asked about matmuls.
+            chosen = [
+                x for x in getattr(self.chosen, what) if isinstance(x, str | type)
+            ]
+            check_selectors(chosen, what, named, was_called)
 
     def _is_f32(self, traced: Traced) -> bool:
         """Returns whether all matmuls with a parameter are f32, and the parameters, too."""

@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from mpx._arguments import as_count, check_bool, check_choice, check_value
-from mpx._compat import is_tracer
 from mpx._optim._params import FlatParams
 from mpx._optim._update_rules import Rule
 from mpx._quant import (
@@ -24,10 +22,16 @@ from mpx._quant import (
     SqrtUint8,
     UlpFraction,
 )
+from mpx._select import (
+    Selector,
+    Selectors,
+    matches,
+    parse_selectors,
+    selects_nothing,
+)
 from mpx._tree import dtype_of, shape_of
 
 StateFormat = Literal["mpx", "flashoptim"]
-Where = str | Callable[[str, Any], bool]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,9 +124,9 @@ class ParamGroup:
     """A group of parameters with its own options.
 
     Attributes:
-        where: A regular expression that is searched in the path, such as
-            `"norm|bias"`, or a function of path and array, which is only called for
-            arrays.
+        where: A regular expression for paths such as `"norm|bias"`, a module type, a
+            predicate `(path, array) -> bool`, which is only called for arrays, or a list
+            of these.
         hyper: Hyperparameters that differ, for example `{"weight_decay": 0.0}`.
         frozen: Whether these parameters stay as they are, without any state.
         compression: How their state is stored, if different from the others.
@@ -133,27 +137,16 @@ class ParamGroup:
         True
     """
 
-    where: Where
+    where: Selectors
     hyper: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     _: dataclasses.KW_ONLY
     frozen: bool = False
     compression: Compression | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.where, str):
-            try:
-                re.compile(self.where)
-            except re.error as error:
-                raise ValueError(
-                    f"The group {self.where!r} is not a regular expression: {error}. "
-                    "Escape special characters with `re.escape`."
-                ) from error
-        elif not callable(self.where):
-            raise TypeError(
-                "A group is chosen by a regular expression or by a function of path and "
-                f"array, but {self.where!r} was given. For several names write "
-                '`"norm|bias"`.'
-            )
+        selectors = parse_selectors(self.where, "where")
+        if len(selectors) != 1 or self.where is not selectors[0]:
+            object.__setattr__(self, "where", selectors)  # a list is not hashable
         if not isinstance(self.hyper, Mapping):
             raise TypeError(
                 f"`hyper` of the group {self.where!r} must be a mapping such as "
@@ -163,25 +156,17 @@ class ParamGroup:
 
     def matches(self, name: str, leaf: Any) -> bool:
         """Returns whether a parameter belongs to this group."""
-        if isinstance(self.where, str):
-            return re.search(self.where, name) is not None
-        if dtype_of(leaf) is None:
-            return False
-        found = self.where(name, leaf)
-        if (dtype := dtype_of(found)) is not None and (
-            dtype != np.dtype(bool) or shape_of(found) != () or is_tracer(found)
-        ):
-            raise TypeError(
-                f"The function that chooses the group {self.where!r} must return True or "
-                f"False, but for `{name}` it returned an array: {dtype} of shape "
-                f"{shape_of(found)}{', traced' if is_tracer(found) else ''}. Use the path, "
-                "the shape or the dtype of a parameter, not its values."
-            )
-        return bool(found)
+        selectors = parse_selectors(self.where, "where")
+        return any(_selects(selector, name, leaf) for selector in selectors)
 
     def __hash__(self) -> int:
         # Of the hyperparameters only the names: a value may be an array.
         return hash((self.where, frozenset(self.hyper), self.frozen, self.compression))
+
+
+def _selects(selector: Selector, name: str, leaf: Any) -> bool:
+    named = isinstance(selector, str | type)
+    return (named or dtype_of(leaf) is not None) and matches(selector, name, leaf)
 
 
 def group_of(groups: Sequence[ParamGroup], name: str, leaf: Any) -> ParamGroup | None:
@@ -190,23 +175,20 @@ def group_of(groups: Sequence[ParamGroup], name: str, leaf: Any) -> ParamGroup |
 
 
 def check_groups_match(groups: Sequence[ParamGroup], flat: FlatParams) -> None:
-    """Raises if a group holds for no parameter."""
+    """Raises if a group, or one of its selectors, holds for no parameter."""
     pairs = list(zip(flat.names, flat.leaves, strict=True))
     in_force = [group_of(groups, *pair) for pair in pairs]
     for group in groups:
+        for selector in parse_selectors(group.where, "where"):
+            if not any(_selects(selector, *pair) for pair in pairs):
+                raise selects_nothing(selector, "where", flat.names)
         if any(group is other for other in in_force):
             continue
-        taken = [
+        name, by = next(
             (name, by.where)
             for (name, leaf), by in zip(pairs, in_force, strict=True)
             if by is not None and group.matches(name, leaf)
-        ]
-        if not taken:
-            raise ValueError(
-                f"No parameter belongs to the group {group.where!r}. The paths are "
-                f"{flat.names[:8]}{' …' if len(flat.names) > 8 else ''}."
-            )
-        name, by = taken[0]
+        )
         raise ValueError(
             f"The group {group.where!r}{' with `frozen=True`' if group.frozen else ''} "
             f"holds for no parameter: `{name}` and all others belong to earlier ones, "

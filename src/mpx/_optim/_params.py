@@ -14,6 +14,7 @@ from mpx._quant import Quantized
 from mpx._tree import (
     check_shape,
     dtype_of,
+    flatten_with_names,
     is_none,
     map_with_name,
     path_name,
@@ -86,11 +87,9 @@ class FlatParams(NamedTuple):
 def flatten_params(params: PyTree) -> FlatParams:
     """Flattens parameters, with the path of each."""
     treedef = jax.tree.structure(params, is_leaf=is_none)
-    flat, bare = jax.tree_util.tree_flatten_with_path(
-        without_variables(params), is_leaf=is_none
-    )
-    names = [path_name(path) for path, _ in flat]
-    return FlatParams(names, [x for _, x in flat], treedef, bare)
+    named, bare = flatten_with_names(without_variables(params), is_leaf=is_none)
+    names, leaves = [name for name, _ in named], [leaf for _, leaf in named]
+    return FlatParams(names, leaves, treedef, bare)
 
 
 def _first_difference(

@@ -19,7 +19,6 @@ Examples:
 """
 
 import functools
-import glob
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ from jaxtyping import Array
 from mpx._amp import AmpRules
 from mpx._amp import amp as _amp
 from mpx._amp import amp_stop as amp_stop
+from mpx._amp._policy import rules_by_name
 from mpx._amp._rules import PRIMITIVES, Rule
 from mpx._formats import FORMATS
 from mpx._half import gradient_function
@@ -262,20 +262,15 @@ _RULES = {
 }
 
 
-def _as_scope(name: str) -> str:
-    """Returns the pattern that matches a scope's name literally."""
-    return f"*/{glob.escape(name)}/" if "/" in name else glob.escape(name)
-
-
 def _as_policy(amp_policy: Mapping[Any, Callable[..., Changed]]) -> AmpRules:
     rules = {key: _RULES.get(value, value) for key, value in amp_policy.items()}
-    scopes = {_as_scope(key): rule for key, rule in rules.items() if type(key) is str}
+    scopes = {key: rule for key, rule in rules.items() if type(key) is str}
     listed = {key.name: rule for key, rule in rules.items() if type(key) is not str}
     # Besides being a scope, it is the rule of what is not listed.
     default = rules.get("amp_default", Rule.ORIGINAL)
     if default != Rule.ORIGINAL:
         listed = {name: default for name in PRIMITIVES} | listed
-    return AmpRules("original", primitives=listed, scopes=scopes)
+    return rules_by_name(listed, scopes)
 
 
 def amp(
