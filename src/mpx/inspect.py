@@ -1,7 +1,7 @@
 """Reports on what mixed precision does with a function, and checks of what was compiled."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 from mpx._amp import AmpReport as AmpReport
 from mpx._amp import amp_report as _amp_report
@@ -12,6 +12,10 @@ from mpx._fp8 import check as check
 from mpx._fp8 import fp8_report as _fp8_report
 
 
+@overload
+def report(func: _Fp8Function, /, *args: Any, **kwargs: Any) -> Fp8Report: ...
+@overload
+def report(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> AmpReport: ...
 def report(
     func: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> AmpReport | Fp8Report:
