@@ -11,7 +11,10 @@ GOOD = '<title>A</title><h1 id="a">A</h1><a href="#a">x</a><img src="i.png" alt=
     [
         ('<title>B</title><h1>B</h1><a href="../#a">x</a>', None),
         ("<title>B</title><h1>B</h1><a href='https://x.org/#y'>x</a>", None),
-        ('<title>B</title><h1>B</h1><a href="../c">x</a>', "the link ../c leads nowhere"),
+        (
+            '<title>B</title><h1>B</h1><a href="../c">x</a>',
+            "the link ../c leads nowhere",
+        ),
         ('<title>B</title><h1>B</h1><a href="../#b">x</a>', "../#b has no anchor"),
         ('<title>B</title><h1>B</h1><img src="../i.png">', "no alternative text"),
         ('<title>B</title><h1>B</h1><img src="i.png" alt="i">', "no picture i.png"),
