@@ -74,18 +74,30 @@ def check_site(site: pathlib.Path) -> Iterator[str]:
             yield f"{where}: {len(page.headings)} headings of the first level"
         if (first := titles.setdefault(page.title, where)) != where:
             yield f"{where}: the title {page.title!r} is that of {first}"
-        for source, text in page.images:
-            if not text and not source.endswith("logo.svg"):
-                yield f"{where}: the picture {source} has no alternative text"
-            if is_local(source) and not resolve(page.path, site, source).is_file():
-                yield f"{where}: no picture {source}"
-        for link in filter(is_local, page.links):
-            target = resolve(page.path, site, link)
-            anchor = urllib.parse.unquote(urllib.parse.urlsplit(link).fragment)
-            if not target.is_file():
-                yield f"{where}: the link {link} leads nowhere"
-            elif anchor and target in pages and anchor not in pages[target].anchors:
-                yield f"{where}: the link {link} has no anchor there"
+        yield from (f"{where}: {defect}" for defect in check_images(page, site))
+        yield from (f"{where}: {defect}" for defect in check_links(page, site, pages))
+
+
+def check_images(page: Page, site: pathlib.Path) -> Iterator[str]:
+    """Yields the defects of the pictures of a page."""
+    for source, text in page.images:
+        if not text and not source.endswith("logo.svg"):
+            yield f"the picture {source} has no alternative text"
+        if is_local(source) and not resolve(page.path, site, source).is_file():
+            yield f"no picture {source}"
+
+
+def check_links(
+    page: Page, site: pathlib.Path, pages: dict[pathlib.Path, Page]
+) -> Iterator[str]:
+    """Yields the defects of the links of a page within the site."""
+    for link in filter(is_local, page.links):
+        target = resolve(page.path, site, link)
+        anchor = urllib.parse.unquote(urllib.parse.urlsplit(link).fragment)
+        if not target.is_file():
+            yield f"the link {link} leads nowhere"
+        elif anchor and target in pages and anchor not in pages[target].anchors:
+            yield f"the link {link} has no anchor there"
 
 
 def is_local(link: str) -> bool:
@@ -104,11 +116,10 @@ def resolve(page: pathlib.Path, site: pathlib.Path, link: str) -> pathlib.Path:
     return target / "index.html" if target.is_dir() else target
 
 
-def check_markdown(path: pathlib.Path, *, links: bool) -> Iterator[str]:
-    """Yields the defects of a Markdown file; links only where GitHub follows them."""
-    text = path.read_text(encoding="utf-8")
+def check_blocks(path: pathlib.Path) -> Iterator[str]:
+    """Yields the code blocks of a Markdown file whose language is not known."""
     fence = None
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not (match := FENCE.match(line)):
             continue
         ticks, language = match[1], match[2].strip()
@@ -121,9 +132,11 @@ def check_markdown(path: pathlib.Path, *, links: bool) -> Iterator[str]:
                 )
         elif ticks == fence and not language:
             fence = None
-    if not links:  # mkdocs checks them, and this file what it builds
-        return
-    for match in LINK.finditer(without_code(text)):
+
+
+def check_markdown_links(path: pathlib.Path) -> Iterator[str]:
+    """Yields the defects of links and pictures in a Markdown file, as GitHub shows it."""
+    for match in LINK.finditer(without_code(path.read_text(encoding="utf-8"))):
         if match["image"] and not match["text"]:
             yield f"{path}: the picture {match['target']} has no alternative text"
         file, _, anchor = match["target"].partition("#")
@@ -154,8 +167,12 @@ def main(site: str = "site") -> int:
     found = list(check_site(pathlib.Path(site)))
     readmes = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
     readmes += [ROOT / folder / "README.md" for folder in ("examples", "benchmarks")]
+    for path in readmes:
+        found += check_markdown_links(path)
     for path in [*readmes, *sorted((ROOT / "docs").rglob("*.md"))]:
-        found += check_markdown(path, links=path in readmes)
+        found += check_blocks(
+            path
+        )  # mkdocs checks the links in the sources of the site
     print("\n".join(found) or "The site and the Markdown files have no defects.")
     return int(bool(found))
 

@@ -1,7 +1,8 @@
 """The check of the documentation finds what it promises to find."""
 
-import check_site
 import pytest
+
+import check_site
 
 GOOD = '<title>A</title><h1 id="a">A</h1><a href="#a">x</a><img src="i.png" alt="i">'
 
@@ -54,6 +55,6 @@ def test_an_empty_site_is_a_defect(tmp_path):
 def test_defect_of_a_markdown_file_is_found(tmp_path, text, defect):
     page = tmp_path / "page.md"
     page.write_text(text)
-    found = list(check_site.check_markdown(page, links=True))
+    found = [*check_site.check_blocks(page), *check_site.check_markdown_links(page)]
     assert len(found) == (defect is not None)
     assert defect is None or defect in found[0]
