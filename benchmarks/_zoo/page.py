@@ -80,7 +80,8 @@ other curves from its curve: the mean over all steps, as a share of the decrease
 once* is f32 from parameters that were rounded to bf16 before the first step: the effect
 of such a small difference alone. A route trains as f32 if its distance is at most
 {100 * TOLERANCE:.0f} % ({100 * FP8_TOLERANCE:.0f} % for fp8), or {NOISE} times that
-of *rounded once*; larger ones are **bold**. {FAILED} did not run or did not train; – means that there is nothing to run. f16
+of *rounded once*; larger ones are **bold**. {FAILED} did not run or did not train; – means
+that there is nothing to run. f16
 has a dynamic loss scale. *flash* is `mpx.optim.flash_adamw`, with f32 parameters, and with bf16
 ones under `amp`; *release* is the latter with `mpx.optim.release`. These two start from bf16
 parameters and are compared with *rounded once*.
