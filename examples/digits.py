@@ -167,11 +167,11 @@ def train(
     return runs
 
 
-def precision_report(preset: Preset, data: Dataset) -> mpx.inspect.AmpReport:
+def precision_report(preset: Preset, data: Dataset) -> str:
     """Returns what `amp` does with each operation of the model."""
     model = ViT(preset.size, data.image_shape, data.classes, key=jax.random.key(0))
     (batch,) = data.batches(preset.batch, 1, seed=0)
-    return mpx.inspect.report(mpx.amp(loss_fn), model, batch)
+    return str(mpx.inspect.report(mpx.amp(loss_fn), model, batch))
 
 
 @eqx.filter_jit
@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         live.print(line)
     figure = save_figure(runs, args.figure or args.out / f"{args.preset}.png")
     live.print(f"Figure: {figure}\n")
-    live.print(str(precision_report(preset, data)))
+    live.print(precision_report(preset, data))
     if args.page is not None:
         versions = f"Python {platform.python_version()}, jax {jax.__version__}"
         intro = f"{intro} {versions}, {platform.machine()}."
