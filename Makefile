@@ -78,11 +78,12 @@ types: $(VENV)/dev.done
 layers: $(VENV)/dev.done
 	$(BIN)/lint-imports
 
-docs: $(VENV)/dev.done  ## Build the documentation into site/; every warning is an error.
+docs: $(VENV)/dev.done  ## Build the documentation into site/ and check links, pictures and titles.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python tests/check_site.py site
 
 pages: $(VENV)/dev.done
-	$(PYTEST) tests/test_docs.py
+	$(PYTEST) tests/test_docs.py tests/test_docs_site.py
 
 format: $(VENV)/dev.done  ## Format the code and repair what the linter can.
 	$(BIN)/ruff check --fix --exit-zero --quiet .

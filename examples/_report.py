@@ -1,11 +1,11 @@
-"""Progress, the closing table, its verdict and the curves."""
+"""Progress, the closing table, its verdict and the figure."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +96,7 @@ class Live:
 
     def print(self, text: str) -> None:
         """Prints above the bars."""
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _scale(value: float) -> str:
@@ -206,34 +206,55 @@ def _finite(rs: list[Run]) -> bool:
     return all(bool(np.isfinite(r.losses).all()) for r in rs)
 
 
-def save_curves(runs: Runs, path: Path) -> Path:
-    """Draws training loss and loss scale over the steps and returns the path."""
+TICKS = (0.1, 0.2, 0.5, 1, 2)
+PANELS = {
+    "mixed": "With mpx: 16-bit compute, f32 weights",
+    "plain": "Without: the weights themselves in 16 bits",
+}
+
+
+def save_figure(runs: Runs, path: Path) -> Path:
+    """Draws the training losses, mixed modes left and plain ones right.
+
+    Returns:
+        The path of the picture.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-    for i, (mode, rs) in enumerate(runs.items()):
-        losses = np.mean([r.losses for r in rs], axis=0)
-        window = max(1, len(losses) // 40)
-        smooth = np.convolve(losses, np.full(window, 1 / window), "valid")
-        left.plot(
-            np.arange(len(smooth)) + window,
-            smooth,
-            "--" if mode.startswith("plain") else "-",
-            color=f"C{i}",
-            label=mode if _finite(rs) else f"{mode} (not finite)",
-            # Wide below the others: they cover it where they are as good.
-            linewidth=5 if mode == "f32" else 1.5,
-            alpha=0.4 if mode == "f32" else 1,
-        )
-        scales = rs[0].scales
-        if scales.max() > 1:
-            at = np.linspace(0, len(losses), len(scales))
-            right.step(at, scales, where="post", color=f"C{i}")
-    left.set(xlabel="step", ylabel="training loss", yscale="log")
-    left.legend()
-    right.set(xlabel="step", ylabel="loss scale of mixed-f16, first seed")
-    right.set_yscale("log", base=2)
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    figure.suptitle("What mixed precision keeps, and what plain half weights lose")
+    axes = figure.subplots(1, len(PANELS), sharey=True)
+    for ax, (kind, title) in zip(axes, PANELS.items(), strict=True):
+        for mode, rs in runs.items():
+            if mode == "f32" or mode.startswith(kind):
+                _draw(ax, mode, rs, color=f"C{list(runs).index(mode)}")
+        ax.set(title=title, xlabel="step", yscale="log")
+        ax.set_yticks(TICKS, map(str, TICKS))
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+        ax.legend(loc="lower left")
+    axes[0].set_ylabel("training loss")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return path
+
+
+def _draw(ax: Any, mode: str, rs: list[Run], color: str) -> None:
+    """Draws the mean over the seeds, smoothed; a cross where it stops being finite."""
+    losses = np.mean([r.losses for r in rs], axis=0)
+    if not _finite(rs):
+        step = int(np.argmin(np.isfinite(losses)))
+        label = f"{mode}: nan from step {step + 1} on"
+        ax.plot(step, losses[max(0, step - 1)], "X", color=color, ms=12, label=label)
+        return
+    window = max(1, len(losses) // 40)
+    smooth = np.convolve(losses, np.full(window, 1 / window), "valid")
+    ax.plot(
+        np.arange(len(smooth)) + window,
+        smooth,
+        color=color,
+        label=f"{mode}: {_mean_accuracy(rs):.1%} of the test images right",
+        # Wide below the others, which cover it where they are as good.
+        linewidth=6 if mode == "f32" else 1.5,
+        alpha=0.35 if mode == "f32" else 1,
+    )

@@ -4,8 +4,9 @@
 
 `f32` is the reference. `mixed-bf16` and `mixed-f16` use mpx: weights stay in f32, the
 model computes in 16 bits. `plain-bf16` and `plain-f16` show what goes wrong when the
-weights themselves are cast. The images are the handwritten digits inside scikit-learn;
-`--help` lists the larger models and data sets, README.md says what to expect.
+weights themselves are cast. The run ends with a table, a figure and the precision report
+of the model. The images are the handwritten digits inside scikit-learn; `--help` lists
+larger models and data sets.
 """
 
 import argparse
@@ -25,14 +26,14 @@ from jaxtyping import Array, Float
 
 import mpx
 from _data import DataError, Dataset, load, load_digits
-from _report import Live, Run, save_curves, show_table, verdict, write_page
+from _report import Live, Run, save_figure, show_table, verdict, write_page
 from _vit import Size, ViT
 
 is_weight = eqx.is_inexact_array
 
 
 def loss_fn(model: ViT, batch: tuple[Array, Array]) -> Float[Array, ""]:
-    """The mean cross entropy; the logarithm and the mean are taken in f32."""
+    """Returns the mean cross entropy, computed in f32."""
     images, labels = batch
     cross_entropy = optax.softmax_cross_entropy_with_integer_labels
     losses = mpx.force_full_precision(cross_entropy, jnp.float32)
@@ -40,7 +41,7 @@ def loss_fn(model: ViT, batch: tuple[Array, Array]) -> Float[Array, ""]:
 
 
 def plain_step(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """The usual step: every number keeps the dtype of the weights."""
+    """Returns the usual step: every number has the dtype of the weights."""
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch: Any, model: ViT, state: Any, scaling: Any) -> Any:
@@ -52,17 +53,17 @@ def plain_step(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
 
 
 def mixed_step(
-    optimizer: optax.GradientTransformation, policy: str
+    optimizer: optax.GradientTransformation, dtype: str
 ) -> Callable[..., Any]:
-    """The same step in mixed precision: two calls have changed."""
+    """Returns the same step in mixed precision: two calls have changed."""
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch: Any, model: ViT, state: Any, scaling: Any) -> Any:
-        loss, scaling, finite, grads = mpx.filter_value_and_grad(
-            loss_fn, scaling, policy=policy
-        )(model, batch)
-        model, state = mpx.optimizer_update(model, optimizer, state, grads, finite)
-        return model, state, scaling, loss
+        result = mpx.value_and_grad(mpx.amp(loss_fn, dtype))(scaling, model, batch)
+        model, state = mpx.optimizer_update(
+            model, optimizer, state, result.grads, result.finite
+        )
+        return model, state, result.scaling, result.value
 
     return step
 
@@ -74,17 +75,17 @@ def _f16_scaling() -> mpx.DynamicLossScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A way to train: the dtype of the weights and, if mpx is used, its policy."""
+    """A way to train: the dtype of the weights and, with mpx, that of matmuls."""
 
     dtype: str = "float32"
-    policy: str | None = None
+    compute: str | None = None
     scaling: Callable[..., Any] = mpx.NoLossScaling
 
 
 MODES = {
     "f32": Mode(),
-    "mixed-bf16": Mode(policy="p=f32,c=bf16,o=f32"),
-    "mixed-f16": Mode(policy="p=f32,c=f16,o=f32", scaling=_f16_scaling),
+    "mixed-bf16": Mode(compute="bf16"),
+    "mixed-f16": Mode(compute="f16", scaling=_f16_scaling),
     "plain-bf16": Mode(dtype="bfloat16"),
     "plain-f16": Mode(dtype="float16"),
 }
@@ -131,7 +132,10 @@ def train(
     """Trains in one mode, once for each of the seeds `seed`, `seed + 1`, ..."""
     mode = MODES[name]
     optimizer = optax.adam(preset.lr)
-    step = mixed_step(optimizer, mode.policy) if mode.policy else plain_step(optimizer)
+    if mode.compute is None:
+        step = plain_step(optimizer)
+    else:
+        step = mixed_step(optimizer, mode.compute)
     runs = []
     for run_seed in range(seed, seed + preset.seeds):
         key = jax.random.key(run_seed)
@@ -163,13 +167,20 @@ def train(
     return runs
 
 
+def precision_report(preset: Preset, data: Dataset) -> str:
+    """Returns what `amp` does with each operation of the model."""
+    model = ViT(preset.size, data.image_shape, data.classes, key=jax.random.key(0))
+    (batch,) = data.batches(preset.batch, 1, seed=0)
+    return str(mpx.inspect.report(mpx.amp(loss_fn), model, batch))
+
+
 @eqx.filter_jit
 def _predict(model: ViT, images: Any) -> Array:
     return jnp.argmax(jax.vmap(model)(images), axis=-1)
 
 
 def _accuracy(model: ViT, data: Dataset) -> float:
-    """The share of test images that the model, run in f32, gets right."""
+    """Returns the share of test images that the model, run in f32, gets right."""
     images, labels = data.test
     right = 0
     for i in range(0, len(labels), 500):
@@ -187,7 +198,7 @@ def _nbytes(tree: Any) -> int:
 
 
 def _stuck(model: ViT, lr: float) -> float:
-    """The share of weights that a step of size `lr` leaves as they were."""
+    """Returns the share of weights that a step of size `lr` does not change."""
     weights = np.concatenate([np.ravel(leaf) for leaf in _arrays(model)])
     return float(np.mean(weights + np.asarray(lr, weights.dtype) == weights))
 
@@ -219,6 +230,9 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Preset, Data
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="FOLDER")
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="a page to write the table into"
+    )
+    parser.add_argument(
+        "--figure", type=Path, metavar="FILE", help="default: FOLDER/PRESET.png"
     )
     args = parser.parse_args(argv)
     if args.data is None and args.preset != "digits":
@@ -262,7 +276,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines, failed = verdict(runs, len(data.test[1]), preset.lr)
     for line in lines:
         live.print(line)
-    live.print(f"Curves: {save_curves(runs, args.out / f'{args.preset}.png')}")
+    figure = save_figure(runs, args.figure or args.out / f"{args.preset}.png")
+    live.print(f"Figure: {figure}\n")
+    live.print(precision_report(preset, data))
     if args.page is not None:
         versions = f"Python {platform.python_version()}, jax {jax.__version__}"
         intro = f"{intro} {versions}, {platform.machine()}."

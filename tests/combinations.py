@@ -312,7 +312,7 @@ REFUSED = {
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "combinations.md"
 INTRO = """
-Each cell trains a small model on CPU devices in `tests/test_combinations.py`, which compares
+Each cell is a test: `tests/test_combinations.py` trains a small model on CPU devices and compares
 three steps with the same model in f32. ✓: the weights are right, up to the roundings of the
 formats. A number: mpx raises an error that says what to use instead. This page is written by
 `python tests/combinations.py`.

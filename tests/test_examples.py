@@ -298,6 +298,9 @@ def test_the_demo_shows_what_it_promises(digits, tiny, tmp_path, capsys):
     assert "plain-f16: broken, the loss is not finite from step" in out
     assert "mixed-bf16: as good as f32" in out
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+    _, _, report = out.partition("Figure: ")
+    assert "Matmul operations: 100.0 % in bf16." in report
+    assert "model/embed/weight" in report
 
 
 def run_of(digits, accuracy, losses=(1.0, 0.5), stuck=0.0):

@@ -44,43 +44,44 @@ TRAINING = (
 HEAD = f"""\
 # Models that were tried
 
-Small models from other people's packages, with random weights, trained for {STEPS} steps
-with AdamW on one random batch, through every route of mpx. No model was changed for
-it. This page is written by
+Small models of other packages, with random weights, trained for {STEPS} steps with AdamW on
+one random batch, through every route of mpx. No model was changed. This page is written
+by
 
 ```bash
 {COMMAND}
 ```
 
-which installs the packages into an environment of its own. `make zoo ARGS="--only GPT-2"`
-runs one of them.
+which installs the packages into an environment of its own; `make zoo ARGS="--only GPT-2"`
+runs one model.
 
 """
 GRADIENT_TEXT = """\
 ## Gradients
 
 *Low* is the share of the matmul operations of the forward pass that run in 16 bits, or in
-fp8. The errors are those of the whole gradient at the start, relative to f32: norm of the
-difference over the norm. That of f32 is relative to f64, as far as the package computes
-in f64. *bf16 without mpx* is the package's own option for mixed precision (own), or
-parameters and batch cast by hand (cast), with its own share of 16 bits.
+fp8. An error is the norm of the difference to the f32 gradient at the start, divided by
+the norm of that gradient. The error of f32 is relative to f64, where the package can
+compute in f64. *bf16 without mpx* is the package's own option for mixed precision (own),
+or parameters and batch cast by hand (cast), with its own share of 16 bits.
 
 A low share on the policy route comes from the model: it casts to f32 itself, or holds f32
-constants that promote what they meet. So does a cast by hand, whose error is then small
-because little is rounded. `amp` does not depend on that. fp8 is emulated on a
-CPU; it takes all sizes here (`min_gain=0`) and leaves embeddings, heads and products of
+constants that promote what they meet. A cast by hand has the same problem, and a small
+error where little is rounded. `amp` does not depend on that. On a CPU fp8 is emulated;
+here it takes all sizes (`min_gain=0`) and leaves embeddings, heads and products of
 activations alone.
 
 """
 TRAINING_TEXT = f"""\
 ## Training
 
-The loss of f32 before the first and the last step, and how far other curves are from its
-curve: the mean distance over all steps, as a share of the decrease. *Rounded once* is f32
-from parameters that were rounded to bf16 before the first step: what such a small
-difference alone does. A route trains as f32 if its distance is at most {100 * TOLERANCE:.0f} %
-({100 * FP8_TOLERANCE:.0f} % for fp8), or {NOISE} times that of *rounded once*; larger ones are
-**bold**. {FAILED} did not run or did not train; – means that there is nothing to run. f16
+The table has the loss of f32 before the first and the last step, and the distance of
+other curves from its curve: the mean over all steps, as a share of the decrease. *Rounded
+once* is f32 from parameters that were rounded to bf16 before the first step: the effect
+of such a small difference alone. A route trains as f32 if its distance is at most
+{100 * TOLERANCE:.0f} % ({100 * FP8_TOLERANCE:.0f} % for fp8), or {NOISE} times that
+of *rounded once*; larger ones are **bold**. {FAILED} did not run or did not train; – means
+that there is nothing to run. f16
 has a dynamic loss scale. *flash* is `mpx.optim.flash_adamw`, with f32 parameters, and with bf16
 ones under `amp`; *release* is the latter with `mpx.optim.release`. These two start from bf16
 parameters and are compared with *rounded once*.
