@@ -78,11 +78,6 @@ def optimized_programs():
 
 
 @pytest.fixture
-def small_programs():
-    """To be removed."""
-
-
-@pytest.fixture
 def untyped(monkeypatch):
     """Checks no annotations, as for a user: for tests that pass wrong types."""
     import jaxtyping

@@ -23,8 +23,6 @@ from models import (
 from mpx import DynamicLossScaling, NoLossScaling, StaticLossScaling
 from mpx.testing import assert_trees_equal
 
-pytestmark = pytest.mark.usefixtures("small_programs")
-
 BATCH = (1, 2)
 
 

@@ -31,9 +31,6 @@ SHAPE = (BATCH, LENGTH, HEADS, SIZE)
 bf16 = functools.partial(amp, dtype="bf16")
 
 
-pytestmark = pytest.mark.usefixtures("small_programs")
-
-
 def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed, impl="unsafe_rbg"), shape)
 

@@ -373,7 +373,6 @@ def assert_close(grads, exact, bound):
         assert error <= bound * np.linalg.norm(reference)
 
 
-@pytest.mark.usefixtures("small_programs")
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("func", [nosy_vjp, nosy_jvp], ids=["vjp", "jvp"])
 def test_gradient_by_a_rule_that_is_told_what_is_perturbed(func, around):
@@ -525,7 +524,6 @@ RULES = {
 }
 
 
-@pytest.mark.usefixtures("small_programs")
 @pytest.mark.parametrize("argnums", [0, (0, 1)], ids=["x", "both"])
 @pytest.mark.parametrize("name", RULES)
 def test_gradient_of_a_rule_is_that_of_the_function(name, argnums):

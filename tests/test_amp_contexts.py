@@ -26,9 +26,6 @@ MATMULS = ("dot_general", "conv_general_dilated")
 bf16 = functools.partial(amp, dtype="bf16")
 
 
-pytestmark = pytest.mark.usefixtures("small_programs")
-
-
 def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed, impl="unsafe_rbg"), shape)
 

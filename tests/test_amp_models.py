@@ -21,7 +21,6 @@ from mpx.testing import assert_trees_equal
 
 pytestmark = [
     pytest.mark.standard_promotion,
-    pytest.mark.usefixtures("small_programs"),
 ]
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")

@@ -110,7 +110,6 @@ MASKED = {
 
 @pytest.mark.parametrize(("dtype", "lowest"), [("f16", "-1e9"), ("bf16", "finfo")])
 @pytest.mark.parametrize("name", MASKED)
-@pytest.mark.usefixtures("small_programs")
 def test_fully_masked_row_is_that_of_f32(name, dtype, lowest):
     mask = mask_of(LOWEST[lowest])
     func = MASKED[name](lambda f: amp(f, dtype=dtype), mask)

@@ -20,9 +20,6 @@ bf16 = functools.partial(amp, dtype="bf16")
 wide = functools.partial(bf16, f32_weight_grads=True)
 
 
-pytestmark = pytest.mark.usefixtures("small_programs")
-
-
 def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed, impl="unsafe_rbg"), shape)
 

@@ -30,7 +30,6 @@ from combinations import (
 from models import equations
 
 pytestmark = [
-    pytest.mark.usefixtures("small_programs"),
     # As users run it: f32 inputs times bf16 parameters, and optax.
     pytest.mark.standard_promotion,
 ]

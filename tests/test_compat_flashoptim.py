@@ -20,7 +20,7 @@ import mpx
 from mpx.compat import flashoptim
 from mpx.testing import assert_trees_equal
 
-pytestmark = [pytest.mark.usefixtures("small_programs"), pytest.mark.long]
+pytestmark = pytest.mark.long
 
 BF16 = np.dtype(jnp.bfloat16)
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)

@@ -30,7 +30,6 @@ def pages_with_code():
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.usefixtures("small_programs")
 @pytest.mark.parametrize(
     "page", pages_with_code(), ids=lambda page: str(page.relative_to(ROOT))
 )

@@ -263,7 +263,6 @@ def tiny(digits, monkeypatch):
 
 
 @pytest.mark.standard_promotion  # as a user runs it
-@pytest.mark.usefixtures("small_programs")
 def test_the_demo_shows_what_it_promises(digits, tiny, tmp_path, capsys):
     results = {}
     table = digits.show_table

@@ -34,7 +34,6 @@ from mpx.testing import assert_trees_equal, inject_nonfinite
 # `optax.apply_updates` adds an f32 update to a bf16 parameter.
 pytestmark = [
     pytest.mark.standard_promotion,
-    pytest.mark.usefixtures("small_programs"),
 ]
 
 

@@ -18,8 +18,6 @@ from mpx import fp8
 from mpx.recipes import CurrentScaling, DelayedScaling, Fp8State
 from mpx.testing import assert_trees_equal
 
-pytestmark = pytest.mark.usefixtures("small_programs")
-
 BF16 = jnp.bfloat16
 SCALING = mpx.NoLossScaling()
 POLICY = "p=f32,c=bf16,o=f32"

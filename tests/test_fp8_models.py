@@ -18,8 +18,6 @@ import mpx
 from mpx import fp8
 from mpx.recipes import CurrentScaling
 
-pytestmark = pytest.mark.usefixtures("small_programs")
-
 WIDTH, TOKENS, CLASSES = 32, 32, 16
 X = jax.random.normal(jax.random.key(7), (TOKENS, WIDTH))
 LABELS = jnp.arange(TOKENS) % CLASSES

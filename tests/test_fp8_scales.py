@@ -27,8 +27,6 @@ from mpx._fp8._scales import (
 )
 from mpx.recipes import MXFP8, CurrentScaling, DelayedScaling, StaticScaling
 
-pytestmark = pytest.mark.usefixtures("small_programs")
-
 FORMS = list(DTYPES)
 HALF_ULP = {form: 2.0 ** -(FORMATS[form].mantissa + 1) for form in FORMS}
 TINY = float(np.finfo(np.float32).tiny)

@@ -18,7 +18,6 @@ from mpx.testing import assert_trees_equal
 
 pytestmark = [
     pytest.mark.standard_promotion,
-    pytest.mark.usefixtures("small_programs"),
 ]
 
 BF16 = "p=f32,c=bf16,o=f32"

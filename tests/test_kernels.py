@@ -26,8 +26,6 @@ from models import equations
 from mpx._kernels import _triton, _tuning
 from mpx.testing import assert_trees_equal
 
-pytestmark = pytest.mark.usefixtures("small_programs")
-
 
 def test_unfused_programs_round_after_each_operation():
     rng = np.random.default_rng(0)

@@ -25,9 +25,6 @@ from mpx._kernels import _dispatch, _triton, _tuning
 from mpx._optim._update_rules import Adam, LeafStep
 from mpx.testing import assert_trees_equal
 
-pytestmark = pytest.mark.usefixtures("small_programs")
-
-
 # --- the choice -----------------------------------------------------------------------
 
 

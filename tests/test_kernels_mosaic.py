@@ -16,9 +16,6 @@ import mpx
 from kernel_cases import RULES, make_case, make_model, make_plan, needs_mosaic
 from mpx._kernels import _tuning
 
-pytestmark = pytest.mark.usefixtures("small_programs")
-
-
 # --- Mosaic's kernel ------------------------------------------------------------------
 
 

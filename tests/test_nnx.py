@@ -16,7 +16,6 @@ from mpx.testing import assert_trees_equal
 
 pytestmark = [
     pytest.mark.standard_promotion,
-    pytest.mark.usefixtures("small_programs"),
 ]
 
 BF16 = POLICIES["bf16"]

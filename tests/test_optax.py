@@ -23,7 +23,6 @@ from mpx.testing import assert_trees_equal, inject_nonfinite
 # an f32 update to a bf16 parameter.
 pytestmark = [
     pytest.mark.standard_promotion,
-    pytest.mark.usefixtures("small_programs"),
 ]
 
 # Their states have names; optax types a state as any tree.

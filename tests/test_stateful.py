@@ -15,8 +15,6 @@ from models import POLICIES, count_traces
 from mpx import DynamicLossScaling, NoLossScaling, StaticLossScaling
 from mpx.testing import assert_trees_equal
 
-pytestmark = pytest.mark.usefixtures("small_programs")
-
 BF16 = POLICIES["bf16"]
 F32_EPS = float(np.finfo(np.float32).eps)
 

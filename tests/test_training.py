@@ -28,7 +28,6 @@ from mpx.compat import jmp
 pytestmark = [
     pytest.mark.standard_promotion,
     pytest.mark.long,
-    pytest.mark.usefixtures("small_programs"),
 ]
 
 SAMPLES, BATCH, STEPS = 512, 32, 200

@@ -25,7 +25,6 @@ from update_cases import (
 # `optax.adam` raises a Python float to an integer array.
 pytestmark = [
     pytest.mark.standard_promotion,
-    pytest.mark.usefixtures("small_programs"),
 ]
 
 

@@ -26,7 +26,6 @@ FAST = (
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.usefixtures("small_programs")
 @pytest.mark.parametrize("name", FAST)
 def test_model_of_another_package_has_the_gradients_of_bf16(name):
     case = zoo.REGISTRY[name].make()

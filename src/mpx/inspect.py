@@ -13,7 +13,9 @@ from mpx._fp8 import fp8_report as _fp8_report
 
 
 @overload
-def report(func: _Fp8Function, /, *args: Any, **kwargs: Any) -> Fp8Report: ...
+def report(  # pyright: ignore[reportOverlappingOverload]
+    func: _Fp8Function, /, *args: Any, **kwargs: Any
+) -> Fp8Report: ...
 @overload
 def report(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> AmpReport: ...
 def report(
