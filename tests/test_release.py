@@ -73,7 +73,8 @@ def layer(x, weights):
 
 def head(params, x):
     """Returns a loss, with a head that is tied to the table of the embedding."""
-    return jnp.mean(jnp.square((x @ params["table"].T).astype(F32)))
+    # A power of two: a compiler may merge it with a loss scale, which changes no bit.
+    return jnp.sum(jnp.square((x @ params["table"].T).astype(F32))) / 1024
 
 
 def layers_of(params):
@@ -392,20 +393,18 @@ def test_auxiliary_output_and_keywords_pass():
 
 
 def test_a_flag_skips_and_a_scale_multiplies_the_gradients():
-    optimizer, params = OPTIMIZERS["lion"], make_params()
+    # Not Lion, whose signs tell gradients apart that two programs round differently.
+    optimizer, params = OPTIMIZERS["without moments"], make_params()
     before, batch = optimizer.init(params), make_batch()
     want = jax.jit(mpx.optim.release(scanned, optimizer))(params, before, *batch)
 
     def scaled(params, *batch):
         return scanned(params, *batch) * 1024
 
-    @jax.jit
-    def step(finite):
-        released = mpx.optim.release(scaled, optimizer)
-        scale = jnp.float32(1 / 1024)
-        return released(params, before, *batch, finite=finite, grad_scale=scale)
-
-    taken, skipped = step(jnp.array(True)), step(jnp.array(False))
+    step = jax.jit(mpx.optim.release(scaled, optimizer))
+    args, scale = (params, before, *batch), jnp.float32(1 / 1024)
+    taken = step(*args, finite=jnp.array(True), grad_scale=scale)
+    skipped = step(*args, finite=jnp.array(False), grad_scale=scale)
     assert_trees_equal((taken.params, taken.state), (want.params, want.state))
     assert_trees_equal((skipped.params, skipped.state), (params, before))
 

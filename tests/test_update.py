@@ -25,6 +25,7 @@ from update_cases import (
     gradients,
     make_nnx,
     make_train_state,
+    momentum_case,
     optimizer_and_extras,
     plain,
     rounds_updates,
@@ -183,10 +184,7 @@ def test_parameters_and_state_keep_their_16_bit_dtypes(dtype, skip):
 
 @pytest.fixture
 def momentum():
-    """Returns parameters, optimizer, state and gradients."""
-    params = MODELS["dict"]()
-    optimizer, _ = optimizer_and_extras("sgd")
-    return params, optimizer, optimizer.init(params), gradients(params, 0)
+    return momentum_case()
 
 
 def make_step(optimizer, skip):

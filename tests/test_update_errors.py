@@ -19,6 +19,7 @@ from update_cases import (
     gradients,
     make_nnx,
     make_train_state,
+    momentum_case,
     optimizer_and_extras,
 )
 
@@ -29,6 +30,11 @@ pytestmark = [
 
 
 # --- Errors ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def momentum():
+    return momentum_case()
 
 
 def wrong_shape(grads):

@@ -152,6 +152,13 @@ def all_ways(model, optimizer, state, grads, finite, extras):
     )
 
 
+def momentum_case():
+    """Returns parameters, optimizer, state and gradients."""
+    params = MODELS["dict"]()
+    optimizer, _ = optimizer_and_extras("sgd")
+    return params, optimizer, optimizer.init(params), gradients(params, 0)
+
+
 # --- Flax -----------------------------------------------------------------------------
 
 

@@ -183,6 +183,9 @@ def _forward(
     if spec.by_row:
         # These need scales of their own.
         saved = [to_fp8(spec, spec.role(i), sides[i], free[i], seen) for i in (0, 1)]
+    # Saved as bytes: `jax.checkpoint` rounds the floating numbers that its policy saves to
+    # their own precision, and JAX 0.10 rounds e4m3 numbers above 240 to nan.
+    saved = [as_bytes(x) for x in saved]
     if spec.recipe.weight_grad == "compute":
         saved[1 - spec.weight_side] = sides[1 - spec.weight_side]
     observed = None
@@ -194,7 +197,10 @@ def _forward(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _backward(spec: MatmulSpec, residuals: _Residuals, grad: Array) -> tuple[Any, ...]:
-    operands = residuals.operands
+    operands = [
+        as_codes(spec, side, x) if isinstance(x, Fp8Tensor) else x
+        for side, x in enumerate(residuals.operands)
+    ]
     ranks = operands[0].ndim, operands[1].ndim
     per_tensor = None
     if not spec.by_row:
