@@ -77,7 +77,7 @@ def under(mode: str, loss: Any, *, tiny: bool) -> Any:
     """The loss as a mode runs it. Where a CPU tries the script, nothing is too small."""
     if mode == "bf16":
         return loss
-    return mpx.fp8(loss, RECIPES[mode], **({"min_gain": 0} if tiny else {}))
+    return mpx.fp8(loss, RECIPES[mode], min_gain=0 if tiny else 1.1)
 
 
 def build_gradient(section: str, mode: str, size: Size, tiny: bool) -> Any:

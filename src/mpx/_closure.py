@@ -3,7 +3,7 @@
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -54,7 +54,7 @@ def _floats(value: Any) -> Iterator[tuple[str, Any]]:
             yield path, leaf
 
 
-def _leaves(value: Any) -> list[tuple[str, Any]]:
+def _leaves(value: Any) -> Sequence[tuple[str, Any]]:
     leaves = named_leaves(value)
     is_leaf = len(leaves) == 1 and leaves[0][1] is value
     if is_leaf and not is_array(value) and hasattr(value, "__dict__"):

@@ -120,7 +120,7 @@ def _statistics_of(call: Call, aux: PyTree) -> list[tuple[Any, Any]]:
     if not jax.tree.leaves(aux):
         return []
     before = replaced_statistics(aux, call.linen_statistics())
-    leaves = dict(named_leaves(aux))
+    leaves: dict[str, Any] = dict(named_leaves(aux))
     return [(old, leaves[name]) for name, old in before.items()]
 
 

@@ -183,16 +183,13 @@ def _forward(
     if spec.by_row:
         # These need scales of their own.
         saved = [to_fp8(spec, spec.role(i), sides[i], free[i], seen) for i in (0, 1)]
-    # Saved as bytes: `jax.checkpoint` rounds the floating numbers that its policy saves to
-    # their own precision, and JAX 0.10 rounds e4m3 numbers above 240 to nan.
-    saved = [as_bytes(x) for x in saved]
     if spec.recipe.weight_grad == "compute":
         saved[1 - spec.weight_side] = sides[1 - spec.weight_side]
     observed = None
     if probe is not None:
         amaxes = [largest_magnitude(side) for side in sides]
         observed = (amaxes[1 - spec.weight_side], amaxes[spec.weight_side])
-    return out, _Residuals((saved[0], saved[1]), seen, observed)
+    return out, _Residuals(as_bytes((saved[0], saved[1])), seen, observed)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)

@@ -14,9 +14,9 @@ from jax import lax
 from jaxtyping import Array
 
 from mpx._devices import gpu_capability
-from mpx._fp8._operands import MatmulSpec, differentiable_once
+from mpx._fp8._operands import MatmulSpec, as_bytes, differentiable_once
 from mpx._fp8._recipes import MXFP8, Recipe
-from mpx._fp8._scales import largest_magnitude, power_of_two_scale, quantize
+from mpx._fp8._scales import DTYPES, largest_magnitude, power_of_two_scale, quantize
 
 BLOCK = 32
 _E8M0 = jnp.float8_e8m0fnu
@@ -103,19 +103,29 @@ def _forward(recipe: Recipe, dtype: np.dtype, x: Array, w: Array) -> tuple[Array
     saved_x = (
         x.T if recipe.weight_grad == "compute" else to_blocks(x.T, recipe.activation)
     )
-    return out, (saved_x, to_blocks(w.T, recipe.weight))
+    return out, as_bytes((saved_x, to_blocks(w.T, recipe.weight)))
 
 
 def _backward(
     recipe: Recipe, dtype: np.dtype, residuals: Any, grad: Array
 ) -> tuple[Array, Array]:
     saved_x, saved_w = residuals
+    saved_w = _from_bytes(saved_w, recipe.weight)
     dx = _multiply(to_blocks(grad, recipe.grad), saved_w, dtype)
     if isinstance(saved_x, Blocks):
-        dw = _multiply(to_blocks(grad.T, recipe.grad), saved_x, dtype)
+        dw = _multiply(
+            to_blocks(grad.T, recipe.grad),
+            _from_bytes(saved_x, recipe.activation),
+            dtype,
+        )
     else:
         dw = lax.dot_general(grad.T, saved_x, (((1,), (1,)), ((), ())))
     return differentiable_once((dx, dw.astype(dtype)))
+
+
+def _from_bytes(saved: Blocks, form: str) -> Blocks:
+    codes = lax.bitcast_convert_type(saved.codes, DTYPES[form])
+    return Blocks(codes, lax.bitcast_convert_type(saved.scale, _E8M0))
 
 
 _matmul.defvjp(_forward, _backward)

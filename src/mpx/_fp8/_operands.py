@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from mpx._fp8._layouts import quantize_both, turning_pays
 from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe, StaticScaling
@@ -161,8 +161,12 @@ Shared = dict[Any, tuple[Array, Fp8Tensor]]
 """Quantised tensors by the `id` and role of the original, which is kept with them."""
 
 
-def as_bytes(x: Fp8Tensor) -> Fp8Tensor:
-    """Hides codes from differentiation, which would make gradients of them."""
+def as_bytes(x: PyTree) -> PyTree:
+    """Returns a tree with its 8-bit numbers as bytes.
+
+    Differentiation would make gradients of such numbers. `jax.checkpoint` rounds those
+    that its policy saves to their own precision, and JAX 0.10 makes nan of e4m3 above 240.
+    """
     return jax.tree.map(
         lambda a: a if a.dtype.itemsize > 1 else lax.bitcast_convert_type(a, jnp.uint8),
         x,

@@ -1,6 +1,6 @@
 """Parameters as a flat list with names; which of them train, and which decay."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +40,7 @@ class FlatParams(NamedTuple):
             one variable would hold both codes and scales, which NNX would separate.
     """
 
-    names: list[str]
+    names: Sequence[str]
     leaves: list[Any]
     treedef: TreeDef
     bare: TreeDef
