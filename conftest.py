@@ -45,6 +45,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("mpx")
 
 
+def pytest_collection_finish():
+    gc.freeze()  # what is imported by now stays
+
+
 def pytest_collection_modifyitems(items):
     # Docstring examples show what a user runs, and `optax.adam` needs promotion.
     for item in items:

@@ -32,24 +32,8 @@ from models import equations
 pytestmark = [
     # As users run it: f32 inputs times bf16 parameters, and optax.
     pytest.mark.standard_promotion,
+    pytest.mark.long,
 ]
-
-
-@functools.cache
-def compiler_options():
-    """Returns options that compile in a fifth of the time, where XLA has them.
-
-    They are one LLVM module and no emitters for fusions; jaxlib 0.12 has only these.
-    """
-    options = {
-        "xla_cpu_parallel_codegen_split_count": 1,
-        "xla_cpu_use_fusion_emitters": False,
-    }
-    try:
-        jax.jit(lambda x: x).lower(0).compile(options)
-    except jax.errors.JaxRuntimeError:
-        return {}
-    return options
 
 
 def flat(params):
@@ -120,7 +104,7 @@ def train(precision, update, placement):
     training = UPDATES[update](PRECISIONS[precision])
     step, carry, batch = placed(training, placement)
     traced = step.trace(carry, *batch)
-    compiled = traced.lower().compile(compiler_options())
+    compiled = traced.lower().compile()
     values = []
     for _ in range(STEPS):
         carry, value = jax.block_until_ready(compiled(carry, *batch))

@@ -615,6 +615,7 @@ def slopes(y, x):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("optimized_programs")
 @AVERAGES
 def test_momentum_follows_a_slow_average(b2, rounding):
     """It moves by less than a bf16 ulp in a step, and yet gets where it should."""
@@ -633,6 +634,7 @@ def test_momentum_follows_a_slow_average(b2, rounding):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("optimized_programs")
 @AVERAGES
 def test_momentum_forgets_what_was(b2, rounding):
     """Each number of a group goes its own way, by less than a code in a step."""
@@ -661,6 +663,7 @@ def after_a_change(rounding, b2):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("optimized_programs")
 @pytest.mark.parametrize(
     ("b2", "rounding"), [(0.999, "dithered"), (0.99, "stochastic")]
 )
@@ -672,6 +675,7 @@ def test_second_moments_forget_what_was(b2, rounding):
     assert off < 0.25
 
 
+@pytest.mark.usefixtures("optimized_programs")
 def test_rounded_to_nearest_second_moments_do_not_forget():
     """What dithering is for. The guide says so."""
     _, held = after_a_change("nearest", 0.999)

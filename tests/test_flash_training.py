@@ -24,7 +24,11 @@ import mpx
 from mpx._quant import Quantized
 
 # Default promotion for `optax.apply_updates`.
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.long]
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.long,
+    pytest.mark.usefixtures("optimized_programs"),
+]
 
 SEEDS, BATCH, DECAY, MOMENTUM = 3, 32, 1e-2, 0.9
 

@@ -29,6 +29,15 @@ PARAMS = {"w": W, "b": jnp.linspace(0.0, 1.0, 8)}
 LAYERS = jax.tree.map(lambda x: jnp.stack([x, -x]), PARAMS)
 SIZES = jnp.array([1, 3], jnp.int32)
 
+
+@pytest.fixture(autouse=True)
+def _only_new_objects_are_collected():
+    # JAX collects garbage to look for leaks, among all that other tests have left.
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 # --- Tracers --------------------------------------------------------------------------
 
 
