@@ -6,6 +6,9 @@ JOBS   ?= 2
 # The version of JAX to install. Empty: the oldest that mpx supports on Python 3.11, and
 # on later Pythons the newest. To change it, name another VENV as well.
 JAX    ?=
+# Whether calls of mpx are checked against its annotations, as the CI does on the newest
+# JAX: that doubles the time.
+TYPED  ?=
 # More arguments for pytest, such as ARGS="tests/test_cast.py -k bf16 -x".
 ARGS   ?=
 
@@ -17,7 +20,10 @@ INSTALL     = $(BIN)/python -m pip install --quiet --constraint $(VENV)/constrai
 # that a program read from there names "prefer-no-gather", which no processor has.
 CACHE       = JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/jax-cache \
               JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 TF_CPP_MIN_LOG_LEVEL=3
-PYTEST      = $(CACHE) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20
+# The tower: an `int` may be passed for a `float`, as in every static checker.
+CHECKER     = mpx,beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
+PYTEST      = $(CACHE) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20 \
+              $(if $(TYPED),'--jaxtyping-packages=$(CHECKER)')
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

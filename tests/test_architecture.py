@@ -76,6 +76,8 @@ def test_marked_test_runs_with_standard_promotion():
     assert (jnp.ones(2, jnp.bfloat16) + jnp.ones(1)).dtype == jnp.float32
 
 
-def test_annotations_of_mpx_are_checked_when_called():
+def test_annotations_of_mpx_are_checked_when_called(pytestconfig):
+    if not pytestconfig.getoption("jaxtyping_packages"):
+        pytest.skip("`make test TYPED=1` checks them, which takes twice as long")
     with pytest.raises(jaxtyping.TypeCheckError, match="period"):
         mpx.DynamicLossScaling(period="often")
