@@ -35,9 +35,7 @@ from mpx._compat import (
     eval_equation,
     open_jaxpr,
     scan_sizes,
-    scopes_of,
     source_frames,
-    sub_jaxprs,
 )
 from mpx._half import in_gradient_function
 from mpx._jaxpr import HANDLERS
@@ -51,9 +49,15 @@ from mpx._jaxpr._interpreter import (
     arrays_of,
     rewrite,
     types_of,
-    uses_of,
 )
-from mpx._jaxpr._queries import ATTENTION, equations, flops
+from mpx._jaxpr._queries import (
+    ATTENTION,
+    Equation,
+    Verdict,
+    equations,
+    every_use,
+    flops,
+)
 from mpx._warn import warn
 
 _MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
@@ -221,22 +225,17 @@ def _used_only_low(
     amp: Autocast, jaxpr: Jaxpr, var: Any, fact: Origin, scopes: Scopes
 ) -> bool:
     """Returns whether a value is used, and only as an operand of low matmuls."""
-    uses = uses_of(jaxpr, var)
-    for eqn, position in uses:
-        name, inside = eqn.primitive.name, scopes + scopes_of(eqn)
+
+    def judge(eqn: Equation, position: int, scopes: Scopes) -> Verdict:
+        name = eqn.primitive.name
         if name in MATMULS:
-            rule, _ = amp.region_rule(eqn, inside) or amp.rule(name, eqn.params, [fact])
-            if rule == Rule.LOW and reason_against(eqn, Rule.LOW) is None:
-                continue
-        elif name in SHAPE_ONLY and name not in ("broadcast_in_dim", "pvary", "pcast"):
-            if _used_only_low(amp, jaxpr, eqn.outvars[0], fact, scopes):
-                continue
-        elif name in CALLS:
-            inner = next(sub_jaxprs(eqn))
-            if _used_only_low(amp, inner, inner.invars[position], fact, inside):
-                continue
-        return False
-    return bool(uses) and all(atom is not var for atom in jaxpr.outvars)
+            rule, _ = amp.region_rule(eqn, scopes) or amp.rule(name, eqn.params, [fact])
+            return rule == Rule.LOW and reason_against(eqn, Rule.LOW) is None
+        if name in SHAPE_ONLY and name not in ("broadcast_in_dim", "pvary", "pcast"):
+            return "result"
+        return "inside" if name in CALLS else False
+
+    return every_use(jaxpr, var, judge, scopes)
 
 
 def _custom_jvp(amp: Autocast, op: Op) -> Outcome:

@@ -287,13 +287,3 @@ def with_dtype(aval: Aval, dtype: np.dtype | None) -> Aval:
     if dtype is None or aval.dtype == dtype:
         return aval
     return aval.update(dtype=dtype, weak_type=False)
-
-
-def uses_of(jaxpr: Jaxpr, var: Any) -> list[tuple[Equation, int]]:
-    """Returns the equations that read a variable, each with the operand's position."""
-    return [
-        (eqn, position)
-        for eqn in jaxpr.eqns
-        for position, atom in enumerate(eqn.invars)
-        if atom is var
-    ]

@@ -3,7 +3,7 @@
 import collections
 import math
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from mpx._compat import open_jaxpr, scopes_of, sub_jaxprs
 
@@ -67,6 +67,48 @@ def equations(jaxpr: Any) -> Iterator[Equation]:
 def contains(jaxpr: Any, names: Collection[str]) -> bool:
     """Returns whether a jaxpr holds one of these primitives, at any depth."""
     return any(eqn.primitive.name in names for eqn in equations(jaxpr))
+
+
+Verdict = bool | Literal["result", "inside"]
+"""Whether a use of a value passes, or what decides: the uses of the result or inside."""
+
+
+def every_use(
+    jaxpr: Any,
+    var: Any,
+    judge: Callable[[Equation, int, tuple[str, ...]], Verdict],
+    scopes: tuple[str, ...] = (),
+    *,
+    once: bool = False,
+) -> bool:
+    """Returns whether a value is used, is not returned, and each of its uses passes.
+
+    Args:
+        jaxpr: The jaxpr that holds the value.
+        var: Its variable.
+        judge: Takes an equation that reads it, the position of the operand and the named
+            scopes of the equation.
+        scopes: The named scopes around the jaxpr.
+        once: Whether more than one use fails.
+    """
+    uses = [
+        (eqn, position)
+        for eqn in jaxpr.eqns
+        for position, atom in enumerate(eqn.invars)
+        if atom is var
+    ]
+    for eqn, position in uses:
+        around = scopes + scopes_of(eqn)
+        passes = judge(eqn, position, around)
+        if passes == "result":
+            passes = every_use(jaxpr, eqn.outvars[0], judge, scopes, once=once)
+        elif passes == "inside":
+            body = next(sub_jaxprs(eqn))
+            passes = every_use(body, body.invars[position], judge, around, once=once)
+        if not passes:
+            return False
+    is_read = len(uses) == 1 if once else bool(uses)
+    return is_read and all(atom is not var for atom in jaxpr.outvars)
 
 
 def repetitions(eqn: Equation) -> int:

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from mpx._compat import eval_equation, has_shardings, open_jaxpr, scan_sizes, sub_jaxprs
+from mpx._compat import eval_equation, has_shardings, open_jaxpr, scan_sizes
 from mpx._jaxpr._calls import remat_with
-from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Values, Visitor, uses_of
+from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Scopes, Values, Visitor
 from mpx._jaxpr._loops import scan_with
-from mpx._jaxpr._queries import REMAT, Equation, contains
+from mpx._jaxpr._queries import REMAT, Equation, Verdict, contains, every_use
 
 
 class Tap(abc.ABC):
@@ -66,23 +66,21 @@ class _Taps(Visitor):
         One that is used more often is read before, once: its gradient is the sum over all
         uses, and known only after the last of them.
         """
-        uses = uses_of(jaxpr, var)
-        if len(uses) != 1 or any(atom is var for atom in jaxpr.outvars):
-            return False
-        ((eqn, position),) = uses
-        name = eqn.primitive.name
-        if name == "scan":
-            # A scan of length zero has no layer to read, not even in its traced body.
-            has_layers = eqn.params["length"] > 0 and not self.in_loop
-            return has_layers and position >= sum(scan_sizes(eqn.params))
-        if name == "convert_element_type":
-            return self.can_wait(jaxpr, eqn.outvars[0])
-        if name in REMAT and self.in_loop:
-            return True
-        if name in REMAT or (name == "jit" and not has_shardings(eqn.params)):
-            inner = next(sub_jaxprs(eqn))
-            return self.can_wait(inner, inner.invars[position])
-        return False
+
+        def judge(eqn: Equation, position: int, scopes: Scopes) -> Verdict:
+            name = eqn.primitive.name
+            if name == "scan":
+                # A scan of length zero has no layer to read, not even in its traced body.
+                has_layers = eqn.params["length"] > 0 and not self.in_loop
+                return has_layers and position >= sum(scan_sizes(eqn.params))
+            if name == "convert_element_type":
+                return "result"
+            if name in REMAT and self.in_loop:
+                return True
+            is_call = name == "jit" and not has_shardings(eqn.params)
+            return "inside" if name in REMAT or is_call else False
+
+        return every_use(jaxpr, var, judge, once=True)
 
     def equation(self, op: Op) -> Outcome:
         """Runs one equation."""
