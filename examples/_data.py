@@ -114,7 +114,7 @@ def load(path: Path) -> Dataset:
 
 
 def _files(path: Path) -> Files:
-    """What a folder (or its subfolders) or an archive holds, by name without .gz."""
+    """Returns the files of a folder or an archive, by name without .gz."""
     if path.is_file() and _plain(path.name).startswith(_PARTS):
         path = path.parent  # one file of the set stands for all of them
     if path.is_dir():

@@ -19,7 +19,7 @@ Runs = dict[str, list["Run"]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one training left behind.
+    """The results of one training run.
 
     Attributes:
         losses: The training loss of each step.
@@ -153,7 +153,7 @@ def write_page(path: Path, intro: str, runs: Runs, lines: Sequence[str]) -> None
 
 
 def verdict(runs: Runs, test_images: int, lr: float) -> tuple[list[str], bool]:
-    """Says what the table shows; True if a mixed mode is worse than f32."""
+    """Prints what the table shows; returns whether a mixed mode is worse than f32."""
     if "f32" not in runs:
         return ["No comparison: the mode f32 was not run."], False
     reference = _mean_accuracy(runs["f32"])

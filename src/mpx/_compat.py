@@ -33,12 +33,12 @@ HAS_MOSAIC = version_tuple(jax.__version__) >= (0, 11)
 
 
 def is_tracer(x: object) -> bool:
-    """Whether `x` is an abstract value inside a JAX transformation."""
+    """Returns whether `x` is an abstract value inside a JAX transformation."""
     return isinstance(x, Tracer)
 
 
 def is_batched(x: object) -> bool:
-    """Whether `x` is a value inside a `jax.vmap`."""
+    """Returns whether `x` is a value inside a `jax.vmap`."""
     return isinstance(x, tracer_type("vmap"))
 
 
@@ -47,14 +47,14 @@ def _is_linearized(x: object) -> bool:
 
 
 def is_differentiated(x: Any) -> bool:
-    """Whether a derivative with respect to `x` is taken, where no `jit` hides it."""
+    """Returns whether a derivative with respect to `x` is taken, where no `jit` hides it."""
     while is_batched(x):
         x = getattr(x, "val", None)
     return _is_linearized(x) or isinstance(x, tracer_type("jvp"))
 
 
 def nothing_is_traced() -> bool:
-    """Whether no JAX transformation is running; `False` if JAX cannot tell."""
+    """Returns whether no JAX transformation is running; `False` if JAX cannot tell."""
     names = private("trace_state")
     return names is not None and names.trace_state_clean()
 
@@ -127,7 +127,7 @@ def zeros_of(struct: Any) -> jax.Array:
 
 
 def is_jaxpr(x: object) -> bool:
-    """Whether `x` is a jaxpr, open or closed."""
+    """Returns whether `x` is a jaxpr, open or closed."""
     return isinstance(x, Jaxpr | ClosedJaxpr)
 
 
@@ -367,13 +367,13 @@ def bind_jit(
 
 
 def has_shardings(params: dict[str, Any]) -> bool:
-    """Whether a jit equation says how its arguments or its results are sharded."""
+    """Returns whether a jit equation says how its arguments or its results are sharded."""
     given = (*params["in_shardings"], *params["out_shardings"])
     return any(sharding is not unspecified_sharding() for sharding in given)
 
 
 def has_explicit_axes(mesh: Any) -> bool:
-    """Whether a mesh has axes along which shardings are part of an array's type."""
+    """Returns whether a mesh has axes along which shardings are part of an array's type."""
     explicit = jax.sharding.AxisType.Explicit
     return any(kind == explicit for kind in mesh.axis_types or ())
 

@@ -135,7 +135,7 @@ def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
 
 
 def is_float_dtype(dtype: np.dtype) -> bool:
-    """Whether mpx casts numbers of this dtype: real floating with at least 16 bits.
+    """Returns whether mpx casts numbers of this dtype: real floating with at least 16 bits.
 
     The 8-bit and narrower formats are storage for quantised values, whose meaning lies
     in a scale kept elsewhere: casting them would destroy it.

@@ -166,7 +166,7 @@ class AmpRules:
 
     @property
     def is_plain(self) -> bool:
-        """Whether f32 operations without a matmul come back as they are."""
+        """Returns whether f32 operations without a matmul come back as they are."""
         changes = self.primitives or self.functions or self.scopes
         return self.base in ("safe", "fast") and not changes
 

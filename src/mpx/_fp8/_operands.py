@@ -55,7 +55,7 @@ class MatmulSpec:
 
     @property
     def by_row(self) -> bool:
-        """Whether each row has a scale, so that each direction needs its own codes."""
+        """Returns whether each row has a scale, so that each direction needs its own codes."""
         return (
             isinstance(self.recipe, CurrentScaling) and self.recipe.granularity == "row"
         )

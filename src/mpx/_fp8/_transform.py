@@ -157,7 +157,7 @@ class Fp8Function:
 
     @property
     def has_state(self) -> bool:
-        """Whether the first argument is an `Fp8State`."""
+        """Returns whether the first argument is an `Fp8State`."""
         return isinstance(self.chosen.recipe, DelayedScaling)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

@@ -88,7 +88,7 @@ def cast_to_half(tree: T) -> T:
 
 @dataclasses.dataclass(frozen=True)
 class _Scaled:
-    """What all loss scales share."""
+    """The base of all loss scales."""
 
     loss_scale: Any
 

@@ -139,7 +139,7 @@ def flash_sgdw(  # noqa: PLR0917
 
 
 def _matches(by: Any, name: str, leaf: Any) -> bool:
-    """Whether the `params` of a group choose a parameter; see `flash_adamw`."""
+    """Returns whether the `params` of a group choose a parameter; see `flash_adamw`."""
     parts = name.split("/")
     if callable(by):
         return bool(by(tuple(parts), leaf))

@@ -21,7 +21,7 @@ def no_state() -> Array:
 
 
 def is_state(leaf: Any) -> bool:
-    """Whether an array is more than `no_state()`."""
+    """Returns whether an array is more than `no_state()`."""
     return not (leaf.shape == () and leaf.dtype == np.int32)
 
 

@@ -28,7 +28,7 @@ class QuantizedArray(NamedTuple):
 
 
 def is_quantized(leaf: object) -> bool:
-    """Whether a leaf is a `QuantizedArray`, ours or that of flashoptim-jax itself."""
+    """Returns whether a leaf is a `QuantizedArray`, ours or that of flashoptim-jax itself."""
     return getattr(leaf, "_fields", None) == QuantizedArray._fields
 
 
