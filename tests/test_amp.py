@@ -1,4 +1,4 @@
-"""`amp`: functions nobody edited, in mixed precision, under every transformation."""
+"""`amp`: unmodified functions, in mixed precision, under every transformation."""
 
 import functools
 from collections.abc import Callable
@@ -290,7 +290,7 @@ CASES = {
     "custom_vjp closing over a value": Case(closes_over, 2),
     "gather and scatter": Case(gathers, 2),
     "indexing": Case(indexes, 2),
-    "linalg": Case(linalg, 3, kept=(F32_PAIR,)),  # inside of the solver
+    "linalg": Case(linalg, 3, kept=(F32_PAIR,)),  # inside the solver
     "fft": Case(fft, 2),
     "complex": Case(complex_numbers, 2, kept=(("complex64", "complex64"),)),
     "explicit f16": Case(explicit_low, 1, kept=(("float16", "float16"),)),

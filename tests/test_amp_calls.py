@@ -1,4 +1,4 @@
-"""What `amp` knows of a value, its dtype and its name, holds inside of calls."""
+"""What `amp` knows of a value, its dtype and its name, holds inside calls."""
 
 import functools
 

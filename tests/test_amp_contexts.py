@@ -244,7 +244,7 @@ def test_f16_training_step_of_a_model_learns():
     assert values[-1] < 0.7 * values[0]
 
 
-# --- Methods of models, and functions inside of them ----------------------------------
+# --- Methods of models, and functions inside them ----------------------------------
 
 
 def as_is(func):
@@ -346,7 +346,7 @@ RUNNING = {
     "compact method": (Linen, linen_around_compact),
     "method of a Linen module with setup": (Linen, linen_setup),
     "Linen submodule": (Linen, linen_submodule),
-    "function inside of hk.transform": (Haiku, haiku_function),
+    "function inside hk.transform": (Haiku, haiku_function),
     "Haiku module": (Haiku, haiku_module),
 }
 

@@ -325,7 +325,7 @@ def test_gradient_of_a_gather_adds_up_in_f32(name, wrap):
         assert error <= 9 * UNIT, key
 
 
-# --- Arguments inside of shard_map ----------------------------------------------------
+# --- Arguments inside shard_map ----------------------------------------------------
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -1,4 +1,4 @@
-"""Compressed optimizers as optax transformations, and inside of others."""
+"""Compressed optimizers as optax transformations, and inside others."""
 
 import functools
 import re
@@ -32,7 +32,7 @@ pytestmark = [
 
 
 def flash_state(tree) -> Any:
-    """Returns the state of the compressed optimizer inside of an optax state."""
+    """Returns the state of the compressed optimizer inside an optax state."""
     is_state = lambda x: isinstance(x, mpx.optim.FlashState)  # noqa: E731
     (state,) = filter(is_state, jax.tree.leaves(tree, is_leaf=is_state))
     return state
@@ -112,7 +112,7 @@ def test_parameters_that_equinox_made_f32_are_refused():
             call()
 
 
-# --- inside of optax ------------------------------------------------------------------
+# --- inside optax ------------------------------------------------------------------
 
 
 def is_matrix(tree):

@@ -370,7 +370,7 @@ def test_training_loop_is_a_scan():
     assert np.all(np.diff(losses) < 0)
 
 
-# --- inside of other wrappers ---------------------------------------------------------
+# --- inside other wrappers ---------------------------------------------------------
 
 WRAPPERS = {
     "jit": jax.jit,

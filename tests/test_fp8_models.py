@@ -1,4 +1,4 @@
-"""Models nobody edited, in every framework: gradients off by what fp8 rounding explains."""
+"""Unmodified models, in every framework: gradients off by what fp8 rounding explains."""
 
 import functools
 import math
@@ -207,7 +207,7 @@ def prepared(name):
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", MODELS)
-def test_model_nobody_edited(name):
+def test_unmodified_model(name):
     loss, params, count, true = prepared(name)
     low = mpx.amp(loss, dtype="bf16")
     f8 = fp8(low, min_gain=0)
