@@ -6,8 +6,7 @@ JOBS   ?= 2
 # The version of JAX to install. Empty: the oldest that mpx supports on Python 3.11, and
 # on later Pythons the newest. To change it, name another VENV as well.
 JAX    ?=
-# Whether calls of mpx are checked against its annotations, as the CI does on the newest
-# JAX: that doubles the time.
+# Whether calls of mpx are checked against its annotations, which doubles the time.
 TYPED  ?=
 # More arguments for pytest, such as ARGS="tests/test_cast.py -k bf16 -x".
 ARGS   ?=

@@ -49,11 +49,31 @@ def pytest_collection_finish():
     gc.freeze()  # what is imported by now stays
 
 
+# Arithmetic and messages of mpx, through JAX functions that do not change: the CI runs
+# them on one version, as it does with tests that are marked `long`.
+_ON_ONE_JAX = {
+    "test_cast",
+    "test_compat_jmp",
+    "test_examples",
+    "test_flash",
+    "test_flash_clip",
+    "test_flash_errors",
+    "test_flash_options",
+    "test_formats",
+    "test_loss_scaling",
+    "test_testing",
+    "test_tree",
+    "test_update_errors",
+}
+
+
 def pytest_collection_modifyitems(items):
-    # Docstring examples show what a user runs, and `optax.adam` needs promotion.
     for item in items:
         if isinstance(item, pytest.DoctestItem):
+            # Examples show what a user runs, and `optax.adam` needs promotion.
             item.add_marker("standard_promotion")
+        elif item.path.stem in _ON_ONE_JAX:
+            item.add_marker("long")
 
 
 @pytest.hookimpl(wrapper=True)
