@@ -228,7 +228,8 @@ def _varying(term: Term) -> tuple[bool, ...]:
         rest = iter(kept)
         return tuple(n != 1 and next(rest) for n in shape)
     if term.name in _ELEMENTWISE:
-        inner = [x.varying for x in term.operands if x.shape == shape]
+        # Scalars are broadcast, and so are axes of size 1.
+        inner = [x.varying for x in term.operands if x.shape]
         return tuple(any(x) for x in zip(*inner, strict=True)) if inner else every
     return every
 
