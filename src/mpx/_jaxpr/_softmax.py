@@ -13,7 +13,7 @@ import numpy as np
 
 from mpx._jaxpr._meanings import MASKED, Kind, Label, Labels, Meaning, Scores, Side
 from mpx._jaxpr._queries import Equation
-from mpx._jaxpr._terms import Level, Term
+from mpx._jaxpr._terms import SAME, Level, Term
 
 _FLOATS = ("float32", "bfloat16", "float16")
 
@@ -413,7 +413,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (
             *_RELABEL,
-            *("convert_element_type", "stop_gradient", "copy", "copy_p"),
+            *("convert_element_type", *SAME),
         ),
         _layout,
     ),
