@@ -15,8 +15,9 @@ import numpy as np
 from jax import Array, lax
 
 from mpx._attention._match import Match
+from mpx._jaxpr._constants import SAME, compact
 from mpx._jaxpr._meanings import MASKED, Side
-from mpx._jaxpr._terms import SAME, Term, compact
+from mpx._jaxpr._terms import Term
 
 _ALL = -1e20
 """Adding this or less to a score leaves nothing of the score in f32."""
@@ -252,7 +253,7 @@ def fill_empty_rows(
     if masks.is_causal:
         left = keys if masks.window is None else masks.window[0]
         here = np.tril(np.ones((rows, keys), bool))
-        mask = mask & (here & ~np.tril(here, -left - 1))
+        mask = mask & (here & ~np.tril(here, -left - 1))[None, None]
     seen = jnp.swapaxes(jnp.any(mask, axis=-1), 1, 2)[..., None]
     if masks.empty == "mean":
         mean = jnp.mean(value.astype(jnp.float32), axis=1, keepdims=True)

@@ -208,7 +208,8 @@ def _axes(meaning: Meaning, summed: list[int], batch: list[int]) -> Axes | None:
     if len(summed) != 1 or len(keys) != 1 or keys != meaning.summed:
         return None
     (key,) = keys
-    if key[0] == "batch" or (meaning.shift and key not in meaning.shift):
+    shift = meaning.shift.labels
+    if key[0] == "batch" or (shift and key not in shift):
         return None
     side: Literal["lhs", "rhs"] = "lhs" if key[0] == "rhs" else "rhs"
     if any(x[0] == key[0] and x != key for x in scores.sizes):
