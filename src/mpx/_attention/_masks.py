@@ -6,7 +6,9 @@ the mean of the values if masked scores become a finite number, nan if they beco
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -150,7 +152,7 @@ def _as_mask(side: Side) -> Side:
     term, labels = side.term, side.labels
     while term.name in ("broadcast_in_dim", "convert_element_type"):
         if term.name == "broadcast_in_dim":
-            dims = term.eqn.params["broadcast_dimensions"]
+            dims = term.params["broadcast_dimensions"]
             labels = tuple(labels[d] for d in dims)
         term = term.operands[0]
     if term.name != "select_n" or len(term.operands) != 3:
@@ -176,7 +178,7 @@ def _parts(side: Side) -> Iterator[Side]:
     if name in SAME:
         yield from _parts(dataclasses.replace(side, term=operands[0]))
     elif name == "broadcast_in_dim" and operands[0].shape:
-        dims = term.eqn.params["broadcast_dimensions"]
+        dims = term.params["broadcast_dimensions"]
         labels = tuple(labels[d] for d in dims)
         yield from _parts(dataclasses.replace(side, term=operands[0], labels=labels))
     elif name == "not":
@@ -226,14 +228,11 @@ def arrays_of(
     parts: list[Any] = [small(x).astype(jnp.float32) * x.factor for x in masks.biases]
     parts += [] if masks.bias is None else [jnp.asarray(masks.bias)]
     if parts:
-        found["bias"] = sum(parts[1:], parts[0])
+        found["bias"] = functools.reduce(operator.add, parts)
     parts = [small(x) if x.keeps else ~small(x) for x in masks.masks]
     parts += [] if masks.mask is None else [jnp.asarray(masks.mask)]
     if parts:
-        mask = parts[0]
-        for part in parts[1:]:
-            mask = mask & part
-        found["mask"] = mask
+        found["mask"] = functools.reduce(operator.and_, parts)
     return found
 
 

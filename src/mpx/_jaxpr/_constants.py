@@ -117,7 +117,7 @@ def _elementwise(term: "Term", *operands: np.ndarray) -> np.ndarray | None:
     if np.prod(sizes, dtype=float) * term.aval.dtype.itemsize > _LARGEST:
         return None
     if term.name == "integer_pow":
-        small.append(np.asarray(term.eqn.params["y"], np.int32))
+        small.append(np.asarray(term.params["y"], np.int32))
     out = _NUMPY[term.name](*small)
     if out is None:
         return None
@@ -128,7 +128,7 @@ def _elementwise(term: "Term", *operands: np.ndarray) -> np.ndarray | None:
 
 
 def _iota(term: "Term") -> np.ndarray:
-    shape, axis = term.shape, term.eqn.params["dimension"]
+    shape, axis = term.shape, term.params["dimension"]
     line = np.arange(shape[axis]).astype(term.aval.dtype)
     line = line.reshape([-1 if i == axis else 1 for i in range(len(shape))])
     return np.broadcast_to(line, shape)
@@ -136,13 +136,13 @@ def _iota(term: "Term") -> np.ndarray:
 
 def _broadcast(term: "Term", x: np.ndarray) -> np.ndarray | None:
     sizes = [1] * len(term.shape)
-    for dim, size in zip(term.eqn.params["broadcast_dimensions"], x.shape, strict=True):
+    for dim, size in zip(term.params["broadcast_dimensions"], x.shape, strict=True):
         sizes[dim] = size
     return np.broadcast_to(_with_shape(x, tuple(sizes)), term.shape)
 
 
 def _reshaped(term: "Term", x: np.ndarray) -> np.ndarray | None:
-    if term.eqn.params.get("dimensions") is not None and term.name == "reshape":
+    if term.params.get("dimensions") is not None and term.name == "reshape":
         return None
     is_small = x.nbytes <= _LARGEST or _same_axes(x.shape, term.shape)
     return _with_shape(x, term.shape) if is_small else None
@@ -167,7 +167,7 @@ _RULES: dict[str, Callable[..., np.ndarray | None]] = {
     **dict.fromkeys(_NUMPY, _elementwise),
     "iota": _iota,
     "broadcast_in_dim": _broadcast,
-    "transpose": lambda term, x: x.transpose(term.eqn.params["permutation"]),
+    "transpose": lambda term, x: x.transpose(term.params["permutation"]),
     "reshape": _reshaped,
     "squeeze": _reshaped,
 }
@@ -180,7 +180,7 @@ Axes = tuple[bool, ...] | None
 
 def _varying_broadcast(term: "Term") -> Axes:
     found = [False] * len(term.shape)
-    dims = term.eqn.params["broadcast_dimensions"]
+    dims = term.params["broadcast_dimensions"]
     for dim, varies in zip(dims, term.operands[0].varying, strict=True):
         found[dim] = varies
     return tuple(found)
@@ -206,11 +206,11 @@ VARYING: dict[str, Callable[["Term"], Axes]] = {
         (*_NUMPY, "tanh", "sign", "floor", "logistic"), _varying_elementwise
     ),
     "iota": lambda term: tuple(
-        i == term.eqn.params["dimension"] for i in range(len(term.shape))
+        i == term.params["dimension"] for i in range(len(term.shape))
     ),
     "broadcast_in_dim": _varying_broadcast,
     "transpose": lambda term: tuple(
-        term.operands[0].varying[i] for i in term.eqn.params["permutation"]
+        term.operands[0].varying[i] for i in term.params["permutation"]
     ),
     **dict.fromkeys(("reshape", "squeeze"), _varying_reshape),
 }

@@ -7,11 +7,11 @@ from mpx._jaxpr._terms import Term
 
 
 def _transposed(term: Term, source: Meaning) -> Labels:
-    return tuple(source.labels[i] for i in term.eqn.params["permutation"])
+    return tuple(source.labels[i] for i in term.params["permutation"])
 
 
 def _squeezed(term: Term, source: Meaning) -> Labels:
-    dims = {d % len(source.labels) for d in term.eqn.params["dimensions"]}
+    dims = {d % len(source.labels) for d in term.params["dimensions"]}
     return tuple(x for i, x in enumerate(source.labels) if i not in dims)
 
 
@@ -23,7 +23,7 @@ def _broadcast(term: Term, source: Meaning) -> Labels | None:
     """
     labels: list[tuple[Label, ...]] = [()] * len(term.shape)
     given = term.operands[0].shape
-    dims = [int(d) for d in term.eqn.params["broadcast_dimensions"]]
+    dims = [int(d) for d in term.params["broadcast_dimensions"]]
     for label, size, dim in zip(source.labels, given, dims, strict=True):
         if size != term.shape[dim] and source.kind not in ROWS:
             return None
@@ -35,7 +35,7 @@ def _broadcast(term: Term, source: Meaning) -> Labels | None:
 
 
 def _reshaped(term: Term, source: Meaning) -> Labels | None:
-    if term.eqn.params.get("dimensions") is not None:
+    if term.params.get("dimensions") is not None:
         return None
     sizes = source.scores.sizes
     given = term.operands[0].shape

@@ -51,7 +51,7 @@ class Side:
         """Returns the array that it was broadcast from, and the labels of its axes."""
         term, labels = self.term, self.labels
         while term.name == "broadcast_in_dim" and term.operands[0].eqn is not None:
-            dims = term.eqn.params["broadcast_dimensions"]
+            dims = term.params["broadcast_dimensions"]
             labels, term = tuple(labels[d] for d in dims), term.operands[0]
         return id(term), labels
 

@@ -93,25 +93,19 @@ Rule = Callable[[Term, "list[Meaning | None]"], Meaning | None]
 
 
 def _dot(term: Term, _: list[Meaning | None]) -> Meaning | None:
-    lhs, rhs = term.operands
-    (lhs_sum, _), (lhs_batch, rhs_batch) = term.eqn.params["dimension_numbers"]
-    if len(lhs_sum) != 1:
+    summed, batch = term.params["dimension_numbers"]
+    if len(summed[0]) != 1:
         return None
+    lhs, rhs = term.operands
     axes: list[tuple[Label, int]] = [
-        (("batch", i), lhs.shape[axis]) for i, axis in enumerate(lhs_batch)
+        (("batch", i), lhs.shape[axis]) for i, axis in enumerate(batch[0])
     ]
-    for side, operand, batch, summed in zip(
-        ("lhs", "rhs"),
-        (lhs, rhs),
-        (lhs_batch, rhs_batch),
-        term.eqn.params["dimension_numbers"][0],
-        strict=True,
-    ):
-        axes += [
-            ((side, i), size)
-            for i, size in enumerate(operand.shape)
-            if i not in batch and i not in summed
-        ]
+    for i, size in enumerate(lhs.shape):
+        if i not in (*batch[0], *summed[0]):
+            axes.append((("lhs", i), size))
+    for i, size in enumerate(rhs.shape):
+        if i not in (*batch[1], *summed[1]):
+            axes.append((("rhs", i), size))
     labels = tuple((label,) if size != 1 else () for label, size in axes)
     sizes = {label: size for label, size in axes if size != 1}
     return Meaning("scores", Scores(term, sizes), labels)
@@ -288,7 +282,7 @@ def _reduced(term: Term, known: list[Meaning | None]) -> Meaning | None:
         return None
     if wanted == "scores" and source.shift != NO_SHIFT:
         return None
-    axes = {int(axis) for axis in term.eqn.params["axes"]}
+    axes = {int(axis) for axis in term.params["axes"]}
     gone = frozenset(label for axis in axes for label in source.labels[axis])
     labels = tuple(x for i, x in enumerate(source.labels) if i not in axes)
     parents = (term.operands[0],)

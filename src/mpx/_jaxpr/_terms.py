@@ -30,7 +30,8 @@ class Term:
     """
 
     def __init__(self, level: "Level", atom: Any, eqn: Equation | None) -> None:
-        self.level, self.atom, self.eqn = level, atom, eqn
+        self.level, self.atom = level, atom
+        self.eqn: Any = eqn
 
     @property
     def aval(self) -> Aval:
@@ -41,6 +42,11 @@ class Term:
     def shape(self) -> tuple[int, ...]:
         """The shape of the value."""
         return tuple(self.atom.aval.shape)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters of the equation."""
+        return {} if self.eqn is None else self.eqn.params
 
     @property
     def name(self) -> str:
