@@ -1,0 +1,389 @@
+"""Recognising a softmax of the result of a matmul, however it is written.
+
+A term of the program may have a meaning: see `Meaning`. The axes of a meaning carry labels of
+the matmul's axes, which follow transposes and reshapes, so that a softmax over another axis is
+not taken for one over keys. Whatever has no rule here has no meaning.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from mpx._jaxpr._constants import SAME
+from mpx._jaxpr._labels import RELABEL, ROWS
+from mpx._jaxpr._meanings import (
+    MASKED,
+    NO_SHIFT,
+    Kind,
+    Label,
+    Meaning,
+    Scores,
+    Shift,
+    Side,
+)
+from mpx._jaxpr._queries import Equation
+from mpx._jaxpr._terms import Level, Term
+
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
+class Softmaxes:
+    """The meanings of the terms of a program."""
+
+    def __init__(self, level: Level) -> None:
+        self.level = level
+        self._known: dict[int, tuple[Term, Meaning | None]] = {}
+
+    def meaning(self, term: Term) -> Meaning | None:
+        """Returns the meaning of a term, if it has one."""
+        if term.eqn is None or id(term) in self._known:
+            return self._known.get(id(term), (term, None))[1]
+        # Without recursion: chains of operations may be longer than Python's stack.
+        waiting = [term]
+        while waiting:
+            last = waiting[-1]
+            rule = _RULES.get(last.name)
+            needs = [] if rule is None or last.name == "dot_general" else last.operands
+            new = [x for x in needs if x.eqn is not None and id(x) not in self._known]
+            if new:
+                waiting.extend(new)
+                continue
+            waiting.pop()
+            found = None
+            if rule is not None and str(last.aval.dtype) in _FLOATS:
+                found = rule(last, [self.meaning(x) for x in needs])
+            self._known[id(last)] = last, found
+        return self._known[id(term)][1]
+
+    def history(self, terms: tuple[Term, ...]) -> dict[int, Term]:
+        """Returns all terms with a meaning from which these are made, with them."""
+        found: dict[int, Term] = {}
+        waiting = list(terms)
+        while waiting:
+            term = waiting.pop()
+            if id(term) in found:
+                continue
+            found[id(term)] = term
+            known = self.meaning(term)
+            waiting.extend(known.parents if known is not None else ())
+        return found
+
+    def is_private(self, terms: tuple[Term, ...], reader: Equation) -> bool:
+        """Returns whether a value and what it is made from is read by nothing else.
+
+        Args:
+            terms: The value, as one or several terms.
+            reader: The equation that reads it.
+        """
+        inside = self.history(terms).values()
+        # A function that is called twice is two levels of the same equations.
+        equations = {(id(term.level), id(term.eqn)) for term in inside}
+        equations.add((id(self.level), id(reader)))
+        return all(
+            use is not None and (id(use[0]), id(use[1])) in equations
+            for term in inside
+            for use in term.level.readers(term.atom)
+        )
+
+
+Rule = Callable[[Term, "list[Meaning | None]"], Meaning | None]
+"""Returns the meaning of a term from those of its operands."""
+
+
+def _dot(term: Term, _: list[Meaning | None]) -> Meaning | None:
+    summed, batch = term.params["dimension_numbers"]
+    if len(summed[0]) != 1:
+        return None
+    lhs, rhs = term.operands
+    axes: list[tuple[Label, int]] = [
+        (("batch", i), lhs.shape[axis]) for i, axis in enumerate(batch[0])
+    ]
+    for i, size in enumerate(lhs.shape):
+        if i not in (*batch[0], *summed[0]):
+            axes.append((("lhs", i), size))
+    for i, size in enumerate(rhs.shape):
+        if i not in (*batch[1], *summed[1]):
+            axes.append((("rhs", i), size))
+    labels = tuple((label,) if size != 1 else () for label, size in axes)
+    sizes = {label: size for label, size in axes if size != 1}
+    return Meaning("scores", Scores(term, sizes), labels)
+
+
+def _with_parents(term: Term, known: list[Meaning | None]) -> tuple[Term, ...]:
+    pairs = zip(term.operands, known, strict=True)
+    return tuple(operand for operand, meaning in pairs if meaning is not None)
+
+
+# --- Layout ---------------------------------------------------------------------------
+
+
+def _layout(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    (source,) = known
+    if source is None:
+        return None
+    relabel = RELABEL.get(term.name)
+    labels = source.labels if relabel is None else relabel(term, source)
+    if labels is None:
+        return None
+    return source._replace(labels=labels, parents=(term.operands[0],))
+
+
+def _stop_gradient(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    """Returns the meaning of a maximum without gradient; other parts need theirs."""
+    (source,) = known
+    if source is None or source.kind != "max":
+        return None
+    shift = source.shift._replace(is_stopped=True)
+    return source._replace(shift=shift, parents=(term.operands[0],))
+
+
+# --- Scale, bias and mask -------------------------------------------------------------
+
+
+def _scaled(scores: Scores, factor: float) -> Scores | None:
+    sides = []
+    for side in scores.sides:
+        if side.kind == "bias":
+            side = dataclasses.replace(side, factor=side.factor * factor)
+        elif factor <= 0 or side.fill * factor > MASKED:
+            return None
+        else:
+            side = dataclasses.replace(side, fill=side.fill * factor)
+        sides.append(side)
+    return dataclasses.replace(scores, scale=scores.scale * factor, sides=tuple(sides))
+
+
+def _with_side(scores: Scores, side: Side) -> Scores:
+    return dataclasses.replace(scores, sides=(*scores.sides, side))
+
+
+def _affine(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    """Returns the meaning of scores with a number multiplied, or a value added."""
+    (position,) = (i for i, x in enumerate(known) if x is not None)
+    source, other = known[position], term.operands[1 - position]
+    assert source is not None
+    if source.shift != NO_SHIFT or term.operands[position].shape != term.shape:
+        return None
+    number = other.scalar
+    scores: Scores | None = source.scores
+    if term.name in ("mul", "div"):
+        if number is None or not math.isfinite(number) or number == 0:
+            return None
+        if term.name == "div":
+            if position != 0:
+                return None
+            number = 1 / number
+        scores = _scaled(source.scores, number)
+    elif number != 0.0:
+        factor = 1.0
+        if term.name == "sub":
+            factor = -1.0 if position == 0 else 1.0
+            scores = source.scores if position == 0 else _scaled(source.scores, -1.0)
+        if scores is None or not _fits(other, term):
+            return None
+        scores = _with_side(scores, Side("bias", other, source.labels, factor))
+    elif term.name == "sub" and position == 1:
+        scores = _scaled(source.scores, -1.0)
+    return _as_scores(term, known, scores, source)
+
+
+def _fits(side: Term, term: Term) -> bool:
+    """Returns whether a side has the axes of scores, with size 1 where it is broadcast."""
+    if len(side.shape) != len(term.shape):
+        return False
+    pairs = zip(side.shape, term.shape, strict=True)
+    return all(size in (1, full) for size, full in pairs)
+
+
+def _as_scores(
+    term: Term,
+    known: list[Meaning | None],
+    scores: Scores | None,
+    source: Meaning,
+) -> Meaning | None:
+    if scores is None:
+        return None
+    return Meaning("scores", scores, source.labels, _with_parents(term, known))
+
+
+def _arithmetic(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    kinds = [None if x is None else x.kind for x in known]
+    if kinds == ["scores", "scores"] and term.name in ("add", "sub"):
+        known = _without_bias(known)
+        kinds = [None if x is None else x.kind for x in known]
+    if kinds in (["scores", None], [None, "scores"]):
+        return _affine(term, known)
+    return _two_parts(term, known) if None not in kinds else None
+
+
+def _without_bias(known: list[Meaning | None]) -> list[Meaning | None]:
+    """Returns the meanings of two matmuls' results without that of the bias.
+
+    A bias that comes out of a matmul, as one of pairs or positions, has fewer batch axes.
+    """
+    counts = [sum(label[0] == "batch" for label in x.scores.sizes) for x in known if x]
+    if counts[0] == counts[1]:
+        return known
+    return [known[0], None] if counts[0] > counts[1] else [None, known[1]]
+
+
+def _neg(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    (source,) = known
+    if source is None or source.kind != "scores":
+        return None
+    return _as_scores(term, known, _scaled(source.scores, -1.0), source)
+
+
+def _select(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    found = [i for i, x in enumerate(known) if x is not None]
+    if len(known) != 3 or found not in ([1], [2]):
+        return None
+    (position,) = found
+    source, which = known[position], term.operands[0]
+    fill = term.operands[3 - position].scalar
+    if source is None or fill is None or which.aval.dtype != np.bool_:
+        return None
+    parents = (term.operands[position],)
+    if source.kind == "max" and fill == 0.0 and which.name == "is_finite":
+        # `logsumexp` does not subtract an infinite maximum.
+        same = which.operands[0] is term.operands[position]
+        return source._replace(parents=(*parents, which)) if same else None
+    if which.shape != term.shape:
+        return None
+    side = Side("mask", which, source.labels, keeps=position == 2, fill=fill)
+    masked = _masked(source, side)
+    return None if masked is None else masked._replace(parents=parents)
+
+
+def _masked(source: Meaning, side: Side) -> Meaning | None:
+    """Returns the meaning of a part of a softmax of which some elements are replaced."""
+    scores, fill = source.scores, side.fill
+    if source.kind == "scores" and fill <= MASKED and source.shift == NO_SHIFT:
+        return source._replace(scores=_with_side(scores, side))
+    same = any(side.is_same(x) for x in scores.sides)
+    if source.kind == "exp" and fill == 0.0:
+        # What is 0 after the exponential was -inf before; the shift may be any number.
+        side = dataclasses.replace(side, fill=-math.inf)
+        return source._replace(scores=scores if same else _with_side(scores, side))
+    if source.kind == "probs" and fill == 0.0 and same:
+        return source._replace(zeroed=True)
+    return None
+
+
+# --- Softmax --------------------------------------------------------------------------
+
+
+def _reduced(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    (source,) = known
+    wanted = {"reduce_max": "scores", "reduce_sum": "exp"}[term.name]
+    if source is None or source.kind != wanted:
+        return None
+    if wanted == "scores" and source.shift != NO_SHIFT:
+        return None
+    axes = {int(axis) for axis in term.params["axes"]}
+    gone = frozenset(label for axis in axes for label in source.labels[axis])
+    labels = tuple(x for i, x in enumerate(source.labels) if i not in axes)
+    parents = (term.operands[0],)
+    if wanted == "scores":
+        return Meaning("max", source.scores, labels, parents, Shift(gone))
+    return Meaning("sum", source.scores, labels, parents, source.shift, gone)
+
+
+def _max(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    """Returns the meaning of `max(-inf, row)`, which `jnp.max(initial=)` writes."""
+    found = [x for x in known if x is not None]
+    if len(found) != 1 or found[0].kind != "max":
+        return None
+    number = term.operands[0 if known[0] is None else 1].scalar
+    if number != -math.inf:
+        return None
+    return found[0]._replace(parents=_with_parents(term, known))
+
+
+def _exp(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    (source,) = known
+    kinds: dict[str, Kind] = {"scores": "exp", "log_probs": "probs"}
+    if source is None or source.kind not in kinds:
+        return None
+    return source._replace(kind=kinds[source.kind], parents=(term.operands[0],))
+
+
+def _log(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    (source,) = known
+    if source is None or source.kind != "sum":
+        return None
+    return source._replace(kind="log_sum", parents=(term.operands[0],))
+
+
+def _two_parts(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    """Returns the meaning of a difference or ratio of two parts of one softmax."""
+    first, second = known
+    assert first is not None
+    assert second is not None
+    same = first.scores.is_same(second.scores) and _aligned(first, second)
+    if not same or term.operands[0].shape != term.shape:
+        return None
+    parents = _with_parents(term, known)
+    pair = term.name, first.kind, second.kind
+    if pair == ("sub", "scores", "max") and first.shift == NO_SHIFT:
+        return first._replace(shift=second.shift, parents=parents)
+    if first.shift != second.shift:
+        pass  # not parts of one softmax
+    elif pair in _RATIOS:
+        kind = _RATIOS[pair]
+        return first._replace(kind=kind, parents=parents, summed=second.summed)
+    elif pair[0] == "add" and {*pair[1:]} == {"log_sum", "max"}:
+        # The logsumexp of the scores themselves.
+        row = first if first.kind == "log_sum" else second
+        return row._replace(shift=NO_SHIFT, parents=parents)
+    return None
+
+
+_RATIOS: dict[tuple[str, str, str], Kind] = {
+    ("sub", "scores", "log_sum"): "log_probs",
+    ("div", "exp", "sum"): "probs",
+}
+
+
+def _aligned(first: Meaning, second: Meaning) -> bool:
+    """Returns whether the axes that both values have are at the same places."""
+    if not second.labels:
+        return True  # one number for all
+    if len(first.labels) != len(second.labels):
+        return False
+    pairs = zip(first.labels, second.labels, strict=True)
+    return all(not y or x == y for x, y in pairs) or (
+        first.kind in ROWS and first.labels == second.labels
+    )
+
+
+def _abs(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    """Returns the meaning of the absolute value of a sum of exponentials: the same."""
+    (source,) = known
+    if source is None or source.kind != "sum":
+        return None
+    return source._replace(parents=(term.operands[0],))
+
+
+_RULES: dict[str, Rule] = {
+    "dot_general": _dot,
+    **dict.fromkeys(
+        (
+            *RELABEL,
+            *("convert_element_type", *SAME),
+        ),
+        _layout,
+    ),
+    "stop_gradient": _stop_gradient,
+    **dict.fromkeys(("mul", "div", "add", "sub", "add_any"), _arithmetic),
+    "neg": _neg,
+    "select_n": _select,
+    "reduce_max": _reduced,
+    "reduce_sum": _reduced,
+    "max": _max,
+    "exp": _exp,
+    "log": _log,
+    "abs": _abs,
+}
