@@ -7,7 +7,8 @@
     python benchmarks/attention.py --tiny              # try the script on a CPU
 
 Each attention and each model is written in f32 without a fused kernel. `keep` is
-`amp(attention="keep")`, `fuse` is `amp`, and `hand` is written in bf16 around
+`amp(attention="keep")`, `fuse` is `amp`, `small` is `amp` with bf16 parameters and
+`flash_adamw`, and `hand` is written in bf16 around
 `jax.nn.dot_product_attention(implementation="cudnn")`.
 """
 
@@ -353,12 +354,17 @@ def run_model(options: argparse.Namespace) -> Record:
         name = "tiny-gpt" if tiny else "gpt2"
         params, loss, batches = build(mode, SIZES[name], 2 if tiny else 8)
     if mode != "hand":
-        loss = mpx.amp(loss, "bf16", attention=mode)
+        loss = mpx.amp(loss, "bf16", attention="keep" if mode == "keep" else "fuse")
     optimizer = optax.adamw(1e-4)
+    if mode == "small":
+        params, batches = mpx.cast_to_bfloat16((params, batches))
+        optimizer = mpx.optim.flash_adamw(1e-4, weight_decay=1e-4)
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
         params, optimizer_state = state
         value, grads = jax.value_and_grad(loss)(params, batch)
+        if mode == "small":
+            return tuple(optimizer.step(params, optimizer_state, grads)), value
         updates, optimizer_state = optimizer.update(grads, optimizer_state, params)
         return (optax.apply_updates(params, updates), optimizer_state), value
 
@@ -389,7 +395,7 @@ def run_models(options: argparse.Namespace) -> None:
         for library in options.models.split(","):
             found: dict[str, Record] = {}
             for turn in range(options.repeat):
-                for mode in ("keep", "fuse", "hand"):
+                for mode in ("keep", "fuse", "small", "hand"):
                     arguments = ["--child", f"{library}:{mode}", "--cache", cache]
                     arguments += ["--tiny"] if options.tiny else []
                     record = measure.run_child(__file__, arguments, timeout=300)
