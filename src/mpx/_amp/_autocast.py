@@ -7,13 +7,14 @@ Values that the function holds in f32 may be held in the compute dtype between t
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import _attention, _casts, _pointwise
+from mpx._amp import _attention, _casts, _pointwise, _recognition
 from mpx._amp._facts import (
     F32,
     NEUTRAL,
@@ -44,6 +45,7 @@ from mpx._jaxpr._interpreter import (
     Jaxpr,
     Op,
     Outcome,
+    Plan,
     Scopes,
     Values,
     arrays_of,
@@ -81,6 +83,17 @@ class Autocast(Settings):
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         return _attention.captured_attention()
+
+    def plan(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        facts: Sequence[Origin],
+        scopes: Scopes,
+    ) -> Plan | None:
+        if self.attention == "keep":
+            return None
+        return _recognition.plan_for(self, jaxpr, consts, facts, scopes)
 
     # --- equations --------------------------------------------------------------------
 

@@ -143,6 +143,7 @@ class Settings(Transformation):
         f32_weight_grads: Whether the gradients of arguments that matmuls read come out
             of their matmul in f32.
         f32_results: Whether low matmuls give f32 results; for those gradients.
+        attention: Whether attention that is recognised runs in one kernel, or is kept.
         decisions: Where decisions are recorded, `None` to record none.
     """
 
@@ -152,6 +153,7 @@ class Settings(Transformation):
     rules: AmpRules
     f32_weight_grads: bool = False
     f32_results: bool = False
+    attention: Literal["fuse", "keep"] = "fuse"
     decisions: list[Decision] | None = None
 
     @property

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jax.typing import DTypeLike
 
@@ -21,6 +21,7 @@ def amp(
     rules: AmpRules | str | Mapping[Any, Any] | None = None,
     narrow_carry: bool = False,
     f32_weight_grads: bool = False,
+    attention: Literal["fuse", "keep"] = "fuse",
 ) -> Callable[..., Any]:
     """Runs a function in mixed precision, operation by operation.
 
@@ -52,10 +53,12 @@ def amp(
         f32_weight_grads: Whether the gradients of the weights come out of their matmuls
             in f32. By default these give 16-bit results, which are then cast. It is for
             gradients taken outside `amp`, and excludes forward-mode derivatives.
+        attention: `"fuse"` runs attention in cuDNN's kernel where it is recognised and
+            that pays: see `mpx.inspect.report`. `"keep"` runs it as it is written.
 
     Raises:
-        ValueError: If the dtype or a rule is unknown; in a call, if a string or type in
-            `keep`, or an expression in `rules`, selects nothing.
+        ValueError: If the dtype, a rule or `attention` is unknown; in a call, if a string
+            or type in `keep`, or an expression in `rules`, selects nothing.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -65,6 +68,10 @@ def amp(
         >>> f(jnp.full((2, 3), 1.001), jnp.ones((3, 2)))
         Array(3., dtype=float32)
     """
+    if attention not in ("fuse", "keep"):
+        raise ValueError(
+            f'`attention` must be "fuse" or "keep", but it is {attention!r}.'
+        )
     if dtype is not None:
         dtype = as_compute_dtype(dtype)
     chosen = as_amp_rules(rules).keeping(parse_selectors(keep, "keep"))
@@ -76,6 +83,7 @@ def amp(
             rules=chosen,
             narrow_carry=narrow_carry,
             f32_weight_grads=f32_weight_grads,
+            attention=attention,
         )
     eager: dict[Any, Any] = {}
 
@@ -85,6 +93,7 @@ def amp(
             rules=chosen,
             narrow_carry=narrow_carry,
             f32_weight_grads=f32_weight_grads,
+            attention=attention,
         )
 
     @functools.wraps(func)

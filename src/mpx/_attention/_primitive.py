@@ -74,11 +74,16 @@ def attend(
         extras=tuple(extras),
         required=required,
     )
-    names = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in given)))
-    # Marked here, so that the transpose of the mark sums gradients over devices.
-    given = [as_varying(x, names) for x in given] if names else given
-    out, logsumexp = attention_p.bind(*given, spec=spec)
+    out, logsumexp = bind_attention(given, spec)
     return out, logsumexp[..., 0]
+
+
+def bind_attention(operands: Sequence[Array], spec: Attention) -> tuple[Array, Array]:
+    """Runs attention as one operation; returns the output and the logsumexp."""
+    names = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
+    # Marked here, so that the transpose of the mark sums gradients over devices.
+    given = [as_varying(x, names) for x in operands] if names else operands
+    return attention_p.bind(*given, spec=spec)
 
 
 # --- The operation in plain JAX -------------------------------------------------------

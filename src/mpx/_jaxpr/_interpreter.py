@@ -53,6 +53,26 @@ class Op(NamedTuple):
     scopes: Scopes
 
 
+class Replacement(NamedTuple):
+    """What is run instead of an equation and of those that only it needs.
+
+    Attributes:
+        atoms: The variables whose values it needs.
+        run: Takes the visitor and the equation with these values as its operands;
+            returns the results of the equation.
+    """
+
+    atoms: Sequence[Any]
+    run: Callable[["Visitor", Op], Outcome]
+
+
+class Plan(NamedTuple):
+    """Which equations of a jaxpr are replaced and which are not run, by position."""
+
+    replaced: dict[int, Replacement]
+    dead: frozenset[int]
+
+
 class Frame:
     """One evaluation of a jaxpr: the value and the fact of each variable in `env`.
 
@@ -149,6 +169,23 @@ class Visitor:
         """Enters the context in which the user's derivative rules are traced."""
         return contextlib.nullcontext()
 
+    def plan(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        facts: Sequence[Fact],
+        scopes: Scopes,
+    ) -> Plan | None:
+        """Returns what is recognised in a jaxpr and run in another way, if anything is.
+
+        Args:
+            jaxpr: A jaxpr that is about to be run.
+            consts: Its constants.
+            facts: What is known of its arguments.
+            scopes: The named scopes around it.
+        """
+        return None
+
     def run(
         self,
         jaxpr: Jaxpr,
@@ -158,6 +195,8 @@ class Visitor:
         scopes: Scopes,
     ) -> Outcome:
         """Evaluates a jaxpr; returns its results and what is known of them."""
+        plan = self.plan(jaxpr, consts, facts, scopes)
+        replaced, dead = ({}, ()) if plan is None else plan
         outer, self.frame = self.frame, Frame(jaxpr)
         try:
             env = self.frame.env
@@ -166,12 +205,18 @@ class Visitor:
             env.update(
                 zip(jaxpr.invars, zip(args, facts, strict=True), strict=True),
             )
-            for eqn in jaxpr.eqns:
-                pairs = [self.read(atom) for atom in eqn.invars]
+            for index, eqn in enumerate(jaxpr.eqns):
+                if index in dead:
+                    continue
+                other = replaced.get(index)
+                atoms = eqn.invars if other is None else other.atoms
+                pairs = [self.read(atom) for atom in atoms]
                 with equation_context(eqn):
                     values, known = [x for x, _ in pairs], [x for _, x in pairs]
                     op = Op(eqn, values, known, scopes + scopes_of(eqn))
-                    outs, known = self.equation(op)
+                    outs, known = (
+                        self.equation(op) if other is None else other.run(self, op)
+                    )
                 env.update(zip(eqn.outvars, zip(outs, known, strict=True), strict=True))
             results = [self.read(atom) for atom in jaxpr.outvars]
             return [value for value, _ in results], [fact for _, fact in results]

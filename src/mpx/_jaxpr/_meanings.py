@@ -1,0 +1,106 @@
+"""The meaning of a value: scores of a matmul, or a part of the softmax of such scores.
+
+scores = scale · lhs rhs + bias, where mask, else fill
+exp = exp(scores - shift)       sum = Σ exp       log_sum = log sum
+probs = exp / sum               log_probs = scores - shift - log_sum
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+from mpx._jaxpr._terms import Term
+
+Label = tuple[Literal["batch", "lhs", "rhs"], int]
+"""An axis of the matmul that makes the scores: a batch axis by its position among these, or a
+free axis of an operand. Axes of size 1 have none."""
+Labels = tuple[tuple[Label, ...], ...]
+"""The labels of each axis of a value; several where axes were merged."""
+Kind = Literal["scores", "max", "exp", "sum", "log_sum", "log_probs", "probs"]
+
+MASKED = -1e4
+"""Scores at or below this count as masked."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Side:
+    """What was added to scores, or which of them were kept.
+
+    Attributes:
+        kind: `bias` or `mask`.
+        term: The array; for a mask, of booleans.
+        labels: The labels of its axes, as of the scores that it met.
+        factor: By what a bias is multiplied.
+        keeps: Whether `True` in a mask keeps the score.
+        fill: What masked scores become.
+    """
+
+    kind: Literal["bias", "mask"]
+    term: Term
+    labels: Labels
+    factor: float = 1.0
+    keeps: bool = True
+    fill: float = -math.inf
+
+    def is_same(self, other: "Side") -> bool:
+        """Returns whether another one has the same array; the fill may differ."""
+        one, two = ((x.kind, x.factor, x.keeps, *x._origin()) for x in (self, other))
+        return one == two
+
+    def _origin(self) -> tuple[int, tuple[Any, ...]]:
+        """Returns the array that it was broadcast from, and the labels of its axes."""
+        term, labels = self.term, self.labels
+        while term.name == "broadcast_in_dim" and term.operands[0].eqn is not None:
+            dims = term.eqn.params["broadcast_dimensions"]
+            labels, term = tuple(labels[d] for d in dims), term.operands[0]
+        return id(term), labels
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scores:
+    """Scaled products of a matmul with biases and masks.
+
+    Attributes:
+        dot: The term of the matmul.
+        sizes: The size of each label.
+        scale: The factor of the products.
+        sides: Biases and masks in the order in which they were applied.
+    """
+
+    dot: Term
+    sizes: dict[Label, int]
+    scale: float = 1.0
+    sides: tuple[Side, ...] = ()
+
+    def is_same(self, other: "Scores") -> bool:
+        """Returns whether these are the same numbers, perhaps in another layout."""
+        if self is other:
+            return True
+        if self.dot is not other.dot or self.scale != other.scale:
+            return False
+        if len(self.sides) != len(other.sides):
+            return False
+        pairs = zip(self.sides, other.sides, strict=True)
+        return all(one.is_same(two) and one.fill == two.fill for one, two in pairs)
+
+
+class Meaning(NamedTuple):
+    """The meaning of a term.
+
+    Attributes:
+        kind: Which part of a softmax it is.
+        scores: The scores of that softmax.
+        labels: The labels of each axis.
+        parents: The terms with a meaning that it is made from.
+        shift: The labels over which the maximum was taken that was subtracted.
+        summed: The labels over which exponentials were summed.
+        zeroed: Whether rows without a key that is not masked became 0 in the end.
+    """
+
+    kind: Kind
+    scores: Scores
+    labels: Labels
+    parents: tuple[Term, ...] = ()
+    shift: frozenset[Label] = frozenset()
+    summed: frozenset[Label] = frozenset()
+    zeroed: bool = False
