@@ -91,8 +91,6 @@ class Autocast(Settings):
         facts: Sequence[Origin],
         scopes: Scopes,
     ) -> Plan | None:
-        if self.attention == "keep":
-            return None
         return _recognition.plan_for(self, jaxpr, consts, facts, scopes)
 
     # --- equations --------------------------------------------------------------------

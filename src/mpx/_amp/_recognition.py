@@ -1,7 +1,7 @@
 """Recognising attention in a function under `amp`, and running it in one kernel."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ import numpy as np
 from jax import lax
 
 from mpx._amp._facts import (
-    F32,
     NEUTRAL,
     Decision,
     Origin,
@@ -19,7 +18,7 @@ from mpx._amp._facts import (
 )
 from mpx._amp._matmuls import reason_against
 from mpx._amp._rules import SHAPE_ONLY, Rule
-from mpx._compat import has_explicit_axes, source_frames, sub_jaxprs
+from mpx._compat import has_explicit_axes, scopes_of, source_frames, sub_jaxprs
 from mpx._devices import cuda_capability
 from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Plan, Replacement, Scopes
 from mpx._jaxpr._queries import ATTENTION, Equation
@@ -40,6 +39,33 @@ _NATURAL = (
 )
 
 
+class Site(NamedTuple):
+    """An equation that may be the last one of something to recognise.
+
+    Attributes:
+        amp: The settings.
+        softmaxes: The meanings of the values of the jaxpr.
+        eqn: The equation.
+        facts: What is known of the arguments of the jaxpr.
+        scopes: The named scopes around the jaxpr.
+    """
+
+    amp: Settings
+    softmaxes: Softmaxes
+    eqn: Equation
+    facts: Mapping[Any, Origin]
+    scopes: Scopes
+
+    def keep(self, what: str, reason: str) -> None:
+        """Tells the report that something was recognised but is run as written."""
+        amp, eqn = self.amp, self.eqn
+        if amp.decisions is not None:
+            rule, dtypes = str(Rule.ORIGINAL), [x.aval.dtype for x in eqn.outvars]
+            row = _decision(eqn, self.scopes + scopes_of(eqn), dtypes)
+            row = row._replace(primitive=what, rule=rule, reason=reason)
+            amp.decisions.append(row)
+
+
 def plan_for(
     amp: Settings,
     jaxpr: Jaxpr,
@@ -48,73 +74,92 @@ def plan_for(
     scopes: Scopes,
 ) -> Plan | None:
     """Returns what is recognised in a jaxpr; see `Visitor.plan`."""
-    if cuda_capability() is None or not _may_hold_attention(jaxpr):
+    if not _can_fuse(amp) or not _may_hold_attention(jaxpr):
         return None
-    if private("attention") is None:
-        return None
-    if has_explicit_axes(jax.sharding.get_abstract_mesh()):
-        return None
-    from mpx._attention import find_attention
-
-    level = Level(jaxpr, consts)
-    softmaxes = Softmaxes(level)
+    softmaxes = Softmaxes(Level(jaxpr, consts))
     known = dict(zip(jaxpr.invars, facts, strict=True))
     replaced: dict[int, Replacement] = {}
     for index, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive.name != "dot_general":
-            continue
-        match = find_attention(softmaxes, eqn)
-        if match is not None:
-            found = _replacement(amp, softmaxes, match, known, scopes)
-            if not isinstance(found, str):
+        if eqn.primitive.name == "dot_general":
+            found = _attention_at(Site(amp, softmaxes, eqn, known, scopes))
+            if found is not None:
                 replaced[index] = found
-                continue
-            _record(amp, eqn, scopes, found)
     return plan_with(jaxpr, replaced)
 
 
+def _can_fuse(amp: Settings) -> bool:
+    return (
+        amp.attention == "fuse"
+        and cuda_capability() is not None
+        and private("attention") is not None
+        and not has_explicit_axes(jax.sharding.get_abstract_mesh())
+    )
+
+
 def _may_hold_attention(jaxpr: Jaxpr) -> bool:
-    """Returns whether a jaxpr has two matmuls and an exponential, cheaply."""
-    matmuls = sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
-    return matmuls > 0 and any(_has_exp(eqn) for eqn in jaxpr.eqns)
+    """Returns whether a jaxpr has a matmul and an exponential, cheaply."""
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
+    return "dot_general" in names and any(_has_exp(eqn) for eqn in jaxpr.eqns)
 
 
 def _has_exp(eqn: Equation) -> bool:
-    name = eqn.primitive.name
-    if name in ("jit", "pjit", "closed_call"):
+    if eqn.primitive.name in ("jit", "pjit", "closed_call"):
         return any(_has_exp(x) for body in sub_jaxprs(eqn) for x in body.eqns)
-    return name == "exp"
+    return eqn.primitive.name == "exp"
 
 
-# --- Whether it may be fused ----------------------------------------------------------
+# --- Whether attention may be fused ---------------------------------------------------
 
 
-def _replacement(
-    amp: Settings,
-    softmaxes: Softmaxes,
-    match: "Match",
-    known: dict[Any, Origin],
-    scopes: Scopes,
-) -> Replacement | str:
-    """Returns the replacement of recognised attention, or the reason against it."""
+def _attention_at(site: Site) -> Replacement | None:
+    """Returns what replaces attention of which an equation is the last, if it is that."""
     from mpx import _attention
 
-    inside = softmaxes.history((match.probs,)).values()
-    against = _reason_by_rules(amp, match, inside, known, scopes)
-    if against is not None:
-        return against
+    match = _attention.find_attention(site.softmaxes, site.eqn)
+    if match is None:
+        if site.amp.decisions is not None:
+            reason = _attention.reason_for_miss(site.softmaxes, site.eqn)
+            if reason is not None:
+                site.keep("attention", reason)
+        return None
+    found = _call_of(site, match)
+    if isinstance(found, str):
+        site.keep("attention", found)
+        return None
+
+    def run(amp: Any, op: Op, value_of: Any) -> Outcome:
+        return _run(amp, op, value_of, found)
+
+    terms = [match.query, match.key, match.value, *found.masks.terms]
+    return replacement(site.softmaxes.level, terms, run)
+
+
+class _Call(NamedTuple):
+    """Recognised attention, its masks, the call of the kernel, and its dtype."""
+
+    match: "Match"
+    masks: "Masks"
+    spec: "Attention"
+    dtype: np.dtype
+
+
+def _call_of(site: Site, match: "Match") -> _Call | str:
+    """Returns how recognised attention runs in one kernel, or the reason against it."""
+    from mpx import _attention
+
+    amp, softmaxes = site.amp, site.softmaxes
+    against = _reason_by_rules(site, match)
     dtypes = {_dtype(amp, x) for x in (match.query, match.key, match.value)}
-    if len(dtypes) > 1 or not dtypes <= {*_LOW}:
-        return f"operands in {' and '.join(sorted(map(str, dtypes)))}"
-    if not softmaxes.is_private((match.probs,), match.eqn):
-        return "the attention weights or scores are used elsewhere"
-    masks = _attention.masks_of(match)
+    if against is None and (len(dtypes) > 1 or not dtypes <= {*_LOW}):
+        against = f"operands in {' and '.join(sorted(map(str, dtypes)))}"
+    if against is None and not softmaxes.is_private((match.probs,), match.eqn):
+        against = "the attention weights or scores are used elsewhere"
+    (_, rows, *_), (_, keys, *_), _ = match.shapes
+    against = against or _attention.reason_not_paying(cuda_capability(), rows, keys)
+    masks = _attention.masks_of(match) if against is None else against
     if isinstance(masks, str):
         return masks
-    (dtype,), (query, key, _) = dtypes, match.shapes
-    against = _attention.reason_not_paying(cuda_capability(), query[1], key[1])
-    if against is not None:
-        return against
+    (dtype,) = dtypes
     spec = _attention.Attention(
         scale=match.scores.scale,
         is_causal=masks.is_causal,
@@ -122,66 +167,35 @@ def _replacement(
         extras=masks.extras,
         required=False,
     )
-    types = _attention.padded_types(match.shapes, spec, dtype)
-    against = _attention.reason_against(spec, types)
-    if against is not None:
-        return against
-
-    def run(amp: Any, op: Op, value_of: Any) -> Outcome:
-        return _run(amp, op, value_of, match, masks, spec, dtype)
-
-    terms = [match.query, match.key, match.value, *masks.terms]
-    return replacement(softmaxes.level, terms, run)
+    padded = _attention.padded_call(match.shapes, spec, dtype)
+    return _attention.reason_against(*padded) or _Call(match, masks, spec, dtype)
 
 
 def _dtype(amp: Settings, term: Term) -> np.dtype:
     return amp.dtype if is_eligible(term.aval) else term.aval.dtype
 
 
-def _reason_by_rules(
-    amp: Settings,
-    match: "Match",
-    inside: Any,
-    known: dict[Any, Origin],
-    scopes: Scopes,
-) -> str | None:
+def _reason_by_rules(site: Site, match: "Match") -> str | None:
     """Returns which rule or precision asks for the operations as they are written."""
-    compute_is_f16 = amp.dtype == np.float16
+    amp, scopes = site.amp, site.scopes
+    inside = site.softmaxes.history((match.probs,)).values()
     for term in inside:
         region = amp.region_rule(term.eqn, scopes_inside(term, scopes))
-        name = term.name
-        rule = (
-            region
-            or (
-                amp.rules.primitive_rule(
-                    name, term.eqn.params, compute_is_f16=compute_is_f16
-                ),
-                "",
-            )
-        )[0]
+        rule, reason = region or amp.rule(term.name, term.eqn.params, ())
         if callable(rule) and not isinstance(rule, Rule):
-            return f"the rule of {name} is a function"
-        if region is not None and region[0] == Rule.ORIGINAL:
-            return region[1]
+            return f"the rule of {term.name} is a function"
+        if region is not None and rule == Rule.ORIGINAL:
+            return reason
     dot = match.scores.dot
-    last = Term(softmax_level(match), match.eqn.outvars[0], match.eqn)
+    last = Term(site.softmaxes.level, match.eqn.outvars[0], match.eqn)
     for term, operands in ((dot, dot.operands), (last, [match.value])):
-        facts = [_fact(x, known) for x in operands]
+        facts = [_fact(x, site.facts) for x in operands]
         region = amp.region_rule(term.eqn, scopes_inside(term, scopes))
         rule, reason = region or amp.rule("dot_general", term.eqn.params, facts)
-        if rule != Rule.LOW:
-            return reason
-        against = _reason_by_precision(term.eqn)
+        against = reason if rule != Rule.LOW else _reason_by_precision(term.eqn)
         if against is not None:
             return against
     return None
-
-
-def softmax_level(match: "Match") -> Level:
-    level = match.probs.level
-    while level.caller is not None:
-        level = level.caller[0]
-    return level
 
 
 def _reason_by_precision(eqn: Equation) -> str | None:
@@ -195,7 +209,7 @@ def _reason_by_precision(eqn: Equation) -> str | None:
     return None
 
 
-def _fact(term: Term, known: dict[Any, Origin]) -> Origin:
+def _fact(term: Term, known: Mapping[Any, Origin]) -> Origin:
     """Returns what is known of the argument that a value is, in another shape."""
     while term.eqn is not None and term.name in SHAPE_ONLY:
         term = term.operands[0]
@@ -206,19 +220,13 @@ def _fact(term: Term, known: dict[Any, Origin]) -> Origin:
 
 
 def _run(
-    amp: Settings,
-    op: Op,
-    value_of: Any,
-    match: "Match",
-    masks: "Masks",
-    spec: "Attention",
-    dtype: np.dtype,
+    amp: Settings, op: Op, value_of: Callable[[Term], tuple[Any, Origin]], call: _Call
 ) -> Outcome:
     from mpx import _attention
 
+    match, masks, spec, dtype = call
     operands = [value_of(x) for x in (match.query, match.key, match.value)]
-    low = [cast(value, dtype) for value, _ in operands]
-    query, key, value = match.laid_out(*low)
+    query, key, value = match.laid_out(*(cast(x, dtype) for x, _ in operands))
 
     def wide(term: Term) -> Any:
         found = value_of(term)[0]
@@ -229,45 +237,33 @@ def _run(
     if masks.empty is not None:
         out = _attention.fill_empty_rows(match, masks, extras["mask"], value, out)
     out = match.as_result(out)
-    wanted = op.eqn.outvars[0].aval.dtype
-    is_explicit = not is_eligible(match.value.aval)
-    out = cast(out, wanted) if is_explicit or wanted != F32 else out
-    names = [fact.name for _, fact in operands if fact.name]
-    _record(amp, op.eqn, op.scopes, "", match, tuple(names), out)
+    if not is_eligible(op.eqn.outvars[0].aval) or not is_eligible(match.value.aval):
+        out = cast(out, op.eqn.outvars[0].aval.dtype)  # as it was asked for
+    if amp.decisions is not None:
+        shapes = match.shapes
+        (batch, rows, heads, size), (_, keys, _, _), _ = shapes
+        row = _decision(op.eqn, op.scopes, [out.dtype])
+        row = row._replace(
+            params=tuple(fact.name for _, fact in operands if fact.name),
+            shapes=tuple(shapes),
+            flops=4 * batch * heads * rows * keys * size,
+        )
+        amp.decisions.append(row)
     return [out], [Origin(chain="low" if out.dtype == amp.dtype else "high")]
 
 
-def _record(
-    amp: Settings,
-    eqn: Equation,
-    scopes: Scopes,
-    reason: str,
-    match: "Match | None" = None,
-    params: tuple[str, ...] = (),
-    out: Any = None,
-) -> None:
-    """Records that attention was recognised, and either run as one or kept."""
-    if amp.decisions is None:
-        return
+def _decision(eqn: Equation, scopes: Scopes, after: Sequence[Any]) -> Decision:
+    """Returns the row of the report for attention that runs in one kernel."""
     frames = source_frames(eqn)
-    shapes = match.shapes if match is not None else []
-    count = 0
-    if match is not None:
-        (batch, rows, heads, size), (_, keys, _, _), _ = shapes
-        count = 4 * batch * heads * rows * keys * size
-    amp.decisions.append(
-        Decision(
-            primitive=next(iter(ATTENTION)) if match is not None else "attention",
-            rule=str(Rule.LOW if match is not None else Rule.ORIGINAL),
-            reason=reason or "recognised",
-            scope="/".join(scopes),
-            source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
-            params=params,
-            before=tuple(str(var.aval.dtype) for var in eqn.invars),
-            after=tuple(str(x.aval.dtype) for x in eqn.outvars)
-            if out is None
-            else (str(out.dtype),),
-            shapes=tuple(map(tuple, shapes)),
-            flops=count,
-        )
+    return Decision(
+        primitive=next(iter(ATTENTION)),
+        rule=str(Rule.LOW),
+        reason="recognised",
+        scope="/".join(scopes),
+        source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
+        params=(),
+        before=tuple(str(var.aval.dtype) for var in eqn.invars),
+        after=tuple(map(str, after)),
+        shapes=tuple(tuple(var.aval.shape) for var in eqn.invars),
+        flops=0,
     )

@@ -5,8 +5,9 @@ mask at all. Rows in which everything is masked are the same as in the function 
 the mean of the values if masked scores become a finite number, nan if they become -inf.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax import Array, lax
 
 from mpx._attention._match import Match
 from mpx._jaxpr._meanings import MASKED, Side
-from mpx._jaxpr._terms import Term, compact
+from mpx._jaxpr._terms import SAME, Term, compact
 
 _ALL = -1e20
 """Adding this or less to a score leaves nothing of the score in f32."""
@@ -56,53 +57,66 @@ class Masks(NamedTuple):
         return ("bias",) * bool(has_bias) + ("mask",) * bool(has_mask)
 
 
+class _Constants:
+    """The constant parts of masks and biases, and the fills of all masks."""
+
+    def __init__(self) -> None:
+        self.keep = np.ones((1, 1, 1, 1), bool)
+        self.bias: np.ndarray | None = None
+        self.fills: set[float] = set()
+        self.has_small_fill = False
+
+    def add_bias(self, value: np.ndarray) -> bool:
+        """Adds a bias; returns whether it is more than a mask."""
+        if not np.all((value == 0) | (value <= MASKED)):
+            self.bias = value if self.bias is None else self.bias + value
+            return True
+        if np.any(value):
+            fill = float(value[value < 0].max())
+            self.fills.add(fill)
+            self.has_small_fill = self.has_small_fill or fill > _ALL
+            self.keep = self.keep & (value == 0)
+        return False
+
+
 def masks_of(match: Match) -> Masks | str:
     """Returns what the kernel is told of masks and biases, or why it cannot be told."""
-    keep, fills = np.ones((1, 1, 1, 1), bool), set()
-    bias, biases, masks = None, [], []
-    is_added = is_late = False
-    for side in match.scores.sides:
-        side = _as_mask(side)
+    constants, is_late = _Constants(), False
+    biases, masks = [], []
+    for side in (part for x in match.scores.sides for part in _parts(_as_mask(x))):
         value = side.term.constant
         if value is not None:
             value = np.asarray(match.side(side, compact(value)))
         if side.kind == "mask":
-            fills.add(side.fill)
+            constants.fills.add(side.fill)
             if value is None:
                 masks.append(side)
             else:
-                keep = keep & (value == side.keeps)
+                constants.keep = constants.keep & (value == side.keeps)
         elif value is None:
             is_late = is_late or bool(masks)
             biases.append(side)
         else:
             value = value.astype(np.float32) * np.float32(side.factor)
-            if not np.all((value == 0) | (value <= MASKED)):
-                is_late = is_late or bool(masks)
-                bias = value if bias is None else bias + value
-            elif not np.all(value == 0):
-                fills.add(float(value[value < 0].max()))
-                is_added = is_added or float(value[value < 0].max()) > _ALL
-                keep = keep & (value == 0)
-    length = match.size(match.axes.key)
-    full = np.broadcast_to(keep, (*keep.shape[:3], length))
-    may_be_empty = bool(masks) or not full.any(-1).all()
-    if may_be_empty:
-        if is_late:
-            return "a bias is added to scores that are masked"
-        if is_added or len(fills) > 1:
-            return "masks with different fills, and rows that may be masked entirely"
+            is_late = (constants.add_bias(value) and bool(masks)) or is_late
+    keep, keys = constants.keep, match.size(match.axes.key)
+    full = np.broadcast_to(keep, (*keep.shape[:3], keys))
+    is_causal, window = _pattern(keep, match.size(match.axes.row), keys)
     found = Masks(
-        *_pattern(keep, match.size(match.axes.row), length),
-        tuple(biases),
-        bias,
-        tuple(masks),
+        is_causal,
+        window,
+        biases=tuple(biases),
+        bias=constants.bias,
+        masks=tuple(masks),
+        mask=None if is_causal or keep.all() else keep,
     )
-    if not found.is_causal and not keep.all():
-        found = found._replace(mask=keep)
-    if may_be_empty:
-        found = found._replace(empty=_empty_rows(match, fills))
-    return found
+    if not masks and full.any(-1).all():
+        return found
+    if is_late:
+        return "a bias is added to scores that are masked"
+    if constants.has_small_fill or len(constants.fills) > 1:
+        return "masks with different fills, and rows that may be masked entirely"
+    return found._replace(empty=_empty_rows(match, constants.fills))
 
 
 def _empty_rows(match: Match, fills: set[float]) -> Literal["mean", "nan", "zero"]:
@@ -149,6 +163,41 @@ def _as_mask(side: Side) -> Side:
     if fill > _ALL:
         return side
     return Side("mask", which, labels, keeps=keeps, fill=fill)
+
+
+def _parts(side: Side) -> Iterator[Side]:
+    """Yields the masks that a mask is made of: one of them may be a constant."""
+    if side.kind == "bias" or side.term.constant is not None:
+        yield side
+        return
+    term, labels = side.term, side.labels
+    name, operands = term.name, term.operands
+    if name in SAME:
+        yield from _parts(dataclasses.replace(side, term=operands[0]))
+    elif name == "broadcast_in_dim" and operands[0].shape:
+        dims = term.eqn.params["broadcast_dimensions"]
+        labels = tuple(labels[d] for d in dims)
+        yield from _parts(dataclasses.replace(side, term=operands[0], labels=labels))
+    elif name == "not":
+        yield from _parts(
+            dataclasses.replace(side, term=operands[0], keeps=not side.keeps)
+        )
+    elif name in ("ne", "gt", "eq") and (inner := _truth(operands)) is not None:
+        keeps = side.keeps == (name != "eq")
+        yield from _parts(dataclasses.replace(side, term=inner, keeps=keeps))
+    elif name == ("and" if side.keeps else "or") and all(x.shape for x in operands):
+        for operand in operands:
+            yield from _parts(dataclasses.replace(side, term=operand))
+    else:
+        yield side
+
+
+def _truth(operands: list[Term]) -> Term | None:
+    """Returns the booleans that are compared with 0 as numbers."""
+    if operands[1].scalar != 0.0 or operands[0].name != "convert_element_type":
+        return None
+    source = operands[0].operands[0]
+    return source if source.aval.dtype == np.bool_ else None
 
 
 # --- While the function runs ----------------------------------------------------------

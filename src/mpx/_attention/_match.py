@@ -244,3 +244,33 @@ def _axes(meaning: Meaning, summed: list[int], batch: list[int]) -> Axes | None:
 def _varies(side: Side, label: Label) -> bool:
     pairs = zip(side.labels, side.term.varying, strict=True)
     return any(label in here and varies for here, varies in pairs)
+
+
+_RANDOM = ("random_bits", "threefry2x32", "random_wrap", "rng_bit_generator")
+_MOST_SEARCHED = 60
+
+
+def reason_for_miss(softmaxes: Softmaxes, eqn: Equation) -> str | None:
+    """Returns what keeps a matmul from being attention, if it is nearly one."""
+    waiting = [(softmaxes.level.term(atom), "") for atom in eqn.invars]
+    seen: dict[int, Term] = {}
+    names: set[str] = set()
+    found = None
+    while waiting and len(seen) < _MOST_SEARCHED:
+        term, reader = waiting.pop(0)
+        if id(term) in seen or term.eqn is None:
+            continue
+        seen[id(term)] = term
+        meaning = softmaxes.meaning(term)
+        if meaning is None:
+            names.add(term.name)
+            waiting += [(operand, term.name) for operand in term.operands]
+        elif meaning.kind == "probs" and reader:
+            found = f"{reader} between softmax and values"
+        elif meaning.kind == "scores" and reader == "tanh":
+            found = found or "a soft cap (tanh) of the scores"
+    if found is not None and "softmax" in found and names & {*_RANDOM}:
+        return "dropout between softmax and values"
+    if found is not None and "tanh" in found and "exp" not in names:
+        return None
+    return found

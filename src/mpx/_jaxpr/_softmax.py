@@ -13,7 +13,7 @@ import numpy as np
 
 from mpx._jaxpr._meanings import MASKED, Kind, Label, Labels, Meaning, Scores, Side
 from mpx._jaxpr._queries import Equation
-from mpx._jaxpr._terms import Level, Term
+from mpx._jaxpr._terms import SAME, Level, Term
 
 _FLOATS = ("float32", "bfloat16", "float16")
 
@@ -207,7 +207,7 @@ def _affine(term: Term, known: list[Meaning | None]) -> Meaning | None:
     (position,) = (i for i, x in enumerate(known) if x is not None)
     source, other = known[position], term.operands[1 - position]
     assert source is not None
-    if source.shift:
+    if source.shift or term.operands[position].shape != term.shape:
         return None
     number = other.scalar
     scores: Scores | None = source.scores
@@ -224,12 +224,20 @@ def _affine(term: Term, known: list[Meaning | None]) -> Meaning | None:
         if term.name == "sub":
             factor = -1.0 if position == 0 else 1.0
             scores = source.scores if position == 0 else _scaled(source.scores, -1.0)
-        if scores is None or other.shape != term.shape:
+        if scores is None or not _fits(other, term):
             return None
         scores = _with_side(scores, Side("bias", other, source.labels, factor))
     elif term.name == "sub" and position == 1:
         scores = _scaled(source.scores, -1.0)
     return _as_scores(term, known, scores, source)
+
+
+def _fits(side: Term, term: Term) -> bool:
+    """Returns whether a side has the axes of scores, with size 1 where it is broadcast."""
+    if len(side.shape) != len(term.shape):
+        return False
+    pairs = zip(side.shape, term.shape, strict=True)
+    return all(size in (1, full) for size, full in pairs)
 
 
 def _as_scores(
@@ -360,6 +368,8 @@ def _two_parts(term: Term, known: list[Meaning | None]) -> Meaning | None:
     assert second is not None
     if not first.scores.is_same(second.scores) or not _aligned(first, second):
         return None
+    if term.operands[0].shape != term.shape:
+        return None
     parents = _with_parents(term, known)
     pair = term.name, first.kind, second.kind
     if pair == ("sub", "scores", "max") and not first.shift:
@@ -380,6 +390,8 @@ def _two_parts(term: Term, known: list[Meaning | None]) -> Meaning | None:
 
 def _aligned(first: Meaning, second: Meaning) -> bool:
     """Returns whether the axes that both values have are at the same places."""
+    if not second.labels:
+        return True  # one number for all
     if len(first.labels) != len(second.labels):
         return False
     pairs = zip(first.labels, second.labels, strict=True)
@@ -401,7 +413,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (
             *_RELABEL,
-            *("convert_element_type", "stop_gradient", "copy", "copy_p"),
+            *("convert_element_type", *SAME),
         ),
         _layout,
     ),

@@ -18,6 +18,8 @@ from mpx._jaxpr._queries import Equation, names
 
 _JITS = ("jit", "pjit")
 _CALLS = (*_JITS, "closed_call", "core_call")
+SAME = names("stop_gradient copy copy_p pvary pcast")
+"""Operations that return their operand."""
 MOST_CONSTANT = 2**24
 """The largest number of elements that a constant may have to be computed while tracing."""
 
@@ -199,9 +201,9 @@ def live_equations(
 _ELEMENTWISE = frozenset(
     names(
         "add sub mul div neg max min and or not xor eq ne lt le gt ge select_n abs exp log "
-        "convert_element_type stop_gradient copy copy_p integer_pow pow sign floor rem tanh"
+        "convert_element_type integer_pow pow sign floor rem tanh"
     )
-)
+).union(SAME)
 
 
 def _varying(term: Term) -> tuple[bool, ...]:
@@ -228,7 +230,8 @@ def _varying(term: Term) -> tuple[bool, ...]:
         rest = iter(kept)
         return tuple(n != 1 and next(rest) for n in shape)
     if term.name in _ELEMENTWISE:
-        inner = [x.varying for x in term.operands if x.shape == shape]
+        # Scalars are broadcast, and so are axes of size 1.
+        inner = [x.varying for x in term.operands if x.shape]
         return tuple(any(x) for x in zip(*inner, strict=True)) if inner else every
     return every
 
@@ -273,9 +276,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "le": _binary(np.less_equal),
     "gt": _binary(np.greater),
     "ge": _binary(np.greater_equal),
-    "stop_gradient": _binary(lambda x: x),
-    "copy": _binary(lambda x: x),
-    "copy_p": _binary(lambda x: x),
+    **dict.fromkeys(SAME, _binary(lambda x: x)),
     "convert_element_type": lambda params, x: x.astype(params["new_dtype"]),
     "select_n": lambda params, which, *x: (
         np.where(which, x[1], x[0]) if which.dtype == bool and len(x) == 2 else None

@@ -1,0 +1,193 @@
+"""Attention as people write it becomes one operation under `amp`, and nothing else does.
+
+There is no GPU here. A fixture lets `amp` believe in one: the operation then runs in plain
+JAX, which is compared with the function itself in f32.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from attention_cases import (
+    ARRAYS,
+    BY_HAND,
+    EMPTY,
+    KEPT,
+    LIBRARIES,
+    LOOK_ALIKES,
+    h200,
+)
+from models import equations
+
+bf16 = functools.partial(mpx.amp, dtype="bf16")
+UNIT = 2.0**-8
+pytestmark = [pytest.mark.usefixtures("h200"), pytest.mark.standard_promotion]
+__all__ = ["h200"]
+
+
+def kernels(func, *args):
+    """Returns the numbers of attention operations and of matmuls."""
+    names = [x.primitive.name for x in equations(jax.make_jaxpr(func)(*args))]
+    return names.count("cudnn_attention"), names.count("dot_general")
+
+
+def with_gradients(func):
+    """Returns a function of the results and of the gradients of all f32 arguments."""
+
+    def call(*args):
+        leaves, tree = jax.tree.flatten(args)
+        free = [i for i, x in enumerate(leaves) if x.dtype == jnp.float32]
+
+        def loss(chosen):
+            for i, x in zip(free, chosen, strict=True):
+                leaves[i] = x
+            out = func(*jax.tree.unflatten(tree, leaves))
+            weights = jnp.sin(jnp.arange(1.0, out.size + 1)).reshape(out.shape)
+            return jnp.sum(out.astype(jnp.float32) * weights), out
+
+        chosen = [leaves[i] for i in free]
+        (_, out), grads = jax.value_and_grad(loss, has_aux=True)(chosen)
+        return [out, *grads]
+
+    return call
+
+
+def check(func, args, *, bound=16 * UNIT):
+    """Compares a function under `amp` with the function in f32, with all gradients."""
+    together = jax.jit(
+        lambda *args: (with_gradients(bf16(func))(*args), with_gradients(func)(*args))
+    )
+    actual, expected = (
+        [np.asarray(x, np.float64) for x in outs] for outs in together(*args)
+    )
+    # Some gradients are 0 but for rounding: that of a bias of keys, for one.
+    typical = np.mean([np.linalg.norm(x) for x in expected[1:]])
+    for got, wanted in zip(actual, expected, strict=True):
+        assert got.shape == wanted.shape
+        size = max(np.linalg.norm(wanted), typical / 4)
+        assert np.linalg.norm(got - wanted) <= bound * size
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_attention_by_hand_is_one_operation_with_the_same_gradients(name):
+    func, args = BY_HAND[name]
+    fused, matmuls = kernels(bf16(func), *args)
+    assert (fused, matmuls) == (1, int(name == "bias of pairs"))
+    assert kernels(bf16(func, attention="keep"), *args)[0] == int(name == "JAX")
+    check(func, args)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_attention_of_a_library_is_one_operation_with_the_same_gradients(name):
+    func, args = LIBRARIES[name]()
+    assert kernels(bf16(func), *args)[0] == 1
+    check(func, args)
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_row_in_which_everything_is_masked_stays_what_it_was(name):
+    func, args = EMPTY[name]
+    assert kernels(bf16(func), *args)[0] == 1
+    actual, expected = jax.jit(lambda *x: (bf16(func)(*x), func(*x)))(*args)
+    np.testing.assert_allclose(actual, expected, atol=4 * UNIT)
+    if name == "nan":
+        assert np.isnan(actual).any()
+    elif (
+        "added" not in name
+    ):  # where a sum rounds the scores away, but not their gradient
+        check(func, args)
+
+
+# --- Through transformations ----------------------------------------------------------
+
+CAUSAL = BY_HAND["padding, causal"]
+
+
+def stacked(f):
+    def call(q, k, v, mask):
+        step = lambda c, q: (c + f(q, k, v, mask), None)  # noqa: E731
+        return lax.scan(step, jnp.zeros_like(q), jnp.stack([q, -q]))[0]
+
+    return call
+
+
+def mapped(f):
+    return lambda *args: jax.vmap(f)(*(jnp.stack([x, x]) for x in args))
+
+
+def over_devices(f):
+    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
+    place = NamedSharding(mesh, P("b", None, "h"))
+
+    def call(q, k, v, mask):
+        q, k, v = (lax.with_sharding_constraint(x, place) for x in (q, k, v))
+        return f(q, k, v, mask)
+
+    return call
+
+
+def per_device(f):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(f, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+
+
+TRANSFORMS = {
+    "jit": jax.jit,
+    "scan": stacked,
+    "remat": jax.checkpoint,
+    "vmap": mapped,
+    "cond": lambda f: lambda *x: lax.cond(x[0][0, 0, 0, 0] > 9, f, f, *x),
+    "devices": over_devices,
+    "shard_map": per_device,
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_attention_is_recognised_through_a_transformation(name):
+    transform, (func, args) = TRANSFORMS[name], CAUSAL
+    wrapped = transform(func)
+    fused, matmuls = kernels(bf16(wrapped), *args)
+    assert (fused, matmuls) == (2 if name == "cond" else 1, 0)
+    check(wrapped, args)
+
+
+def test_vmap_outside_of_amp_makes_the_batch_larger():
+    func, args = CAUSAL
+    args = tuple(jnp.stack([x, x]) for x in args)
+    assert kernels(jax.vmap(bf16(func)), *args) == (1, 0)
+    actual, expected = jax.vmap(bf16(func))(*args), jax.vmap(func)(*args)
+    np.testing.assert_allclose(actual, expected, atol=4 * UNIT)
+
+
+# --- What is not attention, or is to be kept ------------------------------------------
+
+
+def programs(func, *args):
+    return [
+        str(jax.make_jaxpr(bf16(func, attention=x))(*args)) for x in ("fuse", "keep")
+    ]
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_look_alike_is_left_alone(name):
+    fused, kept = programs(LOOK_ALIKES[name], *ARRAYS)
+    assert fused == kept
+    assert "cudnn_attention" not in fused
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_attention_that_is_kept_is_told_with_the_reason(name):
+    func, reason = KEPT[name]
+    fused, kept = programs(func, *ARRAYS)
+    assert fused == kept
+    report = mpx.inspect.report(bf16(func), *ARRAYS)
+    (row,) = [x for x in report.kept if x.primitive == "attention"]
+    assert reason in row.reason
+    assert "attention_cases.py" in row.source
