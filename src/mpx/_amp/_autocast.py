@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import _attention, _casts, _pointwise, _recognition
+from mpx._amp import _attention, _casts, _logits, _pointwise, _recognition
 from mpx._amp._facts import (
     F32,
     NEUTRAL,
@@ -60,6 +60,7 @@ from mpx._jaxpr._queries import (
     every_use,
     flops,
 )
+from mpx._jaxpr._replace import plan_with
 from mpx._warn import warn
 
 _MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
@@ -91,7 +92,12 @@ class Autocast(Settings):
         facts: Sequence[Origin],
         scopes: Scopes,
     ) -> Plan | None:
-        return _recognition.plan_for(self, jaxpr, consts, facts, scopes)
+        args = self, jaxpr, consts, facts, scopes
+        plan = _recognition.plan_for(*args)
+        found = _logits.replacements(*args) if self.logits == "chunk" else {}
+        if not found:
+            return plan
+        return plan_with(jaxpr, {**({} if plan is None else plan.replaced), **found})
 
     # --- equations --------------------------------------------------------------------
 

@@ -82,7 +82,9 @@ def gathered_labels(
     if any(n != 1 and not x for n, x in zip(where.shape[:-1], axes[:-1], strict=True)):
         return None  # several labels for one token
     rest = iter(axes[:-1])
-    outer = [() if i in numbers.offset_dims else next(rest) for i in range(len(term.shape))]
+    outer = [
+        () if i in numbers.offset_dims else next(rest) for i in range(len(term.shape))
+    ]
     fill = params["fill_value"]
     fill = float("nan") if fill is None else float(fill)
     return Labels(labels, tuple(axes), mode, fill), tuple(outer)
@@ -105,7 +107,9 @@ def _counted(part: Term, size: int) -> int | None:
     if value is None:
         return None
     for axis, here in enumerate(value.shape):
-        line = np.arange(size).reshape([-1 if i == axis else 1 for i in range(value.ndim)])
+        line = np.arange(size).reshape(
+            [-1 if i == axis else 1 for i in range(value.ndim)]
+        )
         if here == size and np.array_equal(np.broadcast_to(line, value.shape), value):
             return axis
     return None
@@ -142,7 +146,12 @@ def one_hot_of(term: Term, axis: int) -> OneHot | None:
     if name == "select_n" and len(operands) == 3:
         off, on = (x.scalar for x in operands[1:])
         found = one_hot_of(operands[0], axis)
-        if found is None or (found.on, found.off) != (1, 0) or on is None or off is None:
+        if (
+            found is None
+            or (found.on, found.off) != (1, 0)
+            or on is None
+            or off is None
+        ):
             return None
         return found._replace(on=on, off=off)
     if name in ("add", "sub", "mul", "div") and len(operands) == 2:
@@ -182,6 +191,8 @@ def _compared(term: Term, axis: int) -> OneHot | None:
         line = compact(value)
         if line.size != size or value.ndim != len(term.shape):
             continue
-        if line.shape[axis] == size and np.array_equal(line.reshape(-1), np.arange(size)):
+        if line.shape[axis] == size and np.array_equal(
+            line.reshape(-1), np.arange(size)
+        ):
             return OneHot(labels, 1.0, 0.0)
     return None

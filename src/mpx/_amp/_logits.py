@@ -1,0 +1,392 @@
+"""Recognising cross entropy in a function under `amp`, and running it in chunks."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpx._amp._facts import Decision, Origin, Settings, is_eligible
+from mpx._amp._recognition import _dtype, _fact, _reason_by_precision
+from mpx._amp._rules import Rule
+from mpx._compat import (
+    Literal,
+    as_varying,
+    eval_jaxpr,
+    has_explicit_axes,
+    open_jaxpr,
+    scopes_of,
+    source_frames,
+    varying_axes,
+)
+from mpx._jaxpr._interpreter import (
+    Frame,
+    Jaxpr,
+    Op,
+    Outcome,
+    Replacement,
+    Scopes,
+    as_array,
+)
+from mpx._jaxpr._queries import flops
+from mpx._jaxpr._replace import Value, scopes_inside, value_of
+from mpx._jaxpr._softmax import Softmaxes
+from mpx._jaxpr._terms import Level, Term
+
+if TYPE_CHECKING:
+    from mpx._logits import Chunks, Site
+
+_LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_HIGH = Origin(chain="high")
+
+
+def replacements(
+    amp: Settings,
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    facts: Sequence[Origin],
+    scopes: Scopes,
+) -> dict[int, Replacement]:
+    """Returns what replaces equations that read logits, by their position."""
+    from mpx import _logits
+
+    level = Level(jaxpr, consts)
+    known = dict(zip(jaxpr.invars, facts, strict=True))
+    replaced: dict[int, Replacement] = {}
+    for dot, found in _logits.find_sites(Softmaxes(level)):
+        if isinstance(found, str):
+            against: str | None = found
+        else:
+            terms = [dot, *(x.term for x in found.exits)]
+            places = {_logits.place_of(x.level, x.eqn)[0] for x in terms}
+            if len(places) == 1 and dot.level is not level:
+                continue  # all of it is inside one call: found there
+            against = _reason(amp, level, found, known, scopes)
+        if against is None:
+            run = _Run(amp=amp, level=level, site=found, scopes=scopes)
+            new = run.replacements()
+            if isinstance(new, str):
+                against = new
+            else:
+                replaced.update(new)
+        if against is not None and dot.level is level:
+            _record(amp, dot, scopes, Rule.ORIGINAL, f"logits kept: {against}")
+    return replaced
+
+
+def _reason(
+    amp: Settings,
+    level: Level,
+    site: "Site",
+    known: dict[Any, Origin],
+    scopes: Scopes,
+) -> str | None:
+    """Returns why logits are kept of which only the cross entropy is read."""
+    from mpx import _logits
+
+    if has_explicit_axes(jax.sharding.get_abstract_mesh()):
+        return "the mesh has explicit axes"
+    dot = site.scores.dot
+    facts = [_fact(x, known) for x in dot.operands]
+    region = amp.region_rule(dot.eqn, scopes_inside(dot, scopes))
+    rule, reason = region or amp.rule("dot_general", dot.eqn.params, facts)
+    if rule != Rule.LOW:
+        return reason
+    reason = _reason_by_precision(dot.eqn)
+    if reason is not None:
+        return reason
+    dtypes = {_dtype(amp, x) for x in dot.operands}
+    if len(dtypes) > 1 or not dtypes <= {*_LOW}:
+        return f"operands in {' and '.join(sorted(map(str, dtypes)))}"
+    if _logits.bias_terms(site) is None:
+        return "a mask, or a bias that differs between tokens"
+    return None
+
+
+# --- Running it -----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Run:
+    """How one site runs.
+
+    Attributes:
+        amp: The settings.
+        level: The outermost level.
+        site: The logits.
+        scopes: The named scopes around the level.
+    """
+
+    amp: Settings
+    level: Level
+    site: "Site"
+    scopes: Scopes
+
+    def __post_init__(self) -> None:
+        from mpx import _logits
+
+        site = self.site
+        self.weight, self.vocab_first = site.weight
+        self.biases = _logits.bias_terms(site) or []
+        labels = [] if site.labels is None else [site.labels.term]
+        biases = [x for x, _ in self.biases]
+        self.operands = [site.hidden, self.weight, *biases, *labels]
+        self.spec: Chunks = _logits.chunks_for(
+            np.dtype(_dtype(self.amp, site.hidden)),
+            tokens=int(np.prod(site.sizes)),
+            weight=self.weight.aval,
+            vocab_first=self.vocab_first,
+        )
+
+    def replacements(self) -> dict[int, Replacement] | str:
+        """Returns what replaces equations, by position, or the reason against it."""
+        from mpx import _logits
+
+        exits = [x.term for x in self.site.exits]
+        found = _logits.scalar_after(exits) if self.spec.kept else None
+        if found is not None:
+            scalar, later = found
+            return self._replaced([scalar], self._through(scalar, later))
+        self.spec = dataclasses.replace(self.spec, kept=0)
+        return self._replaced(exits, self._statistics)
+
+    def _replaced(
+        self, given: list[Term], compute: "Callable[..., list[Value]] | _Scalar"
+    ) -> dict[int, Replacement] | str:
+        """Returns replacements of the outermost equations that make these terms."""
+        from mpx import _logits
+
+        more = compute.rest if isinstance(compute, _Scalar) else []
+        stops = {id(x) for x in given}
+        needed = _atoms(self.level, [*self.operands, *more], set())
+        if needed is None:
+            return "the hidden states come out of a jitted function"
+        eqns = self.level.jaxpr.eqns
+        makers = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
+        places = {int(_logits.place_of(x.level, x.eqn)[0]) for x in given}
+        if any(makers.get(atom, -1) >= min(places) for atom in needed):
+            return "the labels are computed after the softmax"
+        replaced = {}
+        for place in places:
+            outs = [
+                None if id(term) in self.site.inside and id(term) not in stops else term
+                for term in map(self.level.term, eqns[place].outvars)
+            ]
+            wanted = [x for x in outs if x is not None]
+            atoms = _atoms(self.level, wanted, stops)
+            if atoms is None:
+                return "the logits go into a jitted function"
+            atoms = {**needed, **atoms}
+            replaced[place] = Replacement(
+                list(atoms), self._call(list(atoms), given, compute, outs)
+            )
+        return replaced
+
+    def _call(
+        self, atoms: list[Any], given: list[Term], compute: Any, outs: list[Term | None]
+    ) -> Callable[[Any, Op], Outcome]:
+        def call(amp: Any, op: Op) -> Outcome:
+            pairs = zip(op.values, op.facts, strict=True)
+            known: dict[Any, Value] = dict(zip(atoms, pairs, strict=True))
+            scopes = op.scopes[: len(op.scopes) - len(scopes_of(op.eqn))]
+            made = amp.frame.made
+            if ("logits", id(self)) not in made:
+                read = lambda term: value_of(amp, scopes, term, known)  # noqa: E731
+                made["logits", id(self)] = self, compute(amp, scopes, read)
+            for term, value in zip(given, made["logits", id(self)][1], strict=True):
+                known[_key(term)] = value
+            found = [
+                (None, _HIGH) if x is None else value_of(amp, scopes, x, known)
+                for x in outs
+            ]
+            return [x for x, _ in found], [x for _, x in found]
+
+        return call
+
+    def arrays(
+        self, amp: Any, scopes: Scopes, read: Callable[[Term], Value]
+    ) -> tuple[Any, Any, Any, Any]:
+        """Returns hidden states, weights, bias and labels; records the decision."""
+        from mpx import _logits
+
+        values = [read(x) for x in self.operands]
+        hidden = _logits.hidden_states(self.site, as_array(values[0][0]))
+        bias, labels = None, jnp.zeros(hidden.shape[0], jnp.int32)
+        for (_, factor), (x, _) in zip(self.biases, values[2:], strict=False):
+            x = as_array(x).astype(np.float32).reshape(-1) * factor
+            bias = x if bias is None else bias + x
+        if self.site.labels is not None:
+            labels = _logits.token_labels(self.site, as_array(values[-1][0]))
+        names = tuple(fact.name for _, fact in values if fact.name)
+        reason = "cross entropy in chunks of the vocabulary"
+        _record(amp, self.site.scores.dot, scopes, Rule.LOW, reason, names)
+        given = [hidden, as_array(values[1][0]), bias, labels]
+        axes = frozenset().union(
+            *(varying_axes(jax.typeof(x)) for x in given if x is not None)
+        )
+        hidden, weight, bias, labels = (
+            x if x is None or not axes else as_varying(x, sorted(axes)) for x in given
+        )
+        return hidden, weight, bias, labels
+
+    def total(self, hidden: Any, weight: Any, bias: Any) -> Any:
+        """Returns the sum of all logits of each token, if it is read."""
+        from mpx import _logits
+
+        if not _logits.needs_total(self.site):
+            return None
+        axis = 0 if self.vocab_first else 1
+        summed = jnp.sum(weight.astype(np.float32), axis=axis)
+        total = jnp.sum(hidden.astype(np.float32) * summed, axis=1)
+        return total if bias is None else total + jnp.sum(bias)
+
+    def exits(self, statistics: Any, labels: Any) -> list[Value]:
+        """Returns the values of the exits."""
+        from mpx import _logits
+
+        values = [
+            _logits.value_of_exit(self.site, x, statistics, labels)
+            for x in self.site.exits
+        ]
+        return [
+            (x.astype(leaving.term.aval.dtype), _HIGH)
+            for x, leaving in zip(values, self.site.exits, strict=True)
+        ]
+
+    def _statistics(
+        self, amp: Any, scopes: Scopes, read: Callable[[Term], Value]
+    ) -> list[Value]:
+        from mpx import _logits
+
+        hidden, weight, bias, labels = self.arrays(amp, scopes, read)
+        logsumexp, chosen = _logits.scores(self.spec, hidden, weight, bias, labels)
+        total = self.total(hidden, weight, bias)
+        return self.exits((logsumexp, chosen, total), labels)
+
+    def _through(self, scalar: Term, later: dict[int, Term]) -> "_Scalar":
+        stops = {id(x.term) for x in self.site.exits}
+        rest, waiting, seen = [], [scalar], set()
+        while waiting:
+            term = waiting.pop()
+            if id(term) in seen or id(term) in stops or isinstance(term.atom, Literal):
+                continue
+            seen.add(id(term))
+            if id(term) in later:
+                waiting.extend(term.operands)
+            else:
+                rest.append(term)
+        return _Scalar(self, scalar, rest)
+
+
+class _Scalar:
+    """Computes the scalar that all that is read of the logits becomes.
+
+    Attributes:
+        rest: The other terms that it depends on.
+    """
+
+    def __init__(self, run: _Run, scalar: Term, rest: list[Term]) -> None:
+        self.run, self.scalar, self.rest = run, scalar, rest
+
+    def __call__(
+        self, amp: Any, scopes: Scopes, read: Callable[[Term], Value]
+    ) -> list[Value]:
+        from mpx import _logits
+
+        hidden, weight, bias, labels = self.run.arrays(amp, scopes, read)
+        total = self.run.total(hidden, weight, bias)
+        pairs = [read(x) for x in self.rest]
+        facts = [fact for _, fact in pairs]
+
+        def traced(
+            logsumexp: Any, chosen: Any, total: Any, labels: Any, *rest: Any
+        ) -> Any:
+            known = {
+                _key(term): pair
+                for term, pair in zip(
+                    self.rest, zip(rest, facts, strict=True), strict=True
+                )
+            }
+            values = self.run.exits((logsumexp, chosen, total), labels)
+            for leaving, value in zip(self.run.site.exits, values, strict=True):
+                known[_key(leaving.term)] = value
+            return value_of(amp, scopes, self.scalar, known)[0]
+
+        like = hidden[:, 0].astype(np.float32)
+        rest = [as_array(x) for x, _ in pairs]
+        outer, amp.frame = amp.frame, Frame()
+        try:
+            jaxpr = jax.make_jaxpr(traced)(like, like, total, labels, *rest)
+        finally:
+            amp.frame = outer
+        body, consts = open_jaxpr(jaxpr)
+        count = len(consts)
+
+        def func(logsumexp: Any, chosen: Any, *rest: Any) -> Any:
+            # The constants are arguments: they may be differentiated, too.
+            args = logsumexp, chosen, *rest[count:]
+            return eval_jaxpr(body, rest[:count], *args)[0]
+
+        more = [] if total is None else [total]
+        operands = hidden, weight, bias, labels, *consts, *more, labels, *rest
+        return [(_logits.loss(self.run.spec, func, *operands), _HIGH)]
+
+
+def _key(term: Term) -> Any:
+    return term.atom if term.level.caller is None else id(term)
+
+
+def _atoms(
+    level: Level, terms: Sequence[Term], stops: set[int]
+) -> dict[Any, None] | None:
+    """Returns the variables of the outermost level that terms are computed from.
+
+    It is `None` if too much would be computed again inside calls.
+    """
+    from mpx import _logits
+
+    atoms: dict[Any, None] = {}
+    waiting, seen = list(terms), set()
+    while waiting:
+        term = waiting.pop()
+        if id(term) in seen | stops or isinstance(term.atom, Literal):
+            continue
+        seen.add(id(term))
+        if len(seen) > _logits.MOST:
+            return None
+        if term.level is level:
+            atoms[term.atom] = None
+        else:
+            waiting.extend(term.operands)
+    return atoms
+
+
+def _record(
+    amp: Settings,
+    dot: Term,
+    scopes: Scopes,
+    rule: Rule,
+    reason: str,
+    params: tuple[str, ...] = (),
+) -> None:
+    if amp.decisions is None:
+        return
+    eqn, frames = dot.eqn, source_frames(dot.eqn)
+    is_low = rule == Rule.LOW
+    dtype = amp.dtype if is_low else eqn.outvars[0].aval.dtype
+    amp.decisions.append(
+        Decision(
+            primitive="dot_general" if is_low else "logits",
+            rule=str(rule),
+            reason=reason,
+            scope="/".join(scopes_inside(dot, scopes)),
+            source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
+            params=params,
+            before=tuple(str(var.aval.dtype) for var in eqn.invars),
+            after=(str(dtype),),
+            shapes=tuple(tuple(var.aval.shape) for var in eqn.invars),
+            flops=flops(eqn) if is_low else 0,
+        )
+    )
