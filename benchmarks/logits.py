@@ -113,15 +113,18 @@ def modes_of(size: Size, more: bool) -> dict[str, Any]:
         return jax.value_and_grad(lambda w, h, y: loss(w, h, y, size.tied), **both)
 
     room = min(size.tokens, 2 * size.width)
-    modes = {"amp": grad(mpx.amp(plain)), "amp one-hot": grad(mpx.amp(one_hot))}
-    for count in (8, 16, 32):
+    modes = {
+        "amp": grad(mpx.amp(plain)),
+        "amp one-hot": grad(mpx.amp(one_hot)),
+        'logits="chunk"': grad(mpx.amp(plain, logits="chunk")),
+    }
+    if not more:
+        return modes
+    for count in (8, 16, 32, 64):
         modes[f"kept, {count} chunks"] = in_chunks(size, count, room)
     for count in (16, 32):
         modes[f"again, {count} chunks"] = in_chunks(size, count, 0)
-    if more:
-        modes[f"kept, 64 chunks"] = in_chunks(size, 64, room)
-        modes["4 blocks of tokens"] = by_tokens(size, 4)
-        modes["8 blocks of tokens"] = by_tokens(size, 8)
+    modes["4 blocks of tokens"] = by_tokens(size, 4)
     return modes
 
 
