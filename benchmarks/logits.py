@@ -23,9 +23,8 @@ from jax import lax
 import _measure as measure
 import mpx
 from _measure import number
-from mpx._logits._chunks import Chunks
-from mpx._logits._operation import loss as fused
-from mpx._logits._operation import scores
+from mpx._logits import Chunks, Operands, scores
+from mpx._logits import loss as fused
 
 BF16 = np.dtype(jnp.bfloat16)
 
@@ -64,12 +63,13 @@ def in_chunks(size: Size, count: int, kept: int) -> Any:
     step = -(-step // 128) * 128 if step > 128 else step
     spec = Chunks(dtype=BF16, vocab_first=size.tied, size=step, kept=kept)
 
+    def mean(found: Any) -> Any:
+        return jnp.mean(found.logsumexp - found.chosen)
+
     def run(weight: Any, hidden: Any, labels: Any) -> Any:
         if kept:
-            mean = lambda total, chosen: jnp.mean(total - chosen)  # noqa: E731
-            return fused(spec, mean, hidden, weight, None, labels)
-        total, chosen = scores(spec, hidden, weight, None, labels)
-        return jnp.mean(total - chosen)
+            return fused(spec, mean, Operands(hidden, weight, None, labels), [])
+        return mean(scores(spec, Operands(hidden, weight, None, labels)))
 
     return jax.value_and_grad(run, argnums=(0, 1))
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp._facts import Decision, Origin, Settings, is_eligible
+from mpx._amp._facts import Decision, Origin, Settings
 from mpx._amp._recognition import _dtype, _fact, _reason_by_precision
 from mpx._amp._rules import Rule
 from mpx._compat import (
@@ -36,7 +36,7 @@ from mpx._jaxpr._softmax import Softmaxes
 from mpx._jaxpr._terms import Level, Term
 
 if TYPE_CHECKING:
-    from mpx._logits import Chunks, Site
+    from mpx._logits import Chunks, Operands, Site
 
 _LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _HIGH = Origin(chain="high")
@@ -72,7 +72,7 @@ def replacements(
             else:
                 replaced.update(new)
         if against is not None and dot.level is level:
-            _record(amp, dot, scopes, Rule.ORIGINAL, f"logits kept: {against}")
+            _record(amp, dot, scopes, f"the logits are kept: {against}")
     return replaced
 
 
@@ -207,8 +207,8 @@ class _Run:
 
     def arrays(
         self, amp: Any, scopes: Scopes, read: Callable[[Term], Value]
-    ) -> tuple[Any, Any, Any, Any]:
-        """Returns hidden states, weights, bias and labels; records the decision."""
+    ) -> "Operands":
+        """Returns the operands of the operation; records the decision."""
         from mpx import _logits
 
         values = [read(x) for x in self.operands]
@@ -220,34 +220,32 @@ class _Run:
         if self.site.labels is not None:
             labels = _logits.token_labels(self.site, as_array(values[-1][0]))
         names = tuple(fact.name for _, fact in values if fact.name)
-        reason = "cross entropy in chunks of the vocabulary"
-        _record(amp, self.site.scores.dot, scopes, Rule.LOW, reason, names)
-        given = [hidden, as_array(values[1][0]), bias, labels]
-        axes = frozenset().union(
-            *(varying_axes(jax.typeof(x)) for x in given if x is not None)
+        _record(amp, self.site.scores.dot, scopes, "cross entropy in chunks", names)
+        given = _logits.Operands(hidden, as_array(values[1][0]), bias, labels)
+        axes: frozenset[str] = frozenset().union(
+            *(varying_axes(jax.typeof(x)) for x in jax.tree.leaves(given))
         )
-        hidden, weight, bias, labels = (
-            x if x is None or not axes else as_varying(x, sorted(axes)) for x in given
-        )
-        return hidden, weight, bias, labels
+        # Marked here, so that the transpose of the mark sums gradients over devices.
+        return jax.tree.map(lambda x: as_varying(x, sorted(axes)), given)
 
-    def total(self, hidden: Any, weight: Any, bias: Any) -> Any:
+    def total(self, operands: "Operands") -> Any:
         """Returns the sum of all logits of each token, if it is read."""
         from mpx import _logits
 
         if not _logits.needs_total(self.site):
             return None
+        hidden, weight, bias, _ = operands
         axis = 0 if self.vocab_first else 1
         summed = jnp.sum(weight.astype(np.float32), axis=axis)
         total = jnp.sum(hidden.astype(np.float32) * summed, axis=1)
         return total if bias is None else total + jnp.sum(bias)
 
-    def exits(self, statistics: Any, labels: Any) -> list[Value]:
+    def exits(self, statistics: Any, total: Any, labels: Any) -> list[Value]:
         """Returns the values of the exits."""
         from mpx import _logits
 
         values = [
-            _logits.value_of_exit(self.site, x, statistics, labels)
+            _logits.value_of_exit(self.site, x, statistics, total, labels)
             for x in self.site.exits
         ]
         return [
@@ -260,10 +258,9 @@ class _Run:
     ) -> list[Value]:
         from mpx import _logits
 
-        hidden, weight, bias, labels = self.arrays(amp, scopes, read)
-        logsumexp, chosen = _logits.scores(self.spec, hidden, weight, bias, labels)
-        total = self.total(hidden, weight, bias)
-        return self.exits((logsumexp, chosen, total), labels)
+        operands = self.arrays(amp, scopes, read)
+        statistics = _logits.scores(self.spec, operands)
+        return self.exits(statistics, self.total(operands), operands.labels)
 
     def _through(self, scalar: Term, later: dict[int, Term]) -> "_Scalar":
         stops = {id(x.term) for x in self.site.exits}
@@ -295,43 +292,35 @@ class _Scalar:
     ) -> list[Value]:
         from mpx import _logits
 
-        hidden, weight, bias, labels = self.run.arrays(amp, scopes, read)
-        total = self.run.total(hidden, weight, bias)
+        operands = self.run.arrays(amp, scopes, read)
+        total, labels = self.run.total(operands), operands.labels
         pairs = [read(x) for x in self.rest]
         facts = [fact for _, fact in pairs]
 
-        def traced(
-            logsumexp: Any, chosen: Any, total: Any, labels: Any, *rest: Any
-        ) -> Any:
-            known = {
-                _key(term): pair
-                for term, pair in zip(
-                    self.rest, zip(rest, facts, strict=True), strict=True
-                )
-            }
-            values = self.run.exits((logsumexp, chosen, total), labels)
+        def traced(statistics: Any, total: Any, labels: Any, *rest: Any) -> Any:
+            pairs = zip(rest, facts, strict=True)
+            known = dict(zip(map(_key, self.rest), pairs, strict=True))
+            values = self.run.exits(_logits.Statistics(*statistics), total, labels)
             for leaving, value in zip(self.run.site.exits, values, strict=True):
                 known[_key(leaving.term)] = value
             return value_of(amp, scopes, self.scalar, known)[0]
 
-        like = hidden[:, 0].astype(np.float32)
-        rest = [as_array(x) for x, _ in pairs]
+        like = operands.hidden[:, 0].astype(np.float32)
+        rest = (total, labels, *(as_array(x) for x, _ in pairs))
         outer, amp.frame = amp.frame, Frame()
         try:
-            jaxpr = jax.make_jaxpr(traced)(like, like, total, labels, *rest)
+            jaxpr = jax.make_jaxpr(traced)([like] * 3, *rest)
         finally:
             amp.frame = outer
         body, consts = open_jaxpr(jaxpr)
+        # The constants are arguments: they may be differentiated, too.
         count = len(consts)
 
-        def func(logsumexp: Any, chosen: Any, *rest: Any) -> Any:
-            # The constants are arguments: they may be differentiated, too.
-            args = logsumexp, chosen, *rest[count:]
-            return eval_jaxpr(body, rest[:count], *args)[0]
+        def func(statistics: Any, *rest: Any) -> Any:
+            return eval_jaxpr(body, rest[:count], *statistics, *rest[count:])[0]
 
-        more = [] if total is None else [total]
-        operands = hidden, weight, bias, labels, *consts, *more, labels, *rest
-        return [(_logits.loss(self.run.spec, func, *operands), _HIGH)]
+        others = [*consts, *jax.tree.leaves(rest)]
+        return [(_logits.loss(self.run.spec, func, operands, others), _HIGH)]
 
 
 def _key(term: Term) -> Any:
@@ -367,23 +356,23 @@ def _record(
     amp: Settings,
     dot: Term,
     scopes: Scopes,
-    rule: Rule,
     reason: str,
-    params: tuple[str, ...] = (),
+    params: tuple[str, ...] | None = None,
 ) -> None:
+    """Records that logits were recognised: computed in chunks, or kept if no `params`."""
     if amp.decisions is None:
         return
     eqn, frames = dot.eqn, source_frames(dot.eqn)
-    is_low = rule == Rule.LOW
+    is_low = params is not None
     dtype = amp.dtype if is_low else eqn.outvars[0].aval.dtype
     amp.decisions.append(
         Decision(
             primitive="dot_general" if is_low else "logits",
-            rule=str(rule),
+            rule=str(Rule.LOW if is_low else Rule.ORIGINAL),
             reason=reason,
             scope="/".join(scopes_inside(dot, scopes)),
             source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
-            params=params,
+            params=params or (),
             before=tuple(str(var.aval.dtype) for var in eqn.invars),
             after=(str(dtype),),
             shapes=tuple(tuple(var.aval.shape) for var in eqn.invars),

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpx._jaxpr._meanings import MASKED, Kind, Label, Labels, Meaning, Scores, Side
 from mpx._jaxpr._queries import Equation
+from mpx._jaxpr._slices import sliced
 from mpx._jaxpr._terms import SAME, Level, Term
 
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -418,6 +419,7 @@ _RULES: dict[str, Rule] = {
         _layout,
     ),
     **dict.fromkeys(("mul", "div", "add", "sub", "add_any"), _arithmetic),
+    "slice": sliced,
     "neg": _neg,
     "select_n": _select,
     "reduce_max": _reduced,

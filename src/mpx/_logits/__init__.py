@@ -4,6 +4,8 @@ It is imported when a function under `amp` has logits that may be computed in ch
 """
 
 from mpx._logits._chunks import Chunks as Chunks
+from mpx._logits._chunks import Operands as Operands
+from mpx._logits._chunks import Statistics as Statistics
 from mpx._logits._match import Site as Site
 from mpx._logits._match import find_sites as find_sites
 from mpx._logits._operation import loss as loss

@@ -16,13 +16,15 @@ from the memory of dW: until its chunk of dW is known, that holds logits.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+
+from mpx._compat import varying_like
 
 F32 = np.dtype(np.float32)
 
@@ -100,6 +102,30 @@ class Chunks:
         return step(carry, count * self.size, rest) if rest else carry
 
 
+class Operands(NamedTuple):
+    """What logits are computed from, and the labels at which they are read.
+
+    Attributes:
+        hidden: Hidden states (tokens, width).
+        weight: Weights (width, vocabulary) or (vocabulary, width).
+        bias: A bias (vocabulary), or `None`.
+        labels: Labels (tokens). One that is no entry of the vocabulary chooses 0.
+    """
+
+    hidden: Array
+    weight: Array
+    bias: Array | None
+    labels: Array
+
+
+class Statistics(NamedTuple):
+    """The logsumexp, the logit of the label and the highest logit of each token, in f32."""
+
+    logsumexp: Array
+    chosen: Array
+    highest: Array
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Wanted:
@@ -124,40 +150,52 @@ def _dot(a: Array, b: Array, axes: tuple[int, int], dtype: Any) -> Array:
     return lax.platform_dependent(a, b, cpu=wide, default=product)
 
 
-def _logits(spec: Chunks, hidden: Array, weight: Array, dtype: Any) -> Array:
+def _logits(spec: Chunks, hidden: Array, weight: Array) -> Array:
+    """Returns a chunk of logits.
+
+    Those that are kept are 16 bits; then all are, so that their sums belong to them.
+    """
+    dtype = spec.dtype if spec.kept else F32
     if spec.vocab_first:
         return _dot(weight, hidden, (1, 1), dtype)
     return _dot(hidden, weight, (1, 0), dtype)
 
 
+def _with_bias(
+    spec: Chunks, logits: Array, bias: Array | None, start: Any, size: int
+) -> Array:
+    logits = logits.astype(F32)
+    if bias is None:
+        return logits
+    return logits + spec.by_entry(spec.take(bias, start, size, 0).astype(F32))
+
+
+def _filled(
+    like: Array, shape: Sequence[int], dtype: Any = F32, number: float = 0.0
+) -> Array:
+    """Returns an array of one number that varies between devices as another one does."""
+    return varying_like(jnp.full(shape, number, dtype), jax.typeof(like))
+
+
 # --- Forward --------------------------------------------------------------------------
 
 
-def statistics(
-    spec: Chunks,
-    hidden: Array,
-    weight: Array,
-    bias: Array | None,
-    labels: Array,
-) -> tuple[Array, Array, Array | None]:
-    """Returns logsumexp and chosen logit of each token, in f32, and the kept logits.
+def statistics(spec: Chunks, operands: Operands) -> tuple[Statistics, Array | None]:
+    """Returns the statistics of each token, and the kept logits.
 
-    A label that is no entry of the vocabulary chooses 0. The kept logits fill an array
-    with the type of the weights.
+    Those fill an array with the type of the weights.
     """
+    hidden, weight, bias, labels = operands
     low = hidden.astype(spec.dtype)
     vocabulary, tokens = weight.shape[spec.axis], hidden.shape[0]
-    lowest = jnp.full(tokens, -jnp.inf, F32)
-    start = (lowest, jnp.zeros(tokens, F32), jnp.zeros(tokens, F32))
-    kept = jnp.zeros(weight.shape, weight.dtype) if spec.kept else None
+    start = tuple(_filled(hidden, (tokens,), F32, x) for x in (-jnp.inf, 0.0, 0.0))
+    kept = _filled(hidden, weight.shape, weight.dtype) if spec.kept else None
 
     def step(carry: Any, start: Any, size: int) -> Any:
         (highest, total, chosen), kept = carry
         chunk = spec.take(weight, start, size, spec.axis).astype(spec.dtype)
-        product = _logits(spec, low, chunk, spec.dtype if spec.kept else F32)
-        logits = product.astype(F32)
-        if bias is not None:
-            logits += spec.by_entry(spec.take(bias, start, size, 0).astype(F32))
+        product = _logits(spec, low, chunk)
+        logits = _with_bias(spec, product, bias, start, size)
         now = jnp.maximum(highest, jnp.max(logits, axis=spec.axis))
         shift = jnp.where(jnp.isfinite(now), now, 0.0)
         powers = jnp.sum(jnp.exp(logits - spec.by_token(shift)), axis=spec.axis)
@@ -170,7 +208,7 @@ def statistics(
 
     (highest, total, chosen), kept = spec.over(vocabulary, step, (start, kept))
     shift = jnp.where(jnp.isfinite(highest), highest, 0.0)
-    return jnp.log(total) + shift, chosen, kept
+    return Statistics(jnp.log(total) + shift, chosen, highest), kept
 
 
 def _chosen(
@@ -235,10 +273,11 @@ def _pairs(spec: Chunks, x: Array) -> Array:
 
 def gradients(
     spec: Chunks,
-    operands: tuple[Array, Array, Array | None, Array],
+    operands: Operands,
     logsumexp: Array,
-    cotangents: tuple[Array, Array],
+    cotangents: Sequence[Array],
     wanted: Wanted,
+    *,
     kept: Array | None = None,
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Returns the gradients of hidden states, weights and bias, if wanted.
@@ -248,7 +287,7 @@ def gradients(
 
     Args:
         spec: How logits are computed.
-        operands: Hidden states, weights, bias and labels.
+        operands: The operands.
         logsumexp: That of each token.
         cotangents: Those of logsumexp and chosen logit of each token.
         wanted: Which gradients are computed.
@@ -259,51 +298,51 @@ def gradients(
     vocabulary = weight.shape[spec.axis]
     unit = _unit(spec, cotangents)
     for_sum, for_chosen = (spec.by_token(x * unit) for x in cotangents)
-    sums = jnp.zeros(hidden.shape, F32) if wanted.hidden else None
-    room = kept
-    if room is None and wanted.weight:
-        room = jnp.zeros(weight.shape, weight.dtype)
-    by_entry = jnp.zeros(vocabulary, F32) if wanted.bias else None
 
     def step(carry: Any, start: Any, size: int) -> Any:
         sums, room, by_entry = carry
         chunk = spec.take(weight, start, size, spec.axis).astype(spec.dtype)
-        parts = []
-        if spec.kept:
-            parts.append(_take_packed(spec, room, start, size))
-        if spec.kept < hidden.shape[0]:
-            rest = lax.slice_in_dim(low, spec.kept, hidden.shape[0], axis=0)
-            product = _logits(spec, rest, chunk, spec.dtype if spec.kept else F32)
-            parts.append(product)
-        logits = jnp.concatenate(parts, 1 - spec.axis) if parts[1:] else parts[0]
-        logits = logits.astype(F32)
-        if bias is not None:
-            logits += spec.by_entry(spec.take(bias, start, size, 0).astype(F32))
+        logits = _again(spec, low, chunk, room, start)
+        logits = _with_bias(spec, logits, bias, start, size)
         entries = spec.entries(vocabulary, start, size)
         is_label = spec.by_entry(entries) == spec.by_token(labels)
         wide = for_sum * jnp.exp(logits - spec.by_token(logsumexp))
         wide += jnp.where(is_label, for_chosen, 0.0)
         grad = wide.astype(spec.dtype)
         if sums is not None:
-            axes = (spec.axis, spec.axis)
-            sums += _dot(grad, chunk, axes, F32)
-        if room is not None and wanted.weight:
+            sums += _dot(grad, chunk, (spec.axis, spec.axis), F32)
+        if wanted.weight:
             pair = (grad, low) if spec.vocab_first else (low, grad)
-            axes = (1, 0) if spec.vocab_first else (0, 0)
-            found = _dot(*pair, axes, F32) / unit
-            room = spec.put(room, found.astype(room.dtype), start, spec.axis)
+            found = _dot(*pair, (1 - spec.axis, 0), F32) / unit
+            room = spec.put(room, found.astype(weight.dtype), start, spec.axis)
         if by_entry is not None:
             summed = jnp.sum(wide, axis=1 - spec.axis) / unit
             by_entry = spec.put(by_entry, summed, start, 0)
         return sums, room, by_entry
 
-    sums, room, by_entry = spec.over(vocabulary, step, (sums, room, by_entry))
-    if sums is not None:
-        sums /= unit
-    return sums, room if wanted.weight else None, by_entry
+    if kept is None and wanted.weight:
+        kept = _filled(hidden, weight.shape, weight.dtype)
+    sums = _filled(hidden, hidden.shape) if wanted.hidden else None
+    by_entry = _filled(hidden, (vocabulary,)) if wanted.bias else None
+    sums, room, by_entry = spec.over(vocabulary, step, (sums, kept, by_entry))
+    return None if sums is None else sums / unit, room, by_entry
 
 
-def _unit(spec: Chunks, cotangents: tuple[Array, Array]) -> Array | float:
+def _again(
+    spec: Chunks, low: Array, chunk: Array, room: Array | None, start: Any
+) -> Array:
+    """Returns a chunk of logits: those that were kept, and the others computed again."""
+    parts = []
+    if spec.kept:
+        assert room is not None
+        parts.append(_take_packed(spec, room, start, chunk.shape[spec.axis]))
+    if spec.kept < low.shape[0]:
+        rest = lax.slice_in_dim(low, spec.kept, low.shape[0], axis=0)
+        parts.append(_logits(spec, rest, chunk))
+    return jnp.concatenate(parts, 1 - spec.axis) if parts[1:] else parts[0]
+
+
+def _unit(spec: Chunks, cotangents: Sequence[Array]) -> Array | float:
     """Returns a power of two that brings cotangents into the range of f16.
 
     In bf16, whose range is that of f32, it is 1.

@@ -133,6 +133,19 @@ class OneHot(NamedTuple):
     off: float
 
 
+def multiplied_by(term: Term, out: Term, axis: int) -> OneHot | None:
+    """Returns the one-hot array with which a value is multiplied, or by which selected."""
+    if out.shape != term.shape:
+        return None
+    if out.name == "mul":
+        others = [x for x in out.operands if x is not term]
+        return one_hot_of(others[0], axis) if len(others) == 1 else None
+    if out.name == "select_n" and out.operands[-1] is term:
+        which, zero, _ = out.operands
+        return one_hot_of(which, axis) if zero.scalar == 0.0 else None
+    return None
+
+
 def one_hot_of(term: Term, axis: int) -> OneHot | None:
     """Returns what an array is if it is one-hot along an axis, or affine of such a one."""
     name, operands = term.name, term.operands
@@ -140,44 +153,50 @@ def one_hot_of(term: Term, axis: int) -> OneHot | None:
         return _compared(term, axis)
     if name in ("convert_element_type", "stop_gradient", "copy", "copy_p"):
         return one_hot_of(operands[0], axis)
-    if name == "neg":
-        found = one_hot_of(operands[0], axis)
-        return found and found._replace(on=-found.on, off=-found.off)
     if name == "select_n" and len(operands) == 3:
-        off, on = (x.scalar for x in operands[1:])
-        found = one_hot_of(operands[0], axis)
-        if (
-            found is None
-            or (found.on, found.off) != (1, 0)
-            or on is None
-            or off is None
-        ):
-            return None
-        return found._replace(on=on, off=off)
-    if name in ("add", "sub", "mul", "div") and len(operands) == 2:
+        return _selected(term, axis)
+    if name in ("add", "sub", "mul", "div", "neg"):
         return _affine(term, axis)
     return None
 
 
+def _selected(term: Term, axis: int) -> OneHot | None:
+    which, *numbers = term.operands
+    off, on = (x.scalar for x in numbers)
+    found = one_hot_of(which, axis)
+    if found is None or (found.on, found.off) != (1, 0) or on is None or off is None:
+        return None
+    return found._replace(on=on, off=off)
+
+
 def _affine(term: Term, axis: int) -> OneHot | None:
-    first, second = term.operands
-    number = second.scalar
-    other = first
-    if number is None:
-        number, other = first.scalar, second
-    found = None if number is None else one_hot_of(other, axis)
-    if found is None or number is None or other.shape != term.shape:
+    """Returns a one-hot array after arithmetic with a number."""
+    numbers = [x.scalar for x in term.operands]
+    places = [i for i, x in enumerate(numbers) if x is None]
+    if len(places) != 1:
         return None
-    on, off = found.on, found.off
-    if term.name == "add":
-        return found._replace(on=on + number, off=off + number)
-    if term.name == "mul":
-        return found._replace(on=on * number, off=off * number)
-    if other is second:
+    source = term.operands[places[0]]
+    found = one_hot_of(source, axis) if source.shape == term.shape else None
+    if found is None:
         return None
-    if term.name == "sub":
-        return found._replace(on=on - number, off=off - number)
-    return found._replace(on=on / number, off=off / number) if number else None
+
+    def change(entry: float) -> float:
+        given = [np.float64(entry if x is None else x) for x in numbers]
+        with np.errstate(all="ignore"):
+            return float(_ARITHMETIC[term.name](*given))
+
+    on, off = change(found.on), change(found.off)
+    is_finite = np.isfinite(on) and np.isfinite(off)
+    return found._replace(on=on, off=off) if is_finite else None
+
+
+_ARITHMETIC = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "neg": np.negative,
+}
 
 
 def _compared(term: Term, axis: int) -> OneHot | None:

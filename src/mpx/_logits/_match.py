@@ -15,7 +15,7 @@ from mpx._jaxpr._queries import Equation
 from mpx._jaxpr._softmax import Softmaxes
 from mpx._jaxpr._terms import Level, Term
 from mpx._logits import _sizes
-from mpx._logits._labels import Labels, axis_of, gathered_labels, one_hot_of
+from mpx._logits._labels import Labels, axis_of, gathered_labels, multiplied_by
 
 
 class Exit(NamedTuple):
@@ -31,6 +31,7 @@ class Exit(NamedTuple):
         on: By what a label's entry of a one-hot array multiplies.
         off: By what other entries multiply.
         summed: The axes of a sum.
+        is_shifted: Whether the highest logit of the token was subtracted.
     """
 
     term: Term
@@ -42,6 +43,7 @@ class Exit(NamedTuple):
     on: float = 1.0
     off: float = 0.0
     summed: tuple[int, ...] = ()
+    is_shifted: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -132,37 +134,41 @@ def _site(softmaxes: Softmaxes, dot: Term) -> Site | str | None:
     It is `None` for what is no cross entropy.
     """
     inside = _with_meaning(softmaxes, dot)
-    known = {key: _meaning(softmaxes, term) for key, term in inside.items()}
-    summed = {label for x in known.values() for label in x.summed}
+    known = [_meaning(softmaxes, term) for term in inside.values()]
+    summed = {label for x in known for label in x.summed}
     if len(summed) != 1:
         return None
     (vocab,) = summed
-    if vocab[0] == "batch" or len(dot.operands[_side(vocab)].shape) != 2:
+    side = 1 if vocab[0] == "rhs" else 0
+    if vocab[0] == "batch" or len(dot.operands[side].shape) != 2:
         return None
-    exits: list[Exit] = []
-    kept: str | None = None
-    for key, term in list(inside.items()):
+    site = Site(known[0].scores, vocab, inside=inside)
+    others: list[str] = []
+    for term in inside.values():
         for use in term.level.readers(term.atom):
-            found = _use(softmaxes, term, known[key], vocab, inside, use)
+            found = _use(softmaxes, site, term, use)
             if isinstance(found, str):
-                kept = kept or found
-            else:
-                exits += [x for x in found if all(x.term is not y.term for y in exits)]
-    if all(x.kind == "logsumexp" for x in exits):
-        return None
-    if kept is not None:
-        return kept
-    all_scores = [known[id(x.source)].scores for x in exits]
-    if not all(all_scores[0].is_same(x) for x in all_scores):
-        return "labels and softmax read different logits"
-    read = [x.labels for x in exits if x.labels is not None]
-    if any((x.term, x.mode) != (read[0].term, read[0].mode) for x in read):
-        return "the logits are read at several labels"
-    return Site(all_scores[0], vocab, exits, inside)
+                others.append(found)
+                continue
+            have = {id(x.term) for x in site.exits}
+            site.exits += [x for x in found if id(x.term) not in have]
+    if others or site.labels is None:
+        return others[0] if others else None
+    return _checked(softmaxes, site)
 
 
-def _side(vocab: Label) -> int:
-    return 1 if vocab[0] == "rhs" else 0
+def _checked(softmaxes: Softmaxes, site: Site) -> Site | str:
+    """Returns the site if all its exits read the same logits at the same labels."""
+    read = [_meaning(softmaxes, x.source).scores for x in site.exits]
+    if not all(read[0].is_same(x) for x in read):
+        return "labels and softmax read different ones"
+    labels = [(x.labels.term, x.labels.mode) for x in site.exits if x.labels]
+    if any(x != labels[0] for x in labels):
+        return "they are read at several labels"
+    site.scores = read[0]
+    if site.vocab in dict(site.scores.slices):
+        return "they are a part of the vocabulary"
+    return site
 
 
 def _meaning(softmaxes: Softmaxes, term: Term) -> Meaning:
@@ -191,68 +197,78 @@ def _with_meaning(softmaxes: Softmaxes, dot: Term) -> dict[int, Term]:
 
 def _use(
     softmaxes: Softmaxes,
+    site: Site,
     term: Term,
-    meaning: Meaning,
-    vocab: Label,
-    inside: dict[int, Term],
     use: tuple[Level, Equation] | None,
 ) -> list[Exit] | str:
     """Returns what is read of logits by one equation, or why they are kept."""
-    is_row = meaning.kind == "log_sum" and not meaning.shift
-    row = Exit(term, term, "logsumexp", meaning.labels)
-    if use is None:
-        return [row] if is_row else "the logits are returned"
-    level, eqn = use
-    out = level.term(eqn.outvars[0])
-    if id(out) in inside:
+    meaning = _meaning(softmaxes, term)
+    out = None if use is None else use[0].term(use[1].outvars[0])
+    if out is not None and (id(out) in site.inside or _is_checked(site, meaning, out)):
         return []
-    if is_row:
+    shifted = bool(meaning.shift) and meaning.kind != "log_probs"
+    may_leave = not shifted or _is_highest(softmaxes, site, meaning)
+    if may_leave and meaning.kind == "log_sum":
+        row = Exit(term, term, "logsumexp", meaning.labels, is_shifted=shifted)
         return [row]
-    name = eqn.primitive.name
-    if name == "is_finite" and meaning.kind == "max":
-        uses = [x and x[0].term(x[1].outvars[0]) for x in level.readers(out.atom)]
-        if all(x is not None and id(x) in inside for x in uses):
-            return []
-    is_log_prob = meaning.kind == "log_probs"
-    if is_log_prob or (meaning.kind == "scores" and not meaning.shift):
-        if name == "gather" and out.operands[0] is term:
-            found = gathered_labels(out, meaning, vocab)
-            if found is not None:
-                labels, axes = found
-                return [Exit(out, term, "gather", axes, labels, is_log_prob)]
-        exits = _one_hot_exits(term, meaning, vocab, out, is_log_prob)
+    if out is None:
+        return "they are returned"
+    if may_leave and meaning.kind in ("log_probs", "scores"):
+        exits = _label_exits(term, meaning, site.vocab, out)
         if exits:
-            return exits
-    what = "probabilities" if meaning.kind in ("probs", "exp") else "logits"
-    return f"the {what} are used elsewhere, by {name}"
+            return [x._replace(is_shifted=shifted) for x in exits]
+    return f"{out.name} reads them, too"
 
 
-def _one_hot_exits(
-    term: Term, meaning: Meaning, vocab: Label, out: Term, is_log_prob: bool
-) -> list[Exit]:
-    """Returns the sums over the vocabulary of a product with a one-hot array."""
+def _is_checked(site: Site, meaning: Meaning, out: Term) -> bool:
+    """Returns whether an equation asks if a maximum is finite, for the softmax only."""
+    if out.name != "is_finite" or meaning.kind != "max":
+        return False
+    uses = [x and x[0].term(x[1].outvars[0]) for x in out.level.readers(out.atom)]
+    return all(x is not None and id(x) in site.inside for x in uses)
+
+
+def _is_highest(softmaxes: Softmaxes, site: Site, meaning: Meaning) -> bool:
+    """Returns whether what was subtracted from logits is their maximum, as a constant.
+
+    Differentiated, it would have a gradient which the statistics do not have.
+    """
+    if meaning.shift != {site.vocab}:
+        return False
+    for term in site.inside.values():
+        here = _meaning(softmaxes, term)
+        if term.name != "sub" or here.kind != "scores" or not here.shift:
+            continue
+        source = term.operands[1]
+        while source.name != "stop_gradient":
+            if source.name == "reduce_max":
+                return False
+            source = next(x for x in source.operands if softmaxes.meaning(x))
+    return True
+
+
+def _label_exits(term: Term, meaning: Meaning, vocab: Label, out: Term) -> list[Exit]:
+    """Returns the values at labels that an equation reads of logits."""
+    is_log_prob = meaning.kind == "log_probs"
+    if out.name == "gather" and out.operands[0] is term:
+        found = gathered_labels(out, meaning, vocab)
+        if found is None:
+            return []
+        labels, axes = found
+        return [Exit(out, term, "gather", axes, labels, is_log_prob)]
     axis = axis_of(meaning, vocab)
-    if axis is None or out.shape != term.shape:
+    one_hot = None if axis is None else multiplied_by(term, out, axis)
+    if one_hot is None:
         return []
-    if out.name == "mul":
-        others = [x for x in out.operands if x is not term]
-        found = one_hot_of(others[0], axis) if len(others) == 1 else None
-    elif out.name == "select_n" and out.operands[2] is term:
-        found = one_hot_of(out.operands[0], axis)
-        found = found if out.operands[1].scalar == 0.0 else None
-    else:
-        found = None
-    if found is None:
-        return []
+    labels = Labels(one_hot.labels, meaning.labels, "drop")
     exits = []
     for use in out.level.readers(out.atom):
         if use is None or use[1].primitive.name != "reduce_sum":
             return []
         level, eqn = use
-        axes = {int(x) for x in eqn.params["axes"]}
+        axes = tuple(sorted(int(x) for x in eqn.params["axes"]))
         if axis not in axes:
             return []
-        labels = Labels(found.labels, meaning.labels, "drop")
         exits.append(
             Exit(
                 level.term(eqn.outvars[0]),
@@ -261,9 +277,9 @@ def _one_hot_exits(
                 meaning.labels,
                 labels,
                 is_log_prob,
-                found.on,
-                found.off,
-                tuple(sorted(axes)),
+                one_hot.on,
+                one_hot.off,
+                axes,
             )
         )
     return exits

@@ -4,11 +4,12 @@ import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from mpx._jaxpr._meanings import Labels as Axes
 from mpx._jaxpr._meanings import Label
+from mpx._jaxpr._meanings import Labels as Axes
 from mpx._jaxpr._terms import Term
+from mpx._logits._chunks import Statistics
 from mpx._logits._match import Exit, Site
 
 F32 = jnp.float32
@@ -16,6 +17,8 @@ F32 = jnp.float32
 
 def hidden_states(site: Site, x: Array) -> Array:
     """Returns the hidden states as (tokens, width), with the scale of the logits."""
+    for (_, axis), (start, limit, stride) in site.scores.slices:
+        x = lax.slice_in_dim(x, start, limit, stride, axis)
     if site.scores.scale != 1.0:
         x = x.astype(F32) * site.scores.scale
     return jnp.moveaxis(x, site.summed, -1).reshape(-1, x.shape[site.summed])
@@ -71,7 +74,8 @@ def needs_total(site: Site) -> bool:
 def value_of_exit(
     site: Site,
     leaving: Exit,
-    statistics: tuple[Array, Array, Array | None],
+    statistics: Statistics,
+    total: Array | None,
     labels: Array,
 ) -> Array:
     """Returns the value of an exit.
@@ -79,10 +83,13 @@ def value_of_exit(
     Args:
         site: The logits.
         leaving: The exit.
-        statistics: Logsumexp, chosen logit and, if it is read, sum of logits of each token.
+        statistics: The statistics of the tokens.
+        total: The sum of the logits of each token, if it is read.
         labels: The labels of the tokens.
     """
-    logsumexp, chosen, total = statistics
+    logsumexp, chosen, highest = statistics
+    if leaving.is_shifted:
+        logsumexp, chosen = logsumexp - highest, chosen - highest
     if leaving.kind == "logsumexp":
         return _arranged(site, logsumexp, leaving.axes, leaving.term.shape)
     assert leaving.labels is not None
@@ -95,6 +102,8 @@ def value_of_exit(
     value = jnp.where(is_entry, value, 0.0) * (leaving.on - leaving.off)
     if leaving.off:
         assert total is not None
+        if leaving.is_shifted:
+            total = total - site.vocabulary * highest
         all_of = total - site.vocabulary * logsumexp if leaving.is_log_prob else total
         value += leaving.off * all_of
     axes = [x for x in leaving.axes if x != (site.vocab,)]
