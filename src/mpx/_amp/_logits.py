@@ -1,7 +1,7 @@
 """Recognising cross entropy in a function under `amp`, and running it in chunks."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -133,6 +133,9 @@ class _Run:
         labels = [] if site.labels is None else [site.labels.term]
         biases = [x for x, _ in self.biases]
         self.operands = [site.hidden, self.weight, *biases, *labels]
+        self.inside = {*site.inside, *(id(x.term) for x in site.exits)}
+        eqns = enumerate(self.level.jaxpr.eqns)
+        self.makers = {var: i for i, eqn in eqns for var in eqn.outvars}
         self.spec: Chunks = _logits.chunks_for(
             np.dtype(_dtype(self.amp, site.hidden)),
             tokens=int(np.prod(site.sizes)),
@@ -159,30 +162,55 @@ class _Run:
         from mpx import _logits
 
         more = compute.rest if isinstance(compute, _Scalar) else []
-        stops = {id(x) for x in given}
-        needed = _atoms(self.level, [*self.operands, *more], set())
-        if needed is None:
-            return "the hidden states come out of a jitted function"
-        eqns = self.level.jaxpr.eqns
-        makers = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
+        known = {id(x) for x in given}
         places = {int(_logits.place_of(x.level, x.eqn)[0]) for x in given}
-        if any(makers.get(atom, -1) >= min(places) for atom in needed):
-            return "the labels are computed after the softmax"
+        needed = self._atoms([*self.operands, *more], min(places))
+        if needed is None:
+            return "their operands come out of a jitted function"
         replaced = {}
         for place in places:
             outs = [
-                None if id(term) in self.site.inside and id(term) not in stops else term
-                for term in map(self.level.term, eqns[place].outvars)
+                None if id(term) in self.inside and id(term) not in known else term
+                for term in map(self.level.term, self.level.jaxpr.eqns[place].outvars)
             ]
             wanted = [x for x in outs if x is not None]
-            atoms = _atoms(self.level, wanted, stops)
+            atoms = self._atoms(wanted, place, known)
             if atoms is None:
-                return "the logits go into a jitted function"
-            atoms = {**needed, **atoms}
-            replaced[place] = Replacement(
-                list(atoms), self._call(list(atoms), given, compute, outs)
-            )
+                return "they go into a jitted function"
+            atoms = list({**needed, **atoms})
+            call = self._call(atoms, given, compute, outs)
+            replaced[place] = Replacement(atoms, call)
         return replaced
+
+    def _atoms(
+        self, terms: Sequence[Term], place: int, known: Collection[int] = ()
+    ) -> dict[Any, None] | None:
+        """Returns variables of the outermost level from which terms can be computed.
+
+        It is `None` if too much would be computed again, or the logits.
+
+        Args:
+            terms: The terms.
+            place: The position of the equation before which they are computed.
+            known: The `id`s of terms that are known.
+        """
+        from mpx import _logits
+
+        atoms: dict[Any, None] = {}
+        waiting, seen = list(terms), set()
+        while waiting:
+            term = waiting.pop()
+            if id(term) in known or id(term) in seen or isinstance(term.atom, Literal):
+                continue
+            seen.add(id(term))
+            if len(seen) > _logits.MOST or id(term) in self.inside:
+                return None
+            is_here = term.level is self.level
+            if is_here and self.makers.get(term.atom, -1) < place:
+                atoms[term.atom] = None
+            else:
+                waiting.extend(term.operands)
+        return atoms
 
     def _call(
         self, atoms: list[Any], given: list[Term], compute: Any, outs: list[Term | None]
@@ -237,7 +265,7 @@ class _Run:
         hidden, weight, bias, _ = operands
         axis = 0 if self.vocab_first else 1
         summed = jnp.sum(weight.astype(np.float32), axis=axis)
-        total = jnp.sum(hidden.astype(np.float32) * summed, axis=1)
+        total = jnp.sum(hidden.astype(np.float32) * summed[None], axis=1)
         return total if bias is None else total + jnp.sum(bias)
 
     def exits(self, statistics: Any, total: Any, labels: Any) -> list[Value]:
@@ -325,31 +353,6 @@ class _Scalar:
 
 def _key(term: Term) -> Any:
     return term.atom if term.level.caller is None else id(term)
-
-
-def _atoms(
-    level: Level, terms: Sequence[Term], stops: set[int]
-) -> dict[Any, None] | None:
-    """Returns the variables of the outermost level that terms are computed from.
-
-    It is `None` if too much would be computed again inside calls.
-    """
-    from mpx import _logits
-
-    atoms: dict[Any, None] = {}
-    waiting, seen = list(terms), set()
-    while waiting:
-        term = waiting.pop()
-        if id(term) in seen | stops or isinstance(term.atom, Literal):
-            continue
-        seen.add(id(term))
-        if len(seen) > _logits.MOST:
-            return None
-        if term.level is level:
-            atoms[term.atom] = None
-        else:
-            waiting.extend(term.operands)
-    return atoms
 
 
 def _record(

@@ -88,7 +88,7 @@ class Chunks:
         """Returns which entries of the vocabulary a chunk holds."""
         part = vocabulary // self.shards
         first = jnp.arange(self.shards, dtype=jnp.int32)[:, None] * part
-        return (first + jnp.arange(size, dtype=jnp.int32) + start).reshape(-1)
+        return (first + jnp.arange(size, dtype=jnp.int32)[None] + start).reshape(-1)
 
     def over(
         self, vocabulary: int, step: Callable[[Any, Any, int], Any], carry: Any

@@ -14,6 +14,7 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from mpx._logits._chunks import (
+    F32,
     Chunks,
     Operands,
     Statistics,
@@ -89,7 +90,7 @@ def _loss_backward(
     spec: Chunks, func: Callable[..., Array], saved: Any, cotangent: Any
 ) -> tuple[Operands, Sequence[Any]]:
     found, like, smooth = saved
-    scaled = [None if x is None else x * cotangent for x in found]
+    scaled = [None if x is None else x.astype(F32) * cotangent for x in found]
     rest = [None if x is None else x * cotangent.astype(x.dtype) for x in smooth]
     return Operands(*_in_dtypes(scaled, like), None), rest
 

@@ -33,7 +33,8 @@ def chunks_for(
     shards = math.gcd(devices, vocabulary)
     part = vocabulary // shards
     count = -(-tokens * vocabulary // CHUNK)
-    size = min(-(-part // (count * _MULTIPLE)) * _MULTIPLE, part)
+    multiple = max(1, _MULTIPLE // shards)
+    size = min(-(-part // (count * multiple)) * multiple, part)
     words = weight.dtype.itemsize // 2
     kept = min(tokens, words * width) if devices == 1 else 0
     return Chunks(
