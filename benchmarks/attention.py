@@ -242,7 +242,7 @@ def equinox_task(mode: str, name: str, batch: int) -> tuple[Any, Any, list[Any]]
     return arrays, loss, task.batches
 
 
-def _next_token_loss(logits: Array, tokens: Array) -> Array:
+def _next_token_loss(logits: Any, tokens: Array) -> Array:
     losses = optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), tokens[:, 1:]
     )
@@ -258,8 +258,8 @@ def linen_task(mode: str, size: Any, batch: int) -> tuple[Any, Any, list[Any]]:
     """A GPT with the attention of Linen."""
     import flax.linen as nn
 
-    by_hand = {"dtype": BF16} if mode == "hand" else {}
-    attend = {"attention_fn": _attend_by_hand} if mode == "hand" else {}
+    by_hand: Any = {"dtype": BF16} if mode == "hand" else {}
+    attend: Any = {"attention_fn": _attend_by_hand} if mode == "hand" else {}
 
     class Model(nn.Module):
         @nn.compact
@@ -291,8 +291,8 @@ def nnx_task(mode: str, size: Any, batch: int) -> tuple[Any, Any, list[Any]]:
     """A GPT with the attention of NNX."""
     from flax import nnx
 
-    by_hand = {"dtype": BF16} if mode == "hand" else {}
-    attend = {"attention_fn": _attend_by_hand} if mode == "hand" else {}
+    by_hand: Any = {"dtype": BF16} if mode == "hand" else {}
+    attend: Any = {"attention_fn": _attend_by_hand} if mode == "hand" else {}
 
     class Block(nnx.Module):
         def __init__(self, rngs: Any) -> None:
@@ -428,7 +428,7 @@ def run_probe() -> None:
     q, k, v, weights = (jax.random.normal(x, shape, BF16) for x in keys[:4])
     tokens = jnp.linspace(length // 2, length, batch).astype(jnp.int32)
     seen = (jnp.arange(length)[None] < tokens[:, None])[:, None, None]
-    attend = jax.nn.dot_product_attention
+    attend: Any = jax.nn.dot_product_attention
 
     def gradients(implementation: str, name: str) -> Callable[..., Any]:
         def loss(q: Array, k: Array, v: Array, x: Array) -> Array:
@@ -459,7 +459,7 @@ def run_probe() -> None:
 
 def main() -> None:
     """Runs the parts."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--part", choices=("ops", "models", "probe"))
     parser.add_argument("--models", default="equinox,linen,nnx")
     parser.add_argument("--repeat", type=int, default=2)

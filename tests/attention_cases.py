@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.nn import softmax
 
-from mpx._amp import _recognition
+from mpx._amp import _attention, _recognition
 from mpx._attention import _cudnn, _pays, _primitive
 
 B, T, H, D = 2, 8, 4, 16
@@ -22,7 +22,7 @@ B, T, H, D = 2, 8, 4, 16
 def pretend_h200(monkeypatch):
     """Pretends that this is a machine with an H200 and cuDNN 9.10."""
     module = "jax._src.cudnn.fused_attention_stablehlo"
-    for owner in (_primitive, _cudnn, _recognition):
+    for owner in (_primitive, _cudnn, _recognition, _attention):
         monkeypatch.setattr(owner, "cuda_capability", lambda: (9, 0))
     monkeypatch.setattr(f"{module}.check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(f"{module}.check_compute_capability", lambda _: True)
@@ -437,6 +437,21 @@ LOOK_ALIKES = {
     ),
     "values of one batch": lambda q, k, v: jnp.einsum(
         "bhts,shd->bthd", softmax(scores(q, k)), v[0]
+    ),
+    "weights without gradient": with_scores(
+        nothing, lambda s: lax.stop_gradient(softmax(s))
+    ),
+    "scores without gradient": with_scores(lax.stop_gradient),
+    "sum without gradient": with_scores(
+        nothing,
+        lambda s: (e := jnp.exp(s)) / lax.stop_gradient(e.sum(-1, keepdims=True)),
+    ),
+    "one shift without gradient": with_scores(
+        nothing,
+        lambda s: (
+            jnp.exp(s - lax.stop_gradient(m := s.max(-1, keepdims=True)))
+            / jnp.exp(s - m).sum(-1, keepdims=True)
+        ),
     ),
     "learnt mask": with_scores(lambda s: s * jnp.asarray(TRIL, jnp.float32)),
 }

@@ -18,10 +18,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mpx
+from attention_cases import pretend_h200
 from models import equations, trace_together
 from mpx import AmpRules, amp, amp_stop
-from mpx._amp import _attention
-from mpx._attention import _capture, _cudnn, _primitive
+from mpx._amp import _attention, _recognition
+from mpx._attention import _capture, _cudnn
 from mpx._jaxpr._queries import ATTENTION
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
@@ -42,12 +43,7 @@ ARGS = (Q, K, V)
 @pytest.fixture
 def cuda(monkeypatch):
     """Pretends that this is a machine with an H200 and cuDNN 9.10."""
-    module = "jax._src.cudnn.fused_attention_stablehlo"
-    for owner in (_primitive, _cudnn):
-        monkeypatch.setattr(owner, "cuda_capability", lambda: (9, 0))
-    monkeypatch.setattr(f"{module}.check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(f"{module}.check_compute_capability", lambda _: True)
-    _cudnn._reason_by_jax.cache_clear()
+    pretend_h200(monkeypatch)
     yield
     _cudnn._reason_by_jax.cache_clear()
 
@@ -360,7 +356,6 @@ def by_name(q, k, v):
 
 
 LEFT = {
-    "xla": (lambda *x: loss(*x, implementation="xla"), None, {"dot_general bf16": 2}),
     "amp_stop": (amp_stop(loss), None, {"dot_general f32": 2}),
     "amp_stop around jit": (amp_stop(jax.jit(loss)), None, None),
     "scope": (
@@ -385,11 +380,6 @@ LEFT = {
     ),
     "original": (loss, "original", {"dot_general f32": 2}),
     "bf16_f32": (loss, "bf16_f32", {"dot_general f32": 2}),
-    "explicit f16": (
-        lambda *x: loss(*(a.astype(jnp.float16) for a in x)).astype(jnp.float32),
-        None,
-        {"dot_general f16": 2},
-    ),
 }
 
 
@@ -433,10 +423,10 @@ def test_cudnn_that_was_asked_for_and_cannot_be_is_an_error(wrap):
 # --- What cuDNN cannot do -------------------------------------------------------------
 
 LONG = normal(6, BATCH, 7, HEADS, SIZE)
-IMPOSSIBLE = {
-    "head of 12": ({}, tuple(x[..., :12] for x in ARGS), "multiple of 8"),
-    "odd length": ({}, (LONG, LONG, LONG), "sequence length Q 7"),
-    "window to the right": ({"local_window_size": 2}, ARGS, "windows to the left"),
+UNSUPPORTED = {
+    "head of 12": ({}, tuple(x[..., :12] for x in ARGS)),
+    "odd length": ({}, (LONG, LONG, LONG)),
+    "window to the right": ({"local_window_size": 2}, ARGS),
     "window and lengths": (
         {
             "is_causal": True,
@@ -444,28 +434,17 @@ IMPOSSIBLE = {
             "key_value_seq_lengths": LENGTHS,
         },
         ARGS,
-        "together with sequence lengths",
     ),
 }
 
 
-def plain_operations(func, args):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_primitive, "cuda_capability", lambda: None)
-        return operations(func, *args)
-
-
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_what_cudnn_cannot_do_runs_op_by_op_and_is_told(name):
-    options, args, reason = IMPOSSIBLE[name]
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_jax_does_not_ask_of_cudnn_is_padded_or_masked(name):
+    options, args = UNSUPPORTED[name]
     func = functools.partial(loss, **options)
-    grad = jax.grad(bf16(func))
     counts, _, actual, wanted = compare(lambda wrap: jax.grad(wrap(func)), *args)
-    assert counts == {"dot_general bf16": 4} == plain_operations(grad, args)
-    kept = mpx.inspect.report(amp(func, "bf16"), *args).kept
-    (told,) = [x for x in kept if x.primitive == "cudnn_attention"]
-    assert reason in told.reason
+    assert counts == BOTH
     assert relative_error(actual, wanted) <= 16 * UNIT
 
 
@@ -498,7 +477,8 @@ PLAIN = {"dot_general bf16": 2}
 
 @pytest.mark.usefixtures("cuda")
 def test_without_a_private_name_of_jax_attention_runs_op_by_op(monkeypatch):
-    monkeypatch.setattr(_attention, "private", lambda feature: None)
+    for module in (_attention, _recognition):
+        monkeypatch.setattr(module, "private", lambda feature: None)
     assert operations(bf16(loss), *ARGS) == PLAIN
 
 

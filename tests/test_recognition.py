@@ -80,7 +80,7 @@ def test_attention_by_hand_is_one_operation_with_the_same_gradients(name):
     func, args = BY_HAND[name]
     fused, matmuls = kernels(bf16(func), *args)
     assert (fused, matmuls) == (1, int(name == "bias of pairs"))
-    assert kernels(bf16(func, attention="keep"), *args)[0] == int(name == "JAX")
+    assert kernels(bf16(func, attention="keep"), *args)[0] == 0
     check(func, args)
 
 

@@ -6,9 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from mpx._amp._casts import opaque_facts, original
-from mpx._amp._facts import Chosen, Origin, Settings, cast, changed, is_eligible
+from mpx._amp._facts import (
+    NEUTRAL,
+    Chosen,
+    Origin,
+    Settings,
+    cast,
+    changed,
+    is_eligible,
+)
 from mpx._amp._rules import Rule
 from mpx._compat import (
     bind,
@@ -17,8 +26,9 @@ from mpx._compat import (
     make_jit_context,
     open_jaxpr,
 )
+from mpx._devices import cuda_capability
 from mpx._jaxpr._interpreter import Op, Outcome, Values
-from mpx._jaxpr._queries import Equation
+from mpx._jaxpr._queries import ATTENTION, Equation
 from mpx._private import private
 
 # Part of the cache key of `jax.jit`: functions traced before are traced anew, and those
@@ -53,6 +63,9 @@ def choose(amp: Settings, op: Op) -> Chosen:
         against = _reason_against(amp, eqn)
         if against is None:
             return Chosen(_run_low, Rule.LOW, reason)
+        if eqn.primitive.name == next(iter(ATTENTION)):
+            # Its operations are recognised again, and perhaps padded.
+            return Chosen(_op_by_op)
         return Chosen(_op_by_op, Rule.ORIGINAL, against)
     # JAX itself refuses cuDNN in f32.
     return Chosen(original if eqn.params["spec"].required else _op_by_op)
@@ -71,7 +84,20 @@ def _run_low(amp: Settings, op: Op) -> Outcome:
 
 def _op_by_op(amp: Settings, op: Op) -> Outcome:
     """Runs the operations that JAX runs by default, each by its own rule."""
-    return amp.run(*_plain_jaxpr(op.eqn), op.values, op.facts, op.scopes)
+    outvars = op.eqn.outvars
+    is_forward = op.eqn.primitive.name == next(iter(ATTENTION))
+    if not is_forward or _is_read(amp.frame.jaxpr, outvars[1]):
+        return amp.run(*_plain_jaxpr(op.eqn), op.values, op.facts, op.scopes)
+    # Without the logsumexp, which would keep the scores from being recognised.
+    plain = _plain_jaxpr(op.eqn, outputs=1)
+    outs, known = amp.run(*plain, op.values, op.facts, op.scopes)
+    unread = jnp.zeros(outvars[1].aval.shape, outvars[1].aval.dtype)
+    return [*outs, unread], [*known, NEUTRAL]
+
+
+def _is_read(jaxpr: Any, var: Any) -> bool:
+    atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
+    return any(atom is var for atom in atoms)
 
 
 def original_attention(amp: Settings, op: Op) -> Outcome:
@@ -82,25 +108,31 @@ def original_attention(amp: Settings, op: Op) -> Outcome:
     return eval_jaxpr(body, consts, *changed(op, amp.widen)), opaque_facts(op)
 
 
-def _plain_jaxpr(eqn: Equation) -> tuple[Any, Any]:
+def _plain_jaxpr(eqn: Equation, outputs: int | None = None) -> tuple[Any, Any]:
     from mpx._attention import PLAIN
 
     plain = functools.partial(PLAIN[eqn.primitive.name], **eqn.params)
     return open_jaxpr(
-        jax.make_jaxpr(lambda *operands: list(plain(*operands)))(
+        jax.make_jaxpr(lambda *operands: list(plain(*operands))[:outputs])(
             *(var.aval for var in eqn.invars)
         )
     )
 
 
 def _reason_against(amp: Settings, eqn: Equation) -> str | None:
-    from mpx._attention import attention_tangent_p, reason_against
+    from mpx._attention import attention_tangent_p, reason_against, reason_not_paying
 
     if eqn.primitive is attention_tangent_p:
         return "cuDNN has no forward-mode derivative"
     spec = eqn.params["spec"]
     if spec.required:
         return None
+    if amp.attention == "keep":
+        return "attention is kept"
+    rows, keys = (var.aval.shape[1] for var in eqn.invars[:2])
+    against = reason_not_paying(cuda_capability(), rows, keys)
+    if against is not None:
+        return against
     avals = [
         jax.ShapeDtypeStruct(var.aval.shape, amp.dtype if i < 3 else var.aval.dtype)
         for i, var in enumerate(eqn.invars[: spec.operands])

@@ -7,7 +7,7 @@ Values that the function holds in f32 may be held in the compute dtype between t
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ from mpx._amp._scopes import LOW_NAME
 from mpx._compat import (
     Literal,
     eval_equation,
+    is_batched,
     open_jaxpr,
     scan_sizes,
     source_frames,
@@ -74,6 +75,7 @@ class Autocast(Settings):
         """Finds what the rules select among the arrays; raises if that is nothing."""
         places = traced.places if traced.has_params else None
         self.rules = self.rules.for_call(traced.named_arrays(), places)
+        self.is_mapped = any(map(is_batched, (*traced.arrays, *traced.consts)))
         return traced
 
     def finish(self, outs: Values) -> Values:
@@ -98,6 +100,18 @@ class Autocast(Settings):
         if not found:
             return plan
         return plan_with(jaxpr, {**({} if plan is None else plan.replaced), **found})
+
+    @contextlib.contextmanager
+    def inside(self, eqn: Equation, more: Any) -> Iterator[None]:
+        outer = self.in_loop
+        self.in_loop = outer or eqn.primitive.name == "scan"
+        try:
+            yield
+        finally:
+            self.in_loop = outer
+
+    def cache_key(self, more: Any) -> tuple[bool, bool]:
+        return self.in_loop, self.is_mapped
 
     # --- equations --------------------------------------------------------------------
 

@@ -54,47 +54,50 @@ def replacements(
 
     level = Level(jaxpr, consts)
     known = dict(zip(jaxpr.invars, facts, strict=True))
-    replaced: dict[int, Replacement] = {}
+    kept: list[tuple[Term, str]] = []
+    runs: list[_Run] = []
     for dot, found in _logits.find_sites(Softmaxes(level)):
-        if isinstance(found, str):
-            against: str | None = found
-        else:
+        against = found if isinstance(found, str) else None
+        if not isinstance(found, str):
             terms = [dot, *(x.term for x in found.exits)]
             places = {_logits.place_of(x.level, x.eqn)[0] for x in terms}
             if len(places) == 1 and dot.level is not level:
                 continue  # all of it is inside one call: found there
-            against = _reason(amp, level, found, known, scopes)
-        if against is None:
-            run = _Run(amp=amp, level=level, site=found, scopes=scopes)
-            new = run.replacements()
-            if isinstance(new, str):
-                against = new
-            else:
-                replaced.update(new)
-        if against is not None and dot.level is level:
+            against = _reason(amp, found, known, scopes)
+            if against is None:
+                runs.append(_Run(amp=amp, level=level, site=found, scopes=scopes))
+        if against is not None:
+            kept.append((dot, against))
+    replaced: dict[int, Replacement] = {}
+    for run in runs:
+        others = [x.term for y in runs if y is not run for x in y.site.exits]
+        new = run.replacements(_logits.dependents(others))
+        if isinstance(new, str):
+            kept.append((run.site.scores.dot, new))
+        else:
+            replaced.update(new)
+    for dot, against in kept:
+        if dot.level is level:
             _record(amp, dot, scopes, f"the logits are kept: {against}")
     return replaced
 
 
 def _reason(
-    amp: Settings,
-    level: Level,
-    site: "Site",
-    known: dict[Any, Origin],
-    scopes: Scopes,
+    amp: Settings, site: "Site", known: dict[Any, Origin], scopes: Scopes
 ) -> str | None:
     """Returns why logits are kept of which only the cross entropy is read."""
     from mpx import _logits
 
     if has_explicit_axes(jax.sharding.get_abstract_mesh()):
         return "the mesh has explicit axes"
+    if amp.is_mapped:
+        # Each example would have its own gradient of the weights, all at once.
+        return "the function is mapped; apply `amp` to what `vmap` returns"
     dot = site.scores.dot
     facts = [_fact(x, known) for x in dot.operands]
     region = amp.region_rule(dot.eqn, scopes_inside(dot, scopes))
     rule, reason = region or amp.rule("dot_general", dot.eqn.params, facts)
-    if rule != Rule.LOW:
-        return reason
-    reason = _reason_by_precision(dot.eqn)
+    reason = reason if rule != Rule.LOW else _reason_by_precision(dot.eqn)
     if reason is not None:
         return reason
     dtypes = {_dtype(amp, x) for x in dot.operands}
@@ -143,12 +146,20 @@ class _Run:
             vocab_first=self.vocab_first,
         )
 
-    def replacements(self) -> dict[int, Replacement] | str:
-        """Returns what replaces equations, by position, or the reason against it."""
+    def replacements(self, others: Collection[int]) -> dict[int, Replacement] | str:
+        """Returns what replaces equations, by position, or the reason against it.
+
+        Args:
+            others: The `id`s of terms that depend on other logits.
+        """
         from mpx import _logits
 
         exits = [x.term for x in self.site.exits]
-        found = _logits.scalar_after(exits) if self.spec.kept else None
+        found = None
+        if self.spec.kept and not self.amp.in_loop:
+            # Gradients that the forward pass of a loop computes add up to as many copies
+            # of the weights as it has steps.
+            found = _logits.scalar_after(exits, others)
         if found is not None:
             scalar, later = found
             return self._replaced([scalar], self._through(scalar, later))

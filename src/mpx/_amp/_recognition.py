@@ -153,7 +153,9 @@ def _call_of(site: Site, match: "Match") -> _Call | str:
     if against is None and (len(dtypes) > 1 or not dtypes <= {*_LOW}):
         against = f"operands in {' and '.join(sorted(map(str, dtypes)))}"
     if against is None and not softmaxes.is_private((match.probs,), match.eqn):
-        against = "the attention weights or scores are used elsewhere"
+        against = (
+            "the weights or scores are used elsewhere, perhaps by a gradient inside"
+        )
     (_, rows, *_), (_, keys, *_), _ = match.shapes
     against = against or _attention.reason_not_paying(cuda_capability(), rows, keys)
     masks = _attention.masks_of(match) if against is None else against

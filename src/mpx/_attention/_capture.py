@@ -1,7 +1,6 @@
 """Capturing the calls of `jax.nn.dot_product_attention` while a function is traced."""
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,15 +25,18 @@ _originals = {name: getattr(_module, name) for name in (_XLA, _CUDNN)}
 def captured(catch: Catch) -> Iterator[None]:
     """Hands the calls of `jax.nn.dot_product_attention` in this thread to `catch`.
 
-    Calls with `implementation="xla"` are not handed over. Meanwhile two functions of JAX
-    are replaced, which the public one looks up on each call, so that every import of it
-    is captured.
+    Meanwhile two functions of JAX are replaced, which the public one looks up on each
+    call, so that every import of it is captured.
+
+    It is for what cannot be recognised in a traced function: attention that is
+    differentiated inside `amp`, its logsumexp, and cuDNN that was asked for with f32
+    operands. Anything else is found without it.
 
     Args:
         catch: Called as `catch(arrays, scale=, is_causal=, window=, required=)`. The
             arrays are query, key, value, bias, mask, query lengths and key lengths; each
             of the last four may be `None`. `required` means `implementation="cudnn"`.
-            Returns the output and the logsumexp of shape (batch, heads, queries), or
+            Returns the output and the logsumexp of shape (batch, heads, queries, 1), or
             `None` to leave the call to JAX.
     """
     with _lock:
@@ -69,7 +71,7 @@ def plain_attention(*arrays: Array | None, **options: Any) -> Any:
 def _on_xla(*arrays: Array | None, return_residual: bool, **options: Any) -> Any:
     found = None
     known = {"is_causal", "scale", "q_seqlen", "kv_seqlen", "local_window_size"}
-    if _is_known(len(arrays) == 5 and {*options} == known) and not _implementation():
+    if _is_known(len(arrays) == 5 and {*options} == known):
         found = _thread.catch(
             (*arrays, options["q_seqlen"], options["kv_seqlen"]),
             scale=options["scale"],
@@ -82,7 +84,7 @@ def _on_xla(*arrays: Array | None, return_residual: bool, **options: Any) -> Any
     out, logsumexp = found
     if not return_residual:
         return out
-    return out, lax.stop_gradient(logsumexp.swapaxes(1, 2))
+    return out, lax.stop_gradient(logsumexp[..., 0].swapaxes(1, 2))
 
 
 def _on_cudnn(*arrays: Array | None, return_residual: bool, **options: Any) -> Any:
@@ -100,7 +102,7 @@ def _on_cudnn(*arrays: Array | None, return_residual: bool, **options: Any) -> A
     if found is None:
         return _originals[_CUDNN](*arrays, return_residual=return_residual, **options)
     out, logsumexp = found
-    return (out, lax.stop_gradient(logsumexp)) if return_residual else out
+    return (out, lax.stop_gradient(logsumexp[..., 0])) if return_residual else out
 
 
 def _is_known(has_known_form: bool) -> bool:
@@ -113,17 +115,3 @@ def _is_known(has_known_form: bool) -> bool:
             "`amp` it runs operation by operation instead of in cuDNN's kernel."
         )
     return has_known_form
-
-
-def _implementation() -> str | None:
-    """Returns the `implementation` of the call.
-
-    The public function calls the same one for "xla" and for `None`, without telling
-    which; its frame does.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "dot_product_attention":
-            return frame.f_locals.get("implementation", "xla")
-        frame = frame.f_back
-    return "xla"

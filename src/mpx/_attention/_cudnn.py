@@ -26,6 +26,7 @@ class Attention(NamedTuple):
         extras: The further operands: of `bias`, `mask`, `q_seqlen` and `kv_seqlen`, in
             this order, those that there are.
         required: Whether the user asked for cuDNN by name.
+        bias_grad: Whether a bias gets a gradient.
     """
 
     scale: float
@@ -33,6 +34,7 @@ class Attention(NamedTuple):
     window: tuple[int, int] | None
     extras: tuple[str, ...]
     required: bool
+    bias_grad: bool = True
 
     @property
     def operands(self) -> int:
@@ -42,7 +44,7 @@ class Attention(NamedTuple):
     @property
     def free(self) -> int:
         """The number of leading operands that are differentiable."""
-        return 4 if "bias" in self.extras else 3
+        return 4 if "bias" in self.extras and self.bias_grad else 3
 
 
 def _vjp(
@@ -52,18 +54,19 @@ def _vjp(
     query, key = operands[:2]
     length, heads = query.shape[1:3]
     extras = dict(zip(spec.extras, operands[3:], strict=True))
-    mask = extras.get("mask")
+    mask, fixed = extras.get("mask"), extras.get("bias")
 
     def whole(x: Array) -> Array:
         # cuDNN needs the full size of all axes but the first.
         return jnp.broadcast_to(x, (x.shape[0], heads, length, key.shape[1]))
 
-    def call(query: Array, key: Array, value: Array, *bias: Array) -> Array:
+    def call(query: Array, key: Array, value: Array, *free: Array) -> Array:
+        bias = free[0] if free else fixed
         return jax.nn.dot_product_attention(
             query,
             key,
             value,
-            convert_dtype(whole(bias[0]), query.dtype) if bias else None,
+            None if bias is None else convert_dtype(whole(bias), query.dtype),
             None if mask is None else whole(mask),
             scale=spec.scale,
             # A window that ends at the query itself is causal; cuDNN must be told so.

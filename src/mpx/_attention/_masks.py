@@ -6,7 +6,9 @@ the mean of the values if masked scores become a finite number, nan if they beco
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -15,8 +17,9 @@ import numpy as np
 from jax import Array, lax
 
 from mpx._attention._match import Match
+from mpx._jaxpr._constants import SAME, compact
 from mpx._jaxpr._meanings import MASKED, Side
-from mpx._jaxpr._terms import SAME, Term, compact
+from mpx._jaxpr._terms import Term
 
 _ALL = -1e20
 """Adding this or less to a score leaves nothing of the score in f32."""
@@ -149,7 +152,7 @@ def _as_mask(side: Side) -> Side:
     term, labels = side.term, side.labels
     while term.name in ("broadcast_in_dim", "convert_element_type"):
         if term.name == "broadcast_in_dim":
-            dims = term.eqn.params["broadcast_dimensions"]
+            dims = term.params["broadcast_dimensions"]
             labels = tuple(labels[d] for d in dims)
         term = term.operands[0]
     if term.name != "select_n" or len(term.operands) != 3:
@@ -175,7 +178,7 @@ def _parts(side: Side) -> Iterator[Side]:
     if name in SAME:
         yield from _parts(dataclasses.replace(side, term=operands[0]))
     elif name == "broadcast_in_dim" and operands[0].shape:
-        dims = term.eqn.params["broadcast_dimensions"]
+        dims = term.params["broadcast_dimensions"]
         labels = tuple(labels[d] for d in dims)
         yield from _parts(dataclasses.replace(side, term=operands[0], labels=labels))
     elif name == "not":
@@ -225,14 +228,11 @@ def arrays_of(
     parts: list[Any] = [small(x).astype(jnp.float32) * x.factor for x in masks.biases]
     parts += [] if masks.bias is None else [jnp.asarray(masks.bias)]
     if parts:
-        found["bias"] = sum(parts[1:], parts[0])
+        found["bias"] = functools.reduce(operator.add, parts)
     parts = [small(x) if x.keeps else ~small(x) for x in masks.masks]
     parts += [] if masks.mask is None else [jnp.asarray(masks.mask)]
     if parts:
-        mask = parts[0]
-        for part in parts[1:]:
-            mask = mask & part
-        found["mask"] = mask
+        found["mask"] = functools.reduce(operator.and_, parts)
     return found
 
 
@@ -252,7 +252,7 @@ def fill_empty_rows(
     if masks.is_causal:
         left = keys if masks.window is None else masks.window[0]
         here = np.tril(np.ones((rows, keys), bool))
-        mask = mask & (here & ~np.tril(here, -left - 1))
+        mask = mask & (here & ~np.tril(here, -left - 1))[None, None]
     seen = jnp.swapaxes(jnp.any(mask, axis=-1), 1, 2)[..., None]
     if masks.empty == "mean":
         mean = jnp.mean(value.astype(jnp.float32), axis=1, keepdims=True)

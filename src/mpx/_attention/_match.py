@@ -82,12 +82,12 @@ class Match(NamedTuple):
         return (0, 1) if self.axes.key[0] == "rhs" else (1, 0)
 
     def _summed(self, side: int) -> int:
-        return self.scores.dot.eqn.params["dimension_numbers"][0][side][0]
+        return self.scores.dot.params["dimension_numbers"][0][side][0]
 
     def _axis(self, side: int, label: Label) -> int:
         """Returns the axis of a query or key that has a label."""
         kind, index = label
-        batch = self.scores.dot.eqn.params["dimension_numbers"][1]
+        batch = self.scores.dot.params["dimension_numbers"][1]
         return batch[side][index] if kind == "batch" else index
 
     def laid_out(self, query: Array, key: Array, value: Array) -> list[Array]:
@@ -210,7 +210,8 @@ def _axes(meaning: Meaning, summed: list[int], batch: list[int]) -> Axes | None:
     if len(summed) != 1 or len(keys) != 1 or keys != meaning.summed:
         return None
     (key,) = keys
-    if key[0] == "batch" or (meaning.shift and key not in meaning.shift):
+    shift = meaning.shift.labels
+    if key[0] == "batch" or (shift and key not in shift):
         return None
     side: Literal["lhs", "rhs"] = "lhs" if key[0] == "rhs" else "rhs"
     if any(x[0] == key[0] and x != key for x in scores.sizes):
@@ -230,7 +231,7 @@ def _axes(meaning: Meaning, summed: list[int], batch: list[int]) -> Axes | None:
 
     row = max(free, key=is_row)
     # Heads come after the length in memory, or they are the last batch axis.
-    _, places = scores.dot.eqn.params["dimension_numbers"]
+    _, places = scores.dot.params["dimension_numbers"]
     mine = places[0 if side == "lhs" else 1]
     after = [x for x in shared if mine[x[1]] > row[1]]
     heads = after or (shared[-1:] if len(shared) > 1 else [])

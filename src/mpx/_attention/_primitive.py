@@ -52,7 +52,7 @@ def attend(
     The arguments are those of `catch` in `captured`.
 
     Returns:
-        The output and the logsumexp (batch, heads, queries). `None` if the operands are
+        The output and the logsumexp (batch, heads, queries, 1). `None` if the operands are
         not f32, if there is no CUDA GPU, or if the call is one that the operation does
         not support.
     """
@@ -74,8 +74,7 @@ def attend(
         extras=tuple(extras),
         required=required,
     )
-    out, logsumexp = bind_attention(given, spec)
-    return out, logsumexp[..., 0]
+    return bind_attention(given, spec)
 
 
 def bind_attention(operands: Sequence[Array], spec: Attention) -> tuple[Array, Array]:
@@ -156,7 +155,13 @@ def _cudnn_backward(*operands: Array, spec: Attention) -> Sequence[Array]:
     if operands[0].dtype == F32:
         return _without_cudnn(plain_backward)(*operands, spec=spec)
     *given, out, saved, cotangent = operands
-    return cudnn_backward(given, (out, saved[..., 0]), cotangent, spec)
+    kept = out, saved[..., 0]
+    if spec.free == 3 or given[3].shape[0] == 1:
+        return cudnn_backward(given, kept, cotangent, spec)
+    # cuDNN has the gradient of a bias for the whole batch only (jax-ml/jax#30593).
+    others = spec._replace(bias_grad=False)
+    grads = cudnn_backward(given, kept, cotangent, others)
+    return [*grads, plain_backward(*operands, spec=spec)[3]]
 
 
 def _without_cudnn(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +215,9 @@ def _tangent_transpose(
 ) -> list[Any]:
     known, grads = operands[: -len(wrt)], [None] * len(wrt)
     if not _is_zero(cotangents[0]):
-        found = attention_backward_p.bind(*known, cotangents[0], spec=spec)
+        found = attention_backward_p.bind(
+            *known, cotangents[0], spec=spec._replace(bias_grad=3 in wrt)
+        )
         grads = [found[i] for i in wrt]
     return [*[None] * len(known), *grads]
 

@@ -51,7 +51,7 @@ class Side:
         """Returns the array that it was broadcast from, and the labels of its axes."""
         term, labels = self.term, self.labels
         while term.name == "broadcast_in_dim" and term.operands[0].eqn is not None:
-            dims = term.eqn.params["broadcast_dimensions"]
+            dims = term.params["broadcast_dimensions"]
             labels, term = tuple(labels[d] for d in dims), term.operands[0]
         return id(term), labels
 
@@ -86,6 +86,16 @@ class Scores:
         return all(one.is_same(two) and one.fill == two.fill for one, two in pairs)
 
 
+class Shift(NamedTuple):
+    """A maximum: the labels over which it was taken, and whether it has no gradient."""
+
+    labels: frozenset[Label]
+    is_stopped: bool = False
+
+
+NO_SHIFT = Shift(frozenset())
+
+
 class Meaning(NamedTuple):
     """The meaning of a term.
 
@@ -94,7 +104,8 @@ class Meaning(NamedTuple):
         scores: The scores of that softmax.
         labels: The labels of each axis.
         parents: The terms with a meaning that it is made from.
-        shift: The labels over which the maximum was taken that was subtracted.
+        shift: The labels over which the maximum was taken that was subtracted, and
+            whether its gradient was stopped.
         summed: The labels over which exponentials were summed.
         zeroed: Whether rows without a key that is not masked became 0 in the end.
     """
@@ -103,6 +114,6 @@ class Meaning(NamedTuple):
     scores: Scores
     labels: Labels
     parents: tuple[Term, ...] = ()
-    shift: frozenset[Label] = frozenset()
+    shift: Shift = NO_SHIFT
     summed: frozenset[Label] = frozenset()
     zeroed: bool = False

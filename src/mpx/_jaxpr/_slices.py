@@ -2,14 +2,14 @@
 
 import dataclasses
 
-from mpx._jaxpr._meanings import Meaning
+from mpx._jaxpr._meanings import NO_SHIFT, Meaning
 from mpx._jaxpr._terms import Term
 
 
 def sliced(term: Term, known: list[Meaning | None]) -> Meaning | None:
     """Returns the meaning of a part of scores, such as all but the last position."""
     (source,) = known
-    if source is None or source.kind != "scores" or source.shift:
+    if source is None or source.kind != "scores" or source.shift != NO_SHIFT:
         return None
     params, scores = term.eqn.params, source.scores
     strides = params["strides"] or (1,) * len(term.shape)

@@ -11,10 +11,21 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpx._jaxpr._meanings import MASKED, Kind, Label, Labels, Meaning, Scores, Side
+from mpx._jaxpr._constants import SAME
+from mpx._jaxpr._labels import RELABEL, ROWS
+from mpx._jaxpr._meanings import (
+    MASKED,
+    NO_SHIFT,
+    Kind,
+    Label,
+    Meaning,
+    Scores,
+    Shift,
+    Side,
+)
 from mpx._jaxpr._queries import Equation
 from mpx._jaxpr._slices import sliced
-from mpx._jaxpr._terms import SAME, Level, Term
+from mpx._jaxpr._terms import Level, Term
 
 _FLOATS = ("float32", "bfloat16", "float16")
 
@@ -67,11 +78,13 @@ class Softmaxes:
             terms: The value, as one or several terms.
             reader: The equation that reads it.
         """
-        inside = self.history(terms)
-        equations = {id(term.eqn) for term in inside.values()} | {id(reader)}
+        inside = self.history(terms).values()
+        # A function that is called twice is two levels of the same equations.
+        equations = {(id(term.level), id(term.eqn)) for term in inside}
+        equations.add((id(self.level), id(reader)))
         return all(
-            use is not None and id(use[1]) in equations
-            for term in inside.values()
+            use is not None and (id(use[0]), id(use[1])) in equations
+            for term in inside
             for use in term.level.readers(term.atom)
         )
 
@@ -81,25 +94,19 @@ Rule = Callable[[Term, "list[Meaning | None]"], Meaning | None]
 
 
 def _dot(term: Term, _: list[Meaning | None]) -> Meaning | None:
-    lhs, rhs = term.operands
-    (lhs_sum, _), (lhs_batch, rhs_batch) = term.eqn.params["dimension_numbers"]
-    if len(lhs_sum) != 1:
+    summed, batch = term.params["dimension_numbers"]
+    if len(summed[0]) != 1:
         return None
+    lhs, rhs = term.operands
     axes: list[tuple[Label, int]] = [
-        (("batch", i), lhs.shape[axis]) for i, axis in enumerate(lhs_batch)
+        (("batch", i), lhs.shape[axis]) for i, axis in enumerate(batch[0])
     ]
-    for side, operand, batch, summed in zip(
-        ("lhs", "rhs"),
-        (lhs, rhs),
-        (lhs_batch, rhs_batch),
-        term.eqn.params["dimension_numbers"][0],
-        strict=True,
-    ):
-        axes += [
-            ((side, i), size)
-            for i, size in enumerate(operand.shape)
-            if i not in batch and i not in summed
-        ]
+    for i, size in enumerate(lhs.shape):
+        if i not in (*batch[0], *summed[0]):
+            axes.append((("lhs", i), size))
+    for i, size in enumerate(rhs.shape):
+        if i not in (*batch[1], *summed[1]):
+            axes.append((("rhs", i), size))
     labels = tuple((label,) if size != 1 else () for label, size in axes)
     sizes = {label: size for label, size in axes if size != 1}
     return Meaning("scores", Scores(term, sizes), labels)
@@ -117,70 +124,20 @@ def _layout(term: Term, known: list[Meaning | None]) -> Meaning | None:
     (source,) = known
     if source is None:
         return None
-    relabel = _RELABEL.get(term.name)
-    labels = source.labels
-    if relabel is not None:
-        labels = relabel(term, source)
+    relabel = RELABEL.get(term.name)
+    labels = source.labels if relabel is None else relabel(term, source)
     if labels is None:
         return None
     return source._replace(labels=labels, parents=(term.operands[0],))
 
 
-def _transposed(term: Term, source: Meaning) -> Labels:
-    return tuple(source.labels[i] for i in term.eqn.params["permutation"])
-
-
-def _squeezed(term: Term, source: Meaning) -> Labels:
-    dims = {d % len(source.labels) for d in term.eqn.params["dimensions"]}
-    return tuple(x for i, x in enumerate(source.labels) if i not in dims)
-
-
-def _broadcast(term: Term, source: Meaning) -> Labels | None:
-    """Returns the labels if axes of size 1 are added, or one is expanded back.
-
-    Along the axis of a reduced row a broadcast changes nothing: `sub` and `div` would have
-    done the same.
-    """
-    labels: list[tuple[Label, ...]] = [()] * len(term.shape)
-    given = term.operands[0].shape
-    dims = [int(d) for d in term.eqn.params["broadcast_dimensions"]]
-    for label, size, dim in zip(source.labels, given, dims, strict=True):
-        if size != term.shape[dim] and source.kind not in _ROWS:
-            return None
-        labels[dim] = label
-    grown = [
-        n for n, label in zip(term.shape, labels, strict=True) if n != 1 and not label
-    ]
-    return None if grown and source.kind not in _ROWS else tuple(labels)
-
-
-def _reshaped(term: Term, source: Meaning) -> Labels | None:
-    if term.eqn.params.get("dimensions") is not None:
+def _stop_gradient(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    """Returns the meaning of a maximum without gradient; other parts need theirs."""
+    (source,) = known
+    if source is None or source.kind != "max":
         return None
-    sizes = source.scores.sizes
-    given = term.operands[0].shape
-    if any(n != 1 and not x for n, x in zip(given, source.labels, strict=True)):
-        return None  # a row that was broadcast
-    rest = [label for labels in source.labels for label in labels]
-    found = []
-    for size in term.shape:
-        taken, got = [], 1
-        while got < size and rest:
-            taken.append(rest.pop(0))
-            got *= sizes[taken[-1]]
-        if got != size:
-            return None
-        found.append(tuple(taken))
-    return None if rest else tuple(found)
-
-
-_ROWS = ("max", "sum", "log_sum")
-_RELABEL: dict[str, Callable[[Term, Meaning], Labels | None]] = {
-    "transpose": _transposed,
-    "squeeze": _squeezed,
-    "broadcast_in_dim": _broadcast,
-    "reshape": _reshaped,
-}
+    shift = source.shift._replace(is_stopped=True)
+    return source._replace(shift=shift, parents=(term.operands[0],))
 
 
 # --- Scale, bias and mask -------------------------------------------------------------
@@ -208,7 +165,7 @@ def _affine(term: Term, known: list[Meaning | None]) -> Meaning | None:
     (position,) = (i for i, x in enumerate(known) if x is not None)
     source, other = known[position], term.operands[1 - position]
     assert source is not None
-    if source.shift or term.operands[position].shape != term.shape:
+    if source.shift != NO_SHIFT or term.operands[position].shape != term.shape:
         return None
     number = other.scalar
     scores: Scores | None = source.scores
@@ -281,18 +238,15 @@ def _neg(term: Term, known: list[Meaning | None]) -> Meaning | None:
 
 
 def _select(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    if (
-        len(known) != 3
-        or known[0] is not None
-        or (known[1] is None) == (known[2] is None)
-    ):
+    found = [i for i, x in enumerate(known) if x is not None]
+    if len(known) != 3 or found not in ([1], [2]):
         return None
-    position = 1 if known[1] is not None else 2
+    (position,) = found
     source, which = known[position], term.operands[0]
     fill = term.operands[3 - position].scalar
     if source is None or fill is None or which.aval.dtype != np.bool_:
         return None
-    parents = _with_parents(term, known)
+    parents = (term.operands[position],)
     if source.kind == "max" and fill == 0.0 and which.name == "is_finite":
         # `logsumexp` does not subtract an infinite maximum.
         same = which.operands[0] is term.operands[position]
@@ -300,20 +254,22 @@ def _select(term: Term, known: list[Meaning | None]) -> Meaning | None:
     if which.shape != term.shape:
         return None
     side = Side("mask", which, source.labels, keeps=position == 2, fill=fill)
-    if source.kind == "scores" and fill <= MASKED and not source.shift:
-        return source._replace(scores=_with_side(source.scores, side), parents=parents)
-    if fill != 0.0:
-        return None
-    # What is 0 after the exponential was -inf before; the shift may be any number.
-    same = any(side.is_same(x) for x in source.scores.sides)
-    if source.kind == "exp":
-        scores = source.scores
-        if not same:
-            side = dataclasses.replace(side, fill=-math.inf)
-            scores = _with_side(scores, side)
-        return source._replace(scores=scores, parents=parents)
-    if source.kind == "probs" and same:
-        return source._replace(parents=parents, zeroed=True)
+    masked = _masked(source, side)
+    return None if masked is None else masked._replace(parents=parents)
+
+
+def _masked(source: Meaning, side: Side) -> Meaning | None:
+    """Returns the meaning of a part of a softmax of which some elements are replaced."""
+    scores, fill = source.scores, side.fill
+    if source.kind == "scores" and fill <= MASKED and source.shift == NO_SHIFT:
+        return source._replace(scores=_with_side(scores, side))
+    same = any(side.is_same(x) for x in scores.sides)
+    if source.kind == "exp" and fill == 0.0:
+        # What is 0 after the exponential was -inf before; the shift may be any number.
+        side = dataclasses.replace(side, fill=-math.inf)
+        return source._replace(scores=scores if same else _with_side(scores, side))
+    if source.kind == "probs" and fill == 0.0 and same:
+        return source._replace(zeroed=True)
     return None
 
 
@@ -325,14 +281,14 @@ def _reduced(term: Term, known: list[Meaning | None]) -> Meaning | None:
     wanted = {"reduce_max": "scores", "reduce_sum": "exp"}[term.name]
     if source is None or source.kind != wanted:
         return None
-    if wanted == "scores" and source.shift:
+    if wanted == "scores" and source.shift != NO_SHIFT:
         return None
-    axes = {int(axis) for axis in term.eqn.params["axes"]}
+    axes = {int(axis) for axis in term.params["axes"]}
     gone = frozenset(label for axis in axes for label in source.labels[axis])
     labels = tuple(x for i, x in enumerate(source.labels) if i not in axes)
     parents = (term.operands[0],)
     if wanted == "scores":
-        return Meaning("max", source.scores, labels, parents, shift=gone)
+        return Meaning("max", source.scores, labels, parents, Shift(gone))
     return Meaning("sum", source.scores, labels, parents, source.shift, gone)
 
 
@@ -367,26 +323,29 @@ def _two_parts(term: Term, known: list[Meaning | None]) -> Meaning | None:
     first, second = known
     assert first is not None
     assert second is not None
-    if not first.scores.is_same(second.scores) or not _aligned(first, second):
-        return None
-    if term.operands[0].shape != term.shape:
+    same = first.scores.is_same(second.scores) and _aligned(first, second)
+    if not same or term.operands[0].shape != term.shape:
         return None
     parents = _with_parents(term, known)
     pair = term.name, first.kind, second.kind
-    if pair == ("sub", "scores", "max") and not first.shift:
+    if pair == ("sub", "scores", "max") and first.shift == NO_SHIFT:
         return first._replace(shift=second.shift, parents=parents)
-    is_row = first.shift == second.shift
-    summed = {"parents": parents, "summed": second.summed}
-    if pair == ("sub", "scores", "log_sum") and is_row:
-        return first._replace(kind="log_probs", **summed)
-    if pair == ("div", "exp", "sum") and is_row:
-        return first._replace(kind="probs", **summed)
-    if pair == ("add", "log_sum", "max") and second.shift == first.shift:
+    if first.shift != second.shift:
+        pass  # not parts of one softmax
+    elif pair in _RATIOS:
+        kind = _RATIOS[pair]
+        return first._replace(kind=kind, parents=parents, summed=second.summed)
+    elif pair[0] == "add" and {*pair[1:]} == {"log_sum", "max"}:
         # The logsumexp of the scores themselves.
-        return first._replace(shift=frozenset(), parents=parents)
-    if pair == ("add", "max", "log_sum") and first.shift == second.shift:
-        return second._replace(shift=frozenset(), parents=parents)
+        row = first if first.kind == "log_sum" else second
+        return row._replace(shift=NO_SHIFT, parents=parents)
     return None
+
+
+_RATIOS: dict[tuple[str, str, str], Kind] = {
+    ("sub", "scores", "log_sum"): "log_probs",
+    ("div", "exp", "sum"): "probs",
+}
 
 
 def _aligned(first: Meaning, second: Meaning) -> bool:
@@ -397,7 +356,7 @@ def _aligned(first: Meaning, second: Meaning) -> bool:
         return False
     pairs = zip(first.labels, second.labels, strict=True)
     return all(not y or x == y for x, y in pairs) or (
-        first.kind in _ROWS and first.labels == second.labels
+        first.kind in ROWS and first.labels == second.labels
     )
 
 
@@ -413,11 +372,12 @@ _RULES: dict[str, Rule] = {
     "dot_general": _dot,
     **dict.fromkeys(
         (
-            *_RELABEL,
+            *RELABEL,
             *("convert_element_type", *SAME),
         ),
         _layout,
     ),
+    "stop_gradient": _stop_gradient,
     **dict.fromkeys(("mul", "div", "add", "sub", "add_any"), _arithmetic),
     "slice": sliced,
     "neg": _neg,

@@ -9,19 +9,15 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from mpx._compat import Literal, has_shardings, is_tracer, open_jaxpr
+from mpx._jaxpr import _constants
 from mpx._jaxpr._interpreter import Aval, Jaxpr
-from mpx._jaxpr._queries import Equation, names
+from mpx._jaxpr._queries import Equation
 
 _JITS = ("jit", "pjit")
 _CALLS = (*_JITS, "closed_call", "core_call")
-SAME = names("stop_gradient copy copy_p pvary pcast")
-"""Operations that return their operand."""
-MOST_CONSTANT = 2**24
-"""The largest number of elements that a constant may have to be computed while tracing."""
 
 
 class Term:
@@ -34,7 +30,8 @@ class Term:
     """
 
     def __init__(self, level: "Level", atom: Any, eqn: Equation | None) -> None:
-        self.level, self.atom, self.eqn = level, atom, eqn
+        self.level, self.atom = level, atom
+        self.eqn: Any = eqn
 
     @property
     def aval(self) -> Aval:
@@ -45,6 +42,11 @@ class Term:
     def shape(self) -> tuple[int, ...]:
         """The shape of the value."""
         return tuple(self.atom.aval.shape)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters of the equation."""
+        return {} if self.eqn is None else self.eqn.params
 
     @property
     def name(self) -> str:
@@ -63,7 +65,12 @@ class Term:
 
         An axis along which it was only broadcast has `False`.
         """
-        return _varying(self)
+        if self.eqn is not None:
+            rule = _constants.VARYING.get(self.name)
+            found = None if rule is None else rule(self)
+            if found is not None:
+                return found
+        return tuple(size != 1 for size in self.shape)
 
     @functools.cached_property
     def constant(self) -> np.ndarray | None:
@@ -71,19 +78,28 @@ class Term:
 
         Axes along which it was only broadcast take no memory: their stride is 0.
         """
-        return _constant(self)
+        if self.eqn is not None and self.atom not in self.level.fixed:
+            return None
+        key, memo = self.key, self.level.root.memo
+        if key not in memo:
+            memo[key] = self, _constants.value_of(self)
+        return memo[key][1]
+
+    @functools.cached_property
+    def key(self) -> Any:
+        """Something that is equal for constants that are computed in the same way."""
+        if isinstance(self.atom, Literal):
+            return str(self.atom.val), str(self.aval)
+        if self.eqn is None:
+            return id(self.level.consts.get(self.atom, self.atom))
+        operands = tuple(operand.key for operand in self.operands)
+        return self.name, str(self.aval), str(self.eqn.params), operands
 
     @property
     def scalar(self) -> float | None:
         """The number that all elements of a constant are, if there is one."""
         value = self.constant
-        if value is None or value.dtype == bool or not value.size:
-            return None
-        small = compact(value)
-        if np.issubdtype(small.dtype, np.complexfloating):
-            return None
-        first = small.reshape(-1)[0]
-        return float(first) if np.all(small == first) else None
+        return None if value is None else _constants.only_number(value)
 
 
 class Level:
@@ -92,6 +108,8 @@ class Level:
     Attributes:
         jaxpr: The jaxpr.
         caller: The level that holds the call, and the call. `None` for the outermost.
+        root: The outermost level.
+        memo: What was computed from constants, beside what it was computed from.
     """
 
     def __init__(
@@ -101,6 +119,8 @@ class Level:
         caller: "tuple[Level, Equation] | None" = None,
     ) -> None:
         self.jaxpr, self.caller = jaxpr, caller
+        self.root: Level = self if caller is None else caller[0].root
+        self.memo: dict[Any, tuple[Any, Any]] = {}
         self.consts = dict(zip(jaxpr.constvars, consts, strict=True))
         self.makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self._terms: dict[Any, Term] = {}
@@ -126,6 +146,24 @@ class Level:
             outer, call = self.caller
             return outer.term(call.invars[_position(self.jaxpr.invars, var)])
         return Term(self, var, None)
+
+    @functools.cached_property
+    def fixed(self) -> set[Any]:
+        """The variables of this level that depend on no input of the outermost one."""
+        found = {var for var, value in self.consts.items() if not is_tracer(value)}
+        if self.caller is not None:
+            outer, call = self.caller
+            pairs = zip(self.jaxpr.invars, call.invars, strict=True)
+            found |= {
+                var
+                for var, atom in pairs
+                if isinstance(atom, Literal) or atom in outer.fixed
+            }
+        for eqn in self.jaxpr.eqns:
+            atoms = (x for x in eqn.invars if not isinstance(x, Literal))
+            if not eqn.effects and all(atom in found for atom in atoms):
+                found.update(eqn.outvars)
+        return found
 
     def body(self, eqn: Equation) -> "Level | None":
         """Returns the level inside a call that can be looked through."""
@@ -194,181 +232,3 @@ def live_equations(
             read.update(atom for atom in atoms if not isinstance(atom, Literal))
             live.append(eqn)
     return live[::-1]
-
-
-# --- Along which axes a value varies --------------------------------------------------
-
-_ELEMENTWISE = frozenset(
-    names(
-        "add sub mul div neg max min and or not xor eq ne lt le gt ge select_n abs exp log "
-        "convert_element_type integer_pow pow sign floor rem tanh"
-    )
-).union(SAME)
-
-
-def _varying(term: Term) -> tuple[bool, ...]:
-    shape, eqn = term.shape, term.eqn
-    every = tuple(size != 1 for size in shape)
-    if eqn is None:
-        return every
-    if term.name == "iota":
-        return tuple(i == eqn.params["dimension"] for i in range(len(shape)))
-    if term.name == "broadcast_in_dim":
-        found = [False] * len(shape)
-        dims = eqn.params["broadcast_dimensions"]
-        for dim, varies in zip(dims, term.operands[0].varying, strict=True):
-            found[dim] = varies
-        return tuple(found)
-    if term.name == "transpose":
-        inner = term.operands[0].varying
-        return tuple(inner[i] for i in eqn.params["permutation"])
-    if term.name in ("reshape", "squeeze", "expand_dims"):
-        source = term.operands[0]
-        kept = [x for x, n in zip(source.varying, source.shape, strict=True) if n != 1]
-        if [n for n in source.shape if n != 1] != [n for n in shape if n != 1]:
-            return every
-        rest = iter(kept)
-        return tuple(n != 1 and next(rest) for n in shape)
-    if term.name in _ELEMENTWISE:
-        # Scalars are broadcast, and so are axes of size 1.
-        inner = [x.varying for x in term.operands if x.shape]
-        return tuple(any(x) for x in zip(*inner, strict=True)) if inner else every
-    return every
-
-
-# --- Constants ------------------------------------------------------------------------
-
-
-def _binary(func: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda params, *x: func(*x)
-
-
-def _divide(params: Any, x: Any, y: Any) -> Any:
-    if np.issubdtype(x.dtype, np.integer):
-        return None if np.any(y == 0) else np.trunc(x / y).astype(x.dtype)
-    return np.divide(x, y)
-
-
-# On arrays of which the axes that were only broadcast have size 1.
-_NUMPY: dict[str, Callable[..., Any]] = {
-    "add": _binary(np.add),
-    "sub": _binary(np.subtract),
-    "mul": _binary(np.multiply),
-    "div": _divide,
-    "neg": _binary(np.negative),
-    "abs": _binary(np.abs),
-    "max": _binary(np.maximum),
-    "min": _binary(np.minimum),
-    "sqrt": _binary(np.sqrt),
-    "rsqrt": _binary(lambda x: 1 / np.sqrt(x)),
-    "exp": _binary(np.exp),
-    "log": _binary(np.log),
-    "exp2": _binary(np.exp2),
-    "pow": _binary(np.power),
-    "integer_pow": lambda params, x: x ** params["y"],
-    "and": _binary(np.bitwise_and),
-    "or": _binary(np.bitwise_or),
-    "xor": _binary(np.bitwise_xor),
-    "not": _binary(np.bitwise_not),
-    "eq": _binary(np.equal),
-    "ne": _binary(np.not_equal),
-    "lt": _binary(np.less),
-    "le": _binary(np.less_equal),
-    "gt": _binary(np.greater),
-    "ge": _binary(np.greater_equal),
-    **dict.fromkeys(SAME, _binary(lambda x: x)),
-    "convert_element_type": lambda params, x: x.astype(params["new_dtype"]),
-    "select_n": lambda params, which, *x: (
-        np.where(which, x[1], x[0]) if which.dtype == bool and len(x) == 2 else None
-    ),
-}
-
-
-def _constant(term: Term) -> np.ndarray | None:
-    aval = term.aval
-    if not hasattr(aval, "dtype") or not _is_number(aval.dtype):
-        return None
-    if term.eqn is not None:
-        with np.errstate(all="ignore"):
-            return _computed(term)
-    value = term.level.consts.get(term.atom) if not _is_literal(term) else term.atom.val
-    if value is None or is_tracer(value):
-        return None
-    if not getattr(value, "is_fully_addressable", True):
-        return None
-    if np.size(value) > MOST_CONSTANT:
-        return None
-    return np.asarray(value, aval.dtype)
-
-
-def _is_literal(term: Term) -> bool:
-    return isinstance(term.atom, Literal)
-
-
-def _is_number(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
-
-
-def _computed(term: Term) -> np.ndarray | None:
-    params, shape, name = term.eqn.params, term.shape, term.name
-    if name == "iota":
-        if len(term.eqn.invars):
-            return None
-        axis = params["dimension"]
-        line = np.arange(shape[axis]).astype(params["dtype"])
-        line = line.reshape([-1 if i == axis else 1 for i in range(len(shape))])
-        return np.broadcast_to(line, shape)
-    layout = name in ("broadcast_in_dim", "transpose", "reshape", "squeeze")
-    if not layout and name not in _NUMPY:
-        return None
-    if len(term.eqn.outvars) != 1:
-        return None
-    given = []
-    for operand in term.operands:
-        value = operand.constant
-        if value is None:
-            return None
-        given.append(value)
-    if layout:
-        return _moved(name, params, shape, *given)
-    small = [compact(x) for x in given]
-    if np.prod(
-        [max(n) for n in zip(*(x.shape for x in small if x.ndim), strict=True)]
-    ) > (MOST_CONSTANT):
-        return None
-    out = _NUMPY[name](params, *small)
-    if out is None:
-        return None
-    return np.broadcast_to(np.asarray(out).astype(term.aval.dtype), shape)
-
-
-def _moved(
-    name: str, params: Any, shape: tuple[int, ...], x: np.ndarray, *rest: Any
-) -> np.ndarray | None:
-    if rest:
-        return None
-    if name == "transpose":
-        return x.transpose(params["permutation"])
-    if name == "broadcast_in_dim":
-        sizes = [1] * len(shape)
-        for dim, size in zip(params["broadcast_dimensions"], x.shape, strict=True):
-            sizes[dim] = size
-        return np.broadcast_to(_reshaped(x, tuple(sizes)), shape)
-    if name == "reshape" and params.get("dimensions") is not None:
-        return None
-    return _reshaped(x, shape)
-
-
-def _reshaped(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Returns a reshaped array; if only axes of size 1 differ, without a copy."""
-    if [n for n in x.shape if n != 1] == [n for n in shape if n != 1]:
-        small = compact(x)
-        rest = (m for m, n in zip(small.shape, x.shape, strict=True) if n != 1)
-        sizes = [next(rest) if n != 1 else 1 for n in shape]
-        return np.broadcast_to(small.reshape(sizes), shape)
-    return x.reshape(shape) if x.size <= MOST_CONSTANT else None
-
-
-def compact(x: np.ndarray) -> np.ndarray:
-    """Returns an array with size 1 along the axes where its stride is 0."""
-    return x[tuple(slice(1) if s == 0 else slice(None) for s in x.strides)]

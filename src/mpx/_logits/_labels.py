@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mpx._jaxpr._constants import compact
 from mpx._jaxpr._meanings import Label, Meaning
 from mpx._jaxpr._meanings import Labels as Axes
-from mpx._jaxpr._terms import Term, compact
+from mpx._jaxpr._terms import Term
 
 _MODES = {
     lax.GatherScatterMode.CLIP: "clip",

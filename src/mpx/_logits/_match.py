@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from mpx._jaxpr._meanings import Label, Meaning, Scores
+from mpx._jaxpr._meanings import NO_SHIFT, Label, Meaning, Scores, Shift
 from mpx._jaxpr._meanings import Labels as Axes
 from mpx._jaxpr._queries import Equation
 from mpx._jaxpr._softmax import Softmaxes
@@ -206,8 +206,9 @@ def _use(
     out = None if use is None else use[0].term(use[1].outvars[0])
     if out is not None and (id(out) in site.inside or _is_checked(site, meaning, out)):
         return []
-    shifted = bool(meaning.shift) and meaning.kind != "log_probs"
-    may_leave = not shifted or _is_highest(softmaxes, site, meaning)
+    shifted = meaning.shift != NO_SHIFT and meaning.kind != "log_probs"
+    # A maximum with a gradient has one that the statistics do not have.
+    may_leave = not shifted or meaning.shift == Shift(frozenset({site.vocab}), True)
     if may_leave and meaning.kind == "log_sum":
         row = Exit(term, term, "logsumexp", meaning.labels, is_shifted=shifted)
         return [row]
@@ -226,25 +227,6 @@ def _is_checked(site: Site, meaning: Meaning, out: Term) -> bool:
         return False
     uses = [x and x[0].term(x[1].outvars[0]) for x in out.level.readers(out.atom)]
     return all(x is not None and id(x) in site.inside for x in uses)
-
-
-def _is_highest(softmaxes: Softmaxes, site: Site, meaning: Meaning) -> bool:
-    """Returns whether what was subtracted from logits is their maximum, as a constant.
-
-    Differentiated, it would have a gradient which the statistics do not have.
-    """
-    if meaning.shift != {site.vocab}:
-        return False
-    for term in site.inside.values():
-        here = _meaning(softmaxes, term)
-        if term.name != "sub" or here.kind != "scores" or not here.shift:
-            continue
-        source = term.operands[1]
-        while source.name != "stop_gradient":
-            if source.name == "reduce_max":
-                return False
-            source = next(x for x in source.operands if softmaxes.meaning(x))
-    return True
 
 
 def _label_exits(term: Term, meaning: Meaning, vocab: Label, out: Term) -> list[Exit]:

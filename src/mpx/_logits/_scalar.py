@@ -1,7 +1,7 @@
 """The scalar through which everything that is computed from some values passes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -22,41 +22,56 @@ def place_of(level: Level, eqn: Equation) -> Place:
     return (*outer, index)
 
 
-def scalar_after(terms: Sequence[Term]) -> tuple[Term, dict[int, Term]] | None:
+def dependents(terms: Sequence[Term]) -> dict[int, Term]:
+    """Returns the terms that depend on values, with these, by their `id`."""
+    found: dict[int, Term] = {}
+    waiting = list(terms)
+    while waiting:
+        term = waiting.pop()
+        if id(term) not in found:
+            found[id(term)] = term
+            uses = filter(None, term.level.readers(term.atom))
+            waiting += [level.term(x) for level, eqn in uses for x in eqn.outvars]
+    return found
+
+
+def scalar_after(
+    terms: Sequence[Term], without: Collection[int] = ()
+) -> tuple[Term, dict[int, Term]] | None:
     """Returns the last scalar through which all that depends on values passes.
+
+    Args:
+        terms: The values.
+        without: The `id`s of terms that it must not be.
 
     Returns:
         The scalar, and the terms that depend on the values, by their `id`. `None` if there
         is no such scalar.
     """
-    found: dict[int, Term] = {}
-    made: dict[int, Place] = {}
-    last: dict[int, Place] = {}
-    waiting = list(terms)
-    while waiting:
-        term = waiting.pop()
-        if id(term) in found:
-            continue
-        if term.eqn is None or term.eqn.effects or len(found) > MOST:
-            return None
-        found[id(term)] = term
-        made[id(term)] = last[id(term)] = place_of(term.level, term.eqn)
-        for use in term.level.readers(term.atom):
-            if use is None:
-                last[id(term)] = (math.inf,)
-                continue
-            level, eqn = use
-            last[id(term)] = max(last[id(term)], place_of(level, eqn))
-            waiting += [level.term(var) for var in eqn.outvars]
+    found = dependents(terms)
+    if len(found) > MOST or any(x.eqn is None or x.eqn.effects for x in found.values()):
+        return None
+    made = {key: place_of(x.level, x.eqn) for key, x in found.items()}
+    last = {
+        key: max((_place(use) for use in x.level.readers(x.atom)), default=made[key])
+        for key, x in found.items()
+    }
     start = max(made[id(term)] for term in terms)
     for key in sorted(found, key=lambda key: made[key], reverse=True):
         here = made[key]
         if here < start:
             return None
         earlier = (x for x in found if made[x] <= here and x != key)
-        if _is_scalar(found[key]) and all(last[x] <= here for x in earlier):
+        if key in without or not _is_scalar(found[key]):
+            continue
+        if all(last[x] <= here for x in earlier):
             return found[key], found
     return None
+
+
+def _place(use: tuple[Level, Equation] | None) -> Place:
+    """Returns where a value is read; results are read after all equations."""
+    return (math.inf,) if use is None else place_of(*use)
 
 
 def _is_scalar(term: Term) -> bool:
