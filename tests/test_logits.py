@@ -248,6 +248,11 @@ def two_heads(hidden, weight):
     return head(hidden, weight) + head(hidden + 1, weight)
 
 
+def factors(hidden, weight):
+    """The weights are a result of a matmul: they are held in 16 bits."""
+    return head(hidden, jnp.tanh(weight @ weight.T) @ weight)
+
+
 def bf16_model(hidden, weight):
     low = hidden.astype(jnp.bfloat16) @ weight.astype(jnp.bfloat16)
     return cross_entropy(low.astype(jnp.float32), LABELS).mean()
@@ -262,6 +267,7 @@ PLACES = [
     under_vmap,
     jitted_model,
     two_heads,
+    factors,
     bf16_model,
 ]
 

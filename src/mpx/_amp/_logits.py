@@ -1,6 +1,7 @@
 """Recognising cross entropy in a function under `amp`, and running it in chunks."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -139,12 +140,6 @@ class _Run:
         self.inside = {*site.inside, *(id(x.term) for x in site.exits)}
         eqns = enumerate(self.level.jaxpr.eqns)
         self.makers = {var: i for i, eqn in eqns for var in eqn.outvars}
-        self.spec: Chunks = _logits.chunks_for(
-            np.dtype(_dtype(self.amp, site.hidden)),
-            tokens=int(np.prod(site.sizes)),
-            weight=self.weight.aval,
-            vocab_first=self.vocab_first,
-        )
 
     def replacements(self, others: Collection[int]) -> dict[int, Replacement] | str:
         """Returns what replaces equations, by position, or the reason against it.
@@ -156,15 +151,25 @@ class _Run:
 
         exits = [x.term for x in self.site.exits]
         found = None
-        if self.spec.kept and not self.amp.in_loop:
+        if self.spec(self.weight.aval).kept and not self.amp.in_loop:
             # Gradients that the forward pass of a loop computes add up to as many copies
             # of the weights as it has steps.
             found = _logits.scalar_after(exits, others)
         if found is not None:
             scalar, later = found
             return self._replaced([scalar], self._through(scalar, later))
-        self.spec = dataclasses.replace(self.spec, kept=0)
         return self._replaced(exits, self._statistics)
+
+    def spec(self, weight: Any) -> "Chunks":
+        """Returns the chunks for weights, which may be held in the compute dtype."""
+        from mpx import _logits
+
+        return _logits.chunks_for(
+            np.dtype(_dtype(self.amp, self.site.hidden)),
+            tokens=math.prod(self.site.sizes),
+            weight=weight,
+            vocab_first=self.vocab_first,
+        )
 
     def _replaced(
         self, given: list[Term], compute: "Callable[..., list[Value]] | _Scalar"
@@ -298,7 +303,8 @@ class _Run:
         from mpx import _logits
 
         operands = self.arrays(amp, scopes, read)
-        statistics = _logits.scores(self.spec, operands)
+        spec = dataclasses.replace(self.spec(operands.weight), kept=0)
+        statistics = _logits.scores(spec, operands)
         return self.exits(statistics, self.total(operands), operands.labels)
 
     def _through(self, scalar: Term, later: dict[int, Term]) -> "_Scalar":
@@ -359,7 +365,8 @@ class _Scalar:
             return eval_jaxpr(body, rest[:count], *statistics, *rest[count:])[0]
 
         others = [*consts, *jax.tree.leaves(rest)]
-        return [(_logits.loss(self.run.spec, func, operands, others), _HIGH)]
+        spec = self.run.spec(operands.weight)
+        return [(_logits.loss(spec, func, operands, others), _HIGH)]
 
 
 def _key(term: Term) -> Any:
