@@ -7,14 +7,14 @@ Values that the function holds in f32 may be held in the compute dtype between t
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import _attention, _casts, _pointwise, _recognition
+from mpx._amp import _attention, _casts, _logits, _pointwise, _recognition
 from mpx._amp._facts import (
     F32,
     NEUTRAL,
@@ -34,6 +34,7 @@ from mpx._amp._scopes import LOW_NAME
 from mpx._compat import (
     Literal,
     eval_equation,
+    is_batched,
     open_jaxpr,
     scan_sizes,
     source_frames,
@@ -60,6 +61,7 @@ from mpx._jaxpr._queries import (
     every_use,
     flops,
 )
+from mpx._jaxpr._replace import plan_with
 from mpx._warn import warn
 
 _MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
@@ -73,6 +75,7 @@ class Autocast(Settings):
         """Finds what the rules select among the arrays; raises if that is nothing."""
         places = traced.places if traced.has_params else None
         self.rules = self.rules.for_call(traced.named_arrays(), places)
+        self.is_mapped = any(map(is_batched, (*traced.arrays, *traced.consts)))
         return traced
 
     def finish(self, outs: Values) -> Values:
@@ -91,7 +94,24 @@ class Autocast(Settings):
         facts: Sequence[Origin],
         scopes: Scopes,
     ) -> Plan | None:
-        return _recognition.plan_for(self, jaxpr, consts, facts, scopes)
+        args = self, jaxpr, consts, facts, scopes
+        plan = _recognition.plan_for(*args)
+        found = _logits.replacements(*args) if self.logits == "chunk" else {}
+        if not found:
+            return plan
+        return plan_with(jaxpr, {**({} if plan is None else plan.replaced), **found})
+
+    @contextlib.contextmanager
+    def inside(self, eqn: Equation, more: Any) -> Iterator[None]:
+        outer = self.in_loop
+        self.in_loop = outer or eqn.primitive.name == "scan"
+        try:
+            yield
+        finally:
+            self.in_loop = outer
+
+    def cache_key(self, more: Any) -> tuple[bool, bool]:
+        return self.in_loop, self.is_mapped
 
     # --- equations --------------------------------------------------------------------
 

@@ -144,6 +144,9 @@ class Settings(Transformation):
             of their matmul in f32.
         f32_results: Whether low matmuls give f32 results; for those gradients.
         attention: Whether attention that is recognised runs in one kernel, or is kept.
+        logits: Whether a recognised cross entropy is computed in chunks, or its logits kept.
+        in_loop: Whether the body of a scan is visited.
+        is_mapped: Whether the function runs inside a `jax.vmap`.
         decisions: Where decisions are recorded, `None` to record none.
     """
 
@@ -154,6 +157,9 @@ class Settings(Transformation):
     f32_weight_grads: bool = False
     f32_results: bool = False
     attention: Literal["fuse", "keep"] = "fuse"
+    logits: Literal["chunk", "keep"] = "keep"
+    in_loop: bool = False
+    is_mapped: bool = False
     decisions: list[Decision] | None = None
 
     @property

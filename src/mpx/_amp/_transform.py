@@ -22,6 +22,7 @@ def amp(
     narrow_carry: bool = False,
     f32_weight_grads: bool = False,
     attention: Literal["fuse", "keep"] = "fuse",
+    logits: Literal["chunk", "keep"] = "keep",
 ) -> Callable[..., Any]:
     """Runs a function in mixed precision, operation by operation.
 
@@ -55,9 +56,12 @@ def amp(
             gradients taken outside `amp`, and excludes forward-mode derivatives.
         attention: `"fuse"` runs attention in cuDNN's kernel where it is recognised and
             that pays: see `mpx.inspect.report`. `"keep"` runs it as it is written.
+        logits: `"chunk"` computes the cross entropy of a large vocabulary in chunks where
+            it is recognised, so that its logits never exist as a whole; it excludes
+            forward-mode derivatives there. `"keep"` computes the logits.
 
     Raises:
-        ValueError: If the dtype, a rule or `attention` is unknown; in a call, if a string
+        ValueError: If the dtype, a rule, `attention` or `logits` is unknown; in a call, if a string
             or type in `keep`, or an expression in `rules`, selects nothing.
 
     Examples:
@@ -72,6 +76,8 @@ def amp(
         raise ValueError(
             f'`attention` must be "fuse" or "keep", but it is {attention!r}.'
         )
+    if logits not in ("chunk", "keep"):
+        raise ValueError(f'`logits` must be "chunk" or "keep", but it is {logits!r}.')
     if dtype is not None:
         dtype = as_compute_dtype(dtype)
     chosen = as_amp_rules(rules).keeping(parse_selectors(keep, "keep"))
@@ -84,6 +90,7 @@ def amp(
             narrow_carry=narrow_carry,
             f32_weight_grads=f32_weight_grads,
             attention=attention,
+            logits=logits,
         )
     eager: dict[Any, Any] = {}
 
@@ -94,6 +101,7 @@ def amp(
             narrow_carry=narrow_carry,
             f32_weight_grads=f32_weight_grads,
             attention=attention,
+            logits=logits,
         )
 
     @functools.wraps(func)

@@ -187,6 +187,8 @@ def find_attention(softmaxes: Softmaxes, eqn: Equation) -> Match | None:
     (first,) = which
     meaning = known[first]
     assert meaning is not None
+    if meaning.scores.slices:
+        return None
     summed, batch = eqn.params["dimension_numbers"]
     axes = _axes(meaning, summed[first], batch[first])
     if axes is None:

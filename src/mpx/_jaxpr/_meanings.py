@@ -65,12 +65,14 @@ class Scores:
         sizes: The size of each label.
         scale: The factor of the products.
         sides: Biases and masks in the order in which they were applied.
+        slices: Which part of an axis they are, as start, limit and stride, by its label.
     """
 
     dot: Term
     sizes: dict[Label, int]
     scale: float = 1.0
     sides: tuple[Side, ...] = ()
+    slices: tuple[tuple[Label, tuple[int, int, int]], ...] = ()
 
     def is_same(self, other: "Scores") -> bool:
         """Returns whether these are the same numbers, perhaps in another layout."""
@@ -78,7 +80,7 @@ class Scores:
             return True
         if self.dot is not other.dot or self.scale != other.scale:
             return False
-        if len(self.sides) != len(other.sides):
+        if len(self.sides) != len(other.sides) or self.slices != other.slices:
             return False
         pairs = zip(self.sides, other.sides, strict=True)
         return all(one.is_same(two) and one.fill == two.fill for one, two in pairs)

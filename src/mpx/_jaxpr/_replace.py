@@ -46,14 +46,19 @@ def replacement(level: Level, terms: Sequence[Term], run: Run) -> Replacement:
         pairs = zip(op.values, op.facts, strict=True)
         known: dict[Any, Value] = dict(zip(atoms, pairs, strict=True))
         scopes = op.scopes[: len(op.scopes) - len(scopes_of(op.eqn))]
-        return run(visitor, op, lambda term: _value(visitor, scopes, term, known))
+        return run(visitor, op, lambda term: value_of(visitor, scopes, term, known))
 
     return Replacement(list(atoms), call)
 
 
-def _value(
+def value_of(
     visitor: Visitor, scopes: Scopes, term: Term, known: dict[Any, Value]
 ) -> Value:
+    """Returns the value of a term and its fact, computed from those that are known.
+
+    What is computed is added to `known`: by variable at the outermost level, by the `id` of
+    the term inside calls.
+    """
     atom = term.atom
     if isinstance(atom, Literal):
         return atom.val, visitor.literal_fact(atom)
@@ -63,7 +68,7 @@ def _value(
             const = term.level.consts[atom]
             known[key] = const, visitor.constant_fact(const)
         else:
-            pairs = [_value(visitor, scopes, x, known) for x in term.operands]
+            pairs = [value_of(visitor, scopes, x, known) for x in term.operands]
             values, facts = [x for x, _ in pairs], [x for _, x in pairs]
             with equation_context(term.eqn):
                 op = Op(term.eqn, values, facts, scopes_inside(term, scopes))

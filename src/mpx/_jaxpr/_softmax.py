@@ -24,6 +24,7 @@ from mpx._jaxpr._meanings import (
     Side,
 )
 from mpx._jaxpr._queries import Equation
+from mpx._jaxpr._slices import sliced
 from mpx._jaxpr._terms import Level, Term
 
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -388,6 +389,7 @@ _RULES: dict[str, Rule] = {
     ),
     "stop_gradient": _stop_gradient,
     **dict.fromkeys(("mul", "div", "add", "sub", "add_any"), _arithmetic),
+    "slice": sliced,
     "neg": _neg,
     "select_n": _select,
     "reduce_max": _reduced,

@@ -1,0 +1,79 @@
+"""The scalar through which everything that is computed from some values passes."""
+
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from mpx._jaxpr._queries import Equation
+from mpx._jaxpr._terms import Level, Term
+
+Place = tuple[float, ...]
+"""The position of an equation: that of the call around it, ..., its own."""
+
+MOST = 200
+"""The largest number of equations that are run again from inside a call."""
+
+
+def place_of(level: Level, eqn: Equation) -> Place:
+    """Returns where an equation is in the outermost level: places are run in order."""
+    index = next(i for i, other in enumerate(level.jaxpr.eqns) if other is eqn)
+    outer = () if level.caller is None else place_of(*level.caller)
+    return (*outer, index)
+
+
+def dependents(terms: Sequence[Term]) -> dict[int, Term]:
+    """Returns the terms that depend on values, with these, by their `id`."""
+    found: dict[int, Term] = {}
+    waiting = list(terms)
+    while waiting:
+        term = waiting.pop()
+        if id(term) not in found:
+            found[id(term)] = term
+            uses = filter(None, term.level.readers(term.atom))
+            waiting += [level.term(x) for level, eqn in uses for x in eqn.outvars]
+    return found
+
+
+def scalar_after(
+    terms: Sequence[Term], without: Collection[int] = ()
+) -> tuple[Term, dict[int, Term]] | None:
+    """Returns the last scalar through which all that depends on values passes.
+
+    Args:
+        terms: The values.
+        without: The `id`s of terms that it must not be.
+
+    Returns:
+        The scalar, and the terms that depend on the values, by their `id`. `None` if there
+        is no such scalar.
+    """
+    found = dependents(terms)
+    if len(found) > MOST or any(x.eqn is None or x.eqn.effects for x in found.values()):
+        return None
+    made = {key: place_of(x.level, x.eqn) for key, x in found.items()}
+    last = {
+        key: max((_place(use) for use in x.level.readers(x.atom)), default=made[key])
+        for key, x in found.items()
+    }
+    start = max(made[id(term)] for term in terms)
+    for key in sorted(found, key=lambda key: made[key], reverse=True):
+        here = made[key]
+        if here < start:
+            return None
+        earlier = (x for x in found if made[x] <= here and x != key)
+        if key in without or not _is_scalar(found[key]):
+            continue
+        if all(last[x] <= here for x in earlier):
+            return found[key], found
+    return None
+
+
+def _place(use: tuple[Level, Equation] | None) -> Place:
+    """Returns where a value is read; results are read after all equations."""
+    return (math.inf,) if use is None else place_of(*use)
+
+
+def _is_scalar(term: Term) -> bool:
+    is_float = getattr(term.aval, "dtype", None) == np.float32
+    return is_float and term.shape == () and len(term.eqn.outvars) == 1
