@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import _attention, _casts, _pointwise
+from mpx._amp import _attention, _casts, _grouped, _pointwise
 from mpx._amp._facts import (
     F32,
     NEUTRAL,
@@ -106,6 +106,9 @@ class Autocast(Settings):
             return _attention.choose(self, op)
         if name in _HANDLERS:
             return Chosen(_HANDLERS[name])
+        if _grouped.is_low(op.eqn):
+            run = _casts.low_as_written
+            return Chosen(run, Rule.LOW, _grouped.description(op.eqn))
         if not any(is_eligible(var.aval) for var in op.eqn.invars):
             return Chosen(_casts.as_written)
         return self._by_rule(op, region)
@@ -124,6 +127,8 @@ class Autocast(Settings):
         kept = reason_against(eqn, rule)
         if kept is not None:
             return Chosen(_casts.original, rule, kept)
+        if rule == Rule.LOW and name in _grouped.RAGGED:
+            reason = _grouped.description(eqn)
         return Chosen(_casts.APPLY[rule], rule, reason)
 
 
