@@ -106,12 +106,9 @@ class Autocast(Settings):
             return _attention.choose(self, op)
         if name in _HANDLERS:
             return Chosen(_HANDLERS[name])
-        if _grouped.is_low(op.eqn):
-            run = _casts.low_as_written
-            return Chosen(run, Rule.LOW, _grouped.description(op.eqn))
-        if not any(is_eligible(var.aval) for var in op.eqn.invars):
-            return Chosen(_casts.as_written)
-        return self._by_rule(op, region)
+        if any(is_eligible(var.aval) for var in op.eqn.invars):
+            return self._by_rule(op, region)
+        return _already_low(op)
 
     def _by_rule(self, op: Op, region: tuple[Choice, str] | None) -> Chosen:
         eqn, name = op.eqn, op.eqn.primitive.name
@@ -130,6 +127,14 @@ class Autocast(Settings):
         if rule == Rule.LOW and name in _grouped.RAGGED:
             reason = _grouped.description(eqn)
         return Chosen(_casts.APPLY[rule], rule, reason)
+
+
+def _already_low(op: Op) -> Chosen:
+    """Returns how an equation without f32 operands runs: as written, or in a kernel."""
+    if _grouped.is_low(op.eqn):
+        reason = _grouped.description(op.eqn)
+        return Chosen(_casts.ragged_as_written, Rule.LOW, reason)
+    return Chosen(_casts.as_written)
 
 
 def _decision(op: Op, chosen: Chosen, outs: Values) -> Decision:

@@ -44,12 +44,23 @@ def reason_against(eqn: Equation, multiple: int = _MULTIPLE) -> str | None:
         eqn: The matmul, of `RAGGED`.
         multiple: What must divide the sizes that are not rows.
     """
+    return _reason_by_device() or _reason_by_shape(eqn, multiple)
+
+
+def _reason_by_device() -> str | None:
     if gpu_capability() != _HOPPER:
         return "the kernel needs a Hopper GPU"
     if not HAS_MOSAIC:
         return f"the kernel needs jax 0.11 or later, and {jax.__version__} is installed"
     if private("grouped") is None:
         return "this version of JAX lacks a name that the kernel needs"
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size > 1 and not mesh.are_all_axes_manual:
+        return "its operands may be sharded: call it under `jax.shard_map`"
+    return None
+
+
+def _reason_by_shape(eqn: Equation, multiple: int) -> str | None:
     if kind_of(eqn) is None:
         return "it is not rows times a matrix for each group"
     rows, *sizes = eqn.invars[0].aval.shape
@@ -59,9 +70,6 @@ def reason_against(eqn: Equation, multiple: int = _MULTIPLE) -> str | None:
     for size in sizes:
         if size == 0 or size % multiple:
             return f"{size} is not a multiple of {multiple}"
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.size > 1 and not mesh.are_all_axes_manual:
-        return "its operands may be sharded: call it under `jax.shard_map`"
     return None
 
 

@@ -20,7 +20,8 @@ from mpx._amp._facts import (
     changed,
     is_eligible,
 )
-from mpx._amp._grouped import RAGGED, multiply, reason_against as no_kernel
+from mpx._amp._grouped import RAGGED, multiply
+from mpx._amp._grouped import reason_against as no_kernel
 from mpx._amp._policy import AmpRules
 from mpx._amp._rules import MATMULS, Rule
 from mpx._compat import bind, default_matmul_precision, open_jaxpr

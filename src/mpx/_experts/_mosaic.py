@@ -106,15 +106,9 @@ def multiply_rows(
     table = row_blocks(sizes, m, rows)
     grid = table[0].size, n // columns
 
-    def body(
-        groups_ref: Any,
-        firsts_ref: Any,
-        begins_ref: Any,
-        counts_ref: Any,
-        x_ref: Any,
-        w_ref: Any,
-        out_ref: Any,
-    ) -> None:
+    def body(*refs: Any) -> None:
+        groups_ref, firsts_ref, begins_ref, counts_ref, x_ref, w_ref, out_ref = refs
+
         @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="program")
         def _(loop: Any) -> None:
             i, j = plgpu.planar_snake(loop.index[0], grid, 1, width)
@@ -191,14 +185,9 @@ def sum_rows(
     starts, ends = bounds(sizes, m)
     grid = k // rows, n // columns
 
-    def body(
-        starts_ref: Any,
-        ends_ref: Any,
-        bases_ref: Any,
-        x_ref: Any,
-        y_ref: Any,
-        out_ref: Any,
-    ) -> None:
+    def body(*refs: Any) -> None:
+        starts_ref, ends_ref, bases_ref, x_ref, y_ref, out_ref = refs
+
         @plgpu.nd_loop((groups, grid[0] * grid[1]), collective_axes="program")
         def _(loop: Any) -> None:
             group = loop.index[0]

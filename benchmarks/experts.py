@@ -1,0 +1,264 @@
+"""What a layer of experts costs: `lax.ragged_dot` by XLA, in bf16 and in fp8.
+
+    python benchmarks/experts.py              # a Hopper GPU; about 2 minutes
+    python benchmarks/experts.py --tune       # block sizes of the kernels, too
+    python benchmarks/experts.py --tiny       # try the script on a CPU
+
+Each result is compared with f32 products of each expert alone before it is timed. A time is
+that of many calls in a row, which do not wait for each other.
+"""
+
+import argparse
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+import mpx
+from _measure import format_table
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+class Size(NamedTuple):
+    """Tokens of some width, and experts with so many outputs."""
+
+    tokens: int
+    width: int
+    outputs: int
+    experts: int
+
+
+SIZES = {
+    "many experts": Size(16384, 2048, 1024, 32),
+    "large experts": Size(32768, 4096, 8192, 8),
+}
+TINY = {"tiny": Size(256, 128, 64, 4)}
+
+
+def group_sizes(size: Size, kind: str) -> np.ndarray:
+    """Returns the number of tokens of each expert."""
+    if kind == "even":
+        return np.full(size.experts, size.tokens // size.experts, np.int32)
+    rng = np.random.default_rng(0)
+    shares = rng.dirichlet(np.full(size.experts, 0.3))
+    shares[1] = 0  # an expert without tokens
+    counts = np.floor(shares / shares.sum() * size.tokens * 0.97).astype(np.int32)
+    return counts  # and tokens without an expert
+
+
+# --- What is timed --------------------------------------------------------------------
+
+
+def ragged(p: Array, x: Array, sizes: Array) -> Array:
+    """Returns each token times the matrix of its expert."""
+    return lax.ragged_dot(x, p, sizes)
+
+
+def dense(p: Array, x: Array, sizes: Array) -> Array:
+    """Returns all tokens times one matrix, which is the same useful work."""
+    return x @ p[0]
+
+
+MODES: dict[str, Callable[..., Any]] = {
+    "dense, bf16": dense,
+    "ragged_dot, XLA": ragged,
+    "amp": mpx.amp(ragged),
+    "fp8": mpx.fp8(ragged, min_gain=0),
+}
+
+
+def forward_and_backward(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of the result and of both gradients."""
+
+    def run(p: Array, x: Array, sizes: Array, grad: Array) -> tuple[Array, ...]:
+        out, pull = jax.vjp(lambda p, x: func(p, x, sizes), p, x)
+        return out, *pull(grad)
+
+    return run
+
+
+def seconds(func: Callable[..., Any], args: Sequence[Any], repeats: int) -> float:
+    """Returns the median time of a call over five runs of many."""
+    jax.block_until_ready(func(*args))
+    found = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            out = func(*args)
+        jax.block_until_ready(out)
+        found.append((time.perf_counter() - start) / repeats)
+    return statistics.median(found)
+
+
+# --- What it is compared with ---------------------------------------------------------
+
+
+@jax.jit
+def exact(p: Array, x: Array, sizes: Array, grad: Array) -> tuple[Array, ...]:
+    """Returns the result and both gradients in f32, expert by expert."""
+    ends = jnp.cumsum(sizes)
+    rows = jnp.arange(len(x))
+    dot = functools.partial(jnp.dot, precision="highest")
+
+    def one(carry: Any, each: Any) -> tuple[Any, Array]:
+        out, dx = carry
+        w, start, end = each
+        inside = ((rows >= start) & (rows < end))[:, None]
+        mine, pulled = jnp.where(inside, x, 0), jnp.where(inside, grad, 0)
+        mine, pulled, w = (a.astype(F32) for a in (mine, pulled, w))
+        return (out + dot(mine, w), dx + dot(pulled, w.T)), dot(mine.T, pulled)
+
+    zeros = jnp.zeros(grad.shape, F32), jnp.zeros(x.shape, F32)
+    (out, dx), dp = lax.scan(one, zeros, (p, ends - sizes, ends))
+    return out, dp, dx
+
+
+@jax.jit
+def errors(got: Any, expected: Any) -> list[Array]:
+    """Returns the relative errors of some arrays, by their norms."""
+    return [
+        jnp.linalg.norm(a.astype(F32) - b) / jnp.linalg.norm(b)
+        for a, b in zip(got, expected, strict=True)
+    ]
+
+
+# Half a unit in the last place is 2⁻⁹ in bf16, 2⁻⁴ in e4m3 and 2⁻³ in e5m2. Sums of many
+# products have errors like those of one.
+BOUNDS = {"fp8": (0.06, 0.01, 0.12)}
+
+
+def draw(size: Size, kind: str) -> tuple[Any, ...]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    p = jax.random.normal(keys[0], (size.experts, size.width, size.outputs), BF16)
+    x = jax.random.normal(keys[1], (size.tokens, size.width), BF16)
+    grad = jax.random.normal(keys[2], (size.tokens, size.outputs), BF16)
+    return p, x, jnp.asarray(group_sizes(size, kind)), grad
+
+
+def compare(name: str, size: Size, kind: str, repeats: int) -> bool:
+    """Checks and times all modes; returns whether all numbers are right."""
+    args = draw(size, kind)
+    expected, right, times = exact(*args), True, {}
+    rows = []
+    for mode, func in MODES.items():
+        both = jax.jit(forward_and_backward(func))
+        note = ""
+        if func is not dense:
+            found = [float(e) for e in errors(both(*args), expected)]
+            good = all(
+                e < b
+                for e, b in zip(found, BOUNDS.get(mode, (0.004,) * 3), strict=True)
+            )
+            right &= good
+            note = ", ".join(f"{e:.1e}" for e in found) + ("" if good else " WRONG")
+        times[mode] = (
+            seconds(jax.jit(func), args[:3], repeats),
+            seconds(both, args, repeats),
+        )
+        rows.append((mode, times[mode], note))
+    work = 2 * size.tokens * size.width * size.outputs
+    print(f"\n{name}, {kind}: {size}")
+    first = times["dense, bf16"]
+    table = [
+        (
+            mode,
+            f"{1e3 * t[0]:.3f}",
+            f"{t[0] / first[0]:.2f}×",
+            f"{1e3 * t[1]:.3f}",
+            f"{t[1] / first[1]:.2f}×",
+            f"{3 * work / t[1] / 1e12:.0f}",
+            note,
+        )
+        for mode, t, note in rows
+    ]
+    head = ("mode", "forward ms", "of dense", "with backward ms", "of dense")
+    print(format_table((*head, "TFLOP/s", "errors: out, dw, dx"), table), flush=True)
+    return right
+
+
+# --- Block sizes ----------------------------------------------------------------------
+
+
+AREAS = ((64, 128), (128, 128), (64, 256))
+WIDTHS = [((128, 128), 64, 4, width) for width in (1, 4, 16)]
+
+
+def tune(size: Size, repeats: int) -> None:
+    """Prints the times of the kernels by block sizes, the fastest first."""
+    from mpx._experts import _mosaic
+    from mpx._experts._tuning import Blocks
+
+    p, x, _, grad = draw(size, "even")
+    turned = p.swapaxes(1, 2)
+    e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+    def rows(a: Array, b: Array, blocks: Any, turned: bool) -> Callable[..., Any]:
+        run = functools.partial(
+            _mosaic.multiply_rows, turned=turned, dtype=np.dtype(BF16), blocks=blocks
+        )
+        return lambda sizes: seconds(jax.jit(run), (a, b, sizes), repeats)
+
+    def sums(a: Array, b: Array, blocks: Any) -> Callable[..., Any]:
+        run = functools.partial(_mosaic.sum_rows, dtype=np.dtype(BF16), blocks=blocks)
+        return lambda sizes: seconds(jax.jit(run), (a, b, sizes), repeats)
+
+    cases: dict[str, tuple[Any, Sequence[int]]] = {
+        "rows": (lambda b: rows(x, p, b, False), (64,)),
+        "turned": (lambda b: rows(grad, p, b, True), (64,)),
+        "fp8 rows": (
+            lambda b: rows(x.astype(e4m3), turned.astype(e4m3), b, True),
+            (128,),
+        ),
+        "fp8 turned": (
+            lambda b: rows(grad.astype(e5m2), p.astype(e4m3), b, True),
+            (128,),
+        ),
+        "sums": (lambda b: sums(x, grad, b), (64, 128)),
+    }
+    for name, (make, summed) in cases.items():
+        found = []
+        for block in (*itertools.product(AREAS, summed, (3, 4, 6), (8,)), *WIDTHS):
+            blocks = Blocks(*block[0], *block[1:])
+            try:
+                run = make(blocks)
+                found.append(
+                    [run(jnp.asarray(group_sizes(size, k))) for k in ("even", "uneven")]
+                    + [blocks]
+                )
+            except Exception as error:  # more shared memory than there is
+                if "memory" not in str(error):
+                    print(name, blocks, type(error).__name__, str(error)[:200])
+        print(f"\n{name}: ms even, uneven")
+        for even, uneven, blocks in sorted(found, key=lambda x: x[0] + x[1])[:6]:
+            print(f"{1e3 * even:.4f} {1e3 * uneven:.4f} {tuple(blocks)}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--repeats", type=int, default=50)
+    chosen = parser.parse_args()
+    device = jax.devices()[0].device_kind
+    print(f"{device}, jax {jax.__version__}, mpx {mpx.__version__}")
+    repeats = 2 if chosen.tiny else chosen.repeats
+    right = True
+    for name, size in (TINY if chosen.tiny else SIZES).items():
+        for kind in ("even", "uneven"):
+            right &= compare(name, size, kind, repeats)
+    if chosen.tune:
+        tune(SIZES["many experts"], 20)
+    print("\nAll numbers are right." if right else "\nSome numbers are WRONG.")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
