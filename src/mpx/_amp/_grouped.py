@@ -8,25 +8,23 @@ import numpy as np
 
 from mpx._compat import HAS_MOSAIC, bind
 from mpx._devices import gpu_capability
-from mpx._jaxpr._queries import Equation
+from mpx._experts._plain import FORMS, Kind
+from mpx._jaxpr._queries import GROUPED, Equation
 from mpx._private import private
 
 RAGGED = frozenset({"ragged_dot", "ragged_dot_general"})
 IN_KERNEL = "in a grouped kernel"
 _HOPPER = (9, 0)
-# By kind: the sum's axes in both operands, and the axes of the groups. See `mpx._experts`.
-_KINDS = {
-    ((1,), (1,), (0,)): "rows",
-    ((1,), (2,), (0,)): "turned",
-    ((0,), (0,), ()): "sums",
-}
+_KINDS = {((a,), (b,), groups): kind for kind, (a, b, groups) in FORMS.items()}
 # Blocks of the kernel: rows that it loads together, the least number of rows, and what
 # divides the other sizes.
 _TOGETHER, _LEAST, _MULTIPLE = 8, 128, 64
 
 
-def kind_of(eqn: Equation) -> str | None:
+def kind_of(eqn: Equation) -> Kind | None:
     """Returns what a ragged matmul multiplies, if there is a kernel for that."""
+    if eqn.primitive.name == GROUPED:
+        return eqn.params["kind"]
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
     if numbers is None or eqn.params.get("group_offset") is not None:
         return None
@@ -37,17 +35,13 @@ def kind_of(eqn: Equation) -> str | None:
     return _KINDS.get(form)
 
 
-def reason_against(eqn: Equation, multiple: int = _MULTIPLE) -> str | None:
-    """Returns why a ragged matmul of 16-bit numbers is in no grouped kernel, if so.
-
-    Args:
-        eqn: The matmul, of `RAGGED`.
-        multiple: What must divide the sizes that are not rows.
-    """
-    return _reason_by_device() or _reason_by_shape(eqn, multiple)
+def reason_against(eqn: Equation) -> str | None:
+    """Returns why a ragged matmul of 16-bit numbers is in no grouped kernel, if so."""
+    return reason_by_device() or reason_by_shape(eqn)
 
 
-def _reason_by_device() -> str | None:
+def reason_by_device() -> str | None:
+    """Returns why there is no grouped kernel here, if there is none."""
     if gpu_capability() != _HOPPER:
         return "the kernel needs a Hopper GPU"
     if not HAS_MOSAIC:
@@ -60,7 +54,13 @@ def _reason_by_device() -> str | None:
     return None
 
 
-def _reason_by_shape(eqn: Equation, multiple: int) -> str | None:
+def reason_by_shape(eqn: Equation, multiple: int = _MULTIPLE) -> str | None:
+    """Returns why the grouped kernel cannot run a ragged matmul, if it cannot.
+
+    Args:
+        eqn: The matmul.
+        multiple: What must divide the sizes that are not rows.
+    """
     if kind_of(eqn) is None:
         return "it is not rows times a matrix for each group"
     rows, *sizes = eqn.invars[0].aval.shape
@@ -89,9 +89,10 @@ def multiply(eqn: Equation, args: Any, dtype: np.dtype) -> list[Any]:
     """
     if eqn.primitive.name not in RAGGED or reason_against(eqn) is not None:
         return bind(eqn, args, preferred_element_type=dtype)
-    from mpx._experts import grouped_matmul
+    from mpx._experts._primitive import grouped_matmul
 
-    kind: Any = kind_of(eqn)
+    kind = kind_of(eqn)
+    assert kind is not None
     return [grouped_matmul(*args, kind=kind, dtype=dtype)]
 
 

@@ -1,7 +1,5 @@
 """Matmuls of rows with the matrix of their group, in a kernel for Hopper GPUs.
 
-It is imported when the first such matmul is traced for a GPU that has the kernel, and only
-if JAX has the private names that it needs.
+`_primitive` and `_mosaic` are imported when the first such matmul is traced for a GPU that
+has the kernel, and only if JAX has the private names that they need.
 """
-
-from mpx._experts._primitive import grouped_matmul as grouped_matmul

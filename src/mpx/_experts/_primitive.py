@@ -11,12 +11,12 @@ Each is linear in both operands, and the derivatives of each are the other two. 
 the last group have none: they give zeros, and are in no sum.
 
 On CUDA it is a kernel, unless XLA would have to split that between devices; elsewhere it is
-`lax.ragged_dot_general`.
+`plain`.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,18 +32,12 @@ from mpx._compat import (
     varying_axes,
 )
 from mpx._experts import _tuning
+from mpx._experts._plain import Kind, plain
 from mpx._experts._tuning import Blocks
 from mpx._jaxpr._queries import GROUPED
 from mpx._private import private
 
-Kind = Literal["rows", "turned", "sums"]
 _jax = private("grouped")
-# The summed axes of both operands, and the axis of the groups of the second.
-_FORMS: dict[str, tuple[int, int, list[int]]] = {
-    "rows": (1, 1, [0]),
-    "turned": (1, 2, [0]),
-    "sums": (0, 0, []),
-}
 # By kind: the kinds of the derivatives with respect to both operands, and which of
 # (cotangent, other operand) comes first in each.
 _TRANSPOSED: dict[str, tuple[tuple[Kind, bool], tuple[Kind, bool]]] = {
@@ -70,32 +64,6 @@ def grouped_matmul(
     # Marked here, so that the transpose of the mark sums gradients over devices.
     operands = [as_varying(x, names) for x in operands] if names else operands
     return grouped_p.bind(*operands, kind=kind, dtype=np.dtype(dtype))
-
-
-def dimension_numbers(kind: str) -> lax.RaggedDotDimensionNumbers:
-    """Returns what `lax.ragged_dot_general` is told to multiply."""
-    first, second, groups = _FORMS[kind]
-    return lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((first,), (second,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=groups,
-    )
-
-
-def plain(a: Array, b: Array, sizes: Array, *, kind: str, dtype: np.dtype) -> Array:
-    """Returns a grouped matmul in plain JAX, which multiplies each row with each group."""
-    wide = np.dtype(jnp.float32)
-    if dtype != wide:
-        # 8-bit numbers are exact in 16 bits.
-        wide = dtype if a.dtype.itemsize == 1 else a.dtype
-    out = lax.ragged_dot_general(
-        convert_dtype(a, wide),
-        convert_dtype(b, wide),
-        sizes,
-        dimension_numbers(kind),
-        preferred_element_type=wide,
-    )
-    return convert_dtype(out, dtype)
 
 
 def _kernel(a: Array, b: Array, sizes: Array, *, kind: str, dtype: np.dtype) -> Array:

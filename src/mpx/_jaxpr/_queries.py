@@ -134,6 +134,9 @@ def matmul_sizes(eqn: Equation) -> tuple[int, tuple[int, int]]:
         kernel = list(shapes[1])
         channels = kernel.pop(eqn.params["dimension_numbers"].rhs_spec[0])
         return math.prod(kernel), (math.prod(shapes[0]), channels)
+    if eqn.primitive.name == GROUPED:
+        summed, free = shapes[0] if eqn.params["kind"] == "sums" else shapes[0][::-1]
+        return summed, (free, eqn.outvars[0].aval.shape[-1])
     summed, batch = _axes(eqn)
     first, second = (
         math.prod(size for i, size in enumerate(shape) if i not in (*axes, *same))
