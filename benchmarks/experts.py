@@ -1,7 +1,7 @@
 """What a layer of experts costs: `lax.ragged_dot` by XLA, in bf16 and in fp8.
 
     python benchmarks/experts.py              # a Hopper GPU; about 2 minutes
-    python benchmarks/experts.py --tune       # block sizes of the kernels, too
+    python benchmarks/experts.py --tune       # times of the kernels by block sizes
     python benchmarks/experts.py --tiny       # try the script on a CPU
 
 Each result is compared with f32 products of each expert alone before it is timed. A time is
@@ -10,7 +10,6 @@ that of many calls in a row, which do not wait for each other.
 
 import argparse
 import functools
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -187,75 +186,102 @@ def compare(name: str, size: Size, kind: str, repeats: int) -> bool:
 # --- Block sizes ----------------------------------------------------------------------
 
 
-AREAS = ((64, 128), (128, 128), (64, 256))
-WIDTHS = [((128, 128), 64, 4, width) for width in (1, 4, 16)]
+def candidates(name: str) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Returns which kernel, how many programs, and block sizes."""
+    summed = 128 if "fp8" in name else 64
+    found = [
+        ("one", programs, (*area, summed, steps, 8))
+        for area in ((128, 128), (64, 256))
+        for steps in (3, 4, 6)
+        for programs in (132, 264)
+    ]
+    found += [("one", 132, (128, 128, summed, 4, width)) for width in (1, 4, 16)]
+    if name == "sums":
+        found += [("one", 132, (128, 128, 128, steps, 8)) for steps in (2, 3)]
+        return found
+    return found + [
+        ("two", 132, (rows, columns, summed, steps, width))
+        for rows, columns in ((128, 256), (64, 256), (128, 128))
+        for steps in (3, 4)
+        for width in (1, 4)
+    ]
 
 
-def tune(size: Size, repeats: int) -> None:
+def tune(size: Size, repeats: int, kinds: Sequence[str]) -> None:
     """Prints the times of the kernels by block sizes, the fastest first."""
+    import _experts_ws
     from mpx._experts import _mosaic
     from mpx._experts._tuning import Blocks
 
     p, x, _, grad = draw(size, "even")
     turned = p.swapaxes(1, 2)
     e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-
-    def rows(a: Array, b: Array, blocks: Any, turned: bool) -> Callable[..., Any]:
-        run = functools.partial(
-            _mosaic.multiply_rows, turned=turned, dtype=np.dtype(BF16), blocks=blocks
-        )
-        return lambda sizes: seconds(jax.jit(run), (a, b, sizes), repeats)
-
-    def sums(a: Array, b: Array, blocks: Any) -> Callable[..., Any]:
-        run = functools.partial(_mosaic.sum_rows, dtype=np.dtype(BF16), blocks=blocks)
-        return lambda sizes: seconds(jax.jit(run), (a, b, sizes), repeats)
-
-    cases: dict[str, tuple[Any, Sequence[int]]] = {
-        "rows": (lambda b: rows(x, p, b, False), (64,)),
-        "turned": (lambda b: rows(grad, p, b, True), (64,)),
-        "fp8 rows": (
-            lambda b: rows(x.astype(e4m3), turned.astype(e4m3), b, True),
-            (128,),
-        ),
-        "fp8 turned": (
-            lambda b: rows(grad.astype(e5m2), p.astype(e4m3), b, True),
-            (128,),
-        ),
-        "sums": (lambda b: sums(x, grad, b), (64, 128)),
+    cases: dict[str, tuple[Array, Array]] = {
+        "rows": (x, p),
+        "turned": (grad, p),
+        "fp8 rows": (x.astype(e4m3), turned.astype(e4m3)),
+        "fp8 turned": (grad.astype(e5m2), p.astype(e4m3)),
+        "sums": (x, grad),
     }
-    for name, (make, summed) in cases.items():
+    for name, (a, b) in cases.items():
+        is_turned = name not in ("rows", "sums")
+        sizes = [jnp.asarray(group_sizes(size, kind)) for kind in ("even", "uneven")]
+        exact_args = {
+            "rows": (p, x),
+            "turned": (p.swapaxes(1, 2), grad),
+            "fp8 rows": (b.swapaxes(-1, -2), a),
+            "fp8 turned": (b.swapaxes(-1, -2), a),
+            "sums": (p, x),
+        }[name]
+        columns = exact_args[0].shape[2]
+        pulled = grad if name == "sums" else jnp.zeros((size.tokens, columns), BF16)
+        true = exact(*exact_args, sizes[1], pulled)[1 if name == "sums" else 0]
         found = []
-        for block in (*itertools.product(AREAS, summed, (3, 4, 6), (8,)), *WIDTHS):
-            blocks = Blocks(*block[0], *block[1:])
-            try:
-                run = make(blocks)
-                found.append(
-                    [run(jnp.asarray(group_sizes(size, k))) for k in ("even", "uneven")]
-                    + [blocks]
+        for which, programs, block in candidates(name):
+            if which not in kinds:
+                continue
+            module = _experts_ws if which == "two" else _mosaic
+            options = {"dtype": np.dtype(BF16), "blocks": Blocks(*block)}
+            options["programs"] = programs
+            if name == "sums":
+                run = functools.partial(_mosaic.sum_rows, **options)
+            else:
+                run = functools.partial(
+                    module.multiply_rows, turned=is_turned, **options
                 )
-            except Exception as error:  # more shared memory than there is
-                if "memory" not in str(error):
-                    print(name, blocks, type(error).__name__, str(error)[:200])
-        print(f"\n{name}: ms even, uneven")
-        for even, uneven, blocks in sorted(found, key=lambda x: x[0] + x[1])[:6]:
-            print(f"{1e3 * even:.4f} {1e3 * uneven:.4f} {tuple(blocks)}", flush=True)
+            if columns % block[1]:
+                continue
+            try:
+                call = jax.jit(run)
+                (error,) = errors([call(a, b, sizes[1])], [true])
+                times = [seconds(call, (a, b, each), repeats) for each in sizes]
+            except Exception as failure:  # more shared memory than there is
+                print(name, which, programs, block, str(failure)[:150].split("\n")[0])
+                continue
+            found.append((*times, float(error), which, programs, block))
+        print(f"\n{name}: ms even, uneven, error, warpgroups, programs, blocks")
+        for even, uneven, error, *rest in sorted(found, key=lambda x: x[0] + x[1])[:8]:
+            mark = "" if error < 0.004 else "WRONG"
+            print(f"{1e3 * even:.4f} {1e3 * uneven:.4f} {error:.1e}", mark, *rest)
+        print(end="", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tune", nargs="*", choices=["one", "two"])
     parser.add_argument("--repeats", type=int, default=50)
     chosen = parser.parse_args()
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}, mpx {mpx.__version__}")
+    if chosen.tune is not None:
+        tune(SIZES["many experts"], 20, chosen.tune or ["one", "two"])
+        return 0
     repeats = 2 if chosen.tiny else chosen.repeats
     right = True
     for name, size in (TINY if chosen.tiny else SIZES).items():
         for kind in ("even", "uneven"):
             right &= compare(name, size, kind, repeats)
-    if chosen.tune:
-        tune(SIZES["many experts"], 20)
     print("\nAll numbers are right." if right else "\nSome numbers are WRONG.")
     return 0 if right else 1
 
