@@ -55,7 +55,7 @@ def row_blocks(sizes: Array, rows: int, block: int) -> tuple[Array, ...]:
     last = _running_sum(counts)
     number = (rows + ends.size * (block + ALIGNMENT - 2)) // block
     index = lax.iota(jnp.int32, number)
-    group = jnp.sum(index[:, None] >= last, axis=1, dtype=jnp.int32)
+    group = jnp.sum(index[:, None] >= last[None], axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, np.int32(ends.size - 1))
     first = bases[group] + (index - last[group] + counts[group]) * block
     begin = jnp.maximum(starts[group], first)
@@ -67,7 +67,8 @@ def row_blocks(sizes: Array, rows: int, block: int) -> tuple[Array, ...]:
 def _running_sum(x: Array) -> Array:
     # One small kernel on a GPU; `cumsum` is several.
     index = lax.iota(jnp.int32, x.size)
-    return jnp.sum(jnp.where(index[:, None] >= index, x, 0), axis=1, dtype=jnp.int32)
+    before = index[:, None] >= index[None]
+    return jnp.sum(jnp.where(before, x[None], 0), axis=1, dtype=jnp.int32)
 
 
 def _aligned(x: Array) -> Array:

@@ -119,7 +119,7 @@ def _product(
     index = lax.iota(jnp.int32, len(out))
     ends = jnp.cumsum(sizes.astype(jnp.int32))
     # Rows behind all groups are zero, whatever their scale.
-    group = jnp.sum(index[:, None] >= ends, axis=1, dtype=jnp.int32)
+    group = jnp.sum(index[:, None] >= ends[None], axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, len(sizes) - 1)
     for scale in (rows[1], matrices[1][group, :, 0]):
         out = out * scale.astype(wide)

@@ -225,14 +225,15 @@ def _selects(selector: Selector, matmul: Matmul) -> bool:
 
 
 def _by_size(eqn: Equation, matmul: Matmul, chosen: Selection) -> str:
-    multiple = 32 if isinstance(chosen.recipe, MXFP8) else 16
-    for size in matmul.shape:
-        if size == 0 or size % multiple:
-            return f"{size} is not a multiple of {multiple}"
-    shape, count = sizes(eqn)
-    ragged = eqn.primitive.name in RAGGED
-    groups = eqn.invars[1].aval.shape[0] if ragged else None
-    gain = predicted_gain(*shape, count=count, groups=groups)
+    groups = None
+    if eqn.primitive.name in RAGGED:
+        groups = eqn.invars[1].aval.shape[0]
+    else:
+        multiple = 32 if isinstance(chosen.recipe, MXFP8) else 16
+        for size in matmul.shape:
+            if size == 0 or size % multiple:
+                return f"{size} is not a multiple of {multiple}"
+    gain = predicted_gain(*matmul.shape, count=sizes(eqn)[1], groups=groups)
     if gain < chosen.min_gain:
         return f"too small to gain (predicted {gain:.2f}×)"
     return ""
