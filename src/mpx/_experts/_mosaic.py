@@ -16,66 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from mpx._experts._groups import ALIGNMENT, group_ends, row_blocks
 from mpx._experts._tuning import PROGRAMS, Blocks
 from mpx._private import private
 
 pl = plgpu = private("grouped")
-# Rows that the TMA unit loads together.
-ALIGNMENT = 8
-
-
-# --- Blocks of rows -------------------------------------------------------------------
-
-
-def bounds(sizes: Array, rows: int) -> tuple[Array, Array]:
-    """Returns the first row of each group, and the first row behind it."""
-    ends = jnp.minimum(_running_sum(sizes.astype(jnp.int32)), np.int32(rows))
-    starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
-    return starts, ends
-
-
-def row_blocks(sizes: Array, rows: int, block: int) -> tuple[Array, ...]:
-    """Returns the blocks of rows that cover all groups, and then the rows behind these.
-
-    Args:
-        sizes: The number of rows of each group.
-        rows: The number of all rows, at least `block` and a multiple of 8.
-        block: The number of rows of a block.
-
-    Returns:
-        Of each block: the group, which is `len(sizes)` for the rows behind all groups; the
-        first row, a multiple of 8; where in the block the rows of the group begin; and
-        their number. Blocks of 0 rows come last.
-    """
-    starts, ends = bounds(sizes, rows)
-    starts = jnp.append(starts, ends[-1:])
-    ends = jnp.append(ends, np.int32(rows))
-    bases = _aligned(starts)
-    counts = jnp.where(ends > starts, -((bases - ends) // block), 0)
-    last = _running_sum(counts)
-    number = (rows + ends.size * (block + ALIGNMENT - 2)) // block
-    index = lax.iota(jnp.int32, number)
-    group = jnp.sum(index[:, None] >= last[None], axis=1, dtype=jnp.int32)
-    group = jnp.minimum(group, np.int32(ends.size - 1))
-    first = bases[group] + (index - last[group] + counts[group]) * block
-    begin = jnp.maximum(starts[group], first)
-    end = jnp.minimum(ends[group], first + block)
-    first = jnp.minimum(first, np.int32(rows - block))
-    return group, first, begin - first, jnp.maximum(end - begin, 0)
-
-
-def _running_sum(x: Array) -> Array:
-    # One small kernel on a GPU; `cumsum` is several.
-    index = lax.iota(jnp.int32, x.size)
-    before = index[:, None] >= index[None]
-    return jnp.sum(jnp.where(before, x[None], 0), axis=1, dtype=jnp.int32)
-
-
-def _aligned(x: Array) -> Array:
-    return x // ALIGNMENT * ALIGNMENT
-
-
-# --- Kernels --------------------------------------------------------------------------
 
 
 def multiply_rows(
@@ -183,18 +128,18 @@ def sum_rows(
     """
     (m, k), n, groups = x.shape, y.shape[1], sizes.size
     rows, columns, summed, steps, width = blocks
-    starts, ends = bounds(sizes, m)
     grid = k // rows, n // columns
 
     def body(*refs: Any) -> None:
-        starts_ref, ends_ref, bases_ref, x_ref, y_ref, out_ref = refs
+        ends_ref, x_ref, y_ref, out_ref = refs
 
         @plgpu.nd_loop((groups, grid[0] * grid[1]), collective_axes="program")
         def _(loop: Any) -> None:
             group = loop.index[0]
             i, j = plgpu.planar_snake(loop.index[1], grid, 1, width)
-            start, end = starts_ref[group], ends_ref[group]
-            base = pl.multiple_of(bases_ref[group], ALIGNMENT)
+            before = ends_ref[jnp.maximum(group - 1, 0)]
+            start, end = jnp.where(group == 0, 0, before), ends_ref[group]
+            base = pl.multiple_of(start // ALIGNMENT * ALIGNMENT, ALIGNMENT)
 
             def multiply(total: Any) -> Any:
                 def step(index: Any, x: Any, y: Any) -> None:
@@ -232,8 +177,7 @@ def sum_rows(
             _store(out, out_ref.at[group, down, across])
 
     out = jax.ShapeDtypeStruct((groups, k, n), dtype)
-    call = _kernel(body, out, programs, interpret)
-    return call(starts, ends, _aligned(starts), x, y)
+    return _kernel(body, out, programs, interpret)(group_ends(sizes, m), x, y)
 
 
 def _clear_rows(ref: Any, begin: Any, start: Any, end: Any) -> None:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from mpx._experts._groups import group_of_rows
 from mpx._experts._plain import Kind, plain
 from mpx._fp8._operands import as_bytes, differentiable_once
 from mpx._fp8._recipes import Recipe, StaticScaling
@@ -116,11 +117,8 @@ def _product(
     # An f16 result could overflow before it is scaled.
     wide = np.dtype(jnp.float32 if spec.dtype == np.float16 else spec.dtype)
     out = spec.multiply(rows[0], matrices[0], sizes, "turned", wide)
-    index = lax.iota(jnp.int32, len(out))
-    ends = jnp.cumsum(sizes.astype(jnp.int32))
     # Rows behind all groups are zero, whatever their scale.
-    group = jnp.sum(index[:, None] >= ends[None], axis=1, dtype=jnp.int32)
-    group = jnp.minimum(group, len(sizes) - 1)
+    group = group_of_rows(sizes, len(out))
     for scale in (rows[1], matrices[1][group, :, 0]):
         out = out * scale.astype(wide)
     return out.astype(spec.dtype)
