@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._compat import HAS_MOSAIC, bind
+from mpx._compat import HAS_MOSAIC, bind, has_explicit_axes
 from mpx._devices import gpu_capability
 from mpx._experts._plain import FORMS, Kind
 from mpx._jaxpr._queries import GROUPED, Equation
@@ -49,7 +49,8 @@ def reason_by_device() -> str | None:
     if private("grouped") is None:
         return "this version of JAX lacks a name that the kernel needs"
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.size > 1 and not mesh.are_all_axes_manual:
+    is_split = mesh.size > 1 and not mesh.are_all_axes_manual
+    if is_split or has_explicit_axes(mesh):
         return "its operands may be sharded: call it under `jax.shard_map`"
     return None
 
