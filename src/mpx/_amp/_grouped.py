@@ -15,7 +15,9 @@ from mpx._private import private
 RAGGED = frozenset({"ragged_dot", "ragged_dot_general"})
 IN_KERNEL = "in a grouped kernel"
 _HOPPER = (9, 0)
-_KINDS = {((a,), (b,), groups): kind for kind, (a, b, groups) in FORMS.items()}
+_KINDS: dict[Any, Kind] = {
+    ((a,), (b,), groups): kind for kind, (a, b, groups) in FORMS.items()
+}
 # Blocks of the kernel: rows that it loads together, the least number of rows, and what
 # divides the other sizes.
 _TOGETHER, _LEAST, _MULTIPLE = 8, 128, 64
@@ -98,7 +100,8 @@ def multiply(eqn: Equation, args: Any, dtype: np.dtype) -> list[Any]:
 
 
 def is_low(eqn: Equation) -> bool:
-    """Returns whether a ragged matmul is written in 16 bits."""
+    """Returns whether an equation is a ragged matmul that is written in 16 bits."""
+    if eqn.primitive.name not in RAGGED:
+        return False
     dtypes = {np.dtype(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)}
-    low = ({np.dtype(jnp.bfloat16)}, {np.dtype(jnp.float16)})
-    return eqn.primitive.name in RAGGED and dtypes in low
+    return dtypes in ({np.dtype(jnp.bfloat16)}, {np.dtype(jnp.float16)})
