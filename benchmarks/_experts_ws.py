@@ -4,7 +4,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from mpx._experts._mosaic import row_blocks, bounds, _aligned, ALIGNMENT
+from mpx._experts._groups import ALIGNMENT, row_blocks
 
 
 def _transforms(shape, dtype):
