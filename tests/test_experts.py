@@ -168,20 +168,25 @@ def test_kernel_in_the_interpreter_is_right(kind, name):
 @needs_mosaic
 @pytest.mark.usefixtures("hopper")
 @each_size
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "f32 weight gradients"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f32 result", "f32 weight gradients"])
 def test_amp_runs_ragged_matmuls_in_the_grouped_kernel(dtype, sizes):
-    p, x, grad = draw(len(sizes), dtype=BF16 if dtype == "bf16" else F32)
+    is_low = dtype in ("bf16", "f32 result")
+    p, x, grad = draw(len(sizes), dtype=BF16 if is_low else F32)
     options = {"f32_weight_grads": True} if "weight" in dtype else {}
-    run = functools.partial(results, mpx.amp(ragged, **options))
+    wanted = {"preferred_element_type": F32} if "result" in dtype else {}
+    func = lambda p, x, s: lax.ragged_dot(x, p, s, **wanted)  # noqa: E731
+    run = functools.partial(results, mpx.amp(func, **options))
     counts = jnp.asarray(sizes, jnp.int32)
     # The kinds of the forward pass and of both gradients, in whatever order.
     assert sorted(grouped_in(run, p, x, grad, counts)) == ["rows", "sums", "turned"]
     got = jax.jit(run)(p, x, grad, counts)
-    assert {a.dtype for a in got} == {p.dtype}
+    assert [a.dtype for a in got] == [F32 if wanted else p.dtype, p.dtype, x.dtype]
     want = exact(p, x, grad, sizes)
     assert_close(got, want)
     if options:
         assert_close(got[1:2], want[1:2], ulp=2.0**-20)
+    if wanted:
+        assert_close(got[:1], want[:1], ulp=2.0**-20)
 
 
 SECOND = {
@@ -306,8 +311,8 @@ def test_eight_devices_have_the_rows_and_groups_of_their_own(experts, wrap):
 
 KEPT = {
     "no Hopper GPU": ((8, 0), (136, 128, 256), "the kernel needs a Hopper GPU"),
-    "rows": ((9, 0), (130, 128, 256), "130 rows are not a multiple of 8 above 128"),
-    "few rows": ((9, 0), (64, 128, 256), "64 rows are not a multiple of 8 above 128"),
+    "rows": ((9, 0), (130, 128, 256), "it has 130 rows, not a mul"),
+    "few rows": ((9, 0), (64, 128, 256), "it has 64 rows, not a multi"),
     "columns": ((9, 0), (136, 128, 96), "96 is not a multiple of 64"),
 }
 
@@ -364,6 +369,10 @@ FORMS = {
     "a batch": lambda p, x, s: lax.ragged_dot_general(
         x[None], p[None], s[None],
         lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (0,))), [1], [1]),
+    ),
+    "axes behind": lambda p, x, s: lax.ragged_dot_general(
+        x[..., None], p, s,
+        lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0]),
     ),
     "more axes": lambda p, x, s: lax.ragged_dot_general(
         x[:, None], p, s,

@@ -43,7 +43,7 @@ def as_written(amp: Settings, op: Op) -> Outcome:
 def ragged_as_written(amp: Settings, op: Op) -> Outcome:
     """Runs a ragged matmul that is written in 16 bits."""
     dtype = op.eqn.outvars[0].aval.dtype
-    return multiply(op.eqn, arrays_of(op.values), dtype), [Origin(chain="low")]
+    return multiply(op.eqn, arrays_of(op.values), dtype), [NEUTRAL]
 
 
 def original(amp: Settings, op: Op) -> Outcome:

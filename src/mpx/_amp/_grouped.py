@@ -34,7 +34,9 @@ def kind_of(eqn: Equation) -> Kind | None:
     form = (*map(tuple, summed), tuple(numbers.rhs_group_dimensions))
     if any(map(len, batch)) or tuple(numbers.lhs_ragged_dimensions) != (0,):
         return None
-    return _KINDS.get(form)
+    kind = _KINDS.get(form)
+    ranks = tuple(len(var.aval.shape) for var in eqn.invars[:2])
+    return kind if ranks == ((2, 2) if kind == "sums" else (2, 3)) else None
 
 
 def reason_against(eqn: Equation) -> str | None:
@@ -69,7 +71,7 @@ def reason_by_shape(eqn: Equation, multiple: int = _MULTIPLE) -> str | None:
     rows, *sizes = eqn.invars[0].aval.shape
     sizes += eqn.invars[1].aval.shape[1:]
     if rows < _LEAST or rows % _TOGETHER:
-        return f"{rows} rows are not a multiple of {_TOGETHER} above {_LEAST}"
+        return f"it has {rows} rows, not a multiple of {_TOGETHER}, {_LEAST} or more"
     for size in sizes:
         if size == 0 or size % multiple:
             return f"{size} is not a multiple of {multiple}"
@@ -100,8 +102,14 @@ def multiply(eqn: Equation, args: Any, dtype: np.dtype) -> list[Any]:
 
 
 def is_low(eqn: Equation) -> bool:
-    """Returns whether an equation is a ragged matmul that is written in 16 bits."""
+    """Returns whether an equation is a ragged matmul of operands written in 16 bits.
+
+    The result may be asked for in f32.
+    """
     if eqn.primitive.name not in RAGGED:
         return False
-    dtypes = {np.dtype(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)}
-    return dtypes in ({np.dtype(jnp.bfloat16)}, {np.dtype(jnp.float16)})
+    first, second, out = (
+        np.dtype(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)
+    )
+    is_16_bit = first in (jnp.bfloat16, jnp.float16)
+    return is_16_bit and first == second and out in (first, np.float32)

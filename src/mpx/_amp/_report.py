@@ -71,6 +71,8 @@ class AmpReport:
         return {dtype: count / total for dtype, count in ordered}
 
     def _is_kept(self, decision: Decision) -> bool:
+        if decision in self.ragged:
+            return False
         if decision.rule == Rule.LOW:
             return _short_dtypes(decision.after[:1]) != self.dtype
         if decision.rule in PRESETS:

@@ -173,6 +173,8 @@ def _by_structure(
         return "no operand is a parameter"
     if all(weights):
         return "both operands are parameters"
+    if eqn.primitive.name in RAGGED and not weights[1]:
+        return "its rows are a parameter"
     if isinstance(chosen.recipe, MXFP8):
         if eqn.primitive.name in RAGGED:
             return "it is a ragged matmul, for which there are no MX blocks"
