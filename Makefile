@@ -42,7 +42,7 @@ test: $(VENV)/test.done  ## Run all tests, the docstring examples and the code i
 # needs Python 3.12.
 GPU_VENV    := .venv-gpu
 GPU_JAX     := 0.11.2
-gpu-compile:  ## Compile fp8 and optimizer steps for an H200, without having one (Linux).
+gpu-compile:  ## Compile fp8, experts and optimizer steps for an H200, without having one (Linux).
 	$(call with_newer_python,VENV=$(GPU_VENV) JAX=$(GPU_JAX) gpu-tests)
 
 # The first Python that runs and is new enough, of $(PYTHON) and those that are usual.
@@ -60,7 +60,7 @@ endef
 # By file: the programs of one are compiled in one go.
 gpu-tests: $(VENV)/gpu.done
 	$(PYTEST) --dist loadfile -m gpu_compile tests/test_fp8_hlo.py tests/test_kernels_gpu.py \
-	  tests/test_attention_gpu.py tests/test_logits_gpu.py $(ARGS)
+	  tests/test_attention_gpu.py tests/test_experts.py tests/test_logits_gpu.py $(ARGS)
 
 # Packages of others break with some new version of JAX or another: this one is tried.
 ZOO_VENV := .venv-zoo

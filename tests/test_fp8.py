@@ -103,6 +103,12 @@ FOLLOWED = {
     "shard_map": (through_shard_map, 1),
     "einsum": (lambda p, x: jnp.einsum("bi,io->bo", x, p), 1),
     "heads": (lambda p, x: jnp.einsum("bi,ihd->bhd", x, p.reshape(32, 2, 16)), 1),
+    "experts": (
+        lambda p, x: jnp.einsum(
+            "bei,eio->ebo", x.reshape(16, 2, 16), p.reshape(2, 16, 32)
+        ),
+        1,
+    ),
 }
 
 
@@ -157,10 +163,6 @@ KEPT = {
     ),
     "odd size": (lambda p, x: x @ p[:, :17], "17 is not a multiple of 16"),
     "empty": (lambda p, x: x @ p[:, :0], "0 is not a multiple of 16"),
-    "batch dimensions": (
-        lambda p, x: jnp.einsum("bi,bio->bo", x[:2, :16], p.reshape(2, 16, 32)),
-        "it has batch dimensions",
-    ),
     "custom_vjp": (
         in_custom_vjp,
         "inside custom_vjp_call, which runs as written",

@@ -85,7 +85,7 @@ def test_report_counts_a_jitted_layer_each_time_it_is_called():
 
 def experts(p, x):
     tokens = jnp.einsum("ecd,edf->ecf", x.reshape(2, 16, 64), p["experts"])
-    return lax.ragged_dot(tokens.reshape(32, 32), p["ragged"], jnp.asarray([8, 24]))
+    return lax.ragged_dot(tokens.reshape(32, 30), p["ragged"], jnp.asarray([8, 24]))
 
 
 def images(p, x):
@@ -118,13 +118,19 @@ OTHERS = {
     "experts": (
         experts,
         [
-            ("p/experts", "dot_general", (16, 64, 32), 2, "it has batch dimensions"),
+            (
+                "p/experts",
+                "dot_general",
+                (16, 64, 30),
+                2,
+                "30 is not a multiple of 16",
+            ),
             (
                 "p/ragged",
                 "ragged_dot_general",
-                (32, 32, 48),
+                (32, 30, 48),
                 1,
-                "it is a ragged matmul;",
+                "it is a ragged matmul: it has 32 rows",
             ),
         ],
     ),
@@ -135,8 +141,8 @@ OTHERS = {
     "a kernel": (kernel, [("", "dot_general", (8, 64, 64), 4, "inside pallas_call,")]),
 }
 WEIGHTS = {
-    "experts": shape(2, 64, 32),
-    "ragged": shape(2, 32, 48),
+    "experts": shape(2, 64, 30),
+    "ragged": shape(2, 30, 48),
     "kernel": shape(8, 4, 3, 3),
     "layers": shape(4, 64, 64),
 }

@@ -247,6 +247,15 @@ LAYOUTS = {
     "heads, crossed": ((4, 8, 32, 2), (2, 32, 96), ((3, 2), (0, 1)), 1),
     "first axis": ((64, 32), (64, 96), ((0,), (0,)), 1),
 }
+# The same, with batch dimensions: a matrix for each of several experts.
+EXPERTS = {
+    "experts": ((3, 32, 64), (3, 64, 96), ((2,), (1,)), 1, ((0,), (0,))),
+    "w first": ((3, 96, 64), (32, 3, 64), ((2,), (2,)), 0, ((0,), (1,))),
+    "two batch axes": (
+        (4, 3, 8, 2, 32), (2, 32, 3, 48), ((4,), (1,)), 1, ((3, 1), (0, 2)),
+    ),
+}  # fmt: skip
+ALL = LAYOUTS | EXPERTS
 RECIPES = {
     "current": CurrentScaling(),
     "current e4m3": CurrentScaling(grad="e4m3"),
@@ -260,11 +269,11 @@ RECIPES = {
 
 
 def problem(layout, dtype="bfloat16", key=0):
-    lhs, rhs, contracted, side = LAYOUTS[layout]
+    lhs, rhs, contracted, side, *batch = ALL[layout]
     keys = jax.random.split(jax.random.key(key), 3)
     a = jax.random.normal(keys[0], lhs).astype(dtype)
     b = jax.random.normal(keys[1], rhs).astype(dtype)
-    dimensions = (contracted, ((), ()))
+    dimensions = (contracted, *batch) if batch else (contracted, ((), ()))
     out = jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimensions), a, b)
     g = jax.random.normal(keys[2], out.shape).astype(dtype)
     return a, b, g, dimensions, side
@@ -287,29 +296,30 @@ def exact(a, b, g, dimensions, transform=lambda x: x):
     """Output and gradients in f64, of operands after a transformation."""
     wide = [np.asarray(x.astype(jnp.float32), np.float64) for x in (a, b, g)]
     a, b, g = map(transform, wide)
-    (lhs_axes, rhs_axes), _ = dimensions
-    rows = [i for i in range(a.ndim) if i not in lhs_axes]
-    columns = [i for i in range(b.ndim) if i not in rhs_axes]
-    matrix_a = a.transpose(*rows, *lhs_axes)
-    matrix_b = b.transpose(*columns, *rhs_axes)
-    flat_a = matrix_a.reshape(math.prod(a.shape[i] for i in rows), -1)
-    flat_b = matrix_b.reshape(math.prod(b.shape[i] for i in columns), -1)
-    flat_g = g.reshape(len(flat_a), len(flat_b))
-    da = (flat_g @ flat_b).reshape(matrix_a.shape)
-    db = (flat_g.T @ flat_a).reshape(matrix_b.shape)
+    contracted, batches = dimensions
+    shapes, orders, flat = [], [], []
+    for x, axes, batch in zip((a, b), contracted, batches, strict=True):
+        free = [i for i in range(x.ndim) if i not in (*axes, *batch)]
+        order = [*batch, *free, *axes]
+        orders.append(np.argsort(order))
+        shapes.append(x.transpose(order).shape)
+        sizes = (math.prod(x.shape[i] for i in part) for part in (batch, free, axes))
+        flat.append(x.transpose(order).reshape(*sizes))
+    flat_a, flat_b = flat
+    flat_g = g.reshape(-1, flat_a.shape[1], flat_b.shape[1])
     return [
-        (flat_a @ flat_b.T).reshape(g.shape),
-        da.transpose(np.argsort([*rows, *lhs_axes])),
-        db.transpose(np.argsort([*columns, *rhs_axes])),
+        (flat_a @ flat_b.mT).reshape(g.shape),
+        (flat_g @ flat_b).reshape(shapes[0]).transpose(orders[0]),
+        (flat_g.mT @ flat_a).reshape(shapes[1]).transpose(orders[1]),
     ]
 
 
 # Every layout with the two ways to scale, every recipe with the two hardest layouts.
-CASES = [(layout, name) for layout in LAYOUTS for name in ("current", "row")] + [
+CASES = [(layout, name) for layout in ALL for name in ("current", "row")] + [
     (layout, name)
-    for layout in ("w @ x (Equinox)", "heads, crossed")
+    for layout in ("w @ x (Equinox)", "heads, crossed", "two batch axes")
     for name in RECIPES
-    if name not in ("current", "row")
+    if name not in ("current", "row") and (layout in LAYOUTS or name != "mx")
 ]
 
 
@@ -375,7 +385,7 @@ def test_products_are_those_of_the_rounded_tensors(name):
         )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL)
 @pytest.mark.parametrize("name", ["current", "row", "static"])
 def test_product_is_exact_for_numbers_of_the_formats(layout, name):
     a, b, g, dimensions, side = problem(layout)

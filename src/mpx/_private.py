@@ -104,6 +104,19 @@ FEATURES = {
             "jaxlib.mlir.dialects": "arith llvm scf vector",
         },
     ),
+    "grouped": Feature(
+        "ragged matmuls compute every group for every row instead of in a grouped kernel",
+        {
+            "jax.experimental.pallas": "ds multiple_of run_scoped when",
+            "jax.experimental.pallas.mosaic_gpu": "ACC BlockSpec CompilerParams Layout "
+            "LoweringSemantics SMEM commit_smem copy_smem_to_gmem emit_pipeline kernel "
+            "layout_cast nd_loop planar_snake wait_smem_to_gmem wgmma",
+            "jax.interpreters.ad": "Zero is_undefined_primal primitive_jvps "
+            "primitive_transposes",
+            "jax.interpreters.batching": "primitive_batchers",
+            "jax.interpreters.mlir": "lower_fun register_lowering",
+        },
+    ),
     "linen": Feature(
         "`amp` runs methods of a Linen model as written; wrap the loss instead",
         {

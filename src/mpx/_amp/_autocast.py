@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import _attention, _casts, _logits, _pointwise, _recognition
+from mpx._amp import _attention, _casts, _grouped, _logits, _pointwise, _recognition
 from mpx._amp._facts import (
     F32,
     NEUTRAL,
@@ -137,9 +137,9 @@ class Autocast(Settings):
             return _attention.choose(self, op)
         if name in _HANDLERS:
             return Chosen(_HANDLERS[name])
-        if not any(is_eligible(var.aval) for var in op.eqn.invars):
-            return Chosen(_casts.as_written)
-        return self._by_rule(op, region)
+        if any(is_eligible(var.aval) for var in op.eqn.invars):
+            return self._by_rule(op, region)
+        return _already_low(op)
 
     def _by_rule(self, op: Op, region: tuple[Choice, str] | None) -> Chosen:
         eqn, name = op.eqn, op.eqn.primitive.name
@@ -155,7 +155,17 @@ class Autocast(Settings):
         kept = reason_against(eqn, rule)
         if kept is not None:
             return Chosen(_casts.original, rule, kept)
+        if rule == Rule.LOW and name in _grouped.RAGGED:
+            reason = _grouped.description(eqn)
         return Chosen(_casts.APPLY[rule], rule, reason)
+
+
+def _already_low(op: Op) -> Chosen:
+    """Returns how an equation without f32 operands runs: as written, or in a kernel."""
+    if _grouped.is_low(op.eqn):
+        reason = _grouped.description(op.eqn)
+        return Chosen(_casts.ragged_as_written, Rule.LOW, reason)
+    return Chosen(_casts.as_written)
 
 
 def _decision(op: Op, chosen: Chosen, outs: Values) -> Decision:

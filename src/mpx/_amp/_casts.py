@@ -20,6 +20,7 @@ from mpx._amp._facts import (
     saturate,
     widest,
 )
+from mpx._amp._grouped import multiply
 from mpx._amp._matmuls import by_algorithm, low_matmul
 from mpx._amp._rules import (
     BROADCASTING,
@@ -37,6 +38,12 @@ from mpx._jaxpr._queries import Equation
 def as_written(amp: Settings, op: Op) -> Outcome:
     """Runs an equation without f32 operands."""
     return eval_equation(op.eqn, op.values), [NEUTRAL] * len(op.eqn.outvars)
+
+
+def ragged_as_written(amp: Settings, op: Op) -> Outcome:
+    """Runs a ragged matmul that is written in 16 bits."""
+    dtype = op.eqn.outvars[0].aval.dtype
+    return multiply(op.eqn, arrays_of(op.values), dtype), [NEUTRAL]
 
 
 def original(amp: Settings, op: Op) -> Outcome:

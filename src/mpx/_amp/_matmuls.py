@@ -20,6 +20,8 @@ from mpx._amp._facts import (
     changed,
     is_eligible,
 )
+from mpx._amp._grouped import RAGGED, multiply
+from mpx._amp._grouped import reason_against as no_kernel
 from mpx._amp._policy import AmpRules
 from mpx._amp._rules import MATMULS, Rule
 from mpx._compat import bind, default_matmul_precision, open_jaxpr
@@ -107,12 +109,13 @@ def low_matmul(amp: Settings, op: Op) -> Outcome:
     args = changed(op, lambda x: cast(x, amp.dtype), _is_operand)
     if amp.f32_results:
         return _with_f32_result(op.eqn, args), [Origin(chain="high")]
-    outs = bind(op.eqn, args, preferred_element_type=amp.dtype)
-    return outs, [Origin(chain="low")]
+    return multiply(op.eqn, args, amp.dtype), [Origin(chain="low")]
 
 
 def _with_f32_result(eqn: Equation, args: Values) -> Values:
     """Runs a matmul of low operands that gives its f32 sums unrounded."""
+    if eqn.primitive.name in RAGGED and no_kernel(eqn) is None:
+        return multiply(eqn, args, F32)
 
     def on_cpu(*args: Any) -> Values:
         # XLA has no such matmul on CPUs for all shapes. The products are the same.
@@ -177,7 +180,7 @@ def _with_f32_grads(
     # they would be tracers of another trace where the backward one is run.
     def forward(lhs: Any, rhs: Any, *rest: Any) -> tuple[Any, tuple[Any, ...]]:
         low = cast(lhs, amp.dtype), cast(rhs, amp.dtype)
-        (out,) = bind(eqn, [*low, *rest], preferred_element_type=amp.dtype)
+        (out,) = multiply(eqn, [*low, *rest], amp.dtype)
         return out, (*low, *rest)
 
     def backward(kept: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpx._amp._facts import Decision
 from mpx._amp._functions import trace
+from mpx._amp._grouped import RAGGED
 from mpx._amp._matmuls import PRESETS
 from mpx._amp._policy import AmpRules
 from mpx._amp._rules import MATMULS, REASONS, UNKNOWN, Rule
@@ -70,14 +71,24 @@ class AmpReport:
         return {dtype: count / total for dtype, count in ordered}
 
     def _is_kept(self, decision: Decision) -> bool:
+        if decision in self.ragged:
+            return False
         if decision.rule == Rule.LOW:
             return _short_dtypes(decision.after[:1]) != self.dtype
         if decision.rule in PRESETS:
             return not decision.reason.startswith(_BY_USER)
         return decision.rule in (Rule.F32, Rule.ORIGINAL)
 
+    @property
+    def ragged(self) -> tuple[Decision, ...]:
+        """The ragged matmuls in 16 bits; `reason` says whether in a grouped kernel."""
+        return tuple(
+            x for x in self.decisions if x.primitive in RAGGED and x.rule == Rule.LOW
+        )
+
     def __str__(self) -> str:
         """Returns the tables as text."""
+        head = ("ragged matmul", "runs", "source")
         return "\n".join(
             [
                 f"amp to {self.dtype}, rules {self.rules.base}. {self._summary()}",
@@ -88,6 +99,7 @@ class AmpReport:
                     "no matmuls",
                 ),
                 "",
+                *([*table(head, _grouped(self.ragged), ""), ""] if self.ragged else []),
                 *table(
                     ("in f32 or as written", "why", "source"),
                     _grouped(self.kept),

@@ -65,7 +65,7 @@ def _multiply(
 
     x, x_axes = a.summed_last(dimensions[0][0])
     y, y_axes = b.summed_last(dimensions[0][1])
-    turned: Dimensions = ((x_axes, y_axes), ((), ()))
+    turned: Dimensions = ((x_axes, y_axes), dimensions[1])
     out = lax.platform_dependent(x, y, cuda=on_cuda, default=elsewhere)
     for scale in _output_scales(a, b, dimensions, out.ndim):
         out = out * scale.astype(wide)
@@ -80,12 +80,17 @@ def _output_scales(
         # One number, though it may underflow: XLA folds one into the matmul, and makes
         # of a second a pass over the result (seen in what it compiles for an H200).
         return [a.scale * b.scale]
-    (a_axes, b_axes), _ = dimensions
-    rows = lax.squeeze(a.scale, a_axes)
-    columns = lax.squeeze(b.scale, b_axes)
+    scales = []
+    for x, axes, batch in zip((a, b), *dimensions, strict=True):
+        # As in the product: the batch axes come first.
+        free = [i for i in range(x.ndim) if i not in (*axes, *batch)]
+        scale = lax.transpose(x.scale, (*batch, *free, *axes))
+        scales.append(lax.squeeze(scale, range(scale.ndim - len(axes), scale.ndim)))
+    rows, columns = scales
+    first = len(dimensions[1][0])
     return [
         lax.expand_dims(rows, tuple(range(rows.ndim, rank))),
-        lax.expand_dims(columns, tuple(range(rank - columns.ndim))),
+        lax.expand_dims(columns, tuple(range(first, first + rank - columns.ndim))),
     ]
 
 
@@ -202,9 +207,11 @@ def _backward(spec: MatmulSpec, residuals: _Residuals, grad: Array) -> tuple[Any
     per_tensor = None
     if not spec.by_row:
         # Its leading axes are those of the left operand, over which the product for the
-        # right one sums. Without an 8-bit product there they are not turned.
+        # right one sums. Without an 8-bit product there they are not turned, nor with
+        # batch axes, which would have to stay in front.
         leading = len(spec.free_axes(ranks)[0])
-        turned = leading if isinstance(operands[0], Fp8Tensor) else None
+        turns = isinstance(operands[0], Fp8Tensor) and not spec.dimensions[1][0]
+        turned = leading if turns else None
         per_tensor = to_fp8(spec, "grad", grad, (), residuals.seen, leading=turned)
     grads = []
     for side, product in enumerate(_transposed(spec, *ranks)):
@@ -268,10 +275,12 @@ def _transposed(spec: MatmulSpec, lhs_rank: int, rhs_rank: int) -> list[_Product
     Of the two orders of the factors the one is taken whose result needs no transpose:
     XLA folds the scale into a matmul only if nothing lies between.
     """
-    contracted, _ = spec.dimensions
+    contracted, batch = spec.dimensions
     free = spec.free_axes((lhs_rank, rhs_rank))
-    rows = tuple(range(len(free[0])))
-    columns = tuple(range(len(rows), len(rows) + len(free[1])))
+    first = len(batch[0])
+    front = tuple(range(first))
+    rows = tuple(range(first, first + len(free[0])))
+    columns = tuple(range(first + len(rows), first + len(rows) + len(free[1])))
     found = []
     for side, summed in ((0, columns), (1, rows)):
         other = 1 - side
@@ -280,10 +289,14 @@ def _transposed(spec: MatmulSpec, lhs_rank: int, rhs_rank: int) -> list[_Product
         rest = tuple(contracted[side][i] for i in order)
         choices = [
             _Product(
-                True, ((summed, free[other]), ((), ())), _order(free[side] + rest)
+                True,
+                ((summed, free[other]), (front, batch[other])),
+                _order(batch[side] + free[side] + rest),
             ),
             _Product(
-                False, ((free[other], summed), ((), ())), _order(rest + free[side])
+                False,
+                ((free[other], summed), (batch[other], front)),
+                _order(batch[side] + rest + free[side]),
             ),
         ]
         in_order = [x for x in choices if x.order == tuple(range(len(x.order)))]

@@ -32,7 +32,7 @@ class MatmulSpec:
     """Everything about one matmul that is known when it is traced.
 
     Attributes:
-        dimensions: The dimension numbers of the `dot_general`; no batch dimensions.
+        dimensions: The dimension numbers of the `dot_general`.
         dtypes: The dtypes of the two operands.
         out_dtype: The dtype of the result.
         weight_side: Which operand is the parameter: 0 or 1.
@@ -63,8 +63,10 @@ class MatmulSpec:
     def leading_axes(self, side: int, rank: int) -> int | None:
         """Returns the number of leading axes, if summed and free axes are contiguous.
 
-        `None` if they are mixed.
+        `None` if they are mixed, or if there are batch axes.
         """
+        if self.dimensions[1][side]:
+            return None
         summed = sorted(self.dimensions[0][side])
         if summed == list(range(len(summed))):
             return len(summed)
@@ -73,11 +75,10 @@ class MatmulSpec:
         return None
 
     def free_axes(self, ranks: tuple[int, int]) -> tuple[Axes, Axes]:
-        """Returns the axes of the operands that are not summed over."""
-        contracted, _ = self.dimensions
+        """Returns the axes of the operands that are neither summed over nor batch axes."""
         return tuple(
-            tuple(axis for axis in range(rank) if axis not in axes)
-            for rank, axes in zip(ranks, contracted, strict=True)
+            tuple(axis for axis in range(rank) if axis not in (*axes, *batch))
+            for rank, axes, batch in zip(ranks, *self.dimensions, strict=True)
         )  # pyright: ignore[reportReturnType]
 
 

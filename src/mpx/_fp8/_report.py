@@ -121,9 +121,13 @@ def check(compiled: Any) -> Fp8Check:
         )
     calls, other = 0, collections.Counter()
     for line in text.splitlines():
-        found = _CUBLAS.search(line)
-        if found is not None and found.group(1).startswith("lt$matmul$f8"):
+        found, grouped = _CUBLAS.search(line), _GROUPED.search(line)
+        kind = found.group(1) if found else ""
+        dtype = grouped.group(1) if grouped else ""
+        if kind.startswith("lt$matmul$f8") or dtype.startswith("f8"):
             calls += 1
+        elif dtype:
+            other[f"grouped {dtype}"] += 1
         elif found is not None:
             other[f"cublas {_first_operand(line, text)}"] += 1
         elif _ONE_DNN.search(line) or _DOT.search(line):
@@ -133,6 +137,11 @@ def check(compiled: Any) -> Fp8Check:
 
 
 _CUBLAS = re.compile(r'custom_call_target="__cublas\$([\w$]+)"')
+# A kernel of `mpx._experts`: its first operands are integers.
+_GROUPED = re.compile(
+    r'custom_call_target="mosaic_gpu\w*", operand_layout_constraints=\{'
+    r"(?:s32\[[^ ]* )+(b?f\w+)\[.*mpx_grouped_matmul"
+)
 _ONE_DNN = re.compile(r'custom_call_target="__onednn\$matmul"')
 _DOT = re.compile(r"= \S+ dot\(")
 _OPERAND = re.compile(r"(?:dot|custom-call)\(\s*(?:(\w+)\[[^ ]* )?(%?[\w.\-]+)")

@@ -9,9 +9,17 @@ from typing import NamedTuple
 import numpy as np
 from jax import lax
 
+from mpx._amp import _grouped
+from mpx._devices import gpu_capability
 from mpx._formats import short_name
 from mpx._fp8._recipes import MXFP8, Recipe
-from mpx._jaxpr._queries import ATTENTION, Equation, flops, matmul_sizes
+from mpx._jaxpr._queries import (
+    ATTENTION,
+    GROUPED,
+    Equation,
+    flops,
+    matmul_sizes,
+)
 from mpx._keep import KEPT_SCOPE
 from mpx._select import Selector, matches, search, shown
 
@@ -20,6 +28,12 @@ from mpx._select import Selector, matches, search, shown
 _BF16, _FP8, _BANDWIDTH = 694e12, 1277e12, 4.3e12
 # Each tensor is read for its maximum, read again, and written in two layouts.
 _BYTES = 2 + 2 + 1 + 1
+# The same where XLA writes the other layout, at half the speed; rows need only one.
+_BYTES_TURNED, _BYTES_ROWS = 2 + 2 * (2 + 1 + 1), 2 + 2 + 1
+# The grouped kernels on an H200, 32768 rows times 8 matrices of 4096 × 8192: with these
+# the gain is predicted as 1.18, and is 1.16; for 16384 rows times 32 matrices of
+# 2048 × 1024 it is predicted as 0.69, and is 0.65.
+_GROUPED_BF16, _GROUPED_FP8 = 615e12, 1000e12
 # Per matmul, forward and backward. Single matmuls are met with 5 µs, but that takes those
 # of a GPT-2 124M to fp8, too, and in the whole model they gain nothing.
 _LAUNCHES = 20e-6
@@ -93,15 +107,33 @@ def sizes(eqn: Equation) -> tuple[tuple[int, int, int], int]:
     return (flops(eqn) // max(2 * summed * columns * count, 1), summed, columns), count
 
 
-def predicted_gain(m: int, k: int, n: int) -> float:
+def predicted_gain(m: int, k: int, n: int, *, count: int = 1) -> float:
     """Predicts how much faster a matmul is in fp8, its two gradients included.
 
     Time is operations over the measured peak; fp8 adds the traffic and the launches of
     quantising both operands and the gradient.
+
+    Args:
+        m: The number of rows.
+        k: The length of the sum.
+        n: The number of columns.
+        count: How many such matmuls one call computes, by batch dimensions.
     """
-    work = 3 * 2.0 * m * k * n
-    traffic = _BYTES * (m * k + k * n + m * n)
+    work = 3 * 2.0 * m * k * n * count
+    each = _BYTES if count == 1 else _BYTES_TURNED
+    traffic = each * (m * k + k * n + m * n) * count
     return (work / _BF16) / (work / _FP8 + traffic / _BANDWIDTH + _LAUNCHES)
+
+
+def predicted_ragged_gain(m: int, k: int, n: int, groups: int) -> float:
+    """Predicts the same for `m` rows times the matrix of their group.
+
+    The gradient of the matrices stays in 16 bits.
+    """
+    product = 2.0 * m * k * n
+    traffic = _BYTES_ROWS * (m * k + m * n) + _BYTES_TURNED * k * n * groups
+    fp8 = 2 * product / _GROUPED_FP8 + product / _GROUPED_BF16
+    return (3 * product / _GROUPED_BF16) / (fp8 + traffic / _BANDWIDTH + _LAUNCHES)
 
 
 def reason_to_keep(
@@ -116,43 +148,63 @@ def reason_to_keep(
     `params` are the names of the parameters that its operands are; `tables` are parameters
     that are embedding tables.
     """
-    if eqn.primitive.name != "dot_general":
-        kind = _KINDS.get(eqn.primitive.name, "a fused attention")
+    name = eqn.primitive.name
+    if name not in _LINEAR:
+        kind = _KINDS.get(name, "a fused attention")
         return f"it is {kind}; fp8 is for matmuls with one weight"
     return (
-        _by_structure(eqn, params)
+        _by_structure(eqn, params, chosen)
         or _by_rule(matmul, tables, chosen)
-        or _by_size(matmul, chosen)
+        or (_by_groups(eqn) if name in RAGGED else "")
+        or _by_size(eqn, matmul, chosen)
     )
 
 
-_KINDS = {
-    "conv_general_dilated": "a convolution",
-    "ragged_dot": "a ragged matmul",
-    "ragged_dot_general": "a ragged matmul",
-}
+RAGGED = frozenset({*_grouped.RAGGED, GROUPED})
+_LINEAR = RAGGED | {"dot_general"}
+_KINDS = {"conv_general_dilated": "a convolution"}
 
 
-def _by_structure(eqn: Equation, params: Sequence[str | None]) -> str:
-    weights = [name is not None for name in params]
+def _by_structure(
+    eqn: Equation, params: Sequence[str | None], chosen: Selection
+) -> str:
+    weights = [name is not None for name in params[:2]]
     if not any(weights):
         return "no operand is a parameter"
     if all(weights):
         return "both operands are parameters"
-    if eqn.params["dimension_numbers"][1][0]:
-        return "it has batch dimensions"
+    if eqn.primitive.name in RAGGED and not weights[1]:
+        return "its rows are a parameter"
+    if isinstance(chosen.recipe, MXFP8):
+        if eqn.primitive.name in RAGGED:
+            return "it is a ragged matmul, for which there are no MX blocks"
+        if eqn.params["dimension_numbers"][1][0]:
+            return "it has batch dimensions, for which there are no MX blocks"
     return _by_dtype(eqn)
 
 
+def _by_groups(eqn: Equation) -> str:
+    """Returns why a ragged matmul is in no kernel for fp8; "" if it is in one.
+
+    Without a GPU it is emulated, as all of fp8 is.
+    """
+    if _grouped.kind_of(eqn) != "rows":
+        return "it is not rows times a matrix for each group"
+    device = None if gpu_capability() is None else _grouped.reason_by_device()
+    # The blocks of the kernel are as many bytes in all dtypes.
+    found = device or _grouped.reason_by_shape(eqn, multiple=128)
+    return f"it is a ragged matmul: {found}" if found else ""
+
+
 def _by_dtype(eqn: Equation) -> str:
-    dtypes = [np.dtype(var.aval.dtype) for var in eqn.invars]
+    dtypes = [np.dtype(var.aval.dtype) for var in eqn.invars[:2]]
     wide = [x for x in map(short_name, dtypes) if x not in ("bf16", "f16")]
     if wide:
         return f"an operand is {wide[0]}"
     result = np.dtype(eqn.outvars[0].aval.dtype)
     if len({*dtypes, result}) > 1:
         return f"its result was asked for in {short_name(result)}"
-    precision = eqn.params["precision"]
+    precision = eqn.params.get("precision")
     for item in precision if isinstance(precision, tuple) else (precision,):
         if item not in (None, lax.Precision.DEFAULT):
             return f"{item} was asked for"
@@ -185,12 +237,15 @@ def _selects(selector: Selector, matmul: Matmul) -> bool:
     return found
 
 
-def _by_size(matmul: Matmul, chosen: Selection) -> str:
-    multiple = 32 if isinstance(chosen.recipe, MXFP8) else 16
-    for size in matmul.shape:
-        if size == 0 or size % multiple:
-            return f"{size} is not a multiple of {multiple}"
-    gain = predicted_gain(*matmul.shape)
+def _by_size(eqn: Equation, matmul: Matmul, chosen: Selection) -> str:
+    if eqn.primitive.name in RAGGED:
+        gain = predicted_ragged_gain(*matmul.shape, eqn.invars[1].aval.shape[0])
+    else:
+        multiple = 32 if isinstance(chosen.recipe, MXFP8) else 16
+        for size in matmul.shape:
+            if size == 0 or size % multiple:
+                return f"{size} is not a multiple of {multiple}"
+        gain = predicted_gain(*matmul.shape, count=sizes(eqn)[1])
     if gain < chosen.min_gain:
         return f"too small to gain (predicted {gain:.2f}×)"
     return ""

@@ -18,6 +18,7 @@ import numpy as np
 from mpx._amp._autocast import Autocast
 from mpx._amp._frameworks import Role, Traced, Transformation
 from mpx._amp._functions import run_traced
+from mpx._amp._grouped import is_low, multiply, reason_by_device
 from mpx._amp._policy import AmpRules
 from mpx._compat import (
     Literal,
@@ -30,8 +31,9 @@ from mpx._formats import short_name
 from mpx._fp8._dot import fp8_dot
 from mpx._fp8._mx import mx_dot
 from mpx._fp8._operands import MatmulSpec
+from mpx._fp8._ragged import RaggedSpec, fp8_ragged_dot
 from mpx._fp8._recipes import MXFP8, DelayedScaling
-from mpx._fp8._selection import Matmul, Selection, reason_to_keep, sizes
+from mpx._fp8._selection import RAGGED, Matmul, Selection, reason_to_keep, sizes
 from mpx._jaxpr import HANDLERS
 from mpx._jaxpr._calls import CALLS
 from mpx._jaxpr._flow import Flow, propagate
@@ -41,6 +43,7 @@ from mpx._jaxpr._interpreter import (
     Outcome,
     Scopes,
     Values,
+    arrays_of,
 )
 from mpx._jaxpr._queries import (
     ATTENTION,
@@ -67,9 +70,9 @@ _MOVES = (MOVES - {"broadcast_in_dim"}).union(
 )
 # The result is a parameter if all operands are parameters or numbers.
 _COMBINES = names("add sub mul div max min concatenate stack dot_general")
-_CHANGED = frozenset({"dot_general"})
-# Not changed if not a `dot_general`, but listed in the report.
-_MULTIPLIES = frozenset({*MATMULS, *ATTENTION})
+_CHANGED = RAGGED | {"dot_general"}
+# The others are not changed, but listed in the report.
+_MULTIPLIES = _CHANGED.union(MATMULS, ATTENTION)
 _ENTERED = HANDLERS.keys() - {"while", "custom_jvp_call", "custom_vjp_call"}
 
 
@@ -150,9 +153,9 @@ class Fp8(Transformation):
         dtypes: set[str] = set()
 
         def rule(name: str, eqn: Equation, labels: list[Param]) -> Param:
-            if name == "dot_general" and labels.count(None) == 1:
+            if name in _CHANGED and labels[:2].count(None) == 1:
                 dtypes.update(label for label in labels if label)
-                dtypes.update(var.aval.dtype.name for var in eqn.invars)
+                dtypes.update(var.aval.dtype.name for var in eqn.invars[:2])
             after = () if name in HANDLERS else _facts_after(eqn, labels)
             return next(iter(after), None)  # an effect has no results
 
@@ -172,7 +175,7 @@ class Fp8(Transformation):
     def equation(self, op: Op) -> Outcome:
         """Runs one equation; a matmul in 8 bits if it may."""
         eqn, name = op.eqn, op.eqn.primitive.name
-        if name == "dot_general":
+        if name in _CHANGED:
             return self._dot(op), self._after(eqn, op.facts)
         # A report looks for more than what is changed.
         wanted = _CHANGED if self.matmuls is None else _MULTIPLIES
@@ -201,12 +204,16 @@ class Fp8(Transformation):
         if matmul.reason:
             if matmul.param and matmul.dtype == "f32":
                 self.found.add(("f32", matmul.param))
+            if is_low(eqn):
+                return multiply(eqn, arrays_of(values), eqn.outvars[0].aval.dtype)
             return eval_equation(eqn, values)
         self.found.add(("fp8", ""))
-        (lhs_axes, rhs_axes), _ = eqn.params["dimension_numbers"]
+        if eqn.primitive.name in RAGGED:
+            return [self._ragged(op)]
+        summed, batch = eqn.params["dimension_numbers"]
         lhs, rhs = (jnp.asarray(value) for value in values)
         spec = MatmulSpec(
-            dimensions=((tuple(lhs_axes), tuple(rhs_axes)), ((), ())),
+            dimensions=(_pair(summed), _pair(batch)),
             dtypes=(lhs.dtype, rhs.dtype),
             out_dtype=np.dtype(eqn.outvars[0].aval.dtype),
             weight_side=int(facts[1] is not None),
@@ -217,6 +224,13 @@ class Fp8(Transformation):
             return [mx_dot(spec, lhs, rhs)]
         seen, probe = self._scale(matmul.param)
         return [fp8_dot(spec, lhs, rhs, seen, probe, shared=self.frame.made)]
+
+    def _ragged(self, op: Op) -> Any:
+        x, w, sizes = (jnp.asarray(value) for value in op.values)
+        # Selected without a GPU, or with one that has the kernel.
+        in_kernel = reason_by_device() is None
+        spec = RaggedSpec(self.chosen.recipe, x.dtype, in_kernel)
+        return fp8_ragged_dot(spec, x, w, sizes)
 
     def _describe(
         self, eqn: Equation, facts: Sequence[Param], scopes: Scopes, times: int
@@ -345,6 +359,11 @@ def _facts_after(eqn: Equation, facts: list[Param]) -> list[Param]:
         if tensors and len(params) == len(tensors):
             return [max(params)] * count
     return [None] * count
+
+
+def _pair(axes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    first, second = axes
+    return tuple(first), tuple(second)
 
 
 def _keeps_size(eqn: Equation) -> bool:

@@ -23,6 +23,8 @@ ATTENTION = {
     "cudnn_attention_tangent": 6,
 }
 """The primitives of `mpx._attention`, and the number of matmuls in each."""
+GROUPED = "grouped_matmul"
+"""The primitive of `mpx._experts`."""
 
 # The same numbers in another shape, order or place.
 SHAPE_ONLY = frozenset(
@@ -132,6 +134,9 @@ def matmul_sizes(eqn: Equation) -> tuple[int, tuple[int, int]]:
         kernel = list(shapes[1])
         channels = kernel.pop(eqn.params["dimension_numbers"].rhs_spec[0])
         return math.prod(kernel), (math.prod(shapes[0]), channels)
+    if eqn.primitive.name == GROUPED:
+        summed, free = shapes[0] if eqn.params["kind"] == "sums" else shapes[0][::-1]
+        return summed, (free, eqn.outvars[0].aval.shape[-1])
     summed, batch = _axes(eqn)
     first, second = (
         math.prod(size for i, size in enumerate(shape) if i not in (*axes, *same))
@@ -158,6 +163,10 @@ def flops(eqn: Equation) -> int:
         batch, queries, heads, size = eqn.invars[0].aval.shape
         keys = eqn.invars[1].aval.shape[1]
         return ATTENTION[name] * 2 * batch * heads * queries * keys * size
+    if name == GROUPED:
+        # Each row is multiplied with one matrix, or added to one.
+        columns = eqn.outvars[0].aval.shape[-1]
+        return 2 * math.prod(eqn.invars[0].aval.shape) * columns
     if name not in MATMULS:
         return 0
     count = 2 * math.prod(eqn.outvars[0].aval.shape) * matmul_sizes(eqn)[0]
@@ -178,7 +187,7 @@ def matmul_flops(
     """
     total: collections.Counter[str] = collections.Counter()
     for eqn in open_jaxpr(jaxpr)[0].eqns:
-        if eqn.primitive.name in MATMULS or eqn.primitive.name in ATTENTION:
+        if eqn.primitive.name in (*MATMULS, *ATTENTION, GROUPED):
             total[kind(eqn)] += flops(eqn)
         inner = [matmul_flops(body, kind) for body in sub_jaxprs(eqn)]
         if eqn.primitive.name == "cond":

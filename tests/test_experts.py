@@ -1,0 +1,616 @@
+"""Ragged matmuls: the grouped kernel, its derivatives, and both under `amp` and `fp8`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import h200
+import mpx
+from kernel_cases import needs_mosaic
+from mpx._amp import _grouped
+from mpx._experts import _groups
+from mpx._formats import FORMATS
+from mpx._fp8 import _selection
+from mpx._fp8._scales import DTYPES
+from mpx._jaxpr._queries import GROUPED, equations
+from mpx.recipes import MXFP8, CurrentScaling, DelayedScaling, StaticScaling
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+ROWS, SUMMED, COLUMNS = 136, 128, 256
+SIZES = {
+    "uneven": [3, 97, 20, 16],
+    "empty groups": [0, 100, 0, 36],
+    "rows without a group": [50, 0, 33, 20],
+    "one has all": [0, 0, 136, 0],
+    "no rows": [0, 0, 0, 0],
+    "one group": [136],
+    "whole blocks": [64, 72],
+}
+each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As on a Hopper GPU; here plain JAX takes the place of the kernel."""
+    for module in (_grouped, _selection):
+        monkeypatch.setattr(module, "gpu_capability", lambda: (9, 0))
+
+
+def draw(groups, *, key=0, columns=COLUMNS, dtype=F32):
+    """Matrices, rows and the gradient of the result: numbers of bf16."""
+    rng = np.random.default_rng(key)
+    shapes = (groups, SUMMED, columns), (ROWS, SUMMED), (ROWS, columns)
+    return [jnp.asarray(rng.normal(size=shape), BF16).astype(dtype) for shape in shapes]
+
+
+def as_f64(*arrays):
+    return [np.asarray(x.astype(F32), np.float64) for x in arrays]
+
+
+def exact(p, x, grad, sizes):
+    """The result and the gradients of matrices and rows, group by group, in f64."""
+    p, x, grad = as_f64(p, x, grad)
+    out, dp, dx = np.zeros(grad.shape), np.zeros(p.shape), np.zeros(x.shape)
+    start = 0
+    for i, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        out[rows], dx[rows] = x[rows] @ p[i], grad[rows] @ p[i].T
+        dp[i] = x[rows].T @ grad[rows]
+        start += size
+    return out, dp, dx
+
+
+def results(func, p, x, grad, sizes):
+    """The same by a function and its derivative."""
+    out, pull = jax.vjp(lambda p, x: func(p, x, jnp.asarray(sizes, jnp.int32)), p, x)
+    return out, *pull(grad.astype(out.dtype))
+
+
+def assert_close(got, want, ulp=2.0**-8):
+    """Sums of a few hundred products near 1 in f32, rounded once."""
+    for found, true in zip(got, want, strict=True):
+        np.testing.assert_allclose(*as_f64(found), true, rtol=ulp, atol=2.0**-12)
+
+
+def off_by(found, true):
+    """The relative error of the whole, which a sum of parts that cancel does not raise."""
+    return np.linalg.norm(as_f64(found)[0] - true) / np.linalg.norm(true)
+
+
+def ragged(p, x, sizes):
+    return lax.ragged_dot(x, p, sizes)
+
+
+def grouped_in(func, *args):
+    """The kinds of the grouped matmuls that a function becomes."""
+    found = equations(jax.make_jaxpr(func)(*args))
+    return [eqn.params["kind"] for eqn in found if eqn.primitive.name == GROUPED]
+
+
+# --- the kernel -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_blocks_of_rows_hold_each_row_once(block):
+    find = jax.jit(_groups.row_blocks, static_argnums=(1, 2))
+    rng = np.random.default_rng(0)
+    for case in [*(x for x in SIZES.values() if len(x) == 4), *range(40)]:
+        sizes = case
+        if isinstance(case, int):
+            cuts = np.sort(rng.integers(0, ROWS + 1, 4))
+            sizes = np.diff(cuts, prepend=0)
+        owner = np.repeat([*range(4), 4], [*sizes, ROWS - sum(sizes)])
+        of_row = _groups.group_of_rows(jnp.asarray(sizes, jnp.int32), ROWS)
+        np.testing.assert_array_equal(of_row, np.minimum(owner, 3))
+        seen = np.full(ROWS, -1)
+        found = find(jnp.asarray(sizes, jnp.int32), ROWS, block)
+        for group, first, begin, count in zip(*map(np.asarray, found), strict=True):
+            assert first % 8 == 0
+            assert 0 <= first <= ROWS - block
+            if count == 0:
+                continue
+            rows = slice(first + begin, first + begin + count)
+            assert begin >= 0
+            assert begin + count <= block
+            assert np.all(seen[rows] == -1)
+            seen[rows] = group
+        np.testing.assert_array_equal(seen, owner)
+
+
+@needs_mosaic
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("kind", ["rows", "turned", "fp8", "sums"])
+@pytest.mark.parametrize("name", ["rows without a group", "uneven"])
+def test_kernel_in_the_interpreter_is_right(kind, name):
+    from jax.experimental.pallas import mosaic_gpu
+
+    from mpx._experts import _mosaic
+    from mpx._experts._tuning import Blocks
+
+    sizes = SIZES[name]
+    p, x, grad = draw(4, columns=64, dtype=BF16)
+    end = sum(sizes)
+    # Nobody looks at these rows.
+    x, grad = x.at[end:].set(jnp.nan), grad.at[end:].set(jnp.inf)
+    options = {
+        "dtype": np.dtype(F32),
+        "blocks": Blocks(64, 64, 128 if kind == "fp8" else 64, 2, 8),
+        "programs": 2,
+        "interpret": mosaic_gpu.InterpretGPUParams(),
+    }
+    counts = jnp.asarray(sizes, jnp.int32)
+    if kind == "sums":
+        got = _mosaic.sum_rows(x, grad, counts, **options)
+        want = exact(p, x[:end], grad[:end], sizes)[1]
+    elif kind == "fp8":
+        x, p = x.astype(jnp.float8_e5m2), p.astype(jnp.float8_e4m3fn)
+        turned = p.swapaxes(1, 2)
+        got = _mosaic.multiply_rows(x, turned, counts, turned=True, **options)
+        want = exact(p, x, grad, sizes)[0]
+    elif kind == "turned":
+        got = _mosaic.multiply_rows(grad, p, counts, turned=True, **options)
+        want = exact(p, x, grad, sizes)[2]
+    else:
+        got = _mosaic.multiply_rows(x, p, counts, turned=False, **options)
+        want = exact(p, x, grad, sizes)[0]
+    np.testing.assert_allclose(got, want, rtol=2.0**-20, atol=2.0**-15)
+
+
+# --- under amp ------------------------------------------------------------------------
+
+
+@needs_mosaic
+@pytest.mark.usefixtures("hopper")
+@each_size
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f32 result", "f32 weight gradients"])
+def test_amp_runs_ragged_matmuls_in_the_grouped_kernel(dtype, sizes):
+    is_low = dtype in ("bf16", "f32 result")
+    p, x, grad = draw(len(sizes), dtype=BF16 if is_low else F32)
+    options = {"f32_weight_grads": True} if "weight" in dtype else {}
+    wanted = {"preferred_element_type": F32} if "result" in dtype else {}
+    func = lambda p, x, s: lax.ragged_dot(x, p, s, **wanted)  # noqa: E731
+    run = functools.partial(results, mpx.amp(func, **options))
+    counts = jnp.asarray(sizes, jnp.int32)
+    # The kinds of the forward pass and of both gradients, in whatever order.
+    assert sorted(grouped_in(run, p, x, grad, counts)) == ["rows", "sums", "turned"]
+    got = jax.jit(run)(p, x, grad, counts)
+    assert [a.dtype for a in got] == [F32 if wanted else p.dtype, p.dtype, x.dtype]
+    want = exact(p, x, grad, sizes)
+    assert_close(got, want)
+    if options:
+        assert_close(got[1:2], want[1:2], ulp=2.0**-20)
+    if wanted:
+        assert_close(got[:1], want[:1], ulp=2.0**-20)
+
+
+SECOND = {
+    "forward over reverse": lambda loss, args: jax.jvp(
+        jax.grad(loss, (0, 1)), args, args
+    )[1],
+    "reverse over reverse": lambda loss, args: jax.grad(
+        lambda *args: sum(jnp.sum(x**2) for x in jax.grad(loss, (0, 1))(*args)), (0, 1)
+    )(*args),
+}
+
+
+@needs_mosaic
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_are_right(name):
+    sizes = SIZES["rows without a group"]
+    p, x, _ = (a / 16 for a in draw(4))
+    # JAX has no second derivative of a ragged matmul in reverse mode.
+    ends = np.cumsum(sizes)
+    rows = np.arange(ROWS)[:, None]
+    member = jnp.asarray((rows < ends) & (rows >= ends - sizes), F32)
+
+    def loss(func, p, x):
+        return jnp.sum(func(p, x).astype(F32) ** 3)
+
+    def grouped(p, x):
+        return mpx.amp(ragged)(p, x, jnp.asarray(sizes, jnp.int32))
+
+    def masked(p, x):
+        return jnp.einsum("mk,gkn,mg->mn", x, p, member)
+
+    derive = SECOND[name]
+
+    def run(func, *args):
+        return derive(functools.partial(loss, func), args)
+
+    kinds = grouped_in(functools.partial(run, grouped), p, x)
+    assert {*kinds} == {"rows", "turned", "sums"}
+    got, want = run(grouped, p, x), run(masked, p, x)
+    for found, true in zip(got, want, strict=True):
+        assert off_by(found, as_f64(true)[0]) < 2.0**-6
+
+
+def in_scan(func, p, x, sizes):
+    """Two layers with matrices of their own."""
+    return lax.scan(lambda _, w: (None, func(w, x, sizes)), None, p)[1].sum(0)
+
+
+WAYS = {
+    "remat": (lambda f, p, x, s: jax.checkpoint(f)(p, x, s), ()),
+    "scan": (in_scan, ("p",)),
+    "vmap over rows": (lambda f, *a: jax.vmap(f, (None, 0, None))(*a), ("x", "g")),
+    "vmap over all": (lambda f, *a: jax.vmap(f)(*a), ("p", "x", "g", "s")),
+    "vmap over matrices": (lambda f, *a: jax.vmap(f, (0, None, None))(*a), ("p", "g")),
+}
+
+
+@needs_mosaic
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("way", WAYS)
+def test_ragged_matmul_is_grouped_under(way):
+    around, doubled = WAYS[way]
+    first, second = ("uneven", "rows without a group")
+    sizes = [SIZES[name if "s" in doubled else first] for name in (first, second)]
+    cases = [draw(4, key=key) for key in (0, 1)]
+    for i, letter in enumerate("pxg"):
+        if letter not in doubled:
+            cases[1][i] = cases[0][i]
+    want = [exact(*case, size) for case, size in zip(cases, sizes, strict=True)]
+    args = [
+        jnp.stack([case[i] for case in cases]) if letter in doubled else cases[0][i]
+        for i, letter in enumerate("pxg")
+    ]
+    counts = np.stack(sizes) if "s" in doubled else sizes[0]
+    func = functools.partial(around, mpx.amp(ragged))
+    run = functools.partial(results, func, sizes=counts)
+    assert len(grouped_in(run, *args)) >= 3
+    got = jax.jit(run)(*args)
+    for i, (found, letter) in enumerate(zip(got, "gpx", strict=True)):
+        pair = [w[i] for w in want]
+        if way == "remat":
+            true = pair[0]
+        else:
+            true = np.stack(pair) if letter in doubled else np.sum(pair, axis=0)
+        assert off_by(found, true) < 2.0**-8
+
+
+@needs_mosaic
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("experts", ["replicated", "sharded"])
+@pytest.mark.parametrize("wrap", [mpx.amp, functools.partial(mpx.fp8, min_gain=0)])
+def test_eight_devices_have_the_rows_and_groups_of_their_own(experts, wrap):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    of_each = [draw(4, key=key) for key in range(8)]
+    names = list(SIZES)[:4]
+    sizes = [SIZES[names[key % 4]] for key in range(8)]
+    if experts == "replicated":
+        for each in of_each:
+            each[0] = of_each[0][0]
+    want = [exact(*each, size) for each, size in zip(of_each, sizes, strict=True)]
+    p, x, grad = (jnp.concatenate(parts) for parts in zip(*of_each, strict=True))
+    spec = P("x")
+    if experts == "replicated":
+        p, spec = of_each[0][0], P()
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(spec, P("x"), P("x")), out_specs=P("x")
+    )
+    def call(p, x, sizes):
+        return wrap(ragged)(p, x, sizes)
+
+    counts = jnp.asarray(np.concatenate(sizes), jnp.int32)
+    assert len(grouped_in(functools.partial(results, call), p, x, grad, counts)) == 3
+    got = jax.jit(functools.partial(results, call))(p, x, grad, counts)
+    parts = list(zip(*want, strict=True))
+    dp = np.sum(parts[1], axis=0) if experts == "replicated" else parts[1]
+    want = [np.concatenate(parts[0]), np.reshape(dp, p.shape), np.concatenate(parts[2])]
+    for found, true in zip(got, want, strict=True):
+        assert off_by(found, true) < (2.0**-8 if wrap is mpx.amp else 0.08)
+
+
+KEPT = {
+    "no Hopper GPU": ((8, 0), (136, 128, 256), "the kernel needs a Hopper GPU"),
+    "rows": ((9, 0), (130, 128, 256), "it has 130 rows, not a mul"),
+    "few rows": ((9, 0), (64, 128, 256), "it has 64 rows, not a multi"),
+    "columns": ((9, 0), (136, 128, 96), "96 is not a multiple of 64"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_report_says_how_a_ragged_matmul_runs(monkeypatch, name):
+    capability, (rows, summed, columns), reason = KEPT[name]
+    monkeypatch.setattr(_grouped, "gpu_capability", lambda: capability)
+    if not _grouped.HAS_MOSAIC and capability == (9, 0):
+        reason = "the kernel needs jax 0.11 or later"
+    args = [
+        jnp.zeros((2, summed, columns)),
+        jnp.zeros((rows, summed)),
+        jnp.array([3, 5]),
+    ]
+    report = mpx.inspect.report(mpx.amp(ragged), *args)
+    (matmul,) = report.matmuls
+    assert matmul.reason.startswith(f"every group for every row: {reason}")
+    assert f"every group for every row: {reason}" in str(report)
+    assert report.shares == {"bf16": 1.0}
+    assert grouped_in(mpx.amp(ragged), *args) == []
+
+
+@needs_mosaic
+@pytest.mark.usefixtures("hopper")
+def test_report_names_the_grouped_kernel_and_counts_its_work():
+    p, x, _ = draw(4)
+    args = p, x, jnp.array(SIZES["uneven"])
+    report = mpx.inspect.report(mpx.amp(ragged), *args)
+    assert report.matmuls[0].reason == "in a grouped kernel"
+    assert "in a grouped kernel" in str(report)
+    assert report.flops == {"bf16": 2 * ROWS * SUMMED * COLUMNS}
+    assert mpx.inspect.report(
+        mpx.amp(jax.grad(lambda *a: ragged(*a).sum())), *args
+    ).flops
+
+
+@needs_mosaic
+@pytest.mark.usefixtures("hopper")
+def test_operands_that_may_be_sharded_run_in_plain_jax():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    p, x, grad = draw(4)
+    sizes = SIZES["rows without a group"]
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, P("x")))
+        report = mpx.inspect.report(mpx.amp(ragged), p, x, jnp.asarray(sizes))
+        run = jax.jit(functools.partial(results, mpx.amp(ragged), sizes=sizes))
+        got = run(p, x, grad)
+    assert "may be sharded: call it under `jax.shard_map`" in report.matmuls[0].reason
+    assert_close(got, exact(p, x, grad, sizes))
+
+
+FORMS = {
+    "a batch": lambda p, x, s: lax.ragged_dot_general(
+        x[None], p[None], s[None],
+        lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (0,))), [1], [1]),
+    ),
+    "axes behind": lambda p, x, s: lax.ragged_dot_general(
+        x[..., None], p, s,
+        lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0]),
+    ),
+    "more axes": lambda p, x, s: lax.ragged_dot_general(
+        x[:, None], p, s,
+        lax.RaggedDotDimensionNumbers((((2,), (1,)), ((), ())), [0], [0]),
+    ),
+}  # fmt: skip
+
+
+@needs_mosaic
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", FORMS)
+def test_other_forms_run_as_before(name):
+    p, x, grad = draw(4)
+    sizes = jnp.array(SIZES["uneven"])
+    (matmul,) = mpx.inspect.report(mpx.amp(FORMS[name]), p, x, sizes).matmuls
+    assert "it is not rows times a matrix for each group" in matmul.reason
+    out = mpx.amp(FORMS[name])(p, x, sizes)
+    assert_close([out.reshape(grad.shape)], exact(p, x, grad, sizes)[:1])
+
+
+# --- under fp8 ------------------------------------------------------------------------
+
+
+def rounded(x, form, axes):
+    """What a tensor is in fp8, by NumPy alone: scale, cast, scale back."""
+    largest = np.max(np.abs(x), axis=axes, keepdims=True)
+    scale = 2.0 ** np.ceil(np.log2(largest / FORMATS[form].max))
+    return jnp.asarray((x / scale).astype(DTYPES[form]).astype(np.float64) * scale, F32)
+
+
+@each_size
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_fp8_has_a_scale_per_row_and_per_expert(sizes, dtype):
+    p, x, grad = draw(len(sizes), dtype=dtype)
+    # Experts and rows of very different size.
+    p = p * jnp.asarray(2.0 ** (-9 * np.arange(len(p))), dtype)[:, None, None]
+    x = x * jnp.asarray(2.0 ** (np.arange(ROWS) % 40 - 20), dtype)[:, None]
+    func = mpx.fp8(ragged, min_gain=0)
+    counts = jnp.asarray(sizes, jnp.int32)
+    (matmul,) = mpx.inspect.report(func, p, x, counts).changed
+    assert matmul.shape == (ROWS, SUMMED, COLUMNS)
+    got = jax.jit(functools.partial(results, func, sizes=sizes))(p, x, grad)
+    w8, x8 = rounded(*as_f64(p), "e4m3", (1, 2)), rounded(*as_f64(x), "e4m3", 1)
+    g8 = rounded(*as_f64(grad), "e5m2", 1)
+    want = [
+        exact(w8, x8, grad, sizes)[0],
+        exact(p, x, grad, sizes)[1],
+        exact(w8, x, g8, sizes)[2],
+    ]
+    for found, true in zip(got, want, strict=True):
+        np.testing.assert_allclose(
+            *as_f64(found), true, rtol=2.0**-7, atol=2.0**-16 * np.abs(true).max()
+        )
+
+
+@needs_mosaic
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
+def test_fp8_multiplies_in_the_grouped_kernel(around):
+    p, x, grad = draw(4, dtype=BF16)
+    sizes = SIZES["uneven"]
+    func = mpx.fp8(around(ragged), min_gain=0)
+    run = functools.partial(results, func, sizes=sizes)
+    found = [
+        (eqn.params["kind"], *(var.aval.dtype.name for var in eqn.invars[:2]))
+        for eqn in equations(jax.make_jaxpr(run)(p, x, grad))
+        if eqn.primitive.name == GROUPED
+    ]
+    assert {*found} == {
+        ("turned", "float8_e4m3fn", "float8_e4m3fn"),
+        ("turned", "float8_e5m2", "float8_e4m3fn"),
+        ("sums", "bfloat16", "bfloat16"),
+    }
+    # The kernel's numbers are those of the emulation.
+    want = results(mpx.fp8(ragged, min_gain=0), p, x, grad, sizes)
+    for one, other in zip(jax.jit(run)(p, x, grad), want, strict=True):
+        np.testing.assert_allclose(*as_f64(one, other), rtol=2.0**-7, atol=2.0**-8)
+
+
+def test_fp8_in_a_scan_is_the_unrolled_loop():
+    p, x, grad = (
+        jnp.stack([a, b]) for a, b in zip(draw(4), draw(4, key=1), strict=True)
+    )
+    func, sizes = (
+        mpx.fp8(functools.partial(in_scan, ragged), min_gain=0),
+        [30, 40, 50, 5],
+    )
+    got = jax.jit(functools.partial(results, func, sizes=sizes))(p, x[0], grad[0])
+    one = functools.partial(results, mpx.fp8(ragged, min_gain=0), sizes=sizes)
+    parts = [jax.jit(one)(each, x[0], grad[0]) for each in p]
+    assert off_by(got[0], sum(as_f64(parts[0][0], parts[1][0]))) < 2.0**-8
+    assert off_by(got[1], np.stack(as_f64(parts[0][1], parts[1][1]))) < 2.0**-8
+
+
+RECIPES = {
+    "static": StaticScaling(activation_max=8.0, weight_max=8.0, grad_max=8.0),
+    "delayed": DelayedScaling(),
+    "row": CurrentScaling(granularity="row"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+def test_ragged_matmul_takes_each_recipe(name, dtype):
+    p, x, grad = draw(4, dtype=dtype)
+    sizes = SIZES["uneven"]
+    func = mpx.fp8(ragged, RECIPES[name], min_gain=0)
+    call = func
+    if name == "delayed":
+        state = func.init(p, x, jnp.asarray(sizes))
+        call = functools.partial(func, state)
+    out = call(p, x, jnp.asarray(sizes, jnp.int32))
+    true = exact(p, x, grad, sizes)[0]
+    # Two operands, each off by at most half an ulp of e4m3, 2⁻⁴; less on average.
+    assert 2.0**-7 < off_by(out, true) < 2.0**-4
+
+
+FP8_KEPT = {
+    "Ampere": ((8, 0), (136, 128, 256), "current", "it is a ragged matmul: the kernel"),
+    "Blackwell": ((10, 0), (136, 128, 256), "current", "it is a ragged matmul: the"),
+    "size": (None, (136, 64, 256), "current", "it is a ragged matmul: 64 is not a mul"),
+    "MX": (
+        None,
+        (136, 128, 256),
+        MXFP8(emulate=True),
+        "it is a ragged matmul, for whi",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The default device")
+@pytest.mark.parametrize("name", FP8_KEPT)
+def test_fp8_leaves_a_ragged_matmul(monkeypatch, name):
+    capability, (rows, summed, columns), recipe, reason = FP8_KEPT[name]
+    for module in (_grouped, _selection):
+        monkeypatch.setattr(module, "gpu_capability", lambda: capability)
+    args = [
+        jnp.ones((2, summed, columns), BF16),
+        jnp.ones((rows, summed), BF16),
+        jnp.array([3, 5]),
+    ]
+    func = mpx.fp8(ragged, recipe, min_gain=0)
+    (matmul,) = mpx.inspect.report(func, *args).kept
+    assert matmul.reason.startswith(reason)
+    assert np.array_equal(func(*args), ragged(*args))
+
+
+def test_many_small_experts_gain_nothing_in_fp8():
+    def shapes(rows, summed, columns, groups):
+        sizes = (groups, summed, columns), (rows, summed)
+        arrays = [jax.ShapeDtypeStruct(size, BF16) for size in sizes]
+        return *arrays, jax.ShapeDtypeStruct((groups,), jnp.int32)
+
+    few, many = shapes(32768, 4096, 8192, 8), shapes(16384, 2048, 1024, 32)
+    assert mpx.inspect.report(mpx.fp8(ragged), *few).share == 1
+    (kept,) = mpx.inspect.report(mpx.fp8(ragged), *many).kept
+    assert kept.reason.startswith("too small to gain")
+
+
+def test_second_derivatives_in_fp8_are_refused():
+    p, x, _ = draw(4, dtype=BF16)
+    func = mpx.fp8(ragged, min_gain=0)
+
+    def loss(p, x):
+        return func(p, x, jnp.array(SIZES["uneven"])).astype(F32).sum()
+
+    with pytest.raises(NotImplementedError, match="fp8 has no second derivatives"):
+        jax.grad(lambda p: jax.grad(loss, argnums=1)(p, x).astype(F32).sum())(p)
+
+
+# --- compiled for an H200 -------------------------------------------------------------
+
+
+def loss_of(func):
+    return lambda p, x, s: jnp.mean(func(p, x, s).astype(F32) ** 2)
+
+
+def batched(p, x, s):
+    return jnp.einsum("ecd,edf->ecf", x.reshape(8, -1, x.shape[1]), p)
+
+
+TOKENS, WIDTH, OUTPUTS, EXPERTS = 4096, 1024, 512, 8
+# By name: a function, the number of devices, and how many grouped kernels and fp8 calls
+# its gradient has.
+PROGRAMS = {
+    "amp": (mpx.amp(loss_of(ragged)), 1, (3, 0)),
+    "amp, f32 gradients": (mpx.amp(loss_of(ragged), f32_weight_grads=True), 1, (3, 0)),
+    "fp8": (mpx.fp8(loss_of(ragged), min_gain=0), 1, (3, 2)),
+    "fp8, batched": (mpx.fp8(loss_of(batched), min_gain=0), 1, (0, 3)),
+    "auto": (mpx.amp(loss_of(ragged)), 8, (0, 0)),
+    "shard_map": (mpx.amp(loss_of(ragged)), 8, (3, 0)),
+    "shard_map, fp8": (mpx.fp8(loss_of(ragged), min_gain=0), 8, (3, 2)),
+}
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradient_for_an_h200_is_in_grouped_kernels(name):
+    func, count, expected = PROGRAMS[name]
+    mesh = Mesh(h200.devices()[:count], "x", axis_types=(AxisType.Auto,))
+    specs = [P(), P("x"), P()] if count > 1 else [P()] * 3
+    if name.startswith("shard_map"):
+        each = lambda *args: lax.pmean(func(*args), "x")  # noqa: E731
+    else:
+        each = func
+    call = each
+    if each is not func:
+        call = jax.shard_map(each, mesh=mesh, in_specs=(*specs,), out_specs=P())
+    shapes = (
+        ((EXPERTS, WIDTH, OUTPUTS), BF16),
+        ((TOKENS, WIDTH), BF16),
+        ((EXPERTS,), jnp.int32),
+    )
+    args = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for (shape, dtype), spec in zip(shapes, specs, strict=True)
+    ]
+    # Pallas asks the mesh for the kind of its GPUs.
+    with jax.set_mesh(mesh):
+        program = jax.jit(jax.grad(call, argnums=(0, 1))).lower(*args)
+        program = program.compile(h200.compiler_options())
+    kernels = program.as_text().count('custom_call_target="mosaic_gpu_v2"')
+    check = mpx.inspect.check(program)
+    assert (kernels, check.fp8) == expected
+    assert check.other.get("grouped bf16", 0) == max(0, kernels - check.fp8)
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("hopper")
+def test_kernel_is_not_split_between_devices_behind_our_back():
+    # Traced without the mesh: only the compiler knows that there are eight devices.
+    mesh = Mesh(h200.devices(), "x", axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P())
+    shapes = (EXPERTS, WIDTH, OUTPUTS), (TOKENS, WIDTH)
+    args = [jax.ShapeDtypeStruct(shape, BF16, sharding=sharding) for shape in shapes]
+    sizes = jax.ShapeDtypeStruct((EXPERTS,), jnp.int32, sharding=sharding)
+    func = mpx.amp(ragged)
+    assert grouped_in(func, *args, sizes) == ["rows"]
+    program = jax.jit(func).lower(*args, sizes).compile(h200.compiler_options())
+    assert "mosaic_gpu" not in program.as_text()
