@@ -120,8 +120,13 @@ def _computed(amp: Settings, op: Op) -> Outcome:
 # --- Finding --------------------------------------------------------------------------
 
 
-def find_chains(jaxpr: Jaxpr) -> dict[int, Chain]:
-    """Returns the chains of a jaxpr by the `id` of their first equation."""
+def find_chains(jaxpr: Jaxpr | None) -> dict[int, Chain]:
+    """Returns the chains of a jaxpr by the `id` of their first equation.
+
+    Outside the evaluation of a jaxpr there is none.
+    """
+    if jaxpr is None:
+        return {}
     source_of: dict[Any, Any] = {}
     members: dict[Any, list[Equation]] = {}
     for eqn in jaxpr.eqns:
