@@ -36,7 +36,7 @@ SIZES: dict[str, list[int]] = {
 }
 # The others differ for the kernel only.
 EDGES = ["rows without a group", "no rows", "one group"]
-each_size = pytest.mark.parametrize("sizes", map(SIZES.get, EDGES), ids=EDGES)
+each_size = pytest.mark.parametrize("sizes", [SIZES[x] for x in EDGES], ids=EDGES)
 
 
 @pytest.fixture
