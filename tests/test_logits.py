@@ -317,6 +317,28 @@ def test_a_mapped_function_keeps_its_logits():
     assert jaxprs[0] == jaxprs[1]
 
 
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
+
+
+def test_gradients_that_are_no_multiples_pass_through_the_backward_pass(monkeypatch):
+    def func(hidden, weight):
+        return jnp.mean(clipped(cross_entropy(hidden @ weight, LABELS)))
+
+    def grad(func):
+        return jax.grad(lambda *args: 1e-3 * func(*args), argnums=(0, 1))(
+            HIDDEN, WEIGHT
+        )
+
+    wanted = grad(func)
+    for call in in_both_ways(func, monkeypatch):
+        assert error(grad(call), wanted) < TOLERANCE
+
+
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_no_gradient_of_what_is_frozen_is_computed(frozen, monkeypatch):
     trained = 1 if frozen == "hidden" else 0
@@ -566,17 +588,26 @@ def test_it_runs_in_shard_map(check_vma):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     hidden, labels = (jnp.concatenate([x] * 16) for x in (HIDDEN, LABELS))
 
+    def local(weight, hidden, labels):
+        return lax.pmean(cross_entropy(hidden @ weight, labels).mean(), "x")[None]
+
     def func(weight, hidden, labels):
-        local = lambda w, h, y: lax.pmean(cross_entropy(h @ w, y).mean(), "x")  # noqa: E731
-        specs = P(), DATA, DATA
-        return jax.shard_map(
-            local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma
+        losses = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(P(), DATA, DATA),
+            out_specs=DATA,
+            check_vma=check_vma,
         )(weight, hidden, labels)
+        # Each device gets another gradient of the mean that all have.
+        return jnp.vdot(losses, jnp.arange(8.0))
 
     args = WEIGHT, hidden, labels
-    wanted = jax.value_and_grad(func, argnums=(0, 1))(*args)
     chunk = amp(func, logits="chunk")
-    found = jax.jit(jax.value_and_grad(chunk, argnums=(0, 1)))(*args)
+    traced, _ = trace_together(
+        [jax.value_and_grad(f, argnums=(0, 1)) for f in (func, chunk)], *args
+    )
+    wanted, found = traced.lower().compile()(*args)
     assert error(found, wanted) < TOLERANCE
     assert reasons(chunk, *args) == ["cross entropy in chunks"]
 
