@@ -205,6 +205,13 @@ BY_HAND = {
         ),
         ARRAYS,
     ),
+    "mask of heads": (
+        with_scores(
+            nothing,
+            lambda s: jnp.einsum("...hqk,h->...hqk", softmax(s), jnp.ones((2, H))[0]),
+        ),
+        ARRAYS,
+    ),
     "iota": (with_scores(iota_mask), ARRAYS),
     "constant": (with_scores(lambda s: jnp.where(TRIL, s, -1e30)), ARRAYS),
     "added constant": (

@@ -265,12 +265,12 @@ def reason_for_miss(softmaxes: Softmaxes, eqn: Equation) -> str | None:
             continue
         seen[id(term)] = term
         meaning = softmaxes.meaning(term)
-        if meaning is None:
+        if meaning is None and term.name != "dot_general":
             names.add(term.name)
             waiting += [(operand, term.name) for operand in term.operands]
-        elif meaning.kind == "probs" and reader:
+        elif meaning is not None and meaning.kind == "probs" and reader:
             found = f"{reader} between softmax and values"
-        elif meaning.kind == "scores" and reader == "tanh":
+        elif meaning is not None and meaning.kind == "scores" and reader == "tanh":
             found = found or "a soft cap (tanh) of the scores"
     if found is not None and "softmax" in found and names & {*_RANDOM}:
         return "dropout between softmax and values"

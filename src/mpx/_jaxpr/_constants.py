@@ -163,6 +163,13 @@ def _with_shape(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(small.reshape(sizes), shape)
 
 
+def _sliced(term: "Term", x: np.ndarray) -> np.ndarray:
+    params = term.params
+    steps = params["strides"] or (1,) * x.ndim
+    parts = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
+    return x[tuple(slice(*part) for part in parts)]
+
+
 _RULES: dict[str, Callable[..., np.ndarray | None]] = {
     **dict.fromkeys(_NUMPY, _elementwise),
     "iota": _iota,
@@ -170,6 +177,7 @@ _RULES: dict[str, Callable[..., np.ndarray | None]] = {
     "transpose": lambda term, x: x.transpose(term.params["permutation"]),
     "reshape": _reshaped,
     "squeeze": _reshaped,
+    "slice": _sliced,
 }
 
 

@@ -61,3 +61,20 @@ RELABEL: dict[str, Callable[[Term, Meaning], Labels | None]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshaped,
 }
+
+
+def of_product(term: Term, source: Meaning, position: int) -> Labels | None:
+    """Returns the labels of a value times ones, in a matmul that sums over nothing.
+
+    Args:
+        term: The matmul.
+        source: The meaning of the value.
+        position: Which operand it is.
+    """
+    summed, batch = term.params["dimension_numbers"]
+    ones = term.operands[1 - position]
+    if summed[0] or ones.scalar != 1.0 or len(ones.shape) != len(batch[0]):
+        return None
+    mine = batch[position]
+    rest = [i for i in range(len(source.labels)) if i not in mine]
+    return tuple(source.labels[i] for i in (*mine, *rest))

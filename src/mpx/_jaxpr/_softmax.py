@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mpx._jaxpr._constants import SAME
-from mpx._jaxpr._labels import RELABEL, ROWS
+from mpx._jaxpr._labels import RELABEL, ROWS, of_product
 from mpx._jaxpr._meanings import (
     MASKED,
     NO_SHIFT,
@@ -46,7 +46,7 @@ class Softmaxes:
         while waiting:
             last = waiting[-1]
             rule = _RULES.get(last.name)
-            needs = [] if rule is None or last.name == "dot_general" else last.operands
+            needs = [] if rule is None or _sums(last) else last.operands
             new = [x for x in needs if x.eqn is not None and id(x) not in self._known]
             if new:
                 waiting.extend(new)
@@ -93,8 +93,18 @@ Rule = Callable[[Term, "list[Meaning | None]"], Meaning | None]
 """Returns the meaning of a term from those of its operands."""
 
 
-def _dot(term: Term, _: list[Meaning | None]) -> Meaning | None:
+def _sums(term: Term) -> bool:
+    """Returns whether a term is a matmul: then its operands need no meaning."""
+    return term.name == "dot_general" and bool(term.params["dimension_numbers"][0][0])
+
+
+def _dot(term: Term, known: list[Meaning | None]) -> Meaning | None:
     summed, batch = term.params["dimension_numbers"]
+    for position, source in enumerate(known):
+        if source is not None:  # Hugging Face multiplies weights by a mask of heads
+            labels = of_product(term, source, position)
+            parents = _with_parents(term, known)
+            return source._replace(labels=labels, parents=parents) if labels else None
     if len(summed[0]) != 1:
         return None
     lhs, rhs = term.operands
