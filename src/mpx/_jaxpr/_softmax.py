@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mpx._jaxpr._constants import SAME
-from mpx._jaxpr._labels import RELABEL, ROWS, of_product
+from mpx._jaxpr._labels import RELABEL, ROWS, of_product, sliced
 from mpx._jaxpr._meanings import (
     MASKED,
     NO_SHIFT,
@@ -24,7 +24,6 @@ from mpx._jaxpr._meanings import (
     Side,
 )
 from mpx._jaxpr._queries import Equation
-from mpx._jaxpr._slices import sliced
 from mpx._jaxpr._terms import Level, Term
 
 _FLOATS = ("float32", "bfloat16", "float16")
