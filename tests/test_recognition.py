@@ -19,11 +19,10 @@ from attention_cases import (
     ARRAYS,
     BY_HAND,
     EMPTY,
-    KEPT,
     LIBRARIES,
-    LOOK_ALIKES,
     h200,
 )
+from attention_look_alikes import KEPT, LOOK_ALIKES
 from models import equations
 
 bf16 = functools.partial(mpx.amp, dtype="bf16")
@@ -82,6 +81,45 @@ def test_attention_by_hand_is_one_operation_with_the_same_gradients(name):
     assert (fused, matmuls) == (1, int(name == "bias of pairs"))
     assert kernels(bf16(func, attention="keep"), *args)[0] == 0
     check(func, args)
+
+
+def call_of(func, *args):
+    """Returns the parameters of the kernel, and the shapes of its further operands."""
+    found = [
+        x
+        for x in equations(jax.make_jaxpr(func)(*args))
+        if x.primitive.name == "cudnn_attention"
+    ]
+    (eqn,) = found
+    return eqn.params["spec"], [tuple(x.aval.shape) for x in eqn.invars[3:]]
+
+
+CALLS = {
+    "nanoGPT": ({"is_causal": True, "scale": 0.25}, []),
+    "softmax by hand": ({"is_causal": True}, []),
+    "iota": ({"is_causal": True}, []),
+    "grouped": ({"is_causal": True}, []),
+    "added constant": ({"is_causal": True}, []),
+    "window": ({"is_causal": True, "window": (2, 0)}, []),
+    "ALiBi": ({"is_causal": True, "extras": ("bias",)}, [(1, 4, 8, 8)]),
+    "T5": ({"is_causal": False, "extras": ("bias",)}, [(1, 4, 8, 8)]),
+    "bias of keys": ({"extras": ("bias",)}, [(2, 1, 1, 8)]),
+    "padding": ({"is_causal": False, "extras": ("mask",)}, [(2, 1, 1, 8)]),
+    "padding, added": ({"extras": ("mask",)}, [(2, 1, 1, 8)]),
+    "padding, causal": ({"is_causal": True, "extras": ("mask",)}, [(2, 1, 1, 8)]),
+    "JAX, bf16, mask": ({"extras": ("mask",)}, [(2, 1, 1, 8)]),
+    "odd lengths": ({"extras": ("kv_seqlen",)}, [(2,)]),
+    "odd lengths, bias": ({"extras": ("bias",)}, [(1, 4, 8, 6)]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_masks_are_told_to_the_kernel_in_their_smallest_form(name):
+    expected, shapes = CALLS[name]
+    func, args = BY_HAND[name]
+    spec, found = call_of(bf16(func), *args)
+    assert {key: getattr(spec, key) for key in expected} == expected
+    assert found == shapes
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
