@@ -24,6 +24,8 @@ from attention_cases import (
 )
 from attention_look_alikes import KEPT, LOOK_ALIKES
 from models import equations
+from mpx._amp import _recognition
+from mpx._attention import _pays
 
 bf16 = functools.partial(mpx.amp, dtype="bf16")
 UNIT = 2.0**-8
@@ -228,4 +230,67 @@ def test_attention_that_is_kept_is_told_with_the_reason(name):
     report = mpx.inspect.report(bf16(func), *ARRAYS)
     (row,) = [x for x in report.kept if x.primitive == "attention"]
     assert reason in row.reason
-    assert "attention_cases.py" in row.source
+    assert "/tests/attention_" in row.source
+
+
+# --- What the user said ---------------------------------------------------------------
+
+EINSUM, _ = BY_HAND["einsum"]
+ASKED = {
+    "amp_stop": (mpx.amp_stop(EINSUM), {}),
+    "scope": (jax.named_scope("head")(EINSUM), {"keep": "head"}),
+    "rule of matmuls": (
+        EINSUM,
+        {"rules": mpx.AmpRules(primitives={"dot_general": "f32"})},
+    ),
+    "rule of a parameter": (
+        lambda q, k, v: EINSUM(q, k, v),
+        {"rules": mpx.AmpRules(params={"^v$": "f32"})},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_choice_of_the_user_is_respected(name):
+    func, options = ASKED[name]
+    assert kernels(bf16(func, **options), *ARRAYS) == (0, 2)
+    report = mpx.inspect.report(bf16(func, **options), *ARRAYS)
+    assert [x.primitive for x in report.kept].count("attention") == 1
+
+
+def test_unknown_choice_is_refused():
+    with pytest.raises(ValueError, match='"fuse" or "keep", but it is \'always\''):
+        mpx.amp(EINSUM, attention="always")
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"), [((8, 0), "capability 8.0"), ((9, 0), "fewer than 16384")]
+)
+def test_attention_is_kept_where_the_kernel_does_not_pay(
+    capability, reason, monkeypatch
+):
+    monkeypatch.setattr(_recognition, "cuda_capability", lambda: capability)
+    monkeypatch.setattr(_pays, "LEAST", {9: 128 * 128})
+    report = mpx.inspect.report(bf16(EINSUM), *ARRAYS)
+    (row,) = [x for x in report.kept if x.primitive == "attention"]
+    assert reason in row.reason
+    assert kernels(bf16(EINSUM), *ARRAYS) == (0, 2)
+
+
+def test_failure_of_the_search_is_told_and_changes_nothing(monkeypatch):
+    def fail(*_):
+        raise KeyError("new parameter")
+
+    monkeypatch.setattr("mpx._attention.find_attention", fail)
+    with pytest.warns(RuntimeWarning, match="KeyError.*new parameter"):
+        assert kernels(bf16(EINSUM), *ARRAYS) == (0, 2)
+
+
+def test_fp8_leaves_attention_alone():
+    func, args = LIBRARIES["Linen"]()
+
+    def loss(*args):
+        return jnp.sum(func(*args))
+
+    for low in (mpx.fp8(bf16(loss), min_gain=0), bf16(mpx.fp8(loss, min_gain=0))):
+        assert kernels(low, *args)[0] == 1
