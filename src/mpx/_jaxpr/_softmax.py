@@ -52,7 +52,7 @@ class Softmaxes:
                 continue
             waiting.pop()
             found = None
-            if rule is not None and str(last.aval.dtype) in _FLOATS:
+            if rule is not None and str(getattr(last.aval, "dtype", "")) in _FLOATS:
                 found = rule(last, [self.meaning(x) for x in needs])
             self._known[id(last)] = last, found
         return self._known[id(term)][1]
