@@ -2,8 +2,8 @@
 
     python benchmarks/attention.py                     # everything; about 8 minutes on an H200
     python benchmarks/attention.py --part ops          # single attentions, with their errors
+    python benchmarks/attention.py --part ops --more   # of more sizes: about 6 minutes more
     python benchmarks/attention.py --part models       # training steps of whole models
-    python benchmarks/attention.py --part probe        # what cuDNN makes of small masks
     python benchmarks/attention.py --tiny              # try the script on a CPU
 
 Each attention and each model is written in f32 without a fused kernel. `keep` is
@@ -158,20 +158,26 @@ def measure_operation(
 
 TINY = [("plain", 17, 64), ("padding, causal", 16, 64)]
 CASES = [
-    *(("plain", length, 64) for length in (64, 128, 197, 256, 512, 1024, 2048, 4096)),
+    *(("plain", length, 64) for length in (128, 197, 1024)),
+    ("causal", 1024, 128),
+    ("padding", 512, 64),
+    ("bias", 256, 64),
+]
+MORE = [
+    *(("plain", length, 64) for length in (64, 256, 512, 2048, 4096)),
     *(("causal", length, 64) for length in (64, 128, 256, 1024, 4096)),
-    *(("plain", length, 128) for length in (256, 2048)),
-    *(("padding", length, 64) for length in (128, 197, 512, 2048)),
+    ("plain", 2048, 128),
+    *(("padding", length, 64) for length in (128, 197, 2048)),
     ("padding, causal", 1024, 64),
-    *(("bias", length, 64) for length in (256, 1024)),
+    ("bias", 1024, 64),
     ("bias of each", 512, 64),
 ]
 
 
-def run_operations(tiny: bool) -> bool:
+def run_operations(tiny: bool, more: bool) -> bool:
     """Prints the table of single attentions; returns whether all numbers are right."""
     _pays.LEAST = dict.fromkeys(_pays.LEAST, 0)  # to see from which size on it pays
-    cases = TINY if tiny else CASES
+    cases = TINY if tiny else CASES + MORE * more
     rows, right = [], True
     for kind, length, size in cases:
         batch = max(1, min(64, 16384 // length)) if not tiny else 2
@@ -423,52 +429,13 @@ def run_models(options: argparse.Namespace) -> None:
     print(measure.format_table(header, rows))
 
 
-# --- what cuDNN makes of small masks and of the gradients of biases -------------------
-
-
-def run_probe() -> None:
-    """Prints errors and times of masks and biases with axes of size 1."""
-    batch, length, heads, size = 8, 1024, 12, 64
-    keys = jax.random.split(jax.random.key(0), 5)
-    shape = (batch, length, heads, size)
-    q, k, v, weights = (jax.random.normal(x, shape, BF16) for x in keys[:4])
-    tokens = jnp.linspace(length // 2, length, batch).astype(jnp.int32)
-    seen = (jnp.arange(length)[None] < tokens[:, None])[:, None, None]
-    attend: Any = jax.nn.dot_product_attention
-
-    def gradients(implementation: str, name: str) -> Callable[..., Any]:
-        def loss(q: Array, k: Array, v: Array, x: Array) -> Array:
-            out = attend(q, k, v, **{name: x}, implementation=implementation)
-            return jnp.sum(out.astype(jnp.float32) * weights)
-
-        return jax.jit(jax.grad(loss, (0, 1, 2, 3) if name == "bias" else (0, 1, 2)))
-
-    for name in ("mask", "bias"):
-        for rows in ((1, 1), (batch, 1), (1, heads), (batch, heads)):
-            full = (*rows, length, length)
-            x = jax.random.normal(keys[4], full, BF16)
-            if name == "mask":
-                x = jnp.broadcast_to(seen[: rows[0]], full)
-            exact = gradients("xla", name)(q, k, v, x)
-            exact = [y.astype(jnp.float32) for y in exact]
-            try:
-                call = gradients("cudnn", name)
-                outs = [y.astype(jnp.float32) for y in call(q, k, v, x)]
-                errors = [error([a], [b]) for a, b in zip(outs, exact, strict=True)]
-                ms = time_call(call, q, k, v, x)
-                print(
-                    name, full, f"{ms:.3f} ms", [f"{e:.4f}" for e in errors], flush=True
-                )
-            except Exception as failure:
-                print(name, full, "failed:", str(failure)[:300], flush=True)
-
-
 def main() -> None:
     """Runs the parts."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    parser.add_argument("--part", choices=("ops", "models", "probe"))
+    parser.add_argument("--part", choices=("ops", "models"))
     parser.add_argument("--models", default="equinox,linen,nnx")
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--more", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--child")
     parser.add_argument("--cache")
@@ -478,14 +445,12 @@ def main() -> None:
 
         print(json.dumps(run_model(options)))
         return
-    parts = (options.part,) if options.part else ("models", "ops", "probe")
+    parts = (options.part,) if options.part else ("models", "ops")
     right = True
     if "models" in parts:
         run_models(options)
     if "ops" in parts:
-        right = run_operations(options.tiny)
-    if "probe" in parts and not options.tiny:
-        run_probe()
+        right = run_operations(options.tiny, options.more)
     if not right:
         raise SystemExit("some numbers are wrong")
 

@@ -19,12 +19,13 @@ from attention_cases import (
     ARRAYS,
     BY_HAND,
     EMPTY,
-    KEPT,
     LIBRARIES,
-    LOOK_ALIKES,
     h200,
 )
+from attention_look_alikes import KEPT, LOOK_ALIKES
 from models import equations
+from mpx._amp import _recognition
+from mpx._attention import _pays
 
 bf16 = functools.partial(mpx.amp, dtype="bf16")
 UNIT = 2.0**-8
@@ -82,6 +83,45 @@ def test_attention_by_hand_is_one_operation_with_the_same_gradients(name):
     assert (fused, matmuls) == (1, int(name == "bias of pairs"))
     assert kernels(bf16(func, attention="keep"), *args)[0] == 0
     check(func, args)
+
+
+def call_of(func, *args):
+    """Returns the parameters of the kernel, and the shapes of its further operands."""
+    found = [
+        x
+        for x in equations(jax.make_jaxpr(func)(*args))
+        if x.primitive.name == "cudnn_attention"
+    ]
+    (eqn,) = found
+    return eqn.params["spec"], [tuple(x.aval.shape) for x in eqn.invars[3:]]
+
+
+CALLS = {
+    "nanoGPT": ({"is_causal": True, "scale": 0.25}, []),
+    "softmax by hand": ({"is_causal": True}, []),
+    "iota": ({"is_causal": True}, []),
+    "grouped": ({"is_causal": True}, []),
+    "added constant": ({"is_causal": True}, []),
+    "window": ({"is_causal": True, "window": (2, 0)}, []),
+    "ALiBi": ({"is_causal": True, "extras": ("bias",)}, [(1, 4, 8, 8)]),
+    "T5": ({"is_causal": False, "extras": ("bias",)}, [(1, 4, 8, 8)]),
+    "bias of keys": ({"extras": ("bias",)}, [(2, 1, 1, 8)]),
+    "padding": ({"is_causal": False, "extras": ("mask",)}, [(2, 1, 1, 8)]),
+    "padding, added": ({"extras": ("mask",)}, [(2, 1, 1, 8)]),
+    "padding, causal": ({"is_causal": True, "extras": ("mask",)}, [(2, 1, 1, 8)]),
+    "JAX, bf16, mask": ({"extras": ("mask",)}, [(2, 1, 1, 8)]),
+    "odd lengths": ({"extras": ("kv_seqlen",)}, [(2,)]),
+    "odd lengths, bias": ({"extras": ("bias",)}, [(1, 4, 8, 6)]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_masks_are_told_to_the_kernel_in_their_smallest_form(name):
+    expected, shapes = CALLS[name]
+    func, args = BY_HAND[name]
+    spec, found = call_of(bf16(func), *args)
+    assert {key: getattr(spec, key) for key in expected} == expected
+    assert found == shapes
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
@@ -190,4 +230,67 @@ def test_attention_that_is_kept_is_told_with_the_reason(name):
     report = mpx.inspect.report(bf16(func), *ARRAYS)
     (row,) = [x for x in report.kept if x.primitive == "attention"]
     assert reason in row.reason
-    assert "attention_cases.py" in row.source
+    assert "/tests/attention_" in row.source
+
+
+# --- What the user said ---------------------------------------------------------------
+
+EINSUM, _ = BY_HAND["einsum"]
+ASKED = {
+    "amp_stop": (mpx.amp_stop(EINSUM), {}),
+    "scope": (jax.named_scope("head")(EINSUM), {"keep": "head"}),
+    "rule of matmuls": (
+        EINSUM,
+        {"rules": mpx.AmpRules(primitives={"dot_general": "f32"})},
+    ),
+    "rule of a parameter": (
+        lambda q, k, v: EINSUM(q, k, v),
+        {"rules": mpx.AmpRules(params={"^v$": "f32"})},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_choice_of_the_user_is_respected(name):
+    func, options = ASKED[name]
+    assert kernels(bf16(func, **options), *ARRAYS) == (0, 2)
+    report = mpx.inspect.report(bf16(func, **options), *ARRAYS)
+    assert [x.primitive for x in report.kept].count("attention") == 1
+
+
+def test_unknown_choice_is_refused():
+    with pytest.raises(ValueError, match='"fuse" or "keep", but it is \'always\''):
+        mpx.amp(EINSUM, attention="always")
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"), [((8, 0), "capability 8.0"), ((9, 0), "fewer than 16384")]
+)
+def test_attention_is_kept_where_the_kernel_does_not_pay(
+    capability, reason, monkeypatch
+):
+    monkeypatch.setattr(_recognition, "cuda_capability", lambda: capability)
+    monkeypatch.setattr(_pays, "LEAST", {9: 128 * 128})
+    report = mpx.inspect.report(bf16(EINSUM), *ARRAYS)
+    (row,) = [x for x in report.kept if x.primitive == "attention"]
+    assert reason in row.reason
+    assert kernels(bf16(EINSUM), *ARRAYS) == (0, 2)
+
+
+def test_failure_of_the_search_is_told_and_changes_nothing(monkeypatch):
+    def fail(*_):
+        raise KeyError("new parameter")
+
+    monkeypatch.setattr("mpx._attention.find_attention", fail)
+    with pytest.warns(RuntimeWarning, match="KeyError.*new parameter"):
+        assert kernels(bf16(EINSUM), *ARRAYS) == (0, 2)
+
+
+def test_fp8_leaves_attention_alone():
+    func, args = LIBRARIES["Linen"]()
+
+    def loss(*args):
+        return jnp.sum(func(*args))
+
+    for low in (mpx.fp8(bf16(loss), min_gain=0), bf16(mpx.fp8(loss, min_gain=0))):
+        assert kernels(low, *args)[0] == 1

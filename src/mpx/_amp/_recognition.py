@@ -26,6 +26,7 @@ from mpx._jaxpr._replace import plan_with, replacement, scopes_inside
 from mpx._jaxpr._softmax import Softmaxes
 from mpx._jaxpr._terms import Level, Term
 from mpx._private import private
+from mpx._warn import warn
 
 if TYPE_CHECKING:
     from mpx._attention import Attention, Masks, Match
@@ -81,10 +82,21 @@ def plan_for(
     replaced: dict[int, Replacement] = {}
     for index, eqn in enumerate(jaxpr.eqns):
         if eqn.primitive.name == "dot_general":
-            found = _attention_at(Site(amp, softmaxes, eqn, known, scopes))
+            site = Site(amp, softmaxes, eqn, known, scopes)
+            try:
+                found = _attention_at(site)
+            except Exception as error:
+                warn(_FAILED.format(error=repr(error)))
+                return None
             if found is not None:
                 replaced[index] = found
     return plan_with(jaxpr, replaced)
+
+
+_FAILED = (
+    "mpx failed to look for attention in a function under `amp`, which runs as it is "
+    'written: {error}. Pass `attention="keep"` to `amp` to silence this, and report it.'
+)
 
 
 def _can_fuse(amp: Settings) -> bool:

@@ -52,13 +52,14 @@ def _vjp(
 ) -> tuple[Array, Callable[..., Any]]:
     """Calls cuDNN; returns its result and the function for the backward pass."""
     query, key = operands[:2]
-    length, heads = query.shape[1:3]
+    length = query.shape[1]
     extras = dict(zip(spec.extras, operands[3:], strict=True))
     mask, fixed = extras.get("mask"), extras.get("bias")
 
     def whole(x: Array) -> Array:
-        # cuDNN needs the full size of all axes but the first.
-        return jnp.broadcast_to(x, (x.shape[0], heads, length, key.shape[1]))
+        # cuDNN needs both lengths. Fewer heads are faster: on an H200, 0.47 ms with a mask
+        # of (8, 1, 1024, 1024) and 0.62 ms with one of (8, 12, 1024, 1024).
+        return jnp.broadcast_to(x, (*x.shape[:2], length, key.shape[1]))
 
     def call(query: Array, key: Array, value: Array, *free: Array) -> Array:
         bias = free[0] if free else fixed

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mpx._jaxpr._constants import SAME
-from mpx._jaxpr._labels import RELABEL, ROWS, of_product
+from mpx._jaxpr._labels import RELABEL, ROWS, of_product, sliced
 from mpx._jaxpr._meanings import (
     MASKED,
     NO_SHIFT,
@@ -24,7 +24,6 @@ from mpx._jaxpr._meanings import (
     Side,
 )
 from mpx._jaxpr._queries import Equation
-from mpx._jaxpr._slices import sliced
 from mpx._jaxpr._terms import Level, Term
 
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -53,7 +52,7 @@ class Softmaxes:
                 continue
             waiting.pop()
             found = None
-            if rule is not None and str(last.aval.dtype) in _FLOATS:
+            if rule is not None and str(getattr(last.aval, "dtype", "")) in _FLOATS:
                 found = rule(last, [self.meaning(x) for x in needs])
             self._known[id(last)] = last, found
         return self._known[id(term)][1]

@@ -151,14 +151,10 @@ def _dot(a: Array, b: Array, axes: tuple[int, int], dtype: Any) -> Array:
 
 
 def _logits(spec: Chunks, hidden: Array, weight: Array) -> Array:
-    """Returns a chunk of logits.
-
-    Those that are kept are 16 bits; then all are, so that their sums belong to them.
-    """
-    dtype = spec.dtype if spec.kept else F32
+    """Returns a chunk of logits, rounded to the dtype of the operands as by `amp`."""
     if spec.vocab_first:
-        return _dot(weight, hidden, (1, 1), dtype)
-    return _dot(hidden, weight, (1, 0), dtype)
+        return _dot(weight, hidden, (1, 1), spec.dtype)
+    return _dot(hidden, weight, (1, 0), spec.dtype)
 
 
 def _with_bias(

@@ -12,7 +12,7 @@ from mpx._jaxpr._meanings import Label, Meaning
 from mpx._jaxpr._meanings import Labels as Axes
 from mpx._jaxpr._terms import Term
 
-_MODES = {
+_MODES: dict[Any, Literal["clip", "fill"]] = {
     lax.GatherScatterMode.CLIP: "clip",
     lax.GatherScatterMode.PROMISE_IN_BOUNDS: "clip",
     lax.GatherScatterMode.FILL_OR_DROP: "fill",

@@ -39,14 +39,14 @@ def _scores_forward(spec: Chunks, primals: Any) -> tuple[Any, Any]:
     return found, (operands, found.logsumexp, _wanted(primals))
 
 
-def _scores_backward(spec: Chunks, saved: Any, cotangents: Any) -> tuple[Operands]:
+def _scores_backward(spec: Chunks, saved: Any, cotangents: Any) -> tuple[Any]:
     operands, logsumexp, wanted = saved
     given = [
         jnp.zeros_like(logsumexp) if isinstance(x, SymbolicZero) else x
         for x in cotangents[:2]
     ]
     found = gradients(spec, operands, logsumexp, given, wanted)
-    return (Operands(*_in_dtypes(found, operands), None),)
+    return (_as_cotangents(found, operands),)
 
 
 scores.defvjp(_scores_forward, _scores_backward, symbolic_zeros=True)
@@ -88,11 +88,11 @@ def _loss_forward(
 
 def _loss_backward(
     spec: Chunks, func: Callable[..., Array], saved: Any, cotangent: Any
-) -> tuple[Operands, Sequence[Any]]:
+) -> tuple[Any, Sequence[Any]]:
     found, like, smooth = saved
     scaled = [None if x is None else x.astype(F32) * cotangent for x in found]
     rest = [None if x is None else x * cotangent.astype(x.dtype) for x in smooth]
-    return Operands(*_in_dtypes(scaled, like), None), rest
+    return _as_cotangents(scaled, like), rest
 
 
 loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
@@ -102,12 +102,14 @@ def _values(primals: Any) -> Any:
     return jax.tree.map(lambda x: x.value, primals)
 
 
-def _wanted(primals: Operands) -> Wanted:
+def _wanted(primals: Any) -> Wanted:
     return Wanted(*(x is not None and x.perturbed for x in primals[:3]))
 
 
-def _in_dtypes(found: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    return [
+def _as_cotangents(found: Sequence[Any], like: Sequence[Any]) -> Any:
+    """Returns gradients in the dtypes of the operands; labels have none."""
+    hidden, weight, bias = (
         None if x is None else x.astype(given.dtype)
         for x, given in zip(found, like[:3], strict=True)
-    ]
+    )
+    return Operands(hidden, weight, bias, None)  # pyright: ignore[reportArgumentType]

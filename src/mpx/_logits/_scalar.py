@@ -5,7 +5,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from mpx._jaxpr._queries import Equation
+from mpx._compat import sub_jaxprs
+from mpx._jaxpr._queries import Equation, equations
 from mpx._jaxpr._terms import Level, Term
 
 Place = tuple[float, ...]
@@ -49,8 +50,10 @@ def scalar_after(
         is no such scalar.
     """
     found = dependents(terms)
-    if len(found) > MOST or any(x.eqn is None or x.eqn.effects for x in found.values()):
+    if len(found) > MOST:
         return None
+    barred = [x for x in found.values() if _is_barred(x.eqn)]
+    without = {*without, *dependents(barred)}
     made = {key: place_of(x.level, x.eqn) for key, x in found.items()}
     last = {
         key: max((_place(use) for use in x.level.readers(x.atom)), default=made[key])
@@ -72,6 +75,22 @@ def scalar_after(
 def _place(use: tuple[Level, Equation] | None) -> Place:
     """Returns where a value is read; results are read after all equations."""
     return (math.inf,) if use is None else place_of(*use)
+
+
+def _is_barred(eqn: Equation) -> bool:
+    """Returns whether gradients must pass an equation in the backward pass itself.
+
+    What is computed before is the gradient for a cotangent of 1, and then multiplied. The
+    backward function of a `custom_vjp` may be no linear one, such as one that clips; that of
+    a collective adds up the cotangents of all devices. Effects happen once.
+    """
+    axes = eqn.params.get("axes") or ()
+    is_named = isinstance(axes, tuple | list) and any(isinstance(x, str) for x in axes)
+    if eqn.effects or is_named or "axis_name" in eqn.params:
+        return True
+    names = [eqn.primitive.name]
+    names += [x.primitive.name for body in sub_jaxprs(eqn) for x in equations(body)]
+    return any(name.startswith(("custom_vjp", "shard_map")) for name in names)
 
 
 def _is_scalar(term: Term) -> bool:

@@ -9,7 +9,14 @@ import numpy as np
 from mpx._logits._chunks import Chunks
 
 CHUNK = 2**26
-"""The largest number of logits of a chunk: 128 MiB in 16 bits."""
+"""The largest number of logits of a chunk on one device: 128 MiB in 16 bits.
+
+On an H200, with 8192 tokens, a width of 4096 and a vocabulary of 128256, that makes 16 chunks,
+which take 1.04 times as long as whole logits. 8 chunks take 1.03 and nearly twice the memory,
+32 take 1.08.
+"""
+FEWEST = 8
+"""The least number of chunks on several devices, which may not share the work after all."""
 
 _MULTIPLE = 128
 
@@ -32,7 +39,9 @@ def chunks_for(
     devices = _devices()
     shards = math.gcd(devices, vocabulary)
     part = vocabulary // shards
-    count = -(-tokens * vocabulary // CHUNK)
+    count = -(-tokens * vocabulary // (CHUNK * devices))
+    if devices > 1:
+        count = max(count, FEWEST)
     multiple = max(1, _MULTIPLE // shards)
     size = min(-(-part // (count * multiple)) * multiple, part)
     words = weight.dtype.itemsize // 2
