@@ -4,6 +4,7 @@
     python benchmarks/zoo.py --only GPT-2,KAN          # some of the models
     python benchmarks/zoo.py --routes "amp bf16,fp8"   # some of the routes
     python benchmarks/zoo.py --write                   # and writes docs/zoo.md
+    python benchmarks/zoo.py --attention               # whose attention amp recognises
 
 Every model is a class of its package, with a tiny configuration and random weights, and is
 trained for 20 steps on one random batch, in a process of its own. The script fails if a
@@ -26,6 +27,7 @@ from _zoo import REGISTRY
 from _zoo.page import Row, summary, unexplained, write
 from _zoo.routes import ROUTES
 
+WORSE = 1.1  # errors of roundings differ by chance
 PAGE = Path(__file__).parents[1] / "docs" / "zoo.md"
 
 
@@ -37,6 +39,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=300, help="seconds for a cell")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    parser.add_argument(
+        "--attention", action="store_true", help="recognise attention, train nothing"
+    )
     parser.add_argument("--json", type=Path, help="a file for the results, by line")
     parser.add_argument(
         "--resume", action="store_true", help="leave out what that file has"
@@ -49,6 +54,8 @@ def main() -> int:
     if unknown := set(routes) - set(ROUTES):
         parser.error(f"no such routes: {', '.join(sorted(unknown))}")
     routes = tuple(x for x in ROUTES if x in routes or x == "f32")
+    if args.attention:
+        return attention([x for x in REGISTRY if wanted(x, args.only)])
     if args.child:
         from _zoo.measure import measure
 
@@ -78,6 +85,29 @@ def main() -> int:
     for line in missing:
         print(f"not explained: {line}")
     return int(bool(missing))
+
+
+def attention(names: list[str]) -> int:
+    """Prints whose attention is recognised; returns 1 if gradients become worse."""
+    import jax
+
+    from _zoo.attention import measure
+
+    worse = 0
+    for name in names:
+        found = measure(name)
+        jax.clear_caches()
+        if not found["recognised"] and not found["missed"]:
+            print(f"{name}: no attention", flush=True)
+            continue
+        text = [f"{found['recognised']} recognised"]
+        if "error_fused" in found:
+            kept, fused = found["error_kept"], found["error_fused"]
+            text.append(f"error of gradients {fused:.4f}, op by op {kept:.4f}")
+            worse += fused > WORSE * kept
+        text += [f"not {n}: {reason}" for reason, n in found["missed"].items()]
+        print(f"{name}: {'; '.join(text)}", flush=True)
+    return int(worse > 0)
 
 
 def wanted(name: str, only: str | None) -> bool:

@@ -1,0 +1,56 @@
+"""Which attention of a model `amp` recognises, and what that does to its gradients.
+
+There need not be a GPU: mpx is told that there is an H200, and the recognised attention
+then runs in plain JAX.
+"""
+
+import collections
+import warnings
+from typing import Any
+
+import jax
+
+import mpx
+from _zoo import REGISTRY
+from _zoo.routes import distance
+
+
+def pretend_h200() -> None:
+    """Lets mpx and JAX believe in an H200 with cuDNN 9.10, for attention of any size."""
+    import jax._src.cudnn.fused_attention_stablehlo as jax_cudnn
+
+    from mpx._amp import _attention, _recognition
+    from mpx._attention import _cudnn, _pays, _primitive
+
+    for module in (_attention, _recognition, _cudnn, _primitive):
+        setattr(module, "cuda_capability", lambda: (9, 0))  # noqa: B010
+    jax_cudnn.check_cudnn_version = lambda: 91000
+    jax_cudnn.check_compute_capability = lambda _: True
+    _pays.LEAST = {9: 0}
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Returns how often attention is recognised or kept, and the errors of gradients.
+
+    A layer that is jitted, scanned or called several times counts once. Errors are the
+    distances of the gradients under `amp` from those in f32, relative to their norm.
+    """
+    warnings.simplefilter("ignore")
+    jax.config.update("jax_disable_most_optimizations", True)
+    pretend_h200()
+    case = REGISTRY[name].make()
+    kept, fused = (mpx.amp(case.loss, attention=x) for x in ("keep", "fuse"))
+    report = mpx.inspect.report(fused, case.params, case.batch)
+    found = [x for x in report.decisions if x.primitive == "cudnn_attention"]
+    missed = collections.Counter(
+        x.reason for x in report.decisions if x.primitive == "attention"
+    )
+    result: dict[str, Any] = {"recognised": len(found), "missed": dict(missed)}
+    if found:
+        exact, *others = (
+            jax.jit(jax.grad(func))(case.params, case.batch)
+            for func in (case.loss, kept, fused)
+        )
+        errors = [distance(grads, exact) for grads in others]
+        result |= dict(zip(("error_kept", "error_fused"), errors, strict=True))
+    return result
