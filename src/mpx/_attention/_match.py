@@ -250,6 +250,8 @@ def _varies(side: Side, label: Label) -> bool:
 
 
 _RANDOM = ("random_bits", "threefry2x32", "random_wrap", "rng_bit_generator")
+# A softmax that is read by these chooses experts.
+_ROUTING = ("top_k", "sort", "argmax", "gather")
 _MOST_SEARCHED = 60
 
 
@@ -268,6 +270,8 @@ def reason_for_miss(softmaxes: Softmaxes, eqn: Equation) -> str | None:
         if meaning is None and term.name != "dot_general":
             names.add(term.name)
             waiting += [(operand, term.name) for operand in term.operands]
+        elif meaning is not None and meaning.kind == "probs" and reader in _ROUTING:
+            continue
         elif meaning is not None and meaning.kind == "probs" and reader:
             found = f"{reader} between softmax and values"
         elif meaning is not None and meaning.kind == "scores" and reader == "tanh":
