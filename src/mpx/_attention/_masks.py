@@ -69,6 +69,13 @@ class _Constants:
         self.fills: set[float] = set()
         self.has_small_fill = False
 
+    def add_mask(self, keep: np.ndarray) -> None:
+        """Adds a mask, `True` for what is kept."""
+        # Not copied if it is the only one: then it is remembered.
+        self.keep = (
+            keep if self.keep.size == 1 and self.keep.all() else self.keep & keep
+        )
+
     def add_bias(self, value: np.ndarray) -> bool:
         """Adds a bias; returns whether it is more than a mask."""
         if not np.all((value == 0) | (value <= MASKED)):
@@ -78,7 +85,7 @@ class _Constants:
             fill = float(value[value < 0].max())
             self.fills.add(fill)
             self.has_small_fill = self.has_small_fill or fill > _ALL
-            self.keep = self.keep & (value == 0)
+            self.add_mask(value == 0)
         return False
 
 
@@ -87,33 +94,29 @@ def masks_of(match: Match) -> Masks | str:
     constants, is_late = _Constants(), False
     biases, masks = [], []
     for side in (part for x in match.scores.sides for part in _parts(_as_mask(x))):
-        value = side.term.constant
-        if value is not None:
-            value = np.asarray(match.side(side, compact(value)))
+        value = _laid_out(match, side)
         if side.kind == "mask":
             constants.fills.add(side.fill)
             if value is None:
                 masks.append(side)
             else:
-                constants.keep = constants.keep & (value == side.keeps)
+                constants.add_mask(value)
         elif value is None:
             is_late = is_late or bool(masks)
             biases.append(side)
         else:
-            value = value.astype(np.float32) * np.float32(side.factor)
             is_late = (constants.add_bias(value) and bool(masks)) or is_late
-    keep, keys = constants.keep, match.size(match.axes.key)
-    full = np.broadcast_to(keep, (*keep.shape[:3], keys))
-    is_causal, window = _pattern(keep, match.size(match.axes.row), keys)
+    keep = constants.keep
+    pattern = _pattern(match, keep)
     found = Masks(
-        is_causal,
-        window,
+        pattern.is_causal,
+        pattern.window,
         biases=tuple(biases),
         bias=constants.bias,
         masks=tuple(masks),
-        mask=None if is_causal or keep.all() else keep,
+        mask=None if pattern.is_causal or pattern.keeps_all else keep,
     )
-    if not masks and full.any(-1).all():
+    if not masks and not pattern.has_empty_rows:
         return found
     if is_late:
         return "a bias is added to scores that are masked"
@@ -128,21 +131,59 @@ def _empty_rows(match: Match, fills: set[float]) -> Literal["mean", "nan", "zero
     return "nan" if -math.inf in fills else "mean"
 
 
-def _pattern(
-    keep: np.ndarray, rows: int, keys: int
-) -> tuple[bool, tuple[int, int] | None]:
-    """Returns whether a mask is causal, and its window."""
-    if keep.shape != (1, 1, rows, keys):
-        return False, None
-    mask, here = keep[0, 0], np.tril(np.ones((rows, keys), bool))
+def _laid_out(match: Match, side: Side) -> np.ndarray | None:
+    """Returns a constant with the axes batch, heads, rows and keys.
+
+    A mask is `True` for what is kept, a bias is multiplied by its factor.
+    """
+    value = side.term.constant
+    if value is None:
+        return None
+    memo = match.probs.level.root.memo
+    key = id(value), side.kind, side.keeps, side.factor, side.labels, match.axes
+    if key not in memo:
+        x = np.asarray(match.side(side, compact(value)))
+        is_mask = side.kind == "mask"
+        x = x == side.keeps if is_mask else x.astype(np.float32) * side.factor
+        memo[key] = value, x if is_mask else x.astype(np.float32)
+    return memo[key][1]
+
+
+class _Pattern(NamedTuple):
+    is_causal: bool
+    window: tuple[int, int] | None
+    keeps_all: bool
+    has_empty_rows: bool
+
+
+def _pattern(match: Match, keep: np.ndarray) -> _Pattern:
+    """Returns what a constant mask is."""
+    memo, key = match.probs.level.root.memo, (id(keep), match.axes)
+    if key not in memo:  # the array is kept with it: its `id` is not taken again
+        rows, keys = match.size(match.axes.row), match.size(match.axes.key)
+        seen = np.broadcast_to(keep, (*keep.shape[:3], keys)).any(-1)
+        form = _form(keep[0, 0], rows, keys) if keep.shape[:2] == (1, 1) else None
+        is_causal, window = form or (False, None)
+        empty = not bool(seen.all())
+        memo[key] = keep, _Pattern(is_causal, window, bool(keep.all()), empty)
+    return memo[key][1]
+
+
+def _form(
+    mask: np.ndarray, rows: int, keys: int
+) -> tuple[bool, tuple[int, int] | None] | None:
+    """Returns whether a mask is causal, and its window; `None` if it is neither."""
+    if mask.shape != (rows, keys):
+        return None
+    here = np.tril(np.ones((rows, keys), bool))
     if np.array_equal(mask, here):
         return True, None
     left = int(mask[-1].sum()) - 1
     if rows != keys or left < 0:
-        return False, None
+        return None
     if np.array_equal(mask, here & ~np.tril(here, -left - 1)):
         return True, (left, 0)
-    return False, None
+    return None
 
 
 def _as_mask(side: Side) -> Side:

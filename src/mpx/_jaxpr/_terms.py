@@ -118,6 +118,7 @@ class Level:
         root: The outermost level.
         keys: Numbers of constants, by how they are computed.
         constants: Their values.
+        memo: For what is made of them: layers have masks in common.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Level:
         self.root: Level = self if caller is None else caller[0].root
         self.keys: dict[Any, int] = {}
         self.constants: dict[int, np.ndarray | None] = {}
+        self.memo: dict[Any, Any] = {}
         self.consts = dict(zip(jaxpr.constvars, consts, strict=True))
         self.makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self._terms: dict[Any, Term] = {}
