@@ -6,6 +6,7 @@ This file is at the root, so that it also holds for the docstring examples in `s
 import gc
 import importlib.metadata
 import os
+import zlib
 
 # Before JAX is imported: it reads these once. Subprocesses inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -67,13 +68,35 @@ _ON_ONE_JAX = {
 }
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    help = "run one case in so many of tests that have four or more"
+    parser.addoption("--thin", type=int, default=1, help=help)
+
+
+def pytest_collection_modifyitems(config, items):
+    _thin(config, items, config.getoption("thin"))
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             # Examples show what a user runs, and `optax.adam` needs promotion.
             item.add_marker("standard_promotion")
         elif item.path.stem in _ON_ONE_JAX:
             item.add_marker("long")
+
+
+def _thin(config, items, step):
+    tests = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    # Not always the first case: that is often the simplest.
+    left_out = {
+        item
+        for name, cases in tests.items()
+        if len(cases) >= 4
+        for index, item in enumerate(cases, start=zlib.crc32(name.encode()))
+        if index % step
+    }
+    config.hook.pytest_deselected(items=[x for x in items if x in left_out])
+    items[:] = [x for x in items if x not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)

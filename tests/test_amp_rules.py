@@ -219,18 +219,47 @@ def test_gelu_and_its_gradient_in_f16_are_those_of_f32(size, gelu):
     np.testing.assert_allclose(result.grads, grads, atol=8 * 2.0**-11 / size)
 
 
-def test_gelu_in_f16_keeps_nothing_but_its_operand_for_the_backward_pass():
-    def saved(dtype):
-        def loss(x, w):
-            return jnp.sum(jax.nn.gelu(x @ w))
+def exact_gelu(x):
+    return jax.nn.gelu(x, approximate=False)
 
-        with gradient_function():
-            _, backward = jax.vjp(amp(loss, dtype=dtype), X, W)
-        kept = [x for x in jax.tree.leaves(backward) if x.shape == X.shape]
-        return [str(x.dtype) for x in kept]
 
-    assert saved("f16") == ["float16", "float16"]  # one is the operand of the matmul
-    assert "float32" not in saved("bf16")
+def mish_by_tanh(x):
+    return x * jnp.tanh(jnp.log1p(jnp.exp(x)))
+
+
+def saved(func, dtype, written=jnp.float32):
+    """Returns the dtypes of what the backward pass of an activation keeps."""
+
+    def loss(x, w):
+        return jnp.sum(func(x @ w), dtype=jnp.float32)
+
+    with gradient_function():
+        args = X.astype(written), W.astype(written)
+        _, backward = jax.vjp(amp(loss, dtype=dtype), *args)
+    kept = [x for x in jax.tree.leaves(backward) if x.shape == X.shape]
+    return [str(x.dtype) for x in kept]
+
+
+@pytest.mark.parametrize("func", [jax.nn.gelu, gelu_by_hand, exact_gelu, mish_by_tanh])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_activation_keeps_its_operand_only_and_is_computed_in_f32(func, dtype):
+    # The other one is the operand of the matmul.
+    assert saved(func, dtype) == [dtype, dtype]
+    assert saved(func, dtype, written=dtype) == [dtype, dtype]
+    low = amp(lambda x: func(x @ jnp.eye(X.shape[1])), dtype=dtype)
+    x = X.astype(dtype).astype(jnp.float32)
+    half_ulp = 2.0**-11 if dtype == "float16" else 2.0**-8
+    expected = func(x)
+    assert np.all(np.abs(low(x) - expected) <= half_ulp * np.abs(expected) + 1e-7)
+
+
+def test_activation_that_others_keep_or_that_is_cheap_is_not_computed_again():
+    def gated(y):
+        return jax.nn.gelu(y) * lax.sort(y)
+
+    for func in (jnp.tanh, jax.nn.silu, jax.nn.relu, gated):
+        jaxpr = jax.make_jaxpr(amp(lambda x, f=func: f(x @ W) @ W.T, dtype="bf16"))(X)
+        assert "remat" not in str(jaxpr)
 
 
 def test_power_in_a_region_that_is_stopped_runs_as_written():

@@ -1,14 +1,16 @@
-"""Chains of operations on single numbers in f16, such as `jax.nn.gelu`.
+"""Chains of operations on single numbers, such as `jax.nn.gelu`.
 
-A power in them overflows f16, so they are computed in f32. To keep no f32 values for the
-backward pass, they keep their 16-bit operand and are computed again.
+The backward pass of gelu needs its operand, its tanh or erf, and its result: three arrays
+that are kept. A chain keeps its 16-bit operand and its result, and is computed again.
+Inside it computes in f32, where a power that overflows f16 does not.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpx._amp._facts import (
@@ -19,62 +21,94 @@ from mpx._amp._facts import (
     Run,
     Settings,
     cast,
+    chain_of,
     is_eligible,
 )
 from mpx._amp._rules import Rule, rule_for
-from mpx._compat import Literal, eval_jaxpr, jaxpr_of, scopes_of
+from mpx._compat import Literal, eval_jaxpr, jaxpr_of, open_jaxpr, scopes_of
 from mpx._formats import FORMATS
-from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Values, as_array
-from mpx._jaxpr._queries import Equation
+from mpx._jaxpr._calls import CALLS
+from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Values
+from mpx._jaxpr._queries import Equation, names
 
-_REASON = "overflows f16: in f32, and again in the backward pass"
+_IN_F32 = "in f32, and again in the backward pass"
+_AGAIN = "computed again in the backward pass, which keeps its operand only"
 
-_BOUNDED = frozenset(("tanh", "logistic", "erf", "sin", "cos"))
+# The largest absolute value of their results.
+_BOUNDED = {
+    "tanh": 1.0,
+    "logistic": 1.0,
+    "erf": 1.0,
+    "erfc": 2.0,
+    "sin": 1.0,
+    "cos": 1.0,
+}
+# What XLA holds too expensive to compute a second time by itself.
+_EXPENSIVE = frozenset(names("tanh erf erfc log1p expm1 atan cbrt"))
 _SAME = frozenset(
-    (
-        *("neg", "abs", "copy", "reshape", "squeeze", "expand_dims", "transpose"),
-        *("broadcast_in_dim", "stop_gradient"),
+    names(
+        "neg abs copy reshape squeeze expand_dims transpose broadcast_in_dim "
+        "stop_gradient convert_element_type"
     )
 )
-_POINTWISE = _BOUNDED | _SAME | {"add", "sub", "mul", "max", "min", "integer_pow"}
+# Their derivatives need an operand or the result.
+_NONLINEAR = frozenset(
+    (*_BOUNDED, *_EXPENSIVE, *names("integer_pow exp log sqrt rsqrt mul div"))
+)
+_POINTWISE = _NONLINEAR | _SAME | {"add", "sub", "max", "min"}
+_CURVED = _EXPENSIVE | {"integer_pow"}
+_CHAINS = object()  # where a frame keeps the chains of its jaxpr
 
 
 class Chain(NamedTuple):
-    """Equations whose operands are one f32 value and each other's results.
+    """Equations whose operands are one value and each other's results.
 
     Attributes:
         source: The value from which all of them are computed.
-        equations: The equations, the first of which is a power.
+        equations: The equations.
         outvars: The results that others read.
-        is_low: Which of these fit into f16, whatever f16 number the source is.
+        is_kept: Whether the backward pass of these others needs the results, too.
     """
 
     source: Any
     equations: list[Equation]
     outvars: list[Any]
-    is_low: list[bool]
+    is_kept: bool
+
+    @property
+    def leaves(self) -> list[Equation]:
+        """The equations, with those inside calls in place of the calls."""
+        return [*_leaves(self.equations)]
 
 
 def choose(amp: Settings, op: Op) -> Chosen | None:
-    """Returns how an equation runs that is part of a chain in f16; `None` if it is not.
+    """Returns how an equation runs that is part of a chain; `None` if it is not.
 
     There are no chains under rules that change the rule of an operation.
     """
-    if amp.dtype != np.float16 or not amp.rules.is_plain:
+    if not amp.rules.is_plain:
         return None
-    eqn = op.eqn
-    if eqn.outvars and eqn.outvars[0] in amp.frame.made:
+    eqn, made = op.eqn, amp.frame.made
+    if eqn.outvars and eqn.outvars[0] in made:
         return Chosen(_computed)
-    if eqn.primitive.name != "integer_pow" or as_array(op.values[0]).dtype != amp.dtype:
-        return None
-    jaxpr = amp.frame.jaxpr
-    start = next(i for i, other in enumerate(jaxpr.eqns) if other is eqn)
-    members = _chain_from(jaxpr.eqns[start:])
+    if _CHAINS not in made:
+        made[_CHAINS] = find_chains(amp.frame.jaxpr), None
+    chain: Chain | None = made[_CHAINS][0].get(id(eqn))
     outer = op.scopes[: len(op.scopes) - len(scopes_of(eqn))]
-    rules = [amp.region_rule(x, outer + scopes_of(x)) for x in members]
-    if not members or any(rule is not None for rule in rules):
+    if (
+        chain is None
+        or not _pays(amp, op, chain)
+        or any(amp.region_rule(x, outer + scopes_of(x)) for x in chain.leaves)
+    ):
         return None
-    return Chosen(_running(_as_chain(jaxpr, members)), Rule.F32, _REASON)
+    if not is_eligible(chain.source.aval):
+        return Chosen(_running_as_written(chain), Rule.FOLLOW, _AGAIN)
+    is_low = [_is_low(amp, chain, var) for var in chain.outvars]
+    if _overflows(amp, chain):
+        rule, reason = Rule.F32, f"overflows f16: {_IN_F32}"
+    else:
+        rule, reason = (Rule.FOLLOW, _AGAIN) if all(is_low) else (Rule.F32, _IN_F32)
+    return Chosen(_running_in_f32(chain, is_low), rule, reason)
 
 
 def _computed(amp: Settings, op: Op) -> Outcome:
@@ -83,93 +117,206 @@ def _computed(amp: Settings, op: Op) -> Outcome:
     return [out], [fact]
 
 
-def _chain_from(equations: Sequence[Equation]) -> list[Equation]:
-    """Returns the first equation and those that need nothing but it and its operand."""
-    first, *rest = equations
-    if not _is_pointwise(first) or isinstance(first.invars[0], Literal):
-        return []
-    source, made, members = first.invars[0], {first.outvars[0]}, [first]
-    for eqn in rest:
-        read = {atom for atom in eqn.invars if not isinstance(atom, Literal)}
-        if read & made and read <= made | {source} and _is_pointwise(eqn):
-            made.add(eqn.outvars[0])
-            members.append(eqn)
-    return members
+# --- Finding --------------------------------------------------------------------------
+
+
+def find_chains(jaxpr: Jaxpr | None) -> dict[int, Chain]:
+    """Returns the chains of a jaxpr by the `id` of their first equation.
+
+    Outside the evaluation of a jaxpr there is none.
+    """
+    if jaxpr is None:
+        return {}
+    source_of: dict[Any, Any] = {}
+    members: dict[Any, list[Equation]] = {}
+    for eqn in jaxpr.eqns:
+        read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+        sources = {source_of.get(atom, atom) for atom in read}
+        if len(sources) != 1 or not _is_pointwise(eqn):
+            continue
+        source = sources.pop()
+        # What is f32 as it is written is held in 16 bits; casts are for 16-bit values.
+        if is_eligible(source.aval) and not _is_f32(eqn):
+            continue
+        source_of[eqn.outvars[0]] = source
+        members.setdefault(source, []).append(eqn)
+    return {
+        id(chain[0]): _as_chain(jaxpr, source, chain)
+        for source, chain in members.items()
+        if not _CURVED.isdisjoint(eqn.primitive.name for eqn in _leaves(chain))
+    }
+
+
+def _as_chain(jaxpr: Jaxpr, source: Any, members: list[Equation]) -> Chain:
+    made, inside = {x.outvars[0] for x in members}, set(map(id, members))
+    readers = [
+        (atom, eqn.primitive.name)
+        for eqn in jaxpr.eqns
+        if id(eqn) not in inside
+        for atom in eqn.invars
+        if not isinstance(atom, Literal) and atom in made
+    ]
+    read = {atom for atom, _ in readers}
+    read |= {x for x in jaxpr.outvars if not isinstance(x, Literal)}
+    outvars = [eqn.outvars[0] for eqn in members if eqn.outvars[0] in read]
+    is_kept = any(name in _NONLINEAR for _, name in readers)
+    return Chain(source, members, outvars, is_kept)
+
+
+def _leaves(equations: Sequence[Equation]) -> Iterator[Equation]:
+    for eqn in equations:
+        if eqn.primitive.name in CALLS:
+            yield from _leaves(open_jaxpr(eqn.params["jaxpr"])[0].eqns)
+        else:
+            yield eqn
 
 
 def _is_pointwise(eqn: Equation) -> bool:
-    """Returns whether an equation works on single f32 numbers and stays low in bf16."""
+    """Returns whether an equation works on single float numbers, one by one."""
     name = eqn.primitive.name
-    rule = rule_for(name, eqn.params, compute_is_f16=False)
-    is_f32 = all(is_eligible(var.aval) for var in (*eqn.invars, *eqn.outvars))
-    return name in _POINTWISE and is_f32 and rule in (Rule.FOLLOW, Rule.WIDEST)
+    atoms = (*eqn.invars, *eqn.outvars)
+    if len(eqn.outvars) != 1 or not all(_is_float(x.aval) for x in atoms):
+        return False
+    if name in CALLS:
+        body, consts = open_jaxpr(eqn.params["jaxpr"])
+        return not consts and bool(body.eqns) and all(map(_is_pointwise, body.eqns))
+    return name in _POINTWISE
 
 
-def _as_chain(jaxpr: Jaxpr, members: list[Equation]) -> Chain:
-    inside = set(map(id, members))
-    outside = [eqn.invars for eqn in jaxpr.eqns if id(eqn) not in inside]
-    read = {
-        atom
-        for atoms in (*outside, jaxpr.outvars)
-        for atom in atoms
-        if not isinstance(atom, Literal)
-    }
-    bounds = _bounds(members)
-    outvars = [eqn.outvars[0] for eqn in members if eqn.outvars[0] in read]
-    fits = [bounds[var] <= FORMATS["f16"].max for var in outvars]
-    return Chain(members[0].invars[0], members, outvars, fits)
+def _is_float(aval: Any) -> bool:
+    return jnp.issubdtype(getattr(aval, "dtype", np.int32), jnp.floating)
 
 
-def _bounds(members: list[Equation]) -> dict[Any, float]:
-    """Returns the largest absolute values of what is computed from an f16 number."""
-    found: dict[Any, float] = {members[0].invars[0]: FORMATS["f16"].max}
+def _is_f32(eqn: Equation) -> bool:
+    atoms = [x for leaf in _leaves([eqn]) for x in (*leaf.invars, *leaf.outvars)]
+    return all(is_eligible(x.aval) for x in atoms)
+
+
+def _pays(amp: Settings, op: Op, chain: Chain) -> bool:
+    """Returns whether a chain is needed, or keeps fewer values than its equations do."""
+    value = op.values[op.eqn.invars.index(chain.source)]
+    if getattr(value, "dtype", None) not in (np.float16, jnp.bfloat16):
+        return False
+    if is_eligible(chain.source.aval) and _overflows(amp, chain):
+        return True
+    leaves = {eqn.primitive.name for eqn in chain.leaves}
+    is_expensive = len(leaves - _SAME) > 1 and not _EXPENSIVE.isdisjoint(leaves)
+    is_wide = is_eligible(chain.source.aval) and not all(
+        map(_is_low_alone, chain.leaves)
+    )
+    keeps_less = not chain.is_kept or is_wide
+    return is_expensive and len(chain.outvars) == 1 and keeps_less
+
+
+def _overflows(amp: Settings, chain: Chain) -> bool:
+    is_power = lambda x: x.primitive.name == "integer_pow" and x.params["y"] > 2  # noqa: E731
+    return amp.dtype == np.float16 and any(map(is_power, chain.leaves))
+
+
+# --- Which results fit into 16 bits ---------------------------------------------------
+
+
+def _is_low(amp: Settings, chain: Chain, var: Any) -> bool:
+    """Returns whether a result is held in 16 bits: by its rules, and if it fits there.
+
+    Inside a chain `erfc` is rounded once, at the end, as `erf` is.
+    """
+    if not all(
+        eqn.primitive.name in _BOUNDED or _is_low_alone(eqn) for eqn in chain.leaves
+    ):
+        return False
+    if amp.dtype != np.float16:
+        return True
+    largest = FORMATS["f16"].max
+    known = {chain.source: largest}
+    _bound(chain.equations, known)
+    return known[var] <= largest
+
+
+def _is_low_alone(eqn: Equation) -> bool:
+    rule = rule_for(eqn.primitive.name, eqn.params, compute_is_f16=False)
+    return rule in (Rule.FOLLOW, Rule.WIDEST)
+
+
+def _bound(equations: Sequence[Equation], known: dict[Any, float]) -> None:
+    """Adds the largest absolute values of the results to those of the operands."""
 
     def read(atom: Any) -> float:
         if not isinstance(atom, Literal):
-            return found[atom]
+            return known[atom]
         return float(np.max(np.abs(np.asarray(atom.val, np.float64))))
 
-    for eqn in members:
+    for eqn in equations:
         sizes = [read(atom) for atom in eqn.invars]
         name = eqn.primitive.name
-        if name in _BOUNDED:
-            size = 1.0
+        if name in CALLS:
+            body, _ = open_jaxpr(eqn.params["jaxpr"])
+            inner = dict(zip(body.invars, sizes, strict=True))
+            _bound(body.eqns, inner)
+            (out,) = body.outvars
+            size = inner.get(out, math.inf)
+        elif name in _BOUNDED:
+            size = _BOUNDED[name]
         elif name in ("add", "sub"):
             size = sum(sizes)
         elif name == "mul":
             size = math.prod(sizes)
         elif name == "integer_pow":
             size = _power(sizes[0], eqn.params["y"])
-        else:
+        elif name in _SAME or name in ("max", "min"):
             size = max(sizes)
-        found[eqn.outvars[0]] = size
-    return found
+        else:
+            size = math.inf
+        known[eqn.outvars[0]] = size
 
 
 def _power(size: float, exponent: int) -> float:
     try:
-        return size**exponent
+        return size**exponent if exponent > 0 else math.inf
     except OverflowError:
         return math.inf
 
 
-def _running(chain: Chain) -> Run:
-    """Returns what computes a chain in f32 from an f16 value, at its first equation."""
+# --- Running --------------------------------------------------------------------------
+
+
+def _running_in_f32(chain: Chain, is_low: list[bool]) -> Run:
+    """Returns what computes a chain in f32 from a 16-bit value, at its first equation."""
     jaxpr = jaxpr_of([chain.source], chain.outvars, chain.equations)
 
     def run(amp: Settings, op: Op) -> Outcome:
         @jax.checkpoint
         def compute(low: Any) -> Values:
             outs = eval_jaxpr(jaxpr, (), cast(low, F32))
-            pairs = zip(outs, chain.is_low, strict=True)
-            return [cast(out, amp.dtype) if is_low else out for out, is_low in pairs]
+            pairs = zip(outs, is_low, strict=True)
+            return [cast(out, amp.dtype) if fits else out for out, fits in pairs]
 
-        known = [Origin(chain="low" if is_low else "high") for is_low in chain.is_low]
-        results = zip(compute(op.values[0]), known, strict=True)
-        # What only the chain itself reads has no value outside.
-        made = dict.fromkeys((x.outvars[0] for x in chain.equations), (None, NEUTRAL))
-        made.update(zip(chain.outvars, results, strict=True))
-        amp.frame.made.update(made)
-        return _computed(amp, op)
+        known = [Origin(chain="low" if fits else "high") for fits in is_low]
+        return _store(amp, op, chain, compute, known)
 
     return run
+
+
+def _running_as_written(chain: Chain) -> Run:
+    """Returns what computes a chain from a value that is written in 16 bits."""
+    jaxpr = jaxpr_of([chain.source], chain.outvars, chain.equations)
+
+    def run(amp: Settings, op: Op) -> Outcome:
+        compute = jax.checkpoint(lambda low: eval_jaxpr(jaxpr, (), low))
+        known = [chain_of(op.facts)] * len(chain.outvars)
+        return _store(amp, op, chain, compute, known)
+
+    return run
+
+
+def _store(
+    amp: Settings, op: Op, chain: Chain, compute: Any, known: list[Origin]
+) -> Outcome:
+    """Computes a chain and keeps its results for the other equations of it."""
+    outs = compute(op.values[op.eqn.invars.index(chain.source)])
+    results = zip(outs, known, strict=True)
+    # What only the chain itself reads has no value outside.
+    made = dict.fromkeys((x.outvars[0] for x in chain.equations), (None, NEUTRAL))
+    made.update(zip(chain.outvars, results, strict=True))
+    amp.frame.made.update(made)
+    return _computed(amp, op)

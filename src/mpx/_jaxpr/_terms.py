@@ -6,6 +6,7 @@ is run, and nothing is changed by looking.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -80,25 +81,31 @@ class Term:
         """
         if self.eqn is not None and self.atom not in self.level.fixed:
             return None
-        key, memo = self.key, self.level.root.memo
-        if key not in memo:
-            memo[key] = self, _constants.value_of(self)
-        return memo[key][1]
+        root, key = self.level.root, self._key
+        if key not in root.constants:
+            root.constants[key] = _constants.value_of(self)
+        return root.constants[key]
 
     @functools.cached_property
-    def key(self) -> Any:
-        """Something that is equal for constants that are computed in the same way."""
+    def _key(self) -> int:
+        """A number that is the same for constants that are computed in the same way."""
+        described: Any
         if isinstance(self.atom, Literal):
-            return str(self.atom.val), str(self.aval)
-        if self.eqn is None:
-            return id(self.level.consts.get(self.atom, self.atom))
-        operands = tuple(operand.key for operand in self.operands)
-        return self.name, str(self.aval), str(self.eqn.params), operands
+            described = str(self.atom.val), str(self.aval)
+        elif self.eqn is None:
+            described = id(self.level.consts.get(self.atom, self.atom))
+        else:
+            operands = tuple(operand._key for operand in self.operands)
+            described = self.name, str(self.aval), str(self.params), operands
+        keys = self.level.root.keys
+        return keys.setdefault(described, len(keys))
 
     @property
     def scalar(self) -> float | None:
         """The number that all elements of a constant are, if there is one."""
-        value = self.constant
+        is_array = self.eqn is None and math.prod(self.shape) > 1
+        # An array that the function closes over is not fetched for this.
+        value = None if is_array else self.constant
         return None if value is None else _constants.only_number(value)
 
 
@@ -109,7 +116,8 @@ class Level:
         jaxpr: The jaxpr.
         caller: The level that holds the call, and the call. `None` for the outermost.
         root: The outermost level.
-        memo: What was computed from constants, beside what it was computed from.
+        keys: Numbers of constants, by how they are computed.
+        constants: Their values.
     """
 
     def __init__(
@@ -120,7 +128,8 @@ class Level:
     ) -> None:
         self.jaxpr, self.caller = jaxpr, caller
         self.root: Level = self if caller is None else caller[0].root
-        self.memo: dict[Any, tuple[Any, Any]] = {}
+        self.keys: dict[Any, int] = {}
+        self.constants: dict[int, np.ndarray | None] = {}
         self.consts = dict(zip(jaxpr.constvars, consts, strict=True))
         self.makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self._terms: dict[Any, Term] = {}
