@@ -36,8 +36,9 @@ from mpx._jaxpr._terms import Level, Term
 if TYPE_CHECKING:
     from mpx._logits import Chunks, Operands, Site
 
-_LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _HIGH = Origin(chain="high")
+IN_CHUNKS = "cross entropy in chunks"
+"""The reason of a decision to compute logits in chunks."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -192,7 +193,7 @@ class Run:
         if self.site.labels is not None:
             labels = _logits.token_labels(self.site, as_array(values[-1][0]))
         names = tuple(fact.name for _, fact in values if fact.name)
-        record(amp, self.site.scores.dot, scopes, "cross entropy in chunks", names)
+        record(amp, self.site.scores.dot, scopes, IN_CHUNKS, names)
         given = _logits.Operands(hidden, as_array(values[1][0]), bias, labels)
         axes: frozenset[str] = frozenset().union(
             *(varying_axes(jax.typeof(x)) for x in jax.tree.leaves(given))

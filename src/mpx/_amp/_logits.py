@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mpx._logits import Site
 
 _LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-_HIGH = Origin(chain="high")
 
 
 def replacements(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpx._amp._chunked import IN_CHUNKS
 from mpx._amp._facts import Decision
 from mpx._amp._functions import trace
 from mpx._amp._grouped import RAGGED
@@ -156,8 +157,9 @@ def _matmul_row(decision: Decision) -> tuple[str, ...]:
     if decision.rule not in list(Rule):
         after = f"by {decision.rule}"  # a user's function
     shapes = [",".join(map(str, shape)) for shape in decision.shapes[:2]]
+    in_chunks = decision.reason == IN_CHUNKS
     return (
-        decision.primitive,
+        "logits in chunks" if in_chunks else decision.primitive,
         f"{before} -> {after}",
         " @ ".join(f"({shape})" for shape in shapes),
         " ".join(decision.params),
