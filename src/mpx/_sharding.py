@@ -13,7 +13,9 @@ from mpx._compat import has_explicit_axes, is_tracer
 from mpx._private import private
 
 
-def zeros_alike(like: Any, dtype: Any, *, group: int | None = None) -> Any:
+def zeros_alike(
+    like: Any, dtype: Any, *, group: int | None = None, planes: int | None = None
+) -> Any:
     """Returns zeros that are sharded like an array.
 
     Args:
@@ -21,12 +23,16 @@ def zeros_alike(like: Any, dtype: Any, *, group: int | None = None) -> Any:
         dtype: The dtype of the zeros.
         group: If given, the number of elements of the last axis that share one zero. If
             shards of that axis end within a group, the axis of the groups is not sharded.
+        planes: If given, the size of a new first axis, which is not sharded.
     """
     shape = tuple(like.shape)
     sharding = getattr(like, "sharding", None)
     if group is not None:
         sharding = uncut(sharding, shape, group)
         shape = (*shape[:-1], shape[-1] // group)
+    if planes is not None:
+        sharding = stacked(sharding)
+        shape = (planes, *shape)
     if isinstance(like, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     if not is_tracer(like):
@@ -38,8 +44,25 @@ def zeros_alike(like: Any, dtype: Any, *, group: int | None = None) -> Any:
     # like it. No number is above infinity.
     zeros = (like > jnp.inf).astype(dtype)
     if group is not None:
-        zeros = whole_groups(zeros, group).reshape(*shape, group)[..., 0]
-    return zeros
+        groups = (*zeros.shape[:-1], zeros.shape[-1] // group, group)
+        zeros = whole_groups(zeros, group).reshape(groups)[..., 0]
+    return zeros if planes is None else jnp.stack([zeros] * planes)
+
+
+def stacked(sharding: Any) -> Any:
+    """Returns the sharding of arrays that are stacked along a new first axis."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = PartitionSpec(None, *sharding.spec)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def unstacked(sharding: Any) -> Any:
+    """Returns the sharding of the parts of an array along its first axis."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = PartitionSpec(*sharding.spec[1:])
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 def zero_beside(leaves: Iterable[Any], dtype: Any) -> Any:

@@ -218,15 +218,21 @@ def _plain_leaf(
 
 
 def _layer_of(leaf: Any, layer: Array) -> Any:
-    return jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), leaf
-    )
+    first = leaf.param.ndim  # the axis of the layers is the first, or behind the planes
+
+    def read(x: Array) -> Array:
+        return lax.dynamic_index_in_dim(x, layer, x.ndim - first, keepdims=False)
+
+    return jax.tree.map(read, leaf)
 
 
 def _with_layer(leaf: Any, layer: Array, new: Any) -> Any:
-    return jax.tree.map(
-        lambda x, y: lax.dynamic_update_index_in_dim(x, y, layer, 0), leaf, new
-    )
+    first = leaf.param.ndim
+
+    def write(x: Array, y: Array) -> Array:
+        return lax.dynamic_update_index_in_dim(x, y, layer, x.ndim - first)
+
+    return jax.tree.map(write, leaf, new)
 
 
 @functools.partial(jax.jit, static_argnames=("body", "group_size", "backend"))
@@ -312,7 +318,7 @@ def _kernel(
             if len(indices) < len(leaves):
                 rows = jnp.stack([numbers[index] for index in indices])
             some = [grads[index] for index in indices], [leaves[i] for i in indices]
-            if module.can_address(some[1][0].param.size):
+            if module.can_address(some[1][0]):
                 likes = [like[index] for index in indices]
                 results = module.launch(
                     body, rows, *some, group_size=group_size, like=likes
