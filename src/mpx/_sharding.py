@@ -53,7 +53,11 @@ def stacked(sharding: Any) -> Any:
     """Returns the sharding of arrays that are stacked along a new first axis."""
     if not isinstance(sharding, NamedSharding):
         return sharding
-    spec = PartitionSpec(None, *sharding.spec)
+    spec = [None, *sharding.spec]
+    # As results of programs have it: a step must not compile again for its own results.
+    while spec and spec[-1] is None:
+        spec.pop()
+    spec = PartitionSpec(*spec)
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 

@@ -126,7 +126,8 @@ def _backend(job: Job, backend: Backend) -> Backend:
         return "jax"
     obstacle = _obstacle(job, _tuning(backend))
     if backend == "auto":
-        worth = job.group_size > 0 and job.size >= TRITON.min_size
+        # XLA updates floats in one pass. To write planes it needs a second one, and copies.
+        worth = any(x.dtype.kind in "iu" for x in jax.tree.leaves(job.leaf))
         # Without a GPU, here or in the mesh of a compilation for one, no kernel is traced:
         # that takes longer than all else, and imports Pallas.
         here = gpu_capability() is not None and _has_kernel()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -84,7 +85,7 @@ class Packing:
         """Reads the packing off a state; whether the state fits it is checked elsewhere."""
         quantized, count = packed.scales is not None, len(moments)
         correction = None
-        if not isinstance(packed.codes, tuple):
+        if not isinstance(packed.codes, tuple | None):
             size = getattr(dtype_of(packed.codes), "itemsize", 0)
             if quantized:
                 planes, *_ = shape_of(packed.codes) or (0,)
@@ -206,6 +207,11 @@ def packed_step(
     codecs = tuple(moment_codec(name, quantized, format) for name in rule.moments)
     master = master_codec(param_dtype, packing.correction, format)
     return PackedStep(LeafStep(rule, master, codecs, group_size, dithers), packing)
+
+
+def is_missing(codes: Any) -> bool:
+    """Returns whether a parameter has no state: if it is frozen, or `optax.masked`."""
+    return codes is None or isinstance(codes, optax.MaskedNode)
 
 
 def _struct(like: Any, dtype: np.dtype) -> jax.ShapeDtypeStruct:

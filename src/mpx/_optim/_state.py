@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int, PyTree
 
 from mpx._optim._options import Compression, StateFormat
-from mpx._optim._packing import INT8, PackedLeaf, Packing
+from mpx._optim._packing import INT8, PackedLeaf, Packing, is_missing
 from mpx._optim._params import F32, PARAM_DTYPES, FlatParams
 from mpx._optim._update_rules import Leaf, Rule
 from mpx._quant import Packed, count_words, word_of
@@ -98,7 +98,8 @@ def register_with_flax() -> None:
     serialization = sys.modules.get("flax.serialization")
     if serialization is None:
         return
-    names = ("count", "packed", "layout")
+    # The layout first: its name says what is wrong.
+    names = ("count", "layout", "packed")
 
     def save(state: FlashState) -> dict[str, Any]:
         to_dict = serialization.to_state_dict
@@ -128,7 +129,8 @@ def leaves_of(
         ValueError: If the parameters are not those that the state was made for.
     """
     found = flat.like(state.packed, "The optimizer state")
-    packed = [x if isinstance(x, Packed) else Packed(None, None) for x in found]
+    # Where there is no state, `codes` is what stands in its place.
+    packed = [x if isinstance(x, Packed) else Packed(x, None) for x in found]
     packings = [Packing.read(x, state.moments, state.format) for x in packed]
     corrections = (packing.correction for packing in packings)
     check_layout(state.layout, zip(flat.leaves, corrections, strict=True))
@@ -138,8 +140,9 @@ def leaves_of(
 
 def packed_tree(flat: FlatParams, leaves: Sequence[PackedLeaf]) -> PyTree:
     """Returns `FlashState.packed`."""
-    packed = [None if leaf.codes is None else leaf.packed for leaf in leaves]
-    return flat.bare.unflatten(packed)
+    return flat.bare.unflatten(
+        leaf.codes if is_missing(leaf.codes) else leaf.packed for leaf in leaves
+    )
 
 
 # --- layout ---------------------------------------------------------------------------
@@ -258,7 +261,7 @@ def check_packed(name: str, leaf: PackedLeaf, packing: Packing) -> int:
             "`optax.apply_updates` or `mpx.optimizer_update`, which keep dtypes, or use "
             f"`step`. {_INIT_AGAIN}"
         )
-    if leaf.codes is None:
+    if is_missing(leaf.codes):
         raise ValueError(f"The optimizer state has nothing for `{name}`. {_INIT_AGAIN}")
     if packing.is_f32:
         word, planes, codes = F32, (), leaf.codes
