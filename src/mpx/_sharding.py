@@ -1,6 +1,7 @@
 """Shardings of arrays: zeros placed like a parameter, and local functions over shards."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -218,12 +219,14 @@ def over_shards(
         given, results = layout(*args)
         return mesh, local, results, given
 
+    # Shardy wants them in the order in which the rule names them.
+    factors = sorted({*whole, *sizes}, key=re.findall(r"\w+", rule).index)
     call = private("kernels").custom_partitioning(local)
     call.def_partition(
         partition,
         infer_sharding_from_operands=lambda mesh, args, result: layout(*args)[1],
         sharding_rule=rule,
-        need_replication_factors=(*whole, *sizes),
+        need_replication_factors=tuple(factors),
         **sizes,
     )
     return call(*args)

@@ -133,6 +133,16 @@ class Packing:
     def view(self, packed: Packed) -> Leaf:
         """Returns moments and correction of a state, of arrays or `ShapeDtypeStruct`s."""
         codes, scales = _planes(packed.codes), _planes(packed.scales)
+        expected = [
+            count_words(dtypes) if dtypes else 0
+            for dtypes in (self.elements, self.scales)
+        ]
+        if [len(codes), len(scales)] != expected:
+            raise ValueError(
+                f"Expected {expected[0]} planes of codes and {expected[1]} of scales along "
+                f"the first axis, but there are {len(codes)} and {len(scales)}. In a "
+                "function that `jax.vmap` maps over states, read them inside."
+            )
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in (*codes, *scales)):
             return self.unpack(codes, scales)
         return self._leaf(

@@ -89,6 +89,8 @@ class FlashState(eqx.Module):
             packing = Packing.read(packed, self.moments, self.format)
             return part(packing.view(packed))
 
+        for _ in shape_of(self.count):  # states that `vmap` made have axes before
+            read = jax.vmap(read)
         is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
         return jax.tree.map(read, self.packed, is_leaf=is_packed)
 
