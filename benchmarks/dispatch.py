@@ -68,12 +68,16 @@ def build(size: Any) -> tuple[dict[str, Way], Any]:
         updates, state = plain.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
+    def mpx_step(carry: Any, grads: Any) -> Any:
+        params, state = carry
+        return tuple(ours.step(params, state, grads))
+
     state: Any = ours.init(half)
     apart = (state.count, state.mu, state.nu, state.correction, state.layout)
     ways = {
         "optax": Way((model, plain.init(model)), optax_step),
         "apart": Way((half, apart), None),
-        "mpx": Way((half, state), lambda carry, grads: tuple(ours.step(*carry, grads))),
+        "mpx": Way((half, state), mpx_step),
     }
     for way in ways.values():  # donated arrays must not be shared
         way.carry = jax.tree.map(jnp.copy, way.carry)

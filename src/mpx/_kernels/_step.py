@@ -1,9 +1,10 @@
 """The program that all kernels share: it loads a block, steps it and stores it."""
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ from mpx._kernels._plain import Body
 from mpx._quant import Block
 
 
-class Plane(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Plane:
     """One plane of an array, along its first axis.
 
     Attributes:
