@@ -580,6 +580,12 @@ STRANGERS = {
         put(ADAM32, packed=kind("lion").init(W32).packed),
         r"`codes` .* `layer/w` must be uint8 of shape \(2, 2, 64\), but it is int8",
     ),
+    "f32 moments of another rule": (
+        "adamw",
+        leaf(jnp.ones(4)),
+        put(ADAM32, packed=kind("lion").init(leaf(jnp.ones(4))).packed),
+        "`codes` .* `layer/w` must be a tuple of 2 f32 arrays",
+    ),
     "no state": (
         "adamw",
         W32,

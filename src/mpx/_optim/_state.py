@@ -265,15 +265,19 @@ def check_packed(name: str, leaf: PackedLeaf, packing: Packing) -> int:
         )
     if is_missing(leaf.codes):
         raise ValueError(f"The optimizer state has nothing for `{name}`. {_INIT_AGAIN}")
+    what = f"`codes` of the state of `{name}`"
     if packing.is_f32:
-        word, planes, codes = F32, (), leaf.codes
+        codes, expected = leaf.codes, len(packing.elements)
+        if not isinstance(codes, tuple) or len(codes) != expected:
+            raise ValueError(
+                f"{what} must be a tuple of {expected} f32 arrays, one for each moment "
+                f"that the optimizer keeps, but there is something else. {_INIT_AGAIN}"
+            )
+        for array in codes:
+            _check_array(what, array, F32, shape)
     else:
-        word, planes = word_of(packing.elements), (count_words(packing.elements),)
-        codes = (leaf.codes,)
-    for array in codes:
-        _check_array(
-            f"`codes` of the state of `{name}`", array, word, (*planes, *shape)
-        )
+        planes = count_words(packing.elements)
+        _check_array(what, leaf.codes, word_of(packing.elements), (planes, *shape))
     if not packing.scales:
         return 0
     *rows, groups = shape_of(leaf.scales) or (0,)
