@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mpx._optim._core import leaf_step
+from mpx._optim._options import master_codec, moment_codec
 from mpx._optim._params import flatten_params
 from mpx._optim._scalars import StepScalars
 from mpx._optim._state import leaves_of
@@ -112,7 +112,7 @@ def differences(
         For each leaf the fields of a `Found`, but `elements`.
     """
     core = optimizer.init.__self__
-    old, want, got = (stored_leaves(core, *tree) for tree in (before, plain, kernel))
+    old, want, got = (stored_leaves(*tree) for tree in (before, plain, kernel))
     numbers = StepScalars(core.rule, core.hyper, before[1].count, grad_scale)
     scale, *rest = numbers.of(None, True)
     coefficients = rest[len(Dither._fields) :]
@@ -146,20 +146,29 @@ def found_of(elements: int, fields: dict[str, Array]) -> Found:
     return Found(elements, **{key: value.item() for key, value in numbers.items()})
 
 
-def stored_leaves(core: Any, params: Any, state: Any) -> list[Leaf]:
-    """Returns each parameter with its state."""
-    return leaves_of(flatten_params(params), state, core.rule.moments)
+def stored_leaves(params: Any, state: Any) -> list[Leaf]:
+    """Returns each parameter with its correction and moments."""
+    pairs = zip(*leaves_of(flatten_params(params), state), strict=True)
+    return [
+        packing.view(leaf.packed)._replace(param=leaf.param) for leaf, packing in pairs
+    ]
 
 
 def decoded(core: Any, leaf: Leaf, state: Any) -> tuple[Array, list[Array]]:
     """Returns the f32 weight and moments of a leaf."""
-    plan, shape = leaf_step("", core.rule, leaf, state.format), leaf.param.shape
-    groups = (*shape[:-1], -1, plan.group_size) if plan.group_size else shape
+    shape, groups = leaf.param.shape, leaf.param.shape
+    quantized = [x for x in leaf.moments if isinstance(x, Quantized)]
+    if quantized:
+        groups = (*quantized[0].scale.shape, -1)
+    dtype = None if leaf.correction is None else leaf.correction.dtype
+    master = master_codec(leaf.param.dtype, dtype, state.format)
     leaf = jax.tree.map(lambda x: x.reshape(groups) if x.shape == shape else x, leaf)
-    block = Block()
-    weight = plan.master.decode(leaf.param, leaf.correction, block)
-    pairs = zip(plan.moments, leaf.moments, strict=True)
-    return weight, [codec.decode(stored, block) for codec, stored in pairs]
+    weight = master.decode(leaf.param, leaf.correction, Block())
+    moments = [
+        moment_codec(name, bool(quantized), state.format).decode(stored, Block())
+        for name, stored in zip(core.rule.moments, leaf.moments, strict=True)
+    ]
+    return weight, moments
 
 
 def compare_leaf(room: Any, a: Leaf, b: Leaf, plain: Any, kernel: Any) -> Any:

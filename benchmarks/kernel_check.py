@@ -29,6 +29,8 @@ from jax import Array, lax
 import mpx
 from _kernel_compare import Found, differences, found_of
 from mpx._kernels import _dispatch, _triton
+from mpx._optim._packing import PackedLeaf, pack
+from mpx._optim._update_rules import Leaf
 from mpx._quant import Noise, Quantized
 
 RATE, DECAY = 0.01, 0.1
@@ -87,8 +89,9 @@ TINY_SHAPES = {
     "layers": (4, 96, 64),
     "odd layers": (4, 97, 32),
 }
-# Rows of one leaf: at most 2³¹ elements and above 2³² the kernel, between them plain JAX.
-WIDTH, CHUNK, ROWS = 2**15, 2**11, (2**16, 2**16 + 2**11, 2**17, 2**17 + 2**11)
+# Rows of one leaf, whose codes take three bytes an element: the kernel up to 2³¹ and above
+# 2³² bytes, between them plain JAX. The last has more than 2³² elements.
+WIDTH, CHUNK, ROWS = 2**15, 2**11, (10 * 2**11, 2**15, 2**16, 2**17 + 2**11)
 TINY_WIDTH, TINY_CHUNK, TINY_ROWS = 256, 4, (8,)
 UNUSUAL = (np.inf, -np.inf, np.nan, 1e20, -1e20, 1e-25, 3e-39, 0.0)
 
@@ -313,12 +316,9 @@ def huge_inputs(rows: int, width: int, first: Any = 0) -> Any:
     small: Any = mpx.optim.flash_adamw(RATE, compression=any_size).init(
         {"w": params["w"][:1, :32]}
     )
+    packed = pack(Leaf(params["w"], correction, (mu, nu)))
     state = dataclasses.replace(
-        small,
-        count=jnp.asarray(5, jnp.int32),
-        mu={"w": mu},
-        nu={"w": nu},
-        correction={"w": correction},
+        small, count=jnp.asarray(5, jnp.int32), packed={"w": packed}
     )
     return params, state, {"w": noise(width, 7).centred().astype(jnp.bfloat16)}
 
@@ -337,16 +337,21 @@ def run_huge(rows: int, width: int, chunk: int, kernel: str) -> tuple[Found, lis
     step = functools.partial(take_step, case.optimizer(kernel))
     program = jax.jit(step, donate_argnums=(0, 1)).lower(*inputs, yes, scale).compile()
     # Mosaic's kernel has 64-bit addresses throughout.
-    launches = int(kernel == "mosaic" or _triton.can_address(rows * width))
+    leaf = PackedLeaf(inputs[0]["w"], *inputs[1].packed["w"])
+    launches = int(kernel == "mosaic" or _triton.can_address(leaf))
     problem = kernel_problem(program, "kernel", launches)
     result = program(*inputs, yes, scale)
-    del inputs
+    del inputs, leaf
+
+    def rows_of(x: Array, first: Array) -> Array:
+        # The rows are the first axis, or behind the planes.
+        return (
+            x if not x.ndim else lax.dynamic_slice_in_dim(x, first, chunk, x.ndim - 2)
+        )
 
     @jax.jit
     def part(first: Array, result: Any) -> Any:
-        mine = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, first, chunk) if x.ndim else x, result
-        )
+        mine = jax.tree.map(lambda x: rows_of(x, first), result)
         return huge_inputs(chunk, width, first), mine
 
     # A program of its own: together with `part` XLA would not round what it makes to bf16.

@@ -12,9 +12,9 @@ import pytest
 from mpx._compat import HAS_MOSAIC, Literal, eval_equation, open_jaxpr
 from mpx._kernels import _triton, _tuning
 from mpx._kernels._plain import run_plain
-from mpx._optim._options import master_codec, moment_codec
-from mpx._optim._update_rules import Adam, Leaf, LeafStep, Lion, Sgd
-from mpx._quant import Dither, Quantized
+from mpx._optim._packing import PackedLeaf, Packing, packed_step
+from mpx._optim._update_rules import Adam, Lion, Sgd
+from mpx._quant import Dither
 from mpx._quant._rounding import bits, from_bits
 from mpx.testing import assert_trees_equal
 
@@ -54,11 +54,10 @@ def make_plan(
     rule, dtype=jnp.bfloat16, correction=np.int8, format="mpx", group=32, dithers=True
 ):
     correction = None if correction is None else np.dtype(correction)
-    moments = tuple(
-        moment_codec(name, quantized=group > 0, format=format) for name in rule.moments
+    packing = Packing.make(
+        rule.moments, format, quantized=group > 0, correction=correction
     )
-    master = master_codec(dtype, correction, format)
-    return LeafStep(rule, master, moments, group, dithers)
+    return packed_step(rule, dtype, packing, format, group_size=group, dithers=dithers)
 
 
 def make_case(plan, shape, dtype=jnp.bfloat16, grad_dtype=jnp.bfloat16, seed=0):
@@ -70,23 +69,11 @@ def make_case(plan, shape, dtype=jnp.bfloat16, grad_dtype=jnp.bfloat16, seed=0):
         return jnp.asarray(rng.standard_normal(shape) * spread * scale, jnp.float32)
 
     hyper = {name: jnp.float32(value) for name, value in HYPER.items()}
-    coefficients = plan.rule.coefficients(hyper, jnp.float32(3))
+    coefficients = plan.step.rule.coefficients(hyper, jnp.float32(3))
     dither = Dither(jnp.float32(0.2), jnp.float32(0.7))
     scalars = jnp.stack([jnp.float32(0.5), *dither, *coefficients])
     param = normal(0.05).astype(dtype)
-    correction = getattr(plan.master, "dtype", None)
-    if correction is not None:
-        correction = jnp.zeros(shape, correction)
-    scale = (*shape[:-1], shape[-1] // plan.group_size) if plan.group_size else None
-    moments = tuple(
-        jnp.zeros(shape, jnp.float32)
-        if scale is None
-        else Quantized(
-            jnp.zeros(shape, codec.code_dtype), jnp.zeros(scale, codec.scale_dtype)
-        )
-        for codec in plan.moments
-    )
-    leaf = Leaf(param, correction, moments)
+    leaf = PackedLeaf(param, *plan.packing.zeros(param, plan.step.group_size))
     leaf = plain(plan, scalars, normal(1.0).astype(grad_dtype), leaf)
     return scalars, normal(1.0).astype(grad_dtype), leaf
 
@@ -149,7 +136,7 @@ def interpreted(plan, scalars, grad, leaf, finite=1.0):
         rows,
         [grad],
         [leaf],
-        group_size=plan.group_size,
+        group_size=plan.step.group_size,
         tuning=TUNING,
         interpret=True,
     )
@@ -161,20 +148,18 @@ kernel = jax.jit(interpreted, static_argnums=0)
 
 @functools.partial(jax.jit, static_argnums=0)
 def plain(plan, scalars, grad, leaf):
-    return run_plain(
-        plan, scalars, grad, leaf, group_size=plan.group_size, finite=None, seed=None
-    )
+    size = plan.step.group_size
+    return run_plain(plan, scalars, grad, leaf, group_size=size, finite=None, seed=None)
 
 
 def assert_kernel_equals_plain(plan, case):
     scalars, grad, leaf = case
     want = plain(Unfused(plan), scalars, grad, leaf)
     assert_trees_equal(kernel(Unfused(plan), scalars, grad, leaf), want)
+    moments = [plan.packing.view(x.packed).moments for x in (want, leaf)]
     changed = [
         float(np.mean(np.asarray(x) != np.asarray(y)))
-        for x, y in zip(
-            jax.tree.leaves(want.moments), jax.tree.leaves(leaf.moments), strict=True
-        )
+        for x, y in zip(*map(jax.tree.leaves, moments), strict=True)
     ]
     assert min(changed) > 0.3, "the step did nothing"
 

@@ -1,5 +1,6 @@
 """The check of the kernel runs, passes, and sees what it is for."""
 
+import dataclasses
 import functools
 import importlib
 import subprocess
@@ -9,6 +10,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+
+from mpx._optim._packing import pack
+from mpx._optim._update_rules import Leaf
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -53,20 +57,23 @@ def moved(where, by, element=(1, 2)):
     """A change of one stored number by so many units in the last place."""
 
     def change(result):
-        x = where(result)
+        (param,), state = result
+        leaf = Leaf(param, state.correction[0], (state.mu[0], state.nu[0]))
+        x = where(leaf)
         new = bits_of(x).at[element].add(by)
         new = jax.lax.bitcast_convert_type(new, x.dtype)
-        return jax.tree.map(lambda leaf: new if leaf is x else leaf, result)
+        leaf = jax.tree.map(lambda part: new if part is x else part, leaf)
+        return [param], dataclasses.replace(state, packed=[pack(leaf)])
 
     return change
 
 
 STORED = {
-    "code of mu": (lambda r: r[1].mu[0].codes, 1),
-    "code of nu": (lambda r: r[1].nu[0].codes, 1),
-    "bf16 scale": (lambda r: r[1].mu[0].scale, 1),
-    "f32 scale": (lambda r: r[1].nu[0].scale, 16),
-    "correction": (lambda r: r[1].correction[0], 2),
+    "code of mu": (lambda leaf: leaf.moments[0].codes, 1),
+    "code of nu": (lambda leaf: leaf.moments[1].codes, 1),
+    "bf16 scale": (lambda leaf: leaf.moments[0].scale, 1),
+    "f32 scale": (lambda leaf: leaf.moments[1].scale, 16),
+    "correction": (lambda leaf: leaf.correction, 2),
 }
 
 

@@ -202,7 +202,16 @@ def test_state_has_the_documented_dtypes_and_shapes():
     corrections = {k: x if x is None else x.dtype for k, x in state.correction.items()}
     assert corrections == {"w": "int8", "odd": "int8", "small": "int16", "full": None}
     assert (int(state.count), state.format) == (0, "mpx")
-    taken = sum(x.nbytes for x in jax.tree.leaves((params["w"], mu, nu))) + 960
+    assert {
+        k: jax.tree.map(lambda x: (x.shape, x.dtype), packed)
+        for k, packed in state.packed.items()
+    } == {
+        "w": (((3, 3, 5, 64), np.uint8), ((3, 3, 5, 2), np.uint16)),
+        "odd": (((9, 64, 65), np.uint8), None),
+        "small": (((5, 4), np.uint16), None),
+        "full": (((2, 64, 64), np.uint8), ((3, 64, 2), np.uint16)),
+    }
+    taken = sum(x.nbytes for x in jax.tree.leaves((params["w"], state.packed["w"])))
     assert taken / 960 == 2 + 1 + 1 + 1 + (2 + 4) / 32
 
 

@@ -13,7 +13,6 @@ from flax.core import freeze
 
 import mpx
 from flash_cases import BF16, SHAPE, TINY, W, kind, step_with
-from mpx._quant import Quantized
 from mpx.testing import assert_trees_equal
 
 # --- errors ---------------------------------------------------------------------------
@@ -47,22 +46,17 @@ ERRORS = {
     "state of another rule": (
         lambda: step_with(state=kind("lion").init(W)),
         ValueError,
-        "made as `lion-mpx-1x24.*this optimizer is of the kind 'adam'",
-    ),
-    "state without moments": (
-        lambda: step_with(state=put(kind("adamw").init(W), nu=None)),
-        ValueError,
-        "state has no nu for `layer/w`",
+        "made as `lion-mpx-planes-1x24.*this optimizer is of the kind 'adam'",
     ),
     "Adam's state for SGD": (
         lambda: step_with(state=kind("adamw").init(W), tx=kind("sgd")),
         ValueError,
-        r"made as `adam-mpx-1x24.*of the kind 'sgd'.*its own `init\(params\)`",
+        r"made as `adam-mpx-planes-1x24.*of the kind 'sgd'.*its own `init\(params\)`",
     ),
     "Lion's state for SGD": (
         lambda: step_with(state=kind("lion").init(W), tx=kind("sgd")),
         ValueError,
-        "made as `lion-mpx-1x24.*of the kind 'sgd', whose moments mean something else",
+        "made as `lion-mpx-planes-1x24.*of the kind 'sgd', whose moments mean something else",
     ),
     "init without floating arrays": (
         lambda: kind("adamw").init({"ids": jnp.arange(3), "name": "x"}),
@@ -476,8 +470,11 @@ def test_hyperparameters_that_are_traced_are_not_looked_at():
 
 def test_state_of_another_format_is_refused():
     state = kind("adamw", format="flashoptim").init(W)
-    wrong = eqx.tree_at(lambda s: s.mu, kind("adamw").init(W), state.mu)
-    with pytest.raises(ValueError, match="scales of `layer/w` are float16.*bfloat16"):
+    wrong = put(kind("adamw").init(W), packed=state.packed)
+    with pytest.raises(
+        ValueError,
+        match=r"`scales` .* `layer/w` must be uint16 of shape \(3, .* it is float16",
+    ):
         step_with(state=wrong)
     with pytest.raises(ValueError, match=r"`state.format` is 'flashoptim'.*'mpx'"):
         step_with(state=state)
@@ -494,7 +491,12 @@ def leaf(x):
     return {"layer": {"w": x}}
 
 
+def with_scales(state, scales):
+    return put(state, packed=leaf(state.packed["layer"]["w"]._replace(scales=scales)))
+
+
 ADAM, W32 = kind("adamw").init(W), leaf(jnp.ones(SHAPE))
+ADAM32 = kind("adamw").init(W32)
 # Optimizer, parameters, state, what the error says. Gradients are like the parameters.
 STRANGERS = {
     "optax": ("adamw", W, (optax.EmptyState(),), "FlashState from `init.*; got tuple"),
@@ -504,13 +506,13 @@ STRANGERS = {
         "lion",
         W,
         ADAM,
-        r"made as `adam-mpx-1x24-0x32.*of the kind 'lion'.*`init\(params\)`",
+        r"made as `adam-mpx-planes-1x24-0x32.*of the kind 'lion'.*`init\(params\)`",
     ),
     "mu for sgd": (
         "sgd without momentum",
         W,
         kind("sgd").init(W),
-        "`state.mu` was expected to be None.*keeps no moments",
+        "The state holds mu, but this optimizer keeps no moments",
     ),
     "cast after init": (
         "adamw",
@@ -524,65 +526,71 @@ STRANGERS = {
         "adamw",
         W32,
         ADAM,
-        "`state.correction` for `layer/w` is int8 .* but the parameter is float32",
+        "`layer/w` has a correction of int8, but the parameter is float32",
     ),
     "shape of codes": (
         "lion",
         leaf(jnp.ones((2, 128), BF16)),
-        put(
-            kind("lion").init(W),
-            correction=leaf(jnp.zeros((2, 128), np.int8)),
-        ),
-        r"`state.mu` for `layer/w` must be int8 .* \(2, 128\), but it is int8 of shape "
-        r"\(2, 64\)",
+        kind("lion").init(W),
+        r"`codes` .* `layer/w` must be int8 of shape \(2, 2, 128\), but it is int8 of "
+        r"shape \(2, 2, 64\)",
     ),
     "shape of scales": (
         "lion",
         W,
-        put(
-            kind("lion").init(W),
-            mu=leaf(Quantized(jnp.zeros(SHAPE, np.int8), jnp.zeros((2, 3), BF16))),
-        ),
-        r"scales of `state.mu` for `layer/w` have shape \(2, 3\).*\(2, 64\)",
+        with_scales(kind("lion").init(W), jnp.zeros((1, 2, 3), BF16)),
+        r"`scales` .* `layer/w` have shape \(1, 2, 3\).*\(2, 64\)",
     ),
     "scales like codes": (
         "lion",
         W32,
-        put(
-            kind("lion").init(W32),
-            mu=leaf(Quantized(jnp.zeros(SHAPE, np.int8), jnp.zeros(SHAPE, BF16))),
-        ),
-        r"scales of `state.mu` for `layer/w` have shape \(2, 64\).*into groups",
+        with_scales(kind("lion").init(W32), jnp.zeros((1, *SHAPE), BF16)),
+        r"`scales` .* `layer/w` have shape \(1, 2, 64\).*into groups",
     ),
     "one more axis": (
         "lion",
         leaf(jnp.ones((1, *SHAPE))),
         kind("lion").init(W32),
-        r"scales of `state.mu` for `layer/w` have shape \(2, 2\).*\(1, 2, 64\)",
+        r"`codes` .* `layer/w` must be int8 of shape \(1, 1, 2, 64\), but .* \(1, 2, 64\)",
     ),
     "shape of f32 moments": (
         "adamw",
         leaf(jnp.ones(4)),
         kind("adamw").init(leaf(jnp.ones(1))),
-        r"`state.mu` for `layer/w` must be float32 .* \(4,\), but .* \(1,\)",
+        r"`codes` .* `layer/w` must be float32 of shape \(4,\), but .* \(1,\)",
     ),
     "moments that were cast": (
         "sgd",
         leaf(jnp.ones(4)),
-        put(kind("sgd").init(leaf(jnp.ones(4))), mu=leaf(jnp.zeros(4, BF16))),
-        "`state.mu` for `layer/w` must be float32 .* it is bfloat16",
+        jax.tree.map(
+            lambda x: x.astype(BF16) if x.ndim else x,
+            kind("sgd").init(leaf(jnp.ones(4))),
+        ),
+        "`codes` .* `layer/w` must be float32 .* it is bfloat16",
     ),
     "shape of the correction": (
         "sgd without momentum",
         leaf(jnp.ones(4, BF16)),
         kind("sgd without momentum").init(leaf(jnp.ones(1, BF16))),
-        r"`state.correction` for `layer/w` is int8 of shape \(1,\), .* shape \(4,\)",
+        r"`codes` .* `layer/w` must be int8 of shape \(1, 4\), but .* \(1, 1\)",
     ),
-    "two group sizes": (
+    "planes of another rule": (
         "adamw",
-        W,
-        put(ADAM, nu=kind("adamw", group_size=64).init(W).nu),
-        "moments of `layer/w` are in groups of 32 and of 64",
+        W32,
+        put(ADAM32, packed=kind("lion").init(W32).packed),
+        r"`codes` .* `layer/w` must be uint8 of shape \(2, 2, 64\), but it is int8",
+    ),
+    "f32 moments of another rule": (
+        "adamw",
+        leaf(jnp.ones(4)),
+        put(ADAM32, packed=kind("lion").init(leaf(jnp.ones(4))).packed),
+        "`codes` .* `layer/w` must be a tuple of 2 f32 arrays",
+    ),
+    "no state": (
+        "adamw",
+        W32,
+        put(ADAM32, packed=leaf(None)),
+        "The optimizer state has nothing for `layer/w`",
     ),
 }
 

@@ -82,6 +82,8 @@ def problem(shape, mesh=None, spec=None):
 
 
 def is_sharded_like(x, mesh, spec):
+    """Tells whether an array, or each of its planes, is sharded so."""
+    spec = P(None, *spec) if x.ndim > len(spec) else spec
     return x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
 
 
@@ -162,7 +164,7 @@ def test_every_array_of_the_state_is_sharded_like_its_parameter(axis_type, spec,
         init, found = compiled(jax.jit(init), params)
     state = init(params)
     arrays = {leaf.shape for leaf in jax.tree.leaves(state)}
-    assert arrays == {(), SHAPE, (16, 16)}  # the premise: there are scales
+    assert arrays == {(), (3, *SHAPE), (3, 16, 16)}  # the premise: there are scales
     assert not unlike(state, mesh, spec)
     assert_trees_equal(jax.device_get(state), optimizer.init(problem(SHAPE)[0]))
     assert found == []
@@ -383,6 +385,13 @@ def test_explicit_result_keeps_the_sharding_of_the_parameter_not_of_the_gradient
 # --- shard_map ------------------------------------------------------------------------
 
 
+def specs_of(optimizer, shape, mesh, spec):
+    """Returns the specs of parameters and state, as the guide takes them."""
+    sharding = NamedSharding(mesh, spec)
+    params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)}
+    return jax.tree.map(lambda x: x.sharding.spec, (params, optimizer.init(params)))
+
+
 @each_axis_type
 @pytest.mark.parametrize(
     ("layout", "check_vma"),
@@ -396,8 +405,7 @@ def test_explicit_result_keeps_the_sharding_of_the_parameter_not_of_the_gradient
 )
 def test_step_in_shard_map_is_that_of_one_device(axis_type, layout, check_vma):
     mesh, spec = make_mesh(axis_type), LAYOUTS[layout]
-    start, _ = on_one_device("adamw", SHAPE)
-    specs = jax.tree.map(lambda leaf: spec if leaf.ndim else P(), start)
+    specs = specs_of(OPTIMIZERS["adamw"], SHAPE, mesh, spec)
     step = jax.shard_map(
         lambda *args: tuple(OPTIMIZERS["adamw"].step(*args)),
         mesh=mesh,
@@ -416,12 +424,12 @@ def test_init_in_shard_map_makes_the_state_of_each_shard(check_vma):
     optimizer = mpx.optim.flash_adamw(1e-2, compression=compression)
     params, _ = problem(SHAPE, mesh, spec)
     expected = optimizer.init(params)
-    specs = jax.tree.map(lambda leaf: spec if leaf.ndim else P(), expected)
+    specs = specs_of(optimizer, SHAPE, mesh, spec)
     init = jax.shard_map(
         optimizer.init,
         mesh=mesh,
-        in_specs=({"w": spec},),
-        out_specs=specs,
+        in_specs=specs[:1],
+        out_specs=specs[1],
         check_vma=check_vma,
     )
     state = jax.jit(init)(params)

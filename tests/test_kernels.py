@@ -24,6 +24,8 @@ from kernel_cases import (
 )
 from models import equations
 from mpx._kernels import _triton, _tuning
+from mpx._kernels._dispatch import _layer_of
+from mpx._optim._packing import PackedLeaf
 from mpx.testing import assert_trees_equal
 
 
@@ -79,7 +81,7 @@ def test_blocks_are_masked_if_the_last_one_is_not_full(monkeypatch, shape):
     plan = make_plan(RULES["adamw"])
     case = make_case(plan, shape)
     jax.eval_shape(functools.partial(interpreted, plan), *case)
-    assert masked == [shape == ODD] * (7 + 6)
+    assert masked == [shape == ODD] * (8 + 7)
 
 
 @pytest.mark.long
@@ -158,18 +160,30 @@ def test_one_layer_steps_where_it_is(layer):
         interpret=True,
     )
     for number in range(3):
-        want = jax.tree.map(lambda x, number=number: x[number], leaf)
+        want = _layer_of(leaf, number)
         if number == layer:
             want = plain(Unfused(plan), scalars, grads[1], want)
-        assert_trees_equal(jax.tree.map(lambda x, i=number: x[i], new), want)
+        assert_trees_equal(_layer_of(new, number), want)
 
 
-def test_a_kernel_addresses_what_32_or_64_bits_can():
-    block = _tuning.TRITON.block
-    reachable = [2**31, 2**32 + block]
-    out_of_reach = [2**31 + 32, 2**32, 2**32 + 32]
-    assert all(map(_triton.can_address, reachable))
-    assert not any(map(_triton.can_address, out_of_reach))
+# The three planes of codes are an array of three times as many bytes.
+@pytest.mark.parametrize(
+    ("size", "reachable"),
+    [
+        (2**31 // 3 // 32 * 32, True),
+        (2**31 // 3 // 32 * 32 + 32, False),
+        (2**32 // 3 // 512 * 512, False),
+        (2**32 // 3 // 512 * 512 + 512, True),
+        (2**32 // 3 // 512 * 512 + 544, False),
+        (2**31, True),
+        (2**32 + 32, False),
+    ],
+)
+def test_a_kernel_addresses_what_32_or_64_bits_can(size, reachable):
+    assert _tuning.TRITON.block == 512
+    param = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
+    packed = make_plan(RULES["adamw"]).packing.zeros(param, 32)
+    assert _triton.can_address(PackedLeaf(param, *packed)) == reachable
 
 
 def test_what_is_not_read_again_leaves_the_cache_first():
@@ -181,8 +195,8 @@ def test_what_is_not_read_again_leaves_the_cache_first():
     for eqn in equations(jax.make_jaxpr(step)(rows, [grad], [leaf]).jaxpr):
         if "eviction_policy" in eqn.params:
             policies[eqn.primitive.name][eqn.params["eviction_policy"]] += 1
-    # The gradient; parameter, correction, and two moments of codes and scales.
+    # The gradient; the parameter, three planes of codes and three of scales.
     assert policies == {
-        "masked_load": {"evict_first": 1, None: 6},
-        "masked_swap": {"evict_first": 6},
+        "masked_load": {"evict_first": 1, None: 7},
+        "masked_swap": {"evict_first": 7},
     }

@@ -21,7 +21,7 @@ from kernel_cases import (
     make_plan,
 )
 from models import equations
-from mpx._kernels import _dispatch, _triton, _tuning
+from mpx._kernels import _dispatch, _partition, _triton, _tuning
 from mpx._optim._update_rules import Adam, LeafStep
 from mpx.testing import assert_trees_equal
 
@@ -41,7 +41,7 @@ def kernel_on_cpus(monkeypatch):
     monkeypatch.setattr(_dispatch, "_PLATFORM", "cpu")
     monkeypatch.setattr(_dispatch, "gpu_capability", lambda: (9, 0))
     monkeypatch.setattr(_triton, "launch", interpreted)
-    small = dataclasses.replace(_tuning.TRITON, min_size=4096, batch=2)
+    small = dataclasses.replace(_tuning.TRITON, batch=2)
     monkeypatch.setattr(_dispatch, "TRITON", small)
     update = LeafStep.__call__
     monkeypatch.setattr(LeafStep, "__call__", lambda *a, **k: Unfused(update)(*a, **k))
@@ -69,12 +69,26 @@ def take_steps(optimizer, params, grads, count=2, **options):
     return params, state
 
 
-def test_the_kernel_is_taken_for_large_leaves_only(kernel_on_cpus):
-    params, grads = make_model()
-    params |= {"small": params["0"][:32], "odd": params["0"][:, :63]}
-    grads |= {"small": grads["0"][:32], "odd": grads["0"][:, :63]}
-    take_steps(mpx.optim.flash_adamw(0.01), params, grads)
-    assert kernel_on_cpus == [1]
+@pytest.mark.parametrize(
+    ("dtype", "launches"),
+    [(jnp.bfloat16, 3), (jnp.float32, 1)],
+    ids=["bf16", "f32"],
+)
+def test_the_kernel_is_taken_for_leaves_with_planes_only(
+    kernel_on_cpus, dtype, launches
+):
+    params, grads = make_model(dtype=dtype)
+    params |= {"small": params["0"][:3, :5], "odd": params["0"][:, :63]}
+    grads |= {"small": grads["0"][:3, :5], "odd": grads["0"][:, :63]}
+    optimizer, plain = (
+        mpx.optim.flash_adamw(
+            0.01, backend=backend, compression=mpx.optim.Compression(min_size=32)
+        )
+        for backend in ("auto", "jax")
+    )
+    got = take_steps(optimizer, params, grads)
+    assert kernel_on_cpus == [1] * launches
+    assert_trees_equal(got, take_steps(plain, params, grads))
 
 
 def test_leaves_of_equal_types_share_launches(kernel_on_cpus):
@@ -148,7 +162,7 @@ def test_layers_step_on_the_devices_that_have_them(kernel_on_cpus, shape, spec):
     plan = make_plan(RULES["adamw"])
     scalars, grads, leaf = make_case(plan, shape)
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    sharding = NamedSharding(mesh, spec)
+    shardings = _partition._shardings(NamedSharding(mesh, spec), leaf)
 
     @functools.partial(jax.jit, static_argnums=4)
     def step(leaf, grad, scalars, layer, backend):
@@ -158,9 +172,9 @@ def test_layers_step_on_the_devices_that_have_them(kernel_on_cpus, shape, spec):
     for layer in (0, 3):
         args = grads[1], scalars, jnp.int32(layer)
         want = step(leaf, *args, "jax")
-        got = step(jax.device_put(leaf, sharding), *args, "triton")
+        got = step(jax.device_put(leaf, shardings), *args, "triton")
         assert_trees_equal(got, want)
-        for x in jax.tree.leaves(got):
+        for x, sharding in zip(*map(jax.tree.leaves, (got, shardings)), strict=True):
             assert x.sharding.is_equivalent_to(sharding, x.ndim)
         pairs = zip(want.param, leaf.param, strict=True)
         same = [np.array_equal(new, old) for new, old in pairs]
@@ -214,8 +228,8 @@ def test_a_kernel_needs_a_gpu(backend):
         optimizer.step(params, optimizer.init(params), grads)
 
 
-def test_triton_takes_small_leaves_too(kernel_on_cpus):
-    params, grads = make_model((3, 5))
+def test_triton_takes_f32_moments_too(kernel_on_cpus):
+    params, grads = make_model((3, 5), dtype=jnp.float32)
     got = take_steps(mpx.optim.flash_adamw(0.01, backend="triton"), params, grads)
     assert kernel_on_cpus == [1]
     plain = mpx.optim.flash_adamw(0.01, backend="jax")
@@ -301,9 +315,12 @@ def test_each_device_steps_its_shards(kernel_on_cpus, axis_type, spec):
     got = take_steps(mpx.optim.flash_adamw(0.01), params, grads, finite=jnp.array(True))
     assert kernel_on_cpus
     assert_trees_equal(jax.device_get(got), jax.device_get(want))
+    planes = NamedSharding(mesh, P(None, *spec))
     sharded = [x for x in jax.tree.leaves(got) if x.ndim]
-    assert len(sharded) == 2 * 6
-    assert all(x.sharding.is_equivalent_to(sharding, 2) for x in sharded)
+    assert len(sharded) == 2 * 3
+    for x in sharded:
+        expected = sharding if x.ndim == 2 else planes
+        assert x.sharding.is_equivalent_to(expected, x.ndim)
 
 
 def test_leaves_of_one_launch_may_be_sharded_differently(kernel_on_cpus):
@@ -335,7 +352,7 @@ def test_shard_map_steps_what_each_device_has(kernel_on_cpus):
 
     plain = functools.partial(step, mpx.optim.flash_adamw(0.01, backend="jax"))
     want = jax.jit(plain)(params, state, grads, scale)
-    specs = jax.tree.map(lambda x: P("x") if x.ndim else P(), state)
+    specs = jax.tree.map(lambda x: P(None, "x") if x.ndim else P(), state)
     mapped = jax.shard_map(
         functools.partial(step, optimizer),
         mesh=mesh,

@@ -1,6 +1,7 @@
 """Shardings of arrays: zeros placed like a parameter, and local functions over shards."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ from mpx._compat import has_explicit_axes, is_tracer
 from mpx._private import private
 
 
-def zeros_alike(like: Any, dtype: Any, *, group: int | None = None) -> Any:
+def zeros_alike(
+    like: Any, dtype: Any, *, group: int | None = None, planes: int | None = None
+) -> Any:
     """Returns zeros that are sharded like an array.
 
     Args:
@@ -21,12 +24,16 @@ def zeros_alike(like: Any, dtype: Any, *, group: int | None = None) -> Any:
         dtype: The dtype of the zeros.
         group: If given, the number of elements of the last axis that share one zero. If
             shards of that axis end within a group, the axis of the groups is not sharded.
+        planes: If given, the size of a new first axis, which is not sharded.
     """
     shape = tuple(like.shape)
     sharding = getattr(like, "sharding", None)
     if group is not None:
         sharding = uncut(sharding, shape, group)
         shape = (*shape[:-1], shape[-1] // group)
+    if planes is not None:
+        sharding = stacked(sharding)
+        shape = (planes, *shape)
     if isinstance(like, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     if not is_tracer(like):
@@ -38,8 +45,29 @@ def zeros_alike(like: Any, dtype: Any, *, group: int | None = None) -> Any:
     # like it. No number is above infinity.
     zeros = (like > jnp.inf).astype(dtype)
     if group is not None:
-        zeros = whole_groups(zeros, group).reshape(*shape, group)[..., 0]
-    return zeros
+        groups = (*zeros.shape[:-1], zeros.shape[-1] // group, group)
+        zeros = whole_groups(zeros, group).reshape(groups)[..., 0]
+    return zeros if planes is None else jnp.stack([zeros] * planes)
+
+
+def stacked(sharding: Any) -> Any:
+    """Returns the sharding of arrays that are stacked along a new first axis."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = [None, *sharding.spec]
+    # As results of programs have it: a step must not compile again for its own results.
+    while spec and spec[-1] is None:
+        spec.pop()
+    spec = PartitionSpec(*spec)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def unstacked(sharding: Any) -> Any:
+    """Returns the sharding of the parts of an array along its first axis."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = PartitionSpec(*sharding.spec[1:])
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 def zero_beside(leaves: Iterable[Any], dtype: Any) -> Any:
@@ -191,12 +219,14 @@ def over_shards(
         given, results = layout(*args)
         return mesh, local, results, given
 
+    # Shardy wants them in the order in which the rule names them.
+    factors = sorted({*whole, *sizes}, key=re.findall(r"\w+", rule).index)
     call = private("kernels").custom_partitioning(local)
     call.def_partition(
         partition,
         infer_sharding_from_operands=lambda mesh, args, result: layout(*args)[1],
         sharding_rule=rule,
-        need_replication_factors=(*whole, *sizes),
+        need_replication_factors=tuple(factors),
         **sizes,
     )
     return call(*args)

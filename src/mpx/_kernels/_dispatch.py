@@ -126,7 +126,8 @@ def _backend(job: Job, backend: Backend) -> Backend:
         return "jax"
     obstacle = _obstacle(job, _tuning(backend))
     if backend == "auto":
-        worth = job.group_size > 0 and job.size >= TRITON.min_size
+        # XLA updates floats in one pass. To write planes it needs a second one, and copies.
+        worth = any(x.dtype.kind in "iu" for x in jax.tree.leaves(job.leaf))
         # Without a GPU, here or in the mesh of a compilation for one, no kernel is traced:
         # that takes longer than all else, and imports Pallas.
         here = gpu_capability() is not None and _has_kernel()
@@ -218,15 +219,21 @@ def _plain_leaf(
 
 
 def _layer_of(leaf: Any, layer: Array) -> Any:
-    return jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), leaf
-    )
+    first = leaf.param.ndim  # the axis of the layers is the first, or behind the planes
+
+    def read(x: Array) -> Array:
+        return lax.dynamic_index_in_dim(x, layer, x.ndim - first, keepdims=False)
+
+    return jax.tree.map(read, leaf)
 
 
 def _with_layer(leaf: Any, layer: Array, new: Any) -> Any:
-    return jax.tree.map(
-        lambda x, y: lax.dynamic_update_index_in_dim(x, y, layer, 0), leaf, new
-    )
+    first = leaf.param.ndim
+
+    def write(x: Array, y: Array) -> Array:
+        return lax.dynamic_update_index_in_dim(x, y, layer, x.ndim - first)
+
+    return jax.tree.map(write, leaf, new)
 
 
 @functools.partial(jax.jit, static_argnames=("body", "group_size", "backend"))
@@ -312,7 +319,7 @@ def _kernel(
             if len(indices) < len(leaves):
                 rows = jnp.stack([numbers[index] for index in indices])
             some = [grads[index] for index in indices], [leaves[i] for i in indices]
-            if module.can_address(some[1][0].param.size):
+            if module.can_address(some[1][0]):
                 likes = [like[index] for index in indices]
                 results = module.launch(
                     body, rows, *some, group_size=group_size, like=likes

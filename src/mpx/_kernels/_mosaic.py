@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from mpx._compat import as_unvarying, varying_like
 from mpx._kernels._plain import Body
-from mpx._kernels._step import BlockView, step_block
+from mpx._kernels._step import WHOLE, BlockView, Plane, planes_of, step_block
 from mpx._kernels._tuning import MOSAIC, Tuning
 from mpx._private import private
 from mpx._quant import Block
@@ -30,9 +30,9 @@ _VECTOR = 8
 _Operation = Callable[..., Any]
 
 
-def can_address(size: int) -> bool:
+def can_address(leaf: Any) -> bool:
     """Returns whether a kernel reaches all elements: 64 bits count elements, 31 blocks."""
-    return size <= MOSAIC.block * (2**31 - 1)
+    return leaf.param.size <= MOSAIC.block * (2**31 - 1)
 
 
 def can_step_layer(leaf: Any) -> bool:
@@ -64,6 +64,7 @@ def launch(
             (lax.axis_index("block"), lax.axis_index("leaf")),
             (scalars_ref, None, grad_refs, leaf_refs, leaf_refs),
             body=body,
+            planes=planes_of(leaves[0]),
             block=block,
             view=view,
         )
@@ -130,9 +131,12 @@ class _View(BlockView):
         layout = plgpu.Layout.TILED(x.tiling, x.warp_dims, x.lane_dims, x.vector_dim)
         return plgpu.ShapeDtypeStruct(self._shapes[grouped], dtype, layout=layout)
 
-    def load(self, ref: Any, index: Array, *, last: bool = False) -> Array:
+    def load(
+        self, ref: Any, index: Array, plane: Plane = WHOLE, *, last: bool = False
+    ) -> Array:
         del last
-        grouped = ref.shape[0] != self._counts[False]
+        count = ref.shape[0] // plane.count
+        grouped = count != self._counts[False]
         layout, dtype = self._layouts[grouped], ref.dtype
         types = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
         struct = self.struct(dtype, grouped=grouped)
@@ -142,9 +146,10 @@ class _View(BlockView):
             registers = np.empty(layout.registers_shape(self._shapes[grouped]), object)
             width = 1 if grouped else self._vector
             kind = ir.VectorType.get((width,), ir.MemRefType(ref.type).element_type)
-            end = _number(self._counts[grouped] - width)
+            end, first = _number(count - width), _number(plane.index * count)
             for k, at in enumerate(self._places(index, grouped)):
                 at = at if self._full else arith.minui(at, end)
+                at = arith.addi(at, first) if plane.index else at
                 registers.flat[k] = vector.load(kind, ref, [at])
             return fragments.FragmentedArray(
                 _registers=registers, _layout=layout, _is_signed=utils.is_signed(dtype)
@@ -152,19 +157,22 @@ class _View(BlockView):
 
         return load(ref, index)
 
-    def store(self, ref: Any, index: Array, x: Array) -> None:
-        grouped = ref.shape[0] != self._counts[False]
+    def store(self, ref: Any, index: Array, x: Array, plane: Plane = WHOLE) -> None:
+        count = ref.shape[0] // plane.count
+        grouped = count != self._counts[False]
         layout = self.struct(x.dtype, grouped=grouped).layout
         types = plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), layout
 
         @plgpu.inline_mgpu(arg_types=types)
         def store(context: Any, ref: Any, index: Any, x: Any) -> None:
-            for k, at in enumerate(self._places(index, grouped)):
+            first = _number(plane.index * count)
+            for k, place in enumerate(self._places(index, grouped)):
+                at = arith.addi(place, first) if plane.index else place
                 if self._full:
                     vector.store(x.registers.flat[k], ref, [at])
                     continue
                 less = arith.CmpIPredicate.ult
-                inside = scf.IfOp(arith.cmpi(less, at, _number(self._counts[grouped])))
+                inside = scf.IfOp(arith.cmpi(less, place, _number(count)))
                 with ir.InsertionPoint(inside.then_block):
                     vector.store(x.registers.flat[k], ref, [at])
                     scf.yield_([])

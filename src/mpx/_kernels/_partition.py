@@ -11,7 +11,7 @@ import jax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpx._sharding import over_shards, replicated, uncut
+from mpx._sharding import over_shards, replicated, stacked, uncut
 
 Local = Callable[[Array, Array | None, Sequence[Array], Sequence[Any]], list[Any]]
 """`local(scalars, ahead, grads, leaves) -> leaves`, for the arrays of one device.
@@ -37,7 +37,7 @@ def step_shards(
             uncut(leaf.param.sharding, leaf.param.shape, group_size) for leaf in leaves
         ]
         results = [
-            jax.tree.map(lambda _, sharding=sharding: sharding, leaf)
+            _shardings(sharding, leaf)
             for sharding, leaf in zip(params, leaves, strict=True)
         ]
         everywhere, layers = replicated(params[0]), None
@@ -47,29 +47,49 @@ def step_shards(
             params = [NamedSharding(mesh, PartitionSpec(*spec[1:]))]
         return (everywhere, layers, params, results), results
 
+    rule, planes = _rule(leaves, group_size, by_layer=ahead is not None)
     sizes = {"group": group_size} if group_size else {}
     return over_shards(
         local,
         (scalars, ahead, list(grads), list(leaves)),
         like=leaves[0].param,
         layout=layout,
-        rule=_rule(leaves, group_size, by_layer=ahead is not None),
-        whole=("rows", "numbers"),
+        rule=rule,
+        whole=("rows", "numbers", *planes),
         **sizes,
     )
 
 
-def _rule(leaves: Sequence[Any], group_size: int, *, by_layer: bool) -> str:
+def _shardings(sharding: Any, leaf: Any) -> Any:
+    """Returns the sharding of each array of a leaf, given that of the parameter."""
+    rank = len(leaf.param.shape)
+    return jax.tree.map(
+        lambda x: sharding if len(x.shape) == rank else stacked(sharding), leaf
+    )
+
+
+def _rule(
+    leaves: Sequence[Any], group_size: int, *, by_layer: bool
+) -> tuple[str, set[str]]:
     """Returns which axes of the arrays belong together, in the notation of Shardy.
 
-    A matrix with groups is `a0 (a1 group)`, its scales are `a0 a1`. By layer, the gradient
-    lacks the first axis, which `ahead` has.
+    A matrix with groups is `a0 (a1 group)`, its scales are `a0 a1`, and either may have
+    planes before. By layer, the gradient lacks the first axis, which `ahead` has.
+
+    Returns:
+        The rule, and the names of the axes of planes.
     """
+    planes: set[str] = set()
 
     def axes_of(number: int, x: Array, first: int = 0) -> str:
-        axes = [f"leaf{number}axis{axis}" for axis in range(x.ndim)]
-        if group_size and x.shape == leaves[number].param.shape:
+        param = leaves[number].param
+        axes = [f"leaf{number}axis{axis}" for axis in range(param.ndim)]
+        if group_size and x.shape[x.ndim - param.ndim :] == param.shape:
             axes[-1] = f"({axes[-1]} group)"
+        if x.ndim > param.ndim:
+            # A size has one name.
+            planes.add(f"planes{len(x)}")
+            axes.insert(0, f"planes{len(x)}")
         return " ".join(axes[first:])
 
     ahead = ["leaf0axis0"] if by_layer else []
@@ -78,4 +98,4 @@ def _rule(leaves: Sequence[Any], group_size: int, *, by_layer: bool) -> str:
         axes_of(i, x) for i, leaf in enumerate(leaves) for x in jax.tree.leaves(leaf)
     ]
     operands = ["rows numbers", *ahead, *grads, *results]
-    return f"{', '.join(operands)} -> {', '.join(results)}"
+    return f"{', '.join(operands)} -> {', '.join(results)}", planes

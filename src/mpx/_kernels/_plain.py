@@ -35,11 +35,18 @@ def run_plain(
 ) -> Any:
     """Runs a step on whole arrays, grouped along their last axis.
 
+    Arrays with an axis more than the parameter are passed to `body` as tuples of planes.
     For a part of a larger parameter, `offset` is the index of its first element, uint32:
     random rounding depends on the index.
     """
     shape = leaf.param.shape
     cut = bool(group_size) and may_cut_groups(leaf.param, group_size)
+
+    def planes(x: Array) -> Any:
+        if x.ndim == len(shape):
+            return group(x)
+        parts = (lax.index_in_dim(x, i, keepdims=False) for i in range(len(x)))
+        return tuple(map(group, parts))
 
     def group(x: Array) -> Array:
         if cut or not group_size or x.shape != shape:
@@ -51,7 +58,7 @@ def run_plain(
         index = element_index(shape)
         noise = Noise(group(index if offset is None else index + offset), seed)
     step = functools.partial(body, tuple(scalars), noise=noise)
-    old, grad = jax.tree.map(group, leaf), group(grad)
+    old, grad = jax.tree.map(planes, leaf), group(grad)
     if cut:
         new = step(grad, old, block=_CutBlock(group_size))
     elif group_size and leaf.param.size >= _TWO_PASSES:
@@ -65,7 +72,18 @@ def run_plain(
     if finite is not None:
         # Before the reshape: after it XLA would write the f32 weights to memory first.
         new = jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old)
-    return jax.tree.map(lambda x, y: sharded_as(x.reshape(y.shape), y), new, leaf)
+    return jax.tree.map(_like, leaf, new)
+
+
+def _like(old: Array, new: Any) -> Array:
+    """Returns an array, or one with new planes, in the shape and sharding of the old one."""
+    if not isinstance(new, tuple):
+        return sharded_as(new.reshape(old.shape), old)
+    # Else XLA would compute the step once more for each plane.
+    for index, plane in enumerate(lax.optimization_barrier(new)):
+        plane = sharded_as(plane.reshape(old.shape[1:]), old[index])
+        old = lax.dynamic_update_index_in_dim(old, plane, index, 0)
+    return old
 
 
 class _FirstPass(Block):

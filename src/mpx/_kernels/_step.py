@@ -1,6 +1,7 @@
 """The program that all kernels share: it loads a block, steps it and stores it."""
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,22 @@ from mpx._kernels._plain import Body
 from mpx._quant import Block
 
 
+@dataclasses.dataclass(frozen=True)
+class Plane:
+    """One plane of an array, along its first axis.
+
+    Attributes:
+        index: Its index.
+        count: How many planes the array has.
+    """
+
+    index: int
+    count: int
+
+
+WHOLE = Plane(0, 1)
+
+
 class BlockView(abc.ABC):
     """Access to the blocks of an array.
 
@@ -23,12 +40,28 @@ class BlockView(abc.ABC):
     blocks: int
 
     @abc.abstractmethod
-    def load(self, ref: Any, index: Array, *, last: bool = False) -> Array:
-        """Loads a block; `last` if nothing will read it again."""
+    def load(
+        self, ref: Any, index: Array, plane: Plane = WHOLE, *, last: bool = False
+    ) -> Array:
+        """Loads a block of a plane; `last` if nothing will read it again."""
 
     @abc.abstractmethod
-    def store(self, ref: Any, index: Array, x: Array) -> None:
-        """Stores a block."""
+    def store(self, ref: Any, index: Array, x: Array, plane: Plane = WHOLE) -> None:
+        """Stores a block of a plane."""
+
+
+def planes_of(leaf: Any) -> Any:
+    """Returns the planes of each array of a leaf, or `WHOLE`.
+
+    Arrays with an axis more than the parameter have planes along their first axis.
+    """
+
+    def planes(x: Array) -> Any:
+        if x.ndim == leaf.param.ndim:
+            return WHOLE
+        return [Plane(index, len(x)) for index in range(len(x))]
+
+    return jax.tree.map(planes, leaf)
 
 
 def step_block(
@@ -36,6 +69,7 @@ def step_block(
     refs: tuple[Any, Any, Sequence[Any], Sequence[Any], Sequence[Any]],
     *,
     body: Body,
+    planes: Any,
     block: Block,
     view: BlockView,
 ) -> None:
@@ -45,7 +79,8 @@ def step_block(
         program: The index of the block and that of the leaf.
         refs: The scalars, a row for each leaf with its flag first; the distance of each
             layer from the one to step, or `None`; the gradients; the leaves; the outputs.
-        body: The step.
+        body: The step. It gets and returns a tuple in place of an array with planes.
+        planes: From `planes_of` a leaf.
         block: The groups of the block.
         view: Loads and stores.
     """
@@ -58,8 +93,19 @@ def step_block(
         is_here = (layer >= 0) & (layer < layers)
         place = index + view.blocks * jnp.clip(layer, 0, layers - 1)
 
+    def load_planes(place: Array, ref: Any, planes: Any) -> Any:
+        if isinstance(planes, Plane):
+            return view.load(ref, place)
+        return tuple(view.load(ref, place, plane) for plane in planes)
+
+    def store_planes(place: Array, ref: Any, planes: Any, x: Any) -> None:
+        if isinstance(planes, Plane):
+            return view.store(ref, place, x)
+        for plane, part in zip(planes, x, strict=True):
+            view.store(ref, place, part, plane)
+
     def load(grad_ref: Any, leaf_ref: Any) -> tuple[Array, Any]:
-        leaf = jax.tree.map(lambda ref: view.load(ref, place), leaf_ref)
+        leaf = jax.tree.map(functools.partial(load_planes, place), leaf_ref, planes)
         return view.load(grad_ref, index, last=True), leaf
 
     pairs = zip(grad_refs, leaf_refs, strict=True)
@@ -71,6 +117,6 @@ def step_block(
     for number, each in enumerate(out_refs):
 
         def store(each: Any = each) -> None:
-            jax.tree.map(lambda ref, x: view.store(ref, place, x), each, new)
+            jax.tree.map(functools.partial(store_planes, place), each, planes, new)
 
         lax.cond((which == number) & (finite != 0) & is_here, store, lambda: None)

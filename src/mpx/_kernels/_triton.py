@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from mpx._compat import struct_like
 from mpx._kernels._plain import Body
-from mpx._kernels._step import BlockView, step_block
+from mpx._kernels._step import WHOLE, BlockView, Plane, planes_of, step_block
 from mpx._kernels._tuning import TRITON, Tuning
 from mpx._private import private
 from mpx._quant import Block
@@ -26,20 +26,24 @@ pl = plgpu = private("kernels")
 _STREAM = "evict_first"
 
 
-def can_address(size: int, tuning: Tuning = TRITON) -> bool:
-    """Returns whether a kernel reaches every element of a leaf of `size` elements.
+def can_address(leaf: Any, tuning: Tuning = TRITON) -> bool:
+    """Returns whether a kernel reaches every element of a leaf.
 
     Pallas indexes arrays of up to 2³² bytes with signed 32 bits: one of bytes has elements
     out of reach if it has more than 2³¹. Larger arrays use 64 bits, but not the start of a
     block, which is why the blocks are an axis of their own.
     """
-    return size <= 2**31 or (size > 2**32 and size % tuning.block == 0)
+    full = leaf.param.size % tuning.block == 0
+    return all(
+        x.size <= 2**31 or (x.size * x.dtype.itemsize > 2**32 and full)
+        for x in jax.tree.leaves(leaf)
+    )
 
 
 def can_step_layer(leaf: Any, tuning: Tuning = TRITON) -> bool:
     """Returns whether a kernel can step one layer of a leaf in place."""
     layers, size = leaf.param.shape[0], leaf.param.size
-    return can_address(size, tuning) and size // layers % tuning.block == 0
+    return can_address(leaf, tuning) and size // layers % tuning.block == 0
 
 
 def launch(
@@ -74,7 +78,9 @@ def launch(
     layers = 1 if ahead is None else len(ahead)
 
     def flat(x: Array) -> Array:
-        return x.reshape(view.shape(layers, grouped=x.shape != param.shape))
+        planes = 1 if x.ndim == param.ndim else len(x)
+        grouped = x.shape[x.ndim - param.ndim :] != param.shape
+        return x.reshape(view.shape(layers * planes, grouped=grouped))
 
     def typed(x: Array, like: Any) -> Any:
         return struct_like(like, x.shape)
@@ -88,6 +94,7 @@ def launch(
         functools.partial(
             _kernel,
             body=body,
+            planes=planes_of(leaves[0]),
             block=block if interpret else _GpuBlock(tuning.block, group_size),
             view=view,
         ),
@@ -105,9 +112,9 @@ def launch(
     return jax.tree.map(lambda x, old: x.reshape(old.shape), new, list(leaves))
 
 
-def _kernel(*refs: Any, body: Body, block: Block, view: "_View") -> None:
+def _kernel(*refs: Any, body: Body, planes: Any, block: Block, view: "_View") -> None:
     program = pl.program_id(0), pl.program_id(1)
-    step_block(program, refs, body=body, block=block, view=view)
+    step_block(program, refs, body=body, planes=planes, block=block, view=view)
 
 
 class _View(BlockView):
@@ -119,29 +126,33 @@ class _View(BlockView):
         self._counts = {False: size, True: size // (group_size or 1)}
         self._widths = {False: block, True: block // (group_size or 1)}
 
-    def shape(self, layers: int, *, grouped: bool) -> tuple[int, ...]:
-        """The shape of an array with a number per element, or per group."""
+    def shape(self, times: int, *, grouped: bool) -> tuple[int, ...]:
+        """The shape of an array with some numbers per element, or per group."""
         if not self._full:
-            return (self._counts[grouped],)
-        return (layers * self.blocks, self._widths[grouped])
+            return (times * self._counts[grouped],)
+        return (times * self.blocks, self._widths[grouped])
 
-    def load(self, ref: Any, index: Array, *, last: bool = False) -> Array:
-        part, mask = self._part(ref, index)
+    def load(
+        self, ref: Any, index: Array, plane: Plane = WHOLE, *, last: bool = False
+    ) -> Array:
+        part, mask = self._part(ref, index, plane)
         other = None if mask is None else jnp.zeros((), ref.dtype)
         policy = _STREAM if last else None
         return plgpu.load(part, mask=mask, other=other, eviction_policy=policy)
 
-    def store(self, ref: Any, index: Array, x: Array) -> None:
-        part, mask = self._part(ref, index)
+    def store(self, ref: Any, index: Array, x: Array, plane: Plane = WHOLE) -> None:
+        part, mask = self._part(ref, index, plane)
         plgpu.store(part, x, mask=mask, eviction_policy=_STREAM)
 
-    def _part(self, ref: Any, index: Array) -> tuple[Any, Array | None]:
+    def _part(self, ref: Any, index: Array, plane: Plane) -> tuple[Any, Array | None]:
+        count = ref.shape[0] // plane.count
+        first = plane.index * count
         if self._full:
-            return ref.at[index, :], None
-        (count,) = ref.shape
+            return ref.at[first + index, :], None
         width = self._widths[count != self._counts[False]]
         start = index * width
-        return ref.at[pl.ds(start, width)], start + lax.iota(jnp.int32, width) < count
+        mask = start + lax.iota(jnp.int32, width) < count
+        return ref.at[pl.ds(first + start, width)], mask
 
 
 class _Block(Block):

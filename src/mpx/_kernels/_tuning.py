@@ -10,15 +10,12 @@ class Tuning:
     Attributes:
         block: Elements of a program, a power of two.
         warps: Warps of 32 threads that share a block. A group must lie in one of them.
-        min_size: Leaves with fewer elements run in plain JAX unless the kernel was asked
-            for: launching a kernel would cost more than it saves.
         batch: How many leaves of equal shape share one launch.
         batch_size: Leaves with more elements have a launch of their own.
     """
 
     block: int = 512
     warps: int = 1
-    min_size: int = 65536
     batch: int = 8
     batch_size: int = 2**23
 

@@ -18,12 +18,10 @@ from mpx._optax_checks import transforms_behind
 from mpx._optim._options import (
     Compression,
     ParamGroup,
-    StateFormat,
     check_groups_match,
     group_of,
-    master_codec,
-    moment_codec,
 )
+from mpx._optim._packing import PackedLeaf, PackedStep, Packing, packed_step
 from mpx._optim._params import (
     PARAM_DTYPES,
     FlatParams,
@@ -37,17 +35,15 @@ from mpx._optim._params import (
 from mpx._optim._scalars import Hyper, StepScalars, as_grad_scale
 from mpx._optim._state import (
     FlashState,
-    check_correction,
-    check_layout,
-    check_moment,
+    check_packed,
     check_state,
     leaves_of,
     make_layout,
+    packed_tree,
     register_with_flax,
 )
-from mpx._optim._update_rules import Leaf, LeafStep, Rule
-from mpx._quant import Quantized
-from mpx._sharding import zero_beside, zeros_alike
+from mpx._optim._update_rules import Rule
+from mpx._sharding import zero_beside
 from mpx._tree import as_flag, dtype_of
 
 
@@ -58,13 +54,15 @@ class Ready(NamedTuple):
         flat: The parameters.
         state: The state before the step.
         leaves: Each parameter with its state.
+        packings: How each state is packed.
         decays: Which of them decay.
         scalars: The hyperparameters of this step.
     """
 
     flat: FlatParams
     state: FlashState
-    leaves: list[Leaf]
+    leaves: list[PackedLeaf]
+    packings: list[Packing]
     decays: list[bool]
     scalars: StepScalars
 
@@ -94,30 +92,33 @@ class Core:
         flat = flatten_params(params)
         check_has_params(flat)
         check_groups_match(self.groups, flat)
-        leaves = list(map(self._init_leaf, flat.names, flat.leaves))
-        pairs = [(leaf.param, leaf.correction) for leaf in leaves]
-        layout = make_layout(self.rule.kind, self.compression.format, pairs)
+        packings = list(map(self._packing, flat.names, flat.leaves))
+        corrections = (packing and packing.correction for _, packing in packings)
+        layout = make_layout(
+            self.rule.kind,
+            self.compression.format,
+            zip(flat.leaves, corrections, strict=True),
+        )
+        leaves = [
+            PackedLeaf(
+                param, *(packing.zeros(param, size) if packing else (None, None))
+            )
+            for param, (size, packing) in zip(flat.leaves, packings, strict=True)
+        ]
         return self._state(flat, leaves, zero_beside(flat.leaves, jnp.int32), layout)
 
-    def _init_leaf(self, name: str, param: Any) -> Leaf:
+    def _packing(self, name: str, param: Any) -> tuple[int, Packing | None]:
+        """Returns the group size and how a parameter is stored; `None` if it has no state."""
         compression = self._compression(group_of(self.groups, name, param), name, param)
         if compression is None:
-            return Leaf(param, None, (None,) * len(self.rule.moments))
-        quantized = compression.quantizes(param)
-
-        def zeros(moment: str) -> Any:  # arrays, or their shapes
-            codec = moment_codec(moment, quantized, compression.format)
-            codes = zeros_alike(param, codec.code_dtype)
-            if codec.scale_dtype is None:
-                return codes
-            size = compression.group_size
-            return Quantized(codes, zeros_alike(param, codec.scale_dtype, group=size))
-
-        moments = tuple(map(zeros, self.rule.moments))
-        dtype = compression.correction_dtype(param)
-        return Leaf(
-            param, None if dtype is None else zeros_alike(param, dtype), moments
+            return 0, None
+        packing = Packing.make(
+            self.rule.moments,
+            compression.format,
+            quantized=compression.quantizes(param),
+            correction=compression.correction_dtype(param),
         )
+        return compression.group_size, packing
 
     def _compression(
         self, group: ParamGroup | None, name: str, param: Any
@@ -128,21 +129,18 @@ class Core:
         return (group and group.compression) or self.compression
 
     def _state(
-        self, flat: FlatParams, leaves: Sequence[Leaf], count: Any, layout: PyTree
+        self,
+        flat: FlatParams,
+        leaves: Sequence[PackedLeaf],
+        count: Any,
+        layout: PyTree,
     ) -> FlashState:
-        def moment(name: str) -> PyTree:
-            if name not in self.rule.moments:
-                return None
-            index = self.rule.moments.index(name)
-            return flat.bare.unflatten([leaf.moments[index] for leaf in leaves])
-
         return FlashState(
             count=count,
-            mu=moment("mu"),
-            nu=moment("nu"),
-            correction=flat.bare.unflatten([leaf.correction for leaf in leaves]),
+            packed=packed_tree(flat, leaves),
             layout=layout,
             format=self.compression.format,
+            moments=self.rule.moments,
         )
 
     # --- one step ---------------------------------------------------------------------
@@ -175,11 +173,11 @@ class Core:
         *,
         finite: ArrayLike | None = None,
         grad_scale: ArrayLike = 1.0,
-    ) -> tuple[list[Leaf], FlashState]:
+    ) -> tuple[list[PackedLeaf], FlashState]:
         """Steps all parameters that have gradients."""
         flag = None if finite is None else as_flag(finite, "finite")
         ready = self.ready(flat, state, grad_scale)
-        new: list[Leaf] = list(ready.leaves)
+        new: list[PackedLeaf] = list(ready.leaves)
         jobs: dict[int, _kernels.Job] = {}
         for index, grad in enumerate(flat.like(grads, "The gradients")):
             if grad is None or dtype_of(grad) == jax.dtypes.float0:
@@ -201,10 +199,9 @@ class Core:
         check_has_params(flat)
         check_state(state, self.rule, self.compression)
         scale = as_grad_scale(grad_scale)
-        leaves = leaves_of(flat, state, self.rule.moments)
-        check_layout(state.layout, ((leaf.param, leaf.correction) for leaf in leaves))
+        leaves, packings = leaves_of(flat, state)
         scalars = StepScalars(self.rule, self.hyper, state.count, scale)
-        return Ready(flat, state, leaves, decays(self.mask, flat), scalars)
+        return Ready(flat, state, leaves, packings, decays(self.mask, flat), scalars)
 
     def job(self, ready: Ready, index: int) -> _kernels.Job | None:
         """Returns the step of one parameter, without its gradient.
@@ -212,16 +209,16 @@ class Core:
         Returns `None` if it is frozen or not a parameter.
         """
         name, leaf = ready.flat.names[index], ready.leaves[index]
-        group = group_of(self.groups, name, leaf.param)
-        compression = self._compression(group, name, leaf.param)
+        packing, param = ready.packings[index], leaf.param
+        group = group_of(self.groups, name, param)
+        compression = self._compression(group, name, param)
         if compression is None:
             return None
         state = ready.state
-        if leaf.correction is not None:
-            check_correction(name, leaf.param, leaf.correction)
-        elif compression.correction_dtype(leaf.param) is not None:
+        group_size = check_packed(name, leaf, packing)
+        if packing.correction is None and compression.correction_dtype(param):
             raise ValueError(
-                f"`{name}` is {leaf.param.dtype}, but `state.correction` has nothing for "
+                f"`{name}` is {param.dtype}, but `state.correction` has nothing for "
                 f"it, while the optimizer has `master_bits={compression.master_bits}`: "
                 "small updates would be lost. Call init after casting the model, or use "
                 "`Compression(master_bits=None)`."
@@ -231,19 +228,26 @@ class Core:
         seed = None
         if compression.rounding == "stochastic":
             seed = _seed(compression.seed, index, state.count)
-        step = leaf_step(name, self.rule, leaf, state.format, dithers)
+        step = packed_step(
+            self.rule,
+            param.dtype,
+            packing,
+            state.format,
+            group_size=group_size,
+            dithers=dithers,
+        )
         return _kernels.Job(
             name=name,
             body=step,
             scalars=ready.scalars.of(group, ready.decays[index]),
             grad=None,
             leaf=leaf,
-            group_size=step.group_size,
+            group_size=group_size,
             seed=seed,
         )
 
     def advanced(
-        self, ready: Ready, leaves: Sequence[Leaf], flag: Array | None
+        self, ready: Ready, leaves: Sequence[PackedLeaf], flag: Array | None
     ) -> FlashState:
         """Returns the state after a step, from the leaves after it."""
         old = ready.state
@@ -278,30 +282,7 @@ def _guarded(jobs: Mapping[int, _kernels.Job]) -> dict[int, _kernels.Job]:
 
 
 def _dithers(body: _kernels.Body) -> bool:
-    return isinstance(body, LeafStep) and body.dithers
-
-
-def leaf_step(
-    name: str, rule: Rule, leaf: Leaf, format: StateFormat, dithers: bool = False
-) -> LeafStep:
-    """Returns the step of a leaf; its formats are read off the state."""
-    codecs, sizes = [], []
-    for moment, stored in zip(rule.moments, leaf.moments, strict=True):
-        quantized = isinstance(stored, Quantized)
-        codec = moment_codec(moment, quantized, format)
-        codecs.append(codec)
-        check_moment(name, leaf.param, moment, stored, codec)
-        if quantized:
-            sizes.append(leaf.param.shape[-1] // stored.scale.shape[-1])
-    if len(set(sizes)) > 1:
-        raise ValueError(
-            f"The moments of `{name}` are in groups of {' and of '.join(map(str, sizes))} "
-            "elements, but there must be one size. Make the state with `init(params)` of "
-            "one optimizer."
-        )
-    dtype = None if leaf.correction is None else leaf.correction.dtype
-    master = master_codec(leaf.param.dtype, dtype, format)
-    return LeafStep(rule, master, tuple(codecs), max(sizes, default=0), dithers)
+    return isinstance(body, PackedStep) and body.step.dithers
 
 
 def _seed(seed: int, index: int, count: Array) -> Array:

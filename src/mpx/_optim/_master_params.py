@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from mpx._optim._options import master_codec
+from mpx._optim._packing import PackedLeaf, Packing
 from mpx._optim._params import F32, PARAM_DTYPES, FlatParams, flatten_params
-from mpx._optim._state import FlashState, check_correction, check_layout, is_missing
+from mpx._optim._state import FlashState, check_packed, leaves_of, packed_tree
 from mpx._quant import Block
 from mpx._tree import check_shape, dtype_of
 
@@ -35,15 +36,16 @@ def master_params(params: PyTree, state: PyTree) -> PyTree:
         >>> master_params(params, state)["w"].dtype
         dtype('float32')
     """
-    flat, state, corrections = _with_corrections(params, state)
+    flat, state, leaves, packings = _with_packings(params, state)
 
-    def decode(param: Any, correction: Any) -> Any:
-        if is_missing(correction):
-            return param
-        codec = master_codec(param.dtype, correction.dtype, state.format)
-        return codec.decode(jnp.asarray(param), jnp.asarray(correction), Block())
+    def decode(leaf: PackedLeaf, packing: Packing) -> Any:
+        if packing.correction is None:
+            return leaf.param
+        codec = master_codec(leaf.param.dtype, packing.correction, state.format)
+        correction = packing.view(leaf.packed).correction
+        return codec.decode(jnp.asarray(leaf.param), correction, Block())
 
-    return flat.treedef.unflatten(map(decode, flat.leaves, corrections))
+    return flat.treedef.unflatten(map(decode, leaves, packings))
 
 
 def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -75,30 +77,35 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
         >>> abs(float(master_params(params, state)["w"][0]) - 0.1) < 1e-8
         True
     """
-    flat, found, corrections = _with_corrections(params, state)
+    flat, found, leaves, packings = _with_packings(params, state)
     weights = flat.like(master, "`master`")
-    new_params, new_corrections = [], []
-    rows = zip(flat.names, weights, flat.leaves, corrections, strict=True)
-    for name, weight, param, correction in rows:
-        weight = _as_weight(name, weight, param)
-        if dtype_of(param) in PARAM_DTYPES:
-            dtype = None if is_missing(correction) else correction.dtype
-            codec = master_codec(param.dtype, dtype, found.format)
-            encoded = codec.encode(weight.astype(F32), param.dtype, Block())
-            weight, correction = encoded if dtype else (encoded[0], correction)
-        new_params.append(weight)
-        new_corrections.append(correction)
-    new = dataclasses.replace(found, correction=flat.bare.unflatten(new_corrections))
-    new_state = jax.tree.map(
-        lambda x: new if x is found else x, state, is_leaf=lambda x: x is found
+    new: list[PackedLeaf] = []
+    for name, weight, leaf, packing in zip(
+        flat.names, weights, leaves, packings, strict=True
+    ):
+        weight, packed = _as_weight(name, weight, leaf.param), leaf.packed
+        if dtype_of(leaf.param) in PARAM_DTYPES:
+            dtype = leaf.param.dtype
+            codec = master_codec(dtype, packing.correction, found.format)
+            weight, correction = codec.encode(weight.astype(F32), dtype, Block())
+            if correction is not None:
+                packed = packing.with_correction(packed, correction)
+        new.append(PackedLeaf(weight, *packed))
+    new_state = dataclasses.replace(found, packed=packed_tree(flat, new))
+    return (
+        flat.treedef.unflatten([leaf.param for leaf in new]),
+        jax.tree.map(
+            lambda x: new_state if x is found else x,
+            state,
+            is_leaf=lambda x: x is found,
+        ),
     )
-    return flat.treedef.unflatten(new_params), new_state
 
 
-def _with_corrections(
+def _with_packings(
     params: PyTree, state: PyTree
-) -> tuple[FlatParams, FlashState, list[Any]]:
-    """Returns flat parameters, the one state of an optax state, and its corrections.
+) -> tuple[FlatParams, FlashState, list[PackedLeaf], list[Packing]]:
+    """Returns flat parameters, the one state of an optax state, and each leaf with it.
 
     Raises:
         ValueError: If there is not exactly one state, or it does not fit the parameters.
@@ -111,12 +118,11 @@ def _with_corrections(
             f"state, but {type(state).__name__} holds {len(found)} of them."
         )
     flat = flatten_params(params)
-    corrections = flat.like(found[0].correction, "The optimizer state")
-    check_layout(found[0].layout, zip(flat.leaves, corrections, strict=True))
-    for row in zip(flat.names, flat.leaves, corrections, strict=True):
-        if not is_missing(row[-1]):
-            check_correction(*row)
-    return flat, found[0], corrections
+    leaves, packings = leaves_of(flat, found[0])
+    for name, leaf, packing in zip(flat.names, leaves, packings, strict=True):
+        if packing.correction is not None:
+            check_packed(name, leaf, packing)
+    return flat, found[0], leaves, packings
 
 
 def _as_weight(name: str, weight: Any, param: Any) -> Any:

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from mpx._compat import is_tracer
 from mpx._nnx import without_variables
-from mpx._quant import Quantized
+from mpx._quant import Packed
 from mpx._tree import (
     check_shape,
     dtype_of,
@@ -58,7 +58,7 @@ class FlatParams(NamedTuple):
             return self.bare.flatten_up_to(tree)
         except ValueError as error:
             flat, treedef = jax.tree_util.tree_flatten_with_path(
-                tree, is_leaf=lambda x: x is None or isinstance(x, Quantized)
+                tree, is_leaf=lambda x: x is None or isinstance(x, Packed)
             )
             theirs = [path_name(path) for path, _ in flat]
             missing = [name for name in self.names if name not in theirs][:3]

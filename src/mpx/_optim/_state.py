@@ -3,46 +3,55 @@
 import dataclasses
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Int, PyTree
 
 from mpx._optim._options import Compression, StateFormat
+from mpx._optim._packing import INT8, PackedLeaf, Packing, is_missing
 from mpx._optim._params import F32, PARAM_DTYPES, FlatParams
 from mpx._optim._update_rules import Leaf, Rule
-from mpx._quant import MomentCodec, Quantized
+from mpx._quant import Packed, count_words, word_of
 from mpx._sharding import zero_beside
 from mpx._tree import dtype_of, shape_of
 
-MOMENTS = ("mu", "nu")
-Pairs = Iterable[tuple[Any, Any]]
-"""Each parameter with its correction, or with `None`."""
-_INT8, _INT16 = np.dtype(np.int8), np.dtype(np.int16)
+Pairs = Iterable[tuple[Any, np.dtype | None]]
+"""Each parameter with the dtype of its correction, or with `None`."""
 _INIT_AGAIN = "Make the state with `init(params)` of these parameters."
 
 
 class FlashState(eqx.Module):
     """The state of a compressed optimizer: a pytree that any checkpointer can save.
 
-    `mu`, `nu` and `correction` have the structure of the parameters. Their arrays have
-    the shape of the parameter, scales that of its groups, `shape[:-1] + (groups,)`: each
-    can be sharded like the parameter. For parameters that are `ShapeDtypeStruct`s, every
-    leaf is one.
+    `packed` has the structure of the parameters, and at most two arrays for each, since
+    every array costs time whenever a step is dispatched. Their last axes are those of the
+    parameter, and those of its groups, `shape[:-1] + (groups,)`: each can be sharded like
+    the parameter. For parameters that are `ShapeDtypeStruct`s, every leaf is one.
+
+    `mu`, `nu` and `correction` read what is packed. They, too, have the structure of the
+    parameters, with `None` for frozen ones:
+
+    - `mu`: First moments: `Quantized` (int8 codes) or f32.
+    - `nu`: Second moments: `Quantized` (uint8 codes) or f32; `None` if the rule has none.
+    - `correction`: int8 or int16, the bits that 16-bit parameters lack, or `None`.
 
     Attributes:
         count: The number of steps taken, int32; skipped ones do not count.
-        mu: First moments: `Quantized` (int8 codes) or f32, `None` for frozen leaves.
-        nu: Second moments: `Quantized` (uint8 codes) or f32; `None` if the rule has none.
-        correction: int8 or int16, the bits that 16-bit parameters lack, or `None`.
-        layout: A zero under a name such as `adam-mpx-12x24-25x32-1f0c93aa`, which tells
-            the kind of rule, the format, and the dtypes of parameters and corrections.
+        packed: For each parameter a `Packed`, or `None` if it is frozen. `codes` holds the
+            codes of the moments and the bytes of the correction as planes,
+            `(planes, *shape)` of uint8, `scales` the 16-bit words of their scales,
+            `(planes, *shape[:-1], groups)` of uint16. Moments that are not quantised are
+            f32 arrays in `codes`, or words of the width of the correction beside it.
+        layout: A zero under a name such as `adam-mpx-planes-12x24-25x32-1f0c93aa`, which
+            tells the kind of rule, the format, and the dtypes of parameters and
+            corrections.
         format: The format of scales and corrections.
+        moments: The names of the moments.
     """
 
     # Read by `optimizer_update`.
@@ -50,11 +59,40 @@ class FlashState(eqx.Module):
     mpx_holds_masters: ClassVar[bool] = True
 
     count: Int[Any, ""]
-    mu: PyTree
-    nu: PyTree
-    correction: PyTree
+    packed: PyTree
     layout: PyTree
     format: StateFormat = eqx.field(static=True)
+    moments: tuple[str, ...] = eqx.field(static=True)
+
+    @property
+    def mu(self) -> PyTree:
+        """First moments."""
+        return self._moment("mu")
+
+    @property
+    def nu(self) -> PyTree:
+        """Second moments."""
+        return self._moment("nu")
+
+    @property
+    def correction(self) -> PyTree:
+        """The bits that 16-bit parameters lack."""
+        return self._view(lambda leaf: leaf.correction)
+
+    def _moment(self, name: str) -> PyTree:
+        if name not in self.moments:
+            return None
+        return self._view(lambda leaf: leaf.moments[self.moments.index(name)])
+
+    def _view(self, part: Callable[[Leaf], Any]) -> PyTree:
+        def read(packed: Packed) -> Any:
+            packing = Packing.read(packed, self.moments, self.format)
+            return part(packing.view(packed))
+
+        for _ in shape_of(self.count):  # states that `vmap` made have axes before
+            read = jax.vmap(read)
+        is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
+        return jax.tree.map(read, self.packed, is_leaf=is_packed)
 
 
 def register_with_flax() -> None:
@@ -62,7 +100,8 @@ def register_with_flax() -> None:
     serialization = sys.modules.get("flax.serialization")
     if serialization is None:
         return
-    names = ("count", "mu", "nu", "correction", "layout")
+    # The layout first: its name says what is wrong.
+    names = ("count", "layout", "packed")
 
     def save(state: FlashState) -> dict[str, Any]:
         to_dict = serialization.to_state_dict
@@ -70,6 +109,12 @@ def register_with_flax() -> None:
 
     def restore(state: FlashState, saved: dict[str, Any]) -> FlashState:
         from_dict = serialization.from_state_dict
+        if missing := sorted({*names} - {*saved}):
+            raise ValueError(
+                f"The saved state has no {' and no '.join(missing)}, only "
+                f"{sorted(saved)}: it is not that of a compressed optimizer, or was saved "
+                "by another version of mpx, which stored it in other arrays."
+            )
         fields = {n: from_dict(getattr(state, n), saved[n], name=n) for n in names}
         fields["count"] = jnp.asarray(fields["count"])
         return dataclasses.replace(state, **fields)
@@ -78,17 +123,28 @@ def register_with_flax() -> None:
 
 
 def leaves_of(
-    flat: FlatParams, state: FlashState, moments: tuple[str, ...]
-) -> list[Leaf]:
-    """Returns each parameter with its state."""
-    what = "The optimizer state"
-    columns = [flat.like(getattr(state, name), what) for name in moments]
-    corrections = flat.like(state.correction, what)
-    rows = zip(*columns, strict=True) if columns else [()] * len(flat.leaves)
-    return [
-        Leaf(param, correction, tuple(row))
-        for param, correction, row in zip(flat.leaves, corrections, rows, strict=True)
-    ]
+    flat: FlatParams, state: FlashState
+) -> tuple[list[PackedLeaf], list[Packing]]:
+    """Returns each parameter with its state, and how that is packed.
+
+    Raises:
+        ValueError: If the parameters are not those that the state was made for.
+    """
+    found = flat.like(state.packed, "The optimizer state")
+    # Where there is no state, `codes` is what stands in its place.
+    packed = [x if isinstance(x, Packed) else Packed(x, None) for x in found]
+    packings = [Packing.read(x, state.moments, state.format) for x in packed]
+    corrections = (packing.correction for packing in packings)
+    check_layout(state.layout, zip(flat.leaves, corrections, strict=True))
+    pairs = zip(flat.leaves, packed, strict=True)
+    return [PackedLeaf(param, *x) for param, x in pairs], packings
+
+
+def packed_tree(flat: FlatParams, leaves: Sequence[PackedLeaf]) -> PyTree:
+    """Returns `FlashState.packed`."""
+    return flat.bare.unflatten(
+        leaf.codes if is_missing(leaf.codes) else leaf.packed for leaf in leaves
+    )
 
 
 # --- layout ---------------------------------------------------------------------------
@@ -103,7 +159,7 @@ def make_layout(kind: str, format: str, pairs: Pairs) -> PyTree:
     Args:
         kind: The kind of the rule.
         format: The format of the state.
-        pairs: The parameters and their corrections.
+        pairs: The parameters and the dtypes of their corrections.
 
     Returns:
         A dict of one scalar. Without parameters, as for the placeholder of
@@ -123,7 +179,7 @@ def check_layout(layout: PyTree, pairs: Pairs) -> None:
     """Raises if parameters or corrections are not those that the layout names."""
     name = _name_of(layout)
     # Corrections beside f32 parameters are refused elsewhere.
-    pairs = [pair for pair in pairs if not is_missing(pair[1])]
+    pairs = [pair for pair in pairs if pair[1] is not None]
     if name is None or any(dtype_of(param) == F32 for param, _ in pairs):
         return
     kind, format, *_ = name.split("-")
@@ -142,19 +198,15 @@ def check_layout(layout: PyTree, pairs: Pairs) -> None:
 def _layout_name(kind: str, format: str, pairs: Pairs) -> str:
     """Names a layout, in letters that are safe in file names."""
     dtypes = [
-        (np.dtype(dtype_of(param)), np.dtype(dtype_of(correction)))
+        (np.dtype(dtype_of(param)), correction)
         for param, correction in pairs
-        if not is_missing(correction)
+        if correction is not None
     ]
-    small = sum(correction == _INT8 for _, correction in dtypes)
+    small = sum(correction == INT8 for _, correction in dtypes)
     text = " ".join(f"{param}:{correction}" for param, correction in dtypes)
     checksum = zlib.crc32(text.encode())
-    return f"{kind}-{format}-{small}x24-{len(dtypes) - small}x32-{checksum:08x}"
-
-
-def is_missing(correction: Any) -> bool:
-    """Returns whether a parameter has no correction, or `optax.masked` no state."""
-    return correction is None or isinstance(correction, optax.MaskedNode)
+    large = len(dtypes) - small
+    return f"{kind}-{format}-planes-{small}x24-{large}x32-{checksum:08x}"
 
 
 # --- checks ---------------------------------------------------------------------------
@@ -181,72 +233,75 @@ def check_state(state: Any, rule: Rule, compression: Compression) -> None:
             f"{rule.kind!r}, whose moments mean something else. Make the state with its "
             "own `init(params)`."
         )
-    for moment in MOMENTS:
-        if moment not in rule.moments and jax.tree.leaves(getattr(state, moment)):
-            raise ValueError(
-                f"`state.{moment}` was expected to be None, because this optimizer keeps "
-                f"{' and '.join(rule.moments) or 'no moments'}, but it holds moments: "
-                "the state is that of another optimizer. Make it with `init(params)` of "
-                "this one."
-            )
-
-
-def check_moment(
-    name: str, param: Any, moment: str, stored: Any, codec: MomentCodec
-) -> None:
-    """Raises if a moment of the state does not fit its parameter."""
-    if stored is None:
-        raise ValueError(
-            f"The optimizer state has no {moment} for `{name}`. {_INIT_AGAIN}"
+    if state.moments != rule.moments:
+        kept, keeps = (
+            " and ".join(names) or "no moments"
+            for names in (state.moments, rule.moments)
         )
-    codes = stored
-    if isinstance(stored, Quantized):
-        codes = stored.codes
-        if dtype_of(stored.scale) != codec.scale_dtype:
-            raise ValueError(
-                f"The scales of `{name}` are {dtype_of(stored.scale)}, but the format of "
-                f"the state has {codec.scale_dtype}: it was written in another format."
-            )
-        *rows, groups = shape_of(stored.scale) or (0,)
-        *outer, last = shape_of(param) or (0,)
-        # A scale for each element would look like the codes.
-        if rows != outer or not 1 <= groups < last or last % groups:
-            raise ValueError(
-                f"The scales of `state.{moment}` for `{name}` have shape "
-                f"{shape_of(stored.scale)}, but they must divide the last axis of the "
-                f"parameter, of shape {shape_of(param)}, into groups. {_INIT_AGAIN}"
-            )
-    if (shape_of(codes), dtype_of(codes)) != (shape_of(param), codec.code_dtype):
         raise ValueError(
-            f"`state.{moment}` for `{name}` must be {codec.code_dtype} of the parameter's "
-            f"shape {shape_of(param)}, but it is {dtype_of(codes) or type(codes).__name__}"
-            f" of shape {shape_of(codes)}. {_INIT_AGAIN}"
+            f"The state holds {kept}, but this optimizer keeps {keeps}: the state is "
+            "that of another optimizer. Make it with `init(params)` of this one."
         )
 
 
-def check_correction(name: str, param: Any, correction: Any) -> None:
-    """Raises if a correction does not fit its parameter.
+def check_packed(name: str, leaf: PackedLeaf, packing: Packing) -> int:
+    """Returns the size of the groups of a parameter, 0 if there are none.
 
-    Its bits are read off the state, as `group_size` is: restored states may have been made
-    with others.
+    What is stored is read off the state: one that was restored may have been made with
+    other options.
+
+    Raises:
+        ValueError: If the state does not fit the parameter.
     """
-    dtype, shape = dtype_of(param), shape_of(param)
-    if (
-        dtype in PARAM_DTYPES[1:]
-        and dtype_of(correction) in (_INT8, _INT16)
-        and shape_of(correction) == shape
-    ):
-        return
-    hint = ""
-    if dtype == F32:
-        hint = (
-            "Did `eqx.apply_updates` make it f32? Updates are f32: apply them with "
+    dtype, shape = dtype_of(leaf.param), shape_of(leaf.param)
+    correction = packing.correction
+    if correction is not None and dtype not in PARAM_DTYPES[1:]:
+        raise ValueError(
+            f"The state of `{name}` has a correction of {correction}, but the parameter "
+            f"is {dtype}. Only bf16 and f16 parameters have corrections. Did "
+            "`eqx.apply_updates` make it f32? Updates are f32: apply them with "
             "`optax.apply_updates` or `mpx.optimizer_update`, which keep dtypes, or use "
-            "`step`. "
+            f"`step`. {_INIT_AGAIN}"
         )
-    raise ValueError(
-        f"`state.correction` for `{name}` is {dtype_of(correction)} of shape "
-        f"{shape_of(correction)}, but the parameter is {dtype} of shape {shape}. Only bf16 "
-        "and f16 parameters have corrections: int8 or int16 of the same shape. "
-        f"{hint}{_INIT_AGAIN}"
-    )
+    if is_missing(leaf.codes):
+        raise ValueError(f"The optimizer state has nothing for `{name}`. {_INIT_AGAIN}")
+    what = f"`codes` of the state of `{name}`"
+    if packing.is_f32:
+        codes, expected = leaf.codes, len(packing.elements)
+        if not isinstance(codes, tuple) or len(codes) != expected:
+            raise ValueError(
+                f"{what} must be a tuple of {expected} f32 arrays, one for each moment "
+                f"that the optimizer keeps, but there is something else. {_INIT_AGAIN}"
+            )
+        for array in codes:
+            _check_array(what, array, F32, shape)
+    else:
+        planes = count_words(packing.elements)
+        _check_array(what, leaf.codes, word_of(packing.elements), (planes, *shape))
+    if not packing.scales:
+        return 0
+    *rows, groups = shape_of(leaf.scales) or (0,)
+    *outer, last = shape or (0,)
+    # A scale for each element would look like the codes.
+    if rows[1:] != outer or not 1 <= groups < last or last % groups:
+        raise ValueError(
+            f"`scales` of the state of `{name}` have shape {shape_of(leaf.scales)}, but "
+            "behind their planes they must divide the last axis of the parameter, of "
+            f"shape {shape}, into groups. {_INIT_AGAIN}"
+        )
+    expected = (count_words(packing.scales), *outer, groups)
+    what = f"`scales` of the state of `{name}`"
+    _check_array(what, leaf.scales, word_of(packing.scales), expected)
+    return last // groups
+
+
+def _check_array(
+    what: str, array: Any, dtype: np.dtype, shape: tuple[int, ...]
+) -> None:
+    """Raises if an array of a state does not have the dtype and shape it must have."""
+    if (shape_of(array), dtype_of(array)) != (shape, dtype):
+        raise ValueError(
+            f"{what} must be {dtype} of shape {shape}, but it is "
+            f"{dtype_of(array) or type(array).__name__} of shape {shape_of(array)}. "
+            f"{_INIT_AGAIN}"
+        )

@@ -160,12 +160,12 @@ class Leaf(NamedTuple):
     """A parameter and its state.
 
     Attributes:
-        param: The parameter, in the dtype of the model.
+        param: The parameter, in the dtype of the model; `None` in what a state alone holds.
         correction: The remainder of rounding the master weight, or `None`.
         moments: A `Quantized` or an f32 array for each moment of the rule.
     """
 
-    param: Array
+    param: Any
     correction: Array | None
     moments: tuple[Any, ...]
 

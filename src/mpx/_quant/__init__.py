@@ -10,6 +10,12 @@ from mpx._quant._moments import MomentCodec as MomentCodec
 from mpx._quant._moments import Quantized as Quantized
 from mpx._quant._moments import SoftsignInt8 as SoftsignInt8
 from mpx._quant._moments import SqrtUint8 as SqrtUint8
+from mpx._quant._planes import Packed as Packed
+from mpx._quant._planes import count_words as count_words
+from mpx._quant._planes import join as join
+from mpx._quant._planes import split as split
+from mpx._quant._planes import word_of as word_of
+from mpx._quant._planes import words_of as words_of
 from mpx._quant._rounding import Dither as Dither
 from mpx._quant._rounding import Noise as Noise
 from mpx._quant._rounding import Rounding as Rounding

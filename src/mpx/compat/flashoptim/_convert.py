@@ -10,7 +10,9 @@ from jaxtyping import Array, PyTree
 
 from mpx._optim import FlashState
 from mpx._optim._options import StateFormat, master_codec, moment_codec
+from mpx._optim._packing import pack
 from mpx._optim._state import make_layout
+from mpx._optim._update_rules import Leaf
 from mpx._quant import Block, Quantized
 from mpx._sharding import zeros_alike
 from mpx._tree import is_floating, named_leaves, shape_of
@@ -94,22 +96,30 @@ def to_mpx(
     pairs = [
         _correction_to_mpx(*pair, format) for pair in zip(leaves, eccs, strict=True)
     ]
-    trees: dict[str, Any] = {"mu": None, "nu": None}
-    for name in trees.keys() & {*state._fields}:
-        stored = treedef.flatten_up_to(getattr(state, name))
-        new = [_moment_to_mpx(name, x, format, group_size) for x in stored]
-        if any(x is not None for x in new):
-            trees[name] = treedef.unflatten(new)
     kind = "lion" if "Lion" in type(state).__name__ else "sgd"
     kind = "adam" if "nu" in state._fields else kind
+    moments: dict[str, list[Any]] = {}
+    for name in [name for name in ("mu", "nu") if name in state._fields]:
+        stored = treedef.flatten_up_to(getattr(state, name))
+        new = [_moment_to_mpx(name, x, format, group_size) for x in stored]
+        # Gradient descent may have no momentum.
+        if kind != "sgd" or any(x is not None for x in new):
+            moments[name] = new
+    packed = [
+        pack(Leaf(param, ecc, tuple(column[index] for column in moments.values())))
+        if is_floating(param)
+        else None
+        for index, (param, ecc) in enumerate(pairs)
+    ]
+    corrections = [(param, None if ecc is None else ecc.dtype) for param, ecc in pairs]
     return Converted(
         treedef.unflatten([param for param, _ in pairs]),
         FlashState(
             count=jnp.asarray(state.count, jnp.int32),
-            correction=treedef.unflatten([ecc for _, ecc in pairs]),
-            layout=make_layout(kind, format, pairs),
+            packed=treedef.unflatten(packed),
+            layout=make_layout(kind, format, corrections),
             format=format,
-            **trees,
+            moments=tuple(moments),
         ),
     )
 

@@ -1,0 +1,240 @@
+"""How the state of one parameter is packed into arrays, and a step of what is packed."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from mpx._optim._options import StateFormat, master_codec, moment_codec
+from mpx._optim._params import F32
+from mpx._optim._update_rules import Leaf, LeafStep, Rule
+from mpx._quant import (
+    Block,
+    Noise,
+    Packed,
+    Quantized,
+    count_words,
+    join,
+    split,
+    word_of,
+    words_of,
+)
+from mpx._sharding import unstacked, zeros_alike
+from mpx._tree import dtype_of, shape_of
+
+INT8, INT16 = np.dtype(np.int8), np.dtype(np.int16)
+
+
+class PackedLeaf(NamedTuple):
+    """A parameter and its state, as kernels get them.
+
+    Attributes:
+        param: The parameter, in the dtype of the model.
+        codes: See `Packed`.
+        scales: See `Packed`.
+    """
+
+    param: Any
+    codes: Any
+    scales: Any
+
+    @property
+    def packed(self) -> Packed:
+        """The state."""
+        return Packed(self.codes, self.scales)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """The dtypes of what is packed.
+
+    Attributes:
+        codes: The dtype of each moment, or of its codes.
+        scales: The dtype of each scale; empty if no moment is quantised.
+        correction: The dtype of the correction, or `None`.
+    """
+
+    codes: tuple[np.dtype, ...]
+    scales: tuple[np.dtype, ...]
+    correction: np.dtype | None
+
+    @classmethod
+    def make(
+        cls,
+        moments: Sequence[str],
+        format: StateFormat,
+        *,
+        quantized: bool,
+        correction: np.dtype | None,
+    ) -> "Packing":
+        """Returns the packing of a state with moments of these names."""
+        codecs = [moment_codec(name, quantized, format) for name in moments]
+        scales = tuple(codec.scale_dtype for codec in codecs) if quantized else ()
+        return cls(tuple(codec.code_dtype for codec in codecs), scales, correction)
+
+    @classmethod
+    def read(
+        cls, packed: Packed, moments: Sequence[str], format: StateFormat
+    ) -> "Packing":
+        """Reads the packing off a state; whether the state fits it is checked elsewhere."""
+        quantized, count = packed.scales is not None, len(moments)
+        correction = None
+        if not isinstance(packed.codes, tuple | None):
+            size = getattr(dtype_of(packed.codes), "itemsize", 0)
+            if quantized:
+                planes, *_ = shape_of(packed.codes) or (0,)
+                size = planes - count
+            correction = {1: INT8, 2: INT16}.get(size)
+        return cls.make(moments, format, quantized=quantized, correction=correction)
+
+    @property
+    def elements(self) -> tuple[np.dtype, ...]:
+        """The dtypes of the numbers per element."""
+        return self.codes if self.correction is None else (*self.codes, self.correction)
+
+    @property
+    def is_f32(self) -> bool:
+        """Whether there are no integers.
+
+        Then a step can be differentiated, and each moment is an array of its own: plain
+        JAX would need a second pass to write planes.
+        """
+        return all(dtype == F32 for dtype in self.elements)
+
+    def zeros(self, param: Any, group_size: int) -> Packed:
+        """Returns a state of zeros, sharded like the parameter."""
+
+        def planes(dtypes: tuple[np.dtype, ...], group: int | None = None) -> Any:
+            word, count = word_of(dtypes), count_words(dtypes)
+            return zeros_alike(param, word, group=group, planes=count)
+
+        if self.is_f32:
+            return Packed(tuple(zeros_alike(param, F32) for _ in self.elements), None)
+        scales = planes(self.scales, group_size) if self.scales else None
+        return Packed(planes(self.elements), scales)
+
+    def unpack(self, codes: Sequence[Array], scales: Sequence[Array]) -> Leaf:
+        """Returns moments and correction, given the words of each plane."""
+        return self._leaf(join(codes, self.elements), join(scales, self.scales))
+
+    def _leaf(self, numbers: Sequence[Any], scales: Sequence[Any]) -> Leaf:
+        moments = numbers[: len(self.codes)]
+        if scales:
+            moments = [Quantized(*pair) for pair in zip(moments, scales, strict=True)]
+        correction = None if self.correction is None else numbers[-1]
+        return Leaf(None, correction, tuple(moments))
+
+    def view(self, packed: Packed) -> Leaf:
+        """Returns moments and correction of a state, of arrays or `ShapeDtypeStruct`s."""
+        codes, scales = _planes(packed.codes), _planes(packed.scales)
+        expected = [
+            count_words(dtypes) if dtypes else 0
+            for dtypes in (self.elements, self.scales)
+        ]
+        if [len(codes), len(scales)] != expected:
+            raise ValueError(
+                f"Expected {expected[0]} planes of codes and {expected[1]} of scales along "
+                f"the first axis, but there are {len(codes)} and {len(scales)}. In a "
+                "function that `jax.vmap` maps over states, read them inside."
+            )
+        if not any(isinstance(x, jax.ShapeDtypeStruct) for x in (*codes, *scales)):
+            return self.unpack(codes, scales)
+        return self._leaf(
+            [_struct(codes[0], dtype) for dtype in self.elements],
+            [_struct(scales[0], dtype) for dtype in self.scales],
+        )
+
+    def with_correction(self, packed: Packed, correction: Array) -> Packed:
+        """Returns a state with another correction of the same dtype."""
+        codes = jnp.asarray(packed.codes)
+        words = words_of(correction, codes.dtype)
+        return packed._replace(codes=codes.at[-len(words) :].set(jnp.stack(words)))
+
+
+def pack(leaf: Leaf) -> Packed:
+    """Packs moments and correction."""
+    codes, scales = _words(leaf)
+    is_f32 = all(word.dtype == F32 for word in codes)
+    return Packed(
+        codes if is_f32 else jnp.stack(codes),
+        None if scales is None else jnp.stack(scales),
+    )
+
+
+def _words(leaf: Leaf) -> tuple[tuple[Array, ...], tuple[Array, ...] | None]:
+    """Returns the words of codes and of scales, one for each plane."""
+    quantized = [x for x in leaf.moments if isinstance(x, Quantized)]
+    codes = [x.codes for x in quantized] if quantized else [*leaf.moments]
+    if leaf.correction is not None:
+        codes.append(leaf.correction)
+    scales = split([x.scale for x in quantized]) if quantized else None
+    return split(codes), scales
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedStep:
+    """The step of a packed leaf: unpack, step, pack. Static; equal ones compile once.
+
+    Attributes:
+        step: The step of what is unpacked.
+        packing: How it is packed.
+    """
+
+    step: LeafStep
+    packing: Packing
+
+    def __call__(
+        self,
+        scalars: tuple[Array, ...],
+        grad: Array,
+        leaf: PackedLeaf,
+        block: Block,
+        noise: Noise | None = None,
+    ) -> PackedLeaf:
+        """Steps a block, in which each array is a tuple of planes; see `LeafStep`."""
+        old = self.packing.unpack(leaf.codes, leaf.scales or ())
+        new = self.step(scalars, grad, old._replace(param=leaf.param), block, noise)
+        return PackedLeaf(new.param, *_words(new))
+
+
+def packed_step(
+    rule: Rule,
+    param_dtype: DTypeLike,
+    packing: Packing,
+    format: StateFormat,
+    *,
+    group_size: int,
+    dithers: bool,
+) -> PackedStep:
+    """Returns the step of a leaf with this packing."""
+    quantized = bool(packing.scales)
+    codecs = tuple(moment_codec(name, quantized, format) for name in rule.moments)
+    master = master_codec(param_dtype, packing.correction, format)
+    return PackedStep(LeafStep(rule, master, codecs, group_size, dithers), packing)
+
+
+def is_missing(codes: Any) -> bool:
+    """Returns whether a parameter has no state: if it is frozen, or `optax.masked`."""
+    return codes is None or isinstance(codes, optax.MaskedNode)
+
+
+def _struct(like: Any, dtype: np.dtype) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(like.shape, dtype, sharding=like.sharding)
+
+
+def _planes(x: Any) -> tuple[Any, ...]:
+    """Returns the planes of an array, or of what is a tuple already."""
+    if x is None or isinstance(x, tuple):
+        return x or ()
+    if isinstance(x, jax.ShapeDtypeStruct):
+        sharding = unstacked(x.sharding)
+        plane = jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+        return (plane,) * x.shape[0]
+    x = jnp.asarray(x)
+    return tuple(lax.index_in_dim(x, i, keepdims=False) for i in range(len(x)))
