@@ -124,10 +124,27 @@ def test_masks_are_told_to_the_kernel_in_their_smallest_form(name):
     assert found == shapes
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.grad])
+def test_causal_mask_of_a_call_is_told_to_the_kernel(transform):
+    mask = jnp.tril(jnp.ones((1, 1, 8, 8), bool))
+
+    def loss(q, k, v):
+        whole = jnp.broadcast_to(jnp.tril(jnp.ones((8, 8), bool)), (2, 1, 8, 8))
+        out = jax.nn.dot_product_attention(q, k, v, mask=mask & whole)
+        return jnp.sum(jnp.sin(out))
+
+    spec, shapes = call_of(bf16(transform(loss)), *ARRAYS)
+    assert (spec.is_causal, spec.extras, shapes) == (True, (), [])
+    actual, expected = jax.jit(bf16(loss))(*ARRAYS), loss(*ARRAYS)
+    np.testing.assert_allclose(actual, expected, rtol=8 * UNIT, atol=0.1)
+
+
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_attention_of_a_library_is_one_operation_with_the_same_gradients(name):
     func, args = LIBRARIES[name]()
-    assert kernels(bf16(func), *args)[0] == 1
+    spec, _ = call_of(bf16(func), *args)
+    unmasked = ("Linen", "Linen, padding", "Linen, bf16", "Linen, bf16, f32 softmax")
+    assert spec.is_causal == (name not in unmasked)
     check(func, args)
 
 

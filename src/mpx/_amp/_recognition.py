@@ -20,6 +20,7 @@ from mpx._amp._matmuls import reason_against
 from mpx._amp._rules import SHAPE_ONLY, Rule
 from mpx._compat import has_explicit_axes, scopes_of, source_frames, sub_jaxprs
 from mpx._devices import cuda_capability
+from mpx._jaxpr._constants import compact
 from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Plan, Replacement, Scopes
 from mpx._jaxpr._queries import ATTENTION, Equation
 from mpx._jaxpr._replace import plan_with, replacement, scopes_inside
@@ -81,10 +82,10 @@ def plan_for(
     known = dict(zip(jaxpr.invars, facts, strict=True))
     replaced: dict[int, Replacement] = {}
     for index, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive.name == "dot_general":
-            site = Site(amp, softmaxes, eqn, known, scopes)
+        find = _FINDERS.get(eqn.primitive.name)
+        if find is not None:
             try:
-                found = _attention_at(site)
+                found = find(Site(amp, softmaxes, eqn, known, scopes))
             except Exception as error:
                 warn(_FAILED.format(error=repr(error)))
                 return None
@@ -109,9 +110,10 @@ def _can_fuse(amp: Settings) -> bool:
 
 
 def _may_hold_attention(jaxpr: Jaxpr) -> bool:
-    """Returns whether a jaxpr has a matmul and an exponential, cheaply."""
+    """Returns whether a jaxpr has a matmul and an exponential, or a call; cheaply."""
     names = {eqn.primitive.name for eqn in jaxpr.eqns}
-    return "dot_general" in names and any(_has_exp(eqn) for eqn in jaxpr.eqns)
+    by_hand = "dot_general" in names and any(_has_exp(eqn) for eqn in jaxpr.eqns)
+    return by_hand or _CALL in names
 
 
 def _has_exp(eqn: Equation) -> bool:
@@ -144,6 +146,39 @@ def _attention_at(site: Site) -> Replacement | None:
 
     terms = [match.query, match.key, match.value, *found.masks.terms]
     return replacement(site.softmaxes.level, terms, run)
+
+
+def _mask_at(site: Site) -> Replacement | None:
+    """Returns what replaces a call of JAX's attention with a mask that the kernel knows."""
+    from mpx._attention import form_of, smallest
+
+    eqn, level = site.eqn, site.softmaxes.level
+    spec, (rows, keys) = eqn.params["spec"], (x.aval.shape[1] for x in eqn.invars[:2])
+    if "mask" not in spec.extras or spec.is_causal or spec.window is not None:
+        return None
+    place = 3 + spec.extras.index("mask")
+    value = level.term(eqn.invars[place]).constant
+    form = None if value is None else form_of(smallest(compact(value)), rows, keys)
+    if form is None:
+        return None
+    extras = tuple(name for name in spec.extras if name != "mask")
+    spec = spec._replace(is_causal=form[0], window=form[1], extras=extras)
+    atoms = [atom for i, atom in enumerate(eqn.invars) if i != place]
+    new = eqn.replace(invars=atoms, params={**eqn.params, "spec": spec})
+
+    def run(amp: Any, op: Op, value_of: Any) -> Outcome:
+        pairs = [value_of(level.term(atom)) for atom in atoms]
+        values, facts = [x for x, _ in pairs], [x for _, x in pairs]
+        return amp.equation(Op(new, values, facts, op.scopes))
+
+    return replacement(level, [level.term(atom) for atom in atoms], run)
+
+
+_CALL = next(iter(ATTENTION))
+_FINDERS: dict[str, Callable[[Site], Replacement | None]] = {
+    "dot_general": _attention_at,
+    _CALL: _mask_at,
+}
 
 
 class _Call(NamedTuple):
@@ -270,7 +305,7 @@ def _decision(eqn: Equation, scopes: Scopes, after: Sequence[Any]) -> Decision:
     """Returns the row of the report for attention that runs in one kernel."""
     frames = source_frames(eqn)
     return Decision(
-        primitive=next(iter(ATTENTION)),
+        primitive=_CALL,
         rule=str(Rule.LOW),
         reason="recognised",
         scope="/".join(scopes),

@@ -12,7 +12,9 @@ from mpx._attention._fit import padded_call as padded_call
 from mpx._attention._masks import Masks as Masks
 from mpx._attention._masks import arrays_of as arrays_of
 from mpx._attention._masks import fill_empty_rows as fill_empty_rows
+from mpx._attention._masks import form_of as form_of
 from mpx._attention._masks import masks_of as masks_of
+from mpx._attention._masks import smallest as smallest
 from mpx._attention._match import Match as Match
 from mpx._attention._match import find_attention as find_attention
 from mpx._attention._match import reason_for_miss as reason_for_miss

@@ -142,11 +142,18 @@ def _laid_out(match: Match, side: Side) -> np.ndarray | None:
     memo = match.probs.level.root.memo
     key = id(value), side.kind, side.keeps, side.factor, side.labels, match.axes
     if key not in memo:
-        x = np.asarray(match.side(side, compact(value)))
+        x = smallest(np.asarray(match.side(side, compact(value))))
         is_mask = side.kind == "mask"
         x = x == side.keeps if is_mask else x.astype(np.float32) * side.factor
         memo[key] = value, x if is_mask else x.astype(np.float32)
     return memo[key][1]
+
+
+def smallest(x: np.ndarray) -> np.ndarray:
+    """Returns a constant with size 1 along the batch and the heads if they are alike."""
+    if (x == x[:1]).all():
+        x = x[:1]
+    return x[:, :1] if (x == x[:, :1]).all() else x
 
 
 class _Pattern(NamedTuple):
@@ -162,19 +169,19 @@ def _pattern(match: Match, keep: np.ndarray) -> _Pattern:
     if key not in memo:  # the array is kept with it: its `id` is not taken again
         rows, keys = match.size(match.axes.row), match.size(match.axes.key)
         seen = np.broadcast_to(keep, (*keep.shape[:3], keys)).any(-1)
-        form = _form(keep[0, 0], rows, keys) if keep.shape[:2] == (1, 1) else None
-        is_causal, window = form or (False, None)
+        is_causal, window = form_of(keep, rows, keys) or (False, None)
         empty = not bool(seen.all())
         memo[key] = keep, _Pattern(is_causal, window, bool(keep.all()), empty)
     return memo[key][1]
 
 
-def _form(
+def form_of(
     mask: np.ndarray, rows: int, keys: int
 ) -> tuple[bool, tuple[int, int] | None] | None:
     """Returns whether a mask is causal, and its window; `None` if it is neither."""
-    if mask.shape != (rows, keys):
+    if mask.shape != (1, 1, rows, keys):
         return None
+    mask = mask[0, 0]
     here = np.tril(np.ones((rows, keys), bool))
     if np.array_equal(mask, here):
         return True, None
