@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._amp._facts import Decision, Origin, Settings
-from mpx._amp._recognition import _dtype
+from mpx._amp._recognition import dtype_of_operand
 from mpx._amp._rules import Rule
 from mpx._compat import (
     Literal,
@@ -94,7 +94,7 @@ class Run:
         from mpx import _logits
 
         return _logits.chunks_for(
-            np.dtype(_dtype(self.amp, self.site.hidden)),
+            np.dtype(dtype_of_operand(self.amp, self.site.hidden)),
             tokens=math.prod(self.site.sizes),
             weight=weight,
             vocab_first=self.vocab_first,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from mpx._amp._chunked import Run, record
 from mpx._amp._facts import Origin, Settings
-from mpx._amp._recognition import _dtype, _fact, _reason_by_precision
+from mpx._amp._recognition import dtype_of_operand, fact_of, reason_by_precision
 from mpx._amp._rules import Rule
 from mpx._compat import (
     has_explicit_axes,
@@ -80,13 +80,13 @@ def _reason(
         # Each example would have its own gradient of the weights, all at once.
         return "the function is mapped; apply `amp` to what `vmap` returns"
     dot = site.scores.dot
-    facts = [_fact(x, known) for x in dot.operands]
+    facts = [fact_of(x, known) for x in dot.operands]
     region = amp.region_rule(dot.eqn, scopes_inside(dot, scopes))
     rule, reason = region or amp.rule("dot_general", dot.eqn.params, facts)
-    reason = reason if rule != Rule.LOW else _reason_by_precision(dot.eqn)
+    reason = reason if rule != Rule.LOW else reason_by_precision(dot.eqn)
     if reason is not None:
         return reason
-    dtypes = {_dtype(amp, x) for x in dot.operands}
+    dtypes = {dtype_of_operand(amp, x) for x in dot.operands}
     if len(dtypes) > 1 or not dtypes <= {*_LOW}:
         return f"operands in {' and '.join(sorted(map(str, dtypes)))}"
     if _logits.bias_terms(site) is None:

@@ -196,7 +196,7 @@ def _call_of(site: Site, match: "Match") -> _Call | str:
 
     amp, softmaxes = site.amp, site.softmaxes
     against = _reason_by_rules(site, match)
-    dtypes = {_dtype(amp, x) for x in (match.query, match.key, match.value)}
+    dtypes = {dtype_of_operand(amp, x) for x in (match.query, match.key, match.value)}
     if against is None and (len(dtypes) > 1 or not dtypes <= {*_LOW}):
         against = f"operands in {' and '.join(sorted(map(str, dtypes)))}"
     if against is None and not softmaxes.is_private((match.probs,), match.eqn):
@@ -220,7 +220,8 @@ def _call_of(site: Site, match: "Match") -> _Call | str:
     return _attention.reason_against(*padded) or _Call(match, masks, spec, dtype)
 
 
-def _dtype(amp: Settings, term: Term) -> np.dtype:
+def dtype_of_operand(amp: Settings, term: Term) -> np.dtype:
+    """Returns the dtype in which a matmul multiplies a value: f32 becomes low."""
     return amp.dtype if is_eligible(term.aval) else term.aval.dtype
 
 
@@ -238,16 +239,17 @@ def _reason_by_rules(site: Site, match: "Match") -> str | None:
     dot = match.scores.dot
     last = Term(site.softmaxes.level, match.eqn.outvars[0], match.eqn)
     for term, operands in ((dot, dot.operands), (last, [match.value])):
-        facts = [_fact(x, site.facts) for x in operands]
+        facts = [fact_of(x, site.facts) for x in operands]
         region = amp.region_rule(term.eqn, scopes_inside(term, scopes))
         rule, reason = region or amp.rule("dot_general", term.eqn.params, facts)
-        against = reason if rule != Rule.LOW else _reason_by_precision(term.eqn)
+        against = reason if rule != Rule.LOW else reason_by_precision(term.eqn)
         if against is not None:
             return against
     return None
 
 
-def _reason_by_precision(eqn: Equation) -> str | None:
+def reason_by_precision(eqn: Equation) -> str | None:
+    """Returns which precision was asked for, if a kernel in 16 bits does not have it."""
     if any(is_eligible(var.aval) for var in eqn.invars):
         return reason_against(eqn, Rule.LOW)
     asked = eqn.params.get("precision")
@@ -258,7 +260,7 @@ def _reason_by_precision(eqn: Equation) -> str | None:
     return None
 
 
-def _fact(term: Term, known: Mapping[Any, Origin]) -> Origin:
+def fact_of(term: Term, known: Mapping[Any, Origin]) -> Origin:
     """Returns what is known of the argument that a value is, in another shape."""
     while term.eqn is not None and term.name in SHAPE_ONLY:
         term = term.operands[0]
