@@ -361,7 +361,7 @@ def run_model(options: argparse.Namespace) -> Record:
         params, loss, batches = build(mode, SIZES[name], 2 if tiny else 8)
     if mode != "hand":
         loss = mpx.amp(loss, "bf16", attention="keep" if mode == "keep" else "fuse")
-    optimizer = optax.adamw(1e-4)
+    optimizer: Any = optax.adamw(1e-4)
     if mode == "small":
         params, batches = mpx.cast_to_bfloat16((params, batches))
         optimizer = mpx.optim.flash_adamw(1e-4, weight_decay=1e-4)

@@ -574,7 +574,7 @@ def test_devices_never_send_logits(weight_spec, hidden_spec):
     assert error(program(*args), grad(WEIGHT, hidden, labels)) < TOLERANCE
     sent = re.findall(
         r"\[([\d,]*)\][^=]*? (?:all-gather|all-to-all|collective-permute)\(",
-        program.as_text(),
+        program.as_text() or "",
     )
     if hidden_spec == P():
         assert not sent, "each device has all tokens and its part of the vocabulary"

@@ -39,7 +39,7 @@ def test_a_large_vocabulary_needs_an_eighth_of_the_memory(tied):
         with jax.set_mesh(mesh):
             program = grad.lower(*args).compile(h200.compiler_options())
         used[mode] = program.memory_analysis().temp_size_in_bytes
-        text = program.as_text()
+        text = program.as_text() or ""
         has_logits = f"[{tokens},{vocab}]" in text or f"[{vocab},{tokens}]" in text
         assert has_logits == (mode == "keep")
     assert used["chunk"] < used["keep"] / 8
