@@ -6,7 +6,7 @@ Inside it computes in f32, where a power that overflows f16 does not.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,6 +57,7 @@ _NONLINEAR = frozenset(
 )
 _POINTWISE = _NONLINEAR | _SAME | {"add", "sub", "max", "min"}
 _CURVED = _EXPENSIVE | {"integer_pow"}
+_FLOATS = frozenset(names("float32 bfloat16 float16"))
 _CHAINS = object()  # where a frame keeps the chains of its jaxpr
 
 
@@ -102,13 +103,13 @@ def choose(amp: Settings, op: Op) -> Chosen | None:
     ):
         return None
     if not is_eligible(chain.source.aval):
-        return Chosen(_running_as_written(chain), Rule.FOLLOW, _AGAIN)
+        return Chosen(_running(chain, None), Rule.FOLLOW, _AGAIN)
     is_low = [_is_low(amp, chain, var) for var in chain.outvars]
     if _overflows(amp, chain):
         rule, reason = Rule.F32, f"overflows f16: {_IN_F32}"
     else:
         rule, reason = (Rule.FOLLOW, _AGAIN) if all(is_low) else (Rule.F32, _IN_F32)
-    return Chosen(_running_in_f32(chain, is_low), rule, reason)
+    return Chosen(_running(chain, is_low), rule, reason)
 
 
 def _computed(amp: Settings, op: Op) -> Outcome:
@@ -130,9 +131,11 @@ def find_chains(jaxpr: Jaxpr | None) -> dict[int, Chain]:
     source_of: dict[Any, Any] = {}
     members: dict[Any, list[Equation]] = {}
     for eqn in jaxpr.eqns:
+        if not _is_pointwise(eqn):
+            continue
         read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         sources = {source_of.get(atom, atom) for atom in read}
-        if len(sources) != 1 or not _is_pointwise(eqn):
+        if len(sources) != 1:
             continue
         source = sources.pop()
         # What is f32 as it is written is held in 16 bits; casts are for 16-bit values.
@@ -174,17 +177,13 @@ def _leaves(equations: Sequence[Equation]) -> Iterator[Equation]:
 def _is_pointwise(eqn: Equation) -> bool:
     """Returns whether an equation works on single float numbers, one by one."""
     name = eqn.primitive.name
-    atoms = (*eqn.invars, *eqn.outvars)
-    if len(eqn.outvars) != 1 or not all(_is_float(x.aval) for x in atoms):
-        return False
     if name in CALLS:
         body, consts = open_jaxpr(eqn.params["jaxpr"])
-        return not consts and bool(body.eqns) and all(map(_is_pointwise, body.eqns))
-    return name in _POINTWISE
-
-
-def _is_float(aval: Any) -> bool:
-    return jnp.issubdtype(getattr(aval, "dtype", np.int32), jnp.floating)
+        is_one = bool(body.eqns) and all(map(_is_pointwise, body.eqns))
+        return is_one and not consts and len(eqn.outvars) == 1
+    return name in _POINTWISE and all(
+        str(x.aval.dtype) in _FLOATS for x in (*eqn.invars, *eqn.outvars)
+    )
 
 
 def _is_f32(eqn: Equation) -> bool:
@@ -280,43 +279,68 @@ def _power(size: float, exponent: int) -> float:
 # --- Running --------------------------------------------------------------------------
 
 
-def _running_in_f32(chain: Chain, is_low: list[bool]) -> Run:
-    """Returns what computes a chain in f32 from a 16-bit value, at its first equation."""
-    jaxpr = jaxpr_of([chain.source], chain.outvars, chain.equations)
+def _running(chain: Chain, is_low: list[bool] | None) -> Run:
+    """Returns what computes a chain from a 16-bit value, at its first equation.
+
+    Args:
+        chain: The chain.
+        is_low: Which results are held in 16 bits, if it is computed in f32. `None` if it
+            is computed as it is written.
+    """
 
     def run(amp: Settings, op: Op) -> Outcome:
-        @jax.checkpoint
-        def compute(low: Any) -> Values:
-            outs = eval_jaxpr(jaxpr, (), cast(low, F32))
-            pairs = zip(outs, is_low, strict=True)
-            return [cast(out, amp.dtype) if fits else out for out, fits in pairs]
-
-        known = [Origin(chain="low" if fits else "high") for fits in is_low]
-        return _store(amp, op, chain, compute, known)
+        made, key = amp.frame.made, (_signature(chain), amp.dtype)
+        if key not in made:
+            # Layers that are alike share a function, which JAX traces once.
+            made[key] = _function_of(chain, is_low, amp.dtype), None
+        outs = made[key][0](op.values[op.eqn.invars.index(chain.source)])
+        known = [chain_of(op.facts)] * len(outs)
+        if is_low is not None:
+            known = [Origin(chain="low" if fits else "high") for fits in is_low]
+        results = zip(outs, known, strict=True)
+        # What only the chain itself reads has no value outside.
+        made.update(
+            dict.fromkeys((x.outvars[0] for x in chain.equations), (None, NEUTRAL))
+        )
+        made.update(zip(chain.outvars, results, strict=True))
+        return _computed(amp, op)
 
     return run
 
 
-def _running_as_written(chain: Chain) -> Run:
-    """Returns what computes a chain from a value that is written in 16 bits."""
+def _function_of(
+    chain: Chain, is_low: list[bool] | None, dtype: np.dtype
+) -> Callable[[Any], Values]:
     jaxpr = jaxpr_of([chain.source], chain.outvars, chain.equations)
 
-    def run(amp: Settings, op: Op) -> Outcome:
-        compute = jax.checkpoint(lambda low: eval_jaxpr(jaxpr, (), low))
-        known = [chain_of(op.facts)] * len(chain.outvars)
-        return _store(amp, op, chain, compute, known)
+    @jax.checkpoint
+    def compute(low: Any) -> Values:
+        if is_low is None:
+            return eval_jaxpr(jaxpr, (), low)
+        outs = eval_jaxpr(jaxpr, (), cast(low, F32))
+        pairs = zip(outs, is_low, strict=True)
+        return [cast(out, dtype) if fits else out for out, fits in pairs]
 
-    return run
+    return compute
 
 
-def _store(
-    amp: Settings, op: Op, chain: Chain, compute: Any, known: list[Origin]
-) -> Outcome:
-    """Computes a chain and keeps its results for the other equations of it."""
-    outs = compute(op.values[op.eqn.invars.index(chain.source)])
-    results = zip(outs, known, strict=True)
-    # What only the chain itself reads has no value outside.
-    made = dict.fromkeys((x.outvars[0] for x in chain.equations), (None, NEUTRAL))
-    made.update(zip(chain.outvars, results, strict=True))
-    amp.frame.made.update(made)
-    return _computed(amp, op)
+def _signature(chain: Chain) -> Hashable:
+    """Returns something that is equal for chains that compute the same."""
+    number = {chain.source: 0}
+
+    def wire(atom: Any) -> Any:
+        if isinstance(atom, Literal):
+            return np.asarray(atom.val).tobytes(), str(atom.aval)
+        return number[atom]
+
+    parts: list[Any] = [str(chain.source.aval)]
+    for eqn in chain.equations:
+        number[eqn.outvars[0]] = len(number)
+        wires = tuple(map(wire, eqn.invars))
+        parts.append((eqn.primitive, tuple(eqn.params.items()), wires))
+    key = (*parts, *(number[var] for var in chain.outvars))
+    try:
+        hash(key)
+    except TypeError:  # a parameter that is no key
+        return id(chain.equations[0])
+    return key
