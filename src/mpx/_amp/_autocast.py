@@ -41,7 +41,6 @@ from mpx._compat import (
 )
 from mpx._half import in_gradient_function
 from mpx._jaxpr import HANDLERS
-from mpx._jaxpr._calls import CALLS
 from mpx._jaxpr._interpreter import (
     Jaxpr,
     Op,
@@ -55,6 +54,7 @@ from mpx._jaxpr._interpreter import (
 )
 from mpx._jaxpr._queries import (
     ATTENTION,
+    CALLS,
     Equation,
     Verdict,
     equations,

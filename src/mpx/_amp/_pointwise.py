@@ -6,7 +6,7 @@ Inside it computes in f32, where a power that overflows f16 does not.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,11 +25,11 @@ from mpx._amp._facts import (
     is_eligible,
 )
 from mpx._amp._rules import Rule, rule_for
-from mpx._compat import Literal, eval_jaxpr, jaxpr_of, open_jaxpr, scopes_of
+from mpx._compat import Literal, eval_jaxpr, jaxpr_of, scopes_of
 from mpx._formats import FORMATS
-from mpx._jaxpr._calls import CALLS
+from mpx._jaxpr._flow import Flow
 from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Values
-from mpx._jaxpr._queries import Equation, names
+from mpx._jaxpr._queries import Equation, leaves, names
 
 _IN_F32 = "in f32, and again in the backward pass"
 _AGAIN = "computed again in the backward pass, which keeps its operand only"
@@ -79,7 +79,7 @@ class Chain(NamedTuple):
     @property
     def leaves(self) -> list[Equation]:
         """The equations, with those inside calls in place of the calls."""
-        return [*_leaves(self.equations)]
+        return [*leaves(self.equations)]
 
 
 def choose(amp: Settings, op: Op) -> Chosen | None:
@@ -146,7 +146,7 @@ def find_chains(jaxpr: Jaxpr | None) -> dict[int, Chain]:
     return {
         id(chain[0]): _as_chain(jaxpr, source, chain)
         for source, chain in members.items()
-        if not _CURVED.isdisjoint(eqn.primitive.name for eqn in _leaves(chain))
+        if not _CURVED.isdisjoint(eqn.primitive.name for eqn in leaves(chain))
     }
 
 
@@ -166,28 +166,17 @@ def _as_chain(jaxpr: Jaxpr, source: Any, members: list[Equation]) -> Chain:
     return Chain(source, members, outvars, is_kept)
 
 
-def _leaves(equations: Sequence[Equation]) -> Iterator[Equation]:
-    for eqn in equations:
-        if eqn.primitive.name in CALLS:
-            yield from _leaves(open_jaxpr(eqn.params["jaxpr"])[0].eqns)
-        else:
-            yield eqn
-
-
 def _is_pointwise(eqn: Equation) -> bool:
     """Returns whether an equation works on single float numbers, one by one."""
-    name = eqn.primitive.name
-    if name in CALLS:
-        body, consts = open_jaxpr(eqn.params["jaxpr"])
-        is_one = bool(body.eqns) and all(map(_is_pointwise, body.eqns))
-        return is_one and not consts and len(eqn.outvars) == 1
-    return name in _POINTWISE and all(
-        str(x.aval.dtype) in _FLOATS for x in (*eqn.invars, *eqn.outvars)
+    return len(eqn.outvars) == 1 and all(
+        leaf.primitive.name in _POINTWISE
+        and all(str(x.aval.dtype) in _FLOATS for x in (*leaf.invars, *leaf.outvars))
+        for leaf in leaves([eqn])
     )
 
 
 def _is_f32(eqn: Equation) -> bool:
-    atoms = [x for leaf in _leaves([eqn]) for x in (*leaf.invars, *leaf.outvars)]
+    atoms = [x for leaf in leaves([eqn]) for x in (*leaf.invars, *leaf.outvars)]
     return all(is_eligible(x.aval) for x in atoms)
 
 
@@ -227,9 +216,9 @@ def _is_low(amp: Settings, chain: Chain, var: Any) -> bool:
     if amp.dtype != np.float16:
         return True
     largest = FORMATS["f16"].max
-    known = {chain.source: largest}
-    _bound(chain.equations, known)
-    return known[var] <= largest
+    jaxpr = jaxpr_of([chain.source], [var], chain.equations)
+    (bound,) = Flow(_bound).run(jaxpr, {chain.source: largest})
+    return bound <= largest
 
 
 def _is_low_alone(eqn: Equation) -> bool:
@@ -237,36 +226,27 @@ def _is_low_alone(eqn: Equation) -> bool:
     return rule in (Rule.FOLLOW, Rule.WIDEST)
 
 
-def _bound(equations: Sequence[Equation], known: dict[Any, float]) -> None:
-    """Adds the largest absolute values of the results to those of the operands."""
+def _bound(name: str, eqn: Equation, known: list[Any]) -> float:
+    """Returns the largest absolute value of a result, from those of the operands."""
+    sizes = [
+        _size(atom) if size is None else size
+        for size, atom in zip(known, eqn.invars, strict=True)
+    ]
+    if name in _BOUNDED:
+        return _BOUNDED[name]
+    if name in ("add", "sub"):
+        return sum(sizes)
+    if name == "mul":
+        return math.prod(sizes)
+    if name == "integer_pow":
+        return _power(sizes[0], eqn.params["y"])
+    return max(sizes) if name in _SAME or name in ("max", "min") else math.inf
 
-    def read(atom: Any) -> float:
-        if not isinstance(atom, Literal):
-            return known[atom]
-        return float(np.max(np.abs(np.asarray(atom.val, np.float64))))
 
-    for eqn in equations:
-        sizes = [read(atom) for atom in eqn.invars]
-        name = eqn.primitive.name
-        if name in CALLS:
-            body, _ = open_jaxpr(eqn.params["jaxpr"])
-            inner = dict(zip(body.invars, sizes, strict=True))
-            _bound(body.eqns, inner)
-            (out,) = body.outvars
-            size = inner.get(out, math.inf)
-        elif name in _BOUNDED:
-            size = _BOUNDED[name]
-        elif name in ("add", "sub"):
-            size = sum(sizes)
-        elif name == "mul":
-            size = math.prod(sizes)
-        elif name == "integer_pow":
-            size = _power(sizes[0], eqn.params["y"])
-        elif name in _SAME or name in ("max", "min"):
-            size = max(sizes)
-        else:
-            size = math.inf
-        known[eqn.outvars[0]] = size
+def _size(atom: Any) -> float:
+    if not isinstance(atom, Literal):
+        return math.inf
+    return float(np.max(np.abs(np.asarray(atom.val, np.float64))))
 
 
 def _power(size: float, exponent: int) -> float:

@@ -18,11 +18,11 @@ from mpx._amp._facts import (
 )
 from mpx._amp._matmuls import reason_against
 from mpx._amp._rules import SHAPE_ONLY, Rule
-from mpx._compat import has_explicit_axes, scopes_of, source_frames, sub_jaxprs
+from mpx._compat import has_explicit_axes, scopes_of, source_frames
 from mpx._devices import cuda_capability
 from mpx._jaxpr._constants import compact
 from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Plan, Replacement, Scopes
-from mpx._jaxpr._queries import ATTENTION, Equation
+from mpx._jaxpr._queries import ATTENTION, Equation, leaves
 from mpx._jaxpr._replace import plan_with, replacement, scopes_inside
 from mpx._jaxpr._softmax import Softmaxes
 from mpx._jaxpr._terms import Level, Term
@@ -112,14 +112,8 @@ def _can_fuse(amp: Settings) -> bool:
 def _may_hold_attention(jaxpr: Jaxpr) -> bool:
     """Returns whether a jaxpr has a matmul and an exponential, or a call; cheaply."""
     names = {eqn.primitive.name for eqn in jaxpr.eqns}
-    by_hand = "dot_general" in names and any(_has_exp(eqn) for eqn in jaxpr.eqns)
-    return by_hand or _CALL in names
-
-
-def _has_exp(eqn: Equation) -> bool:
-    if eqn.primitive.name in ("jit", "pjit", "closed_call"):
-        return any(_has_exp(x) for body in sub_jaxprs(eqn) for x in body.eqns)
-    return eqn.primitive.name == "exp"
+    has_exp = any(eqn.primitive.name == "exp" for eqn in leaves(jaxpr.eqns))
+    return ("dot_general" in names and has_exp) or _CALL in names
 
 
 # --- Whether attention may be fused ---------------------------------------------------

@@ -35,7 +35,6 @@ from mpx._fp8._ragged import RaggedSpec, fp8_ragged_dot
 from mpx._fp8._recipes import MXFP8, DelayedScaling
 from mpx._fp8._selection import RAGGED, Matmul, Selection, reason_to_keep, sizes
 from mpx._jaxpr import HANDLERS
-from mpx._jaxpr._calls import CALLS
 from mpx._jaxpr._flow import Flow, propagate
 from mpx._jaxpr._interpreter import (
     Kind,
@@ -47,6 +46,7 @@ from mpx._jaxpr._interpreter import (
 )
 from mpx._jaxpr._queries import (
     ATTENTION,
+    CALLS,
     MATMULS,
     MOVES,
     Equation,

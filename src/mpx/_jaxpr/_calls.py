@@ -25,7 +25,6 @@ from mpx._jaxpr._interpreter import (
 from mpx._jaxpr._queries import REMAT, Equation
 
 INLINED = ("closed_call", "core_call", "call", "eval_jaxpr")
-CALLS = ("jit", "pjit", "closed_call", *REMAT)
 
 
 def _jit(visitor: Visitor, op: Op) -> Outcome:

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal
 
 from mpx._compat import open_jaxpr, scopes_of, sub_jaxprs
@@ -41,6 +41,7 @@ MOVES = SHAPE_ONLY.union(
     )
 )
 REMAT = names("checkpoint remat2 remat")
+CALLS = ("jit", "pjit", "closed_call", *REMAT)
 
 
 def places(
@@ -64,6 +65,16 @@ def equations(jaxpr: Any) -> Iterator[Equation]:
         yield eqn
         for inner in sub_jaxprs(eqn):
             yield from equations(inner)
+
+
+def leaves(eqns: Iterable[Equation]) -> Iterator[Equation]:
+    """Yields equations, with those inside calls in place of the calls."""
+    for eqn in eqns:
+        if eqn.primitive.name in CALLS:
+            for body in sub_jaxprs(eqn):
+                yield from leaves(body.eqns)
+        else:
+            yield eqn
 
 
 def contains(jaxpr: Any, names: Collection[str]) -> bool:
