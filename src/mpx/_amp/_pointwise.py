@@ -28,7 +28,7 @@ from mpx._amp._rules import Rule, rule_for
 from mpx._compat import Literal, eval_jaxpr, jaxpr_of, scopes_of
 from mpx._formats import FORMATS
 from mpx._jaxpr._flow import Flow
-from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Values
+from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Plan, Values
 from mpx._jaxpr._queries import Equation, leaves, names
 
 _IN_F32 = "in f32, and again in the backward pass"
@@ -85,15 +85,17 @@ class Chain(NamedTuple):
 def choose(amp: Settings, op: Op) -> Chosen | None:
     """Returns how an equation runs that is part of a chain; `None` if it is not.
 
-    There are no chains under rules that change the rule of an operation.
+    There are no chains under rules that change the rule of an operation, nor of equations
+    that are run out of turn, in the place of recognised ones.
     """
-    if not amp.rules.is_plain:
+    frame, eqn = amp.frame, op.eqn
+    if not amp.rules.is_plain or frame.eqn is not eqn:
         return None
-    eqn, made = op.eqn, amp.frame.made
+    made = frame.made
     if eqn.outvars and eqn.outvars[0] in made:
         return Chosen(_computed)
     if _CHAINS not in made:
-        made[_CHAINS] = find_chains(amp.frame.jaxpr), None
+        made[_CHAINS] = find_chains(frame.jaxpr, frame.plan), None
     chain: Chain | None = made[_CHAINS][0].get(id(eqn))
     outer = op.scopes[: len(op.scopes) - len(scopes_of(eqn))]
     if (
@@ -121,13 +123,13 @@ def _computed(amp: Settings, op: Op) -> Outcome:
 # --- Finding --------------------------------------------------------------------------
 
 
-def find_chains(jaxpr: Jaxpr | None) -> dict[int, Chain]:
+def find_chains(jaxpr: Jaxpr, plan: Plan | None = None) -> dict[int, Chain]:
     """Returns the chains of a jaxpr by the `id` of their first equation.
 
-    Outside the evaluation of a jaxpr there is none.
+    Args:
+        jaxpr: The jaxpr.
+        plan: What is run in the place of equations: it may read other values than these.
     """
-    if jaxpr is None:
-        return {}
     source_of: dict[Any, Any] = {}
     members: dict[Any, list[Equation]] = {}
     for eqn in jaxpr.eqns:
@@ -144,13 +146,15 @@ def find_chains(jaxpr: Jaxpr | None) -> dict[int, Chain]:
         source_of[eqn.outvars[0]] = source
         members.setdefault(source, []).append(eqn)
     return {
-        id(chain[0]): _as_chain(jaxpr, source, chain)
+        id(chain[0]): _as_chain(jaxpr, plan, source, chain)
         for source, chain in members.items()
         if not _CURVED.isdisjoint(eqn.primitive.name for eqn in leaves(chain))
     }
 
 
-def _as_chain(jaxpr: Jaxpr, source: Any, members: list[Equation]) -> Chain:
+def _as_chain(
+    jaxpr: Jaxpr, plan: Plan | None, source: Any, members: list[Equation]
+) -> Chain:
     made, inside = {x.outvars[0] for x in members}, set(map(id, members))
     readers = [
         (atom, eqn.primitive.name)
@@ -161,6 +165,8 @@ def _as_chain(jaxpr: Jaxpr, source: Any, members: list[Equation]) -> Chain:
     ]
     read = {atom for atom, _ in readers}
     read |= {x for x in jaxpr.outvars if not isinstance(x, Literal)}
+    if plan is not None:
+        read.update(atom for x in plan.replaced.values() for atom in x.atoms)
     outvars = [eqn.outvars[0] for eqn in members if eqn.outvars[0] in read]
     is_kept = any(name in _NONLINEAR for _, name in readers)
     return Chain(source, members, outvars, is_kept)

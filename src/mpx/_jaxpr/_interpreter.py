@@ -79,10 +79,14 @@ class Frame:
     In `made` a visitor keeps what it derived from these values, by their `id`, beside the
     value: as long as that is kept, so is its `id`. Values of another jaxpr belong to another
     trace and must not be found here.
+
+    The jaxpr is run by `plan`, and `eqn` is the equation whose turn it is: an equation that
+    a replacement runs has no turn.
     """
 
-    def __init__(self, jaxpr: Jaxpr = None) -> None:
-        self.jaxpr = jaxpr
+    def __init__(self, jaxpr: Jaxpr = None, plan: Plan | None = None) -> None:
+        self.jaxpr, self.plan = jaxpr, plan
+        self.eqn: Equation = None
         self.env: dict[Any, tuple[Any, Any]] = {}
         self.made: dict[Any, tuple[Any, Any]] = {}
 
@@ -197,7 +201,7 @@ class Visitor:
         """Evaluates a jaxpr; returns its results and what is known of them."""
         plan = self.plan(jaxpr, consts, facts, scopes)
         replaced, dead = ({}, ()) if plan is None else plan
-        outer, self.frame = self.frame, Frame(jaxpr)
+        outer, self.frame = self.frame, Frame(jaxpr, plan)
         try:
             env = self.frame.env
             for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -214,6 +218,7 @@ class Visitor:
                 with equation_context(eqn):
                     values, known = [x for x, _ in pairs], [x for _, x in pairs]
                     op = Op(eqn, values, known, scopes + scopes_of(eqn))
+                    self.frame.eqn = eqn
                     outs, known = (
                         self.equation(op) if other is None else other.run(self, op)
                     )
