@@ -37,7 +37,6 @@ from mpx._compat import (
     is_batched,
     open_jaxpr,
     scan_sizes,
-    source_frames,
 )
 from mpx._half import in_gradient_function
 from mpx._jaxpr import HANDLERS
@@ -59,7 +58,6 @@ from mpx._jaxpr._queries import (
     Verdict,
     equations,
     every_use,
-    flops,
 )
 from mpx._jaxpr._replace import plan_with
 from mpx._warn import warn
@@ -169,20 +167,15 @@ def _already_low(op: Op) -> Chosen:
 
 
 def _decision(op: Op, chosen: Chosen, outs: Values) -> Decision:
-    eqn, frames = op.eqn, source_frames(op.eqn)
     # Attention also returns what its derivative needs.
-    seen = outs[:1] if eqn.primitive.name in ATTENTION else outs
-    return Decision(
-        primitive=eqn.primitive.name,
+    seen = outs[:1] if op.eqn.primitive.name in ATTENTION else outs
+    return Decision.about(
+        op.eqn,
+        op.scopes,
         rule=str(chosen.rule),
         reason=chosen.reason,
-        scope="/".join(op.scopes),
-        source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
         params=tuple(fact.name for fact in op.facts if fact.name),
-        before=tuple(str(var.aval.dtype) for var in eqn.invars),
         after=tuple(str(jnp.result_type(out)) for out in seen),
-        shapes=tuple(tuple(var.aval.shape) for var in eqn.invars),
-        flops=flops(eqn),
     )
 
 

@@ -18,7 +18,6 @@ from mpx._compat import (
     eval_jaxpr,
     open_jaxpr,
     scopes_of,
-    source_frames,
     varying_axes,
 )
 from mpx._jaxpr._interpreter import (
@@ -29,7 +28,6 @@ from mpx._jaxpr._interpreter import (
     Scopes,
     as_array,
 )
-from mpx._jaxpr._queries import flops
 from mpx._jaxpr._replace import Value, scopes_inside, value_of
 from mpx._jaxpr._terms import Level, Term
 
@@ -312,20 +310,10 @@ def record(
     """Records that logits were recognised: computed in chunks, or kept if no `params`."""
     if amp.decisions is None:
         return
-    eqn, frames = dot.eqn, source_frames(dot.eqn)
-    is_low = params is not None
-    dtype = amp.dtype if is_low else eqn.outvars[0].aval.dtype
-    amp.decisions.append(
-        Decision(
-            primitive="dot_general" if is_low else "logits",
-            rule=str(Rule.LOW if is_low else Rule.ORIGINAL),
-            reason=reason,
-            scope="/".join(scopes_inside(dot, scopes)),
-            source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
-            params=params or (),
-            before=tuple(str(var.aval.dtype) for var in eqn.invars),
-            after=(str(dtype),),
-            shapes=tuple(tuple(var.aval.shape) for var in eqn.invars),
-            flops=flops(eqn) if is_low else 0,
-        )
-    )
+    fields: dict[str, Any]
+    if params is None:
+        fields = {"primitive": "logits", "rule": str(Rule.ORIGINAL), "flops": 0}
+    else:
+        fields = {"rule": str(Rule.LOW), "params": params, "after": (str(amp.dtype),)}
+    scopes = scopes_inside(dot, scopes)
+    amp.decisions.append(Decision.about(dot.eqn, scopes, reason=reason, **fields))

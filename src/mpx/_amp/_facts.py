@@ -22,7 +22,7 @@ from mpx._compat import (
 )
 from mpx._formats import FORMATS, short_name
 from mpx._jaxpr._interpreter import Kind, Op, Outcome, Scopes, Values
-from mpx._jaxpr._queries import Equation
+from mpx._jaxpr._queries import Equation, flops
 
 F32 = np.dtype(np.float32)
 
@@ -131,6 +131,22 @@ class Decision(NamedTuple):
     after: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     flops: int
+
+    @classmethod
+    def about(cls, eqn: Equation, scopes: Scopes, **fields: Any) -> "Decision":
+        """Returns a decision about an equation, with fields that it does not tell."""
+        frames = source_frames(eqn)
+        told = {
+            "primitive": eqn.primitive.name,
+            "scope": "/".join(scopes),
+            "source": f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
+            "params": (),
+            "before": tuple(str(var.aval.dtype) for var in eqn.invars),
+            "after": tuple(str(var.aval.dtype) for var in eqn.outvars),
+            "shapes": tuple(tuple(var.aval.shape) for var in eqn.invars),
+            "flops": flops(eqn),
+        }
+        return cls(**{**told, **fields})
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

@@ -4,28 +4,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 
 from mpx._amp._chunked import Run, record
 from mpx._amp._facts import Origin, Settings
-from mpx._amp._recognition import dtype_of_operand, fact_of, reason_by_precision
-from mpx._amp._rules import Rule
-from mpx._compat import (
-    has_explicit_axes,
-)
-from mpx._jaxpr._interpreter import (
-    Jaxpr,
-    Replacement,
-    Scopes,
-)
-from mpx._jaxpr._replace import scopes_inside
+from mpx._amp._recognition import reason_by_dtypes, reason_by_rule
+from mpx._compat import has_explicit_axes
+from mpx._jaxpr._interpreter import Jaxpr, Replacement, Scopes
 from mpx._jaxpr._softmax import Softmaxes
 from mpx._jaxpr._terms import Level, Term
 
 if TYPE_CHECKING:
     from mpx._logits import Site
-
-_LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def replacements(
@@ -80,15 +69,10 @@ def _reason(
         # Each example would have its own gradient of the weights, all at once.
         return "the function is mapped; apply `amp` to what `vmap` returns"
     dot = site.scores.dot
-    facts = [fact_of(x, known) for x in dot.operands]
-    region = amp.region_rule(dot.eqn, scopes_inside(dot, scopes))
-    rule, reason = region or amp.rule("dot_general", dot.eqn.params, facts)
-    reason = reason if rule != Rule.LOW else reason_by_precision(dot.eqn)
+    reason = reason_by_rule(amp, dot, dot.operands, known, scopes)
+    reason = reason or reason_by_dtypes(amp, dot.operands)
     if reason is not None:
         return reason
-    dtypes = {dtype_of_operand(amp, x) for x in dot.operands}
-    if len(dtypes) > 1 or not dtypes <= {*_LOW}:
-        return f"operands in {' and '.join(sorted(map(str, dtypes)))}"
     if _logits.bias_terms(site) is None:
         return "a mask, or a bias that differs between tokens"
     return None

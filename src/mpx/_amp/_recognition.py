@@ -18,7 +18,7 @@ from mpx._amp._facts import (
 )
 from mpx._amp._matmuls import reason_against
 from mpx._amp._rules import SHAPE_ONLY, Rule
-from mpx._compat import has_explicit_axes, scopes_of, source_frames
+from mpx._compat import has_explicit_axes, scopes_of
 from mpx._devices import cuda_capability
 from mpx._jaxpr._constants import compact
 from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Plan, Replacement, Scopes
@@ -62,9 +62,14 @@ class Site(NamedTuple):
         """Tells the report that something was recognised but is run as written."""
         amp, eqn = self.amp, self.eqn
         if amp.decisions is not None:
-            rule, dtypes = str(Rule.ORIGINAL), [x.aval.dtype for x in eqn.outvars]
-            row = _decision(eqn, self.scopes + scopes_of(eqn), dtypes)
-            row = row._replace(primitive=what, rule=rule, reason=reason)
+            row = Decision.about(
+                eqn,
+                self.scopes + scopes_of(eqn),
+                primitive=what,
+                rule=str(Rule.ORIGINAL),
+                reason=reason,
+                flops=0,
+            )
             amp.decisions.append(row)
 
 
@@ -190,9 +195,8 @@ def _call_of(site: Site, match: "Match") -> _Call | str:
 
     amp, softmaxes = site.amp, site.softmaxes
     against = _reason_by_rules(site, match)
-    dtypes = {dtype_of_operand(amp, x) for x in (match.query, match.key, match.value)}
-    if against is None and (len(dtypes) > 1 or not dtypes <= {*_LOW}):
-        against = f"operands in {' and '.join(sorted(map(str, dtypes)))}"
+    operands = [match.query, match.key, match.value]
+    against = against or reason_by_dtypes(amp, operands)
     if against is None and not softmaxes.is_private((match.probs,), match.eqn):
         against = (
             "the weights or scores are used elsewhere, perhaps by a gradient inside"
@@ -202,7 +206,7 @@ def _call_of(site: Site, match: "Match") -> _Call | str:
     masks = _attention.masks_of(match) if against is None else against
     if isinstance(masks, str):
         return masks
-    (dtype,) = dtypes
+    dtype = dtype_of_operand(amp, match.query)
     spec = _attention.Attention(
         scale=match.scores.scale,
         is_causal=masks.is_causal,
@@ -233,17 +237,43 @@ def _reason_by_rules(site: Site, match: "Match") -> str | None:
     dot = match.scores.dot
     last = Term(site.softmaxes.level, match.eqn.outvars[0], match.eqn)
     for term, operands in ((dot, dot.operands), (last, [match.value])):
-        facts = [fact_of(x, site.facts) for x in operands]
-        region = amp.region_rule(term.eqn, scopes_inside(term, scopes))
-        rule, reason = region or amp.rule("dot_general", term.eqn.params, facts)
-        against = reason if rule != Rule.LOW else reason_by_precision(term.eqn)
+        against = reason_by_rule(amp, term, operands, site.facts, scopes)
         if against is not None:
             return against
     return None
 
 
-def reason_by_precision(eqn: Equation) -> str | None:
-    """Returns which precision was asked for, if a kernel in 16 bits does not have it."""
+def reason_by_dtypes(amp: Settings, operands: Sequence[Term]) -> str | None:
+    """Returns why values are not multiplied in one 16-bit dtype, if they are not."""
+    dtypes = {dtype_of_operand(amp, x) for x in operands}
+    if len(dtypes) == 1 and dtypes <= {*_LOW}:
+        return None
+    return f"operands in {' and '.join(sorted(map(str, dtypes)))}"
+
+
+def reason_by_rule(
+    amp: Settings,
+    term: Term,
+    operands: Sequence[Term],
+    known: Mapping[Any, Origin],
+    scopes: Scopes,
+) -> str | None:
+    """Returns which rule or precision keeps a matmul from running low, if one does.
+
+    Args:
+        amp: The settings.
+        term: The result of the matmul.
+        operands: Those of its operands whose parameters may have rules.
+        known: What is known of the arguments of the jaxpr.
+        scopes: The named scopes around the jaxpr.
+    """
+    facts = [_fact_of(x, known) for x in operands]
+    region = amp.region_rule(term.eqn, scopes_inside(term, scopes))
+    rule, reason = region or amp.rule("dot_general", term.eqn.params, facts)
+    return reason if rule != Rule.LOW else _reason_by_precision(term.eqn)
+
+
+def _reason_by_precision(eqn: Equation) -> str | None:
     if any(is_eligible(var.aval) for var in eqn.invars):
         return reason_against(eqn, Rule.LOW)
     asked = eqn.params.get("precision")
@@ -254,7 +284,7 @@ def reason_by_precision(eqn: Equation) -> str | None:
     return None
 
 
-def fact_of(term: Term, known: Mapping[Any, Origin]) -> Origin:
+def _fact_of(term: Term, known: Mapping[Any, Origin]) -> Origin:
     """Returns what is known of the argument that a value is, in another shape."""
     while term.eqn is not None and term.name in SHAPE_ONLY:
         term = term.operands[0]
@@ -287,28 +317,16 @@ def _run(
     if amp.decisions is not None:
         shapes = match.shapes
         (batch, rows, heads, size), (_, keys, _, _), _ = shapes
-        row = _decision(op.eqn, op.scopes, [out.dtype])
-        row = row._replace(
+        row = Decision.about(
+            op.eqn,
+            op.scopes,
+            primitive=next(iter(ATTENTION)),
+            rule=str(Rule.LOW),
+            reason="recognised",
             params=tuple(fact.name for _, fact in operands if fact.name),
+            after=(str(out.dtype),),
             shapes=tuple(shapes),
             flops=4 * batch * heads * rows * keys * size,
         )
         amp.decisions.append(row)
     return [out], [Origin(chain="low" if out.dtype == amp.dtype else "high")]
-
-
-def _decision(eqn: Equation, scopes: Scopes, after: Sequence[Any]) -> Decision:
-    """Returns the row of the report for attention that runs in one kernel."""
-    frames = source_frames(eqn)
-    return Decision(
-        primitive=_CALL,
-        rule=str(Rule.LOW),
-        reason="recognised",
-        scope="/".join(scopes),
-        source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
-        params=(),
-        before=tuple(str(var.aval.dtype) for var in eqn.invars),
-        after=tuple(map(str, after)),
-        shapes=tuple(tuple(var.aval.shape) for var in eqn.invars),
-        flops=0,
-    )
