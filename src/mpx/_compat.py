@@ -182,7 +182,7 @@ def sub_jaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def eval_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Runs one equation unchanged.
+    """Runs one equation unchanged, in the scopes of `equation_context`.
 
     It goes through a jaxpr of one equation, because how parameters turn into arguments
     of `bind` is private and changes.
@@ -193,6 +193,9 @@ def eval_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
     for var, arg in zip(eqn.invars, args, strict=True):
         if not isinstance(var, Literal):
             inputs[var] = arg
+    info = eqn.source_info
+    # Or its scopes would count twice.
+    eqn = eqn.replace(source_info=info.replace(name_stack=type(info.name_stack)()))
     jaxpr = jaxpr_of(list(inputs), list(eqn.outvars), [eqn])
     return eval_jaxpr(jaxpr, (), *inputs.values())
 
@@ -274,6 +277,12 @@ def ambient_scopes() -> tuple[str, ...]:
 
 def _scopes(stack: Any) -> tuple[str, ...]:
     return tuple(item.name for item in stack.stack if type(item).__name__ == "Scope")
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Returns whether an equation is part of a backward pass; its body may not say so."""
+    stack = eqn.source_info.name_stack.stack
+    return any(getattr(item, "name", "") == "transpose" for item in stack)
 
 
 def source_frames(eqn: Any) -> list[tuple[str, str, int]]:
@@ -376,25 +385,3 @@ def has_explicit_axes(mesh: Any) -> bool:
     """Returns whether a mesh has axes along which shardings are part of an array's type."""
     explicit = jax.sharding.AxisType.Explicit
     return any(kind == explicit for kind in mesh.axis_types or ())
-
-
-# --- Kernels --------------------------------------------------------------------------
-
-
-def refused(message: str, tree: Any) -> Any:
-    """Returns a tree of arrays that raise `NotImplementedError` when they are lowered."""
-    if private("refusal") is None:
-        return tree
-    return jax.tree.map(lambda x: _refused().bind(x, message=message), tree)
-
-
-@functools.cache
-def _refused() -> Any:
-    def refuse(ctx: Any, x: Any, *, message: str) -> Any:
-        raise NotImplementedError(message)
-
-    names, primitive = private("refusal"), Primitive("refused")
-    primitive.def_abstract_eval(lambda aval, *, message: aval)
-    names.register_lowering(primitive, refuse)
-    names.defvectorized(primitive)
-    return primitive

@@ -202,3 +202,25 @@ def unspecified_sharding() -> Any:
     """Returns what a jit equation holds for an argument without a sharding."""
     jaxpr = jax.make_jaxpr(jax.jit(lambda x: x))(_ARGUMENT)
     return jaxpr.eqns[0].params["in_shardings"][0]
+
+
+# --- Kernels --------------------------------------------------------------------------
+
+
+def refused(message: str, tree: Any) -> Any:
+    """Returns a tree of arrays that raise `NotImplementedError` when they are lowered."""
+    if private("refusal") is None:
+        return tree
+    return jax.tree.map(lambda x: _refused().bind(x, message=message), tree)
+
+
+@functools.cache
+def _refused() -> Any:
+    def refuse(ctx: Any, x: Any, *, message: str) -> Any:
+        raise NotImplementedError(message)
+
+    names, primitive = private("refusal"), Primitive("refused")
+    primitive.def_abstract_eval(lambda aval, *, message: aval)
+    names.register_lowering(primitive, refuse)
+    names.defvectorized(primitive)
+    return primitive

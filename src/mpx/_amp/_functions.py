@@ -234,20 +234,20 @@ def _call_with_nnx(
     return out
 
 
-def trace(
-    visitor: Transformation,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Returns the jaxpr of a call through a visitor."""
+def flat_call(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], Callable[[Transformation, Sequence[Any]], list[Any]]]:
+    """Returns the arrays of a call, and a function of a visitor and such arrays.
+
+    That function makes the call through the visitor and returns the arrays of the result.
+    """
     # NNX objects are copied, or they would hold tracers afterwards.
     plain, objects = _nnx.take_out((func, args, kwargs))
     split = _nnx.split(objects, ()) if objects else None
     state = split.rest if split is not None else None
     arrays, put_back = _take_arrays((plain, state), _is_abstract)
 
-    def call(arrays: list[Any]) -> list[Any]:
+    def call(visitor: Transformation, arrays: Sequence[Any]) -> list[Any]:
         plain, state = put_back(arrays)
         if split is not None:
             merged = _nnx.merge(split._replace(rest=state))
@@ -255,7 +255,18 @@ def trace(
         func, args, kwargs = plain
         return _take_arrays(call_through(visitor, func, args, kwargs))[0]
 
-    return jax.make_jaxpr(call)(arrays)
+    return arrays, call
+
+
+def trace(
+    visitor: Transformation,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Returns the jaxpr of a call through a visitor."""
+    arrays, call = flat_call(func, args, kwargs)
+    return jax.make_jaxpr(functools.partial(call, visitor))(arrays)
 
 
 def _is_abstract(leaf: Any) -> bool:

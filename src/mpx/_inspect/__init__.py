@@ -1,0 +1,1 @@
+"""Inspection of training programs: what ran in which precision, what failed, what to change."""

@@ -1,0 +1,156 @@
+"""Results of inspections: they print as tables, export to JSON and render in notebooks."""
+
+import dataclasses
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Table(NamedTuple):
+    """A part of a result for readers.
+
+    Attributes:
+        head: The names of the columns; empty for a paragraph of text.
+        rows: The cells, as text. A paragraph has one row of one cell.
+        title: A line above the table; "" for none.
+        right: The positions of columns that hold numbers and are aligned to the right.
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    right: frozenset[int] = frozenset()
+
+    @classmethod
+    def text(cls, paragraph: str, title: str = "") -> "Table":
+        """Returns a paragraph."""
+        return cls((), ((paragraph,),), title)
+
+    def __str__(self) -> str:
+        """Returns the table in columns of equal width."""
+        lines = [self.title] if self.title else []
+        if not self.head:
+            return "\n".join([*lines, *(cell for row in self.rows for cell in row)])
+        every = [self.head, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+        rule = tuple("-" * width for width in widths)
+        for line in (self.head, rule, *self.rows):
+            cells = [
+                cell.rjust(width) if i in self.right else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
+
+    def html(self) -> str:
+        """Returns the table as HTML."""
+        title = f"<p><b>{html.escape(self.title)}</b></p>" if self.title else ""
+        if not self.head:
+            cells = (cell for row in self.rows for cell in row)
+            return title + "".join(f"<p>{html.escape(x)}</p>" for x in cells)
+        head = "".join(f"<th>{html.escape(x)}</th>" for x in self.head)
+        rows = "".join(
+            "<tr>" + "".join(self._cell(*pair) for pair in enumerate(row)) + "</tr>"
+            for row in self.rows
+        )
+        return f"{title}<table><tr>{head}</tr>{rows}</table>"
+
+    def _cell(self, column: int, text: str) -> str:
+        align = ' style="text-align:right"' if column in self.right else ""
+        return f"<td{align}>{html.escape(text)}</td>"
+
+
+class Result:
+    """Base of the dataclasses that `mpx.inspect` returns.
+
+    A subclass is a dataclass and defines `tables`.
+    """
+
+    def tables(self) -> Sequence[Table]:
+        """Returns what readers see, in order."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """Returns the tables as text."""
+        return "\n\n".join(str(table) for table in self.tables())
+
+    def _repr_html_(self) -> str:
+        return "".join(table.html() for table in self.tables())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as plain Python values: dicts, lists, numbers and strings."""
+        return _plain(self)
+
+    def to_json(self, **options: Any) -> str:
+        """Returns the fields as JSON; the options are those of `json.dumps`.
+
+        JSON has no infinity and no nan: they become the strings "inf", "-inf" and "nan".
+        """
+        return json.dumps(_finite(self.to_dict()), **options)
+
+    def show(self) -> None:
+        """Prints the tables, with lines and colours if `rich` is installed."""
+        try:
+            from rich.console import Console
+            from rich.table import Table as Grid
+        except ImportError:
+            print(self)
+            return
+        console = Console()
+        for table in self.tables():
+            if not table.head:
+                console.print(str(table), markup=False, highlight=False)
+                continue
+            grid = Grid(title=table.title or None, title_justify="left")
+            for i, name in enumerate(table.head):
+                justify = "right" if i in table.right else "left"
+                grid.add_column(name, justify=justify, overflow="fold")
+            for row in table.rows:
+                grid.add_row(*(cell.replace("[", r"\[") for cell in row))
+            console.print(grid)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {field.name: _plain(getattr(value, field.name)) for field in fields}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _plain(getattr(value, "_asdict")())  # noqa: B009
+    if isinstance(value, Mapping):
+        return {str(key): _plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(x) for x in value]
+    if hasattr(value, "__array__"):
+        return np.asarray(value).tolist()
+    is_plain = value is None or isinstance(value, bool | int | float | str)
+    return value if is_plain else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    is_special = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if is_special else value
+
+
+_UNITS = ("", "k", "M", "G", "T", "P")
+
+
+def amount(number: float, unit: str = "") -> str:
+    """Returns a number of up to three digits with a prefix: 1.24 G, 305 M."""
+    power = 0
+    while abs(number) >= 999.5 and power < len(_UNITS) - 1:
+        number, power = number / 1000, power + 1
+    digits = f"{number:.3g}"
+    return f"{digits} {_UNITS[power]}{unit}".rstrip()
+
+
+def percent(share: float) -> str:
+    """Returns a share as a percentage with one decimal."""
+    return f"{100 * share:.1f} %"
