@@ -401,7 +401,7 @@ def run_models(options: argparse.Namespace) -> None:
         for library in options.models.split(","):
             found: dict[str, Record] = {}
             for turn in range(options.repeat):
-                for mode in ("keep", "fuse", "small", "hand"):
+                for mode in options.modes.split(","):
                     arguments = ["--child", f"{library}:{mode}", "--cache", cache]
                     arguments += ["--tiny"] if options.tiny else []
                     record = measure.run_child(__file__, arguments, timeout=300)
@@ -434,6 +434,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--part", choices=("ops", "models"))
     parser.add_argument("--models", default="equinox,linen,nnx")
+    parser.add_argument("--modes", default="keep,fuse,small,hand")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--more", action="store_true")
     parser.add_argument("--tiny", action="store_true")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from mpx._amp._facts import (
     F32,
@@ -301,6 +302,7 @@ def _function_of(
 
     @jax.checkpoint
     def compute(low: Any) -> Values:
+        low = _rounding_cotangents(low)
         if is_low is None:
             return eval_jaxpr(jaxpr, (), low)
         outs = eval_jaxpr(jaxpr, (), cast(low, F32))
@@ -308,6 +310,22 @@ def _function_of(
         return [cast(out, dtype) if fits else out for out, fits in pairs]
 
     return compute
+
+
+@jax.custom_jvp
+def _rounding_cotangents(low: Any) -> Any:
+    """Returns a 16-bit value, whose cotangent is made as an array of 16 bits.
+
+    A bias sums that cotangent in f32. XLA would leave out the rounding between, write the
+    cotangent in f32 for the sum, read that, and write it once more in 16 bits for the
+    matmuls: on ViT-Base 5.6 GB of traffic a step.
+    """
+    return low
+
+
+@_rounding_cotangents.defjvp
+def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    return primals[0], lax.optimization_barrier(tangents[0])
 
 
 def _signature(chain: Chain) -> Hashable:
