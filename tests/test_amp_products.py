@@ -167,3 +167,21 @@ def test_algorithm_is_for_products_with_a_sum_unless_it_is_true_f32(base, preset
     (eqn,) = [e for e in equations(traced) if e.primitive.name == "dot_general"]
     precision = eqn.params["precision"]
     assert precision is None if preset is None else precision.name == preset
+
+
+def test_activation_of_several_matmuls_is_cast_once_and_a_weight_for_each():
+    def heads(params, x):
+        hidden = jnp.tanh(x)  # in f32
+        tied = [hidden @ params["w"] for _ in range(2)]
+        return sum(jnp.sum(y**2) for y in (*tied, hidden @ params["v"]))
+
+    params = {"w": jnp.ones((8, 4)), "v": jnp.ones((8, 4))}
+    jaxpr = jax.make_jaxpr(amp(heads))(params, jnp.ones((16, 8)))
+    casts = [
+        eqn.invars[0].aval.shape
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name == "convert_element_type"
+        and eqn.params["new_dtype"] == jnp.bfloat16
+    ]
+    # The cotangents of a weight must add up in f32, those of an activation need not.
+    assert sorted(casts) == [(8, 4)] * 3 + [(16, 8)]

@@ -229,10 +229,25 @@ class Settings(Transformation):
         """
         if getattr(value, "dtype", F32) == F32:
             return cast(value, F32)
+        return self._once(value, F32)
+
+    def narrow(self, value: Any, fact: Origin) -> Any:
+        """Returns a value in the compute dtype, an activation the same for every matmul.
+
+        Then its cotangents add up in the matmuls that make them, as in a model written in
+        16 bits: each in an array of its own costs memory traffic and, where they are sums
+        over devices, an all-reduce each. Parameters are cast for each matmul: their
+        cotangents add up in f32.
+        """
+        if fact.leaf is not None or getattr(value, "dtype", None) != F32:
+            return cast(value, self.dtype)
+        return self._once(value, self.dtype)
+
+    def _once(self, value: Any, dtype: np.dtype) -> Any:
         made = self.frame.made
-        if id(value) not in made:
-            made[id(value)] = value, cast(value, F32)
-        return made[id(value)][1]
+        if (id(value), dtype) not in made:
+            made[id(value), dtype] = value, cast(value, dtype)
+        return made[id(value), dtype][1]
 
     def region_rule(self, eqn: Equation, scopes: Scopes) -> tuple[Choice, str] | None:
         """Returns the rule of the scope or function around an equation, and why."""

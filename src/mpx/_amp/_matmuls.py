@@ -106,7 +106,10 @@ def low_matmul(amp: Settings, op: Op) -> Outcome:
         if weights:
             out = _with_f32_grads(amp, op.eqn, arrays_of(op.values), weights)
             return [out], [Origin(chain="low")]
-    args = changed(op, lambda x: cast(x, amp.dtype), _is_operand)
+    args = [
+        amp.narrow(value, fact) if _is_operand(var.aval) else value
+        for var, value, fact in zip(op.eqn.invars, op.values, op.facts, strict=True)
+    ]
     if amp.f32_results:
         return _with_f32_result(op.eqn, args), [Origin(chain="high")]
     return multiply(op.eqn, args, amp.dtype), [Origin(chain="low")]
