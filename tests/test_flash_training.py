@@ -18,7 +18,6 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from sklearn.datasets import load_digits
 
 import mpx
 from mpx._quant import Quantized
@@ -112,6 +111,8 @@ def cross_entropy(model):
 
 
 def digits():
+    from sklearn.datasets import load_digits  # takes a second, in every process
+
     images, labels = load_digits(return_X_y=True)
     images = (images[:512] / 8 - 1).reshape(-1, 8, 8).astype(np.float32)
     return images, labels[:512].astype(np.int32)
