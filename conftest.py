@@ -3,14 +3,20 @@
 This file is at the root, so that it also holds for the docstring examples in `src`.
 """
 
+import functools
 import gc
 import importlib.metadata
 import os
+import sys
 import zlib
 
 # Before JAX is imported: it reads these once. Subprocesses inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "agg")
+# LLVM's optimizations, not those of XLA: what is computed stays the same.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# NumPy's matrices are small here, and its idle threads wait by spinning.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 _FLAGS = ["--xla_force_host_platform_device_count=8"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Most of the time goes into compiling programs that run once. Measured, a compressed
@@ -33,8 +39,19 @@ import pytest  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# LLVM's optimizations, not those of XLA: what is computed stays the same.
-jax.config.update("jax_disable_most_optimizations", True)
+
+def _share_the_context_of_lowerings():
+    """Makes JAX create the context of its MLIR modules once, not for each program.
+
+    Measured, 55 tests with 257 programs: 16.1 s instead of 18.5 s of CPU time.
+    """
+    module = sys.modules.get("jax._src.interpreters.mlir")
+    create = getattr(module, "make_ir_context", None)
+    if create is not None:  # a JAX that has renamed it takes its time
+        module.make_ir_context = functools.cache(create)
+
+
+_share_the_context_of_lowerings()
 
 # JAX keeps many objects: to look through them took a sixth of the CPU time of five files.
 gc.set_threshold(200_000, 20, 100)

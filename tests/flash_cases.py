@@ -100,6 +100,9 @@ def train(step, carry, steps, grads=make_grads):
 ROUNDINGS = 4 * 2.0**-23
 
 
+_masters = jax.jit(mpx.optim.master_params)
+
+
 def assert_same_step(got, want):
     """Compares one step from one start, taken by two programs, up to roundings of f32.
 
@@ -117,10 +120,9 @@ def assert_same_step(got, want):
     assert state.count == want_state.count
     for one, other in ((state.mu, want_state.mu), (state.nu, want_state.nu)):
         jax.tree.map(_assert_same_moment, one, other, is_leaf=_is_quantized)
-    masters = [
-        mpx.optim.master_params(*jax.tree.map(jnp.asarray, pair))
-        for pair in ((params, state), (want_params, want_state))
-    ]
+    masters = jax.device_get(
+        [_masters(*pair) for pair in ((params, state), (want_params, want_state))]
+    )
     jax.tree.map(_assert_same_master, params, state.correction, *masters)
 
 

@@ -81,6 +81,10 @@ def problem(shape, mesh=None, spec=None):
     return put(weights), [put(grad) for grad in grads]
 
 
+def shape_with_sharding(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
 def is_sharded_like(x, mesh, spec):
     """Tells whether an array, or each of its planes, is sharded so."""
     spec = P(None, *spec) if x.ndim > len(spec) else spec
@@ -114,7 +118,7 @@ def on_one_device(name, shape):
     optimizer = OPTIMIZERS[name]
     params, grads = problem(shape)
     step = jax.jit(optimizer.step)
-    first = step(params, optimizer.init(params), grads[0])
+    first = step(params, jax.jit(optimizer.init)(params), grads[0])
     return jax.device_get((tuple(first), tuple(step(*first, grads[1]))))
 
 
@@ -131,9 +135,11 @@ def second_step(step, name, shape, mesh, spec):
         What the compiled step sends between devices.
     """
     params, grads = problem(shape, mesh, spec)
+    # Those of a template, which the tests of `init` compare with those of a state.
+    shapes = jax.tree.map(shape_with_sharding, params)
     shardings = jax.tree.map(
         lambda x: x.sharding if x.ndim else NamedSharding(mesh, P()),
-        (params, OPTIMIZERS[name].init(params)),
+        (shapes, OPTIMIZERS[name].init(shapes)),
     )
     start, expected = on_one_device(name, shape)
     args = (*jax.device_put(start, shardings), grads[1])
@@ -174,9 +180,7 @@ def test_shapes_with_shardings_give_a_template_with_shardings():
     mesh = make_mesh(AxisType.Auto)
     params, _ = problem(SHAPE, mesh, P("x", "y"))
     optimizer = OPTIMIZERS["adamw"]
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
-    )
+    shapes = jax.tree.map(shape_with_sharding, params)
     template, state = optimizer.init(shapes), optimizer.init(params)
     assert not unlike(template, mesh, P("x", "y"))
     assert jax.tree.structure(template) == jax.tree.structure(state)

@@ -20,7 +20,6 @@ from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sklearn.datasets import load_digits
 
 import mpx
 from mpx.compat import jmp
@@ -42,6 +41,8 @@ optimizer = optax.sgd(optax.cosine_decay_schedule(0.2, STEPS), momentum=0.9)
 
 @functools.cache
 def digits():
+    from sklearn.datasets import load_digits  # takes a second, in every process
+
     images, labels = load_digits(return_X_y=True)
     images, labels = images[:SAMPLES], labels[:SAMPLES]
     return (images / 16).astype(np.float32), labels.astype(np.int32)
