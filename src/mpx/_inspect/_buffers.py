@@ -253,7 +253,7 @@ def _stored(
             is_stored = (
                 out in wanted
                 or node.name in _WRITES_MEMORY
-                or (len(large) > 2 and len(readers[out]) > 1)
+                or (len(large) > 1 and len(readers[out]) > 1)
                 or (
                     out in crosses
                     and (node.name in _EXPENSIVE or graph.size[out] < 0.6 * total)
@@ -275,7 +275,8 @@ def _needed(graph: _Graph, same: list[int]) -> set[int]:
         elif node.name not in _WRITES_MEMORY and node.name not in _EXPENSIVE:
             if any(same[out] in needed for out in node.outs):
                 needed.update(same[value] for value in node.reads)
-    return needed
+    makers = ((value, graph.maker[value]) for value in needed)
+    return {value for value, maker in makers if maker and not maker.backward}
 
 
 def _lifetimes(

@@ -1,10 +1,9 @@
 """Places of operations: the parameter that one reads, its scope and its source line."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mpx._amp._report import short_source
 from mpx._compat import (
     Literal,
     is_transposed,
@@ -15,8 +14,9 @@ from mpx._compat import (
     source_frames,
     sub_jaxprs,
 )
+from mpx._inspect._result import short_source
 from mpx._jaxpr._interpreter import Jaxpr, Scopes
-from mpx._jaxpr._queries import MOVES, Equation, repetitions
+from mpx._jaxpr._queries import MOVES, Equation, matmul_flops, names, repetitions
 
 Name = str | None
 """The parameter that a value is, possibly moved or cast; `None` for any other value."""
@@ -28,7 +28,8 @@ class Place:
 
     Attributes:
         primitive: The name of the operation.
-        param: The parameter that it reads, such as `model/layers/0/weight`; "" for none.
+        param: The parameter that it reads, such as `model/layers/0/weight`, or whose
+            gradient it computes; "" for none.
         scope: Its `jax.named_scope`s, joined by `/`.
         source: File and line of the code that wrote it.
         function: The name of the function that holds this line.
@@ -92,9 +93,11 @@ def sites(
     names: Sequence[Name],
     scopes: Scopes = (),
     *,
+    made: Sequence[Name] = (),
     backward: bool = False,
     times: int = 1,
-) -> Iterator[Site]:
+    largest: bool = False,
+) -> Generator[Site, None, list[Name]]:
     """Yields the equations of a jaxpr and of all jaxprs inside it, with their places.
 
     An equation that holds jaxprs comes before what is inside it.
@@ -103,31 +106,81 @@ def sites(
         jaxpr: The jaxpr.
         names: The parameters among its inputs.
         scopes: The named scopes around it.
+        made: The parameters whose gradients its results are.
         backward: Whether it belongs to a backward pass.
         times: How often it runs.
+        largest: Whether only that branch of a conditional counts which has most work.
+
+    Returns:
+        The parameters among its results.
     """
     body, _ = open_jaxpr(jaxpr)
     env = dict(zip(body.invars, names, strict=True))
+    grads = _gradients(body, made)
+
+    def read(atom: Any) -> Name:
+        return None if isinstance(atom, Literal) else env.get(atom)
+
     for eqn in body.eqns:
-        operands = [None if isinstance(x, Literal) else env.get(x) for x in eqn.invars]
+        operands = [read(atom) for atom in eqn.invars]
+        feeds = [grads.get(var) for var in eqn.outvars]
         around = scopes + scopes_of(eqn)
         place = place_of(eqn, operands, around, backward=backward)
+        if place.backward and not place.param:
+            place = dataclasses.replace(place, param=next(filter(None, feeds), ""))
         yield Site(eqn, place, times)
-        for inner, inside in _bodies(eqn, operands):
-            yield from sites(
+        found: list[Name] = [name_of_results(eqn, operands)] * len(eqn.outvars)
+        for inner, inside in _bodies(eqn, operands, largest=largest):
+            out = yield from sites(
                 inner,
                 inside,
                 around,
+                made=_made_inside(eqn, feeds),
                 backward=place.backward,
                 times=times * repetitions(eqn),
+                largest=largest,
             )
-        env.update(dict.fromkeys(eqn.outvars, name_of_results(eqn, operands)))
+            if len(out) == len(found) and primitive_name(eqn) not in _LOOPS:
+                found = out
+        env.update(zip(eqn.outvars, found, strict=True))
+    return [read(atom) for atom in body.outvars]
 
 
-def _bodies(eqn: Equation, names: list[Name]) -> Iterator[tuple[Any, list[Name]]]:
+_LOOPS = ("scan", "while")
+# The gradient of a parameter passes through these unchanged, but for a sum.
+_PASSES = MOVES.union(names("reduce_sum add_any neg psum psum_invariant mul div"))
+
+
+def _gradients(body: Any, made: Sequence[Name]) -> dict[Any, str]:
+    """Returns which values of a jaxpr become the gradient of which parameter."""
+    known = {
+        var: name
+        for var, name in zip(body.outvars, made, strict=False)
+        if name and not isinstance(var, Literal)
+    }
+    for eqn in reversed(body.eqns) if known else ():
+        name = next(filter(None, (known.get(var) for var in eqn.outvars)), None)
+        if name is None or primitive_name(eqn) not in _PASSES:
+            continue
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal) and atom.aval.shape != ():
+                known.setdefault(atom, name)
+    return known
+
+
+def _made_inside(eqn: Equation, feeds: list[Name]) -> list[Name]:
+    """Returns the parameters whose gradients the results of an equation's body are."""
+    return [] if primitive_name(eqn) == "while" else feeds
+
+
+def _bodies(
+    eqn: Equation, names: list[Name], *, largest: bool
+) -> Iterator[tuple[Any, list[Name]]]:
     """Yields the jaxprs of an equation and the parameters among the inputs of each."""
-    kind = primitive_name(eqn)
-    for inner in sub_jaxprs(eqn):
+    kind, bodies = primitive_name(eqn), list(sub_jaxprs(eqn))
+    if kind == "cond" and largest:
+        bodies = [max(bodies, key=_work)]
+    for inner in bodies:
         inputs = open_jaxpr(inner)[0].invars
         known: list[Name] = [None] * len(inputs)
         if kind == "scan":
@@ -139,3 +192,7 @@ def _bodies(eqn: Equation, names: list[Name]) -> Iterator[tuple[Any, list[Name]]
         elif kind != "while" and len(inputs) == len(names):
             known = names
         yield inner, list(known)
+
+
+def _work(jaxpr: Any) -> int:
+    return matmul_flops(jaxpr, lambda _: "").total()
