@@ -119,7 +119,7 @@ def chain_of(origins: list[Origin], *, high: bool = False) -> Origin:
 
 
 class Decision(NamedTuple):
-    """One equation and the precision in which it runs; `AmpReport` describes the fields."""
+    """One equation and the precision in which it runs; `AmpView` describes the fields."""
 
     primitive: str
     rule: str

@@ -71,6 +71,7 @@ class Buffer(NamedTuple):
         dtype: Its dtype.
         eqn: The equation that makes it; `None` for an argument.
         is_saved: Whether the forward pass makes it and the backward pass reads it.
+            What a scan makes counts as made inside it.
     """
 
     bytes: int
@@ -154,8 +155,8 @@ class _Graph:
                 )
                 continue
             # XLA computes equal operations once, but what remat repeats stays apart.
-            key = (primitive_name(eqn), *reads, _literals(eqn), str(eqn.params), here)
-            if not inner and not eqn.effects and key in self.known:
+            key = None if inner or eqn.effects else _key(eqn, reads, backward=here)
+            if key in self.known:
                 env.update(zip(eqn.outvars, self.known[key], strict=True))
                 continue
             node = _Node(eqn, [x for x in reads if x >= 0], backward=here)
@@ -163,11 +164,13 @@ class _Graph:
             node.outs = [self._new(var, node) for var in eqn.outvars]
             env.update(zip(eqn.outvars, node.outs, strict=True))
             self.nodes.append(node)
-            self.known[key] = node.outs
+            if key is not None:
+                self.known[key] = node.outs
 
 
-def _literals(eqn: Equation) -> str:
-    return str([x.val for x in eqn.invars if isinstance(x, Literal)])
+def _key(eqn: Equation, reads: list[int], *, backward: bool) -> Any:
+    literals = [x.val for x in eqn.invars if isinstance(x, Literal)]
+    return primitive_name(eqn), *reads, str(literals), str(eqn.params), backward
 
 
 def peak(jaxpr: Jaxpr, in_place: Sequence[int] = ()) -> Peak:
@@ -178,10 +181,9 @@ def peak(jaxpr: Jaxpr, in_place: Sequence[int] = ()) -> Peak:
         in_place: Positions of results that are written over arguments.
     """
     graph = _Graph(jaxpr)
-    same = _same_buffers(graph)
-    stored, roots = _stored(graph, same)
-    born, dies = _lifetimes(graph, stored, roots, same)
-    free = {same[graph.outs[i]] for i in in_place if graph.outs[i] >= 0}
+    stored, life = _lifetimes(graph)
+    born, dies = life.born, life.dies
+    free = {life.same[graph.outs[i]] for i in in_place if graph.outs[i] >= 0}
     change: collections.Counter[int] = collections.Counter()
     for value in stored:
         if value not in free:
@@ -193,21 +195,42 @@ def peak(jaxpr: Jaxpr, in_place: Sequence[int] = ()) -> Peak:
         if now + node.inner > most:
             most, at = now + node.inner, time
     live = [
-        _buffer(graph, value, dies[value])
-        for value in stored
+        _buffer(graph, life, value)
+        for value in sorted(stored)
         if value not in free and born[value] <= at <= dies[value]
     ]
     return Peak(most, live)
 
 
-def _buffer(graph: _Graph, value: int, last: int) -> Buffer:
+def saved_buffers(jaxpr: Jaxpr) -> list[Buffer]:
+    """Returns what the forward pass of a program leaves for its backward pass."""
+    graph = _Graph(jaxpr)
+    stored, life = _lifetimes(graph)
+    found = [_buffer(graph, life, value) for value in sorted(stored)]
+    return [buffer for buffer in found if buffer.is_saved]
+
+
+def _buffer(graph: _Graph, life: "_Life", value: int) -> Buffer:
     maker = graph.maker[value]
-    eqn = None if maker is None else maker.eqn
-    is_saved = maker is not None and not maker.backward
-    reader = graph.nodes[min(last, len(graph.nodes) - 1)]
-    return Buffer(
-        graph.size[value], graph.dtype[value], eqn, is_saved and reader.backward
-    )
+    assert maker is not None  # arguments are not stored
+    is_saved = not maker.backward and value in life.read_back
+    eqn = _maker(maker.eqn, maker.outs.index(value))
+    return Buffer(graph.size[value], graph.dtype[value], eqn, is_saved)
+
+
+def _maker(eqn: Equation, position: int) -> Equation:
+    """Returns the equation inside a scan that makes one of its results."""
+    while primitive_name(eqn) == "scan" or primitive_name(eqn) in INLINED:
+        body = next(sub_jaxprs(eqn))
+        made = [
+            (inner, list(inner.outvars).index(body.outvars[position]))
+            for inner in body.eqns
+            if body.outvars[position] in inner.outvars
+        ]
+        if not made:
+            return eqn
+        eqn, position = made[0]
+    return eqn
 
 
 def _same_buffers(graph: _Graph) -> list[int]:
@@ -279,27 +302,36 @@ def _needed(graph: _Graph, same: list[int]) -> set[int]:
     return {value for value, maker in makers if maker and not maker.backward}
 
 
-def _lifetimes(
-    graph: _Graph,
-    stored: set[int],
-    roots: dict[int, frozenset[int]],
-    same: list[int],
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Returns when each value in memory is made, and when it is read for the last time."""
-    born: dict[int, int] = {}
-    dies: dict[int, int] = {}
+class _Life(NamedTuple):
+    """When each value in memory is made and read last, and which the backward pass reads.
+
+    `same` has for each value the one whose buffer it shares.
+    """
+
+    same: list[int]
+    born: dict[int, int]
+    dies: dict[int, int]
+    read_back: set[int]
+
+
+def _lifetimes(graph: _Graph) -> tuple[set[int], _Life]:
+    """Returns the values that are in memory, and when."""
+    same = _same_buffers(graph)
+    stored, roots = _stored(graph, same)
+    life = _Life(same, {}, {}, set())
     for index, node in enumerate(graph.nodes):
         for out in node.outs:
             if same[out] == out and out in stored:
-                born[out] = index
-                dies[out] = index
-        if any(same[out] in stored for out in node.outs) or not node.outs:
-            for value in node.reads:
-                value = same[value]
-                for root in (value,) if value in stored else roots.get(value, ()):
-                    dies[root] = index
-    end = len(graph.nodes)
+                life.born[out] = life.dies[out] = index
+        if node.outs and not any(same[out] in stored for out in node.outs):
+            continue  # computed where it is read
+        for value in node.reads:
+            value = same[value]
+            for root in (value,) if value in stored else roots.get(value, ()):
+                life.dies[root] = index
+                if node.backward:
+                    life.read_back.add(root)
     for value in graph.outs:
         if value >= 0 and same[value] in stored:
-            dies[same[value]] = end
-    return born, dies
+            life.dies[same[value]] = len(graph.nodes)
+    return stored, life

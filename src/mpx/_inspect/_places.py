@@ -16,7 +16,7 @@ from mpx._compat import (
 )
 from mpx._inspect._result import short_source
 from mpx._jaxpr._interpreter import Jaxpr, Scopes
-from mpx._jaxpr._queries import MOVES, Equation, matmul_flops, names, repetitions
+from mpx._jaxpr._queries import MATMULS, MOVES, Equation, matmul_flops, names, repetitions
 
 Name = str | None
 """The parameter that a value is, possibly moved or cast; `None` for any other value."""
@@ -80,6 +80,19 @@ def name_of_results(eqn: Equation, names: Sequence[Name]) -> Name:
     return known[0] if moves and len(known) == 1 else None
 
 
+class _Label(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        name: The parameter that it is.
+        origin: The parameter from which it is computed number by number, with nothing
+            else of its size, as the codes of a quantised weight are.
+    """
+
+    name: Name = None
+    origin: Name = None
+
+
 class Site(NamedTuple):
     """An equation, its place, and how often it runs: see `repetitions`."""
 
@@ -114,24 +127,43 @@ def sites(
     Returns:
         The parameters among its results.
     """
+    labels = [_Label(name, name) for name in names]
+    options = {"made": made, "backward": backward, "times": times, "largest": largest}
+    found = yield from _walk(jaxpr, labels, scopes, **options)
+    return [label.name for label in found]
+
+
+def _walk(
+    jaxpr: Jaxpr,
+    labels: Sequence[_Label],
+    scopes: Scopes,
+    *,
+    made: Sequence[Name],
+    backward: bool,
+    times: int,
+    largest: bool,
+) -> Generator[Site, None, list[_Label]]:
     body, _ = open_jaxpr(jaxpr)
-    env = dict(zip(body.invars, names, strict=True))
+    env = dict(zip(body.invars, labels, strict=True))
     grads = _gradients(body, made)
 
-    def read(atom: Any) -> Name:
-        return None if isinstance(atom, Literal) else env.get(atom)
+    def read(atom: Any) -> _Label:
+        return _Label() if isinstance(atom, Literal) else env.get(atom, _Label())
 
     for eqn in body.eqns:
-        operands = [read(atom) for atom in eqn.invars]
+        known = [read(atom) for atom in eqn.invars]
+        operands = [label.name for label in known]
+        if primitive_name(eqn) in MATMULS:
+            operands += [label.origin for label in known[:2]]
         feeds = [grads.get(var) for var in eqn.outvars]
         around = scopes + scopes_of(eqn)
         place = place_of(eqn, operands, around, backward=backward)
         if place.backward and not place.param:
             place = dataclasses.replace(place, param=next(filter(None, feeds), ""))
         yield Site(eqn, place, times)
-        found: list[Name] = [name_of_results(eqn, operands)] * len(eqn.outvars)
-        for inner, inside in _bodies(eqn, operands, largest=largest):
-            out = yield from sites(
+        found = _results(eqn, known)
+        for inner, inside in _bodies(eqn, known, largest=largest):
+            out = yield from _walk(
                 inner,
                 inside,
                 around,
@@ -144,6 +176,23 @@ def sites(
                 found = out
         env.update(zip(eqn.outvars, found, strict=True))
     return [read(atom) for atom in body.outvars]
+
+
+def _results(eqn: Equation, labels: list[_Label]) -> list[_Label]:
+    """Returns what is known of the results of an equation that holds no jaxpr."""
+    name = name_of_results(eqn, [label.name for label in labels])
+    sizes = [
+        (label.origin, atom.aval.size)
+        for label, atom in zip(labels, eqn.invars, strict=True)
+        if label.origin and hasattr(atom.aval, "size")
+    ]
+    if primitive_name(eqn) in MATMULS or len({origin for origin, _ in sizes}) != 1:
+        return [_Label(name)] * len(eqn.outvars)
+    origin, size = sizes[0]
+    return [
+        _Label(name, origin if getattr(var.aval, "size", None) == size else None)
+        for var in eqn.outvars
+    ]
 
 
 _LOOPS = ("scan", "while")
@@ -174,23 +223,23 @@ def _made_inside(eqn: Equation, feeds: list[Name]) -> list[Name]:
 
 
 def _bodies(
-    eqn: Equation, names: list[Name], *, largest: bool
-) -> Iterator[tuple[Any, list[Name]]]:
-    """Yields the jaxprs of an equation and the parameters among the inputs of each."""
+    eqn: Equation, labels: list[_Label], *, largest: bool
+) -> Iterator[tuple[Any, list[_Label]]]:
+    """Yields the jaxprs of an equation and what is known of the inputs of each."""
     kind, bodies = primitive_name(eqn), list(sub_jaxprs(eqn))
     if kind == "cond" and largest:
         bodies = [max(bodies, key=_work)]
     for inner in bodies:
         inputs = open_jaxpr(inner)[0].invars
-        known: list[Name] = [None] * len(inputs)
+        known = [_Label()] * len(inputs)
         if kind == "scan":
             consts, carry = scan_sizes(eqn.params)
-            known = list(names)
-            known[consts : consts + carry] = [None] * carry
+            known = list(labels)
+            known[consts : consts + carry] = [_Label()] * carry
         elif kind == "cond":
-            known = names[1:]
-        elif kind != "while" and len(inputs) == len(names):
-            known = names
+            known = labels[1:]
+        elif kind != "while" and len(inputs) == len(labels):
+            known = labels
         yield inner, list(known)
 
 

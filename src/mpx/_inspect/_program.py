@@ -47,6 +47,16 @@ class Program(NamedTuple):
         return [name if i in self.params else None for i, name in enumerate(self.names)]
 
     @property
+    def has_loss(self) -> bool:
+        """Whether the first result is a floating scalar."""
+        loss = self.jaxpr.out_avals[0] if self.jaxpr.out_avals else None
+        return (
+            loss is not None
+            and loss.shape == ()
+            and jnp.issubdtype(loss.dtype, np.floating)
+        )
+
+    @property
     def made(self) -> list[str | None]:
         """The parameter whose gradient each result is; `None` for other results."""
         if not self.is_gradient:
@@ -121,10 +131,10 @@ def gradient(forward: Program) -> Program:
     Raises:
         TypeError: If the first result is no floating scalar.
     """
-    loss = forward.jaxpr.out_avals[0] if forward.jaxpr.out_avals else None
-    if loss is None or loss.shape != () or not jnp.issubdtype(loss.dtype, np.floating):
+    if not forward.has_loss:
+        first = next(iter(forward.jaxpr.out_avals), "nothing")
         raise TypeError(
-            f"The function must return a scalar loss first, but it returned {loss}. "
+            f"The function must return a scalar loss first, but it returned {first}. "
             "Pass a function such as `lambda model, batch: jnp.mean(...)`."
         )
 

@@ -1,0 +1,125 @@
+"""Why a value is f32: what made it so, where a 16-bit one was promoted, and by what."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from mpx._compat import Literal, open_jaxpr, source_frames
+from mpx._inspect._result import short_source
+from mpx._jaxpr._flow import Flow
+from mpx._jaxpr._interpreter import Jaxpr
+from mpx._jaxpr._queries import MOVES, Equation
+
+
+class Cause(NamedTuple):
+    """Why a value is f32.
+
+    Attributes:
+        text: The reason, for readers.
+        cast: Where it was cast from 16 bits, if that is the reason; else "".
+    """
+
+    text: str
+    cast: str = ""
+
+
+class Causes(NamedTuple):
+    """Why values of a program are f32.
+
+    Attributes:
+        operands: By the `id` of an equation, why its operands are, if one is.
+        promoted: The equations that make f32 from a 16-bit operand and one that is f32, by
+            their `id`, and what that is.
+    """
+
+    operands: dict[int, str]
+    promoted: dict[int, str]
+
+
+def causes(jaxpr: Jaxpr, names: Sequence[str]) -> Causes:
+    """Returns why values of a program are f32.
+
+    Args:
+        jaxpr: The program.
+        names: The names of its arguments; "" for one without.
+    """
+    found = Causes({}, {})
+
+    def rule(name: str, eqn: Equation, labels: list[Cause | None]) -> Cause | None:
+        if not eqn.outvars:
+            return None
+        known = [
+            _literal(atom) if isinstance(atom, Literal) else label
+            for atom, label in zip(eqn.invars, labels, strict=True)
+        ]
+        wide = [x for x in known if x is not None]
+        if wide:
+            found.operands[id(eqn)] = wide[0].text
+        if not is_f32(eqn.outvars[0].aval):
+            return None
+        source = _source(eqn)
+        if name == "convert_element_type":
+            if wide:
+                return wide[0]
+            dtype = eqn.invars[0].aval.dtype
+            low = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+            text = f"cast from {dtype} to f32 at {source}"
+            return Cause(text, source if low else "")
+        if name in MOVES:
+            is_number = all(isinstance(atom, Literal) for atom in eqn.invars)
+            made = Cause(f"an f32 array that is made at {source}")
+            return made if is_number or not wide else wide[0]
+        # JAX promotes where the operation is written: the cast is on the same line.
+        here = any(x.cast and x.cast == source for x in wide)
+        here |= any(_is_low(atom.aval) for atom in eqn.invars)
+        others = [x for x in wide if not x.cast]
+        if here and others:
+            found.promoted[id(eqn)] = others[0].text
+            return Cause(f"promoted by {others[0].text} at {source}")
+        if wide:
+            return wide[0]
+        if name == "bitcast_convert_type":
+            return Cause("", source)  # a scale of fp8: nobody's choice
+        if any(_is_low(atom.aval) for atom in eqn.invars):
+            return Cause(f"{name} was asked for an f32 result at {source}")
+        return Cause(f"made in f32 by {name} at {source}")
+
+    def constant(value: Any) -> Cause | None:
+        if not is_f32(value):
+            return None
+        shape = ",".join(map(str, value.shape))
+        return Cause(f"a closed-over f32[{shape}] array")
+
+    body, _ = open_jaxpr(jaxpr)
+    labels = {
+        var: Cause(f"argument `{name}`" if name else "an argument")
+        for var, name in zip(body.invars, names, strict=True)
+        if is_f32(var.aval)
+    }
+    Flow(rule, constant=constant).run(jaxpr, labels)
+    return found
+
+
+def is_f32(value: Any) -> bool:
+    """Returns whether a value, or a type of values, is f32."""
+    return str(getattr(value, "dtype", "")) == "float32"
+
+
+def _is_low(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and (
+        dtype.itemsize < 4
+    )
+
+
+def _literal(atom: Any) -> Cause | None:
+    """Returns the cause that is a number; Python's own numbers promote nothing."""
+    if not is_f32(atom.aval) or getattr(atom.aval, "weak_type", False):
+        return None
+    return Cause(f"the f32 constant {atom.val}")
+
+
+def _source(eqn: Equation) -> str:
+    frames = source_frames(eqn)
+    return f"{short_source(frames[0][1])}:{frames[0][2]}" if frames else "unknown"
