@@ -2,6 +2,8 @@
 
 from mpx._fp8 import Fp8Check as Fp8Check
 from mpx._fp8 import check as check
+from mpx._inspect._memory import Memory as Memory
+from mpx._inspect._memory import memory as memory
 from mpx._inspect._report import Report as Report
 from mpx._inspect._report import report as report
 from mpx._inspect._target import Compiled as Compiled

@@ -86,10 +86,12 @@ class Peak(NamedTuple):
     Attributes:
         bytes: What it needs then.
         live: The buffers that exist then.
+        saved: What the forward pass leaves for the backward pass.
     """
 
     bytes: int
     live: list[Buffer]
+    saved: list[Buffer]
 
 
 class _Node:
@@ -121,9 +123,7 @@ class _Graph:
         self.maker: list[_Node | None] = []
         self.known: dict[Any, list[int]] = {}
         body, _ = open_jaxpr(jaxpr)
-        env = {
-            var: self._new(var, None) for var in (*body.constvars, *body.invars)
-        }
+        env = {var: self._new(var, None) for var in (*body.constvars, *body.invars)}
         self.inputs = len(self.size)
         self._add(body, env, backward=False)
         self.outs = [self._read(atom, env) for atom in body.outvars]
@@ -145,7 +145,9 @@ class _Graph:
             inner = list(sub_jaxprs(eqn))
             if primitive_name(eqn) in INLINED and inner:
                 called = inner[0]
-                inside = dict(zip(called.invars, reads[-len(called.invars) :], strict=True))
+                inside = dict(
+                    zip(called.invars, reads[-len(called.invars) :], strict=True)
+                )
                 for var in called.constvars:
                     inside[var] = self._new(var, None)
                 self._add(called, inside, backward=here)
@@ -194,20 +196,13 @@ def peak(jaxpr: Jaxpr, in_place: Sequence[int] = ()) -> Peak:
         now += change[time]
         if now + node.inner > most:
             most, at = now + node.inner, time
+    found = {value: _buffer(graph, life, value) for value in sorted(stored)}
     live = [
-        _buffer(graph, life, value)
-        for value in sorted(stored)
+        buffer
+        for value, buffer in found.items()
         if value not in free and born[value] <= at <= dies[value]
     ]
-    return Peak(most, live)
-
-
-def saved_buffers(jaxpr: Jaxpr) -> list[Buffer]:
-    """Returns what the forward pass of a program leaves for its backward pass."""
-    graph = _Graph(jaxpr)
-    stored, life = _lifetimes(graph)
-    found = [_buffer(graph, life, value) for value in sorted(stored)]
-    return [buffer for buffer in found if buffer.is_saved]
+    return Peak(most, live, [buffer for buffer in found.values() if buffer.is_saved])
 
 
 def _buffer(graph: _Graph, life: "_Life", value: int) -> Buffer:

@@ -9,7 +9,7 @@ from mpx._compat import Literal, open_jaxpr, source_frames
 from mpx._inspect._result import short_source
 from mpx._jaxpr._flow import Flow
 from mpx._jaxpr._interpreter import Jaxpr
-from mpx._jaxpr._queries import MOVES, Equation
+from mpx._jaxpr._queries import CALLS, MOVES, Equation
 
 
 class Cause(NamedTuple):
@@ -74,7 +74,8 @@ def causes(jaxpr: Jaxpr, names: Sequence[str]) -> Causes:
         here = any(x.cast and x.cast == source for x in wide)
         here |= any(_is_low(atom.aval) for atom in eqn.invars)
         others = [x for x in wide if not x.cast]
-        if here and others:
+        is_array = name not in CALLS and eqn.outvars[0].aval.size > 1
+        if here and others and is_array:
             found.promoted[id(eqn)] = others[0].text
             return Cause(f"promoted by {others[0].text} at {source}")
         if wide:
@@ -108,8 +109,10 @@ def is_f32(value: Any) -> bool:
 
 def _is_low(aval: Any) -> bool:
     dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and (
-        dtype.itemsize < 4
+    return (
+        dtype is not None
+        and jnp.issubdtype(dtype, jnp.floating)
+        and (dtype.itemsize < 4)
     )
 
 

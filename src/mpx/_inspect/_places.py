@@ -16,7 +16,14 @@ from mpx._compat import (
 )
 from mpx._inspect._result import short_source
 from mpx._jaxpr._interpreter import Jaxpr, Scopes
-from mpx._jaxpr._queries import MATMULS, MOVES, Equation, matmul_flops, names, repetitions
+from mpx._jaxpr._queries import (
+    MATMULS,
+    MOVES,
+    Equation,
+    matmul_flops,
+    names,
+    repetitions,
+)
 
 Name = str | None
 """The parameter that a value is, possibly moved or cast; `None` for any other value."""
@@ -208,8 +215,18 @@ def _gradients(body: Any, made: Sequence[Name]) -> dict[Any, str]:
         if name and not isinstance(var, Literal)
     }
     for eqn in reversed(body.eqns) if known else ():
-        name = next(filter(None, (known.get(var) for var in eqn.outvars)), None)
-        if name is None or primitive_name(eqn) not in _PASSES:
+        feeds = [known.get(var) for var in eqn.outvars]
+        name = next(filter(None, feeds), None)
+        if name is None:
+            continue
+        inner = list(sub_jaxprs(eqn))
+        if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):
+            if primitive_name(eqn) not in _LOOPS:
+                inside = _gradients(inner[0], feeds)
+                pairs = zip(eqn.invars, inner[0].invars, strict=True)
+                known.update((x, inside[y]) for x, y in pairs if y in inside)
+            continue
+        if primitive_name(eqn) not in _PASSES:
             continue
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and atom.aval.shape != ():

@@ -91,7 +91,7 @@ def program(
     Arrays may be given as `jax.ShapeDtypeStruct`.
     """
     # A module under `amp` or `fp8` is an argument of the program, too.
-    inner, wrap = _unwrapped(func)
+    inner, wrap = unwrapped(func)
     arrays, call = flat_call(inner, args, kwargs, wrap)
     held = list[Any]()
 
@@ -110,15 +110,15 @@ def program(
     return Program(jaxpr, arrays, [name for name, _ in found], params, recording)
 
 
-def _unwrapped(func: Callable[..., Any]) -> tuple[Callable[..., Any], Wrap]:
+def unwrapped(func: Callable[..., Any]) -> tuple[Callable[..., Any], Wrap]:
     """Returns the function that `amp` or `fp8` was given, and what they do with it."""
     if isinstance(func, Fp8Function):
-        chosen, (inner, wrap) = func.chosen, _unwrapped(func.func)
+        chosen, (inner, wrap) = func.chosen, unwrapped(func.func)
         return inner, lambda func: Fp8Function(wrap(func), chosen)
     autocast = getattr(func, "mpx_autocast", None)
     if autocast is None:
         return func, lambda func: func
-    inner, wrap = _unwrapped(getattr(func, "__wrapped__"))  # noqa: B009
+    inner, wrap = unwrapped(getattr(func, "__wrapped__"))  # noqa: B009
     return inner, lambda func: under_amp(wrap(func), autocast)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mpx._amp._matmuls import PRESETS
 from mpx._amp._rules import REASONS
-from mpx._inspect._buffers import nbytes, saved_buffers
+from mpx._inspect._buffers import nbytes, peak
 from mpx._inspect._causes import causes, is_f32
 from mpx._inspect._places import Place, Site, place_of, sites
 from mpx._inspect._program import Program, gradient, program
@@ -200,7 +200,9 @@ class Report(Result):
         for (label, name, dtype, shapes, which, source), group in groups.items():
             if len({x.place.label for x in group}) == 1:
                 label = group[0].place.label
-            count, size = (sum(getattr(x, f) for x in group) for f in ("flops", "bytes"))
+            count, size = (
+                sum(getattr(x, f) for x in group) for f in ("flops", "bytes")
+            )
             times = str(sum(x.times for x in group))
             cells = (times, amount(count), amount(size, "B"))
             rows.append((label, name, dtype, shapes, *cells, which, source))
@@ -407,7 +409,7 @@ def _multiplied_in(eqn: Equation) -> str:
 
 def _residuals(full: Program) -> tuple[Residual, ...]:
     groups: dict[tuple[str, str, str], list[int]] = {}
-    for x in saved_buffers(full.jaxpr):
+    for x in peak(full.jaxpr).saved:
         place = place_of(x.eqn, ())
         key = place.primitive, short_dtypes([x.dtype]), place.source
         groups.setdefault(key, []).append(x.bytes)
