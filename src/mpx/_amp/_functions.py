@@ -242,7 +242,7 @@ def flat_call(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda func: func,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> tuple[list[Any], Callable[[Transformation, Sequence[Any]], list[Any]]]:
     """Returns the arrays of a call, and a function of a visitor and such arrays.
 
@@ -252,7 +252,7 @@ def flat_call(
         func: The function, or a module that holds arrays of its own.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        wrap: A transformation of the function.
+        wrap: Makes another function of it, which is called by itself: `amp` or `fp8`.
     """
     # NNX objects are copied, or they would hold tracers afterwards.
     plain, objects = _nnx.take_out((func, args, kwargs))
@@ -266,7 +266,9 @@ def flat_call(
             merged = _nnx.merge(split._replace(rest=state))
             plain = _nnx.put_back(plain, merged.objects)
         func, args, kwargs = plain
-        return _take_arrays(call_through(visitor, wrap(func), args, kwargs))[0]
+        if wrap is None:
+            return _take_arrays(call_through(visitor, func, args, kwargs))[0]
+        return _take_arrays(wrap(func)(*args, **kwargs))[0]
 
     return arrays, call
 

@@ -92,7 +92,7 @@ def program(
     """
     # A module under `amp` or `fp8` is an argument of the program, too.
     inner, wrap = unwrapped(func)
-    arrays, call = flat_call(inner, args, kwargs, wrap)
+    arrays, call = flat_call(inner, args, kwargs, None if inner is func else wrap)
     held = list[Any]()
 
     def run(arrays: Sequence[Any]) -> list[Any]:

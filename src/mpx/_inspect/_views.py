@@ -211,6 +211,8 @@ class Fp8View(Result):
             for x in self.matmuls
         ]
         head = ("parameter", "shape", "times", "FLOPs", "fp8, or why not", "scope")
+        if not rows:
+            return [Table.text("No matmuls that fp8 could change.")]
         share = f"{percent(self.share)} of the forward matmul operations run in fp8."
         return [Table((*head, "source"), rows, share, frozenset({2, 3}))]
 
