@@ -406,7 +406,10 @@ def test_nnx_model_inside_of_the_function_keeps_its_statistics():
 
 def test_parameter_of_an_nnx_model_as_the_function_is_named_by_its_path():
     report = mpx.inspect.report(amp(NNXModel(), "bf16"), TOKENS)
-    assert [op.params[-1] for op in report.amp.matmuls] == ["linear/kernel", "head/kernel"]
+    assert [op.params[-1] for op in report.amp.matmuls] == [
+        "linear/kernel",
+        "head/kernel",
+    ]
     policy = AmpRules(params={"^head/kernel$": "f32"})
     report = mpx.inspect.report(amp(NNXModel(), "bf16", rules=policy), TOKENS)
     assert [op.after for op in report.amp.matmuls] == [("bfloat16",), ("float32",)]

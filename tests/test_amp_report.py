@@ -259,7 +259,9 @@ def test_text_has_three_tables(monkeypatch):
     monkeypatch.chdir(__file__.rpartition("/")[0])
     report = bf16(f, X, W)
     head, matmuls, kept, unknown = str(report).split("\n\n")
-    assert head.startswith("amp to bf16, rules safe. Matmul operations: 100.0 % in bf16")
+    assert head.startswith(
+        "amp to bf16, rules safe. Matmul operations: 100.0 % in bf16"
+    )
     assert "no gradient: Pure callbacks do not support JVP" in head
     line = f.__code__.co_firstlineno + 1
     row = f"x dot bf16 (3,4) @ (4,4) 1 96 80 B forward test_amp_report.py:{line}"

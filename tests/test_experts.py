@@ -365,7 +365,9 @@ def test_operands_that_may_be_sharded_run_in_plain_jax():
         report = mpx.inspect.report(mpx.amp(ragged), p, x, jnp.asarray(sizes))
         run = jax.jit(functools.partial(results, mpx.amp(ragged), sizes=sizes))
         got = run(p, x, grad)
-    assert "may be sharded: call it under `jax.shard_map`" in report.amp.matmuls[0].reason
+    assert (
+        "may be sharded: call it under `jax.shard_map`" in report.amp.matmuls[0].reason
+    )
     assert_close(got, exact(p, x, grad, sizes))
 
 

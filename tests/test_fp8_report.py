@@ -81,9 +81,7 @@ def test_report_of_nothing():
 
 def test_report_counts_a_jitted_layer_each_time_it_is_called():
     layer = jax.jit(lambda x, w: x @ w)
-    report = view(
-        fp8(lambda p, x: layer(layer(x, p), p), min_gain=0), shape(64, 64), X
-    )
+    report = view(fp8(lambda p, x: layer(layer(x, p), p), min_gain=0), shape(64, 64), X)
     assert len(report.changed) == 2
 
 

@@ -6,7 +6,7 @@ values of a jaxpr never exist in memory. The rules here say which ones do.
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpx._compat import (
@@ -290,9 +290,10 @@ def _needed(graph: _Graph, same: list[int]) -> set[int]:
     for node in reversed(graph.nodes):
         if node.backward:
             needed.update(same[value] for value in node.reads)
-        elif node.name not in _WRITES_MEMORY and node.name not in _EXPENSIVE:
-            if any(same[out] in needed for out in node.outs):
-                needed.update(same[value] for value in node.reads)
+        elif node.name in _WRITES_MEMORY or node.name in _EXPENSIVE:
+            continue
+        elif any(same[out] in needed for out in node.outs):
+            needed.update(same[value] for value in node.reads)
     makers = ((value, graph.maker[value]) for value in needed)
     return {value for value, maker in makers if maker and not maker.backward}
 

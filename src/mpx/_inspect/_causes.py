@@ -47,50 +47,22 @@ def causes(jaxpr: Jaxpr, names: Sequence[str]) -> Causes:
     found = Causes({}, {})
 
     def rule(name: str, eqn: Equation, labels: list[Cause | None]) -> Cause | None:
-        if not eqn.outvars:
-            return None
         known = [
             _literal(atom) if isinstance(atom, Literal) else label
             for atom, label in zip(eqn.invars, labels, strict=True)
         ]
-        wide = [x for x in known if x is not None]
+        wide = [cause for cause in known if cause is not None]
         if wide:
             found.operands[id(eqn)] = wide[0].text
-        if not is_f32(eqn.outvars[0].aval):
+        if not eqn.outvars or not is_f32(eqn.outvars[0].aval):
             return None
-        source = _source(eqn)
-        if name == "convert_element_type":
-            if wide:
-                return wide[0]
-            dtype = eqn.invars[0].aval.dtype
-            low = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-            text = f"cast from {dtype} to f32 at {source}"
-            return Cause(text, source if low else "")
         if name in MOVES:
-            is_number = all(isinstance(atom, Literal) for atom in eqn.invars)
-            made = Cause(f"an f32 array that is made at {source}")
-            return made if is_number or not wide else wide[0]
-        # JAX promotes where the operation is written: the cast is on the same line.
-        here = any(x.cast and x.cast == source for x in wide)
-        here |= any(_is_low(atom.aval) for atom in eqn.invars)
-        others = [x for x in wide if not x.cast]
-        is_array = name not in CALLS and eqn.outvars[0].aval.size > 1
-        if here and others and is_array:
-            found.promoted[id(eqn)] = others[0].text
-            return Cause(f"promoted by {others[0].text} at {source}")
-        if wide:
-            return wide[0]
-        if name == "bitcast_convert_type":
-            return Cause("", source)  # a scale of fp8: nobody's choice
-        if any(_is_low(atom.aval) for atom in eqn.invars):
-            return Cause(f"{name} was asked for an f32 result at {source}")
-        return Cause(f"made in f32 by {name} at {source}")
-
-    def constant(value: Any) -> Cause | None:
-        if not is_f32(value):
-            return None
-        shape = ",".join(map(str, value.shape))
-        return Cause(f"a closed-over f32[{shape}] array")
+            return _moved(name, eqn, wide)
+        promoting = _promoting(name, eqn, wide)
+        if promoting is None:
+            return wide[0] if wide else _made(name, eqn)
+        found.promoted[id(eqn)] = promoting
+        return Cause(f"promoted by {promoting} at {_source(eqn)}")
 
     body, _ = open_jaxpr(jaxpr)
     labels = {
@@ -98,8 +70,47 @@ def causes(jaxpr: Jaxpr, names: Sequence[str]) -> Causes:
         for var, name in zip(body.invars, names, strict=True)
         if is_f32(var.aval)
     }
-    Flow(rule, constant=constant).run(jaxpr, labels)
+    Flow(rule, constant=_closed_over).run(jaxpr, labels)
     return found
+
+
+def _closed_over(value: Any) -> Cause | None:
+    if not is_f32(value):
+        return None
+    return Cause(f"a closed-over f32[{','.join(map(str, value.shape))}] array")
+
+
+def _moved(name: str, eqn: Equation, wide: list[Cause]) -> Cause:
+    """Returns why the result of a cast, a broadcast or another move is f32."""
+    source, dtype = _source(eqn), eqn.invars[0].aval.dtype
+    if all(isinstance(atom, Literal) for atom in eqn.invars):
+        return Cause(f"an f32 array that is made at {source}")
+    if wide:
+        return wide[0]
+    low = source if _is_low(eqn.invars[0].aval) else ""
+    return Cause(f"cast from {dtype} to f32 at {source}", low)
+
+
+def _promoting(name: str, eqn: Equation, wide: list[Cause]) -> str | None:
+    """Returns what makes f32 of a 16-bit operand, if an operation does that.
+
+    JAX promotes where the operation is written: the cast is on the same line.
+    """
+    source = _source(eqn)
+    is_cast = any(cause.cast and cause.cast == source for cause in wide)
+    is_cast |= any(_is_low(atom.aval) for atom in eqn.invars)
+    others = [cause.text for cause in wide if not cause.cast]
+    is_array = name not in CALLS and eqn.outvars[0].aval.size > 1
+    return others[0] if is_cast and is_array and others else None
+
+
+def _made(name: str, eqn: Equation) -> Cause:
+    source = _source(eqn)
+    if name == "bitcast_convert_type":
+        return Cause("", source)  # a scale of fp8: nobody's choice
+    if any(_is_low(atom.aval) for atom in eqn.invars):
+        return Cause(f"{name} was asked for an f32 result at {source}")
+    return Cause(f"made in f32 by {name} at {source}")
 
 
 def is_f32(value: Any) -> bool:

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 from mpx._amp._matmuls import PRESETS
 from mpx._amp._rules import REASONS
+from mpx._compat import primitive_name, sub_jaxprs
 from mpx._inspect._buffers import nbytes, peak
 from mpx._inspect._causes import causes, is_f32
 from mpx._inspect._places import Place, Site, place_of, sites
 from mpx._inspect._program import Program, gradient, program
 from mpx._inspect._result import Result, Table, amount, percent
-from mpx._inspect._target import Compiled, compile_for, described
+from mpx._inspect._target import Compiled, compile_for, on_target
 from mpx._inspect._views import (
     AmpView,
     Fp8View,
@@ -23,7 +24,7 @@ from mpx._inspect._views import (
     fp8_view,
     short_dtypes,
 )
-from mpx._jaxpr._queries import ATTENTION, GROUPED, MATMULS, Equation, flops
+from mpx._jaxpr._queries import ATTENTION, GROUPED, MATMULS, Equation, equations, flops
 
 
 class Matmul(NamedTuple):
@@ -75,14 +76,14 @@ class Residual(NamedTuple):
         primitive: The operation that makes them.
         dtype: Their dtype.
         bytes: Their size.
-        count: How many arrays they are.
+        arrays: How many arrays they are.
         source: The file and line of that operation.
     """
 
     primitive: str
     dtype: str
     bytes: int
-    count: int
+    arrays: int
     source: str
 
 
@@ -215,7 +216,7 @@ class Report(Result):
         parts = sorted(self.residual_bytes.items(), key=lambda item: -item[1])
         shown = ", ".join(f"{amount(size, 'B')} in {dtype}" for dtype, size in parts)
         rows = [
-            (amount(x.bytes, "B"), x.dtype, str(x.count), x.primitive, x.source)
+            (amount(x.bytes, "B"), x.dtype, str(x.arrays), x.primitive, x.source)
             for x in self.residuals[:_MOST]
         ]
         rest = self.residuals[_MOST:]
@@ -297,10 +298,11 @@ def report(
         >>> [x.primitive for x in found.kept]
         ['exp']
     """
-    with described(target):
-        forward = program(func, args, kwargs)
-        full, passes = _with_backward(forward, backward)
-    compiled = None if target is None else compile_for(full, target, devices)
+    with on_target(target, devices, (args, kwargs)) as mesh:
+        full, passes = _with_backward(program(func, args, kwargs), backward)
+        compiled = None
+        if target is not None and mesh is not None:
+            compiled = compile_for(full, target, mesh)
     return _of_program(full, passes, compiled)
 
 
@@ -338,7 +340,7 @@ def _of_program(full: Program, passes: str, compiled: Compiled | None) -> Report
         if id(eqn) in why.promoted and not place.backward:
             reason = f"promoted by {why.promoted[id(eqn)]}"
             promoted.append(_kept(place, reason))
-        if REASONS.get(place.primitive) == REASONS["pallas_call"]:
+        if _is_opaque(eqn):
             unknown.append(_kept(place, REASONS["pallas_call"]))
     rows = tuple(matmuls.values())
     if amp is not None:
@@ -366,6 +368,18 @@ def _of_program(full: Program, passes: str, compiled: Compiled | None) -> Report
 
 
 _MULTIPLIES = frozenset({*MATMULS, *ATTENTION, GROUPED})
+
+
+def _is_opaque(eqn: Equation) -> bool:
+    """Returns whether nothing is known of an operation; kernels of mpx are known."""
+    name = primitive_name(eqn)
+    if REASONS.get(name) != REASONS["pallas_call"] or name in _REFERENCES:
+        return False
+    inside = (inner for x in sub_jaxprs(eqn) for inner in equations(x))
+    return not any("mpx_" in str(x.params.get("name")) for x in (eqn, *inside))
+
+
+_REFERENCES = ("get", "swap", "addupdate", "ref_new")
 
 
 def _kept(place: Place, reason: str) -> Kept:

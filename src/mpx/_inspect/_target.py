@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from mpx._compat import as_function
 from mpx._devices import assumed_gpu
@@ -44,13 +45,13 @@ class Collective(NamedTuple):
             `collective-permute`.
         dtype: The dtype that is sent.
         bytes: The bytes of its results on one device.
-        count: How many there are; a loop counts its body once.
+        times: How many there are; a loop counts its body once.
     """
 
     kind: str
     dtype: str
     bytes: int
-    count: int
+    times: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Compiled(Result):
             f"{self.attention} calls of cuDNN's attention."
         )
         rows = [
-            (x.kind, x.dtype, str(x.count), amount(x.bytes, "B"))
+            (x.kind, x.dtype, str(x.times), amount(x.bytes, "B"))
             for x in self.collectives
         ]
         head = ("collective", "dtype", "count", "bytes")
@@ -168,41 +169,56 @@ def compiler_options(target: str) -> dict[str, Any]:
     return {"xla_gpu_cuda_data_dir": str(folders[0]), "xla_gpu_autotune_level": 0}
 
 
-def compile_for(full: Program, target: str, devices: int = 1) -> Compiled:
-    """Compiles a program for a target; see `report` for how arguments are sharded."""
-    mesh, specs = _layout(full, target_devices(target, devices))
+@contextlib.contextmanager
+def on_target(
+    target: str | None, devices: int, arguments: PyTree
+) -> Iterator[Mesh | None]:
+    """Traces and compiles the code inside for devices of a target, in a mesh of them.
+
+    If arguments are sharded over a mesh of as many devices, it has the same axes.
+    """
+    if target is None:
+        yield None
+        return
+    array = np.array(target_devices(target, devices))
+    mesh = Mesh(array, "devices")
+    for x in jax.tree.leaves(arguments):
+        given = getattr(getattr(x, "sharding", None), "mesh", None)
+        if given is not None and given.size == devices > 1:
+            sizes = given.shape
+            mesh = Mesh(array.reshape(tuple(sizes.values())), tuple(sizes))
+            break
+    # Pallas asks the mesh for the kind of its GPUs.
+    with described(target), jax.set_mesh(mesh):
+        yield mesh
+
+
+def compile_for(full: Program, target: str, mesh: Mesh) -> Compiled:
+    """Compiles a program inside `on_target`; `report` says how arguments are sharded."""
     shapes = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-        for x, spec in zip(full.arrays, specs, strict=True)
+        for x, spec in zip(full.arrays, _specs(full, mesh), strict=True)
     ]
     options = compiler_options(target)
     if target != HERE:
         # Without timing, XLA finds no tiles for some odd shapes of Triton's matmuls.
         options["xla_gpu_enable_triton_gemm"] = False
-    # Pallas asks the mesh for the kind of its GPUs.
-    with described(target), jax.set_mesh(mesh):
-        lowered = jax.jit(as_function(full.jaxpr)).lower(*shapes)
-        return read_compiled(lowered.compile(options), target, devices)
+    lowered = jax.jit(as_function(full.jaxpr)).lower(*shapes)
+    return read_compiled(lowered.compile(options), target, mesh.size)
 
 
-def _layout(full: Program, devices: list[Any]) -> tuple[Mesh, list[PartitionSpec]]:
-    """Returns a mesh of some devices, and how each argument is sharded over it."""
-    count = len(devices)
-    shardings = [getattr(x, "sharding", None) for x in full.arrays]
-    given = [
-        x for x in shardings if isinstance(x, NamedSharding) and x.mesh.size == count
-    ]
-    if given and count > 1:
-        sizes = given[0].mesh.shape
-        array = np.array(devices).reshape(tuple(sizes.values()))
-        return Mesh(array, tuple(sizes)), [
-            x.spec if x in given else PartitionSpec() for x in shardings
-        ]
-    mesh, specs = Mesh(np.array(devices), "devices"), []
+def _specs(full: Program, mesh: Mesh) -> list[PartitionSpec]:
+    """Returns how each argument is sharded over a mesh."""
+    specs = []
     for i, x in enumerate(full.arrays):
-        split = count > 1 and i not in full.params and x.ndim and not x.shape[0] % count
-        specs.append(PartitionSpec("devices") if split else PartitionSpec())
-    return mesh, specs
+        sharding, spec = getattr(x, "sharding", None), PartitionSpec()
+        if isinstance(sharding, NamedSharding) and sharding.mesh.shape == mesh.shape:
+            spec = sharding.spec
+        elif mesh.axis_names == ("devices",) and i not in full.params and x.shape:
+            is_split = mesh.size > 1 and x.shape[0] % mesh.size == 0
+            spec = PartitionSpec("devices") if is_split else spec
+        specs.append(spec)
+    return specs
 
 
 def read_compiled(compiled: Any, target: str = HERE, devices: int = 1) -> Compiled:
