@@ -61,6 +61,7 @@ _EXPENSIVE = frozenset(
 )
 """Functions that XLA does not compute a second time in the backward pass."""
 _LARGE = 0.5  # An operand counts from this share of the bytes of the result.
+_SMALLER = 0.6  # A result is kept instead of its operands below this share of theirs.
 
 
 class Buffer(NamedTuple):
@@ -272,9 +273,11 @@ def _stored(
                 out in wanted
                 or node.name in _WRITES_MEMORY
                 or (len(large) > 1 and len(readers[out]) > 1)
+                or (out in crosses and node.name in _EXPENSIVE)
                 or (
                     out in crosses
-                    and (node.name in _EXPENSIVE or graph.size[out] < 0.6 * total)
+                    and (len(large) > 1 or node.name == "convert_element_type")
+                    and graph.size[out] < _SMALLER * total
                 )
             )
             if is_stored:

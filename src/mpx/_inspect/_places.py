@@ -94,10 +94,12 @@ class _Label(NamedTuple):
         name: The parameter that it is.
         origin: The parameter from which it is computed number by number, with nothing
             else of its size, as the codes of a quantised weight are.
+        is_spread: Whether it is a smaller array that was broadcast, as a scale is.
     """
 
     name: Name = None
     origin: Name = None
+    is_spread: bool = False
 
 
 class Site(NamedTuple):
@@ -188,18 +190,23 @@ def _walk(
 def _results(eqn: Equation, labels: list[_Label]) -> list[_Label]:
     """Returns what is known of the results of an equation that holds no jaxpr."""
     name = name_of_results(eqn, [label.name for label in labels])
-    sizes = [
-        (label.origin, atom.aval.size)
-        for label, atom in zip(labels, eqn.invars, strict=True)
-        if label.origin and hasattr(atom.aval, "size")
-    ]
-    if primitive_name(eqn) in MATMULS or len({origin for origin, _ in sizes}) != 1:
+    if primitive_name(eqn) in MATMULS:
         return [_Label(name)] * len(eqn.outvars)
-    origin, size = sizes[0]
-    return [
-        _Label(name, origin if getattr(var.aval, "size", None) == size else None)
-        for var in eqn.outvars
-    ]
+    sizes = [getattr(atom.aval, "size", 0) for atom in eqn.invars]
+    found = []
+    for var in eqn.outvars:
+        size = getattr(var.aval, "size", 0)
+        whole = [
+            label
+            for label, each in zip(labels, sizes, strict=True)
+            if each == size and not label.is_spread
+        ]
+        origins = {label.origin for label in whole}
+        is_spread = size > 1 and not whole
+        found.append(
+            _Label(name, origins.pop() if len(origins) == 1 else None, is_spread)
+        )
+    return found
 
 
 _LOOPS = ("scan", "while")
