@@ -82,6 +82,7 @@ FEATURES = {
             "check_compute_capability",
         },
     ),
+    "topology": Feature("", {"jax.experimental.topologies": "get_topology_desc"}),
     "refusal": Feature(
         "a step compiled for a device without the requested kernel runs in plain JAX "
         "instead of raising an error",

@@ -21,7 +21,7 @@ from mpx._devices import assumed_gpu
 from mpx._fp8._check import Fp8Check, check
 from mpx._inspect._program import Program
 from mpx._inspect._result import Result, Table, amount
-from mpx._private import assumed_cudnn
+from mpx._private import assumed_cudnn, private
 
 
 class _Target(NamedTuple):
@@ -130,13 +130,12 @@ def target_devices(target: str, count: int = 8) -> list[Any]:
                 'compile for others, `target="h200"`.'
             )
         return jax.devices()[:count]
-    from jax.experimental import topologies
-
     file = pathlib.Path(__file__).with_name(_target_of(target).file)
     # The plugin would look for the libraries of a GPU that is not there.
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    names = private("topology")
     try:
-        description = topologies.get_topology_desc(
+        description = names.get_topology_desc(
             platform="cuda",
             target_config=file.read_text(),
             topology=f"1x1x{count}",
