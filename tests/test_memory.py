@@ -275,6 +275,7 @@ COMPILED = {
 
 
 @pytest.mark.gpu_compile
+@pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize("option", ["f32", "amp bf16"])
 def test_prediction_agrees_with_the_compiler(name, option):
@@ -299,10 +300,10 @@ def test_program_for_eight_gpus_tells_its_collectives():
 
 
 @pytest.mark.gpu_compile
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 def test_fp8_for_a_gpu_that_is_not_there():
-    p = {"a": shape(1024, 4096, dtype=jnp.bfloat16), "b": shape(4096, 1024)}
-    p["b"] = shape(4096, 1024, dtype=jnp.bfloat16)
-    x = shape(2048, 1024, dtype=jnp.bfloat16)
+    shapes = {"a": shape(1024, 4096), "b": shape(4096, 1024)}, shape(2048, 1024)
+    p, x = mpx.cast_to_bfloat16(shapes)
     found = mpx.inspect.report(mpx.fp8(loss, min_gain=0), p, x, target="h200")
     assert found.compiled.matmuls.fp8 == 5
     assert found.opaque == ()
