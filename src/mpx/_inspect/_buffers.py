@@ -70,14 +70,16 @@ class Buffer(NamedTuple):
     Attributes:
         bytes: Its size.
         dtype: Its dtype.
-        eqn: The equation that makes it; `None` for an argument.
+        eqn: The equation that makes it.
+        callers: The equations that hold this one, from the outside in.
         is_saved: Whether the forward pass makes it and the backward pass reads it.
             What a scan makes counts as made inside it.
     """
 
     bytes: int
     dtype: str
-    eqn: Equation | None
+    eqn: Equation
+    callers: tuple[Equation, ...]
     is_saved: bool
 
 
@@ -98,10 +100,18 @@ class Peak(NamedTuple):
 class _Node:
     """An equation with the values that it reads and makes, by number."""
 
-    __slots__ = ("backward", "eqn", "inner", "name", "outs", "reads")
+    __slots__ = ("backward", "callers", "eqn", "inner", "name", "outs", "reads")
 
-    def __init__(self, eqn: Equation, reads: list[int], *, backward: bool) -> None:
+    def __init__(
+        self,
+        eqn: Equation,
+        reads: list[int],
+        callers: tuple[Equation, ...],
+        *,
+        backward: bool,
+    ) -> None:
         self.eqn, self.reads, self.backward = eqn, reads, backward
+        self.callers = callers
         self.name = primitive_name(eqn)
         self.outs: list[int] = []
         self.inner = 0
@@ -126,7 +136,7 @@ class _Graph:
         body, _ = open_jaxpr(jaxpr)
         env = {var: self._new(var, None) for var in (*body.constvars, *body.invars)}
         self.inputs = len(self.size)
-        self._add(body, env, backward=False)
+        self._add(body, env, (), backward=False)
         self.outs = [self._read(atom, env) for atom in body.outvars]
 
     def _new(self, var: Any, maker: _Node | None) -> int:
@@ -139,7 +149,14 @@ class _Graph:
         """Returns the number of a value; -1 for a literal."""
         return -1 if isinstance(atom, Literal) else env[atom]
 
-    def _add(self, body: Any, env: dict[Any, int], *, backward: bool) -> None:
+    def _add(
+        self,
+        body: Any,
+        env: dict[Any, int],
+        callers: tuple[Equation, ...],
+        *,
+        backward: bool,
+    ) -> None:
         for eqn in body.eqns:
             reads = [self._read(atom, env) for atom in eqn.invars]
             here = backward or is_transposed(eqn)
@@ -151,7 +168,7 @@ class _Graph:
                 )
                 for var in called.constvars:
                     inside[var] = self._new(var, None)
-                self._add(called, inside, backward=here)
+                self._add(called, inside, (*callers, eqn), backward=here)
                 env.update(
                     (var, self._read(atom, inside))
                     for var, atom in zip(eqn.outvars, called.outvars, strict=True)
@@ -162,7 +179,8 @@ class _Graph:
             if key in self.known:
                 env.update(zip(eqn.outvars, self.known[key], strict=True))
                 continue
-            node = _Node(eqn, [x for x in reads if x >= 0], backward=here)
+            arrays = [x for x in reads if x >= 0]
+            node = _Node(eqn, arrays, callers, backward=here)
             node.inner = max((peak(x).bytes for x in inner), default=0)
             node.outs = [self._new(var, node) for var in eqn.outvars]
             env.update(zip(eqn.outvars, node.outs, strict=True))
@@ -210,12 +228,14 @@ def _buffer(graph: _Graph, life: "_Life", value: int) -> Buffer:
     maker = graph.maker[value]
     assert maker is not None  # arguments are not stored
     is_saved = not maker.backward and value in life.read_back
-    eqn = _maker(maker.eqn, maker.outs.index(value))
-    return Buffer(graph.size[value], graph.dtype[value], eqn, is_saved)
+    *callers, eqn = _makers(maker.eqn, maker.outs.index(value))
+    size, dtype = graph.size[value], graph.dtype[value]
+    return Buffer(size, dtype, eqn, (*maker.callers, *callers), is_saved)
 
 
-def _maker(eqn: Equation, position: int) -> Equation:
-    """Returns the equation inside a scan that makes one of its results."""
+def _makers(eqn: Equation, position: int) -> list[Equation]:
+    """Returns an equation and the ones inside it that make one of its results."""
+    found = [eqn]
     while primitive_name(eqn) == "scan" or primitive_name(eqn) in INLINED:
         body = next(sub_jaxprs(eqn))
         made = [
@@ -224,9 +244,10 @@ def _maker(eqn: Equation, position: int) -> Equation:
             if body.outvars[position] in inner.outvars
         ]
         if not made:
-            return eqn
+            break
         eqn, position = made[0]
-    return eqn
+        found.append(eqn)
+    return found
 
 
 def _same_buffers(graph: _Graph) -> list[int]:

@@ -61,8 +61,10 @@ def causes(jaxpr: Jaxpr, names: Sequence[str]) -> Causes:
         promoting = _promoting(name, eqn, wide)
         if promoting is None:
             return wide[0] if wide else _made(name, eqn)
+        if promoting.startswith(_PROMOTED):
+            return Cause(promoting)  # the first promotion is the one to undo
         found.promoted[id(eqn)] = promoting
-        return Cause(f"promoted by {promoting} at {_source(eqn)}")
+        return Cause(f"{_PROMOTED}{promoting} at {_source(eqn)}")
 
     body, _ = open_jaxpr(jaxpr)
     labels = {
@@ -72,6 +74,9 @@ def causes(jaxpr: Jaxpr, names: Sequence[str]) -> Causes:
     }
     Flow(rule, constant=_closed_over).run(jaxpr, labels)
     return found
+
+
+_PROMOTED = "promoted by "
 
 
 def _closed_over(value: Any) -> Cause | None:

@@ -173,7 +173,7 @@ def _multiplied_in(eqn: Equation) -> str:
 def _residuals(full: Program) -> tuple[Residual, ...]:
     groups: dict[tuple[str, str, str], list[int]] = {}
     for x in peak(full.jaxpr).saved:
-        place = place_of(x.eqn, ())
+        place = place_of(x.eqn, (), callers=x.callers)
         key = place.primitive, short_dtypes([x.dtype]), place.source
         groups.setdefault(key, []).append(x.bytes)
     found = [

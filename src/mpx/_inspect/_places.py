@@ -58,7 +58,12 @@ class Place:
 
 
 def place_of(
-    eqn: Equation, names: Sequence[Name], scopes: Scopes = (), *, backward: bool = False
+    eqn: Equation,
+    names: Sequence[Name],
+    scopes: Scopes = (),
+    *,
+    backward: bool = False,
+    callers: Sequence[Equation] = (),
 ) -> Place:
     """Returns the place of an equation.
 
@@ -67,8 +72,11 @@ def place_of(
         names: The parameters among its operands.
         scopes: The named scopes around it, its own included.
         backward: Whether the equations around it belong to a backward pass.
+        callers: The equations that hold it, from the outside in. If it is part of a
+            function of JAX, the line is that of the call.
     """
-    frames = source_frames(eqn)
+    found = filter(None, map(source_frames, (eqn, *reversed(callers))))
+    frames = next(found, None)
     function, file, line = frames[0] if frames else ("", "", 0)
     return Place(
         primitive_name(eqn),
@@ -137,8 +145,16 @@ def sites(
         The parameters among its results.
     """
     labels = [_Label(name, name) for name in names]
-    options = {"made": made, "backward": backward, "times": times, "largest": largest}
-    found = yield from _walk(jaxpr, labels, scopes, **options)
+    found = yield from _walk(
+        jaxpr,
+        labels,
+        scopes,
+        callers=(),
+        made=made,
+        backward=backward,
+        times=times,
+        largest=largest,
+    )
     return [label.name for label in found]
 
 
@@ -147,6 +163,7 @@ def _walk(
     labels: Sequence[_Label],
     scopes: Scopes,
     *,
+    callers: tuple[Equation, ...],
     made: Sequence[Name],
     backward: bool,
     times: int,
@@ -166,7 +183,7 @@ def _walk(
             operands += [label.origin for label in known[:2]]
         feeds = [grads.get(var) for var in eqn.outvars]
         around = scopes + scopes_of(eqn)
-        place = place_of(eqn, operands, around, backward=backward)
+        place = place_of(eqn, operands, around, backward=backward, callers=callers)
         if place.backward and not place.param:
             place = dataclasses.replace(place, param=next(filter(None, feeds), ""))
         yield Site(eqn, place, times)
@@ -176,6 +193,7 @@ def _walk(
                 inner,
                 inside,
                 around,
+                callers=(*callers, eqn),
                 made=_made_inside(eqn, feeds),
                 backward=place.backward,
                 times=times * repetitions(eqn),
