@@ -267,6 +267,30 @@ def test_gradients_of_weights_are_named_through_calls_and_loops():
         }
 
 
+def with_a_policy(p, x):
+    grad = mpx.value_and_grad(two_layers, policy=mpx.Policy(compute_dtype="bfloat16"))
+    return report(grad, mpx.DynamicLossScaling.pow2(), p, x)
+
+
+GRADIENTS = {
+    "grad": lambda p, x: report(jax.grad(two_layers), p, x),
+    "value and grad": lambda p, x: report(
+        jax.jit(jax.value_and_grad(two_layers)), p, x
+    ),
+    "policy": with_a_policy,
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_matmuls_of_a_gradient_function_have_names(name):
+    params, x = (jax.tree.map(jnp.zeros_like, tree) for tree in (WEIGHTS, shape(B, D)))
+    found = GRADIENTS[name](params, x)
+    assert [m.place.param[-1] for m in found.matmuls] == list("abbba")
+    assert sum(found.flops.values()) == 5 * ONE
+    assert list(found.shares) == ["bf16" if name == "policy" else "f32"]
+
+
 @pytest.mark.parametrize(
     ("granularity", "dtypes"),
     [("tensor", {"e4m3", "e4m3×e5m2", "e5m2×e4m3"}), ("row", {"e4m3"})],
@@ -597,7 +621,10 @@ class Program:
     def memory_analysis(self):
         import types
 
-        return types.SimpleNamespace(peak_memory_in_bytes=10, argument_size_in_bytes=4)
+        sizes = {"argument": 4, "output": 3, "temp": 5, "alias": 2}
+        return types.SimpleNamespace(
+            **{f"{name}_size_in_bytes": size for name, size in sizes.items()}
+        )
 
 
 def test_program_of_several_gpus_is_read():

@@ -16,6 +16,7 @@ from mpx._compat import as_function, eval_jaxpr
 from mpx._fp8._transform import Fp8Function
 from mpx._half import gradient_function
 from mpx._jaxpr._interpreter import Fact, Jaxpr, Outcome, Scopes
+from mpx._loss_scaling import LossScaling
 from mpx._tree import LeafName, is_floating
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -29,9 +30,9 @@ class Program(NamedTuple):
         arrays: The arguments, or their shapes.
         names: Their names, such as `model/layers/0/weight`.
         params: The positions of the arguments that are parameters: the floating arrays
-            of the function itself if it is a module, else those of the first argument.
+            of the function itself if it is a module, else those of the first argument
+            that is no loss scaling.
         recording: What `amp` and `fp8` decided.
-        is_gradient: Whether the results are the loss and the gradient of each parameter.
     """
 
     jaxpr: Jaxpr
@@ -39,7 +40,6 @@ class Program(NamedTuple):
     names: list[LeafName]
     params: list[int]
     recording: Recording
-    is_gradient: bool = False
 
     @property
     def known(self) -> list[str | None]:
@@ -58,10 +58,20 @@ class Program(NamedTuple):
 
     @property
     def made(self) -> list[str | None]:
-        """The parameter whose gradient each result is; `None` for other results."""
-        if not self.is_gradient:
-            return [None] * len(self.jaxpr.out_avals)
-        return [None, *(self.names[i] for i in self.params)]
+        """The parameter whose gradient each result is; `None` for other results.
+
+        Consecutive results that have the shapes of all parameters are taken for their
+        gradients, whoever computes these.
+        """
+        names: list[str | None] = [self.names[i] for i in self.params]
+        wanted = [tuple(self.arrays[i].shape) for i in self.params]
+        shapes = [tuple(getattr(x, "shape", ())) for x in self.jaxpr.out_avals]
+        found: list[str | None] = [None] * len(shapes)
+        for start in range(len(shapes) - len(wanted) + 1):
+            if names and shapes[start : start + len(wanted)] == wanted:
+                found[start : start + len(wanted)] = names
+                break
+        return found
 
     def __call__(self, *arrays: Any) -> list[Any]:
         """Runs the program on other arrays of the same shapes."""
@@ -103,7 +113,8 @@ def program(
         jaxpr = jax.make_jaxpr(run)(arrays)
     found = [recording.names.get(id(x), (LeafName(""), None)) for x in held]
     recording.names.clear()
-    first = argument_names(inner, len(args))[0] if args else None
+    named = zip(argument_names(inner, len(args)), args, strict=True)
+    first = next((x for x, arg in named if not isinstance(arg, LossScaling)), None)
     own = [role == "own" and not name.argument for name, role in found]
     is_param = own if any(own) else [name.argument == first for name, _ in found]
     params = [i for i, x in enumerate(arrays) if is_param[i] and is_floating(x)]
@@ -151,4 +162,4 @@ def gradient(forward: Program) -> Program:
 
     with gradient_function():  # with a loss scale or without, the program is the same
         jaxpr = jax.make_jaxpr(run)(forward.arrays)
-    return forward._replace(jaxpr=jaxpr, is_gradient=True)
+    return forward._replace(jaxpr=jaxpr)
