@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import print_saved_residuals
 
 import mpx
 from mpx._inspect import _target
@@ -210,7 +211,7 @@ def flops_of_lowered(lowered):
     for axes, *types in _DOT.findall(lowered.as_text()):
         (*first, left), (*_, right), (*out, _) = (text.split("x") for text in types)
         summed = math.prod(int(first[int(axis)]) for axis in axes.split(","))
-        dtypes = dict.fromkeys(_SHORT.get(x, x) for x in (left, right))
+        dtypes = dict.fromkeys(_SHORT.get(x, str(x)) for x in (left, right))
         counts["×".join(dtypes)] += 2 * summed * math.prod(map(int, out))
     return counts
 
@@ -411,6 +412,18 @@ RESIDUALS = {
     # The result of tanh is what the next matmul and its own derivative need.
     "two layers": (two_layers, WEIGHTS, {"f32": 4 * B * H}),
     "three results": (tanh_twice, WEIGHTS, {"f32": 4 * B * (H + D)}),
+    # What the matmul gives: relu and its mask are computed from it again.
+    "relu": (
+        lambda p, x: jnp.sum(jax.nn.relu(x @ p["a"])),
+        WEIGHTS,
+        {"f32": 4 * B * H},
+    ),
+    # Beside that, what the next matmul reads; and not the tanh in between.
+    "remat of an activation": (
+        lambda p, x: jnp.sum(jax.checkpoint(jax.nn.gelu)(x @ p["a"]) @ p["b"]),
+        WEIGHTS,
+        {"f32": 2 * 4 * B * H},
+    ),
     # The carry of each layer, and nothing else.
     "remat": (in_remat, LAYERS, {"f32": 4 * 3 * B * D}),
     # A weight in 16 bits for each but the first layer, and the cast input.
@@ -432,7 +445,7 @@ def test_residuals_agree_with_a_count_by_hand(name):
 
 
 def test_residuals_of_remat_are_those_that_jax_saves(capsys):
-    jax.ad_checkpoint.print_saved_residuals(in_remat, LAYERS, shape(B, D))
+    print_saved_residuals(in_remat, LAYERS, shape(B, D))
     saved = [
         [int(size) for size in re.findall(r"\d+", line.partition("[")[2].split("]")[0])]
         for line in capsys.readouterr().out.splitlines()
