@@ -84,7 +84,7 @@ def make_steps(mode: str, size: Size, options: Any) -> tuple[Any, Any, Any, floa
         shape = (size.batch, size.length + 1)
         report = mpx.inspect.report(func, low, jax.ShapeDtypeStruct(shape, jnp.int32))
         print(report, flush=True)
-        share = report.share
+        share = report.fp8.share if report.fp8 is not None else 0.0
     return train, evaluate, optimizer, share
 
 

@@ -4,10 +4,7 @@ Needs the CUDA plugin of JAX and NVIDIA's compiler, but no GPU. The program prin
 object: by the name of each function, its matmuls, or the error of the compiler.
 """
 
-import importlib.util
 import json
-import os
-import pathlib
 import sys
 from typing import Any
 
@@ -16,23 +13,16 @@ TOKENS, WIDTH, HIDDEN = 2048, 1024, 4096
 
 def devices():
     """Eight H200s that one can compile for."""
-    from jax.experimental import topologies
+    from mpx._inspect._target import target_devices
 
-    # The plugin would look for the libraries of a GPU that is not there.
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    description = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
-    return topologies.get_topology_desc(
-        platform="cuda", target_config=description, topology="1x1x8"
-    ).devices
+    return target_devices("h200")
 
 
 def compiler_options() -> dict[str, Any]:
     """Where NVIDIA's compiler is; nothing can be timed without a GPU."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = map(pathlib.Path, spec.submodule_search_locations or () if spec else ())
-    folders = [path.parent for root in roots for path in root.glob("cu1*/bin")]
-    assert folders, "XLA's compiler for GPUs is missing: `make gpu-compile` installs it"
-    return {"xla_gpu_cuda_data_dir": str(folders[0]), "xla_gpu_autotune_level": 0}
+    from mpx._inspect import _target
+
+    return _target.compiler_options("h200")
 
 
 def programs(jax, shape) -> dict[str, Any]:

@@ -511,7 +511,7 @@ def test_numpy_f64_bias_follows_a_low_matmul():
     assert [str(eqn.outvars[0].aval.dtype) for eqn in adds] == ["bfloat16"]
     x = jax.ShapeDtypeStruct(X[0].shape, "float32")
     report = mpx.inspect.report(mpx.amp(func), params, x)
-    added = [op.params for op in report.decisions if op.primitive == "add"]
+    added = [op.params for op in report.amp.decisions if op.primitive == "add"]
     assert added == [("params/bias",)]
 
 

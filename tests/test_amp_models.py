@@ -406,10 +406,13 @@ def test_nnx_model_inside_of_the_function_keeps_its_statistics():
 
 def test_parameter_of_an_nnx_model_as_the_function_is_named_by_its_path():
     report = mpx.inspect.report(amp(NNXModel(), "bf16"), TOKENS)
-    assert [op.params[-1] for op in report.matmuls] == ["linear/kernel", "head/kernel"]
+    assert [op.params[-1] for op in report.amp.matmuls] == [
+        "linear/kernel",
+        "head/kernel",
+    ]
     policy = AmpRules(params={"^head/kernel$": "f32"})
     report = mpx.inspect.report(amp(NNXModel(), "bf16", rules=policy), TOKENS)
-    assert [op.after for op in report.matmuls] == [("bfloat16",), ("float32",)]
+    assert [op.after for op in report.amp.matmuls] == [("bfloat16",), ("float32",)]
 
 
 def test_nnx_model_without_state_may_be_used_under_a_jit_that_closes_over_it():

@@ -173,10 +173,10 @@ def test_default_compute_dtype_is_bf16_unless_the_user_chose_f16():
             assert dots(lambda x: x @ W, X) == [dtype]
     mpx.set_half_precision_datatype("float16")
     assert dots(lambda x: x @ W, X) == ["float16"]
-    assert mpx.inspect.report(mpx.amp(lambda x: x @ W), X).dtype == "f16"
+    assert mpx.inspect.report(mpx.amp(lambda x: x @ W), X).amp.dtype == "f16"
     mpx.set_half_precision_datatype(None)
     assert dots(lambda x: x @ W, X) == ["bfloat16"]
-    assert mpx.inspect.report(mpx.amp(lambda x: x @ W), X).dtype == "bf16"
+    assert mpx.inspect.report(mpx.amp(lambda x: x @ W), X).amp.dtype == "bf16"
 
 
 def gelu_by_hand(x):

@@ -127,7 +127,7 @@ def test_derivatives_are_those_without_the_check():
 def test_check_is_not_part_of_the_report():
     report = mpx.inspect.report(mpx.amp(loss, "f16"), W, X)
     assert not report.opaque
-    assert {op.primitive for op in report.decisions} <= {
+    assert {op.primitive for op in report.amp.decisions} <= {
         *("dot_general", "tanh", "reduce_sum", "mul", "div", "broadcast_in_dim")
     }
 

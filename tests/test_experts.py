@@ -333,7 +333,7 @@ def test_report_says_how_a_ragged_matmul_runs(monkeypatch, name):
         jnp.array([3, 5]),
     ]
     report = mpx.inspect.report(mpx.amp(ragged), *args)
-    (matmul,) = report.matmuls
+    (matmul,) = report.amp.matmuls
     assert matmul.reason.startswith(f"every group for every row: {reason}")
     assert f"every group for every row: {reason}" in str(report)
     assert report.shares == {"bf16": 1.0}
@@ -346,7 +346,7 @@ def test_report_names_the_grouped_kernel_and_counts_its_work():
     p, x, _ = draw(4)
     args = p, x, jnp.array(SIZES["uneven"])
     report = mpx.inspect.report(mpx.amp(ragged), *args)
-    assert report.matmuls[0].reason == "in a grouped kernel"
+    assert report.amp.matmuls[0].reason == "in a grouped kernel"
     assert "in a grouped kernel" in str(report)
     assert report.flops == {"bf16": 2 * ROWS * SUMMED * COLUMNS}
     assert mpx.inspect.report(
@@ -365,7 +365,9 @@ def test_operands_that_may_be_sharded_run_in_plain_jax():
         report = mpx.inspect.report(mpx.amp(ragged), p, x, jnp.asarray(sizes))
         run = jax.jit(functools.partial(results, mpx.amp(ragged), sizes=sizes))
         got = run(p, x, grad)
-    assert "may be sharded: call it under `jax.shard_map`" in report.matmuls[0].reason
+    assert (
+        "may be sharded: call it under `jax.shard_map`" in report.amp.matmuls[0].reason
+    )
     assert_close(got, exact(p, x, grad, sizes))
 
 
@@ -391,7 +393,7 @@ FORMS = {
 def test_other_forms_run_as_before(name):
     p, x, grad = draw(4)
     sizes = jnp.array(SIZES["uneven"])
-    (matmul,) = mpx.inspect.report(mpx.amp(FORMS[name]), p, x, sizes).matmuls
+    (matmul,) = mpx.inspect.report(mpx.amp(FORMS[name]), p, x, sizes).amp.matmuls
     assert "it is not rows times a matrix for each group" in matmul.reason
     out = mpx.amp(FORMS[name])(p, x, sizes)
     assert_close([out.reshape(grad.shape)], exact(p, x, grad, sizes)[:1])
@@ -416,7 +418,7 @@ def test_fp8_has_a_scale_per_row_and_per_expert(sizes, dtype):
     x = x * jnp.asarray(2.0 ** (np.arange(ROWS) % 40 - 20), dtype)[:, None]
     func = mpx.fp8(ragged, min_gain=0)
     counts = jnp.asarray(sizes, jnp.int32)
-    (matmul,) = mpx.inspect.report(func, p, x, counts).changed
+    (matmul,) = mpx.inspect.report(func, p, x, counts).fp8.changed
     assert matmul.shape == (ROWS, SUMMED, COLUMNS)
     got = jax.jit(functools.partial(results, func, sizes=sizes))(p, x, grad)
     w8, x8 = rounded(as_f64(p), "e4m3", (1, 2)), rounded(as_f64(x), "e4m3", 1)
@@ -519,7 +521,7 @@ def test_fp8_leaves_a_ragged_matmul(monkeypatch, name):
         jnp.array([3, 5]),
     ]
     func = mpx.fp8(ragged, recipe, min_gain=0)
-    (matmul,) = mpx.inspect.report(func, *args).kept
+    (matmul,) = mpx.inspect.report(func, *args).fp8.kept
     assert matmul.reason.startswith(reason)
     assert np.array_equal(func(*args), ragged(*args))
 
@@ -531,8 +533,8 @@ def test_many_small_experts_gain_nothing_in_fp8():
         return *arrays, jax.ShapeDtypeStruct((groups,), jnp.int32)
 
     few, many = shapes(32768, 4096, 8192, 8), shapes(16384, 2048, 1024, 32)
-    assert mpx.inspect.report(mpx.fp8(ragged), *few).share == 1
-    (kept,) = mpx.inspect.report(mpx.fp8(ragged), *many).kept
+    assert mpx.inspect.report(mpx.fp8(ragged), *few).fp8.share == 1
+    (kept,) = mpx.inspect.report(mpx.fp8(ragged), *many).fp8.kept
     assert kept.reason.startswith("too small to gain")
 
 

@@ -40,7 +40,7 @@ def eight_bit_products(jaxpr):
 
 def reasons(func, *args, **options):
     report = mpx.inspect.report(everywhere(func, **options), *args)
-    return [(matmul.param, matmul.reason) for matmul in report.matmuls]
+    return [(matmul.param, matmul.reason) for matmul in report.fp8.matmuls]
 
 
 W = ones_and_signs((32, 32), 1)
@@ -119,7 +119,7 @@ FOLLOWED = {
 def test_parameter_is_followed_through(name):
     func, matmuls = FOLLOWED[name]
     loss = lambda p, x: jnp.sum(func(p, x).astype(jnp.float32))  # noqa: E731
-    changed = mpx.inspect.report(everywhere(loss), W, X).changed
+    changed = mpx.inspect.report(everywhere(loss), W, X).fp8.changed
     assert len(changed) == matmuls
     assert {matmul.param for matmul in changed} == {"p"}
     # Small whole numbers are exact in fp8: nothing but the matmul may differ.
@@ -291,7 +291,7 @@ def test_params_names_the_argument(params):
 
 def test_params_may_come_by_keyword():
     report = mpx.inspect.report(everywhere(lambda x, p: x @ p, params="p"), X, p=W)
-    assert [matmul.reason for matmul in report.matmuls] == [""]
+    assert [matmul.reason for matmul in report.fp8.matmuls] == [""]
 
 
 def test_unknown_params_are_an_error():
@@ -368,7 +368,7 @@ def test_params_may_be_a_numpy_integer(monkeypatch):
     report = mpx.inspect.report(
         everywhere(lambda x, p: x @ p, params=np.int64(1)), X, W
     )
-    assert [matmul.param for matmul in report.changed] == ["p"]
+    assert [matmul.param for matmul in report.fp8.changed] == ["p"]
 
 
 def test_decorator_takes_options():
@@ -405,7 +405,7 @@ def test_method_can_be_decorated():
 def test_size_decides(shape, changed):
     m, k, n = shape
     args = (jax.ShapeDtypeStruct((k, n), BF16), jax.ShapeDtypeStruct((m, k), BF16))
-    (matmul,) = mpx.inspect.report(fp8(lambda p, x: x @ p), *args).matmuls
+    (matmul,) = mpx.inspect.report(fp8(lambda p, x: x @ p), *args).fp8.matmuls
     assert matmul.shape == shape
     assert (matmul.reason == "") == changed
     if not changed:
@@ -556,7 +556,7 @@ def f32_problem():
 def test_amp_inside_makes_an_f32_model_eligible():
     p, x = f32_problem()
     loss = everywhere(mpx.amp(f32_loss, dtype="bf16"))
-    assert [matmul.param for matmul in mpx.inspect.report(loss, p, x).changed] == [
+    assert [matmul.param for matmul in mpx.inspect.report(loss, p, x).fp8.changed] == [
         "p/a",
         "p/b",
     ]
@@ -573,7 +573,7 @@ def test_f32_model_runs_under_amp_by_itself(around):
     assert_trees_equal(step(p, x), around(jax.value_and_grad(by_hand))(p, x))
     assert count_f8(jax.grad(everywhere(f32_loss)), p, x) == 6
     report = mpx.inspect.report(everywhere(f32_loss), p, x)
-    assert {matmul.dtype for matmul in report.changed} == {"bf16"}
+    assert {matmul.dtype for matmul in report.fp8.changed} == {"bf16"}
 
 
 def test_f32_model_may_print_a_parameter():

@@ -212,7 +212,7 @@ def test_unmodified_model(name):
     low = mpx.amp(loss, dtype="bf16")
     f8 = fp8(low, min_gain=0)
     report = mpx.inspect.report(f8, params, X)
-    assert len(report.changed) == count, str(report)
+    assert len(report.fp8.changed) == count, str(report)
 
     def gradient(func):
         return eqx.filter_jit(eqx.filter_grad(func))(params, X)
@@ -247,7 +247,7 @@ def test_equinox_module_itself_can_be_called():
 
     x = X.astype(jnp.bfloat16)
     report = mpx.inspect.report(fp8(Batched(low), min_gain=0), x)
-    assert [m.param for m in report.changed] == [
+    assert [m.param for m in report.fp8.changed] == [
         "inner/layers/0/weight",
         "inner/layers/1/weight",
     ]
@@ -271,7 +271,7 @@ def test_nnx_modules_are_taken_apart_and_updated_once(cast):
     before = np.asarray(model.norm.mean[...])
     loss = fp8(cast(lambda model, x: cross_entropy(model(x))), min_gain=0)
     report = mpx.inspect.report(loss, model, X)
-    assert [m.param for m in report.changed] == ["model/linear/kernel"]
+    assert [m.param for m in report.fp8.changed] == ["model/linear/kernel"]
     assert np.array_equal(before, model.norm.mean[...])
     loss(model, X)
     plain = Net()

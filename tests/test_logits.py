@@ -74,7 +74,7 @@ def largest(jaxpr):
 
 
 def reasons(func, *args):
-    found = mpx.inspect.report(func, *args).decisions
+    found = mpx.inspect.report(func, *args).amp.decisions
     return [x.reason for x in found if "chunks" in x.reason or x.primitive == "logits"]
 
 

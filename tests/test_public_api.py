@@ -55,10 +55,14 @@ PUBLIC = {
         "value_and_grad",
     ],
     "mpx.inspect": [
-        "AmpReport",
+        "AmpView",
+        "Compiled",
         "Fp8Check",
-        "Fp8Report",
+        "Fp8View",
+        "Memory",
+        "Report",
         "check",
+        "memory",
         "report",
     ],
     "mpx.optim": [
@@ -94,16 +98,19 @@ PUBLIC = {
 LIVE = ["BFLOAT16_MAX", "FLOAT16_MAX", "HALF_PRECISION_DATATYPE"]
 # What users receive but do not make themselves: no example is needed.
 RECEIVED = [
-    "AmpReport",
+    "AmpView",
     "Clip",
+    "Compiled",
     "FlashOptimizer",
     "FlashState",
     "Fp8Check",
-    "Fp8Report",
     "Fp8State",
+    "Fp8View",
     "LossScaling",
     "MasterWeightsState",
+    "Memory",
     "Released",
+    "Report",
     "SkipNonfiniteState",
 ]
 # Thin names for users of other libraries, documented there: one example for each module.

@@ -81,7 +81,7 @@ def by_amp(selector):
     report: Any = mpx.inspect.report(mpx.amp(loss, keep=selector), make_model(), X)
     return {
         decision.params[-1].removeprefix("model/")
-        for decision in report.decisions
+        for decision in report.amp.decisions
         if decision.primitive == "dot_general" and decision.rule == "original"
     }
 
@@ -100,8 +100,8 @@ def of_matmul(selector):
 def by_fp8(selector):
     func = mpx.fp8(loss, keep=of_matmul(selector), min_gain=0)
     report: Any = mpx.inspect.report(func, make_model(BF16), X.astype(BF16))
-    assert all(x.reason.startswith("keep ") for x in report.kept)
-    return {x.param.removeprefix("model/") for x in report.kept}
+    assert all(x.reason.startswith("keep ") for x in report.fp8.kept)
+    return {x.param.removeprefix("model/") for x in report.fp8.kept}
 
 
 def by_group(selector):
@@ -200,7 +200,7 @@ def test_an_array_argument_is_selected_by_its_whole_name():
 
     def kept(keep):
         report: Any = mpx.inspect.report(mpx.amp(func, keep=keep), W, X)
-        return report.decisions[0].rule == "original"
+        return report.amp.decisions[0].rule == "original"
 
     assert kept("w")
     assert kept("^norm_x$")
@@ -238,7 +238,7 @@ def test_amp_and_fp8_keep_operations_in_scopes_and_calls(keep, wrap):
     assert dots(mpx.amp(wrap(loss), keep=keep), make_model(), X) == expected
     func = mpx.fp8(wrap(loss), keep=keep, min_gain=0)
     report: Any = mpx.inspect.report(func, make_model(BF16), X.astype(BF16))
-    reasons = [bool(x.reason) for x in report.matmuls]
+    reasons = [bool(x.reason) for x in report.fp8.matmuls]
     assert reasons == [dtype == F32 for dtype in expected]
 
 
@@ -321,7 +321,7 @@ def test_amp_selects_in_models_of_flax():
 def test_reports_name_the_selector_and_the_argument():
     func = mpx.amp(loss, keep=["^norm", Special])
     report: Any = mpx.inspect.report(func, make_model(), X)
-    found = {x.params[-1]: x.reason for x in report.decisions if x.flops}
+    found = {x.params[-1]: x.reason for x in report.amp.decisions if x.flops}
     assert found["model/norm/weight"] == "keep ^norm"
     assert found["model/layers/1/weight"] == "keep Special"
 
@@ -336,7 +336,7 @@ def test_fp8_includes_what_a_name_excludes():
     def changed(include: Any = ()):
         func = mpx.fp8(head, include=include, min_gain=0)
         report: Any = mpx.inspect.report(func, params, x)
-        return bool(report.changed)
+        return bool(report.fp8.changed)
 
     assert not changed()
     for include in ("^lm_head", "readout", lambda matmul: matmul.shape[0] == 16, dict):

@@ -42,10 +42,10 @@ def measure(name: str) -> dict[str, Any]:
     pretend_h200()
     case = REGISTRY[name].make()
     kept, fused = (mpx.amp(case.loss, attention=x) for x in ("keep", "fuse"))
-    report = mpx.inspect.report(fused, case.params, case.batch)
-    found = [x for x in report.decisions if x.primitive == "cudnn_attention"]
+    rows = mpx.inspect.report(fused, case.params, case.batch).recognised
+    found = [x for x in rows if x.what == "attention" and x.found]
     missed = collections.Counter(
-        x.reason for x in report.decisions if x.primitive == "attention"
+        x.reason for x in rows if x.what == "attention" and not x.found
     )
     result: dict[str, Any] = {"recognised": len(found), "missed": dict(missed)}
     if found:

@@ -182,15 +182,13 @@ def written(route: str, case: Case) -> Loss:
 def share(route: str, case: Case) -> float | None:
     """Returns the share of the matmul operations that run in 16 bits, or in fp8."""
     if route == "fp8":
-        return mpx.inspect.report(fp8(case), case.params, case.batch).share
+        found = mpx.inspect.report(fp8(case), case.params, case.batch).fp8
+        return 0.0 if found is None else found.share
     dtype = route.split()[-1]
     if route.startswith("amp"):
         report = mpx.inspect.report(mpx.amp(case.loss, dtype), case.params, case.batch)
     elif route.startswith(("policy", "own")):
-        # The empty dictionary changes nothing: the report counts what is written.
-        report = mpx.inspect.report(
-            mpx.amp(written(route, case), dtype, rules={}), case.params, case.batch
-        )
+        report = mpx.inspect.report(written(route, case), case.params, case.batch)
     else:
         return None
     return report.shares.get(dtype, 0.0) if report.flops else None

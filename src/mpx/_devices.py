@@ -1,12 +1,28 @@
 """The compute capability of the GPU that programs run on."""
 
+import contextlib
+from typing import Any
+
 import jax
 
+from mpx._compat import make_jit_context
 from mpx._version import version_tuple
+
+# Part of the cache key of `jax.jit`: which kernels a program has depends on it.
+_assumed = make_jit_context(None)
+
+
+def assumed_gpu(
+    capability: tuple[int, int] | None,
+) -> contextlib.AbstractContextManager[Any]:
+    """Traces the code inside for a GPU of this kind; `None` for that which is there."""
+    return _assumed(capability)
 
 
 def cuda_capability() -> tuple[int, ...] | None:
     """Returns the compute capability of the default device, if it is a CUDA GPU."""
+    if _assumed.value is not None:
+        return _assumed.value
     chosen = getattr(jax.config, "jax_default_device", None)
     platform = getattr(chosen, "platform", chosen)
     if platform not in (None, "gpu", "cuda") or jax.default_backend() != "gpu":
@@ -32,6 +48,8 @@ def gpu_capability() -> tuple[int, int] | str | None:
     Where the default device is no GPU, it is that of the mesh in use, if that describes
     GPUs to compile for, and else `None`.
     """
+    if _assumed.value is not None:
+        return _assumed.value
     if jax.default_backend() not in ("gpu", "cuda", "rocm"):
         device = jax.sharding.get_abstract_mesh().abstract_device
         kind = "" if device is None else device.device_kind

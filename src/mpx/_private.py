@@ -5,8 +5,10 @@ that a missing one turns one feature off, with one warning. A type of JAX is tha
 value which a public function makes.
 """
 
+import contextlib
 import functools
 import pkgutil
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -73,6 +75,14 @@ FEATURES = {
             "jax.interpreters.mlir": "lower_fun register_lowering",
         },
     ),
+    "cudnn_checks": Feature(
+        "attention is not lowered to cuDNN's kernel for a GPU that is not there",
+        {
+            "jax._src.cudnn.fused_attention_stablehlo": "check_cudnn_version "
+            "check_compute_capability",
+        },
+    ),
+    "topology": Feature("", {"jax.experimental.topologies": "get_topology_desc"}),
     "refusal": Feature(
         "a step compiled for a device without the requested kernel runs in plain JAX "
         "instead of raising an error",
@@ -205,6 +215,32 @@ def unspecified_sharding() -> Any:
 
 
 # --- Kernels --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def assumed_cudnn(version: int) -> Iterator[None]:
+    """Lets JAX lower cuDNN's attention where there is no GPU that could be asked.
+
+    It holds for all threads.
+
+    Args:
+        version: That of cuDNN on the GPU, such as 91000 for 9.10.
+    """
+    names = private("cudnn_checks")
+    if names is None:
+        yield
+        return
+    module = sys.modules[names.check_cudnn_version.__module__]
+    before = names.check_cudnn_version, names.check_compute_capability
+    setattr(module, "check_cudnn_version", lambda: version)  # noqa: B010
+    setattr(module, "check_compute_capability", lambda *_: True)  # noqa: B010
+    try:
+        yield
+    finally:
+        for name, check in zip(
+            ("check_cudnn_version", "check_compute_capability"), before, strict=True
+        ):
+            setattr(module, name, check)
 
 
 def refused(message: str, tree: Any) -> Any:

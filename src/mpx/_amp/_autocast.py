@@ -37,6 +37,7 @@ from mpx._compat import (
     is_batched,
     open_jaxpr,
     scan_sizes,
+    source_frames,
 )
 from mpx._half import in_gradient_function
 from mpx._jaxpr import HANDLERS
@@ -101,12 +102,14 @@ class Autocast(Settings):
 
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: Any) -> Iterator[None]:
-        outer = self.in_loop
-        self.in_loop = outer or eqn.primitive.name == "scan"
+        outer = self.in_loop, self.caller
+        self.in_loop |= eqn.primitive.name == "scan"
+        if self.decisions is not None and source_frames(eqn):
+            self.caller = eqn
         try:
             yield
         finally:
-            self.in_loop = outer
+            self.in_loop, self.caller = outer
 
     def cache_key(self, more: Any) -> tuple[bool, bool]:
         return self.in_loop, self.is_mapped
@@ -118,7 +121,7 @@ class Autocast(Settings):
         chosen = self.choose(op)
         outs, known = chosen.run(self, op)
         if self.decisions is not None and chosen.rule is not None:
-            self.decisions.append(_decision(op, chosen, outs))
+            self.decisions.append(_decision(op, chosen, outs, self.caller))
         return outs, known
 
     def choose(self, op: Op) -> Chosen:
@@ -166,12 +169,13 @@ def _already_low(op: Op) -> Chosen:
     return Chosen(_casts.as_written)
 
 
-def _decision(op: Op, chosen: Chosen, outs: Values) -> Decision:
+def _decision(op: Op, chosen: Chosen, outs: Values, caller: Equation) -> Decision:
     # Attention also returns what its derivative needs.
     seen = outs[:1] if op.eqn.primitive.name in ATTENTION else outs
     return Decision.about(
         op.eqn,
         op.scopes,
+        caller,
         rule=str(chosen.rule),
         reason=chosen.reason,
         params=tuple(fact.name for fact in op.facts if fact.name),

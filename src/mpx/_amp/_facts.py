@@ -119,7 +119,7 @@ def chain_of(origins: list[Origin], *, high: bool = False) -> Origin:
 
 
 class Decision(NamedTuple):
-    """One equation and the precision in which it runs; `AmpReport` describes the fields."""
+    """One equation and the precision in which it runs; `AmpView` describes the fields."""
 
     primitive: str
     rule: str
@@ -133,9 +133,14 @@ class Decision(NamedTuple):
     flops: int
 
     @classmethod
-    def about(cls, eqn: Equation, scopes: Scopes, **fields: Any) -> "Decision":
-        """Returns a decision about an equation, with fields that it does not tell."""
-        frames = source_frames(eqn)
+    def about(
+        cls, eqn: Equation, scopes: Scopes, caller: Equation = None, **fields: Any
+    ) -> "Decision":
+        """Returns a decision about an equation, with fields that it does not tell.
+
+        If it is part of a function of JAX, its line is that of the caller.
+        """
+        frames = source_frames(eqn) or (source_frames(caller) if caller else [])
         told = {
             "primitive": eqn.primitive.name,
             "scope": "/".join(scopes),
@@ -161,6 +166,7 @@ class Settings(Transformation):
         f32_results: Whether low matmuls give f32 results; for those gradients.
         attention: Whether attention that is recognised runs in one kernel, or is kept.
         logits: Whether a recognised cross entropy is computed in chunks, or its logits kept.
+        caller: The equation with a line of the user's whose body is visited.
         in_loop: Whether the body of a scan is visited.
         is_mapped: Whether the function runs inside a `jax.vmap`.
         decisions: Where decisions are recorded, `None` to record none.
@@ -174,6 +180,7 @@ class Settings(Transformation):
     f32_results: bool = False
     attention: Literal["fuse", "keep"] = "fuse"
     logits: Literal["chunk", "keep"] = "keep"
+    caller: Equation = None
     in_loop: bool = False
     is_mapped: bool = False
     decisions: list[Decision] | None = None

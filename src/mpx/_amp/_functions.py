@@ -29,6 +29,7 @@ from mpx._amp._frameworks import (
     linen_is_not_written,
     linen_name,
 )
+from mpx._amp._recording import current_recording
 from mpx._call import argument_names
 from mpx._compat import (
     ambient_scopes,
@@ -140,6 +141,9 @@ def _call_pure(
     named = [
         describe(*pair) for pair in _names_and_roles(func, names, args, kwargs, consts)
     ]
+    recording = current_recording()
+    if recording is not None:
+        recording.name(named, arrays)
     is_owner = any(role == "own" for _, role in named)
     has_params = is_owner or describe not in (linen_name, haiku_name)
     traced = visitor.start(Traced(body, consts, arrays, named, has_params))
@@ -235,11 +239,20 @@ def _call_with_nnx(
 
 
 def flat_call(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> tuple[list[Any], Callable[[Transformation, Sequence[Any]], list[Any]]]:
     """Returns the arrays of a call, and a function of a visitor and such arrays.
 
     That function makes the call through the visitor and returns the arrays of the result.
+
+    Args:
+        func: The function, or a module that holds arrays of its own.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        wrap: Makes another function of it, which is called by itself: `amp` or `fp8`.
     """
     # NNX objects are copied, or they would hold tracers afterwards.
     plain, objects = _nnx.take_out((func, args, kwargs))
@@ -253,7 +266,9 @@ def flat_call(
             merged = _nnx.merge(split._replace(rest=state))
             plain = _nnx.put_back(plain, merged.objects)
         func, args, kwargs = plain
-        return _take_arrays(call_through(visitor, func, args, kwargs))[0]
+        if wrap is None:
+            return _take_arrays(call_through(visitor, func, args, kwargs))[0]
+        return _take_arrays(wrap(func)(*args, **kwargs))[0]
 
     return arrays, call
 

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from mpx._amp._autocast import Autocast
 from mpx._amp._functions import call_through
 from mpx._amp._policy import AmpRules, as_amp_rules, as_compute_dtype
+from mpx._amp._recording import current_recording
 from mpx._select import Selectors, parse_selectors
 from mpx._wrapped import refuse_cast_arguments
 
@@ -92,7 +93,6 @@ def amp(
             attention=attention,
             logits=logits,
         )
-    eager: dict[Any, Any] = {}
 
     def autocast() -> Autocast:
         return Autocast(
@@ -104,13 +104,26 @@ def amp(
             logits=logits,
         )
 
+    return under_amp(func, autocast)
+
+
+def under_amp(
+    func: Callable[..., Any], autocast: Callable[[], Autocast]
+) -> Callable[..., Any]:
+    """Returns a function that runs in mixed precision, given what makes its visitors."""
+    eager: dict[Any, Any] = {}
+
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         refuse_cast_arguments()
         visitor = autocast()
+        recording = current_recording()
+        if recording is not None:
+            visitor.decisions = recording.decisions
+            recording.casts.append((visitor.dtype, visitor.rules))
         remembered = eager.setdefault(visitor.dtype, {})
         return call_through(visitor, func, args, kwargs, eager=remembered)
 
-    # The gradient functions and reports ask for it.
+    # The gradient functions and inspection ask for it.
     setattr(wrapper, "mpx_autocast", autocast)  # noqa: B010
     return wrapper

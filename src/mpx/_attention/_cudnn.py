@@ -163,14 +163,17 @@ def reason_against(
             return "cuDNN has windows to the left only"
         if {"q_seqlen", "kv_seqlen"} & {*spec.extras}:
             return "a window together with sequence lengths"
-    return _reason_by_jax(spec, avals)
+    return _reason_by_jax(spec, avals, capability)
 
 
 @functools.lru_cache(maxsize=256)
 def _reason_by_jax(
-    spec: Attention, avals: tuple[jax.ShapeDtypeStruct, ...]
+    spec: Attention,
+    avals: tuple[jax.ShapeDtypeStruct, ...],
+    capability: tuple[int, ...],
 ) -> str | None:
     """Asks JAX, which knows the head sizes and lengths of each cuDNN and GPU."""
+    del capability  # part of the cache key
 
     def forward_and_backward(*operands: Array) -> Any:
         out, backward = _vjp(operands, spec)

@@ -1,13 +1,11 @@
 """FP8: linear layers on 8-bit operands, for unmodified functions."""
 
+from mpx._fp8._check import Fp8Check as Fp8Check
+from mpx._fp8._check import check as check
 from mpx._fp8._recipes import MXFP8 as MXFP8
 from mpx._fp8._recipes import CurrentScaling as CurrentScaling
 from mpx._fp8._recipes import DelayedScaling as DelayedScaling
 from mpx._fp8._recipes import StaticScaling as StaticScaling
-from mpx._fp8._report import Fp8Check as Fp8Check
-from mpx._fp8._report import Fp8Report as Fp8Report
-from mpx._fp8._report import check as check
-from mpx._fp8._report import fp8_report as fp8_report
 from mpx._fp8._state import Fp8State as Fp8State
 from mpx._fp8._transform import Fp8Function as Fp8Function
 from mpx._fp8._transform import fp8 as fp8

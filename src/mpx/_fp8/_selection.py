@@ -40,7 +40,7 @@ _LAUNCHES = 20e-6
 
 
 class Matmul(NamedTuple):
-    """One matmul of a function, for predicates; `Fp8Report` describes the fields."""
+    """One matmul of a function, for predicates; `Fp8View` describes the fields."""
 
     param: str
     scope: str

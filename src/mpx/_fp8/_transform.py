@@ -12,6 +12,7 @@ from jaxtyping import Array, PyTree
 
 from mpx import _nnx
 from mpx._amp._functions import call_through, trace
+from mpx._amp._recording import current_recording
 from mpx._arguments import as_count, as_real, check_value
 from mpx._compat import is_batched
 from mpx._devices import gpu_capability
@@ -166,10 +167,13 @@ class Fp8Function:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function in fp8."""
-        check_supported(self.chosen.recipe)
+        recipe = self.chosen.recipe
+        if current_recording() is not None and not isinstance((*args, 0)[0], Fp8State):
+            # A report needs no state, and is about hardware that may not be here.
+            return call_through(self.visitor(args, kwargs), self.func, args, kwargs)
+        check_supported(recipe)
         _warn_of_hardware()
         _warn_of_vmap((args, kwargs))
-        recipe = self.chosen.recipe
         if not isinstance(recipe, DelayedScaling):
             visitor = self.visitor(args, kwargs)
             out = call_through(visitor, self.func, args, kwargs, eager=self._eager)
@@ -200,8 +204,12 @@ class Fp8Function:
 
     def visitor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fp8:
         """Returns a visitor for one call."""
+        recording = current_recording()
+        if recording is not None:
+            recording.recipes.append(self.chosen.recipe)
         return Fp8(
             chosen=self.chosen,
+            matmuls=None if recording is None else recording.matmuls,
             param_names=_param_names(self.func, self.chosen.params, args, kwargs),
             may_cast=not is_amp(self.func),
         )

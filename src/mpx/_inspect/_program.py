@@ -7,12 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp._frameworks import Role, Traced, Transformation
+from mpx._amp._frameworks import Transformation
 from mpx._amp._functions import flat_call
+from mpx._amp._recording import Recording, recorded
+from mpx._amp._transform import under_amp
 from mpx._call import argument_names
 from mpx._compat import as_function, eval_jaxpr
+from mpx._fp8._transform import Fp8Function
+from mpx._half import gradient_function
 from mpx._jaxpr._interpreter import Fact, Jaxpr, Outcome, Scopes
+from mpx._loss_scaling import LossScaling
 from mpx._tree import LeafName, is_floating
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Program(NamedTuple):
@@ -23,35 +30,56 @@ class Program(NamedTuple):
         arrays: The arguments, or their shapes.
         names: Their names, such as `model/layers/0/weight`.
         params: The positions of the arguments that are parameters: the floating arrays
-            of the first argument, and of the function itself if it is a module.
+            of the function itself if it is a module, else those of the first argument
+            that is no loss scaling.
+        recording: What `amp` and `fp8` decided.
     """
 
     jaxpr: Jaxpr
     arrays: list[Any]
     names: list[LeafName]
     params: list[int]
+    recording: Recording
 
     @property
     def known(self) -> list[str | None]:
         """The name of each argument that is a parameter; `None` for the others."""
         return [name if i in self.params else None for i, name in enumerate(self.names)]
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether the first result is a floating scalar."""
+        loss = self.jaxpr.out_avals[0] if self.jaxpr.out_avals else None
+        return (
+            loss is not None
+            and loss.shape == ()
+            and jnp.issubdtype(loss.dtype, np.floating)
+        )
+
+    @property
+    def made(self) -> list[str | None]:
+        """The parameter whose gradient each result is; `None` for other results.
+
+        Consecutive results that have the shapes of all parameters are taken for their
+        gradients, whoever computes these.
+        """
+        names: list[str | None] = [self.names[i] for i in self.params]
+        wanted = [tuple(self.arrays[i].shape) for i in self.params]
+        shapes = [tuple(getattr(x, "shape", ())) for x in self.jaxpr.out_avals]
+        found: list[str | None] = [None] * len(shapes)
+        for start in range(len(shapes) - len(wanted) + 1):
+            if names and shapes[start : start + len(wanted)] == wanted:
+                found[start : start + len(wanted)] = names
+                break
+        return found
+
     def __call__(self, *arrays: Any) -> list[Any]:
         """Runs the program on other arrays of the same shapes."""
         return as_function(self.jaxpr)(*arrays)
 
 
-class _Names(Transformation):
-    """Runs a function as it is, and remembers the names of its arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: dict[int, tuple[LeafName, Role | None]] = {}
-
-    def start(self, traced: Traced) -> Traced:
-        for named, array in zip(traced.named, traced.arrays, strict=True):
-            self.names.setdefault(id(array), named)
-        return traced
+class _AsWritten(Transformation):
+    """Runs a function as it is."""
 
     def run(
         self,
@@ -72,23 +100,37 @@ def program(
 
     Arrays may be given as `jax.ShapeDtypeStruct`.
     """
-    arrays, call = flat_call(func, args, kwargs)
-    visitor, held = _Names(), list[Any]()
+    # A module under `amp` or `fp8` is an argument of the program, too.
+    inner, wrap = unwrapped(func)
+    arrays, call = flat_call(inner, args, kwargs, None if inner is func else wrap)
+    held = list[Any]()
 
     def run(arrays: Sequence[Any]) -> list[Any]:
         held.extend(arrays)  # an `id` belongs to an array as long as it is kept
-        return call(visitor, arrays)
+        return call(_AsWritten(), arrays)
 
-    jaxpr = jax.make_jaxpr(run)(arrays)
-    found = [visitor.names.get(id(x), (LeafName(""), None)) for x in held]
-    names = [name for name, _ in found]
-    first = argument_names(func, len(args))[0] if args else None
-    params = [
-        i
-        for i, (name, role) in enumerate(found)
-        if is_floating(arrays[i]) and (role == "own" or name.argument == first)
-    ]
-    return Program(jaxpr, arrays, names, params)
+    with recorded() as recording:
+        jaxpr = jax.make_jaxpr(run)(arrays)
+    found = [recording.names.get(id(x), (LeafName(""), None)) for x in held]
+    recording.names.clear()
+    named = zip(argument_names(inner, len(args)), args, strict=True)
+    first = next((x for x, arg in named if not isinstance(arg, LossScaling)), None)
+    own = [role == "own" and not name.argument for name, role in found]
+    is_param = own if any(own) else [name.argument == first for name, _ in found]
+    params = [i for i, x in enumerate(arrays) if is_param[i] and is_floating(x)]
+    return Program(jaxpr, arrays, [name for name, _ in found], params, recording)
+
+
+def unwrapped(func: Callable[..., Any]) -> tuple[Callable[..., Any], Wrap]:
+    """Returns the function that `amp` or `fp8` was given, and what they do with it."""
+    if isinstance(func, Fp8Function):
+        chosen, (inner, wrap) = func.chosen, unwrapped(func.func)
+        return inner, lambda func: Fp8Function(wrap(func), chosen)
+    autocast = getattr(func, "mpx_autocast", None)
+    if autocast is None:
+        return func, lambda func: func
+    inner, wrap = unwrapped(getattr(func, "__wrapped__"))  # noqa: B009
+    return inner, lambda func: under_amp(wrap(func), autocast)
 
 
 def gradient(forward: Program) -> Program:
@@ -100,10 +142,10 @@ def gradient(forward: Program) -> Program:
     Raises:
         TypeError: If the first result is no floating scalar.
     """
-    loss = forward.jaxpr.out_avals[0] if forward.jaxpr.out_avals else None
-    if loss is None or loss.shape != () or not jnp.issubdtype(loss.dtype, np.floating):
+    if not forward.has_loss:
+        first = next(iter(forward.jaxpr.out_avals), "nothing")
         raise TypeError(
-            f"The function must return a scalar loss first, but it returned {loss}. "
+            f"The function must return a scalar loss first, but it returned {first}. "
             "Pass a function such as `lambda model, batch: jnp.mean(...)`."
         )
 
@@ -118,4 +160,6 @@ def gradient(forward: Program) -> Program:
         found, grads = jax.value_and_grad(value)(params)
         return [found, *grads]
 
-    return forward._replace(jaxpr=jax.make_jaxpr(run)(forward.arrays))
+    with gradient_function():  # with a loss scale or without, the program is the same
+        jaxpr = jax.make_jaxpr(run)(forward.arrays)
+    return forward._replace(jaxpr=jaxpr)

@@ -4,6 +4,7 @@ import dataclasses
 import html
 import json
 import math
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -154,3 +155,13 @@ def amount(number: float, unit: str = "") -> str:
 def percent(share: float) -> str:
     """Returns a share as a percentage with one decimal."""
     return f"{100 * share:.1f} %"
+
+
+def short_source(source: str) -> str:
+    """Returns a file's name as seen from here or from the installed packages."""
+    path = pathlib.Path(source)
+    if "site-packages" in path.parts:
+        return "/".join(path.parts[path.parts.index("site-packages") + 1 :])
+    if path.is_relative_to(pathlib.Path.cwd()):
+        return str(path.relative_to(pathlib.Path.cwd()))
+    return "/".join(path.parts[-2:])

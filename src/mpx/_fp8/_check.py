@@ -1,74 +1,10 @@
-"""Reports of matmuls that become fp8, and checks of those that were compiled so."""
+"""Checks of the matmuls of a compiled program: which of them are fp8."""
 
 import collections
 import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
-
-from mpx._amp._functions import trace
-from mpx._amp._report import short_source, table
-from mpx._fp8._selection import Matmul
-from mpx._fp8._transform import Fp8Function
-
-
-@dataclasses.dataclass(frozen=True)
-class Fp8Report:
-    """The matmuls of a function under `fp8`; made by `mpx.inspect.report`, printed as a table.
-
-    Attributes:
-        matmuls: All that multiplies in the forward pass: matmuls, ragged ones,
-            convolutions and fused attention. The fields are `param` (the parameter that it
-            reads, such as `params/layers/w1`; "" without one), `scope` (joined by `/`),
-            `source` (file and line), `shape` (rows, summed length, columns), `times` (how
-            often it runs, in scans and over batch dimensions), `dtype` (of the operands),
-            `reason` (why it is not fp8; "" if it is), `flops` and `primitive`.
-    """
-
-    matmuls: tuple[Matmul, ...]
-
-    @property
-    def changed(self) -> tuple[Matmul, ...]:
-        """The matmuls that run in fp8."""
-        return tuple(x for x in self.matmuls if not x.reason)
-
-    @property
-    def kept(self) -> tuple[Matmul, ...]:
-        """The matmuls that stay as they are."""
-        return tuple(x for x in self.matmuls if x.reason)
-
-    @property
-    def share(self) -> float:
-        """The share of all these operations that run in fp8, from 0 to 1."""
-        total = sum(x.flops for x in self.matmuls)
-        return sum(x.flops for x in self.changed) / total if total else 0.0
-
-    def __str__(self) -> str:
-        """Returns the table as text."""
-        total = sum(x.flops for x in self.matmuls) or 1
-        rows = [
-            (
-                x.param or "–",
-                "×".join(map(str, x.shape)),
-                str(x.times),
-                f"{100 * x.flops / total:.1f} %",
-                x.reason or "fp8",
-                x.scope,
-                short_source(x.source),
-            )
-            for x in self.matmuls
-        ]
-        head = ("parameter", "shape", "times", "FLOPs", "fp8, or why not", "scope")
-        summary = f"{100 * self.share:.1f} % of the matmul operations run in fp8."
-        return "\n".join([summary, "", *table((*head, "source"), rows, "no matmuls")])
-
-
-def fp8_report(func: Fp8Function, *args: Any, **kwargs: Any) -> Fp8Report:
-    """Reports on a call of a function under `fp8`; see `mpx.inspect.report`."""
-    visitor, matmuls = func.visitor(args, kwargs), list[Matmul]()
-    visitor.matmuls = matmuls
-    trace(visitor, func.func, args, kwargs)
-    return Fp8Report(tuple(matmuls))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,357 @@
+"""Buffers that a compiled program needs, predicted from its jaxpr.
+
+XLA computes element-wise operations in one kernel with what reads their results, so that most
+values of a jaxpr never exist in memory. The rules here say which ones do.
+"""
+
+import collections
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpx._compat import (
+    Literal,
+    is_transposed,
+    open_jaxpr,
+    primitive_name,
+    sub_jaxprs,
+)
+from mpx._jaxpr._interpreter import Jaxpr
+from mpx._jaxpr._queries import (
+    ATTENTION,
+    CALLS,
+    GROUPED,
+    MATMULS,
+    SHAPE_ONLY,
+    Equation,
+    names,
+)
+
+INLINED = (*CALLS, *names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"))
+_READS_MEMORY = frozenset(
+    (
+        *MATMULS,
+        *ATTENTION,
+        GROUPED,
+        *names(
+            "scan while cond shard_map pallas_call ffi_call pure_callback io_callback "
+            "custom_partitioning sort top_k fft cholesky lu qr eigh svd eig "
+            "triangular_solve scatter scatter-add scatter_add cumsum cumprod cummax "
+            "cummin cumlogsumexp reduce_window reduce_window_sum reduce_window_max "
+            "select_and_scatter_add select_and_gather_add dot_product_attention_fwd "
+            "dot_product_attention_bwd dot_product_attention_fwd_wrapper "
+            "dot_product_attention_bwd_wrapper triton_kernel_call"
+        ),
+    )
+)
+"""Operations that run in a kernel of their own: operands and results are in memory."""
+_WRITES_MEMORY = _READS_MEMORY.union(
+    names(
+        "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce argmax "
+        "argmin gather random_bits rng_bit_generator threefry2x32 all_gather psum "
+        "all_to_all ppermute psum_scatter reduce_scatter psum_invariant psum2"
+    )
+)
+"""Operations that XLA may compute together with what makes their operands."""
+_EXPENSIVE = frozenset(
+    names(
+        "exp exp2 expm1 log log1p log2 tanh logistic erf erfc erf_inv pow rsqrt sqrt cbrt "
+        "sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh lgamma digamma"
+    )
+)
+"""Functions that XLA does not compute a second time in the backward pass."""
+_LARGE = 0.5  # An operand counts from this share of the bytes of the result.
+_SMALLER = 0.6  # A result is kept instead of its operands below this share of theirs.
+
+
+class Buffer(NamedTuple):
+    """A value in memory.
+
+    Attributes:
+        bytes: Its size.
+        dtype: Its dtype.
+        eqn: The equation that makes it.
+        callers: The equations that hold this one, from the outside in.
+        is_saved: Whether the forward pass makes it and the backward pass reads it.
+            What a scan makes counts as made inside it.
+    """
+
+    bytes: int
+    dtype: str
+    eqn: Equation
+    callers: tuple[Equation, ...]
+    is_saved: bool
+
+
+class Peak(NamedTuple):
+    """The moment at which a program needs most memory, its arguments not counted.
+
+    Attributes:
+        bytes: What it needs then.
+        live: The buffers that exist then.
+        saved: What the forward pass leaves for the backward pass.
+    """
+
+    bytes: int
+    live: list[Buffer]
+    saved: list[Buffer]
+
+
+class _Node:
+    """An equation with the values that it reads and makes, by number."""
+
+    __slots__ = ("backward", "callers", "eqn", "inner", "name", "outs", "reads")
+
+    def __init__(
+        self,
+        eqn: Equation,
+        reads: list[int],
+        callers: tuple[Equation, ...],
+        *,
+        backward: bool,
+    ) -> None:
+        self.eqn, self.reads, self.backward = eqn, reads, backward
+        self.callers = callers
+        self.name = primitive_name(eqn)
+        self.outs: list[int] = []
+        self.inner = 0
+
+
+def nbytes(aval: Any) -> int:
+    """Returns the bytes of a value; a PRNG key has 8, a token or a reference none."""
+    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
+    size = getattr(dtype, "itemsize", 0) if dtype is not None else 0
+    return math.prod(shape) * int(size)
+
+
+class _Graph:
+    """A jaxpr without calls: each value has a number."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self.nodes: list[_Node] = []
+        self.size: list[int] = []
+        self.dtype: list[str] = []
+        self.maker: list[_Node | None] = []
+        self.known: dict[Any, list[int]] = {}
+        body, _ = open_jaxpr(jaxpr)
+        env = {var: self._new(var, None) for var in (*body.constvars, *body.invars)}
+        self.inputs = len(self.size)
+        self._add(body, env, (), backward=False)
+        self.outs = [self._read(atom, env) for atom in body.outvars]
+
+    def _new(self, var: Any, maker: _Node | None) -> int:
+        self.size.append(nbytes(var.aval))
+        self.dtype.append(str(getattr(var.aval, "dtype", "")))
+        self.maker.append(maker)
+        return len(self.size) - 1
+
+    def _read(self, atom: Any, env: dict[Any, int]) -> int:
+        """Returns the number of a value; -1 for a literal."""
+        return -1 if isinstance(atom, Literal) else env[atom]
+
+    def _add(
+        self,
+        body: Any,
+        env: dict[Any, int],
+        callers: tuple[Equation, ...],
+        *,
+        backward: bool,
+    ) -> None:
+        for eqn in body.eqns:
+            reads = [self._read(atom, env) for atom in eqn.invars]
+            here = backward or is_transposed(eqn)
+            inner = list(sub_jaxprs(eqn))
+            if primitive_name(eqn) in INLINED and inner:
+                called = inner[0]
+                inside = dict(
+                    zip(called.invars, reads[-len(called.invars) :], strict=True)
+                )
+                for var in called.constvars:
+                    inside[var] = self._new(var, None)
+                self._add(called, inside, (*callers, eqn), backward=here)
+                env.update(
+                    (var, self._read(atom, inside))
+                    for var, atom in zip(eqn.outvars, called.outvars, strict=True)
+                )
+                continue
+            # XLA computes equal operations once, but what remat repeats stays apart.
+            key = None if inner or eqn.effects else _key(eqn, reads, backward=here)
+            if key in self.known:
+                env.update(zip(eqn.outvars, self.known[key], strict=True))
+                continue
+            arrays = [x for x in reads if x >= 0]
+            node = _Node(eqn, arrays, callers, backward=here)
+            node.inner = max((peak(x).bytes for x in inner), default=0)
+            node.outs = [self._new(var, node) for var in eqn.outvars]
+            env.update(zip(eqn.outvars, node.outs, strict=True))
+            self.nodes.append(node)
+            if key is not None:
+                self.known[key] = node.outs
+
+
+def _key(eqn: Equation, reads: list[int], *, backward: bool) -> Any:
+    literals = [x.val for x in eqn.invars if isinstance(x, Literal)]
+    return primitive_name(eqn), *reads, str(literals), str(eqn.params), backward
+
+
+def peak(jaxpr: Jaxpr, in_place: Sequence[int] = ()) -> Peak:
+    """Predicts the most memory that a program needs besides its arguments.
+
+    Args:
+        jaxpr: The program. The order of its equations is taken for that of the kernels.
+        in_place: Positions of results that are written over arguments.
+    """
+    graph = _Graph(jaxpr)
+    stored, life = _lifetimes(graph)
+    born, dies = life.born, life.dies
+    free = {life.same[graph.outs[i]] for i in in_place if graph.outs[i] >= 0}
+    change: collections.Counter[int] = collections.Counter()
+    for value in stored:
+        if value not in free:
+            change[born[value]] += graph.size[value]
+            change[dies[value] + 1] -= graph.size[value]
+    now, most, at = 0, 0, 0
+    for time, node in enumerate(graph.nodes):
+        now += change[time]
+        if now + node.inner > most:
+            most, at = now + node.inner, time
+    found = {value: _buffer(graph, life, value) for value in sorted(stored)}
+    live = [
+        buffer
+        for value, buffer in found.items()
+        if value not in free and born[value] <= at <= dies[value]
+    ]
+    return Peak(most, live, [buffer for buffer in found.values() if buffer.is_saved])
+
+
+def _buffer(graph: _Graph, life: "_Life", value: int) -> Buffer:
+    maker = graph.maker[value]
+    assert maker is not None  # arguments are not stored
+    is_saved = not maker.backward and value in life.read_back
+    *callers, eqn = _makers(maker.eqn, maker.outs.index(value))
+    size, dtype = graph.size[value], graph.dtype[value]
+    return Buffer(size, dtype, eqn, (*maker.callers, *callers), is_saved)
+
+
+def _makers(eqn: Equation, position: int) -> list[Equation]:
+    """Returns an equation and the ones inside it that make one of its results."""
+    found = [eqn]
+    while primitive_name(eqn) == "scan" or primitive_name(eqn) in INLINED:
+        body = next(sub_jaxprs(eqn))
+        made = [
+            (inner, list(inner.outvars).index(body.outvars[position]))
+            for inner in body.eqns
+            if body.outvars[position] in inner.outvars
+        ]
+        if not made:
+            break
+        eqn, position = made[0]
+        found.append(eqn)
+    return found
+
+
+def _same_buffers(graph: _Graph) -> list[int]:
+    """Returns for each value the one whose buffer it shares: only its shape differs."""
+    same = list(range(len(graph.size)))
+    for node in graph.nodes:
+        if node.name in SHAPE_ONLY or node.name in ("name", "optimization_barrier"):
+            for source, out in zip(node.reads, node.outs, strict=False):
+                if graph.size[source] == graph.size[out]:
+                    same[out] = same[source]
+    return same
+
+
+def _stored(
+    graph: _Graph, same: list[int]
+) -> tuple[set[int], dict[int, frozenset[int]]]:
+    """Returns the values that are in memory, and for the others what they are made from."""
+    readers: dict[int, set[int]] = collections.defaultdict(set)
+    crosses, wanted = _needed(graph, same), set[int]()
+    for index, node in enumerate(graph.nodes):
+        for value in node.reads:
+            if same[value] == same[node.outs[0]] if node.outs else False:
+                continue
+            readers[same[value]].add(index)
+            if node.name in _READS_MEMORY:
+                wanted.add(same[value])
+    wanted.update(same[value] for value in graph.outs if value >= 0)
+    stored, roots = set[int](), dict[int, frozenset[int]]()
+    for value in range(graph.inputs):
+        roots[value] = frozenset()
+    for node in graph.nodes:
+        sources = frozenset().union(
+            *(
+                roots.get(same[x], frozenset({same[x]} if same[x] in stored else ()))
+                for x in node.reads
+            )
+        )
+        for out in node.outs:
+            if same[out] != out:
+                continue
+            large = [x for x in sources if graph.size[x] >= _LARGE * graph.size[out]]
+            total = sum(graph.size[x] for x in sources)
+            is_stored = (
+                out in wanted
+                or node.name in _WRITES_MEMORY
+                or (len(large) > 1 and len(readers[out]) > 1)
+                or (out in crosses and node.name in _EXPENSIVE)
+                or (
+                    out in crosses
+                    and (len(large) > 1 or node.name == "convert_element_type")
+                    and graph.size[out] < _SMALLER * total
+                )
+            )
+            if is_stored:
+                stored.add(out)
+            else:
+                roots[out] = sources
+    return stored, roots
+
+
+def _needed(graph: _Graph, same: list[int]) -> set[int]:
+    """Returns the values of the forward pass from which the backward pass computes."""
+    needed: set[int] = set()
+    for node in reversed(graph.nodes):
+        if node.backward:
+            needed.update(same[value] for value in node.reads)
+        elif node.name in _WRITES_MEMORY or node.name in _EXPENSIVE:
+            continue
+        elif any(same[out] in needed for out in node.outs):
+            needed.update(same[value] for value in node.reads)
+    makers = ((value, graph.maker[value]) for value in needed)
+    return {value for value, maker in makers if maker and not maker.backward}
+
+
+class _Life(NamedTuple):
+    """When each value in memory is made and read last, and which the backward pass reads.
+
+    `same` has for each value the one whose buffer it shares.
+    """
+
+    same: list[int]
+    born: dict[int, int]
+    dies: dict[int, int]
+    read_back: set[int]
+
+
+def _lifetimes(graph: _Graph) -> tuple[set[int], _Life]:
+    """Returns the values that are in memory, and when."""
+    same = _same_buffers(graph)
+    stored, roots = _stored(graph, same)
+    life = _Life(same, {}, {}, set())
+    for index, node in enumerate(graph.nodes):
+        for out in node.outs:
+            if same[out] == out and out in stored:
+                life.born[out] = life.dies[out] = index
+        if node.outs and not any(same[out] in stored for out in node.outs):
+            continue  # computed where it is read
+        for value in node.reads:
+            value = same[value]
+            for root in (value,) if value in stored else roots.get(value, ()):
+                life.dies[root] = index
+                if node.backward:
+                    life.read_back.add(root)
+    for value in graph.outs:
+        if value >= 0 and same[value] in stored:
+            life.dies[same[value]] = len(graph.nodes)
+    return stored, life

@@ -1,0 +1,183 @@
+"""What a program multiplies, in which dtypes, and what it keeps in memory."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpx._amp._matmuls import PRESETS
+from mpx._amp._rules import REASONS
+from mpx._compat import primitive_name, sub_jaxprs
+from mpx._inspect._buffers import nbytes, peak
+from mpx._inspect._causes import causes, is_f32
+from mpx._inspect._places import Place, Site, place_of, sites
+from mpx._inspect._program import Program
+from mpx._inspect._views import short_dtypes
+from mpx._jaxpr._queries import (
+    ATTENTION,
+    GROUPED,
+    MATMULS,
+    Equation,
+    equations,
+    flops,
+)
+
+
+class Matmul(NamedTuple):
+    """A matmul, a convolution or fused attention of a program.
+
+    Attributes:
+        place: Where it stands: `param`, `scope`, `source`, `backward`.
+        dtype: The dtype of its operands, or the preset in which it multiplies.
+        result: The dtype of its result.
+        shapes: The shapes of its operands.
+        times: How often it runs.
+        flops: Two operations for each multiplication, of all these times.
+        bytes: The size of its operands and its result, of all these times.
+        reason: Why it is f32; "" if it is not.
+    """
+
+    place: Place
+    dtype: str
+    result: str
+    shapes: tuple[tuple[int, ...], ...]
+    times: int
+    flops: int
+    bytes: int
+    reason: str
+
+
+class Kept(NamedTuple):
+    """An operation in f32, or as it is written, and why.
+
+    Attributes:
+        primitive: The operation.
+        reason: The rule, the scope, or what promoted its operands.
+        param: The parameter that it reads; "" for none.
+        scope: Its named scopes, joined by `/`.
+        source: File and line.
+    """
+
+    primitive: str
+    reason: str
+    param: str
+    scope: str
+    source: str
+
+
+class Residual(NamedTuple):
+    """Numbers that the forward pass leaves in memory for the backward pass.
+
+    Attributes:
+        primitive: The operation that makes them.
+        dtype: Their dtype.
+        bytes: Their size.
+        arrays: How many arrays they are.
+        source: The file and line of that operation.
+    """
+
+    primitive: str
+    dtype: str
+    bytes: int
+    arrays: int
+    source: str
+
+
+class Findings(NamedTuple):
+    """What is found in a program; `Report` describes the fields."""
+
+    matmuls: tuple[Matmul, ...]
+    kept: tuple[Kept, ...]
+    opaque: tuple[Kept, ...]
+    residuals: tuple[Residual, ...]
+
+
+def findings(full: Program) -> Findings:
+    """Looks at each operation of a program."""
+    why = causes(full.jaxpr, [str(name) for name in full.names])
+    matmuls: dict[Matmul, Matmul] = {}
+    promoted: list[Kept] = []
+    opaque: list[Kept] = []
+    for site in sites(full.jaxpr, full.known, made=full.made, largest=True):
+        eqn, place = site.eqn, site.place
+        if place.primitive in _MULTIPLIES:
+            found = _matmul(site, why.operands.get(id(eqn), ""))
+            same = found._replace(times=0, flops=0, bytes=0)
+            matmuls[same] = _sum(matmuls.get(same, same), found)
+        if id(eqn) in why.promoted and not place.backward:
+            promoted.append(_kept(place, f"promoted by {why.promoted[id(eqn)]}"))
+        if _is_opaque(eqn):
+            opaque.append(_kept(place, REASONS["pallas_call"]))
+    rows = tuple(matmuls.values())
+    wide = [_kept(x.place, x.reason) for x in rows if x.reason]
+    return Findings(
+        matmuls=rows,
+        kept=tuple(dict.fromkeys([*wide, *promoted])),
+        opaque=tuple(dict.fromkeys(opaque)),
+        residuals=_residuals(full),
+    )
+
+
+_MULTIPLIES = frozenset({*MATMULS, *ATTENTION, GROUPED})
+
+
+def _is_opaque(eqn: Equation) -> bool:
+    """Returns whether nothing is known of an operation; kernels of mpx are known."""
+    name = primitive_name(eqn)
+    if REASONS.get(name) != REASONS["pallas_call"] or name in _REFERENCES:
+        return False
+    inside = (inner for x in sub_jaxprs(eqn) for inner in equations(x))
+    return not any("mpx_" in str(x.params.get("name")) for x in (eqn, *inside))
+
+
+_REFERENCES = ("get", "swap", "addupdate", "ref_new")
+
+
+def _kept(place: Place, reason: str) -> Kept:
+    return Kept(place.primitive, reason, place.param, place.scope, place.source)
+
+
+def _sum(a: Matmul, b: Matmul) -> Matmul:
+    return a._replace(
+        times=a.times + b.times, flops=a.flops + b.flops, bytes=a.bytes + b.bytes
+    )
+
+
+def _matmul(site: Site, why: str) -> Matmul:
+    eqn = site.eqn
+    operands = eqn.invars[: 3 if site.place.primitive in ATTENTION else 2]
+    size = sum(nbytes(x.aval) for x in (*operands, eqn.outvars[0]))
+    return Matmul(
+        place=site.place,
+        dtype=_multiplied_in(eqn),
+        result=short_dtypes([eqn.outvars[0].aval.dtype]),
+        shapes=tuple(tuple(x.aval.shape) for x in operands),
+        times=site.times,
+        flops=flops(eqn) * site.times,
+        bytes=size * site.times,
+        # A backward matmul is f32 because the forward one is.
+        reason=why if _is_wide(operands) and not site.place.backward else "",
+    )
+
+
+def _is_wide(operands: Sequence[Any]) -> bool:
+    return any(is_f32(x.aval) for x in operands)
+
+
+def _multiplied_in(eqn: Equation) -> str:
+    """Returns the preset in which a matmul multiplies, or the dtype of its operands."""
+    for rule, preset in PRESETS.items():
+        if eqn.params.get("precision") == preset:
+            return rule
+    return short_dtypes(x.aval.dtype for x in eqn.invars[:2])
+
+
+def _residuals(full: Program) -> tuple[Residual, ...]:
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for x in peak(full.jaxpr).saved:
+        place = place_of(x.eqn, (), callers=x.callers)
+        key = place.primitive, short_dtypes([x.dtype]), place.source
+        groups.setdefault(key, []).append(x.bytes)
+    found = [
+        Residual(primitive, dtype, sum(sizes), len(sizes), source)
+        for (primitive, dtype, source), sizes in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda x: -x.bytes))

@@ -1,0 +1,328 @@
+"""`inspect.memory` predicts the bytes of a training step before anything runs."""
+
+import argparse
+import json
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import mpx
+from mpx._inspect import _memory_command, _report_command, _target
+from mpx._inspect._buffers import peak
+from mpx.inspect import memory
+
+B, D, H = 64, 32, 128
+WORKSPACE = 32 << 20
+
+
+def shape(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+PARAMS = {"a": shape(D, H), "b": shape(H, D)}
+COUNT = 2 * D * H
+
+
+def loss(p, x):
+    return jnp.mean(jnp.tanh(x @ p["a"]) @ p["b"])
+
+
+def test_parameters_gradients_and_state_are_counted():
+    found = memory(loss, PARAMS, shape(B, D))
+    assert [x.name for x in found.options] == [
+        "f32",
+        "amp bf16",
+        "amp f16",
+        "bf16 parameters, flash",
+    ]
+    for name in ("f32", "amp bf16", "amp f16"):
+        option = found[name]
+        assert (option.params, option.grads) == (4 * COUNT, 4 * COUNT)
+        assert option.state == 2 * 4 * COUNT + 4  # and the step count
+        assert option.inputs == 4 * B * D
+    flash = found["bf16 parameters, flash"]
+    assert (flash.params, flash.grads, flash.inputs) == (
+        2 * COUNT,
+        2 * COUNT,
+        2 * B * D,
+    )
+    state = jax.eval_shape(
+        mpx.optim.flash_adamw(1e-3).init, mpx.cast_to_bfloat16(PARAMS)
+    )
+    assert flash.state == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert flash.state < 4 * COUNT
+
+
+def test_residuals_follow_the_precision():
+    found = memory(loss, PARAMS, shape(B, D))
+    assert found["f32"].residuals == {"f32": 4 * B * H}
+    # Beside the activations, the input and a weight in 16 bits.
+    assert found["amp bf16"].residuals == {"bf16": 2 * (B * H + B * D + H * D)}
+    assert found["amp f16"].residuals == {"f16": 2 * (B * H + B * D + H * D)}
+
+
+def test_peak_holds_everything_that_exists_at_once():
+    f32 = memory(loss, PARAMS, shape(B, D))["f32"]
+    held = f32.params + f32.state + f32.inputs + WORKSPACE
+    assert held + 4 * B * H + f32.grads / 2 <= f32.peak
+    # At most the residual, the gradients, and two activations of the backward pass.
+    assert f32.peak <= held + 4 * B * H + f32.grads + 2 * 4 * B * H
+
+
+def test_optimizer_is_the_one_that_is_given():
+    found = memory(loss, PARAMS, shape(B, D), optimizer=optax.sgd(0.1))
+    assert found["f32"].state == 0
+    assert found["bf16 parameters, flash"].state > 0
+    lion = memory(loss, PARAMS, shape(B, D), optimizer=mpx.optim.flash_lion(1e-3))
+    assert lion["f32"].state < found["bf16 parameters, flash"].state + 4 * COUNT
+
+
+def test_function_under_amp_is_shown_as_given_first():
+    found = memory(mpx.amp(loss, attention="keep"), PARAMS, shape(B, D))
+    assert found.options[0].name == "as given"
+    assert found["as given"].peak == found["amp bf16"].peak
+    assert found["f32"].residuals == {"f32": 4 * B * H}
+
+
+def test_modules_hold_parameters():
+    net = nnx.Linear(D, H, rngs=nnx.Rngs(0))
+
+    def squared(net, x):
+        return jnp.mean(net(x).astype(jnp.float32) ** 2)
+
+    found = memory(squared, net, jnp.ones((B, D)))
+    assert found["f32"].params == 4 * (D + 1) * H
+    assert found["bf16 parameters, flash"].params == 2 * (D + 1) * H
+    assert net.kernel[...].dtype == jnp.float32
+
+
+def test_loss_is_needed():
+    with pytest.raises(TypeError, match="must return a scalar loss first"):
+        memory(lambda p, x: x @ p["a"], PARAMS, shape(B, D))
+
+
+def test_unknown_option_and_target_are_refused():
+    found = memory(loss, PARAMS, shape(B, D))
+    with pytest.raises(KeyError, match="There is no 'bf16'; there are"):
+        found["bf16"]
+    with pytest.raises(ValueError, match="`target` must be one of"):
+        memory(loss, PARAMS, shape(B, D), target="a100")
+
+
+def test_result_prints_and_exports():
+    found = memory(loss, PARAMS, shape(B, D))
+    assert "predicted peak" in str(found)
+    assert len(str(found).splitlines()) == 2 + len(found.options)
+    assert json.loads(found.to_json())["gpu"] == [9, 0]
+
+
+# --- The model of what XLA keeps ------------------------------------------------------
+
+
+def chain(count):
+    def f(x):
+        for _ in range(count):
+            x = jnp.sin(x) + 1
+        return x
+
+    return f
+
+
+SIZE = 4 * B * D
+PEAKS = {
+    # Element-wise operations are one kernel: only the result is in memory.
+    "fused": (chain(5), SIZE),
+    "two matmuls": (lambda x: x @ jnp.ones((D, D)) @ jnp.ones((D, D)), None),
+    "a sum": (lambda x: jnp.sum(jnp.exp(x)), 4),
+    "nothing": (lambda x: x, 0),
+    "no result": (lambda x: (), 0),
+    "only shapes": (lambda x: x.reshape(-1).reshape(D, B), 0),
+    "a loop": (
+        lambda x: lax.fori_loop(0, 3, lambda _, x: jnp.sin(x), x),
+        2 * SIZE + 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_peak_of_small_programs(name):
+    func, expected = PEAKS[name]
+    found = peak(jax.make_jaxpr(func)(shape(B, D)))
+    if expected is None:  # the operands, and one result beside the other
+        expected = 2 * SIZE + 4 * D * D
+        assert expected <= found.bytes <= expected + 4 * D * D
+    else:
+        assert found.bytes <= expected + 64
+        assert found.bytes >= expected - 64 - (SIZE if name == "a loop" else 0)
+
+
+def test_results_in_place_need_no_memory():
+    jaxpr = jax.make_jaxpr(lambda p, g: p - g)(shape(B, D), shape(B, D))
+    assert peak(jaxpr).bytes == SIZE
+    assert peak(jaxpr, in_place=[0]).bytes == 0
+
+
+def test_remat_keeps_less():
+    def deep(around):
+        def f(p, x):
+            layer = lambda x, w: (jnp.sin(jnp.sin(x @ w) @ w), None)  # noqa: E731
+            return jnp.sum(lax.scan(around(layer), x, p)[0])
+
+        return memory(f, shape(8, D, D), shape(B, D))["f32"]
+
+    plain, remat = deep(lambda f: f), deep(jax.checkpoint)
+    assert sum(remat.residuals.values()) == 8 * SIZE
+    assert sum(plain.residuals.values()) > 2 * sum(remat.residuals.values())
+    assert remat.peak < plain.peak
+
+
+# --- The command line -----------------------------------------------------------------
+
+MODULE = """
+    import jax, jax.numpy as jnp, mpx
+
+    def loss(p, x):
+        return jnp.mean(jnp.tanh(x @ p["w"]))
+
+    def call():
+        shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+        return mpx.amp(loss), {"w": shape(8, 4)}, shape(2, 8)
+
+    def not_a_call():
+        return 3
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    (tmp_path / "training_of_a_test.py").write_text(textwrap.dedent(MODULE))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.delitem(sys.modules, "training_of_a_test", raising=False)
+
+    def run(command, *arguments):
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        return command.run(parser.parse_args(arguments))
+
+    return run
+
+
+def test_commands_print_results(run, capsys):
+    assert run(_report_command, "training_of_a_test:call", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["matmuls"][0]["place"]["param"] == "p/w"
+    assert run(_report_command, "training_of_a_test:call", "--forward") == 0
+    assert "amp to bf16" in capsys.readouterr().out
+    assert run(_memory_command, "training_of_a_test:call", "--json") == 0
+    names = [x["name"] for x in json.loads(capsys.readouterr().out)["options"]]
+    assert names[:2] == ["as given", "f32"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("training_of_a_test", "Expected module:function"),
+        ("training_of_a_test:lost", "Cannot load training_of_a_test:lost: "),
+        ("no_such_module:call", "Cannot load no_such_module:call: No module named"),
+        ("training_of_a_test:not_a_call", r"must return \(loss, \*args\)"),
+    ],
+)
+def test_command_says_what_it_needs(run, name, message):
+    with pytest.raises(SystemExit, match=message):
+        run(_memory_command, name)
+
+
+# --- Against XLA's compiler for an H200 -----------------------------------------------
+
+
+def gelu_layers(p, x):
+    layer = lambda h, w: (h + jax.nn.gelu(h @ w["a"]) @ w["b"], None)  # noqa: E731
+    return jnp.mean(lax.scan(layer, x, p)[0] ** 2)
+
+
+def relu_layers(p, x):
+    for w in p:
+        x = jax.nn.relu(x @ w)
+    return jnp.mean(x**2)
+
+
+def attention_layer(p, x):
+    q, k, v = ((x @ p[name]).reshape(32, 256, 8, 64) for name in "qkv")
+    out = jax.nn.dot_product_attention(q, k, v).reshape(x.shape) @ p["o"]
+    return jnp.mean((x + out) ** 2)
+
+
+COMPILED = {
+    "gelu": (
+        gelu_layers,
+        {"a": shape(4, 512, 2048), "b": shape(4, 2048, 512)},
+        shape(8192, 512),
+    ),
+    "relu": (relu_layers, [shape(1024, 1024)] * 6, shape(8192, 1024)),
+    "attention": (
+        attention_layer,
+        {name: shape(512, 512) for name in "qkvo"},
+        shape(32, 256, 512),
+    ),
+}
+
+
+# 0.19 GB are predicted, and 0.31 GB compiled.
+_TOO_LOW = "too low where the scores of attention that is not fused dominate"
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("gelu", "f32"),
+        ("gelu", "amp bf16"),
+        ("relu", "f32"),
+        ("relu", "amp bf16"),
+        ("attention", "amp bf16"),
+        pytest.param("attention", "f32", marks=pytest.mark.xfail(reason=_TOO_LOW)),
+    ],
+)
+def test_prediction_agrees_with_the_compiler(name, option):
+    func, params, x = COMPILED[name]
+    found = memory(func, params, x, optimizer=optax.sgd(0.1))[option]
+    wrapped = mpx.amp(func) if option == "amp bf16" else func
+    compiled = mpx.inspect.report(wrapped, params, x, target="h200").compiled
+    assert compiled.peak_bytes * 0.8 < found.peak < compiled.peak_bytes * 1.2
+    fused = 2 if (name, option) == ("attention", "amp bf16") else 0
+    assert compiled.attention == fused
+
+
+@pytest.mark.gpu_compile
+def test_program_for_eight_gpus_tells_its_collectives():
+    func, params, x = COMPILED["relu"]
+    found = mpx.inspect.report(mpx.amp(func), params, x, target="h200", devices=8)
+    grads = sum(row.bytes for row in found.compiled.collectives)
+    assert {row.dtype for row in found.compiled.collectives} <= {"bf16", "f32"}
+    assert 6 * 1024 * 1024 * 2 <= grads <= 6 * 1024 * 1024 * 4 + 64
+    assert found.compiled.kernels > 10
+    assert sum(found.compiled.matmuls.other.values()) == 17
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+def test_fp8_for_a_gpu_that_is_not_there():
+    shapes = {"a": shape(1024, 4096), "b": shape(4096, 1024)}, shape(2048, 1024)
+    p, x = mpx.cast_to_bfloat16(shapes)
+    found = mpx.inspect.report(mpx.fp8(loss, min_gain=0), p, x, target="h200")
+    assert found.compiled.matmuls.fp8 == 5
+    assert found.opaque == ()
+
+
+def test_description_of_the_target_is_shipped():
+    file = _target.__file__.replace("_target.py", "h200.txtpb")
+    with open(file) as text:
+        assert 'name: "NVIDIA H200"' in text.read()
