@@ -1,5 +1,6 @@
 """Traced programs for inspection: the forward pass of a call, and its gradient."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,9 @@ from mpx._amp._frameworks import Role, Traced, Transformation
 from mpx._amp._functions import flat_call
 from mpx._call import argument_names
 from mpx._compat import as_function, eval_jaxpr
+from mpx._half import gradient_function
 from mpx._jaxpr._interpreter import Fact, Jaxpr, Outcome, Scopes
+from mpx._loss_scaling import LossScaling
 from mpx._tree import LeafName, is_floating
 
 
@@ -91,11 +94,16 @@ def program(
     return Program(jaxpr, arrays, names, params)
 
 
-def gradient(forward: Program) -> Program:
+def gradient(forward: Program, scaling: LossScaling | None = None) -> Program:
     """Returns the program that computes the first result and its gradient.
 
     The results are the loss, which must be a scalar, and one array for each of
     `Program.params`.
+
+    Args:
+        forward: The program.
+        scaling: Scales the loss before it is differentiated. The gradients are divided by
+            the scale, in f32.
 
     Raises:
         TypeError: If the first result is no floating scalar.
@@ -108,14 +116,16 @@ def gradient(forward: Program) -> Program:
         )
 
     def run(arrays: Sequence[Any]) -> list[Any]:
-        def value(params: Sequence[Any]) -> Any:
+        def value(params: Sequence[Any]) -> tuple[Any, Any]:
             full = list(arrays)
             for position, param in zip(forward.params, params, strict=True):
                 full[position] = param
-            return forward(*full)[0]
+            loss = forward(*full)[0]
+            return loss if scaling is None else scaling.scale(loss), loss
 
         params = [arrays[i] for i in forward.params]
-        found, grads = jax.value_and_grad(value)(params)
-        return [found, *grads]
+        (_, found), grads = jax.value_and_grad(value, has_aux=True)(params)
+        return [found, *(grads if scaling is None else scaling.unscale(grads))]
 
-    return forward._replace(jaxpr=jax.make_jaxpr(run)(forward.arrays))
+    with gradient_function() if scaling is not None else contextlib.nullcontext():
+        return forward._replace(jaxpr=jax.make_jaxpr(run)(forward.arrays))

@@ -1,0 +1,392 @@
+"""Which equations of a recorded run are at fault.
+
+A number that is not finite is traced to where it is born. A finite result is wrong if it
+is further from the shadow than the format explains, and an equation is at fault if it
+alone, with everything else in f32, makes a result wrong.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpx._compat import primitive_name
+from mpx._formats import FORMATS, Format
+from mpx._inspect._births import Birth, births
+from mpx._inspect._record import Mixed, Node, Recording, Site
+from mpx._inspect._shadow import is_float, literals_of, relative_norm, widened
+from mpx._inspect._tape import Ref, Value
+from mpx._jaxpr._queries import SHAPE_ONLY, names
+
+LOST_BITS = 5
+"""A result that has lost so many bits of its format's significand counts as wrong."""
+_COARSEST = 0.5
+"""The most that any result may be off, also in a format of three bits."""
+_CONDITION = 4
+"""A result may be off by so many times what one rounding of the parameters causes."""
+_MOST_SITES = 12
+_MOST_FAULTS = 6
+_CANCELS = frozenset(names("add add_any sub reduce_sum cumsum"))
+
+
+def threshold(low: Format) -> float:
+    """Returns the relative error beyond which a result in a format is wrong."""
+    return min(2.0**LOST_BITS * low.eps, _COARSEST)
+
+
+class Verdict(NamedTuple):
+    """A node at fault.
+
+    Attributes:
+        index: The node.
+        cause: `"birth"` if it makes numbers that are not finite, `"error"` if its own
+            error is large, `"sum"` if only many small errors together are.
+        birth: Where the numbers that are not finite appear, if there are any.
+        influence: By how much this place alone changes the worst result, relative to
+            that result; `None` if this was not measured.
+        result: The name of that result.
+    """
+
+    index: int
+    cause: str
+    birth: Birth | None = None
+    influence: float | None = None
+    result: str = ""
+
+
+class Outputs(NamedTuple):
+    """The results of a program: the loss and the gradients, with their names."""
+
+    names: list[str]
+    refs: list[Ref]
+    own: list[np.ndarray]
+    shadow: list[np.ndarray]
+
+
+def outputs_of(values: Sequence[Value], labels: Sequence[str]) -> Outputs:
+    """Returns the floating results of a recording."""
+    kept = [(x, name) for x, name in zip(values, labels, strict=True) if _floats(x)]
+    arrays = [[np.asarray(widened(x.lanes[i])) for x, _ in kept] for i in (0, 1)]
+    return Outputs([name for _, name in kept], [x.ref for x, _ in kept], *arrays)
+
+
+def _floats(x: Value) -> bool:
+    return is_float(x.lanes[0])
+
+
+class Blame:
+    """Looks for what is at fault in a recorded run.
+
+    Args:
+        recording: The run.
+        outputs: Its results.
+        rerun: Runs the program again in f32, given how to run it and whether the
+            parameters are disturbed by one rounding to a format.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        outputs: Outputs,
+        rerun: Callable[[Mixed, Format | None], list[np.ndarray]],
+        tick: Callable[[], None],
+    ) -> None:
+        self.nodes, self.outputs = recording.nodes, outputs
+        self._recording, self._rerun, self._tick = recording, rerun, tick
+        self._live = ancestors(self.nodes, outputs.refs)
+        self.forward = ancestors(self.nodes, outputs.refs[:1])
+        used = [
+            x.format for i, x in enumerate(self.nodes) if i in self._live and x.format
+        ]
+        self.format = max(used, key=lambda x: x.eps, default=None)
+        self.errors = self._errors(outputs.own)
+        self._base: list[float] | None = None
+        self.reruns = 0
+
+    def verdicts(self) -> list[Verdict]:
+        """Returns what is at fault, the first in the order of execution first."""
+        found = self._not_finite()
+        seen = {self._site(x.index) for x in found}
+        if self.format is None:
+            return found
+        if not found:
+            return self._wrong()
+        # What else is there: the numbers after it say nothing, the local errors do.
+        for site, index in self._suspects():
+            if len(found) >= _MOST_FAULTS or self.reruns >= _MOST_SITES:
+                break
+            if site not in seen:
+                verdict = self._alone([site], index, "error")
+                found += [verdict] if verdict else []
+        return found
+
+    # --- Numbers that are not finite --------------------------------------------------
+
+    def _not_finite(self) -> list[Verdict]:
+        finite = [np.isfinite(x).all() for x in self.outputs.shadow]
+        broken = [ref for ref in self.outputs.refs if self._classes(ref) is not None]
+        if not broken:
+            return []
+        origins = births(self.nodes, broken)
+        fresh = [x for x in origins if not self._shadow_has(x)]
+        shared = [x for x in origins if self._shadow_has(x)]
+        # An infinity that a mask means comes last.
+        shared.sort(key=lambda x: (x.constant is not None, x.index))
+        ordered = [*fresh, *shared] if all(finite) else [*shared, *fresh]
+        found: dict[Site | int, Verdict] = {}
+        for birth in ordered:
+            index = self._origin(birth)
+            verdict = Verdict(
+                index, "birth" if index == birth.index else "error", birth
+            )
+            found.setdefault(self._site(index), verdict)
+        first = list(found.values())
+        if all(finite) and fresh:
+            first = [x for x in first if x.birth in fresh]
+        return first[:_MOST_FAULTS]
+
+    def _classes(self, ref: Ref) -> Any:
+        return None if ref[0] < 0 else self.nodes[ref[0]].findings[ref[1]].classes
+
+    def _shadow_has(self, birth: Birth) -> bool:
+        """Returns whether the shadow is not finite there either."""
+        classes = self.nodes[birth.index].findings[birth.out].shadow_classes
+        if classes is None:
+            return False
+        where = birth.where if birth.where.shape == classes.shape else ...
+        return bool((classes[where] != 0).any())
+
+    def _origin(self, birth: Birth) -> int:
+        """Returns the node that is to blame for a birth.
+
+        If the same operation on the operands of the shadow gives finite numbers, its
+        operands were wrong already, and what made them wrong is to blame.
+        """
+        node = self.nodes[birth.index]
+        if node.eqn is None or birth.constant is not None:
+            return birth.index
+        if self._shadow_has(birth):
+            return self._lost_constant(birth.index)
+        if not node.findings[birth.out].local_is_finite:
+            return birth.index
+        return self._upstream(birth.index)
+
+    def _lost_constant(self, index: int) -> int:
+        """Returns the sum with a constant that was flushed to zero, if one led here."""
+        queue, seen = [index], set[int]()
+        while queue and len(seen) < 20:
+            current = queue.pop(0)
+            if current < 0 or current in seen:
+                continue
+            seen.add(current)
+            node = self.nodes[current]
+            if node.eqn is None:
+                queue += [ref[0] for ref in node.parents]
+                continue
+            zero = any(x == 0 for _, x in literals_of(node.eqn))
+            if zero and node.format and node.primitive in ("add", "max"):
+                return current
+            if current == index or node.primitive in _PASSES:
+                queue += [ref[0] for ref in node.parents]
+        return index
+
+    def _upstream(self, index: int) -> int:
+        """Returns the nearest operation before another one whose own error is large."""
+        queue = [-ref[0] for ref in self.nodes[index].parents]
+        heapq.heapify(queue)
+        seen = set[int]()
+        while queue and len(seen) < 400:
+            current = -heapq.heappop(queue)
+            if current < 0 or current in seen:
+                continue
+            seen.add(current)
+            if self._is_wrong(self.nodes[current], single=True):
+                return self._first_of_chain(current)
+            if any(x.deviation > 0 for x in self.nodes[current].findings):
+                for ref in self.nodes[current].parents:
+                    heapq.heappush(queue, -ref[0])
+        return index
+
+    def _first_of_chain(self, index: int) -> int:
+        """Follows operands that are wrong themselves."""
+        while True:
+            before = [
+                ref[0]
+                for ref in self.nodes[index].parents
+                if ref[0] >= 0 and self._is_wrong(self._unmoved(ref[0]))
+            ]
+            if not before:
+                return index
+            index = self._unmoved_index(min(before))
+
+    def _unmoved_index(self, index: int) -> int:
+        """Returns the node that made the numbers which a node only moves."""
+        while True:
+            node = self.nodes[index]
+            is_moved = node.eqn is None or node.primitive in SHAPE_ONLY
+            known = [ref[0] for ref in node.parents if ref[0] >= 0]
+            if not is_moved or len(known) != 1:
+                return index
+            index = known[0]
+
+    def _unmoved(self, index: int) -> Node:
+        return self.nodes[self._unmoved_index(index)]
+
+    def _is_wrong(self, node: Node, single: bool = False) -> bool:
+        """Returns whether the error that an operation itself makes is large.
+
+        Args:
+            node: The operation.
+            single: Whether one number that has lost its digits by cancellation suffices.
+        """
+        if node.format is None:
+            return False
+        limit = threshold(node.format)
+        return node.error > limit or (
+            single and node.primitive in _CANCELS and node.worst > limit
+        )
+
+    # --- Finite results ---------------------------------------------------------------
+
+    def _wrong(self) -> list[Verdict]:
+        if not self._bad_results(self.errors):
+            return []
+        found: list[Verdict] = []
+        for site, index in self._suspects():
+            if len(found) >= _MOST_FAULTS or self.reruns >= _MOST_SITES:
+                break
+            verdict = self._alone([site], index, "error")
+            found += [verdict] if verdict else []
+        return found or self._search()
+
+    def _suspects(self) -> list[tuple[Site, int]]:
+        """Returns the sites whose own error is large, each with its first such node."""
+        found: dict[Site, int] = {}
+        for index in sorted(self._live):
+            node = self.nodes[index]
+            if node.eqn is not None and self._is_wrong(node):
+                first = self._first_of_chain(index)
+                found.setdefault(self._site(first), first)
+        return sorted(found.items(), key=lambda x: x[1])
+
+    def _search(self) -> list[Verdict]:
+        """Looks for the first site with which the results become wrong.
+
+        No error of a single operation is large, but sums over many steps may have lost
+        what they add up.
+        """
+        first: dict[Site, int] = {}
+        last: dict[Site, int] = {}
+        for index in sorted(self._live):
+            node = self.nodes[index]
+            if node.eqn is not None and node.format:
+                first.setdefault(self._site(index), index)
+                last[self._site(index)] = index
+        sites = list(first)
+        low, high = 0, len(sites)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._bad_results(self._with(sites[:middle])):
+                high = middle
+            else:
+                low = middle
+        if not sites:
+            return []
+        verdict = self._alone([sites[high - 1]], last[sites[high - 1]], "sum")
+        return [verdict] if verdict else []
+
+    def _alone(self, sites: list[Site], index: int, cause: str) -> Verdict | None:
+        """Returns a verdict if some sites alone make a result wrong."""
+        errors = self._with(sites)
+        bad = self._bad_results(errors)
+        if not bad:
+            return None
+        worst = max(bad, key=lambda i: errors[i])
+        return Verdict(index, cause, None, errors[worst], self.outputs.names[worst])
+
+    def _with(self, sites: Sequence[Site]) -> list[float]:
+        """Returns the errors of the results with only some sites in low precision."""
+        chosen = set(sites)
+        self.reruns += 1
+
+        def low(eqn: Any, backward: bool) -> bool:
+            return self._recording.sites.of(eqn, backward) in chosen
+
+        run = Mixed(self._recording.choices, low, self._tick)
+        return self._errors(self._rerun(run, None))
+
+    def _bad_results(self, errors: Sequence[float]) -> list[int]:
+        """Returns which results are further from the shadow than the format explains."""
+        if self.format is None:
+            return []
+        limit = threshold(self.format)
+        if max(errors, default=0.0) <= limit:
+            return []
+        if self._base is None:
+            run = Mixed(self._recording.choices, lambda *_: False, self._tick)
+            self._base = self._errors(self._rerun(run, self.format))
+        pairs = enumerate(zip(errors, self._base, strict=True))
+        return [i for i, (x, base) in pairs if x > max(limit, _CONDITION * base)]
+
+    def _errors(self, outs: Sequence[np.ndarray]) -> list[float]:
+        return [_error(x, s) for x, s in zip(outs, self.outputs.shadow, strict=True)]
+
+    def _site(self, index: int) -> Any:
+        node = self.nodes[index]
+        if node.eqn is None:
+            return index
+        return self._recording.sites.of(node.eqn, node.around.backward)
+
+
+# Zero goes in, zero comes out.
+_PASSES = SHAPE_ONLY.union(names("sqrt mul convert_element_type square select_n abs"))
+
+
+def _error(x: np.ndarray, shadow: np.ndarray) -> float:
+    """Returns the error of a result relative to its norm; a result of zeros has none."""
+    good = np.isfinite(shadow)
+    if not np.isfinite(x[good]).all():
+        return math.inf
+    if not np.any(shadow[good]):
+        return 0.0
+    return relative_norm((x - shadow)[good], shadow[good])
+
+
+def ancestors(nodes: Sequence[Node], refs: Sequence[Ref]) -> set[int]:
+    """Returns the nodes that some values depend on."""
+    found, queue = set[int](), [ref[0] for ref in refs]
+    while queue:
+        index = queue.pop()
+        if index >= 0 and index not in found:
+            found.add(index)
+            queue += [ref[0] for ref in nodes[index].parents]
+    return found
+
+
+def nearest_param(nodes: Sequence[Node], index: int) -> str:
+    """Returns the parameter that was read last before a node, on the way to it."""
+    queue, seen = [-index], set[int]()
+    while queue:
+        current = -heapq.heappop(queue)
+        if current < 0 or current in seen:
+            continue
+        seen.add(current)
+        node = nodes[current]
+        known = [name for name in node.names if name]
+        if known and node.eqn is not None:
+            return known[0]
+        for ref in node.parents:
+            heapq.heappush(queue, -ref[0])
+    return ""
+
+
+def limit_of(node: Node) -> Format:
+    """Returns the format whose limits a node meets."""
+    return node.format or FORMATS["f32"]
+
+
+def primitive_of(node: Node) -> str:
+    """Returns the primitive of a node."""
+    return "" if node.eqn is None else primitive_name(node.eqn)
