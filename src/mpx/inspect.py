@@ -10,6 +10,9 @@ from mpx._fp8 import Fp8Function as _Fp8Function
 from mpx._fp8 import Fp8Report as Fp8Report
 from mpx._fp8 import check as check
 from mpx._fp8 import fp8_report as _fp8_report
+from mpx._inspect._explain import Explanation as Explanation
+from mpx._inspect._explain import explain as explain
+from mpx._inspect._faults import Fault as Fault
 
 
 @overload

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 
 from mpx._inspect._record import NAN, Node
-from mpx._inspect._shadow import literals_of
 from mpx._inspect._tape import Ref
 from mpx._jaxpr._queries import SHAPE_ONLY, names
 
@@ -90,16 +89,17 @@ def _birth(
     constant, reader = None, index
     while reader >= 0 and nodes[reader].eqn is not None:
         node = nodes[reader]
-        written = [x for _, x in literals_of(node.eqn) if not np.isfinite(x)]
+        rounded = node.primitive == "convert_element_type"
+        written = [x for x in node.written if rounded or not np.isfinite(x)]
         if written:
             constant = written[0]
-        if constant is None or node.primitive not in SHAPE_ONLY:
+        if constant is None or not (rounded or node.primitive in SHAPE_ONLY):
             break
-        index, out, reader = reader, 0, readers[reader]
+        reader = readers[reader]
     if constant is not None and reader >= 0:
         index, out = reader, 0
         classes = nodes[index].findings[0].classes
-        where = classes != 0 if classes is not None else np.ones((), bool)
+        where = np.ones((), bool) if classes is None else classes != 0
     return Birth(index, out, where, constant)
 
 

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpx._compat import primitive_name
 from mpx._formats import FORMATS, Format
 from mpx._inspect._births import Birth, births
-from mpx._inspect._record import Mixed, Node, Recording, Site
-from mpx._inspect._shadow import is_float, literals_of, relative_norm, widened
+from mpx._inspect._record import Mixed, Node, Recording, Site, site_of
+from mpx._inspect._shadow import is_float, relative_norm, widened
 from mpx._inspect._tape import Ref, Value
 from mpx._jaxpr._queries import SHAPE_ONLY, names
 
@@ -41,8 +40,9 @@ class Verdict(NamedTuple):
 
     Attributes:
         index: The node.
-        cause: `"birth"` if it makes numbers that are not finite, `"error"` if its own
-            error is large, `"sum"` if only many small errors together are.
+        cause: `"birth"` if it makes numbers that are not finite, `"constant"` if a number
+            in the code does, `"error"` if its own error is large, `"sum"` if only many
+            small errors together are.
         birth: Where the numbers that are not finite appear, if there are any.
         influence: By how much this place alone changes the worst result, relative to
             that result; `None` if this was not measured.
@@ -137,11 +137,8 @@ class Blame:
         ordered = [*fresh, *shared] if all(finite) else [*shared, *fresh]
         found: dict[Site | int, Verdict] = {}
         for birth in ordered:
-            index = self._origin(birth)
-            verdict = Verdict(
-                index, "birth" if index == birth.index else "error", birth
-            )
-            found.setdefault(self._site(index), verdict)
+            index, cause = self._origin(birth)
+            found.setdefault(self._site(index), Verdict(index, cause, birth))
         first = list(found.values())
         if all(finite) and fresh:
             first = [x for x in first if x.birth in fresh]
@@ -158,22 +155,26 @@ class Blame:
         where = birth.where if birth.where.shape == classes.shape else ...
         return bool((classes[where] != 0).any())
 
-    def _origin(self, birth: Birth) -> int:
-        """Returns the node that is to blame for a birth.
+    def _origin(self, birth: Birth) -> tuple[int, str]:
+        """Returns the node that is to blame for a birth, and the cause.
 
         If the same operation on the operands of the shadow gives finite numbers, its
         operands were wrong already, and what made them wrong is to blame.
         """
-        node = self.nodes[birth.index]
-        if node.eqn is None or birth.constant is not None:
-            return birth.index
+        index, node = birth.index, self.nodes[birth.index]
+        if node.eqn is None:
+            return index, "birth"
+        if birth.constant is not None:
+            return index, "constant"
         if self._shadow_has(birth):
-            return self._lost_constant(birth.index)
+            lost = self._lost_constant(index)
+            return (index, "birth") if lost is None else (lost, "constant")
         if not node.findings[birth.out].local_is_finite:
-            return birth.index
-        return self._upstream(birth.index)
+            return index, "birth"
+        before = self._upstream(index)
+        return (index, "birth") if before is None else (before, "error")
 
-    def _lost_constant(self, index: int) -> int:
+    def _lost_constant(self, index: int) -> int | None:
         """Returns the sum with a constant that was flushed to zero, if one led here."""
         queue, seen = [index], set[int]()
         while queue and len(seen) < 20:
@@ -185,14 +186,13 @@ class Blame:
             if node.eqn is None:
                 queue += [ref[0] for ref in node.parents]
                 continue
-            zero = any(x == 0 for _, x in literals_of(node.eqn))
-            if zero and node.format and node.primitive in ("add", "max"):
+            if 0 in node.written and node.format and node.primitive in ("add", "max"):
                 return current
             if current == index or node.primitive in _PASSES:
                 queue += [ref[0] for ref in node.parents]
-        return index
+        return None
 
-    def _upstream(self, index: int) -> int:
+    def _upstream(self, index: int) -> int | None:
         """Returns the nearest operation before another one whose own error is large."""
         queue = [-ref[0] for ref in self.nodes[index].parents]
         heapq.heapify(queue)
@@ -207,32 +207,24 @@ class Blame:
             if any(x.deviation > 0 for x in self.nodes[current].findings):
                 for ref in self.nodes[current].parents:
                     heapq.heappush(queue, -ref[0])
-        return index
+        return None
 
     def _first_of_chain(self, index: int) -> int:
-        """Follows operands that are wrong themselves."""
-        while True:
-            before = [
-                ref[0]
-                for ref in self.nodes[index].parents
-                if ref[0] >= 0 and self._is_wrong(self._unmoved(ref[0]))
-            ]
-            if not before:
-                return index
-            index = self._unmoved_index(min(before))
-
-    def _unmoved_index(self, index: int) -> int:
-        """Returns the node that made the numbers which a node only moves."""
-        while True:
-            node = self.nodes[index]
-            is_moved = node.eqn is None or node.primitive in SHAPE_ONLY
-            known = [ref[0] for ref in node.parents if ref[0] >= 0]
-            if not is_moved or len(known) != 1:
-                return index
-            index = known[0]
-
-    def _unmoved(self, index: int) -> Node:
-        return self.nodes[self._unmoved_index(index)]
+        """Follows operands that are wrong back to the first operation with an error."""
+        limit = threshold(self.nodes[index].format or FORMATS["f32"])
+        first, queue, seen = index, [index], set[int]()
+        while queue:
+            current = queue.pop()
+            for before, out in self.nodes[current].parents:
+                if before < 0 or before in seen:
+                    continue
+                seen.add(before)
+                node = self.nodes[before]
+                if node.findings[out].deviation > limit:
+                    queue.append(before)
+                    if before < first and self._is_wrong(node):
+                        first = before
+        return first
 
     def _is_wrong(self, node: Node, single: bool = False) -> bool:
         """Returns whether the error that an operation itself makes is large.
@@ -308,13 +300,8 @@ class Blame:
 
     def _with(self, sites: Sequence[Site]) -> list[float]:
         """Returns the errors of the results with only some sites in low precision."""
-        chosen = set(sites)
         self.reruns += 1
-
-        def low(eqn: Any, backward: bool) -> bool:
-            return self._recording.sites.of(eqn, backward) in chosen
-
-        run = Mixed(self._recording.choices, low, self._tick)
+        run = Mixed(self._recording.choices, set(sites).__contains__, self._tick)
         return self._errors(self._rerun(run, None))
 
     def _bad_results(self, errors: Sequence[float]) -> list[int]:
@@ -337,7 +324,7 @@ class Blame:
         node = self.nodes[index]
         if node.eqn is None:
             return index
-        return self._recording.sites.of(node.eqn, node.around.backward)
+        return site_of(node.eqn, node.around)
 
 
 # Zero goes in, zero comes out.
@@ -347,11 +334,10 @@ _PASSES = SHAPE_ONLY.union(names("sqrt mul convert_element_type square select_n 
 def _error(x: np.ndarray, shadow: np.ndarray) -> float:
     """Returns the error of a result relative to its norm; a result of zeros has none."""
     good = np.isfinite(shadow)
-    if not np.isfinite(x[good]).all():
+    x, shadow = x[good], shadow[good]
+    if not np.isfinite(x).all():
         return math.inf
-    if not np.any(shadow[good]):
-        return 0.0
-    return relative_norm((x - shadow)[good], shadow[good])
+    return relative_norm(x - shadow, shadow) if np.any(shadow) else 0.0
 
 
 def ancestors(nodes: Sequence[Node], refs: Sequence[Ref]) -> set[int]:
@@ -380,13 +366,3 @@ def nearest_param(nodes: Sequence[Node], index: int) -> str:
         for ref in node.parents:
             heapq.heappush(queue, -ref[0])
     return ""
-
-
-def limit_of(node: Node) -> Format:
-    """Returns the format whose limits a node meets."""
-    return node.format or FORMATS["f32"]
-
-
-def primitive_of(node: Node) -> str:
-    """Returns the primitive of a node."""
-    return "" if node.eqn is None else primitive_name(node.eqn)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp._functions import trace as _  # noqa: F401
 from mpx._formats import Format
 from mpx._fp8 import Fp8Function
 from mpx._inspect._blame import Blame, outputs_of
@@ -21,7 +20,7 @@ from mpx._inspect._record import Mixed, Recording
 from mpx._inspect._result import Result, Table
 from mpx._inspect._shadow import is_float, widened
 from mpx._inspect._tape import NO_REF, Value
-from mpx._loss_scaling import LossScaling, StaticLossScaling
+from mpx._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +165,7 @@ def _with_gradient(
             "loss" if has_loss and i == 0 else f"result {i}" for i in range(count)
         ]
     names = [f"gradient of `{forward.names[i]}`" for i in forward.params]
-    return gradient(forward, scaling), ["loss", *names]
+    return gradient(forward, scaling or NoLossScaling()), ["loss", *names]
 
 
 def _explained(

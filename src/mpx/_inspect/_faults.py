@@ -7,12 +7,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from mpx._compat import source_frames
+from mpx._amp._report import short_source
 from mpx._formats import FORMATS
 from mpx._inspect._blame import Blame, Verdict, nearest_param
 from mpx._inspect._places import Place
 from mpx._inspect._record import NAN, Node
-from mpx._inspect._shadow import literals_of
 from mpx._jaxpr._queries import MATMULS, names
 
 Kind = Literal[
@@ -39,6 +38,9 @@ finite.
 
 _SINGULAR = frozenset(
     names("div log log1p rsqrt pow integer_pow atanh rem digamma tan")
+)
+_ADDS = frozenset(
+    names("add add_any sub mul reduce_sum cumsum dot_general scatter-add")
 )
 _DIFFERENCES = frozenset(names("add add_any sub reduce_sum cumsum dot_general"))
 
@@ -183,12 +185,10 @@ def _is_birth(verdict: Verdict) -> bool:
 
 def _caller(node: Node) -> str:
     """Returns the first line outside installed packages, if it is not the first."""
-    frames = source_frames(node.eqn)
+    frames = node.around.frames
     own = [frame for frame in frames if not _is_installed(frame[1])]
     if not own or own[0] == frames[0]:
         return ""
-    from mpx._amp._report import short_source
-
     return f"{short_source(own[0][1])}:{own[0][2]}"
 
 
@@ -199,24 +199,18 @@ def _is_installed(file: str) -> bool:
 def _kind(verdict: Verdict, node: Node, blame: Blame) -> Kind:
     if node.eqn is None:
         return "input"
-    if verdict.cause == "sum":
-        return "accumulation"
-    if _is_birth(verdict):
-        return _kind_of_birth(verdict, node, blame)
-    if verdict.birth is not None and _lost(node):
+    if verdict.cause == "constant":
         return "constant"
+    if verdict.cause == "sum":
+        return "accumulation" if node.primitive in _ADDS else "precision"
+    if verdict.cause == "birth":
+        return _kind_of_birth(verdict, node, blame)
     return _kind_of_error(node, blame)
-
-
-def _lost(node: Node) -> bool:
-    return any(x == 0 for _, x in literals_of(node.eqn)) and node.error == 0
 
 
 def _kind_of_birth(verdict: Verdict, node: Node, blame: Blame) -> Kind:
     birth = verdict.birth
     assert birth is not None
-    if birth.constant is not None:
-        return "constant"
     finding = node.findings[birth.out]
     classes = finding.classes
     is_nan = classes is not None and bool((classes[birth.where] == NAN).all())
@@ -225,9 +219,8 @@ def _kind_of_birth(verdict: Verdict, node: Node, blame: Blame) -> Kind:
         return "overflow"
     if is_nan:
         return "nan"
-    zero = any(
-        blame.nodes[i].findings[j].zeros for i, j in node.parents if i >= 0
-    ) or any(x == 0 for _, x in literals_of(node.eqn))
+    operands = [blame.nodes[i].findings[j] for i, j in node.parents if i >= 0]
+    zero = any(x.zeros for x in operands) or 0 in node.written
     if node.primitive in _SINGULAR and (zero or not in_shadow):
         return "singularity" if in_shadow or zero else "underflow"
     return "overflow"
@@ -240,9 +233,9 @@ def _kind_of_error(node: Node, blame: Blame) -> Kind:
         return "overflow"
     sources = [blame.nodes[i].findings[j].largest for i, j in node.parents if i >= 0]
     is_small = worst.largest < max(sources, default=0.0) / 8
-    if node.primitive in _DIFFERENCES and is_small and worst.flushed < 0.99:
-        return "cancellation"
     tiny = node.format.tiny
+    if node.primitive in _DIFFERENCES and is_small and worst.largest > tiny:
+        return "cancellation"
     if worst.flushed > 0.05 or worst.largest < tiny or worst.smallest < tiny / 8:
         return "underflow"
     return "cancellation" if node.primitive in _DIFFERENCES else "precision"
@@ -361,8 +354,7 @@ def _for_underflow(node: Node, place: Place, finding, call: Call) -> str:
 
 def _for_constant(node: Node, place: Place, finding, call: Call) -> str:
     name = (node.format or FORMATS["f32"]).name
-    written = [x for _, x in literals_of(node.eqn)]
-    if any(x == 0 for x in written) and place.primitive in ("add", "max", "mul", "div"):
+    if 0 in node.written and place.primitive in ("add", "max", "mul", "div"):
         return (
             f"a constant here is 0 in {name}, probably a small epsilon: "
             f"add it in f32, or choose one above {(node.format or FORMATS['f32']).tiny:.1g}"

@@ -50,7 +50,12 @@ class Place:
 
 
 def place_of(
-    eqn: Equation, names: Sequence[Name], scopes: Scopes = (), *, backward: bool = False
+    eqn: Equation,
+    names: Sequence[Name],
+    scopes: Scopes = (),
+    *,
+    backward: bool = False,
+    outer: Sequence[tuple[str, str, int]] = (),
 ) -> Place:
     """Returns the place of an equation.
 
@@ -59,8 +64,10 @@ def place_of(
         names: The parameters among its operands.
         scopes: The named scopes around it, its own included.
         backward: Whether the equations around it belong to a backward pass.
+        outer: The frames of the equation around it. Inside a jitted function of a library
+            JAX has none of the user's.
     """
-    frames = source_frames(eqn)
+    frames = source_frames(eqn) or outer
     function, file, line = frames[0] if frames else ("", "", 0)
     return Place(
         primitive_name(eqn),

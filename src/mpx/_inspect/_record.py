@@ -8,12 +8,11 @@ this equation alone, whatever went wrong before it.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from mpx._compat import primitive_name, source_frames
+from mpx._compat import primitive_name
 from mpx._formats import Format
 from mpx._inspect._places import Name, Place, place_of
 from mpx._inspect._shadow import (
@@ -28,7 +27,7 @@ from mpx._inspect._shadow import (
     run_in_f32,
     widened,
 )
-from mpx._inspect._tape import Around, Lanes, Ref, Run, Value
+from mpx._inspect._tape import NO_REF, Around, Lanes, Ref, Run, Value
 from mpx._jaxpr._queries import Equation
 
 NAN, PLUS, MINUS = 1, 2, 3
@@ -82,6 +81,7 @@ class Node:
         findings: One for each result.
         format: The coarsest format below f32 that it uses.
         part: Which part of its parent it is; `None` if it is stacked from its parents.
+        written: The numbers among its operands that are written in the code.
     """
 
     eqn: Equation
@@ -91,6 +91,7 @@ class Node:
     findings: list[Finding]
     format: Format | None = None
     part: int | None = None
+    written: tuple[float, ...] = ()
 
     @property
     def primitive(self) -> str:
@@ -109,28 +110,19 @@ class Node:
 
     def place(self, backward: bool) -> Place:
         """Returns where it stands."""
-        backward = backward or self.around.backward
-        return place_of(self.eqn, self.names, self.around.scopes, backward=backward)
+        scopes, _, inside, frames = self.around
+        backward = backward or inside
+        return place_of(self.eqn, self.names, scopes, backward=backward, outer=frames)
 
 
 Site = tuple[str, str, bool]
 """The equations of one primitive that one source line has made, forward or backward."""
 
 
-class Sites:
-    """The sites of equations, remembered by equation."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Site, Any]] = {}
-
-    def of(self, eqn: Equation, backward: bool) -> Site:
-        """Returns the site of an equation."""
-        key = 2 * id(eqn) + backward
-        if key not in self._known:
-            frames = source_frames(eqn)
-            line = f"{frames[0][1]}:{frames[0][2]}" if frames else ""
-            self._known[key] = (primitive_name(eqn), line, backward), eqn
-        return self._known[key][0]
+def site_of(eqn: Equation, around: Around) -> Site:
+    """Returns the site of an equation."""
+    line = "{1}:{2}".format(*around.frames[0]) if around.frames else ""
+    return primitive_name(eqn), line, around.backward
 
 
 class Recording(Run):
@@ -143,7 +135,6 @@ class Recording(Run):
     def __init__(self, tick: Callable[[], None]) -> None:
         super().__init__()
         self.nodes: list[Node] = []
-        self.sites = Sites()
         self._tick = tick
 
     def lanes_of(self, x: Array) -> Lanes:
@@ -183,10 +174,18 @@ class Recording(Run):
                 local = outs if _agree(eqn, own, wide) else run_as_written(eqn, wide)
         findings = [_compare(*x) for x in zip(outs, shadow, local, strict=True)]
         names, parents = tuple(x.name for x in operands), tuple(x.ref for x in operands)
-        self.nodes.append(Node(eqn, around, names, parents, findings, low))
+        written = tuple(_written(operands))
+        node = Node(eqn, around, names, parents, findings, low, written=written)
+        self.nodes.append(node)
         index = len(self.nodes) - 1
         lanes = zip(outs, shadow, strict=True)
         return [Value(pair, (index, i)) for i, pair in enumerate(lanes)]
+
+
+def _written(operands: Sequence[Value]) -> Iterator[float]:
+    for x in operands:
+        if x.ref == NO_REF and is_float(x.lanes[0]) and np.ndim(x.lanes[0]) == 0:
+            yield float(x.lanes[0])
 
 
 def _agree(eqn: Equation, own: Sequence[Array], wide: Sequence[Array]) -> bool:
@@ -271,7 +270,7 @@ class Mixed(Run):
     def __init__(
         self,
         choices: Sequence[int],
-        low: Callable[[Equation, bool], bool],
+        low: Callable[[Site], bool],
         tick: Callable[[], None],
     ) -> None:
         super().__init__(choices)
@@ -287,7 +286,7 @@ class Mixed(Run):
         args = [x.lanes[0] for x in operands]
         if low_format(eqn) is None:
             outs = run_as_written(eqn, args)
-        elif self._low(eqn, around.backward):
+        elif self._low(site_of(eqn, around)):
             outs = [widened(x) for x in run_as_written(eqn, args)]
         else:
             outs = run_in_f32(eqn, args)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._compat import Literal, bind, eval_equation, primitive_name, sub_jaxprs
+from mpx._compat import bind, eval_equation, primitive_name, sub_jaxprs
 from mpx._formats import FORMATS, Format, short_name
+from mpx._inspect._host import run_on_host
 from mpx._jaxpr._queries import MATMULS, SHAPE_ONLY, Equation
 
 Array = Any
@@ -100,7 +101,19 @@ def run_as_written(eqn: Equation, args: Sequence[Array]) -> list[Array]:
     operands = [as_operand(x, atom.aval) for x, atom in pairs]
     if any(callable(value) for value in eqn.params.values()) or any(sub_jaxprs(eqn)):
         return jax.jit(lambda *xs: eval_equation(eqn, xs))(*operands)
-    return bind(eqn, operands)
+    return _run(eqn, operands, eqn.outvars[0].aval.dtype, {})
+
+
+def _run(
+    eqn: Equation, args: Sequence[Array], dtype: Any, changes: dict[str, Any]
+) -> list[Array]:
+    """Runs an equation whose first result has a given dtype."""
+    hosted = [on_host(x) for x in args]
+    if all(isinstance(x, np.ndarray | np.generic) for x in hosted):
+        result = run_on_host(eqn, hosted, dtype)
+        if result is not None:
+            return [np.asarray(result)]
+    return bind(eqn, args, **changes)
 
 
 def run_in_f32(eqn: Equation, args: Sequence[Array]) -> list[Array]:
@@ -119,7 +132,9 @@ def run_in_f32(eqn: Equation, args: Sequence[Array]) -> list[Array]:
         changes["precision"] = lax.Precision.HIGHEST
     operands = [widened(np.asarray(x) if np.isscalar(x) else x) for x in args]
     try:
-        return [widened(x) for x in bind(eqn, operands, **changes)]
+        out = eqn.outvars[0].aval
+        dtype = F32 if is_low(out) else out.dtype
+        return [widened(x) for x in _run(eqn, operands, dtype, changes)]
     except (TypeError, ValueError, NotImplementedError):
         # A primitive of someone else that takes only the dtypes it was traced with.
         return [widened(x) for x in run_as_written(eqn, args)]
@@ -140,15 +155,6 @@ _PICKS = frozenset(
     "select_n gather dynamic_slice dynamic_update_slice concatenate pad stop_gradient "
     "copy_p optimization_barrier name sort reduce_max reduce_min max min rev".split()
 )
-
-
-def literals_of(eqn: Equation) -> list[tuple[int, float]]:
-    """Returns the floating numbers that are written into an equation, by position."""
-    return [
-        (i, float(atom.val))
-        for i, atom in enumerate(eqn.invars)
-        if isinstance(atom, Literal) and is_float(atom.aval) and np.ndim(atom.val) == 0
-    ]
 
 
 def relative_norm(error: np.ndarray, value: np.ndarray) -> float:

@@ -18,6 +18,7 @@ from mpx._compat import (
     primitive_name,
     scan_sizes,
     scopes_of,
+    source_frames,
 )
 from mpx._inspect._places import Name, name_of_results
 from mpx._inspect._shadow import Array, literal, on_host
@@ -30,6 +31,10 @@ Ref = tuple[int, int]
 
 
 NO_REF: Ref = (-1, 0)
+
+
+Frame = tuple[str, str, int]
+"""A line of the user's code: function, file, line."""
 
 
 class Value(NamedTuple):
@@ -47,11 +52,13 @@ class Around(NamedTuple):
         scopes: The named scopes.
         steps: The steps of the loops: (number of the step, how many there are).
         backward: Whether it belongs to a backward pass.
+        frames: The user's lines behind it, the innermost first: (function, file, line).
     """
 
     scopes: tuple[str, ...] = ()
     steps: tuple[tuple[int, int], ...] = ()
     backward: bool = False
+    frames: tuple[Frame, ...] = ()
 
 
 class Run:
@@ -65,6 +72,7 @@ class Run:
         self.choices: list[int] = list(choices or ())
         self._given: Iterator[int] | None = None if choices is None else iter(choices)
         self._ends: dict[int, list[list[Any]]] = {}
+        self._known: dict[int, Any] = {}
 
     def leaf(self, eqn: Equation, operands: list[Value], around: Around) -> list[Value]:
         """Runs an equation without jaxprs inside."""
@@ -110,16 +118,26 @@ class Run:
 
         for eqn, dead in zip(body.eqns, last, strict=True):
             operands = [read(atom) for atom in eqn.invars]
-            inside = Around(
-                around.scopes + scopes_of(eqn),
-                around.steps,
-                around.backward or is_transposed(eqn),
-            )
-            outs = self._equation(eqn, operands, inside)
+            outs = self._equation(eqn, operands, self._inside(eqn, around))
             env.update(zip(eqn.outvars, outs, strict=True))
             for var in dead:
                 env.pop(var, None)
         return [read(atom) for atom in body.outvars]
+
+    def _inside(self, eqn: Equation, around: Around) -> Around:
+        """Returns what is around the body of an equation."""
+        if id(eqn) not in self._known:
+            frames = tuple(source_frames(eqn))
+            self._known[id(eqn)] = scopes_of(eqn), is_transposed(eqn), frames
+        scopes, backward, frames = self._known[id(eqn)]
+        # The lines inside a jitted function end there, those inside a scan do not.
+        rest = () if frames[-1:] == around.frames[-1:] else around.frames
+        return Around(
+            around.scopes + scopes,
+            around.steps,
+            around.backward or backward,
+            frames + rest,
+        )
 
     def _equation(
         self, eqn: Equation, operands: list[Value], around: Around
