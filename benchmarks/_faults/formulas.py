@@ -347,7 +347,7 @@ def cube_in_own_gelu():
         return 0.5 * x * (1 + jnp.tanh(0.79788 * inner))
 
     def loss(params, x):
-        return jnp.mean(gelu_by_hand(x @ params["w"] * 60))
+        return jnp.mean(gelu_by_hand(x @ params["w"] * 250))
 
     return Case(in_low(loss, jnp.float16), ({"w": weight(0, 8, 16)}, normal(1, 6, 8)))
 

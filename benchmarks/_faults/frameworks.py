@@ -162,12 +162,13 @@ if nnx is not None:
 
             def __call__(self, x):
                 h = nnx.relu(self.body(x))
-                return self.head(h * 1e3) * 1e3  # <- nnx_head_beyond_f16
+                return self.head(h)  # <- nnx_head_beyond_f16
 
         net = Net(nnx.Rngs(0))
+        net.head.kernel[...] *= 6e4
 
         def loss(model, x):
-            return jnp.mean(jnp.tanh(model(x) * 1e-6))
+            return jnp.mean(jnp.square(model(x) * 1e-5))
 
         return Case(mpx.amp(loss, "f16"), (net, normal(1, *X) * 2), 1.0)
 
@@ -179,9 +180,8 @@ if nnx is not None:
 
             def __call__(self, ids):
                 def add(total, i):
-                    return total + self.embed.embedding[...][i].astype(
-                        total.dtype
-                    ), None  # <- nnx_sum_of_embeddings
+                    row = self.embed.embedding[...][i].astype(total.dtype)
+                    return total + row, None  # <- nnx_sum_of_embeddings
 
                 return jax.lax.scan(add, jnp.zeros(8, jnp.bfloat16), ids)[0]
 
@@ -200,9 +200,8 @@ if nn is not None:
         @nn.compact
         def __call__(self, x, mask):
             q, k = nn.Dense(12, name="q")(x), nn.Dense(12, name="k")(x)
-            scores = jnp.where(
-                mask, q @ k.swapaxes(-1, -2), -jnp.inf
-            )  # <- linen_row_masked_completely
+            scores = q @ k.swapaxes(-1, -2)
+            scores = jnp.where(mask, scores, -jnp.inf)  # <- linen_row_masked_completely
             return jax.nn.softmax(scores) @ x
 
     @planted("LinenAttention", "constant", "nan")
@@ -274,13 +273,14 @@ if hk is not None:
 
         return Case(loss, (params, x))
 
-    @planted("scale_layer", "overflow")
+    @planted("head", "overflow")
     def haiku_gain_under_amp():
         def forward(x):
             h = hk.Linear(24, name="proj")(x)
             with hk.name_scope("scale_layer"):
-                h = h * 1e5  # <- haiku_gain_under_amp
-            return jax.nn.sigmoid(hk.Linear(2, name="head")(h) * 1e-6)
+                h = h * 1e5  # in f32
+            out = hk.Linear(2, name="head")(h)  # <- haiku_gain_under_amp
+            return jax.nn.sigmoid(out * 1e-6)
 
         model = hk.without_apply_rng(hk.transform(forward))
         x = normal(1, *X)

@@ -20,12 +20,12 @@ def activation_beyond_f16_under_amp():
     return Case(mpx.amp(loss, "f16"), args, mpx.DynamicLossScaling.pow2(2.0**10))
 
 
-@planted("layer0", "underflow", backward=True)
+@planted("layer1", "underflow", backward=True)
 def no_loss_scale_under_amp():
     def loss(params, x):
         h = jnp.tanh(linear(params["layer0"], x))
-        out = h @ params["layer1"]["w"]  # <- no_loss_scale_under_amp
-        return 1e-7 * jnp.mean(jnp.square(out))
+        out = h @ params["layer1"]["w"]
+        return 1e-7 * jnp.mean(jnp.square(out))  # <- no_loss_scale_under_amp
 
     return Case(mpx.amp(loss, "f16"), (mlp(0, 8, 16, 3), normal(4, 64, 8)))
 
@@ -34,8 +34,8 @@ def no_loss_scale_under_amp():
 def scale_too_large_under_amp():
     def loss(params, x):
         h = jax.nn.relu(linear(params["layer0"], x))
-        out = h @ params["layer1"]["w"]  # <- scale_too_large_under_amp
-        return jnp.sum(jnp.square(out))
+        out = h @ params["layer1"]["w"]
+        return jnp.sum(jnp.square(out))  # <- scale_too_large_under_amp
 
     return Case(mpx.amp(loss, "f16"), (mlp(0, 8, 16, 3), normal(4, 8, 8)), 2.0**22)
 
@@ -69,10 +69,8 @@ def difference_of_large_activations_under_amp():
 @planted("loop", "overflow")
 def overflow_in_a_scan_under_amp():
     def loop(h, p):
-        h = (
-            h + (jax.nn.relu(h @ p["up"]) ** 2) @ p["down"]
-        )  # <- overflow_in_a_scan_under_amp
-        return h, None
+        z = jax.nn.relu(h @ p["up"]) ** 2  # in f32
+        return h + z @ p["down"], None  # <- overflow_in_a_scan_under_amp
 
     def loss(params, x):
         h, _ = jax.lax.scan(loop, x, params["layers"])

@@ -293,6 +293,10 @@ class Blame:
         """Returns a verdict if some sites alone make a result wrong."""
         errors = self._with(sites)
         bad = self._bad_results(errors)
+        if not bad and cause == "error" and all(map(math.isfinite, self.errors)):
+            # Or one of several that make them wrong together, and at least half of it.
+            wrong = self._bad_results(self.errors)
+            bad = [i for i in wrong if errors[i] > self.errors[i] / 2]
         if not bad:
             return None
         worst = max(bad, key=lambda i: errors[i])

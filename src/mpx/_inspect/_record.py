@@ -115,14 +115,14 @@ class Node:
         return place_of(self.eqn, self.names, scopes, backward=backward, outer=frames)
 
 
-Site = tuple[str, str, bool]
-"""The equations of one primitive that one source line has made, forward or backward."""
+Site = tuple[str, bool]
+"""The equations that one source line has made: the line, and whether it is backward."""
 
 
 def site_of(eqn: Equation, around: Around) -> Site:
     """Returns the site of an equation."""
     line = "{1}:{2}".format(*around.frames[0]) if around.frames else ""
-    return primitive_name(eqn), line, around.backward
+    return line or primitive_name(eqn), around.backward
 
 
 class Recording(Run):
