@@ -33,7 +33,7 @@ def routes(name, make, *, f16=True):
     """Adds a model under amp in bf16 and f16, fp8 and a policy."""
     variants = {
         "amp_bf16": lambda loss, args: Case(mpx.amp(loss), args),
-        "fp8": lambda loss, args: Case(mpx.fp8(loss), args),
+        "fp8": lambda loss, args: Case(mpx.fp8(loss, min_gain=0), args),
         "policy_bf16": lambda loss, args: Case(in_low(loss, jnp.bfloat16), args),
     }
     if f16:
@@ -361,7 +361,7 @@ if nn is not None:
 
     @is_healthy
     def linen_vit_fp8():
-        return linen_case(mpx.fp8)
+        return linen_case(lambda loss: mpx.fp8(loss, min_gain=0))
 
 
 if hk is not None:

@@ -25,6 +25,14 @@ _COARSEST = 0.5
 """The most that any result may be off, also in a format of three bits."""
 _CONDITION = 4
 """A result may be off by so many times what one rounding of the parameters causes."""
+_NOTICEABLE = 0.1
+"""Loss and gradients that are off by less are not wrong in any format."""
+_UNSTABLE = 0.25
+"""A result that one rounding of the parameters changes by so much is not judged.
+
+The gradient of a bias before a normalization, or of the keys' bias in attention, is zero but
+for roundings, in f32 too.
+"""
 _MOST_SITES = 12
 _MOST_FAULTS = 6
 _CANCELS = frozenset(names("add add_any sub reduce_sum cumsum"))
@@ -305,21 +313,25 @@ class Blame:
     def _with(self, sites: Sequence[Site]) -> list[float]:
         """Returns the errors of the results with only some sites in low precision."""
         self.reruns += 1
-        run = Mixed(self._recording.choices, set(sites).__contains__, self._tick)
+        run = Mixed(self._recording, set(sites).__contains__, self._tick)
         return self._errors(self._rerun(run, None))
 
     def _bad_results(self, errors: Sequence[float]) -> list[int]:
         """Returns which results are further from the shadow than the format explains."""
         if self.format is None:
             return []
-        limit = threshold(self.format)
+        limit = max(threshold(self.format), _NOTICEABLE)
         if max(errors, default=0.0) <= limit:
             return []
         if self._base is None:
-            run = Mixed(self._recording.choices, lambda *_: False, self._tick)
+            run = Mixed(self._recording, lambda *_: False, self._tick)
             self._base = self._errors(self._rerun(run, self.format))
         pairs = enumerate(zip(errors, self._base, strict=True))
-        return [i for i, (x, base) in pairs if x > max(limit, _CONDITION * base)]
+        return [
+            i
+            for i, (x, base) in pairs
+            if base < _UNSTABLE and x > max(limit, _CONDITION * base)
+        ]
 
     def _errors(self, outs: Sequence[np.ndarray]) -> list[float]:
         return [_error(x, s) for x, s in zip(outs, self.outputs.shadow, strict=True)]

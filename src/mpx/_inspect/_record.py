@@ -28,6 +28,7 @@ from mpx._inspect._shadow import (
     widened,
 )
 from mpx._inspect._tape import NO_REF, Around, Lanes, Ref, Run, Value
+from mpx._inspect._ties import is_decision, settled
 from mpx._jaxpr._queries import Equation
 
 NAN, PLUS, MINUS = 1, 2, 3
@@ -130,11 +131,15 @@ class Recording(Run):
 
     Attributes:
         nodes: The equations in the order of their execution.
+        decisions: What the shadow decided in each comparison, as bits.
+        eps: The distance of numbers in the coarsest format met so far.
     """
 
     def __init__(self, tick: Callable[[], None]) -> None:
         super().__init__()
         self.nodes: list[Node] = []
+        self.decisions: list[np.ndarray] = []
+        self.eps = 0.0
         self._tick = tick
 
     def lanes_of(self, x: Array) -> Lanes:
@@ -172,6 +177,13 @@ class Recording(Run):
             shadow = local = run_in_f32(eqn, wide)
             if low is not None and not only_moves(eqn):
                 local = outs if _agree(eqn, own, wide) else run_as_written(eqn, wide)
+        if low is not None:
+            self.eps = max(self.eps, low.eps)
+        if is_decision(eqn):
+            if shadow is not outs:
+                other = np.asarray(outs[0])
+                shadow = local = [settled(eqn, wide, shadow[0], other, self.eps)]
+            self.decisions.append(np.asarray(shadow[0]))
         findings = [_compare(*x) for x in zip(outs, shadow, local, strict=True)]
         names, parents = tuple(x.name for x in operands), tuple(x.ref for x in operands)
         written = tuple(_written(operands))
@@ -269,12 +281,13 @@ class Mixed(Run):
 
     def __init__(
         self,
-        choices: Sequence[int],
+        recording: Recording,
         low: Callable[[Site], bool],
         tick: Callable[[], None],
     ) -> None:
-        super().__init__(choices)
-        self._low, self._tick = low, tick
+        super().__init__(recording.choices)
+        self._low, self._tick, self._eps = low, tick, recording.eps
+        self._decisions = iter(recording.decisions)
 
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant in f32."""
@@ -290,4 +303,6 @@ class Mixed(Run):
             outs = [widened(x) for x in run_as_written(eqn, args)]
         else:
             outs = run_in_f32(eqn, args)
-        return [Value((x,), (-1, 0)) for x in outs]
+        if is_decision(eqn):
+            outs = [settled(eqn, args, outs[0], next(self._decisions), self._eps)]
+        return [Value((x,), NO_REF) for x in outs]
