@@ -3,19 +3,11 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
 
 import mpx
 from _faults.table import Case, cast, normal, planted
-
-try:
-    from flax import linen as nn
-    from flax import nnx
-except ImportError:
-    nn = nnx = None
-try:
-    import haiku as hk
-except ImportError:
-    hk = None
 
 X = (24, 12)
 
@@ -119,174 +111,137 @@ def equinox_growing_gru():
     return Case(loss, (net, normal(1, 3, 30, 12)))
 
 
-if nnx is not None:
+class Block(nnx.Module):
+    def __init__(self, size, rngs):
+        self.up = nnx.Linear(size, 4 * size, rngs=rngs)
+        self.down = nnx.Linear(4 * size, size, rngs=rngs)
 
-    class Block(nnx.Module):
-        def __init__(self, size, rngs):
-            self.up = nnx.Linear(size, 4 * size, rngs=rngs)
-            self.down = nnx.Linear(4 * size, size, rngs=rngs)
+    def __call__(self, x):
+        h = self.up(x)
+        gate = jnp.exp(h * 6)  # <- nnx_exp_in_a_block
+        return x + self.down(h * gate / (1 + gate))
+
+
+@planted("up", "overflow")
+def nnx_exp_in_a_block():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([Block(12, rngs) for _ in range(2)])
 
         def __call__(self, x):
-            h = self.up(x)
-            gate = jnp.exp(h * 6)  # <- nnx_exp_in_a_block
-            return x + self.down(h * gate / (1 + gate))
+            for block in self.blocks:
+                x = block(x)
+            return x
 
-    @planted("up", "overflow")
-    def nnx_exp_in_a_block():
-        class Net(nnx.Module):
-            def __init__(self, rngs):
-                self.blocks = nnx.List([Block(12, rngs) for _ in range(2)])
+    net = Net(nnx.Rngs(0))
+    graph, state = nnx.split(net)
 
-            def __call__(self, x):
-                for block in self.blocks:
-                    x = block(x)
-                return x
+    def loss(state, x):
+        model = nnx.merge(graph, cast(state, jnp.float16))
+        return jnp.mean(jnp.square(model(x.astype(jnp.float16)))).astype(jnp.float32)
 
-        net = Net(nnx.Rngs(0))
-        graph, state = nnx.split(net)
-
-        def loss(state, x):
-            model = nnx.merge(graph, cast(state, jnp.float16))
-            return jnp.mean(jnp.square(model(x.astype(jnp.float16)))).astype(
-                jnp.float32
-            )
-
-        return Case(loss, (state, normal(1, *X) * 2))
-
-    @planted("head/kernel", "overflow")
-    def nnx_head_beyond_f16():
-        class Net(nnx.Module):
-            def __init__(self, rngs):
-                self.body = nnx.Linear(12, 32, rngs=rngs)
-                self.head = nnx.Linear(32, 4, rngs=rngs)
-
-            def __call__(self, x):
-                h = nnx.relu(self.body(x))
-                return self.head(h)  # <- nnx_head_beyond_f16
-
-        net = Net(nnx.Rngs(0))
-        net.head.kernel[...] *= 6e4
-
-        def loss(model, x):
-            return jnp.mean(jnp.square(model(x) * 1e-5))
-
-        return Case(mpx.amp(loss, "f16"), (net, normal(1, *X) * 2), 1.0)
-
-    @planted("embed", "accumulation", "precision")
-    def nnx_sum_of_embeddings():
-        class Bag(nnx.Module):
-            def __init__(self, rngs):
-                self.embed = nnx.Embed(50, 8, rngs=rngs)
-
-            def __call__(self, ids):
-                def add(total, i):
-                    row = self.embed.embedding[...][i].astype(total.dtype)
-                    return total + row, None  # <- nnx_sum_of_embeddings
-
-                return jax.lax.scan(add, jnp.zeros(8, jnp.bfloat16), ids)[0]
-
-        bag = Bag(nnx.Rngs(0))
-        bag.embed.embedding[...] = jnp.abs(bag.embed.embedding[...]) + 0.5
-
-        def loss(model, ids):
-            return jnp.mean(model(ids).astype(jnp.float32)) / ids.size
-
-        return Case(loss, (bag, jnp.arange(700) % 50))
+    return Case(loss, (state, normal(1, *X) * 2))
 
 
-if nn is not None:
+@planted("head/kernel", "overflow")
+def nnx_head_beyond_f16():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.body = nnx.Linear(12, 32, rngs=rngs)
+            self.head = nnx.Linear(32, 4, rngs=rngs)
 
-    class LinenAttention(nn.Module):
-        @nn.compact
-        def __call__(self, x, mask):
-            q, k = nn.Dense(12, name="q")(x), nn.Dense(12, name="k")(x)
-            scores = q @ k.swapaxes(-1, -2)
-            scores = jnp.where(mask, scores, -jnp.inf)  # <- linen_row_masked_completely
-            return jax.nn.softmax(scores) @ x
+        def __call__(self, x):
+            h = nnx.relu(self.body(x))
+            return self.head(h)  # <- nnx_head_beyond_f16
 
-    @planted("LinenAttention", "constant", "nan")
-    def linen_row_masked_completely():
-        model = LinenAttention()
-        x, mask = normal(1, 2, *X), jnp.tril(jnp.ones((24, 24), bool)).at[0].set(False)
-        params = model.init(jax.random.key(0), x, mask | True)
+    net = Net(nnx.Rngs(0))
+    net.head.kernel[...] *= 6e4
 
-        def loss(params, x, mask):
-            return jnp.mean(jnp.square(model.apply(params, x, mask)))
+    def loss(model, x):
+        return jnp.mean(jnp.square(model(x) * 1e-5))
 
-        return Case(mpx.amp(loss), (params, x, mask))
+    return Case(mpx.amp(loss, "f16"), (net, normal(1, *X) * 2), 1.0)
 
-    class LinenNorm(nn.Module):
+
+@planted("embed", "accumulation", "precision")
+def nnx_sum_of_embeddings():
+    class Bag(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(50, 8, rngs=rngs)
+
+        def __call__(self, ids):
+            def add(total, i):
+                row = self.embed.embedding[...][i].astype(total.dtype)
+                return total + row, None  # <- nnx_sum_of_embeddings
+
+            return jax.lax.scan(add, jnp.zeros(8, jnp.bfloat16), ids)[0]
+
+    bag = Bag(nnx.Rngs(0))
+    bag.embed.embedding[...] = jnp.abs(bag.embed.embedding[...]) + 0.5
+
+    def loss(model, ids):
+        return jnp.mean(model(ids).astype(jnp.float32)) / ids.size
+
+    return Case(loss, (bag, jnp.arange(700) % 50))
+
+
+class LinenAttention(nn.Module):
+    @nn.compact
+    def __call__(self, x, mask):
+        q, k = nn.Dense(12, name="q")(x), nn.Dense(12, name="k")(x)
+        scores = q @ k.swapaxes(-1, -2)
+        scores = jnp.where(mask, scores, -jnp.inf)  # <- linen_row_masked_completely
+        return jax.nn.softmax(scores) @ x
+
+
+@planted("LinenAttention", "constant", "nan")
+def linen_row_masked_completely():
+    model = LinenAttention()
+    x, mask = normal(1, 2, *X), jnp.tril(jnp.ones((24, 24), bool)).at[0].set(False)
+    params = model.init(jax.random.key(0), x, mask | True)
+
+    def loss(params, x, mask):
+        return jnp.mean(jnp.square(jnp.asarray(model.apply(params, x, mask))))
+
+    return Case(mpx.amp(loss), (params, x, mask))
+
+
+class LinenNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16, name="proj", param_dtype=x.dtype, dtype=x.dtype)(x)
+        squares = jnp.square(x)  # <- linen_squares_beyond_f16
+        return x / jnp.sqrt(squares.mean(-1, keepdims=True) + 1e-3)
+
+
+@planted("LinenNorm", "overflow")
+def linen_squares_beyond_f16():
+    model = LinenNorm()
+    x = normal(1, *X)
+    params = model.init(jax.random.key(0), x)
+    params = jax.tree.map(lambda w: w * 500, params)
+
+    def loss(params, x):
+        out = model.apply(cast(params, jnp.float16), x.astype(jnp.float16))
+        return jnp.mean(jnp.square(jnp.asarray(out))).astype(jnp.float32)
+
+    return Case(loss, (params, x))
+
+
+@planted("proj", "overflow")
+def linen_library_layer_beyond_f16():
+    class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            x = nn.Dense(16, name="proj", param_dtype=x.dtype, dtype=x.dtype)(x)
-            squares = jnp.square(x)  # <- linen_squares_beyond_f16
-            return x / jnp.sqrt(squares.mean(-1, keepdims=True) + 1e-3)
+            h = nn.Dense(64, name="proj")(x)  # <- linen_library_layer_beyond_f16
+            return nn.Dense(2, name="head")(nn.tanh(h))
 
-    @planted("LinenNorm", "overflow")
-    def linen_squares_beyond_f16():
-        model = LinenNorm()
-        x = normal(1, *X)
-        params = model.init(jax.random.key(0), x)
-        params = jax.tree.map(lambda w: w * 500, params)
+    model = Net()
+    x = normal(1, *X)
+    params = model.init(jax.random.key(0), x)
+    params = jax.tree.map(lambda w: w * 1e6 if w.shape == (12, 64) else w, params)
 
-        def loss(params, x):
-            out = model.apply(cast(params, jnp.float16), x.astype(jnp.float16))
-            return jnp.mean(jnp.square(out)).astype(jnp.float32)
+    def loss(params, x):
+        return jnp.mean(jnp.square(jnp.asarray(model.apply(params, x))))
 
-        return Case(loss, (params, x))
-
-    @planted("proj", "overflow")
-    def linen_library_layer_beyond_f16():
-        class Net(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                h = nn.Dense(64, name="proj")(x)  # <- linen_library_layer_beyond_f16
-                return nn.Dense(2, name="head")(nn.tanh(h))
-
-        model = Net()
-        x = normal(1, *X)
-        params = model.init(jax.random.key(0), x)
-        params["params"]["proj"]["kernel"] *= 1e6
-
-        def loss(params, x):
-            return jnp.mean(jnp.square(model.apply(params, x)))
-
-        return Case(mpx.amp(loss, "f16"), (params, x), 1.0)
-
-
-if hk is not None:
-
-    @planted("proj", "overflow")
-    def haiku_exp_of_logits():
-        def forward(x):
-            h = jax.nn.relu(hk.Linear(24, name="proj")(x))
-            e = jnp.exp(h * 9)  # <- haiku_exp_of_logits
-            return e / (e + 1)
-
-        model = hk.without_apply_rng(hk.transform(forward))
-        x = normal(1, *X)
-        params = model.init(jax.random.key(0), x)
-
-        def loss(params, x):
-            out = model.apply(cast(params, jnp.float16), x.astype(jnp.float16))
-            return jnp.mean(out).astype(jnp.float32)
-
-        return Case(loss, (params, x))
-
-    @planted("head", "overflow")
-    def haiku_gain_under_amp():
-        def forward(x):
-            h = hk.Linear(24, name="proj")(x)
-            with hk.name_scope("scale_layer"):
-                h = h * 1e5  # in f32
-            out = hk.Linear(2, name="head")(h)  # <- haiku_gain_under_amp
-            return jax.nn.sigmoid(out * 1e-6)
-
-        model = hk.without_apply_rng(hk.transform(forward))
-        x = normal(1, *X)
-        params = model.init(jax.random.key(0), x)
-
-        def loss(params, x):
-            return jnp.mean(model.apply(params, x))
-
-        return Case(mpx.amp(loss, "f16"), (params, x), 1.0)
+    return Case(mpx.amp(loss, "f16"), (params, x), 1.0)

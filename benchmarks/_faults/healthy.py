@@ -4,6 +4,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
+from flax import nnx
 
 import mpx
 from _faults.table import (
@@ -17,16 +19,6 @@ from _faults.table import (
     normal,
     weight,
 )
-
-try:
-    from flax import linen as nn
-    from flax import nnx
-except ImportError:
-    nn = nnx = None
-try:
-    import haiku as hk
-except ImportError:
-    hk = None
 
 
 def routes(name, make, *, f16=True):
@@ -307,74 +299,61 @@ def equinox_gru_policy_bf16():
     return Case(loss, (cell, normal(1, 4, 12, 8)))
 
 
-if nnx is not None:
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(3, 8, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.head = nnx.Linear(8, 5, rngs=rngs)
 
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.conv = nnx.Conv(3, 8, (3, 3), rngs=rngs)
-            self.norm = nnx.BatchNorm(8, rngs=rngs)
-            self.head = nnx.Linear(8, 5, rngs=rngs)
-
-        def __call__(self, x):
-            x = nnx.relu(self.norm(self.conv(x)))
-            return self.head(x.mean((1, 2)))
-
-    def nnx_case(wrap, **options):
-        loss = lambda model, x, y: cross_entropy(model(x), y)  # noqa: E731
-        args = (Net(nnx.Rngs(0)), normal(1, 8, 8, 8, 3), jnp.arange(8) % 5)
-        return Case(wrap(loss), args, **options)
-
-    @is_healthy
-    def nnx_cnn_amp_bf16():
-        return nnx_case(mpx.amp)
-
-    @is_healthy
-    def nnx_cnn_amp_f16():
-        return nnx_case(mpx.amp(dtype="f16"), scaling=mpx.DynamicLossScaling.pow2())
+    def __call__(self, x):
+        x = nnx.relu(self.norm(self.conv(x)))
+        return self.head(x.mean((1, 2)))
 
 
-if nn is not None:
-
-    class Encoder(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for _ in range(2):
-                h = nn.LayerNorm()(x)
-                x = x + nn.MultiHeadDotProductAttention(num_heads=4)(h)
-                h = nn.Dense(64)(nn.LayerNorm()(x))
-                x = x + nn.Dense(32)(nn.gelu(h))
-            return nn.Dense(5)(nn.LayerNorm()(x).mean(1))
-
-    def linen_case(wrap, **options):
-        model, x = Encoder(), normal(1, 4, 9, 32)
-        params = model.init(jax.random.key(0), x)
-        loss = lambda p, x, y: cross_entropy(model.apply(p, x), y)  # noqa: E731
-        return Case(wrap(loss), (params, x, jnp.arange(4)), **options)
-
-    @is_healthy
-    def linen_vit_amp_bf16():
-        return linen_case(mpx.amp)
-
-    @is_healthy
-    def linen_vit_amp_f16():
-        return linen_case(mpx.amp(dtype="f16"), scaling=mpx.DynamicLossScaling.pow2())
-
-    @is_healthy
-    def linen_vit_fp8():
-        return linen_case(lambda loss: mpx.fp8(loss, min_gain=0))
+def nnx_case(wrap, **options):
+    loss = lambda model, x, y: cross_entropy(model(x), y)  # noqa: E731
+    args = (Net(nnx.Rngs(0)), normal(1, 8, 8, 8, 3), jnp.arange(8) % 5)
+    return Case(wrap(loss), args, **options)
 
 
-if hk is not None:
+@is_healthy
+def nnx_cnn_amp_bf16():
+    return nnx_case(mpx.amp)
 
-    @is_healthy
-    def haiku_lstm_amp_bf16():
-        def forward(x):
-            core = hk.LSTM(16)
-            out, _ = hk.dynamic_unroll(core, x, core.initial_state(x.shape[1]))
-            return hk.Linear(4)(hk.LayerNorm(-1, True, True)(out[-1]))
 
-        model = hk.without_apply_rng(hk.transform(forward))
-        x = normal(1, 10, 6, 8)
-        params = model.init(jax.random.key(0), x)
-        loss = lambda p, x, y: cross_entropy(model.apply(p, x), y)  # noqa: E731
-        return Case(mpx.amp(loss), (params, x, jnp.arange(6) % 4))
+@is_healthy
+def nnx_cnn_amp_f16():
+    return nnx_case(mpx.amp(dtype="f16"), scaling=mpx.DynamicLossScaling.pow2())
+
+
+class Encoder(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            h = nn.LayerNorm()(x)
+            x = x + nn.MultiHeadDotProductAttention(num_heads=4)(h)
+            h = nn.Dense(64)(nn.LayerNorm()(x))
+            x = x + nn.Dense(32)(nn.gelu(h))
+        return nn.Dense(5)(nn.LayerNorm()(x).mean(1))
+
+
+def linen_case(wrap, **options):
+    model, x = Encoder(), normal(1, 4, 9, 32)
+    params = model.init(jax.random.key(0), x)
+    loss = lambda p, x, y: cross_entropy(jnp.asarray(model.apply(p, x)), y)  # noqa: E731
+    return Case(wrap(loss), (params, x, jnp.arange(4)), **options)
+
+
+@is_healthy
+def linen_vit_amp_bf16():
+    return linen_case(mpx.amp)
+
+
+@is_healthy
+def linen_vit_amp_f16():
+    return linen_case(mpx.amp(dtype="f16"), scaling=mpx.DynamicLossScaling.pow2())
+
+
+@is_healthy
+def linen_vit_fp8():
+    return linen_case(lambda loss: mpx.fp8(loss, min_gain=0))

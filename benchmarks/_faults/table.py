@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def mlp(seed: int, *sizes: int) -> dict[str, dict[str, jax.Array]]:
     """Returns the parameters of linear layers."""
     return {
         f"layer{i}": {"w": weight(seed + i, a, b), "b": jnp.zeros(b)}
-        for i, (a, b) in enumerate(zip(sizes[:-1], sizes[1:], strict=True))
+        for i, (a, b) in enumerate(itertools.pairwise(sizes))
     }
 
 

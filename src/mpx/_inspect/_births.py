@@ -1,7 +1,7 @@
 """Where numbers that are not finite come from: a walk back through a recorded run."""
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,17 +28,21 @@ _KEEPS_CLASS = SHAPE_ONLY.union(
 )
 
 
+_Want = Callable[[Ref, np.ndarray, int], None]
+"""Asks for some numbers of a value, on behalf of a node."""
+
+
 class Birth(NamedTuple):
     """A result that is not finite although its operands are.
 
     Attributes:
-        index: The node.
+        node: The position of the node.
         out: The result.
         where: The numbers concerned.
         constant: The infinite number or nan that is written into the equation, if one is.
     """
 
-    index: int
+    node: int
     out: int
     where: np.ndarray
     constant: float | None = None
@@ -75,7 +79,7 @@ def births(nodes: Sequence[Node], starts: Iterable[Ref]) -> list[Birth]:
             left = _follow(nodes, index, out, where, want)
             if left.any():
                 found.append(_birth(nodes, index, out, left, readers))
-    return sorted(found, key=lambda x: x.index)
+    return sorted(found, key=lambda x: x.node)
 
 
 def _birth(
@@ -104,7 +108,7 @@ def _birth(
 
 
 def _follow(
-    nodes: Sequence[Node], index: int, out: int, where: np.ndarray, want
+    nodes: Sequence[Node], index: int, out: int, where: np.ndarray, want: _Want
 ) -> np.ndarray:
     """Asks for the operands that explain some numbers; returns those that none does."""
     node = nodes[index]
@@ -140,7 +144,7 @@ def _follow(
 
 
 def _follow_parts(
-    nodes: Sequence[Node], index: int, where: np.ndarray, want
+    nodes: Sequence[Node], index: int, where: np.ndarray, want: _Want
 ) -> np.ndarray:
     """Follows a part of another value, or a value that was stacked."""
     node = nodes[index]

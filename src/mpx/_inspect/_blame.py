@@ -47,7 +47,7 @@ class Verdict(NamedTuple):
     """A node at fault.
 
     Attributes:
-        index: The node.
+        node: The position of the node.
         cause: `"birth"` if it makes numbers that are not finite, `"constant"` if a number
             in the code does, `"error"` if its own error is large, `"sum"` if only many
             small errors together are.
@@ -57,7 +57,7 @@ class Verdict(NamedTuple):
         result: The name of that result.
     """
 
-    index: int
+    node: int
     cause: str
     birth: Birth | None = None
     influence: float | None = None
@@ -113,10 +113,16 @@ class Blame:
         self._base: list[float] | None = None
         self.reruns = 0
 
+    @property
+    def stable(self) -> list[bool]:
+        """Whether each result is judged: see `_UNSTABLE`."""
+        base = self._base or [0.0] * len(self.errors)
+        return [x < _UNSTABLE for x in base]
+
     def verdicts(self) -> list[Verdict]:
         """Returns what is at fault, the first in the order of execution first."""
         found = self._not_finite()
-        seen = {self._site(x.index) for x in found}
+        seen = {self._site(x.node) for x in found}
         if self.format is None:
             return found
         if not found:
@@ -141,7 +147,7 @@ class Blame:
         fresh = [x for x in origins if not self._shadow_has(x)]
         shared = [x for x in origins if self._shadow_has(x)]
         # An infinity that a mask means comes last.
-        shared.sort(key=lambda x: (x.constant is not None, x.index))
+        shared.sort(key=lambda x: (x.constant is not None, x.node))
         ordered = [*fresh, *shared] if all(finite) else [*shared, *fresh]
         found: dict[Site | int, Verdict] = {}
         for birth in ordered:
@@ -157,7 +163,7 @@ class Blame:
 
     def _shadow_has(self, birth: Birth) -> bool:
         """Returns whether the shadow is not finite there either."""
-        classes = self.nodes[birth.index].findings[birth.out].shadow_classes
+        classes = self.nodes[birth.node].findings[birth.out].shadow_classes
         if classes is None:
             return False
         where = birth.where if birth.where.shape == classes.shape else ...
@@ -169,7 +175,7 @@ class Blame:
         If the same operation on the operands of the shadow gives finite numbers, its
         operands were wrong already, and what made them wrong is to blame.
         """
-        index, node = birth.index, self.nodes[birth.index]
+        index, node = birth.node, self.nodes[birth.node]
         if node.eqn is None:
             return index, "birth"
         if birth.constant is not None:

@@ -35,6 +35,8 @@ class Explanation(Result):
         loss_in_f32: The loss with everything in f32.
         grad_errors: For each gradient the norm of its error, relative to the gradient in
             f32.
+        unstable: The gradients that are not judged: a single rounding of the parameters
+            changes them. That of a bias before a normalization is zero but for roundings.
         formats: The formats below f32 that were met.
         equations: How many operations were run, with each step of a loop.
         scale: The loss scale.
@@ -48,6 +50,7 @@ class Explanation(Result):
     loss: float
     loss_in_f32: float
     grad_errors: dict[str, float]
+    unstable: tuple[str, ...]
     formats: tuple[str, ...]
     equations: int
     scale: float
@@ -69,9 +72,15 @@ class Explanation(Result):
         what = "loss and gradient" if self.has_gradient else "the forward pass only"
         lines = [f"Looked at {what}: {self.equations} operations; {formats}."]
         lines.append(f"loss {self.loss:.6g}, in f32 {self.loss_in_f32:.6g}")
-        if self.grad_errors:
-            name, worst = max(self.grad_errors.items(), key=lambda x: x[1])
-            lines.append(f"largest error of a gradient: {100 * worst:.2g} % ({name})")
+        errors = {k: x for k, x in self.grad_errors.items() if k not in self.unstable}
+        if errors:
+            name, worst = max(errors.items(), key=lambda x: x[1])
+            lines.append(f"largest error of a gradient: {100 * worst:.2g} % (`{name}`)")
+        if self.unstable:
+            more = f" and {len(self.unstable) - 1} more" if self.unstable[1:] else ""
+            lines.append(
+                f"not judged, zero but for roundings: `{self.unstable[0]}`{more}"
+            )
         if self.scale != 1:
             lines.append(f"loss scale {self.scale:g}")
         return "\n".join(lines)
@@ -112,22 +121,25 @@ def explain(
         TypeError: If an argument is a shape without values, or `scaling` is no scaling.
 
     Examples:
-        >>> import mpx
         >>> def loss(w, x):
-        ...     weights = jnp.exp(x @ w)
-        ...     return jnp.mean(weights / weights.sum(-1, keepdims=True))
-        >>> w, x = jnp.full((4, 4), 5.0), jnp.ones((2, 4))
-        >>> explain(lambda w, x: loss(w.astype("float16"), x.astype("float16")), w, x)
+        ...     e = jnp.exp((x @ w).astype(jnp.float16))
+        ...     return jnp.mean(e / e.sum(-1, keepdims=True)).astype(jnp.float32)
+        >>> found = explain(loss, jnp.full((4, 4), 5.0), jnp.ones((2, 4)))
+        >>> found.fault.kind, found.fault.place.primitive, found.fault.limit
+        ('overflow', 'exp', 65504.0)
     """
     scaling = _as_scaling(scaling)
-    forward = program(func, args, kwargs)
+    # NumPy warns of constants that overflow; they are reported here.
+    with np.errstate(all="ignore"):
+        forward = program(func, args, kwargs)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in forward.arrays):
         raise TypeError(
             "`explain` runs the function and needs arrays, but a `jax.ShapeDtypeStruct` "
             "was given. Pass the batch and the parameters; `mpx.inspect.report` takes "
             "shapes."
         )
-    whole, labels = _with_gradient(forward, scaling)
+    with np.errstate(all="ignore"):
+        whole, labels = _with_gradient(forward, scaling)
     scale = 1.0 if scaling is None else float(scaling.loss_scaling)
     call = Call(_route(func), scale, scaling is not None)
     with _progress() as tick:
@@ -199,7 +211,13 @@ def _explained(
     outputs = outputs_of(values, labels)
     blame = Blame(recording, outputs, rerun, tick)
     faults = [fault_of(x, blame, call) for x in blame.verdicts()]
-    pairs = zip(outputs.names, blame.errors, strict=True)
+    has_gradient = any(name.startswith("gradient") for name in labels)
+    grads = [
+        (str(whole.names[i]), error, stable)
+        for i, error, stable in zip(
+            whole.params, blame.errors[1:], blame.stable[1:], strict=False
+        )
+    ]
     formats = {x.format.name for x in recording.nodes if x.format is not None}
     return Explanation(
         ok=not faults,
@@ -207,11 +225,14 @@ def _explained(
         others=tuple(faults[1:]),
         loss=_first(outputs.own),
         loss_in_f32=_first(outputs.shadow),
-        grad_errors={name: x for name, x in pairs if name.startswith("gradient")},
+        grad_errors={name: x for name, x, _ in grads} if has_gradient else {},
+        unstable=tuple(
+            name for name, _, stable in grads if has_gradient and not stable
+        ),
         formats=tuple(sorted(formats)),
         equations=sum(x.eqn is not None for x in recording.nodes),
         scale=call.scale,
-        has_gradient=labels[:1] == ["loss"] and len(labels) > 1 and bool(whole.params),
+        has_gradient=has_gradient,
     )
 
 

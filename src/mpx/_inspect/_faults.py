@@ -11,7 +11,7 @@ from mpx._amp._report import short_source
 from mpx._formats import FORMATS
 from mpx._inspect._blame import Blame, Verdict, nearest_param
 from mpx._inspect._places import Place
-from mpx._inspect._record import NAN, Node
+from mpx._inspect._record import NAN, Finding, Node
 from mpx._jaxpr._queries import MATMULS, names
 
 Kind = Literal[
@@ -148,8 +148,8 @@ def _shown(ends: tuple[float, float]) -> str:
 
 def fault_of(verdict: Verdict, blame: Blame, call: Call) -> Fault:
     """Returns a verdict for readers."""
-    node = blame.nodes[verdict.index]
-    backward = verdict.index not in blame.forward
+    node = blame.nodes[verdict.node]
+    backward = verdict.node not in blame.forward
     out = verdict.birth.out if verdict.birth and _is_birth(verdict) else 0
     finding = node.findings[out]
     kind = _kind(verdict, node, blame)
@@ -162,7 +162,7 @@ def fault_of(verdict: Verdict, blame: Blame, call: Call) -> Fault:
         place = node.place(backward)
     parents = [x for x in node.parents if x[0] >= 0]
     sources = [blame.nodes[i].findings[j] for i, j in parents]
-    near = "" if place.param else nearest_param(blame.nodes, verdict.index)
+    near = "" if place.param else nearest_param(blame.nodes, verdict.node)
     return Fault(
         kind=kind,
         place=place,
@@ -180,7 +180,7 @@ def fault_of(verdict: Verdict, blame: Blame, call: Call) -> Fault:
 
 
 def _is_birth(verdict: Verdict) -> bool:
-    return verdict.birth is not None and verdict.birth.index == verdict.index
+    return verdict.birth is not None and verdict.birth.node == verdict.node
 
 
 def _caller(node: Node) -> str:
@@ -244,7 +244,7 @@ def _kind_of_error(node: Node, blame: Blame) -> Kind:
 def _effect(verdict: Verdict, blame: Blame) -> str:
     birth = verdict.birth
     if birth is not None:
-        node = blame.nodes[birth.index]
+        node = blame.nodes[birth.node]
         classes = node.findings[birth.out].classes
         kinds = [] if classes is None else np.unique(classes[classes != 0]).tolist()
         what = (
@@ -254,7 +254,7 @@ def _effect(verdict: Verdict, blame: Blame) -> str:
             if NAN not in kinds
             else ("infinite numbers and nan")
         )
-        if birth.index != verdict.index and node.eqn is not None:
+        if birth.node != verdict.node and node.eqn is not None:
             place = node.place(False)
             return f"`{place.primitive}` at {place.source} makes {what} of it"
         return f"{what}, which reach {_reached(blame)}"
@@ -288,7 +288,7 @@ def _in_f32(place: Place, call: Call) -> str:
     return "compute it in f32: cast its operands with `.astype(jnp.float32)`"
 
 
-def _remedy(kind: Kind, node: Node, place: Place, finding, call: Call) -> str:
+def _remedy(kind: Kind, node: Node, place: Place, finding: Finding, call: Call) -> str:
     if kind == "input":
         return "look at where this array comes from: the data, or an earlier step"
     makers = {
@@ -315,7 +315,7 @@ def _remedy(kind: Kind, node: Node, place: Place, finding, call: Call) -> str:
     return keep
 
 
-def _for_overflow(node: Node, place: Place, finding, call: Call) -> str:
+def _for_overflow(node: Node, place: Place, finding: Finding, call: Call) -> str:
     keep = _in_f32(place, call)
     if place.backward and call.scale > 1 and finding.largest / call.scale < limit(node):
         fits = 2.0 ** math.floor(math.log2(limit(node) / finding.largest * call.scale))
@@ -339,7 +339,7 @@ def limit(node: Node) -> float:
     return (node.format or FORMATS["f32"]).max
 
 
-def _for_underflow(node: Node, place: Place, finding, call: Call) -> str:
+def _for_underflow(node: Node, place: Place, finding: Finding, call: Call) -> str:
     keep = _in_f32(place, call)
     if place.backward and node.format and node.format.name in ("f16", "e5m2", "e4m3"):
         if not call.scaled:
@@ -352,7 +352,7 @@ def _for_underflow(node: Node, place: Place, finding, call: Call) -> str:
     return f"{keep}; or scale the numbers up first"
 
 
-def _for_constant(node: Node, place: Place, finding, call: Call) -> str:
+def _for_constant(node: Node, place: Place, finding: Finding, call: Call) -> str:
     name = (node.format or FORMATS["f32"]).name
     if 0 in node.written and place.primitive in ("add", "max", "mul", "div"):
         return (
@@ -367,7 +367,7 @@ def _for_constant(node: Node, place: Place, finding, call: Call) -> str:
     return f"the constant is not finite in {name}: compute this in f32"
 
 
-def _for_singularity(node: Node, place: Place, finding, call: Call) -> str:
+def _for_singularity(node: Node, place: Place, finding: Finding, call: Call) -> str:
     if place.backward:
         return (
             f"the derivative of `{place.primitive}`'s line is infinite at this operand: add "
@@ -379,7 +379,7 @@ def _for_singularity(node: Node, place: Place, finding, call: Call) -> str:
     return "add an epsilon to the denominator, or replace zeros before the operation"
 
 
-def _for_nan(node: Node, place: Place, finding, call: Call) -> str:
+def _for_nan(node: Node, place: Place, finding: Finding, call: Call) -> str:
     if place.primitive in ("sqrt", "rsqrt", "log", "pow"):
         return "the operand is negative: clip it at 0, or look at how it is computed"
     if place.primitive in ("acos", "asin", "atanh", "erf_inv"):

@@ -112,37 +112,28 @@ def run_on_host(eqn: Equation, args: Sequence[Any], dtype: Any) -> Any:
         if name in _MOVES:
             # A dynamic shape adds operands.
             return _MOVES[name](args[0], eqn.params) if len(args) == 1 else None
-        if name == "convert_element_type":
-            return _converted(args[0], dtype)
-        if name == "concatenate":
-            return np.concatenate(args, axis=eqn.params["dimension"])
-        if name == "select_n":
-            return _selected(*args)
-        if name == "dot_general":
-            return _product(*args, eqn.params, dtype)
-        if name == "pad":
-            return _padded(*args, eqn.params["padding_config"])
-        if name == "dynamic_slice":
-            return _sliced(args[0], args[1:], eqn.params["slice_sizes"])
-        if name == "iota":
-            return _counted(eqn.params, dtype)
+        if name in _OTHERS:
+            return _OTHERS[name](args, eqn.params, dtype)
         return _computed(name, eqn, args, dtype)
 
 
-def _converted(x: Any, dtype: Any) -> Any:
+def _converted(args: Sequence[Any], _: dict[str, Any], dtype: Any) -> Any:
+    (x,) = args
     # NumPy and XLA differ where a number does not fit into an integer.
     if _is_float(dtype) or not _is_float(x.dtype):
-        return x.astype(dtype) if dtype != bool else x != 0
+        return x != 0 if dtype.kind == "b" else x.astype(dtype)
     return None
 
 
-def _selected(which: Any, *cases: Any) -> Any:
+def _selected(args: Sequence[Any], _: dict[str, Any], __: Any) -> Any:
+    which, *cases = args
     if which.dtype != bool or len(cases) != 2:
         return None
     return np.where(which, cases[1], cases[0])
 
 
-def _padded(x: Any, value: Any, config: Any) -> Any:
+def _padded(args: Sequence[Any], params: dict[str, Any], _: Any) -> Any:
+    (x, value), config = args, params["padding_config"]
     if any(low < 0 or high < 0 or inside for low, high, inside in config):
         return None
     shape = [n + low + high for n, (low, high, _) in zip(x.shape, config, strict=True)]
@@ -152,22 +143,24 @@ def _padded(x: Any, value: Any, config: Any) -> Any:
     return result
 
 
-def _sliced(x: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _sliced(args: Sequence[Any], params: dict[str, Any], _: Any) -> Any:
+    (x, *starts), sizes = args, params["slice_sizes"]
     # A start beyond the end is moved back, as in `lax.dynamic_slice`.
     ends = [n - size for n, size in zip(x.shape, sizes, strict=True)]
     firsts = [int(np.clip(i, 0, n)) for i, n in zip(starts, ends, strict=True)]
     return x[tuple(slice(i, i + n) for i, n in zip(firsts, sizes, strict=True))]
 
 
-def _counted(params: dict[str, Any], dtype: Any) -> Any:
+def _counted(_: Sequence[Any], params: dict[str, Any], dtype: Any) -> Any:
     shape, axis = params["shape"], params["dimension"]
     sizes = [1] * len(shape)
     sizes[axis] = shape[axis]
     return np.broadcast_to(np.arange(shape[axis]).astype(dtype).reshape(sizes), shape)
 
 
-def _product(x: Any, y: Any, params: dict[str, Any], dtype: Any) -> Any:
+def _product(args: Sequence[Any], params: dict[str, Any], dtype: Any) -> Any:
     """Multiplies matrices with sums in f32, as tensor cores do."""
+    x, y = args
     if not (_is_float(x.dtype) and _is_float(y.dtype)):
         return None
     ((sum_x, sum_y), (batch_x, batch_y)) = params["dimension_numbers"]
@@ -183,6 +176,21 @@ def _product(x: Any, y: Any, params: dict[str, Any], dtype: Any) -> Any:
     left = x.transpose(*batch_x, *free_x, *sum_x).reshape(*batch, rows, count)
     right = y.transpose(*batch_y, *sum_y, *free_y).reshape(*batch, count, columns)
     return np.matmul(left, right).reshape(shape).astype(dtype)
+
+
+def _joined(args: Sequence[Any], params: dict[str, Any], _: Any) -> Any:
+    return np.concatenate(args, axis=params["dimension"])
+
+
+_OTHERS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], Any]] = {
+    "concatenate": _joined,
+    "convert_element_type": _converted,
+    "dot_general": _product,
+    "dynamic_slice": _sliced,
+    "iota": _counted,
+    "pad": _padded,
+    "select_n": _selected,
+}
 
 
 def _computed(name: str, eqn: Equation, args: Sequence[Any], dtype: Any) -> Any:

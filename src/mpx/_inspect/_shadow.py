@@ -16,7 +16,7 @@ from jax import lax
 from mpx._compat import bind, eval_equation, primitive_name, sub_jaxprs
 from mpx._formats import FORMATS, Format, short_name
 from mpx._inspect._host import run_on_host
-from mpx._jaxpr._queries import MATMULS, SHAPE_ONLY, Equation
+from mpx._jaxpr._queries import MATMULS, SHAPE_ONLY, Equation, names
 
 Array = Any
 """An array of NumPy or of JAX."""
@@ -152,8 +152,10 @@ def only_moves(eqn: Equation) -> bool:
 
 
 _PICKS = frozenset(
-    "select_n gather dynamic_slice dynamic_update_slice concatenate pad stop_gradient "
-    "copy_p optimization_barrier name sort reduce_max reduce_min max min rev".split()
+    names(
+        "select_n gather dynamic_slice dynamic_update_slice concatenate pad stop_gradient "
+        "copy_p optimization_barrier name sort reduce_max reduce_min max min"
+    )
 )
 
 

@@ -61,6 +61,9 @@ class Around(NamedTuple):
     frames: tuple[Frame, ...] = ()
 
 
+NOTHING = Around()
+
+
 class Run:
     """A run of a program in one or several lanes; a subclass defines `leaf`.
 
@@ -100,7 +103,7 @@ class Run:
         return Value(lanes, self.source(lanes))
 
     def __call__(
-        self, jaxpr: Any, args: Sequence[Value], around: Around = Around()
+        self, jaxpr: Any, args: Sequence[Value], around: Around = NOTHING
     ) -> list[Value]:
         """Runs a jaxpr."""
         body, consts = open_jaxpr(jaxpr)
