@@ -56,9 +56,12 @@ PUBLIC = {
     ],
     "mpx.inspect": [
         "AmpReport",
+        "Explanation",
+        "Fault",
         "Fp8Check",
         "Fp8Report",
         "check",
+        "explain",
         "report",
     ],
     "mpx.optim": [
@@ -96,6 +99,8 @@ LIVE = ["BFLOAT16_MAX", "FLOAT16_MAX", "HALF_PRECISION_DATATYPE"]
 RECEIVED = [
     "AmpReport",
     "Clip",
+    "Explanation",
+    "Fault",
     "FlashOptimizer",
     "FlashState",
     "Fp8Check",

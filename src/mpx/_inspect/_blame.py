@@ -27,6 +27,10 @@ _CONDITION = 4
 """A result may be off by so many times what one rounding of the parameters causes."""
 _NOTICEABLE = 0.1
 """Loss and gradients that are off by less are not wrong in any format."""
+_GARBAGE = 0.25
+"""A result whose own error is so large is wrong even if little depends on it."""
+_FELT = 0.03
+"""What must depend on such a result at least."""
 _UNSTABLE = 0.25
 """A result that one rounding of the parameters changes by so much is not judged.
 
@@ -118,6 +122,17 @@ class Blame:
         """Whether each result is judged: see `_UNSTABLE`."""
         base = self._base or [0.0] * len(self.errors)
         return [x < _UNSTABLE for x in base]
+
+    @property
+    def headroom(self) -> float:
+        """The factor by which all gradients may grow before one overflows."""
+        found = [math.inf]
+        for index in self._live - self.forward:
+            node = self.nodes[index]
+            if node.format is not None:
+                sizes = [x.largest for x in node.findings if x.largest > 0]
+                found += [node.format.max / size for size in sizes]
+        return min(found)
 
     def verdicts(self) -> list[Verdict]:
         """Returns what is at fault, the first in the order of execution first."""
@@ -257,15 +272,15 @@ class Blame:
     # --- Finite results ---------------------------------------------------------------
 
     def _wrong(self) -> list[Verdict]:
-        if not self._bad_results(self.errors):
-            return []
+        is_wrong = bool(self._bad_results(self.errors))
         found: list[Verdict] = []
         for site, index in self._suspects():
             if len(found) >= _MOST_FAULTS or self.reruns >= _MOST_SITES:
                 break
-            verdict = self._alone([site], index, "error")
-            found += [verdict] if verdict else []
-        return found or self._search()
+            if is_wrong or self.nodes[index].error > _GARBAGE:
+                verdict = self._alone([site], index, "error")
+                found += [verdict] if verdict else []
+        return found or (self._search() if is_wrong else [])
 
     def _suspects(self) -> list[tuple[Site, int]]:
         """Returns the sites whose own error is large, each with its first such node."""
@@ -306,7 +321,8 @@ class Blame:
     def _alone(self, sites: list[Site], index: int, cause: str) -> Verdict | None:
         """Returns a verdict if some sites alone make a result wrong."""
         errors = self._with(sites)
-        bad = self._bad_results(errors)
+        is_garbage = self.nodes[index].error > _GARBAGE
+        bad = self._bad_results(errors, _FELT if is_garbage else _NOTICEABLE)
         if not bad and cause == "error" and all(map(math.isfinite, self.errors)):
             # Or one of several that make them wrong together, and at least half of it.
             wrong = self._bad_results(self.errors)
@@ -322,11 +338,13 @@ class Blame:
         run = Mixed(self._recording, set(sites).__contains__, self._tick)
         return self._errors(self._rerun(run, None))
 
-    def _bad_results(self, errors: Sequence[float]) -> list[int]:
+    def _bad_results(
+        self, errors: Sequence[float], least: float = _NOTICEABLE
+    ) -> list[int]:
         """Returns which results are further from the shadow than the format explains."""
         if self.format is None:
             return []
-        limit = max(threshold(self.format), _NOTICEABLE)
+        limit = _FELT if least == _FELT else max(threshold(self.format), least)
         if max(errors, default=0.0) <= limit:
             return []
         if self._base is None:

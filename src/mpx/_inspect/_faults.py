@@ -52,11 +52,13 @@ class Call(NamedTuple):
         route: How it came to low precision: `amp`, `fp8` or "" if unknown.
         scale: The loss scale; 1 without.
         scaled: Whether a loss scaling was passed.
+        headroom: The factor by which the gradients may grow before one overflows.
     """
 
     route: str
     scale: float
     scaled: bool
+    headroom: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +151,7 @@ def _shown(ends: tuple[float, float]) -> str:
 def fault_of(verdict: Verdict, blame: Blame, call: Call) -> Fault:
     """Returns a verdict for readers."""
     node = blame.nodes[verdict.node]
+    call = call._replace(headroom=blame.headroom)
     backward = verdict.node not in blame.forward
     out = verdict.birth.out if verdict.birth and _is_birth(verdict) else 0
     finding = node.findings[out]
@@ -317,8 +320,8 @@ def _remedy(kind: Kind, node: Node, place: Place, finding: Finding, call: Call) 
 
 def _for_overflow(node: Node, place: Place, finding: Finding, call: Call) -> str:
     keep = _in_f32(place, call)
-    if place.backward and call.scale > 1 and finding.largest / call.scale < limit(node):
-        fits = 2.0 ** math.floor(math.log2(limit(node) / finding.largest * call.scale))
+    if place.backward and call.scale > 1 and call.headroom * call.scale >= 1:
+        fits = 2.0 ** math.floor(math.log2(call.headroom * call.scale))
         return (
             f"the loss scale {call.scale:g} is too large here, {fits:g} would do: "
             "`DynamicLossScaling` lowers it by itself and skips this step"
@@ -332,11 +335,6 @@ def _for_overflow(node: Node, place: Place, finding: Finding, call: Call) -> str
         return "make its operands smaller: f32 itself overflows"
     other = "" if node.format.name == "bf16" else "; or use bf16, whose range is f32's"
     return f"{keep}{other}"
-
-
-def limit(node: Node) -> float:
-    """Returns the largest number of a node's format."""
-    return (node.format or FORMATS["f32"]).max
 
 
 def _for_underflow(node: Node, place: Place, finding: Finding, call: Call) -> str:
