@@ -14,9 +14,10 @@ import numpy as np
 
 from mpx._formats import FORMATS, Format
 from mpx._inspect._births import Birth, births
+from mpx._inspect._outputs import Outputs, ancestors
 from mpx._inspect._record import Mixed, Node, Recording, Site, site_of
-from mpx._inspect._shadow import is_float, relative_norm, widened
-from mpx._inspect._tape import Ref, Value
+from mpx._inspect._shadow import relative_norm
+from mpx._inspect._tape import Ref
 from mpx._jaxpr._queries import SHAPE_ONLY, names
 
 LOST_BITS = 5
@@ -66,26 +67,6 @@ class Verdict(NamedTuple):
     birth: Birth | None = None
     influence: float | None = None
     result: str = ""
-
-
-class Outputs(NamedTuple):
-    """The results of a program: the loss and the gradients, with their names."""
-
-    names: list[str]
-    refs: list[Ref]
-    own: list[np.ndarray]
-    shadow: list[np.ndarray]
-
-
-def outputs_of(values: Sequence[Value], labels: Sequence[str]) -> Outputs:
-    """Returns the floating results of a recording."""
-    kept = [(x, name) for x, name in zip(values, labels, strict=True) if _floats(x)]
-    arrays = [[np.asarray(widened(x.lanes[i])) for x, _ in kept] for i in (0, 1)]
-    return Outputs([name for _, name in kept], [x.ref for x, _ in kept], *arrays)
-
-
-def _floats(x: Value) -> bool:
-    return is_float(x.lanes[0])
 
 
 class Blame:
@@ -378,31 +359,3 @@ def _error(x: np.ndarray, shadow: np.ndarray) -> float:
     if not np.isfinite(x).all():
         return math.inf
     return relative_norm(x - shadow, shadow) if np.any(shadow) else 0.0
-
-
-def ancestors(nodes: Sequence[Node], refs: Sequence[Ref]) -> set[int]:
-    """Returns the nodes that some values depend on."""
-    found, queue = set[int](), [ref[0] for ref in refs]
-    while queue:
-        index = queue.pop()
-        if index >= 0 and index not in found:
-            found.add(index)
-            queue += [ref[0] for ref in nodes[index].parents]
-    return found
-
-
-def nearest_param(nodes: Sequence[Node], index: int) -> str:
-    """Returns the parameter that was read last before a node, on the way to it."""
-    queue, seen = [-index], set[int]()
-    while queue:
-        current = -heapq.heappop(queue)
-        if current < 0 or current in seen:
-            continue
-        seen.add(current)
-        node = nodes[current]
-        known = [name for name in node.names if name]
-        if known and node.eqn is not None:
-            return known[0]
-        for ref in node.parents:
-            heapq.heappush(queue, -ref[0])
-    return ""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +14,9 @@ import numpy as np
 
 from mpx._formats import Format
 from mpx._fp8 import Fp8Function
-from mpx._inspect._blame import Blame, outputs_of
+from mpx._inspect._blame import Blame
 from mpx._inspect._faults import Call, Fault, fault_of
+from mpx._inspect._outputs import outputs_of
 from mpx._inspect._program import Program, gradient, program
 from mpx._inspect._record import Mixed, Recording
 from mpx._inspect._result import Result, Table
@@ -75,7 +77,8 @@ class Explanation(Result):
         errors = {k: x for k, x in self.grad_errors.items() if k not in self.unstable}
         if errors:
             name, worst = max(errors.items(), key=lambda x: x[1])
-            lines.append(f"largest error of a gradient: {100 * worst:.2g} % (`{name}`)")
+            amount = f"{100 * worst:.2g} %" if math.isfinite(worst) else "not finite"
+            lines.append(f"largest error of a gradient: {amount} (`{name}`)")
         if self.unstable:
             more = f" and {len(self.unstable) - 1} more" if self.unstable[1:] else ""
             lines.append(
@@ -212,12 +215,12 @@ def _explained(
     blame = Blame(recording, outputs, rerun, tick)
     faults = [fault_of(x, blame, call) for x in blame.verdicts()]
     has_gradient = any(name.startswith("gradient") for name in labels)
-    grads = [
-        (str(whole.names[i]), error, stable)
-        for i, error, stable in zip(
-            whole.params, blame.errors[1:], blame.stable[1:], strict=False
-        )
+    errors = [
+        error if np.isfinite(own).all() else math.inf
+        for own, error in zip(outputs.own, blame.errors, strict=True)
     ]
+    known = [str(whole.names[i]) for i in whole.params] if has_gradient else []
+    grads = list(zip(known, errors[1:], blame.stable[1:], strict=False))
     formats = {x.format.name for x in recording.nodes if x.format is not None}
     return Explanation(
         ok=not faults,
@@ -225,10 +228,8 @@ def _explained(
         others=tuple(faults[1:]),
         loss=_first(outputs.own),
         loss_in_f32=_first(outputs.shadow),
-        grad_errors={name: x for name, x, _ in grads} if has_gradient else {},
-        unstable=tuple(
-            name for name, _, stable in grads if has_gradient and not stable
-        ),
+        grad_errors={name: x for name, x, _ in grads},
+        unstable=tuple(name for name, _, stable in grads if not stable),
         formats=tuple(sorted(formats)),
         equations=sum(x.eqn is not None for x in recording.nodes),
         scale=call.scale,

@@ -9,7 +9,8 @@ import numpy as np
 
 from mpx._amp._report import short_source
 from mpx._formats import FORMATS
-from mpx._inspect._blame import Blame, Verdict, nearest_param
+from mpx._inspect._blame import Blame, Verdict
+from mpx._inspect._outputs import nearest_param
 from mpx._inspect._places import Place
 from mpx._inspect._record import NAN, Finding, Node
 from mpx._jaxpr._queries import MATMULS, names
@@ -368,9 +369,9 @@ def _for_constant(node: Node, place: Place, finding: Finding, call: Call) -> str
 def _for_singularity(node: Node, place: Place, finding: Finding, call: Call) -> str:
     if place.backward:
         return (
-            f"the derivative of `{place.primitive}`'s line is infinite at this operand: add "
-            "an epsilon inside, or replace the operand by a safe one with `jnp.where` "
-            "before the operation, not after it"
+            "the derivative of this line is infinite at this operand: add an epsilon "
+            "inside, or replace the operand by a safe one with `jnp.where` before the "
+            "operation, not after it"
         )
     if place.primitive in ("log", "log1p"):
         return "use `log_softmax`, `log_sigmoid` or `logsumexp`, or add an epsilon"
