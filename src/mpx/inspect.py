@@ -2,6 +2,9 @@
 
 from mpx._fp8 import Fp8Check as Fp8Check
 from mpx._fp8 import check as check
+from mpx._inspect._explain import Explanation as Explanation
+from mpx._inspect._explain import explain as explain
+from mpx._inspect._faults import Fault as Fault
 from mpx._inspect._memory import Memory as Memory
 from mpx._inspect._memory import memory as memory
 from mpx._inspect._report import Report as Report

@@ -8,7 +8,7 @@ from mpx._amp._rules import REASONS
 from mpx._compat import primitive_name, sub_jaxprs
 from mpx._inspect._buffers import nbytes, peak
 from mpx._inspect._causes import causes, is_f32
-from mpx._inspect._places import Place, Site, place_of, sites
+from mpx._inspect._places import Place, Site, frames_of, place_of, sites
 from mpx._inspect._program import Program
 from mpx._inspect._views import short_dtypes
 from mpx._jaxpr._queries import (
@@ -173,7 +173,7 @@ def _multiplied_in(eqn: Equation) -> str:
 def _residuals(full: Program) -> tuple[Residual, ...]:
     groups: dict[tuple[str, str, str], list[int]] = {}
     for x in peak(full.jaxpr).saved:
-        place = place_of(x.eqn, (), callers=x.callers)
+        place = place_of(x.eqn, (), outer=frames_of(x.callers))
         key = place.primitive, short_dtypes([x.dtype]), place.source
         groups.setdefault(key, []).append(x.bytes)
     found = [

@@ -25,6 +25,8 @@ from mpx._jaxpr._queries import (
     repetitions,
 )
 
+Frames = Sequence[tuple[str, str, int]]
+"""Function, file and line of the code that wrote an equation, from the inside out."""
 Name = str | None
 """The parameter that a value is, possibly moved or cast; `None` for any other value."""
 
@@ -63,7 +65,7 @@ def place_of(
     scopes: Scopes = (),
     *,
     backward: bool = False,
-    callers: Sequence[Equation] = (),
+    outer: Frames = (),
 ) -> Place:
     """Returns the place of an equation.
 
@@ -72,11 +74,10 @@ def place_of(
         names: The parameters among its operands.
         scopes: The named scopes around it, its own included.
         backward: Whether the equations around it belong to a backward pass.
-        callers: The equations that hold it, from the outside in. If it is part of a
-            function of JAX, the line is that of the call.
+        outer: The frames of the equation around it. Inside a jitted function of a library
+            JAX has none of the user's.
     """
-    found = filter(None, map(source_frames, (eqn, *reversed(callers))))
-    frames = next(found, None)
+    frames = frames_of([eqn]) or outer
     function, file, line = frames[0] if frames else ("", "", 0)
     return Place(
         primitive_name(eqn),
@@ -86,6 +87,11 @@ def place_of(
         function.rpartition(".")[2],
         backward or is_transposed(eqn),
     )
+
+
+def frames_of(eqns: Sequence[Equation]) -> Frames:
+    """Returns the user's frames of the innermost equation that has some."""
+    return next(filter(None, map(source_frames, reversed(eqns))), ())
 
 
 def name_of_results(eqn: Equation, names: Sequence[Name]) -> Name:
@@ -149,7 +155,7 @@ def sites(
         jaxpr,
         labels,
         scopes,
-        callers=(),
+        outer=(),
         made=made,
         backward=backward,
         times=times,
@@ -163,7 +169,7 @@ def _walk(
     labels: Sequence[_Label],
     scopes: Scopes,
     *,
-    callers: tuple[Equation, ...],
+    outer: Frames,
     made: Sequence[Name],
     backward: bool,
     times: int,
@@ -183,7 +189,7 @@ def _walk(
             operands += [label.origin for label in known[:2]]
         feeds = [grads.get(var) for var in eqn.outvars]
         around = scopes + scopes_of(eqn)
-        place = place_of(eqn, operands, around, backward=backward, callers=callers)
+        place = place_of(eqn, operands, around, backward=backward, outer=outer)
         if place.backward and not place.param:
             place = dataclasses.replace(place, param=next(filter(None, feeds), ""))
         yield Site(eqn, place, times)
@@ -193,7 +199,7 @@ def _walk(
                 inner,
                 inside,
                 around,
-                callers=(*callers, eqn),
+                outer=frames_of([eqn]) or outer,
                 made=_made_inside(eqn, feeds),
                 backward=place.backward,
                 times=times * repetitions(eqn),

@@ -133,11 +133,16 @@ def unwrapped(func: Callable[..., Any]) -> tuple[Callable[..., Any], Wrap]:
     return inner, lambda func: under_amp(wrap(func), autocast)
 
 
-def gradient(forward: Program) -> Program:
+def gradient(forward: Program, scaling: LossScaling | None = None) -> Program:
     """Returns the program that computes the first result and its gradient.
 
     The results are the loss, which must be a scalar, and one array for each of
     `Program.params`.
+
+    Args:
+        forward: The program.
+        scaling: Scales the loss before it is differentiated. The gradients are divided by
+            the scale, in f32.
 
     Raises:
         TypeError: If the first result is no floating scalar.
@@ -150,15 +155,16 @@ def gradient(forward: Program) -> Program:
         )
 
     def run(arrays: Sequence[Any]) -> list[Any]:
-        def value(params: Sequence[Any]) -> Any:
+        def value(params: Sequence[Any]) -> tuple[Any, Any]:
             full = list(arrays)
             for position, param in zip(forward.params, params, strict=True):
                 full[position] = param
-            return forward(*full)[0]
+            loss = forward(*full)[0]
+            return loss if scaling is None else scaling.scale(loss), loss
 
         params = [arrays[i] for i in forward.params]
-        found, grads = jax.value_and_grad(value)(params)
-        return [found, *grads]
+        (_, found), grads = jax.value_and_grad(value, has_aux=True)(params)
+        return [found, *(grads if scaling is None else scaling.unscale(grads))]
 
     with gradient_function():  # with a loss scale or without, the program is the same
         jaxpr = jax.make_jaxpr(run)(forward.arrays)

@@ -1,0 +1,120 @@
+"""The table of planted faults, and what its files share."""
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call to explain: the function, its arguments, and the loss scaling."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    scaling: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """A planted fault.
+
+    The line at fault ends with a comment: an arrow `<-` and the name of the function that
+    makes the case.
+
+    Attributes:
+        name: Its name.
+        make: Makes the case.
+        path: What must be part of the parameter path, the scope or the function named.
+        kinds: The kinds that describe it.
+        backward: Whether it is in the backward pass only.
+    """
+
+    name: str
+    make: Callable[[], Case]
+    path: str
+    kinds: tuple[str, ...]
+    backward: bool
+
+    @property
+    def place(self) -> tuple[str, set[int]]:
+        """The file that holds the marked lines, and their numbers."""
+        file = Path(inspect.getfile(self.make))
+        lines = file.read_text().splitlines()
+        mark = f"# <- {self.name}"
+        numbers = {i for i, x in enumerate(lines, 1) if x.rstrip().endswith(mark)}
+        assert numbers, f"{file} has no line that ends with {mark!r}"
+        return file.name, numbers
+
+
+PLANTED: dict[str, Planted] = {}
+HEALTHY: dict[str, Callable[[], Case]] = {}
+
+
+def planted(path: str, *kinds: str, backward: bool = False) -> Callable[..., Any]:
+    """Adds a fault to the table."""
+
+    def add(make: Callable[[], Case]) -> Callable[[], Case]:
+        name = make.__name__
+        assert name not in PLANTED
+        PLANTED[name] = Planted(name, make, path, kinds, backward)
+        return make
+
+    return add
+
+
+def is_healthy(make: Callable[[], Case]) -> Callable[[], Case]:
+    """Adds a healthy model to the table."""
+    HEALTHY[make.__name__] = make
+    return make
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    """Casts the floating arrays of a tree."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
+
+
+def in_low(loss: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
+    """Returns a loss that casts all its arguments first, as a policy does."""
+
+    def wrapped(*args: Any) -> jax.Array:
+        return loss(*cast(args, dtype)).astype(jnp.float32)
+
+    return wrapped
+
+
+def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+    """Returns normal random numbers."""
+    numbers = np.random.default_rng(seed).normal(size=shape)
+    return jnp.asarray(scale * numbers, jnp.float32)
+
+
+def weight(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+    """Returns a random matrix that keeps the size of what it is multiplied with."""
+    return normal(seed, *shape, scale=scale * shape[-2] ** -0.5)
+
+
+def mlp(seed: int, *sizes: int) -> dict[str, dict[str, jax.Array]]:
+    """Returns the parameters of linear layers."""
+    return {
+        f"layer{i}": {"w": weight(seed + i, a, b), "b": jnp.zeros(b)}
+        for i, (a, b) in enumerate(itertools.pairwise(sizes))
+    }
+
+
+def linear(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Applies a linear layer."""
+    return x @ params["w"] + params["b"]
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns the mean cross entropy in f32."""
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(logp, labels[..., None], -1))

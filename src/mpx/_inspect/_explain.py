@@ -1,0 +1,261 @@
+"""`explain`: the first operation that goes wrong in low precision."""
+
+import contextlib
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpx._formats import Format
+from mpx._fp8 import Fp8Function
+from mpx._inspect._blame import Blame
+from mpx._inspect._faults import Call, Fault, fault_of
+from mpx._inspect._outputs import outputs_of
+from mpx._inspect._program import Program, gradient, program
+from mpx._inspect._record import Mixed, Recording
+from mpx._inspect._result import Result, Table
+from mpx._inspect._shadow import is_float, widened
+from mpx._inspect._tape import NO_REF, Value
+from mpx._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation(Result):
+    """What goes wrong in a function in low precision; made by `explain`.
+
+    Attributes:
+        ok: Whether nothing does.
+        fault: The first operation at fault; `None` if there is none.
+        others: Further ones, in the order of execution.
+        loss: The loss as it is computed.
+        loss_in_f32: The loss with everything in f32.
+        grad_errors: For each gradient the norm of its error, relative to the gradient in
+            f32.
+        unstable: The gradients that are not judged: a single rounding of the parameters
+            changes them. That of a bias before a normalization is zero but for roundings.
+        formats: The formats below f32 that were met.
+        equations: How many operations were run, with each step of a loop.
+        scale: The loss scale.
+        has_gradient: Whether the gradient was looked at: the function returns a scalar
+            first, and has parameters.
+    """
+
+    ok: bool
+    fault: Fault | None
+    others: tuple[Fault, ...]
+    loss: float
+    loss_in_f32: float
+    grad_errors: dict[str, float]
+    unstable: tuple[str, ...]
+    formats: tuple[str, ...]
+    equations: int
+    scale: float
+    has_gradient: bool
+
+    def tables(self) -> list[Table]:
+        """Returns the fault, further ones, and what was looked at."""
+        parts = []
+        if self.fault is None:
+            parts.append(Table.text("Nothing is wrong."))
+        else:
+            parts.append(Table.text(str(self.fault), _headline("At fault", self.fault)))
+        for other in self.others:
+            parts.append(Table.text(str(other), _headline("Also", other)))
+        return [*parts, Table.text(self._looked_at())]
+
+    def _looked_at(self) -> str:
+        formats = ", ".join(self.formats) or "nothing below f32"
+        what = "loss and gradient" if self.has_gradient else "the forward pass only"
+        lines = [f"Looked at {what}: {self.equations} operations; {formats}."]
+        lines.append(f"loss {self.loss:.6g}, in f32 {self.loss_in_f32:.6g}")
+        errors = {k: x for k, x in self.grad_errors.items() if k not in self.unstable}
+        if errors:
+            name, worst = max(errors.items(), key=lambda x: x[1])
+            amount = f"{100 * worst:.2g} %" if math.isfinite(worst) else "not finite"
+            lines.append(f"largest error of a gradient: {amount} (`{name}`)")
+        if self.unstable:
+            more = f" and {len(self.unstable) - 1} more" if self.unstable[1:] else ""
+            lines.append(
+                f"not judged, zero but for roundings: `{self.unstable[0]}`{more}"
+            )
+        if self.scale != 1:
+            lines.append(f"loss scale {self.scale:g}")
+        return "\n".join(lines)
+
+
+def _headline(start: str, fault: Fault) -> str:
+    way = "backward" if fault.place.backward else "forward"
+    return f"{start}: {fault.kind} in the {way} pass, at `{fault.label}`"
+
+
+def explain(
+    func: Callable[..., Any],
+    /,
+    *args: Any,
+    scaling: LossScaling | float | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Names the first operation whose result is wrong in low precision but not in f32.
+
+    The loss and its gradient with respect to the first argument are computed on the given
+    arrays, operation by operation, once as they are and once in f32. A number that is not
+    finite is traced to the operation where it is born. A finite result is wrong if it
+    differs from that in f32 by more than its format explains, and an operation is at fault
+    if it alone makes it so. Without any low precision, numbers that are not finite are
+    traced.
+
+    It is meant for one call on a small batch: each operation runs by itself.
+
+    Args:
+        func: What you train: a function that returns a scalar loss first, under
+            `mpx.amp`, `mpx.fp8`, with casts of its own, or in plain f32. Of any other
+            function only the forward pass is looked at.
+        *args: Its positional arguments. The first holds the parameters.
+        scaling: The loss scaling, as in a real step, or the scale as a number.
+        **kwargs: Its keyword arguments.
+
+    Raises:
+        TypeError: If an argument is a shape without values, or `scaling` is no scaling.
+
+    Examples:
+        >>> def loss(w, x):
+        ...     e = jnp.exp((x @ w).astype(jnp.float16))
+        ...     return jnp.mean(e / e.sum(-1, keepdims=True)).astype(jnp.float32)
+        >>> found = explain(loss, jnp.full((4, 4), 5.0), jnp.ones((2, 4)))
+        >>> found.fault.kind, found.fault.place.primitive, found.fault.limit
+        ('overflow', 'exp', 65504.0)
+    """
+    scaling = _as_scaling(scaling)
+    # NumPy warns of constants that overflow; they are reported here.
+    with np.errstate(all="ignore"):
+        forward = program(func, args, kwargs)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in forward.arrays):
+        raise TypeError(
+            "`explain` runs the function and needs arrays, but a `jax.ShapeDtypeStruct` "
+            "was given. Pass the batch and the parameters; `mpx.inspect.report` takes "
+            "shapes."
+        )
+    with np.errstate(all="ignore"):
+        whole, labels = _with_gradient(forward, scaling)
+    scale = 1.0 if scaling is None else float(scaling.loss_scaling)
+    call = Call(_route(func), scale, scaling is not None)
+    with _progress() as tick:
+        return _explained(whole, labels, call, tick)
+
+
+def _as_scaling(scaling: Any) -> LossScaling | None:
+    if scaling is None or isinstance(scaling, LossScaling):
+        return scaling
+    if isinstance(scaling, int | float) or np.ndim(scaling) == 0:
+        with contextlib.suppress(TypeError, ValueError):
+            return StaticLossScaling(scaling)
+    raise TypeError(
+        "`scaling` must be a loss scaling such as `mpx.DynamicLossScaling.pow2()` or a "
+        f"positive number, but {type(scaling).__name__} was given. Pass the scaling of "
+        "the training state, not the state."
+    )
+
+
+def _route(func: Any) -> str:
+    if isinstance(func, Fp8Function):
+        return "fp8"
+    return "amp" if hasattr(func, "mpx_autocast") else ""
+
+
+def _with_gradient(
+    forward: Program, scaling: LossScaling | None
+) -> tuple[Program, list[str]]:
+    """Returns the program to look at, and the names of its results."""
+    outs = forward.jaxpr.out_avals
+    has_loss = bool(outs) and outs[0].shape == () and is_float(outs[0])
+    if not has_loss or not forward.params:
+        count = len(outs)
+        return forward, [
+            "loss" if has_loss and i == 0 else f"result {i}" for i in range(count)
+        ]
+    names = [f"gradient of `{forward.names[i]}`" for i in forward.params]
+    return gradient(forward, scaling or NoLossScaling()), ["loss", *names]
+
+
+def _explained(
+    whole: Program, labels: list[str], call: Call, tick: Callable[[], None]
+) -> Explanation:
+    recording = Recording(tick)
+    arrays = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in whole.arrays]
+    inputs = [
+        recording.input(x, name, i in whole.params)
+        for i, (x, name) in enumerate(zip(arrays, whole.names, strict=True))
+    ]
+    values = recording(whole.jaxpr, inputs)
+    is_kept = [is_float(x.lanes[0]) for x in values]
+
+    def rerun(run: Mixed, disturbed: Format | None) -> list[np.ndarray]:
+        random = np.random.default_rng(0)
+        inputs = []
+        for i, x in enumerate(arrays):
+            x = widened(x)
+            if disturbed is not None and i in whole.params:
+                noise = random.uniform(-0.5, 0.5, x.shape) * disturbed.eps
+                x = (np.asarray(x) * (1 + noise)).astype(x.dtype)
+            inputs.append(Value((x,), NO_REF))
+        outs = run(whole.jaxpr, inputs)
+        return [
+            np.asarray(widened(x.lanes[0]))
+            for x, kept in zip(outs, is_kept, strict=True)
+            if kept
+        ]
+
+    outputs = outputs_of(values, labels)
+    blame = Blame(recording, outputs, rerun, tick)
+    faults = [fault_of(x, blame, call) for x in blame.verdicts()]
+    has_gradient = any(name.startswith("gradient") for name in labels)
+    errors = [
+        error if np.isfinite(own).all() else math.inf
+        for own, error in zip(outputs.own, blame.errors, strict=True)
+    ]
+    known = [str(whole.names[i]) for i in whole.params] if has_gradient else []
+    grads = list(zip(known, errors[1:], blame.stable[1:], strict=False))
+    formats = {x.format.name for x in recording.nodes if x.format is not None}
+    return Explanation(
+        ok=not faults,
+        fault=faults[0] if faults else None,
+        others=tuple(faults[1:]),
+        loss=_first(outputs.own),
+        loss_in_f32=_first(outputs.shadow),
+        grad_errors={name: x for name, x, _ in grads},
+        unstable=tuple(name for name, _, stable in grads if not stable),
+        formats=tuple(sorted(formats)),
+        equations=sum(x.eqn is not None for x in recording.nodes),
+        scale=call.scale,
+        has_gradient=has_gradient,
+    )
+
+
+def _first(outs: list[np.ndarray]) -> float:
+    return float(outs[0].reshape(-1)[0]) if outs and outs[0].size else float("nan")
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[], None]]:
+    """Shows how many operations have run, in a terminal, from the third second on."""
+    start, count, shown = time.monotonic(), 0, 0.0
+
+    def tick() -> None:
+        nonlocal count, shown
+        count += 1
+        now = time.monotonic()
+        if now - start > 3 and now - shown > 0.5 and sys.stderr.isatty():
+            shown = now
+            print(f"\rexplain: {count} operations", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield tick
+    finally:
+        if shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

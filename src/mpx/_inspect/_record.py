@@ -1,0 +1,308 @@
+"""A program and its f32 shadow, side by side: what each equation does to its values.
+
+For each equation that computes in fewer than 32 bits three results are compared: that of
+the program; that of the shadow, in which everything is f32; and the local one, which the
+equation gives for the operands of the shadow. An error of the local result is made by
+this equation alone, whatever went wrong before it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from mpx._compat import primitive_name
+from mpx._formats import Format
+from mpx._inspect._places import Name, Place, place_of
+from mpx._inspect._shadow import (
+    Array,
+    as_operand,
+    is_float,
+    low_format,
+    on_host,
+    only_moves,
+    relative_norm,
+    run_as_written,
+    run_in_f32,
+    widened,
+)
+from mpx._inspect._tape import NO_REF, Around, Lanes, Ref, Run, Value
+from mpx._inspect._ties import is_decision, settled
+from mpx._jaxpr._queries import Equation
+
+NAN, PLUS, MINUS = 1, 2, 3
+"""Classes of numbers that are not finite; 0 stands for a finite one."""
+
+
+@dataclasses.dataclass(slots=True)
+class Finding:
+    """What is known of one result.
+
+    Attributes:
+        classes: The class of each number of the program; `None` if all are finite.
+        shadow_classes: The same of the shadow.
+        shadow: The smallest and the largest finite number of the shadow.
+        own: The same of the program.
+        largest: The largest magnitude in the shadow, that is finite.
+        smallest: The smallest magnitude in the shadow that is not zero.
+        zeros: Whether the program has a zero.
+        deviation: The norm of program minus shadow, relative to the shadow.
+        error: The norm of the local error, relative to the shadow; infinite if a number
+            is not finite that is finite in the shadow.
+        worst: The largest local error of a number relative to that number.
+        flushed: The share of the shadow's nonzero numbers that are zero in the local
+            result.
+        local_is_finite: Whether the local result is finite where the shadow is.
+    """
+
+    classes: np.ndarray | None = None
+    shadow_classes: np.ndarray | None = None
+    shadow: tuple[float, float] = (math.nan, math.nan)
+    own: tuple[float, float] = (math.nan, math.nan)
+    largest: float = 0.0
+    smallest: float = 0.0
+    zeros: bool = False
+    deviation: float = 0.0
+    error: float = 0.0
+    worst: float = 0.0
+    flushed: float = 0.0
+    local_is_finite: bool = True
+
+
+@dataclasses.dataclass(slots=True)
+class Node:
+    """An equation that was run, or a value that none has made.
+
+    Attributes:
+        eqn: The equation; `None` for an input, a constant, or a part of another value.
+        around: The scopes and loops around it.
+        names: The parameters among its operands; the name of an input.
+        parents: The operands.
+        findings: One for each result.
+        format: The coarsest format below f32 that it uses.
+        part: Which part of its parent it is; `None` if it is stacked from its parents.
+        written: The numbers among its operands that are written in the code.
+    """
+
+    eqn: Equation
+    around: Around
+    names: tuple[Name, ...]
+    parents: tuple[Ref, ...]
+    findings: list[Finding]
+    format: Format | None = None
+    part: int | None = None
+    written: tuple[float, ...] = ()
+
+    @property
+    def primitive(self) -> str:
+        """The name of the primitive; "" for no equation."""
+        return "" if self.eqn is None else primitive_name(self.eqn)
+
+    @property
+    def error(self) -> float:
+        """The largest local error of a result."""
+        return max((x.error for x in self.findings), default=0.0)
+
+    @property
+    def worst(self) -> float:
+        """The largest local error of a number."""
+        return max((x.worst for x in self.findings), default=0.0)
+
+    def place(self, backward: bool) -> Place:
+        """Returns where it stands."""
+        scopes, _, inside, frames = self.around
+        backward = backward or inside
+        return place_of(self.eqn, self.names, scopes, backward=backward, outer=frames)
+
+
+Site = tuple[str, bool]
+"""The equations that one source line has made: the line, and whether it is backward."""
+
+
+def site_of(eqn: Equation, around: Around) -> Site:
+    """Returns the site of an equation."""
+    line = "{1}:{2}".format(*around.frames[0]) if around.frames else ""
+    return line or primitive_name(eqn), around.backward
+
+
+class Recording(Run):
+    """Runs a program in its own precision and in f32, and notes what it finds.
+
+    Attributes:
+        nodes: The equations in the order of their execution.
+        decisions: What the shadow decided in each comparison, as bits.
+        eps: The distance of numbers in the coarsest format met so far.
+    """
+
+    def __init__(self, tick: Callable[[], None]) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.decisions: list[np.ndarray] = []
+        self.eps = 0.0
+        self._tick = tick
+
+    def lanes_of(self, x: Array) -> Lanes:
+        """Returns a constant as it is, and in f32."""
+        wide = widened(x)
+        return (x, wide)
+
+    def source(
+        self, lanes: Lanes, parts: Sequence[Ref] = (), part: int | None = None
+    ) -> Ref:
+        """Notes a value that no equation has made."""
+        finding = _range(*lanes) if is_float(lanes[0]) else Finding()
+        node = Node(None, Around(), (), tuple(parts), [finding], part=part)
+        self.nodes.append(node)
+        return len(self.nodes) - 1, 0
+
+    def input(self, x: Array, name: Name, is_param: bool) -> Value:
+        """Returns an argument of the program."""
+        lanes = self.lanes_of(x)
+        ref = self.source(lanes)
+        self.nodes[-1].names = (name,)
+        return Value(lanes, ref, name if is_param else None)
+
+    def leaf(self, eqn: Equation, operands: list[Value], around: Around) -> list[Value]:
+        """Runs an equation in both lanes and measures its results."""
+        self._tick()
+        own = [x.lanes[0] for x in operands]
+        wide = [x.lanes[1] for x in operands]
+        low = low_format(eqn)
+        same = all(a is b for a, b in zip(own, wide, strict=True))
+        outs = run_as_written(eqn, own)
+        if same and low is None:
+            shadow = local = outs
+        else:
+            shadow = local = run_in_f32(eqn, wide)
+            if low is not None and not only_moves(eqn):
+                local = outs if _agree(eqn, own, wide) else run_as_written(eqn, wide)
+        if low is not None:
+            self.eps = max(self.eps, low.eps)
+        if is_decision(eqn):
+            if shadow is not outs:
+                other = np.asarray(outs[0])
+                shadow = local = [settled(eqn, wide, shadow[0], other, self.eps)]
+            self.decisions.append(np.asarray(shadow[0]))
+        findings = [_compare(*x) for x in zip(outs, shadow, local, strict=True)]
+        names, parents = tuple(x.name for x in operands), tuple(x.ref for x in operands)
+        written = tuple(_written(operands))
+        node = Node(eqn, around, names, parents, findings, low, written=written)
+        self.nodes.append(node)
+        index = len(self.nodes) - 1
+        lanes = zip(outs, shadow, strict=True)
+        return [Value(pair, (index, i)) for i, pair in enumerate(lanes)]
+
+
+def _written(operands: Sequence[Value]) -> Iterator[float]:
+    for x in operands:
+        if x.ref == NO_REF and is_float(x.lanes[0]) and np.ndim(x.lanes[0]) == 0:
+            yield float(x.lanes[0])
+
+
+def _agree(eqn: Equation, own: Sequence[Array], wide: Sequence[Array]) -> bool:
+    """Returns whether the operands of program and shadow are the same when rounded."""
+    for x, y, atom in zip(own, wide, eqn.invars, strict=True):
+        if x is y:
+            continue
+        a, b = on_host(x), on_host(as_operand(y, atom.aval))
+        if not np.array_equal(a, b, equal_nan=is_float(a)):
+            return False
+    return True
+
+
+def _classes(x: np.ndarray) -> np.ndarray | None:
+    finite = np.isfinite(x)
+    if finite.all():
+        return None
+    kinds = np.where(np.isnan(x), NAN, np.where(x > 0, PLUS, MINUS))
+    return np.asarray(np.where(finite, 0, kinds), np.int8)
+
+
+def _numbers(x: Array) -> np.ndarray:
+    return np.asarray(widened(x))
+
+
+def _ends(x: np.ndarray, classes: np.ndarray | None) -> tuple[float, float]:
+    x = x if classes is None else x[classes == 0]
+    return (float(x.min()), float(x.max())) if x.size else (math.nan, math.nan)
+
+
+def _range(own: Array, shadow: Array) -> Finding:
+    """Returns what is known of a value without its local error."""
+    a = _numbers(own)
+    b = a if own is shadow else _numbers(shadow)
+    finding = Finding(_classes(a))
+    finding.shadow_classes = finding.classes if b is a else _classes(b)
+    finding.own = _ends(a, finding.classes)
+    finding.shadow = finding.own if b is a else _ends(b, finding.shadow_classes)
+    ends = [abs(x) for x in finding.shadow if math.isfinite(x)]
+    finding.largest = max(ends, default=0.0)
+    finding.zeros = bool(np.any(a == 0))
+    return finding
+
+
+def _compare(own: Array, shadow: Array, local: Array) -> Finding:
+    """Returns what is known of a result."""
+    if not is_float(own):
+        return Finding()
+    finding = _range(own, shadow)
+    if own is shadow:
+        return finding
+    with np.errstate(all="ignore"):
+        a, s = _numbers(own), _numbers(shadow)
+        good = np.isfinite(s)
+        both = good & np.isfinite(a)
+        finding.deviation = relative_norm(
+            np.where(both, a - s, 0), np.where(good, s, 0)
+        )
+        if local is shadow:
+            return finding
+        t = _numbers(local)
+        magnitudes = np.abs(s[good & (s != 0)])
+        finding.smallest = float(magnitudes.min()) if magnitudes.size else 0.0
+        finite = np.isfinite(t) | ~good
+        finding.local_is_finite = bool(finite.all())
+        error = np.where(good & np.isfinite(t), t - s, 0)
+        nonzero = good & (s != 0)
+        if not finding.local_is_finite:
+            finding.error = math.inf
+        elif nonzero.any():
+            finding.error = relative_norm(error, np.where(good, s, 0))
+        if nonzero.any():
+            relative = np.abs(error[nonzero]) / np.abs(s[nonzero])
+            finding.worst = float(relative.max())
+            finding.flushed = float(np.mean(t[nonzero] == 0))
+    return finding
+
+
+class Mixed(Run):
+    """Runs a program in f32, with the equations of some sites in their own precision."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        low: Callable[[Site], bool],
+        tick: Callable[[], None],
+    ) -> None:
+        super().__init__(recording.choices)
+        self._low, self._tick, self._eps = low, tick, recording.eps
+        self._decisions = iter(recording.decisions)
+
+    def lanes_of(self, x: Array) -> Lanes:
+        """Returns a constant in f32."""
+        return (widened(x),)
+
+    def leaf(self, eqn: Equation, operands: list[Value], around: Around) -> list[Value]:
+        """Runs an equation in the precision that its site has."""
+        self._tick()
+        args = [x.lanes[0] for x in operands]
+        if low_format(eqn) is None:
+            outs = run_as_written(eqn, args)
+        elif self._low(site_of(eqn, around)):
+            outs = [widened(x) for x in run_as_written(eqn, args)]
+        else:
+            outs = run_in_f32(eqn, args)
+        if is_decision(eqn):
+            outs = [settled(eqn, args, outs[0], next(self._decisions), self._eps)]
+        return [Value((x,), NO_REF) for x in outs]

@@ -1,0 +1,169 @@
+"""Single equations on concrete arrays: as written, and in f32.
+
+The f32 version of an equation, its shadow, computes the same thing with every floating
+type narrower than f32 replaced by f32.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpx._compat import bind, eval_equation, primitive_name, sub_jaxprs
+from mpx._formats import FORMATS, Format, short_name
+from mpx._inspect._host import run_on_host
+from mpx._jaxpr._queries import MATMULS, SHAPE_ONLY, Equation, names
+
+Array = Any
+"""An array of NumPy or of JAX."""
+
+F32 = np.dtype(np.float32)
+# They read the bits of their operands, or hand them to code that expects their dtypes.
+_OPAQUE = (
+    "bitcast_convert_type",
+    "nextafter",
+    "pallas_call",
+    "ffi_call",
+    "custom_call",
+)
+_NARROW = {name: FORMATS[name] for name in ("bf16", "f16", "e4m3", "e5m2")}
+
+
+def is_float(x: Any) -> bool:
+    """Returns whether an array or a type holds real floating numbers."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, np.floating)
+
+
+def is_low(x: Any) -> bool:
+    """Returns whether an array or a type is floating and narrower than f32."""
+    return is_float(x) and x.dtype.itemsize < 4
+
+
+def format_of(x: Any) -> Format:
+    """Returns the format of a floating array or type; f32 for one without a name."""
+    return FORMATS.get(short_name(np.dtype(x.dtype)), FORMATS["f32"])
+
+
+def low_format(eqn: Equation) -> Format | None:
+    """Returns the coarsest format narrower than f32 among operands and results."""
+    avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+    found = [format_of(aval) for aval in avals if is_low(aval)]
+    return max(found, key=lambda x: x.eps, default=None)
+
+
+def cast(x: Array, dtype: np.dtype) -> Array:
+    """Rounds an array to a dtype; beyond the range it becomes infinite or nan."""
+    if x.dtype == dtype:
+        return x
+    x = on_host(x)
+    if isinstance(x, np.ndarray | np.generic):
+        with np.errstate(all="ignore"):
+            return np.asarray(x).astype(dtype)
+    return lax.convert_element_type(x, dtype)
+
+
+def on_host(x: Array) -> Array:
+    """Returns an array as one of NumPy, unless a device other than the CPU holds it.
+
+    Small operations are faster in NumPy, which does not compile them.
+    """
+    if isinstance(x, np.ndarray | np.generic):
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    on_cpu = all(device.platform == "cpu" for device in x.devices())
+    return np.asarray(x) if on_cpu else x
+
+
+def widened(x: Array) -> Array:
+    """Returns an array in f32, if it is floating and narrower."""
+    return cast(x, F32) if is_low(x) else x
+
+
+def as_operand(x: Array, aval: Any) -> Array:
+    """Returns a floating array in the dtype that an equation takes."""
+    return cast(x, np.dtype(aval.dtype)) if is_float(aval) and is_float(x) else x
+
+
+def literal(atom: Any) -> Array:
+    """Returns the value of a literal as an array of its dtype."""
+    return np.asarray(atom.val, atom.aval.dtype)
+
+
+def run_as_written(eqn: Equation, args: Sequence[Array]) -> list[Array]:
+    """Runs an equation on arrays, cast to its own dtypes."""
+    pairs = zip(args, eqn.invars, strict=True)
+    operands = [as_operand(x, atom.aval) for x, atom in pairs]
+    if any(callable(value) for value in eqn.params.values()) or any(sub_jaxprs(eqn)):
+        return jax.jit(lambda *xs: eval_equation(eqn, xs))(*operands)
+    return _run(eqn, operands, eqn.outvars[0].aval.dtype, {})
+
+
+def _run(
+    eqn: Equation, args: Sequence[Array], dtype: Any, changes: dict[str, Any]
+) -> list[Array]:
+    """Runs an equation whose first result has a given dtype."""
+    hosted = [on_host(x) for x in args]
+    if all(isinstance(x, np.ndarray | np.generic) for x in hosted):
+        result = run_on_host(eqn, hosted, dtype)
+        if result is not None:
+            return [np.asarray(result)]
+    return bind(eqn, args, **changes)
+
+
+def run_in_f32(eqn: Equation, args: Sequence[Array]) -> list[Array]:
+    """Runs the shadow of an equation on arrays; its results are f32 or wider."""
+    name = primitive_name(eqn)
+    if name == "reduce_precision":
+        return [widened(args[0])]
+    if name in _OPAQUE or "callback" in name or any(sub_jaxprs(eqn)):
+        return [widened(x) for x in run_as_written(eqn, args)]
+    changes: dict[str, Any] = {
+        key: F32
+        for key in ("preferred_element_type", "new_dtype", "dtype", "out_dtype")
+        if eqn.params.get(key) is not None and is_low(jnp.zeros((), eqn.params[key]))
+    }
+    if name in MATMULS and "precision" in eqn.params:
+        changes["precision"] = lax.Precision.HIGHEST
+    operands = [widened(np.asarray(x) if np.isscalar(x) else x) for x in args]
+    try:
+        out = eqn.outvars[0].aval
+        dtype = F32 if is_low(out) else out.dtype
+        return [widened(x) for x in _run(eqn, operands, dtype, changes)]
+    except (TypeError, ValueError, NotImplementedError):
+        # A primitive of someone else that takes only the dtypes it was traced with.
+        return [widened(x) for x in run_as_written(eqn, args)]
+
+
+def only_moves(eqn: Equation) -> bool:
+    """Returns whether an equation returns numbers of its operands, none of them rounded."""
+    if primitive_name(eqn) != "convert_element_type":
+        return primitive_name(eqn) in SHAPE_ONLY or primitive_name(eqn) in _PICKS
+    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    if not is_float(before) or not is_float(after):
+        return False
+    old, new = format_of(before), format_of(after)
+    return new.mantissa >= old.mantissa and new.exponent >= old.exponent
+
+
+_PICKS = frozenset(
+    names(
+        "select_n gather dynamic_slice dynamic_update_slice concatenate pad stop_gradient "
+        "copy_p optimization_barrier name sort reduce_max reduce_min max min"
+    )
+)
+
+
+def relative_norm(error: np.ndarray, value: np.ndarray) -> float:
+    """Returns the 2-norm of an error relative to that of a value."""
+    scale = float(np.max(np.abs(value), initial=0.0))
+    if scale == 0:
+        return 0.0 if not np.any(error) else math.inf
+    # Scaled first: squares of small numbers vanish, those of large ones overflow.
+    a, b = error.astype(np.float64) / scale, value.astype(np.float64) / scale
+    return float(np.linalg.norm(a) / np.linalg.norm(b))

@@ -1,0 +1,302 @@
+"""`explain` names planted faults, and finds none in healthy models."""
+
+import importlib
+import json
+import math
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+from mpx._compat import bind, primitive_name
+from mpx._inspect._host import run_on_host
+from mpx.inspect import explain
+
+ROOT = Path(__file__).parents[1]
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "benchmarks"))
+    faults = importlib.import_module("_faults")
+    scoreboard = importlib.import_module("explain")
+
+# `python benchmarks/explain.py` has them all; here those that run in a second or less.
+FAST_FAULTS = (
+    "activation_beyond_f16_under_amp",
+    "additive_mask_beyond_f16",
+    "attention_logits_beyond_f16",
+    "constant_beyond_f16",
+    "counter_in_a_while",
+    "difference_of_large_activations_under_amp",
+    "epsilon_lost_in_f16",
+    "exp_in_a_jit",
+    "exp_in_a_scan",
+    "finite_difference_in_bf16",
+    "fourier_features_in_bf16",
+    "log_of_one_minus_sigmoid",
+    "log_of_underflowed_probability",
+    "loss_scale_too_large",
+    "nan_in_the_batch",
+    "no_loss_scale_under_amp",
+    "norm_at_zero",
+    "norm_of_small_numbers",
+    "overflow_in_a_branch",
+    "overflow_in_a_custom_vjp",
+    "overflow_in_a_vmapped_scan",
+    "overflow_in_nested_scans",
+    "row_masked_completely",
+    "scale_too_large_under_amp",
+    "softmax_without_shift_in_f32",
+    "sqrt_at_zero",
+    "std_of_equal_numbers",
+    "tiny_gradients_in_f16",
+    "variance_from_squares",
+    "variance_in_a_remat",
+    "where_after_the_pole",
+)
+FAST_MODELS = (
+    "deep_relu_amp_f16",
+    "deep_relu_policy_bf16",
+    "equinox_attention_f16",
+    "log_of_zero_under_where_f32",
+    "masks_of_minus_infinity_bf16",
+    "mlp_amp_bf16",
+    "mlp_fp8",
+    "mlp_policy_f16",
+    "straight_through_estimator_bf16",
+    "trained_regression_amp_bf16",
+)
+pytestmark = pytest.mark.standard_promotion
+
+
+@pytest.mark.parametrize("name", FAST_FAULTS)
+def test_planted_fault_is_named_with_its_place_and_kind(name):
+    planted = faults.PLANTED[name]
+    found = scoreboard.explained(planted.make())
+    assert scoreboard.mistakes(planted, found) == []
+    assert not found.ok
+    assert found.fault.remedy
+
+
+@pytest.mark.parametrize("name", FAST_MODELS)
+def test_healthy_model_raises_no_alarm(name):
+    found = scoreboard.explained(faults.HEALTHY[name]())
+    assert found.ok, str(found)
+    assert found.fault is None
+    assert found.others == ()
+
+
+def test_table_has_fifty_faults_and_twenty_models():
+    assert len(faults.PLANTED) >= 50
+    assert len(faults.HEALTHY) >= 20
+    assert {*FAST_FAULTS} <= {*faults.PLANTED}
+    assert {*FAST_MODELS} <= {*faults.HEALTHY}
+
+
+def naive(params, x):
+    with jax.named_scope("softmax"):
+        e = jnp.exp((x @ params["w"]).astype(jnp.float16))
+        return jnp.mean(e / e.sum(-1, keepdims=True)).astype(jnp.float32)
+
+
+NAIVE = ({"w": jnp.full((4, 4), 5.0)}, jnp.ones((2, 4)))
+
+
+def test_fault_says_what_where_and_what_to_do():
+    found = explain(naive, *NAIVE)
+    fault = found.fault
+    assert (fault.kind, fault.format, fault.limit) == ("overflow", "f16", 65504.0)
+    assert fault.place.primitive == "exp"
+    assert fault.place.scope == "softmax"
+    assert fault.near == "params/w"
+    assert not fault.place.backward
+    assert fault.operands == ((20.0, 20.0),)
+    assert fault.result == pytest.approx((math.exp(20),) * 2)
+    assert math.isnan(found.loss)
+    assert found.loss_in_f32 == pytest.approx(0.25)
+    text = str(found)
+    for part in (
+        "overflow in the forward pass",
+        "`exp`",
+        "65504",
+        "subtract the maximum",
+    ):
+        assert part in text
+
+
+def test_result_exports_and_renders():
+    found = explain(naive, *NAIVE)
+    fields = json.loads(found.to_json())
+    assert fields["fault"]["place"]["primitive"] == "exp"
+    assert fields["loss"] == "nan"
+    assert "overflow" in found._repr_html_()
+    assert eqx.tree_equal(found.to_dict()["ok"], False)
+
+
+def test_nothing_wrong_says_what_was_looked_at():
+    found = explain(
+        mpx.amp(lambda w, x: jnp.mean(x @ w)), jnp.ones((4, 2)), jnp.ones((3, 4))
+    )
+    text = str(found)
+    assert "Nothing is wrong" in text
+    assert "loss and gradient" in text
+    assert "bf16" in text
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: f])
+def test_fault_is_found_through_a_wrapped_loss(wrap):
+    assert explain(wrap(naive), *NAIVE).fault.place.primitive == "exp"
+
+
+def test_step_of_a_loop_is_named():
+    def loss(w, x):
+        def layer(h, w):
+            return jnp.exp(h * w).astype(jnp.float16), None
+
+        return jax.lax.scan(layer, x, w)[0].sum().astype(jnp.float32)
+
+    w = jnp.array([1.0, 1.0, 9.0, 0.0], jnp.float16)
+    fault = explain(loss, w, jnp.ones(3, jnp.float16) / 2).fault
+    assert fault.step == ((2, 4),)
+    assert fault.near == "w"
+
+
+def test_amp_gets_a_selector_that_cures_the_fault():
+    def loss(params, x):
+        h = x @ params["big"]["w"]
+        return jnp.mean(jnp.square(h * 1e-5))
+
+    params, x = {"big": {"w": jnp.full((4, 4), 3e4)}}, jnp.ones((2, 4))
+    fault = explain(mpx.amp(loss, "f16"), params, x, scaling=2.0).fault
+    assert 'mpx.amp(fn, keep="big/w")' in fault.remedy
+    assert explain(mpx.amp(loss, "f16", keep="big/w"), params, x, scaling=2.0).ok
+
+
+def test_loss_scale_that_would_fit_is_named_and_does():
+    def loss(w, x):
+        return jnp.sum(jnp.square((x @ w.astype(jnp.float16)).astype(jnp.float32)))
+
+    w, x = jnp.ones((4, 4)), jnp.ones((2, 4), jnp.float16)
+    remedy = explain(loss, w, x, scaling=mpx.StaticLossScaling(2.0**20)).fault.remedy
+    fits = float(remedy.partition("here, ")[2].split()[0])
+    assert explain(loss, w, x, scaling=fits).ok
+
+
+def test_function_without_a_scalar_is_looked_at_forward_only():
+    found = explain(
+        lambda w, x: jnp.exp(x @ w), jnp.full((2, 2), 99.0), jnp.ones((1, 2))
+    )
+    assert found.fault.place.primitive == "exp"
+    assert not found.has_gradient
+    assert "forward pass only" in str(found)
+
+
+def test_unjudged_gradients_are_named():
+    def loss(params, x):
+        h = x @ params["w"] + params["bias"]
+        h = h - h.mean(0)
+        return jnp.mean(jnp.square(h / jnp.sqrt(jnp.mean(h**2, 0) + 1e-5)) * x[:, :4])
+
+    params = {"w": jax.random.normal(jax.random.key(0), (8, 4)), "bias": jnp.ones(4)}
+    x = jax.random.normal(jax.random.key(1), (16, 8))
+    found = explain(mpx.amp(loss), params, x)
+    assert found.ok
+    assert found.unstable == ("params/bias",)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: explain(
+                naive, {"w": jax.ShapeDtypeStruct((4, 4), "float32")}, NAIVE[1]
+            ),
+            "needs arrays, but a `jax.ShapeDtypeStruct` was given",
+        ),
+        (
+            lambda: explain(naive, *NAIVE, scaling={"scale": 2.0}),
+            "`scaling` must be a loss scaling .* but dict was given",
+        ),
+        (lambda: explain(naive, *NAIVE, scaling=-1.0), "must be a loss scaling"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, message, untyped):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_progress_is_silent_without_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("time.monotonic", iter(range(0, 10**7, 100)).__next__)
+    explain(naive, *NAIVE)
+    assert capsys.readouterr().err == ""
+
+
+def _programs(dtype):
+    x = np.linspace(0.1, 3, 12).reshape(3, 4).astype(dtype)
+    y = np.linspace(2, 0.3, 12).reshape(3, 4).astype(dtype)
+    names = "exp exp2 expm1 log log1p sqrt rsqrt tanh logistic sin cos abs neg sign floor ceil"
+    for name in names.split():
+        yield getattr(jax.lax, name), (x,)
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "max",
+        "min",
+        "pow",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+    ]:
+        yield getattr(jax.lax, name), (x, y)
+    yield lambda x: jax.lax.integer_pow(x, 3), (x,)
+    yield lambda x: jax.lax.broadcast_in_dim(x, (2, 3, 4), (1, 2)), (x,)
+    yield lambda x: jax.lax.transpose(x, (1, 0)), (x,)
+    yield lambda x: jax.lax.slice(x, (0, 1), (3, 4), (2, 1)), (x,)
+    yield lambda x: jax.lax.pad(x, jnp.zeros((), dtype), ((1, 0, 0), (0, 2, 0))), (x,)
+    yield lambda x: jax.lax.rev(x, (1,)), (x,)
+    yield lambda x: jax.lax.reshape(x, (4, 3)), (x,)
+    yield lambda x, y: jax.lax.concatenate([x, y], 1), (x, y)
+    yield lambda x: jax.lax.convert_element_type(x, jnp.float16), (x,)
+    yield lambda x: jax.lax.dynamic_slice(x, (2, -1), (2, 3)), (x,)
+    yield lambda x, y: jax.lax.select(x > y, x, y), (x, y)
+    yield lambda x, y: jax.lax.dot_general(x, y, (((1,), (1,)), ((), ()))), (x, y)
+    yield lambda x, y: jax.lax.dot_general(x, y, (((1,), (1,)), ((0,), (0,)))), (x, y)
+    yield lambda x: jax.lax.reduce_max(x, (1,)), (x,)
+    yield lambda x: jax.lax.reduce_sum(x, (0,)), (x,)
+    yield lambda: jax.lax.broadcasted_iota(dtype, (3, 4), 1), ()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_numpy_computes_what_jax_does(dtype):
+    seen = set()
+    for func, args in _programs(dtype):
+        jaxpr = jax.make_jaxpr(func)(*args).jaxpr
+        env = dict(zip(jaxpr.invars, args, strict=True))
+        for eqn in jaxpr.eqns:
+            operands = [
+                np.asarray(x.val if hasattr(x, "val") else env[x], x.aval.dtype)
+                for x in eqn.invars
+            ]
+            (expected,) = bind(eqn, operands)
+            env[eqn.outvars[0]] = expected
+            got = run_on_host(eqn, operands, eqn.outvars[0].aval.dtype)
+            assert got is not None, primitive_name(eqn)
+            seen.add(primitive_name(eqn))
+            check(np.asarray(got), expected, dtype, primitive_name(eqn))
+    assert len(seen) > 40
+
+
+def check(got, expected, dtype, name):
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    got, expected = (np.asarray(x).astype(np.float64) for x in (got, expected))
+    tolerance = 4 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(got, expected, rtol=tolerance, err_msg=name)
