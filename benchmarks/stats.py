@@ -1,0 +1,295 @@
+"""What statistics of exponents cost, alone and in a training step.
+
+    python benchmarks/stats.py                          # ViT-Base/16, batch 128
+    python benchmarks/stats.py --model tiny --batch 16  # try the script on a CPU
+
+First the gradients of the model are counted in several ways and compared with a finite
+check; every way must find the same counts. Then whole training steps are timed in turn:
+the step of `mpx-bf16` (which has a finite check), and the same with statistics.
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import _measure as measure
+import mpx
+from _measure import number
+from _models import make_task
+from mpx._inspect import _counting
+from mpx._inspect._bins import BINS, bin_of, split
+from mpx._inspect._counting_kernel import Tuning, count_local
+
+TARGET = 0.02  # of a step
+REPLICAS = 1024
+
+Tree = Any
+
+
+# --- ways to count -------------------------------------------------------------------
+
+
+def finite(grads: list[Any]) -> Any:
+    """The finite check that a mixed-precision step has anyway."""
+    return mpx.all_finite(grads)
+
+
+def stats(grads: list[Any]) -> Any:
+    """What `mpx.inspect.exponent_stats` does."""
+    return mpx.inspect.exponent_stats(grads).counts
+
+
+def sampled(grads: list[Any]) -> Any:
+    """Every 17th row."""
+    return mpx.inspect.exponent_stats(grads, sample=16).counts
+
+
+def compared(grads: list[Any]) -> Any:
+    """A comparison with each bin, as XLA compiles it; no kernel."""
+    counts = [_counting._compared(bin_of(x), first=0, count=BINS) for x in grads]
+    return split(jnp.stack(counts))
+
+
+def scattered(grads: list[Any]) -> Any:
+    """Atomic additions, to one of many copies of the bins."""
+
+    def one(x: Any) -> Any:
+        bins = bin_of(x).reshape(-1)
+        copy = lax.iota(jnp.int32, bins.size) % REPLICAS
+        zeros = jnp.zeros((REPLICAS, BINS), jnp.int32)
+        return jnp.sum(zeros.at[copy, bins].add(1), axis=0)
+
+    return split(jnp.stack([one(x) for x in grads]))
+
+
+def kernel(grads: list[Any], tuning: Tuning) -> Any:
+    """The kernel for the large leaves, in other sizes."""
+    large = [i for i, x in enumerate(grads) if x.size > _counting.SMALL]
+    counts, _ = count_local([grads[i] for i in large], tuning)
+    small = [i for i in range(len(grads)) if i not in large]
+    rest = mpx.inspect.exponent_stats([grads[i] for i in small]).counts
+    every = jnp.concatenate([split(counts), rest])
+    return every[np.argsort([*large, *small])]
+
+
+TUNINGS = [
+    Tuning(lanes, turns, warps)
+    for lanes, turns, warps in (
+        (128, 16, 1),
+        (128, 8, 1),
+        (128, 32, 1),
+        (64, 16, 1),
+        (64, 32, 1),
+        (256, 16, 1),
+        (256, 16, 2),
+        (256, 32, 4),
+        (512, 16, 4),
+    )
+]
+
+
+def ways(on_gpu: bool) -> dict[str, Callable[[list[Any]], Any]]:
+    """By name."""
+    found = {"finite": finite, "stats": stats, "stats, sample=16": sampled}
+    found |= {"compare": compared, "scatter": scattered}
+    if on_gpu:
+        for tuning in TUNINGS:
+            name = "kernel {}×{}, {} warps".format(*tuning)
+            found[name] = functools.partial(kernel, tuning=tuning)
+    return found
+
+
+def expected(grads: list[Any]) -> np.ndarray:
+    """The counts by NumPy, for normal numbers and zeros."""
+    rows = []
+    for x in grads:
+        x = np.asarray(x, np.float32)
+        exponents = np.clip(np.frexp(x[x != 0])[1] - 1, -64, 32)
+        counts = np.bincount(exponents + 65, minlength=BINS)[:BINS]
+        counts[0] = np.sum(x == 0)
+        rows.append(counts)
+    return np.stack(rows)
+
+
+def time_alone(grads: list[Any], repeat: int, only: str = "") -> list[list[str]]:
+    """Times each way by itself, and checks its counts."""
+    size = sum(x.nbytes for x in grads)
+    want, base, rows = expected(grads), None, []
+    for name, way in ways(jax.default_backend() == "gpu").items():
+        if name != "finite" and only not in name:
+            continue
+        call = jax.jit(way)
+        start = time.perf_counter()
+        try:
+            out = jax.block_until_ready(call(grads))
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+            continue
+        compile_s = time.perf_counter() - start
+        right = "–"
+        if name != "finite" and "sample" not in name:
+            found = np.asarray(out).astype(np.int64)
+            found = found[..., 0] + (found[..., 1] << 16)
+            right = "yes" if np.array_equal(found, want) else "NO"
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(repeat):
+                out = call(grads)
+            jax.block_until_ready(out)
+            times.append((time.perf_counter() - start) / repeat * 1e3)
+        ms = statistics.median(times)
+        base = base or ms
+        rows.append(
+            [
+                name,
+                number(ms, 3),
+                number(ms / base, 2),
+                number(size / ms / 1e9, 2),
+                number(compile_s, 1),
+                right,
+            ]
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+# --- in a step -----------------------------------------------------------------------
+
+
+def build(task: Any, optimizer: Any, mode: str) -> tuple[Any, Callable[..., Any]]:
+    """Returns the state and the step of a mode."""
+    value_and_grad = mpx.value_and_grad(task.loss, policy="p=f32,c=bf16,o=f32")
+    options: dict[str, Any] = {"stats, sample=16": {"sample": 16}}
+
+    def step(state: Any, batch: Any) -> Any:
+        model, opt_state, scaling = state
+        result = value_and_grad(scaling, model, batch)
+        new, opt_state = mpx.optimizer_update(
+            model, optimizer, opt_state, result.grads, result.finite
+        )
+        out: Any = result.value
+        if mode.startswith("stats"):
+            found = mpx.inspect.exponent_stats(result.grads, **options.get(mode, {}))
+            out = out, found
+        if mode.startswith("watch"):
+            after = new if "stuck" in mode else None
+            before = model if "stuck" in mode else None
+            out = mpx.inspect.watch().observe(result, before=before, after=after)
+        return (new, opt_state, result.scaling), out
+
+    params = eqx.filter(task.model, eqx.is_inexact_array)
+    state = (task.model, jax.jit(optimizer.init)(params), mpx.NoLossScaling())
+    return state, step
+
+
+def time_in_step(options: argparse.Namespace) -> list[list[str]]:
+    """Times steps with and without statistics in turn, group by group."""
+    runs, traces = {}, {}
+    for mode in options.modes:
+        task = make_task(options.model, options.batch)
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+        state, step = build(task, optimizer, mode)
+        arrays, static = eqx.partition(state, eqx.is_array)
+        arrays = measure.own_small_buffers(arrays)
+
+        def on_arrays(arrays: Any, batch: Any, step: Any = step, static: Any = static):
+            state, output = step(eqx.combine(arrays, static), batch)
+            return eqx.filter(state, eqx.is_array), output
+
+        jitted, record = measure.compile_step(on_arrays, arrays, task.batches[0])
+        traces[mode] = record
+        arrays, _, _ = measure.time_steps(
+            jitted, arrays, task.batches, steps=10, group=10
+        )
+        runs[mode] = [jitted, arrays, task.batches, []]
+        print(f"{mode}: compiled", flush=True)
+    for _ in range(options.rounds):
+        for run in runs.values():
+            jitted, arrays, batches, times = run
+            run[1], _, timing = measure.time_steps(
+                jitted, arrays, batches, steps=options.group, group=options.group
+            )
+            times.append(timing["ms"])
+    base = statistics.median(runs[options.modes[0]][3])
+    rows = []
+    for mode, (_, _, _, times) in runs.items():
+        ms = statistics.median(times)
+        share = ms / base - 1
+        rows.append(
+            [
+                mode,
+                number(ms, 3),
+                number(ms - base, 3),
+                number(100 * share, 2, " %"),
+                number(100 * (max(times) / min(times) - 1), 1, " %"),
+                number(traces[mode]["trace_s"], 1),
+                number(traces[mode]["compile_s"], 1),
+                "–"
+                if mode == options.modes[0]
+                else ("met" if share <= TARGET else "MISSED"),
+            ]
+        )
+    return rows
+
+
+def main() -> int:
+    """Runs both parts."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--model", default="vit-base")
+    add("--batch", type=int, default=128)
+    add("--repeat", type=int, default=20)
+    add("--rounds", type=int, default=12)
+    add("--group", type=int, default=10)
+    add("--modes", default="step;stats;stats, sample=16")
+    add("--alone", action="store_true", help="leave out the steps")
+    add("--ways", default="", help="those whose name contains this")
+    options = parser.parse_args()
+    options.modes = options.modes.split(";")
+    with tempfile.TemporaryDirectory() as cache:
+        measure.start_child(cache)
+        print(measure.environment())
+        model = make_task(options.model, options.batch).model
+        leaves = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        draw = jax.jit(
+            lambda keys: [
+                1e-5 * jax.random.normal(key, x.shape) ** 3
+                for key, x in zip(keys, leaves, strict=True)
+            ]
+        )
+        grads = draw(keys)
+        rows = time_alone(grads, options.repeat, options.ways)
+        head = ["alone", "ms", "× finite", "TB/s", "compile s", "right"]
+        print(f"\n{options.model}: {len(grads)} leaves, {sum(x.size for x in grads)}\n")
+        print(measure.format_table(head, rows))
+        if not options.alone:
+            head = [
+                "step",
+                "ms",
+                "+ ms",
+                "+ %",
+                "spread",
+                "trace s",
+                "compile s",
+                "2 %",
+            ]
+            print("\n" + measure.format_table(head, time_in_step(options)))
+    return int(any("NO" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
