@@ -27,11 +27,10 @@ from mpx._inspect._bins import (
     carried,
 )
 from mpx._inspect._counting import count
-from mpx._inspect._result import Result, Table, amount, percent
+from mpx._inspect._exponent_view import SHOWN, ExponentView, LeafExponents
+from mpx._inspect._result import Result, Table
 from mpx._tree import AxisName, dtype_of, named_leaves
 
-BARS = " ▁▂▃▄▅▆▇█"
-SHOWN = ("f16", "bf16", "e5m2", "e4m3")
 SAMPLED = 2**14
 """Leaves of fewer values are counted whole, also if a sample is asked for."""
 
@@ -41,7 +40,7 @@ SAMPLED = 2**14
     data_fields=("counts", "squares"),
     meta_fields=("names", "dtypes", "sample"),
 )
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class ExponentStats(Result):
     """One histogram of exponents for each floating leaf of a pytree.
 
@@ -162,7 +161,10 @@ class ExponentStats(Result):
 
     @property
     def norms(self) -> np.ndarray:
-        """The Euclidean norm of each leaf; of the sample, if there is one."""
+        """The Euclidean norm of each leaf, by squares in f32; of the sample, if one was taken.
+
+        Values below 1e-19 do not enter, since their squares are zero in f32.
+        """
         squares = np.asarray(jax.device_get(self.squares), np.float64)
         return np.sqrt(squares.reshape(-1, len(self.names)).sum(0))
 
@@ -305,115 +307,6 @@ def _format(name: str) -> Format:
             f"`dtype` must be one of {', '.join(FORMATS)}, but {name!r} was given."
         )
     return FORMATS[name]
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafExponents:
-    """What the histogram of one leaf says; see `ExponentStats`.
-
-    Attributes:
-        name: The path of the leaf.
-        dtype: Its dtype.
-        size: The number of values that were counted.
-        zeros: How many of them are zero.
-        infs: How many are infinite.
-        nans: How many are nan.
-        range: The smallest and the largest exponent.
-        norm: The Euclidean norm.
-        flushed: By format, the share of the numbers that it rounds to zero.
-        overflowing: By format, the share of the numbers beyond its largest one.
-        best_scale: The largest loss scale at which nothing overflows in f16.
-        counts: The number of values by exponent, from below -63 to above 31.
-    """
-
-    name: str
-    dtype: str
-    size: int
-    zeros: int
-    infs: int
-    nans: int
-    range: tuple[int, int] | None
-    norm: float
-    flushed: dict[str, float]
-    overflowing: dict[str, float]
-    best_scale: float
-    counts: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class ExponentView(Result):
-    """A table of exponent histograms at one loss scale; made by `ExponentStats.view`.
-
-    Attributes:
-        scale: The loss scale.
-        sample: Every how many rows were counted of large leaves.
-        leaves: What each histogram says.
-    """
-
-    scale: float
-    sample: int
-    leaves: tuple[LeafExponents, ...]
-
-    def tables(self) -> Sequence[Table]:
-        """Returns one row for each leaf, with its histogram as bars."""
-        if not self.leaves:
-            return [Table.text("No floating leaf.")]
-        formats = list(self.leaves[0].flushed)
-        low, high = self._span()
-        head = ["leaf", "dtype", "values", f"2^{low} … 2^{high}", "range", "zero"]
-        head += [f"→0 {name}" for name in formats]
-        head += ["inf, nan", "best scale"]
-        rows = [self._row(leaf, low, high) for leaf in self.leaves]
-        title = "Exponents"
-        if self.scale != 1:
-            title += f" at a loss scale of {_power(self.scale)}"
-        if self.sample > 1:
-            title += f" (every {self.sample}th row of large leaves)"
-        right = frozenset({2, *range(5, len(head))})
-        lost = "→0: the share of the numbers that the format rounds to zero."
-        over = [
-            f"{max(shares):.2g} of a leaf overflows in {name}."
-            for name in formats
-            if max(shares := [leaf.overflowing[name] for leaf in self.leaves]) > 0
-        ]
-        text = " ".join([lost, *(f"Up to {sentence}" for sentence in over)])
-        return [Table(head, rows, title, right), Table.text(text)]
-
-    def _span(self) -> tuple[int, int]:
-        found = [leaf.range for leaf in self.leaves if leaf.range is not None]
-        if not found:
-            return 0, 0
-        return min(low for low, _ in found), max(high for _, high in found)
-
-    def _row(self, leaf: LeafExponents, low: int, high: int) -> list[str]:
-        numbers = leaf.size - leaf.zeros - leaf.infs - leaf.nans
-        limits = "–" if leaf.range is None else "2^{} … 2^{}".format(*leaf.range)
-        best = "–" if math.isnan(leaf.best_scale) else _power(leaf.best_scale)
-        wrong = leaf.infs + leaf.nans
-        return [
-            leaf.name or "(leaf)",
-            leaf.dtype,
-            amount(leaf.size),
-            sparkline(leaf.counts[low - LOWEST + 1 : high - LOWEST + 2]),
-            limits,
-            percent(leaf.zeros / leaf.size) if leaf.size else "–",
-            *(percent(share) if numbers else "–" for share in leaf.flushed.values()),
-            f"{leaf.infs}, {leaf.nans}" if wrong else "–",
-            best,
-        ]
-
-
-def _power(scale: float) -> str:
-    return f"2^{math.log2(scale):g}"
-
-
-def sparkline(counts: Sequence[int]) -> str:
-    """Returns bars whose height is the square root of the counts: tails stay visible."""
-    top = max(counts, default=0)
-    steps = len(BARS) - 1
-    return "".join(
-        BARS[math.ceil(steps * math.sqrt(x / top))] if x else BARS[0] for x in counts
-    )
 
 
 def exponent_stats(
