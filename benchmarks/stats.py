@@ -9,7 +9,9 @@ the step of `mpx-bf16` (which has a finite check), and the same with statistics.
 """
 
 import argparse
+import dataclasses
 import functools
+import math
 import statistics
 import sys
 import tempfile
@@ -27,7 +29,7 @@ from jax import lax
 import _measure as measure
 import mpx
 from _measure import number
-from _models import make_task
+from _models import SIZES, Task, Vit, vit_loss
 from mpx._inspect import _counting
 from mpx._inspect._bins import BINS, bin_of, split
 from mpx._inspect._counting_kernel import Tuning, count_local
@@ -84,52 +86,57 @@ def kernel(grads: list[Any], tuning: Tuning) -> Any:
     return every[np.argsort([*large, *small])]
 
 
-TUNINGS = [
-    Tuning(lanes, turns, warps)
-    for lanes, turns, warps in (
-        (128, 16, 1),
-        (128, 8, 1),
-        (128, 32, 1),
-        (64, 16, 1),
-        (64, 32, 1),
-        (256, 16, 1),
-        (256, 16, 2),
-        (256, 32, 4),
-        (512, 16, 4),
-    )
-]
+TUNINGS = [Tuning(128, 8), Tuning(128, 32), Tuning(64, 16), Tuning(256, 16, 2)]
 
 
-def ways(on_gpu: bool) -> dict[str, Callable[[list[Any]], Any]]:
-    """By name."""
+def ways(slow: bool) -> dict[str, Callable[[list[Any]], Any]]:
+    """By name; on a CPU there is no kernel to tune."""
     found = {"finite": finite, "stats": stats, "stats, sample=16": sampled}
-    found |= {"compare": compared, "scatter": scattered}
-    if on_gpu:
+    if jax.default_backend() == "gpu":
         for tuning in TUNINGS:
             name = "kernel {}×{}, {} warps".format(*tuning)
             found[name] = functools.partial(kernel, tuning=tuning)
+    if slow:
+        found |= {"scatter": scattered, "compare": compared}
     return found
 
 
-def expected(grads: list[Any]) -> np.ndarray:
-    """The counts by NumPy, for normal numbers and zeros."""
-    rows = []
-    for x in grads:
-        x = np.asarray(x, np.float32)
-        exponents = np.clip(np.frexp(x[x != 0])[1] - 1, -64, 32)
-        counts = np.bincount(exponents + 65, minlength=BINS)[:BINS]
-        counts[0] = np.sum(x == 0)
-        rows.append(counts)
-    return np.stack(rows)
+# One row of random numbers, cut into leaves: to draw each leaf by itself compiles for
+# longer than all else takes.
+@functools.cache
+def numbers(size: int) -> np.ndarray:
+    """Numbers of many magnitudes, like gradients."""
+    rng = np.random.default_rng(0)
+    return (1e-5 * rng.standard_normal(size, np.float32) ** 3).astype(np.float32)
 
 
-def time_alone(grads: list[Any], repeat: int, only: str = "") -> list[list[str]]:
+@functools.cache
+def expected(size: int) -> np.ndarray:
+    """The counts of `numbers` by NumPy."""
+    x = numbers(size)
+    exponents = np.clip(np.frexp(x[x != 0])[1] - 1, -64, 32)
+    counts = np.bincount(exponents + 65, minlength=BINS)[:BINS]
+    counts[0] = np.sum(x == 0)
+    return counts
+
+
+def filled(shapes: Any, scale: float = 1.0) -> Any:
+    """Arrays in place of the shapes of a tree."""
+
+    def fill(x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        return jax.device_put(scale * numbers(math.prod(x.shape)).reshape(x.shape))
+
+    return jax.tree.map(fill, shapes)
+
+
+def time_alone(grads: list[Any], repeat: int, slow: bool) -> list[list[str]]:
     """Times each way by itself, and checks its counts."""
     size = sum(x.nbytes for x in grads)
-    want, base, rows = expected(grads), None, []
-    for name, way in ways(jax.default_backend() == "gpu").items():
-        if name != "finite" and only not in name:
-            continue
+    want, base, rows = np.stack([expected(x.size) for x in grads]), None, []
+    progress("counted by NumPy")
+    for name, way in ways(slow).items():
         call = jax.jit(way)
         start = time.perf_counter()
         try:
@@ -162,7 +169,7 @@ def time_alone(grads: list[Any], repeat: int, only: str = "") -> list[list[str]]
                 right,
             ]
         )
-        print(rows[-1], flush=True)
+        progress("  ".join(rows[-1]))
     return rows
 
 
@@ -199,7 +206,7 @@ def time_in_step(options: argparse.Namespace) -> list[list[str]]:
     """Times steps with and without statistics in turn, group by group."""
     runs, traces = {}, {}
     for mode in options.modes:
-        task = make_task(options.model, options.batch)
+        task = make_task(options)
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
         state, step = build(task, optimizer, mode)
         arrays, static = eqx.partition(state, eqx.is_array)
@@ -215,7 +222,7 @@ def time_in_step(options: argparse.Namespace) -> list[list[str]]:
             jitted, arrays, task.batches, steps=10, group=10
         )
         runs[mode] = [jitted, arrays, task.batches, []]
-        print(f"{mode}: compiled", flush=True)
+        progress(f"{mode}: traced in {record['trace_s']:.1f} s, compiled")
     for _ in range(options.rounds):
         for run in runs.values():
             jitted, arrays, batches, times = run
@@ -245,37 +252,52 @@ def time_in_step(options: argparse.Namespace) -> list[list[str]]:
     return rows
 
 
+START = time.perf_counter()
+
+
+def progress(text: str) -> None:
+    """Says what is done, and after how many seconds."""
+    print(f"{time.perf_counter() - START:6.1f} s  {text}", flush=True)
+
+
+def make_task(options: argparse.Namespace) -> Task:
+    """A model of small random weights and a batch of random images."""
+    size = dataclasses.replace(SIZES[options.model], **options.size)
+    shapes = eqx.filter_eval_shape(Vit, size, jax.random.key(0))
+    model = filled(shapes, 1e3)
+    shape = (options.batch, 3, size.image, size.image)
+    image = filled(jax.ShapeDtypeStruct(shape, jnp.float32), 1e5)
+    label = jnp.arange(options.batch) % size.classes
+    return Task(model, vit_loss, [{"image": image, "label": label}])
+
+
 def main() -> int:
     """Runs both parts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--model", default="vit-base")
+    add("--model", default="vit-base", choices=["vit-base", "tiny"])
     add("--batch", type=int, default=128)
+    add("--depth", type=int, help="fewer layers: less to compile")
     add("--repeat", type=int, default=20)
-    add("--rounds", type=int, default=12)
+    add("--rounds", type=int, default=8)
     add("--group", type=int, default=10)
-    add("--modes", default="step;stats;stats, sample=16")
+    add("--modes", default="step;stats")
+    add("--slow", action="store_true", help="count in ways that are known to be slow")
     add("--alone", action="store_true", help="leave out the steps")
-    add("--ways", default="", help="those whose name contains this")
     options = parser.parse_args()
     options.modes = options.modes.split(";")
+    options.size = {} if options.depth is None else {"depth": options.depth}
     with tempfile.TemporaryDirectory() as cache:
         measure.start_child(cache)
-        print(measure.environment())
-        model = make_task(options.model, options.batch).model
-        leaves = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
-        keys = jax.random.split(jax.random.key(0), len(leaves))
-        draw = jax.jit(
-            lambda keys: [
-                1e-5 * jax.random.normal(key, x.shape) ** 3
-                for key, x in zip(keys, leaves, strict=True)
-            ]
-        )
-        grads = draw(keys)
-        rows = time_alone(grads, options.repeat, options.ways)
+        progress(str(measure.environment()))
+        size = dataclasses.replace(SIZES[options.model], **options.size)
+        shapes = eqx.filter_eval_shape(Vit, size, jax.random.key(0))
+        grads = jax.tree.leaves(filled(shapes))
+        grads = [x for x in grads if isinstance(x, jax.Array)]
+        progress(f"{len(grads)} leaves, {sum(x.size for x in grads)} values")
+        rows = time_alone(grads, options.repeat, options.slow)
         head = ["alone", "ms", "× finite", "TB/s", "compile s", "right"]
-        print(f"\n{options.model}: {len(grads)} leaves, {sum(x.size for x in grads)}\n")
-        print(measure.format_table(head, rows))
+        print("\n" + measure.format_table(head, rows) + "\n", flush=True)
         if not options.alone:
             head = [
                 "step",

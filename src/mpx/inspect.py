@@ -12,6 +12,13 @@ from mpx._fp8 import check as check
 from mpx._fp8 import fp8_report as _fp8_report
 from mpx._inspect._exponents import ExponentStats as ExponentStats
 from mpx._inspect._exponents import exponent_stats as exponent_stats
+from mpx._inspect._observation import Observation as Observation
+from mpx._inspect._observation import observe as observe
+from mpx._inspect._plots import plot_exponents as plot_exponents
+from mpx._inspect._run_summary import RunSummary as RunSummary
+from mpx._inspect._run_summary import Skip as Skip
+from mpx._inspect._watch import Watch as Watch
+from mpx._inspect._watch import watch as watch
 
 
 @overload

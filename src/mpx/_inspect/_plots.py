@@ -85,7 +85,9 @@ def _draw_formats(ax: Any, scale: float, formats: Sequence[str]) -> None:
             math.log2(x) - shift for x in (form.smallest, form.tiny, form.max)
         )
         color = f"C{row}"
-        ax.barh(row, tiny - smallest, left=smallest, height=0.25, color=color, alpha=0.5)
+        ax.barh(
+            row, tiny - smallest, left=smallest, height=0.25, color=color, alpha=0.5
+        )
         ax.barh(row, most - tiny, left=tiny, height=0.6, color=color)
     ax.set_yticks(range(len(formats)), formats)
     ax.invert_yaxis()
@@ -97,7 +99,9 @@ def _draw_ridges(ax: Any, shares: np.ndarray, names: Sequence[str]) -> None:
     edges = np.arange(LOWEST - 1, LOWEST + shares.shape[1])
     for row, share in enumerate(shares):
         heights = np.sqrt(share / max(share.max(), 1e-30)) * 0.9
-        ax.stairs(heights + -row, edges, baseline=-row, fill=True, color="C0", alpha=0.6)
+        ax.stairs(
+            heights + -row, edges, baseline=-row, fill=True, color="C0", alpha=0.6
+        )
     ax.set_yticks([-row for row in range(len(names))], names)
     ax.set_ylim(-len(names) + 0.9, 1)
     ax.grid(axis="x", alpha=0.3)
