@@ -9,6 +9,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -61,15 +62,19 @@ def count_local(
         # An operand, not a constant of the kernel: leaves of one size share a program.
         index = jnp.full((1,), row, jnp.int32)
         totals = counts, squares
-        counts, squares = _launch(index, x, totals, tuning, interpret)
+        counts, squares = _launch(
+            index, x.reshape(-1), totals, tuning=tuning, interpret=interpret
+        )
     # Programs count as zeros what lies behind the end of their array.
     behind = [p * tuning.chunk - x.size for p, x in zip(programs, leaves, strict=True)]
     counts = counts.at[:, ZERO].add(-jnp.stack([jnp.int32(x) for x in behind]))
     return counts[:, :BINS], jnp.sum(squares, axis=1)
 
 
+# Under jit, so that leaves of equal sizes are traced and lowered once: each takes 0.3 s.
+@functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
 def _launch(
-    row: Array, x: Array, totals: Sequence[Array], tuning: Tuning, interpret: bool
+    row: Array, x: Array, totals: Sequence[Array], *, tuning: Tuning, interpret: bool
 ) -> Any:
     pl = private("kernels")
     types = [struct_like(total, total.shape) for total in totals]
@@ -83,7 +88,7 @@ def _launch(
         compiler_params=pl.CompilerParams(num_warps=tuning.warps, num_stages=1),
         interpret=interpret,
         name="mpx_count_exponents",
-    )(row, x.reshape(-1), *totals)
+    )(row, x, *totals)
 
 
 def _kernel(*refs: Any, size: int, tuning: Tuning) -> None:
