@@ -35,13 +35,9 @@ class Mlp(eqx.Module):
         return self.down(jax.nn.tanh(self.up(x)))
 
 
-def loss_of(predict, x, bad):
-    """A loss whose value is finite at every step; `bad` makes one gradient infinite."""
-    return jnp.mean(predict(x) ** 2) + bad
-
-
 @jax.custom_vjp
 def break_gradient(w, factor):
+    """The identity, whose gradient is multiplied by a factor."""
     return w
 
 
@@ -122,12 +118,11 @@ def test_the_gradient_that_caused_a_skipped_step_is_named(name):
     assert (summary.steps, summary.skipped) == (8, 1)
     (skip,) = summary.skips
     assert skip.step == BAD
-    assert skip.leaf.startswith(leaf)
+    assert skip.leaf == leaf
     assert skip.leaves == 1
     assert skip.infs + skip.nans == 16
     assert skip.loss_scale == 2.0**10
     assert math.isfinite(skip.loss)
-    assert f"`{leaf}" in recorder.notes.get("stalled", f"`{leaf}`")
     assert leaf in str(summary)
     scales = recorder.timeline.means("loss_scaling")
     assert scales == [2.0**10] * 6 + [2.0**9] * 2

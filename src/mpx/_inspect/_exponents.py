@@ -29,6 +29,7 @@ from mpx._inspect._bins import (
 from mpx._inspect._counting import count
 from mpx._inspect._exponent_view import SHOWN, ExponentView, LeafExponents
 from mpx._inspect._result import Result, Table
+from mpx._nnx import without_variables
 from mpx._tree import AxisName, dtype_of, named_leaves
 
 SAMPLED = 2**14
@@ -337,9 +338,10 @@ def exponent_stats(
     """
     check_axis_name(axis_name)
     sample = as_count(sample, "sample", at_least=1)
-    found = [(name, x) for name, x in named_leaves(tree) if _has_exponents(x)]
-    leaves = [_sampled(lax.stop_gradient(jnp.asarray(x)), sample) for _, x in found]
-    counts, squares = count(leaves)
+    leaves = named_leaves(without_variables(tree))
+    found = [(name, x) for name, x in leaves if _has_exponents(x)]
+    arrays = [_sampled(lax.stop_gradient(jnp.asarray(x)), sample) for _, x in found]
+    counts, squares = count(arrays)
     if axis_name is not None:
         counts, squares = lax.psum((counts, squares), axis_name)
         counts = carried(counts)

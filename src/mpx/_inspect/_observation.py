@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from mpx._fp8 import Fp8State
 from mpx._grad import GradResult
 from mpx._inspect._exponents import ExponentStats, exponent_stats
+from mpx._nnx import without_variables
 from mpx._tree import (
     all_finite,
     check_same_structure,
@@ -114,6 +115,7 @@ def _newest(amaxes: Array) -> Array:
 
 
 def _stuck(before: PyTree, after: PyTree, grads: PyTree) -> dict[str, Array]:
+    before, after, grads = map(without_variables, (before, after, grads))
     check_same_structure(before, after, "`before` and `after`")
     slopes = {str(name): leaf for name, leaf in named_leaves(grads)}
     found: dict[str, Array] = {}
