@@ -10,6 +10,8 @@ from mpx._fp8 import Fp8Function as _Fp8Function
 from mpx._fp8 import Fp8Report as Fp8Report
 from mpx._fp8 import check as check
 from mpx._fp8 import fp8_report as _fp8_report
+from mpx._inspect._doctor import Diagnosis as Diagnosis
+from mpx._inspect._doctor import doctor as doctor
 from mpx._inspect._exponents import ExponentStats as ExponentStats
 from mpx._inspect._exponents import exponent_stats as exponent_stats
 from mpx._inspect._observation import Observation as Observation
