@@ -29,7 +29,7 @@ from jax import lax
 import _measure as measure
 import mpx
 from _measure import number
-from _models import SIZES, Task, Vit, vit_loss
+from _models import SIZES, Task, Vit, VitSize, vit_loss
 from mpx._inspect import _counting
 from mpx._inspect._bins import BINS, bin_of, split
 from mpx._inspect._counting_kernel import Tuning, count_local
@@ -265,9 +265,16 @@ def progress(text: str) -> None:
     print(f"{time.perf_counter() - START:6.1f} s  {text}", flush=True)
 
 
+def size_of(options: argparse.Namespace) -> VitSize:
+    """The size of the model."""
+    size = SIZES[options.model]
+    assert isinstance(size, VitSize)
+    return dataclasses.replace(size, **options.size)
+
+
 def make_task(options: argparse.Namespace) -> Task:
     """A model of small random weights and a batch of random images."""
-    size = dataclasses.replace(SIZES[options.model], **options.size)
+    size = size_of(options)
     shapes = eqx.filter_eval_shape(Vit, size, jax.random.key(0))
     model = filled(shapes, 1e3)
     shape = (options.batch, 3, size.image, size.image)
@@ -295,8 +302,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as cache:
         measure.start_child(cache)
         progress(str(measure.environment()))
-        size = dataclasses.replace(SIZES[options.model], **options.size)
-        shapes = eqx.filter_eval_shape(Vit, size, jax.random.key(0))
+        shapes = eqx.filter_eval_shape(Vit, size_of(options), jax.random.key(0))
         grads = jax.tree.leaves(filled(shapes))
         grads = [x for x in grads if isinstance(x, jax.Array)]
         progress(f"{len(grads)} leaves, {sum(x.size for x in grads)} values")

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from mpx._inspect import _counting
 from mpx._inspect._bins import BINS, add_up, as_integers, carried, split
 from mpx._inspect._counting_kernel import Tuning, count_local
-from mpx.inspect import ExponentStats, exponent_stats
+from mpx.inspect import ExponentStats, exponent_stats, plot_exponents
 
 RNG = np.random.default_rng(0)
 KINDS = {
@@ -310,3 +311,39 @@ def test_the_table_shows_what_is_lost():
 def test_wrong_arguments_are_reported(untyped, call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_some_leaves_can_be_selected():
+    stats = exponent_stats({"a": jnp.ones(2), "b": {"w": jnp.zeros(3)}})
+    assert stats.select("^b").sizes.tolist() == [3]
+    assert stats.select(lambda name: name == "a").names == ("a",)
+    assert stats.select("nothing").names == ()
+    assert stats.total().sizes.tolist() == [5]
+
+
+# --- Pictures -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 12])
+@pytest.mark.parametrize("scale", [1.0, 2.0**15])
+def test_histograms_are_drawn_below_the_formats(count, scale):
+    tree = [jnp.asarray(values((50,))) for _ in range(count)]
+    figure = plot_exponents(exponent_stats(tree), scale=scale, title="Gradients")
+    top, main = figure.axes
+    names = [label.get_text() for label in top.get_yticklabels()]
+    assert names == ["f16", "bf16", "e5m2", "e4m3"]
+    bars = [bar for bar in top.patches if bar.get_height() == 0.6]
+    ends = bars[0].get_x(), bars[0].get_x() + bars[0].get_width()
+    shift = math.log2(scale)
+    assert ends == pytest.approx((-14 - shift, math.log2(65504) - shift))
+    assert len(main.collections) + len(main.patches) == (0 if not count else 1)
+    assert ("loss scale of 2^15" in top.get_title(loc="left")) is (scale != 1)
+    figure.canvas.draw()
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(
+        ImportError, match=r'needs matplotlib: `pip install "mpx-jax\[in'
+    ):
+        plot_exponents(exponent_stats(jnp.ones(2)))

@@ -130,6 +130,19 @@ def test_the_gradient_that_caused_a_skipped_step_is_named(name):
     assert [point[4] for point in norms] == [0] * 5 + [1] + [0] * 2
 
 
+def test_the_recorded_scale_is_that_of_the_step():
+    scaling, recorder = mpx.DynamicLossScaling.pow2(2.0**10), watch()
+    grads = {"w": jnp.array([jnp.inf])}
+    for finite in (False, False, True):
+        result = mpx.GradResult(
+            jnp.float32(1), None, grads, scaling.adjust(finite), jnp.array(finite)
+        )
+        recorder.record(observe(result, scaling=scaling))
+        scaling = result.scaling
+    recorder.flush()
+    assert recorder.timeline.means("loss_scaling") == [2.0**10, 2.0**9, 2.0**8]
+
+
 @pytest.mark.standard_promotion
 def test_numbers_of_a_step_agree_with_the_arrays():
     params = {"a": {"w": jnp.array([1.0, 2.0])}, "b": {"w": jnp.array([3.0])}}
@@ -314,7 +327,7 @@ def test_observing_adds_no_callback_and_no_recompilation():
     jitted = jax.jit(step)
     jitted({"w": jnp.ones(3)})
     jitted({"w": jnp.zeros(3)})
-    assert jitted._cache_size() == 1
+    assert jitted._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
     assert "callback" not in jitted.lower({"w": jnp.ones(3)}).as_text()
 
 

@@ -67,3 +67,9 @@ def as_integers(pairs: Any) -> np.ndarray:
     """Returns pairs on the host as int64."""
     pairs = np.asarray(pairs).astype(np.int64)
     return (pairs[..., 1] << BASE_BITS) + pairs[..., 0]
+
+
+def as_pairs(counts: np.ndarray) -> np.ndarray:
+    """Returns int64 on the host as pairs."""
+    low = counts & (2**BASE_BITS - 1)
+    return np.stack([low, counts >> BASE_BITS], axis=-1).astype(np.int32)

@@ -76,7 +76,7 @@ class ExponentView(Result):
         right = frozenset({2, *range(5, len(head))})
         lost = "→0: the share of the numbers that the format rounds to zero."
         over = [
-            f"{max(shares):.2g} of a leaf overflows in {name}."
+            f"{percent(max(shares))} of a leaf overflows in {name}."
             for name in formats
             if max(shares := [leaf.overflowing[name] for leaf in self.leaves]) > 0
         ]

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -121,11 +122,8 @@ class ExponentStats(Result):
 
     @functools.cached_property
     def _host(self) -> np.ndarray:
-        return (
-            as_integers(jax.device_get(self.counts))
-            .reshape(-1, len(self.names), BINS)
-            .sum(0)
-        )
+        counts = as_integers(jax.device_get(self.counts))
+        return counts.sum(tuple(range(counts.ndim - 2)))
 
     def histogram(self) -> np.ndarray:
         """Returns the number of values by leaf and bin, int64[leaves, 100].
@@ -167,7 +165,7 @@ class ExponentStats(Result):
         Values below 1e-19 do not enter, since their squares are zero in f32.
         """
         squares = np.asarray(jax.device_get(self.squares), np.float64)
-        return np.sqrt(squares.reshape(-1, len(self.names)).sum(0))
+        return np.sqrt(squares.sum(tuple(range(squares.ndim - 1))))
 
     def ranges(self) -> list[tuple[int, int] | None]:
         """Returns the smallest and the largest exponent of each leaf.
@@ -190,14 +188,16 @@ class ExponentStats(Result):
             dtype: The format: "f16", "bf16", "e5m2", "e4m3".
             scale: The loss scale, by which the values are multiplied first.
         """
-        return self._share_below(_format(dtype).smallest / 2 / scale)
+        threshold = _format(dtype).smallest / 2 / scale
+        return _share(self._host, math.log2(threshold), upwards=False)
 
     def subnormal(self, dtype: str, scale: float = 1.0) -> np.ndarray:
         """Returns the share that is below the normal numbers of a format, flushed or not.
 
         These values have lost precision. See `flushed` for the arguments.
         """
-        return self._share_below(_format(dtype).tiny / scale)
+        threshold = _format(dtype).tiny / scale
+        return _share(self._host, math.log2(threshold), upwards=False)
 
     def overflowing(self, dtype: str, scale: float = 1.0) -> np.ndarray:
         """Returns the share of the values beyond the largest number of a format.
@@ -205,7 +205,8 @@ class ExponentStats(Result):
         The values around the largest number are in one bin with smaller ones: it counts in
         proportion. See `flushed` for the arguments.
         """
-        return self._beyond(_format(dtype).max / scale)
+        threshold = _format(dtype).max / scale
+        return _share(self._host, math.log2(threshold), upwards=True)
 
     def best_scale(self, dtype: str = "f16") -> list[float]:
         """Returns the largest power of two by which each leaf can be scaled, by leaf.
@@ -216,6 +217,22 @@ class ExponentStats(Result):
         top = math.floor(math.log2(_format(dtype).max))
         found = self.ranges()
         return [math.nan if x is None else 2.0 ** (top - 1 - x[1]) for x in found]
+
+    def select(self, choose: str | Callable[[str], bool]) -> "ExponentStats":
+        """Returns the statistics of some leaves.
+
+        Args:
+            choose: A regular expression to find in the names, or a function of a name.
+        """
+        chosen = choose if callable(choose) else re.compile(choose).search
+        rows = np.array([i for i, name in enumerate(self.names) if chosen(name)], int)
+        return dataclasses.replace(
+            self,
+            counts=self.counts[..., rows, :, :],
+            squares=self.squares[..., rows],
+            names=tuple(self.names[i] for i in rows),
+            dtypes=tuple(self.dtypes[i] for i in rows),
+        )
 
     def total(self, name: str = "all") -> "ExponentStats":
         """Returns the statistics of all leaves as one."""
@@ -274,32 +291,27 @@ class ExponentStats(Result):
             counts=tuple(int(x) for x in self._host[i, BELOW:INF]),
         )
 
-    def _share_below(self, threshold: float) -> np.ndarray:
-        position = math.log2(threshold)
-        return _share(self._host, position, upwards=False)
-
-    def _beyond(self, threshold: float) -> np.ndarray:
-        return _share(self._host, math.log2(threshold), upwards=True)
-
 
 def _share(counts: np.ndarray, position: float, *, upwards: bool) -> np.ndarray:
     """Returns the share of the numbers above or below `2**position`, by leaf."""
     numbers = counts[:, BELOW:INF]
-    # The first bin has no lower end, and the last no upper one.
-    low = np.arange(LOWEST - 1, HIGHEST + 2, dtype=np.float64)
-    ends = [*low[1:].tolist(), np.inf]
-    low[0] = -np.inf
-    below = np.zeros(len(low))
-    for i, (start, end) in enumerate(zip(low, ends, strict=True)):
-        if end <= position:
-            below[i] = 1.0
-        elif start < position and math.isfinite(start) and math.isfinite(end):
-            below[i] = (2.0 ** (position - start)) - 1  # evenly spread within the bin
-        elif upwards and start < position:
-            below[i] = 1.0  # an open bin: nothing is known to be above
-    weights = 1 - below if upwards else below
-    totals = numbers.sum(-1)
-    return numbers @ weights / np.maximum(totals, 1)
+    below = np.array(_parts_below(position, upwards))
+    shares = numbers @ (1 - below if upwards else below)
+    return shares / np.maximum(numbers.sum(-1), 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _parts_below(position: float, upwards: bool) -> tuple[float, ...]:
+    """Returns which part of each bin is below `2**position`.
+
+    The first and the last bin are open: what is not known of them counts neither as too
+    small nor, `upwards`, as too large.
+    """
+    parts = [1.0 if position >= LOWEST else float(upwards)]
+    for exponent in range(LOWEST, HIGHEST + 1):  # evenly spread within a bin
+        within = 2.0 ** min(max(position - exponent, 0.0), 1.0) - 1
+        parts.append(within)
+    return (*parts, 1.0 if upwards and position > HIGHEST + 1 else 0.0)
 
 
 def _format(name: str) -> Format:

@@ -35,6 +35,7 @@ def formats() -> dict[str, tuple[bool | None, str]]:
     names = ["f32", "tf32", "bf16", "f16", "fp8", "mx"]
     platform = jax.default_backend()
     capability = cuda_capability()
+    found: dict[str, tuple[bool | None, str]]
     if capability is not None:
         version = ".".join(map(str, capability))
         found = {
@@ -45,10 +46,10 @@ def formats() -> dict[str, tuple[bool | None, str]]:
         found = _cpu_formats()
     elif platform == "tpu":
         kind = jax.devices()[0].device_kind
-        found = dict.fromkeys(("tf32", "f16", "mx"), (False, "TPUs compute in bf16"))
+        found = {x: (False, "TPUs compute in bf16") for x in ("tf32", "f16", "mx")}
         found |= {"bf16": (True, kind), "fp8": (bool(TPU_FP8.search(kind)), kind)}
     else:
-        found = dict.fromkeys(names, (None, f"mpx does not know {platform}"))
+        found = {name: (None, f"mpx does not know {platform}") for name in names}
     found["f32"] = (True, "in several passes of bf16" if platform == "tpu" else "")
     return {name: found[name] for name in names}
 

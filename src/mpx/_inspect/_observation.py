@@ -23,7 +23,16 @@ from mpx._tree import (
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("loss", "finite", "scaling", "grads", "stuck", "amaxes", "extra"),
+    data_fields=(
+        "loss",
+        "finite",
+        "scale",
+        "scaling",
+        "grads",
+        "stuck",
+        "amaxes",
+        "extra",
+    ),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,6 +42,7 @@ class Observation:
     Attributes:
         loss: The loss, or `None`.
         finite: Whether the step was taken.
+        scale: The loss scale of the step, if that is known.
         scaling: The metrics of the loss scaling for the next step.
         grads: The exponents of the gradients, or `None`.
         stuck: By parameter, the share of its numbers that have a gradient and that the
@@ -43,6 +53,7 @@ class Observation:
 
     loss: Float[Array, ""] | None
     finite: Bool[Array, ""]
+    scale: Float[Array, ""] | None
     scaling: dict[str, Array]
     grads: ExponentStats | None
     stuck: dict[str, Array]
@@ -73,7 +84,9 @@ def observe(
         loss: The loss, if there is no `result`.
         grads: The gradients, if there is no `result`.
         finite: Whether the step was taken; by default, whether the gradients are finite.
-        scaling: The loss scaling, if there is no `result`.
+        scaling: The loss scaling with which the step was taken. A `result` holds that of
+            the next step, from which the recorder knows the scale of all steps but the
+            first.
         fp8: The state of delayed scaling, if there is no `result`.
         before: The parameters before the step, to find those that do not move. For a
             compressed optimizer these are `mpx.optim.master_params(params, state)`.
@@ -86,7 +99,7 @@ def observe(
     """
     if result is not None:
         loss, grads = result.value, result.grads
-        finite, scaling, fp8 = result.finite, result.scaling, result.fp8
+        finite, fp8 = result.finite, result.fp8
     if (before is None) != (after is None):
         raise ValueError(
             "`before` and `after` must be given together: the parameters before and after "
@@ -95,11 +108,13 @@ def observe(
     stats = None if grads is None else exponent_stats(grads)
     if finite is None:
         finite = all_finite(loss) if stats is None else stats.all_finite()
-    metrics = getattr(scaling, "metrics", dict)
+    following = scaling if result is None else result.scaling
+    metrics = getattr(following, "metrics", dict)
     newest = {} if fp8 is None else {k: _newest(x) for k, x in fp8.amaxes.items()}
     return Observation(
         loss=None if loss is None else jnp.asarray(loss, jnp.float32),
         finite=jnp.asarray(finite),
+        scale=getattr(scaling, "loss_scaling", None),
         scaling=metrics(),
         grads=stats,
         stuck={} if before is None else _stuck(before, after, grads),

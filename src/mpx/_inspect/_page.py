@@ -107,7 +107,12 @@ def _heat(watch: "Watch") -> dict[str, Any]:
             merged.append([_number(x / whole) for x in total] if whole else None)
         return merged
 
+    scales = line.curves.get("loss_scaling") or [None] * len(line.starts)
     return {
+        "scales": [
+            _number(math.log2(x[3])) if x and x[0] and x[3] > 0 else 0
+            for x in scales[::every]
+        ],
         "lowest": LOWEST - 1 + first,
         "bins": last - first,
         "steps": line.starts[::every],

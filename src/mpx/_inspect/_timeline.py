@@ -1,7 +1,7 @@
 """Curves of a run of any length, in a bounded number of points."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Point = list[float]
@@ -84,7 +84,9 @@ class Timeline:
 
     def _halve(self) -> None:
         self.starts = self.starts[::2]
-        for columns, join in ((self.curves, _joined), (self.counts, _added)):
+        kinds: list[tuple[dict[str, list[Any]], Callable[..., Any]]]
+        kinds = [(self.curves, _joined), (self.counts, _added)]
+        for columns, join in kinds:
             for name, column in columns.items():
                 pairs = zip(column[::2], [*column[1::2], None], strict=False)
                 joined = [join(a, b) for a, b in pairs]

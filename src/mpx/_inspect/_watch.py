@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from mpx._arguments import as_count
-from mpx._inspect._bins import BELOW, INF
+from mpx._inspect._bins import BELOW, INF, as_pairs
 from mpx._inspect._exponents import ExponentStats
 from mpx._inspect._observation import Observation, observe
 from mpx._inspect._result import percent
@@ -106,26 +106,26 @@ class Watch:
 
     def _fetch(self, pending: Sequence[tuple[int, Observation]]) -> None:
         found = jax.device_get([observation for _, observation in pending])
-        merged: ExponentStats | None = None
+        taken: list[ExponentStats] = []
         for (step, _), observation in zip(pending, found, strict=True):
             self._take(step, observation)
-            stats = observation.grads
-            if stats is not None and bool(observation.finite):
-                same = merged is not None and merged.names == stats.names
-                merged = merged + stats if merged is not None and same else stats
-        if merged is not None:
-            self.exponents = merged
+            if observation.grads is not None and bool(observation.finite):
+                taken.append(observation.grads)
+        alike = [stats for stats in taken if stats.names == taken[-1].names]
+        if alike:
+            self.exponents = dataclasses.replace(
+                alike[-1],
+                counts=as_pairs(np.sum([x.histogram() for x in alike], axis=0)),
+                squares=np.sum([x.norms**2 for x in alike], axis=0),
+            )
 
     def _take(self, step: int, seen: Observation) -> None:
         finite = bool(seen.finite)
         numbers: dict[str, float] = {"skipped": float(not finite)}
         if seen.loss is not None:
             numbers["loss"] = float(seen.loss)
-        scale = float(seen.scaling.get("loss_scaling", math.nan))
-        # The recorded scale is that of the next step.
-        used = scale if math.isnan(self._scale) else self._scale
-        self._scale = scale
-        if not math.isnan(scale):
+        used = self._scale_of(seen)
+        if not math.isnan(used):
             numbers["loss_scaling"] = used
         counts: dict[str, list[int]] = {}
         if seen.grads is not None:
@@ -143,6 +143,14 @@ class Watch:
         self._latest |= numbers
         write_all(self._writers, step, numbers)
         self._judge(step, seen, finite, used)
+
+    def _scale_of(self, seen: Observation) -> float:
+        """Returns the loss scale of a step; nan if there is none."""
+        following = float(seen.scaling.get("loss_scaling", math.nan))
+        before, self._scale = self._scale, following
+        if seen.scale is not None:
+            return float(seen.scale)
+        return following if math.isnan(before) else before
 
     def _gradients(
         self, stats: ExponentStats, scale: float
