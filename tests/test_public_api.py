@@ -56,10 +56,21 @@ PUBLIC = {
     ],
     "mpx.inspect": [
         "AmpReport",
+        "Diagnosis",
+        "ExponentStats",
         "Fp8Check",
         "Fp8Report",
+        "Observation",
+        "RunSummary",
+        "Skip",
+        "Watch",
         "check",
+        "doctor",
+        "exponent_stats",
+        "observe",
+        "plot_exponents",
         "report",
+        "watch",
     ],
     "mpx.optim": [
         "Clip",
@@ -96,6 +107,8 @@ LIVE = ["BFLOAT16_MAX", "FLOAT16_MAX", "HALF_PRECISION_DATATYPE"]
 RECEIVED = [
     "AmpReport",
     "Clip",
+    "Diagnosis",
+    "ExponentStats",
     "FlashOptimizer",
     "FlashState",
     "Fp8Check",
@@ -103,8 +116,12 @@ RECEIVED = [
     "Fp8State",
     "LossScaling",
     "MasterWeightsState",
+    "Observation",
     "Released",
+    "RunSummary",
+    "Skip",
     "SkipNonfiniteState",
+    "Watch",
 ]
 # Thin names for users of other libraries, documented there: one example for each module.
 COMPAT = ["mpx.compat.flashoptim", "mpx.compat.jaxamp", "mpx.compat.jmp"]

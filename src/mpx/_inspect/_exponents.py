@@ -17,7 +17,6 @@ from mpx._arguments import as_count, check_axis_name
 from mpx._formats import FORMATS, Format, short_name
 from mpx._inspect._bins import (
     BELOW,
-    BINS,
     HIGHEST,
     INF,
     LOWEST,

@@ -96,6 +96,11 @@ def observe(
     Raises:
         ValueError: If only one of `before` and `after` is given, or they differ in
             structure.
+
+    Examples:
+        >>> seen = observe(loss=0.5, grads={"w": jnp.array([1.0, jnp.inf])})
+        >>> bool(seen.finite), seen.grads.infs
+        (False, array([1]))
     """
     if result is not None:
         loss, grads = result.value, result.grads

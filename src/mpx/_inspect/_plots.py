@@ -40,6 +40,13 @@ def plot_exponents(
 
     Raises:
         ImportError: If matplotlib is not installed.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from mpx.inspect import exponent_stats
+        >>> figure = plot_exponents(exponent_stats({"w": jnp.ones(3)}), scale=2.0**10)
+        >>> [label.get_text() for label in figure.axes[1].get_yticklabels()]
+        ['w']
     """
     figures = extra("matplotlib.figure", "plot_exponents")
     counts = stats.histogram()[:, BELOW:INF]
