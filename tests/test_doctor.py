@@ -27,9 +27,9 @@ def test_a_diagnosis_has_all_parts(found):
     assert (device.platform, device.count) == ("cpu", 8)
     rates = {x.name: x.rate for x in found.formats}
     assert list(rates) == ["f32", "tf32", "bf16", "f16", "fp8", "mx"]
-    assert rates["f32"] > 1e8
+    assert (rates["f32"] or 0) > 1e8
     assert rates["tf32"] is None
-    assert found.bandwidth > 1e7
+    assert (found.bandwidth or 0) > 1e7
     assert found.extras["flax"]
     assert "On a CPU" in found.reason
     text = str(found)

@@ -37,7 +37,7 @@ def compiled(func, mesh, specs, leaves):
     ]
     with jax.set_mesh(mesh):
         lowered = jax.jit(func).lower(structs)
-        return lowered.compile(compiler_options=h200.compiler_options()).as_text()
+        return lowered.compile(compiler_options=h200.compiler_options()).as_text() or ""
 
 
 def collectives(text):

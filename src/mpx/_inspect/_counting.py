@@ -55,10 +55,16 @@ def _group_of(index: int, x: Array) -> Any:
     """Returns a key that is equal for leaves that are counted together."""
     if x.size <= SMALL:
         return (x.shape, x.dtype, jax.typeof(x).sharding)
-    kernel = gpu_capability() is not None and fits_kernel(x)
-    if kernel and private("kernels") and reason_against_shards(x) is None:
+    if _has_kernel() and fits_kernel(x) and reason_against_shards(x) is None:
         return _Kernel(jax.typeof(x).sharding.mesh)
     return index
+
+
+def _has_kernel() -> bool:
+    """Returns whether a GPU that runs Triton is here, or in the mesh of a compilation."""
+    capability = gpu_capability()
+    new = isinstance(capability, tuple) and capability >= (8, 0)
+    return new and private("kernels") is not None
 
 
 def _count_alike(leaves: Sequence[Array]) -> tuple[Array, Array]:
