@@ -214,6 +214,24 @@ def test_the_host_waits_every_few_steps_only(monkeypatch):
     assert recorder.steps == 10
 
 
+def test_steps_of_a_scan_are_recorded_one_by_one():
+    def body(carry, x):
+        return carry, observe(
+            loss=x, grads={"w": jnp.array([x, jnp.where(x > 2, jnp.inf, 0)])}
+        )
+
+    _, stacked = jax.lax.scan(body, 0, jnp.arange(4.0))
+    recorder = watch()
+    recorder.record(finite_step(0))
+    recorder.record(stacked)
+    recorder.record(finite_step(0))
+    recorder.flush()
+    assert recorder.timeline.starts == [0, 1, 2, 3, 4, 5]
+    assert recorder.timeline.means("loss")[1:5] == [0, 1, 2, 3]
+    assert [skip.step for skip in recorder.skips] == [4]
+    assert recorder.timeline.means("zeros")[1:5] == [1, 0.5, 0.5, 0]
+
+
 def test_a_run_that_stands_still_is_heard():
     recorder = watch(every=1, stalled_after=3)
     bad = observe(loss=1.0, grads={"w": jnp.array([1.0, jnp.nan])})

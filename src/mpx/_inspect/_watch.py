@@ -3,8 +3,9 @@
 import dataclasses
 import json
 import math
+import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -86,7 +87,8 @@ class Watch:
         """Records a step. Does not wait for it, except every `every` steps.
 
         Args:
-            observation: What `observe` returned.
+            observation: What `observe` returned; or the observations of several steps,
+                as `lax.scan` stacks them.
             step: The number of the step; by default, one more than the last. If it is not
                 beyond the last, as after a restart from a checkpoint, what was recorded
                 from there on is replaced.
@@ -96,7 +98,7 @@ class Watch:
             self.flush()
             self.timeline.forget_from(step)
             self.skips = [skip for skip in self.skips if skip.step < step]
-        self._next = step + 1
+        self._next = step + math.prod(observation.finite.shape)
         self._pending.append((step, observation))
         if len(self._pending) > self._every:
             # All but the newest, which the device may still be computing.
@@ -116,8 +118,9 @@ class Watch:
 
     def _fetch(self, pending: Sequence[tuple[int, Observation]]) -> None:
         found = jax.device_get([observation for _, observation in pending])
+        starts = [step for step, _ in pending]
         taken: list[ExponentStats] = []
-        for (step, _), observation in zip(pending, found, strict=True):
+        for step, observation in _single_steps(starts, found):
             self._take(step, observation)
             if observation.grads is not None and bool(observation.finite):
                 taken.append(observation.grads)
@@ -177,6 +180,7 @@ class Watch:
         for name in FORMATS_LOST:
             lost = stats.flushed(name, scale) @ sizes
             numbers[f"underflow/{name}"] = float(lost / max(sizes.sum(), 1))
+        numbers["zeros"] = float(stats.zeros.sum() / max(stats.sizes.sum(), 1))
         counts = {group: bins[rows].sum(0).tolist() for group, rows in groups.items()}
         return numbers, counts | {"all": bins.sum(0).tolist()}
 
@@ -274,6 +278,18 @@ class Watch:
         self.timeline = Timeline.from_dict(fields["timeline"])
         self.skips = [Skip(**skip) for skip in fields["skips"]]
         return self
+
+
+def _single_steps(
+    starts: Sequence[int], found: Sequence[Observation]
+) -> Iterator[tuple[int, Observation]]:
+    """Yields each step, also of observations that a scan has stacked."""
+    for start, observation in zip(starts, found, strict=True):
+        if not np.ndim(observation.finite):
+            yield start, observation
+            continue
+        for i in range(len(observation.finite)):
+            yield start + i, jax.tree.map(operator.itemgetter(i), observation)
 
 
 _SAVED = ("title", "notes", "_idle", "_next", "_scale", "_latest")
