@@ -4,9 +4,9 @@
 
 `f32` is the reference. `mixed-bf16` and `mixed-f16` use mpx: weights stay in f32, the
 model computes in 16 bits. `plain-bf16` and `plain-f16` show what goes wrong when the
-weights themselves are cast. The run ends with a table, a figure and the precision report
-of the model. The images are the handwritten digits inside scikit-learn; `--help` lists
-larger models and data sets.
+weights themselves are cast. The run ends with a table, a figure, the precision report of
+the model, and the exponents of its gradients. The images are the handwritten digits inside
+scikit-learn; `--help` lists larger models and data sets.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from jaxtyping import Array, Float
 
 import mpx
 from _data import DataError, Dataset, load, load_digits
+from _gallery import draw, sparklines, watched_run
 from _report import Live, Run, save_figure, show_table, verdict, write_page
 from _vit import Size, ViT
 
@@ -167,6 +168,19 @@ def train(
     return runs
 
 
+def inspect_run(preset: Preset, data: Dataset, out: Path, steps: int = 120) -> str:
+    """Records a short run in f16, draws what it saw, and returns a table of it."""
+    model = ViT(preset.size, data.image_shape, data.classes, key=jax.random.key(0))
+    batches = data.batches(preset.batch, min(steps, preset.steps), seed=0)
+    title = f"{data.name}, mixed-f16"
+    recorder = watched_run(loss_fn, model, batches, lr=preset.lr, title=title)
+    if recorder.exponents is None:
+        return "No step was taken."
+    paths = draw(recorder, out)
+    places = ", ".join(str(path) for path in paths.values())
+    return f"{sparklines(recorder)}\n\nExponents and the run: {places}"
+
+
 def precision_report(preset: Preset, data: Dataset) -> str:
     """Returns what `amp` does with each operation of the model."""
     model = ViT(preset.size, data.image_shape, data.classes, key=jax.random.key(0))
@@ -279,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figure = save_figure(runs, args.figure or args.out / f"{args.preset}.png")
     live.print(f"Figure: {figure}\n")
     live.print(precision_report(preset, data))
+    live.print("\n" + inspect_run(preset, data, args.out))
     if args.page is not None:
         versions = f"Python {platform.python_version()}, jax {jax.__version__}"
         intro = f"{intro} {versions}, {platform.machine()}."

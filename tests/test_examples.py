@@ -300,6 +300,12 @@ def test_the_demo_shows_what_it_promises(digits, tiny, tmp_path, capsys):
     _, _, report = out.partition("Figure: ")
     assert "Matmul operations: 100.0 % in bf16." in report
     assert "model/embed/weight" in report
+    table, _, places = report.partition("Exponents and the run: ")
+    assert re.search(r"embed/weight +f32 +[\d.]+ k? +▁", table)
+    assert "skipped" in (tmp_path / "run.html").read_text()
+    for name in ("exponents.png", "exponents_by_leaf.png", "run.html"):
+        assert str(tmp_path / name) in places
+        assert (tmp_path / name).stat().st_size > 1000
 
 
 def run_of(digits, accuracy, losses=(1.0, 0.5), stuck=0.0):

@@ -92,12 +92,13 @@ FEATURES = {
         },
     ),
     "kernels": Feature(
-        "optimizer steps and fp8 casts run in plain JAX instead of Triton kernels",
+        "optimizer steps, fp8 casts and exponent counts run in plain JAX instead of "
+        "Triton kernels",
         {
             "jax.experimental.custom_partitioning": "custom_partitioning",
             "jax.experimental.pallas": "ds no_block_spec pallas_call program_id",
-            "jax.experimental.pallas.triton": "CompilerParams elementwise_inline_asm "
-            "load store",
+            "jax.experimental.pallas.triton": "CompilerParams atomic_add "
+            "elementwise_inline_asm load store",
         },
     ),
     "mosaic": Feature(

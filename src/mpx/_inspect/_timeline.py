@@ -1,0 +1,112 @@
+"""Curves of a run of any length, in a bounded number of points."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Point = list[float]
+"""How many finite values, their sum, smallest and largest; how many that are not finite."""
+
+
+class Timeline:
+    """Values by step and name, in at most `2 * points` buckets.
+
+    While a run is short, a bucket is a step. When there are too many, two neighbours become
+    one, which keeps mean, smallest and largest value, and how many were not finite.
+
+    Attributes:
+        starts: The first step of each bucket.
+        curves: By name, the point of each bucket; `None` where there was no value.
+        counts: By name, the sum of each bucket of lists of integers.
+    """
+
+    def __init__(self, points: int = 1000) -> None:
+        self.points = points
+        self.width = 1
+        self.starts: list[int] = []
+        self.curves: dict[str, list[Point | None]] = {}
+        self.counts: dict[str, list[list[int] | None]] = {}
+        self._filled = 0
+        self.last: int | None = None
+
+    def add(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        counts: Mapping[str, list[int]] | None = None,
+    ) -> None:
+        """Adds the values of one step."""
+        if not self.starts or self._filled == self.width:
+            if len(self.starts) >= 2 * self.points:
+                self._halve()
+            self.starts.append(step)
+            self._filled = 0
+            for column in (*self.curves.values(), *self.counts.values()):
+                column.append(None)
+        self._filled += 1
+        self.last = step
+        for name, value in values.items():
+            column = self._column(self.curves, name)
+            column[-1] = _joined(column[-1], _point(float(value)))
+        for name, row in (counts or {}).items():
+            column = self._column(self.counts, name)
+            column[-1] = _added(column[-1], row)
+
+    def forget_from(self, step: int) -> None:
+        """Drops the buckets that begin at a step or later, for a run that went back."""
+        keep = sum(start < step for start in self.starts)
+        del self.starts[keep:]
+        for column in (*self.curves.values(), *self.counts.values()):
+            del column[keep:]
+        self._filled = self.width
+        self.last = None if not keep else min(self.last or 0, step - 1)
+
+    def means(self, name: str) -> list[float]:
+        """Returns the mean of each bucket; nan where it has no finite value."""
+        return [
+            point[1] / point[0] if point and point[0] else math.nan
+            for point in self.curves[name]
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what `from_dict` takes."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Timeline":
+        """Returns a timeline that goes on where another one ended."""
+        self = cls()
+        vars(self).update(fields)
+        return self
+
+    def _column(self, columns: dict[str, list[Any]], name: str) -> list[Any]:
+        return columns.setdefault(name, [None] * len(self.starts))
+
+    def _halve(self) -> None:
+        self.starts = self.starts[::2]
+        kinds: list[tuple[dict[str, list[Any]], Callable[..., Any]]]
+        kinds = [(self.curves, _joined), (self.counts, _added)]
+        for columns, join in kinds:
+            for name, column in columns.items():
+                pairs = zip(column[::2], [*column[1::2], None], strict=False)
+                joined = [join(a, b) for a, b in pairs]
+                columns[name] = joined[: len(self.starts)]
+        self.width *= 2
+
+
+def _point(value: float) -> Point:
+    if not math.isfinite(value):
+        return [0, 0.0, math.inf, -math.inf, 1]
+    return [1, value, value, value, 0]
+
+
+def _joined(a: Point | None, b: Point | None) -> Point | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return [a[0] + b[0], a[1] + b[1], min(a[2], b[2]), max(a[3], b[3]), a[4] + b[4]]
+
+
+def _added(a: list[int] | None, b: list[int] | None) -> list[int] | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return [x + y for x, y in zip(a, b, strict=True)]
