@@ -10,6 +10,14 @@ from mpx._fp8 import Fp8Function as _Fp8Function
 from mpx._fp8 import Fp8Report as Fp8Report
 from mpx._fp8 import check as check
 from mpx._fp8 import fp8_report as _fp8_report
+from mpx._inspect._advice import Advice as Advice
+from mpx._inspect._advice import GroupAdvice as GroupAdvice
+from mpx._inspect._advice import Proposal as Proposal
+from mpx._inspect._advice import advise as advise
+from mpx._inspect._policies import PrecisionPolicy as PrecisionPolicy
+from mpx._inspect._tuning import Candidate as Candidate
+from mpx._inspect._tuning import Tuning as Tuning
+from mpx._inspect._tuning import tune as tune
 
 
 @overload

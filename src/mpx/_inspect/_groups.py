@@ -12,7 +12,6 @@ import numpy as np
 from mpx._amp import amp
 from mpx._compat import (
     eval_equation,
-    is_transposed,
     open_jaxpr,
     primitive_name,
     source_frames,
@@ -23,7 +22,6 @@ from mpx._jaxpr import HANDLERS
 from mpx._jaxpr._interpreter import Kind, Op, Outcome, Scopes, Visitor
 from mpx._jaxpr._queries import MATMULS, Equation
 from mpx._select import search
-from mpx._tree import LeafName
 
 
 class Group(NamedTuple):
@@ -195,22 +193,3 @@ def labelled(
 
     jaxpr = jax.make_jaxpr(run)(*forward.arrays)
     return Labelled(forward._replace(jaxpr=jaxpr), list(visitor.groups))
-
-
-def path_of(name: LeafName) -> str:
-    """Returns the path of a parameter as `keep` sees it."""
-    return name.path or name
-
-
-__all__ = [
-    "Group",
-    "Keep",
-    "Labelled",
-    "Token",
-    "is_half",
-    "is_single",
-    "is_transposed",
-    "labelled",
-    "path_of",
-    "token_of",
-]

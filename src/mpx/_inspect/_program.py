@@ -91,11 +91,15 @@ def program(
     return Program(jaxpr, arrays, names, params)
 
 
-def gradient(forward: Program) -> Program:
+def gradient(forward: Program, scale: float = 1.0) -> Program:
     """Returns the program that computes the first result and its gradient.
 
     The results are the loss, which must be a scalar, and one array for each of
     `Program.params`.
+
+    Args:
+        forward: The program.
+        scale: A loss scale; the gradients are divided by it again.
 
     Raises:
         TypeError: If the first result is no floating scalar.
@@ -112,10 +116,14 @@ def gradient(forward: Program) -> Program:
             full = list(arrays)
             for position, param in zip(forward.params, params, strict=True):
                 full[position] = param
-            return forward(*full)[0]
+            return forward(*full)[0] * scale if scale != 1 else forward(*full)[0]
 
         params = [arrays[i] for i in forward.params]
         found, grads = jax.value_and_grad(value)(params)
-        return [found, *grads]
+        return (
+            [found / scale, *(x / scale for x in grads)]
+            if scale != 1
+            else [found, *grads]
+        )
 
     return forward._replace(jaxpr=jax.make_jaxpr(run)(forward.arrays))

@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._compat import open_jaxpr
+from mpx._compat import is_transposed, open_jaxpr, primitive_name
 from mpx._inspect._groups import Group, labelled
 from mpx._inspect._program import Program, gradient
 from mpx._inspect._rounding import Samples, rounded, tap, width
 from mpx._inspect._sites import Known, Rule, Site, Sites
+from mpx._jaxpr._queries import equations
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +43,15 @@ class Study:
     @functools.cached_property
     def sites(self) -> list[Site]:
         """The sites, by number."""
-        return [site for _, site in sorted(self.found.sites.values())]
+        return sorted(self.found.sites.values(), key=lambda site: site.number)
+
+    @functools.cached_property
+    def steps(self) -> int:
+        """The number of choices by a comparison in the backward pass, such as relu's."""
+        return sum(
+            primitive_name(eqn) == "select_n" and is_transposed(eqn)
+            for eqn in equations(self.program.jaxpr)
+        )
 
     def evaluate(
         self, arrays: Sequence[Any], given: dict[int, Any], rule: Rule
@@ -66,7 +75,7 @@ class Study:
             }
             outs, vjp = jax.vjp(lambda z: self.evaluate(arrays, z, rule), given)
             scale = 1 / jnp.maximum(norm(outs[1:]), np.float32(1e-30))
-            seeds = jax.random.split(seed, len(outs))
+            seeds = [jax.random.fold_in(seed, i) for i in range(len(outs))]
             signs = [
                 jax.random.rademacher(s, x.shape, x.dtype) * scale.astype(x.dtype)
                 for s, x in zip(seeds, outs, strict=True)
@@ -85,15 +94,15 @@ class Study:
     @functools.cached_property
     def _emulated(self) -> Callable[..., list[Any]]:
         @functools.partial(jax.jit, static_argnums=2)
-        def run(
-            arrays: Sequence[Any], given: dict[int, Any], half: str
-        ) -> list[Any]:
+        def run(arrays: Sequence[Any], given: dict[int, Any], half: str) -> list[Any]:
             def rule(site: Site, x: Any, z: Any, operands: tuple[Any, ...]) -> Any:
-                if site.key.kind == "sum":
-                    return x
-                eight = "e5m2" if site.key.is_cotangent else "e4m3"
-                name = half if site.key.kind == "half" else eight
-                return jnp.where(z, rounded(x, name), x)
+                low = x
+                if site.key.kind == "half":
+                    low = jnp.where(z > 0, rounded(x, half), x)
+                if site.number in self.found.quantised:
+                    eight = "e5m2" if site.key.is_cotangent else "e4m3"
+                    low = jnp.where(z > 1, rounded(low, eight), low)
+                return low
 
             return self.evaluate(arrays, given, rule)
 
@@ -112,11 +121,14 @@ class Study:
             arrays: The arguments.
             half: The 16-bit format.
             low: The groups that are rounded to it.
-            fp8: The groups whose matmuls quantise values to e4m3 and gradients to e5m2.
+            fp8: Those whose matmuls also quantise: values to e4m3, gradients to e5m2.
         """
-        chosen = {"half": set(low), "eight": set(fp8), "sum": set()}
         given = {
-            i: np.full(site.lengths, site.key.group in chosen[site.key.kind])
+            i: np.full(
+                site.lengths,
+                2 * (site.key.group in fp8) or int(site.key.group in low),
+                np.int32,
+            )
             for i, site in enumerate(self.sites)
         }
         return self._emulated(arrays, given, half)

@@ -61,8 +61,8 @@ class Key(NamedTuple):
     """What sites have in common whose statistics are added up.
 
     Attributes:
-        kind: `half` for a value of 16 bits, `eight` for an operand of a matmul that fp8
-            may quantise, `sum` for a sum of rounded values.
+        kind: `half` for a value of 16 bits, `eight` for an operand of a matmul that is its
+            own result, `sum` for a sum of rounded values.
         group: The group that rounds.
         owner: The group in whose format the value is already, or -1.
         is_cotangent: Whether the value belongs to the backward pass.
@@ -78,12 +78,14 @@ class Site(NamedTuple):
     """One place where a value is rounded, or where rounded values are added.
 
     Attributes:
+        number: Its number.
         key: What it has in common with others.
         size: The size of the array.
         operands: How many operands of a sum are looked at.
         lengths: The lengths of the scans around it, outermost first.
     """
 
+    number: int
     key: Key
     size: int
     operands: int
@@ -104,6 +106,8 @@ class Sites(Visitor):
         rule: What happens at a site.
         arrays: One array for each site, by its number; `None` to collect the sites.
         sites: The sites, by the equations that they are in.
+        quantised: The numbers of sites whose values fp8 may quantise: operands of matmuls
+            with a parameter.
         inner: The numbers of the sites inside an equation, by its `id`.
         carried: What is known of a loop's carry after a step.
         opaque: The names of operations that were run as they are written.
@@ -115,9 +119,8 @@ class Sites(Visitor):
     groups: Sequence[Group]
     rule: Rule | None = None
     arrays: dict[int, Any] | None = None
-    sites: dict[tuple[int, ...], tuple[int, Site]] = dataclasses.field(
-        default_factory=dict
-    )
+    sites: dict[tuple[int, ...], Site] = dataclasses.field(default_factory=dict)
+    quantised: set[int] = dataclasses.field(default_factory=set)
     inner: dict[int, set[int]] = dataclasses.field(default_factory=dict)
     carried: dict[Any, Known] = dataclasses.field(default_factory=dict)
     opaque: set[str] = dataclasses.field(default_factory=set)
@@ -175,7 +178,7 @@ class Sites(Visitor):
 
     def _round(self, op: Op, x: Any, fact: Known) -> Outcome:
         group = self._group(op)
-        x = self._entry(x, fact, group)
+        x, _ = self._entry(x, fact, group)
         return [x], [Known(group, is_cotangent=fact.is_cotangent)]
 
     def _move(self, op: Op, touched: bool) -> Outcome:
@@ -216,10 +219,14 @@ class Sites(Visitor):
             if isinstance(var, Literal):
                 continue
             if fact.is_pending or fact.owner != group:
-                values[i] = self._entry(values[i], fact, group)
-            if is_eight and i < 2:
+                values[i], number = self._entry(values[i], fact, group)
+            elif is_eight and i < 2:
                 key = Key("eight", group, -1, fact.is_cotangent)
-                values[i] = self._once(key, values[i])
+                values[i], number = self._once(key, values[i])
+            else:
+                continue
+            if is_eight and i < 2:
+                self.quantised.add(number)
         outs = self._bind(op, values)
         is_cotangent = _is_cotangent(op)
         if name in ("add", "sub"):
@@ -227,7 +234,7 @@ class Sites(Visitor):
         if name not in _EXACT:
             key = Key("half", group, group, is_cotangent)
             outs = [
-                self._site(key, x) if is_half(var.aval) else x
+                self._site(key, x)[0] if is_half(var.aval) else x
                 for x, var in zip(outs, op.eqn.outvars, strict=True)
             ]
         facts = [
@@ -245,15 +252,15 @@ class Sites(Visitor):
         pairs = zip(values, op.facts, strict=True)
         rough = tuple(x for x, fact in pairs if fact.owner >= 0 or fact.is_pending)
         is_cotangent = _is_cotangent(op)
-        return self._site(Key("sum", owners[0], -1, is_cotangent), out, rough)
+        return self._site(Key("sum", owners[0], -1, is_cotangent), out, rough)[0]
 
     # --- sites ------------------------------------------------------------------------
 
-    def _entry(self, x: Any, fact: Known, group: int) -> Any:
+    def _entry(self, x: Any, fact: Known, group: int) -> tuple[Any, int]:
         """Rounds a value for a group that reads it, once for all its operations.
 
         What was spread over several places has the same error in all of them: it is
-        rounded before.
+        rounded before. Returns the value and the number of the site.
         """
         key = Key("half", group, fact.owner, fact.is_cotangent)
         moved = self.frame.made.get(("moved", id(x)))
@@ -261,30 +268,34 @@ class Sites(Visitor):
             return self._once(key, x)
         if (key, id(x)) not in self.frame.made:
             source, call = moved[1]
-            self.frame.made[key, id(x)] = x, call(self._once(key, source))
+            value, number = self._once(key, source)
+            self.frame.made[key, id(x)] = x, (call(value), number)
         return self.frame.made[key, id(x)][1]
 
-    def _once(self, key: Key, x: Any) -> Any:
+    def _once(self, key: Key, x: Any) -> tuple[Any, int]:
         made = self.frame.made
         if (key, id(x)) not in made:
             made[key, id(x)] = x, self._site(key, x)
         return made[key, id(x)][1]
 
-    def _site(self, key: Key, x: Any, operands: tuple[Any, ...] = ()) -> Any:
+    def _site(
+        self, key: Key, x: Any, operands: tuple[Any, ...] = ()
+    ) -> tuple[Any, int]:
         if not is_float(x) or x.size == 0:
-            return x
+            return x, -1
         name = (*self._inside, id(self.frame.eqn), self._count)
         self._count += 1
         if self.arrays is None:
-            found = Site(key, x.size, len(operands), self._lengths)
-            number, _ = self.sites.setdefault(name, (len(self.sites), found))
+            new = Site(len(self.sites), key, x.size, len(operands), self._lengths)
+            number = self.sites.setdefault(name, new).number
             for eqn in self._inside:
                 self.inner.setdefault(eqn, set()).add(number)
-            return x
-        number, found = self.sites[name]
-        if self.rule is None or number not in self.arrays:
-            return x
-        return self.rule(found, x, self.arrays[number], operands)
+            return x, number
+        site = self.sites[name]
+        if self.rule is None or site.number not in self.arrays:
+            return x, site.number
+        found = self.arrays[site.number]
+        return self.rule(site, x, found, operands), site.number
 
     # --- running ----------------------------------------------------------------------
 
@@ -428,9 +439,7 @@ def _floats(op: Op) -> list[int]:
 
 def _touches_half(jaxpr: Any) -> bool:
     return any(
-        is_half(x.aval)
-        for eqn in equations(jaxpr)
-        for x in (*eqn.invars, *eqn.outvars)
+        is_half(x.aval) for eqn in equations(jaxpr) for x in (*eqn.invars, *eqn.outvars)
     )
 
 
