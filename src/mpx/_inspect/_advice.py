@@ -29,6 +29,7 @@ DOUBT = 0.1
 """The share of a prediction from sums that cancel above which it is doubtful."""
 _MOST_VANISHING = 0.5
 _SHOWN = 30
+_ROUNDING = ("out", "entry")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +272,7 @@ class Judged(NamedTuple):
     @property
     def active(self) -> set[int]:
         """The groups that `amp` runs in 16 bits."""
-        return {x.key.group for x in self.study.sites if x.key.kind == "half"}
+        return {x.key.group for x in self.study.sites if x.key.kind in _ROUNDING}
 
 
 def check_formats(formats: Sequence[str]) -> tuple[str, ...]:
@@ -336,15 +337,9 @@ def _row(
     known: Judged, label: str, members: list[int], formats: tuple[str, ...]
 ) -> GroupAdvice:
     predicted = known.predicted
-    errors = {}
-    for name in formats:
-        if name in HALVES:
-            square = predicted.square(name, members)
-        else:
-            square = sum(predicted.eight.get((name, i), 0.0) for i in members)
-        errors[name] = math.sqrt(square)
+    errors = {name: predicted.error(name, members) for name in formats}
     halves = [name for name in formats if name in HALVES]
-    largest = max(members, key=lambda i: predicted.error("bf16", i))
+    largest = max(members, key=lambda i: predicted.error("bf16", [i]))
     selector = known.groups[members[0]].selector
     return GroupAdvice(
         label=label,

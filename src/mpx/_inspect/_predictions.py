@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from mpx._formats import FORMATS
 from mpx._inspect._groups import Group
 from mpx._inspect._rounding import EIGHTS, HALVES, Samples
 from mpx._inspect._sensitivity import Study
-from mpx._inspect._sites import Site
+from mpx._inspect._sites import Key, Site
 
 MOST_SCALE = 2.0**24
 """The ceiling of `mpx.DynamicLossScaling.pow2()`."""
@@ -44,8 +45,7 @@ class _Sums:
     """Sums over sites, batches and passes."""
 
     def __init__(self) -> None:
-        self.out: collections.Counter[tuple[str, int]] = collections.Counter()
-        self.entry: collections.Counter[tuple[str, int, int]] = collections.Counter()
+        self.half: collections.Counter[tuple[str, Key]] = collections.Counter()
         self.eight: collections.Counter[tuple[str, int]] = collections.Counter()
         self.recipe: collections.Counter[int] = collections.Counter()
         self.doubt: collections.Counter[tuple[str, int]] = collections.Counter()
@@ -55,22 +55,17 @@ class _Sums:
             self._add(site, sample, scale, site.number in found.found.quantised)
 
     def _add(self, site: Site, sample: Samples, scale: float, is_eight: bool) -> None:
-        group, owner = site.key.group, site.key.owner
-        factor = scale if site.key.is_cotangent else 1.0
-        if site.key.kind == "sum":
-            for name in HALVES:
+        key, group = site.key, site.key.group
+        for name in HALVES:
+            if key.kind == "sum":
                 self.doubt[name, group] += sample.cancellation(name)
-        if site.key.kind == "half":
-            for name in HALVES:
-                error = sample.disturbance(name, factor)
-                if owner == group:
-                    self.out[name, group] += error
-                else:
-                    self.entry[name, group, owner] += error
+            elif key.kind != "eight":
+                factor = scale if key.is_cotangent else 1.0
+                self.half[name, key] += sample.disturbance(name, factor)
         if is_eight:
             for name in EIGHTS:
                 self.eight[name, group] += sample.disturbance(name)
-            name = "e5m2" if site.key.is_cotangent else "e4m3"
+            name = "e5m2" if key.is_cotangent else "e4m3"
             self.recipe[group] += sample.disturbance(name)
 
 
@@ -78,23 +73,20 @@ class _Sums:
 class Predictions:
     """What rounding does to the gradient, as squares relative to its norm.
 
-    The square of a policy's error is a sum: of each group's results, of what each group
-    reads from groups that are not rounded, and of what its matmuls quantise.
+    The square of a policy's error is the sum over the sites that round: see `Key.rounds`.
 
     Attributes:
         groups: The groups.
-        out: By format and group: its results.
-        entry: By format, group, and the group that its operands come from or -1.
+        half: By 16-bit format and key.
         eight: By 8-bit format and group: the operands of its matmuls.
         recipe: By group: the same with values in e4m3 and gradients in e5m2.
-        doubt: By format and group: the part that sums cancel.
+        doubt: By 16-bit format and group: the part that sums cancel.
         ranges: By group and whether it is the backward pass.
         scale: The loss scale for f16.
     """
 
     groups: Sequence[Group]
-    out: Mapping[tuple[str, int], float]
-    entry: Mapping[tuple[str, int, int], float]
+    half: Mapping[tuple[str, Key], float]
     eight: Mapping[tuple[str, int], float]
     recipe: Mapping[int, float]
     doubt: Mapping[tuple[str, int], float]
@@ -102,7 +94,12 @@ class Predictions:
     scale: float
 
     def square(
-        self, half: str, low: Collection[int], fp8: Collection[int] = ()
+        self,
+        half: str,
+        low: Collection[int],
+        fp8: Collection[int] = (),
+        *,
+        alone: bool = False,
     ) -> float:
         """Returns the square of the relative gradient error of a policy.
 
@@ -110,24 +107,24 @@ class Predictions:
             half: The 16-bit format.
             low: The groups that run in it.
             fp8: Those of them whose matmuls run in fp8.
+            alone: See `Key.rounds`.
         """
-        total = sum(self.out.get((half, group), 0.0) for group in low)
-        total += sum(
-            x
-            for (name, group, owner), x in self.entry.items()
-            if name == half and group in low and owner not in low
+        total = sum(
+            square
+            for (name, key), square in self.half.items()
+            if name == half and key.rounds(low, alone=alone)
         )
         return total + sum(self.recipe.get(group, 0.0) for group in fp8)
 
-    def error(self, name: str, group: int) -> float:
-        """Returns the relative gradient error if one group alone is rounded."""
+    def error(self, name: str, groups: Collection[int]) -> float:
+        """Returns the relative gradient error if some groups alone are rounded."""
         if name in EIGHTS:
-            return float(np.sqrt(self.eight.get((name, group), 0.0)))
-        return float(np.sqrt(self.square(name, [group])))
+            return math.sqrt(sum(self.eight.get((name, x), 0.0) for x in groups))
+        return math.sqrt(self.square(name, groups, alone=True))
 
     def share_of_doubt(self, name: str, group: int) -> float:
         """Returns the share of a prediction that passes through sums that cancel."""
-        total = self.square(name, [group])
+        total = self.square(name, [group], alone=True)
         return min(1.0, self.doubt.get((name, group), 0.0) / total) if total else 0.0
 
     def overflows(self, group: int) -> bool:
@@ -149,14 +146,13 @@ class Predictions:
 
     def replaced(self, half: str, group: int, square: float) -> "Predictions":
         """Returns predictions with that of one group alone replaced, by a measurement."""
-        before = self.square(half, [group])
+        before = self.square(half, [group], alone=True)
         factor = square / before if before else 1.0
-        out = {k: v * factor if k == (half, group) else v for k, v in self.out.items()}
-        entry = {
-            k: v * factor if k[:2] == (half, group) else v
-            for k, v in self.entry.items()
+        changed = {
+            (name, key): x * factor if (name, key.group) == (half, group) else x
+            for (name, key), x in self.half.items()
         }
-        return dataclasses.replace(self, out=out, entry=entry)
+        return dataclasses.replace(self, half=changed)
 
 
 def predictions(
@@ -179,10 +175,11 @@ def predictions(
     scale, sums = _loss_scale(max(backward, default=0.0)), _Sums()
     for samples in every:
         sums.add(found, samples, scale)
-    tables = (sums.out, sums.entry, sums.eight, sums.recipe, sums.doubt)
-    means = [{k: v / len(every) for k, v in table.items()} for table in tables]
-    out, entry, eight, recipe, doubt = means
-    return Predictions(found.groups, out, entry, eight, recipe, doubt, ranges, scale)
+    half, eight, recipe, doubt = (
+        {key: x / len(every) for key, x in table.items()}
+        for table in (sums.half, sums.eight, sums.recipe, sums.doubt)
+    )
+    return Predictions(found.groups, half, eight, recipe, doubt, ranges, scale)
 
 
 def _loss_scale(largest: float) -> float:
@@ -200,7 +197,7 @@ def _ranges(
     counts: dict[tuple[int, bool], np.ndarray] = {}
     for samples in every:
         for site, sample in zip(sites, samples, strict=True):
-            if site.key.kind != "half":
+            if site.key.kind not in ("out", "entry"):
                 continue
             key = site.key.group, site.key.is_cotangent
             largest[key] = max(largest[key], float(np.max(sample.largest)))

@@ -96,13 +96,12 @@ class Study:
         @functools.partial(jax.jit, static_argnums=2)
         def run(arrays: Sequence[Any], given: dict[int, Any], half: str) -> list[Any]:
             def rule(site: Site, x: Any, z: Any, operands: tuple[Any, ...]) -> Any:
-                low = x
-                if site.key.kind == "half":
-                    low = jnp.where(z > 0, rounded(x, half), x)
+                if site.key.kind in ("out", "entry"):
+                    x = jnp.where(z % 2 == 1, rounded(x, half), x)
                 if site.number in self.found.quantised:
                     eight = "e5m2" if site.key.is_cotangent else "e4m3"
-                    low = jnp.where(z > 1, rounded(low, eight), low)
-                return low
+                    x = jnp.where(z >= 2, rounded(x, eight), x)
+                return x
 
             return self.evaluate(arrays, given, rule)
 
@@ -114,6 +113,8 @@ class Study:
         half: str,
         low: Sequence[int],
         fp8: Sequence[int] = (),
+        *,
+        alone: bool = False,
     ) -> list[Any]:
         """Returns loss and gradients with some groups rounded, by emulation.
 
@@ -122,11 +123,12 @@ class Study:
             half: The 16-bit format.
             low: The groups that are rounded to it.
             fp8: Those whose matmuls also quantise: values to e4m3, gradients to e5m2.
+            alone: See `Key.rounds`.
         """
         given = {
             i: np.full(
                 site.lengths,
-                2 * (site.key.group in fp8) or int(site.key.group in low),
+                2 * (site.key.group in fp8) + site.key.rounds(low, alone=alone),
                 np.int32,
             )
             for i, site in enumerate(self.sites)

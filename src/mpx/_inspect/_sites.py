@@ -6,7 +6,7 @@ where one arises is a site.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -48,30 +48,50 @@ class Known(NamedTuple):
 
     Attributes:
         owner: The group whose 16-bit result it is, or -1.
+        sources: The groups of the matmuls because of which it is of 16 bits: without one of
+            them, `amp` would hold it in f32.
         is_pending: Whether it has been cast to 16 bits for whoever reads it.
         is_cotangent: Whether it belongs to the backward pass.
     """
 
     owner: int = -1
+    sources: tuple[int, ...] = ()
     is_pending: bool = False
     is_cotangent: bool = False
 
 
 class Key(NamedTuple):
-    """What sites have in common whose statistics are added up.
+    """What decides whether a site rounds, and how.
 
     Attributes:
-        kind: `half` for a value of 16 bits, `eight` for an operand of a matmul that is its
-            own result, `sum` for a sum of rounded values.
+        kind: `out` for a result of 16 bits or a cast to them, `entry` for an operand of a
+            matmul, `eight` for one that is its own result, `sum` for a sum of rounded values.
         group: The group that rounds.
         owner: The group in whose format the value is already, or -1.
+        sources: See `Known`.
         is_cotangent: Whether the value belongs to the backward pass.
     """
 
     kind: str
     group: int
     owner: int
+    sources: tuple[int, ...]
     is_cotangent: bool
+
+    def rounds(self, low: Collection[int], *, alone: bool = False) -> bool:
+        """Returns whether a value is rounded to 16 bits if some groups run in them.
+
+        Args:
+            low: The groups that run in 16 bits.
+            alone: Whether to judge a group by itself: that what it needs to be in 16 bits
+                is, but rounds nothing.
+        """
+        if self.group not in low or self.kind in ("eight", "sum"):
+            return False
+        is_low = all(x in low for x in self.sources)
+        if self.kind == "out":
+            return alone or is_low
+        return not (self.owner in low and is_low)
 
 
 class Site(NamedTuple):
@@ -141,8 +161,10 @@ class Sites(Visitor):
             return self.run(body, consts, op.values, op.facts, op.scopes)
         if name in HANDLERS and name not in _DERIVED:
             return self._as_written(op)
-        if name == "convert_element_type":
-            return self._convert(op)
+        return self._convert(op) if name == "convert_element_type" else self._leaf(op)
+
+    def _leaf(self, op: Op) -> Outcome:
+        eqn, name = op.eqn, primitive_name(op.eqn)
         touched = any(is_half(x.aval) for x in (*eqn.invars, *eqn.outvars))
         if name in _FOLLOWED and len(_floats(op)) == 1:
             return self._move(op, touched)
@@ -178,8 +200,10 @@ class Sites(Visitor):
 
     def _round(self, op: Op, x: Any, fact: Known) -> Outcome:
         group = self._group(op)
-        x, _ = self._entry(x, fact, group)
-        return [x], [Known(group, is_cotangent=fact.is_cotangent)]
+        sources = fact.sources or (group,)
+        key = Key("out", group, -1, sources, fact.is_cotangent)
+        x, _ = self._entry(key, x)
+        return [x], [Known(group, sources, is_cotangent=fact.is_cotangent)]
 
     def _move(self, op: Op, touched: bool) -> Outcome:
         (position,) = _floats(op)
@@ -212,36 +236,35 @@ class Sites(Visitor):
         if not self._can_be_differentiated(op, name):
             return self._as_written(op)
         group, values = self._group(op), list(op.values)
-        is_eight = name in MATMULS and bool(self.groups[group].param)
+        is_matmul, is_cotangent = name in MATMULS, _is_cotangent(op)
+        sources = (group,) if is_matmul else _sources(op)
+        is_eight = is_matmul and bool(self.groups[group].param)
         for i, (var, fact) in enumerate(zip(op.eqn.invars, op.facts, strict=True)):
-            if not is_half(var.aval):
+            if not is_half(var.aval) or isinstance(var, Literal):
                 continue
-            if isinstance(var, Literal):
-                continue
-            if fact.is_pending or fact.owner != group:
-                values[i], number = self._entry(values[i], fact, group)
-            elif is_eight and i < 2:
-                key = Key("eight", group, -1, fact.is_cotangent)
-                values[i], number = self._once(key, values[i])
+            if is_matmul and (fact.is_pending or fact.owner != group):
+                key = Key("entry", group, fact.owner, fact.sources, fact.is_cotangent)
+            elif fact.is_pending:
+                key = Key("out", group, -1, sources, fact.is_cotangent)
+            elif is_eight:
+                key = Key("eight", group, -1, (), fact.is_cotangent)
             else:
                 continue
+            values[i], number = self._entry(key, values[i])
             if is_eight and i < 2:
                 self.quantised.add(number)
         outs = self._bind(op, values)
-        is_cotangent = _is_cotangent(op)
         if name in ("add", "sub"):
             outs = [self._sum(op, outs[0], values)]
         if name not in _EXACT:
-            key = Key("half", group, group, is_cotangent)
+            key = Key("out", group, group, sources, is_cotangent)
             outs = [
                 self._site(key, x)[0] if is_half(var.aval) else x
                 for x, var in zip(outs, op.eqn.outvars, strict=True)
             ]
-        facts = [
-            Known(group if is_half(var.aval) else -1, is_cotangent=is_cotangent)
-            for var in op.eqn.outvars
-        ]
-        return outs, facts
+        low = Known(group, sources, is_cotangent=is_cotangent)
+        wide = Known(is_cotangent=is_cotangent)
+        return outs, [low if is_half(var.aval) else wide for var in op.eqn.outvars]
 
     def _sum(self, op: Op, out: Any, values: Sequence[Any]) -> Any:
         """Applies the rule to a sum or difference of values that were rounded before."""
@@ -252,17 +275,16 @@ class Sites(Visitor):
         pairs = zip(values, op.facts, strict=True)
         rough = tuple(x for x, fact in pairs if fact.owner >= 0 or fact.is_pending)
         is_cotangent = _is_cotangent(op)
-        return self._site(Key("sum", owners[0], -1, is_cotangent), out, rough)[0]
+        return self._site(Key("sum", owners[0], -1, (), is_cotangent), out, rough)[0]
 
     # --- sites ------------------------------------------------------------------------
 
-    def _entry(self, x: Any, fact: Known, group: int) -> tuple[Any, int]:
+    def _entry(self, key: Key, x: Any) -> tuple[Any, int]:
         """Rounds a value for a group that reads it, once for all its operations.
 
         What was spread over several places has the same error in all of them: it is
         rounded before. Returns the value and the number of the site.
         """
-        key = Key("half", group, fact.owner, fact.is_cotangent)
         moved = self.frame.made.get(("moved", id(x)))
         if moved is None:
             return self._once(key, x)
@@ -430,6 +452,16 @@ def is_float(x: Any) -> bool:
 
 def _is_cotangent(op: Op) -> bool:
     return is_transposed(op.eqn) or any(fact.is_cotangent for fact in op.facts)
+
+
+def _sources(op: Op) -> tuple[int, ...]:
+    """Returns the matmuls because of which an operation runs in 16 bits.
+
+    In the backward pass it does if its forward operation did.
+    """
+    known = [fact for fact in op.facts if fact.owner >= 0]
+    forward = [fact for fact in known if not fact.is_cotangent]
+    return tuple(sorted({x for fact in forward or known for x in fact.sources}))
 
 
 def _floats(op: Op) -> list[int]:

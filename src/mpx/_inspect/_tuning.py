@@ -1,55 +1,26 @@
 """`tune`: the fastest policy with a small enough gradient error, predicted and measured."""
 
 import dataclasses
-import functools
 import math
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from mpx._half import gradient_function
-from mpx._inspect._advice import DOUBT, Judged, best_keep, forced, judge
-from mpx._inspect._groups import Keep
-from mpx._inspect._policies import PrecisionPolicy, policy_for, seconds, selected
-from mpx._inspect._predictions import Predictions
-from mpx._inspect._program import gradient, program
+from mpx._inspect._advice import Judged, judge
+from mpx._inspect._candidates import Candidate, Option, front, options
+from mpx._inspect._laboratory import Laboratory, repaired
+from mpx._inspect._policies import PrecisionPolicy
 from mpx._inspect._progress import progress
 from mpx._inspect._result import Result, Table, amount
-from mpx._inspect._sensitivity import norm
 
-_MOST_KEPT = 12
 _OFF = 2.0  # predictions that are off by more are replaced
 _ROUNDS = 3
 _STATES = (
     ("optax.adamw, f32 parameters", 12.0),
     ("mpx.optim.flash_adamw", 5.2),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A policy with its predictions, and measurements if it was proposed.
-
-    Attributes:
-        policy: The policy.
-        predicted_error: The predicted error of the gradient, relative to the gradient.
-        predicted_time: The predicted time of what the policy can change, in seconds on the
-            GPU of the cost table.
-        error: The measured error, `None` if it was not measured. It is infinite if the
-            gradient is not finite.
-        time: The measured seconds of a gradient; `None` without a GPU.
-        memory: The bytes that the compiled gradient needs besides its arguments and results.
-    """
-
-    policy: PrecisionPolicy
-    predicted_error: float
-    predicted_time: float
-    error: float | None = None
-    time: float | None = None
-    memory: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,185 +129,6 @@ class Tuning(Result):
         return ax
 
 
-# --- candidates -----------------------------------------------------------------------
-
-
-class _Option(NamedTuple):
-    """A policy as groups.
-
-    Attributes:
-        half: The 16-bit format.
-        kept: Selectors of what stays in f32.
-        fp8: The groups whose matmuls run in fp8.
-        kept_fp8: Selectors of what does not.
-    """
-
-    half: str
-    kept: tuple[Keep, ...] = ()
-    fp8: frozenset[int] = frozenset()
-    kept_fp8: tuple[Keep, ...] = ()
-
-    def low(self, known: Judged) -> set[int]:
-        """Returns the groups in 16 bits."""
-        return known.active - selected(known.groups, self.kept)
-
-    @property
-    def policy(self) -> PrecisionPolicy:
-        """The policy."""
-        return policy_for(
-            self.half, self.kept, is_fp8=bool(self.fp8), kept_fp8=self.kept_fp8
-        )
-
-    def candidate(self, known: Judged) -> Candidate:
-        """Returns the policy with its predictions."""
-        low = self.low(known)
-        return Candidate(
-            self.policy,
-            math.sqrt(known.predicted.square(self.half, low, self.fp8)),
-            seconds(known.work, self.half, low, self.fp8),
-        )
-
-
-def _options(known: Judged, halves: Sequence[str], with_fp8: bool) -> list[_Option]:
-    """Returns policies from the fastest on, each with one more selector than the last.
-
-    The sum of squares makes the greedy order good: against an exhaustive search it is
-    within a few percent at equal cost.
-    """
-    found = []
-    for half in halves:
-        kept = forced(known, half)
-        found.append(_Option(half, tuple(kept)))
-        while len(kept) < _MOST_KEPT:
-            best = best_keep(known, half, found[-1].low(known))
-            if best is None:
-                break
-            kept.append(best)
-            found.append(_Option(half, tuple(kept)))
-    if with_fp8 and known.fp8 and "bf16" in halves:
-        for option in [x for x in found if x.half == "bf16"][:4]:
-            found += _with_fp8(known, option)
-    return found
-
-
-def _with_fp8(known: Judged, option: _Option) -> list[_Option]:
-    chosen = known.fp8 & option.low(known)
-    kept: list[Keep] = []
-    found = []
-    while chosen and len(kept) < _MOST_KEPT:
-        found.append(option._replace(fp8=frozenset(chosen), kept_fp8=tuple(kept)))
-
-        def loss(i: int) -> float:
-            cost = known.work[i]
-            saved = cost.seconds("bf16") - cost.seconds("fp8")
-            return known.predicted.recipe.get(i, 0.0) / (saved + 1e-15)
-
-        worst = max(sorted(chosen), key=loss)
-        kept.append(known.groups[worst].selector)
-        chosen = chosen - selected(known.groups, kept)
-    return found
-
-
-def _front(options: Sequence[_Option], known: Judged) -> list[_Option]:
-    """Returns the options that no other beats in both time and error, fastest first."""
-    scored = [(x.candidate(known), x) for x in options]
-    scored.sort(key=lambda pair: (pair[0].predicted_time, pair[0].predicted_error))
-    best, found = math.inf, []
-    for candidate, option in scored:
-        if candidate.predicted_error < best:
-            best = candidate.predicted_error
-            found.append(option)
-    return found
-
-
-# --- measuring ------------------------------------------------------------------------
-
-
-class _Laboratory:
-    """Measures policies against the gradient in f32."""
-
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        scale: float,
-    ) -> None:
-        self.call, self.scale = (func, args, kwargs), scale
-        self.has_gpu = jax.default_backend() == "gpu"
-        self.done: dict[PrecisionPolicy, dict[str, Any]] = {}
-
-    @functools.cached_property
-    def exact(self) -> list[Any]:
-        """The gradient in f32, multiplied in full f32."""
-        func, args, kwargs = self.call
-        with jax.default_matmul_precision("highest"):
-            grad = gradient(program(func, args, kwargs))
-            return jax.jit(grad)(*grad.arrays)[1:]
-
-    def measure(self, policy: PrecisionPolicy) -> dict[str, Any]:
-        """Returns error, time and memory of the gradient under a policy."""
-        if policy not in self.done:
-            self.done[policy] = self._measure(policy)
-        return self.done[policy]
-
-    def _measure(self, policy: PrecisionPolicy) -> dict[str, Any]:
-        func, args, kwargs = self.call
-        with gradient_function():
-            forward = program(policy.apply(func), args, kwargs)
-            scale = self.scale if policy.half == "f16" else 1.0
-            grad = gradient(forward, scale)
-        compiled = jax.jit(grad).lower(*grad.arrays).compile()
-        outs = compiled(*grad.arrays)
-        error = float(
-            norm([a - b for a, b in zip(outs[1:], self.exact, strict=True)])
-            / norm(self.exact)
-        )
-        analysis = compiled.memory_analysis()
-        return {
-            "error": error if math.isfinite(error) else math.inf,
-            "time": _timed(compiled, grad.arrays) if self.has_gpu else None,
-            "memory": getattr(analysis, "temp_size_in_bytes", None),
-        }
-
-
-def _timed(call: Callable[..., Any], arrays: Sequence[Any]) -> float:
-    """Returns the median time of a call."""
-    found = []
-    for _ in range(7):
-        start = time.perf_counter()
-        jax.block_until_ready(call(*arrays))
-        found.append(time.perf_counter() - start)
-    return sorted(found)[len(found) // 2]
-
-
-def _repaired(
-    known: Judged, option: _Option, names: set[str], most: int = 3
-) -> Predictions:
-    """Returns predictions in which the worst groups of an option have been measured.
-
-    Each is emulated alone. Those in doubt come first, then those with the largest share.
-    """
-    predicted, half = known.predicted, option.half
-
-    def urgency(i: int) -> tuple[bool, float]:
-        is_doubtful = predicted.share_of_doubt(half, i) > DOUBT
-        return is_doubtful, predicted.square(half, [i])
-
-    todo = [i for i in option.low(known) if known.groups[i].label not in names]
-    worst = sorted(todo, key=urgency, reverse=True)[:most]
-    if not worst:
-        return predicted
-    exact = known.study.emulate(known.arrays, half, ())[1:]
-    size = float(norm(exact))
-    for i in worst:
-        grads = known.study.emulate(known.arrays, half, (i,))[1:]
-        change = float(norm([a - b for a, b in zip(grads, exact, strict=True)]))
-        predicted = predicted.replaced(half, i, (change / size) ** 2)
-        names.add(known.groups[i].label)
-    return predicted
-
-
 # --- tune -----------------------------------------------------------------------------
 
 
@@ -392,14 +184,14 @@ def tune(
     with progress(2 + proposals, "tune") as tell:
         tell("predicting")
         known = judge(func, args, kwargs, batches)
-        lab = _Laboratory(func, args, kwargs, known.predicted.scale)
-        default = _Option("bf16" if "bf16" in halves else halves[0])
-        repaired: set[str] = set()
+        lab = Laboratory(func, args, kwargs, known.predicted.scale)
+        default = Option("bf16" if "bf16" in halves else halves[0])
+        names: set[str] = set()
         tell("measuring the default of amp")
         lab.measure(default.policy)
         for _ in range(_ROUNDS):
-            front = _front(_options(known, halves, with_fp8), known)
-            chosen = _proposed(front, known, max_grad_error, proposals)
+            best = front(options(known, halves, with_fp8), known)
+            chosen = _proposed(best, known, max_grad_error, proposals)
             off = []
             for option in chosen:
                 tell(str(option.policy))
@@ -408,12 +200,12 @@ def tune(
                     off.append(option)
             if not off:
                 break
-            predicted = _repaired(known, off[0], repaired)
+            predicted = repaired(known, off[0], names)
             if predicted is known.predicted:
                 break
             known = known._replace(predicted=predicted)
     candidates = []
-    for option in dict.fromkeys((*front, default)):
+    for option in dict.fromkeys((*best, default)):
         found = option.candidate(known)
         seen = lab.done.get(option.policy, {})
         candidates.append(dataclasses.replace(found, **seen))
@@ -424,7 +216,7 @@ def tune(
         policy=policy,
         candidates=tuple(candidates),
         max_grad_error=max_grad_error,
-        repaired=tuple(sorted(repaired)),
+        repaired=tuple(sorted(names)),
         params=sum(sizes),
         device=jax.devices()[0].device_kind,
         remark=remark,
@@ -454,8 +246,8 @@ def _is_off(predicted: float, measured: float) -> bool:
 
 
 def _proposed(
-    front: Sequence[_Option], known: Judged, limit: float, count: int
-) -> list[_Option]:
+    front: Sequence[Option], known: Judged, limit: float, count: int
+) -> list[Option]:
     """Returns the fastest options within the limit; the most exact one if none is."""
     good = [x for x in front if x.candidate(known).predicted_error <= limit]
     return good[:count] or list(front[-1:])
