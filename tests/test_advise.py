@@ -134,7 +134,7 @@ def test_pass_in_f32_is_the_gradient():
     known = judge(with_scan, (LAYERED, X, Y), {})
     value, *grads = known.study.emulate(known.arrays, "bf16", ())
     exact, expected = jax.value_and_grad(with_scan)(LAYERED, X, Y)
-    assert value == pytest.approx(exact, rel=1e-5)
+    assert value == pytest.approx(float(exact), rel=1e-5)
     assert relative(grads, jax.tree.leaves(expected)) < 1e-5
 
 
@@ -159,14 +159,14 @@ def test_tap_is_an_identity_that_returns_samples(length):
         return jnp.sum(weights * tap(x, z, ()))
 
     value, z = jax.value_and_grad(call)(jnp.zeros(width(length, 0)))
-    assert value == pytest.approx(jnp.sum(weights * x), rel=1e-4, abs=1e-4)
+    assert value == pytest.approx(float(jnp.sum(weights * x)), rel=1e-4, abs=1e-4)
     found = Samples.read(z, length)
     assert found.largest == jnp.max(jnp.abs(x))
     both = set(zip(np.asarray(x).tolist(), np.asarray(weights).tolist(), strict=True))
     seen = zip(found.values[0].tolist(), found.cotangents[0].tolist(), strict=True)
     assert {*seen} <= both
     exact = np.square(np.asarray(weights) * (np.asarray(rounded(x, "bf16")) - x)).sum()
-    assert found.disturbance("bf16") == pytest.approx(exact, rel=0.1)
+    assert found.disturbance("bf16") == pytest.approx(float(exact), rel=0.1)
 
 
 # --- range and doubt ------------------------------------------------------------------
@@ -174,17 +174,8 @@ def test_tap_is_an_identity_that_returns_samples(length):
 
 def too_large(params, x, y):
     with jax.named_scope("large"):
-        h = 1e4 * (x @ params["a"])
-        out = 1e-4 * h
+        out = 1e-5 * ((500 * x) @ (500 * params["a"]))
     return jnp.mean(jnp.square(jnp.tanh(out) @ params["b"] - y))
-
-
-def gradient_in(policy, loss, *args):
-    """Returns the gradient as users take it in f16: with a loss scale."""
-    if policy.half == "f16":
-        scaling = mpx.DynamicLossScaling.pow2()
-        return mpx.value_and_grad(policy.apply(loss))(scaling, *args).grads
-    return jax.grad(policy.apply(loss))(*args)
 
 
 def test_overflow_excludes_f16_and_the_policy_cures_it():
@@ -205,9 +196,8 @@ def test_overflow_excludes_f16_and_the_policy_cures_it():
 
 def cancelling(params, x, y):
     with jax.named_scope("distance"):
-        h = 100 + x @ params["a"]
-        far = jnp.square(h - h @ jnp.eye(24))
-    return jnp.mean(far @ params["b"] - y) + jnp.mean(jnp.square(x @ params["a"]))
+        far = (100 + x @ params["a"]) - (100 + x @ params["a"][:, ::-1])
+    return jnp.mean(jnp.square(far @ params["b"] - y))
 
 
 def test_sum_that_cancels_is_marked():

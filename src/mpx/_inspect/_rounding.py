@@ -33,15 +33,16 @@ def rounded(x: Any, name: str) -> Any:
     """Returns f32 numbers rounded to a format, inside a program.
 
     The 16-bit formats have the range of f32 here: range is judged apart. Those of 8 bits
-    have one scale for the array, a power of two that takes the largest number to the top,
-    as in `mpx.recipes.CurrentScaling`.
+    have one scale for the array, the smallest power of two with which all numbers fit, as
+    in `mpx.recipes.CurrentScaling`.
     """
     form = FORMATS[name]
     if name in HALVES:
         return lax.reduce_precision(x, 8, form.mantissa)
-    top = 2.0 ** np.floor(np.log2(form.max))
-    largest = _power(jnp.max(jnp.abs(x), initial=0.0))
-    tiny = jnp.maximum(largest * np.float32(form.tiny / top), np.float32(2.0**-90))
+    least = jnp.max(jnp.abs(x), initial=0.0) * np.float32(1 / form.max)
+    scale = _power(least)
+    scale = jnp.where(least > scale, 2 * scale, scale)
+    tiny = jnp.maximum(scale * np.float32(form.tiny), np.float32(2.0**-90))
     # So large that the sum with it has the spacing of the format.
     c = jnp.maximum(_power(x), tiny) * np.float32(1.5 * 2.0 ** (23 - form.mantissa))
     return jnp.where(jnp.isfinite(x), (x + c) - c, x)
@@ -145,9 +146,9 @@ class Samples(NamedTuple):
         form = FORMATS[name]
         with np.errstate(over="ignore", invalid="ignore"):
             if name in EIGHTS:
-                top = np.floor(np.log2(form.max)) - 1
-                _, exponent = np.frexp(np.where(self.largest > 0, self.largest, 1))
-                factor = np.ldexp(np.float32(1), (top - exponent + 1).astype(np.int32))
+                least = np.where(self.largest > 0, self.largest, 1) / form.max
+                part, exponent = np.frexp(least)
+                factor = np.ldexp(np.float32(1), (part == 0.5) - exponent)
             else:
                 factor = np.float32(scale if name == "f16" else 1.0)
             y = np.clip(x * factor, -form.max, form.max)
