@@ -2,6 +2,11 @@
 
 from mpx._fp8 import Fp8Check as Fp8Check
 from mpx._fp8 import check as check
+from mpx._inspect._advice import Advice as Advice
+from mpx._inspect._advice import GroupAdvice as GroupAdvice
+from mpx._inspect._advice import Proposal as Proposal
+from mpx._inspect._advice import advise as advise
+from mpx._inspect._candidates import Candidate as Candidate
 from mpx._inspect._doctor import Diagnosis as Diagnosis
 from mpx._inspect._doctor import doctor as doctor
 from mpx._inspect._explain import Explanation as Explanation
@@ -14,11 +19,14 @@ from mpx._inspect._memory import memory as memory
 from mpx._inspect._observation import Observation as Observation
 from mpx._inspect._observation import observe as observe
 from mpx._inspect._plots import plot_exponents as plot_exponents
+from mpx._inspect._policies import PrecisionPolicy as PrecisionPolicy
 from mpx._inspect._report import Report as Report
 from mpx._inspect._report import report as report
 from mpx._inspect._run_summary import RunSummary as RunSummary
 from mpx._inspect._run_summary import Skip as Skip
 from mpx._inspect._target import Compiled as Compiled
+from mpx._inspect._tuning import Tuning as Tuning
+from mpx._inspect._tuning import tune as tune
 from mpx._inspect._views import AmpView as AmpView
 from mpx._inspect._views import Fp8View as Fp8View
 from mpx._inspect._watch import Watch as Watch

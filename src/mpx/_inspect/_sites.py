@@ -1,0 +1,489 @@
+"""Sites: the places of a gradient program where a value would be rounded.
+
+The program is that of `amp`, run in f32: values of 16 bits are held in f32, and each place
+where one arises is a site.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpx._compat import (
+    Literal,
+    bind,
+    eval_equation,
+    is_jaxpr,
+    is_transposed,
+    open_jaxpr,
+    primitive_name,
+    scan_sizes,
+    sub_jaxprs,
+)
+from mpx._inspect._groups import Group, is_half, is_single, token_of
+from mpx._jaxpr import HANDLERS
+from mpx._jaxpr._interpreter import Facts, Kind, Op, Outcome, Visitor, as_array
+from mpx._jaxpr._queries import MATMULS, MOVES, REMAT, Equation, equations, names
+
+# The results can be represented where the operands can.
+_EXACT = MOVES.union(
+    names(
+        "gather max min neg abs sign select_n concatenate pad clamp reduce_max reduce_min "
+        "stop_gradient sort dynamic_update_slice argmax argmin split iota rev eq ne lt le "
+        "gt ge is_finite reduce_window_max select_and_gather_add cummax cummin unstack"
+    )
+)
+_FOLLOWED = MOVES.union(names("gather split neg unstack"))
+_NESTED = (*names("jit pjit closed_call core_call scan cond"), *REMAT)
+_DERIVED = names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr")
+
+
+class Known(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        owner: The group whose 16-bit result it is, or -1.
+        sources: The groups of the matmuls because of which it is of 16 bits: without one of
+            them, `amp` would hold it in f32.
+        is_pending: Whether it has been cast to 16 bits for whoever reads it.
+        is_cotangent: Whether it belongs to the backward pass.
+    """
+
+    owner: int = -1
+    sources: tuple[int, ...] = ()
+    is_pending: bool = False
+    is_cotangent: bool = False
+
+
+class Key(NamedTuple):
+    """What decides whether a site rounds, and how.
+
+    Attributes:
+        kind: `out` for a result of 16 bits or a cast to them, `entry` for an operand of a
+            matmul, `eight` for one that is its own result, `sum` for a sum of rounded values.
+        group: The group that rounds.
+        owner: The group in whose format the value is already, or -1.
+        sources: See `Known`.
+        is_cotangent: Whether the value belongs to the backward pass.
+    """
+
+    kind: str
+    group: int
+    owner: int
+    sources: tuple[int, ...]
+    is_cotangent: bool
+
+    def rounds(self, low: Collection[int], *, alone: bool = False) -> bool:
+        """Returns whether a value is rounded to 16 bits if some groups run in them.
+
+        Args:
+            low: The groups that run in 16 bits.
+            alone: Whether to judge a group by itself: that what it needs to be in 16 bits
+                is, but rounds nothing.
+        """
+        if self.group not in low or self.kind in ("eight", "sum"):
+            return False
+        is_low = all(x in low for x in self.sources)
+        if self.kind == "out":
+            return alone or is_low
+        return not (self.owner in low and is_low)
+
+
+class Site(NamedTuple):
+    """One place where a value is rounded, or where rounded values are added.
+
+    Attributes:
+        number: Its number.
+        key: What it has in common with others.
+        size: The size of the array.
+        operands: How many operands of a sum are looked at.
+        lengths: The lengths of the scans around it, outermost first.
+    """
+
+    number: int
+    key: Key
+    size: int
+    operands: int
+    lengths: tuple[int, ...]
+
+
+Rule = Callable[[Site, Any, Any, tuple[Any, ...]], Any]
+"""Takes a site, a value, the array of the site, and operands; returns the value to go on
+with."""
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Sites(Visitor):
+    """Runs a gradient program in f32 and applies a rule at each site.
+
+    Attributes:
+        groups: The groups; a label of an equation is a position among them.
+        rule: What happens at a site.
+        arrays: One array for each site, by its number; `None` to collect the sites.
+        sites: The sites, by the equations that they are in.
+        quantised: The numbers of sites whose values fp8 may quantise: operands of matmuls
+            with a parameter.
+        inner: The numbers of the sites inside an equation, by its `id`.
+        carried: What is known of a loop's carry after a step.
+        opaque: The names of operations that were run as they are written.
+    """
+
+    unknown: ClassVar[Known] = Known()
+    narrow_carry: bool = True  # held in f32, whatever it was
+
+    groups: Sequence[Group]
+    rule: Rule | None = None
+    arrays: dict[int, Any] | None = None
+    sites: dict[tuple[int, ...], Site] = dataclasses.field(default_factory=dict)
+    quantised: set[int] = dataclasses.field(default_factory=set)
+    inner: dict[int, set[int]] = dataclasses.field(default_factory=dict)
+    carried: dict[Any, Known] = dataclasses.field(default_factory=dict)
+    opaque: set[str] = dataclasses.field(default_factory=set)
+    _inside: tuple[int, ...] = ()
+    _lengths: tuple[int, ...] = ()
+    _count: int = 0
+    _results: dict[int, Facts] = dataclasses.field(default_factory=dict)
+
+    # --- equations --------------------------------------------------------------------
+
+    def equation(self, op: Op) -> Outcome:
+        eqn, name = op.eqn, primitive_name(op.eqn)
+        self._count = 0
+        if name in _NESTED:
+            return self._nested(op, name)
+        if name in _DERIVED and any(map(_touches_half, sub_jaxprs(eqn))):
+            body, consts = open_jaxpr(eqn.params["call_jaxpr"])
+            return self.run(body, consts, op.values, op.facts, op.scopes)
+        if name in HANDLERS and name not in _DERIVED:
+            return self._as_written(op)
+        return self._convert(op) if name == "convert_element_type" else self._leaf(op)
+
+    def _leaf(self, op: Op) -> Outcome:
+        eqn, name = op.eqn, primitive_name(op.eqn)
+        touched = any(is_half(x.aval) for x in (*eqn.invars, *eqn.outvars))
+        if name in _FOLLOWED and len(_floats(op)) == 1:
+            return self._move(op, touched)
+        if not touched:
+            return self._wide(op, name)
+        return self._half(op, name)
+
+    def read(self, atom: Any) -> tuple[Any, Known]:
+        """Returns a value, in f32 if it is of 16 bits."""
+        value, fact = super().read(atom)
+        if is_half(getattr(value, "aval", value)):
+            value = jnp.asarray(value, np.float32)
+        return value, fact
+
+    def _group(self, op: Op) -> int:
+        found = token_of(op.scopes).group
+        if found is not None:
+            return found
+        return max((fact.owner for fact in op.facts), default=0) if op.facts else 0
+
+    def _convert(self, op: Op) -> Outcome:
+        (var,), (out,), (x,), (fact,) = op.eqn.invars, op.eqn.outvars, *op[1:3]
+        if is_half(out.aval) and is_single(var.aval):
+            token = token_of(op.scopes)
+            if token.is_input or token.group is None or is_transposed(op.eqn):
+                return [x], [fact._replace(is_pending=True)]
+            return self._round(op, x, fact)
+        if is_half(var.aval) and is_single(out.aval):
+            return self._round(op, x, fact) if fact.is_pending else ([x], [fact])
+        if is_half(var.aval) and is_half(out.aval):
+            return [x], [fact]
+        return self._bind(op, [x]), [Known(is_cotangent=fact.is_cotangent)]
+
+    def _round(self, op: Op, x: Any, fact: Known) -> Outcome:
+        group = self._group(op)
+        sources = fact.sources or (group,)
+        key = Key("out", group, -1, sources, fact.is_cotangent)
+        x, _ = self._entry(key, x)
+        return [x], [Known(group, sources, is_cotangent=fact.is_cotangent)]
+
+    def _move(self, op: Op, touched: bool) -> Outcome:
+        (position,) = _floats(op)
+        source, fact = op.values[position], op.facts[position]
+
+        def again(x: Any) -> list[Any]:
+            values = list(op.values)
+            values[position] = x
+            return self._bind(op, values) if touched else eval_equation(op.eqn, values)
+
+        outs = again(source)
+        earlier = self.frame.made.get(("moved", id(source)))
+        spreads = op.eqn.primitive.name in ("gather", "broadcast_in_dim")
+        if len(outs) == 1 and (earlier or spreads):
+            first, before = earlier[1] if earlier else (source, None)
+            call = lambda x: again(before(x))[0] if before else again(x)[0]  # noqa: E731
+            self.frame.made["moved", id(outs[0])] = outs[0], (first, call)
+        return outs, [fact] * len(outs)
+
+    def _wide(self, op: Op, name: str) -> Outcome:
+        if not self._can_be_differentiated(op, name):
+            return self._as_written(op)
+        outs = eval_equation(op.eqn, op.values)
+        fact = Known(is_cotangent=_is_cotangent(op))
+        if name in ("add", "sub"):
+            outs = [self._sum(op, outs[0], op.values)]
+        return outs, [fact] * len(outs)
+
+    def _half(self, op: Op, name: str) -> Outcome:
+        if not self._can_be_differentiated(op, name):
+            return self._as_written(op)
+        group, values = self._group(op), list(op.values)
+        is_matmul, is_cotangent = name in MATMULS, _is_cotangent(op)
+        sources = (group,) if is_matmul else _sources(op)
+        is_eight = is_matmul and bool(self.groups[group].param)
+        for i, (var, fact) in enumerate(zip(op.eqn.invars, op.facts, strict=True)):
+            if not is_half(var.aval) or isinstance(var, Literal):
+                continue
+            if is_matmul and (fact.is_pending or fact.owner != group):
+                key = Key("entry", group, fact.owner, fact.sources, fact.is_cotangent)
+            elif fact.is_pending:
+                key = Key("out", group, -1, sources, fact.is_cotangent)
+            elif is_eight:
+                key = Key("eight", group, -1, (), fact.is_cotangent)
+            else:
+                continue
+            values[i], number = self._entry(key, values[i])
+            if is_eight and i < 2:
+                self.quantised.add(number)
+        outs = self._bind(op, values)
+        if name in ("add", "sub"):
+            outs = [self._sum(op, outs[0], values)]
+        if name not in _EXACT:
+            key = Key("out", group, group, sources, is_cotangent)
+            outs = [
+                self._site(key, x)[0] if is_half(var.aval) else x
+                for x, var in zip(outs, op.eqn.outvars, strict=True)
+            ]
+        low = Known(group, sources, is_cotangent=is_cotangent)
+        wide = Known(is_cotangent=is_cotangent)
+        return outs, [low if is_half(var.aval) else wide for var in op.eqn.outvars]
+
+    def _sum(self, op: Op, out: Any, values: Sequence[Any]) -> Any:
+        """Applies the rule to a sum or difference of values that were rounded before."""
+        owners = [fact.owner for fact in op.facts if fact.owner >= 0]
+        shapes = {jnp.shape(value) for value in values}
+        if not owners or len(shapes) > 1 or not is_float(out):
+            return out
+        pairs = zip(values, op.facts, strict=True)
+        rough = tuple(x for x, fact in pairs if fact.owner >= 0 or fact.is_pending)
+        is_cotangent = _is_cotangent(op)
+        return self._site(Key("sum", owners[0], -1, (), is_cotangent), out, rough)[0]
+
+    # --- sites ------------------------------------------------------------------------
+
+    def _entry(self, key: Key, x: Any) -> tuple[Any, int]:
+        """Rounds a value for a group that reads it, once for all its operations.
+
+        What was spread over several places has the same error in all of them: it is
+        rounded before. Returns the value and the number of the site.
+        """
+        moved = self.frame.made.get(("moved", id(x)))
+        if moved is None:
+            return self._once(key, x)
+        if (key, id(x)) not in self.frame.made:
+            source, call = moved[1]
+            value, number = self._once(key, source)
+            self.frame.made[key, id(x)] = x, (call(value), number)
+        return self.frame.made[key, id(x)][1]
+
+    def _once(self, key: Key, x: Any) -> tuple[Any, int]:
+        made = self.frame.made
+        if (key, id(x)) not in made:
+            made[key, id(x)] = x, self._site(key, x)
+        return made[key, id(x)][1]
+
+    def _site(
+        self, key: Key, x: Any, operands: tuple[Any, ...] = ()
+    ) -> tuple[Any, int]:
+        if not is_float(x) or x.size == 0:
+            return x, -1
+        name = (*self._inside, id(self.frame.eqn), self._count)
+        self._count += 1
+        if self.arrays is None:
+            new = Site(len(self.sites), key, x.size, len(operands), self._lengths)
+            number = self.sites.setdefault(name, new).number
+            for eqn in self._inside:
+                self.inner.setdefault(eqn, set()).add(number)
+            return x, number
+        site = self.sites[name]
+        if self.rule is None or site.number not in self.arrays:
+            return x, site.number
+        found = self.arrays[site.number]
+        return self.rule(site, x, found, operands), site.number
+
+    # --- running ----------------------------------------------------------------------
+
+    def _bind(self, op: Op, values: Sequence[Any]) -> list[Any]:
+        """Runs an equation with f32 in place of 16 bits."""
+        eqn = op.eqn
+        if any(map(_holds_jaxpr, eqn.params.values())):
+            return self._cast_around(op)
+        changes = {
+            key: np.dtype(np.float32)
+            for key, value in eqn.params.items()
+            if _is_half_dtype(value)
+        }
+        return bind(eqn, [as_array(x) for x in values], **changes)
+
+    def _cast_around(self, op: Op) -> list[Any]:
+        """Runs an equation at its own dtypes."""
+        values = [
+            x.astype(var.aval.dtype) if is_half(var.aval) else x
+            for x, var in zip(map(as_array, op.values), op.eqn.invars, strict=True)
+        ]
+        outs = eval_equation(op.eqn, values)
+        return [x.astype(np.float32) if is_half(jax.typeof(x)) else x for x in outs]
+
+    def _as_written(self, op: Op) -> Outcome:
+        """Runs an equation whose derivative is not known, or that is not looked into."""
+        self.opaque.add(primitive_name(op.eqn))
+        values = [lax.stop_gradient(x) if is_float(x) else x for x in op.values]
+        outs = self._cast_around(op._replace(values=values))
+        return outs, self.result_facts(outs)
+
+    def _can_be_differentiated(self, op: Op, name: str) -> bool:
+        if name in _COMMON or self.arrays is None:
+            return True
+        floats = [i for i, x in enumerate(op.values) if is_float(x)]
+        if not floats:
+            return True
+
+        def call(*chosen: Any) -> list[Any]:
+            values = list(map(as_array, op.values))
+            for i, x in zip(floats, chosen, strict=True):
+                values[i] = x
+            outs = self._bind(op, values)
+            return [x for x in outs if is_float(x)]
+
+        def pull(*chosen: Any) -> Any:
+            outs, vjp = jax.vjp(call, *chosen)
+            return vjp(outs)
+
+        try:
+            jax.eval_shape(pull, *(as_array(op.values[i]) for i in floats))
+        except Exception:  # each primitive says it in its own way
+            return False
+        return True
+
+    # --- bodies -----------------------------------------------------------------------
+
+    def _nested(self, op: Op, name: str) -> Outcome:
+        outs, facts = HANDLERS[name](self, op)
+        if name not in ("scan", "cond"):
+            return outs, facts
+        bodies = [self._results.get(id(body)) for body in sub_jaxprs(op.eqn)]
+        if any(found is None for found in bodies):
+            return outs, facts
+        first, *others = bodies
+        assert first is not None
+        facts = [
+            fact if all(x is None or x[i] == fact for x in others) else Known()
+            for i, fact in enumerate(first)
+        ]
+        if name == "scan":
+            n_consts, n_carry = scan_sizes(op.eqn.params)
+            (body,) = sub_jaxprs(op.eqn)
+            carry = body.invars[n_consts : n_consts + n_carry]
+            self.carried.update(zip(carry, facts, strict=False))
+        return outs, facts
+
+    def run(self, jaxpr: Any, *rest: Any) -> Outcome:
+        outs, facts = super().run(jaxpr, *rest)
+        self._results[id(jaxpr)] = facts
+        return outs, facts
+
+    def fact_inside(self, fact: Known, var: Any, kind: Kind) -> Known:
+        if kind != "carry":
+            return fact
+        known = self.carried.get(var, Known())
+        is_cotangent = fact.is_cotangent or is_transposed(self.frame.eqn)
+        return known._replace(is_cotangent=is_cotangent)
+
+    def result_facts(self, outs: Sequence[Any]) -> Facts:
+        return [Known()] * len(outs)
+
+    def more_inputs(self, op: Op) -> dict[int, Any] | None:
+        if self.arrays is None:
+            return None
+        wanted = sorted(self.inner.get(id(op.eqn), ()))
+        return {i: self.arrays[i] for i in wanted if i in self.arrays}
+
+    @contextlib.contextmanager
+    def inside(self, eqn: Equation, more: dict[int, Any] | None) -> Iterator[None]:
+        before = self.arrays, self._inside, self._lengths
+        self._inside += (id(eqn),)
+        if primitive_name(eqn) == "scan":
+            self._lengths += (eqn.params["length"],)
+        if self.arrays is not None:
+            self.arrays = more or {}
+        try:
+            yield
+        finally:
+            self.arrays, self._inside, self._lengths = before
+
+    def cache_key(self, more: Any) -> None:
+        return None
+
+
+_COMMON = frozenset(
+    (
+        *_EXACT,
+        *MATMULS,
+        *names(
+            "add sub mul div add_any exp log log1p expm1 tanh logistic erf sqrt rsqrt "
+            "integer_pow pow reduce_sum square sin cos cumsum custom_jvp_call"
+        ),
+    )
+)
+
+
+def is_float(x: Any) -> bool:
+    """Returns whether a value is an f32 array."""
+    return getattr(x, "dtype", None) == np.float32
+
+
+def _is_cotangent(op: Op) -> bool:
+    return is_transposed(op.eqn) or any(fact.is_cotangent for fact in op.facts)
+
+
+def _sources(op: Op) -> tuple[int, ...]:
+    """Returns the matmuls because of which an operation runs in 16 bits.
+
+    In the backward pass it does if its forward operation did.
+    """
+    known = [fact for fact in op.facts if fact.owner >= 0]
+    forward = [fact for fact in known if not fact.is_cotangent]
+    return tuple(sorted({x for fact in forward or known for x in fact.sources}))
+
+
+def _floats(op: Op) -> list[int]:
+    wanted = ("float32", "bfloat16", "float16")
+    return [i for i, x in enumerate(op.eqn.invars) if str(x.aval.dtype) in wanted]
+
+
+def _touches_half(jaxpr: Any) -> bool:
+    return any(
+        is_half(x.aval) for eqn in equations(jaxpr) for x in (*eqn.invars, *eqn.outvars)
+    )
+
+
+def _holds_jaxpr(value: Any) -> bool:
+    items = value if isinstance(value, tuple | list) else (value,)
+    return any(map(is_jaxpr, items))
+
+
+def _is_half_dtype(value: Any) -> bool:
+    if not isinstance(value, np.dtype | type):
+        return False
+    try:
+        return str(np.dtype(value)) in ("bfloat16", "float16")
+    except TypeError:
+        return False

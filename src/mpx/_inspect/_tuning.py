@@ -1,0 +1,280 @@
+"""`tune`: the fastest policy with a small enough gradient error, predicted and measured."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpx._inspect._advice import Judged, judge
+from mpx._inspect._candidates import Candidate, Option, front, options
+from mpx._inspect._laboratory import Laboratory, repaired
+from mpx._inspect._policies import PrecisionPolicy
+from mpx._inspect._progress import progress
+from mpx._inspect._result import Result, Table, amount
+
+_OFF = 2.0  # predictions that are off by more are replaced
+_ROUNDS = 3
+_STATES = (
+    ("optax.adamw, f32 parameters", 12.0),
+    ("mpx.optim.flash_adamw", 5.2),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning(Result):
+    """What `tune` found.
+
+    Attributes:
+        policy: The proposed policy: `policy.apply(loss)` applies it, and `str(policy)` is
+            its code.
+        candidates: The candidates on the frontier of predicted error and time, and the
+            default of `amp`; fastest first.
+        max_grad_error: The limit.
+        repaired: The groups whose predictions were replaced by measurements.
+        params: The number of parameters.
+        device: Where the measurements were made.
+        remark: The result in one sentence.
+    """
+
+    policy: PrecisionPolicy
+    candidates: tuple[Candidate, ...]
+    max_grad_error: float
+    repaired: tuple[str, ...]
+    params: int
+    device: str
+    remark: str
+
+    def tables(self) -> Sequence[Table]:
+        """Returns the measured candidates, the memory of optimizers, and the result."""
+        seen = [x for x in self.candidates if x.error is not None]
+        rows = [
+            (
+                str(x.policy),
+                f"{x.predicted_error:.1e}",
+                f"{x.error:.1e}",
+                f"{1e3 * x.predicted_time:.3g} ms",
+                "–" if x.time is None else f"{1e3 * x.time:.3g} ms",
+                "–" if x.memory is None else amount(x.memory, "B"),
+            )
+            for x in seen
+        ]
+        head = ("policy", "predicted", "measured", "cost table", "time", "memory")
+        right = frozenset(range(1, 6))
+        states = [
+            (name, f"{size:g}", amount(size * self.params, "B"))
+            for name, size in _STATES
+        ]
+        tables = [
+            Table(head, rows, "Error of the gradient, and time", right),
+            Table(
+                ("optimizer", "bytes", "in all"),
+                states,
+                "Parameters, optimizer state and master weights, for each parameter",
+                frozenset({1, 2}),
+            ),
+        ]
+        if self.repaired:
+            names = ", ".join(self.repaired)
+            tables.append(Table.text(f"Predictions replaced by measurements: {names}."))
+        tables.append(Table.text(f"{self.remark}\n{self.policy}"))
+        return tables
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draws error against time for all candidates; returns matplotlib's axes.
+
+        Args:
+            ax: Axes to draw into; by default those of a new figure.
+
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ImportError(
+                "`Tuning.plot` needs matplotlib. Install it with "
+                '`pip install "mpx-jax[inspect]"`.'
+            ) from error
+        if ax is None:
+            _, ax = plt.subplots(figsize=(6, 4), layout="constrained")
+        for half, colour in (("bf16", "tab:blue"), ("f16", "tab:orange")):
+            for is_fp8, marker in ((False, "o"), (True, "s")):
+                chosen = [
+                    x
+                    for x in self.candidates
+                    if (x.policy.half, x.policy.fp8) == (half, is_fp8)
+                ]
+                if not chosen:
+                    continue
+                times = [1e3 * x.predicted_time for x in chosen]
+                errors = [x.predicted_error for x in chosen]
+                name = f"{'fp8 and ' if is_fp8 else ''}{half}"
+                ax.plot(times, errors, marker, color=colour, mfc="none", label=name)
+                pairs = [(t, x.error) for t, x in zip(times, chosen, strict=True)]
+                seen = [(t, e) for t, e in pairs if e is not None and np.isfinite(e)]
+                ax.plot(
+                    *zip(*seen, strict=True), marker, color=colour
+                ) if seen else None
+        ax.axhline(self.max_grad_error, color="grey", linestyle=":")
+        ax.set(
+            xlabel="time by the cost table (ms)",
+            ylabel="relative error of the gradient",
+            yscale="log",
+            title="open: predicted; filled: measured",
+        )
+        ax.legend()
+        return ax
+
+
+# --- tune -----------------------------------------------------------------------------
+
+
+def tune(
+    func: Callable[..., Any],
+    /,
+    *args: Any,
+    max_grad_error: float = 0.02,
+    formats: Sequence[str] = ("bf16", "f16", "fp8"),
+    batches: Sequence[Any] = (),
+    proposals: int = 3,
+    **kwargs: Any,
+) -> Tuning:
+    """Finds the fastest policy whose gradient is close enough to that in f32.
+
+    From the predictions of `advise` and the cost of each group of operations it computes the
+    frontier of gradient error against time, over bf16 and f16 with keep-lists, and fp8 with
+    keep-lists of its own, without a run for each candidate. The policies that it
+    proposes are always measured: their real gradient is compared with that in f32, and
+    the prediction is shown beside it. If a prediction is off by more than a factor of 2, those of
+    the worst groups are replaced by measurements, and the frontier is computed again.
+
+    On a GPU the measured policies are timed, and the fastest is returned. Elsewhere they are
+    ranked by a table of the rates of an H200. A small gradient error on one batch promises
+    nothing about the accuracy after training.
+
+    Args:
+        func: The loss function in f32: see `advise`.
+        *args: Its arguments, with real numbers.
+        max_grad_error: The largest norm of the gradient's error, relative to the gradient.
+        formats: What to try: of bf16, f16 and fp8.
+        batches: Further batches for the predictions: see `advise`.
+        proposals: How many policies of the frontier to measure, besides `amp`'s default.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The policy and the candidates; it prints as tables, and `plot` draws them.
+
+    Raises:
+        TypeError: As `advise`.
+        ValueError: If a format is unknown or `max_grad_error` is not positive.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> def loss(params, x):
+        ...     return jnp.mean(jnp.tanh(x @ params["a"]) @ params["b"])
+        >>> params = {"a": jnp.full((8, 16), 0.1), "b": jnp.full((16, 4), 0.3)}
+        >>> x = jnp.linspace(0, 1, 32).reshape(4, 8)
+        >>> print(tune(loss, params, x, formats=["bf16"]).policy)
+        mpx.amp(loss, "bf16")
+    """
+    halves, with_fp8 = _check(formats, max_grad_error)
+    with progress(2 + proposals, "tune") as tell:
+        tell("predicting")
+        known = judge(func, args, kwargs, batches)
+        lab = Laboratory(func, args, kwargs, known.predicted.scale)
+        default = Option("bf16" if "bf16" in halves else halves[0])
+        names: set[str] = set()
+        tell("measuring the default of amp")
+        lab.measure(default.policy)
+        for _ in range(_ROUNDS):
+            best = front(options(known, halves, with_fp8), known)
+            chosen = _proposed(best, known, max_grad_error, proposals)
+            off = []
+            for option in chosen:
+                tell(str(option.policy))
+                error = lab.measure(option.policy)["error"]
+                if _is_off(option.candidate(known).predicted_error, error):
+                    off.append(option)
+            if not off:
+                break
+            predicted = repaired(known, off[0], names)
+            if predicted is known.predicted:
+                break
+            known = known._replace(predicted=predicted)
+    candidates = []
+    for option in dict.fromkeys((*best, default)):
+        found = option.candidate(known)
+        seen = lab.done.get(option.policy, {})
+        candidates.append(dataclasses.replace(found, **seen))
+    candidates.sort(key=lambda x: x.predicted_time)
+    policy, remark = _choose(candidates, default.policy, max_grad_error, lab.has_gpu)
+    sizes = [known.arrays[i].size for i in known.study.program.params]
+    return Tuning(
+        policy=policy,
+        candidates=tuple(candidates),
+        max_grad_error=max_grad_error,
+        repaired=tuple(sorted(names)),
+        params=sum(sizes),
+        device=jax.devices()[0].device_kind,
+        remark=remark,
+    )
+
+
+def _check(formats: Sequence[str], limit: float) -> tuple[list[str], bool]:
+    known = ("bf16", "f16", "fp8")
+    chosen = [formats] if isinstance(formats, str) else list(formats)
+    for name in chosen:
+        if name not in known:
+            raise ValueError(
+                f"`formats` must be some of {', '.join(known)}, but {name!r} was given."
+            )
+    if not limit > 0:
+        raise ValueError(
+            f"`max_grad_error` must be a positive number such as 0.02, but it is {limit}."
+        )
+    halves = [x for x in ("bf16", "f16") if x in chosen] or ["bf16"]
+    return halves, "fp8" in chosen
+
+
+def _is_off(predicted: float, measured: float) -> bool:
+    if predicted == 0 or not math.isfinite(measured):
+        return False
+    return not 1 / _OFF <= measured / predicted <= _OFF
+
+
+def _proposed(
+    front: Sequence[Option], known: Judged, limit: float, count: int
+) -> list[Option]:
+    """Returns the fastest options within the limit; the most exact one if none is."""
+    good = [x for x in front if x.candidate(known).predicted_error <= limit]
+    return good[:count] or list(front[-1:])
+
+
+def _choose(
+    candidates: Sequence[Candidate],
+    default: PrecisionPolicy,
+    limit: float,
+    has_gpu: bool,
+) -> tuple[PrecisionPolicy, str]:
+    seen = [x for x in candidates if x.error is not None]
+    good = [x for x in seen if x.error is not None and x.error <= limit]
+    if not good:
+        best = min(seen, key=lambda x: x.error if x.error is not None else math.inf)
+        return best.policy, (
+            f"No measured policy reaches {limit:g}: this is the most exact, with "
+            f"{best.error:.1e}. Pass a larger `max_grad_error`, or stay in f32."
+        )
+    clock = (lambda x: x.time or 0.0) if has_gpu else (lambda x: x.predicted_time)
+    best = min(good, key=clock)
+    usual = next((x for x in good if x.policy == default), None)
+    if usual is not None and clock(best) > 0.98 * clock(usual):
+        best = usual
+    by = (
+        "as timed on this GPU" if has_gpu else "by the cost table of an H200; not timed"
+    )
+    if usual is best:
+        return best.policy, f"The default of `amp` is best within {limit:g}, {by}."
+    return best.policy, f"The fastest policy within {limit:g}, {by}."

@@ -1,0 +1,366 @@
+"""Predictions of `mpx.inspect.advise` against an independent emulation, and its policies."""
+
+import dataclasses
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+import mpx.inspect
+from mpx._half import gradient_function
+from mpx._inspect._advice import judge
+from mpx._inspect._rounding import Samples, rounded, tap, width
+
+
+def draw(seed, *shape, scale=1.0):
+    fan = shape[-2] if len(shape) > 1 else 1
+    return scale * jax.random.normal(jax.random.key(seed), shape) * fan**-0.5
+
+
+PARAMS = {"a": draw(0, 13, 24, scale=2.0), "b": draw(1, 24, 7), "c": draw(2, 7)}
+X, Y = draw(3, 33, 13, scale=4.0), draw(4, 33, 7, scale=3.0)
+
+
+def plain(params, x, y):
+    with jax.named_scope("hidden"):
+        h = jnp.tanh(x @ params["a"])
+    out = h @ params["b"] + params["c"][None]
+    return jnp.mean(jnp.square(out - y))
+
+
+def with_jit_and_remat(params, x, y):
+    hidden = jax.jit(lambda x, a: jnp.tanh(x @ a))
+    h = jax.checkpoint(lambda a: hidden(x, a))(params["a"])
+    out = h @ params["b"] + params["c"][None]
+    return jnp.mean(jnp.square(out - y))
+
+
+def with_scan(params, x, y):
+    def step(h, w):
+        return jnp.tanh(h @ w), None
+
+    h, _ = jax.lax.scan(jax.checkpoint(step), x @ params["a"], params["layers"])
+    return jnp.mean(jnp.square(h @ params["b"] - y))
+
+
+def with_custom_derivatives(params, x, y):
+    @jax.custom_vjp
+    def scaled(x):
+        return 2 * jnp.sin(x)
+
+    scaled.defvjp(lambda x: (scaled(x), x), lambda x, g: (2 * jnp.cos(x) * g,))
+    h = scaled(jax.nn.silu(x @ params["a"]))
+    return jnp.mean(jnp.square(h @ params["b"] - y))
+
+
+def with_cond(params, x, y):
+    h = x @ params["a"]
+    h = jax.lax.cond(x[0, 0] > -100, jnp.tanh, jnp.sin, h)
+    return jnp.mean(jnp.square(h @ params["b"] - y))
+
+
+LAYERED = {**PARAMS, "layers": jnp.stack([draw(i, 24, 24) for i in (6, 7, 8)])}
+PROGRAMS = {
+    "plain": (plain, PARAMS),
+    "jit and remat": (with_jit_and_remat, PARAMS),
+    "scan": (with_scan, LAYERED),
+    "custom derivatives": (with_custom_derivatives, PARAMS),
+    "cond": (with_cond, PARAMS),
+}
+
+
+def size(tree):
+    return np.sqrt(sum(np.sum(np.square(np.asarray(x))) for x in jax.tree.leaves(tree)))
+
+
+def relative(grads, exact):
+    return size(jax.tree.map(lambda a, b: a - b, grads, exact)) / size(exact)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_predicted_error_of_amp_is_the_measured_one(name):
+    loss, params = PROGRAMS[name]
+    found = mpx.inspect.advise(loss, params, X, Y, formats=["bf16"])
+    exact = jax.grad(loss)(params, X, Y)
+    grads = jax.grad(mpx.amp(loss, "bf16"))(params, X, Y)
+    predicted = found.proposal("bf16").default
+    assert 1 / 1.6 < relative(grads, exact) / predicted < 1.6
+    labels = {x.label for x in found.groups}
+    assert {"a", "b"} <= labels
+    assert ("layers" in labels) == ("layers" in params)
+
+
+def test_each_matmul_is_predicted_as_measured_by_hand():
+    known = judge(plain, (PARAMS, X, Y), {})
+
+    def bf16(x):
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+    @jax.custom_vjp
+    def low(x, w):
+        return bf16(bf16(x) @ bf16(w))
+
+    def backward(kept, g):
+        x, w = map(bf16, kept)
+        return bf16(bf16(g) @ w.T), bf16(x.T @ bf16(g))
+
+    low.defvjp(lambda x, w: (low(x, w), (x, w)), backward)
+
+    def only(which):
+        def loss(params, x, y):
+            first, second = (low if which == k else jnp.matmul for k in "ab")
+            out = second(jnp.tanh(first(x, params["a"])), params["b"])
+            return jnp.mean(jnp.square(out + params["c"][None] - y))
+
+        return loss
+
+    exact = jax.grad(plain)(PARAMS, X, Y)
+    for which in "ab":
+        real = relative(jax.grad(only(which))(PARAMS, X, Y), exact)
+        (group,) = [i for i, x in enumerate(known.groups) if x.label == which]
+        emulated = known.study.emulate(known.arrays, "bf16", [group], alone=True)[1:]
+        assert relative(emulated, jax.tree.leaves(exact)) == pytest.approx(
+            real, rel=0.1
+        )
+        predicted = known.predicted.error("bf16", [group])
+        assert 1 / 1.5 < real / predicted < 1.5
+
+
+def test_pass_in_f32_is_the_gradient():
+    known = judge(with_scan, (LAYERED, X, Y), {})
+    value, *grads = known.study.emulate(known.arrays, "bf16", ())
+    exact, expected = jax.value_and_grad(with_scan)(LAYERED, X, Y)
+    assert value == pytest.approx(float(exact), rel=1e-5)
+    assert relative(grads, jax.tree.leaves(expected)) < 1e-5
+
+
+# --- rounding and sampling ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bf16", "e4m3", "e5m2"])
+def test_rounding_in_a_program_is_that_on_the_host(name):
+    x = draw(5, 7, 300) * jnp.exp(draw(6, 7, 300, scale=40.0))
+    z = np.concatenate([[jnp.max(jnp.abs(x))], x.ravel(), jnp.ones(x.size)])
+    error = Samples.read(z, x.size)._error(name, np.asarray(x).reshape(1, -1), 1.0)
+    expected = np.asarray(x).ravel() + error[0]
+    np.testing.assert_allclose(rounded(x, name).ravel(), expected, rtol=1e-6)
+    assert np.abs(error).max() > 0
+
+
+@pytest.mark.parametrize("length", [5, 4096, 10_001])
+def test_tap_is_an_identity_that_returns_samples(length):
+    x, weights = draw(7, length), draw(8, length)
+
+    def call(z):
+        return jnp.sum(weights * tap(x, z, ()))
+
+    value, z = jax.value_and_grad(call)(jnp.zeros(width(length, 0)))
+    assert value == pytest.approx(float(jnp.sum(weights * x)), rel=1e-4, abs=1e-4)
+    found = Samples.read(z, length)
+    assert found.largest == jnp.max(jnp.abs(x))
+    both = set(zip(np.asarray(x).tolist(), np.asarray(weights).tolist(), strict=True))
+    seen = zip(found.values[0].tolist(), found.cotangents[0].tolist(), strict=True)
+    assert {*seen} <= both
+    exact = np.square(np.asarray(weights) * (np.asarray(rounded(x, "bf16")) - x)).sum()
+    assert found.disturbance("bf16") == pytest.approx(float(exact), rel=0.1)
+
+
+# --- range and doubt ------------------------------------------------------------------
+
+
+def too_large(params, x, y):
+    with jax.named_scope("large"):
+        out = 1e-5 * ((500 * x) @ (500 * params["a"]))
+    return jnp.mean(jnp.square(jnp.tanh(out) @ params["b"] - y))
+
+
+def test_overflow_excludes_f16_and_the_policy_cures_it():
+    found = mpx.inspect.advise(too_large, PARAMS, X, Y)
+    (group,) = [x for x in found.groups if x.label == "large"]
+    assert group.overflows
+    assert "f16 overflows" in group.note
+    proposal = found.proposal("f16")
+    assert "large" in str(proposal.policy)
+    with gradient_function():
+        default = jax.grad(mpx.amp(too_large, "f16"))(PARAMS, X, Y)
+        grads = jax.grad(proposal.policy.apply(too_large))(PARAMS, X, Y)
+    exact = jax.grad(too_large)(PARAMS, X, Y)
+    assert not relative(default, exact) < 0.1
+    assert relative(grads, exact) < 0.01
+    assert found.proposal("bf16").policy == mpx.inspect.PrecisionPolicy("bf16")
+
+
+def cancelling(params, x, y):
+    with jax.named_scope("distance"):
+        far = (100 + x @ params["a"]) - (100 + x @ params["a"][:, ::-1])
+    return jnp.mean(jnp.square(far @ params["b"] - y))
+
+
+def test_sum_that_cancels_is_marked():
+    found = mpx.inspect.advise(cancelling, PARAMS, X, Y, formats=["bf16"])
+    assert any(x.doubt["bf16"] > 0.1 for x in found.groups)
+    healthy = mpx.inspect.advise(plain, PARAMS, X, Y, formats=["bf16"])
+    assert not any(x.note for x in healthy.groups)
+
+
+def test_tiny_gradients_need_the_loss_scale():
+    def loss(params, x, y):
+        return 1e-9 * plain(params, x, y)
+
+    found = mpx.inspect.advise(loss, PARAMS, X, Y, formats=["f16"])
+    assert found.loss_scale > 2**20
+    assert all(
+        x.backward is None or x.backward.below(2**-24) > 0.5 for x in found.groups
+    )
+
+
+# --- policies -------------------------------------------------------------------------
+
+
+def sensitive(params, x, y):
+    """A matmul of large angles: in bf16 they are wrong by whole turns."""
+    with jax.named_scope("angles"):
+        h = jnp.sin(30 * (x @ params["a"]))
+    return jnp.mean(jnp.square(h @ params["b"] + params["c"][None] - y))
+
+
+@pytest.mark.parametrize("format", ["bf16", "f16"])
+def test_printed_policy_runs_and_reduces_the_error(format):
+    found = mpx.inspect.advise(
+        sensitive, PARAMS, X, Y, formats=[format], max_grad_error=0.01
+    )
+    proposal = found.proposal(format)
+    assert proposal.kept
+    assert str(proposal.policy) in str(found)
+    pasted = eval(str(proposal.policy), {"mpx": mpx, "loss": sensitive})
+    exact = jax.grad(sensitive)(PARAMS, X, Y)
+    with gradient_function():
+        default = jax.grad(mpx.amp(sensitive, format))(PARAMS, X, Y)
+        grads = jax.grad(pasted)(PARAMS, X, Y)
+    assert relative(grads, exact) < 0.02 < relative(default, exact)
+
+
+def test_policy_for_functions_without_scopes_runs():
+    def hidden(x, w):
+        return jnp.tanh(x @ w)
+
+    def loss(params, x, y):
+        return jnp.mean(jnp.square(hidden(x, params["a"]) @ params["b"] - y))
+
+    found = mpx.inspect.advise(loss, PARAMS, X, Y, formats=["bf16"])
+    (group,) = [x for x in found.groups if x.label.endswith("hidden")]
+    assert group.kind == "functions"
+    policy = mpx.inspect.PrecisionPolicy("bf16", functions=(group.selector,))
+    pasted = eval(str(policy), {"mpx": mpx, "loss": loss})
+    # Its matmul is in the function, and runs in f32, too.
+    report = mpx.inspect.report(pasted, PARAMS, X, Y)
+    assert [op.after for op in report.matmuls] == [("float32",), ("bfloat16",)]
+
+
+def test_fp8_policy_runs_as_printed():
+    params = {k: draw(i, 512, 512) for i, k in enumerate(("up", "down"))}
+    x = draw(9, 8192, 512, scale=20.0).astype(jnp.float32)
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(jnp.tanh(x @ params["up"]) @ params["down"]))
+
+    small = x[:16]
+    found = mpx.inspect.advise(loss, params, small, formats=["e4m3", "e5m2"])
+    proposal = found.proposal("fp8")
+    assert not proposal.policy.fp8
+    assert "large enough" in proposal.remark
+    known = judge(loss, (params, small), {})
+    groups = frozenset(i for i, x in enumerate(known.groups) if x.param)
+    from mpx._inspect._advice import propose
+
+    proposal = propose(known._replace(fp8=groups), "fp8", 0.02)
+    assert proposal.policy.keep_fp8 or not proposal.policy.fp8
+    policy = dataclasses.replace(proposal.policy, fp8=True, keep_fp8=("^up$",))
+    pasted = eval(
+        str(policy).replace("mpx.fp8(", "mpx.fp8(min_gain=0, func="),
+        {"mpx": mpx, "loss": loss},
+    )
+    report = mpx.inspect.report(pasted, params, small)
+    assert [op.param.rpartition("/")[2] for op in report.changed] == ["down"]
+    exact = jax.grad(loss)(params, small)
+    real = relative(jax.grad(pasted)(params, small), exact)
+    (down,) = [i for i, x in enumerate(known.groups) if x.label == "down"]
+    predicted = np.sqrt(known.predicted.square("bf16", known.active, [down]))
+    assert 1 / 2 < real / predicted < 2
+
+
+# --- frameworks -----------------------------------------------------------------------
+
+
+def test_equinox_models_are_taken_whole():
+    model = eqx.nn.MLP(13, 7, 24, 1, activation=jnp.tanh, key=jax.random.key(0))
+
+    def loss(model, x, y):
+        return jnp.mean(jnp.square(jax.vmap(model)(x) - y))
+
+    found = mpx.inspect.advise(loss, model, X, Y, formats=["bf16"])
+    assert {"layers/0/weight", "layers/1/weight"} <= {x.label for x in found.groups}
+
+
+@pytest.mark.standard_promotion
+def test_flax_models_are_taken_whole():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(13, 7, rngs=nnx.Rngs(0))
+
+    def loss(model, x, y):
+        return jnp.mean(jnp.square(model(x) - y))
+
+    found = mpx.inspect.advise(loss, model, X, Y, formats=["bf16"])
+    assert "kernel" in {x.label for x in found.groups}
+    assert isinstance(model.kernel[...], jax.Array)
+
+
+# --- results and errors ---------------------------------------------------------------
+
+
+def test_advice_exports_to_json_and_averages_batches():
+    once = mpx.inspect.advise(plain, PARAMS, X, Y, formats=["bf16", "e4m3"])
+    data = json.loads(once.to_json())
+    assert data["groups"][0]["errors"]["bf16"] > 0
+    twice = mpx.inspect.advise(
+        plain, PARAMS, X, Y, formats="bf16", batches=[(3 * X, Y)]
+    )
+    assert twice.groups[0].errors != once.groups[0].errors
+    with pytest.raises(ValueError, match="a proposal for bf16, but not for 'f16'"):
+        twice.proposal("f16")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda: mpx.inspect.advise(mpx.amp(plain), PARAMS, X, Y),
+            TypeError,
+            "is under",
+        ),
+        (
+            lambda: mpx.inspect.advise(plain, PARAMS, X, Y, formats=["f8"]),
+            ValueError,
+            "`formats` must be some of bf16, f16, e4m3, e5m2, but 'f8'",
+        ),
+        (
+            lambda: mpx.inspect.advise(lambda p, x: x @ p["a"], PARAMS, X),
+            TypeError,
+            "must return a scalar loss first",
+        ),
+        (
+            lambda: mpx.inspect.advise(
+                plain, PARAMS, jax.ShapeDtypeStruct(X.shape, X.dtype), Y
+            ),
+            TypeError,
+            "Pass arrays with real numbers",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(call, error, text):
+    with pytest.raises(error, match=text):
+        call()

@@ -1,0 +1,147 @@
+"""`mpx.inspect.tune`: what it proposes is measured, and the frontier is the best one."""
+
+import itertools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+import mpx.inspect
+from mpx._inspect import _laboratory, _tuning
+from mpx._inspect._advice import judge
+from mpx._inspect._candidates import front, options
+from mpx._inspect._policies import seconds
+from test_advise import PARAMS, X, Y, plain, relative, sensitive
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    return mpx.inspect.tune(sensitive, PARAMS, X, Y, max_grad_error=0.02)
+
+
+def test_policy_is_within_the_limit_as_users_run_it(tuned):
+    assert tuned.policy.keep
+    loss = eval(str(tuned.policy), {"mpx": mpx, "loss": sensitive})
+    exact = jax.grad(sensitive)(PARAMS, X, Y)
+    scaling = mpx.DynamicLossScaling.pow2()
+    grads = mpx.value_and_grad(loss)(scaling, PARAMS, X, Y).grads
+    assert relative(grads, exact) < 0.02
+    again = mpx.value_and_grad(tuned.policy.apply(sensitive))(scaling, PARAMS, X, Y)
+    assert relative(again.grads, grads) == 0
+
+
+def test_proposals_are_measured_and_shown_beside_the_prediction(tuned):
+    measured = [x for x in tuned.candidates if x.error is not None]
+    assert tuned.policy in [x.policy for x in measured]
+    assert mpx.inspect.PrecisionPolicy("bf16") in [x.policy for x in measured]
+    text = str(tuned)
+    assert all(f"{x.predicted_error:.1e}" in text for x in measured)
+    assert "not timed" in tuned.remark
+    assert all(x.time is None for x in measured)
+    json.loads(tuned.to_json())
+
+
+def test_candidates_get_slower_and_more_exact(tuned):
+    times = [x.predicted_time for x in tuned.candidates]
+    assert times == sorted(times)
+
+
+def test_default_is_kept_where_it_is_best():
+    found = mpx.inspect.tune(plain, PARAMS, X, Y, max_grad_error=0.05, formats="bf16")
+    assert found.policy == mpx.inspect.PrecisionPolicy("bf16")
+    assert found.remark.startswith("The default of `amp` is best")
+
+
+def test_limit_that_nothing_reaches_is_said():
+    candidates = [
+        mpx.inspect.Candidate(mpx.inspect.PrecisionPolicy(half), 1e-3, 1.0, error)
+        for half, error in (("bf16", 0.1), ("f16", 0.05))
+    ]
+    chosen, remark = _tuning._choose(candidates, candidates[0].policy, 0.01, False)
+    assert chosen.half == "f16"
+    assert remark.startswith("No measured policy reaches 0.01")
+
+
+def test_wrong_predictions_are_replaced_by_measurements(monkeypatch):
+    def wrong(*args):
+        known = judge(*args)
+        half = {key: 100 * x for key, x in known.predicted.half.items()}
+        changed = _tuning.dataclasses.replace(known.predicted, half=half)
+        return known._replace(predicted=changed)
+
+    monkeypatch.setattr(_tuning, "judge", wrong)
+    found = mpx.inspect.tune(plain, PARAMS, X, Y, max_grad_error=0.5, formats="bf16")
+    assert {"a", "b"} <= {*found.repaired}
+    (best,) = [x for x in found.candidates if x.policy == found.policy]
+    assert 0.5 < best.error / best.predicted_error < 2
+
+
+def test_frontier_is_close_to_an_exhaustive_search():
+    widths = (9, 17, 17, 17, 5)
+    sizes = (0.3, 3.0, 0.5, 2.0)
+    params = {
+        f"w{i}": 1.0 * sizes[i] * jax.random.normal(jax.random.key(i), pair) / 4
+        for i, pair in enumerate(itertools.pairwise(widths))
+    }
+
+    def loss(params, x):
+        for i in range(4):
+            with jax.named_scope("layer"):
+                x = jnp.tanh(x @ params[f"w{i}"])
+        return jnp.mean(jnp.square(x))
+
+    known = judge(loss, (params, jax.random.normal(jax.random.key(9), (21, 9))), {})
+    groups = [i for i in sorted(known.active) if known.groups[i].param]
+    others = known.active - set(groups)
+    exact = known.study.emulate(known.arrays, "bf16", ())[1:]
+
+    def error(low):
+        grads = known.study.emulate(known.arrays, "bf16", sorted(low))[1:]
+        return relative(grads, exact)
+
+    table = [
+        (seconds(known.work, "bf16", low), error(low))
+        for n in range(5)
+        for low in ({*x, *others} for x in itertools.combinations(groups, n))
+    ]
+    found = front(options(known, ["bf16"], with_fp8=False), known)
+    gaps = []
+    for option in found:
+        low = option.low(known)
+        if others <= low:
+            cost = seconds(known.work, "bf16", low)
+            best = min(e for c, e in table if c <= cost * 1.0001)
+            gaps.append(error(low) / best if best else 1.0)
+    assert len(gaps) >= 3
+    assert np.median(gaps) < 1.2
+
+
+def test_gradient_that_is_not_finite_is_an_infinite_error():
+    def loss(params, x):
+        return jnp.mean(jnp.square((500 * x) @ (500 * params["a"])))
+
+    lab = _laboratory.Laboratory(loss, (PARAMS, X), {}, 1.0)
+    assert lab.measure(mpx.inspect.PrecisionPolicy("f16"))["error"] == math.inf
+
+
+def test_picture_shows_predictions_and_measurements(tuned):
+    ax = tuned.plot()
+    assert ax.get_yscale() == "log"
+    assert len(ax.lines) >= 3
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_grad_error": 0}, "`max_grad_error` must be a positive number"),
+        ({"max_grad_error": math.nan}, "`max_grad_error` must be a positive number"),
+        ({"formats": ["e4m3"]}, "`formats` must be some of bf16, f16, fp8"),
+    ],
+)
+def test_wrong_options_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        mpx.inspect.tune(plain, PARAMS, X, Y, **options)
