@@ -7,12 +7,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from mpx._amp._report import short_source
 from mpx._formats import FORMATS
 from mpx._inspect._blame import Blame, Verdict
 from mpx._inspect._outputs import nearest_param
 from mpx._inspect._places import Place
 from mpx._inspect._record import NAN, Finding, Node
+from mpx._inspect._result import short_source
 from mpx._jaxpr._queries import MATMULS, names
 
 Kind = Literal[
