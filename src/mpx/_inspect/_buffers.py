@@ -60,6 +60,8 @@ _EXPENSIVE = frozenset(
     )
 )
 """Functions that XLA does not compute a second time in the backward pass."""
+_IN_PLACE = names("scatter scatter-add scatter_add dynamic_update_slice")
+"""Operations that write into their first operand."""
 _LARGE = 0.5  # An operand counts from this share of the bytes of the result.
 _SMALLER = 0.6  # A result is kept instead of its operands below this share of theirs.
 
@@ -251,9 +253,17 @@ def _makers(eqn: Equation, position: int) -> list[Equation]:
 
 
 def _same_buffers(graph: _Graph) -> list[int]:
-    """Returns for each value the one whose buffer it shares: only its shape differs."""
+    """Returns for each value the one whose buffer it shares.
+
+    Only its shape differs, or it is written over an array that nobody else reads.
+    """
     same = list(range(len(graph.size)))
+    readers = collections.Counter(x for node in graph.nodes for x in node.reads)
     for node in graph.nodes:
+        if node.name in _IN_PLACE and readers[node.reads[0]] == 1:
+            source, out = node.reads[0], node.outs[0]
+            if graph.size[source] == graph.size[out]:
+                same[out] = same[source]
         if node.name in SHAPE_ONLY or node.name in ("name", "optimization_barrier"):
             for source, out in zip(node.reads, node.outs, strict=False):
                 if graph.size[source] == graph.size[out]:
