@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import mpx
 from mpx._compat import bind, primitive_name
 from mpx._inspect._host import run_on_host
+from mpx._inspect._shadow import run_in_f32
+from mpx._inspect._shards import join, split
 from mpx.inspect import explain
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +48,7 @@ FAST_FAULTS = (
     "norm_of_small_numbers",
     "overflow_in_a_branch",
     "overflow_in_a_custom_vjp",
+    "overflow_in_a_shard_map",
     "overflow_in_a_vmapped_scan",
     "overflow_in_nested_scans",
     "row_masked_completely",
@@ -61,6 +65,7 @@ FAST_MODELS = (
     "deep_relu_amp_f16",
     "deep_relu_policy_bf16",
     "equinox_attention_f16",
+    "layers_in_a_shard_map_bf16",
     "log_of_zero_under_where_f32",
     "masks_of_minus_infinity_bf16",
     "mlp_amp_bf16",
@@ -94,6 +99,40 @@ def test_table_has_fifty_faults_and_twenty_models():
     assert len(faults.HEALTHY) >= 20
     assert {*FAST_FAULTS} <= {*faults.PLANTED}
     assert {*FAST_MODELS} <= {*faults.HEALTHY}
+
+
+def test_shards_compute_what_devices_do():
+    case = faults.HEALTHY["layers_in_a_shard_map_bf16"]()
+    found = explain(case.func, *case.args)
+    assert jax.device_count() == 8
+    assert found.loss == pytest.approx(float(case.func(*case.args)), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "spec", [P(), P("a"), P(None, "b"), P("b", "a"), P(("a", "b"))]
+)
+def test_shards_are_split_and_joined(spec):
+    x, axes = np.arange(96).reshape(8, 12), (("a", 2), ("b", 4))
+    shards = split(x, spec, axes)
+    assert shards.shape[:2] == (2, 4)
+    np.testing.assert_array_equal(join(shards, spec, axes), x)
+    mesh = jax.make_mesh((2, 4), ("a", "b"))
+    placed = jax.device_put(x, jax.NamedSharding(mesh, spec))
+    for shard in placed.addressable_shards:
+        where = tuple(int(i[0]) for i in np.where(mesh.devices == shard.device))
+        np.testing.assert_array_equal(shards[where], shard.data)
+
+
+def test_scatter_of_the_shadow_is_in_f32():
+    add = lambda x, i, y: x.at[i].add(y)  # noqa: E731
+    args = jnp.zeros(2, jnp.bfloat16), jnp.zeros(600, int), jnp.ones(600, jnp.bfloat16)
+    (eqn,) = [
+        x for x in jax.make_jaxpr(add)(*args).eqns if "scatter" in str(x.primitive)
+    ]
+    # The numbers before it make the indices two-dimensional.
+    (out,) = run_in_f32(eqn, [args[0], np.zeros((600, 1), np.int32), args[2] * 1.5])
+    assert out.dtype == jnp.float32
+    assert out[0] == 900
 
 
 def naive(params, x):

@@ -4,9 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 import mpx
-from _faults.table import Case, in_low, linear, mlp, normal, planted, weight
+from _faults.table import Case, in_low, is_healthy, linear, mlp, normal, planted, weight
 
 
 @planted("step", "accumulation", "precision")
@@ -287,3 +288,35 @@ def overflow_in_a_vmapped_scan():
     return Case(
         in_low(loss, jnp.float16), ({"w": weight(0, 4, 4, scale=8)}, normal(1, 3, 9, 4))
     )
+
+
+def sharded(func, specs):
+    """Maps a function over the batch, on all devices."""
+    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    return jax.shard_map(func, mesh=mesh, in_specs=specs, out_specs=P())
+
+
+@planted("w", "overflow")
+def overflow_in_a_shard_map():
+    def local(params, x):
+        e = jnp.exp(x @ params["w"])  # <- overflow_in_a_shard_map
+        return jax.lax.pmean(jnp.mean(e[:, 0] / e.sum(-1)), "data")
+
+    loss = sharded(local, (P(), P("data")))
+    return Case(
+        in_low(loss, jnp.float16), ({"w": weight(0, 4, 4, scale=9)}, normal(1, 16, 4))
+    )
+
+
+@is_healthy
+def layers_in_a_shard_map_bf16():
+    def local(params, x):
+        layer = lambda h, w: (h + jnp.tanh(h @ w), h.sum())  # noqa: E731
+        h, sums = jax.lax.scan(layer, x, params["w"])
+        rank = 1 + jax.lax.axis_index("data")
+        return jax.lax.pmean(
+            jnp.mean(jnp.square(h)) * rank + 1e-3 * sums.mean(), "data"
+        )
+
+    loss = sharded(local, (P(), P("data")))
+    return Case(mpx.amp(loss), ({"w": weight(0, 3, 4, 4)}, normal(1, 16, 4)))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpx._inspect._record import NAN, Node
-from mpx._inspect._tape import Ref
+from mpx._inspect._tape import SHARDS, Ref
 from mpx._jaxpr._queries import SHAPE_ONLY, names
 
 _ELEMENTWISE = frozenset(
@@ -156,10 +156,16 @@ def _follow_parts(
         if theirs is None:
             return where
         hit = np.zeros(theirs.shape, bool)
-        hit[node.part] = where
+        if node.part == SHARDS or hit[node.part].shape != where.shape:
+            hit = theirs != 0
+        else:
+            hit[node.part] = where
         want(known[0], hit & (theirs != 0), index)
         return np.zeros_like(where)
     for i, ref in enumerate(node.parents):
-        if ref[0] >= 0 and where[i].any():
+        theirs = None if ref[0] < 0 else nodes[ref[0]].findings[ref[1]].classes
+        if theirs is not None and theirs.shape != where[i].shape:
+            want(ref, theirs != 0, index)  # stacked inside a `shard_map`
+        elif theirs is not None and where[i].any():
             want(ref, where[i], index)
     return np.zeros_like(where)

@@ -111,7 +111,7 @@ class Node:
 
     def place(self, backward: bool) -> Place:
         """Returns where it stands."""
-        scopes, _, inside, frames = self.around
+        scopes, _, inside, frames, _ = self.around
         backward = backward or inside
         return place_of(self.eqn, self.names, scopes, backward=backward, outer=frames)
 
@@ -170,16 +170,17 @@ class Recording(Run):
         wide = [x.lanes[1] for x in operands]
         low = low_format(eqn)
         same = all(a is b for a, b in zip(own, wide, strict=True))
-        outs = run_as_written(eqn, own)
+        outs = run_as_written(eqn, own, around.axes)
         if same and low is None:
             shadow = local = outs
         else:
-            shadow = local = run_in_f32(eqn, wide)
+            shadow = local = run_in_f32(eqn, wide, around.axes)
             if low is not None and not only_moves(eqn):
-                local = outs if _agree(eqn, own, wide) else run_as_written(eqn, wide)
+                agree = _agree(eqn, own, wide)
+                local = outs if agree else run_as_written(eqn, wide, around.axes)
         if low is not None:
             self.eps = max(self.eps, low.eps)
-        if is_decision(eqn):
+        if is_decision(eqn) and not around.axes:
             if shadow is not outs:
                 other = np.asarray(outs[0])
                 shadow = local = [settled(eqn, wide, shadow[0], other, self.eps)]
@@ -298,11 +299,11 @@ class Mixed(Run):
         self._tick()
         args = [x.lanes[0] for x in operands]
         if low_format(eqn) is None:
-            outs = run_as_written(eqn, args)
+            outs = run_as_written(eqn, args, around.axes)
         elif self._low(site_of(eqn, around)):
-            outs = [widened(x) for x in run_as_written(eqn, args)]
+            outs = [widened(x) for x in run_as_written(eqn, args, around.axes)]
         else:
-            outs = run_in_f32(eqn, args)
-        if is_decision(eqn):
+            outs = run_in_f32(eqn, args, around.axes)
+        if is_decision(eqn) and not around.axes:
             outs = [settled(eqn, args, outs[0], next(self._decisions), self._eps)]
         return [Value((x,), NO_REF) for x in outs]

@@ -16,6 +16,7 @@ from jax import lax
 from mpx._compat import bind, eval_equation, primitive_name, sub_jaxprs
 from mpx._formats import FORMATS, Format, short_name
 from mpx._inspect._host import run_on_host
+from mpx._inspect._shards import Axes, run_on_shards
 from mpx._jaxpr._queries import MATMULS, SHAPE_ONLY, Equation, names
 
 Array = Any
@@ -95,19 +96,33 @@ def literal(atom: Any) -> Array:
     return np.asarray(atom.val, atom.aval.dtype)
 
 
-def run_as_written(eqn: Equation, args: Sequence[Array]) -> list[Array]:
-    """Runs an equation on arrays, cast to its own dtypes."""
+def run_as_written(
+    eqn: Equation, args: Sequence[Array], axes: Axes = ()
+) -> list[Array]:
+    """Runs an equation on arrays, cast to its own dtypes.
+
+    Args:
+        eqn: The equation.
+        args: The operands.
+        axes: The axes of the `shard_map` around it.
+    """
     pairs = zip(args, eqn.invars, strict=True)
     operands = [as_operand(x, atom.aval) for x, atom in pairs]
-    if any(callable(value) for value in eqn.params.values()) or any(sub_jaxprs(eqn)):
-        return jax.jit(lambda *xs: eval_equation(eqn, xs))(*operands)
-    return _run(eqn, operands, eqn.outvars[0].aval.dtype, {})
+    if any(callable(value) for value in eqn.params.values()):
+        return eval_equation(eqn, operands)
+    return _run(eqn, operands, eqn.outvars[0].aval.dtype, {}, axes)
 
 
 def _run(
-    eqn: Equation, args: Sequence[Array], dtype: Any, changes: dict[str, Any]
+    eqn: Equation,
+    args: Sequence[Array],
+    dtype: Any,
+    changes: dict[str, Any],
+    axes: Axes,
 ) -> list[Array]:
     """Runs an equation whose first result has a given dtype."""
+    if axes:
+        return run_on_shards(eqn, args, changes, axes)
     hosted = [on_host(x) for x in args]
     if all(isinstance(x, np.ndarray | np.generic) for x in hosted):
         result = run_on_host(eqn, hosted, dtype)
@@ -116,13 +131,15 @@ def _run(
     return bind(eqn, args, **changes)
 
 
-def run_in_f32(eqn: Equation, args: Sequence[Array]) -> list[Array]:
+def run_in_f32(eqn: Equation, args: Sequence[Array], axes: Axes = ()) -> list[Array]:
     """Runs the shadow of an equation on arrays; its results are f32 or wider."""
     name = primitive_name(eqn)
     if name == "reduce_precision":
         return [widened(args[0])]
+    if name.startswith("scatter") and not axes:
+        return [_scatter(eqn, [widened(x) for x in args])]
     if name in _OPAQUE or "callback" in name or any(sub_jaxprs(eqn)):
-        return [widened(x) for x in run_as_written(eqn, args)]
+        return [widened(x) for x in run_as_written(eqn, args, axes)]
     changes: dict[str, Any] = {
         key: F32
         for key in ("preferred_element_type", "new_dtype", "dtype", "out_dtype")
@@ -134,10 +151,17 @@ def run_in_f32(eqn: Equation, args: Sequence[Array]) -> list[Array]:
     try:
         out = eqn.outvars[0].aval
         dtype = F32 if is_low(out) else out.dtype
-        return [widened(x) for x in _run(eqn, operands, dtype, changes)]
+        return [widened(x) for x in _run(eqn, operands, dtype, changes, axes)]
     except (TypeError, ValueError, NotImplementedError):
         # A primitive of someone else that takes only the dtypes it was traced with.
-        return [widened(x) for x in run_as_written(eqn, args)]
+        return [widened(x) for x in run_as_written(eqn, args, axes)]
+
+
+def _scatter(eqn: Equation, args: Sequence[Array]) -> Array:
+    """Runs a scatter on other dtypes: its jaxpr, which combines numbers, has fixed ones."""
+    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    func = getattr(lax, primitive_name(eqn).replace("-", "_"))
+    return func(*map(jnp.asarray, args), **{key: eqn.params[key] for key in names})
 
 
 def only_moves(eqn: Equation) -> bool:

@@ -22,6 +22,7 @@ from mpx._compat import (
 )
 from mpx._inspect._places import Name, name_of_results
 from mpx._inspect._shadow import Array, literal, on_host
+from mpx._inspect._shards import Axes, axes_of, join, split
 from mpx._jaxpr._queries import Equation
 
 Lanes = tuple[Array, ...]
@@ -31,6 +32,8 @@ Ref = tuple[int, int]
 
 
 NO_REF: Ref = (-1, 0)
+SHARDS = -1
+"""Stands for the part of a value that is all of it, in other shards."""
 
 
 Frame = tuple[str, str, int]
@@ -53,12 +56,14 @@ class Around(NamedTuple):
         steps: The steps of the loops: (number of the step, how many there are).
         backward: Whether it belongs to a backward pass.
         frames: The user's lines behind it, the innermost first: (function, file, line).
+        axes: The axes of the `shard_map`; they are leading axes of each value in it.
     """
 
     scopes: tuple[str, ...] = ()
     steps: tuple[tuple[int, int], ...] = ()
     backward: bool = False
     frames: tuple[Frame, ...] = ()
+    axes: Axes = ()
 
 
 NOTHING = Around()
@@ -140,6 +145,7 @@ class Run:
             around.steps,
             around.backward or backward,
             frames + rest,
+            around.axes,
         )
 
     def _equation(
@@ -149,6 +155,8 @@ class Run:
         if name in ("scan", "while", "cond"):
             handler = {"scan": self._scan, "while": self._while, "cond": self._cond}
             return handler[name](eqn, operands, around)
+        if name == "shard_map" and not around.axes:
+            return self._shard_map(eqn, operands, around)
         body = called(eqn)
         if body is not None:
             return self(body, operands, around)
@@ -171,7 +179,8 @@ class Run:
         branches = eqn.params["branches"]
 
         def decide() -> int:
-            return int(np.clip(int(np.asarray(index.lanes[0])), 0, len(branches) - 1))
+            chosen = int(np.asarray(index.lanes[0]).reshape(-1)[0])
+            return int(np.clip(chosen, 0, len(branches) - 1))
 
         return self(branches[self._choose(decide)], rest, around)
 
@@ -187,7 +196,7 @@ class Run:
         def goes_on() -> int:
             # Until the first lane ends: a counter that stands still would run forever.
             (test,) = self(params["cond_jaxpr"], [*tests, *carry], around)
-            return int(all(bool(np.asarray(x)) for x in test.lanes))
+            return int(all(bool(np.all(x)) for x in test.lanes))
 
         while self._choose(goes_on):
             inside = around._replace(steps=(*around.steps, (step, 0)))
@@ -207,7 +216,8 @@ class Run:
         collected: list[list[Value]] = [[] for _ in eqn.outvars[n_carry:]]
         for step in reversed(steps) if eqn.params["reverse"] else steps:
             inside = around._replace(steps=(*around.steps, (step, length)))
-            slices = [self._slice(x, step) for x in xs]
+            depth = len(around.axes)
+            slices = [self._slice(x, step, depth) for x in xs]
             outs = self(eqn.params["jaxpr"], [*consts, *carry, *slices], inside)
             carry = outs[:n_carry]
             for kept, out in zip(collected, outs[n_carry:], strict=True):
@@ -215,17 +225,35 @@ class Run:
         if eqn.params["reverse"]:
             collected = [kept[::-1] for kept in collected]
         pairs = zip(collected, eqn.outvars[n_carry:], strict=True)
-        return [*carry, *(self._stack(kept, var) for kept, var in pairs)]
+        depth = len(around.axes)
+        return [*carry, *(self._stack(kept, var, depth) for kept, var in pairs)]
 
-    def _slice(self, x: Value, step: int) -> Value:
-        lanes = _each(lambda lane: on_host(lane)[step], x.lanes)
+    def _shard_map(
+        self, eqn: Equation, operands: list[Value], around: Around
+    ) -> list[Value]:
+        axes, params = axes_of(eqn), eqn.params
+        inputs = []
+        for x, spec in zip(operands, params["in_specs"], strict=True):
+            lanes = _each(lambda lane, spec=spec: split(lane, spec, axes), x.lanes)
+            inputs.append(Value(lanes, self.source(lanes, [x.ref], SHARDS), x.name))
+        outs = self(params["jaxpr"], inputs, around._replace(axes=axes))
+        results = []
+        for x, spec in zip(outs, params["out_specs"], strict=True):
+            lanes = _each(lambda lane, spec=spec: join(lane, spec, axes), x.lanes)
+            results.append(Value(lanes, self.source(lanes, [x.ref], SHARDS)))
+        return results
+
+    def _slice(self, x: Value, step: int, depth: int) -> Value:
+        place = (slice(None),) * depth + (step,)
+        lanes = _each(lambda lane: on_host(lane)[place], x.lanes)
         return Value(lanes, self.source(lanes, [x.ref], step), x.name)
 
-    def _stack(self, values: list[Value], var: Any) -> Value:
+    def _stack(self, values: list[Value], var: Any, depth: int) -> Value:
         if not values:
             return self.constant(np.zeros(var.aval.shape, var.aval.dtype))
         lanes = tuple(
-            stack([x.lanes[i] for x in values]) for i in range(len(values[0].lanes))
+            stack([x.lanes[i] for x in values], depth)
+            for i in range(len(values[0].lanes))
         )
         if all(all(lane is x.lanes[0] for lane in x.lanes) for x in values):
             lanes = lanes[:1] * len(lanes)
@@ -239,11 +267,11 @@ def _each(func: Callable[[Array], Array], lanes: Lanes) -> Lanes:
     return tuple(results[id(lane)] for lane in lanes)
 
 
-def stack(arrays: Sequence[Array]) -> Array:
+def stack(arrays: Sequence[Array], axis: int) -> Array:
     """Stacks arrays; PRNG keys too."""
     arrays = [on_host(x) for x in arrays]
     is_numpy = isinstance(arrays[0], np.ndarray | np.generic)
-    return np.stack(arrays) if is_numpy else jnp.stack(arrays)
+    return np.stack(arrays, axis) if is_numpy else jnp.stack(arrays, axis)
 
 
 def called(eqn: Equation) -> Any:
