@@ -86,7 +86,12 @@ def kernel(grads: list[Any], tuning: Tuning) -> Any:
     return every[np.argsort([*large, *small])]
 
 
-TUNINGS = [Tuning(128, 8), Tuning(128, 32), Tuning(64, 16), Tuning(256, 16, 2)]
+TUNINGS = [
+    Tuning(64, 2, 8),
+    Tuning(64, 2, 16, batch=24),
+    Tuning(128, 2, 8),
+    Tuning(32, 4, 16),
+]
 
 
 FIRST = {"finite": finite, "stats": stats}
@@ -97,7 +102,7 @@ def others(slow: bool) -> dict[str, Callable[[list[Any]], Any]]:
     found = {"finite": finite, "stats, sample=16": sampled}
     if jax.default_backend() == "gpu":
         for tuning in TUNINGS:
-            name = "kernel {}×{}, {} warps".format(*tuning)
+            name = "kernel {}×{}×{}, {} warps, {} leaves".format(*tuning)
             found[name] = functools.partial(kernel, tuning=tuning)
     if slow:
         found |= {"scatter": scattered, "compare": compared}
@@ -155,6 +160,9 @@ def time_alone(
             found = np.asarray(out).astype(np.int64)
             found = found[..., 0] + (found[..., 1] << 16)
             right = "yes" if np.array_equal(found, want) else "NO"
+            for leaf, bin_ in np.argwhere(found != want)[:8]:
+                counts = f"{found[leaf, bin_]} instead of {want[leaf, bin_]}"
+                progress(f"leaf {leaf} {grads[leaf].shape}, bin {bin_}: {counts}")
         times = []
         for _ in range(5):
             start = time.perf_counter()

@@ -45,10 +45,10 @@ def collectives(text):
     return re.findall(rf"= [^\n]*? ({kinds})(?:-start)?\(", text)
 
 
-def test_one_device_runs_one_kernel_for_each_large_leaf(gpus):
+def test_large_leaves_of_one_size_share_a_kernel(gpus):
     mesh = Mesh(np.array(gpus[:1]), ("x",), axis_types=(AxisType.Auto,))
     text = compiled(exponent_stats, mesh, [P()] * 5, LEAVES + SMALL)
-    assert text.count(KERNEL) == 3
+    assert text.count(KERNEL) == 2  # the small ones are counted by XLA
     assert collectives(text) == []
     assert "callback" not in text
 
@@ -72,7 +72,7 @@ def test_devices_of_shard_map_run_the_kernel(gpus):
     )
     leaves = [((4096, 256), "float32")] * 2
     text = compiled(func, mesh, [P("x")] * 2, leaves)
-    assert text.count(KERNEL) == 2
+    assert text.count(KERNEL) == 1
     assert set(collectives(text)) == {"all-reduce"}
 
 

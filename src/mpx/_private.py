@@ -97,8 +97,8 @@ FEATURES = {
         {
             "jax.experimental.custom_partitioning": "custom_partitioning",
             "jax.experimental.pallas": "ds no_block_spec pallas_call program_id",
-            "jax.experimental.pallas.triton": "CompilerParams atomic_add "
-            "elementwise_inline_asm load store",
+            "jax.experimental.pallas.triton": "CompilerParams elementwise_inline_asm "
+            "load store",
         },
     ),
     "mosaic": Feature(

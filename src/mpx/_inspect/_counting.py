@@ -43,6 +43,8 @@ def count(leaves: Sequence[Array]) -> tuple[Array, Array]:
         return jnp.zeros((0, BINS, 2), jnp.int32), jnp.zeros(0, jnp.float32)
     parts = []
     for key, indices in groups.items():
+        if isinstance(key, _Kernel):  # those that share a launch side by side
+            indices.sort(key=lambda i: (leaves[i].size, leaves[i].dtype.name))
         alike = [leaves[i] for i in indices]
         counted = _count_in_kernel if isinstance(key, _Kernel) else _count_alike
         parts.append(counted(alike))

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from mpx._fp8 import Fp8State
 from mpx._grad import GradResult
-from mpx._inspect._exponents import ExponentStats, exponent_stats
+from mpx._inspect._exponents import exponent_stats
 from mpx._nnx import without_variables
 from mpx._tree import (
     all_finite,
@@ -40,25 +40,26 @@ class Observation:
     """The numbers of one step, as arrays on the device; made by `observe`.
 
     Attributes:
-        loss: The loss, or `None`.
-        finite: Whether the step was taken.
-        scale: The loss scale of the step, if that is known.
-        scaling: The metrics of the loss scaling for the next step.
-        grads: The exponents of the gradients, or `None`.
+        loss: The loss, f32[], or `None`.
+        finite: Whether the step was taken, bool[].
+        scale: The loss scale of the step, f32[], or `None` if that is not known.
+        scaling: The metrics of the loss scaling for the next step, by name.
+        grads: The exponents of the gradients, an `ExponentStats`, or `None`.
         stuck: By parameter, the share of its numbers that have a gradient and that the
             step did not change.
         amaxes: By matmul in fp8, the newest magnitudes of activation, weight, gradient.
         extra: Other scalars.
     """
 
-    loss: Float[Array, ""] | None
-    finite: Bool[Array, ""]
-    scale: Float[Array, ""] | None
-    scaling: dict[str, Array]
-    grads: ExponentStats | None
-    stuck: dict[str, Array]
-    amaxes: dict[str, Array]
-    extra: dict[str, Any]
+    # JAX puts other objects in their place when it rebuilds trees.
+    loss: Any
+    finite: Any
+    scale: Any
+    scaling: Any
+    grads: Any
+    stuck: Any
+    amaxes: Any
+    extra: Any
 
 
 def observe(

@@ -7,7 +7,7 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -110,7 +110,7 @@ class Watch:
         self._fetch(self._pending)
         self._pending = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Watch":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,7 +129,7 @@ class Watch:
             self.exponents = dataclasses.replace(
                 alike[-1],
                 counts=as_pairs(np.sum([x.histogram() for x in alike], axis=0)),
-                squares=np.sum([x.norms**2 for x in alike], axis=0),
+                squares=np.float32(np.sum([x.norms**2 for x in alike], axis=0)),
             )
 
     def _take(self, step: int, seen: Observation) -> None:
@@ -270,7 +270,7 @@ class Watch:
         fields |= {"skips": [dataclasses.asdict(skip) for skip in self.skips]}
         Path(path).write_text(json.dumps(fields), encoding="utf-8")
 
-    def load(self, path: str | os.PathLike[str]) -> Self:
+    def load(self, path: str | os.PathLike[str]) -> "Watch":
         """Goes on where a saved recorder ended. Returns the recorder itself."""
         fields: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
         for name in _SAVED:
