@@ -1,5 +1,6 @@
 """The leaves of a training state: their names, and the arrays that are stored for them."""
 
+import collections
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -59,8 +60,11 @@ def open_state(state: PyTree) -> Opened:
         return "/".join(filter(None, (found[position.key], inside)))
 
     names = [name(path, path_name) for path, _ in flat]
-    if len(set(names)) < len(names):  # a key with a slash, beside nested ones
-        names = [name(path, keystr) for path, _ in flat]
+    # A key with a slash may look like nested ones.
+    twice = {name for name, times in collections.Counter(names).items() if times > 1}
+    for index, (path, _) in enumerate(flat):
+        if names[index] in twice:
+            names[index] = name(path, keystr)
 
     def close(leaves: Sequence[Any]) -> PyTree:
         plain, rest = structure.unflatten(leaves)
@@ -161,7 +165,7 @@ def from_stored(array: Any, template: Any) -> Any:
     if is_key(template):
         return _wrap_key(array, template)
     small, _ = _integers(template.dtype)
-    if not isinstance(template, jax.Array | jax.ShapeDtypeStruct):
+    if _is_numpy(template):
         array = np.asarray(array)
         array = array if small is None else array.astype(small).view(template.dtype)
         return array[()] if isinstance(template, np.generic) else array
@@ -197,7 +201,7 @@ def empty_like(template: Any) -> Any:
     shape, dtype = shape_of(template), template.dtype
     if is_key(template):
         return _wrap_key(np.zeros(stored_type(template).shape, np.uint32), template)
-    if dtype == jax.dtypes.float0 or isinstance(template, np.ndarray):
+    if dtype == jax.dtypes.float0 or _is_numpy(template):
         return np.zeros(shape, dtype)
     return jnp.zeros(shape, dtype, device=stored_type(template).sharding)
 
@@ -212,6 +216,13 @@ def _integers(dtype: Any) -> tuple[Any, Any]:
     if name.startswith("float4_"):
         return np.dtype(jnp.uint4), np.dtype(np.uint8)
     return None, None
+
+
+def _is_numpy(template: Any) -> bool:
+    """Returns whether a template is one of NumPy, or has 64 bits that JAX would cut."""
+    if isinstance(template, jax.ShapeDtypeStruct):
+        return jax.dtypes.canonicalize_dtype(template.dtype) != template.dtype
+    return not isinstance(template, jax.Array)
 
 
 def _wrap_key(data: Any, template: Any) -> Any:

@@ -94,30 +94,35 @@ class Manifest:
         saved, wanted = self.leaves, template.leaves
         missing = [name for name in wanted if name not in saved]
         extra = [] if partial else [name for name in saved if name not in wanted]
-        faults = [
+        changed = [
             *_scaling_faults(self.scalings, template.scalings, partial),
             *_layout_faults(self.compressed, template.compressed),
-        ]
-        faults += _listed(
-            missing,
-            lambda name: f"`{name}` is missing: the template has {wanted[name].shown}",
-        )
-        faults += _listed(
-            extra,
-            lambda name: f"`{name}` is not expected: it holds {saved[name].shown}",
-        )
-        faults += _listed(
-            [n for n in wanted if n in saved and not wanted[n].same(saved[n])],
-            lambda name: (
-                f"`{name}` is {saved[name].shown}, but the template has "
-                f"{wanted[name].shown}"
+            *_listed(
+                [n for n in wanted if n in saved and not wanted[n].same(saved[n])],
+                lambda name: (
+                    f"`{name}` is {saved[name].shown}, but the template has "
+                    f"{wanted[name].shown}"
+                ),
             ),
-        )
+        ]
+        faults = [
+            *changed,
+            *_listed(
+                missing,
+                lambda name: (
+                    f"`{name}` is missing: the template has {wanted[name].shown}"
+                ),
+            ),
+            *_listed(
+                extra,
+                lambda name: f"`{name}` is not expected: it holds {saved[name].shown}",
+            ),
+        ]
         if faults:
             lines = "".join(f"\n  - {fault}" for fault in faults)
             raise ValueError(
                 f"The checkpoint {where} does not fit the template:{lines}\n"
-                f"{_remedy(missing, extra, faults)}"
+                f"{_remedy(bool(changed), not missing)}"
             )
         _warn_of_options(self.scalings, template.scalings, where)
 
@@ -134,20 +139,17 @@ def _listed(names: Sequence[str], show: Any) -> list[str]:
     return shown
 
 
-def _remedy(missing: list[str], extra: list[str], faults: list[str]) -> str:
+def _remedy(changed: bool, only_extra: bool) -> str:
     """Returns what to do about the differences."""
-    hints = []
-    if extra and not missing:
-        hints.append("To restore a part of a checkpoint, pass `partial=True`.")
-    if len(faults) > len(missing[:_SHOWN]) + len(extra[:_SHOWN]):
-        hints.append(
+    if changed:
+        return (
             "Make the template with the dtypes and options that the checkpoint was saved "
             "with, and convert what is restored: `mpx.cast_tree` changes dtypes, "
             "`mpx.checkpoint.to_f32` and `from_f32` the layout of optimizer states."
         )
-    return " ".join(
-        hints or ["Make the template with the code that made the state that was saved."]
-    )
+    if only_extra:
+        return "To restore a part of a checkpoint, pass `partial=True`."
+    return "Make the template with the code that made the state that was saved."
 
 
 # --- Loss scalings and compressed states ----------------------------------------------
