@@ -11,6 +11,7 @@ scaling, fp8 histories, PRNG key and step.
 """
 
 import argparse
+import concurrent.futures
 import hashlib
 import itertools
 import json
@@ -64,7 +65,7 @@ def loss(params: Any, x: Any) -> Any:
 
 
 def make(config: Config) -> tuple[Any, Any]:
-    """Returns functions that make the first state, and that step."""
+    """Returns jitted functions that make the first state, and that step."""
     optimizer = OPTIMIZERS[config.optimizer]()
     compressed = config.optimizer.startswith("flash")
     dtype = jnp.bfloat16 if compressed else jnp.float32
@@ -75,6 +76,7 @@ def make(config: Config) -> tuple[Any, Any]:
     take = mpx.value_and_grad(delayed if with_scales else loss,
                               policy=None if with_scales else policy)  # fmt: skip
 
+    @jax.jit
     def init() -> dict[str, Any]:
         keys = jax.random.split(jax.random.key(0), 3)
         params = {
@@ -82,16 +84,16 @@ def make(config: Config) -> tuple[Any, Any]:
             "w2": jax.random.normal(keys[1], (HIDDEN, IN), dtype) / 8,
         }
         # It grows until gradients overflow: some steps are skipped.
-        scaling = mpx.DynamicLossScaling.pow2(2.0**15, period=2)
+        start = jnp.float32(2.0**15)
+        scaling = mpx.DynamicLossScaling(start, period=2, max_loss_scaling=2.0**24)
         state = {
             "params": params,
             "optimizer": optimizer.init(params),
             "scaling": scaling if half == jnp.float16 else mpx.NoLossScaling(),
             "key": keys[2],
-            "step": 0,
         }
         if with_scales:
-            state["fp8"] = delayed.init(params, jnp.ones((ROWS, IN)))
+            state["fp8"] = delayed.init(params, jax.ShapeDtypeStruct((ROWS, IN), dtype))
         return state
 
     @jax.jit
@@ -115,11 +117,7 @@ def make(config: Config) -> tuple[Any, Any]:
         }
         return new | ({"fp8": result.fp8} if with_scales else {})
 
-    def step(state: dict[str, Any]) -> dict[str, Any]:
-        arrays = {name: x for name, x in state.items() if name != "step"}
-        return advance(arrays) | {"step": state["step"] + 1}
-
-    return init, step
+    return init, advance
 
 
 def work(
@@ -129,16 +127,18 @@ def work(
     logging.disable(logging.WARNING)
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    init, step = make(config)
-    state = init()
+    init, advance = make(config)
     with mpx.checkpoint.Checkpointer(folder / "run", keep=2) as checkpoints:
-        if checkpoints.latest() is not None:
-            state = checkpoints.restore(state)
+        if checkpoints.latest() is None:
+            state = {"arrays": init(), "step": 0}
+        else:
+            template = {"arrays": jax.eval_shape(init), "step": 0}
+            state = checkpoints.restore(template)
         started.set()
         while state["step"] < steps:
-            state = step(state)
+            state = {"arrays": advance(state["arrays"]), "step": state["step"] + 1}
             checkpoints.save(state["step"], state)
-    done = {"digest": digest(state), "skipped": skipped(state["scaling"])}
+    done = {"digest": digest(state), "skipped": skipped(state["arrays"]["scaling"])}
     (folder / "part").write_text(json.dumps(done))
     (folder / "part").rename(folder / "done")
 
@@ -179,7 +179,9 @@ class Killed(NamedTuple):
     skipped: int
 
 
-def kill_runs(config: Config, kills: int, steps: int, folder: pathlib.Path) -> Killed:
+def kill_runs(
+    config: Config, kills: int, steps: int, folder: pathlib.Path, draw: random.Random
+) -> Killed:
     """Kills the workers of a configuration until there were enough kills."""
     context = multiprocessing.get_context("forkserver")
     cache = str(folder / "cache")
@@ -208,7 +210,7 @@ def kill_runs(config: Config, kills: int, steps: int, folder: pathlib.Path) -> K
             if result.kills < kills:
                 # A part of a run: several kills are needed to get to its end.
                 started.wait(120)
-                worker.join(random.uniform(0, seconds / 3))
+                worker.join(draw.uniform(0, seconds / 3))
                 alive = worker.is_alive()
                 worker.kill()
                 worker.join()
@@ -234,10 +236,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Kills training processes.")
     parser.add_argument("--kills", type=int, default=100, help="how many in all")
     parser.add_argument("--steps", type=int, default=20, help="steps of a run")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="part of `optimizer, precision`")
     options = parser.parse_args(argv)
-    random.seed(options.seed)
     multiprocessing.get_context("forkserver").set_forkserver_preload(["kills"])
     configs = [x for x in CONFIGS if options.only in ", ".join(x)]
     print(
@@ -247,12 +249,21 @@ def main(argv: list[str] | None = None) -> int:
     print("\n| optimizer | precision | kills | during a save | runs | bit-equal ends "
           "| skipped steps |\n|---|---|--:|--:|--:|--:|--:|")  # fmt: skip
     began, total = time.perf_counter(), Killed(0, 0, 0, 0, 0)
-    for index, config in enumerate(configs):
+
+    def run(index: int) -> Killed:
         share = len(range(index, options.kills, len(configs)))
         with tempfile.TemporaryDirectory() as folder:
-            found = kill_runs(config, share, options.steps, pathlib.Path(folder))
-        total = Killed(*map(sum, zip(total, found, strict=True)))
-        show(*config, found)
+            return kill_runs(
+                configs[index], share, options.steps, pathlib.Path(folder),
+                random.Random(options.seed + index),
+            )  # fmt: skip
+
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        for config, found in zip(
+            configs, pool.map(run, range(len(configs))), strict=True
+        ):
+            total = Killed(*map(sum, zip(total, found, strict=True)))
+            show(*config, found)
     show("all", "", total)
     fine = total.runs == total.equal
     seconds = time.perf_counter() - began

@@ -317,9 +317,9 @@ def test_steps_are_numbered_kept_and_deleted(tmp_path):
 
 def test_plain_orbax_reads_the_arrays(saved):
     folder, state, _ = saved
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        with pytest.warns(UserWarning, match="Sharding info not provided"):
-            arrays = checkpointer.restore(folder / "7" / "state")
+    warns = pytest.warns(UserWarning, match="Sharding info not provided")
+    with ocp.PyTreeCheckpointer() as checkpointer, warns:
+        arrays = checkpointer.restore(folder / "7" / "state")
     assert np.array_equal(
         arrays["linen/params/kernel"], state["linen"]["params"]["kernel"]
     )

@@ -179,6 +179,7 @@ def _tap_backward(rest: Any, cotangent: Any) -> tuple[Any, ...]:
 _tap.defvjp(_tap_forward, _tap_backward)
 
 
+@functools.partial(jax.jit, inline=True)  # one program, also outside of `jit`
 def _planted(x: Array, fault: Fault, on: Array, place: Array) -> Array:
     """Replaces one number if `on`; everything is computed element by element."""
     word = np.dtype(f"u{x.dtype.itemsize}")
