@@ -248,12 +248,12 @@ def apply_if_finite() -> Library:
     optimizer = optax.apply_if_finite(inner, max_consecutive_errors=5)
 
     def init(params: Any) -> Training:
-        state = optimizer.init(params)
+        state: Any = optimizer.init(params)
         return Training(params, state.inner_state, state._replace(inner_state=None))
 
     def step(training: Training, x: Any, y: Any, fault: Any, number: Any) -> Stepped:
         params, inner, counters = training
-        state = counters._replace(inner_state=inner)
+        state: Any = counters._replace(inner_state=inner)
         # It has no scaling: a fixed one.
         grads = jax.grad(lambda *args: SCALE * loss_f16(*args))(
             params, x, y, fault, number

@@ -151,7 +151,7 @@ def draw_fault(draw: Any, things: Any, step: int) -> Fault:
     shard = struct.sharding.shard_shape(struct.shape)
     return Fault(
         things,
-        str(draw.choice(KINDS)),
+        draw.choice(KINDS).item(),
         leaf=leaf,
         index=int(draw.integers(np.prod(shard))),
         step=step,

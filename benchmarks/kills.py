@@ -147,7 +147,7 @@ def digest(state: Any) -> str:
     """Returns a checksum of all bytes of a state."""
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+        if jnp.issubdtype(getattr(leaf, "dtype", int), jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         array = np.asarray(leaf)
         found.update(f"{path} {array.dtype} {array.shape}".encode() + array.tobytes())

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -548,6 +549,7 @@ def test_uncompressed_states_go_to_f32_and_back_exactly(flash, plain, moments):
 
 @pytest.mark.parametrize(("flash", "plain", "moments"), RULES.values(), ids=RULES)
 def test_compressed_run_goes_on_as_the_f32_run_would(flash, plain, moments):
+    params: Any
     params, state = f32_run(plain, 3)
     optimizer = flash(1e-2, compression=Compression(min_size=0))
     bf16 = mpx.cast_to_bfloat16(params)
@@ -568,6 +570,7 @@ def test_compressed_run_goes_on_as_the_f32_run_would(flash, plain, moments):
 def test_f32_state_of_a_compressed_run_fits_optax():
     optimizer = mpx.optim.flash_adamw(1e-2)
     run = flash_state(optimizer, 3)
+    weights: Any
     weights, adam = to_f32(run["params"], run["state"])
     assert_trees_equal(weights, mpx.optim.master_params(run["params"], run["state"]))
     plain = optax.adamw(1e-2)
@@ -576,7 +579,7 @@ def test_f32_state_of_a_compressed_run_fits_optax():
     )
     grads = jax.tree.map(jnp.cos, weights)
     updates, _ = plain.update(grads, state, weights)
-    expected = optax.apply_updates(weights, updates)
+    expected: Any = optax.apply_updates(weights, updates)
     params, new = optimizer.step(run["params"], run["state"], grads)
     got = mpx.optim.master_params(params, new)
     # AdamW of optax decays after the step: η²λ apart.
@@ -585,8 +588,8 @@ def test_f32_state_of_a_compressed_run_fits_optax():
 
 def test_master_weights_are_taken_off_and_put_on():
     optimizer = optax.chain(optax.clip(1.0), mpx.optim.master_weights(optax.adam(1e-2)))
-    params = bf16_params(1)
-    state = optimizer.init(params)
+    params: Any = bf16_params(1)
+    state: Any = optimizer.init(params)
     updates, state = optimizer.update(jax.tree.map(jnp.sin, params), state, params)
     params = optax.apply_updates(params, updates)
     plain = to_f32(params, state)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Bool, Int32, PyTree, UInt32
 
 from mpx._arguments import as_count, check_bool, check_choice, check_value
@@ -224,7 +224,7 @@ def _leaf(tree: PyTree, kind: str, leaf: str | None, backward: bool) -> tuple[st
             f"There is no leaf{what} that a fault of the kind {kind!r} can hit "
             f"{'back' if backward else 'for'}ward; the tree has {list(found)}."
         )
-    name = next(iter(found)) if leaf is None else leaf
+    name: Any = next(iter(found)) if leaf is None else leaf
     return name, found[name]
 
 
@@ -232,13 +232,15 @@ def _places(name: str, leaf: Any, index: int, device: int) -> tuple[int, int]:
     """Returns the positions of a number in its leaf, and in the shard of its device."""
     shape = shape_of(leaf)
     sharding = getattr(leaf, "sharding", None)
-    if device == _EVERY or not isinstance(sharding, NamedSharding):
+    mesh = getattr(sharding, "mesh", None)
+    if device == _EVERY or not isinstance(mesh, Mesh):
         size = int(np.prod(shape))
         check_value(
             index < size, "index", f"less than {size}, the size of `{name}`", index
         )
         return index, index
-    devices = sharding.mesh.devices.flatten()
+    assert isinstance(sharding, NamedSharding)
+    devices = mesh.devices.flatten()
     count = len(devices)
     check_value(device < count, "device", f"less than {count}, the devices", device)
     slices = sharding.devices_indices_map(shape)[devices[device]]

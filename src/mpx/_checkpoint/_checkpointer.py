@@ -238,25 +238,25 @@ def restore(
         ...     restore(folder, {"w": jnp.zeros(2)}, partial=True)
         {'w': Array([1., 1.], dtype=float32)}
     """
-    path = _absolute(path)
-    if not path.exists():
-        raise FileNotFoundError(f"There is no folder {path} to restore from.")
-    with _manager(path, read_only=True) as manager:
-        return _restore(manager, path, template, step, partial)
+    folder = _absolute(path)
+    if not folder.exists():
+        raise FileNotFoundError(f"There is no folder {folder} to restore from.")
+    with _manager(folder, read_only=True) as manager:
+        return _restore(manager, folder, template, step, partial)
 
 
 def _restore(
     manager: Any, path: Any, template: PyTree, step: int | None, partial: bool
 ) -> PyTree:
-    steps = sorted(manager.all_steps())
+    steps: list[int] = sorted(manager.all_steps())
     if not steps or (step is not None and step not in steps):
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(
             f"There is {which} in {path}, which has those of the steps {steps}."
         )
-    step = steps[-1] if step is None else step
-    where = f"{path / str(step)}"
-    manifest = _read_manifest(manager, step, where)
+    number = steps[-1] if step is None else step
+    where = f"{path / str(number)}"
+    manifest = _read_manifest(manager, number, where)
     opened = open_state(template)
     wanted = Manifest.of(template, opened)
     manifest.check(wanted, where, partial=partial)
@@ -264,7 +264,7 @@ def _restore(
     stored = {
         name: pairs[name] for name in wanted.leaves if wanted.leaves[name].is_stored
     }
-    arrays = _read_arrays(manager, step, stored)
+    arrays = _read_arrays(manager, number, stored)
     leaves = []
     for name, leaf, configures in zip(
         opened.names, opened.leaves, opened.configures, strict=True

@@ -52,12 +52,10 @@ def open_state(state: PyTree) -> Opened:
     found = list(objects)
 
     def name(path: tuple[Any, ...], of: Callable[[Any], str]) -> str:
-        part, *path = path
-        if part.idx == 0:
-            return of(tuple(path))
-        position, *path = path
-        inside = of(tuple(path))
-        return "/".join(filter(None, (found[position.key], inside)))
+        if path[0].idx == 0:
+            return of(path[1:])
+        _, position, *inside = path
+        return "/".join(filter(None, (found[position.key], of(tuple(inside)))))
 
     names = [name(path, path_name) for path, _ in flat]
     # A key with a slash may look like nested ones.
