@@ -140,7 +140,7 @@ def count_faults(library: Library, count: int, seed: int) -> Count:
         training, good = healthy.training._replace(rest=training.rest), good + 1
         calm = step(calm, batch["x"], batch["y"], never, 0).training
     same = not different_bytes(snapshot(training), snapshot(calm))
-    return result._replace(same_end=same)
+    return result._replace(same_end=same and not result.corrupted)
 
 
 def draw_fault(draw: Any, things: Any, step: int) -> Fault:

@@ -46,6 +46,11 @@ class Fault(eqx.Module):
         steps: How many steps have it, i32[].
         device: The device; -1 is every one, i32[].
         backward: Whether the cotangent is hit and not the value, bool[].
+
+    Examples:
+        >>> tree = {"w": jnp.ones(3, jnp.float16)}
+        >>> inject(tree, Fault(tree, "flip", leaf="w", index=2, step=5), 5)
+        {'w': Array([ 1.,  1., inf], dtype=float16)}
     """
 
     kind: Int32[Array, "*batch"]

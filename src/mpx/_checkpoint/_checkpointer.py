@@ -241,7 +241,14 @@ def restore(
     folder = _absolute(path)
     if not folder.exists():
         raise FileNotFoundError(f"There is no folder {folder} to restore from.")
-    with _manager(folder, read_only=True) as manager:
+    # Nothing is written, made or removed: another process may be saving. `read_only=True`
+    # does the same, but logs three warnings.
+    options = {
+        "create": False,
+        "enable_async_checkpointing": False,
+        "save_root_metadata": False,
+    }
+    with _manager(folder, **options) as manager:
         return _restore(manager, folder, template, step, partial)
 
 
