@@ -34,6 +34,7 @@ PUBLIC = {
         "cast_to_full_precision",
         "cast_to_half_precision",
         "cast_tree",
+        "checkpoint",
         "compat",
         "cond_update",
         "default_loss_scaling",
@@ -53,6 +54,13 @@ PUBLIC = {
         "set_half_precision_datatype",
         "testing",
         "value_and_grad",
+    ],
+    "mpx.checkpoint": [
+        "Checkpointer",
+        "from_f32",
+        "restore",
+        "save",
+        "to_f32",
     ],
     "mpx.inspect": [
         "AmpView",

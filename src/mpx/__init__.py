@@ -1,5 +1,6 @@
 """mpx: mixed-precision training for JAX."""
 
+from mpx import checkpoint as checkpoint
 from mpx import compat as compat
 from mpx import inspect as inspect
 from mpx import optim as optim

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from mpx._faults import Fault as Fault
+from mpx._faults import inject as inject
 from mpx._formats import is_float_dtype
 from mpx._tree import dtype_of, is_array, is_floating, named_leaves
 

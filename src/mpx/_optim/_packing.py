@@ -25,7 +25,7 @@ from mpx._quant import (
     word_of,
     words_of,
 )
-from mpx._sharding import unstacked, zeros_alike
+from mpx._sharding import unstacked, whole_groups, zeros_alike
 from mpx._tree import dtype_of, shape_of
 
 INT8, INT16 = np.dtype(np.int8), np.dtype(np.int16)
@@ -165,6 +165,29 @@ def pack(leaf: Leaf) -> Packed:
         codes if is_f32 else jnp.stack(codes),
         None if scales is None else jnp.stack(scales),
     )
+
+
+def decode_moment(name: str, moment: Any, format: StateFormat) -> Array:
+    """Returns a moment of a state, quantised or not, in f32."""
+    if not isinstance(moment, Quantized):
+        return moment
+    shape, groups = moment.codes.shape, moment.scale.shape
+    size = shape[-1] // groups[-1]
+    codes = whole_groups(moment.codes, size).reshape(*groups, size)
+    codec = moment_codec(name, quantized=True, format=format)
+    decoded = codec.decode(Quantized(codes, moment.scale), Block())
+    return decoded.reshape(shape)
+
+
+def encode_moment(
+    name: str, moment: Array, format: StateFormat, group_size: int
+) -> Quantized:
+    """Quantises a moment, to nearest, in groups that divide its last axis."""
+    shape = moment.shape
+    grouped = whole_groups(moment, group_size).reshape(*shape[:-1], -1, group_size)
+    codec = moment_codec(name, quantized=True, format=format)
+    new = codec.encode(grouped, Block())
+    return Quantized(new[0].reshape(shape), new[1])
 
 
 def _words(leaf: Leaf) -> tuple[tuple[Array, ...], tuple[Array, ...] | None]:

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from mpx._optim import FlashState
-from mpx._optim._options import StateFormat, master_codec, moment_codec
-from mpx._optim._packing import pack
+from mpx._optim._options import StateFormat, master_codec
+from mpx._optim._packing import decode_moment, encode_moment, pack
 from mpx._optim._state import make_layout
 from mpx._optim._update_rules import Leaf
 from mpx._quant import Block, Quantized
@@ -136,9 +136,7 @@ def _moment_to_mpx(name: str, x: Any, format: StateFormat, group_size: int) -> A
     moment = _DEQUANTIZE[name](x, group_size)
     if not grouped:
         return moment
-    codec = moment_codec(name, quantized=True, format=format)
-    new = codec.encode(moment.reshape(*shape[:-1], -1, group_size), _BLOCK)
-    return Quantized(new[0].reshape(shape), new[1])
+    return encode_moment(name, moment, format, group_size)
 
 
 def _correction_to_mpx(
@@ -215,9 +213,7 @@ def _moment_from_mpx(
         size = x.codes.shape[-1] // x.scale.shape[-1]
         if format == "flashoptim" and size == group_size:
             return quantization.QuantizedArray(x.codes, x.scale.reshape(-1))
-        codec = moment_codec(name, quantized=True, format=format)
-        codes = x.codes.reshape(*x.scale.shape, size)
-        x = codec.decode(Quantized(codes, x.scale), _BLOCK).reshape(param.shape)
+        x = decode_moment(name, x, format)
     elif x is None:  # frozen in mpx
         x = zeros_alike(param, np.dtype(np.float32))
     return x if group_size is None else _QUANTIZE[name](x, group_size)

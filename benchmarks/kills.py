@@ -1,0 +1,283 @@
+"""Kills training processes at random moments, and compares what they end with.
+
+    python benchmarks/kills.py                     # 100 kills, nine configurations
+    python benchmarks/kills.py --kills 9 --steps 10
+
+Each configuration trains once undisturbed. Then its workers are killed with SIGKILL at
+random moments and started again; each resumes from the last checkpoint of
+`mpx.checkpoint.Checkpointer`, which writes one after every step, in the background. A run is
+good if it ends with the very bytes of the undisturbed one: parameters, optimizer state, loss
+scaling, fp8 histories, PRNG key and step.
+"""
+
+import argparse
+import concurrent.futures
+import hashlib
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import pathlib
+import platform
+import random
+import sys
+import tempfile
+import time
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+
+import mpx
+
+IN, HIDDEN, ROWS = 32, 64, 16
+OPTIMIZERS = {
+    "optax.adamw": lambda: optax.adamw(1e-2),
+    "flash_adamw": lambda: mpx.optim.flash_adamw(1e-2, compression=_SMALL),
+    "flash_lion": lambda: mpx.optim.flash_lion(1e-3, compression=_SMALL),
+}
+PRECISIONS = ("f16", "bf16", "fp8")
+_SMALL = mpx.optim.Compression(min_size=0)
+
+
+class Config(NamedTuple):
+    """An optimizer and a precision, by name."""
+
+    optimizer: str
+    precision: str
+
+
+CONFIGS = list(itertools.starmap(Config, itertools.product(OPTIMIZERS, PRECISIONS)))
+
+
+# --- the worker -----------------------------------------------------------------------
+
+
+def loss(params: Any, x: Any) -> Any:
+    hidden = jnp.tanh(x @ params["w1"])
+    return jnp.mean((hidden @ params["w2"] - x).astype(jnp.float32) ** 2)
+
+
+def make(config: Config) -> tuple[Any, Any]:
+    """Returns jitted functions that make the first state, and that step."""
+    optimizer = OPTIMIZERS[config.optimizer]()
+    compressed = config.optimizer.startswith("flash")
+    dtype = jnp.bfloat16 if compressed else jnp.float32
+    delayed = mpx.fp8(mpx.amp(loss), mpx.recipes.DelayedScaling(history=4), min_gain=0)
+    half = jnp.float16 if config.precision == "f16" else jnp.bfloat16
+    policy = mpx.Policy(dtype, half, jnp.float32)
+    with_scales = config.precision == "fp8"
+    take = mpx.value_and_grad(delayed if with_scales else loss,
+                              policy=None if with_scales else policy)  # fmt: skip
+
+    @jax.jit
+    def init() -> dict[str, Any]:
+        keys = jax.random.split(jax.random.key(0), 3)
+        params = {
+            "w1": jax.random.normal(keys[0], (IN, HIDDEN), dtype) / 4,
+            "w2": jax.random.normal(keys[1], (HIDDEN, IN), dtype) / 8,
+        }
+        # It grows until gradients overflow: some steps are skipped.
+        start = jnp.float32(2.0**15)
+        scaling = mpx.DynamicLossScaling(start, period=2, max_loss_scaling=2.0**24)
+        state = {
+            "params": params,
+            "optimizer": optimizer.init(params),
+            "scaling": scaling if half == jnp.float16 else mpx.NoLossScaling(),
+            "key": keys[2],
+        }
+        if with_scales:
+            state["fp8"] = delayed.init(params, jax.ShapeDtypeStruct((ROWS, IN), dtype))
+        return state
+
+    @jax.jit
+    def advance(arrays: dict[str, Any]) -> dict[str, Any]:
+        key, now = jax.random.split(arrays["key"])
+        x = jax.random.normal(now, (ROWS, IN))
+        scales = [arrays["fp8"]] if with_scales else []
+        result = take(arrays["scaling"], *scales, arrays["params"], x)
+        params, state = mpx.optimizer_update(
+            arrays["params"],
+            optimizer,
+            arrays["optimizer"],
+            result.grads,
+            result.finite,
+        )
+        new = {
+            "params": params,
+            "optimizer": state,
+            "scaling": result.scaling,
+            "key": key,
+        }
+        return new | ({"fp8": result.fp8} if with_scales else {})
+
+    return init, advance
+
+
+def work(
+    folder: pathlib.Path, config: Config, steps: int, cache: str, started: Any
+) -> None:
+    """Trains up to a step, from the last checkpoint if there is one; the worker."""
+    logging.disable(logging.WARNING)
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    init, advance = make(config)
+    with mpx.checkpoint.Checkpointer(folder / "run", keep=2) as checkpoints:
+        if checkpoints.latest() is None:
+            state = {"arrays": init(), "step": 0}
+        else:
+            template = {"arrays": jax.eval_shape(init), "step": 0}
+            state = checkpoints.restore(template)
+        started.set()
+        while state["step"] < steps:
+            state = {"arrays": advance(state["arrays"]), "step": state["step"] + 1}
+            checkpoints.save(state["step"], state)
+    done = {"digest": digest(state), "skipped": skipped(state["arrays"]["scaling"])}
+    (folder / "part").write_text(json.dumps(done))
+    (folder / "part").rename(folder / "done")
+
+
+def digest(state: Any) -> str:
+    """Returns a checksum of all bytes of a state."""
+    found = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if jnp.issubdtype(getattr(leaf, "dtype", int), jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf)
+        found.update(f"{path} {array.dtype} {array.shape}".encode() + array.tobytes())
+    return found.hexdigest()
+
+
+def skipped(scaling: Any) -> int:
+    return int(getattr(scaling, "skipped", 0))
+
+
+# --- the driver -----------------------------------------------------------------------
+
+
+class Killed(NamedTuple):
+    """What became of a configuration.
+
+    Attributes:
+        kills: Processes that were killed.
+        torn: Those that left a checkpoint half written.
+        runs: Runs that were finished.
+        equal: Those that ended with the bytes of the undisturbed run.
+        skipped: Steps that the undisturbed run skipped.
+    """
+
+    kills: int
+    torn: int
+    runs: int
+    equal: int
+    skipped: int
+
+
+def kill_runs(
+    config: Config, kills: int, steps: int, folder: pathlib.Path, draw: random.Random
+) -> Killed:
+    """Kills the workers of a configuration until there were enough kills."""
+    context = multiprocessing.get_context("forkserver")
+    cache = str(folder / "cache")
+
+    def launch(where: pathlib.Path) -> tuple[Any, Any]:
+        where.mkdir(parents=True, exist_ok=True)
+        started = context.Event()
+        worker = context.Process(
+            target=work, args=(where, config, steps, cache, started)
+        )
+        worker.start()
+        return worker, started
+
+    calm = folder / "calm"
+    worker, started = launch(calm)
+    started.wait(120)
+    began = time.perf_counter()
+    worker.join()
+    seconds = time.perf_counter() - began
+    expected = json.loads((calm / "done").read_text())
+    result = Killed(0, 0, 0, 0, expected["skipped"])
+    for number in itertools.count():
+        where = folder / f"killed-{number}"
+        while not (where / "done").exists():
+            worker, started = launch(where)
+            if result.kills < kills:
+                # A part of a run: several kills are needed to get to its end.
+                started.wait(120)
+                worker.join(draw.uniform(0, seconds / 3))
+                alive = worker.is_alive()
+                worker.kill()
+                worker.join()
+                if alive and worker.exitcode == -9:
+                    torn = any(where.rglob("*tmp*"))
+                    result = result._replace(
+                        kills=result.kills + 1, torn=result.torn + torn
+                    )
+            else:
+                worker.join()
+                if worker.exitcode:
+                    raise RuntimeError(f"A worker ended with {worker.exitcode}.")
+        found = json.loads((where / "done").read_text())
+        result = result._replace(
+            runs=result.runs + 1, equal=result.equal + (found == expected)
+        )
+        if result.kills >= kills:
+            return result
+    raise AssertionError
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Kills training processes.")
+    parser.add_argument("--kills", type=int, default=100, help="how many in all")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a run")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="part of `optimizer, precision`")
+    options = parser.parse_args(argv)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["kills"])
+    configs = [x for x in CONFIGS if options.only in ", ".join(x)]
+    print(
+        f"jax {jax.__version__}, orbax {orbax.checkpoint.__version__}, "
+        f"Python {platform.python_version()}, {platform.machine()}; seed {options.seed}"
+    )
+    print("\n| optimizer | precision | kills | during a save | runs | bit-equal ends "
+          "| skipped steps |\n|---|---|--:|--:|--:|--:|--:|")  # fmt: skip
+    began, total = time.perf_counter(), Killed(0, 0, 0, 0, 0)
+
+    def run(index: int) -> Killed:
+        share = len(range(index, options.kills, len(configs)))
+        with tempfile.TemporaryDirectory() as folder:
+            return kill_runs(
+                configs[index], share, options.steps, pathlib.Path(folder),
+                random.Random(options.seed + index),
+            )  # fmt: skip
+
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        for config, found in zip(
+            configs, pool.map(run, range(len(configs))), strict=True
+        ):
+            total = Killed(*map(sum, zip(total, found, strict=True)))
+            show(*config, found)
+    show("all", "", total)
+    fine = total.runs == total.equal
+    seconds = time.perf_counter() - began
+    print(f"\n{'passed' if fine else 'FAILED'} in {seconds:.0f} s")
+    return not fine
+
+
+def show(optimizer: str, precision: str, k: Killed) -> None:
+    print(
+        f"| {optimizer} | {precision} | {k.kills} | {k.torn} | {k.runs} | {k.equal} "
+        f"| {k.skipped} |",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
