@@ -27,8 +27,8 @@ from jax import lax
 import mpx.inspect
 from _measure import format_table, number
 from _models import make_task
-from mpx._inspect._advice import Judged, judge
 from mpx._inspect._candidates import front, options
+from mpx._inspect._judged import Judged, judge
 from mpx._inspect._policies import seconds
 from mpx._inspect._sensitivity import norm
 

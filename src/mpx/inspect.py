@@ -12,10 +12,10 @@ from mpx._fp8 import check as check
 from mpx._fp8 import fp8_report as _fp8_report
 from mpx._inspect._advice import Advice as Advice
 from mpx._inspect._advice import GroupAdvice as GroupAdvice
-from mpx._inspect._advice import Proposal as Proposal
 from mpx._inspect._advice import advise as advise
 from mpx._inspect._candidates import Candidate as Candidate
 from mpx._inspect._policies import PrecisionPolicy as PrecisionPolicy
+from mpx._inspect._proposals import Proposal as Proposal
 from mpx._inspect._tuning import Tuning as Tuning
 from mpx._inspect._tuning import tune as tune
 
