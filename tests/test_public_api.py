@@ -102,17 +102,22 @@ PUBLIC = {
 LIVE = ["BFLOAT16_MAX", "FLOAT16_MAX", "HALF_PRECISION_DATATYPE"]
 # What users receive but do not make themselves: no example is needed.
 RECEIVED = [
+    "Advice",
     "AmpReport",
+    "Candidate",
     "Clip",
     "FlashOptimizer",
     "FlashState",
     "Fp8Check",
     "Fp8Report",
     "Fp8State",
+    "GroupAdvice",
     "LossScaling",
     "MasterWeightsState",
+    "Proposal",
     "Released",
     "SkipNonfiniteState",
+    "Tuning",
 ]
 # Thin names for users of other libraries, documented there: one example for each module.
 COMPAT = ["mpx.compat.flashoptim", "mpx.compat.jaxamp", "mpx.compat.jmp"]
