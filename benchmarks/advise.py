@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,8 +28,8 @@ from jax import lax
 import mpx.inspect
 from _measure import format_table, number
 from _models import make_task
-from mpx._inspect._advice import Judged, judge
 from mpx._inspect._candidates import front, options
+from mpx._inspect._judged import Judged, judge
 from mpx._inspect._policies import seconds
 from mpx._inspect._sensitivity import norm
 
@@ -239,7 +240,7 @@ def rank_part(names: list[str], half: str) -> list[list[str]]:
         calls = calls_of(case, known)
         seed = jax.random.key(0, impl="unsafe_rbg")
         once = timed(functools.partial(known.study._samples, calls[0], seed))
-        plain = jax.jit(jax.value_and_grad(case.loss, allow_int=True))
+        plain = eqx.filter_jit(eqx.filter_value_and_grad(case.loss))
         gradient = timed(functools.partial(plain, *args))
         labels: dict[str, list[int]] = {}
         for i in sorted(known.active):
@@ -261,6 +262,7 @@ def rank_part(names: list[str], half: str) -> list[list[str]]:
                 number(first, 1, " s"),
             ]
         )
+        print(" ".join(rows[-1]), flush=True)
     return rows
 
 

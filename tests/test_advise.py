@@ -12,7 +12,8 @@ import pytest
 import mpx
 import mpx.inspect
 from mpx._half import gradient_function
-from mpx._inspect._advice import judge
+from mpx._inspect._judged import judge
+from mpx._inspect._proposals import propose
 from mpx._inspect._rounding import Samples, rounded, tap, width
 
 
@@ -275,8 +276,6 @@ def test_fp8_policy_runs_as_printed():
     assert "large enough" in proposal.remark
     known = judge(loss, (params, small), {})
     groups = frozenset(i for i, x in enumerate(known.groups) if x.param)
-    from mpx._inspect._advice import propose
-
     proposal = propose(known._replace(fp8=groups), "fp8", 0.02)
     assert proposal.policy.keep_fp8 or not proposal.policy.fp8
     policy = dataclasses.replace(proposal.policy, fp8=True, keep_fp8=("^up$",))

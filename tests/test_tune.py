@@ -12,8 +12,8 @@ import pytest
 import mpx
 import mpx.inspect
 from mpx._inspect import _laboratory, _tuning
-from mpx._inspect._advice import judge
 from mpx._inspect._candidates import front, options
+from mpx._inspect._judged import judge
 from mpx._inspect._policies import seconds
 from test_advise import PARAMS, X, Y, plain, relative, sensitive
 

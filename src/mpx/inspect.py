@@ -4,7 +4,6 @@ from mpx._fp8 import Fp8Check as Fp8Check
 from mpx._fp8 import check as check
 from mpx._inspect._advice import Advice as Advice
 from mpx._inspect._advice import GroupAdvice as GroupAdvice
-from mpx._inspect._advice import Proposal as Proposal
 from mpx._inspect._advice import advise as advise
 from mpx._inspect._candidates import Candidate as Candidate
 from mpx._inspect._doctor import Diagnosis as Diagnosis
@@ -20,6 +19,7 @@ from mpx._inspect._observation import Observation as Observation
 from mpx._inspect._observation import observe as observe
 from mpx._inspect._plots import plot_exponents as plot_exponents
 from mpx._inspect._policies import PrecisionPolicy as PrecisionPolicy
+from mpx._inspect._proposals import Proposal as Proposal
 from mpx._inspect._report import Report as Report
 from mpx._inspect._report import report as report
 from mpx._inspect._run_summary import RunSummary as RunSummary

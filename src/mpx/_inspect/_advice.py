@@ -1,36 +1,18 @@
 """`advise`: which precision for which part of a function."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from mpx._amp._functions import flat_call
-from mpx._fp8 import Fp8Function, fp8
-from mpx._inspect._groups import Group, Keep
-from mpx._inspect._policies import (
-    Cost,
-    PrecisionPolicy,
-    costs,
-    policy_for,
-    seconds,
-    selected,
-)
-from mpx._inspect._predictions import Predictions, Range, predictions
-from mpx._inspect._program import program
+from mpx._inspect._judged import Judged, judge
+from mpx._inspect._predictions import Range
+from mpx._inspect._proposals import LIMITS, MOST_VANISHING, Proposal, propose
 from mpx._inspect._result import Result, Table, percent
 from mpx._inspect._rounding import EIGHTS, HALVES
-from mpx._inspect._sensitivity import Study, study
-from mpx._wrapped import is_amp
 
-LIMITS = {"bf16": 0.05, "f16": 0.05, "fp8": 0.25}
-"""The gradient errors that are left without a remark: training tolerates more than these
-from the choice of a batch."""
 DOUBT = 0.1
 """The share of a prediction from sums that cancel above which it is doubtful."""
-_MOST_VANISHING = 0.5
 _SHOWN = 30
-_ROUNDING = ("out", "entry")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,33 +53,12 @@ class GroupAdvice:
         notes = []
         if self.overflows and self.forward is not None:
             notes.append(f"f16 overflows: {self.forward.largest:.3g}")
-        if self.vanishing > _MOST_VANISHING:
+        if self.vanishing > MOST_VANISHING:
             notes.append(f"f16 loses {percent(self.vanishing)} to zero")
         doubtful = [name for name, share in self.doubt.items() if share > DOUBT]
         if doubtful:
             notes.append(f"doubtful in {', '.join(doubtful)}: a sum cancels")
         return "; ".join(notes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Proposal:
-    """A policy, and what is predicted for it.
-
-    Attributes:
-        name: `"bf16"`, `"f16"` or `"fp8"`.
-        policy: The policy; `policy.apply(loss)` applies it, and `str(policy)` is its code.
-        error: The predicted relative error of the gradient.
-        default: The same without any keep-list.
-        kept: The labels of the groups that stay in f32, or of fp8 in 16 bits.
-        remark: What to know before it is used.
-    """
-
-    name: str
-    policy: PrecisionPolicy
-    error: float
-    default: float
-    kept: tuple[str, ...]
-    remark: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,34 +209,6 @@ def advise(
     )
 
 
-class Judged(NamedTuple):
-    """A function, its predictions and its costs.
-
-    Attributes:
-        study: The program and its sites.
-        predicted: The predictions.
-        work: The cost of each group.
-        fp8: The groups whose matmuls `fp8` would change.
-        arrays: The arguments.
-    """
-
-    study: Study
-    predicted: Predictions
-    work: list[Cost]
-    fp8: frozenset[int]
-    arrays: list[Any]
-
-    @property
-    def groups(self) -> list[Group]:
-        """The groups."""
-        return self.study.groups
-
-    @property
-    def active(self) -> set[int]:
-        """The groups that `amp` runs in 16 bits."""
-        return {x.key.group for x in self.study.sites if x.key.kind in _ROUNDING}
-
-
 def check_formats(formats: Sequence[str]) -> tuple[str, ...]:
     """Returns the formats; raises if one is unknown."""
     known = (*HALVES, *EIGHTS)
@@ -286,41 +219,6 @@ def check_formats(formats: Sequence[str]) -> tuple[str, ...]:
                 f"`formats` must be some of {', '.join(known)}, but {name!r} was given."
             )
     return tuple(name for name in known if name in chosen)
-
-
-def judge(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    batches: Sequence[Any] = (),
-) -> Judged:
-    """Traces a function and runs the passes."""
-    if is_amp(func) or isinstance(func, Fp8Function):
-        raise TypeError(
-            "The function is under `amp` or `fp8`, but what they would do is what is "
-            "predicted. Pass the function that you gave to them."
-        )
-    found = study(func, args, kwargs)
-    calls = [found.program.arrays]
-    for batch in batches:
-        rest = batch if isinstance(batch, tuple) else (batch,)
-        calls.append(flat_call(func, (*args[:1], *rest), kwargs)[0])
-    if any(not hasattr(x, "__array__") for call in calls for x in call):
-        raise TypeError(
-            "`advise` and `tune` run the function, but a `jax.ShapeDtypeStruct` was given. "
-            "Pass arrays with real numbers."
-        )
-    predicted = predictions(found, calls)
-    work = costs(found.program, len(found.groups))
-    return Judged(found, predicted, work, _in_fp8(func, args, kwargs, found), calls[0])
-
-
-def _in_fp8(
-    func: Callable[..., Any], args: Any, kwargs: Any, found: Study
-) -> frozenset[int]:
-    matmuls = program(fp8(func), args, kwargs).recording.matmuls
-    names = {matmul.param for matmul in matmuls if not matmul.reason}
-    return frozenset(i for i, x in enumerate(found.groups) if x.param in names)
 
 
 def _rows(known: Judged, formats: tuple[str, ...]) -> tuple[GroupAdvice, ...]:
@@ -354,118 +252,3 @@ def _row(
         overflows=any(map(predicted.overflows, members)),
         vanishing=max(map(predicted.vanishing, members)),
     )
-
-
-# --- proposals ------------------------------------------------------------------------
-
-
-def propose(known: Judged, name: str, limit: float) -> Proposal:
-    """Returns the policy with the shortest keep-list that is predicted to be good enough."""
-    if name == "fp8":
-        return _propose_fp8(known, limit)
-    predicted, active = known.predicted, known.active
-    kept = forced(known, name)
-    kept += keep_list(known, name, limit, kept)
-    low = active - selected(known.groups, kept)
-    error = math.sqrt(predicted.square(name, low))
-    remarks = []
-    if name == "f16":
-        remarks.append(
-            "Take the gradient with `mpx.value_and_grad` and a loss scaling."
-        )
-    if error > limit:
-        remarks.append(f"No keep-list reaches {limit:g}.")
-    if active and not low:
-        remarks.append(
-            "Nothing is left in 16 bits: the operations at fault have no name that is "
-            "theirs alone. Put them into a `jax.named_scope`, or use another format."
-        )
-    return Proposal(
-        name,
-        policy_for(name, kept),
-        error,
-        math.sqrt(predicted.square(name, active)),
-        _labels(known, active - low),
-        " ".join(remarks),
-    )
-
-
-def forced(known: Judged, name: str) -> list[Keep]:
-    """Returns selectors of the groups whose numbers f16 cannot hold."""
-    if name != "f16":
-        return []
-    predicted = known.predicted
-    bad = [
-        i
-        for i in sorted(known.active)
-        if predicted.overflows(i) or predicted.vanishing(i) > _MOST_VANISHING
-    ]
-    return list(dict.fromkeys(known.groups[i].selector for i in bad))
-
-
-def keep_list(
-    known: Judged, half: str, limit: float, kept: Sequence[Keep] = ()
-) -> list[Keep]:
-    """Returns selectors that bring the predicted error below a limit, greedily.
-
-    Each one is that with the largest decrease of the squared error for the time it costs.
-    """
-    found: list[Keep] = []
-    while True:
-        low = known.active - selected(known.groups, [*kept, *found])
-        if known.predicted.square(half, low) <= limit**2:
-            return found
-        best = best_keep(known, half, low)
-        if best is None:
-            return found
-        found.append(best)
-
-
-def best_keep(known: Judged, half: str, low: set[int]) -> Keep | None:
-    """Returns the selector that pays most if it is added; `None` if none does."""
-    square = known.predicted.square(half, low)
-    time = seconds(known.work, half, low)
-    everything = seconds(known.work, half, ()) - seconds(known.work, half, known.active)
-    scores: dict[Keep, float] = {}
-    for selector in dict.fromkeys(known.groups[i].selector for i in sorted(low)):
-        rest = low - selected(known.groups, [selector])
-        gain = square - known.predicted.square(half, rest)
-        slower = seconds(known.work, half, rest) - time
-        if gain > 0 and (len(rest) > 0 or len(low) == 1):
-            scores[selector] = gain / (slower + 0.01 * everything + 1e-15)
-    return max(scores, key=scores.__getitem__, default=None)
-
-
-def _propose_fp8(known: Judged, limit: float) -> Proposal:
-    base = propose(known, "bf16", min(limit, LIMITS["bf16"]))
-    kept = [Keep("keep", x) for x in base.policy.keep]
-    kept += [Keep("functions", x) for x in base.policy.functions]
-    low = known.active - selected(known.groups, kept)
-    chosen, kept_fp8 = set(known.fp8 & low), list[Keep]()
-    default = math.sqrt(known.predicted.square("bf16", known.active, known.fp8))
-    while known.predicted.square("bf16", low, chosen) > limit**2 and chosen:
-        worst = max(chosen, key=lambda i: known.predicted.recipe.get(i, 0.0))
-        kept_fp8.append(known.groups[worst].selector)
-        chosen -= selected(known.groups, kept_fp8)
-    left = known.fp8 & low
-    remark = ""
-    if not known.fp8:
-        remark = (
-            "fp8 changes nothing here: no matmul with a parameter is large enough to "
-            "gain. `mpx.inspect.report(mpx.fp8(loss), ...)` says why."
-        )
-    elif not chosen:
-        remark = "No linear layer is left in fp8: use bf16."
-    is_fp8 = bool(chosen)
-    return Proposal(
-        "fp8",
-        policy_for("bf16", kept, is_fp8=is_fp8, kept_fp8=kept_fp8 if is_fp8 else ()),
-        math.sqrt(known.predicted.square("bf16", low, chosen)),
-        default,
-        (*base.kept, *_labels(known, left - chosen)),
-        remark,
-    )
-
-
-def _labels(known: Judged, groups: set[int]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(known.groups[i].label for i in sorted(groups)))

@@ -5,9 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mpx._inspect._advice import Judged, best_keep, forced
 from mpx._inspect._groups import Keep
+from mpx._inspect._judged import Judged
 from mpx._inspect._policies import PrecisionPolicy, policy_for, seconds, selected
+from mpx._inspect._proposals import best_keep, forced
 
 _MOST_KEPT = 12
 

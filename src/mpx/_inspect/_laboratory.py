@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from mpx._half import gradient_function
-from mpx._inspect._advice import DOUBT, Judged
+from mpx._inspect._advice import DOUBT
 from mpx._inspect._candidates import Option
+from mpx._inspect._judged import Judged
 from mpx._inspect._policies import PrecisionPolicy
 from mpx._inspect._predictions import Predictions
 from mpx._inspect._program import gradient, program

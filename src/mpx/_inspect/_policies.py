@@ -29,6 +29,10 @@ class PrecisionPolicy:
         functions: Expressions for functions whose operations run as they are written.
         fp8: Whether linear layers run in fp8.
         keep_fp8: Expressions for what does not run in fp8, but in 16 bits.
+
+    Examples:
+        >>> print(PrecisionPolicy("bf16", keep=("^head/weight$",)))
+        mpx.amp(loss, "bf16", keep=['^head/weight$'])
     """
 
     half: str = "bf16"

@@ -4,20 +4,22 @@ import collections
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from mpx._formats import FORMATS
 from mpx._inspect._groups import Group
+from mpx._inspect._keys import Key, Site
 from mpx._inspect._rounding import EIGHTS, HALVES, Samples
 from mpx._inspect._sensitivity import Study
-from mpx._inspect._sites import Key, Site
 
 MOST_SCALE = 2.0**24
 """The ceiling of `mpx.DynamicLossScaling.pow2()`."""
 _LOWEST = -60
+
+K = TypeVar("K")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +47,10 @@ class _Sums:
     """Sums over sites, batches and passes."""
 
     def __init__(self) -> None:
-        self.half: collections.Counter[tuple[str, Key]] = collections.Counter()
-        self.eight: collections.Counter[tuple[str, int]] = collections.Counter()
-        self.recipe: collections.Counter[int] = collections.Counter()
-        self.doubt: collections.Counter[tuple[str, int]] = collections.Counter()
+        self.half: dict[tuple[str, Key], float] = collections.defaultdict(float)
+        self.eight: dict[tuple[str, int], float] = collections.defaultdict(float)
+        self.recipe: dict[int, float] = collections.defaultdict(float)
+        self.doubt: dict[tuple[str, int], float] = collections.defaultdict(float)
 
     def add(self, found: Study, samples: Sequence[Samples], scale: float) -> None:
         for site, sample in zip(found.sites, samples, strict=True):
@@ -175,11 +177,19 @@ def predictions(
     scale, sums = _loss_scale(max(backward, default=0.0)), _Sums()
     for samples in every:
         sums.add(found, samples, scale)
-    half, eight, recipe, doubt = (
-        {key: x / len(every) for key, x in table.items()}
-        for table in (sums.half, sums.eight, sums.recipe, sums.doubt)
+    return Predictions(
+        groups=found.groups,
+        half=_means(sums.half, len(every)),
+        eight=_means(sums.eight, len(every)),
+        recipe=_means(sums.recipe, len(every)),
+        doubt=_means(sums.doubt, len(every)),
+        ranges=ranges,
+        scale=scale,
     )
-    return Predictions(found.groups, half, eight, recipe, doubt, ranges, scale)
+
+
+def _means(sums: Mapping[K, float], count: int) -> dict[K, float]:
+    return {key: total / count for key, total in sums.items()}
 
 
 def _loss_scale(largest: float) -> float:

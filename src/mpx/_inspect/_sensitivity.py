@@ -20,9 +20,10 @@ import numpy as np
 
 from mpx._compat import is_transposed, open_jaxpr, primitive_name
 from mpx._inspect._groups import Group, labelled
+from mpx._inspect._keys import Known, Site
 from mpx._inspect._program import Program, gradient
 from mpx._inspect._rounding import Samples, rounded, tap, width
-from mpx._inspect._sites import Known, Rule, Site, Sites
+from mpx._inspect._sites import Rule, Sites
 from mpx._jaxpr._queries import equations
 
 

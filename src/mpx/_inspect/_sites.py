@@ -6,8 +6,8 @@ where one arises is a site.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,7 @@ from jax import lax
 
 from mpx._compat import (
     Literal,
-    bind,
     eval_equation,
-    is_jaxpr,
     is_transposed,
     open_jaxpr,
     primitive_name,
@@ -26,9 +24,20 @@ from mpx._compat import (
     sub_jaxprs,
 )
 from mpx._inspect._groups import Group, is_half, is_single, token_of
+from mpx._inspect._keys import Key, Known, Site
+from mpx._inspect._wide import bind_as_written, bind_wide, is_float, touches_half
 from mpx._jaxpr import HANDLERS
-from mpx._jaxpr._interpreter import Facts, Kind, Op, Outcome, Visitor, as_array
-from mpx._jaxpr._queries import MATMULS, MOVES, REMAT, Equation, equations, names
+from mpx._jaxpr._interpreter import (
+    Facts,
+    Jaxpr,
+    Kind,
+    Op,
+    Outcome,
+    Scopes,
+    Visitor,
+    as_array,
+)
+from mpx._jaxpr._queries import MATMULS, MOVES, REMAT, Equation, names
 
 # The results can be represented where the operands can.
 _EXACT = MOVES.union(
@@ -41,75 +50,6 @@ _EXACT = MOVES.union(
 _FOLLOWED = MOVES.union(names("gather split neg unstack"))
 _NESTED = (*names("jit pjit closed_call core_call scan cond"), *REMAT)
 _DERIVED = names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr")
-
-
-class Known(NamedTuple):
-    """What is known of a value.
-
-    Attributes:
-        owner: The group whose 16-bit result it is, or -1.
-        sources: The groups of the matmuls because of which it is of 16 bits: without one of
-            them, `amp` would hold it in f32.
-        is_pending: Whether it has been cast to 16 bits for whoever reads it.
-        is_cotangent: Whether it belongs to the backward pass.
-    """
-
-    owner: int = -1
-    sources: tuple[int, ...] = ()
-    is_pending: bool = False
-    is_cotangent: bool = False
-
-
-class Key(NamedTuple):
-    """What decides whether a site rounds, and how.
-
-    Attributes:
-        kind: `out` for a result of 16 bits or a cast to them, `entry` for an operand of a
-            matmul, `eight` for one that is its own result, `sum` for a sum of rounded values.
-        group: The group that rounds.
-        owner: The group in whose format the value is already, or -1.
-        sources: See `Known`.
-        is_cotangent: Whether the value belongs to the backward pass.
-    """
-
-    kind: str
-    group: int
-    owner: int
-    sources: tuple[int, ...]
-    is_cotangent: bool
-
-    def rounds(self, low: Collection[int], *, alone: bool = False) -> bool:
-        """Returns whether a value is rounded to 16 bits if some groups run in them.
-
-        Args:
-            low: The groups that run in 16 bits.
-            alone: Whether to judge a group by itself: that what it needs to be in 16 bits
-                is, but rounds nothing.
-        """
-        if self.group not in low or self.kind in ("eight", "sum"):
-            return False
-        is_low = all(x in low for x in self.sources)
-        if self.kind == "out":
-            return alone or is_low
-        return not (self.owner in low and is_low)
-
-
-class Site(NamedTuple):
-    """One place where a value is rounded, or where rounded values are added.
-
-    Attributes:
-        number: Its number.
-        key: What it has in common with others.
-        size: The size of the array.
-        operands: How many operands of a sum are looked at.
-        lengths: The lengths of the scans around it, outermost first.
-    """
-
-    number: int
-    key: Key
-    size: int
-    operands: int
-    lengths: tuple[int, ...]
 
 
 Rule = Callable[[Site, Any, Any, tuple[Any, ...]], Any]
@@ -156,7 +96,7 @@ class Sites(Visitor):
         self._count = 0
         if name in _NESTED:
             return self._nested(op, name)
-        if name in _DERIVED and any(map(_touches_half, sub_jaxprs(eqn))):
+        if name in _DERIVED and any(map(touches_half, sub_jaxprs(eqn))):
             body, consts = open_jaxpr(eqn.params["call_jaxpr"])
             return self.run(body, consts, op.values, op.facts, op.scopes)
         if name in HANDLERS and name not in _DERIVED:
@@ -196,7 +136,7 @@ class Sites(Visitor):
             return self._round(op, x, fact) if fact.is_pending else ([x], [fact])
         if is_half(var.aval) and is_half(out.aval):
             return [x], [fact]
-        return self._bind(op, [x]), [Known(is_cotangent=fact.is_cotangent)]
+        return bind_wide(op.eqn, [x]), [Known(is_cotangent=fact.is_cotangent)]
 
     def _round(self, op: Op, x: Any, fact: Known) -> Outcome:
         group = self._group(op)
@@ -212,7 +152,9 @@ class Sites(Visitor):
         def again(x: Any) -> list[Any]:
             values = list(op.values)
             values[position] = x
-            return self._bind(op, values) if touched else eval_equation(op.eqn, values)
+            return (
+                bind_wide(op.eqn, values) if touched else eval_equation(op.eqn, values)
+            )
 
         outs = again(source)
         earlier = self.frame.made.get(("moved", id(source)))
@@ -253,7 +195,7 @@ class Sites(Visitor):
             values[i], number = self._entry(key, values[i])
             if is_eight and i < 2:
                 self.quantised.add(number)
-        outs = self._bind(op, values)
+        outs = bind_wide(op.eqn, values)
         if name in ("add", "sub"):
             outs = [self._sum(op, outs[0], values)]
         if name not in _EXACT:
@@ -321,32 +263,11 @@ class Sites(Visitor):
 
     # --- running ----------------------------------------------------------------------
 
-    def _bind(self, op: Op, values: Sequence[Any]) -> list[Any]:
-        """Runs an equation with f32 in place of 16 bits."""
-        eqn = op.eqn
-        if any(map(_holds_jaxpr, eqn.params.values())):
-            return self._cast_around(op)
-        changes = {
-            key: np.dtype(np.float32)
-            for key, value in eqn.params.items()
-            if _is_half_dtype(value)
-        }
-        return bind(eqn, [as_array(x) for x in values], **changes)
-
-    def _cast_around(self, op: Op) -> list[Any]:
-        """Runs an equation at its own dtypes."""
-        values = [
-            x.astype(var.aval.dtype) if is_half(var.aval) else x
-            for x, var in zip(map(as_array, op.values), op.eqn.invars, strict=True)
-        ]
-        outs = eval_equation(op.eqn, values)
-        return [x.astype(np.float32) if is_half(jax.typeof(x)) else x for x in outs]
-
     def _as_written(self, op: Op) -> Outcome:
         """Runs an equation whose derivative is not known, or that is not looked into."""
         self.opaque.add(primitive_name(op.eqn))
         values = [lax.stop_gradient(x) if is_float(x) else x for x in op.values]
-        outs = self._cast_around(op._replace(values=values))
+        outs = bind_as_written(op.eqn, values)
         return outs, self.result_facts(outs)
 
     def _can_be_differentiated(self, op: Op, name: str) -> bool:
@@ -360,7 +281,7 @@ class Sites(Visitor):
             values = list(map(as_array, op.values))
             for i, x in zip(floats, chosen, strict=True):
                 values[i] = x
-            outs = self._bind(op, values)
+            outs = bind_wide(op.eqn, values)
             return [x for x in outs if is_float(x)]
 
         def pull(*chosen: Any) -> Any:
@@ -395,8 +316,15 @@ class Sites(Visitor):
             self.carried.update(zip(carry, facts, strict=False))
         return outs, facts
 
-    def run(self, jaxpr: Any, *rest: Any) -> Outcome:
-        outs, facts = super().run(jaxpr, *rest)
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        facts: Sequence[Known],
+        scopes: Scopes,
+    ) -> Outcome:
+        outs, facts = super().run(jaxpr, consts, args, facts, scopes)
         self._results[id(jaxpr)] = facts
         return outs, facts
 
@@ -445,11 +373,6 @@ _COMMON = frozenset(
 )
 
 
-def is_float(x: Any) -> bool:
-    """Returns whether a value is an f32 array."""
-    return getattr(x, "dtype", None) == np.float32
-
-
 def _is_cotangent(op: Op) -> bool:
     return is_transposed(op.eqn) or any(fact.is_cotangent for fact in op.facts)
 
@@ -467,23 +390,3 @@ def _sources(op: Op) -> tuple[int, ...]:
 def _floats(op: Op) -> list[int]:
     wanted = ("float32", "bfloat16", "float16")
     return [i for i, x in enumerate(op.eqn.invars) if str(x.aval.dtype) in wanted]
-
-
-def _touches_half(jaxpr: Any) -> bool:
-    return any(
-        is_half(x.aval) for eqn in equations(jaxpr) for x in (*eqn.invars, *eqn.outvars)
-    )
-
-
-def _holds_jaxpr(value: Any) -> bool:
-    items = value if isinstance(value, tuple | list) else (value,)
-    return any(map(is_jaxpr, items))
-
-
-def _is_half_dtype(value: Any) -> bool:
-    if not isinstance(value, np.dtype | type):
-        return False
-    try:
-        return str(np.dtype(value)) in ("bfloat16", "float16")
-    except TypeError:
-        return False

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpx._inspect._advice import Judged, judge
 from mpx._inspect._candidates import Candidate, Option, front, options
+from mpx._inspect._judged import Judged, judge
 from mpx._inspect._laboratory import Laboratory, repaired
 from mpx._inspect._policies import PrecisionPolicy
 from mpx._inspect._progress import progress
@@ -189,6 +189,7 @@ def tune(
         names: set[str] = set()
         tell("measuring the default of amp")
         lab.measure(default.policy)
+        best: list[Option] = []
         for _ in range(_ROUNDS):
             best = front(options(known, halves, with_fp8), known)
             chosen = _proposed(best, known, max_grad_error, proposals)

@@ -1,0 +1,78 @@
+"""A function that has been judged: its groups, their predictions and their costs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mpx._amp._functions import flat_call
+from mpx._fp8 import Fp8Function, fp8
+from mpx._inspect._groups import Group
+from mpx._inspect._policies import Cost, costs
+from mpx._inspect._predictions import Predictions, predictions
+from mpx._inspect._program import program
+from mpx._inspect._sensitivity import Study, study
+from mpx._wrapped import is_amp
+
+_ROUNDING = ("out", "entry")
+
+
+class Judged(NamedTuple):
+    """A function, its predictions and its costs.
+
+    Attributes:
+        study: The program and its sites.
+        predicted: The predictions.
+        work: The cost of each group.
+        fp8: The groups whose matmuls `fp8` would change.
+        arrays: The arguments.
+    """
+
+    study: Study
+    predicted: Predictions
+    work: list[Cost]
+    fp8: frozenset[int]
+    arrays: list[Any]
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups."""
+        return self.study.groups
+
+    @property
+    def active(self) -> set[int]:
+        """The groups that `amp` runs in 16 bits."""
+        return {x.key.group for x in self.study.sites if x.key.kind in _ROUNDING}
+
+
+def judge(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batches: Sequence[Any] = (),
+) -> Judged:
+    """Traces a function and runs the passes."""
+    if is_amp(func) or isinstance(func, Fp8Function):
+        raise TypeError(
+            "The function is under `amp` or `fp8`, but what they would do is what is "
+            "predicted. Pass the function that you gave to them."
+        )
+    found = study(func, args, kwargs)
+    calls = [found.program.arrays]
+    for batch in batches:
+        rest = batch if isinstance(batch, tuple) else (batch,)
+        calls.append(flat_call(func, (*args[:1], *rest), kwargs)[0])
+    if any(not hasattr(x, "__array__") for call in calls for x in call):
+        raise TypeError(
+            "`advise` and `tune` run the function, but a `jax.ShapeDtypeStruct` was given. "
+            "Pass arrays with real numbers."
+        )
+    predicted = predictions(found, calls)
+    work = costs(found.program, len(found.groups))
+    return Judged(found, predicted, work, _in_fp8(func, args, kwargs, found), calls[0])
+
+
+def _in_fp8(
+    func: Callable[..., Any], args: Any, kwargs: Any, found: Study
+) -> frozenset[int]:
+    matmuls = program(fp8(func), args, kwargs).recording.matmuls
+    names = {matmul.param for matmul in matmuls if not matmul.reason}
+    return frozenset(i for i, x in enumerate(found.groups) if x.param in names)

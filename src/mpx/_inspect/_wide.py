@@ -1,0 +1,60 @@
+"""Equations of 16-bit programs, run in f32."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpx._compat import bind, eval_equation, is_jaxpr
+from mpx._inspect._groups import HALF, is_half
+from mpx._jaxpr._interpreter import as_array
+from mpx._jaxpr._queries import Equation, equations
+
+
+def is_float(x: Any) -> bool:
+    """Returns whether a value is an f32 array."""
+    return getattr(x, "dtype", None) == np.float32
+
+
+def touches_half(jaxpr: Any) -> bool:
+    """Returns whether a jaxpr reads or makes values of 16 bits, at any depth."""
+    return any(
+        is_half(x.aval) for eqn in equations(jaxpr) for x in (*eqn.invars, *eqn.outvars)
+    )
+
+
+def bind_wide(eqn: Equation, values: Sequence[Any]) -> list[Any]:
+    """Runs an equation with f32 in place of 16 bits."""
+    if any(map(_holds_jaxpr, eqn.params.values())):
+        return bind_as_written(eqn, values)
+    changes = {
+        key: np.dtype(np.float32)
+        for key, value in eqn.params.items()
+        if _is_half_dtype(value)
+    }
+    return bind(eqn, [as_array(x) for x in values], **changes)
+
+
+def bind_as_written(eqn: Equation, values: Sequence[Any]) -> list[Any]:
+    """Runs an equation at its own dtypes, on f32 values."""
+    cast = [
+        x.astype(var.aval.dtype) if is_half(var.aval) else x
+        for x, var in zip(map(as_array, values), eqn.invars, strict=True)
+    ]
+    outs = eval_equation(eqn, cast)
+    return [x.astype(np.float32) if is_half(jax.typeof(x)) else x for x in outs]
+
+
+def _holds_jaxpr(value: Any) -> bool:
+    items = value if isinstance(value, tuple | list) else (value,)
+    return any(map(is_jaxpr, items))
+
+
+def _is_half_dtype(value: Any) -> bool:
+    if not isinstance(value, np.dtype | type):
+        return False
+    try:
+        return str(np.dtype(value)) in HALF
+    except TypeError:
+        return False
