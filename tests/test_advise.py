@@ -259,7 +259,7 @@ def test_policy_for_functions_without_scopes_runs():
     pasted = eval(str(policy), {"mpx": mpx, "loss": loss})
     # Its matmul is in the function, and runs in f32, too.
     report = mpx.inspect.report(pasted, PARAMS, X, Y)
-    assert [op.after for op in report.matmuls] == [("float32",), ("bfloat16",)]
+    assert [op.after for op in report.amp.matmuls] == [("float32",), ("bfloat16",)]
 
 
 def test_fp8_policy_runs_as_printed():
@@ -284,7 +284,7 @@ def test_fp8_policy_runs_as_printed():
         {"mpx": mpx, "loss": loss},
     )
     report = mpx.inspect.report(pasted, params, small)
-    assert [op.param.rpartition("/")[2] for op in report.changed] == ["down"]
+    assert [op.param.rpartition("/")[2] for op in report.fp8.changed] == ["down"]
     exact = jax.grad(loss)(params, small)
     real = relative(jax.grad(pasted)(params, small), exact)
     (down,) = [i for i, x in enumerate(known.groups) if x.label == "down"]
