@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpx._formats import Format
@@ -20,7 +19,7 @@ from mpx._inspect._outputs import outputs_of
 from mpx._inspect._program import Program, gradient, program
 from mpx._inspect._record import Mixed, Recording
 from mpx._inspect._result import Result, Table
-from mpx._inspect._shadow import is_float, widened
+from mpx._inspect._shadow import is_float, to_host, widened
 from mpx._inspect._tape import NO_REF, Value
 from mpx._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
 
@@ -110,7 +109,7 @@ def explain(
     if it alone makes it so. Without any low precision, numbers that are not finite are
     traced.
 
-    It is meant for one call on a small batch: each operation runs by itself.
+    It is meant for one call on a small batch: each operation runs by itself, on the CPU.
 
     Args:
         func: What you train: a function that returns a scalar loss first, under
@@ -124,6 +123,7 @@ def explain(
         TypeError: If an argument is a shape without values, or `scaling` is no scaling.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> def loss(w, x):
         ...     e = jnp.exp((x @ w).astype(jnp.float16))
         ...     return jnp.mean(e / e.sum(-1, keepdims=True)).astype(jnp.float32)
@@ -145,7 +145,8 @@ def explain(
         whole, labels = _with_gradient(forward, scaling)
     scale = 1.0 if scaling is None else float(scaling.loss_scaling)
     call = Call(_route(func), scale, scaling is not None)
-    with _progress() as tick:
+    # On the CPU, where few operations have to be compiled: see `mpx._inspect._host`.
+    with _progress() as tick, jax.default_device(jax.devices("cpu")[0]):
         return _explained(whole, labels, call, tick)
 
 
@@ -187,7 +188,7 @@ def _explained(
     whole: Program, labels: list[str], call: Call, tick: Callable[[], None]
 ) -> Explanation:
     recording = Recording(tick)
-    arrays = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in whole.arrays]
+    arrays = [to_host(x) for x in whole.arrays]
     inputs = [
         recording.input(x, name, i in whole.params)
         for i, (x, name) in enumerate(zip(arrays, whole.names, strict=True))

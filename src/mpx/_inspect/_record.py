@@ -25,6 +25,7 @@ from mpx._inspect._shadow import (
     relative_norm,
     run_as_written,
     run_in_f32,
+    to_host,
     widened,
 )
 from mpx._inspect._tape import NO_REF, Around, Lanes, Ref, Run, Value
@@ -144,8 +145,8 @@ class Recording(Run):
 
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant as it is, and in f32."""
-        wide = widened(x)
-        return (x, wide)
+        x = to_host(x)
+        return x, widened(x)
 
     def source(
         self, lanes: Lanes, parts: Sequence[Ref] = (), part: int | None = None
@@ -292,7 +293,7 @@ class Mixed(Run):
 
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant in f32."""
-        return (widened(x),)
+        return (widened(to_host(x)),)
 
     def leaf(self, eqn: Equation, operands: list[Value], around: Around) -> list[Value]:
         """Runs an equation in the precision that its site has."""

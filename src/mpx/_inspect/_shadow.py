@@ -81,6 +81,15 @@ def on_host(x: Array) -> Array:
     return np.asarray(x) if on_cpu else x
 
 
+def to_host(x: Array) -> Array:
+    """Copies an array to the CPU, as one of NumPy if it can be one."""
+    if isinstance(x, np.ndarray | np.generic):
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return jax.device_put(x, jax.devices("cpu")[0])
+    return np.asarray(x)
+
+
 def widened(x: Array) -> Array:
     """Returns an array in f32, if it is floating and narrower."""
     return cast(x, F32) if is_low(x) else x
