@@ -15,6 +15,7 @@ from mpx._half import gradient_function
 from mpx._inspect._judged import judge
 from mpx._inspect._proposals import propose
 from mpx._inspect._rounding import Samples, rounded, tap, width
+from mpx._inspect._sensitivity import study
 
 
 def draw(seed, *shape, scale=1.0):
@@ -206,6 +207,19 @@ def test_sum_that_cancels_is_marked():
     assert any(x.doubt["bf16"] > 0.1 for x in found.groups)
     healthy = mpx.inspect.advise(plain, PARAMS, X, Y, formats=["bf16"])
     assert not any(x.note for x in healthy.groups)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [(jax.nn.relu, 1), (jnp.tanh, 0), (lambda h: jnp.where(h > 1, h, 2 * h), 1)],
+)
+def test_steps_are_counted(call, expected):
+    def loss(params, x):
+        mask = jnp.tril(jnp.ones((33, 24), bool))
+        return jnp.mean(jnp.where(mask, call(x @ params["a"]), 0) @ params["b"])
+
+    known = study(loss, (PARAMS, X), {})
+    assert known.steps == expected
 
 
 def test_tiny_gradients_need_the_loss_scale():

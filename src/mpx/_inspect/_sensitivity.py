@@ -26,6 +26,9 @@ from mpx._inspect._rounding import Samples, rounded, tap, width
 from mpx._inspect._sites import Rule, Sites
 from mpx._jaxpr._queries import equations
 
+_COMPARISONS = ("gt", "ge", "lt", "le")
+_FLOATS = ("float32", "bfloat16", "float16")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Study:
@@ -49,10 +52,7 @@ class Study:
     @functools.cached_property
     def steps(self) -> int:
         """The number of choices by a comparison in the backward pass, such as relu's."""
-        return sum(
-            primitive_name(eqn) == "select_n" and is_transposed(eqn)
-            for eqn in equations(self.program.jaxpr)
-        )
+        return count_steps(self.program.jaxpr)
 
     def evaluate(
         self, arrays: Sequence[Any], given: dict[int, Any], rule: Rule
@@ -135,6 +135,27 @@ class Study:
             for i, site in enumerate(self.sites)
         }
         return self._emulated(arrays, given, half)
+
+
+def count_steps(jaxpr: Any) -> int:
+    """Returns how many choices of a backward pass depend on a comparison of floats.
+
+    In the body of a loop the comparison may be outside: there it is enough that there is one.
+    """
+    compared = {
+        eqn.outvars[0]
+        for eqn in equations(jaxpr)
+        if primitive_name(eqn) in _COMPARISONS
+        and any(str(x.aval.dtype) in _FLOATS for x in eqn.invars)
+    }
+    made = {var for eqn in equations(jaxpr) for var in eqn.outvars}
+    return sum(
+        primitive_name(eqn) == "select_n"
+        and is_transposed(eqn)
+        and (eqn.invars[0] in compared or eqn.invars[0] not in made)
+        for eqn in equations(jaxpr)
+        if compared
+    )
 
 
 def _options() -> dict[str, Any] | None:
