@@ -219,10 +219,9 @@ def kill_runs(
                     result = result._replace(
                         kills=result.kills + 1, torn=result.torn + torn
                     )
-            else:
-                worker.join()
-                if worker.exitcode:
-                    raise RuntimeError(f"A worker ended with {worker.exitcode}.")
+            worker.join()
+            if worker.exitcode not in (0, -9):
+                raise RuntimeError(f"A worker ended with {worker.exitcode}.")
         found = json.loads((where / "done").read_text())
         result = result._replace(
             runs=result.runs + 1, equal=result.equal + (found == expected)

@@ -1,6 +1,7 @@
 """Checkpoints of every kind of state: bit for bit, on other meshes, or a clear error."""
 
 import re
+import subprocess
 import sys
 from typing import Any
 
@@ -281,6 +282,38 @@ def test_restored_run_is_the_same_run_and_compiles_nothing(tmp_path):
         resumed = checkpoints.restore(init(), step=3)
         assert_trees_equal(step(resumed, x), checkpoints.restore(init()))
     assert len(traces) == 1
+
+
+WORKER = """
+import itertools, sys
+import numpy as np
+import mpx
+
+with mpx.checkpoint.Checkpointer(sys.argv[1], keep=2) as checkpoints:
+    for step in itertools.count():
+        state = {"w": np.full((64, 64), step, np.float32), "step": step}
+        checkpoints.save(step, state)
+        print(step, flush=True)
+"""
+
+
+def test_process_killed_while_it_writes_leaves_the_last_checkpoint(tmp_path):
+    command = [sys.executable, "-c", WORKER, str(tmp_path)]
+    worker = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    with worker:
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            if int(line) == 4:  # it is being written, and the last one before is not
+                break
+        worker.kill()
+    state = {"w": np.zeros((64, 64), np.float32), "step": 0}
+    restored = restore(tmp_path, state)
+    assert restored["step"] >= 3
+    assert np.all(restored["w"] == restored["step"])
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(restored["step"] + 1, state)
 
 
 def test_what_a_killed_process_left_is_ignored_and_removed(tmp_path):

@@ -2,8 +2,6 @@
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -234,12 +232,3 @@ def test_the_count_sees_a_library_that_does_not_skip(faults):
     assert not found.exact
     assert found.skipped == 0
     assert found.corrupted > 0
-
-
-@pytest.mark.long
-def test_killed_run_ends_as_the_undisturbed_one():
-    command = [sys.executable, str(BENCHMARKS / "kills.py"), "--kills", "2"]
-    command += ["--steps", "6", "--only", "flash_adamw, f16"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "| flash_adamw | f16 | 2 |" in done.stdout
