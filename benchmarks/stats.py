@@ -87,8 +87,8 @@ def kernel(grads: list[Any], tuning: Tuning) -> Any:
 
 
 TUNINGS = [
-    Tuning(64, 2, 8),
-    Tuning(64, 2, 16, batch=24),
+    Tuning(64, 2, 16),
+    Tuning(64, 2, 8, batch=24),
     Tuning(128, 2, 8),
     Tuning(32, 4, 16),
 ]

@@ -232,6 +232,18 @@ def test_steps_of_a_scan_are_recorded_one_by_one():
     assert recorder.timeline.means("zeros")[1:5] == [1, 0.5, 0.5, 0]
 
 
+def test_exponents_can_be_left_out_of_some_steps():
+    recorder = watch()
+    grads = {"w": jnp.array([1.0, jnp.nan])}
+    for step in range(4):
+        recorder.record(observe(loss=1.0, grads=grads, exponents=step == 2))
+    recorder.flush()
+    assert [skip.leaf for skip in recorder.skips] == ["", "", "w", ""]
+    assert [x is None for x in recorder.timeline.curves["grad_norm"]] == [
+        True, True, False, True,
+    ]  # fmt: skip
+
+
 def test_a_run_that_stands_still_is_heard():
     recorder = watch(every=1, stalled_after=3)
     bad = observe(loss=1.0, grads={"w": jnp.array([1.0, jnp.nan])})

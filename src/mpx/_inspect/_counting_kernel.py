@@ -36,7 +36,7 @@ class Tuning(NamedTuple):
 
     lanes: int = 64
     loads: int = 2
-    turns: int = 16
+    turns: int = 8
     warps: int = 1
     batch: int = 8
 
@@ -46,6 +46,8 @@ class Tuning(NamedTuple):
         return self.lanes * self.loads * self.turns
 
 
+# The gradients of ViT-Base, 87 M values in 200 leaves, on an H200: 0.65 ms, with 16 turns
+# 0.72 ms, with 128 lanes 0.84 ms; a finite check takes 0.46 ms. One by one, leaves took 1.4 ms.
 TUNING = Tuning()
 
 

@@ -72,6 +72,7 @@ def observe(
     fp8: Fp8State | None = None,
     before: PyTree = None,
     after: PyTree = None,
+    exponents: bool = True,
     **extra: Any,
 ) -> Observation:
     """Returns what there is to record about a step. Call it inside the jitted step.
@@ -92,6 +93,8 @@ def observe(
         before: The parameters before the step, to find those that do not move. For a
             compressed optimizer these are `mpx.optim.master_params(params, state)`.
         after: The parameters after it.
+        exponents: Whether to count the exponents of the gradients; a Python value. Without
+            them there are no norms, and skipped steps come without the gradient's name.
         **extra: Further scalars to record, such as the learning rate.
 
     Raises:
@@ -111,9 +114,9 @@ def observe(
             "`before` and `after` must be given together: the parameters before and after "
             "the step."
         )
-    stats = None if grads is None else exponent_stats(grads)
+    stats = exponent_stats(grads) if exponents and grads is not None else None
     if finite is None:
-        finite = all_finite(loss) if stats is None else stats.all_finite()
+        finite = all_finite((loss, grads)) if stats is None else stats.all_finite()
     following = scaling if result is None else result.scaling
     metrics = getattr(following, "metrics", dict)
     newest = {} if fp8 is None else {k: _newest(x) for k, x in fp8.amaxes.items()}

@@ -18,7 +18,7 @@ class Skip:
         step: Its number.
         leaf: The gradient to look at first: of those with an infinity or a nan, the one
             with the smallest share of them, which lies nearest to the cause. "" if all
-            gradients are finite.
+            gradients are finite, or were not counted.
         leaves: How many gradients have one.
         infs: The infinities in `leaf`.
         nans: The nans in `leaf`.
@@ -65,7 +65,11 @@ class RunSummary(Result):
         if self.skips:
             head = ("step", "loss scale", "leaf", "inf", "nan", "leaves")
             rows = [
-                [str(x.step), f"{x.loss_scale:g}", x.leaf or "(the loss or a state)"]
+                [
+                    str(x.step),
+                    f"{x.loss_scale:g}",
+                    x.leaf or "(not known, or the loss or a state)",
+                ]
                 for x in self.skips[-10:]
             ]
             rows = [

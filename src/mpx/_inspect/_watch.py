@@ -208,13 +208,15 @@ class Watch:
             self.skips.append(skip_of(step, seen, scale))
             del self.skips[:-1000]
         if self._idle == self._stalled_after:
-            leaf = self.skips[-1].leaf
+            known = [skip.leaf for skip in self.skips[-self._idle :] if skip.leaf]
+            leaf = known[-1] if known else ""
             message = (
                 f"No step was taken for {self._idle} steps, up to step {step}: the "
                 f"gradient of `{leaf}` is not finite, at a loss scale of {scale:g}. "
                 if leaf
-                else f"No step was taken for {self._idle} steps, up to step {step}, "
-                "although the gradients are finite: the loss or a state is not. "
+                else f"No step was taken for {self._idle} steps, up to step {step}: no "
+                "gradient was found that is not finite; the loss or a state is not, or the "
+                "exponents were not counted. "
             )
             message += "Look for an inf or nan in the data, the loss or the parameters."
             self.notes["stalled"] = message
