@@ -310,6 +310,7 @@ def search_part(half: str) -> list[list[str]]:
 def tune_part(sizes: list[str], batch: int, limit: float) -> None:
     for size in sizes:
         task = make_task(size, batch, length=None if "gpt" not in size else 32)
+        print(f"\n{size}, batch {batch}: advise", flush=True)
         start = time.perf_counter()
         found = mpx.inspect.advise(task.loss, task.model, task.batches[0])
         print(

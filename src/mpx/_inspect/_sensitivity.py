@@ -161,12 +161,12 @@ def count_steps(jaxpr: Any) -> int:
 def _options() -> dict[str, Any] | None:
     """Returns options for programs that run a few times.
 
-    On CPUs most of the time goes into LLVM: without its optimizations, a ViT of two blocks
-    compiles in half the time and its passes take 1.7 times as long.
+    On CPUs most of the time goes into LLVM. CPU time of a ViT of two blocks: at level 1 it
+    compiles in 30 s and a pass takes 36 ms, at level 0 in 21 s and 142 ms; a gradient 8 ms.
     """
     if jax.default_backend() != "cpu":
         return None
-    return {"xla_backend_optimization_level": 0}
+    return {"xla_backend_optimization_level": 1}
 
 
 def norm(arrays: Sequence[Any]) -> Any:
