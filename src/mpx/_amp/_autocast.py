@@ -61,6 +61,7 @@ from mpx._jaxpr._queries import (
 )
 from mpx._jaxpr._replace import plan_with
 from mpx._warn import warn
+from mpx._wire._options import COMPUTE
 
 _MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
 
@@ -247,8 +248,9 @@ def _scan(amp: Autocast, op: Op) -> Outcome:
         if i < n_consts:
             # The cotangents of a constant add up over the iterations: in f32.
             values[i] = amp.widen(values[i])
-        is_layer = i >= n_consts + n_carry and not amp.f32_weight_grads
-        if is_layer and _used_only_low(amp, body, var, op.facts[i], op.scopes):
+        is_layer = i >= n_consts + n_carry
+        is_low = is_layer and amp.grad_dtype(values[i], op.facts[i]) == amp.dtype
+        if is_low and _used_only_low(amp, body, var, op.facts[i], op.scopes):
             # A weight per layer: cast once before the loop, or the forward pass would
             # save a low copy of each. Nothing is summed over the iterations.
             values[i] = cast(values[i], amp.dtype)
@@ -273,9 +275,9 @@ def _used_only_low(
 
 
 def _custom_jvp(amp: Autocast, op: Op) -> Outcome:
-    if amp.f32_weight_grads:
-        # Such a matmul has no tangent, and the rule is about tangents.
-        amp = dataclasses.replace(amp, f32_weight_grads=False, cache={})
+    if amp.reduce != COMPUTE:
+        # The rule is about tangents, which JAX may transpose: only plain matmuls.
+        amp = dataclasses.replace(amp, reduce=COMPUTE, cache={})
     return HANDLERS["custom_jvp_call"](amp, op)
 
 

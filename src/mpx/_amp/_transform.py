@@ -10,6 +10,7 @@ from mpx._amp._autocast import Autocast
 from mpx._amp._functions import call_through
 from mpx._amp._policy import AmpRules, as_amp_rules, as_compute_dtype
 from mpx._select import Selectors, parse_selectors
+from mpx._wire._options import chosen_reduce, parse_reduce
 from mpx._wrapped import refuse_cast_arguments
 
 
@@ -20,7 +21,7 @@ def amp(
     keep: Selectors = (),
     rules: AmpRules | str | Mapping[Any, Any] | None = None,
     narrow_carry: bool = False,
-    f32_weight_grads: bool = False,
+    reduce_dtype: DTypeLike | None = None,
     attention: Literal["fuse", "keep"] = "fuse",
     logits: Literal["chunk", "keep"] = "keep",
 ) -> Callable[..., Any]:
@@ -51,9 +52,12 @@ def amp(
             jaxamp.
         narrow_carry: Whether the carry of a loop may be held in the compute dtype. By
             default it stays f32, since it may be an accumulator.
-        f32_weight_grads: Whether the gradients of the weights come out of their matmuls
-            in f32. By default these give 16-bit results, which are then cast. It is for
-            gradients taken outside `amp`, and excludes forward-mode derivatives.
+        reduce_dtype: The dtype in which gradients of weights leave their matmuls, and so
+            in which XLA sums them over devices: f32, another dtype, or `"compute"`. By
+            default f32 if the weight is on several devices, and the compute dtype, which
+            then costs nothing, if it is on one; a `Policy` of the gradient function that
+            names one comes before that. Gradients of biases, norms and embeddings are
+            sums in f32 anyway. It is for gradients taken outside `amp`.
         attention: `"fuse"` runs attention in cuDNN's kernel where it is recognised and
             that pays: see `mpx.inspect.report`. `"keep"` runs it as it is written.
         logits: `"chunk"` computes the cross entropy of a large vocabulary in chunks where
@@ -61,7 +65,7 @@ def amp(
             forward-mode derivatives there. `"keep"` computes the logits.
 
     Raises:
-        ValueError: If the dtype, a rule, `attention` or `logits` is unknown; in a call, if a string
+        ValueError: If a dtype, a rule, `attention` or `logits` is unknown; in a call, if a string
             or type in `keep`, or an expression in `rules`, selects nothing.
 
     Examples:
@@ -88,10 +92,11 @@ def amp(
             keep=chosen.keep,
             rules=chosen,
             narrow_carry=narrow_carry,
-            f32_weight_grads=f32_weight_grads,
+            reduce_dtype=reduce_dtype,
             attention=attention,
             logits=logits,
         )
+    reduce = parse_reduce(reduce_dtype)
     eager: dict[Any, Any] = {}
 
     def autocast() -> Autocast:
@@ -99,7 +104,7 @@ def amp(
             dtype=as_compute_dtype(dtype),
             rules=chosen,
             narrow_carry=narrow_carry,
-            f32_weight_grads=f32_weight_grads,
+            reduce=chosen_reduce() if reduce is None else reduce,
             attention=attention,
             logits=logits,
         )
@@ -108,7 +113,7 @@ def amp(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         refuse_cast_arguments()
         visitor = autocast()
-        remembered = eager.setdefault(visitor.dtype, {})
+        remembered = eager.setdefault((visitor.dtype, visitor.reduce), {})
         return call_through(visitor, func, args, kwargs, eager=remembered)
 
     # The gradient functions and reports ask for it.

@@ -1,0 +1,69 @@
+"""The dtype in which gradients are summed over devices: the option and who set it."""
+
+import contextlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpx._compat import make_jit_context
+from mpx._formats import parse_float_dtype
+
+COMPUTE = "compute"
+"""Sums gradients in the dtype of the matmul that makes them."""
+EIGHT_BITS = "e4m3"
+"""Sends gradients as 8-bit blocks; only where mpx itself sums them."""
+F32 = np.dtype(np.float32)
+Reduce = np.dtype | str | None
+
+_chosen = make_jit_context(None)
+
+
+def parse_reduce(dtype: Any, *, eight_bits: bool = False) -> Reduce:
+    """Returns what a user may pass for `reduce_dtype`: a dtype, a word or `None`.
+
+    Args:
+        dtype: What was passed.
+        eight_bits: Whether `"e4m3"` is among the choices.
+
+    Raises:
+        ValueError: If it is none of the choices.
+    """
+    if dtype is None or (isinstance(dtype, str) and dtype == COMPUTE):
+        return dtype
+    if isinstance(dtype, str) and dtype == EIGHT_BITS:
+        if eight_bits:
+            return dtype
+        raise ValueError(
+            '`reduce_dtype` is "e4m3" here, but 8-bit blocks are only sent where mpx sums '
+            'the gradients: pass `policy=Policy(reduce_dtype="e4m3")` and `axis_name=` to '
+            "`mpx.value_and_grad` or `mpx.accumulate`."
+        )
+    return parse_float_dtype(dtype, "reduce_dtype")
+
+
+def reducing_in(dtype: Reduce) -> contextlib.AbstractContextManager[Any]:
+    """Sets what `amp` without an option of its own does in the code inside."""
+    return _chosen(dtype)
+
+
+def chosen_reduce() -> Reduce:
+    """Returns what a gradient function around the call has chosen."""
+    return _chosen.value
+
+
+def weight_grad_dtype(choice: Reduce, weight: Any, compute: np.dtype) -> np.dtype:
+    """Returns the dtype in which the matmul for a weight's gradient gives its result.
+
+    XLA sums over devices what that matmul returns, before any cast. `None` is f32 if the
+    weight is on several devices, else the compute dtype: nothing is summed over devices.
+    """
+    if choice is None:
+        return F32 if on_several_devices(weight) else compute
+    return compute if choice == COMPUTE else np.dtype(choice)
+
+
+def on_several_devices(x: Any) -> bool:
+    """Returns whether XLA may sum gradients of an array over devices."""
+    mesh = jax.typeof(x).sharding.mesh
+    return mesh.size > 1 and not mesh.are_all_axes_manual
