@@ -5,6 +5,8 @@ from typing import Any, overload
 
 from mpx._amp import AmpReport as AmpReport
 from mpx._amp import amp_report as _amp_report
+from mpx._collectives import Collective as Collective
+from mpx._collectives import collectives as collectives
 from mpx._fp8 import Fp8Check as Fp8Check
 from mpx._fp8 import Fp8Function as _Fp8Function
 from mpx._fp8 import Fp8Report as Fp8Report
