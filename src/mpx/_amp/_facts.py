@@ -161,6 +161,7 @@ class Settings(Transformation):
             matmuls: see `weight_grad_dtype`.
         attention: Whether attention that is recognised runs in one kernel, or is kept.
         logits: Whether a recognised cross entropy is computed in chunks, or its logits kept.
+        copies: Low copies of weights that were made outside the running body, by variable.
         in_loop: Whether the body of a scan is visited.
         is_mapped: Whether the function runs inside a `jax.vmap`.
         decisions: Where decisions are recorded, `None` to record none.
@@ -173,6 +174,7 @@ class Settings(Transformation):
     reduce: Reduce = None
     attention: Literal["fuse", "keep"] = "fuse"
     logits: Literal["chunk", "keep"] = "keep"
+    copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     in_loop: bool = False
     is_mapped: bool = False
     decisions: list[Decision] | None = None
@@ -235,7 +237,7 @@ class Settings(Transformation):
 
     def grad_dtype(self, value: Any, fact: Origin) -> np.dtype:
         """Returns in which dtype the gradient of an operand leaves its matmul."""
-        if fact.leaf is None or value.dtype != F32:
+        if fact.leaf is None or getattr(value, "dtype", None) != F32:
             return self.dtype
         return weight_grad_dtype(self.reduce, value, self.dtype)
 

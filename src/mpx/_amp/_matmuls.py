@@ -20,7 +20,7 @@ from mpx._amp._grouped import RAGGED, multiply
 from mpx._amp._grouped import reason_against as no_kernel
 from mpx._amp._rules import MATMULS, Rule
 from mpx._compat import bind, default_matmul_precision
-from mpx._jaxpr._interpreter import Op, Outcome, Values, as_array
+from mpx._jaxpr._interpreter import Op, Outcome, Values
 from mpx._jaxpr._queries import Equation, matmul_sizes
 from mpx._wire._product import multiply_for, plain_multiply
 
@@ -93,20 +93,18 @@ def _reason_for_f32(eqn: Equation) -> str | None:
 
 def low_matmul(amp: Settings, op: Op) -> Outcome:
     """Runs a matmul in the compute dtype."""
+    weights = {}
+    for side, value in enumerate(op.values[:2]):
+        dtype = amp.grad_dtype(value, op.facts[side])
+        if dtype != amp.dtype:
+            # Its gradient leaves the backward matmul in f32.
+            weights[side] = value, dtype
     args = changed(op, lambda x: cast(x, amp.dtype), _is_operand)
-    given = [as_array(x) for x in op.values[:2]]
-    grads = [amp.grad_dtype(x, fact) for x, fact in zip(given, op.facts, strict=False)]
-    if grads == [amp.dtype] * 2:
+    if not weights:
         return multiply(op.eqn, args, amp.dtype), [Origin(chain="low")]
-    # A weight goes in as it is: its gradient leaves the backward matmul in f32.
-    sides = [
-        low if dtype == amp.dtype else x
-        for x, low, dtype in zip(given, args, grads, strict=False)
-    ]
-    out = multiply_for(
-        op.eqn, [*sides, *args[2:]], amp.dtype, (grads[0], grads[1]), _multiply
-    )
-    return [out], [Origin(chain="low")]
+    for side in weights:
+        args[side] = amp.copies.get(op.eqn.invars[side], args[side])
+    return [multiply_for(op.eqn, args, weights, _multiply)], [Origin(chain="low")]
 
 
 def _multiply(eqn: Equation, args: Values, dtype: np.dtype) -> Values:

@@ -15,7 +15,7 @@ primitive that is linear in it, and whose transpose is the matmul above.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -140,35 +140,43 @@ def plain_multiply(eqn: Equation, args: Values, dtype: np.dtype) -> Values:
 def multiply_for(
     eqn: Equation,
     operands: Sequence[Any],
-    compute: np.dtype,
-    grads: tuple[np.dtype, np.dtype],
+    weights: Mapping[int, tuple[Any, np.dtype]],
     multiply: Multiply = plain_multiply,
 ) -> Any:
-    """Returns a matmul in the compute dtype whose gradients have dtypes of their own.
+    """Returns a matmul in 16 bits whose weight gradients have a dtype of their own.
 
     Args:
         eqn: The matmul; it has no reason to stay as it is written.
-        operands: Its operands. The dtypes of the first two are those of their gradients.
-        compute: The dtype in which it runs.
-        grads: The dtypes in which the gradients of these two leave their matmuls.
+        operands: Its operands in 16 bits.
+        weights: By side, 0 or 1: the weight whose rounded copy the operand is, and the
+            dtype in which its gradient leaves the backward matmul.
         multiply: How a matmul runs.
     """
+    if private("matmul_grads") is None:
+        return multiply(eqn, list(operands), operands[0].dtype)[0]
 
     def call(*operands: Any) -> Any:
         return bind(eqn, operands, preferred_element_type=_F32)[0]
 
-    product = Product(call, np.dtype(compute), grads, multiply)
-    if private("matmul_grads") is None:
-        return product.run(*operands)
-    run = jax.custom_jvp(product.run)
-    run.defjvp(functools.partial(_tangents, product), symbolic_zeros=True)
-    return run(*operands)
+    compute = np.dtype(operands[0].dtype)
+    grads = [weights[side][1] if side in weights else compute for side in (0, 1)]
+    product = Product(call, compute, (grads[0], grads[1]), multiply)
 
+    def run(sides: Any, rest: Any, weights: Any) -> Any:
+        return product.run(*sides, *rest)
 
-def _tangents(product: Product, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    out, zero = product.run(*primals), jax.custom_derivatives.SymbolicZero
-    parts = _parts(product, primals, tangents, zero)
-    return out, functools.reduce(lax.add, parts) if parts else jnp.zeros_like(out)
+    def tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        sides, rest, _ = primals
+        # The first derivative of a weight does not go through its copy, others do.
+        moved = [tangents[2].get(side, x) for side, x in enumerate(tangents[0])]
+        out, zero = run(*primals), jax.custom_derivatives.SymbolicZero
+        parts = _parts(product, [*sides, *rest], moved, zero)
+        return out, functools.reduce(lax.add, parts) if parts else jnp.zeros_like(out)
+
+    differentiable = jax.custom_jvp(run)
+    differentiable.defjvp(tangents, symbolic_zeros=True)
+    originals = {side: weight for side, (weight, _) in weights.items()}
+    return differentiable(list(operands[:2]), list(operands[2:]), originals)
 
 
 def _parts(product: Product, primals: Any, tangents: Any, zero: type) -> list[Any]:
