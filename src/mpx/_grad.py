@@ -178,6 +178,7 @@ class Step:
             has_aux=self.options.has_aux,
             grad_dtype=self.options.grad_dtype,
             axis_name=self.options.axis_name,
+            reduce=self.options.policy.reduce_dtype,
         )
 
     def run(self, scaling: LossScaling) -> Evaluation:

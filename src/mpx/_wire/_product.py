@@ -30,6 +30,8 @@ from mpx._jaxpr._queries import MATMULS, Equation
 from mpx._private import private
 
 _F32 = np.dtype(np.float32)
+LINEAR = "mpx_linear"
+"""The primitive through which the tangent of a weight goes."""
 Multiply = Callable[[Equation, Values, np.dtype], Values]
 """Runs a matmul of 16-bit operands; the last argument is the dtype of the result."""
 
@@ -193,7 +195,7 @@ def _parts(product: Product, primals: Any, tangents: Any, zero: type) -> list[An
 
 @functools.cache
 def _linear() -> Primitive:
-    names, primitive = private("matmul_grads"), Primitive("mpx_linear")
+    names, primitive = private("matmul_grads"), Primitive(LINEAR)
 
     def run(*operands: Any, product: Product) -> Any:
         return product.run(*operands)
