@@ -22,7 +22,13 @@ def _layers(func: Any) -> Iterator[Any]:
 
 def is_amp(func: Callable[..., Any]) -> bool:
     """Returns whether a function is under `amp`, and so casts by itself."""
-    return any(hasattr(layer, "mpx_autocast") for layer in _layers(func))
+    return autocast_of(func) is not None
+
+
+def autocast_of(func: Callable[..., Any]) -> Callable[[], Any] | None:
+    """Returns what makes the visitor of a function under `amp`, `None` of others."""
+    found = (getattr(layer, "mpx_autocast", None) for layer in _layers(func))
+    return next(filter(None, found), None)
 
 
 class CallsAmpError(BaseException):

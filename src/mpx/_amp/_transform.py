@@ -10,7 +10,7 @@ from mpx._amp._autocast import Autocast
 from mpx._amp._functions import call_through
 from mpx._amp._policy import AmpRules, as_amp_rules, as_compute_dtype
 from mpx._select import Selectors, parse_selectors
-from mpx._wire._options import chosen_reduce, parse_reduce
+from mpx._wire._options import amp_reduce, parse_reduce
 from mpx._wrapped import refuse_cast_arguments
 
 
@@ -104,7 +104,7 @@ def amp(
             dtype=as_compute_dtype(dtype),
             rules=chosen,
             narrow_carry=narrow_carry,
-            reduce=chosen_reduce() if reduce is None else reduce,
+            reduce=amp_reduce(reduce),
             attention=attention,
             logits=logits,
         )

@@ -230,10 +230,11 @@ def _backward(spec: MatmulSpec, residuals: _Residuals, grad: Array) -> tuple[Any
         out = multiply(
             *factors,
             product.dimensions,
-            spec.dtypes[side],
+            spec.grad_dtype(side),
             out_sharding=_sharding_before(operands[side], spec, side, product.order),
         )
-        grads.append(lax.transpose(out, product.order))
+        # A wider sum over devices is rounded after it.
+        grads.append(lax.transpose(out, product.order).astype(spec.dtypes[side]))
     dseen = None if residuals.seen is None else jnp.zeros_like(residuals.seen)
     dprobe = None
     if residuals.observed is not None:

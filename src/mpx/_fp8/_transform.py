@@ -24,7 +24,8 @@ from mpx._half import gradient_function
 from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._select import Selectors, parse_selectors
 from mpx._tree import is_array, is_floating
-from mpx._wrapped import argument_names, is_amp, signature_after
+from mpx._wire._options import Reduce, chosen_reduce
+from mpx._wrapped import argument_names, autocast_of, is_amp, signature_after
 
 
 def fp8(
@@ -203,8 +204,13 @@ class Fp8Function:
         return Fp8(
             chosen=self.chosen,
             param_names=_param_names(self.func, self.chosen.params, args, kwargs),
+            reduce=self._reduce(),
             may_cast=not is_amp(self.func),
         )
+
+    def _reduce(self) -> Reduce:
+        autocast = autocast_of(self.func)
+        return chosen_reduce() if autocast is None else autocast().reduce
 
     def init(
         self, *args: Any, scaling: LossScaling | float = 1.0, **kwargs: Any

@@ -58,6 +58,8 @@ from mpx._jaxpr._queries import (
 )
 from mpx._keep import was_called
 from mpx._select import check_selectors
+from mpx._wire._options import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
+from mpx._wire._product import multiply_for
 
 Param = str | None
 """The name of the parameter that a value is; `None` if it is none."""
@@ -85,6 +87,7 @@ class Fp8(Transformation):
     Attributes:
         chosen: The user's choices.
         param_names: The names of the arguments that hold parameters.
+        reduce: In which dtype weight gradients leave their matmuls.
         may_cast: Whether a function whose matmuls are f32 is run in bf16.
         is_cast: Whether it was.
         matmuls: Where matmuls are recorded; `None` to record none.
@@ -98,6 +101,7 @@ class Fp8(Transformation):
 
     chosen: Selection
     param_names: frozenset[str] = frozenset()
+    reduce: Reduce = None
     may_cast: bool = True
     is_cast: bool = False
     matmuls: list[Matmul] | None = None
@@ -116,6 +120,9 @@ class Fp8(Transformation):
         """The types whose calls run as they are written."""
         return tuple(x for x in self.chosen.keep if isinstance(x, type))
 
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        return plain_matmuls()
+
     def argument_fact(self, name: str, role: Role | None, leaf: Any) -> Param:
         """Returns the name of an argument that is a parameter."""
         is_param = role == "own" or name.partition("/")[0] in self.param_names
@@ -127,7 +134,12 @@ class Fp8(Transformation):
         if not self.may_cast or not self._is_f32(traced):
             return traced
         self.is_cast = True
-        amp = Autocast(dtype=np.dtype(jnp.bfloat16), rules=AmpRules(), cache=self.cache)
+        amp = Autocast(
+            dtype=np.dtype(jnp.bfloat16),
+            rules=AmpRules(),
+            cache=self.cache,
+            reduce=COMPUTE,
+        )
 
         def run(*arrays: Any) -> Values:
             return run_traced(amp, traced._replace(arrays=list(arrays)))
@@ -204,26 +216,42 @@ class Fp8(Transformation):
         if matmul.reason:
             if matmul.param and matmul.dtype == "f32":
                 self.found.add(("f32", matmul.param))
-            if is_low(eqn):
-                return multiply(eqn, arrays_of(values), eqn.outvars[0].aval.dtype)
-            return eval_equation(eqn, values)
+            return self._kept(op)
         self.found.add(("fp8", ""))
         if eqn.primitive.name in RAGGED:
             return [self._ragged(op)]
         summed, batch = eqn.params["dimension_numbers"]
         lhs, rhs = (jnp.asarray(value) for value in values)
+        side = int(facts[1] is not None)
+        weight = (lhs, rhs)[side]
         spec = MatmulSpec(
             dimensions=(_pair(summed), _pair(batch)),
             dtypes=(lhs.dtype, rhs.dtype),
             out_dtype=np.dtype(eqn.outvars[0].aval.dtype),
-            weight_side=int(facts[1] is not None),
+            weight_side=side,
             recipe=self.chosen.recipe,
             out_sharding=eqn.params.get("out_sharding"),
+            weight_grad=weight_grad_dtype(self.reduce, weight, weight.dtype),
         )
         if isinstance(self.chosen.recipe, MXFP8):
             return [mx_dot(spec, lhs, rhs)]
         seen, probe = self._scale(matmul.param)
         return [fp8_dot(spec, lhs, rhs, seen, probe, shared=self.frame.made)]
+
+    def _kept(self, op: Op) -> Values:
+        """Runs a matmul as it is written."""
+        eqn, values = op.eqn, arrays_of(op.values)
+        low = values[0].dtype
+        dtypes = {values[1].dtype, eqn.outvars[0].aval.dtype, low}
+        sides = [i for i, fact in enumerate(op.facts[:2]) if fact is not None]
+        if dtypes in ({np.dtype(jnp.bfloat16)}, {np.dtype(np.float16)}) and sides:
+            grads = {i: weight_grad_dtype(self.reduce, values[i], low) for i in sides}
+            wide = {i: (values[i], x) for i, x in grads.items() if x != low}
+            if wide:
+                return [multiply_for(eqn, values, wide)]
+        if is_low(eqn):
+            return multiply(eqn, values, eqn.outvars[0].aval.dtype)
+        return eval_equation(eqn, values)
 
     def _ragged(self, op: Op) -> Any:
         x, w, sizes = (jnp.asarray(value) for value in op.values)

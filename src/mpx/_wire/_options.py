@@ -17,6 +17,7 @@ F32 = np.dtype(np.float32)
 Reduce = np.dtype | str | None
 
 _chosen = make_jit_context(None)
+_plain = make_jit_context(False)
 
 
 def parse_reduce(dtype: Any, *, eight_bits: bool = False) -> Reduce:
@@ -50,6 +51,18 @@ def reducing_in(dtype: Reduce) -> contextlib.AbstractContextManager[Any]:
 def chosen_reduce() -> Reduce:
     """Returns what a gradient function around the call has chosen."""
     return _chosen.value
+
+
+def plain_matmuls() -> contextlib.AbstractContextManager[Any]:
+    """Makes `amp` write its matmuls as plain ones, for a transformation around it."""
+    return _plain(True)
+
+
+def amp_reduce(own: Reduce) -> Reduce:
+    """Returns what `amp` does, whose own option comes before that of the gradient."""
+    if _plain.value:
+        return COMPUTE
+    return _chosen.value if own is None else own
 
 
 def weight_grad_dtype(choice: Reduce, weight: Any, compute: np.dtype) -> np.dtype:
