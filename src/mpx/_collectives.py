@@ -128,7 +128,7 @@ def _results(line: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         return
     types, kind, is_started = match.groups()
     arrays = _ARRAY.findall(types)
-    if is_started and kind != "all-reduce":
+    if is_started and (kind != "all-reduce" or types.startswith("((")):
         # ((operands), (results)), and for some a context, an integer scalar.
         arrays = [x for x in arrays if x != ("u32", "")]
         arrays = arrays[len(arrays) // 2 :]

@@ -34,6 +34,7 @@ from mpx._tree import (
     named_leaves,
     select_tree,
 )
+from mpx._wire._options import Reduce
 from mpx._wrapped import hide_signature, take_scales
 
 
@@ -178,8 +179,12 @@ class Step:
             has_aux=self.options.has_aux,
             grad_dtype=self.options.grad_dtype,
             axis_name=self.options.axis_name,
-            reduce=self.options.policy.reduce_dtype,
+            reduce=self.matmul_reduce(),
         )
+
+    def matmul_reduce(self) -> Reduce:
+        """Returns the dtype in which weight gradients leave their matmuls."""
+        return self.options.policy.reduce_dtype
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Returns loss, gradients of the scaled loss, and state."""

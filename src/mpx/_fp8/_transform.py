@@ -24,7 +24,7 @@ from mpx._half import gradient_function
 from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._select import Selectors, parse_selectors
 from mpx._tree import is_array, is_floating
-from mpx._wire._options import Reduce, chosen_reduce
+from mpx._wire._options import Reduce, chosen_reduce, in_shards
 from mpx._wrapped import argument_names, autocast_of, is_amp, signature_after
 
 
@@ -333,7 +333,7 @@ def _warn_of_hardware() -> None:
 
 
 def _warn_of_vmap(arguments: PyTree) -> None:
-    if any(map(is_batched, jax.tree.leaves(arguments))):
+    if any(map(is_batched, jax.tree.leaves(arguments))) and not in_shards():
         _warn(
             "`fp8` inside `jax.vmap` computes a weight gradient for each example, "
             "which takes more time and memory than bf16. Put it outside: "

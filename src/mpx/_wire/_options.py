@@ -1,10 +1,13 @@
 """The dtype in which gradients are summed over devices: the option and who set it."""
 
 import contextlib
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
+from jax.sharding import AxisType
 
 from mpx._compat import make_jit_context
 from mpx._formats import parse_float_dtype
@@ -18,6 +21,7 @@ Reduce = np.dtype | str | None
 
 _chosen = make_jit_context(None)
 _plain = make_jit_context(False)
+_shards = make_jit_context(False)
 
 
 def parse_reduce(dtype: Any, *, eight_bits: bool = False) -> Reduce:
@@ -53,6 +57,16 @@ def chosen_reduce() -> Reduce:
     return _chosen.value
 
 
+def over_shards() -> contextlib.AbstractContextManager[Any]:
+    """Marks a `jax.vmap` over the shards of a batch, each on its own devices."""
+    return _shards(True)
+
+
+def in_shards() -> bool:
+    """Returns whether a `jax.vmap` around the call is one over shards."""
+    return _shards.value
+
+
 def plain_matmuls() -> contextlib.AbstractContextManager[Any]:
     """Makes `amp` write its matmuls as plain ones, for a transformation around it."""
     return _plain(True)
@@ -74,6 +88,60 @@ def weight_grad_dtype(choice: Reduce, weight: Any, compute: np.dtype) -> np.dtyp
     if choice is None:
         return F32 if on_several_devices(weight) else compute
     return compute if choice == COMPUTE else np.dtype(choice)
+
+
+class Shards(NamedTuple):
+    """The shards of a batch: the mesh, and the axes over which it is sharded."""
+
+    mesh: Any
+    axes: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of shards."""
+        return math.prod(self.mesh.shape[name] for name in self.axes)
+
+
+def shards_of(axis_name: Any, tree: Any) -> Shards | None:
+    """Returns the axes of a mesh that are named, if no transformation has bound them.
+
+    Args:
+        axis_name: The name of an axis, or several.
+        tree: Arrays, of which one may tell the mesh.
+
+    Raises:
+        ValueError: If there is no such axis, or the mesh leaves it to the user.
+    """
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    if not axes or _are_bound(axes):
+        return None
+    meshes = [jax.sharding.get_abstract_mesh()]
+    meshes += [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree)]
+    found = [mesh for mesh in meshes if {*axes} <= {*mesh.axis_names}]
+    if not found:
+        raise ValueError(
+            f"`axis_name={axis_name!r}` names no axis: neither a `jax.shard_map` or "
+            "`jax.vmap` around the call nor the mesh of the arguments has it. Use the name "
+            "of an axis of the mesh over which the batch is sharded, and put the arguments "
+            "on that mesh or call inside `with jax.set_mesh(mesh):`."
+        )
+    kinds = dict(zip(found[0].axis_names, found[0].axis_types, strict=True))
+    if any(kinds[name] != AxisType.Auto for name in axes):
+        raise ValueError(
+            f"`axis_name={axis_name!r}` is an explicit axis of the mesh, for which the "
+            "batch cannot be split without changing the function. Call it inside "
+            "`jax.shard_map`, or make the axis automatic: "
+            "`jax.make_mesh(..., axis_types=(AxisType.Auto,))`."
+        )
+    return Shards(found[0], axes)
+
+
+def _are_bound(axes: tuple[str, ...]) -> bool:
+    try:
+        lax.axis_size(axes)
+    except NameError:
+        return False
+    return True
 
 
 def on_several_devices(x: Any) -> bool:
