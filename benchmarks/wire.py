@@ -91,7 +91,7 @@ def loss_of(
     params: Any, tokens: Array, *, sizes: Sizes, place: Callable[..., Array]
 ) -> Any:
     """The cross entropy of the next token."""
-    causal = jnp.tril(jnp.ones((sizes.length - 1,) * 2, bool))
+    causal = jnp.tril(jnp.ones((sizes.length,) * 2, bool))
 
     @jax.checkpoint
     def block(h: Array, w: Any) -> Array:
@@ -167,7 +167,7 @@ def compiled(case: Case, sizes: Sizes) -> Any:
     parts = sizes.microbatches if case.window else 1
     rows = NamedSharding(mesh, P("data"))
     tokens = jax.ShapeDtypeStruct(
-        (sizes.batch * parts, sizes.length), jnp.int32, sharding=rows
+        (sizes.batch * parts, sizes.length + 1), jnp.int32, sharding=rows
     )
     by_mpx = case.window == ONCE or "8-bit" in case.precision
     place = functools.partial(lax.with_sharding_constraint, shardings=rows)
@@ -196,9 +196,10 @@ def step_of(case: Case, loss: Any, parts: int, by_mpx: bool) -> Callable[..., An
     options: dict[str, Any] = {"policy": policy}
     if by_mpx:
         options["axis_name"] = "data"
-    grad = mpx.value_and_grad(loss, **options)
-    if case.window:
+    if by_mpx or case.window:
         grad = mpx.accumulate(loss, parts, **options)
+    else:
+        grad = mpx.value_and_grad(loss, **options)
     return lambda params, tokens: grad(mpx.NoLossScaling(), params, tokens).grads
 
 
@@ -213,7 +214,7 @@ def sums(found: list[Collective], sizes: Sizes) -> dict[str, str]:
         collections.Counter
     )
     for item in found:
-        is_activation = sizes.length - 1 in item.shape or sizes.length in item.shape
+        is_activation = sizes.length in item.shape
         column = "gather" if item.kind == "all-gather" else "reduce"
         if is_activation or item.bytes < 2**16 * item.runs:
             column = "other"

@@ -21,7 +21,12 @@ from mpx._policy import Policy
 from mpx._state import State
 from mpx._tree import AxisName, is_array, map_with_name, shape_of
 from mpx._wire._options import COMPUTE, F32, Reduce, Shards, over_shards, shards_of
-from mpx._wire._sums import largest_of_shards, pin_shards, sum_of_shards
+from mpx._wire._sums import (
+    largest_of_shards,
+    pin_shards,
+    sharded_alike,
+    sum_of_shards,
+)
 
 
 def accumulate(
@@ -208,18 +213,29 @@ class _Window(Step):
         )
         if self.shards is not None:
             self._check_state()
-            result = _sum_of_shards(self.shards, result, self._wire_dtype())
+            result = self._sum_of_shards(self.shards, result)
             count *= self.shards.count
         if not self.mean:
             return result
         grads = jax.tree.map(lambda g: g / count, result.grads)
         return result._replace(value=result.value / count, grads=grads)
 
-    def _wire_dtype(self) -> Any:
+    def _sum_of_shards(self, shards: Shards, result: Evaluation) -> Evaluation:
+        """Sums what the shards have stacked; gradients are sent in the `reduce_dtype`."""
         policy = self.options.policy
-        if policy.reduce_dtype == COMPUTE:
-            return policy.resolved_compute_dtype()
-        return F32 if policy.reduce_dtype is None else policy.reduce_dtype
+        dtype = F32 if policy.reduce_dtype is None else policy.reduce_dtype
+        if dtype == COMPUTE:
+            dtype = policy.resolved_compute_dtype()
+
+        def total(grad: Array, param: Any) -> Array:
+            return sharded_alike(sum_of_shards(grad, shards, dtype), param)
+
+        return result._replace(
+            value=jnp.sum(result.value, axis=0),
+            grads=jax.tree.map(total, result.grads, self.call.diff),
+            spoilt=jnp.any(result.spoilt, axis=0),
+            observed=largest_of_shards(result.observed),
+        )
 
     def matmul_reduce(self) -> Reduce:
         """Returns the dtype in which weight gradients leave their matmuls."""
@@ -246,17 +262,6 @@ def _over_shards(
     with over_shards():
         result = jax.vmap(one, spmd_axis_name=shards.axes)(arrays)
     return result._replace(grads=pin_shards(result.grads, shards))
-
-
-def _sum_of_shards(shards: Shards, result: Evaluation, dtype: Any) -> Evaluation:
-    """Sums what the shards have stacked; gradients are sent in `dtype`."""
-    grads = jax.tree.map(lambda g: sum_of_shards(g, shards, dtype), result.grads)
-    return result._replace(
-        value=jnp.sum(result.value, axis=0),
-        grads=grads,
-        spoilt=jnp.any(result.spoilt, axis=0),
-        observed=largest_of_shards(result.observed),
-    )
 
 
 def _split(batch: PyTree, steps: int, shards: int, what: str) -> tuple[PyTree, PyTree]:

@@ -158,6 +158,14 @@ def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(entry or None for entry in entries))
 
 
+def sharded_alike(x: Array, like: Any) -> Array:
+    """Returns an array that XLA shards as another one of its shape.
+
+    Shardings spread through operations on elements. No number is above infinity.
+    """
+    return lax.select(like > jnp.inf, jnp.zeros_like(x), x)
+
+
 def pin_shards(tree: PyTree, shards: Shards) -> Any:
     """Returns stacked arrays with the first axis sharded, and the others as they are."""
 
