@@ -27,6 +27,7 @@ from mpx._wire._sums import (
     sharded_alike,
     sum_of_shards,
 )
+from mpx._wrapped import giving_codes
 
 
 def accumulate(
@@ -169,14 +170,15 @@ class _Window(Step):
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Evaluates all parts under one scale."""
-        parts = self.parts
+        parts, codes = self.parts, self._weight_codes()
 
         def part(state: State, arrays: dict[int, PyTree]) -> tuple[State, Evaluation]:
             def one(arrays: dict[int, PyTree]) -> Evaluation:
                 full = {
                     i: eqx.combine(arrays[i], rest) for i, (_, rest) in parts.items()
                 }
-                result = self.evaluate(self.call_with(full), state, scaling)
+                with giving_codes(codes):
+                    result = self.evaluate(self.call_with(full), state, scaling)
                 # f32 before the sum: 16-bit sums stand still when they have grown large.
                 return result._replace(grads=NoLossScaling().unscale(result.grads))
 
@@ -219,6 +221,19 @@ class _Window(Step):
             return result
         grads = jax.tree.map(lambda g: g / count, result.grads)
         return result._replace(value=result.value / count, grads=grads)
+
+    def _weight_codes(self) -> Any:
+        """Returns the weights of a function under `fp8` in 8 bits, made once."""
+        shards = 0 if self.shards is None else 1
+
+        def first(x: Array) -> Array:
+            return x[(0,) * (1 + shards)]
+
+        full = {
+            i: eqx.combine(jax.tree.map(first, arrays), rest)
+            for i, (arrays, rest) in self.parts.items()
+        }
+        return self.call_with(full).weight_codes()
 
     def _sum_of_shards(self, shards: Shards, result: Evaluation) -> Evaluation:
         """Sums what the shards have stacked; gradients are sent in the `reduce_dtype`."""
