@@ -171,8 +171,10 @@ def compiled(case: Case, sizes: Sizes) -> Any:
     )
     by_mpx = case.window == ONCE or "8-bit" in case.precision
     place = functools.partial(lax.with_sharding_constraint, shardings=rows)
-    if by_mpx:
-        place = lambda x: x  # noqa: E731 - the axis is that of the shards
+    if by_mpx:  # the axis is then that of the shards
+        place = functools.partial(
+            lax.with_sharding_constraint, shardings=NamedSharding(mesh, P())
+        )
     loss = functools.partial(loss_of, sizes=sizes, place=place)
     func = step_of(case, loss, parts, by_mpx)
     shardings = jax.tree.map(lambda x: x.sharding, params)

@@ -1,6 +1,5 @@
 """Gradients of a large batch from several small ones."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -153,10 +152,10 @@ class _Window(Step):
                 )
         counted = (i + len(args) if i < 0 else i for i in self.options.argnum_tuple())
         _check_disjoint(batches, tuple(counted))
-        self.shards = shards_of(self.options.axis_name, args)
+        self.shards = shards_of(self.axis_name, args)
         count = 1
         if self.shards is not None:
-            self.options = dataclasses.replace(self.options, axis_name=None)
+            self.axis_name = None  # nothing is mapped over it
             count = self.shards.count
         self.parts = {
             i: _split(args[i], self.steps, count, f"argument {i}") for i in batches

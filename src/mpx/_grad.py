@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, PyTree
@@ -34,7 +35,8 @@ from mpx._tree import (
     named_leaves,
     select_tree,
 )
-from mpx._wire._options import Reduce
+from mpx._wire._options import COMPUTE, EIGHT_BITS, Reduce, shards_of
+from mpx._wire._sums import local_sum
 from mpx._wrapped import hide_signature, take_scales
 
 
@@ -93,6 +95,12 @@ class GradOptions:
         """Checks the options: `policy` becomes a `Policy`, `grad_dtype` a dtype."""
         check_axis_name(self.axis_name)
         policy = as_policy(self.policy)
+        if policy.reduce_dtype == EIGHT_BITS and self.axis_name is None:
+            raise ValueError(
+                'A policy with `reduce_dtype="e4m3"` needs `axis_name`: 8-bit blocks are only '
+                "sent where mpx sums the gradients. Pass the axis over which the batch is "
+                "sharded, of a `shard_map` or, to `mpx.accumulate`, of the mesh."
+            )
         dtype = policy.grad_dtype if self.grad_dtype is None else self.grad_dtype
         dtype = None if dtype is None else parse_float_dtype(dtype, "grad_dtype")
         checked = {
@@ -133,6 +141,7 @@ class Step:
 
     Attributes:
         options: The options.
+        axis_name: The mapped axis over which to average.
         call: The call of the user's function.
         recorder: Holds the part of its results that is no array.
     """
@@ -147,6 +156,7 @@ class Step:
         """Takes the arguments of a call apart."""
         scales, args = take_scales(func, args)
         self.options, self.recorder = options, Recorder()
+        self.axis_name = options.axis_name
         self._args = args
         self._make_call = functools.partial(
             Call,
@@ -161,7 +171,17 @@ class Step:
         self._diff = self._local_parameters()
 
     def check(self, args: Sequence[Any]) -> None:
-        """Checks the arguments, before anything is done with them."""
+        """Checks the arguments, before anything is done with them.
+
+        Raises:
+            ValueError: If the axis to average over is one of the mesh.
+        """
+        if shards_of(self.axis_name, args) is not None:
+            raise ValueError(
+                f"`axis_name={self.axis_name!r}` is an axis of the mesh that no "
+                "`jax.shard_map` has bound. Leave it out: XLA then sums the gradients. Or "
+                "let mpx sum them: `mpx.accumulate(func, axis_name=...)`."
+            )
 
     def call_with(self, replaced: Mapping[int, PyTree]) -> Call:
         """Returns the call with some positional arguments replaced."""
@@ -178,7 +198,7 @@ class Step:
             self.recorder,
             has_aux=self.options.has_aux,
             grad_dtype=self.options.grad_dtype,
-            axis_name=self.options.axis_name,
+            axis_name=self.axis_name,
             reduce=self.matmul_reduce(),
         )
 
@@ -245,11 +265,17 @@ class Step:
 
     def _reduced(self, result: Evaluation) -> Evaluation:
         """Averages loss and gradients over devices, in the policy's `reduce_dtype`."""
-        axis_name, dtype = self.options.axis_name, self.options.policy.reduce_dtype
+        axis_name, dtype = self.axis_name, self.options.policy.reduce_dtype
         if axis_name is None:
             return result
+        if dtype == COMPUTE:
+            dtype = self.options.policy.resolved_compute_dtype()
 
         def mean(x: Array) -> Array:
+            if is_floating(x) and dtype == EIGHT_BITS:
+                names = (axis_name,) if isinstance(axis_name, str) else axis_name
+                wide = cast_leaf(x, np.dtype(np.float32))
+                return local_sum(wide, names, dtype) / lax.axis_size(axis_name)
             if is_floating(x):
                 x = cast_leaf(x, at_least_f32(x.dtype) if dtype is None else dtype)
             return lax.pmean(x, axis_name)
@@ -270,7 +296,7 @@ class Step:
         Raises:
             ValueError: If a parameter is known to differ between the devices.
         """
-        axis_name, diff = self.options.axis_name, self.call.diff
+        axis_name, diff = self.axis_name, self.call.diff
         if axis_name is None:
             return diff
         names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
