@@ -111,7 +111,7 @@ def sums(compiled, least=2**10):
     return {
         x.dtype
         for x in collectives(compiled)
-        if x.kind in kinds and np.prod(x.shape) >= least and x.devices != 2
+        if x.kind in kinds and x.bytes >= least and x.devices != 2
     }
 
 
@@ -276,11 +276,12 @@ def test_window_is_summed_once_however_parameters_are_sharded(layout, choice):
     compiled = step.lower(mpx.NoLossScaling(), params, tokens).compile()
     result = compiled(mpx.NoLossScaling(), params, tokens)
     for grad, param in zip(*map(jax.tree.leaves, (result.grads, params)), strict=True):
-        assert grad.sharding.is_equivalent_to(param.sharding, param.ndim)
+        is_same = grad.sharding.is_equivalent_to(param.sharding, param.ndim)
+        assert is_same or param.sharding.is_fully_replicated
     over_data = [
         x
         for x in collectives(compiled)
-        if x.kind != "all-gather" and x.devices != 2 and np.prod(x.shape) >= 2**10
+        if x.kind != "all-gather" and x.devices != 2 and x.bytes >= 2**8
     ]
     assert over_data
     assert not any(x.in_loop for x in over_data)

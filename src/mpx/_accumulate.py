@@ -169,6 +169,8 @@ class _Window(Step):
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Evaluates all parts under one scale."""
+        if self.shards is not None:
+            self._check_state()
         parts, codes = self.parts, self._weight_codes()
 
         def part(state: State, arrays: dict[int, PyTree]) -> tuple[State, Evaluation]:
@@ -213,7 +215,6 @@ class _Window(Step):
             self.steps,
         )
         if self.shards is not None:
-            self._check_state()
             result = self._sum_of_shards(self.shards, result)
             count *= self.shards.count
         if not self.mean:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, PyTree
@@ -36,7 +35,7 @@ from mpx._tree import (
     select_tree,
 )
 from mpx._wire._options import COMPUTE, EIGHT_BITS, Reduce, shards_of
-from mpx._wire._sums import local_sum
+from mpx._wire._sums import mean_8_bits
 from mpx._wrapped import hide_signature, take_scales
 
 
@@ -97,9 +96,8 @@ class GradOptions:
         policy = as_policy(self.policy)
         if policy.reduce_dtype == EIGHT_BITS and self.axis_name is None:
             raise ValueError(
-                'A policy with `reduce_dtype="e4m3"` needs `axis_name`: 8-bit blocks are only '
-                "sent where mpx sums the gradients. Pass the axis over which the batch is "
-                "sharded, of a `shard_map` or, to `mpx.accumulate`, of the mesh."
+                'A policy with `reduce_dtype="e4m3"` needs `axis_name`, the axis of a '
+                "`shard_map` or, in `mpx.accumulate`, of the mesh: mpx must sum itself."
             )
         dtype = policy.grad_dtype if self.grad_dtype is None else self.grad_dtype
         dtype = None if dtype is None else parse_float_dtype(dtype, "grad_dtype")
@@ -178,9 +176,8 @@ class Step:
         """
         if shards_of(self.axis_name, args) is not None:
             raise ValueError(
-                f"`axis_name={self.axis_name!r}` is an axis of the mesh that no "
-                "`jax.shard_map` has bound. Leave it out: XLA then sums the gradients. Or "
-                "let mpx sum them: `mpx.accumulate(func, axis_name=...)`."
+                f"`axis_name={self.axis_name!r}` is an axis of the mesh. Leave it out: XLA "
+                "sums the gradients. Or use `mpx.accumulate(func, axis_name=...)`."
             )
 
     def call_with(self, replaced: Mapping[int, PyTree]) -> Call:
@@ -273,9 +270,7 @@ class Step:
 
         def mean(x: Array) -> Array:
             if is_floating(x) and dtype == EIGHT_BITS:
-                names = (axis_name,) if isinstance(axis_name, str) else axis_name
-                wide = cast_leaf(x, np.dtype(np.float32))
-                return local_sum(wide, names, dtype) / lax.axis_size(axis_name)
+                return mean_8_bits(x, axis_name)
             if is_floating(x):
                 x = cast_leaf(x, at_least_f32(x.dtype) if dtype is None else dtype)
             return lax.pmean(x, axis_name)

@@ -116,7 +116,8 @@ def shards_of(axis_name: Any, tree: Any) -> Shards | None:
     if not axes or _are_bound(axes):
         return None
     meshes = [jax.sharding.get_abstract_mesh()]
-    meshes += [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree)]
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    meshes += [jax.typeof(x).sharding.mesh for x in arrays]
     found = [mesh for mesh in meshes if {*axes} <= {*mesh.axis_names}]
     if not found:
         raise ValueError(

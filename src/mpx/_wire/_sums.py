@@ -61,6 +61,12 @@ def local_sum(
     return out.astype(F32)
 
 
+def mean_8_bits(x: Array, axis_name: str | tuple[str, ...]) -> Array:
+    """Returns the mean over devices, f32, of arrays that are sent as 8-bit blocks."""
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    return local_sum(x.astype(F32), axes, EIGHT_BITS) / lax.axis_size(axes)
+
+
 def _sum_8_bits(x: Array, axes: tuple[str, ...], scatter: int | None) -> Array:
     """Sums blocks of 128 numbers that are sent as e4m3 codes, each with an f32 scale.
 
