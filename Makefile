@@ -60,7 +60,8 @@ endef
 # By file: the programs of one are compiled in one go.
 gpu-tests: $(VENV)/gpu.done
 	$(PYTEST) --dist loadfile -m gpu_compile tests/test_fp8_hlo.py tests/test_kernels_gpu.py \
-	  tests/test_amp_gpu.py tests/test_attention_gpu.py tests/test_experts.py tests/test_logits_gpu.py $(ARGS)
+	  tests/test_amp_gpu.py tests/test_attention_gpu.py tests/test_experts.py tests/test_logits_gpu.py \
+	  tests/test_wire_gpu.py $(ARGS)
 
 # Packages of others break with some new version of JAX or another: this one is tried.
 ZOO_VENV := .venv-zoo

@@ -57,7 +57,7 @@ class Sizes(NamedTuple):
     microbatches: int = 4
 
 
-TINY = Sizes(2, 512, 1536, 4, 4096, 8, 128, 4)
+TINY = Sizes(2, 512, 1536, 4, 4096, 8, 320, 4)
 COLUMNS, ROWS = ("q", "k", "v", "gate", "up"), ("o", "down")
 
 

@@ -56,9 +56,11 @@ PUBLIC = {
     ],
     "mpx.inspect": [
         "AmpReport",
+        "Collective",
         "Fp8Check",
         "Fp8Report",
         "check",
+        "collectives",
         "report",
     ],
     "mpx.optim": [

@@ -13,7 +13,11 @@ import pytest
 import mpx
 from mpx.inspect import collectives
 
-pytestmark = [pytest.mark.gpu_compile, pytest.mark.standard_promotion]
+pytestmark = [
+    pytest.mark.gpu_compile,
+    pytest.mark.standard_promotion,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend"),
+]
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
