@@ -124,7 +124,7 @@ def test_maxima_of_delayed_scaling_are_reduced_once(wire):
     step = mpx.accumulate(func, axis_name="data", policy="p=bf16,c=bf16,o=f32")
     with jax.set_mesh(mesh):
         lowered = jax.jit(step).lower(mpx.NoLossScaling(), state, params, x)
-    found = collectives(lowered.compile(h200.compiler_options()))
+        found = collectives(lowered.compile(h200.compiler_options()))
     # Loss and flag aside, one sum of maxima and those of the gradients.
     small = [x for x in found if x.bytes < 2**10 and x.shape]
     assert len(small) <= 1
