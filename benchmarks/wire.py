@@ -37,7 +37,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import h200
+import h200  # pyright: ignore[reportMissingImports]
 import mpx
 from mpx.inspect import Collective, collectives
 

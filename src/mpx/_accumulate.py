@@ -156,7 +156,7 @@ class _Window(Step):
         count = 1
         if self.shards is not None:
             self.axis_name = None  # nothing is mapped over it
-            count = self.shards.count
+            count = self.shards.size
         self.parts = {
             i: _split(args[i], self.steps, count, f"argument {i}") for i in batches
         }
@@ -216,7 +216,7 @@ class _Window(Step):
         )
         if self.shards is not None:
             result = self._sum_of_shards(self.shards, result)
-            count *= self.shards.count
+            count *= self.shards.size
         if not self.mean:
             return result
         grads = jax.tree.map(lambda g: g / count, result.grads)

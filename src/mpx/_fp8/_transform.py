@@ -209,7 +209,7 @@ class Fp8Function:
         trace(visitor, self.func, rest, kwargs)
         names = argument_names(self.func, len(rest))
         trees = [self.func, *rest, *kwargs.values()]
-        arrays = {
+        arrays: dict[str, Any] = {
             name: leaf
             for argument, tree in zip(("", *names, *kwargs), trees, strict=True)
             for name, leaf in named_leaves(tree, argument)

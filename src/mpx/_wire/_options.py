@@ -97,7 +97,7 @@ class Shards(NamedTuple):
     axes: tuple[str, ...]
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """The number of shards."""
         return math.prod(self.mesh.shape[name] for name in self.axes)
 

@@ -128,8 +128,7 @@ def sum_of_shards(x: Array, shards: Shards, dtype: np.dtype | str) -> Array:
         spec += [()] * (rank - len(spec))
         shape = args[0].shape[1:]
         whole = [
-            s == axes and n % shards.count == 0
-            for s, n in zip(spec, shape, strict=True)
+            s == axes and n % shards.size == 0 for s, n in zip(spec, shape, strict=True)
         ]
         scatter = whole.index(True) if any(whole) else None
         # What is sharded over other axes stays so.
