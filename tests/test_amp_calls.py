@@ -199,7 +199,7 @@ def test_weight_of_a_custom_jvp_has_a_gradient_where_weight_gradients_are_f32():
     def loss(head, x):
         return jnp.sum(jnp.sin(with_jvp(x, head)))
 
-    exact = jax.grad(bf16(loss, f32_weight_grads=True))(HEAD, START)
+    exact = jax.grad(bf16(loss, reduce_dtype="f32"))(HEAD, START)
     wanted = jax.grad(loss)(HEAD, START)
     # Two matmuls one behind the other, of three roundings each.
     error = np.linalg.norm(exact - wanted)

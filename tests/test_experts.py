@@ -176,7 +176,7 @@ def test_kernel_in_the_interpreter_is_right(kind, name):
 def test_amp_runs_ragged_matmuls_in_the_grouped_kernel(dtype, sizes):
     is_low = dtype in ("bf16", "f32 result")
     p, x, grad = draw(len(sizes), dtype=BF16 if is_low else F32)
-    options = {"f32_weight_grads": True} if "weight" in dtype else {}
+    options = {"reduce_dtype": "f32"} if "weight" in dtype else {}
     wanted = {"preferred_element_type": F32} if "result" in dtype else {}
     func = lambda p, x, s: lax.ragged_dot(x, p, s, **wanted)  # noqa: E731
     run = functools.partial(results, mpx.amp(func, **options))
@@ -565,7 +565,7 @@ TOKENS, WIDTH, OUTPUTS, EXPERTS = 4096, 1024, 512, 8
 # its gradient has.
 PROGRAMS = {
     "amp": (mpx.amp(loss_of(ragged)), 1, (3, 0)),
-    "amp, f32 gradients": (mpx.amp(loss_of(ragged), f32_weight_grads=True), 1, (3, 0)),
+    "amp, f32 gradients": (mpx.amp(loss_of(ragged), reduce_dtype="f32"), 1, (3, 0)),
     "fp8": (mpx.fp8(loss_of(ragged), min_gain=0), 1, (3, 2)),
     "fp8, batched": (mpx.fp8(loss_of(batched), min_gain=0), 1, (0, 3)),
     "auto": (mpx.amp(loss_of(ragged)), 8, (0, 0)),

@@ -315,7 +315,7 @@ def test_tracers_do_not_outlive_a_gradient_under_amp(name):
 @pytest.mark.parametrize("name", WIDE)
 def test_tracers_do_not_outlive_f32_weight_gradients(name):
     func, params = LOSSES[name]
-    trace_and_check(jax.grad(bf16(func, f32_weight_grads=True)), (params, X))
+    trace_and_check(jax.grad(bf16(func, reduce_dtype="f32")), (params, X))
 
 
 @pytest.mark.standard_promotion

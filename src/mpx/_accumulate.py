@@ -19,6 +19,14 @@ from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._policy import Policy
 from mpx._state import State
 from mpx._tree import AxisName, is_array, map_with_name, shape_of
+from mpx._wire._options import COMPUTE, F32, Reduce, Shards, over_shards, shards_of
+from mpx._wire._sums import (
+    largest_of_shards,
+    pin_shards,
+    sharded_alike,
+    sum_of_shards,
+)
+from mpx._wrapped import giving_codes
 
 
 def accumulate(
@@ -55,12 +63,21 @@ def accumulate(
             comes back as the last part left it.
         policy: As in `value_and_grad`, and so is the next option.
         grad_dtype: The dtype of the gradients; f32 by default.
-        axis_name: A mapped axis over which to average, once, after the last part.
+        axis_name: An axis, or several, over which to average, once, after the last part:
+            a mapped axis inside `shard_map`, or the axis of the mesh over which the batch
+            is sharded. In that case each shard of the batch is computed by itself, its
+            gradients are summed in f32 on its own devices, and sent once in the
+            `reduce_dtype` of the policy, however the parameters are sharded; without it
+            XLA reduces the gradients of every part. Every device holds the whole f32
+            gradient until then, and `aux` has a further axis, behind that of the parts,
+            with one entry for each shard. It needs automatic axes, and a function without
+            state.
         retry: How often to try the window again with the adjusted scale on overflow.
 
     Raises:
         ValueError: If `steps` is below 1 or does not divide a leading axis; the leaf is
-            named.
+            named. If `axis_name` names no axis, or the function has state that the shards
+            would change.
 
     Examples:
         >>> from mpx import NoLossScaling
@@ -135,7 +152,14 @@ class _Window(Step):
                 )
         counted = (i + len(args) if i < 0 else i for i in self.options.argnum_tuple())
         _check_disjoint(batches, tuple(counted))
-        self.parts = {i: _split(args[i], self.steps, f"argument {i}") for i in batches}
+        self.shards = shards_of(self.axis_name, args)
+        count = 1
+        if self.shards is not None:
+            self.axis_name = None  # nothing is mapped over it
+            count = self.shards.size
+        self.parts = {
+            i: _split(args[i], self.steps, count, f"argument {i}") for i in batches
+        }
         if not any(jax.tree.leaves(arrays) for arrays, _ in self.parts.values()):
             raise ValueError(
                 f"The batch (argument {', '.join(map(str, batches)) or 'none'}) holds no "
@@ -145,18 +169,32 @@ class _Window(Step):
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Evaluates all parts under one scale."""
-        wide, parts = NoLossScaling(), self.parts
+        if self.shards is not None:
+            self._check_state()
+        parts, codes = self.parts, self._weight_codes()
 
         def part(state: State, arrays: dict[int, PyTree]) -> tuple[State, Evaluation]:
-            full = {i: eqx.combine(arrays[i], rest) for i, (_, rest) in parts.items()}
-            result = self.evaluate(self.call_with(full), state, scaling)
-            # f32 before the sum: 16-bit sums stand still when they have grown large.
-            return result.state, result._replace(grads=wide.unscale(result.grads))
+            def one(arrays: dict[int, PyTree]) -> Evaluation:
+                full = {
+                    i: eqx.combine(arrays[i], rest) for i, (_, rest) in parts.items()
+                }
+                with giving_codes(codes):
+                    result = self.evaluate(self.call_with(full), state, scaling)
+                # f32 before the sum: 16-bit sums stand still when they have grown large.
+                return result._replace(grads=NoLossScaling().unscale(result.grads))
+
+            if self.shards is None:
+                result = one(arrays)
+            else:
+                result = _over_shards(self.shards, one, arrays)
+            return result.state, result
 
         def body(carry: Any, arrays: dict[int, PyTree]) -> tuple[Any, PyTree]:
             state, value, grads, spoilt, observed = carry
             state, result = part(state, arrays)
             total = jax.tree.map(jnp.add, grads, result.grads)
+            if self.shards is not None:
+                total = pin_shards(total, self.shards)
             # All parts are scaled alike, by what the window before has seen.
             largest = jax.tree.map(jnp.maximum, observed, result.observed)
             spoilt |= result.spoilt
@@ -168,28 +206,102 @@ class _Window(Step):
         # A loop carry has one type: shared between devices or not, from the start.
         summed = (result.value, result.grads, result.spoilt, result.observed)
         sums = jax.tree.map(zeros_of, summed)
+        if self.shards is not None:
+            sums = (sums[0], pin_shards(sums[1], self.shards), *sums[2:])
         carry = (jax.tree.map(varying_like, self.call.state, state), *sums)
         (state, value, grads, spoilt, observed), aux = lax.scan(body, carry, arrays)
-        if self.mean:
-            value = value / self.steps
-            grads = jax.tree.map(lambda g: g / self.steps, grads)
-        return Evaluation(value, aux, grads, state, spoilt, observed)
+        result, count = (
+            Evaluation(value, aux, grads, state, spoilt, observed),
+            self.steps,
+        )
+        if self.shards is not None:
+            result = self._sum_of_shards(self.shards, result)
+            count *= self.shards.size
+        if not self.mean:
+            return result
+        grads = jax.tree.map(lambda g: g / count, result.grads)
+        return result._replace(value=result.value / count, grads=grads)
+
+    def _weight_codes(self) -> Any:
+        """Returns the weights of a function under `fp8` in 8 bits, made once."""
+        shards = 0 if self.shards is None else 1
+
+        def first(x: Array) -> Array:
+            return x[(0,) * (1 + shards)]
+
+        full = {
+            i: eqx.combine(jax.tree.map(first, arrays), rest)
+            for i, (arrays, rest) in self.parts.items()
+        }
+        return self.call_with(full).weight_codes()
+
+    def _sum_of_shards(self, shards: Shards, result: Evaluation) -> Evaluation:
+        """Sums what the shards have stacked; gradients are sent in the `reduce_dtype`."""
+        policy = self.options.policy
+        dtype = F32 if policy.reduce_dtype is None else policy.reduce_dtype
+        if dtype == COMPUTE:
+            dtype = policy.resolved_compute_dtype()
+
+        def total(grad: Array, param: Any) -> Array:
+            return sharded_alike(sum_of_shards(grad, shards, dtype), param)
+
+        return result._replace(
+            value=jnp.sum(result.value, axis=0),
+            grads=jax.tree.map(total, result.grads, self.call.diff),
+            spoilt=jnp.any(result.spoilt, axis=0),
+            observed=largest_of_shards(result.observed),
+        )
+
+    def matmul_reduce(self) -> Reduce:
+        """Returns the dtype in which weight gradients leave their matmuls."""
+        return None if self.shards is not None else super().matmul_reduce()
+
+    def _check_state(self) -> None:
+        """Raises a `ValueError` if the shards would each change the state in their way."""
+        if jax.tree.leaves(self.call.state) or self.call.linen_statistics():
+            raise ValueError(
+                "With an axis of the mesh as `axis_name` each shard of the batch is "
+                "computed by itself, and the state that the function changes (statistics "
+                "of BatchNorm, counters of dropout) would differ between them. Leave "
+                "`axis_name` out: the gradients are then reduced in every part."
+            )
 
 
-def _split(batch: PyTree, steps: int, what: str) -> tuple[PyTree, PyTree]:
-    """Splits the arrays of a batch along a new leading axis; other leaves are static."""
+# --- shards of a batch under automatic sharding ---------------------------------------
+
+
+def _over_shards(
+    shards: Shards, one: Callable[..., Evaluation], arrays: dict[int, PyTree]
+) -> Evaluation:
+    """Evaluates the shards of a part, each on its devices; results are stacked."""
+    with over_shards():
+        result = jax.vmap(one, spmd_axis_name=shards.axes)(arrays)
+    return result._replace(grads=pin_shards(result.grads, shards))
+
+
+def _split(batch: PyTree, steps: int, shards: int, what: str) -> tuple[PyTree, PyTree]:
+    """Splits the arrays of a batch along a new leading axis; other leaves are static.
+
+    With several shards a second one is for these.
+    """
 
     def split(name: str, leaf: Any) -> Array:
         shape = shape_of(leaf)
-        if not shape or shape[0] % steps:
+        if not shape or shape[0] % (steps * shards):
             where = f"{what}, leaf `{name}`" if name else what
+            parts = f"{steps} equal parts"
+            if shards > 1:
+                parts += f" for each of {shards} shards"
             raise ValueError(
                 f"The batch ({where}) has shape {shape}, whose leading axis cannot be "
-                f"split into {steps} equal parts. Choose a batch size that is a "
-                "multiple of `steps`."
+                f"split into {parts}. Choose a batch size that is a "
+                f"multiple of {'`steps`' if shards == 1 else steps * shards}."
             )
         rows = jnp.reshape(leaf, (shape[0] // steps, steps, *shape[1:]))
-        return jnp.swapaxes(rows, 0, 1)
+        rows = jnp.swapaxes(rows, 0, 1)
+        if shards == 1:
+            return rows
+        return jnp.reshape(rows, (steps, shards, -1, *shape[1:]))
 
     arrays, static = eqx.partition(batch, is_array)
     return map_with_name(split, arrays), static

@@ -22,6 +22,8 @@ from mpx._half import gradient_function
 from mpx._loss_scaling import LossScaling
 from mpx._state import State, is_spoilt, replaced_statistics, state_pairs
 from mpx._tree import AxisName, cast_leaf, dtype_of, is_floating, named_leaves
+from mpx._wire._masters import with_masters
+from mpx._wire._options import Reduce, reducing_in
 from mpx._wrapped import CallsAmpError
 
 
@@ -70,8 +72,13 @@ def evaluate(
     has_aux: bool,
     grad_dtype: Any = None,
     axis_name: AxisName | None = None,
+    reduce: Reduce = None,
 ) -> Evaluation:
-    """Runs a call forward and backward on the scaled loss."""
+    """Runs a call forward and backward on the scaled loss.
+
+    Without an axis to average over, `reduce` is the dtype in which weight gradients leave
+    their matmuls.
+    """
 
     def attempt(call: Call) -> tuple[Evaluation, Any]:
         def scaled_loss(diff: tuple[PyTree, ...], scales: Any) -> tuple[Array, Any]:
@@ -82,9 +89,13 @@ def evaluate(
 
         scales = as_local(call.scales, axis_name)
         wide = call.widened(diff)
-        with gradient_function():
+        loss_of = scaled_loss
+        if axis_name is None and call.policy is not None:
+            # XLA sums the gradients over devices, if there are several.
+            loss_of = functools.partial(with_masters, scaled_loss, choice=reduce)
+        with gradient_function(), reducing_in(reduce):
             total, vjp, (loss, aux, after) = jax.vjp(
-                scaled_loss, wide, scales, has_aux=True
+                loss_of, wide, scales, has_aux=True
             )
             # The gradient of fp8 scales is what they have observed: see `Fp8State`.
             grads, observed = vjp(lax.full_like(total, 1))

@@ -34,6 +34,8 @@ from mpx._tree import (
     named_leaves,
     select_tree,
 )
+from mpx._wire._options import COMPUTE, EIGHT_BITS, Reduce, shards_of
+from mpx._wire._sums import mean_8_bits
 from mpx._wrapped import hide_signature, take_scales
 
 
@@ -92,6 +94,11 @@ class GradOptions:
         """Checks the options: `policy` becomes a `Policy`, `grad_dtype` a dtype."""
         check_axis_name(self.axis_name)
         policy = as_policy(self.policy)
+        if policy.reduce_dtype == EIGHT_BITS and self.axis_name is None:
+            raise ValueError(
+                'A policy with `reduce_dtype="e4m3"` needs `axis_name`, the axis of a '
+                "`shard_map` or, in `mpx.accumulate`, of the mesh: mpx must sum itself."
+            )
         dtype = policy.grad_dtype if self.grad_dtype is None else self.grad_dtype
         dtype = None if dtype is None else parse_float_dtype(dtype, "grad_dtype")
         checked = {
@@ -132,6 +139,7 @@ class Step:
 
     Attributes:
         options: The options.
+        axis_name: The mapped axis over which to average.
         call: The call of the user's function.
         recorder: Holds the part of its results that is no array.
     """
@@ -146,6 +154,7 @@ class Step:
         """Takes the arguments of a call apart."""
         scales, args = take_scales(func, args)
         self.options, self.recorder = options, Recorder()
+        self.axis_name = options.axis_name
         self._args = args
         self._make_call = functools.partial(
             Call,
@@ -160,7 +169,16 @@ class Step:
         self._diff = self._local_parameters()
 
     def check(self, args: Sequence[Any]) -> None:
-        """Checks the arguments, before anything is done with them."""
+        """Checks the arguments, before anything is done with them.
+
+        Raises:
+            ValueError: If the axis to average over is one of the mesh.
+        """
+        if shards_of(self.axis_name, args) is not None:
+            raise ValueError(
+                f"`axis_name={self.axis_name!r}` is an axis of the mesh. Leave it out: XLA "
+                "sums the gradients. Or use `mpx.accumulate(func, axis_name=...)`."
+            )
 
     def call_with(self, replaced: Mapping[int, PyTree]) -> Call:
         """Returns the call with some positional arguments replaced."""
@@ -177,8 +195,13 @@ class Step:
             self.recorder,
             has_aux=self.options.has_aux,
             grad_dtype=self.options.grad_dtype,
-            axis_name=self.options.axis_name,
+            axis_name=self.axis_name,
+            reduce=self.matmul_reduce(),
         )
+
+    def matmul_reduce(self) -> Reduce:
+        """Returns the dtype in which weight gradients leave their matmuls."""
+        return self.options.policy.reduce_dtype
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Returns loss, gradients of the scaled loss, and state."""
@@ -239,11 +262,15 @@ class Step:
 
     def _reduced(self, result: Evaluation) -> Evaluation:
         """Averages loss and gradients over devices, in the policy's `reduce_dtype`."""
-        axis_name, dtype = self.options.axis_name, self.options.policy.reduce_dtype
+        axis_name, dtype = self.axis_name, self.options.policy.reduce_dtype
         if axis_name is None:
             return result
+        if dtype == COMPUTE:
+            dtype = self.options.policy.resolved_compute_dtype()
 
         def mean(x: Array) -> Array:
+            if is_floating(x) and dtype == EIGHT_BITS:
+                return mean_8_bits(x, axis_name)
             if is_floating(x):
                 x = cast_leaf(x, at_least_f32(x.dtype) if dtype is None else dtype)
             return lax.pmean(x, axis_name)
@@ -264,7 +291,7 @@ class Step:
         Raises:
             ValueError: If a parameter is known to differ between the devices.
         """
-        axis_name, diff = self.options.axis_name, self.call.diff
+        axis_name, diff = self.axis_name, self.call.diff
         if axis_name is None:
             return diff
         names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)

@@ -21,6 +21,7 @@ from mpx._jaxpr._queries import MATMULS, MOVES, Equation
 from mpx._loss_scaling import LossScaling
 from mpx._tree import dtype_of, shape_of
 from mpx._warn import warn
+from mpx._wire._product import LINEAR
 
 
 def undifferentiable(message: str) -> Callable[[PyTree], Any]:
@@ -124,6 +125,9 @@ def uses_of(vjp: Callable[..., Any], params: int, others: int = 0) -> Uses:
             for label in found:
                 wide = uses.widened if label.narrowed else uses.wide
                 (wide if is_wide else uses.low).add(label.number)
+        elif name == LINEAR:
+            uses.low.update(label.number for label in found)
+            uses.narrowed.update(label.number for label in found)
         elif name in _MOVES and found:
             moved = found[0].after(eqn)
             if moved.narrowed:

@@ -15,6 +15,7 @@ from mpx._half import half_precision_datatype
 from mpx._keep import Keep, is_state
 from mpx._select import Selector, Selectors, parse_selectors
 from mpx._tree import LeafName, cast_leaf
+from mpx._wire._options import COMPUTE, EIGHT_BITS, Reduce, parse_reduce
 from mpx._wrapped import argument_names
 
 _F32 = np.dtype(np.float32)
@@ -34,8 +35,9 @@ class Policy:
         output_dtype: The dtype in which results leave the model.
         grad_dtype: The dtype of the gradients that are returned. `None` means f32 for
             parameters of 32 bits or fewer, and the parameter's dtype for wider ones.
-        reduce_dtype: The dtype in which gradients are summed over devices, with the
-            same meaning of `None`.
+        reduce_dtype: The dtype in which gradients are summed over devices, `"compute"`
+            for that of the computation, or `"e4m3"` for 8-bit blocks, which needs
+            `axis_name`. `None` means f32, or the parameter's dtype if it is wider.
         keep: What stays in full precision although the rest is cast: a regular expression
             for paths such as `layers/0/norm/weight`, a module type, a predicate
             `(path, leaf) -> bool`, or a list of these.
@@ -70,7 +72,7 @@ class Policy:
     compute_dtype: np.dtype | None
     output_dtype: np.dtype
     grad_dtype: np.dtype | None
-    reduce_dtype: np.dtype | None
+    reduce_dtype: Reduce
     keep: tuple[Selector, ...]
 
     def __init__(
@@ -95,7 +97,7 @@ class Policy:
             "compute_dtype": _parse_compute(compute_dtype),
             "output_dtype": parse(output_dtype, "output_dtype"),
             "grad_dtype": _optional(grad_dtype, "grad_dtype"),
-            "reduce_dtype": _optional(reduce_dtype, "reduce_dtype"),
+            "reduce_dtype": parse_reduce(reduce_dtype, eight_bits=True),
             "keep": parse_selectors(keep, "keep"),
         }
         for name, value in values.items():
@@ -277,7 +279,8 @@ def _parse_parts(text: str, policy: str) -> dict[str, Any]:
             )
         if _POLICY_KEYS[key] in options:
             raise ValueError(f"The policy {policy!r} gives `{key}` twice.")
-        options[_POLICY_KEYS[key]] = _policy_dtype(value, policy)
+        is_word = _POLICY_KEYS[key] == "reduce_dtype" and value in (COMPUTE, EIGHT_BITS)
+        options[_POLICY_KEYS[key]] = value if is_word else _policy_dtype(value, policy)
     param = options.setdefault("param_dtype", _F32)
     compute = options.setdefault("compute_dtype", param)
     options.setdefault("output_dtype", compute)

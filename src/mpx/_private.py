@@ -115,6 +115,15 @@ FEATURES = {
             "jaxlib.mlir.dialects": "arith llvm scf vector",
         },
     ),
+    "matmul_grads": Feature(
+        "gradients under automatic sharding are summed over devices in the compute dtype",
+        {
+            "jax.interpreters.ad": "is_undefined_primal Zero primitive_jvps "
+            "primitive_transposes",
+            "jax.interpreters.batching": "primitive_batchers",
+            "jax.interpreters.mlir": "lower_fun register_lowering",
+        },
+    ),
     "grouped": Feature(
         "ragged matmuls compute every group for every row instead of in a grouped kernel",
         {

@@ -22,7 +22,13 @@ def _layers(func: Any) -> Iterator[Any]:
 
 def is_amp(func: Callable[..., Any]) -> bool:
     """Returns whether a function is under `amp`, and so casts by itself."""
-    return any(hasattr(layer, "mpx_autocast") for layer in _layers(func))
+    return autocast_of(func) is not None
+
+
+def autocast_of(func: Callable[..., Any]) -> Callable[[], Any] | None:
+    """Returns what makes the visitor of a function under `amp`, `None` of others."""
+    found = (getattr(layer, "mpx_autocast", None) for layer in _layers(func))
+    return next(filter(None, found), None)
 
 
 class CallsAmpError(BaseException):
@@ -58,6 +64,24 @@ def refuse_cast_arguments() -> None:
     call = _cast_call.get()
     if call is not None:
         raise CallsAmpError(call)
+
+
+_codes: contextvars.ContextVar[Any] = contextvars.ContextVar("codes", default=None)
+
+
+@contextlib.contextmanager
+def giving_codes(codes: Any) -> Iterator[None]:
+    """Gives weights in 8 bits to the calls of a function under `fp8` inside."""
+    token = _codes.set(codes)
+    try:
+        yield
+    finally:
+        _codes.reset(token)
+
+
+def given_codes() -> Any:
+    """Returns the weights in 8 bits that were made before, `None` if none were."""
+    return _codes.get()
 
 
 def has_scales(func: Callable[..., Any]) -> bool:

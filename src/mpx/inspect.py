@@ -1,5 +1,7 @@
 """Reports on what mixed precision does with a function, and checks of what was compiled."""
 
+from mpx._collectives import Collective as Collective
+from mpx._collectives import collectives as collectives
 from mpx._fp8 import Fp8Check as Fp8Check
 from mpx._fp8 import check as check
 from mpx._inspect._advice import Advice as Advice

@@ -33,11 +33,13 @@ from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, SHAPE_ONLY, Rule
 from mpx._amp._scopes import LOW_NAME
 from mpx._compat import (
     Literal,
+    bind,
     eval_equation,
     is_batched,
     open_jaxpr,
     scan_sizes,
     source_frames,
+    sub_jaxprs,
 )
 from mpx._half import in_gradient_function
 from mpx._jaxpr import HANDLERS
@@ -62,6 +64,7 @@ from mpx._jaxpr._queries import (
 )
 from mpx._jaxpr._replace import plan_with
 from mpx._warn import warn
+from mpx._wire._options import COMPUTE
 
 _MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
 
@@ -102,14 +105,28 @@ class Autocast(Settings):
 
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: Any) -> Iterator[None]:
-        outer = self.in_loop, self.caller
+        outer = self.in_loop, self.copies, self.caller
         self.in_loop |= eqn.primitive.name == "scan"
         if self.decisions is not None and source_frames(eqn):
             self.caller = eqn
+        self.copies = {}
+        if more:
+            inner = next(sub_jaxprs(eqn))
+            self.copies = {inner.invars[int(i)]: copy for i, copy in more.items()}
         try:
             yield
         finally:
-            self.in_loop, self.caller = outer
+            self.in_loop, self.copies, self.caller = outer
+
+    def more_inputs(self, op: Op) -> dict[str, Any]:
+        """Returns the low copies of an equation's operands, by position."""
+        if op.eqn.primitive.name not in (*CALLS, "scan"):
+            return {}
+        return {
+            str(i): self.copies[atom]
+            for i, atom in enumerate(op.eqn.invars)
+            if not isinstance(atom, Literal) and atom in self.copies
+        }
 
     def cache_key(self, more: Any) -> tuple[bool, bool]:
         return self.in_loop, self.is_mapped
@@ -120,9 +137,20 @@ class Autocast(Settings):
         """Runs one equation in the precision that the rules choose."""
         chosen = self.choose(op)
         outs, known = chosen.run(self, op)
+        if self.copies and op.eqn.primitive.name in SHAPE_ONLY:
+            self._move_copy(op.eqn)
         if self.decisions is not None and chosen.rule is not None:
             self.decisions.append(_decision(op, chosen, outs, self.caller))
         return outs, known
+
+    def _move_copy(self, eqn: Equation) -> None:
+        """Applies an operation that moves numbers to the low copy of its operand, too."""
+        first = eqn.invars[0]
+        if not isinstance(first, Literal) and first in self.copies:
+            # What is not read later costs nothing.
+            self.copies.update(
+                zip(eqn.outvars, bind(eqn, [self.copies[first]]), strict=True)
+            )
 
     def choose(self, op: Op) -> Chosen:
         """Returns how an equation runs: by its region, its parameter or its primitive."""
@@ -206,7 +234,10 @@ def _jit(amp: Autocast, op: Op) -> Outcome:
     if unchanged and amp.rules.is_plain and not has_work(body):
         # Nothing to do: random number generators, for one, stay the same programs.
         return eval_equation(eqn, values), [NEUTRAL] * len(eqn.outvars)
-    new, _ = rewrite(amp, op, eqn.params["jaxpr"], types_of(values), op.facts)
+    more = amp.more_inputs(op)
+    new, _ = rewrite(
+        amp, op, eqn.params["jaxpr"], types_of(values), op.facts, more=more
+    )
     # Cast outside, such a value shares its f32 version with the equations there.
     values = [
         amp.widen(value) if is_wide else value
@@ -219,7 +250,7 @@ def _read_in_f32_only(jaxpr: Jaxpr, before: Jaxpr) -> list[bool]:
     """Returns for each input whether all that happens to it is one cast back to f32.
 
     Args:
-        jaxpr: The rewritten jaxpr.
+        jaxpr: The rewritten jaxpr, which may have more inputs behind the others.
         before: The original one. What is not f32 there, such as an integer that the
             function itself casts, must stay as it is.
     """
@@ -237,26 +268,35 @@ def _read_in_f32_only(jaxpr: Jaxpr, before: Jaxpr) -> list[bool]:
         and is_eligible(old.aval)
         and var.aval.dtype != F32
         and var not in returned
-        for old, (var, equations) in zip(before.invars, readers.items(), strict=True)
+        for old, (var, equations) in zip(before.invars, readers.items(), strict=False)
     ]
 
 
 def _scan(amp: Autocast, op: Op) -> Outcome:
-    values, params = arrays_of(op.values), op.eqn.params
+    values, params, copies = arrays_of(op.values), op.eqn.params, amp.copies
     body, _ = open_jaxpr(params["jaxpr"])
     n_consts, n_carry = scan_sizes(params)
+    amp.copies = dict(copies)
     for i, var in enumerate(body.invars):
         if not is_eligible(var.aval):
             continue
         if i < n_consts:
             # The cotangents of a constant add up over the iterations: in f32.
             values[i] = amp.widen(values[i])
-        is_layer = i >= n_consts + n_carry and not amp.f32_weight_grads
+        is_layer = i >= n_consts + n_carry
         if is_layer and _used_only_low(amp, body, var, op.facts[i], op.scopes):
             # A weight per layer: cast once before the loop, or the forward pass would
             # save a low copy of each. Nothing is summed over the iterations.
-            values[i] = cast(values[i], amp.dtype)
-    return HANDLERS["scan"](amp, op._replace(values=values))
+            low = cast(values[i], amp.dtype)
+            if amp.grad_dtype(values[i], op.facts[i]) == amp.dtype:
+                values[i] = low
+            else:
+                # The weight itself only gets the gradient.
+                amp.copies[op.eqn.invars[i]] = low
+    try:
+        return HANDLERS["scan"](amp, op._replace(values=values))
+    finally:
+        amp.copies = copies
 
 
 def _used_only_low(
@@ -277,9 +317,9 @@ def _used_only_low(
 
 
 def _custom_jvp(amp: Autocast, op: Op) -> Outcome:
-    if amp.f32_weight_grads:
-        # Such a matmul has no tangent, and the rule is about tangents.
-        amp = dataclasses.replace(amp, f32_weight_grads=False, cache={})
+    if amp.reduce != COMPUTE:
+        # The rule is about tangents, which JAX may transpose: only plain matmuls.
+        amp = dataclasses.replace(amp, reduce=COMPUTE, cache={})
     return HANDLERS["custom_jvp_call"](amp, op)
 
 

@@ -23,6 +23,7 @@ from mpx._compat import (
 from mpx._formats import FORMATS, short_name
 from mpx._jaxpr._interpreter import Kind, Op, Outcome, Scopes, Values
 from mpx._jaxpr._queries import Equation, flops
+from mpx._wire._options import Reduce, weight_grad_dtype
 
 F32 = np.dtype(np.float32)
 
@@ -161,12 +162,12 @@ class Settings(Transformation):
     Attributes:
         dtype: The compute dtype.
         rules: The rules.
-        f32_weight_grads: Whether the gradients of arguments that matmuls read come out
-            of their matmul in f32.
-        f32_results: Whether low matmuls give f32 results; for those gradients.
+        reduce: In which dtype the gradients of arguments that matmuls read leave their
+            matmuls: see `weight_grad_dtype`.
         attention: Whether attention that is recognised runs in one kernel, or is kept.
         logits: Whether a recognised cross entropy is computed in chunks, or its logits kept.
         caller: The equation with a line of the user's whose body is visited.
+        copies: Low copies of weights that were made outside the running body, by variable.
         in_loop: Whether the body of a scan is visited.
         is_mapped: Whether the function runs inside a `jax.vmap`.
         decisions: Where decisions are recorded, `None` to record none.
@@ -176,11 +177,11 @@ class Settings(Transformation):
 
     dtype: np.dtype
     rules: AmpRules
-    f32_weight_grads: bool = False
-    f32_results: bool = False
+    reduce: Reduce = None
     attention: Literal["fuse", "keep"] = "fuse"
     logits: Literal["chunk", "keep"] = "keep"
     caller: Equation = None
+    copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     in_loop: bool = False
     is_mapped: bool = False
     decisions: list[Decision] | None = None
@@ -255,6 +256,12 @@ class Settings(Transformation):
         if (id(value), dtype) not in made:
             made[id(value), dtype] = value, cast(value, dtype)
         return made[id(value), dtype][1]
+
+    def grad_dtype(self, value: Any, fact: Origin) -> np.dtype:
+        """Returns in which dtype the gradient of an operand leaves its matmul."""
+        if fact.leaf is None or getattr(value, "dtype", None) != F32:
+            return self.dtype
+        return weight_grad_dtype(self.reduce, value, self.dtype)
 
     def region_rule(self, eqn: Equation, scopes: Scopes) -> tuple[Choice, str] | None:
         """Returns the rule of the scope or function around an equation, and why."""

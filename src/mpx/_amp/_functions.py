@@ -136,7 +136,7 @@ def _call_pure(
         visitor.cache = eager
         if len(eager) > _MOST_REMEMBERED:
             eager.clear()
-    with captured_attention(), run_in_scopes(visitor.kept_types):
+    with captured_attention(), visitor.tracing(), run_in_scopes(visitor.kept_types):
         body, consts = open_jaxpr(jax.make_jaxpr(flat)(*arrays))
     named = [
         describe(*pair) for pair in _names_and_roles(func, names, args, kwargs, consts)

@@ -1,17 +1,13 @@
-"""Matmuls in 16 bits or by an algorithm, why some run as written, and f32 weight gradients."""
+"""Matmuls in 16 bits or by an algorithm, and why some run as written."""
 
-import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from mpx._amp._facts import (
     F32,
-    NEUTRAL,
     Origin,
     Run,
     Settings,
@@ -22,11 +18,11 @@ from mpx._amp._facts import (
 )
 from mpx._amp._grouped import RAGGED, multiply
 from mpx._amp._grouped import reason_against as no_kernel
-from mpx._amp._policy import AmpRules
 from mpx._amp._rules import MATMULS, Rule
-from mpx._compat import bind, default_matmul_precision, open_jaxpr
-from mpx._jaxpr._interpreter import Op, Outcome, Values, arrays_of
+from mpx._compat import bind, default_matmul_precision
+from mpx._jaxpr._interpreter import Op, Outcome, Values
 from mpx._jaxpr._queries import Equation, matmul_sizes
+from mpx._wire._product import multiply_for, plain_multiply
 
 PRESETS = {
     Rule.TF32: lax.DotAlgorithmPreset.TF32_TF32_F32,
@@ -97,38 +93,28 @@ def _reason_for_f32(eqn: Equation) -> str | None:
 
 def low_matmul(amp: Settings, op: Op) -> Outcome:
     """Runs a matmul in the compute dtype."""
-    if amp.f32_weight_grads:
-        weights = [
-            i
-            for i, value, fact in zip((0, 1), op.values, op.facts, strict=False)
-            if fact.leaf is not None and value.dtype == F32
-        ]
-        if weights:
-            out = _with_f32_grads(amp, op.eqn, arrays_of(op.values), weights)
-            return [out], [Origin(chain="low")]
+    weights = {}
+    for side, value in enumerate(op.values[:2]):
+        dtype = amp.grad_dtype(value, op.facts[side])
+        if dtype != amp.dtype:
+            # Its gradient leaves the backward matmul in f32.
+            weights[side] = value, dtype
     args = [
         amp.narrow(value, fact) if _is_operand(var.aval) else value
         for var, value, fact in zip(op.eqn.invars, op.values, op.facts, strict=True)
     ]
-    if amp.f32_results:
-        return _with_f32_result(op.eqn, args), [Origin(chain="high")]
-    return multiply(op.eqn, args, amp.dtype), [Origin(chain="low")]
+    if not weights:
+        return multiply(op.eqn, args, amp.dtype), [Origin(chain="low")]
+    for side in weights:
+        args[side] = amp.copies.get(op.eqn.invars[side], args[side])
+    return [multiply_for(op.eqn, args, weights, _multiply)], [Origin(chain="low")]
 
 
-def _with_f32_result(eqn: Equation, args: Values) -> Values:
-    """Runs a matmul of low operands that gives its f32 sums unrounded."""
+def _multiply(eqn: Equation, args: Values, dtype: np.dtype) -> Values:
+    """Runs a matmul of low operands, whose result may be f32."""
     if eqn.primitive.name in RAGGED and no_kernel(eqn) is None:
-        return multiply(eqn, args, F32)
-
-    def on_cpu(*args: Any) -> Values:
-        # XLA has no such matmul on CPUs for all shapes. The products are the same.
-        wide = [cast(x, F32) for x in args[:2]]
-        return bind(eqn, [*wide, *args[2:]], preferred_element_type=F32)
-
-    def elsewhere(*args: Any) -> Values:
-        return bind(eqn, args, preferred_element_type=F32)
-
-    return lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
+        return multiply(eqn, args, dtype)
+    return plain_multiply(eqn, args, dtype)
 
 
 def by_algorithm(rule: Rule) -> Run:
@@ -151,62 +137,3 @@ def by_algorithm(rule: Rule) -> Run:
         return outs, [chain_of(op.facts, high=True)]
 
     return run
-
-
-def _with_f32_grads(
-    amp: Settings, eqn: Equation, args: Values, weights: Sequence[int]
-) -> Any:
-    """Runs a low matmul; the gradients with respect to `weights` are f32 matmul results.
-
-    In the backward pass the gradient of a weight is a matmul over the whole batch. By
-    default its result is 16 bits, like that of the forward matmul, and then cast to the f32
-    of the weight. Here the accumulator itself is the result: nothing is rounded.
-
-    Args:
-        amp: The settings.
-        eqn: A matmul that has no reason to stay as it is written.
-        args: Its operands.
-        weights: Which of the first two are f32 and want a gradient in f32.
-    """
-    given = [value.dtype for value in args]
-    exact = dataclasses.replace(
-        amp,
-        rules=AmpRules(),
-        cache={},
-        decisions=None,
-        f32_weight_grads=False,
-        f32_results=True,
-    )
-    rounded = dataclasses.replace(exact, f32_results=False)
-
-    # The group sizes of a ragged matmul are arguments too: held by the functions here,
-    # they would be tracers of another trace where the backward one is run.
-    def forward(lhs: Any, rhs: Any, *rest: Any) -> tuple[Any, tuple[Any, ...]]:
-        low = cast(lhs, amp.dtype), cast(rhs, amp.dtype)
-        (out,) = multiply(eqn, [*low, *rest], amp.dtype)
-        return out, (*low, *rest)
-
-    def backward(kept: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
-        lhs, rhs, *rest = kept
-        operands = [lhs, rhs, cotangent, *rest]
-        types = [jax.typeof(x).update(dtype=F32) for x in operands[:3]]
-        types += [jax.typeof(x) for x in rest]
-
-        def grad(i: int) -> Any:
-            def transposed(lhs: Any, rhs: Any, cotangent: Any, *rest: Any) -> Any:
-                def call(x: Any) -> Any:
-                    return bind(eqn, [x, rhs, *rest] if i == 0 else [lhs, x, *rest])[0]
-
-                return jax.linear_transpose(call, (lhs, rhs)[i])(cotangent)[0]
-
-            # JAX transposes the matmul in f32, and its only matmul is run low.
-            body, consts = open_jaxpr(jax.make_jaxpr(transposed)(*types))
-            run = exact.run if i in weights else rounded.run
-            (out,), _ = run(body, consts, operands, [NEUTRAL] * len(operands), ())
-            return cast(out, given[i])
-
-        return grad(0), grad(1), *[None] * len(rest)
-
-    call = jax.custom_vjp(lambda *args: forward(*args)[0])
-    call.defvjp(forward, backward)
-    return call(*args)

@@ -11,6 +11,7 @@ from mpx._amp._functions import call_through
 from mpx._amp._policy import AmpRules, as_amp_rules, as_compute_dtype
 from mpx._amp._recording import current_recording
 from mpx._select import Selectors, parse_selectors
+from mpx._wire._options import amp_reduce, parse_reduce
 from mpx._wrapped import refuse_cast_arguments
 
 
@@ -21,7 +22,7 @@ def amp(
     keep: Selectors = (),
     rules: AmpRules | str | Mapping[Any, Any] | None = None,
     narrow_carry: bool = False,
-    f32_weight_grads: bool = False,
+    reduce_dtype: DTypeLike | None = None,
     attention: Literal["fuse", "keep"] = "fuse",
     logits: Literal["chunk", "keep"] = "keep",
 ) -> Callable[..., Any]:
@@ -52,9 +53,12 @@ def amp(
             jaxamp.
         narrow_carry: Whether the carry of a loop may be held in the compute dtype. By
             default it stays f32, since it may be an accumulator.
-        f32_weight_grads: Whether the gradients of the weights come out of their matmuls
-            in f32. By default these give 16-bit results, which are then cast. It is for
-            gradients taken outside `amp`, and excludes forward-mode derivatives.
+        reduce_dtype: The dtype in which gradients of weights leave their matmuls, and so
+            in which XLA sums them over devices: f32, another dtype, or `"compute"`. By
+            default f32 if the weight is on several devices, and the compute dtype, which
+            then costs nothing, if it is on one; a `Policy` of the gradient function that
+            names one comes before that. Gradients of biases, norms and embeddings are
+            sums in f32 anyway. It is for gradients taken outside `amp`.
         attention: `"fuse"` runs attention in cuDNN's kernel where it is recognised and
             that pays: see `mpx.inspect.report`. `"keep"` runs it as it is written.
         logits: `"chunk"` computes the cross entropy of a large vocabulary in chunks where
@@ -62,7 +66,7 @@ def amp(
             forward-mode derivatives there. `"keep"` computes the logits.
 
     Raises:
-        ValueError: If the dtype, a rule, `attention` or `logits` is unknown; in a call, if a string
+        ValueError: If a dtype, a rule, `attention` or `logits` is unknown; in a call, if a string
             or type in `keep`, or an expression in `rules`, selects nothing.
 
     Examples:
@@ -89,17 +93,18 @@ def amp(
             keep=chosen.keep,
             rules=chosen,
             narrow_carry=narrow_carry,
-            f32_weight_grads=f32_weight_grads,
+            reduce_dtype=reduce_dtype,
             attention=attention,
             logits=logits,
         )
+    reduce = parse_reduce(reduce_dtype)
 
     def autocast() -> Autocast:
         return Autocast(
             dtype=as_compute_dtype(dtype),
             rules=chosen,
             narrow_carry=narrow_carry,
-            f32_weight_grads=f32_weight_grads,
+            reduce=amp_reduce(reduce),
             attention=attention,
             logits=logits,
         )
@@ -121,7 +126,7 @@ def under_amp(
         if recording is not None:
             visitor.decisions = recording.decisions
             recording.casts.append((visitor.dtype, visitor.rules))
-        remembered = eager.setdefault(visitor.dtype, {})
+        remembered = eager.setdefault((visitor.dtype, visitor.reduce), {})
         return call_through(visitor, func, args, kwargs, eager=remembered)
 
     # The gradient functions and inspection ask for it.

@@ -102,6 +102,7 @@ def fp8_dot(
     probe: Array | None,
     *,
     shared: Shared | None = None,
+    codes: tuple[Fp8Tensor, Array] | None = None,
 ) -> Array:
     """Returns `lax.dot_general(lhs, rhs)` computed from 8-bit operands.
 
@@ -114,18 +115,29 @@ def fp8_dot(
         probe: f32[3] of any value. Its gradient is not one: it is the three largest
             magnitudes of this step. `None` if they are not needed.
         shared: Tensors that other matmuls have quantised, of the same trace.
+        codes: The weight in 8 bits and its largest magnitude, if they were made before.
     """
     shared = {} if shared is None or seen is not None else shared
     operands = []
     for side, x in enumerate((lhs, rhs)):
-        role, axes = spec.role(side), spec.dimensions[0][side]
-        leading = spec.leading_axes(side, x.ndim)
-        key = (id(x), role, axes if spec.by_row else leading)
+        if codes is not None and side == spec.weight_side:
+            operands.append(codes[0])
+            continue
+        axes = spec.dimensions[0][side] if spec.by_row else ()
+        key = (id(x), spec.role(side), axes, spec.leading_axes(side, x.ndim))
         if key not in shared:
-            fixed = lax.stop_gradient(x)
-            shared[key] = x, _quantize(spec, role, fixed, axes, seen, leading=leading)
+            shared[key] = x, quantize_operand(spec, side, lax.stop_gradient(x), seen)
         operands.append(shared[key][1])
-    return _jitted_dot(spec, (lhs, rhs), operands, seen, probe)
+    maxima = _Maxima(seen, probe, None if codes is None else codes[1])
+    return _jitted_dot(spec, (lhs, rhs), operands, maxima)
+
+
+def quantize_operand(
+    spec: MatmulSpec, side: int, x: Array, seen: Array | None
+) -> Fp8Tensor:
+    """Returns an operand of a matmul in 8 bits, its codes as bytes."""
+    axes, leading = spec.dimensions[0][side], spec.leading_axes(side, x.ndim)
+    return _quantize(spec, spec.role(side), x, axes, seen, leading=leading)
 
 
 # Layers of one shape are traced once: what `jax.jit` has traced, and its derivative, it
@@ -145,15 +157,22 @@ def _quantize(
     return as_bytes(to_fp8(spec, role, x, axes, seen, leading=leading))
 
 
+class _Maxima(NamedTuple):
+    """Largest magnitudes: of earlier steps, the probe for those of now, of the weight."""
+
+    seen: Array | None
+    probe: Array | None
+    weight: Array | None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(
     spec: MatmulSpec,
     sides: tuple[Array, Array],
     operands: list[Fp8Tensor],
-    seen: Array | None,
-    probe: Array | None,
+    maxima: _Maxima,
 ) -> Array:
-    return _forward(spec, sides, operands, seen, probe)[0]
+    return _forward(spec, sides, operands, maxima)[0]
 
 
 class _Residuals(NamedTuple):
@@ -168,8 +187,7 @@ def _forward(
     spec: MatmulSpec,
     sides: tuple[Array, Array],
     operands: list[Fp8Tensor],
-    seen: Array | None,
-    probe: Array | None,
+    maxima: _Maxima,
 ) -> tuple[Array, _Residuals]:
     # The codes come from these sides, though no derivative knows it.
     sides, operands = differentiable_once((sides, operands))
@@ -187,14 +205,18 @@ def _forward(
     saved: list[Any] = [x.needed_for(axes) for x, axes in zip(codes, free, strict=True)]
     if spec.by_row:
         # These need scales of their own.
-        saved = [to_fp8(spec, spec.role(i), sides[i], free[i], seen) for i in (0, 1)]
+        saved = [
+            to_fp8(spec, spec.role(i), sides[i], free[i], maxima.seen) for i in (0, 1)
+        ]
     if spec.recipe.weight_grad == "compute":
         saved[1 - spec.weight_side] = sides[1 - spec.weight_side]
     observed = None
-    if probe is not None:
-        amaxes = [largest_magnitude(side) for side in sides]
-        observed = (amaxes[1 - spec.weight_side], amaxes[spec.weight_side])
-    return out, _Residuals(as_bytes((saved[0], saved[1])), seen, observed)
+    if maxima.probe is not None:
+        weight = maxima.weight
+        if weight is None:
+            weight = largest_magnitude(sides[spec.weight_side])
+        observed = (largest_magnitude(sides[1 - spec.weight_side]), weight)
+    return out, _Residuals(as_bytes((saved[0], saved[1])), maxima.seen, observed)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -230,16 +252,17 @@ def _backward(spec: MatmulSpec, residuals: _Residuals, grad: Array) -> tuple[Any
         out = multiply(
             *factors,
             product.dimensions,
-            spec.dtypes[side],
+            spec.grad_dtype(side),
             out_sharding=_sharding_before(operands[side], spec, side, product.order),
         )
-        grads.append(lax.transpose(out, product.order))
+        # A wider sum over devices is rounded after it.
+        grads.append(lax.transpose(out, product.order).astype(spec.dtypes[side]))
     dseen = None if residuals.seen is None else jnp.zeros_like(residuals.seen)
     dprobe = None
     if residuals.observed is not None:
         dprobe = jnp.stack([*residuals.observed, largest_magnitude(grad)])
     (dlhs, drhs), dprobe = differentiable_once((grads, dprobe))
-    return (dlhs, drhs), None, dseen, dprobe
+    return (dlhs, drhs), None, _Maxima(dseen, dprobe, None)
 
 
 _dot.defvjp(_forward, _backward)

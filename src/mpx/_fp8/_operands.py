@@ -38,6 +38,8 @@ class MatmulSpec:
         weight_side: Which operand is the parameter: 0 or 1.
         recipe: Formats and scales.
         out_sharding: The sharding that was asked for, on meshes with explicit axes.
+        weight_grad: The dtype in which the gradient of the parameter leaves its matmul, and
+            so that of its sum over devices. `None` is the dtype of the parameter here.
         turns: Whether tensors are quantised in both orders of their axes at once.
     """
 
@@ -47,7 +49,14 @@ class MatmulSpec:
     weight_side: int
     recipe: Recipe
     out_sharding: Any = None
+    weight_grad: np.dtype | None = None
     turns: bool = dataclasses.field(default_factory=lambda: turning_pays())
+
+    def grad_dtype(self, side: int) -> np.dtype:
+        """Returns the dtype in which the gradient of an operand leaves its matmul."""
+        if side == self.weight_side and self.weight_grad is not None:
+            return self.weight_grad
+        return self.dtypes[side]
 
     def role(self, side: int) -> str:
         """Returns whether an operand is the activation or the weight."""

@@ -16,16 +16,24 @@ from mpx._amp._recording import current_recording
 from mpx._arguments import as_count, as_real, check_value
 from mpx._compat import is_batched
 from mpx._devices import gpu_capability
+from mpx._fp8._codes import Encoding, encode_all
 from mpx._fp8._mx import check_supported
-from mpx._fp8._recipes import DelayedScaling, Recipe, as_recipe
+from mpx._fp8._recipes import MXFP8, DelayedScaling, Recipe, as_recipe
 from mpx._fp8._selection import Selection
 from mpx._fp8._state import Fp8State, check_history, check_keys, empty_state
 from mpx._fp8._visitor import Fp8
 from mpx._half import gradient_function
 from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._select import Selectors, parse_selectors
-from mpx._tree import is_array, is_floating
-from mpx._wrapped import argument_names, is_amp, signature_after
+from mpx._tree import is_array, is_floating, named_leaves
+from mpx._wire._options import Reduce, chosen_reduce, in_shards
+from mpx._wrapped import (
+    argument_names,
+    autocast_of,
+    given_codes,
+    is_amp,
+    signature_after,
+)
 
 
 def fp8(
@@ -176,7 +184,9 @@ class Fp8Function:
         _warn_of_vmap((args, kwargs))
         if not isinstance(recipe, DelayedScaling):
             visitor = self.visitor(args, kwargs)
-            out = call_through(visitor, self.func, args, kwargs, eager=self._eager)
+            visitor.codes = given_codes()
+            eager = self._eager if visitor.codes is None else None
+            out = call_through(visitor, self.func, args, kwargs, eager=eager)
             _warn_of_f32(visitor)
             return out
         state, *rest = args or (None,)
@@ -188,6 +198,28 @@ class Fp8Function:
         check_history(state, recipe.history)
         return self._with_scales(state.largest(), self.func, tuple(rest), kwargs)
 
+    def encode_weights(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Returns the weights of a call in 8 bits, for calls with the same ones.
+
+        `accumulate` makes them before its loop. It passes what the call would get.
+        """
+        if isinstance(self.chosen.recipe, MXFP8):
+            return {}
+        scales, rest = None, args
+        if self.has_state:
+            scales, rest = args[0].largest(), args[1:]
+        visitor = self.visitor(rest, kwargs)
+        visitor.encodings = found = dict[str, Encoding]()
+        trace(visitor, self.func, rest, kwargs)
+        names = argument_names(self.func, len(rest))
+        trees = [self.func, *rest, *kwargs.values()]
+        arrays: dict[str, Any] = {
+            name: leaf
+            for argument, tree in zip(("", *names, *kwargs), trees, strict=True)
+            for name, leaf in named_leaves(tree, argument)
+        }
+        return encode_all(found, arrays, scales)
+
     def _with_scales(
         self,
         scales: dict[str, Any],
@@ -196,7 +228,7 @@ class Fp8Function:
         kwargs: dict[str, Any],
     ) -> Any:
         visitor = self.visitor(args, kwargs)
-        visitor.scales = scales
+        visitor.scales, visitor.codes = scales, given_codes()
         out = call_through(visitor, func, args, kwargs)
         check_keys(visitor.missing, visitor.used, set(scales))
         _warn_of_f32(visitor)
@@ -211,8 +243,13 @@ class Fp8Function:
             chosen=self.chosen,
             matmuls=None if recording is None else recording.matmuls,
             param_names=_param_names(self.func, self.chosen.params, args, kwargs),
+            reduce=self._reduce(),
             may_cast=not is_amp(self.func),
         )
+
+    def _reduce(self) -> Reduce:
+        autocast = autocast_of(self.func)
+        return chosen_reduce() if autocast is None else autocast().reduce
 
     def init(
         self, *args: Any, scaling: LossScaling | float = 1.0, **kwargs: Any
@@ -335,7 +372,7 @@ def _warn_of_hardware() -> None:
 
 
 def _warn_of_vmap(arguments: PyTree) -> None:
-    if any(map(is_batched, jax.tree.leaves(arguments))):
+    if any(map(is_batched, jax.tree.leaves(arguments))) and not in_shards():
         _warn(
             "`fp8` inside `jax.vmap` computes a weight gradient for each example, "
             "which takes more time and memory than bf16. Put it outside: "

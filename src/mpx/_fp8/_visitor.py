@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,21 +21,22 @@ from mpx._amp._functions import run_traced
 from mpx._amp._grouped import is_low, multiply, reason_by_device
 from mpx._amp._policy import AmpRules
 from mpx._compat import (
-    Literal,
     eval_equation,
     open_jaxpr,
     source_frames,
     sub_jaxprs,
 )
 from mpx._formats import short_name
+from mpx._fp8._codes import Codes, Encoding, More
 from mpx._fp8._dot import fp8_dot
+from mpx._fp8._follow import SLICE, Param, Weight, facts_after, matmul_dtypes
 from mpx._fp8._mx import mx_dot
 from mpx._fp8._operands import MatmulSpec
 from mpx._fp8._ragged import RaggedSpec, fp8_ragged_dot
 from mpx._fp8._recipes import MXFP8, DelayedScaling
 from mpx._fp8._selection import RAGGED, Matmul, Selection, reason_to_keep, sizes
 from mpx._jaxpr import HANDLERS
-from mpx._jaxpr._flow import Flow, propagate
+from mpx._jaxpr._flow import propagate
 from mpx._jaxpr._interpreter import (
     Kind,
     Op,
@@ -48,28 +49,20 @@ from mpx._jaxpr._queries import (
     ATTENTION,
     CALLS,
     MATMULS,
-    MOVES,
     Equation,
     contains,
     flops,
-    names,
     places,
     repetitions,
 )
 from mpx._keep import was_called
 from mpx._select import check_selectors
+from mpx._wire._options import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
+from mpx._wire._product import multiply_for
 
-Param = str | None
-"""The name of the parameter that a value is; `None` if it is none."""
 Scales = dict[str, tuple[Any, Any]]
 """By the key of a matmul: the maxima that were seen before, and the probe."""
 
-# The result is a parameter if the first operand is one.
-_MOVES = (MOVES - {"broadcast_in_dim"}).union(
-    names("neg all_gather all_gather_invariant split unstack")
-)
-# The result is a parameter if all operands are parameters or numbers.
-_COMBINES = names("add sub mul div max min concatenate stack dot_general")
 _CHANGED = RAGGED | {"dot_general"}
 # The others are not changed, but listed in the report.
 _MULTIPLIES = _CHANGED.union(MATMULS, ATTENTION)
@@ -85,12 +78,15 @@ class Fp8(Transformation):
     Attributes:
         chosen: The user's choices.
         param_names: The names of the arguments that hold parameters.
+        reduce: In which dtype weight gradients leave their matmuls.
         may_cast: Whether a function whose matmuls are f32 is run in bf16.
         is_cast: Whether it was.
         matmuls: Where matmuls are recorded; `None` to record none.
         keys: Where the keys of delayed scales are recorded, with the lengths of the scans
             around them; `None` to record none.
         scales: The delayed scales that the running body may need.
+        codes: Weights in 8 bits that it may need, `None` if none were made before.
+        encodings: Where it is recorded how weights become operands; `None` to record none.
         missing: The keys of matmuls for which `scales` has nothing that fits.
         used: The other keys.
         counts: How many matmuls with delayed scales were met, by parameter.
@@ -98,11 +94,14 @@ class Fp8(Transformation):
 
     chosen: Selection
     param_names: frozenset[str] = frozenset()
+    reduce: Reduce = None
     may_cast: bool = True
     is_cast: bool = False
     matmuls: list[Matmul] | None = None
     keys: dict[str, tuple[int, ...]] | None = None
     scales: Scales | None = None
+    codes: dict[str, Codes] | None = None
+    encodings: dict[str, Encoding] | None = None
     missing: set[str] = dataclasses.field(default_factory=set)
     used: set[str] = dataclasses.field(default_factory=set)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -116,10 +115,14 @@ class Fp8(Transformation):
         """The types whose calls run as they are written."""
         return tuple(x for x in self.chosen.keep if isinstance(x, type))
 
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        return plain_matmuls()
+
     def argument_fact(self, name: str, role: Role | None, leaf: Any) -> Param:
         """Returns the name of an argument that is a parameter."""
-        is_param = role == "own" or name.partition("/")[0] in self.param_names
-        return name if is_param else None
+        if role != "own" and name.partition("/")[0] not in self.param_names:
+            return None
+        return name if self.encodings is None else Weight(name)
 
     def start(self, traced: Traced) -> Traced:
         """Returns the function, cast by `amp` to bf16 if it was written in f32."""
@@ -127,7 +130,12 @@ class Fp8(Transformation):
         if not self.may_cast or not self._is_f32(traced):
             return traced
         self.is_cast = True
-        amp = Autocast(dtype=np.dtype(jnp.bfloat16), rules=AmpRules(), cache=self.cache)
+        amp = Autocast(
+            dtype=np.dtype(jnp.bfloat16),
+            rules=AmpRules(),
+            cache=self.cache,
+            reduce=COMPUTE,
+        )
 
         def run(*arrays: Any) -> Values:
             return run_traced(amp, traced._replace(arrays=list(arrays)))
@@ -150,15 +158,6 @@ class Fp8(Transformation):
 
     def _is_f32(self, traced: Traced) -> bool:
         """Returns whether all matmuls with a parameter are f32, and the parameters, too."""
-        dtypes: set[str] = set()
-
-        def rule(name: str, eqn: Equation, labels: list[Param]) -> Param:
-            if name in _CHANGED and labels[:2].count(None) == 1:
-                dtypes.update(label for label in labels if label)
-                dtypes.update(var.aval.dtype.name for var in eqn.invars[:2])
-            after = () if name in HANDLERS else _facts_after(eqn, labels)
-            return next(iter(after), None)  # an effect has no results
-
         # A parameter's label is its dtype.
         labels = {
             var: leaf.dtype.name
@@ -167,8 +166,7 @@ class Fp8(Transformation):
             )
             if self.argument_fact(*named, leaf) is not None
         }
-        Flow(rule).run(traced.jaxpr, labels)
-        return dtypes == {"float32"}
+        return matmul_dtypes(traced.jaxpr, labels, _CHANGED) == {"float32"}
 
     # --- equations --------------------------------------------------------------------
 
@@ -194,7 +192,7 @@ class Fp8(Transformation):
             return propagate(inner, labels, self._after)
         if name == "gather" and facts[0] is not None:
             self.found.add(("table", facts[0]))
-        return _facts_after(eqn, facts)
+        return facts_after(eqn, facts)
 
     def _dot(self, op: Op) -> Values:
         eqn, values, facts, _ = op
@@ -204,26 +202,46 @@ class Fp8(Transformation):
         if matmul.reason:
             if matmul.param and matmul.dtype == "f32":
                 self.found.add(("f32", matmul.param))
-            if is_low(eqn):
-                return multiply(eqn, arrays_of(values), eqn.outvars[0].aval.dtype)
-            return eval_equation(eqn, values)
+            return self._kept(op)
         self.found.add(("fp8", ""))
         if eqn.primitive.name in RAGGED:
             return [self._ragged(op)]
         summed, batch = eqn.params["dimension_numbers"]
         lhs, rhs = (jnp.asarray(value) for value in values)
+        side = int(facts[1] is not None)
+        weight = (lhs, rhs)[side]
         spec = MatmulSpec(
             dimensions=(_pair(summed), _pair(batch)),
             dtypes=(lhs.dtype, rhs.dtype),
             out_dtype=np.dtype(eqn.outvars[0].aval.dtype),
-            weight_side=int(facts[1] is not None),
+            weight_side=side,
             recipe=self.chosen.recipe,
             out_sharding=eqn.params.get("out_sharding"),
+            weight_grad=weight_grad_dtype(self.reduce, weight, weight.dtype),
         )
         if isinstance(self.chosen.recipe, MXFP8):
             return [mx_dot(spec, lhs, rhs)]
-        seen, probe = self._scale(matmul.param)
-        return [fp8_dot(spec, lhs, rhs, seen, probe, shared=self.frame.made)]
+        key = self._next_key(matmul.param)
+        seen, probe = self._scale(key)
+        self._record_weight(key, facts[side], spec)
+        codes = (self.codes or {}).get(key)
+        made = self.frame.made
+        return [fp8_dot(spec, lhs, rhs, seen, probe, shared=made, codes=codes)]
+
+    def _kept(self, op: Op) -> Values:
+        """Runs a matmul as it is written."""
+        eqn, values = op.eqn, arrays_of(op.values)
+        low = values[0].dtype
+        dtypes = {values[1].dtype, eqn.outvars[0].aval.dtype, low}
+        sides = [i for i, fact in enumerate(op.facts[:2]) if fact is not None]
+        if dtypes in ({np.dtype(jnp.bfloat16)}, {np.dtype(np.float16)}) and sides:
+            grads = {i: weight_grad_dtype(self.reduce, values[i], low) for i in sides}
+            wide = {i: (values[i], x) for i, x in grads.items() if x != low}
+            if wide:
+                return [multiply_for(eqn, values, wide)]
+        if is_low(eqn):
+            return multiply(eqn, values, eqn.outvars[0].aval.dtype)
+        return eval_equation(eqn, values)
 
     def _ragged(self, op: Op) -> Any:
         x, w, sizes = (jnp.asarray(value) for value in op.values)
@@ -276,63 +294,86 @@ class Fp8(Transformation):
     # --- bodies -----------------------------------------------------------------------
 
     def fact_inside(self, fact: Param, var: Any, kind: Kind) -> Param:
+        if kind == "slice" and isinstance(fact, Weight):
+            return fact.after(SLICE)
         return None if kind in ("carry", "tangent") else fact
 
-    def more_inputs(self, op: Op) -> Scales:
-        """Returns the delayed scales that an equation with these operands may need.
+    def more_inputs(self, op: Op) -> More:
+        """Returns the delayed scales and codes that an equation's body may need.
 
         They are those of the matmuls with these parameters that have not been met yet, of
         which some may come after the equation. A scan takes those of its own length.
         """
-        scales: Scales = {}
-        if self.scales is None:
-            return scales
-        length = None
-        if op.eqn.primitive.name == "scan":
-            length = op.eqn.params["length"]
-        for name in sorted({name for name in op.facts if name}):
+        # The last axis of a probe is for three tensors.
+        return More(
+            self._next_of(self.scales, op, lambda x: x[1].shape[:-1]),
+            self._next_of(self.codes, op, lambda x: x.largest.shape),
+        )
+
+    def _next_of(
+        self, known: dict[str, Any] | None, op: Op, lengths_of: Callable[[Any], Any]
+    ) -> dict[str, Any]:
+        found = {}
+        is_scan = op.eqn.primitive.name == "scan"
+        for name in sorted({name for name in op.facts if name and known}):
             for number in itertools.count(self.counts.get(name, 0)):
-                key = _key(name, number)
-                found = self.scales.get(key)
-                if found is None:
+                item = (known or {}).get(_key(name, number))
+                if item is None:
                     break
-                shape = found[1].shape
-                if length is not None and (len(shape) < 2 or shape[0] != length):
+                if is_scan and lengths_of(item)[:1] != (op.eqn.params["length"],):
                     break
-                scales[key] = found
-        return scales
+                found[_key(name, number)] = item
+        return found
 
     @contextlib.contextmanager
-    def inside(self, eqn: Equation, more: Scales | None) -> Iterator[None]:
-        """Enters a body with the delayed scales that belong there."""
-        before = self._lengths, self._delayed, self.scales
+    def inside(self, eqn: Equation, more: More | None) -> Iterator[None]:
+        """Enters a body with the delayed scales and codes that belong there."""
+        before = self._lengths, self._delayed, self.scales, self.codes
         name = eqn.primitive.name
         if name == "scan":
             self._lengths += (eqn.params["length"],)
         # Each device scales what it holds: delayed scales would need a maximum over
         # devices, where the gradient of a shared value is a sum.
         self._delayed &= name != "shard_map"
-        self.scales = None if self.scales is None else more
+        scales, codes = more or More({}, {})
+        self.scales = None if self.scales is None else scales
+        self.codes = None if self.codes is None else codes
         try:
             yield
         finally:
-            self._lengths, self._delayed, self.scales = before
+            self._lengths, self._delayed, self.scales, self.codes = before
 
-    def cache_key(self, more: Scales | None) -> tuple[Any, ...] | None:
-        if self.matmuls is not None or self.keys is not None:
+    def cache_key(self, more: More | None) -> tuple[Any, ...] | None:
+        recorders = self.matmuls, self.keys, self.encodings
+        if any(recorder is not None for recorder in recorders):
             return None
         tables = frozenset(note for note in self.found if note[0] == "table")
         # Delayed scales differ from one use of a parameter to the next: what was counted
         # before says which of them come first.
-        counts = tuple(self.counts.items()) if more else ()
+        counts = tuple(self.counts.items()) if more and any(more) else ()
         return tables, counts, self._delayed
 
-    def _scale(self, param: str) -> tuple[Any, Any]:
+    def _next_key(self, param: str) -> str:
+        """Returns the key of the next matmul with a parameter."""
+        number = self.counts.get(param, 0)
+        if self._delayed:
+            self.counts[param] = number + 1
+        return _key(param, number)
+
+    def _record_weight(self, key: str, param: Param, spec: MatmulSpec) -> None:
+        """Records how a parameter becomes the operand of a matmul, if it can be repeated."""
+        chain = getattr(param, "chain", None)
+        if self.encodings is None or chain is None or not self._delayed or spec.by_row:
+            return
+        # A weight that a scan does not slice is the same in all its rounds.
+        if sum(step is SLICE for step in chain) == len(self._lengths):
+            assert isinstance(param, Weight)
+            self.encodings[key] = Encoding(param, spec)
+
+    def _scale(self, key: str) -> tuple[Any, Any]:
         """Returns the maxima seen before and the probe of a matmul; `None` without."""
         if not isinstance(self.chosen.recipe, DelayedScaling) or not self._delayed:
             return None, None
-        number = self.counts.get(param, 0)
-        self.counts[param], key = number + 1, _key(param, number)
         if self.keys is not None:
             self.keys[key] = self._lengths
         if self.scales is None:
@@ -345,29 +386,9 @@ class Fp8(Transformation):
         return found
 
 
-def _facts_after(eqn: Equation, facts: list[Param]) -> list[Param]:
-    """Returns the facts of an equation's results."""
-    name, count = eqn.primitive.name, len(eqn.outvars)
-    if name == "optimization_barrier":
-        return facts
-    if name in _MOVES or (name == "broadcast_in_dim" and _keeps_size(eqn)):
-        return [facts[0]] * count
-    if name in _COMBINES:
-        pairs = zip(eqn.invars, facts, strict=True)
-        tensors = [fact for atom, fact in pairs if not isinstance(atom, Literal)]
-        params = [fact for fact in tensors if fact is not None]
-        if tensors and len(params) == len(tensors):
-            return [max(params)] * count
-    return [None] * count
-
-
 def _pair(axes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     first, second = axes
     return tuple(first), tuple(second)
-
-
-def _keeps_size(eqn: Equation) -> bool:
-    return math.prod(eqn.invars[0].aval.shape) == math.prod(eqn.outvars[0].aval.shape)
 
 
 def _key(param: str, number: int) -> str:

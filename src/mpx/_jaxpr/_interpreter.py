@@ -266,7 +266,7 @@ def rewrite(
     body, consts = open_jaxpr(jaxpr)
     count = len(avals)
     leaves, structure = jax.tree.flatten(more)
-    types = (*avals, *(x if _is_struct(x) else jax.typeof(x) for x in leaves))
+    types = (*avals, *(jax.typeof(x) if _is_array(x) else x for x in leaves))
     local = visitor.cache_key(more)
     key = (id(jaxpr), types, structure, tuple(facts), op.scopes, dtypes, local)
     if local is not None and key in visitor.cache:
@@ -288,8 +288,8 @@ def rewrite(
     return new, known
 
 
-def _is_struct(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct)
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
 
 
 def as_results(

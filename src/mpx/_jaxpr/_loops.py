@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from mpx._compat import as_function, bind, open_jaxpr, scan_options, scan_sizes
 from mpx._jaxpr._interpreter import (
+    Aval,
     Dtypes,
     Handler,
     Jaxpr,
@@ -23,6 +24,7 @@ from mpx._jaxpr._interpreter import (
     with_dtype,
 )
 from mpx._jaxpr._queries import Equation
+from mpx._sharding import unstacked
 
 
 def _carry_dtypes(
@@ -69,7 +71,7 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
         *visitor.facts_inside(op.facts[n_consts + n_carry :], x_vars, "slice"),
     ]
     more = visitor.more_inputs(op)
-    sliced = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), more)
+    sliced = jax.tree.map(_slice_type, more)
     x_types = [with_dtype(v.aval, x.dtype) for v, x in zip(x_vars, xs, strict=True)]
 
     def body_for(carry: Dtypes, outs: Dtypes | None) -> Jaxpr:
@@ -97,6 +99,11 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
 
     outs = scan_with(eqn, step, carry, [*xs, *leaves])
     return outs, visitor.result_facts(outs)
+
+
+def _slice_type(x: Any) -> Aval:
+    aval = jax.typeof(x)
+    return aval.update(shape=aval.shape[1:], sharding=unstacked(aval.sharding))
 
 
 def scan_with(

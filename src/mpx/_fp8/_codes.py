@@ -1,0 +1,74 @@
+"""Weights in 8 bits, made before the loop over microbatches that multiplies with them.
+
+The visitor runs inside that loop. So a call is traced once before it, to find which
+parameters become operands of 8-bit matmuls and by which operations; these are applied to the
+parameters outside, layer by layer, and the result is given to the calls in the loop.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jax import lax
+from jaxtyping import Array
+
+from mpx._compat import bind
+from mpx._fp8._dot import quantize_operand
+from mpx._fp8._follow import SLICE, Weight
+from mpx._fp8._operands import Fp8Tensor, MatmulSpec
+from mpx._fp8._scales import largest_magnitude
+
+
+class Codes(NamedTuple):
+    """A weight in 8 bits, and its largest magnitude; each slice of a scan has its own."""
+
+    tensor: Fp8Tensor
+    largest: Array
+
+
+class More(NamedTuple):
+    """Further inputs of a body, by the keys of matmuls: delayed scales and codes."""
+
+    scales: dict[str, tuple[Any, Any]]
+    codes: dict[str, Codes]
+
+
+class Encoding(NamedTuple):
+    """How a parameter becomes the operand of an 8-bit matmul."""
+
+    param: Weight
+    spec: MatmulSpec
+
+    def apply(self, leaf: Array, seen: Array | None) -> Codes:
+        """Returns the operand, for a parameter and the maxima seen in earlier steps."""
+        assert self.param.chain is not None
+        return self._apply(tuple(self.param.chain), leaf, seen)
+
+    def _apply(self, chain: tuple[Any, ...], x: Array, seen: Array | None) -> Codes:
+        count = chain.index(SLICE) if SLICE in chain else len(chain)
+        for step in chain[:count]:
+            (x,) = bind(step, [x])
+        if count < len(chain):
+            rest = chain[count + 1 :]
+            return lax.map(lambda args: self._apply(rest, *args), (x, seen))
+        side = self.spec.weight_side
+        tensor = quantize_operand(self.spec, side, lax.stop_gradient(x), seen)
+        return Codes(tensor, largest_magnitude(x))
+
+
+def encode_all(
+    encodings: Mapping[str, Encoding],
+    arrays: Mapping[str, Any],
+    scales: Mapping[str, tuple[Any, Any]] | None,
+) -> dict[str, Codes]:
+    """Returns the operands of matmuls by their keys.
+
+    Args:
+        encodings: How each is made.
+        arrays: Parameters by name. One that is not here is left out.
+        scales: The delayed scales by key.
+    """
+    return {
+        key: found.apply(arrays[found.param], (scales or {}).get(key, (None, None))[0])
+        for key, found in encodings.items()
+        if found.param in arrays
+    }

@@ -1,0 +1,1 @@
+"""The dtype of gradients on their way between devices."""

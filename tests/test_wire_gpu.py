@@ -1,0 +1,130 @@
+"""Programs compiled for eight H200s: the collectives of a language model, by dtype and bytes.
+
+Needs no GPU but XLA's compiler for one: `make gpu-compile` installs it and runs these. The
+same table with the shapes of 7B is printed by `benchmarks/wire.py`.
+"""
+
+import importlib
+import math
+from pathlib import Path
+
+import pytest
+
+import mpx
+from mpx.inspect import collectives
+
+pytestmark = [
+    pytest.mark.gpu_compile,
+    pytest.mark.standard_promotion,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend"),
+]
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def wire():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        return importlib.import_module("wire")
+
+
+def weights(wire):
+    """The number of weights of the scanned layers, and of embedding and head each."""
+    shapes = wire.shapes(wire.TINY)
+    layers = [shapes["layers"][name] for name in (*wire.COLUMNS, *wire.ROWS)]
+    return sum(map(math.prod, layers)), math.prod(shapes["head"])
+
+
+def sent(found, kinds, dtype, sizes):
+    """The bytes that a device sends for weights or their gradients in a dtype."""
+    return sum(
+        x.bytes
+        for x in found
+        if x.kind in kinds
+        and x.dtype == dtype
+        and sizes.length not in x.shape
+        and x.bytes > 2**14 * x.runs
+    )
+
+
+SUMS = ("all-reduce", "reduce-scatter")
+# By layout and precision: bytes by dtype that are gathered and reduced of each weight in
+# the layers; whether reductions run once per window.
+GOLDEN = {
+    ("FSDP", "f32", ""): ({"f32": 8}, {"f32": 4}),
+    ("FSDP", "bf16, sums in f32", ""): ({"bf16": 4}, {"f32": 4}),
+    ("FSDP", "bf16", ""): ({"bf16": 4}, {"bf16": 2}),
+    ("FSDP", "fp8, sums in f32", ""): ({"e4m3": 2}, {"f32": 4}),
+    ("DP", "bf16, sums in f32", ""): ({}, {"f32": 8}),
+    ("DP", "bf16", ""): ({}, {"bf16": 4}),
+    ("DP", "bf16, sums in f32", " ×4 each"): ({}, {"f32": 32}),
+    ("DP", "bf16, sums in f32", " ×4 once"): ({}, {"f32": 8}),
+    ("FSDP", "bf16, sums in f32", " ×4 once"): ({"bf16": 16}, {"f32": 4}),
+    ("FSDP", "bf16, 8-bit sums", ""): ({"bf16": 4}, {"e4m3": 1}),
+}
+
+
+@pytest.mark.parametrize(
+    "key", GOLDEN, ids=lambda key: "".join((key[0], key[2], " ", key[1]))
+)
+def test_bytes_of_gathers_and_reductions(wire, key):
+    layout, precision, window = key
+    case = wire.Case(layout, precision, window)
+    compiled = wire.compiled(case, wire.TINY)
+    found = collectives(compiled)
+    layers, table = weights(wire)
+    gathered, reduced = GOLDEN[key]
+    share = 7 / 8  # of what goes around a ring of eight
+    for dtype, width in gathered.items():
+        actual = sent(found, ("all-gather",), dtype, wire.TINY)
+        # The head may be gathered, too, once or twice and in each part.
+        assert layers * width * share <= actual * 1.001
+        assert actual <= (layers + table) * width * share * 1.3
+    kinds = ("all-to-all",) if "8-bit" in precision else SUMS
+    for dtype, width in reduced.items():
+        actual = sent(found, kinds, dtype, wire.TINY)
+        assert layers * width * share <= actual * 1.001
+        assert actual <= (layers + 2 * table) * width * share * 1.1
+    narrow = {"bf16", "f16", "e4m3", "e5m2"} - reduced.keys()
+    if "8-bit" not in precision:
+        assert not any(sent(found, SUMS, dtype, wire.TINY) for dtype in narrow)
+    if window == " ×4 once":
+        assert not any(x.in_loop for x in found if x.kind in SUMS and x.bytes > 2**16)
+    if precision.startswith("fp8"):
+        assert mpx.inspect.check(compiled).fp8 > 0
+
+
+def test_maxima_of_delayed_scaling_are_reduced_once(wire):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import h200
+
+    mesh = Mesh(np.array(h200.devices()), "data")
+
+    def struct(*shape, spec):
+        return jax.ShapeDtypeStruct(
+            shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)
+        )
+
+    def loss(p, x):
+        return jnp.mean((jax.nn.gelu(x @ p["a"]) @ p["b"]).astype(jnp.float32) ** 2)
+
+    func = mpx.fp8(loss, "delayed", min_gain=0)
+    params = {"a": struct(256, 512, spec=P()), "b": struct(512, 256, spec=P())}
+    x = struct(1024, 256, spec=P("data"))
+    state = func.init(params, x)
+    everywhere = NamedSharding(mesh, P())
+    state = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere), state
+    )
+    step = mpx.accumulate(func, axis_name="data", policy="p=bf16,c=bf16,o=f32")
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(step).lower(mpx.NoLossScaling(), state, params, x)
+        found = collectives(lowered.compile(h200.compiler_options()))
+    # Loss and flag aside, one sum of maxima and those of the gradients.
+    small = [x for x in found if x.bytes < 2**10 and x.shape]
+    assert len(small) <= 1
