@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -26,7 +27,7 @@ from mpx._jaxpr._interpreter import (
     cast_all,
     dtypes_of,
 )
-from mpx._jaxpr._queries import CALLS, MATMULS, SHAPE_ONLY, contains
+from mpx._jaxpr._queries import CALLS, MATMULS, SHAPE_ONLY, contains, names
 from mpx._wire._options import (
     COMPUTE,
     F32,
@@ -37,6 +38,7 @@ from mpx._wire._options import (
 from mpx._wire._product import multiply_for
 
 _ENTERED = (*CALLS, "scan", "cond")
+_BROADCASTING = names("add sub mul div max min")
 
 
 def with_masters(
@@ -91,6 +93,9 @@ class _Masters(Visitor):
                 return [value], [True]
         if name in SHAPE_ONLY and is_param:
             return bind(eqn, op.values), [True]
+        if name == "gather" and is_param:
+            # An embedding: what is read is rounded, and the gradients add up in f32.
+            return bind(eqn, op.values), [False]
         if name in MATMULS and self._held(op):
             return [self._matmul(op)], [False]
         if name in _ENTERED and any(contains(x, MATMULS) for x in sub_jaxprs(eqn)):
@@ -100,16 +105,25 @@ class _Masters(Visitor):
     def _held(self, op: Op) -> list[int]:
         """Returns which operands of a matmul are held in f32."""
         pairs = zip(op.eqn.invars[:2], arrays_of(op.values[:2]), strict=True)
-        return [i for i, (var, x) in enumerate(pairs) if x.dtype != var.aval.dtype]
+        return [
+            i
+            for i, (var, x) in enumerate(pairs)
+            if op.facts[i] and x.dtype != var.aval.dtype
+        ]
 
     def _rounded(self, op: Op) -> Values:
         """Returns the operands in the dtypes that they have in the function."""
-        return [
-            convert_dtype(value, var.aval.dtype)
-            if isinstance(value, jax.Array) and value.dtype != var.aval.dtype
-            else value
-            for var, value in zip(op.eqn.invars, op.values, strict=True)
-        ]
+        shape = op.eqn.outvars[0].aval.shape if op.eqn.outvars else ()
+
+        def rounded(var: Any, value: Any) -> Any:
+            if not isinstance(value, jax.Array) or value.dtype == var.aval.dtype:
+                return value
+            if op.eqn.primitive.name in _BROADCASTING and value.ndim == len(shape):
+                # A bias: a broadcast becomes a sum in the backward pass, in f32.
+                value = jnp.broadcast_to(value, shape)
+            return convert_dtype(value, var.aval.dtype)
+
+        return list(map(rounded, op.eqn.invars, op.values))
 
     def _matmul(self, op: Op) -> Any:
         operands, compute = self._rounded(op), op.eqn.invars[0].aval.dtype
