@@ -77,6 +77,7 @@ def test_wrong_predictions_are_replaced_by_measurements(monkeypatch):
     found = mpx.inspect.tune(plain, PARAMS, X, Y, max_grad_error=0.5, formats="bf16")
     assert {"a", "b"} <= {*found.repaired}
     (best,) = [x for x in found.candidates if x.policy == found.policy]
+    assert best.error is not None
     assert 0.5 < best.error / best.predicted_error < 2
 
 

@@ -1,7 +1,6 @@
 """Gradients in mixed precision: cast, scale, differentiate, reduce, unscale, check.
 
-`value_and_grad` is the main gradient function. `accumulate` runs the same step in parts,
-and the functions of the paper are thin layers over it.
+`accumulate` runs the same step in parts; the functions of the paper are thin layers over it.
 """
 
 import dataclasses

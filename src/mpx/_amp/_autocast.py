@@ -319,7 +319,7 @@ def _used_only_low(
 def _custom_jvp(amp: Autocast, op: Op) -> Outcome:
     if amp.reduce != COMPUTE:
         # The rule is about tangents, which JAX may transpose: only plain matmuls.
-        amp = dataclasses.replace(amp, reduce=COMPUTE, cache={})
+        amp = dataclasses.replace(amp, reduce=COMPUTE, cache={}, copies={})
     return HANDLERS["custom_jvp_call"](amp, op)
 
 

@@ -9,8 +9,8 @@ from mpx._inspect._judged import Judged
 from mpx._inspect._policies import PrecisionPolicy, policy_for, seconds, selected
 
 LIMITS = {"bf16": 0.05, "f16": 0.05, "fp8": 0.25}
-"""The gradient errors that are left without a remark: training tolerates more than these
-from the choice of a batch."""
+"""The gradient errors that are left without a remark. They are a judgement: about what one
+16-bit or 8-bit rounding of every operand does to the gradient of a healthy model."""
 MOST_VANISHING = 0.5
 """The share of numbers that f16 may make zero."""
 
