@@ -168,11 +168,7 @@ class Step:
         self._diff = self._local_parameters()
 
     def check(self, args: Sequence[Any]) -> None:
-        """Checks the arguments, before anything is done with them.
-
-        Raises:
-            ValueError: If the axis to average over is one of the mesh.
-        """
+        """Raises a `ValueError` if the axis to average over is one of the mesh."""
         if shards_of(self.axis_name, args) is not None:
             raise ValueError(
                 f"`axis_name={self.axis_name!r}` is an axis of the mesh. Leave it out: XLA "
