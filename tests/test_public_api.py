@@ -67,6 +67,7 @@ PUBLIC = {
         "Fp8Check",
         "Fp8Report",
         "check",
+        "check_processes",
         "report",
     ],
     "mpx.optim": [

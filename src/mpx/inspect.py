@@ -10,6 +10,7 @@ from mpx._fp8 import Fp8Function as _Fp8Function
 from mpx._fp8 import Fp8Report as Fp8Report
 from mpx._fp8 import check as check
 from mpx._fp8 import fp8_report as _fp8_report
+from mpx._processes import check_processes as check_processes
 
 
 @overload
