@@ -7,6 +7,7 @@ What follows `--` goes to train.py.
 """
 
 import argparse
+import logging
 import os
 
 import ray.train
@@ -16,6 +17,7 @@ from ray.train.v2.jax import JaxConfig, JaxTrainer
 def worker(config):
     import train  # here: JAX is imported after Ray has set the worker up
 
+    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax is talkative under Ray
     size = ray.train.get_context().get_world_size()
     train.main([*config["argv"], "--processes", str(size)])
 

@@ -13,7 +13,6 @@ The text is the manual behind Python's `help()`, so there is nothing to download
 """
 
 import argparse
-import functools
 import hashlib
 import os
 import signal
@@ -36,11 +35,11 @@ optimizer = mpx.optim.flash_adamw(3e-3)
 # --- The model: a decoder in plain JAX, its layers stacked and scanned ----------------
 
 
-def init(seed):
+def init():
     def normal(key, *shape):
         return jax.random.normal(key, shape, jnp.bfloat16) * shape[-2] ** -0.5
 
-    keys = jax.random.split(jax.random.key(seed), 6)
+    keys = jax.random.split(jax.random.key(0), 6)
     params = {
         "embed": normal(keys[0], 128, WIDTH),
         "position": normal(keys[1], LENGTH, WIDTH),
@@ -51,11 +50,8 @@ def init(seed):
             "down": normal(keys[5], LAYERS, 4 * WIDTH, WIDTH),
         },
     }
-    return {
-        "params": params,
-        "optimizer": optimizer.init(params),
-        "skipped": jnp.int32(0),
-    }
+    state = optimizer.init(params)
+    return {"params": params, "optimizer": state, "skipped": jnp.int32(0)}
 
 
 def norm(x):
@@ -80,9 +76,9 @@ def loss_fn(params, tokens):
 def train_step(state, tokens):
     grad_fn = mpx.value_and_grad(mpx.amp(loss_fn), policy="f32")
     result = grad_fn(mpx.NoLossScaling(), state["params"], tokens)
-    params, optimizer_state = optimizer.step(  # changes nothing unless all is finite
+    params, optimizer_state = optimizer.step(
         state["params"], state["optimizer"], result.grads, finite=result.finite
-    )
+    )  # changes nothing, on any device, if a gradient of any device is not finite
     skipped = state["skipped"] + ~result.finite
     state = {"params": params, "optimizer": optimizer_state, "skipped": skipped}
     return state, result.value
@@ -91,23 +87,29 @@ def train_step(state, tokens):
 # --- Where everything lies ------------------------------------------------------------
 
 
-def fsdp(mesh, shapes):
-    """Cuts the rows of each matrix over all devices; the rest is everywhere."""
+def fsdp(state, mesh):
+    """Cuts the rows of each matrix over all devices; the rest is on every device."""
 
     def place(x):
         is_cut = x.ndim >= 2 and x.shape[-2] % mesh.size == 0
-        return NamedSharding(mesh, P(*[None] * (x.ndim - 2), "data") if is_cut else P())
+        spec = P(*[None] * (x.ndim - 2), "data") if is_cut else P()
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map(place, shapes)
+    return jax.tree.map(place, state)
 
 
-def batch(text, number, rows, sharding):
-    """Returns batch `number`: the same for each start of the job. Reads local rows only."""
+def load_text():
+    manual = "\n".join(topics[name] for name in sorted(topics))
+    return np.frombuffer(manual.encode("ascii", "replace"), np.uint8).astype(np.int32)
+
+
+def batch(text, number, rows, mesh):
+    """Returns batch `number`, the same at each start. A process reads its rows only."""
     starts = np.random.default_rng(number).integers(len(text) - LENGTH, size=rows)
     places = starts[:, None] + np.arange(LENGTH + 1)
-    return jax.make_array_from_callback(
-        places.shape, sharding, lambda i: text[places[i]]
-    )
+    along = NamedSharding(mesh, P("data"))
+    return jax.make_array_from_callback(places.shape, along, lambda i: text[places[i]])
 
 
 def digest(state, mesh):
@@ -124,9 +126,8 @@ def join(args):
     """Joins the other processes, unless the engine has done it, and counts them."""
     if args.processes > 1 and not jax.distributed.is_initialized():
         if args.coordinator:
-            jax.distributed.initialize(
-                args.coordinator, args.processes, args.process_id
-            )
+            place = args.coordinator, args.processes, args.process_id
+            jax.distributed.initialize(*place)
         else:
             jax.distributed.initialize()  # Slurm and others describe the job
     mpx.inspect.check_processes(args.processes)
@@ -134,85 +135,57 @@ def join(args):
 
 def train(args):
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    along = NamedSharding(mesh, P("data"))
-    start = functools.partial(init, args.seed)
-    where = fsdp(mesh, jax.eval_shape(start))
-    template = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(start),
-        where,
-    )
+    template = fsdp(jax.eval_shape(init), mesh)
+    where = jax.tree.map(lambda x: x.sharding, template)
     step = jax.jit(train_step, donate_argnums=0, out_shardings=(where, None))
-    manual = "\n".join(topics[name] for name in sorted(topics)).encode(
-        "ascii", "replace"
-    )
-    text = np.frombuffer(manual, np.uint8).astype(np.int32)
+    text = load_text()
+    is_first = jax.process_index() == 0
+    is_last = jax.process_index() == jax.process_count() - 1
 
-    def say(*words):
-        if jax.process_index() == 0:
-            print(*words, flush=True)
+    def say(line):
+        if is_first:
+            print(line, flush=True)
 
     say(f"processes: {jax.process_count()}, devices: {mesh.size}")
     with mpx.checkpoint.Checkpointer(args.out, keep=2) as checkpoints:
-        done = checkpoints.latest()
+        done, clock = checkpoints.latest(), time.perf_counter()
         if done is None:
-            state, done = jax.jit(start, out_shardings=where)(), 0
+            state = jax.jit(init, out_shardings=where)()
         else:
             state = checkpoints.restore(template)
             say(f"resumed after step {done}")
-        resumed, clock = done > 0, time.perf_counter()
-        for number in range(done, args.steps):
-            is_last = jax.process_index() == jax.process_count() - 1
-            if number == args.die_at and is_last and not resumed:
+        for number in range(done or 0, args.steps):
+            if number == args.die_at and is_last and done is None:
                 os.kill(os.getpid(), signal.SIGKILL)
-            tokens = batch(text, number, args.batch, along)
-            state, loss = step(state, tokens)
+            state, loss = step(state, batch(text, number, args.batch, mesh))
             if (number + 1) % args.every == 0 or number + 1 == args.steps:
                 checkpoints.save(number + 1, state)  # returns before it is written
-                speed = (number + 1 - done) / (time.perf_counter() - clock)
                 say(
-                    f"step {number + 1:>5}/{args.steps}  loss {float(loss):.4f}  "
-                    f"skipped {int(state['skipped'])}  {speed:.2f} steps/s"
+                    f"step {number + 1}/{args.steps}  loss {float(loss):.4f}  skipped "
+                    f"{int(state['skipped'])}  {time.perf_counter() - clock:.0f} s"
                 )
     print(f"process {jax.process_index()}: state {digest(state, mesh)}", flush=True)
 
 
-def main(argv=None):
-    # Kubeflow sets the first three, as jobset.yaml does; Slurm sets the last.
-    env = os.environ
-    processes = env.get("JAX_NUM_PROCESSES") or env.get("SLURM_NTASKS") or 1
-    parser = argparse.ArgumentParser(
-        description="Trains a language model on a cluster."
-    )
+def parse(argv=None):
+    env = os.environ  # JAX_…: Kubeflow and jobset.yaml; SLURM_NTASKS: Slurm
+    size = env.get("JAX_NUM_PROCESSES") or env.get("SLURM_NTASKS") or 1
+    rank, host = env.get("JAX_PROCESS_ID"), env.get("JAX_COORDINATOR_ADDRESS")
+    parser = argparse.ArgumentParser(description="Trains on all devices of a job.")
     add = parser.add_argument
-    add(
-        "--coordinator", default=env.get("JAX_COORDINATOR_ADDRESS"), metavar="HOST:PORT"
-    )
-    add("--process-id", type=int, default=env.get("JAX_PROCESS_ID"), metavar="I")
-    add(
-        "--processes",
-        type=int,
-        default=processes,
-        metavar="N",
-        help="that were asked for",
-    )
-    add(
-        "--out",
-        default="run",
-        help="folder of the checkpoints, shared by all processes",
-    )
+    add("--coordinator", default=host, metavar="HOST:PORT", help="of process 0")
+    add("--processes", type=int, default=size, metavar="N", help="that should run")
+    add("--process-id", type=int, default=rank, metavar="I", help="of this process")
+    add("--out", default="run", help="shared folder of the checkpoints")
     add("--steps", type=int, default=200, metavar="N")
     add("--every", type=int, default=20, metavar="N", help="steps between checkpoints")
-    add(
-        "--batch",
-        type=int,
-        default=32,
-        metavar="N",
-        help="rows of all devices together",
-    )
-    add("--seed", type=int, default=0, metavar="N")
-    add("--die-at", type=int, metavar="N", help="kill the last process once, to try it")
-    args = parser.parse_args(argv)
+    add("--batch", type=int, default=32, metavar="N", help="rows on all devices")
+    add("--die-at", type=int, metavar="N", help="kill the last process, to try it")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse(argv)
     join(args)
     train(args)
 
