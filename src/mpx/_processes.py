@@ -41,10 +41,11 @@ def check_processes(expected: int) -> None:
             "once per process (under Slurm with `srun`)."
         )
     raise RuntimeError(
-        f"Expected {expected} {_processes(expected)}, but JAX runs in {found} "
-        f"{_processes(found)} with {jax.device_count()} devices. {why}"
+        f"Expected {_count(expected, 'process', 'processes')}, but JAX runs in "
+        f"{_count(found, 'process', 'processes')} with "
+        f"{_count(jax.device_count(), 'device', 'devices')}. {why}"
     )
 
 
-def _processes(count: int) -> str:
-    return "process" if count == 1 else "processes"
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
