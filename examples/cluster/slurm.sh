@@ -11,7 +11,7 @@
 #SBATCH --output=train-%j.log
 
 # Slurm copies this script elsewhere: sbatch is called in the folder of train.py.
-if ! srun --kill-on-bad-exit=1 ${SRUN_OPTIONS:-} "${PYTHON:-python}" train.py "$@"; then
+if ! srun --kill-on-bad-exit=1 python train.py "$@"; then
     [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ] || exit 1
     scontrol requeue "$SLURM_JOB_ID"
 fi
