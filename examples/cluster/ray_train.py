@@ -5,6 +5,7 @@
 
 What follows `--` goes to train.py.
 """
+# pyright: reportMissingImports=false
 
 import argparse
 import logging
