@@ -86,6 +86,7 @@ PUBLIC = {
         "Watch",
         "advise",
         "check",
+        "check_processes",
         "collectives",
         "doctor",
         "explain",

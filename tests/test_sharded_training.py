@@ -1,6 +1,7 @@
 """Training on eight devices is training on one: same skips, same numbers up to summation."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -185,7 +186,8 @@ def test_eight_devices_train_like_one(layout, name, kind):
 def test_a_thousand_steps_compile_once_and_never_wait_for_the_host(name):
     devices = jax.devices()[:2]
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-    way, everywhere = recipe(name), NamedSharding(mesh, P())
+    way: Any = recipe(name)
+    everywhere = NamedSharding(mesh, P())
     dtype = {"f32": jnp.float32, "bf16": jnp.bfloat16}[way.param]
     params = jax.tree.map(lambda x: jnp.asarray(x[:16, :16], dtype), PARAMS)
     x = jax.device_put(
@@ -194,7 +196,7 @@ def test_a_thousand_steps_compile_once_and_never_wait_for_the_host(name):
     bad = x.at[15, 0].set(jnp.inf)
     traced = 0
 
-    def step(carry, x):
+    def run(carry, x):
         nonlocal traced
         traced += 1
         return way.step(carry, x, jnp.sin(jnp.nan_to_num(x)))[0]
@@ -204,7 +206,7 @@ def test_a_thousand_steps_compile_once_and_never_wait_for_the_host(name):
         low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, x))
         carry = (*carry[:3], (way.fp8.init(*low, x),))
     carry = jax.device_put(carry, everywhere)
-    step = jax.jit(step, donate_argnums=0)
+    step: Any = jax.jit(run, donate_argnums=0)
     for i in range(3):  # what the first results are sharded like may differ
         carry = step(carry, bad if i == 1 else x)
     compiled, before = step._cache_size(), traced

@@ -33,3 +33,4 @@ from mpx._inspect._views import AmpView as AmpView
 from mpx._inspect._views import Fp8View as Fp8View
 from mpx._inspect._watch import Watch as Watch
 from mpx._inspect._watch import watch as watch
+from mpx._processes import check_processes as check_processes
