@@ -94,16 +94,20 @@ class _AsWritten(Transformation):
 
 
 def program(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shapes: list[Any] | None = None,
 ) -> Program:
     """Traces a call of a function, of any framework, under any transformation of mpx.
 
-    Arrays may be given as `jax.ShapeDtypeStruct`.
+    Arrays may be given as `jax.ShapeDtypeStruct`. Others may be traced in their place:
+    `shapes`, in the order of `Program.arrays`.
     """
     # A module under `amp` or `fp8` is an argument of the program, too.
     inner, wrap = unwrapped(func)
     arrays, call = flat_call(inner, args, kwargs, None if inner is func else wrap)
-    held = list[Any]()
+    arrays, held = arrays if shapes is None else shapes, list[Any]()
 
     def run(arrays: Sequence[Any]) -> list[Any]:
         held.extend(arrays)  # an `id` belongs to an array as long as it is kept

@@ -10,7 +10,7 @@ from mpx._inspect._findings import Kept, Matmul, Residual, findings
 from mpx._inspect._places import sites
 from mpx._inspect._program import Program, gradient, program
 from mpx._inspect._result import Result, Table, amount, percent
-from mpx._inspect._target import Compiled, compile_for, on_target
+from mpx._inspect._target import Compiled, compile_for, on_target, placed
 from mpx._inspect._views import (
     AmpView,
     Fp8View,
@@ -233,7 +233,11 @@ def report(
         ['exp']
     """
     with on_target(target, devices, (args, kwargs)) as mesh:
-        full, passes = _with_backward(program(func, args, kwargs), backward)
+        found = program(func, args, kwargs)
+        if mesh is not None and mesh.size > 1:
+            # On several devices gradients may leave their matmuls in another dtype.
+            found = program(func, args, kwargs, placed(found, mesh))
+        full, passes = _with_backward(found, backward)
         compiled = None
         if target is not None and mesh is not None:
             compiled = compile_for(full, target, mesh)

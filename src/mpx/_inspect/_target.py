@@ -4,7 +4,6 @@ import collections
 import contextlib
 import dataclasses
 import importlib.util
-import math
 import os
 import pathlib
 import re
@@ -16,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from mpx._collectives import Collective, collectives
 from mpx._compat import as_function
 from mpx._devices import assumed_gpu
 from mpx._fp8._check import Fp8Check, check
@@ -37,23 +37,6 @@ HERE = "here"
 """The target that is the default device."""
 
 
-class Collective(NamedTuple):
-    """Communication between devices.
-
-    Attributes:
-        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all` or
-            `collective-permute`.
-        dtype: The dtype that is sent.
-        bytes: The bytes of its results on one device.
-        times: How many there are; a loop counts its body once.
-    """
-
-    kind: str
-    dtype: str
-    bytes: int
-    times: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Compiled(Result):
     """What the compiler made of a program.
@@ -67,7 +50,7 @@ class Compiled(Result):
         calls: The calls of libraries and of written kernels, by name.
         matmuls: Which of its matmuls are fp8; see `mpx.inspect.check`.
         attention: How many calls of cuDNN's attention it has.
-        collectives: The communication between devices.
+        collectives: The communication between devices; see `mpx.inspect.collectives`.
     """
 
     target: str
@@ -89,11 +72,18 @@ class Compiled(Result):
             f"{amount(self.argument_bytes, 'B')}; {self.kernels} kernels; {self.matmuls}; "
             f"{self.attention} calls of cuDNN's attention."
         )
+        groups: dict[tuple[str, str], list[Collective]] = {}
+        for x in self.collectives:
+            groups.setdefault((x.kind, x.dtype), []).append(x)
         rows = [
-            (x.kind, x.dtype, str(x.times), amount(x.bytes, "B"))
-            for x in self.collectives
+            (
+                *key,
+                str(sum(x.runs for x in found)),
+                amount(sum(x.bytes for x in found), "B"),
+            )
+            for key, found in sorted(groups.items())
         ]
-        head = ("collective", "dtype", "count", "bytes")
+        head = ("collective", "dtype", "runs", "sent by each device")
         table = [Table(head, rows, "", frozenset({2, 3}))] if rows else []
         return [Table.text(text), *table]
 
@@ -194,16 +184,20 @@ def on_target(
 
 def compile_for(full: Program, target: str, mesh: Mesh) -> Compiled:
     """Compiles a program inside `on_target`; `report` says how arguments are sharded."""
-    shapes = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-        for x, spec in zip(full.arrays, _specs(full, mesh), strict=True)
-    ]
     options = compiler_options(target)
     if target != HERE:
         # Without timing, XLA finds no tiles for some odd shapes of Triton's matmuls.
         options["xla_gpu_enable_triton_gemm"] = False
-    lowered = jax.jit(as_function(full.jaxpr)).lower(*shapes)
+    lowered = jax.jit(as_function(full.jaxpr)).lower(*placed(full, mesh))
     return read_compiled(lowered.compile(options), target, mesh.size)
+
+
+def placed(full: Program, mesh: Mesh) -> list[Any]:
+    """Returns the shapes of the arguments of a program, sharded over a mesh."""
+    return [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x, spec in zip(full.arrays, _specs(full, mesh), strict=True)
+    ]
 
 
 def _specs(full: Program, mesh: Mesh) -> list[PartitionSpec]:
@@ -240,32 +234,5 @@ def read_compiled(compiled: Any, target: str = HERE, devices: int = 1) -> Compil
         calls=dict(sorted(calls.items())),
         matmuls=check(text),
         attention=sum(n for name, n in calls.items() if "fmha" in name),
-        collectives=tuple(_collectives(text)),
+        collectives=tuple(collectives(text)),
     )
-
-
-_COLLECTIVE = re.compile(
-    r" = (\(.*?\)|\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|"
-    r"collective-permute|ragged-all-to-all)(-start)?\("
-)
-_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-_BITS = re.compile(r"^[a-z]+(\d+)")
-
-
-def _collectives(text: str) -> Iterator[Collective]:
-    found: dict[tuple[str, str], list[int]] = {}
-    for line in text.splitlines():
-        match = _COLLECTIVE.search(line)
-        if match is None:
-            continue
-        results, kind, is_started = match.groups()
-        arrays = _ARRAY.findall(results)
-        if is_started and kind != "all-reduce":
-            arrays = arrays[len(arrays) // 2 :]  # the first half are the operands
-        for dtype, shape in arrays:
-            sizes = [int(size) for size in shape.split(",") if size]
-            bits = _BITS.match(dtype)
-            each = math.ceil(int(bits.group(1)) / 8) if bits else 1
-            found.setdefault((kind, dtype), []).append(math.prod(sizes) * each)
-    for (kind, dtype), sizes in sorted(found.items()):
-        yield Collective(kind, dtype, sum(sizes), len(sizes))
