@@ -70,7 +70,7 @@ class Advice(Result):
         proposals: A policy for each of bf16, f16 and fp8 that was asked for.
         loss_scale: The loss scale that was assumed for f16.
         opaque: Operations that were run as written, and whose inside is not judged.
-        steps: How many operations are steps, such as those of relu: see `advise`.
+        steps: At most so many operations are steps, such as those of relu; 0 if none is.
     """
 
     groups: tuple[GroupAdvice, ...]
@@ -114,7 +114,7 @@ class Advice(Result):
         if self.steps:
             tables.append(
                 Table.text(
-                    f"{self.steps} operations are steps, such as those of relu: rounding "
+                    "The function has steps, such as those of relu: rounding "
                     "before them flips signs, which no derivative predicts. Errors before "
                     "them are larger than shown; `mpx.inspect.tune` measures."
                 )

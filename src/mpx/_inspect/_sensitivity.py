@@ -11,14 +11,14 @@ for all groups and formats at once.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._compat import is_transposed, open_jaxpr, primitive_name
+from mpx._compat import is_transposed, open_jaxpr, primitive_name, sub_jaxprs
 from mpx._inspect._groups import Group, labelled
 from mpx._inspect._keys import Known, Site
 from mpx._inspect._program import Program, gradient
@@ -149,13 +149,23 @@ def count_steps(jaxpr: Any) -> int:
         and any(str(x.aval.dtype) in _FLOATS for x in eqn.invars)
     }
     made = {var for eqn in equations(jaxpr) for var in eqn.outvars}
+    if not compared:
+        return 0
     return sum(
         primitive_name(eqn) == "select_n"
-        and is_transposed(eqn)
         and (eqn.invars[0] in compared or eqn.invars[0] not in made)
-        for eqn in equations(jaxpr)
-        if compared
+        for eqn in _backward_equations(jaxpr)
     )
+
+
+def _backward_equations(jaxpr: Any, inside: bool = False) -> Iterator[Any]:
+    """Yields the equations of the backward pass; those in a body do not say so."""
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        is_backward = inside or is_transposed(eqn)
+        if is_backward:
+            yield eqn
+        for body in sub_jaxprs(eqn):
+            yield from _backward_equations(body, is_backward)
 
 
 def _options() -> dict[str, Any] | None:
