@@ -89,6 +89,28 @@ def equations(jaxpr):
                     yield from equations(item)
 
 
+def multiplied(jaxpr, names=("dot_general",)):
+    """Returns the dtypes of the numbers that matmuls multiply.
+
+    The gradients of weights on several devices leave their matmuls in f32. XLA has no such
+    matmul for CPUs: there 16-bit operands are widened first, which changes no product.
+    """
+    eqns = list(equations(jaxpr))
+    narrow = {
+        eqn.outvars[0]: eqn.invars[0]
+        for eqn in eqns
+        if eqn.primitive.name == "convert_element_type"
+        and eqn.invars[0].aval.dtype.itemsize == 2
+        and eqn.outvars[0].aval.dtype == np.float32
+    }
+    return {
+        str((narrow.get(var, var) if hasattr(var, "count") else var).aval.dtype)
+        for eqn in eqns
+        if eqn.primitive.name in names
+        for var in eqn.invars[:2]
+    }
+
+
 def trace_together(funcs, *args):
     """Traces functions of the same arguments as one program.
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from models import equations, mlp, mlp_batch, mlp_loss, trace_together
+from models import mlp, mlp_batch, mlp_loss, multiplied, trace_together
 from mpx import AmpRules, amp
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
@@ -71,12 +71,7 @@ def loss_of(func):
 
 
 def matmuls(jaxpr):
-    return {
-        str(var.aval.dtype)
-        for eqn in equations(jaxpr)
-        if eqn.primitive.name in MATMULS
-        for var in eqn.invars[:2]
-    }
+    return multiplied(jaxpr, MATMULS)
 
 
 def assert_close(actual, wanted, bound):

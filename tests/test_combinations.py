@@ -27,7 +27,7 @@ from combinations import (
     page,
     problem,
 )
-from models import equations
+from models import equations, multiplied
 
 pytestmark = [
     # As users run it: f32 inputs times bf16 parameters, and optax.
@@ -88,15 +88,12 @@ def placed(training, placement):
 
 def dtypes_of_matmuls(jaxpr):
     """Returns what the matmuls multiply; in fp8 what their operands are rounded to."""
-    eqns = list(equations(jaxpr))
-    dots = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
-    operands = {str(var.aval.dtype) for eqn in dots for var in eqn.invars}
     rounded = {
         str(eqn.params["new_dtype"])
-        for eqn in eqns
+        for eqn in equations(jaxpr)
         if eqn.primitive.name == "convert_element_type"
     }
-    return operands, rounded
+    return multiplied(jaxpr), rounded
 
 
 def train(precision, update, placement):

@@ -298,7 +298,7 @@ def test_the_demo_shows_what_it_promises(digits, tiny, tmp_path, capsys):
     assert "mixed-bf16: as good as f32" in out
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
     _, _, report = out.partition("Figure: ")
-    assert "Matmul operations: 100.0 % in bf16." in report
+    assert "Matmul operations: 100.0 % in bf16" in report
     assert "model/embed/weight" in report
     table, _, places = report.partition("Exponents and the run: ")
     assert re.search(r"embed/weight +f32 +[\d.]+ k? +▁", table)

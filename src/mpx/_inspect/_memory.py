@@ -125,7 +125,7 @@ def memory(
         >>> found["f32"].state // found["f32"].params
         2
         >>> {x.name: f"{x.peak / 1e9:.1f} GB" for x in found.options[:2]}
-        {'f32': '0.5 GB', 'amp bf16': '0.3 GB'}
+        {'f32': '0.6 GB', 'amp bf16': '0.4 GB'}
     """
     here = target is None and cuda_capability() is not None
     target = "here" if here else target or "h200"
