@@ -104,7 +104,7 @@ def multiplied(jaxpr, names=("dot_general",)):
         and eqn.outvars[0].aval.dtype == np.float32
     }
     return {
-        str((narrow.get(var, var) if hasattr(var, "count") else var).aval.dtype)
+        str((var if hasattr(var, "val") else narrow.get(var, var)).aval.dtype)
         for eqn in eqns
         if eqn.primitive.name in names
         for var in eqn.invars[:2]
