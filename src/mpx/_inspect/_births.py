@@ -71,7 +71,7 @@ def births(nodes: Sequence[Node], starts: Iterable[Ref]) -> list[Birth]:
     for ref in starts:
         classes = None if ref[0] < 0 else nodes[ref[0]].findings[ref[1]].classes
         if classes is not None:
-            want(ref, classes != 0, -1)
+            want(ref, np.asarray(classes != 0), -1)  # a scalar is no array
     found = []
     while queue:
         index = -heapq.heappop(queue)
