@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,9 @@ _KEEPS_CLASS = SHAPE_ONLY.union(
 _Want = Callable[[Ref, np.ndarray, int], None]
 """Asks for some numbers of a value, on behalf of a node."""
 
+Where = Any
+"""Which numbers of an array: booleans in its shape, a scalar of NumPy for a scalar."""
+
 
 class Birth(NamedTuple):
     """A result that is not finite although its operands are.
@@ -44,7 +47,7 @@ class Birth(NamedTuple):
 
     node: int
     out: int
-    where: np.ndarray
+    where: Where
     constant: float | None = None
 
 
@@ -59,7 +62,7 @@ def births(nodes: Sequence[Node], starts: Iterable[Ref]) -> list[Birth]:
     queue: list[int] = []
     readers: dict[int, int] = {}
 
-    def want(ref: Ref, where: np.ndarray, reader: int) -> None:
+    def want(ref: Ref, where: Where, reader: int) -> None:
         index, out = ref
         if index not in wanted:
             wanted[index] = {}
@@ -71,7 +74,7 @@ def births(nodes: Sequence[Node], starts: Iterable[Ref]) -> list[Birth]:
     for ref in starts:
         classes = None if ref[0] < 0 else nodes[ref[0]].findings[ref[1]].classes
         if classes is not None:
-            want(ref, np.asarray(classes != 0), -1)  # a scalar is no array
+            want(ref, classes != 0, -1)
     found = []
     while queue:
         index = -heapq.heappop(queue)
@@ -86,7 +89,7 @@ def _birth(
     nodes: Sequence[Node],
     index: int,
     out: int,
-    where: np.ndarray,
+    where: Where,
     readers: dict[int, int],
 ) -> Birth:
     """Returns a birth; that of a constant is where it is first computed with."""
@@ -108,7 +111,7 @@ def _birth(
 
 
 def _follow(
-    nodes: Sequence[Node], index: int, out: int, where: np.ndarray, want: _Want
+    nodes: Sequence[Node], index: int, out: int, where: Where, want: _Want
 ) -> np.ndarray:
     """Asks for the operands that explain some numbers; returns those that none does."""
     node = nodes[index]
@@ -144,7 +147,7 @@ def _follow(
 
 
 def _follow_parts(
-    nodes: Sequence[Node], index: int, where: np.ndarray, want: _Want
+    nodes: Sequence[Node], index: int, where: Where, want: _Want
 ) -> np.ndarray:
     """Follows a part of another value, or a value that was stacked."""
     node = nodes[index]
