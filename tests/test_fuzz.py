@@ -1,4 +1,4 @@
-"""4,000 random pytrees through casts, scaling, selection and updates.
+"""10,000 random pytrees through casts, scaling, selection and updates.
 
 Every result is compared with NumPy. Leaves that an operation has no business with must
 come back as the same object, in the same place, and arrays with the same sharding.
@@ -25,8 +25,7 @@ import mpx
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16, F32, F64 = map(np.dtype, ("float16", "float32", "float64"))
-# Of so many trees, each kind of leaf is in each kind of container, 50 times on average.
-TREES, CHUNK, FOREST = 4000, 1000, 50
+TREES, CHUNK, FOREST = 10_000, 1000, 50
 
 
 pytestmark = pytest.mark.long
