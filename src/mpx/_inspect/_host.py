@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpx._compat import primitive_name
+from mpx._jaxpr._constants import COMPARISONS
 from mpx._jaxpr._queries import Equation
 
 _Rule = Callable[..., Any]
@@ -51,14 +52,6 @@ _ARITHMETIC: dict[str, _Rule] = {
     "mul": np.multiply,
     "max": np.maximum,
     "min": np.minimum,
-}
-_COMPARISONS: dict[str, _Rule] = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
 }
 _SUMS: dict[str, _Rule] = {"reduce_max": np.max, "reduce_min": np.min}
 
@@ -198,7 +191,7 @@ def _computed(name: str, eqn: Equation, args: Sequence[Any], dtype: Any) -> Any:
         return None
     floats = _is_float(args[0].dtype) if args else False
     wide = [_wide(x) for x in args]
-    rule = _COMPARISONS.get(name) or _ARITHMETIC.get(name)
+    rule = COMPARISONS.get(name) or _ARITHMETIC.get(name)
     if rule is None and floats:
         rule = _FLOATING.get(name)
     if rule is not None:

@@ -80,6 +80,14 @@ def _choose(which: Any, *cases: Any) -> Any:
     return np.where(which, cases[1], cases[0]) if which.dtype == bool else None
 
 
+COMPARISONS: dict[str, Callable[..., Any]] = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
 _NUMPY: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -100,12 +108,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     "not": np.bitwise_not,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
+    **COMPARISONS,
     **dict.fromkeys((*SAME, "convert_element_type"), lambda x: x),
     "select_n": _choose,
 }
