@@ -339,3 +339,12 @@ def check(got, expected, dtype, name):
     got, expected = (np.asarray(x).astype(np.float64) for x in (got, expected))
     tolerance = 4 * float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(got, expected, rtol=tolerance, err_msg=name)
+
+
+def test_process_without_the_cpu_is_told_how_to_get_it(monkeypatch):
+    def devices(platform=None):
+        raise RuntimeError("Unknown backend cpu")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    with pytest.raises(RuntimeError, match="JAX_PLATFORMS=cuda,cpu"):
+        mpx.inspect.explain(lambda x: jnp.sum(x * x), jnp.ones(3))

@@ -146,7 +146,7 @@ def explain(
     scale = 1.0 if scaling is None else float(scaling.loss_scaling)
     call = Call(_route(func), scale, scaling is not None)
     # On the CPU, where few operations have to be compiled: see `mpx._inspect._host`.
-    with _progress() as tick, jax.default_device(jax.devices("cpu")[0]):
+    with _progress() as tick, jax.default_device(_cpu()):
         return _explained(whole, labels, call, tick)
 
 
@@ -182,6 +182,16 @@ def _with_gradient(
         ]
     names = [f"gradient of `{forward.names[i]}`" for i in forward.params]
     return gradient(forward, scaling or NoLossScaling()), ["loss", *names]
+
+
+def _cpu() -> Any:
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError as error:
+        raise RuntimeError(
+            "`explain` runs the operations on the CPU, but JAX was started without it. Name "
+            "it beside the accelerator: `JAX_PLATFORMS=cuda,cpu`, or leave that unset."
+        ) from error
 
 
 def _explained(
