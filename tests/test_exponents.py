@@ -126,9 +126,9 @@ def test_finite_flags_agree_with_the_counts():
 @pytest.mark.long
 def test_the_kernel_counts_as_numpy_does():
     leaves = [values((7, 33)), values((11,), "f16"), values((231,)), values((21, 11))]
-    leaves += [values((2, 128), "bf16")]
+    leaves += [values((2, 128), "bf16"), np.zeros(300, np.float32)]
     counts, squares = count_local(
-        [jnp.asarray(x) for x in leaves], Tuning(32, 2, 2, batch=2), interpret=True
+        [jnp.asarray(x) for x in leaves], Tuning(32, 4, batch=2), interpret=True
     )
     np.testing.assert_array_equal(counts, [expected(x) for x in leaves])
     with np.errstate(over="ignore", invalid="ignore"):
