@@ -285,11 +285,9 @@ def _written(x: _Instruction, body: Body) -> float:
     """Returns the bytes of the result of a fusion that are written."""
     if x.opcode == "tuple":
         return sum(_written(body[name], body) for name in x.operands)
-    if x.opcode == "get-tuple-element":
-        is_first = "index=0" in x.line
-        return (
-            _size(x.shapes) if is_first or '"__cublas' not in _maker(x, body) else 0.0
-        )
+    if x.opcode == "get-tuple-element" and "index=0" not in x.line:
+        is_workspace = '"__cublas' in body[x.operands[0]].line
+        return 0.0 if is_workspace else _size(x.shapes)
     if x.opcode == "bitcast":
         return _written(body[x.operands[0]], body)
     if x.opcode in _UPDATES:
