@@ -1,6 +1,6 @@
 """How training scales: time and memory of 7B and 70B on 8 to 1,024 GPUs, predicted.
 
-    python benchmarks/scale.py                      # the table; about 20 minutes
+    python benchmarks/scale.py                      # the table; about 15 minutes
     python benchmarks/scale.py --cache out/scale    # keeps what was read from the programs
     python benchmarks/scale.py --cache out/scale --set network=25e9   # another machine
     python benchmarks/scale.py --models 7B --gpus 8 --detail          # where the time goes
@@ -15,6 +15,7 @@ machine, `--set NAME=VALUE` changes one of them. `_llama.py` holds models and la
 
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
 import sys
@@ -50,13 +51,15 @@ class Case(NamedTuple):
         return f"{self.model}, {self.precision}, {self.layout}, {self.gpus} GPUs"
 
 
-def cases(models: Sequence[str], gpus: Sequence[int]) -> Iterator[Case]:
-    for model in models:
-        for count in gpus:
-            for precision in llama.PRECISIONS:
-                for layout in llama.LAYOUTS:
-                    if layout != "FSDP in a node" or count > llama.NODE:
-                        yield Case(model, precision, layout, count)
+def cases(
+    models: Sequence[str], gpus: Sequence[int], *, tensor_parallel: bool = False
+) -> Iterator[Case]:
+    """Yields every case; in a single node all of FSDP is in a node."""
+    layouts = llama.LAYOUTS if tensor_parallel else llama.LAYOUTS[:2]
+    for model, count, precision in itertools.product(models, gpus, llama.PRECISIONS):
+        for layout in layouts:
+            if layout != "FSDP in a node" or count > llama.NODE:
+                yield Case(model, precision, layout, count)
 
 
 def program_of(case: Case, cache: pathlib.Path | None) -> Program:
@@ -208,7 +211,9 @@ def print_table(options: argparse.Namespace, machine: Machine) -> None:
     """Predicts all cases and prints the best layout of each, or all of them."""
     jax.config.update("jax_platforms", "cpu")  # nothing is run
     found: dict[tuple[str, int, str], list[Prediction]] = {}
-    for case in cases(options.models, options.gpus):
+    for case in cases(
+        options.models, options.gpus, tensor_parallel=options.tensor_parallel
+    ):
         start = time.perf_counter()
         program = program_of(case, options.cache)
         prediction = predict(case, program, machine)
@@ -443,6 +448,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--models", default="7B,70B", help="names of models, with commas")
     add("--gpus", default=",".join(map(str, GPUS)), help="numbers of GPUs, with commas")
+    add("--tensor-parallel", action="store_true", help="try it, too")
     add("--all", action="store_true", help="every layout, not only the best")
     add("--detail", action="store_true", help="where time and memory go")
     add("--cache", type=pathlib.Path, help="folder for what was read from programs")
