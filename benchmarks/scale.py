@@ -373,7 +373,8 @@ def time_of(func: Any, *args: Any, least: float = 1.0) -> float:
         options = {"xla_gpu_enable_triton_gemm": False}
     compiled = jax.jit(func).lower(*args).compile(options)
     jax.block_until_ready(compiled(*args))
-    turns, seconds, end = 20, 0.0, time.perf_counter() + least
+    turns, seconds, result = 20, 0.0, None
+    end = time.perf_counter() + least
     while time.perf_counter() < end:
         start = time.perf_counter()
         for _ in range(turns):
