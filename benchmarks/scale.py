@@ -1,6 +1,7 @@
 """How training scales: time and memory of 7B and 70B on 8 to 1,024 GPUs, predicted.
 
-    python benchmarks/scale.py                      # the table; about 15 minutes
+    python benchmarks/scale.py                      # the table; about 10 minutes
+    python benchmarks/scale.py --layouts --all      # and other layouts than FSDP
     python benchmarks/scale.py --cache out/scale    # keeps what was read from the programs
     python benchmarks/scale.py --cache out/scale --set network=25e9   # another machine
     python benchmarks/scale.py --models 7B --gpus 8 --detail          # where the time goes
@@ -15,6 +16,7 @@ machine, `--set NAME=VALUE` changes one of them. `_llama.py` holds models and la
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 import _cost as cost
 import _llama as llama
@@ -52,10 +55,9 @@ class Case(NamedTuple):
 
 
 def cases(
-    models: Sequence[str], gpus: Sequence[int], *, tensor_parallel: bool = False
+    models: Sequence[str], gpus: Sequence[int], layouts: Sequence[str]
 ) -> Iterator[Case]:
     """Yields every case; in a single node all of FSDP is in a node."""
-    layouts = llama.LAYOUTS if tensor_parallel else llama.LAYOUTS[:2]
     for model, count, precision in itertools.product(models, gpus, llama.PRECISIONS):
         for layout in layouts:
             if layout != "FSDP in a node" or count > llama.NODE:
@@ -211,9 +213,8 @@ def print_table(options: argparse.Namespace, machine: Machine) -> None:
     """Predicts all cases and prints the best layout of each, or all of them."""
     jax.config.update("jax_platforms", "cpu")  # nothing is run
     found: dict[tuple[str, int, str], list[Prediction]] = {}
-    for case in cases(
-        options.models, options.gpus, tensor_parallel=options.tensor_parallel
-    ):
+    layouts = llama.LAYOUTS if options.layouts else llama.LAYOUTS[:1]
+    for case in cases(options.models, options.gpus, layouts):
         start = time.perf_counter()
         program = program_of(case, options.cache)
         prediction = predict(case, program, machine)
@@ -340,8 +341,12 @@ def run_rates(options: Any) -> Record:
         ("bf16", jnp.bfloat16, None),
         ("fp8", jnp.float8_e4m3fn, jnp.bfloat16),
     ):
-        matmul = lambda x, y, out=out: jnp.dot(x, y, preferred_element_type=out)  # noqa: E731
-        seconds = time_of(matmul, left.astype(dtype), right.astype(dtype).T.copy().T)
+        # Both sum over their last axis, as the units of fp8 want it.
+        axes = ((1,), (1,)), ((), ())
+        matmul = functools.partial(
+            lax.dot_general, dimension_numbers=axes, preferred_element_type=out
+        )
+        seconds = time_of(matmul, left.astype(dtype), right.astype(dtype))
         rates[name] = 2 * size**3 / seconds
     big = jnp.ones((4 * size, size), jnp.float32)
     rates["memory"] = 2 * big.nbytes / time_of(lambda x: x + 1, big)
@@ -449,8 +454,8 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--models", default="7B,70B", help="names of models, with commas")
     add("--gpus", default=",".join(map(str, GPUS)), help="numbers of GPUs, with commas")
-    add("--tensor-parallel", action="store_true", help="try it, too")
-    add("--all", action="store_true", help="every layout, not only the best")
+    add("--layouts", action="store_true", help="other layouts than FSDP, too")
+    add("--all", action="store_true", help="print every layout, not only the best")
     add("--detail", action="store_true", help="where time and memory go")
     add("--cache", type=pathlib.Path, help="folder for what was read from programs")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a rate")
