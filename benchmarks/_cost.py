@@ -22,9 +22,12 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 class Machine:
     """Rates of GPUs and of their links. Operations and bytes are per second.
 
+    The first six are measured on one H200 (`scale.py --check`), the links are assumed.
+
     Attributes:
         bf16: Operations of a large matmul in bf16.
-        fp8: The same in fp8.
+        fp8: The same in fp8. The measured call also transposed one operand, so that
+            the matmul alone is somewhat faster.
         f32: The same in f32, which are TF32.
         forward: Operations of cuDNN's attention, forward; a causal one has half of them.
         backward: The same, backward.
@@ -40,12 +43,12 @@ class Machine:
         far_hop: The same to another node.
     """
 
-    bf16: float = 694e12
-    fp8: float = 1277e12
-    f32: float = 350e12
-    forward: float = 550e12
-    backward: float = 450e12
-    memory: float = 4.2e12
+    bf16: float = 667e12
+    fp8: float = 1130e12
+    f32: float = 337e12
+    forward: float = 433e12
+    backward: float = 372e12
+    memory: float = 4.02e12
     kernel: float = 2e-6
     peak: float = 989e12
     capacity: float = 136e9

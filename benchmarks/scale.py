@@ -146,7 +146,7 @@ def best(found: Sequence[Prediction], machine: Machine) -> Prediction:
 
 HEADER = (
     "model, GPUs", "precision", "layout", "ms a step", "tokens/s a GPU", "MFU, %",
-    "GB a GPU", "state, GB", "communication, %",
+    "GB a GPU", "of which state", "communication, %",
 )  # fmt: skip
 
 
@@ -205,7 +205,10 @@ def print_assumptions(machine: Machine) -> None:
         print(f"  {field.name} = {getattr(machine, field.name):g}")
     print(
         f"  {llama.MODELS['7B'].sequences} × {llama.MODELS['7B'].length} tokens a GPU;"
-        " layers scanned and rematerialised; no dropped or late GPUs, no input pipeline"
+        " layers scanned and rematerialised; no late GPU, no input pipeline"
+    )
+    print(
+        f"  FSDP cuts a weight into {llama.PARTS} parts at most, and has copies beyond"
     )
 
 
