@@ -457,3 +457,13 @@ def read(compiled: Any) -> Program:
         - memory.alias_size_in_bytes
     )
     return Program(kernels(text), transfers(text), memory.argument_size_in_bytes, peak)
+
+
+def from_record(record: dict[str, Any]) -> Program:
+    """Returns the program of a JSON record."""
+    return Program(
+        [Kernel(*x) for x in record["kernels"]],
+        [Transfer(*x) for x in record["transfers"]],
+        record["argument_bytes"],
+        record["peak_bytes"],
+    )
