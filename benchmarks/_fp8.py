@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mpx._devices import cuda_capability
+
 Params = dict[str, Any]
 BF16 = jnp.bfloat16
 
@@ -106,7 +108,7 @@ def _rotate(x: jax.Array) -> jax.Array:
 def lm_loss(params: Params, tokens: jax.Array, *, heads: int) -> jax.Array:
     """Mean cross-entropy of the next token; tokens are (batch, length + 1)."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    kernel = "xla" if cuda_capability() is None else "cudnn"
 
     @jax.checkpoint
     def block(h: jax.Array, w: Params) -> jax.Array:

@@ -71,11 +71,15 @@ def collectives(compiled: Any) -> list[Collective]:
         []
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
-    entry, bodies = _computations(text)
-    runs = _runs(entry, bodies)
+    return [found for _, found in located(text)]
+
+
+def located(text: str) -> Iterator[tuple[str, Collective]]:
+    """Yields the collectives of a program's text, each with its line."""
+    entry, bodies = computations(text)
+    runs = runs_of(entry, bodies)
     partitions = re.search(r"num_partitions=(\d+)", text)
     devices = int(partitions.group(1)) if partitions else 1
-    found = []
     for name, lines in bodies.items():
         times, in_loop = runs.get(name, (0, False))
         if not times:
@@ -83,15 +87,15 @@ def collectives(compiled: Any) -> list[Collective]:
         for line in lines:
             for kind, dtype, shape in _results(line):
                 group = _group(line, devices)
-                sent = times * _sent(kind, _bits(dtype) * math.prod(shape) / 8, group)
+                sent = times * _sent(kind, bits(dtype) * math.prod(shape) / 8, group)
                 short = _SHORT.get(dtype, dtype)
-                found.append(
-                    Collective(kind, short, shape, group, times, in_loop, round(sent))
+                yield (
+                    line,
+                    Collective(kind, short, shape, group, times, in_loop, round(sent)),
                 )
-    return found
 
 
-def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
+def computations(text: str) -> tuple[str, dict[str, list[str]]]:
     """Returns the name of the entry, and the lines of each computation by its name."""
     found: dict[str, list[str]] = {}
     entry, lines = "", None
@@ -107,7 +111,7 @@ def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
     return entry, found
 
 
-def _runs(entry: str, bodies: dict[str, list[str]]) -> dict[str, tuple[int, bool]]:
+def runs_of(entry: str, bodies: dict[str, list[str]]) -> dict[str, tuple[int, bool]]:
     """Returns how often each computation runs, and whether in a loop."""
     runs: dict[str, tuple[int, bool]] = collections.defaultdict(lambda: (0, False))
     stack = [(entry, 1, False)]
@@ -135,16 +139,25 @@ def _results(line: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     if match is None:
         return
     types, kind, is_started = match.groups()
-    arrays = _ARRAY.findall(types)
+    found = arrays(types)
     if is_started and (kind != "all-reduce" or types.startswith("((")):
         # ((operands), (results)), and for some a context, an integer scalar.
-        arrays = [x for x in arrays if x != ("u32", "")]
-        arrays = arrays[len(arrays) // 2 :]
-    for dtype, sizes in arrays:
-        yield kind, dtype, tuple(int(size) for size in sizes.split(",") if size)
+        found = [x for x in found if x != ("u32", ())]
+        found = found[len(found) // 2 :]
+    for dtype, shape in found:
+        yield kind, dtype, shape
 
 
-def _bits(dtype: str) -> int:
+def arrays(types: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns dtype and shape of each array in the text of a type."""
+    return [
+        (dtype, tuple(int(size) for size in sizes.split(",") if size))
+        for dtype, sizes in _ARRAY.findall(types)
+    ]
+
+
+def bits(dtype: str) -> int:
+    """Returns the bits of one element."""
     digits = re.match(r"[a-z]+(\d+)", dtype)
     return int(digits.group(1)) if digits else 8  # pred
 

@@ -1,0 +1,469 @@
+"""What a compiled program costs: its kernels and collectives, and the time they take.
+
+A kernel takes as long as its operations or its bytes, whichever is slower; a collective as
+long as a ring over the slowest link between its devices. Nothing is run.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from mpx._collectives import arrays, bits, computations, located, runs_of
+from mpx._jaxpr._queries import names
+
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+# --- the machine ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Rates of GPUs and of their links. Operations and bytes are per second.
+
+    The first six are measured on one H200 (`scale.py --check`), the links are assumed.
+
+    Attributes:
+        bf16: Operations of a large matmul in bf16.
+        fp8: The same in fp8. The measured call also transposed one operand, so that
+            the matmul alone is somewhat faster.
+        f32: The same in f32, which are TF32.
+        forward: Operations of cuDNN's attention, forward; a causal one has half of them.
+        backward: The same, backward.
+        memory: Bytes read and written by large element-wise kernels.
+        kernel: Seconds that the shortest kernel takes.
+        peak: Operations in bf16 that the vendor promises; the utilisation refers to it.
+        capacity: Bytes of memory that a program may use.
+        node: GPUs in a node.
+        nvlink: Bytes that a GPU sends to others of its node.
+        network: Bytes that a GPU sends to other nodes.
+        efficiency: The share of `nvlink` and `network` that collectives reach.
+        hop: Seconds from one GPU of a ring to the next one in its node.
+        far_hop: The same to another node.
+    """
+
+    bf16: float = 667e12
+    fp8: float = 1130e12
+    f32: float = 337e12
+    forward: float = 433e12
+    backward: float = 372e12
+    memory: float = 4.02e12
+    kernel: float = 2e-6
+    peak: float = 989e12
+    capacity: float = 136e9
+    node: int = 8
+    nvlink: float = 450e9
+    network: float = 50e9
+    efficiency: float = 0.8
+    hop: float = 1.5e-6
+    far_hop: float = 5e-6
+
+
+# --- kernels --------------------------------------------------------------------------
+
+
+class Kernel(NamedTuple):
+    """One kernel or library call of a program.
+
+    Attributes:
+        kind: The rate of `Machine` that bounds its operations, or `memory`.
+        runs: How often it runs in one call of the program.
+        flops: Operations of one run; a multiply-add has two.
+        bytes: Bytes that one run reads and writes.
+    """
+
+    kind: str
+    runs: int
+    flops: float
+    bytes: float
+
+    def seconds(self, machine: Machine) -> float:
+        """Returns the time of all runs."""
+        operations = self.flops / getattr(machine, self.kind) if self.flops else 0.0
+        once = max(operations, self.bytes / machine.memory, machine.kernel)
+        return self.runs * once
+
+
+class _Instruction(NamedTuple):
+    """A line of HLO."""
+
+    name: str
+    types: str
+    opcode: str
+    operands: tuple[str, ...]
+    line: str
+    is_root: bool
+
+    @property
+    def shapes(self) -> Shapes:
+        return arrays(self.types)
+
+
+Body = dict[str, _Instruction]
+_NOT_KERNELS = frozenset(
+    names(
+        "parameter constant bitcast get-tuple-element tuple while conditional call "
+        "after-all partition-id replica-id iota optimization-barrier domain "
+        "add-dependency"
+    )
+)
+_COMMUNICATION = re.compile(
+    r"(all-gather|all-reduce|reduce-scatter|(ragged-)?all-to-all|collective-\w+|send|recv)"
+)
+_CALLERS = ("while", "conditional", "call", "async-start")
+_SLICES = ("dynamic-slice", "slice", "gather")
+_UPDATES = ("dynamic-update-slice", "scatter")
+
+
+def kernels(text: str) -> list[Kernel]:
+    """Reads the kernels of a program compiled for GPUs, communication left out.
+
+    A fusion reads its operands and writes its results, except for slices of them: what it
+    takes out of a stack of layers, or puts into it in place, counts alone.
+    """
+    entry, bodies = computations(text)
+    parsed = {name: _parse(lines) for name, lines in bodies.items()}
+    inside = {
+        name
+        for body in parsed.values()
+        for x in body.values()
+        if x.opcode not in _CALLERS
+        for name in re.findall(r"(?:calls|to_apply)=%?([\w.\-$]+)", x.line)
+    }
+    found = []
+    for name, (runs, _) in runs_of(entry, bodies).items():
+        body = parsed.get(name, {})
+        if name in inside:
+            continue
+        for x in body.values():
+            opcode = x.opcode.removesuffix("-start")
+            if opcode in _NOT_KERNELS or opcode.endswith("-done"):
+                continue
+            inner = _called(x, parsed) if opcode == "fusion" else {x.name: x}
+            if not any(_COMMUNICATION.match(y.opcode) for y in inner.values()):
+                kind, flops, size = _cost(x, opcode, body, parsed)
+                found.append(Kernel(kind, runs, flops, size))
+    return found
+
+
+def _parse(lines: Iterable[str]) -> Body:
+    """Returns the instructions of a computation by name."""
+    found = {}
+    for line in lines:
+        match = re.match(r"\s+(ROOT )?%?([\w.\-$]+) = ", line)
+        if match is None:
+            continue
+        rest = line[match.end() :]
+        end = _closing(rest) if rest.startswith("(") else rest.find(" ")
+        types, rest = rest[:end], rest[end:].lstrip()
+        opcode, _, rest = rest.partition("(")
+        operands = tuple(re.findall(r"%([\w.\-$]+)", rest[: _closing("(" + rest) - 1]))
+        name = match.group(2)
+        found[name] = _Instruction(
+            name, types, opcode, operands, line, bool(match.group(1))
+        )
+    return found
+
+
+def _closing(text: str) -> int:
+    """Returns the place behind the parenthesis that closes the first one."""
+    depth = 0
+    for i, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return i + 1
+    return len(text)
+
+
+def _size(shapes: Shapes) -> float:
+    return sum(bits(dtype) * math.prod(shape) / 8 for dtype, shape in shapes)
+
+
+def _cost(
+    x: _Instruction,
+    opcode: str,
+    body: Body,
+    parsed: dict[str, Body],
+) -> tuple[str, float, float]:
+    """Returns the kind of a kernel, its operations and its bytes."""
+    operands = [body[name].shapes for name in x.operands if name in body]
+    read = sum(map(_size, operands))
+    if opcode == "fusion":
+        return _fusion(_called(x, parsed))
+    found = _operations(x, operands)
+    if found is not None:
+        return *found, read + _size(_results(x))
+    if opcode in _UPDATES:
+        return (
+            "memory",
+            0.0,
+            2 * _size(operands[1] if opcode != "scatter" else operands[-1]),
+        )
+    if opcode in _SLICES:
+        return "memory", 0.0, 2 * _size(x.shapes)
+    if opcode != x.opcode:  # what starts a copy names operands among its results
+        return "memory", 0.0, 2 * read
+    return "memory", 0.0, read + _size(x.shapes)
+
+
+def _operations(x: _Instruction, operands: list[Shapes]) -> tuple[str, float] | None:
+    """Returns kind and operations of a matmul or of attention; otherwise nothing."""
+    if x.opcode == "dot" or '"__cublas' in x.line:
+        return _matmul(x, operands)
+    return _attention(x, operands) if '"__cudnn$fmha' in x.line else None
+
+
+def _results(x: _Instruction) -> Shapes:
+    """Returns what an instruction makes, without the workspace of a library."""
+    return x.shapes[:1] if '"__cublas' in x.line else x.shapes
+
+
+def _matmul(x: _Instruction, operands: list[Shapes]) -> tuple[str, float]:
+    """Returns the dtype of a matmul and its operations."""
+    (dtype, left), *_ = operands[0]
+    numbers = re.search(
+        r'lhs_contracting_dim(?:ension)?s(?:"?:|=)[\[{]([\d," ]*)[\]}]', x.line
+    )
+    axes = [int(i) for i in re.findall(r"\d+", numbers.group(1))] if numbers else []
+    summed = math.prod(left[i] for i in axes)
+    kind = "fp8" if dtype.startswith("f8") else "f32" if dtype == "f32" else "bf16"
+    return kind, 2.0 * math.prod(x.shapes[0][1]) * summed
+
+
+def _attention(x: _Instruction, operands: list[Shapes]) -> tuple[str, float]:
+    """Returns whether attention is forward or backward, and its operations."""
+    scores = re.search(
+        r'"intermediate_tensor_shape".*?"dimensions": ?\[([^\]]*)\]', x.line
+    )
+    sizes = [int(i) for i in re.findall(r"\d+", scores.group(1))] if scores else [0]
+    is_backward = "Backward" in x.line
+    matmuls = 5 if is_backward else 2
+    half = 0.5 if "CAUSAL" in x.line else 1.0
+    width = operands[0][0][1][-1]
+    kind = "backward" if is_backward else "forward"
+    return kind, 2.0 * matmuls * half * math.prod(sizes) * width
+
+
+def _called(x: _Instruction, parsed: dict[str, Body]) -> Body:
+    """Returns the computation of a fusion."""
+    name = re.search(r"calls=%?([\w.\-$]+)", x.line)
+    return parsed[name.group(1)] if name else {}
+
+
+def _fusion(body: Body) -> tuple[str, float, float]:
+    """Returns kind, operations and bytes of a fusion, from its computation."""
+    users: dict[str, list[_Instruction]] = {}
+    for x in body.values():
+        for name in dict.fromkeys(x.operands):
+            users.setdefault(name, []).append(x)
+    size = sum(
+        _read(x.name, users, _size(x.shapes))
+        for x in body.values()
+        if x.opcode == "parameter"
+    )
+    size += sum(_written(x, body) for x in body.values() if x.is_root)
+    kind, flops = "memory", 0.0
+    for x in body.values():
+        found = _operations(x, [body[name].shapes for name in x.operands])
+        if found is not None:
+            kind, flops = found[0], flops + found[1]
+    return kind, flops, size
+
+
+def _read(name: str, users: dict[str, list[_Instruction]], whole: float) -> float:
+    """Returns the bytes of a parameter of a fusion that are read."""
+    total = 0.0
+    for user in users.get(name, ()):
+        if user.opcode == "bitcast":
+            total += _read(user.name, users, whole)
+        elif user.opcode in _SLICES and user.operands[0] == name:
+            total += _size(user.shapes)
+        elif user.opcode not in _UPDATES or name in user.operands[1:]:
+            total += whole
+    return min(total, whole)
+
+
+def _written(x: _Instruction, body: Body) -> float:
+    """Returns the bytes of the result of a fusion that are written."""
+    if x.opcode == "tuple":
+        return sum(_written(body[name], body) for name in x.operands)
+    if x.opcode == "get-tuple-element" and "index=0" not in x.line:
+        is_workspace = '"__cublas' in body[x.operands[0]].line
+        return 0.0 if is_workspace else _size(x.shapes)
+    if x.opcode == "bitcast":
+        return _written(body[x.operands[0]], body)
+    if x.opcode in _UPDATES:
+        return _size(body[_update(x)].shapes)
+    return 0.0 if x.opcode == "parameter" else _size(_results(x))
+
+
+def _update(x: _Instruction) -> str:
+    """Returns the operand that is written into another one in place."""
+    return x.operands[-1] if x.opcode == "scatter" else x.operands[1]
+
+
+# --- collectives ----------------------------------------------------------------------
+
+
+class Transfer(NamedTuple):
+    """One collective of a program.
+
+    Attributes:
+        kind: `all-gather` and so on.
+        dtype: What is sent, by its largest part.
+        devices: The devices of a group.
+        nodes: The nodes among which a group is spread.
+        runs: How often it runs.
+        bytes: Bytes that a device sends in one run.
+    """
+
+    kind: str
+    dtype: str
+    devices: int
+    nodes: int
+    runs: int
+    bytes: float
+
+    def seconds(self, machine: Machine) -> float:
+        """Returns the time of all runs.
+
+        A ring enters and leaves each node once, so that the GPUs of a group that are in
+        one node share the links to the next one. In an all-to-all they cannot: each part
+        has another receiver. An all-reduce goes along a tree of nodes, which has fewer
+        hops than a ring.
+        """
+        near, far = self.devices - self.nodes, self.nodes - 1
+        here = self.devices // self.nodes
+        rate = machine.nvlink if near else math.inf
+        hops = near * machine.hop + far * machine.far_hop
+        if far and self.kind == "all-to-all":
+            share = (self.devices - here) / (self.devices - 1)
+            rate = min(rate, machine.network / share)
+        elif far:
+            rate = min(rate, machine.network * here)
+        if self.kind == "all-reduce":
+            depth = math.ceil(math.log2(self.nodes))
+            hops = 2 * ((here - 1) * machine.hop + depth * machine.far_hop)
+        elif self.kind in ("all-to-all", "collective-permute"):
+            hops = machine.far_hop if far else machine.hop
+        return self.runs * (self.bytes / (rate * machine.efficiency) + hops)
+
+
+def transfers(text: str, node: int = 8) -> list[Transfer]:
+    """Reads the collectives of a program; those that XLA combined are one."""
+    found: dict[str, list[Any]] = {}
+    for line, item in located(text):
+        found.setdefault(line, []).append(item)
+    result = []
+    for line, items in found.items():
+        first = max(items, key=lambda x: x.bytes)
+        if first.devices == 1:
+            continue
+        sent = sum(x.bytes for x in items) / first.runs
+        members = group_of(line) or range(first.devices)
+        nodes = len({i // node for i in members})
+        result.append(
+            Transfer(first.kind, first.dtype, first.devices, nodes, first.runs, sent)
+        )
+    return result
+
+
+def group_of(line: str) -> list[int]:
+    """Returns the devices of the first group of a collective; empty if it names none."""
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line)
+    if mesh:
+        sizes = {k: int(v) for k, v in re.findall(r"'([^']+)'=(\d+)", mesh.group(1))}
+        parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", mesh.group(2))
+        axes = [_axis(sizes, name, before, size) for name, before, size in parts]
+        return sorted(_places(axes))
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    if listed:
+        return [int(i) for i in listed.group(1).split(",")]
+    counted = re.search(
+        r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line
+    )
+    if counted is None:
+        return []
+    sizes = [int(i) for i in counted.group(2).split(",")]
+    order = [int(i) for i in (counted.group(3) or "").split(",") if i]
+    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    axes = [(sizes[i], strides[i]) for i in order or range(len(sizes))]
+    return list(_places(axes))[: int(counted.group(1))]
+
+
+def _axis(sizes: dict[str, int], name: str, before: str, size: str) -> tuple[int, int]:
+    """Returns size and stride of an axis of a mesh, or of a part of it."""
+    names = list(sizes)
+    inner = math.prod(sizes[x] for x in names[names.index(name) + 1 :])
+    if not size:
+        return sizes[name], inner
+    return int(size), inner * sizes[name] // (int(before) * int(size))
+
+
+def _places(axes: list[tuple[int, int]]) -> Iterator[int]:
+    """Yields the devices along axes of sizes and strides, the last one fastest."""
+    if not axes:
+        yield 0
+        return
+    (size, stride), *rest = axes
+    for i in range(size):
+        yield from (i * stride + place for place in _places(rest))
+
+
+# --- a whole program ------------------------------------------------------------------
+
+
+class Program(NamedTuple):
+    """What was read from a compiled program; a device has so many bytes at the peak."""
+
+    kernels: list[Kernel]
+    transfers: list[Transfer]
+    argument_bytes: int
+    peak_bytes: int
+
+    def compute(self, machine: Machine) -> float:
+        """Returns the seconds of all kernels."""
+        return sum(x.seconds(machine) for x in self.kernels)
+
+    def communication(self, machine: Machine) -> float:
+        """Returns the seconds of all collectives."""
+        return sum(x.seconds(machine) for x in self.transfers)
+
+    def flops(self) -> dict[str, float]:
+        """Returns the operations by kind."""
+        kinds = sorted({x.kind for x in self.kernels if x.flops})
+        return {
+            kind: sum(x.runs * x.flops for x in self.kernels if x.kind == kind)
+            for kind in kinds
+        }
+
+    def time_by_kind(self, machine: Machine) -> dict[str, float]:
+        """Returns the seconds of the kernels by kind."""
+        kinds = sorted({x.kind for x in self.kernels})
+        return {
+            kind: sum(x.seconds(machine) for x in self.kernels if x.kind == kind)
+            for kind in kinds
+        }
+
+
+def read(compiled: Any) -> Program:
+    """Reads a compiled program."""
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    peak = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+    return Program(kernels(text), transfers(text), memory.argument_size_in_bytes, peak)
+
+
+def from_record(record: dict[str, Any]) -> Program:
+    """Returns the program of a JSON record."""
+    return Program(
+        [Kernel(*x) for x in record["kernels"]],
+        [Transfer(*x) for x in record["transfers"]],
+        record["argument_bytes"],
+        record["peak_bytes"],
+    )
