@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from mpx._compat import Literal, open_jaxpr, source_frames
-from mpx._inspect._result import short_source
+from mpx._inspect._result import source_of
 from mpx._jaxpr._flow import Flow
 from mpx._jaxpr._interpreter import Jaxpr
 from mpx._jaxpr._queries import CALLS, MOVES, Equation
@@ -140,5 +140,4 @@ def _literal(atom: Any) -> Cause | None:
 
 
 def _source(eqn: Equation) -> str:
-    frames = source_frames(eqn)
-    return f"{short_source(frames[0][1])}:{frames[0][2]}" if frames else "unknown"
+    return source_of(source_frames(eqn))

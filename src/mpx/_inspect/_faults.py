@@ -12,7 +12,7 @@ from mpx._inspect._blame import Blame, Verdict
 from mpx._inspect._outputs import nearest_param
 from mpx._inspect._places import Place
 from mpx._inspect._record import NAN, Finding, Node
-from mpx._inspect._result import short_source
+from mpx._inspect._result import source_of
 from mpx._jaxpr._queries import MATMULS, names
 
 Kind = Literal[
@@ -193,7 +193,7 @@ def _caller(node: Node) -> str:
     own = [frame for frame in frames if not _is_installed(frame[1])]
     if not own or own[0] == frames[0]:
         return ""
-    return f"{short_source(own[0][1])}:{own[0][2]}"
+    return source_of(own)
 
 
 def _is_installed(file: str) -> bool:

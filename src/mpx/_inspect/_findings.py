@@ -5,18 +5,19 @@ from typing import Any, NamedTuple
 
 from mpx._amp._matmuls import PRESETS
 from mpx._amp._rules import REASONS
-from mpx._compat import primitive_name, sub_jaxprs
+from mpx._compat import primitive_name
 from mpx._inspect._buffers import nbytes, peak
 from mpx._inspect._causes import causes, is_f32
-from mpx._inspect._places import Place, Site, frames_of, place_of, sites
+from mpx._inspect._places import Place, Site, frames_of, sites
 from mpx._inspect._program import Program
+from mpx._inspect._result import source_of
 from mpx._inspect._views import short_dtypes
 from mpx._jaxpr._queries import (
     ATTENTION,
     GROUPED,
     MATMULS,
     Equation,
-    equations,
+    equations_inside,
     flops,
 )
 
@@ -124,8 +125,8 @@ def _is_opaque(eqn: Equation) -> bool:
     name = primitive_name(eqn)
     if REASONS.get(name) != REASONS["pallas_call"] or name in _REFERENCES:
         return False
-    inside = (inner for x in sub_jaxprs(eqn) for inner in equations(x))
-    return not any("mpx_" in str(x.params.get("name")) for x in (eqn, *inside))
+    equations = (eqn, *equations_inside(eqn))
+    return not any("mpx_" in str(x.params.get("name")) for x in equations)
 
 
 _REFERENCES = ("get", "swap", "addupdate", "ref_new")
@@ -173,8 +174,8 @@ def _multiplied_in(eqn: Equation) -> str:
 def _residuals(full: Program) -> tuple[Residual, ...]:
     groups: dict[tuple[str, str, str], list[int]] = {}
     for x in peak(full.jaxpr).saved:
-        place = place_of(x.eqn, (), outer=frames_of(x.callers))
-        key = place.primitive, short_dtypes([x.dtype]), place.source
+        source = source_of(frames_of(*x.callers, x.eqn))
+        key = primitive_name(x.eqn), short_dtypes([x.dtype]), source
         groups.setdefault(key, []).append(x.bytes)
     found = [
         Residual(primitive, dtype, sum(sizes), len(sizes), source)

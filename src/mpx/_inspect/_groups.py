@@ -16,9 +16,9 @@ from mpx._compat import (
     primitive_name,
     source_frames,
 )
-from mpx._inspect._places import name_of_results
 from mpx._inspect._program import Program, program
 from mpx._jaxpr import HANDLERS
+from mpx._jaxpr._flow import moved
 from mpx._jaxpr._interpreter import Kind, Op, Outcome, Scopes, Visitor
 from mpx._jaxpr._queries import MATMULS, Equation
 from mpx._select import search
@@ -121,7 +121,7 @@ class _Labels(Visitor):
         suffix = "-input" if self._is_input(op.eqn) else ""
         with jax.named_scope(f"mpx-group-{number}{suffix}"):
             outs = eval_equation(op.eqn, op.values)
-        return outs, [name_of_results(op.eqn, op.facts)] * len(outs)
+        return outs, [moved(op.eqn, op.facts)] * len(outs)
 
     def fact_inside(self, fact: Any, var: Any, kind: Kind) -> Any:
         return None if kind in ("carry", "tangent") else fact
@@ -152,14 +152,8 @@ class _Labels(Visitor):
         if primitive_name(eqn) != "convert_element_type":
             return False
         trace = eqn.source_info.traceback
-        readers: dict[Any, list[Any]] = self.frame.made.get("readers", (None, {}))[1]
-        if "readers" not in self.frame.made:
-            for other in self.frame.jaxpr.eqns:
-                for atom in other.invars:
-                    if hasattr(atom, "count") or not hasattr(atom, "val"):
-                        readers.setdefault(atom, []).append(other.source_info.traceback)
-            self.frame.made["readers"] = None, readers
-        return any(found is trace for found in readers.get(eqn.outvars[0], ()))
+        found = self.frame.readers.get(eqn.outvars[0], ())
+        return any(other.source_info.traceback is trace for other, _ in found)
 
 
 def _functions(eqn: Equation) -> tuple[str, ...]:

@@ -28,9 +28,10 @@ from mpx._inspect._shadow import (
     to_host,
     widened,
 )
-from mpx._inspect._tape import NO_REF, Around, Lanes, Ref, Run, Value
+from mpx._inspect._tape import NO_REF, Lanes, Ref, Run, Value
 from mpx._inspect._ties import is_decision, settled
 from mpx._jaxpr._queries import Equation
+from mpx._jaxpr._steps import Around
 
 NAN, PLUS, MINUS = 1, 2, 3
 """Classes of numbers that are not finite; 0 stands for a finite one."""
@@ -114,7 +115,7 @@ class Node:
         """Returns where it stands."""
         scopes, _, inside, frames, _ = self.around
         backward = backward or inside
-        return place_of(self.eqn, self.names, scopes, backward=backward, outer=frames)
+        return place_of(self.eqn, self.names, scopes, frames, backward=backward)
 
 
 Site = tuple[str, bool]
@@ -164,7 +165,9 @@ class Recording(Run):
         self.nodes[-1].names = (name,)
         return Value(lanes, ref, name if is_param else None)
 
-    def leaf(self, eqn: Equation, operands: list[Value], around: Around) -> list[Value]:
+    def run_leaf(
+        self, eqn: Equation, operands: list[Value], around: Around
+    ) -> list[Value]:
         """Runs an equation in both lanes and measures its results."""
         self._tick()
         own = [x.lanes[0] for x in operands]
@@ -295,7 +298,9 @@ class Mixed(Run):
         """Returns a constant in f32."""
         return (widened(to_host(x)),)
 
-    def leaf(self, eqn: Equation, operands: list[Value], around: Around) -> list[Value]:
+    def run_leaf(
+        self, eqn: Equation, operands: list[Value], around: Around
+    ) -> list[Value]:
         """Runs an equation in the precision that its site has."""
         self._tick()
         args = [x.lanes[0] for x in operands]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpx._inspect._findings import Kept, Matmul, Residual, findings
-from mpx._inspect._places import sites
 from mpx._inspect._program import Program, gradient, program
 from mpx._inspect._result import Result, Table, amount, percent
 from mpx._inspect._target import Compiled, compile_for, on_target, placed
@@ -19,6 +18,7 @@ from mpx._inspect._views import (
     first_of,
     fp8_view,
 )
+from mpx._jaxpr._queries import walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,8 +250,7 @@ def _with_backward(forward: Program, backward: bool | None) -> tuple[Program, st
         return gradient(forward), "forward and backward"
     if backward is False or not forward.params or not forward.has_loss:
         return forward, "forward"
-    found = sites(forward.jaxpr, forward.known)
-    if any(site.place.backward for site in found):
+    if any(here.backward for here in walk(forward.jaxpr)):
         return forward, "forward and backward"
     try:
         return gradient(forward), "forward and backward"

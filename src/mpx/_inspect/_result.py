@@ -157,6 +157,15 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+Frames = Sequence[tuple[str, str, int]]
+"""Function, file and line of the user's code behind an equation, from the inside out."""
+
+
+def source_of(frames: Frames) -> str:
+    """Returns the file and the line that wrote an equation."""
+    return f"{short_source(frames[0][1])}:{frames[0][2]}" if frames else "unknown"
+
+
 def short_source(source: str) -> str:
     """Returns a file's name as seen from here or from the installed packages."""
     path = pathlib.Path(source)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._compat import bind, eval_equation, primitive_name, sub_jaxprs
+from mpx._compat import bind, eval_equation, primitive_name
 from mpx._formats import FORMATS, Format, short_name
 from mpx._inspect._host import run_on_host
 from mpx._inspect._shards import Axes, run_on_shards
-from mpx._jaxpr._queries import MATMULS, SHAPE_ONLY, Equation, names
+from mpx._jaxpr._queries import MATMULS, SHAPE_ONLY, Equation, has_body, names
 
 Array = Any
 """An array of NumPy or of JAX."""
@@ -100,11 +100,6 @@ def as_operand(x: Array, aval: Any) -> Array:
     return cast(x, np.dtype(aval.dtype)) if is_float(aval) and is_float(x) else x
 
 
-def literal(atom: Any) -> Array:
-    """Returns the value of a literal as an array of its dtype."""
-    return np.asarray(atom.val, atom.aval.dtype)
-
-
 def run_as_written(
     eqn: Equation, args: Sequence[Array], axes: Axes = ()
 ) -> list[Array]:
@@ -147,7 +142,7 @@ def run_in_f32(eqn: Equation, args: Sequence[Array], axes: Axes = ()) -> list[Ar
         return [widened(args[0])]
     if name.startswith("scatter") and not axes:
         return [_scatter(eqn, [widened(x) for x in args])]
-    if name in _OPAQUE or "callback" in name or any(sub_jaxprs(eqn)):
+    if name in _OPAQUE or "callback" in name or has_body(eqn):
         return [widened(x) for x in run_as_written(eqn, args, axes)]
     changes: dict[str, Any] = {
         key: F32

@@ -13,9 +13,7 @@ from jax import lax
 
 from mpx._compat import bind, primitive_name
 from mpx._jaxpr._queries import Equation
-
-Axes = tuple[tuple[str, int], ...]
-"""Names and sizes of the axes of a mesh."""
+from mpx._jaxpr._steps import Axes
 
 # They change only what JAX knows of a value.
 _MARKS = ("pvary", "pcast", "sharding_constraint", "reshard", "mesh_cast")

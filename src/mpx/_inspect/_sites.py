@@ -21,7 +21,6 @@ from mpx._compat import (
     open_jaxpr,
     primitive_name,
     scan_sizes,
-    sub_jaxprs,
 )
 from mpx._inspect._groups import Group, is_half, is_single, token_of
 from mpx._inspect._keys import Key, Known, Site
@@ -96,7 +95,7 @@ class Sites(Visitor):
         self._count = 0
         if name in _NESTED:
             return self._nested(op, name)
-        if name in _DERIVED and any(map(touches_half, sub_jaxprs(eqn))):
+        if name in _DERIVED and touches_half(eqn):
             body, consts = open_jaxpr(eqn.params["call_jaxpr"])
             return self.run(body, consts, op.values, op.facts, op.scopes)
         if name in HANDLERS and name not in _DERIVED:
@@ -300,10 +299,12 @@ class Sites(Visitor):
         outs, facts = HANDLERS[name](self, op)
         if name not in ("scan", "cond"):
             return outs, facts
-        bodies = [self._results.get(id(body)) for body in sub_jaxprs(op.eqn)]
-        if any(found is None for found in bodies):
+        branches = op.eqn.params.get("branches") or [op.eqn.params["jaxpr"]]
+        bodies = [open_jaxpr(branch)[0] for branch in branches]
+        results = [self._results.get(id(body)) for body in bodies]
+        if any(found is None for found in results):
             return outs, facts
-        first, *others = bodies
+        first, *others = results
         assert first is not None
         facts = [
             fact if all(x is None or x[i] == fact for x in others) else Known()
@@ -311,8 +312,7 @@ class Sites(Visitor):
         ]
         if name == "scan":
             n_consts, n_carry = scan_sizes(op.eqn.params)
-            (body,) = sub_jaxprs(op.eqn)
-            carry = body.invars[n_consts : n_consts + n_carry]
+            carry = bodies[0].invars[n_consts : n_consts + n_carry]
             self.carried.update(zip(carry, facts, strict=False))
         return outs, facts
 

@@ -15,7 +15,7 @@ import numpy as np
 from mpx._compat import Literal, has_shardings, is_tracer, open_jaxpr
 from mpx._jaxpr import _constants
 from mpx._jaxpr._interpreter import Aval, Jaxpr
-from mpx._jaxpr._queries import Equation
+from mpx._jaxpr._queries import Equation, readers
 
 _JITS = ("jit", "pjit")
 _CALLS = (*_JITS, "closed_call", "core_call")
@@ -195,7 +195,7 @@ class Level:
         Equations whose results nobody reads do not.
         """
         if self._readers is None:
-            self._readers = _readers(self.jaxpr)
+            self._readers = readers(live_equations(self.jaxpr))
         for eqn, position in self._readers.get(var, ()):
             body = self.body(eqn)
             if body is None:
@@ -214,15 +214,6 @@ class Level:
 
 def _position(variables: Sequence[Any], var: Any) -> int:
     return next(i for i, other in enumerate(variables) if other is var)
-
-
-def _readers(jaxpr: Jaxpr) -> dict[Any, list[tuple[Equation, int]]]:
-    found: dict[Any, list[tuple[Equation, int]]] = {}
-    for eqn in live_equations(jaxpr):
-        for position, atom in enumerate(eqn.invars):
-            if not isinstance(atom, Literal):
-                found.setdefault(atom, []).append((eqn, position))
-    return found
 
 
 def live_equations(

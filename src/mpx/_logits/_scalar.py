@@ -5,8 +5,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from mpx._compat import sub_jaxprs
-from mpx._jaxpr._queries import Equation, equations
+from mpx._jaxpr._queries import Equation, equations_inside
 from mpx._jaxpr._terms import Level, Term
 
 Place = tuple[float, ...]
@@ -89,7 +88,7 @@ def _is_barred(eqn: Equation) -> bool:
     if eqn.effects or is_named or "axis_name" in eqn.params:
         return True
     names = [eqn.primitive.name]
-    names += [x.primitive.name for body in sub_jaxprs(eqn) for x in equations(body)]
+    names += [x.primitive.name for x in equations_inside(eqn)]
     return any(name.startswith(("custom_vjp", "shard_map")) for name in names)
 
 
