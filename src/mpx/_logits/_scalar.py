@@ -9,17 +9,10 @@ from mpx._jaxpr._queries import Equation, equations_inside
 from mpx._jaxpr._terms import Level, Term
 
 Place = tuple[float, ...]
-"""The position of an equation: that of the call around it, ..., its own."""
+"""The position of an equation or of the end: see `Level.place`."""
 
 MOST = 200
 """The largest number of equations that are run again from inside a call."""
-
-
-def place_of(level: Level, eqn: Equation) -> Place:
-    """Returns where an equation is in the outermost level: places are run in order."""
-    index = next(i for i, other in enumerate(level.jaxpr.eqns) if other is eqn)
-    outer = () if level.caller is None else place_of(*level.caller)
-    return (*outer, index)
 
 
 def dependents(terms: Sequence[Term]) -> dict[int, Term]:
@@ -53,7 +46,7 @@ def scalar_after(
         return None
     barred = [x for x in found.values() if _is_barred(x.eqn)]
     without = {*without, *dependents(barred)}
-    made = {key: place_of(x.level, x.eqn) for key, x in found.items()}
+    made = {key: x.level.place(x.eqn) for key, x in found.items()}
     last = {
         key: max((_place(use) for use in x.level.readers(x.atom)), default=made[key])
         for key, x in found.items()
@@ -73,7 +66,7 @@ def scalar_after(
 
 def _place(use: tuple[Level, Equation] | None) -> Place:
     """Returns where a value is read; results are read after all equations."""
-    return (math.inf,) if use is None else place_of(*use)
+    return (math.inf,) if use is None else use[0].place(use[1])
 
 
 def _is_barred(eqn: Equation) -> bool:
