@@ -7,7 +7,8 @@ from mpx._amp._matmuls import PRESETS
 from mpx._amp._rules import REASONS
 from mpx._compat import primitive_name
 from mpx._inspect._buffers import nbytes, peak
-from mpx._inspect._causes import causes, is_f32
+from mpx._inspect._causes import causes
+from mpx._inspect._dtypes import is_f32
 from mpx._inspect._places import Place, Site, frames_of, sites
 from mpx._inspect._program import Program
 from mpx._inspect._result import source_of

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from mpx._amp import amp
 from mpx._compat import (
@@ -69,17 +68,6 @@ class Keep(NamedTuple):
 
 
 _TOKEN = re.compile(r"^mpx-group-(\d+)(-input)?$")
-HALF = frozenset({"bfloat16", "float16"})
-
-
-def is_half(aval: Any) -> bool:
-    """Returns whether a value has a dtype of 16 bits."""
-    return str(getattr(aval, "dtype", "")) in HALF
-
-
-def is_single(aval: Any) -> bool:
-    """Returns whether a value is f32."""
-    return getattr(aval, "dtype", None) == np.float32
 
 
 class Token(NamedTuple):

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpx._inspect._dtypes import is_float
 from mpx._inspect._record import Node
-from mpx._inspect._shadow import is_float, widened
+from mpx._inspect._shadow import widened
 from mpx._inspect._tape import Ref, Value
 
 
@@ -22,13 +23,10 @@ class Outputs(NamedTuple):
 
 def outputs_of(values: Sequence[Value], labels: Sequence[str]) -> Outputs:
     """Returns the floating results of a recording."""
-    kept = [(x, name) for x, name in zip(values, labels, strict=True) if _floats(x)]
+    pairs = zip(values, labels, strict=True)
+    kept = [(x, name) for x, name in pairs if is_float(x.lanes[0])]
     arrays = [[np.asarray(widened(x.lanes[i])) for x, _ in kept] for i in (0, 1)]
     return Outputs([name for _, name in kept], [x.ref for x, _ in kept], *arrays)
-
-
-def _floats(x: Value) -> bool:
-    return is_float(x.lanes[0])
 
 
 def ancestors(nodes: Sequence[Node], refs: Sequence[Ref]) -> set[int]:

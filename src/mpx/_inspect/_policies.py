@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from mpx._amp import AmpRules, amp
 from mpx._compat import is_transposed, primitive_name
 from mpx._fp8 import fp8
-from mpx._inspect._groups import Group, Keep, is_half, token_of
+from mpx._inspect._dtypes import is_half
+from mpx._inspect._groups import Group, Keep, token_of
 from mpx._inspect._program import Program
 from mpx._jaxpr._queries import MATMULS, MOVES, flops, walk
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from mpx._compat import primitive_name
 from mpx._formats import Format
+from mpx._inspect._dtypes import is_float
 from mpx._inspect._places import Name, Place, place_of
 from mpx._inspect._shadow import (
     Array,
     as_operand,
-    is_float,
     low_format,
     on_host,
     only_moves,

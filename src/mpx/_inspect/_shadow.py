@@ -15,6 +15,7 @@ from jax import lax
 
 from mpx._compat import bind, eval_equation, primitive_name
 from mpx._formats import FORMATS, Format, short_name
+from mpx._inspect._dtypes import is_float, is_low
 from mpx._inspect._host import run_on_host
 from mpx._inspect._shards import Axes, run_on_shards
 from mpx._jaxpr._queries import MATMULS, SHAPE_ONLY, Equation, has_body, names
@@ -31,18 +32,6 @@ _OPAQUE = (
     "ffi_call",
     "custom_call",
 )
-_NARROW = {name: FORMATS[name] for name in ("bf16", "f16", "e4m3", "e5m2")}
-
-
-def is_float(x: Any) -> bool:
-    """Returns whether an array or a type holds real floating numbers."""
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, np.floating)
-
-
-def is_low(x: Any) -> bool:
-    """Returns whether an array or a type is floating and narrower than f32."""
-    return is_float(x) and x.dtype.itemsize < 4
 
 
 def format_of(x: Any) -> Format:

@@ -7,14 +7,9 @@ import jax
 import numpy as np
 
 from mpx._compat import bind, eval_equation
-from mpx._inspect._groups import HALF, is_half
+from mpx._inspect._dtypes import HALF, is_half
 from mpx._jaxpr._interpreter import as_array
 from mpx._jaxpr._queries import Equation, equations_inside, has_body
-
-
-def is_float(x: Any) -> bool:
-    """Returns whether a value is an f32 array."""
-    return getattr(x, "dtype", None) == np.float32
 
 
 def touches_half(eqn: Equation) -> bool:
