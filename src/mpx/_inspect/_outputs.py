@@ -1,7 +1,7 @@
 """The results of a recorded run, and what they depend on."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,27 +31,35 @@ def outputs_of(values: Sequence[Value], labels: Sequence[str]) -> Outputs:
 
 def ancestors(nodes: Sequence[Node], refs: Sequence[Ref]) -> set[int]:
     """Returns the nodes that some values depend on."""
-    found, queue = set[int](), [ref[0] for ref in refs]
+    return set(before(nodes, [ref[0] for ref in refs]))
+
+
+def before(
+    nodes: Sequence[Node],
+    starts: Iterable[int],
+    passes: Callable[[Node], bool] = lambda node: True,
+) -> Iterator[int]:
+    """Yields nodes and what they are made from, the latest first.
+
+    Args:
+        nodes: The nodes of a run.
+        starts: The positions of those to start from.
+        passes: Whether what a node is made from is looked at.
+    """
+    queue, seen = [-start for start in starts], set[int]()
+    heapq.heapify(queue)
     while queue:
-        index = queue.pop()
-        if index >= 0 and index not in found:
-            found.add(index)
-            queue += [ref[0] for ref in nodes[index].parents]
-    return found
+        index = -heapq.heappop(queue)
+        if index >= 0 and index not in seen:
+            seen.add(index)
+            yield index
+            if passes(nodes[index]):
+                for ref in nodes[index].parents:
+                    heapq.heappush(queue, -ref[0])
 
 
 def nearest_param(nodes: Sequence[Node], index: int) -> str:
     """Returns the parameter that was read last before a node, on the way to it."""
-    queue, seen = [-index], set[int]()
-    while queue:
-        current = -heapq.heappop(queue)
-        if current < 0 or current in seen:
-            continue
-        seen.add(current)
-        node = nodes[current]
-        known = [name for name in node.names if name]
-        if known and node.eqn is not None:
-            return known[0]
-        for ref in node.parents:
-            heapq.heappush(queue, -ref[0])
-    return ""
+    found = (nodes[i] for i in before(nodes, [index]))
+    names = (name for node in found if node.eqn is not None for name in node.names)
+    return next(filter(None, names), "")

@@ -118,6 +118,11 @@ class Node:
         return place_of(self.eqn, self.names, scopes, frames, backward=backward)
 
 
+def classes_of(nodes: Sequence[Node], ref: Ref) -> np.ndarray | None:
+    """Returns the class of each number of a value; `None` if all are finite."""
+    return None if ref[0] < 0 else nodes[ref[0]].findings[ref[1]].classes
+
+
 Site = tuple[str, bool]
 """The equations that one source line has made: the line, and whether it is backward."""
 

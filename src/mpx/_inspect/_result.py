@@ -5,7 +5,7 @@ import html
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,6 +138,14 @@ def _finite(value: Any) -> Any:
         return [_finite(x) for x in value]
     is_special = isinstance(value, float) and not math.isfinite(value)
     return str(value) if is_special else value
+
+
+def total(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Returns the sum of the numbers of each name."""
+    found: dict[str, int] = {}
+    for name, number in pairs:
+        found[name] = found.get(name, 0) + number
+    return found
 
 
 _UNITS = ("", "k", "M", "G", "T", "P")
