@@ -69,7 +69,7 @@ def test_only_the_jaxpr_package_goes_through_nested_jaxprs():
                 called = {name for call in calls for name in used_names(call)}
                 if "eqns" in used_names(node) and node.name in called:
                     found.append(f"{relative(path)}: {node.name}")
-    assert not found, "use `walk`, `Walk`, `fold`, `Flow`, `Steps` or `Visitor`"
+    assert not found, "use `walk`, `Walk`, `fold`, `Flow`, `Run` or `Visitor`"
 
 
 def used_names(tree):

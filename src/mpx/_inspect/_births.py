@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpx._inspect._record import NAN, Node, classes_of
-from mpx._inspect._tape import SHARDS, Ref
 from mpx._jaxpr._queries import SHAPE_ONLY, names
+from mpx._jaxpr._run import SHARDS, Ref
 
 _ELEMENTWISE = frozenset(
     names(

@@ -21,7 +21,7 @@ from mpx._inspect._program import Program, gradient, program
 from mpx._inspect._record import Mixed, Recording
 from mpx._inspect._result import Result, Table
 from mpx._inspect._shadow import to_host, widened
-from mpx._inspect._tape import NO_REF, Value
+from mpx._jaxpr._run import NO_REF, Value
 from mpx._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
 
 

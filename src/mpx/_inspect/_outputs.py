@@ -9,7 +9,7 @@ import numpy as np
 from mpx._inspect._dtypes import is_float
 from mpx._inspect._record import Node
 from mpx._inspect._shadow import widened
-from mpx._inspect._tape import Ref, Value
+from mpx._jaxpr._run import Ref, Value
 
 
 class Outputs(NamedTuple):

@@ -17,10 +17,8 @@ from mpx._formats import Format
 from mpx._inspect._dtypes import is_float
 from mpx._inspect._places import Name, Place, place_of
 from mpx._inspect._shadow import (
-    Array,
     as_operand,
     low_format,
-    on_host,
     only_moves,
     relative_norm,
     run_as_written,
@@ -28,10 +26,18 @@ from mpx._inspect._shadow import (
     to_host,
     widened,
 )
-from mpx._inspect._tape import NO_REF, Lanes, Ref, Run, Value
 from mpx._inspect._ties import is_decision, settled
 from mpx._jaxpr._queries import Equation
-from mpx._jaxpr._steps import Around
+from mpx._jaxpr._run import (
+    NO_REF,
+    Around,
+    Array,
+    Lanes,
+    Ref,
+    Run,
+    Value,
+    on_host,
+)
 
 NAN, PLUS, MINUS = 1, 2, 3
 """Classes of numbers that are not finite; 0 stands for a finite one."""
@@ -170,9 +176,7 @@ class Recording(Run):
         self.nodes[-1].names = (name,)
         return Value(lanes, ref, name if is_param else None)
 
-    def run_leaf(
-        self, eqn: Equation, operands: list[Value], around: Around
-    ) -> list[Value]:
+    def leaf(self, eqn: Equation, operands: list[Value], around: Around) -> list[Value]:
         """Runs an equation in both lanes and measures its results."""
         self._tick()
         own = [x.lanes[0] for x in operands]
@@ -303,9 +307,7 @@ class Mixed(Run):
         """Returns a constant in f32."""
         return (widened(to_host(x)),)
 
-    def run_leaf(
-        self, eqn: Equation, operands: list[Value], around: Around
-    ) -> list[Value]:
+    def leaf(self, eqn: Equation, operands: list[Value], around: Around) -> list[Value]:
         """Runs an equation in the precision that its site has."""
         self._tick()
         args = [x.lanes[0] for x in operands]

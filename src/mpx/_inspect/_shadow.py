@@ -17,11 +17,9 @@ from mpx._compat import bind, eval_equation, primitive_name
 from mpx._formats import FORMATS, Format, short_name
 from mpx._inspect._dtypes import is_float, is_low
 from mpx._inspect._host import run_on_host
-from mpx._inspect._shards import Axes, run_on_shards
 from mpx._jaxpr._queries import MATMULS, SHAPE_ONLY, Equation, has_body, names
-
-Array = Any
-"""An array of NumPy or of JAX."""
+from mpx._jaxpr._run import Array, on_host
+from mpx._jaxpr._shards import Axes, run_on_shards
 
 F32 = np.dtype(np.float32)
 # They read the bits of their operands, or hand them to code that expects their dtypes.
@@ -55,19 +53,6 @@ def cast(x: Array, dtype: np.dtype) -> Array:
         with np.errstate(all="ignore"):
             return np.asarray(x).astype(dtype)
     return lax.convert_element_type(x, dtype)
-
-
-def on_host(x: Array) -> Array:
-    """Returns an array as one of NumPy, unless a device other than the CPU holds it.
-
-    Small operations are faster in NumPy, which does not compile them.
-    """
-    if isinstance(x, np.ndarray | np.generic):
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        return x
-    on_cpu = all(device.platform == "cpu" for device in x.devices())
-    return np.asarray(x) if on_cpu else x
 
 
 def to_host(x: Array) -> Array:

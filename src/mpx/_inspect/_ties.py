@@ -13,8 +13,8 @@ import numpy as np
 
 from mpx._compat import primitive_name
 from mpx._inspect._dtypes import is_float
-from mpx._inspect._shadow import Array, on_host
 from mpx._jaxpr._queries import Equation, names
+from mpx._jaxpr._run import Array, on_host
 
 _COMPARISONS = frozenset(names("eq ne lt le gt ge"))
 _PICKS = frozenset(names("argmax argmin"))

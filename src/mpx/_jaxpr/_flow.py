@@ -5,14 +5,16 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from mpx._compat import Literal, is_jaxpr, open_jaxpr, primitive_name, scan_sizes
+from mpx._compat import Literal, open_jaxpr, primitive_name, scan_sizes
 from mpx._jaxpr._queries import (
     CALLS,
+    LOOPS,
     MOVES,
     OUTERMOST,
     Equation,
     Position,
     body_of,
+    called,
     sub_jaxprs,
 )
 
@@ -98,20 +100,16 @@ def pull(
         label = next(filter(None, found), None)
         if label is None:
             continue
-        inner = list(sub_jaxprs(eqn))
-        if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):
-            if primitive_name(eqn) not in _LOOPS:
-                inside = pull(inner[0], found, passes)
-                pairs = zip(eqn.invars, inner[0].invars, strict=True)
-                known.update((x, inside[y]) for x, y in pairs if y in inside)
+        call = called(eqn)
+        if call is not None:
+            inside = pull(call, found, passes)
+            pairs = zip(eqn.invars, open_jaxpr(call)[0].invars, strict=True)
+            known.update((x, inside[y]) for x, y in pairs if y in inside)
         elif primitive_name(eqn) in passes:
             for atom in eqn.invars:
                 if not isinstance(atom, Literal) and atom.aval.shape != ():
                     known.setdefault(atom, label)
     return known
-
-
-_LOOPS = ("scan", "while")
 
 
 class Walk(Generic[T]):
@@ -149,7 +147,7 @@ class Walk(Generic[T]):
             ]
         if name == "cond":
             return labels[1:]
-        is_call = name != "while" and len(body.invars) == len(labels)
+        is_call = called(eqn) is not None
         return labels if is_call else [self.unknown] * len(body.invars)
 
     def run(
@@ -165,7 +163,7 @@ class Walk(Generic[T]):
             found = self.equation(here, labels)
             for inner, inputs in self.bodies(eqn, labels):
                 outs = self.run(inner, inputs, here.inside())
-                if primitive_name(eqn) not in _LOOPS and len(outs) == len(eqn.outvars):
+                if primitive_name(eqn) not in LOOPS and len(outs) == len(eqn.outvars):
                     found = outs
             return found
 
@@ -214,12 +212,8 @@ class Flow:
         if name == "cond":
             outs = [self._call(x, ins[1:]) for x in eqn.params["branches"]]
             return [functools.reduce(self.join, x) for x in zip(*outs, strict=True)]
-        inner = [x for x in eqn.params.values() if is_jaxpr(x)]
-        if len(inner) == 1 and len(open_jaxpr(inner[0])[0].invars) == len(ins):
-            outs = self._call(inner[0], ins)
-            if len(outs) == len(eqn.outvars):
-                return outs
-        return [label] * len(eqn.outvars)
+        body = called(eqn)
+        return [label] * len(eqn.outvars) if body is None else self._call(body, ins)
 
     def _call(self, jaxpr: Any, ins: Sequence[Label]) -> list[Label]:
         return self.run(jaxpr, dict(zip(open_jaxpr(jaxpr)[0].invars, ins, strict=True)))

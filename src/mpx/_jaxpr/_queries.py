@@ -51,6 +51,7 @@ MOVES = SHAPE_ONLY.union(
     )
 )
 REMAT = names("checkpoint remat2 remat")
+LOOPS = ("scan", "while")
 CALLS = ("jit", "pjit", "closed_call", *REMAT)
 
 
@@ -58,7 +59,7 @@ def sub_jaxprs(eqn: Equation) -> Iterator[Any]:
     """Yields the jaxprs among an equation's parameters.
 
     What goes through them belongs in this package: other packages use `walk`, `equations`,
-    `fold`, or the classes `Walk`, `Flow`, `Steps` and `Visitor`.
+    `fold`, or the classes `Walk`, `Flow`, `Run` and `Visitor`.
     """
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
@@ -69,6 +70,16 @@ def sub_jaxprs(eqn: Equation) -> Iterator[Any]:
 def body_of(eqn: Equation) -> Any:
     """Returns the jaxpr of a call or of a scan."""
     return next(sub_jaxprs(eqn))
+
+
+def called(eqn: Equation) -> Any:
+    """Returns the jaxpr that an equation calls with its operands as they are, if any."""
+    inner = [x for x in eqn.params.values() if is_jaxpr(x)]
+    if len(inner) == 1 and primitive_name(eqn) not in LOOPS:
+        body = open_jaxpr(inner[0])[0]
+        sizes = len(body.invars), len(body.outvars)
+        return inner[0] if sizes == (len(eqn.invars), len(eqn.outvars)) else None
+    return None
 
 
 def has_body(eqn: Equation) -> bool:

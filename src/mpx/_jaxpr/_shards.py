@@ -13,7 +13,9 @@ from jax import lax
 
 from mpx._compat import bind, primitive_name
 from mpx._jaxpr._queries import Equation
-from mpx._jaxpr._steps import Axes
+
+Axes = tuple[tuple[str, int], ...]
+"""Names and sizes of the axes of a mesh."""
 
 # They change only what JAX knows of a value.
 _MARKS = ("pvary", "pcast", "sharding_constraint", "reshard", "mesh_cast")
