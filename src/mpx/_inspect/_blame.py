@@ -14,8 +14,17 @@ import numpy as np
 
 from mpx._formats import FORMATS, Format
 from mpx._inspect._births import Birth, births
-from mpx._inspect._outputs import Outputs, ancestors, before
-from mpx._inspect._record import Mixed, Node, Recording, Site, classes_of, site_of
+from mpx._inspect._record import (
+    Mixed,
+    Node,
+    Outputs,
+    Recording,
+    Site,
+    ancestors,
+    before,
+    classes_of,
+    site_of,
+)
 from mpx._inspect._shadow import relative_norm
 from mpx._jaxpr._queries import SHAPE_ONLY, names
 

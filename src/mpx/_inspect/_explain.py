@@ -16,9 +16,8 @@ from mpx._fp8 import Fp8Function
 from mpx._inspect._blame import Blame
 from mpx._inspect._dtypes import is_float
 from mpx._inspect._faults import Call, Fault, fault_of
-from mpx._inspect._outputs import outputs_of
 from mpx._inspect._program import Program, gradient, program
-from mpx._inspect._record import Mixed, Recording
+from mpx._inspect._record import Mixed, Recording, outputs_of
 from mpx._inspect._result import Result, Table
 from mpx._inspect._shadow import to_host, widened
 from mpx._jaxpr._run import NO_REF, Value

@@ -9,9 +9,8 @@ import numpy as np
 
 from mpx._formats import FORMATS
 from mpx._inspect._blame import Blame, Verdict
-from mpx._inspect._outputs import nearest_param
 from mpx._inspect._places import Place
-from mpx._inspect._record import NAN, Node
+from mpx._inspect._record import NAN, Node, nearest_param
 from mpx._inspect._result import source_of
 from mpx._jaxpr._queries import MATMULS, names
 

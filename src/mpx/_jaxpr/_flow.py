@@ -134,21 +134,15 @@ class Walk(Generic[T]):
 
     def bodies(self, eqn: Equation, labels: list[T]) -> list[tuple[Any, list[T]]]:
         """Returns the jaxprs of an equation that are entered, and their inputs' labels."""
-        return [(body, self._inputs(eqn, body, labels)) for body in sub_jaxprs(eqn)]
-
-    def _inputs(self, eqn: Equation, body: Any, labels: list[T]) -> list[T]:
-        name = primitive_name(eqn)
+        bodies, name, known = list(sub_jaxprs(eqn)), primitive_name(eqn), list(labels)
         if name == "scan":
             consts, carry = scan_sizes(eqn.params)
-            return [
-                *labels[:consts],
-                *[self.unknown] * carry,
-                *labels[consts + carry :],
-            ]
-        if name == "cond":
-            return labels[1:]
-        is_call = called(eqn) is not None
-        return labels if is_call else [self.unknown] * len(body.invars)
+            known[consts : consts + carry] = [self.unknown] * carry
+        elif name == "cond":
+            del known[0]
+        elif called(eqn) is None:
+            return [(body, [self.unknown] * len(body.invars)) for body in bodies]
+        return [(body, known) for body in bodies]
 
     def run(
         self, jaxpr: Any, labels: Sequence[T], around: Position = OUTERMOST

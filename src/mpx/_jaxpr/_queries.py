@@ -173,16 +173,10 @@ def holds(eqn: Equation, names: Collection[str]) -> bool:
 def fold(jaxpr: Any, func: Callable[[Any, Callable[[Equation], list[T]]], T]) -> T:
     """Computes something of a jaxpr from the same of the jaxprs inside it.
 
-    Args:
-        jaxpr: The jaxpr.
-        func: Takes a jaxpr and a function that returns, for an equation of it, the results
-            for the jaxprs inside that equation.
+    `func` takes a jaxpr and a function from an equation to the results inside that.
     """
-
-    def inside(eqn: Equation) -> list[T]:
-        return [fold(body, func) for body in sub_jaxprs(eqn)]
-
-    return func(open_jaxpr(jaxpr)[0], inside)
+    body, _ = open_jaxpr(jaxpr)
+    return func(body, lambda eqn: [fold(inner, func) for inner in sub_jaxprs(eqn)])
 
 
 def readers(eqns: Iterable[Equation]) -> dict[Any, list[tuple[Equation, int]]]:
@@ -210,22 +204,15 @@ def last_uses(jaxpr: Any) -> list[list[Any]]:
 def makers(eqn: Equation, position: int, entered: Collection[str]) -> list[Equation]:
     """Returns an equation and those inside it that make one of its results.
 
-    Args:
-        eqn: The equation.
-        position: Which of its results.
-        entered: The primitives whose results are those of their jaxpr.
+    The results of `entered` primitives are those of their jaxpr.
     """
-    found = [eqn]
-    while primitive_name(eqn) in entered:
+    if primitive_name(eqn) in entered:
         body = body_of(eqn)
-        out = body.outvars[position]
-        made = (x for x in body.eqns if any(var is out for var in x.outvars))
-        eqn = next(made, None)
-        if eqn is None:
-            break
-        position = list(eqn.outvars).index(out)
-        found.append(eqn)
-    return found
+        for inner in body.eqns:
+            for i, var in enumerate(inner.outvars):
+                if var is body.outvars[position]:
+                    return [eqn, *makers(inner, i, entered)]
+    return [eqn]
 
 
 Verdict = bool | OneOf["result", "inside"]
