@@ -6,12 +6,12 @@ values of a jaxpr never exist in memory. The rules here say which ones do.
 
 import collections
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from mpx._compat import Literal, open_jaxpr, primitive_name
 from mpx._jaxpr._flow import Walk
-from mpx._jaxpr._interpreter import Jaxpr
+from mpx._jaxpr._interpreter import Aval, Jaxpr
 from mpx._jaxpr._queries import (
     ATTENTION,
     CALLS,
@@ -110,7 +110,7 @@ class _Node:
         self.outs: list[int] = []
 
 
-def nbytes(aval: Any) -> int:
+def nbytes(aval: Aval) -> int:
     """Returns the bytes of a value; a PRNG key has 8, a token or a reference none."""
     shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
     size = getattr(dtype, "itemsize", 0) if dtype is not None else 0
@@ -131,7 +131,7 @@ class _Graph(Walk[int]):
         self.size: list[int] = []
         self.dtype: list[str] = []
         self.maker: list[_Node | None] = []
-        self.known: dict[Any, list[int]] = {}
+        self.known: dict[Hashable, list[int]] = {}
         self._inner = inner
         inputs = [self.constant(var) for var in open_jaxpr(jaxpr)[0].invars]
         self.outs = self.run(jaxpr, inputs)
@@ -169,7 +169,7 @@ def _is_inlined(eqn: Equation) -> bool:
     return primitive_name(eqn) in INLINED and has_body(eqn)
 
 
-def _key(here: Position, reads: list[int]) -> Any:
+def _key(here: Position, reads: list[int]) -> Hashable:
     eqn = here.eqn
     literals = [x.val for x in eqn.invars if isinstance(x, Literal)]
     return primitive_name(eqn), *reads, str(literals), str(eqn.params), here.backward

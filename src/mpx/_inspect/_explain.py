@@ -163,7 +163,7 @@ def _as_scaling(scaling: Any) -> LossScaling | None:
     )
 
 
-def _route(func: Any) -> str:
+def _route(func: Callable[..., Any]) -> str:
     if isinstance(func, Fp8Function):
         return "fp8"
     return "amp" if hasattr(func, "mpx_autocast") else ""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import PyTree
 
 from mpx._amp import amp
 from mpx._compat import (
@@ -15,6 +16,7 @@ from mpx._compat import (
     primitive_name,
     source_frames,
 )
+from mpx._inspect._places import Name
 from mpx._inspect._program import Program, program
 from mpx._jaxpr import HANDLERS
 from mpx._jaxpr._flow import moved
@@ -111,7 +113,7 @@ class _Labels(Visitor):
             outs = eval_equation(op.eqn, op.values)
         return outs, [moved(op.eqn, op.facts)] * len(outs)
 
-    def fact_inside(self, fact: Any, var: Any, kind: Kind) -> Any:
+    def fact_inside(self, fact: Name, var: Any, kind: Kind) -> Name:
         return None if kind in ("carry", "tangent") else fact
 
     def _group(self, op: Op) -> Group:
@@ -121,7 +123,7 @@ class _Labels(Visitor):
         return Group(known[0] if is_matmul else "", _path(op.scopes), functions)
 
     @contextlib.contextmanager
-    def inside(self, eqn: Equation, more: Any) -> Iterator[None]:
+    def inside(self, eqn: Equation, more: PyTree) -> Iterator[None]:
         before = self._around
         self._around = _functions(eqn) or before
         try:
@@ -129,7 +131,7 @@ class _Labels(Visitor):
         finally:
             self._around = before
 
-    def cache_key(self, more: Any) -> Any:
+    def cache_key(self, more: PyTree) -> tuple[str, ...]:
         return self._around
 
     def _is_input(self, eqn: Equation) -> bool:

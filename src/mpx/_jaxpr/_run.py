@@ -20,6 +20,7 @@ from mpx._compat import (
     source_frames,
 )
 from mpx._jaxpr._flow import moved, propagate
+from mpx._jaxpr._interpreter import Jaxpr
 from mpx._jaxpr._queries import Equation, called, last_uses
 from mpx._jaxpr._shards import Axes, axes_of, join, split
 
@@ -108,7 +109,7 @@ class Run:
         return Value(self.lanes_of(np.asarray(atom.val, atom.aval.dtype)), NO_REF)
 
     def __call__(
-        self, jaxpr: Any, args: Sequence[Value], around: Around = NOTHING
+        self, jaxpr: Jaxpr, args: Sequence[Value], around: Around = NOTHING
     ) -> list[Value]:
         """Runs a jaxpr; values are forgotten when nothing reads them any more."""
         body, consts = open_jaxpr(jaxpr)
