@@ -153,8 +153,8 @@ def fault_of(verdict: Verdict, blame: Blame, call: Call) -> Fault:
     node = blame.nodes[verdict.node]
     call = call._replace(headroom=blame.headroom)
     backward = verdict.node not in blame.forward
-    out = verdict.birth.out if verdict.birth and _is_birth(verdict) else 0
-    finding = node.findings[out]
+    birth = verdict.birth
+    finding = node.findings[birth.out if birth and birth.node == verdict.node else 0]
     kind = _kind(verdict, node, blame)
     low = node.format or FORMATS["f32"]
     limits = {"overflow": low.max, "underflow": low.smallest}
@@ -180,10 +180,6 @@ def fault_of(verdict: Verdict, blame: Blame, call: Call) -> Fault:
         effect=_effect(verdict, blame),
         remedy=_remedy(kind, node, place, call),
     )
-
-
-def _is_birth(verdict: Verdict) -> bool:
-    return verdict.birth is not None and verdict.birth.node == verdict.node
 
 
 def _caller(node: Node) -> str:

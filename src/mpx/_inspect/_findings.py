@@ -1,7 +1,6 @@
 """What a program multiplies, in which dtypes, and what it keeps in memory."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpx._amp._matmuls import PRESETS
 from mpx._amp._rules import REASONS
@@ -147,6 +146,7 @@ def _matmul(site: Site, why: str) -> Matmul:
     eqn = site.eqn
     operands = eqn.invars[: 3 if site.place.primitive in ATTENTION else 2]
     size = sum(nbytes(x.aval) for x in (*operands, eqn.outvars[0]))
+    is_wide = any(is_f32(x.aval) for x in operands)
     return Matmul(
         place=site.place,
         dtype=_multiplied_in(eqn),
@@ -156,12 +156,8 @@ def _matmul(site: Site, why: str) -> Matmul:
         flops=flops(eqn) * site.times,
         bytes=size * site.times,
         # A backward matmul is f32 because the forward one is.
-        reason=why if _is_wide(operands) and not site.place.backward else "",
+        reason=why if is_wide and not site.place.backward else "",
     )
-
-
-def _is_wide(operands: Sequence[Any]) -> bool:
-    return any(is_f32(x.aval) for x in operands)
 
 
 def _multiplied_in(eqn: Equation) -> str:

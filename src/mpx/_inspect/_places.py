@@ -171,7 +171,7 @@ class _Sites(Walk[_Label]):
     ) -> list[tuple[Jaxpr, list[_Label]]]:
         found = super().bodies(eqn, labels)
         if self._largest and primitive_name(eqn) == "cond":
-            return [max(found, key=lambda x: _work(x[0]))]
+            return [max(found, key=lambda x: matmul_flops(x[0], lambda _: "").total())]
         return found
 
 
@@ -199,7 +199,3 @@ def _results(eqn: Equation, labels: list[_Label]) -> list[_Label]:
 
 # The gradient of a parameter passes through these unchanged, but for a sum.
 _PASSES = MOVES.union(names("reduce_sum add_any neg psum psum_invariant mul div"))
-
-
-def _work(jaxpr: Jaxpr) -> int:
-    return matmul_flops(jaxpr, lambda _: "").total()
