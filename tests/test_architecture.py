@@ -52,6 +52,36 @@ def test_only_one_module_mentions_private_jax():
     assert mentioning == {"_private.py"}
 
 
+def test_only_the_jaxpr_package_goes_through_nested_jaxprs():
+    # What lists the jaxprs of an equation stays in that package, and no function outside
+    # goes through equations and calls itself for those inside.
+    names = {"sub_jaxprs", "is_jaxpr", "jaxprs_in_params", "subjaxprs"}
+    allowed = {SRC / "_compat.py", SRC / "_private.py"}
+    found = []
+    for path in MODULES:
+        if path in allowed or path.is_relative_to(SRC / "_jaxpr"):
+            continue
+        tree = ast.parse(path.read_text())
+        found += [f"{relative(path)}: {x}" for x in used_names(tree) & names]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                calls = [x.func for x in ast.walk(node) if isinstance(x, ast.Call)]
+                called = {name for call in calls for name in used_names(call)}
+                if "eqns" in used_names(node) and node.name in called:
+                    found.append(f"{relative(path)}: {node.name}")
+    assert not found, "use `walk`, `Walk`, `fold`, `Flow`, `Run` or `Visitor`"
+
+
+def used_names(tree):
+    nodes = list(ast.walk(tree))
+    imported = [x for x in nodes if isinstance(x, ast.ImportFrom | ast.Import)]
+    return {
+        *(x.id for x in nodes if isinstance(x, ast.Name)),
+        *(x.attr for x in nodes if isinstance(x, ast.Attribute)),
+        *(alias.name for node in imported for alias in node.names),
+    }
+
+
 def test_no_file_names_a_path_of_one_machine():
     local = re.compile(r"(?<![\w.~}/-])/(?:home|opt|root|tmp|work|Users)/")
     files = project_files()

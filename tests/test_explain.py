@@ -16,7 +16,7 @@ import mpx
 from mpx._compat import bind, primitive_name
 from mpx._inspect._host import run_on_host
 from mpx._inspect._shadow import run_in_f32
-from mpx._inspect._shards import join, split
+from mpx._jaxpr._shards import join, split
 from mpx.inspect import explain
 
 ROOT = Path(__file__).parents[1]

@@ -1,4 +1,4 @@
-"""The interpreter: a visitor that changes nothing computes what the function computes."""
+"""Ways through a jaxpr: visitors that change nothing, walks, labels and runs."""
 
 import dataclasses
 
@@ -10,9 +10,12 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from mpx._compat import eval_equation, open_jaxpr
+from mpx._compat import eval_equation, open_jaxpr, primitive_name
 from mpx._jaxpr import HANDLERS
+from mpx._jaxpr._flow import Walk
 from mpx._jaxpr._interpreter import Visitor
+from mpx._jaxpr._queries import last_uses, walk
+from mpx._jaxpr._run import NO_REF, Run, Value
 from mpx.testing import assert_trees_equal
 
 X, W = jnp.linspace(-1.0, 1.0, 4), jnp.linspace(0.5, 1.5, 8).reshape(2, 4)
@@ -84,3 +87,75 @@ def test_visitor_that_changes_nothing(name):
         grads = (jax.jit(jax.jacrev(f, argnums=(0, 1))) for f in (visited, func))
         for got, want in zip(*(jax.tree.leaves(g(X, W)) for g in grads), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_walk_says_what_is_around_an_equation(name):
+    def func(x, w):
+        with jax.named_scope("outer"):
+            return FUNCTIONS[name](x, w)
+
+    (here,) = (
+        x for x in walk(jax.make_jaxpr(func)(X, W)) if primitive_name(x.eqn) == "sin"
+    )
+    assert here.scopes == ("outer",)
+    assert here.times == (len(W) if name == "scan" else 1)
+    assert HANDLERS[name] in [HANDLERS.get(primitive_name(x)) for x in here.callers]
+    assert not here.backward
+    if name != "while":
+        jaxpr = jax.make_jaxpr(jax.grad(lambda x: func(x, W).sum()))(X)
+        assert any(x.backward for x in walk(jaxpr))
+
+
+class Sources(Walk):
+    """Labels each value with the arguments that it is computed from."""
+
+    unknown = ""
+
+    def equation(self, here, labels):
+        label = "".join(sorted({*"".join(labels)}))
+        if primitive_name(here.eqn) == "sin":
+            self.seen = label
+        return [label] * len(here.eqn.outvars)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_labels_reach_what_is_inside_but_for_a_carry(name):
+    sources = Sources()
+    outs = sources.run(jax.make_jaxpr(FUNCTIONS[name])(X, W), ["x", "w"])
+    assert sources.seen == {"scan": "w", "while": ""}.get(name, "wx")
+    assert outs == ["wx"]
+
+
+class Concrete(Run):
+    """Runs each equation as it is, and counts them."""
+
+    count = 0
+
+    def lanes_of(self, x):
+        return (x,)
+
+    def leaf(self, eqn, operands, around):
+        self.count += primitive_name(eqn) == "sin"
+        outs = eval_equation(eqn, [jnp.asarray(x.lanes[0]) for x in operands])
+        return [Value((x,), NO_REF) for x in outs]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_run_goes_through_each_step(name):
+    run = Concrete()
+    args = [Value((x,), NO_REF) for x in (X, W)]
+    (out,) = run(jax.make_jaxpr(FUNCTIONS[name])(X, W), args)
+    np.testing.assert_allclose(out.lanes[0], FUNCTIONS[name](X, W), rtol=1e-6)
+    assert run.count == {"scan": len(W), "while": 3}.get(name, 1)
+
+
+def test_values_end_with_their_last_use():
+    body, _ = open_jaxpr(jax.make_jaxpr(lambda x: (jnp.sin(x) * x, jnp.cos(x)))(X))
+    named = {var: name for name, var in zip("xsmc", variables(body), strict=True)}
+    ends = [sorted(named[var] for var in found) for found in last_uses(body)]
+    assert ends == [[], ["s"], ["x"]]
+
+
+def variables(body):
+    return [*body.invars, *(var for eqn in body.eqns for var in eqn.outvars)]

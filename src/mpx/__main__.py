@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -27,8 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (module, text) in COMMANDS.items():
-        if importlib.util.find_spec(module) is None:
-            continue
         command = commands.add_parser(name, help=text, description=text)
         # The others are not imported: their options are not needed.
         if name in given[:1]:

@@ -173,14 +173,6 @@ def as_function(jaxpr: Any) -> Any:
     return functools.partial(eval_jaxpr, *open_jaxpr(jaxpr))
 
 
-def sub_jaxprs(eqn: Any) -> Iterator[Any]:
-    """Yields the jaxprs among an equation's parameters."""
-    for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if is_jaxpr(item):
-                yield open_jaxpr(item)[0]
-
-
 def eval_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Runs one equation unchanged, in the scopes of `equation_context`.
 

@@ -39,7 +39,6 @@ from mpx._compat import (
     open_jaxpr,
     scan_sizes,
     source_frames,
-    sub_jaxprs,
 )
 from mpx._half import in_gradient_function
 from mpx._jaxpr import HANDLERS
@@ -59,8 +58,10 @@ from mpx._jaxpr._queries import (
     CALLS,
     Equation,
     Verdict,
+    body_of,
     equations,
     every_use,
+    readers,
 )
 from mpx._jaxpr._replace import plan_with
 from mpx._warn import warn
@@ -111,7 +112,7 @@ class Autocast(Settings):
             self.caller = eqn
         self.copies = {}
         if more:
-            inner = next(sub_jaxprs(eqn))
+            inner = body_of(eqn)
             self.copies = {inner.invars[int(i)]: copy for i, copy in more.items()}
         try:
             yield
@@ -255,11 +256,8 @@ def _read_in_f32_only(jaxpr: Jaxpr, before: Jaxpr) -> list[bool]:
             function itself casts, must stay as it is.
     """
     body, _ = open_jaxpr(jaxpr)
-    readers: dict[Any, list[Any]] = {var: [] for var in body.invars}
-    for eqn in body.eqns:
-        for atom in eqn.invars:
-            if not isinstance(atom, Literal) and atom in readers:
-                readers[atom].append(eqn)
+    found = readers(body.eqns)
+    reading = [[eqn for eqn, _ in found.get(var, ())] for var in body.invars]
     returned = [atom for atom in body.outvars if not isinstance(atom, Literal)]
     return [
         len(equations) == 1
@@ -268,7 +266,9 @@ def _read_in_f32_only(jaxpr: Jaxpr, before: Jaxpr) -> list[bool]:
         and is_eligible(old.aval)
         and var.aval.dtype != F32
         and var not in returned
-        for old, (var, equations) in zip(before.invars, readers.items(), strict=False)
+        for old, var, equations in zip(
+            before.invars, body.invars, reading, strict=False
+        )
     ]
 
 

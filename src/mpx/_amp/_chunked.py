@@ -102,11 +102,9 @@ class Run:
         self, given: list[Term], compute: "Callable[..., list[Value]] | _Scalar"
     ) -> dict[int, Replacement] | str:
         """Returns replacements of the outermost equations that make these terms."""
-        from mpx import _logits
-
         more = compute.rest if isinstance(compute, _Scalar) else []
         known = {id(x) for x in given}
-        places = {int(_logits.place_of(x.level, x.eqn)[0]) for x in given}
+        places = {x.level.place(x.eqn)[0] for x in given}
         needed = self._atoms([*self.operands, *more], min(places))
         if needed is None:
             return "their operands come out of a jitted function"

@@ -15,7 +15,7 @@ import jax
 
 from mpx._compat import ambient_scopes, is_tracer, source_frames
 from mpx._jaxpr._interpreter import Fact, Jaxpr, Visitor
-from mpx._jaxpr._queries import places
+from mpx._jaxpr._queries import Position, walk
 from mpx._private import private
 from mpx._tree import LeafName
 
@@ -60,9 +60,10 @@ class Traced(NamedTuple):
         """Returns the paths of its scopes, and the names of the functions that wrote it."""
         scopes: set[str] = set()
         functions: set[str] = set()
-        for eqn, inner, _ in places(self.jaxpr, ambient_scopes()):
+        for here in walk(self.jaxpr, Position(scopes=ambient_scopes())):
+            inner = here.scopes
             scopes.update("/".join(inner[:n]) for n in range(1, len(inner) + 1))
-            functions.update(name for name, _, _ in source_frames(eqn))
+            functions.update(name for name, _, _ in source_frames(here.eqn))
         return scopes, functions
 
 

@@ -35,7 +35,7 @@ def replacements(
         against = found if isinstance(found, str) else None
         if not isinstance(found, str):
             terms = [dot, *(x.term for x in found.exits)]
-            places = {_logits.place_of(x.level, x.eqn)[0] for x in terms}
+            places = {x.level.place(x.eqn)[0] for x in terms}
             if len(places) == 1 and dot.level is not level:
                 continue  # all of it is inside one call: found there
             against = _reason(amp, found, known, scopes)

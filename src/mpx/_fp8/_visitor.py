@@ -24,7 +24,6 @@ from mpx._compat import (
     eval_equation,
     open_jaxpr,
     source_frames,
-    sub_jaxprs,
 )
 from mpx._formats import short_name
 from mpx._fp8._codes import Codes, Encoding, More
@@ -36,7 +35,7 @@ from mpx._fp8._ragged import RaggedSpec, fp8_ragged_dot
 from mpx._fp8._recipes import MXFP8, DelayedScaling
 from mpx._fp8._selection import RAGGED, Matmul, Selection, reason_to_keep, sizes
 from mpx._jaxpr import HANDLERS
-from mpx._jaxpr._flow import propagate
+from mpx._jaxpr._flow import after
 from mpx._jaxpr._interpreter import (
     Kind,
     Op,
@@ -47,13 +46,12 @@ from mpx._jaxpr._interpreter import (
 )
 from mpx._jaxpr._queries import (
     ATTENTION,
-    CALLS,
     MATMULS,
     Equation,
-    contains,
+    Position,
     flops,
-    places,
-    repetitions,
+    holds,
+    walk_inside,
 )
 from mpx._keep import was_called
 from mpx._select import check_selectors
@@ -177,7 +175,7 @@ class Fp8(Transformation):
             return self._dot(op), self._after(eqn, op.facts)
         # A report looks for more than what is changed.
         wanted = _CHANGED if self.matmuls is None else _MULTIPLIES
-        if name in _ENTERED and any(contains(x, wanted) for x in sub_jaxprs(eqn)):
+        if name in _ENTERED and holds(eqn, wanted):
             return HANDLERS[name](self, op)
         if self.matmuls is not None:
             self._record(op)
@@ -185,14 +183,13 @@ class Fp8(Transformation):
 
     def _after(self, eqn: Equation, facts: list[Param]) -> list[Param]:
         """Returns the facts of the results of an equation that runs as written."""
-        name = eqn.primitive.name
-        if name in CALLS:
-            inner = next(sub_jaxprs(eqn))
-            labels = dict(zip(inner.invars, facts, strict=True))
-            return propagate(inner, labels, self._after)
-        if name == "gather" and facts[0] is not None:
-            self.found.add(("table", facts[0]))
-        return facts_after(eqn, facts)
+
+        def rule(eqn: Equation, facts: list[Param]) -> list[Param]:
+            if eqn.primitive.name == "gather" and facts[0] is not None:
+                self.found.add(("table", facts[0]))
+            return facts_after(eqn, facts)
+
+        return list(after(eqn, facts, rule))
 
     def _dot(self, op: Op) -> Values:
         eqn, values, facts, _ = op
@@ -282,14 +279,11 @@ class Fp8(Transformation):
         if eqn.primitive.name in _MULTIPLIES:
             self.matmuls.append(self._describe(eqn, op.facts, op.scopes, count))
         reason = f"inside {eqn.primitive.name}, which runs as written"
-        for jaxpr in sub_jaxprs(eqn):
-            for inner, scopes, times in places(
-                jaxpr, op.scopes, count * repetitions(eqn)
-            ):
-                if inner.primitive.name in _MULTIPLIES:
-                    unknown = [None] * len(inner.invars)
-                    found = self._describe(inner, unknown, scopes, times)
-                    self.matmuls.append(found._replace(reason=reason))
+        for inner, scopes, times, _ in walk_inside(Position(eqn, op.scopes, count)):
+            if inner.primitive.name in _MULTIPLIES:
+                unknown = [None] * len(inner.invars)
+                found = self._describe(inner, unknown, scopes, times)
+                self.matmuls.append(found._replace(reason=reason))
 
     # --- bodies -----------------------------------------------------------------------
 

@@ -191,7 +191,7 @@ def advise(
         >>> print(found.proposal("bf16").policy)
         mpx.amp(loss, "bf16")
     """
-    formats = check_formats(formats)
+    formats = check_formats(formats, (*HALVES, *EIGHTS))
     known = judge(func, args, kwargs, batches)
     names = [*(x for x in HALVES if x in formats)]
     if any(x in formats for x in EIGHTS):
@@ -209,9 +209,8 @@ def advise(
     )
 
 
-def check_formats(formats: Sequence[str]) -> tuple[str, ...]:
+def check_formats(formats: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
     """Returns the formats; raises if one is unknown."""
-    known = (*HALVES, *EIGHTS)
     chosen = (formats,) if isinstance(formats, str) else tuple(formats)
     for name in chosen:
         if name not in known:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpx._inspect._record import NAN, Node
-from mpx._inspect._tape import SHARDS, Ref
+from mpx._inspect._record import NAN, Node, classes_of
 from mpx._jaxpr._queries import SHAPE_ONLY, names
+from mpx._jaxpr._run import SHARDS, Ref
 
 _ELEMENTWISE = frozenset(
     names(
@@ -72,7 +72,7 @@ def births(nodes: Sequence[Node], starts: Iterable[Ref]) -> list[Birth]:
         wanted[index][out] = np.asarray(where if seen is None else seen | where)
 
     for ref in starts:
-        classes = None if ref[0] < 0 else nodes[ref[0]].findings[ref[1]].classes
+        classes = classes_of(nodes, ref)
         if classes is not None:
             want(ref, classes != 0, -1)
     found = []
@@ -124,7 +124,7 @@ def _follow(
     here = set(np.unique(classes[where]).tolist())
     left = np.array(where)
     for ref in node.parents:
-        theirs = None if ref[0] < 0 else nodes[ref[0]].findings[ref[1]].classes
+        theirs = classes_of(nodes, ref)
         if theirs is None:
             continue
         if exact and theirs.shape == classes.shape:
@@ -155,7 +155,7 @@ def _follow_parts(
     if not known:
         return where
     if node.part is not None:
-        theirs = nodes[known[0][0]].findings[known[0][1]].classes
+        theirs = classes_of(nodes, known[0])
         if theirs is None:
             return where
         hit = np.zeros(theirs.shape, bool)
@@ -166,7 +166,7 @@ def _follow_parts(
         want(known[0], hit & (theirs != 0), index)
         return np.zeros_like(where)
     for i, ref in enumerate(node.parents):
-        theirs = None if ref[0] < 0 else nodes[ref[0]].findings[ref[1]].classes
+        theirs = classes_of(nodes, ref)
         if theirs is not None and theirs.shape != where[i].shape:
             want(ref, theirs != 0, index)  # stacked inside a `shard_map`
         elif theirs is not None and where[i].any():

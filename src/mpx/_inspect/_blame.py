@@ -5,19 +5,27 @@ is further from the shadow than the format explains, and an equation is at fault
 alone, with everything else in f32, makes a result wrong.
 """
 
-import heapq
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mpx._formats import FORMATS, Format
 from mpx._inspect._births import Birth, births
-from mpx._inspect._outputs import Outputs, ancestors
-from mpx._inspect._record import Mixed, Node, Recording, Site, site_of
+from mpx._inspect._record import (
+    Mixed,
+    Node,
+    Outputs,
+    Recording,
+    Site,
+    ancestors,
+    before,
+    classes_of,
+    site_of,
+)
 from mpx._inspect._shadow import relative_norm
-from mpx._inspect._tape import Ref
 from mpx._jaxpr._queries import SHAPE_ONLY, names
 
 LOST_BITS = 5
@@ -136,7 +144,9 @@ class Blame:
 
     def _not_finite(self) -> list[Verdict]:
         finite = [np.isfinite(x).all() for x in self.outputs.shadow]
-        broken = [ref for ref in self.outputs.refs if self._classes(ref) is not None]
+        broken = [
+            ref for ref in self.outputs.refs if classes_of(self.nodes, ref) is not None
+        ]
         if not broken:
             return []
         origins = births(self.nodes, broken)
@@ -145,7 +155,7 @@ class Blame:
         # An infinity that a mask means comes last.
         shared.sort(key=lambda x: (x.constant is not None, x.node))
         ordered = [*fresh, *shared] if all(finite) else [*shared, *fresh]
-        found: dict[Site | int, Verdict] = {}
+        found: dict[Site, Verdict] = {}
         for birth in ordered:
             index, cause = self._origin(birth)
             found.setdefault(self._site(index), Verdict(index, cause, birth))
@@ -153,9 +163,6 @@ class Blame:
         if all(finite) and fresh:
             first = [x for x in first if x.birth in fresh]
         return first[:_MOST_FAULTS]
-
-    def _classes(self, ref: Ref) -> Any:
-        return None if ref[0] < 0 else self.nodes[ref[0]].findings[ref[1]].classes
 
     def _shadow_has(self, birth: Birth) -> bool:
         """Returns whether the shadow is not finite there either."""
@@ -181,8 +188,8 @@ class Blame:
             return (index, "birth") if lost is None else (lost, "constant")
         if not node.findings[birth.out].local_is_finite:
             return index, "birth"
-        before = self._upstream(index)
-        return (index, "birth") if before is None else (before, "error")
+        earlier = self._upstream(index)
+        return (index, "birth") if earlier is None else (earlier, "error")
 
     def _lost_constant(self, index: int) -> int | None:
         """Returns the sum with a constant that was flushed to zero, if one led here."""
@@ -204,19 +211,14 @@ class Blame:
 
     def _upstream(self, index: int) -> int | None:
         """Returns the nearest operation before another one whose own error is large."""
-        queue = [-ref[0] for ref in self.nodes[index].parents]
-        heapq.heapify(queue)
-        seen = set[int]()
-        while queue and len(seen) < 400:
-            current = -heapq.heappop(queue)
-            if current < 0 or current in seen:
-                continue
-            seen.add(current)
+
+        def deviates(node: Node) -> bool:
+            return any(x.deviation > 0 for x in node.findings)
+
+        starts = [ref[0] for ref in self.nodes[index].parents]
+        for current in itertools.islice(before(self.nodes, starts, deviates), 400):
             if self._is_wrong(self.nodes[current], single=True):
                 return self._first_of_chain(current)
-            if any(x.deviation > 0 for x in self.nodes[current].findings):
-                for ref in self.nodes[current].parents:
-                    heapq.heappush(queue, -ref[0])
         return None
 
     def _first_of_chain(self, index: int) -> int:
@@ -225,15 +227,15 @@ class Blame:
         first, queue, seen = index, [index], set[int]()
         while queue:
             current = queue.pop()
-            for before, out in self.nodes[current].parents:
-                if before < 0 or before in seen:
+            for parent, out in self.nodes[current].parents:
+                if parent < 0 or parent in seen:
                     continue
-                seen.add(before)
-                node = self.nodes[before]
+                seen.add(parent)
+                node = self.nodes[parent]
                 if node.findings[out].deviation > limit:
-                    queue.append(before)
-                    if before < first and self._is_wrong(node):
-                        first = before
+                    queue.append(parent)
+                    if parent < first and self._is_wrong(node):
+                        first = parent
         return first
 
     def _is_wrong(self, node: Node, single: bool = False) -> bool:
@@ -341,10 +343,10 @@ class Blame:
     def _errors(self, outs: Sequence[np.ndarray]) -> list[float]:
         return [_error(x, s) for x, s in zip(outs, self.outputs.shadow, strict=True)]
 
-    def _site(self, index: int) -> Any:
+    def _site(self, index: int) -> Site:
         node = self.nodes[index]
         if node.eqn is None:
-            return index
+            return f"input {index}", False
         return site_of(node.eqn, node.around)
 
 

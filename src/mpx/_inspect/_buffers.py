@@ -6,17 +6,12 @@ values of a jaxpr never exist in memory. The rules here say which ones do.
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from mpx._compat import (
-    Literal,
-    is_transposed,
-    open_jaxpr,
-    primitive_name,
-    sub_jaxprs,
-)
-from mpx._jaxpr._interpreter import Jaxpr
+from mpx._compat import Literal, open_jaxpr, primitive_name
+from mpx._jaxpr._flow import Walk
+from mpx._jaxpr._interpreter import Aval, Jaxpr
 from mpx._jaxpr._queries import (
     ATTENTION,
     CALLS,
@@ -24,6 +19,10 @@ from mpx._jaxpr._queries import (
     MATMULS,
     SHAPE_ONLY,
     Equation,
+    Position,
+    fold,
+    has_body,
+    makers,
     names,
 )
 
@@ -104,42 +103,41 @@ class _Node:
 
     __slots__ = ("backward", "callers", "eqn", "inner", "name", "outs", "reads")
 
-    def __init__(
-        self,
-        eqn: Equation,
-        reads: list[int],
-        callers: tuple[Equation, ...],
-        *,
-        backward: bool,
-    ) -> None:
-        self.eqn, self.reads, self.backward = eqn, reads, backward
-        self.callers = callers
-        self.name = primitive_name(eqn)
+    def __init__(self, here: Position, reads: list[int], inner: int) -> None:
+        self.eqn, self.callers, self.backward = here.eqn, here.callers, here.backward
+        self.name = primitive_name(here.eqn)
+        self.reads, self.inner = reads, inner
         self.outs: list[int] = []
-        self.inner = 0
 
 
-def nbytes(aval: Any) -> int:
+def nbytes(aval: Aval) -> int:
     """Returns the bytes of a value; a PRNG key has 8, a token or a reference none."""
     shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
     size = getattr(dtype, "itemsize", 0) if dtype is not None else 0
     return math.prod(shape) * int(size)
 
 
-class _Graph:
-    """A jaxpr without calls: each value has a number."""
+Inner = Callable[[Equation], Sequence[Peak]]
+"""Returns the peaks of the jaxprs inside an equation."""
 
-    def __init__(self, jaxpr: Jaxpr) -> None:
+
+class _Graph(Walk[int]):
+    """A jaxpr without calls: each value has a number; a literal has -1."""
+
+    unknown = -1
+
+    def __init__(self, jaxpr: Jaxpr, inner: Inner) -> None:
         self.nodes: list[_Node] = []
         self.size: list[int] = []
         self.dtype: list[str] = []
         self.maker: list[_Node | None] = []
-        self.known: dict[Any, list[int]] = {}
-        body, _ = open_jaxpr(jaxpr)
-        env = {var: self._new(var, None) for var in (*body.constvars, *body.invars)}
-        self.inputs = len(self.size)
-        self._add(body, env, (), backward=False)
-        self.outs = [self._read(atom, env) for atom in body.outvars]
+        self.known: dict[Hashable, list[int]] = {}
+        self._inner = inner
+        inputs = [self.constant(var) for var in open_jaxpr(jaxpr)[0].invars]
+        self.outs = self.run(jaxpr, inputs)
+
+    def constant(self, var: Any) -> int:
+        return self._new(var, None)
 
     def _new(self, var: Any, maker: _Node | None) -> int:
         self.size.append(nbytes(var.aval))
@@ -147,53 +145,34 @@ class _Graph:
         self.maker.append(maker)
         return len(self.size) - 1
 
-    def _read(self, atom: Any, env: dict[Any, int]) -> int:
-        """Returns the number of a value; -1 for a literal."""
-        return -1 if isinstance(atom, Literal) else env[atom]
+    def bodies(self, eqn: Equation, labels: list[int]) -> list[tuple[Jaxpr, list[int]]]:
+        return super().bodies(eqn, labels)[:1] if _is_inlined(eqn) else []
 
-    def _add(
-        self,
-        body: Any,
-        env: dict[Any, int],
-        callers: tuple[Equation, ...],
-        *,
-        backward: bool,
-    ) -> None:
-        for eqn in body.eqns:
-            reads = [self._read(atom, env) for atom in eqn.invars]
-            here = backward or is_transposed(eqn)
-            inner = list(sub_jaxprs(eqn))
-            if primitive_name(eqn) in INLINED and inner:
-                called = inner[0]
-                inside = dict(
-                    zip(called.invars, reads[-len(called.invars) :], strict=True)
-                )
-                for var in called.constvars:
-                    inside[var] = self._new(var, None)
-                self._add(called, inside, (*callers, eqn), backward=here)
-                env.update(
-                    (var, self._read(atom, inside))
-                    for var, atom in zip(eqn.outvars, called.outvars, strict=True)
-                )
-                continue
-            # XLA computes equal operations once, but what remat repeats stays apart.
-            key = None if inner or eqn.effects else _key(eqn, reads, backward=here)
-            if key in self.known:
-                env.update(zip(eqn.outvars, self.known[key], strict=True))
-                continue
-            arrays = [x for x in reads if x >= 0]
-            node = _Node(eqn, arrays, callers, backward=here)
-            node.inner = max((peak(x).bytes for x in inner), default=0)
-            node.outs = [self._new(var, node) for var in eqn.outvars]
-            env.update(zip(eqn.outvars, node.outs, strict=True))
-            self.nodes.append(node)
-            if key is not None:
-                self.known[key] = node.outs
+    def equation(self, here: Position, labels: list[int]) -> list[int]:
+        eqn = here.eqn
+        if _is_inlined(eqn):
+            return []
+        # XLA computes equal operations once, but what remat repeats stays apart.
+        key = None if has_body(eqn) or eqn.effects else _key(here, labels)
+        if key in self.known:
+            return self.known[key]
+        inner = max((x.bytes for x in self._inner(eqn)), default=0)
+        node = _Node(here, [x for x in labels if x >= 0], inner)
+        node.outs = [self._new(var, node) for var in eqn.outvars]
+        self.nodes.append(node)
+        if key is not None:
+            self.known[key] = node.outs
+        return node.outs
 
 
-def _key(eqn: Equation, reads: list[int], *, backward: bool) -> Any:
+def _is_inlined(eqn: Equation) -> bool:
+    return primitive_name(eqn) in INLINED and has_body(eqn)
+
+
+def _key(here: Position, reads: list[int]) -> Hashable:
+    eqn = here.eqn
     literals = [x.val for x in eqn.invars if isinstance(x, Literal)]
-    return primitive_name(eqn), *reads, str(literals), str(eqn.params), backward
+    return primitive_name(eqn), *reads, str(literals), str(eqn.params), here.backward
 
 
 def peak(jaxpr: Jaxpr, in_place: Sequence[int] = ()) -> Peak:
@@ -203,7 +182,15 @@ def peak(jaxpr: Jaxpr, in_place: Sequence[int] = ()) -> Peak:
         jaxpr: The program. The order of its equations is taken for that of the kernels.
         in_place: Positions of results that are written over arguments.
     """
-    graph = _Graph(jaxpr)
+    outermost = open_jaxpr(jaxpr)[0]
+
+    def at(body: Jaxpr, inner: Inner) -> Peak:
+        return _peak(_Graph(body, inner), in_place if body is outermost else ())
+
+    return fold(jaxpr, at)
+
+
+def _peak(graph: _Graph, in_place: Sequence[int]) -> Peak:
     stored, life = _lifetimes(graph)
     born, dies = life.born, life.dies
     free = {life.same[graph.outs[i]] for i in in_place if graph.outs[i] >= 0}
@@ -230,26 +217,9 @@ def _buffer(graph: _Graph, life: "_Life", value: int) -> Buffer:
     maker = graph.maker[value]
     assert maker is not None  # arguments are not stored
     is_saved = not maker.backward and value in life.read_back
-    *callers, eqn = _makers(maker.eqn, maker.outs.index(value))
+    *callers, eqn = makers(maker.eqn, maker.outs.index(value), (*INLINED, "scan"))
     size, dtype = graph.size[value], graph.dtype[value]
     return Buffer(size, dtype, eqn, (*maker.callers, *callers), is_saved)
-
-
-def _makers(eqn: Equation, position: int) -> list[Equation]:
-    """Returns an equation and the ones inside it that make one of its results."""
-    found = [eqn]
-    while primitive_name(eqn) == "scan" or primitive_name(eqn) in INLINED:
-        body = next(sub_jaxprs(eqn))
-        made = [
-            (inner, list(inner.outvars).index(body.outvars[position]))
-            for inner in body.eqns
-            if body.outvars[position] in inner.outvars
-        ]
-        if not made:
-            break
-        eqn, position = made[0]
-        found.append(eqn)
-    return found
 
 
 def _same_buffers(graph: _Graph) -> list[int]:
@@ -286,8 +256,6 @@ def _stored(
                 wanted.add(same[value])
     wanted.update(same[value] for value in graph.outs if value >= 0)
     stored, roots = set[int](), dict[int, frozenset[int]]()
-    for value in range(graph.inputs):
-        roots[value] = frozenset()
     for node in graph.nodes:
         sources = frozenset().union(
             *(

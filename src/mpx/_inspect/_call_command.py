@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from mpx._inspect._result import Result
+
 
 def add_call(parser: argparse.ArgumentParser) -> None:
     """Adds the argument that names a call."""
@@ -44,7 +46,7 @@ def load_call(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return call[0], call[1:]
 
 
-def show(result: Any, *, as_json: bool) -> None:
+def show(result: Result, *, as_json: bool) -> None:
     """Prints a result."""
     if as_json:
         print(result.to_json(indent=2))

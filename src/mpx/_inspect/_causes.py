@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from mpx._compat import Literal, open_jaxpr, source_frames
-from mpx._inspect._result import short_source
+from mpx._inspect._dtypes import is_f32, is_low
+from mpx._inspect._result import source_of
 from mpx._jaxpr._flow import Flow
 from mpx._jaxpr._interpreter import Jaxpr
 from mpx._jaxpr._queries import CALLS, MOVES, Equation
@@ -57,7 +56,7 @@ def causes(jaxpr: Jaxpr, names: Sequence[str]) -> Causes:
         if not eqn.outvars or not is_f32(eqn.outvars[0].aval):
             return None
         if name in MOVES:
-            return _moved(name, eqn, wide)
+            return _moved(eqn, wide)
         promoting = _promoting(name, eqn, wide)
         if promoting is None:
             return wide[0] if wide else _made(name, eqn)
@@ -85,14 +84,14 @@ def _closed_over(value: Any) -> Cause | None:
     return Cause(f"a closed-over f32[{','.join(map(str, value.shape))}] array")
 
 
-def _moved(name: str, eqn: Equation, wide: list[Cause]) -> Cause:
+def _moved(eqn: Equation, wide: list[Cause]) -> Cause:
     """Returns why the result of a cast, a broadcast or another move is f32."""
     source, dtype = _source(eqn), eqn.invars[0].aval.dtype
     if all(isinstance(atom, Literal) for atom in eqn.invars):
         return Cause(f"an f32 array that is made at {source}")
     if wide:
         return wide[0]
-    low = source if _is_low(eqn.invars[0].aval) else ""
+    low = source if is_low(eqn.invars[0].aval) else ""
     return Cause(f"cast from {dtype} to f32 at {source}", low)
 
 
@@ -103,7 +102,7 @@ def _promoting(name: str, eqn: Equation, wide: list[Cause]) -> str | None:
     """
     source = _source(eqn)
     is_cast = any(cause.cast and cause.cast == source for cause in wide)
-    is_cast |= any(_is_low(atom.aval) for atom in eqn.invars)
+    is_cast |= any(is_low(atom.aval) for atom in eqn.invars)
     others = [cause.text for cause in wide if not cause.cast]
     is_array = name not in CALLS and eqn.outvars[0].aval.size > 1
     return others[0] if is_cast and is_array and others else None
@@ -113,23 +112,9 @@ def _made(name: str, eqn: Equation) -> Cause:
     source = _source(eqn)
     if name == "bitcast_convert_type":
         return Cause("", source)  # a scale of fp8: nobody's choice
-    if any(_is_low(atom.aval) for atom in eqn.invars):
+    if any(is_low(atom.aval) for atom in eqn.invars):
         return Cause(f"{name} was asked for an f32 result at {source}")
     return Cause(f"made in f32 by {name} at {source}")
-
-
-def is_f32(value: Any) -> bool:
-    """Returns whether a value, or a type of values, is f32."""
-    return str(getattr(value, "dtype", "")) == "float32"
-
-
-def _is_low(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return (
-        dtype is not None
-        and jnp.issubdtype(dtype, jnp.floating)
-        and (dtype.itemsize < 4)
-    )
 
 
 def _literal(atom: Any) -> Cause | None:
@@ -140,5 +125,4 @@ def _literal(atom: Any) -> Cause | None:
 
 
 def _source(eqn: Equation) -> str:
-    frames = source_frames(eqn)
-    return f"{short_source(frames[0][1])}:{frames[0][2]}" if frames else "unknown"
+    return source_of(source_frames(eqn))

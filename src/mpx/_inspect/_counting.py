@@ -1,14 +1,14 @@
 """Counting the exponents of arrays, where they are."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpx._compat import has_explicit_axes
 from mpx._devices import gpu_capability
@@ -28,7 +28,7 @@ would cost more than the pass over its values."""
 class _Kernel(NamedTuple):
     """The key of leaves that the kernel counts."""
 
-    mesh: Any
+    mesh: Mesh | AbstractMesh
 
 
 def count(leaves: Sequence[Array]) -> tuple[Array, Array]:
@@ -36,7 +36,7 @@ def count(leaves: Sequence[Array]) -> tuple[Array, Array]:
 
     Sharded leaves are counted where they are: the counts are added over devices.
     """
-    groups: dict[Any, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for index, x in enumerate(leaves):
         groups.setdefault(_group_of(index, x), []).append(index)
     if not groups:
@@ -53,7 +53,7 @@ def count(leaves: Sequence[Array]) -> tuple[Array, Array]:
     return counts[order], squares[order]
 
 
-def _group_of(index: int, x: Array) -> Any:
+def _group_of(index: int, x: Array) -> Hashable:
     """Returns a key that is equal for leaves that are counted together."""
     if x.size <= SMALL:
         return (x.shape, x.dtype, jax.typeof(x).sharding)

@@ -12,6 +12,7 @@ import jax
 import jaxlib
 
 from mpx._devices import cuda_capability
+from mpx._inspect._call_command import show
 from mpx._inspect._machine import formats, measure_bandwidth, measure_rates
 from mpx._inspect._result import Result, Table, amount
 from mpx._version import __version__, version_tuple
@@ -243,8 +244,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the diagnosis; the exit status is 1 if there is a problem."""
     found = doctor(measure=not arguments.no_measure)
-    if arguments.json:
-        print(found.to_json(indent=2))
-    else:
-        found.show()
+    show(found, as_json=arguments.json)
     return int(bool(found.problems))

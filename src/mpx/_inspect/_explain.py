@@ -14,13 +14,13 @@ import numpy as np
 from mpx._formats import Format
 from mpx._fp8 import Fp8Function
 from mpx._inspect._blame import Blame
+from mpx._inspect._dtypes import is_float
 from mpx._inspect._faults import Call, Fault, fault_of
-from mpx._inspect._outputs import outputs_of
 from mpx._inspect._program import Program, gradient, program
-from mpx._inspect._record import Mixed, Recording
+from mpx._inspect._record import Mixed, Recording, outputs_of
 from mpx._inspect._result import Result, Table
-from mpx._inspect._shadow import is_float, to_host, widened
-from mpx._inspect._tape import NO_REF, Value
+from mpx._inspect._shadow import to_host, widened
+from mpx._jaxpr._run import NO_REF, Value
 from mpx._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
 
 
@@ -163,7 +163,7 @@ def _as_scaling(scaling: Any) -> LossScaling | None:
     )
 
 
-def _route(func: Any) -> str:
+def _route(func: Callable[..., Any]) -> str:
     if isinstance(func, Fp8Function):
         return "fp8"
     return "amp" if hasattr(func, "mpx_autocast") else ""
@@ -173,13 +173,9 @@ def _with_gradient(
     forward: Program, scaling: LossScaling | None
 ) -> tuple[Program, list[str]]:
     """Returns the program to look at, and the names of its results."""
-    outs = forward.jaxpr.out_avals
-    has_loss = bool(outs) and outs[0].shape == () and is_float(outs[0])
-    if not has_loss or not forward.params:
-        count = len(outs)
-        return forward, [
-            "loss" if has_loss and i == 0 else f"result {i}" for i in range(count)
-        ]
+    if not forward.has_loss or not forward.params:
+        labels = [f"result {i}" for i in range(len(forward.jaxpr.out_avals))]
+        return forward, ["loss", *labels[1:]] if forward.has_loss else labels
     names = [f"gradient of `{forward.names[i]}`" for i in forward.params]
     return gradient(forward, scaling or NoLossScaling()), ["loss", *names]
 

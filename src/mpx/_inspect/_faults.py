@@ -9,10 +9,9 @@ import numpy as np
 
 from mpx._formats import FORMATS
 from mpx._inspect._blame import Blame, Verdict
-from mpx._inspect._outputs import nearest_param
 from mpx._inspect._places import Place
-from mpx._inspect._record import NAN, Finding, Node
-from mpx._inspect._result import short_source
+from mpx._inspect._record import NAN, Node, nearest_param
+from mpx._inspect._result import source_of
 from mpx._jaxpr._queries import MATMULS, names
 
 Kind = Literal[
@@ -154,8 +153,8 @@ def fault_of(verdict: Verdict, blame: Blame, call: Call) -> Fault:
     node = blame.nodes[verdict.node]
     call = call._replace(headroom=blame.headroom)
     backward = verdict.node not in blame.forward
-    out = verdict.birth.out if verdict.birth and _is_birth(verdict) else 0
-    finding = node.findings[out]
+    birth = verdict.birth
+    finding = node.findings[birth.out if birth and birth.node == verdict.node else 0]
     kind = _kind(verdict, node, blame)
     low = node.format or FORMATS["f32"]
     limits = {"overflow": low.max, "underflow": low.smallest}
@@ -179,12 +178,8 @@ def fault_of(verdict: Verdict, blame: Blame, call: Call) -> Fault:
         result=finding.shadow,
         got=finding.own,
         effect=_effect(verdict, blame),
-        remedy=_remedy(kind, node, place, finding, call),
+        remedy=_remedy(kind, node, place, call),
     )
-
-
-def _is_birth(verdict: Verdict) -> bool:
-    return verdict.birth is not None and verdict.birth.node == verdict.node
 
 
 def _caller(node: Node) -> str:
@@ -193,7 +188,7 @@ def _caller(node: Node) -> str:
     own = [frame for frame in frames if not _is_installed(frame[1])]
     if not own or own[0] == frames[0]:
         return ""
-    return f"{short_source(own[0][1])}:{own[0][2]}"
+    return source_of(own)
 
 
 def _is_installed(file: str) -> bool:
@@ -292,7 +287,7 @@ def _in_f32(place: Place, call: Call) -> str:
     return "compute it in f32: cast its operands with `.astype(jnp.float32)`"
 
 
-def _remedy(kind: Kind, node: Node, place: Place, finding: Finding, call: Call) -> str:
+def _remedy(kind: Kind, node: Node, place: Place, call: Call) -> str:
     if kind == "input":
         return "look at where this array comes from: the data, or an earlier step"
     makers = {
@@ -303,7 +298,7 @@ def _remedy(kind: Kind, node: Node, place: Place, finding: Finding, call: Call) 
         "nan": _for_nan,
     }
     if kind in makers:
-        return makers[kind](node, place, finding, call)
+        return makers[kind](node, place, call)
     keep = _in_f32(place, call)
     if kind == "accumulation":
         return f"add up in f32: make the accumulator an f32 array, or {keep}"
@@ -319,7 +314,7 @@ def _remedy(kind: Kind, node: Node, place: Place, finding: Finding, call: Call) 
     return keep
 
 
-def _for_overflow(node: Node, place: Place, finding: Finding, call: Call) -> str:
+def _for_overflow(node: Node, place: Place, call: Call) -> str:
     keep = _in_f32(place, call)
     if place.backward and call.scale > 1 and call.headroom * call.scale >= 1:
         fits = 2.0 ** math.floor(math.log2(call.headroom * call.scale))
@@ -338,7 +333,7 @@ def _for_overflow(node: Node, place: Place, finding: Finding, call: Call) -> str
     return f"{keep}{other}"
 
 
-def _for_underflow(node: Node, place: Place, finding: Finding, call: Call) -> str:
+def _for_underflow(node: Node, place: Place, call: Call) -> str:
     keep = _in_f32(place, call)
     if place.backward and node.format and node.format.name in ("f16", "e5m2", "e4m3"):
         if not call.scaled:
@@ -351,7 +346,7 @@ def _for_underflow(node: Node, place: Place, finding: Finding, call: Call) -> st
     return f"{keep}; or scale the numbers up first"
 
 
-def _for_constant(node: Node, place: Place, finding: Finding, call: Call) -> str:
+def _for_constant(node: Node, place: Place, call: Call) -> str:
     name = (node.format or FORMATS["f32"]).name
     if 0 in node.written and place.primitive in ("add", "max", "mul", "div"):
         return (
@@ -366,7 +361,7 @@ def _for_constant(node: Node, place: Place, finding: Finding, call: Call) -> str
     return f"the constant is not finite in {name}: compute this in f32"
 
 
-def _for_singularity(node: Node, place: Place, finding: Finding, call: Call) -> str:
+def _for_singularity(node: Node, place: Place, call: Call) -> str:
     if place.backward:
         return (
             "the derivative of this line is infinite at this operand: add an epsilon "
@@ -378,7 +373,7 @@ def _for_singularity(node: Node, place: Place, finding: Finding, call: Call) -> 
     return "add an epsilon to the denominator, or replace zeros before the operation"
 
 
-def _for_nan(node: Node, place: Place, finding: Finding, call: Call) -> str:
+def _for_nan(node: Node, place: Place, call: Call) -> str:
     if place.primitive in ("sqrt", "rsqrt", "log", "pow"):
         return "the operand is negative: clip it at 0, or look at how it is computed"
     if place.primitive in ("acos", "asin", "atanh", "erf_inv"):

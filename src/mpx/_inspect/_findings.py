@@ -1,22 +1,23 @@
 """What a program multiplies, in which dtypes, and what it keeps in memory."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpx._amp._matmuls import PRESETS
 from mpx._amp._rules import REASONS
-from mpx._compat import primitive_name, sub_jaxprs
+from mpx._compat import primitive_name
 from mpx._inspect._buffers import nbytes, peak
-from mpx._inspect._causes import causes, is_f32
-from mpx._inspect._places import Place, Site, frames_of, place_of, sites
+from mpx._inspect._causes import causes
+from mpx._inspect._dtypes import is_f32
+from mpx._inspect._places import Place, Site, frames_of, sites
 from mpx._inspect._program import Program
+from mpx._inspect._result import source_of
 from mpx._inspect._views import short_dtypes
 from mpx._jaxpr._queries import (
     ATTENTION,
     GROUPED,
     MATMULS,
     Equation,
-    equations,
+    equations_inside,
     flops,
 )
 
@@ -124,8 +125,8 @@ def _is_opaque(eqn: Equation) -> bool:
     name = primitive_name(eqn)
     if REASONS.get(name) != REASONS["pallas_call"] or name in _REFERENCES:
         return False
-    inside = (inner for x in sub_jaxprs(eqn) for inner in equations(x))
-    return not any("mpx_" in str(x.params.get("name")) for x in (eqn, *inside))
+    equations = (eqn, *equations_inside(eqn))
+    return not any("mpx_" in str(x.params.get("name")) for x in equations)
 
 
 _REFERENCES = ("get", "swap", "addupdate", "ref_new")
@@ -145,6 +146,7 @@ def _matmul(site: Site, why: str) -> Matmul:
     eqn = site.eqn
     operands = eqn.invars[: 3 if site.place.primitive in ATTENTION else 2]
     size = sum(nbytes(x.aval) for x in (*operands, eqn.outvars[0]))
+    is_wide = any(is_f32(x.aval) for x in operands)
     return Matmul(
         place=site.place,
         dtype=_multiplied_in(eqn),
@@ -154,12 +156,8 @@ def _matmul(site: Site, why: str) -> Matmul:
         flops=flops(eqn) * site.times,
         bytes=size * site.times,
         # A backward matmul is f32 because the forward one is.
-        reason=why if _is_wide(operands) and not site.place.backward else "",
+        reason=why if is_wide and not site.place.backward else "",
     )
-
-
-def _is_wide(operands: Sequence[Any]) -> bool:
-    return any(is_f32(x.aval) for x in operands)
 
 
 def _multiplied_in(eqn: Equation) -> str:
@@ -173,8 +171,8 @@ def _multiplied_in(eqn: Equation) -> str:
 def _residuals(full: Program) -> tuple[Residual, ...]:
     groups: dict[tuple[str, str, str], list[int]] = {}
     for x in peak(full.jaxpr).saved:
-        place = place_of(x.eqn, (), outer=frames_of(x.callers))
-        key = place.primitive, short_dtypes([x.dtype]), place.source
+        source = source_of(frames_of(*x.callers, x.eqn))
+        key = primitive_name(x.eqn), short_dtypes([x.dtype]), source
         groups.setdefault(key, []).append(x.bytes)
     found = [
         Residual(primitive, dtype, sum(sizes), len(sizes), source)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+from jaxtyping import PyTree
 
 from mpx._amp import amp
 from mpx._compat import (
@@ -16,9 +16,10 @@ from mpx._compat import (
     primitive_name,
     source_frames,
 )
-from mpx._inspect._places import name_of_results
+from mpx._inspect._places import Name
 from mpx._inspect._program import Program, program
 from mpx._jaxpr import HANDLERS
+from mpx._jaxpr._flow import moved
 from mpx._jaxpr._interpreter import Kind, Op, Outcome, Scopes, Visitor
 from mpx._jaxpr._queries import MATMULS, Equation
 from mpx._select import search
@@ -69,17 +70,6 @@ class Keep(NamedTuple):
 
 
 _TOKEN = re.compile(r"^mpx-group-(\d+)(-input)?$")
-HALF = frozenset({"bfloat16", "float16"})
-
-
-def is_half(aval: Any) -> bool:
-    """Returns whether a value has a dtype of 16 bits."""
-    return str(getattr(aval, "dtype", "")) in HALF
-
-
-def is_single(aval: Any) -> bool:
-    """Returns whether a value is f32."""
-    return getattr(aval, "dtype", None) == np.float32
 
 
 class Token(NamedTuple):
@@ -121,9 +111,9 @@ class _Labels(Visitor):
         suffix = "-input" if self._is_input(op.eqn) else ""
         with jax.named_scope(f"mpx-group-{number}{suffix}"):
             outs = eval_equation(op.eqn, op.values)
-        return outs, [name_of_results(op.eqn, op.facts)] * len(outs)
+        return outs, [moved(op.eqn, op.facts)] * len(outs)
 
-    def fact_inside(self, fact: Any, var: Any, kind: Kind) -> Any:
+    def fact_inside(self, fact: Name, var: Any, kind: Kind) -> Name:
         return None if kind in ("carry", "tangent") else fact
 
     def _group(self, op: Op) -> Group:
@@ -133,7 +123,7 @@ class _Labels(Visitor):
         return Group(known[0] if is_matmul else "", _path(op.scopes), functions)
 
     @contextlib.contextmanager
-    def inside(self, eqn: Equation, more: Any) -> Iterator[None]:
+    def inside(self, eqn: Equation, more: PyTree) -> Iterator[None]:
         before = self._around
         self._around = _functions(eqn) or before
         try:
@@ -141,7 +131,7 @@ class _Labels(Visitor):
         finally:
             self._around = before
 
-    def cache_key(self, more: Any) -> Any:
+    def cache_key(self, more: PyTree) -> tuple[str, ...]:
         return self._around
 
     def _is_input(self, eqn: Equation) -> bool:
@@ -152,14 +142,8 @@ class _Labels(Visitor):
         if primitive_name(eqn) != "convert_element_type":
             return False
         trace = eqn.source_info.traceback
-        readers: dict[Any, list[Any]] = self.frame.made.get("readers", (None, {}))[1]
-        if "readers" not in self.frame.made:
-            for other in self.frame.jaxpr.eqns:
-                for atom in other.invars:
-                    if hasattr(atom, "count") or not hasattr(atom, "val"):
-                        readers.setdefault(atom, []).append(other.source_info.traceback)
-            self.frame.made["readers"] = None, readers
-        return any(found is trace for found in readers.get(eqn.outvars[0], ()))
+        found = self.frame.readers.get(eqn.outvars[0], ())
+        return any(other.source_info.traceback is trace for other, _ in found)
 
 
 def _functions(eqn: Equation) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from mpx._cast import cast_tree
 from mpx._devices import cuda_capability
 from mpx._inspect._buffers import nbytes, peak
 from mpx._inspect._program import gradient, program, unwrapped
-from mpx._inspect._result import Result, Table, amount
+from mpx._inspect._result import Result, Table, amount, total
 from mpx._inspect._target import described
 from mpx._inspect._views import short_dtypes
 from mpx._jaxpr._queries import MATMULS, contains
@@ -72,13 +72,13 @@ class Memory(Result):
         rows = []
         for x in self.options:
             parts = sorted(x.residuals.items(), key=lambda item: -item[1])
-            total = sum(x.residuals.values())
+            every = sum(x.residuals.values())
             main = ", ".join(
                 f"{amount(size, 'B')} {dtype}"
                 for dtype, size in parts
-                if size > 0.01 * total
+                if size > 0.01 * every
             )
-            sizes = (x.params, x.grads, x.state, x.inputs, total)
+            sizes = (x.params, x.grads, x.state, x.inputs, every)
             cells = [amount(size, "B") for size in sizes]
             rows.append((x.name, *cells, main, amount(x.peak, "B")))
         head = ("precision", "parameters", "gradients", "optimizer", "inputs")
@@ -145,8 +145,8 @@ def _options(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    optimizer: Any,
-) -> Iterator[tuple[str, _Call, Any]]:
+    optimizer: optax.GradientTransformation | None,
+) -> Iterator[tuple[str, _Call, optax.GradientTransformation]]:
     """Yields the name of each precision, the call and the optimizer."""
     chosen = optax.adamw(1e-3) if optimizer is None else optimizer
     flash = chosen if isinstance(chosen, FlashOptimizer) else flash_adamw(1e-3)
@@ -176,7 +176,7 @@ def _option(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    optimizer: Any,
+    optimizer: optax.GradientTransformation,
 ) -> Option:
     full = gradient(program(func, args, kwargs))
     params = {
@@ -187,11 +187,7 @@ def _option(
     arguments = sum(nbytes(x) for x in full.arrays)
     held = sum(nbytes(x) for x in params.values())
     state_bytes = sum(nbytes(x) for x in jax.tree.leaves(state))
-    residuals: dict[str, int] = {}
     needed = peak(full.jaxpr)
-    for x in needed.saved:
-        dtype = short_dtypes([x.dtype])
-        residuals[dtype] = residuals.get(dtype, 0) + x.bytes
     workspace = _WORKSPACE if contains(full.jaxpr, MATMULS) else 0
     return Option(
         name=name,
@@ -199,6 +195,6 @@ def _option(
         grads=sum(nbytes(x) for x in full.jaxpr.out_avals[1:]),
         state=state_bytes,
         inputs=arguments - held,
-        residuals=residuals,
+        residuals=total((short_dtypes([x.dtype]), x.bytes) for x in needed.saved),
         peak=arguments + state_bytes + needed.bytes + workspace,
     )

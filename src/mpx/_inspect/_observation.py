@@ -1,7 +1,6 @@
 """What a training step says about itself: plain arrays, computed inside jit."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -21,20 +20,7 @@ from mpx._tree import (
 )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=(
-        "loss",
-        "finite",
-        "scale",
-        "scaling",
-        "grads",
-        "stuck",
-        "amaxes",
-        "extra",
-    ),
-    meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Observation:
     """The numbers of one step, as arrays on the device; made by `observe`.

@@ -4,12 +4,14 @@ import html
 import importlib.resources
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpx._formats import FORMATS
 from mpx._inspect._bins import LOWEST
 from mpx._inspect._exponent_view import SHOWN
+from mpx._inspect._timeline import Point
 
 if TYPE_CHECKING:
     from mpx._inspect._watch import Watch
@@ -77,7 +79,7 @@ def _chart(watch: "Watch", kind: str, names: list[str]) -> dict[str, Any]:
     }
 
 
-def _curve(points: list[Any], every: int) -> dict[str, Any]:
+def _curve(points: Sequence[Point | None], every: int) -> dict[str, Any]:
     mean, low, high, bad = [], [], [], []
     for start in range(0, len(points), every):
         some = [x for x in points[start : start + every] if x is not None]
@@ -98,7 +100,7 @@ def _heat(watch: "Watch") -> dict[str, Any]:
     bins = [i for row in used for i, x in enumerate(row) if x]
     first, last = (min(bins), max(bins) + 1) if bins else (0, 0)
 
-    def columns(rows: list[Any]) -> list[Any]:
+    def columns(rows: Sequence[list[int] | None]) -> list[list[float | None] | None]:
         merged = []
         for start in range(0, len(rows), every):
             some = [row[first:last] for row in rows[start : start + every] if row]

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from mpx._amp import AmpRules, amp
 from mpx._compat import is_transposed, primitive_name
 from mpx._fp8 import fp8
-from mpx._inspect._groups import Group, Keep, is_half, token_of
+from mpx._inspect._dtypes import is_half
+from mpx._inspect._groups import Group, Keep, token_of
 from mpx._inspect._program import Program
-from mpx._jaxpr._queries import MATMULS, MOVES, flops, places
+from mpx._jaxpr._queries import MATMULS, MOVES, flops, walk
 
 # Operations per second of 8192³ matmuls and bytes per second of a copy, measured on an H200,
 # but for f32: about half of bf16, as TF32 has it on paper. What decides are their ratios.
@@ -123,7 +124,7 @@ class Cost(NamedTuple):
 def costs(grad: Program, count: int) -> list[Cost]:
     """Returns the work of each group of a labelled gradient program."""
     sums = [collections.Counter() for _ in range(max(count, 1))]
-    for eqn, scopes, times in places(grad.jaxpr):
+    for eqn, scopes, times, _ in walk(grad.jaxpr):
         group = token_of(scopes).group
         name = primitive_name(eqn)
         if group is None or name in MOVES:

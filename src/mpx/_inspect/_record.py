@@ -7,20 +7,20 @@ this equation alone, whatever went wrong before it.
 """
 
 import dataclasses
+import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from mpx._compat import primitive_name
 from mpx._formats import Format
+from mpx._inspect._dtypes import is_float
 from mpx._inspect._places import Name, Place, place_of
 from mpx._inspect._shadow import (
-    Array,
     as_operand,
-    is_float,
     low_format,
-    on_host,
     only_moves,
     relative_norm,
     run_as_written,
@@ -28,9 +28,18 @@ from mpx._inspect._shadow import (
     to_host,
     widened,
 )
-from mpx._inspect._tape import NO_REF, Around, Lanes, Ref, Run, Value
 from mpx._inspect._ties import is_decision, settled
 from mpx._jaxpr._queries import Equation
+from mpx._jaxpr._run import (
+    NO_REF,
+    Around,
+    Array,
+    Lanes,
+    Ref,
+    Run,
+    Value,
+    on_host,
+)
 
 NAN, PLUS, MINUS = 1, 2, 3
 """Classes of numbers that are not finite; 0 stands for a finite one."""
@@ -114,7 +123,12 @@ class Node:
         """Returns where it stands."""
         scopes, _, inside, frames, _ = self.around
         backward = backward or inside
-        return place_of(self.eqn, self.names, scopes, backward=backward, outer=frames)
+        return place_of(self.eqn, self.names, scopes, frames, backward=backward)
+
+
+def classes_of(nodes: Sequence[Node], ref: Ref) -> np.ndarray | None:
+    """Returns the class of each number of a value; `None` if all are finite."""
+    return None if ref[0] < 0 else nodes[ref[0]].findings[ref[1]].classes
 
 
 Site = tuple[str, bool]
@@ -308,3 +322,59 @@ class Mixed(Run):
         if is_decision(eqn) and not around.axes:
             outs = [settled(eqn, args, outs[0], next(self._decisions), self._eps)]
         return [Value((x,), NO_REF) for x in outs]
+
+
+# --- Results --------------------------------------------------------------------------
+
+
+class Outputs(NamedTuple):
+    """The results of a program: the loss and the gradients, with their names."""
+
+    names: list[str]
+    refs: list[Ref]
+    own: list[np.ndarray]
+    shadow: list[np.ndarray]
+
+
+def outputs_of(values: Sequence[Value], labels: Sequence[str]) -> Outputs:
+    """Returns the floating results of a recording."""
+    pairs = zip(values, labels, strict=True)
+    kept = [(x, name) for x, name in pairs if is_float(x.lanes[0])]
+    arrays = [[np.asarray(widened(x.lanes[i])) for x, _ in kept] for i in (0, 1)]
+    return Outputs([name for _, name in kept], [x.ref for x, _ in kept], *arrays)
+
+
+def ancestors(nodes: Sequence[Node], refs: Sequence[Ref]) -> set[int]:
+    """Returns the nodes that some values depend on."""
+    return set(before(nodes, [ref[0] for ref in refs]))
+
+
+def before(
+    nodes: Sequence[Node],
+    starts: Iterable[int],
+    passes: Callable[[Node], bool] = lambda node: True,
+) -> Iterator[int]:
+    """Yields nodes and what they are made from, the latest first.
+
+    Args:
+        nodes: The nodes of a run.
+        starts: The positions of those to start from.
+        passes: Whether what a node is made from is looked at.
+    """
+    queue, seen = [-start for start in starts], set[int]()
+    heapq.heapify(queue)
+    while queue:
+        index = -heapq.heappop(queue)
+        if index >= 0 and index not in seen:
+            seen.add(index)
+            yield index
+            if passes(nodes[index]):
+                for ref in nodes[index].parents:
+                    heapq.heappush(queue, -ref[0])
+
+
+def nearest_param(nodes: Sequence[Node], index: int) -> str:
+    """Returns the parameter that was read last before a node, on the way to it."""
+    found = (nodes[i] for i in before(nodes, [index]))
+    names = (name for node in found if node.eqn is not None for name in node.names)
+    return next(filter(None, names), "")

@@ -1,24 +1,23 @@
 """Reports of the precision in which a function computes, made before it runs."""
 
-import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpx._inspect._findings import Kept, Matmul, Residual, findings
-from mpx._inspect._places import sites
 from mpx._inspect._program import Program, gradient, program
-from mpx._inspect._result import Result, Table, amount, percent
+from mpx._inspect._result import Result, Table, amount, percent, total
 from mpx._inspect._target import Compiled, compile_for, on_target, placed
 from mpx._inspect._views import (
     AmpView,
     Fp8View,
     Recognised,
     amp_view,
-    first_of,
     fp8_view,
+    grouped,
 )
+from mpx._jaxpr._queries import walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,24 +56,24 @@ class Report(Result):
         scan. A while loop counts as one step, a branch as the largest of its
         alternatives, `shard_map` as one device.
         """
-        return _total((x.dtype, x.flops) for x in self.matmuls)
+        return total((x.dtype, x.flops) for x in self.matmuls)
 
     @property
     def bytes(self) -> dict[str, int]:
         """The bytes that all matmuls read and write, by dtype."""
-        return _total((x.dtype, x.bytes) for x in self.matmuls)
+        return total((x.dtype, x.bytes) for x in self.matmuls)
 
     @property
     def shares(self) -> dict[str, float]:
         """The share of the matmuls' operations by dtype, the largest first."""
-        total = sum(self.flops.values())
-        ordered = sorted(self.flops.items(), key=lambda item: -item[1])
-        return {dtype: count / total for dtype, count in ordered}
+        flops = self.flops
+        ordered = sorted(flops.items(), key=lambda item: -item[1])
+        return {dtype: count / sum(flops.values()) for dtype, count in ordered}
 
     @property
     def residual_bytes(self) -> dict[str, int]:
         """The bytes that are left in memory for the backward pass, by dtype."""
-        return _total((x.dtype, x.bytes) for x in self.residuals)
+        return total((x.dtype, x.bytes) for x in self.residuals)
 
     @property
     def params(self) -> dict[str, dict[str, tuple[int, int]]]:
@@ -117,8 +116,8 @@ class Report(Result):
         if self.fp8 is not None:
             under.append(f"fp8 with {self.fp8.recipe}")
         shares = [f"{percent(x)} in {name}" for name, x in self.shares.items()]
-        total = amount(sum(self.flops.values()), "FLOP")
-        counted = f" of {total}, {self.passes}" if shares else f"; {self.passes}"
+        every = amount(sum(self.flops.values()), "FLOP")
+        counted = f" of {every}, {self.passes}" if shares else f"; {self.passes}"
         what = ", ".join(under) or "Neither amp nor fp8"
         return f"{what}. Matmul operations: {', '.join(shares) or 'none'}{counted}."
 
@@ -165,25 +164,14 @@ class Report(Result):
 _MOST = 12  # rows of residuals that are printed
 
 
-def _total(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
-    total: collections.Counter[str] = collections.Counter()
-    for key, number in pairs:
-        total[key] += number
-    return dict(total)
-
-
 def _starred(path: str) -> str:
     """Returns a path with a star for each number between slashes."""
     return re.sub(r"(?<![^/_])\d+(?![^/])", "*", path)
 
 
 def _table(what: str, kept: Sequence[Kept], empty: str) -> Table:
-    groups: dict[tuple[str, str], list[str]] = {}
-    for x in kept:
-        key = x.primitive, _starred(x.reason)
-        groups.setdefault(key, []).append(x.source)
-    rows = [(*key, first_of(sources)) for key, sources in groups.items()]
-    return Table((what, "why", "source"), rows) if rows else Table.text(empty)
+    rows = ((x.primitive, _starred(x.reason), x.source) for x in kept)
+    return grouped(what, rows, empty)
 
 
 def report(
@@ -250,8 +238,7 @@ def _with_backward(forward: Program, backward: bool | None) -> tuple[Program, st
         return gradient(forward), "forward and backward"
     if backward is False or not forward.params or not forward.has_loss:
         return forward, "forward"
-    found = sites(forward.jaxpr, forward.known)
-    if any(site.place.backward for site in found):
+    if any(here.backward for here in walk(forward.jaxpr)):
         return forward, "forward and backward"
     try:
         return gradient(forward), "forward and backward"

@@ -5,7 +5,7 @@ import html
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,6 +140,14 @@ def _finite(value: Any) -> Any:
     return str(value) if is_special else value
 
 
+def total(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Returns the sum of the numbers of each name."""
+    found: dict[str, int] = {}
+    for name, number in pairs:
+        found[name] = found.get(name, 0) + number
+    return found
+
+
 _UNITS = ("", "k", "M", "G", "T", "P")
 
 
@@ -155,6 +163,15 @@ def amount(number: float, unit: str = "") -> str:
 def percent(share: float) -> str:
     """Returns a share as a percentage with one decimal."""
     return f"{100 * share:.1f} %"
+
+
+Frames = Sequence[tuple[str, str, int]]
+"""Function, file and line of the user's code behind an equation, from the inside out."""
+
+
+def source_of(frames: Frames) -> str:
+    """Returns the file and the line that wrote an equation."""
+    return f"{short_source(frames[0][1])}:{frames[0][2]}" if frames else "unknown"
 
 
 def short_source(source: str) -> str:

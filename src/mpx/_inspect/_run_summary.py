@@ -64,17 +64,11 @@ class RunSummary(Result):
         tables.append(Table(("number", "last"), rows, right=frozenset({1})))
         if self.skips:
             head = ("step", "loss scale", "leaf", "inf", "nan", "leaves")
+            unknown = "(not known, or the loss or a state)"
             rows = [
-                [
-                    str(x.step),
-                    f"{x.loss_scale:g}",
-                    x.leaf or "(not known, or the loss or a state)",
-                ]
+                [str(x.step), f"{x.loss_scale:g}", x.leaf or unknown]
+                + [str(count) for count in (x.infs, x.nans, x.leaves)]
                 for x in self.skips[-10:]
-            ]
-            rows = [
-                [*row, str(x.infs), str(x.nans), str(x.leaves)]
-                for row, x in zip(rows, self.skips[-10:], strict=True)
             ]
             title = "The last skipped steps"
             tables.append(Table(head, rows, title, frozenset({0, 1, 3, 4, 5})))

@@ -11,20 +11,20 @@ for all groups and formats at once.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._compat import is_transposed, open_jaxpr, primitive_name, sub_jaxprs
+from mpx._compat import open_jaxpr, primitive_name
 from mpx._inspect._groups import Group, labelled
 from mpx._inspect._keys import Known, Site
 from mpx._inspect._program import Program, gradient
 from mpx._inspect._rounding import Samples, rounded, tap, width
 from mpx._inspect._sites import Rule, Sites
-from mpx._jaxpr._queries import equations
+from mpx._jaxpr._queries import equations, walk
 
 _COMPARISONS = ("gt", "ge", "lt", "le")
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -154,18 +154,8 @@ def count_steps(jaxpr: Any) -> int:
     return sum(
         primitive_name(eqn) == "select_n"
         and (eqn.invars[0] in compared or eqn.invars[0] not in made)
-        for eqn in _backward_equations(jaxpr)
+        for eqn in (here.eqn for here in walk(jaxpr) if here.backward)
     )
-
-
-def _backward_equations(jaxpr: Any, inside: bool = False) -> Iterator[Any]:
-    """Yields the equations of the backward pass; those in a body do not say so."""
-    for eqn in open_jaxpr(jaxpr)[0].eqns:
-        is_backward = inside or is_transposed(eqn)
-        if is_backward:
-            yield eqn
-        for body in sub_jaxprs(eqn):
-            yield from _backward_equations(body, is_backward)
 
 
 def _options() -> dict[str, Any] | None:

@@ -13,14 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._compat import bind, eval_equation, primitive_name, sub_jaxprs
+from mpx._compat import bind, eval_equation, primitive_name
 from mpx._formats import FORMATS, Format, short_name
+from mpx._inspect._dtypes import is_float, is_low
 from mpx._inspect._host import run_on_host
-from mpx._inspect._shards import Axes, run_on_shards
-from mpx._jaxpr._queries import MATMULS, SHAPE_ONLY, Equation, names
-
-Array = Any
-"""An array of NumPy or of JAX."""
+from mpx._jaxpr._queries import MATMULS, SHAPE_ONLY, Equation, has_body, names
+from mpx._jaxpr._run import Array, on_host
+from mpx._jaxpr._shards import Axes, run_on_shards
 
 F32 = np.dtype(np.float32)
 # They read the bits of their operands, or hand them to code that expects their dtypes.
@@ -31,18 +30,6 @@ _OPAQUE = (
     "ffi_call",
     "custom_call",
 )
-_NARROW = {name: FORMATS[name] for name in ("bf16", "f16", "e4m3", "e5m2")}
-
-
-def is_float(x: Any) -> bool:
-    """Returns whether an array or a type holds real floating numbers."""
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, np.floating)
-
-
-def is_low(x: Any) -> bool:
-    """Returns whether an array or a type is floating and narrower than f32."""
-    return is_float(x) and x.dtype.itemsize < 4
 
 
 def format_of(x: Any) -> Format:
@@ -68,19 +55,6 @@ def cast(x: Array, dtype: np.dtype) -> Array:
     return lax.convert_element_type(x, dtype)
 
 
-def on_host(x: Array) -> Array:
-    """Returns an array as one of NumPy, unless a device other than the CPU holds it.
-
-    Small operations are faster in NumPy, which does not compile them.
-    """
-    if isinstance(x, np.ndarray | np.generic):
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        return x
-    on_cpu = all(device.platform == "cpu" for device in x.devices())
-    return np.asarray(x) if on_cpu else x
-
-
 def to_host(x: Array) -> Array:
     """Copies an array to the CPU, as one of NumPy if it can be one."""
     if isinstance(x, np.ndarray | np.generic):
@@ -98,11 +72,6 @@ def widened(x: Array) -> Array:
 def as_operand(x: Array, aval: Any) -> Array:
     """Returns a floating array in the dtype that an equation takes."""
     return cast(x, np.dtype(aval.dtype)) if is_float(aval) and is_float(x) else x
-
-
-def literal(atom: Any) -> Array:
-    """Returns the value of a literal as an array of its dtype."""
-    return np.asarray(atom.val, atom.aval.dtype)
 
 
 def run_as_written(
@@ -147,7 +116,7 @@ def run_in_f32(eqn: Equation, args: Sequence[Array], axes: Axes = ()) -> list[Ar
         return [widened(args[0])]
     if name.startswith("scatter") and not axes:
         return [_scatter(eqn, [widened(x) for x in args])]
-    if name in _OPAQUE or "callback" in name or any(sub_jaxprs(eqn)):
+    if name in _OPAQUE or "callback" in name or has_body(eqn):
         return [widened(x) for x in run_as_written(eqn, args, axes)]
     changes: dict[str, Any] = {
         key: F32

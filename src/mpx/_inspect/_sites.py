@@ -21,11 +21,11 @@ from mpx._compat import (
     open_jaxpr,
     primitive_name,
     scan_sizes,
-    sub_jaxprs,
 )
-from mpx._inspect._groups import Group, is_half, is_single, token_of
+from mpx._inspect._dtypes import is_f32, is_half
+from mpx._inspect._groups import Group, token_of
 from mpx._inspect._keys import Key, Known, Site
-from mpx._inspect._wide import bind_as_written, bind_wide, is_float, touches_half
+from mpx._inspect._wide import bind_as_written, bind_wide, touches_half
 from mpx._jaxpr import HANDLERS
 from mpx._jaxpr._interpreter import (
     Facts,
@@ -96,7 +96,7 @@ class Sites(Visitor):
         self._count = 0
         if name in _NESTED:
             return self._nested(op, name)
-        if name in _DERIVED and any(map(touches_half, sub_jaxprs(eqn))):
+        if name in _DERIVED and touches_half(eqn):
             body, consts = open_jaxpr(eqn.params["call_jaxpr"])
             return self.run(body, consts, op.values, op.facts, op.scopes)
         if name in HANDLERS and name not in _DERIVED:
@@ -127,12 +127,12 @@ class Sites(Visitor):
 
     def _convert(self, op: Op) -> Outcome:
         (var,), (out,), (x,), (fact,) = op.eqn.invars, op.eqn.outvars, *op[1:3]
-        if is_half(out.aval) and is_single(var.aval):
+        if is_half(out.aval) and is_f32(var.aval):
             token = token_of(op.scopes)
             if token.is_input or token.group is None or is_transposed(op.eqn):
                 return [x], [fact._replace(is_pending=True)]
             return self._round(op, x, fact)
-        if is_half(var.aval) and is_single(out.aval):
+        if is_half(var.aval) and is_f32(out.aval):
             return self._round(op, x, fact) if fact.is_pending else ([x], [fact])
         if is_half(var.aval) and is_half(out.aval):
             return [x], [fact]
@@ -212,7 +212,7 @@ class Sites(Visitor):
         """Applies the rule to a sum or difference of values that were rounded before."""
         owners = [fact.owner for fact in op.facts if fact.owner >= 0]
         shapes = {jnp.shape(value) for value in values}
-        if not owners or len(shapes) > 1 or not is_float(out):
+        if not owners or len(shapes) > 1 or not is_f32(out):
             return out
         pairs = zip(values, op.facts, strict=True)
         rough = tuple(x for x, fact in pairs if fact.owner >= 0 or fact.is_pending)
@@ -245,7 +245,7 @@ class Sites(Visitor):
     def _site(
         self, key: Key, x: Any, operands: tuple[Any, ...] = ()
     ) -> tuple[Any, int]:
-        if not is_float(x) or x.size == 0:
+        if not is_f32(x) or x.size == 0:
             return x, -1
         name = (*self._inside, id(self.frame.eqn), self._count)
         self._count += 1
@@ -266,14 +266,14 @@ class Sites(Visitor):
     def _as_written(self, op: Op) -> Outcome:
         """Runs an equation whose derivative is not known, or that is not looked into."""
         self.opaque.add(primitive_name(op.eqn))
-        values = [lax.stop_gradient(x) if is_float(x) else x for x in op.values]
+        values = [lax.stop_gradient(x) if is_f32(x) else x for x in op.values]
         outs = bind_as_written(op.eqn, values)
         return outs, self.result_facts(outs)
 
     def _can_be_differentiated(self, op: Op, name: str) -> bool:
         if name in _COMMON or self.arrays is None:
             return True
-        floats = [i for i, x in enumerate(op.values) if is_float(x)]
+        floats = [i for i, x in enumerate(op.values) if is_f32(x)]
         if not floats:
             return True
 
@@ -282,7 +282,7 @@ class Sites(Visitor):
             for i, x in zip(floats, chosen, strict=True):
                 values[i] = x
             outs = bind_wide(op.eqn, values)
-            return [x for x in outs if is_float(x)]
+            return [x for x in outs if is_f32(x)]
 
         def pull(*chosen: Any) -> Any:
             outs, vjp = jax.vjp(call, *chosen)
@@ -300,10 +300,12 @@ class Sites(Visitor):
         outs, facts = HANDLERS[name](self, op)
         if name not in ("scan", "cond"):
             return outs, facts
-        bodies = [self._results.get(id(body)) for body in sub_jaxprs(op.eqn)]
-        if any(found is None for found in bodies):
+        branches = op.eqn.params.get("branches") or [op.eqn.params["jaxpr"]]
+        bodies = [open_jaxpr(branch)[0] for branch in branches]
+        results = [self._results.get(id(body)) for body in bodies]
+        if any(found is None for found in results):
             return outs, facts
-        first, *others = bodies
+        first, *others = results
         assert first is not None
         facts = [
             fact if all(x is None or x[i] == fact for x in others) else Known()
@@ -311,8 +313,7 @@ class Sites(Visitor):
         ]
         if name == "scan":
             n_consts, n_carry = scan_sizes(op.eqn.params)
-            (body,) = sub_jaxprs(op.eqn)
-            carry = body.invars[n_consts : n_consts + n_carry]
+            carry = bodies[0].invars[n_consts : n_consts + n_carry]
             self.carried.update(zip(carry, facts, strict=False))
         return outs, facts
 

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from mpx._compat import primitive_name
-from mpx._inspect._shadow import Array, is_float, on_host
+from mpx._inspect._dtypes import is_float
 from mpx._jaxpr._queries import Equation, names
+from mpx._jaxpr._run import Array, on_host
 
 _COMPARISONS = frozenset(names("eq ne lt le gt ge"))
 _PICKS = frozenset(names("argmax argmin"))

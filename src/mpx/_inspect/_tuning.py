@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpx._inspect._advice import check_formats
 from mpx._inspect._candidates import Candidate, Option, front, options
+from mpx._inspect._extras import extra, progress
 from mpx._inspect._judged import Judged, judge
 from mpx._inspect._laboratory import Laboratory, repaired
 from mpx._inspect._policies import PrecisionPolicy
-from mpx._inspect._progress import progress
 from mpx._inspect._result import Result, Table, amount
 
 _OFF = 2.0  # predictions that are off by more are replaced
@@ -91,14 +92,8 @@ class Tuning(Result):
         Raises:
             ImportError: If matplotlib is not installed.
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError(
-                "`Tuning.plot` needs matplotlib. Install it with "
-                '`pip install "mpx-jax[inspect]"`.'
-            ) from error
         if ax is None:
+            plt = extra("matplotlib.pyplot", "Tuning.plot")
             _, ax = plt.subplots(figsize=(6, 4), layout="constrained")
         for half, colour in (("bf16", "tab:blue"), ("f16", "tab:orange")):
             for is_fp8, marker in ((False, "o"), (True, "s")):
@@ -225,13 +220,7 @@ def tune(
 
 
 def _check(formats: Sequence[str], limit: float) -> tuple[list[str], bool]:
-    known = ("bf16", "f16", "fp8")
-    chosen = [formats] if isinstance(formats, str) else list(formats)
-    for name in chosen:
-        if name not in known:
-            raise ValueError(
-                f"`formats` must be some of {', '.join(known)}, but {name!r} was given."
-            )
+    chosen = check_formats(formats, ("bf16", "f16", "fp8"))
     if not limit > 0:
         raise ValueError(
             f"`max_grad_error` must be a positive number such as 0.02, but it is {limit}."

@@ -1,7 +1,7 @@
 """What a report knows of `amp` and of `fp8`: their decisions, as they were made."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,8 +81,10 @@ class AmpView(Result):
         head = ("recognised", "", "how, or why not", "source")
         return [
             *([Table(head, found)] if found else []),
-            _grouped("in f32 or as written", self.kept, "Nothing is kept in f32."),
-            _grouped("unknown, as written", self.opaque, "Nothing is unknown."),
+            grouped(
+                "in f32 or as written", _kept(self.kept), "Nothing is kept in f32."
+            ),
+            grouped("unknown, as written", _kept(self.opaque), "Nothing is unknown."),
         ]
 
     def _is_kept(self, decision: Decision) -> bool:
@@ -117,17 +119,16 @@ class Recognised(NamedTuple):
 def _recognised(decision: Decision) -> Recognised | None:
     name, reason = decision.primitive, decision.reason
     if name == "attention" or name in ATTENTION:
-        found = name in ATTENTION and decision.rule == Rule.LOW
+        what, found = "attention", name in ATTENTION and decision.rule == Rule.LOW
         reason = "cuDNN's kernel" if found else reason
-        return Recognised("attention", found, reason, short_source(decision.source))
-    if name in RAGGED and decision.rule == Rule.LOW:
-        found = reason == IN_KERNEL
-        return Recognised("experts", found, reason, short_source(decision.source))
-    if reason == IN_CHUNKS or reason.startswith("the logits are kept"):
-        found = reason == IN_CHUNKS
+    elif name in RAGGED and decision.rule == Rule.LOW:
+        what, found = "experts", reason == IN_KERNEL
+    elif reason == IN_CHUNKS or reason.startswith("the logits are kept"):
+        what, found = "logits", reason == IN_CHUNKS
         reason = "logits in chunks" if found else reason
-        return Recognised("logits", found, reason, short_source(decision.source))
-    return None
+    else:
+        return None
+    return Recognised(what, found, reason, short_source(decision.source))
 
 
 def _is_opaque(decision: Decision) -> bool:
@@ -147,19 +148,19 @@ def _short_dtype(name: Any) -> str:
         return str(name)
 
 
-def _grouped(what: str, decisions: Iterable[Decision], empty: str) -> Table:
-    """Returns one row for each primitive and reason, with the first of its places."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for x in decisions:
-        groups.setdefault((x.primitive, x.reason), []).append(short_source(x.source))
-    rows = [(*key, first_of(sources)) for key, sources in groups.items()]
+def grouped(what: str, kept: Iterable[tuple[str, str, str]], empty: str) -> Table:
+    """Returns one row for each primitive and reason, with the first of its sources."""
+    groups: dict[tuple[str, str], dict[str, None]] = {}
+    for primitive, reason, source in kept:
+        groups.setdefault((primitive, reason), {})[source] = None
+    rows = []
+    for key, (first, *more) in groups.items():
+        rows.append((*key, f"{first} and {len(more)} more" if more else first))
     return Table((what, "why", "source"), rows) if rows else Table.text(empty)
 
 
-def first_of(sources: Iterable[str]) -> str:
-    """Returns the first of some places, and how many there are."""
-    first, *more = dict.fromkeys(sources)
-    return f"{first} and {len(more)} more" if more else first
+def _kept(decisions: Iterable[Decision]) -> Iterator[tuple[str, str, str]]:
+    return ((x.primitive, x.reason, short_source(x.source)) for x in decisions)
 
 
 @dataclasses.dataclass(frozen=True)

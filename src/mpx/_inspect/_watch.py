@@ -19,7 +19,7 @@ from mpx._inspect._observation import Observation, observe
 from mpx._inspect._result import percent
 from mpx._inspect._run_summary import RunSummary, Skip, skip_of
 from mpx._inspect._timeline import Timeline
-from mpx._inspect._writers import as_writers, write_all
+from mpx._inspect._writers import as_writers
 from mpx._warn import warn
 
 Groups = Callable[[str], str]
@@ -57,16 +57,7 @@ class Watch:
         points: int = 1000,
         title: str = "Training run",
     ) -> None:
-        """Makes an empty recorder; see `watch` for what the options mean.
-
-        Args:
-            writer: Where the numbers go.
-            every: How many steps are kept before they are fetched.
-            groups: How parameters are grouped.
-            stalled_after: After how many skipped steps to warn.
-            points: A curve has at most twice as many points.
-            title: The title of the page.
-        """
+        """Makes an empty recorder; see `watch`. A curve has at most `2 * points` points."""
         self._writers = as_writers(writer)
         self._every = as_count(every, "every", at_least=1)
         self._stalled_after = as_count(stalled_after, "stalled_after", at_least=1)
@@ -154,7 +145,8 @@ class Watch:
         numbers |= {name: float(np.mean(x)) for name, x in seen.extra.items()}
         self.timeline.add(step, numbers, counts)
         self._latest |= numbers
-        write_all(self._writers, step, numbers)
+        for write in self._writers:
+            write(step, numbers)
         self._judge(step, seen, finite, used)
 
     def _scale_of(self, seen: Observation) -> float:
@@ -210,15 +202,16 @@ class Watch:
         if self._idle == self._stalled_after:
             known = [skip.leaf for skip in self.skips[-self._idle :] if skip.leaf]
             leaf = known[-1] if known else ""
-            message = (
-                f"No step was taken for {self._idle} steps, up to step {step}: the "
-                f"gradient of `{leaf}` is not finite, at a loss scale of {scale:g}. "
+            why = (
+                f"the gradient of `{leaf}` is not finite, at a loss scale of {scale:g}"
                 if leaf
-                else f"No step was taken for {self._idle} steps, up to step {step}: no "
-                "gradient was found that is not finite; the loss or a state is not, or the "
-                "exponents were not counted. "
+                else "no gradient was found that is not finite; the loss or a state is "
+                "not, or the exponents were not counted"
             )
-            message += "Look for an inf or nan in the data, the loss or the parameters."
+            message = (
+                f"No step was taken for {self._idle} steps, up to step {step}: {why}. "
+                "Look for an inf or nan in the data, the loss or the parameters."
+            )
             self.notes["stalled"] = message
             warn(message)
         stuck = self._latest.get("stuck", 0.0)

@@ -6,27 +6,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpx._compat import bind, eval_equation, is_jaxpr
-from mpx._inspect._groups import HALF, is_half
+from mpx._compat import bind, eval_equation
+from mpx._inspect._dtypes import HALF, is_half
 from mpx._jaxpr._interpreter import as_array
-from mpx._jaxpr._queries import Equation, equations
+from mpx._jaxpr._queries import Equation, equations_inside, has_body
 
 
-def is_float(x: Any) -> bool:
-    """Returns whether a value is an f32 array."""
-    return getattr(x, "dtype", None) == np.float32
-
-
-def touches_half(jaxpr: Any) -> bool:
-    """Returns whether a jaxpr reads or makes values of 16 bits, at any depth."""
+def touches_half(eqn: Equation) -> bool:
+    """Returns whether the jaxprs of an equation read or make values of 16 bits."""
     return any(
-        is_half(x.aval) for eqn in equations(jaxpr) for x in (*eqn.invars, *eqn.outvars)
+        is_half(x.aval)
+        for inner in equations_inside(eqn)
+        for x in (*inner.invars, *inner.outvars)
     )
 
 
 def bind_wide(eqn: Equation, values: Sequence[Any]) -> list[Any]:
     """Runs an equation with f32 in place of 16 bits."""
-    if any(map(_holds_jaxpr, eqn.params.values())):
+    if has_body(eqn):
         return bind_as_written(eqn, values)
     changes = {
         key: np.dtype(np.float32)
@@ -44,11 +41,6 @@ def bind_as_written(eqn: Equation, values: Sequence[Any]) -> list[Any]:
     ]
     outs = eval_equation(eqn, cast)
     return [x.astype(np.float32) if is_half(jax.typeof(x)) else x for x in outs]
-
-
-def _holds_jaxpr(value: Any) -> bool:
-    items = value if isinstance(value, tuple | list) else (value,)
-    return any(map(is_jaxpr, items))
 
 
 def _is_half_dtype(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """Where recorded numbers go: TensorBoard, Weights & Biases, or any function."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Write = Callable[[int, Mapping[str, float]], Any]
@@ -38,11 +38,3 @@ def _tensorboard(writer: Any) -> Write:
             writer.add_scalar(name, value, step)
 
     return write
-
-
-def write_all(
-    writers: Sequence[Write], step: int, numbers: Mapping[str, float]
-) -> None:
-    """Passes the numbers of a step on."""
-    for write in writers:
-        write(step, numbers)

@@ -1,11 +1,24 @@
 """Following values through a traced program: where a parameter ends up."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
-from mpx._compat import Literal, is_jaxpr, open_jaxpr, primitive_name, scan_sizes
-from mpx._jaxpr._queries import Equation
+from mpx._compat import Literal, open_jaxpr, primitive_name, scan_sizes
+from mpx._jaxpr._queries import (
+    CALLS,
+    LOOPS,
+    MOVES,
+    OUTERMOST,
+    Equation,
+    Position,
+    body_of,
+    called,
+    sub_jaxprs,
+)
+
+T = TypeVar("T")
 
 Label = Any
 """The knowledge about a value; `None` stands for none."""
@@ -16,22 +29,139 @@ Rule = Callable[[str, Equation, list[Label]], Label]
 
 def propagate(
     jaxpr: Any,
-    labels: Mapping[Any, Label],
-    rule: Callable[[Equation, list[Label]], Sequence[Label]],
-) -> list[Label]:
-    """Returns the labels of the results of a jaxpr, given those of some variables.
+    labels: Mapping[Any, T],
+    rule: Callable[[Equation, list[T]], Sequence[T]],
+    literal: Callable[[Any], T] = lambda atom: None,
+    ends: Iterable[Sequence[Any]] = itertools.repeat(()),
+) -> list[T]:
+    """Returns the labels of the results of a jaxpr, given those of its other variables.
 
-    The rule returns the labels of the results of one equation. Literals have none.
+    A label may be anything: a name, a number, the value itself.
+
+    Args:
+        jaxpr: The jaxpr.
+        labels: The labels of its inputs and constants; one without has `None`.
+        rule: Returns the labels of the results of an equation from those of its operands.
+        literal: Returns the label of a literal.
+        ends: For each equation, the variables that are forgotten after it: `last_uses`.
     """
-    env = dict(labels)
+    env: dict[Any, Any] = dict(labels)
 
-    def read(atom: Any) -> Label:
-        return None if isinstance(atom, Literal) else env.get(atom)
+    def read(atom: Any) -> Any:
+        return literal(atom) if isinstance(atom, Literal) else env.get(atom)
 
-    for eqn in jaxpr.eqns:
+    for eqn, dead in zip(jaxpr.eqns, ends, strict=False):
         found = rule(eqn, [read(atom) for atom in eqn.invars])
         env.update(zip(eqn.outvars, found, strict=True))
+        for var in dead:
+            env.pop(var, None)
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def after(
+    eqn: Equation,
+    labels: list[Label],
+    rule: Callable[[Equation, list[Label]], Sequence[Label]],
+) -> Sequence[Label]:
+    """Returns the labels of the results of an equation; a call has those of its body."""
+    if eqn.primitive.name not in CALLS:
+        return rule(eqn, labels)
+    body = body_of(eqn)
+    given = dict(zip(body.invars, labels, strict=True))
+    return propagate(body, given, lambda inner, known: after(inner, known, rule))
+
+
+def moved(eqn: Equation, labels: Sequence[Label]) -> Label:
+    """Returns the only label of an equation's operands, if it does no more than move."""
+    known = [label for label in labels if label]
+    moves = primitive_name(eqn) in MOVES
+    return known[0] if moves and len(known) == 1 else None
+
+
+def pull(
+    jaxpr: Any, labels: Sequence[T | None], passes: Collection[str]
+) -> dict[Any, T]:
+    """Returns the labels of variables, given those of the results of a jaxpr.
+
+    Args:
+        jaxpr: The jaxpr.
+        labels: The labels of its first results.
+        passes: The primitives whose arrays get the label of what is made from them. Calls
+            are entered, loops are not.
+    """
+    body, _ = open_jaxpr(jaxpr)
+    known = {
+        var: label
+        for var, label in zip(body.outvars, labels, strict=False)
+        if label and not isinstance(var, Literal)
+    }
+    for eqn in reversed(body.eqns) if known else ():
+        found = [known.get(var) for var in eqn.outvars]
+        label = next(filter(None, found), None)
+        if label is None:
+            continue
+        call = called(eqn)
+        if call is not None:
+            inside = pull(call, found, passes)
+            pairs = zip(eqn.invars, open_jaxpr(call)[0].invars, strict=True)
+            known.update((x, inside[y]) for x, y in pairs if y in inside)
+        elif primitive_name(eqn) in passes:
+            for atom in eqn.invars:
+                if not isinstance(atom, Literal) and atom.aval.shape != ():
+                    known.setdefault(atom, label)
+    return known
+
+
+class Walk(Generic[T]):
+    """Goes once through a jaxpr and the jaxprs inside it, with a label for each value.
+
+    A subclass defines `equation` and `unknown`, the label of a value of which nothing is
+    known: a literal, the carry inside a loop, an input of a kernel.
+    """
+
+    unknown: T
+
+    def equation(self, here: Position, labels: list[T]) -> list[T]:
+        """Returns the labels of the results of an equation, before its jaxprs are entered.
+
+        The results of a call or a branch get those of its body instead.
+        """
+        raise NotImplementedError
+
+    def constant(self, var: Any) -> T:
+        """Returns the label of a constant of a jaxpr."""
+        return self.unknown
+
+    def bodies(self, eqn: Equation, labels: list[T]) -> list[tuple[Any, list[T]]]:
+        """Returns the jaxprs of an equation that are entered, and their inputs' labels."""
+        bodies, name, known = list(sub_jaxprs(eqn)), primitive_name(eqn), list(labels)
+        if name == "scan":
+            consts, carry = scan_sizes(eqn.params)
+            known[consts : consts + carry] = [self.unknown] * carry
+        elif name == "cond":
+            del known[0]
+        elif called(eqn) is None:
+            return [(body, [self.unknown] * len(body.invars)) for body in bodies]
+        return [(body, known) for body in bodies]
+
+    def run(
+        self, jaxpr: Any, labels: Sequence[T], around: Position = OUTERMOST
+    ) -> list[T]:
+        """Returns the labels of the results of a jaxpr, given those of its inputs."""
+        body, _ = open_jaxpr(jaxpr)
+        known = {var: self.constant(var) for var in body.constvars}
+        known.update(zip(body.invars, labels, strict=True))
+
+        def rule(eqn: Equation, labels: list[T]) -> list[T]:
+            here = around.at(eqn)
+            found = self.equation(here, labels)
+            for inner, inputs in self.bodies(eqn, labels):
+                outs = self.run(inner, inputs, here.inside())
+                if primitive_name(eqn) not in LOOPS and len(outs) == len(eqn.outvars):
+                    found = outs
+            return found
+
+        return propagate(body, known, rule, lambda _: self.unknown)
 
 
 class Flow:
@@ -76,12 +206,8 @@ class Flow:
         if name == "cond":
             outs = [self._call(x, ins[1:]) for x in eqn.params["branches"]]
             return [functools.reduce(self.join, x) for x in zip(*outs, strict=True)]
-        inner = [x for x in eqn.params.values() if is_jaxpr(x)]
-        if len(inner) == 1 and len(open_jaxpr(inner[0])[0].invars) == len(ins):
-            outs = self._call(inner[0], ins)
-            if len(outs) == len(eqn.outvars):
-                return outs
-        return [label] * len(eqn.outvars)
+        body = called(eqn)
+        return [label] * len(eqn.outvars) if body is None else self._call(body, ins)
 
     def _call(self, jaxpr: Any, ins: Sequence[Label]) -> list[Label]:
         return self.run(jaxpr, dict(zip(open_jaxpr(jaxpr)[0].invars, ins, strict=True)))

@@ -6,6 +6,7 @@ knows of that value.
 
 import contextlib
 import dataclasses
+import functools
 import typing
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -23,7 +24,7 @@ from mpx._compat import (
     open_jaxpr,
     scopes_of,
 )
-from mpx._jaxpr._queries import Equation
+from mpx._jaxpr._queries import Equation, readers
 
 Jaxpr = Any
 """A jaxpr, open or closed."""
@@ -89,6 +90,11 @@ class Frame:
         self.eqn: Equation = None
         self.env: dict[Any, tuple[Any, Any]] = {}
         self.made: dict[Any, tuple[Any, Any]] = {}
+
+    @functools.cached_property
+    def readers(self) -> dict[Any, list[tuple[Equation, int]]]:
+        """The equations that read a variable, and the position of the operand."""
+        return readers(self.jaxpr.eqns)
 
 
 class Rewritten(NamedTuple):

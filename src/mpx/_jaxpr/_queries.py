@@ -3,9 +3,19 @@
 import collections
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, NamedTuple, TypeVar
+from typing import Literal as OneOf
 
-from mpx._compat import open_jaxpr, scopes_of, sub_jaxprs
+from mpx._compat import (
+    Literal,
+    is_jaxpr,
+    is_transposed,
+    open_jaxpr,
+    primitive_name,
+    scopes_of,
+)
+
+T = TypeVar("T")
 
 Equation = Any
 """An equation of a jaxpr; JAX has no public type for it."""
@@ -41,30 +51,103 @@ MOVES = SHAPE_ONLY.union(
     )
 )
 REMAT = names("checkpoint remat2 remat")
+LOOPS = ("scan", "while")
 CALLS = ("jit", "pjit", "closed_call", *REMAT)
 
 
-def places(
-    jaxpr: Any, scopes: tuple[str, ...] = (), times: int = 1
-) -> Iterator[tuple[Equation, tuple[str, ...], int]]:
-    """Yields the equations of a jaxpr and of all jaxprs inside it, with their places.
+def sub_jaxprs(eqn: Equation) -> Iterator[Any]:
+    """Yields the jaxprs among an equation's parameters.
 
-    The place is given by the `jax.named_scope`s around the equation, outermost first, and
-    how often it runs: see `repetitions`.
+    What goes through them belongs in this package: other packages use `walk`, `equations`,
+    `fold`, or the classes `Walk`, `Flow`, `Run` and `Visitor`.
+    """
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if is_jaxpr(item):
+                yield open_jaxpr(item)[0]
+
+
+def body_of(eqn: Equation) -> Any:
+    """Returns the jaxpr of a call or of a scan."""
+    return next(sub_jaxprs(eqn))
+
+
+def called(eqn: Equation) -> Any:
+    """Returns the jaxpr that an equation calls with its operands as they are, if any."""
+    inner = [x for x in eqn.params.values() if is_jaxpr(x)]
+    if len(inner) == 1 and primitive_name(eqn) not in LOOPS:
+        body = open_jaxpr(inner[0])[0]
+        sizes = len(body.invars), len(body.outvars)
+        return inner[0] if sizes == (len(eqn.invars), len(eqn.outvars)) else None
+    return None
+
+
+def has_body(eqn: Equation) -> bool:
+    """Returns whether an equation holds a jaxpr."""
+    return any(True for _ in sub_jaxprs(eqn))
+
+
+class Position(NamedTuple):
+    """An equation and what is around it.
+
+    Attributes:
+        eqn: The equation; `None` stands for any equation of a jaxpr.
+        scopes: The `jax.named_scope`s around it and its own, outermost first.
+        times: How often it runs: see `repetitions`.
+        callers: The equations that hold it, outermost first.
+    """
+
+    eqn: Equation = None
+    scopes: tuple[str, ...] = ()
+    times: int = 1
+    callers: tuple[Equation, ...] = ()
+
+    @property
+    def backward(self) -> bool:
+        """Whether it belongs to a backward pass; equations of a body do not say so."""
+        return any(map(is_transposed, (self.eqn, *self.callers)))
+
+    def at(self, eqn: Equation) -> "Position":
+        """Returns the position of an equation of this jaxpr."""
+        return self._replace(eqn=eqn, scopes=self.scopes + scopes_of(eqn))
+
+    def inside(self) -> "Position":
+        """Returns the position of the jaxprs that the equation holds."""
+        times = self.times * repetitions(self.eqn)
+        return Position(None, self.scopes, times, (*self.callers, self.eqn))
+
+
+OUTERMOST = Position()
+
+
+def walk(jaxpr: Any, around: Position = OUTERMOST) -> Iterator[Position]:
+    """Yields the positions of the equations of a jaxpr and of all jaxprs inside it.
+
+    An equation that holds jaxprs comes before what is inside it.
     """
     for eqn in open_jaxpr(jaxpr)[0].eqns:
-        inside = scopes + scopes_of(eqn)
-        yield eqn, inside, times
-        for inner in sub_jaxprs(eqn):
-            yield from places(inner, inside, times * repetitions(eqn))
+        here = around.at(eqn)
+        yield here
+        yield from walk_inside(here)
+
+
+def walk_inside(here: Position) -> Iterator[Position]:
+    """Yields the positions of the equations inside an equation."""
+    for body in sub_jaxprs(here.eqn):
+        yield from walk(body, here.inside())
 
 
 def equations(jaxpr: Any) -> Iterator[Equation]:
     """Yields the equations of a jaxpr and of all jaxprs inside it."""
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         yield eqn
-        for inner in sub_jaxprs(eqn):
-            yield from equations(inner)
+        yield from equations_inside(eqn)
+
+
+def equations_inside(eqn: Equation) -> Iterator[Equation]:
+    """Yields the equations of the jaxprs inside an equation."""
+    for body in sub_jaxprs(eqn):
+        yield from equations(body)
 
 
 def leaves(eqns: Iterable[Equation]) -> Iterator[Equation]:
@@ -82,7 +165,57 @@ def contains(jaxpr: Any, names: Collection[str]) -> bool:
     return any(eqn.primitive.name in names for eqn in equations(jaxpr))
 
 
-Verdict = bool | Literal["result", "inside"]
+def holds(eqn: Equation, names: Collection[str]) -> bool:
+    """Returns whether the jaxprs of an equation hold one of these primitives."""
+    return any(inner.primitive.name in names for inner in equations_inside(eqn))
+
+
+def fold(jaxpr: Any, func: Callable[[Any, Callable[[Equation], list[T]]], T]) -> T:
+    """Computes something of a jaxpr from the same of the jaxprs inside it.
+
+    `func` takes a jaxpr and a function from an equation to the results inside that.
+    """
+    body, _ = open_jaxpr(jaxpr)
+    return func(body, lambda eqn: [fold(inner, func) for inner in sub_jaxprs(eqn)])
+
+
+def readers(eqns: Iterable[Equation]) -> dict[Any, list[tuple[Equation, int]]]:
+    """Returns, by variable, the equations that read it and the position of the operand."""
+    found: dict[Any, list[tuple[Equation, int]]] = {}
+    for eqn in eqns:
+        for position, atom in enumerate(eqn.invars):
+            if not isinstance(atom, Literal):
+                found.setdefault(atom, []).append((eqn, position))
+    return found
+
+
+def last_uses(jaxpr: Any) -> list[list[Any]]:
+    """Returns, for each equation, the variables that nothing reads after it."""
+    seen = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    found: list[list[Any]] = []
+    for eqn in reversed(jaxpr.eqns):
+        atoms = [x for x in eqn.invars if not isinstance(x, Literal)]
+        ending = {x for x in (*atoms, *eqn.outvars) if x not in seen}
+        seen |= ending
+        found.append(list(ending))
+    return found[::-1]
+
+
+def makers(eqn: Equation, position: int, entered: Collection[str]) -> list[Equation]:
+    """Returns an equation and those inside it that make one of its results.
+
+    The results of `entered` primitives are those of their jaxpr.
+    """
+    if primitive_name(eqn) in entered:
+        body = body_of(eqn)
+        for inner in body.eqns:
+            for i, var in enumerate(inner.outvars):
+                if var is body.outvars[position]:
+                    return [eqn, *makers(inner, i, entered)]
+    return [eqn]
+
+
+Verdict = bool | OneOf["result", "inside"]
 """Whether a use of a value passes, or what decides: the uses of the result or inside."""
 
 
@@ -116,7 +249,7 @@ def every_use(
         if passes == "result":
             passes = every_use(jaxpr, eqn.outvars[0], judge, scopes, once=once)
         elif passes == "inside":
-            body = next(sub_jaxprs(eqn))
+            body = body_of(eqn)
             passes = every_use(body, body.invars[position], judge, around, once=once)
         if not passes:
             return False

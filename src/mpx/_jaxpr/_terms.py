@@ -15,7 +15,7 @@ import numpy as np
 from mpx._compat import Literal, has_shardings, is_tracer, open_jaxpr
 from mpx._jaxpr import _constants
 from mpx._jaxpr._interpreter import Aval, Jaxpr
-from mpx._jaxpr._queries import Equation
+from mpx._jaxpr._queries import Equation, readers
 
 _JITS = ("jit", "pjit")
 _CALLS = (*_JITS, "closed_call", "core_call")
@@ -188,6 +188,24 @@ class Level:
             self._bodies[id(eqn)] = Level(*jaxpr, caller=(self, eqn))
         return self._bodies[id(eqn)]
 
+    def made_by(self, primitive: str) -> Iterator[Term]:
+        """Yields the first results of a primitive, also inside calls."""
+        for eqn in self.jaxpr.eqns:
+            if eqn.primitive.name == primitive:
+                yield self.term(eqn.outvars[0])
+            body = self.body(eqn)
+            if body is not None:
+                yield from body.made_by(primitive)
+
+    def place(self, eqn: Equation) -> tuple[int, ...]:
+        """Returns the positions of the calls around an equation and its own.
+
+        In this order the equations of all levels are run.
+        """
+        index = next(i for i, other in enumerate(self.jaxpr.eqns) if other is eqn)
+        outer = () if self.caller is None else self.caller[0].place(self.caller[1])
+        return (*outer, index)
+
     def readers(self, var: Any) -> "Iterator[tuple[Level, Equation] | None]":
         """Yields the equations that read a variable, with `None` if it is returned.
 
@@ -195,7 +213,7 @@ class Level:
         Equations whose results nobody reads do not.
         """
         if self._readers is None:
-            self._readers = _readers(self.jaxpr)
+            self._readers = readers(live_equations(self.jaxpr))
         for eqn, position in self._readers.get(var, ()):
             body = self.body(eqn)
             if body is None:
@@ -214,15 +232,6 @@ class Level:
 
 def _position(variables: Sequence[Any], var: Any) -> int:
     return next(i for i, other in enumerate(variables) if other is var)
-
-
-def _readers(jaxpr: Jaxpr) -> dict[Any, list[tuple[Equation, int]]]:
-    found: dict[Any, list[tuple[Equation, int]]] = {}
-    for eqn in live_equations(jaxpr):
-        for position, atom in enumerate(eqn.invars):
-            if not isinstance(atom, Literal):
-                found.setdefault(atom, []).append((eqn, position))
-    return found
 
 
 def live_equations(

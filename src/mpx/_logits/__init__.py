@@ -12,7 +12,6 @@ from mpx._logits._operation import loss as loss
 from mpx._logits._operation import scores as scores
 from mpx._logits._scalar import MOST as MOST
 from mpx._logits._scalar import dependents as dependents
-from mpx._logits._scalar import place_of as place_of
 from mpx._logits._scalar import scalar_after as scalar_after
 from mpx._logits._sizes import chunks_for as chunks_for
 from mpx._logits._values import bias_terms as bias_terms

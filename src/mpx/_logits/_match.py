@@ -110,22 +110,13 @@ class Site:
 
 def find_sites(softmaxes: Softmaxes) -> Iterator[tuple[Term, Site | str]]:
     """Yields logits of more than one chunk: what is read of them, or why they are kept."""
-    for term in _matmuls(softmaxes.level):
+    for term in softmaxes.level.made_by("dot_general"):
         (summed, _), (batch, _) = term.eqn.params["dimension_numbers"]
         if math.prod(term.shape) <= _sizes.CHUNK or batch or len(summed) != 1:
             continue
         found = _site(softmaxes, term)
         if found is not None:
             yield term, found
-
-
-def _matmuls(level: Level) -> Iterator[Term]:
-    for eqn in level.jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            yield level.term(eqn.outvars[0])
-        body = level.body(eqn)
-        if body is not None:
-            yield from _matmuls(body)
 
 
 def _site(softmaxes: Softmaxes, dot: Term) -> Site | str | None:

@@ -5,22 +5,14 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from mpx._compat import sub_jaxprs
-from mpx._jaxpr._queries import Equation, equations
+from mpx._jaxpr._queries import Equation, equations_inside
 from mpx._jaxpr._terms import Level, Term
 
 Place = tuple[float, ...]
-"""The position of an equation: that of the call around it, ..., its own."""
+"""The position of an equation or of the end: see `Level.place`."""
 
 MOST = 200
 """The largest number of equations that are run again from inside a call."""
-
-
-def place_of(level: Level, eqn: Equation) -> Place:
-    """Returns where an equation is in the outermost level: places are run in order."""
-    index = next(i for i, other in enumerate(level.jaxpr.eqns) if other is eqn)
-    outer = () if level.caller is None else place_of(*level.caller)
-    return (*outer, index)
 
 
 def dependents(terms: Sequence[Term]) -> dict[int, Term]:
@@ -54,7 +46,7 @@ def scalar_after(
         return None
     barred = [x for x in found.values() if _is_barred(x.eqn)]
     without = {*without, *dependents(barred)}
-    made = {key: place_of(x.level, x.eqn) for key, x in found.items()}
+    made = {key: x.level.place(x.eqn) for key, x in found.items()}
     last = {
         key: max((_place(use) for use in x.level.readers(x.atom)), default=made[key])
         for key, x in found.items()
@@ -74,7 +66,7 @@ def scalar_after(
 
 def _place(use: tuple[Level, Equation] | None) -> Place:
     """Returns where a value is read; results are read after all equations."""
-    return (math.inf,) if use is None else place_of(*use)
+    return (math.inf,) if use is None else use[0].place(use[1])
 
 
 def _is_barred(eqn: Equation) -> bool:
@@ -89,7 +81,7 @@ def _is_barred(eqn: Equation) -> bool:
     if eqn.effects or is_named or "axis_name" in eqn.params:
         return True
     names = [eqn.primitive.name]
-    names += [x.primitive.name for body in sub_jaxprs(eqn) for x in equations(body)]
+    names += [x.primitive.name for x in equations_inside(eqn)]
     return any(name.startswith(("custom_vjp", "shard_map")) for name in names)
 
 

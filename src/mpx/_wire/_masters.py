@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._compat import bind, convert_dtype, eval_equation, open_jaxpr, sub_jaxprs
+from mpx._compat import bind, convert_dtype, eval_equation, open_jaxpr
 from mpx._jaxpr import HANDLERS
 from mpx._jaxpr._interpreter import (
     Kind,
@@ -27,7 +27,7 @@ from mpx._jaxpr._interpreter import (
     cast_all,
     dtypes_of,
 )
-from mpx._jaxpr._queries import CALLS, MATMULS, SHAPE_ONLY, contains, names
+from mpx._jaxpr._queries import CALLS, MATMULS, SHAPE_ONLY, holds, names
 from mpx._wire._options import (
     COMPUTE,
     F32,
@@ -98,7 +98,7 @@ class _Masters(Visitor):
             return bind(eqn, op.values), [False]
         if name in MATMULS and self._held(op):
             return [self._matmul(op)], [False]
-        if name in _ENTERED and any(contains(x, MATMULS) for x in sub_jaxprs(eqn)):
+        if name in _ENTERED and holds(eqn, MATMULS):
             return HANDLERS[name](self, op)
         return eval_equation(eqn, self._rounded(op)), [False] * len(eqn.outvars)
 

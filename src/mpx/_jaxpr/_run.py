@@ -1,18 +1,17 @@
 """Runs of a program on concrete arrays, equation by equation.
 
-Unlike `mpx._jaxpr`, which rebuilds loops and branches, a run goes through each step of a
-loop and takes one branch, so that what happens in a step can be named.
+Unlike a `Visitor`, which rebuilds loops and branches, a run goes through each step of a loop
+and takes one branch, so that what happens in a step can be named.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpx._compat import (
-    Literal,
-    is_jaxpr,
     is_transposed,
     open_jaxpr,
     primitive_name,
@@ -20,24 +19,20 @@ from mpx._compat import (
     scopes_of,
     source_frames,
 )
-from mpx._inspect._places import Name, name_of_results
-from mpx._inspect._shadow import Array, literal, on_host
-from mpx._inspect._shards import Axes, axes_of, join, split
-from mpx._jaxpr._queries import Equation
+from mpx._jaxpr._flow import moved, propagate
+from mpx._jaxpr._interpreter import Jaxpr
+from mpx._jaxpr._queries import Equation, called, last_uses
+from mpx._jaxpr._shards import Axes, axes_of, join, split
 
+Array = Any
+"""An array of NumPy or of JAX."""
 Lanes = tuple[Array, ...]
 """The same value in several runs that go side by side."""
 Ref = tuple[int, int]
 """A value of a run: the number of the node that made it, and which result it is."""
-
-
 NO_REF: Ref = (-1, 0)
 SHARDS = -1
 """Stands for the part of a value that is all of it, in other shards."""
-
-
-Frame = tuple[str, str, int]
-"""A line of the user's code: function, file, line."""
 
 
 class Value(NamedTuple):
@@ -45,7 +40,7 @@ class Value(NamedTuple):
 
     lanes: Lanes
     ref: Ref
-    name: Name = None
+    name: str | None = None
 
 
 class Around(NamedTuple):
@@ -62,8 +57,12 @@ class Around(NamedTuple):
     scopes: tuple[str, ...] = ()
     steps: tuple[tuple[int, int], ...] = ()
     backward: bool = False
-    frames: tuple[Frame, ...] = ()
+    frames: tuple[tuple[str, str, int], ...] = ()
     axes: Axes = ()
+
+    def in_step(self, step: int, length: int = 0) -> "Around":
+        """Returns what is around the body of a loop in one of its steps."""
+        return self._replace(steps=(*self.steps, (step, length)))
 
 
 NOTHING = Around()
@@ -102,35 +101,27 @@ class Run:
         """Returns a constant in each lane."""
         raise NotImplementedError
 
-    def constant(self, x: Array) -> Value:
-        """Returns a constant."""
+    def _constant(self, x: Array) -> Value:
         lanes = self.lanes_of(x)
         return Value(lanes, self.source(lanes))
 
+    def _literal(self, atom: Any) -> Value:
+        return Value(self.lanes_of(np.asarray(atom.val, atom.aval.dtype)), NO_REF)
+
     def __call__(
-        self, jaxpr: Any, args: Sequence[Value], around: Around = NOTHING
+        self, jaxpr: Jaxpr, args: Sequence[Value], around: Around = NOTHING
     ) -> list[Value]:
-        """Runs a jaxpr."""
+        """Runs a jaxpr; values are forgotten when nothing reads them any more."""
         body, consts = open_jaxpr(jaxpr)
-        env: dict[Any, Value] = {}
-        env.update(zip(body.constvars, map(self.constant, consts), strict=True))
-        env.update(zip(body.invars, args, strict=True))
+        known = dict(zip(body.constvars, map(self._constant, consts), strict=True))
+        known.update(zip(body.invars, args, strict=True))
         if id(body) not in self._ends:
-            self._ends[id(body)] = _last_uses(body)
-        last = self._ends[id(body)]
+            self._ends[id(body)] = last_uses(body)
 
-        def read(atom: Any) -> Value:
-            if isinstance(atom, Literal):
-                return Value(self.lanes_of(literal(atom)), NO_REF)
-            return env[atom]
+        def rule(eqn: Equation, operands: list[Value]) -> list[Value]:
+            return self._equation(eqn, operands, self._inside(eqn, around))
 
-        for eqn, dead in zip(body.eqns, last, strict=True):
-            operands = [read(atom) for atom in eqn.invars]
-            outs = self._equation(eqn, operands, self._inside(eqn, around))
-            env.update(zip(eqn.outvars, outs, strict=True))
-            for var in dead:
-                env.pop(var, None)
-        return [read(atom) for atom in body.outvars]
+        return propagate(body, known, rule, self._literal, self._ends[id(body)])
 
     def _inside(self, eqn: Equation, around: Around) -> Around:
         """Returns what is around the body of an equation."""
@@ -157,13 +148,13 @@ class Run:
             return handler[name](eqn, operands, around)
         if name == "shard_map" and not around.axes:
             return self._shard_map(eqn, operands, around)
-        body = called(eqn)
+        body = None if name in ("pallas_call", "shard_map") else called(eqn)
         if body is not None:
             return self(body, operands, around)
         if not eqn.outvars:  # a print, say
             return []
         outs = self.leaf(eqn, operands, around)
-        known = name_of_results(eqn, [x.name for x in operands])
+        known = moved(eqn, [x.name for x in operands])
         return [x._replace(name=known) for x in outs]
 
     def _choose(self, decide: Callable[[], int]) -> int:
@@ -199,8 +190,7 @@ class Run:
             return int(all(bool(np.all(x)) for x in test.lanes))
 
         while self._choose(goes_on):
-            inside = around._replace(steps=(*around.steps, (step, 0)))
-            carry = self(params["body_jaxpr"], [*consts, *carry], inside)
+            carry = self(params["body_jaxpr"], [*consts, *carry], around.in_step(step))
             step += 1
         return carry
 
@@ -208,40 +198,35 @@ class Run:
         self, eqn: Equation, operands: list[Value], around: Around
     ) -> list[Value]:
         n_consts, n_carry = scan_sizes(eqn.params)
-        length = eqn.params["length"]
-        consts = operands[:n_consts]
+        length, order = eqn.params["length"], -1 if eqn.params["reverse"] else 1
+        consts, xs = operands[:n_consts], operands[n_consts + n_carry :]
         carry = [x._replace(name=None) for x in operands[n_consts : n_consts + n_carry]]
-        xs = operands[n_consts + n_carry :]
-        steps = range(length)
         collected: list[list[Value]] = [[] for _ in eqn.outvars[n_carry:]]
-        for step in reversed(steps) if eqn.params["reverse"] else steps:
-            inside = around._replace(steps=(*around.steps, (step, length)))
-            depth = len(around.axes)
-            slices = [self._slice(x, step, depth) for x in xs]
-            outs = self(eqn.params["jaxpr"], [*consts, *carry, *slices], inside)
+        depth = len(around.axes)
+        for step in range(length)[::order]:
+            inputs = [*consts, *carry, *(self._slice(x, step, depth) for x in xs)]
+            outs = self(eqn.params["jaxpr"], inputs, around.in_step(step, length))
             carry = outs[:n_carry]
             for kept, out in zip(collected, outs[n_carry:], strict=True):
                 kept.append(out)
-        if eqn.params["reverse"]:
-            collected = [kept[::-1] for kept in collected]
         pairs = zip(collected, eqn.outvars[n_carry:], strict=True)
-        depth = len(around.axes)
-        return [*carry, *(self._stack(kept, var, depth) for kept, var in pairs)]
+        stacked = [self._stack(kept[::order], var, depth) for kept, var in pairs]
+        return [*carry, *stacked]
 
     def _shard_map(
         self, eqn: Equation, operands: list[Value], around: Around
     ) -> list[Value]:
         axes, params = axes_of(eqn), eqn.params
-        inputs = []
-        for x, spec in zip(operands, params["in_specs"], strict=True):
-            lanes = _each(lambda lane, spec=spec: split(lane, spec, axes), x.lanes)
-            inputs.append(Value(lanes, self.source(lanes, [x.ref], SHARDS), x.name))
+
+        def resharded(x: Value, func: Callable[..., Array], spec: Any) -> Value:
+            lanes = _each(lambda lane: func(lane, spec, axes), x.lanes)
+            return Value(lanes, self.source(lanes, [x.ref], SHARDS), x.name)
+
+        pairs = zip(operands, params["in_specs"], strict=True)
+        inputs = [resharded(x, split, spec) for x, spec in pairs]
         outs = self(params["jaxpr"], inputs, around._replace(axes=axes))
-        results = []
-        for x, spec in zip(outs, params["out_specs"], strict=True):
-            lanes = _each(lambda lane, spec=spec: join(lane, spec, axes), x.lanes)
-            results.append(Value(lanes, self.source(lanes, [x.ref], SHARDS)))
-        return results
+        pairs = zip(outs, params["out_specs"], strict=True)
+        return [resharded(x, join, spec)._replace(name=None) for x, spec in pairs]
 
     def _slice(self, x: Value, step: int, depth: int) -> Value:
         place = (slice(None),) * depth + (step,)
@@ -250,9 +235,9 @@ class Run:
 
     def _stack(self, values: list[Value], var: Any, depth: int) -> Value:
         if not values:
-            return self.constant(np.zeros(var.aval.shape, var.aval.dtype))
+            return self._constant(np.zeros(var.aval.shape, var.aval.dtype))
         lanes = tuple(
-            stack([x.lanes[i] for x in values], depth)
+            _stacked([x.lanes[i] for x in values], depth)
             for i in range(len(values[0].lanes))
         )
         if all(all(lane is x.lanes[0] for lane in x.lanes) for x in values):
@@ -267,34 +252,21 @@ def _each(func: Callable[[Array], Array], lanes: Lanes) -> Lanes:
     return tuple(results[id(lane)] for lane in lanes)
 
 
-def stack(arrays: Sequence[Array], axis: int) -> Array:
+def _stacked(arrays: Sequence[Array], axis: int) -> Array:
     """Stacks arrays; PRNG keys too."""
     arrays = [on_host(x) for x in arrays]
     is_numpy = isinstance(arrays[0], np.ndarray | np.generic)
     return np.stack(arrays, axis) if is_numpy else jnp.stack(arrays, axis)
 
 
-def called(eqn: Equation) -> Any:
-    """Returns the jaxpr that an equation calls with its operands as they are, if any."""
-    if primitive_name(eqn) in ("pallas_call", "shard_map"):
-        return None
-    for key in ("call_jaxpr", "jaxpr", "fun_jaxpr"):
-        jaxpr = eqn.params.get(key)
-        if is_jaxpr(jaxpr):
-            body = open_jaxpr(jaxpr)[0]
-            same = len(body.invars) == len(eqn.invars)
-            if same and len(body.outvars) == len(eqn.outvars):
-                return jaxpr
-    return None
+def on_host(x: Array) -> Array:
+    """Returns an array as one of NumPy, unless a device other than the CPU holds it.
 
-
-def _last_uses(body: Any) -> list[list[Any]]:
-    """Returns, for each equation, the variables that nothing reads after it."""
-    seen = {atom for atom in body.outvars if not isinstance(atom, Literal)}
-    found: list[list[Any]] = []
-    for eqn in reversed(body.eqns):
-        atoms = [x for x in eqn.invars if not isinstance(x, Literal)]
-        ending = {x for x in (*atoms, *eqn.outvars) if x not in seen}
-        seen |= ending
-        found.append(list(ending))
-    return found[::-1]
+    Small operations are faster in NumPy, which does not compile them.
+    """
+    if isinstance(x, np.ndarray | np.generic):
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    on_cpu = all(device.platform == "cpu" for device in x.devices())
+    return np.asarray(x) if on_cpu else x

@@ -1,0 +1,29 @@
+"""Questions about the dtype of an array, or of a type of arrays."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+HALF = frozenset({"bfloat16", "float16"})
+
+
+def is_float(x: Any) -> bool:
+    """Returns whether it holds real floating numbers."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, np.floating)
+
+
+def is_low(x: Any) -> bool:
+    """Returns whether it is floating and narrower than f32."""
+    return is_float(x) and x.dtype.itemsize < 4
+
+
+def is_half(x: Any) -> bool:
+    """Returns whether it is bf16 or f16."""
+    return str(getattr(x, "dtype", "")) in HALF
+
+
+def is_f32(x: Any) -> bool:
+    """Returns whether it is f32."""
+    return str(getattr(x, "dtype", "")) == "float32"
