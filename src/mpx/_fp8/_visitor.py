@@ -31,7 +31,7 @@ from mpx._fp8._codes import Codes, Encoding, More
 from mpx._fp8._dot import fp8_dot
 from mpx._fp8._follow import SLICE, Param, Weight, facts_after, matmul_dtypes
 from mpx._fp8._mx import mx_dot
-from mpx._fp8._operands import MatmulSpec
+from mpx._fp8._operands import MatmulSpec, matmul_spec
 from mpx._fp8._ragged import RaggedSpec, fp8_ragged_dot
 from mpx._fp8._recipes import MXFP8, DelayedScaling
 from mpx._fp8._selection import RAGGED, Matmul, Selection, reason_to_keep, sizes
@@ -206,19 +206,9 @@ class Fp8(Transformation):
         self.found.add(("fp8", ""))
         if eqn.primitive.name in RAGGED:
             return [self._ragged(op)]
-        summed, batch = eqn.params["dimension_numbers"]
         lhs, rhs = (jnp.asarray(value) for value in values)
         side = int(facts[1] is not None)
-        weight = (lhs, rhs)[side]
-        spec = MatmulSpec(
-            dimensions=(_pair(summed), _pair(batch)),
-            dtypes=(lhs.dtype, rhs.dtype),
-            out_dtype=np.dtype(eqn.outvars[0].aval.dtype),
-            weight_side=side,
-            recipe=self.chosen.recipe,
-            out_sharding=eqn.params.get("out_sharding"),
-            weight_grad=weight_grad_dtype(self.reduce, weight, weight.dtype),
-        )
+        spec = matmul_spec(eqn, (lhs, rhs), side, self.chosen.recipe, self.reduce)
         if isinstance(self.chosen.recipe, MXFP8):
             return [mx_dot(spec, lhs, rhs)]
         key = self._next_key(matmul.param)
@@ -384,11 +374,6 @@ class Fp8(Transformation):
             return None, None
         self.used.add(key)
         return found
-
-
-def _pair(axes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    first, second = axes
-    return tuple(first), tuple(second)
 
 
 def _key(param: str, number: int) -> str:

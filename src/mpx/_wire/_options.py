@@ -149,3 +149,13 @@ def on_several_devices(x: Any) -> bool:
     """Returns whether XLA may sum gradients of an array over devices."""
     mesh = jax.typeof(x).sharding.mesh
     return mesh.size > 1 and not mesh.are_all_axes_manual
+
+
+def may_be_sharded(x: Any) -> bool:
+    """Returns whether devices may hold different parts of an array.
+
+    With explicit axes the type tells. With automatic axes only XLA knows.
+    """
+    sharding = jax.typeof(x).sharding
+    explicit = all(kind == AxisType.Explicit for kind in sharding.mesh.axis_types or ())
+    return on_several_devices(x) and not (explicit and sharding.is_fully_replicated)
