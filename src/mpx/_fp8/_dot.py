@@ -192,6 +192,11 @@ def _forward(
     # The codes come from these sides, though no derivative knows it.
     sides, operands = differentiable_once((sides, operands))
     codes = [as_codes(spec, side, x) for side, x in enumerate(operands)]
+    if spec.one_order and maxima.weight is not None:
+        # The backward pass reads its codes from bytes. XLA would trace both to the bytes
+        # that were given, and gather each: it shares gathers of one value only.
+        side = spec.weight_side
+        codes[side] = lax.optimization_barrier(codes[side])
     out = _multiply(
         codes[0],
         codes[1],
