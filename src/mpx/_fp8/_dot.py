@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mpx._compat import has_explicit_axes
+from mpx._fp8._maxima import maxima_of
 from mpx._fp8._operands import (
     Axes,
     Dimensions,
@@ -34,7 +35,6 @@ from mpx._fp8._operands import (
     differentiable_once,
     to_fp8,
 )
-from mpx._fp8._scales import largest_magnitude
 
 
 def _multiply(
@@ -112,8 +112,9 @@ def fp8_dot(
         rhs: The right operand, in the compute dtype.
         seen: f32[3], the largest magnitudes of activation, weight and gradient in
             earlier steps; `None` to scale by what is there now.
-        probe: f32[3] of any value. Its gradient is not one: it is the three largest
-            magnitudes of this step. `None` if they are not needed.
+        probe: f32[3] of any value, or f32[devices, 3]. Its gradient is not one: it is the
+            three largest magnitudes of this step, or those of what each device holds.
+            `None` if they are not needed.
         shared: Tensors that other matmuls have quantised, of the same trace.
         codes: The weight in 8 bits and its largest magnitude, if they were made before.
     """
@@ -217,10 +218,14 @@ def _forward(
         saved[1 - spec.weight_side] = sides[1 - spec.weight_side]
     observed = None
     if maxima.probe is not None:
+        shape = maxima.probe.shape[:-1]
         weight = maxima.weight
         if weight is None:
-            weight = largest_magnitude(sides[spec.weight_side])
-        observed = (largest_magnitude(sides[1 - spec.weight_side]), weight)
+            weight = maxima_of(sides[spec.weight_side], shape)
+        observed = (
+            maxima_of(sides[1 - spec.weight_side], shape),
+            jnp.broadcast_to(weight, shape),
+        )
     return out, _Residuals(as_bytes((saved[0], saved[1])), maxima.seen, observed)
 
 
@@ -265,7 +270,8 @@ def _backward(spec: MatmulSpec, residuals: _Residuals, grad: Array) -> tuple[Any
     dseen = None if residuals.seen is None else jnp.zeros_like(residuals.seen)
     dprobe = None
     if residuals.observed is not None:
-        dprobe = jnp.stack([*residuals.observed, largest_magnitude(grad)])
+        largest = maxima_of(grad, residuals.observed[0].shape)
+        dprobe = jnp.stack([*residuals.observed, largest], axis=-1)
     (dlhs, drhs), dprobe = differentiable_once((grads, dprobe))
     return (dlhs, drhs), None, _Maxima(dseen, dprobe, None)
 

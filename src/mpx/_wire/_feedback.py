@@ -104,7 +104,8 @@ def _stacked_spec(leaf: Any, axes: tuple[str, ...]) -> PartitionSpec:
     # As results of programs have it: a step must not compile again for its own results.
     while entries and entries[-1] is None:
         entries.pop()
-    return PartitionSpec(axes if len(axes) > 1 else axes[0], *entries)
+    first, *others = axes
+    return PartitionSpec(axes if others else first, *entries)
 
 
 def take_feedback(args: Sequence[Any]) -> tuple[ErrorFeedback | None, Sequence[Any]]:

@@ -102,7 +102,8 @@ def sum_8_bits(
     # The device that has summed a part knows what its last rounding takes.
     rest = rest.at[lax.axis_index(axes)].add(total - low.astype(F32))
     total = lax.all_gather(low, axes, tiled=True).astype(F32)
-    return tuple(a.reshape(-1)[: x.size].reshape(x.shape) for a in (total, rest))
+    total, rest = (a.reshape(-1)[: x.size].reshape(x.shape) for a in (total, rest))
+    return total, rest
 
 
 def _padded(x: Array, multiple: int) -> Array:
