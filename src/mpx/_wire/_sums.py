@@ -178,12 +178,16 @@ def _over_axes(
 
     def partition(mesh: Any, args: Any, result: Any) -> tuple[Any, ...]:
         total = result[0] if has_rest else result
+        shape = args[0].shape[1:]
         spec = [_names(entry) for entry in total.sharding.spec]
         spec += [()] * (rank - len(spec))
-        shape = args[0].shape[1:]
-        whole = [
-            s == axes and n % shards.size == 0 for s, n in zip(spec, shape, strict=True)
+        # XLA pads shards that do not divide an axis, with anything.
+        sizes = [math.prod(mesh.shape[name] for name in entry) for entry in spec]
+        spec = [
+            entry if n % size == 0 else ()
+            for entry, n, size in zip(spec, shape, sizes, strict=True)
         ]
+        whole = [entry == axes for entry in spec]
         scatter = whole.index(True) if any(whole) else None
         # What is sharded over other axes stays so.
         full = [tuple(name for name in entry if name not in axes) for entry in spec]
