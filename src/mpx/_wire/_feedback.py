@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
@@ -42,6 +43,29 @@ class ErrorFeedback(eqx.Module):
     Attributes:
         residual: By parameter, `[devices, *shape]`: the gradient of an earlier step, without
             the loss scale, that its device has not sent yet.
+
+    Examples:
+        >>> from mpx import NoLossScaling, value_and_grad
+        >>> policy = "p=f32,c=f32,o=f32,r=e4m3"
+        >>> loss = lambda w, x: jnp.sum(w * x)
+        >>> kinds = (jax.sharding.AxisType.Auto,)
+        >>> mesh = jax.make_mesh((1,), ("data",), axis_types=kinds)
+        >>> specs = P(), P("data"), P(), P("data")
+        >>> @jax.jit
+        ... @jax.shard_map(
+        ...     mesh=mesh, in_specs=specs, out_specs=(P(), P("data")), check_vma=False
+        ... )
+        ... def step(scaling, feedback, w, x):
+        ...     take = value_and_grad(loss, axis_name="data", policy=policy)
+        ...     result = take(scaling, feedback, w, x)
+        ...     return result.grads, result.feedback
+        >>> w, x = jnp.zeros(2), jnp.float32([448.0, 17.0])  # e4m3 has 16 and 18
+        >>> feedback, sent = ErrorFeedback.init(w, mesh, "data"), []
+        >>> for _ in range(4):
+        ...     grads, feedback = step(NoLossScaling(), feedback, w, x)
+        ...     sent.append(float(grads[1]))
+        >>> sent
+        [16.0, 18.0, 16.0, 18.0]
     """
 
     residual: PyTree
@@ -94,7 +118,7 @@ class ErrorFeedback(eqx.Module):
         return cls(jax.tree.map(zeros, params))
 
 
-def _stacked_spec(leaf: Any, axes: tuple[str, ...]) -> PartitionSpec:
+def _stacked_spec(leaf: Any, axes: tuple[str, ...]) -> P:
     """Returns how copies of an array are sharded: as it is, over the other axes."""
     sharding = None if is_tracer(leaf) else getattr(leaf, "sharding", None)
     entries: list[Any] = []
@@ -105,7 +129,7 @@ def _stacked_spec(leaf: Any, axes: tuple[str, ...]) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries.pop()
     first, *others = axes
-    return PartitionSpec(axes if others else first, *entries)
+    return P(axes if others else first, *entries)
 
 
 def take_feedback(args: Sequence[Any]) -> tuple[ErrorFeedback | None, Sequence[Any]]:
