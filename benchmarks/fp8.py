@@ -81,7 +81,7 @@ def under(mode: str, loss: Any, *, tiny: bool) -> Any:
     if mode == "bf16":
         return loss
     if mode == "fp8-one-order":
-        _operands.may_be_sharded = lambda x: True
+        _operands.automatic_size = lambda x: 8
     return mpx.fp8(loss, RECIPES[mode], min_gain=0 if tiny else 1.1)
 
 

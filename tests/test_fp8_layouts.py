@@ -264,8 +264,7 @@ def test_turned_codes_on_eight_devices_are_those_on_one(kind, spec):
 BOTH_ORDERS = {
     "one device": (None, (), True),
     "automatic": (AxisType.Auto, (), False),
-    "explicit, sharded": (AxisType.Explicit, (None, "x"), False),
-    "explicit, replicated": (AxisType.Explicit, (), True),
+    "explicit": (AxisType.Explicit, (None, "x"), True),
     "manual": (AxisType.Manual, (), True),
 }
 

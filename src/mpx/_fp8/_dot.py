@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mpx._compat import has_explicit_axes
+from mpx._fp8._layouts import turned_for
 from mpx._fp8._maxima import maxima_of
 from mpx._fp8._operands import (
     Axes,
@@ -45,8 +46,12 @@ def _multiply(
     *,
     fast: bool,
     out_sharding: Any = None,
+    gathered: int | None = None,
 ) -> Array:
-    """Returns the product of two quantised tensors in `dtype`."""
+    """Returns the product of two quantised tensors in `dtype`.
+
+    `gathered` is the side that may have to be gathered, and is turned after that.
+    """
     # An f16 result could overflow before it is scaled; bf16 cannot, and spares a pass.
     wide = np.dtype(jnp.float32) if dtype == np.float16 else dtype
     preset = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
@@ -65,11 +70,24 @@ def _multiply(
 
     x, x_axes = a.summed_last(dimensions[0][0])
     y, y_axes = b.summed_last(dimensions[0][1])
+    if gathered == 0:
+        x, x_axes = _turned(x, x_axes, y, y_axes)
+    if gathered == 1:
+        y, y_axes = _turned(y, y_axes, x, x_axes)
     turned: Dimensions = ((x_axes, y_axes), dimensions[1])
     out = lax.platform_dependent(x, y, cuda=on_cuda, default=elsewhere)
     for scale in _output_scales(a, b, dimensions, out.ndim):
         out = out * scale.astype(wide)
     return out.astype(dtype)
+
+
+def _turned(codes: Array, axes: Axes, other: Array, summed: Axes) -> tuple[Array, Axes]:
+    """Returns the codes of a weight with the axes last that are summed over, and these."""
+    count = len(axes)
+    if sorted(axes) != list(range(count)) or count == codes.ndim:
+        return codes, axes
+    last = tuple(axis + codes.ndim - count for axis in axes)
+    return turned_for(codes, other, count, summed), last
 
 
 def _output_scales(
@@ -205,6 +223,7 @@ def _forward(
         spec.out_dtype,
         fast=True,
         out_sharding=spec.out_sharding,
+        gathered=spec.weight_side if spec.one_order else None,
     )
     # The backward products sum over the other axes.
     free = spec.free_axes((sides[0].ndim, sides[1].ndim))
@@ -256,7 +275,10 @@ def _backward(spec: MatmulSpec, residuals: _Residuals, grad: Array) -> tuple[Any
         else:
             mine = to_fp8(spec, "grad", grad, axes, residuals.seen)
         factors = (mine, other) if product.grad_first else (other, mine)
-        multiply = functools.partial(_multiply, fast=False)
+        gathered = None
+        if spec.one_order and side != spec.weight_side:
+            gathered = 1 if product.grad_first else 0
+        multiply = functools.partial(_multiply, fast=False, gathered=gathered)
         if not isinstance(other, Fp8Tensor):
             multiply = _in_compute_dtype
         out = multiply(

@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float32, PyTree
 
 from mpx._compat import is_tracer
 from mpx._fp8._scales import largest_magnitude
 from mpx._kernels import plain_under_vmap
 from mpx._private import private
-from mpx._wire._options import in_shards
+from mpx._wire._options import automatic_size, in_shards
 from mpx._wire._sums import largest_of_shards
 
 Scales = dict[str, tuple[Any, Any]]
@@ -33,16 +33,10 @@ def automatic_devices(tree: PyTree) -> int:
     It is 1 as well inside a `vmap` over shards, where each has its own maxima.
     """
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-    sizes = {_automatic_size(x) for x in arrays} - {1}
+    sizes = {automatic_size(x) for x in arrays} - {1}
     if len(sizes) != 1 or in_shards() or private("kernels") is None:
         return 1
     return sizes.pop()
-
-
-def _automatic_size(x: Array) -> int:
-    mesh = jax.typeof(x).sharding.mesh
-    automatic = all(kind == AxisType.Auto for kind in mesh.axis_types or ())
-    return mesh.size if automatic and mesh.axis_names else 1
 
 
 def with_devices(scales: Scales, devices: int) -> Scales:
@@ -90,7 +84,7 @@ def maxima_of(x: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
     def plain(x: Array) -> Array:
         return jnp.broadcast_to(largest_magnitude(x), (devices,))
 
-    if _automatic_size(x) != devices or not x.ndim or not is_tracer(x):
+    if automatic_size(x) != devices or not x.ndim or not is_tracer(x):
         return plain(x)
     mesh = jax.typeof(x).sharding.mesh
     apart = PartitionSpec(mesh.axis_names)

@@ -15,7 +15,7 @@ from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe, StaticScal
 from mpx._fp8._scales import DTYPES, largest_magnitude, power_of_two_scale, quantize
 from mpx._grad_checks import undifferentiable
 from mpx._jaxpr._queries import Equation
-from mpx._wire._options import Reduce, may_be_sharded, weight_grad_dtype
+from mpx._wire._options import Reduce, automatic_size, weight_grad_dtype
 
 Axes = tuple[int, ...]
 Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
@@ -43,11 +43,11 @@ class MatmulSpec:
         out_sharding: The sharding that was asked for, on meshes with explicit axes.
         weight_grad: The dtype in which the gradient of the parameter leaves its matmul, and
             so that of its sum over devices. `None` is the dtype of the parameter here.
-        one_order: Whether the codes of the parameter are made in one order, for a parameter
-            that may be sharded: all three matmuls then gather the same codes, and what
-            `jax.checkpoint` computes again shares the gather with the backward pass. XLA
-            turns them after the gather.
         turns: Whether tensors are quantised in both orders of their axes at once.
+        one_order: Whether codes of the parameter are made in one order all the same, for a
+            parameter that may be sharded: all three matmuls then gather the same codes, and
+            what `jax.checkpoint` computes again shares the gather with the backward pass.
+            They are turned after it.
     """
 
     dimensions: Dimensions
@@ -57,8 +57,8 @@ class MatmulSpec:
     recipe: Recipe
     out_sharding: Any = None
     weight_grad: np.dtype | None = None
-    one_order: bool = False
     turns: bool = dataclasses.field(default_factory=lambda: turning_pays())
+    one_order: bool = False
 
     def grad_dtype(self, side: int) -> np.dtype:
         """Returns the dtype in which the gradient of an operand leaves its matmul."""
@@ -124,7 +124,8 @@ def matmul_spec(
         recipe=recipe,
         out_sharding=eqn.params.get("out_sharding"),
         weight_grad=weight_grad_dtype(reduce, weight, weight.dtype),
-        one_order=may_be_sharded(weight),
+        turns=turning_pays(),
+        one_order=turning_pays() and automatic_size(weight) > 1,
     )
 
 

@@ -151,11 +151,8 @@ def on_several_devices(x: Any) -> bool:
     return mesh.size > 1 and not mesh.are_all_axes_manual
 
 
-def may_be_sharded(x: Any) -> bool:
-    """Returns whether devices may hold different parts of an array.
-
-    With explicit axes the type tells. With automatic axes only XLA knows.
-    """
-    sharding = jax.typeof(x).sharding
-    explicit = all(kind == AxisType.Explicit for kind in sharding.mesh.axis_types or ())
-    return on_several_devices(x) and not (explicit and sharding.is_fully_replicated)
+def automatic_size(x: Any) -> int:
+    """Returns the number of devices over which XLA may shard an array; else 1."""
+    mesh = jax.typeof(x).sharding.mesh
+    automatic = all(kind == AxisType.Auto for kind in mesh.axis_types or ())
+    return mesh.size if automatic and mesh.axis_names else 1
