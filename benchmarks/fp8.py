@@ -24,6 +24,7 @@ import _measure as measure
 import mpx
 from _fp8 import BF16, Size
 from _measure import Record, number, ratio
+from mpx._fp8 import _operands
 from mpx._fp8._selection import predicted_gain
 
 POLICY = "p=f32,c=bf16,o=f32"
@@ -35,11 +36,13 @@ RECIPES: dict[str, Any] = {
     ),
     "fp8-row": mpx.recipes.CurrentScaling(granularity="row"),
     "fp8-compute": mpx.recipes.CurrentScaling(weight_grad="compute"),
+    # The codes of weights in one order, as a program over several devices has them.
+    "fp8-one-order": mpx.recipes.CurrentScaling(),
 }
 SECTIONS = {
     "mlp": ("bf16", "fp8", "fp8-delayed", "fp8-static", "fp8-row", "fp8-compute"),
-    "tower": ("bf16", "fp8", "fp8-delayed"),
-    "lm": ("bf16", "fp8"),
+    "tower": ("bf16", "fp8", "fp8-delayed", "fp8-one-order"),
+    "lm": ("bf16", "fp8", "fp8-one-order"),
     "lm-accumulate": ("bf16", "fp8"),
     "small": ("bf16", "fp8"),
 }
@@ -77,6 +80,8 @@ def under(mode: str, loss: Any, *, tiny: bool) -> Any:
     """The loss as a mode runs it. Where a CPU tries the script, nothing is too small."""
     if mode == "bf16":
         return loss
+    if mode == "fp8-one-order":
+        _operands.automatic_size = lambda x: 8
     return mpx.fp8(loss, RECIPES[mode], min_gain=0 if tiny else 1.1)
 
 

@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
     heads: int = 32
     vocabulary: int = 32000
     batch: int = 8
-    length: int = 2048
+    length: int = 3072  # no width of a weight, nor a part of one: it tells activations
     microbatches: int = 4
 
 

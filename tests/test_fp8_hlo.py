@@ -41,7 +41,8 @@ CASTS = {
     **{f"tower {name}": 10 for name in ("current", "static", "delayed")},
     # Four inputs, shared by q, k, v and by gate, up; seven weights, seven gradients.
     "transformer": 2 * (4 + 7) + 7,
-    **dict.fromkeys(SHARDED, 6),
+    # Two weights that XLA may shard have one order, which no kernel makes.
+    **{name: 4 if name.endswith("auto") else 6 for name in SHARDED},
 }
 
 pytestmark = [

@@ -257,3 +257,39 @@ def test_turned_codes_on_eight_devices_are_those_on_one(kind, spec):
         got = jax.jit(step)(jax.device_put(params, weights), jax.device_put(x, rows))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(as_f32(jax.device_get(a)), as_f32(b))
+
+
+# By name: the kind of the mesh's axis, how weights are sharded, and whether both orders of
+# their codes are made.
+BOTH_ORDERS = {
+    "one device": (None, (), True),
+    "automatic": (AxisType.Auto, (), False),
+    "explicit": (AxisType.Explicit, (None, "x"), True),
+    "manual": (AxisType.Manual, (), True),
+}
+
+
+@pytest.mark.usefixtures("turning")
+@pytest.mark.parametrize("name", BOTH_ORDERS)
+def test_weights_that_may_be_gathered_have_one_order(name, monkeypatch):
+    kind, spec, both = BOTH_ORDERS[name]
+    found = set()
+
+    def record(x, *args, **kwargs):
+        found.add(x.shape)
+        return _layouts.quantize_both(x, *args, **kwargs)
+
+    monkeypatch.setattr(_operands, "quantize_both", record)
+    x, w = jnp.ones((48, 32), BF16), jnp.ones((32, 64), BF16)
+    step = jax.grad(fp8(lambda w, x: jnp.sum(jnp.tanh(x @ w)), min_gain=0))
+    if kind is not None:
+        outside = AxisType.Auto if kind == AxisType.Manual else kind
+        mesh = jax.make_mesh((8,), ("x",), axis_types=(outside,))
+        whole, sharded = (NamedSharding(mesh, PartitionSpec(*x)) for x in ((), spec))
+        x, w = jax.device_put(x, whole), jax.device_put(w, sharded)
+        if kind == AxisType.Manual:
+            specs = (PartitionSpec(),) * 2
+            step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    jax.jit(step).lower(w, x)
+    assert ((32, 64) in found) == both
+    assert (48, 32) in found  # the input has both wherever it is

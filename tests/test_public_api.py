@@ -15,6 +15,7 @@ PUBLIC = {
     "mpx": [
         "AmpRules",
         "DynamicLossScaling",
+        "ErrorFeedback",
         "GradResult",
         "LossScaling",
         "NoLossScaling",

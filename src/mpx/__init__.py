@@ -43,3 +43,4 @@ from mpx._tree import select_tree as select_tree
 from mpx._update import cond_update as cond_update
 from mpx._update import optimizer_update as optimizer_update
 from mpx._version import __version__ as __version__
+from mpx._wire._feedback import ErrorFeedback as ErrorFeedback

@@ -18,12 +18,14 @@ from mpx._grad import GradOptions, Step, transformed
 from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._policy import Policy
 from mpx._state import State
-from mpx._tree import AxisName, is_array, map_with_name, shape_of
+from mpx._tree import AxisName, is_array, is_floating, map_with_name, shape_of
+from mpx._wire._feedback import with_feedback
 from mpx._wire._options import COMPUTE, F32, Reduce, Shards, over_shards, shards_of
 from mpx._wire._sums import (
     largest_of_shards,
     pin_shards,
     sharded_alike,
+    sum_and_rest_of_shards,
     sum_of_shards,
 )
 from mpx._wrapped import giving_codes
@@ -215,7 +217,7 @@ class _Window(Step):
             self.steps,
         )
         if self.shards is not None:
-            result = self._sum_of_shards(self.shards, result)
+            result = self._sum_of_shards(self.shards, result, scaling)
             count *= self.shards.size
         if not self.mean:
             return result
@@ -235,21 +237,40 @@ class _Window(Step):
         }
         return self.call_with(full).weight_codes()
 
-    def _sum_of_shards(self, shards: Shards, result: Evaluation) -> Evaluation:
+    def _sum_of_shards(
+        self, shards: Shards, result: Evaluation, scaling: LossScaling
+    ) -> Evaluation:
         """Sums what the shards have stacked; gradients are sent in the `reduce_dtype`."""
         policy = self.options.policy
         dtype = F32 if policy.reduce_dtype is None else policy.reduce_dtype
         if dtype == COMPUTE:
             dtype = policy.resolved_compute_dtype()
+        # Residuals are those of the gradient of a window, whose parts are summed here.
+        parts = self.steps if self.mean else 1
 
-        def total(grad: Array, param: Any) -> Array:
-            return sharded_alike(sum_of_shards(grad, shards, dtype), param)
+        def split(grad: Array, residual: Array) -> tuple[Array, Array]:
+            total, rest = sum_and_rest_of_shards(grad + residual * parts, shards)
+            return total, rest / parts
 
+        def total(grad: Array) -> Array:
+            return sum_of_shards(grad, shards, dtype)
+
+        grads, feedback = result.grads, self.feedback
+        if feedback is None:
+            grads = jax.tree.map(total, grads)
+        else:
+            floats, others = eqx.partition(grads, is_floating)
+            floats, feedback = with_feedback(
+                floats, feedback, scaling, split, stacked=True
+            )
+            feedback = pin_shards(feedback, shards)
+            grads = eqx.combine(floats, jax.tree.map(total, others))
         return result._replace(
             value=jnp.sum(result.value, axis=0),
-            grads=jax.tree.map(total, result.grads, self.call.diff),
+            grads=jax.tree.map(sharded_alike, grads, self.call.diff),
             spoilt=jnp.any(result.spoilt, axis=0),
             observed=largest_of_shards(result.observed),
+            feedback=feedback,
         )
 
     def matmul_reduce(self) -> Reduce:

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from mpx._call import Call, as_loss, unpack
-from mpx._compat import as_varying
+from mpx._compat import as_varying, varying_axes
 from mpx._formats import at_least_f32
 from mpx._grad_checks import (
     uses_of,
@@ -37,6 +37,7 @@ class Evaluation(NamedTuple):
         state: The state after the call.
         spoilt: Whether the call has made finite state infinite or nan, bool[].
         observed: What delayed fp8 scales have seen, `None` without them.
+        feedback: The residuals of sums over devices, `None` without them.
     """
 
     value: Array
@@ -45,6 +46,7 @@ class Evaluation(NamedTuple):
     state: State
     spoilt: Bool[Array, ""]
     observed: PyTree = None
+    feedback: Any = None
 
 
 class Recorder:
@@ -160,6 +162,32 @@ def _narrow(grad_dtype: Any, grad: Array, param: Any) -> Array:
     if grad_dtype is not None and grad_dtype.itemsize > dtype.itemsize:
         dtype = grad_dtype
     return cast_leaf(grad, dtype)
+
+
+def local_parameters(
+    diff: tuple[PyTree, ...], axis_name: AxisName | None
+) -> tuple[PyTree, ...]:
+    """Returns the differentiated arguments, each device its own copy of them.
+
+    The derivative with respect to a value shared by the devices of a `shard_map` would be
+    summed in the compute dtype before mpx sees it.
+
+    Raises:
+        ValueError: If a parameter is known to differ between the devices.
+    """
+    if axis_name is None:
+        return diff
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    for name, leaf in named_leaves(diff):
+        sharded = varying_axes(jax.typeof(jnp.asarray(leaf))) & set(names)
+        if sharded:
+            raise ValueError(
+                f"The parameter `{name}` differs between the devices of "
+                f"{sorted(sharded)}, so its gradients must not be averaged over "
+                "them. Pass it replicated (`in_specs=P()`), or use jit with a "
+                "NamedSharding, which needs no `axis_name`, for sharded parameters."
+            )
+    return as_local(diff, axis_name)
 
 
 def as_local(tree: PyTree, axis_name: AxisName | None) -> Any:

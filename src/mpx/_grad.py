@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,8 +17,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from mpx._arguments import as_count, as_counts, check_axis_name
 from mpx._call import Call
-from mpx._compat import varying_axes
-from mpx._evaluate import Evaluation, Recorder, as_local, evaluate
+from mpx._evaluate import Evaluation, Recorder, evaluate, local_parameters
 from mpx._formats import at_least_f32, parse_float_dtype
 from mpx._grad_checks import warn_of_constant_scaling
 from mpx._loss_scaling import LossScaling
@@ -30,9 +30,9 @@ from mpx._tree import (
     cast_floating,
     cast_leaf,
     is_floating,
-    named_leaves,
     select_tree,
 )
+from mpx._wire._feedback import mean_with_feedback, take_feedback
 from mpx._wire._options import COMPUTE, EIGHT_BITS, Reduce, shards_of
 from mpx._wire._sums import mean_8_bits
 from mpx._wrapped import hide_signature, take_scales
@@ -53,6 +53,7 @@ class GradResult(NamedTuple):
             infinite or nan that was finite before, bool[]. If not, skip the update.
         fp8: The `Fp8State` for the next step, for functions under `fp8` with
             `DelayedScaling`; else `None`.
+        feedback: The `ErrorFeedback` for the next step, if one was passed; else `None`.
 
     Examples:
         >>> from mpx import NoLossScaling, value_and_grad
@@ -67,6 +68,7 @@ class GradResult(NamedTuple):
     scaling: Any
     finite: Bool[Array, ""]
     fp8: Any = None
+    feedback: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,6 +153,12 @@ class Step:
         kwargs: Mapping[str, Any],
     ) -> None:
         """Takes the arguments of a call apart."""
+        self.feedback, args = take_feedback(args)
+        if self.feedback is not None and options.policy.reduce_dtype != EIGHT_BITS:
+            raise ValueError(
+                "An `ErrorFeedback` is for gradients that are summed in 8 bits: pass "
+                '`policy=Policy(reduce_dtype="e4m3")` and `axis_name=`, or leave it out.'
+            )
         scales, args = take_scales(func, args)
         self.options, self.recorder = options, Recorder()
         self.axis_name = options.axis_name
@@ -165,7 +173,7 @@ class Step:
         )
         self.check(args)
         self.call = self.call_with({})
-        self._diff = self._local_parameters()
+        self._diff = local_parameters(self.call.diff, self.axis_name)
 
     def check(self, args: Sequence[Any]) -> None:
         """Raises a `ValueError` if the axis to average over is one of the mesh."""
@@ -212,7 +220,9 @@ class Step:
         fp8 = None
         if call.scales is not None:
             fp8 = select_tree(finite, call.scales.update(result.observed), call.scales)
-        return GradResult(result.value, aux, grads, scaling, finite, fp8)
+        # What overflowed must not stay in the residuals.
+        feedback = select_tree(finite, result.feedback, self.feedback)
+        return GradResult(result.value, aux, grads, scaling, finite, fp8, feedback)
 
     def commit(self, aux: PyTree, state: State) -> Any:
         """Puts a state into effect, and returns `aux` as the function returned it."""
@@ -231,7 +241,7 @@ class Step:
         def attempt(
             scaling: LossScaling,
         ) -> tuple[Evaluation, LossScaling, Bool[Array, ""]]:
-            result = self._reduced(self.run(scaling))
+            result = self._reduced(self.run(scaling), scaling)
             # Undo with the scale that scaled: after a growth step the new one is larger.
             grads = cast_floating(
                 scaling.unscale(result.grads), self.options.grad_dtype
@@ -255,7 +265,7 @@ class Step:
         state = select_tree(finite, result.state, self.call.state)
         return result._replace(state=state), scaling, finite
 
-    def _reduced(self, result: Evaluation) -> Evaluation:
+    def _reduced(self, result: Evaluation, scaling: LossScaling) -> Evaluation:
         """Averages loss and gradients over devices, in the policy's `reduce_dtype`."""
         axis_name, dtype = self.axis_name, self.options.policy.reduce_dtype
         if axis_name is None:
@@ -270,36 +280,20 @@ class Step:
                 x = cast_leaf(x, at_least_f32(x.dtype) if dtype is None else dtype)
             return lax.pmean(x, axis_name)
 
+        grads, feedback = result.grads, self.feedback
+        if feedback is None:
+            grads = jax.tree.map(mean, grads)
+        else:
+            floats, others = eqx.partition(grads, is_floating)
+            floats, feedback = mean_with_feedback(floats, feedback, scaling, axis_name)
+            grads = eqx.combine(floats, jax.tree.map(mean, others))
         return result._replace(
             value=lax.pmean(result.value, axis_name),
-            grads=jax.tree.map(mean, result.grads),
+            grads=grads,
+            feedback=feedback,
             spoilt=~all_devices(~result.spoilt, axis_name),
             observed=jax.tree.map(lambda x: lax.pmax(x, axis_name), result.observed),
         )
-
-    def _local_parameters(self) -> tuple[PyTree, ...]:
-        """Returns the differentiated arguments, each device its own copy of them.
-
-        The derivative with respect to a value shared by the devices of a `shard_map`
-        would be summed in the compute dtype before mpx sees it.
-
-        Raises:
-            ValueError: If a parameter is known to differ between the devices.
-        """
-        axis_name, diff = self.axis_name, self.call.diff
-        if axis_name is None:
-            return diff
-        names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-        for name, leaf in named_leaves(diff):
-            sharded = varying_axes(jax.typeof(jnp.asarray(leaf))) & set(names)
-            if sharded:
-                raise ValueError(
-                    f"The parameter `{name}` differs between the devices of "
-                    f"{sorted(sharded)}, so its gradients must not be averaged over "
-                    "them. Pass it replicated (`in_specs=P()`), or use jit with a "
-                    "NamedSharding, which needs no `axis_name`, for sharded parameters."
-                )
-        return as_local(diff, axis_name)
 
 
 def value_and_grad(
@@ -327,7 +321,8 @@ def value_and_grad(
     skipped, and they are rolled back, if the gradients, the loss or they themselves
     become infinite or nan.
 
-    A function under `amp`, or one that calls `amp`, gets its arguments uncast.
+    A function under `amp`, or one that calls `amp`, gets its arguments uncast. An
+    `ErrorFeedback` comes behind the scaling, before the arguments of `func`.
 
     Args:
         func: The loss function, returning a scalar or `(scalar, aux)`. Leave it out to

@@ -8,14 +8,16 @@ parameters outside, layer by layer, and the result is given to the calls in the 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from mpx._compat import bind
 from mpx._fp8._dot import quantize_operand
 from mpx._fp8._follow import SLICE, Weight
+from mpx._fp8._maxima import automatic_devices, maxima_of
 from mpx._fp8._operands import Fp8Tensor, MatmulSpec
-from mpx._fp8._scales import largest_magnitude
+from mpx._wire._sums import largest_of_shards
 
 
 class Codes(NamedTuple):
@@ -38,21 +40,32 @@ class Encoding(NamedTuple):
     param: Weight
     spec: MatmulSpec
 
-    def apply(self, leaf: Array, seen: Array | None) -> Codes:
-        """Returns the operand, for a parameter and the maxima seen in earlier steps."""
-        assert self.param.chain is not None
-        return self._apply(tuple(self.param.chain), leaf, seen)
+    def apply(
+        self, leaf: Array, seen: Array | None, shape: tuple[int, ...] = ()
+    ) -> Codes:
+        """Returns the operand, for a parameter and the maxima seen in earlier steps.
 
-    def _apply(self, chain: tuple[Any, ...], x: Array, seen: Array | None) -> Codes:
+        Its largest magnitude has this shape: see `maxima_of`.
+        """
+        assert self.param.chain is not None
+        return self._apply(shape, tuple(self.param.chain), leaf, seen)
+
+    def _apply(
+        self,
+        shape: tuple[int, ...],
+        chain: tuple[Any, ...],
+        x: Array,
+        seen: Array | None,
+    ) -> Codes:
         count = chain.index(SLICE) if SLICE in chain else len(chain)
         for step in chain[:count]:
             (x,) = bind(step, [x])
         if count < len(chain):
             rest = chain[count + 1 :]
-            return lax.map(lambda args: self._apply(rest, *args), (x, seen))
+            return lax.map(lambda args: self._apply(shape, rest, *args), (x, seen))
         side = self.spec.weight_side
         tensor = quantize_operand(self.spec, side, lax.stop_gradient(x), seen)
-        return Codes(tensor, largest_magnitude(x))
+        return Codes(tensor, maxima_of(x, shape))
 
 
 def encode_all(
@@ -67,8 +80,18 @@ def encode_all(
         arrays: Parameters by name. One that is not here is left out.
         scales: The delayed scales by key.
     """
-    return {
-        key: found.apply(arrays[found.param], (scales or {}).get(key, (None, None))[0])
+    devices = 1 if scales is None else automatic_devices(list(arrays.values()))
+    shape = () if devices == 1 else (devices,)
+    made = {
+        key: found.apply(
+            arrays[found.param], (scales or {}).get(key, (None, None))[0], shape
+        )
         for key, found in encodings.items()
         if found.param in arrays
     }
+    if devices == 1:
+        return made
+    # One reduction for all weights.
+    apart = {key: jnp.moveaxis(codes.largest, -1, 0) for key, codes in made.items()}
+    largest = largest_of_shards(apart)
+    return {key: codes._replace(largest=largest[key]) for key, codes in made.items()}

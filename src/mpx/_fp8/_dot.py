@@ -23,6 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mpx._compat import has_explicit_axes
+from mpx._fp8._layouts import turned_for
+from mpx._fp8._maxima import maxima_of
 from mpx._fp8._operands import (
     Axes,
     Dimensions,
@@ -34,7 +36,6 @@ from mpx._fp8._operands import (
     differentiable_once,
     to_fp8,
 )
-from mpx._fp8._scales import largest_magnitude
 
 
 def _multiply(
@@ -45,8 +46,12 @@ def _multiply(
     *,
     fast: bool,
     out_sharding: Any = None,
+    gathered: int | None = None,
 ) -> Array:
-    """Returns the product of two quantised tensors in `dtype`."""
+    """Returns the product of two quantised tensors in `dtype`.
+
+    `gathered` is the side that may have to be gathered, and is turned after that.
+    """
     # An f16 result could overflow before it is scaled; bf16 cannot, and spares a pass.
     wide = np.dtype(jnp.float32) if dtype == np.float16 else dtype
     preset = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
@@ -65,11 +70,24 @@ def _multiply(
 
     x, x_axes = a.summed_last(dimensions[0][0])
     y, y_axes = b.summed_last(dimensions[0][1])
+    if gathered == 0:
+        x, x_axes = _turned(x, x_axes, y, y_axes)
+    if gathered == 1:
+        y, y_axes = _turned(y, y_axes, x, x_axes)
     turned: Dimensions = ((x_axes, y_axes), dimensions[1])
     out = lax.platform_dependent(x, y, cuda=on_cuda, default=elsewhere)
     for scale in _output_scales(a, b, dimensions, out.ndim):
         out = out * scale.astype(wide)
     return out.astype(dtype)
+
+
+def _turned(codes: Array, axes: Axes, other: Array, summed: Axes) -> tuple[Array, Axes]:
+    """Returns the codes of a weight with the axes last that are summed over, and these."""
+    count = len(axes)
+    if sorted(axes) != list(range(count)) or count == codes.ndim:
+        return codes, axes
+    last = tuple(axis + codes.ndim - count for axis in axes)
+    return turned_for(codes, other, count, summed), last
 
 
 def _output_scales(
@@ -112,8 +130,9 @@ def fp8_dot(
         rhs: The right operand, in the compute dtype.
         seen: f32[3], the largest magnitudes of activation, weight and gradient in
             earlier steps; `None` to scale by what is there now.
-        probe: f32[3] of any value. Its gradient is not one: it is the three largest
-            magnitudes of this step. `None` if they are not needed.
+        probe: f32[3] of any value, or f32[devices, 3]. Its gradient is not one: it is the
+            three largest magnitudes of this step, or those of what each device holds.
+            `None` if they are not needed.
         shared: Tensors that other matmuls have quantised, of the same trace.
         codes: The weight in 8 bits and its largest magnitude, if they were made before.
     """
@@ -192,6 +211,11 @@ def _forward(
     # The codes come from these sides, though no derivative knows it.
     sides, operands = differentiable_once((sides, operands))
     codes = [as_codes(spec, side, x) for side, x in enumerate(operands)]
+    if spec.one_order and maxima.weight is not None:
+        # The backward pass reads its codes from bytes. XLA would trace both to the bytes
+        # that were given, and gather each: it shares gathers of one value only.
+        side = spec.weight_side
+        codes[side] = lax.optimization_barrier(codes[side])
     out = _multiply(
         codes[0],
         codes[1],
@@ -199,6 +223,7 @@ def _forward(
         spec.out_dtype,
         fast=True,
         out_sharding=spec.out_sharding,
+        gathered=spec.weight_side if spec.one_order else None,
     )
     # The backward products sum over the other axes.
     free = spec.free_axes((sides[0].ndim, sides[1].ndim))
@@ -212,10 +237,14 @@ def _forward(
         saved[1 - spec.weight_side] = sides[1 - spec.weight_side]
     observed = None
     if maxima.probe is not None:
+        shape = maxima.probe.shape[:-1]
         weight = maxima.weight
         if weight is None:
-            weight = largest_magnitude(sides[spec.weight_side])
-        observed = (largest_magnitude(sides[1 - spec.weight_side]), weight)
+            weight = maxima_of(sides[spec.weight_side], shape)
+        observed = (
+            maxima_of(sides[1 - spec.weight_side], shape),
+            jnp.broadcast_to(weight, shape),
+        )
     return out, _Residuals(as_bytes((saved[0], saved[1])), maxima.seen, observed)
 
 
@@ -246,7 +275,10 @@ def _backward(spec: MatmulSpec, residuals: _Residuals, grad: Array) -> tuple[Any
         else:
             mine = to_fp8(spec, "grad", grad, axes, residuals.seen)
         factors = (mine, other) if product.grad_first else (other, mine)
-        multiply = functools.partial(_multiply, fast=False)
+        gathered = None
+        if spec.one_order and side != spec.weight_side:
+            gathered = 1 if product.grad_first else 0
+        multiply = functools.partial(_multiply, fast=False, gathered=gathered)
         if not isinstance(other, Fp8Tensor):
             multiply = _in_compute_dtype
         out = multiply(
@@ -260,7 +292,8 @@ def _backward(spec: MatmulSpec, residuals: _Residuals, grad: Array) -> tuple[Any
     dseen = None if residuals.seen is None else jnp.zeros_like(residuals.seen)
     dprobe = None
     if residuals.observed is not None:
-        dprobe = jnp.stack([*residuals.observed, largest_magnitude(grad)])
+        largest = maxima_of(grad, residuals.observed[0].shape)
+        dprobe = jnp.stack([*residuals.observed, largest], axis=-1)
     (dlhs, drhs), dprobe = differentiable_once((grads, dprobe))
     return (dlhs, drhs), None, _Maxima(dseen, dprobe, None)
 

@@ -9,9 +9,10 @@ took 0.53 ms and this kernel 0.30 (jax 0.11.2, timed by a script of its own).
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -126,3 +127,66 @@ def _over_shards(
     return over_shards(
         local, (x, factor), like=x, layout=layout, rule=rule, whole=("one",)
     )
+
+
+# --- after a gather -------------------------------------------------------------------
+
+
+def turned_for(
+    codes: Array, other: Array, leading: int, summed: Sequence[int]
+) -> Array:
+    """Returns codes with `leading` axes moved to the end, turned after they are gathered.
+
+    Under FSDP each matmul gathers its weight. Codes that are turned before are another array
+    than those of the matmul that needs them as they are, and would be gathered apart.
+
+    Args:
+        codes: The codes of a weight, sharded over automatic axes.
+        other: The other operand of the matmul: the weight is gathered over the axes that
+            shard what is left of it.
+        leading: How many axes are moved.
+        summed: The axes of `other` that are summed over.
+    """
+
+    def plain(codes: Array, other: Array) -> Array:
+        # XLA would take a bare transpose into the matmul, and not call cuBLASLt for it.
+        return lax.optimization_barrier(turn(codes, leading))
+
+    def partition(mesh: Any, args: Any, result: Any) -> tuple[Any, ...]:
+        entries, others = (_entries(x) for x in args)
+        taken = {x for i, names in enumerate(others) if i not in summed for x in names}
+        kept = [tuple(x for x in names if x not in taken) or None for names in entries]
+        given = NamedSharding(mesh, PartitionSpec(*kept))
+        turned = NamedSharding(mesh, PartitionSpec(*kept[leading:], *kept[:leading]))
+        return mesh, plain, turned, (given, args[1].sharding)
+
+    def kernel(codes: Array, other: Array) -> Array:
+        axes = [f"axis{i}" for i in range(codes.ndim)]
+        turned = " ".join(axes[leading:] + axes[:leading])
+        others = " ".join(f"other{i}" for i in range(other.ndim))
+        call = private("kernels").custom_partitioning(plain)
+        call.def_partition(
+            partition,
+            infer_sharding_from_operands=lambda *known: partition(*known)[2],
+            sharding_rule=f"{' '.join(axes)}, {others} -> {turned}",
+        )
+        return call(codes, other)
+
+    mappable = jax.custom_batching.custom_vmap(kernel)
+
+    @mappable.def_vmap
+    def _(size: int, batched: Any, codes: Array, other: Array) -> tuple[Array, bool]:
+        if batched[0]:
+            return jax.vmap(lambda x: plain(x, other), axis_size=size)(codes), True
+        # The other operand has one more axis that is not summed over.
+        return turned_for(codes, other, leading, [i + 1 for i in summed]), False
+
+    return mappable(codes, other)
+
+
+def _entries(x: Any) -> list[tuple[str, ...]]:
+    """Returns the names of the mesh's axes that shard each axis of an array."""
+    spec = [*x.sharding.spec, *[None] * (len(x.shape) - len(x.sharding.spec))]
+    return [
+        (entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec
+    ]

@@ -1,6 +1,7 @@
 """The static description of an 8-bit matmul, and its operands in 8 bits."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,8 @@ from mpx._fp8._layouts import quantize_both, turning_pays
 from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe, StaticScaling
 from mpx._fp8._scales import DTYPES, largest_magnitude, power_of_two_scale, quantize
 from mpx._grad_checks import undifferentiable
+from mpx._jaxpr._queries import Equation
+from mpx._wire._options import Reduce, automatic_size, weight_grad_dtype
 
 Axes = tuple[int, ...]
 Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
@@ -41,6 +44,10 @@ class MatmulSpec:
         weight_grad: The dtype in which the gradient of the parameter leaves its matmul, and
             so that of its sum over devices. `None` is the dtype of the parameter here.
         turns: Whether tensors are quantised in both orders of their axes at once.
+        one_order: Whether codes of the parameter are made in one order all the same, for a
+            parameter that may be sharded: all three matmuls then gather the same codes, and
+            what `jax.checkpoint` computes again shares the gather with the backward pass.
+            They are turned after it.
     """
 
     dimensions: Dimensions
@@ -51,6 +58,7 @@ class MatmulSpec:
     out_sharding: Any = None
     weight_grad: np.dtype | None = None
     turns: bool = dataclasses.field(default_factory=lambda: turning_pays())
+    one_order: bool = False
 
     def grad_dtype(self, side: int) -> np.dtype:
         """Returns the dtype in which the gradient of an operand leaves its matmul."""
@@ -89,6 +97,41 @@ class MatmulSpec:
             tuple(axis for axis in range(rank) if axis not in (*axes, *batch))
             for rank, axes, batch in zip(ranks, *self.dimensions, strict=True)
         )  # pyright: ignore[reportReturnType]
+
+
+def matmul_spec(
+    eqn: Equation,
+    operands: tuple[Array, Array],
+    weight_side: int,
+    recipe: Recipe,
+    reduce: Reduce,
+) -> MatmulSpec:
+    """Returns the description of a `dot_general` that runs in 8 bits.
+
+    Args:
+        eqn: The matmul as it is written.
+        operands: Its operands.
+        weight_side: Which of them is the parameter.
+        recipe: Formats and scales.
+        reduce: The choice of the dtype in which gradients are summed over devices.
+    """
+    (summed, batch), weight = eqn.params["dimension_numbers"], operands[weight_side]
+    return MatmulSpec(
+        dimensions=(_pair(summed), _pair(batch)),
+        dtypes=(operands[0].dtype, operands[1].dtype),
+        out_dtype=np.dtype(eqn.outvars[0].aval.dtype),
+        weight_side=weight_side,
+        recipe=recipe,
+        out_sharding=eqn.params.get("out_sharding"),
+        weight_grad=weight_grad_dtype(reduce, weight, weight.dtype),
+        turns=turning_pays(),
+        one_order=turning_pays() and automatic_size(weight) > 1,
+    )
+
+
+def _pair(axes: Sequence[Sequence[int]]) -> tuple[Axes, Axes]:
+    first, second = axes
+    return tuple(first), tuple(second)
 
 
 class Fp8Tensor(NamedTuple):
@@ -161,7 +204,8 @@ def to_fp8(
     else:
         amax, clip = largest_magnitude(x, axes if spec.by_row else None), False
     scale = power_of_two_scale(amax, form)
-    if leading and not spec.by_row and leading < x.ndim and spec.turns:
+    turns = spec.turns and not (role == "weight" and spec.one_order)
+    if leading and not spec.by_row and leading < x.ndim and turns:
         codes, turned = quantize_both(x, scale, form, leading=leading, clip=clip)
         return Fp8Tensor(scale, codes, turned)
     return Fp8Tensor(scale, quantize(x, scale, form, clip=clip))

@@ -17,6 +17,7 @@ from mpx._arguments import as_count, as_real, check_value
 from mpx._compat import is_batched
 from mpx._devices import gpu_capability
 from mpx._fp8._codes import Encoding, encode_all
+from mpx._fp8._maxima import automatic_devices, with_devices
 from mpx._fp8._mx import check_supported
 from mpx._fp8._recipes import MXFP8, DelayedScaling, Recipe, as_recipe
 from mpx._fp8._selection import Selection
@@ -228,7 +229,9 @@ class Fp8Function:
         kwargs: dict[str, Any],
     ) -> Any:
         visitor = self.visitor(args, kwargs)
-        visitor.scales, visitor.codes = scales, given_codes()
+        devices = automatic_devices((func, args, kwargs))
+        visitor.scales, visitor.codes = with_devices(scales, devices), given_codes()
+        visitor.probe_axes = 1 if devices == 1 else 2
         out = call_through(visitor, func, args, kwargs)
         check_keys(visitor.missing, visitor.used, set(scales))
         _warn_of_f32(visitor)

@@ -29,8 +29,9 @@ from mpx._formats import short_name
 from mpx._fp8._codes import Codes, Encoding, More
 from mpx._fp8._dot import fp8_dot
 from mpx._fp8._follow import SLICE, Param, Weight, facts_after, matmul_dtypes
+from mpx._fp8._maxima import Scales
 from mpx._fp8._mx import mx_dot
-from mpx._fp8._operands import MatmulSpec
+from mpx._fp8._operands import MatmulSpec, matmul_spec
 from mpx._fp8._ragged import RaggedSpec, fp8_ragged_dot
 from mpx._fp8._recipes import MXFP8, DelayedScaling
 from mpx._fp8._selection import RAGGED, Matmul, Selection, reason_to_keep, sizes
@@ -58,9 +59,6 @@ from mpx._select import check_selectors
 from mpx._wire._options import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
 from mpx._wire._product import multiply_for
 
-Scales = dict[str, tuple[Any, Any]]
-"""By the key of a matmul: the maxima that were seen before, and the probe."""
-
 _CHANGED = RAGGED | {"dot_general"}
 # The others are not changed, but listed in the report.
 _MULTIPLIES = _CHANGED.union(MATMULS, ATTENTION)
@@ -83,6 +81,7 @@ class Fp8(Transformation):
         keys: Where the keys of delayed scales are recorded, with the lengths of the scans
             around them; `None` to record none.
         scales: The delayed scales that the running body may need.
+        probe_axes: The number of axes of the probe of one matmul.
         codes: Weights in 8 bits that it may need, `None` if none were made before.
         encodings: Where it is recorded how weights become operands; `None` to record none.
         missing: The keys of matmuls for which `scales` has nothing that fits.
@@ -98,6 +97,7 @@ class Fp8(Transformation):
     matmuls: list[Matmul] | None = None
     keys: dict[str, tuple[int, ...]] | None = None
     scales: Scales | None = None
+    probe_axes: int = 1
     codes: dict[str, Codes] | None = None
     encodings: dict[str, Encoding] | None = None
     missing: set[str] = dataclasses.field(default_factory=set)
@@ -203,19 +203,9 @@ class Fp8(Transformation):
         self.found.add(("fp8", ""))
         if eqn.primitive.name in RAGGED:
             return [self._ragged(op)]
-        summed, batch = eqn.params["dimension_numbers"]
         lhs, rhs = (jnp.asarray(value) for value in values)
         side = int(facts[1] is not None)
-        weight = (lhs, rhs)[side]
-        spec = MatmulSpec(
-            dimensions=(_pair(summed), _pair(batch)),
-            dtypes=(lhs.dtype, rhs.dtype),
-            out_dtype=np.dtype(eqn.outvars[0].aval.dtype),
-            weight_side=side,
-            recipe=self.chosen.recipe,
-            out_sharding=eqn.params.get("out_sharding"),
-            weight_grad=weight_grad_dtype(self.reduce, weight, weight.dtype),
-        )
+        spec = matmul_spec(eqn, (lhs, rhs), side, self.chosen.recipe, self.reduce)
         if isinstance(self.chosen.recipe, MXFP8):
             return [mx_dot(spec, lhs, rhs)]
         key = self._next_key(matmul.param)
@@ -298,9 +288,9 @@ class Fp8(Transformation):
         They are those of the matmuls with these parameters that have not been met yet, of
         which some may come after the equation. A scan takes those of its own length.
         """
-        # The last axis of a probe is for three tensors.
+        # The last axis of a probe is for three tensors, another may be for devices.
         return More(
-            self._next_of(self.scales, op, lambda x: x[1].shape[:-1]),
+            self._next_of(self.scales, op, lambda x: x[1].shape[: -self.probe_axes]),
             self._next_of(self.codes, op, lambda x: x.largest.shape),
         )
 
@@ -373,16 +363,11 @@ class Fp8(Transformation):
         if self.scales is None:
             return None, None
         found = self.scales.get(key)
-        if found is None or found[1].ndim != 1:
+        if found is None or found[1].ndim != self.probe_axes:
             self.missing.add(key)
             return None, None
         self.used.add(key)
         return found
-
-
-def _pair(axes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    first, second = axes
-    return tuple(first), tuple(second)
 
 
 def _key(param: str, number: int) -> str:

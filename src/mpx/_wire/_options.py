@@ -149,3 +149,10 @@ def on_several_devices(x: Any) -> bool:
     """Returns whether XLA may sum gradients of an array over devices."""
     mesh = jax.typeof(x).sharding.mesh
     return mesh.size > 1 and not mesh.are_all_axes_manual
+
+
+def automatic_size(x: Any) -> int:
+    """Returns the number of devices over which XLA may shard an array; else 1."""
+    mesh = jax.typeof(x).sharding.mesh
+    automatic = all(kind == AxisType.Auto for kind in mesh.axis_types or ())
+    return mesh.size if automatic and mesh.axis_names else 1

@@ -41,7 +41,7 @@ def local_sum(
     """
     axes = tuple(axes)
     if dtype == EIGHT_BITS:
-        return _sum_8_bits(x, axes, scatter)
+        return sum_8_bits(x, axes, scatter)[0]
     dtype = np.dtype(dtype)
 
     def total(x: Array) -> Array:
@@ -67,32 +67,43 @@ def mean_8_bits(x: Array, axis_name: str | tuple[str, ...]) -> Array:
     return local_sum(x.astype(F32), axes, EIGHT_BITS) / lax.axis_size(axes)
 
 
-def _sum_8_bits(x: Array, axes: tuple[str, ...], scatter: int | None) -> Array:
+def sum_8_bits(
+    x: Array, axes: tuple[str, ...], scatter: int | None = None
+) -> tuple[Array, Array]:
     """Sums blocks of 128 numbers that are sent as e4m3 codes, each with an f32 scale.
 
     The error of each device's number is half an ulp of e4m3 relative to the largest of its
     block; the sum itself is f32. Without `scatter` the sums go back in bf16, which rounds
     once more: 8 bits again would double the error.
+
+    Returns:
+        The sum, and what the roundings have taken from it, in parts: over the devices, the
+        sum and these rests add up to the sum of `x`, up to roundings of f32.
     """
     count = lax.axis_size(axes)
-    parts = x.reshape(1, -1) if scatter is None else jnp.moveaxis(x, scatter, 0)
+    moved = x.reshape(-1) if scatter is None else jnp.moveaxis(x, scatter, 0)
     # One part for each device, made whole blocks by zeros.
     if scatter is None:
-        parts = _padded(parts, count * _BLOCK).reshape(count, -1)
+        parts = _padded(moved[None], count * _BLOCK).reshape(count, -1)
         sizes = (parts.shape[1],)
     else:
-        sizes = (parts.shape[0] // count, *parts.shape[1:])
-        parts = _padded(parts.reshape(count, -1), _BLOCK)
+        sizes = (moved.shape[0] // count, *moved.shape[1:])
+        parts = _padded(moved.reshape(count, -1), _BLOCK)
     blocks = parts.reshape(count, -1, _BLOCK)
-    codes, scales = (
-        lax.all_to_all(a, axes, 0, 0, tiled=True) for a in _to_blocks(blocks)
-    )
+    codes, scales = _to_blocks(blocks)
+    rest = (blocks - codes.astype(F32) * scales).reshape(parts.shape)
+    codes, scales = (lax.all_to_all(a, axes, 0, 0, tiled=True) for a in (codes, scales))
     total = jnp.sum(codes.astype(F32) * scales, axis=0).reshape(-1)
     total = total[: math.prod(sizes)].reshape(sizes)
     if scatter is not None:
-        return jnp.moveaxis(total, 0, scatter)
-    total = lax.all_gather(total.astype(jnp.bfloat16), axes, tiled=True)
-    return total[: x.size].reshape(x.shape).astype(F32)
+        rest = rest[:, : math.prod(sizes)].reshape(moved.shape)
+        return jnp.moveaxis(total, 0, scatter), jnp.moveaxis(rest, 0, scatter)
+    low = total.astype(jnp.bfloat16)
+    # The device that has summed a part knows what its last rounding takes.
+    rest = rest.at[lax.axis_index(axes)].add(total - low.astype(F32))
+    total = lax.all_gather(low, axes, tiled=True).astype(F32)
+    total, rest = (a.reshape(-1)[: x.size].reshape(x.shape) for a in (total, rest))
+    return total, rest
 
 
 def _padded(x: Array, multiple: int) -> Array:
@@ -118,37 +129,88 @@ def sum_of_shards(x: Array, shards: Shards, dtype: np.dtype | str) -> Array:
         shards: The axes over which its first axis is sharded.
         dtype: The dtype that is sent.
     """
-    axes, rank = shards.axes, x.ndim - 1
-    names = private("kernels")
-    if x.size < _SMALL * x.shape[0] or names is None:
+    if _is_small(x):
         return jnp.sum(x, axis=0)
 
+    def local(x: Array, axes: tuple[str, ...], scatter: int | None) -> Array:
+        return local_sum(x[0], axes, dtype, scatter)
+
+    return _over_axes(x, shards, local, lambda x: jnp.sum(x, axis=0), has_rest=False)
+
+
+def sum_and_rest_of_shards(x: Array, shards: Shards) -> tuple[Array, Array]:
+    """Returns the sum as 8-bit blocks, and what each device's roundings took, stacked.
+
+    See `sum_8_bits`. Small arrays are summed in f32.
+    """
+
+    def plain(x: Array) -> tuple[Array, Array]:
+        return jnp.sum(x, axis=0), jnp.zeros_like(x)
+
+    def local(x: Array, axes: tuple[str, ...], scatter: int | None) -> Any:
+        total, rest = sum_8_bits(x[0], axes, scatter)
+        return total, rest[None]
+
+    if _is_small(x):
+        return plain(x)
+    return _over_axes(x, shards, local, plain, has_rest=True)
+
+
+def _is_small(x: Array) -> bool:
+    """Returns whether a stacked array is not worth a sum of its own making."""
+    return x.size < _SMALL * x.shape[0] or private("kernels") is None
+
+
+def _over_axes(
+    x: Array, shards: Shards, local: Any, plain: Any, *, has_rest: bool
+) -> Any:
+    """Sums a stacked array by a function that runs on each device.
+
+    Args:
+        x: What each device has, stacked.
+        shards: The axes over which its first axis is sharded.
+        local: Called with the part of one device, the axes, and the axis of which each
+            device gets its own part of the sum, or `None`.
+        plain: The same on one device.
+        has_rest: Whether both return a pair, the second stacked as `x` is.
+    """
+    axes, rank = shards.axes, x.ndim - 1
+
     def partition(mesh: Any, args: Any, result: Any) -> tuple[Any, ...]:
-        spec = [_names(entry) for entry in result.sharding.spec]
-        spec += [()] * (rank - len(spec))
+        total = result[0] if has_rest else result
         shape = args[0].shape[1:]
-        whole = [
-            s == axes and n % shards.size == 0 for s, n in zip(spec, shape, strict=True)
+        spec = [_names(entry) for entry in total.sharding.spec]
+        spec += [()] * (rank - len(spec))
+        # XLA pads shards that do not divide an axis, with anything.
+        sizes = [math.prod(mesh.shape[name] for name in entry) for entry in spec]
+        spec = [
+            entry if n % size == 0 else ()
+            for entry, n, size in zip(spec, shape, sizes, strict=True)
         ]
+        whole = [entry == axes for entry in spec]
         scatter = whole.index(True) if any(whole) else None
         # What is sharded over other axes stays so.
         full = [tuple(name for name in entry if name not in axes) for entry in spec]
-        out = spec if scatter is not None else full
+        out = NamedSharding(mesh, _spec(spec if scatter is not None else full))
         given = NamedSharding(mesh, _spec([axes, *full]))
 
-        def run(x: Array) -> Array:
-            return local_sum(x[0], axes, dtype, scatter)
+        def run(x: Array) -> Any:
+            return local(x, axes, scatter)
 
-        return mesh, run, NamedSharding(mesh, _spec(out)), (given,)
+        return mesh, run, (out, given) if has_rest else out, (given,)
+
+    def inferred(mesh: Any, args: Any, result: Any) -> Any:
+        total = NamedSharding(mesh, PartitionSpec(*[None] * rank))
+        stacked = NamedSharding(mesh, _spec([axes, *[()] * rank]))
+        return (total, stacked) if has_rest else total
 
     letters = " ".join(f"d{i}" for i in range(rank))
-    call = names.custom_partitioning(lambda x: jnp.sum(x, axis=0))
+    call = private("kernels").custom_partitioning(plain)
     call.def_partition(
         partition,
-        infer_sharding_from_operands=lambda mesh, args, result: NamedSharding(
-            mesh, PartitionSpec(*[None] * rank)
-        ),
-        sharding_rule=f"n {letters} -> {letters}",
+        infer_sharding_from_operands=inferred,
+        sharding_rule=f"n {letters} -> {letters}"
+        + (f", n {letters}" if has_rest else ""),
     )
     return call(x)
 

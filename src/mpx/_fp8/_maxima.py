@@ -1,0 +1,118 @@
+"""The largest magnitudes that delayed scaling observes: one reduction over devices a step.
+
+A maximum over a sharded tensor is an all-reduce of one number, and XLA merges those of a
+loop's body only with each other: scanned layers would reduce once a layer. Nothing needs
+these maxima before the next step. So each device keeps those of what it holds, in an array
+with an axis for devices, until all of them are there.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Float32, PyTree
+
+from mpx._compat import is_tracer
+from mpx._fp8._scales import largest_magnitude
+from mpx._kernels import plain_under_vmap
+from mpx._private import private
+from mpx._wire._options import automatic_size, in_shards
+from mpx._wire._sums import largest_of_shards
+
+Scales = dict[str, tuple[Any, Any]]
+"""By the key of a matmul: the maxima that were seen before, and the probe."""
+
+
+def automatic_devices(tree: PyTree) -> int:
+    """Returns over how many devices XLA shards the arrays of a call, 1 if unknown.
+
+    It is 1 as well inside a `vmap` over shards, where each has its own maxima.
+    """
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    sizes = {automatic_size(x) for x in arrays} - {1}
+    if len(sizes) != 1 or in_shards() or private("kernels") is None:
+        return 1
+    return sizes.pop()
+
+
+def with_devices(scales: Scales, devices: int) -> Scales:
+    """Returns delayed scales whose probes have an axis for devices, before the last.
+
+    The gradient of a probe is the maxima of a matmul, of each device apart. Those of all
+    probes become one set of maxima by one reduction, behind the backward pass.
+    """
+    if devices == 1:
+        return scales
+    probes: Any = _spread(devices, {key: probe for key, (_, probe) in scales.items()})
+    return {key: (seen, probes[key]) for key, (seen, _) in scales.items()}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(devices: int, probes: dict[str, Array]) -> dict[str, Array]:
+    return jax.tree.map(lambda x: jnp.stack([x] * devices, axis=-2), probes)
+
+
+def _spread_forward(devices: int, probes: dict[str, Array]) -> tuple[Any, None]:
+    return _spread(devices, probes), None
+
+
+def _spread_backward(devices: int, _: None, observed: dict[str, Array]) -> Any:
+    first = jax.tree.map(lambda x: jnp.moveaxis(x, -2, 0), observed)
+    return (largest_of_shards(first),)
+
+
+_spread.defvjp(_spread_forward, _spread_backward)
+
+
+def maxima_of(x: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
+    """Returns the largest magnitude of an array, or of what each device holds of it.
+
+    Args:
+        x: The array.
+        shape: That of the result: `()`, or `(devices,)` for those of the devices of a mesh
+            with automatic axes. Their maximum is the largest magnitude of the array: some
+            may be that already.
+    """
+    if not shape:
+        return largest_magnitude(x)
+    (devices,) = shape
+
+    def plain(x: Array) -> Array:
+        return jnp.broadcast_to(largest_magnitude(x), (devices,))
+
+    if automatic_size(x) != devices or not x.ndim or not is_tracer(x):
+        return plain(x)
+    mesh = jax.typeof(x).sharding.mesh
+    apart = PartitionSpec(mesh.axis_names)
+
+    # Only XLA knows how the array is sharded.
+    def partition(mesh: Any, args: Any, result: Any) -> tuple[Any, ...]:
+        def local(x: Array) -> Array:
+            return largest_magnitude(x)[None]
+
+        return mesh, local, NamedSharding(mesh, apart), (_whole_shards(args[0]),)
+
+    def kernel(x: Array) -> Array:
+        call = private("kernels").custom_partitioning(plain)
+        call.def_partition(
+            partition,
+            infer_sharding_from_operands=lambda mesh, *_: NamedSharding(mesh, apart),
+            sharding_rule=" ".join(f"d{i}" for i in range(x.ndim)) + " -> n",
+        )
+        return lax.with_sharding_constraint(call(x), NamedSharding(mesh, apart))
+
+    return plain_under_vmap(kernel, plain)(x)
+
+
+def _whole_shards(x: Any) -> NamedSharding:
+    """Returns how an array is sharded, without the axes whose shards are padded."""
+    mesh, entries = x.sharding.mesh, []
+    for size, entry in zip(x.shape, x.sharding.spec, strict=False):
+        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        count = math.prod(mesh.shape[name] for name in names)
+        entries.append(entry if size % count == 0 else None)
+    return NamedSharding(mesh, PartitionSpec(*entries))
