@@ -130,8 +130,8 @@ class Training:
         }
 
     def _place(self, leaf: Any) -> NamedSharding:
-        rows = leaf.shape[-2] if leaf.ndim >= 2 else 1
-        is_cut = self.layout == "sharded" and rows % self.mesh.size == 0
+        has_rows = leaf.ndim >= 2 and leaf.shape[-2] % self.mesh.size == 0
+        is_cut = self.layout == "sharded" and has_rows
         spec = P(*[None] * (leaf.ndim - 2), "data") if is_cut else P()
         return NamedSharding(self.mesh, spec)
 
