@@ -44,11 +44,13 @@ class Stepped(NamedTuple):
         training: The new state.
         grads: The unscaled gradients.
         scale: The loss scale after the step.
+        loss: The loss, which mpx checks too; `None` for others.
     """
 
     training: Training
     grads: Any
     scale: Any
+    loss: Any = None
 
 
 class Library(NamedTuple):
@@ -183,7 +185,8 @@ def ours(
             params, optimizer, state, result.grads, result.finite
         )
         new = Training(params, state, result.scaling)
-        return Stepped(new, result.grads, result.scaling.loss_scaling)
+        scale = result.scaling.loss_scaling
+        return Stepped(new, result.grads, scale, result.value)
 
     if layout == "shard_map":
         mesh = shardings(layout)["x"].mesh

@@ -134,11 +134,11 @@ class Job:
         def body(old: Training, inputs: Any) -> Any:
             number, fault = inputs
             x, y = lax.with_sharding_constraint(make_batch(number), along)
-            new, grads, scale = self._library.step(old, x, y, fault, number)
+            new, grads, scale, loss = self._library.step(old, x, y, fault, number)
             new = jax.tree.map(
                 lambda a, b: jnp.asarray(a).astype(b.dtype), new, training
             )
-            finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(grads)]
+            finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((grads, loss))]
             seen = {
                 "skipped": new.rest.skipped - old.rest.skipped,
                 "finite": jnp.stack(finite).all(),
@@ -204,8 +204,8 @@ class Found(NamedTuple):
         faults: Those with a fault.
         skipped: Those that were skipped.
         divergent: Steps on which processes disagree: skipped or not, or the loss scale.
-        wrong: Steps skipped with finite gradients, or the reverse; or skipped steps that
-            changed a bit of parameters or optimizer, or the reverse.
+        wrong: Steps skipped with finite gradients and loss, or the reverse; or skipped
+            steps that changed a bit of parameters or optimizer, or the reverse.
         hashes: Hashes that were compared between the processes.
         different: Those that differ.
         end: The last hash.

@@ -12,6 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+_BLOCK = 1024
+
 
 def gather(value: Any) -> list[Any]:
     """Returns the values of all processes, in their order, on every process.
@@ -23,7 +25,8 @@ def gather(value: Any) -> list[Any]:
         return [value]
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(data.size)).ravel()
-    padded = np.zeros(int(sizes.max()), np.uint8)
+    # Rounded up, so that few programs are compiled.
+    padded = np.zeros(-(-int(sizes.max()) // _BLOCK) * _BLOCK, np.uint8)
     padded[: data.size] = data
     rows = multihost_utils.process_allgather(padded)
     return [

@@ -51,11 +51,14 @@ class Restart:
         """
         self._training = training
         self._temporary = None
+        self._undisturbed: tuple[Expected, PyTree] | None = None
         if directory is None and jax.process_count() == 1:
             self._temporary = tempfile.TemporaryDirectory()
             directory = self._temporary.name
         # A name of its own: it is removed at the end.
-        self.folder = directory and pathlib.Path(directory).absolute() / "mpx-doctor"
+        self.folder: pathlib.Path | None = None
+        if directory is not None:
+            self.folder = pathlib.Path(directory).absolute() / "mpx-doctor"
         record = None
         if self.folder and jax.process_index() == 0:
             path = self.folder / "expected.json"
@@ -65,31 +68,39 @@ class Restart:
         record = gather(record)[0]
         self.expected = None if record is None else Expected(**record)
 
+    @property
+    def can_kill(self) -> bool:
+        """Whether this start has saved and restored, so that a kill can follow."""
+        return self._undisturbed is not None
+
     def check(self) -> list[Check]:
         """Saves, restores and compares; or goes on where a killed job left off."""
+        try:
+            return self._check()
+        except ImportError as error:  # on all processes, or versions would differ
+            return [Check(SAVED, None, f"not run: {error}")]
+
+    def _check(self) -> list[Check]:
         if self.folder is None:
             why = "not run: pass `--directory`, a folder that all processes see"
-            return [Check(SAVED, None, why), Check(RESTARTED, None, why)]
+            return [Check(SAVED, None, why)]
         unseen = self._unseen()
         if unseen:
             text = (
                 f"{self.folder} is not one folder: the processes {unseen} do not see it"
             )
-            return [Check(SAVED, False, text), Check(RESTARTED, None, "not run")]
+            return [Check(SAVED, False, text)]
         calm = self._training.calm(STEPS)
         saved, _ = self._training.run(self._training.start(), 0, calm)
         end, _ = self._training.run(saved, STEPS, calm)
         now = Expected(self._training.mesh.size, self._digest(saved), self._digest(end))
         if self.expected is not None:
-            return [
-                Check(SAVED, None, "see the next line"),
-                self._resume(self.expected, now),
-            ]
+            return [self._resume(self.expected, now)]
         with Checkpointer(self.folder / "run") as checkpoints:
             checkpoints.save(STEPS, saved)
             restored, found = self._go_on(checkpoints)
-        self._now, self._end = now, end
         same = (restored, found) == (now.saved, now.end)
+        self._undisturbed = (now, end) if same else None
         text = f"{STEPS} steps, checkpoint, {STEPS} steps: {now.end}; restored: {found}"
         return [
             Check(SAVED, same, text),
@@ -103,22 +114,24 @@ class Restart:
         and to the launcher.
         """
         assert self.folder is not None
+        assert self._undisturbed is not None
+        expected, end = self._undisturbed
         if jax.process_index() == 0:
-            record = json.dumps(dataclasses.asdict(self._now))
+            record = json.dumps(dataclasses.asdict(expected))
             (self.folder / "part").write_text(record)
             (self.folder / "part").replace(self.folder / "expected.json")
         gather(None)  # the record is there
         checkpoints = Checkpointer(self.folder / "run")
-        checkpoints.save(2 * STEPS, self._end)
+        checkpoints.save(2 * STEPS, end)
         if jax.process_index() == process:
             os.kill(os.getpid(), signal.SIGKILL)
         checkpoints.close()
         gather(None)  # waits for the dead process
         raise RuntimeError(f"Process {process} was to be killed, but it answers.")
 
-    def remove(self) -> None:
-        """Removes the folder, so that the next start is a first one."""
-        if self.folder is not None:
+    def end(self, *, keep: bool) -> None:
+        """Removes the folder, unless it is kept, so that the next start is a first one."""
+        if self.folder is not None and not keep:
             gather(None)  # nobody reads it any more
             if jax.process_index() == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)

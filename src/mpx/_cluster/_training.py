@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from mpx._amp._transform import amp
 from mpx._cast import cast_to_float32
 from mpx._dynamic_scaling import DynamicLossScaling
-from mpx._faults import Fault, inject
+from mpx._faults import Fault, Kind, inject
 from mpx._grad import value_and_grad
 from mpx._optim import flash_adamw
 
@@ -94,7 +94,8 @@ class Training:
         Its kind, its leaf and its direction depend on the step. Infinities go backward
         only: forward, they may end in the flat part of an activation.
         """
-        backward, kinds = bool(step % 2), ("nan", "inf", "-inf")
+        backward = bool(step % 2)
+        kinds: tuple[Kind, ...] = ("nan", "inf", "-inf")
         return Fault(
             {"params": self.template()["params"]},
             kinds[step % 3] if backward else "nan",
