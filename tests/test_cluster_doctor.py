@@ -129,6 +129,7 @@ def test_missing_device_is_named_and_nothing_else_runs(monkeypatch, capsys):
     devices = [types.SimpleNamespace(process_index=i) for i in owners]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     assert main(["doctor", "--cluster", "--json", "--processes", "3"]) == 1
     first, rest = json.loads(capsys.readouterr().out)["checks"]
     assert first["figures"] == "most processes have 4 devices, but process 2 has 3"
