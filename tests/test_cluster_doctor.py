@@ -228,6 +228,16 @@ def test_restart_says_what_it_needs(sharded, monkeypatch):
     assert "pass `--directory`" in check.figures
 
 
+def test_folder_that_a_process_does_not_see_is_refused(sharded, tmp_path, monkeypatch):
+    def gather(value):  # the second process sees nothing
+        return [value, False]
+
+    monkeypatch.setattr("mpx._cluster._restart.gather", gather)
+    (check,) = Restart(sharded, str(tmp_path)).check()
+    assert check.passed is False
+    assert "is not one folder: the processes [1] do not see it" in check.figures
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -139,12 +139,15 @@ class Restart:
             self._temporary.cleanup()
 
     def _unseen(self) -> list[int]:
-        """Returns the processes that do not see a folder that process 0 makes."""
+        """Returns the processes that do not read what process 0 writes."""
         assert self.folder is not None
+        token, path = gather(os.urandom(8).hex())[0], self.folder / "token"
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-        gather(None)
-        return [i for i, seen in enumerate(gather(self.folder.exists())) if not seen]
+            path.write_text(token)
+        gather(None)  # it is written
+        sees = path.exists() and path.read_text() == token
+        return [i for i, seen in enumerate(gather(sees)) if not seen]
 
     def _resume(self, expected: Expected, now: Expected) -> Check:
         assert self.folder is not None
