@@ -142,10 +142,15 @@ def judge_hashes(name: str, everywhere: list[list[str]]) -> Check:
     return Check(name, False, text + (" …" if len(odd) > 3 else ""))
 
 
-def check_wire(training: Training) -> Check:
-    """Checks the dtypes that one FSDP step sends."""
+def check_wire(training: Training, **options: Any) -> Check:
+    """Checks the dtypes that one FSDP step sends.
+
+    Args:
+        training: The training run.
+        **options: The options of the compiler.
+    """
     sizes = {math.prod(x.shape) for x in matrices(training.template()["params"])}
-    found = collectives(training.compile_step())
+    found = collectives(training.compile_step(**options))
     return judge_wire(gather([_plain(x) for x in found]), sizes, training.mesh.size)
 
 

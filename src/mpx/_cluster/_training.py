@@ -110,10 +110,15 @@ class Training:
         """Returns faults that never happen."""
         return [Fault({"params": self.template()["params"]}, step=-1)] * steps
 
-    def compile_step(self) -> Any:
-        """Compiles one training step without faults."""
+    def compile_step(self, **options: Any) -> Any:
+        """Compiles one training step without faults.
+
+        Args:
+            **options: The options of the compiler.
+        """
         step = jax.jit(self._step, out_shardings=(self.where, None))
-        return step.lower(self.template(), np.int32(0)).compile()
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        return step.lower(self.template(), number).compile(options or None)
 
     def _init(self) -> PyTree:
         width = self._width
