@@ -38,6 +38,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax import lax  # noqa: E402
+from jax.experimental import multihost_utils  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
@@ -384,6 +385,9 @@ def main(argv: list[str] | None = None) -> int:
         place, runs = options.work
         jax.distributed.initialize(*place)
         mpx.inspect.check_processes(place[1])
+        # Gloo gives up if a process comes 30 s late to the first collective, and only
+        # process 0 finds its programs in the cache: connect before they are compiled.
+        multihost_utils.sync_global_devices("start")
         for run in runs:
             work(*run)
         return 0
