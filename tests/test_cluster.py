@@ -21,6 +21,15 @@ from mpx.inspect import check_processes
 
 FOLDER = pathlib.Path(__file__).parents[1] / "examples" / "cluster"
 STEPS, DIES_AT = 3, 2
+# Gloo waits 30 s for a process that comes late to the first collective, and the cache serves
+# process 0 only: the processes connect before they compile.
+CONNECT = """
+import train
+from jax.experimental import multihost_utils
+
+train.join(train.parse([]))
+multihost_utils.sync_global_devices("start")
+"""
 # What the processes run after their jobs: the doctor, and again with a process that differs.
 DOCTOR = """
 import jax
@@ -68,7 +77,7 @@ def start(folder, *jobs, more=""):
             "JAX_NUM_PROCESSES": "2",
         }
     )
-    program = f"import train\nfor options in {jobs!r}: train.main(options)\n{more}"
+    program = f"{CONNECT}\nfor options in {jobs!r}: train.main(options)\n{more}"
     return [
         subprocess.Popen(
             [sys.executable, "-c", program],

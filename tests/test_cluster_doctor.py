@@ -19,8 +19,14 @@ pytestmark = pytest.mark.standard_promotion
 
 
 @pytest.fixture(scope="module")
-def sharded():
-    return Training(make_mesh(), "sharded")
+def trainings():
+    """One of each layout: their programs are compiled once."""
+    return {name: Training(make_mesh(), name) for name in ("sharded", "copies")}
+
+
+@pytest.fixture
+def sharded(trainings):
+    return trainings["sharded"]
 
 
 def verdicts(checks):
@@ -30,7 +36,8 @@ def verdicts(checks):
 # --- One process with eight devices ----------------------------------------------------
 
 
-def test_one_process_passes_and_prints_json(capsys):
+def test_one_process_passes_and_prints_json(capsys, trainings, monkeypatch):
+    monkeypatch.setattr(_command, "Training", lambda mesh, layout: trainings[layout])
     assert main(["doctor", "--cluster", "--json", "--no-measure"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["processes"], found["devices"]) == (1, 8)
@@ -53,8 +60,8 @@ def test_one_process_passes_and_prints_json(capsys):
     assert "gathered in f16 (57.3 kB), gradients reduced in f32 (229 kB)" in sent
 
 
-def test_drifted_copy_of_one_device_is_named(monkeypatch):
-    training = Training(make_mesh(), "copies")
+def test_drifted_copy_of_one_device_is_named(trainings, monkeypatch):
+    training = trainings["copies"]
     state = training.start()
     bias = state["params"]["bias"]
     copies = [
