@@ -7,6 +7,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from jax import lax
 
 from mpx.__main__ import main
 from mpx._checkpoint._checkpointer import Checkpointer
@@ -79,6 +80,20 @@ def test_drifted_copy_of_one_device_is_named(trainings, monkeypatch):
     assert "on device 3 of process 0" in hashes.figures
 
 
+def test_device_that_decides_alone_is_named(monkeypatch):
+    training = Training(make_mesh(), "copies")
+    step = training._step
+
+    def divergent(state, number, fault):
+        new, finite = step(state, number, fault)
+        return new, finite ^ ((lax.axis_index("data") == 5) & (number == 2))
+
+    monkeypatch.setattr(training, "_step", divergent)
+    skips, _ = _checks.check_faults(training)
+    assert skips.passed is False
+    assert "1 divergent decisions; device 5 of process 0: step 2" in skips.figures
+
+
 def test_fault_that_no_device_skips_is_named(sharded, monkeypatch):
     calm = sharded.calm(1)[0]
     monkeypatch.setattr(sharded, "fault", lambda step, device: calm)
@@ -90,7 +105,7 @@ def test_fault_that_no_device_skips_is_named(sharded, monkeypatch):
     )
     skips, _ = _checks.check_faults(sharded)
     assert skips.passed is False
-    assert "process 0: step 0 with a fault, not skipped" in skips.figures
+    assert "device 0 of process 0: step 0 with a fault, not skipped" in skips.figures
 
 
 # --- Verdicts ---------------------------------------------------------------------------
@@ -98,14 +113,15 @@ def test_fault_that_no_device_skips_is_named(sharded, monkeypatch):
 
 def test_skips_are_compared_between_processes_and_with_the_faults():
     wanted = [False, True, False]
-    good = _checks.judge_skips("skips", wanted, [wanted, wanted])
+    good = _checks.judge_skips("skips", wanted, [[wanted, wanted], [wanted, wanted]])
     assert good.passed
     assert (
         "3 steps, 1 faults on one device each: 1 skipped, 0 divergent" in good.figures
     )
-    bad = _checks.judge_skips("skips", wanted, [wanted, [True, True, False]])
+    other = [True, True, False]
+    bad = _checks.judge_skips("skips", wanted, [[wanted, wanted], [wanted, other]])
     assert not bad.passed
-    assert "1 divergent decisions; process 1: step 0 skipped without a" in bad.figures
+    assert "1 divergent decisions; device 1 of process 1: step 0 skipped" in bad.figures
 
 
 def test_hashes_name_the_device_that_differs():

@@ -107,19 +107,23 @@ def check_faults(training: Training) -> list[Check]:
     ]
 
 
-def judge_skips(name: str, wanted: list[bool], everywhere: list[list[bool]]) -> Check:
-    """Compares the decisions of all processes with each other and with the faults."""
-    divergent = sum(len({*row}) > 1 for row in zip(*everywhere, strict=True))
+def judge_skips(
+    name: str, wanted: list[bool], everywhere: list[list[list[bool]]]
+) -> Check:
+    """Compares the decisions of all devices with each other and with the faults."""
+    places = [(i, j) for i, row in enumerate(everywhere) for j in range(len(row))]
+    rows = [everywhere[i][j] for i, j in places]
+    divergent = sum(len({*step}) > 1 for step in zip(*rows, strict=True))
     wrong = [
-        f"process {i}: step {step} "
-        + ("skipped without a fault" if not bad else "with a fault, not skipped")
-        for i, row in enumerate(everywhere)
+        f"device {j} of process {i}: step {step} "
+        + ("with a fault, not skipped" if bad else "skipped without a fault")
+        for (i, j), row in zip(places, rows, strict=True)
         for step, (bad, skipped) in enumerate(zip(wanted, row, strict=True))
         if bad != skipped
     ]
     text = (
         f"{len(wanted)} steps, {sum(wanted)} faults on one device each: "
-        f"{sum(everywhere[0])} skipped, {divergent} divergent decisions"
+        f"{sum(rows[0])} skipped, {divergent} divergent decisions"
     )
     if wrong:
         text += f"; {'; '.join(wrong[:3])}" + (" …" if len(wrong) > 3 else "")

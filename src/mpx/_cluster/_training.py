@@ -73,7 +73,7 @@ class Training:
 
     def run(
         self, state: PyTree, first: int, faults: list[Fault]
-    ) -> tuple[PyTree, list[bool]]:
+    ) -> tuple[PyTree, list[list[bool]]]:
         """Runs one step for each fault, in one program.
 
         Args:
@@ -82,11 +82,12 @@ class Training:
             faults: One fault for each step, which may lie at no step at all.
 
         Returns:
-            The new state, and which steps were skipped, as this process sees it.
+            The new state, and for each local device which steps it skipped.
         """
         stacked = jax.tree.map(lambda *x: np.stack(jax.device_get(x)), *faults)
         state, finite = self._jitted(state, np.int32(first), stacked)
-        return state, [not bool(x) for x in np.asarray(finite.addressable_data(0))]
+        shards = sorted(finite.addressable_shards, key=lambda x: x.device.id)
+        return state, [(~np.asarray(shard.data)).tolist() for shard in shards]
 
     def fault(self, step: int, device: int) -> Fault:
         """Returns a fault on one device that makes gradients non-finite.
