@@ -251,6 +251,18 @@ def test_restart_says_what_it_needs(sharded, monkeypatch):
     assert "pass `--directory`" in check.figures
 
 
+def test_restart_is_not_run_without_orbax(sharded, tmp_path, monkeypatch):
+    def missing(path):
+        raise ImportError("Orbax is not installed")
+
+    monkeypatch.setattr("mpx._cluster._restart.Checkpointer", missing)
+    restart = Restart(sharded, str(tmp_path))
+    (check,) = restart.check()
+    assert check.passed is None
+    assert check.figures == "not run: Orbax is not installed"
+    assert not restart.can_kill
+
+
 def test_folder_that_a_process_does_not_see_is_refused(sharded, tmp_path, monkeypatch):
     def gather(value):  # the second process sees nothing
         return [value, False]

@@ -145,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--kill",
         type=int,
-        metavar="I",
+        metavar="N",
         help="kill this process after a checkpoint; the next start resumes and compares",
     )
 
