@@ -44,11 +44,13 @@ class Stepped(NamedTuple):
         training: The new state.
         grads: The unscaled gradients.
         scale: The loss scale after the step.
+        loss: The loss, which mpx checks too; `None` for others.
     """
 
     training: Training
     grads: Any
     scale: Any
+    loss: Any = None
 
 
 class Library(NamedTuple):
@@ -112,12 +114,12 @@ def loss_f16(params: Any, x: Any, y: Any, fault: Any, number: Any) -> Any:
     return loss(params, x, y, fault, number)
 
 
-# --- layouts over eight devices -------------------------------------------------------
+# --- layouts over all devices, eight in faults.py -------------------------------------
 
 
 def shardings(layout: str) -> dict[str, NamedSharding]:
     """Returns where parameters and activations lie: sharded weights, or copies of them."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     specs = {"w1": P("data"), "b1": P("data"), "w2": P("data"), "b2": P()}
     if layout == "shard_map":
         specs = dict.fromkeys(specs, P())
@@ -160,12 +162,16 @@ def start(library: Library) -> tuple[Training, Callable[..., Stepped]]:
 
 
 def ours(
-    name: str, optimizer: Any, *, layout: str, dtype: Any = jnp.float32
+    name: str,
+    optimizer: Any,
+    *,
+    layout: str,
+    dtype: Any = jnp.float32,
+    compute: Any = jnp.float16,
 ) -> Library:
     axis = "data" if layout == "shard_map" else None
-    take = mpx.value_and_grad(
-        loss, policy=mpx.Policy(dtype, jnp.float16, jnp.float32), axis_name=axis
-    )
+    policy = mpx.Policy(dtype, compute, jnp.float32)
+    take = mpx.value_and_grad(loss, policy=policy, axis_name=axis)
 
     def init(params: Any) -> Training:
         params = jax.tree.map(lambda x: x.astype(dtype), params)
@@ -179,7 +185,8 @@ def ours(
             params, optimizer, state, result.grads, result.finite
         )
         new = Training(params, state, result.scaling)
-        return Stepped(new, result.grads, result.scaling.loss_scaling)
+        scale = result.scaling.loss_scaling
+        return Stepped(new, result.grads, scale, result.value)
 
     if layout == "shard_map":
         mesh = shardings(layout)["x"].mesh

@@ -155,7 +155,7 @@ def draw_fault(draw: Any, things: Any, step: int) -> Fault:
         leaf=leaf,
         index=int(draw.integers(np.prod(shard))),
         step=step,
-        device=int(draw.integers(8)),
+        device=int(draw.integers(jax.device_count())),
         backward=leaf != "x" and bool(draw.integers(2)),
     )
 

@@ -1,6 +1,7 @@
 """The example of a cluster job: processes find each other, die, resume, and agree."""
 
 import importlib
+import json
 import os
 import pathlib
 import re
@@ -20,6 +21,28 @@ from mpx.inspect import check_processes
 
 FOLDER = pathlib.Path(__file__).parents[1] / "examples" / "cluster"
 STEPS, DIES_AT = 3, 2
+# Gloo waits 30 s for a process that comes late to the first collective, and the cache serves
+# process 0 only: the processes connect before they compile.
+CONNECT = """
+import train
+from jax.experimental import multihost_utils
+
+train.join(train.parse([]))
+multihost_utils.sync_global_devices("start")
+"""
+# What the processes run after their jobs: the doctor, and again with a process that differs.
+DOCTOR = """
+import jax
+from mpx.__main__ import main
+from mpx._cluster import _command
+
+options = ["doctor", "--cluster", "--json", "--no-measure", "--directory", "shared"]
+print("status", main(options))
+describe = _command.describe
+if jax.process_index() == 1:
+    _command.describe = lambda: describe() | {"jax": "0.1"}
+print("status", main(options))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +61,8 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def start(folder, *jobs):
-    """Starts two processes that run the jobs, each a list of options, one by one."""
+def start(folder, *jobs, more=""):
+    """Starts two processes that run the jobs, each a list of options, and then more."""
     flags = re.sub(r"(device_count)=\d+", r"\1=1", os.environ["XLA_FLAGS"])
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}  # for the second start
     environment = (
@@ -54,7 +77,7 @@ def start(folder, *jobs):
             "JAX_NUM_PROCESSES": "2",
         }
     )
-    program = f"import train\nfor options in {jobs!r}: train.main(options)"
+    program = f"{CONNECT}\nfor options in {jobs!r}: train.main(options)\n{more}"
     return [
         subprocess.Popen(
             [sys.executable, "-c", program],
@@ -82,7 +105,8 @@ def outputs(tmp_path_factory):
         first = processes[0].communicate(timeout=20)[0]
         assert f"step {DIES_AT}/{STEPS}" in first
         assert "process 0: state" not in first
-        processes += start(folder, [*options, "--out", "a"], [*options, "--out", "b"])
+        jobs = [*options, "--out", "a"], [*options, "--out", "b"]
+        processes += start(folder, *jobs, more=DOCTOR)
         found = [process.communicate(timeout=150)[0] for process in processes[2:]]
         assert [process.returncode for process in processes[2:]] == [0, 0], found
         return found
@@ -107,7 +131,27 @@ def test_processes_hold_the_same_state_and_the_first_reports(outputs):
     assert len({*re.findall(r"state (\w+)", first + second)}) == 1
     assert first.count("processes: 2, devices: 2") == 2
     assert f"step {STEPS}/{STEPS}  loss" in first
-    assert "step" not in second
+    assert not re.search(r"^step", second, re.MULTILINE)
+
+
+@pytest.mark.long
+def test_doctor_passes_processes_that_agree(outputs):
+    first, second = (x.split("status ") for x in outputs)
+    assert first[1][0] == second[1][0] == "0"
+    assert "checks" not in second[0]
+    found = json.loads(first[0][first[0].index("\n{") :])
+    assert (found["processes"], found["devices"]) == (2, 2)
+    assert all(x["passed"] for x in found["checks"] if x["name"] != "kill and restart")
+    assert {x["name"] for x in found["checks"]} >= {"save and restore", "skips, copies"}
+
+
+@pytest.mark.long
+def test_doctor_fails_on_all_processes_if_one_has_another_jax(outputs):
+    first, second = (x.split("status ") for x in outputs)
+    assert first[2][0] == second[2][0] == "1"
+    checks = json.loads(first[1][2:])["checks"]
+    assert [x["passed"] for x in checks] == [True, False, None]
+    assert checks[1]["figures"] == f"jax: '{jax.__version__}', but '0.1' on process 1"
 
 
 # --- One process -----------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Planted faults hit what they name, when they are due; short versions of the long runs."""
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -232,3 +233,29 @@ def test_the_count_sees_a_library_that_does_not_skip(faults):
     assert not found.exact
     assert found.skipped == 0
     assert found.corrupted > 0
+
+
+@pytest.mark.standard_promotion
+def test_records_of_processes_are_compared_step_by_step(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    benchmark = importlib.import_module("processes")
+    monkeypatch.setattr(benchmark, "CHUNK", 20)
+    calm, other = tmp_path / "calm", tmp_path / "other"
+    config = benchmark.CONFIGS[0]
+    calm.mkdir()
+    benchmark.work(calm, config, 2, seed=1, checkpoints=False)
+    found = benchmark.compare(calm, 1)
+    assert (found.steps, found.hashes) == (40, 2)
+    assert 3 <= found.skipped <= found.faults
+    assert (found.divergent, found.wrong, found.different) == (0, 0, 0)
+
+    # A second process that decides otherwise once, and holds other parameters at the end.
+    first = (calm / "process-0.jsonl").read_text()
+    rows = [json.loads(line) for line in first.splitlines()]
+    rows[0]["skipped"][3] = 1 - rows[0]["skipped"][3]
+    rows[1]["hash"] = "0"
+    other.mkdir()
+    (other / "process-0.jsonl").write_text(first)
+    (other / "process-1.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = benchmark.compare(other, 2)
+    assert (found.divergent, found.wrong, found.different) == (1, 1, 1)

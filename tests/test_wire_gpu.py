@@ -8,9 +8,14 @@ import importlib
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh
 
+import h200
 import mpx
+from mpx._cluster import _checks, _training
+from mpx._inspect._result import amount
 from mpx.inspect import collectives
 
 pytestmark = [
@@ -165,3 +170,20 @@ def test_maxima_of_delayed_scaling_are_reduced_once(wire, by):
     small = [(x.shape, x.runs) for x in found if x.bytes < 2**10 and x.shape]
     assert small == ([((2,), 1), ((96,), 1)] if by == "mpx" else [((2 * 3 * 3,), 1)])
     assert all(x.runs == 1 for x in found if not x.shape)
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_doctor_of_a_cluster_finds_the_wire_it_asks_for(monkeypatch, count):
+    for module in (_checks, _training):
+        monkeypatch.setattr(module, "half", lambda: "bf16")
+    devices = np.array(h200.devices())[:count]
+    mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+    options = h200.compiler_options()
+    found = _checks.check_wire(_training.Training(mesh), **options)
+    assert found.passed
+    # Two weights of 64 × 256: two bytes each are gathered, four reduced, once.
+    part = 2 * 64 * 256 * (count - 1) / count
+    gathered, reduced = (amount(size * part, "B") for size in (2, 4))
+    assert (
+        f"in bf16 ({gathered}), gradients reduced in f32 ({reduced})" in found.figures
+    )

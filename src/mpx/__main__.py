@@ -6,7 +6,10 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "doctor": ("mpx._inspect._doctor", "what this machine offers, and which precision"),
+    "doctor": (
+        "mpx._cluster._command",
+        "what this machine or cluster offers, and which precision",
+    ),
     "report": (
         "mpx._inspect._report_command",
         "which operation runs in which precision",

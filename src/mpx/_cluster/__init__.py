@@ -1,0 +1,1 @@
+"""The conformance run of a job: `python -m mpx doctor --cluster`."""
