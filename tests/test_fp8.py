@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from models import equations, trace_together
+from models import equations, normal, trace_together
 from mpx import fp8
 from mpx.recipes import CurrentScaling, DelayedScaling, StaticScaling
 from mpx.testing import assert_trees_equal
@@ -434,12 +434,11 @@ def layers(p, x):
 
 @functools.cache
 def layer_problem():
-    keys = jax.random.split(jax.random.key(0), 3)
     p = {
-        "up": jax.random.normal(keys[0], (2, 32, 64)).astype(BF16) * 0.2,
-        "down": jax.random.normal(keys[1], (2, 64, 32)).astype(BF16) * 0.2,
+        "up": normal(0, 2, 32, 64, dtype=BF16) * 0.2,
+        "down": normal(1, 2, 64, 32, dtype=BF16) * 0.2,
     }
-    return p, jax.random.normal(keys[2], (64, 32)).astype(BF16)
+    return p, normal(2, 64, 32, dtype=BF16)
 
 
 @pytest.mark.parametrize(
@@ -545,12 +544,7 @@ def f32_loss(p, x):
 
 @functools.cache
 def f32_problem():
-    keys = jax.random.split(jax.random.key(0), 3)
-    p = {
-        name: jax.random.normal(key, (32, 32))
-        for name, key in zip("ab", keys, strict=False)
-    }
-    return p, jax.random.normal(keys[2], (16, 32))
+    return {"a": normal(0, 32, 32), "b": normal(1, 32, 32)}, normal(2, 16, 32)
 
 
 def test_amp_inside_makes_an_f32_model_eligible():

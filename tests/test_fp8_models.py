@@ -15,11 +15,12 @@ from flax import nnx
 from jax import lax
 
 import mpx
+from models import normal
 from mpx import fp8
 from mpx.recipes import CurrentScaling
 
 WIDTH, TOKENS, CLASSES = 32, 32, 16
-X = jax.random.normal(jax.random.key(7), (TOKENS, WIDTH))
+X = normal(7, TOKENS, WIDTH)
 LABELS = jnp.arange(TOKENS) % CLASSES
 
 
@@ -114,7 +115,7 @@ def haiku():
 
 
 def weights(key, *shape):
-    return jax.random.normal(jax.random.key(key), shape) / math.sqrt(shape[-2])
+    return normal(key, *shape) / math.sqrt(shape[-2])
 
 
 def plain():
