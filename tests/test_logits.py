@@ -64,8 +64,9 @@ def grads(func, args=ARGS):
 def error(found, wanted):
     """The largest relative error of values and gradients, in the Euclidean norm."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    norm = lambda x: float(jnp.linalg.norm(jnp.ravel(x).astype(jnp.float32)))  # noqa: E731
-    return max(norm(x - y) / max(norm(y), 1e-6) for x, y in pairs)
+    arrays = ([np.float64(x).ravel(), np.float64(y).ravel()] for x, y in pairs)
+    norm = np.linalg.norm
+    return max(norm(x - y) / max(norm(y), 1e-6) for x, y in arrays)
 
 
 def largest(jaxpr):
