@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,8 +29,19 @@ from mpx.testing import assert_trees_equal
 # --- the choice -----------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def imported_interpreter():
+    """Imports the interpreter: with an option of its own, it makes JAX trace again."""
+
+    def copy(x, out):
+        out[...] = x[...]
+
+    x = jnp.zeros(8)
+    pl.pallas_call(copy, out_shape=x, interpret=True)(x)
+
+
 @pytest.fixture
-def kernel_on_cpus(monkeypatch):
+def kernel_on_cpus(imported_interpreter, monkeypatch):
     """Takes CPUs for GPUs, with the kernel in the interpreter."""
     calls = []
     launch = _triton.launch
