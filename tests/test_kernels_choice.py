@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,8 +69,9 @@ def _forget_steps():
 
     `jax.clear_caches` would clear every operation of the other tests, too.
     """
-    _dispatch._launch.clear_cache()
-    _dispatch._plain_leaf.clear_cache()
+    jitted: Any = _dispatch._launch, _dispatch._plain_leaf
+    for function in jitted:
+        function.clear_cache()
 
 
 def _without_arithmetic(self, hyper, step):
