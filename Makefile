@@ -13,7 +13,8 @@ ARGS   ?=
 
 OLDEST_JAX := 0.10.1
 BIN        := $(VENV)/bin
-INSTALL     = $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt
+# Python compiles the third of the files that is imported; pip would compile all, in 30 s.
+INSTALL     = $(BIN)/python -m pip install --quiet --no-compile --constraint $(VENV)/constraints.txt
 # Compiled programs are kept from run to run: measured, a test run that spends 18 s in
 # compilation spends 3 s the second time. The log level hides the complaint of older XLAs
 # that a program read from there names "prefer-no-gather", which no processor has.

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.nn import softmax
 
+from models import normal
 from mpx._amp import _attention, _recognition
 from mpx._attention import _cudnn, _pays, _primitive
 
@@ -34,10 +35,6 @@ def h200(monkeypatch):
     pretend_h200(monkeypatch)
     yield
     _cudnn._reason_by_jax.cache_clear()
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed, impl="unsafe_rbg"), shape)
 
 
 Q, K, V = (normal(i, B, T, H, D) for i in range(3))

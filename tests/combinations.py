@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -169,6 +170,9 @@ COMPRESSED = mpx.optim.flash_sgd(
 )
 
 
+masters = jax.jit(mpx.optim.master_params)
+
+
 def plain_optax(precision):
     return with_optimizer(precision, SGD, "f32", lambda carry: carry[0])
 
@@ -180,7 +184,7 @@ def master_weights(precision):
 
 def compressed(dtype):
     return lambda precision: with_optimizer(
-        precision, COMPRESSED, dtype, lambda carry: mpx.optim.master_params(*carry[:2])
+        precision, COMPRESSED, dtype, lambda carry: masters(*carry[:2])
     )
 
 
@@ -222,7 +226,7 @@ def release(precision):
         return carry, result.value * scale
 
     carry = (params, COMPRESSED.init(params), precision.scaling(), fp8_state)
-    return Training(carry, step, lambda carry: mpx.optim.master_params(*carry[:2]))
+    return Training(carry, step, lambda carry: masters(*carry[:2]))
 
 
 class Model(nnx.Module):

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 import mpx
+from models import normal
 from mpx.testing import ulp_distance
 
 BF16, F16, F32 = (np.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))
@@ -17,7 +18,7 @@ TINY = mpx.optim.Compression(min_size=1)  # quantises whatever has whole groups
 
 
 def draw(seed, shape=SHAPE, dtype=F32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return normal(seed, *shape, dtype=dtype)
 
 
 # One optimizer for each kind of state.

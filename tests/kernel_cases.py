@@ -64,18 +64,17 @@ def make_case(plan, shape, dtype=jnp.bfloat16, grad_dtype=jnp.bfloat16, seed=0):
     """A leaf in the middle of training, a gradient and scalars."""
     rng = np.random.default_rng(seed)
 
-    def normal(scale):
+    def normal(scale, dtype):  # rounded by NumPy: JAX compiles a program for each shape
         spread = np.exp(2 * rng.standard_normal(shape))
-        return jnp.asarray(rng.standard_normal(shape) * spread * scale, jnp.float32)
+        return jnp.asarray((rng.standard_normal(shape) * spread * scale).astype(dtype))
 
     hyper = {name: jnp.float32(value) for name, value in HYPER.items()}
     coefficients = plan.step.rule.coefficients(hyper, jnp.float32(3))
     dither = Dither(jnp.float32(0.2), jnp.float32(0.7))
     scalars = jnp.stack([jnp.float32(0.5), *dither, *coefficients])
-    param = normal(0.05).astype(dtype)
-    leaf = PackedLeaf(param, *plan.packing.zeros(param, plan.step.group_size))
-    leaf = plain(plan, scalars, normal(1.0).astype(grad_dtype), leaf)
-    return scalars, normal(1.0).astype(grad_dtype), leaf
+    param = normal(0.05, dtype)
+    leaf = first_step(plan, scalars, normal(1.0, grad_dtype), param)
+    return scalars, normal(1.0, grad_dtype), leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,11 +151,22 @@ def plain(plan, scalars, grad, leaf):
     return run_plain(plan, scalars, grad, leaf, group_size=size, finite=None, seed=None)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def first_step(plan, scalars, grad, param):
+    leaf = PackedLeaf(param, *plan.packing.zeros(param, plan.step.group_size))
+    return plain(plan, scalars, grad, leaf)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def moments_of(plan, leaf):
+    return plan.packing.view(leaf.packed).moments
+
+
 def assert_kernel_equals_plain(plan, case):
     scalars, grad, leaf = case
     want = plain(Unfused(plan), scalars, grad, leaf)
     assert_trees_equal(kernel(Unfused(plan), scalars, grad, leaf), want)
-    moments = [plan.packing.view(x.packed).moments for x in (want, leaf)]
+    moments = [moments_of(plan, x) for x in (want, leaf)]
     changed = [
         float(np.mean(np.asarray(x) != np.asarray(y)))
         for x, y in zip(*map(jax.tree.leaves, moments), strict=True)
@@ -167,7 +177,7 @@ def assert_kernel_equals_plain(plan, case):
 def make_model(shape=(64, 64), leaves=1, dtype=jnp.bfloat16):
     rng = np.random.default_rng(0)
     draw = lambda: {  # noqa: E731
-        str(index): jnp.asarray(rng.standard_normal(shape), dtype)
+        str(index): jnp.asarray(rng.standard_normal(shape).astype(dtype))
         for index in range(leaves)
     }
     return draw(), draw()

@@ -11,6 +11,7 @@ import pytest
 
 import mpx
 import mpx.inspect
+from models import normal
 from mpx._half import gradient_function
 from mpx._inspect._judged import judge
 from mpx._inspect._proposals import propose
@@ -20,7 +21,7 @@ from mpx._inspect._sensitivity import study
 
 def draw(seed, *shape, scale=1.0):
     fan = shape[-2] if len(shape) > 1 else 1
-    return scale * jax.random.normal(jax.random.key(seed), shape) * fan**-0.5
+    return scale * normal(seed, *shape) * fan**-0.5
 
 
 PARAMS = {"a": draw(0, 13, 24, scale=2.0), "b": draw(1, 24, 7), "c": draw(2, 7)}

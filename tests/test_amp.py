@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from models import count_traces, equations, trace_together
+from models import count_traces, equations, normal, trace_together
 from mpx import amp, half_precision
 from mpx.testing import assert_trees_equal
 
@@ -42,10 +42,6 @@ def _settings():
     yield
     for name, value in before.items():
         jax.config.update(name, value)
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed, impl="unsafe_rbg"), shape)
 
 
 def matmuls(jaxpr):

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from attention_cases import pretend_h200
-from models import equations, trace_together
+from models import equations, normal, trace_together
 from mpx import AmpRules, amp, amp_stop
 from mpx._amp import _attention, _recognition
 from mpx._attention import _capture, _cudnn
@@ -30,10 +30,6 @@ BATCH, LENGTH, HEADS, SIZE = 2, 8, 4, 16
 SHAPE = (BATCH, LENGTH, HEADS, SIZE)
 
 bf16 = functools.partial(amp, dtype="bf16")
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed, impl="unsafe_rbg"), shape)
 
 
 Q, K, V = (normal(i, *SHAPE) for i in range(3))

@@ -17,17 +17,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from models import mlp, mlp_batch, mlp_loss, multiplied, trace_together
+from models import mlp, mlp_batch, mlp_loss, multiplied, normal, trace_together
 from mpx import AmpRules, amp
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
 MATMULS = ("dot_general", "conv_general_dilated")
 
 bf16 = functools.partial(amp, dtype="bf16")
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed, impl="unsafe_rbg"), shape)
 
 
 X = normal(0, 16, 8)

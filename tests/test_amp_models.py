@@ -15,7 +15,7 @@ from flax import errors, nnx
 from jax import lax
 
 import mpx
-from models import equations, trace_together
+from models import equations, normal, trace_together
 from mpx import AmpRules, amp
 from mpx.testing import assert_trees_equal
 
@@ -31,10 +31,6 @@ bf16 = functools.partial(amp, dtype="bf16")
 
 def key(seed):
     return jax.random.key(seed, impl="unsafe_rbg")
-
-
-def normal(seed, *shape):
-    return jax.random.normal(key(seed), shape)
 
 
 def matmul_dtypes(jaxpr):

@@ -10,14 +10,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from models import equations
+from models import equations, normal
 from mpx import amp
 from mpx._amp._facts import saturate
 
-KEY = jax.random.key(0)
 T, D = 6, 4
-X = jax.random.normal(KEY, (T, D))
-W = jax.random.normal(jax.random.key(1), (3, D, D)) / 2
+X = normal(0, T, D)
+W = normal(1, 3, D, D) / 2
 LOWEST = {"finfo": float(jnp.finfo(jnp.float32).min), "-1e9": -1e9}
 
 

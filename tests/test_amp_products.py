@@ -9,10 +9,9 @@ import pytest
 from jax import lax
 
 import mpx
-from models import equations
+from models import equations, normal
 from mpx import AmpRules, amp
 
-KEY = jax.random.key(0)
 N = 512
 LOW, F32 = "bfloat16", "float32"
 POSITIONS = jnp.arange(2048.0)
@@ -102,7 +101,7 @@ ROPE = {
 
 @pytest.mark.parametrize("name", ROPE)
 def test_rotary_embedding_is_that_of_f32_at_2048_positions(name):
-    q = jax.random.normal(KEY, (2048, 32))
+    q = normal(0, 2048, 32)
 
     def func(w, q):
         return rope(POSITIONS, FREQUENCIES, q @ w, ROPE[name])
@@ -144,7 +143,7 @@ INNER = {
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_inner_product_is_a_sum_in_f32(name, dtype):
-    w = jax.random.normal(KEY, (N, N))
+    w = normal(0, N, N)
     penalty = lambda w: 1e-4 * INNER[name](w)  # noqa: E731
     low = amp(penalty, dtype=dtype)
     np.testing.assert_allclose(low(w), penalty(w), rtol=N * 2.0**-23)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from models import equations
+from models import equations, normal
 from mpx import AmpRules, amp, amp_low
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
@@ -18,10 +18,6 @@ MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 bf16 = functools.partial(amp, dtype="bf16")
 wide = functools.partial(bf16, reduce_dtype="f32")
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed, impl="unsafe_rbg"), shape)
 
 
 def results(func, *args):

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
+from models import normal
 from mpx.checkpoint import Checkpointer, from_f32, restore, save, to_f32
 from mpx.testing import assert_trees_equal
 
@@ -47,8 +48,8 @@ class Net(eqx.Module):
 
 
 def bf16_params(seed):
-    weight = jax.random.normal(jax.random.key(seed), (64, 128))
-    return {"w": weight.astype(jnp.bfloat16), "b": jnp.full(3, seed, jnp.bfloat16)}
+    weight = normal(seed, 64, 128, dtype=jnp.bfloat16)
+    return {"w": weight, "b": jnp.full(3, seed, jnp.bfloat16)}
 
 
 def flash_state(optimizer, seed):
@@ -205,7 +206,7 @@ MESHES = {
 
 def wire_state(seed):
     key = jax.random.key(seed)
-    x = jax.random.normal(key, (64, 128))
+    x = normal(seed, 64, 128)
     return {
         **flash_state(mpx.optim.flash_adamw(1e-2), seed),
         "f8": x.astype(jnp.float8_e4m3fn),

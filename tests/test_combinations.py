@@ -106,7 +106,8 @@ def train(precision, update, placement):
     for _ in range(STEPS):
         carry, value = jax.block_until_ready(compiled(carry, *batch))
         values.append(float(value))
-    weights = jax.device_get(training.weights(carry))
+    # From the host: what reads them is compiled for one device, not for each placement.
+    weights = training.weights(jax.device_get(carry))
     return flat(weights), values, dtypes_of_matmuls(traced.jaxpr)
 
 

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mpx
+from models import normal
 from mpx._compat import bind, primitive_name
 from mpx._inspect._host import run_on_host
 from mpx._inspect._shadow import run_in_f32
@@ -239,8 +240,8 @@ def test_unjudged_gradients_are_named():
         h = h - h.mean(0)
         return jnp.mean(jnp.square(h / jnp.sqrt(jnp.mean(h**2, 0) + 1e-5)) * x[:, :4])
 
-    params = {"w": jax.random.normal(jax.random.key(0), (8, 4)), "bias": jnp.ones(4)}
-    x = jax.random.normal(jax.random.key(1), (16, 8))
+    params = {"w": normal(0, 8, 4), "bias": jnp.ones(4)}
+    x = normal(1, 16, 8)
     found = explain(mpx.amp(loss), params, x)
     assert found.ok
     assert found.unstable == ("params/bias",)

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
+from models import normal
 from mpx import fp8
 from mpx.recipes import CurrentScaling, DelayedScaling, Fp8State
 from mpx.testing import assert_trees_equal
@@ -38,13 +39,12 @@ def layers(p, x):
 
 @functools.cache
 def problem(rows=32):
-    keys = jax.random.split(jax.random.key(0), 3)
     sizes = jnp.asarray([1.0, 2.0, 4.0]).reshape(3, 1, 1)
     p = {
-        "up": (jax.random.normal(keys[0], (3, 32, 48)) * 0.2 * sizes).astype(BF16),
-        "down": (jax.random.normal(keys[1], (3, 48, 32)) * 0.2).astype(BF16),
+        "up": (normal(0, 3, 32, 48) * 0.2 * sizes).astype(BF16),
+        "down": (normal(1, 3, 48, 32) * 0.2).astype(BF16),
     }
-    return p, jax.random.normal(keys[2], (rows, 32)).astype(BF16)
+    return p, normal(2, rows, 32, dtype=BF16)
 
 
 F8 = delayed(layers)

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from models import normal
 from mpx import fp8
 from mpx._fp8 import _layouts, _operands
 from mpx._fp8._dot import fp8_dot
@@ -42,10 +43,9 @@ def as_bits(x):
 # --- the kernel -----------------------------------------------------------------------
 
 TENSORS = {
-    "normal": lambda shape: jax.random.normal(jax.random.key(0), shape),
+    "normal": lambda shape: normal(0, *shape),
     "huge and tiny": lambda shape: (
-        jax.random.normal(jax.random.key(1), shape)
-        * jnp.exp2(jnp.round(20 * jax.random.uniform(jax.random.key(2), shape) - 15))
+        normal(1, *shape) * np.exp2(np.random.default_rng(2).integers(-15, 6, shape))
     ),
     "inf and nan": lambda shape: (
         jnp.ones(shape)
@@ -85,7 +85,7 @@ def test_tensors_are_turned_for_gpus_that_cannot_sum_over_the_first_axis(
 
 @pytest.mark.parametrize("leading", [1, 2])
 def test_both_orders_of_three_axes(leading):
-    x = jax.random.normal(jax.random.key(0), (4, 6, 10)).astype(BF16)
+    x = normal(0, 4, 6, 10, dtype=BF16)
     codes, turned = _layouts.quantize_both(
         x, jnp.float32(0.5), "e4m3", leading=leading, clip=False
     )
@@ -162,12 +162,8 @@ def attention_inputs(params, x):
 
 
 def attention_problem():
-    keys = jax.random.split(jax.random.key(0), 5)
-    params = {
-        name: jax.random.normal(key, (64, 64)).astype(BF16)
-        for name, key in zip("qkvo", keys, strict=False)
-    }
-    return params, jax.random.normal(keys[4], (32, 64)).astype(BF16)
+    params = {name: normal(i, 64, 64, dtype=BF16) for i, name in enumerate("qkvo")}
+    return params, normal(4, 32, 64, dtype=BF16)
 
 
 def casts(func, *args):

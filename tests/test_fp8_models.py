@@ -15,11 +15,12 @@ from flax import nnx
 from jax import lax
 
 import mpx
+from models import normal
 from mpx import fp8
 from mpx.recipes import CurrentScaling
 
 WIDTH, TOKENS, CLASSES = 32, 32, 16
-X = jax.random.normal(jax.random.key(7), (TOKENS, WIDTH))
+X = normal(7, TOKENS, WIDTH)
 LABELS = jnp.arange(TOKENS) % CLASSES
 
 
@@ -114,7 +115,7 @@ def haiku():
 
 
 def weights(key, *shape):
-    return jax.random.normal(jax.random.key(key), shape) / math.sqrt(shape[-2])
+    return normal(key, *shape) / math.sqrt(shape[-2])
 
 
 def plain():
@@ -186,16 +187,17 @@ def expected_error(depth):
     return 2 * math.sqrt((depth * forward + (depth + 1) * backward) / 3)
 
 
-def size(tree):
-    leaves = [x for x in jax.tree.leaves(tree) if eqx.is_inexact_array(x)]
-    return math.sqrt(sum(float(jnp.sum(jnp.square(x))) for x in leaves))
+def size(arrays):
+    return math.sqrt(sum(float(np.sum(np.square(x))) for x in arrays))
 
 
 def distance(a, b):
-    difference = jax.tree.map(
-        lambda x, y: x - y if eqx.is_inexact_array(x) else None, a, b
+    # In NumPy: JAX would compile programs for each shape.
+    a, b = (
+        [np.float64(x) for x in jax.tree.leaves(tree) if eqx.is_inexact_array(x)]
+        for tree in (a, b)
     )
-    return size(difference) / size(b)
+    return size([x - y for x, y in zip(a, b, strict=True)]) / size(b)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
+from models import normal
 from mpx._formats import FORMATS
 from mpx._fp8 import _operands
 from mpx._fp8._dot import fp8_dot
@@ -115,7 +116,7 @@ def quantized(x, form, *, clip=False):
 @pytest.mark.parametrize("exponent", [-100, -20, 0, 20, 100])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_quantising_is_off_by_half_an_ulp_at_most(form, exponent, dtype):
-    x = jax.random.normal(jax.random.key(0), (1000,)) * 2.0**exponent
+    x = normal(0, 1000) * 2.0**exponent
     x = x.astype(dtype)
     codes, scale = quantized(x, form)
     assert codes.dtype == DTYPES[form]
@@ -270,12 +271,11 @@ RECIPES = {
 
 def problem(layout, dtype="bfloat16", key=0):
     lhs, rhs, contracted, side, *batch = ALL[layout]
-    keys = jax.random.split(jax.random.key(key), 3)
-    a = jax.random.normal(keys[0], lhs).astype(dtype)
-    b = jax.random.normal(keys[1], rhs).astype(dtype)
+    a = normal((key, 0), *lhs, dtype=dtype)
+    b = normal((key, 1), *rhs, dtype=dtype)
     dimensions = (contracted, *batch) if batch else (contracted, ((), ()))
     out = jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimensions), a, b)
-    g = jax.random.normal(keys[2], out.shape).astype(dtype)
+    g = normal((key, 2), *out.shape, dtype=dtype)
     return a, b, g, dimensions, side
 
 

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import mpx
+from models import normal
 from mpx import DynamicLossScaling, NoLossScaling, StaticLossScaling
 from mpx._grad_checks import _checked
 from mpx.testing import assert_trees_equal
@@ -85,10 +86,6 @@ def run_jitted(func, *args):
 
 def run_eagerly(func, *args):
     return func(*args)
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 PARAMS = {"w": normal(0, 8, 8), "v": normal(1, 8, 4)}

@@ -29,6 +29,20 @@ from mpx._optim._packing import PackedLeaf
 from mpx.testing import assert_trees_equal
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def launch(plan, rows, grads, leaves, ahead=None):
+    return _triton.launch(
+        Unfused(plan),
+        rows,
+        grads,
+        leaves,
+        group_size=32,
+        ahead=ahead,
+        tuning=TUNING,
+        interpret=True,
+    )
+
+
 def test_unfused_programs_round_after_each_operation():
     rng = np.random.default_rng(0)
     a, b, c = rng.standard_normal((3, 4096)).astype(np.float32)
@@ -128,15 +142,8 @@ def test_leaves_that_share_a_launch_have_scalars_and_flags_of_their_own(shape):
     rows = jnp.stack(
         [jnp.append(f, case[0] * f) for f, case in zip(factors, cases, strict=True)]
     )
-    new = _triton.launch(
-        Unfused(plan),
-        rows,
-        [case[1] for case in cases],
-        [case[2] for case in cases],
-        group_size=32,
-        tuning=TUNING,
-        interpret=True,
-    )
+    _, grads, leaves = zip(*cases, strict=True)
+    new = launch(plan, rows, grads, leaves)
     for factor, (scalars, grad, leaf), got in zip(factors, cases, new, strict=True):
         want = leaf
         if factor:
@@ -149,16 +156,8 @@ def test_one_layer_steps_where_it_is(layer):
     """The layers -1 and 3 are those of other devices."""
     plan = make_plan(RULES["adamw"])
     scalars, grads, leaf = make_case(plan, (3, *DIVIDING))
-    (new,) = _triton.launch(
-        Unfused(plan),
-        jnp.append(jnp.float32(1), scalars)[None],
-        [grads[1]],
-        [leaf],
-        group_size=32,
-        ahead=jnp.arange(3) - layer,
-        tuning=TUNING,
-        interpret=True,
-    )
+    rows = jnp.append(jnp.float32(1), scalars)[None]
+    (new,) = launch(plan, rows, [grads[1]], [leaf], jnp.arange(3) - layer)
     for number in range(3):
         want = _layer_of(leaf, number)
         if number == layer:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,8 +30,19 @@ from mpx.testing import assert_trees_equal
 # --- the choice -----------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def imported_interpreter():
+    """Imports the interpreter: with an option of its own, it makes JAX trace again."""
+
+    def copy(x, out):
+        out[...] = x[...]
+
+    x = jnp.zeros(8)
+    pl.pallas_call(copy, out_shape=x, interpret=True)(x)
+
+
 @pytest.fixture
-def kernel_on_cpus(monkeypatch):
+def kernel_on_cpus(imported_interpreter, monkeypatch):
     """Takes CPUs for GPUs, with the kernel in the interpreter."""
     calls = []
     launch = _triton.launch
@@ -46,9 +59,19 @@ def kernel_on_cpus(monkeypatch):
     update = LeafStep.__call__
     monkeypatch.setattr(LeafStep, "__call__", lambda *a, **k: Unfused(update)(*a, **k))
     monkeypatch.setattr(Adam, "coefficients", _without_arithmetic)
-    jax.clear_caches()
+    _forget_steps()
     yield calls
-    jax.clear_caches()
+    _forget_steps()
+
+
+def _forget_steps():
+    """Clears what was traced with or without the patches.
+
+    `jax.clear_caches` would clear every operation of the other tests, too.
+    """
+    jitted: Any = _dispatch._launch, _dispatch._plain_leaf
+    for function in jitted:
+        function.clear_cache()
 
 
 def _without_arithmetic(self, hyper, step):
@@ -58,7 +81,7 @@ def _without_arithmetic(self, hyper, step):
 
 
 def take_steps(optimizer, params, grads, count=2, **options):
-    state = optimizer.init(params)
+    state = jax.jit(optimizer.init)(params)
 
     @jax.jit
     def step(params, state, grads, grad_scale):  # an input: `Unfused` needs an unknown
@@ -304,12 +327,17 @@ LAYOUTS = {
 }
 
 
+@functools.cache
+def steps_on_one_device():
+    plain = mpx.optim.flash_adamw(0.01, backend="jax")
+    return take_steps(plain, *make_model((16, 512), leaves=2), finite=jnp.array(True))
+
+
 @pytest.mark.parametrize(("axis_type", "spec"), LAYOUTS.values(), ids=LAYOUTS)
 def test_each_device_steps_its_shards(kernel_on_cpus, axis_type, spec):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
     params, grads = make_model((16, 512), leaves=2)
-    plain = mpx.optim.flash_adamw(0.01, backend="jax")
-    want = take_steps(plain, params, grads, finite=jnp.array(True))
+    want = steps_on_one_device()
     sharding = NamedSharding(mesh, spec)
     params, grads = jax.device_put((params, grads), sharding)
     got = take_steps(mpx.optim.flash_adamw(0.01), params, grads, finite=jnp.array(True))
@@ -326,8 +354,7 @@ def test_each_device_steps_its_shards(kernel_on_cpus, axis_type, spec):
 def test_leaves_of_one_launch_may_be_sharded_differently(kernel_on_cpus):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     params, grads = make_model((16, 512), leaves=2)
-    plain = mpx.optim.flash_adamw(0.01, backend="jax")
-    want = take_steps(plain, params, grads)
+    want = steps_on_one_device()
     shardings = {
         "0": NamedSharding(mesh, P("x")),
         "1": NamedSharding(mesh, P(None, "y")),

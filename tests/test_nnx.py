@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import mpx
-from models import POLICIES, count_traces, equations, operand_dtypes
+from models import POLICIES, count_traces, equations, normal, operand_dtypes
 from mpx import DynamicLossScaling, NoLossScaling
 from mpx.testing import assert_trees_equal
 
@@ -46,7 +46,7 @@ def plain_loss(model, x, y):
 
 @pytest.fixture(scope="module")
 def batch():
-    x = jax.random.normal(jax.random.key(1), (16, 4))
+    x = normal(1, 16, 4)
     return x, jnp.sin(x.sum(axis=1))
 
 

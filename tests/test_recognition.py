@@ -23,7 +23,7 @@ from attention_cases import (
     h200,
 )
 from attention_look_alikes import KEPT, LOOK_ALIKES
-from models import equations
+from models import equations, normal
 from mpx._amp import _recognition
 from mpx._attention import _pays
 
@@ -99,7 +99,7 @@ def call_of(func, *args):
 def test_bias_is_read_from_the_inside_of_an_activation():
     q, k, v = ARRAYS[:3]
     heads, length = q.shape[2], q.shape[1]
-    pair = jax.random.normal(jax.random.key(5), (2, heads * length, 16))
+    pair = normal(5, 2, heads * length, 16)
     activation = jax.jit(lambda x: 2 * jnp.tanh(x))
 
     def func(q, k, v, x, w):

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import mpx
-from models import POLICIES, count_traces
+from models import POLICIES, count_traces, normal
 from mpx import DynamicLossScaling, NoLossScaling, StaticLossScaling
 from mpx.testing import assert_trees_equal
 
@@ -21,7 +21,7 @@ F32_EPS = float(np.finfo(np.float32).eps)
 
 @pytest.fixture(scope="module")
 def batch():
-    x = jax.random.normal(jax.random.key(1), (16, 4)) + 1
+    x = normal(1, 16, 4) + 1
     return x, jnp.sin(x.sum(axis=1))
 
 

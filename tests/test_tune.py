@@ -11,6 +11,7 @@ import pytest
 
 import mpx
 import mpx.inspect
+from models import normal
 from mpx._inspect import _laboratory, _tuning
 from mpx._inspect._candidates import front, options
 from mpx._inspect._judged import judge
@@ -85,7 +86,7 @@ def test_frontier_is_close_to_an_exhaustive_search():
     widths = (9, 17, 17, 17, 5)
     sizes = (0.3, 3.0, 0.5, 2.0)
     params = {
-        f"w{i}": 1.0 * sizes[i] * jax.random.normal(jax.random.key(i), pair) / 4
+        f"w{i}": 1.0 * sizes[i] * normal(i, *pair) / 4
         for i, pair in enumerate(itertools.pairwise(widths))
     }
 
@@ -95,7 +96,7 @@ def test_frontier_is_close_to_an_exhaustive_search():
                 x = jnp.tanh(x @ params[f"w{i}"])
         return jnp.mean(jnp.square(x))
 
-    known = judge(loss, (params, jax.random.normal(jax.random.key(9), (21, 9))), {})
+    known = judge(loss, (params, normal(9, 21, 9)), {})
     groups = [i for i in sorted(known.active) if known.groups[i].param]
     others = known.active - set(groups)
     exact = known.study.emulate(known.arrays, "bf16", ())[1:]
