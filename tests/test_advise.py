@@ -13,8 +13,9 @@ import mpx
 import mpx.inspect
 from mpx._half import gradient_function
 from mpx._inspect._judged import judge
+from mpx._inspect._keys import Key, Site
 from mpx._inspect._proposals import propose
-from mpx._inspect._rounding import Samples, rounded, tap, width
+from mpx._inspect._rounding import Samples, look, nothing_seen, rounded, tap
 from mpx._inspect._sensitivity import study
 
 
@@ -146,8 +147,8 @@ def test_pass_in_f32_is_the_gradient():
 @pytest.mark.parametrize("name", ["bf16", "e4m3", "e5m2"])
 def test_rounding_in_a_program_is_that_on_the_host(name):
     x = draw(5, 7, 300) * jnp.exp(draw(6, 7, 300, scale=40.0))
-    z = np.concatenate([[jnp.max(jnp.abs(x))], x.ravel(), jnp.ones(x.size)])
-    error = Samples.read(z, x.size)._error(name, np.asarray(x).reshape(1, -1), 1.0)
+    seen = look(x), look(jnp.ones_like(x))
+    error = Samples.read(seen, x.size)._error(name, np.asarray(x).reshape(1, -1), 1.0)
     expected = np.asarray(x).ravel() + error[0]
     np.testing.assert_allclose(rounded(x, name).ravel(), expected, rtol=1e-6)
     assert np.abs(error).max() > 0
@@ -160,7 +161,8 @@ def test_tap_is_an_identity_that_returns_samples(length):
     def call(z):
         return jnp.sum(weights * tap(x, z, ()))
 
-    value, z = jax.value_and_grad(call)(jnp.zeros(width(length, 0)))
+    site = Site(0, Key("out", 0, 0, (), False), length, 0, ())
+    value, z = jax.value_and_grad(call)(nothing_seen(site))
     assert value == pytest.approx(float(jnp.sum(weights * x)), rel=1e-4, abs=1e-4)
     found = Samples.read(z, length)
     assert found.largest == jnp.max(jnp.abs(x))

@@ -21,8 +21,9 @@ import numpy as np
 from mpx._compat import is_transposed, open_jaxpr, primitive_name, sub_jaxprs
 from mpx._inspect._groups import Group, labelled
 from mpx._inspect._keys import Known, Site
+from mpx._inspect._pieces import Pieces, apart
 from mpx._inspect._program import Program, gradient
-from mpx._inspect._rounding import Samples, rounded, tap, width
+from mpx._inspect._rounding import Samples, nothing_seen, rounded, tap
 from mpx._inspect._sites import Rule, Sites
 from mpx._jaxpr._queries import equations
 
@@ -43,6 +44,7 @@ class Study:
     groups: list[Group]
     program: Program
     found: Sites
+    _emulators: dict[str, Pieces] = dataclasses.field(default_factory=dict, init=False)
 
     @functools.cached_property
     def sites(self) -> list[Site]:
@@ -64,27 +66,20 @@ class Study:
         return _run(self.program, visitor, arrays)
 
     @functools.cached_property
-    def _samples(self) -> Callable[[Sequence[Any], Any], tuple[dict[int, Any], Any]]:
+    def _samples(self) -> Pieces:
         def rule(site: Site, x: Any, z: Any, operands: tuple[Any, ...]) -> Any:
             return tap(x, z, operands)
 
-        @functools.partial(jax.jit, compiler_options=_options())
         def run(arrays: Sequence[Any], seed: Any) -> tuple[dict[int, Any], list[Any]]:
-            given = {
-                i: jnp.zeros((*site.lengths, width(site.size, site.operands)))
-                for i, site in enumerate(self.sites)
-            }
+            given = {i: nothing_seen(site) for i, site in enumerate(self.sites)}
             outs, vjp = jax.vjp(lambda z: self.evaluate(arrays, z, rule), given)
             scale = 1 / jnp.maximum(norm(outs[1:]), np.float32(1e-30))
-            seeds = [jax.random.fold_in(seed, i) for i in range(len(outs))]
-            signs = [
-                jax.random.rademacher(s, x.shape, x.dtype) * scale.astype(x.dtype)
-                for s, x in zip(seeds, outs, strict=True)
-            ]
-            (found,) = vjp([jnp.zeros_like(outs[0]), *signs[1:]])
+            signs = [_signs(seed, i, scale, x) for i, x in enumerate(outs[1:])]
+            (found,) = vjp([jnp.zeros_like(outs[0]), *signs])
             return found, outs
 
-        return run
+        seed = jax.random.key(0, impl="unsafe_rbg")
+        return Pieces(run, self.program.arrays, seed)
 
     def samples(self, arrays: Sequence[Any], seed: Any) -> list[Samples]:
         """Returns what each site sees, with random signs as cotangent of the gradients."""
@@ -92,21 +87,19 @@ class Study:
         read = jax.device_get(found)
         return [Samples.read(read[i], site.size) for i, site in enumerate(self.sites)]
 
-    @functools.cached_property
-    def _emulated(self) -> Callable[..., list[Any]]:
-        @functools.partial(jax.jit, static_argnums=2, compiler_options=_options())
-        def run(arrays: Sequence[Any], given: dict[int, Any], half: str) -> list[Any]:
-            def rule(site: Site, x: Any, z: Any, operands: tuple[Any, ...]) -> Any:
-                if site.key.kind in ("out", "entry"):
-                    x = jnp.where(z % 2 == 1, rounded(x, half), x)
-                if site.number in self.found.quantised:
-                    eight = "e5m2" if site.key.is_cotangent else "e4m3"
-                    x = jnp.where(z >= 2, rounded(x, eight), x)
-                return x
+    def _emulated(self, half: str, given: dict[int, Any]) -> Pieces:
+        def rule(site: Site, x: Any, z: Any, operands: tuple[Any, ...]) -> Any:
+            if site.key.kind in ("out", "entry"):
+                x = jnp.where(z % 2 == 1, rounded(x, half), x)
+            if site.number in self.found.quantised:
+                eight = "e5m2" if site.key.is_cotangent else "e4m3"
+                x = jnp.where(z >= 2, rounded(x, eight), x)
+            return x
 
+        def run(arrays: Sequence[Any], given: dict[int, Any]) -> list[Any]:
             return self.evaluate(arrays, given, rule)
 
-        return run
+        return Pieces(run, self.program.arrays, given)
 
     def emulate(
         self,
@@ -134,7 +127,9 @@ class Study:
             )
             for i, site in enumerate(self.sites)
         }
-        return self._emulated(arrays, given, half)
+        if half not in self._emulators:
+            self._emulators[half] = self._emulated(half, given)
+        return self._emulators[half](arrays, given)
 
 
 def count_steps(jaxpr: Any) -> int:
@@ -168,20 +163,21 @@ def _backward_equations(jaxpr: Any, inside: bool = False) -> Iterator[Any]:
             yield from _backward_equations(body, is_backward)
 
 
-def _options() -> dict[str, Any] | None:
-    """Returns options for programs that run a few times.
-
-    On CPUs most of the time goes into LLVM. CPU time of a ViT of two blocks: at level 1 it
-    compiles in 30 s and a pass takes 36 ms, at level 0 in 21 s and 142 ms; a gradient 8 ms.
-    """
-    if jax.default_backend() != "cpu":
-        return None
-    return {"xla_backend_optimization_level": 1}
+@apart
+def _square(x: Any) -> Any:
+    return jnp.sum(jnp.square(x.astype(np.float32)))
 
 
 def norm(arrays: Sequence[Any]) -> Any:
     """Returns the norm of all numbers of some arrays."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(np.float32))) for x in arrays))
+    return jnp.sqrt(sum(map(_square, arrays)))
+
+
+@apart
+def _signs(seed: Any, i: Any, scale: Any, x: Any) -> Any:
+    """Returns an array like `x` of random signs times a scale."""
+    signs = jax.random.rademacher(jax.random.fold_in(seed, i), x.shape, x.dtype)
+    return signs * scale.astype(x.dtype)
 
 
 def _run(grad: Program, visitor: Sites, arrays: Sequence[Any]) -> list[Any]:
