@@ -126,7 +126,8 @@ def test_gradient_that_is_not_finite_is_an_infinite_error():
         return jnp.mean(jnp.square((500 * x) @ (500 * params["a"])))
 
     lab = _laboratory.Laboratory(loss, (PARAMS, X), {}, 1.0)
-    assert lab.measure(mpx.inspect.PrecisionPolicy("f16"))["error"] == math.inf
+    (found,) = lab.measure([mpx.inspect.PrecisionPolicy("f16")])
+    assert found["error"] == math.inf
 
 
 def test_picture_shows_predictions_and_measurements(tuned):

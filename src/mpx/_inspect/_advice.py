@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mpx._inspect._judged import Judged, judge
+from mpx._inspect._judged import Judged, judge, steps
 from mpx._inspect._predictions import Range
+from mpx._inspect._progress import progress
 from mpx._inspect._proposals import LIMITS, MOST_VANISHING, Proposal, propose
 from mpx._inspect._result import Result, Table, percent
 from mpx._inspect._rounding import EIGHTS, HALVES
@@ -192,7 +193,8 @@ def advise(
         mpx.amp(loss, "bf16")
     """
     formats = check_formats(formats)
-    known = judge(func, args, kwargs, batches)
+    with progress(steps(batches), "advise") as tell:
+        known = judge(func, args, kwargs, batches, tell)
     names = [*(x for x in HALVES if x in formats)]
     if any(x in formats for x in EIGHTS):
         names.append("fp8")

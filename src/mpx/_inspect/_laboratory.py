@@ -1,5 +1,6 @@
 """The laboratory: gradients of policies and of single groups, measured against f32."""
 
+import concurrent.futures
 import functools
 import math
 import time
@@ -12,9 +13,11 @@ from mpx._half import gradient_function
 from mpx._inspect._advice import DOUBT
 from mpx._inspect._candidates import Option
 from mpx._inspect._judged import Judged
+from mpx._inspect._pieces import Pieces
 from mpx._inspect._policies import PrecisionPolicy
 from mpx._inspect._predictions import Predictions
-from mpx._inspect._program import gradient, program
+from mpx._inspect._program import Program, gradient, program
+from mpx._inspect._progress import Tell, silent
 from mpx._inspect._sensitivity import norm
 from mpx._loss_scaling import StaticLossScaling
 
@@ -39,32 +42,55 @@ class Laboratory:
         func, args, kwargs = self.call
         with jax.default_matmul_precision("highest"):
             grad = gradient(program(func, args, kwargs))
-            return jax.jit(grad.__call__)(*grad.arrays)[1:]
+            return Pieces(grad.__call__, *grad.arrays)(*grad.arrays)[1:]
 
-    def measure(self, policy: PrecisionPolicy) -> dict[str, Any]:
-        """Returns error, time and memory of the gradient under a policy."""
-        if policy not in self.done:
-            self.done[policy] = self._measure(policy)
-        return self.done[policy]
+    def measure(
+        self, policies: Sequence[PrecisionPolicy], tell: Tell = silent
+    ) -> list[dict[str, Any]]:
+        """Returns error, time and memory of the gradient under each policy."""
+        todo = [x for x in dict.fromkeys(policies) if x not in self.done]
+        if todo:
+            tell("measuring")
+            made = self._compiled(todo, tell)
+            for policy, (compiled, grad) in zip(todo, made, strict=True):
+                tell(f"measuring {policy}", part=True)
+                self.done[policy] = self._measured(compiled, grad)
+        return [self.done[policy] for policy in policies]
 
-    def _measure(self, policy: PrecisionPolicy) -> dict[str, Any]:
+    def _compiled(
+        self, policies: Sequence[PrecisionPolicy], tell: Tell
+    ) -> list[tuple[Any, Program]]:
+        """Returns the gradients under some policies, compiled at the same time."""
+        with concurrent.futures.ThreadPoolExecutor(len(policies)) as pool:
+            jobs, grads = [], []
+            for policy in policies:
+                tell(f"compiling {policy}", part=True)
+                grads.append(self._gradient(policy))
+                lowered = jax.jit(grads[-1].__call__).lower(*grads[-1].arrays)
+                jobs.append(pool.submit(lowered.compile))
+            # All of them before anything is timed.
+            return list(zip([job.result() for job in jobs], grads, strict=True))
+
+    def _gradient(self, policy: PrecisionPolicy) -> Program:
         func, args, kwargs = self.call
         with gradient_function():
             forward = program(policy.apply(func), args, kwargs)
             scaling = StaticLossScaling(self.scale) if policy.half == "f16" else None
-            grad = gradient(forward, scaling)
-        compiled = jax.jit(grad.__call__).lower(*grad.arrays).compile()
+            return gradient(forward, scaling)
+
+    def _measured(self, compiled: Any, grad: Program) -> dict[str, Any]:
         outs = compiled(*grad.arrays)
-        error = float(
-            norm([a - b for a, b in zip(outs[1:], self.exact, strict=True)])
-            / norm(self.exact)
-        )
+        error = float(_distance(outs[1:], self.exact) / norm(self.exact))
         analysis = compiled.memory_analysis()
         return {
             "error": error if math.isfinite(error) else math.inf,
             "time": _timed(compiled, grad.arrays) if self.has_gpu else None,
             "memory": getattr(analysis, "temp_size_in_bytes", None),
         }
+
+
+def _distance(a: Sequence[Any], b: Sequence[Any]) -> Any:
+    return norm([x - y for x, y in zip(a, b, strict=True)])
 
 
 def _timed(call: Callable[..., Any], arrays: Sequence[Any]) -> float:
@@ -98,7 +124,7 @@ def repaired(
     size = float(norm(exact))
     for i in worst:
         grads = known.study.emulate(known.arrays, half, (i,), alone=True)[1:]
-        change = float(norm([a - b for a, b in zip(grads, exact, strict=True)]))
+        change = float(_distance(grads, exact))
         predicted = predicted.replaced(half, i, (change / size) ** 2)
         names.add(known.groups[i].label)
     return predicted

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._compat import Literal, eval_equation, is_jaxpr, open_jaxpr, sub_jaxprs
+from mpx._inspect._progress import Tell, silent
 from mpx._jaxpr._queries import CALLS, MATMULS, Equation, contains
 
 _APART = "mpx_apart_"
@@ -340,7 +341,7 @@ class Pieces:
             found.append(sorted(used))
         return found[::-1]
 
-    def compile(self, tell: Callable[[str], None] = lambda step: None) -> None:
+    def compile(self, tell: Tell = silent) -> None:
         """Compiles the pieces for the default device, several at a time."""
         todo = {piece.key: piece for piece in self._pieces}
         todo = {key: x for key, x in todo.items() if key not in self._calls}
@@ -353,14 +354,22 @@ class Pieces:
                 job = pool.submit(lowered.compile, compiler_options=_options(piece))
                 jobs[job] = key
             for i, job in enumerate(concurrent.futures.as_completed(jobs)):
-                tell(f"compiled {i + 1} of {len(jobs)} pieces")
+                tell(f"compiled {i + 1} of {len(jobs)} pieces", part=True)
                 self._calls[jobs[job]] = job.result()
+
+    def prepare(self, *args: Any, tell: Tell = silent) -> None:
+        """Compiles the pieces, unless the arguments are on other devices.
+
+        For those they are compiled one by one when they run, and get the shardings of the
+        values that arrive.
+        """
+        if not self._calls and _is_here(jax.tree.leaves(args)):
+            self.compile(tell)
 
     def __call__(self, *args: Any) -> Any:
         """Runs the function."""
+        self.prepare(*args)
         arrays = jax.tree.leaves(args)
-        if not self._calls and _is_here(arrays):
-            self.compile()
         env: dict[int, Any] = {**self._consts}
         env.update(zip(self._inputs, arrays, strict=True))
         for piece, dying in zip(self._pieces, self._dying, strict=True):

@@ -23,6 +23,7 @@ from mpx._inspect._groups import Group, labelled
 from mpx._inspect._keys import Known, Site
 from mpx._inspect._pieces import Pieces, apart
 from mpx._inspect._program import Program, gradient
+from mpx._inspect._progress import Tell, silent
 from mpx._inspect._rounding import Samples, nothing_seen, rounded, tap
 from mpx._inspect._sites import Rule, Sites
 from mpx._jaxpr._queries import equations
@@ -78,8 +79,14 @@ class Study:
             (found,) = vjp([jnp.zeros_like(outs[0]), *signs])
             return found, outs
 
-        seed = jax.random.key(0, impl="unsafe_rbg")
-        return Pieces(run, self.program.arrays, seed)
+        return Pieces(run, self.program.arrays, seed_of(0))
+
+    def prepare(self, arrays: Sequence[Any], tell: Tell = silent) -> None:
+        """Traces and compiles the passes."""
+        tell("tracing the passes")
+        pieces = self._samples
+        tell(f"compiling {pieces.distinct} pieces")
+        pieces.prepare(arrays, seed_of(0), tell=tell)
 
     def samples(self, arrays: Sequence[Any], seed: Any) -> list[Samples]:
         """Returns what each site sees, with random signs as cotangent of the gradients."""
@@ -161,6 +168,11 @@ def _backward_equations(jaxpr: Any, inside: bool = False) -> Iterator[Any]:
             yield eqn
         for body in sub_jaxprs(eqn):
             yield from _backward_equations(body, is_backward)
+
+
+def seed_of(number: int) -> Any:
+    """Returns a key for the random signs of a pass, of a kind that is cheap to draw from."""
+    return jax.random.key(number, impl="unsafe_rbg")
 
 
 @apart

@@ -9,18 +9,15 @@ import jax
 import numpy as np
 
 from mpx._inspect._candidates import Candidate, Option, front, options
-from mpx._inspect._judged import Judged, judge
+from mpx._inspect._judged import Judged, judge, steps
 from mpx._inspect._laboratory import Laboratory, repaired
 from mpx._inspect._policies import PrecisionPolicy
 from mpx._inspect._progress import progress
-from mpx._inspect._result import Result, Table, amount
+from mpx._inspect._result import Result, Table, amount, percent
+from mpx._inspect._states import StateBytes, state_bytes
 
 _OFF = 2.0  # predictions that are off by more are replaced
 _ROUNDS = 3
-_STATES = (
-    ("optax.adamw, f32 parameters", 12.0),
-    ("mpx.optim.flash_adamw", 5.2),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +31,8 @@ class Tuning(Result):
             default of `amp`; fastest first.
         max_grad_error: The limit.
         repaired: The groups whose predictions were replaced by measurements.
-        params: The number of parameters.
+        states: The bytes of parameters and AdamW's state, by their formats. They change
+            no gradient, so they are chosen apart from the policy.
         device: Where the measurements were made.
         remark: The result in one sentence.
     """
@@ -43,7 +41,7 @@ class Tuning(Result):
     candidates: tuple[Candidate, ...]
     max_grad_error: float
     repaired: tuple[str, ...]
-    params: int
+    states: tuple[StateBytes, ...]
     device: str
     remark: str
 
@@ -63,17 +61,18 @@ class Tuning(Result):
         ]
         head = ("policy", "predicted", "measured", "cost table", "time", "memory")
         right = frozenset(range(1, 6))
+        most = max((x.bytes for x in self.states), default=0) or 1
         states = [
-            (name, f"{size:g}", amount(size * self.params, "B"))
-            for name, size in _STATES
+            (x.code, x.params, amount(x.bytes, "B"), percent(1 - x.bytes / most))
+            for x in self.states
         ]
         tables = [
             Table(head, rows, "Error of the gradient, and time", right),
             Table(
-                ("optimizer", "bytes", "in all"),
+                ("optimizer", "parameters", "bytes", "saved"),
                 states,
-                "Parameters, optimizer state and master weights, for each parameter",
-                frozenset({1, 2}),
+                "Parameters and optimizer state, whatever the policy",
+                frozenset({2, 3}),
             ),
         ]
         if self.repaired:
@@ -181,26 +180,24 @@ def tune(
         mpx.amp(loss, "bf16")
     """
     halves, with_fp8 = _check(formats, max_grad_error)
-    with progress(2 + proposals, "tune") as tell:
-        tell("predicting")
-        known = judge(func, args, kwargs, batches)
+    with progress(steps(batches) + _ROUNDS, "tune") as tell:
+        known = judge(func, args, kwargs, batches, tell)
         lab = Laboratory(func, args, kwargs, known.predicted.scale)
         default = Option("bf16" if "bf16" in halves else halves[0])
         names: set[str] = set()
-        tell("measuring the default of amp")
-        lab.measure(default.policy)
         best: list[Option] = []
         for _ in range(_ROUNDS):
             best = front(options(known, halves, with_fp8), known)
             chosen = _proposed(best, known, max_grad_error, proposals)
-            off = []
-            for option in chosen:
-                tell(str(option.policy))
-                error = lab.measure(option.policy)["error"]
-                if _is_off(option.candidate(known).predicted_error, error):
-                    off.append(option)
+            found = lab.measure([x.policy for x in (default, *chosen)], tell)
+            off = [
+                option
+                for option, seen in zip(chosen, found[1:], strict=True)
+                if _is_off(option.candidate(known).predicted_error, seen["error"])
+            ]
             if not off:
                 break
+            tell("measuring single groups", part=True)
             predicted = repaired(known, off[0], names)
             if predicted is known.predicted:
                 break
@@ -212,13 +209,13 @@ def tune(
         candidates.append(dataclasses.replace(found, **seen))
     candidates.sort(key=lambda x: x.predicted_time)
     policy, remark = _choose(candidates, default.policy, max_grad_error, lab.has_gpu)
-    sizes = [known.arrays[i].size for i in known.study.program.params]
+    grad = known.study.program
     return Tuning(
         policy=policy,
         candidates=tuple(candidates),
         max_grad_error=max_grad_error,
         repaired=tuple(sorted(names)),
-        params=sum(sizes),
+        states=state_bytes({grad.names[i]: grad.arrays[i] for i in grad.params}),
         device=jax.devices()[0].device_kind,
         remark=remark,
     )
