@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import mpx
 import mpx.inspect
@@ -321,17 +322,69 @@ def test_equinox_models_are_taken_whole():
     assert {"layers/0/weight", "layers/1/weight"} <= {x.label for x in found.groups}
 
 
-@pytest.mark.standard_promotion
-def test_flax_models_are_taken_whole():
+def nnx_model():
     nnx = pytest.importorskip("flax.nnx")
-    model = nnx.Linear(13, 7, rngs=nnx.Rngs(0))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(13, 24, rngs=rngs)
+            self.down = nnx.Linear(24, 7, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(jnp.tanh(self.up(x)))
+
+    return Model(nnx.Rngs(0)), lambda model, x: model(x)
+
+
+def linen_model():
+    linen = pytest.importorskip("flax.linen")
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(7, name="down")(jnp.tanh(linen.Dense(24, name="up")(x)))
+
+    model = Model()
+    return model.init(jax.random.key(0), X), model.apply
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("make", [nnx_model, linen_model])
+def test_flax_models_are_taken_whole(make):
+    model, apply = make()
 
     def loss(model, x, y):
-        return jnp.mean(jnp.square(model(x) - y))
+        return jnp.mean(jnp.square(apply(model, x) - y))
 
     found = mpx.inspect.advise(loss, model, X, Y, formats=["bf16"])
-    assert "kernel" in {x.label for x in found.groups}
-    assert isinstance(model.kernel[...], jax.Array)
+    rows = {x.label: x for x in found.groups if x.label.endswith("kernel")}
+    assert [x.rpartition("/")[0].rpartition("/")[2] for x in sorted(rows)] == [
+        "down",
+        "up",
+    ]
+    policy = mpx.inspect.PrecisionPolicy(
+        "bf16", keep=tuple(x.selector for x in rows.values())
+    )
+    report = mpx.inspect.report(policy.apply(loss), model, X, Y)
+    assert {op.after for op in report.amp.matmuls} == {("float32",)}
+    predicted = found.proposal("bf16").default
+    assert all(x.errors["bf16"] < predicted for x in rows.values())
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_advice_for_sharded_arguments_is_that_for_one_device(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    x, y = (jnp.concatenate([a, a])[:64] for a in (X, Y))
+    once = mpx.inspect.advise(plain, PARAMS, x, y, formats=["bf16", "e4m3"])
+    with jax.set_mesh(mesh):
+        rows = jax.NamedSharding(mesh, jax.P("data"))
+        whole = jax.NamedSharding(mesh, jax.P())
+        args = (*jax.device_put((PARAMS,), whole), *jax.device_put((x, y), rows))
+        found = mpx.inspect.advise(plain, *args, formats=["bf16", "e4m3"])
+    assert [x.label for x in found.groups] == [x.label for x in once.groups]
+    for a, b in zip(found.groups, once.groups, strict=True):
+        for name, error in a.errors.items():
+            assert error == pytest.approx(b.errors[name], rel=0.1)
 
 
 # --- results and errors ---------------------------------------------------------------
@@ -373,6 +426,11 @@ def test_advice_exports_to_json_and_averages_batches():
             ),
             TypeError,
             "Pass arrays with real numbers",
+        ),
+        (
+            lambda: mpx.inspect.advise(plain, PARAMS, X, Y, batches=[(X[:9], Y[:9])]),
+            ValueError,
+            r"`batches\[0\]` must have the shapes and dtypes",
         ),
     ],
 )

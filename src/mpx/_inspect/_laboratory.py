@@ -13,7 +13,7 @@ from mpx._half import gradient_function
 from mpx._inspect._advice import DOUBT
 from mpx._inspect._candidates import Option
 from mpx._inspect._judged import Judged
-from mpx._inspect._pieces import Pieces
+from mpx._inspect._pieces import Pieces, cheap_options
 from mpx._inspect._policies import PrecisionPolicy
 from mpx._inspect._predictions import Predictions
 from mpx._inspect._program import Program, gradient, program
@@ -67,7 +67,8 @@ class Laboratory:
                 tell(f"compiling {policy}", part=True)
                 grads.append(self._gradient(policy))
                 lowered = jax.jit(grads[-1].__call__).lower(*grads[-1].arrays)
-                jobs.append(pool.submit(lowered.compile))
+                options = None if self.has_gpu else cheap_options()
+                jobs.append(pool.submit(lowered.compile, compiler_options=options))
             # All of them before anything is timed.
             return list(zip([job.result() for job in jobs], grads, strict=True))
 

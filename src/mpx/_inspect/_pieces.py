@@ -293,6 +293,17 @@ def _options(piece: _Piece) -> dict[str, Any] | None:
     return {k: v for k, v in found.items() if _is_known(backend, k, v)} or None
 
 
+def cheap_options() -> dict[str, Any] | None:
+    """Returns options with which a program is compiled in less time, into the same kernels.
+
+    There are some for CPUs only. The code of the kernels is slower.
+    """
+    if jax.default_backend() != "cpu":
+        return None
+    name, level = "xla_backend_optimization_level", 0
+    return {name: level} if _is_known("cpu", name, level) else None
+
+
 @functools.cache
 def _is_known(backend: str, name: str, value: Any) -> bool:
     del backend
