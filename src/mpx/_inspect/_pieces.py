@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._compat import Literal, eval_equation, is_jaxpr, open_jaxpr, sub_jaxprs
+from mpx._compat import (
+    Literal,
+    as_function,
+    eval_equation,
+    is_jaxpr,
+    open_jaxpr,
+    sub_jaxprs,
+)
 from mpx._inspect._progress import Tell, silent
 from mpx._jaxpr._queries import CALLS, MATMULS, Equation, contains
 
@@ -268,7 +275,11 @@ def _function(piece: _Piece) -> Callable[..., list[Any]]:
         env = dict(zip(piece.inputs, args, strict=True))
         for eqn, inputs, outputs in piece.steps:
             values = [env[x] if isinstance(x, int) else x.val for x in inputs]
-            env.update(zip(outputs, eval_equation(eqn, values), strict=True))
+            if _is_apart(eqn):  # its literals are operands
+                outs = as_function(_called(eqn))(*values)
+            else:
+                outs = eval_equation(eqn, values)
+            env.update(zip(outputs, outs, strict=True))
         return [env[x] for x in piece.outputs]
 
     return run
@@ -404,6 +415,7 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def _is_here(arrays: Sequence[Any]) -> bool:
-    """Returns whether all arrays are where new ones are made."""
+    """Returns whether all arrays are on the one device where new ones are made."""
     here = jnp.zeros(()).devices()
-    return all(x.devices() == here for x in arrays if isinstance(x, jax.Array))
+    held = [x.devices() for x in arrays if isinstance(x, jax.Array)]
+    return len(here) == 1 and all(devices == here for devices in held)

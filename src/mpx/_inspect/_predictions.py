@@ -13,7 +13,7 @@ from mpx._inspect._groups import Group
 from mpx._inspect._keys import Key, Site
 from mpx._inspect._progress import Tell, silent
 from mpx._inspect._rounding import EIGHTS, HALVES, Samples
-from mpx._inspect._sensitivity import Study, seed_of
+from mpx._inspect._sensitivity import Study
 
 MOST_SCALE = 2.0**24
 """The ceiling of `mpx.DynamicLossScaling.pow2()`."""
@@ -176,7 +176,7 @@ def predictions(
     for i, arrays in enumerate(batches):
         for j in range(passes):
             tell(f"pass {len(every) + 1} of {passes * len(batches)}")
-            every.append(found.samples(arrays, seed_of(17 * i + j)))
+            every.append(found.samples(arrays, 17 * i + j))
     ranges = _ranges(found.sites, every)
     backward = [x.largest for (_, is_back), x in ranges.items() if is_back]
     scale, sums = _loss_scale(max(backward, default=0.0)), _Sums()

@@ -10,6 +10,7 @@ from jax import lax
 from mpx._formats import FORMATS, parse_float_dtype
 from mpx._inspect._keys import Site
 from mpx._inspect._pieces import apart
+from mpx._sharding import unsharded
 
 HALVES = ("bf16", "f16")
 EIGHTS = ("e4m3", "e5m2")
@@ -71,6 +72,7 @@ def _positions(size: int) -> np.ndarray:
 @apart
 def look(x: Any) -> Any:
     """Returns the largest magnitude of an array, then a sample of its numbers."""
+    x = unsharded(x)
     flat = x.reshape(-1)
     if x.size > SAMPLE:
         places = flat.at[_positions(x.size)]
