@@ -4,6 +4,7 @@
     python benchmarks/advise.py --part rank --models mlp lstm
     python benchmarks/advise.py --part tune --sizes tiny tiny-gpt
     python benchmarks/advise.py --part tune --sizes vit-base --batch 64   # a GPU
+    python benchmarks/advise.py --part tune --sizes gpt2 --length 512 --max-grad-error 0.25
 
 rank: single groups in bf16, predicted against measured by emulating that group alone; rank
 correlation, the ratio of measured to predicted, and the time of a pass in gradients.
@@ -328,10 +329,10 @@ def stages(total: int, what: str) -> Iterator[Callable[..., None]]:
     print(f"  {time.perf_counter() - start:6.1f} s  {what} in all", flush=True)
 
 
-def tune_part(sizes: list[str], batch: int, limit: float) -> None:
+def tune_part(sizes: list[str], batch: int, length: int | None, limit: float) -> None:
     _advice.progress = _tuning.progress = stages
     for size in sizes:
-        task = make_task(size, batch, length=None if "gpt" not in size else 32)
+        task = make_task(size, batch, length=length)
         jax.block_until_ready((jax.tree.leaves(task.model), task.batches))
         print(f"\n{size}, batch {batch}: advise", flush=True)
         print(mpx.inspect.advise(task.loss, task.model, task.batches[0]), flush=True)
@@ -349,6 +350,7 @@ def main() -> None:
     parser.add_argument("--half", default="bf16")
     parser.add_argument("--sizes", nargs="+", default=["tiny", "tiny-gpt"])
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, help="tokens; by default the context")
     parser.add_argument("--max-grad-error", type=float, default=0.05)
     options = parser.parse_args()
     parts = options.part or ["rank", "search", "tune"]
@@ -360,7 +362,7 @@ def main() -> None:
         head = ("policies", "on the frontier", "median gap", "largest gap")
         print(format_table(head, search_part(options.half)), flush=True)
     if "tune" in parts:
-        tune_part(options.sizes, options.batch, options.max_grad_error)
+        tune_part(options.sizes, options.batch, options.length, options.max_grad_error)
 
 
 if __name__ == "__main__":

@@ -237,7 +237,13 @@ def test_sum_that_cancels_is_marked():
 
 @pytest.mark.parametrize(
     ("call", "expected"),
-    [(jax.nn.relu, 1), (jnp.tanh, 0), (lambda h: jnp.where(h > 1, h, 2 * h), 1)],
+    [
+        (jax.nn.relu, 1),
+        (jnp.tanh, 0),
+        (lambda h: jnp.where(h > 1, h, 2 * h), 1),
+        (lambda h: h - jax.nn.logsumexp(h, -1, keepdims=True), 0),
+        (lambda h: h / jnp.where(h.sum() > 1, 2.0, 1.0), 0),
+    ],
 )
 def test_steps_are_counted(call, expected):
     def loss(params, x):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from mpx._half import gradient_function
 from mpx._inspect._advice import DOUBT
@@ -20,6 +21,9 @@ from mpx._inspect._program import Program, gradient, program
 from mpx._inspect._progress import Tell, silent
 from mpx._inspect._sensitivity import norm
 from mpx._loss_scaling import StaticLossScaling
+
+_TURNS = 9
+_LEAST_TIME = 0.02  # seconds of calls, so that one measurement is longer than its noise
 
 
 class Laboratory:
@@ -35,6 +39,7 @@ class Laboratory:
         self.call, self.scale = (func, args, kwargs), scale
         self.has_gpu = jax.default_backend() == "gpu"
         self.done: dict[PrecisionPolicy, dict[str, Any]] = {}
+        self._calls: dict[PrecisionPolicy, Callable[[], Any]] = {}
 
     @functools.cached_property
     def exact(self) -> list[Any]:
@@ -47,7 +52,7 @@ class Laboratory:
     def measure(
         self, policies: Sequence[PrecisionPolicy], tell: Tell = silent
     ) -> list[dict[str, Any]]:
-        """Returns error, time and memory of the gradient under each policy."""
+        """Returns error and memory of the gradient under each policy."""
         todo = [x for x in dict.fromkeys(policies) if x not in self.done]
         if todo:
             tell("measuring")
@@ -55,7 +60,25 @@ class Laboratory:
             for policy, (compiled, grad) in zip(todo, made, strict=True):
                 tell(f"measuring {policy}", part=True)
                 self.done[policy] = self._measured(compiled, grad)
+                self._calls[policy] = functools.partial(compiled, *grad.arrays)
         return [self.done[policy] for policy in policies]
+
+    def time(self, tell: Tell = silent) -> None:
+        """Times the measured policies on a GPU, in turn, and adds how far times spread."""
+        if not self.has_gpu:
+            return
+        tell("timing")
+        counts = {
+            policy: math.ceil(_LEAST_TIME / max(_seconds(call, 2), 1e-9))
+            for policy, call in self._calls.items()
+        }
+        found: dict[PrecisionPolicy, list[float]] = {x: [] for x in counts}
+        for _ in range(_TURNS):
+            for policy, call in self._calls.items():
+                found[policy].append(_seconds(call, counts[policy]))
+        for policy, times in found.items():
+            low, middle, high = np.quantile(times, (0.1, 0.5, 0.9))
+            self.done[policy] |= {"time": float(middle), "spread": float(high - low)}
 
     def _compiled(
         self, policies: Sequence[PrecisionPolicy], tell: Tell
@@ -85,7 +108,6 @@ class Laboratory:
         analysis = compiled.memory_analysis()
         return {
             "error": error if math.isfinite(error) else math.inf,
-            "time": _timed(compiled, grad.arrays) if self.has_gpu else None,
             "memory": getattr(analysis, "temp_size_in_bytes", None),
         }
 
@@ -94,14 +116,12 @@ def _distance(a: Sequence[Any], b: Sequence[Any]) -> Any:
     return norm([x - y for x, y in zip(a, b, strict=True)])
 
 
-def _timed(call: Callable[..., Any], arrays: Sequence[Any]) -> float:
-    """Returns the median time of a call."""
-    found = []
-    for _ in range(7):
-        start = time.perf_counter()
-        jax.block_until_ready(call(*arrays))
-        found.append(time.perf_counter() - start)
-    return sorted(found)[len(found) // 2]
+def _seconds(call: Callable[[], Any], times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        outs = call()
+    jax.block_until_ready(outs)
+    return (time.perf_counter() - start) / times
 
 
 def repaired(

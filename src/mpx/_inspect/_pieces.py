@@ -24,6 +24,7 @@ from mpx._compat import (
     open_jaxpr,
     sub_jaxprs,
 )
+from mpx._inspect._equal import equation_key, literal_key
 from mpx._inspect._progress import Tell, silent
 from mpx._jaxpr._queries import CALLS, MATMULS, Equation, contains
 
@@ -49,54 +50,6 @@ def apart(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_apart(eqn: Equation) -> bool:
     return str(eqn.params.get("name", "")).startswith(_APART)
-
-
-# --- what makes pieces equal ----------------------------------------------------------
-
-
-def _frozen(value: Any) -> Hashable:
-    """Returns something that is equal only for parameters that mean the same."""
-    if is_jaxpr(value):
-        return _frozen_jaxpr(value)
-    if isinstance(value, tuple | list):
-        return (type(value), *map(_frozen, value))
-    if isinstance(value, float):
-        return float, value.hex()
-    try:
-        hash(value)
-    except TypeError:
-        return "id", id(value)  # of an equation that the program holds
-    return type(value), value
-
-
-def _frozen_jaxpr(jaxpr: Any) -> Hashable:
-    body, consts = open_jaxpr(jaxpr)
-    numbers: dict[Any, int] = {}
-    for var in (*body.constvars, *body.invars):
-        numbers[var] = len(numbers)
-    types = [var.aval for var in numbers]
-    eqns = []
-    for eqn in body.eqns:
-        operands = [_frozen_atom(atom, numbers) for atom in eqn.invars]
-        for var in eqn.outvars:
-            numbers[var] = len(numbers)
-        eqns.append((_frozen_equation(eqn), *operands))
-    outs = [_frozen_atom(atom, numbers) for atom in body.outvars]
-    return "jaxpr", *types, *map(id, consts), *eqns, *outs
-
-
-def _frozen_atom(atom: Any, numbers: dict[Any, int]) -> Hashable:
-    return _frozen_literal(atom) if isinstance(atom, Literal) else numbers[atom]
-
-
-def _frozen_literal(atom: Any) -> Hashable:
-    value = np.asarray(atom.val)
-    return atom.aval, value.dtype, value.tobytes()
-
-
-def _frozen_equation(eqn: Equation) -> Hashable:
-    params = ((key, _frozen(value)) for key, value in sorted(eqn.params.items()))
-    return eqn.primitive, _frozen(getattr(eqn, "ctx", None)), *params
 
 
 # --- cutting --------------------------------------------------------------------------
@@ -168,7 +121,7 @@ class _Flat:
                 self.consts[number] = np.asarray(x.val, x.aval.dtype)
                 x = number
             known.append(x)
-        key = (_frozen_equation(eqn), *known)
+        key = (equation_key(eqn), *known)
         if key not in self._seen:
             self._seen[key] = self._step(eqn, tuple(known))
         return self._seen[key]
@@ -257,9 +210,9 @@ def _piece(
         tuple(types[x] for x in inputs),
         tuple(
             (
-                _frozen_equation(step.eqn),
+                equation_key(step.eqn),
                 *(
-                    numbers[x] if isinstance(x, int) else _frozen_literal(x)
+                    numbers[x] if isinstance(x, int) else literal_key(x)
                     for x in step.inputs
                 ),
             )

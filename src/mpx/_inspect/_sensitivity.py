@@ -11,7 +11,7 @@ for all groups and formats at once.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._compat import is_transposed, open_jaxpr, primitive_name, sub_jaxprs
+from mpx._compat import Literal, is_transposed, open_jaxpr, primitive_name, sub_jaxprs
 from mpx._inspect._groups import Group, labelled
 from mpx._inspect._keys import Known, Site
 from mpx._inspect._pieces import Pieces, apart
@@ -27,10 +27,11 @@ from mpx._inspect._program import Program, gradient
 from mpx._inspect._progress import Tell, silent
 from mpx._inspect._rounding import Samples, nothing_seen, rounded, tap
 from mpx._inspect._sites import Rule, Sites
-from mpx._jaxpr._queries import equations
+from mpx._jaxpr._queries import MOVES, equations, names
 from mpx._sharding import sharded_as
 
 _COMPARISONS = ("gt", "ge", "lt", "le")
+_POSITIVE = MOVES.union(names("reduce_sum reduce_max convert_element_type"))
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -148,21 +149,37 @@ def count_steps(jaxpr: Any) -> int:
 
     In the body of a loop the comparison may be outside: there it is enough that there is one.
     """
+    made = {var: eqn for eqn in equations(jaxpr) for var in eqn.outvars}
     compared = {
         eqn.outvars[0]
         for eqn in equations(jaxpr)
         if primitive_name(eqn) in _COMPARISONS
+        and eqn.outvars[0].aval.ndim > 0  # one choice for a whole array is no step
         and any(str(x.aval.dtype) in _FLOATS for x in eqn.invars)
+        and not _is_always_positive(eqn, made)
     }
-    made = {var for eqn in equations(jaxpr) for var in eqn.outvars}
     if not compared:
         return 0
     return sum(
         primitive_name(eqn) == "select_n"
-        and eqn.invars[0].aval.ndim > 0  # one choice for a whole array is no step
+        and eqn.invars[0].aval.ndim > 0
         and (eqn.invars[0] in compared or eqn.invars[0] not in made)
         for eqn in _backward_equations(jaxpr)
     )
+
+
+def _is_always_positive(eqn: Any, made: Mapping[Any, Any]) -> bool:
+    """Returns whether a comparison is one of exponentials with zero: logsumexp has it."""
+    x, limit = eqn.invars
+    if not isinstance(limit, Literal) or np.any(limit.val):
+        return False
+    while x in made:
+        x, name = made[x].invars[0], primitive_name(made[x])
+        if name == "exp":
+            return True
+        if name not in _POSITIVE or isinstance(x, Literal):
+            return False
+    return False
 
 
 def _backward_equations(jaxpr: Any, inside: bool = False) -> Iterator[Any]:

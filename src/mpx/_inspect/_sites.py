@@ -54,8 +54,7 @@ _DERIVED = names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr")
 
 
 Rule = Callable[[Site, Any, Any, tuple[Any, ...]], Any]
-"""Takes a site, a value, the array of the site, and operands; returns the value to go on
-with."""
+"""Takes a site, a value, the array of the site, and operands; returns the new value."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -95,10 +94,9 @@ class Sites(Visitor):
     def equation(self, op: Op) -> Outcome:
         eqn, name = op.eqn, primitive_name(op.eqn)
         self._count = 0
-        if name == "cond" and op.eqn.params.get("branches_platforms"):
-            return self._in_place(op, op.eqn.params["branches"][-1], op.values[1:])
         if name in _NESTED:
-            return self._nested(op, name)
+            by_platform = eqn.params.get("branches_platforms")
+            return self._in_place(op) if by_platform else self._nested(op, name)
         if name in _DERIVED and any(map(touches_half, sub_jaxprs(eqn))):
             body, consts = open_jaxpr(eqn.params["call_jaxpr"])
             return self.run(body, consts, op.values, op.facts, op.scopes)
@@ -126,9 +124,8 @@ class Sites(Visitor):
         found = token_of(op.scopes).group
         if primitive_name(op.eqn) in MATMULS:
             found = self._of_matmul(op, found)
-        if found is not None:
-            return found
-        return max((fact.owner for fact in op.facts), default=0) if op.facts else 0
+        owners = (fact.owner for fact in op.facts)
+        return max(owners, default=0) if found is None else found
 
     def _of_matmul(self, op: Op, label: int | None) -> int | None:
         """Returns the group of a matmul: its label, or the one that read its operand.
@@ -316,14 +313,14 @@ class Sites(Visitor):
 
     # --- bodies -----------------------------------------------------------------------
 
-    def _in_place(self, op: Op, jaxpr: Jaxpr, values: Sequence[Any]) -> Outcome:
+    def _in_place(self, op: Op) -> Outcome:
         """Runs the code for platforms without code of their own, as if it stood here.
 
         A value that it rounds is then known to be the one that was rounded before.
         """
-        body, consts = open_jaxpr(jaxpr)
+        body, consts = open_jaxpr(op.eqn.params["branches"][-1])
         facts = [*[self.unknown] * len(consts), *op.facts[1:]]
-        known = zip((*consts, *values), facts, strict=True)
+        known = zip((*consts, *op.values[1:]), facts, strict=True)
         before, self._inside = self._inside, (*self._inside, id(op.eqn))
         self.frame.env.update(zip((*body.constvars, *body.invars), known, strict=True))
         for eqn in body.eqns:

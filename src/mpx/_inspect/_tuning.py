@@ -56,7 +56,7 @@ class Tuning(Result):
                 f"{x.predicted_error:.1e}",
                 f"{x.error:.1e}",
                 f"{1e3 * x.predicted_time:.3g} ms",
-                "–" if x.time is None else f"{1e3 * x.time:.3g} ms",
+                _milliseconds(x),
                 "–" if x.memory is None else amount(x.memory, "B"),
             )
             for x in seen
@@ -130,6 +130,12 @@ class Tuning(Result):
         return ax
 
 
+def _milliseconds(x: Candidate) -> str:
+    if x.time is None:
+        return "–"
+    return f"{1e3 * x.time:.3g} ± {1e3 * (x.spread or 0.0) / 2:.1g} ms"
+
+
 # --- tune -----------------------------------------------------------------------------
 
 
@@ -152,7 +158,8 @@ def tune(
     the prediction is shown beside it. If a prediction is off by more than a factor of 2, those of
     the worst groups are replaced by measurements, and the frontier is computed again.
 
-    On a GPU the measured policies are timed, and the fastest is returned. Elsewhere they are
+    On a GPU the measured policies are timed in turn, and the fastest is returned; `amp`'s
+    default wins ties, unless another one needs less memory. Elsewhere they are
     ranked by a table of the rates of an H200. A small gradient error on one batch promises
     nothing about the accuracy after training.
 
@@ -182,7 +189,7 @@ def tune(
         mpx.amp(loss, "bf16")
     """
     halves, with_fp8 = _check(formats, max_grad_error)
-    with progress(steps(batches) + _ROUNDS, "tune") as tell:
+    with progress(steps(batches) + 2, "tune") as tell:
         known = judge(func, args, kwargs, batches, tell)
         lab = Laboratory(func, args, kwargs, known.predicted.scale)
         default = Option("bf16" if "bf16" in halves else halves[0])
@@ -204,6 +211,7 @@ def tune(
             if predicted is known.predicted:
                 break
             known = known._replace(predicted=predicted)
+        lab.time(tell)
     candidates = []
     for option in dict.fromkeys((*best, default)):
         found = option.candidate(known)
@@ -281,29 +289,42 @@ def _choose(
         return best.policy, (
             f"{remark} The default of `amp` has an error of {usual.error:.1e}."
         )
-    share = 1 - _clock(best, has_gpu) / max(_clock(usual, has_gpu), 1e-30)
-    remark += f" Against the default of `amp` it takes {percent(share)} less time"
+    pairs = [("time", _clock(best, has_gpu), _clock(usual, has_gpu))]
     if best.memory is not None and usual.memory:
-        less = 1 - best.memory / usual.memory
-        word = "less" if less >= 0 else "more"
-        remark += f" and {percent(abs(less))} {word} memory"
-    return best.policy, f"{remark}."
+        pairs.append(("memory", best.memory, usual.memory))
+    changes = [_change(what, new, old) for what, new, old in pairs]
+    return (
+        best.policy,
+        f"{remark} Compared with the default of `amp`: {', '.join(changes)}.",
+    )
+
+
+def _change(what: str, new: float, old: float) -> str:
+    share = 1 - new / max(old, 1e-30)
+    return f"{percent(abs(share))} {'less' if share >= 0 else 'more'} {what}"
 
 
 def _clock(candidate: Candidate, has_gpu: bool) -> float:
     return (candidate.time or 0.0) if has_gpu else candidate.predicted_time
 
 
+def _is_tie(slower: Candidate, faster: Candidate, has_gpu: bool) -> bool:
+    """Returns whether two times differ by no more than they vary from run to run."""
+    noise = (slower.spread or 0.0) + (faster.spread or 0.0)
+    least = _clock(faster, has_gpu)
+    return _clock(slower, has_gpu) <= max(_NEAR * least, least + noise)
+
+
 def _fastest(
     good: Sequence[Candidate], usual: Candidate | None, has_gpu: bool
 ) -> Candidate:
     """Returns the fastest candidate; the default or the leanest of those about as fast."""
-    least = min(_clock(x, has_gpu) for x in good)
-    near = [x for x in good if _clock(x, has_gpu) <= _NEAR * least]
+    fastest = min(good, key=lambda x: _clock(x, has_gpu))
+    near = [x for x in good if _is_tie(x, fastest, has_gpu)]
     # What a program needs on a CPU says nothing about a GPU.
     sizes = {id(x): x.memory for x in near if has_gpu and x.memory}
     lean = min(near, key=lambda x: sizes.get(id(x), math.inf))
     if usual is None or usual not in near:
-        return lean if sizes else min(good, key=lambda x: _clock(x, has_gpu))
+        return lean if sizes else fastest
     is_leaner = sizes.get(id(lean), math.inf) < _LEANER * sizes.get(id(usual), 0)
     return lean if is_leaner else usual
