@@ -117,8 +117,9 @@ class _Flat:
         known = []
         for x in inputs:
             if isinstance(x, Literal):
-                number = self.new(x.aval)
-                self.consts[number] = np.asarray(x.val, x.aval.dtype)
+                aval: Any = x.aval
+                number = self.new(aval)
+                self.consts[number] = np.asarray(x.val, aval.dtype)
                 x = number
             known.append(x)
         key = (equation_key(eqn), *known)
@@ -241,19 +242,20 @@ def _function(piece: _Piece) -> Callable[..., list[Any]]:
 # --- running --------------------------------------------------------------------------
 
 
-def _options(piece: _Piece) -> dict[str, Any] | None:
-    """Returns options of the compiler for a piece that runs a few times.
+def _options() -> dict[str, Any] | None:
+    """Returns options of the compiler for pieces, which run a few times.
 
-    A pass over a ViT of two blocks, on a CPU: with these it compiles in 10 s and takes 18
-    times a gradient; with level 1 throughout, 15 s and 15 times; with level 0, 8 s and 30
-    times. With the fusion emitters, compiling takes twice as long.
+    For a ViT of two blocks on a CPU, a pass takes 17 times the CPU time of a gradient. At
+    level 0 it compiles in half the time, but takes 20 to 30 times; with the fusion
+    emitters it compiles in twice the time.
     """
-    backend, is_apart = jax.default_backend(), _is_apart(piece.steps[0].eqn)
+    backend = jax.default_backend()
     found: dict[str, Any] = {"xla_gpu_autotune_level": 0}
     if backend == "cpu":
-        level = 1 if is_apart else 0  # what is apart runs often
-        found = {"xla_backend_optimization_level": level}
-        found["xla_cpu_use_fusion_emitters"] = False
+        found = {
+            "xla_backend_optimization_level": 1,
+            "xla_cpu_use_fusion_emitters": False,
+        }
     return {k: v for k, v in found.items() if _is_known(backend, k, v)} or None
 
 
@@ -326,7 +328,7 @@ class Pieces:
                 structs = [_struct(self._types[x]) for x in piece.inputs]
                 # Settings of JAX hold for a thread: only XLA runs in another one.
                 lowered = jax.jit(_function(piece)).lower(*structs)
-                job = pool.submit(lowered.compile, compiler_options=_options(piece))
+                job = pool.submit(lowered.compile, compiler_options=_options())
                 jobs[job] = key
             for i, job in enumerate(concurrent.futures.as_completed(jobs)):
                 tell(f"compiled {i + 1} of {len(jobs)} pieces", part=True)
@@ -350,7 +352,7 @@ class Pieces:
         for piece, dying in zip(self._pieces, self._dying, strict=True):
             call = self._calls.get(piece.key)
             if call is None:
-                call = jax.jit(_function(piece), compiler_options=_options(piece))
+                call = jax.jit(_function(piece), compiler_options=_options())
                 self._calls[piece.key] = call
             outs = call(*(env[x] for x in piece.inputs))
             env.update(zip(piece.outputs, outs, strict=True))
