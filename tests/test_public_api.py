@@ -82,6 +82,7 @@ PUBLIC = {
         "Report",
         "RunSummary",
         "Skip",
+        "StateBytes",
         "Tuning",
         "Watch",
         "advise",
@@ -156,6 +157,7 @@ RECEIVED = [
     "RunSummary",
     "Skip",
     "SkipNonfiniteState",
+    "StateBytes",
     "Tuning",
     "Watch",
 ]
