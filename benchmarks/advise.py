@@ -4,6 +4,7 @@
     python benchmarks/advise.py --part rank --models mlp lstm
     python benchmarks/advise.py --part tune --sizes tiny tiny-gpt
     python benchmarks/advise.py --part tune --sizes vit-base --batch 64   # a GPU
+    python benchmarks/advise.py --part tune --sizes gpt2 --length 512 --max-grad-error 0.25
 
 rank: single groups in bf16, predicted against measured by emulating that group alone; rank
 correlation, the ratio of measured to predicted, and the time of a pass in gradients.
@@ -12,11 +13,12 @@ tune: the policy that `tune` returns, against the default of `amp`.
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -28,6 +30,7 @@ from jax import lax
 import mpx.inspect
 from _measure import format_table, number
 from _models import make_task
+from mpx._inspect import _advice, _tuning
 from mpx._inspect._candidates import front, options
 from mpx._inspect._judged import Judged, judge
 from mpx._inspect._policies import seconds
@@ -238,8 +241,7 @@ def rank_part(names: list[str], half: str) -> list[list[str]]:
         known = judge(case.loss, args, {}, case.batches[1:])
         first = time.perf_counter() - start
         calls = calls_of(case, known)
-        seed = jax.random.key(0, impl="unsafe_rbg")
-        once = timed(functools.partial(known.study._samples, calls[0], seed))
+        once = timed(functools.partial(known.study._samples, calls[0], np.int32(0)))
         plain = eqx.filter_jit(eqx.filter_value_and_grad(case.loss))
         gradient = timed(functools.partial(plain, *args))
         labels: dict[str, list[int]] = {}
@@ -307,21 +309,37 @@ def search_part(half: str) -> list[list[str]]:
     ]
 
 
-def tune_part(sizes: list[str], batch: int, limit: float) -> None:
+@contextlib.contextmanager
+def stages(total: int, what: str) -> Iterator[Callable[..., None]]:
+    """Prints each step of `advise` or `tune` with the time of the one before."""
+    start = last = time.perf_counter()
+    name = ""
+
+    def tell(step: str, *, part: bool = False) -> None:
+        nonlocal last, name
+        if part and step.startswith("compiled "):
+            return
+        now = time.perf_counter()
+        if name:
+            print(f"  {now - last:6.1f} s  {name}", flush=True)
+        last, name = now, step
+
+    yield tell
+    tell("")
+    print(f"  {time.perf_counter() - start:6.1f} s  {what} in all", flush=True)
+
+
+def tune_part(sizes: list[str], batch: int, length: int | None, limit: float) -> None:
+    _advice.progress = _tuning.progress = stages
     for size in sizes:
-        task = make_task(size, batch, length=None if "gpt" not in size else 32)
+        task = make_task(size, batch, length=length)
+        jax.block_until_ready((jax.tree.leaves(task.model), task.batches))
         print(f"\n{size}, batch {batch}: advise", flush=True)
-        start = time.perf_counter()
-        found = mpx.inspect.advise(task.loss, task.model, task.batches[0])
-        print(
-            f"\n{size}, batch {batch}: advise took {time.perf_counter() - start:.1f} s"
-        )
-        print(found, flush=True)
-        start = time.perf_counter()
+        print(mpx.inspect.advise(task.loss, task.model, task.batches[0]), flush=True)
+        print(f"\n{size}, batch {batch}: tune", flush=True)
         tuned = mpx.inspect.tune(
             task.loss, task.model, task.batches[0], max_grad_error=limit
         )
-        print(f"\n{size}, batch {batch}: tune took {time.perf_counter() - start:.1f} s")
         print(tuned, flush=True)
 
 
@@ -332,6 +350,7 @@ def main() -> None:
     parser.add_argument("--half", default="bf16")
     parser.add_argument("--sizes", nargs="+", default=["tiny", "tiny-gpt"])
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, help="tokens; by default the context")
     parser.add_argument("--max-grad-error", type=float, default=0.05)
     options = parser.parse_args()
     parts = options.part or ["rank", "search", "tune"]
@@ -343,7 +362,7 @@ def main() -> None:
         head = ("policies", "on the frontier", "median gap", "largest gap")
         print(format_table(head, search_part(options.half)), flush=True)
     if "tune" in parts:
-        tune_part(options.sizes, options.batch, options.max_grad_error)
+        tune_part(options.sizes, options.batch, options.length, options.max_grad_error)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import mpx
 import mpx.inspect
 from models import normal
 from mpx._half import gradient_function
 from mpx._inspect._judged import judge
+from mpx._inspect._keys import Key, Site
 from mpx._inspect._proposals import propose
-from mpx._inspect._rounding import Samples, rounded, tap, width
-from mpx._inspect._sensitivity import study
+from mpx._inspect._rounding import Samples, look, nothing_seen, rounded, tap
+from mpx._inspect._sensitivity import _signs, study
 
 
 def draw(seed, *shape, scale=1.0):
@@ -147,11 +149,34 @@ def test_pass_in_f32_is_the_gradient():
 @pytest.mark.parametrize("name", ["bf16", "e4m3", "e5m2"])
 def test_rounding_in_a_program_is_that_on_the_host(name):
     x = draw(5, 7, 300) * jnp.exp(draw(6, 7, 300, scale=40.0))
-    z = np.concatenate([[jnp.max(jnp.abs(x))], x.ravel(), jnp.ones(x.size)])
-    error = Samples.read(z, x.size)._error(name, np.asarray(x).reshape(1, -1), 1.0)
+    seen = look(x), look(jnp.ones_like(x))
+    error = Samples.read(seen, x.size)._error(name, np.asarray(x).reshape(1, -1), 1.0)
     expected = np.asarray(x).ravel() + error[0]
     np.testing.assert_allclose(rounded(x, name).ravel(), expected, rtol=1e-6)
     assert np.abs(error).max() > 0
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (301, 47), (7, 5, 3, 2), (100_000,)])
+def test_signs_are_random_and_those_of_no_other_pass(shape):
+    x, scale = jnp.zeros(shape), jnp.float32(0.5)
+    draws = np.stack(
+        [
+            _signs(np.int32(seed), np.int32(i), scale, x).ravel()
+            for seed in range(8)
+            for i in range(8)
+        ]
+    )
+    assert draws.dtype == np.float32
+    assert {*np.abs(draws).ravel()} == {0.5}
+    count = draws.size
+    assert abs(draws.mean()) < 3 / np.sqrt(count)
+    if x.size > 1000:
+        # Neither passes, nor parameters, nor neighbours have to do with each other.
+        together = np.corrcoef(draws)[~np.eye(64, dtype=bool)]
+        assert np.abs(together).max() < 6 / np.sqrt(x.size)
+        for step in (1, 47, 1024):
+            both = 4 * draws[:, step:] * draws[:, :-step]
+            assert abs(both.mean()) < 4 / np.sqrt(both.size)
 
 
 @pytest.mark.parametrize("length", [5, 4096, 10_001])
@@ -161,7 +186,8 @@ def test_tap_is_an_identity_that_returns_samples(length):
     def call(z):
         return jnp.sum(weights * tap(x, z, ()))
 
-    value, z = jax.value_and_grad(call)(jnp.zeros(width(length, 0)))
+    site = Site(0, Key("out", 0, 0, (), False), length, 0, ())
+    value, z = jax.value_and_grad(call)(nothing_seen(site))
     assert value == pytest.approx(float(jnp.sum(weights * x)), rel=1e-4, abs=1e-4)
     found = Samples.read(z, length)
     assert found.largest == jnp.max(jnp.abs(x))
@@ -212,7 +238,13 @@ def test_sum_that_cancels_is_marked():
 
 @pytest.mark.parametrize(
     ("call", "expected"),
-    [(jax.nn.relu, 1), (jnp.tanh, 0), (lambda h: jnp.where(h > 1, h, 2 * h), 1)],
+    [
+        (jax.nn.relu, 1),
+        (jnp.tanh, 0),
+        (lambda h: jnp.where(h > 1, h, 2 * h), 1),
+        (lambda h: h - jax.nn.logsumexp(h, -1, keepdims=True), 0),
+        (lambda h: h / jnp.where(h.sum() > 1, 2.0, 1.0), 0),
+    ],
 )
 def test_steps_are_counted(call, expected):
     def loss(params, x):
@@ -320,17 +352,75 @@ def test_equinox_models_are_taken_whole():
     assert {"layers/0/weight", "layers/1/weight"} <= {x.label for x in found.groups}
 
 
-@pytest.mark.standard_promotion
-def test_flax_models_are_taken_whole():
+def nnx_model():
     nnx = pytest.importorskip("flax.nnx")
-    model = nnx.Linear(13, 7, rngs=nnx.Rngs(0))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(13, 24, rngs=rngs)
+            self.down = nnx.Linear(24, 7, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(jnp.tanh(self.up(x)))
+
+    return Model(nnx.Rngs(0)), lambda model, x: model(x)
+
+
+def linen_model():
+    linen = pytest.importorskip("flax.linen")
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(7, name="down")(jnp.tanh(linen.Dense(24, name="up")(x)))
+
+    model = Model()
+    return model.init(jax.random.key(0), X), model.apply
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("make", [nnx_model, linen_model])
+def test_flax_models_are_taken_whole(make):
+    model, apply = make()
 
     def loss(model, x, y):
-        return jnp.mean(jnp.square(model(x) - y))
+        return jnp.mean(jnp.square(apply(model, x) - y))
 
     found = mpx.inspect.advise(loss, model, X, Y, formats=["bf16"])
-    assert "kernel" in {x.label for x in found.groups}
-    assert isinstance(model.kernel[...], jax.Array)
+    rows = {x.label: x for x in found.groups if x.label.endswith("kernel")}
+    assert [x.rpartition("/")[0].rpartition("/")[2] for x in sorted(rows)] == [
+        "down",
+        "up",
+    ]
+    policy = mpx.inspect.PrecisionPolicy(
+        "bf16", keep=tuple(x.selector for x in rows.values())
+    )
+    report = mpx.inspect.report(policy.apply(loss), model, X, Y)
+    assert {op.after for op in report.amp.matmuls} == {("float32",)}
+    predicted = found.proposal("bf16").default
+    assert all(x.errors["bf16"] < predicted for x in rows.values())
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_advice_for_sharded_arguments_is_that_for_one_device(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    x, y = (jnp.concatenate([a, a])[:64] for a in (X, Y))
+    once = mpx.inspect.advise(plain, PARAMS, x, y, formats=["bf16", "e4m3"])
+    with jax.set_mesh(mesh):
+        rows = jax.NamedSharding(mesh, jax.P("data"))
+        whole = jax.NamedSharding(mesh, jax.P())
+        args = (*jax.device_put((PARAMS,), whole), *jax.device_put((x, y), rows))
+        found = mpx.inspect.advise(plain, *args, formats=["bf16", "e4m3"])
+        exact = jax.grad(plain)(*args)
+        grads = jax.grad(mpx.amp(plain, "bf16"))(*args)
+    before, after = ({x.label: x.errors for x in y.groups} for y in (once, found))
+    assert before.keys() == after.keys()
+    for label in before:
+        assert after[label]["e4m3"] == pytest.approx(before[label]["e4m3"], rel=0.01)
+        # Over several devices, weight gradients are summed in f32.
+        assert after[label]["bf16"] <= 1.01 * before[label]["bf16"]
+    predicted = found.proposal("bf16").default
+    assert 1 / 1.6 < relative(grads, exact) / predicted < 1.6
 
 
 # --- results and errors ---------------------------------------------------------------
@@ -372,6 +462,11 @@ def test_advice_exports_to_json_and_averages_batches():
             ),
             TypeError,
             "Pass arrays with real numbers",
+        ),
+        (
+            lambda: mpx.inspect.advise(plain, PARAMS, X, Y, batches=[(X[:9], Y[:9])]),
+            ValueError,
+            r"`batches\[0\]` must have the shapes and dtypes",
         ),
     ],
 )

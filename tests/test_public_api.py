@@ -83,6 +83,7 @@ PUBLIC = {
         "Report",
         "RunSummary",
         "Skip",
+        "StateBytes",
         "Tuning",
         "Watch",
         "advise",
@@ -157,6 +158,7 @@ RECEIVED = [
     "RunSummary",
     "Skip",
     "SkipNonfiniteState",
+    "StateBytes",
     "Tuning",
     "Watch",
 ]

@@ -16,6 +16,7 @@ from mpx._inspect import _laboratory, _tuning
 from mpx._inspect._candidates import front, options
 from mpx._inspect._judged import judge
 from mpx._inspect._policies import seconds
+from mpx._inspect._states import state_bytes
 from test_advise import PARAMS, X, Y, plain, relative, sensitive
 
 
@@ -65,6 +66,55 @@ def test_limit_that_nothing_reaches_is_said():
     chosen, remark = _tuning._choose(candidates, candidates[0].policy, 0.01, False)
     assert chosen.half == "f16"
     assert remark.startswith("No measured policy reaches 0.01")
+
+
+SMALL = mpx.inspect.PrecisionPolicy("f16", keep=("^a$",))
+
+
+@pytest.mark.parametrize(
+    ("time", "spread", "memory", "error", "wins", "text"),
+    [
+        (0.9, 0.0, 100, 0.01, True, "10.0 % less time, 0.0 % less memory"),
+        (0.9, 0.2, 100, 0.01, False, "The default of `amp` is best"),
+        (0.99, 0.0, 100, 0.01, False, "The default of `amp` is best"),
+        (1.5, 0.0, 10, 0.01, False, "The default of `amp` is best"),
+        (1.01, 0.0, 80, 0.01, True, "1.0 % more time, 20.0 % less memory"),
+        (0.9, 0.0, 100, 0.2, False, "The default of `amp` is best"),
+    ],
+)
+def test_default_wins_ties(time, spread, memory, error, wins, text):
+    default = mpx.inspect.PrecisionPolicy("bf16")
+    candidates = [
+        mpx.inspect.Candidate(default, 1e-3, 1.0, 0.02, 1.0, 0.0, 100),
+        mpx.inspect.Candidate(SMALL, 1e-3, 1.0, error, time, spread, memory),
+    ]
+    chosen, remark = _tuning._choose(candidates, default, 0.05, True)
+    assert (chosen == SMALL) == wins
+    assert text in remark
+
+
+def test_times_are_taken_in_turn(monkeypatch):
+    lab = _laboratory.Laboratory(plain, (PARAMS, X, Y), {}, 1.0)
+    monkeypatch.setattr(_laboratory, "_LEAST_TIME", 1e-4)
+    policies = [mpx.inspect.PrecisionPolicy("bf16"), SMALL]
+    lab.has_gpu = True
+    lab.measure(policies)
+    lab.time()
+    assert all(lab.done[x]["time"] > 0 for x in policies)
+    assert all(lab.done[x]["spread"] >= 0 for x in policies)
+
+
+def test_bytes_of_states_are_those_of_real_ones(tuned):
+    params = {"a": jnp.ones((300, 512)), "b": jnp.ones(512)}
+    f32, first, flash, flash_bf16 = state_bytes(params)
+    assert f32.bytes == pytest.approx(12 * 154_112, abs=16)
+    assert first.bytes == pytest.approx(10 * 154_112, abs=16)
+    for dtype, found in ((jnp.float32, flash), (jnp.bfloat16, flash_bf16)):
+        held = mpx.cast_tree(params, dtype)
+        leaves = jax.tree.leaves((held, mpx.optim.flash_adamw(1e-3).init(held)))
+        assert found.bytes == sum(x.nbytes for x in leaves)
+    assert flash_bf16.bytes < flash.bytes < first.bytes
+    assert all(x.code in str(tuned) for x in tuned.states)
 
 
 def test_wrong_predictions_are_replaced_by_measurements(monkeypatch):
@@ -127,7 +177,8 @@ def test_gradient_that_is_not_finite_is_an_infinite_error():
         return jnp.mean(jnp.square((500 * x) @ (500 * params["a"])))
 
     lab = _laboratory.Laboratory(loss, (PARAMS, X), {}, 1.0)
-    assert lab.measure(mpx.inspect.PrecisionPolicy("f16"))["error"] == math.inf
+    (found,) = lab.measure([mpx.inspect.PrecisionPolicy("f16")])
+    assert found["error"] == math.inf
 
 
 def test_picture_shows_predictions_and_measurements(tuned):

@@ -26,6 +26,7 @@ from mpx._inspect._report import Report as Report
 from mpx._inspect._report import report as report
 from mpx._inspect._run_summary import RunSummary as RunSummary
 from mpx._inspect._run_summary import Skip as Skip
+from mpx._inspect._states import StateBytes as StateBytes
 from mpx._inspect._target import Compiled as Compiled
 from mpx._inspect._tuning import Tuning as Tuning
 from mpx._inspect._tuning import tune as tune

@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mpx._inspect._judged import Judged, judge
+from mpx._inspect._judged import Judged, judge, steps
 from mpx._inspect._predictions import Range
 from mpx._inspect._proposals import LIMITS, MOST_VANISHING, Proposal, propose
 from mpx._inspect._result import Result, Table, percent
 from mpx._inspect._rounding import EIGHTS, HALVES
+from mpx._progress import progress
 
 DOUBT = 0.1
 """The share of a prediction from sums that cancel above which it is doubtful."""
@@ -192,7 +193,8 @@ def advise(
         mpx.amp(loss, "bf16")
     """
     formats = check_formats(formats, (*HALVES, *EIGHTS))
-    known = judge(func, args, kwargs, batches)
+    with progress(steps(batches), "advise") as tell:
+        known = judge(func, args, kwargs, batches, tell)
     names = [*(x for x in HALVES if x in formats)]
     if any(x in formats for x in EIGHTS):
         names.append("fp8")

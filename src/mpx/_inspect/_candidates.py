@@ -25,6 +25,7 @@ class Candidate:
         error: The measured error, `None` if it was not measured. It is infinite if the
             gradient is not finite.
         time: The measured seconds of a gradient; `None` without a GPU.
+        spread: How far that time varied between runs, in seconds.
         memory: The bytes that the compiled gradient needs besides its arguments and results.
     """
 
@@ -33,6 +34,7 @@ class Candidate:
     predicted_time: float
     error: float | None = None
     time: float | None = None
+    spread: float | None = None
     memory: int | None = None
 
 

@@ -10,6 +10,7 @@ from mpx._inspect._policies import Cost, costs
 from mpx._inspect._predictions import Predictions, predictions
 from mpx._inspect._program import program
 from mpx._inspect._sensitivity import Study, study
+from mpx._progress import Tell, silent
 from mpx._wrapped import is_amp
 
 _ROUNDING = ("out", "entry")
@@ -48,13 +49,15 @@ def judge(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     batches: Sequence[Any] = (),
+    tell: Tell = silent,
 ) -> Judged:
-    """Traces a function and runs the passes."""
+    """Traces a function and runs the passes; there are `steps(batches)` steps to tell."""
     if is_amp(func) or isinstance(func, Fp8Function):
         raise TypeError(
             "The function is under `amp` or `fp8`, but what they would do is what is "
             "predicted. Pass the function that you gave to them."
         )
+    tell("tracing the function")
     found = study(func, args, kwargs)
     calls = [found.program.arrays]
     for batch in batches:
@@ -65,9 +68,28 @@ def judge(
             "`advise` and `tune` run the function, but a `jax.ShapeDtypeStruct` was given. "
             "Pass arrays with real numbers."
         )
-    predicted = predictions(found, calls)
+    _check_shapes(calls)
+    predicted = predictions(found, calls, tell=tell)
+    tell("tracing fp8")
     work = costs(found.program, len(found.groups))
     return Judged(found, predicted, work, _in_fp8(func, args, kwargs, found), calls[0])
+
+
+def steps(batches: Sequence[Any]) -> int:
+    """Returns how many steps `judge` tells of."""
+    return 4 + 2 * (1 + len(batches))
+
+
+def _check_shapes(calls: Sequence[Sequence[Any]]) -> None:
+    first, *others = ([(x.shape, x.dtype) for x in call] for call in calls)
+    for i, other in enumerate(others):
+        if other != first:
+            pairs = zip(first, other, strict=False)
+            a, b = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+            raise ValueError(
+                f"`batches[{i}]` must have the shapes and dtypes of the other arguments, "
+                f"but one array is {b} instead of {a}. Pass batches of one size."
+            )
 
 
 def _in_fp8(

@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
 
 from mpx._formats import FORMATS
@@ -14,6 +13,7 @@ from mpx._inspect._groups import Group
 from mpx._inspect._keys import Key, Site
 from mpx._inspect._rounding import EIGHTS, HALVES, Samples
 from mpx._inspect._sensitivity import Study
+from mpx._progress import Tell, silent
 
 MOST_SCALE = 2.0**24
 """The ceiling of `mpx.DynamicLossScaling.pow2()`."""
@@ -158,7 +158,10 @@ class Predictions:
 
 
 def predictions(
-    found: Study, batches: Sequence[Sequence[Any]], passes: int = 2
+    found: Study,
+    batches: Sequence[Sequence[Any]],
+    passes: int = 2,
+    tell: Tell = silent,
 ) -> Predictions:
     """Runs the passes over each batch and returns what they predict.
 
@@ -166,12 +169,14 @@ def predictions(
         found: The program and its sites.
         batches: The arrays of each call.
         passes: How many random cotangents each batch is pulled back with.
+        tell: Is told of each step.
     """
-    every = [
-        found.samples(arrays, jax.random.key(17 * i + j, impl="unsafe_rbg"))
-        for i, arrays in enumerate(batches)
-        for j in range(passes)
-    ]
+    found.prepare(batches[0], tell)
+    every = []
+    for i, arrays in enumerate(batches):
+        for j in range(passes):
+            tell(f"pass {len(every) + 1} of {passes * len(batches)}")
+            every.append(found.samples(arrays, 17 * i + j))
     ranges = _ranges(found.sites, every)
     backward = [x.largest for (_, is_back), x in ranges.items() if is_back]
     scale, sums = _loss_scale(max(backward, default=0.0)), _Sums()

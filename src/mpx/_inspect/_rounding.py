@@ -8,6 +8,9 @@ import numpy as np
 from jax import lax
 
 from mpx._formats import FORMATS, parse_float_dtype
+from mpx._inspect._keys import Site
+from mpx._jaxpr._pieces import apart
+from mpx._sharding import unsharded
 
 HALVES = ("bf16", "f16")
 EIGHTS = ("e4m3", "e5m2")
@@ -19,6 +22,9 @@ _DTYPES = {
     "e4m3": np.dtype(jnp.float8_e4m3fn),
     "e5m2": np.dtype(jnp.float8_e5m2),
 }
+
+Seen = tuple[Any, ...]
+"""What was looked at: a value, then operands, then the derivative for the value."""
 
 # --- inside a program -----------------------------------------------------------------
 
@@ -63,31 +69,41 @@ def _positions(size: int) -> np.ndarray:
     return np.minimum(edges[:-1] + shift * np.diff(edges), size - 1).astype(np.int32)
 
 
-def _sample(x: Any) -> Any:
+@apart
+def look(x: Any) -> Any:
+    """Returns the largest magnitude of an array, then a sample of its numbers."""
+    x = unsharded(x)
     flat = x.reshape(-1)
-    return flat if x.size <= SAMPLE else flat[_positions(x.size)]
+    if x.size > SAMPLE:
+        places = flat.at[_positions(x.size)]
+        flat = places.get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return jnp.concatenate([jnp.max(jnp.abs(x), initial=0.0).reshape(1), flat])
 
 
 @jax.custom_vjp
-def tap(x: Any, z: Any, operands: tuple[Any, ...]) -> Any:
-    """Returns `x`; the "derivative" for `z` are samples, see `Samples`."""
+def _tapped(x: Any, z: Seen, seen: Seen) -> Any:
     return x
 
 
-def _backward(kept: Any, cotangent: Any) -> Any:
-    x, operands = kept
-    largest = jnp.max(jnp.abs(x), initial=0.0).reshape(1)
-    parts = [_sample(y) for y in (x, cotangent, *operands)]
-    zeros = jax.tree.map(jnp.zeros_like, operands)
-    return cotangent, jnp.concatenate([largest, *parts]), zeros
+def _backward(seen: Seen, cotangent: Any) -> Any:
+    zeros = jax.tree.map(jnp.zeros_like, seen)
+    return cotangent, (*seen, look(cotangent)), zeros
 
 
-tap.defvjp(lambda x, z, operands: (x, (x, operands)), _backward)
+_tapped.defvjp(lambda x, z, seen: (x, seen), _backward)
 
 
-def width(size: int, operands: int) -> int:
-    """Returns the length of `z` for an array of this size and a number of operands."""
-    return 1 + sample_size(size) * (2 + operands)
+def tap(x: Any, z: Seen, operands: tuple[Any, ...] = ()) -> Any:
+    """Returns `x`; the "derivatives" for `z` are samples, see `Samples`."""
+    # Taken here: the backward pass need not hold on to the arrays.
+    seen = tuple(look(lax.stop_gradient(y)) for y in (x, *operands))
+    return _tapped(x, z, seen)
+
+
+def nothing_seen(site: Site) -> Seen:
+    """Returns the `z` of a site."""
+    shape = (*site.lengths, 1 + sample_size(site.size))
+    return (jnp.zeros(shape),) * (2 + site.operands)
 
 
 # --- on the host ----------------------------------------------------------------------
@@ -111,12 +127,12 @@ class Samples(NamedTuple):
     weight: float
 
     @classmethod
-    def read(cls, z: Any, size: int) -> "Samples":
-        """Splits what is in place of a derivative."""
-        rows = np.asarray(z, np.float32)
-        rows, count = rows.reshape(-1, rows.shape[-1]), sample_size(size)
-        parts = np.split(rows[:, 1:], (rows.shape[1] - 1) // count, axis=1)
-        return cls(rows[:, :1], parts[0], parts[1], parts[2:], size / count)
+    def read(cls, seen: Seen, size: int) -> "Samples":
+        """Splits what is in place of derivatives."""
+        count = sample_size(size)
+        rows = [np.asarray(x, np.float32).reshape(-1, 1 + count) for x in seen]
+        values, *operands, cotangents = (x[:, 1:] for x in rows)
+        return cls(rows[0][:, :1], values, cotangents, operands, size / count)
 
     def disturbance(self, name: str, scale: float = 1.0) -> float:
         """Returns the expected square of what rounding does to the result.

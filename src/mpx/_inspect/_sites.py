@@ -16,15 +16,25 @@ from jax import lax
 
 from mpx._compat import (
     Literal,
+    equation_context,
     eval_equation,
     is_transposed,
     open_jaxpr,
     primitive_name,
     scan_sizes,
+    scopes_of,
 )
 from mpx._inspect._dtypes import is_f32, is_half
 from mpx._inspect._groups import Group, token_of
 from mpx._inspect._keys import Key, Known, Site
+from mpx._inspect._operations import (
+    COMMON,
+    EXACT,
+    FOLLOWED,
+    floats_of,
+    is_cotangent_of,
+    sources_of,
+)
 from mpx._inspect._wide import bind_as_written, bind_wide, touches_half
 from mpx._jaxpr import HANDLERS
 from mpx._jaxpr._interpreter import (
@@ -37,24 +47,14 @@ from mpx._jaxpr._interpreter import (
     Visitor,
     as_array,
 )
-from mpx._jaxpr._queries import MATMULS, MOVES, REMAT, Equation, names
+from mpx._jaxpr._queries import MATMULS, REMAT, Equation, names
 
-# The results can be represented where the operands can.
-_EXACT = MOVES.union(
-    names(
-        "gather max min neg abs sign select_n concatenate pad clamp reduce_max reduce_min "
-        "stop_gradient sort dynamic_update_slice argmax argmin split iota rev eq ne lt le "
-        "gt ge is_finite reduce_window_max select_and_gather_add cummax cummin unstack"
-    )
-)
-_FOLLOWED = MOVES.union(names("gather split neg unstack"))
 _NESTED = (*names("jit pjit closed_call core_call scan cond"), *REMAT)
 _DERIVED = names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr")
 
 
 Rule = Callable[[Site, Any, Any, tuple[Any, ...]], Any]
-"""Takes a site, a value, the array of the site, and operands; returns the value to go on
-with."""
+"""Takes a site, a value, the array of the site, and operands; returns the new value."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -95,7 +95,8 @@ class Sites(Visitor):
         eqn, name = op.eqn, primitive_name(op.eqn)
         self._count = 0
         if name in _NESTED:
-            return self._nested(op, name)
+            by_platform = eqn.params.get("branches_platforms")
+            return self._in_place(op) if by_platform else self._nested(op, name)
         if name in _DERIVED and touches_half(eqn):
             body, consts = open_jaxpr(eqn.params["call_jaxpr"])
             return self.run(body, consts, op.values, op.facts, op.scopes)
@@ -106,7 +107,7 @@ class Sites(Visitor):
     def _leaf(self, op: Op) -> Outcome:
         eqn, name = op.eqn, primitive_name(op.eqn)
         touched = any(is_half(x.aval) for x in (*eqn.invars, *eqn.outvars))
-        if name in _FOLLOWED and len(_floats(op)) == 1:
+        if name in FOLLOWED and len(floats_of(op)) == 1:
             return self._move(op, touched)
         if not touched:
             return self._wide(op, name)
@@ -121,9 +122,25 @@ class Sites(Visitor):
 
     def _group(self, op: Op) -> int:
         found = token_of(op.scopes).group
-        if found is not None:
-            return found
-        return max((fact.owner for fact in op.facts), default=0) if op.facts else 0
+        if primitive_name(op.eqn) in MATMULS:
+            found = self._of_matmul(op, found)
+        owners = (fact.owner for fact in op.facts)
+        return max(owners, default=0) if found is None else found
+
+    def _of_matmul(self, op: Op, label: int | None) -> int | None:
+        """Returns the group of a matmul: its label, or the one that read its operand.
+
+        Where `amp` sums weight gradients in f32, the label in the backward pass is another
+        one's. That pass comes to the matmuls of the forward pass in reverse order.
+        """
+        is_cotangent, made = is_cotangent_of(op), self.frame.made
+        for x, fact in zip(op.values, op.facts, strict=True):
+            readers = made.setdefault(("read", id(x)), (x, []))[1]
+            if not is_cotangent:
+                readers.append(label)
+            elif not fact.is_cotangent and readers and label not in readers:
+                return readers.pop()
+        return label
 
     def _convert(self, op: Op) -> Outcome:
         (var,), (out,), (x,), (fact,) = op.eqn.invars, op.eqn.outvars, *op[1:3]
@@ -146,7 +163,7 @@ class Sites(Visitor):
         return [x], [Known(group, sources, is_cotangent=fact.is_cotangent)]
 
     def _move(self, op: Op, touched: bool) -> Outcome:
-        (position,) = _floats(op)
+        (position,) = floats_of(op)
         source, fact = op.values[position], op.facts[position]
 
         def again(x: Any) -> list[Any]:
@@ -169,7 +186,7 @@ class Sites(Visitor):
         if not self._can_be_differentiated(op, name):
             return self._as_written(op)
         outs = eval_equation(op.eqn, op.values)
-        fact = Known(is_cotangent=_is_cotangent(op))
+        fact = Known(is_cotangent=is_cotangent_of(op))
         if name in ("add", "sub"):
             outs = [self._sum(op, outs[0], op.values)]
         return outs, [fact] * len(outs)
@@ -178,8 +195,8 @@ class Sites(Visitor):
         if not self._can_be_differentiated(op, name):
             return self._as_written(op)
         group, values = self._group(op), list(op.values)
-        is_matmul, is_cotangent = name in MATMULS, _is_cotangent(op)
-        sources = (group,) if is_matmul else _sources(op)
+        is_matmul, is_cotangent = name in MATMULS, is_cotangent_of(op)
+        sources = (group,) if is_matmul else sources_of(op)
         is_eight = is_matmul and bool(self.groups[group].param)
         for i, (var, fact) in enumerate(zip(op.eqn.invars, op.facts, strict=True)):
             if not is_half(var.aval) or isinstance(var, Literal):
@@ -198,7 +215,7 @@ class Sites(Visitor):
         outs = bind_wide(op.eqn, values)
         if name in ("add", "sub"):
             outs = [self._sum(op, outs[0], values)]
-        if name not in _EXACT:
+        if name not in EXACT:
             key = Key("out", group, group, sources, is_cotangent)
             outs = [
                 self._site(key, x)[0] if is_half(var.aval) else x
@@ -216,7 +233,7 @@ class Sites(Visitor):
             return out
         pairs = zip(values, op.facts, strict=True)
         rough = tuple(x for x, fact in pairs if fact.owner >= 0 or fact.is_pending)
-        is_cotangent = _is_cotangent(op)
+        is_cotangent = is_cotangent_of(op)
         return self._site(Key("sum", owners[0], -1, (), is_cotangent), out, rough)[0]
 
     # --- sites ------------------------------------------------------------------------
@@ -271,7 +288,7 @@ class Sites(Visitor):
         return outs, self.result_facts(outs)
 
     def _can_be_differentiated(self, op: Op, name: str) -> bool:
-        if name in _COMMON or self.arrays is None:
+        if name in COMMON or self.arrays is None:
             return True
         floats = [i for i, x in enumerate(op.values) if is_f32(x)]
         if not floats:
@@ -295,6 +312,28 @@ class Sites(Visitor):
         return True
 
     # --- bodies -----------------------------------------------------------------------
+
+    def _in_place(self, op: Op) -> Outcome:
+        """Runs the code for platforms without code of their own, as if it stood here.
+
+        A value that it rounds is then known to be the one that was rounded before.
+        """
+        body, consts = open_jaxpr(op.eqn.params["branches"][-1])
+        facts = [*[self.unknown] * len(consts), *op.facts[1:]]
+        known = zip((*consts, *op.values[1:]), facts, strict=True)
+        before, self._inside = self._inside, (*self._inside, id(op.eqn))
+        self.frame.env.update(zip((*body.constvars, *body.invars), known, strict=True))
+        for eqn in body.eqns:
+            pairs = [self.read(atom) for atom in eqn.invars]
+            self.frame.eqn = eqn
+            with equation_context(eqn):
+                scopes = op.scopes + scopes_of(eqn)
+                inner = Op(eqn, [x for x, _ in pairs], [x for _, x in pairs], scopes)
+                outs = zip(*self.equation(inner), strict=True)
+            self.frame.env.update(zip(eqn.outvars, outs, strict=True))
+        self._inside = before
+        found = [self.read(atom) for atom in body.outvars]
+        return [x for x, _ in found], [x for _, x in found]
 
     def _nested(self, op: Op, name: str) -> Outcome:
         outs, facts = HANDLERS[name](self, op)
@@ -360,34 +399,3 @@ class Sites(Visitor):
 
     def cache_key(self, more: Any) -> None:
         return None
-
-
-_COMMON = frozenset(
-    (
-        *_EXACT,
-        *MATMULS,
-        *names(
-            "add sub mul div add_any exp log log1p expm1 tanh logistic erf sqrt rsqrt "
-            "integer_pow pow reduce_sum square sin cos cumsum custom_jvp_call"
-        ),
-    )
-)
-
-
-def _is_cotangent(op: Op) -> bool:
-    return is_transposed(op.eqn) or any(fact.is_cotangent for fact in op.facts)
-
-
-def _sources(op: Op) -> tuple[int, ...]:
-    """Returns the matmuls because of which an operation runs in 16 bits.
-
-    In the backward pass it does if its forward operation did.
-    """
-    known = [fact for fact in op.facts if fact.owner >= 0]
-    forward = [fact for fact in known if not fact.is_cotangent]
-    return tuple(sorted({x for fact in forward or known for x in fact.sources}))
-
-
-def _floats(op: Op) -> list[int]:
-    wanted = ("float32", "bfloat16", "float16")
-    return [i for i, x in enumerate(op.eqn.invars) if str(x.aval.dtype) in wanted]

@@ -10,18 +10,18 @@ import numpy as np
 
 from mpx._inspect._advice import check_formats
 from mpx._inspect._candidates import Candidate, Option, front, options
-from mpx._inspect._extras import extra, progress
-from mpx._inspect._judged import Judged, judge
+from mpx._inspect._extras import extra
+from mpx._inspect._judged import Judged, judge, steps
 from mpx._inspect._laboratory import Laboratory, repaired
 from mpx._inspect._policies import PrecisionPolicy
-from mpx._inspect._result import Result, Table, amount
+from mpx._inspect._result import Result, Table, amount, percent
+from mpx._inspect._states import StateBytes, state_bytes
+from mpx._progress import progress
 
 _OFF = 2.0  # predictions that are off by more are replaced
 _ROUNDS = 3
-_STATES = (
-    ("optax.adamw, f32 parameters", 12.0),
-    ("mpx.optim.flash_adamw", 5.2),
-)
+_NEAR = 1.02  # policies within this factor of the fastest are about as fast
+_LEANER = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Tuning(Result):
             default of `amp`; fastest first.
         max_grad_error: The limit.
         repaired: The groups whose predictions were replaced by measurements.
-        params: The number of parameters.
+        states: The bytes of parameters and AdamW's state, by their formats. They change
+            no gradient, so they are chosen apart from the policy.
         device: Where the measurements were made.
         remark: The result in one sentence.
     """
@@ -44,7 +45,7 @@ class Tuning(Result):
     candidates: tuple[Candidate, ...]
     max_grad_error: float
     repaired: tuple[str, ...]
-    params: int
+    states: tuple[StateBytes, ...]
     device: str
     remark: str
 
@@ -57,24 +58,25 @@ class Tuning(Result):
                 f"{x.predicted_error:.1e}",
                 f"{x.error:.1e}",
                 f"{1e3 * x.predicted_time:.3g} ms",
-                "–" if x.time is None else f"{1e3 * x.time:.3g} ms",
+                _milliseconds(x),
                 "–" if x.memory is None else amount(x.memory, "B"),
             )
             for x in seen
         ]
         head = ("policy", "predicted", "measured", "cost table", "time", "memory")
         right = frozenset(range(1, 6))
+        most = max((x.bytes for x in self.states), default=0) or 1
         states = [
-            (name, f"{size:g}", amount(size * self.params, "B"))
-            for name, size in _STATES
+            (x.code, x.params, amount(x.bytes, "B"), percent(1 - x.bytes / most))
+            for x in self.states
         ]
         tables = [
             Table(head, rows, "Error of the gradient, and time", right),
             Table(
-                ("optimizer", "bytes", "in all"),
+                ("optimizer", "parameters", "bytes", "saved"),
                 states,
-                "Parameters, optimizer state and master weights, for each parameter",
-                frozenset({1, 2}),
+                "Parameters and optimizer state, whatever the policy",
+                frozenset({2, 3}),
             ),
         ]
         if self.repaired:
@@ -124,6 +126,12 @@ class Tuning(Result):
         return ax
 
 
+def _milliseconds(x: Candidate) -> str:
+    if x.time is None:
+        return "–"
+    return f"{1e3 * x.time:.3g} ± {1e3 * (x.spread or 0.0) / 2:.1g} ms"
+
+
 # --- tune -----------------------------------------------------------------------------
 
 
@@ -146,7 +154,8 @@ def tune(
     the prediction is shown beside it. If a prediction is off by more than a factor of 2, those of
     the worst groups are replaced by measurements, and the frontier is computed again.
 
-    On a GPU the measured policies are timed, and the fastest is returned. Elsewhere they are
+    On a GPU the measured policies are timed in turn, and the fastest is returned; `amp`'s
+    default wins ties, unless another one needs less memory. Elsewhere they are
     ranked by a table of the rates of an H200. A small gradient error on one batch promises
     nothing about the accuracy after training.
 
@@ -176,30 +185,29 @@ def tune(
         mpx.amp(loss, "bf16")
     """
     halves, with_fp8 = _check(formats, max_grad_error)
-    with progress(2 + proposals, "tune") as tell:
-        tell("predicting")
-        known = judge(func, args, kwargs, batches)
+    with progress(steps(batches) + 2, "tune") as tell:
+        known = judge(func, args, kwargs, batches, tell)
         lab = Laboratory(func, args, kwargs, known.predicted.scale)
         default = Option("bf16" if "bf16" in halves else halves[0])
         names: set[str] = set()
-        tell("measuring the default of amp")
-        lab.measure(default.policy)
         best: list[Option] = []
         for _ in range(_ROUNDS):
             best = front(options(known, halves, with_fp8), known)
             chosen = _proposed(best, known, max_grad_error, proposals)
-            off = []
-            for option in chosen:
-                tell(str(option.policy))
-                error = lab.measure(option.policy)["error"]
-                if _is_off(option.candidate(known).predicted_error, error):
-                    off.append(option)
+            found = lab.measure([x.policy for x in (default, *chosen)], tell)
+            off = [
+                option
+                for option, seen in zip(chosen, found[1:], strict=True)
+                if _is_off(option.candidate(known).predicted_error, seen["error"])
+            ]
             if not off:
                 break
+            tell("measuring single groups", part=True)
             predicted = repaired(known, off[0], names)
             if predicted is known.predicted:
                 break
             known = known._replace(predicted=predicted)
+        lab.time(tell)
     candidates = []
     for option in dict.fromkeys((*best, default)):
         found = option.candidate(known)
@@ -207,13 +215,13 @@ def tune(
         candidates.append(dataclasses.replace(found, **seen))
     candidates.sort(key=lambda x: x.predicted_time)
     policy, remark = _choose(candidates, default.policy, max_grad_error, lab.has_gpu)
-    sizes = [known.arrays[i].size for i in known.study.program.params]
+    grad = known.study.program
     return Tuning(
         policy=policy,
         candidates=tuple(candidates),
         max_grad_error=max_grad_error,
         repaired=tuple(sorted(names)),
-        params=sum(sizes),
+        states=state_bytes({grad.names[i]: grad.arrays[i] for i in grad.params}),
         device=jax.devices()[0].device_kind,
         remark=remark,
     )
@@ -257,14 +265,56 @@ def _choose(
             f"No measured policy reaches {limit:g}: this is the most exact, with "
             f"{best.error:.1e}. Pass a larger `max_grad_error`, or stay in f32."
         )
-    clock = (lambda x: x.time or 0.0) if has_gpu else (lambda x: x.predicted_time)
-    best = min(good, key=clock)
-    usual = next((x for x in good if x.policy == default), None)
-    if usual is not None and clock(best) > 0.98 * clock(usual):
-        best = usual
+    usual = next((x for x in seen if x.policy == default), None)
+    best = _fastest(good, usual, has_gpu)
     by = (
         "as timed on this GPU" if has_gpu else "by the cost table of an H200; not timed"
     )
     if usual is best:
         return best.policy, f"The default of `amp` is best within {limit:g}, {by}."
-    return best.policy, f"The fastest policy within {limit:g}, {by}."
+    remark = f"The fastest policy within {limit:g}, {by}."
+    if usual is None or usual.error is None:
+        return best.policy, remark
+    if usual.error > limit:
+        return best.policy, (
+            f"{remark} The default of `amp` has an error of {usual.error:.1e}."
+        )
+    pairs = [("time", _clock(best, has_gpu), _clock(usual, has_gpu))]
+    if best.memory is not None and usual.memory:
+        pairs.append(("memory", best.memory, usual.memory))
+    changes = [_change(what, new, old) for what, new, old in pairs]
+    return (
+        best.policy,
+        f"{remark} Compared with the default of `amp`: {', '.join(changes)}.",
+    )
+
+
+def _change(what: str, new: float, old: float) -> str:
+    share = 1 - new / max(old, 1e-30)
+    return f"{percent(abs(share))} {'less' if share >= 0 else 'more'} {what}"
+
+
+def _clock(candidate: Candidate, has_gpu: bool) -> float:
+    return (candidate.time or 0.0) if has_gpu else candidate.predicted_time
+
+
+def _is_tie(slower: Candidate, faster: Candidate, has_gpu: bool) -> bool:
+    """Returns whether two times differ by no more than they vary from run to run."""
+    noise = (slower.spread or 0.0) + (faster.spread or 0.0)
+    least = _clock(faster, has_gpu)
+    return _clock(slower, has_gpu) <= max(_NEAR * least, least + noise)
+
+
+def _fastest(
+    good: Sequence[Candidate], usual: Candidate | None, has_gpu: bool
+) -> Candidate:
+    """Returns the fastest candidate; the default or the leanest of those about as fast."""
+    fastest = min(good, key=lambda x: _clock(x, has_gpu))
+    near = [x for x in good if _is_tie(x, fastest, has_gpu)]
+    # What a program needs on a CPU says nothing about a GPU.
+    sizes = {id(x): x.memory for x in near if has_gpu and x.memory}
+    lean = min(near, key=lambda x: sizes.get(id(x), math.inf))
+    if usual is None or usual not in near:
+        return lean if sizes else fastest
+    is_leaner = sizes.get(id(lean), math.inf) < _LEANER * sizes.get(id(usual), 0)
+    return lean if is_leaner else usual

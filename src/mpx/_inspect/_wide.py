@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from mpx._compat import bind, eval_equation
 from mpx._inspect._dtypes import HALF, is_half
@@ -25,11 +26,13 @@ def bind_wide(eqn: Equation, values: Sequence[Any]) -> list[Any]:
     """Runs an equation with f32 in place of 16 bits."""
     if has_body(eqn):
         return bind_as_written(eqn, values)
-    changes = {
+    changes: dict[str, Any] = {
         key: np.dtype(np.float32)
         for key, value in eqn.params.items()
         if _is_half_dtype(value)
     }
+    if "precision" in eqn.params:
+        changes["precision"] = lax.Precision.HIGHEST  # or GPUs round to TF32
     return bind(eqn, [as_array(x) for x in values], **changes)
 
 
