@@ -78,7 +78,14 @@ SMALL = mpx.inspect.PrecisionPolicy("f16", keep=("^a$",))
         (0.9, 0.2, 100, 0.01, False, "The default of `amp` is best"),
         (0.99, 0.0, 100, 0.01, False, "The default of `amp` is best"),
         (1.5, 0.0, 10, 0.01, False, "The default of `amp` is best"),
-        (1.01, 0.0, 80, 0.01, True, "1.0 % more time, 20.0 % less memory"),
+        (
+            1.01,
+            0.0,
+            80,
+            0.01,
+            True,
+            "the same time within its spread, 20.0 % less memory",
+        ),
         (0.9, 0.0, 100, 0.2, False, "The default of `amp` is best"),
     ],
 )

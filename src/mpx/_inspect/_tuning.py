@@ -279,10 +279,12 @@ def _choose(
         return best.policy, (
             f"{remark} The default of `amp` has an error of {usual.error:.1e}."
         )
-    pairs = [("time", _clock(best, has_gpu), _clock(usual, has_gpu))]
+    times = _clock(best, has_gpu), _clock(usual, has_gpu)
+    slower, faster = (usual, best) if times[0] < times[1] else (best, usual)
+    same = _is_tie(slower, faster, has_gpu)
+    changes = ["the same time within its spread" if same else _change("time", *times)]
     if best.memory is not None and usual.memory:
-        pairs.append(("memory", best.memory, usual.memory))
-    changes = [_change(what, new, old) for what, new, old in pairs]
+        changes.append(_change("memory", best.memory, usual.memory))
     return (
         best.policy,
         f"{remark} Compared with the default of `amp`: {', '.join(changes)}.",
