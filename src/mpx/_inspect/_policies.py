@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from mpx._amp import AmpRules, amp
-from mpx._compat import is_transposed, primitive_name
+from mpx._compat import primitive_name
 from mpx._fp8 import fp8
 from mpx._inspect._dtypes import is_half
 from mpx._inspect._groups import Group, Keep, token_of
@@ -107,13 +107,10 @@ class Cost(NamedTuple):
     Attributes:
         flops: The operations of its matmuls.
         numbers: How many numbers its other operations read and write in 16 bits.
-        held: How many numbers of 16 bits its forward pass makes: what the backward pass
-            may hold on to.
     """
 
     flops: float = 0.0
     numbers: float = 0.0
-    held: float = 0.0
 
     def seconds(self, precision: str) -> float:
         """Returns the time on the GPU of the table."""
@@ -134,10 +131,7 @@ def costs(grad: Program, count: int) -> list[Cost]:
             total["flops"] += flops(eqn) * times
         halves = [x.aval for x in (*eqn.invars, *eqn.outvars) if is_half(x.aval)]
         total["numbers"] += times * sum(math.prod(x.shape) for x in halves)
-        if not is_transposed(eqn):
-            made = [x.aval for x in eqn.outvars if is_half(x.aval)]
-            total["held"] += times * sum(math.prod(x.shape) for x in made)
-    return [Cost(x["flops"], x["numbers"], x["held"]) for x in sums]
+    return [Cost(x["flops"], x["numbers"]) for x in sums]
 
 
 def seconds(
