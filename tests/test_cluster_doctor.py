@@ -141,7 +141,7 @@ def test_versions_name_the_process_that_differs():
 def test_folders_of_dumps_may_differ(monkeypatch):
     flags = os.environ["XLA_FLAGS"]
     here = _checks.describe()
-    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_dump_to=/tmp/1")
+    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_dump_to=dumps")
     assert _checks.describe() == here
     monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_cpu_enable_fast_math=true")
     assert not _checks.check_versions([here, _checks.describe()]).passed

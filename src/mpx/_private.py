@@ -137,6 +137,10 @@ FEATURES = {
             "jax.interpreters.mlir": "lower_fun register_lowering",
         },
     ),
+    "exchange": Feature(
+        "`python -m mpx doctor --cluster` cannot compare processes",
+        {"jax.experimental.multihost_utils": "process_allgather"},
+    ),
     "linen": Feature(
         "`amp` runs methods of a Linen model as written; wrap the loss instead",
         {

@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
+
+from mpx._private import private
 
 _BLOCK = 1024
 
@@ -20,15 +21,23 @@ def gather(value: Any) -> list[Any]:
 
     Args:
         value: What JSON can hold. The processes must have equal numbers of devices.
+
+    Raises:
+        NotImplementedError: If the installed JAX has no such exchange.
     """
     if jax.process_count() == 1:
         return [value]
+    names = private("exchange")
+    if names is None:
+        raise NotImplementedError(
+            "This JAX has no `process_allgather`: see the warning."
+        )
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(data.size)).ravel()
+    sizes = names.process_allgather(np.int32(data.size)).ravel()
     # Rounded up, so that few programs are compiled.
     padded = np.zeros(-(-int(sizes.max()) // _BLOCK) * _BLOCK, np.uint8)
     padded[: data.size] = data
-    rows = multihost_utils.process_allgather(padded)
+    rows = names.process_allgather(padded)
     return [
         json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)
     ]

@@ -52,7 +52,6 @@ from mpx._jaxpr._queries import MATMULS, REMAT, Equation, names
 _NESTED = (*names("jit pjit closed_call core_call scan cond"), *REMAT)
 _DERIVED = names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr")
 
-
 Rule = Callable[[Site, Any, Any, tuple[Any, ...]], Any]
 """Takes a site, a value, the array of the site, and operands; returns the new value."""
 

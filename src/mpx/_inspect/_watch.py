@@ -57,7 +57,16 @@ class Watch:
         points: int = 1000,
         title: str = "Training run",
     ) -> None:
-        """Makes an empty recorder; see `watch`. A curve has at most `2 * points` points."""
+        """Makes an empty recorder; see `watch` for what the options mean.
+
+        Args:
+            writer: Where the numbers go.
+            every: How many steps are kept before they are fetched.
+            groups: How parameters are grouped.
+            stalled_after: After how many skipped steps to warn.
+            points: A curve has at most twice as many points.
+            title: The title of the page.
+        """
         self._writers = as_writers(writer)
         self._every = as_count(every, "every", at_least=1)
         self._stalled_after = as_count(stalled_after, "stalled_after", at_least=1)
