@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -136,16 +136,48 @@ def uncut(sharding: Any, shape: tuple[int, ...], group: int) -> Any:
     """Returns a sharding, with the last axis replicated if its shards cut a group."""
     if not isinstance(sharding, NamedSharding) or not group:
         return sharding
-    spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
-    axes = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],)
-    shards = math.prod(sharding.mesh.shape.get(axis, 1) for axis in axes)
+    entries = axes_of(sharding.spec, len(shape))
+    shards = math.prod(sharding.mesh.shape[name] for name in entries[-1])
     if shape[-1] // group % shards == 0:
         return sharding
     return NamedSharding(
         sharding.mesh,
-        PartitionSpec(*spec[:-1], None),
+        spec_of([*entries[:-1], ()]),
         memory_kind=sharding.memory_kind,
     )
+
+
+def axes_of(spec: Iterable[Any], rank: int = 0) -> list[tuple[str, ...]]:
+    """Returns the axes of a mesh that shard each axis of an array.
+
+    Args:
+        spec: A `PartitionSpec`, or a part of one.
+        rank: The number of axes of the array, if it may have more than the spec.
+    """
+    found = [
+        (entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec
+    ]
+    return found + [()] * (rank - len(found))
+
+
+def spec_of(entries: Iterable[tuple[str, ...]]) -> PartitionSpec:
+    """Returns the `PartitionSpec` of which `axes_of` returns the entries."""
+    names = (entry[0] if len(entry) == 1 else entry or None for entry in entries)
+    return PartitionSpec(*names)
+
+
+def unpadded(
+    entries: Sequence[tuple[str, ...]], shape: Sequence[int], mesh: Any
+) -> list[tuple[str, ...]]:
+    """Returns what shards an array, without axes that it does not fill.
+
+    XLA pads such shards, with anything.
+    """
+    sizes = [math.prod(mesh.shape[name] for name in entry) for entry in entries]
+    return [
+        entry if n % size == 0 else ()
+        for entry, n, size in zip(entries, shape, sizes, strict=True)
+    ]
 
 
 def sharded_as(x: Array, like: Any) -> Array:
@@ -220,17 +252,63 @@ def over_shards(
         )
         return call(*jax.tree.map(_resharded, args, given))
 
-    # Only XLA knows automatic shardings.
-    def partition(mesh: Any, args: Any, result: Any) -> tuple[Any, ...]:
+    def parts(mesh: Any, args: Any, _: Any) -> Parts:
         given, results = layout(*args)
-        return mesh, local, results, given
+        return Parts(local, given, results)
 
+    return partitioned(local, args, parts, rule=rule, whole=whole, sizes=sizes)
+
+
+class Parts(NamedTuple):
+    """How XLA partitions a function over the devices of a mesh.
+
+    Attributes:
+        local: The function of what one device has.
+        given: The shardings of the arguments.
+        results: The shardings of the results.
+    """
+
+    local: Callable[..., Any]
+    given: Any
+    results: Any
+
+
+def partitioned(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    parts: Callable[[Any, Any, Any], Parts],
+    *,
+    rule: str,
+    whole: Sequence[str] = (),
+    inferred: Callable[..., Any] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Any:
+    """Calls a function that is partitioned by hand: only XLA knows automatic shardings.
+
+    Args:
+        func: The function as it is on one device.
+        args: Its arguments, pytrees of arrays.
+        parts: Called with the mesh and with types of the arguments and the results, which
+            have a `shape` and a `sharding`.
+        rule: The axes of all arrays in the notation of Shardy, which lets the compiler
+            propagate shardings.
+        whole: Names of `rule` that stand for axes that are not sharded.
+        inferred: Called like `parts` while the shardings of the results are not known;
+            returns a first choice of them. By default that of `parts`.
+        sizes: Sizes of names that are parts of axes in `rule`.
+    """
+
+    def partition(mesh: Any, args: Any, result: Any) -> tuple[Any, ...]:
+        found = parts(mesh, args, result)
+        return mesh, found.local, found.results, found.given
+
+    sizes = sizes or {}
     # Shardy wants them in the order in which the rule names them.
     factors = sorted({*whole, *sizes}, key=re.findall(r"\w+", rule).index)
-    call = private("kernels").custom_partitioning(local)
+    call = private("kernels").custom_partitioning(func)
     call.def_partition(
         partition,
-        infer_sharding_from_operands=lambda mesh, args, result: layout(*args)[1],
+        infer_sharding_from_operands=inferred or (lambda *types: parts(*types).results),
         sharding_rule=rule,
         need_replication_factors=tuple(factors),
         **sizes,

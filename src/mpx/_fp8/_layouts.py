@@ -21,7 +21,15 @@ from mpx._devices import gpu_capability
 from mpx._fp8._scales import DTYPES, cast_scaled, inverse
 from mpx._kernels import plain_under_vmap
 from mpx._private import private
-from mpx._sharding import over_shards, reason_against_shards, replicated
+from mpx._sharding import (
+    Parts,
+    axes_of,
+    over_shards,
+    partitioned,
+    reason_against_shards,
+    replicated,
+    spec_of,
+)
 
 # A program's part: rows and columns. The best of eight on an H200.
 _TILE = (64, 128)
@@ -152,25 +160,20 @@ def turned_for(
         # XLA would take a bare transpose into the matmul, and not call cuBLASLt for it.
         return lax.optimization_barrier(turn(codes, leading))
 
-    def partition(mesh: Any, args: Any, result: Any) -> tuple[Any, ...]:
-        entries, others = (_entries(x) for x in args)
+    def parts(mesh: Any, args: Any, _: Any) -> Parts:
+        entries, others = (axes_of(x.sharding.spec, len(x.shape)) for x in args)
         taken = {x for i, names in enumerate(others) if i not in summed for x in names}
-        kept = [tuple(x for x in names if x not in taken) or None for names in entries]
-        given = NamedSharding(mesh, PartitionSpec(*kept))
-        turned = NamedSharding(mesh, PartitionSpec(*kept[leading:], *kept[:leading]))
-        return mesh, plain, turned, (given, args[1].sharding)
+        kept = [tuple(x for x in names if x not in taken) for names in entries]
+        given = NamedSharding(mesh, spec_of(kept))
+        turned = NamedSharding(mesh, spec_of(kept[leading:] + kept[:leading]))
+        return Parts(plain, (given, args[1].sharding), turned)
 
     def kernel(codes: Array, other: Array) -> Array:
         axes = [f"axis{i}" for i in range(codes.ndim)]
         turned = " ".join(axes[leading:] + axes[:leading])
         others = " ".join(f"other{i}" for i in range(other.ndim))
-        call = private("kernels").custom_partitioning(plain)
-        call.def_partition(
-            partition,
-            infer_sharding_from_operands=lambda *known: partition(*known)[2],
-            sharding_rule=f"{' '.join(axes)}, {others} -> {turned}",
-        )
-        return call(codes, other)
+        rule = f"{' '.join(axes)}, {others} -> {turned}"
+        return partitioned(plain, (codes, other), parts, rule=rule)
 
     mappable = jax.custom_batching.custom_vmap(kernel)
 
@@ -182,11 +185,3 @@ def turned_for(
         return turned_for(codes, other, leading, [i + 1 for i in summed]), False
 
     return mappable(codes, other)
-
-
-def _entries(x: Any) -> list[tuple[str, ...]]:
-    """Returns the names of the mesh's axes that shard each axis of an array."""
-    spec = [*x.sharding.spec, *[None] * (len(x.shape) - len(x.sharding.spec))]
-    return [
-        (entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec
-    ]

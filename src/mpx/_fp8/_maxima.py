@@ -7,7 +7,6 @@ with an axis for devices, until all of them are there.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from mpx._compat import is_tracer
 from mpx._fp8._scales import largest_magnitude
 from mpx._kernels import plain_under_vmap
 from mpx._private import private
+from mpx._sharding import Parts, axes_of, partitioned, spec_of, unpadded
 from mpx._wire._options import automatic_size, in_shards
 from mpx._wire._sums import largest_of_shards
 
@@ -89,30 +89,17 @@ def maxima_of(x: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
     mesh = jax.typeof(x).sharding.mesh
     apart = PartitionSpec(mesh.axis_names)
 
-    # Only XLA knows how the array is sharded.
-    def partition(mesh: Any, args: Any, result: Any) -> tuple[Any, ...]:
-        def local(x: Array) -> Array:
-            return largest_magnitude(x)[None]
-
-        return mesh, local, NamedSharding(mesh, apart), (_whole_shards(args[0]),)
+    def parts(mesh: Any, args: Any, _: Any) -> Parts:
+        (x,) = args
+        entries = unpadded(axes_of(x.sharding.spec, len(x.shape)), x.shape, mesh)
+        given = NamedSharding(mesh, spec_of(entries))
+        return Parts(
+            lambda x: largest_magnitude(x)[None], (given,), NamedSharding(mesh, apart)
+        )
 
     def kernel(x: Array) -> Array:
-        call = private("kernels").custom_partitioning(plain)
-        call.def_partition(
-            partition,
-            infer_sharding_from_operands=lambda mesh, *_: NamedSharding(mesh, apart),
-            sharding_rule=" ".join(f"d{i}" for i in range(x.ndim)) + " -> n",
-        )
-        return lax.with_sharding_constraint(call(x), NamedSharding(mesh, apart))
+        rule = " ".join(f"d{i}" for i in range(x.ndim)) + " -> n"
+        out = partitioned(plain, (x,), parts, rule=rule)
+        return lax.with_sharding_constraint(out, NamedSharding(mesh, apart))
 
     return plain_under_vmap(kernel, plain)(x)
-
-
-def _whole_shards(x: Any) -> NamedSharding:
-    """Returns how an array is sharded, without the axes whose shards are padded."""
-    mesh, entries = x.sharding.mesh, []
-    for size, entry in zip(x.shape, x.sharding.spec, strict=False):
-        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        count = math.prod(mesh.shape[name] for name in names)
-        entries.append(entry if size % count == 0 else None)
-    return NamedSharding(mesh, PartitionSpec(*entries))

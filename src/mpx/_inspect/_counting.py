@@ -1,6 +1,7 @@
 """Counting the exponents of arrays, where they are."""
 
 import functools
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from mpx._inspect._bins import BINS, add_up, bin_of, carried, split
 from mpx._inspect._counting_kernel import count_local, fits_kernel
 from mpx._kernels._dispatch import plain_under_vmap
 from mpx._private import private
-from mpx._sharding import reason_against_shards
+from mpx._sharding import Parts, axes_of, partitioned, reason_against_shards
 
 LIMIT = 2**31
 """The number of values whose count may not fit into one int32."""
@@ -148,8 +149,7 @@ def _over_shards(x: Array, first: int) -> Array:
 
 def axis_names(spec: Sequence[Any]) -> tuple[str, ...]:
     """Returns the mesh axes of the parts of a `PartitionSpec`."""
-    parts = [part if isinstance(part, tuple) else (part,) for part in spec]
-    return tuple(name for part in parts for name in part if name is not None)
+    return tuple(itertools.chain.from_iterable(axes_of(spec)))
 
 
 # --- In a kernel ----------------------------------------------------------------------
@@ -184,26 +184,22 @@ def _partitioned(*leaves: Array) -> tuple[Array, Array]:
             check_vma=False,
         )(*leaves)
 
-    # Only XLA knows automatic shardings.
-    def results(mesh: Any, *_: Any) -> tuple[Any, ...]:
-        return (NamedSharding(mesh, everywhere),) * 2
-
-    def partition(mesh: Any, args: Any, _: Any) -> tuple[Any, ...]:
+    def parts(mesh: Any, args: Any, _: Any) -> Parts:
         given = tuple(arg.sharding for arg in args)
         specs = [sharding.spec for sharding in given]
-        return mesh, lambda *leaves: _local(leaves, specs), results(mesh), given
+        results = (NamedSharding(mesh, everywhere),) * 2
+        return Parts(lambda *leaves: _local(leaves, specs), given, results)
 
-    call = private("kernels").custom_partitioning(lambda *leaves: _local(leaves, ()))
     axes = [
         " ".join(f"leaf{i}axis{j}" for j in range(x.ndim)) for i, x in enumerate(leaves)
     ]
-    call.def_partition(
-        partition,
-        infer_sharding_from_operands=results,
-        sharding_rule=f"{', '.join(axes)} -> leaves bins words, leaves",
-        need_replication_factors=("leaves", "bins", "words"),
+    return partitioned(
+        lambda *leaves: _local(leaves, ()),
+        leaves,
+        parts,
+        rule=f"{', '.join(axes)} -> leaves bins words, leaves",
+        whole=("leaves", "bins", "words"),
     )
-    return call(*leaves)
 
 
 def _local(leaves: Sequence[Array], specs: Sequence[Any]) -> tuple[Array, Array]:

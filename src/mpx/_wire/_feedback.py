@@ -24,6 +24,7 @@ from jaxtyping import PyTree
 
 from mpx._compat import is_tracer
 from mpx._formats import parse_float_dtype
+from mpx._sharding import axes_of, spec_of
 from mpx._tree import AxisName, is_floating, named_leaves
 from mpx._wire._options import F32
 from mpx._wire._sums import sum_8_bits
@@ -121,15 +122,14 @@ class ErrorFeedback(eqx.Module):
 def _stacked_spec(leaf: Any, axes: tuple[str, ...]) -> P:
     """Returns how copies of an array are sharded: as it is, over the other axes."""
     sharding = None if is_tracer(leaf) else getattr(leaf, "sharding", None)
-    entries: list[Any] = []
-    for entry in getattr(sharding, "spec", ()):
-        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        entries.append(tuple(name for name in names if name not in axes) or None)
+    entries = [
+        tuple(name for name in names if name not in axes)
+        for names in axes_of(getattr(sharding, "spec", ()))
+    ]
     # As results of programs have it: a step must not compile again for its own results.
-    while entries and entries[-1] is None:
+    while entries and not entries[-1]:
         entries.pop()
-    first, *others = axes
-    return P(axes if others else first, *entries)
+    return spec_of([axes, *entries])
 
 
 def take_feedback(args: Sequence[Any]) -> tuple[ErrorFeedback | None, Sequence[Any]]:

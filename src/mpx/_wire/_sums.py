@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 
 from mpx._formats import FORMATS
 from mpx._private import private
+from mpx._sharding import Parts, axes_of, partitioned, spec_of, unpadded
 from mpx._wire._options import EIGHT_BITS, F32, Shards
 
 _BLOCK = 128
@@ -176,53 +177,29 @@ def _over_axes(
     """
     axes, rank = shards.axes, x.ndim - 1
 
-    def partition(mesh: Any, args: Any, result: Any) -> tuple[Any, ...]:
+    def parts(mesh: Any, args: Any, result: Any) -> Parts:
         total = result[0] if has_rest else result
-        shape = args[0].shape[1:]
-        spec = [_names(entry) for entry in total.sharding.spec]
-        spec += [()] * (rank - len(spec))
-        # XLA pads shards that do not divide an axis, with anything.
-        sizes = [math.prod(mesh.shape[name] for name in entry) for entry in spec]
-        spec = [
-            entry if n % size == 0 else ()
-            for entry, n, size in zip(spec, shape, sizes, strict=True)
-        ]
+        spec = unpadded(axes_of(total.sharding.spec, rank), args[0].shape[1:], mesh)
         whole = [entry == axes for entry in spec]
         scatter = whole.index(True) if any(whole) else None
         # What is sharded over other axes stays so.
         full = [tuple(name for name in entry if name not in axes) for entry in spec]
-        out = NamedSharding(mesh, _spec(spec if scatter is not None else full))
-        given = NamedSharding(mesh, _spec([axes, *full]))
+        out = NamedSharding(mesh, spec_of(spec if scatter is not None else full))
+        given = NamedSharding(mesh, spec_of([axes, *full]))
 
         def run(x: Array) -> Any:
             return local(x, axes, scatter)
 
-        return mesh, run, (out, given) if has_rest else out, (given,)
+        return Parts(run, (given,), (out, given) if has_rest else out)
 
     def inferred(mesh: Any, args: Any, result: Any) -> Any:
         total = NamedSharding(mesh, PartitionSpec(*[None] * rank))
-        stacked = NamedSharding(mesh, _spec([axes, *[()] * rank]))
+        stacked = NamedSharding(mesh, spec_of([axes, *[()] * rank]))
         return (total, stacked) if has_rest else total
 
     letters = " ".join(f"d{i}" for i in range(rank))
-    call = private("kernels").custom_partitioning(plain)
-    call.def_partition(
-        partition,
-        infer_sharding_from_operands=inferred,
-        sharding_rule=f"n {letters} -> {letters}"
-        + (f", n {letters}" if has_rest else ""),
-    )
-    return call(x)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
-
-
-def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    return PartitionSpec(*(entry or None for entry in entries))
+    rule = f"n {letters} -> {letters}" + (f", n {letters}" if has_rest else "")
+    return partitioned(plain, (x,), parts, rule=rule, inferred=inferred)
 
 
 def sharded_alike(x: Array, like: Any) -> Array:
