@@ -37,7 +37,7 @@ PARAMS = {
     "kernel": normal(4, 3, WIDTH, WIDTH),
     "head": normal(5, WIDTH, 16),
 }
-TOKENS = np.arange(ROWS * 4).reshape(ROWS, 4) * 7 % 16
+TOKENS = (np.arange(ROWS * 4).reshape(ROWS, 4) * 7 % 16).astype(np.int32)
 
 
 def loss(params, tokens, pin=lambda x: x):

@@ -337,6 +337,9 @@ class Pieces:
         """Runs the function."""
         self.prepare(*args)
         arrays = jax.tree.leaves(args)
+        # Devices of a CPU are threads: with many programs in flight that wait for each
+        # other they starve, and XLA ends the process.
+        waits = jax.default_backend() == "cpu" and not _is_here(arrays)
         env: dict[int, Any] = {**self._consts}
         env.update(zip(self._inputs, arrays, strict=True))
         for piece, dying in zip(self._pieces, self._dying, strict=True):
@@ -345,6 +348,8 @@ class Pieces:
                 call = jax.jit(_function(piece), compiler_options=_options())
                 self._calls[piece.key] = call
             outs = call(*(env[x] for x in piece.inputs))
+            if waits:
+                jax.block_until_ready(outs)
             env.update(zip(piece.outputs, outs, strict=True))
             for x in dying:
                 env.pop(x, None)
