@@ -3,9 +3,10 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Tell(Protocol):
     """A function that is told what happens next."""
 
