@@ -25,6 +25,27 @@ def compiler_options() -> dict[str, Any]:
     return _target.compiler_options("h200")
 
 
+def mlp(p, x):
+    """Two matmuls."""
+    import jax
+    import jax.numpy as jnp
+
+    return jnp.mean((jax.nn.gelu(x @ p["a"]) @ p["b"]).astype(jnp.float32) ** 2)
+
+
+def tower(p, x):
+    """Several such blocks, scanned and rematerialised."""
+    import jax
+    import jax.numpy as jnp
+
+    @jax.checkpoint
+    def block(h, w):
+        return h + jax.nn.gelu(h @ w["a"]) @ w["b"]
+
+    h, _ = jax.lax.scan(lambda h, w: (block(h, w), None), x, p)
+    return jnp.mean(h.astype(jnp.float32) ** 2)
+
+
 def programs(jax, shape) -> dict[str, Any]:
     """By name: a loss under fp8, and its parameters."""
     import jax.numpy as jnp
@@ -32,17 +53,6 @@ def programs(jax, shape) -> dict[str, Any]:
 
     from mpx import fp8
     from mpx.recipes import CurrentScaling, DelayedScaling, StaticScaling
-
-    def mlp(p, x):
-        return jnp.mean((jax.nn.gelu(x @ p["a"]) @ p["b"]).astype(jnp.float32) ** 2)
-
-    def tower(p, x):
-        @jax.checkpoint
-        def block(h, w):
-            return h + jax.nn.gelu(h @ w["a"]) @ w["b"]
-
-        h, _ = lax.scan(lambda h, w: (block(h, w), None), x, p)
-        return jnp.mean(h.astype(jnp.float32) ** 2)
 
     def transformer(p, x):
         @jax.checkpoint

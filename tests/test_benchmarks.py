@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from mpx._optim._packing import pack
 from mpx._optim._update_rules import Leaf
+from scripts import script
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -29,9 +29,7 @@ def test_the_kernel_in_the_interpreter_passes_the_check():
 @pytest.fixture(scope="module")
 def judged():
     """Returns a function that compares a step with what a change makes of its result."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        check = importlib.import_module("kernel_check")
+    check = script("kernel_check")
     case = check.Case("adamw", "24 bits", (("bf16", "odd"),))
     optimizer = case.optimizer("jax")
     (params, grads) = (
@@ -108,9 +106,7 @@ def test_the_check_sees_what_is_finite_on_one_path_only(judged, value):
 
 @pytest.fixture(scope="module")
 def drift():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        return importlib.import_module("drift")
+    return script("drift")
 
 
 def rows_of_the_guide(drift):

@@ -1,9 +1,7 @@
 """`explain` names planted faults, and finds none in healthy models."""
 
-import importlib
 import json
 import math
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -19,13 +17,10 @@ from mpx._inspect._host import run_on_host
 from mpx._inspect._shadow import run_in_f32
 from mpx._jaxpr._shards import join, split
 from mpx.inspect import explain
+from scripts import script
 
-ROOT = Path(__file__).parents[1]
-
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "benchmarks"))
-    faults = importlib.import_module("_faults")
-    scoreboard = importlib.import_module("explain")
+faults = script("_faults")
+scoreboard = script("explain")
 
 # `python benchmarks/explain.py` has them all; here those that run in a second or less.
 FAST_FAULTS = (

@@ -1,21 +1,17 @@
 """The arithmetic of `benchmarks/scale.py`: what a program does, and how long that takes."""
 
-import importlib
 import math
-from pathlib import Path
 
 import pytest
 
-# ruff: noqa: E501 (lines of HLO)
+from scripts import script
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+# ruff: noqa: E501 (lines of HLO)
 
 
 @pytest.fixture(scope="module")
 def scale():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        return importlib.import_module("scale")
+    return script("scale")
 
 
 @pytest.fixture(scope="module")

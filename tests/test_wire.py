@@ -454,4 +454,8 @@ def test_weights_are_quantised_once_per_window(by, recipe, monkeypatch):
     before, expected = run()
     # Three weights, of which the one whose product is not needed again is cast once.
     assert before - count >= 3
-    mpx.testing.assert_trees_equal(result, expected)
+    # The programs are compiled apart, so that a sum may be rounded the other way; codes of
+    # another scale would be off by their own rounding, 2⁻⁴.
+    for found, wanted in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
+        found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
+        assert np.linalg.norm(found - wanted) <= 2.0**-7 * np.linalg.norm(wanted)

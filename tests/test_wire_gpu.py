@@ -4,9 +4,7 @@ Needs no GPU but XLA's compiler for one: `make gpu-compile` installs it and runs
 same table with the shapes of 7B is printed by `benchmarks/wire.py`.
 """
 
-import importlib
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,20 +15,18 @@ import mpx
 from mpx._cluster import _checks, _training
 from mpx._inspect._result import amount
 from mpx.inspect import collectives
+from scripts import script
 
 pytestmark = [
     pytest.mark.gpu_compile,
     pytest.mark.standard_promotion,
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend"),
 ]
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def wire():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        return importlib.import_module("wire")
+    return script("wire")
 
 
 def weights(wire):
@@ -108,25 +104,6 @@ def test_bytes_of_gathers_and_reductions(wire, key):
         assert "f8e4m3fn" not in "".join(mpx.inspect.check(compiled).other)
 
 
-def two_matmuls(p, x):
-    import jax
-    import jax.numpy as jnp
-
-    return jnp.mean((jax.nn.gelu(x @ p["a"]) @ p["b"]).astype(jnp.float32) ** 2)
-
-
-def scanned(p, x):
-    import jax
-    import jax.numpy as jnp
-
-    @jax.checkpoint
-    def block(x, w):
-        return x + jax.nn.gelu(x @ w["a"]) @ w["b"]
-
-    x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, p)
-    return jnp.mean(x.astype(jnp.float32) ** 2)
-
-
 @pytest.mark.parametrize("by", ["mpx", "XLA"])
 def test_maxima_of_delayed_scaling_are_reduced_once(wire, by):
     import jax
@@ -144,10 +121,10 @@ def test_maxima_of_delayed_scaling_are_reduced_once(wire, by):
             shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)
         )
 
-    loss, layers, spec = two_matmuls, (), P()
+    loss, layers, spec = h200.mlp, (), P()
     policy = "p=bf16,c=bf16,o=f32"
     if by == "XLA":
-        loss, layers, spec = scanned, (3,), P(None, "data")
+        loss, layers, spec = h200.tower, (3,), P(None, "data")
     func = mpx.fp8(loss, "delayed", min_gain=0)
     params = {
         "a": struct(*layers, 256, 512, spec=spec),

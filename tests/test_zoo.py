@@ -1,18 +1,13 @@
 """Models of other packages train under mpx, and their page is what the script writes."""
 
-import importlib
-from pathlib import Path
-
 import jax
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from scripts import ROOT, script
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "benchmarks"))
-    zoo = importlib.import_module("_zoo")
-    page = importlib.import_module("_zoo.page")
-    routes = importlib.import_module("_zoo.routes")
+zoo = script("_zoo")
+page = script("_zoo.page")
+routes = script("_zoo.routes")
 
 PAGE = ROOT / "docs" / "zoo.md"
 # Of the packages that the tests need anyway, one model each with its own kind of layer.

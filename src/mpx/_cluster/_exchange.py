@@ -30,7 +30,9 @@ def gather(value: Any) -> list[Any]:
     names = private("exchange")
     if names is None:
         raise NotImplementedError(
-            "This JAX has no `process_allgather`: see the warning."
+            f"The {jax.process_count()} processes cannot be compared: the installed JAX "
+            "has no `multihost_utils.process_allgather`. Upgrade mpx, or install an older "
+            "JAX."
         )
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = names.process_allgather(np.int32(data.size)).ravel()
