@@ -41,10 +41,11 @@ class _CustomCall:
     """
 
     def __init__(self, visitor: Visitor, op: Op, avals: Sequence[Aval]) -> None:
-        self.visitor, self.eqn, self.scopes = visitor, op.eqn, op.scopes
+        self.visitor, self.eqn = visitor, op.eqn
+        self.scopes = visitor.scopes_inside(op.eqn, op.scopes)
         self.jaxpr = op.eqn.params["call_jaxpr"]
         self.facts = visitor.facts_inside(op.facts, op.eqn.invars, "operand")
-        new, _ = rewrite(visitor, op, self.jaxpr, avals, self.facts)
+        new, self.known = rewrite(visitor, op, self.jaxpr, avals, self.facts)
         self.dtypes = dtypes_of(new.out_avals)
 
     def run(self, *args: Any) -> Values:
@@ -145,7 +146,7 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
 
     call.defjvp(rule, symbolic_zeros=True)
     outs = list(call(*values))
-    return outs, visitor.result_facts(outs)
+    return outs, visitor.result_facts(outs, custom.known)
 
 
 def _is_zero(tangent: Any) -> bool:
@@ -272,7 +273,7 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
     call = jax.custom_vjp(custom.run)
     call.defvjp(forward, backward, symbolic_zeros=True)
     outs = list(call(*values))
-    return outs, visitor.result_facts(outs)
+    return outs, visitor.result_facts(outs, custom.known)
 
 
 def _watch_cotangent(x: Any, index: int, live: set[int]) -> Any:
