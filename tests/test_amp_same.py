@@ -115,6 +115,12 @@ def decisions(func, *args):
     return [(x.primitive, x.rule, x.reason, x.after) for x in recording.decisions]
 
 
+def exactly(func, *args):
+    """Runs a function without XLA's freedom to leave out roundings."""
+    options = {"xla_allow_excess_precision": False}
+    return jax.jit(func).lower(*args).compile(compiler_options=options)(*args)
+
+
 def assert_same(actual, wanted):
     # Other programs add up f32 numbers in another order. A value that is rounded to 16 bits
     # in one program and not in the other differs by 2^-9.
@@ -138,12 +144,12 @@ def test_value_and_decisions_do_not_depend_on_who_differentiates(seed):
             lambda out: out.value,
         ),
     }
-    value = jax.jit(low)(params, x)
+    value = exactly(low, params, x)
     assert not np.isclose(value, loss(params, x), rtol=2.0**-14)  # something is rounded
     for name, (func, value_of) in ways.items():
         forward = decisions(func, params, x)[: len(wanted)]
         assert forward == wanted, name
-        assert_same(value_of(jax.jit(func)(params, x)), value)
+        assert_same(value_of(exactly(func, params, x)), value)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -190,12 +196,13 @@ def test_vmap_may_be_inside_or_outside(seed):
     def outside(params):
         return jnp.sum(jax.vmap(amp(loss), in_axes=(None, 0))(params, batch))
 
-    actual, wanted = jax.jit(
+    actual, wanted = exactly(
         lambda params: (
             jax.value_and_grad(inside)(params),
             jax.value_and_grad(outside)(params),
-        )
-    )(params)
+        ),
+        params,
+    )
     assert_same(actual[0], wanted[0])
     for got, other in zip(*map(jax.tree.leaves, (actual[1], wanted[1])), strict=True):
         scale = float(jnp.max(jnp.abs(other))) + 1e-6
@@ -225,7 +232,7 @@ def test_helpers_may_be_jitted_and_named_at_will(seed, wrap):
     other, *_ = draw(seed, wrap)
     plain = jax.value_and_grad(amp(loss))
     helped = jax.value_and_grad(amp(other))
-    actual, wanted = jax.jit(lambda *args: (helped(*args), plain(*args)))(params, x)
+    actual, wanted = exactly(lambda *args: (helped(*args), plain(*args)), params, x)
     # A jitted function is rewritten once for all its calls, and not if all of it is f32.
     rounded = [
         {row for row in decisions(amp(func), params, x) if "bfloat16" in row[-1]}
@@ -248,8 +255,8 @@ def test_parameters_of_16_bits_are_storage(seed, dtype):
     loss, params, x = draw(seed)
     stored = mpx.cast_tree(params, dtype)
     wide = mpx.cast_tree(stored, "f32")
-    low = jax.jit(jax.value_and_grad(amp(loss)))
-    (value, grads), (wanted, exact) = low(stored, x), low(wide, x)
+    low = jax.value_and_grad(amp(loss))
+    (value, grads), (wanted, exact) = exactly(low, stored, x), exactly(low, wide, x)
     assert value.dtype == jnp.float32
     np.testing.assert_array_equal(value, wanted)
     for got, grad in zip(*map(jax.tree.leaves, (grads, exact)), strict=True):
