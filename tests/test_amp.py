@@ -764,3 +764,32 @@ def test_training_step_with_filter_grad_and_optimizer_update_runs():
     _, finite, grads = jax.jit(step)(PARAMS, X[0])
     params, _ = mpx.optimizer_update(PARAMS, optimizer, state, grads, finite)
     assert loss(params, X[0]) < loss(PARAMS, X[0])
+
+
+# --- Mistakes -------------------------------------------------------------------------
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(
+        TypeError, match=r"`amp` takes a function.* but ArrayImpl was given"
+    ):
+        amp(jnp.float32(1.0))
+    with pytest.raises(TypeError, match="`amp` is no context manager"), amp():
+        pass
+    with pytest.raises(ValueError, match=r"For 8 bits use `mpx\.fp8\(func\)`"):
+        amp(jnp.sum, "fp8")
+
+
+def test_amp_of_amp_is_heard():
+    inner = amp(lambda x: x @ W1, dtype="f16")
+    with pytest.warns(RuntimeWarning, match="What the inner one chose holds"):
+        outer = amp(inner, dtype="bf16")
+    assert matmuls_of(outer, X[0]) == [("float16", "float16")]
+
+
+def test_constant_result_keeps_its_weak_type():
+    def func(x):
+        return 2.0, 3, jnp.float32(1), x
+
+    wanted = jax.make_jaxpr(func)(X[0]).out_avals
+    assert jax.make_jaxpr(amp(func))(X[0]).out_avals == wanted

@@ -13,6 +13,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from models import equations, held
 from mpx import AmpRules, amp
+from mpx._compat import Primitive
+from mpx._jaxpr._queries import equations as walked
 from mpx.testing import assert_trees_equal
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
@@ -557,3 +559,78 @@ def closes_over_jvp(head, x):
 def test_derivative_for_a_value_that_a_function_closes_over_is_refused(func, error):
     with pytest.raises(Exception, match=error):
         jax.grad(bf16(lambda head, x: jnp.sum(func(head, x))))(HEAD, START)
+
+
+# --- High-level primitives of JAX 0.12 ------------------------------------------------
+
+
+def by_root(x):
+    angle = jnp.sum(x @ HEAD)
+    return lax.custom_root(
+        lambda y: y - jnp.tanh(angle),
+        angle,
+        lambda f, guess: jnp.tanh(angle),
+        lambda g, y: y / g(jnp.ones_like(y)),
+    )
+
+
+def with_generic_rule():
+    call = jax.custom_vjp(lambda x: jnp.tanh(x @ HEAD))
+    options = {"generic_batching": True}
+    call.defvjp(lambda x: (call(x), x), lambda _, grad: (grad @ HEAD.T,), **options)
+    return call
+
+
+@pytest.mark.skipif(
+    jax.version.__version_info__ < (0, 12), reason="JAX has none before"
+)
+@pytest.mark.parametrize("name", ["root", "vjp", "remat3", "vjp3"])
+def test_high_level_primitive_is_rebuilt(name):
+    flags = {"remat3": "jax_remat3", "vjp3": "jax_custom_vjp3"}
+    if name in flags:
+        jax.config.update(flags[name], True)
+    try:
+        func = {
+            "root": lambda: by_root,
+            "vjp": with_generic_rule,
+            "remat3": lambda: jax.checkpoint(lambda x: jnp.tanh(x @ HEAD)),
+            "vjp3": lambda: affine_with_rule,
+        }[name]()
+        traced = jax.make_jaxpr(amp(func))(START)
+        loss = lambda x: jnp.sum(func(x) ** 2)  # noqa: E731
+        value, grad = jax.value_and_grad(amp(loss))(START)
+        wanted, exact = jax.value_and_grad(loss)(START)
+        gradient = jax.make_jaxpr(jax.grad(amp(loss)))(START)
+    finally:
+        if name in flags:
+            jax.config.update(flags[name], False)
+    for jaxpr in (traced, gradient):
+        dots = [e for e in walked(jaxpr) if e.primitive.name == "dot_general"]
+        assert {str(eqn.invars[0].aval.dtype) for eqn in dots} == {"bfloat16"}
+    np.testing.assert_allclose(value, wanted, rtol=2.0**-6)
+    np.testing.assert_allclose(
+        grad, exact, atol=2.0**-6 * float(jnp.max(jnp.abs(exact)))
+    )
+
+
+@jax.custom_vjp
+def affine_with_rule(x):
+    return jnp.tanh(x @ HEAD)
+
+
+affine_with_rule.defvjp(
+    lambda x: (affine_with_rule(x), x @ HEAD),
+    lambda y, grad: ((grad * (1 - jnp.tanh(y) ** 2)) @ HEAD.T,),
+)
+
+
+def test_operation_that_is_not_known_and_holds_matmuls_is_heard():
+    primitive, body = (
+        Primitive("unknown_call"),
+        jax.make_jaxpr(lambda x: x @ HEAD)(START),
+    )
+    primitive.def_abstract_eval(lambda x, jaxpr: jaxpr.out_avals[0])
+    with pytest.warns(
+        RuntimeWarning, match="does not know the operation `unknown_call`"
+    ):
+        jax.make_jaxpr(amp(lambda x: primitive.bind(x, jaxpr=body)))(START)

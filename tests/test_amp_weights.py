@@ -381,3 +381,20 @@ def test_bias_and_residual_are_told_apart_inside_of_shard_map(check_vma):
     params = HEAD[:4, :4], W2[0, 0] + X[0]
     traced = jax.make_jaxpr(bf16(lambda params, x: func(x, *params)))(params, X[:8])
     assert held(traced, "add") == ["bfloat16", "float32"]
+
+
+def test_scan_may_slice_a_weight_and_close_over_it():
+    weights = normal(5, 3, 4, 4) / 2
+
+    def loss(params, x):
+        def body(h, w):
+            return jnp.tanh(h @ w) + h @ params["w"][0], None
+
+        return jnp.sum(lax.scan(body, x, params["w"])[0])
+
+    grads = [
+        jax.grad(amp(loss, reduce_dtype=dtype))({"w": weights}, X[:, :4])["w"]
+        for dtype in ("f32", None)
+    ]
+    # The gradients of each matmul are rounded to bf16 in one case.
+    np.testing.assert_allclose(*grads, atol=2.0**-7 * float(jnp.max(jnp.abs(grads[0]))))

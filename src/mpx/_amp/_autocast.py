@@ -60,6 +60,7 @@ from mpx._jaxpr._queries import (
     body_of,
     equations,
     every_use,
+    holds,
     readers,
 )
 from mpx._jaxpr._replace import plan_with
@@ -125,13 +126,19 @@ class Autocast(Settings):
             self.in_loop, self.copies, self.caller = outer
 
     def more_inputs(self, op: Op) -> dict[str, Any]:
-        """Returns the low copies of an equation's operands, by position."""
-        if op.eqn.primitive.name not in (*CALLS, "scan"):
+        """Returns the low copies of an equation's operands, by position.
+
+        A scan slices them: those of what it does not slice stay outside.
+        """
+        first, name = 0, op.eqn.primitive.name
+        if name == "scan":
+            first = sum(scan_sizes(op.eqn.params))
+        elif name not in CALLS:
             return {}
         return {
             str(i): self.copies[atom]
             for i, atom in enumerate(op.eqn.invars)
-            if not isinstance(atom, Literal) and atom in self.copies
+            if i >= first and not isinstance(atom, Literal) and atom in self.copies
         }
 
     def cache_key(self, more: Any) -> bool:
@@ -176,6 +183,8 @@ class Autocast(Settings):
             return _attention.choose(self, op)
         if name in _HANDLERS:
             return Chosen(_HANDLERS[name])
+        if name not in PRIMITIVES and holds(op.eqn, MATMULS):
+            warn(_OPAQUE.format(name=name))
         if any(is_eligible(var.aval) for var in op.eqn.invars):
             return self._by_rule(op, region)
         return _already_low(op)
@@ -363,6 +372,10 @@ _ALL_HIGHEST = (
     "`amp` changed no matmul: all of them ask for `precision=HIGHEST`, which is honoured. "
     "Remove the argument, or give a rule: "
     '`amp(func, rules=mpx.AmpRules(primitives={"dot_general": "f32"}))` to stay in f32.'
+)
+_OPAQUE = (
+    "`amp` does not know the operation `{name}`, which holds matmuls: they run as they are "
+    "written. Call what is inside without it, or report this."
 )
 _UNSCALED = (
     "A function under `amp` in f16 is differentiated outside mpx's "

@@ -207,12 +207,10 @@ class Settings(Transformation):
 
     def argument_fact(self, name: str, is_param: bool, leaf: Any) -> Origin:
         """Returns what is known of an argument's array."""
-        shape = tuple(leaf.shape)
-        return Origin(_provenance.argument(name, shape, is_param=is_param))
+        return Origin(_provenance.argument(name, leaf, is_param=is_param))
 
     def constant_fact(self, value: Any) -> Origin:
-        # It may be a parameter or data: JAX does not tell without differentiating.
-        return Origin(Source(leaf=tuple(value.shape)))
+        return Origin(_provenance.closed_over(value))
 
     def literal_fact(self, atom: Any) -> Origin:
         held = formats_that_hold(atom.val) if is_eligible(atom.aval) else None

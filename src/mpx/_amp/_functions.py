@@ -349,8 +349,9 @@ def param_arguments(
     found = []
     for param in params:
         if isinstance(param, int):
-            wanted = argument_names(func, max(param + 1, len(args)))
-            param = wanted[param] if -len(wanted) <= param else f"argument {param}"
+            wanted = argument_names(func, len(args))
+            is_given = -len(wanted) <= param < len(wanted)
+            param = wanted[param] if is_given else f"argument {param}"
         if param not in given:
             raise ValueError(
                 f"`params` names `{param}`, but the function was called with "

@@ -11,8 +11,9 @@ from mpx._amp._functions import call_through, parse_params
 from mpx._amp._policy import AmpRules, as_amp_rules, as_compute_dtype
 from mpx._amp._recording import current_recording
 from mpx._select import Selectors, parse_selectors
+from mpx._warn import warn
 from mpx._wire._options import amp_reduce, parse_reduce
-from mpx._wrapped import refuse_cast_arguments
+from mpx._wrapped import is_amp, refuse_cast_arguments
 
 
 def amp(
@@ -95,7 +96,7 @@ def amp(
     found = parse_params(params)
     chosen = as_amp_rules(rules).keeping(parse_selectors(keep, "keep"))
     if func is None:
-        return functools.partial(
+        return _Decorator(
             amp,
             dtype=dtype,
             params=params,
@@ -105,6 +106,17 @@ def amp(
             reduce_dtype=reduce_dtype,
             attention=attention,
             logits=logits,
+        )
+    if not callable(func):
+        raise TypeError(
+            "`amp` takes a function, such as a loss or a module, but "
+            f"{type(func).__name__} was given. Wrap the function before it is called: "
+            "`amp(loss_fn)(params, batch)`."
+        )
+    if is_amp(func):
+        warn(
+            "The function is under `amp` already. What the inner one chose holds, and the "
+            "outer one finds nothing to do. Call `amp` once."
         )
     reduce = parse_reduce(reduce_dtype)
 
@@ -120,6 +132,24 @@ def amp(
         )
 
     return under_amp(func, autocast)
+
+
+class _Decorator(functools.partial):  # pyright: ignore[reportMissingTypeArgument]
+    """`amp` with arguments, to be applied to a function."""
+
+    def __enter__(self) -> None:
+        """Refuses to be a context manager.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "`amp` is no context manager, as `torch.autocast` is: it changes a function. "
+            "Write `amp(loss_fn)(params, batch)` or decorate the function with `@amp`."
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Makes Python call `__enter__`."""
 
 
 def under_amp(

@@ -12,6 +12,7 @@ from mpx._jaxpr._provenance import (
     DATA,
     MOVES,
     Source,
+    closed_over,
     follow,
     is_lookup,
     join,
@@ -170,5 +171,6 @@ def purposes(jaxpr: Any, sources: Mapping[Any, Source]) -> dict[str, str]:
         )
 
     labels = {var: _Seen(source) for var, source in sources.items()}
-    Flow(rule, join=either, constant=lambda _: _Seen()).run(jaxpr, labels)
+    constant = lambda value: _Seen(closed_over(value))  # noqa: E731
+    Flow(rule, join=either, constant=constant).run(jaxpr, labels)
     return found

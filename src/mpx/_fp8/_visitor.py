@@ -22,6 +22,7 @@ from mpx._amp._grouped import is_low, multiply, reason_by_device
 from mpx._amp._policy import AmpRules
 from mpx._compat import (
     eval_equation,
+    hi_remat,
     open_jaxpr,
     source_frames,
 )
@@ -52,9 +53,10 @@ from mpx._jaxpr._interpreter import (
     Values,
     arrays_of,
 )
-from mpx._jaxpr._provenance import CONSTANT, argument, join
+from mpx._jaxpr._provenance import CONSTANT, argument, closed_over, join
 from mpx._jaxpr._queries import (
     ATTENTION,
+    HI_PRIMITIVE,
     MATMULS,
     Equation,
     Position,
@@ -129,11 +131,14 @@ class Fp8(Transformation):
 
     def argument_fact(self, name: str, is_param: bool, leaf: Any) -> Weight:
         """Returns what is known of an argument's array."""
-        source = argument(name, tuple(leaf.shape), is_param=is_param)
+        source = argument(name, leaf, is_param=is_param)
         return Weight(source, None if self.encodings is None else ())
 
     def literal_fact(self, atom: Any) -> Weight:
         return Weight(CONSTANT)
+
+    def constant_fact(self, value: Any) -> Weight:
+        return Weight(closed_over(value))
 
     def start(self, traced: Traced) -> Traced:
         """Returns the function, cast by `amp` to bf16 if it was written in f32."""
@@ -197,7 +202,8 @@ class Fp8(Transformation):
             return self._dot(op), self._after(eqn, op.facts)
         # A report looks for more than what is changed.
         wanted = _CHANGED if self.matmuls is None else _MULTIPLIES
-        if name in _ENTERED and holds(eqn, wanted):
+        is_custom = name == HI_PRIMITIVE and hi_remat(eqn) is None
+        if name in _ENTERED and not is_custom and holds(eqn, wanted):
             return HANDLERS[name](self, op)
         if self.matmuls is not None:
             self._record(op)

@@ -7,7 +7,10 @@ of the program enter.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from mpx._jaxpr._queries import SHAPE_ONLY, Equation, names
 
@@ -53,9 +56,21 @@ DATA = Source()
 CONSTANT = Source("constant")
 
 
-def argument(name: str, shape: tuple[int, ...], *, is_param: bool) -> Source:
+def argument(name: str, value: Any, *, is_param: bool) -> Source:
     """Returns the source of an argument."""
-    return Source("params" if is_param else "data", frozenset({name}), tuple(shape))
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return CONSTANT
+    kind = "params" if is_param else "data"
+    return Source(kind, frozenset({name}), tuple(value.shape))
+
+
+def closed_over(value: Any) -> Source:
+    """Returns the source of an array that a function closes over.
+
+    It may be a parameter or data: JAX does not tell without differentiating.
+    """
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return CONSTANT if is_key else Source(leaf=tuple(value.shape))
 
 
 def join(sources: Sequence[Source]) -> Source:
@@ -73,14 +88,17 @@ def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name in BARRIERS and len(sources) == count:
         return list(sources)
-    if eqn.effects or not sources:
-        # An effect may bring in anything; an iota is a constant.
-        return [DATA if eqn.effects else CONSTANT] * count
-    if is_lookup(eqn, sources):
-        return [DATA] * count
-    if name in MOVES:
-        return [sources[0]] * count
-    return [join(sources)] * count
+    if not sources or name == "random_wrap":
+        found = CONSTANT  # an iota, a random key
+    elif is_lookup(eqn, sources):
+        found = DATA
+    elif name in MOVES:
+        found = sources[0]
+    else:
+        # Of a `cond`, whichever branch is taken.
+        found = join(sources[1:] if name == "cond" else sources)
+    # An effect may bring in anything.
+    return [DATA if eqn.effects else found] * count
 
 
 def is_lookup(eqn: Equation, sources: Sequence[Source]) -> bool:
