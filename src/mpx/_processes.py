@@ -19,7 +19,7 @@ def check_processes(expected: int) -> None:
     """Checks that JAX runs in as many processes as the job was given.
 
     Processes that did not join each other each train a model of their own: every log
-    looks healthy, and all of them write to the same checkpoints. Call it before the first
+    looks healthy, and all of them want to write the same checkpoints. Call it before the first
     step, with the number that was asked for: the argument of your launcher, Slurm's
     `SLURM_NTASKS`, Ray's `get_world_size()`. It starts the JAX backend, so it must come
     after `jax.distributed.initialize`.

@@ -164,7 +164,9 @@ def fsdp_shardings(
     def spec(shape: tuple[int, ...]) -> PartitionSpec:
         cuttable = [i for i, size in enumerate(shape) if size % count == 0]
         whole = [i for i in cuttable if i < len(shape) - 1]
-        whole += [i for i in cuttable if i not in whole and shape[i] // count % _GROUP == 0]
+        whole += [
+            i for i in cuttable if i not in whole and shape[i] // count % _GROUP == 0
+        ]
         if math.prod(shape) < min_size or not cuttable:
             return PartitionSpec()
         largest = max(whole or cuttable, key=lambda i: shape[i])
