@@ -546,10 +546,12 @@ def test_read_only_checkpointer_sees_new_checkpoints_and_writes_nothing(tmp_path
         save(tmp_path / "run", {"a": 1})
         assert reader.steps() == [0]
         assert reader.restore({"a": 0}) == {"a": 1}
-        for call in (lambda: reader.save(1, {"a": 2}), lambda: reader.delete(0)):
+        save(tmp_path / "run", {"a": 2})
+        assert reader.restore({"a": 0}) == {"a": 2}
+        for call in (lambda: reader.save(2, {"a": 2}), lambda: reader.delete(0)):
             with pytest.raises(ValueError, match="Nothing can be .* `read_only=True`"):
                 call()
-        assert sorted(x.name for x in (tmp_path / "run").iterdir()) == ["0"]
+        assert sorted(x.name for x in (tmp_path / "run").iterdir()) == ["0", "1"]
 
 
 def test_options_that_mpx_sets_are_refused(tmp_path):

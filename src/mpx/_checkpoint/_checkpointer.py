@@ -22,6 +22,7 @@ from mpx._checkpoint._orbax import (
     manager,
     orbax,
     reader,
+    reload,
 )
 from mpx._checkpoint._restore import Fields, Request, read
 from mpx._processes import gather, gather_results
@@ -190,7 +191,7 @@ class Checkpointer:
         """Returns the numbers of the checkpoints, in order. Waits for one being written."""
         self.wait()
         if not self._is_writer:
-            self._manager.reload()  # another process may write
+            reload(self._manager)  # another process may write
         return sorted(self._manager.all_steps())
 
     def latest(self) -> int | None:

@@ -1,7 +1,8 @@
 """Orbax, which is imported when it is needed, and its managers."""
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 ARRAYS, RECORD = "state", "mpx"
@@ -15,13 +16,28 @@ def reader(path: Any, options: Mapping[str, Any]) -> Any:
     `read_only=True` does the same, but logs three warnings.
     """
     options = {name: x for name, x in options.items() if name != "async_options"}
-    return manager(
-        path,
-        **options,
-        create=False,
-        enable_async_checkpointing=False,
-        save_root_metadata=False,
+    return _while_others_write(
+        lambda: manager(
+            path,
+            **options,
+            create=False,
+            enable_async_checkpointing=False,
+            save_root_metadata=False,
+        )
     )
+
+
+def reload(found: Any) -> None:
+    """Makes a manager list its folder anew."""
+    _while_others_write(found.reload)
+
+
+def _while_others_write(call: Callable[[], Any]) -> Any:
+    """Calls a function again if a checkpoint is removed between its list and its files."""
+    for _ in range(99):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return call()
+    return call()
 
 
 def manager(path: Any, **options: Any) -> Any:

@@ -25,7 +25,7 @@ from mpx._checkpoint._leaves import (
     stored_type,
 )
 from mpx._checkpoint._manifest import Manifest, damaged
-from mpx._checkpoint._orbax import ARRAYS, RECORD, orbax
+from mpx._checkpoint._orbax import ARRAYS, RECORD, orbax, reload
 from mpx._processes import gather_results
 from mpx._tree import is_array
 
@@ -57,8 +57,11 @@ class Request:
 
 def read(manager: Any, path: Any, request: Request) -> PyTree:
     """Reads a checkpoint with a manager of Orbax."""
-    steps: list[int] = sorted(manager.all_steps())
     step = request.step
+    steps: list[int] = sorted(manager.all_steps())
+    if not steps:  # the first may be new, or the only one replaced by the next
+        reload(manager)
+        steps = sorted(manager.all_steps())
     if not steps or (step is not None and step not in steps):
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(
@@ -68,7 +71,7 @@ def read(manager: Any, path: Any, request: Request) -> PyTree:
     try:
         return _read_step(manager, path / str(number), number, request)
     except (FileNotFoundError, ValueError):
-        manager.reload()
+        reload(manager)
         latest = manager.latest_step()
         if step is not None or latest in (None, number) or jax.process_count() > 1:
             raise
