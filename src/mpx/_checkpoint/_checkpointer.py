@@ -128,16 +128,16 @@ class Checkpointer:
         step = as_count(step, "step", at_least=0)
         self._check_metrics(metrics)
         self._check_writes("saved")
-        if not self._manager.is_saving_in_progress():
-            self.wait()  # raises if the checkpoint before was not written
         latest = self._manager.latest_step()
         is_next = latest is None or step > latest
         if is_next and not force and not self._manager.should_save(step):
+            if not self._manager.is_saving_in_progress():
+                self.wait()  # raises if the checkpoint before was not written
             return False
-        self.wait()
         packed: list[_Packed] = []
 
         def pack() -> Any:
+            self.wait()
             packed.append(_pack(state))
             return [self._hold(), packed[0].kinds, packed[0].contents]
 
@@ -184,7 +184,7 @@ class Checkpointer:
             FileNotFoundError: If there is no such checkpoint.
             ValueError: If the checkpoint does not fit the template, or is damaged.
         """
-        self.wait()
+        self.steps()  # those of another process, too
         return read(self._manager, self._path, Request(template, step, partial, fields))
 
     def steps(self) -> list[int]:
