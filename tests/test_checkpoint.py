@@ -1257,6 +1257,7 @@ def test_conversion_keeps_shardings_and_refuses_what_does_not_fit():
 def test_plain_states_get_the_dtypes_and_devices_of_the_template():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     low = optax.adam(1e-2, mu_dtype=jnp.bfloat16)
+    state: Any
     params, state = f32_run(optax.adam(1e-2), 3)
     like = sharded((bf16_params(1), low.init(bf16_params(1))), mesh, ("x",))
     new = from_f32(params, state, like=like)
@@ -1275,6 +1276,7 @@ def test_plain_states_get_the_dtypes_and_devices_of_the_template():
 
 def test_count_is_that_beside_the_moments():
     optimizer = mpx.optim.flash_adamw(1e-2)
+    state: Any
     params, state = f32_run(optax.adam(1e-2), 3)
     like = (bf16_params(1), optimizer.init(bf16_params(1)))
     averaged = (optax.EmaState(jnp.int32(9), params), *state)

@@ -149,8 +149,8 @@ def fsdp_shardings(
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
         >>> params = {"w": jnp.ones((512, 256)), "bias": jnp.ones(10)}
         >>> shardings = fsdp_shardings(params, mesh)
-        >>> shardings["w"].spec, shardings["bias"].spec
-        (PartitionSpec('data',), PartitionSpec())
+        >>> tuple(shardings["w"].spec), tuple(shardings["bias"].spec)
+        (('data',), ())
         >>> params = jax.device_put(params, shardings)
     """
     names = (axis,) if isinstance(axis, str) else tuple(axis)

@@ -1,19 +1,14 @@
 """Writing checkpoints and reading them, through Orbax."""
 
 import contextlib
-import zlib
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from mpx._arguments import as_count
-from mpx._checkpoint._checksums import checksums
 from mpx._checkpoint._claim import Claim
-from mpx._checkpoint._leaves import open_state, spans_processes, to_rows, to_stored
-from mpx._checkpoint._manifest import Manifest, check_arrays
 from mpx._checkpoint._orbax import (
     ARRAYS,
     RECORD,
@@ -24,8 +19,9 @@ from mpx._checkpoint._orbax import (
     reader,
     reload,
 )
+from mpx._checkpoint._pack import Packed, check_same_state, pack
 from mpx._checkpoint._restore import Fields, Request, read
-from mpx._processes import gather, gather_results
+from mpx._processes import gather_results
 
 _OWN = {
     "max_to_keep": "pass `keep`",
@@ -134,15 +130,15 @@ class Checkpointer:
             if not self._manager.is_saving_in_progress():
                 self.wait()  # raises if the checkpoint before was not written
             return False
-        packed: list[_Packed] = []
+        packed: list[Packed] = []
 
-        def pack() -> Any:
+        def prepare() -> Any:
             self.wait()
-            packed.append(_pack(state))
+            packed.append(pack(state))
             return [self._hold(), packed[0].kinds, packed[0].contents]
 
-        found = gather_results(pack)
-        _check_same_state([kinds for _, kinds, _ in found], packed[0].manifest)
+        found = gather_results(prepare)
+        check_same_state([kinds for _, kinds, _ in found], packed[0].manifest)
         if any(is_new for is_new, _, _ in found):
             self._become_writer()
         self._check_is_latest(step)
@@ -377,6 +373,7 @@ def save(
 
     Examples:
         >>> import tempfile, jax.numpy as jnp
+        >>> from mpx.checkpoint import restore
         >>> state = {"w": jnp.ones(2, jnp.bfloat16), "epoch": 7}
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     number = save(folder, state)
@@ -389,130 +386,3 @@ def save(
         step = (0 if latest is None else latest + 1) if step is None else step
         checkpointer.save(step, state)
     return step
-
-
-def restore(
-    path: Path,
-    template: PyTree,
-    *,
-    step: int | None = None,
-    partial: bool = False,
-    fields: Fields | None = None,
-) -> PyTree:
-    """Restores a training state that `save` or a `Checkpointer` saved.
-
-    The template tells the structure and where arrays are to lie: each array gets the
-    sharding that it has in the template, so a run can go on with another number of
-    devices or another layout. A template is a freshly made state, or one of
-    `ShapeDtypeStruct`s, as `jax.eval_shape` and `eqx.filter_eval_shape` make it. Functions,
-    strings and static fields come from the template.
-
-    A Python number and an array of no axes may stand for each other: a step count begins as
-    a number and comes out of `jit` as an array. An array is restored as it was saved.
-
-    Args:
-        path: The folder of the run.
-        template: A state of the same structure. It is not changed; NNX modules in the
-            result are new.
-        step: The number of the checkpoint; `None` is the latest.
-        partial: Whether the checkpoint may hold more than the template: to restore the
-            parameters alone, for example.
-        fields: Python numbers and booleans in fields of Equinox modules may be options of
-            the code, as the rate of a dropout, or numbers that the run has changed. If
-            they differ, `"saved"` restores them, `"template"` keeps those of the
-            template, and `None` raises.
-
-    Returns:
-        The state, bit for bit as it was saved.
-
-    Raises:
-        FileNotFoundError: If there is no such checkpoint.
-        ImportError: If Orbax is not installed.
-        ValueError: If the checkpoint does not fit the template: every leaf that is
-            missing, not expected, or of another shape or dtype is named. If the checkpoint
-            is damaged: each array is compared with the checksum that was saved with it.
-
-    Examples:
-        >>> import tempfile, jax.numpy as jnp
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     step = save(folder, {"w": jnp.ones(2), "bias": jnp.ones(())})
-        ...     restore(folder, {"w": jnp.zeros(2)}, partial=True)
-        {'w': Array([1., 1.], dtype=float32)}
-    """
-    folder = absolute(path)
-    if not folder.exists():
-        raise FileNotFoundError(f"There is no folder {folder} to restore from.")
-    with reader(folder, {}) as found:
-        return read(found, folder, Request(template, step, partial, fields))
-
-
-# --- Saving ---------------------------------------------------------------------------
-
-
-class _Packed(NamedTuple):
-    """What a process saves.
-
-    Attributes:
-        manifest: The record, without contents.
-        stored: The arrays, by name.
-        contents: The value or the checksum of each leaf.
-    """
-
-    manifest: Manifest
-    stored: dict[str, Any]
-    contents: list[Any]
-
-    @property
-    def spanning(self) -> set[str]:
-        """The names of the arrays that lie on several processes."""
-        return {name for name, array in self.stored.items() if spans_processes(array)}
-
-    @property
-    def kinds(self) -> int:
-        """A hash of what must be the same on all processes."""
-        leaves = [(name, leaf[:2]) for name, leaf in self.manifest.leaves.items()]
-        return zlib.crc32(repr((leaves, sorted(self.spanning))).encode())
-
-    def for_orbax(self, rows: list[list[Any]]) -> tuple[Manifest, dict[str, Any]]:
-        """Returns the record and the arrays to write, given the contents of all processes."""
-        manifest = self.manifest.holding(rows, self.spanning)
-
-        def written(name: str, array: Any) -> Any:
-            if manifest.leaves[name].is_per_process:
-                return to_rows(array)
-            is_copy = len(rows) > 1 and name not in self.spanning
-            return np.asarray(array) if is_copy else array  # Orbax takes the first's
-
-        return manifest, {name: written(name, x) for name, x in self.stored.items()}
-
-
-def _pack(state: PyTree) -> _Packed:
-    opened = open_state(state)
-    check_arrays(opened)
-    manifest = Manifest.of(state, opened)
-    stored = {
-        name: to_stored(leaf)
-        for name, leaf in zip(opened.names, opened.leaves, strict=True)
-        if name in manifest.leaves and manifest.leaves[name].is_stored
-    }
-    sums = dict(zip(stored, checksums(stored.values()), strict=True))
-    contents = [
-        sums.get(name, 0) if leaf.shape is not None else leaf.contents[0]
-        for name, leaf in manifest.leaves.items()
-    ]
-    return _Packed(manifest, stored, contents)
-
-
-def _check_same_state(kinds: list[int], manifest: Manifest) -> None:
-    """Raises if the processes save states of different structures."""
-    if len({*kinds}) == 1:
-        return
-    shown = [f"`{name}`, {leaf.shown}" for name, leaf in manifest.leaves.items()]
-    first, *others = map(set, gather(shown))
-    for process, leaves in enumerate(others, 1):
-        if kinds[process] != kinds[0]:
-            only = [*(first - leaves), *(leaves - first)] or ["shardings"]
-            raise ValueError(
-                "All processes must save states of the same structure, but process "
-                f"{process} and process 0 differ in {', '.join(sorted(only)[:5])}."
-            )

@@ -25,7 +25,15 @@ from mpx._checkpoint._leaves import (
     stored_type,
 )
 from mpx._checkpoint._manifest import Manifest, damaged
-from mpx._checkpoint._orbax import ARRAYS, RECORD, orbax, reload
+from mpx._checkpoint._orbax import (
+    ARRAYS,
+    RECORD,
+    Path,
+    absolute,
+    orbax,
+    reader,
+    reload,
+)
 from mpx._processes import gather_results
 from mpx._tree import is_array
 
@@ -53,6 +61,62 @@ class Request:
             raise ValueError(
                 f"`fields` must be 'saved', 'template' or None, but it is {self.fields!r}."
             )
+
+
+def restore(
+    path: Path,
+    template: PyTree,
+    *,
+    step: int | None = None,
+    partial: bool = False,
+    fields: Fields | None = None,
+) -> PyTree:
+    """Restores a training state that `save` or a `Checkpointer` saved.
+
+    The template tells the structure and where arrays are to lie: each array gets the
+    sharding that it has in the template, so a run can go on with another number of
+    devices or another layout. A template is a freshly made state, or one of
+    `ShapeDtypeStruct`s, as `jax.eval_shape` and `eqx.filter_eval_shape` make it. Functions,
+    strings and static fields come from the template.
+
+    A Python number and an array of no axes may stand for each other: a step count begins as
+    a number and comes out of `jit` as an array. An array is restored as it was saved.
+
+    Args:
+        path: The folder of the run.
+        template: A state of the same structure. It is not changed; NNX modules in the
+            result are new.
+        step: The number of the checkpoint; `None` is the latest.
+        partial: Whether the checkpoint may hold more than the template: to restore the
+            parameters alone, for example.
+        fields: Python numbers and booleans in fields of Equinox modules may be options of
+            the code, as the rate of a dropout, or numbers that the run has changed. If
+            they differ, `"saved"` restores them, `"template"` keeps those of the
+            template, and `None` raises.
+
+    Returns:
+        The state, bit for bit as it was saved.
+
+    Raises:
+        FileNotFoundError: If there is no such checkpoint.
+        ImportError: If Orbax is not installed.
+        ValueError: If the checkpoint does not fit the template: every leaf that is
+            missing, not expected, or of another shape or dtype is named. If the checkpoint
+            is damaged: each array is compared with the checksum that was saved with it.
+
+    Examples:
+        >>> import tempfile, jax.numpy as jnp
+        >>> from mpx.checkpoint import save
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     step = save(folder, {"w": jnp.ones(2), "bias": jnp.ones(())})
+        ...     restore(folder, {"w": jnp.zeros(2)}, partial=True)
+        {'w': Array([1., 1.], dtype=float32)}
+    """
+    folder = absolute(path)
+    if not folder.exists():
+        raise FileNotFoundError(f"There is no folder {folder} to restore from.")
+    with reader(folder, {}) as found:
+        return read(found, folder, Request(template, step, partial, fields))
 
 
 def read(manager: Any, path: Any, request: Request) -> PyTree:
