@@ -120,6 +120,7 @@ def _unbound(
     There their arrays have names and count as parameters, like those of a module.
     """
     bound: tuple[Any, ...] = ()
+    inner = func
     if isinstance(func, functools.partial):
         bound, kwargs, inner = func.args, {**func.keywords, **kwargs}, func.func
     elif inspect.ismethod(func) and not isinstance(func.__self__, type):

@@ -125,10 +125,10 @@ def _while(visitor: Visitor, op: Op) -> Outcome:
     carry_vars = open_jaxpr(params["body_jaxpr"])[0].invars[n_body:]
 
     kept = open_jaxpr(params["body_jaxpr"])[0].outvars
-    kinds = [
-        "operand" if x is y else "carry" for x, y in zip(carry_vars, kept, strict=True)
+    carried = [
+        visitor.fact_inside(fact, var, "operand" if out is var else "carry")
+        for fact, var, out in zip(op.facts[n_consts:], carry_vars, kept, strict=True)
     ]
-    carried = list(map(visitor.fact_inside, op.facts[n_consts:], carry_vars, kinds))
 
     def part(name: str, carry: Dtypes, outs: Dtypes | None) -> tuple[Jaxpr, Facts]:
         chosen = slice(n_cond) if name == "cond_jaxpr" else slice(n_cond, n_consts)
