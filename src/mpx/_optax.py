@@ -12,6 +12,7 @@ from mpx._cast import own_buffer
 from mpx._formats import parse_float_dtype
 from mpx._optax_checks import check_transformation
 from mpx._tree import (
+    AxisName,
     all_finite,
     cast_leaf,
     check_shape,
@@ -19,7 +20,7 @@ from mpx._tree import (
     named_leaves,
     select_tree,
 )
-from mpx._update import apply_updates
+from mpx._update import apply_updates, stays_finite, together
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -29,7 +30,7 @@ class SkipNonfiniteState(NamedTuple):
         inner_state: The state of the wrapped optimizer.
         skipped: Skipped updates in total, i32[].
         consecutive_skipped: Skipped updates in a row, i32[].
-        last_finite: Whether the last gradients were finite, bool[].
+        last_finite: Whether the last step was finite and therefore taken, bool[].
     """
 
     inner_state: PyTree
@@ -39,16 +40,19 @@ class SkipNonfiniteState(NamedTuple):
 
 
 def skip_nonfinite(
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation, *, axis_name: AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that non-finite gradients change nothing.
+    """Wraps an optimizer so that a step that is not finite changes nothing.
 
-    The updates are then zero and the inner state stays as it is; counters in the state
-    tell how often that happened. Unlike `optax.apply_if_finite` it never lets a NaN
-    through.
+    A step is skipped if the gradients, the updates or the new state hold an inf or nan:
+    the square of a finite gradient of 1e20 is infinite. The updates are then zero and the
+    inner state stays as it is; counters in the state tell how often that happened. Unlike
+    `optax.apply_if_finite` it never lets a NaN through.
 
     Args:
         optimizer: Any optax transformation.
+        axis_name: Axes of a `shard_map`, `pmap` or `vmap` whose devices decide together.
+            With `check_vma` they do so where gradients differ and the state does not.
 
     Examples:
         >>> import optax
@@ -72,10 +76,13 @@ def skip_nonfinite(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SkipNonfiniteState]:
         _check_shapes(updates, params)
+        _check_state(state, SkipNonfiniteState, "skip_nonfinite")
         finite = all_finite(updates)
         updates, inner = optimizer.update(
             updates, state.inner_state, params, **extra_args
         )
+        finite &= all_finite(updates) & stays_finite(state.inner_state, inner)
+        finite = together(finite, state.skipped, axis_name)
         updates = select_tree(finite, updates, jax.tree.map(jnp.zeros_like, updates))
         return updates, SkipNonfiniteState(
             inner_state=select_tree(finite, inner, state.inner_state),
@@ -85,6 +92,16 @@ def skip_nonfinite(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_state(state: Any, kind: type, wrapper: str) -> None:
+    """Raises if a state is not one that the wrapper made."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"`{wrapper}` expected the {kind.__name__} from its own `init(params)` or its "
+            f"last update; got {type(state).__name__}. The state of the optimizer inside "
+            "is its `inner_state`."
+        )
 
 
 def _check_shapes(updates: PyTree, params: PyTree | None) -> None:
@@ -162,6 +179,7 @@ def master_weights(
                 "`master_weights` needs the parameters: call "
                 "`update(grads, state, params)`."
             )
+        _check_state(state, MasterWeightsState, "master_weights")
         inner_updates, inner = optimizer.update(
             to_master(updates), state.inner_state, state.master, **extra_args
         )

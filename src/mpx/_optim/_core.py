@@ -186,6 +186,12 @@ class Core:
             if job is not None:
                 check_grad(job.name, job.leaf.param, grad)
                 jobs[index] = job._replace(grad=grad)
+        if not jobs and any(self.job(ready, i) for i in range(len(flat.leaves))):
+            raise ValueError(
+                "None of the parameters has a gradient, so the step would move nothing, "
+                "but count. Pass the gradients as a tree like the parameters, with None "
+                "only where a parameter must not change."
+            )
         guarded = list(_guarded(jobs).values())
         done = _kernels.run(guarded, finite=flag, backend=self.backend)
         for index, leaf in zip(jobs, done, strict=True):
