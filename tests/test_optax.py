@@ -373,6 +373,43 @@ def test_masters_may_be_f64():
         assert_trees_equal(params, jnp.float32(1 - 2.0**-23))
 
 
+def test_parameters_of_f64_keep_their_masters_in_f64():
+    with jax.enable_x64(True):
+        tx = master_weights(optax.sgd(1.0))
+        params = {"w": jnp.ones(()), "b": jnp.ones((), jnp.bfloat16)}
+        assert params["w"].dtype == np.float64
+        state, start = tx.init(params), params
+        grads = {"w": jnp.float64(2.0**-40), "b": jnp.bfloat16(2.0**-20)}
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        assert_trees_equal(params, start | {"w": jnp.float64(1 - 2.0**-40)})
+        assert_trees_equal(state.master["b"], jnp.float32(1 - 2.0**-20))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_masters_start_from_f32_weights(dtype):
+    weights = make_params() | {"low": jnp.ones(3, dtype), "n": jnp.arange(2)}
+    tx = master_weights(optax.adam(0.1))
+    params, state = tx.init_from(weights, dtype, keep="layers")
+    assert_trees_equal(state.master, weights | {"low": jnp.ones(3)})
+    expected = {"w": weights["w"].astype(dtype), "layers": weights["layers"]}
+    assert_trees_equal(params, weights | expected)
+    assert state.inner_state[0].mu["w"].dtype == np.float32
+    with pytest.raises(ValueError, match="`keep` .*nothing"):
+        tx.init_from(weights, keep="nothing")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_masters_may_start_anywhere_between_the_neighbours(dtype):
+    params = {"w": jnp.full((64, 64), 0.05, dtype), "zero": jnp.zeros(3, dtype)}
+    state = master_weights(optax.adam(0.1), jitter=True).init(params)
+    assert_trees_equal(mpx.cast_tree(state.master, dtype), params)
+    half = float(jnp.finfo(dtype).eps) * 2.0**-5 / 2  # of an ulp from 1/32 to 1/16
+    left = np.asarray(state.master["w"] - params["w"].astype(np.float32)) / half
+    assert np.std(left) == pytest.approx(np.sqrt(1 / 3), rel=0.05)
+    assert abs(np.mean(left)) < 0.05
+
+
 def test_half_precision_gradients_are_widened_before_the_optimizer():
     tx = master_weights(optax.sgd(0.1))
     params = jnp.ones(2, jnp.float16)

@@ -184,6 +184,7 @@ def _build(
             group_size=group_size,
             min_size=0,
             format="flashoptim",
+            jitter=False,
         )
 
     groups = []
