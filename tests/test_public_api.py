@@ -105,6 +105,7 @@ PUBLIC = {
         "Compression",
         "FlashOptimizer",
         "FlashState",
+        "MasterWeights",
         "MasterWeightsState",
         "ParamGroup",
         "Released",
