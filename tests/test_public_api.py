@@ -145,6 +145,7 @@ RECEIVED = [
     "Fault",
     "FlashOptimizer",
     "FlashState",
+    "MasterWeights",
     "Fp8Check",
     "Fp8State",
     "Fp8View",

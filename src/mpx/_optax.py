@@ -162,7 +162,8 @@ class MasterWeights(optax.GradientTransformationExtraArgs):
             >>> params["w"].dtype, float(state.master["w"][0])
             (dtype(bfloat16), 0.10000000149011612)
         """
-        return cast_params(params, dtype, keep), self.init(params)
+        state: Any = self.init(params)
+        return cast_params(params, dtype, keep), state
 
 
 def master_weights(

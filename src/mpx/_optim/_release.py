@@ -197,9 +197,12 @@ class _Watched(NamedTuple):
 
     @classmethod
     def make(cls, finite: bool, squares: bool) -> "_Watched":
-        flags = (True, True, False) if finite else ()
-        refs = [jax.new_ref(jnp.full((), flag)) for flag in flags] or [None] * 3
-        return cls(*refs, jax.new_ref(jnp.zeros((), jnp.float32)) if squares else None)
+        return cls(
+            jax.new_ref(jnp.ones((), bool)) if finite else None,
+            jax.new_ref(jnp.ones((), bool)) if finite else None,
+            jax.new_ref(jnp.zeros((), bool)) if finite else None,
+            jax.new_ref(jnp.zeros((), jnp.float32)) if squares else None,
+        )
 
     def see_loss(self, loss: Array) -> None:
         """Records the loss, before any gradient is known."""
