@@ -271,7 +271,9 @@ def start_rows() -> dict[str, str]:
         for steps in STEPS:
             run = jax.jit(functools.partial(lax.fori_loop, 0, steps, step))
             moved = before - np.mean(np.asarray(run(carry)[0], np.float64))
-            shares[steps].append(float(moved) / (1e-6 * steps))  # Adam moves by its rate
+            shares[steps].append(
+                float(moved) / (1e-6 * steps)
+            )  # Adam moves by its rate
     return {
         str(steps): f"| {steps} | " + " | ".join(f"{share:.2f}" for share in row) + " |"
         for steps, row in shares.items()
