@@ -71,7 +71,7 @@ def test_small_f16_gradients_survive_thanks_to_the_scale():
         jnp.full(3, 2.0**-13),
     )  # the gradient is 2^-25, f16 ends at 2^-24
     step = mpx.value_and_grad(loss, policy=POLICIES["f16"])
-    assert_trees_equal(step(NoLossScaling(), w, x).grads, jnp.zeros(3))
+    assert_trees_equal(step(StaticLossScaling(1.0), w, x).grads, jnp.zeros(3))
     result = step(StaticLossScaling(2.0**10), w, x)
     assert_trees_equal(result.grads, jnp.full(3, 2.0**-25))
 
@@ -95,7 +95,7 @@ def test_growth_step_returns_the_same_gradient(grad_of, problem):
 
 @pytest.mark.parametrize("scale", [2.0**20, 2.0**-8])
 def test_gradient_is_unscaled_before_the_scale_is_clipped(scale, problem):
-    scaling = DynamicLossScaling(scale, 2.0**-4)
+    scaling = DynamicLossScaling(jnp.float32(scale), 2.0**-4)
     result = of_value_and_grad(squared_error, scaling, policy=POLICIES["bf16"])(
         problem.w, problem.x, problem.y
     )

@@ -50,7 +50,8 @@ def _always_kept() -> tuple[type, ...]:
     types: list[type] = [eqx.nn.BatchNorm, eqx.nn.SpectralNorm]
     nnx = nnx_module()
     if nnx is not None:
-        types.append(nnx.BatchNorm)
+        # The last two assign to their weights, which must not be rounded for that.
+        types += [nnx.BatchNorm, nnx.SpectralNorm, nnx.WeightNorm]
     # Norms of Equinox and Flax take their statistics in f32 by themselves, those of
     # Haiku do not: where an f16 variance is zero, the derivative of `rsqrt` at the epsilon
     # of 1e-5 is 1.6e7, infinite in f16, and the gradient nan at any loss scale.

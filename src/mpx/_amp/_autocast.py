@@ -83,7 +83,7 @@ class Autocast(Settings):
 
     def finish(self, outs: Values) -> Values:
         """Returns results that warn if f16 gradients are taken without a loss scale."""
-        if self.dtype != np.float16:
+        if self.dtype != np.float16 or in_gradient_function():
             return outs
         return [_warn_if_unscaled(out) for out in outs]
 
@@ -337,8 +337,8 @@ _HANDLERS: dict[str, Run] = {
 
 
 _UNSCALED = (
-    "A function under `amp` in f16 is differentiated outside mpx's "
-    "gradient functions: without a loss scale, gradients below 6e-8 become 0. Take the "
+    "A function under `amp` in f16 is differentiated without a loss scale that mpx "
+    "knows of: gradients below 6e-8 become 0. Take the "
     "gradient with `mpx.value_and_grad(func)(mpx.DynamicLossScaling.pow2(), ...)`, or "
     "use bf16, which needs no scale. If you scale the loss yourself, "
     "filter this warning."
