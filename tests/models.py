@@ -95,6 +95,23 @@ def equations(jaxpr):
                     yield from equations(item)
 
 
+def held(jaxpr, name):
+    """Returns the dtypes in which the results of operations of one kind are held.
+
+    An operation on an activation and a parameter computes in f32, and a cast that is all
+    that reads its result rounds it.
+    """
+    eqns = list(equations(jaxpr))
+
+    def dtype(var):
+        readers = [eqn for eqn in eqns if any(atom is var for atom in eqn.invars)]
+        casts = [eqn.primitive.name == "convert_element_type" for eqn in readers]
+        only = readers[0].outvars[0] if casts and all(casts) else var
+        return str(only.aval.dtype)
+
+    return [dtype(eqn.outvars[0]) for eqn in eqns if eqn.primitive.name == name]
+
+
 def multiplied(jaxpr, names=("dot_general",)):
     """Returns the dtypes of the numbers that matmuls multiply.
 

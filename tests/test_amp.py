@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from models import count_traces, equations, normal, trace_together
+from models import count_traces, equations, held, normal, trace_together
 from mpx import amp, half_precision
 from mpx.testing import assert_trees_equal
 
@@ -199,7 +199,7 @@ def explicit_low(p, x):
 
 
 def explicit_highest(p, x):
-    return jnp.matmul(x, p["w1"], precision=lax.Precision.HIGHEST)
+    return jnp.matmul(x, p["w1"], precision=lax.Precision.HIGHEST) @ p["w2"]
 
 
 def callbacks(p, x):
@@ -290,7 +290,7 @@ CASES = {
     "fft": Case(fft, 2),
     "complex": Case(complex_numbers, 2, kept=(("complex64", "complex64"),)),
     "explicit f16": Case(explicit_low, 1, kept=(("float16", "float16"),)),
-    "HIGHEST": Case(explicit_highest, 0, kept=(F32_PAIR,)),
+    "HIGHEST": Case(explicit_highest, 1, kept=(F32_PAIR,)),
     "ragged_dot": Case(ragged, 1, refused=("vmap",), refusal="ragged_dot vmap"),
     "callbacks": Case(callbacks, 2),
     "pallas": Case(pallas, 2, refused=GRADIENTS, refusal="Linearization failed"),
@@ -503,8 +503,7 @@ def test_numpy_f64_bias_follows_a_low_matmul():
 
     params = {"bias": np.ones(W1.shape[1])}
     jaxpr = jax.make_jaxpr(lambda x: bf16(func)(params, x))(X[0])
-    adds = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "add"]
-    assert [str(eqn.outvars[0].aval.dtype) for eqn in adds] == ["bfloat16"]
+    assert held(jaxpr, "add") == ["bfloat16"]
     x = jax.ShapeDtypeStruct(X[0].shape, "float32")
     report = mpx.inspect.report(mpx.amp(func), params, x)
     added = [op.params for op in report.amp.decisions if op.primitive == "add"]
@@ -765,3 +764,32 @@ def test_training_step_with_filter_grad_and_optimizer_update_runs():
     _, finite, grads = jax.jit(step)(PARAMS, X[0])
     params, _ = mpx.optimizer_update(PARAMS, optimizer, state, grads, finite)
     assert loss(params, X[0]) < loss(PARAMS, X[0])
+
+
+# --- Mistakes -------------------------------------------------------------------------
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(
+        TypeError, match=r"`amp` takes a function.* but ArrayImpl was given"
+    ):
+        amp(jnp.float32(1.0))
+    with pytest.raises(TypeError, match="`amp` is no context manager"), amp():
+        pass
+    with pytest.raises(ValueError, match=r"For 8 bits use `mpx\.fp8\(func\)`"):
+        amp(jnp.sum, "fp8")
+
+
+def test_amp_of_amp_is_heard():
+    inner = amp(lambda x: x @ W1, dtype="f16")
+    with pytest.warns(RuntimeWarning, match="What the inner one chose holds"):
+        outer = amp(inner, dtype="bf16")
+    assert matmuls_of(outer, X[0]) == [("float16", "float16")]
+
+
+def test_constant_result_keeps_its_weak_type():
+    def func(x):
+        return 2.0, 3, jnp.float32(1), x
+
+    wanted = jax.make_jaxpr(func)(X[0]).out_avals
+    assert jax.make_jaxpr(amp(func))(X[0]).out_avals == wanted

@@ -11,8 +11,10 @@ from equinox.internal import while_loop
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from models import equations
+from models import equations, held
 from mpx import AmpRules, amp
+from mpx._compat import Primitive
+from mpx._jaxpr._queries import equations as walked
 from mpx.testing import assert_trees_equal
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
@@ -228,17 +230,16 @@ affine_with_vjp.defvjp(
 
 @pytest.mark.parametrize("func", [affine_in_while, affine_with_jvp, affine_with_vjp])
 def test_bias_follows_a_low_matmul_inside_of_a_call(func):
+    low = bf16(func, params="bias")
+
     def differentiated(x, bias):
         if func is affine_in_while:
-            return jax.jvp(bf16(func), (x, bias), (x, bias))[0]
-        return jax.vjp(bf16(func), x, bias)[0]
+            return jax.jvp(low, (x, bias), (x, bias))[0]
+        return jax.vjp(low, x, bias)[0]
 
-    adds = [
-        str(eqn.outvars[0].aval.dtype)
-        for eqn in equations(jax.make_jaxpr(differentiated)(START, jnp.ones(4)))
-        if eqn.primitive.name == "add"
-    ]
-    assert {*adds} - {"int32"} == {"bfloat16"}
+    for traced in (low, differentiated):
+        adds = held(jax.make_jaxpr(traced)(START, jnp.ones(4)), "add")
+        assert {*adds} - {"int32"} == {"bfloat16"}
 
 
 # --- Rules that ask which arguments are perturbed -------------------------------------
@@ -558,3 +559,84 @@ def closes_over_jvp(head, x):
 def test_derivative_for_a_value_that_a_function_closes_over_is_refused(func, error):
     with pytest.raises(Exception, match=error):
         jax.grad(bf16(lambda head, x: jnp.sum(func(head, x))))(HEAD, START)
+
+
+# --- High-level primitives of JAX 0.12 ------------------------------------------------
+
+
+def by_root(x):
+    angle = jnp.sum(x @ HEAD)
+    return lax.custom_root(
+        lambda y: y - jnp.tanh(angle),
+        angle,
+        lambda f, guess: jnp.tanh(angle),
+        lambda g, y: y / g(jnp.ones_like(y)),
+    )
+
+
+def with_generic_rule():
+    call = jax.custom_vjp(lambda x: jnp.tanh(x @ HEAD))
+    call.defvjp(
+        lambda x: (call(x), x @ HEAD),
+        lambda y, grad: ((grad * (1 - jnp.tanh(y) ** 2)) @ HEAD.T,),
+        generic_batching=True,
+    )
+    return call
+
+
+@pytest.mark.skipif(
+    jax.version.__version_info__ < (0, 12), reason="JAX has none before"
+)
+@pytest.mark.parametrize("name", ["root", "vjp", "remat3", "vjp3"])
+def test_high_level_primitive_is_rebuilt(name):
+    flags = {"remat3": "jax_remat3", "vjp3": "jax_custom_vjp3"}
+    if name in flags:
+        jax.config.update(flags[name], True)
+    try:
+        func = {
+            "root": lambda: by_root,
+            "vjp": with_generic_rule,
+            "remat3": lambda: jax.checkpoint(lambda x: jnp.tanh(x @ HEAD)),
+            "vjp3": lambda: affine_with_rule,
+        }[name]()
+        traced = jax.make_jaxpr(amp(func))(START)
+        loss = lambda x: jnp.sum(func(x) ** 2)  # noqa: E731
+        value, grad = jax.value_and_grad(amp(loss))(START)
+        gradient = jax.make_jaxpr(jax.grad(amp(loss)))(START)
+    finally:
+        if name in flags:
+            jax.config.update(flags[name], False)
+    for jaxpr in (traced, gradient):
+        dots = [e for e in walked(jaxpr) if e.primitive.name == "dot_general"]
+        assert {str(eqn.invars[0].aval.dtype) for eqn in dots} == {"bfloat16"}
+    direct = lambda x: jnp.tanh(x @ HEAD)  # noqa: E731
+    if name == "root":
+        direct = lambda x: jnp.tanh(jnp.sum(x @ HEAD))  # noqa: E731
+    wanted, exact = jax.value_and_grad(amp(lambda x: jnp.sum(direct(x) ** 2)))(START)
+    np.testing.assert_allclose(value, wanted, rtol=2.0**-7)
+    np.testing.assert_allclose(
+        grad, exact, atol=2.0**-6 * float(jnp.max(jnp.abs(exact)))
+    )
+
+
+@jax.custom_vjp
+def affine_with_rule(x):
+    return jnp.tanh(x @ HEAD)
+
+
+affine_with_rule.defvjp(
+    lambda x: (affine_with_rule(x), x @ HEAD),
+    lambda y, grad: ((grad * (1 - jnp.tanh(y) ** 2)) @ HEAD.T,),
+)
+
+
+def test_operation_that_is_not_known_and_holds_matmuls_is_heard():
+    primitive, body = (
+        Primitive("unknown_call"),
+        jax.make_jaxpr(lambda x: x @ HEAD)(START),
+    )
+    primitive.def_abstract_eval(lambda x, jaxpr: jaxpr.out_avals[0])
+    with pytest.warns(
+        RuntimeWarning, match="does not know the operation `unknown_call`"
+    ):
+        jax.make_jaxpr(amp(lambda x: primitive.bind(x, jaxpr=body)))(START)

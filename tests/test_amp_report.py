@@ -91,7 +91,10 @@ COUNTS = {
     "scan": (in_scan, {"bf16": 5 * ONE}),
     "two calls": (twice_jitted, {"bf16": 2 * ONE}),
     "the larger branch": (branched, {"bf16": 2 * ONE}),
-    "highest": (lambda x, w: jnp.matmul(x, w, precision="highest"), {"f32": ONE}),
+    "highest": (
+        lambda x, w: x @ w + jnp.matmul(x, w, precision="highest"),
+        {"bf16": ONE, "f32": ONE},
+    ),
     "stopped": (mpx.amp_stop(jax.jit(jnp.matmul)), {"f32": ONE}),
     "gradient": (
         lambda x, w: jax.grad(lambda x: jnp.sum(x @ w))(x),
@@ -168,7 +171,7 @@ KEPT = {
     "rule": (lambda x: jnp.sum(x @ W), {("reduce_sum", SUMS)}),
     "scope": (mpx.amp_stop(lambda x: x @ W), {("dot_general", "scope amp_stop")}),
     "highest": (
-        lambda x: jnp.matmul(x, W, precision="highest"),
+        lambda x: (x @ W, jnp.matmul(x, W, precision="highest")),
         {("dot_general", "precision=HIGHEST was asked for")},
     ),
     "low": (lambda x: jnp.tanh(x @ W), set()),

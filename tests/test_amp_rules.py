@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import mpx
-from models import equations
+from models import equations, held
 from mpx import AmpRules, amp, amp_low, amp_stop
 from mpx._amp._rules import PRIMITIVES, TABLE, WITHOUT_RULES, Rule, rule_for
 from mpx._half import gradient_function
@@ -363,9 +363,6 @@ STOPPED = {
     "around jit": stopped_around_jit,
     "around scan": stopped_around_scan,
     "inside scan": stopped_inside_scan,
-    "amp_stop": by_scope("amp_stop"),
-    "amp_step": by_scope("amp_step"),
-    "amp_default": by_scope("amp_default"),
 }
 
 
@@ -375,6 +372,11 @@ def test_amp_stop_keeps_a_region_as_it_is_written(name):
     assert dtypes_of(func, X, primitive="dot_general") == [F32, LOW]
     rounded = func(X).astype(jnp.float32)  # without amp nothing changes
     assert rounded.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", ["amp_stop", "amp_step", "amp_default", "amp"])
+def test_scopes_of_the_user_stop_nothing_whatever_they_are_called(name):
+    assert dtypes_of(by_scope(name), X, primitive="dot_general") == [LOW, LOW]
 
 
 def test_weight_of_a_stopped_matmul_in_a_scan_is_not_rounded():
@@ -477,8 +479,8 @@ def test_fast_policy_lets_arguments_follow_low_activations():
     def residual(x):
         return x + x @ W
 
-    assert dtypes_of(residual, X, primitive="add") == [F32]
-    assert dtypes_of(residual, X, primitive="add", rules="fast") == [LOW]
+    assert held(jax.make_jaxpr(amp(residual))(X), "add") == [F32]
+    assert held(jax.make_jaxpr(amp(residual, rules="fast"))(X), "add") == [LOW]
 
 
 @pytest.mark.parametrize("base", ["safe", "fast", "original", "tf32"])
@@ -749,8 +751,21 @@ def test_branches_agree_on_the_widest_dtype(branches, dtype):
 
 @pytest.mark.parametrize("ambient", ["highest", "float32"])
 def test_ambient_matmul_precision_does_not_keep_amp_from_working(ambient):
-    with jax.default_matmul_precision(ambient):
+    with (
+        jax.default_matmul_precision(ambient),
+        pytest.warns(RuntimeWarning, match="JAX does not tell them apart"),
+    ):
         assert dtypes_of(lambda x: x @ W, X, primitive="dot_general") == [LOW]
+
+
+def test_function_whose_matmuls_all_ask_for_the_highest_precision_is_heard():
+    def func(x):
+        return jnp.matmul(x, W, precision="highest")
+
+    with pytest.warns(RuntimeWarning, match="`amp` changed no matmul"):
+        assert dtypes_of(func, X, primitive="dot_general") == [F32]
+    # One that is changed beside it is enough.
+    assert dtypes_of(lambda x: func(x) @ W, X, primitive="dot_general") == [F32, LOW]
 
 
 def test_explicit_algorithm_is_kept():

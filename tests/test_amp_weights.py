@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from models import equations, normal
+from models import equations, held, normal
 from mpx import AmpRules, amp, amp_low
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
@@ -378,13 +378,23 @@ def test_bias_and_residual_are_told_apart_inside_of_shard_map(check_vma):
         out_specs=P("d"),
         check_vma=check_vma,
     )
-    adds = [
-        str(eqn.outvars[0].aval.dtype)
-        for eqn in equations(
-            jax.make_jaxpr(bf16(lambda params, x: func(x, *params)))(
-                (HEAD[:4, :4], W2[0, 0] + X[0]), X[:8]
-            )
-        )
-        if eqn.primitive.name == "add"
+    params = HEAD[:4, :4], W2[0, 0] + X[0]
+    traced = jax.make_jaxpr(bf16(lambda params, x: func(x, *params)))(params, X[:8])
+    assert held(traced, "add") == ["bfloat16", "float32"]
+
+
+def test_scan_may_slice_a_weight_and_close_over_it():
+    weights = normal(5, 3, 4, 4) / 2
+
+    def loss(params, x):
+        def body(h, w):
+            return jnp.tanh(h @ w) + h @ params["w"][0], None
+
+        return jnp.sum(lax.scan(body, x, params["w"])[0])
+
+    grads = [
+        jax.grad(amp(loss, reduce_dtype=dtype))({"w": weights}, X[:, :4])["w"]
+        for dtype in ("f32", None)
     ]
-    assert adds == ["bfloat16", "float32"]
+    # The gradients of each matmul are rounded to bf16 in one case.
+    np.testing.assert_allclose(*grads, atol=2.0**-7 * float(jnp.max(jnp.abs(grads[0]))))

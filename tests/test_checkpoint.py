@@ -1,6 +1,12 @@
 """Checkpoints of every kind of state: bit for bit, on other meshes, or a clear error."""
 
+import contextlib
+import itertools
+import json
+import os
 import re
+import resource
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -14,11 +20,14 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
+from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
 from models import normal
+from mpx._checkpoint import _checksums
+from mpx._checkpoint import _restore as reading
 from mpx.checkpoint import Checkpointer, from_f32, restore, save, to_f32
 from mpx.testing import assert_trees_equal
 
@@ -145,14 +154,94 @@ def test_static_parts_come_from_the_template(saved):
     assert restore(folder, template)["model"].name == "other"
 
 
-def test_a_changed_field_of_a_module_is_heard_and_kept(saved):
-    folder, _, fresh = saved
-    template = {"model": eqx.nn.inference_mode(fresh["model"])}
-    with pytest.warns(
-        RuntimeWarning, match="`model/dropout/inference` is True in the t"
+class Progress(eqx.Module):
+    """A state whose numbers may be options of the code or numbers of the run."""
+
+    weight: Any
+    step: int = 0
+    best: float = float("inf")
+    inference: bool = False
+
+
+def test_changed_fields_of_modules_are_an_error_unless_you_choose(tmp_path):
+    state = Progress(jnp.ones(2), step=500, best=0.25)
+    save(tmp_path, state)
+    template = Progress(jnp.zeros(2), inference=True)
+    with pytest.raises(ValueError, match="Fields of modules are not as in") as error:
+        restore(tmp_path, template)
+    for part in (
+        "`step` was 500, but is 0 in the template",
+        "`best` was 0.25, but is inf in the template",
+        "`inference` was False, but is True in the template",
+        'Pass `fields="template"`',
     ):
-        restored = restore(folder, template, partial=True)
-    assert restored["model"].dropout.inference is True
+        assert part in str(error.value)
+    assert_trees_equal(restore(tmp_path, template, fields="saved"), state)
+    kept = restore(tmp_path, template, fields="template")
+    assert (kept.step, kept.best, kept.inference) == (0, float("inf"), True)
+    assert_trees_equal(kept.weight, state.weight)
+    with pytest.raises(
+        ValueError, match="`fields` must be 'saved', 'template' or None"
+    ):
+        restore(tmp_path, template, fields="both")  # pyright: ignore[reportArgumentType]
+    same = Progress(jnp.zeros(2), step=500, best=0.25)
+    assert_trees_equal(restore(tmp_path, same), state)
+
+
+def test_step_of_a_linen_train_state_is_restored(tmp_path):
+    model, tx = linen.Dense(3), optax.adam(0.1)
+    apply = model.apply
+
+    def create():
+        params = model.init(jax.random.key(0), jnp.ones((1, 2)))
+        return TrainState.create(apply_fn=apply, params=params, tx=tx)
+
+    @jax.jit
+    def step(state):
+        return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+
+    start, state = create(), step(step(create()))
+    assert (type(start.step), state.step.dtype) == (int, jnp.int32)
+    save(tmp_path, state, step=2)
+    restored = restore(tmp_path, create())
+    assert_trees_equal(restored, state)
+    assert_trees_equal(step(restored), step(state))
+    # And the other way: what was saved before the first step, into shapes.
+    save(tmp_path, start, step=3)
+    restored = restore(tmp_path, jax.eval_shape(create))
+    assert_trees_equal(restored.params, start.params)
+    assert (restored.step.dtype, int(restored.step)) == (jnp.int32, 0)
+
+
+NUMBERS = {
+    "array for a number": (jnp.int32(7), 0, jnp.int32(7)),
+    "NumPy for a number": (np.int64(2**40), 0, np.array(2**40)),
+    "bf16 for a number": (jnp.bfloat16(0.5), 0.0, jnp.bfloat16(0.5)),
+    "number for an array": (7, jnp.int32(0), jnp.int32(7)),
+    "number for NumPy": (2**40, np.int64(0), np.int64(2**40)),
+    "boolean": (True, jnp.bool_(False), jnp.bool_(True)),
+    "complex": (1 + 2j, jnp.complex64(0), jnp.complex64(1 + 2j)),
+    "NaN": (float("nan"), jnp.float32(0), jnp.float32(jnp.nan)),
+}
+
+
+def test_numbers_and_scalar_arrays_stand_for_each_other(tmp_path):
+    save(tmp_path, {name: saved for name, (saved, _, _) in NUMBERS.items()})
+    template = {name: template for name, (_, template, _) in NUMBERS.items()}
+    for name, leaf in restore(tmp_path, template).items():
+        expected = NUMBERS[name][2]
+        assert type(leaf) is type(expected), name
+        assert leaf.dtype == expected.dtype
+        assert np.array_equal(leaf, expected, equal_nan=name == "NaN")
+
+
+def test_number_becomes_an_array_on_the_devices_of_the_template(tmp_path):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    template = jax.device_put(jnp.int32(0), NamedSharding(mesh, P()))
+    save(tmp_path, {"n": 3})
+    restored = restore(tmp_path, {"n": template})["n"]
+    assert restored.sharding == template.sharding
+    assert int(restored) == 3
 
 
 def test_nnx_modules_are_made_anew(tmp_path):
@@ -290,7 +379,7 @@ import itertools, sys
 import numpy as np
 import mpx
 
-with mpx.checkpoint.Checkpointer(sys.argv[1], keep=2) as checkpoints:
+with mpx.checkpoint.Checkpointer(sys.argv[1], keep=1) as checkpoints:
     for step in itertools.count():
         state = {"w": np.full((64, 64), step, np.float32), "step": step}
         checkpoints.save(step, state)
@@ -298,23 +387,77 @@ with mpx.checkpoint.Checkpointer(sys.argv[1], keep=2) as checkpoints:
 """
 
 
-def test_process_killed_while_it_writes_leaves_the_last_checkpoint(tmp_path):
+def test_others_read_while_a_process_writes_and_write_when_it_is_killed(tmp_path):
     command = [sys.executable, "-c", WORKER, str(tmp_path)]
     worker = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
+    state = {"w": np.zeros((64, 64), np.float32), "step": 0}
     with worker:
         assert worker.stdout is not None
         for line in worker.stdout:
-            if int(line) == 4:  # it is being written, and the last one before is not
+            if int(line) == 4:  # it is being written, and the one before is complete
                 break
+        with Checkpointer(tmp_path) as checkpoints:
+            seen = []
+            for _ in range(10):  # each checkpoint is soon removed
+                for found in (checkpoints.restore(state), restore(tmp_path, state)):
+                    assert np.all(found["w"] == found["step"])
+                    seen.append(found["step"])
+            assert seen == sorted(seen)
+            assert seen[0] >= 3
+            assert seen[-1] > seen[0]  # the reader did not stop the writer
+            writes = f"Another process .pid {worker.pid} .* writes checkpoints to"
+            with pytest.raises(RuntimeError, match=writes):
+                checkpoints.save(10**6, state)
+            with pytest.raises(RuntimeError, match=writes):
+                checkpoints.delete(seen[-1])
+        assert worker.poll() is None
         worker.kill()
-    state = {"w": np.zeros((64, 64), np.float32), "step": 0}
     restored = restore(tmp_path, state)
-    assert restored["step"] >= 3
     assert np.all(restored["w"] == restored["step"])
+    assert restored["step"] >= seen[-1]
     with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(restored["step"] + 1, state)
+        assert checkpoints.save(10**6, state)
+    assert restore(tmp_path, state)["step"] == 0
+
+
+def test_writer_stops_when_one_on_another_machine_has_taken_over(tmp_path):
+    claim = tmp_path / ".mpx-writer"
+    with Checkpointer(tmp_path) as first:
+        first.save(0, {"a": 0})
+        first.wait()
+        other = json.loads(claim.read_text()) | {
+            "token": "other",
+            "host": "far",
+            "pid": 1,
+        }
+        claim.write_text(json.dumps(other | {"process": ["another boot", "1"]}))
+        taken = "Another process .pid 1 on far, .* has taken over .* stops writing"
+        with pytest.raises(RuntimeError, match=taken):
+            first.save(1, {"a": 1})
+        with Checkpointer(tmp_path) as second:  # whoever comes later takes over
+            second.save(1, {"a": 2})
+            second.wait()
+            taken = "Another Checkpointer of this process .* has taken over"
+            with pytest.raises(RuntimeError, match=taken):
+                first.save(2, {"a": 1})
+        assert not claim.exists()
+        with pytest.raises(
+            ValueError, match="checkpoint of step 1, so step 1 cannot be"
+        ):
+            first.save(1, {"a": 1})  # it has read the folder anew
+        first.save(2, {"a": 3})
+    assert restore(tmp_path, {"a": 0}) == {"a": 3}
+
+
+def test_checkpointers_that_are_not_closed_lose_nothing(tmp_path):
+    state = {"w": np.zeros(2**18, np.float32)}
+    for step in range(3):
+        Checkpointer(tmp_path).save(step, state)  # written when the next one begins
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(3, state)
+        assert checkpoints.steps() == [0, 1, 2, 3]
 
 
 def test_what_a_killed_process_left_is_ignored_and_removed(tmp_path):
@@ -323,9 +466,10 @@ def test_what_a_killed_process_left_is_ignored_and_removed(tmp_path):
     torn.mkdir()
     (torn / "mpx").mkdir()
     assert restore(tmp_path, {"a": 0}) == {"a": 1}
-    assert torn.exists()  # reading removes nothing: it may be in the making
     with Checkpointer(tmp_path) as checkpoints:
         assert checkpoints.steps() == [0]
+        assert checkpoints.restore({"a": 0}) == {"a": 1}
+        assert torn.exists()  # reading removes nothing: it may be in the making
         checkpoints.save(1, {"a": 2})
     assert not torn.exists()
     assert restore(tmp_path, {"a": 0}) == {"a": 2}
@@ -360,9 +504,437 @@ def test_plain_orbax_reads_the_arrays(saved):
     )
 
 
+# --- Options of Orbax -----------------------------------------------------------------
+
+
+def test_options_of_orbax_decide_what_is_saved_and_kept(tmp_path):
+    options = {"save_interval_steps": 2, "keep_period": 4}
+    with Checkpointer(tmp_path, keep=1, **options) as checkpoints:
+        saved = [checkpoints.save(step, {"a": step}) for step in range(8)]
+        assert saved == [True, False] * 4
+        assert checkpoints.steps() == [0, 4, 6]
+        assert checkpoints.save(7, {"a": 7}, force=True)
+        assert checkpoints.steps() == [0, 4, 7]
+    assert restore(tmp_path, {"a": 0}) == {"a": 7}
+
+
+def test_best_checkpoints_are_kept(tmp_path):
+    options = {"best_fn": lambda metrics: metrics["loss"], "best_mode": "min"}
+    with Checkpointer(tmp_path, keep=2, **options) as checkpoints:
+        for step, loss in enumerate([3.0, 1.0, 2.0, 4.0]):
+            checkpoints.save(step, {"a": step}, metrics={"loss": jnp.float32(loss)})
+        with pytest.raises(ValueError, match="`best_fn` compares metrics: pass"):
+            checkpoints.save(9, {"a": 9})
+        assert checkpoints.steps() == [1, 2]
+        assert checkpoints.best() == 1
+    with Checkpointer(tmp_path, read_only=True, **options) as checkpoints:
+        assert checkpoints.best() == 1
+        assert checkpoints.metrics(2) == {"loss": 2.0}
+        assert checkpoints.metrics(3) is None
+        assert checkpoints.restore({"a": 0}, step=checkpoints.best()) == {"a": 1}
+    with Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match="make the Checkpointer with `best_fn`"):
+            checkpoints.best()
+        with pytest.raises(ValueError, match="Metrics are stored for `best_fn` only"):
+            checkpoints.save(9, {"a": 9}, metrics={"loss": 1.0})
+
+
+def test_read_only_checkpointer_sees_new_checkpoints_and_writes_nothing(tmp_path):
+    with Checkpointer(tmp_path / "run", read_only=True) as reader:
+        assert reader.latest() is None
+        assert not (tmp_path / "run").exists()
+        save(tmp_path / "run", {"a": 1})
+        assert reader.steps() == [0]
+        assert reader.restore({"a": 0}) == {"a": 1}
+        save(tmp_path / "run", {"a": 2})
+        assert reader.restore({"a": 0}) == {"a": 2}
+        for call in (lambda: reader.save(2, {"a": 2}), lambda: reader.delete(0)):
+            with pytest.raises(ValueError, match="Nothing can be .* `read_only=True`"):
+                call()
+        assert sorted(x.name for x in (tmp_path / "run").iterdir()) == ["0", "1"]
+
+
+def test_options_that_mpx_sets_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="`max_to_keep` cannot be chosen: pass `keep`"):
+        Checkpointer(tmp_path, max_to_keep=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'typo'"):
+        Checkpointer(tmp_path, typo=3)
+
+
+# --- Damage ---------------------------------------------------------------------------
+
+
+def flipped(data):
+    """Returns copies with one bit changed: at the start, the end and in between."""
+    for place in {0, len(data) // 3, len(data) // 2, len(data) - 1}:
+        yield data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]
+
+
+DAMAGES = {
+    "flipped": flipped,
+    "truncated": lambda data: [data[: len(data) // 2], b""],
+    "missing": lambda data: [None],
+}
+
+
+# What TensorStore reads after a first error finds the event loop of Orbax closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_file_is_found_or_changes_nothing(tmp_path, damage):
+    state = {
+        "w": normal(1, 64, 64),  # a file of its own
+        "small": jnp.arange(3),  # beside the metadata
+        "step": 7,
+    }
+    template = jax.tree.map(lambda x: x * 0 + 1, state)
+    save(tmp_path, state)
+    (step,) = (x for x in tmp_path.iterdir() if x.is_dir())
+    errors = {}
+    for path in sorted(x for x in step.rglob("*") if x.is_file()):
+        data = path.read_bytes()
+        for damaged in damage(data):
+            path.unlink()
+            if damaged is not None:
+                path.write_bytes(damaged)
+            try:
+                assert_trees_equal(restore(tmp_path, template), state)
+            except (ValueError, FileNotFoundError) as error:
+                errors.setdefault(path.relative_to(step).as_posix(), []).append(
+                    str(error)
+                )
+            path.write_bytes(data)
+    for error in itertools.chain.from_iterable(errors.values()):
+        assert re.search(rf"{step} (is damaged|has the format)", error)
+    assert "its record, `mpx/metadata`" in errors["mpx/metadata"][-1]
+    largest = max(step.rglob("ocdbt.process_0/d/*"), key=lambda x: x.stat().st_size)
+    of_data = errors[largest.relative_to(step).as_posix()]
+    assert all("`w`" in error or '"w/' in error for error in of_data), of_data
+    assert_trees_equal(restore(tmp_path, template), state)
+
+
+def test_changed_number_in_the_record_is_found(tmp_path):
+    save(tmp_path, {"step": 7})
+    (path,) = tmp_path.rglob("mpx/metadata")
+    text = path.read_text()
+    assert '"contents": [7]' in text
+    path.write_text(text.replace('"contents": [7]', '"contents": [5]'))
+    with pytest.raises(ValueError, match="its record, `mpx/metadata`, was changed"):
+        restore(tmp_path, {"step": 0})
+
+
+def test_array_that_orbax_does_not_return_is_an_error_and_not_zeros(tmp_path):
+    save(tmp_path, {"w": jnp.ones(4), "v": jnp.ones(4)})
+    (path,) = tmp_path.rglob("state/_METADATA")
+    path.write_text(path.read_text().replace('"w"', '"u"').replace("'w'", "'u'"))
+    with pytest.raises(ValueError, match="is damaged: .*state.*w"):
+        restore(tmp_path, {"w": jnp.zeros(4), "v": jnp.zeros(4)})
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """Lets every write beyond a size fail, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_full_disk_is_heard_and_the_checkpoint_before_stays(tmp_path, asynchronous):
+    states = [{"w": np.asarray(normal(i, 2**17)), "i": i} for i in range(3)]
+    heard = pytest.raises(ValueError, match="File too large")
+    options = {"keep": 1, "asynchronous": asynchronous}
+    with Checkpointer(tmp_path, **options, save_interval_steps=2) as checkpoints:
+        checkpoints.save(0, states[0])
+        checkpoints.wait()
+        with files_of_at_most(2**16), heard as error:
+            checkpoints.save(2, states[1]) and checkpoints.wait()
+        (note,) = error.value.__notes__
+        assert "was not written to" in note
+        assert "steps [0]" in note
+        assert checkpoints.steps() == [0]
+        assert_trees_equal(checkpoints.restore(states[2]), states[0])
+        checkpoints.save(2, states[2])  # there is space again
+        assert checkpoints.steps() == [2]
+        assert_trees_equal(checkpoints.restore(states[0]), states[2])
+        assert [x.name for x in tmp_path.iterdir() if x.is_dir()] == ["2"]
+
+
+def test_closing_after_a_failed_write_raises_and_ends_everything(tmp_path):
+    checkpoints = Checkpointer(tmp_path)
+    with files_of_at_most(2**16):
+        checkpoints.save(0, {"w": np.asarray(normal(0, 2**17))})
+        with pytest.raises(ValueError, match="File too large"):
+            checkpoints.close()
+    assert not (tmp_path / ".mpx-writer").exists()
+    assert checkpoints.steps() == []
+    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+        restore(tmp_path, {"w": 0})
+
+
+def test_failed_write_is_heard_at_a_step_that_is_not_saved(tmp_path):
+    with Checkpointer(tmp_path, save_interval_steps=9) as checkpoints:
+        with files_of_at_most(2**16):
+            checkpoints.save(0, {"w": np.asarray(normal(0, 2**17))})
+            while checkpoints._manager.is_saving_in_progress():
+                pass
+        with pytest.raises(ValueError, match="File too large"):
+            checkpoints.save(1, {"w": 0})
+
+
+def test_reader_takes_the_next_checkpoint_if_its_own_is_removed(tmp_path, monkeypatch):
+    save(tmp_path, {"w": jnp.ones(4), "step": 0})
+    read = reading._read_arrays
+
+    def removed_meanwhile(*args):
+        monkeypatch.setattr(reading, "_read_arrays", read)
+        save(tmp_path, {"w": 2 * jnp.ones(4), "step": 1}, keep=1)
+        return read(*args)
+
+    monkeypatch.setattr(reading, "_read_arrays", removed_meanwhile)
+    restored = restore(tmp_path, {"w": jnp.zeros(4), "step": 9})
+    assert_trees_equal(restored, {"w": 2 * jnp.ones(4), "step": 1})
+
+
+# --- Checksums ------------------------------------------------------------------------
+
+
+SUMMED = {
+    "host": ["bool", "uint8", "bfloat16", "float32", "complex64", "float64"],
+    "device": ["bool", "bfloat16"],
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype"), [(place, x) for place, types in SUMMED.items() for x in types]
+)
+def test_checksum_is_the_same_for_every_sharding(monkeypatch, place, dtype):
+    if place == "device":
+        monkeypatch.setattr(
+            _checksums, "_is_summed_on_device", lambda x: isinstance(x, jax.Array)
+        )
+    monkeypatch.setattr(_checksums, "_BLOCK", 64)
+    array = np.random.default_rng(0).normal(size=(8, 4, 6)).astype(jnp.dtype(dtype))
+    expected = reference_checksum(array)
+    mesh = mesh_of(AxisType.Explicit, slice(8), 2, 4)
+    with jax.enable_x64(dtype == "float64"), jax.set_mesh(mesh):
+        arrays = [
+            jax.device_put(array, NamedSharding(mesh, spec))
+            for spec in (P(), P(("x", "y")), P("y", None, "x"))
+        ]
+        found = _checksums.checksums([array, *arrays])
+    assert found == [expected] * 4
+
+
+def reference_checksum(array):
+    """The checksum word by word, in Python's integers."""
+    data, size = array.tobytes(), min(array.itemsize, 4)
+    total = 0
+    for place in range(len(data) // size):
+        word = int.from_bytes(data[place * size : (place + 1) * size], "little")
+        x = word ^ (place * 0x9E3779B1 % 2**32)
+        x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+        x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+        total += x ^ x >> 16
+    return total % 2**32
+
+
+def test_checksum_sees_what_sums_and_parities_miss():
+    array = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    signs, swapped, moved = array.copy(), array.copy(), np.roll(array, 1)
+    signs[:2, 0] *= -1
+    swapped[[3, 5]] = swapped[[5, 3]]
+    zeroed = array * (np.arange(64) != 7)
+    found = _checksums.checksums([array, signs, swapped, moved, zeroed, array.T])
+    assert len({*found}) == 6
+
+
+# --- Several processes ----------------------------------------------------------------
+
+JOB = """
+import json, os, pathlib, signal, sys, time
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+folder, port, number = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+jax.distributed.initialize(f"localhost:{port}", 2, number)
+from mpx._processes import gather
+from mpx.checkpoint import Checkpointer, restore, save
+
+gather("connect before compiling")
+mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+
+
+def make(seed, *spec):
+    whole = np.random.default_rng(seed).normal(size=(8, 512)).astype(np.float32)
+    where, own = NamedSharding(mesh, P(*spec)), seed * (number + 1)
+    return {
+        "w": jax.make_array_from_callback(whole.shape, where, lambda i: whole[i]),
+        "same": np.arange(3) + seed,
+        "step": seed,
+        "cursor": own,
+        "position": np.int64(2**40 * own),
+        "key": jax.random.key(own),
+        "f8": jnp.full((2, 3), own, jnp.float8_e4m3fn),
+    }
+
+
+def equal(a, b):
+    def bits(x):
+        if isinstance(x, jax.Array) and not isinstance(x.dtype, np.dtype):
+            x = jax.random.key_data(x)
+        parts = [s.data for s in x.addressable_shards] if hasattr(x, "sharding") else [x]
+        return [np.asarray(part).tobytes() for part in parts]
+
+    pairs = zip(*map(jax.tree.leaves, (a, b)), strict=True)
+    return all(type(x) is type(y) and bits(x) == bits(y) for x, y in pairs)
+
+
+def error(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def flip():
+    files = (folder / "own").rglob("ocdbt.process_0/d/*")
+    path = max(files, key=lambda x: x.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+found = {}
+save(folder / "own", make(1, "x"))
+for spec in (("x",), (None, "x"), ()):
+    restored = restore(folder / "own", make(0, *spec))
+    found[f"equal {spec}"] = equal(restored, make(1, *spec))
+bad = make(0, "x") | {"cursor": make(0, "x")["w"]}
+struct = jax.ShapeDtypeStruct((), np.float32)
+found["other structure"] = error(lambda: save(folder / "a", {"w": 1, f"n{number}": 1}))
+found["other kind"] = error(lambda: save(folder / "a", {"w": [1, struct][number]}))
+found["own into all"] = error(
+    lambda: restore(
+        folder / "own", {"position": jax.device_put(np.int32(0), NamedSharding(mesh, P()))}
+    )
+)
+gather("before the damage")
+if number == 0:
+    flip()
+gather("after the damage")
+found["damage"] = error(lambda: restore(folder / "own", make(0, "x")))
+with Checkpointer(folder / "ends", save_interval_steps=1000) as checkpoints:
+    for step in range(1000):
+        checkpoints.save(step, {"w": make(step, "x")["w"], "step": step})
+        if step == 2 and number == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if checkpoints.reached_preemption(step):
+            break
+        time.sleep(0.02)
+    found["preempted"], found["steps"] = step, checkpoints.steps()
+    last = checkpoints.restore({"w": make(0)["w"], "step": 0})
+    found["last"] = equal(last, {"w": make(step)["w"], "step": step})
+print("found", json.dumps(found), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """What two processes with two devices each find, and the folder they wrote."""
+    folder = tmp_path_factory.mktemp("job")
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    flags = re.sub(r"(device_count)=\d+", r"\1=2", os.environ["XLA_FLAGS"])
+    paths = os.pathsep.join(sys.path)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOB, str(folder), str(port), str(number)],
+            env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    lines = [re.findall("^found (.*)$", out, re.MULTILINE) for out, _ in outputs]
+    return folder, [json.loads(line) for (line,) in lines]
+
+
+@pytest.mark.long
+def test_each_process_gets_its_own_values_back(job):
+    for found in job[1]:
+        values = {key: value for key, value in found.items() if key.startswith("equal")}
+        assert len(values) == 3
+        assert all(values.values()), values
+
+
+@pytest.mark.long
+def test_processes_fail_together(job):
+    first, second = job[1]
+    for found in (first, second):
+        assert (
+            "process 1 and process 0 differ in `n0`, a Python int, `n1`"
+            in (found["other structure"])
+        )
+        assert (
+            "`position`, but in the template it is one array that lies on several"
+            in (found["own into all"])
+        )
+        assert "what was read for `w` is not what was saved" in found["damage"]
+    assert first["other kind"].startswith(
+        "RuntimeError: Process 1 failed, so all of them stop: TypeError: `w` is a Shape"
+    )
+    assert second["other kind"].startswith("TypeError: `w` is a ShapeDtypeStruct")
+
+
+@pytest.mark.long
+def test_job_that_is_to_end_saves_its_last_step_on_all_processes(job):
+    first, second = job[1]
+    assert first["preempted"] == second["preempted"] >= 2
+    assert first["steps"] == second["steps"] == [0, first["preempted"]]
+    assert first["last"]
+    assert second["last"]
+
+
+@pytest.mark.long
+def test_values_of_single_processes_need_as_many_processes(job):
+    folder, _ = job
+    template = {"step": 0, "same": np.zeros(3, np.int64)}
+    own = {"cursor": 0, "key": jax.random.key(0)}
+    with pytest.raises(ValueError, match="does not fit the template") as error:
+        restore(folder / "own", template | own, partial=True)
+    for part in (
+        "each of 2 processes saved its own `cursor`, but 1 restore it",
+        "each of 2 processes saved its own `key`",
+        "Restore with as many processes as saved, or leave these leaves out",
+    ):
+        assert part in str(error.value)
+    restored = restore(folder / "own", template, partial=True)
+    assert_trees_equal(restored, {"step": 1, "same": np.arange(3) + 1})
+
+
 # --- Mismatches -----------------------------------------------------------------------
 
-BASE = {"w": jnp.ones((2, 3)), "n": 3, "key": jax.random.key(0)}
+BASE = {
+    "w": jnp.ones((2, 3)),
+    "n": 3,
+    "large": 2**40,
+    "third": 1 / 3,
+    "key": jax.random.key(0),
+}
 
 
 def base():
@@ -412,8 +984,20 @@ MISMATCHES = {
         ["`n` is a Python int, but the template has a Python float"],
     ),
     "number and array": (
-        lambda: {**base(), "n": jnp.int32(3)},
-        ["`n` is a Python int, but the template has int32[]"],
+        lambda: {**base(), "n": jnp.float32(3)},
+        ["`n` is a Python int, but the template has float32[]"],
+    ),
+    "number that is too large": (
+        lambda: {**base(), "large": jnp.int32(3)},
+        ["`large` is a Python int, but the template has int32[]"],
+    ),
+    "number that is not exact": (
+        lambda: {**base(), "third": jnp.float32(3)},
+        ["`third` is a Python float, but the template has float32[]"],
+    ),
+    "number and vector": (
+        lambda: {**base(), "n": jnp.ones(1, jnp.int32)},
+        ["`n` is a Python int, but the template has int32[1]"],
     ),
     "no scaling": (
         lambda: {**base(), "scaling": mpx.NoLossScaling()},
@@ -524,10 +1108,23 @@ def test_files_of_others_and_of_the_future_are_refused(tmp_path):
     save(tmp_path / "b", {"n": 1})
     (record,) = (tmp_path / "b").rglob("mpx/metadata")
     text = record.read_text()
-    assert '"format": 1' in text
-    record.write_text(text.replace('"format": 1', '"format": 2'))
-    with pytest.raises(ValueError, match="has the format 2, but mpx .* up to 1"):
+    assert '"format": 2' in text
+    record.write_text(text.replace('"format": 2', '"format": 3'))
+    with pytest.raises(ValueError, match="has the format 3, but mpx .* up to 2"):
         restore(tmp_path / "b", {"n": 1})
+
+
+def test_first_format_is_still_read(tmp_path):
+    save(tmp_path, {"n": 7, "w": jnp.ones(2)})
+    (path,) = tmp_path.rglob("mpx/metadata")
+    record = json.loads(path.read_text())
+    del record["checksum"]
+    record["format"] = 1
+    record["leaves"]["n"] = {"dtype": "int", "value": 7}
+    del record["leaves"]["w"]["contents"]
+    path.write_text(json.dumps(record))
+    restored = restore(tmp_path, {"n": 0, "w": jnp.zeros(2)})
+    assert_trees_equal(restored, {"n": 7, "w": jnp.ones(2)})
 
 
 def test_without_orbax_the_error_says_what_to_install(monkeypatch, tmp_path):
@@ -655,3 +1252,36 @@ def test_conversion_keeps_shardings_and_refuses_what_does_not_fit():
         ValueError, match="`mu` must have the structure of the parameters"
     ):
         from_f32(weights, adam._replace(mu={}), like=(params, state))
+
+
+def test_plain_states_get_the_dtypes_and_devices_of_the_template():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    low = optax.adam(1e-2, mu_dtype=jnp.bfloat16)
+    state: Any
+    params, state = f32_run(optax.adam(1e-2), 3)
+    like = sharded((bf16_params(1), low.init(bf16_params(1))), mesh, ("x",))
+    new = from_f32(params, state, like=like)
+    for found, old in zip(*map(jax.tree.leaves, (tuple(new), like)), strict=True):
+        assert found.dtype == old.dtype
+        assert found.sharding == old.sharding
+    assert int(new.state[0].count) == 3
+    nu = state[0].nu["w"].astype(jnp.bfloat16)
+    assert np.array_equal(new.state[0].nu["w"], nu)
+    wrong = jax.tree.map(lambda x: x.T, state)
+    with pytest.raises(ValueError, match="`0/mu/w` has shape"):
+        from_f32(params, wrong, like=like)
+    with pytest.raises(ValueError, match="`from_f32` needs two trees of the same"):
+        from_f32(params, state[0], like=like)
+
+
+def test_count_is_that_beside_the_moments():
+    optimizer = mpx.optim.flash_adamw(1e-2)
+    state: Any
+    params, state = f32_run(optax.adam(1e-2), 3)
+    like = (bf16_params(1), optimizer.init(bf16_params(1)))
+    averaged = (optax.EmaState(jnp.int32(9), params), *state)
+    assert int(from_f32(params, averaged, like=like).state.count) == 3
+    with pytest.raises(
+        ValueError, match="one `mu`, but the state has 2, in ScaleByAdam"
+    ):
+        from_f32(params, (*state, *state), like=like)

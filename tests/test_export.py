@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
 
@@ -60,3 +61,24 @@ def test_kernel_of_a_compressed_step_cannot_be_exported():
         match="specify an abstract GPU device|Cannot serialize code with custom calls",
     ):
         exported(optimizer.step, "cuda", params, state, params)
+
+
+def test_function_of_a_symbolic_batch_is_exported():
+    def loss(params, x):
+        hidden = jax.nn.gelu(x @ params["w"])
+        hidden = jax.nn.softmax(hidden @ hidden.T) @ hidden
+        rows = params["w"][jnp.zeros(x.shape[0], jnp.int32)]
+        return jnp.mean((hidden + rows) ** 2)
+
+    w, x = jnp.eye(4) + 0.125, jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
+    (batch,) = export.symbolic_shape("b")
+    shapes = (
+        {"w": jax.ShapeDtypeStruct(w.shape, w.dtype)},
+        jax.ShapeDtypeStruct((batch, 4), x.dtype),
+    )
+    for func in (mpx.amp(loss), mpx.fp8(mpx.amp(loss), min_gain=0)):
+        step = jax.jit(jax.value_and_grad(func))
+        value, grads = export.export(step)(*shapes).call({"w": w}, x)
+        wanted, exact = step({"w": w}, x)
+        np.testing.assert_allclose(value, wanted, rtol=2.0**-8)
+        np.testing.assert_allclose(grads["w"], exact["w"], atol=2.0**-8)

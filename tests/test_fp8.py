@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import mpx
 from models import equations, normal, trace_together
 from mpx import fp8
+from mpx._fp8._follow import HEAD, ROUTER, TABLE
 from mpx.recipes import CurrentScaling, DelayedScaling, StaticScaling
 from mpx.testing import assert_trees_equal
 
@@ -197,33 +198,67 @@ def test_attention_products_are_kept():
     ]
 
 
-NAMES = {
-    "layers/0/mlp/w1": True,
-    "blocks/attn/multi_head_attention/query/w": True,
-    "gate_proj/kernel": True,
-    "decoder/layers/heading/w": True,
-    "lm_head/kernel": False,
-    "head": False,
-    "model/head/weight": False,
-    "embedding/weight": False,
-    "token_embed/w": False,
-    "Embed_0/embedding": False,
-    "wte": False,
-    "moe/router/w": False,
-    "logits/kernel": False,
-    "classifier/w": False,
+def softmax_loss(logits):
+    return jnp.sum(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
+
+
+def routed(p, x):
+    gates = jax.nn.sigmoid(x @ p["w"])
+    return lax.top_k(gates.astype(jnp.float32), 2)[0]
+
+
+TOKENS = jnp.arange(16) % 3
+# What a parameter is for, by what is done with it. The last item is how many matmuls with
+# it become fp8, all if there is no reason against it.
+PURPOSES = {
+    "layer": (lambda p, x: x @ p["w"], ""),
+    "layer, squared error": (lambda p, x: jnp.mean((x @ p["w"]) ** 2), ""),
+    "layer before silu": (lambda p, x: jnp.mean(jax.nn.silu(x @ p["w"])), ""),
+    "layer before softplus": (lambda p, x: jnp.mean(jax.nn.softplus(x @ p["w"])), ""),
+    "layer before a norm": (lambda p, x: jax.nn.standardize(x @ p["w"]), ""),
+    "head": (lambda p, x: softmax_loss(x @ p["w"]), HEAD),
+    "head with soft cap": (lambda p, x: softmax_loss(30 * jnp.tanh(x @ p["w"])), HEAD),
+    "head, softmax": (lambda p, x: jax.nn.softmax(x @ p["w"]), HEAD),
+    "head in a jit": (
+        lambda p, x: jax.jit(jax.nn.softmax)(jax.jit(jnp.matmul)(x, p["w"])),
+        HEAD,
+    ),
+    "head in a checkpoint": (
+        lambda p, x: jax.checkpoint(lambda x: softmax_loss(x @ p["w"]))(x),
+        HEAD,
+    ),
+    "router": (routed, ROUTER),
+    "prediction": (lambda p, x: jnp.argmax(x @ p["w"], axis=-1), ROUTER),
+    "embedding": (lambda p, x: (x + p["w"][TOKENS]) @ p["w"], TABLE),
+    "embedding after its head": (lambda p, x: x @ p["w"] + p["w"][TOKENS], TABLE),
+    "one unused row": (lambda p, x: (jnp.take(p["w"], 0, axis=0), x @ p["w"])[1], ""),
+    "rows in another order": (lambda p, x: x @ p["w"][jnp.arange(32)[::-1]], ""),
+    "permuted rows": (lambda p, x: x @ p["w"][PERMUTATION], ""),
+    "a layer of a stack": (
+        lambda p, x: lax.fori_loop(
+            0, 2, lambda i, x: x @ jnp.take(jnp.stack([p["w"]] * 2), i, axis=0), x
+        ),
+        "",
+    ),
 }
+PERMUTATION = jnp.asarray([(5 * i) % 32 for i in range(32)])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_name_decides(name):
-    tree = functools.reduce(lambda leaf, key: {key: leaf}, reversed(name.split("/")), W)
-    loss = lambda p, x: x @ jax.tree.leaves(p)[0]  # noqa: E731
-    ((param, reason),) = reasons(loss, tree, X)
-    assert param == f"p/{name}"
-    assert (reason == "") == NAMES[name]
-    if reason:
-        assert reasons(loss, tree, X, include=name) == [(param, "")]
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("scope", ["", "head", "Classifier/embed", "router"])
+@pytest.mark.parametrize("name", PURPOSES)
+def test_what_a_parameter_does_decides_and_not_its_name(name, scope):
+    func, reason = PURPOSES[name]
+
+    def loss(p, x):
+        with jax.named_scope(scope or "layers"):
+            return func({"w": jax.tree.leaves(p)[0]}, x)
+
+    tree = {scope or "w": {"kernel": W}}
+    found = dict(reasons(loss, tree, X))
+    assert found == {f"p/{scope or 'w'}/kernel": reason}
+    if reason and not scope:
+        assert {x for _, x in reasons(loss, tree, X, include="kernel")} == {""}
 
 
 def test_tied_embedding_is_kept():

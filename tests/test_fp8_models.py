@@ -35,7 +35,7 @@ def cross_entropy(logits):
 
 def equinox_mlp():
     model = eqx.nn.MLP(WIDTH, CLASSES, WIDTH, 2, key=jax.random.key(0))
-    return lambda model, x: cross_entropy(jax.vmap(model)(x)), model, 3
+    return lambda model, x: cross_entropy(jax.vmap(model)(x)), model, 2
 
 
 class Block(eqx.Module):
@@ -124,7 +124,7 @@ def plain():
     def loss(params, x):
         return cross_entropy(jnp.tanh(x @ params["w1"]) @ params["w2"])
 
-    return loss, params, 2
+    return loss, params, 1
 
 
 def experts():
@@ -141,7 +141,7 @@ def experts():
         ]
         return cross_entropy((x + lax.switch(best, branches, x)) @ params["out"])
 
-    return loss, params, 5
+    return loss, params, 4
 
 
 def tied_embedding():
@@ -267,7 +267,7 @@ def test_nnx_modules_are_taken_apart_and_updated_once(cast):
             self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
 
         def __call__(self, x):
-            return self.linear(self.norm(x))
+            return jnp.tanh(self.linear(self.norm(x))) @ jnp.eye(CLASSES)
 
     model = Net()
     before = np.asarray(model.norm.mean[...])

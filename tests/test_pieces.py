@@ -33,6 +33,10 @@ def signed_zero(i, x, w):
     return jnp.copysign(x @ w, (0.0, -0.0, 0.0)[i])
 
 
+def recall(i, x, w):
+    return jax.lax.approx_max_k(x @ w, 7, recall_target=0.9 - 0.1 * i)[0]
+
+
 def closed_over(i, x, w):
     return jnp.tanh(x @ w + TABLES[i])
 
@@ -119,7 +123,9 @@ def test_equal_layers_are_compiled_once():
     assert large.distinct == small.distinct
 
 
-@pytest.mark.parametrize("step", [factor, signed_zero, closed_over_in_jit, axis])
+@pytest.mark.parametrize(
+    "step", [factor, signed_zero, recall, closed_over_in_jit, axis]
+)
 def test_layers_that_differ_are_not_taken_for_equal(step):
     equal = Pieces(layers(functools.partial(lambda i, x, w: step(0, x, w))), X, W)
     assert Pieces(layers(step), X, W).distinct > equal.distinct

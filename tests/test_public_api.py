@@ -43,6 +43,7 @@ PUBLIC = {
         "filter_value_and_grad",
         "force_full_precision",
         "fp8",
+        "fsdp_shardings",
         "get_policy",
         "half_precision",
         "half_precision_datatype",

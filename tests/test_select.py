@@ -326,10 +326,10 @@ def test_reports_name_the_selector_and_the_argument():
     assert found["model/layers/1/weight"] == "keep Special"
 
 
-def test_fp8_includes_what_a_name_excludes():
+def test_fp8_includes_what_is_excluded_as_a_head():
     def head(params, x):
         with jax.named_scope("readout"):
-            return x @ params["lm_head"]["w"]
+            return jax.nn.softmax(x @ params["lm_head"]["w"])
 
     params, x = {"lm_head": {"w": W.astype(BF16)}}, X.astype(BF16)
 

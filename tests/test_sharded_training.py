@@ -224,3 +224,75 @@ def test_a_thousand_steps_compile_once_and_never_wait_for_the_host(name):
         np.all(np.isfinite(np.asarray(x, np.float32)))
         for x in jax.tree.leaves(carry[0])
     )
+
+
+# --- The sharding of each leaf --------------------------------------------------------
+
+SPECS = {
+    (512, 256): P("data"),
+    (256, 512): P(None, "data"),
+    (256, 256): P("data"),
+    (4, 64, 512): P(None, None, "data"),
+    (512, 60): P("data"),
+    (160, 192): P("data"),  # shards of the last axis would have 24 elements
+    (1001, 192): P(None, "data"),  # and here nothing else can be cut
+    (1001, 90): P(),
+    (8, 10): P(),
+    (10,): P(),
+    (): P(),
+}
+
+
+def test_each_leaf_is_cut_along_its_largest_axis_that_divides():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    shapes = {str(shape): jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SPECS}
+    found = mpx.fsdp_shardings(shapes, mesh)
+    assert {name: x.spec for name, x in found.items()} == {
+        str(shape): spec for shape, spec in SPECS.items()
+    }
+    jax.device_put(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), found)
+    tiny = mpx.fsdp_shardings(jnp.zeros((8, 10)), mesh, min_size=0)
+    assert tiny.spec == P("data")
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    both = mpx.fsdp_shardings(jnp.zeros((512, 64)), mesh, ("data", "model"))
+    assert both.spec == P(("data", "model"))
+    with pytest.raises(
+        ValueError, match=r"`axis` names \['x'\], but the mesh has the axes"
+    ):
+        mpx.fsdp_shardings(shapes, mesh, "x")
+
+
+@pytest.mark.parametrize("way", ["eager", "jit", "shapes"])
+def test_compressed_states_follow_their_parameters(way):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params = {
+        "rows": jnp.asarray(normal(0, 512, 60), jnp.bfloat16),
+        "columns": jnp.asarray(normal(0, 64, 512), jnp.bfloat16),
+        "bias": jnp.zeros(10, jnp.bfloat16),
+    }
+    shardings = mpx.fsdp_shardings(params, mesh)
+    params = jax.device_put(params, shardings)
+    optimizer = mpx.optim.flash_adamw(1e-2)
+    if way == "shapes":
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            params,
+        )
+        state = optimizer.init(like)
+    else:
+        state = (jax.jit if way == "jit" else lambda x: x)(optimizer.init)(params)
+    assert_follows(state, shardings)
+    if way == "jit":
+        step = jax.jit(optimizer.step).lower(params, state, params).compile()
+        assert not mpx.inspect.collectives(step)
+        new = step(params, state, params)
+        assert_follows(new[1], shardings)
+        for name, leaf in new[0].items():
+            assert leaf.sharding.is_equivalent_to(shardings[name], leaf.ndim)
+
+
+def assert_follows(state, shardings):
+    for name, sharding in shardings.items():
+        for moment in (state.mu[name], state.nu[name]):
+            for leaf in jax.tree.leaves(moment):
+                assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), name

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from models import equations
@@ -109,3 +110,28 @@ def test_amp_leaves_no_call_around_an_operation():
 
     plain = calls(trace(lambda func: func, F32))
     assert set(calls(trace(in_bf16, F32))) <= set(plain)
+
+
+def test_number_that_a_jitted_layer_gets_outside_jit_compiles_nothing():
+    compiled = []
+
+    def listen(name, *_, **__):
+        if "backend_compile" in name:
+            compiled.append(name)
+
+    layer = jax.jit(lambda x, factor: jnp.tanh(x @ x.T * factor))
+    func = amp(lambda x, factor: layer(x, factor))
+    x = jnp.eye(4) + 0.25
+    func(x, 0.5)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        outs = [func(x, 0.25 + i / 16) for i in range(5)]
+        assert not compiled
+        wanted = [jnp.tanh(x @ x.T * (0.25 + i / 16)) for i in range(5)]
+        assert compiled  # the listener works
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    for out, exact in zip(outs, wanted, strict=True):
+        np.testing.assert_allclose(out, exact, rtol=2.0**-7)
+    # A number that 16 bits cannot hold is another program, and right.
+    assert bool(jnp.all(jnp.isfinite(func(x, 1e-39))))

@@ -38,6 +38,7 @@ from mpx._loss_scaling import StaticLossScaling as StaticLossScaling
 from mpx._loss_scaling import scaled as scaled
 from mpx._policy import Policy as Policy
 from mpx._policy import get_policy as get_policy
+from mpx._sharding import fsdp_shardings as fsdp_shardings
 from mpx._tree import all_finite as all_finite
 from mpx._tree import select_tree as select_tree
 from mpx._update import cond_update as cond_update

@@ -160,6 +160,41 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
 
 
+def hi_jaxpr(eqn: Any) -> Any:
+    """Returns what a high-level primitive of JAX 0.12 computes, as a closed jaxpr.
+
+    `None` if the equation is none, or this version of JAX describes it in another way.
+    """
+    primitive = eqn.params.get("_prim")
+    if eqn.primitive.name != "call_hi_primitive" or not hasattr(primitive, "expand"):
+        return None
+    return _expanded(primitive, tuple(var.aval for var in eqn.invars))
+
+
+@functools.lru_cache(maxsize=1024)
+def _expanded(primitive: Any, avals: tuple[Any, ...]) -> Any:
+    structure = primitive.in_tree
+
+    def call(*args: Any) -> list[Any]:
+        return jax.tree.leaves(primitive.expand(*structure.unflatten(args)))
+
+    return jax.make_jaxpr(call)(*avals)
+
+
+def hi_remat(eqn: Any) -> dict[str, Any] | None:
+    """Returns the options of `jax.checkpoint` if a high-level primitive is one."""
+    params = eqn.params["_prim"].params
+    names = ("policy", "prevent_cse")
+    return {x: params[x] for x in names} if params.keys() >= {*names} else None
+
+
+def hi_has_tangents(eqn: Any) -> bool:
+    """Returns whether a high-level primitive has a forward-mode derivative."""
+    primitive = eqn.params["_prim"]
+    kind = type(primitive)
+    return "bwd" not in primitive.params and kind.jvp is not kind.__mro__[-2].jvp
+
+
 def constants_as_inputs(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """Returns a jaxpr that takes its constants as leading inputs, and the constants."""
     body, consts = open_jaxpr(jaxpr)

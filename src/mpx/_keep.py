@@ -99,7 +99,9 @@ class Keep:
 
 # --- Calls of modules -----------------------------------------------------------------
 
-KEPT_SCOPE = "amp_keep_"  # before the name of the type
+# Scopes of mpx: their names are none that a user would give to a scope.
+KEPT_SCOPE = "mpx.keep:"  # before the name of a type whose calls run as written
+STOP_SCOPE = "mpx.amp_stop"
 
 # The types that run in f32, or in a scope for `amp` and `fp8`, in this thread. In another
 # one the replaced calls do nothing.

@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
+from jaxtyping import PyTree
 
 from mpx._compat import has_explicit_axes, is_tracer
 from mpx._private import private
@@ -101,6 +108,73 @@ def replicated(sharding: Any) -> Any:
         (device,) = sharding.device_set
         return SingleDeviceSharding(device)
     return None
+
+
+# --- Fully sharded data parallelism ---------------------------------------------------
+
+_GROUP = 32
+"""How many elements of the last axis share a scale in a compressed optimizer, by default."""
+
+
+def fsdp_shardings(
+    tree: PyTree,
+    mesh: Mesh,
+    axis: str | Sequence[str] = "data",
+    *,
+    min_size: int = 2**14,
+) -> PyTree:
+    """Returns a sharding for each leaf of a tree, for fully sharded data parallelism.
+
+    An array is sharded along its largest axis that the devices divide evenly. Small arrays,
+    and those without such an axis, are replicated: biases and norms, for example. The last
+    axis is only cut between the groups of 32 elements that share a scale in a compressed
+    optimizer, unless it is the only axis that can be cut.
+
+    Apply it to the parameters. `optimizer.init` gives the state the shardings of the
+    parameters it is made for, also if these are `ShapeDtypeStruct`s.
+
+    Args:
+        tree: The parameters: arrays or `ShapeDtypeStruct`s.
+        mesh: The mesh.
+        axis: The axis of the mesh that shards, or several of them.
+        min_size: How many elements an array must have to be sharded.
+
+    Returns:
+        A tree of `NamedSharding`s, for `jax.device_put` or `out_shardings`.
+
+    Raises:
+        ValueError: If the mesh has no such axis.
+
+    Examples:
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> params = {"w": jnp.ones((512, 256)), "bias": jnp.ones(10)}
+        >>> shardings = fsdp_shardings(params, mesh)
+        >>> tuple(shardings["w"].spec), tuple(shardings["bias"].spec)
+        (('data',), ())
+        >>> params = jax.device_put(params, shardings)
+    """
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    unknown = [name for name in names if name not in mesh.shape]
+    if unknown:
+        raise ValueError(
+            f"`axis` names {unknown}, but the mesh has the axes {list(mesh.shape)}."
+        )
+    count = math.prod(mesh.shape[name] for name in names)
+
+    def spec(shape: tuple[int, ...]) -> PartitionSpec:
+        cuttable = [i for i, size in enumerate(shape) if size % count == 0]
+        whole = [i for i in cuttable if i < len(shape) - 1]
+        whole += [
+            i for i in cuttable if i not in whole and shape[i] // count % _GROUP == 0
+        ]
+        if math.prod(shape) < min_size or not cuttable:
+            return PartitionSpec()
+        largest = max(whole or cuttable, key=lambda i: shape[i])
+        return spec_of([()] * largest + [names])
+
+    return jax.tree.map(
+        lambda x: NamedSharding(mesh, spec(tuple(getattr(x, "shape", ())))), tree
+    )
 
 
 # --- Groups of the last axis ----------------------------------------------------------

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpx._amp._casts import opaque_facts, original
+from mpx._amp._casts import original
 from mpx._amp._facts import (
     NEUTRAL,
     Chosen,
-    Origin,
     Settings,
     cast,
     changed,
@@ -71,15 +70,12 @@ def choose(amp: Settings, op: Op) -> Chosen:
     return Chosen(original if eqn.params["spec"].required else _op_by_op)
 
 
-def _already_low(amp: Settings, op: Op) -> Outcome:
-    outs = eval_equation(op.eqn, op.values)
-    return outs, [Origin(chain="low")] * len(outs)
+def _already_low(amp: Settings, op: Op) -> Values:
+    return eval_equation(op.eqn, op.values)
 
 
-def _run_low(amp: Settings, op: Op) -> Outcome:
-    outs = bind(op.eqn, _low(amp, op))
-    known = [Origin(chain="low" if x.dtype == amp.dtype else "high") for x in outs]
-    return outs, known
+def _run_low(amp: Settings, op: Op) -> Values:
+    return bind(op.eqn, _low(amp, op))
 
 
 def _op_by_op(amp: Settings, op: Op) -> Outcome:
@@ -100,12 +96,12 @@ def _is_read(jaxpr: Any, var: Any) -> bool:
     return any(atom is var for atom in atoms)
 
 
-def original_attention(amp: Settings, op: Op) -> Outcome:
+def original_attention(amp: Settings, op: Op) -> Values:
     """Runs attention as it is written, by the operations that JAX runs by default."""
     if op.eqn.params["spec"].required:
         return original(amp, op)
     body, consts = _plain_jaxpr(op.eqn)
-    return eval_jaxpr(body, consts, *changed(op, amp.widen)), opaque_facts(op)
+    return eval_jaxpr(body, consts, *changed(op, amp.widen))
 
 
 def _plain_jaxpr(eqn: Equation, outputs: int | None = None) -> tuple[Any, Any]:

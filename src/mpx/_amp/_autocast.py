@@ -17,7 +17,6 @@ import numpy as np
 from mpx._amp import _attention, _casts, _grouped, _logits, _pointwise, _recognition
 from mpx._amp._facts import (
     F32,
-    NEUTRAL,
     Chosen,
     Decision,
     Origin,
@@ -25,9 +24,10 @@ from mpx._amp._facts import (
     Settings,
     cast,
     is_eligible,
+    is_low,
 )
 from mpx._amp._frameworks import Traced
-from mpx._amp._matmuls import reason_against
+from mpx._amp._matmuls import HIGHEST, asks_for_highest, reason_against
 from mpx._amp._policy import Choice
 from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, SHAPE_ONLY, Rule
 from mpx._amp._scopes import LOW_NAME
@@ -35,7 +35,6 @@ from mpx._compat import (
     Literal,
     bind,
     eval_equation,
-    is_batched,
     open_jaxpr,
     scan_sizes,
     source_frames,
@@ -61,6 +60,7 @@ from mpx._jaxpr._queries import (
     body_of,
     equations,
     every_use,
+    holds,
     readers,
 )
 from mpx._jaxpr._replace import plan_with
@@ -78,11 +78,17 @@ class Autocast(Settings):
         """Finds what the rules select among the arrays; raises if that is nothing."""
         places = traced.places if traced.has_params else None
         self.rules = self.rules.for_call(traced.named_arrays(), places)
-        self.is_mapped = any(map(is_batched, (*traced.arrays, *traced.consts)))
         return traced
 
     def finish(self, outs: Values) -> Values:
-        """Returns results that warn if f16 gradients are taken without a loss scale."""
+        """Warns of what was asked for and not done, or returns results that may warn.
+
+        They do if f16 gradients are taken without a loss scale.
+        """
+        if "default" in self.found:
+            warn(_HIGHEST_BY_DEFAULT)
+        if "highest" in self.found and "low" not in self.found:
+            warn(_ALL_HIGHEST)
         if self.dtype != np.float16 or in_gradient_function():
             return outs
         return [_warn_if_unscaled(out) for out in outs]
@@ -120,24 +126,34 @@ class Autocast(Settings):
             self.in_loop, self.copies, self.caller = outer
 
     def more_inputs(self, op: Op) -> dict[str, Any]:
-        """Returns the low copies of an equation's operands, by position."""
-        if op.eqn.primitive.name not in (*CALLS, "scan"):
+        """Returns the low copies of an equation's operands, by position.
+
+        A scan slices them: those of what it does not slice stay outside.
+        """
+        first, name = 0, op.eqn.primitive.name
+        if name == "scan":
+            first = sum(scan_sizes(op.eqn.params))
+        elif name not in CALLS:
             return {}
         return {
             str(i): self.copies[atom]
             for i, atom in enumerate(op.eqn.invars)
-            if not isinstance(atom, Literal) and atom in self.copies
+            if i >= first and not isinstance(atom, Literal) and atom in self.copies
         }
 
-    def cache_key(self, more: Any) -> tuple[bool, bool]:
-        return self.in_loop, self.is_mapped
+    def cache_key(self, more: Any) -> bool:
+        return self.in_loop
 
     # --- equations --------------------------------------------------------------------
 
     def equation(self, op: Op) -> Outcome:
         """Runs one equation in the precision that the rules choose."""
         chosen = self.choose(op)
-        outs, known = chosen.run(self, op)
+        result = chosen.run(self, op)
+        if isinstance(result, tuple):
+            outs, known = result
+        else:
+            outs, known = result, self.facts_after(op, result)
         if self.copies and op.eqn.primitive.name in SHAPE_ONLY:
             self._move_copy(op.eqn)
         if self.decisions is not None and chosen.rule is not None:
@@ -167,9 +183,17 @@ class Autocast(Settings):
             return _attention.choose(self, op)
         if name in _HANDLERS:
             return Chosen(_HANDLERS[name])
+        if name not in PRIMITIVES and holds(op.eqn, MATMULS):
+            warn(_OPAQUE.format(name=name))
         if any(is_eligible(var.aval) for var in op.eqn.invars):
             return self._by_rule(op, region)
         return _already_low(op)
+
+    def _note(self, eqn: Equation, kept: str | None) -> None:
+        """Notes about a matmul what `finish` may have to warn of."""
+        self.found.add("highest" if kept == HIGHEST else "low" if kept is None else "")
+        if kept is None and asks_for_highest(eqn):
+            self.found.add("default")
 
     def _by_rule(self, op: Op, region: tuple[Choice, str] | None) -> Chosen:
         eqn, name = op.eqn, op.eqn.primitive.name
@@ -182,7 +206,9 @@ class Autocast(Settings):
         if callable(rule) and not isinstance(rule, str):
             return Chosen(_casts.user_rule(rule), getattr(rule, "__name__", "custom"))
         rule = Rule(rule)
-        kept = reason_against(eqn, rule)
+        kept = reason_against(eqn, rule, op.facts)
+        if rule == Rule.LOW and name in MATMULS:
+            self._note(eqn, kept)
         if kept is not None:
             return Chosen(_casts.original, rule, kept)
         if rule == Rule.LOW and name in _grouped.RAGGED:
@@ -216,11 +242,12 @@ def _decision(op: Op, chosen: Chosen, outs: Values, caller: Equation) -> Decisio
 
 
 def has_work(jaxpr: Jaxpr) -> bool:
-    """Returns whether a jaxpr holds a matmul or a value marked low, at any depth."""
+    """Returns whether a jaxpr holds a matmul or a value of 16 bits, at any depth."""
     return any(
         eqn.primitive.name in MATMULS
         or eqn.primitive.name in ATTENTION
         or eqn.params.get("name") == LOW_NAME
+        or any(is_low(var.aval) for var in eqn.invars)
         for eqn in equations(jaxpr)
     )
 
@@ -234,7 +261,7 @@ def _jit(amp: Autocast, op: Op) -> Outcome:
     )
     if unchanged and amp.rules.is_plain and not has_work(body):
         # Nothing to do: random number generators, for one, stay the same programs.
-        return eval_equation(eqn, values), [NEUTRAL] * len(eqn.outvars)
+        return eval_equation(eqn, values), amp.facts_of_body(op)
     more = amp.more_inputs(op)
     new, _ = rewrite(
         amp, op, eqn.params["jaxpr"], types_of(values), op.facts, more=more
@@ -336,6 +363,20 @@ _HANDLERS: dict[str, Run] = {
 # --- warnings -------------------------------------------------------------------------
 
 
+_HIGHEST_BY_DEFAULT = (
+    'The default precision of matmuls is "highest", but `amp` runs them in 16 bits, also '
+    "those that ask for it themselves, since JAX does not tell them apart. Reset "
+    "`jax_default_matmul_precision`, or select what must stay f32 by `amp(..., keep=...)`."
+)
+_ALL_HIGHEST = (
+    "`amp` changed no matmul: all of them ask for `precision=HIGHEST`, which is honoured. "
+    "Remove the argument, or give a rule: "
+    '`amp(func, rules=mpx.AmpRules(primitives={"dot_general": "f32"}))` to stay in f32.'
+)
+_OPAQUE = (
+    "`amp` does not know the operation `{name}`, which holds matmuls: they run as they are "
+    "written. Call what is inside without it, or report this."
+)
 _UNSCALED = (
     "A function under `amp` in f16 is differentiated without a loss scale that mpx "
     "knows of: gradients below 6e-8 become 0. Take the "

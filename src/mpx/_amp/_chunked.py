@@ -34,7 +34,7 @@ from mpx._jaxpr._terms import Level, Term
 if TYPE_CHECKING:
     from mpx._logits import Chunks, Operands, Site
 
-_HIGH = Origin(chain="high")
+_HIGH = Origin(touched=True)
 IN_CHUNKS = "cross entropy in chunks"
 """The reason of a decision to compute logits in chunks."""
 

@@ -10,41 +10,46 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._amp._frameworks import Role, Transformation
-from mpx._amp._policy import AmpRules, Choice
+from mpx._amp._frameworks import Transformation
+from mpx._amp._policy import FUNCTION_SCOPE, AmpRules, Choice
 from mpx._amp._rules import MATMULS
-from mpx._compat import (
-    INLINE,
-    convert_dtype,
-    is_differentiated,
-    is_tracer,
-    source_frames,
-)
+from mpx._compat import INLINE, convert_dtype, source_frames
 from mpx._formats import FORMATS, short_name
+from mpx._jaxpr import _provenance
+from mpx._jaxpr._flow import after
 from mpx._jaxpr._interpreter import Kind, Op, Outcome, Scopes, Values
-from mpx._jaxpr._queries import Equation, flops
+from mpx._jaxpr._provenance import CONSTANT, DATA, Source
+from mpx._jaxpr._queries import (
+    SHAPE_ONLY,
+    Equation,
+    flops,
+    has_body,
+)
 from mpx._wire._options import Reduce, weight_grad_dtype
 
 F32 = np.dtype(np.float32)
+LOW_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 
 class Origin(NamedTuple):
-    """Where a value comes from.
+    """What autocast knows of a value.
 
     Attributes:
-        literal: Its number, if it is a Python or literal constant, however broadcast.
-        chain: `low` if it comes from a low matmul, `high` if an f32 operation has
-            worked on such a value, else `neutral`.
-        leaf: The shape of the argument it is, if only shape operations lie between.
-        name: The name of that argument, such as `model/head/weight`.
-        role: Why that argument counts as a parameter, `None` if it does not.
+        source: What it is computed from.
+        touched: Whether a value of the compute dtype entered.
+        literal: For a number that is written into the program, however broadcast: the
+            16-bit formats that hold it without overflow or underflow. Not the number
+            itself: two calls of a jitted function with other numbers are one program.
     """
 
-    literal: float | None = None
-    chain: Literal["neutral", "low", "high"] = "neutral"
-    leaf: tuple[int, ...] | None = None
-    name: str | None = None
-    role: Role | None = None
+    source: Source = DATA
+    touched: bool = False
+    literal: tuple[str, ...] | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The name of the argument that it is, or of a parameter that it is made from."""
+        return self.source.name
 
 
 NEUTRAL = Origin()
@@ -53,6 +58,23 @@ NEUTRAL = Origin()
 def is_eligible(aval: Any) -> bool:
     """Returns whether autocast may hold a value in the compute dtype: it is f32."""
     return getattr(aval, "dtype", None) == F32
+
+
+def is_low(x: Any) -> bool:
+    """Returns whether a value is held in 16 bits."""
+    return getattr(x, "dtype", None) in LOW_DTYPES
+
+
+def may_be_param(fact: Origin) -> bool:
+    """Returns whether a value is an argument, a constant or made from parameters alone.
+
+    Such a value may be differentiated for. Its cotangents add up in f32.
+    """
+    return fact.source.leaf is not None or fact.source.is_param
+
+
+# The same number in other shapes.
+_REPEATS = SHAPE_ONLY | {"tile"}
 
 
 def cast(x: Any, dtype: np.dtype) -> Any:
@@ -91,12 +113,13 @@ def widest(dtypes: Iterable[np.dtype]) -> np.dtype:
     return chosen.pop() if len(chosen) == 1 else F32
 
 
-def literal_survives(value: float, dtype: np.dtype) -> bool:
-    """Returns whether a literal neither overflows nor becomes 0 in `dtype`."""
-    if not np.isfinite(value) or value == 0:
-        return True
-    form = FORMATS[short_name(dtype)]
-    return form.tiny <= abs(value) <= form.max
+def formats_that_hold(value: Any) -> tuple[str, ...]:
+    """Returns the 16-bit formats in which a number neither overflows nor becomes 0."""
+    size = abs(float(value))
+    if not np.isfinite(size) or size == 0:
+        return ("bf16", "f16")
+    forms = {name: FORMATS[name] for name in ("bf16", "f16")}
+    return tuple(name for name, x in forms.items() if x.tiny <= size <= x.max)
 
 
 def changed(
@@ -109,14 +132,6 @@ def changed(
         change(value) if where(var.aval) else value
         for var, value in zip(op.eqn.invars, op.values, strict=True)
     ]
-
-
-def chain_of(origins: list[Origin], *, high: bool = False) -> Origin:
-    """Returns what is known of a result from what is known of its operands."""
-    chains = {origin.chain for origin in origins}
-    if "high" in chains or (high and "low" in chains):
-        return Origin(chain="high")
-    return Origin(chain="low") if "low" in chains else NEUTRAL
 
 
 class Decision(NamedTuple):
@@ -144,7 +159,7 @@ class Decision(NamedTuple):
         frames = source_frames(eqn) or (source_frames(caller) if caller else [])
         told = {
             "primitive": eqn.primitive.name,
-            "scope": "/".join(scopes),
+            "scope": "/".join(x for x in scopes if not x.startswith(FUNCTION_SCOPE)),
             "source": f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
             "params": (),
             "before": tuple(str(var.aval.dtype) for var in eqn.invars),
@@ -169,11 +184,11 @@ class Settings(Transformation):
         caller: The equation with a line of the user's whose body is visited.
         copies: Low copies of weights that were made outside the running body, by variable.
         in_loop: Whether the body of a scan is visited.
-        is_mapped: Whether the function runs inside a `jax.vmap`.
         decisions: Where decisions are recorded, `None` to record none.
     """
 
     unknown: ClassVar[Origin] = NEUTRAL
+    widens_params: ClassVar[bool] = True
 
     dtype: np.dtype
     rules: AmpRules
@@ -183,7 +198,6 @@ class Settings(Transformation):
     caller: Equation = None
     copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     in_loop: bool = False
-    is_mapped: bool = False
     decisions: list[Decision] | None = None
 
     @property
@@ -191,43 +205,67 @@ class Settings(Transformation):
         """The types whose calls run as they are written."""
         return tuple(x for x in self.rules.keep if isinstance(x, type))
 
-    def argument_fact(self, name: str, role: Role | None, leaf: Any) -> Origin:
+    def argument_fact(self, name: str, is_param: bool, leaf: Any) -> Origin:
         """Returns what is known of an argument's array."""
-        if leaf.dtype != F32:
-            return NEUTRAL
-        return Origin(leaf=tuple(leaf.shape), name=name, role=role)
+        return Origin(_provenance.argument(name, leaf, is_param=is_param))
 
     def constant_fact(self, value: Any) -> Origin:
-        if value.dtype != F32:
-            return NEUTRAL
-        if is_differentiated(value):
-            return Origin(leaf=tuple(value.shape), role="known")
-        if value.ndim == 0 and not is_tracer(value) and value.is_fully_addressable:
-            return Origin(literal=float(value))
-        return Origin(leaf=tuple(value.shape))
+        return Origin(_provenance.closed_over(value))
 
     def literal_fact(self, atom: Any) -> Origin:
-        if is_eligible(atom.aval):
-            return Origin(literal=float(np.asarray(atom.val)))
-        return NEUTRAL
+        held = formats_that_hold(atom.val) if is_eligible(atom.aval) else None
+        return Origin(CONSTANT, literal=held)
 
     def fact_inside(self, fact: Origin, var: Any, kind: Kind) -> Origin:
-        if kind in ("carry", "constant"):
+        source = fact.source
+        if kind == "carry":
             return NEUTRAL
         if kind == "tangent":
-            # A tangent has the rule of its parameter; but it must stay linear, and what
-            # follows as a parameter saturates.
-            fact = fact._replace(role=None)
-        if kind == "slice" and fact.leaf is not None:
-            fact = fact._replace(leaf=tuple(var.aval.shape))
-        return fact._replace(literal=None)  # inside, a constant is an argument
+            # It has the rule of its parameter, but it is none.
+            source = source._replace(leaf=None)
+        if kind == "slice" and source.leaf is not None:
+            source = source._replace(leaf=tuple(var.aval.shape))
+        return fact._replace(source=source)
 
-    def result_facts(self, outs: Sequence[Any]) -> list[Origin]:
-        low = (jnp.bfloat16, jnp.float16)
+    def result_facts(
+        self, outs: Sequence[Any], known: Sequence[Origin]
+    ) -> list[Origin]:
         return [
-            Origin(chain="low") if jnp.result_type(out) in low else NEUTRAL
-            for out in outs
+            Origin(fact.source._replace(leaf=None), fact.touched or is_low(out))
+            for out, fact in zip(outs, known, strict=True)
         ]
+
+    def join_facts(self, facts: Sequence[Origin]) -> Origin:
+        source = _provenance.join([fact.source for fact in facts])
+        return Origin(source, any(fact.touched for fact in facts))
+
+    def facts_after(self, op: Op, outs: Sequence[Any]) -> list[Origin]:
+        """Returns what is known of the results of an equation that holds no jaxpr."""
+        sources = _provenance.follow(op.eqn, [fact.source for fact in op.facts])
+        touched = any(fact.touched for fact in op.facts)
+        literal = op.facts[0].literal if op.facts else None
+        if op.eqn.primitive.name == "convert_element_type":
+            if op.eqn.invars[0].aval.dtype == np.bool_:
+                literal = ("bf16", "f16")  # zeros and ones are exact in every dtype
+            if not is_eligible(op.eqn.outvars[0].aval):
+                literal = None
+        elif op.eqn.primitive.name not in _REPEATS:
+            literal = None
+        return [
+            Origin(source, touched or is_low(out), literal)
+            for source, out in zip(sources, outs, strict=True)
+        ]
+
+    def facts_of_body(self, op: Op) -> list[Origin]:
+        """Returns what is known of the results of a call that runs as it is written."""
+
+        def rule(eqn: Equation, facts: list[Origin]) -> Sequence[Origin]:
+            outs = [var.aval for var in eqn.outvars]
+            if has_body(eqn):
+                return [NEUTRAL] * len(outs)
+            return self.facts_after(Op(eqn, [], facts, ()), outs)
+
+        return list(after(op.eqn, op.facts, rule, self.literal_fact, NEUTRAL))
 
     def widen(self, value: Any) -> Any:
         """Returns a value in f32, the same array for every equation that asks.
@@ -247,7 +285,7 @@ class Settings(Transformation):
         over devices, an all-reduce each. Parameters are cast for each matmul: their
         cotangents add up in f32.
         """
-        if fact.leaf is not None or getattr(value, "dtype", None) != F32:
+        if may_be_param(fact) or getattr(value, "dtype", None) != F32:
             return cast(value, self.dtype)
         return self._once(value, self.dtype)
 
@@ -259,7 +297,7 @@ class Settings(Transformation):
 
     def grad_dtype(self, value: Any, fact: Origin) -> np.dtype:
         """Returns in which dtype the gradient of an operand leaves its matmul."""
-        if fact.leaf is None or getattr(value, "dtype", None) != F32:
+        if not may_be_param(fact) or getattr(value, "dtype", None) != F32:
             return self.dtype
         return weight_grad_dtype(self.reduce, value, self.dtype)
 
@@ -267,17 +305,29 @@ class Settings(Transformation):
         """Returns the rule of the scope or function around an equation, and why."""
         found = self.rules.scope_rule(scopes)
         if found is None and self.rules.functions:
-            rules = (self.rules.function_rule(x) for x, _, _ in source_frames(eqn))
-            found = next(filter(None, rules), None)
+            pattern = self.rules.function_of(x for x, _, _ in source_frames(eqn))
+            found = None if pattern is None else self.rules.function_rule(pattern)
         return found
+
+    def scopes_inside(self, eqn: Equation, scopes: Scopes) -> Scopes:
+        """Returns the scopes of the body of an equation.
+
+        What a function calls by a `jit` does not tell that this function called it: a
+        scope of its own does.
+        """
+        if self.rules.functions:
+            pattern = self.rules.function_of(x for x, _, _ in source_frames(eqn))
+            if pattern is not None:
+                return (*scopes, FUNCTION_SCOPE + pattern)
+        return scopes
 
     def rule(
         self, name: str, params: Mapping[str, Any], facts: Sequence[Origin]
     ) -> tuple[Choice, str]:
         """Returns the rule of a primitive where no region has one, and why."""
         if name in MATMULS:
-            for fact in facts:
-                found = self.rules.param_rule(fact.name)
+            for param in sorted(set().union(*(fact.source.names for fact in facts))):
+                found = self.rules.param_rule(param)
                 if found is not None:
                     return found
         rule = self.rules.primitive_rule(
@@ -286,8 +336,9 @@ class Settings(Transformation):
         return rule, self.rules.primitive_reason(name)
 
 
-Run = Callable[[Any, Op], Outcome]
-"""Runs one equation; the first argument is an `Autocast`."""
+Run = Callable[[Any, Op], Values | Outcome]
+"""Runs one equation; the first argument is an `Autocast`. It may tell more of the results
+than `Settings.facts_after`."""
 
 
 class Chosen(NamedTuple):

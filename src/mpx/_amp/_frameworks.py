@@ -7,9 +7,10 @@ here: if it is not loaded, none of its models can be running.
 """
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -19,18 +20,8 @@ from mpx._jaxpr._queries import Position, walk
 from mpx._private import private
 from mpx._tree import LeafName
 
-Role = Literal["own", "known", "likely", "bare"]
-"""Why an array counts as a parameter.
-
-`own`: a module holds it, the function itself or one among its arguments. `known`: it is in
-a tree, or closed over, and is being differentiated. `likely`: it is in the first argument,
-which is a tree. `bare`: it is an argument by itself that is being differentiated, as inputs
-may be, too.
-"""
-
-
-Named = tuple[LeafName, Role | None]
-"""The name of an argument's array, and why it counts as a parameter."""
+Named = tuple[LeafName, bool]
+"""The name of an argument's array, and whether it is a parameter."""
 
 
 class Traced(NamedTuple):
@@ -40,7 +31,7 @@ class Traced(NamedTuple):
         jaxpr: The jaxpr, open.
         consts: Its constants.
         arrays: Its arguments.
-        named: Their names and roles.
+        named: Their names, and which of them are parameters.
         has_params: Whether its parameters are known. While Linen or Haiku initialise a
             model it has none yet.
     """
@@ -67,15 +58,28 @@ class Traced(NamedTuple):
         return scopes, functions
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Transformation(Visitor):
-    """A visitor that functions are called through."""
+    """A visitor that functions are called through.
+
+    Attributes:
+        params: The positions or names of the arguments that hold parameters; `None` to
+            find them.
+        widens_params: Whether parameters of 16 bits are read as f32.
+        takes_bare_params: Whether the first argument holds the parameters if it is an array
+            by itself, and no argument is a container.
+    """
+
+    params: tuple[int | str, ...] | None = None
+    widens_params: ClassVar[bool] = False
+    takes_bare_params: ClassVar[bool] = False
 
     @property
     def kept_types(self) -> tuple[type, ...]:
         """The types whose calls run as they are written."""
         return ()
 
-    def argument_fact(self, name: LeafName, role: Role | None, leaf: Any) -> Fact:
+    def argument_fact(self, name: LeafName, is_param: bool, leaf: Any) -> Fact:
         """Returns what is known of an argument's array."""
         return self.unknown
 
@@ -155,16 +159,16 @@ def call_linen(
     )
 
 
-def linen_name(name: LeafName, role: Role | None) -> Named:
-    """Returns `params/Dense_0/kernel` for `variables/0/0/params/Dense_0/kernel`, and its role.
+def linen_name(name: LeafName, is_param: bool) -> Named:
+    """Returns `params/Dense_0/kernel` for `variables/0/0/params/Dense_0/kernel`.
 
-    A module owns its parameters. The pure function itself has no arrays.
+    The second result tells whether it is a parameter.
     """
-    del role
+    del is_param  # other arguments of a method are none
     if name.argument != "variables":
-        return LeafName(name.path or name), None
+        return LeafName(name.path or name), False
     path = name.path.split("/", 2)[-1]
-    return LeafName(path), "own" if path.startswith("params/") else None
+    return LeafName(path), path.startswith("params/")
 
 
 @contextlib.contextmanager
@@ -237,13 +241,9 @@ def call_haiku(
     return out
 
 
-def haiku_name(name: LeafName, role: Role | None) -> Named:
-    """Returns `linear/w` for `variables/params/linear/w`, and its role.
-
-    A module owns its parameters. The pure function itself has no arrays.
-    """
-    del role
+def haiku_name(name: LeafName, is_param: bool) -> Named:
+    """Returns `linear/w` for `variables/params/linear/w`, and whether it is a parameter."""
+    del is_param  # other arguments of a function inside `hk.transform` are none
     if name.startswith("variables/params/"):
-        return LeafName(name.path.removeprefix("params/")), "own"
-    own = name.argument == "func"
-    return LeafName(name.path or name, name.types), "own" if own else None
+        return LeafName(name.path.removeprefix("params/")), True
+    return LeafName(name.path or name, name.types), name.argument == "func"

@@ -5,10 +5,10 @@ NNX, Linen and Haiku have their variables taken out before and written back afte
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,6 @@ from mpx import _nnx
 from mpx._amp._attention import captured_attention
 from mpx._amp._frameworks import (
     Named,
-    Role,
     Traced,
     Transformation,
     call_haiku,
@@ -30,16 +29,19 @@ from mpx._amp._frameworks import (
     linen_name,
 )
 from mpx._amp._recording import current_recording
+from mpx._arguments import as_count
 from mpx._call import argument_names
 from mpx._compat import (
+    Literal,
     ambient_scopes,
-    is_differentiated,
+    convert_dtype,
     nothing_is_traced,
     open_jaxpr,
 )
 from mpx._jaxpr._interpreter import as_results, dtypes_of
-from mpx._keep import run_in_scopes
-from mpx._tree import LeafName, is_array, named_leaves
+from mpx._keep import is_state, run_in_scopes
+from mpx._tree import LeafName, is_array, is_floating, named_leaves
+from mpx._warn import warn
 
 _FUNC = "the function"  # beside its arguments, whose names hold no spaces
 _MOST_REMEMBERED = 1000
@@ -73,7 +75,7 @@ def call_through(
     kwargs: dict[str, Any],
     *,
     eager: dict[Any, Any] | None = None,
-    describe: Callable[[LeafName, Role | None], Named] = lambda *x: x,
+    describe: Callable[[LeafName, bool], Named] = lambda *x: x,
 ) -> Any:
     """Calls a function through a visitor.
 
@@ -83,8 +85,10 @@ def call_through(
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         eager: Rewritten jaxprs of earlier calls outside all transformations.
-        describe: From the name and role of a leaf to what they are for the user.
+        describe: From the name of a leaf, and whether it is a parameter, to what these
+            are for the user.
     """
+    func, args, kwargs = _unbound(visitor, func, args, kwargs)
     names = argument_names(func, len(args))
     arguments = {_FUNC: func, **dict(zip(names, args, strict=True)), **kwargs}
     plain, objects = {}, {}
@@ -105,6 +109,30 @@ def call_through(
         return pure(func, args, kwargs, describe=describe)
 
 
+def _unbound(
+    visitor: Transformation,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Returns a call with what a method or a `functools.partial` holds as arguments.
+
+    There their arrays have names and count as parameters, like those of a module.
+    """
+    bound: tuple[Any, ...] = ()
+    inner = func
+    if isinstance(func, functools.partial):
+        bound, kwargs, inner = func.args, {**func.keywords, **kwargs}, func.func
+    elif inspect.ismethod(func) and not isinstance(func.__self__, type):
+        bound, inner = (func.__self__,), func.__func__
+    if not any(is_array(x) or _nnx.is_nnx(x) for x in jax.tree.leaves(bound)):
+        return func, args, kwargs
+    if visitor.params is not None:
+        moved = [x + len(bound) if isinstance(x, int) else x for x in visitor.params]
+        visitor.params = (*moved, *range(len(bound)))
+    return _unbound(visitor, inner, (*bound, *args), kwargs)
+
+
 def _call_pure(
     visitor: Transformation,
     func: Callable[..., Any],
@@ -112,15 +140,15 @@ def _call_pure(
     kwargs: dict[str, Any],
     *,
     eager: dict[Any, Any] | None,
-    describe: Callable[[LeafName, Role | None], Named],
+    describe: Callable[[LeafName, bool], Named],
 ) -> Any:
     """Calls a function that changes nothing but its results; arguments as above."""
-    names = argument_names(func, len(args))
     arrays, put_back = _take_arrays((func, args, kwargs))
     # NumPy's f64 is JAX's f32, unless x64 is on.
     arrays = [
         jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in arrays
     ]
+    named = [describe(*pair) for pair in _names_and_params(visitor, func, args, kwargs)]
     merge = lambda outs: outs  # noqa: E731 - made while the function is traced
 
     def flat(*arrays: Any) -> list[Any]:
@@ -137,17 +165,113 @@ def _call_pure(
         if len(eager) > _MOST_REMEMBERED:
             eager.clear()
     with captured_attention(), visitor.tracing(), run_in_scopes(visitor.kept_types):
-        body, consts = open_jaxpr(jax.make_jaxpr(flat)(*arrays))
-    named = [
-        describe(*pair) for pair in _names_and_roles(func, names, args, kwargs, consts)
-    ]
+        (body, consts), widened = _trace(visitor, flat, arrays, named)
     recording = current_recording()
     if recording is not None:
         recording.name(named, arrays)
-    is_owner = any(role == "own" for _, role in named)
+    is_owner = any(is_param for _, is_param in named)
     has_params = is_owner or describe not in (linen_name, haiku_name)
-    traced = visitor.start(Traced(body, consts, arrays, named, has_params))
-    return merge(visitor.finish(run_traced(visitor, traced)))
+    wide = [convert_dtype(x, _F32) if i in widened else x for i, x in enumerate(arrays)]
+    traced = visitor.start(Traced(body, consts, wide, named, has_params))
+    outs = visitor.finish(run_traced(visitor, traced))
+    if not widened:
+        return merge(outs)
+    # What is returned as it came is that very array.
+    given = {var: x for var, x in zip(body.invars, arrays, strict=True)}
+    outs = [
+        given.get(var, out) if not isinstance(var, Literal) else out
+        for var, out in zip(body.outvars, outs, strict=True)
+    ]
+    return _as_stored(merge(outs), (func, *args, *kwargs.values()))
+
+
+_F32 = np.dtype(np.float32)
+
+
+def _trace(
+    visitor: Transformation,
+    flat: Callable[..., Any],
+    arrays: Sequence[Any],
+    named: Sequence[Named],
+) -> tuple[tuple[Any, Sequence[Any]], set[int]]:
+    """Traces a function; parameters of 16 bits as if they were f32, where `amp` asks.
+
+    Such a parameter is storage: what the function computes is what it would be with f32
+    parameters. A function that multiplies them with 16-bit inputs may insist on equal
+    dtypes. Then its inputs are read as f32, too, and if it even casts by itself to what it
+    takes for the dtype of its parameters, everything is left as it is written.
+
+    Returns:
+        The jaxpr and its constants, and the positions of the arrays that it takes as f32.
+    """
+    low = [i for i, x in enumerate(arrays) if x.dtype in _LOW and visitor.widens_params]
+    params = [i for i in low if named[i][1]]
+    choices = [params, low] if params and len(low) > len(params) else [params]
+    refused: TypeError | None = None
+    for chosen in choices if params else ():
+        types = [
+            x.update(dtype=_F32, weak_type=False) if i in chosen else x
+            for i, x in enumerate(map(jax.typeof, arrays))
+        ]
+        try:
+            # Mixed dtypes that were equal in the user's program must not be refused.
+            with jax.numpy_dtype_promotion("standard"):
+                return open_jaxpr(jax.make_jaxpr(flat)(*types)), set(chosen)
+        except TypeError as error:
+            refused = error
+    if refused is not None:
+        warn(_AS_WRITTEN.format(error=str(refused).strip().splitlines()[0]))
+    return open_jaxpr(jax.make_jaxpr(flat)(*arrays)), set()
+
+
+_LOW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
+_AS_WRITTEN = (
+    "A function under `amp` has parameters of 16 bits, which `amp` reads as f32, but it "
+    "casts other values to 16 bits itself and refuses to mix them. It runs as it is written, "
+    "in 16 bits throughout: {error} Remove the casts, or cast to the dtype of the parameters."
+)
+
+
+def _as_stored(result: PyTree, given: Sequence[PyTree]) -> PyTree:
+    """Casts what has the structure of 16-bit parameters to their dtypes.
+
+    Gradients and new parameters that a function returns have the dtypes of the parameters.
+    """
+    for tree in given:
+        leaves, structure = jax.tree.flatten(tree)
+        if structure == _LEAF or not any(
+            is_array(x) and x.dtype in _LOW for x in leaves
+        ):
+            continue
+        shapes = [getattr(x, "shape", None) for x in leaves]
+
+        def is_alike(
+            node: Any, structure: Any = structure, shapes: Any = shapes
+        ) -> bool:
+            found, other = jax.tree.flatten(node)
+            return (
+                other == structure
+                and [getattr(x, "shape", None) for x in found] == shapes
+            )
+
+        def restore(node: Any, tree: Any = tree, is_alike: Any = is_alike) -> Any:
+            if not is_alike(node):
+                return node
+            return jax.tree.map(
+                lambda new, old: (
+                    convert_dtype(new, old.dtype)
+                    if is_floating(new) and is_floating(old)
+                    else new
+                ),
+                node,
+                tree,
+            )
+
+        result = jax.tree.map(restore, result, is_leaf=is_alike)
+    return result
+
+
+_LEAF = jax.tree.structure(0)
 
 
 def run_traced(visitor: Transformation, traced: Traced) -> list[Any]:
@@ -163,37 +287,101 @@ def run_traced(visitor: Transformation, traced: Traced) -> list[Any]:
     return as_results(outs, variables, dtypes_of([var.aval for var in variables]))
 
 
-def _names_and_roles(
+Params = tuple[int | str, ...] | None
+"""The positions or names of arguments that hold parameters; `None` to find them."""
+
+
+def parse_params(params: Any) -> Params:
+    """Returns what a user may pass for `params`: a position, a name, or several.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    if params is None:
+        return None
+    single = isinstance(params, str) or not isinstance(params, Iterable)
+    found: list[int | str] = []
+    for param in (params,) if single else params:
+        if not isinstance(param, str):
+            try:
+                param = as_count(param, "params")
+            except TypeError as error:
+                raise TypeError(
+                    "`params` must be the position or the name of the argument that "
+                    f"holds the parameters, or several, but {param!r} was given."
+                ) from error
+        found.append(param)
+    return tuple(found)
+
+
+def param_arguments(
     func: Callable[..., Any],
-    names: list[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    consts: Sequence[Any],
+    params: Params,
+    *,
+    bare: bool = False,
+) -> frozenset[str]:
+    """Returns the names of the arguments that hold parameters.
+
+    Without a choice of the user's these are the arrays that the function itself holds, as
+    a module or a method of one; else the first argument that is a container. An argument
+    that is an array by itself may be an input: only with `bare` the first one counts, if
+    there is no container.
+
+    Raises:
+        ValueError: If there is no such argument.
+    """
+    names = argument_names(func, len(args))
+    given = {**dict(zip(names, args, strict=True)), **kwargs}
+    if params is None:
+        if any(map(is_array, jax.tree.leaves(func))):
+            return frozenset()
+        order = {name: i for i, name in enumerate(argument_names(func, len(given)))}
+        containers = [
+            name
+            for name in sorted(given, key=lambda x: (order.get(x, len(order)), x))
+            if any(
+                is_array(x) and x is not given[name]
+                for x in jax.tree.leaves(given[name])
+            )
+        ]
+        return frozenset((containers or (names if bare else []))[:1])
+    found = []
+    for param in params:
+        if isinstance(param, int):
+            wanted = argument_names(func, len(args))
+            is_given = -len(wanted) <= param < len(wanted)
+            param = wanted[param] if is_given else f"argument {param}"
+        if param not in given:
+            raise ValueError(
+                f"`params` names `{param}`, but the function was called with "
+                f"{[*given]}. Pass the position or the name of the argument "
+                "that holds the parameters."
+            )
+        found.append(param)
+    return frozenset(found)
+
+
+def _names_and_params(
+    visitor: Transformation,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> list[Named]:
-    """Returns the names of the arrays of a call, and why each counts as a parameter."""
-    own = [(name, leaf) for name, leaf in named_leaves(func) if is_array(leaf)]
-    named = [
-        (path, leaf, tree)
-        for name, tree in (*zip(names, args, strict=True), *sorted(kwargs.items()))
-        for path, leaf in named_leaves(tree, name)
-        if is_array(leaf)
-    ]
-    leaves = [*(leaf for _, leaf in own), *(leaf for _, leaf, _ in named), *consts]
-    # If JAX shows what is differentiated, nothing needs to be guessed. Through a `jit`
-    # or a `checkpoint` it does not.
-    may_guess = not own and not any(map(is_differentiated, leaves))
-
-    def role(leaf: Any, tree: Any) -> Role | None:
-        if isinstance(tree, eqx.Module):
-            return "own"
-        if is_differentiated(leaf):
-            return "bare" if leaf is tree else "known"
-        is_first = may_guess and bool(args) and tree is args[0] and leaf is not tree
-        return "likely" if is_first else None
-
+    """Returns the names of the arrays of a call, and which of them are parameters."""
+    names = argument_names(func, len(args))
+    bare = visitor.takes_bare_params
+    params = param_arguments(func, args, kwargs, visitor.params, bare=bare)
+    own = [name for name, leaf in named_leaves(func) if is_array(leaf)]
     return [
-        *((name, "own") for name, _ in own),
-        *((name, role(leaf, tree)) for name, leaf, tree in named),
+        *((name, not is_state(name)) for name in own),
+        *(
+            (path, name in params and not is_state(path))
+            for name, tree in (*zip(names, args, strict=True), *sorted(kwargs.items()))
+            for path, leaf in named_leaves(tree, name)
+            if is_array(leaf)
+        ),
     ]
 
 
@@ -222,18 +410,35 @@ def _call_with_nnx(
         for path, name in _nnx.variable_names(objects).items()
     }
 
-    def describe(name: LeafName, role: Role | None) -> Named:
+    everything = _nnx.put_back(plain, objects)
+    func, given = everything.pop(_FUNC), [everything.pop(name) for name in names]
+    chosen = (
+        None
+        if visitor.params is None
+        else param_arguments(func, tuple(given), everything, visitor.params)
+    )
+
+    def describe(name: LeafName, is_param: bool) -> Named:
         if name.argument == "state":
-            name, role = variables[name.path.removesuffix("/value")], "own"
+            name = variables[name.path.removesuffix("/value")]
+            is_param = not is_state(name)
         else:
             argument, _, path = name.path.partition("/")
-            name = LeafName(path, name.types[1:], argument)
-            role = "bare" if role == "known" and not path else role
+            name, is_param = LeafName(path, name.types[1:], argument), False
+        if chosen is not None:
+            is_held = name.argument in (*chosen, _FUNC)
+            is_param = is_held and not is_state(name)
         if name.argument == _FUNC:
             name = LeafName(name.path, name.types)
-        return name, role
+        return name, is_param
 
     out, state = call_through(visitor, pure, (split.rest, plain), {}, describe=describe)
+    # A parameter that the function changes in place keeps its dtype.
+    state = jax.tree.map(
+        lambda new, old: convert_dtype(new, old.dtype) if is_floating(new) else new,
+        state,
+        split.rest,
+    )
     _nnx.update(objects, state, before=split.rest)
     return out
 

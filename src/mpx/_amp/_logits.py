@@ -65,9 +65,6 @@ def _reason(
 
     if has_explicit_axes(jax.sharding.get_abstract_mesh()):
         return "the mesh has explicit axes"
-    if amp.is_mapped:
-        # Each example would have its own gradient of the weights, all at once.
-        return "the function is mapped; apply `amp` to what `vmap` returns"
     dot = site.scores.dot
     reason = reason_by_rule(amp, dot, dot.operands, known, scopes)
     reason = reason or reason_by_dtypes(amp, dot.operands)

@@ -6,7 +6,7 @@ Inside it computes in f32, where a power that overflows f16 does not.
 """
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -22,15 +22,14 @@ from mpx._amp._facts import (
     Run,
     Settings,
     cast,
-    chain_of,
     is_eligible,
 )
 from mpx._amp._rules import Rule, rule_for
 from mpx._compat import Literal, eval_jaxpr, jaxpr_of, scopes_of
 from mpx._formats import FORMATS
 from mpx._jaxpr._flow import Flow
-from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Plan, Values
-from mpx._jaxpr._queries import Equation, leaves, names
+from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Plan, Scopes, Values
+from mpx._jaxpr._queries import Equation, Position, leaves, names, walk_inside
 
 _IN_F32 = "in f32, and again in the backward pass"
 _AGAIN = "computed again in the backward pass, which keeps its operand only"
@@ -69,13 +68,18 @@ class Chain(NamedTuple):
         source: The value from which all of them are computed.
         equations: The equations.
         outvars: The results that others read.
-        is_kept: Whether the backward pass of these others needs the results, too.
     """
 
     source: Any
     equations: list[Equation]
     outvars: list[Any]
-    is_kept: bool
+
+    def places(self, scopes: Scopes) -> Iterator[Position]:
+        """Yields its equations and those inside them, with the scopes around each."""
+        for eqn in self.equations:
+            here = Position(scopes=scopes).at(eqn)
+            yield here
+            yield from walk_inside(here)
 
     @property
     def leaves(self) -> list[Equation]:
@@ -102,7 +106,7 @@ def choose(amp: Settings, op: Op) -> Chosen | None:
     if (
         chain is None
         or not _pays(amp, op, chain)
-        or any(amp.region_rule(x, outer + scopes_of(x)) for x in chain.leaves)
+        or any(amp.region_rule(x.eqn, x.scopes) for x in chain.places(outer))
     ):
         return None
     if not is_eligible(chain.source.aval):
@@ -157,20 +161,18 @@ def _as_chain(
     jaxpr: Jaxpr, plan: Plan | None, source: Any, members: list[Equation]
 ) -> Chain:
     made, inside = {x.outvars[0] for x in members}, set(map(id, members))
-    readers = [
-        (atom, eqn.primitive.name)
+    read = {
+        atom
         for eqn in jaxpr.eqns
         if id(eqn) not in inside
         for atom in eqn.invars
         if not isinstance(atom, Literal) and atom in made
-    ]
-    read = {atom for atom, _ in readers}
+    }
     read |= {x for x in jaxpr.outvars if not isinstance(x, Literal)}
     if plan is not None:
         read.update(atom for x in plan.replaced.values() for atom in x.atoms)
     outvars = [eqn.outvars[0] for eqn in members if eqn.outvars[0] in read]
-    is_kept = any(name in _NONLINEAR for _, name in readers)
-    return Chain(source, members, outvars, is_kept)
+    return Chain(source, members, outvars)
 
 
 def _is_pointwise(eqn: Equation) -> bool:
@@ -188,7 +190,11 @@ def _is_f32(eqn: Equation) -> bool:
 
 
 def _pays(amp: Settings, op: Op, chain: Chain) -> bool:
-    """Returns whether a chain is needed, or keeps fewer values than its equations do."""
+    """Returns whether a chain is needed, or keeps fewer values than its equations do.
+
+    Where its result is kept as well, for a product with another value, the two keep the
+    same. Who reads the result does not decide: a jitted function does not know.
+    """
     value = op.values[op.eqn.invars.index(chain.source)]
     if getattr(value, "dtype", None) not in (np.float16, jnp.bfloat16):
         return False
@@ -196,11 +202,7 @@ def _pays(amp: Settings, op: Op, chain: Chain) -> bool:
         return True
     leaves = {eqn.primitive.name for eqn in chain.leaves}
     is_expensive = len(leaves - _SAME) > 1 and not _EXPENSIVE.isdisjoint(leaves)
-    is_wide = is_eligible(chain.source.aval) and not all(
-        map(_is_low_alone, chain.leaves)
-    )
-    keeps_less = not chain.is_kept or is_wide
-    return is_expensive and len(chain.outvars) == 1 and keeps_less
+    return is_expensive and len(chain.outvars) == 1
 
 
 def _overflows(amp: Settings, chain: Chain) -> bool:
@@ -281,9 +283,8 @@ def _running(chain: Chain, is_low: list[bool] | None) -> Run:
             # Layers that are alike share a function, which JAX traces once.
             made[key] = _function_of(chain, is_low, amp.dtype), None
         outs = made[key][0](op.values[op.eqn.invars.index(chain.source)])
-        known = [chain_of(op.facts)] * len(outs)
-        if is_low is not None:
-            known = [Origin(chain="low" if fits else "high") for fits in is_low]
+        source = op.facts[op.eqn.invars.index(chain.source)].source
+        known = [Origin(source._replace(leaf=None), touched=True)] * len(outs)
         results = zip(outs, known, strict=True)
         # What only the chain itself reads has no value outside.
         made.update(

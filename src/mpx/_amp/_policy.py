@@ -23,7 +23,7 @@ from mpx._amp._rules import (
 from mpx._compat import lowered_primitives
 from mpx._formats import PRECISIONS, parse_float_dtype
 from mpx._half import chosen_half_precision
-from mpx._keep import KEPT_SCOPE, was_called
+from mpx._keep import KEPT_SCOPE, STOP_SCOPE
 from mpx._select import (
     Selector,
     check_pattern,
@@ -81,8 +81,10 @@ class AmpRules:
     functions: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
     params: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
     keep: tuple[Selector, ...] = dataclasses.field(default=(), init=False, repr=False)
-    _stops: tuple[str, ...] = dataclasses.field(default=(), init=False, repr=False)
     _lenient: bool = dataclasses.field(default=False, init=False, repr=False)
+    _optional: frozenset[str] = dataclasses.field(
+        default=frozenset(), init=False, repr=False
+    )
     _found: dict[Any, Any] = dataclasses.field(
         default_factory=dict, init=False, repr=False
     )
@@ -106,8 +108,6 @@ class AmpRules:
                 check_pattern(pattern, field)
             parsed = {key: _parse(value, field, key) for key, value in rules.items()}
             object.__setattr__(self, field, parsed)
-        stops = tuple(x for x in _STOP_SCOPES if _exact_scope(x) not in self.scopes)
-        object.__setattr__(self, "_stops", stops)
 
     def keeping(self, keep: tuple[Selector, ...]) -> "AmpRules":
         """Returns these rules, with what is selected running as it is written."""
@@ -139,11 +139,11 @@ class AmpRules:
         if places is None:
             return rules
         scopes, functions = ([(name, None) for name in names] for names in places())
-        stops = set(map(_exact_scope, _STOP_SCOPES))
-        by_scope = [pattern for pattern in self.scopes if pattern not in stops]
+        called = {name.rpartition("/")[2] for name, _ in scopes}
+        was_called = lambda kind: KEPT_SCOPE + kind.__name__ in called  # noqa: E731
         try:
             check_selectors(self.keep, "keep", [*named, *scopes], was_called)
-            check_selectors(by_scope, "scopes", scopes)
+            check_selectors(set(self.scopes) - self._optional, "scopes", scopes)
             check_selectors(self.functions, "functions", functions)
             check_selectors(self.params, "params", named)
         except ValueError as error:
@@ -177,26 +177,32 @@ class AmpRules:
         return self._found[scopes]
 
     def _scope_rule(self, scopes: tuple[str, ...]) -> tuple[Choice, str] | None:
-        paths = ["/".join(scopes[:depth]) for depth in range(1, len(scopes) + 1)]
+        given = [scope for scope in scopes if not scope.startswith(FUNCTION_SCOPE)]
+        paths = ["/".join(given[:depth]) for depth in range(1, len(given) + 1)]
         for selector in self.keep:
             if isinstance(selector, str) and any(search(selector, x) for x in paths):
                 return Rule.ORIGINAL, f"keep {selector}"
-        for scope, path in zip(scopes, paths, strict=True):
-            if scope in self._stops:
-                return Rule.ORIGINAL, f"scope {scope}"
+        for scope, path in zip(given, paths, strict=True):
+            if scope == STOP_SCOPE:
+                return Rule.ORIGINAL, "scope amp_stop"
             if scope.startswith(KEPT_SCOPE):
                 return Rule.ORIGINAL, f"keep {scope.removeprefix(KEPT_SCOPE)}"
             for pattern, rule in self.scopes.items():
                 if search(pattern, path):
                     return rule, f"scope {pattern}"
+        for scope in scopes:
+            if scope.startswith(FUNCTION_SCOPE):
+                return self.function_rule(scope.removeprefix(FUNCTION_SCOPE))
         return None
 
-    def function_rule(self, name: str) -> tuple[Choice, str] | None:
-        """Returns the rule of a Python function, and the reason."""
-        for pattern, rule in self.functions.items():
-            if search(pattern, name):
-                return rule, f"function {pattern}"
-        return None
+    def function_of(self, functions: Iterable[str]) -> str | None:
+        """Returns the expression that selects the innermost of some Python functions."""
+        pairs = ((x, pattern) for x in functions for pattern in self.functions)
+        return next((pattern for x, pattern in pairs if search(pattern, x)), None)
+
+    def function_rule(self, pattern: str) -> tuple[Choice, str]:
+        """Returns the rule of the functions that an expression selects, and the reason."""
+        return self.functions[pattern], f"function {pattern}"
 
     def param_rule(self, name: str | None) -> tuple[Choice, str] | None:
         """Returns the rule of a parameter's name, and the reason."""
@@ -238,8 +244,8 @@ class AmpRules:
         return REASONS.get(name, UNKNOWN)
 
 
-# Scopes in which operations run as written. The README of jaxamp has the second name.
-_STOP_SCOPES = ("amp_stop", "amp_step", "amp_default")
+FUNCTION_SCOPE = "mpx.function:"
+"""Before an expression of `functions`: around what a selected function calls."""
 
 
 def _exact_scope(name: str) -> str:
@@ -263,6 +269,9 @@ def rules_by_name(
     }
     rules = AmpRules("original", primitives=primitives, scopes=by_path)
     object.__setattr__(rules, "_lenient", True)
+    # jaxamp's own policies list these, whether a function has such scopes or not.
+    optional = frozenset(map(_exact_scope, ("amp_default", "amp_step", "amp_stop")))
+    object.__setattr__(rules, "_optional", optional)
     return rules
 
 
@@ -346,9 +355,14 @@ def as_compute_dtype(dtype: DTypeLike | None) -> np.dtype:
     except ValueError:
         parsed = None
     if parsed is None or parsed.itemsize != 2:
+        asks_for_fp8 = re.search("fp8|f8|float8|e4m3|e5m2", str(dtype), re.IGNORECASE)
         raise ValueError(
-            f"`dtype` must be f16 or bf16, but {dtype!r} was given. Pass a dtype "
-            'such as `jnp.bfloat16` or a name such as "bf16". To run everything as '
-            'written, pass `rules="original"`.'
+            f"`dtype` must be f16 or bf16, but {dtype!r} was given. "
+            + (
+                "For 8 bits use `mpx.fp8(func)`, or `mpx.fp8(mpx.amp(func))`."
+                if asks_for_fp8
+                else 'Pass a dtype such as `jnp.bfloat16` or a name such as "bf16". To '
+                'run everything as written, pass `rules="original"`.'
+            )
         )
     return parsed

@@ -60,7 +60,7 @@ TABLE: tuple[tuple[Rule, str, tuple[str, ...]], ...] = (
         "sums of many terms stand still in 16 bits",
         names(
             "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum "
-            "add_any"
+            "add_any select_and_scatter_add select_and_gather_add"
         ),
     ),
     (
@@ -73,8 +73,7 @@ TABLE: tuple[tuple[Rule, str, tuple[str, ...]], ...] = (
         "several operands must agree",
         names(
             "add sub mul div max min select_n clamp concatenate stack pad "
-            "dynamic_update_slice eq ne lt le gt ge eq_to le_to lt_to "
-            "select_and_scatter_add select_and_gather_add polynomial"
+            "dynamic_update_slice eq ne lt le gt ge eq_to le_to lt_to polynomial"
         ),
     ),
     (
@@ -151,10 +150,17 @@ UNKNOWN = "not in the rule table"
 # They hold operations that have rules of their own, or are casts, which are honoured.
 WITHOUT_RULES = frozenset({*HANDLERS, *ATTENTION, "convert_element_type"})
 
-# Binary operations that broadcast operands of equal rank by themselves.
-BROADCASTING = frozenset(names("add sub mul div max min select_n"))
-# One number of the operand may become several of the result.
-SPREADING = frozenset(names("broadcast_in_dim gather tile"))
+# Operations that broadcast operands of equal rank, and scalars, by themselves.
+BROADCASTING = frozenset(names("add sub mul div max min select_n clamp"))
+# Operations that use one number of their operand several times, or may: their transposes
+# sum, which must be in f32.
+SUMMED = frozenset(
+    names(
+        "broadcast_in_dim gather tile reduce_window_max reduce_window_min cummax cummin"
+    )
+)
+# Linear in all operands together: nothing is kept for the backward pass but booleans.
+LINEAR = frozenset(names("add sub concatenate stack pad select_n dynamic_update_slice"))
 
 
 def rule_for(name: str, params: dict, compute_is_f16: bool) -> Rule:

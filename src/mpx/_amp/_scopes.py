@@ -7,6 +7,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import PyTree
 
+from mpx._keep import STOP_SCOPE
 from mpx._tree import is_array, is_floating
 
 LOW_NAME = "mpx:low"
@@ -28,7 +29,7 @@ def amp_stop(func: Callable[..., Any] | None = None) -> Any:
         >>> float(f(jnp.full((1, 1), 1.001))[0, 0])
         1.0020010471343994
     """
-    scope = jax.named_scope("amp_stop")
+    scope = jax.named_scope(STOP_SCOPE)
     return scope if func is None else scope(func)
 
 

@@ -1,24 +1,26 @@
 """`amp`: the public transformation."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from jax.typing import DTypeLike
 
 from mpx._amp._autocast import Autocast
-from mpx._amp._functions import call_through
+from mpx._amp._functions import call_through, parse_params
 from mpx._amp._policy import AmpRules, as_amp_rules, as_compute_dtype
 from mpx._amp._recording import current_recording
 from mpx._select import Selectors, parse_selectors
+from mpx._warn import warn
 from mpx._wire._options import amp_reduce, parse_reduce
-from mpx._wrapped import refuse_cast_arguments
+from mpx._wrapped import is_amp, refuse_cast_arguments
 
 
 def amp(
     func: Callable[..., Any] | None = None,
     dtype: DTypeLike | None = None,
     *,
+    params: int | str | Sequence[int | str] | None = None,
     keep: Selectors = (),
     rules: AmpRules | str | Mapping[Any, Any] | None = None,
     narrow_carry: bool = False,
@@ -44,6 +46,12 @@ def amp(
         dtype: The dtype of matmuls: bf16 or f16. `None` is bf16, unless you chose a half precision
             with `set_half_precision_datatype` or `half_precision`. Gradients in f16 need
             a loss scale: take them with `mpx.value_and_grad`. Others warn.
+        params: The position or the name of the argument that holds the parameters, or
+            several. By default the arrays that the function itself holds, as a module or a
+            method of one; the `nnx.Param`s of NNX modules; else the first argument that is
+            a container. Biases and scales among them take the dtype of the activations
+            that they meet, and those of 16 bits are storage: the function computes what it
+            would with f32 parameters. Other arguments are never rounded but by matmuls.
         keep: What runs as it is written: a regular expression for paths of parameters
             such as `layers/0/norm/weight` (their matmuls) and for paths of
             `jax.named_scope`s, a module type (what its `__call__` computes, and matmuls
@@ -85,11 +93,13 @@ def amp(
         raise ValueError(f'`logits` must be "chunk" or "keep", but it is {logits!r}.')
     if dtype is not None:
         dtype = as_compute_dtype(dtype)
+    found = parse_params(params)
     chosen = as_amp_rules(rules).keeping(parse_selectors(keep, "keep"))
     if func is None:
-        return functools.partial(
+        return _Decorator(
             amp,
             dtype=dtype,
+            params=params,
             keep=chosen.keep,
             rules=chosen,
             narrow_carry=narrow_carry,
@@ -97,11 +107,23 @@ def amp(
             attention=attention,
             logits=logits,
         )
+    if not callable(func):
+        raise TypeError(
+            "`amp` takes a function, such as a loss or a module, but "
+            f"{type(func).__name__} was given. Wrap the function before it is called: "
+            "`amp(loss_fn)(params, batch)`."
+        )
+    if is_amp(func):
+        warn(
+            "The function is under `amp` already. What the inner one chose holds, and the "
+            "outer one finds nothing to do. Call `amp` once."
+        )
     reduce = parse_reduce(reduce_dtype)
 
     def autocast() -> Autocast:
         return Autocast(
             dtype=as_compute_dtype(dtype),
+            params=found,
             rules=chosen,
             narrow_carry=narrow_carry,
             reduce=amp_reduce(reduce),
@@ -110,6 +132,24 @@ def amp(
         )
 
     return under_amp(func, autocast)
+
+
+class _Decorator(functools.partial):  # pyright: ignore[reportMissingTypeArgument]
+    """`amp` with arguments, to be applied to a function."""
+
+    def __enter__(self) -> None:
+        """Refuses to be a context manager.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "`amp` is no context manager, as `torch.autocast` is: it changes a function. "
+            "Write `amp(loss_fn)(params, batch)` or decorate the function with `@amp`."
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Makes Python call `__enter__`."""
 
 
 def under_amp(

@@ -1,26 +1,40 @@
 """Writing checkpoints and reading them, through Orbax."""
 
-import os
+import contextlib
 from types import TracebackType
 from typing import Any
 
-import numpy as np
+import jax
 from jaxtyping import PyTree
 
 from mpx._arguments import as_count
-from mpx._checkpoint._leaves import (
-    empty_like,
-    from_stored,
-    open_state,
-    python_scalar,
-    stored_type,
-    to_stored,
+from mpx._checkpoint._claim import Claim
+from mpx._checkpoint._orbax import (
+    ARRAYS,
+    RECORD,
+    Path,
+    absolute,
+    manager,
+    orbax,
+    reader,
+    reload,
 )
-from mpx._checkpoint._manifest import Manifest, check_arrays
-from mpx._warn import warn
+from mpx._checkpoint._pack import Packed, check_same_state, pack
+from mpx._checkpoint._restore import Fields, Request, read
+from mpx._processes import gather_results
 
-_ARRAYS, _RECORD = "state", "mpx"
-Path = str | os.PathLike[str]
+_OWN = {
+    "max_to_keep": "pass `keep`",
+    "enable_async_checkpointing": "pass `asynchronous`",
+    "create": "the first `save` makes the folder",
+    "cleanup_tmp_directories": "the first `save` removes what a killed process left",
+    "step_prefix": "the folder of a checkpoint has the number of its step",
+    "step_format_fixed_length": "the folder of a checkpoint has the number of its step",
+    "step_name_format": "the folder of a checkpoint has the number of its step",
+}
+"""Options of Orbax that a `Checkpointer` sets, and what to do instead."""
+_writing: dict[str, Any] = {}
+"""The managers of this process that write, by folder."""
 
 
 class Checkpointer:
@@ -31,6 +45,10 @@ class Checkpointer:
     the last checkpoint as it was. Leave the `with` block, or call `close`, to wait for the
     last one.
 
+    Nothing in the folder changes before the first `save`, so another process may read while
+    one writes. There is one writer: a second one on the same machine gets an error, one on
+    another machine takes over, and the first gets the error.
+
     Examples:
         >>> import tempfile, jax.numpy as jnp
         >>> state = {"w": jnp.ones(2), "step": 0}
@@ -38,72 +56,117 @@ class Checkpointer:
         ...     with Checkpointer(folder, keep=2) as checkpoints:
         ...         for step in range(3):
         ...             checkpoints.save(step, {**state, "step": step})
-        ...         checkpoints.wait()
         ...         print(checkpoints.steps(), checkpoints.restore(state)["step"])
+        True
+        True
+        True
         [1, 2] 2
     """
 
     def __init__(
-        self, path: Path, *, keep: int | None = None, asynchronous: bool = True
+        self,
+        path: Path,
+        *,
+        keep: int | None = None,
+        asynchronous: bool = True,
+        read_only: bool = False,
+        **options: Any,
     ) -> None:
-        """Makes the folder, and removes what a killed process did not finish.
+        """Looks for checkpoints in the folder, which need not exist.
 
         Args:
-            path: The folder. One run writes to it at a time.
-            keep: How many checkpoints stay; older ones are removed when a new one is
-                complete. `None` keeps all.
+            path: The folder.
+            keep: How many checkpoints stay; older ones, or worse ones with `best_fn`, are
+                removed when a new one is complete. `None` keeps all.
             asynchronous: Whether `save` returns before everything is written.
+            read_only: Whether `save` and `delete` are errors.
+            **options: Options of `orbax.checkpoint.CheckpointManagerOptions`, such as
+                `save_interval_steps`, `keep_period`, `keep_time_interval`, `best_fn`,
+                `best_mode`, `save_decision_policy` and `preservation_policy`.
 
         Raises:
             ImportError: If Orbax is not installed.
+            TypeError: If there is no such option, or mpx sets it.
         """
+        for name in filter(_OWN.get, options):
+            raise TypeError(f"`{name}` cannot be chosen: {_OWN[name]}.")
         keep = None if keep is None else as_count(keep, "keep", at_least=1)
-        self._path = _absolute(path)
-        self._manager = _manager(
-            self._path,
-            max_to_keep=keep,
-            enable_async_checkpointing=asynchronous,
-            cleanup_tmp_directories=True,
-        )
+        self._path = absolute(path)
+        self._options = {**options, "max_to_keep": keep}
+        self._asynchronous = asynchronous
+        self._read_only = read_only
+        self._claim = Claim(self._path)
+        self._is_writer = False
+        self._manager = reader(self._path, self._options)
 
-    def save(self, step: int, state: PyTree) -> None:
-        """Saves a state. Waits for the one before if that is not written yet.
+    def save(
+        self, step: int, state: PyTree, *, metrics: PyTree = None, force: bool = False
+    ) -> bool:
+        """Saves a state, unless the options of Orbax say that this step is not saved.
+
+        Waits for the checkpoint before if that is not written yet.
 
         Args:
             step: The number of the checkpoint, larger than those that there are.
             state: Any training state; see `save`.
+            metrics: What `best_fn` compares: numbers in any tree.
+            force: Whether to save at every step, whatever the options say.
+
+        Returns:
+            Whether the state is saved.
 
         Raises:
+            RuntimeError: If another process writes to the folder.
             TypeError: If a leaf has no values, as a `ShapeDtypeStruct`.
-            ValueError: If there is a checkpoint of this step or of a later one.
+            ValueError: If there is a checkpoint of this step or of a later one, or the
+                metrics are missing.
         """
         step = as_count(step, "step", at_least=0)
-        opened = open_state(state)
-        check_arrays(opened)
-        manifest = Manifest.of(state, opened)
-        self.wait()
-        latest = self.latest()
-        if latest is not None and step <= latest:
-            raise ValueError(
-                f"{self._path} has a checkpoint of step {latest}, so step {step} cannot be "
-                "saved: `restore` takes the latest. Remove the later ones with "
-                "`Checkpointer.delete(step)`, or save to another folder."
-            )
-        pairs = zip(opened.names, opened.leaves, strict=True)
-        arrays = {
-            name: to_stored(leaf)
-            for name, leaf in pairs
-            if name in manifest.leaves and manifest.leaves[name].is_stored
-        }
-        args = _orbax().args
-        items = {_RECORD: args.JsonSave(manifest.to_json())}
+        self._check_metrics(metrics)
+        self._check_writes("saved")
+        latest = self._manager.latest_step()
+        is_next = latest is None or step > latest
+        if is_next and not force and not self._manager.should_save(step):
+            if not self._manager.is_saving_in_progress():
+                self.wait()  # raises if the checkpoint before was not written
+            return False
+        packed: list[Packed] = []
+
+        def prepare() -> Any:
+            self.wait()
+            packed.append(pack(state))
+            return [self._hold(), packed[0].kinds, packed[0].contents]
+
+        found = gather_results(prepare)
+        check_same_state([kinds for _, kinds, _ in found], packed[0].manifest)
+        if any(is_new for is_new, _, _ in found):
+            self._become_writer()
+        self._check_is_latest(step)
+        manifest, arrays = packed[0].for_orbax([contents for _, _, contents in found])
+        args = orbax().args
+        items = {RECORD: args.JsonSave(manifest.to_json())}
         if arrays:
-            items[_ARRAYS] = args.PyTreeSave(arrays)
-        # Without `force` Orbax may decide not to save, and says so only in its result.
-        self._manager.save(step, args=args.Composite(**items), force=True)
+            items[ARRAYS] = args.PyTreeSave(arrays)
+        if metrics is not None:
+            metrics = jax.tree.map(
+                lambda x: x.item() if hasattr(x, "item") else x, metrics
+            )
+        try:
+            self._manager.save(
+                step, args=args.Composite(**items), metrics=metrics, force=True
+            )
+        except Exception as error:
+            self._fail(error)
+            raise
+        return True
 
     def restore(
-        self, template: PyTree, *, step: int | None = None, partial: bool = False
+        self,
+        template: PyTree,
+        *,
+        step: int | None = None,
+        partial: bool = False,
+        fields: Fields | None = None,
     ) -> PyTree:
         """Restores a state; see `restore`. Waits for a checkpoint that is being written.
 
@@ -111,39 +174,88 @@ class Checkpointer:
             template: A state of the same structure.
             step: The number of the checkpoint; `None` is the latest.
             partial: Whether the checkpoint may hold more than the template.
+            fields: Where fields of modules come from if they differ; see `restore`.
 
         Raises:
             FileNotFoundError: If there is no such checkpoint.
-            ValueError: If the checkpoint does not fit the template.
+            ValueError: If the checkpoint does not fit the template, or is damaged.
         """
-        self.wait()
-        return _restore(self._manager, self._path, template, step, partial)
+        self.steps()  # those of another process, too
+        return read(self._manager, self._path, Request(template, step, partial, fields))
 
     def steps(self) -> list[int]:
-        """Returns the numbers of the complete checkpoints, in order."""
+        """Returns the numbers of the checkpoints, in order. Waits for one being written."""
+        self.wait()
+        if not self._is_writer:
+            reload(self._manager)  # another process may write
         return sorted(self._manager.all_steps())
 
     def latest(self) -> int | None:
-        """Returns the number of the latest complete checkpoint, `None` if there is none."""
+        """Returns the number of the latest checkpoint, `None` if there is none."""
         return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """Returns the number of the best checkpoint, `None` if there is none.
+
+        Raises:
+            ValueError: If the `Checkpointer` was made without `best_fn`.
+        """
+        if "best_fn" not in self._options:
+            raise ValueError(
+                "The best checkpoint is that with the best metrics: make the Checkpointer "
+                "with `best_fn`, and pass `metrics` to `save`."
+            )
+        return self._manager.best_step() if self.steps() else None
+
+    def metrics(self, step: int) -> Any:
+        """Returns the metrics that were saved with a checkpoint, `None` if there are none.
+
+        Args:
+            step: Its number.
+        """
+        return self._manager.metrics(step) if step in self.steps() else None
+
+    def reached_preemption(self, step: int) -> bool:
+        """Returns whether the scheduler is about to end the job; `save` then saves.
+
+        JAX tells all processes of a job at the same step, after one of them got SIGTERM.
+
+        Args:
+            step: The number of the step, the same on all processes.
+        """
+        return self._manager.reached_preemption(step)
 
     def delete(self, step: int) -> None:
         """Removes a checkpoint.
 
         Args:
             step: Its number.
+
+        Raises:
+            FileNotFoundError: If there is no such checkpoint.
+            RuntimeError: If another process writes to the folder.
         """
+        self._check_writes("deleted")
         self.wait()
+        if any(gather_results(self._hold)):
+            self._become_writer()
         self._manager.delete(step)
 
     def wait(self) -> None:
         """Waits until everything is written. Raises what went wrong while writing."""
-        self._manager.wait_until_finished()
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            self._fail(error)
+            raise
 
     def close(self) -> None:
         """Waits until everything is written, and ends the threads of Orbax."""
-        self.wait()
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            self._resign()
+            self._manager.close()
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -155,6 +267,78 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _check_writes(self, what: str) -> None:
+        if self._read_only:
+            raise ValueError(
+                f"Nothing can be {what}: the Checkpointer of {self._path} was made with "
+                "`read_only=True`."
+            )
+
+    def _check_metrics(self, metrics: PyTree) -> None:
+        needs = self._options.get("best_fn") is not None
+        if needs and metrics is None:
+            raise ValueError("`best_fn` compares metrics: pass `metrics` to `save`.")
+        takes = needs or self._options.get("preservation_policy") is not None
+        if metrics is not None and not takes:
+            raise ValueError(
+                "Metrics are stored for `best_fn` only: pass it to the Checkpointer."
+            )
+
+    def _check_is_latest(self, step: int) -> None:
+        latest = self._manager.latest_step()
+        if latest is not None and step <= latest:
+            raise ValueError(
+                f"{self._path} has a checkpoint of step {latest}, so step {step} cannot be "
+                "saved: `restore` takes the latest. Remove the later ones with "
+                "`Checkpointer.delete(step)`, or save to another folder."
+            )
+
+    # --- The writer of a folder ---
+
+    def _hold(self) -> bool:
+        """Claims the folder, and returns whether this process must become its writer."""
+        is_new = jax.process_index() == 0 and self._claim.hold()
+        return is_new or not self._is_writer
+
+    def _become_writer(self) -> None:
+        """Starts a manager that writes, which removes what a killed process left."""
+        earlier = _writing.get(str(self._path))
+        if earlier is not None and earlier is not self._manager:
+            earlier.wait_until_finished()  # of a Checkpointer that was not closed
+        self._manager.close()
+        self._manager = manager(
+            self._path,
+            **self._options,
+            enable_async_checkpointing=self._asynchronous,
+            cleanup_tmp_directories=True,
+        )
+        _writing[str(self._path)] = self._manager
+        self._is_writer = True
+
+    def _resign(self) -> None:
+        if _writing.get(str(self._path)) is self._manager:
+            del _writing[str(self._path)]
+        self._is_writer = False
+        self._claim.release()
+
+    def _fail(self, error: Exception) -> None:
+        """Reads the folder anew after a checkpoint was not written.
+
+        The next `save` begins again, and removes what is left of this one.
+        """
+        is_lost = self._claim.is_lost()
+        writer, self._manager = self._manager, reader(self._path, self._options)
+        with contextlib.suppress(Exception):  # that is `error` again
+            writer.close()
+        if is_lost:
+            self._claim.hold()  # raises
+        self._resign()
+        steps = sorted(self._manager.all_steps())
+        error.add_note(
+            f"The checkpoint was not written to {self._path}, which has those of the steps "
+            f"{steps}."
+        )
 
 
 def save(
@@ -184,10 +368,12 @@ def save(
     Raises:
         ImportError: If Orbax is not installed.
         TypeError: If a leaf has no values, as a `ShapeDtypeStruct`.
+        RuntimeError: If another process writes to the folder.
         ValueError: If there is a checkpoint of this step or of a later one.
 
     Examples:
         >>> import tempfile, jax.numpy as jnp
+        >>> from mpx.checkpoint import restore
         >>> state = {"w": jnp.ones(2, jnp.bfloat16), "epoch": 7}
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     number = save(folder, state)
@@ -200,164 +386,3 @@ def save(
         step = (0 if latest is None else latest + 1) if step is None else step
         checkpointer.save(step, state)
     return step
-
-
-def restore(
-    path: Path, template: PyTree, *, step: int | None = None, partial: bool = False
-) -> PyTree:
-    """Restores a training state that `save` or a `Checkpointer` saved.
-
-    The template tells the structure and where arrays are to lie: each array gets the
-    sharding that it has in the template, so a run can go on with another number of
-    devices or another layout. A template is a freshly made state, or one of
-    `ShapeDtypeStruct`s, as `jax.eval_shape` and `eqx.filter_eval_shape` make it. Functions,
-    strings and static fields come from the template, and so do Python numbers and booleans
-    that are fields of Equinox modules, as the rate of a dropout.
-
-    Args:
-        path: The folder of the run.
-        template: A state of the same structure. It is not changed; NNX modules in the
-            result are new.
-        step: The number of the checkpoint; `None` is the latest.
-        partial: Whether the checkpoint may hold more than the template: to restore the
-            parameters alone, for example.
-
-    Returns:
-        The state, bit for bit as it was saved.
-
-    Raises:
-        FileNotFoundError: If there is no such checkpoint.
-        ImportError: If Orbax is not installed.
-        ValueError: If the checkpoint does not fit the template: every leaf that is
-            missing, not expected, or of another shape or dtype is named.
-
-    Examples:
-        >>> import tempfile, jax.numpy as jnp
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     step = save(folder, {"w": jnp.ones(2), "bias": jnp.ones(())})
-        ...     restore(folder, {"w": jnp.zeros(2)}, partial=True)
-        {'w': Array([1., 1.], dtype=float32)}
-    """
-    folder = _absolute(path)
-    if not folder.exists():
-        raise FileNotFoundError(f"There is no folder {folder} to restore from.")
-    # Nothing is written, made or removed: another process may be saving. `read_only=True`
-    # does the same, but logs three warnings.
-    options = {
-        "create": False,
-        "enable_async_checkpointing": False,
-        "save_root_metadata": False,
-    }
-    with _manager(folder, **options) as manager:
-        return _restore(manager, folder, template, step, partial)
-
-
-def _restore(
-    manager: Any, path: Any, template: PyTree, step: int | None, partial: bool
-) -> PyTree:
-    steps: list[int] = sorted(manager.all_steps())
-    if not steps or (step is not None and step not in steps):
-        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise FileNotFoundError(
-            f"There is {which} in {path}, which has those of the steps {steps}."
-        )
-    number = steps[-1] if step is None else step
-    where = f"{path / str(number)}"
-    manifest = _read_manifest(manager, number, where)
-    opened = open_state(template)
-    wanted = Manifest.of(template, opened)
-    manifest.check(wanted, where, partial=partial)
-    pairs = dict(zip(opened.names, opened.leaves, strict=True))
-    stored = {
-        name: pairs[name] for name in wanted.leaves if wanted.leaves[name].is_stored
-    }
-    arrays = _read_arrays(manager, number, stored)
-    leaves = []
-    for name, leaf, configures in zip(
-        opened.names, opened.leaves, opened.configures, strict=True
-    ):
-        saved = manifest.leaves.get(name)
-        if name in arrays:
-            leaf = from_stored(arrays.pop(name), leaf)
-        elif saved is not None and saved.shape is not None:
-            leaf = empty_like(leaf)
-        elif saved is not None and configures:
-            _warn_of_configuration(name, leaf, python_scalar(saved), where)
-        elif saved is not None:
-            leaf = python_scalar(saved)
-        leaves.append(leaf)
-    return opened.close(leaves)
-
-
-def _read_manifest(manager: Any, step: int, where: str) -> Manifest:
-    ocp = _orbax()
-    try:
-        items = manager.restore(
-            step, args=ocp.args.Composite(**{_RECORD: ocp.args.JsonRestore()})
-        )
-    except (FileNotFoundError, KeyError, ValueError):
-        items = {}
-    record = items.get(_RECORD)
-    if record is None:
-        raise ValueError(
-            f"{where} was not written by `mpx.checkpoint`: its record is missing. What "
-            "Orbax wrote, Orbax restores: `orbax.checkpoint.StandardCheckpointer`."
-        )
-    return Manifest.from_json(record, where)
-
-
-def _read_arrays(manager: Any, step: int, stored: dict[str, Any]) -> dict[str, Any]:
-    """Reads arrays to where their templates lie, or as NumPy arrays."""
-    ocp = _orbax()
-    if not stored:
-        return {}
-    types = {name: stored_type(leaf) for name, leaf in stored.items()}
-
-    def target(kind: Any) -> Any:
-        if kind.sharding is None:
-            return ocp.RestoreArgs(restore_type=np.ndarray, dtype=kind.dtype)
-        return ocp.ArrayRestoreArgs(
-            sharding=kind.sharding, global_shape=kind.shape, dtype=kind.dtype
-        )
-
-    args = ocp.args.PyTreeRestore(
-        item=types,
-        restore_args={name: target(kind) for name, kind in types.items()},
-        partial_restore=True,
-    )
-    found = manager.restore(step, args=ocp.args.Composite(**{_ARRAYS: args}))
-    return dict(found[_ARRAYS])
-
-
-def _warn_of_configuration(name: str, leaf: Any, saved: Any, where: str) -> None:
-    if leaf != saved:
-        warn(
-            f"`{name}` is {leaf} in the template, but was {saved} in {where}. As a field "
-            "of a module it comes from the template; a number that a run changes should "
-            "be an array."
-        )
-
-
-def _manager(path: Any, **options: Any) -> Any:
-    ocp = _orbax()
-    return ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(**options))
-
-
-def _absolute(path: Path) -> Any:
-    """Returns a path as Orbax wants it, which may be one of an object store."""
-    _orbax()
-    from etils import epath  # a part of Orbax's interface
-
-    return epath.Path(path).expanduser().absolute()
-
-
-def _orbax() -> Any:
-    """Imports Orbax when it is needed: `import mpx` must not."""
-    try:
-        import orbax.checkpoint
-    except ImportError as error:
-        raise ImportError(
-            "`mpx.checkpoint` writes with Orbax, which is not installed: "
-            'pip install "mpx-jax[checkpoint]".'
-        ) from error
-    return orbax.checkpoint

@@ -1,6 +1,7 @@
 """Conversion of compressed optimizer states, and of master weights, to and from f32."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,13 @@ from mpx._optax import MasterWeightsState
 from mpx._optim import FlashState, from_master, master_params
 from mpx._optim._packing import Packing, decode_moment, encode_moment, pack
 from mpx._quant import Packed, Quantized
-from mpx._tree import check_same_structure, check_shape, is_floating, map_with_name
+from mpx._tree import (
+    check_same_structure,
+    check_shape,
+    is_array,
+    is_floating,
+    map_with_name,
+)
 
 _MOMENTS = {"mu": ("mu", "trace"), "nu": ("nu",)}
 """The names under which optax states keep a moment."""
@@ -113,12 +120,12 @@ def from_f32(
         filled = jax.tree.map(_placed, _with_moments(kept, state), kept)
         filled = _replaced(old, kept, filled)
         return Converted(*from_master(params, old_params, filled))
-    rounded = map_with_name(_cast_to, old_params, params)
-    if kept is not None:
-        master = map_with_name(_cast_to, kept.master, params)
-        check_same_structure(kept.inner_state, state, "`from_f32`")
-        state = _replaced(old, kept, MasterWeightsState(state, master))
-    return Converted(rounded, state)
+    rounded = _cast_like(old_params, params)
+    if kept is None:
+        return Converted(rounded, _cast_like(old, state))
+    inner = _cast_like(kept.inner_state, state)
+    master = _cast_like(kept.master, params)
+    return Converted(rounded, _replaced(old, kept, MasterWeightsState(inner, master)))
 
 
 # --- Parts of states ------------------------------------------------------------------
@@ -157,17 +164,24 @@ def _widened(tree: PyTree) -> PyTree:
     return jax.tree.map(widen, tree)
 
 
+def _cast_like(old: PyTree, new: PyTree) -> PyTree:
+    """Returns a tree with the dtypes and shardings of the one that it replaces."""
+    check_same_structure(old, new, "`from_f32`")
+    return map_with_name(_cast_to, old, new)
+
+
 def _cast_to(name: str, old: Any, new: Any) -> Any:
-    """Returns a weight in the dtype and the place of the one that it replaces."""
-    if not is_floating(old):
+    if not is_array(old):
         return new
-    check_shape(f"The weight of `{name}`", new, old)
-    return _placed(jnp.asarray(new).astype(old.dtype), old)
+    check_shape(f"`{name}`", new, old)
+    return _placed(jnp.asarray(new).astype(old.dtype) if is_floating(old) else new, old)
 
 
 def _placed(new: Any, old: Any) -> Any:
     """Returns an array where another one lies, unless that is not committed."""
-    return jax.device_put(new, old.sharding) if old.committed else new
+    return (
+        jax.device_put(new, old.sharding) if getattr(old, "committed", False) else new
+    )
 
 
 # --- Moments --------------------------------------------------------------------------
@@ -262,12 +276,23 @@ def _field(
     moments: tuple[str, ...],
     default: Any = None,
 ) -> Any:
-    """Returns the first field of these names in the named tuples of a state."""
+    """Returns the field of one of these names in the named tuples of a state.
 
-    def has(node: Any) -> bool:
+    A state may hold several counts: that beside the moments is taken.
+    """
+
+    def has(node: Any, names: Sequence[str] = names) -> bool:
         return any(name in getattr(node, "_fields", ()) for name in names)
 
-    for node in filter(has, jax.tree.leaves(state, is_leaf=has)):
+    beside = [name for moment in moments for name in _MOMENTS[moment]]
+    nodes = [*filter(has, jax.tree.leaves(state, is_leaf=has))]
+    nodes = [node for node in nodes if has(node, beside)] or nodes
+    if len(nodes) > 1 and names != ("count",):
+        raise ValueError(
+            f"The optimizer keeps one `{names[0]}`, but the state has {len(nodes)}, in "
+            f"{', '.join(type(node).__name__ for node in nodes)}. Pass the one to convert."
+        )
+    for node in nodes:
         return next(getattr(node, name) for name in names if hasattr(node, name))
     if default is not None:
         return default

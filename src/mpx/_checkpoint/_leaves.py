@@ -1,6 +1,7 @@
 """The leaves of a training state: their names, and the arrays that are stored for them."""
 
 import collections
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from jax.tree_util import keystr
 from jaxtyping import PyTree
 
 from mpx._nnx import nnx_module, put_back, take_out
+from mpx._processes import sharding_by_process
 from mpx._tree import dtype_of, path_name, shape_of, types_around
 
 PYTHON = {"bool": bool, "int": int, "float": float, "complex": complex}
@@ -87,12 +89,13 @@ class Leaf(NamedTuple):
         dtype: The name of a dtype such as `bfloat16` or `key<fry>`, or `int` and the like
             for a Python scalar.
         shape: The shape; `None` for a Python scalar.
-        value: The value of a Python scalar.
+        contents: The value of a Python scalar, or the checksum of an array: one, or one
+            for each process if they differ. Empty if not known.
     """
 
     dtype: str
     shape: tuple[int, ...] | None
-    value: Any = None
+    contents: tuple[Any, ...] = ()
 
     @property
     def shown(self) -> str:
@@ -106,16 +109,36 @@ class Leaf(NamedTuple):
         """Whether there are bytes to store for it; empty arrays have none."""
         return self.shape is not None and 0 not in self.shape and self.dtype != "float0"
 
-    def same(self, other: "Leaf") -> bool:
-        """Returns whether both are alike, whatever their values are."""
-        return (self.dtype, self.shape) == (other.dtype, other.shape)
+    @property
+    def is_per_process(self) -> bool:
+        """Whether each process saved its own value."""
+        return len(self.contents) > 1
+
+    def restores(self, saved: "Leaf") -> bool:
+        """Returns whether a saved leaf fits this one of a template.
+
+        A Python number and an array of no axes fit each other if no digit is lost: a
+        step count begins as a number and comes out of `jit` as an array.
+        """
+        if (self.dtype, self.shape) == (saved.dtype, saved.shape):
+            return True
+        if self.shape is None:
+            return saved.shape == () and _is_kind(saved.dtype, self.dtype)
+        if (
+            saved.shape is None
+            and self.shape == ()
+            and _is_kind(self.dtype, saved.dtype)
+        ):
+            numbers = (_number(saved.dtype, value) for value in saved.contents)
+            return all(_is_exact(number, self.dtype) for number in numbers)
+        return False
 
 
 def describe(leaf: Any) -> Leaf | None:
     """Returns what a leaf is; `None` for functions, strings and other static leaves."""
     if type(leaf) in PYTHON.values():
         value = [leaf.real, leaf.imag] if isinstance(leaf, complex) else leaf
-        return Leaf(type(leaf).__name__, None, value)
+        return Leaf(type(leaf).__name__, None, (value,))
     dtype = dtype_of(leaf)
     if dtype is None:
         return None
@@ -123,9 +146,37 @@ def describe(leaf: Any) -> Leaf | None:
     return Leaf(name, shape_of(leaf))
 
 
-def python_scalar(leaf: Leaf) -> Any:
-    """Returns the Python scalar that a leaf stands for."""
-    return complex(*leaf.value) if leaf.dtype == "complex" else leaf.value
+def python_scalar(leaf: Leaf, process: int) -> Any:
+    """Returns the Python scalar that a process saved."""
+    return _number(leaf.dtype, leaf.contents[process if leaf.is_per_process else 0])
+
+
+def _number(kind: str, value: Any) -> Any:
+    return complex(*value) if kind == "complex" else value
+
+
+_KINDS = {
+    "bool": np.bool_,
+    "int": jnp.integer,
+    "float": jnp.floating,
+    "complex": jnp.complexfloating,
+}
+
+
+def _is_kind(dtype: str, number: str) -> bool:
+    """Returns whether arrays of a dtype hold Python numbers of a type."""
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), _KINDS[number])
+    except TypeError:  # a PRNG key, or float0
+        return False
+
+
+def _is_exact(number: Any, dtype: str) -> bool:
+    try:
+        stored = np.asarray(number, jnp.dtype(dtype)).item()
+    except OverflowError:
+        return False
+    return stored == number or number != number  # NaN
 
 
 # --- Stored arrays --------------------------------------------------------------------
@@ -151,11 +202,36 @@ def to_stored(leaf: Any) -> Any:
         array = np.array(leaf)  # a copy, since the caller may go on writing to it
         small, wide = _integers(array.dtype)
         return array if small is None else array.view(small).astype(wide)
-    if jax.process_count() > 1 and leaf.is_fully_addressable:
-        return np.asarray(
-            leaf
-        )  # an array of each process: Orbax takes that of the first
     return leaf
+
+
+def spans_processes(leaf: Any) -> bool:
+    """Returns whether an array, or a template for one, lies on several processes."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding is not None and not sharding.is_fully_addressable
+
+
+def to_rows(array: Any) -> jax.Array:
+    """Returns an array whose rows are the bytes that each process has of its own."""
+    row = np.asarray(array, order="C").reshape(1, -1).view(np.uint8)
+    sharding = sharding_by_process()
+    (device,) = sharding.addressable_devices
+    shape = (jax.process_count(), row.size)
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, [jax.device_put(row, device)]
+    )
+
+
+def rows_type(kind: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the type of `to_rows` for arrays of a type."""
+    shape = (jax.process_count(), math.prod(kind.shape) * kind.dtype.itemsize)
+    return jax.ShapeDtypeStruct(shape, np.uint8, sharding=sharding_by_process())
+
+
+def from_rows(rows: jax.Array, kind: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Returns the array of this process; the inverse of `to_rows`."""
+    (shard,) = rows.addressable_shards
+    return np.asarray(shard.data).reshape(-1).view(kind.dtype).reshape(kind.shape)
 
 
 def from_stored(array: Any, template: Any) -> Any:
@@ -163,7 +239,7 @@ def from_stored(array: Any, template: Any) -> Any:
     if is_key(template):
         return _wrap_key(array, template)
     small, _ = _integers(template.dtype)
-    if _is_numpy(template):
+    if is_numpy(template):
         array = np.asarray(array)
         array = array if small is None else array.astype(small).view(template.dtype)
         return array[()] if isinstance(template, np.generic) else array
@@ -173,6 +249,19 @@ def from_stored(array: Any, template: Any) -> Any:
     leaf = lax.bitcast_convert_type(array.astype(small), template.dtype)
     # The same specification too, not only the same placement: it is part of jit's key.
     return jax.device_put(leaf, array.sharding) if array.committed else leaf
+
+
+def number_like(number: Any, template: Any) -> Any:
+    """Returns an array of no axes that holds a number, of the kind that a template is."""
+    array = np.asarray(number, template.dtype)
+    if is_numpy(template):
+        return array[()] if isinstance(template, np.generic) else array
+    return placed(array, stored_type(template).sharding)
+
+
+def placed(array: Any, sharding: Any) -> jax.Array:
+    """Returns a JAX array with a sharding, or uncommitted if there is none."""
+    return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
 
 
 def stored_type(template: Any) -> jax.ShapeDtypeStruct:
@@ -199,7 +288,7 @@ def empty_like(template: Any) -> Any:
     shape, dtype = shape_of(template), template.dtype
     if is_key(template):
         return _wrap_key(np.zeros(stored_type(template).shape, np.uint32), template)
-    if dtype == jax.dtypes.float0 or _is_numpy(template):
+    if dtype == jax.dtypes.float0 or is_numpy(template):
         return np.zeros(shape, dtype)
     return jnp.zeros(shape, dtype, device=stored_type(template).sharding)
 
@@ -216,9 +305,11 @@ def _integers(dtype: Any) -> tuple[Any, Any]:
     return None, None
 
 
-def _is_numpy(template: Any) -> bool:
+def is_numpy(template: Any) -> bool:
     """Returns whether a template is one of NumPy, or has 64 bits that JAX would cut."""
     if isinstance(template, jax.ShapeDtypeStruct):
+        if is_key(template):
+            return False
         return jax.dtypes.canonicalize_dtype(template.dtype) != template.dtype
     return not isinstance(template, jax.Array)
 

@@ -2,13 +2,15 @@
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+import json
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
-from mpx._checkpoint._leaves import Leaf, Opened, describe
+from mpx._checkpoint._leaves import Leaf, Opened, describe, python_scalar
 from mpx._compat import is_tracer
 from mpx._loss_scaling import LossScaling
 from mpx._optim import FlashState
@@ -16,7 +18,7 @@ from mpx._tree import flatten_with_names
 from mpx._version import __version__
 from mpx._warn import warn
 
-FORMAT = 1
+FORMAT = 2
 """The version of the format of checkpoints; raised when old code could not read new ones."""
 _SHOWN = 5
 
@@ -50,6 +52,25 @@ class Manifest:
             {"mpx": __version__, **versions},
         )
 
+    def holding(
+        self, rows: Sequence[Sequence[Any]], spanning: Collection[str]
+    ) -> "Manifest":
+        """Returns the record with the contents of the leaves.
+
+        Args:
+            rows: The values and checksums of each process, in the order of the leaves.
+            spanning: The names of the arrays that lie on several processes: their
+                checksum is the sum over the processes.
+        """
+        leaves = {}
+        for (name, leaf), *found in zip(self.leaves.items(), *rows, strict=True):
+            if name in spanning:
+                found = [sum(found) % 2**32]
+            elif len(set(map(repr, found))) == 1:  # NaN is not equal to itself
+                found = found[:1]
+            leaves[name] = leaf._replace(contents=tuple(found))
+        return dataclasses.replace(self, leaves=leaves)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the record as it is written."""
         leaves = {
@@ -58,35 +79,53 @@ class Manifest:
             }
             for name, leaf in self.leaves.items()
         }
-        return {"format": FORMAT, **dataclasses.asdict(self), "leaves": leaves}
+        record = {"format": FORMAT, **dataclasses.asdict(self), "leaves": leaves}
+        return {**record, "checksum": _checksum(record)}
 
     @classmethod
     def from_json(cls, record: Any, where: str) -> "Manifest":
         """Reads a record.
 
         Raises:
-            ValueError: If it was written by a newer version.
+            ValueError: If it was written by a newer version, or is damaged.
         """
-        format = record["format"]
-        if format > FORMAT:
-            raise ValueError(
-                f"The checkpoint {where} has the format {format}, but mpx {__version__} "
-                f"reads formats up to {FORMAT}. It was written by mpx "
-                f"{record['versions']['mpx']}: install that version or a later one."
-            )
-        leaves = {
-            name: Leaf(leaf["dtype"], _shape(leaf), leaf.get("value"))
-            for name, leaf in record["leaves"].items()
-        }
-        return cls(leaves, record["scalings"], record["compressed"], record["versions"])
+        try:
+            rest = {key: value for key, value in record.items() if key != "checksum"}
+            if rest["format"] > FORMAT:
+                raise ValueError(
+                    f"The checkpoint {where} has the format {rest['format']}, but mpx "
+                    f"{__version__} reads formats up to {FORMAT}. It was written by mpx "
+                    f"{rest['versions']['mpx']}: install that version or a later one."
+                )
+            # Format 1 had no checksums.
+            has_checksum = rest["format"] > 1 or "checksum" in record
+            if has_checksum and record["checksum"] != _checksum(rest):
+                raise damaged(where, "its record, `mpx/metadata`, was changed")
+            leaves = {
+                name: Leaf(leaf["dtype"], _shape(leaf), _contents(leaf))
+                for name, leaf in rest["leaves"].items()
+            }
+            return cls(leaves, rest["scalings"], rest["compressed"], rest["versions"])
+        except (AttributeError, KeyError, TypeError) as error:
+            raise damaged(
+                where, f"its record, `mpx/metadata`, is incomplete: {error!r}"
+            ) from error
 
-    def check(self, template: "Manifest", where: str, *, partial: bool) -> None:
+    def check(
+        self,
+        template: "Manifest",
+        where: str,
+        *,
+        partial: bool,
+        spanning: Collection[str] = (),
+    ) -> None:
         """Raises unless a template has the leaves of this checkpoint.
 
         Args:
             template: The record of the template.
             where: The name of the checkpoint, for messages.
             partial: Whether the checkpoint may hold more than the template.
+            spanning: The names of arrays of the template that lie on several processes.
 
         Raises:
             ValueError: If they differ; all differences are named.
@@ -98,7 +137,7 @@ class Manifest:
             *_scaling_faults(self.scalings, template.scalings, partial),
             *_layout_faults(self.compressed, template.compressed),
             *_listed(
-                [n for n in wanted if n in saved and not wanted[n].same(saved[n])],
+                [n for n in wanted if n in saved and not wanted[n].restores(saved[n])],
                 lambda name: (
                     f"`{name}` is {saved[name].shown}, but the template has "
                     f"{wanted[name].shown}"
@@ -118,17 +157,89 @@ class Manifest:
                 lambda name: f"`{name}` is not expected: it holds {saved[name].shown}",
             ),
         ]
-        if faults:
-            lines = "".join(f"\n  - {fault}" for fault in faults)
+        own = _process_faults([(n, saved[n]) for n in wanted if n in saved], spanning)
+        if faults or own:
+            lines = "".join(f"\n  - {fault}" for fault in [*faults, *own])
+            remedy = _remedy(bool(changed), not missing) if faults else _OWN_REMEDY
             raise ValueError(
-                f"The checkpoint {where} does not fit the template:{lines}\n"
-                f"{_remedy(bool(changed), not missing)}"
+                f"The checkpoint {where} does not fit the template:{lines}\n{remedy}"
             )
         _warn_of_options(self.scalings, template.scalings, where)
+
+    def check_fields(self, fields: Mapping[str, Any], where: str) -> None:
+        """Raises if fields of modules, Python numbers, are not those that were saved.
+
+        Args:
+            fields: The numbers of the template, by name; other leaves are ignored.
+            where: The name of the checkpoint, for messages.
+
+        Raises:
+            ValueError: If they differ; all differences are named.
+        """
+        faults = []
+        for name, value in fields.items():
+            saved, wanted = self.leaves.get(name), describe(value)
+            if saved is None or wanted is None or saved.shape is not None:
+                continue
+            old = python_scalar(saved, jax.process_index())
+            if wanted.shape is None and repr(old) != repr(value):
+                faults.append(f"`{name}` was {old}, but is {value} in the template")
+        if faults:
+            lines = "".join(
+                f"\n  - {line}" for line in _listed(faults, lambda line: line)
+            )
+            raise ValueError(
+                f"Fields of modules are not as in the checkpoint {where}:{lines}\n"
+                'Pass `fields="template"` if they are options of the code, as the rate of a '
+                'dropout, or `fields="saved"` if the run has changed them. Numbers that a '
+                "run changes are better kept in arrays."
+            )
+
+    def check_contents(
+        self,
+        found: Mapping[str, Sequence[int]],
+        spanning: Collection[str],
+        where: str,
+    ) -> None:
+        """Raises unless arrays that were read are those that were saved.
+
+        Args:
+            found: The checksums of each process, by name.
+            spanning: The names of arrays that lie on several processes.
+            where: The name of the checkpoint, for messages.
+
+        Raises:
+            ValueError: If arrays differ; they are named.
+        """
+        wrong = []
+        for name, sums in found.items():
+            saved = self.leaves[name].contents
+            total = [sum(sums) % 2**32] if name in spanning else [*sums]
+            if saved and total != [*saved] * (len(total) // len(saved)):
+                wrong.append(name)
+        if wrong:
+            shown = ", ".join(_listed(wrong, lambda name: f"`{name}`"))
+            raise damaged(where, f"what was read for {shown} is not what was saved")
+
+
+def damaged(where: str, what: str) -> ValueError:
+    """Returns the error for a checkpoint whose files are not as they were written."""
+    return ValueError(
+        f"The checkpoint {where} is damaged: {what}. Restore another one with `step=`, and "
+        "remove this one with `Checkpointer.delete`."
+    )
+
+
+def _checksum(record: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def _shape(leaf: Mapping[str, Any]) -> tuple[int, ...] | None:
     return tuple(leaf["shape"]) if "shape" in leaf else None
+
+
+def _contents(leaf: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (leaf["value"],) if "value" in leaf else tuple(leaf.get("contents", ()))
 
 
 def _listed(names: Sequence[str], show: Any) -> list[str]:
@@ -137,6 +248,31 @@ def _listed(names: Sequence[str], show: Any) -> list[str]:
         last = names[-1]
         shown.append(f"and {len(names) - _SHOWN} more like this, up to `{last}`")
     return shown
+
+
+def _process_faults(
+    leaves: Sequence[tuple[str, Leaf]], spanning: Collection[str]
+) -> list[str]:
+    """Describes values of single processes that these processes cannot restore."""
+    faults, now = {}, jax.process_count()
+    for name, leaf in leaves:
+        count = len(leaf.contents)
+        if leaf.is_per_process and count != now:
+            faults[name] = (
+                f"each of {count} processes saved its own `{name}`, but {now} restore it"
+            )
+        elif leaf.is_per_process and name in spanning:
+            faults[name] = (
+                f"each process saved its own `{name}`, but in the template it is one array "
+                "that lies on several processes"
+            )
+    return _listed([*faults], faults.__getitem__)
+
+
+_OWN_REMEDY = (
+    "Restore with as many processes as saved, or leave these leaves out of the template and "
+    "pass `partial=True`."
+)
 
 
 def _remedy(changed: bool, only_extra: bool) -> str:

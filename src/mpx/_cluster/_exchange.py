@@ -11,38 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from mpx._private import private
-
-_BLOCK = 1024
-
-
-def gather(value: Any) -> list[Any]:
-    """Returns the values of all processes, in their order, on every process.
-
-    Args:
-        value: What JSON can hold. The processes must have equal numbers of devices.
-
-    Raises:
-        NotImplementedError: If the installed JAX has no such exchange.
-    """
-    if jax.process_count() == 1:
-        return [value]
-    names = private("exchange")
-    if names is None:
-        raise NotImplementedError(
-            f"The {jax.process_count()} processes cannot be compared: the installed JAX "
-            "has no `multihost_utils.process_allgather`. Upgrade mpx, or install an older "
-            "JAX."
-        )
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = names.process_allgather(np.int32(data.size)).ravel()
-    # Rounded up, so that few programs are compiled.
-    padded = np.zeros(-(-int(sizes.max()) // _BLOCK) * _BLOCK, np.uint8)
-    padded[: data.size] = data
-    rows = names.process_allgather(padded)
-    return [
-        json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)
-    ]
+from mpx._processes import gather as gather
 
 
 def outliers(values: list[Any]) -> list[int]:

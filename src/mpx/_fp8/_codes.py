@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from mpx._compat import bind
 from mpx._fp8._dot import quantize_operand
-from mpx._fp8._follow import SLICE, Weight
+from mpx._fp8._follow import SLICE
 from mpx._fp8._maxima import automatic_devices, maxima_of
 from mpx._fp8._operands import Fp8Tensor, MatmulSpec
 from mpx._wire._sums import largest_of_shards
@@ -37,7 +37,8 @@ class More(NamedTuple):
 class Encoding(NamedTuple):
     """How a parameter becomes the operand of an 8-bit matmul."""
 
-    param: Weight
+    param: str
+    chain: tuple[Any, ...]
     spec: MatmulSpec
 
     def apply(
@@ -47,8 +48,7 @@ class Encoding(NamedTuple):
 
         Its largest magnitude has this shape: see `maxima_of`.
         """
-        assert self.param.chain is not None
-        return self._apply(shape, tuple(self.param.chain), leaf, seen)
+        return self._apply(shape, self.chain, leaf, seen)
 
     def _apply(
         self,

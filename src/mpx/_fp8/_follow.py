@@ -1,78 +1,70 @@
-"""Following the parameters of a function through operations that move or cast numbers."""
+"""The parameters of a function in its program: which value is one, and what it is for."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpx._compat import Literal
 from mpx._jaxpr import HANDLERS
 from mpx._jaxpr._flow import Flow
-from mpx._jaxpr._queries import MOVES, SHAPE_ONLY, Equation, names
+from mpx._jaxpr._provenance import (
+    CONSTANT,
+    DATA,
+    MOVES,
+    Source,
+    closed_over,
+    follow,
+    is_lookup,
+    join,
+)
+from mpx._jaxpr._queries import ATTENTION, GROUPED, MATMULS, SHAPE_ONLY, Equation, names
 
-Param = str | None
-"""The name of the parameter that a value is; `None` if it is none."""
 SLICE = "slice"
 """Stands among operations for the slice that one round of a scan takes."""
 _REPEATED = SHAPE_ONLY.union(names("convert_element_type")).difference(
     names("pvary pcast sharding_constraint reshard mesh_cast")
 )
-# The result is a parameter if the first operand is one.
-_MOVES = (MOVES - {"broadcast_in_dim"}).union(
-    names("neg all_gather all_gather_invariant split unstack")
-)
-# The result is a parameter if all operands are parameters or numbers.
-_COMBINES = names("add sub mul div max min concatenate stack dot_general")
 
 
-class Weight(str):
-    """The name of a parameter, with the operations from there to a value.
+class Weight(NamedTuple):
+    """What is known of a value.
 
     Attributes:
-        chain: The operations in order; `None` if they cannot be repeated elsewhere.
+        source: What it is computed from.
+        chain: The operations from its parameter to it, in order; `None` if they are not
+            asked for or cannot be repeated elsewhere.
     """
 
-    chain: Sequence[Any] | None
+    source: Source = DATA
+    chain: tuple[Any, ...] | None = None
 
-    def __new__(cls, name: str, chain: Sequence[Any] | None = ()) -> "Weight":
-        """Makes the name of a value."""
-        self = super().__new__(cls, name)
-        self.chain = chain
-        return self
+    @property
+    def name(self) -> str | None:
+        """The name of the parameter that it is; `None` if it is none."""
+        return self.source.name if self.source.is_param else None
 
     def after(self, step: Any) -> "Weight":
-        """Returns the name of the value behind one more operation."""
-        return Weight(self, None if self.chain is None else (*self.chain, step))
+        """Returns what is known after one more operation."""
+        return self._replace(chain=None if self.chain is None else (*self.chain, step))
 
 
-def moved(fact: Any, eqn: Equation) -> Any:
-    """Returns the fact about a result of an operation on a parameter."""
-    if not isinstance(fact, Weight):
-        return fact
+UNKNOWN = Weight()
+
+
+def facts_after(eqn: Equation, facts: Sequence[Weight]) -> list[Weight]:
+    """Returns what is known of an equation's results."""
+    if eqn.primitive.name == "broadcast_in_dim" and _grows(eqn):
+        return [
+            UNKNOWN
+        ]  # a parameter for each example is an activation: a learnt query
     operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
-    simple = len(operands) == len(eqn.outvars) == 1
-    if simple and eqn.primitive.name in _REPEATED:
-        return fact.after(eqn)
-    return Weight(fact, None)
+    simple = len(operands) == len(eqn.outvars) == 1 and eqn.primitive.name in _REPEATED
+    chain = facts[0].after(eqn).chain if simple else None
+    return [Weight(x, chain) for x in follow(eqn, [fact.source for fact in facts])]
 
 
-def facts_after(eqn: Equation, facts: list[Param]) -> list[Param]:
-    """Returns the facts of an equation's results."""
-    name, count = eqn.primitive.name, len(eqn.outvars)
-    if name == "optimization_barrier":
-        return facts
-    if name in _MOVES or (name == "broadcast_in_dim" and _keeps_size(eqn)):
-        return [moved(facts[0], eqn)] * count
-    if name in _COMBINES:
-        pairs = zip(eqn.invars, facts, strict=True)
-        tensors = [fact for atom, fact in pairs if not isinstance(atom, Literal)]
-        params = [fact for fact in tensors if fact is not None]
-        if tensors and len(params) == len(tensors):
-            return [moved(max(params), eqn)] * count
-    return [None] * count
-
-
-def _keeps_size(eqn: Equation) -> bool:
-    return math.prod(eqn.invars[0].aval.shape) == math.prod(eqn.outvars[0].aval.shape)
+def _grows(eqn: Equation) -> bool:
+    return math.prod(eqn.invars[0].aval.shape) != math.prod(eqn.outvars[0].aval.shape)
 
 
 def matmul_dtypes(
@@ -87,12 +79,98 @@ def matmul_dtypes(
     """
     dtypes: set[str] = set()
 
-    def rule(name: str, eqn: Equation, labels: list[Param]) -> Param:
-        if name in primitives and labels[:2].count(None) == 1:
+    def rule(name: str, eqn: Equation, labels: list[Any]) -> str | None:
+        sources = [
+            Source("params", frozenset({x})) if x else _source_of(atom)
+            for atom, x in zip(eqn.invars, labels, strict=True)
+        ]
+        if name in primitives and sum(x.is_param for x in sources[:2]) == 1:
             dtypes.update(label for label in labels if label)
             dtypes.update(var.aval.dtype.name for var in eqn.invars[:2])
-        after = () if name in HANDLERS else facts_after(eqn, labels)
-        return next(iter(after), None)  # an effect has no results
+        after = () if name in HANDLERS else follow(eqn, sources)
+        found = next(iter(after), DATA)  # an effect has no results
+        return found.name if found.is_param else None
 
     Flow(rule).run(jaxpr, dict(labels))
     return dtypes
+
+
+def _source_of(atom: Any) -> Source:
+    return CONSTANT if isinstance(atom, Literal) else DATA
+
+
+# --- What a parameter is for ----------------------------------------------------------
+
+TABLE = "its parameter is an embedding table"
+HEAD = "its result goes into a softmax"
+ROUTER = "its result is sorted or selects"
+_SUMS = frozenset(names("reduce_sum cumsum reduce_window_sum reduce_window"))
+_SELECTS = frozenset(names("top_k approx_top_k argmax argmin sort"))
+# What lies between the exponential of a softmax and its sum.
+_BETWEEN = MOVES.union(names("mul select_n"))
+_PRODUCTS = frozenset((*MATMULS, *ATTENTION, GROUPED))
+
+
+class _Seen(NamedTuple):
+    """What is known of a value: its source, and the layers whose results it is made of.
+
+    Attributes:
+        source: What it is computed from.
+        layers: The parameters of matmuls behind it, with nothing but element-wise
+            operations and sums between.
+        powers: Those of which it is the exponential.
+    """
+
+    source: Source = DATA
+    layers: frozenset[str] = frozenset()
+    powers: frozenset[str] = frozenset()
+
+
+def purposes(jaxpr: Any, sources: Mapping[Any, Source]) -> dict[str, str]:
+    """Returns the parameters that 8 bits would harm, and what each is for.
+
+    Embedding tables are read by indices. A head, and a router of experts, is a layer whose
+    result goes into a softmax, or is sorted: an error there changes which class or which
+    expert comes first, or all probabilities at once. Names play no part in it.
+
+    Args:
+        jaxpr: The program.
+        sources: The sources of its inputs.
+    """
+    found: dict[str, str] = {}
+
+    def rule(name: str, eqn: Equation, labels: list[Any]) -> _Seen:
+        seen = [
+            label if isinstance(label, _Seen) else _Seen(_source_of(atom))
+            for atom, label in zip(eqn.invars, labels, strict=True)
+        ]
+        given = [x.source for x in seen]
+        layers = frozenset().union(*(x.layers for x in seen))
+        powers = frozenset().union(*(x.powers for x in seen))
+        if name in _PRODUCTS:
+            params = [x for x in given[:2] if x.is_param]
+            if len(params) == 1:
+                return _Seen(DATA, params[0].names)
+            return _Seen(join(given))
+        if given and is_lookup(eqn, given) and given[0].is_param:
+            found.update(dict.fromkeys(given[0].names, TABLE))
+        if name in _SUMS:
+            found.update(dict.fromkeys(powers, HEAD))
+        if name in _SELECTS:
+            found.update(dict.fromkeys(layers, ROUTER))
+        source = DATA if name in HANDLERS else next(iter(follow(eqn, given)), DATA)
+        if name in ("exp", "exp2"):
+            return _Seen(source, layers, layers)
+        return _Seen(source, layers, powers if name in _BETWEEN else frozenset())
+
+    def either(a: Any, b: Any) -> Any:
+        if not (isinstance(a, _Seen) and isinstance(b, _Seen)):
+            return a if b is None else b
+        return _Seen(
+            join([a.source, b.source]), a.layers | b.layers, a.powers & b.powers
+        )
+
+    labels = {var: _Seen(source) for var, source in sources.items()}
+    constant = lambda value: _Seen(closed_over(value))  # noqa: E731
+    Flow(rule, join=either, constant=constant).run(jaxpr, labels)
+    return found

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from mpx._jaxpr._queries import (
     flops,
     matmul_sizes,
 )
-from mpx._keep import KEPT_SCOPE
+from mpx._keep import KEPT_SCOPE, STOP_SCOPE
 from mpx._select import Selector, matches, search, shown
 
 # Measured on an H200 (8192³ matmuls, a copy): operations and bytes per second. What
@@ -59,29 +58,18 @@ class Selection:
 
     Attributes:
         recipe: Formats and scales.
-        params: Positions or names of the arguments that hold the parameters.
+        params: Positions or names of the arguments that hold the parameters; `None` to
+            find them.
         keep: What stays as it is, besides heads, embeddings and routers.
-        include: What is exempt from the built-in exclusions by name.
+        include: What is exempt from the built-in exclusions.
         min_gain: The smallest predicted speed-up for which a matmul is changed.
     """
 
     recipe: Recipe
-    params: tuple[int | str, ...] = (0,)
+    params: tuple[int | str, ...] | None = None
     keep: tuple[Selector, ...] = ()
     include: tuple[Selector, ...] = ()
     min_gain: float = 1.1
-
-
-# Names of modules and parameters, between slashes, that training in fp8 leaves alone.
-_SENSITIVE = re.compile(
-    r"(?:^|/)(?:"
-    r"(?:\w+_)?(?:un)?embed(?:ding|der)?s?(?:_\w+)?|w[tp]e|"
-    r"(?:(?:lm|cls|mlm|classification|output|policy|value)_?)?head|"
-    r"(?:\w+_)?logits?(?:_\w+)?|(?:\w+_)?router(?:_\w+)?|classifier"
-    r")(?:/|$)",
-    re.IGNORECASE,
-)
-_STOP = "amp_stop"
 
 
 def sizes(eqn: Equation) -> tuple[tuple[int, int, int], int]:
@@ -140,13 +128,13 @@ def reason_to_keep(
     eqn: Equation,
     params: Sequence[str | None],
     matmul: Matmul,
-    tables: set[str],
+    purpose: str,
     chosen: Selection,
 ) -> str:
     """Returns why a product stays as it is written; "" if it becomes fp8.
 
-    `params` are the names of the parameters that its operands are; `tables` are parameters
-    that are embedding tables.
+    `params` are the names of the parameters that its operands are; `purpose` is what they
+    are for, if that speaks against 8 bits.
     """
     name = eqn.primitive.name
     if name not in _LINEAR:
@@ -154,7 +142,7 @@ def reason_to_keep(
         return f"it is {kind}; fp8 is for matmuls with one weight"
     return (
         _by_structure(eqn, params, chosen)
-        or _by_rule(matmul, tables, chosen)
+        or _by_rule(matmul, purpose, chosen)
         or (_by_groups(eqn) if name in RAGGED else "")
         or _by_size(eqn, matmul, chosen)
     )
@@ -211,9 +199,9 @@ def _by_dtype(eqn: Equation) -> str:
     return ""
 
 
-def _by_rule(matmul: Matmul, tables: set[str], chosen: Selection) -> str:
+def _by_rule(matmul: Matmul, purpose: str, chosen: Selection) -> str:
     for scope in matmul.scope.split("/"):
-        if scope == _STOP:
+        if scope == STOP_SCOPE:
             return "scope amp_stop"
         if scope.startswith(KEPT_SCOPE):
             return f"keep {scope.removeprefix(KEPT_SCOPE)}"
@@ -222,10 +210,7 @@ def _by_rule(matmul: Matmul, tables: set[str], chosen: Selection) -> str:
             return f"keep {shown(selector)}"
     if any(_selects(selector, matmul) for selector in chosen.include):
         return ""
-    if matmul.param in tables:
-        return "its parameter is an embedding table"
-    found = _SENSITIVE.search(matmul.param) or _SENSITIVE.search(matmul.scope)
-    return f"its name holds {found.group().strip('/')}" if found else ""
+    return purpose
 
 
 def _selects(selector: Selector, matmul: Matmul) -> bool:

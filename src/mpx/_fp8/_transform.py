@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from mpx import _nnx
-from mpx._amp._functions import call_through, trace
+from mpx._amp._functions import call_through, parse_params, trace
 from mpx._amp._recording import current_recording
-from mpx._arguments import as_count, as_real, check_value
+from mpx._arguments import as_real, check_value
 from mpx._compat import is_batched
 from mpx._devices import gpu_capability
 from mpx._fp8._codes import Encoding, encode_all
@@ -41,7 +41,7 @@ def fp8(
     func: Callable[..., Any] | Recipe | str | None = None,
     recipe: Recipe | str = "current",
     *,
-    params: int | str | Sequence[int | str] = 0,
+    params: int | str | Sequence[int | str] | None = None,
     keep: Selectors = (),
     include: Selectors = (),
     min_gain: float = 1.1,
@@ -74,12 +74,14 @@ def fp8(
             or `MXFP8`; or the name of one with its defaults, `"current"`, `"delayed"` or
             `"mxfp8"`.
         params: The position or the name of the argument that holds the parameters, or
-            several. Arrays inside `func` itself are parameters, too.
+            several. Arrays inside `func` itself are parameters, too. By default these, the
+            `nnx.Param`s of NNX modules, the first argument that is a container, or the
+            first argument.
         keep: What else stays as it is: a regular expression for paths of parameters such
             as `layers/0/w` and for paths of `jax.named_scope`s, a module type, a predicate
             of a matmul as `mpx.inspect.report` lists it, or a list of these.
-        include: What is changed although its name sounds like an embedding, a head or a
-            router; selected as by `keep`.
+        include: What is changed although it is an embedding table, a head or a router;
+            selected as by `keep`.
         min_gain: The smallest speed-up, predicted from the matmul's size, for which it
             is changed; 0 changes all.
 
@@ -109,7 +111,7 @@ def fp8(
         func, recipe = None, func
     chosen = Selection(
         recipe=as_recipe(recipe),
-        params=_as_params(params),
+        params=parse_params(params),
         keep=parse_selectors(keep, "keep"),
         include=parse_selectors(include, "include"),
         min_gain=_as_gain(min_gain),
@@ -117,22 +119,6 @@ def fp8(
     if func is None:
         return functools.partial(Fp8Function, chosen=chosen)
     return Fp8Function(func, chosen)
-
-
-def _as_params(params: Any) -> tuple[int | str, ...]:
-    single = isinstance(params, str) or not isinstance(params, Iterable)
-    found: list[int | str] = []
-    for param in (params,) if single else params:
-        if not isinstance(param, str):
-            try:
-                param = as_count(param, "params")
-            except TypeError as error:
-                raise TypeError(
-                    "`params` must be the position or the name of the argument that "
-                    f"holds the parameters, or several, but {param!r} was given."
-                ) from error
-        found.append(param)
-    return tuple(found)
 
 
 def _as_gain(min_gain: Any) -> float:
@@ -245,7 +231,7 @@ class Fp8Function:
         return Fp8(
             chosen=self.chosen,
             matmuls=None if recording is None else recording.matmuls,
-            param_names=_param_names(self.func, self.chosen.params, args, kwargs),
+            params=self.chosen.params,
             reduce=self._reduce(),
             may_cast=not is_amp(self.func),
         )
@@ -313,35 +299,6 @@ class Fp8Function:
         return jax.tree.map(
             lambda x: jnp.broadcast_to(_finite(x[..., :1, :]), x.shape), observed
         )
-
-
-def _param_names(
-    func: Callable[..., Any],
-    params: tuple[int | str, ...],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> frozenset[str]:
-    """Returns the names of the arguments that hold parameters.
-
-    Raises:
-        ValueError: If there is no such argument.
-    """
-    if params == (0,) and any(map(is_array, jax.tree.leaves(func))):
-        return frozenset()  # `func` is the model, and its argument an input
-    names = argument_names(func, len(args))
-    found = []
-    for param in params:
-        if isinstance(param, int):
-            wanted = argument_names(func, max(param + 1, len(args)))
-            param = wanted[param] if -len(wanted) <= param else f"argument {param}"
-        if param not in names and param not in kwargs:
-            raise ValueError(
-                f"`params` names `{param}`, but the function was called with "
-                f"{[*names, *kwargs]}. Pass the position or the name of the argument "
-                "that holds the parameters."
-            )
-        found.append(param)
-    return frozenset(found)
 
 
 def _first_float(out: PyTree) -> Array:

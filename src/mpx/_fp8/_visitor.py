@@ -9,26 +9,34 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpx._amp._autocast import Autocast
-from mpx._amp._frameworks import Role, Traced, Transformation
+from mpx._amp._frameworks import Traced, Transformation
 from mpx._amp._functions import run_traced
 from mpx._amp._grouped import is_low, multiply, reason_by_device
 from mpx._amp._policy import AmpRules
 from mpx._compat import (
     eval_equation,
+    hi_remat,
     open_jaxpr,
     source_frames,
 )
 from mpx._formats import short_name
 from mpx._fp8._codes import Codes, Encoding, More
 from mpx._fp8._dot import fp8_dot
-from mpx._fp8._follow import SLICE, Param, Weight, facts_after, matmul_dtypes
+from mpx._fp8._follow import (
+    SLICE,
+    UNKNOWN,
+    Weight,
+    facts_after,
+    matmul_dtypes,
+    purposes,
+)
 from mpx._fp8._maxima import Scales
 from mpx._fp8._mx import mx_dot
 from mpx._fp8._operands import MatmulSpec, matmul_spec
@@ -45,8 +53,10 @@ from mpx._jaxpr._interpreter import (
     Values,
     arrays_of,
 )
+from mpx._jaxpr._provenance import CONSTANT, argument, closed_over, join
 from mpx._jaxpr._queries import (
     ATTENTION,
+    HI_PRIMITIVE,
     MATMULS,
     Equation,
     Position,
@@ -54,7 +64,7 @@ from mpx._jaxpr._queries import (
     holds,
     walk_inside,
 )
-from mpx._keep import was_called
+from mpx._keep import KEPT_SCOPE
 from mpx._select import check_selectors
 from mpx._wire._options import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
 from mpx._wire._product import multiply_for
@@ -69,11 +79,11 @@ _ENTERED = HANDLERS.keys() - {"while", "custom_jvp_call", "custom_vjp_call"}
 class Fp8(Transformation):
     """One call of a function under `fp8`.
 
-    `found` holds ("table", parameter), ("fp8", "") and ("f32", parameter) for what was met.
+    `found` holds ("fp8", "") and ("f32", parameter) for what was met.
 
     Attributes:
         chosen: The user's choices.
-        param_names: The names of the arguments that hold parameters.
+        purposes: Parameters that stay as they are, and why: see `purposes`.
         reduce: In which dtype weight gradients leave their matmuls.
         may_cast: Whether a function whose matmuls are f32 is run in bf16.
         is_cast: Whether it was.
@@ -89,8 +99,11 @@ class Fp8(Transformation):
         counts: How many matmuls with delayed scales were met, by parameter.
     """
 
+    unknown: ClassVar[Weight] = UNKNOWN
+    takes_bare_params: ClassVar[bool] = True
+
     chosen: Selection
-    param_names: frozenset[str] = frozenset()
+    purposes: dict[str, str] = dataclasses.field(default_factory=dict)
     reduce: Reduce = None
     may_cast: bool = True
     is_cast: bool = False
@@ -116,15 +129,27 @@ class Fp8(Transformation):
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         return plain_matmuls()
 
-    def argument_fact(self, name: str, role: Role | None, leaf: Any) -> Param:
-        """Returns the name of an argument that is a parameter."""
-        if role != "own" and name.partition("/")[0] not in self.param_names:
-            return None
-        return name if self.encodings is None else Weight(name)
+    def argument_fact(self, name: str, is_param: bool, leaf: Any) -> Weight:
+        """Returns what is known of an argument's array."""
+        source = argument(name, leaf, is_param=is_param)
+        return Weight(source, None if self.encodings is None else ())
+
+    def literal_fact(self, atom: Any) -> Weight:
+        return Weight(CONSTANT)
+
+    def constant_fact(self, value: Any) -> Weight:
+        return Weight(closed_over(value))
 
     def start(self, traced: Traced) -> Traced:
         """Returns the function, cast by `amp` to bf16 if it was written in f32."""
         self._check_selectors(traced)
+        facts = map(
+            lambda x, leaf: self.argument_fact(*x, leaf).source,
+            traced.named,
+            traced.arrays,
+        )
+        sources = dict(zip(traced.jaxpr.invars, facts, strict=True))
+        self.purposes = purposes(traced.jaxpr, sources)
         if not self.may_cast or not self._is_f32(traced):
             return traced
         self.is_cast = True
@@ -145,8 +170,10 @@ class Fp8(Transformation):
         """Raises for strings and types of the user that select nothing."""
         if not traced.has_params or not (self.chosen.keep or self.chosen.include):
             return
-        scopes = ((scope, None) for scope in traced.places()[0])
-        named = [*traced.named_arrays(), *scopes]
+        scopes = traced.places()[0]
+        called = {scope.rpartition("/")[2] for scope in scopes}
+        was_called = lambda kind: KEPT_SCOPE + kind.__name__ in called  # noqa: E731
+        named = [*traced.named_arrays(), *((scope, None) for scope in scopes)]
         for what in ("keep", "include"):
             # Predicates are asked about matmuls.
             chosen = [
@@ -162,7 +189,7 @@ class Fp8(Transformation):
             for var, leaf, named in zip(
                 traced.jaxpr.invars, traced.arrays, traced.named, strict=True
             )
-            if self.argument_fact(*named, leaf) is not None
+            if named[1]
         }
         return matmul_dtypes(traced.jaxpr, labels, _CHANGED) == {"float32"}
 
@@ -175,21 +202,16 @@ class Fp8(Transformation):
             return self._dot(op), self._after(eqn, op.facts)
         # A report looks for more than what is changed.
         wanted = _CHANGED if self.matmuls is None else _MULTIPLIES
-        if name in _ENTERED and holds(eqn, wanted):
+        is_custom = name == HI_PRIMITIVE and hi_remat(eqn) is None
+        if name in _ENTERED and not is_custom and holds(eqn, wanted):
             return HANDLERS[name](self, op)
         if self.matmuls is not None:
             self._record(op)
         return eval_equation(eqn, op.values), self._after(eqn, op.facts)
 
-    def _after(self, eqn: Equation, facts: list[Param]) -> list[Param]:
+    def _after(self, eqn: Equation, facts: list[Weight]) -> list[Weight]:
         """Returns the facts of the results of an equation that runs as written."""
-
-        def rule(eqn: Equation, facts: list[Param]) -> list[Param]:
-            if eqn.primitive.name == "gather" and facts[0] is not None:
-                self.found.add(("table", facts[0]))
-            return facts_after(eqn, facts)
-
-        return list(after(eqn, facts, rule))
+        return list(after(eqn, facts, facts_after, self.literal_fact, self.unknown))
 
     def _dot(self, op: Op) -> Values:
         eqn, values, facts, _ = op
@@ -204,7 +226,7 @@ class Fp8(Transformation):
         if eqn.primitive.name in RAGGED:
             return [self._ragged(op)]
         lhs, rhs = (jnp.asarray(value) for value in values)
-        side = int(facts[1] is not None)
+        side = int(facts[1].name is not None)
         spec = matmul_spec(eqn, (lhs, rhs), side, self.chosen.recipe, self.reduce)
         if isinstance(self.chosen.recipe, MXFP8):
             return [mx_dot(spec, lhs, rhs)]
@@ -220,7 +242,7 @@ class Fp8(Transformation):
         eqn, values = op.eqn, arrays_of(op.values)
         low = values[0].dtype
         dtypes = {values[1].dtype, eqn.outvars[0].aval.dtype, low}
-        sides = [i for i, fact in enumerate(op.facts[:2]) if fact is not None]
+        sides = [i for i, fact in enumerate(op.facts[:2]) if fact.name is not None]
         if dtypes in ({np.dtype(jnp.bfloat16)}, {np.dtype(np.float16)}) and sides:
             grads = {i: weight_grad_dtype(self.reduce, values[i], low) for i in sides}
             wide = {i: (values[i], x) for i, x in grads.items() if x != low}
@@ -238,9 +260,9 @@ class Fp8(Transformation):
         return fp8_ragged_dot(spec, x, w, sizes)
 
     def _describe(
-        self, eqn: Equation, facts: Sequence[Param], scopes: Scopes, times: int
+        self, eqn: Equation, facts: Sequence[Weight], scopes: Scopes, times: int
     ) -> Matmul:
-        params = [name for name in facts if name]
+        params = [fact.name for fact in facts[:2] if fact.name]
         source = ""
         if self.matmuls is not None:
             frames = source_frames(eqn)
@@ -258,8 +280,12 @@ class Fp8(Transformation):
             flops=flops(eqn) * times,
             primitive=eqn.primitive.name,
         )
-        tables = {name for kind, name in self.found if kind == "table"}
-        reason = reason_to_keep(eqn, facts, matmul, tables, self.chosen)
+        read = set().union(*(fact.source.names for fact in facts[:2] if fact.name))
+        purpose = next(
+            (self.purposes[x] for x in sorted(read) if x in self.purposes), ""
+        )
+        names = [fact.name for fact in facts]
+        reason = reason_to_keep(eqn, names, matmul, purpose, self.chosen)
         return matmul._replace(reason=reason)
 
     def _record(self, op: Op) -> None:
@@ -271,16 +297,24 @@ class Fp8(Transformation):
         reason = f"inside {eqn.primitive.name}, which runs as written"
         for inner, scopes, times, _ in walk_inside(Position(eqn, op.scopes, count)):
             if inner.primitive.name in _MULTIPLIES:
-                unknown = [None] * len(inner.invars)
+                unknown = [self.unknown] * len(inner.invars)
                 found = self._describe(inner, unknown, scopes, times)
                 self.matmuls.append(found._replace(reason=reason))
 
     # --- bodies -----------------------------------------------------------------------
 
-    def fact_inside(self, fact: Param, var: Any, kind: Kind) -> Param:
-        if kind == "slice" and isinstance(fact, Weight):
+    def fact_inside(self, fact: Weight, var: Any, kind: Kind) -> Weight:
+        if kind == "slice":
             return fact.after(SLICE)
-        return None if kind in ("carry", "tangent") else fact
+        return self.unknown if kind in ("carry", "tangent") else fact
+
+    def result_facts(
+        self, outs: Sequence[Any], known: Sequence[Weight]
+    ) -> list[Weight]:
+        return [Weight(fact.source) for fact in known]
+
+    def join_facts(self, facts: Sequence[Weight]) -> Weight:
+        return Weight(join([fact.source for fact in facts]))
 
     def more_inputs(self, op: Op) -> More:
         """Returns the delayed scales and codes that an equation's body may need.
@@ -299,7 +333,7 @@ class Fp8(Transformation):
     ) -> dict[str, Any]:
         found = {}
         is_scan = op.eqn.primitive.name == "scan"
-        for name in sorted({name for name in op.facts if name and known}):
+        for name in sorted({fact.name for fact in op.facts if fact.name and known}):
             for number in itertools.count(self.counts.get(name, 0)):
                 item = (known or {}).get(_key(name, number))
                 if item is None:
@@ -331,11 +365,10 @@ class Fp8(Transformation):
         recorders = self.matmuls, self.keys, self.encodings
         if any(recorder is not None for recorder in recorders):
             return None
-        tables = frozenset(note for note in self.found if note[0] == "table")
         # Delayed scales differ from one use of a parameter to the next: what was counted
         # before says which of them come first.
         counts = tuple(self.counts.items()) if more and any(more) else ()
-        return tables, counts, self._delayed
+        return counts, self._delayed
 
     def _next_key(self, param: str) -> str:
         """Returns the key of the next matmul with a parameter."""
@@ -344,15 +377,15 @@ class Fp8(Transformation):
             self.counts[param] = number + 1
         return _key(param, number)
 
-    def _record_weight(self, key: str, param: Param, spec: MatmulSpec) -> None:
+    def _record_weight(self, key: str, weight: Weight, spec: MatmulSpec) -> None:
         """Records how a parameter becomes the operand of a matmul, if it can be repeated."""
-        chain = getattr(param, "chain", None)
+        chain, name = weight.chain, weight.name
         if self.encodings is None or chain is None or not self._delayed or spec.by_row:
             return
         # A weight that a scan does not slice is the same in all its rounds.
         if sum(step is SLICE for step in chain) == len(self._lengths):
-            assert isinstance(param, Weight)
-            self.encodings[key] = Encoding(param, spec)
+            assert name is not None
+            self.encodings[key] = Encoding(name, chain, spec)
 
     def _scale(self, key: str) -> tuple[Any, Any]:
         """Returns the maxima seen before and the probe of a matmul; `None` without."""

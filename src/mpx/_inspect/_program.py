@@ -115,12 +115,13 @@ def program(
 
     with recorded() as recording:
         jaxpr = jax.make_jaxpr(run)(arrays)
-    found = [recording.names.get(id(x), (LeafName(""), None)) for x in held]
+    found = [recording.names.get(id(x), (LeafName(""), False)) for x in held]
     recording.names.clear()
     named = zip(argument_names(inner, len(args)), args, strict=True)
     first = next((x for x, arg in named if not isinstance(arg, LossScaling)), None)
-    own = [role == "own" and not name.argument for name, role in found]
-    is_param = own if any(own) else [name.argument == first for name, _ in found]
+    is_param = [is_param for _, is_param in found]
+    if not any(is_param):
+        is_param = [name.argument == first for name, _ in found]
     params = [i for i, x in enumerate(arrays) if is_param[i] and is_floating(x)]
     return Program(jaxpr, arrays, [name for name, _ in found], params, recording)
 

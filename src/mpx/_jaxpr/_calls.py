@@ -38,7 +38,8 @@ def _jit(visitor: Visitor, op: Op) -> Outcome:
 def _inline(visitor: Visitor, op: Op) -> Outcome:
     params = op.eqn.params
     jaxpr, consts = open_jaxpr(params.get("call_jaxpr", params.get("jaxpr")))
-    return visitor.run(jaxpr, consts, op.values, op.facts, op.scopes)
+    scopes = visitor.scopes_inside(op.eqn, op.scopes)
+    return visitor.run(jaxpr, consts, op.values, op.facts, scopes)
 
 
 def _remat(visitor: Visitor, op: Op) -> Outcome:
@@ -68,10 +69,12 @@ def _cond(visitor: Visitor, op: Op) -> Outcome:
     avals, branches = types_of(operands), op.eqn.params["branches"]
     invars = open_jaxpr(branches[0])[0].invars
     facts = visitor.facts_inside(op.facts[1:], invars, "operand")
-    inputs, new = [], []
+    inputs, new, found = [], [], []
     for branch in branches:
         inputs.append(visitor.more_inputs(op))
-        new += [rewrite(visitor, op, branch, avals, facts, more=inputs[-1])[0]]
+        jaxpr, known = rewrite(visitor, op, branch, avals, facts, more=inputs[-1])
+        new.append(jaxpr)
+        found.append(known)
     dtypes = [dtypes_of(branch.out_avals) for branch in new]
     if len(set(dtypes)) > 1:
         # The branches must agree: where they differ, each has the dtype of the original.
@@ -88,7 +91,8 @@ def _cond(visitor: Visitor, op: Op) -> Outcome:
         new = [_with_all_inputs(x, avals, groups, i) for i, x in enumerate(new)]
     more = [leaf for group in groups for leaf in group]
     outs = bind(op.eqn, [index, *operands, *more], branches=tuple(new))
-    return outs, visitor.result_facts(outs)
+    known = [visitor.join_facts(list(facts)) for facts in zip(*found, strict=True)]
+    return outs, visitor.result_facts(outs, known)
 
 
 def _with_all_inputs(
@@ -108,10 +112,11 @@ def _shard_map(visitor: Visitor, op: Op) -> Outcome:
     params = op.eqn.params
     body, consts = open_jaxpr(params["jaxpr"])
     facts = visitor.facts_inside(op.facts, body.invars, "slice")
+    scopes, known = visitor.scopes_inside(op.eqn, op.scopes), list[Any]()
 
     def call(*args: Any) -> tuple[Any, ...]:
         with visitor.inside(op.eqn, None):
-            outs, _ = visitor.run(body, consts, args, facts, op.scopes)
+            outs, known[:] = visitor.run(body, consts, args, facts, scopes)
         return tuple(as_results(outs, body.outvars))
 
     outs = jax.shard_map(
@@ -122,7 +127,7 @@ def _shard_map(visitor: Visitor, op: Op) -> Outcome:
         check_vma=params["check_vma"],
         axis_names=params.get("newly_manual_axes", params.get("manual_axes")),
     )(*arrays_of(op.values))
-    return list(outs), visitor.result_facts(outs)
+    return list(outs), visitor.result_facts(outs, known)
 
 
 HANDLERS: dict[str, Handler] = {

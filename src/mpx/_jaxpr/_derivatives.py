@@ -14,7 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from mpx._compat import eval_equation, open_jaxpr
+from mpx._compat import (
+    as_function,
+    eval_equation,
+    hi_has_tangents,
+    hi_jaxpr,
+    hi_remat,
+    open_jaxpr,
+)
 from mpx._jaxpr._interpreter import (
     Aval,
     Facts,
@@ -32,6 +39,7 @@ from mpx._jaxpr._interpreter import (
     types_of,
     with_dtype,
 )
+from mpx._jaxpr._queries import HI_PRIMITIVE
 
 
 class _CustomCall:
@@ -41,10 +49,11 @@ class _CustomCall:
     """
 
     def __init__(self, visitor: Visitor, op: Op, avals: Sequence[Aval]) -> None:
-        self.visitor, self.eqn, self.scopes = visitor, op.eqn, op.scopes
-        self.jaxpr = op.eqn.params["call_jaxpr"]
+        self.visitor, self.eqn = visitor, op.eqn
+        self.scopes = visitor.scopes_inside(op.eqn, op.scopes)
+        self.jaxpr = op.eqn.params.get("call_jaxpr") or hi_jaxpr(op.eqn)
         self.facts = visitor.facts_inside(op.facts, op.eqn.invars, "operand")
-        new, _ = rewrite(visitor, op, self.jaxpr, avals, self.facts)
+        new, self.known = rewrite(visitor, op, self.jaxpr, avals, self.facts)
         self.dtypes = dtypes_of(new.out_avals)
 
     def run(self, *args: Any) -> Values:
@@ -103,7 +112,7 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
 
     def rule(primals: Any, tangents: Any) -> tuple[Values, Values]:
         free = custom.differentiable([not _is_zero(tangent) for tangent in tangents])
-        if any(i < eqn.params["num_consts"] for i in free):
+        if any(i < eqn.params.get("num_consts", 0) for i in free):
             raise NotImplementedError(
                 "A value that a function under `jax.custom_jvp` closes over is "
                 "differentiated, but the rule of the function knows its arguments only. "
@@ -117,7 +126,7 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
 
             def call(*chosen: Any) -> Values:
                 outs = custom.partially(args, free)(*chosen)
-                if not eqn.params["symbolic_zeros"]:
+                if not eqn.params.get("symbolic_zeros"):
                     live.update(smooth)
                     return outs
                 return [
@@ -145,7 +154,7 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
 
     call.defjvp(rule, symbolic_zeros=True)
     outs = list(call(*values))
-    return outs, visitor.result_facts(outs)
+    return outs, visitor.result_facts(outs, custom.known)
 
 
 def _is_zero(tangent: Any) -> bool:
@@ -272,7 +281,7 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
     call = jax.custom_vjp(custom.run)
     call.defvjp(forward, backward, symbolic_zeros=True)
     outs = list(call(*values))
-    return outs, visitor.result_facts(outs)
+    return outs, visitor.result_facts(outs, custom.known)
 
 
 def _watch_cotangent(x: Any, index: int, live: set[int]) -> Any:
@@ -291,7 +300,20 @@ def _watch_cotangent(x: Any, index: int, live: set[int]) -> Any:
     return same(x)
 
 
+def _hi_primitive(visitor: Visitor, op: Op) -> Outcome:
+    jaxpr = hi_jaxpr(op.eqn)
+    if jaxpr is None:
+        return eval_equation(op.eqn, op.values), [visitor.unknown] * len(op.eqn.outvars)
+    options = hi_remat(op.eqn)
+    if options is None:
+        return (_custom_jvp if hi_has_tangents(op.eqn) else _custom_vjp)(visitor, op)
+    values = arrays_of(op.values)
+    new, known = rewrite(visitor, op, jaxpr, types_of(values), op.facts)
+    return jax.checkpoint(as_function(new), **options)(*values), known
+
+
 HANDLERS: dict[str, Handler] = {
+    HI_PRIMITIVE: _hi_primitive,
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
 }

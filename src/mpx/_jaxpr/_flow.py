@@ -62,13 +62,17 @@ def after(
     eqn: Equation,
     labels: list[Label],
     rule: Callable[[Equation, list[Label]], Sequence[Label]],
+    literal: Callable[[Any], Label] = lambda atom: None,
+    constant: Label = None,
 ) -> Sequence[Label]:
     """Returns the labels of the results of an equation; a call has those of its body."""
     if eqn.primitive.name not in CALLS:
         return rule(eqn, labels)
     body = body_of(eqn)
-    given = dict(zip(body.invars, labels, strict=True))
-    return propagate(body, given, lambda inner, known: after(inner, known, rule))
+    given = dict.fromkeys(body.constvars, constant)
+    given.update(zip(body.invars, labels, strict=True))
+    inside = lambda inner, known: after(inner, known, rule, literal, constant)  # noqa: E731
+    return propagate(body, given, inside, literal)
 
 
 def moved(eqn: Equation, labels: Sequence[Label]) -> Label:

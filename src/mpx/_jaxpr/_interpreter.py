@@ -40,9 +40,9 @@ Values = list[Any]
 Facts = list[Fact]
 Outcome = tuple[Values, Facts]
 """The results of an equation, and what is known of each."""
-Kind = typing.Literal["operand", "slice", "carry", "constant", "tangent"]
-"""How a nested jaxpr gets a value: as it is, one slice or shard of it, as a loop carry, as
-a carry that the loop returns unchanged, or as a tangent of it."""
+Kind = typing.Literal["operand", "slice", "carry", "tangent"]
+"""How a nested jaxpr gets a value: as it is (also as a carry that a loop returns unchanged),
+one slice or shard of it, as a loop carry that changes, or as a tangent of it."""
 
 
 class Op(NamedTuple):
@@ -154,9 +154,22 @@ class Visitor:
         pairs = zip(facts, variables, strict=True)
         return [self.fact_inside(fact, var, kind) for fact, var in pairs]
 
-    def result_facts(self, outs: Sequence[Any]) -> Facts:
-        """Returns what is known of the results of a loop, a branch or a `shard_map`."""
+    def result_facts(self, outs: Sequence[Any], known: Facts) -> Facts:
+        """Returns what is known of the results of a loop, a branch or another body.
+
+        Args:
+            outs: The results.
+            known: What is known of those of the body.
+        """
         return [self.unknown] * len(outs)
+
+    def join_facts(self, facts: Facts) -> Fact:
+        """Returns what is known of a value that is one of several."""
+        return facts[0] if len(set(facts)) == 1 else self.unknown
+
+    def scopes_inside(self, eqn: Equation, scopes: Scopes) -> Scopes:
+        """Returns the scopes of the jaxprs that an equation holds, given its own."""
+        return scopes
 
     def more_inputs(self, op: Op) -> PyTree:
         """Returns arrays that the body of an equation needs besides its operands.
@@ -270,11 +283,11 @@ def rewrite(
         dtypes: The dtypes of the results; `None` for those that come out.
     """
     body, consts = open_jaxpr(jaxpr)
-    count = len(avals)
+    count, scopes = len(avals), visitor.scopes_inside(op.eqn, op.scopes)
     leaves, structure = jax.tree.flatten(more)
     types = (*avals, *(jax.typeof(x) if _is_array(x) else x for x in leaves))
     local = visitor.cache_key(more)
-    key = (id(jaxpr), types, structure, tuple(facts), op.scopes, dtypes, local)
+    key = (id(jaxpr), types, structure, tuple(facts), scopes, dtypes, local)
     if local is not None and key in visitor.cache:
         cached = visitor.cache[key]
         visitor.found |= cached.found
@@ -283,7 +296,7 @@ def rewrite(
 
     def run(*args: Any) -> Values:
         with visitor.inside(op.eqn, jax.tree.unflatten(structure, args[count:])):
-            outs, known[:] = visitor.run(body, consts, args[:count], facts, op.scopes)
+            outs, known[:] = visitor.run(body, consts, args[:count], facts, scopes)
         return as_results(outs, body.outvars, dtypes)
 
     new = jax.make_jaxpr(run)(*types)
@@ -302,12 +315,18 @@ def as_results(
     outs: Sequence[Any], variables: Sequence[Any], dtypes: Dtypes | None = None
 ) -> list[Any]:
     """Returns results as arrays, also those that are literals, in the given dtypes."""
-    avals: list[Any] = [var.aval for var in variables]
+    pairs = zip(outs, [var.aval for var in variables], strict=True)
     arrays = [
-        out if isinstance(out, jax.Array) else jnp.asarray(out, aval.dtype)
-        for out, aval in zip(outs, avals, strict=True)
+        x if isinstance(x, jax.Array) else _constant(x, aval) for x, aval in pairs
     ]
     return arrays if dtypes is None else cast_all(arrays, dtypes)
+
+
+def _constant(value: Any, aval: Aval) -> Any:
+    """Returns a literal as an array of its type; a weak one only a Python number makes."""
+    if getattr(aval, "weak_type", False):
+        return jnp.asarray(np.asarray(value).item())
+    return jnp.asarray(value, aval.dtype)
 
 
 def cast_all(values: Sequence[Any], dtypes: Dtypes) -> list[Any]:

@@ -11,6 +11,7 @@ from mpx._compat import as_function, bind, open_jaxpr, scan_options, scan_sizes
 from mpx._jaxpr._interpreter import (
     Aval,
     Dtypes,
+    Facts,
     Handler,
     Jaxpr,
     Op,
@@ -63,7 +64,7 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
     known = [
         *visitor.facts_inside(op.facts[:n_consts], body.invars[:n_consts], "operand"),
         *(
-            visitor.fact_inside(fact, var, "constant" if out is var else "carry")
+            visitor.fact_inside(fact, var, "operand" if out is var else "carry")
             for fact, var, out in zip(
                 op.facts[n_consts:], carry_vars, body.outvars, strict=False
             )
@@ -74,23 +75,23 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
     sliced = jax.tree.map(_slice_type, more)
     x_types = [with_dtype(v.aval, x.dtype) for v, x in zip(x_vars, xs, strict=True)]
 
-    def body_for(carry: Dtypes, outs: Dtypes | None) -> Jaxpr:
+    def body_for(carry: Dtypes, outs: Dtypes | None) -> tuple[Jaxpr, Facts]:
         types = [with_dtype(v.aval, d) for v, d in zip(carry_vars, carry, strict=True)]
         types = [*types_of(consts), *types, *x_types]
-        return rewrite(visitor, op, jaxpr, types, known, more=sliced, dtypes=outs)[0]
+        return rewrite(visitor, op, jaxpr, types, known, more=sliced, dtypes=outs)
 
     dtypes = _carry_dtypes(
         visitor,
         dtypes_of([var.aval for var in carry_vars]),
         dtypes_of(carry),
-        lambda dtypes: dtypes_of(body_for(dtypes, None).out_avals[:n_carry]),
+        lambda dtypes: dtypes_of(body_for(dtypes, None)[0].out_avals[:n_carry]),
     )
-    new = body_for(dtypes, dtypes + (None,) * (len(eqn.outvars) - n_carry))
+    new, found = body_for(dtypes, dtypes + (None,) * (len(eqn.outvars) - n_carry))
     carry = cast_all(carry, dtypes)
     leaves = jax.tree.leaves(more)
     if not leaves:
         outs = bind(eqn, [*consts, *carry, *xs], jaxpr=new)
-        return outs, visitor.result_facts(outs)
+        return outs, visitor.result_facts(outs, found)
     run = as_function(new)
 
     def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[Any, Any]:
@@ -98,7 +99,7 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
         return outs[:n_carry], outs[n_carry:]
 
     outs = scan_with(eqn, step, carry, [*xs, *leaves])
-    return outs, visitor.result_facts(outs)
+    return outs, visitor.result_facts(outs, found)
 
 
 def _slice_type(x: Any) -> Aval:
@@ -123,32 +124,37 @@ def _while(visitor: Visitor, op: Op) -> Outcome:
     n_consts = n_cond + n_body
     carry_vars = open_jaxpr(params["body_jaxpr"])[0].invars[n_body:]
 
-    def part(name: str, carry: Dtypes, outs: Dtypes | None) -> Jaxpr:
+    kept = open_jaxpr(params["body_jaxpr"])[0].outvars
+    carried = [
+        visitor.fact_inside(fact, var, "operand" if out is var else "carry")
+        for fact, var, out in zip(op.facts[n_consts:], carry_vars, kept, strict=True)
+    ]
+
+    def part(name: str, carry: Dtypes, outs: Dtypes | None) -> tuple[Jaxpr, Facts]:
         chosen = slice(n_cond) if name == "cond_jaxpr" else slice(n_cond, n_consts)
         inputs = open_jaxpr(params[name])[0].invars
         types = [with_dtype(v.aval, d) for v, d in zip(carry_vars, carry, strict=True)]
         types = [*types_of(values[chosen]), *types]
         count = len(inputs) - len(carry_vars)
-        known = [
-            *visitor.facts_inside(op.facts[chosen], inputs[:count], "operand"),
-            *visitor.facts_inside(op.facts[n_consts:], inputs[count:], "carry"),
-        ]
-        return rewrite(visitor, op, params[name], types, known, dtypes=outs)[0]
+        known = visitor.facts_inside(op.facts[chosen], inputs[:count], "operand")
+        facts = [*known, *carried]
+        return rewrite(visitor, op, params[name], types, facts, dtypes=outs)
 
     carry = values[n_consts:]
     dtypes = _carry_dtypes(
         visitor,
         dtypes_of([var.aval for var in carry_vars]),
         dtypes_of(carry),
-        lambda dtypes: dtypes_of(part("body_jaxpr", dtypes, None).out_avals),
+        lambda dtypes: dtypes_of(part("body_jaxpr", dtypes, None)[0].out_avals),
     )
+    body, known = part("body_jaxpr", dtypes, dtypes)
     outs = bind(
         op.eqn,
         [*values[:n_consts], *cast_all(carry, dtypes)],
-        cond_jaxpr=part("cond_jaxpr", dtypes, None),
-        body_jaxpr=part("body_jaxpr", dtypes, dtypes),
+        cond_jaxpr=part("cond_jaxpr", dtypes, None)[0],
+        body_jaxpr=body,
     )
-    return outs, visitor.result_facts(outs)
+    return outs, visitor.result_facts(outs, known)
 
 
 HANDLERS: dict[str, Handler] = {"scan": _scan, "while": _while}

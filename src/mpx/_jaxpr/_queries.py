@@ -8,6 +8,7 @@ from typing import Literal as OneOf
 
 from mpx._compat import (
     Literal,
+    hi_jaxpr,
     is_jaxpr,
     is_transposed,
     open_jaxpr,
@@ -50,6 +51,8 @@ MOVES = SHAPE_ONLY.union(
         "optimization_barrier name"
     )
 )
+HI_PRIMITIVE = "call_hi_primitive"
+"""High-level operations of JAX 0.12, which say themselves what they compute."""
 REMAT = names("checkpoint remat2 remat")
 LOOPS = ("scan", "while")
 CALLS = ("jit", "pjit", "closed_call", *REMAT)
@@ -61,6 +64,8 @@ def sub_jaxprs(eqn: Equation) -> Iterator[Any]:
     What goes through them belongs in this package: other packages use `walk`, `equations`,
     `fold`, or the classes `Walk`, `Flow`, `Run` and `Visitor`.
     """
+    if eqn.primitive.name == HI_PRIMITIVE and (found := hi_jaxpr(eqn)) is not None:
+        yield open_jaxpr(found)[0]
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if is_jaxpr(item):
@@ -75,6 +80,8 @@ def body_of(eqn: Equation) -> Any:
 def called(eqn: Equation) -> Any:
     """Returns the jaxpr that an equation calls with its operands as they are, if any."""
     inner = [x for x in eqn.params.values() if is_jaxpr(x)]
+    if eqn.primitive.name == HI_PRIMITIVE:
+        return hi_jaxpr(eqn)
     if len(inner) == 1 and primitive_name(eqn) not in LOOPS:
         body = open_jaxpr(inner[0])[0]
         sizes = len(body.invars), len(body.outvars)

@@ -265,6 +265,10 @@ _RULES = {
 def _as_policy(amp_policy: Mapping[Any, Callable[..., Changed]]) -> AmpRules:
     rules = {key: _RULES.get(value, value) for key, value in amp_policy.items()}
     scopes = {key: rule for key, rule in rules.items() if type(key) is str}
+    if "amp_stop" in scopes:
+        scopes.setdefault(
+            "amp_step", scopes["amp_stop"]
+        )  # as jaxamp's README prints it
     listed = {key.name: rule for key, rule in rules.items() if type(key) is not str}
     # Besides being a scope, it is the rule of what is not listed.
     default = rules.get("amp_default", Rule.ORIGINAL)
