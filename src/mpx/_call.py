@@ -228,25 +228,23 @@ class Call:
         return arrays, params
 
     def widened(self, diff: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        """Returns copies in the compute dtype of what is computed wider than stored.
+        """Returns copies, of at least f32, of parameters stored in 16 bits.
 
-        The derivative with respect to a stored 16-bit parameter would be rounded to
-        its dtype. Everything else comes back as it is.
+        The derivative with respect to a stored one would be rounded to its dtype, and that
+        of a table be summed in it. Everything else comes back as it is.
         """
         if self.policy is None:
             return diff
-        keep, size = (
-            self.policy.keeping(),
-            self.policy.resolved_compute_dtype().itemsize,
-        )
+        keep, dtype = self.policy.keeping(), self.policy.resolved_compute_dtype()
+        dtype = at_least_f32(dtype)
         floats = (dtype_of(x) for x in jax.tree.leaves(diff) if is_floating(x))
-        if all(dtype.itemsize >= size for dtype in floats):
+        if all(found.itemsize >= dtype.itemsize for found in floats):
             return diff
 
         def widen(name: LeafName, leaf: Any) -> Any:
-            if not is_floating(leaf):
+            if not is_floating(leaf) or keep.keeps(name, leaf):
                 return leaf
-            return cast_state_leaf(leaf, keep.dtype_for(name, leaf))  # never narrowed
+            return cast_state_leaf(leaf, dtype)  # never narrowed
 
         arrays, params = self._take_params(diff)
         arrays = {

@@ -122,9 +122,10 @@ def evaluate(
     diff, scales = as_local((call.diff_in(state), call.scales), axis_name)
     wide = call.widened(diff)
     loss_of = scaled_loss
-    if axis_name is None and call.policy is not None:
-        # XLA sums the gradients over devices, if there are several.
-        loss_of = functools.partial(with_masters, scaled_loss, choice=reduce)
+    if call.low is not None:
+        loss_of = functools.partial(
+            with_masters, scaled_loss, choice=reduce, is_mapped=axis_name is not None
+        )
     # Without a scale, `amp` in f16 inside the function warns.
     is_scaled = not isinstance(scaling, NoLossScaling)
     with (

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from mpx._tree import (
@@ -326,8 +327,15 @@ def state_after(merged: Merged) -> tuple[dict[LeafName, Any], PyTree]:
             return old
         return cast_leaf(new, old.dtype) if is_floating(new) else new
 
-    source = (before.params, before.rest)
-    params, rest = jax.tree.map(restore, after, merged.found, source)
+    def restore_rest(new: Any, found: Any, old: Any) -> Any:
+        restored = restore(new, found, old)
+        if new is found or not is_floating(new) or found.dtype == old.dtype:
+            return restored
+        # `nnx.jit` and `nnx.remat` assign what was there, rounded for the call.
+        return jnp.where(new == found, old, restored)
+
+    params = jax.tree.map(restore, after[0], merged.found[0], before.params)
+    rest = jax.tree.map(restore_rest, after[1], merged.found[1], before.rest)
     named = [x for name, tree in params.items() for x in named_leaves(tree, name)]
     pairs = zip(named, jax.tree.leaves(before.params), strict=True)
     return {name: new for (name, new), old in pairs if new is not old}, rest
