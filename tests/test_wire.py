@@ -220,7 +220,7 @@ def test_explicit_axes_sum_in_f32_too():
                 linear, policy=mpx.Policy(compute_dtype="f16", reduce_dtype=choice)
             )
             step = jax.jit(
-                lambda w, x, take=take: take(mpx.NoLossScaling(), w, x).grads
+                lambda w, x, take=take: take(mpx.StaticLossScaling(1.0), w, x).grads
             )
             found[choice] = sums(step.lower(w, x).compile())
     assert found == {None: {"f32"}, "compute": {"f16"}}

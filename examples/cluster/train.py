@@ -74,7 +74,7 @@ def loss_fn(params, tokens):
 
 
 def train_step(state, tokens):
-    grad_fn = mpx.value_and_grad(mpx.amp(loss_fn), policy="f32")
+    grad_fn = mpx.value_and_grad(mpx.amp(loss_fn))
     result = grad_fn(mpx.NoLossScaling(), state["params"], tokens)
     params, optimizer_state = optimizer.step(
         state["params"], state["optimizer"], result.grads, finite=result.finite

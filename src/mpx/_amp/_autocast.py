@@ -89,7 +89,7 @@ class Autocast(Settings):
             warn(_HIGHEST_BY_DEFAULT)
         if "highest" in self.found and "low" not in self.found:
             warn(_ALL_HIGHEST)
-        if self.dtype != np.float16:
+        if self.dtype != np.float16 or in_gradient_function():
             return outs
         return [_warn_if_unscaled(out) for out in outs]
 
@@ -378,8 +378,8 @@ _OPAQUE = (
     "written. Call what is inside without it, or report this."
 )
 _UNSCALED = (
-    "A function under `amp` in f16 is differentiated outside mpx's "
-    "gradient functions: without a loss scale, gradients below 6e-8 become 0. Take the "
+    "A function under `amp` in f16 is differentiated without a loss scale that mpx "
+    "knows of: gradients below 6e-8 become 0. Take the "
     "gradient with `mpx.value_and_grad(func)(mpx.DynamicLossScaling.pow2(), ...)`, or "
     "use bf16, which needs no scale. If you scale the loss yourself, "
     "filter this warning."
