@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from mpx._compat import bind, eval_equation, primitive_name
 from mpx._formats import FORMATS, Format, short_name
@@ -29,6 +31,12 @@ _OPAQUE = (
     "pallas_call",
     "ffi_call",
     "custom_call",
+)
+_SUMS = frozenset(
+    names(
+        "reduce_sum reduce_prod cumsum cumprod cumlogsumexp scatter-add scatter-mul "
+        "reduce_window_sum select_and_scatter_add"
+    )
 )
 
 
@@ -59,8 +67,14 @@ def to_host(x: Array) -> Array:
     """Copies an array to the CPU, as one of NumPy if it can be one."""
     if isinstance(x, np.ndarray | np.generic):
         return x
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        # Other processes hold parts of it; each of them is here, too.
+        if not x.is_fully_replicated:
+            whole = NamedSharding(getattr(x.sharding, "mesh"), P())  # noqa: B009
+            x = jax.jit(lambda x: x, out_shardings=whole)(x)
+        x = x.addressable_data(0)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        return jax.device_put(x, jax.devices("cpu")[0])
+        return jax.device_put(x, jax.local_devices(backend="cpu")[0])
     return np.asarray(x)
 
 
@@ -75,7 +89,7 @@ def as_operand(x: Array, aval: Any) -> Array:
 
 
 def run_as_written(
-    eqn: Equation, args: Sequence[Array], axes: Axes = ()
+    eqn: Equation, args: Sequence[Array], axes: Axes = (), *, in_turn: bool = False
 ) -> list[Array]:
     """Runs an equation on arrays, cast to its own dtypes.
 
@@ -83,12 +97,27 @@ def run_as_written(
         eqn: The equation.
         args: The operands.
         axes: The axes of the `shard_map` around it.
+        in_turn: Whether a sum in low precision is rounded after each term. XLA does that
+            or not, depending on the shape and on what it fuses the sum with.
     """
     pairs = zip(args, eqn.invars, strict=True)
     operands = [as_operand(x, atom.aval) for x, atom in pairs]
+    if in_turn and primitive_name(eqn) == "reduce_sum" and is_low(operands[0]):
+        return [_added_in_turn(operands[0], eqn.params["axes"])]
+    if primitive_name(eqn) in _SUMS and is_low(eqn.outvars[0].aval) and not axes:
+        # In which order and with how many digits it adds up depends on the device.
+        with jax.default_device(jax.local_devices()[0]):
+            return [to_host(x) for x in eval_equation(eqn, operands)]
     if any(callable(value) for value in eqn.params.values()):
         return eval_equation(eqn, operands)
     return _run(eqn, operands, eqn.outvars[0].aval.dtype, {}, axes)
+
+
+def _added_in_turn(x: Array, axes: Sequence[int]) -> np.ndarray:
+    x = jnp.moveaxis(jnp.asarray(x), axes, range(len(axes)))
+    rows = x.reshape(-1, *x.shape[len(axes) :])
+    total = jnp.zeros(rows.shape[1:], x.dtype)
+    return np.asarray(lax.scan(lambda a, row: (a + row, None), total, rows)[0])
 
 
 def _run(
