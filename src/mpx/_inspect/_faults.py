@@ -46,6 +46,7 @@ _ADDS = frozenset(
     names("add add_any sub mul reduce_sum cumsum dot_general scatter-add")
 )
 _DIFFERENCES = frozenset(names("add add_any sub reduce_sum cumsum dot_general"))
+_TOTALS = frozenset(names("reduce_sum cumsum scatter-add reduce_window_sum"))
 
 
 class Call(NamedTuple):
@@ -253,6 +254,8 @@ def _kind_of_error(node: Node, blame: Blame) -> Kind:
         return "cancellation"
     if worst.flushed > 0.05 or worst.largest < tiny or worst.smallest < tiny / 8:
         return "underflow"
+    if node.primitive in _TOTALS:
+        return "accumulation"
     return "cancellation" if node.primitive in _DIFFERENCES else "precision"
 
 
