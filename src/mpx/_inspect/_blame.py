@@ -515,7 +515,8 @@ class Blame:
             bad = [i for i in wrong if errors[i] > self.errors[i] / 2]
         if not bad:
             return None
-        worst = max(bad, key=lambda i: errors[i])
+        largest = max(errors[i] for i in bad)
+        worst = next(i for i in bad if errors[i] >= 0.9 * largest)
         share = (self.errors if self._in_turn else errors)[worst]
         return Verdict(index, cause, None, share, self.outputs.names[worst])
 

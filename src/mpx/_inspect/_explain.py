@@ -85,7 +85,8 @@ class Explanation(Result):
         formats = ", ".join(self.formats) or "nothing below f32"
         what = "loss and gradient" if self.has_gradient else "the forward pass only"
         lines = [f"Looked at {what}: {self.equations} operations; {formats}."]
-        off = f" (off by {_amount(self.loss_error)})" if self.loss_error > 0.005 else ""
+        is_off = 0.005 < self.loss_error < math.inf
+        off = f" (off by {_amount(self.loss_error)})" if is_off else ""
         lines.append(f"loss {self.loss:.6g}, in f32 {self.loss_in_f32:.6g}{off}")
         errors = {k: x for k, x in self.grad_errors.items() if k not in self.unstable}
         if errors:
@@ -121,12 +122,14 @@ def explain(
 ) -> Explanation:
     """Names the first operation whose result is wrong in low precision but not in f32.
 
-    The loss and its gradient with respect to the first argument are computed on the given
-    arrays, operation by operation, once as they are and once in f32. A number that is not
-    finite is traced to the operation where it is born. A finite result is wrong if it
-    differs from that in f32 by more than its format explains, and an operation is at fault
-    if it alone makes it so. Without any low precision, numbers that are not finite are
-    traced.
+    The loss and its gradient with respect to the parameters are computed on the given arrays:
+    compiled, as in training, and in f32, without `amp`, `fp8` and casts to fewer bits. The
+    errors that are reported are the distances of these two. To find the operation at fault,
+    the program also runs operation by operation, once as it is and once in f32. A number that
+    is not finite is traced to the operation that made it. A finite result is inaccurate if it
+    differs from that in f32 by more than its format explains; an operation is at fault if it
+    alone makes it so, and the remedy is tried. Without any low precision, numbers that are not
+    finite are traced.
 
     It is meant for one call on a small batch: each operation runs by itself, on the CPU.
 
