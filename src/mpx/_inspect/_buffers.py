@@ -7,16 +7,18 @@ values of a jaxpr never exist in memory. The rules here say which ones do.
 import collections
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mpx._compat import Literal, open_jaxpr, primitive_name
+from mpx._inspect._dtypes import HALF
 from mpx._jaxpr._flow import Walk
-from mpx._jaxpr._interpreter import Aval, Jaxpr
+from mpx._jaxpr._interpreter import Aval, Jaxpr, Scopes
 from mpx._jaxpr._queries import (
     ATTENTION,
     CALLS,
     GROUPED,
     MATMULS,
+    MOVES,
     SHAPE_ONLY,
     Equation,
     Position,
@@ -24,7 +26,10 @@ from mpx._jaxpr._queries import (
     has_body,
     makers,
     names,
+    repetitions,
 )
+
+K = TypeVar("K")
 
 INLINED = (*CALLS, *names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"))
 _READS_MEMORY = frozenset(
@@ -101,11 +106,20 @@ class Peak(NamedTuple):
 class _Node:
     """An equation with the values that it reads and makes, by number."""
 
-    __slots__ = ("backward", "callers", "eqn", "inner", "name", "outs", "reads")
+    __slots__ = (
+        "backward",
+        "callers",
+        "eqn",
+        "inner",
+        "name",
+        "outs",
+        "reads",
+        "scopes",
+    )
 
     def __init__(self, here: Position, reads: list[int], inner: int) -> None:
         self.eqn, self.callers, self.backward = here.eqn, here.callers, here.backward
-        self.name = primitive_name(here.eqn)
+        self.name, self.scopes = primitive_name(here.eqn), here.scopes
         self.reads, self.inner = reads, inner
         self.outs: list[int] = []
 
@@ -333,3 +347,36 @@ def _lifetimes(graph: _Graph) -> tuple[set[int], _Life]:
         if value >= 0 and same[value] in stored:
             life.dies[same[value]] = len(graph.nodes)
     return stored, life
+
+
+def traffic(jaxpr: Jaxpr, group_of: Callable[[Scopes], K]) -> collections.Counter[K]:
+    """Returns how many 16-bit numbers the kernels of a program read and write, by group.
+
+    What a kernel makes from its operands without storing it costs nothing.
+
+    Args:
+        jaxpr: The program.
+        group_of: Returns the group of an operation, from the scopes around it.
+    """
+
+    def at(body: Jaxpr, inner: Callable[..., Any]) -> collections.Counter[K]:
+        graph, total = _Graph(body, lambda _: ()), collections.Counter[K]()
+        same = _same_buffers(graph)
+        stored, roots = _stored(graph, same)
+        for node in graph.nodes:
+            made = {x for x in node.outs if same[x] == x and x in stored}
+            if has_body(node.eqn):
+                # Of the branches of a conditional, the one with the most work counts.
+                most = max(inner(node.eqn), key=lambda x: x.total(), default={})
+                for group, numbers in most.items():
+                    total[group] += numbers * repetitions(node.eqn)
+            elif made and node.name not in MOVES:
+                read = {
+                    root for x in node.reads for root in roots.get(same[x], {same[x]})
+                }
+                for value in read | made:
+                    if graph.dtype[value] in HALF:
+                        total[group_of(node.scopes)] += graph.size[value] // 2
+        return total
+
+    return fold(jaxpr, at)
