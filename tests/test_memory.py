@@ -40,6 +40,7 @@ def test_parameters_gradients_and_state_are_counted():
         "amp bf16",
         "amp f16",
         "bf16 parameters, flash",
+        "the same with release",
     ]
     for name in ("f32", "amp bf16", "amp f16"):
         option = found[name]
@@ -50,7 +51,7 @@ def test_parameters_gradients_and_state_are_counted():
     assert (flash.params, flash.grads, flash.inputs) == (
         2 * COUNT,
         2 * COUNT,
-        2 * B * D,
+        4 * B * D,  # the batch stays as it is
     )
     state = jax.eval_shape(
         mpx.optim.flash_adamw(1e-3).init, mpx.cast_to_bfloat16(PARAMS)
@@ -73,6 +74,52 @@ def test_peak_holds_everything_that_exists_at_once():
     assert held + 4 * B * H + f32.grads / 2 <= f32.peak
     # At most the residual, the gradients, and two activations of the backward pass.
     assert f32.peak <= held + 4 * B * H + f32.grads + 2 * 4 * B * H
+
+
+def test_columns_add_up_to_the_peak():
+    for x in memory(loss, PARAMS, shape(B, D)).options:
+        others = x.grads_at_peak + sum(x.residuals_at_peak.values()) + x.temporary
+        assert x.params + x.state + x.inputs + others == x.peak
+        assert x.temporary >= WORKSPACE
+        assert sum(x.residuals_at_peak.values()) <= sum(x.residuals.values())
+
+
+@pytest.mark.standard_promotion
+def test_rows_say_the_precision_for_16_bit_parameters_too():
+    low = jax.tree.map(lambda x: shape(*x.shape, dtype=jnp.bfloat16), PARAMS)
+    wide, found = memory(loss, PARAMS, shape(B, D)), memory(loss, low, shape(B, D))
+    assert found.options[0].name == "as given"
+    assert found["as given"].params == 2 * COUNT
+    assert found.options[1:] == wide.options
+    assert found["f32"].residuals != found["amp bf16"].residuals
+
+
+def layers(p, x):
+    return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0])
+
+
+def test_release_holds_one_gradient_at_a_time():
+    flat = memory(loss, PARAMS, shape(B, D))
+    flash, released = flat["bf16 parameters, flash"], flat["the same with release"]
+    assert released.grads_at_peak <= 2 * D * H + 4
+    deep = {"w": shape(64, H, H)}
+    found = memory(layers, deep, shape(2, H))
+    flash, released = found["bf16 parameters, flash"], found["the same with release"]
+    saved = flash.peak - released.peak
+    assert 0.95 * flash.grads < saved <= flash.grads
+
+
+@pytest.mark.standard_promotion
+def test_step_of_release_is_taken_for_its_function():
+    optimizer = mpx.optim.flash_lion(1e-3)
+    deep = {"w": shape(8, H, H, dtype=jnp.bfloat16)}
+    step = mpx.optim.release(layers, optimizer)
+    state = jax.eval_shape(optimizer.init, deep)
+    found = memory(step, deep, state, shape(2, H))
+    assert found.options[0].name == "as given"
+    assert found["as given"].state == found["bf16 parameters, flash"].state
+    assert found["as given"].peak < found["bf16 parameters, flash"].peak
+    assert memory(step, deep, shape(2, H)) == found
 
 
 def test_optimizer_is_the_one_that_is_given():
@@ -118,7 +165,7 @@ def test_unknown_option_and_target_are_refused():
 def test_result_prints_and_exports():
     found = memory(loss, PARAMS, shape(B, D))
     assert "predicted peak" in str(found)
-    assert len(str(found).splitlines()) == 2 + len(found.options)
+    assert len(str(found).splitlines()) == 3 + len(found.options)
     assert json.loads(found.to_json())["gpu"] == [9, 0]
 
 
@@ -166,10 +213,13 @@ def test_peak_of_small_programs(name):
         assert found.bytes >= expected - 64 - (SIZE if name == "a loop" else 0)
 
 
-def test_results_in_place_need_no_memory():
-    jaxpr = jax.make_jaxpr(lambda p, g: p - g)(shape(B, D), shape(B, D))
-    assert peak(jaxpr).bytes == SIZE
-    assert peak(jaxpr, in_place=[0]).bytes == 0
+def test_released_results_exist_only_while_they_are_made():
+    def two(x, y):
+        return x @ x, jnp.sin(y) @ y
+
+    jaxpr = jax.make_jaxpr(two)(shape(D, D), shape(D, D))
+    assert peak(jaxpr).bytes == 3 * 4 * D * D
+    assert peak(jaxpr, released=[0, 1]).bytes == 2 * 4 * D * D
 
 
 def test_remat_keeps_less():

@@ -80,6 +80,7 @@ class Buffer(NamedTuple):
         callers: The equations that hold this one, from the outside in.
         is_saved: Whether the forward pass makes it and the backward pass reads it.
             What a scan makes counts as made inside it.
+        is_result: Whether it is a result of the program.
     """
 
     bytes: int
@@ -87,6 +88,7 @@ class Buffer(NamedTuple):
     eqn: Equation
     callers: tuple[Equation, ...]
     is_saved: bool
+    is_result: bool
 
 
 class Peak(NamedTuple):
@@ -189,51 +191,56 @@ def _key(here: Position, reads: list[int]) -> Hashable:
     return primitive_name(eqn), *reads, str(literals), str(eqn.params), here.backward
 
 
-def peak(jaxpr: Jaxpr, in_place: Sequence[int] = ()) -> Peak:
+def peak(jaxpr: Jaxpr, released: Sequence[int] = ()) -> Peak:
     """Predicts the most memory that a program needs besides its arguments.
 
     Args:
         jaxpr: The program. The order of its equations is taken for that of the kernels.
-        in_place: Positions of results that are written over arguments.
+        released: Positions of results that are needed no longer as soon as they are made.
+            Those that a scan stacks are needed layer by layer, inside the scan.
     """
     outermost = open_jaxpr(jaxpr)[0]
 
     def at(body: Jaxpr, inner: Inner) -> Peak:
-        return _peak(_Graph(body, inner), in_place if body is outermost else ())
+        return _peak(_Graph(body, inner), released if body is outermost else ())
 
     return fold(jaxpr, at)
 
 
-def _peak(graph: _Graph, in_place: Sequence[int]) -> Peak:
+def _peak(graph: _Graph, released: Sequence[int]) -> Peak:
     stored, life = _lifetimes(graph)
     born, dies = life.born, life.dies
-    free = {life.same[graph.outs[i]] for i in in_place if graph.outs[i] >= 0}
+    results = {life.same[x] for x in graph.outs if x >= 0}
+    gone = {life.same[graph.outs[i]] for i in released if graph.outs[i] >= 0}
+    for value in gone & stored:
+        maker = graph.maker[value]
+        dies[value] = born[value] - (maker is not None and maker.name == "scan")
     change: collections.Counter[int] = collections.Counter()
     for value in stored:
-        if value not in free:
-            change[born[value]] += graph.size[value]
-            change[dies[value] + 1] -= graph.size[value]
+        change[born[value]] += graph.size[value]
+        change[dies[value] + 1] -= graph.size[value]
     now, most, at = 0, 0, 0
     for time, node in enumerate(graph.nodes):
         now += change[time]
         if now + node.inner > most:
             most, at = now + node.inner, time
-    found = {value: _buffer(graph, life, value) for value in sorted(stored)}
+    found = {
+        value: _buffer(graph, life, value, value in results) for value in sorted(stored)
+    }
     live = [
-        buffer
-        for value, buffer in found.items()
-        if value not in free and born[value] <= at <= dies[value]
+        buffer for value, buffer in found.items() if born[value] <= at <= dies[value]
     ]
     return Peak(most, live, [buffer for buffer in found.values() if buffer.is_saved])
 
 
-def _buffer(graph: _Graph, life: "_Life", value: int) -> Buffer:
+def _buffer(graph: _Graph, life: "_Life", value: int, is_result: bool) -> Buffer:
     maker = graph.maker[value]
     assert maker is not None  # arguments are not stored
     is_saved = not maker.backward and value in life.read_back
     *callers, eqn = makers(maker.eqn, maker.outs.index(value), (*INLINED, "scan"))
     size, dtype = graph.size[value], graph.dtype[value]
-    return Buffer(size, dtype, eqn, (*maker.callers, *callers), is_saved)
+    every = (*maker.callers, *callers)
+    return Buffer(size, dtype, eqn, every, is_saved, is_result)
 
 
 def _same_buffers(graph: _Graph) -> list[int]:
