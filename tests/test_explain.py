@@ -220,6 +220,22 @@ def test_infinite_operands_are_no_reason_for_a_larger_loss_scale():
     assert math.isfinite(found.loss_in_f32)
 
 
+def test_arrays_on_explicit_axes_are_explained_as_on_one_device():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    params, x = TWO_LAYERS
+    placed = (
+        jax.device_put(params, jax.NamedSharding(mesh, P())),
+        jax.device_put(x, jax.NamedSharding(mesh, P("data"))),
+    )
+    found, alone = (
+        explain(mpx.amp(two_layers), *placed),
+        explain(mpx.amp(two_layers), params, x),
+    )
+    assert found.ok
+    assert found.loss_in_f32 == pytest.approx(alone.loss_in_f32, rel=1e-6)
+    assert found.equations >= alone.equations
+
+
 def test_state_of_fp8_is_no_parameter():
     func = mpx.fp8(two_layers, mpx.recipes.DelayedScaling(), min_gain=0)
     state = func.init(*TWO_LAYERS)

@@ -2,8 +2,11 @@
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import textwrap
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ from jax import lax
 import mpx
 from mpx._inspect import _memory_command, _report_command, _target
 from mpx._inspect._buffers import peak
+from mpx._inspect._program import program
 from mpx.inspect import memory
 
 B, D, H = 64, 32, 128
@@ -160,6 +164,7 @@ def test_unknown_option_and_target_are_refused():
         found["bf16"]
     with pytest.raises(ValueError, match="`target` must be one of"):
         memory(loss, PARAMS, shape(B, D), target="a100")
+    assert memory(loss, PARAMS, shape(B, D), target="H200").gpu == (9, 0)
 
 
 def test_result_prints_and_exports():
@@ -373,9 +378,74 @@ def test_program_for_eight_gpus_tells_its_collectives():
 def test_fp8_for_a_gpu_that_is_not_there():
     shapes = {"a": shape(1024, 4096), "b": shape(4096, 1024)}, shape(2048, 1024)
     p, x = mpx.cast_to_bfloat16(shapes)
-    found = mpx.inspect.report(mpx.fp8(loss, min_gain=0), p, x, target="h200")
+    func = mpx.fp8(loss, min_gain=0)
+    if jax.__version_info__ >= (0, 12):
+        with pytest.raises(NotImplementedError, match=r"The CUDA plugin of jax 0\.1"):
+            mpx.inspect.report(func, p, x, target="h200")
+        return
+    found = mpx.inspect.report(func, p, x, target="H200")
     assert found.compiled.matmuls.fp8 == 5
     assert found.opaque == ()
+
+
+@pytest.mark.gpu_compile
+def test_compiling_for_a_gpu_changes_nothing_for_what_runs_here():
+    code = """
+import os, jax, jax.numpy as jnp, mpx
+jnp.ones(3) + 1  # JAX has found its devices
+w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+found = mpx.inspect.report(lambda w, x: jnp.sum(x @ w), w, w, target="h200")
+assert found.compiled.kernels
+assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
+assert float(jnp.sum(jnp.ones(3))) == 3
+assert jax.devices()[0].platform == "cpu"
+"""
+    hidden = ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_missing_plugin_leaves_the_environment_alone(monkeypatch):
+    names = types.SimpleNamespace(get_topology_desc=_not_there)
+    monkeypatch.setattr(_target, "private", lambda _: names)
+    monkeypatch.setattr(_target, "_initialize_plugin", lambda: None)
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+    with pytest.raises(ImportError, match=r'pip install "jax\[cuda13\]=='):
+        mpx.inspect.report(loss, PARAMS, shape(B, D), target="H200")
+    assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
+
+
+def _not_there(**options):
+    assert os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] == "1"
+    raise NotImplementedError("topology not implemented for cuda")
+
+
+def test_plugin_that_jax_left_out_is_registered(monkeypatch):
+    done = []
+
+    def describe(**options):
+        if not done:
+            raise NotImplementedError("topology not implemented for cuda")
+        return types.SimpleNamespace(devices=["gpu"])
+
+    names = types.SimpleNamespace(get_topology_desc=describe)
+    monkeypatch.setattr(_target, "private", lambda _: names)
+    monkeypatch.setattr(_target, "_initialize_plugin", lambda: done.append(True))
+    assert _target.target_devices("h200", 1) == ["gpu"]
+
+
+def test_refusal_of_the_plugin_is_explained(monkeypatch):
+    class Lowered:
+        def compile(self, options):
+            raise RuntimeError("Failed to serialize StableHLO to plugin version 1.16.3")
+
+    monkeypatch.setattr(_target, "compiler_options", lambda _: {})
+    stages = types.SimpleNamespace(lower=lambda *_: Lowered())
+    monkeypatch.setattr(_target.jax, "jit", lambda _: stages)
+    full = program(loss, (PARAMS, shape(B, D)), {})
+    mesh = jax.make_mesh((1,), ("devices",), devices=jax.devices()[:1])
+    with pytest.raises(NotImplementedError, match="matmuls in fp8 are known to be one"):
+        _target.compile_for(full, "h200", mesh)
 
 
 def test_description_of_the_target_is_shipped():

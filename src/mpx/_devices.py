@@ -63,7 +63,7 @@ def gpu_capability() -> tuple[int, int] | str | None:
         return next(
             (_CAPABILITIES[x] for x in kind.split() if x in _CAPABILITIES), None
         )
-    found = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+    found = str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
     major, _, minor = found.partition(".")
     if not (major.isdigit() and minor[:1].isdigit()):
         return found

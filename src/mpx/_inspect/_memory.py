@@ -14,7 +14,7 @@ from mpx._inspect._buffers import Buffer, nbytes, peak
 from mpx._inspect._dtypes import is_float, is_half
 from mpx._inspect._program import Program, gradient, program, unwrapped
 from mpx._inspect._result import Result, Table, amount, total
-from mpx._inspect._target import described
+from mpx._inspect._target import as_target, described
 from mpx._inspect._views import short_dtypes
 from mpx._jaxpr._queries import MATMULS, contains
 from mpx._optim import FlashOptimizer, FlashState, flash_adamw
@@ -138,7 +138,7 @@ def memory(
         {'f32': '0.6 GB', 'amp bf16': '0.4 GB'}
     """
     here = target is None and cuda_capability() is not None
-    target = "here" if here else target or "h200"
+    target = "here" if here else as_target(target) or "h200"
     with described(target):
         gpu = cuda_capability() or ()
         options = [_option(row) for row in _rows(func, args, kwargs, optimizer)]
@@ -183,7 +183,8 @@ def _rows(
     def traced(func: Callable[..., Any], dtypes: Mapping[int, Any]) -> Program:
         shapes = list(given.arrays)
         for i, dtype in dtypes.items():
-            shapes[i] = jax.ShapeDtypeStruct(shapes[i].shape, dtype)
+            place = getattr(shapes[i], "sharding", None)
+            shapes[i] = jax.ShapeDtypeStruct(shapes[i].shape, dtype, sharding=place)
         with jax.numpy_dtype_promotion("standard"):
             return program(func, args, kwargs, shapes)
 

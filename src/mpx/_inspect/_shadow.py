@@ -4,6 +4,7 @@ The f32 version of an equation, its shadow, computes the same thing with every f
 type narrower than f32 replaced by f32.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from mpx._inspect._dtypes import is_float, is_low
 from mpx._inspect._host import run_on_host
 from mpx._jaxpr._queries import MATMULS, SHAPE_ONLY, Equation, has_body, names
 from mpx._jaxpr._run import Array, on_host
-from mpx._jaxpr._shards import Axes, run_on_shards
+from mpx._jaxpr._shards import MARKS, Axes, run_on_shards
 
 F32 = np.dtype(np.float32)
 # They read the bits of their operands, or hand them to code that expects their dtypes.
@@ -102,15 +103,24 @@ def run_as_written(
     """
     pairs = zip(args, eqn.invars, strict=True)
     operands = [as_operand(x, atom.aval) for x, atom in pairs]
+    if primitive_name(eqn) in MARKS:
+        return operands
     if in_turn and primitive_name(eqn) == "reduce_sum" and is_low(operands[0]):
         return [_added_in_turn(operands[0], eqn.params["axes"])]
     if primitive_name(eqn) in _SUMS and is_low(eqn.outvars[0].aval) and not axes:
         # In which order and with how many digits it adds up depends on the device.
         with jax.default_device(jax.local_devices()[0]):
-            return [to_host(x) for x in eval_equation(eqn, operands)]
+            is_scatter = primitive_name(eqn).startswith("scatter")
+            run = _scatter if is_scatter else functools.partial(bind, **_local(eqn))
+            return [to_host(x) for x in run(eqn, operands)]
     if any(callable(value) for value in eqn.params.values()):
         return eval_equation(eqn, operands)
     return _run(eqn, operands, eqn.outvars[0].aval.dtype, {}, axes)
+
+
+def _local(eqn: Equation) -> dict[str, Any]:
+    """Returns the parameters that place a result on devices, without a place."""
+    return {key: None for key in ("sharding", "out_sharding") if key in eqn.params}
 
 
 def _added_in_turn(x: Array, axes: Sequence[int]) -> np.ndarray:
@@ -135,7 +145,7 @@ def _run(
         result = run_on_host(eqn, hosted, dtype)
         if result is not None:
             return [np.asarray(result)]
-    return bind(eqn, args, **changes)
+    return bind(eqn, args, **_local(eqn), **changes)
 
 
 def run_in_f32(eqn: Equation, args: Sequence[Array], axes: Axes = ()) -> list[Array]:
@@ -144,7 +154,7 @@ def run_in_f32(eqn: Equation, args: Sequence[Array], axes: Axes = ()) -> list[Ar
     if name == "reduce_precision":
         return [widened(args[0])]
     if name.startswith("scatter") and not axes:
-        return [_scatter(eqn, [widened(x) for x in args])]
+        return _scatter(eqn, [widened(x) for x in args])
     if name in _OPAQUE or "callback" in name or has_body(eqn):
         return [widened(x) for x in run_as_written(eqn, args, axes)]
     changes: dict[str, Any] = {
@@ -164,11 +174,11 @@ def run_in_f32(eqn: Equation, args: Sequence[Array], axes: Axes = ()) -> list[Ar
         return [widened(x) for x in run_as_written(eqn, args, axes)]
 
 
-def _scatter(eqn: Equation, args: Sequence[Array]) -> Array:
+def _scatter(eqn: Equation, args: Sequence[Array]) -> list[Array]:
     """Runs a scatter on other dtypes: its jaxpr, which combines numbers, has fixed ones."""
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     func = getattr(lax, primitive_name(eqn).replace("-", "_"))
-    return func(*map(jnp.asarray, args), **{key: eqn.params[key] for key in names})
+    return [func(*map(jnp.asarray, args), **{key: eqn.params[key] for key in names})]
 
 
 def only_moves(eqn: Equation) -> bool:
