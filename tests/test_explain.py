@@ -207,6 +207,18 @@ def test_loop_that_does_not_end_is_reported_and_not_compiled():
     assert "not run: it would not end" in str(found)
 
 
+def test_gradient_that_jumps_at_a_relu_is_noted():
+    def loss(w, x):
+        return jnp.mean(jax.nn.relu((x * w).astype(jnp.bfloat16) - 1) + x * w)
+
+    # A relu at one in bf16, and slightly above it in f32.
+    w, x = jnp.ones(4), jnp.array([1.001, 2.0, 0.5, 0.25])
+    found = explain(loss, w, x)
+    assert found.ok
+    assert found.grad_errors["w"] > 0.1
+    assert "fall differently than in f32" in str(found)
+
+
 def test_infinite_operands_are_no_reason_for_a_larger_loss_scale():
     def loss(params, x):
         h = x @ params["w"]

@@ -157,6 +157,13 @@ class Blame:
         if self._recording.endless:
             return ("the compiled function was not run: it would not end",)
         bad = self._bad_results(self.measured)
+        if not bad and max(self.errors, default=0.0) > self._limit >= max(
+            self.measured
+        ):
+            return (
+                "gradients differ because comparisons of nearly equal numbers, as in a relu, "
+                "fall differently than in f32; with the same decisions they agree",
+            )
         if not bad or any(self.errors[i] > self._limit for i in bad):
             return ()
         return (
@@ -238,8 +245,7 @@ class Blame:
         starts, tried = [x.birth.node for x in found if x.birth], list[Equation]()
         for index in before(self.nodes, starts):
             node = self.nodes[index]
-            small = [x for x in node.written if abs(x) < EPSILON]
-            if node.primitive not in ("add", "max") or not small:
+            if node.primitive not in ("add", "max") or not _is_epsilon(node):
                 continue
             if len(tried) < _MOST_LINES and not any(x is node.eqn for x in tried):
                 tried.append(node.eqn)
@@ -584,6 +590,14 @@ class Blame:
 
 # Zero goes in, zero comes out.
 _PASSES = SHAPE_ONLY.union(names("sqrt mul convert_element_type square select_n abs"))
+
+
+def _is_epsilon(node: Node) -> bool:
+    """Returns whether a small number in the code is what keeps a result from zero."""
+    small = [abs(x) for x in node.written if abs(x) < EPSILON]
+    low, high = node.findings[0].shadow
+    least = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
+    return bool(small) and least <= 4 * max(small)
 
 
 def _norm(x: np.ndarray) -> float:
