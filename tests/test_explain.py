@@ -204,7 +204,7 @@ def test_loop_that_does_not_end_is_reported_and_not_compiled():
     assert not found.fault.place.backward
     assert "the loop ends after" in found.fault.effect
     assert "choose one above" in found.fault.remedy
-    assert "not run: it would not end" in str(found)
+    assert "not run: its loop may not end" in str(found)
 
 
 def test_gradient_that_jumps_at_a_relu_is_noted():

@@ -155,7 +155,7 @@ class Blame:
     def notes(self) -> tuple[str, ...]:
         """What else there is to know."""
         if self._recording.endless:
-            return ("the compiled function was not run: it would not end",)
+            return ("the compiled function was not run: its loop may not end",)
         bad = self._bad_results(self.measured)
         if not bad and max(self.errors, default=0.0) > self._limit >= max(
             self.measured
