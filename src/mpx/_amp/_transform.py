@@ -24,7 +24,6 @@ def amp(
     narrow_carry: bool = False,
     reduce_dtype: DTypeLike | None = None,
     attention: Literal["fuse", "keep"] = "fuse",
-    logits: Literal["chunk", "keep"] = "keep",
 ) -> Callable[..., Any]:
     """Runs a function in mixed precision, operation by operation.
 
@@ -61,12 +60,9 @@ def amp(
             sums in f32 anyway. It is for gradients taken outside `amp`.
         attention: `"fuse"` runs attention in cuDNN's kernel where it is recognised and
             that pays: see `mpx.inspect.report`. `"keep"` runs it as it is written.
-        logits: `"chunk"` computes the cross entropy of a large vocabulary in chunks where
-            it is recognised, so that its logits never exist as a whole; it excludes
-            forward-mode derivatives there. `"keep"` computes the logits.
 
     Raises:
-        ValueError: If a dtype, a rule, `attention` or `logits` is unknown; in a call, if a string
+        ValueError: If a dtype, a rule or `attention` is unknown; in a call, if a string
             or type in `keep`, or an expression in `rules`, selects nothing.
 
     Examples:
@@ -81,8 +77,6 @@ def amp(
         raise ValueError(
             f'`attention` must be "fuse" or "keep", but it is {attention!r}.'
         )
-    if logits not in ("chunk", "keep"):
-        raise ValueError(f'`logits` must be "chunk" or "keep", but it is {logits!r}.')
     if dtype is not None:
         dtype = as_compute_dtype(dtype)
     chosen = as_amp_rules(rules).keeping(parse_selectors(keep, "keep"))
@@ -95,7 +89,6 @@ def amp(
             narrow_carry=narrow_carry,
             reduce_dtype=reduce_dtype,
             attention=attention,
-            logits=logits,
         )
     reduce = parse_reduce(reduce_dtype)
 
@@ -106,7 +99,6 @@ def amp(
             narrow_carry=narrow_carry,
             reduce=amp_reduce(reduce),
             attention=attention,
-            logits=logits,
         )
 
     return under_amp(func, autocast)

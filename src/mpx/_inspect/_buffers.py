@@ -15,6 +15,7 @@ from mpx._jaxpr._interpreter import Aval, Jaxpr
 from mpx._jaxpr._queries import (
     ATTENTION,
     CALLS,
+    CROSS_ENTROPY,
     GROUPED,
     MATMULS,
     SHAPE_ONLY,
@@ -31,6 +32,7 @@ _READS_MEMORY = frozenset(
     (
         *MATMULS,
         *ATTENTION,
+        *CROSS_ENTROPY,
         GROUPED,
         *names(
             "scan while cond shard_map pallas_call ffi_call pure_callback io_callback "
