@@ -139,6 +139,13 @@ def where(q, k, v, tokens):
     return mix(softmax(scores(q, k), where=mask), v)
 
 
+def masked_by_hand(s, tokens):
+    keep = jnp.broadcast_to(tokens[:, None, None], s.shape)
+    s = jnp.where(keep, s, -1e30)
+    e = jnp.where(keep, jnp.exp(s - s.max(-1, keepdims=True)), 0.0)
+    return e / e.sum(-1, keepdims=True)
+
+
 def table(s, bias):  # T5: an embedding of distances
     places = (jnp.arange(T)[:, None] - jnp.arange(T)) % 4
     return s + bias[places].transpose(2, 0, 1)[None]
@@ -188,16 +195,6 @@ BY_HAND = {
         with_scores(
             nothing,
             lambda s: jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)),
-        ),
-        ARRAYS,
-    ),
-    "no shift": (
-        with_scores(nothing, lambda s: jnp.exp(s) / jnp.exp(s).sum(-1)[..., None]),
-        ARRAYS,
-    ),
-    "largest of all": (
-        with_scores(
-            nothing, lambda s: (e := jnp.exp(s - s.max())) / e.sum(-1, keepdims=True)
         ),
         ARRAYS,
     ),
@@ -268,6 +265,10 @@ EMPTY = {
     ),
     "softmax of the scores": (with_scores(keras_padding), (*ARRAYS, NO_KEY)),
     "nan": (with_scores(functools.partial(padding, fill=-jnp.inf)), (*ARRAYS, NO_KEY)),
+    "nan, by hand": (
+        lambda q, k, v, tokens: mix(masked_by_hand(scores(q, k), tokens), v),
+        (*ARRAYS, NO_KEY),
+    ),
     "zero": (where, (*ARRAYS, NO_KEY)),
 }
 

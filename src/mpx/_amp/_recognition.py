@@ -206,6 +206,12 @@ def _call_of(site: Site, match: "Match") -> _Call | str:
     masks = _attention.masks_of(match) if against is None else against
     if isinstance(masks, str):
         return masks
+    if masks.extras == ("bias", "mask"):
+        zeros = lambda x: jnp.zeros(x.shape, x.aval.dtype)  # noqa: E731
+        arrays = jax.eval_shape(lambda: _attention.arrays_of(match, masks, zeros))
+        against = _attention.reason_by_shapes({k: x.shape for k, x in arrays.items()})
+        if against is not None:
+            return against
     dtype = dtype_of_operand(amp, match.query)
     spec = _attention.Attention(
         scale=match.scores.scale,
@@ -310,7 +316,8 @@ def _run(
     extras = _attention.arrays_of(match, masks, wide)
     out = _attention.fitted_attention(query, key, value, extras, spec)
     if masks.empty is not None:
-        out = _attention.fill_empty_rows(match, masks, extras["mask"], value, out)
+        arrays = query, key, value
+        out = _attention.fill_empty_rows(match, masks, extras["mask"], arrays, out)
     out = match.as_result(out)
     if not is_eligible(op.eqn.outvars[0].aval) or not is_eligible(match.value.aval):
         out = cast(out, op.eqn.outvars[0].aval.dtype)  # as it was asked for

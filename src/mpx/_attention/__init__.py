@@ -7,6 +7,7 @@ private names that it needs.
 from mpx._attention._capture import captured as captured
 from mpx._attention._cudnn import Attention as Attention
 from mpx._attention._cudnn import reason_against as reason_against
+from mpx._attention._cudnn import reason_by_shapes as reason_by_shapes
 from mpx._attention._fit import fitted_attention as fitted_attention
 from mpx._attention._fit import padded_call as padded_call
 from mpx._attention._masks import Masks as Masks

@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpx._jaxpr._constants import SAME
-from mpx._jaxpr._labels import RELABEL, ROWS, of_product, sliced
+from mpx._jaxpr._constants import NUMPY, SAME
+from mpx._jaxpr._labels import RELABEL, ROWS, of_product
 from mpx._jaxpr._meanings import (
+    ABSORBING,
     MASKED,
     NO_SHIFT,
     Kind,
@@ -53,7 +54,10 @@ class Softmaxes:
             waiting.pop()
             found = None
             if rule is not None and str(getattr(last.aval, "dtype", "")) in _FLOATS:
-                found = rule(last, [self.meaning(x) for x in needs])
+                known = [self.meaning(x) for x in needs]
+                found = rule(last, known)
+                if found is not None and not _is_mask(last, known, found):
+                    found = found._replace(empty=_in_empty_row(last, known))
             self._known[id(last)] = last, found
         return self._known[id(term)][1]
 
@@ -90,6 +94,38 @@ class Softmaxes:
 
 Rule = Callable[[Term, "list[Meaning | None]"], Meaning | None]
 """Returns the meaning of a term from those of its operands."""
+
+
+_MORE = {
+    "reduce_sum": np.multiply,
+    "dot_general": np.multiply,
+    "add_any": np.add,
+}
+
+
+def _is_mask(term: Term, known: list[Meaning | None], found: Meaning) -> bool:
+    """Returns whether a term is a masked version of what it is made from."""
+    counts = [len(x.scores.masks) for x in known if x is not None]
+    return term.name == "select_n" or len(found.scores.masks) > max(counts, default=0)
+
+
+def _in_empty_row(term: Term, known: list[Meaning | None]) -> float | None:
+    """Returns what a term is in a row in which everything is masked, if that is known."""
+    name, operands = term.name, term.operands
+    numbers = [
+        x.scalar if meaning is None else meaning.empty
+        for x, meaning in zip(operands, known, strict=False)
+    ]
+    if not numbers or None in numbers:
+        return None
+    if name == "reduce_sum":
+        terms = math.prod(operands[0].shape[axis] for axis in term.params["axes"])
+        numbers.append(terms)
+    compute = {**NUMPY, **_MORE}.get(name)
+    with np.errstate(all="ignore"):
+        given = [np.float32(x) for x in numbers]
+        value = given[0] if compute is None else compute(*given)
+        return float(np.asarray(value).astype(term.aval.dtype))
 
 
 def _sums(term: Term) -> bool:
@@ -160,9 +196,15 @@ def _scaled(scores: Scores, factor: float) -> Scores | None:
         elif factor <= 0 or side.fill * factor > MASKED:
             return None
         else:
-            side = dataclasses.replace(side, fill=side.fill * factor)
+            side = dataclasses.replace(side, fill=_in_f32(side.fill * factor))
         sides.append(side)
     return dataclasses.replace(scores, scale=scores.scale * factor, sides=tuple(sides))
+
+
+def _in_f32(x: float) -> float:
+    """Returns a number as f32, in which twice the lowest number is -inf."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(x))
 
 
 def _with_side(scores: Scores, side: Side) -> Scores:
@@ -193,10 +235,35 @@ def _affine(term: Term, known: list[Meaning | None]) -> Meaning | None:
             scores = source.scores if position == 0 else _scaled(source.scores, -1.0)
         if scores is None or not _fits(other, term):
             return None
-        scores = _with_side(scores, Side("bias", other, source.labels, factor))
+        side = Side("bias", other, source.labels, factor)
+        mask = _as_mask(side)
+        found = _as_scores(term, known, _with_side(scores, mask or side), source)
+        is_first = mask is not None and not source.scores.masks
+        return found._replace(empty=mask.fill) if mask and found and is_first else found
     elif term.name == "sub" and position == 1:
         scores = _scaled(source.scores, -1.0)
     return _as_scores(term, known, scores, source)
+
+
+def _as_mask(side: Side) -> Side | None:
+    """Returns a bias of 0 and a very large negative number as a mask, if it is that."""
+    term, labels = side.term, side.labels
+    while term.name in ("broadcast_in_dim", "convert_element_type"):
+        if term.name == "broadcast_in_dim":
+            dims = term.params["broadcast_dimensions"]
+            labels = tuple(labels[d] for d in dims)
+        term = term.operands[0]
+    if term.name != "select_n" or len(term.operands) != 3:
+        return None
+    which, *cases = term.operands
+    numbers = [x.scalar for x in cases]
+    if which.shape != term.shape or 0.0 not in numbers or None in numbers:
+        return None
+    keeps = numbers[1] == 0.0
+    fill = _in_f32((numbers[0 if keeps else 1] or 0.0) * side.factor)
+    if fill > ABSORBING:
+        return None
+    return Side("mask", which, labels, keeps=keeps, fill=fill, is_added=True)
 
 
 def _fits(side: Term, term: Term) -> bool:
@@ -259,7 +326,10 @@ def _select(term: Term, known: list[Meaning | None]) -> Meaning | None:
     if source.kind == "max" and fill == 0.0 and which.name == "is_finite":
         # `logsumexp` does not subtract an infinite maximum.
         same = which.operands[0] is term.operands[position]
-        return source._replace(parents=(*parents, which)) if same else None
+        empty = source.empty
+        empty = 0.0 if empty is not None and not math.isfinite(empty) else empty
+        found = source._replace(parents=(*parents, which), empty=empty)
+        return found if same else None
     if which.shape != term.shape:
         return None
     side = Side("mask", which, source.labels, keeps=position == 2, fill=fill)
@@ -271,14 +341,14 @@ def _masked(source: Meaning, side: Side) -> Meaning | None:
     """Returns the meaning of a part of a softmax of which some elements are replaced."""
     scores, fill = source.scores, side.fill
     if source.kind == "scores" and fill <= MASKED and source.shift == NO_SHIFT:
-        return source._replace(scores=_with_side(scores, side))
-    same = any(side.is_same(x) for x in scores.sides)
-    if source.kind == "exp" and fill == 0.0:
-        # What is 0 after the exponential was -inf before; the shift may be any number.
-        side = dataclasses.replace(side, fill=-math.inf)
-        return source._replace(scores=scores if same else _with_side(scores, side))
-    if source.kind == "probs" and fill == 0.0 and same:
-        return source._replace(zeroed=True)
+        is_one = not scores.masks or source.empty == fill
+        empty = fill if is_one else None
+        return source._replace(scores=_with_side(scores, side), empty=empty)
+    # A mask of the exponentials alone is no mask of the scores: the largest score, which
+    # is subtracted, may be a masked one.
+    same = any(side.is_same(x) for x in scores.masks)
+    if source.kind in ("exp", "probs") and fill == 0.0 and same:
+        return source._replace(late=(*source.late, side), empty=0.0)
     return None
 
 
@@ -298,7 +368,9 @@ def _reduced(term: Term, known: list[Meaning | None]) -> Meaning | None:
     parents = (term.operands[0],)
     if wanted == "scores":
         return Meaning("max", source.scores, labels, parents, Shift(gone))
-    return Meaning("sum", source.scores, labels, parents, source.shift, gone)
+    is_bounded = bool(gone) and source.shift.labels == gone
+    found = Meaning("sum", source.scores, labels, parents, source.shift, gone)
+    return found._replace(is_bounded=is_bounded, late=source.late)
 
 
 def _max(term: Term, known: list[Meaning | None]) -> Meaning | None:
@@ -342,8 +414,12 @@ def _two_parts(term: Term, known: list[Meaning | None]) -> Meaning | None:
     if first.shift != second.shift:
         pass  # not parts of one softmax
     elif pair in _RATIOS:
-        kind = _RATIOS[pair]
-        return first._replace(kind=kind, parents=parents, summed=second.summed)
+        return second._replace(
+            kind=_RATIOS[pair],
+            labels=first.labels,
+            parents=parents,
+            late=first.late + second.late,
+        )
     elif pair[0] == "add" and {*pair[1:]} == {"log_sum", "max"}:
         # The logsumexp of the scores themselves.
         row = first if first.kind == "log_sum" else second
@@ -388,7 +464,6 @@ _RULES: dict[str, Rule] = {
     ),
     "stop_gradient": _stop_gradient,
     **dict.fromkeys(("mul", "div", "add", "sub", "add_any"), _arithmetic),
-    "slice": sliced,
     "neg": _neg,
     "select_n": _select,
     "reduce_max": _reduced,
