@@ -126,6 +126,17 @@ def added_padding(s, tokens):  # Hugging Face
     return s + bias[:, None, None]
 
 
+def added_both(s, tokens):  # GPT-2 of Hugging Face
+    keep = TRIL[None, None] & tokens[:, None, None]
+    return s + lax.select(keep, jnp.zeros(keep.shape), jnp.full(keep.shape, LOWEST))
+
+
+def table_and_padding(s, bias, tokens):  # T5 of Hugging Face
+    places = (jnp.arange(T)[:, None] - jnp.arange(T)) % 4
+    padding = jnp.where(tokens, 0.0, LOWEST)[:, None, None]
+    return s + (bias[places].transpose(2, 0, 1)[None] + padding)
+
+
 def keras_padding(s, tokens):
     return s + (1.0 - tokens[:, None, None].astype(jnp.float32)) * -1e9
 
@@ -225,6 +236,11 @@ BY_HAND = {
     ),
     "padding": (with_scores(padding), (*ARRAYS, PADDED)),
     "padding, added": (with_scores(added_padding), (*ARRAYS, PADDED)),
+    "padding and causal, added": (with_scores(added_both), (*ARRAYS, PADDED)),
+    "T5, padding": (
+        with_scores(table_and_padding),
+        (*ARRAYS, normal(4, 4, H), PADDED),
+    ),
     "padding of Keras": (with_scores(keras_padding), (*ARRAYS, PADDED)),
     "padding, causal": (with_scores(both), (*ARRAYS, PADDED)),
     "softmax where": (where, (*ARRAYS, PADDED)),
@@ -258,6 +274,11 @@ BY_HAND = {
 EMPTY = {
     "mean": (with_scores(padding), (*ARRAYS, NO_KEY)),
     "mean, added": (with_scores(added_padding), (*ARRAYS, NO_KEY)),
+    "mean, causal, added": (with_scores(added_both), (*ARRAYS, NO_KEY[:, ::-1])),
+    "mean, T5": (
+        with_scores(table_and_padding),
+        (*ARRAYS, normal(4, 4, H), NO_KEY),
+    ),
     "mean, causal": (with_scores(both), (*ARRAYS, NO_KEY[:, ::-1])),
     "mean, odd": (
         odd(with_scores(lambda s, x: jnp.where(x[:, None, None, :5], s, -1e30))),

@@ -316,16 +316,18 @@ def fill_empty_rows(
     if masks.is_causal:
         mask = mask & causal(rows, keys, masks.window)
     seen = jnp.swapaxes(jnp.any(mask, axis=-1), 1, 2)[..., None]
-    query, key, value = (x.astype(jnp.float32) for x in operands)
+    query, key, value = operands
     groups = query.shape[2] // value.shape[2]
-    other = jnp.repeat(jnp.sum(value, axis=1, keepdims=True), groups, axis=2)
+    total = jnp.sum(value, axis=1, keepdims=True, dtype=jnp.float32)
+    other = jnp.repeat(total, groups, axis=2)
     if masks.is_added:
         # Σ v softmax(s) at equal scores s = scale · q k, with its derivative:
         # p · Σ v + p · Σ (v - mean v) ds.
-        apart = lax.stop_gradient(value - jnp.mean(value, axis=1, keepdims=True))
+        mean = (total / keys).astype(value.dtype)
+        apart = lax.stop_gradient(value - mean) * match.scores.scale
         slopes = jnp.repeat(jnp.einsum("bshd,bshe->bhde", key, apart), groups, axis=1)
-        slope = jnp.einsum("bthd,bhde->bthe", query, match.scores.scale * slopes)
-        other = other + (slope - lax.stop_gradient(slope))
+        slope = jnp.einsum("bthd,bhde->bthe", query, slopes)
+        other = other + (slope - lax.stop_gradient(slope)).astype(jnp.float32)
     assert masks.empty is not None
     # Not nan times something where there are keys: its gradient would be nan, too.
     other = jnp.where(seen, 0.0, np.float32(masks.empty)) * other
