@@ -24,8 +24,8 @@ from attention_cases import (
 )
 from attention_look_alikes import KEPT, LOOK_ALIKES
 from models import equations, normal
-from mpx._amp import _recognition
 from mpx._attention import _pays
+from mpx._recognise import _attention
 
 bf16 = functools.partial(mpx.amp, dtype="bf16")
 UNIT = 2.0**-8
@@ -301,7 +301,7 @@ def test_unknown_choice_is_refused():
 def test_attention_is_kept_where_the_kernel_does_not_pay(
     capability, reason, monkeypatch
 ):
-    monkeypatch.setattr(_recognition, "cuda_capability", lambda: capability)
+    monkeypatch.setattr(_attention, "cuda_capability", lambda: capability)
     monkeypatch.setattr(_pays, "LEAST", {9: 128 * 128})
     report = mpx.inspect.report(bf16(EINSUM), *ARRAYS)
     (row,) = [x for x in report.kept if x.primitive == "attention"]
@@ -313,7 +313,7 @@ def test_failure_of_the_search_is_told_and_changes_nothing(monkeypatch):
     def fail(*_):
         raise KeyError("new parameter")
 
-    monkeypatch.setattr("mpx._attention.find_attention", fail)
+    monkeypatch.setattr("mpx._recognise._attention.find_attention", fail)
     with pytest.warns(RuntimeWarning, match="KeyError.*new parameter"):
         assert kernels(bf16(EINSUM), *ARRAYS) == (0, 2)
 

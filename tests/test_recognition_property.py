@@ -185,8 +185,10 @@ def draw(seed):
         [x for x in y if (x == "grouped") == is_grouped] for y in (PRODUCTS, MIXES)
     ]
     kinds = rng.choice([STEPS, STEPS, STEPS, ROUNDED])
+    product, mix = map(rng.choice, names)
     return Program(
-        *map(rng.choice, names),
+        product,
+        mix,
         rng.choice([(0.25, 1.0), (1.0, 0.25)]),
         [one(kinds) for _ in range(rng.randrange(4))],
         one(NORMALISERS),

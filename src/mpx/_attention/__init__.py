@@ -10,15 +10,6 @@ from mpx._attention._cudnn import reason_against as reason_against
 from mpx._attention._cudnn import reason_by_shapes as reason_by_shapes
 from mpx._attention._fit import fitted_attention as fitted_attention
 from mpx._attention._fit import padded_call as padded_call
-from mpx._attention._masks import Masks as Masks
-from mpx._attention._masks import arrays_of as arrays_of
-from mpx._attention._masks import fill_empty_rows as fill_empty_rows
-from mpx._attention._masks import form_of as form_of
-from mpx._attention._masks import masks_of as masks_of
-from mpx._attention._masks import smallest as smallest
-from mpx._attention._match import Match as Match
-from mpx._attention._match import find_attention as find_attention
-from mpx._attention._match import reason_for_miss as reason_for_miss
 from mpx._attention._pays import reason_not_paying as reason_not_paying
 from mpx._attention._primitive import PLAIN as PLAIN
 from mpx._attention._primitive import attend as attend

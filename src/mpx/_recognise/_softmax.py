@@ -5,27 +5,17 @@ the matmul's axes, which follow transposes and reshapes, so that a softmax over 
 not taken for one over keys. Whatever has no rule here has no meaning.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 
 import numpy as np
 
 from mpx._jaxpr._constants import NUMPY, SAME
-from mpx._jaxpr._labels import RELABEL, ROWS, of_product
-from mpx._jaxpr._meanings import (
-    ABSORBING,
-    MASKED,
-    NO_SHIFT,
-    Kind,
-    Label,
-    Meaning,
-    Scores,
-    Shift,
-    Side,
-)
 from mpx._jaxpr._queries import Equation
 from mpx._jaxpr._terms import Level, Term
+from mpx._recognise._labels import RELABEL, ROWS, of_product
+from mpx._recognise._meanings import NO_SHIFT, Kind, Label, Meaning, Scores, Shift
+from mpx._recognise._scores import affine, negated, selected, with_parents
 
 _FLOATS = ("float32", "bfloat16", "float16")
 
@@ -138,7 +128,7 @@ def _dot(term: Term, known: list[Meaning | None]) -> Meaning | None:
     for position, source in enumerate(known):
         if source is not None:  # Hugging Face multiplies weights by a mask of heads
             labels = of_product(term, source, position)
-            parents = _with_parents(term, known)
+            parents = with_parents(term, known)
             return source._replace(labels=labels, parents=parents) if labels else None
     if len(summed[0]) != 1:
         return None
@@ -155,11 +145,6 @@ def _dot(term: Term, known: list[Meaning | None]) -> Meaning | None:
     labels = tuple((label,) if size != 1 else () for label, size in axes)
     sizes = {label: size for label, size in axes if size != 1}
     return Meaning("scores", Scores(term, sizes), labels)
-
-
-def _with_parents(term: Term, known: list[Meaning | None]) -> tuple[Term, ...]:
-    pairs = zip(term.operands, known, strict=True)
-    return tuple(operand for operand, meaning in pairs if meaning is not None)
 
 
 # --- Layout ---------------------------------------------------------------------------
@@ -185,104 +170,7 @@ def _stop_gradient(term: Term, known: list[Meaning | None]) -> Meaning | None:
     return source._replace(shift=shift, parents=(term.operands[0],))
 
 
-# --- Scale, bias and mask -------------------------------------------------------------
-
-
-def _scaled(scores: Scores, factor: float) -> Scores | None:
-    sides = []
-    for side in scores.sides:
-        if side.kind == "bias":
-            side = dataclasses.replace(side, factor=side.factor * factor)
-        elif factor <= 0 or side.fill * factor > MASKED:
-            return None
-        else:
-            side = dataclasses.replace(side, fill=_in_f32(side.fill * factor))
-        sides.append(side)
-    return dataclasses.replace(scores, scale=scores.scale * factor, sides=tuple(sides))
-
-
-def _in_f32(x: float) -> float:
-    """Returns a number as f32, in which twice the lowest number is -inf."""
-    with np.errstate(over="ignore"):
-        return float(np.float32(x))
-
-
-def _with_side(scores: Scores, side: Side) -> Scores:
-    return dataclasses.replace(scores, sides=(*scores.sides, side))
-
-
-def _affine(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    """Returns the meaning of scores with a number multiplied, or a value added."""
-    (position,) = (i for i, x in enumerate(known) if x is not None)
-    source, other = known[position], term.operands[1 - position]
-    assert source is not None
-    if source.shift != NO_SHIFT or term.operands[position].shape != term.shape:
-        return None
-    number = other.scalar
-    scores: Scores | None = source.scores
-    if term.name in ("mul", "div"):
-        if number is None or not math.isfinite(number) or number == 0:
-            return None
-        if term.name == "div":
-            if position != 0:
-                return None
-            number = 1 / number
-        scores = _scaled(source.scores, number)
-    elif number != 0.0:
-        factor = 1.0
-        if term.name == "sub":
-            factor = -1.0 if position == 0 else 1.0
-            scores = source.scores if position == 0 else _scaled(source.scores, -1.0)
-        if scores is None or not _fits(other, term):
-            return None
-        side = Side("bias", other, source.labels, factor)
-        mask = _as_mask(side)
-        found = _as_scores(term, known, _with_side(scores, mask or side), source)
-        is_first = mask is not None and not source.scores.masks
-        return found._replace(empty=mask.fill) if mask and found and is_first else found
-    elif term.name == "sub" and position == 1:
-        scores = _scaled(source.scores, -1.0)
-    return _as_scores(term, known, scores, source)
-
-
-def _as_mask(side: Side) -> Side | None:
-    """Returns a bias of 0 and a very large negative number as a mask, if it is that."""
-    term, labels = side.term, side.labels
-    while term.name in ("broadcast_in_dim", "convert_element_type"):
-        if term.name == "broadcast_in_dim":
-            dims = term.params["broadcast_dimensions"]
-            labels = tuple(labels[d] for d in dims)
-        term = term.operands[0]
-    if term.name != "select_n" or len(term.operands) != 3:
-        return None
-    which, *cases = term.operands
-    numbers = [x.scalar for x in cases]
-    if which.shape != term.shape or 0.0 not in numbers or None in numbers:
-        return None
-    keeps = numbers[1] == 0.0
-    fill = _in_f32((numbers[0 if keeps else 1] or 0.0) * side.factor)
-    if fill > ABSORBING:
-        return None
-    return Side("mask", which, labels, keeps=keeps, fill=fill, is_added=True)
-
-
-def _fits(side: Term, term: Term) -> bool:
-    """Returns whether a side has the axes of scores, with size 1 where it is broadcast."""
-    if len(side.shape) != len(term.shape):
-        return False
-    pairs = zip(side.shape, term.shape, strict=True)
-    return all(size in (1, full) for size, full in pairs)
-
-
-def _as_scores(
-    term: Term,
-    known: list[Meaning | None],
-    scores: Scores | None,
-    source: Meaning,
-) -> Meaning | None:
-    if scores is None:
-        return None
-    return Meaning("scores", scores, source.labels, _with_parents(term, known))
+# --- Softmax --------------------------------------------------------------------------
 
 
 def _arithmetic(term: Term, known: list[Meaning | None]) -> Meaning | None:
@@ -291,7 +179,7 @@ def _arithmetic(term: Term, known: list[Meaning | None]) -> Meaning | None:
         known = _without_bias(known)
         kinds = [None if x is None else x.kind for x in known]
     if kinds in (["scores", None], [None, "scores"]):
-        return _affine(term, known)
+        return affine(term, known)
     return _two_parts(term, known) if None not in kinds else None
 
 
@@ -304,55 +192,6 @@ def _without_bias(known: list[Meaning | None]) -> list[Meaning | None]:
     if counts[0] == counts[1]:
         return known
     return [known[0], None] if counts[0] > counts[1] else [None, known[1]]
-
-
-def _neg(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    (source,) = known
-    if source is None or source.kind != "scores":
-        return None
-    return _as_scores(term, known, _scaled(source.scores, -1.0), source)
-
-
-def _select(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    found = [i for i, x in enumerate(known) if x is not None]
-    if len(known) != 3 or found not in ([1], [2]):
-        return None
-    (position,) = found
-    source, which = known[position], term.operands[0]
-    fill = term.operands[3 - position].scalar
-    if source is None or fill is None or which.aval.dtype != np.bool_:
-        return None
-    parents = (term.operands[position],)
-    if source.kind == "max" and fill == 0.0 and which.name == "is_finite":
-        # `logsumexp` does not subtract an infinite maximum.
-        same = which.operands[0] is term.operands[position]
-        empty = source.empty
-        empty = 0.0 if empty is not None and not math.isfinite(empty) else empty
-        found = source._replace(parents=(*parents, which), empty=empty)
-        return found if same else None
-    if which.shape != term.shape:
-        return None
-    side = Side("mask", which, source.labels, keeps=position == 2, fill=fill)
-    masked = _masked(source, side)
-    return None if masked is None else masked._replace(parents=parents)
-
-
-def _masked(source: Meaning, side: Side) -> Meaning | None:
-    """Returns the meaning of a part of a softmax of which some elements are replaced."""
-    scores, fill = source.scores, side.fill
-    if source.kind == "scores" and fill <= MASKED and source.shift == NO_SHIFT:
-        is_one = not scores.masks or source.empty == fill
-        empty = fill if is_one else None
-        return source._replace(scores=_with_side(scores, side), empty=empty)
-    # A mask of the exponentials alone is no mask of the scores: the largest score, which
-    # is subtracted, may be a masked one.
-    same = any(side.is_same(x) for x in scores.masks)
-    if source.kind in ("exp", "probs") and fill == 0.0 and same:
-        return source._replace(late=(*source.late, side), empty=0.0)
-    return None
-
-
-# --- Softmax --------------------------------------------------------------------------
 
 
 def _reduced(term: Term, known: list[Meaning | None]) -> Meaning | None:
@@ -381,7 +220,7 @@ def _max(term: Term, known: list[Meaning | None]) -> Meaning | None:
     number = term.operands[0 if known[0] is None else 1].scalar
     if number != -math.inf:
         return None
-    return found[0]._replace(parents=_with_parents(term, known))
+    return found[0]._replace(parents=with_parents(term, known))
 
 
 def _exp(term: Term, known: list[Meaning | None]) -> Meaning | None:
@@ -407,7 +246,7 @@ def _two_parts(term: Term, known: list[Meaning | None]) -> Meaning | None:
     same = first.scores.is_same(second.scores) and _aligned(first, second)
     if not same or term.operands[0].shape != term.shape:
         return None
-    parents = _with_parents(term, known)
+    parents = with_parents(term, known)
     pair = term.name, first.kind, second.kind
     if pair == ("sub", "scores", "max") and first.shift == NO_SHIFT:
         return first._replace(shift=second.shift, parents=parents)
@@ -464,8 +303,8 @@ _RULES: dict[str, Rule] = {
     ),
     "stop_gradient": _stop_gradient,
     **dict.fromkeys(("mul", "div", "add", "sub", "add_any"), _arithmetic),
-    "neg": _neg,
-    "select_n": _select,
+    "neg": negated,
+    "select_n": selected,
     "reduce_max": _reduced,
     "reduce_sum": _reduced,
     "max": _max,

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from mpx._jaxpr._meanings import Label, Labels, Meaning
 from mpx._jaxpr._terms import Term
+from mpx._recognise._meanings import Label, Labels, Meaning
 
 
 def _transposed(term: Term, source: Meaning) -> Labels:

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mpx._jaxpr._meanings import Label, Meaning, Scores, Side
 from mpx._jaxpr._queries import Equation
-from mpx._jaxpr._softmax import Softmaxes
 from mpx._jaxpr._terms import Term
+from mpx._recognise._meanings import Label, Meaning, Scores, Side
+from mpx._recognise._softmax import Softmaxes
 
 
 class Axes(NamedTuple):

@@ -16,10 +16,10 @@ import numpy as np
 from jax import Array, lax
 
 from mpx._attention._cudnn import causal
-from mpx._attention._match import Match
 from mpx._jaxpr._constants import SAME, VARYING, compact
-from mpx._jaxpr._meanings import MASKED, Side
 from mpx._jaxpr._terms import Term
+from mpx._recognise._match import Match
+from mpx._recognise._meanings import MASKED, Side
 
 _BIASES = 1e8
 """No bias is taken to be larger than this: masked scores must be lower."""
@@ -110,8 +110,8 @@ class _Parts:
         """Returns whether other masks mask the same."""
         one, two = ({x.origin() for x in parts.masks} for parts in (self, other))
         shapes = np.broadcast_shapes(self.keep.shape, other.keep.shape)
-        keeps = (np.broadcast_to(x.keep, shapes) for x in (self, other))
-        return one == two and np.array_equal(*keeps)
+        first, second = (np.broadcast_to(x.keep, shapes) for x in (self, other))
+        return one == two and np.array_equal(first, second)
 
 
 def masks_of(match: Match) -> Masks | str:
