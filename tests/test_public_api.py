@@ -48,6 +48,7 @@ PUBLIC = {
         "half_precision",
         "half_precision_datatype",
         "inspect",
+        "linear_cross_entropy",
         "optim",
         "optimizer_update",
         "recipes",

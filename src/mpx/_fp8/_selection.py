@@ -14,6 +14,7 @@ from mpx._formats import short_name
 from mpx._fp8._recipes import MXFP8, Recipe
 from mpx._jaxpr._queries import (
     ATTENTION,
+    CROSS_ENTROPY,
     GROUPED,
     Equation,
     flops,
@@ -81,6 +82,8 @@ def sizes(eqn: Equation) -> tuple[tuple[int, int, int], int]:
         # A product with the keys and one with the values; more of them in derivatives.
         summed, columns = first[-1], second[1]
         count = ATTENTION[name] * first[0] * first[2]
+    elif name in CROSS_ENTROPY:
+        summed, columns = first[-1], second[eqn.params["head"].vocab_axis]
     else:
         summed, (_, columns) = matmul_sizes(eqn)
         if name == "dot_general":
@@ -148,7 +151,10 @@ def reason_to_keep(
 
 RAGGED = frozenset({*_grouped.RAGGED, GROUPED})
 _LINEAR = RAGGED | {"dot_general"}
-_KINDS = {"conv_general_dilated": "a convolution"}
+_KINDS = {
+    "conv_general_dilated": "a convolution",
+    **dict.fromkeys(CROSS_ENTROPY, "the head of a loss"),
+}
 
 
 def _by_structure(

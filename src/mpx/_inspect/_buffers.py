@@ -16,6 +16,7 @@ from mpx._jaxpr._interpreter import Aval, Jaxpr, Scopes
 from mpx._jaxpr._queries import (
     ATTENTION,
     CALLS,
+    CROSS_ENTROPY,
     GROUPED,
     MATMULS,
     MOVES,
@@ -36,6 +37,7 @@ _READS_MEMORY = frozenset(
     (
         *MATMULS,
         *ATTENTION,
+        *CROSS_ENTROPY,
         GROUPED,
         *names(
             "scan while cond shard_map pallas_call ffi_call pure_callback io_callback "

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from mpx._amp._matmuls import PRESETS
 from mpx._amp._rules import REASONS
 from mpx._compat import primitive_name
@@ -14,6 +16,7 @@ from mpx._inspect._result import short_source, source_of
 from mpx._inspect._views import short_dtypes
 from mpx._jaxpr._queries import (
     ATTENTION,
+    CROSS_ENTROPY,
     GROUPED,
     MATMULS,
     Equation,
@@ -119,7 +122,7 @@ def findings(full: Program) -> Findings:
     )
 
 
-_MULTIPLIES = frozenset({*MATMULS, *ATTENTION, GROUPED})
+_MULTIPLIES = frozenset({*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED})
 
 
 def _is_opaque(eqn: Equation) -> bool:
@@ -172,6 +175,8 @@ def _matmul(site: Site, reasons: _Reasons) -> Matmul:
     operands = eqn.invars[: 3 if site.place.primitive in ATTENTION else 2]
     size = sum(nbytes(x.aval) for x in (*operands, eqn.outvars[0]))
     is_wide = any(is_f32(x.aval) for x in operands)
+    if site.place.primitive in CROSS_ENTROPY:
+        is_wide = eqn.params["head"].dtype == np.float32
     return Matmul(
         place=site.place,
         dtype=_multiplied_in(eqn),
@@ -189,6 +194,8 @@ def _multiplied_in(eqn: Equation) -> str:
     for rule, preset in PRESETS.items():
         if eqn.params.get("precision") == preset:
             return rule
+    if primitive_name(eqn) in CROSS_ENTROPY:
+        return short_dtypes([eqn.params["head"].dtype])
     return short_dtypes(x.aval.dtype for x in eqn.invars[:2])
 
 
