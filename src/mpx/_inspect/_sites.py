@@ -374,7 +374,7 @@ class Sites(Visitor):
         is_cotangent = fact.is_cotangent or is_transposed(self.frame.eqn)
         return known._replace(is_cotangent=is_cotangent)
 
-    def result_facts(self, outs: Sequence[Any]) -> Facts:
+    def result_facts(self, outs: Sequence[Any], known: Facts) -> Facts:
         return [Known()] * len(outs)
 
     def more_inputs(self, op: Op) -> dict[int, Any] | None:
