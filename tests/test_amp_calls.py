@@ -585,9 +585,7 @@ def with_generic_rule():
     return call
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="JAX has none before"
-)
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX has none before")
 @pytest.mark.parametrize("name", ["root", "vjp", "remat3", "vjp3"])
 def test_high_level_primitive_is_rebuilt(name):
     flags = {"remat3": "jax_remat3", "vjp3": "jax_custom_vjp3"}
