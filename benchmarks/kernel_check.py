@@ -225,7 +225,8 @@ def step_by_layer(
             total, _ = lax.scan(product, total, pair)
         return total
 
-    step = mpx.optim.release(loss, optimizer)
+    # The sum is not finite where a gradient is not, and `step` skips nothing either.
+    step = mpx.optim.release(loss, optimizer, skip_nonfinite=False)
     result = step(params, state, finite=finite, grad_scale=grad_scale)
     return result.params, result.state
 

@@ -323,7 +323,7 @@ def stays_finite(before: PyTree, after: PyTree) -> Bool[Array, ""]:
         # `select_tree` refuses other shapes.
         if new is old or not is_inexact(old) or shape_of(old) != shape_of(new):
             return None
-        new = jnp.asarray(new).astype(old.dtype)
+        new = jnp.asarray(new).astype(jnp.result_type(old))
         return jnp.where(jnp.isfinite(old), new, jnp.zeros_like(new))
 
     return all_finite(jax.tree.map(of_finite, before, after))

@@ -317,7 +317,7 @@ def _scan(amp: Autocast, op: Op) -> Outcome:
         if is_layer and _used_only_low(amp, body, var, op.facts[i], op.scopes):
             # A weight per layer: cast once before the loop, or the forward pass would
             # save a low copy of each. Nothing is summed over the iterations.
-            low = cast(values[i], amp.dtype)
+            low = _low_stack(amp, op, i)
             if amp.grad_dtype(values[i], op.facts[i]) == amp.dtype:
                 values[i] = low
             else:
@@ -327,6 +327,19 @@ def _scan(amp: Autocast, op: Op) -> Outcome:
         return HANDLERS["scan"](amp, op._replace(values=values))
     finally:
         amp.copies = copies
+
+
+def _low_stack(amp: Autocast, op: Op, position: int) -> Any:
+    """Returns a scanned weight in the compute dtype: as it is stored, if it can be.
+
+    Then the scan consumes the parameter itself. If the parameter has other readers, their
+    gradients add up in the f32 version.
+    """
+    value, atom = op.values[position], op.eqn.invars[position]
+    stored = amp.stored.get(id(value), (None, value))[1]
+    if stored.dtype == amp.dtype and len(amp.frame.readers[atom]) == 1:
+        return stored
+    return cast(value, amp.dtype)
 
 
 def _used_only_low(

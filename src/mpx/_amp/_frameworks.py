@@ -68,9 +68,12 @@ class Transformation(Visitor):
         widens_params: Whether parameters of 16 bits are read as f32.
         takes_bare_params: Whether the first argument holds the parameters if it is an array
             by itself, and no argument is a container.
+        stored: What an f32 array that was widened for the call was made from, by its `id`:
+            the f32 array, and the one of 16 bits.
     """
 
     params: tuple[int | str, ...] | None = None
+    stored: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     widens_params: ClassVar[bool] = False
     takes_bare_params: ClassVar[bool] = False
 

@@ -172,6 +172,7 @@ def _call_pure(
     is_owner = any(is_param for _, is_param in named)
     has_params = is_owner or describe not in (linen_name, haiku_name)
     wide = [convert_dtype(x, _F32) if i in widened else x for i, x in enumerate(arrays)]
+    visitor.stored = {id(wide[i]): (wide[i], arrays[i]) for i in widened}
     traced = visitor.start(Traced(body, consts, wide, named, has_params))
     outs = visitor.finish(run_traced(visitor, traced))
     if not widened:
