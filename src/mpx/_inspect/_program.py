@@ -120,13 +120,20 @@ def program(
         jaxpr = jax.make_jaxpr(run)(arrays)
     found = [recording.names.get(id(x), (LeafName(""), False)) for x in held]
     recording.names.clear()
+    # The function's own parameters, those of the arguments that a transformation found, or
+    # the first argument that is no state of mpx.
     has_state = any(isinstance(x, Fp8State) for x in args)
-    named_by = func if has_state else inner
-    named = zip(argument_names(named_by, len(args)), args, strict=True)
-    states = (LossScaling, Fp8State)
-    first = next((x for x, arg in named if not isinstance(arg, states)), None)
-    is_param = [is_param for _, is_param in found]
-    if not any(is_param):
+    named = zip(
+        argument_names(func if has_state else inner, len(args)), args, strict=True
+    )
+    is_state = {x: isinstance(arg, (LossScaling, Fp8State)) for x, arg in named}
+    first = next((x for x in is_state if not is_state[x]), None)
+    is_param = [x and not is_state.get(name.argument) for name, x in found]
+    if any(
+        x and not name.argument for (name, _), x in zip(found, is_param, strict=True)
+    ):
+        is_param = [x and not name.argument for name, x in found]
+    elif not any(is_param):
         is_param = [name.argument == first for name, _ in found]
     params = [i for i, x in enumerate(arrays) if is_param[i] and is_floating(x)]
     return Program(jaxpr, arrays, [name for name, _ in found], params, recording)
