@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from mpx._collectives import arrays, bits, computations, located, runs_of
+from mpx._devices import H200
 from mpx._jaxpr._queries import names
 
 Shapes = list[tuple[str, tuple[int, ...]]]
@@ -42,12 +43,12 @@ class Machine:
         far_hop: The same to another node.
     """
 
-    bf16: float = 667e12
-    fp8: float = 1220e12
-    f32: float = 337e12
+    bf16: float = H200["bf16"]
+    fp8: float = H200["fp8"]
+    f32: float = H200["f32"]
     forward: float = 433e12
     backward: float = 372e12
-    memory: float = 4.02e12
+    memory: float = H200["memory"]
     kernel: float = 2e-6
     peak: float = 989e12
     capacity: float = 136e9

@@ -174,9 +174,10 @@ def ours(
     take = mpx.value_and_grad(loss, policy=policy, axis_name=axis)
 
     def init(params: Any) -> Training:
-        params = jax.tree.map(lambda x: x.astype(dtype), params)
         scaling = mpx.DynamicLossScaling.pow2(SCALE)
-        return Training(params, optimizer.init(params), scaling)
+        if dtype == jnp.float32:
+            return Training(params, optimizer.init(params), scaling)
+        return Training(*optimizer.init_from(params, dtype), scaling)
 
     def step(training: Training, x: Any, y: Any, fault: Any, number: Any) -> Stepped:
         params, state, scaling = training

@@ -86,8 +86,9 @@ def rounding_errors(
     def step(factors: Array) -> tuple[Array, ...]:
         moved = [x * factor for x, factor in zip(flat, factors, strict=True)]
         (scale, *rest), grad, weight, moments = treedef.unflatten(moved)
-        new = rule.update(tuple(rest), grad * scale, weight, moments, Block())
-        return (new[0], *new[1])
+        given = tuple(rest), grad * scale, weight, moments
+        new = rule.average(*given, Block())
+        return (rule.move(*given, new, Block()), *new)
 
     exact = step(jnp.ones(len(flat)))
 

@@ -363,7 +363,7 @@ def run_model(options: argparse.Namespace) -> Record:
         loss = mpx.amp(loss, "bf16", attention="keep" if mode == "keep" else "fuse")
     optimizer: Any = optax.adamw(1e-4)
     if mode == "small":
-        params, batches = mpx.cast_to_bfloat16((params, batches))
+        batches = mpx.cast_to_bfloat16(batches)
         optimizer = mpx.optim.flash_adamw(1e-4, weight_decay=1e-4)
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -374,7 +374,11 @@ def run_model(options: argparse.Namespace) -> Record:
         updates, optimizer_state = optimizer.update(grads, optimizer_state, params)
         return (optax.apply_updates(params, updates), optimizer_state), value
 
-    state = measure.own_small_buffers((params, jax.jit(optimizer.init)(params)))
+    if mode == "small":
+        start = tuple(jax.jit(optimizer.init_from)(params))
+    else:
+        start = params, jax.jit(optimizer.init)(params)
+    state = measure.own_small_buffers(start)
     compiled, record = measure.compile_step(step, state, batches[0])
     steps = 6 if tiny else 60
     state, _, _ = measure.time_steps(compiled, state, batches, steps=6, group=3)

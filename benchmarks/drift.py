@@ -2,12 +2,15 @@
 
     python benchmarks/drift.py             # some minutes on a CPU
     python benchmarks/drift.py --only lion
-    python benchmarks/drift.py --write     # puts the table, or these lines, into the guide
+    python benchmarks/drift.py --only start # how soon bf16 weights move, by how they start
+    python benchmarks/drift.py --write     # puts the tables, or these lines, into the guide
 
 Every line runs optax in f32 and the compressed optimizer of the same name with the same
 gradients, which do not depend on the weights. A number is the distance between the two in
 the end, as a share of the distance that f32 has moved: 0 is f32, 1 is a weight that stood
-still. Plain JAX; a kernel differs by roundings, see kernel_check.py.
+still. The second table has the mean of the bf16 parameters themselves, as a share of the
+way that f32 has moved: 1 is f32, 0 a mean that stood still. Plain JAX; a kernel differs by
+roundings, see kernel_check.py.
 """
 
 import argparse
@@ -186,9 +189,7 @@ def compressed(line: Line, options: dict[str, Any]) -> Array:
     compression = mpx.optim.Compression(**options)
     make = RULES[line.rule][0]
     tx = make(line.rate, **dict(line.options), compression=compression, backend="jax")
-    weights = line.weights()
-    params = weights.astype(jnp.bfloat16)
-    start = mpx.optim.from_master(weights, params, tx.init(params))
+    start = tuple(tx.init_from(line.weights()))
 
     def step(number: Any, carry: Any) -> Any:
         return tuple(tx.step(*carry, line.grads(number)))
@@ -233,21 +234,72 @@ def measure(line: Line, columns: Any = tuple(COLUMNS)) -> Result:
     return Result(line.name, line.steps, distance / math.sqrt(end.size), apart)
 
 
+# --- how soon bf16 weights move ---------------------------------------------------------
+
+STARTS: dict[str, Callable[[Any, Array], Any]] = {
+    "`init_from`": lambda tx, weights: tuple(tx.init_from(weights)),
+    "`init`": lambda tx, weights: _from_rounded(tx, weights),
+    "`jitter=False`": lambda tx, weights: _from_rounded(tx, weights),
+}
+STEPS = (1, 10, 50, 100, 500)
+START_HEADER = (
+    f"| steps at a rate of 1e-06 | {' | '.join(STARTS)} |\n|---|{'---|' * len(STARTS)}"
+)
+START_MARKS = "<!-- starts: made by benchmarks/drift.py -->", "<!-- end of starts -->"
+
+
+def _from_rounded(tx: Any, weights: Array) -> Any:
+    params = weights.astype(jnp.bfloat16)
+    return params, tx.init(params)
+
+
+def start_rows() -> dict[str, str]:
+    """Returns a row for each number of steps with a constant gradient, by its name."""
+    weights = 0.05 * jax.random.normal(jax.random.key(0), (512, 512))
+    shares: dict[int, list[float]] = {steps: [] for steps in STEPS}
+    for name, start in STARTS.items():
+        compression = mpx.optim.Compression(jitter="False" not in name)
+        tx = mpx.optim.flash_adamw(
+            1e-6, weight_decay=0.0, compression=compression, backend="jax"
+        )
+        carry = start(tx, weights)
+        before = np.mean(np.asarray(carry[0], np.float64))
+
+        def step(_: Any, carry: Any, tx: Any = tx) -> Any:
+            return tuple(tx.step(*carry, jnp.ones(weights.shape)))
+
+        for steps in STEPS:
+            run = jax.jit(functools.partial(lax.fori_loop, 0, steps, step))
+            moved = before - np.mean(np.asarray(run(carry)[0], np.float64))
+            shares[steps].append(
+                float(moved) / (1e-6 * steps)
+            )  # Adam moves by its rate
+    return {
+        str(steps): f"| {steps} | " + " | ".join(f"{share:.2f}" for share in row) + " |"
+        for steps, row in shares.items()
+    }
+
+
 HEADER = (
     f"| | steps | f32 moved | {' | '.join(COLUMNS)} |\n"
     f"|---|---|---|{'---|' * len(COLUMNS)}"
 )
 
 
-def write(rows: dict[str, str]) -> None:
-    """Puts rows into the table of the guide, between the marks; others stay."""
+def write(
+    rows: dict[str, str],
+    header: str = HEADER,
+    marks: tuple[str, str] = (START, END),
+    order: tuple[str, ...] = tuple(line.name for line in LINES),
+) -> None:
+    """Puts rows into a table of the guide, between its marks; others stay."""
     page = GUIDE.read_text(encoding="utf-8")
-    before, rest = page.split(START)
-    old, after = rest.split(END)
+    before, rest = page.split(marks[0])
+    old, after = rest.split(marks[1])
     known = {row.split("|")[1].strip(): row for row in old.strip().splitlines()[2:]}
     known |= rows
-    table = [HEADER, *(known[line.name] for line in LINES if line.name in known)]
-    text = "\n".join([START, *table, END])
+    table = [header, *(known[name] for name in order if name in known)]
+    text = "\n".join([marks[0], *table, marks[1]])
     GUIDE.write_text(f"{before}{text}{after}", encoding="utf-8")
 
 
@@ -263,8 +315,13 @@ def main() -> int:
         print(f"{number} of {len(lines)}: {line.name}", file=sys.stderr, flush=True)
         rows[line.name] = measure(line).row()
         print(rows[line.name], flush=True)
+    starts: dict[str, str] = {}
+    if args.only in "start":
+        starts = start_rows()
+        print("\n".join(["", START_HEADER, *starts.values()]))
     if args.write:
         write(rows)
+        write(starts, START_HEADER, START_MARKS, tuple(map(str, STEPS)))
     return 0
 
 

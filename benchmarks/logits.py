@@ -1,4 +1,4 @@
-"""What cross entropy costs with a large vocabulary, in time and memory, whole and in chunks.
+"""What cross entropy costs with a large vocabulary: optax and `linear_cross_entropy`.
 
     python benchmarks/logits.py                          # an NVIDIA GPU with 40 GB
     python benchmarks/logits.py --sizes llama3 --more    # with other chunks
@@ -10,6 +10,7 @@ to the f32 gradient in the Euclidean norm. The modes of a size take turns.
 """
 
 import argparse
+import functools
 import statistics
 import time
 from typing import Any, NamedTuple
@@ -23,8 +24,6 @@ from jax import lax
 import _measure as measure
 import mpx
 from _measure import number
-from mpx._logits import Chunks, Operands, scores
-from mpx._logits import loss as fused
 
 BF16 = np.dtype(jnp.bfloat16)
 
@@ -57,21 +56,9 @@ def one_hot(weight: Any, hidden: Any, labels: Any, tied: bool) -> Any:
     return optax.softmax_cross_entropy(logits, wanted).mean()
 
 
-def in_chunks(size: Size, count: int, kept: int) -> Any:
-    """Variants of the operation itself."""
-    step = -(-size.vocab // count)
-    step = -(-step // 128) * 128 if step > 128 else step
-    spec = Chunks(dtype=BF16, vocab_first=size.tied, size=step, kept=kept)
-
-    def mean(found: Any) -> Any:
-        return jnp.mean(found.logsumexp - found.chosen)
-
-    def run(weight: Any, hidden: Any, labels: Any) -> Any:
-        if kept:
-            return fused(spec, mean, Operands(hidden, weight, None, labels), [])
-        return mean(scores(spec, Operands(hidden, weight, None, labels)))
-
-    return jax.value_and_grad(run, argnums=(0, 1))
+def chunked(weight: Any, hidden: Any, labels: Any, tied: bool, **options: Any) -> Any:
+    axis = 0 if tied else 1
+    return mpx.linear_cross_entropy(hidden, weight, labels, vocab_axis=axis, **options)
 
 
 def by_tokens(size: Size, count: int) -> Any:
@@ -112,18 +99,21 @@ def modes_of(size: Size, more: bool) -> dict[str, Any]:
             lambda w, h, y: loss(w, h, y, size.tied), argnums=(0, 1)
         )
 
-    room = min(size.tokens, 2 * size.width)
+    def in_parts(count: int) -> Any:
+        return functools.partial(chunked, chunks=count)
+
     modes = {
-        "amp": grad(mpx.amp(plain)),
-        "amp one-hot": grad(mpx.amp(one_hot)),
-        'logits="chunk"': grad(mpx.amp(plain, logits="chunk")),
+        "optax": grad(mpx.amp(plain)),
+        "optax one-hot": grad(mpx.amp(one_hot)),
+        "linear_cross_entropy": grad(mpx.amp(chunked)),
     }
     if not more:
         return modes
     for count in (8, 16, 32, 64):
-        modes[f"kept, {count} chunks"] = in_chunks(size, count, room)
-    for count in (16, 32):
-        modes[f"again, {count} chunks"] = in_chunks(size, count, 0)
+        modes[f"{count} chunks"] = grad(mpx.amp(in_parts(count)))
+    # The forward pass keeps no logits.
+    again = jax.checkpoint(chunked, static_argnums=3)
+    modes["logits again"] = grad(mpx.amp(again))
     modes["4 blocks of tokens"] = by_tokens(size, 4)
     return modes
 
@@ -180,9 +170,9 @@ def run(name: str, *, more: bool, rounds: int) -> None:
         (
             mode,
             number(ms[mode]),
-            number(ms[mode] / ms["amp"], 3),
+            number(ms[mode] / ms["optax"], 3),
             number(memory, 3),
-            number(lines["amp"][0] / memory, 1),
+            number(lines["optax"][0] / memory, 1),
             f"{loss:.1e}",
             f"{weight:.1e}",
             f"{hidden:.1e}",
@@ -190,7 +180,17 @@ def run(name: str, *, more: bool, rounds: int) -> None:
         )
         for mode, (memory, loss, weight, hidden, seconds) in lines.items()
     ]
-    head = ("mode", "ms", "× amp", "GB", "amp / GB", "loss", "dW", "dh", "compile s")
+    head = (
+        "mode",
+        "ms",
+        "× optax",
+        "GB",
+        "optax / GB",
+        "loss",
+        "dW",
+        "dh",
+        "compile s",
+    )
     print(f"\n{name}: {size}\n\n{measure.format_table(head, rows)}", flush=True)
 
 

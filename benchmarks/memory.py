@@ -75,10 +75,12 @@ def run_mode(mode: str, options: argparse.Namespace) -> Record:
     )
     flash = mpx.optim.flash_adamw(1e-4, weight_decay=1e-2)
     adamw = optax.adamw(1e-4, weight_decay=1e-2)
-    if mode == "flash":
-        model, batch = mpx.cast_to_bfloat16((model, batch))
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    state = flash.init(params) if mode == "flash" else adamw.init(params)
+    if mode == "flash":
+        batch = mpx.cast_to_bfloat16(batch)
+        params, state = jax.jit(flash.init_from)(params)
+    else:
+        state = adamw.init(params)
 
     def step(carry: Any, batch: Any) -> tuple[Any, Any]:
         params, state = carry

@@ -32,13 +32,12 @@ AGREEMENT = 0.02
 
 
 def make_params(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns an embedding and a stack of layers, in bf16."""
+    """Returns an embedding and a stack of layers, in f32."""
     layers, width, hidden = options.layers, options.width, 4 * options.width
     keys = jax.random.split(jax.random.key(0), 3)
 
     def normal(key: Any, *shape: int) -> Any:
-        weights = jax.random.normal(key, shape, jnp.bfloat16)
-        return weights * jnp.bfloat16(shape[-2] ** -0.5)
+        return jax.random.normal(key, shape) * shape[-2] ** -0.5
 
     return {
         "table": normal(keys[0], options.words, width),
@@ -70,10 +69,10 @@ def compile_for_h200(
 
     mesh = Mesh(np.array(h200.devices()[:1]), ("x",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec())
-    params = jax.eval_shape(lambda: make_params(options))
-    count = sum(x.size for x in jax.tree.leaves(params))
+    start = jax.eval_shape(lambda: optimizer.init_from(make_params(options)))
+    count = sum(x.size for x in jax.tree.leaves(start.params))
     words = jax.ShapeDtypeStruct((options.tokens,), jnp.int32)
-    args = params, jax.eval_shape(optimizer.init, params), words, words
+    args = *start, words, words
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
     )
@@ -85,9 +84,8 @@ def compile_for_h200(
 
 def run(step: Any, options: argparse.Namespace, optimizer: Any) -> dict[str, Any]:
     """Compiles a step, times it, and returns what it needs."""
-    params = make_params(options)
+    params, state = jax.jit(lambda: optimizer.init_from(make_params(options)))()
     count = sum(x.size for x in jax.tree.leaves(params))
-    state = jax.jit(optimizer.init)(params)
     words = jax.random.randint(
         jax.random.key(1), (options.tokens,), 0, options.words, jnp.int32
     )

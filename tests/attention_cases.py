@@ -15,6 +15,7 @@ from jax.nn import softmax
 from models import normal
 from mpx._amp import _attention, _recognition
 from mpx._attention import _cudnn, _pays, _primitive
+from mpx._recognise import _attention as found
 
 B, T, H, D = 2, 8, 4, 16
 
@@ -22,7 +23,7 @@ B, T, H, D = 2, 8, 4, 16
 def pretend_h200(monkeypatch):
     """Pretends that this is a machine with an H200 and cuDNN 9.10."""
     module = "jax._src.cudnn.fused_attention_stablehlo"
-    for owner in (_primitive, _cudnn, _recognition, _attention):
+    for owner in (_primitive, _cudnn, _recognition, _attention, found):
         monkeypatch.setattr(owner, "cuda_capability", lambda: (9, 0))
     monkeypatch.setattr(f"{module}.check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(f"{module}.check_compute_capability", lambda _: True)
@@ -126,6 +127,17 @@ def added_padding(s, tokens):  # Hugging Face
     return s + bias[:, None, None]
 
 
+def added_both(s, tokens):  # GPT-2 of Hugging Face
+    keep = TRIL[None, None] & tokens[:, None, None]
+    return s + lax.select(keep, jnp.zeros(keep.shape), jnp.full(keep.shape, LOWEST))
+
+
+def table_and_padding(s, bias, tokens):  # T5 of Hugging Face
+    places = (jnp.arange(T)[:, None] - jnp.arange(T)) % 4
+    padding = jnp.where(tokens, 0.0, LOWEST)[:, None, None]
+    return s + (bias[places].transpose(2, 0, 1)[None] + padding)
+
+
 def keras_padding(s, tokens):
     return s + (1.0 - tokens[:, None, None].astype(jnp.float32)) * -1e9
 
@@ -137,6 +149,13 @@ def both(s, tokens, fill=-1e30):
 def where(q, k, v, tokens):
     mask = jnp.broadcast_to(tokens[:, None, None], (B, H, T, T))
     return mix(softmax(scores(q, k), where=mask), v)
+
+
+def masked_by_hand(s, tokens):
+    keep = jnp.broadcast_to(tokens[:, None, None], s.shape)
+    s = jnp.where(keep, s, -1e30)
+    e = jnp.where(keep, jnp.exp(s - s.max(-1, keepdims=True)), 0.0)
+    return e / e.sum(-1, keepdims=True)
 
 
 def table(s, bias):  # T5: an embedding of distances
@@ -191,16 +210,6 @@ BY_HAND = {
         ),
         ARRAYS,
     ),
-    "no shift": (
-        with_scores(nothing, lambda s: jnp.exp(s) / jnp.exp(s).sum(-1)[..., None]),
-        ARRAYS,
-    ),
-    "largest of all": (
-        with_scores(
-            nothing, lambda s: (e := jnp.exp(s - s.max())) / e.sum(-1, keepdims=True)
-        ),
-        ARRAYS,
-    ),
     "mask of heads": (
         with_scores(
             nothing,
@@ -228,6 +237,11 @@ BY_HAND = {
     ),
     "padding": (with_scores(padding), (*ARRAYS, PADDED)),
     "padding, added": (with_scores(added_padding), (*ARRAYS, PADDED)),
+    "padding and causal, added": (with_scores(added_both), (*ARRAYS, PADDED)),
+    "T5, padding": (
+        with_scores(table_and_padding),
+        (*ARRAYS, normal(4, 4, H), PADDED),
+    ),
     "padding of Keras": (with_scores(keras_padding), (*ARRAYS, PADDED)),
     "padding, causal": (with_scores(both), (*ARRAYS, PADDED)),
     "softmax where": (where, (*ARRAYS, PADDED)),
@@ -261,6 +275,11 @@ BY_HAND = {
 EMPTY = {
     "mean": (with_scores(padding), (*ARRAYS, NO_KEY)),
     "mean, added": (with_scores(added_padding), (*ARRAYS, NO_KEY)),
+    "mean, causal, added": (with_scores(added_both), (*ARRAYS, NO_KEY[:, ::-1])),
+    "mean, T5": (
+        with_scores(table_and_padding),
+        (*ARRAYS, normal(4, 4, H), NO_KEY),
+    ),
     "mean, causal": (with_scores(both), (*ARRAYS, NO_KEY[:, ::-1])),
     "mean, odd": (
         odd(with_scores(lambda s, x: jnp.where(x[:, None, None, :5], s, -1e30))),
@@ -268,6 +287,10 @@ EMPTY = {
     ),
     "softmax of the scores": (with_scores(keras_padding), (*ARRAYS, NO_KEY)),
     "nan": (with_scores(functools.partial(padding, fill=-jnp.inf)), (*ARRAYS, NO_KEY)),
+    "nan, by hand": (
+        lambda q, k, v, tokens: mix(masked_by_hand(scores(q, k), tokens), v),
+        (*ARRAYS, NO_KEY),
+    ),
     "zero": (where, (*ARRAYS, NO_KEY)),
 }
 

@@ -43,6 +43,33 @@ KEPT = {
         ),
         "HIGHEST",
     ),
+    "two masks, one of the weights": (
+        lambda q, k, v: mix(
+            jnp.where(
+                first := jnp.broadcast_to(q[:, None, None, :, 0, 0] > 0, (2, 4, 8, 8)),
+                softmax(jnp.where(TRIL, jnp.where(first, scores(q, k), -1e30), -1e30)),
+                0.0,
+            ),
+            v,
+        ),
+        "rows may be masked entirely, by masks of different kinds",
+    ),
+    "bias and a small fill": (
+        lambda q, k, v: mix(
+            softmax(jnp.where(TRIL, scores(q, k) + q[:, None, None, :, 0, 0], -1e4)), v
+        ),
+        "a bias may be as large as what masks make of the scores",
+    ),
+    "no shift": (
+        with_scores(nothing, lambda s: jnp.exp(s) / jnp.exp(s).sum(-1)[..., None]),
+        "without the largest score",
+    ),
+    "largest of all": (
+        with_scores(
+            nothing, lambda s: (e := jnp.exp(s - s.max())) / e.sum(-1, keepdims=True)
+        ),
+        "without the largest score",
+    ),
     "name of the weights": (
         lambda q, k, v: mix(checkpoint_name(softmax(scores(q, k)), "p"), v),
         "name between softmax and values",
@@ -60,7 +87,7 @@ KEPT = {
             if (s := scores(q, k)) is not None
             else None
         ),
-        "different fills",
+        "rows may be masked entirely, by masks of different kinds",
     ),
 }
 

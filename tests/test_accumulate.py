@@ -1,5 +1,7 @@
 """Accumulation: many small batches are worth one large batch, and are one step."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -235,6 +237,23 @@ def test_batch_may_be_any_pytree_with_static_leaves(problem):
     assert_trees_equal(result.grads, problem.grad)
 
 
+def test_arrays_of_other_sizes_and_closed_over_ones_go_to_every_part(problem):
+    w, x, y = args_of(problem)
+    table = jnp.arange(16.0)  # as many rows as the batch, but no part of it
+
+    def loss(w, x, y, factors):
+        return squared_error(w, x, y) * factors[1] * table[1]
+
+    step = mpx.accumulate(loss, 4, batch_argnums=BATCH, policy="f32")
+    result = step(NoLossScaling(), w, x, y, jnp.ones(3))
+    assert_trees_equal(result.grads, problem.grad)
+
+
+def test_one_part_may_have_arguments_of_any_size(problem):
+    step = mpx.accumulate(squared_error, 1, policy="f32")
+    assert_trees_equal(step(NoLossScaling(), *args_of(problem)).grads, problem.grad)
+
+
 def test_keyword_arguments_go_to_every_part(problem):
     def loss(w, x, y, *, weight):
         assert weight.dtype == jnp.float16
@@ -271,6 +290,89 @@ def test_decorator_takes_its_options(problem):
     assert loss.__doc__ == "The loss."
 
 
+# --- Keys -----------------------------------------------------------------------------
+
+
+def masked(w, x, key):
+    key = key["dropout"] if isinstance(key, dict) else key
+    mask = jax.random.bernoulli(key, 0.5, x.shape).astype(x.dtype)
+    return jnp.sum(mask * x * w), mask
+
+
+KEYS = {
+    "typed": jax.random.key(7),
+    "raw": jax.random.PRNGKey(7),
+    "numpy": np.asarray(jax.random.PRNGKey(7)),
+    "other algorithm": jax.random.key(7, impl="rbg"),
+    "in a dictionary": {"dropout": jax.random.key(7), "train": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("typed", "argument"),
+        ("raw", "argument"),
+        ("numpy", "keyword"),
+        ("raw", "batch"),
+        ("in a dictionary", "batch"),
+        ("other algorithm", "with parameters"),
+    ],
+)
+def test_each_part_gets_its_own_key(name, where):
+    key, x, steps = KEYS[name], jnp.ones((6, 5)), 3
+    plain = key["dropout"] if isinstance(key, dict) else key
+    expected = [
+        jax.random.bernoulli(jax.random.fold_in(plain, i), 0.5, (2, 5))
+        for i in range(steps)
+    ]
+    assert not np.array_equal(expected[0], expected[1])  # the premise
+    options = {"has_aux": True, "policy": "f32", "mean": False}
+    w = jnp.float32(2.0)
+    calls = {
+        "argument": lambda take: take(masked)(NoLossScaling(), w, x, key),
+        "keyword": lambda take: take(masked)(NoLossScaling(), w, x, key=key),
+        "batch": lambda take: take(lambda w, batch: masked(w, *batch))(
+            NoLossScaling(), w, (x, key)
+        ),
+        "with parameters": lambda take: take(lambda p, x: masked(p[0], x, p[1]))(
+            NoLossScaling(), (w, key), x
+        ),
+    }
+    take = functools.partial(mpx.accumulate, steps=steps, **options)
+    result = calls[where](take)
+    np.testing.assert_array_equal(result.aux, np.float32(expected))
+    grads = result.grads[0] if where == "with parameters" else result.grads
+    assert float(grads) == float(np.sum(expected))
+    # The same key gives the same masks, and one part the key itself.
+    np.testing.assert_array_equal(calls[where](take).aux, result.aux)
+    alone = calls[where](functools.partial(mpx.accumulate, steps=1, **options))
+    whole = jax.random.bernoulli(plain, 0.5, x.shape)
+    np.testing.assert_array_equal(alone.aux[0], np.float32(whole))
+
+
+def test_several_keys_in_one_array_are_folded_one_by_one():
+    keys = jax.random.split(jax.random.key(0), (2, 3))
+    loss = lambda w, x, keys: (w * jnp.sum(x), jax.random.key_data(keys))  # noqa: E731
+    step = mpx.accumulate(loss, 4, has_aux=True, policy="f32")
+    seen = step(NoLossScaling(), jnp.float32(1.0), jnp.ones(4), keys).aux
+    for i in range(4):
+        one = jax.random.key_data(jax.random.fold_in(keys[1, 2], i))
+        np.testing.assert_array_equal(seen[i, 1, 2], one)
+
+
+def test_shards_of_a_part_draw_different_numbers():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(jnp.ones((8, 5)), NamedSharding(mesh, P("data")))
+    step = mpx.accumulate(masked, 2, has_aux=True, policy="f32", axis_name="data")
+    masks = jax.jit(step)(NoLossScaling(), jnp.float32(1.0), x, KEYS["typed"]).aux
+    assert masks.shape == (2, 2, 2, 5)
+    for i in range(4):
+        key = jax.random.fold_in(KEYS["typed"], i)
+        expected = jax.random.bernoulli(key, 0.5, (2, 5))
+        np.testing.assert_array_equal(masks[i // 2, i % 2], np.float32(expected))
+
+
 def test_random_keys_can_be_split_like_the_batch():
     keys = jax.random.split(jax.random.key(0), 4)
     loss = lambda w, key: (w * w, jax.random.key_data(key))  # noqa: E731
@@ -278,6 +380,47 @@ def test_random_keys_can_be_split_like_the_batch():
     result = step(NoLossScaling(), jnp.float32(3.0), keys)
     np.testing.assert_array_equal(result.aux[:, 0], jax.random.key_data(keys))
     assert_trees_equal(result.grads, jnp.float32(6.0))
+
+
+# --- Several devices ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, "compute", "e4m3"])
+@pytest.mark.parametrize("mean", [True, False])
+def test_result_is_the_same_under_jit_shard_map_and_on_one_device(mean, reduce_dtype):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    # Whole numbers, exact in each format and in any order; 8 bits are for large arrays.
+    w, x = jnp.full(4096, 2.0), jnp.tile(jnp.arange(8.0)[:, None], (1, 4096))
+    reduced = jnp.mean if mean else jnp.sum
+
+    def loss(w, x):
+        return reduced(x @ w)
+
+    policy = mpx.Policy(compute_dtype="bf16", reduce_dtype=reduce_dtype)
+    step = mpx.accumulate(loss, 2, mean=mean, policy=policy, axis_name="data")
+    mapped = jax.shard_map(
+        lambda w, x: step(NoLossScaling(), w, x)[:3],
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        check_vma=reduce_dtype != "e4m3",
+    )
+    rows = jax.device_put(x, NamedSharding(mesh, P("data")))
+    under_jit = jax.jit(step)(NoLossScaling(), w, rows)
+    value, _, grads = jax.jit(mapped)(w, rows)
+    expected, grad = jax.value_and_grad(loss)(w, x)
+    for result in ((under_jit.value, under_jit.grads), (value, grads)):
+        assert_trees_equal(result, (expected, grad))
+
+
+def test_sum_over_a_vmapped_axis_is_a_sum():
+    step = mpx.accumulate(
+        lambda w, x: jnp.sum(w * x), 2, mean=False, policy="f32", axis_name="data"
+    )
+    mapped = jax.vmap(step, in_axes=(None, None, 0), axis_name="data")
+    result = mapped(NoLossScaling(), jnp.float32(1.0), jnp.arange(12.0).reshape(3, 4))
+    np.testing.assert_array_equal(result.grads, np.full(3, 66.0))
+    np.testing.assert_array_equal(result.value, np.full(3, 66.0))
 
 
 # --- Sharded batches stay where they are ----------------------------------------------
@@ -350,6 +493,53 @@ ERRORS = {
         lambda: mpx.accumulate(squared_error, 2, batch_argnums=-1),
         ValueError,
         "`batch_argnums` must be 0 or more, but -1",
+    ),
+    "second batch": (
+        lambda: mpx.accumulate(squared_error, 8)(NoLossScaling(), ONES, ONES, ONES),
+        ValueError,
+        r"`y` has 8 rows, as the batch has, but it is not split.*"
+        r"`batch_argnums=\(1, 2\)`.*close over it",
+    ),
+    "second batch, named": (
+        lambda: mpx.accumulate(squared_error, 8, batch_argnums=1)(
+            NoLossScaling(), ONES, ONES, {"labels": ONES, "weights": jnp.ones(3)}
+        ),
+        ValueError,
+        "`y/labels` has 8 rows",
+    ),
+    "second batch by keyword": (
+        lambda: mpx.accumulate(squared_error, 2)(NoLossScaling(), ONES, ONES, y=ONES),
+        ValueError,
+        "`y` has 8 rows.*by position, and add that to `batch_argnums`",
+    ),
+    "sizes that differ": (
+        lambda: mpx.accumulate(squared_error, 4)(
+            NoLossScaling(), ONES, {"x": ONES, "y": ONES[:4]}
+        ),
+        ValueError,
+        r"8 rows in one array \(argument 1, leaf `x`\) and 4 in another "
+        r"\(argument 1, leaf `y`\).*one leading size",
+    ),
+    "raw keys or rows": (
+        lambda: mpx.accumulate(squared_error, 2)(
+            NoLossScaling(), ONES, ONES[:2], jax.random.PRNGKey(0)
+        ),
+        ValueError,
+        r"`y` is a uint32 array of shape \(2,\).*may hold raw PRNG keys",
+    ),
+    "raw key in a model": (  # it may be any array: nothing is guessed
+        lambda: mpx.accumulate(squared_error, 2)(
+            NoLossScaling(), {"w": ONES, "seed": jax.random.PRNGKey(0)}, ONES
+        ),
+        ValueError,
+        r"`w/seed` is a uint32 array.*wrap_key_data",
+    ),
+    "stack of raw keys": (
+        lambda: mpx.accumulate(squared_error, 2)(
+            NoLossScaling(), ONES, ONES, jax.random.split(jax.random.PRNGKey(0), 3)
+        ),
+        ValueError,
+        r"uint32 array of shape \(3, 2\).*wrap_key_data",
     ),
     "no scalar loss": (
         lambda: mpx.accumulate(lambda w, x: w * x, 2)(NoLossScaling(), ONES[:4], ONES),

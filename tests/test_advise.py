@@ -352,6 +352,28 @@ def test_equinox_models_are_taken_whole():
     assert {"layers/0/weight", "layers/1/weight"} <= {x.label for x in found.groups}
 
 
+def test_batches_of_a_module_that_holds_the_parameters_are_all_its_arguments():
+    class Model(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x, y):
+            return jnp.mean(jnp.square(jnp.tanh(x @ self.weight) - y))
+
+    model = Model(normal(5, 13, 7))
+    options = {"formats": ["bf16"], "batches": [(3 * X, Y)]}
+    found = mpx.inspect.advise(model, X, Y, **options)
+    wanted = mpx.inspect.advise(lambda model, x, y: model(x, y), model, X, Y, **options)
+    mine, theirs = (
+        next(x.errors["bf16"] for x in y.groups if x.label == "weight")
+        for y in (found, wanted)
+    )
+    assert mine == pytest.approx(theirs)
+    with pytest.raises(
+        ValueError, match=r"`batches\[0\]` must have 2 arguments, but it has 1"
+    ):
+        mpx.inspect.advise(model, X, Y, formats=["bf16"], batches=[X])
+
+
 def nnx_model():
     nnx = pytest.importorskip("flax.nnx")
 

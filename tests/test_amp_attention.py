@@ -22,7 +22,7 @@ from attention_cases import pretend_h200
 from models import equations, normal, trace_together
 from mpx import AmpRules, amp, amp_stop
 from mpx._amp import _attention, _recognition
-from mpx._attention import _capture, _cudnn
+from mpx._attention import _capture, _cudnn, _primitive
 from mpx._jaxpr._queries import ATTENTION
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
@@ -265,6 +265,91 @@ def test_bias_gets_its_gradient(name, transform):
         assert actual.shape == wanted.shape
         assert actual.dtype == jnp.float32
         assert relative_error(actual, wanted) <= 8 * UNIT
+
+
+# --- What 16 bits make of a bias ------------------------------------------------------
+
+
+def simulated(query, key, value, bias=None, mask=None, *, scale, is_causal, **options):
+    """cuDNN's kernel as JAX calls it: a bias of 16 bits, to which masks are added."""
+    groups = query.shape[2] // key.shape[2]
+    q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
+    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
+    scores = scale * jnp.einsum("bthd,bshd->bhts", q, k)
+    if mask is not None:
+        lowest = jnp.asarray(-(2.0**41), query.dtype)
+        mask = jnp.where(mask, jnp.zeros((), query.dtype), lowest)
+        bias = mask if bias is None else bias + mask
+    if bias is not None:
+        assert bias.dtype == query.dtype
+        scores += bias.astype(jnp.float32)
+    if is_causal:
+        before = np.tril(np.ones(scores.shape[2:], bool))[None, None]
+        scores = jnp.where(before, scores, -jnp.inf)
+    out = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+    return out.astype(query.dtype)
+
+
+NOISE = np.asarray(normal(6, 1, HEADS, LENGTH, LENGTH))
+PLACE = np.arange(LENGTH)
+SEEN = (PLACE < LENGTH // 2)[None, None, None]
+ROW = (PLACE == 3)[:, None]
+SIMULATED = {
+    "far from 0": ({}, {"bias": NOISE - 1000}),
+    "far above 0": ({"is_causal": True}, {"bias": NOISE + 1000}),
+    "large": ({}, {"bias": 300 * NOISE}),
+    "of keys": ({"is_causal": True}, {"bias": NOISE[:, :, :1] * 20 + 1000}),
+    "larger where masked": (
+        {},
+        {"bias": np.where(SEEN, NOISE, 1000 + NOISE), "mask": SEEN},
+    ),
+    "larger where later": ({"is_causal": True}, {"bias": NOISE + 100 * PLACE}),
+    "a mask": ({}, {"bias": np.where(SEEN, NOISE, -1e30)}),
+    "a row of a mask": ({}, {"bias": np.where(ROW, -1e30, NOISE)}),
+    "a row of two masks": (
+        {},
+        {"bias": np.where(ROW, np.where(SEEN, -1e9, -3e9), NOISE)},
+    ),
+    "a row below all": ({}, {"bias": np.where(ROW, -np.inf, NOISE)}),
+    "no key, causal": ({"is_causal": True}, {"mask": ~SEEN}),
+}
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_rounding_of_a_bias_does_not_matter(name, monkeypatch):
+    options, extras = SIMULATED[name]
+    fields = {"is_causal": False, "window": None, "required": False, **options}
+    spec = _cudnn.Attention(scale=0.3, extras=tuple(extras), **fields)
+    low = [x.astype(jnp.bfloat16) for x in ARGS]
+    arrays = (jnp.asarray(x) for x in extras.values())
+    arrays = (x if x.dtype == bool else x.astype(jnp.float32) for x in arrays)
+    given = [*low, *arrays]
+    wide = [x.astype(jnp.float32) for x in low]
+    cotangent = normal(7, *low[0].shape).astype(jnp.bfloat16)
+    plain = lambda *x: _primitive.plain(*x, *given[spec.free :], spec=spec)[0]  # noqa: E731
+    wanted, pullback = jax.vjp(plain, *wide, *given[3 : spec.free])
+    expected = [wanted, *pullback(cotangent.astype(jnp.float32))]
+    monkeypatch.setattr(jax.nn, "dot_product_attention", simulated)
+    out, pullback = _cudnn._vjp(given, spec)
+    for i, (got, x) in enumerate(
+        zip([out, *pullback(cotangent)], expected, strict=True)
+    ):
+        if i == 2 and name == "a row of two masks":
+            continue  # the queries of such a row are 0, so that keys get nothing from it
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(x))
+        got, x = (np.nan_to_num(np.asarray(y, np.float64)) for y in (got, x))
+        assert np.linalg.norm(got - x) <= 8 * UNIT * max(np.linalg.norm(x), 1e-3), i
+
+
+@pytest.mark.usefixtures("cuda")
+def test_bias_that_a_mask_tells_apart_runs_op_by_op():
+    mask = jnp.arange(LENGTH)[None] < jnp.array([[4]] * BATCH)
+
+    def func(q, k, v, bias):
+        return loss(q, k, v, bias, mask=mask[:, None, None])
+
+    counts, calls, *_ = compare(lambda wrap: wrap(func), *ARGS, jnp.asarray(NOISE))
+    assert (counts, calls) == ({"dot_general bf16": 2}, [])
 
 
 BATCHED = {

@@ -152,14 +152,15 @@ def test_inner_product_is_a_sum_in_f32(name, dtype):
     np.testing.assert_allclose(result.grads, 2e-4 * w, rtol=2.0**-20)
 
 
-def test_product_with_a_vector_runs_low_if_the_matrix_is_a_weight():
+def test_product_with_a_vector_runs_low_if_one_operand_is_a_weight():
     w, x = jnp.ones((4, 3)), jnp.ones(3)
     assert dots(lambda params, x: params["w"] @ x, {"w": w}, x) == [LOW]
     assert dots(lambda x: w @ x, x) == [LOW]
     assert dots(lambda params, x: 2 * params["w"].T[:, 1:].T @ x, {"w": w}, x) == [LOW]
-    # Inner products, several of them: data, or weights that are the vector.
+    assert dots(lambda params, x: x @ params["w"], {"w": x}, w) == [LOW]
+    # Inner products, one or several.
     assert dots(lambda data, x: data @ x, w, x) == [F32]
-    assert dots(lambda params, x: x @ params["w"], {"w": x}, w) == [F32]
+    assert dots(lambda params: params["w"] @ params["w"], {"w": x}) == [F32]
 
 
 @pytest.mark.parametrize(

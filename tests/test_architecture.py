@@ -31,7 +31,7 @@ def project_files():
 @pytest.mark.parametrize("path", MODULES, ids=relative)
 def test_module_is_short_and_documented(path):
     source = path.read_text()
-    assert len(source.splitlines()) <= 400, "is there a second noun inside?"
+    assert len(source.splitlines()) <= 600, "is there a second noun inside?"
     assert ast.get_docstring(ast.parse(source)), "say in one line what it is for"
 
 

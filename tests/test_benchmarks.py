@@ -142,6 +142,19 @@ def test_dithered_weights_follow_f32_in_the_guide(drift):
     }
 
 
+def test_weights_that_start_off_the_grid_follow_f32_in_the_guide(drift):
+    text = drift.GUIDE.read_text(encoding="utf-8")
+    block = text.split(drift.START_MARKS[0])[1].split(drift.START_MARKS[1])[0]
+    assert block.startswith(f"\n{drift.START_HEADER}\n")
+    rows = [row.strip("|").split("|") for row in block.strip().splitlines()[2:]]
+    assert [int(row[0]) for row in rows] == list(drift.STEPS)
+    for steps, *shares in (map(float, row) for row in rows):
+        from_f32, spread, grid = shares
+        assert from_f32 == pytest.approx(1, abs=0.1)
+        assert spread == pytest.approx(1, abs=0.1)
+        assert grid < 0.6 or steps > 100
+
+
 @pytest.mark.long
 @pytest.mark.standard_promotion
 def test_the_study_gives_the_numbers_of_the_guide(drift):

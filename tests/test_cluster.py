@@ -43,6 +43,31 @@ if jax.process_index() == 1:
     _command.describe = lambda: describe() | {"jax": "0.1"}
 print("status", main(options))
 """
+# Arrays of which each process holds a part.
+INSPECT = """
+import jax.numpy as jnp
+import mpx
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+mesh = jax.make_mesh((2,), ("data",))
+
+
+def part(x, *spec):
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+
+
+def loss(w, x):
+    return jnp.mean(jnp.square(x @ w))
+
+
+w = part(np.ones((4, 4), np.float32))
+x = part(np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4), "data")
+found = mpx.inspect.explain(mpx.amp(loss), w, x)
+print("explained", found.verdict, round(found.loss_in_f32, 4))
+print("machine", mpx.inspect.doctor(measure=False).devices[0].count)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +131,7 @@ def outputs(tmp_path_factory):
         assert f"step {DIES_AT}/{STEPS}" in first
         assert "process 0: state" not in first
         jobs = [*options, "--out", "a"], [*options, "--out", "b"]
-        processes += start(folder, *jobs, more=DOCTOR)
+        processes += start(folder, *jobs, more=DOCTOR + INSPECT)
         found = [process.communicate(timeout=150)[0] for process in processes[2:]]
         assert [process.returncode for process in processes[2:]] == [0, 0], found
         return found
@@ -152,6 +177,15 @@ def test_doctor_fails_on_all_processes_if_one_has_another_jax(outputs):
     checks = json.loads(first[1][2:])["checks"]
     assert [x["passed"] for x in checks] == [True, False, None]
     assert checks[1]["figures"] == f"jax: '{jax.__version__}', but '0.1' on process 1"
+
+
+@pytest.mark.long
+def test_inspections_work_on_every_process(outputs):
+    x = np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)
+    loss = round(float(np.mean((x @ np.ones((4, 4))) ** 2)), 4)
+    for output in outputs:
+        assert f"explained ok {loss}" in output
+        assert "machine 2" in output
 
 
 # --- One process -----------------------------------------------------------------------

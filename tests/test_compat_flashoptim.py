@@ -632,6 +632,14 @@ WRONG_OPTIONS = {
     "typo": (dict(param_groups=[{"params": "w", "lr": 1.0}]), "'lr'"),
     "no params": (dict(param_groups=[{"b1": 0.5}]), r"'params' matcher.*\['b1'\]"),
     "b1": (dict(b1=1.0), "`b1` must lie in"),
+    "bits": (
+        dict(master_weight_bits=16),
+        "`master_weight_bits` must be 24, 32 or None",
+    ),
+    "bits of a group": (
+        dict(param_groups=[{"params": "w", "master_weight_bits": 16}]),
+        "`master_weight_bits` must be 24, 32 or None",
+    ),
 }
 
 
@@ -649,7 +657,26 @@ WRONG_PARAMS = {
         jnp.ones(2, BF16),
         "selects nothing",
     ),
-    "integers": ({}, jnp.arange(2), "floating arrays, but the tree has none.*w: int32"),
+    "integers": (
+        {},
+        jnp.arange(2),
+        r"fused=True only supports parameter dtypes \(.*but `w` is int32",
+    ),
+    "integers alone": (
+        dict(fused=False),
+        jnp.arange(2),
+        "floating arrays, but the tree has none.*w: int32",
+    ),
+    "bits of f32": (
+        dict(master_weight_bits=32),
+        jnp.ones(2),
+        "^master_weight_bits=32 has no effect: none of its parameters is bf16",
+    ),
+    "bits of a group of f32": (
+        dict(param_groups=[{"params": "w", "master_weight_bits": 24}]),
+        jnp.ones(2),
+        r"^param_groups\[0\]\['master_weight_bits'\]=24 has no effect",
+    ),
 }
 
 
@@ -659,6 +686,14 @@ WRONG_PARAMS = {
 def test_wrong_parameters_are_refused(options, param, message):
     with pytest.raises(ValueError, match=message):
         flashoptim.flash_adamw(**options).init({"w": param})
+
+
+def test_bits_that_some_parameter_has_are_accepted():
+    params = {"w": jnp.ones(2, BF16), "head": {"w": jnp.ones(2)}}
+    group = {"params": "head", "learning_rate": 0.5}
+    tx = flashoptim.flash_adamw(master_weight_bits=32, param_groups=[group])
+    state = tx.init(params)
+    assert (state.ecc["w"].dtype, state.ecc["head"]["w"].dtype) == ("int16", "int32")
 
 
 def test_trees_that_do_not_fit_are_refused():

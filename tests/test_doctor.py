@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -70,6 +71,37 @@ def test_formats_of_cuda_follow_the_capability(monkeypatch, capability, native):
     monkeypatch.setattr(_machine, "cuda_capability", lambda: capability)
     found = {name for name, (here, _) in _machine.formats().items() if here}
     assert found == native | {"f32"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "native"),
+    [
+        ("TPU v4", False),
+        ("TPU v5 lite", False),
+        ("TPU v6 lite", False),
+        ("TPU v7", True),
+        ("TPU7x", True),
+        ("Ironwood", True),
+    ],
+)
+def test_tpus_with_fp8_are_known_by_the_names_of_jax(monkeypatch, kind, native):
+    device = types.SimpleNamespace(device_kind=kind)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert _machine.formats()["fp8"] == (native, kind)
+
+
+def test_memory_is_that_of_a_device_of_this_process(monkeypatch):
+    here, other = jax.devices()[:2]
+
+    class Elsewhere:
+        device_kind, platform = other.device_kind, other.platform
+
+        def memory_stats(self):
+            raise RuntimeError("only supported for addressable devices")
+
+    monkeypatch.setattr(jax, "devices", lambda: [Elsewhere(), here])
+    assert doctor(measure=False).devices[0].count == 2
 
 
 def test_the_wrong_build_of_jaxlib_is_named():

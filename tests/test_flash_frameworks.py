@@ -153,7 +153,7 @@ def test_scaled_gradients_with_grad_scale_are_unscaled_gradients():
         return *new, scaling.adjust(finite)
 
     # The first scale overflows f16, so that a step is skipped.
-    one: Any = (model, tx.init(model), mpx.DynamicLossScaling(2.0**24))
+    one: Any = (model, tx.init(model), mpx.DynamicLossScaling.pow2(2.0**24))
     two: Any = one
     for _ in range(12):
         one, two = unscaled(*one), scaled(*two)

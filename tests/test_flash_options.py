@@ -256,6 +256,7 @@ def test_groups_set_hyperparameters_freeze_and_compress():
         0.25, weight_decay=1.0, momentum=0.0, groups=groups, compression=TINY
     )
     state = tx.init(params)
+    before = mpx.optim.master_params(params, state)
     assert state.mu["embed"] is None
     assert isinstance(state.mu["norm"]["scale"], Quantized)
     assert state.mu["w"].dtype == F32
@@ -264,7 +265,7 @@ def test_groups_set_hyperparameters_freeze_and_compress():
     new, state = tx.step(params, state, grads)
     assert new["embed"] is params["embed"]
     assert new["complex"] is params["complex"]
-    before, after = params, mpx.optim.master_params(new, state)
+    after = mpx.optim.master_params(new, state)
     close = functools.partial(np.testing.assert_allclose, rtol=2.0**-14, atol=2.0**-14)
-    close(after["norm"]["scale"], before["norm"]["scale"].astype(F32) * 0.5 - 0.5)
-    close(after["w"], before["w"].astype(F32) - 0.25)
+    close(after["norm"]["scale"], before["norm"]["scale"] * 0.5 - 0.5)
+    close(after["w"], before["w"] - 0.25)

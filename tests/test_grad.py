@@ -19,6 +19,7 @@ from grad_cases import (
 )
 from models import (
     POLICIES,
+    equations,
     mlp,
     mlp_batch,
     mlp_loss,
@@ -71,9 +72,67 @@ def test_small_f16_gradients_survive_thanks_to_the_scale():
         jnp.full(3, 2.0**-13),
     )  # the gradient is 2^-25, f16 ends at 2^-24
     step = mpx.value_and_grad(loss, policy=POLICIES["f16"])
-    assert_trees_equal(step(NoLossScaling(), w, x).grads, jnp.zeros(3))
+    assert_trees_equal(step(StaticLossScaling(1.0), w, x).grads, jnp.zeros(3))
     result = step(StaticLossScaling(2.0**10), w, x)
     assert_trees_equal(result.grads, jnp.full(3, 2.0**-25))
+
+
+def reads_rows(table, tokens):
+    return mpx.cast_to_float32(table[tokens])
+
+
+def reads_by_a_layer(table, tokens):
+    layer = eqx.nn.Embedding(weight=table)
+    return mpx.cast_to_float32(jax.vmap(layer)(tokens))
+
+
+def reads_in_remat(table, tokens):
+    return jax.checkpoint(lambda table: jnp.take(table.T, tokens, axis=1).T)(table)
+
+
+def take_alone(loss, policy, *args):
+    return mpx.value_and_grad(loss, policy=policy)(NoLossScaling(), *args).grads
+
+
+def take_in_parts(loss, policy, *args):
+    step = mpx.accumulate(loss, 2, mean=False, policy=policy)
+    return step(NoLossScaling(), *args).grads
+
+
+def take_mapped(loss, policy, table, tokens):
+    step = mpx.value_and_grad(loss, policy=policy, axis_name="data")
+    mapped = jax.vmap(step, in_axes=(None, None, 0), axis_name="data")
+    return mapped(NoLossScaling(), table, tokens[None]).grads[0]
+
+
+@pytest.mark.parametrize(
+    ("stored", "reads", "take"),
+    [
+        ("f32", reads_rows, take_alone),
+        ("bf16", reads_rows, take_alone),
+        ("f32", reads_by_a_layer, take_alone),
+        ("bf16", reads_in_remat, take_alone),
+        ("bf16", reads_rows, take_in_parts),
+        ("bf16", reads_rows, take_mapped),
+    ],
+)
+def test_gradient_of_a_table_is_summed_in_f32(stored, reads, take):
+    table = jnp.ones((4, 2)).astype(mpx.get_policy(stored).param_dtype)
+    tokens = jnp.arange(4096) % 2  # a sum of ones stands still at 256 in bf16
+
+    def loss(table, tokens):
+        return jnp.sum(reads(table, tokens), dtype=jnp.float32)
+
+    step = jax.jit(functools.partial(take, loss, f"p={stored},c=bf16,o=f32"))
+    expected = np.zeros((4, 2), np.float32)
+    np.add.at(expected, np.asarray(tokens), 1)
+    np.testing.assert_array_equal(step(table, tokens), expected)
+    scatters = [
+        eqn.outvars[0].aval.dtype.name
+        for eqn in equations(jax.make_jaxpr(step)(table, tokens))
+        if eqn.primitive.name == "scatter-add"
+    ]
+    assert scatters == ["float32"]
 
 
 @pytest.mark.parametrize("scale", [3000.7, 65504.0, 1e-3])
@@ -95,7 +154,7 @@ def test_growth_step_returns_the_same_gradient(grad_of, problem):
 
 @pytest.mark.parametrize("scale", [2.0**20, 2.0**-8])
 def test_gradient_is_unscaled_before_the_scale_is_clipped(scale, problem):
-    scaling = DynamicLossScaling(scale, 2.0**-4)
+    scaling = DynamicLossScaling(jnp.float32(scale), 2.0**-4)
     result = of_value_and_grad(squared_error, scaling, policy=POLICIES["bf16"])(
         problem.w, problem.x, problem.y
     )

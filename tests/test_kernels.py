@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mpx
 from kernel_cases import (
     DIVIDING,
     ODD,
@@ -20,6 +21,7 @@ from kernel_cases import (
     kernel,
     make_case,
     make_plan,
+    moments_of,
     plain,
 )
 from models import equations
@@ -120,6 +122,18 @@ def test_any_group_size(group):
 def test_moments_in_f32_need_no_groups(shape):
     plan = make_plan(RULES["adamw"], group=0)
     assert_kernel_equals_plain(plan, make_case(plan, shape))
+
+
+def test_the_kernel_equals_plain_jax_where_a_step_overflows():
+    plan = make_plan(RULES["adamw"])
+    scalars, grad, leaf = make_case(plan, DIVIDING)
+    bad = jnp.array([3e20, -3e38, np.inf, np.nan], grad.dtype)
+    grad = grad.at[0, :4].set(bad)
+    assert_kernel_equals_plain(plan, (scalars, grad, leaf))
+    new = kernel(plan, scalars, grad, leaf)
+    assert_trees_equal(new.param[0, :2], leaf.param[0, :2])
+    assert np.isnan(np.asarray(new.param[0, 2:4], np.float32)).all()
+    assert mpx.all_finite((new.param[1:], moments_of(plan, new)))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import textwrap
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ from jax import lax
 import mpx
 from mpx._inspect import _memory_command, _report_command, _target
 from mpx._inspect._buffers import peak
+from mpx._inspect._program import program
 from mpx.inspect import memory
 
 B, D, H = 64, 32, 128
@@ -40,6 +44,7 @@ def test_parameters_gradients_and_state_are_counted():
         "amp bf16",
         "amp f16",
         "bf16 parameters, flash",
+        "the same with release",
     ]
     for name in ("f32", "amp bf16", "amp f16"):
         option = found[name]
@@ -50,7 +55,7 @@ def test_parameters_gradients_and_state_are_counted():
     assert (flash.params, flash.grads, flash.inputs) == (
         2 * COUNT,
         2 * COUNT,
-        2 * B * D,
+        4 * B * D,  # the batch stays as it is
     )
     state = jax.eval_shape(
         mpx.optim.flash_adamw(1e-3).init, mpx.cast_to_bfloat16(PARAMS)
@@ -73,6 +78,52 @@ def test_peak_holds_everything_that_exists_at_once():
     assert held + 4 * B * H + f32.grads / 2 <= f32.peak
     # At most the residual, the gradients, and two activations of the backward pass.
     assert f32.peak <= held + 4 * B * H + f32.grads + 2 * 4 * B * H
+
+
+def test_columns_add_up_to_the_peak():
+    for x in memory(loss, PARAMS, shape(B, D)).options:
+        others = x.grads_at_peak + sum(x.residuals_at_peak.values()) + x.temporary
+        assert x.params + x.state + x.inputs + others == x.peak
+        assert x.temporary >= WORKSPACE
+        assert sum(x.residuals_at_peak.values()) <= sum(x.residuals.values())
+
+
+@pytest.mark.standard_promotion
+def test_rows_say_the_precision_for_16_bit_parameters_too():
+    low = jax.tree.map(lambda x: shape(*x.shape, dtype=jnp.bfloat16), PARAMS)
+    wide, found = memory(loss, PARAMS, shape(B, D)), memory(loss, low, shape(B, D))
+    assert found.options[0].name == "as given"
+    assert found["as given"].params == 2 * COUNT
+    assert found.options[1:] == wide.options
+    assert found["f32"].residuals != found["amp bf16"].residuals
+
+
+def layers(p, x):
+    return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0])
+
+
+def test_release_holds_one_gradient_at_a_time():
+    flat = memory(loss, PARAMS, shape(B, D))
+    flash, released = flat["bf16 parameters, flash"], flat["the same with release"]
+    assert released.grads_at_peak <= 2 * D * H + 4
+    deep = {"w": shape(64, H, H)}
+    found = memory(layers, deep, shape(2, H))
+    flash, released = found["bf16 parameters, flash"], found["the same with release"]
+    saved = flash.peak - released.peak
+    assert 0.95 * flash.grads < saved <= flash.grads
+
+
+@pytest.mark.standard_promotion
+def test_step_of_release_is_taken_for_its_function():
+    optimizer = mpx.optim.flash_lion(1e-3)
+    deep = {"w": shape(8, H, H, dtype=jnp.bfloat16)}
+    step = mpx.optim.release(layers, optimizer)
+    state = jax.eval_shape(optimizer.init, deep)
+    found = memory(step, deep, state, shape(2, H))
+    assert found.options[0].name == "as given"
+    assert found["as given"].state == found["bf16 parameters, flash"].state
+    assert found["as given"].peak < found["bf16 parameters, flash"].peak
+    assert memory(step, deep, shape(2, H)) == found
 
 
 def test_optimizer_is_the_one_that_is_given():
@@ -113,12 +164,13 @@ def test_unknown_option_and_target_are_refused():
         found["bf16"]
     with pytest.raises(ValueError, match="`target` must be one of"):
         memory(loss, PARAMS, shape(B, D), target="a100")
+    assert memory(loss, PARAMS, shape(B, D), target="H200").gpu == (9, 0)
 
 
 def test_result_prints_and_exports():
     found = memory(loss, PARAMS, shape(B, D))
     assert "predicted peak" in str(found)
-    assert len(str(found).splitlines()) == 2 + len(found.options)
+    assert len(str(found).splitlines()) == 3 + len(found.options)
     assert json.loads(found.to_json())["gpu"] == [9, 0]
 
 
@@ -166,10 +218,13 @@ def test_peak_of_small_programs(name):
         assert found.bytes >= expected - 64 - (SIZE if name == "a loop" else 0)
 
 
-def test_results_in_place_need_no_memory():
-    jaxpr = jax.make_jaxpr(lambda p, g: p - g)(shape(B, D), shape(B, D))
-    assert peak(jaxpr).bytes == SIZE
-    assert peak(jaxpr, in_place=[0]).bytes == 0
+def test_released_results_exist_only_while_they_are_made():
+    def two(x, y):
+        return x @ x, jnp.sin(y) @ y
+
+    jaxpr = jax.make_jaxpr(two)(shape(D, D), shape(D, D))
+    assert peak(jaxpr).bytes == 3 * 4 * D * D
+    assert peak(jaxpr, released=[0, 1]).bytes == 2 * 4 * D * D
 
 
 def test_remat_keeps_less():
@@ -323,9 +378,74 @@ def test_program_for_eight_gpus_tells_its_collectives():
 def test_fp8_for_a_gpu_that_is_not_there():
     shapes = {"a": shape(1024, 4096), "b": shape(4096, 1024)}, shape(2048, 1024)
     p, x = mpx.cast_to_bfloat16(shapes)
-    found = mpx.inspect.report(mpx.fp8(loss, min_gain=0), p, x, target="h200")
+    func = mpx.fp8(loss, min_gain=0)
+    if jax.__version_info__ >= (0, 12):
+        with pytest.raises(NotImplementedError, match=r"The CUDA plugin of jax 0\.1"):
+            mpx.inspect.report(func, p, x, target="h200")
+        return
+    found = mpx.inspect.report(func, p, x, target="H200")
     assert found.compiled.matmuls.fp8 == 5
     assert found.opaque == ()
+
+
+@pytest.mark.gpu_compile
+def test_compiling_for_a_gpu_changes_nothing_for_what_runs_here():
+    code = """
+import os, jax, jax.numpy as jnp, mpx
+jnp.ones(3) + 1  # JAX has found its devices
+w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+found = mpx.inspect.report(lambda w, x: jnp.sum(x @ w), w, w, target="h200")
+assert found.compiled.kernels
+assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
+assert float(jnp.sum(jnp.ones(3))) == 3
+assert jax.devices()[0].platform == "cpu"
+"""
+    hidden = ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_missing_plugin_leaves_the_environment_alone(monkeypatch):
+    names = types.SimpleNamespace(get_topology_desc=_not_there)
+    monkeypatch.setattr(_target, "private", lambda _: names)
+    monkeypatch.setattr(_target, "_initialize_plugin", lambda: None)
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+    with pytest.raises(ImportError, match=r'pip install "jax\[cuda13\]=='):
+        mpx.inspect.report(loss, PARAMS, shape(B, D), target="H200")
+    assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
+
+
+def _not_there(**options):
+    assert os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] == "1"
+    raise NotImplementedError("topology not implemented for cuda")
+
+
+def test_plugin_that_jax_left_out_is_registered(monkeypatch):
+    done = []
+
+    def describe(**options):
+        if not done:
+            raise NotImplementedError("topology not implemented for cuda")
+        return types.SimpleNamespace(devices=["gpu"])
+
+    names = types.SimpleNamespace(get_topology_desc=describe)
+    monkeypatch.setattr(_target, "private", lambda _: names)
+    monkeypatch.setattr(_target, "_initialize_plugin", lambda: done.append(True))
+    assert _target.target_devices("h200", 1) == ["gpu"]
+
+
+def test_refusal_of_the_plugin_is_explained(monkeypatch):
+    class Lowered:
+        def compile(self, options):
+            raise RuntimeError("Failed to serialize StableHLO to plugin version 1.16.3")
+
+    monkeypatch.setattr(_target, "compiler_options", lambda _: {})
+    stages = types.SimpleNamespace(lower=lambda *_: Lowered())
+    monkeypatch.setattr(_target.jax, "jit", lambda _: stages)
+    full = program(loss, (PARAMS, shape(B, D)), {})
+    mesh = jax.make_mesh((1,), ("devices",), devices=jax.devices()[:1])
+    with pytest.raises(NotImplementedError, match="matmuls in fp8 are known to be one"):
+        _target.compile_for(full, "h200", mesh)
 
 
 def test_description_of_the_target_is_shipped():

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 import mpx
 from models import POLICIES, count_traces, equations, normal, operand_dtypes
@@ -654,3 +655,174 @@ def test_loop_with_an_nnx_optimizer_skips_and_is_traced_once(batch):
     assert int(optimizer.step[...]) == 5
     assert int(scaling.skipped) == 1
     assert int(model.dropout.rngs.count[...]) == 5
+
+
+# --- Parameters that the function assigns to ------------------------------------------
+
+
+class Rescaled(nnx.Module):
+    """Divides its own weights in place, as `nnx.WeightNorm` does."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+        self.head = nnx.Linear(4, 1, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        kernel = self.linear.kernel
+        norm = jnp.linalg.norm(kernel[...].astype(jnp.float32))
+        kernel[...] = kernel[...] / norm.astype(kernel[...].dtype)
+        return self.head(self.linear(x))
+
+
+def assigning_models():
+    def wrapped(kind):
+        def make():
+            rngs = nnx.Rngs(0)
+            return nnx.Sequential(
+                kind(nnx.Linear(4, 4, rngs=rngs), rngs=rngs),
+                nnx.Linear(4, 1, rngs=rngs),
+            )
+
+        return make
+
+    return {
+        "weight norm": wrapped(nnx.WeightNorm),
+        "spectral norm": wrapped(nnx.SpectralNorm),
+        "own": lambda: Rescaled(nnx.Rngs(0)),
+    }
+
+
+ASSIGNING = assigning_models()
+
+
+def assigning_loss(model, x, y):
+    return jnp.mean((mpx.cast_to_float32(model(x))[:, 0] - y.astype(jnp.float32)) ** 2)
+
+
+def everything(model):
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+
+
+@pytest.mark.parametrize("make", ASSIGNING.values(), ids=ASSIGNING)
+@pytest.mark.parametrize("steps", [None, 2])
+def test_parameters_that_the_function_assigns_to_are_those_of_nnx(make, steps, batch):
+    x, y = batch
+    expected, model, before = make(), make(), everything(make())
+    grads = []
+    for i in range(steps or 1):
+        part = (x[i :: steps or 1], y[i :: steps or 1])
+        grads.append(nnx.grad(assigning_loss)(expected, *part))
+    grads = jax.tree.map(lambda *g: sum(g) / len(g), *grads)
+    take = functools.partial(mpx.value_and_grad, assigning_loss)
+    if steps is not None:
+        take = functools.partial(
+            mpx.accumulate, assigning_loss, steps, batch_argnums=(1, 2)
+        )
+    result = take(policy="f32")(NoLossScaling(), model, x, y)
+    eps = 20 * float(np.finfo(np.float32).eps)  # numbers below 2, some ten operations
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=eps)
+    jax.tree.map(close, everything(model), everything(expected))
+    jax.tree.map(close, result.grads, grads)
+    changed = jax.tree.map(np.array_equal, everything(model), before)
+    assert not all(jax.tree.leaves(changed))  # the premise
+
+
+def test_assigned_parameters_are_rolled_back_with_a_skipped_step(batch):
+    model, before = Rescaled(nnx.Rngs(0)), everything(Rescaled(nnx.Rngs(0)))
+    x, y = batch
+    take = mpx.value_and_grad(assigning_loss, policy="f32")
+    result = take(NoLossScaling(), model, x * jnp.inf, y)
+    assert not result.finite
+    assert_trees_equal(everything(model), before)
+
+
+def test_parameter_that_becomes_infinite_skips_the_step(batch):
+    def loss(model, x, y):
+        value = assigning_loss(model, x, y)
+        model.kernel[...] = model.kernel[...] * jnp.inf
+        return value
+
+    model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    before = everything(model)
+    result = mpx.value_and_grad(loss, policy="f32")(NoLossScaling(), model, *batch)
+    assert mpx.all_finite(result.grads)
+    assert not result.finite
+    assert_trees_equal(everything(model), before)
+
+
+@pytest.mark.parametrize("name", ["weight norm", "spectral norm"])
+def test_assigned_parameters_of_known_layers_are_not_rounded(name, batch):
+    model, expected = ASSIGNING[name](), ASSIGNING[name]()
+    assigning_loss(expected, *batch)
+    mpx.value_and_grad(assigning_loss, policy=POLICIES["bf16"])(
+        NoLossScaling(), model, *batch
+    )
+    eps = 20 * float(np.finfo(np.float32).eps)
+    np.testing.assert_allclose(
+        model.layers[0].layer_instance.kernel[...],
+        expected.layers[0].layer_instance.kernel[...],
+        rtol=0,
+        atol=eps,
+    )
+
+
+@pytest.mark.parametrize("transform", [nnx.jit, nnx.remat])
+def test_masters_are_not_rounded_where_all_variables_are_assigned_to(transform, batch):
+    model, frozen = (
+        nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
+        nnx.Linear(4, 1, rngs=nnx.Rngs(1)),
+    )
+    before = everything((model, frozen))
+
+    @transform
+    def inner(model, frozen, x, y):
+        return jnp.mean((frozen(model(x))[:, 0] - y).astype(jnp.float32) ** 2)
+
+    def loss(model, frozen, x, y):
+        return inner(model, frozen, x, y)
+
+    mpx.value_and_grad(loss, policy=BF16)(NoLossScaling(), model, frozen, *batch)
+    assert_trees_equal(everything((model, frozen)), before)
+
+
+def test_parameters_that_are_assigned_in_16_bits_are_reported(batch):
+    model = Rescaled(nnx.Rngs(0))
+    with pytest.warns(
+        RuntimeWarning, match="assigns to .*linear/kernel.*bfloat16.*keep"
+    ):
+        mpx.value_and_grad(assigning_loss, policy=BF16)(NoLossScaling(), model, *batch)
+
+
+def test_assigned_parameters_stay_the_same_on_all_devices(batch):
+    model, expected = Rescaled(nnx.Rngs(0)), Rescaled(nnx.Rngs(0))
+    assigning_loss(expected, *batch)
+    graphdef, state = nnx.split(model)
+    take = mpx.value_and_grad(assigning_loss, policy="f32", axis_name="data")
+
+    def step(state, x, y):
+        model = nnx.merge(graphdef, state)
+        take(NoLossScaling(), model, x, y)
+        return nnx.state(model)
+
+    rows, same = jax.P("data"), jax.P()
+    step = jax.shard_map(
+        step,
+        mesh=jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)),
+        in_specs=(same, rows, rows),
+        out_specs=same,
+    )
+    after = jax.jit(step)(state, *batch)
+    kernel = after["linear"]["kernel"][...]
+    np.testing.assert_allclose(kernel, expected.linear.kernel[...], rtol=1e-6)
+
+
+def test_amp_keeps_assigned_parameters_too(batch):
+    model, expected = Rescaled(nnx.Rngs(0)), Rescaled(nnx.Rngs(0))
+    nnx.value_and_grad(mpx.amp(assigning_loss))(expected, *batch)
+    mpx.value_and_grad(mpx.amp(assigning_loss))(NoLossScaling(), model, *batch)
+    eps = 20 * float(np.finfo(np.float32).eps)
+    np.testing.assert_allclose(
+        model.linear.kernel[...], expected.linear.kernel[...], rtol=0, atol=eps
+    )
+    norm = np.linalg.norm(np.asarray(model.linear.kernel[...], np.float64))
+    assert abs(norm - 1) < eps

@@ -129,6 +129,79 @@ def test_nan_never_gets_in_however_many_there_are(tx):
         np.testing.assert_allclose(one, other, rtol=0, atol=10 * 2.0**-23)
 
 
+# Each with a gradient whose square, or sum with the momentum, is infinite.
+OVERFLOWS = {
+    "centred rmsprop": (optax.rmsprop(0.1, centered=True), 1e25),
+    "adam": (optax.adam(0.1), 3e19),
+    "momentum": (optax.sgd(0.1, momentum=1.0), 3e38),
+    "update alone": (optax.scale(100.0), 3e37),
+}
+
+
+@pytest.mark.parametrize(("tx", "value"), OVERFLOWS.values(), ids=OVERFLOWS)
+def test_an_update_that_overflows_where_the_gradient_did_not_is_skipped(tx, value):
+    params, huge = make_params(), jax.tree.map(lambda g: g + value, make_grads(0))
+    wrapped = skip_nonfinite(tx)
+    state = wrapped.init(params)
+    for grads in (make_grads(0), huge, huge):
+        before, state_before = params, state
+        params, state = compiled(wrapped)(params, state, grads)
+        assert mpx.all_finite((params, state))
+    assert_trees_equal((params, state.inner_state), (before, state_before.inner_state))
+    assert int(state.skipped) == int(state.consecutive_skipped) > 0
+    assert not state.last_finite
+
+
+def test_infinity_that_is_meant_is_no_overflow():
+    tx = skip_nonfinite(optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau()))
+    state = tx.init(jnp.ones(2))
+    assert np.isinf(state.inner_state[1].best_value)
+    for _ in range(2):
+        updates, state = tx.update(jnp.ones(2), state, value=jnp.float32(1.5))
+        np.testing.assert_array_equal(updates, -0.5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_skip_together(check_vma):
+    two = jax.devices()[:2]
+    mesh = jax.make_mesh((2,), ("x",), devices=two, axis_types=(AxisType.Auto,))
+    tx = skip_nonfinite(optax.adam(0.1), axis_name=None if check_vma else "x")
+    params = jnp.ones(4)
+    state = tx.init(params)
+    specs = jax.tree.map(lambda x: P("x") if x.ndim else P(), state)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("x"), specs, P("x")),
+        out_specs=(P("x"), specs),
+        check_vma=check_vma,
+    )
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return params + updates, state
+
+    params, state = step(params, state, jnp.ones(4))
+    for number, value in enumerate((jnp.nan, 3e19), start=1):
+        grads = jnp.ones(4).at[0].set(value)
+        after, skipped = step(params, state, grads)
+        assert_trees_equal((after, skipped.inner_state), (params, state.inner_state))
+        assert [int(x.data) for x in skipped.skipped.addressable_shards] == [number] * 2
+        state = skipped
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [(skip_nonfinite, "SkipNonfinite"), (master_weights, "MasterWeights")],
+)
+def test_states_of_others_are_refused(wrap, name):
+    tx, params = wrap(optax.adam(0.1)), jnp.ones(2)
+    match = rf"expected the {name}State from its own `init\(params\)`.*; got tuple"
+    with pytest.raises(TypeError, match=match):
+        tx.update(params, optax.adam(0.1).init(params), params)
+
+
 def test_apply_if_finite_would_have_let_it_in():
     # What the wrapper is there for: optax gives up after some errors in a row.
     step = compiled(optax.apply_if_finite(optax.sgd(0.1), 3))
@@ -298,6 +371,43 @@ def test_masters_may_be_f64():
             params = optax.apply_updates(params, updates)
         assert_trees_equal(state.master, jnp.float64(1 - 2.0**-23))
         assert_trees_equal(params, jnp.float32(1 - 2.0**-23))
+
+
+def test_parameters_of_f64_keep_their_masters_in_f64():
+    with jax.enable_x64(True):
+        tx = master_weights(optax.sgd(1.0))
+        params = {"w": jnp.ones(()), "b": jnp.ones((), jnp.bfloat16)}
+        assert params["w"].dtype == np.float64
+        state, start = tx.init(params), params
+        grads = {"w": jnp.float64(2.0**-40), "b": jnp.bfloat16(2.0**-20)}
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        assert_trees_equal(params, start | {"w": jnp.float64(1 - 2.0**-40)})
+        assert_trees_equal(state.master["b"], jnp.float32(1 - 2.0**-20))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_masters_start_from_f32_weights(dtype):
+    weights = make_params() | {"low": jnp.ones(3, dtype), "n": jnp.arange(2)}
+    tx = master_weights(optax.adam(0.1))
+    params, state = tx.init_from(weights, dtype, keep="layers")
+    assert_trees_equal(state.master, weights | {"low": jnp.ones(3)})
+    expected = {"w": weights["w"].astype(dtype), "layers": weights["layers"]}
+    assert_trees_equal(params, weights | expected)
+    assert state.inner_state[0].mu["w"].dtype == np.float32
+    with pytest.raises(ValueError, match="`keep` .*nothing"):
+        tx.init_from(weights, keep="nothing")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_masters_may_start_anywhere_between_the_neighbours(dtype):
+    params = {"w": jnp.full((64, 64), 0.05, dtype), "zero": jnp.zeros(3, dtype)}
+    state = master_weights(optax.adam(0.1), jitter=True).init(params)
+    assert_trees_equal(mpx.cast_tree(state.master, dtype), params)
+    half = float(jnp.finfo(dtype).eps) * 2.0**-5 / 2  # of an ulp from 1/32 to 1/16
+    left = np.asarray(state.master["w"] - params["w"].astype(np.float32)) / half
+    assert np.std(left) == pytest.approx(np.sqrt(1 / 3), rel=0.05)
+    assert abs(np.mean(left)) < 0.05
 
 
 def test_half_precision_gradients_are_widened_before_the_optimizer():

@@ -80,7 +80,10 @@ def test_missing_feature_leaves_import_gradients_and_steps_right():
     )
     assert done.returncode == 0, done.stderr
     for (feature, name), warned in zip(pairs, json.loads(done.stdout), strict=True):
-        assert len(warned) == bool(_private.FEATURES[feature].lost), (name, warned)
+        lost = _private.FEATURES[feature].lost
+        assert sum(lost in x for x in warned) == bool(lost), (name, warned)
+        # Other features may need the same name.
+        assert all(name.replace(":", ".") in x for x in warned), (name, warned)
 
 
 @pytest.fixture

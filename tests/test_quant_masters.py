@@ -26,6 +26,7 @@ from quant_cases import (
     check_master,
     compiled,
     floats,
+    half_ulp,
     masters,
     patterns_of,
     round_trip,
@@ -102,6 +103,43 @@ def test_special_weights_are_kept(codec, dtype):
         np.testing.assert_array_equal(stored, weight)
     if isinstance(codec, BitDelta):
         assert np.signbit(decoded[1])
+
+
+@masters
+def test_weights_are_placed_all_over_the_rounding_interval(codec, dtype):
+    every = np.arange(2**16, dtype=np.uint16).view(dtype)
+    every = every[~np.isnan(every.astype(F32))]
+    params = np.repeat(every[None], 64, axis=0)
+
+    @jax.jit
+    def place(params, seed):
+        correction = codec.place(params, Noise(element_index(params.shape), seed))
+        decoded = codec.decode(params, correction, BLOCK)
+        return correction, decoded, codec.encode(decoded, dtype, BLOCK)[0]
+
+    correction, decoded, again = map(np.asarray, place(params, jnp.uint32(3)))
+    assert correction.dtype == codec.dtype
+    size, tiny = np.abs(every.astype(np.float64)), float(jnp.finfo(dtype).tiny)
+    placed = np.isfinite(size) & (size >= tiny)
+    assert not np.any(correction[:, ~placed])
+    # No parameter changes, not even in a step that does nothing.
+    rounded = np.asarray(jnp.asarray(decoded).astype(dtype))
+    for new in (again, rounded):
+        assert_trees_equal(new.view("u2")[:, placed], params.view("u2")[:, placed])
+    if not isinstance(codec, BitDelta) and dtype == BF16:
+        placed &= size > 2.0**-100  # below, corrections may be lost
+    # Intervals end half-way to the neighbours: at half the distance below a power of two.
+    every, size, half = every[placed], size[placed], half_ulp(every[placed])
+    away = np.abs(decoded[:, placed].astype(np.float64)) - size
+    is_power = (np.frexp(size)[0] == 0.5) & (size > tiny)
+    share = away / np.where((away < 0) & is_power, half / 2, half)
+    assert np.max(np.abs(share)) <= 1
+    # Evenly from -1 to 1, over all parameters and for each of them.
+    for end in np.linspace(-0.98, 0.98, 9):
+        assert np.mean(share < end) == pytest.approx((1 + end) / 2, abs=1 / 128)
+    assert np.all(np.abs(np.std(share, axis=0) - np.sqrt(1 / 3)) < 0.2)
+    other = np.asarray(place(params, jnp.uint32(4))[0])[:, placed]
+    assert np.mean(other == correction[:, placed]) < 1 / 60
 
 
 def test_bit_deltas_reach_beyond_the_largest_bf16():

@@ -401,6 +401,49 @@ def test_f32_function_names_the_argument_that_is_f32():
     assert {x.reason for x in found.kept} == {"argument `x`"}
 
 
+def asked(p, x):
+    h = jnp.tanh(x @ p["a"])
+    return jnp.mean(jnp.matmul(h, p["b"], precision="highest"))
+
+
+def stopped(p, x):
+    h = x @ p["a"]
+    with mpx.amp_stop():
+        return jnp.mean(h @ p["b"])
+
+
+def mean_of_two_layers(p, x):
+    return jnp.mean(two_layers(p, x))
+
+
+@pytest.mark.parametrize(
+    ("func", "reason"),
+    [
+        (mpx.amp(mean_of_two_layers, keep="b"), "keep b"),
+        (mpx.amp(asked), "precision=HIGHEST was asked for"),
+        (mpx.amp(stopped), "scope amp_stop"),
+    ],
+)
+def test_reason_of_an_f32_matmul_is_the_decision_of_amp_in_both_passes(func, reason):
+    found = report(func, WEIGHTS, shape(B, D))
+    rows = [x for x in found.matmuls if x.dtype == "f32"]
+    assert {x.place.backward for x in rows} == {False, True}
+    assert {x.reason for x in rows} == {reason}
+    assert {x.reason for x in found.matmuls if x.dtype == "bf16"} == {""}
+
+
+@pytest.mark.standard_promotion
+def test_reason_in_both_passes_is_what_promotes_the_forward_one():
+    def loss(p, x):
+        h = x.astype(BF16) @ p["a"].astype(BF16)
+        return jnp.mean(h @ p["b"])
+
+    found = report(loss, WEIGHTS, shape(B, D))
+    wide = [x for x in found.matmuls if "f32" in x.dtype]
+    assert len(wide) == 3
+    assert {x.reason for x in wide} == {"argument `p/b`"}
+
+
 # --- Residuals ------------------------------------------------------------------------
 
 

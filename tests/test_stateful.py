@@ -429,11 +429,12 @@ def test_linen_statistics_that_become_infinite_are_rolled_back(loss, given, of, 
     result = take(TOO_LARGE)
     assert mpx.all_finite((result.grads, result.value))
     assert not result.finite
-    for name in ("mean", "var"):  # stacked by `accumulate`
-        assert jnp.all(of(result.aux)["norm"][name] == STATS["norm"][name])
+    assert_trees_equal(of(result.aux), STATS)
     result = take(jnp.ones(4))
     assert result.finite
-    assert jnp.all(of(result.aux)["norm"]["var"] == 2.0)
+    # One is added in each part of a window.
+    parts = 2 if window is WINDOWS["accumulate"] else 1
+    assert_trees_equal(of(result.aux)["norm"]["var"], jnp.float32(1.0 + parts))
 
 
 def test_closed_over_linen_statistics_count_though_they_cannot_be_rolled_back():
@@ -531,3 +532,99 @@ def test_linen_variables_may_come_in_one_dictionary(batch, variables):
     params = variables["params"]
     result = jax.eval_shape(step, NoLossScaling(), params, variables, *batch)
     assert jax.tree.structure(result.grads) == jax.tree.structure(params)
+
+
+# --- Linen in parts -------------------------------------------------------------------
+
+
+class LinenNormed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+        return nn.Dense(1)(x)[..., 0]
+
+
+LINEN_NORMED = LinenNormed()
+
+
+def normed_loss(params, batch_stats, x, y):
+    variables = {"params": params, "batch_stats": batch_stats}
+    pred, updates = LINEN_NORMED.apply(variables, x, mutable=["batch_stats"])
+    return jnp.mean((pred - y) ** 2), {"pred": pred, **updates}
+
+
+def of_one_dictionary(variables, x, y):
+    return normed_loss(variables["params"], variables["batch_stats"], x, y)
+
+
+def in_turn(variables, x, y, steps):
+    """Returns gradient, predictions and statistics of parts one after another, in f32."""
+    params, stats = variables["params"], variables["batch_stats"]
+    grads, preds = [], []
+    for i in range(steps):
+        grad, aux = jax.grad(normed_loss, has_aux=True)(
+            params, stats, x[i::steps], y[i::steps]
+        )
+        stats = aux["batch_stats"]
+        grads.append(grad)
+        preds.append(aux["pred"])
+    mean = jax.tree.map(lambda *g: np.mean(g, axis=0), *grads)
+    return mean, np.stack(preds), stats
+
+
+PLACES = {
+    "two arguments": (
+        normed_loss,
+        (2, 3),
+        lambda v: (v["params"], v["batch_stats"]),
+        lambda grads: grads,
+    ),
+    "differentiated": (
+        of_one_dictionary,
+        (1, 2),
+        lambda v: (v,),
+        lambda grads: grads["params"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "argnums", "put", "of"), PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("steps", [1, 4])
+def test_linen_statistics_are_those_of_parts_in_turn(
+    batch, steps, loss, argnums, put, of
+):
+    x, y = batch
+    variables = LINEN_NORMED.init(jax.random.key(0), x)
+    grads, preds, stats = in_turn(variables, x, y, steps)
+    step = jax.jit(
+        mpx.accumulate(loss, steps, batch_argnums=argnums, has_aux=True, policy="f32")
+    )
+    result = step(NoLossScaling(), *put(variables), x, y)
+    # The same operations in f32, fused differently; predictions are of order 1.
+    assert_close(result.aux["batch_stats"], stats, 10 * F32_EPS)
+    assert_close(of(result.grads), grads, 100 * F32_EPS)
+    np.testing.assert_allclose(result.aux["pred"], preds, rtol=0, atol=100 * F32_EPS)
+    # What comes out goes in again.
+    again = {"params": variables["params"], "batch_stats": result.aux["batch_stats"]}
+    again = step(NoLossScaling(), *put(again), x, y)
+    assert jax.tree.map(jnp.shape, again.aux) == jax.tree.map(jnp.shape, result.aux)
+
+
+def test_statistics_of_two_models_are_told_apart_by_their_names(batch):
+    x, y = batch
+    variables = LINEN_NORMED.init(jax.random.key(0), x)
+    teacher = jax.tree.map(lambda leaf: leaf + 1, variables)
+    params, stats = variables["params"], variables["batch_stats"]
+
+    def loss(params, teacher, student, x, y, key):
+        value, aux = normed_loss(params, student["batch_stats"], x, y)
+        value += 0 * normed_loss(**teacher, x=x, y=y)[0]
+        return value, {key: {"batch_stats": aux["batch_stats"]}}
+
+    step = mpx.accumulate(loss, 2, batch_argnums=(3, 4), has_aux=True, policy="f32")
+    args = (NoLossScaling(), params, teacher, {"batch_stats": stats}, x, y)
+    result = step(*args, "student")
+    expected = in_turn(variables, x, y, 2)[2]
+    assert_close(result.aux["student"]["batch_stats"], expected, 10 * F32_EPS)
+    with pytest.raises(ValueError, match="may replace those of `teacher` or `student`"):
+        step(*args, "new")

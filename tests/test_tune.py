@@ -65,7 +65,7 @@ def test_limit_that_nothing_reaches_is_said():
     ]
     chosen, remark = _tuning._choose(candidates, candidates[0].policy, 0.01, False)
     assert chosen.half == "f16"
-    assert remark.startswith("No measured policy reaches 0.01")
+    assert remark.startswith("No policy of the frontier reaches 0.01")
 
 
 SMALL = mpx.inspect.PrecisionPolicy("f16", keep=("^a$",))
@@ -137,6 +137,41 @@ def test_wrong_predictions_are_replaced_by_measurements(monkeypatch):
     (best,) = [x for x in found.candidates if x.policy == found.policy]
     assert best.error is not None
     assert 0.5 < best.error / best.predicted_error < 2
+
+
+def test_frontier_is_walked_down_until_a_policy_reaches_the_limit(monkeypatch):
+    def hopeful(*args):
+        known = judge(*args)
+        half = {key: x / 1.9**2 for key, x in known.predicted.half.items()}
+        changed = _tuning.dataclasses.replace(known.predicted, half=half)
+        return known._replace(predicted=changed)
+
+    monkeypatch.setattr(_tuning, "judge", hopeful)
+    options = {"formats": "bf16", "proposals": 1}
+    found = mpx.inspect.tune(sensitive, PARAMS, X, Y, max_grad_error=0.1, **options)
+    first = next(x for x in found.candidates if not x.policy.keep)
+    assert first.predicted_error < 0.1 < first.error
+    (best,) = [x for x in found.candidates if x.policy == found.policy]
+    assert best.error < 0.1
+
+
+def test_chain_that_xla_fuses_costs_one_round_trip():
+    def loss(params, x):
+        h = x @ params["a"]
+        with jax.named_scope("chain"):
+            for i in range(10):
+                h = 1.01 * h + i
+        return jnp.mean(h @ params["b"])
+
+    known = judge(
+        loss,
+        ({"a": normal(0, 16, 32), "b": normal(1, 32, 8)}, X[:, :1] @ normal(2, 1, 16)),
+        {},
+    )
+    (i,) = [i for i, x in enumerate(known.groups) if x.label == "chain"]
+    size = len(X) * 32
+    # It is read and written once, and so is its gradient.
+    assert known.work[i].numbers == 4 * size
 
 
 def test_frontier_is_close_to_an_exhaustive_search():

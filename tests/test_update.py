@@ -129,6 +129,72 @@ def test_parameter_without_gradient_is_frozen(name):
     assert np.all(np.asarray(after.weight != model.weight))
 
 
+# --- Steps that would overflow --------------------------------------------------------
+
+# Finite gradients of finite parameters, whose step is not finite.
+OVERFLOWS = {
+    "second moment": (optax.adam(0.1), jnp.ones(3), 3e19),
+    "nan from inf - inf": (optax.rmsprop(0.1, centered=True), jnp.ones(3), 1e25),
+    "parameter": (optax.sgd(10.0), jnp.ones(3), 1e38),
+    "f16 parameter": (optax.sgd(0.125), jnp.ones(3, jnp.float16), 1e6),
+}
+
+
+@rounds_updates
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("case", OVERFLOWS.values(), ids=OVERFLOWS)
+def test_a_step_that_would_overflow_changes_nothing(case, skip):
+    optimizer, params, value = case
+    step = jax.jit(make_step(optimizer, skip))
+    before = step(params, optimizer.init(params), jnp.ones(3), True)
+    assert np.all(np.asarray(before[0] != params))
+    huge = jnp.ones(3).at[1].set(value)
+    assert_trees_equal(step(*before, huge, mpx.all_finite(huge)), before)
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_numbers_that_were_not_finite_before_forbid_no_step(skip):
+    params = {"w": jnp.ones(2), "mask": jnp.array([0.0, -jnp.inf])}
+    optimizer = optax.sgd(0.5)
+    step = make_step(optimizer, skip)
+    after, _ = step(
+        params, optimizer.init(params), jax.tree.map(jnp.ones_like, params), True
+    )
+    np.testing.assert_array_equal(after["w"], 0.5)
+    np.testing.assert_array_equal(after["mask"], [-0.5, -np.inf])
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_decide_together_whether_a_step_overflows(check_vma, skip):
+    two = jax.devices()[:2]
+    mesh = jax.make_mesh((2,), ("x",), devices=two, axis_types=(AxisType.Auto,))
+    optimizer = optax.adam(0.1)
+    params = jnp.ones(4)
+    state = optimizer.init(params)
+    specs = jax.tree.map(lambda x: P("x") if x.ndim else P(), state)
+    options = {} if check_vma else {"axis_name": "x"}
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("x"), specs, P("x")),
+        out_specs=(P("x"), specs),
+        check_vma=check_vma,
+    )
+    def step(params, state, grads):
+        finite = mpx.all_finite(grads, axis_name="x")
+        return mpx.optimizer_update(
+            params, optimizer, state, grads, finite, skip=skip, **options
+        )
+
+    grads = jnp.ones(4)
+    good = step(params, state, grads)
+    np.testing.assert_allclose(good[0], 0.9, rtol=1e-6)
+    assert_trees_equal(step(*good, grads.at[3].set(3e19)), good)
+
+
 # --- Dtypes ---------------------------------------------------------------------------
 
 
@@ -314,6 +380,11 @@ def test_nnx_optimizer_is_updated_in_place_or_not_at_all(skip, jit):
 
     step(model, optimizer, nnx_gradients(model, np.nan), jnp.array(False))
     assert_trees_equal(nnx_state(model, optimizer), before)
+    # Half the momentum and a gradient are more than f32 can hold.
+    step(model, optimizer, nnx_gradients(model, -3e38), jnp.array(True))
+    before = nnx_state(model, optimizer)
+    step(model, optimizer, nnx_gradients(model, -3e38), jnp.array(True))
+    assert_trees_equal(nnx_state(model, optimizer), before)
 
 
 def test_nnx_optimizer_may_be_told_never_to_skip():
@@ -366,3 +437,9 @@ def test_train_state_is_replaced_or_kept(dtype, skip, jit):
         skipped, _ = step(before, inject_nonfinite(grads), jnp.array(False))
         assert int(skipped.step) == int(before.step)
         assert_trees_equal(skipped.replace(step=0), before.replace(step=0))
+    huge = jax.tree.map(lambda x: jnp.full(x.shape, 3e38), state.params)
+    first, _ = step(state, huge, jnp.array(True))
+    second, _ = step(first, huge, jnp.array(True))
+    assert_trees_equal(
+        second, first
+    )  # momentum and gradient are more than f32 can hold

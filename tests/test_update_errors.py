@@ -333,6 +333,22 @@ def test_cond_update_takes_modules_and_leaves_the_rest_of_them_alone(skip):
     assert isinstance(taken.rate, float)
 
 
+@pytest.mark.parametrize("skip", SKIPS)
+def test_cond_update_skips_a_result_that_overflows(skip):
+    @mpx.cond_update(skip=skip)
+    def update(params, momentum, grads):
+        return params - grads, momentum + grads * grads
+
+    before = jnp.ones(2), jnp.zeros(2)
+    assert_trees_equal(update(True, *before, jnp.array([1.0, 3e19])), before)
+    taken = update(True, *before, jnp.array([1.0, 2.0]))
+    assert_trees_equal(taken, (jnp.array([0.0, -1.0]), jnp.array([1.0, 4.0])))
+    # The result is infinite in the dtype of the argument.
+    half = jnp.ones(2, jnp.float16)
+    same, _ = update(True, half, jnp.zeros(2), jnp.array([1.0, 1e6]))
+    assert_trees_equal(same, half)
+
+
 def test_cond_update_counts_a_namedtuple_as_one_value():
     state = optax.TraceState(jnp.zeros(2))
     step = mpx.cond_update(lambda state, grads: state._replace(trace=grads))

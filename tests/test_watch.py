@@ -2,7 +2,9 @@
 
 import html
 import json
+import logging
 import math
+import pathlib
 import re
 import shutil
 import subprocess
@@ -17,7 +19,7 @@ from flax import nnx
 
 import mpx
 from mpx._inspect._timeline import Timeline
-from mpx.inspect import observe, watch
+from mpx.inspect import Watch, observe, watch
 from mpx.optim import flash_adamw, master_params
 
 KEY = jax.random.key(0)
@@ -292,6 +294,71 @@ def test_long_runs_are_kept_in_few_points():
     assert line.starts == sorted(line.starts)
 
 
+def test_merged_steps_are_replaced_too():
+    recorder = Watch(points=2)
+    for step in range(9):  # in buckets of four
+        recorder.record(observe(loss=100.0, finite=step != 4), step=step)
+    recorder.flush()
+    assert recorder.timeline.width == 4
+    for step in range(6, 9):
+        recorder.record(observe(loss=1.0, finite=True), step=step)
+    recorder.flush()
+    assert (recorder.steps, recorder.skipped) == (9, 1)
+    points = [x for x in recorder.timeline.curves["loss"] if x]
+    assert [x[3] for x in points] == [100, 1]
+    assert recorder.timeline.starts == [0, 4, 6]
+
+
+def test_scale_of_a_repeated_step_is_not_that_of_the_step_before_in_time():
+    recorder = watch()
+    for step, scale in ((0, 8.0), (1, 8.0), (2, 2.0), (1, 8.0)):
+        scaling = mpx.StaticLossScaling(scale)
+        result = mpx.value_and_grad(lambda w: w * 1.0)(scaling, jnp.float32(1))
+        recorder.record(observe(result), step=step)
+    recorder.flush()
+    assert recorder.timeline.means("loss_scaling") == [8, 8]
+
+
+def test_writer_that_raises_once_loses_nothing_and_counts_nothing_twice():
+    calls, seen = [], []
+
+    def broken(step, numbers):
+        calls.append(step)
+        if step == 2:
+            raise OSError("disk full")
+
+    recorder = watch([broken, lambda step, numbers: seen.append(step)], every=2)
+    heard = 0
+    for step in range(8):
+        try:
+            recorder.record(finite_step(step))
+        except OSError:
+            heard += 1
+    recorder.flush()
+    assert heard == 1
+    assert recorder.steps == 8
+    assert calls == seen == [*range(8)]
+
+
+def test_file_of_a_run_is_replaced_at_once(tmp_path, monkeypatch):
+    recorder = watch()
+    recorder.record(finite_step(1))
+    recorder.save(tmp_path / "run.json")
+    before = (tmp_path / "run.json").read_text()
+    recorder.record(finite_step(2))
+
+    def cut_off(self, text, encoding):
+        with open(self, "w", encoding=encoding) as file:
+            file.write(text[:10])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pathlib.Path, "write_text", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        recorder.save(tmp_path / "run.json")
+    assert (tmp_path / "run.json").read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
 class Board:
     """The interface of `tensorboardX.SummaryWriter` that is used."""
 
@@ -336,6 +403,11 @@ def test_tensorboard_files_are_written(tmp_path):
     ("call", "error", "message"),
     [
         (lambda: watch(3), TypeError, "`writer` must be a `tensorboardX"),
+        (
+            lambda: watch(logging.getLogger("run")),
+            TypeError,
+            "but Logger was given. For a logger pass `lambda",
+        ),
         (lambda: watch(every=0), ValueError, "`every` must be"),
         (lambda: observe(loss=1.0, before={}), ValueError, "given together"),
         (

@@ -135,6 +135,7 @@ ENTRY %main (p: f32[16]) -> f32[16] {
   %d = f32[2]{0} async-done(%s), calls=%wrapped
   %a = ((f32[6]{0}), f32[6]{0}) all-reduce-start(%p), replica_groups={{0,1,2,3}}
   %b = (f16[4]{0}, f32[]) all-reduce(%p, %q), replica_groups=mesh['a'=4,'b'=2] {'a'}
+  %z = c64[4]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}
 }
 """
 
@@ -149,6 +150,7 @@ def test_collectives_are_read_with_dtypes_groups_loops_and_bytes():
         ("all-reduce", "f32", (6,), 4, 1, False, 2 * 24 * 3 // 4),
         ("all-reduce", "f16", (4,), 4, 1, False, 2 * 8 * 3 // 4),
         ("all-reduce", "f32", (), 4, 1, False, 2 * 4 * 3 // 4),
+        ("all-reduce", "c64", (4,), 2, 1, False, 2 * 32 // 2),
     ]
 
 
@@ -220,7 +222,7 @@ def test_explicit_axes_sum_in_f32_too():
                 linear, policy=mpx.Policy(compute_dtype="f16", reduce_dtype=choice)
             )
             step = jax.jit(
-                lambda w, x, take=take: take(mpx.NoLossScaling(), w, x).grads
+                lambda w, x, take=take: take(mpx.StaticLossScaling(1.0), w, x).grads
             )
             found[choice] = sums(step.lower(w, x).compile())
     assert found == {None: {"f32"}, "compute": {"f16"}}

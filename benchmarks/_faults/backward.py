@@ -96,7 +96,7 @@ def loss_scale_too_large():
     return Case(low, (params, normal(2, 16, 8, scale=4)), 2.0**24)
 
 
-@planted("log_abs", "overflow", "singularity", "underflow", backward=True)
+@planted("log_abs", "constant")
 def reciprocal_of_small_numbers():
     def log_abs(x):
         return jnp.log(jnp.abs(x) + 6e-6)  # <- reciprocal_of_small_numbers

@@ -83,8 +83,7 @@ of such a small difference alone. A route trains as f32 if its distance is at mo
 of *rounded once*; larger ones are **bold**. {FAILED} did not run or did not train; – means
 that there is nothing to run. f16
 has a dynamic loss scale. *flash* is `mpx.optim.flash_adamw`, with f32 parameters, and with bf16
-ones under `amp`; *release* is the latter with `mpx.optim.release`. These two start from bf16
-parameters and are compared with *rounded once*.
+ones under `amp`; *release* is the latter with `mpx.optim.release`.
 
 """
 
@@ -121,8 +120,7 @@ class Row(NamedTuple):
         losses, f32 = self.losses(route), self.losses("f32")
         if losses is None or f32 is None:
             return None
-        start_low = route in ("flash bf16", "release")
-        return self._apart(losses, self.cells["f32"]["rounded"] if start_low else f32)
+        return self._apart(losses, f32)
 
     def _apart(self, curve: Any, reference: Any) -> float:
         pairs = list(zip(curve, reference, strict=True))

@@ -112,7 +112,7 @@ def scaled(case: Case, loss: Loss, scaling: Any, policy: str | None = None) -> R
     return Run((case.params, optimizer.init(case.params), scaling), step)
 
 
-def flash(case: Case, loss: Loss, params: Any, *, release: bool = False) -> Run:
+def flash(case: Case, loss: Loss, dtype: Any, *, release: bool = False) -> Run:
     """`mpx.optim.flash_adamw`, with all sizes compressed that can be, or `mpx.optim.release`."""
     # The rate of weight decay is that of `optax.adamw`.
     optimizer = mpx.optim.flash_adamw(
@@ -129,7 +129,7 @@ def flash(case: Case, loss: Loss, params: Any, *, release: bool = False) -> Run:
         params, state = optimizer.step(params, state, grads)
         return (params, state), value, grads, True
 
-    return Run((params, jax.jit(optimizer.init)(params)), step)
+    return Run(tuple(optimizer.init_from(case.params, dtype)), step)
 
 
 def with_rival(run: Run, rival: Run) -> Run:
@@ -154,16 +154,15 @@ def run_of(route: str, case: Case) -> Run:
         return with_rival(run_of(route, alone), run_of(route, case.rival))
     dtype = route.split()[-1]
     f16 = mpx.DynamicLossScaling.pow2() if dtype == "f16" else mpx.NoLossScaling()
-    low = cast(case.params, jnp.bfloat16)
     runs: dict[str, Callable[[], Run]] = {
         "f32": lambda: plain(case, case.loss, case.params),
         "own bf16": lambda: plain(case, written(route, case), case.params),
         "policy": lambda: scaled(case, case.loss, f16, f"p=f32,c={dtype},o=f32"),
         "amp": lambda: scaled(case, amp(case, dtype), f16),
         "fp8": lambda: scaled(case, fp8(case), mpx.NoLossScaling()),
-        "flash f32": lambda: flash(case, case.loss, case.params),
-        "flash bf16": lambda: flash(case, low_amp(case), low),
-        "release": lambda: flash(case, low_amp(case), low, release=True),
+        "flash f32": lambda: flash(case, case.loss, "f32"),
+        "flash bf16": lambda: flash(case, low_amp(case), "bf16"),
+        "release": lambda: flash(case, low_amp(case), "bf16", release=True),
     }
     return runs[route if route in runs else route.split()[0]]()
 

@@ -37,10 +37,10 @@ optimizer = mpx.optim.flash_adamw(3e-3)
 
 def init():
     def normal(key, *shape):
-        return jax.random.normal(key, shape, jnp.bfloat16) * shape[-2] ** -0.5
+        return jax.random.normal(key, shape) * shape[-2] ** -0.5
 
     keys = jax.random.split(jax.random.key(0), 6)
-    params = {
+    weights = {
         "embed": normal(keys[0], 128, WIDTH),
         "position": normal(keys[1], LENGTH, WIDTH),
         "layers": {
@@ -50,7 +50,7 @@ def init():
             "down": normal(keys[5], LAYERS, 4 * WIDTH, WIDTH),
         },
     }
-    state = optimizer.init(params)
+    params, state = optimizer.init_from(weights)  # bf16, with 24-bit masters
     return {"params": params, "optimizer": state, "skipped": jnp.int32(0)}
 
 
@@ -74,7 +74,7 @@ def loss_fn(params, tokens):
 
 
 def train_step(state, tokens):
-    grad_fn = mpx.value_and_grad(mpx.amp(loss_fn), policy="f32")
+    grad_fn = mpx.value_and_grad(mpx.amp(loss_fn))
     result = grad_fn(mpx.NoLossScaling(), state["params"], tokens)
     params, optimizer_state = optimizer.step(
         state["params"], state["optimizer"], result.grads, finite=result.finite

@@ -20,6 +20,7 @@ from mpx._cast import cast_to_full_precision as cast_to_full_precision
 from mpx._cast import cast_to_half_precision as cast_to_half_precision
 from mpx._cast import cast_tree as cast_tree
 from mpx._cast import force_full_precision as force_full_precision
+from mpx._cross_entropy import linear_cross_entropy as linear_cross_entropy
 from mpx._dynamic_scaling import DynamicLossScaling as DynamicLossScaling
 from mpx._dynamic_scaling import default_loss_scaling as default_loss_scaling
 from mpx._filter_grad import calculate_scaled_grad as calculate_scaled_grad

@@ -1,8 +1,8 @@
 """Gradients of a large batch from several small ones."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Never
 
 import equinox as eqx
 import jax
@@ -11,14 +11,16 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from mpx._arguments import as_count, as_counts
+from mpx._arguments import as_count, as_counts, check_bool
 from mpx._compat import varying_like, zeros_of
 from mpx._evaluate import Evaluation
-from mpx._grad import GradOptions, Step, transformed
+from mpx._grad import Step, transformed
+from mpx._grad_options import GradOptions, refuse_positional
 from mpx._loss_scaling import LossScaling, NoLossScaling
+from mpx._microbatches import split_arguments
 from mpx._policy import Policy
 from mpx._state import State
-from mpx._tree import AxisName, is_array, is_floating, map_with_name, shape_of
+from mpx._tree import AxisName, is_floating
 from mpx._wire._feedback import with_feedback
 from mpx._wire._options import COMPUTE, F32, Reduce, Shards, over_shards, shards_of
 from mpx._wire._sums import (
@@ -34,7 +36,7 @@ from mpx._wrapped import giving_codes
 def accumulate(
     func: Callable[..., Any] | None = None,
     steps: int = 1,
-    *,
+    *misplaced: Never,
     batch_argnums: int | Sequence[int] = 1,
     mean: bool = True,
     argnums: int | Sequence[int] = 0,
@@ -48,24 +50,28 @@ def accumulate(
 
     The result is that of the large batch, at the memory of a small one: gradients are
     summed in f32, one scale is used for the whole window, and there is one decision
-    whether it is finite and one adjustment of the scale. State (`eqx.nn.State`, NNX
-    BatchNorm statistics and dropout counters) is handed on from part to part.
+    whether it is finite and one adjustment of the scale. State (`eqx.nn.State`,
+    `batch_stats` of Linen, NNX BatchNorm statistics and dropout counters) is handed on
+    from part to part. Part `i` gets `jax.random.fold_in(key, i)` for each PRNG key among
+    the arguments, so that dropout masks differ.
 
     Args:
         func: The loss function. Leave it out to use `accumulate` as a decorator.
         steps: Into how many parts the batch is split.
-        batch_argnums: The arguments that are batches: every array in them has a leading
-            axis that `steps` divides. Part `i` takes the rows `i, i + steps, …`, so that
-            a batch sharded along that axis stays where it is.
-        mean: Whether the loss is a mean over the batch, so that parts are averaged; if
-            false they are added up.
+        *misplaced: Nothing: options are passed by keyword, the scaling at the call.
+        batch_argnums: The arguments that are batches: every array in them has one leading
+            size, which `steps` divides. Part `i` takes the rows `i, i + steps, …`, so that
+            a batch sharded along that axis stays where it is. Other arguments are the
+            same for each part, and must not have arrays of that leading size.
+        mean: Whether the loss is a mean over the batch, so that parts, and devices, are
+            averaged; if false they are added up.
         argnums: Which positional arguments to differentiate.
         has_aux: Whether `func` returns a pair `(loss, aux)`. The arrays in `aux` come
             back stacked along a new leading axis of length `steps`; an `eqx.nn.State`
-            comes back as the last part left it.
+            and `batch_stats` come back as the last part left them.
         policy: As in `value_and_grad`, and so is the next option.
         grad_dtype: The dtype of the gradients; f32 by default.
-        axis_name: An axis, or several, over which to average, once, after the last part:
+        axis_name: An axis, or several, over which to reduce, once, after the last part:
             a mapped axis inside `shard_map`, or the axis of the mesh over which the batch
             is sharded. In that case each shard of the batch is computed by itself, its
             gradients are summed in f32 on its own devices, and sent once in the
@@ -77,9 +83,9 @@ def accumulate(
         retry: How often to try the window again with the adjusted scale on overflow.
 
     Raises:
-        ValueError: If `steps` is below 1 or does not divide a leading axis; the leaf is
-            named. If `axis_name` names no axis, or the function has state that the shards
-            would change.
+        ValueError: If `steps` is below 1 or does not divide a leading axis, or if another
+            argument has the leading size of the batch; the leaf is named. If `axis_name`
+            names no axis, or the function has state that the shards would change.
 
     Examples:
         >>> from mpx import NoLossScaling
@@ -88,7 +94,9 @@ def accumulate(
         >>> step(NoLossScaling(), jnp.float32(1.0), jnp.arange(8.0)).grads
         Array(3.5, dtype=float32)
     """
+    refuse_positional(misplaced, "accumulate")
     steps = as_count(steps, "steps", at_least=1)
+    check_bool(mean, "`mean`")
     options = GradOptions(
         argnums=argnums,
         has_aux=has_aux,
@@ -105,12 +113,8 @@ def accumulate(
             "from the first argument of `func`."
         )
     _check_disjoint(batches, options.argnum_tuple())
-    return transformed(
-        func,
-        functools.partial(
-            _Window, options=options, batches=batches, steps=steps, mean=mean
-        ),
-    )
+    make_step = functools.partial(_Window, batches=batches, steps=steps, mean=mean)
+    return transformed(func, options, make_step)
 
 
 def _check_disjoint(batches: tuple[int, ...], argnums: tuple[int, ...]) -> None:
@@ -138,62 +142,60 @@ class _Window(Step):
         self._batches, self.steps, self.mean = batches, steps, mean
         super().__init__(func, options, args, kwargs)
 
-    def check(self, args: Sequence[Any]) -> None:
+    def check(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
         """Splits the batches.
 
         Raises:
             TypeError: If a batch was not passed by position.
-            ValueError: If a batch is differentiated, or cannot be split.
+            ValueError: If a batch is differentiated or cannot be split, or if another
+                argument would have to be.
         """
-        batches = self._batches
-        for argnum in batches:
+        for argnum in self._batches:
             if argnum >= len(args):
                 raise TypeError(
                     f"Argument {argnum} is the batch, but only {len(args)} arguments "
                     "were passed by position. Pass the batch by position."
                 )
-        counted = (i + len(args) if i < 0 else i for i in self.options.argnum_tuple())
-        _check_disjoint(batches, tuple(counted))
+        argnums = self.options.argnum_tuple()
+        params = tuple(i + len(args) if i < 0 else i for i in argnums)
+        _check_disjoint(self._batches, params)
         self.shards = shards_of(self.axis_name, args)
-        count = 1
         if self.shards is not None:
             self.axis_name = None  # nothing is mapped over it
-            count = self.shards.size
-        self.parts = {
-            i: _split(args[i], self.steps, count, f"argument {i}") for i in batches
-        }
-        if not any(jax.tree.leaves(arrays) for arrays, _ in self.parts.values()):
-            raise ValueError(
-                f"The batch (argument {', '.join(map(str, batches)) or 'none'}) holds no "
-                "array that could be split. Set `batch_argnums` to the arguments of the "
-                "function that are batches."
-            )
+        self.parts = split_arguments(
+            func,
+            args,
+            kwargs,
+            batches=self._batches,
+            params=params,
+            steps=self.steps,
+            shards=1 if self.shards is None else self.shards.size,
+        )
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Evaluates all parts under one scale."""
-        if self.shards is not None:
-            self._check_state()
-        parts, codes = self.parts, self._weight_codes()
+        self._check_state(self.call.state)
+        parts, codes = self.parts, self.call_with(*self.parts.first()).weight_codes()
 
-        def part(state: State, arrays: dict[int, PyTree]) -> tuple[State, Evaluation]:
-            def one(arrays: dict[int, PyTree]) -> Evaluation:
-                full = {
-                    i: eqx.combine(arrays[i], rest) for i, (_, rest) in parts.items()
-                }
+        def part(state: State, rows: PyTree, index: Any) -> tuple[State, Evaluation]:
+            def one(rows: PyTree, index: Any) -> Evaluation:
+                call = self.call_with(*parts.arguments(rows, index))
                 with giving_codes(codes):
-                    result = self.evaluate(self.call_with(full), state, scaling)
+                    result = self.evaluate(call, state, scaling)
                 # f32 before the sum: 16-bit sums stand still when they have grown large.
                 return result._replace(grads=NoLossScaling().unscale(result.grads))
 
             if self.shards is None:
-                result = one(arrays)
+                result = one(rows, index)
             else:
-                result = _over_shards(self.shards, one, arrays)
+                result = _over_shards(self.shards, one, rows, index)
             return result.state, result
 
-        def body(carry: Any, arrays: dict[int, PyTree]) -> tuple[Any, PyTree]:
+        def body(carry: Any, xs: tuple[PyTree, Any]) -> tuple[Any, PyTree]:
             state, value, grads, spoilt, observed = carry
-            state, result = part(state, arrays)
+            state, result = part(state, *xs)
             total = jax.tree.map(jnp.add, grads, result.grads)
             if self.shards is not None:
                 total = pin_shards(total, self.shards)
@@ -202,16 +204,18 @@ class _Window(Step):
             spoilt |= result.spoilt
             return (state, value + result.value, total, spoilt, largest), result.aux
 
-        arrays = {i: arrays for i, (arrays, _) in parts.items()}
-        first = jax.tree.map(lambda x: x[0], arrays)
-        state, result = jax.eval_shape(part, self.call.state, first)
+        xs = (parts.rows, parts.numbers)
+        first = jax.tree.map(lambda x: x[0], xs)
+        after, result = jax.eval_shape(part, self.call.state, *first)
+        self._check_state(after)
+        before = self.call.comparable(self.call.state, after)
         # A loop carry has one type: shared between devices or not, from the start.
         summed = (result.value, result.grads, result.spoilt, result.observed)
         sums = jax.tree.map(zeros_of, summed)
         if self.shards is not None:
             sums = (sums[0], pin_shards(sums[1], self.shards), *sums[2:])
-        carry = (jax.tree.map(varying_like, self.call.state, state), *sums)
-        (state, value, grads, spoilt, observed), aux = lax.scan(body, carry, arrays)
+        carry = (jax.tree.map(varying_like, before, after), *sums)
+        (state, value, grads, spoilt, observed), aux = lax.scan(body, carry, xs)
         result, count = (
             Evaluation(value, aux, grads, state, spoilt, observed),
             self.steps,
@@ -223,19 +227,6 @@ class _Window(Step):
             return result
         grads = jax.tree.map(lambda g: g / count, result.grads)
         return result._replace(value=result.value / count, grads=grads)
-
-    def _weight_codes(self) -> Any:
-        """Returns the weights of a function under `fp8` in 8 bits, made once."""
-        shards = 0 if self.shards is None else 1
-
-        def first(x: Array) -> Array:
-            return x[(0,) * (1 + shards)]
-
-        full = {
-            i: eqx.combine(jax.tree.map(first, arrays), rest)
-            for i, (arrays, rest) in self.parts.items()
-        }
-        return self.call_with(full).weight_codes()
 
     def _sum_of_shards(
         self, shards: Shards, result: Evaluation, scaling: LossScaling
@@ -277,9 +268,9 @@ class _Window(Step):
         """Returns the dtype in which weight gradients leave their matmuls."""
         return None if self.shards is not None else super().matmul_reduce()
 
-    def _check_state(self) -> None:
+    def _check_state(self, state: State) -> None:
         """Raises a `ValueError` if the shards would each change the state in their way."""
-        if jax.tree.leaves(self.call.state) or self.call.linen_statistics():
+        if self.shards is not None and jax.tree.leaves(state):
             raise ValueError(
                 "With an axis of the mesh as `axis_name` each shard of the batch is "
                 "computed by itself, and the state that the function changes (statistics "
@@ -292,37 +283,9 @@ class _Window(Step):
 
 
 def _over_shards(
-    shards: Shards, one: Callable[..., Evaluation], arrays: dict[int, PyTree]
+    shards: Shards, one: Callable[..., Evaluation], rows: PyTree, index: Any
 ) -> Evaluation:
     """Evaluates the shards of a part, each on its devices; results are stacked."""
     with over_shards():
-        result = jax.vmap(one, spmd_axis_name=shards.axes)(arrays)
+        result = jax.vmap(one, spmd_axis_name=shards.axes)(rows, index)
     return result._replace(grads=pin_shards(result.grads, shards))
-
-
-def _split(batch: PyTree, steps: int, shards: int, what: str) -> tuple[PyTree, PyTree]:
-    """Splits the arrays of a batch along a new leading axis; other leaves are static.
-
-    With several shards a second one is for these.
-    """
-
-    def split(name: str, leaf: Any) -> Array:
-        shape = shape_of(leaf)
-        if not shape or shape[0] % (steps * shards):
-            where = f"{what}, leaf `{name}`" if name else what
-            parts = f"{steps} equal parts"
-            if shards > 1:
-                parts += f" for each of {shards} shards"
-            raise ValueError(
-                f"The batch ({where}) has shape {shape}, whose leading axis cannot be "
-                f"split into {parts}. Choose a batch size that is a "
-                f"multiple of {'`steps`' if shards == 1 else steps * shards}."
-            )
-        rows = jnp.reshape(leaf, (shape[0] // steps, steps, *shape[1:]))
-        rows = jnp.swapaxes(rows, 0, 1)
-        if shards == 1:
-            return rows
-        return jnp.reshape(rows, (steps, shards, -1, *shape[1:]))
-
-    arrays, static = eqx.partition(batch, is_array)
-    return map_with_name(split, arrays), static

@@ -7,7 +7,6 @@ be repeated, accumulated and undone.
 """
 
 import contextlib
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from mpx import _nnx
-from mpx._cast import cast_state_leaf
+from mpx._cast import cast_like, cast_state_leaf
 from mpx._formats import at_least_f32
 from mpx._keep import Keep
 from mpx._policy import Policy
@@ -27,7 +26,8 @@ from mpx._state import (
     changed_states,
     equinox_states,
     holds_states,
-    linen_collections,
+    linen_statistics,
+    successors,
     with_states,
 )
 from mpx._tree import (
@@ -40,7 +40,7 @@ from mpx._tree import (
     named_leaves,
     shape_of,
 )
-from mpx._wrapped import argument_names, arguments_cast_for, is_amp, original
+from mpx._wrapped import argument_names, arguments_cast_to, original
 
 
 class Call:
@@ -76,15 +76,7 @@ class Call:
             TypeError: If an argument to differentiate was not passed by position.
             ValueError: If it holds nothing to differentiate.
         """
-        # A function under `amp` casts by itself, operation by operation.
-        self.func, self.policy = func, None if is_amp(func) else policy
-        if policy is not None and policy.keep and is_amp(func):
-            raise ValueError(
-                "`Policy(keep=...)` has no effect on a function under `amp`, which casts "
-                "operation by operation. Pass `keep=` to `amp` instead."
-            )
-        self._may_call_amp = False
-        self.scales = scales
+        self.func, self.policy, self.scales = func, policy, scales
         # A name that also comes by keyword is for the function to refuse or to accept.
         self._names = [
             f"{name}[{number}]" if name in kwargs else name
@@ -111,30 +103,87 @@ class Call:
         _check_trainable(diff)
         self.diff = tuple(diff[name] for name in self._diff_names)
         rest = None if self._split is None else self._split.rest
-        self.state = State(equinox_states(self._static), rest)
+        arguments = [self._static, dict(zip(self._diff_names, self.diff, strict=True))]
+        statistics = [linen_statistics(trees) for trees in arguments]
+        self._statistics = statistics[0] | statistics[1]
+        self.state = State(equinox_states(self._static), rest, self._statistics)
+
+    @property
+    def low(self) -> np.dtype | None:
+        """The 16-bit dtype to which the policy casts, `None` if it casts to none."""
+        dtype = None if self.policy is None else self.policy.resolved_compute_dtype()
+        return dtype if dtype is not None and dtype.itemsize == 2 else None
 
     def run(
         self, diff: tuple[PyTree, ...], state: State, scales: Any
     ) -> tuple[Any, State]:
-        """Returns what the function returns, and the state after the call."""
+        """Returns what the function returns, and the state after the call.
+
+        Args:
+            diff: The differentiated arguments, as `diff_in` returns them for the state.
+            state: The state before the call.
+            scales: The `Fp8State`, if there is one.
+        """
         keep = None if self.policy is None else self.policy.keeping()
         arguments, merged = self._cast_arguments(diff, state, keep)
         if merged is not None:
             arguments = _nnx.put_back(arguments, merged.objects)
         args = [arguments.pop(name) for name in self._names]
         first = () if scales is None else (scales,)
-        watched = keep is not None and not self._may_call_amp
-        with (
-            arguments_cast_for(self) if watched else contextlib.nullcontext(),
-            keep.running() if keep is not None else contextlib.nullcontext(),
-        ):
+        with contextlib.ExitStack() as stack:
+            if self.policy is not None and keep is not None:
+                stack.enter_context(keep.running())
+                stack.enter_context(
+                    arguments_cast_to(self.policy.resolved_compute_dtype())
+                )
             out = self.func(*first, *args, **arguments)
         if keep is not None:
             keep.check()
-        return out, State(
-            changed_states(out, state.equinox),
-            None if merged is None else _nnx.rest_of(merged),
+        changed, rest = ({}, None) if merged is None else _nnx.state_after(merged)
+        leaves: dict[str, Any] = dict(named_leaves(out)) if self._statistics else {}
+        new = {old: leaves[name] for name, old in self.successors(out).items()}
+        new = {name: cast_like(x, self._statistics[name]) for name, x in new.items()}
+        arrays = {**state.arrays, **new, **changed}
+        return out, State(changed_states(out, state.equinox), rest, arrays)
+
+    def successors(self, out: Any) -> dict[str, str]:
+        """Returns, by name, which arrays of a result replace which in `state.arrays`."""
+        return successors(out, self._statistics) if self._statistics else {}
+
+    def diff_in(self, state: State) -> tuple[PyTree, ...]:
+        """Returns the differentiated arguments as a call finds them in a state."""
+        return tuple(
+            self._in_state(name, tree, state)
+            for name, tree in zip(self._diff_names, self.diff, strict=True)
         )
+
+    def assigned(self, state: State) -> set[str]:
+        """Returns the names of the differentiated arrays that a state replaces."""
+        return state.arrays.keys() - self._statistics.keys()
+
+    def without(self, state: State, names: set[str]) -> State:
+        """Returns a state without some arrays, and others in the dtypes of arguments."""
+        arrays = {name: x for name, x in state.arrays.items() if name not in names}
+        state = state._replace(arrays=arrays)
+        like = self.comparable(self.state, state).arrays
+        return state._replace(arrays=cast_like(arrays, like))
+
+    def comparable(self, state: State, later: State) -> State:
+        """Returns a state with the arrays that a later one has."""
+        if later.arrays.keys() == state.arrays.keys():
+            return state
+        names, leaves = self.diff_names(), jax.tree.leaves(self.diff)
+        params: dict[str, Any] = dict(zip(names, leaves, strict=True))
+        arrays = {
+            name: state.arrays.get(name, params.get(name)) for name in later.arrays
+        }
+        return state._replace(arrays=arrays)
+
+    @staticmethod
+    def _in_state(argument: str, tree: PyTree, state: State) -> PyTree:
+        if not state.arrays:
+            return tree
+        return map_with_name(state.arrays.get, tree, argument=argument)
 
     def weight_codes(self) -> Any:
         """Returns the parameters in 8 bits for all calls, if the function is under `fp8`."""
@@ -153,7 +202,10 @@ class Call:
         """Returns the arguments in the compute dtype, and the NNX objects among them."""
         # Copies: Equinox makes a `State` unusable once a layer has written to it.
         states = [jax.tree.map(lambda x: x, node) for node in state.equinox]
-        arguments = with_states(self._static, states)
+        arguments = {
+            name: self._in_state(name, tree, state)
+            for name, tree in with_states(self._static, states).items()
+        }
         arrays, params = self._take_params(diff)
         for name, tree in arrays.items():
             arguments[name] = eqx.combine(tree, arguments[name])
@@ -176,25 +228,23 @@ class Call:
         return arrays, params
 
     def widened(self, diff: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        """Returns copies in the compute dtype of what is computed wider than stored.
+        """Returns copies, of at least f32, of parameters stored in 16 bits.
 
-        The derivative with respect to a stored 16-bit parameter would be rounded to
-        its dtype. Everything else comes back as it is.
+        The derivative with respect to a stored one would be rounded to its dtype, and that
+        of a table be summed in it. Everything else comes back as it is.
         """
         if self.policy is None:
             return diff
-        keep, size = (
-            self.policy.keeping(),
-            self.policy.resolved_compute_dtype().itemsize,
-        )
+        keep, dtype = self.policy.keeping(), self.policy.resolved_compute_dtype()
+        dtype = at_least_f32(dtype)
         floats = (dtype_of(x) for x in jax.tree.leaves(diff) if is_floating(x))
-        if all(dtype.itemsize >= size for dtype in floats):
+        if all(found.itemsize >= dtype.itemsize for found in floats):
             return diff
 
         def widen(name: LeafName, leaf: Any) -> Any:
-            if not is_floating(leaf):
+            if not is_floating(leaf) or keep.keeps(name, leaf):
                 return leaf
-            return cast_state_leaf(leaf, keep.dtype_for(name, leaf))  # never narrowed
+            return cast_state_leaf(leaf, dtype)  # never narrowed
 
         arrays, params = self._take_params(diff)
         arrays = {
@@ -207,32 +257,17 @@ class Call:
         wide = _fill_slots(arrays, static, params)
         return tuple(wide[name] for name in self._diff_names)
 
-    def without_casts(self) -> "Call":
-        """Returns the same call with the arguments as they are."""
-        call = copy.copy(self)
-        call.policy = None
-        return call
-
-    def with_amp_in_casts(self) -> "Call":
-        """Returns the same call, in which `amp` may be called on cast arguments."""
-        call = copy.copy(self)
-        call._may_call_amp = True
-        return call
-
     def diff_names(self) -> list[LeafName]:
         """Returns the names of the differentiated arrays, in the order of the leaves."""
         trees = zip(self._diff_names, self.diff, strict=True)
         return [path for name, tree in trees for path, _ in named_leaves(tree, name)]
 
-    def linen_statistics(self) -> list[dict[str, Any]]:
-        """Returns the `batch_stats` of Flax Linen among the arguments."""
-        diff = dict(zip(self._diff_names, self.diff, strict=True))
-        return linen_collections([self._static, diff])
-
     def commit(self, out: Any, state: State) -> Any:
         """Puts a state into effect: into the result and into the caller's objects."""
         if self._split is not None:
             _nnx.update(self._objects, state.nnx)
+            if self.assigned(state):
+                _nnx.assign(self._objects, self._split, state.arrays)
         if state.equinox and holds_states(out, state.equinox):
             return with_states(out, state.equinox)
         return out

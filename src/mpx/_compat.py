@@ -5,8 +5,10 @@ reached through here. `mpx._private` looks names up; what is missing has a fallb
 """
 
 import contextlib
+import dis
 import functools
 import pathlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -57,6 +59,17 @@ def nothing_is_traced() -> bool:
     """Returns whether no JAX transformation is running; `False` if JAX cannot tell."""
     names = private("trace_state")
     return names is not None and names.trace_state_clean()
+
+
+def unpacking_targets() -> int | None:
+    """Returns into how many variables the caller of a method unpacks its object.
+
+    It is for the `__iter__` of a tuple: `a, b = object` calls that, and Python's own error
+    would only count. `None` if the object is iterated over in any other way.
+    """
+    frame = sys._getframe(2)
+    operation, count = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
+    return count if operation == dis.opmap["UNPACK_SEQUENCE"] else None
 
 
 # --- Values that vary between devices -------------------------------------------------

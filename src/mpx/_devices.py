@@ -1,4 +1,4 @@
-"""The compute capability of the GPU that programs run on."""
+"""The compute capability of the GPU that programs run on, and the rates of an H200."""
 
 import contextlib
 from typing import Any
@@ -7,6 +7,13 @@ import jax
 
 from mpx._compat import make_jit_context
 from mpx._version import version_tuple
+
+H200 = {"f32": 337e12, "bf16": 667e12, "f16": 667e12, "fp8": 1220e12, "memory": 4.02e12}
+"""Operations per second of large matmuls and bytes per second of large element-wise kernels.
+
+Measured on an H200 by `benchmarks/scale.py --check`; f32 is TF32. Decisions depend on their
+ratios, which are similar on all GPUs that have the units.
+"""
 
 # Part of the cache key of `jax.jit`: which kernels a program has depends on it.
 _assumed = make_jit_context(None)
@@ -56,7 +63,7 @@ def gpu_capability() -> tuple[int, int] | str | None:
         return next(
             (_CAPABILITIES[x] for x in kind.split() if x in _CAPABILITIES), None
         )
-    found = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+    found = str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
     major, _, minor = found.partition(".")
     if not (major.isdigit() and minor[:1].isdigit()):
         return found

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -81,7 +82,8 @@ class DynamicLossScaling(LossScaling):
         """Checks the values that are concrete and stores them as f32 and i32.
 
         Args:
-            loss_scaling: The first scale.
+            loss_scaling: The first scale, between the floor and the ceiling. A JAX array,
+                from a restored state, is not checked; `adjust` clips it.
             min_loss_scaling: The floor.
             factor: The factor of growth, more than 1.
             period: Finite steps per growth.
@@ -120,6 +122,11 @@ class DynamicLossScaling(LossScaling):
                 f"at most `max_loss_scaling` ({max_loss_scaling})",
                 float(min_loss_scaling),
             )
+            # A JAX array may be out of range, as in MPX's own suite: `adjust` clips it.
+            if not isinstance(loss_scaling, jax.Array):
+                _check_range(
+                    float(loss_scaling), float(min_loss_scaling), max_loss_scaling
+                )
         self.loss_scaling = f32_scalar(loss_scaling)
         self.min_loss_scaling = f32_scalar(min_loss_scaling)
         counts = {
@@ -247,6 +254,22 @@ class DynamicLossScaling(LossScaling):
                 "from the scale: look for an inf or nan in the data, the loss or the "
                 "parameters, or use bf16, which has the range of f32."
             )
+
+
+def _check_range(first: float, floor: float, ceiling: float) -> None:
+    check_value(
+        first >= floor,
+        "loss_scaling",
+        f"at least `min_loss_scaling` ({floor})",
+        f"{first}, which the next `adjust` would raise,",
+    )
+    if first > ceiling:
+        raise ValueError(
+            f"`loss_scaling` must be at most `max_loss_scaling` ({ceiling}), but {first} "
+            "was given, which the next `adjust` would lower. Use "
+            "`mpx.DynamicLossScaling.pow2()`, whose ceiling is 2**24, or pass a larger "
+            "`max_loss_scaling`."
+        )
 
 
 def _i32_scalar(value: Any, what: str, at_least: int) -> Int[Array, ""]:

@@ -1,6 +1,9 @@
 """One forward and backward pass of a call, and what can be told of it while tracing."""
 
+import contextlib
+import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,21 +13,28 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from mpx._call import Call, as_loss, unpack
-from mpx._compat import as_varying, varying_axes
+from mpx._compat import as_varying, open_jaxpr, primitive_name, varying_axes
 from mpx._formats import at_least_f32
 from mpx._grad_checks import (
     uses_of,
-    warn_of_closed_over,
     warn_of_long_loops,
+    warn_of_rounded_parameter,
     warn_of_useless_policy,
 )
 from mpx._half import gradient_function
-from mpx._loss_scaling import LossScaling
-from mpx._state import State, is_spoilt, replaced_statistics, state_pairs
-from mpx._tree import AxisName, cast_leaf, dtype_of, is_floating, named_leaves
+from mpx._jaxpr._flow import Flow
+from mpx._loss_scaling import LossScaling, NoLossScaling
+from mpx._state import State, is_spoilt, is_statistic, state_pairs
+from mpx._tree import (
+    AxisName,
+    cast_leaf,
+    dtype_of,
+    is_floating,
+    map_with_name,
+    named_leaves,
+)
 from mpx._wire._masters import with_masters
 from mpx._wire._options import Reduce, reducing_in
-from mpx._wrapped import CallsAmpError
 
 
 class Evaluation(NamedTuple):
@@ -49,24 +59,44 @@ class Evaluation(NamedTuple):
     feedback: Any = None
 
 
+@dataclasses.dataclass(frozen=True)
+class _InState:
+    """Leaf that stands in `aux` for an array of the state, by its name there."""
+
+    name: str
+
+
 class Recorder:
-    """Keeps the part of `aux` that is not an array while JAX traces the rest."""
+    """Keeps what is no array while JAX traces the rest.
+
+    Attributes:
+        static: The part of `aux` that is none.
+        changed: The names of the NNX parameters that the function changes, if any.
+    """
 
     static: PyTree = None
+    changed: set[str] | None = None
 
-    def split(self, aux: Any) -> PyTree:
-        """Stores what is no array and returns the arrays."""
+    def split(self, aux: Any, successors: Mapping[str, str]) -> PyTree:
+        """Stores what is no array, or is part of the state, and returns the arrays."""
+        if successors:
+            aux = map_with_name(
+                lambda name, x: _InState(successors[name]) if name in successors else x,
+                aux,
+            )
         arrays, self.static = eqx.partition(aux, eqx.is_array)
         return arrays
 
-    def merge(self, arrays: PyTree) -> Any:
-        """Returns `aux` as the function returned it."""
-        return eqx.combine(arrays, self.static)
+    def merge(self, arrays: PyTree, state: State) -> Any:
+        """Returns `aux` as the function returned it, with the arrays of a state."""
+        return jax.tree.map(
+            lambda x: state.arrays[x.name] if isinstance(x, _InState) else x,
+            eqx.combine(arrays, self.static),
+        )
 
 
 def evaluate(
     call: Call,
-    diff: tuple[PyTree, ...],
     state: State,
     scaling: LossScaling,
     recorder: Recorder,
@@ -82,76 +112,93 @@ def evaluate(
     their matmuls.
     """
 
-    def attempt(call: Call) -> tuple[Evaluation, Any]:
-        def scaled_loss(diff: tuple[PyTree, ...], scales: Any) -> tuple[Array, Any]:
-            out, after = call.run(diff, state, scales)
-            value, aux = unpack(out, has_aux)
-            loss = as_loss(value, has_aux)
-            return scaling.scale(loss), (loss, recorder.split(aux), after)
+    def scaled_loss(diff: tuple[PyTree, ...], scales: Any) -> tuple[Array, Any]:
+        out, after = call.run(diff, state, scales)
+        value, aux = unpack(out, has_aux)
+        loss = as_loss(value, has_aux)
+        arrays = recorder.split(aux, call.successors(aux))
+        return scaling.scale(loss), (loss, arrays, after)
 
-        scales = as_local(call.scales, axis_name)
-        wide = call.widened(diff)
-        loss_of = scaled_loss
-        if axis_name is None and call.policy is not None:
-            # XLA sums the gradients over devices, if there are several.
-            loss_of = functools.partial(with_masters, scaled_loss, choice=reduce)
-        with gradient_function(), reducing_in(reduce):
-            total, vjp, (loss, aux, after) = jax.vjp(
-                loss_of, wide, scales, has_aux=True
-            )
-            # The gradient of fp8 scales is what they have observed: see `Fp8State`.
-            grads, observed = vjp(lax.full_like(total, 1))
-        if wide is not diff:
-            grads = jax.tree.map(functools.partial(_narrow, grad_dtype), grads, diff)
-        spoilt = is_spoilt([*state_pairs(state, after), *_statistics_of(call, aux)])
-        return Evaluation(loss, aux, grads, after, spoilt, observed), vjp
-
-    try:
-        result, vjp = attempt(call)
-    except CallsAmpError as error:
-        if error.call is not call:
-            raise
-    else:
-        _warn_of_uses(call, vjp, state, has_aux)
-        return result
-    # `amp` wants the parameters as they are.
-    result, vjp = attempt(call.without_casts())
-    uses = uses_of(vjp, *_sizes(call))
-    if uses.wide and not uses.narrowed and not uses.hidden:
-        # It was not for them but, say, for a teacher: cast them as always.
-        result, _ = attempt(call.with_amp_in_casts())
-    return result
+    diff, scales = as_local((call.diff_in(state), call.scales), axis_name)
+    wide = call.widened(diff)
+    loss_of = scaled_loss
+    if call.low is not None:
+        loss_of = functools.partial(
+            with_masters, scaled_loss, choice=reduce, is_mapped=axis_name is not None
+        )
+    # Without a scale, `amp` in f16 inside the function warns.
+    is_scaled = not isinstance(scaling, NoLossScaling)
+    with (
+        gradient_function() if is_scaled else contextlib.nullcontext(),
+        reducing_in(reduce),
+    ):
+        total, vjp, (loss, aux, after) = jax.vjp(loss_of, wide, scales, has_aux=True)
+        # The gradient of fp8 scales is what they have observed: see `Fp8State`.
+        grads, observed = vjp(lax.full_like(total, 1))
+    if wide is not diff:
+        grads = jax.tree.map(functools.partial(_narrow, grad_dtype), grads, diff)
+    assigned = call.assigned(after)
+    if assigned and recorder.changed is None:
+        recorder.changed = _changed_params(call, state, wide)
+    if assigned:
+        after = call.without(after, assigned - (recorder.changed or set()))
+    before = call.comparable(state, after)
+    pairs = [*state_pairs(before, after), *_unknown_statistics(aux)]
+    _warn_of_uses(call, vjp)
+    return Evaluation(loss, aux, grads, after, is_spoilt(pairs), observed)
 
 
-def _sizes(call: Call) -> tuple[int, int]:
-    """Returns how many arrays are differentiated: parameters, and scales of fp8."""
-    return len(jax.tree.leaves(call.diff)), len(jax.tree.leaves(call.scales))
+def _changed_params(call: Call, state: State, diff: tuple[PyTree, ...]) -> set[str]:
+    """Returns the names of the NNX parameters that a call leaves with other numbers.
+
+    `nnx.jit` and `nnx.remat` assign to all of them. The call is traced once more.
+    """
+
+    def arrays_after(diff: tuple[PyTree, ...]) -> dict[str, Any]:
+        return call.run(diff, state, call.scales)[1].arrays
+
+    def rule(name: str, eqn: Any, ins: list[Any]) -> Any:
+        if name != "convert_element_type":
+            return None
+        param, casts = ins[0]
+        return param, casts + 1
+
+    jaxpr, after = jax.make_jaxpr(arrays_after, return_shape=True)(diff)
+    body, _ = open_jaxpr(jaxpr)
+    labels = [(name, 0) for name in call.diff_names()]
+    flow = Flow(rule, join=lambda a, b: a if a == b else None)
+    found = flow.run(jaxpr, dict(zip(body.invars, labels, strict=True)))
+    # The policy casts to 16 bits and back.
+    casts = (0,) if call.low is None else (0, 2)
+    outs = zip(sorted(after), found, body.outvars, strict=True)
+    changed = {
+        name: var
+        for name, label, var in outs
+        if label not in [(name, count) for count in casts]
+    }
+    for eqn in body.eqns:
+        if primitive_name(eqn) == "convert_element_type":
+            rounded = [x for x, var in changed.items() if var is eqn.outvars[0]]
+            if rounded and (dtype := eqn.invars[0].aval.dtype).itemsize == 2:
+                warn_of_rounded_parameter(rounded[0], dtype)
+    return set(changed)
 
 
-def _statistics_of(call: Call, aux: PyTree) -> list[tuple[Any, Any]]:
-    """Returns the `batch_stats` of Linen before and after a call."""
-    if not jax.tree.leaves(aux):
-        return []
-    before = replaced_statistics(aux, call.linen_statistics())
-    leaves: dict[str, Any] = dict(named_leaves(aux))
-    return [(old, leaves[name]) for name, old in before.items()]
+def _unknown_statistics(aux: PyTree) -> list[tuple[None, Any]]:
+    """Returns `batch_stats` in a result that replace none among the arguments."""
+    return [(None, x) for name, x in named_leaves(aux) if is_statistic(name)]
 
 
-def _warn_of_uses(call: Call, vjp: Any, state: State, has_aux: bool) -> None:
+def _warn_of_uses(call: Call, vjp: Any) -> None:
     """Warns of parameters that are not used as the policy means it."""
-    if call.policy is None or call.policy.resolved_compute_dtype().itemsize > 2:
+    if call.low is None:
         return
-    dtype, uses = call.policy.resolved_compute_dtype(), uses_of(vjp, *_sizes(call))
+    params, names = jax.tree.leaves(call.diff), call.diff_names()
+    uses = uses_of(vjp, len(params), len(jax.tree.leaves(call.scales)))
     if uses.loops:
-        warn_of_long_loops(uses, call.diff_names(), dtype)
-    if uses.widened:
-
-        def loss(diff: tuple[PyTree, ...]) -> Any:
-            return unpack(call.run(diff, state, call.scales)[0], has_aux)[0]
-
-        known = warn_of_closed_over(call.func, loss, call.diff, dtype)
-        if not known and not uses.low and not uses.hidden:
-            warn_of_useless_policy(call.diff_names()[min(uses.widened)], dtype)
+        warn_of_long_loops(uses, names, call.low)
+    if uses.widened and not uses.low and not uses.hidden:
+        warn_of_useless_policy(names[min(uses.widened)], call.low)
 
 
 def _narrow(grad_dtype: Any, grad: Array, param: Any) -> Array:
@@ -164,21 +211,14 @@ def _narrow(grad_dtype: Any, grad: Array, param: Any) -> Array:
     return cast_leaf(grad, dtype)
 
 
-def local_parameters(
-    diff: tuple[PyTree, ...], axis_name: AxisName | None
-) -> tuple[PyTree, ...]:
-    """Returns the differentiated arguments, each device its own copy of them.
-
-    The derivative with respect to a value shared by the devices of a `shard_map` would be
-    summed in the compute dtype before mpx sees it.
+def check_replicated(diff: tuple[PyTree, ...], axis_name: AxisName | None) -> None:
+    """Raises if a parameter is known to differ between the devices of an axis.
 
     Raises:
-        ValueError: If a parameter is known to differ between the devices.
+        ValueError: If so.
     """
-    if axis_name is None:
-        return diff
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    for name, leaf in named_leaves(diff):
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    for name, leaf in named_leaves(diff) if names else ():
         sharded = varying_axes(jax.typeof(jnp.asarray(leaf))) & set(names)
         if sharded:
             raise ValueError(
@@ -187,11 +227,14 @@ def local_parameters(
                 "them. Pass it replicated (`in_specs=P()`), or use jit with a "
                 "NamedSharding, which needs no `axis_name`, for sharded parameters."
             )
-    return as_local(diff, axis_name)
 
 
 def as_local(tree: PyTree, axis_name: AxisName | None) -> Any:
-    """Marks arrays as each device's own."""
+    """Marks arrays as each device's own.
+
+    The derivative with respect to a value shared by the devices of a `shard_map` would be
+    summed in the compute dtype before mpx sees it.
+    """
     if axis_name is None:
         return tree
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mpx._grad import GradOptions, GradResult, Step, check_scaling
+from mpx._grad import GradResult, Step
 from mpx._grad_checks import warn_of_constant_scaling
+from mpx._grad_options import GradOptions, check_function, check_scaling
 from mpx._loss_scaling import LossScaling, NoLossScaling
 from mpx._tree import cast_floating
 from mpx._wrapped import has_scales
@@ -116,12 +117,14 @@ def _transform(
         check_scaling(scaling)
 
     def transform(func: Callable[..., Any]) -> Callable[..., Any]:
+        check_function(func)
         _refuse_scales(func)
 
         @functools.wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            settled = options.settled(func, scaling)
             used = _scaling_for(scaling, options)
-            result = Step(func, options, args, kwargs).result(used)
+            result = Step(func, settled, args, kwargs).result(used)
             return as_tuple(
                 result if options.mixed else result._replace(scaling=scaling)
             )
@@ -133,18 +136,10 @@ def _transform(
 
 def _scaling_for(scaling: LossScaling | None, options: GradOptions) -> LossScaling:
     """Returns the scaling of a step: that of the user, or none where none is needed."""
-    if not options.mixed:
+    if scaling is None or not options.mixed:
         return NoLossScaling()
-    if scaling is not None:
-        warn_of_constant_scaling(scaling)
-        return scaling
-    if options.policy.resolved_compute_dtype() == np.float16:
-        raise ValueError(
-            "f16 gradients need a loss scaling, but none was given. Pass "
-            "`scaling=mpx.DynamicLossScaling.pow2()`, or compute in bf16 with "
-            '`policy="p=f32,c=bf16,o=f32"`.'
-        )
-    return NoLossScaling()
+    warn_of_constant_scaling(scaling)
+    return scaling
 
 
 def _refuse_scales(func: Callable[..., Any]) -> None:
@@ -198,16 +193,18 @@ def calculate_scaled_grad(
     """
     check_scaling(scaling)
     options = GradOptions(has_aux=has_aux, mixed=_as_switch(use_mixed_precision))
+    check_function(func)
     _refuse_scales(func)
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        settled = options.settled(func, scaling)
         used = _scaling_for(scaling, options)
-        step = Step(func, options, args, kwargs)
+        step = Step(func, settled, args, kwargs)
         result = step.run(used)
         value, grads = used.scale(result.value), result.grads[0]
         if options.mixed:
-            grads = cast_floating(grads, options.policy.resolved_compute_dtype())
+            grads = cast_floating(grads, settled.policy.compute_dtype)
         aux = step.commit(result.aux, result.state)
         return ((value, aux) if has_aux else value), grads
 

@@ -3,10 +3,9 @@
 `accumulate` runs the same step in parts; the functions of the paper are thin layers over it.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Never
 
 import equinox as eqx
 import jax
@@ -15,14 +14,20 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, PyTree
 
-from mpx._arguments import as_count, as_counts, check_axis_name
 from mpx._call import Call
-from mpx._evaluate import Evaluation, Recorder, evaluate, local_parameters
-from mpx._formats import at_least_f32, parse_float_dtype
+from mpx._compat import unpacking_targets
+from mpx._evaluate import Evaluation, Recorder, check_replicated, evaluate
+from mpx._formats import at_least_f32
 from mpx._grad_checks import warn_of_constant_scaling
+from mpx._grad_options import (
+    GradOptions,
+    check_function,
+    check_scaling,
+    refuse_positional,
+)
 from mpx._loss_scaling import LossScaling
-from mpx._policy import Policy, as_policy
-from mpx._state import State, replaced_statistics, roll_back
+from mpx._policy import Policy
+from mpx._state import State
 from mpx._tree import (
     AxisName,
     all_devices,
@@ -35,7 +40,7 @@ from mpx._tree import (
 from mpx._wire._feedback import mean_with_feedback, take_feedback
 from mpx._wire._options import COMPUTE, EIGHT_BITS, Reduce, shards_of
 from mpx._wire._sums import mean_8_bits
-from mpx._wrapped import hide_signature, take_scales
+from mpx._wrapped import hide_signature, is_amp, take_scales
 
 
 class GradResult(NamedTuple):
@@ -70,69 +75,20 @@ class GradResult(NamedTuple):
     fp8: Any = None
     feedback: Any = None
 
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the fields.
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GradOptions:
-    """Options of a gradient function; see `value_and_grad`.
-
-    If `mixed` is false, nothing is cast, scaled or checked.
-
-    Raises:
-        ValueError: If `retry` is negative or a dtype is not floating.
-        TypeError: If `policy` is neither a policy nor a string, a number no integer, or
-            `axis_name` no name.
-    """
-
-    argnums: Any = 0
-    has_aux: bool = False
-    policy: Any = None
-    grad_dtype: Any = None
-    axis_name: AxisName | None = None
-    retry: int = 0
-    mixed: bool = True
-
-    def __post_init__(self) -> None:
-        """Checks the options: `policy` becomes a `Policy`, `grad_dtype` a dtype."""
-        check_axis_name(self.axis_name)
-        policy = as_policy(self.policy)
-        if policy.reduce_dtype == EIGHT_BITS and self.axis_name is None:
+        Raises:
+            ValueError: If they are unpacked into another number of variables.
+        """
+        targets = unpacking_targets()
+        if targets not in (None, len(self)):
             raise ValueError(
-                'A policy with `reduce_dtype="e4m3"` needs `axis_name`, the axis of a '
-                "`shard_map` or, in `mpx.accumulate`, of the mesh: mpx must sum itself."
+                f"A `GradResult` has {len(self)} fields, but it is unpacked into "
+                f"{targets}. Use their names: `result.value`, `result.grads`, "
+                "`result.scaling`, `result.finite`, `result.aux`."
             )
-        dtype = policy.grad_dtype if self.grad_dtype is None else self.grad_dtype
-        dtype = None if dtype is None else parse_float_dtype(dtype, "grad_dtype")
-        checked = {
-            "argnums": as_counts(self.argnums, "argnums"),
-            "policy": policy,
-            "grad_dtype": dtype,
-            "retry": as_count(self.retry, "retry", at_least=0),
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-
-    def argnum_tuple(self) -> tuple[int, ...]:
-        """Returns the differentiated positions as a tuple."""
-        return (self.argnums,) if isinstance(self.argnums, int) else self.argnums
-
-
-def check_scaling(scaling: Any) -> None:
-    """Raises unless `scaling` can scale, unscale and adjust.
-
-    Raises:
-        TypeError: If it cannot.
-    """
-    methods = ("scale", "unscale", "adjust")
-    found = f"{type(scaling).__name__} was given"
-    if isinstance(scaling, type):
-        found = f"the class `{scaling.__name__}` was given, not an instance of it"
-    elif all(hasattr(scaling, name) for name in methods):
-        return
-    raise TypeError(
-        "`scaling` must be a loss scaling such as `mpx.DynamicLossScaling.pow2()`, "
-        f"but {found}. For bf16 pass `mpx.NoLossScaling()`. (`value_and_grad` and "
-        "`accumulate` take it as the first argument of the transformed function.)"
-    )
+        return tuple.__iter__(self)
 
 
 class Step:
@@ -143,7 +99,10 @@ class Step:
         axis_name: The mapped axis over which to average.
         call: The call of the user's function.
         recorder: Holds the part of its results that is no array.
+        mean: Whether devices are averaged, or added up.
     """
+
+    mean: bool = True
 
     def __init__(
         self,
@@ -162,37 +121,36 @@ class Step:
         scales, args = take_scales(func, args)
         self.options, self.recorder = options, Recorder()
         self.axis_name = options.axis_name
-        self._args = args
         self._make_call = functools.partial(
             Call,
             func,
-            kwargs=dict(kwargs),
             argnums=options.argnum_tuple(),
-            policy=options.policy if options.mixed else None,
+            policy=options.policy if options.mixed and not is_amp(func) else None,
             scales=scales,
         )
-        self.check(args)
-        self.call = self.call_with({})
-        self._diff = local_parameters(self.call.diff, self.axis_name)
+        self.check(func, args, kwargs)
+        self.call = self.call_with(args, kwargs)
+        check_replicated(self.call.diff, self.axis_name)
 
-    def check(self, args: Sequence[Any]) -> None:
+    def check(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
         """Raises a `ValueError` if the axis to average over is one of the mesh."""
+        del func, kwargs
         if shards_of(self.axis_name, args) is not None:
             raise ValueError(
                 f"`axis_name={self.axis_name!r}` is an axis of the mesh. Leave it out: XLA "
                 "sums the gradients. Or use `mpx.accumulate(func, axis_name=...)`."
             )
 
-    def call_with(self, replaced: Mapping[int, PyTree]) -> Call:
-        """Returns the call with some positional arguments replaced."""
-        args = [replaced.get(i, arg) for i, arg in enumerate(self._args)]
-        return self._make_call(args=args)
+    def call_with(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """Returns a call with these arguments."""
+        return self._make_call(args=args, kwargs=dict(kwargs))
 
     def evaluate(self, call: Call, state: State, scaling: LossScaling) -> Evaluation:
         """Runs a call forward and backward."""
         return evaluate(
             call,
-            self._diff,
             state,
             scaling,
             self.recorder,
@@ -214,8 +172,7 @@ class Step:
         """Runs the step, puts the state into effect and returns the public result."""
         options, call = self.options, self.call
         result, scaling, finite = self._differentiate(scaling)
-        before = replaced_statistics(result.aux, call.linen_statistics())
-        aux = self.commit(roll_back(finite, result.aux, before), result.state)
+        aux = self.commit(result.aux, result.state)
         grads = result.grads[0] if isinstance(options.argnums, int) else result.grads
         fp8 = None
         if call.scales is not None:
@@ -226,7 +183,7 @@ class Step:
 
     def commit(self, aux: PyTree, state: State) -> Any:
         """Puts a state into effect, and returns `aux` as the function returned it."""
-        return self.call.commit(self.recorder.merge(aux), state)
+        return self.call.commit(self.recorder.merge(aux, state), state)
 
     def _differentiate(
         self, scaling: LossScaling
@@ -262,33 +219,44 @@ class Step:
                 ((result, scaling, finite), 0),
             )
         # A skipped step leaves no trace: running statistics of an overflow are overflow.
-        state = select_tree(finite, result.state, self.call.state)
+        before = self.call.comparable(self.call.state, result.state)
+        state = select_tree(finite, result.state, before)
         return result._replace(state=state), scaling, finite
 
     def _reduced(self, result: Evaluation, scaling: LossScaling) -> Evaluation:
-        """Averages loss and gradients over devices, in the policy's `reduce_dtype`."""
+        """Reduces loss and gradients over devices, in the policy's `reduce_dtype`."""
         axis_name, dtype = self.axis_name, self.options.policy.reduce_dtype
         if axis_name is None:
             return result
         if dtype == COMPUTE:
             dtype = self.options.policy.resolved_compute_dtype()
 
-        def mean(x: Array) -> Array:
+        # A sum of parts is a sum over devices, too.
+        together = lax.pmean if self.mean else lax.psum
+        parts = 1 if self.mean else lax.axis_size(axis_name)
+
+        def total(x: Array) -> Array:
             if is_floating(x) and dtype == EIGHT_BITS:
-                return mean_8_bits(x, axis_name)
+                return mean_8_bits(x, axis_name) * parts
             if is_floating(x):
                 x = cast_leaf(x, at_least_f32(x.dtype) if dtype is None else dtype)
-            return lax.pmean(x, axis_name)
+            return together(x, axis_name)
 
         grads, feedback = result.grads, self.feedback
         if feedback is None:
-            grads = jax.tree.map(mean, grads)
+            grads = jax.tree.map(total, grads)
         else:
             floats, others = eqx.partition(grads, is_floating)
             floats, feedback = mean_with_feedback(floats, feedback, scaling, axis_name)
-            grads = eqx.combine(floats, jax.tree.map(mean, others))
+            floats = jax.tree.map(lambda x: x * parts, floats)
+            grads = eqx.combine(floats, jax.tree.map(total, others))
+        # A parameter to which the function has assigned stays the same on all devices.
+        arrays = dict(result.state.arrays)
+        for name in self.call.assigned(result.state):
+            arrays[name] = lax.pmean(arrays[name], axis_name)
         return result._replace(
-            value=lax.pmean(result.value, axis_name),
+            value=together(result.value, axis_name),
+            state=result.state._replace(arrays=arrays),
             grads=grads,
             feedback=feedback,
             spoilt=~all_devices(~result.spoilt, axis_name),
@@ -298,7 +266,7 @@ class Step:
 
 def value_and_grad(
     func: Callable[..., Any] | None = None,
-    *,
+    *misplaced: Never,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     policy: Policy | str | None = None,
@@ -321,16 +289,19 @@ def value_and_grad(
     skipped, and they are rolled back, if the gradients, the loss or they themselves
     become infinite or nan.
 
-    A function under `amp`, or one that calls `amp`, gets its arguments uncast. An
-    `ErrorFeedback` comes behind the scaling, before the arguments of `func`.
+    A function under `amp` casts by itself and gets its arguments uncast; a policy beside
+    it may set `grad_dtype` and `reduce_dtype`. An `ErrorFeedback` comes after the
+    scaling, before the arguments of `func`.
 
     Args:
         func: The loss function, returning a scalar or `(scalar, aux)`. Leave it out to
             use `value_and_grad` as a decorator with arguments.
+        *misplaced: Nothing: options are passed by keyword, the scaling at the call.
         argnums: Which positional arguments of `func` to differentiate: one number, or a
             sequence for a tuple of gradients.
         has_aux: Whether `func` returns a pair `(loss, aux)`.
         policy: Dtypes and exceptions; `None` computes in the configured half precision.
+            If none was configured, that is f16, or bf16 with `NoLossScaling`.
         grad_dtype: The dtype of the gradients; overrides the policy. By default f32, or
             f64 for f64 parameters.
         axis_name: A `shard_map`, `pmap` or `vmap` axis (or several) over which loss and
@@ -340,12 +311,14 @@ def value_and_grad(
 
     Raises:
         TypeError: If the loss is no real floating scalar, or no scaling was passed.
-        ValueError: If a differentiated argument holds no floating array.
+        ValueError: If a differentiated argument holds no floating array, if the policy
+            contradicts `amp`, or if f16 is used with `NoLossScaling`.
 
     Warns:
-        RuntimeWarning: While tracing: of a closed-over f32 batch that brings the model
-            back to f32; of a parameter whose gradient a long loop adds up in 16 bits;
-            and of a dynamic scaling that is a constant of the jitted function.
+        RuntimeWarning: While tracing: of a policy under which all matmuls run in f32,
+            because the function closes over an f32 batch, for example; of a parameter
+            whose gradient a long loop adds up in 16 bits; and of a dynamic scaling that
+            is a constant of the jitted function.
 
     Examples:
         >>> from mpx import DynamicLossScaling
@@ -358,6 +331,7 @@ def value_and_grad(
         >>> result.value, result.grads
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
+    refuse_positional(misplaced, "value_and_grad")
     options = GradOptions(
         argnums=argnums,
         has_aux=has_aux,
@@ -366,26 +340,35 @@ def value_and_grad(
         axis_name=axis_name,
         retry=retry,
     )
-    return transformed(func, functools.partial(Step, options=options))
+    return transformed(func, options)
 
 
 def transformed(
-    func: Callable[..., Any] | None, make_step: Callable[..., Step]
+    func: Callable[..., Any] | None,
+    options: GradOptions,
+    make_step: Callable[..., Step] = Step,
 ) -> Callable[..., Any]:
     """Returns a function of scaling and arguments that runs a step of `func`.
 
     Args:
         func: The user's function; `None` returns a decorator.
-        make_step: Called as `make_step(func, args=args, kwargs=kwargs)`.
+        options: The options.
+        make_step: Called as `make_step(func, options, args, kwargs)`.
+
+    Raises:
+        TypeError: If `func` is not a function.
     """
     if func is None:
-        return functools.partial(transformed, make_step=make_step)
+        return functools.partial(transformed, options=options, make_step=make_step)
+
+    check_function(func)
 
     @functools.wraps(func)
     def wrapper(scaling: Any, /, *args: Any, **kwargs: Any) -> GradResult:
         check_scaling(scaling)
         warn_of_constant_scaling(scaling)
-        return make_step(func, args=args, kwargs=kwargs).result(scaling)
+        settled = options.settled(func, scaling)
+        return make_step(func, settled, args, kwargs).result(scaling)
 
     hide_signature(wrapper)  # the scaling comes first
     return wrapper

@@ -4,8 +4,6 @@ They are raised while tracing and cost nothing in the compiled step.
 """
 
 import dataclasses
-import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,12 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._closure import closed_over_floats
-from mpx._compat import is_tracer, linear_program, open_jaxpr, scan_sizes
+from mpx._compat import is_tracer, linear_program, scan_sizes
 from mpx._jaxpr._flow import Flow
 from mpx._jaxpr._queries import MATMULS, MOVES, Equation
 from mpx._loss_scaling import LossScaling
-from mpx._tree import dtype_of, shape_of
 from mpx._warn import warn
 from mpx._wire._product import LINEAR
 
@@ -87,8 +83,6 @@ class Uses:
     Attributes:
         widened: Parameters that were cast to 16 bits but multiplied in f32.
         low: Parameters that are multiplied in 16 bits.
-        wide: Parameters that are multiplied in f32 and were never cast.
-        narrowed: Parameters that were cast to 16 bits somewhere.
         hidden: Whether a custom derivative uses parameters in a way that is not visible.
         loops: For 16-bit parameters that are the same in each round of a loop, the
             number of rounds.
@@ -96,8 +90,6 @@ class Uses:
 
     widened: set[int] = dataclasses.field(default_factory=set)
     low: set[int] = dataclasses.field(default_factory=set)
-    wide: set[int] = dataclasses.field(default_factory=set)
-    narrowed: set[int] = dataclasses.field(default_factory=set)
     hidden: bool = False
     loops: dict[int, int] = dataclasses.field(default_factory=dict)
 
@@ -123,30 +115,22 @@ def uses_of(vjp: Callable[..., Any], params: int, others: int = 0) -> Uses:
         elif name in MATMULS:
             is_wide = any(_float_bytes(atom.aval) >= 4 for atom in eqn.invars)
             for label in found:
-                wide = uses.widened if label.narrowed else uses.wide
-                (wide if is_wide else uses.low).add(label.number)
+                if label.narrowed or not is_wide:
+                    (uses.widened if is_wide else uses.low).add(label.number)
         elif name == LINEAR:
             uses.low.update(label.number for label in found)
-            uses.narrowed.update(label.number for label in found)
         elif name in _MOVES and found:
-            moved = found[0].after(eqn)
-            if moved.narrowed:
-                uses.narrowed.add(moved.number)
-            return moved
+            return found[0].after(eqn)
         elif name.startswith("custom_lin"):
             uses.hidden = uses.hidden or bool(found)
         return None
 
-    labels = _labelled(arguments[:params])
-    uses.narrowed.update(x.number for x in labels.values() if x.narrowed)
+    labels = {
+        var: _Param(i, _float_bytes(var.aval) == 2)
+        for i, var in enumerate(arguments[:params])
+    }
     Flow(rule).run(jaxpr, labels)
     return uses
-
-
-def _labelled(variables: Sequence[Any]) -> dict[Any, _Param]:
-    return {
-        var: _Param(i, _float_bytes(var.aval) == 2) for i, var in enumerate(variables)
-    }
 
 
 def _note_loops(uses: Uses, eqn: Equation, ins: Sequence[_Param | None]) -> None:
@@ -178,102 +162,22 @@ def warn_of_long_loops(uses: Uses, names: Sequence[str], dtype: np.dtype) -> Non
     )
 
 
-# --- Closed-over batches --------------------------------------------------------------
-
-_checked: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
-
-
-def warn_of_closed_over(
-    func: Callable[..., Any],
-    run: Callable[[Any], Any],
-    diff: PyTree,
-    dtype: np.dtype,
-) -> bool:
-    """Warns of closed-over f32 arrays that bring cast parameters back to f32.
-
-    If the function closes over such arrays, it is traced once more.
-
-    Args:
-        func: The user's function.
-        run: Calls it with cast arguments, as a function of the differentiated ones.
-        diff: The differentiated arguments.
-        dtype: The dtype to which they are cast.
-
-    Returns:
-        Whether such arrays were found, in this call or in an earlier one.
-    """
-    arrays = closed_over_floats(func)
-    if not arrays:
-        return False
-    if _was_checked(func, arrays):
-        return True
-    found = _multiplied(jax.make_jaxpr(run)(diff), arrays)
-    if not found:
-        return False
-    shown = ", ".join(
-        f"`{name}` ({dtype_of(arrays[name]).name}, shape {shape_of(arrays[name])})"
-        for name in found[:3]
-    )
-    called = getattr(func, "__name__", type(func).__name__)
+def warn_of_rounded_parameter(name: str, dtype: np.dtype) -> None:
+    """Warns of a parameter to which the function assigns numbers of 16 bits."""
     warn(
-        f"`{called}` closes over {shown}. The policy casts arguments only, so matmuls "
-        f"with the {dtype.name} parameters run in f32. Pass it to `{called}` as an "
-        f"argument, or use `mpx.amp({called})`, which casts operation by operation."
+        f"The function assigns to the parameter `{name}` what it computed in "
+        f"{dtype.name}, so that its f32 numbers are rounded in each step and small "
+        "updates are lost. Keep its module in f32 with `mpx.Policy(keep=...)`, or use "
+        "`mpx.amp(loss)`, which leaves parameters in f32."
     )
-    return True
 
 
 def warn_of_useless_policy(name: str, dtype: np.dtype) -> None:
     """Warns of a model that multiplies all its cast parameters in f32."""
     warn(
         f"The policy casts the parameters to {dtype.name}, but all their matmuls run in "
-        f"f32, `{name}` for one: the model casts them back itself, or an f32 array "
-        "promotes them. Give the model its own option, such as `dtype=jnp.bfloat16`, or "
-        "use `mpx.amp(loss)`, which casts operation by operation."
+        f"f32, `{name}` for one: the model casts them back itself, or an f32 array that "
+        "is no argument, such as a batch that the function closes over, promotes them. "
+        "Pass such arrays as arguments, give the model its own option, such as "
+        "`dtype=jnp.bfloat16`, or use `mpx.amp(loss)`, which casts operation by operation."
     )
-
-
-def _multiplied(jaxpr: Any, arrays: dict[str, Any]) -> list[str]:
-    """Returns the closed-over arrays whose values, in f32, meet 16-bit parameters."""
-    found: set[str] = set()
-
-    def rule(name: str, eqn: Equation, ins: list[_Param | str | None]) -> Any:
-        closed = next((x for x in ins if isinstance(x, str)), None)
-        params = [x for x in ins if isinstance(x, _Param)]
-        if closed is not None:
-            if name in MATMULS and any(x.narrowed for x in params):
-                found.add(closed)
-            return closed if _float_bytes(eqn.outvars[0].aval) >= 4 else None
-        return params[0].after(eqn) if params and name in _MOVES else None
-
-    flow = Flow(
-        rule,
-        join=lambda a, b: b if a is None or isinstance(b, str) else a,
-        constant=functools.partial(_name_of_constant, arrays),
-    )
-    flow.run(jaxpr, _labelled(open_jaxpr(jaxpr)[0].invars))
-    return [name for name in arrays if name in found]
-
-
-def _name_of_constant(arrays: dict[str, Any], value: Any) -> str | None:
-    for name, array in arrays.items():
-        if value is array:
-            return name
-    for name, array in arrays.items():
-        # JAX copies NumPy's arrays, and f64 becomes f32.
-        if isinstance(array, np.ndarray) and shape_of(value) == shape_of(array):
-            return name
-    return None
-
-
-def _was_checked(func: Any, arrays: dict[str, Any]) -> bool:
-    """Returns whether this code was checked with such arrays before, and notes it."""
-    code = getattr(func, "__code__", None)
-    if code is None:
-        return False
-    known = _checked.setdefault(code, set())
-    key = tuple((name, shape_of(x)) for name, x in arrays.items())
-    if key in known:
-        return True
-    known.add(key)
-    return False

@@ -50,7 +50,8 @@ def _always_kept() -> tuple[type, ...]:
     types: list[type] = [eqx.nn.BatchNorm, eqx.nn.SpectralNorm]
     nnx = nnx_module()
     if nnx is not None:
-        types.append(nnx.BatchNorm)
+        # The last two assign to their weights, which must not be rounded for that.
+        types += [nnx.BatchNorm, nnx.SpectralNorm, nnx.WeightNorm]
     # Norms of Equinox and Flax take their statistics in f32 by themselves, those of
     # Haiku do not: where an f16 variance is zero, the derivative of `rsqrt` at the epsilon
     # of 1e-5 is 1.6e7, infinite in f16, and the gradient nan at any loss scale.
@@ -78,14 +79,13 @@ class Keep:
 
     def cast_leaf(self, name: LeafName, leaf: Any) -> Any:
         """Casts a floating leaf, unless it is kept."""
-        return cast_leaf(leaf, self.dtype_for(name, leaf))
+        return leaf if self.keeps(name, leaf) else cast_leaf(leaf, self._dtype)
 
-    def dtype_for(self, name: LeafName, leaf: Any) -> np.dtype:
-        """Returns the dtype in which a function gets a floating leaf."""
+    def keeps(self, name: LeafName, leaf: Any) -> bool:
+        """Returns whether a function gets a floating leaf as it is."""
         selected = self._selected.find(name, leaf) is not None
         always = any(issubclass(kind, self._always) for kind in name.types)
-        kept = selected or always or is_state(name)
-        return leaf.dtype if kept else self._dtype
+        return selected or always or is_state(name)
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Lets modules of the kept types run in f32 inside a `with` block."""

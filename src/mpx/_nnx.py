@@ -9,9 +9,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from mpx._tree import LeafName, cast_leaf, is_floating, map_with_name
+from mpx._tree import (
+    LeafName,
+    cast_leaf,
+    is_floating,
+    map_with_name,
+    named_leaves,
+)
 
 
 def nnx_module() -> Any:
@@ -216,10 +223,13 @@ def split(
     Raises:
         ValueError: If a parameter is differentiated in one object and not in another.
     """
-    nnx = nnx_module()
     _check_sharing(objects, differentiated)
-    names = tuple(objects)
-    filters = _filters(names, differentiated)
+    nnx, names = nnx_module(), tuple(objects)
+
+    def params_at(position: int) -> Any:
+        return lambda path, value: path[0] == position and isinstance(value, nnx.Param)
+
+    filters = [params_at(names.index(name)) for name in differentiated]
     graphdef, *states = nnx.split(tuple(objects.values()), *filters, ...)
     params = {
         name: nnx.from_flat_state(
@@ -228,18 +238,6 @@ def split(
         for name, state in zip(differentiated, states[:-1], strict=True)
     }
     return Objects(names, graphdef, params, states[-1])
-
-
-def _filters(
-    names: tuple[LeafName, ...], differentiated: tuple[LeafName, ...]
-) -> list[Any]:
-    """Returns a filter for the parameters of each differentiated object."""
-    param = nnx_module().Param
-
-    def params_at(position: int) -> Any:
-        return lambda path, value: path[0] == position and isinstance(value, param)
-
-    return [params_at(names.index(name)) for name in differentiated]
 
 
 def _check_sharing(
@@ -266,12 +264,12 @@ class Merged(NamedTuple):
     Attributes:
         objects: Fresh objects by their names, parameters cast.
         source: What they were made from.
-        found: Their state besides the parameters, as the call finds it.
+        found: Their parameters and the rest of their state, as the call finds them.
     """
 
     objects: dict[LeafName, Any]
     source: Objects
-    found: PyTree
+    found: tuple[dict[LeafName, PyTree], PyTree]
 
 
 def merge(
@@ -279,34 +277,44 @@ def merge(
 ) -> Merged:
     """Builds fresh NNX objects, with each floating array mapped by `cast`."""
     nnx = nnx_module()
-    params = []
-    for name, state in source.params.items():
-        flat = nnx.to_flat_state(state)
-        position = source.names.index(name)
-        params.append(nnx.from_flat_state([((position, *p), x) for p, x in flat]))
     # Fresh variables: NNX refuses to change, under a trace, those made outside of it.
-    rest = jax.tree.map(lambda x: x, source.rest)
+    fresh, rest = jax.tree.map(lambda x: x, (source.params, source.rest))
+    flat = (_positioned(source, name, state) for name, state in fresh.items())
+    params = map(nnx.from_flat_state, flat)
     merged = nnx.merge(source.graphdef, *params, rest)
     objects = dict(zip(source.names, merged, strict=True))
     if cast is not None:
         map_variables(objects, cast)
-    return Merged(objects, source, _rest(objects, source))
+    return Merged(objects, source, _parts(objects, source))
 
 
-def _rest(objects: Mapping[LeafName, Any], source: Objects) -> PyTree:
-    filters = _filters(source.names, tuple(source.params))
-    *_, rest = nnx_module().split(tuple(objects.values()), *filters, ...)
-    return jax.tree.map(lambda x: x, rest)  # a copy, which later calls do not change
+def _positioned(
+    source: Objects, name: LeafName, params: PyTree
+) -> list[tuple[tuple[Any, ...], Any]]:
+    """Returns the variables of one object's parameters, by paths in the tuple of all."""
+    position, flat = source.names.index(name), nnx_module().to_flat_state(params)
+    return [((position, *path), variable) for path, variable in flat]
 
 
-def rest_of(merged: Merged) -> PyTree:
-    """Returns the state besides the parameters after a call, in the dtypes it had.
+def _parts(
+    objects: Mapping[LeafName, Any], source: Objects
+) -> tuple[dict[LeafName, PyTree], PyTree]:
+    """Returns copies of parameters and rest, which later calls do not change."""
+    now = split(objects, tuple(source.params))
+    return jax.tree.map(lambda x: x, (now.params, now.rest))
+
+
+def state_after(merged: Merged) -> tuple[dict[LeafName, Any], PyTree]:
+    """Returns what a call has left in the objects, in the dtypes of before.
+
+    Returns:
+        The parameters to which it has assigned, by name, and the rest of the state.
 
     Raises:
         ValueError: If the call made or removed variables.
     """
-    rest, before = _rest(merged.objects, merged.source), merged.source.rest
-    if jax.tree.structure(rest) != jax.tree.structure(before):
+    before, after = merged.source, _parts(merged.objects, merged.source)
+    if jax.tree.structure(after) != jax.tree.structure((before.params, before.rest)):
         raise ValueError(
             "The function made or removed NNX variables, which must be the same after "
             "each call. Take new ones out before it returns, for example with "
@@ -319,7 +327,35 @@ def rest_of(merged: Merged) -> PyTree:
             return old
         return cast_leaf(new, old.dtype) if is_floating(new) else new
 
-    return jax.tree.map(restore, rest, merged.found, before)
+    def restore_rest(new: Any, found: Any, old: Any) -> Any:
+        restored = restore(new, found, old)
+        if new is found or not is_floating(new) or found.dtype == old.dtype:
+            return restored
+        # `nnx.jit` and `nnx.remat` assign what was there, rounded for the call.
+        return jnp.where(new == found, old, restored)
+
+    params = jax.tree.map(restore, after[0], merged.found[0], before.params)
+    rest = jax.tree.map(restore_rest, after[1], merged.found[1], before.rest)
+    named = [x for name, tree in params.items() for x in named_leaves(tree, name)]
+    pairs = zip(named, jax.tree.leaves(before.params), strict=True)
+    return {name: new for (name, new), old in pairs if new is not old}, rest
+
+
+def rest_of(merged: Merged) -> PyTree:
+    """Returns the second part of `state_after`."""
+    return state_after(merged)[1]
+
+
+def assign(
+    objects: Mapping[LeafName, Any], source: Objects, arrays: Mapping[str, Any]
+) -> None:
+    """Writes parameters, by the names of `state_after`, into the caller's objects."""
+    nnx, old, new = nnx_module(), [], []
+    for owner, params in source.params.items():
+        changed = map_with_name(arrays.get, params, argument=owner)
+        old += _positioned(source, owner, params)
+        new += _positioned(source, owner, changed)
+    update(objects, nnx.from_flat_state(new), nnx.from_flat_state(old))
 
 
 def update(objects: Mapping[Any, Any], rest: PyTree, before: PyTree = None) -> None:

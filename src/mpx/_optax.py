@@ -8,18 +8,24 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, PyTree
 
+from mpx._arguments import check_bool
 from mpx._cast import own_buffer
 from mpx._formats import parse_float_dtype
 from mpx._optax_checks import check_transformation
+from mpx._optim._packing import placed_weight
+from mpx._optim._params import cast_params
+from mpx._select import Selectors
 from mpx._tree import (
+    AxisName,
     all_finite,
     cast_leaf,
     check_shape,
     is_floating,
+    map_with_name,
     named_leaves,
     select_tree,
 )
-from mpx._update import apply_updates
+from mpx._update import apply_updates, stays_finite, together
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -29,7 +35,7 @@ class SkipNonfiniteState(NamedTuple):
         inner_state: The state of the wrapped optimizer.
         skipped: Skipped updates in total, i32[].
         consecutive_skipped: Skipped updates in a row, i32[].
-        last_finite: Whether the last gradients were finite, bool[].
+        last_finite: Whether the last step was finite and therefore taken, bool[].
     """
 
     inner_state: PyTree
@@ -39,16 +45,19 @@ class SkipNonfiniteState(NamedTuple):
 
 
 def skip_nonfinite(
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation, *, axis_name: AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that non-finite gradients change nothing.
+    """Wraps an optimizer so that a step that is not finite changes nothing.
 
-    The updates are then zero and the inner state stays as it is; counters in the state
-    tell how often that happened. Unlike `optax.apply_if_finite` it never lets a NaN
-    through.
+    A step is skipped if the gradients, the updates or the new state hold an inf or nan:
+    the square of a finite gradient of 1e20 is infinite. The updates are then zero and the
+    inner state stays as it is; counters in the state tell how often that happened. Unlike
+    `optax.apply_if_finite` it never lets a NaN through.
 
     Args:
         optimizer: Any optax transformation.
+        axis_name: Axes of a `shard_map`, `pmap` or `vmap` whose devices decide together.
+            With `check_vma` they do so where gradients differ and the state does not.
 
     Examples:
         >>> import optax
@@ -72,10 +81,13 @@ def skip_nonfinite(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SkipNonfiniteState]:
         _check_shapes(updates, params)
+        _check_state(state, SkipNonfiniteState, "skip_nonfinite")
         finite = all_finite(updates)
         updates, inner = optimizer.update(
             updates, state.inner_state, params, **extra_args
         )
+        finite &= all_finite(updates) & stays_finite(state.inner_state, inner)
+        finite = together(finite, state.skipped, axis_name)
         updates = select_tree(finite, updates, jax.tree.map(jnp.zeros_like, updates))
         return updates, SkipNonfiniteState(
             inner_state=select_tree(finite, inner, state.inner_state),
@@ -85,6 +97,16 @@ def skip_nonfinite(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_state(state: Any, kind: type, wrapper: str) -> None:
+    """Raises if a state is not one that the wrapper made."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"`{wrapper}` expected the {kind.__name__} from its own `init(params)` or its "
+            f"last update; got {type(state).__name__}. The state of the optimizer inside "
+            "is its `inner_state`."
+        )
 
 
 def _check_shapes(updates: PyTree, params: PyTree | None) -> None:
@@ -111,14 +133,51 @@ class MasterWeightsState(NamedTuple):
     mpx_holds_masters = True
 
 
+class MasterWeights(optax.GradientTransformationExtraArgs):
+    """An optimizer with master weights: an optax transformation that starts from f32.
+
+    Attributes:
+        init: Makes the state of 16-bit parameters: `init(params)`.
+        update: The optax interface: `update(grads, state, params)`.
+    """
+
+    def init_from(
+        self, params: PyTree, dtype: DTypeLike = jnp.bfloat16, *, keep: Selectors = ()
+    ) -> tuple[PyTree, MasterWeightsState]:
+        """Makes 16-bit parameters, and a state whose masters are the f32 weights.
+
+        Args:
+            params: The f32 weights, or a whole model. Running statistics are not cast.
+            dtype: The dtype of the parameters.
+            keep: Parameters that stay as they are; see `FlashOptimizer.init_from`.
+
+        Raises:
+            ValueError: If `dtype` is not a floating dtype of at least 16 bits, or if
+                `keep` selects nothing.
+
+        Examples:
+            >>> import optax
+            >>> optimizer = master_weights(optax.adam(1e-3))
+            >>> params, state = optimizer.init_from({"w": jnp.full(2, 0.1)})
+            >>> params["w"].dtype, float(state.master["w"][0])
+            (dtype(bfloat16), 0.10000000149011612)
+        """
+        state: Any = self.init(params)
+        return cast_params(params, dtype, keep), state
+
+
 def master_weights(
-    optimizer: optax.GradientTransformation, dtype: DTypeLike = jnp.float32
-) -> optax.GradientTransformationExtraArgs:
+    optimizer: optax.GradientTransformation,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    jitter: bool = False,
+) -> MasterWeights:
     """Wraps an optimizer so that it updates high-precision copies of the parameters.
 
     Use it for parameters that are stored in 16 bits: an update below half an ulp would be
     lost in them (bf16: 0.2 % of the weight), but adds up in the master copy. The copies
-    live in the optimizer state, so checkpoints and sharding cover them.
+    live in the optimizer state, so checkpoints and sharding cover them. Start with
+    `init_from`, which takes the f32 weights: `params, state = optimizer.init_from(model)`.
 
     The returned updates take each parameter to its rounded master. Adding them is exact
     unless the two differ by more than a factor of 2¹⁶ or so; then the error is at most
@@ -126,7 +185,11 @@ def master_weights(
 
     Args:
         optimizer: Any optax transformation.
-        dtype: The dtype of the copies.
+        dtype: The dtype of the copies. Parameters with more bits keep their dtype.
+        jitter: Whether `init` puts the copies of 16-bit parameters at pseudo-random places
+            of their rounding intervals, as compressed optimizers do. Without it a copy is
+            its parameter, and small steps change no parameter for a long time; see
+            `Compression.jitter`. `init_from` needs none.
 
     Raises:
         ValueError: If `dtype` is not floating with at least 16 bits, or if `update` is
@@ -135,8 +198,7 @@ def master_weights(
     Examples:
         >>> import optax
         >>> optimizer = master_weights(optax.sgd(1.0))
-        >>> params = jnp.ones((), jnp.bfloat16)
-        >>> state = optimizer.init(params)
+        >>> params, state = optimizer.init_from(jnp.ones(()))
         >>> for _ in range(8):
         ...     updates, state = optimizer.update(jnp.float32(1e-3), state, params)
         ...     params = optax.apply_updates(params, updates)
@@ -147,11 +209,19 @@ def master_weights(
     optimizer = optax.with_extra_args_support(optimizer)
     wide = parse_float_dtype(dtype)
 
-    def to_master(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: cast_leaf(x, wide) if is_floating(x) else x, tree)
+    check_bool(jitter, "`jitter`")
+
+    def widened(leaf: Any) -> Any:
+        narrow = is_floating(leaf) and leaf.dtype.itemsize <= wide.itemsize
+        return cast_leaf(leaf, wide) if narrow else leaf
+
+    def first(name: str, leaf: Any) -> Any:
+        if jitter and is_floating(leaf) and leaf.dtype.itemsize == 2 < wide.itemsize:
+            return widened(placed_weight(name, leaf))
+        return own_buffer(widened(leaf))
 
     def init(params: PyTree) -> MasterWeightsState:
-        master = jax.tree.map(own_buffer, to_master(params))
+        master = map_with_name(first, params)
         return MasterWeightsState(optimizer.init(master), master)
 
     def update(
@@ -162,8 +232,12 @@ def master_weights(
                 "`master_weights` needs the parameters: call "
                 "`update(grads, state, params)`."
             )
+        _check_state(state, MasterWeightsState, "master_weights")
         inner_updates, inner = optimizer.update(
-            to_master(updates), state.inner_state, state.master, **extra_args
+            jax.tree.map(widened, updates),
+            state.inner_state,
+            state.master,
+            **extra_args,
         )
         master = apply_updates(state.master, inner_updates)
 
@@ -171,9 +245,9 @@ def master_weights(
             if not is_floating(param):
                 return new - param
             rounded = new.astype(param.dtype)
-            return rounded.astype(wide) - param.astype(wide)
+            return rounded.astype(new.dtype) - param.astype(new.dtype)
 
         updates = jax.tree.map(to_updates, master, params)
         return updates, MasterWeightsState(inner, master)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return MasterWeights(init, update)

@@ -16,7 +16,7 @@ from mpx._keep import Keep, is_state
 from mpx._select import Selector, Selectors, parse_selectors
 from mpx._tree import LeafName, cast_leaf
 from mpx._wire._options import COMPUTE, EIGHT_BITS, Reduce, parse_reduce
-from mpx._wrapped import argument_names
+from mpx._wrapped import argument_names, arguments_cast_to, autocast_of, is_fp8
 
 _F32 = np.dtype(np.float32)
 
@@ -31,7 +31,8 @@ class Policy:
     Attributes:
         param_dtype: The dtype in which parameters are stored.
         compute_dtype: The dtype of the forward and backward pass. `None` means the
-            configured half precision, looked up whenever the policy is used.
+            configured half precision, looked up whenever the policy is used; in a
+            gradient function with `NoLossScaling` it means bf16 if none was configured.
         output_dtype: The dtype in which results leave the model.
         grad_dtype: The dtype of the gradients that are returned. `None` means f32 for
             parameters of 32 bits or fewer, and the parameter's dtype for wider ones.
@@ -55,8 +56,8 @@ class Policy:
 
     Running statistics are always kept: `eqx.nn.State`, `batch_stats` of Flax Linen, NNX
     variables other than parameters, and the layers `eqx.nn.BatchNorm`,
-    `eqx.nn.SpectralNorm` and `nnx.BatchNorm`. The norms of Haiku run in f32, too, as those
-    of Equinox and Flax do by themselves.
+    `eqx.nn.SpectralNorm`, `nnx.BatchNorm`, `nnx.SpectralNorm` and `nnx.WeightNorm`. The
+    norms of Haiku run in f32, too, as those of Equinox and Flax do by themselves.
 
     Examples:
         >>> import equinox as eqx
@@ -91,6 +92,11 @@ class Policy:
             ValueError: If a dtype is not floating with at least 16 bits.
             TypeError: If `keep` holds anything but selectors.
         """
+        if isinstance(param_dtype, str) and _is_description(param_dtype):
+            raise ValueError(
+                f"`param_dtype` must be a dtype, but {param_dtype!r} is a whole policy. "
+                f"Use `mpx.get_policy({param_dtype!r})`."
+            )
         parse = parse_float_dtype
         values = {
             "param_dtype": parse(param_dtype, "param_dtype"),
@@ -163,7 +169,11 @@ class Policy:
 
         Its arguments are cast to `compute_dtype`, except what `keep` names; kept modules
         run in f32; its results are cast to `output_dtype`. NNX modules are given to it as
-        copies, so that what it changes in them is lost.
+        copies, so that what it changes in them is lost. A function under `amp` gets its
+        arguments as they are.
+
+        Raises:
+            ValueError: If `func` is under `amp` and the policy computes in another dtype.
 
         Examples:
             >>> import equinox as eqx
@@ -176,11 +186,13 @@ class Policy:
 
         @functools.wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if dtype_under_amp(func, self) is not None:
+                return self.cast_to_output(func(*args, **kwargs))
             kept = self.keeping()
             names = argument_names(func, len(args))
             args = tuple(map(kept.cast, args, names))
             kwargs = {name: kept.cast(arg, name) for name, arg in kwargs.items()}
-            with kept.running():
+            with kept.running(), arguments_cast_to(self.resolved_compute_dtype()):
                 out = func(*args, **kwargs)
             return self.cast_to_output(out)
 
@@ -193,6 +205,38 @@ class Policy:
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """Returns the same policy with another `output_dtype`."""
         return dataclasses.replace(self, output_dtype=output_dtype)
+
+
+def dtype_under_amp(func: Callable[..., Any], policy: Policy) -> np.dtype | None:
+    """Returns the dtype in which a function under `amp` computes, `None` for others.
+
+    Raises:
+        ValueError: If the policy says otherwise: only its `grad_dtype` and `reduce_dtype`
+            mean something beside `amp`.
+    """
+    dtype, autocast = policy.compute_dtype, autocast_of(func)
+    if autocast is None:
+        if is_fp8(func) and dtype is not None and dtype.itemsize > 2:
+            raise ValueError(
+                f"The policy computes in {short_name(dtype)}, but `fp8` around the "
+                "function needs 16-bit operands and would cast to bf16 itself. Leave "
+                "`fp8` or the policy out, or compute in bf16."
+            )
+        return None
+    if policy.keep:
+        raise ValueError(
+            "`Policy(keep=...)` has no effect on a function under `amp`, which casts "
+            "operation by operation. Pass `keep=` to `amp` instead."
+        )
+    low = autocast().dtype
+    if dtype not in (None, low):
+        raise ValueError(
+            f"The policy computes in {short_name(dtype)}, but `amp` around the function "
+            f"computes in {short_name(low)}. Choose the dtype there, `amp(func, dtype)`, "
+            "or leave `amp` out. Beside `amp`, `policy` may set `grad_dtype` and "
+            '`reduce_dtype`, as in `mpx.Policy(reduce_dtype="f32")`.'
+        )
+    return low
 
 
 def _cast_beside_state(tree: PyTree, dtype: np.dtype) -> PyTree:
@@ -289,6 +333,11 @@ def _parse_parts(text: str, policy: str) -> dict[str, Any]:
         if dtype is None and name != "compute_dtype":
             options[name] = half_precision_datatype()
     return options
+
+
+def _is_description(text: str) -> bool:
+    """Returns whether a string is a whole policy, and not the name of a dtype."""
+    return "=" in text or text.strip() in PRECISIONS
 
 
 def _policy_dtype(name: str, policy: str) -> np.dtype | None:

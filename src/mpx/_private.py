@@ -137,6 +137,15 @@ FEATURES = {
             "jax.interpreters.mlir": "lower_fun register_lowering",
         },
     ),
+    "cross_entropy": Feature(
+        "JAX differentiates `mpx.linear_cross_entropy`, which takes twice as long",
+        {
+            "jax.interpreters.ad": "Zero instantiate_zeros primitive_jvps "
+            "primitive_transposes",
+            "jax.interpreters.batching": "primitive_batchers",
+            "jax.interpreters.mlir": "lower_fun register_lowering",
+        },
+    ),
     "exchange": Feature(
         "`python -m mpx doctor --cluster` cannot compare processes",
         {"jax.experimental.multihost_utils": "process_allgather"},

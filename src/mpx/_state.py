@@ -1,11 +1,12 @@
-"""State that a step changes and must not spoil: found, replaced, checked, rolled back.
+"""State that a step changes and must not spoil: found, replaced, checked.
 
 Equinox `State` and NNX variables are recognised by their types. The `batch_stats` of Flax
 Linen are ordinary arrays in arguments and results, recognised by their names.
 """
 
-import re
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from operator import eq
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from mpx._cast import cast_like
-from mpx._tree import is_array, is_inexact, map_with_name, named_leaves, shape_of
+from mpx._tree import is_array, is_inexact, named_leaves, shape_of
 
 
 class State(NamedTuple):
@@ -23,10 +24,14 @@ class State(NamedTuple):
     Attributes:
         equinox: The `eqx.nn.State` objects among the arguments, in order.
         nnx: The NNX state that is not differentiated, or `None`.
+        arrays: Arrays among the arguments that a call replaces, by name: the
+            `batch_stats` of Linen, and differentiated NNX parameters once the function
+            has assigned to them.
     """
 
     equinox: list[Any]
     nnx: PyTree
+    arrays: dict[str, Any]
 
 
 # --- Equinox --------------------------------------------------------------------------
@@ -67,62 +72,72 @@ def changed_states(out: Any, before: list[Any]) -> list[Any]:
 
 # --- Linen ----------------------------------------------------------------------------
 
-_COLLECTION = re.compile(r"((?:^|.*/)batch_stats)/(.+)")
+_COLLECTION = "/batch_stats/"
 
 
-def linen_collections(arguments: PyTree) -> list[dict[str, Any]]:
-    """Returns each `batch_stats` among the arguments, as arrays by name."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, leaf in named_leaves(arguments):
-        match = _COLLECTION.fullmatch(name)
-        if match and is_array(leaf):
-            found.setdefault(match[1], {})[match[2]] = leaf
-    return list(found.values())
+def linen_statistics(arguments: Mapping[str, PyTree]) -> dict[str, Any]:
+    """Returns the arrays of each `batch_stats` among the arguments, by name."""
+    leaves = (named_leaves(tree, name) for name, tree in arguments.items())
+    return {
+        name: leaf
+        for name, leaf in itertools.chain.from_iterable(leaves)
+        if is_statistic(name) and is_array(leaf)
+    }
 
 
-def replaced_statistics(
-    aux: PyTree, collections: Iterable[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Returns the arrays that `batch_stats` in a result replace, by names in the result.
+def successors(result: PyTree, statistics: Mapping[str, Any]) -> dict[str, str]:
+    """Returns, by name, which arrays of a result replace which statistics.
 
     A collection is found anywhere in the result if all its arrays are there under their
-    names; they may have a further leading axis. Arrays under `batch_stats` that replace
-    no known collection have the value `None`.
+    names and with their shapes.
+
+    Args:
+        result: What the function returned.
+        statistics: What `linen_statistics` returned.
+
+    Raises:
+        ValueError: If a collection in the result may replace several: none has more of
+            its name than the others.
     """
-    leaves: dict[str, Any] = {n: x for n, x in named_leaves(aux) if is_array(x)}
-    found: dict[str, Any] = {
-        name: None for name in leaves if _COLLECTION.fullmatch(name)
-    }
-    for collection in collections:
-        first = next(iter(collection))
-        for name in leaves:
-            if name != first and not name.endswith(f"/{first}"):
-                continue
-            prefix = name.removesuffix(first)
-            olds = {prefix + inside: old for inside, old in collection.items()}
-            if all(_follows(leaves.get(new), old) for new, old in olds.items()):
-                found.update(olds)
-    return found
+    arrays = [(str(name), x) for name, x in named_leaves(result) if is_array(x)]
+    shapes = {name: shape_of(x) for name, x in arrays}
+    collections: dict[str, dict[str, str]] = {}
+    for name in statistics:
+        prefix, _, inside = f"/{name}".rpartition(_COLLECTION)
+        collections.setdefault(prefix, {})[inside] = name
+    places: dict[str, list[str]] = {}
+    for prefix, names in collections.items():
+        first = next(iter(names))
+        for found in [name for name in shapes if f"/{name}".endswith(f"/{first}")]:
+            place = found.removesuffix(first)
+            new = (shapes.get(place + inside) for inside in names)
+            if all(map(eq, new, (shape_of(statistics[x]) for x in names.values()))):
+                places.setdefault(place, []).append(prefix)
+    replaced: dict[str, str] = {}
+    for place, fitting in places.items():
+        names = collections[_nearest(place, fitting)]
+        replaced |= {place + inside: name for inside, name in names.items()}
+    return replaced
 
 
-def _follows(new: Any, old: Any) -> bool:
-    shape = shape_of(old)
-    return (
-        new is not None and shape_of(new)[-len(shape) or len(shape_of(new)) :] == shape
-    )
+def _nearest(place: str, collections: list[str]) -> str:
+    """Returns the collection whose name has the most in common with a place."""
+    words = {*place.split("/")}
+    shared = [len(words & {*name.split("/")}) for name in collections]
+    best = [x for x, n in zip(collections, shared, strict=True) if n == max(shared)]
+    if len(best) > 1:
+        arguments = " or ".join(f"`{name[1:]}`" for name in best)
+        raise ValueError(
+            f"The function returned `batch_stats` that may replace those of {arguments}, "
+            "whose arrays have the same names. Return them under the name of their "
+            'argument, such as `{"student": updates}`.'
+        )
+    return best[0]
 
 
-def roll_back(finite: Bool[Array, ""], aux: PyTree, before: Mapping[str, Any]) -> Any:
-    """Returns a result with the old statistics if the step is not finite."""
-
-    def select(name: str, new: Any) -> Any:
-        old = before.get(name)
-        if old is None:
-            return new
-        old = jnp.asarray(old).astype(new.dtype)
-        return jnp.where(finite, new, jnp.broadcast_to(old, new.shape))
-
-    return map_with_name(select, aux) if before else aux
+def is_statistic(name: str) -> bool:
+    """Returns whether a name is that of an array in `batch_stats`."""
+    return _COLLECTION in f"/{name}"
 
 
 # --- Checks ---------------------------------------------------------------------------

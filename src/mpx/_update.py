@@ -1,4 +1,4 @@
-"""Updating parameters only when the gradients are finite.
+"""Updating parameters only when the gradients, and the results, are finite.
 
 By default a step is skipped by a select between old and new values. `lax.cond` avoids
 computing the update, at the price of a branch. The guide page "Skipping steps" has the
@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from mpx import _nnx
 from mpx._arguments import check_choice
+from mpx._compat import varying_axes
 from mpx._formats import at_least_f32
 from mpx._optax_checks import (
     OPTAX_ARGS,
@@ -27,6 +28,9 @@ from mpx._optax_checks import (
     warn_of_lost_updates,
 )
 from mpx._tree import (
+    AxisName,
+    all_devices,
+    all_finite,
     as_flag,
     check_same_structure,
     check_shape,
@@ -37,6 +41,7 @@ from mpx._tree import (
     is_none,
     map_with_name,
     select_tree,
+    shape_of,
 )
 from mpx._wrapped import hide_signature
 
@@ -51,12 +56,16 @@ def optimizer_update(
     grads_finite: Any,
     *,
     skip: Skip = "select",
+    axis_name: AxisName | None = None,
     **extra_args: Any,
 ) -> tuple[PyTree, PyTree]:
     """Applies an optimizer if the gradients are finite; otherwise changes nothing.
 
-    Parameters keep their dtype: the update is added in f32 or wider and rounded once.
-    The optimizer state keeps its dtypes, too.
+    Nothing changes either if the step would make a finite number of the model or of the
+    state infinite or nan: the square of a finite gradient of 1e20 is infinite, and a
+    second moment that is infinite stays so. (A compressed optimizer decides this for each
+    element: see its `step`.) Parameters keep their dtype: the update is added in f32 or
+    wider and rounded once. The optimizer state keeps its dtypes, too.
 
     Args:
         model: The model or the parameters: any pytree. Also an NNX module, or a Flax
@@ -71,6 +80,9 @@ def optimizer_update(
         grads_finite: Whether to update, a boolean scalar.
         skip: How to skip: `"select"` computes the update and chooses, `"cond"` branches,
             `"never"` always updates.
+        axis_name: Mesh axes of a `shard_map` without `check_vma` over which parameters or
+            state are sharded: the devices then decide together. Where JAX knows that a
+            value differs between devices, they always do.
         **extra_args: Passed to the optimizer, for example `value=loss`. `grad_scale` is
             for compressed optimizers.
 
@@ -102,7 +114,9 @@ def optimizer_update(
         def step_train_state(train_state: Any) -> tuple[Any]:
             return (train_state.apply_gradients(grads=grads, **extra_args),)
 
-        (train_state,) = _skip(skip, step_train_state, (model,), grads_finite)
+        (train_state,) = _skip(
+            skip, step_train_state, (model,), grads_finite, axis_name
+        )
         return train_state, optimizer_state
     if _nnx.is_nnx(optimizer):
         check_extra_args(extra_args, optimizer)
@@ -114,7 +128,7 @@ def optimizer_update(
 
         args = {"model": model, "optimizer": optimizer}
         step_nnx, before = _nnx.as_pure(update_nnx, args)
-        (after,) = _skip(skip, step_nnx, (before,), grads_finite)
+        (after,) = _skip(skip, step_nnx, (before,), grads_finite, axis_name)
         _nnx.update(args, after)
         return model, optimizer_state
     check_transformation(
@@ -142,7 +156,9 @@ def optimizer_update(
         updates, state = _run(optimizer, state, *args, extra_args)
         return apply_updates(model, updates), state
 
-    return _skip(skip, step, (model, optimizer_state), grads_finite)
+    before = model, optimizer_state
+    checks = own_step is None  # a compressed optimizer does so while it writes
+    return _skip(skip, step, before, grads_finite, axis_name, checks=checks)
 
 
 def _run(
@@ -155,6 +171,13 @@ def _run(
     except Exception as error:
         if _fits(optimizer, params, state):
             raise
+        if getattr(type(state), "mpx_is_compressed", False):
+            raise ValueError(
+                "`optimizer_state` is the FlashState of a compressed optimizer, but "
+                "`optimizer` is another one. Pass the optimizer that made the state, such "
+                "as `mpx.optim.flash_adamw`, or make one with `optimizer.init(params)`; in "
+                "a chain the FlashState is one of the members."
+            ) from error
         expected = eqx.filter_eval_shape(optimizer.init, params)
         raise ValueError(
             "`optimizer_state` does not fit the optimizer and the parameters that have "
@@ -244,28 +267,80 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
 
 
 def _skip(
-    skip: Skip, step: Callable[..., Any], before: tuple[Any, ...], finite: Any
+    skip: Skip,
+    step: Callable[..., Any],
+    before: tuple[Any, ...],
+    finite: Any,
+    axis_name: AxisName | None = None,
+    *,
+    checks: bool = True,
 ) -> Any:
-    """Returns `step(*before)` if finite and `before` if not."""
+    """Returns `step(*before)` if all is finite and `before` if not.
+
+    Args:
+        skip: How; see `optimizer_update`.
+        step: Returns new values of its arguments.
+        before: The arguments.
+        finite: Whether the gradients are finite.
+        axis_name: Mesh axes over which to decide together.
+        checks: Whether to look at the results, too.
+    """
     flag = as_flag(finite, "grads_finite")
     check_choice(skip, "skip", get_args(Skip))
     if skip == "never":
         return step(*before)
+    flag = together(flag, flag, axis_name)
+
+    def chosen(flag: Any, before: tuple[Any, ...], after: Any) -> Any:
+        if checks:
+            flag &= together(stays_finite(before, after), flag, axis_name)
+        # It checks structure and shapes and gives back the dtypes of `before`.
+        return select_tree(flag, after, before)
+
     if skip == "select":
         after = step(*before)
-        return select_tree(flag, after, _with_array_counters(before, after))
+        return chosen(flag, _with_array_counters(before, after), after)
     if any(_is_number(leaf) for leaf in jax.tree.leaves(before)):
         before = _with_array_counters(before, eqx.filter_eval_shape(step, *before))
     arrays, static = eqx.partition(before, eqx.is_array)
 
     def run(arrays: PyTree) -> PyTree:
-        after = step(*eqx.combine(arrays, static))
-        # `select` checks structure and shapes and gives back the dtypes of `before`.
-        return eqx.filter(
-            select_tree(True, after, eqx.combine(arrays, static)), eqx.is_array
-        )
+        before = eqx.combine(arrays, static)
+        after = chosen(jnp.array(True), before, step(*before))
+        return eqx.filter(after, eqx.is_array)
 
     return eqx.combine(lax.cond(flag, run, lambda arrays: arrays, arrays), static)
+
+
+def stays_finite(before: PyTree, after: PyTree) -> Bool[Array, ""]:
+    """Returns whether every number that was finite still is, in its old dtype.
+
+    States may hold others on purpose: the best loss so far starts as infinity.
+    """
+    check_same_structure(after, before, "An update")
+
+    def of_finite(old: Any, new: Any) -> Any:
+        # `select_tree` refuses other shapes.
+        if new is old or not is_inexact(old) or shape_of(old) != shape_of(new):
+            return None
+        new = jnp.asarray(new).astype(old.dtype)
+        return jnp.where(jnp.isfinite(old), new, jnp.zeros_like(new))
+
+    return all_finite(jax.tree.map(of_finite, before, after))
+
+
+def together(
+    flag: Bool[Array, ""], like: Any, axis_name: AxisName | None = None
+) -> Bool[Array, ""]:
+    """Returns whether a flag holds on all devices between which the decision is shared.
+
+    These are the devices of `axis_name`, and those between which the flag differs while
+    `like` does not.
+    """
+    names = () if axis_name is None else axis_name
+    names = {names} if isinstance(names, str) else {*names}
+    names |= varying_axes(jax.typeof(flag)) - varying_axes(jax.typeof(like))
+    return all_devices(flag, tuple(sorted(names))) if names else flag
 
 
 def _with_array_counters(before: PyTree, after: PyTree) -> PyTree:
@@ -287,18 +362,23 @@ def _is_number(leaf: Any) -> bool:
 
 
 def cond_update(
-    update_fn: Callable[..., Any] | None = None, *, skip: Skip = "select"
+    update_fn: Callable[..., Any] | None = None,
+    *,
+    skip: Skip = "select",
+    axis_name: AxisName | None = None,
 ) -> Callable[..., Any]:
     """Makes an update function run only when the gradients are finite.
 
     The decorated function takes `grads_finite` first. The result of `update_fn` replaces
     its first arguments: one value the first argument, a tuple of n values the first n.
-    When the gradients are not finite, these arguments come back unchanged.
+    When the gradients are not finite, or the result is not where the arguments were, these
+    arguments come back unchanged.
 
     Args:
         update_fn: The function, for example `(params, state, grads) -> params, state`.
             Leave it out to use `cond_update` as a decorator with arguments.
         skip: How to skip; see `optimizer_update`.
+        axis_name: Mesh axes over which to decide together; see `optimizer_update`.
 
     Raises:
         ValueError: If a result does not have the structure and shapes of the argument
@@ -312,7 +392,7 @@ def cond_update(
         Array([1., 1.], dtype=float32)
     """
     if update_fn is None:
-        return functools.partial(cond_update, skip=skip)
+        return functools.partial(cond_update, skip=skip, axis_name=axis_name)
 
     @functools.wraps(update_fn)
     def wrapper(grads_finite: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -329,7 +409,7 @@ def cond_update(
             after = update_fn(*before, *args[count:], **kwargs)
             return after if several else (after,)
 
-        after = _skip(skip, step, args[:count], grads_finite)
+        after = _skip(skip, step, args[:count], grads_finite, axis_name)
         return after if several else after[0]
 
     hide_signature(wrapper)  # the flag comes first

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
+import numpy as np
+
+from mpx._formats import short_name
 
 
 def _layers(func: Any) -> Iterator[Any]:
@@ -31,39 +34,41 @@ def autocast_of(func: Callable[..., Any]) -> Callable[[], Any] | None:
     return next(filter(None, found), None)
 
 
-class CallsAmpError(BaseException):
-    """Ends the trace of a function whose arguments were cast, although it calls `amp`.
-
-    It is no `Exception`, so that a user's `except Exception` does not swallow it.
-    """
-
-    def __init__(self, call: Any) -> None:
-        super().__init__("a function under a policy calls `amp`")
-        self.call = call
+def is_fp8(func: Callable[..., Any]) -> bool:
+    """Returns whether a function is under `fp8`."""
+    return any(hasattr(layer, "mpx_has_scales") for layer in _layers(func))
 
 
-_cast_call: contextvars.ContextVar[Any] = contextvars.ContextVar("cast", default=None)
+_cast_to: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "cast_to", default=None
+)
 
 
 @contextlib.contextmanager
-def arguments_cast_for(call: Any) -> Iterator[None]:
+def arguments_cast_to(dtype: np.dtype) -> Iterator[None]:
     """Marks the time in which a function runs on arguments that a policy has cast."""
-    token = _cast_call.set(call)
+    token = _cast_to.set(short_name(dtype) if dtype.itemsize == 2 else None)
     try:
         yield
     finally:
-        _cast_call.reset(token)
+        _cast_to.reset(token)
 
 
 def refuse_cast_arguments() -> None:
-    """Ends the call of a function that got cast arguments and now calls `amp`.
+    """Raises if `amp` is called where a policy has cast the arguments to 16 bits.
 
-    `amp` casts operation by operation and needs the parameters as they are. The gradient
-    function then makes the call again, without the casts.
+    `amp` casts operation by operation and needs the parameters as they are.
+
+    Raises:
+        ValueError: If so.
     """
-    call = _cast_call.get()
-    if call is not None:
-        raise CallsAmpError(call)
+    if _cast_to.get() is not None:
+        raise ValueError(
+            "`amp` was called inside a function whose arguments a policy casts to "
+            f"{_cast_to.get()}, so that both would round them. Put the whole loss under "
+            "`amp`, `mpx.value_and_grad(mpx.amp(loss))`; or pass "
+            '`policy="f32"`, so that only `amp` casts.'
+        )
 
 
 _codes: contextvars.ContextVar[Any] = contextvars.ContextVar("codes", default=None)

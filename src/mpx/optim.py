@@ -1,5 +1,6 @@
 """Compressed optimizers, gradient release, clipping, master weights and skipping."""
 
+from mpx._optax import MasterWeights as MasterWeights
 from mpx._optax import MasterWeightsState as MasterWeightsState
 from mpx._optax import SkipNonfiniteState as SkipNonfiniteState
 from mpx._optax import master_weights as master_weights

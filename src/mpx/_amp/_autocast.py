@@ -7,14 +7,21 @@ Values that the function holds in f32 may be held in the compute dtype between t
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import _attention, _casts, _grouped, _logits, _pointwise, _recognition
+from mpx._amp import (
+    _attention,
+    _casts,
+    _cross_entropy,
+    _grouped,
+    _pointwise,
+    _recognition,
+)
 from mpx._amp._facts import (
     F32,
     Chosen,
@@ -55,6 +62,7 @@ from mpx._jaxpr._interpreter import (
 from mpx._jaxpr._queries import (
     ATTENTION,
     CALLS,
+    CROSS_ENTROPY,
     Equation,
     Verdict,
     body_of,
@@ -63,7 +71,6 @@ from mpx._jaxpr._queries import (
     holds,
     readers,
 )
-from mpx._jaxpr._replace import plan_with
 from mpx._warn import warn
 from mpx._wire._options import COMPUTE
 
@@ -89,7 +96,7 @@ class Autocast(Settings):
             warn(_HIGHEST_BY_DEFAULT)
         if "highest" in self.found and "low" not in self.found:
             warn(_ALL_HIGHEST)
-        if self.dtype != np.float16:
+        if self.dtype != np.float16 or in_gradient_function():
             return outs
         return [_warn_if_unscaled(out) for out in outs]
 
@@ -103,12 +110,7 @@ class Autocast(Settings):
         facts: Sequence[Origin],
         scopes: Scopes,
     ) -> Plan | None:
-        args = self, jaxpr, consts, facts, scopes
-        plan = _recognition.plan_for(*args)
-        found = _logits.replacements(*args) if self.logits == "chunk" else {}
-        if not found:
-            return plan
-        return plan_with(jaxpr, {**({} if plan is None else plan.replaced), **found})
+        return _recognition.plan_for(self, jaxpr, consts, facts, scopes)
 
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: Any) -> Iterator[None]:
@@ -179,8 +181,8 @@ class Autocast(Settings):
             is_attention = name in ATTENTION
             run = _attention.original_attention if is_attention else _casts.original
             return Chosen(run, *region)
-        if name in ATTENTION:
-            return _attention.choose(self, op)
+        if name in _CHOICES:
+            return _CHOICES[name](self, op)
         if name in _HANDLERS:
             return Chosen(_HANDLERS[name])
         if name not in PRIMITIVES and holds(op.eqn, MATMULS):
@@ -246,6 +248,7 @@ def has_work(jaxpr: Jaxpr) -> bool:
     return any(
         eqn.primitive.name in MATMULS
         or eqn.primitive.name in ATTENTION
+        or eqn.primitive.name in CROSS_ENTROPY
         or eqn.params.get("name") == LOW_NAME
         or any(is_low(var.aval) for var in eqn.invars)
         for eqn in equations(jaxpr)
@@ -350,6 +353,10 @@ def _custom_jvp(amp: Autocast, op: Op) -> Outcome:
     return HANDLERS["custom_jvp_call"](amp, op)
 
 
+_CHOICES: dict[str, Callable[[Autocast, Op], Chosen]] = {
+    **dict.fromkeys(ATTENTION, _attention.choose),
+    **dict.fromkeys(CROSS_ENTROPY, _cross_entropy.choose),
+}
 _HANDLERS: dict[str, Run] = {
     **HANDLERS,
     "jit": _jit,
@@ -378,8 +385,8 @@ _OPAQUE = (
     "written. Call what is inside without it, or report this."
 )
 _UNSCALED = (
-    "A function under `amp` in f16 is differentiated outside mpx's "
-    "gradient functions: without a loss scale, gradients below 6e-8 become 0. Take the "
+    "A function under `amp` in f16 is differentiated without a loss scale that mpx "
+    "knows of: gradients below 6e-8 become 0. Take the "
     "gradient with `mpx.value_and_grad(func)(mpx.DynamicLossScaling.pow2(), ...)`, or "
     "use bf16, which needs no scale. If you scale the loss yourself, "
     "filter this warning."

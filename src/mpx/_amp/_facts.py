@@ -180,7 +180,6 @@ class Settings(Transformation):
         reduce: In which dtype the gradients of arguments that matmuls read leave their
             matmuls: see `weight_grad_dtype`.
         attention: Whether attention that is recognised runs in one kernel, or is kept.
-        logits: Whether a recognised cross entropy is computed in chunks, or its logits kept.
         caller: The equation with a line of the user's whose body is visited.
         copies: Low copies of weights that were made outside the running body, by variable.
         in_loop: Whether the body of a scan is visited.
@@ -194,7 +193,6 @@ class Settings(Transformation):
     rules: AmpRules
     reduce: Reduce = None
     attention: Literal["fuse", "keep"] = "fuse"
-    logits: Literal["chunk", "keep"] = "keep"
     caller: Equation = None
     copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     in_loop: bool = False

@@ -107,19 +107,16 @@ def _reason_for_f32(eqn: Equation, are_weights: Sequence[bool]) -> str | None:
     Without a sum, as in the angles of rotary embeddings, the operands are rounded and no
     matrix unit has anything to add up. A product with a vector is an inner product, as in a
     norm or a penalty, or several of them: matrix units have nothing to gain there, and the
-    result may leave the range of f16, as may that of `reduce_sum`. With a matrix of
-    weights it is a layer that gets one example.
+    result may leave the range of f16, as may that of `reduce_sum`. With one weight it is a
+    layer that gets one example, or has one output.
     """
     summed, free = matmul_sizes(eqn)
     if is_at_most_one(summed):
         return "a product without a sum gains nothing in 16 bits"
-    vectors = [is_at_most_one(size) for size in free]
-    if eqn.primitive.name != "dot_general" or not any(vectors):
+    has_vector = any(map(is_at_most_one, free))
+    if eqn.primitive.name != "dot_general" or not has_vector or sum(are_weights) == 1:
         return None
-    pairs = zip(vectors, are_weights, strict=False)
-    if not any(is_weight and not is_vector for is_vector, is_weight in pairs):
-        return "a product with a vector is a sum, which 16 bits make neither fast nor exact"
-    return None
+    return "a product with a vector is a sum, which 16 bits make neither fast nor exact"
 
 
 def is_at_most_one(size: Any) -> bool:

@@ -7,7 +7,7 @@ unchanged at its own dtypes, and the report says so.
 import enum
 
 from mpx._jaxpr import HANDLERS
-from mpx._jaxpr._queries import ATTENTION, names
+from mpx._jaxpr._queries import ATTENTION, CROSS_ENTROPY, names
 from mpx._jaxpr._queries import MATMULS as MATMULS
 from mpx._jaxpr._queries import SHAPE_ONLY as SHAPE_ONLY
 
@@ -148,7 +148,9 @@ REASONS: dict[str, str] = {name: reason for _, reason, found in TABLE for name i
 UNKNOWN = "not in the rule table"
 
 # They hold operations that have rules of their own, or are casts, which are honoured.
-WITHOUT_RULES = frozenset({*HANDLERS, *ATTENTION, "convert_element_type"})
+WITHOUT_RULES = frozenset(
+    {*HANDLERS, *ATTENTION, *CROSS_ENTROPY, "convert_element_type"}
+)
 
 # Operations that broadcast operands of equal rank, and scalars, by themselves.
 BROADCASTING = frozenset(names("add sub mul div max min select_n clamp"))

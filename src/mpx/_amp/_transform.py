@@ -26,7 +26,6 @@ def amp(
     narrow_carry: bool = False,
     reduce_dtype: DTypeLike | None = None,
     attention: Literal["fuse", "keep"] = "fuse",
-    logits: Literal["chunk", "keep"] = "keep",
 ) -> Callable[..., Any]:
     """Runs a function in mixed precision, operation by operation.
 
@@ -69,12 +68,9 @@ def amp(
             sums in f32 anyway. It is for gradients taken outside `amp`.
         attention: `"fuse"` runs attention in cuDNN's kernel where it is recognised and
             that pays: see `mpx.inspect.report`. `"keep"` runs it as it is written.
-        logits: `"chunk"` computes the cross entropy of a large vocabulary in chunks where
-            it is recognised, so that its logits never exist as a whole; it excludes
-            forward-mode derivatives there. `"keep"` computes the logits.
 
     Raises:
-        ValueError: If a dtype, a rule, `attention` or `logits` is unknown; in a call, if a string
+        ValueError: If a dtype, a rule or `attention` is unknown; in a call, if a string
             or type in `keep`, or an expression in `rules`, selects nothing.
 
     Examples:
@@ -89,8 +85,6 @@ def amp(
         raise ValueError(
             f'`attention` must be "fuse" or "keep", but it is {attention!r}.'
         )
-    if logits not in ("chunk", "keep"):
-        raise ValueError(f'`logits` must be "chunk" or "keep", but it is {logits!r}.')
     if dtype is not None:
         dtype = as_compute_dtype(dtype)
     found = parse_params(params)
@@ -105,7 +99,6 @@ def amp(
             narrow_carry=narrow_carry,
             reduce_dtype=reduce_dtype,
             attention=attention,
-            logits=logits,
         )
     if not callable(func):
         raise TypeError(
@@ -128,7 +121,6 @@ def amp(
             narrow_carry=narrow_carry,
             reduce=amp_reduce(reduce),
             attention=attention,
-            logits=logits,
         )
 
     return under_amp(func, autocast)

@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from mpx._compat import CUDNN_KERNEL, convert_dtype, eval_equation, open_jaxpr
 from mpx._devices import cuda_capability
@@ -61,13 +61,17 @@ def _vjp(
         # of (8, 1, 1024, 1024) and 0.62 ms with one of (8, 12, 1024, 1024).
         return jnp.broadcast_to(x, (*x.shape[:2], length, key.shape[1]))
 
+    visible = _visible(spec, extras, length, key.shape[1])
+
     def call(query: Array, key: Array, value: Array, *free: Array) -> Array:
         bias = free[0] if free else fixed
-        return jax.nn.dot_product_attention(
+        if bias is not None:
+            query, bias = _fitting(query, bias, visible)
+        out = jax.nn.dot_product_attention(
             query,
             key,
             value,
-            None if bias is None else convert_dtype(whole(bias), query.dtype),
+            None if bias is None else whole(bias),
             None if mask is None else whole(mask),
             scale=spec.scale,
             # A window that ends at the query itself is causal; cuDNN must be told so.
@@ -77,8 +81,69 @@ def _vjp(
             local_window_size=spec.window,
             implementation="cudnn",
         )
+        if mask is None or visible is None or visible is mask:
+            return out
+        # The kernel's mean would be that of the keys up to the position of the query.
+        seen = jnp.any(visible, axis=-1).swapaxes(1, 2)[..., None]
+        mean = jnp.mean(value, axis=1, keepdims=True, dtype=jnp.float32)
+        mean = jnp.repeat(mean, out.shape[2] // value.shape[2], axis=2)
+        return jnp.where(seen, out, convert_dtype(mean, out.dtype))
 
     return jax.vjp(call, *operands[: spec.free])
+
+
+def _visible(
+    spec: Attention, extras: dict[str, Array], rows: int, keys: int
+) -> Array | None:
+    """Returns which keys a query may see; `None` if all."""
+    parts = [extras["mask"]] if "mask" in extras else []
+    if "kv_seqlen" in extras:
+        ends = extras["kv_seqlen"][:, None, None, None]
+        parts.append(jnp.arange(keys)[None, None, None] < ends)
+    if spec.is_causal or spec.window is not None:
+        parts.append(causal(rows, keys, spec.window))
+    return functools.reduce(jnp.logical_and, parts) if parts else None
+
+
+def causal(rows: int, keys: int, window: tuple[int, int] | None) -> Array:
+    """Returns the causal mask (1, 1, rows, keys), perhaps with a window to the left."""
+    row, key = (lax.broadcasted_iota(jnp.int32, (1, 1, rows, keys), i) for i in (2, 3))
+    before = key <= row
+    return before if window is None else before & (row - key <= window[0])
+
+
+def _fitting(query: Array, bias: Array, visible: Array | None) -> tuple[Array, Array]:
+    """Returns queries and a bias of which 16 bits are enough.
+
+    Softmax does not change if a number is added to all scores of a query. So the largest
+    bias of a key that it sees becomes 0: lower ones have less weight, the less exact they
+    are.
+    """
+    fixed = lax.stop_gradient(bias)
+    highest = lowest = fixed
+    if visible is not None:
+        # One bias stays one for the whole batch: cuDNN has the gradient of no other.
+        shared = [i for i in (0, 1) if bias.shape[i] == 1]
+        visible = jnp.any(visible, axis=shared, keepdims=True)
+        highest, lowest = (jnp.where(visible, fixed, x) for x in (-jnp.inf, jnp.inf))
+    highest = jnp.max(highest, axis=-1, keepdims=True)
+    lowest = jnp.min(lowest, axis=-1, keepdims=True)
+    if visible is not None:
+        highest = jnp.where(jnp.any(visible, axis=-1, keepdims=True), highest, 0.0)
+    least = _LEAST[query.dtype.name]
+    shifted = jnp.maximum(bias - highest, least)
+    # Beside such numbers f32 keeps nothing of scores. A row of one of them stays one.
+    is_lost = jnp.abs(highest) >= _ABSORBING
+    is_one = is_lost & (highest == lowest) & jnp.isfinite(highest)
+    shifted = jnp.where(is_one, shifted + least, shifted)
+    is_lost = (is_lost & ~is_one).swapaxes(1, 2)
+    query = jnp.where(is_lost, query - lax.stop_gradient(query), query)
+    return query, convert_dtype(shifted, query.dtype)
+
+
+_ABSORBING = 1e8
+# As JAX's: cuDNN has a bug for differences of lower numbers.
+_LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 
 
 def cudnn_forward(operands: Sequence[Array], spec: Attention) -> tuple[Array, Array]:
@@ -158,12 +223,32 @@ def reason_against(
         return "cuDNN attention needs a CUDA GPU of compute capability 8.0"
     if "bias" in spec.extras and avals[0].dtype == jnp.float16:
         return "a bias may exceed the range of f16"
+    if "bias" in spec.extras and not spec.required:
+        shapes = {name: x.shape for name, x in zip(spec.extras, avals[3:], strict=True)}
+        against = reason_by_shapes(shapes)
+        if against is not None:
+            return against
     if spec.window is not None:
         if not spec.is_causal and spec.window[1] != 0:
             return "cuDNN has windows to the left only"
         if {"q_seqlen", "kv_seqlen"} & {*spec.extras}:
             return "a window together with sequence lengths"
     return _reason_by_jax(spec, avals, capability)
+
+
+def reason_by_shapes(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Returns why cuDNN cannot run a bias with masks of these shapes, if it cannot.
+
+    It takes one array for both, which has more than 16 bits of precision only relative to
+    the largest number that is not masked, and a gradient only if all examples share it.
+    """
+    bias, mask = shapes["bias"], shapes.get("mask", shapes.get("kv_seqlen"))
+    if mask is None:
+        return None
+    pairs = zip(bias[:2], (*mask, 1)[:2], strict=True)
+    if all(n >= m for n, m in pairs):
+        return None
+    return "a bias is shared by what a mask tells apart"
 
 
 @functools.lru_cache(maxsize=256)

@@ -170,7 +170,7 @@ class Training:
             return jnp.mean(cast_to_float32(out - x) ** 2)
 
         x = along(jax.random.normal(key, (rows, self._width)))
-        take = value_and_grad(amp(loss, half()), policy="f32", axis_name=axis)
+        take = value_and_grad(amp(loss, half()), axis_name=axis)
         result = take(state["scaling"], state["params"], x)
         params, optimizer = self._optimizer.step(
             state["params"], state["optimizer"], result.grads, finite=result.finite

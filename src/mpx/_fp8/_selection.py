@@ -9,11 +9,12 @@ import numpy as np
 from jax import lax
 
 from mpx._amp import _grouped
-from mpx._devices import gpu_capability
+from mpx._devices import H200, gpu_capability
 from mpx._formats import short_name
 from mpx._fp8._recipes import MXFP8, Recipe
 from mpx._jaxpr._queries import (
     ATTENTION,
+    CROSS_ENTROPY,
     GROUPED,
     Equation,
     flops,
@@ -22,16 +23,14 @@ from mpx._jaxpr._queries import (
 from mpx._keep import KEPT_SCOPE, STOP_SCOPE
 from mpx._select import Selector, matches, search, shown
 
-# Measured on an H200 (8192³ matmuls, a copy): operations and bytes per second. What
-# decides are their ratios, which are similar on all GPUs that have the units.
-_BF16, _FP8, _BANDWIDTH = 694e12, 1277e12, 4.3e12
+_BF16, _FP8, _BANDWIDTH = H200["bf16"], H200["fp8"], H200["memory"]
 # Each tensor is read for its maximum, read again, and written in two layouts.
 _BYTES = 2 + 2 + 1 + 1
 # The same where XLA writes the other layout, at half the speed; rows need only one.
 _BYTES_TURNED, _BYTES_ROWS = 2 + 2 * (2 + 1 + 1), 2 + 2 + 1
 # The grouped kernels on an H200, 32768 rows times 8 matrices of 4096 × 8192: with these
-# the gain is predicted as 1.18, and is 1.16; for 16384 rows times 32 matrices of
-# 2048 × 1024 it is predicted as 0.69, and is 0.65.
+# the gain is predicted as 1.17, and is 1.16; for 16384 rows times 32 matrices of
+# 2048 × 1024 it is predicted as 0.67, and is 0.65.
 _GROUPED_BF16, _GROUPED_FP8 = 615e12, 1000e12
 # Per matmul, forward and backward. Single matmuls are met with 5 µs, but that takes those
 # of a GPT-2 124M to fp8, too, and in the whole model they gain nothing.
@@ -83,6 +82,8 @@ def sizes(eqn: Equation) -> tuple[tuple[int, int, int], int]:
         # A product with the keys and one with the values; more of them in derivatives.
         summed, columns = first[-1], second[1]
         count = ATTENTION[name] * first[0] * first[2]
+    elif name in CROSS_ENTROPY:
+        summed, columns = first[-1], second[eqn.params["head"].vocab_axis]
     else:
         summed, (_, columns) = matmul_sizes(eqn)
         if name == "dot_general":
@@ -150,7 +151,10 @@ def reason_to_keep(
 
 RAGGED = frozenset({*_grouped.RAGGED, GROUPED})
 _LINEAR = RAGGED | {"dot_general"}
-_KINDS = {"conv_general_dilated": "a convolution"}
+_KINDS = {
+    "conv_general_dilated": "a convolution",
+    **dict.fromkeys(CROSS_ENTROPY, "the head of a loss"),
+}
 
 
 def _by_structure(

@@ -56,6 +56,7 @@ from mpx._jaxpr._interpreter import (
 from mpx._jaxpr._provenance import CONSTANT, argument, closed_over, join
 from mpx._jaxpr._queries import (
     ATTENTION,
+    CROSS_ENTROPY,
     HI_PRIMITIVE,
     MATMULS,
     Equation,
@@ -71,7 +72,7 @@ from mpx._wire._product import multiply_for
 
 _CHANGED = RAGGED | {"dot_general"}
 # The others are not changed, but listed in the report.
-_MULTIPLIES = _CHANGED.union(MATMULS, ATTENTION)
+_MULTIPLIES = _CHANGED.union(MATMULS, ATTENTION, CROSS_ENTROPY)
 _ENTERED = HANDLERS.keys() - {"while", "custom_jvp_call", "custom_vjp_call"}
 
 

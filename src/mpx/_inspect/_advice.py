@@ -170,7 +170,8 @@ def advise(
         *args: Its arguments, with real numbers: those of one batch.
         formats: The formats to judge: of bf16, f16, e4m3 and e5m2.
         batches: Further batches to average over: for each, the arguments after the first, as
-            a tuple, or the argument itself if there is one.
+            a tuple, or the argument itself if there is one. If the function itself holds the
+            parameters, as a module does, a batch has all arguments.
         max_grad_error: The largest predicted gradient error of the proposed policies,
             relative to the gradient. By default 0.05 for 16 bits and 0.25 for fp8.
         **kwargs: Its keyword arguments.

@@ -7,16 +7,19 @@ values of a jaxpr never exist in memory. The rules here say which ones do.
 import collections
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mpx._compat import Literal, open_jaxpr, primitive_name
+from mpx._inspect._dtypes import HALF
 from mpx._jaxpr._flow import Walk
-from mpx._jaxpr._interpreter import Aval, Jaxpr
+from mpx._jaxpr._interpreter import Aval, Jaxpr, Scopes
 from mpx._jaxpr._queries import (
     ATTENTION,
     CALLS,
+    CROSS_ENTROPY,
     GROUPED,
     MATMULS,
+    MOVES,
     SHAPE_ONLY,
     Equation,
     Position,
@@ -24,13 +27,17 @@ from mpx._jaxpr._queries import (
     has_body,
     makers,
     names,
+    repetitions,
 )
+
+K = TypeVar("K")
 
 INLINED = (*CALLS, *names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"))
 _READS_MEMORY = frozenset(
     (
         *MATMULS,
         *ATTENTION,
+        *CROSS_ENTROPY,
         GROUPED,
         *names(
             "scan while cond shard_map pallas_call ffi_call pure_callback io_callback "
@@ -75,6 +82,7 @@ class Buffer(NamedTuple):
         callers: The equations that hold this one, from the outside in.
         is_saved: Whether the forward pass makes it and the backward pass reads it.
             What a scan makes counts as made inside it.
+        is_result: Whether it is a result of the program.
     """
 
     bytes: int
@@ -82,6 +90,7 @@ class Buffer(NamedTuple):
     eqn: Equation
     callers: tuple[Equation, ...]
     is_saved: bool
+    is_result: bool
 
 
 class Peak(NamedTuple):
@@ -101,11 +110,20 @@ class Peak(NamedTuple):
 class _Node:
     """An equation with the values that it reads and makes, by number."""
 
-    __slots__ = ("backward", "callers", "eqn", "inner", "name", "outs", "reads")
+    __slots__ = (
+        "backward",
+        "callers",
+        "eqn",
+        "inner",
+        "name",
+        "outs",
+        "reads",
+        "scopes",
+    )
 
     def __init__(self, here: Position, reads: list[int], inner: int) -> None:
         self.eqn, self.callers, self.backward = here.eqn, here.callers, here.backward
-        self.name = primitive_name(here.eqn)
+        self.name, self.scopes = primitive_name(here.eqn), here.scopes
         self.reads, self.inner = reads, inner
         self.outs: list[int] = []
 
@@ -175,51 +193,56 @@ def _key(here: Position, reads: list[int]) -> Hashable:
     return primitive_name(eqn), *reads, str(literals), str(eqn.params), here.backward
 
 
-def peak(jaxpr: Jaxpr, in_place: Sequence[int] = ()) -> Peak:
+def peak(jaxpr: Jaxpr, released: Sequence[int] = ()) -> Peak:
     """Predicts the most memory that a program needs besides its arguments.
 
     Args:
         jaxpr: The program. The order of its equations is taken for that of the kernels.
-        in_place: Positions of results that are written over arguments.
+        released: Positions of results that are needed no longer as soon as they are made.
+            Those that a scan stacks are needed layer by layer, inside the scan.
     """
     outermost = open_jaxpr(jaxpr)[0]
 
     def at(body: Jaxpr, inner: Inner) -> Peak:
-        return _peak(_Graph(body, inner), in_place if body is outermost else ())
+        return _peak(_Graph(body, inner), released if body is outermost else ())
 
     return fold(jaxpr, at)
 
 
-def _peak(graph: _Graph, in_place: Sequence[int]) -> Peak:
+def _peak(graph: _Graph, released: Sequence[int]) -> Peak:
     stored, life = _lifetimes(graph)
     born, dies = life.born, life.dies
-    free = {life.same[graph.outs[i]] for i in in_place if graph.outs[i] >= 0}
+    results = {life.same[x] for x in graph.outs if x >= 0}
+    gone = {life.same[graph.outs[i]] for i in released if graph.outs[i] >= 0}
+    for value in gone & stored:
+        maker = graph.maker[value]
+        dies[value] = born[value] - (maker is not None and maker.name == "scan")
     change: collections.Counter[int] = collections.Counter()
     for value in stored:
-        if value not in free:
-            change[born[value]] += graph.size[value]
-            change[dies[value] + 1] -= graph.size[value]
+        change[born[value]] += graph.size[value]
+        change[dies[value] + 1] -= graph.size[value]
     now, most, at = 0, 0, 0
     for time, node in enumerate(graph.nodes):
         now += change[time]
         if now + node.inner > most:
             most, at = now + node.inner, time
-    found = {value: _buffer(graph, life, value) for value in sorted(stored)}
+    found = {
+        value: _buffer(graph, life, value, value in results) for value in sorted(stored)
+    }
     live = [
-        buffer
-        for value, buffer in found.items()
-        if value not in free and born[value] <= at <= dies[value]
+        buffer for value, buffer in found.items() if born[value] <= at <= dies[value]
     ]
     return Peak(most, live, [buffer for buffer in found.values() if buffer.is_saved])
 
 
-def _buffer(graph: _Graph, life: "_Life", value: int) -> Buffer:
+def _buffer(graph: _Graph, life: "_Life", value: int, is_result: bool) -> Buffer:
     maker = graph.maker[value]
     assert maker is not None  # arguments are not stored
     is_saved = not maker.backward and value in life.read_back
     *callers, eqn = makers(maker.eqn, maker.outs.index(value), (*INLINED, "scan"))
     size, dtype = graph.size[value], graph.dtype[value]
-    return Buffer(size, dtype, eqn, (*maker.callers, *callers), is_saved)
+    every = (*maker.callers, *callers)
+    return Buffer(size, dtype, eqn, every, is_saved, is_result)
 
 
 def _same_buffers(graph: _Graph) -> list[int]:
@@ -333,3 +356,36 @@ def _lifetimes(graph: _Graph) -> tuple[set[int], _Life]:
         if value >= 0 and same[value] in stored:
             life.dies[same[value]] = len(graph.nodes)
     return stored, life
+
+
+def traffic(jaxpr: Jaxpr, group_of: Callable[[Scopes], K]) -> collections.Counter[K]:
+    """Returns how many 16-bit numbers the kernels of a program read and write, by group.
+
+    What a kernel makes from its operands without storing it costs nothing.
+
+    Args:
+        jaxpr: The program.
+        group_of: Returns the group of an operation, from the scopes around it.
+    """
+
+    def at(body: Jaxpr, inner: Callable[..., Any]) -> collections.Counter[K]:
+        graph, total = _Graph(body, lambda _: ()), collections.Counter[K]()
+        same = _same_buffers(graph)
+        stored, roots = _stored(graph, same)
+        for node in graph.nodes:
+            made = {x for x in node.outs if same[x] == x and x in stored}
+            if has_body(node.eqn):
+                # Of the branches of a conditional, the one with the most work counts.
+                most = max(inner(node.eqn), key=lambda x: x.total(), default={})
+                for group, numbers in most.items():
+                    total[group] += numbers * repetitions(node.eqn)
+            elif made and node.name not in MOVES:
+                read = {
+                    root for x in node.reads for root in roots.get(same[x], {same[x]})
+                }
+                for value in read | made:
+                    if graph.dtype[value] in HALF:
+                        total[group_of(node.scopes)] += graph.size[value] // 2
+        return total
+
+    return fold(jaxpr, at)

@@ -52,7 +52,7 @@ def causes(jaxpr: Jaxpr, names: Sequence[str]) -> Causes:
         ]
         wide = [cause for cause in known if cause is not None]
         if wide:
-            found.operands[id(eqn)] = wide[0].text
+            found.operands[id(eqn)] = _why(wide, _source(eqn))
         if not eqn.outvars or not is_f32(eqn.outvars[0].aval):
             return None
         if name in MOVES:
@@ -76,6 +76,17 @@ def causes(jaxpr: Jaxpr, names: Sequence[str]) -> Causes:
 
 
 _PROMOTED = "promoted by "
+
+
+def _why(wide: list[Cause], source: str) -> str:
+    """Returns why the operands of an operation are f32.
+
+    What is cast on the line of the operation itself is promoted by the other operand.
+    """
+    found = [cause for cause in wide if cause.cast != source] or wide
+    if any(cause.cast for cause in found):
+        return " and ".join(dict.fromkeys(cause.text for cause in found))
+    return found[0].text
 
 
 def _closed_over(value: Any) -> Cause | None:

@@ -218,7 +218,8 @@ def problems(jaxlib_version: str, machine: str) -> list[str]:
 def _devices() -> tuple[Device, ...]:
     devices = jax.devices()
     kinds = Counter((device.device_kind, device.platform) for device in devices)
-    stats: Any = devices[0].memory_stats() or {}
+    # Only a device of this process tells.
+    stats: Any = jax.local_devices()[0].memory_stats() or {}
     memory = stats.get("bytes_limit")
     return tuple(Device(*kind, count, memory) for kind, count in kinds.items())
 

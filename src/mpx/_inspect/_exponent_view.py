@@ -72,7 +72,7 @@ class ExponentView(Result):
         if self.scale != 1:
             title += f" at a loss scale of {_power(self.scale)}"
         if self.sample > 1:
-            title += f" (every {self.sample}th row of large leaves)"
+            title += f" (one of {self.sample} rows of large leaves)"
         right = frozenset({2, *range(5, len(head))})
         lost = "→0: the share of the numbers that the format rounds to zero."
         over = [

@@ -59,7 +59,7 @@ class ExponentStats(Result):
         squares: The sum of the squares of each leaf, f32[*batch, leaves].
         names: The path of each leaf.
         dtypes: The dtype of each leaf, such as "bf16".
-        sample: Every how many rows were counted of large leaves; 1 for all.
+        sample: Of so many rows of large leaves one was counted; 1 for all.
     """
 
     # JAX puts other objects in their place when it rebuilds trees.
@@ -95,10 +95,6 @@ class ExponentStats(Result):
             counts=carried(self.counts + other.counts),
             squares=self.squares + other.squares,
         )
-
-    def merge(self, *others: "ExponentStats") -> "ExponentStats":
-        """Returns the statistics of the values of all of them."""
-        return functools.reduce(lambda a, b: a + b, others, self)
 
     def sum(self) -> "ExponentStats":
         """Merges leading axes: the layers of a scan, the steps, the lanes of a vmap."""
@@ -189,14 +185,6 @@ class ExponentStats(Result):
             scale: The loss scale, by which the values are multiplied first.
         """
         threshold = _format(dtype).smallest / 2 / scale
-        return _share(self._host, math.log2(threshold), upwards=False)
-
-    def subnormal(self, dtype: str, scale: float = 1.0) -> np.ndarray:
-        """Returns the share that is below the normal numbers of a format, flushed or not.
-
-        These values have lost precision. See `flushed` for the arguments.
-        """
-        threshold = _format(dtype).tiny / scale
         return _share(self._host, math.log2(threshold), upwards=False)
 
     def overflowing(self, dtype: str, scale: float = 1.0) -> np.ndarray:
@@ -336,7 +324,7 @@ def exponent_stats(
         tree: Any pytree, for example gradients. Leaves that are not floating are left out.
         axis_name: A `shard_map`, `pmap` or `vmap` axis (or several) over which the counts
             are added. Not needed for sharded arrays under jit.
-        sample: Counts only every so many rows of large leaves, along their longest axis.
+        sample: Counts one of so many rows of large leaves, along their longest axis.
 
     Returns:
         The histograms. Print them for a table, or pass them to `plot_exponents`.
@@ -372,8 +360,17 @@ def _has_exponents(leaf: Any) -> bool:
 
 
 def _sampled(x: Array, sample: int) -> Array:
-    """Returns every so many rows of a large array along its longest axis."""
+    """Returns one of so many rows of a large array along its longest axis.
+
+    Of each block of `sample` rows it is the next one: a fixed one may be the same channel
+    of every head. In `sample` such blocks that is every `sample + 1`-th row, and a slice
+    that leaves sharded arrays where they are.
+    """
     if sample == 1 or x.size < SAMPLED:
         return x
-    # An odd distance: an even one may meet the same channel of every head.
-    return lax.slice_in_dim(x, 0, None, stride=sample | 1, axis=int(np.argmax(x.shape)))
+    x = jnp.moveaxis(x, int(np.argmax(x.shape)), 0)
+    rows, block = len(x), sample * sample
+    whole = rows - rows % block
+    blocks = x[:whole].reshape(-1, block, *x.shape[1:])[:, :: sample + 1]
+    rest = x[whole::sample]
+    return jnp.concatenate([blocks.reshape(-1), rest.reshape(-1)])

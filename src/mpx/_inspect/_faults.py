@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mpx._formats import FORMATS
-from mpx._inspect._blame import Blame, Verdict
+from mpx._inspect._blame import EPSILON, Blame, Verdict
 from mpx._inspect._places import Place
 from mpx._inspect._record import NAN, Node, nearest_param
 from mpx._inspect._result import source_of
@@ -24,6 +24,8 @@ Kind = Literal[
     "singularity",
     "nan",
     "input",
+    "decision",
+    "convergence",
 ]
 """What went wrong.
 
@@ -33,7 +35,8 @@ zero. `cancellation`: a difference of nearly equal numbers has lost its digits.
 too few digits for the operation. `constant`: a number in the code became infinite or zero
 in its format, or is infinite. `singularity`: a finite operand has an infinite result, such
 as the logarithm of zero. `nan`: an operand outside the domain. `input`: an argument is not
-finite.
+finite. `decision`: a comparison has another result in f32, and the loss with it.
+`convergence`: a loop that ends in f32 does not end.
 """
 
 _SINGULAR = frozenset(
@@ -43,6 +46,7 @@ _ADDS = frozenset(
     names("add add_any sub mul reduce_sum cumsum dot_general scatter-add")
 )
 _DIFFERENCES = frozenset(names("add add_any sub reduce_sum cumsum dot_general"))
+_TOTALS = frozenset(names("reduce_sum cumsum scatter-add reduce_window_sum"))
 
 
 class Call(NamedTuple):
@@ -127,7 +131,7 @@ class Fault:
         ]
 
     def _result(self) -> str:
-        if self.kind in ("input", "constant"):
+        if self.kind in ("input", "constant", "decision", "convergence"):
             return ""
         return f"{_shown(self.result)} in f32, {_shown(self.got)} here"
 
@@ -136,7 +140,7 @@ class Fault:
             return f"{self.format}: largest number {self.limit:.5g}"
         if self.kind == "underflow":
             return f"{self.format}: smallest number {self.limit:.2g}"
-        if self.kind in ("cancellation", "accumulation", "precision"):
+        if self.kind not in ("constant", "singularity", "nan", "input"):
             return f"{self.format}: relative distance of numbers {self.limit:.2g}"
         return self.format
 
@@ -152,11 +156,14 @@ def fault_of(verdict: Verdict, blame: Blame, call: Call) -> Fault:
     """Returns a verdict for readers."""
     node = blame.nodes[verdict.node]
     call = call._replace(headroom=blame.headroom)
-    backward = verdict.node not in blame.forward
+    decides = verdict.cause in ("loop", "decision")  # no result is made of it
+    backward = verdict.node not in blame.forward and not decides
     birth = verdict.birth
     finding = node.findings[birth.out if birth and birth.node == verdict.node else 0]
     kind = _kind(verdict, node, blame)
     low = node.format or FORMATS["f32"]
+    if kind in ("decision", "convergence"):
+        low = blame.format or low
     limits = {"overflow": low.max, "underflow": low.smallest}
     if node.eqn is None:
         name = next(filter(None, node.names), "a constant")
@@ -178,7 +185,8 @@ def fault_of(verdict: Verdict, blame: Blame, call: Call) -> Fault:
         result=finding.shadow,
         got=finding.own,
         effect=_effect(verdict, blame),
-        remedy=_remedy(kind, node, place, call),
+        remedy=_remedy(kind, node, place, call)
+        + _and_also(verdict, blame, place, call),
     )
 
 
@@ -198,10 +206,14 @@ def _is_installed(file: str) -> bool:
 def _kind(verdict: Verdict, node: Node, blame: Blame) -> Kind:
     if node.eqn is None:
         return "input"
-    if verdict.cause == "constant":
-        return "constant"
-    if verdict.cause == "sum":
-        return "accumulation" if node.primitive in _ADDS else "precision"
+    named: dict[str, Kind] = {
+        "constant": "constant",
+        "decision": "decision",
+        "loop": "convergence",
+        "sum": "accumulation" if node.primitive in _ADDS else "precision",
+    }
+    if verdict.cause in named:
+        return named[verdict.cause]
     if verdict.cause == "birth":
         return _kind_of_birth(verdict, node, blame)
     return _kind_of_error(node, blame)
@@ -233,10 +245,17 @@ def _kind_of_error(node: Node, blame: Blame) -> Kind:
     sources = [blame.nodes[i].findings[j].largest for i, j in node.parents if i >= 0]
     is_small = worst.largest < max(sources, default=0.0) / 8
     tiny = node.format.tiny
-    if node.primitive in _DIFFERENCES and is_small and worst.largest > tiny:
+    is_zero = math.isinf(worst.error)
+    if (
+        node.primitive in _DIFFERENCES
+        and is_small
+        and (worst.largest > tiny or is_zero)
+    ):
         return "cancellation"
     if worst.flushed > 0.05 or worst.largest < tiny or worst.smallest < tiny / 8:
         return "underflow"
+    if node.primitive in _TOTALS:
+        return "accumulation"
     return "cancellation" if node.primitive in _DIFFERENCES else "precision"
 
 
@@ -257,10 +276,16 @@ def _effect(verdict: Verdict, blame: Blame) -> str:
             place = node.place(False)
             return f"`{place.primitive}` at {place.source} makes {what} of it"
         return f"{what}, which reach {_reached(blame)}"
+    if verdict.cause == "loop":
+        return "the loop ends after {} steps in f32, but not after {} here".format(
+            *verdict.steps
+        )
     if verdict.influence is None:
         return ""
     share = verdict.influence
-    amount = "by more than 100 %" if share > 1 else f"by {100 * share:.0f} %"
+    amount = "by more than 100 %" if share > 1 else f"by {100 * share:.3g} %"
+    if verdict.cause == "decision":
+        return f"falls differently in f32, which changes the {verdict.result} {amount}"
     return f"changes the {verdict.result} {amount}, with all else in f32"
 
 
@@ -287,6 +312,22 @@ def _in_f32(place: Place, call: Call) -> str:
     return "compute it in f32: cast its operands with `.astype(jnp.float32)`"
 
 
+def _and_also(verdict: Verdict, blame: Blame, place: Place, call: Call) -> str:
+    """Returns which other lines have to be in f32, too, if some have to."""
+    if not verdict.is_mended:
+        return (
+            "; f32 for this line alone does not help, because its operands have lost their "
+            "digits before"
+        )
+    nodes = [blame.nodes[i] for i in verdict.with_nodes]
+    lines = dict.fromkeys(source_of(x.around.frames) for x in nodes)
+    if not lines:
+        return ""
+    return (
+        f"; together with {', '.join(lines)}: f32 for one of them alone does not help"
+    )
+
+
 def _remedy(kind: Kind, node: Node, place: Place, call: Call) -> str:
     if kind == "input":
         return "look at where this array comes from: the data, or an earlier step"
@@ -296,6 +337,8 @@ def _remedy(kind: Kind, node: Node, place: Place, call: Call) -> str:
         "constant": _for_constant,
         "singularity": _for_singularity,
         "nan": _for_nan,
+        "decision": _for_decision,
+        "convergence": _for_convergence,
     }
     if kind in makers:
         return makers[kind](node, place, call)
@@ -353,6 +396,13 @@ def _for_constant(node: Node, place: Place, call: Call) -> str:
             f"a constant here is 0 in {name}, probably a small epsilon: "
             f"add it in f32, or choose one above {(node.format or FORMATS['f32']).tiny:.1g}"
         )
+    small = [x for x in node.written if 0 < abs(x) < EPSILON]
+    if small and place.primitive in ("add", "max"):
+        return (
+            f"the epsilon {small[0]:g} is too small: divided by it, numbers exceed those of "
+            "the format, here or in the gradient. Choose a larger one, or compute what "
+            "depends on it in f32"
+        )
     if place.primitive in ("select_n", "add", "broadcast_in_dim", "max"):
         return (
             "a row is masked completely, or the fill value overflows: use a finite number "
@@ -379,3 +429,17 @@ def _for_nan(node: Node, place: Place, call: Call) -> str:
     if place.primitive in ("acos", "asin", "atanh", "erf_inv"):
         return "the operand leaves [-1, 1] by rounding: clip it"
     return "the operands have no such result: replace them before the operation"
+
+
+def _for_decision(node: Node, place: Place, call: Call) -> str:
+    keep = _in_f32(place, call)
+    return (
+        f"do not let the loss depend on a comparison of nearly equal numbers, or {keep}"
+    )
+
+
+def _for_convergence(node: Node, place: Place, call: Call) -> str:
+    return (
+        "the tolerance is finer than the format resolves: choose one above the relative "
+        f"distance of its numbers, or {_in_f32(place, call)}"
+    )

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from mpx._amp._matmuls import PRESETS
 from mpx._amp._rules import REASONS
 from mpx._compat import primitive_name
@@ -10,10 +12,11 @@ from mpx._inspect._causes import causes
 from mpx._inspect._dtypes import is_f32
 from mpx._inspect._places import Place, Site, frames_of, sites
 from mpx._inspect._program import Program
-from mpx._inspect._result import source_of
+from mpx._inspect._result import short_source, source_of
 from mpx._inspect._views import short_dtypes
 from mpx._jaxpr._queries import (
     ATTENTION,
+    CROSS_ENTROPY,
     GROUPED,
     MATMULS,
     Equation,
@@ -33,7 +36,8 @@ class Matmul(NamedTuple):
         times: How often it runs.
         flops: Two operations for each multiplication, of all these times.
         bytes: The size of its operands and its result, of all these times.
-        reason: Why it is f32; "" if it is not.
+        reason: Why it is f32: the decision of `amp`, or what makes its operands f32. For
+            the backward pass, that of the forward pass if it is f32, too. "" for no f32.
     """
 
     place: Place
@@ -94,13 +98,14 @@ class Findings(NamedTuple):
 def findings(full: Program) -> Findings:
     """Looks at each operation of a program."""
     why = causes(full.jaxpr, [str(name) for name in full.names])
+    reasons = _Reasons(full, why.operands)
     matmuls: dict[Matmul, Matmul] = {}
     promoted: list[Kept] = []
     opaque: list[Kept] = []
     for site in sites(full.jaxpr, full.known, made=full.made, largest=True):
         eqn, place = site.eqn, site.place
         if place.primitive in _MULTIPLIES:
-            found = _matmul(site, why.operands.get(id(eqn), ""))
+            found = _matmul(site, reasons)
             same = found._replace(times=0, flops=0, bytes=0)
             matmuls[same] = _sum(matmuls.get(same, same), found)
         if id(eqn) in why.promoted and not place.backward:
@@ -108,7 +113,7 @@ def findings(full: Program) -> Findings:
         if _is_opaque(eqn):
             opaque.append(_kept(place, REASONS["pallas_call"]))
     rows = tuple(matmuls.values())
-    wide = [_kept(x.place, x.reason) for x in rows if x.reason]
+    wide = [_kept(x.place, x.reason) for x in rows if x.reason and not x.place.backward]
     return Findings(
         matmuls=rows,
         kept=tuple(dict.fromkeys([*wide, *promoted])),
@@ -117,7 +122,7 @@ def findings(full: Program) -> Findings:
     )
 
 
-_MULTIPLIES = frozenset({*MATMULS, *ATTENTION, GROUPED})
+_MULTIPLIES = frozenset({*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED})
 
 
 def _is_opaque(eqn: Equation) -> bool:
@@ -142,11 +147,36 @@ def _sum(a: Matmul, b: Matmul) -> Matmul:
     )
 
 
-def _matmul(site: Site, why: str) -> Matmul:
+class _Reasons:
+    """Why matmuls are f32."""
+
+    def __init__(self, full: Program, operands: dict[int, str]) -> None:
+        self._operands = operands
+        self._decided = {
+            (x.primitive, short_source(x.source), x.shapes[:2]): x.reason
+            for x in full.recording.decisions
+            if x.primitive in _MULTIPLIES and "float32" in x.after
+        }
+        self._forward: dict[tuple[str, str], str] = {}
+
+    def of(self, site: Site) -> str:
+        """Returns why a matmul is; the forward ones come first."""
+        eqn, place = site.eqn, site.place
+        own, line = self._operands.get(id(eqn), ""), (place.source, place.param)
+        if place.backward:
+            return self._forward.get(line, own)
+        shapes = tuple(tuple(x.aval.shape) for x in eqn.invars[:2])
+        reason = self._decided.get((place.primitive, place.source, shapes), own)
+        return self._forward.setdefault(line, reason)
+
+
+def _matmul(site: Site, reasons: _Reasons) -> Matmul:
     eqn = site.eqn
     operands = eqn.invars[: 3 if site.place.primitive in ATTENTION else 2]
     size = sum(nbytes(x.aval) for x in (*operands, eqn.outvars[0]))
     is_wide = any(is_f32(x.aval) for x in operands)
+    if site.place.primitive in CROSS_ENTROPY:
+        is_wide = eqn.params["head"].dtype == np.float32
     return Matmul(
         place=site.place,
         dtype=_multiplied_in(eqn),
@@ -155,8 +185,7 @@ def _matmul(site: Site, why: str) -> Matmul:
         times=site.times,
         flops=flops(eqn) * site.times,
         bytes=size * site.times,
-        # A backward matmul is f32 because the forward one is.
-        reason=why if is_wide and not site.place.backward else "",
+        reason=reasons.of(site) if is_wide else "",
     )
 
 
@@ -165,6 +194,8 @@ def _multiplied_in(eqn: Equation) -> str:
     for rule, preset in PRESETS.items():
         if eqn.params.get("precision") == preset:
             return rule
+    if primitive_name(eqn) in CROSS_ENTROPY:
+        return short_dtypes([eqn.params["head"].dtype])
     return short_dtypes(x.aval.dtype for x in eqn.invars[:2])
 
 

@@ -60,9 +60,17 @@ def judge(
     tell("tracing the function")
     found = study(func, args, kwargs)
     calls = [found.program.arrays]
-    for batch in batches:
+    names = [found.program.names[i] for i in found.program.params]
+    first = args[:1] if any(name.argument for name in names) else ()
+    for i, batch in enumerate(batches):
         rest = batch if isinstance(batch, tuple) else (batch,)
-        calls.append(flat_call(func, (*args[:1], *rest), kwargs)[0])
+        if len(first) + len(rest) != len(args):
+            after = " after the first, which holds the parameters" if first else ""
+            raise ValueError(
+                f"`batches[{i}]` must have {len(args) - len(first)} arguments{after}, but "
+                f"it has {len(rest)}. Pass a tuple."
+            )
+        calls.append(flat_call(func, (*first, *rest), kwargs)[0])
     if any(not hasattr(x, "__array__") for call in calls for x in call):
         raise TypeError(
             "`advise` and `tune` run the function, but a `jax.ShapeDtypeStruct` was given. "

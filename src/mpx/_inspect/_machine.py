@@ -25,7 +25,8 @@ CPU_FLAGS = {
     "bf16": ("amx_bf16", "avx512_bf16", "bf16"),
     "f16": ("amx_fp16", "avx512_fp16", "asimdhp"),
 }
-TPU_FP8 = re.compile(r"v([7-9]|\d\d)|ironwood", re.IGNORECASE)
+# JAX calls the seventh generation "TPU7x".
+TPU_FP8 = re.compile(r"(?:v|tpu)([7-9]|\d\d)|ironwood", re.IGNORECASE)
 LEAST_SECONDS = 0.02
 """A measurement shorter than this is repeated with larger matrices."""
 

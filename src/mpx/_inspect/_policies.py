@@ -2,22 +2,17 @@
 
 import collections
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from mpx._amp import AmpRules, amp
 from mpx._compat import primitive_name
+from mpx._devices import H200
 from mpx._fp8 import fp8
-from mpx._inspect._dtypes import is_half
+from mpx._inspect._buffers import traffic
 from mpx._inspect._groups import Group, Keep, token_of
 from mpx._inspect._program import Program
-from mpx._jaxpr._queries import MATMULS, MOVES, flops, walk
-
-# Operations per second of 8192³ matmuls and bytes per second of a copy, measured on an H200,
-# but for f32: about half of bf16, as TF32 has it on paper. What decides are their ratios.
-RATES = {"f32": 380e12, "bf16": 694e12, "f16": 694e12, "fp8": 1277e12}
-BANDWIDTH = 4.3e12
+from mpx._jaxpr._queries import MATMULS, flops, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +101,7 @@ class Cost(NamedTuple):
 
     Attributes:
         flops: The operations of its matmuls.
-        numbers: How many numbers its other operations read and write in 16 bits.
+        numbers: How many numbers its kernels read and write in 16 bits: see `traffic`.
     """
 
     flops: float = 0.0
@@ -115,23 +110,17 @@ class Cost(NamedTuple):
     def seconds(self, precision: str) -> float:
         """Returns the time on the GPU of the table."""
         size = 4 if precision == "f32" else 2
-        return self.flops / RATES[precision] + self.numbers * size / BANDWIDTH
+        return self.flops / H200[precision] + self.numbers * size / H200["memory"]
 
 
 def costs(grad: Program, count: int) -> list[Cost]:
     """Returns the work of each group of a labelled gradient program."""
-    sums = [collections.Counter() for _ in range(max(count, 1))]
+    operations: collections.Counter[int | None] = collections.Counter()
     for eqn, scopes, times, _ in walk(grad.jaxpr):
-        group = token_of(scopes).group
-        name = primitive_name(eqn)
-        if group is None or name in MOVES:
-            continue
-        total = sums[group]
-        if name in MATMULS:
-            total["flops"] += flops(eqn) * times
-        halves = [x.aval for x in (*eqn.invars, *eqn.outvars) if is_half(x.aval)]
-        total["numbers"] += times * sum(math.prod(x.shape) for x in halves)
-    return [Cost(x["flops"], x["numbers"]) for x in sums]
+        if primitive_name(eqn) in MATMULS:
+            operations[token_of(scopes).group] += flops(eqn) * times
+    numbers = traffic(grad.jaxpr, lambda scopes: token_of(scopes).group)
+    return [Cost(operations[i], numbers[i]) for i in range(max(count, 1))]
 
 
 def seconds(

@@ -1,5 +1,6 @@
 """Traced programs for inspection: the forward pass of a call, and its gradient."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from mpx._amp._recording import Recording, recorded
 from mpx._amp._transform import under_amp
 from mpx._call import argument_names
 from mpx._compat import as_function, eval_jaxpr
+from mpx._fp8._state import Fp8State
 from mpx._fp8._transform import Fp8Function
 from mpx._half import gradient_function
 from mpx._jaxpr._interpreter import Fact, Jaxpr, Outcome, Scopes
@@ -31,7 +33,7 @@ class Program(NamedTuple):
         names: Their names, such as `model/layers/0/weight`.
         params: The positions of the arguments that are parameters: the floating arrays
             of the function itself if it is a module, else those of the first argument
-            that is no loss scaling.
+            that is no loss scaling and no state of fp8.
         recording: What `amp` and `fp8` decided.
     """
 
@@ -104,6 +106,7 @@ def program(
     Arrays may be given as `jax.ShapeDtypeStruct`. Others may be traced in their place:
     `shapes`, in the order of `Program.arrays`.
     """
+    _check_names(func, kwargs)
     # A module under `amp` or `fp8` is an argument of the program, too.
     inner, wrap = unwrapped(func)
     arrays, call = flat_call(inner, args, kwargs, None if inner is func else wrap)
@@ -117,13 +120,35 @@ def program(
         jaxpr = jax.make_jaxpr(run)(arrays)
     found = [recording.names.get(id(x), (LeafName(""), False)) for x in held]
     recording.names.clear()
-    named = zip(argument_names(inner, len(args)), args, strict=True)
-    first = next((x for x, arg in named if not isinstance(arg, LossScaling)), None)
+    has_state = any(isinstance(x, Fp8State) for x in args)
+    named_by = func if has_state else inner
+    named = zip(argument_names(named_by, len(args)), args, strict=True)
+    states = (LossScaling, Fp8State)
+    first = next((x for x, arg in named if not isinstance(arg, states)), None)
     is_param = [is_param for _, is_param in found]
     if not any(is_param):
         is_param = [name.argument == first for name, _ in found]
     params = [i for i, x in enumerate(arrays) if is_param[i] and is_floating(x)]
     return Program(jaxpr, arrays, [name for name, _ in found], params, recording)
+
+
+def _check_names(func: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    """Raises if the function has no argument of a name that was given."""
+    try:
+        known = inspect.signature(func).parameters
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    if any(x.kind is x.VAR_KEYWORD for x in known.values()):
+        return
+    for name in kwargs:
+        if name not in known:
+            what = getattr(func, "__name__", type(func).__name__)
+            raise TypeError(
+                f"`{what}` takes no argument `{name}`; what an inspection does not know is "
+                f"passed on to the function. It has {', '.join(known) or 'no arguments'}. "
+                "Apply a policy first: `mpx.amp(fn, ...)`, `mpx.fp8(fn)`, or a cast by "
+                "`mpx.Policy` inside the function."
+            )
 
 
 def unwrapped(func: Callable[..., Any]) -> tuple[Callable[..., Any], Wrap]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpx._compat import primitive_name
+from mpx._compat import Literal, primitive_name
 from mpx._formats import Format
 from mpx._inspect._dtypes import is_float
 from mpx._inspect._places import Name, Place, place_of
@@ -35,6 +35,7 @@ from mpx._jaxpr._run import (
     Around,
     Array,
     Lanes,
+    Loop,
     Ref,
     Run,
     Value,
@@ -148,6 +149,9 @@ class Recording(Run):
         nodes: The equations in the order of their execution.
         decisions: What the shadow decided in each comparison, as bits.
         eps: The distance of numbers in the coarsest format met so far.
+        turned: The nodes that compare nearly equal numbers with another result in f32.
+        endless: For each loop that ends in f32 but not in its own precision: the node that
+            compares, the steps in f32, and those that were not enough.
     """
 
     def __init__(self, tick: Callable[[], None]) -> None:
@@ -155,7 +159,25 @@ class Recording(Run):
         self.nodes: list[Node] = []
         self.decisions: list[np.ndarray] = []
         self.eps = 0.0
+        self.turned: set[int] = set()
+        self.endless: list[tuple[int, int, int]] = []
         self._tick = tick
+
+    def lanes_part(self, loop: Loop, goes_on: Sequence[bool], test: Ref) -> None:
+        """Looks whether a loop that has ended in f32 ends in its own precision, too."""
+        if not goes_on[0]:
+            return
+        most = 4 * loop.step + 16
+        own = Mixed(self._tick, lambda _: True, most_steps=most)
+        if not own.goes_beyond(loop):
+            return
+        compares = (
+            i
+            for i in before(self.nodes, [test[0]])
+            if self.nodes[i].eqn is not None and is_decision(self.nodes[i].eqn)
+        )
+        index = next(compares, test[0])
+        self.endless.append((index, loop.step, loop.step + most))
 
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant as it is, and in f32."""
@@ -198,7 +220,10 @@ class Recording(Run):
         if is_decision(eqn) and not around.axes:
             if shadow is not outs:
                 other = np.asarray(outs[0])
-                shadow = local = [settled(eqn, wide, shadow[0], other, self.eps)]
+                free = shadow[0]
+                shadow = local = [settled(eqn, wide, free, other, self.eps)]
+                if not np.array_equal(shadow[0], free):
+                    self.turned.add(len(self.nodes))
             self.decisions.append(np.asarray(shadow[0]))
         findings = [_compare(*x) for x in zip(outs, shadow, local, strict=True)]
         names, parents = tuple(x.name for x in operands), tuple(x.ref for x in operands)
@@ -283,7 +308,7 @@ def _compare(own: Array, shadow: Array, local: Array) -> Finding:
         nonzero = good & (s != 0)
         if not finding.local_is_finite:
             finding.error = math.inf
-        elif nonzero.any():
+        else:
             finding.error = relative_norm(error, np.where(good, s, 0))
         if nonzero.any():
             relative = np.abs(error[nonzero]) / np.abs(s[nonzero])
@@ -293,17 +318,34 @@ def _compare(own: Array, shadow: Array, local: Array) -> Finding:
 
 
 class Mixed(Run):
-    """Runs a program in f32, with the equations of some sites in their own precision."""
+    """Runs a program in f32, with the equations of some sites in their own precision.
+
+    Args:
+        tick: Is called for each equation.
+        low: Which sites those are.
+        recording: A run whose branches and steps are taken, and whose decisions between
+            nearly equal numbers are. Without it, the run decides for itself.
+        free: A site that decides for itself.
+        in_turn: See `run_as_written`.
+        constant: An equation, and the number that takes the place of those written in it.
+    """
 
     def __init__(
         self,
-        recording: Recording,
-        low: Callable[[Site], bool],
         tick: Callable[[], None],
+        low: Callable[[Site], bool] = lambda _: False,
+        *,
+        recording: "Recording | None" = None,
+        free: Site | None = None,
+        in_turn: bool = False,
+        constant: tuple[Equation, float] | None = None,
+        most_steps: float = 10_000,
     ) -> None:
-        super().__init__(recording.choices)
-        self._low, self._tick, self._eps = low, tick, recording.eps
-        self._decisions = iter(recording.decisions)
+        super().__init__(None if recording is None else recording.choices)
+        self.most_steps, self._low, self._tick = most_steps, low, tick
+        self._in_turn = in_turn
+        self._recording, self._free, self._constant_in = recording, free, constant
+        self._decisions = iter(() if recording is None else recording.decisions)
 
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant in f32."""
@@ -313,14 +355,21 @@ class Mixed(Run):
         """Runs an equation in the precision that its site has."""
         self._tick()
         args = [x.lanes[0] for x in operands]
+        if self._constant_in is not None and eqn is self._constant_in[0]:
+            number = np.float32(self._constant_in[1])
+            pairs = zip(args, eqn.invars, strict=True)
+            args = [number if isinstance(y, Literal) else x for x, y in pairs]
         if low_format(eqn) is None:
             outs = run_as_written(eqn, args, around.axes)
-        elif self._low(site_of(eqn, around)):
-            outs = [widened(x) for x in run_as_written(eqn, args, around.axes)]
+        elif self._low(site_of(eqn, around)) and not only_moves(eqn):
+            outs = run_as_written(eqn, args, around.axes, in_turn=self._in_turn)
+            outs = [widened(x) for x in outs]
         else:
             outs = run_in_f32(eqn, args, around.axes)
-        if is_decision(eqn) and not around.axes:
-            outs = [settled(eqn, args, outs[0], next(self._decisions), self._eps)]
+        if self._recording is not None and is_decision(eqn) and not around.axes:
+            other, eps = next(self._decisions), self._recording.eps
+            if site_of(eqn, around) != self._free:
+                outs = [settled(eqn, args, outs[0], other, eps)]
         return [Value((x,), NO_REF) for x in outs]
 
 
@@ -328,20 +377,33 @@ class Mixed(Run):
 
 
 class Outputs(NamedTuple):
-    """The results of a program: the loss and the gradients, with their names."""
+    """The floating results of a program: the loss and the gradients.
+
+    Attributes:
+        names: Their names.
+        refs: The nodes that made them.
+        own: The results of the program, equation by equation.
+        shadow: Those in f32, with the branches, steps and decisions of the program.
+        exact: Those of the function in f32.
+        actual: Those of the compiled program.
+    """
 
     names: list[str]
     refs: list[Ref]
     own: list[np.ndarray]
     shadow: list[np.ndarray]
+    exact: list[np.ndarray]
+    actual: list[np.ndarray]
+
+    @property
+    def is_grad(self) -> list[bool]:
+        """Whether each is a gradient."""
+        return [name.startswith("gradient") for name in self.names]
 
 
-def outputs_of(values: Sequence[Value], labels: Sequence[str]) -> Outputs:
-    """Returns the floating results of a recording."""
-    pairs = zip(values, labels, strict=True)
-    kept = [(x, name) for x, name in pairs if is_float(x.lanes[0])]
-    arrays = [[np.asarray(widened(x.lanes[i])) for x, _ in kept] for i in (0, 1)]
-    return Outputs([name for _, name in kept], [x.ref for x, _ in kept], *arrays)
+def arrays_of(outs: Iterable[Array]) -> list[np.ndarray]:
+    """Returns the floating arrays among some, in f32."""
+    return [_numbers(x) for x in outs if is_float(x)]
 
 
 def ancestors(nodes: Sequence[Node], refs: Sequence[Ref]) -> set[int]:

@@ -8,7 +8,7 @@ from typing import Any
 from mpx._inspect._findings import Kept, Matmul, Residual, findings
 from mpx._inspect._program import Program, gradient, program
 from mpx._inspect._result import Result, Table, amount, percent, total
-from mpx._inspect._target import Compiled, compile_for, on_target, placed
+from mpx._inspect._target import Compiled, as_target, compile_for, on_target, placed
 from mpx._inspect._views import (
     AmpView,
     Fp8View,
@@ -220,6 +220,7 @@ def report(
         >>> [x.primitive for x in found.kept]
         ['exp']
     """
+    target = as_target(target)
     with on_target(target, devices, (args, kwargs)) as mesh:
         found = program(func, args, kwargs)
         if mesh is not None and mesh.size > 1:

@@ -4,6 +4,7 @@ The f32 version of an equation, its shadow, computes the same thing with every f
 type narrower than f32 replaced by f32.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from mpx._compat import bind, eval_equation, primitive_name
 from mpx._formats import FORMATS, Format, short_name
@@ -19,7 +22,7 @@ from mpx._inspect._dtypes import is_float, is_low
 from mpx._inspect._host import run_on_host
 from mpx._jaxpr._queries import MATMULS, SHAPE_ONLY, Equation, has_body, names
 from mpx._jaxpr._run import Array, on_host
-from mpx._jaxpr._shards import Axes, run_on_shards
+from mpx._jaxpr._shards import MARKS, Axes, run_on_shards
 
 F32 = np.dtype(np.float32)
 # They read the bits of their operands, or hand them to code that expects their dtypes.
@@ -29,6 +32,12 @@ _OPAQUE = (
     "pallas_call",
     "ffi_call",
     "custom_call",
+)
+_SUMS = frozenset(
+    names(
+        "reduce_sum reduce_prod cumsum cumprod cumlogsumexp scatter-add scatter-mul "
+        "reduce_window_sum select_and_scatter_add"
+    )
 )
 
 
@@ -59,8 +68,14 @@ def to_host(x: Array) -> Array:
     """Copies an array to the CPU, as one of NumPy if it can be one."""
     if isinstance(x, np.ndarray | np.generic):
         return x
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        # Other processes hold parts of it; each of them is here, too.
+        if not x.is_fully_replicated:
+            whole = NamedSharding(getattr(x.sharding, "mesh"), P())  # noqa: B009
+            x = jax.jit(lambda x: x, out_shardings=whole)(x)
+        x = x.addressable_data(0)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        return jax.device_put(x, jax.devices("cpu")[0])
+        return jax.device_put(x, jax.local_devices(backend="cpu")[0])
     return np.asarray(x)
 
 
@@ -75,7 +90,7 @@ def as_operand(x: Array, aval: Any) -> Array:
 
 
 def run_as_written(
-    eqn: Equation, args: Sequence[Array], axes: Axes = ()
+    eqn: Equation, args: Sequence[Array], axes: Axes = (), *, in_turn: bool = False
 ) -> list[Array]:
     """Runs an equation on arrays, cast to its own dtypes.
 
@@ -83,12 +98,36 @@ def run_as_written(
         eqn: The equation.
         args: The operands.
         axes: The axes of the `shard_map` around it.
+        in_turn: Whether a sum in low precision is rounded after each term. XLA does that
+            or not, depending on the shape and on what it fuses the sum with.
     """
     pairs = zip(args, eqn.invars, strict=True)
     operands = [as_operand(x, atom.aval) for x, atom in pairs]
+    if primitive_name(eqn) in MARKS:
+        return operands
+    if in_turn and primitive_name(eqn) == "reduce_sum" and is_low(operands[0]):
+        return [_added_in_turn(operands[0], eqn.params["axes"])]
+    if primitive_name(eqn) in _SUMS and is_low(eqn.outvars[0].aval) and not axes:
+        # In which order and with how many digits it adds up depends on the device.
+        with jax.default_device(jax.local_devices()[0]):
+            is_scatter = primitive_name(eqn).startswith("scatter")
+            run = _scatter if is_scatter else functools.partial(bind, **_local(eqn))
+            return [to_host(x) for x in run(eqn, operands)]
     if any(callable(value) for value in eqn.params.values()):
         return eval_equation(eqn, operands)
     return _run(eqn, operands, eqn.outvars[0].aval.dtype, {}, axes)
+
+
+def _local(eqn: Equation) -> dict[str, Any]:
+    """Returns the parameters that place a result on devices, without a place."""
+    return {key: None for key in ("sharding", "out_sharding") if key in eqn.params}
+
+
+def _added_in_turn(x: Array, axes: Sequence[int]) -> np.ndarray:
+    x = jnp.moveaxis(jnp.asarray(x), axes, range(len(axes)))
+    rows = x.reshape(-1, *x.shape[len(axes) :])
+    total = jnp.zeros(rows.shape[1:], x.dtype)
+    return np.asarray(lax.scan(lambda a, row: (a + row, None), total, rows)[0])
 
 
 def _run(
@@ -106,7 +145,7 @@ def _run(
         result = run_on_host(eqn, hosted, dtype)
         if result is not None:
             return [np.asarray(result)]
-    return bind(eqn, args, **changes)
+    return bind(eqn, args, **_local(eqn), **changes)
 
 
 def run_in_f32(eqn: Equation, args: Sequence[Array], axes: Axes = ()) -> list[Array]:
@@ -115,7 +154,7 @@ def run_in_f32(eqn: Equation, args: Sequence[Array], axes: Axes = ()) -> list[Ar
     if name == "reduce_precision":
         return [widened(args[0])]
     if name.startswith("scatter") and not axes:
-        return [_scatter(eqn, [widened(x) for x in args])]
+        return _scatter(eqn, [widened(x) for x in args])
     if name in _OPAQUE or "callback" in name or has_body(eqn):
         return [widened(x) for x in run_as_written(eqn, args, axes)]
     changes: dict[str, Any] = {
@@ -135,11 +174,11 @@ def run_in_f32(eqn: Equation, args: Sequence[Array], axes: Axes = ()) -> list[Ar
         return [widened(x) for x in run_as_written(eqn, args, axes)]
 
 
-def _scatter(eqn: Equation, args: Sequence[Array]) -> Array:
+def _scatter(eqn: Equation, args: Sequence[Array]) -> list[Array]:
     """Runs a scatter on other dtypes: its jaxpr, which combines numbers, has fixed ones."""
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     func = getattr(lax, primitive_name(eqn).replace("-", "_"))
-    return func(*map(jnp.asarray, args), **{key: eqn.params[key] for key in names})
+    return [func(*map(jnp.asarray, args), **{key: eqn.params[key] for key in names})]
 
 
 def only_moves(eqn: Equation) -> bool:

@@ -3,9 +3,11 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import pathlib
+import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -88,11 +90,17 @@ class Compiled(Result):
         return [Table.text(text), *table]
 
 
-def _target_of(target: str) -> _Target:
-    if target not in _TARGETS:
+def as_target(target: str | None) -> str | None:
+    """Returns the name of a target as it is listed; upper case is accepted.
+
+    Raises:
+        ValueError: If it is unknown.
+    """
+    name = target.lower() if isinstance(target, str) else target
+    if name is not None and name not in (*_TARGETS, HERE):
         known = ", ".join(f'"{name}"' for name in (*_TARGETS, HERE))
         raise ValueError(f"`target` must be one of {known}, but it is {target!r}.")
-    return _TARGETS[target]
+    return name
 
 
 @contextlib.contextmanager
@@ -101,7 +109,7 @@ def described(target: str | None) -> Iterator[None]:
     if target is None or target == HERE:
         yield
         return
-    found = _target_of(target)
+    found = _TARGETS[target]
     with assumed_gpu(found.capability), assumed_cudnn(found.cudnn):
         yield
 
@@ -120,19 +128,44 @@ def target_devices(target: str, count: int = 8) -> list[Any]:
                 'compile for others, `target="h200"`.'
             )
         return jax.devices()[:count]
-    file = pathlib.Path(__file__).with_name(_target_of(target).file)
-    # The plugin would look for the libraries of a GPU that is not there.
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    names = private("topology")
+    file = pathlib.Path(__file__).with_name(_TARGETS[target].file)
+    jax.local_devices()  # so that JAX has looked for devices as it does without mpx
+    names, text = private("topology"), file.read_text()
     try:
-        description = names.get_topology_desc(
-            platform="cuda",
-            target_config=file.read_text(),
-            topology=f"1x1x{count}",
-        )
+        with _without_checks():
+            make = functools.partial(names.get_topology_desc, platform="cuda")
+            options = {"target_config": text, "topology": f"1x1x{count}"}
+            try:
+                description = make(**options)
+            except NotImplementedError:
+                # Where there is no GPU, JAX did not register the plugin.
+                _initialize_plugin()
+                description = make(**options)
     except Exception as error:
         raise ImportError(_MISSING.format(version=jax.__version__)) from error
     return list(description.devices)
+
+
+@contextlib.contextmanager
+def _without_checks() -> Iterator[None]:
+    """Stops the plugin from looking for the libraries of a GPU that is not there."""
+    name, value = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1"
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _initialize_plugin() -> None:
+    plugins = importlib.import_module("jax_plugins")
+    for _, name, _ in pkgutil.iter_modules(plugins.__path__):
+        if name.startswith("xla_cuda"):
+            importlib.import_module(f"jax_plugins.{name}").initialize()
 
 
 _MISSING = (
@@ -189,7 +222,17 @@ def compile_for(full: Program, target: str, mesh: Mesh) -> Compiled:
         # Without timing, XLA finds no tiles for some odd shapes of Triton's matmuls.
         options["xla_gpu_enable_triton_gemm"] = False
     lowered = jax.jit(as_function(full.jaxpr)).lower(*placed(full, mesh))
-    return read_compiled(lowered.compile(options), target, mesh.size)
+    try:
+        compiled = lowered.compile(options)
+    except Exception as error:
+        if "serialize StableHLO" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"The CUDA plugin of jax {jax.__version__} does not take an operation of this "
+            "program when no GPU is here; matmuls in fp8 are known to be one. Pass "
+            '`target="here"` on a machine with the GPU, or leave `target` out.'
+        ) from error
+    return read_compiled(compiled, target, mesh.size)
 
 
 def placed(full: Program, mesh: Mesh) -> list[Any]:

@@ -52,14 +52,28 @@ class Timeline:
             column = self._column(self.counts, name)
             column[-1] = _added(column[-1], row)
 
-    def forget_from(self, step: int) -> None:
-        """Drops the buckets that begin at a step or later, for a run that went back."""
+    def forget_from(self, step: int) -> tuple[int, int] | None:
+        """Drops the values at a step or later, for a run that went back.
+
+        Where steps before and after it are merged in one bucket, its values are dropped:
+        they cannot be told apart. Returns the first step of this bucket and how many steps
+        before `step` it had; `None` if there is no such bucket.
+        """
         keep = sum(start < step for start in self.starts)
+        ends = [*self.starts, (self.last if self.last is not None else step) + 1]
+        is_cut = keep > 0 and ends[keep] > step and self.width > 1
         del self.starts[keep:]
         for column in (*self.curves.values(), *self.counts.values()):
             del column[keep:]
-        self._filled = self.width
+            if is_cut:
+                column[-1] = None
         self.last = None if not keep else min(self.last or 0, step - 1)
+        filled, self._filled = self._filled, self.width
+        if not is_cut:
+            return None
+        start, width = self.starts[-1], ends[keep] - self.starts[-1]
+        steps = self.width if ends[keep:][1:] else filled
+        return start, round(steps * (step - start) / width)
 
     def means(self, name: str) -> list[float]:
         """Returns the mean of each bucket; nan where it has no finite value."""

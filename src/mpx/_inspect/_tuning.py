@@ -16,7 +16,7 @@ from mpx._inspect._laboratory import Laboratory, repaired
 from mpx._inspect._policies import PrecisionPolicy
 from mpx._inspect._result import Result, Table, amount, percent
 from mpx._inspect._states import StateBytes, state_bytes
-from mpx._progress import progress
+from mpx._progress import Tell, progress
 
 _OFF = 2.0  # predictions that are off by more are replaced
 _ROUNDS = 3
@@ -152,7 +152,8 @@ def tune(
     keep-lists of its own, without a run for each candidate. The policies that it
     proposes are always measured: their real gradient is compared with that in f32, and
     the prediction is shown beside it. If a prediction is off by more than a factor of 2, those of
-    the worst groups are replaced by measurements, and the frontier is computed again.
+    the worst groups are replaced by measurements, and the frontier is computed again. If none
+    of the measured policies is good enough, the others of the frontier are measured, too.
 
     On a GPU the measured policies are timed in turn, and the fastest is returned; `amp`'s
     default wins ties, unless another one needs less memory. Elsewhere they are
@@ -165,7 +166,8 @@ def tune(
         max_grad_error: The largest norm of the gradient's error, relative to the gradient.
         formats: What to try: of bf16, f16 and fp8.
         batches: Further batches for the predictions: see `advise`.
-        proposals: How many policies of the frontier to measure, besides `amp`'s default.
+        proposals: How many policies of the frontier to measure, besides `amp`'s default;
+            more only if none of them is good enough.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -207,6 +209,7 @@ def tune(
             if predicted is known.predicted:
                 break
             known = known._replace(predicted=predicted)
+        _walk_down(lab, best, max_grad_error, proposals, tell)
         lab.time(tell)
     candidates = []
     for option in dict.fromkeys((*best, default)):
@@ -251,6 +254,21 @@ def _proposed(
     return good[:count] or list(front[-1:])
 
 
+def _walk_down(
+    lab: Laboratory, front: Sequence[Option], limit: float, count: int, tell: Tell
+) -> None:
+    """Measures the rest of the frontier, some at a time, until a policy is good enough.
+
+    Those after the measured ones come first: they are slower and more exact.
+    """
+    done = [i for i, x in enumerate(front) if x.policy in lab.done]
+    last = max(done, default=-1)
+    left = [x for x in (*front[last + 1 :], *front[:last]) if x.policy not in lab.done]
+    while left and not any(x["error"] <= limit for x in lab.done.values()):
+        some, left = left[: max(count, 1)], left[max(count, 1) :]
+        lab.measure([x.policy for x in some], tell)
+
+
 def _choose(
     candidates: Sequence[Candidate],
     default: PrecisionPolicy,
@@ -262,7 +280,7 @@ def _choose(
     if not good:
         best = min(seen, key=lambda x: x.error if x.error is not None else math.inf)
         return best.policy, (
-            f"No measured policy reaches {limit:g}: this is the most exact, with "
+            f"No policy of the frontier reaches {limit:g}: this is the most exact, with "
             f"{best.error:.1e}. Pass a larger `max_grad_error`, or stay in f32."
         )
     usual = next((x for x in seen if x.policy == default), None)

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpx._amp._chunked import IN_CHUNKS
 from mpx._amp._facts import Decision
 from mpx._amp._grouped import IN_KERNEL, RAGGED
 from mpx._amp._matmuls import PRESETS
@@ -15,7 +14,7 @@ from mpx._amp._rules import MATMULS, REASONS, UNKNOWN, Rule
 from mpx._formats import short_name
 from mpx._fp8._selection import Matmul
 from mpx._inspect._result import Result, Table, percent, short_source
-from mpx._jaxpr._queries import ATTENTION
+from mpx._jaxpr._queries import ATTENTION, CROSS_ENTROPY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +43,7 @@ class AmpView(Result):
             x
             for x in self.decisions
             if x.primitive in MATMULS
+            or x.primitive in CROSS_ENTROPY
             or (x.primitive in ATTENTION and x.rule == Rule.LOW)
         )
 
@@ -68,7 +68,7 @@ class AmpView(Result):
 
     @property
     def recognised(self) -> tuple["Recognised", ...]:
-        """Attention, experts and logits that were found, in a kernel or not."""
+        """Attention and experts that were found, in a kernel or not."""
         found = (_recognised(x) for x in self.decisions)
         return tuple(dict.fromkeys(x for x in found if x is not None))
 
@@ -90,6 +90,8 @@ class AmpView(Result):
     def _is_kept(self, decision: Decision) -> bool:
         if decision in self.ragged:
             return False
+        if decision.primitive in CROSS_ENTROPY and decision.rule == Rule.LOW:
+            return False  # its sums, which are its results, are f32
         if decision.rule == Rule.LOW:
             return short_dtypes(decision.after[:1]) != self.dtype
         if decision.rule in PRESETS:
@@ -101,11 +103,11 @@ _BY_USER = ("policy ", "scope ", "function ", "parameter ")
 
 
 class Recognised(NamedTuple):
-    """Attention, experts or logits in a program.
+    """Attention or experts in a program.
 
     Attributes:
-        what: `attention`, `experts` or `logits`.
-        found: Whether it runs in its kernel, or in chunks.
+        what: `attention` or `experts`.
+        found: Whether it runs in its kernel.
         reason: How it runs, or why not so.
         source: File and line.
     """
@@ -123,9 +125,6 @@ def _recognised(decision: Decision) -> Recognised | None:
         reason = "cuDNN's kernel" if found else reason
     elif name in RAGGED and decision.rule == Rule.LOW:
         what, found = "experts", reason == IN_KERNEL
-    elif reason == IN_CHUNKS or reason.startswith("the logits are kept"):
-        what, found = "logits", reason == IN_CHUNKS
-        reason = "logits in chunks" if found else reason
     else:
         return None
     return Recognised(what, found, reason, short_source(decision.source))

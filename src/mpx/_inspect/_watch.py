@@ -96,19 +96,32 @@ class Watch:
         step = self._next if step is None else int(step)
         if step < self._next:
             self.flush()
-            self.timeline.forget_from(step)
-            self.skips = [skip for skip in self.skips if skip.step < step]
+            self._forget_from(step)
         self._next = step + math.prod(observation.finite.shape)
         self._pending.append((step, observation))
         if len(self._pending) > self._every:
             # All but the newest, which the device may still be computing.
-            self._fetch(self._pending[:-1])
-            self._pending = self._pending[-1:]
+            pending, self._pending = self._pending[:-1], self._pending[-1:]
+            self._fetch(pending)
 
     def flush(self) -> None:
-        """Fetches what has been recorded, and waits for it."""
-        self._fetch(self._pending)
-        self._pending = []
+        """Fetches what has been recorded, and waits for it.
+
+        Raises:
+            Exception: What a writer raised first. Everything has been recorded then.
+        """
+        pending, self._pending = self._pending, []
+        self._fetch(pending)
+
+    def _forget_from(self, step: int) -> None:
+        """Drops what was recorded at a step or later, for a run that went back."""
+        self.skips = [skip for skip in self.skips if skip.step < step]
+        self._idle, self._scale = 0, math.nan
+        cut = self.timeline.forget_from(step)
+        if cut is not None:
+            start, count = cut
+            skipped = sum(start <= skip.step for skip in self.skips)
+            self.timeline.curves["skipped"][-1] = [count, skipped, 0, 1, 0]
 
     def __enter__(self) -> "Watch":
         return self
@@ -120,8 +133,14 @@ class Watch:
         found = jax.device_get([observation for _, observation in pending])
         starts = [step for step, _ in pending]
         taken: list[ExponentStats] = []
+        errors: list[Exception] = []
         for step, observation in _single_steps(starts, found):
-            self._take(step, observation)
+            numbers = self._take(step, observation)
+            for write in self._writers:
+                try:
+                    write(step, numbers)
+                except Exception as error:  # a full disk must not lose the other steps
+                    errors.append(error)
             if observation.grads is not None and bool(observation.finite):
                 taken.append(observation.grads)
         alike = [stats for stats in taken if stats.names == taken[-1].names]
@@ -131,8 +150,11 @@ class Watch:
                 counts=as_pairs(np.sum([x.histogram() for x in alike], axis=0)),
                 squares=np.float32(np.sum([x.norms**2 for x in alike], axis=0)),
             )
+        if errors:
+            raise errors[0]
 
-    def _take(self, step: int, seen: Observation) -> None:
+    def _take(self, step: int, seen: Observation) -> dict[str, float]:
+        """Records the numbers of a step, and returns them."""
         finite = bool(seen.finite)
         numbers: dict[str, float] = {"skipped": float(not finite)}
         if seen.loss is not None:
@@ -154,9 +176,8 @@ class Watch:
         numbers |= {name: float(np.mean(x)) for name, x in seen.extra.items()}
         self.timeline.add(step, numbers, counts)
         self._latest |= numbers
-        for write in self._writers:
-            write(step, numbers)
         self._judge(step, seen, finite, used)
+        return numbers
 
     def _scale_of(self, seen: Observation) -> float:
         """Returns the loss scale of a step; nan if there is none."""
@@ -267,12 +288,22 @@ class Watch:
         return write_page(self, Path(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Saves what has been recorded as JSON, beside a checkpoint; see `load`."""
+        """Saves what has been recorded as JSON, beside a checkpoint; see `load`.
+
+        The file is replaced at once: it is the old or the new one, also after a crash.
+        """
         self.flush()
         fields = {name: getattr(self, name) for name in _SAVED}
         fields |= {"timeline": self.timeline.to_dict()}
         fields |= {"skips": [dataclasses.asdict(skip) for skip in self.skips]}
-        Path(path).write_text(json.dumps(fields), encoding="utf-8")
+        path = Path(path)
+        # A file that was cut off by a crash would hide the one before it.
+        new = path.with_name(f"{path.name}.{os.getpid()}.new")
+        try:
+            new.write_text(json.dumps(fields), encoding="utf-8")
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
 
     def load(self, path: str | os.PathLike[str]) -> "Watch":
         """Goes on where a saved recorder ended. Returns the recorder itself."""

@@ -88,7 +88,7 @@ COMPARISONS: dict[str, Callable[..., Any]] = {
     "gt": np.greater,
     "ge": np.greater_equal,
 }
-_NUMPY: dict[str, Callable[..., Any]] = {
+NUMPY: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -121,7 +121,7 @@ def _elementwise(term: "Term", *operands: np.ndarray) -> np.ndarray | None:
         return None
     if term.name == "integer_pow":
         small.append(np.asarray(term.params["y"], np.int32))
-    out = _NUMPY[term.name](*small)
+    out = NUMPY[term.name](*small)
     if out is None:
         return None
     return np.broadcast_to(np.asarray(out).astype(term.aval.dtype), term.shape)
@@ -174,7 +174,7 @@ def _sliced(term: "Term", x: np.ndarray) -> np.ndarray:
 
 
 _RULES: dict[str, Callable[..., np.ndarray | None]] = {
-    **dict.fromkeys(_NUMPY, _elementwise),
+    **dict.fromkeys(NUMPY, _elementwise),
     "iota": _iota,
     "broadcast_in_dim": _broadcast,
     "transpose": lambda term, x: x.transpose(term.params["permutation"]),
@@ -214,7 +214,7 @@ def _varying_elementwise(term: "Term") -> Axes:
 
 VARYING: dict[str, Callable[["Term"], Axes]] = {
     **dict.fromkeys(
-        (*_NUMPY, "tanh", "sign", "floor", "logistic"), _varying_elementwise
+        (*NUMPY, "tanh", "sign", "floor", "logistic"), _varying_elementwise
     ),
     "iota": lambda term: tuple(
         i == term.params["dimension"] for i in range(len(term.shape))

@@ -34,6 +34,10 @@ ATTENTION = {
     "cudnn_attention_tangent": 6,
 }
 """The primitives of `mpx._attention`, and the number of matmuls in each."""
+CROSS_ENTROPY = names(
+    "linear_cross_entropy linear_cross_entropy_tangent linear_cross_entropy_backward"
+)
+"""The primitives of `mpx._cross_entropy`."""
 GROUPED = "grouped_matmul"
 """The primitive of `mpx._experts`."""
 
@@ -314,6 +318,12 @@ def flops(eqn: Equation) -> int:
         batch, queries, heads, size = eqn.invars[0].aval.shape
         keys = eqn.invars[1].aval.shape[1]
         return ATTENTION[name] * 2 * batch * heads * queries * keys * size
+    if name in CROSS_ENTROPY:
+        head, wrt = eqn.params["head"], {*eqn.params.get("wrt", ())} & {0, 1}
+        # The logits, if they are not kept, and one product for each derivative.
+        count = len(wrt) + (head.kept is None or not wrt)
+        shape = eqn.invars[1].aval.shape
+        return count * 2 * math.prod(eqn.invars[0].aval.shape) * shape[head.vocab_axis]
     if name == GROUPED:
         # Each row is multiplied with one matrix, or added to one.
         columns = eqn.outvars[0].aval.shape[-1]
@@ -338,7 +348,7 @@ def matmul_flops(
     """
     total: collections.Counter[str] = collections.Counter()
     for eqn in open_jaxpr(jaxpr)[0].eqns:
-        if eqn.primitive.name in (*MATMULS, *ATTENTION, GROUPED):
+        if eqn.primitive.name in (*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED):
             total[kind(eqn)] += flops(eqn)
         inner = [matmul_flops(body, kind) for body in sub_jaxprs(eqn)]
         if eqn.primitive.name == "cond":

@@ -4,6 +4,7 @@ Unlike a `Visitor`, which rebuilds loops and branches, a run goes through each s
 and takes one branch, so that what happens in a step can be named.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -68,16 +69,34 @@ class Around(NamedTuple):
 NOTHING = Around()
 
 
+class Loop(NamedTuple):
+    """A `while` loop after some steps, with what its condition and its body read."""
+
+    eqn: Equation
+    tests: list[Value]
+    consts: list[Value]
+    carry: list[Value]
+    step: int
+
+
 class Run:
     """A run of a program in one or several lanes; a subclass defines `leaf`.
 
     All lanes take the same branches and as many steps of each loop. The first run decides
     and notes that in `choices`; a later run is given them.
+
+    Attributes:
+        choices: The branches and loop tests, in the order of execution.
+        most_steps: A `while` loop is left after this many steps.
+        is_cut: Whether one was.
     """
+
+    most_steps: float = math.inf
 
     def __init__(self, choices: Sequence[int] | None = None) -> None:
         self.choices: list[int] = list(choices or ())
         self._given: Iterator[int] | None = None if choices is None else iter(choices)
+        self.is_cut = False
         self._ends: dict[int, list[list[Any]]] = {}
         self._known: dict[int, Any] = {}
 
@@ -100,6 +119,22 @@ class Run:
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant in each lane."""
         raise NotImplementedError
+
+    def lanes_part(self, loop: "Loop", goes_on: Sequence[bool], test: Ref) -> None:
+        """Is told that a `while` loop has ended in some lanes and not in others.
+
+        Args:
+            loop: The loop after the steps so far.
+            goes_on: Whether each lane would take another step.
+            test: The value of the loop's condition.
+        """
+
+    def goes_beyond(self, loop: "Loop") -> bool:
+        """Returns whether the first lane of a loop takes more than `most_steps` more."""
+        parts = (*loop.tests, *loop.consts, *loop.carry)
+        operands = [Value(x.lanes[:1], NO_REF) for x in parts]
+        self._while(loop.eqn, operands, NOTHING)
+        return self.is_cut
 
     def _constant(self, x: Array) -> Value:
         lanes = self.lanes_of(x)
@@ -187,7 +222,11 @@ class Run:
         def goes_on() -> int:
             # Until the first lane ends: a counter that stands still would run forever.
             (test,) = self(params["cond_jaxpr"], [*tests, *carry], around)
-            return int(all(bool(np.all(x)) for x in test.lanes))
+            lanes = [bool(np.all(x)) for x in test.lanes]
+            if any(lanes) and not all(lanes):
+                self.lanes_part(Loop(eqn, tests, consts, carry, step), lanes, test.ref)
+            self.is_cut |= all(lanes) and step >= self.most_steps
+            return int(all(lanes) and step < self.most_steps)
 
         while self._choose(goes_on):
             carry = self(params["body_jaxpr"], [*consts, *carry], around.in_step(step))

@@ -18,7 +18,7 @@ Axes = tuple[tuple[str, int], ...]
 """Names and sizes of the axes of a mesh."""
 
 # They change only what JAX knows of a value.
-_MARKS = ("pvary", "pcast", "sharding_constraint", "reshard", "mesh_cast")
+MARKS = ("pvary", "pcast", "sharding_constraint", "reshard", "mesh_cast")
 
 
 def axes_of(eqn: Equation) -> Axes:
@@ -77,7 +77,7 @@ def run_on_shards(
 ) -> list[Any]:
     """Runs an equation on every shard."""
     name = primitive_name(eqn)
-    if name in _MARKS:
+    if name in MARKS:
         return [args[0]]
 
     def call(_: Any, *xs: Any) -> Any:

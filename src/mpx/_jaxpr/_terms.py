@@ -188,24 +188,6 @@ class Level:
             self._bodies[id(eqn)] = Level(*jaxpr, caller=(self, eqn))
         return self._bodies[id(eqn)]
 
-    def made_by(self, primitive: str) -> Iterator[Term]:
-        """Yields the first results of a primitive, also inside calls."""
-        for eqn in self.jaxpr.eqns:
-            if eqn.primitive.name == primitive:
-                yield self.term(eqn.outvars[0])
-            body = self.body(eqn)
-            if body is not None:
-                yield from body.made_by(primitive)
-
-    def place(self, eqn: Equation) -> tuple[int, ...]:
-        """Returns the positions of the calls around an equation and its own.
-
-        In this order the equations of all levels are run.
-        """
-        index = next(i for i, other in enumerate(self.jaxpr.eqns) if other is eqn)
-        outer = () if self.caller is None else self.caller[0].place(self.caller[1])
-        return (*outer, index)
-
     def readers(self, var: Any) -> "Iterator[tuple[Level, Equation] | None]":
         """Yields the equations that read a variable, with `None` if it is returned.
 

@@ -58,7 +58,7 @@ def run_plain(
         index = element_index(shape)
         noise = Noise(group(index if offset is None else index + offset), seed)
     step = functools.partial(body, tuple(scalars), noise=noise)
-    old, grad = jax.tree.map(planes, leaf), group(grad)
+    old, grad = jax.tree.map(planes, leaf), group(sharded_as(grad, leaf.param))
     if cut:
         new = step(grad, old, block=_CutBlock(group_size))
     elif group_size and leaf.param.size >= _TWO_PASSES:

@@ -21,7 +21,13 @@ from mpx._optim._options import (
     check_groups_match,
     group_of,
 )
-from mpx._optim._packing import PackedLeaf, PackedStep, Packing, packed_step
+from mpx._optim._packing import (
+    PackedLeaf,
+    PackedStep,
+    Packing,
+    packed_step,
+    place_masters,
+)
 from mpx._optim._params import (
     PARAM_DTYPES,
     FlatParams,
@@ -43,6 +49,7 @@ from mpx._optim._state import (
     register_with_flax,
 )
 from mpx._optim._update_rules import Rule
+from mpx._quant import Packed
 from mpx._sharding import zero_beside
 from mpx._tree import as_flag, dtype_of
 
@@ -92,33 +99,41 @@ class Core:
         flat = flatten_params(params)
         check_has_params(flat)
         check_groups_match(self.groups, flat)
-        packings = list(map(self._packing, flat.names, flat.leaves))
-        corrections = (packing and packing.correction for _, packing in packings)
+        leaves, corrections = [], []
+        for name, param in zip(flat.names, flat.leaves, strict=True):
+            group = group_of(self.groups, name, param)
+            compression = self._compression(group, name, param)
+            packed, correction = Packed(None, None), None
+            if compression is not None:
+                correction = compression.correction_dtype(param)
+                packed = self._first(name, param, compression, correction)
+            leaves.append(PackedLeaf(param, *packed))
+            corrections.append(correction)
         layout = make_layout(
             self.rule.kind,
             self.compression.format,
             zip(flat.leaves, corrections, strict=True),
         )
-        leaves = [
-            PackedLeaf(
-                param, *(packing.zeros(param, size) if packing else (None, None))
-            )
-            for param, (size, packing) in zip(flat.leaves, packings, strict=True)
-        ]
         return self._state(flat, leaves, zero_beside(flat.leaves, jnp.int32), layout)
 
-    def _packing(self, name: str, param: Any) -> tuple[int, Packing | None]:
-        """Returns the group size and how a parameter is stored; `None` if it has no state."""
-        compression = self._compression(group_of(self.groups, name, param), name, param)
-        if compression is None:
-            return 0, None
+    def _first(
+        self,
+        name: str,
+        param: Any,
+        compression: Compression,
+        correction: np.dtype | None,
+    ) -> Packed:
+        """Returns the state of a parameter before the first step."""
         packing = Packing.make(
             self.rule.moments,
             compression.format,
             quantized=compression.quantizes(param),
-            correction=compression.correction_dtype(param),
+            correction=correction,
         )
-        return compression.group_size, packing
+        packed = packing.zeros(param, compression.group_size)
+        if correction is None or not compression.jitter:
+            return packed
+        return place_masters(name, param, packed, packing, compression)
 
     def _compression(
         self, group: ParamGroup | None, name: str, param: Any
@@ -186,6 +201,12 @@ class Core:
             if job is not None:
                 check_grad(job.name, job.leaf.param, grad)
                 jobs[index] = job._replace(grad=grad)
+        if not jobs and any(self.job(ready, i) for i in range(len(flat.leaves))):
+            raise ValueError(
+                "None of the parameters has a gradient, so the step would move nothing, "
+                "but count. Pass the gradients as a tree like the parameters, with None "
+                "only where a parameter must not change."
+            )
         guarded = list(_guarded(jobs).values())
         done = _kernels.run(guarded, finite=flag, backend=self.backend)
         for index, leaf in zip(jobs, done, strict=True):

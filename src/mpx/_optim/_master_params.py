@@ -1,6 +1,7 @@
 """The f32 weights behind 16-bit parameters: read from a state, and put into one."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from mpx._optim._options import master_codec
-from mpx._optim._packing import PackedLeaf, Packing
+from mpx._optim._packing import PackedLeaf, Packing, put_master
 from mpx._optim._params import F32, PARAM_DTYPES, FlatParams, flatten_params
 from mpx._optim._state import FlashState, check_packed, leaves_of, packed_tree
 from mpx._quant import Block
@@ -77,28 +78,38 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
         >>> abs(float(master_params(params, state)["w"][0]) - 0.1) < 1e-8
         True
     """
-    flat, found, leaves, packings = _with_packings(params, state)
-    weights = flat.like(master, "`master`")
-    new: list[PackedLeaf] = []
-    for name, weight, leaf, packing in zip(
-        flat.names, weights, leaves, packings, strict=True
-    ):
-        weight, packed = _as_weight(name, weight, leaf.param), leaf.packed
-        if dtype_of(leaf.param) in PARAM_DTYPES:
-            dtype = leaf.param.dtype
-            codec = master_codec(dtype, packing.correction, found.format)
-            weight, correction = codec.encode(weight.astype(F32), dtype, Block())
-            if correction is not None:
-                packed = packing.with_correction(packed, correction)
-        new.append(PackedLeaf(weight, *packed))
-    new_state = dataclasses.replace(found, packed=packed_tree(flat, new))
+    flat, found, leaves, _ = _with_packings(params, state)
+    weights = [
+        _as_weight(name, weight, leaf.param)
+        for name, weight, leaf in zip(
+            flat.names, flat.like(master, "`master`"), leaves, strict=True
+        )
+    ]
+    new_params, new_state = put_masters(flat, found, weights)
+    return new_params, jax.tree.map(
+        lambda x: new_state if x is found else x, state, is_leaf=lambda x: x is found
+    )
+
+
+def put_masters(
+    flat: FlatParams, state: FlashState, weights: Sequence[Any]
+) -> tuple[PyTree, FlashState]:
+    """Puts weights into parameters and state; where there is none, nothing changes.
+
+    Args:
+        flat: The parameters, whose dtypes are kept.
+        state: Their state.
+        weights: For each leaf the weight in f32, another value if the leaf is no parameter,
+            or `None`.
+    """
+    leaves, packings = leaves_of(flat, state)
+    new = [
+        leaf if weight is None else put_master(weight, leaf, packing, state.format)
+        for weight, leaf, packing in zip(weights, leaves, packings, strict=True)
+    ]
     return (
         flat.treedef.unflatten([leaf.param for leaf in new]),
-        jax.tree.map(
-            lambda x: new_state if x is found else x,
-            state,
-            is_leaf=lambda x: x is found,
-        ),
+        dataclasses.replace(state, packed=packed_tree(flat, new)),
     )
 
 
@@ -144,4 +155,6 @@ def _as_weight(name: str, weight: Any, param: Any) -> Any:
             f"{dtype}, but {came or type(weight).__name__} was given."
         )
     check_shape(f"The weight of `{name}`", weight, param)
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        return weight
     return jnp.asarray(weight).astype(dtype if dtype not in PARAM_DTYPES else F32)

@@ -4,18 +4,22 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from mpx._arguments import check_choice
 from mpx._kernels import BACKENDS, Backend
 from mpx._optim._core import Core
+from mpx._optim._master_params import put_masters
 from mpx._optim._options import Compression, ParamGroup, as_groups, check_compression
-from mpx._optim._params import Mask, flatten_params
+from mpx._optim._params import Mask, cast_params, flatten_params
 from mpx._optim._scalars import Hyper, check_hyper
 from mpx._optim._state import FlashState
 from mpx._optim._update_rules import Adam, Lion, Rule, Sgd
+from mpx._select import Selectors
+from mpx._tree import dtype_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,11 +27,11 @@ _DEFAULT = Compression()
 
 
 class Stepped(NamedTuple):
-    """The result of a step.
+    """Parameters and state, at the start or after a step.
 
     Attributes:
-        params: The parameters after the step, in their own dtypes.
-        state: The state after the step.
+        params: The parameters, in their own dtypes.
+        state: Their state.
     """
 
     params: PyTree
@@ -42,15 +46,64 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
     unchanged, because the state holds the remainder of rounding the new parameters: with
     16-bit parameters, a chain with another transformation behind it is an error.
 
+    Start with `init_from`, which takes the f32 weights.
+
     Attributes:
-        init: Makes the state: `init(params)`. Given `ShapeDtypeStruct`s, every leaf of the
-            state is one, sharded like the parameters.
+        init: Makes the state of parameters as they are: `init(params)`. Masters of 16-bit
+            parameters start at pseudo-random places of their rounding intervals; see
+            `Compression.jitter`. Given `ShapeDtypeStruct`s, every leaf of the state is
+            one, sharded like the parameters.
         update: The optax interface: `update(grads, state, params, *, finite, grad_scale)`.
             Its updates are f32, also for 16-bit parameters. `optax.apply_updates` and
             `mpx.optimizer_update` keep the dtypes of parameters. `eqx.apply_updates`
             would make 16-bit parameters f32, which the next `update` refuses if there
             are master weights.
     """
+
+    def init_from(
+        self, params: PyTree, dtype: DTypeLike = jnp.bfloat16, *, keep: Selectors = ()
+    ) -> Stepped:
+        """Makes 16-bit parameters and their state from f32 weights.
+
+        The masters hold the f32 weights, to the precision of their format. Weights that
+        were rounded to 16 bits before have lost it: small steps, as in a warm-up or in
+        fine-tuning, then start from wrong places.
+
+        Args:
+            params: The f32 weights, or a whole model: arrays, tracers or
+                `ShapeDtypeStruct`s. Running statistics stay f32: `eqx.nn.State`,
+                `batch_stats` of Flax Linen and NNX variables other than `nnx.Param`.
+                Parameters that have 16 bits already start as with `init`. Frozen ones are
+                rounded.
+            dtype: The dtype of the parameters: bf16, f16, or f32 to leave them as they are.
+            keep: Parameters that stay as they are: a regular expression for paths such as
+                `"norm|bias"`, a module type, a predicate `(path, array) -> bool`, or a list
+                of these.
+
+        Returns:
+            The parameters and their state, with the shardings of the weights.
+
+        Raises:
+            ValueError: If `dtype` is not a floating dtype of at least 16 bits, or if
+                `keep` selects nothing.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> from mpx.optim import flash_adamw, master_params
+            >>> params, state = flash_adamw(1e-3).init_from({"w": jnp.full((64, 64), 0.1)})
+            >>> params["w"].dtype, float(params["w"][0, 0])
+            (dtype(bfloat16), 0.10009765625)
+            >>> abs(float(master_params(params, state)["w"][0, 0]) - 0.1) < 1e-6
+            True
+        """
+        low = cast_params(params, dtype, keep)
+        flat, state = flatten_params(low), core_of(self).init(low)
+        # Those that had 16 bits before keep the masters that `init` gave them.
+        weights = [
+            None if dtype_of(old) == dtype_of(new) else old
+            for old, new in zip(flat.like(params, "`params`"), flat.leaves, strict=True)
+        ]
+        return Stepped(*put_masters(flat, state, weights))
 
     def step(
         self,
@@ -183,13 +236,12 @@ def flash_adamw(
             error where it cannot run. `"auto"` chooses, but never Mosaic.
 
     Returns:
-        An optimizer with `init`, `step` and the `update` of optax.
+        An optimizer with `init_from`, `init`, `step` and the `update` of optax.
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
         >>> optimizer = flash_adamw(0.5)
-        >>> state = optimizer.init(params)
+        >>> params, state = optimizer.init_from({"w": jnp.ones((64, 64))})
         >>> grads = {"w": jnp.ones((64, 64), jnp.bfloat16)}
         >>> params, state = optimizer.step(params, state, grads)
         >>> float(params["w"][0, 0]), int(state.count)

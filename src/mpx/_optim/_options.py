@@ -59,7 +59,13 @@ class Compression:
             element in its array, which inside `shard_map` and `vmap` is the local one.
         format: `"mpx"` has scales with the range of f32; `"flashoptim"` stores the f16
             scales and corrections of FlashOptim, to exchange checkpoints with it.
-        seed: For stochastic rounding.
+        seed: For stochastic rounding and `jitter`.
+        jitter: Whether `init` puts each master weight of a 16-bit parameter at a
+            pseudo-random place among the weights that round to this parameter. It changes
+            no parameter. Without it, masters start in the middle of their rounding
+            intervals, and small steps change no parameter for a long time. The place
+            depends on `seed`, the path of the parameter and the place of the element in
+            its array. To start from f32 weights, use `init_from`.
 
     Examples:
         >>> Compression(master_bits=None, rounding="stochastic").quantize
@@ -73,12 +79,14 @@ class Compression:
     rounding: Literal["dithered", "nearest", "stochastic"] = "dithered"
     format: StateFormat = "mpx"
     seed: int = 0
+    jitter: bool = True
 
     def __post_init__(self) -> None:
         check_choice(self.master_bits, "master_bits", (24, 32, None))
         check_choice(self.rounding, "rounding", ("dithered", "nearest", "stochastic"))
         check_choice(self.format, "format", ("mpx", "flashoptim"))
         check_bool(self.quantize, "`quantize`")
+        check_bool(self.jitter, "`jitter`")
         for name, least in {"group_size": None, "min_size": 0, "seed": None}.items():
             value = as_count(getattr(self, name), name, least)
             object.__setattr__(self, name, value)

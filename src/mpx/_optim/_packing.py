@@ -1,6 +1,8 @@
 """How the state of one parameter is packed into arrays, and a step of what is packed."""
 
 import dataclasses
+import functools
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,22 +13,24 @@ import optax
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from mpx._optim._options import StateFormat, master_codec, moment_codec
-from mpx._optim._params import F32
+from mpx._optim._options import Compression, StateFormat, master_codec, moment_codec
+from mpx._optim._params import F32, PARAM_DTYPES
 from mpx._optim._update_rules import Leaf, LeafStep, Rule
 from mpx._quant import (
     Block,
+    MasterCodec,
     Noise,
     Packed,
     Quantized,
     count_words,
+    element_index,
     join,
     split,
     word_of,
     words_of,
 )
-from mpx._sharding import unstacked, whole_groups, zeros_alike
-from mpx._tree import dtype_of, shape_of
+from mpx._sharding import sharded_as, unstacked, whole_groups, zeros_alike
+from mpx._tree import cast_leaf, dtype_of, shape_of
 
 INT8, INT16 = np.dtype(np.int8), np.dtype(np.int16)
 
@@ -154,7 +158,10 @@ class Packing:
         """Returns a state with another correction of the same dtype."""
         codes = jnp.asarray(packed.codes)
         words = words_of(correction, codes.dtype)
-        return packed._replace(codes=codes.at[-len(words) :].set(jnp.stack(words)))
+        for index, word in enumerate(words, start=len(codes) - len(words)):
+            word = sharded_as(word, codes[index])
+            codes = lax.dynamic_update_index_in_dim(codes, word, index, 0)
+        return packed._replace(codes=codes)
 
 
 def pack(leaf: Leaf) -> Packed:
@@ -165,6 +172,76 @@ def pack(leaf: Leaf) -> Packed:
         codes if is_f32 else jnp.stack(codes),
         None if scales is None else jnp.stack(scales),
     )
+
+
+def place_masters(
+    name: str, param: Any, packed: Packed, packing: Packing, compression: Compression
+) -> Packed:
+    """Puts each master weight at a pseudo-random place in its rounding interval."""
+    if isinstance(param, jax.ShapeDtypeStruct):
+        return packed
+    codec = master_codec(param.dtype, packing.correction, compression.format)
+    seed = _start_seed(name, compression.seed)
+    return _place(jnp.asarray(param), packed, seed, packing=packing, codec=codec)
+
+
+# Under jit, so that nothing but the state is written to memory.
+@functools.partial(jax.jit, static_argnames=("packing", "codec"), donate_argnums=1)
+def _place(
+    param: Array, packed: Packed, seed: Array, *, packing: Packing, codec: MasterCodec
+) -> Packed:
+    correction = codec.place(param, Noise(element_index(param.shape), seed))
+    assert correction is not None
+    return packing.with_correction(packed, correction)
+
+
+def placed_weight(name: str, param: Any) -> Any:
+    """Returns f32 weights at pseudo-random places in the rounding intervals of parameters."""
+    if isinstance(param, jax.ShapeDtypeStruct):
+        return cast_leaf(param, F32)
+    codec = master_codec(param.dtype, INT16, "mpx")
+    return _placed(jnp.asarray(param), _start_seed(name, 0), codec=codec)
+
+
+@functools.partial(jax.jit, static_argnames="codec")
+def _placed(param: Array, seed: Array, *, codec: MasterCodec) -> Array:
+    correction = codec.place(param, Noise(element_index(param.shape), seed))
+    return codec.decode(param, correction, Block())
+
+
+def _start_seed(name: str, seed: int) -> np.uint32:
+    """Returns the seed of a parameter, which depends on its path and on nothing else."""
+    return np.uint32((seed * 0xC2B2AE3D + zlib.crc32(name.encode())) & 0xFFFFFFFF)
+
+
+def put_master(
+    weight: Any, leaf: PackedLeaf, packing: Packing, format: StateFormat
+) -> PackedLeaf:
+    """Returns a leaf with another weight; the parameter keeps its dtype."""
+    dtype = dtype_of(leaf.param)
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        return leaf
+    if packing.correction is None:
+        is_param = dtype in PARAM_DTYPES
+        return leaf._replace(param=weight.astype(dtype) if is_param else weight)
+    codec = master_codec(dtype, packing.correction, format)
+    return _put(
+        weight, leaf.packed, packing=packing, codec=codec, dtype=np.dtype(dtype)
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("packing", "codec", "dtype"))
+def _put(
+    weight: Array,
+    packed: Packed,
+    *,
+    packing: Packing,
+    codec: MasterCodec,
+    dtype: np.dtype,
+) -> PackedLeaf:
+    param, correction = codec.encode(weight.astype(F32), dtype, Block())
+    assert correction is not None
+    return PackedLeaf(param, *packing.with_correction(packed, correction))
 
 
 def decode_moment(name: str, moment: Any, format: StateFormat) -> Array:

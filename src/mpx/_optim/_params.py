@@ -1,4 +1,4 @@
-"""Parameters as a flat list with names; which of them train, and which decay."""
+"""Parameters as a flat list with names; which of them are cast, train and decay."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -6,12 +6,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from mpx._cast import cast_state_leaf, map_floating
 from mpx._compat import is_tracer
+from mpx._formats import parse_float_dtype
+from mpx._keep import is_state
 from mpx._nnx import without_variables
 from mpx._quant import Packed
+from mpx._select import Matcher, Selectors, parse_selectors
 from mpx._tree import (
+    LeafName,
+    cast_leaf,
     check_shape,
     dtype_of,
     flatten_with_names,
@@ -90,6 +97,26 @@ def flatten_params(params: PyTree) -> FlatParams:
     named, bare = flatten_with_names(without_variables(params), is_leaf=is_none)
     names, leaves = [name for name, _ in named], [leaf for _, leaf in named]
     return FlatParams(names, leaves, treedef, bare)
+
+
+def cast_params(params: PyTree, dtype: DTypeLike, keep: Selectors) -> PyTree:
+    """Casts the parameters of a model, except what `keep` selects and running statistics.
+
+    Raises:
+        ValueError: If `dtype` is not a floating dtype of at least 16 bits, or if `keep`
+            selects nothing.
+    """
+    kept = Matcher(parse_selectors(keep, "keep"), "keep")
+    target = parse_float_dtype(dtype)
+
+    def cast(name: LeafName, leaf: Any) -> Any:
+        if kept.find(name, leaf) is not None:
+            return leaf
+        return (cast_state_leaf if is_state(name) else cast_leaf)(leaf, target)
+
+    low = map_floating(cast, params)
+    kept.check()
+    return low
 
 
 def _first_difference(

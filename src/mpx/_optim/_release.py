@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from mpx import _kernels
 from mpx._call import as_loss, unpack
-from mpx._compat import has_explicit_axes, open_jaxpr
+from mpx._compat import has_explicit_axes, open_jaxpr, varying_axes
 from mpx._half import gradient_function
 from mpx._optim._core import Core
 from mpx._optim._optimizers import FlashOptimizer, core_of
@@ -23,6 +23,7 @@ from mpx._optim._params import flatten_params
 from mpx._optim._state import FlashState
 from mpx._optim._taps import Tap, run
 from mpx._tree import as_flag
+from mpx._update import together
 from mpx._wrapped import has_scales
 
 Ref = Any
@@ -37,7 +38,8 @@ class Released(NamedTuple):
         aux: The auxiliary output of the function; `None` without `has_aux`.
         params: The parameters after the step, in their own dtypes.
         state: The state after the step.
-        finite: Whether all gradients were finite; `None` unless `skip_nonfinite`.
+        finite: Whether the loss and all gradients were finite; `None` unless
+            `skip_nonfinite`.
         grad_norm: The norm of all gradients before `grad_scale`, f32; `None` unless
             `with_norm`.
     """
@@ -55,7 +57,7 @@ def release(
     optimizer: optax.GradientTransformation,
     *,
     has_aux: bool = False,
-    skip_nonfinite: bool = False,
+    skip_nonfinite: bool = True,
     with_norm: bool = False,
 ) -> Callable[..., Released]:
     """Differentiates a function and steps, without ever holding all gradients.
@@ -70,8 +72,11 @@ def release(
         optimizer: A compressed optimizer, such as `mpx.optim.flash_adamw`.
         has_aux: Whether `func` returns a pair of the loss and anything else.
         skip_nonfinite: Whether to skip each parameter or layer, with its state, whose
-            gradient is not finite. The others step, since it is only known at the end
-            whether all are finite. The step counts if anything stepped.
+            gradient is not finite, and the whole step if the loss is not. Layers whose
+            gradients are finite have stepped by the time another one turns out not to be:
+            to skip them, too, all gradients would have to be kept, and `release` is there
+            to avoid that. The step counts if anything stepped. Without it, an inf or nan
+            reaches the weights.
         with_norm: Whether to compute the norm of the gradients. It is known only after
             the step, so it can clip the next one.
 
@@ -153,7 +158,9 @@ def release(
         # With a `grad_scale`, the loss is scaled.
         is_scaled = not (isinstance(grad_scale, float) and grad_scale == 1.0)
         with gradient_function() if is_scaled else contextlib.nullcontext():
-            (value, aux), _ = jax.value_and_grad(loss, has_aux=True)(jnp.zeros(()))
+            value, backward, aux = jax.vjp(loss, jnp.zeros(()), has_aux=True)
+            watched.see_loss(value)
+            backward(jnp.ones_like(value))
         all_finite, norm, counts = watched.results()
         flag = _both(flag, counts)
         for site in sites:
@@ -170,12 +177,21 @@ def release(
             norm,
         )
 
+    step.mpx_released = func, optimizer  # `mpx.inspect.memory` asks for it
     return step
 
 
 class _Watched(NamedTuple):
-    """Facts about all gradients, collected in references; `None` if not asked for."""
+    """Facts about loss and gradients, collected in references; `None` if not asked for.
 
+    Attributes:
+        loss_finite: Whether the loss is finite.
+        all_finite: Whether everything seen so far is.
+        any_finite: Whether any gradient was that may step.
+        squares: The sum of the squares of all gradients.
+    """
+
+    loss_finite: Ref | None = None
     all_finite: Ref | None = None
     any_finite: Ref | None = None
     squares: Ref | None = None
@@ -184,29 +200,42 @@ class _Watched(NamedTuple):
     def make(cls, finite: bool, squares: bool) -> "_Watched":
         return cls(
             jax.new_ref(jnp.ones((), bool)) if finite else None,
+            jax.new_ref(jnp.ones((), bool)) if finite else None,
             jax.new_ref(jnp.zeros((), bool)) if finite else None,
             jax.new_ref(jnp.zeros((), jnp.float32)) if squares else None,
         )
 
+    def see_loss(self, loss: Array) -> None:
+        """Records the loss, before any gradient is known."""
+        if self.loss_finite is not None and self.all_finite is not None:
+            finite = together(jnp.isfinite(loss), self.loss_finite[...])
+            self.loss_finite[...] = finite
+            self.all_finite[...] = finite
+
     def see(self, grad: Array) -> Array | None:
-        """Records a gradient; returns whether it is finite, if that was asked for."""
+        """Records a gradient; returns whether it may step, if that was asked for."""
         grad = grad.astype(jnp.float32)
         if self.squares is not None:
-            self.squares[...] += jnp.sum(jnp.square(grad))
-        if self.all_finite is None or self.any_finite is None:
+            squares = jnp.sum(jnp.square(grad))
+            # Devices may have shards of the parameter.
+            axes = tuple(sorted(varying_axes(jax.typeof(squares))))
+            self.squares[...] += lax.psum(squares, axes) if axes else squares
+        if self.loss_finite is None or self.all_finite is None:
             return None
-        finite = jnp.all(jnp.isfinite(grad))
+        loss_finite = self.loss_finite[...]
+        finite = together(jnp.all(jnp.isfinite(grad)), loss_finite) & loss_finite
         self.all_finite[...] &= finite
-        if grad.size:
+        if grad.size and self.any_finite is not None:
             self.any_finite[...] |= finite
         return finite
 
     def results(self) -> tuple[Array | None, Array | None, Array | None]:
         """Returns whether all were finite, their norm, and whether the step counts.
 
-        It does unless there were gradients and none was finite: then nothing stepped.
+        It does unless the loss was not finite, or there were gradients and none was: then
+        nothing stepped.
         """
-        every, some, squares = (None if x is None else jax.freeze(x) for x in self)
+        _, every, some, squares = (None if x is None else jax.freeze(x) for x in self)
         norm = None if squares is None else jnp.sqrt(squares)
         counts = None if every is None or some is None else every | some
         return every, norm, counts

@@ -7,10 +7,12 @@ the work per element is small. Rules run in plain JAX and in kernels.
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from mpx._quant import (
@@ -24,6 +26,7 @@ from mpx._quant import (
 
 Scalars = tuple[Array, ...]
 Moments = tuple[Array, ...]
+_LARGEST_MOMENT = np.float32(2.0**125)  # the largest that every codec can store
 
 
 class Rule(abc.ABC):
@@ -44,10 +47,22 @@ class Rule(abc.ABC):
         """Combines hyperparameters; `step` is 1 for the first step."""
 
     @abc.abstractmethod
-    def update(
+    def average(
         self, c: Scalars, grad: Array, weight: Array, moments: Moments, block: Block
-    ) -> tuple[Array, Moments]:
-        """Returns the new weight and moments, given the coefficients `c`."""
+    ) -> Moments:
+        """Returns the new moments, given the coefficients `c`."""
+
+    @abc.abstractmethod
+    def move(  # noqa: PLR0917
+        self,
+        c: Scalars,
+        grad: Array,
+        weight: Array,
+        old: Moments,
+        new: Moments,
+        block: Block,
+    ) -> Array:
+        """Returns the new weight, given the moments before and after the step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,19 +88,31 @@ class Adam(Rule):
         decay = _decay(hyper, self.decoupled)
         return (b1, keep1, b2, keep2, rate, decay, hyper["eps"] * root)
 
-    def update(
+    def average(
         self, c: Scalars, grad: Array, weight: Array, moments: Moments, block: Block
-    ) -> tuple[Array, Moments]:
-        b1, keep1, b2, keep2, rate, decay, eps = c
+    ) -> Moments:
+        b1, keep1, b2, keep2, _, decay, _ = c
         mu, nu = moments
         if not self.decoupled:
             grad = grad + decay * weight
         mu = block.multiply_add(b1, mu, keep1 * grad)
-        nu = block.multiply_add(b2, nu, keep2 * (grad * grad))
+        return mu, block.multiply_add(b2, nu, keep2 * (grad * grad))
+
+    def move(  # noqa: PLR0917
+        self,
+        c: Scalars,
+        grad: Array,
+        weight: Array,
+        old: Moments,
+        new: Moments,
+        block: Block,
+    ) -> Array:
+        *_, rate, decay, eps = c
+        mu, nu = new
         if self.decoupled:
             weight = weight * decay
         step = mu * block.reciprocal(block.sqrt(nu) + eps)
-        return block.multiply_add(-rate, step, weight), (mu, nu)
+        return block.multiply_add(-rate, step, weight)
 
 
 def _bias(decay: Array, step: Array) -> Array:
@@ -111,13 +138,25 @@ class Lion(Rule):
         b1, b2, rate = hyper["b1"], hyper["b2"], hyper["learning_rate"]
         return (b1, 1 - b1, b2, 1 - b2, rate, _decay(hyper))
 
-    def update(
+    def average(
         self, c: Scalars, grad: Array, weight: Array, moments: Moments, block: Block
-    ) -> tuple[Array, Moments]:
-        b1, keep1, b2, keep2, rate, decay = c
+    ) -> Moments:
+        _, _, b2, keep2, _, _ = c
         (mu,) = moments
-        step = block.sign(b1 * mu + keep1 * grad)
-        return weight * decay - rate * step, (b2 * mu + keep2 * grad,)
+        return (b2 * mu + keep2 * grad,)
+
+    def move(  # noqa: PLR0917
+        self,
+        c: Scalars,
+        grad: Array,
+        weight: Array,
+        old: Moments,
+        new: Moments,
+        block: Block,
+    ) -> Array:
+        b1, keep1, _, _, rate, decay = c
+        (mu,) = old
+        return weight * decay - rate * block.sign(b1 * mu + keep1 * grad)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,20 +179,31 @@ class Sgd(Rule):
         decay, rate = _decay(hyper, self.decoupled), hyper["learning_rate"]
         return (hyper["momentum"], 1 - hyper["dampening"], rate, decay)
 
-    def update(
+    def average(
         self, c: Scalars, grad: Array, weight: Array, moments: Moments, block: Block
-    ) -> tuple[Array, Moments]:
-        momentum, keep, rate, decay = c
-        if self.decoupled:
-            weight = weight * decay
-        else:
+    ) -> Moments:
+        momentum, keep, _, decay = c
+        if not self.decoupled:
             grad = grad + decay * weight
-        if not self.moments:
-            return weight - rate * grad, ()
-        (mu,) = moments
-        mu = momentum * mu + keep * grad
-        step = grad + momentum * mu if self.nesterov else mu
-        return weight - rate * step, (mu,)
+        return tuple(momentum * mu + keep * grad for mu in moments)
+
+    def move(  # noqa: PLR0917
+        self,
+        c: Scalars,
+        grad: Array,
+        weight: Array,
+        old: Moments,
+        new: Moments,
+        block: Block,
+    ) -> Array:
+        momentum, _, rate, decay = c
+        if self.decoupled:
+            weight, step = weight * decay, grad
+        else:
+            step = grad + decay * weight
+        for mu in new:
+            step = step + momentum * mu if self.nesterov else mu
+        return weight - rate * step
 
 
 class Leaf(NamedTuple):
@@ -218,25 +268,47 @@ class LeafStep:
             codec.decode(stored, block)
             for codec, stored in zip(self.moments, leaf.moments, strict=True)
         )
-        grad = grad.astype(weight.dtype) * grad_scale
-        weight, moments = self.rule.update(
-            tuple(coefficients), grad, weight, moments, block
+        weight, moments = self._update(
+            (grad_scale, *coefficients), grad, leaf.param.dtype, weight, moments, block
         )
-        # If a moment is not finite, zero is stored so that it does not spread to its
-        # group, also for the other moments of the element: the square of a gradient of
-        # 1e20 is infinite while its first moment is not, and that beside a second moment
-        # of zero would be a step without bound. If any moment is not finite, the last one
-        # is not; outside kernels that one checks itself.
-        keep = is_finite(moments[-1]) if self.group_size else None
         param, correction = self.master.encode(
             weight, leaf.param.dtype, block, rounding(for_masters, 0)
         )
-        stored = []
         pairs = zip(self.moments, moments, strict=True)
-        for stream, (codec, moment) in enumerate(pairs, start=1):
-            alone = stream == len(moments) and not block.in_registers
-            kept = None if alone else keep
-            stored.append(
-                codec.encode(moment, block, rounding(for_moments, stream), kept)
-            )
-        return Leaf(param, correction, tuple(stored))
+        stored = tuple(
+            codec.encode(moment, block, rounding(for_moments, stream), is_safe=True)
+            for stream, (codec, moment) in enumerate(pairs, start=1)
+        )
+        return Leaf(param, correction, stored)
+
+    def _update(  # noqa: PLR0917
+        self,
+        scalars: Scalars,
+        grad: Array,
+        dtype: np.dtype,
+        weight: Array,
+        moments: Moments,
+        block: Block,
+    ) -> tuple[Array, Moments]:
+        """Returns weights and moments after a step, the old ones where it would overflow.
+
+        The square of a gradient of 1e20 is infinite. Such a second moment would stay, and
+        its weight would never move again. Each element is decided by itself, in registers:
+        to skip the whole step, a kernel would have to read all gradients twice. Moments
+        stay finite whatever the gradient is. So do weights, unless the gradient itself is
+        inf or nan: that is for `finite` to skip, and must be seen if nobody looks.
+        """
+        grad_scale, *c = scalars
+        grad = grad if grad.dtype.itemsize > 4 else grad.astype(weight.dtype)
+        given = tuple(c), grad.astype(weight.dtype) * grad_scale, weight
+        new = self.rule.average(*given, moments, block)
+        # If any moment is too large, the last one is.
+        fits = [jnp.abs(last) < _LARGEST_MOMENT for last in new[-1:]]
+        for fit in fits:
+            new = tuple(map(functools.partial(jnp.where, fit), new, moments))
+        moved = self.rule.move(*given, moments, new, block)
+        # A weight that is beyond its dtype already may shrink.
+        largest = jnp.maximum(jnp.abs(weight), np.float32(jnp.finfo(dtype).max))
+        for fit in (*fits, jnp.abs(moved) <= largest):
+            moved = jnp.where(fit, moved, weight)
+        return jnp.where(is_finite(grad), moved, np.float32(np.nan)), new

@@ -46,6 +46,17 @@ class MasterCodec(abc.ABC):
             rounding: To nearest, with `Dither.masters`, or at random.
         """
 
+    @abc.abstractmethod
+    def place(self, param: Array, noise: Noise) -> Correction:
+        """Returns corrections that put weights anywhere in the rounding interval of `param`.
+
+        A rounded weight says only in which interval it was. In its middle, small steps
+        would change no parameter for a long time, then all at once. If weights are evenly
+        spread over it, as bit patterns, the mean of the parameters moves as the mean of the
+        weights does, from the first step on. Encoding the decoded weights gives `param`.
+        Zeros, subnormal numbers, inf and nan get the correction 0.
+        """
+
 
 @dataclasses.dataclass(frozen=True)
 class RoundedMaster(MasterCodec):
@@ -65,6 +76,9 @@ class RoundedMaster(MasterCodec):
         if up is not None and np.dtype(dtype).itemsize == 2:
             weight = _rounded_by(weight, np.dtype(dtype), up)
         return weight.astype(dtype), None
+
+    def place(self, param: Array, noise: Noise) -> Correction:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +122,15 @@ class BitDelta(MasterCodec):
         low = (total >> self._shift) & (2 ** (8 * self.dtype.itemsize) - 1)
         param = block.rounded(from_bits(total & np.int32(-65536)), _BF16)
         return param.astype(_BF16), (low + np.iinfo(self.dtype).min).astype(self.dtype)
+
+    def place(self, param: Array, noise: Noise) -> Correction:
+        low = (noise.bits() >> np.uint32(32 - 8 * self.dtype.itemsize)).astype(
+            jnp.int32
+        )
+        least = np.iinfo(self.dtype).min
+        # The least code is half-way to a neighbour: rounded, it is the even one of both.
+        code = jnp.maximum(low + least, least + (_pattern(param) & 1))
+        return jnp.where(_is_normal(param), code, 0).astype(self.dtype)
 
     @property
     def _shift(self) -> int:
@@ -157,6 +180,33 @@ class UlpFraction(MasterCodec):
             code = jnp.clip(code + more, -top, top)
         return param, to_integer(code, self.dtype.type)
 
+    def place(self, param: Array, noise: Noise) -> Correction:
+        pattern, (mantissa, _) = _pattern(param), _LAYOUT[np.dtype(param.dtype)]
+        # What lies half-way between two parameters is rounded to the even one. Eight units
+        # of 16 bits are one ulp of f32, to which a decoded f16 weight is rounded.
+        top, odd = np.iinfo(self.dtype).max, pattern & 1
+        most = top - odd * (1 if self.dtype == _INT8 else 8)
+        count = (2 * most + 1).astype(jnp.uint32)
+        below = ((noise.bits() >> np.uint32(16)) * count) >> np.uint32(16)
+        code = below.astype(jnp.int32) - most
+        # Below a power of two the interval has half the width.
+        is_power = (pattern & ((1 << mantissa) - 1)) == 0
+        code = jnp.where(is_power & (code < 0), -(-code >> 1), code)
+        code = jnp.where(pattern < 0x8000, code, -code)
+        return jnp.where(_is_normal(param), code, 0).astype(self.dtype)
+
+
+def _pattern(param: Array) -> Array:
+    """Returns the bits of 16-bit numbers as int32."""
+    return lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.int32)
+
+
+def _is_normal(param: Array) -> Array:
+    """Returns which 16-bit numbers are neither zero, subnormal, inf nor nan."""
+    mantissa, bias = _LAYOUT[np.dtype(param.dtype)]
+    exponent = (_pattern(param) & 0x7FFF) >> mantissa
+    return (exponent > 0) & (exponent <= 2 * bias)
+
 
 def _high_bits(param: Array) -> Array:
     unsigned = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32)
@@ -166,8 +216,7 @@ def _high_bits(param: Array) -> Array:
 def _half_ulp(param: Array) -> tuple[Array, Array]:
     """Returns two powers of two whose product is half an ulp."""
     mantissa, bias = _LAYOUT[np.dtype(param.dtype)]
-    pattern = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.int32)
-    exponent = (pattern >> mantissa) & ((1 << (15 - mantissa)) - 1)
+    exponent = (_pattern(param) >> mantissa) & ((1 << (15 - mantissa)) - 1)
     log = jnp.maximum(exponent, 1) - (bias + mantissa + 1)
     half = log >> 1
     return _power_of_two(half), _power_of_two(log - half)

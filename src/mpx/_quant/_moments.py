@@ -23,7 +23,6 @@ from mpx._quant._rounding import (
     to_integer,
 )
 
-Keep = Array | None
 BF16 = np.dtype(jnp.bfloat16)
 F16 = np.dtype(jnp.float16)
 _F32 = np.dtype(F32)
@@ -64,7 +63,7 @@ class MomentCodec(abc.ABC):
 
     @abc.abstractmethod
     def encode(
-        self, x: Array, block: Block, rounding: Rounding = None, keep: Keep = None
+        self, x: Array, block: Block, rounding: Rounding = None, is_safe: bool = False
     ) -> Any:
         """Encodes f32 numbers.
 
@@ -74,7 +73,8 @@ class MomentCodec(abc.ABC):
             rounding: How codes are rounded: to nearest, at random, or with
                 `Dither.moments`, which also rounds bf16 scales and which the formats of
                 FlashOptim do not support.
-            keep: Where it is false, zero is stored; by default for inf and nan.
+            is_safe: Whether all numbers are known to be below 2¹²⁵. Otherwise zero is
+                stored for inf and nan, so that they do not spread to their group.
         """
 
 
@@ -89,7 +89,7 @@ class Full(MomentCodec):
         return stored
 
     def encode(
-        self, x: Array, block: Block, rounding: Rounding = None, keep: Keep = None
+        self, x: Array, block: Block, rounding: Rounding = None, is_safe: bool = False
     ) -> Array:
         return x
 
@@ -122,9 +122,9 @@ class SoftsignInt8(MomentCodec):
         return q * block.reciprocal(254.0 - jnp.abs(q)) * scale
 
     def encode(
-        self, x: Array, block: Block, rounding: Rounding = None, keep: Keep = None
+        self, x: Array, block: Block, rounding: Rounding = None, is_safe: bool = False
     ) -> Quantized:
-        x = jnp.where(is_finite(x) if keep is None else keep, x, 0.0)
+        x = x if is_safe else jnp.where(is_finite(x), x, 0.0)
         peak = block.peak(jnp.abs(x))
         dither = UPWARDS if isinstance(rounding, Noise) else rounding
         scale, stored = _rounded_scale(peak, self.scale_dtype, dither)
@@ -170,13 +170,11 @@ class SqrtUint8(MomentCodec):
         return root * root
 
     def encode(
-        self, x: Array, block: Block, rounding: Rounding = None, keep: Keep = None
+        self, x: Array, block: Block, rounding: Rounding = None, is_safe: bool = False
     ) -> Quantized:
-        # Not `is_finite`: XLA would write to memory what two moments have in common.
-        keep = x <= _LARGEST[_F32] if keep is None else keep
-        # The root first: a rule has computed it already.
-        root = jnp.where(keep, block.sqrt(x), 0.0)
-        peak = block.root_peak(jnp.where(keep, x, 0.0), root)
+        x = x if is_safe else jnp.where(is_finite(x), x, 0.0)
+        root = block.sqrt(x)
+        peak = block.root_peak(x, root)
         scale, stored = _rounded_scale(peak, self.scale_dtype)
         # Below all roots of f32 numbers; a smaller floor would make 0 · ∞ of a zero.
         unit = 255.0 * block.reciprocal(jnp.maximum(scale, np.float32(2.0**-100)))

@@ -1,9 +1,10 @@
-"""Runs a function that casts its parameters, with weight gradients of another dtype.
+"""Runs a function that casts its parameters, with gradients that are summed in f32.
 
-A policy casts f32 parameters to 16 bits and calls the user's function on the copies. Their
-gradients would come out of matmuls in 16 bits, and XLA would sum them over devices in that.
-Here the function is evaluated again with each copy held in f32 until something reads it: a
-matmul takes it as a weight (see `_product`), and everything else gets the copy.
+A policy casts f32 parameters to 16 bits and calls the user's function on the copies. The
+gradient of a table would add up in 16 bits, row by row; those of weights would come out of
+matmuls in 16 bits, and XLA would sum them over devices in that. Here the function is
+evaluated again with each copy held in f32 until something reads it: a gather reads the f32
+rows, a matmul takes it as a weight (see `_product`), and everything else gets the copy.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._compat import bind, convert_dtype, eval_equation, open_jaxpr
+from mpx._compat import bind, convert_dtype, eval_equation, is_tracer, open_jaxpr
 from mpx._jaxpr import HANDLERS
 from mpx._jaxpr._interpreter import (
     Kind,
@@ -38,11 +39,17 @@ from mpx._wire._options import (
 from mpx._wire._product import multiply_for
 
 _ENTERED = (*CALLS, "scan", "cond")
+_HOLDING = {*MATMULS, "gather"}
 _BROADCASTING = names("add sub mul div max min")
 
 
 def with_masters(
-    func: Callable[..., Any], params: PyTree, rest: PyTree, choice: Reduce
+    func: Callable[..., Any],
+    params: PyTree,
+    rest: PyTree,
+    choice: Reduce,
+    *,
+    is_mapped: bool = False,
 ) -> Any:
     """Calls a function of parameters that it casts, and of further arguments.
 
@@ -51,23 +58,33 @@ def with_masters(
         params: Its parameters.
         rest: Its second argument.
         choice: The dtype in which weight gradients leave their matmuls.
+        is_mapped: Whether mpx sums over devices, and not XLA.
     """
     leaves, structure = jax.tree.flatten((params, rest))
-    by_default = choice is None and not any(map(on_several_devices, leaves))
-    if by_default or choice == COMPUTE:
+    has_several = not is_mapped and any(map(on_several_devices, leaves))
+    if choice == COMPUTE and has_several:
         return func(params, rest)
     count = len(jax.tree.leaves(params))
 
-    def flat(*leaves: Any) -> Any:
-        return func(*jax.tree.unflatten(structure, leaves))
+    known, results = [], jax.tree.structure(None)
 
-    jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    def flat(*leaves: Any) -> list[Any]:
+        nonlocal known, results
+        out, results = jax.tree.flatten(func(*jax.tree.unflatten(structure, leaves)))
+        known = [None if is_tracer(x) else x for x in out]
+        return [x for x in out if is_tracer(x)]
+
+    jaxpr = jax.make_jaxpr(flat)(*leaves)
     body, consts = open_jaxpr(jaxpr)
     facts = [i < count for i in range(len(leaves))]
-    visitor = _Masters(choice=choice)
+    holds_weights = has_several or not (is_mapped or choice in (None, COMPUTE))
+    visitor = _Masters(choice=choice, holds_weights=holds_weights)
     outs, _ = visitor.run(body, consts, leaves, facts, ())
     outs = cast_all(arrays_of(outs), dtypes_of([x.aval for x in body.outvars]))
-    return jax.tree.unflatten(jax.tree.structure(shape), outs)
+    # What was not computed comes back as it is: arrays of NumPy, state that is untouched.
+    traced = iter(outs)
+    out = [next(traced) if x is None else x for x in known]
+    return jax.tree.unflatten(results, out)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -75,10 +92,16 @@ class _Masters(Visitor):
     """Holds rounded parameters in f32. The fact is whether a value is a parameter.
 
     A value with another dtype than its variable is such a copy before it is rounded.
+
+    Attributes:
+        choice: The dtype in which weight gradients leave their matmuls.
+        holds_weights: Whether that is for weights and biases as well, and not for tables
+            only.
     """
 
     unknown = False
     choice: Reduce
+    holds_weights: bool
 
     def fact_inside(self, fact: bool, var: Any, kind: Kind) -> bool:
         return fact and kind in ("operand", "slice")
@@ -96,11 +119,18 @@ class _Masters(Visitor):
         if name == "gather" and is_param:
             # An embedding: what is read is rounded, and the gradients add up in f32.
             return bind(eqn, op.values), [False]
-        if name in MATMULS and self._held(op):
+        if name in MATMULS and self.holds_weights and self._held(op):
             return [self._matmul(op)], [False]
-        if name in _ENTERED and holds(eqn, MATMULS):
+        if self._enters(op):
             return HANDLERS[name](self, op)
         return eval_equation(eqn, self._rounded(op)), [False] * len(eqn.outvars)
+
+    def _enters(self, op: Op) -> bool:
+        if self.holds_weights:
+            return op.eqn.primitive.name in _ENTERED and holds(op.eqn, _HOLDING)
+        # Not loops: what they do not change would be rounded in each round.
+        is_call = op.eqn.primitive.name in CALLS
+        return is_call and any(op.facts) and holds(op.eqn, {"gather"})
 
     def _held(self, op: Op) -> list[int]:
         """Returns which operands of a matmul are held in f32."""
@@ -118,7 +148,8 @@ class _Masters(Visitor):
         def rounded(var: Any, value: Any) -> Any:
             if not isinstance(value, jax.Array) or value.dtype == var.aval.dtype:
                 return value
-            if op.eqn.primitive.name in _BROADCASTING and value.ndim == len(shape):
+            broadcasts = op.eqn.primitive.name in _BROADCASTING and self.holds_weights
+            if broadcasts and value.ndim == len(shape):
                 # A bias: a broadcast becomes a sum in the backward pass, in f32.
                 value = jnp.broadcast_to(value, shape)
             return convert_dtype(value, var.aval.dtype)

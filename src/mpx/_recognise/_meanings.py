@@ -1,8 +1,11 @@
 """The meaning of a value: scores of a matmul, or a part of the softmax of such scores.
 
-scores = scale · lhs rhs + bias, where mask, else fill
-exp = exp(scores - shift)       sum = Σ exp       log_sum = log sum
-probs = exp / sum               log_probs = scores - shift - log_sum
+    scores = scale · lhs rhs + bias, where mask, else fill
+    exp = exp(scores - shift)       sum = Σ exp       log_sum = log sum
+    probs = exp / sum               log_probs = scores - shift - log_sum
+
+A row in which everything is masked has one score, the fill. What its other parts are depends
+on how the softmax is written: a mean, nan or 0. Each meaning carries that number along.
 """
 
 import dataclasses
@@ -19,7 +22,9 @@ Labels = tuple[tuple[Label, ...], ...]
 Kind = Literal["scores", "max", "exp", "sum", "log_sum", "log_probs", "probs"]
 
 MASKED = -1e4
-"""Scores at or below this count as masked."""
+"""Scores that are replaced by this or less count as masked."""
+ABSORBING = -1e20
+"""Adding this or less to a score leaves nothing of the score in f32."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,6 +38,8 @@ class Side:
         factor: By what a bias is multiplied.
         keeps: Whether `True` in a mask keeps the score.
         fill: What masked scores become.
+        is_added: Whether the fill was added to the scores, so that they have a gradient
+            where they are masked, too.
     """
 
     kind: Literal["bias", "mask"]
@@ -41,19 +48,19 @@ class Side:
     factor: float = 1.0
     keeps: bool = True
     fill: float = -math.inf
+    is_added: bool = False
 
     def is_same(self, other: "Side") -> bool:
         """Returns whether another one has the same array; the fill may differ."""
-        one, two = ((x.kind, x.factor, x.keeps, *x._origin()) for x in (self, other))
-        return one == two
+        return self.origin() == other.origin()
 
-    def _origin(self) -> tuple[int, tuple[Any, ...]]:
-        """Returns the array that it was broadcast from, and the labels of its axes."""
+    def origin(self) -> tuple[Any, ...]:
+        """Returns what identifies it: the array it was broadcast from, and its labels."""
         term, labels = self.term, self.labels
         while term.name == "broadcast_in_dim" and term.operands[0].eqn is not None:
             dims = term.params["broadcast_dimensions"]
             labels, term = tuple(labels[d] for d in dims), term.operands[0]
-        return id(term), labels
+        return self.kind, self.factor, self.keeps, id(term), labels
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,14 +72,17 @@ class Scores:
         sizes: The size of each label.
         scale: The factor of the products.
         sides: Biases and masks in the order in which they were applied.
-        slices: Which part of an axis they are, as start, limit and stride, by its label.
     """
 
     dot: Term
     sizes: dict[Label, int]
     scale: float = 1.0
     sides: tuple[Side, ...] = ()
-    slices: tuple[tuple[Label, tuple[int, int, int]], ...] = ()
+
+    @property
+    def masks(self) -> tuple[Side, ...]:
+        """The masks."""
+        return tuple(side for side in self.sides if side.kind == "mask")
 
     def is_same(self, other: "Scores") -> bool:
         """Returns whether these are the same numbers, perhaps in another layout."""
@@ -80,7 +90,7 @@ class Scores:
             return True
         if self.dot is not other.dot or self.scale != other.scale:
             return False
-        if len(self.sides) != len(other.sides) or self.slices != other.slices:
+        if len(self.sides) != len(other.sides):
             return False
         pairs = zip(self.sides, other.sides, strict=True)
         return all(one.is_same(two) and one.fill == two.fill for one, two in pairs)
@@ -107,7 +117,11 @@ class Meaning(NamedTuple):
         shift: The labels over which the maximum was taken that was subtracted, and
             whether its gradient was stopped.
         summed: The labels over which exponentials were summed.
-        zeroed: Whether rows without a key that is not masked became 0 in the end.
+        is_bounded: Whether no exponential can overflow, and not all of a sum underflow.
+        late: The masks, also ones of the scores, by which exponentials or probabilities
+            became 0.
+        empty: What it is in a row in which everything is masked, if all masks count there
+            that are `late`; `None` if that is not one known number.
     """
 
     kind: Kind
@@ -116,4 +130,6 @@ class Meaning(NamedTuple):
     parents: tuple[Term, ...] = ()
     shift: Shift = NO_SHIFT
     summed: frozenset[Label] = frozenset()
-    zeroed: bool = False
+    is_bounded: bool = False
+    late: tuple[Side, ...] = ()
+    empty: float | None = None

@@ -5,26 +5,17 @@ the matmul's axes, which follow transposes and reshapes, so that a softmax over 
 not taken for one over keys. Whatever has no rule here has no meaning.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 
 import numpy as np
 
-from mpx._jaxpr._constants import SAME
-from mpx._jaxpr._labels import RELABEL, ROWS, of_product, sliced
-from mpx._jaxpr._meanings import (
-    MASKED,
-    NO_SHIFT,
-    Kind,
-    Label,
-    Meaning,
-    Scores,
-    Shift,
-    Side,
-)
+from mpx._jaxpr._constants import NUMPY, SAME
 from mpx._jaxpr._queries import Equation
 from mpx._jaxpr._terms import Level, Term
+from mpx._recognise._labels import RELABEL, ROWS, of_product
+from mpx._recognise._meanings import NO_SHIFT, Kind, Label, Meaning, Scores, Shift
+from mpx._recognise._scores import affine, negated, selected, with_parents
 
 _FLOATS = ("float32", "bfloat16", "float16")
 
@@ -53,7 +44,10 @@ class Softmaxes:
             waiting.pop()
             found = None
             if rule is not None and str(getattr(last.aval, "dtype", "")) in _FLOATS:
-                found = rule(last, [self.meaning(x) for x in needs])
+                known = [self.meaning(x) for x in needs]
+                found = rule(last, known)
+                if found is not None and not _is_mask(last, known, found):
+                    found = found._replace(empty=_in_empty_row(last, known))
             self._known[id(last)] = last, found
         return self._known[id(term)][1]
 
@@ -92,6 +86,38 @@ Rule = Callable[[Term, "list[Meaning | None]"], Meaning | None]
 """Returns the meaning of a term from those of its operands."""
 
 
+_MORE = {
+    "reduce_sum": np.multiply,
+    "dot_general": np.multiply,
+    "add_any": np.add,
+}
+
+
+def _is_mask(term: Term, known: list[Meaning | None], found: Meaning) -> bool:
+    """Returns whether a term is a masked version of what it is made from."""
+    counts = [len(x.scores.masks) for x in known if x is not None]
+    return term.name == "select_n" or len(found.scores.masks) > max(counts, default=0)
+
+
+def _in_empty_row(term: Term, known: list[Meaning | None]) -> float | None:
+    """Returns what a term is in a row in which everything is masked, if that is known."""
+    name, operands = term.name, term.operands
+    numbers = [
+        x.scalar if meaning is None else meaning.empty
+        for x, meaning in zip(operands, known, strict=False)
+    ]
+    if not numbers or None in numbers:
+        return None
+    if name == "reduce_sum":
+        terms = math.prod(operands[0].shape[axis] for axis in term.params["axes"])
+        numbers.append(terms)
+    compute = {**NUMPY, **_MORE}.get(name)
+    with np.errstate(all="ignore"):
+        given = [np.float32(x) for x in numbers]
+        value = given[0] if compute is None else compute(*given)
+        return float(np.asarray(value).astype(term.aval.dtype))
+
+
 def _sums(term: Term) -> bool:
     """Returns whether a term is a matmul: then its operands need no meaning."""
     return term.name == "dot_general" and bool(term.params["dimension_numbers"][0][0])
@@ -102,7 +128,7 @@ def _dot(term: Term, known: list[Meaning | None]) -> Meaning | None:
     for position, source in enumerate(known):
         if source is not None:  # Hugging Face multiplies weights by a mask of heads
             labels = of_product(term, source, position)
-            parents = _with_parents(term, known)
+            parents = with_parents(term, known)
             return source._replace(labels=labels, parents=parents) if labels else None
     if len(summed[0]) != 1:
         return None
@@ -119,11 +145,6 @@ def _dot(term: Term, known: list[Meaning | None]) -> Meaning | None:
     labels = tuple((label,) if size != 1 else () for label, size in axes)
     sizes = {label: size for label, size in axes if size != 1}
     return Meaning("scores", Scores(term, sizes), labels)
-
-
-def _with_parents(term: Term, known: list[Meaning | None]) -> tuple[Term, ...]:
-    pairs = zip(term.operands, known, strict=True)
-    return tuple(operand for operand, meaning in pairs if meaning is not None)
 
 
 # --- Layout ---------------------------------------------------------------------------
@@ -149,73 +170,7 @@ def _stop_gradient(term: Term, known: list[Meaning | None]) -> Meaning | None:
     return source._replace(shift=shift, parents=(term.operands[0],))
 
 
-# --- Scale, bias and mask -------------------------------------------------------------
-
-
-def _scaled(scores: Scores, factor: float) -> Scores | None:
-    sides = []
-    for side in scores.sides:
-        if side.kind == "bias":
-            side = dataclasses.replace(side, factor=side.factor * factor)
-        elif factor <= 0 or side.fill * factor > MASKED:
-            return None
-        else:
-            side = dataclasses.replace(side, fill=side.fill * factor)
-        sides.append(side)
-    return dataclasses.replace(scores, scale=scores.scale * factor, sides=tuple(sides))
-
-
-def _with_side(scores: Scores, side: Side) -> Scores:
-    return dataclasses.replace(scores, sides=(*scores.sides, side))
-
-
-def _affine(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    """Returns the meaning of scores with a number multiplied, or a value added."""
-    (position,) = (i for i, x in enumerate(known) if x is not None)
-    source, other = known[position], term.operands[1 - position]
-    assert source is not None
-    if source.shift != NO_SHIFT or term.operands[position].shape != term.shape:
-        return None
-    number = other.scalar
-    scores: Scores | None = source.scores
-    if term.name in ("mul", "div"):
-        if number is None or not math.isfinite(number) or number == 0:
-            return None
-        if term.name == "div":
-            if position != 0:
-                return None
-            number = 1 / number
-        scores = _scaled(source.scores, number)
-    elif number != 0.0:
-        factor = 1.0
-        if term.name == "sub":
-            factor = -1.0 if position == 0 else 1.0
-            scores = source.scores if position == 0 else _scaled(source.scores, -1.0)
-        if scores is None or not _fits(other, term):
-            return None
-        scores = _with_side(scores, Side("bias", other, source.labels, factor))
-    elif term.name == "sub" and position == 1:
-        scores = _scaled(source.scores, -1.0)
-    return _as_scores(term, known, scores, source)
-
-
-def _fits(side: Term, term: Term) -> bool:
-    """Returns whether a side has the axes of scores, with size 1 where it is broadcast."""
-    if len(side.shape) != len(term.shape):
-        return False
-    pairs = zip(side.shape, term.shape, strict=True)
-    return all(size in (1, full) for size, full in pairs)
-
-
-def _as_scores(
-    term: Term,
-    known: list[Meaning | None],
-    scores: Scores | None,
-    source: Meaning,
-) -> Meaning | None:
-    if scores is None:
-        return None
-    return Meaning("scores", scores, source.labels, _with_parents(term, known))
+# --- Softmax --------------------------------------------------------------------------
 
 
 def _arithmetic(term: Term, known: list[Meaning | None]) -> Meaning | None:
@@ -224,7 +179,7 @@ def _arithmetic(term: Term, known: list[Meaning | None]) -> Meaning | None:
         known = _without_bias(known)
         kinds = [None if x is None else x.kind for x in known]
     if kinds in (["scores", None], [None, "scores"]):
-        return _affine(term, known)
+        return affine(term, known)
     return _two_parts(term, known) if None not in kinds else None
 
 
@@ -237,52 +192,6 @@ def _without_bias(known: list[Meaning | None]) -> list[Meaning | None]:
     if counts[0] == counts[1]:
         return known
     return [known[0], None] if counts[0] > counts[1] else [None, known[1]]
-
-
-def _neg(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    (source,) = known
-    if source is None or source.kind != "scores":
-        return None
-    return _as_scores(term, known, _scaled(source.scores, -1.0), source)
-
-
-def _select(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    found = [i for i, x in enumerate(known) if x is not None]
-    if len(known) != 3 or found not in ([1], [2]):
-        return None
-    (position,) = found
-    source, which = known[position], term.operands[0]
-    fill = term.operands[3 - position].scalar
-    if source is None or fill is None or which.aval.dtype != np.bool_:
-        return None
-    parents = (term.operands[position],)
-    if source.kind == "max" and fill == 0.0 and which.name == "is_finite":
-        # `logsumexp` does not subtract an infinite maximum.
-        same = which.operands[0] is term.operands[position]
-        return source._replace(parents=(*parents, which)) if same else None
-    if which.shape != term.shape:
-        return None
-    side = Side("mask", which, source.labels, keeps=position == 2, fill=fill)
-    masked = _masked(source, side)
-    return None if masked is None else masked._replace(parents=parents)
-
-
-def _masked(source: Meaning, side: Side) -> Meaning | None:
-    """Returns the meaning of a part of a softmax of which some elements are replaced."""
-    scores, fill = source.scores, side.fill
-    if source.kind == "scores" and fill <= MASKED and source.shift == NO_SHIFT:
-        return source._replace(scores=_with_side(scores, side))
-    same = any(side.is_same(x) for x in scores.sides)
-    if source.kind == "exp" and fill == 0.0:
-        # What is 0 after the exponential was -inf before; the shift may be any number.
-        side = dataclasses.replace(side, fill=-math.inf)
-        return source._replace(scores=scores if same else _with_side(scores, side))
-    if source.kind == "probs" and fill == 0.0 and same:
-        return source._replace(zeroed=True)
-    return None
-
-
-# --- Softmax --------------------------------------------------------------------------
 
 
 def _reduced(term: Term, known: list[Meaning | None]) -> Meaning | None:
@@ -298,7 +207,9 @@ def _reduced(term: Term, known: list[Meaning | None]) -> Meaning | None:
     parents = (term.operands[0],)
     if wanted == "scores":
         return Meaning("max", source.scores, labels, parents, Shift(gone))
-    return Meaning("sum", source.scores, labels, parents, source.shift, gone)
+    is_bounded = bool(gone) and source.shift.labels == gone
+    found = Meaning("sum", source.scores, labels, parents, source.shift, gone)
+    return found._replace(is_bounded=is_bounded, late=source.late)
 
 
 def _max(term: Term, known: list[Meaning | None]) -> Meaning | None:
@@ -309,7 +220,7 @@ def _max(term: Term, known: list[Meaning | None]) -> Meaning | None:
     number = term.operands[0 if known[0] is None else 1].scalar
     if number != -math.inf:
         return None
-    return found[0]._replace(parents=_with_parents(term, known))
+    return found[0]._replace(parents=with_parents(term, known))
 
 
 def _exp(term: Term, known: list[Meaning | None]) -> Meaning | None:
@@ -335,15 +246,19 @@ def _two_parts(term: Term, known: list[Meaning | None]) -> Meaning | None:
     same = first.scores.is_same(second.scores) and _aligned(first, second)
     if not same or term.operands[0].shape != term.shape:
         return None
-    parents = _with_parents(term, known)
+    parents = with_parents(term, known)
     pair = term.name, first.kind, second.kind
     if pair == ("sub", "scores", "max") and first.shift == NO_SHIFT:
         return first._replace(shift=second.shift, parents=parents)
     if first.shift != second.shift:
         pass  # not parts of one softmax
     elif pair in _RATIOS:
-        kind = _RATIOS[pair]
-        return first._replace(kind=kind, parents=parents, summed=second.summed)
+        return second._replace(
+            kind=_RATIOS[pair],
+            labels=first.labels,
+            parents=parents,
+            late=first.late + second.late,
+        )
     elif pair[0] == "add" and {*pair[1:]} == {"log_sum", "max"}:
         # The logsumexp of the scores themselves.
         row = first if first.kind == "log_sum" else second
@@ -388,9 +303,8 @@ _RULES: dict[str, Rule] = {
     ),
     "stop_gradient": _stop_gradient,
     **dict.fromkeys(("mul", "div", "add", "sub", "add_any"), _arithmetic),
-    "slice": sliced,
-    "neg": _neg,
-    "select_n": _select,
+    "neg": negated,
+    "select_n": selected,
     "reduce_max": _reduced,
     "reduce_sum": _reduced,
     "max": _max,

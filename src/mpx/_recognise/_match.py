@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mpx._jaxpr._meanings import Label, Meaning, Scores, Side
 from mpx._jaxpr._queries import Equation
-from mpx._jaxpr._softmax import Softmaxes
 from mpx._jaxpr._terms import Term
+from mpx._recognise._meanings import Label, Meaning, Scores, Side
+from mpx._recognise._softmax import Softmaxes
 
 
 class Axes(NamedTuple):
@@ -187,8 +187,8 @@ def find_attention(softmaxes: Softmaxes, eqn: Equation) -> Match | None:
     (first,) = which
     meaning = known[first]
     assert meaning is not None
-    if meaning.scores.slices:
-        return None
+    if not meaning.is_bounded:
+        return None  # it may overflow where the kernel does not
     summed, batch = eqn.params["dimension_numbers"]
     axes = _axes(meaning, summed[first], batch[first])
     if axes is None:
@@ -210,8 +210,7 @@ def _axes(meaning: Meaning, summed: list[int], batch: list[int]) -> Axes | None:
     if len(summed) != 1 or len(keys) != 1 or keys != meaning.summed:
         return None
     (key,) = keys
-    shift = meaning.shift.labels
-    if key[0] == "batch" or (shift and key not in shift):
+    if key[0] == "batch":
         return None
     side: Literal["lhs", "rhs"] = "lhs" if key[0] == "rhs" else "rhs"
     if any(x[0] == key[0] and x != key for x in scores.sizes):
@@ -267,17 +266,29 @@ def reason_for_miss(softmaxes: Softmaxes, eqn: Equation) -> str | None:
             continue
         seen[id(term)] = term
         meaning = softmaxes.meaning(term)
-        if meaning is None and term.name != "dot_general":
+        if meaning is not None:
+            found = _reason_by_reader(meaning, reader) or found
+        elif term.name != "dot_general":
             names.add(term.name)
             waiting += [(operand, term.name) for operand in term.operands]
-        elif meaning is not None and meaning.kind == "probs" and reader in _ROUTING:
-            continue
-        elif meaning is not None and meaning.kind == "probs" and reader:
-            found = f"{reader} between softmax and values"
-        elif meaning is not None and meaning.kind == "scores" and reader == "tanh":
-            found = found or "a soft cap (tanh) of the scores"
-    if found is not None and "softmax" in found and names & {*_RANDOM}:
+    if found is not None and "between softmax" in found and names & {*_RANDOM}:
         return "dropout between softmax and values"
     if found is not None and "tanh" in found and "exp" not in names:
         return None
     return found
+
+
+def _reason_by_reader(meaning: Meaning, reader: str) -> str | None:
+    """Returns what is wrong with a part of a softmax that an operation reads.
+
+    The operation is that with the values if it has no name here.
+    """
+    if meaning.kind == "scores" and reader == "tanh":
+        return "a soft cap (tanh) of the scores"
+    if meaning.kind != "probs" or reader in _ROUTING:
+        return None
+    if reader:
+        return f"{reader} between softmax and values"
+    if not meaning.is_bounded:
+        return "softmax without the largest score of each row subtracted"
+    return None

@@ -2,27 +2,28 @@
 
 A mask that depends on no argument is computed while tracing and may be causal, a window, or no
 mask at all. Rows in which everything is masked are the same as in the function as written:
-the mean of the values if masked scores become a finite number, nan if they become -inf.
+all their probabilities are one number, `Meaning.empty`.
 """
 
 import dataclasses
 import functools
-import math
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mpx._attention._match import Match
-from mpx._jaxpr._constants import SAME, compact
-from mpx._jaxpr._meanings import MASKED, Side
+from mpx._attention._cudnn import causal
+from mpx._jaxpr._constants import SAME, VARYING, compact
 from mpx._jaxpr._terms import Term
+from mpx._recognise._match import Match
+from mpx._recognise._meanings import MASKED, Side
 
-_ALL = -1e20
-"""Adding this or less to a score leaves nothing of the score in f32."""
+_BIASES = 1e8
+"""No bias is taken to be larger than this: masked scores must be lower."""
+_MOST_SEARCHED = 60
 
 
 class Masks(NamedTuple):
@@ -35,8 +36,9 @@ class Masks(NamedTuple):
         bias: The sum of those that are, with the axes batch, heads, rows and keys.
         masks: The masks that are no constants.
         mask: Those that are, `True` for keys that are seen.
-        empty: What a row becomes in which all is masked; `None` if there is no such row,
-            or the kernel does the same.
+        empty: The probability of each key in a row in which all is masked; `None` if
+            there is no such row.
+        is_added: Whether scores have a gradient in such rows.
     """
 
     is_causal: bool = False
@@ -45,7 +47,8 @@ class Masks(NamedTuple):
     bias: np.ndarray | None = None
     masks: tuple[Side, ...] = ()
     mask: np.ndarray | None = None
-    empty: Literal["mean", "nan", "zero"] | None = None
+    empty: float | None = None
+    is_added: bool = False
 
     @property
     def terms(self) -> list[Term]:
@@ -60,75 +63,111 @@ class Masks(NamedTuple):
         return ("bias",) * bool(has_bias) + ("mask",) * bool(has_mask)
 
 
-class _Constants:
-    """The constant parts of masks and biases, and the fills of all masks."""
+class _Parts:
+    """Masks and biases by what they are: constants, or not.
 
-    def __init__(self) -> None:
+    Attributes:
+        keep: The constant masks, `True` for what all of them keep.
+        masks: The other masks.
+        bias: The sum of the constant biases that are more than a mask.
+        biases: The other biases.
+        fills: What the masks make of scores.
+        added: Whether a constant bias is a mask.
+    """
+
+    def __init__(self, match: Match, sides: Sequence[Side]) -> None:
         self.keep = np.ones((1, 1, 1, 1), bool)
+        self.masks: list[Side] = []
         self.bias: np.ndarray | None = None
-        self.fills: set[float] = set()
-        self.has_small_fill = False
+        self.biases: list[Side] = []
+        self.fills: list[float] = []
+        self.added = False
+        for side in (part for x in sides for part in _parts(x)):
+            value = _laid_out(match, side)
+            if side.kind == "mask":
+                self.fills.append(side.fill)
+            if value is None:
+                (self.masks if side.kind == "mask" else self.biases).append(side)
+            elif side.kind == "mask":
+                self._keep(value)
+            else:
+                self._add(value)
 
-    def add_mask(self, keep: np.ndarray) -> None:
-        """Adds a mask, `True` for what is kept."""
+    def _keep(self, value: np.ndarray) -> None:
         # Not copied if it is the only one: then it is remembered.
-        self.keep = (
-            keep if self.keep.size == 1 and self.keep.all() else self.keep & keep
-        )
+        is_first = self.keep.size == 1 and self.keep.all()
+        self.keep = value if is_first else self.keep & value
 
-    def add_bias(self, value: np.ndarray) -> bool:
-        """Adds a bias; returns whether it is more than a mask."""
+    def _add(self, value: np.ndarray) -> None:
         if not np.all((value == 0) | (value <= MASKED)):
             self.bias = value if self.bias is None else self.bias + value
-            return True
-        if np.any(value):
-            fill = float(value[value < 0].max())
-            self.fills.add(fill)
-            self.has_small_fill = self.has_small_fill or fill > _ALL
-            self.add_mask(value == 0)
-        return False
+        elif np.any(value):
+            self.fills.append(float(value[value < 0].max()))
+            self.added = True
+            self._keep(value == 0)
+
+    def is_same(self, other: "_Parts") -> bool:
+        """Returns whether other masks mask the same."""
+        one, two = ({x.origin() for x in parts.masks} for parts in (self, other))
+        shapes = np.broadcast_shapes(self.keep.shape, other.keep.shape)
+        first, second = (np.broadcast_to(x.keep, shapes) for x in (self, other))
+        return one == two and np.array_equal(first, second)
 
 
 def masks_of(match: Match) -> Masks | str:
     """Returns what the kernel is told of masks and biases, or why it cannot be told."""
-    constants, is_late = _Constants(), False
-    biases, masks = [], []
-    for side in (part for x in match.scores.sides for part in _parts(_as_mask(x))):
-        value = _laid_out(match, side)
-        if side.kind == "mask":
-            constants.fills.add(side.fill)
-            if value is None:
-                masks.append(side)
-            else:
-                constants.add_mask(value)
-        elif value is None:
-            is_late = is_late or bool(masks)
-            biases.append(side)
-        else:
-            is_late = (constants.add_bias(value) and bool(masks)) or is_late
-    keep = constants.keep
-    pattern = _pattern(match, keep)
+    parts = _Parts(match, match.scores.sides)
+    pattern = _pattern(match, parts.keep)
     found = Masks(
         pattern.is_causal,
         pattern.window,
-        biases=tuple(biases),
-        bias=constants.bias,
-        masks=tuple(masks),
-        mask=None if pattern.is_causal or pattern.keeps_all else keep,
+        biases=tuple(parts.biases),
+        bias=parts.bias,
+        masks=tuple(parts.masks),
+        mask=None if pattern.is_causal or pattern.keeps_all else parts.keep,
     )
-    if not masks and not pattern.has_empty_rows:
+    if len(match.scores.sides) > 1 and any(_may_mask(x.term) for x in parts.biases):
+        return "a bias that seems to be a mask, beside others"
+    largest = 0.0 if parts.bias is None else 2 * float(np.abs(parts.bias).max())
+    largest = max(largest, _BIASES) if parts.biases else largest
+    if any(fill > -largest for fill in parts.fills):
+        return "a bias may be as large as what masks make of the scores"
+    if not parts.masks and not pattern.has_empty_rows:
         return found
-    if is_late:
-        return "a bias is added to scores that are masked"
-    if constants.has_small_fill or len(constants.fills) > 1:
-        return "masks with different fills, and rows that may be masked entirely"
-    return found._replace(empty=_empty_rows(match, constants.fills))
+    return _with_empty_rows(match, parts, found)
 
 
-def _empty_rows(match: Match, fills: set[float]) -> Literal["mean", "nan", "zero"]:
-    if match.meaning.zeroed:
-        return "zero"
-    return "nan" if -math.inf in fills else "mean"
+def _may_mask(term: Term) -> bool:
+    """Returns whether a bias is computed with numbers as large as those of masks."""
+    waiting, seen = [term], set()
+    while waiting and len(seen) < _MOST_SEARCHED:
+        term = waiting.pop()
+        value = term.constant
+        if value is not None and value.size:
+            numbers = compact(value)
+            is_float = jnp.issubdtype(numbers.dtype, jnp.floating)
+            if is_float and not np.abs(numbers).max() < -MASKED:
+                return True
+        elif term.name in VARYING and id(term) not in seen:
+            seen.add(id(term))
+            waiting.extend(term.operands)
+    return False
+
+
+def _with_empty_rows(match: Match, parts: _Parts, found: Masks) -> Masks | str:
+    """Returns masks with what rows become in which everything is masked."""
+    empty, masks = match.meaning.empty, match.scores.masks
+    is_added = any(side.is_added for side in masks)
+    late = [_Parts(match, [side]) for side in match.meaning.late]
+    if (
+        empty is None
+        or np.isinf(empty)  # times values of both signs
+        or parts.added
+        or (is_added and (len(masks) > 1 or parts.biases))
+        or not all(map(parts.is_same, late))
+    ):
+        return "rows may be masked entirely, by masks of different kinds"
+    return found._replace(empty=empty, is_added=is_added)
 
 
 def _laid_out(match: Match, side: Side) -> np.ndarray | None:
@@ -191,29 +230,6 @@ def form_of(
     if np.array_equal(mask, here & ~np.tril(here, -left - 1)):
         return True, (left, 0)
     return None
-
-
-def _as_mask(side: Side) -> Side:
-    """Returns a bias of 0 and a large negative number as a mask; others as they are."""
-    if side.kind == "mask":
-        return side
-    term, labels = side.term, side.labels
-    while term.name in ("broadcast_in_dim", "convert_element_type"):
-        if term.name == "broadcast_in_dim":
-            dims = term.params["broadcast_dimensions"]
-            labels = tuple(labels[d] for d in dims)
-        term = term.operands[0]
-    if term.name != "select_n" or len(term.operands) != 3:
-        return side
-    which, *cases = term.operands
-    numbers = [x.scalar for x in cases]
-    if which.shape != term.shape or 0.0 not in numbers or None in numbers:
-        return side
-    keeps = numbers[1] == 0.0
-    fill = (numbers[0 if keeps else 1] or 0.0) * side.factor
-    if fill > _ALL:
-        return side
-    return Side("mask", which, labels, keeps=keeps, fill=fill)
 
 
 def _parts(side: Side) -> Iterator[Side]:
@@ -285,7 +301,7 @@ def arrays_of(
 
 
 def fill_empty_rows(
-    match: Match, masks: Masks, mask: Array, value: Array, out: Array
+    match: Match, masks: Masks, mask: Array, operands: Sequence[Array], out: Array
 ) -> Array:
     """Returns attention with what rows become in which everything is masked.
 
@@ -293,19 +309,26 @@ def fill_empty_rows(
         match: The attention.
         masks: Its masks.
         mask: The mask of the kernel.
-        value: The values (batch, keys, heads, size).
+        operands: Queries, keys and values (batch, length, heads, size).
         out: The result of the kernel (batch, rows, heads, size).
     """
     rows, keys = match.size(match.axes.row), match.size(match.axes.key)
     if masks.is_causal:
-        left = keys if masks.window is None else masks.window[0]
-        here = np.tril(np.ones((rows, keys), bool))
-        mask = mask & (here & ~np.tril(here, -left - 1))[None, None]
+        mask = mask & causal(rows, keys, masks.window)
     seen = jnp.swapaxes(jnp.any(mask, axis=-1), 1, 2)[..., None]
-    if masks.empty == "mean":
-        mean = jnp.mean(value.astype(jnp.float32), axis=1, keepdims=True)
-        other = jnp.repeat(mean, out.shape[2] // value.shape[2], axis=2)
-        other = other.astype(out.dtype)
-    else:
-        other = jnp.asarray(jnp.nan if masks.empty == "nan" else 0.0, out.dtype)
-    return jnp.where(seen, out, other)
+    query, key, value = operands
+    groups = query.shape[2] // value.shape[2]
+    total = jnp.sum(value, axis=1, keepdims=True, dtype=jnp.float32)
+    other = jnp.repeat(total, groups, axis=2)
+    if masks.is_added:
+        # Σ v softmax(s) at equal scores s = scale · q k, with its derivative:
+        # p · Σ v + p · Σ (v - mean v) ds.
+        mean = (total / keys).astype(value.dtype)
+        apart = lax.stop_gradient(value - mean) * match.scores.scale
+        slopes = jnp.repeat(jnp.einsum("bshd,bshe->bhde", key, apart), groups, axis=1)
+        slope = jnp.einsum("bthd,bhde->bthe", query, slopes)
+        other = other + (slope - lax.stop_gradient(slope)).astype(jnp.float32)
+    assert masks.empty is not None
+    # Not nan times something where there are keys: its gradient would be nan, too.
+    other = jnp.where(seen, 0.0, np.float32(masks.empty)) * other
+    return jnp.where(seen, out, other.astype(out.dtype))
