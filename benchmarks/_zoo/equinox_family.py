@@ -302,7 +302,7 @@ def nerf() -> Case:
 
 
 FFT = "JAX's FFT takes no 16-bit numbers: use `amp` and f32 parameters"
-NO_FFT = dict.fromkeys(("own bf16", "policy", "flash bf16", "release"), FFT)
+NO_FFT: dict[str, str] = dict.fromkeys(("own bf16", "policy", "flash bf16", "release"), FFT)
 
 MODELS = (
     Model("MLP (Equinox)", "equinox", mlp),

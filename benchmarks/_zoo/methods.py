@@ -2,6 +2,7 @@
 
 # pyright: reportMissingImports=false
 
+import itertools
 from typing import Any
 
 import equinox as eqx
@@ -17,7 +18,7 @@ def dense(seed: int, *widths: int) -> list[dict[str, Any]]:
     """Returns the layers of a plain MLP."""
     return [
         {"w": normal(seed + i, m, n) / m**0.5, "b": jnp.zeros(n)}
-        for i, (m, n) in enumerate(zip(widths, widths[1:], strict=False))
+        for i, (m, n) in enumerate(itertools.pairwise(widths))
     ]
 
 
