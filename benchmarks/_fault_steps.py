@@ -177,7 +177,8 @@ def ours(
         scaling = mpx.DynamicLossScaling.pow2(SCALE)
         if dtype == jnp.float32:
             return Training(params, optimizer.init(params), scaling)
-        return Training(*optimizer.init_from(params, dtype), scaling)
+        params, state = optimizer.init_from(params, dtype)
+        return Training(params, state, scaling)
 
     def step(training: Training, x: Any, y: Any, fault: Any, number: Any) -> Stepped:
         params, state, scaling = training

@@ -774,7 +774,8 @@ def test_what_is_no_function_is_refused():
         TypeError, match=r"`amp` takes a function.* but ArrayImpl was given"
     ):
         amp(jnp.float32(1.0))
-    with pytest.raises(TypeError, match="`amp` is no context manager"), amp():
+    context: Any = amp()
+    with pytest.raises(TypeError, match="`amp` is no context manager"), context:
         pass
     with pytest.raises(ValueError, match=r"For 8 bits use `mpx\.fp8\(func\)`"):
         amp(jnp.sum, "fp8")

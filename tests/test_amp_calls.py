@@ -1,6 +1,7 @@
 """What `amp` knows of a value, its dtype and its name, holds inside calls."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -575,7 +576,7 @@ def by_root(x):
 
 
 def with_generic_rule():
-    call = jax.custom_vjp(lambda x: jnp.tanh(x @ HEAD))
+    call: Any = jax.custom_vjp(lambda x: jnp.tanh(x @ HEAD))
     call.defvjp(
         lambda x: (call(x), x @ HEAD),
         lambda y, grad: ((grad * (1 - jnp.tanh(y) ** 2)) @ HEAD.T,),
@@ -584,9 +585,7 @@ def with_generic_rule():
     return call
 
 
-@pytest.mark.skipif(
-    jax.version.__version_info__ < (0, 12), reason="JAX has none before"
-)
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX has none before")
 @pytest.mark.parametrize("name", ["root", "vjp", "remat3", "vjp3"])
 def test_high_level_primitive_is_rebuilt(name):
     flags = {"remat3": "jax_remat3", "vjp3": "jax_custom_vjp3"}

@@ -175,7 +175,7 @@ def test_prelu_of_each_framework():
     def loss(model, x):
         if isinstance(model, Equinox):
             return jnp.mean((jax.vmap(model)(x) - 1) ** 2)
-        return jnp.mean((linen.apply(model, x) - 1) ** 2)
+        return jnp.mean((jnp.asarray(linen.apply(model, x)) - 1) ** 2)
 
     for model in (variables, equinox):
         actual = eqx.filter_jit(eqx.filter_grad(amp(loss)))(model, X)

@@ -551,3 +551,37 @@ def test_casting_to_param_makes_a_model_bf16_and_leaves_its_statistics_f32(libra
         assert model.embed.embedding[...].dtype == F32
     half = mpx.cast_to_float16(low)
     assert_trees_equal(mpx.Policy("f32").cast_to_param(half), mpx.cast_to_float32(half))
+
+
+# --- keep: what ran before does not matter ----------------------------------------------
+
+
+def test_types_that_another_model_called_are_unknown_to_this_one():
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x).astype(F32) ** 2)
+
+    take = mpx.value_and_grad(loss, policy=policy_for(eqx.nn.LayerNorm))
+    linear = eqx.nn.Linear(2, 2, key=KEY)
+    with_norm = eqx.nn.Sequential([linear, eqx.nn.LayerNorm(2, use_weight=False)])
+    take(mpx.NoLossScaling(), with_norm, jnp.ones((3, 2)))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="LayerNorm.* in `keep` selects nothing"):
+            take(mpx.NoLossScaling(), linear, jnp.ones((3, 2)))
+
+
+def test_linen_type_inside_a_jitted_function_is_seen_in_each_call():
+    import flax.linen as nn
+
+    model = nn.Sequential([nn.Dense(2), nn.LayerNorm(use_bias=False, use_scale=False)])
+    params = model.init(KEY, jnp.ones((3, 2)))
+    apply = jax.jit(model.apply)
+
+    def take(params):
+        def loss(params, x):
+            return jnp.mean(apply(params, x).astype(F32) ** 2)
+
+        found = mpx.value_and_grad(loss, policy=policy_for(nn.LayerNorm))
+        return found(mpx.NoLossScaling(), params, jnp.ones((3, 2)))
+
+    first, second = take(params), take(params)
+    assert_trees_equal(first.grads, second.grads)

@@ -150,8 +150,10 @@ def test_frontier_is_walked_down_until_a_policy_reaches_the_limit(monkeypatch):
     options = {"formats": "bf16", "proposals": 1}
     found = mpx.inspect.tune(sensitive, PARAMS, X, Y, max_grad_error=0.1, **options)
     first = next(x for x in found.candidates if not x.policy.keep)
+    assert first.error is not None
     assert first.predicted_error < 0.1 < first.error
     (best,) = [x for x in found.candidates if x.policy == found.policy]
+    assert best.error is not None
     assert best.error < 0.1
 
 

@@ -138,7 +138,7 @@ class Call:
                 )
             out = self.func(*first, *args, **arguments)
         if keep is not None:
-            keep.check()
+            keep.check(original(self.func))
         changed, rest = ({}, None) if merged is None else _nnx.state_after(merged)
         leaves: dict[str, Any] = dict(named_leaves(out)) if self._statistics else {}
         new = {old: leaves[name] for name, old in self.successors(out).items()}

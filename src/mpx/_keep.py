@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -66,7 +66,7 @@ class Keep:
     def __init__(self, selectors: tuple[Selector, ...], dtype: np.dtype) -> None:
         """Prepares the selectors for a cast to `dtype`."""
         self._dtype, self._selected = dtype, Matcher(selectors, "keep")
-        self._always = _always_kept()
+        self._always, self._called = _always_kept(), set[type]()
 
     def cast(self, tree: PyTree, argument: str = "") -> PyTree:
         """Casts a tree to the compute dtype, except what is kept.
@@ -87,13 +87,39 @@ class Keep:
         always = any(issubclass(kind, self._always) for kind in name.types)
         return selected or always or is_state(name)
 
-    def running(self) -> contextlib.AbstractContextManager[None]:
-        """Lets modules of the kept types run in f32 inside a `with` block."""
-        return run_in_full_precision((*self._selected.types, *self._always))
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Lets modules of the kept types run in f32 inside a `with` block.
 
-    def check(self) -> None:
-        """Raises for selectors that have selected nothing in the call."""
-        self._selected.check(was_called)
+        Their inputs are widened, and their results come back in the widest dtype among
+        their floating inputs, as with `mpx.force_full_precision`.
+        """
+        types = (*self._selected.types, *self._always)
+        outer, _running.called = _running.called, self._called
+        try:
+            with _calls_replaced(types, _in_f32):
+                yield
+        finally:
+            _running.called = outer
+            outer |= self._called
+
+    def check(self, func: Callable[..., Any]) -> None:
+        """Raises for selectors that have selected nothing in the call of `func`."""
+        called = self._called
+        if not any(map(_has_call, self._selected.kinds)):
+            # Modules of Linen and Haiku are no arguments. What a jitted function calls is
+            # seen once, when it is traced, so calls of the same code count.
+            called = _calls_of.setdefault(_code(func), set())
+            called |= self._called
+        self._selected.check(lambda kept: any(issubclass(x, kept) for x in called))
+
+
+def _code(func: Callable[..., Any]) -> Any:
+    """Returns what functions that are defined by the same lines share."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    func = inspect.unwrap(func)
+    return getattr(func, "__code__", type(func))
 
 
 # --- Calls of modules -----------------------------------------------------------------
@@ -108,18 +134,17 @@ _in_f32, _in_scope = make_jit_context(()), make_jit_context(())
 
 _lock = threading.Lock()
 _users: dict[type, int] = {}  # how many running functions replaced the call of a class
-_called: "weakref.WeakSet[type]" = weakref.WeakSet()
+_calls_of: "weakref.WeakKeyDictionary[Any, set[type]]" = weakref.WeakKeyDictionary()
 
 
-def run_in_full_precision(
-    types: tuple[type, ...],
-) -> contextlib.AbstractContextManager[None]:
-    """Lets callables of these types run in f32, wherever they are called in the block.
+class _Running(threading.local):
+    """The types of which an object was called in the innermost block of this thread."""
 
-    Their inputs are widened, and their results come back in the widest dtype among
-    their floating inputs, as with `mpx.force_full_precision`.
-    """
-    return _calls_replaced(types, _in_f32)
+    def __init__(self) -> None:
+        self.called = set[type]()
+
+
+_running = _Running()
 
 
 def run_in_scopes(types: tuple[type, ...]) -> contextlib.AbstractContextManager[None]:
@@ -147,11 +172,6 @@ def _calls_replaced(types: tuple[type, ...], setting: Any) -> Iterator[None]:
                     _restore_call(cls)
 
 
-def was_called(kept: type) -> bool:
-    """Returns whether an object of a kept type has ever been called in such a block."""
-    return any(issubclass(cls, kept) for cls in _called)
-
-
 def _with_own_calls(types: tuple[type, ...]) -> list[type]:
     """Returns the types that can be called, and their subclasses with other calls."""
     found: dict[type, None] = {}
@@ -163,12 +183,16 @@ def _with_own_calls(types: tuple[type, ...]) -> list[type]:
             add(subclass)
 
     for cls in types:
-        # For a class whose objects cannot be called this is the call of its metaclass.
-        if inspect.isfunction(getattr(cls, "__call__", None)):  # noqa: B004
+        if _has_call(cls):
             found[cls] = None
         if cls not in (object, type) and cls.__module__ != "builtins":
             add(cls)
-    return [cls for cls in found if inspect.isfunction(getattr(cls, "__call__"))]  # noqa: B004, B009
+    return [cls for cls in found if _has_call(cls)]
+
+
+def _has_call(cls: type) -> bool:
+    """Returns whether objects of a class can be called, not only the class itself."""
+    return inspect.isfunction(getattr(cls, "__call__", None))  # noqa: B004
 
 
 _SAVED = "_mpx_saved_call"  # the class's own `__call__`, or `None` if it inherits one
@@ -182,8 +206,8 @@ def _replace_call(cls: type) -> None:
         bound = functools.partial(call, self)
         scope = next((x for x in _in_scope.value if isinstance(self, x)), None)
         in_f32 = isinstance(self, _in_f32.value)
-        if in_f32 or scope is not None:
-            _called.add(type(self))
+        if in_f32:
+            _running.called.add(type(self))
         if scope is not None:
             bound = jax.named_scope(KEPT_SCOPE + scope.__name__)(bound)
         return (

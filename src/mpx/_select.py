@@ -118,13 +118,14 @@ class Matcher:
 
     Attributes:
         selectors: The selectors, in order.
+        kinds: The types of the nodes of the trees whose leaves were asked about.
     """
 
     def __init__(self, selectors: Sequence[Selector], what: str) -> None:
         """Prepares selectors that the user gave as the option `what`."""
         self.selectors = tuple(selectors)
         self._what, self._names = what, dict[str, None]()
-        self._kinds = dict[type, None]()
+        self.kinds = dict[type, None]()
         self._idle = [s for s in selectors if isinstance(s, str | type)]
 
     @property
@@ -142,7 +143,7 @@ class Matcher:
         if not self.selectors:
             return None
         self._names.setdefault(getattr(name, "path", name) or name)
-        self._kinds.update(dict.fromkeys(getattr(name, "types", ())))
+        self.kinds.update(dict.fromkeys(getattr(name, "types", ())))
         # Each is asked: those that select nothing are an error.
         found = [
             selector
@@ -166,7 +167,7 @@ class Matcher:
             if isinstance(selector, str):
                 raise selects_nothing(selector, self._what, self._names)
             if not was_called(selector):
-                kinds = [kind.__name__ for kind in self._kinds]
+                kinds = [kind.__name__ for kind in self.kinds]
                 raise selects_nothing(selector, self._what, kinds)
 
 

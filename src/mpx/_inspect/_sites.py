@@ -284,7 +284,7 @@ class Sites(Visitor):
         self.opaque.add(primitive_name(op.eqn))
         values = [lax.stop_gradient(x) if is_f32(x) else x for x in op.values]
         outs = bind_as_written(op.eqn, values)
-        return outs, self.result_facts(outs)
+        return outs, [Known()] * len(outs)
 
     def _can_be_differentiated(self, op: Op, name: str) -> bool:
         if name in COMMON or self.arrays is None:
@@ -374,7 +374,7 @@ class Sites(Visitor):
         is_cotangent = fact.is_cotangent or is_transposed(self.frame.eqn)
         return known._replace(is_cotangent=is_cotangent)
 
-    def result_facts(self, outs: Sequence[Any]) -> Facts:
+    def result_facts(self, outs: Sequence[Any], known: Facts) -> Facts:
         return [Known()] * len(outs)
 
     def more_inputs(self, op: Op) -> dict[int, Any] | None:

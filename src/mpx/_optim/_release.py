@@ -177,8 +177,9 @@ def release(
             norm,
         )
 
-    step.mpx_released = func, optimizer  # `mpx.inspect.memory` asks for it
-    return step
+    released: Any = step
+    released.mpx_released = func, optimizer  # `mpx.inspect.memory` asks for it
+    return released
 
 
 class _Watched(NamedTuple):
