@@ -120,14 +120,6 @@ def convnext() -> Case:
     return of(model, classification, (normal(2, 8, 3, 16, 16), tokens(3, 10, 8)))
 
 
-def equimo_deq() -> Case:
-    """Equimo's equilibrium model: a fixed point of convolutions, and its adjoint."""
-    from equimo.vision.models import DEQ
-
-    model = DEQ(3, key=key(0))
-    return of(model, classification, (normal(2, 8, 3, 16, 16), tokens(3, 10, 8)))
-
-
 def deq() -> Case:
     """An equilibrium model whose `custom_vjp` solves for the gradient."""
 
@@ -301,8 +293,10 @@ def nerf() -> Case:
     return of(model, call, batch)
 
 
-FFT = "JAX's FFT takes no 16-bit numbers: use `amp` and f32 parameters"
-NO_FFT: dict[str, str] = dict.fromkeys(("own bf16", "policy", "flash bf16", "release"), FFT)
+FFT = "JAX's FFT takes no 16-bit numbers: use `amp`"
+NO_FFT = {"own bf16": FFT, "policy": FFT}
+FIXED_POINT = "Optimistix starts from an error in f32, whatever the numbers: use `amp`"
+NO_FIXED_POINT = {"own bf16": FIXED_POINT, "policy": FIXED_POINT}
 
 MODELS = (
     Model("MLP (Equinox)", "equinox", mlp),
@@ -316,9 +310,8 @@ MODELS = (
         NO_FFT,
     ),
     Model("ConvNeXt (Equimo)", "equimo", convnext),
-    Model("equilibrium model (Equimo)", "equimo", equimo_deq),
     Model("equilibrium, custom_vjp (JAX)", "jax", deq),
-    Model("equilibrium (Optimistix)", "optimistix", fixed_point),
+    Model("equilibrium (Optimistix)", "optimistix", fixed_point, NO_FIXED_POINT),
     Model("Hyena (Equinox)", "equinox", hyena, NO_FFT),
     Model("complex recurrence (JAX)", "jax", lru),
     Model("SIREN (Equinox)", "equinox", siren),
