@@ -127,12 +127,12 @@ def zoo_case(name: str, route: str) -> Case:
     from _zoo import REGISTRY
 
     model = REGISTRY[name].make()
-    args = model.params, model.batch
+    args = model.params, *model.args
     if route == "fp8":
-        return Case(mpx.fp8(model.loss, min_gain=0), args)
-    if route == "amp f16":
-        return Case(mpx.amp(model.loss, "f16"), args, mpx.DynamicLossScaling.pow2())
-    return Case(mpx.amp(model.loss), args)
+        return Case(mpx.fp8(model.loss, params=model.holds, min_gain=0), args)
+    dtype = "f16" if route == "amp f16" else "bf16"
+    scaling = mpx.DynamicLossScaling.pow2() if route == "amp f16" else None
+    return Case(mpx.amp(model.loss, dtype, params=model.holds), args, scaling)
 
 
 if __name__ == "__main__":

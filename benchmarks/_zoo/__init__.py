@@ -5,11 +5,13 @@ importing their packages: a model's function does that when it is called.
 """
 
 from _zoo import (
+    decoder,
     equinox_family,
     flax_family,
     haiku_family,
     huggingface,
     keras_family,
+    methods,
     probabilistic,
     science,
 )
@@ -22,10 +24,12 @@ REGISTRY: dict[str, Model] = {
         huggingface,
         keras_family,
         flax_family,
+        decoder,
         equinox_family,
         haiku_family,
         science,
         probabilistic,
+        methods,
     )
     for model in family.MODELS
 }

@@ -42,8 +42,10 @@ def measure(name: str) -> dict[str, Any]:
     jax.config.update("jax_disable_most_optimizations", True)
     pretend_h200()
     case = REGISTRY[name].make()
-    kept, fused = (mpx.amp(case.loss, attention=x) for x in ("keep", "fuse"))
-    rows = mpx.inspect.report(fused, case.params, case.batch).recognised
+    kept, fused = (
+        mpx.amp(case.loss, params=case.holds, attention=x) for x in ("keep", "fuse")
+    )
+    rows = mpx.inspect.report(fused, case.params, *case.args).recognised
     found = [x for x in rows if x.what == "attention" and x.found]
     missed = collections.Counter(
         x.reason for x in rows if x.what == "attention" and not x.found
@@ -51,7 +53,7 @@ def measure(name: str) -> dict[str, Any]:
     result: dict[str, Any] = {"recognised": len(found), "missed": dict(missed)}
     if found:
         exact, *others = (
-            jax.jit(jax.grad(func))(case.params, case.batch)
+            jax.jit(jax.grad(func))(case.params, *case.args)
             for func in (case.loss, kept, fused)
         )
         errors = [distance(grads, exact) for grads in others]

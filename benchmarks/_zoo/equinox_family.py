@@ -8,7 +8,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from _zoo.model import Case, Model, cross_entropy, key, normal, squared_error, tokens
+from _zoo.model import (
+    Case,
+    Model,
+    at_least_f32,
+    cross_entropy,
+    key,
+    normal,
+    squared_error,
+    tokens,
+)
 
 
 def of(model: Any, call: Any, batch: Any, **options: Any) -> Case:
@@ -61,6 +70,14 @@ def gru() -> Case:
     return of(model, call, (normal(1, 16, 12, 16), normal(2, 16, 64)))
 
 
+def classification(model: Any, batch: Any) -> Any:
+    """Returns the cross entropy of a module of one image, without dropout."""
+    images, labels = batch
+    keys = jax.random.split(key(1), len(images))
+    logits = jax.vmap(lambda x, k: model(x, key=k, inference=True))(images, keys)
+    return cross_entropy(logits, labels)
+
+
 def vit() -> Case:
     """Equimo's vision transformer, with register tokens."""
     from equimo.vision.models import VisionTransformer
@@ -75,14 +92,7 @@ def vit() -> Case:
         num_classes=10,
         key=key(0),
     )
-
-    def call(model: Any, batch: Any) -> Any:
-        images, labels = batch
-        keys = jax.random.split(key(1), len(images))
-        logits = jax.vmap(lambda x, k: model(x, key=k, inference=True))(images, keys)
-        return cross_entropy(logits, labels)
-
-    return of(model, call, (normal(2, 16, 3, 16, 16), tokens(3, 10, 16)))
+    return of(model, classification, (normal(2, 16, 3, 16, 16), tokens(3, 10, 16)))
 
 
 def fno() -> Case:
@@ -95,7 +105,198 @@ def fno() -> Case:
     return of(model, regression, (normal(1, 4, 1, 32), normal(2, 4, 1, 32)))
 
 
-FFT = "JAX's FFT takes no 16-bit numbers: use `amp` and f32 parameters"
+def convnext() -> Case:
+    """Equimo's ConvNeXt: depthwise convolutions, inverted bottlenecks, layer scales."""
+    from equimo.vision.models import ConvNeXt
+
+    model = ConvNeXt(
+        3,
+        depths=[1, 1],
+        dims=[32, 64],
+        num_classes=10,
+        key=key(0),
+        layer_scale_init_value=0.1,
+    )
+    return of(model, classification, (normal(2, 8, 3, 16, 16), tokens(3, 10, 8)))
+
+
+def deq() -> Case:
+    """An equilibrium model whose `custom_vjp` solves for the gradient."""
+
+    @jax.custom_vjp
+    def solve(params: Any, x: Any) -> Any:
+        return jax.lax.fori_loop(0, 24, lambda _, z: cell(params, x, z), 0 * x)
+
+    def forward(params: Any, x: Any) -> Any:
+        z = solve(params, x)
+        return z, (params, x, z)
+
+    def backward(kept: Any, g: Any) -> Any:
+        params, x, z = kept
+        turn = jax.vjp(lambda z: cell(params, x, z), z)[1]
+        u = jax.lax.fori_loop(0, 24, lambda _, u: turn(u)[0] + g, g)
+        return jax.vjp(lambda params, x: cell(params, x, z), params, x)[1](u)
+
+    solve.defvjp(forward, backward)
+
+    def cell(params: Any, x: Any, z: Any) -> Any:
+        return jnp.tanh(z @ params["w"] + x + params["b"])
+
+    def loss(params: Any, batch: Any) -> Any:
+        x, y = batch
+        z = solve(params["cell"], x @ params["in"])
+        return squared_error(z @ params["out"], y)
+
+    params = {
+        "in": normal(0, 32, 64) / 32**0.5,
+        "cell": {"w": 0.5 * normal(1, 64, 64) / 64**0.5, "b": jnp.zeros(64)},
+        "out": normal(2, 64, 8) / 64**0.5,
+    }
+    x = normal(3, 64, 32)
+    return Case(loss, params, (x, jnp.sin(x[:, :8])))
+
+
+def fixed_point() -> Case:
+    """Optimistix' fixed point: a loop of unknown length, and Lineax for its gradient."""
+    import optimistix
+
+    class Network(eqx.Module):
+        cell: eqx.nn.Linear
+        read: eqx.nn.Linear
+
+        def __call__(self, x: Any) -> Any:
+            solution = optimistix.fixed_point(
+                lambda z, x: jnp.tanh(0.5 * self.cell(z) + x),
+                optimistix.FixedPointIteration(rtol=1e-3, atol=1e-3),
+                jnp.zeros_like(x),
+                x,
+                max_steps=32,
+                throw=False,
+            )
+            return self.read(solution.value)
+
+    model = Network(eqx.nn.Linear(32, 32, key=key(0)), eqx.nn.Linear(32, 8, key=key(1)))
+    x = normal(2, 64, 32)
+    return of(model, regression, (x, jnp.sin(x[:, :8])))
+
+
+def hyena() -> Case:
+    """Hyena: gates, and convolutions as long as the text by FFT."""
+
+    class Operator(eqx.Module):
+        project: eqx.nn.Linear
+        filters: eqx.nn.MLP
+        out: eqx.nn.Linear
+
+        def __call__(self, x: Any) -> Any:
+            n = len(x)
+            q, k, v = jnp.split(jax.vmap(self.project)(x), 3, -1)
+            times = jnp.linspace(0, 1, n, dtype=x.dtype)[:, None]
+            window = jnp.exp(-4 * times)
+            taps = jax.vmap(self.filters)(jnp.sin(times * jnp.arange(1, 9))) * window
+            spectrum = jnp.fft.rfft(taps, 2 * n, 0) * jnp.fft.rfft(k * v, 2 * n, 0)
+            mixed = jnp.fft.irfft(spectrum, 2 * n, 0)[:n]
+            return x + jax.vmap(self.out)(q * mixed)
+
+    model = [
+        Operator(
+            eqx.nn.Linear(32, 96, key=key(3 * i)),
+            eqx.nn.MLP(8, 32, 32, 1, jnp.sin, key=key(3 * i + 1)),
+            eqx.nn.Linear(32, 32, key=key(3 * i + 2)),
+        )
+        for i in range(2)
+    ]
+
+    def call(model: Any, batch: Any) -> Any:
+        x, y = batch
+        for operator in model:
+            x = jax.vmap(operator)(x)
+        return squared_error(x, y)
+
+    return of(model, call, (x := normal(6, 8, 32, 32), jnp.roll(x, 1, 1)))
+
+
+def lru() -> Case:
+    """A linear recurrent unit: a complex diagonal recurrence by `associative_scan`."""
+
+    def unit(params: Any, x: Any) -> Any:
+        ring = jnp.exp(-jnp.exp(params["decay"]) + 1j * jnp.exp(params["phase"]))
+        scale = jnp.sqrt(1 - jnp.square(jnp.abs(ring)))
+        inputs = scale * (x @ params["b_re"] + 1j * (x @ params["b_im"]))
+        rings = jnp.broadcast_to(ring, inputs.shape)
+        join = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])  # noqa: E731
+        _, states = jax.lax.associative_scan(join, (rings, inputs))
+        out = states.real @ params["c_re"] - states.imag @ params["c_im"]
+        return jax.nn.gelu(out + params["d"] * x)
+
+    def loss(params: Any, batch: Any) -> Any:
+        x, y = batch
+        for layer in params:
+            x = x + jax.vmap(lambda x, layer=layer: unit(layer, x))(x)
+        return squared_error(x, y)
+
+    def layer(seed: int) -> Any:
+        names = ("b_re", "b_im", "c_re", "c_im")
+        weights = {x: normal(seed + i, 32, 32) / 8 for i, x in enumerate(names)}
+        decay = jnp.log(-jnp.log(jnp.linspace(0.6, 0.95, 32)))
+        return {**weights, "decay": decay, "phase": decay, "d": jnp.ones(32)}
+
+    x = normal(8, 8, 24, 32)
+    return Case(loss, [layer(0), layer(4)], (x, jnp.roll(x, 2, 1)))
+
+
+def siren() -> Case:
+    """SIREN: sines of the frequency 30 fit an image and its slopes."""
+    model = eqx.nn.MLP(
+        2, "scalar", 64, 3, lambda x: jnp.sin(30 * x), key=key(0), use_bias=True
+    )
+    # As SIREN's authors start: the first layer wide, the others such that sines stay sines.
+    scales = [0.5 * 2**0.5, *[(6 / 64) ** 0.5 / 30 * 8] * 3]
+    weights = lambda model: [layer.weight for layer in model.layers]  # noqa: E731
+    scaled = [w * scale for w, scale in zip(weights(model), scales, strict=True)]
+    model = eqx.tree_at(weights, model, scaled)
+
+    def call(model: Any, batch: Any) -> Any:
+        places, values, slopes = batch
+        found, found_slopes = jax.vmap(jax.value_and_grad(model))(places)
+        return squared_error(found, values) + 0.1 * squared_error(found_slopes, slopes)
+
+    picture = lambda p: jnp.sin(4 * p[0]) * jnp.cos(3 * p[1])  # noqa: E731
+    places = jax.random.uniform(key(1), (128, 2), minval=-1)
+    values, slopes = jax.vmap(jax.value_and_grad(picture))(places)
+    return of(model, call, (places, values, slopes), learning_rate=1e-4)
+
+
+def nerf() -> Case:
+    """NeRF: encoded positions, densities and colours, summed along each ray."""
+    model = eqx.nn.MLP(3 + 36, 4, 64, 3, key=key(0))
+
+    def call(model: Any, batch: Any) -> Any:
+        starts, directions, colours = batch
+
+        def render(start: Any, direction: Any) -> Any:
+            depths = jnp.linspace(0.5, 3, 16, dtype=start.dtype)
+            points = start + depths[:, None] * direction
+            waves = (points[..., None] * 2.0 ** jnp.arange(6)).reshape(16, -1)
+            seen = jnp.concatenate([points, jnp.sin(waves), jnp.cos(waves)], -1)
+            found = at_least_f32(jax.vmap(model)(seen.astype(start.dtype)))
+            thickness = jax.nn.softplus(found[:, 0]) * (2.5 / 15)
+            through = jnp.exp(-jnp.cumsum(thickness) + thickness)
+            weights = through * (1 - jnp.exp(-thickness))
+            return weights @ jax.nn.sigmoid(found[:, 1:])
+
+        return squared_error(jax.vmap(render)(starts, directions), colours)
+
+    directions = normal(1, 32, 3)
+    directions /= jnp.linalg.norm(directions, axis=1, keepdims=True)
+    batch = (0.1 * normal(2, 32, 3), directions, jax.nn.sigmoid(3 * directions))
+    return of(model, call, batch)
+
+
+FFT = "JAX's FFT takes no 16-bit numbers: use `amp`"
+NO_FFT = {"own bf16": FFT, "policy": FFT}
+FIXED_POINT = "Optimistix starts from an error in f32, whatever the numbers: use `amp`"
+NO_FIXED_POINT = {"own bf16": FIXED_POINT, "policy": FIXED_POINT}
 
 MODELS = (
     Model("MLP (Equinox)", "equinox", mlp),
@@ -106,6 +307,13 @@ MODELS = (
         "FNO (PDEquinox)",
         "pdequinox",
         fno,
-        dict.fromkeys(("own bf16", "policy", "flash bf16", "release"), FFT),
+        NO_FFT,
     ),
+    Model("ConvNeXt (Equimo)", "equimo", convnext),
+    Model("equilibrium, custom_vjp (JAX)", "jax", deq),
+    Model("equilibrium (Optimistix)", "optimistix", fixed_point, NO_FIXED_POINT),
+    Model("Hyena (Equinox)", "equinox", hyena, NO_FFT),
+    Model("complex recurrence (JAX)", "jax", lru),
+    Model("SIREN (Equinox)", "equinox", siren),
+    Model("NeRF (Equinox)", "equinox", nerf),
 )

@@ -7,7 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from _zoo.model import Case, Model, cross_entropy, key, normal, squared_error, tokens
+from _zoo.model import (
+    Case,
+    Model,
+    at_least_f32,
+    cross_entropy,
+    key,
+    normal,
+    squared_error,
+    tokens,
+)
 
 
 def of(forward: Any, batch: tuple[Any, ...], score: Any) -> Case:
@@ -141,6 +150,108 @@ def graph_attention() -> Case:
     return of(forward, (graph, normal(8, 16, 16)), squared_error)
 
 
+def vector_quantised() -> Case:
+    """`hk.nets.VectorQuantizer` between an encoder and a decoder."""
+    import haiku as hk
+
+    def forward(x: Any) -> Any:
+        latent = hk.nets.MLP([64, 32])(x).reshape(-1, 16)
+        quantise = hk.nets.VectorQuantizer(16, 32, commitment_cost=0.25)
+        found = quantise(latent, is_training=True)
+        code = found["quantize"].reshape(len(x), 32)
+        return hk.nets.MLP([64, 32])(code), found["loss"]
+
+    def score(out: Any, target: Any) -> Any:
+        return squared_error(out[0], target) + at_least_f32(out[1])
+
+    x = normal(1, 64, 32)
+    return of(forward, (x, x), score)
+
+
+def perceiver() -> Case:
+    """Learnt queries that attend to a long input, then to each other."""
+    import haiku as hk
+
+    def forward(x: Any) -> Any:
+        start = hk.initializers.TruncatedNormal(0.5)
+        latent = hk.get_parameter("latent", (16, 64), x.dtype, init=start)
+        latent = jnp.broadcast_to(latent, (len(x), *latent.shape))
+        init = hk.initializers.VarianceScaling(1.0)
+        for source in (x, None, None):
+            norm = hk.LayerNorm(-1, create_scale=True, create_offset=True)
+            query = norm(latent)
+            seen = query if source is None else source
+            heads = hk.MultiHeadAttention(4, 16, w_init=init, model_size=64)
+            latent = latent + heads(query, seen, seen)
+            norm = hk.LayerNorm(-1, create_scale=True, create_offset=True)
+            latent = latent + hk.nets.MLP([128, 64])(norm(latent))
+        return hk.Linear(10)(latent.mean(1))
+
+    return of(forward, (normal(1, 8, 64, 32), tokens(2, 10, 8)), cross_entropy)
+
+
+def slots() -> Case:
+    """Slot attention: a softmax over the queries, and a GRU that is applied three times."""
+    import haiku as hk
+
+    def forward(x: Any) -> Any:
+        x = hk.LayerNorm(-1, create_scale=True, create_offset=True)(hk.Linear(32)(x))
+        keys, values = hk.Linear(32, with_bias=False)(x), hk.Linear(32)(x)
+        start = hk.initializers.TruncatedNormal(1.0)
+        slots = hk.get_parameter("slots", (4, 32), x.dtype, init=start)
+        slots = jnp.broadcast_to(slots, (len(x), *slots.shape))
+        norm = hk.LayerNorm(-1, create_scale=True, create_offset=True)
+        query, core = hk.Linear(32, with_bias=False), hk.GRU(32)
+        for _ in range(3):
+            logits = jnp.einsum("bsd,bnd->bsn", query(norm(slots)), keys) / 32**0.5
+            weights = jax.nn.softmax(logits, axis=1) + 1e-4
+            weights = weights / weights.sum(-1, keepdims=True)
+            updates = jnp.einsum("bsn,bnd->bsd", weights, values)
+            slots = hk.BatchApply(lambda u, s: core(u, s)[1])(updates, slots)
+        drawn = hk.nets.MLP([64, 16 * 17])(slots).reshape(len(x), 4, 16, 17)
+        return jnp.sum(jax.nn.softmax(drawn[..., 16:], 1) * drawn[..., :16], 1)
+
+    x = normal(1, 16, 16, 16)
+    return of(forward, (x, x), squared_error)
+
+
+def world_model() -> Case:
+    """A recurrent state-space model: a GRU, samples and divergences in a scan."""
+    import haiku as hk
+
+    def forward(frames: Any, actions: Any, noise: Any) -> Any:
+        core, widths = hk.GRU(64), [64, 32]
+        prior, posterior = hk.nets.MLP(widths), hk.nets.MLP(widths)
+        encode, decode = hk.nets.MLP([64, 32]), hk.nets.MLP([64, 16])
+
+        def step(carry: Any, now: Any) -> Any:
+            state, code = carry
+            frame, action, noise = now
+            _, state = core(jnp.concatenate([code, action], -1), state)
+            seen = jnp.concatenate([state, encode(frame)], -1)
+            mean, spread = jnp.split(posterior(seen), 2, -1)
+            code = mean + jax.nn.softplus(spread) * noise
+            out = decode(jnp.concatenate([state, code], -1))
+            return (state, code), (prior(state), jnp.stack([mean, spread]), out)
+
+        start = (core.initial_state(frames.shape[1]), jnp.zeros_like(noise[0]))
+        start = jax.tree.map(lambda x: x.astype(frames.dtype), start)
+        return hk.scan(step, start, (frames, actions, noise))[1]
+
+    def score(found: Any, frames: Any) -> Any:
+        prior, posterior, out = jax.tree.map(at_least_f32, found)
+        mean, spread = posterior[:, 0], jax.nn.softplus(posterior[:, 1]) + 1e-3
+        wanted, width = jnp.split(prior, 2, -1)
+        width = jax.nn.softplus(width) + 1e-3
+        ratio = (jnp.square(spread) + jnp.square(mean - wanted)) / jnp.square(width)
+        divergence = jnp.log(width / spread) + (ratio - 1) / 2
+        return squared_error(out, frames) + 0.1 * jnp.mean(divergence.sum(-1))
+
+    frames = jnp.sin(jnp.cumsum(normal(1, 12, 16, 16), 0))
+    batch = (frames, normal(2, 12, 16, 4), normal(3, 12, 16, 16), frames)
+    return of(forward, batch, score)
+
+
 MODELS = (
     Model("MLP (Haiku)", "dm-haiku", mlp),
     Model("transformer block (Haiku)", "dm-haiku", transformer),
@@ -148,4 +259,8 @@ MODELS = (
     Model("ResNet (Haiku)", "dm-haiku", resnet),
     Model("graph network (jraph)", "jraph", graph_network),
     Model("graph attention (jraph)", "jraph", graph_attention),
+    Model("VQ-VAE (Haiku)", "dm-haiku", vector_quantised),
+    Model("Perceiver (Haiku)", "dm-haiku", perceiver),
+    Model("slot attention (Haiku)", "dm-haiku", slots),
+    Model("world model (Haiku)", "dm-haiku", world_model),
 )

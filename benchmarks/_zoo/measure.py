@@ -55,8 +55,8 @@ def make(name: str) -> tuple[Case, Cell]:
 def f32(case: Case) -> tuple[Any, Cell]:
     """Trains in f32, also from rounded parameters, and returns the first gradients."""
     run = run_of("f32", case)
-    trained = train(run, case.batch)
-    rounded = train(from_rounded(run), case.batch)
+    trained = train(run, case.args)
+    rounded = train(from_rounded(run), case.args)
     return trained.grads, {"losses": trained.losses, "rounded": rounded.losses}
 
 
@@ -65,7 +65,7 @@ def routed(route: str, case: Case, exact: Any) -> tuple[None, Cell]:
     found: Cell = {"share": share(route, case)}
     if route == "fp8" and not found["share"]:
         return None, found  # the same program as amp
-    trained = train(run_of(route, case), case.batch)
+    trained = train(run_of(route, case), case.args)
     found |= {"losses": trained.losses, "skipped": trained.skipped}
     if trained.grads is not None and exact is not None:
         found["grad_error"] = distance(trained.grads, exact)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-Loss = Callable[[Any, Any], Array]
+Loss = Callable[..., Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,11 +16,16 @@ class Case:
     """A model that is ready to train.
 
     Attributes:
-        loss: The f32 loss, `loss(params, batch)`; it closes over no data.
+        loss: The f32 loss, `loss(params, batch)`, or `loss(params, beside, batch)`; it
+            closes over no data.
         params: The parameters; every floating leaf is trained.
         batch: A pytree of arrays.
         own: The same loss in bf16 by an option of the library itself, if it has one.
         learning_rate: For AdamW.
+        beside: Parameters that the loss reads and does not train: frozen ones, or those
+            of the rival.
+        rival: A model that is trained at the same time, by an optimizer of its own. Each
+            has the other's parameters beside its own.
     """
 
     loss: Loss
@@ -28,6 +33,18 @@ class Case:
     batch: Any
     own: Loss | None = None
     learning_rate: float = 1e-3
+    beside: Any = None
+    rival: "Case | None" = None
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The arguments of the loss behind the parameters."""
+        return (self.batch,) if self.beside is None else (self.beside, self.batch)
+
+    @property
+    def holds(self) -> tuple[int, ...] | None:
+        """Which arguments hold parameters, as `mpx.amp(params=)` takes them."""
+        return None if self.beside is None else (0, 1)
 
 
 @dataclasses.dataclass(frozen=True)

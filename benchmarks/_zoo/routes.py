@@ -1,5 +1,6 @@
 """The routes of mpx through which each model is trained, by its public names alone."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,11 +27,11 @@ ROUTES = (
     "release",
 )
 
-Step = Callable[[Any, Any], tuple[Any, Any, Any, Any]]
+Step = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 class Run(NamedTuple):
-    """What a route gives: its start, and `step(carry, batch)`.
+    """What a route gives: its start, and `step(carry, *case.args)`.
 
     A step returns the next carry, the loss, the gradients (`None` if there are none) and
     whether the step was taken.
@@ -59,35 +60,26 @@ def cast(tree: Any, dtype: Any) -> Any:
 
 def by_hand(loss: Loss, dtype: Any) -> Loss:
     """Returns the loss of parameters and batch that are cast by hand."""
-    return lambda params, batch: loss(cast(params, dtype), cast(batch, dtype))
+    return lambda *args: loss(*cast(args, dtype))
 
 
 def amp(case: Case, dtype: str) -> Loss:
     """Returns the loss under `mpx.amp`."""
-    return mpx.amp(case.loss, dtype=dtype)
-
-
-def low_amp(case: Case) -> Loss:
-    """Returns the loss of bf16 parameters under `mpx.amp`.
-
-    The batch is bf16, too: convolutions do not take operands of two dtypes.
-    """
-    loss = amp(case, "bf16")
-    return lambda params, batch: loss(params, cast(batch, jnp.bfloat16))
+    return mpx.amp(case.loss, dtype=dtype, params=case.holds)
 
 
 def fp8(case: Case) -> Any:
     """Returns the loss under `mpx.fp8`, whatever the size of its matmuls."""
-    return mpx.fp8(amp(case, "bf16"), min_gain=0)
+    return mpx.fp8(amp(case, "bf16"), params=case.holds, min_gain=0)
 
 
 def plain(case: Case, loss: Loss, params: Any) -> Run:
     """JAX and optax alone."""
     optimizer = optax.adamw(case.learning_rate)
 
-    def step(carry: Any, batch: Any) -> Any:
+    def step(carry: Any, *args: Any) -> Any:
         params, state = carry
-        value, grads = jax.value_and_grad(loss)(params, batch)
+        value, grads = jax.value_and_grad(loss)(params, *args)
         updates, state = optimizer.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), value, grads, True
 
@@ -99,9 +91,9 @@ def scaled(case: Case, loss: Loss, scaling: Any, policy: str | None = None) -> R
     optimizer = optax.adamw(case.learning_rate)
     value_and_grad = mpx.value_and_grad(loss, policy=policy)
 
-    def step(carry: Any, batch: Any) -> Any:
+    def step(carry: Any, *args: Any) -> Any:
         params, state, scaling = carry
-        result = value_and_grad(scaling, params, batch)
+        result = value_and_grad(scaling, params, *args)
         params, state = mpx.optimizer_update(
             params, optimizer, state, result.grads, result.finite
         )
@@ -119,20 +111,38 @@ def flash(case: Case, loss: Loss, dtype: Any, *, release: bool = False) -> Run:
     )
     released = mpx.optim.release(loss, optimizer) if release else None
 
-    def step(carry: Any, batch: Any) -> Any:
+    def step(carry: Any, *args: Any) -> Any:
         params, state = carry
         if released is not None:
-            result = released(params, state, batch)
+            result = released(params, state, *args)
             return (result.params, result.state), result.value, None, True
-        value, grads = jax.value_and_grad(loss)(params, batch)
+        value, grads = jax.value_and_grad(loss)(params, *args)
         params, state = optimizer.step(params, state, grads)
         return (params, state), value, grads, True
 
     return Run(tuple(optimizer.init_from(case.params, dtype)), step)
 
 
+def with_rival(run: Run, rival: Run) -> Run:
+    """Returns both runs as one, which reports the first.
+
+    Each step has the other's parameters before that step.
+    """
+
+    def step(carry: Any, _: Any, batch: Any) -> Any:
+        mine, theirs = carry
+        mine, value, grads, taken = run.step(mine, carry[1][0], batch)
+        theirs, _, _, also_taken = rival.step(theirs, carry[0][0], batch)
+        return (mine, theirs), value, grads, jnp.logical_and(taken, also_taken)
+
+    return Run((run.carry, rival.carry), step)
+
+
 def run_of(route: str, case: Case) -> Run:
     """Returns the route of that name, ready to run."""
+    if case.rival is not None:
+        alone = dataclasses.replace(case, rival=None)
+        return with_rival(run_of(route, alone), run_of(route, case.rival))
     dtype = route.split()[-1]
     f16 = mpx.DynamicLossScaling.pow2() if dtype == "f16" else mpx.NoLossScaling()
     runs: dict[str, Callable[[], Run]] = {
@@ -142,25 +152,24 @@ def run_of(route: str, case: Case) -> Run:
         "amp": lambda: scaled(case, amp(case, dtype), f16),
         "fp8": lambda: scaled(case, fp8(case), mpx.NoLossScaling()),
         "flash f32": lambda: flash(case, case.loss, "f32"),
-        "flash bf16": lambda: flash(case, low_amp(case), "bf16"),
-        "release": lambda: flash(case, low_amp(case), "bf16", release=True),
+        "flash bf16": lambda: flash(case, amp(case, "bf16"), "bf16"),
+        "release": lambda: flash(case, amp(case, "bf16"), "bf16", release=True),
     }
     return runs[route if route in runs else route.split()[0]]()
 
 
 def from_rounded(run: Run) -> Run:
     """Returns the same f32 steps from parameters that were rounded to bf16 once."""
-    params, state = run.carry
-    rounded = cast(cast(params, jnp.bfloat16), jnp.float32)
-    return Run((rounded, state), run.step)
+    rounded = cast(cast(run.carry, jnp.bfloat16), jnp.float32)  # states are zeros yet
+    return Run(rounded, run.step)
 
 
-def train(run: Run, batch: Any, steps: int = STEPS) -> Trained:
+def train(run: Run, args: Any, steps: int = STEPS) -> Trained:
     """Takes so many steps, not counting skipped ones."""
     step = jax.jit(run.step)  # compiled once for each function
     carry, losses, first, skipped = run.carry, [], None, 0
     while len(losses) < steps and skipped < MOST_SKIPPED:
-        carry, value, grads, taken = step(carry, batch)
+        carry, value, grads, taken = step(carry, *args)
         if not bool(taken):
             skipped += 1
             continue
@@ -175,19 +184,19 @@ def written(route: str, case: Case) -> Loss:
     if route == "own bf16":
         return case.own or by_hand(case.loss, jnp.bfloat16)
     policy = mpx.get_policy(f"p=f32,c={route.split()[1]},o=f32")
-    return lambda params, batch: case.loss(*policy.cast_to_compute((params, batch)))
+    return lambda *args: case.loss(*policy.cast_to_compute(args))
 
 
 def share(route: str, case: Case) -> float | None:
     """Returns the share of the matmul operations that run in 16 bits, or in fp8."""
     if route == "fp8":
-        found = mpx.inspect.report(fp8(case), case.params, case.batch).fp8
+        found = mpx.inspect.report(fp8(case), case.params, *case.args).fp8
         return 0.0 if found is None else found.share
     dtype = route.split()[-1]
     if route.startswith("amp"):
-        report = mpx.inspect.report(mpx.amp(case.loss, dtype), case.params, case.batch)
+        report = mpx.inspect.report(amp(case, dtype), case.params, *case.args)
     elif route.startswith(("policy", "own")):
-        report = mpx.inspect.report(written(route, case), case.params, case.batch)
+        report = mpx.inspect.report(written(route, case), case.params, *case.args)
     else:
         return None
     return report.shares.get(dtype, 0.0) if report.flops else None
@@ -204,5 +213,5 @@ def distance(grads: Any, reference: Any) -> float:
 def f64_grads(case: Case) -> Any:
     """Returns the gradients in f64, as far as the library does not ask for f32."""
     with jax.enable_x64(True):
-        params, batch = cast((case.params, case.batch), jnp.float64)
-        return jax.device_get(jax.jit(jax.grad(case.loss))(params, batch))
+        args = cast((case.params, *case.args), jnp.float64)
+        return jax.device_get(jax.jit(jax.grad(case.loss))(*args))
