@@ -217,7 +217,10 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> Bool[Array
         for leaf in jax.tree.leaves(tree)
         if _may_be_infinite(leaf) or isinstance(leaf, float | complex)
     ]
-    finite = jnp.stack(checks).all() if checks else jnp.array(True)
+    # The first that is false. XLA for CPUs would compute a product of all flags again for
+    # each array that is selected by it, and compile for minutes; this it computes once.
+    first = jnp.argmin(jnp.stack([*checks, jnp.array(False)]))
+    finite = first == len(checks)
     return finite if axis_name is None else all_devices(finite, axis_name)
 
 
