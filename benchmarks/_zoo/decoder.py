@@ -80,7 +80,7 @@ def decoder(size: Size, dtype: Any = None) -> Any:
 
 def case(size: Size, seed: int = 0) -> Case:
     """Returns the decoder of that size with a batch of Python's own documentation."""
-    from fp8_text import batches, read_text
+    from text import batches, read_text
 
     def of(module: Any) -> Loss:
         return lambda params, ids: next_token(module.apply(params, ids), ids)
