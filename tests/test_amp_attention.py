@@ -139,7 +139,7 @@ TRANSFORMS = {
         lambda f: bf16(lambda *x: lax.cond(x[0][0, 0, 0, 0] > 0, f, f, *x)),
         {FORWARD: 2},
     ),
-    "amp in amp": (lambda f: jax.grad(amp(bf16(f), dtype="f16")), BOTH),
+    "amp in amp": (lambda f: jax.grad(amp(lambda *x: bf16(f)(*x), dtype="f16")), BOTH),
 }
 
 

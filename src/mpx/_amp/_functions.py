@@ -175,6 +175,7 @@ def _call_pure(
     visitor.stored = {id(wide[i]): (wide[i], arrays[i]) for i in widened}
     traced = visitor.start(Traced(body, consts, wide, named, has_params))
     outs = visitor.finish(run_traced(visitor, traced))
+    visitor.stored.clear()  # derivative rules, which JAX keeps, refer to the visitor
     if not widened:
         return merge(outs)
     # What is returned as it came is that very array.

@@ -50,17 +50,21 @@ def reason_against(
         return None
     kept = _reason_as_asked(eqn)
     if kept is None and rule != Rule.TRUE_F32:
-        kept = _reason_for_f32(eqn, [_is_weight(fact) for fact in facts[:2]])
+        kept = _reason_for_f32(eqn, _count_weights(facts[:2]))
     if kept is None and rule in PRESETS and name != "dot_general":
         # Convolutions know precisions but no algorithms.
         kept = "algorithms exist for dot_general only"
     return kept
 
 
-def _is_weight(fact: Origin) -> bool:
-    """Returns whether a value is made of parameters, or closed over, as weights may be."""
-    is_constant = fact.source.leaf is not None and not fact.source.names
-    return fact.source.is_param or is_constant
+def _count_weights(facts: Sequence[Origin]) -> int:
+    """Returns how many operands are made of parameters.
+
+    If none is, the function may close over its weights.
+    """
+    sources = [fact.source for fact in facts]
+    closed_over = [x.leaf is not None and not x.names for x in sources]
+    return sum(x.is_param for x in sources) or sum(closed_over)
 
 
 def _reason_as_asked(eqn: Equation) -> str | None:
@@ -101,7 +105,7 @@ def _is_operand(aval: Any) -> bool:
     return dtype in (F32, *LOW_DTYPES) or dtype.kind in "biu"
 
 
-def _reason_for_f32(eqn: Equation, are_weights: Sequence[bool]) -> str | None:
+def _reason_for_f32(eqn: Equation, weights: int) -> str | None:
     """Returns why 16 bits cost a matmul accuracy and gain it no time, if they do.
 
     Without a sum, as in the angles of rotary embeddings, the operands are rounded and no
@@ -114,7 +118,7 @@ def _reason_for_f32(eqn: Equation, are_weights: Sequence[bool]) -> str | None:
     if is_at_most_one(summed):
         return "a product without a sum gains nothing in 16 bits"
     has_vector = any(map(is_at_most_one, free))
-    if eqn.primitive.name != "dot_general" or not has_vector or sum(are_weights) == 1:
+    if eqn.primitive.name != "dot_general" or not has_vector or weights == 1:
         return None
     return "a product with a vector is a sum, which 16 bits make neither fast nor exact"
 

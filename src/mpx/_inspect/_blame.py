@@ -23,11 +23,13 @@ from mpx._inspect._record import (
     ancestors,
     before,
     classes_of,
+    norm,
     site_of,
 )
 from mpx._inspect._shadow import only_moves
 from mpx._jaxpr._queries import SHAPE_ONLY, Equation, names
 
+Numbers = Sequence[np.ndarray]
 LOST_BITS = 5
 """A result that has lost this many bits of its format's significand is wrong."""
 _COARSEST = 0.5
@@ -119,7 +121,7 @@ class Blame:
             x.format for i, x in enumerate(self.nodes) if i in self._live and x.format
         ]
         self.format = max(used, key=lambda x: x.eps, default=None)
-        self._sizes = _sizes(outputs)
+        self._sizes = outputs.sizes()
         self.errors, self.own_errors = (
             [
                 error if np.isfinite(x).all() else math.inf
@@ -572,12 +574,10 @@ class Blame:
             if self.stable[i] and x > max(limit, _CONDITION * base)
         ]
 
-    def _errors(
-        self, outs: Sequence[np.ndarray], wanted: Sequence[np.ndarray]
-    ) -> list[float]:
+    def _errors(self, outs: Numbers, wanted: Numbers) -> list[float]:
         """Returns the norms of the errors relative to those of the results in f32."""
         return [
-            _norm(x[np.isfinite(y)] - y[np.isfinite(y)]) / size
+            norm(x[np.isfinite(y)] - y[np.isfinite(y)]) / size
             for x, y, size in zip(outs, wanted, self._sizes, strict=True)
         ]
 
@@ -598,30 +598,3 @@ def _is_epsilon(node: Node) -> bool:
     low, high = node.findings[0].shadow
     least = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
     return bool(small) and least <= 4 * max(small)
-
-
-def _norm(x: np.ndarray) -> float:
-    """Returns the 2-norm; infinite if a number is not finite."""
-    x = x.astype(np.float64)
-    return float(np.linalg.norm(x)) if np.isfinite(x).all() else math.inf
-
-
-def _sizes(outputs: Outputs) -> list[float]:
-    """Returns what errors are relative to: the norms of the results in f32.
-
-    A gradient of zeros is measured against the other gradients. Beside a loss of zero, any
-    error is large.
-    """
-    sizes = [_norm(x[np.isfinite(x)]) for x in outputs.exact]
-    pairs = zip(outputs.exact, outputs.is_grad, sizes, strict=True)
-    grads = [(x.size, size) for x, is_grad, size in pairs if is_grad]
-    count = sum(n for n, _ in grads)
-    usual = math.hypot(*(size for _, size in grads)) / math.sqrt(max(count, 1))
-    found = zip(outputs.exact, outputs.is_grad, sizes, strict=True)
-    return [
-        size or (usual * math.sqrt(x.size) if is_grad else 0.0) or _TINY
-        for x, is_grad, size in found
-    ]
-
-
-_TINY = 1e-45

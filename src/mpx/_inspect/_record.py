@@ -400,6 +400,31 @@ class Outputs(NamedTuple):
         """Whether each is a gradient."""
         return [name.startswith("gradient") for name in self.names]
 
+    def sizes(self) -> list[float]:
+        """Returns what errors are relative to: the norms of the results in f32.
+
+        A gradient of zeros is measured against the other gradients. Beside a loss of zero,
+        any error is large.
+        """
+        sizes = [norm(x[np.isfinite(x)]) for x in self.exact]
+        pairs = list(zip(self.exact, self.is_grad, sizes, strict=True))
+        grads = [(x.size, size) for x, is_grad, size in pairs if is_grad]
+        count = sum(n for n, _ in grads)
+        usual = math.hypot(*(size for _, size in grads)) / math.sqrt(max(count, 1))
+        return [
+            size or (usual * math.sqrt(x.size) if is_grad else 0.0) or _TINY
+            for x, is_grad, size in pairs
+        ]
+
+
+_TINY = 1e-45
+
+
+def norm(x: np.ndarray) -> float:
+    """Returns the 2-norm; infinite if a number is not finite."""
+    x = x.astype(np.float64)
+    return float(np.linalg.norm(x)) if np.isfinite(x).all() else math.inf
+
 
 def arrays_of(outs: Iterable[Array]) -> list[np.ndarray]:
     """Returns the floating arrays among some, in f32."""
