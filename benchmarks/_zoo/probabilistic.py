@@ -158,8 +158,9 @@ def autoencoder() -> Case:
 
 
 SENSITIVE = (
-    "its exponentials amplify any rounding: in f16 the gradient is within 0.5 % and the "
-    "curve as far off; the error of amp's gradient is below that of a cast by hand"
+    "its scales are results of a matmul and pass near zero, where their logarithm "
+    "amplifies any rounding: over ten starts the median distance is 6 % for amp in bf16, "
+    "and 4 % for f32 from parameters that are 0.2 % off"
 )
 
 MODELS = (
@@ -169,7 +170,9 @@ MODELS = (
         "RealNVP (distrax)",
         "distrax",
         real_nvp,
-        dict.fromkeys(("policy f16", "amp bf16", "amp f16"), SENSITIVE),
+        dict.fromkeys(
+            ("policy f16", "amp bf16", "amp f16", "flash bf16", "release"), SENSITIVE
+        ),
     ),
     Model("Bayesian MLP (numpyro)", "numpyro", bayesian_network),
     Model("VAE (numpyro)", "numpyro", autoencoder),
