@@ -153,7 +153,7 @@ WITHOUT_RULES = frozenset(
 )
 
 # Operations that broadcast operands of equal rank, and scalars, by themselves.
-BROADCASTING = frozenset(names("add sub mul div max min select_n clamp"))
+BROADCASTING = frozenset(names("add sub mul div max min select_n clamp polynomial"))
 # Operations that use one number of their operand several times, or may: their transposes
 # sum, which must be in f32.
 SUMMED = frozenset(
