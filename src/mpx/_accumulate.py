@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Never
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -36,7 +36,7 @@ from mpx._wrapped import giving_codes
 def accumulate(
     func: Callable[..., Any] | None = None,
     steps: int = 1,
-    *misplaced: Never,
+    *misplaced: Any,
     batch_argnums: int | Sequence[int] = 1,
     mean: bool = True,
     argnums: int | Sequence[int] = 0,

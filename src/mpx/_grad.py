@@ -5,7 +5,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Never
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -266,7 +266,7 @@ class Step:
 
 def value_and_grad(
     func: Callable[..., Any] | None = None,
-    *misplaced: Never,
+    *misplaced: Any,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     policy: Policy | str | None = None,
