@@ -1,7 +1,7 @@
 """Attention in a jaxpr, and what replaces it: one operation."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,7 @@ class Call(NamedTuple):
         return match.as_result(out)
 
 
+@runtime_checkable
 class Settings(Protocol):
     """What the search asks for, and whom it tells."""
 
