@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from mpx._collectives import arrays, bits, computations, located, runs_of
-from mpx._devices import H200
-from mpx._jaxpr._queries import names
+from mpx._jax._devices import H200
+from mpx._program._queries import names
+from mpx.inspect._collectives import arrays, bits, computations, located, runs_of
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 

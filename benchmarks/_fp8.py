@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mpx._devices import cuda_capability
+from mpx._jax._devices import cuda_capability
 
 Params = dict[str, Any]
 BF16 = jnp.bfloat16

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx._inspect._target import compiler_options, described, target_devices
+from mpx.inspect._target import compiler_options, described, target_devices
 
 # --- the model ------------------------------------------------------------------------
 

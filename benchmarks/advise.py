@@ -30,11 +30,11 @@ from jax import lax
 import mpx.inspect
 from _measure import format_table, number
 from _models import make_task
-from mpx._inspect import _advice, _tuning
-from mpx._inspect._candidates import front, options
-from mpx._inspect._judged import Judged, judge
-from mpx._inspect._policies import seconds
-from mpx._inspect._sensitivity import norm
+from mpx.inspect import _advice, _tuning
+from mpx.inspect._candidates import front, options
+from mpx.inspect._judged import Judged, judge
+from mpx.inspect._policies import seconds
+from mpx.inspect._sensitivity import norm
 
 
 class Case(NamedTuple):

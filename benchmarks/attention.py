@@ -31,7 +31,7 @@ import _measure as measure
 import mpx
 from _measure import Record, number, ratio
 from _models import Task, make_task
-from mpx._attention import _pays
+from mpx._ops._attention import _pays
 
 BF16 = jnp.bfloat16
 TARGET = 1.00

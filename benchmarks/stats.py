@@ -30,9 +30,9 @@ import _measure as measure
 import mpx
 from _measure import number
 from _models import SIZES, Task, Vit, VitSize, vit_loss
-from mpx._inspect import _counting
-from mpx._inspect._bins import BINS, bin_of, split
-from mpx._inspect._counting_kernel import Tuning, count_local
+from mpx.inspect import _counting
+from mpx.inspect._bins import BINS, bin_of, split
+from mpx.inspect._counting_kernel import Tuning, count_local
 
 TARGET = 0.02  # of a step
 REPLICAS = 1024

@@ -14,7 +14,7 @@ from jax.nn import softmax
 
 from models import normal
 from mpx._amp import _attention, _recognition
-from mpx._attention import _cudnn, _pays, _primitive
+from mpx._ops._attention import _cudnn, _pays, _primitive
 from mpx._recognise import _attention as found
 
 B, T, H, D = 2, 8, 4, 16

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpx._compat import HAS_MOSAIC, Literal, eval_equation, open_jaxpr
+from mpx._jax._compat import HAS_MOSAIC, Literal, eval_equation, open_jaxpr
 from mpx._kernels import _triton, _tuning
 from mpx._kernels._plain import run_plain
 from mpx._optim._packing import PackedLeaf, Packing, packed_step

@@ -13,12 +13,12 @@ from jax.sharding import AxisType
 import mpx
 import mpx.inspect
 from models import normal
-from mpx._half import gradient_function
-from mpx._inspect._judged import judge
-from mpx._inspect._keys import Key, Site
-from mpx._inspect._proposals import propose
-from mpx._inspect._rounding import Samples, look, nothing_seen, rounded, tap
-from mpx._inspect._sensitivity import _signs, study
+from mpx._casting._half import gradient_function
+from mpx.inspect._judged import judge
+from mpx.inspect._keys import Key, Site
+from mpx.inspect._proposals import propose
+from mpx.inspect._rounding import Samples, look, nothing_seen, rounded, tap
+from mpx.inspect._sensitivity import _signs, study
 
 
 def draw(seed, *shape, scale=1.0):

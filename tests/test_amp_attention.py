@@ -22,8 +22,8 @@ from attention_cases import pretend_h200
 from models import equations, normal, trace_together
 from mpx import AmpRules, amp, amp_stop
 from mpx._amp import _attention, _recognition
-from mpx._attention import _capture, _cudnn, _primitive
-from mpx._jaxpr._queries import ATTENTION
+from mpx._ops._attention import _capture, _cudnn, _primitive
+from mpx._program._queries import ATTENTION
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
 BATCH, LENGTH, HEADS, SIZE = 2, 8, 4, 16

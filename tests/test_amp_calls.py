@@ -14,8 +14,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from models import equations, held
 from mpx import AmpRules, amp
-from mpx._compat import Primitive
-from mpx._jaxpr._queries import equations as walked
+from mpx._jax._compat import Primitive
+from mpx._program._queries import equations as walked
 from mpx.testing import assert_trees_equal
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number

@@ -16,7 +16,7 @@ import mpx
 from models import equations, held
 from mpx import AmpRules, amp, amp_low, amp_stop
 from mpx._amp._rules import PRIMITIVES, TABLE, WITHOUT_RULES, Rule, rule_for
-from mpx._half import gradient_function
+from mpx._casting._half import gradient_function
 from mpx.testing import assert_trees_equal
 
 # --- The table ------------------------------------------------------------------------
@@ -72,7 +72,9 @@ def test_every_primitive_of_this_jax_has_a_rule_or_falls_under_the_default():
     assert sorted(defaults) == sorted({*defaults}), "a name is listed twice"
     known = {*PRIMITIVES, *WITHOUT_RULES, *defaults}
     # In a process of its own: importing pallas adds what only kernels consist of.
-    code = "import mpx; from mpx import _compat; print(*_compat.lowered_primitives())"
+    code = (
+        "import mpx; from mpx._jax import _compat; print(*_compat.lowered_primitives())"
+    )
     lowered = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout.split()

@@ -18,7 +18,7 @@ import mpx
 from models import equations, normal
 from mpx import amp
 from mpx._amp._rules import BROADCASTING, PRIMITIVES, SUMMED, TABLE, Rule
-from mpx._compat import lowered_primitives
+from mpx._jax._compat import lowered_primitives
 
 N, D = 2048, 8
 X = normal(0, N, D)
@@ -206,7 +206,7 @@ def words(texts):
 
 def linear_primitives():
     """Returns the primitives with a transpose that JAX has."""
-    from mpx._private import private
+    from mpx._jax._private import private
 
     return {
         primitive.name for primitive in private("matmul_grads").primitive_transposes

@@ -39,11 +39,11 @@ def test_module_is_short_and_documented(path):
 def test_init_file_only_reexports(path):
     _docstring, *body = ast.parse(path.read_text()).body
     for node in body:
-        if isinstance(node, ast.Assign):  # `__version__`
-            names = [ast.unparse(target) for target in node.targets]
-            assert all(re.fullmatch(r"__\w+__", name) for name in names), names
-        else:
-            assert isinstance(node, ast.Import | ast.ImportFrom), ast.unparse(node)
+        if path.parent == SRC and isinstance(
+            node, ast.FunctionDef | ast.Assign | ast.If
+        ):
+            continue  # what is imported when it is first used
+        assert isinstance(node, ast.Import | ast.ImportFrom), ast.unparse(node)
 
 
 def test_only_one_module_mentions_private_jax():
@@ -52,14 +52,14 @@ def test_only_one_module_mentions_private_jax():
     assert mentioning == {"_private.py"}
 
 
-def test_only_the_jaxpr_package_goes_through_nested_jaxprs():
+def test_only_the_program_room_goes_through_nested_jaxprs():
     # What lists the jaxprs of an equation stays in that package, and no function outside
     # goes through equations and calls itself for those inside.
     names = {"sub_jaxprs", "is_jaxpr", "jaxprs_in_params", "subjaxprs"}
-    allowed = {SRC / "_compat.py", SRC / "_private.py"}
+    allowed = {SRC / "_jax" / "_compat.py", SRC / "_jax" / "_private.py"}
     found = []
     for path in MODULES:
-        if path in allowed or path.is_relative_to(SRC / "_jaxpr"):
+        if path in allowed or path.is_relative_to(SRC / "_program"):
             continue
         tree = ast.parse(path.read_text())
         found += [f"{relative(path)}: {x}" for x in used_names(tree) & names]

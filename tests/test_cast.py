@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx._formats import FORMATS, is_float_dtype
+from mpx._jax._formats import FORMATS, is_float_dtype
 from mpx.testing import assert_trees_equal, ulp_distance
 
 F16, BF16, F32, F64 = (np.dtype(jnp.dtype(n)) for n in ("f2", "bfloat16", "f4", "f8"))

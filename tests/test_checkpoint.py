@@ -26,9 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from models import normal
-from mpx._checkpoint import _checksums
-from mpx._checkpoint import _restore as reading
-from mpx.checkpoint import Checkpointer, from_f32, restore, save, to_f32
+from mpx.checkpoint import Checkpointer, _checksums, from_f32, restore, save, to_f32
+from mpx.checkpoint import _restore as reading
 from mpx.testing import assert_trees_equal
 
 pytestmark = [pytest.mark.standard_promotion]
@@ -762,7 +761,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 folder, port, number = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 jax.distributed.initialize(f"localhost:{port}", 2, number)
-from mpx._processes import gather
+from mpx._jax._processes import gather
 from mpx.checkpoint import Checkpointer, restore, save
 
 gather("connect before compiling")

@@ -34,7 +34,7 @@ multihost_utils.sync_global_devices("start")
 DOCTOR = """
 import jax
 from mpx.__main__ import main
-from mpx._cluster import _command
+from mpx.inspect._cluster import _command
 
 options = ["doctor", "--cluster", "--json", "--no-measure", "--directory", "shared"]
 print("status", main(options))

@@ -10,11 +10,11 @@ import pytest
 from jax import lax
 
 from mpx.__main__ import main
-from mpx._checkpoint._checkpointer import Checkpointer
-from mpx._cluster import _bandwidth, _checks, _command
-from mpx._cluster._exchange import digests, gather, outliers
-from mpx._cluster._restart import Restart
-from mpx._cluster._training import STEPS, Training, make_mesh
+from mpx.checkpoint._checkpointer import Checkpointer
+from mpx.inspect._cluster import _bandwidth, _checks, _command
+from mpx.inspect._cluster._exchange import digests, gather, outliers
+from mpx.inspect._cluster._restart import Restart
+from mpx.inspect._cluster._training import STEPS, Training, make_mesh
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -245,7 +245,9 @@ def test_job_that_resumes_elsewhere_fails(sharded, killed, change, text):
 
 def test_restart_says_what_it_needs(sharded, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr("mpx._cluster._restart.gather", lambda value: [value] * 2)
+    monkeypatch.setattr(
+        "mpx.inspect._cluster._restart.gather", lambda value: [value] * 2
+    )
     (check,) = Restart(sharded, None).check()
     assert check.passed is None
     assert "pass `--directory`" in check.figures
@@ -255,7 +257,7 @@ def test_restart_is_not_run_without_orbax(sharded, tmp_path, monkeypatch):
     def missing(path):
         raise ImportError("Orbax is not installed")
 
-    monkeypatch.setattr("mpx._cluster._restart.Checkpointer", missing)
+    monkeypatch.setattr("mpx.inspect._cluster._restart.Checkpointer", missing)
     restart = Restart(sharded, str(tmp_path))
     (check,) = restart.check()
     assert check.passed is None
@@ -267,7 +269,7 @@ def test_folder_that_a_process_does_not_see_is_refused(sharded, tmp_path, monkey
     def gather(value):  # the second process sees nothing
         return [value, False]
 
-    monkeypatch.setattr("mpx._cluster._restart.gather", gather)
+    monkeypatch.setattr("mpx.inspect._cluster._restart.gather", gather)
     (check,) = Restart(sharded, str(tmp_path)).check()
     assert check.passed is False
     assert "is not one folder: the processes [1] do not see it" in check.figures

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import mpx
 from models import equations, normal
 from mpx import amp, amp_stop, linear_cross_entropy
-from mpx._cross_entropy import _operation
+from mpx._ops._cross_entropy import _operation
 
 BATCH, LENGTH, WIDTH, VOCAB = 4, 6, 10, 104
 TOKENS = BATCH * LENGTH

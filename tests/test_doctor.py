@@ -9,8 +9,7 @@ import jax
 import pytest
 
 from mpx.__main__ import main
-from mpx._inspect import _doctor, _machine
-from mpx.inspect import Diagnosis, doctor
+from mpx.inspect import Diagnosis, _doctor, _machine, doctor
 
 NONE = dict.fromkeys(("f32", "tf32", "bf16", "f16", "fp8", "mx"), (False, ""))
 YES = (True, "")

@@ -16,11 +16,11 @@ import h200
 import mpx
 from kernel_cases import needs_mosaic
 from mpx._amp import _grouped
-from mpx._experts import _groups
-from mpx._formats import FORMATS
 from mpx._fp8 import _selection
 from mpx._fp8._scales import DTYPES
-from mpx._jaxpr._queries import GROUPED, equations
+from mpx._jax._formats import FORMATS
+from mpx._ops._experts import _groups
+from mpx._program._queries import GROUPED, equations
 from mpx.recipes import MXFP8, CurrentScaling, DelayedScaling, StaticScaling
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -134,8 +134,8 @@ def test_blocks_of_rows_hold_each_row_once(block):
 @pytest.mark.parametrize("kind", ["rows", "turned", "fp8", "sums"])
 @pytest.mark.parametrize("name", ["rows without a group", "uneven"])
 def test_kernel_in_the_interpreter_is_right(kind, name):
-    from mpx._experts import _mosaic
-    from mpx._experts._tuning import Blocks
+    from mpx._ops._experts import _mosaic
+    from mpx._ops._experts._tuning import Blocks
 
     sizes, pallas = SIZES[name], import_module("jax.experimental.pallas.mosaic_gpu")
     p, x, grad = draw(4, columns=64, dtype=BF16)

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from models import normal
-from mpx._compat import bind, primitive_name
-from mpx._inspect._host import run_on_host
-from mpx._inspect._shadow import run_in_f32
-from mpx._jaxpr._shards import join, split
+from mpx._jax._compat import bind, primitive_name
+from mpx._program._shards import join, split
 from mpx.inspect import explain
+from mpx.inspect._host import run_on_host
+from mpx.inspect._shadow import run_in_f32
 from scripts import script
 
 faults = script("_faults")

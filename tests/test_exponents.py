@@ -15,10 +15,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpx._inspect import _counting
-from mpx._inspect._bins import BINS, add_up, as_integers, carried, split
-from mpx._inspect._counting_kernel import Tuning, count_local
-from mpx.inspect import ExponentStats, exponent_stats, plot_exponents
+from mpx.inspect import ExponentStats, _counting, exponent_stats, plot_exponents
+from mpx.inspect._bins import BINS, add_up, as_integers, carried, split
+from mpx.inspect._counting_kernel import Tuning, count_local
 
 RNG = np.random.default_rng(0)
 KINDS = {

@@ -7,7 +7,7 @@ import pytest
 from jax import export
 
 import mpx
-from mpx._compat import version_tuple
+from mpx._jax._compat import version_tuple
 
 CANNOT_SERIALISE = version_tuple(jax.__version__) >= (0, 12)
 OTHERS = ("tpu", "rocm", "cpu")

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpx._formats import (
+from mpx._jax._formats import (
     FORMATS,
     at_least_f32,
     is_float_dtype,

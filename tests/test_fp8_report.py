@@ -9,7 +9,7 @@ from jax import lax
 
 import mpx
 from mpx import fp8
-from mpx._attention import _primitive
+from mpx._ops._attention import _primitive
 from mpx.recipes import DelayedScaling
 
 BF16 = jnp.bfloat16

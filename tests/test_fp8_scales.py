@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jax import lax
 
 from models import normal
-from mpx._formats import FORMATS
 from mpx._fp8 import _operands
 from mpx._fp8._dot import fp8_dot
 from mpx._fp8._mx import from_blocks, mx_dot, to_blocks
@@ -26,6 +25,7 @@ from mpx._fp8._scales import (
     power_of_two_scale,
     quantize,
 )
+from mpx._jax._formats import FORMATS
 from mpx.recipes import MXFP8, CurrentScaling, DelayedScaling, StaticScaling
 
 FORMS = list(DTYPES)

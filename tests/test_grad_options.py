@@ -22,8 +22,8 @@ from models import (
     squared_error,
 )
 from mpx import DynamicLossScaling, NoLossScaling, StaticLossScaling
-from mpx._filter_grad import _as_switch
-from mpx._policy import as_policy
+from mpx._casting._policy import as_policy
+from mpx._gradients._filter_grad import _as_switch
 from mpx.testing import assert_trees_equal
 
 # --- Without mixed precision, without scaling -----------------------------------------

@@ -30,7 +30,7 @@ def test_import_starts_no_backend():
 
 
 def test_import_loads_no_optional_package():
-    lazy = [*OPTIONAL, "mpx._attention", "mpx._recognise"]
+    lazy = [*OPTIONAL, "mpx._recognise", "mpx._fp8", "mpx.inspect"]
     imported = run(
         f"import sys\n{EVERYTHING}\n"
         f"print(*(name for name in {lazy} if name in sys.modules))"

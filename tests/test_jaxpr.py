@@ -10,12 +10,12 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from mpx._compat import eval_equation, open_jaxpr, primitive_name
-from mpx._jaxpr import HANDLERS
-from mpx._jaxpr._flow import Walk
-from mpx._jaxpr._interpreter import Visitor
-from mpx._jaxpr._queries import last_uses, walk
-from mpx._jaxpr._run import NO_REF, Run, Value
+from mpx._jax._compat import eval_equation, open_jaxpr, primitive_name
+from mpx._program import HANDLERS
+from mpx._program._flow import Walk
+from mpx._program._interpreter import Visitor
+from mpx._program._queries import last_uses, walk
+from mpx._program._run import NO_REF, Run, Value
 from mpx.testing import assert_trees_equal
 
 X, W = jnp.linspace(-1.0, 1.0, 4), jnp.linspace(0.5, 1.5, 8).reshape(2, 4)

@@ -16,10 +16,9 @@ from flax import nnx
 from jax import lax
 
 import mpx
-from mpx._inspect import _memory_command, _report_command, _target
-from mpx._inspect._buffers import peak
-from mpx._inspect._program import program
-from mpx.inspect import memory
+from mpx.inspect import _memory_command, _report_command, _target, memory
+from mpx.inspect._buffers import peak
+from mpx.inspect._program import program
 
 B, D, H = 64, 32, 128
 WORKSPACE = 32 << 20

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpx import _progress
-from mpx._jaxpr import _pieces
-from mpx._jaxpr._pieces import Pieces, apart
+from mpx._jax import _progress
+from mpx._program import _pieces
+from mpx._program._pieces import Pieces, apart
 
 X = jax.random.normal(jax.random.key(0), (5, 7))
 W = jax.random.normal(jax.random.key(1), (7, 7)) / 3

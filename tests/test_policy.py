@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 import mpx
-from mpx._policy import as_policy
+from mpx._casting._policy import as_policy
 
 F16, BF16, F32, F64 = (np.dtype(jnp.dtype(n)) for n in ("f2", "bfloat16", "f4", "f8"))
 KEY = jax.random.key(0)

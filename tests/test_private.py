@@ -15,10 +15,11 @@ import pytest
 from flax import linen as nn
 
 import mpx
-from mpx import _optim, _private
+from mpx import _optim
 from mpx._fp8 import _layouts
+from mpx._jax import _private
+from mpx._jax._version import check_versions
 from mpx._kernels import _dispatch
-from mpx._version import check_versions
 
 NAMES = [(key, name) for key, x in _private.FEATURES.items() for name in x.names]
 
@@ -52,7 +53,7 @@ def attempt(feature, missing):
         warnings.simplefilter("always")
         import mpx
         from mpx._optim import flash_adamw
-        from mpx._private import private
+        from mpx._jax._private import private
 
         grads = jax.grad(mpx.amp(loss))(params, x)
         optimizer = flash_adamw(0.5, weight_decay=0.0)

@@ -24,7 +24,7 @@ from attention_cases import (
 )
 from attention_look_alikes import KEPT, LOOK_ALIKES
 from models import equations, normal
-from mpx._attention import _pays
+from mpx._ops._attention import _pays
 from mpx._recognise import _attention
 
 bf16 = functools.partial(mpx.amp, dtype="bf16")

@@ -18,8 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import print_saved_residuals
 
 import mpx
-from mpx._inspect import _target
-from mpx.inspect import report
+from mpx.inspect import _target, report
 
 BF16 = jnp.bfloat16
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx._tree import named_leaves
+from mpx._jax._tree import named_leaves
 from mpx.testing import assert_trees_equal
 
 BAD = [np.nan, np.inf, -np.inf]

@@ -12,11 +12,11 @@ import pytest
 import mpx
 import mpx.inspect
 from models import normal
-from mpx._inspect import _laboratory, _tuning
-from mpx._inspect._candidates import front, options
-from mpx._inspect._judged import judge
-from mpx._inspect._policies import seconds
-from mpx._inspect._states import state_bytes
+from mpx.inspect import _laboratory, _tuning
+from mpx.inspect._candidates import front, options
+from mpx.inspect._judged import judge
+from mpx.inspect._policies import seconds
+from mpx.inspect._states import state_bytes
 from test_advise import PARAMS, X, Y, plain, relative, sensitive
 
 

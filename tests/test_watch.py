@@ -18,8 +18,8 @@ import pytest
 from flax import nnx
 
 import mpx
-from mpx._inspect._timeline import Timeline
 from mpx.inspect import Watch, observe, watch
+from mpx.inspect._timeline import Timeline
 from mpx.optim import flash_adamw, master_params
 
 KEY = jax.random.key(0)

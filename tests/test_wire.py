@@ -452,7 +452,7 @@ def test_weights_are_quantised_once_per_window(by, recipe, monkeypatch):
         return len(eights), jax.jit(step)(mpx.NoLossScaling(), *args)
 
     count, result = run()
-    monkeypatch.setattr("mpx._call.Call.weight_codes", lambda self: None)
+    monkeypatch.setattr("mpx._gradients._call.Call.weight_codes", lambda self: None)
     before, expected = run()
     # Three weights, of which the one whose product is not needed again is cast once.
     assert before - count >= 3

@@ -12,9 +12,9 @@ from jax.sharding import AxisType, Mesh
 
 import h200
 import mpx
-from mpx._cluster import _checks, _training
-from mpx._inspect._result import amount
 from mpx.inspect import collectives
+from mpx.inspect._cluster import _checks, _training
+from mpx.inspect._result import amount
 from scripts import script
 
 pytestmark = [

@@ -19,7 +19,7 @@ from _zoo.routes import distance
 def pretend_h200() -> None:
     """Lets mpx and JAX believe in an H200 with cuDNN 9.10, for attention of any size."""
     from mpx._amp import _attention, _recognition
-    from mpx._attention import _cudnn, _pays, _primitive
+    from mpx._ops._attention import _cudnn, _pays, _primitive
     from mpx._recognise import _attention as found
 
     for module in (_attention, _recognition, _cudnn, _primitive, found):

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "doctor": (
-        "mpx._cluster._command",
+        "mpx.inspect._cluster._command",
         "what this machine or cluster offers, and which precision",
     ),
     "report": (
-        "mpx._inspect._report_command",
+        "mpx.inspect._report_command",
         "which operation runs in which precision",
     ),
     "memory": (
-        "mpx._inspect._memory_command",
+        "mpx.inspect._memory_command",
         "the bytes of a model under each option",
     ),
 }

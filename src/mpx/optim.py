@@ -1,10 +1,5 @@
 """Compressed optimizers, gradient release, clipping, master weights and skipping."""
 
-from mpx._optax import MasterWeights as MasterWeights
-from mpx._optax import MasterWeightsState as MasterWeightsState
-from mpx._optax import SkipNonfiniteState as SkipNonfiniteState
-from mpx._optax import master_weights as master_weights
-from mpx._optax import skip_nonfinite as skip_nonfinite
 from mpx._optim import Clip as Clip
 from mpx._optim import Compression as Compression
 from mpx._optim import FlashOptimizer as FlashOptimizer
@@ -20,3 +15,8 @@ from mpx._optim import flash_sgdw as flash_sgdw
 from mpx._optim import from_master as from_master
 from mpx._optim import master_params as master_params
 from mpx._optim import release as release
+from mpx._optim._optax import MasterWeights as MasterWeights
+from mpx._optim._optax import MasterWeightsState as MasterWeightsState
+from mpx._optim._optax import SkipNonfiniteState as SkipNonfiniteState
+from mpx._optim._optax import master_weights as master_weights
+from mpx._optim._optax import skip_nonfinite as skip_nonfinite

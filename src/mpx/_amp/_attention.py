@@ -18,21 +18,21 @@ from mpx._amp._facts import (
     is_eligible,
 )
 from mpx._amp._rules import Rule
-from mpx._compat import (
+from mpx._jax._compat import (
     bind,
     eval_equation,
     eval_jaxpr,
     make_jit_context,
     open_jaxpr,
 )
-from mpx._devices import cuda_capability
-from mpx._jaxpr._interpreter import Op, Outcome, Values
-from mpx._jaxpr._queries import ATTENTION, Equation
-from mpx._private import private
+from mpx._jax._devices import cuda_capability
+from mpx._jax._private import private
+from mpx._program._interpreter import Op, Outcome, Values
+from mpx._program._queries import ATTENTION, Equation
 
 # Part of the cache key of `jax.jit`: functions traced before are traced anew, and those
 # traced here are not found elsewhere. JAX allows no new context while it traces, so it is
-# made here and not in `mpx._attention`, which is loaded on first use.
+# made here and not in `mpx._ops._attention`, which is loaded on first use.
 _is_captured = make_jit_context(False)
 
 
@@ -45,7 +45,7 @@ def captured_attention() -> Iterator[None]:
     if private("attention") is None:
         yield
         return
-    from mpx._attention import attend, captured
+    from mpx._ops._attention import attend, captured
 
     with captured(attend), _is_captured(True):
         yield
@@ -105,7 +105,7 @@ def original_attention(amp: Settings, op: Op) -> Values:
 
 
 def _plain_jaxpr(eqn: Equation, outputs: int | None = None) -> tuple[Any, Any]:
-    from mpx._attention import PLAIN
+    from mpx._ops._attention import PLAIN
 
     plain = functools.partial(PLAIN[eqn.primitive.name], **eqn.params)
     return open_jaxpr(
@@ -116,7 +116,11 @@ def _plain_jaxpr(eqn: Equation, outputs: int | None = None) -> tuple[Any, Any]:
 
 
 def _reason_against(amp: Settings, eqn: Equation) -> str | None:
-    from mpx._attention import attention_tangent_p, reason_against, reason_not_paying
+    from mpx._ops._attention import (
+        attention_tangent_p,
+        reason_against,
+        reason_not_paying,
+    )
 
     if eqn.primitive is attention_tangent_p:
         return "cuDNN has no forward-mode derivative"

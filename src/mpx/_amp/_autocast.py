@@ -38,7 +38,9 @@ from mpx._amp._matmuls import HIGHEST, asks_for_highest, reason_against
 from mpx._amp._policy import Choice
 from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, SHAPE_ONLY, Rule
 from mpx._amp._scopes import LOW_NAME
-from mpx._compat import (
+from mpx._casting._half import in_gradient_function
+from mpx._casting._reduction import COMPUTE
+from mpx._jax._compat import (
     Literal,
     bind,
     eval_equation,
@@ -46,9 +48,9 @@ from mpx._compat import (
     scan_sizes,
     source_frames,
 )
-from mpx._half import in_gradient_function
-from mpx._jaxpr import HANDLERS
-from mpx._jaxpr._interpreter import (
+from mpx._jax._warn import warn
+from mpx._program import HANDLERS
+from mpx._program._interpreter import (
     Jaxpr,
     Op,
     Outcome,
@@ -59,7 +61,7 @@ from mpx._jaxpr._interpreter import (
     rewrite,
     types_of,
 )
-from mpx._jaxpr._queries import (
+from mpx._program._queries import (
     ATTENTION,
     CALLS,
     CROSS_ENTROPY,
@@ -71,8 +73,6 @@ from mpx._jaxpr._queries import (
     holds,
     readers,
 )
-from mpx._warn import warn
-from mpx._wire._options import COMPUTE
 
 _MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
 

@@ -27,10 +27,10 @@ from mpx._amp._facts import (
 from mpx._amp._grouped import multiply
 from mpx._amp._matmuls import by_algorithm, low_matmul
 from mpx._amp._rules import BROADCASTING, LINEAR, MATMULS, PRIMITIVES, SUMMED, Rule
-from mpx._compat import bind, eval_equation
-from mpx._formats import short_name
-from mpx._jaxpr._interpreter import Op, Values, arrays_of, as_array
-from mpx._jaxpr._queries import Equation
+from mpx._jax._compat import bind, eval_equation
+from mpx._jax._formats import short_name
+from mpx._program._interpreter import Op, Values, arrays_of, as_array
+from mpx._program._queries import Equation
 
 
 def as_written(amp: Settings, op: Op) -> Values:

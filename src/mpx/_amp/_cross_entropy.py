@@ -8,8 +8,8 @@ from mpx._amp._casts import as_written, original
 from mpx._amp._facts import F32, Chosen, Run, Settings, is_eligible
 from mpx._amp._matmuls import PRESETS
 from mpx._amp._rules import Rule
-from mpx._compat import bind, default_matmul_precision
-from mpx._jaxpr._interpreter import Op, Values, arrays_of
+from mpx._jax._compat import bind, default_matmul_precision
+from mpx._program._interpreter import Op, Values, arrays_of
 
 _HIGHEST = ("highest", "float32")
 

@@ -13,19 +13,19 @@ from jax import lax
 from mpx._amp._frameworks import Transformation
 from mpx._amp._policy import FUNCTION_SCOPE, AmpRules, Choice
 from mpx._amp._rules import MATMULS
-from mpx._compat import INLINE, convert_dtype, source_frames
-from mpx._formats import FORMATS, short_name
-from mpx._jaxpr import _provenance
-from mpx._jaxpr._flow import after
-from mpx._jaxpr._interpreter import Kind, Op, Outcome, Scopes, Values
-from mpx._jaxpr._provenance import CONSTANT, DATA, Source
-from mpx._jaxpr._queries import (
+from mpx._casting._reduction import Reduce, weight_grad_dtype
+from mpx._jax._compat import INLINE, convert_dtype, source_frames
+from mpx._jax._formats import FORMATS, short_name
+from mpx._program import _provenance
+from mpx._program._flow import after
+from mpx._program._interpreter import Kind, Op, Outcome, Scopes, Values
+from mpx._program._provenance import CONSTANT, DATA, Source
+from mpx._program._queries import (
     SHAPE_ONLY,
     Equation,
     flops,
     has_body,
 )
-from mpx._wire._options import Reduce, weight_grad_dtype
 
 F32 = np.dtype(np.float32)
 LOW_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))

@@ -14,11 +14,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 
-from mpx._compat import ambient_scopes, is_tracer, source_frames
-from mpx._jaxpr._interpreter import Fact, Jaxpr, Visitor
-from mpx._jaxpr._queries import Position, walk
-from mpx._private import private
-from mpx._tree import LeafName
+from mpx._jax._compat import ambient_scopes, is_tracer, source_frames
+from mpx._jax._private import private
+from mpx._jax._tree import LeafName
+from mpx._program._interpreter import Fact, Jaxpr, Visitor
+from mpx._program._queries import Position, walk
 
 Named = tuple[LeafName, bool]
 """The name of an argument's array, and whether it is a parameter."""

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx import _nnx
 from mpx._amp._attention import captured_attention
 from mpx._amp._frameworks import (
     Named,
@@ -29,19 +28,20 @@ from mpx._amp._frameworks import (
     linen_name,
 )
 from mpx._amp._recording import current_recording
-from mpx._arguments import as_count
-from mpx._call import argument_names
-from mpx._compat import (
+from mpx._casting._keep import is_state, run_in_scopes
+from mpx._gradients._call import argument_names
+from mpx._jax import _nnx
+from mpx._jax._arguments import as_count
+from mpx._jax._compat import (
     Literal,
     ambient_scopes,
     convert_dtype,
     nothing_is_traced,
     open_jaxpr,
 )
-from mpx._jaxpr._interpreter import as_results, dtypes_of
-from mpx._keep import is_state, run_in_scopes
-from mpx._tree import LeafName, is_array, is_floating, named_leaves
-from mpx._warn import warn
+from mpx._jax._tree import LeafName, is_array, is_floating, named_leaves
+from mpx._jax._warn import warn
+from mpx._program._interpreter import as_results, dtypes_of
 
 _FUNC = "the function"  # beside its arguments, whose names hold no spaces
 _MOST_REMEMBERED = 1000

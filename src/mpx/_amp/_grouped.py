@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._compat import HAS_MOSAIC, bind, has_explicit_axes
-from mpx._devices import gpu_capability
-from mpx._experts._plain import FORMS, Kind
-from mpx._jaxpr._queries import GROUPED, Equation
-from mpx._private import private
+from mpx._jax._compat import HAS_MOSAIC, bind, has_explicit_axes
+from mpx._jax._devices import gpu_capability
+from mpx._jax._private import private
+from mpx._ops._experts._plain import FORMS, Kind
+from mpx._program._queries import GROUPED, Equation
 
 RAGGED = frozenset({"ragged_dot", "ragged_dot_general"})
 IN_KERNEL = "in a grouped kernel"
@@ -94,7 +94,7 @@ def multiply(eqn: Equation, args: Any, dtype: np.dtype) -> list[Any]:
     """
     if eqn.primitive.name not in RAGGED or reason_against(eqn) is not None:
         return bind(eqn, args, preferred_element_type=dtype)
-    from mpx._experts._primitive import grouped_matmul
+    from mpx._ops._experts._primitive import grouped_matmul
 
     kind = kind_of(eqn)
     assert kind is not None

@@ -19,9 +19,9 @@ from mpx._amp._facts import (
 from mpx._amp._grouped import RAGGED, multiply
 from mpx._amp._grouped import reason_against as no_kernel
 from mpx._amp._rules import MATMULS, Rule
-from mpx._compat import bind, default_matmul_precision
-from mpx._jaxpr._interpreter import Op, Values
-from mpx._jaxpr._queries import Equation, matmul_sizes
+from mpx._jax._compat import bind, default_matmul_precision
+from mpx._program._interpreter import Op, Values
+from mpx._program._queries import Equation, matmul_sizes
 from mpx._wire._product import multiply_for, plain_multiply
 
 PRESETS = {

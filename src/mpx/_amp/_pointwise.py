@@ -25,11 +25,11 @@ from mpx._amp._facts import (
     is_eligible,
 )
 from mpx._amp._rules import Rule, rule_for
-from mpx._compat import Literal, eval_jaxpr, jaxpr_of, scopes_of
-from mpx._formats import FORMATS
-from mpx._jaxpr._flow import Flow
-from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Plan, Scopes, Values
-from mpx._jaxpr._queries import Equation, Position, leaves, names, walk_inside
+from mpx._jax._compat import Literal, eval_jaxpr, jaxpr_of, scopes_of
+from mpx._jax._formats import FORMATS
+from mpx._program._flow import Flow
+from mpx._program._interpreter import Jaxpr, Op, Outcome, Plan, Scopes, Values
+from mpx._program._queries import Equation, Position, leaves, names, walk_inside
 
 _IN_F32 = "in f32, and again in the backward pass"
 _AGAIN = "computed again in the backward pass, which keeps its operand only"

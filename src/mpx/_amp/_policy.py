@@ -20,11 +20,9 @@ from mpx._amp._rules import (
     Rule,
     rule_for,
 )
-from mpx._compat import lowered_primitives
-from mpx._formats import PRECISIONS, parse_float_dtype
-from mpx._half import chosen_half_precision
-from mpx._keep import KEPT_SCOPE, STOP_SCOPE
-from mpx._select import (
+from mpx._casting._half import chosen_half_precision
+from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
+from mpx._casting._select import (
     Selector,
     check_pattern,
     check_selectors,
@@ -32,7 +30,9 @@ from mpx._select import (
     search,
     shown,
 )
-from mpx._warn import warn
+from mpx._jax._compat import lowered_primitives
+from mpx._jax._formats import PRECISIONS, parse_float_dtype
+from mpx._jax._warn import warn
 
 Choice = Rule | str | Callable[..., Any]
 """A rule, its name, or a function with jaxamp's `precision_fn` signature."""

@@ -19,14 +19,14 @@ from mpx._amp._facts import (
 )
 from mpx._amp._matmuls import reason_against
 from mpx._amp._rules import SHAPE_ONLY, Rule
-from mpx._compat import has_explicit_axes, scopes_of
-from mpx._devices import cuda_capability
-from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Plan, Scopes
-from mpx._jaxpr._queries import ATTENTION, Equation, leaves
-from mpx._jaxpr._replace import Value, plan_with, scopes_inside
-from mpx._jaxpr._terms import Term
-from mpx._private import private
-from mpx._warn import warn
+from mpx._jax._compat import has_explicit_axes, scopes_of
+from mpx._jax._devices import cuda_capability
+from mpx._jax._private import private
+from mpx._jax._warn import warn
+from mpx._program._interpreter import Jaxpr, Op, Outcome, Plan, Scopes
+from mpx._program._queries import ATTENTION, Equation, leaves
+from mpx._program._replace import Value, plan_with, scopes_inside
+from mpx._program._terms import Term
 
 if TYPE_CHECKING:
     from mpx._recognise import Call

@@ -8,7 +8,7 @@ from typing import Any
 from mpx._amp._facts import Decision
 from mpx._amp._frameworks import Named
 from mpx._amp._policy import AmpRules
-from mpx._compat import make_jit_context
+from mpx._jax._compat import make_jit_context
 
 # Part of the cache key of `jax.jit`: a function that was traced before is traced again.
 _current = make_jit_context(None)

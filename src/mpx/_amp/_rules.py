@@ -6,10 +6,10 @@ unchanged at its own dtypes, and the report says so.
 
 import enum
 
-from mpx._jaxpr import HANDLERS
-from mpx._jaxpr._queries import ATTENTION, CROSS_ENTROPY, names
-from mpx._jaxpr._queries import MATMULS as MATMULS
-from mpx._jaxpr._queries import SHAPE_ONLY as SHAPE_ONLY
+from mpx._program import HANDLERS
+from mpx._program._queries import ATTENTION, CROSS_ENTROPY, names
+from mpx._program._queries import MATMULS as MATMULS
+from mpx._program._queries import SHAPE_ONLY as SHAPE_ONLY
 
 
 class Rule(enum.StrEnum):

@@ -7,8 +7,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import PyTree
 
-from mpx._keep import STOP_SCOPE
-from mpx._tree import is_array, is_floating
+from mpx._casting._keep import STOP_SCOPE
+from mpx._jax._tree import is_array, is_floating
 
 LOW_NAME = "mpx:low"
 

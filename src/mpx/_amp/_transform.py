@@ -10,10 +10,10 @@ from mpx._amp._autocast import Autocast
 from mpx._amp._functions import call_through, parse_params
 from mpx._amp._policy import AmpRules, as_amp_rules, as_compute_dtype
 from mpx._amp._recording import current_recording
-from mpx._select import Selectors, parse_selectors
-from mpx._warn import warn
-from mpx._wire._options import amp_reduce, parse_reduce
-from mpx._wrapped import is_amp, refuse_cast_arguments
+from mpx._casting._reduction import amp_reduce, parse_reduce
+from mpx._casting._select import Selectors, parse_selectors
+from mpx._casting._wrapped import is_amp, refuse_cast_arguments
+from mpx._jax._warn import warn
 
 
 def amp(

@@ -73,7 +73,7 @@ def check(compiled: Any) -> Fp8Check:
 
 
 _CUBLAS = re.compile(r'custom_call_target="__cublas\$([\w$]+)"')
-# A kernel of `mpx._experts`: its first operands are integers.
+# A kernel of `mpx._ops._experts`: its first operands are integers.
 _GROUPED = re.compile(
     r'custom_call_target="mosaic_gpu\w*", operand_layout_constraints=\{'
     r"(?:s32\[[^ ]* )+(b?f\w+)\[.*mpx_grouped_matmul"

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from mpx._compat import bind
 from mpx._fp8._dot import quantize_operand
 from mpx._fp8._follow import SLICE
 from mpx._fp8._maxima import automatic_devices, maxima_of
 from mpx._fp8._operands import Fp8Tensor, MatmulSpec
+from mpx._jax._compat import bind
 from mpx._wire._sums import largest_of_shards
 
 

@@ -22,7 +22,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from mpx._compat import has_explicit_axes
 from mpx._fp8._layouts import turned_for
 from mpx._fp8._maxima import maxima_of
 from mpx._fp8._operands import (
@@ -36,6 +35,7 @@ from mpx._fp8._operands import (
     differentiable_once,
     to_fp8,
 )
+from mpx._jax._compat import has_explicit_axes
 
 
 def _multiply(

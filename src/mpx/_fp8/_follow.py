@@ -4,10 +4,10 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpx._compat import Literal
-from mpx._jaxpr import HANDLERS
-from mpx._jaxpr._flow import Flow
-from mpx._jaxpr._provenance import (
+from mpx._jax._compat import Literal
+from mpx._program import HANDLERS
+from mpx._program._flow import Flow
+from mpx._program._provenance import (
     CONSTANT,
     DATA,
     MOVES,
@@ -17,7 +17,14 @@ from mpx._jaxpr._provenance import (
     is_lookup,
     join,
 )
-from mpx._jaxpr._queries import ATTENTION, GROUPED, MATMULS, SHAPE_ONLY, Equation, names
+from mpx._program._queries import (
+    ATTENTION,
+    GROUPED,
+    MATMULS,
+    SHAPE_ONLY,
+    Equation,
+    names,
+)
 
 SLICE = "slice"
 """Stands among operations for the slice that one round of a scan takes."""

@@ -16,12 +16,11 @@ import jax
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpx._compat import struct_like
-from mpx._devices import gpu_capability
 from mpx._fp8._scales import DTYPES, cast_scaled, inverse
-from mpx._kernels import plain_under_vmap
-from mpx._private import private
-from mpx._sharding import (
+from mpx._jax._compat import struct_like
+from mpx._jax._devices import gpu_capability
+from mpx._jax._private import private
+from mpx._jax._sharding import (
     Parts,
     axes_of,
     over_shards,
@@ -30,6 +29,7 @@ from mpx._sharding import (
     replicated,
     spec_of,
 )
+from mpx._kernels import plain_under_vmap
 
 # A program's part: rows and columns. The best of eight on an H200.
 _TILE = (64, 128)

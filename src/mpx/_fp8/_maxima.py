@@ -15,12 +15,12 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float32, PyTree
 
-from mpx._compat import is_tracer
+from mpx._casting._reduction import automatic_size, in_shards
 from mpx._fp8._scales import largest_magnitude
+from mpx._jax._compat import is_tracer
+from mpx._jax._private import private
+from mpx._jax._sharding import Parts, axes_of, partitioned, spec_of, unpadded
 from mpx._kernels import plain_under_vmap
-from mpx._private import private
-from mpx._sharding import Parts, axes_of, partitioned, spec_of, unpadded
-from mpx._wire._options import automatic_size, in_shards
 from mpx._wire._sums import largest_of_shards
 
 Scales = dict[str, tuple[Any, Any]]

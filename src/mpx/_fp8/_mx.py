@@ -13,10 +13,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from mpx._devices import gpu_capability
 from mpx._fp8._operands import MatmulSpec, as_bytes, differentiable_once
 from mpx._fp8._recipes import MXFP8, Recipe
 from mpx._fp8._scales import DTYPES, largest_magnitude, power_of_two_scale, quantize
+from mpx._jax._devices import gpu_capability
 
 BLOCK = 32
 _E8M0 = jnp.float8_e8m0fnu

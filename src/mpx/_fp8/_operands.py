@@ -10,12 +10,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
+from mpx._casting._reduction import Reduce, automatic_size, weight_grad_dtype
 from mpx._fp8._layouts import quantize_both, turning_pays
 from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe, StaticScaling
 from mpx._fp8._scales import DTYPES, largest_magnitude, power_of_two_scale, quantize
-from mpx._grad_checks import undifferentiable
-from mpx._jaxpr._queries import Equation
-from mpx._wire._options import Reduce, automatic_size, weight_grad_dtype
+from mpx._gradients._grad_checks import undifferentiable
+from mpx._program._queries import Equation
 
 Axes = tuple[int, ...]
 Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]

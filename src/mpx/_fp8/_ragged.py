@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mpx._experts._groups import group_of_rows
-from mpx._experts._plain import Kind, plain
 from mpx._fp8._operands import as_bytes, differentiable_once
 from mpx._fp8._recipes import Recipe, StaticScaling
 from mpx._fp8._scales import DTYPES, largest_magnitude, power_of_two_scale, quantize
+from mpx._ops._experts._groups import group_of_rows
+from mpx._ops._experts._plain import Kind, plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RaggedSpec:
         """Returns a grouped matmul."""
         if not self.in_kernel:
             return plain(a, b, sizes, kind=kind, dtype=dtype)
-        from mpx._experts._primitive import grouped_matmul
+        from mpx._ops._experts._primitive import grouped_matmul
 
         return grouped_matmul(a, b, sizes, kind=kind, dtype=dtype)
 

@@ -4,8 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
-from mpx._arguments import as_count, as_real, check_value
 from mpx._fp8._scales import DTYPES
+from mpx._jax._arguments import as_count, as_real, check_value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
-from mpx._formats import FORMATS
+from mpx._jax._formats import FORMATS
 
 DTYPES: dict[str, np.dtype] = {
     "e4m3": np.dtype(jnp.float8_e4m3fn),

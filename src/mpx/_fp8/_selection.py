@@ -9,10 +9,12 @@ import numpy as np
 from jax import lax
 
 from mpx._amp import _grouped
-from mpx._devices import H200, gpu_capability
-from mpx._formats import short_name
+from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
+from mpx._casting._select import Selector, matches, search, shown
 from mpx._fp8._recipes import MXFP8, Recipe
-from mpx._jaxpr._queries import (
+from mpx._jax._devices import H200, gpu_capability
+from mpx._jax._formats import short_name
+from mpx._program._queries import (
     ATTENTION,
     CROSS_ENTROPY,
     GROUPED,
@@ -20,8 +22,6 @@ from mpx._jaxpr._queries import (
     flops,
     matmul_sizes,
 )
-from mpx._keep import KEPT_SCOPE, STOP_SCOPE
-from mpx._select import Selector, matches, search, shown
 
 _BF16, _FP8, _BANDWIDTH = H200["bf16"], H200["fp8"], H200["memory"]
 # Each tensor is read for its maximum, read again, and written in two layouts.

@@ -10,12 +10,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from mpx import _nnx
 from mpx._amp._functions import call_through, parse_params, trace
 from mpx._amp._recording import current_recording
-from mpx._arguments import as_real, check_value
-from mpx._compat import is_batched
-from mpx._devices import gpu_capability
+from mpx._casting._half import gradient_function
+from mpx._casting._reduction import Reduce, chosen_reduce, in_shards
+from mpx._casting._select import Selectors, parse_selectors
+from mpx._casting._wrapped import (
+    argument_names,
+    autocast_of,
+    given_codes,
+    is_amp,
+    signature_after,
+)
 from mpx._fp8._codes import Encoding, encode_all
 from mpx._fp8._maxima import automatic_devices, with_devices
 from mpx._fp8._mx import check_supported
@@ -23,18 +29,12 @@ from mpx._fp8._recipes import MXFP8, DelayedScaling, Recipe, as_recipe
 from mpx._fp8._selection import Selection
 from mpx._fp8._state import Fp8State, check_history, check_keys, empty_state
 from mpx._fp8._visitor import Fp8
-from mpx._half import gradient_function
-from mpx._loss_scaling import LossScaling, NoLossScaling
-from mpx._select import Selectors, parse_selectors
-from mpx._tree import is_array, is_floating, named_leaves
-from mpx._wire._options import Reduce, chosen_reduce, in_shards
-from mpx._wrapped import (
-    argument_names,
-    autocast_of,
-    given_codes,
-    is_amp,
-    signature_after,
-)
+from mpx._jax import _nnx
+from mpx._jax._arguments import as_real, check_value
+from mpx._jax._compat import is_batched
+from mpx._jax._devices import gpu_capability
+from mpx._jax._tree import is_array, is_floating, named_leaves
+from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
 
 
 def fp8(

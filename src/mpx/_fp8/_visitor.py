@@ -20,13 +20,9 @@ from mpx._amp._frameworks import Traced, Transformation
 from mpx._amp._functions import run_traced
 from mpx._amp._grouped import is_low, multiply, reason_by_device
 from mpx._amp._policy import AmpRules
-from mpx._compat import (
-    eval_equation,
-    hi_remat,
-    open_jaxpr,
-    source_frames,
-)
-from mpx._formats import short_name
+from mpx._casting._keep import KEPT_SCOPE
+from mpx._casting._reduction import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
+from mpx._casting._select import check_selectors
 from mpx._fp8._codes import Codes, Encoding, More
 from mpx._fp8._dot import fp8_dot
 from mpx._fp8._follow import (
@@ -43,9 +39,16 @@ from mpx._fp8._operands import MatmulSpec, matmul_spec
 from mpx._fp8._ragged import RaggedSpec, fp8_ragged_dot
 from mpx._fp8._recipes import MXFP8, DelayedScaling
 from mpx._fp8._selection import RAGGED, Matmul, Selection, reason_to_keep, sizes
-from mpx._jaxpr import HANDLERS
-from mpx._jaxpr._flow import after
-from mpx._jaxpr._interpreter import (
+from mpx._jax._compat import (
+    eval_equation,
+    hi_remat,
+    open_jaxpr,
+    source_frames,
+)
+from mpx._jax._formats import short_name
+from mpx._program import HANDLERS
+from mpx._program._flow import after
+from mpx._program._interpreter import (
     Kind,
     Op,
     Outcome,
@@ -53,8 +56,8 @@ from mpx._jaxpr._interpreter import (
     Values,
     arrays_of,
 )
-from mpx._jaxpr._provenance import CONSTANT, argument, closed_over, join
-from mpx._jaxpr._queries import (
+from mpx._program._provenance import CONSTANT, argument, closed_over, join
+from mpx._program._queries import (
     ATTENTION,
     CROSS_ENTROPY,
     HI_PRIMITIVE,
@@ -65,9 +68,6 @@ from mpx._jaxpr._queries import (
     holds,
     walk_inside,
 )
-from mpx._keep import KEPT_SCOPE
-from mpx._select import check_selectors
-from mpx._wire._options import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
 from mpx._wire._product import multiply_for
 
 _CHANGED = RAGGED | {"dot_general"}

@@ -13,13 +13,13 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
-from mpx._compat import HAS_MOSAIC
-from mpx._devices import gpu_capability
+from mpx._jax._compat import HAS_MOSAIC
+from mpx._jax._devices import gpu_capability
+from mpx._jax._private import private, refused
+from mpx._jax._sharding import reason_against_shards
 from mpx._kernels._partition import step_shards
 from mpx._kernels._plain import Body, run_plain
 from mpx._kernels._tuning import MOSAIC, TRITON, Tuning
-from mpx._private import private, refused
-from mpx._sharding import reason_against_shards
 
 Backend = Literal["auto", "jax", "triton", "mosaic"]
 BACKENDS: tuple[str, ...] = get_args(Backend)

@@ -11,7 +11,7 @@ import jax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpx._sharding import over_shards, replicated, stacked, uncut
+from mpx._jax._sharding import over_shards, replicated, stacked, uncut
 
 Local = Callable[[Array, Array | None, Sequence[Array], Sequence[Any]], list[Any]]
 """`local(scalars, ahead, grads, leaves) -> leaves`, for the arrays of one device.

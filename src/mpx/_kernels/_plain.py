@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mpx._jax._sharding import may_cut_groups, sharded_as, whole_groups
 from mpx._quant import Block, Noise, element_index
-from mpx._sharding import may_cut_groups, sharded_as, whole_groups
 
 Body = Callable[..., Any]
 """`body(scalars, grad, leaf, block, noise) -> leaf`: one step of a block."""

@@ -13,11 +13,11 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from mpx._compat import struct_like
+from mpx._jax._compat import struct_like
+from mpx._jax._private import private
 from mpx._kernels._plain import Body
 from mpx._kernels._step import WHOLE, BlockView, Plane, planes_of, step_block
 from mpx._kernels._tuning import TRITON, Tuning
-from mpx._private import private
 from mpx._quant import Block
 
 pl = plgpu = private("kernels")

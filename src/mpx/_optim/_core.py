@@ -13,8 +13,9 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from mpx import _kernels
-from mpx._grad_checks import undifferentiable
-from mpx._optax_checks import transforms_behind
+from mpx._gradients._grad_checks import undifferentiable
+from mpx._jax._sharding import zero_beside
+from mpx._jax._tree import as_flag, dtype_of
 from mpx._optim._options import (
     Compression,
     ParamGroup,
@@ -50,8 +51,7 @@ from mpx._optim._state import (
 )
 from mpx._optim._update_rules import Rule
 from mpx._quant import Packed
-from mpx._sharding import zero_beside
-from mpx._tree import as_flag, dtype_of
+from mpx._updates._optax_checks import transforms_behind
 
 
 class Ready(NamedTuple):

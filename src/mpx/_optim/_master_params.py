@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from mpx._jax._tree import check_shape, dtype_of
 from mpx._optim._options import master_codec
 from mpx._optim._packing import PackedLeaf, Packing, put_master
 from mpx._optim._params import F32, PARAM_DTYPES, FlatParams, flatten_params
 from mpx._optim._state import FlashState, check_packed, leaves_of, packed_tree
 from mpx._quant import Block
-from mpx._tree import check_shape, dtype_of
 
 
 def master_params(params: PyTree, state: PyTree) -> PyTree:

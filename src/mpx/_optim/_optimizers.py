@@ -9,7 +9,9 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
-from mpx._arguments import check_choice
+from mpx._casting._select import Selectors
+from mpx._jax._arguments import check_choice
+from mpx._jax._tree import dtype_of
 from mpx._kernels import BACKENDS, Backend
 from mpx._optim._core import Core
 from mpx._optim._master_params import put_masters
@@ -18,8 +20,6 @@ from mpx._optim._params import Mask, cast_params, flatten_params
 from mpx._optim._scalars import Hyper, check_hyper
 from mpx._optim._state import FlashState
 from mpx._optim._update_rules import Adam, Lion, Rule, Sgd
-from mpx._select import Selectors
-from mpx._tree import dtype_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from mpx._arguments import as_count, check_bool, check_choice, check_value
+from mpx._casting._select import (
+    Selector,
+    Selectors,
+    matches,
+    parse_selectors,
+    selects_nothing,
+)
+from mpx._jax._arguments import as_count, check_bool, check_choice, check_value
+from mpx._jax._tree import dtype_of, shape_of
 from mpx._optim._params import FlatParams
 from mpx._optim._update_rules import Rule
 from mpx._quant import (
@@ -22,14 +30,6 @@ from mpx._quant import (
     SqrtUint8,
     UlpFraction,
 )
-from mpx._select import (
-    Selector,
-    Selectors,
-    matches,
-    parse_selectors,
-    selects_nothing,
-)
-from mpx._tree import dtype_of, shape_of
 
 StateFormat = Literal["mpx", "flashoptim"]
 

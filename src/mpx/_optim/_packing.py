@@ -13,6 +13,8 @@ import optax
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from mpx._jax._sharding import sharded_as, unstacked, whole_groups, zeros_alike
+from mpx._jax._tree import cast_leaf, dtype_of, shape_of
 from mpx._optim._options import Compression, StateFormat, master_codec, moment_codec
 from mpx._optim._params import F32, PARAM_DTYPES
 from mpx._optim._update_rules import Leaf, LeafStep, Rule
@@ -29,8 +31,6 @@ from mpx._quant import (
     word_of,
     words_of,
 )
-from mpx._sharding import sharded_as, unstacked, whole_groups, zeros_alike
-from mpx._tree import cast_leaf, dtype_of, shape_of
 
 INT8, INT16 = np.dtype(np.int8), np.dtype(np.int16)
 

@@ -9,14 +9,13 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._cast import cast_state_leaf, map_floating
-from mpx._compat import is_tracer
-from mpx._formats import parse_float_dtype
-from mpx._keep import is_state
-from mpx._nnx import without_variables
-from mpx._quant import Packed
-from mpx._select import Matcher, Selectors, parse_selectors
-from mpx._tree import (
+from mpx._casting._cast import cast_state_leaf, map_floating
+from mpx._casting._keep import is_state
+from mpx._casting._select import Matcher, Selectors, parse_selectors
+from mpx._jax._compat import is_tracer
+from mpx._jax._formats import parse_float_dtype
+from mpx._jax._nnx import without_variables
+from mpx._jax._tree import (
     LeafName,
     cast_leaf,
     check_shape,
@@ -27,6 +26,7 @@ from mpx._tree import (
     path_name,
     shape_of,
 )
+from mpx._quant import Packed
 
 Mask = PyTree | Callable[[PyTree], PyTree] | None
 """Which parameters decay: a tree of booleans, or a function of the parameters."""

@@ -14,17 +14,17 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from mpx import _kernels
-from mpx._call import as_loss, unpack
-from mpx._compat import has_explicit_axes, open_jaxpr, varying_axes
-from mpx._half import gradient_function
+from mpx._casting._half import gradient_function
+from mpx._casting._wrapped import has_scales
+from mpx._gradients._call import as_loss, unpack
+from mpx._jax._compat import has_explicit_axes, open_jaxpr, varying_axes
+from mpx._jax._tree import as_flag
 from mpx._optim._core import Core
 from mpx._optim._optimizers import FlashOptimizer, core_of
 from mpx._optim._params import flatten_params
 from mpx._optim._state import FlashState
 from mpx._optim._taps import Tap, run
-from mpx._tree import as_flag
-from mpx._update import together
-from mpx._wrapped import has_scales
+from mpx._updates._update import together
 
 Ref = Any
 """A reference of `jax.new_ref`."""

@@ -12,11 +12,11 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, PyTree
 
-from mpx._compat import is_tracer
+from mpx._jax._compat import is_tracer
+from mpx._jax._tree import dtype_of, shape_of
 from mpx._optim._options import ParamGroup
 from mpx._optim._update_rules import Rule
 from mpx._quant import dither_of
-from mpx._tree import dtype_of, shape_of
 
 Hyper = float | Array | Callable[[Array], ArrayLike]
 """A number, an array, or a schedule: a function of the step count."""

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PyTree
 
+from mpx._jax._sharding import zero_beside
+from mpx._jax._tree import dtype_of, shape_of
 from mpx._optim._options import Compression, StateFormat
 from mpx._optim._packing import INT8, PackedLeaf, Packing, is_missing
 from mpx._optim._params import F32, PARAM_DTYPES, FlatParams
 from mpx._optim._update_rules import Leaf, Rule
 from mpx._quant import Packed, count_words, word_of
-from mpx._sharding import zero_beside
-from mpx._tree import dtype_of, shape_of
 
 Pairs = Iterable[tuple[Any, np.dtype | None]]
 """Each parameter with the dtype of its correction, or with `None`."""

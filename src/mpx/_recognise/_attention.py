@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mpx._attention import (
+from mpx._jax._devices import cuda_capability
+from mpx._ops._attention import (
     Attention,
     fitted_attention,
     padded_call,
@@ -16,12 +17,11 @@ from mpx._attention import (
     reason_by_shapes,
     reason_not_paying,
 )
-from mpx._devices import cuda_capability
-from mpx._jaxpr._constants import compact
-from mpx._jaxpr._interpreter import Jaxpr, Op, Outcome, Replacement, Visitor
-from mpx._jaxpr._queries import ATTENTION, Equation
-from mpx._jaxpr._replace import Value, replacement
-from mpx._jaxpr._terms import Level, Term
+from mpx._program._constants import compact
+from mpx._program._interpreter import Jaxpr, Op, Outcome, Replacement, Visitor
+from mpx._program._queries import ATTENTION, Equation
+from mpx._program._replace import Value, replacement
+from mpx._program._terms import Level, Term
 from mpx._recognise._masks import (
     Masks,
     arrays_of,

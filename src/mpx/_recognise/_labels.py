@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from mpx._jaxpr._terms import Term
+from mpx._program._terms import Term
 from mpx._recognise._meanings import Label, Labels, Meaning
 
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mpx._attention._cudnn import causal
-from mpx._jaxpr._constants import SAME, VARYING, compact
-from mpx._jaxpr._terms import Term
+from mpx._ops._attention._cudnn import causal
+from mpx._program._constants import SAME, VARYING, compact
+from mpx._program._terms import Term
 from mpx._recognise._match import Match
 from mpx._recognise._meanings import MASKED, Side
 

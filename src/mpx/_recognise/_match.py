@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mpx._jaxpr._queries import Equation
-from mpx._jaxpr._terms import Term
+from mpx._program._queries import Equation
+from mpx._program._terms import Term
 from mpx._recognise._meanings import Label, Meaning, Scores, Side
 from mpx._recognise._softmax import Softmaxes
 

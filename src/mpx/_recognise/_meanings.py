@@ -12,7 +12,7 @@ import dataclasses
 import math
 from typing import Any, Literal, NamedTuple
 
-from mpx._jaxpr._terms import Term
+from mpx._program._terms import Term
 
 Label = tuple[Literal["batch", "lhs", "rhs"], int]
 """An axis of the matmul that makes the scores: a batch axis by its position among these, or a

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from mpx._jaxpr._terms import Term
+from mpx._program._terms import Term
 from mpx._recognise._meanings import (
     ABSORBING,
     MASKED,

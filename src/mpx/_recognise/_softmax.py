@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpx._jaxpr._constants import NUMPY, SAME
-from mpx._jaxpr._queries import Equation
-from mpx._jaxpr._terms import Level, Term
+from mpx._program._constants import NUMPY, SAME
+from mpx._program._queries import Equation
+from mpx._program._terms import Level, Term
 from mpx._recognise._labels import RELABEL, ROWS, of_product
 from mpx._recognise._meanings import NO_SHIFT, Kind, Label, Meaning, Scores, Shift
 from mpx._recognise._scores import affine, negated, selected, with_parents

@@ -22,11 +22,11 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._compat import is_tracer
-from mpx._formats import parse_float_dtype
-from mpx._sharding import axes_of, spec_of
-from mpx._tree import AxisName, is_floating, named_leaves
-from mpx._wire._options import F32
+from mpx._casting._reduction import F32
+from mpx._jax._compat import is_tracer
+from mpx._jax._formats import parse_float_dtype
+from mpx._jax._sharding import axes_of, spec_of
+from mpx._jax._tree import AxisName, is_floating, named_leaves
 from mpx._wire._sums import sum_8_bits
 
 Split = Callable[[Array, Any], tuple[Array, Array]]

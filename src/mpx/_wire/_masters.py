@@ -16,9 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._compat import bind, convert_dtype, eval_equation, is_tracer, open_jaxpr
-from mpx._jaxpr import HANDLERS
-from mpx._jaxpr._interpreter import (
+from mpx._casting._reduction import (
+    COMPUTE,
+    F32,
+    Reduce,
+    on_several_devices,
+    weight_grad_dtype,
+)
+from mpx._jax._compat import bind, convert_dtype, eval_equation, is_tracer, open_jaxpr
+from mpx._program import HANDLERS
+from mpx._program._interpreter import (
     Kind,
     Op,
     Outcome,
@@ -28,14 +35,7 @@ from mpx._jaxpr._interpreter import (
     cast_all,
     dtypes_of,
 )
-from mpx._jaxpr._queries import CALLS, MATMULS, SHAPE_ONLY, holds, names
-from mpx._wire._options import (
-    COMPUTE,
-    F32,
-    Reduce,
-    on_several_devices,
-    weight_grad_dtype,
-)
+from mpx._program._queries import CALLS, MATMULS, SHAPE_ONLY, holds, names
 from mpx._wire._product import multiply_for
 
 _ENTERED = (*CALLS, "scan", "cond")

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._compat import Primitive, bind, convert_dtype, open_jaxpr
-from mpx._jaxpr import HANDLERS
-from mpx._jaxpr._interpreter import Op, Outcome, Values, Visitor, arrays_of
-from mpx._jaxpr._queries import MATMULS, Equation
-from mpx._private import private
+from mpx._jax._compat import Primitive, bind, convert_dtype, open_jaxpr
+from mpx._jax._private import private
+from mpx._program import HANDLERS
+from mpx._program._interpreter import Op, Outcome, Values, Visitor, arrays_of
+from mpx._program._queries import MATMULS, Equation
 
 _F32 = np.dtype(np.float32)
 LINEAR = "mpx_linear"

@@ -16,10 +16,10 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from mpx._formats import FORMATS
-from mpx._private import private
-from mpx._sharding import Parts, axes_of, partitioned, spec_of, unpadded
-from mpx._wire._options import EIGHT_BITS, F32, Shards
+from mpx._casting._reduction import EIGHT_BITS, F32, Shards
+from mpx._jax._formats import FORMATS
+from mpx._jax._private import private
+from mpx._jax._sharding import Parts, axes_of, partitioned, spec_of, unpadded
 
 _BLOCK = 128
 _SMALL = 2**12

@@ -35,10 +35,10 @@ from mpx._amp import amp as _amp
 from mpx._amp import amp_stop as amp_stop
 from mpx._amp._policy import rules_by_name
 from mpx._amp._rules import PRIMITIVES, Rule
-from mpx._formats import FORMATS
-from mpx._half import gradient_function
-from mpx._loss_scaling import LARGEST_SCALE, StaticLossScaling
-from mpx._tree import all_finite
+from mpx._casting._half import gradient_function
+from mpx._jax._formats import FORMATS
+from mpx._jax._tree import all_finite
+from mpx._scaling._loss_scaling import LARGEST_SCALE, StaticLossScaling
 
 
 class DynamicScalerState(NamedTuple):

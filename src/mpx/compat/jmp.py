@@ -21,16 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-import mpx._policy as _policy
-from mpx._cast import cast_to_float32, cast_tree, widen_tree
-from mpx._compat import is_tracer
-from mpx._dynamic_scaling import DynamicLossScaling
-from mpx._formats import FORMATS
-from mpx._loss_scaling import LARGEST_SCALE
-from mpx._loss_scaling import StaticLossScaling as _StaticLossScaling
-from mpx._tree import all_finite as all_finite
-from mpx._tree import is_array
-from mpx._tree import select_tree as _select_tree
+import mpx._casting._policy as _policy
+from mpx._casting._cast import cast_to_float32, cast_tree, widen_tree
+from mpx._jax._compat import is_tracer
+from mpx._jax._formats import FORMATS
+from mpx._jax._tree import all_finite as all_finite
+from mpx._jax._tree import is_array
+from mpx._jax._tree import select_tree as _select_tree
+from mpx._scaling._dynamic_scaling import DynamicLossScaling
+from mpx._scaling._loss_scaling import LARGEST_SCALE
+from mpx._scaling._loss_scaling import StaticLossScaling as _StaticLossScaling
 
 T = TypeVar("T")
 

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from mpx._jax._sharding import zeros_alike
+from mpx._jax._tree import is_floating, named_leaves, shape_of
 from mpx._optim import FlashState
 from mpx._optim._options import StateFormat, master_codec
 from mpx._optim._packing import decode_moment, encode_moment, pack
 from mpx._optim._state import make_layout
 from mpx._optim._update_rules import Leaf
 from mpx._quant import Block, Quantized
-from mpx._sharding import zeros_alike
-from mpx._tree import is_floating, named_leaves, shape_of
 from mpx.compat.flashoptim import compression, quantization
 from mpx.compat.flashoptim.compression import MasterBits, is_state, no_state
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from mpx import _optim
+from mpx._jax._tree import dtype_of, named_leaves
 from mpx._optim import Compression, ParamGroup
 from mpx._optim._options import group_of
 from mpx._optim._params import PARAM_DTYPES
-from mpx._tree import dtype_of, named_leaves
 from mpx.compat.flashoptim._convert import (
     FlashAdamState,
     FlashLionState,

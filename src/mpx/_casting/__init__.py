@@ -1,0 +1,1 @@
+"""Leaves of trees: selectors, casts, policies, the half-precision switch."""

@@ -1,0 +1,353 @@
+"""Casting pytrees and functions to another floating dtype."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from mpx._casting._half import half_precision_datatype
+from mpx._casting._select import Matcher, Selectors, parse_selectors
+from mpx._jax._formats import at_least_f32, parse_float_dtype
+from mpx._jax._nnx import (
+    clone,
+    is_nnx,
+    is_variable_of_state,
+    map_variables,
+    put_back,
+    take_out,
+)
+from mpx._jax._tree import (
+    LeafName,
+    cast_leaf,
+    check_same_structure,
+    dtype_of,
+    is_array,
+    is_floating,
+    map_with_name,
+)
+
+
+def keeps_its_dtypes(kind: type) -> bool:
+    """Returns whether casts pass by nodes of a type, with everything in them.
+
+    A class asks for it with the attribute `mpx_keeps_dtypes = True`: a loss scaling
+    inside a training state stays f32 when the state is cast.
+    """
+    return getattr(kind, "mpx_keeps_dtypes", False) is True
+
+
+def cast_state_leaf(leaf: Any, dtype: np.dtype) -> Any:
+    """Casts a leaf of running statistics, which is never narrowed.
+
+    An average that moves by less than half an ulp per step stands still.
+    """
+    return cast_leaf(leaf, dtype) if dtype.itemsize > leaf.dtype.itemsize else leaf
+
+
+def map_floating(
+    fn: Callable[[LeafName, Any], Any], tree: PyTree, argument: str = ""
+) -> PyTree:
+    """Maps the floating leaves of a pytree, and of the NNX objects in it.
+
+    Args:
+        fn: Maps a leaf's name and the leaf to the new leaf.
+        tree: Any pytree. NNX objects come back as fresh ones that share what the given
+            ones share. Nodes that keep their dtypes are passed by.
+        argument: The name of the argument that the tree is.
+    """
+    plain, objects = take_out(tree, argument)
+
+    plain = map_with_name(
+        lambda name, leaf: fn(name, leaf) if is_floating(leaf) else leaf,
+        plain,
+        argument=argument,
+        is_leaf=lambda node: keeps_its_dtypes(type(node)),
+    )
+    if not objects:
+        return plain
+    fresh = clone(objects)
+    map_variables(fresh, fn)
+    return put_back(plain, fresh)
+
+
+def cast_tree(
+    tree: PyTree, dtype: DTypeLike, *, where: Selectors | None = None
+) -> PyTree:
+    """Casts the floating arrays of a pytree and leaves everything else alone.
+
+    Every real floating array of at least 16 bits is cast: f16, bf16, f32 and f64, JAX
+    and NumPy arrays, and `ShapeDtypeStruct`s. Integers, booleans, complex numbers, PRNG
+    keys, float8 values, Python numbers, strings, functions and `None` come back as they
+    are, so a whole model or training state can be passed. Loss scalings keep their f32.
+    The parameters of an NNX module are cast in a copy, which shares what the module
+    shares; its other variables, such as the statistics of BatchNorm, are only widened.
+
+    A value is rounded to the nearest representable one: the relative error is at most
+    half an ulp (2⁻⁸ for bf16, 2⁻¹¹ for f16) in the normal range of `dtype`; from 65520
+    f16 overflows to infinity. f64 reaches bf16 through f32, which can add 2⁻²⁴.
+
+    Args:
+        tree: Any pytree.
+        dtype: The floating dtype to cast to, or its name.
+        where: Casts only what this selects: a regular expression for paths such as
+            `layers/0/weight`, a module type, a predicate `(path, leaf) -> bool`, or a list
+            of these.
+
+    Raises:
+        ValueError: If `dtype` is not a floating dtype of at least 16 bits, or if a string
+            or type in `where` selects nothing.
+
+    Examples:
+        >>> cast_tree({"w": jnp.ones(2), "step": 3}, "bfloat16")
+        {'step': 3, 'w': Array([1, 1], dtype=bfloat16)}
+    """
+    target = parse_float_dtype(dtype)
+    selectors = () if where is None else parse_selectors(where, "where")
+    selected = Matcher(selectors, "where")
+
+    def cast(name: LeafName, leaf: Any) -> Any:
+        if where is not None and selected.find(name, leaf) is None:
+            return leaf
+        if any(map(is_variable_of_state, name.types)):
+            return cast_state_leaf(leaf, target)
+        return cast_leaf(leaf, target)
+
+    result = map_floating(cast, tree)
+    selected.check()
+    return result
+
+
+def cast_to_float32(x: PyTree, *, where: Selectors | None = None) -> PyTree:
+    """Casts the floating arrays of a pytree to f32; see `cast_tree`.
+
+    Args:
+        x: Any pytree.
+        where: What to cast, as in `cast_tree`.
+
+    Examples:
+        >>> cast_to_float32(jnp.ones(2, jnp.float16)).dtype
+        dtype('float32')
+    """
+    return cast_tree(x, jnp.float32, where=where)
+
+
+def cast_to_float16(x: PyTree, *, where: Selectors | None = None) -> PyTree:
+    """Casts the floating arrays of a pytree to f16; see `cast_tree`.
+
+    Args:
+        x: Any pytree.
+        where: What to cast, as in `cast_tree`.
+
+    Examples:
+        >>> cast_to_float16(jnp.ones(2)).dtype
+        dtype('float16')
+    """
+    return cast_tree(x, jnp.float16, where=where)
+
+
+def cast_to_bfloat16(x: PyTree, *, where: Selectors | None = None) -> PyTree:
+    """Casts the floating arrays of a pytree to bf16; see `cast_tree`.
+
+    Args:
+        x: Any pytree.
+        where: What to cast, as in `cast_tree`.
+
+    Examples:
+        >>> cast_to_bfloat16(jnp.ones(2)).dtype
+        dtype(bfloat16)
+    """
+    return cast_tree(x, jnp.bfloat16, where=where)
+
+
+def cast_to_full_precision(x: PyTree, *, where: Selectors | None = None) -> PyTree:
+    """Casts the floating arrays of a pytree to f32; see `cast_tree`.
+
+    Args:
+        x: Any pytree.
+        where: What to cast, as in `cast_tree`.
+
+    Examples:
+        >>> cast_to_full_precision(jnp.ones(2, jnp.bfloat16)).dtype
+        dtype('float32')
+    """
+    return cast_tree(x, jnp.float32, where=where)
+
+
+def cast_to_half_precision(x: PyTree, *, where: Selectors | None = None) -> PyTree:
+    """Casts the floating arrays of a pytree to the configured half precision.
+
+    Args:
+        x: Any pytree.
+        where: What to cast, as in `cast_tree`.
+
+    Examples:
+        >>> cast_to_half_precision(jnp.ones(2)).dtype
+        dtype('float16')
+    """
+    return cast_tree(x, half_precision_datatype(), where=where)
+
+
+def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
+    """Casts each floating array of a pytree to the dtype it has in a reference tree.
+
+    It gives a result the dtypes it had before a cast: BatchNorm statistics that come
+    back from a half-precision step, or parameters restored from a checkpoint.
+
+    Args:
+        tree: The pytree to cast.
+        reference: A pytree of the same structure: arrays or `ShapeDtypeStruct`s. Where
+            it holds no floating array the leaf of `tree` comes back as it is.
+
+    Raises:
+        ValueError: If the structures differ.
+
+    Examples:
+        >>> before = {"mean": jnp.zeros(2)}
+        >>> cast_like({"mean": jnp.ones(2, jnp.float16)}, before)["mean"].dtype
+        dtype('float32')
+    """
+    check_same_structure(tree, reference, "`cast_like`")
+
+    def cast(leaf: Any, like: Any) -> Any:
+        if is_floating(leaf) and is_floating(like):
+            return cast_leaf(leaf, like.dtype)
+        return leaf
+
+    return jax.tree.map(cast, tree, reference)
+
+
+def cast_function(
+    func: Callable[..., Any] | None = None,
+    dtype: DTypeLike | None = None,
+    return_dtype: DTypeLike | None = None,
+) -> Callable[..., Any]:
+    """Runs a function with its floating inputs cast, and casts what it returns.
+
+    JAX's type promotion then carries the dtype through the function. Arguments, keyword
+    arguments and results may be any pytrees.
+
+    Args:
+        func: The function. Leave it out to use `cast_function` as a decorator.
+        dtype: The dtype of the inputs, or its name; `None` is the configured half
+            precision.
+        return_dtype: The dtype of the results; `None` means `dtype`.
+
+    Raises:
+        ValueError: If a dtype is not a floating dtype of at least 16 bits.
+
+    Examples:
+        >>> @cast_function(dtype="bf16", return_dtype="f32")
+        ... def double(x):
+        ...     print(x.dtype)
+        ...     return {"y": 2 * x}
+        >>> double(jnp.ones(2))
+        bfloat16
+        {'y': Array([2., 2.], dtype=float32)}
+    """
+    if func is None:
+        return functools.partial(cast_function, dtype=dtype, return_dtype=return_dtype)
+    # Names are checked now; "half" is looked up at each call, since it can be switched.
+    inputs = None if dtype is None else parse_float_dtype(dtype)
+    results = None if return_dtype is None else parse_float_dtype(return_dtype)
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        low = inputs or half_precision_datatype()
+        args, kwargs = cast_tree((args, kwargs), low)
+        return cast_tree(func(*args, **kwargs), results or low)
+
+    return wrapper
+
+
+def force_full_precision(
+    func: Callable[..., Any] | None = None, return_dtype: DTypeLike | None = None
+) -> Callable[..., Any]:
+    """Runs a function in full precision, whatever the dtype of its inputs.
+
+    It is meant for the few operations that overflow or lose too much in half precision:
+    sums, means, softmax, norms. f64 inputs stay f64.
+
+    Args:
+        func: The function. Leave it out to use it as a decorator with arguments.
+        return_dtype: The dtype of the floating results. `None` gives back the widest
+            dtype among the floating inputs, so that the function fits into a
+            half-precision model; without floating inputs the results stay as they are.
+            Equinox `State`s and NNX objects are passed on and returned as they are.
+
+    Raises:
+        ValueError: If `return_dtype` is not a floating dtype of at least 16 bits.
+
+    Examples:
+        >>> x = jnp.full(100, 1000.0, jnp.float16)
+        >>> float(jnp.sqrt(jnp.sum(x * x))), float(
+        ...     force_full_precision(lambda x: jnp.sqrt(jnp.sum(x * x)))(x))
+        (inf, 10000.0)
+    """
+    if func is None:
+        return functools.partial(force_full_precision, return_dtype=return_dtype)
+    results = None if return_dtype is None else parse_float_dtype(return_dtype)
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return call_in_full_precision(func, args, kwargs, results)
+
+    return wrapper
+
+
+def call_in_full_precision(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    return_dtype: np.dtype | None = None,
+) -> Any:
+    """Calls a function on widened inputs; see `force_full_precision`."""
+    wanted = return_dtype or floating_dtype((args, kwargs))
+    args, kwargs = widen_tree((args, kwargs))
+    out = func(*args, **kwargs)
+    if wanted is None:
+        return out
+    return jax.tree.map(
+        lambda leaf: cast_leaf(leaf, wanted) if is_floating(leaf) else leaf,
+        out,
+        is_leaf=_is_state,
+    )
+
+
+def _is_state(node: Any) -> bool:
+    """Returns whether a function in full precision gets a node as it is."""
+    return (
+        isinstance(node, eqx.nn.State) or keeps_its_dtypes(type(node)) or is_nnx(node)
+    )
+
+
+def floating_dtype(tree: PyTree) -> np.dtype | None:
+    """Returns the widest dtype among the floating leaves, `None` if there is none."""
+    dtypes = {
+        dtype_of(leaf)
+        for leaf in jax.tree.leaves(tree, is_leaf=_is_state)
+        if is_floating(leaf)
+    }
+    if not dtypes:
+        return None
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(functools.reduce(jnp.promote_types, dtypes))
+
+
+def widen_tree(tree: PyTree) -> PyTree:
+    """Casts 16-bit floating leaves to f32 and leaves wider ones as they are."""
+
+    def widen(leaf: Any) -> Any:
+        return cast_leaf(leaf, at_least_f32(leaf.dtype)) if is_floating(leaf) else leaf
+
+    return jax.tree.map(widen, tree, is_leaf=_is_state)
+
+
+def own_buffer(leaf: Any) -> Any:
+    """Returns an array that shares its buffer with no other, so it can be donated."""
+    return jnp.array(leaf, copy=True) if is_array(leaf) else leaf

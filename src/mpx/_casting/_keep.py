@@ -1,0 +1,229 @@
+"""Leaves and calls of modules that stay in full precision while the rest is cast.
+
+A pytree cannot say that a module runs in f32: a module of another class is a tree of
+another structure, which `jax.tree.map` and `eqx.combine` refuse beside the original. So
+the `__call__` of the kept classes is replaced while a function runs, and put back
+afterwards. The types are part of the cache key of `jax.jit`: what is traced here is not
+reused elsewhere.
+"""
+
+import contextlib
+import functools
+import inspect
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from mpx._casting._cast import call_in_full_precision, map_floating
+from mpx._casting._select import Matcher, Selector
+from mpx._jax._compat import make_jit_context
+from mpx._jax._nnx import is_variable_of_state, nnx_module
+from mpx._jax._tree import LeafName, cast_leaf
+
+_HAIKU_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
+_STATE_TYPES = (eqx.nn.State, eqx.nn.StateIndex)
+_BATCH_STATS = re.compile(r"(^|/)batch_stats(/|$)")  # the collection of Flax Linen
+
+
+def is_state(name: LeafName) -> bool:
+    """Returns whether a leaf belongs to running statistics or other state.
+
+    State must not be rounded to half precision between steps: an average that moves by
+    less than half an ulp per step stands still.
+    """
+    return _BATCH_STATS.search(name) is not None or any(
+        issubclass(kind, _STATE_TYPES) or is_variable_of_state(kind)
+        for kind in name.types
+    )
+
+
+def _always_kept() -> tuple[type, ...]:
+    """Returns the layers that run in f32 without a selector."""
+    types: list[type] = [eqx.nn.BatchNorm, eqx.nn.SpectralNorm]
+    nnx = nnx_module()
+    if nnx is not None:
+        # The last two assign to their weights, which must not be rounded for that.
+        types += [nnx.BatchNorm, nnx.SpectralNorm, nnx.WeightNorm]
+    # Norms of Equinox and Flax take their statistics in f32 by themselves, those of
+    # Haiku do not: where an f16 variance is zero, the derivative of `rsqrt` at the epsilon
+    # of 1e-5 is 1.6e7, infinite in f16, and the gradient nan at any loss scale.
+    haiku = sys.modules.get("haiku")
+    types.extend(getattr(haiku, name) for name in _HAIKU_NORMS if hasattr(haiku, name))
+    return tuple(types)
+
+
+class Keep:
+    """Leaves and calls that a policy keeps during one call."""
+
+    def __init__(self, selectors: tuple[Selector, ...], dtype: np.dtype) -> None:
+        """Prepares the selectors for a cast to `dtype`."""
+        self._dtype, self._selected = dtype, Matcher(selectors, "keep")
+        self._always, self._called = _always_kept(), set[type]()
+
+    def cast(self, tree: PyTree, argument: str = "") -> PyTree:
+        """Casts a tree to the compute dtype, except what is kept.
+
+        Args:
+            tree: Any pytree.
+            argument: The name of the argument that it is.
+        """
+        return map_floating(self.cast_leaf, tree, argument)
+
+    def cast_leaf(self, name: LeafName, leaf: Any) -> Any:
+        """Casts a floating leaf, unless it is kept."""
+        return leaf if self.keeps(name, leaf) else cast_leaf(leaf, self._dtype)
+
+    def keeps(self, name: LeafName, leaf: Any) -> bool:
+        """Returns whether a function gets a floating leaf as it is."""
+        selected = self._selected.find(name, leaf) is not None
+        always = any(issubclass(kind, self._always) for kind in name.types)
+        return selected or always or is_state(name)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Lets modules of the kept types run in f32 inside a `with` block.
+
+        Their inputs are widened, and their results come back in the widest dtype among
+        their floating inputs, as with `mpx.force_full_precision`.
+        """
+        types = (*self._selected.types, *self._always)
+        outer, _running.called = _running.called, self._called
+        try:
+            with _calls_replaced(types, _in_f32):
+                yield
+        finally:
+            _running.called = outer
+            outer |= self._called
+
+    def check(self, func: Callable[..., Any]) -> None:
+        """Raises for selectors that have selected nothing in the call of `func`."""
+        called = self._called
+        if not any(map(_has_call, self._selected.kinds)):
+            # Modules of Linen and Haiku are no arguments. What a jitted function calls is
+            # seen once, when it is traced, so calls of the same code count.
+            called = _calls_of.setdefault(_code(func), set())
+            called |= self._called
+        self._selected.check(lambda kept: any(issubclass(x, kept) for x in called))
+
+
+def _code(func: Callable[..., Any]) -> Any:
+    """Returns what functions that are defined by the same lines share."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    func = inspect.unwrap(func)
+    return getattr(func, "__code__", type(func))
+
+
+# --- Calls of modules -----------------------------------------------------------------
+
+# Scopes of mpx: their names are none that a user would give to a scope.
+KEPT_SCOPE = "mpx.keep:"  # before the name of a type whose calls run as written
+STOP_SCOPE = "mpx.amp_stop"
+
+# The types that run in f32, or in a scope for `amp` and `fp8`, in this thread. In another
+# one the replaced calls do nothing.
+_in_f32, _in_scope = make_jit_context(()), make_jit_context(())
+
+_lock = threading.Lock()
+_users: dict[type, int] = {}  # how many running functions replaced the call of a class
+_calls_of: "weakref.WeakKeyDictionary[Any, set[type]]" = weakref.WeakKeyDictionary()
+
+
+class _Running(threading.local):
+    """The types of which an object was called in the innermost block of this thread."""
+
+    def __init__(self) -> None:
+        self.called = set[type]()
+
+
+_running = _Running()
+
+
+def run_in_scopes(types: tuple[type, ...]) -> contextlib.AbstractContextManager[None]:
+    """Lets callables of these types run in a named scope that `amp` and `fp8` know."""
+    return _calls_replaced(types, _in_scope)
+
+
+@contextlib.contextmanager
+def _calls_replaced(types: tuple[type, ...], setting: Any) -> Iterator[None]:
+    classes = _with_own_calls(types)
+    with _lock:
+        for cls in classes:
+            _users[cls] = _users.get(cls, 0) + 1
+            if _users[cls] == 1:
+                _replace_call(cls)
+    try:
+        with setting(types):
+            yield
+    finally:
+        with _lock:
+            for cls in classes:
+                _users[cls] -= 1
+                if _users[cls] == 0:
+                    del _users[cls]
+                    _restore_call(cls)
+
+
+def _with_own_calls(types: tuple[type, ...]) -> list[type]:
+    """Returns the types that can be called, and their subclasses with other calls."""
+    found: dict[type, None] = {}
+
+    def add(cls: type) -> None:
+        for subclass in cls.__subclasses__():
+            if subclass not in found and "__call__" in vars(subclass):
+                found[subclass] = None
+            add(subclass)
+
+    for cls in types:
+        if _has_call(cls):
+            found[cls] = None
+        if cls not in (object, type) and cls.__module__ != "builtins":
+            add(cls)
+    return [cls for cls in found if _has_call(cls)]
+
+
+def _has_call(cls: type) -> bool:
+    """Returns whether objects of a class can be called, not only the class itself."""
+    return inspect.isfunction(getattr(cls, "__call__", None))  # noqa: B004
+
+
+_SAVED = "_mpx_saved_call"  # the class's own `__call__`, or `None` if it inherits one
+
+
+def _replace_call(cls: type) -> None:
+    call = getattr(cls, "__call__")  # noqa: B004, B009
+
+    @functools.wraps(call)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = functools.partial(call, self)
+        scope = next((x for x in _in_scope.value if isinstance(self, x)), None)
+        in_f32 = isinstance(self, _in_f32.value)
+        if in_f32:
+            _running.called.add(type(self))
+        if scope is not None:
+            bound = jax.named_scope(KEPT_SCOPE + scope.__name__)(bound)
+        return (
+            call_in_full_precision(bound, args, kwargs)
+            if in_f32
+            else bound(*args, **kwargs)
+        )
+
+    setattr(cls, _SAVED, vars(cls).get("__call__"))
+    setattr(cls, "__call__", replacement)  # noqa: B010
+
+
+def _restore_call(cls: type) -> None:
+    own = vars(cls)[_SAVED]
+    delattr(cls, _SAVED)
+    if own is None:
+        delattr(cls, "__call__")
+    else:
+        setattr(cls, "__call__", own)  # noqa: B010

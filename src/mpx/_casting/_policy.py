@@ -1,0 +1,372 @@
+"""Policy: the dtypes of parameters, computation, outputs, gradients and sums."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from mpx._casting._cast import cast_state_leaf, map_floating
+from mpx._casting._half import half_precision_datatype
+from mpx._casting._keep import Keep, is_state
+from mpx._casting._reduction import COMPUTE, EIGHT_BITS, Reduce, parse_reduce
+from mpx._casting._select import Selector, Selectors, parse_selectors
+from mpx._casting._wrapped import argument_names, arguments_cast_to, autocast_of, is_fp8
+from mpx._jax._formats import PRECISIONS, parse_float_dtype, short_name
+from mpx._jax._tree import LeafName, cast_leaf
+
+_F32 = np.dtype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Policy:
+    """Dtypes of the values in a training step.
+
+    A policy is static: it is hashable, compares by value and can be an argument of
+    `jax.jit(..., static_argnums=...)`. It holds no arrays.
+
+    Attributes:
+        param_dtype: The dtype in which parameters are stored.
+        compute_dtype: The dtype of the forward and backward pass. `None` means the
+            configured half precision, looked up whenever the policy is used; in a
+            gradient function with `NoLossScaling` it means bf16 if none was configured.
+        output_dtype: The dtype in which results leave the model.
+        grad_dtype: The dtype of the gradients that are returned. `None` means f32 for
+            parameters of 32 bits or fewer, and the parameter's dtype for wider ones.
+        reduce_dtype: The dtype in which gradients are summed over devices, `"compute"`
+            for that of the computation, or `"e4m3"` for 8-bit blocks, which needs
+            `axis_name`. `None` means f32, or the parameter's dtype if it is wider.
+        keep: What stays in full precision although the rest is cast: a regular expression
+            for paths such as `layers/0/norm/weight`, a module type, a predicate
+            `(path, leaf) -> bool`, or a list of these.
+
+    Paths start inside the argument that holds a parameter: `"^head"` means the same in
+    `policy.cast_to_compute(model)` and in a loss that takes the model as an argument of
+    any name. An argument that is an array is kept by an expression for its whole name.
+    Modules of a kept type *run* in f32, in the gradient functions and in `cast_function`:
+    inputs are widened, and results come back in the widest dtype among the floating
+    inputs. That includes modules of Flax Linen and Haiku, whose parameters are in
+    dictionaries: keep those by their paths.
+
+    In a call of a gradient function a string or type that selects nothing is an error;
+    `cast_to_compute` and `cast_function` take any tree.
+
+    Running statistics are always kept: `eqx.nn.State`, `batch_stats` of Flax Linen, NNX
+    variables other than parameters, and the layers `eqx.nn.BatchNorm`,
+    `eqx.nn.SpectralNorm`, `nnx.BatchNorm`, `nnx.SpectralNorm` and `nnx.WeightNorm`. The
+    norms of Haiku run in f32, too, as those of Equinox and Flax do by themselves.
+
+    Examples:
+        >>> import equinox as eqx
+        >>> import jax.numpy as jnp
+        >>> policy = Policy(compute_dtype="bf16", keep=[eqx.nn.LayerNorm, "head"])
+        >>> model = {"norm": eqx.nn.LayerNorm(2), "w": jnp.ones(2), "head": jnp.ones(2)}
+        >>> low = policy.cast_to_compute(model)
+        >>> low["norm"].weight.dtype, low["w"].dtype, low["head"].dtype
+        (dtype('float32'), dtype(bfloat16), dtype('float32'))
+    """
+
+    param_dtype: np.dtype
+    compute_dtype: np.dtype | None
+    output_dtype: np.dtype
+    grad_dtype: np.dtype | None
+    reduce_dtype: Reduce
+    keep: tuple[Selector, ...]
+
+    def __init__(
+        self,
+        param_dtype: DTypeLike = _F32,
+        compute_dtype: DTypeLike | None = None,
+        output_dtype: DTypeLike = _F32,
+        *,
+        grad_dtype: DTypeLike | None = None,
+        reduce_dtype: DTypeLike | None = None,
+        keep: Selectors = (),
+    ) -> None:
+        """Checks and stores the dtypes; see the class.
+
+        Raises:
+            ValueError: If a dtype is not floating with at least 16 bits.
+            TypeError: If `keep` holds anything but selectors.
+        """
+        if isinstance(param_dtype, str) and _is_description(param_dtype):
+            raise ValueError(
+                f"`param_dtype` must be a dtype, but {param_dtype!r} is a whole policy. "
+                f"Use `mpx.get_policy({param_dtype!r})`."
+            )
+        parse = parse_float_dtype
+        values = {
+            "param_dtype": parse(param_dtype, "param_dtype"),
+            "compute_dtype": _parse_compute(compute_dtype),
+            "output_dtype": parse(output_dtype, "output_dtype"),
+            "grad_dtype": _optional(grad_dtype, "grad_dtype"),
+            "reduce_dtype": parse_reduce(reduce_dtype, eight_bits=True),
+            "keep": parse_selectors(keep, "keep"),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def __str__(self) -> str:
+        """Returns the string from which `get_policy` makes this policy.
+
+        What `keep` holds, which are Python objects, is not part of it.
+        """
+        compute = "half" if self.compute_dtype is None else self.compute_dtype
+        parts = {
+            "p": self.param_dtype,
+            "c": compute,
+            "o": self.output_dtype,
+            "g": self.grad_dtype,
+            "r": self.reduce_dtype,
+        }
+        return ",".join(
+            f"{key}={dtype if isinstance(dtype, str) else short_name(dtype)}"
+            for key, dtype in parts.items()
+            if dtype is not None
+        )
+
+    def resolved_compute_dtype(self) -> np.dtype:
+        """Returns `compute_dtype`, or the configured half precision if it is `None`."""
+        return self.compute_dtype or half_precision_datatype()
+
+    def cast_to_param(self, tree: PyTree) -> PyTree:
+        """Casts floating leaves to `param_dtype`; `keep` does not apply.
+
+        Running statistics are never narrowed: `eqx.nn.State`, `batch_stats` of Flax
+        Linen and NNX variables other than `nnx.Param`. So a whole model can be made
+        bf16, with its parameters tied as before.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> variables = {"params": jnp.ones(2), "batch_stats": jnp.ones(2)}
+            >>> low = Policy("bf16").cast_to_param(variables)
+            >>> low["params"].dtype, low["batch_stats"].dtype
+            (dtype(bfloat16), dtype('float32'))
+        """
+        return _cast_beside_state(tree, self.param_dtype)
+
+    def cast_to_output(self, tree: PyTree) -> PyTree:
+        """Casts floating leaves to `output_dtype`; `keep` does not apply.
+
+        Running statistics are never narrowed; see `cast_to_param`.
+        """
+        return _cast_beside_state(tree, self.output_dtype)
+
+    def cast_to_compute(self, tree: PyTree) -> PyTree:
+        """Casts floating leaves to `compute_dtype`, except what `keep` names.
+
+        The structure of the tree stays as it is. Kept modules run in f32 in the gradient
+        functions and in `cast_function`; a module that you call yourself has its kept
+        parameters in f32, and type promotion decides.
+        """
+        return self.keeping().cast(tree)
+
+    def cast_function(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Runs a function as the gradient functions do, for example in evaluation.
+
+        Its arguments are cast to `compute_dtype`, except what `keep` names; kept modules
+        run in f32; its results are cast to `output_dtype`. NNX modules are given to it as
+        copies, so that what it changes in them is lost. A function under `amp` gets its
+        arguments as they are.
+
+        Raises:
+            ValueError: If `func` is under `amp` and the policy computes in another dtype.
+
+        Examples:
+            >>> import equinox as eqx
+            >>> import jax.numpy as jnp
+            >>> policy = Policy("f32", "bf16", "f32", keep=eqx.nn.LayerNorm)
+            >>> norm = eqx.nn.LayerNorm(2)
+            >>> policy.cast_function(lambda norm, x: norm(x))(norm, jnp.ones(2)).dtype
+            dtype('float32')
+        """
+
+        @functools.wraps(func)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if dtype_under_amp(func, self) is not None:
+                return self.cast_to_output(func(*args, **kwargs))
+            kept = self.keeping()
+            names = argument_names(func, len(args))
+            args = tuple(map(kept.cast, args, names))
+            kwargs = {name: kept.cast(arg, name) for name, arg in kwargs.items()}
+            with kept.running(), arguments_cast_to(self.resolved_compute_dtype()):
+                out = func(*args, **kwargs)
+            return self.cast_to_output(out)
+
+        return wrapper
+
+    def keeping(self) -> Keep:
+        """Returns what `keep` means during one call."""
+        return Keep(self.keep, self.resolved_compute_dtype())
+
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
+        """Returns the same policy with another `output_dtype`."""
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+
+def dtype_under_amp(func: Callable[..., Any], policy: Policy) -> np.dtype | None:
+    """Returns the dtype in which a function under `amp` computes, `None` for others.
+
+    Raises:
+        ValueError: If the policy says otherwise: only its `grad_dtype` and `reduce_dtype`
+            mean something beside `amp`.
+    """
+    dtype, autocast = policy.compute_dtype, autocast_of(func)
+    if autocast is None:
+        if is_fp8(func) and dtype is not None and dtype.itemsize > 2:
+            raise ValueError(
+                f"The policy computes in {short_name(dtype)}, but `fp8` around the "
+                "function needs 16-bit operands and would cast to bf16 itself. Leave "
+                "`fp8` or the policy out, or compute in bf16."
+            )
+        return None
+    if policy.keep:
+        raise ValueError(
+            "`Policy(keep=...)` has no effect on a function under `amp`, which casts "
+            "operation by operation. Pass `keep=` to `amp` instead."
+        )
+    low = autocast().dtype
+    if dtype not in (None, low):
+        raise ValueError(
+            f"The policy computes in {short_name(dtype)}, but `amp` around the function "
+            f"computes in {short_name(low)}. Choose the dtype there, `amp(func, dtype)`, "
+            "or leave `amp` out. Beside `amp`, `policy` may set `grad_dtype` and "
+            '`reduce_dtype`, as in `mpx.Policy(reduce_dtype="f32")`.'
+        )
+    return low
+
+
+def _cast_beside_state(tree: PyTree, dtype: np.dtype) -> PyTree:
+    def cast(name: LeafName, leaf: Any) -> Any:
+        return (cast_state_leaf if is_state(name) else cast_leaf)(leaf, dtype)
+
+    return map_floating(cast, tree)
+
+
+def _optional(dtype: DTypeLike | None, what: str) -> np.dtype | None:
+    return None if dtype is None else parse_float_dtype(dtype, what)
+
+
+def _parse_compute(dtype: DTypeLike | None) -> np.dtype | None:
+    is_half = isinstance(dtype, str) and dtype == "half"  # as in a policy's string
+    return None if is_half else _optional(dtype, "compute_dtype")
+
+
+_POLICY_KEYS = {
+    key: f"{long.removesuffix('s')}_dtype"
+    for long in ("params", "compute", "output", "grad", "reduce")
+    for key in (long, long[0])
+}
+
+
+def get_policy(policy: Policy | str, *, keep: Selectors = ()) -> Policy:
+    """Makes a policy from a string such as `"p=f32,c=bf16,o=f32"`.
+
+    The keys are `p` (params), `c` (compute), `o` (output), `g` (grad) and `r` (reduce),
+    short or long; spaces are allowed. As in jmp, parameters default to f32, compute
+    follows the parameters and output follows compute; a single dtype sets all three.
+    `half` is the configured half precision, `full` is f32.
+
+    The names of other frameworks are understood: `"bf16-mixed"`, `"mixed_bfloat16"`,
+    `"16-mixed"` and `"mixed_float16"` store f32 and compute in 16 bits, `"bf16-true"` and
+    `"16-true"` are 16 bits throughout, like `"bf16"` and `"f16"` (or `"fp16"`) here.
+
+    Args:
+        policy: The description; `str` of a policy gives it back. A policy comes back
+            as it is.
+        keep: What stays in full precision, see `Policy`.
+
+    Raises:
+        ValueError: If a key or a dtype is unknown; the message names it.
+        TypeError: If it is neither a string nor a policy, or a policy with `keep`.
+
+    Examples:
+        >>> policy = get_policy("p=f32, c=bf16, o=f32")
+        >>> str(policy), get_policy(str(policy)) == policy
+        ('p=f32,c=bf16,o=f32', True)
+        >>> get_policy("bf16-mixed") == policy
+        True
+    """
+    if isinstance(policy, Policy):
+        if parse_selectors(keep, "keep"):
+            raise TypeError(
+                "`keep` goes with a string, but a `Policy` was given, which has its own. "
+                "Use `dataclasses.replace(policy, keep=...)`."
+            )
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(_not_a_policy(policy))
+    text = policy.strip()
+    if text in PRECISIONS:
+        param, compute = PRECISIONS[text]
+        return Policy(param, compute, param, keep=keep)
+    if "=" not in text:
+        dtype = _policy_dtype(text, policy)
+        param = half_precision_datatype() if dtype is None else dtype
+        return Policy(param, dtype, param, keep=keep)
+    return Policy(**_parse_parts(text, policy), keep=keep)
+
+
+def _parse_parts(text: str, policy: str) -> dict[str, Any]:
+    """Returns the dtypes of a description of the form `key=dtype,key=dtype`."""
+    options: dict[str, Any] = {}
+    for part in text.split(","):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        if key not in _POLICY_KEYS or not value:
+            raise ValueError(
+                f"{part.strip()!r} in the policy {policy!r} is not understood. Write "
+                "`key=dtype` with a key among p, c, o, g, r (or params, compute, "
+                'output, grad, reduce), for example "p=f32,c=bf16,o=f32".'
+            )
+        if _POLICY_KEYS[key] in options:
+            raise ValueError(f"The policy {policy!r} gives `{key}` twice.")
+        is_word = _POLICY_KEYS[key] == "reduce_dtype" and value in (COMPUTE, EIGHT_BITS)
+        options[_POLICY_KEYS[key]] = value if is_word else _policy_dtype(value, policy)
+    param = options.setdefault("param_dtype", _F32)
+    compute = options.setdefault("compute_dtype", param)
+    options.setdefault("output_dtype", compute)
+    # Only the compute dtype can be left open until the policy is used.
+    for name, dtype in options.items():
+        if dtype is None and name != "compute_dtype":
+            options[name] = half_precision_datatype()
+    return options
+
+
+def _is_description(text: str) -> bool:
+    """Returns whether a string is a whole policy, and not the name of a dtype."""
+    return "=" in text or text.strip() in PRECISIONS
+
+
+def _policy_dtype(name: str, policy: str) -> np.dtype | None:
+    """Returns the dtype, or `None` for "half", which a policy looks up when used."""
+    if name == "half":
+        return None
+    try:
+        return parse_float_dtype(name)
+    except ValueError:
+        raise ValueError(
+            f"Unknown dtype {name!r} in the policy {policy!r}. Use f16, bf16, f32, f64, "
+            "their long names, `half` or `full`; or a whole policy such as "
+            '"bf16-mixed", which is "p=f32,c=bf16,o=f32".'
+        ) from None
+
+
+def as_policy(policy: "Policy | str | None") -> Policy:
+    """Returns a policy from what a user may pass for one; `None` is half compute."""
+    if policy is None:
+        return Policy()
+    if isinstance(policy, str):
+        return get_policy(policy)
+    if not isinstance(policy, Policy):
+        raise TypeError(_not_a_policy(policy))
+    return policy
+
+
+def _not_a_policy(policy: Any) -> str:
+    return (
+        '`policy` must be an `mpx.Policy` or a string such as "p=f32,c=bf16,o=f32", but '
+        f"{policy!r} was given."
+    )

@@ -1,0 +1,216 @@
+r"""Selectors: one way to name layers, parameters and operations.
+
+`Policy(keep=)`, `cast_tree(where=)`, `amp(keep=)`, `fp8(keep=, include=)` and
+`ParamGroup(where)` take a selector or a list of selectors. A selector is one of
+
+- a string: a regular expression that is searched in the path of a parameter, such as
+  `layers/0/norm/weight`, and in `amp` and `fp8` also in the path of `jax.named_scope`s
+  around an operation. The path starts inside the argument that holds the parameter: the
+  name of the argument, which reports put before it, is no part of it, so that `^` means
+  the same everywhere. An argument that is an array by itself has no path; a string
+  selects it if it matches the whole name of the argument;
+- a type such as `eqx.nn.LayerNorm`: everything that nodes of this type hold and, where
+  functions run, what their `__call__` computes;
+- a predicate `(path, leaf) -> bool`; in `fp8` a predicate of a matmul as
+  `mpx.inspect.report` lists it.
+
+A string or a type that selects nothing is an error that lists near names. A predicate may
+be false everywhere, except that a group of an optimizer must hold a parameter. Write
+`"norm|head"` where one of two names is enough.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpx._jax._compat import is_tracer
+from mpx._jax._tree import dtype_of, shape_of
+
+Selector = str | type | Callable[..., Any]
+Selectors = Selector | Iterable[Selector]
+
+
+def parse_selectors(given: Any, what: str) -> tuple[Selector, ...]:
+    """Returns the selectors that a user gave: one, or several.
+
+    Args:
+        given: One selector, or an iterable of them.
+        what: The name of the option, for messages.
+
+    Raises:
+        TypeError: If one is neither a string nor a type nor a function.
+        ValueError: If a string is no regular expression.
+    """
+    single = callable(given) or isinstance(given, str)
+    selectors = (given,) if single or not isinstance(given, Iterable) else tuple(given)
+    for selector in selectors:
+        if not callable(selector):
+            check_pattern(selector, what)
+    return selectors
+
+
+def check_pattern(pattern: Any, what: str) -> None:
+    """Raises unless a selector is a regular expression.
+
+    Raises:
+        TypeError: If it is no string.
+        ValueError: If it does not compile.
+    """
+    if not isinstance(pattern, str):
+        raise TypeError(
+            f"`{what}` takes a regular expression for paths such as "
+            "`layers/0/norm/weight`, a module type, a predicate `(path, leaf) -> bool`, "
+            f"or a list of these, but {pattern!r} was given."
+        )
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"{pattern!r} in `{what}` is not a regular expression: {error}. Escape "
+            "special characters with `re.escape`."
+        ) from error
+
+
+def search(pattern: str, name: str) -> bool:
+    """Returns whether a regular expression selects a leaf, a scope or a function."""
+    path = getattr(name, "path", name)
+    # An argument that is an array has no path. Its own name must match as a whole: an
+    # input that happens to be called `norm_x` is not what "norm" means.
+    return bool(re.search(pattern, path) if path else re.fullmatch(pattern, name))
+
+
+def matches(selector: Selector, name: str, leaf: Any) -> bool:
+    """Returns whether a selector selects a leaf with this name.
+
+    Raises:
+        TypeError: If a predicate does not return a known boolean.
+    """
+    if isinstance(selector, str):
+        return search(selector, name)
+    if isinstance(selector, type):
+        held = any(issubclass(kind, selector) for kind in getattr(name, "types", ()))
+        return held or isinstance(leaf, selector)
+    found = selector(str(getattr(name, "path", name)), leaf)
+    if (dtype := dtype_of(found)) is not None and (
+        dtype != np.dtype(bool) or shape_of(found) != () or is_tracer(found)
+    ):
+        raise TypeError(
+            f"The predicate {selector!r} must return True or False, but for `{name}` it "
+            f"returned an array: {dtype} of shape {shape_of(found)}"
+            f"{', traced' if is_tracer(found) else ''}. Use the path, the shape or the "
+            "dtype of a leaf, not its values."
+        )
+    return bool(found)
+
+
+def shown(selector: Selector) -> str:
+    """Returns how reports and messages call a selector."""
+    if isinstance(selector, str):
+        return selector
+    return getattr(selector, "__name__", type(selector).__name__)
+
+
+class Matcher:
+    """Selectors at work in one call, which note what they select.
+
+    Attributes:
+        selectors: The selectors, in order.
+        kinds: The types of the nodes of the trees whose leaves were asked about.
+    """
+
+    def __init__(self, selectors: Sequence[Selector], what: str) -> None:
+        """Prepares selectors that the user gave as the option `what`."""
+        self.selectors = tuple(selectors)
+        self._what, self._names = what, dict[str, None]()
+        self.kinds = dict[type, None]()
+        self._idle = [s for s in selectors if isinstance(s, str | type)]
+
+    @property
+    def types(self) -> tuple[type, ...]:
+        """The selectors that are types."""
+        return tuple(s for s in self.selectors if isinstance(s, type))
+
+    def find(self, name: str, leaf: Any = None) -> Selector | None:
+        """Returns the first selector that selects a leaf, or a path of named scopes.
+
+        Args:
+            name: The name of the leaf, or the path.
+            leaf: The leaf. Predicates are not asked about `None`.
+        """
+        if not self.selectors:
+            return None
+        self._names.setdefault(getattr(name, "path", name) or name)
+        self.kinds.update(dict.fromkeys(getattr(name, "types", ())))
+        # Each is asked: those that select nothing are an error.
+        found = [
+            selector
+            for selector in self.selectors
+            if (leaf is not None or isinstance(selector, str | type))
+            and matches(selector, name, leaf)
+        ]
+        self._idle = [s for s in self._idle if s not in found]
+        return found[0] if found else None
+
+    def check(self, was_called: Callable[[type], bool] = lambda _: False) -> None:
+        """Raises for strings and types that have selected nothing.
+
+        Args:
+            was_called: Whether a type counts, because an object of it was called.
+
+        Raises:
+            ValueError: If there are any; near names are listed.
+        """
+        for selector in self._idle:
+            if isinstance(selector, str):
+                raise selects_nothing(selector, self._what, self._names)
+            if not was_called(selector):
+                kinds = [kind.__name__ for kind in self.kinds]
+                raise selects_nothing(selector, self._what, kinds)
+
+
+def check_selectors(
+    selectors: Iterable[Selector],
+    what: str,
+    named: Iterable[tuple[str, Any]],
+    was_called: Callable[[type], bool] = lambda _: False,
+) -> None:
+    """Raises for strings and types that select none of these leaves and scopes.
+
+    The arguments are those of `Matcher`, `Matcher.find` and `Matcher.check`.
+    """
+    matcher = Matcher(tuple(selectors), what)
+    for name, leaf in named:
+        matcher.find(name, leaf)
+    matcher.check(was_called)
+
+
+def selects_nothing(selector: Selector, what: str, names: Iterable[str]) -> ValueError:
+    """Returns the error for a selector that selects nothing, with near names."""
+    names = list(dict.fromkeys(names))
+    if isinstance(selector, str):
+        wanted = re.sub(r"[^\w/.]", "", selector)
+        parts = {part: name for name in reversed(names) for part in name.split("/")}
+        parts.update((name, name) for name in names)
+        found = difflib.get_close_matches(wanted, parts, n=3, cutoff=0.6)
+        near = list(dict.fromkeys(parts[part] for part in found))
+        meant = (
+            "Paths start inside the argument that holds a parameter, such as "
+            "`layers/0/norm/weight`, without the name of the argument."
+        )
+    elif not isinstance(selector, type):
+        near, meant = [], "The predicate is false for all of them."
+    else:
+        near = difflib.get_close_matches(shown(selector), names, n=3)
+        meant = (
+            "No argument holds a node of this type, and none was called. Parameters in a "
+            "dictionary, as in Linen and Haiku, are selected by their paths."
+        )
+    if near:
+        listed = f"Near names: {', '.join(map(repr, near))}."
+    else:
+        more = " …" if len(names) > 8 else ""
+        listed = f"Names: {', '.join(map(repr, names[:8])) or 'none'}{more}."
+    return ValueError(f"{selector!r} in `{what}` selects nothing. {listed} {meant}")

@@ -1,0 +1,1 @@
+"""One call of the user's loss: evaluate, differentiate, accumulate, check."""

@@ -1,1 +1,0 @@
-"""Inspection of training programs: what ran in which precision, what failed, what to change."""

@@ -1,0 +1,96 @@
+"""Checks of arguments that must be known while tracing: numbers and axis names."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpx._jax._compat import is_tracer
+
+
+def check_value(holds: bool, what: str, expected: str, value: Any) -> None:
+    """Raises a `ValueError` that names the expected value, unless the condition holds."""
+    if not holds:
+        raise ValueError(f"`{what}` must be {expected}, but {value} was given.")
+
+
+def check_choice(value: object, what: str, choices: Sequence[object]) -> None:
+    """Raises a `ValueError` unless `value` is one of `choices`."""
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"`{what}` must be one of {listed}, but {value!r} was given.")
+
+
+def check_bool(value: object, what: str) -> None:
+    """Raises a `TypeError` unless `value` is a Python or NumPy boolean."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{what} must be True or False, but {value!r} was given.")
+
+
+def as_count(value: Any, what: str, at_least: int | None = None) -> int:
+    """Returns an integer from Python's, NumPy's or a concrete JAX scalar.
+
+    Args:
+        value: The user's value.
+        what: Its name in the error message.
+        at_least: The smallest allowed number.
+
+    Raises:
+        TypeError: If `value` is not an integer.
+        ValueError: If it is too small.
+    """
+    try:
+        number = operator.index(value)
+    except Exception:  # a `TypeError`, or that of a traced array
+        hint = " Make it a static argument of the jitted function."
+        raise TypeError(
+            f"`{what}` must be an integer, but {value!r} of type "
+            f"{type(value).__name__} was given.{hint if is_tracer(value) else ''}"
+        ) from None
+    if at_least is not None:
+        words = "0 or more" if at_least == 0 else f"at least {at_least}"
+        check_value(number >= at_least, what, words, number)
+    return number
+
+
+def as_counts(values: Any, what: str) -> int | tuple[int, ...]:
+    """Returns one integer, or a tuple of integers for a sequence of them.
+
+    Raises:
+        TypeError: If it is neither.
+    """
+    if isinstance(values, Sequence) and not isinstance(values, str):
+        return tuple(as_count(value, what) for value in values)
+    return as_count(values, what)
+
+
+def as_real(value: Any, what: str) -> float:
+    """Returns a concrete real number as a float.
+
+    Raises:
+        TypeError: If `value` is a string or anything else that is not a number.
+    """
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return float(value)
+    except Exception:  # a `TypeError`, or that of a traced array
+        raise TypeError(
+            f"`{what}` must be a number, but {value!r} of type {type(value).__name__} "
+            "was given."
+        ) from None
+
+
+def check_axis_name(value: Any) -> None:
+    """Raises unless `value` is the name of a mapped axis, several, or `None`.
+
+    Raises:
+        TypeError: If it is anything else.
+    """
+    names = value if isinstance(value, tuple) else (value,)
+    if value is not None and not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            "`axis_name` must be the name of a `shard_map`, `pmap` or `vmap` axis such "
+            f'as "data", or a tuple of names, but {value!r} was given.'
+        )

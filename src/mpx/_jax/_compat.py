@@ -1,0 +1,427 @@
+"""The only file that knows which JAX is installed.
+
+Whatever differs between versions of JAX, or is not covered by its stability promise, is
+reached through here. `mpx._jax._private` looks names up; what is missing has a fallback here.
+"""
+
+import contextlib
+import dis
+import functools
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mpx._jax._private import (
+    ClosedJaxpr,
+    Jaxpr,
+    Tracer,
+    private,
+    tracer_type,
+    unspecified_sharding,
+)
+from mpx._jax._private import Literal as Literal
+from mpx._jax._private import Primitive as Primitive
+from mpx._jax._version import version_tuple as version_tuple
+
+# From then on Pallas takes the layouts of our Mosaic kernel.
+HAS_MOSAIC = version_tuple(jax.__version__) >= (0, 11)
+
+# --- Tracers --------------------------------------------------------------------------
+
+
+def is_tracer(x: object) -> bool:
+    """Returns whether `x` is an abstract value inside a JAX transformation."""
+    return isinstance(x, Tracer)
+
+
+def is_batched(x: object) -> bool:
+    """Returns whether `x` is a value inside a `jax.vmap`."""
+    return isinstance(x, tracer_type("vmap"))
+
+
+def _is_linearized(x: object) -> bool:
+    return isinstance(x, tracer_type("grad"))
+
+
+def is_differentiated(x: Any) -> bool:
+    """Returns whether a derivative with respect to `x` is taken, where no `jit` hides it."""
+    while is_batched(x):
+        x = getattr(x, "val", None)
+    return _is_linearized(x) or isinstance(x, tracer_type("jvp"))
+
+
+def nothing_is_traced() -> bool:
+    """Returns whether no JAX transformation is running; `False` if JAX cannot tell."""
+    names = private("trace_state")
+    return names is not None and names.trace_state_clean()
+
+
+def unpacking_targets() -> int | None:
+    """Returns into how many variables the caller of a method unpacks its object.
+
+    It is for the `__iter__` of a tuple: `a, b = object` calls that, and Python's own error
+    would only count. `None` if the object is iterated over in any other way.
+    """
+    frame = sys._getframe(2)
+    operation, count = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
+    return count if operation == dis.opmap["UNPACK_SEQUENCE"] else None
+
+
+# --- Values that vary between devices -------------------------------------------------
+
+
+def make_jit_context(default: Any) -> Any:
+    """Returns a process-wide setting that is part of the cache key of `jax.jit`."""
+    return jax.make_user_context(default)
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Returns the manual mesh axes along which a value differs between devices."""
+    if not jax.sharding.get_abstract_mesh().manual_axes or private("varying") is None:
+        return frozenset()
+    axis_type = getattr(aval, "manual_axis_type", None)
+    return getattr(axis_type, "varying", None) or frozenset()
+
+
+def as_varying(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
+    """Marks `x` as differing between the devices of manual mesh axes.
+
+    Under `jax.shard_map` the derivative with respect to a replicated value is summed
+    over the devices behind the caller's back. A varying value keeps its derivative
+    local. For the axis of a `vmap` nothing is tracked and `x` comes back.
+    """
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    tracked = varying_axes(jax.typeof(x))
+    missing = tuple(
+        name for name in axis_names if name in mapped and name not in tracked
+    )
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def varying_like(x: Any, struct: Any) -> Any:
+    """Marks `x` as differing between devices where `struct` says its successor does."""
+    names = varying_axes(struct)
+    return as_varying(x, tuple(sorted(names))) if names else x
+
+
+def as_unvarying(x: jax.Array) -> jax.Array:
+    """Hides that `x` differs between devices: no Mosaic kernel takes such references."""
+    return _as_unvarying().bind(x) if varying_axes(jax.typeof(x)) else x
+
+
+@functools.cache
+def _as_unvarying() -> Any:
+    primitive = Primitive("as_unvarying")
+    primitive.def_abstract_eval(
+        lambda aval: aval.update(manual_axis_type=type(aval.manual_axis_type)())
+    )
+    private("mosaic").register_lowering(primitive, lambda ctx, x: [x])
+    return primitive
+
+
+def struct_like(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """Returns the type of an array of another shape that varies as `x` does."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    varies = {"manual_axis_type": aval.manual_axis_type} if varying_axes(aval) else {}
+    return jax.ShapeDtypeStruct(shape, x.dtype, **varies)
+
+
+def zeros_of(struct: Any) -> jax.Array:
+    """Returns zeros for the result of `jax.eval_shape`."""
+    return varying_like(jnp.zeros(struct.shape, struct.dtype), struct)
+
+
+# --- Jaxprs ---------------------------------------------------------------------------
+
+
+def is_jaxpr(x: object) -> bool:
+    """Returns whether `x` is a jaxpr, open or closed."""
+    return isinstance(x, Jaxpr | ClosedJaxpr)
+
+
+def _eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+    body = jaxpr_of([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
+    closed = body if Jaxpr is ClosedJaxpr else ClosedJaxpr(body, ())
+    return private("jaxpr_as_fun").jaxpr_as_fun(closed)(*consts, *args)
+
+
+eval_jaxpr: Callable[..., list[Any]] = getattr(
+    private("eval_jaxpr"), "eval_jaxpr", _eval_jaxpr
+)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns a jaxpr and its constants; from JAX 0.11 on the two kinds are one."""
+    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
+
+
+def hi_jaxpr(eqn: Any) -> Any:
+    """Returns what a high-level primitive of JAX 0.12 computes, as a closed jaxpr.
+
+    `None` if the equation is none, or this version of JAX describes it in another way.
+    """
+    primitive = eqn.params.get("_prim")
+    if eqn.primitive.name != "call_hi_primitive" or not hasattr(primitive, "expand"):
+        return None
+    return _expanded(primitive, tuple(var.aval for var in eqn.invars))
+
+
+@functools.lru_cache(maxsize=1024)
+def _expanded(primitive: Any, avals: tuple[Any, ...]) -> Any:
+    structure = primitive.in_tree
+
+    def call(*args: Any) -> list[Any]:
+        return jax.tree.leaves(primitive.expand(*structure.unflatten(args)))
+
+    return jax.make_jaxpr(call)(*avals)
+
+
+def hi_remat(eqn: Any) -> dict[str, Any] | None:
+    """Returns the options of `jax.checkpoint` if a high-level primitive is one."""
+    params = eqn.params["_prim"].params
+    names = ("policy", "prevent_cse")
+    return {x: params[x] for x in names} if params.keys() >= {*names} else None
+
+
+def hi_has_tangents(eqn: Any) -> bool:
+    """Returns whether a high-level primitive has a forward-mode derivative."""
+    primitive = eqn.params["_prim"]
+    kind = type(primitive)
+    return "bwd" not in primitive.params and kind.jvp is not kind.__mro__[-2].jvp
+
+
+def constants_as_inputs(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns a jaxpr that takes its constants as leading inputs, and the constants."""
+    body, consts = open_jaxpr(jaxpr)
+    if not consts:
+        return body, ()
+    return Jaxpr(
+        constvars=(),
+        invars=[*body.constvars, *body.invars],
+        outvars=body.outvars,
+        eqns=body.eqns,
+        effects=body.effects,
+        debug_info=body.debug_info.with_unknown_names(),
+    ), consts
+
+
+@functools.cache
+def _no_debug_info() -> Any:
+    """Returns the origin of a jaxpr that no user wrote; JAX warns of one without."""
+    return jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_names()
+
+
+def as_function(jaxpr: Any) -> Any:
+    """Returns a closed jaxpr as a function of flat arguments."""
+    return functools.partial(eval_jaxpr, *open_jaxpr(jaxpr))
+
+
+def eval_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Runs one equation unchanged, in the scopes of `equation_context`.
+
+    It goes through a jaxpr of one equation, because how parameters turn into arguments
+    of `bind` is private and changes.
+    """
+    if _traced_once(eqn.primitive, eqn.params, args) is not None:
+        return bind(eqn, args)
+    inputs: dict[Any, Any] = {}
+    for var, arg in zip(eqn.invars, args, strict=True):
+        if not isinstance(var, Literal):
+            inputs[var] = arg
+    info = eqn.source_info
+    # Or its scopes would count twice.
+    eqn = eqn.replace(source_info=info.replace(name_stack=type(info.name_stack)()))
+    jaxpr = jaxpr_of(list(inputs), list(eqn.outvars), [eqn])
+    return eval_jaxpr(jaxpr, (), *inputs.values())
+
+
+def jaxpr_of(invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Any:
+    """Returns a jaxpr of some equations of another one."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    return Jaxpr((), invars, outvars, eqns, effects, _no_debug_info())
+
+
+def bind(eqn: Any, args: Sequence[Any], **changes: Any) -> list[Any]:
+    """Runs an equation's primitive on other operands or with changed parameters."""
+    params = {**eqn.params, **changes}
+    call = _traced_once(eqn.primitive, params, args)
+    out = eqn.primitive.bind(*args, **params) if call is None else call(*args)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def convert_dtype(x: Any, dtype: Any) -> Any:
+    """Casts an array by `lax.convert_element_type`, if it has another dtype."""
+    if x.dtype == dtype:
+        return x
+    return (_convert if _is_linearized(x) else lax.convert_element_type)(x, dtype)
+
+
+# From JAX 0.11 on `True` leaves the call in the jaxpr.
+INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+_convert = jax.jit(lax.convert_element_type, static_argnums=1, inline=INLINE)
+
+
+def _traced_once(
+    primitive: Any, params: dict[str, Any], args: Sequence[Any]
+) -> Callable[..., Any] | None:
+    """Returns a jitted function of one primitive, if JAX traces it faster.
+
+    Under `jax.grad`, JAX linearizes each primitive anew, in 0.3 to 0.8 ms, but a jitted
+    function, as `jnp.add` is one, only once for the same types. It is inlined.
+    """
+    if not any(map(_is_linearized, args)) or "branches" in params:
+        return None
+    if any(callable(value) or is_jaxpr(value) for value in params.values()):
+        return None  # it would be kept alive
+    try:
+        return _jitted(primitive, tuple(params.items()))
+    except TypeError:  # a parameter cannot be hashed
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return jax.jit(functools.partial(primitive.bind, **dict(params)), inline=INLINE)
+
+
+@contextlib.contextmanager
+def equation_context(eqn: Any) -> Iterator[None]:
+    """Gives new equations the source, the scopes and the context of an old one."""
+    names, info = private("scopes"), eqn.source_info
+    if names is not None:
+        stack = names.current_name_stack() + info.name_stack
+        context = names.user_context(info.traceback, name_stack=stack)
+    else:
+        context = contextlib.ExitStack()
+        for scope in scopes_of(eqn):
+            context.enter_context(jax.named_scope(scope))
+    with context, eqn.ctx.manager:
+        yield
+
+
+def scopes_of(eqn: Any) -> tuple[str, ...]:
+    """Returns the `jax.named_scope`s of an equation, outermost first."""
+    return _scopes(eqn.source_info.name_stack)
+
+
+def ambient_scopes() -> tuple[str, ...]:
+    """Returns the `jax.named_scope`s around the running code."""
+    names = private("scopes")
+    return () if names is None else _scopes(names.current_name_stack())
+
+
+def _scopes(stack: Any) -> tuple[str, ...]:
+    return tuple(item.name for item in stack.stack if type(item).__name__ == "Scope")
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Returns whether an equation is part of a backward pass; its body may not say so."""
+    stack = eqn.source_info.name_stack.stack
+    return any(getattr(item, "name", "") == "transpose" for item in stack)
+
+
+def source_frames(eqn: Any) -> list[tuple[str, str, int]]:
+    """Returns (function, file, line) of the user's frames behind an equation."""
+    names = private("source")
+    if names is None:
+        return []
+    own = str(pathlib.Path(__file__).parent)
+    return [
+        (frame.function_name, frame.file_name, frame.start_line)
+        for frame in names.user_frames(eqn.source_info.traceback)
+        if not frame.file_name.startswith(own)
+    ]
+
+
+def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many constants and carries a scan has."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = (len(list(group)) for group in params["ft_in"].unpack())
+    return consts, carry
+
+
+def scan_options(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of `lax.scan` that made a scan equation."""
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    if params.get("_split_transpose"):  # private, but then the user has passed it
+        options["_split_transpose"] = True
+    return options
+
+
+def primitive_name(eqn: Any) -> str:
+    """Returns the name of an equation's primitive; JAX 0.12 wraps those of a vjp."""
+    return eqn.primitive.name.removeprefix("vjp_node[").removesuffix("]")
+
+
+def linear_program(vjp: Any, count: int) -> tuple[Any, list[Any]] | None:
+    """Returns the jaxpr that a function of `jax.vjp` transposes, and its arguments.
+
+    It is the derivative as a linear program, which exists already and costs no trace.
+
+    Args:
+        vjp: The function that `jax.vjp` returned.
+        count: The number of arrays in its arguments.
+
+    Returns:
+        The jaxpr and its variables, or `None` if this JAX does not show them.
+    """
+    jaxpr = getattr(vjp, "jaxpr", None)
+    if not is_jaxpr(jaxpr):
+        return None
+    body, _ = open_jaxpr(jaxpr)
+    # Residuals come before the arguments or are constants; structured ones come after.
+    structured = jax.tree.leaves(getattr(vjp, "structured_residuals", ()))
+    end = len(body.invars) - len(structured)
+    return (body, body.invars[end - count : end]) if end >= count else None
+
+
+def default_matmul_precision() -> str | None:
+    """Returns the precision that matmuls have where none is given."""
+    return getattr(jax.config, "jax_default_matmul_precision", None)
+
+
+def lowered_primitives() -> set[str]:
+    """Returns the names of the primitives that JAX can compile."""
+    names = private("primitive_names")
+    if names is None:
+        return {x.name for x in vars(lax).values() if isinstance(x, Primitive)}
+    tables = [names._lowerings, *names._platform_specific_lowerings.values()]
+    return {primitive.name for table in tables for primitive in table}
+
+
+# The primitive of cuDNN's forward pass inside `jax.nn.dot_product_attention`.
+CUDNN_KERNEL = "dot_product_attention_fwd_wrapper"
+
+
+# --- Shardings ------------------------------------------------------------------------
+
+
+def bind_jit(
+    eqn: Any, args: Sequence[Any], more: Sequence[Any], jaxpr: Any
+) -> list[Any]:
+    """Runs a jit equation with another jaxpr, which takes more inputs than before."""
+    count, unspecified = len(more), unspecified_sharding()
+    changes = {
+        "in_shardings": (*eqn.params["in_shardings"], *[unspecified] * count),
+        "in_layouts": (*eqn.params["in_layouts"], *[None] * count),
+        "donated_invars": (*eqn.params["donated_invars"], *[False] * count),
+    }
+    return bind(eqn, [*args, *more], jaxpr=jaxpr, **changes)
+
+
+def has_shardings(params: dict[str, Any]) -> bool:
+    """Returns whether a jit equation says how its arguments or its results are sharded."""
+    given = (*params["in_shardings"], *params["out_shardings"])
+    return any(sharding is not unspecified_sharding() for sharding in given)
+
+
+def has_explicit_axes(mesh: Any) -> bool:
+    """Returns whether a mesh has axes along which shardings are part of an array's type."""
+    explicit = jax.sharding.AxisType.Explicit
+    return any(kind == explicit for kind in mesh.axis_types or ())

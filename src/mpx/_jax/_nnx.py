@@ -1,0 +1,399 @@
+"""Flax NNX objects inside pytrees, and as pure functions of parameters and other state.
+
+Flax is not imported here: if no NNX object can exist, there is nothing to do.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from mpx._jax._tree import (
+    LeafName,
+    cast_leaf,
+    is_floating,
+    map_with_name,
+    named_leaves,
+)
+
+
+def nnx_module() -> Any:
+    """Returns `flax.nnx` if it has been imported, else `None`."""
+    return sys.modules.get("flax.nnx")
+
+
+def is_nnx(node: Any) -> bool:
+    """Returns whether `node` is an NNX object: a module, `Rngs`, an optimizer."""
+    nnx = nnx_module()
+    return nnx is not None and isinstance(node, nnx.Pytree)
+
+
+def is_variable_of_state(kind: type) -> bool:
+    """Returns whether a type is that of NNX variables other than parameters."""
+    nnx = nnx_module()
+    return (
+        nnx is not None
+        and issubclass(kind, nnx.Variable)
+        and not issubclass(kind, nnx.Param)
+    )
+
+
+# --- Objects in pytrees ---------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Leaf that stands for an NNX object which was taken out of a pytree.
+
+    Attributes:
+        name: The object's name: `model`, or `models/encoder` inside a container.
+    """
+
+    name: LeafName
+
+
+def is_slot(node: Any) -> bool:
+    """Returns whether `node` stands for an NNX object."""
+    return isinstance(node, Slot)
+
+
+def take_out(tree: PyTree, argument: str = "") -> tuple[PyTree, dict[LeafName, Any]]:
+    """Replaces the NNX objects of a pytree by slots; returns them by their names.
+
+    Args:
+        tree: Any pytree.
+        argument: The name of the argument that it is; the objects' names begin with it.
+    """
+    objects: dict[LeafName, Any] = {}
+
+    def take(name: LeafName, node: Any) -> Any:
+        if not is_nnx(node):
+            return node
+        objects[name] = node
+        return Slot(name)
+
+    if nnx_module() is None:
+        return tree, objects
+    plain = map_with_name(take, tree, argument=argument, is_leaf=is_nnx)
+    return (plain if objects else tree), objects
+
+
+def put_back(tree: PyTree, objects: Mapping[LeafName, Any]) -> PyTree:
+    """Puts NNX objects, or whatever has their names, into their slots."""
+    return jax.tree.map(
+        lambda node: objects[node.name] if is_slot(node) else node, tree
+    )
+
+
+def clone(objects: Mapping[LeafName, Any]) -> dict[LeafName, Any]:
+    """Returns fresh objects with the same arrays; what they share stays shared."""
+    nnx = nnx_module()
+    graphdef, state = nnx.split(tuple(objects.values()))
+    # Copies of the variables, else `merge` would put the very same ones into both.
+    fresh = nnx.merge(graphdef, jax.tree.map(lambda x: x, state))
+    return dict(zip(objects, fresh, strict=True))
+
+
+def copy(tree: PyTree) -> PyTree:
+    """Returns a tree with fresh NNX objects, whose state is their own."""
+    plain, objects = take_out(tree)
+    return put_back(plain, clone(objects)) if objects else tree
+
+
+def map_variables(
+    objects: Mapping[LeafName, Any], fn: Callable[[LeafName, Any], Any]
+) -> None:
+    """Maps the floating arrays of NNX objects, in place.
+
+    Args:
+        objects: The objects by name.
+        fn: Maps an array's name and the array to its successor. The types of the name
+            include those of modules and of the variable.
+    """
+    nnx, nodes = nnx_module(), tuple(objects.values())
+    before = nnx.state(nodes)
+    # Untouched variables are not written to: under a trace NNX may forbid it.
+    update(objects, _map_state(before, variable_names(objects), fn), before)
+
+
+def _map_state(
+    state: PyTree,
+    names: Mapping[tuple[Any, ...], LeafName],
+    fn: Callable[[LeafName, Any], Any],
+    start: tuple[Any, ...] = (),
+) -> PyTree:
+    """Maps the floating arrays of an NNX state, whose paths begin with `start`."""
+
+    def new(path: tuple[Any, ...], variable: Any) -> Any:
+        name = names[(*start, *path)]
+        return jax.tree.map(lambda x: fn(name, x) if is_floating(x) else x, variable)
+
+    nnx = nnx_module()
+    flat = [(path, new(path, x)) for path, x in nnx.to_flat_state(state)]
+    return nnx.from_flat_state(flat)
+
+
+def map_params(
+    objects: Mapping[LeafName, Any],
+    params: Mapping[LeafName, PyTree],
+    fn: Callable[[LeafName, Any], Any],
+) -> dict[LeafName, PyTree]:
+    """Maps the floating arrays of parameters that were split off NNX objects."""
+    names, owners = variable_names(objects), tuple(objects)
+    return {
+        owner: _map_state(state, names, fn, (owners.index(owner),))
+        for owner, state in params.items()
+    }
+
+
+def variable_names(
+    objects: Mapping[LeafName, Any],
+) -> dict[tuple[Any, ...], LeafName]:
+    """Returns the names of the variables of NNX objects, by their paths in a tuple."""
+    nnx = nnx_module()
+    names, nodes = tuple(objects), tuple(objects.values())
+    kinds = {
+        path: type(node)
+        for path, node in nnx.iter_graph(nodes)
+        if isinstance(node, nnx.Pytree | nnx.Variable)
+    }
+    found = {}
+    for path, _ in nnx.to_flat_state(nnx.state(nodes)):
+        starts = (path[:length] for length in range(1, len(path) + 1))
+        types = [kinds[start] for start in starts if start in kinds]
+        found[path] = names[path[0]].inside(path[1:], types)
+    return found
+
+
+def _holds_same(a: PyTree, b: PyTree) -> bool:
+    """Returns whether two trees of one structure hold the very same leaves."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(x is y for x, y in pairs)
+
+
+def params_of(node: Any) -> PyTree:
+    """Returns the state of an object's parameters."""
+    return nnx_module().state(node, nnx_module().Param)
+
+
+def without_variables(tree: PyTree) -> PyTree:
+    """Replaces each NNX variable in a pytree by the value that it holds."""
+    nnx = nnx_module()
+    if nnx is None:
+        return tree
+
+    def is_variable(node: Any) -> bool:
+        return isinstance(node, nnx.Variable)
+
+    return jax.tree.map(
+        lambda node: node.get_raw_value() if is_variable(node) else node,
+        tree,
+        is_leaf=is_variable,
+    )
+
+
+# --- Objects as pure functions --------------------------------------------------------
+
+
+class Objects(NamedTuple):
+    """NNX objects taken apart.
+
+    Attributes:
+        names: Their names.
+        graphdef: Their static structure, sharing between objects included.
+        params: The differentiated parameters: one NNX `State` per object.
+        rest: Everything else: BatchNorm statistics, dropout counters, frozen weights.
+    """
+
+    names: tuple[LeafName, ...]
+    graphdef: Any
+    params: dict[LeafName, PyTree]
+    rest: PyTree
+
+
+def split(
+    objects: Mapping[LeafName, Any], differentiated: tuple[LeafName, ...]
+) -> Objects:
+    """Takes NNX objects apart; only `nnx.Param`s of the named ones are parameters.
+
+    Raises:
+        ValueError: If a parameter is differentiated in one object and not in another.
+    """
+    _check_sharing(objects, differentiated)
+    nnx, names = nnx_module(), tuple(objects)
+
+    def params_at(position: int) -> Any:
+        return lambda path, value: path[0] == position and isinstance(value, nnx.Param)
+
+    filters = [params_at(names.index(name)) for name in differentiated]
+    graphdef, *states = nnx.split(tuple(objects.values()), *filters, ...)
+    params = {
+        name: nnx.from_flat_state(
+            [(path[1:], leaf) for path, leaf in nnx.to_flat_state(state)]
+        )
+        for name, state in zip(differentiated, states[:-1], strict=True)
+    }
+    return Objects(names, graphdef, params, states[-1])
+
+
+def _check_sharing(
+    objects: Mapping[LeafName, Any], differentiated: tuple[LeafName, ...]
+) -> None:
+    nnx = nnx_module()
+    owners: dict[int, str] = {}
+    for name, node in objects.items():
+        for path, leaf in nnx.iter_graph(node):
+            if not isinstance(leaf, nnx.Param):
+                continue
+            owner = owners.setdefault(id(leaf), name)
+            if (owner in differentiated) != (name in differentiated):
+                raise ValueError(
+                    f"`{name}/{'/'.join(map(str, path))}` is shared by `{owner}` and "
+                    f"`{name}`, of which only one is differentiated. Pass one module "
+                    "that holds both, or a copy made with `nnx.clone`."
+                )
+
+
+class Merged(NamedTuple):
+    """NNX objects for one call.
+
+    Attributes:
+        objects: Fresh objects by their names, parameters cast.
+        source: What they were made from.
+        found: Their parameters and the rest of their state, as the call finds them.
+    """
+
+    objects: dict[LeafName, Any]
+    source: Objects
+    found: tuple[dict[LeafName, PyTree], PyTree]
+
+
+def merge(
+    source: Objects, cast: Callable[[LeafName, Any], Any] | None = None
+) -> Merged:
+    """Builds fresh NNX objects, with each floating array mapped by `cast`."""
+    nnx = nnx_module()
+    # Fresh variables: NNX refuses to change, under a trace, those made outside of it.
+    fresh, rest = jax.tree.map(lambda x: x, (source.params, source.rest))
+    flat = (_positioned(source, name, state) for name, state in fresh.items())
+    params = map(nnx.from_flat_state, flat)
+    merged = nnx.merge(source.graphdef, *params, rest)
+    objects = dict(zip(source.names, merged, strict=True))
+    if cast is not None:
+        map_variables(objects, cast)
+    return Merged(objects, source, _parts(objects, source))
+
+
+def _positioned(
+    source: Objects, name: LeafName, params: PyTree
+) -> list[tuple[tuple[Any, ...], Any]]:
+    """Returns the variables of one object's parameters, by paths in the tuple of all."""
+    position, flat = source.names.index(name), nnx_module().to_flat_state(params)
+    return [((position, *path), variable) for path, variable in flat]
+
+
+def _parts(
+    objects: Mapping[LeafName, Any], source: Objects
+) -> tuple[dict[LeafName, PyTree], PyTree]:
+    """Returns copies of parameters and rest, which later calls do not change."""
+    now = split(objects, tuple(source.params))
+    return jax.tree.map(lambda x: x, (now.params, now.rest))
+
+
+def state_after(merged: Merged) -> tuple[dict[LeafName, Any], PyTree]:
+    """Returns what a call has left in the objects, in the dtypes of before.
+
+    Returns:
+        The parameters to which it has assigned, by name, and the rest of the state.
+
+    Raises:
+        ValueError: If the call made or removed variables.
+    """
+    before, after = merged.source, _parts(merged.objects, merged.source)
+    if jax.tree.structure(after) != jax.tree.structure((before.params, before.rest)):
+        raise ValueError(
+            "The function made or removed NNX variables, which must be the same after "
+            "each call. Take new ones out before it returns, for example with "
+            "`nnx.pop(model, nnx.Intermediate)`, and return them in `aux`."
+        )
+
+    def restore(new: Any, found: Any, old: Any) -> Any:
+        # Untouched, a frozen weight for one: cast for the call, it must not stay cast.
+        if new is found:
+            return old
+        return cast_leaf(new, old.dtype) if is_floating(new) else new
+
+    def restore_rest(new: Any, found: Any, old: Any) -> Any:
+        restored = restore(new, found, old)
+        if new is found or not is_floating(new) or found.dtype == old.dtype:
+            return restored
+        # `nnx.jit` and `nnx.remat` assign what was there, rounded for the call.
+        return jnp.where(new == found, old, restored)
+
+    params = jax.tree.map(restore, after[0], merged.found[0], before.params)
+    rest = jax.tree.map(restore_rest, after[1], merged.found[1], before.rest)
+    named = [x for name, tree in params.items() for x in named_leaves(tree, name)]
+    pairs = zip(named, jax.tree.leaves(before.params), strict=True)
+    return {name: new for (name, new), old in pairs if new is not old}, rest
+
+
+def rest_of(merged: Merged) -> PyTree:
+    """Returns the second part of `state_after`."""
+    return state_after(merged)[1]
+
+
+def assign(
+    objects: Mapping[LeafName, Any], source: Objects, arrays: Mapping[str, Any]
+) -> None:
+    """Writes parameters, by the names of `state_after`, into the caller's objects."""
+    nnx, old, new = nnx_module(), [], []
+    for owner, params in source.params.items():
+        changed = map_with_name(arrays.get, params, argument=owner)
+        old += _positioned(source, owner, params)
+        new += _positioned(source, owner, changed)
+    update(objects, nnx.from_flat_state(new), nnx.from_flat_state(old))
+
+
+def update(objects: Mapping[Any, Any], rest: PyTree, before: PyTree = None) -> None:
+    """Writes changed state back into the caller's objects.
+
+    Args:
+        objects: The objects by name.
+        rest: Their state.
+        before: The state as it was. A variable that still holds the very same arrays is
+            not written to: inside `jit` NNX forbids it for objects made outside.
+    """
+    nnx = nnx_module()
+    if before is not None:
+        old = dict(nnx.to_flat_state(before))
+        changed = [
+            (path, variable)
+            for path, variable in nnx.to_flat_state(rest)
+            if not _holds_same(variable, old[path])
+        ]
+        rest = nnx.from_flat_state(changed)
+    nnx.update(tuple(objects.values()), rest)
+
+
+def as_pure(
+    step: Callable[..., Any], args: Mapping[str, Any]
+) -> tuple[Callable[[PyTree], tuple[PyTree]], PyTree]:
+    """Makes a step that changes NNX objects in place a function from state to state.
+
+    Returns:
+        The function, and the state of the objects as they are.
+    """
+    nnx = nnx_module()
+    graphdef, before = nnx.split(tuple(args.values()))
+
+    def pure(state: PyTree) -> tuple[PyTree]:
+        # A copy: `merge` puts the very variables of the state into the objects.
+        objects = nnx.merge(graphdef, jax.tree.map(lambda x: x, state))
+        step(**dict(zip(args, objects, strict=True)))
+        return (nnx.state(objects),)
+
+    return pure, before

@@ -1,0 +1,285 @@
+"""Private names of JAX, Flax and Haiku, with what mpx loses without each; JAX's types.
+
+Any release may rename or remove such a name. It is reached only through `private`, so
+that a missing one turns one feature off, with one warning. A type of JAX is that of a
+value which a public function makes.
+"""
+
+import contextlib
+import functools
+import pkgutil
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from mpx._jax._warn import warn
+
+
+class Feature(NamedTuple):
+    """A part of mpx that needs private names.
+
+    Attributes:
+        lost: What happens without it, for the warning; empty if nothing is lost.
+        modules: The names that it needs, by module.
+    """
+
+    lost: str
+    modules: dict[str, str]
+
+    @property
+    def names(self) -> Iterator[str]:
+        """The names as `module:name`."""
+        for module, names in self.modules.items():
+            yield from (f"{module}:{name}" for name in names.split())
+
+
+FEATURES = {
+    "eval_jaxpr": Feature("", {"jax.core": "eval_jaxpr"}),
+    "jaxpr_as_fun": Feature("", {"jax.extend.core": "jaxpr_as_fun"}),
+    "varying": Feature(
+        "mpx cannot tell which values of a `jax.shard_map` differ between devices, and "
+        "may be refused there; pass `check_vma=False`",
+        {"jax.core": "ShapedArray.manual_axis_type"},
+    ),
+    "scopes": Feature(
+        "`jax.named_scope`s around a call of `amp` are not seen, and its operations have "
+        "no source lines",
+        {"jax.extend.source_info_util": "current_name_stack user_context"},
+    ),
+    "source": Feature(
+        "reports show no source lines, and rules for functions have no effect",
+        {"jax._src.source_info_util": "user_frames"},
+    ),
+    "trace_state": Feature(
+        "`amp` outside `jit` rewrites jitted functions anew on each call",
+        {"jax._src.core": "trace_state_clean"},
+    ),
+    "primitive_names": Feature(
+        "rules can name the primitives of `jax.lax` only; pass others as objects",
+        {"jax._src.interpreters.mlir": "_lowerings _platform_specific_lowerings"},
+    ),
+    "attention": Feature(
+        "attention under `amp` runs operation by operation instead of in cuDNN's kernel",
+        {
+            "jax._src.nn": "functions functions._dot_product_attention_xla "
+            "functions.cudnn_dot_product_attention",
+            "jax._src.dispatch": "prim_requires_devices_during_lowering",
+            "jax.interpreters.ad": "Zero instantiate_zeros primitive_jvps "
+            "primitive_transposes",
+            "jax.interpreters.batching": "primitive_batchers",
+            "jax.interpreters.mlir": "lower_fun register_lowering",
+        },
+    ),
+    "cudnn_checks": Feature(
+        "attention is not lowered to cuDNN's kernel for a GPU that is not there",
+        {
+            "jax._src.cudnn.fused_attention_stablehlo": "check_cudnn_version "
+            "check_compute_capability",
+        },
+    ),
+    "topology": Feature("", {"jax.experimental.topologies": "get_topology_desc"}),
+    "refusal": Feature(
+        "a step compiled for a device without the requested kernel runs in plain JAX "
+        "instead of raising an error",
+        {
+            "jax.interpreters.batching": "defvectorized",
+            "jax.interpreters.mlir": "register_lowering",
+        },
+    ),
+    "kernels": Feature(
+        "optimizer steps, fp8 casts and exponent counts run in plain JAX instead of "
+        "Triton kernels",
+        {
+            "jax.experimental.custom_partitioning": "custom_partitioning",
+            "jax.experimental.pallas": "ds no_block_spec pallas_call program_id",
+            "jax.experimental.pallas.triton": "CompilerParams elementwise_inline_asm "
+            "load store",
+        },
+    ),
+    "mosaic": Feature(
+        '`backend="mosaic"` is not available',
+        {
+            "jax.experimental.pallas": "run_state",
+            "jax.experimental.pallas.mosaic_gpu": "CompilerParams Layout RefType "
+            "LoweringSemantics ShapeDtypeStruct inline_mgpu kernel layout_cast",
+            "jax.experimental.mosaic.gpu.fragmented_array": "FragmentedArray "
+            "FragmentedArray._pointwise TiledLayout Tiling",
+            "jax.experimental.mosaic.gpu.utils": "c is_signed thread_idx",
+            "jax.interpreters.mlir": "register_lowering",
+            "jaxlib.mlir": "ir",
+            "jaxlib.mlir.dialects": "arith llvm scf vector",
+        },
+    ),
+    "matmul_grads": Feature(
+        "gradients under automatic sharding are summed over devices in the compute dtype",
+        {
+            "jax.interpreters.ad": "is_undefined_primal Zero primitive_jvps "
+            "primitive_transposes",
+            "jax.interpreters.batching": "primitive_batchers",
+            "jax.interpreters.mlir": "lower_fun register_lowering",
+        },
+    ),
+    "grouped": Feature(
+        "ragged matmuls compute every group for every row instead of in a grouped kernel",
+        {
+            "jax.experimental.pallas": "ds multiple_of run_scoped when",
+            "jax.experimental.pallas.mosaic_gpu": "ACC BlockSpec CompilerParams Layout "
+            "LoweringSemantics SMEM commit_smem copy_smem_to_gmem emit_pipeline kernel "
+            "layout_cast nd_loop planar_snake wait_smem_to_gmem wgmma",
+            "jax.interpreters.ad": "Zero is_undefined_primal primitive_jvps "
+            "primitive_transposes",
+            "jax.interpreters.batching": "primitive_batchers",
+            "jax.interpreters.mlir": "lower_fun register_lowering",
+        },
+    ),
+    "cross_entropy": Feature(
+        "JAX differentiates `mpx.linear_cross_entropy`, which takes twice as long",
+        {
+            "jax.interpreters.ad": "Zero instantiate_zeros primitive_jvps "
+            "primitive_transposes",
+            "jax.interpreters.batching": "primitive_batchers",
+            "jax.interpreters.mlir": "lower_fun register_lowering",
+        },
+    ),
+    "exchange": Feature(
+        "`python -m mpx doctor --cluster` cannot compare processes",
+        {"jax.experimental.multihost_utils": "process_allgather"},
+    ),
+    "linen": Feature(
+        "`amp` runs methods of a Linen model as written; wrap the loss instead",
+        {
+            "flax.core.lift": "pack",
+            "flax.linen.transforms": "lift_direct_transform",
+        },
+    ),
+    "linen_variables": Feature(
+        "`amp` does not notice that a function changes variables of a Linen model that "
+        "it closes over",
+        {"flax.linen.module": "_context"},
+    ),
+    "haiku": Feature(
+        "`amp` runs functions inside `hk.transform` as written; wrap the loss instead",
+        {
+            "haiku._src.base": "push_jax_trace_level",
+            "haiku._src.stateful": "difference internal_state "
+            "temporary_internal_state update_internal_state",
+        },
+    ),
+}
+
+
+@functools.cache
+def private(feature: str) -> Any:
+    """Returns the names of a feature as attributes, or `None` if one is missing.
+
+    A missing name warns once per process, where something is lost.
+    """
+    lost, found = FEATURES[feature].lost, {}
+    for name in FEATURES[feature].names:
+        try:
+            found[name.rpartition(":")[2]] = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            package = name.partition(".")[0]
+            if lost:
+                warn(
+                    f"The installed {package} has no `{name.replace(':', '.')}`, which "
+                    f"mpx relies on. Without it {lost}. Upgrade mpx, or install an older "
+                    f"{package}."
+                )
+            return None
+    return types.SimpleNamespace(**found)
+
+
+# --- Types ----------------------------------------------------------------------------
+
+_ARGUMENT = jax.ShapeDtypeStruct((1,), np.float32)
+_example: Any = jax.make_jaxpr(lambda x: (lax.neg(x), 1.0))(_ARGUMENT)
+ClosedJaxpr: Any = type(_example)
+Jaxpr: Any = type(_example.jaxpr)
+if TYPE_CHECKING:
+    from jax.extend.core import Literal, Primitive
+else:
+    Literal = type(_example.jaxpr.outvars[1])
+    Primitive = type(_example.jaxpr.eqns[0].primitive)
+
+
+@functools.cache
+def tracer_type(transform: str) -> type:
+    """Returns the type of the values that a function sees under a transformation."""
+    seen: list[type] = []
+
+    def see(x: jax.Array) -> jax.Array:
+        seen.append(type(x))
+        return x
+
+    calls: dict[str, Callable[[jax.Array], Any]] = {
+        "jit": see,
+        "jvp": lambda x: jax.jvp(see, (x,), (x,))[0],
+        "grad": lambda x: jax.vjp(see, x)[0],
+        "vmap": jax.vmap(see),
+    }
+    jax.eval_shape(calls[transform], _ARGUMENT)
+    return seen[0]
+
+
+Tracer = tracer_type("jit").__mro__[1]  # the base of all of them
+
+
+@functools.cache
+def unspecified_sharding() -> Any:
+    """Returns what a jit equation holds for an argument without a sharding."""
+    jaxpr = jax.make_jaxpr(jax.jit(lambda x: x))(_ARGUMENT)
+    return jaxpr.eqns[0].params["in_shardings"][0]
+
+
+# --- Kernels --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def assumed_cudnn(version: int) -> Iterator[None]:
+    """Lets JAX lower cuDNN's attention where there is no GPU that could be asked.
+
+    It holds for all threads.
+
+    Args:
+        version: That of cuDNN on the GPU, such as 91000 for 9.10.
+    """
+    names = private("cudnn_checks")
+    if names is None:
+        yield
+        return
+    module = sys.modules[names.check_cudnn_version.__module__]
+    before = names.check_cudnn_version, names.check_compute_capability
+    setattr(module, "check_cudnn_version", lambda: version)  # noqa: B010
+    setattr(module, "check_compute_capability", lambda *_: True)  # noqa: B010
+    try:
+        yield
+    finally:
+        for name, check in zip(
+            ("check_cudnn_version", "check_compute_capability"), before, strict=True
+        ):
+            setattr(module, name, check)
+
+
+def refused(message: str, tree: Any) -> Any:
+    """Returns a tree of arrays that raise `NotImplementedError` when they are lowered."""
+    if private("refusal") is None:
+        return tree
+    return jax.tree.map(lambda x: _refused().bind(x, message=message), tree)
+
+
+@functools.cache
+def _refused() -> Any:
+    def refuse(ctx: Any, x: Any, *, message: str) -> Any:
+        raise NotImplementedError(message)
+
+    names, primitive = private("refusal"), Primitive("refused")
+    primitive.def_abstract_eval(lambda aval, *, message: aval)
+    names.register_lowering(primitive, refuse)
+    names.defvectorized(primitive)
+    return primitive

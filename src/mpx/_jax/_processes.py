@@ -1,0 +1,126 @@
+"""Whether the processes of a job found each other, and what they tell each other."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mpx._jax._arguments import as_count
+from mpx._jax._private import private
+
+_BLOCK = 1024
+
+
+def check_processes(expected: int) -> None:
+    """Checks that JAX runs in as many processes as the job was given.
+
+    Processes that did not join each other each train a model of their own: every log
+    looks healthy, and all of them want to write the same checkpoints. Call it before the first
+    step, with the number that was asked for: the argument of your launcher, Slurm's
+    `SLURM_NTASKS`, Ray's `get_world_size()`. It starts the JAX backend, so it must come
+    after `jax.distributed.initialize`.
+
+    Args:
+        expected: The number of processes of the job.
+
+    Raises:
+        RuntimeError: If JAX runs in another number of processes.
+
+    Examples:
+        >>> check_processes(1)
+    """
+    expected = as_count(expected, "expected", at_least=1)
+    found = jax.process_count()
+    if found == expected:
+        return
+    if found == 1 and not jax.distributed.is_initialized():
+        why = (
+            "`jax.distributed.initialize` was not called, so each process would train "
+            "alone. Call it before anything else uses JAX. Slurm and Open MPI need no "
+            "arguments; elsewhere pass `coordinator_address`, `num_processes` and "
+            "`process_id`. Ray's JaxTrainer calls it for GPUs and TPUs only, not for CPUs."
+        )
+    else:
+        why = (
+            "The launcher and `jax.distributed.initialize` were given different numbers: "
+            "compare `num_processes` with what the job asks for, and start the script "
+            "once per process (under Slurm with `srun`)."
+        )
+    raise RuntimeError(
+        f"Expected {_count(expected, 'process', 'processes')}, but JAX runs in "
+        f"{_count(found, 'process', 'processes')} with "
+        f"{_count(jax.device_count(), 'device', 'devices')}. {why}"
+    )
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+# --- Exchange -------------------------------------------------------------------------
+
+
+def gather(value: Any) -> list[Any]:
+    """Returns the values of all processes, in their order, on every process.
+
+    Args:
+        value: What JSON can hold. The processes must have equal numbers of devices.
+
+    Raises:
+        NotImplementedError: If the installed JAX has no such exchange.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    names = private("exchange")
+    if names is None:
+        raise NotImplementedError(
+            f"The {jax.process_count()} processes cannot be compared: the installed JAX "
+            "has no `multihost_utils.process_allgather`. Upgrade mpx, or install an older "
+            "JAX."
+        )
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = names.process_allgather(np.int32(data.size)).ravel()
+    # Rounded up, so that few programs are compiled.
+    padded = np.zeros(-(-int(sizes.max()) // _BLOCK) * _BLOCK, np.uint8)
+    padded[: data.size] = data
+    rows = names.process_allgather(padded)
+    return [
+        json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)
+    ]
+
+
+def gather_results(call: Callable[[], Any]) -> list[Any]:
+    """Returns what a call returns on each process, or raises on all of them.
+
+    If a process raised alone, the others would wait for it in the next collective.
+
+    Args:
+        call: Returns what JSON can hold.
+
+    Raises:
+        RuntimeError: If the call raised on another process. On the process where it
+            raised, that error is raised.
+    """
+    value, error = None, None
+    try:
+        value = call()
+    except Exception as caught:
+        error = caught
+    found = gather([value, error and f"{type(error).__name__}: {error}"])
+    if error is not None:
+        raise error
+    for process, (_, text) in enumerate(found):
+        if text is not None:
+            raise RuntimeError(f"Process {process} failed, so all of them stop: {text}")
+    return [value for value, _ in found]
+
+
+def sharding_by_process() -> NamedSharding:
+    """Returns the sharding of an array that has one row for each process."""
+    devices = {device.process_index: device for device in reversed(jax.devices())}
+    ordered = [devices[number] for number in sorted(devices)]
+    return NamedSharding(Mesh(np.array(ordered), ("process",)), P("process"))

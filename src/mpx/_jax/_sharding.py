@@ -1,0 +1,390 @@
+"""Shardings of arrays: zeros placed like a parameter, and local functions over shards."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
+from jaxtyping import PyTree
+
+from mpx._jax._compat import has_explicit_axes, is_tracer
+from mpx._jax._private import private
+
+
+def zeros_alike(
+    like: Any, dtype: Any, *, group: int | None = None, planes: int | None = None
+) -> Any:
+    """Returns zeros that are sharded like an array.
+
+    Args:
+        like: An array, a tracer or a `ShapeDtypeStruct`.
+        dtype: The dtype of the zeros.
+        group: If given, the number of elements of the last axis that share one zero. If
+            shards of that axis end within a group, the axis of the groups is not sharded.
+        planes: If given, the size of a new first axis, which is not sharded.
+    """
+    shape = tuple(like.shape)
+    sharding = getattr(like, "sharding", None)
+    if group is not None:
+        sharding = uncut(sharding, shape, group)
+        shape = (*shape[:-1], shape[-1] // group)
+    if planes is not None:
+        sharding = stacked(sharding)
+        shape = (planes, *shape)
+    if isinstance(like, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    if not is_tracer(like):
+        # An uncommitted array must stay uncommitted: beside committed zeros the first
+        # jitted step would commit it, and the second step would compile again.
+        placed = getattr(like, "committed", True)
+        return jnp.zeros(shape, dtype, device=sharding if placed else None)
+    # Under jit a constant would be replicated; a value computed from an array is sharded
+    # like it. No number is above infinity.
+    zeros = (like > jnp.inf).astype(dtype)
+    if group is not None:
+        groups = (*zeros.shape[:-1], zeros.shape[-1] // group, group)
+        zeros = whole_groups(zeros, group).reshape(groups)[..., 0]
+    return zeros if planes is None else jnp.stack([zeros] * planes)
+
+
+def stacked(sharding: Any) -> Any:
+    """Returns the sharding of arrays that are stacked along a new first axis."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = [None, *sharding.spec]
+    # As results of programs have it: a step must not compile again for its own results.
+    while spec and spec[-1] is None:
+        spec.pop()
+    spec = PartitionSpec(*spec)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def unstacked(sharding: Any) -> Any:
+    """Returns the sharding of the parts of an array along its first axis."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = PartitionSpec(*sharding.spec[1:])
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def zero_beside(leaves: Iterable[Any], dtype: Any) -> Any:
+    """Returns a scalar zero that is replicated over the devices of some arrays.
+
+    A zero on other devices could not be used beside the arrays after a checkpoint is
+    restored, because restored arrays are committed to their devices.
+
+    Args:
+        leaves: Arrays, tracers, `ShapeDtypeStruct`s, and anything else. If one of them is
+            a `ShapeDtypeStruct`, so is the result.
+        dtype: The dtype of the zero.
+    """
+    leaves = [x for x in leaves if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
+    shapes = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
+    if any(map(is_tracer, leaves)):
+        return jnp.zeros((), dtype)
+    placed = shapes or [x for x in leaves if x.committed]
+    shardings = {replicated(x.sharding) for x in placed} - {None}
+    sharding = shardings.pop() if len(shardings) == 1 else None
+    if shapes:
+        return jax.ShapeDtypeStruct((), dtype, sharding=sharding)
+    return jnp.zeros((), dtype, device=sharding)
+
+
+def replicated(sharding: Any) -> Any:
+    """Returns the sharding with a copy on each device, or `None` for an unknown kind."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    if isinstance(sharding, SingleDeviceSharding):
+        (device,) = sharding.device_set
+        return SingleDeviceSharding(device)
+    return None
+
+
+# --- Fully sharded data parallelism ---------------------------------------------------
+
+_GROUP = 32
+"""How many elements of the last axis share a scale in a compressed optimizer, by default."""
+
+
+def fsdp_shardings(
+    tree: PyTree,
+    mesh: Mesh,
+    axis: str | Sequence[str] = "data",
+    *,
+    min_size: int = 2**14,
+) -> PyTree:
+    """Returns a sharding for each leaf of a tree, for fully sharded data parallelism.
+
+    An array is sharded along its largest axis that the devices divide evenly. Small arrays,
+    and those without such an axis, are replicated: biases and norms, for example. The last
+    axis is only cut between the groups of 32 elements that share a scale in a compressed
+    optimizer, unless it is the only axis that can be cut.
+
+    Apply it to the parameters. `optimizer.init` gives the state the shardings of the
+    parameters it is made for, also if these are `ShapeDtypeStruct`s.
+
+    Args:
+        tree: The parameters: arrays or `ShapeDtypeStruct`s.
+        mesh: The mesh.
+        axis: The axis of the mesh that shards, or several of them.
+        min_size: How many elements an array must have to be sharded.
+
+    Returns:
+        A tree of `NamedSharding`s, for `jax.device_put` or `out_shardings`.
+
+    Raises:
+        ValueError: If the mesh has no such axis.
+
+    Examples:
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> params = {"w": jnp.ones((512, 256)), "bias": jnp.ones(10)}
+        >>> shardings = fsdp_shardings(params, mesh)
+        >>> tuple(shardings["w"].spec), tuple(shardings["bias"].spec)
+        (('data',), ())
+        >>> params = jax.device_put(params, shardings)
+    """
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    unknown = [name for name in names if name not in mesh.shape]
+    if unknown:
+        raise ValueError(
+            f"`axis` names {unknown}, but the mesh has the axes {list(mesh.shape)}."
+        )
+    count = math.prod(mesh.shape[name] for name in names)
+
+    def spec(shape: tuple[int, ...]) -> PartitionSpec:
+        cuttable = [i for i, size in enumerate(shape) if size % count == 0]
+        whole = [i for i in cuttable if i < len(shape) - 1]
+        whole += [
+            i for i in cuttable if i not in whole and shape[i] // count % _GROUP == 0
+        ]
+        if math.prod(shape) < min_size or not cuttable:
+            return PartitionSpec()
+        largest = max(whole or cuttable, key=lambda i: shape[i])
+        return spec_of([()] * largest + [names])
+
+    return jax.tree.map(
+        lambda x: NamedSharding(mesh, spec(tuple(getattr(x, "shape", ())))), tree
+    )
+
+
+# --- Groups of the last axis ----------------------------------------------------------
+
+
+def may_cut_groups(x: Array, group: int) -> bool:
+    """Returns whether shards of the last axis may end within a group.
+
+    With automatic axes JAX does not tell how `x` is sharded, only over which mesh.
+    """
+    sharding = jax.typeof(x).sharding
+    mesh, groups = sharding.mesh, x.shape[-1] // group
+    automatic = math.prod(
+        mesh.shape[name]
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto
+    )
+    return groups % automatic != 0 or uncut(sharding, x.shape, group) is not sharding
+
+
+def whole_groups(x: Array, group: int) -> Array:
+    """Reshards an array if its shards end within a group of the last axis.
+
+    With automatic axes the compiler does so. With explicit axes the sharding is part of
+    the type, and an axis cannot be split into groups that are cut.
+    """
+    sharding = jax.typeof(x).sharding
+    whole = uncut(sharding, x.shape, group)
+    return x if whole is sharding else jax.sharding.reshard(x, whole)
+
+
+def uncut(sharding: Any, shape: tuple[int, ...], group: int) -> Any:
+    """Returns a sharding, with the last axis replicated if its shards cut a group."""
+    if not isinstance(sharding, NamedSharding) or not group:
+        return sharding
+    entries = axes_of(sharding.spec, len(shape))
+    shards = math.prod(sharding.mesh.shape[name] for name in entries[-1])
+    if shape[-1] // group % shards == 0:
+        return sharding
+    return NamedSharding(
+        sharding.mesh,
+        spec_of([*entries[:-1], ()]),
+        memory_kind=sharding.memory_kind,
+    )
+
+
+def axes_of(spec: Iterable[Any], rank: int = 0) -> list[tuple[str, ...]]:
+    """Returns the axes of a mesh that shard each axis of an array.
+
+    Args:
+        spec: A `PartitionSpec`, or a part of one.
+        rank: The number of axes of the array, if it may have more than the spec.
+    """
+    found = [
+        (entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec
+    ]
+    return found + [()] * (rank - len(found))
+
+
+def spec_of(entries: Iterable[tuple[str, ...]]) -> PartitionSpec:
+    """Returns the `PartitionSpec` of which `axes_of` returns the entries."""
+    names = (entry[0] if len(entry) == 1 else entry or None for entry in entries)
+    return PartitionSpec(*names)
+
+
+def unpadded(
+    entries: Sequence[tuple[str, ...]], shape: Sequence[int], mesh: Any
+) -> list[tuple[str, ...]]:
+    """Returns what shards an array, without axes that it does not fill.
+
+    XLA pads such shards, with anything.
+    """
+    sizes = [math.prod(mesh.shape[name] for name in entry) for entry in entries]
+    return [
+        entry if n % size == 0 else ()
+        for entry, n, size in zip(entries, shape, sizes, strict=True)
+    ]
+
+
+def sharded_as(x: Array, like: Any) -> Array:
+    """Returns an array with the sharding that the type of another one has."""
+    return _resharded(x, jax.typeof(like).sharding)
+
+
+def unsharded(x: Array) -> Array:
+    """Returns an array whose type says that each device has all of it."""
+    mesh = jax.typeof(x).sharding.mesh
+    return _resharded(x, NamedSharding(mesh, PartitionSpec(*[None] * x.ndim)))
+
+
+def _resharded(x: Array, sharding: Any) -> Array:
+    if not has_explicit_axes(sharding.mesh) or jax.typeof(x).sharding == sharding:
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
+# --- Local functions over shards ------------------------------------------------------
+
+
+def reason_against_shards(x: Array, group: int = 0) -> str | None:
+    """Returns why `over_shards` cannot take an array, or `None` if it can.
+
+    Args:
+        x: The array.
+        group: The number of elements of the last axis that no shard may separate.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    if len(set(mesh.axis_types or ())) > 1:
+        return f"its mesh has axes of several kinds, {mesh.axis_types}"
+    if group and may_cut_groups(x, group):
+        return f"a shard of its last axis may end within a group of {group}"
+    return None
+
+
+def over_shards(
+    local: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    like: Array,
+    layout: Callable[..., tuple[Any, Any]],
+    rule: str,
+    whole: Sequence[str],
+    **sizes: int,
+) -> Any:
+    """Calls a function on each device with its shards of the arguments.
+
+    It is for kernels, which XLA cannot partition: nothing is communicated, except to
+    bring the arguments into their layout. See `reason_against_shards`.
+
+    Args:
+        local: A function of the arrays of one device.
+        args: Its arguments, pytrees of arrays.
+        like: The array among them whose mesh is used.
+        layout: Called with types in place of `args`, which have a `shape` and a
+            `sharding`. Returns the shardings of the arguments and of the results.
+        rule: The axes of all arrays in the notation of Shardy, which lets the compiler
+            propagate automatic shardings.
+        whole: Names of `rule` that stand for axes that are not sharded.
+        **sizes: Sizes of names that are parts of axes in `rule`.
+    """
+    mesh = jax.typeof(like).sharding.mesh
+    if mesh.are_all_axes_manual or not like.ndim:
+        return local(*args)
+    if has_explicit_axes(mesh):
+        given, results = layout(*jax.tree.map(jax.typeof, args))
+        specs = jax.tree.map(lambda sharding: sharding.spec, (given, results))
+        call = jax.shard_map(
+            local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+        )
+        return call(*jax.tree.map(_resharded, args, given))
+
+    def parts(mesh: Any, args: Any, _: Any) -> Parts:
+        given, results = layout(*args)
+        return Parts(local, given, results)
+
+    return partitioned(local, args, parts, rule=rule, whole=whole, sizes=sizes)
+
+
+class Parts(NamedTuple):
+    """How XLA partitions a function over the devices of a mesh.
+
+    Attributes:
+        local: The function of what one device has.
+        given: The shardings of the arguments.
+        results: The shardings of the results.
+    """
+
+    local: Callable[..., Any]
+    given: Any
+    results: Any
+
+
+def partitioned(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    parts: Callable[[Any, Any, Any], Parts],
+    *,
+    rule: str,
+    whole: Sequence[str] = (),
+    inferred: Callable[..., Any] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Any:
+    """Calls a function that is partitioned by hand: only XLA knows automatic shardings.
+
+    Args:
+        func: The function as it is on one device.
+        args: Its arguments, pytrees of arrays.
+        parts: Called with the mesh and with types of the arguments and the results, which
+            have a `shape` and a `sharding`.
+        rule: The axes of all arrays in the notation of Shardy, which lets the compiler
+            propagate shardings.
+        whole: Names of `rule` that stand for axes that are not sharded.
+        inferred: Called like `parts` while the shardings of the results are not known;
+            returns a first choice of them. By default that of `parts`.
+        sizes: Sizes of names that are parts of axes in `rule`.
+    """
+
+    def partition(mesh: Any, args: Any, result: Any) -> tuple[Any, ...]:
+        found = parts(mesh, args, result)
+        return mesh, found.local, found.results, found.given
+
+    sizes = sizes or {}
+    # Shardy wants them in the order in which the rule names them.
+    factors = sorted({*whole, *sizes}, key=re.findall(r"\w+", rule).index)
+    call = private("kernels").custom_partitioning(func)
+    call.def_partition(
+        partition,
+        infer_sharding_from_operands=inferred or (lambda *types: parts(*types).results),
+        sharding_rule=rule,
+        need_replication_factors=tuple(factors),
+        **sizes,
+    )
+    return call(*args)

@@ -1,0 +1,1 @@
+"""Operations with a plain specification, a kernel and a derivative each."""

@@ -1,0 +1,319 @@
+"""Attention as a JAX primitive, with rules for derivatives and `vmap`.
+
+On CUDA and for 16-bit operands it becomes cuDNN's kernel; otherwise the operations behind
+`jax.nn.dot_product_attention`, in f32. Its results are the output and the logsumexp of
+the scores, which the backward kernel needs.
+
+    out = softmax(scale · q kᵀ + bias, where mask) v
+    logsumexp = log Σ exp(scale · q kᵀ + bias)        (batch, heads, queries, 1), f32
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mpx._jax._compat import (
+    Primitive,
+    as_varying,
+    convert_dtype,
+    has_explicit_axes,
+    varying_axes,
+)
+from mpx._jax._devices import cuda_capability
+from mpx._jax._private import private
+from mpx._ops._attention._capture import plain_attention
+from mpx._ops._attention._cudnn import Attention, cudnn_backward, cudnn_forward
+from mpx._program._queries import ATTENTION
+
+F32 = jnp.dtype(jnp.float32)
+Aval = Any
+"""The type of a value: shape, dtype, sharding."""
+
+_EXTRAS = ("bias", "mask", "q_seqlen", "kv_seqlen")
+# With four axes, of which the first may be 1 for all of a batch.
+_SHARED = ("bias", "mask")
+_jax = private("attention")
+
+
+def attend(
+    arrays: Sequence[Array | None],
+    *,
+    scale: float | Array,
+    is_causal: bool,
+    window: Sequence[int] | None,
+    required: bool,
+) -> tuple[Array, Array] | None:
+    """Makes a call of `jax.nn.dot_product_attention` one operation, if that can help.
+
+    The arguments are those of `catch` in `captured`.
+
+    Returns:
+        The output and the logsumexp (batch, heads, queries, 1). `None` if the operands are
+        not f32, if there is no CUDA GPU, or if the call is one that the operation does
+        not support.
+    """
+    given = [x for x in arrays if x is not None]
+    extras = [
+        name for name, x in zip(_EXTRAS, arrays[3:], strict=True) if x is not None
+    ]
+    checked = given[:4] if "bias" in extras else given[:3]
+    if isinstance(scale, Array) or any(x.dtype != F32 for x in checked):
+        return None
+    if has_explicit_axes(jax.sharding.get_abstract_mesh()):
+        return None
+    if not required and cuda_capability() is None:
+        return None
+    spec = Attention(
+        scale=float(scale),
+        is_causal=bool(is_causal),
+        window=None if window is None else (int(window[0]), int(window[1])),
+        extras=tuple(extras),
+        required=required,
+    )
+    return bind_attention(given, spec)
+
+
+def bind_attention(operands: Sequence[Array], spec: Attention) -> tuple[Array, Array]:
+    """Runs attention as one operation; returns the output and the logsumexp."""
+    names = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
+    # Marked here, so that the transpose of the mark sums gradients over devices.
+    given = [as_varying(x, names) for x in operands] if names else operands
+    return attention_p.bind(*given, spec=spec)
+
+
+# --- The operation in plain JAX -------------------------------------------------------
+
+
+def plain(*operands: Array, spec: Attention) -> tuple[Array, Array]:
+    """Runs the operations behind `jax.nn.dot_product_attention`, in f32."""
+    query, key, value = (convert_dtype(x, F32) for x in operands[:3])
+    extras = dict(zip(spec.extras, operands[3:], strict=True))
+    out, logsumexp = plain_attention(
+        query,
+        key,
+        value,
+        extras.get("bias"),
+        extras.get("mask"),
+        is_causal=spec.is_causal,
+        scale=spec.scale,
+        q_seqlen=extras.get("q_seqlen"),
+        kv_seqlen=extras.get("kv_seqlen"),
+        local_window_size=spec.window,
+        return_residual=True,
+    )
+    return convert_dtype(out, operands[0].dtype), logsumexp.swapaxes(1, 2)[..., None]
+
+
+def plain_backward(*operands: Array, spec: Attention) -> tuple[Array, ...]:
+    """Returns the gradients of `plain` with respect to q, k, v and the bias."""
+    call, chosen = _output(operands, spec, range(spec.free))
+    return jax.vjp(call, *chosen)[1](operands[-1])
+
+
+def plain_tangent(
+    *operands: Array, spec: Attention, wrt: tuple[int, ...]
+) -> list[Array]:
+    """Returns the directional derivative of `plain`."""
+    call, chosen = _output(operands, spec, wrt)
+    return [jax.jvp(call, chosen, list(operands[-len(wrt) :]))[1]]
+
+
+def _output(
+    operands: Sequence[Array], spec: Attention, wrt: Sequence[int]
+) -> tuple[Callable[..., Array], list[Array]]:
+    given = operands[: spec.operands]
+    return _function_of(lambda *x: plain(*x, spec=spec)[0], given, wrt)
+
+
+def _function_of(
+    func: Callable[..., Any], operands: Sequence[Array], wrt: Sequence[int]
+) -> tuple[Callable[..., Any], list[Array]]:
+    """Returns a function of some of its operands, with the others fixed, and these."""
+
+    def call(*chosen: Array) -> Any:
+        replaced = dict(zip(wrt, chosen, strict=True))
+        return func(*(replaced.get(i, x) for i, x in enumerate(operands)))
+
+    return call, [operands[i] for i in wrt]
+
+
+# --- The operation in cuDNN -----------------------------------------------------------
+
+
+def _cudnn(*operands: Array, spec: Attention) -> tuple[Array, Array]:
+    if operands[0].dtype == F32:
+        return _without_cudnn(plain)(*operands, spec=spec)
+    out, saved = cudnn_forward(operands, spec)
+    return out, saved[..., None]
+
+
+def _cudnn_backward(*operands: Array, spec: Attention) -> Sequence[Array]:
+    if operands[0].dtype == F32:
+        return _without_cudnn(plain_backward)(*operands, spec=spec)
+    *given, out, saved, cotangent = operands
+    kept = out, saved[..., 0]
+    if spec.free == 3 or given[3].shape[0] == 1:
+        return cudnn_backward(given, kept, cotangent, spec)
+    # cuDNN has the gradient of a bias for the whole batch only (jax-ml/jax#30593).
+    others = spec._replace(bias_grad=False)
+    grads = cudnn_backward(given, kept, cotangent, others)
+    return [*grads, plain_backward(*operands, spec=spec)[3]]
+
+
+def _without_cudnn(func: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*operands: Array, spec: Attention) -> Any:
+        if spec.required:
+            raise NotImplementedError(
+                'implementation="cudnn" was asked for, but cuDNN attention needs a CUDA '
+                f"GPU and 16-bit operands; they are {operands[0].dtype} here. Leave "
+                "`implementation` out, or let `amp` run the attention low."
+            )
+        return func(*operands, spec=spec)
+
+    return call
+
+
+# --- Primitives -----------------------------------------------------------------------
+
+
+def _attention_types(query: Aval, *rest: Aval, spec: Attention) -> tuple[Aval, Aval]:
+    del rest, spec
+    batch, length, heads, _ = query.shape
+    # The result varies over devices as the query does; `attend` made all alike.
+    return query, query.update(shape=(batch, heads, length, 1), dtype=F32)
+
+
+def _attention_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, spec: Attention
+) -> tuple[list[Any], list[Any]]:
+    out, logsumexp = attention_p.bind(*primals, spec=spec)
+    wrt = tuple(i for i in range(spec.free) if not _is_zero(tangents[i]))
+    tangent = _zero(out)
+    if wrt:
+        chosen = [tangents[i] for i in wrt]
+        (tangent,) = attention_tangent_p.bind(
+            *primals, out, logsumexp, *chosen, spec=spec, wrt=wrt
+        )
+    # JAX has no gradient of the logsumexp either.
+    return [out, logsumexp], [tangent, _zero(logsumexp)]
+
+
+def _zero(x: Array) -> Any:
+    return _jax.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def _is_zero(tangent: Any) -> bool:
+    return type(tangent) is _jax.Zero
+
+
+def _tangent_transpose(
+    cotangents: Sequence[Any], *operands: Any, spec: Attention, wrt: tuple[int, ...]
+) -> list[Any]:
+    known, grads = operands[: -len(wrt)], [None] * len(wrt)
+    if not _is_zero(cotangents[0]):
+        found = attention_backward_p.bind(
+            *known, cotangents[0], spec=spec._replace(bias_grad=3 in wrt)
+        )
+        grads = [found[i] for i in wrt]
+    return [*[None] * len(known), *grads]
+
+
+def _differentiated(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the derivative of an operation that is itself a derivative."""
+
+    def rule(
+        primals: Sequence[Array], tangents: Sequence[Any], **params: Any
+    ) -> tuple[Any, Any]:
+        free = [
+            i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)
+        ]
+        call, chosen = _function_of(
+            lambda *full: list(func(*full, **params)), primals, free
+        )
+        given = [_jax.instantiate_zeros(tangents[i]) for i in free]
+        return jax.jvp(call, chosen, given)
+
+    return rule
+
+
+def _batched(
+    primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[int]]:
+    """Maps an operation by making the new axis a part of the batch."""
+    spec: Attention = params["spec"]
+    size = next(
+        x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None
+    )
+    full = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+    ]
+    batch = full[0].shape[1]
+    shared = [i for i, name in enumerate(spec.extras, start=3) if name in _SHARED]
+    if 3 in params.get("wrt", ()):
+        shared.append(len(operands) - 1)  # the tangent of the bias
+    forward = primitive is attention_p
+
+    def fold(i: int, x: Any) -> Any:
+        if i in shared:
+            if forward and dims[i] is None and x.shape[1] == 1:
+                return x[0]  # still one for the whole batch
+            x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+        return x.reshape(size * batch, *x.shape[2:])
+
+    outs = primitive.bind(*(fold(i, x) for i, x in enumerate(full)), **params)
+    outs = [x.reshape(size, batch, *x.shape[1:]) for x in outs]
+    if primitive is attention_backward_p and len(outs) == 4 and full[3].shape[1] == 1:
+        outs[3] = jnp.sum(outs[3], axis=1, keepdims=True)
+    return outs, [0] * len(outs)
+
+
+def _define(
+    name: str,
+    types: Callable[..., Any],
+    slow: Callable[..., Any],
+    fast: Callable[..., Any],
+) -> Primitive:
+    """Returns a primitive that runs `fast` on CUDA and `slow` elsewhere."""
+    primitive = Primitive(name)
+
+    @functools.lru_cache(maxsize=256)
+    def compiled(**params: Any) -> Callable[..., Any]:
+        return jax.jit(functools.partial(primitive.bind, **params))
+
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *operands, **params: compiled(**params)(*operands))
+    primitive.def_abstract_eval(types)
+    _jax.primitive_batchers[primitive] = functools.partial(_batched, primitive)
+    for func, platform in ((slow, None), (fast, "cuda")):
+        lowering = _jax.lower_fun(func, multiple_results=True)
+        _jax.register_lowering(primitive, lowering, platform=platform)
+    # As JAX's own cuDNN attention, which is inside.
+    _jax.prim_requires_devices_during_lowering.add(primitive)
+    return primitive
+
+
+_FORWARD, _BACKWARD, _TANGENT = ATTENTION
+PLAIN: dict[str, Callable[..., Any]] = {
+    _FORWARD: plain,
+    _BACKWARD: plain_backward,
+    _TANGENT: plain_tangent,
+}
+attention_p = _define(_FORWARD, _attention_types, _without_cudnn(plain), _cudnn)
+attention_backward_p = _define(
+    _BACKWARD,
+    lambda *operands, spec: operands[: spec.free],
+    _without_cudnn(plain_backward),
+    _cudnn_backward,
+)
+attention_tangent_p = _define(
+    _TANGENT, lambda query, *rest, **params: [query], plain_tangent, plain_tangent
+)
+_jax.primitive_jvps[attention_p] = _attention_jvp
+_jax.primitive_jvps[attention_backward_p] = _differentiated(plain_backward)
+_jax.primitive_jvps[attention_tangent_p] = _differentiated(plain_tangent)
+_jax.primitive_transposes[attention_tangent_p] = _tangent_transpose

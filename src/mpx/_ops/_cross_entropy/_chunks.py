@@ -1,0 +1,283 @@
+"""The statistics of logits that cross entropy needs, and their gradients, in chunks.
+
+For hidden states h (tokens, features), a weight W (features, vocabulary), a bias b and
+labels y, with `cap(x) = x` or `c · tanh(x / c)`:
+
+    z = cap(h W + b)
+    logsumexp = log Σ_v exp z_v        chosen = z_y        total = Σ_v z_v
+
+A chunk holds the logits z of all tokens for a part of the vocabulary. Their gradient is
+
+    dz_v = softmax_v · d logsumexp + (v = y) · d chosen + d total
+
+and needs them a second time. They are computed again or, as far as there is room, wait in
+the memory of dW: until a chunk of dW is known, its memory holds logits.
+
+Operands are multiplied in `Head.dtype`; everything else, the products included, is f32.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from mpx._jax._compat import convert_dtype, varying_like
+from mpx._ops._cross_entropy._head import Chunks, Head
+
+
+class Operands(NamedTuple):
+    """What logits are computed from, and the labels at which they are read.
+
+    Attributes:
+        hidden: Hidden states (..., features).
+        weight: The weight (features, vocabulary) or (vocabulary, features).
+        bias: The bias (vocabulary), or `None`.
+        labels: Labels (...). One outside the vocabulary chooses 0.
+    """
+
+    hidden: Any
+    weight: Any
+    bias: Any
+    labels: Any
+
+
+class Kept(NamedTuple):
+    """Logits that wait for the backward pass.
+
+    Attributes:
+        room: An array of the type of the weight, filled with logits minus `shifts`.
+        shifts: The largest logit of each token up to each chunk (chunks, tokens).
+    """
+
+    room: Any
+    shifts: Any
+
+
+# --- Pieces ---------------------------------------------------------------------------
+
+
+def _dot(
+    head: Head, a: Array, b: Array, axes: tuple[Sequence[int], Sequence[int]]
+) -> Array:
+    """Multiplies operands of the compute dtype, summed over some axes in f32."""
+
+    def product(a: Array, b: Array) -> Array:
+        return lax.dot_general(
+            a,
+            b,
+            (axes, ((), ())),
+            precision=head.precision,
+            preferred_element_type=head.wide,
+        )
+
+    if head.dtype == head.wide:
+        return product(a, b)
+    # XLA has no such matmul on CPUs for all shapes. The products are the same.
+    wide = lambda a, b: product(a.astype(head.wide), b.astype(head.wide))  # noqa: E731
+    return lax.platform_dependent(a, b, cpu=wide, default=product)
+
+
+def _parts(
+    head: Head, chunks: Chunks, operands: Operands, start: Any, size: int
+) -> tuple[Array, Array | None]:
+    """Returns the parts of the weight, in the compute dtype, and of the bias."""
+    weight = chunks.take(operands.weight, start, size, chunks.axis)
+    bias = operands.bias
+    some = None if bias is None else chunks.take(bias, start, size, 0)
+    return convert_dtype(weight, head.dtype), some
+
+
+def _logits(head: Head, low: Array, weight: Array, bias: Array | None) -> Array:
+    """Returns the logits of a chunk from its part of the weight and of the bias."""
+    logits = _dot(head, low, weight, ((low.ndim - 1,), (1 - head.vocab_axis,)))
+    if bias is not None:
+        logits += jnp.expand_dims(bias.astype(head.wide), range(logits.ndim - 1))
+    if head.soft_cap is not None:
+        logits = head.soft_cap * jnp.tanh(logits / head.soft_cap)
+    return logits
+
+
+def _filled(like: Array, shape: Sequence[int], dtype: Any, number: float = 0) -> Array:
+    """Returns an array of one number that varies between devices as another one does."""
+    return varying_like(jnp.full(shape, number, dtype), jax.typeof(like))
+
+
+def _finite(shift: Array) -> Array:
+    """Returns what is subtracted from logits: their maximum, unless that is infinite."""
+    return jnp.where(jnp.isfinite(shift), shift, 0.0)
+
+
+# --- Forward --------------------------------------------------------------------------
+
+
+def statistics(
+    head: Head, operands: Operands, *, remat: bool = False
+) -> tuple[list[Array], Kept | None]:
+    """Returns logsumexp, chosen logit and perhaps total of each token; kept logits.
+
+    Args:
+        head: How logits are computed.
+        operands: The operands.
+        remat: Whether a derivative by JAX computes the logits of each chunk again.
+    """
+    hidden, weight, _, labels = operands
+    chunks, wide = Chunks(head, hidden, weight), head.wide
+    tokens = hidden.shape[:-1]
+    low = convert_dtype(hidden, head.dtype)
+    zeros = [_filled(hidden, tokens, wide) for _ in range(2 + head.has_total)]
+    room = _filled(hidden, weight.shape, weight.dtype) if chunks.kept else None
+
+    def step(carry: Any, _: Any, start: Any, size: int) -> Any:
+        highest, sums, room = carry
+        logits = _logits(head, low, *_parts(head, chunks, operands, start, size))
+        now = jnp.maximum(highest, lax.stop_gradient(jnp.max(logits, axis=-1)))
+        shift = _finite(now)[..., None]
+        is_label = chunks.is_label(labels, start, size)
+        terms = [jnp.exp(logits - shift), jnp.where(is_label, logits, 0.0), logits]
+        more = [jnp.sum(x, axis=-1) for x in terms[: len(sums)]]
+        scaled = [sums[0] * jnp.exp(highest - shift[..., 0]), *sums[1:]]
+        if room is not None:
+            waiting = (logits - shift).reshape(-1, size)[: chunks.kept]
+            room = _store(chunks, room, waiting.astype(head.kept), start)
+        shifts = shift.reshape(-1)[: chunks.kept] if room is not None else None
+        return (now, [x + y for x, y in zip(scaled, more, strict=True)], room), shifts
+
+    if remat:
+        step = jax.checkpoint(step, static_argnums=(3,), prevent_cse=False)
+    lowest = _filled(hidden, tokens, wide, -jnp.inf)
+    (highest, sums, room), shifts = chunks.over(step, (lowest, zeros, room))
+    found = [jnp.log(sums[0]) + _finite(highest), *sums[1:]]
+    return found, None if room is None else Kept(room, shifts)
+
+
+def _store(chunks: Chunks, room: Array, part: Array, start: Any) -> Array:
+    """Stores a chunk of logits where a chunk of the gradient goes, in its own bits."""
+    kept, size = part.shape
+    words = room.dtype.itemsize // part.dtype.itemsize
+    bits = part.reshape(-1, words) if words > 1 else part.reshape(-1)
+    shape, position = (kept // words, size), (0, start)
+    if chunks.axis == 0:
+        shape, position = shape[::-1], position[::-1]
+    stored = lax.bitcast_convert_type(bits, room.dtype).reshape(shape)
+    return lax.dynamic_update_slice(room, stored, position)
+
+
+def _stored(head: Head, chunks: Chunks, room: Array, start: Any, size: int) -> Array:
+    """Returns what `_store` stored."""
+    assert head.kept is not None
+    words = room.dtype.itemsize // head.kept.itemsize
+    shape, position = (chunks.kept // words, size), (0, start)
+    if chunks.axis == 0:
+        shape, position = shape[::-1], position[::-1]
+    bits = lax.dynamic_slice(room, position, shape).reshape(-1)
+    part = lax.bitcast_convert_type(bits, head.kept).reshape(chunks.kept, size)
+    return part.astype(head.wide)
+
+
+# --- Backward -------------------------------------------------------------------------
+
+
+def gradients(
+    head: Head,
+    operands: Operands,
+    logsumexp: Array,
+    cotangents: Sequence[Array],
+    *,
+    kept: Kept | None,
+    wrt: Sequence[int],
+) -> list[Array]:
+    """Returns the gradients of some operands, in the dtypes of these.
+
+    Args:
+        head: How logits are computed.
+        operands: The operands.
+        logsumexp: That of each token.
+        cotangents: The derivatives with respect to the results of `statistics`.
+        kept: What it kept.
+        wrt: Which operands: 0 for the hidden states, 1 for the weight, 2 for the bias.
+    """
+    hidden, weight, bias, labels = operands
+    shape = hidden.shape
+    if kept is not None:
+        flat = lambda x: x.reshape(-1, *x.shape[len(shape) - 1 :])  # noqa: E731
+        hidden, labels, logsumexp, *cotangents = map(
+            flat, (hidden, labels, logsumexp, *cotangents)
+        )
+    chunks, tokens = Chunks(head, hidden, weight), tuple(range(hidden.ndim - 1))
+    # A token that no cotangent reaches may hold nan or inf, as padding does.
+    is_read = functools.reduce(jnp.logical_or, [x != 0 for x in cotangents])[..., None]
+    low = jnp.where(is_read, convert_dtype(hidden, head.dtype), 0)
+    unit = _unit(head, cotangents)
+    factors = [x[..., None] * unit for x in cotangents]
+
+    def step(carry: dict[int, Array], shifts: Any, start: Any, size: int) -> Any:
+        part, some = _parts(head, chunks, operands, start, size)
+        again = low[chunks.kept :]
+        logits = [_logits(head, again, part, some)] if again.size else []
+        if kept is not None:
+            stored = _stored(head, chunks, carry[1], start, size)
+            logits = [stored + shifts[:, None], *logits]
+        z = logits[0] if len(logits) == 1 else jnp.concatenate(logits)
+        p = jnp.exp(z - logsumexp[..., None])
+        dz = _logits_gradient(head, z, p, chunks.is_label(labels, start, size), factors)
+        dz = jnp.where(is_read, dz, 0.0)
+        narrow, found = convert_dtype(dz, head.dtype), dict(carry)
+        if 0 in carry:
+            axes = (len(tokens),), (chunks.axis,)
+            found[0] = carry[0] + _dot(head, narrow, part, axes)
+        if 1 in carry:
+            pair = (low, narrow) if chunks.axis == 1 else (narrow, low)
+            new = (_dot(head, *pair, (tokens, tokens)) / unit).astype(weight.dtype)
+            found[1] = chunks.put(carry[1], new, start, chunks.axis)
+        if 2 in carry:
+            new = (jnp.sum(dz, axis=tokens) / unit).astype(bias.dtype)
+            found[2] = chunks.put(carry[2], new, start, 0)
+        return found, None
+
+    carry = _gradients_before(head, hidden, operands, kept, wrt)
+    shifts = None if kept is None else kept.shifts
+    found, _ = chunks.over(step, carry, shifts)
+    if 0 in wrt:
+        found[0] = (found[0] / unit).astype(hidden.dtype).reshape(shape)
+    return [found[i] for i in wrt]
+
+
+def _logits_gradient(
+    head: Head, z: Array, p: Array, is_label: Array, factors: Sequence[Array]
+) -> Array:
+    """Returns the gradient of a chunk of logits z with the probabilities p."""
+    for_sum, for_chosen, *for_total = factors
+    dz = for_sum * p + jnp.where(is_label, for_chosen, 0.0)
+    dz = functools.reduce(jnp.add, for_total, dz)
+    return dz if head.soft_cap is None else dz * (1 - jnp.square(z / head.soft_cap))
+
+
+def _gradients_before(
+    head: Head, hidden: Array, operands: Operands, kept: Kept | None, wrt: Sequence[int]
+) -> dict[int, Array]:
+    """Returns the arrays that gradients fill, by operand."""
+    given = operands._replace(hidden=hidden)
+    found = {
+        # That of the hidden states adds up over the chunks.
+        i: _filled(hidden, given[i].shape, given[i].dtype if i else head.wide)
+        for i in wrt
+    }
+    return found if kept is None else {**found, 1: kept.room}
+
+
+def _unit(head: Head, cotangents: Sequence[Array]) -> Array | float:
+    """Returns a power of two that brings cotangents into the range of f16.
+
+    In bf16, whose range is that of f32, it is 1.
+    """
+    if head.dtype != np.float16:
+        return 1.0
+    highest = functools.reduce(
+        jnp.maximum, [jnp.max(jnp.abs(x), initial=0.0) for x in cotangents]
+    )
+    _, exponent = jnp.frexp(jnp.where(jnp.isfinite(highest), highest, 1.0))
+    return jnp.ldexp(jnp.float32(1), jnp.clip(14 - exponent, -100, 100))

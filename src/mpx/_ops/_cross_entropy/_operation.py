@@ -1,0 +1,235 @@
+"""`linear_cross_entropy`: the public function."""
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from mpx._jax._compat import default_matmul_precision, has_explicit_axes
+from mpx._jax._private import private
+from mpx._ops._cross_entropy._chunks import Operands
+from mpx._ops._cross_entropy._head import Head
+
+
+def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+    label_smoothing: float | Array = 0.0,
+    z_loss: float | Array = 0.0,
+    soft_cap: float | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    vocab_axis: int = 1,
+    axis_name: str | None = None,
+    chunks: int | None = None,
+) -> Array:
+    r"""Returns the cross entropy of `hidden @ weight + bias` without storing the logits.
+
+    The logits are computed for a part of the vocabulary at a time. The result and all sums
+    are f32, whatever dtypes the operands have; gradients have the dtypes of the operands
+    and are rounded once. For each token with logits z and label y, the loss is
+
+        (1 - s) · (logsumexp(z) - z[y]) + s · (logsumexp(z) - mean(z)) + z_loss · logsumexp(z)²
+
+    where s is `label_smoothing`.
+
+    Matmuls run in the dtype that both operands promote to. Under `mpx.amp` they run in its
+    compute dtype, unless `keep` selects the weight.
+
+    It has derivatives of any order, in forward and reverse mode, and works under `jit`,
+    `vmap`, `scan` and `shard_map`. Under `jit`, tokens and vocabulary may be sharded in any
+    way, and devices send each other no logits. On one device, logits wait for the backward
+    pass in memory that the gradient of `weight` will fill. A `scan` that is differentiated
+    as a whole would hold such an array for each step: wrap its body in `jax.checkpoint`.
+
+    Args:
+        hidden: The last hidden states (..., features).
+        weight: The weight of the head (features, vocabulary), or with `vocab_axis=0`
+            (vocabulary, features).
+        labels: Integer labels (...). A label outside the vocabulary makes the loss of its
+            token nan.
+        bias: The bias (vocabulary). Entries of -inf exclude words.
+        weights: The weight of each token (...): floats, or booleans for a mask. A token of
+            weight 0 contributes nothing, whatever its label and hidden state are: pass
+            `weights=labels != -100` for labels of torch.
+        label_smoothing: The part of each label that is spread over the vocabulary.
+        z_loss: The factor of the squared logsumexp.
+        soft_cap: Bounds the logits: each z becomes `soft_cap * tanh(z / soft_cap)`.
+        reduction: `"mean"` divides the weighted sum of the losses by the sum of the
+            weights, and is 0 if that is 0; `"sum"` does not; `"none"` returns the weighted
+            loss of each token.
+        vocab_axis: The axis of `weight` that is the vocabulary: 0 for embedding tables
+            and `eqx.nn.Linear`, 1 for the kernels of Flax and Haiku.
+        axis_name: The mesh axis over which `weight` and `bias` are split along the
+            vocabulary, inside `jax.shard_map`. Labels count through all parts.
+        chunks: The number of parts of the vocabulary. By default a chunk has at most 2²⁶
+            logits for each device.
+
+    Raises:
+        ValueError: If shapes do not fit, or an option has an unknown value.
+        TypeError: If the labels are not integers, or an operand is not floating.
+
+    Examples:
+        >>> hidden, embedding = jnp.ones((2, 3)), jnp.zeros((5, 3))
+        >>> linear_cross_entropy(hidden, embedding, jnp.array([0, 4]), vocab_axis=0)
+        Array(1.609438, dtype=float32)
+    """
+    operands = Operands(
+        *(None if x is None else jnp.asarray(x) for x in (hidden, weight, bias, labels))
+    )
+    _check_shapes(*operands, vocab_axis=vocab_axis)
+    _check_dtypes(*operands)
+    _check_options(soft_cap, reduction, chunks)
+    has_total = not (isinstance(label_smoothing, int | float) and label_smoothing == 0)
+    head = Head(
+        dtype=_common_dtype(operands.hidden.dtype, operands.weight.dtype),
+        vocab_axis=vocab_axis % 2,
+        has_bias=bias is not None,
+        chunks=chunks,
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        has_total=has_total,
+        precision=default_matmul_precision(),
+        devices=_devices(),
+    )
+    vocabulary, first = operands.weight.shape[head.vocab_axis], 0
+    if axis_name is not None:
+        first = vocabulary * lax.axis_index(axis_name)
+        vocabulary *= jax.lax.axis_size(axis_name)
+    is_valid = (operands.labels >= 0) & (operands.labels < vocabulary)
+    places = jnp.where(is_valid, operands.labels, -1).astype(jnp.int32)
+    if axis_name is not None:
+        places = jnp.where(is_valid, places - first, -1)
+    logsumexp, chosen, *total = _statistics(head, operands._replace(labels=places))
+    if axis_name is not None:
+        logsumexp = _logsumexp(logsumexp, axis_name)
+        chosen, *total = (lax.psum(x, axis_name) for x in (chosen, *total))
+    losses = logsumexp - chosen
+    for x in total:
+        smoothing = jnp.asarray(label_smoothing, head.wide)
+        losses += smoothing * (chosen - x / vocabulary)
+    if not (isinstance(z_loss, int | float) and z_loss == 0):
+        losses += jnp.asarray(z_loss, head.wide) * jnp.square(logsumexp)
+    return _reduced(losses, is_valid, weights, reduction)
+
+
+def _common_dtype(*dtypes: np.dtype) -> np.dtype:
+    """Returns the dtype that holds others, also where JAX may not promote them."""
+    if len({*dtypes}) == 1:
+        return dtypes[0]
+    return np.dtype(np.float64 if np.float64 in dtypes else np.float32)
+
+
+def _statistics(head: Head, operands: Operands) -> list[Array]:
+    if private("cross_entropy") is None:
+        from mpx._ops._cross_entropy._chunks import statistics
+
+        return statistics(head, operands, remat=True)[0]
+    from mpx._ops._cross_entropy._primitive import bind_statistics
+
+    if not has_explicit_axes(jax.sharding.get_abstract_mesh()):
+        return bind_statistics(head, operands)
+
+    def call(operands: Operands) -> list[Array]:
+        return bind_statistics(head, operands)
+
+    # The results are sharded as the tokens are; inside, XLA decides.
+    like = jax.typeof(operands.labels).sharding
+    sharded: Any = jax.sharding.auto_axes(call, out_sharding=like)
+    return sharded(operands)
+
+
+def _logsumexp(x: Array, axis_name: str) -> Array:
+    """Returns the logsumexp over devices of what each device has."""
+    highest = lax.pmax(lax.stop_gradient(x), axis_name)
+    highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
+    return highest + jnp.log(lax.psum(jnp.exp(x - highest), axis_name))
+
+
+def _reduced(
+    losses: Array, is_valid: Array, weights: ArrayLike | None, reduction: str
+) -> Array:
+    losses = jnp.where(is_valid, losses, jnp.nan)
+    factors = jnp.ones_like(losses)
+    if weights is not None:
+        factors = jnp.asarray(weights).astype(losses.dtype)
+        if factors.shape != losses.shape:
+            raise ValueError(
+                f"`weights` {factors.shape} must have the shape {losses.shape} of the "
+                "labels: one number for each token."
+            )
+        is_ignored = (factors == 0) & ~jnp.isfinite(losses)
+        losses = jnp.where(is_ignored, 0.0, losses) * factors
+    if reduction == "none":
+        return losses
+    total, count = jnp.sum(losses), jnp.sum(factors)
+    if reduction == "sum":
+        return total
+    is_empty = count == 0
+    return jnp.where(is_empty, 0.0, total / jnp.where(is_empty, 1.0, count))
+
+
+def _devices() -> int:
+    """Returns how many devices may run the program together, outside `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count()
+    manual = set(mesh.manual_axes)
+    return math.prod(n for name, n in mesh.shape.items() if name not in manual)
+
+
+def _check_shapes(
+    hidden: Array, weight: Array, bias: Any, labels: Array, *, vocab_axis: int
+) -> None:
+    if vocab_axis not in (-2, -1, 0, 1):
+        raise ValueError(f"`vocab_axis` must be 0 or 1, but it is {vocab_axis!r}.")
+    if weight.ndim != 2:
+        raise ValueError(
+            f"`weight` must have two axes, features and vocabulary, but its shape is "
+            f"{weight.shape}."
+        )
+    vocabulary, features = weight.shape[vocab_axis], weight.shape[1 - vocab_axis % 2]
+    if not hidden.ndim or hidden.shape[-1] != features:
+        raise ValueError(
+            f"`hidden` {hidden.shape} must end with the {features} features of `weight` "
+            f"{weight.shape}, whose vocabulary is axis {vocab_axis % 2}. Pass "
+            f"`vocab_axis={1 - vocab_axis % 2}` if it is the other one."
+        )
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"`labels` {labels.shape} must have the axes of `hidden` {hidden.shape} but "
+            "the last: one label for each token."
+        )
+    if bias is not None and bias.shape != (vocabulary,):
+        raise ValueError(
+            f"`bias` must have the shape ({vocabulary},), one number for each entry of "
+            f"the vocabulary, but its shape is {bias.shape}."
+        )
+
+
+def _check_dtypes(hidden: Array, weight: Array, bias: Any, labels: Array) -> None:
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            f"`labels` must be integers, but they are {labels.dtype}. For probabilities "
+            "as labels, compute the logits."
+        )
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"`{name}` must be floating, but it is {x.dtype}.")
+
+
+def _check_options(soft_cap: Any, reduction: str, chunks: Any) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(
+            f'`reduction` must be "mean", "sum" or "none", but it is {reduction!r}.'
+        )
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"`soft_cap` must be positive, but it is {soft_cap!r}.")
+    if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
+        raise ValueError(f"`chunks` must be a positive integer, but it is {chunks!r}.")

@@ -1,0 +1,253 @@
+"""Wrappers that give any optax optimizer skipping and master weights."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int, PyTree
+
+from mpx._casting._cast import own_buffer
+from mpx._casting._select import Selectors
+from mpx._jax._arguments import check_bool
+from mpx._jax._formats import parse_float_dtype
+from mpx._jax._tree import (
+    AxisName,
+    all_finite,
+    cast_leaf,
+    check_shape,
+    is_floating,
+    map_with_name,
+    named_leaves,
+    select_tree,
+)
+from mpx._optim._packing import placed_weight
+from mpx._optim._params import cast_params
+from mpx._updates._optax_checks import check_transformation
+from mpx._updates._update import apply_updates, stays_finite, together
+
+
+class SkipNonfiniteState(NamedTuple):
+    """The state of `skip_nonfinite`.
+
+    Attributes:
+        inner_state: The state of the wrapped optimizer.
+        skipped: Skipped updates in total, i32[].
+        consecutive_skipped: Skipped updates in a row, i32[].
+        last_finite: Whether the last step was finite and therefore taken, bool[].
+    """
+
+    inner_state: PyTree
+    skipped: Int[Array, ""]
+    consecutive_skipped: Int[Array, ""]
+    last_finite: Bool[Array, ""]
+
+
+def skip_nonfinite(
+    optimizer: optax.GradientTransformation, *, axis_name: AxisName | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that a step that is not finite changes nothing.
+
+    A step is skipped if the gradients, the updates or the new state hold an inf or nan:
+    the square of a finite gradient of 1e20 is infinite. The updates are then zero and the
+    inner state stays as it is; counters in the state tell how often that happened. Unlike
+    `optax.apply_if_finite` it never lets a NaN through.
+
+    Args:
+        optimizer: Any optax transformation.
+        axis_name: Axes of a `shard_map`, `pmap` or `vmap` whose devices decide together.
+            With `check_vma` they do so where gradients differ and the state does not.
+
+    Examples:
+        >>> import optax
+        >>> optimizer = skip_nonfinite(optax.adam(0.1))
+        >>> params = jnp.ones(2)
+        >>> state, grads = optimizer.init(params), jnp.full(2, jnp.nan)
+        >>> updates, state = optimizer.update(grads, state, params)
+        >>> updates, int(state.skipped)
+        (Array([0., 0.], dtype=float32), 1)
+    """
+    check_transformation(optimizer, "`skip_nonfinite` needs an optax transformation")
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def init(params: PyTree) -> SkipNonfiniteState:
+        zero = jnp.zeros((), jnp.int32)
+        return SkipNonfiniteState(
+            optimizer.init(params), zero, zero + 0, jnp.array(True)
+        )
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, SkipNonfiniteState]:
+        _check_shapes(updates, params)
+        _check_state(state, SkipNonfiniteState, "skip_nonfinite")
+        finite = all_finite(updates)
+        updates, inner = optimizer.update(
+            updates, state.inner_state, params, **extra_args
+        )
+        finite &= all_finite(updates) & stays_finite(state.inner_state, inner)
+        finite = together(finite, state.skipped, axis_name)
+        updates = select_tree(finite, updates, jax.tree.map(jnp.zeros_like, updates))
+        return updates, SkipNonfiniteState(
+            inner_state=select_tree(finite, inner, state.inner_state),
+            skipped=state.skipped + (~finite).astype(jnp.int32),
+            consecutive_skipped=jnp.where(finite, 0, state.consecutive_skipped + 1),
+            last_finite=finite,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_state(state: Any, kind: type, wrapper: str) -> None:
+    """Raises if a state is not one that the wrapper made."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"`{wrapper}` expected the {kind.__name__} from its own `init(params)` or its "
+            f"last update; got {type(state).__name__}. The state of the optimizer inside "
+            "is its `inner_state`."
+        )
+
+
+def _check_shapes(updates: PyTree, params: PyTree | None) -> None:
+    """Raises if gradients would be broadcast against the parameters."""
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        return  # without parameters, or for the optimizer to refuse
+    pairs = zip(named_leaves(updates), jax.tree.leaves(params), strict=True)
+    for (name, update), param in pairs:
+        check_shape(f"The gradient of `{name}`", update, param)
+
+
+class MasterWeightsState(NamedTuple):
+    """The state of `master_weights`.
+
+    Attributes:
+        inner_state: The state of the wrapped optimizer, made for the masters.
+        master: The parameters in high precision.
+    """
+
+    inner_state: PyTree
+    master: PyTree
+
+    # Read by `optimizer_update`: updates of 16-bit parameters add up here.
+    mpx_holds_masters = True
+
+
+class MasterWeights(optax.GradientTransformationExtraArgs):
+    """An optimizer with master weights: an optax transformation that starts from f32.
+
+    Attributes:
+        init: Makes the state of 16-bit parameters: `init(params)`.
+        update: The optax interface: `update(grads, state, params)`.
+    """
+
+    def init_from(
+        self, params: PyTree, dtype: DTypeLike = jnp.bfloat16, *, keep: Selectors = ()
+    ) -> tuple[PyTree, MasterWeightsState]:
+        """Makes 16-bit parameters, and a state whose masters are the f32 weights.
+
+        Args:
+            params: The f32 weights, or a whole model. Running statistics are not cast.
+            dtype: The dtype of the parameters.
+            keep: Parameters that stay as they are; see `FlashOptimizer.init_from`.
+
+        Raises:
+            ValueError: If `dtype` is not a floating dtype of at least 16 bits, or if
+                `keep` selects nothing.
+
+        Examples:
+            >>> import optax
+            >>> optimizer = master_weights(optax.adam(1e-3))
+            >>> params, state = optimizer.init_from({"w": jnp.full(2, 0.1)})
+            >>> params["w"].dtype, float(state.master["w"][0])
+            (dtype(bfloat16), 0.10000000149011612)
+        """
+        state: Any = self.init(params)
+        return cast_params(params, dtype, keep), state
+
+
+def master_weights(
+    optimizer: optax.GradientTransformation,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    jitter: bool = False,
+) -> MasterWeights:
+    """Wraps an optimizer so that it updates high-precision copies of the parameters.
+
+    Use it for parameters that are stored in 16 bits: an update below half an ulp would be
+    lost in them (bf16: 0.2 % of the weight), but adds up in the master copy. The copies
+    live in the optimizer state, so checkpoints and sharding cover them. Start with
+    `init_from`, which takes the f32 weights: `params, state = optimizer.init_from(model)`.
+
+    The returned updates take each parameter to its rounded master. Adding them is exact
+    unless the two differ by more than a factor of 2¹⁶ or so; then the error is at most
+    2⁻²⁴ of the larger one and gone after the next step.
+
+    Args:
+        optimizer: Any optax transformation.
+        dtype: The dtype of the copies. Parameters with more bits keep their dtype.
+        jitter: Whether `init` puts the copies of 16-bit parameters at pseudo-random places
+            of their rounding intervals, as compressed optimizers do. Without it a copy is
+            its parameter, and small steps change no parameter for a long time; see
+            `Compression.jitter`. `init_from` needs none.
+
+    Raises:
+        ValueError: If `dtype` is not floating with at least 16 bits, or if `update` is
+            called without parameters.
+
+    Examples:
+        >>> import optax
+        >>> optimizer = master_weights(optax.sgd(1.0))
+        >>> params, state = optimizer.init_from(jnp.ones(()))
+        >>> for _ in range(8):
+        ...     updates, state = optimizer.update(jnp.float32(1e-3), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> float(params)
+        0.9921875
+    """
+    check_transformation(optimizer, "`master_weights` needs an optax transformation")
+    optimizer = optax.with_extra_args_support(optimizer)
+    wide = parse_float_dtype(dtype)
+
+    check_bool(jitter, "`jitter`")
+
+    def widened(leaf: Any) -> Any:
+        narrow = is_floating(leaf) and leaf.dtype.itemsize <= wide.itemsize
+        return cast_leaf(leaf, wide) if narrow else leaf
+
+    def first(name: str, leaf: Any) -> Any:
+        if jitter and is_floating(leaf) and leaf.dtype.itemsize == 2 < wide.itemsize:
+            return widened(placed_weight(name, leaf))
+        return own_buffer(widened(leaf))
+
+    def init(params: PyTree) -> MasterWeightsState:
+        master = map_with_name(first, params)
+        return MasterWeightsState(optimizer.init(master), master)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, MasterWeightsState]:
+        if params is None:
+            raise ValueError(
+                "`master_weights` needs the parameters: call "
+                "`update(grads, state, params)`."
+            )
+        _check_state(state, MasterWeightsState, "master_weights")
+        inner_updates, inner = optimizer.update(
+            jax.tree.map(widened, updates),
+            state.inner_state,
+            state.master,
+            **extra_args,
+        )
+        master = apply_updates(state.master, inner_updates)
+
+        def to_updates(new: Array, param: Any) -> Array:
+            if not is_floating(param):
+                return new - param
+            rounded = new.astype(param.dtype)
+            return rounded.astype(new.dtype) - param.astype(new.dtype)
+
+        updates = jax.tree.map(to_updates, master, params)
+        return updates, MasterWeightsState(inner, master)
+
+    return MasterWeights(init, update)

@@ -1,0 +1,228 @@
+"""Following values through a traced program: where a parameter ends up."""
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from mpx._jax._compat import Literal, open_jaxpr, primitive_name, scan_sizes
+from mpx._program._queries import (
+    CALLS,
+    LOOPS,
+    MOVES,
+    OUTERMOST,
+    Equation,
+    Position,
+    body_of,
+    called,
+    sub_jaxprs,
+)
+
+T = TypeVar("T")
+
+Label = Any
+"""The knowledge about a value; `None` stands for none."""
+
+Rule = Callable[[str, Equation, list[Label]], Label]
+"""Labels results: called with a primitive's name, its equation, its operands' labels."""
+
+
+def propagate(
+    jaxpr: Any,
+    labels: Mapping[Any, T],
+    rule: Callable[[Equation, list[T]], Sequence[T]],
+    literal: Callable[[Any], T] = lambda atom: None,
+    ends: Iterable[Sequence[Any]] = itertools.repeat(()),
+) -> list[T]:
+    """Returns the labels of the results of a jaxpr, given those of its other variables.
+
+    A label may be anything: a name, a number, the value itself.
+
+    Args:
+        jaxpr: The jaxpr.
+        labels: The labels of its inputs and constants; one without has `None`.
+        rule: Returns the labels of the results of an equation from those of its operands.
+        literal: Returns the label of a literal.
+        ends: For each equation, the variables that are forgotten after it: `last_uses`.
+    """
+    env: dict[Any, Any] = dict(labels)
+
+    def read(atom: Any) -> Any:
+        return literal(atom) if isinstance(atom, Literal) else env.get(atom)
+
+    for eqn, dead in zip(jaxpr.eqns, ends, strict=False):
+        found = rule(eqn, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, found, strict=True))
+        for var in dead:
+            env.pop(var, None)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def after(
+    eqn: Equation,
+    labels: list[Label],
+    rule: Callable[[Equation, list[Label]], Sequence[Label]],
+    literal: Callable[[Any], Label] = lambda atom: None,
+    constant: Label = None,
+) -> Sequence[Label]:
+    """Returns the labels of the results of an equation; a call has those of its body."""
+    if eqn.primitive.name not in CALLS:
+        return rule(eqn, labels)
+    body = body_of(eqn)
+    given = dict.fromkeys(body.constvars, constant)
+    given.update(zip(body.invars, labels, strict=True))
+    inside = lambda inner, known: after(inner, known, rule, literal, constant)  # noqa: E731
+    return propagate(body, given, inside, literal)
+
+
+def moved(eqn: Equation, labels: Sequence[Label]) -> Label:
+    """Returns the only label of an equation's operands, if it does no more than move."""
+    known = [label for label in labels if label]
+    moves = primitive_name(eqn) in MOVES
+    return known[0] if moves and len(known) == 1 else None
+
+
+def pull(
+    jaxpr: Any, labels: Sequence[T | None], passes: Collection[str]
+) -> dict[Any, T]:
+    """Returns the labels of variables, given those of the results of a jaxpr.
+
+    Args:
+        jaxpr: The jaxpr.
+        labels: The labels of its first results.
+        passes: The primitives whose arrays get the label of what is made from them. Calls
+            are entered, loops are not.
+    """
+    body, _ = open_jaxpr(jaxpr)
+    known = {
+        var: label
+        for var, label in zip(body.outvars, labels, strict=False)
+        if label and not isinstance(var, Literal)
+    }
+    for eqn in reversed(body.eqns) if known else ():
+        found = [known.get(var) for var in eqn.outvars]
+        label = next(filter(None, found), None)
+        if label is None:
+            continue
+        call = called(eqn)
+        if call is not None:
+            inside = pull(call, found, passes)
+            pairs = zip(eqn.invars, open_jaxpr(call)[0].invars, strict=True)
+            known.update((x, inside[y]) for x, y in pairs if y in inside)
+        elif primitive_name(eqn) in passes:
+            for atom in eqn.invars:
+                if not isinstance(atom, Literal) and atom.aval.shape != ():
+                    known.setdefault(atom, label)
+    return known
+
+
+class Walk(Generic[T]):
+    """Goes once through a jaxpr and the jaxprs inside it, with a label for each value.
+
+    A subclass defines `equation` and `unknown`, the label of a value of which nothing is
+    known: a literal, the carry inside a loop, an input of a kernel.
+    """
+
+    unknown: T
+
+    def equation(self, here: Position, labels: list[T]) -> list[T]:
+        """Returns the labels of the results of an equation, before its jaxprs are entered.
+
+        The results of a call or a branch get those of its body instead.
+        """
+        raise NotImplementedError
+
+    def constant(self, var: Any) -> T:
+        """Returns the label of a constant of a jaxpr."""
+        return self.unknown
+
+    def bodies(self, eqn: Equation, labels: list[T]) -> list[tuple[Any, list[T]]]:
+        """Returns the jaxprs of an equation that are entered, and their inputs' labels."""
+        bodies, name, known = list(sub_jaxprs(eqn)), primitive_name(eqn), list(labels)
+        if name == "scan":
+            consts, carry = scan_sizes(eqn.params)
+            known[consts : consts + carry] = [self.unknown] * carry
+        elif name == "cond":
+            del known[0]
+        elif called(eqn) is None:
+            return [(body, [self.unknown] * len(body.invars)) for body in bodies]
+        return [(body, known) for body in bodies]
+
+    def run(
+        self, jaxpr: Any, labels: Sequence[T], around: Position = OUTERMOST
+    ) -> list[T]:
+        """Returns the labels of the results of a jaxpr, given those of its inputs."""
+        body, _ = open_jaxpr(jaxpr)
+        known = {var: self.constant(var) for var in body.constvars}
+        known.update(zip(body.invars, labels, strict=True))
+
+        def rule(eqn: Equation, labels: list[T]) -> list[T]:
+            here = around.at(eqn)
+            found = self.equation(here, labels)
+            for inner, inputs in self.bodies(eqn, labels):
+                outs = self.run(inner, inputs, here.inside())
+                if primitive_name(eqn) not in LOOPS and len(outs) == len(eqn.outvars):
+                    found = outs
+            return found
+
+        return propagate(body, known, rule, lambda _: self.unknown)
+
+
+class Flow:
+    """Follows labels through a jaxpr and all jaxprs inside it.
+
+    Attributes:
+        rule: Labels the results of one operation.
+        join: Combines the labels of a value that comes from either of two branches, or
+            from outside a loop and from its last step.
+        constant: Labels a constant of a jaxpr, given its value.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        *,
+        join: Callable[[Label, Label], Label] = lambda a, b: b if a is None else a,
+        constant: Callable[[Any], Label] | None = None,
+    ) -> None:
+        self.rule, self.join, self.constant = rule, join, constant
+
+    def run(self, jaxpr: Any, labels: Mapping[Any, Label]) -> list[Label]:
+        """Returns the labels of the results, given those of some variables."""
+        body, consts = open_jaxpr(jaxpr)
+        if self.constant is not None:
+            pairs = zip(body.constvars, consts, strict=False)
+            labels = {**labels, **{var: self.constant(value) for var, value in pairs}}
+        return propagate(body, labels, self._outs)
+
+    def _outs(self, eqn: Equation, ins: list[Label]) -> Sequence[Label]:
+        if self.constant is None and all(label is None for label in ins):
+            return [None] * len(eqn.outvars)
+        name = primitive_name(eqn)
+        label = self.rule(name, eqn, ins)
+        if name == "scan":
+            consts, carry = scan_sizes(eqn.params)
+            return self._loop(eqn.params["jaxpr"], ins, slice(consts, consts + carry))
+        if name == "while":
+            start = eqn.params["cond_nconsts"]
+            carry = slice(eqn.params["body_nconsts"], None)
+            return self._loop(eqn.params["body_jaxpr"], ins[start:], carry)
+        if name == "cond":
+            outs = [self._call(x, ins[1:]) for x in eqn.params["branches"]]
+            return [functools.reduce(self.join, x) for x in zip(*outs, strict=True)]
+        body = called(eqn)
+        return [label] * len(eqn.outvars) if body is None else self._call(body, ins)
+
+    def _call(self, jaxpr: Any, ins: Sequence[Label]) -> list[Label]:
+        return self.run(jaxpr, dict(zip(open_jaxpr(jaxpr)[0].invars, ins, strict=True)))
+
+    def _loop(self, jaxpr: Any, ins: list[Label], carry: slice) -> list[Label]:
+        """Runs a body until the labels of its carry no longer change."""
+        count = len(ins[carry])
+        while True:
+            outs = self._call(jaxpr, ins)
+            after = [self.join(*x) for x in zip(ins[carry], outs[:count], strict=True)]
+            if after == ins[carry]:
+                return [*after, *outs[count:]]
+            ins = [*ins]
+            ins[carry] = after

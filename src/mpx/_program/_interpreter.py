@@ -1,0 +1,364 @@
+"""The interpreter: evaluates a jaxpr again, equation by equation.
+
+A `Visitor` decides what becomes of each equation. Beside each value it keeps a fact: what it
+knows of that value.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import typing
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from mpx._jax._compat import (
+    Literal,
+    convert_dtype,
+    equation_context,
+    open_jaxpr,
+    scopes_of,
+)
+from mpx._program._queries import Equation, readers
+
+Jaxpr = Any
+"""A jaxpr, open or closed."""
+Aval = Any
+"""The type of a value: shape, dtype, sharding."""
+Scopes = tuple[str, ...]
+"""Names of `jax.named_scope`s, outermost first."""
+Dtypes = tuple[Any, ...]
+"""A dtype per value; `None` where a value keeps its own."""
+Fact = Any
+"""The knowledge of a visitor about a value: hashable, of any type."""
+Values = list[Any]
+Facts = list[Fact]
+Outcome = tuple[Values, Facts]
+"""The results of an equation, and what is known of each."""
+Kind = typing.Literal["operand", "slice", "carry", "tangent"]
+"""How a nested jaxpr gets a value: as it is (also as a carry that a loop returns unchanged),
+one slice or shard of it, as a loop carry that changes, or as a tangent of it."""
+
+
+class Op(NamedTuple):
+    """An equation, the values of its operands, what is known of these, and its scopes."""
+
+    eqn: Equation
+    values: Values
+    facts: Facts
+    scopes: Scopes
+
+
+class Replacement(NamedTuple):
+    """What is run instead of an equation and of those that only it needs.
+
+    Attributes:
+        atoms: The variables whose values it needs.
+        run: Takes the visitor and the equation with these values as its operands;
+            returns the results of the equation.
+    """
+
+    atoms: Sequence[Any]
+    run: Callable[["Visitor", Op], Outcome]
+
+
+class Plan(NamedTuple):
+    """Which equations of a jaxpr are replaced and which are not run, by position."""
+
+    replaced: dict[int, Replacement]
+    dead: frozenset[int]
+
+
+class Frame:
+    """One evaluation of a jaxpr: the value and the fact of each variable in `env`.
+
+    In `made` a visitor keeps what it derived from these values, by their `id`, beside the
+    value: as long as that is kept, so is its `id`. Values of another jaxpr belong to another
+    trace and must not be found here.
+
+    The jaxpr is run by `plan`, and `eqn` is the equation whose turn it is: an equation that
+    a replacement runs has no turn.
+    """
+
+    def __init__(self, jaxpr: Jaxpr = None, plan: Plan | None = None) -> None:
+        self.jaxpr, self.plan = jaxpr, plan
+        self.eqn: Equation = None
+        self.env: dict[Any, tuple[Any, Any]] = {}
+        self.made: dict[Any, tuple[Any, Any]] = {}
+
+    @functools.cached_property
+    def readers(self) -> dict[Any, list[tuple[Equation, int]]]:
+        """The equations that read a variable, and the position of the operand."""
+        return readers(self.jaxpr.eqns)
+
+
+class Rewritten(NamedTuple):
+    """A nested jaxpr after a visit, its results' facts, `Visitor.found`, and the original."""
+
+    jaxpr: Jaxpr
+    facts: list[Any]
+    found: frozenset[Any]
+    source: "weakref.ref[Any]"
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Visitor:
+    """One evaluation of a function, and what is done with its equations.
+
+    A subclass defines `equation`. For an equation that holds jaxprs it may call the handler
+    of that primitive in `mpx._program.HANDLERS`, which rebuilds the equation around bodies
+    that were visited in turn. The other methods tell the handlers what they need to know;
+    by default nothing is known of any value and bodies get no further inputs.
+
+    Attributes:
+        cache: Rewritten jaxprs, by what they were made from.
+        found: Hashable notes about the whole function. A cached body restores those that
+            were made in it.
+        frame: The evaluation that is running.
+        narrow_carry: Whether a loop carry may have another dtype than in the original.
+        unknown: The fact of a value of which nothing is known.
+    """
+
+    unknown: ClassVar[Fact] = None
+
+    cache: dict[Any, Rewritten] = dataclasses.field(default_factory=dict)
+    found: set[Any] = dataclasses.field(default_factory=set)
+    frame: Frame = dataclasses.field(default_factory=Frame, init=False)
+    narrow_carry: bool = False
+
+    def equation(self, op: Op) -> Outcome:
+        """Runs one equation; returns its results and what is known of them."""
+        raise NotImplementedError
+
+    def literal_fact(self, atom: Any) -> Fact:
+        """Returns what is known of a number that is written into a jaxpr."""
+        return self.unknown
+
+    def constant_fact(self, value: Any) -> Fact:
+        """Returns what is known of an array that the function closes over."""
+        return self.unknown
+
+    def fact_inside(self, fact: Fact, var: Any, kind: Kind) -> Fact:
+        """Returns what is known of an input of a nested jaxpr, from that of the operand."""
+        return self.unknown
+
+    def facts_inside(
+        self, facts: Sequence[Fact], variables: Sequence[Any], kind: Kind
+    ) -> Facts:
+        """Returns what is known of several inputs of a nested jaxpr."""
+        pairs = zip(facts, variables, strict=True)
+        return [self.fact_inside(fact, var, kind) for fact, var in pairs]
+
+    def result_facts(self, outs: Sequence[Any], known: Facts) -> Facts:
+        """Returns what is known of the results of a loop, a branch or another body.
+
+        Args:
+            outs: The results.
+            known: What is known of those of the body.
+        """
+        return [self.unknown] * len(outs)
+
+    def join_facts(self, facts: Facts) -> Fact:
+        """Returns what is known of a value that is one of several."""
+        return facts[0] if len(set(facts)) == 1 else self.unknown
+
+    def scopes_inside(self, eqn: Equation, scopes: Scopes) -> Scopes:
+        """Returns the scopes of the jaxprs that an equation holds, given its own."""
+        return scopes
+
+    def more_inputs(self, op: Op) -> PyTree:
+        """Returns arrays that the body of an equation needs besides its operands.
+
+        Those of a scan are sliced, like its operands. Each branch of a `cond` has its own.
+        """
+        return None
+
+    def inside(
+        self, eqn: Equation, more: PyTree
+    ) -> contextlib.AbstractContextManager[None]:
+        """Enters the body of an equation with the values of `more_inputs` in its trace."""
+        return contextlib.nullcontext()
+
+    def cache_key(self, more: PyTree) -> Hashable | None:
+        """Returns what else a rewritten body depends on; `None` to rewrite it anew."""
+        return ()
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """Enters the context in which the user's derivative rules are traced."""
+        return contextlib.nullcontext()
+
+    def plan(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        facts: Sequence[Fact],
+        scopes: Scopes,
+    ) -> Plan | None:
+        """Returns what is recognised in a jaxpr and run in another way, if anything is.
+
+        Args:
+            jaxpr: A jaxpr that is about to be run.
+            consts: Its constants.
+            facts: What is known of its arguments.
+            scopes: The named scopes around it.
+        """
+        return None
+
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        facts: Sequence[Fact],
+        scopes: Scopes,
+    ) -> Outcome:
+        """Evaluates a jaxpr; returns its results and what is known of them."""
+        plan = self.plan(jaxpr, consts, facts, scopes)
+        replaced, dead = ({}, ()) if plan is None else plan
+        outer, self.frame = self.frame, Frame(jaxpr, plan)
+        try:
+            env = self.frame.env
+            for var, const in zip(jaxpr.constvars, consts, strict=True):
+                env[var] = const, self.constant_fact(const)
+            env.update(
+                zip(jaxpr.invars, zip(args, facts, strict=True), strict=True),
+            )
+            for index, eqn in enumerate(jaxpr.eqns):
+                if index in dead:
+                    continue
+                other = replaced.get(index)
+                atoms = eqn.invars if other is None else other.atoms
+                pairs = [self.read(atom) for atom in atoms]
+                with equation_context(eqn):
+                    values, known = [x for x, _ in pairs], [x for _, x in pairs]
+                    op = Op(eqn, values, known, scopes + scopes_of(eqn))
+                    self.frame.eqn = eqn
+                    outs, known = (
+                        self.equation(op) if other is None else other.run(self, op)
+                    )
+                env.update(zip(eqn.outvars, zip(outs, known, strict=True), strict=True))
+            results = [self.read(atom) for atom in jaxpr.outvars]
+            return [value for value, _ in results], [fact for _, fact in results]
+        finally:
+            self.frame = outer
+
+    def read(self, atom: Any) -> tuple[Any, Fact]:
+        """Returns a value of the running evaluation, and what is known of it."""
+        if isinstance(atom, Literal):
+            return atom.val, self.literal_fact(atom)
+        return self.frame.env[atom]
+
+
+Handler = Callable[[Visitor, Op], Outcome]
+
+
+def rewrite(
+    visitor: Visitor,
+    op: Op,
+    jaxpr: Jaxpr,
+    avals: Sequence[Aval],
+    facts: Sequence[Fact],
+    *,
+    more: PyTree = None,
+    dtypes: Dtypes | None = None,
+) -> tuple[Jaxpr, Facts]:
+    """Returns a nested jaxpr after the visitor has been through it, and its results' facts.
+
+    It is cached, so that several calls of one jitted layer stay several calls of one
+    function, and forgotten with the jaxpr that it was made from: both hold the arrays that
+    the layer closes over.
+
+    Args:
+        visitor: The visitor.
+        op: The equation that holds the jaxpr.
+        jaxpr: The jaxpr.
+        avals: The types of its inputs.
+        facts: What is known of them.
+        more: Further inputs or their types; they come last.
+        dtypes: The dtypes of the results; `None` for those that come out.
+    """
+    body, consts = open_jaxpr(jaxpr)
+    count, scopes = len(avals), visitor.scopes_inside(op.eqn, op.scopes)
+    leaves, structure = jax.tree.flatten(more)
+    types = (*avals, *(jax.typeof(x) if _is_array(x) else x for x in leaves))
+    local = visitor.cache_key(more)
+    key = (id(jaxpr), types, structure, tuple(facts), scopes, dtypes, local)
+    if local is not None and key in visitor.cache:
+        cached = visitor.cache[key]
+        visitor.found |= cached.found
+        return cached.jaxpr, cached.facts
+    known: Facts = []
+
+    def run(*args: Any) -> Values:
+        with visitor.inside(op.eqn, jax.tree.unflatten(structure, args[count:])):
+            outs, known[:] = visitor.run(body, consts, args[:count], facts, scopes)
+        return as_results(outs, body.outvars, dtypes)
+
+    new = jax.make_jaxpr(run)(*types)
+    if local is not None:
+        cache = visitor.cache
+        source = weakref.ref(jaxpr, lambda _: cache.pop(key, None))
+        cache[key] = Rewritten(new, known, frozenset(visitor.found), source)
+    return new, known
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
+
+
+def as_results(
+    outs: Sequence[Any], variables: Sequence[Any], dtypes: Dtypes | None = None
+) -> list[Any]:
+    """Returns results as arrays, also those that are literals, in the given dtypes."""
+    pairs = zip(outs, [var.aval for var in variables], strict=True)
+    arrays = [
+        x if isinstance(x, jax.Array) else _constant(x, aval) for x, aval in pairs
+    ]
+    return arrays if dtypes is None else cast_all(arrays, dtypes)
+
+
+def _constant(value: Any, aval: Aval) -> Any:
+    """Returns a literal as an array of its type; a weak one only a Python number makes."""
+    if getattr(aval, "weak_type", False):
+        return jnp.asarray(np.asarray(value).item())
+    return jnp.asarray(value, aval.dtype)
+
+
+def cast_all(values: Sequence[Any], dtypes: Dtypes) -> list[Any]:
+    """Casts each value to its dtype; `None` leaves it alone."""
+    return [
+        x if dtype is None or x.dtype == dtype else convert_dtype(x, dtype)
+        for x, dtype in zip(values, dtypes, strict=True)
+    ]
+
+
+def as_array(x: Any) -> Any:
+    """Returns an array that JAX primitives take: literals are not arrays."""
+    return x if hasattr(x, "aval") else jnp.asarray(x)
+
+
+def arrays_of(values: Sequence[Any]) -> list[Any]:
+    """Returns values as arrays."""
+    return [as_array(value) for value in values]
+
+
+def types_of(values: Sequence[Any]) -> list[Aval]:
+    """Returns the types of arrays."""
+    return [jax.typeof(value) for value in values]
+
+
+def dtypes_of(avals: Sequence[Aval]) -> Dtypes:
+    """Returns dtypes; `None` for what has none, such as a reference."""
+    return tuple(getattr(aval, "dtype", None) for aval in avals)
+
+
+def with_dtype(aval: Aval, dtype: np.dtype | None) -> Aval:
+    """Returns a type with another dtype."""
+    if dtype is None or aval.dtype == dtype:
+        return aval
+    return aval.update(dtype=dtype, weak_type=False)

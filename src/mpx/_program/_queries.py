@@ -1,0 +1,359 @@
+"""Questions about jaxprs: which equations they hold, how often these run, and their cost."""
+
+import collections
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
+from typing import Literal as OneOf
+
+from mpx._jax._compat import (
+    Literal,
+    hi_jaxpr,
+    is_jaxpr,
+    is_transposed,
+    open_jaxpr,
+    primitive_name,
+    scopes_of,
+)
+
+T = TypeVar("T")
+
+Equation = Any
+"""An equation of a jaxpr; JAX has no public type for it."""
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Returns the words of a text, for tables of primitives."""
+    return tuple(text.split())
+
+
+MATMULS = names("dot_general conv_general_dilated ragged_dot ragged_dot_general")
+ATTENTION = {
+    "cudnn_attention": 2,
+    "cudnn_attention_backward": 5,
+    "cudnn_attention_tangent": 6,
+}
+"""The primitives of `mpx._ops._attention`, and the number of matmuls in each."""
+CROSS_ENTROPY = names(
+    "linear_cross_entropy linear_cross_entropy_tangent linear_cross_entropy_backward"
+)
+"""The primitives of `mpx._ops._cross_entropy`."""
+GROUPED = "grouped_matmul"
+"""The primitive of `mpx._ops._experts`."""
+
+# The same numbers in another shape, order or place.
+SHAPE_ONLY = frozenset(
+    names(
+        "broadcast_in_dim reshape squeeze transpose expand_dims copy slice rev pvary "
+        "pcast sharding_constraint reshard mesh_cast"
+    )
+)
+# The same numbers, or some of them, possibly rounded.
+MOVES = SHAPE_ONLY.union(
+    names(
+        "convert_element_type dynamic_slice copy_p reduce_precision "
+        "optimization_barrier name"
+    )
+)
+HI_PRIMITIVE = "call_hi_primitive"
+"""High-level operations of JAX 0.12, which say themselves what they compute."""
+REMAT = names("checkpoint remat2 remat")
+LOOPS = ("scan", "while")
+CALLS = ("jit", "pjit", "closed_call", *REMAT)
+
+
+def sub_jaxprs(eqn: Equation) -> Iterator[Any]:
+    """Yields the jaxprs among an equation's parameters.
+
+    What goes through them belongs in this package: other packages use `walk`, `equations`,
+    `fold`, or the classes `Walk`, `Flow`, `Run` and `Visitor`.
+    """
+    if eqn.primitive.name == HI_PRIMITIVE and (found := hi_jaxpr(eqn)) is not None:
+        yield open_jaxpr(found)[0]
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if is_jaxpr(item):
+                yield open_jaxpr(item)[0]
+
+
+def body_of(eqn: Equation) -> Any:
+    """Returns the jaxpr of a call or of a scan."""
+    return next(sub_jaxprs(eqn))
+
+
+def called(eqn: Equation) -> Any:
+    """Returns the jaxpr that an equation calls with its operands as they are, if any."""
+    inner = [x for x in eqn.params.values() if is_jaxpr(x)]
+    if eqn.primitive.name == HI_PRIMITIVE:
+        return hi_jaxpr(eqn)
+    if len(inner) == 1 and primitive_name(eqn) not in LOOPS:
+        body = open_jaxpr(inner[0])[0]
+        sizes = len(body.invars), len(body.outvars)
+        return inner[0] if sizes == (len(eqn.invars), len(eqn.outvars)) else None
+    return None
+
+
+def has_body(eqn: Equation) -> bool:
+    """Returns whether an equation holds a jaxpr."""
+    return any(True for _ in sub_jaxprs(eqn))
+
+
+class Position(NamedTuple):
+    """An equation and what is around it.
+
+    Attributes:
+        eqn: The equation; `None` stands for any equation of a jaxpr.
+        scopes: The `jax.named_scope`s around it and its own, outermost first.
+        times: How often it runs: see `repetitions`.
+        callers: The equations that hold it, outermost first.
+    """
+
+    eqn: Equation = None
+    scopes: tuple[str, ...] = ()
+    times: int = 1
+    callers: tuple[Equation, ...] = ()
+
+    @property
+    def backward(self) -> bool:
+        """Whether it belongs to a backward pass; equations of a body do not say so."""
+        return any(map(is_transposed, (self.eqn, *self.callers)))
+
+    def at(self, eqn: Equation) -> "Position":
+        """Returns the position of an equation of this jaxpr."""
+        return self._replace(eqn=eqn, scopes=self.scopes + scopes_of(eqn))
+
+    def inside(self) -> "Position":
+        """Returns the position of the jaxprs that the equation holds."""
+        times = self.times * repetitions(self.eqn)
+        return Position(None, self.scopes, times, (*self.callers, self.eqn))
+
+
+OUTERMOST = Position()
+
+
+def walk(jaxpr: Any, around: Position = OUTERMOST) -> Iterator[Position]:
+    """Yields the positions of the equations of a jaxpr and of all jaxprs inside it.
+
+    An equation that holds jaxprs comes before what is inside it.
+    """
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        here = around.at(eqn)
+        yield here
+        yield from walk_inside(here)
+
+
+def walk_inside(here: Position) -> Iterator[Position]:
+    """Yields the positions of the equations inside an equation."""
+    for body in sub_jaxprs(here.eqn):
+        yield from walk(body, here.inside())
+
+
+def equations(jaxpr: Any) -> Iterator[Equation]:
+    """Yields the equations of a jaxpr and of all jaxprs inside it."""
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        yield eqn
+        yield from equations_inside(eqn)
+
+
+def equations_inside(eqn: Equation) -> Iterator[Equation]:
+    """Yields the equations of the jaxprs inside an equation."""
+    for body in sub_jaxprs(eqn):
+        yield from equations(body)
+
+
+def leaves(eqns: Iterable[Equation]) -> Iterator[Equation]:
+    """Yields equations, with those inside calls in place of the calls."""
+    for eqn in eqns:
+        if eqn.primitive.name in CALLS:
+            for body in sub_jaxprs(eqn):
+                yield from leaves(body.eqns)
+        else:
+            yield eqn
+
+
+def contains(jaxpr: Any, names: Collection[str]) -> bool:
+    """Returns whether a jaxpr holds one of these primitives, at any depth."""
+    return any(eqn.primitive.name in names for eqn in equations(jaxpr))
+
+
+def holds(eqn: Equation, names: Collection[str]) -> bool:
+    """Returns whether the jaxprs of an equation hold one of these primitives."""
+    return any(inner.primitive.name in names for inner in equations_inside(eqn))
+
+
+def fold(jaxpr: Any, func: Callable[[Any, Callable[[Equation], list[T]]], T]) -> T:
+    """Computes something of a jaxpr from the same of the jaxprs inside it.
+
+    `func` takes a jaxpr and a function from an equation to the results inside that.
+    """
+    body, _ = open_jaxpr(jaxpr)
+    return func(body, lambda eqn: [fold(inner, func) for inner in sub_jaxprs(eqn)])
+
+
+def readers(eqns: Iterable[Equation]) -> dict[Any, list[tuple[Equation, int]]]:
+    """Returns, by variable, the equations that read it and the position of the operand."""
+    found: dict[Any, list[tuple[Equation, int]]] = {}
+    for eqn in eqns:
+        for position, atom in enumerate(eqn.invars):
+            if not isinstance(atom, Literal):
+                found.setdefault(atom, []).append((eqn, position))
+    return found
+
+
+def last_uses(jaxpr: Any) -> list[list[Any]]:
+    """Returns, for each equation, the variables that nothing reads after it."""
+    seen = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    found: list[list[Any]] = []
+    for eqn in reversed(jaxpr.eqns):
+        atoms = [x for x in eqn.invars if not isinstance(x, Literal)]
+        ending = {x for x in (*atoms, *eqn.outvars) if x not in seen}
+        seen |= ending
+        found.append(list(ending))
+    return found[::-1]
+
+
+def makers(eqn: Equation, position: int, entered: Collection[str]) -> list[Equation]:
+    """Returns an equation and those inside it that make one of its results.
+
+    The results of `entered` primitives are those of their jaxpr.
+    """
+    if primitive_name(eqn) in entered:
+        body = body_of(eqn)
+        for inner in body.eqns:
+            for i, var in enumerate(inner.outvars):
+                if var is body.outvars[position]:
+                    return [eqn, *makers(inner, i, entered)]
+    return [eqn]
+
+
+Verdict = bool | OneOf["result", "inside"]
+"""Whether a use of a value passes, or what decides: the uses of the result or inside."""
+
+
+def every_use(
+    jaxpr: Any,
+    var: Any,
+    judge: Callable[[Equation, int, tuple[str, ...]], Verdict],
+    scopes: tuple[str, ...] = (),
+    *,
+    once: bool = False,
+) -> bool:
+    """Returns whether a value is used, is not returned, and each of its uses passes.
+
+    Args:
+        jaxpr: The jaxpr that holds the value.
+        var: Its variable.
+        judge: Takes an equation that reads it, the position of the operand and the named
+            scopes of the equation.
+        scopes: The named scopes around the jaxpr.
+        once: Whether more than one use fails.
+    """
+    uses = [
+        (eqn, position)
+        for eqn in jaxpr.eqns
+        for position, atom in enumerate(eqn.invars)
+        if atom is var
+    ]
+    for eqn, position in uses:
+        around = scopes + scopes_of(eqn)
+        passes = judge(eqn, position, around)
+        if passes == "result":
+            passes = every_use(jaxpr, eqn.outvars[0], judge, scopes, once=once)
+        elif passes == "inside":
+            body = body_of(eqn)
+            passes = every_use(body, body.invars[position], judge, around, once=once)
+        if not passes:
+            return False
+    is_read = len(uses) == 1 if once else bool(uses)
+    return is_read and all(atom is not var for atom in jaxpr.outvars)
+
+
+def repetitions(eqn: Equation) -> int:
+    """Returns how often an equation runs its jaxprs: a scan, or a kernel over a grid.
+
+    A loop of unknown length counts once.
+    """
+    grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
+    known = [size for size in grid if isinstance(size, int)]
+    return eqn.params.get("length", 1) * math.prod(known)
+
+
+def matmul_sizes(eqn: Equation) -> tuple[int, tuple[int, int]]:
+    """Returns how many products each result of a matmul adds up, and the free sizes.
+
+    The free size of an operand is that of all its axes which are neither summed over nor
+    batch axes.
+    """
+    shapes = [var.aval.shape for var in eqn.invars[:2]]
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel = list(shapes[1])
+        channels = kernel.pop(eqn.params["dimension_numbers"].rhs_spec[0])
+        return math.prod(kernel), (math.prod(shapes[0]), channels)
+    if eqn.primitive.name == GROUPED:
+        summed, free = shapes[0] if eqn.params["kind"] == "sums" else shapes[0][::-1]
+        return summed, (free, eqn.outvars[0].aval.shape[-1])
+    summed, batch = _axes(eqn)
+    first, second = (
+        math.prod(size for i, size in enumerate(shape) if i not in (*axes, *same))
+        for shape, axes, same in zip(shapes, summed, batch, strict=True)
+    )
+    return math.prod(shapes[0][axis] for axis in summed[0]), (first, second)
+
+
+def _axes(eqn: Equation) -> Any:
+    """Returns the summed and the batch axes of a matmul, for both operands each."""
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    if ragged is not None:
+        return ragged.dot_dimension_numbers
+    return eqn.params["dimension_numbers"]
+
+
+def flops(eqn: Equation) -> int:
+    """Returns two operations per multiplication of a matmul, 0 for anything else.
+
+    Attention counts as its matmuls, with the parts that a mask discards.
+    """
+    name = eqn.primitive.name
+    if name in ATTENTION:
+        batch, queries, heads, size = eqn.invars[0].aval.shape
+        keys = eqn.invars[1].aval.shape[1]
+        return ATTENTION[name] * 2 * batch * heads * queries * keys * size
+    if name in CROSS_ENTROPY:
+        head, wrt = eqn.params["head"], {*eqn.params.get("wrt", ())} & {0, 1}
+        # The logits, if they are not kept, and one product for each derivative.
+        count = len(wrt) + (head.kept is None or not wrt)
+        shape = eqn.invars[1].aval.shape
+        return count * 2 * math.prod(eqn.invars[0].aval.shape) * shape[head.vocab_axis]
+    if name == GROUPED:
+        # Each row is multiplied with one matrix, or added to one.
+        columns = eqn.outvars[0].aval.shape[-1]
+        return 2 * math.prod(eqn.invars[0].aval.shape) * columns
+    if name not in MATMULS:
+        return 0
+    count = 2 * math.prod(eqn.outvars[0].aval.shape) * matmul_sizes(eqn)[0]
+    if name == "ragged_dot_general":
+        # Each row belongs to one group; a sum over rows has a result for each group.
+        rows = eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+        if {*rows} & {*_axes(eqn)[0][0]}:
+            return count // eqn.invars[2].aval.shape[-1]
+    return count
+
+
+def matmul_flops(
+    jaxpr: Any, kind: Callable[[Equation], str]
+) -> collections.Counter[str]:
+    """Counts the operations of the matmuls of a jaxpr, as often as they run, by kind.
+
+    Of a conditional, the branch with the most operations counts.
+    """
+    total: collections.Counter[str] = collections.Counter()
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        if eqn.primitive.name in (*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED):
+            total[kind(eqn)] += flops(eqn)
+        inner = [matmul_flops(body, kind) for body in sub_jaxprs(eqn)]
+        if eqn.primitive.name == "cond":
+            inner = [max(inner, key=collections.Counter.total)]
+        for counts in inner:
+            for key, number in counts.items():
+                total[key] += number * repetitions(eqn)
+    return total

@@ -1,0 +1,1 @@
+"""Loss scaling: none, static, dynamic."""

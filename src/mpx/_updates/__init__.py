@@ -1,0 +1,1 @@
+"""The optimizer step that is skipped if its results are not finite."""

@@ -1,0 +1,303 @@
+"""Conversion of compressed optimizer states, and of master weights, to and from f32."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from mpx._jax._tree import (
+    check_same_structure,
+    check_shape,
+    is_array,
+    is_floating,
+    map_with_name,
+)
+from mpx._optim import FlashState, from_master, master_params
+from mpx._optim._optax import MasterWeightsState
+from mpx._optim._packing import Packing, decode_moment, encode_moment, pack
+from mpx._quant import Packed, Quantized
+
+_MOMENTS = {"mu": ("mu", "trace"), "nu": ("nu",)}
+"""The names under which optax states keep a moment."""
+
+
+class Converted(NamedTuple):
+    """Parameters and optimizer state after a conversion.
+
+    Attributes:
+        params: The parameters.
+        state: The optimizer state.
+    """
+
+    params: PyTree
+    state: PyTree
+
+
+def to_f32(params: PyTree, state: PyTree) -> Converted:
+    """Returns the f32 weights and the optimizer state of a plain f32 run.
+
+    The weights are the master weights. The state of a compressed optimizer becomes what
+    optax keeps for the same rule, with moments in f32: `ScaleByAdamState`,
+    `ScaleByLionState`, or a pair of `TraceState` and `ScaleByScheduleState` for gradient
+    descent. `master_weights` is taken off the optimizer that it wraps. What is already
+    f32, and every other part of the state, comes back as it is.
+
+    Everything is exact: nothing is lost but the compression.
+
+    Args:
+        params: The parameters, or a whole model.
+        state: Their optimizer state, or an optax state that holds it.
+
+    Returns:
+        Named tuple `(params, state)`.
+
+    Raises:
+        ValueError: If the state does not fit the parameters.
+
+    Examples:
+        >>> import optax
+        >>> from mpx.optim import flash_adamw
+        >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+        >>> weights, adam = to_f32(params, flash_adamw(1e-3).init(params))
+        >>> weights["w"].dtype, type(adam).__name__, adam.nu["w"].dtype
+        (dtype('float32'), 'ScaleByAdamState', dtype('float32'))
+        >>> start = optax.adamw(1e-3).init(weights)  # to go on with optax
+        >>> start = optax.tree_utils.tree_set(
+        ...     start, count=adam.count, mu=adam.mu, nu=adam.nu
+        ... )
+    """
+    kept = _compressed(state) or _masters(state)
+    if isinstance(kept, FlashState):
+        weights, new = master_params(params, state), _optax_state(kept)
+    elif kept is not None:
+        check_same_structure(params, kept.master, "`to_f32`")
+        weights, new = kept.master, kept.inner_state
+    else:
+        return Converted(_widened(params), state)
+    return Converted(_widened(weights), _replaced(state, kept, new))
+
+
+def from_f32(
+    params: PyTree, state: PyTree, *, like: tuple[PyTree, PyTree]
+) -> Converted:
+    """Puts f32 weights and moments into parameters and state of another kind.
+
+    It undoes `to_f32`, and lets a run go on with compressed states that began in f32.
+    Weights are stored as exactly as the format can; moments are rounded to the nearest
+    code, which is an error of at most half a step of their format.
+
+    Args:
+        params: The f32 weights: a tree like the parameters.
+        state: An optax state with moments, as `optax.adam` or `to_f32` makes it.
+        like: Parameters and their optimizer state, freshly made by `init(params)`: they
+            give dtypes, formats and shardings.
+
+    Returns:
+        Named tuple `(params, state)` that holds the weights, the moments and the count.
+
+    Raises:
+        ValueError: If the trees or shapes differ, or `state` lacks moments that the
+            optimizer keeps.
+
+    Examples:
+        >>> import optax
+        >>> from mpx.optim import flash_adamw
+        >>> weights = {"w": jnp.full((64, 64), 0.1)}
+        >>> adam = optax.adam(1e-3).init(weights)
+        >>> params = {"w": weights["w"].astype(jnp.bfloat16)}
+        >>> new = from_f32(weights, adam, like=(params, flash_adamw(1e-3).init(params)))
+        >>> new.params["w"].dtype, type(new.state).__name__
+        (dtype(bfloat16), 'FlashState')
+    """
+    old_params, old = like
+    kept = _compressed(old) or _masters(old)
+    if isinstance(kept, FlashState):
+        filled = jax.tree.map(_placed, _with_moments(kept, state), kept)
+        filled = _replaced(old, kept, filled)
+        return Converted(*from_master(params, old_params, filled))
+    rounded = _cast_like(old_params, params)
+    if kept is None:
+        return Converted(rounded, _cast_like(old, state))
+    inner = _cast_like(kept.inner_state, state)
+    master = _cast_like(kept.master, params)
+    return Converted(rounded, _replaced(old, kept, MasterWeightsState(inner, master)))
+
+
+# --- Parts of states ------------------------------------------------------------------
+
+
+def _compressed(state: PyTree) -> FlashState | None:
+    return _only(state, FlashState)
+
+
+def _masters(state: PyTree) -> MasterWeightsState | None:
+    return _only(state, MasterWeightsState)
+
+
+def _only(state: PyTree, kind: type) -> Any:
+    """Returns the part of a state that is of a kind, or `None`."""
+    is_kind = lambda x: isinstance(x, kind)  # noqa: E731
+    found = [x for x in jax.tree.leaves(state, is_leaf=is_kind) if is_kind(x)]
+    if len(found) > 1:
+        raise ValueError(
+            f"Expected at most one {kind.__name__} in an optimizer state, but there are "
+            f"{len(found)}. Convert the parts of the state one by one."
+        )
+    return found[0] if found else None
+
+
+def _replaced(state: PyTree, old: Any, new: Any) -> PyTree:
+    return jax.tree.map(
+        lambda x: new if x is old else x, state, is_leaf=lambda x: x is old
+    )
+
+
+def _widened(tree: PyTree) -> PyTree:
+    def widen(x: Any) -> Any:
+        return x.astype(np.float32) if is_floating(x) and x.dtype.itemsize == 2 else x
+
+    return jax.tree.map(widen, tree)
+
+
+def _cast_like(old: PyTree, new: PyTree) -> PyTree:
+    """Returns a tree with the dtypes and shardings of the one that it replaces."""
+    check_same_structure(old, new, "`from_f32`")
+    return map_with_name(_cast_to, old, new)
+
+
+def _cast_to(name: str, old: Any, new: Any) -> Any:
+    if not is_array(old):
+        return new
+    check_shape(f"`{name}`", new, old)
+    return _placed(jnp.asarray(new).astype(old.dtype) if is_floating(old) else new, old)
+
+
+def _placed(new: Any, old: Any) -> Any:
+    """Returns an array where another one lies, unless that is not committed."""
+    return (
+        jax.device_put(new, old.sharding) if getattr(old, "committed", False) else new
+    )
+
+
+# --- Moments --------------------------------------------------------------------------
+
+
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, Packed)
+
+
+@jax.jit
+def _optax_state(state: FlashState) -> PyTree:
+    """Returns what optax keeps for the rule of a compressed state."""
+    moments = {
+        name: jax.tree.map(
+            lambda x, name=name: decode_moment(name, x, state.format),
+            getattr(state, name),
+            is_leaf=lambda x: isinstance(x, Quantized),
+        )
+        for name in state.moments
+    }
+    layout = state.layout if isinstance(state.layout, dict) else {}
+    kind, *_ = next(iter(layout), "-").split("-")
+    if "nu" in moments:
+        return optax.ScaleByAdamState(state.count, moments["mu"], moments["nu"])
+    if kind == "lion":
+        return optax.ScaleByLionState(state.count, moments["mu"])
+    trace = optax.TraceState(moments["mu"]) if moments else optax.EmptyState()
+    return (trace, optax.ScaleByScheduleState(state.count))
+
+
+@jax.jit
+def _with_moments(state: FlashState, source: PyTree) -> FlashState:
+    """Returns a compressed state that holds the moments and the count of another one."""
+    columns = [_field(source, _MOMENTS[name], state.moments) for name in state.moments]
+    # Gradient descent with a constant rate has no count in optax.
+    optional = state.count if "nu" not in state.moments else None
+    count = _field(source, ("count",), state.moments, optional)
+    count = jnp.asarray(count, jnp.int32)
+    structure = jax.tree.structure(state.packed, is_leaf=_is_packed)
+    names = [name for name, _ in _named(state.packed)]
+    new = []
+    flat = (
+        _flat_like(structure, tree, name)
+        for name, tree in zip(state.moments, columns, strict=True)
+    )
+    for name, packed, *moments in zip(
+        names, jax.tree.leaves(state.packed, is_leaf=_is_packed), *flat, strict=True
+    ):
+        new.append(_packed_with(name, packed, moments, state))
+    return dataclasses.replace(state, count=count, packed=structure.unflatten(new))
+
+
+def _named(tree: PyTree) -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    map_with_name(lambda *pair: pairs.append(pair), tree, is_leaf=_is_packed)
+    return pairs
+
+
+def _flat_like(structure: Any, tree: PyTree, name: str) -> list[Any]:
+    try:
+        return structure.flatten_up_to(tree)
+    except ValueError as error:
+        raise ValueError(
+            f"`{name}` must have the structure of the parameters of `like`, but it is "
+            f"different: {error}"
+        ) from error
+
+
+def _packed_with(
+    name: str, packed: Packed, moments: list[Any], state: FlashState
+) -> Packed:
+    """Packs moments in the place of those that a state has."""
+    packing = Packing.read(packed, state.moments, state.format)
+    old = packing.view(packed)
+    new = []
+    for kind, moment, stored in zip(state.moments, moments, old.moments, strict=True):
+        quantized = isinstance(stored, Quantized)
+        check_shape(
+            f"`{kind}` of `{name}`", moment, stored.codes if quantized else stored
+        )
+        moment = jnp.asarray(moment, jnp.float32)
+        if quantized:
+            size = stored.codes.shape[-1] // stored.scale.shape[-1]
+            moment = encode_moment(kind, moment, state.format, size)
+        new.append(moment)
+    return pack(old._replace(moments=tuple(new)))
+
+
+def _field(
+    state: PyTree,
+    names: tuple[str, ...],
+    moments: tuple[str, ...],
+    default: Any = None,
+) -> Any:
+    """Returns the field of one of these names in the named tuples of a state.
+
+    A state may hold several counts: that beside the moments is taken.
+    """
+
+    def has(node: Any, names: Sequence[str] = names) -> bool:
+        return any(name in getattr(node, "_fields", ()) for name in names)
+
+    beside = [name for moment in moments for name in _MOMENTS[moment]]
+    nodes = [*filter(has, jax.tree.leaves(state, is_leaf=has))]
+    nodes = [node for node in nodes if has(node, beside)] or nodes
+    if len(nodes) > 1 and names != ("count",):
+        raise ValueError(
+            f"The optimizer keeps one `{names[0]}`, but the state has {len(nodes)}, in "
+            f"{', '.join(type(node).__name__ for node in nodes)}. Pass the one to convert."
+        )
+    for node in nodes:
+        return next(getattr(node, name) for name in names if hasattr(node, name))
+    if default is not None:
+        return default
+    raise ValueError(
+        f"The optimizer keeps {' and '.join(moments) or 'no moments'} and a count, but "
+        f"the state has no `{names[0]}`: it is {type(state).__name__}. Pass a state that "
+        "`optax.adam`, `optax.lion`, `optax.sgd` with momentum, or `to_f32` made."
+    )

@@ -1,0 +1,270 @@
+"""Reading checkpoints: into the structure and to the devices of a template."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from mpx._jax._processes import gather_results
+from mpx._jax._tree import is_array
+from mpx.checkpoint._checksums import checksums
+from mpx.checkpoint._leaves import (
+    Opened,
+    empty_like,
+    from_rows,
+    from_stored,
+    is_numpy,
+    number_like,
+    open_state,
+    placed,
+    python_scalar,
+    rows_type,
+    spans_processes,
+    stored_type,
+)
+from mpx.checkpoint._manifest import Manifest, damaged
+from mpx.checkpoint._orbax import (
+    ARRAYS,
+    RECORD,
+    Path,
+    absolute,
+    orbax,
+    reader,
+    reload,
+)
+
+Fields = Literal["saved", "template"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be restored.
+
+    Attributes:
+        template: A state of the same structure.
+        step: The number of the checkpoint; `None` is the latest.
+        partial: Whether the checkpoint may hold more than the template.
+        fields: Where fields of modules come from that differ; `None` raises.
+    """
+
+    template: PyTree
+    step: int | None
+    partial: bool
+    fields: Fields | None
+
+    def __post_init__(self) -> None:
+        if self.fields not in (None, "saved", "template"):
+            raise ValueError(
+                f"`fields` must be 'saved', 'template' or None, but it is {self.fields!r}."
+            )
+
+
+def restore(
+    path: Path,
+    template: PyTree,
+    *,
+    step: int | None = None,
+    partial: bool = False,
+    fields: Fields | None = None,
+) -> PyTree:
+    """Restores a training state that `save` or a `Checkpointer` saved.
+
+    The template tells the structure and where arrays are to lie: each array gets the
+    sharding that it has in the template, so a run can go on with another number of
+    devices or another layout. A template is a freshly made state, or one of
+    `ShapeDtypeStruct`s, as `jax.eval_shape` and `eqx.filter_eval_shape` make it. Functions,
+    strings and static fields come from the template.
+
+    A Python number and an array of no axes may stand for each other: a step count begins as
+    a number and comes out of `jit` as an array. An array is restored as it was saved.
+
+    Args:
+        path: The folder of the run.
+        template: A state of the same structure. It is not changed; NNX modules in the
+            result are new.
+        step: The number of the checkpoint; `None` is the latest.
+        partial: Whether the checkpoint may hold more than the template: to restore the
+            parameters alone, for example.
+        fields: Python numbers and booleans in fields of Equinox modules may be options of
+            the code, as the rate of a dropout, or numbers that the run has changed. If
+            they differ, `"saved"` restores them, `"template"` keeps those of the
+            template, and `None` raises.
+
+    Returns:
+        The state, bit for bit as it was saved.
+
+    Raises:
+        FileNotFoundError: If there is no such checkpoint.
+        ImportError: If Orbax is not installed.
+        ValueError: If the checkpoint does not fit the template: every leaf that is
+            missing, not expected, or of another shape or dtype is named. If the checkpoint
+            is damaged: each array is compared with the checksum that was saved with it.
+
+    Examples:
+        >>> import tempfile, jax.numpy as jnp
+        >>> from mpx.checkpoint import save
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     step = save(folder, {"w": jnp.ones(2), "bias": jnp.ones(())})
+        ...     restore(folder, {"w": jnp.zeros(2)}, partial=True)
+        {'w': Array([1., 1.], dtype=float32)}
+    """
+    folder = absolute(path)
+    if not folder.exists():
+        raise FileNotFoundError(f"There is no folder {folder} to restore from.")
+    with reader(folder, {}) as found:
+        return read(found, folder, Request(template, step, partial, fields))
+
+
+def read(manager: Any, path: Any, request: Request) -> PyTree:
+    """Reads a checkpoint with a manager of Orbax."""
+    step = request.step
+    steps: list[int] = sorted(manager.all_steps())
+    if not steps:  # the first may be new, or the only one replaced by the next
+        reload(manager)
+        steps = sorted(manager.all_steps())
+    if not steps or (step is not None and step not in steps):
+        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise FileNotFoundError(
+            f"There is {which} in {path}, which has those of the steps {steps}."
+        )
+    number = steps[-1] if step is None else step
+    try:
+        return _read_step(manager, path / str(number), number, request)
+    except (FileNotFoundError, ValueError):
+        reload(manager)
+        latest = manager.latest_step()
+        if step is not None or latest in (None, number) or jax.process_count() > 1:
+            raise
+    # A writer has removed the checkpoint while it was read.
+    return read(manager, path, request)
+
+
+def _read_step(manager: Any, where: Any, step: int, request: Request) -> PyTree:
+    opened = open_state(request.template)
+    wanted = Manifest.of(request.template, opened)
+    manifest = _read_manifest(where, wanted, opened, request)
+    targets = {}
+    for name, leaf in zip(opened.names, opened.leaves, strict=True):
+        if name in wanted.leaves and manifest.leaves[name].is_stored:
+            targets[name] = _target(leaf, manifest.leaves[name])
+    arrays = _read_arrays(manager, step, where, targets, manifest)
+    process = jax.process_index()
+    leaves = []
+    for name, leaf, configures in zip(
+        opened.names, opened.leaves, opened.configures, strict=True
+    ):
+        saved = manifest.leaves[name] if name in wanted.leaves else None
+        if name in targets:
+            leaf = from_stored(arrays.pop(name), targets[name])
+        elif saved is not None and saved.shape is not None:
+            leaf = empty_like(leaf)
+        elif saved is not None and wanted.leaves[name].shape is not None:
+            leaf = number_like(python_scalar(saved, process), leaf)
+        elif saved is not None and not (configures and request.fields == "template"):
+            leaf = python_scalar(saved, process)
+        leaves.append(leaf)
+    return opened.close(leaves)
+
+
+def _target(leaf: Any, saved: Any) -> Any:
+    """Returns the template for an array; for a Python number there is none yet."""
+    if hasattr(leaf, "dtype"):
+        return leaf
+    return jax.ShapeDtypeStruct(saved.shape, jnp.dtype(saved.dtype))
+
+
+def _read_manifest(
+    where: Any, wanted: Manifest, opened: Opened, request: Request
+) -> Manifest:
+    """Reads the record of a checkpoint, and checks that it fits the template."""
+    found: list[Manifest] = []
+    leaves = dict(zip(opened.names, opened.leaves, strict=True))
+    spanning = {name for name in wanted.leaves if spans_processes(leaves[name])}
+
+    def read() -> None:
+        if not (where / RECORD).exists():
+            raise ValueError(
+                f"{where} was not written by `mpx.checkpoint`: its record is missing. What "
+                "Orbax wrote, Orbax restores: `orbax.checkpoint.StandardCheckpointer`."
+            )
+        try:
+            record = orbax().JsonCheckpointHandler().restore(where / RECORD)
+        except (FileNotFoundError, ValueError) as error:
+            raise damaged(
+                f"{where}", f"its record, `{RECORD}/metadata`, cannot be read: {error}"
+            ) from error
+        manifest = Manifest.from_json(record, f"{where}")
+        manifest.check(wanted, f"{where}", partial=request.partial, spanning=spanning)
+        if request.fields is None:
+            names = zip(opened.names, opened.configures, strict=True)
+            configured = [name for name, configures in names if configures]
+            manifest.check_fields(
+                {name: leaves[name] for name in configured}, f"{where}"
+            )
+        found.append(manifest)
+
+    gather_results(read)
+    return found[0]
+
+
+def _read_arrays(
+    manager: Any,
+    step: int,
+    where: Any,
+    targets: Mapping[str, Any],
+    manifest: Manifest,
+) -> dict[str, Any]:
+    """Reads arrays to where their templates lie, and compares them with their checksums."""
+    ocp = orbax()
+    if not targets:
+        return {}
+    types = {name: stored_type(leaf) for name, leaf in targets.items()}
+    is_own = {name: manifest.leaves[name].is_per_process for name in targets}
+    asked = {
+        name: rows_type(kind) if is_own[name] else kind for name, kind in types.items()
+    }
+
+    def how(kind: Any) -> Any:
+        if kind.sharding is None:
+            return ocp.RestoreArgs(restore_type=np.ndarray, dtype=kind.dtype)
+        return ocp.ArrayRestoreArgs(
+            sharding=kind.sharding, global_shape=kind.shape, dtype=kind.dtype
+        )
+
+    args = ocp.args.PyTreeRestore(
+        item=asked,
+        restore_args={name: how(kind) for name, kind in asked.items()},
+        partial_restore=True,
+    )
+    try:
+        arrays = manager.restore(step, args=ocp.args.Composite(**{ARRAYS: args}))[
+            ARRAYS
+        ]
+        arrays = {name: arrays[name] for name in targets}
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise damaged(f"{where}", _fault_of_arrays(where / ARRAYS, error)) from error
+    missing = [name for name, array in arrays.items() if not is_array(array)]
+    if missing:  # with `partial_restore` Orbax returns what it was given
+        raise damaged(f"{where}", f"`{ARRAYS}/_METADATA` does not list {missing}")
+    for name, kind in types.items():
+        if is_own[name]:
+            arrays[name] = from_rows(arrays[name], kind)
+        if not is_numpy(targets[name]) and not isinstance(arrays[name], jax.Array):
+            arrays[name] = placed(arrays[name], kind.sharding)
+    rows = gather_results(lambda: checksums(arrays.values()))
+    spanning = {name for name, array in arrays.items() if spans_processes(array)}
+    manifest.check_contents(
+        dict(zip(arrays, zip(*rows, strict=True), strict=True)), spanning, f"{where}"
+    )
+    return arrays
+
+
+def _fault_of_arrays(folder: Any, error: Exception) -> str:
+    """Describes why arrays cannot be read. Errors of TensorStore name the file."""
+    if isinstance(error, OSError) or type(error) is ValueError:
+        return f"the arrays in {folder} cannot be read: {error}"
+    return f"`{ARRAYS}/_METADATA` cannot be read: {error!r}"

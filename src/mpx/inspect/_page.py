@@ -1,0 +1,148 @@
+"""A page about a training run: one HTML file that needs no server and no network."""
+
+import html
+import importlib.resources
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpx._jax._formats import FORMATS
+from mpx.inspect._bins import LOWEST
+from mpx.inspect._exponent_view import SHOWN
+from mpx.inspect._timeline import Point
+
+if TYPE_CHECKING:
+    from mpx.inspect._watch import Watch
+
+CURVE_POINTS = 500
+HEAT_COLUMNS = 240
+MOST_CURVES = 12
+"""Curves of one kind beyond these are left out; the page says so."""
+
+
+def write_page(watch: "Watch", path: Path) -> Path:
+    """Writes the page of a run and returns its path."""
+    template = importlib.resources.files("mpx.inspect").joinpath("_page.html")
+    # `<` could end the script that holds the data.
+    data = json.dumps(_data(watch), allow_nan=False).replace("<", "\\u003c")
+    before, after = template.read_text(encoding="utf-8").split("{{data}}")
+    before = before.replace("{{title}}", html.escape(watch.title))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(before + data + after, encoding="utf-8")
+    return path
+
+
+def _data(watch: "Watch") -> dict[str, Any]:
+    line = watch.timeline
+    charts: dict[str, list[str]] = {}
+    for name in line.curves:
+        charts.setdefault(name.partition("/")[0], []).append(name)
+    order = ["loss", "loss_scaling", "skipped", "grad_norm", "underflow", "stuck"]
+    kinds = [x for x in order if x in charts] + [x for x in charts if x not in order]
+    return {
+        "title": watch.title,
+        "steps": watch.steps,
+        "skipped": watch.skipped,
+        "last": line.last,
+        "notes": list(watch.notes.values()),
+        "charts": [_chart(watch, kind, charts[kind]) for kind in kinds],
+        "skips": [
+            {
+                "step": x.step,
+                "leaf": x.leaf,
+                "leaves": x.leaves,
+                "infs": x.infs,
+                "nans": x.nans,
+                "scale": _number(x.loss_scale),
+            }
+            for x in watch.skips[-200:]
+        ],
+        "heat": _heat(watch),
+        "formats": [_format(name) for name in SHOWN],
+        "table": _table(watch),
+    }
+
+
+def _chart(watch: "Watch", kind: str, names: list[str]) -> dict[str, Any]:
+    every = -(-len(watch.timeline.starts) // CURVE_POINTS) or 1
+    shown = names[:MOST_CURVES]
+    return {
+        "name": kind,
+        "left_out": len(names) - len(shown),
+        "steps": watch.timeline.starts[::every],
+        "curves": [
+            {"name": name, **_curve(watch.timeline.curves[name], every)}
+            for name in shown
+        ],
+    }
+
+
+def _curve(points: Sequence[Point | None], every: int) -> dict[str, Any]:
+    mean, low, high, bad = [], [], [], []
+    for start in range(0, len(points), every):
+        some = [x for x in points[start : start + every] if x is not None]
+        count = sum(x[0] for x in some)
+        mean.append(_number(sum(x[1] for x in some) / count) if count else None)
+        low.append(_number(min(x[2] for x in some)) if count else None)
+        high.append(_number(max(x[3] for x in some)) if count else None)
+        bad.append(int(sum(x[4] for x in some)))
+    return {"mean": mean, "low": low, "high": high, "bad": bad}
+
+
+def _heat(watch: "Watch") -> dict[str, Any]:
+    """Returns the histograms over the steps, for all gradients and for groups."""
+    line = watch.timeline
+    every = -(-len(line.starts) // HEAT_COLUMNS) or 1
+    names = sorted(line.counts, key=lambda name: name != "all")[: MOST_CURVES + 1]
+    used = [row for name in names for row in line.counts[name] if row]
+    bins = [i for row in used for i, x in enumerate(row) if x]
+    first, last = (min(bins), max(bins) + 1) if bins else (0, 0)
+
+    def columns(rows: Sequence[list[int] | None]) -> list[list[float | None] | None]:
+        merged = []
+        for start in range(0, len(rows), every):
+            some = [row[first:last] for row in rows[start : start + every] if row]
+            total = [sum(column) for column in zip(*some, strict=True)]
+            whole = sum(total)
+            merged.append([_number(x / whole) for x in total] if whole else None)
+        return merged
+
+    scales = line.curves.get("loss_scaling") or [None] * len(line.starts)
+    return {
+        "scales": [
+            _number(math.log2(x[3])) if x and x[0] and x[3] > 0 else 0
+            for x in scales[::every]
+        ],
+        "lowest": LOWEST - 1 + first,
+        "bins": last - first,
+        "steps": line.starts[::every],
+        "groups": [{"name": n, "columns": columns(line.counts[n])} for n in names],
+    }
+
+
+def _format(name: str) -> dict[str, Any]:
+    form = FORMATS[name]
+    ends = {"smallest": form.smallest, "tiny": form.tiny, "max": form.max}
+    return {"name": name, **{key: math.log2(x) for key, x in ends.items()}}
+
+
+def _table(watch: "Watch") -> dict[str, Any] | None:
+    if watch.exponents is None:
+        return None
+    scale = watch.timeline.curves.get("loss_scaling")
+    last = scale[-1] if scale else None
+    used = last[3] if last and last[0] else 1.0
+    table, note = watch.exponents.view(scale=used).tables()
+    return {
+        "title": table.title,
+        "head": list(table.head),
+        "rows": [list(row) for row in table.rows],
+        "note": str(note),
+    }
+
+
+def _number(value: float) -> float | None:
+    """Returns a number with six digits; `None` for one that JSON does not have."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,0 +1,271 @@
+"""Reports of the precision in which a function computes, made before it runs."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpx._program._queries import walk
+from mpx.inspect._findings import Kept, Matmul, Residual, findings
+from mpx.inspect._program import Program, gradient, program
+from mpx.inspect._result import Result, Table, amount, percent, total
+from mpx.inspect._target import Compiled, as_target, compile_for, on_target, placed
+from mpx.inspect._views import (
+    AmpView,
+    Fp8View,
+    Recognised,
+    amp_view,
+    fp8_view,
+    grouped,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report(Result):
+    """The precision of a program's operations; made by `mpx.inspect.report`.
+
+    It prints as tables. In these, rows that differ only in the numbers of their paths, as
+    the layers of a model do, are one.
+
+    Attributes:
+        matmuls: All matmuls, convolutions and calls of fused attention.
+        kept: What is in f32, or as it is written, and why.
+        residuals: What the forward pass leaves in memory for the backward pass, largest
+            first. Values that XLA computes again from others are left out.
+        opaque: Operations of which nothing is known, such as kernels and callbacks.
+        passes: `forward`, `forward and backward`, or why there is no backward pass.
+        amp: What `amp` decided; `None` if the function is not under it.
+        fp8: What `fp8` decided; `None` if the function is not under it.
+        compiled: What the compiler made of it, if a target was given.
+    """
+
+    matmuls: tuple[Matmul, ...]
+    kept: tuple[Kept, ...]
+    residuals: tuple[Residual, ...]
+    opaque: tuple[Kept, ...]
+    passes: str
+    amp: AmpView | None
+    fp8: Fp8View | None
+    compiled: Compiled | None = None
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """The operations of all matmuls by the dtype in which they multiply.
+
+        Each is counted as often as it runs: in every call of its function and step of its
+        scan. A while loop counts as one step, a branch as the largest of its
+        alternatives, `shard_map` as one device.
+        """
+        return total((x.dtype, x.flops) for x in self.matmuls)
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """The bytes that all matmuls read and write, by dtype."""
+        return total((x.dtype, x.bytes) for x in self.matmuls)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of the matmuls' operations by dtype, the largest first."""
+        flops = self.flops
+        ordered = sorted(flops.items(), key=lambda item: -item[1])
+        return {dtype: count / sum(flops.values()) for dtype, count in ordered}
+
+    @property
+    def residual_bytes(self) -> dict[str, int]:
+        """The bytes that are left in memory for the backward pass, by dtype."""
+        return total((x.dtype, x.bytes) for x in self.residuals)
+
+    @property
+    def params(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """By parameter, then by dtype: the FLOPs and bytes of the matmuls that read it."""
+        found: dict[str, dict[str, tuple[int, int]]] = {}
+        for x in self.matmuls:
+            if x.place.param:
+                dtypes = found.setdefault(x.place.param, {})
+                flops, bytes = dtypes.get(x.dtype, (0, 0))
+                dtypes[x.dtype] = flops + x.flops, bytes + x.bytes
+        return found
+
+    @property
+    def recognised(self) -> tuple[Recognised, ...]:
+        """Attention, experts and logits that `amp` found, in a kernel or not."""
+        return () if self.amp is None else self.amp.recognised
+
+    def tables(self) -> Sequence[Table]:
+        """Returns the summary, the matmuls, what is f32 and why, and the residuals."""
+        found = [Table.text(self._summary()), self._matmul_table()]
+        if self.fp8 is not None:
+            found += self.fp8.tables()
+        if self.amp is not None:
+            found += self.amp.tables()
+        else:
+            found += [
+                _table("in f32", self.kept, "Nothing is promoted to f32."),
+                *([_table("unknown", self.opaque, "")] if self.opaque else []),
+            ]
+        if self.residuals:
+            found.append(self._residual_table())
+        if self.compiled is not None:
+            found += self.compiled.tables()
+        return found
+
+    def _summary(self) -> str:
+        under = []
+        if self.amp is not None:
+            under.append(f"amp to {self.amp.dtype}, rules {self.amp.rules}")
+        if self.fp8 is not None:
+            under.append(f"fp8 with {self.fp8.recipe}")
+        shares = [f"{percent(x)} in {name}" for name, x in self.shares.items()]
+        every = amount(sum(self.flops.values()), "FLOP")
+        counted = f" of {every}, {self.passes}" if shares else f"; {self.passes}"
+        what = ", ".join(under) or "Neither amp nor fp8"
+        return f"{what}. Matmul operations: {', '.join(shares) or 'none'}{counted}."
+
+    def _matmul_table(self) -> Table:
+        groups: dict[tuple[str, ...], list[Matmul]] = {}
+        for x in self.matmuls:
+            label = _starred(x.place.label)
+            shapes = " @ ".join(f"({','.join(map(str, s))})" for s in x.shapes[:2])
+            which = "backward" if x.place.backward else "forward"
+            name = x.place.primitive.removesuffix("_general")
+            key = (label, name, x.dtype, shapes, which, x.place.source)
+            groups.setdefault(key, []).append(x)
+        rows = []
+        for (label, name, dtype, shapes, which, source), group in groups.items():
+            if len({x.place.label for x in group}) == 1:
+                label = group[0].place.label
+            count, size = (
+                sum(getattr(x, f) for x in group) for f in ("flops", "bytes")
+            )
+            times = str(sum(x.times for x in group))
+            cells = (times, amount(count), amount(size, "B"))
+            rows.append((label, name, dtype, shapes, *cells, which, source))
+        if not rows:
+            return Table.text("No matmuls.")
+        head = ("parameter, or place", "matmul", "dtype", "shapes", "times", "FLOPs")
+        return Table((*head, "bytes", "pass", "source"), rows, "", frozenset({4, 5, 6}))
+
+    def _residual_table(self) -> Table:
+        parts = sorted(self.residual_bytes.items(), key=lambda item: -item[1])
+        shown = ", ".join(f"{amount(size, 'B')} in {dtype}" for dtype, size in parts)
+        rows = [
+            (amount(x.bytes, "B"), x.dtype, str(x.arrays), x.primitive, x.source)
+            for x in self.residuals[:_MOST]
+        ]
+        rest = self.residuals[_MOST:]
+        if rest:
+            size = sum(x.bytes for x in rest)
+            rows.append((amount(size, "B"), "", str(len(rest)), "others", ""))
+        head = ("bytes", "dtype", "arrays", "made by", "source")
+        title = f"Kept for the backward pass: {shown}."
+        return Table(head, rows, title, frozenset({0, 2}))
+
+
+_MOST = 12  # rows of residuals that are printed
+
+
+def _starred(path: str) -> str:
+    """Returns a path with a star for each number between slashes."""
+    return re.sub(r"(?<![^/_])\d+(?![^/])", "*", path)
+
+
+def _table(what: str, kept: Sequence[Kept], empty: str) -> Table:
+    rows = ((x.primitive, _starred(x.reason), x.source) for x in kept)
+    return grouped(what, rows, empty)
+
+
+def report(
+    func: Callable[..., Any],
+    /,
+    *args: Any,
+    backward: bool | None = None,
+    target: str | None = None,
+    devices: int = 1,
+    **kwargs: Any,
+) -> Report:
+    """Returns which operations of a call run in which precision, and why.
+
+    The call is traced and not run, so arrays may be given as `jax.ShapeDtypeStruct`. The
+    function may be under `mpx.amp` or `mpx.fp8`, call functions that are, cast by a policy
+    or by hand, or do nothing of the kind.
+
+    Args:
+        func: The function.
+        *args: Its positional arguments, without the state of delayed scaling.
+        backward: Whether the report covers the gradient with respect to the parameters,
+            too: the floating arrays of the first argument, or of the function if it is a
+            module. The first result must be a scalar loss. By default it does so where
+            that is possible and the function computes no gradient itself.
+        target: A GPU for which the program is compiled, `"h200"`, or `"here"` for the
+            default device. The GPU need not be there, but JAX's CUDA plugin must be.
+        devices: How many of these. Arguments that are sharded over as many devices keep
+            their specs; the first axes of others that are no parameters are split.
+        **kwargs: The keyword arguments of the function.
+
+    Raises:
+        TypeError: If `backward` is true and the first result is no scalar loss.
+        ValueError: If the target is unknown.
+        ImportError: If the target needs a package that is not installed.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import mpx
+        >>> def f(params, x):
+        ...     return jnp.exp(x @ params["w"])
+        >>> found = report(mpx.amp(f), {"w": jnp.ones((3, 4))}, jnp.ones((2, 3)))
+        >>> found.shares
+        {'bf16': 1.0}
+        >>> [(x.place.param, x.dtype, x.flops) for x in found.matmuls]
+        [('params/w', 'bf16', 48)]
+        >>> [x.primitive for x in found.kept]
+        ['exp']
+    """
+    target = as_target(target)
+    with on_target(target, devices, (args, kwargs)) as mesh:
+        found = program(func, args, kwargs)
+        if mesh is not None and mesh.size > 1:
+            # On several devices gradients may leave their matmuls in another dtype.
+            found = program(func, args, kwargs, placed(found, mesh))
+        full, passes = _with_backward(found, backward)
+        compiled = None
+        if target is not None and mesh is not None:
+            compiled = compile_for(full, target, mesh)
+    return _of_program(full, passes, compiled)
+
+
+def _with_backward(forward: Program, backward: bool | None) -> tuple[Program, str]:
+    """Returns the program to report on, and the passes that it has."""
+    if backward:
+        return gradient(forward), "forward and backward"
+    if backward is False or not forward.params or not forward.has_loss:
+        return forward, "forward"
+    if any(here.backward for here in walk(forward.jaxpr)):
+        return forward, "forward and backward"
+    try:
+        return gradient(forward), "forward and backward"
+    except (TypeError, ValueError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        return forward, f"forward only, since it has no gradient: {reason}"
+
+
+def _of_program(full: Program, passes: str, compiled: Compiled | None) -> Report:
+    amp, found = amp_view(full.recording), findings(full)
+    kept, opaque = found.kept, found.opaque
+    if amp is not None:
+        kept, opaque = (
+            tuple(
+                Kept(x.primitive, x.reason, " ".join(x.params), x.scope, x.source)
+                for x in decisions
+            )
+            for decisions in (amp.kept, amp.opaque)
+        )
+    return Report(
+        matmuls=found.matmuls,
+        kept=kept,
+        residuals=found.residuals,
+        opaque=opaque,
+        passes=passes,
+        amp=amp,
+        fp8=fp8_view(full.recording),
+        compiled=compiled,
+    )

@@ -1,0 +1,400 @@
+"""Sites: the places of a gradient program where a value would be rounded.
+
+The program is that of `amp`, run in f32: values of 16 bits are held in f32, and each place
+where one arises is a site.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpx._jax._compat import (
+    Literal,
+    equation_context,
+    eval_equation,
+    is_transposed,
+    open_jaxpr,
+    primitive_name,
+    scan_sizes,
+    scopes_of,
+)
+from mpx._program import HANDLERS
+from mpx._program._interpreter import (
+    Facts,
+    Jaxpr,
+    Kind,
+    Op,
+    Outcome,
+    Scopes,
+    Visitor,
+    as_array,
+)
+from mpx._program._queries import MATMULS, REMAT, Equation, names
+from mpx.inspect._dtypes import is_f32, is_half
+from mpx.inspect._groups import Group, token_of
+from mpx.inspect._keys import Key, Known, Site
+from mpx.inspect._operations import (
+    COMMON,
+    EXACT,
+    FOLLOWED,
+    floats_of,
+    is_cotangent_of,
+    sources_of,
+)
+from mpx.inspect._wide import bind_as_written, bind_wide, touches_half
+
+_NESTED = (*names("jit pjit closed_call core_call scan cond"), *REMAT)
+_DERIVED = names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr")
+
+Rule = Callable[[Site, Any, Any, tuple[Any, ...]], Any]
+"""Takes a site, a value, the array of the site, and operands; returns the new value."""
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Sites(Visitor):
+    """Runs a gradient program in f32 and applies a rule at each site.
+
+    Attributes:
+        groups: The groups; a label of an equation is a position among them.
+        rule: What happens at a site.
+        arrays: One array for each site, by its number; `None` to collect the sites.
+        sites: The sites, by the equations that they are in.
+        quantised: The numbers of sites whose values fp8 may quantise: operands of matmuls
+            with a parameter.
+        inner: The numbers of the sites inside an equation, by its `id`.
+        carried: What is known of a loop's carry after a step.
+        opaque: The names of operations that were run as they are written.
+    """
+
+    unknown: ClassVar[Known] = Known()
+    narrow_carry: bool = True  # held in f32, whatever it was
+
+    groups: Sequence[Group]
+    rule: Rule | None = None
+    arrays: dict[int, Any] | None = None
+    sites: dict[tuple[int, ...], Site] = dataclasses.field(default_factory=dict)
+    quantised: set[int] = dataclasses.field(default_factory=set)
+    inner: dict[int, set[int]] = dataclasses.field(default_factory=dict)
+    carried: dict[Any, Known] = dataclasses.field(default_factory=dict)
+    opaque: set[str] = dataclasses.field(default_factory=set)
+    _inside: tuple[int, ...] = ()
+    _lengths: tuple[int, ...] = ()
+    _count: int = 0
+    _results: dict[int, Facts] = dataclasses.field(default_factory=dict)
+
+    # --- equations --------------------------------------------------------------------
+
+    def equation(self, op: Op) -> Outcome:
+        eqn, name = op.eqn, primitive_name(op.eqn)
+        self._count = 0
+        if name in _NESTED:
+            by_platform = eqn.params.get("branches_platforms")
+            return self._in_place(op) if by_platform else self._nested(op, name)
+        if name in _DERIVED and touches_half(eqn):
+            body, consts = open_jaxpr(eqn.params["call_jaxpr"])
+            return self.run(body, consts, op.values, op.facts, op.scopes)
+        if name in HANDLERS and name not in _DERIVED:
+            return self._as_written(op)
+        return self._convert(op) if name == "convert_element_type" else self._leaf(op)
+
+    def _leaf(self, op: Op) -> Outcome:
+        eqn, name = op.eqn, primitive_name(op.eqn)
+        touched = any(is_half(x.aval) for x in (*eqn.invars, *eqn.outvars))
+        if name in FOLLOWED and len(floats_of(op)) == 1:
+            return self._move(op, touched)
+        if not touched:
+            return self._wide(op, name)
+        return self._half(op, name)
+
+    def read(self, atom: Any) -> tuple[Any, Known]:
+        """Returns a value, in f32 if it is of 16 bits."""
+        value, fact = super().read(atom)
+        if is_half(getattr(value, "aval", value)):
+            value = jnp.asarray(value, np.float32)
+        return value, fact
+
+    def _group(self, op: Op) -> int:
+        found = token_of(op.scopes).group
+        if primitive_name(op.eqn) in MATMULS:
+            found = self._of_matmul(op, found)
+        owners = (fact.owner for fact in op.facts)
+        return max(owners, default=0) if found is None else found
+
+    def _of_matmul(self, op: Op, label: int | None) -> int | None:
+        """Returns the group of a matmul: its label, or the one that read its operand.
+
+        Where `amp` sums weight gradients in f32, the label in the backward pass is another
+        one's. That pass comes to the matmuls of the forward pass in reverse order.
+        """
+        is_cotangent, made = is_cotangent_of(op), self.frame.made
+        for x, fact in zip(op.values, op.facts, strict=True):
+            readers = made.setdefault(("read", id(x)), (x, []))[1]
+            if not is_cotangent:
+                readers.append(label)
+            elif not fact.is_cotangent and readers and label not in readers:
+                return readers.pop()
+        return label
+
+    def _convert(self, op: Op) -> Outcome:
+        (var,), (out,), (x,), (fact,) = op.eqn.invars, op.eqn.outvars, *op[1:3]
+        if is_half(out.aval) and is_f32(var.aval):
+            token = token_of(op.scopes)
+            if token.is_input or token.group is None or is_transposed(op.eqn):
+                return [x], [fact._replace(is_pending=True)]
+            return self._round(op, x, fact)
+        if is_half(var.aval) and is_f32(out.aval):
+            return self._round(op, x, fact) if fact.is_pending else ([x], [fact])
+        if is_half(var.aval) and is_half(out.aval):
+            return [x], [fact]
+        return bind_wide(op.eqn, [x]), [Known(is_cotangent=fact.is_cotangent)]
+
+    def _round(self, op: Op, x: Any, fact: Known) -> Outcome:
+        group = self._group(op)
+        sources = fact.sources or (group,)
+        key = Key("out", group, -1, sources, fact.is_cotangent)
+        x, _ = self._entry(key, x)
+        return [x], [Known(group, sources, is_cotangent=fact.is_cotangent)]
+
+    def _move(self, op: Op, touched: bool) -> Outcome:
+        (position,) = floats_of(op)
+        source, fact = op.values[position], op.facts[position]
+
+        def again(x: Any) -> list[Any]:
+            values = list(op.values)
+            values[position] = x
+            return (
+                bind_wide(op.eqn, values) if touched else eval_equation(op.eqn, values)
+            )
+
+        outs = again(source)
+        earlier = self.frame.made.get(("moved", id(source)))
+        spreads = op.eqn.primitive.name in ("gather", "broadcast_in_dim")
+        if len(outs) == 1 and (earlier or spreads):
+            first, before = earlier[1] if earlier else (source, None)
+            call = lambda x: again(before(x))[0] if before else again(x)[0]  # noqa: E731
+            self.frame.made["moved", id(outs[0])] = outs[0], (first, call)
+        return outs, [fact] * len(outs)
+
+    def _wide(self, op: Op, name: str) -> Outcome:
+        if not self._can_be_differentiated(op, name):
+            return self._as_written(op)
+        outs = eval_equation(op.eqn, op.values)
+        fact = Known(is_cotangent=is_cotangent_of(op))
+        if name in ("add", "sub"):
+            outs = [self._sum(op, outs[0], op.values)]
+        return outs, [fact] * len(outs)
+
+    def _half(self, op: Op, name: str) -> Outcome:
+        if not self._can_be_differentiated(op, name):
+            return self._as_written(op)
+        group, values = self._group(op), list(op.values)
+        is_matmul, is_cotangent = name in MATMULS, is_cotangent_of(op)
+        sources = (group,) if is_matmul else sources_of(op)
+        is_eight = is_matmul and bool(self.groups[group].param)
+        for i, (var, fact) in enumerate(zip(op.eqn.invars, op.facts, strict=True)):
+            if not is_half(var.aval) or isinstance(var, Literal):
+                continue
+            if is_matmul and (fact.is_pending or fact.owner != group):
+                key = Key("entry", group, fact.owner, fact.sources, fact.is_cotangent)
+            elif fact.is_pending:
+                key = Key("out", group, -1, sources, fact.is_cotangent)
+            elif is_eight:
+                key = Key("eight", group, -1, (), fact.is_cotangent)
+            else:
+                continue
+            values[i], number = self._entry(key, values[i])
+            if is_eight and i < 2:
+                self.quantised.add(number)
+        outs = bind_wide(op.eqn, values)
+        if name in ("add", "sub"):
+            outs = [self._sum(op, outs[0], values)]
+        if name not in EXACT:
+            key = Key("out", group, group, sources, is_cotangent)
+            outs = [
+                self._site(key, x)[0] if is_half(var.aval) else x
+                for x, var in zip(outs, op.eqn.outvars, strict=True)
+            ]
+        low = Known(group, sources, is_cotangent=is_cotangent)
+        wide = Known(is_cotangent=is_cotangent)
+        return outs, [low if is_half(var.aval) else wide for var in op.eqn.outvars]
+
+    def _sum(self, op: Op, out: Any, values: Sequence[Any]) -> Any:
+        """Applies the rule to a sum or difference of values that were rounded before."""
+        owners = [fact.owner for fact in op.facts if fact.owner >= 0]
+        shapes = {jnp.shape(value) for value in values}
+        if not owners or len(shapes) > 1 or not is_f32(out):
+            return out
+        pairs = zip(values, op.facts, strict=True)
+        rough = tuple(x for x, fact in pairs if fact.owner >= 0 or fact.is_pending)
+        is_cotangent = is_cotangent_of(op)
+        return self._site(Key("sum", owners[0], -1, (), is_cotangent), out, rough)[0]
+
+    # --- sites ------------------------------------------------------------------------
+
+    def _entry(self, key: Key, x: Any) -> tuple[Any, int]:
+        """Rounds a value for a group that reads it, once for all its operations.
+
+        What was spread over several places has the same error in all of them: it is
+        rounded before. Returns the value and the number of the site.
+        """
+        moved = self.frame.made.get(("moved", id(x)))
+        if moved is None:
+            return self._once(key, x)
+        if (key, id(x)) not in self.frame.made:
+            source, call = moved[1]
+            value, number = self._once(key, source)
+            self.frame.made[key, id(x)] = x, (call(value), number)
+        return self.frame.made[key, id(x)][1]
+
+    def _once(self, key: Key, x: Any) -> tuple[Any, int]:
+        made = self.frame.made
+        if (key, id(x)) not in made:
+            made[key, id(x)] = x, self._site(key, x)
+        return made[key, id(x)][1]
+
+    def _site(
+        self, key: Key, x: Any, operands: tuple[Any, ...] = ()
+    ) -> tuple[Any, int]:
+        if not is_f32(x) or x.size == 0:
+            return x, -1
+        name = (*self._inside, id(self.frame.eqn), self._count)
+        self._count += 1
+        if self.arrays is None:
+            new = Site(len(self.sites), key, x.size, len(operands), self._lengths)
+            number = self.sites.setdefault(name, new).number
+            for eqn in self._inside:
+                self.inner.setdefault(eqn, set()).add(number)
+            return x, number
+        site = self.sites[name]
+        if self.rule is None or site.number not in self.arrays:
+            return x, site.number
+        found = self.arrays[site.number]
+        return self.rule(site, x, found, operands), site.number
+
+    # --- running ----------------------------------------------------------------------
+
+    def _as_written(self, op: Op) -> Outcome:
+        """Runs an equation whose derivative is not known, or that is not looked into."""
+        self.opaque.add(primitive_name(op.eqn))
+        values = [lax.stop_gradient(x) if is_f32(x) else x for x in op.values]
+        outs = bind_as_written(op.eqn, values)
+        return outs, [Known()] * len(outs)
+
+    def _can_be_differentiated(self, op: Op, name: str) -> bool:
+        if name in COMMON or self.arrays is None:
+            return True
+        floats = [i for i, x in enumerate(op.values) if is_f32(x)]
+        if not floats:
+            return True
+
+        def call(*chosen: Any) -> list[Any]:
+            values = list(map(as_array, op.values))
+            for i, x in zip(floats, chosen, strict=True):
+                values[i] = x
+            outs = bind_wide(op.eqn, values)
+            return [x for x in outs if is_f32(x)]
+
+        def pull(*chosen: Any) -> Any:
+            outs, vjp = jax.vjp(call, *chosen)
+            return vjp(outs)
+
+        try:
+            jax.eval_shape(pull, *(as_array(op.values[i]) for i in floats))
+        except Exception:  # each primitive says it in its own way
+            return False
+        return True
+
+    # --- bodies -----------------------------------------------------------------------
+
+    def _in_place(self, op: Op) -> Outcome:
+        """Runs the code for platforms without code of their own, as if it stood here.
+
+        A value that it rounds is then known to be the one that was rounded before.
+        """
+        body, consts = open_jaxpr(op.eqn.params["branches"][-1])
+        facts = [*[self.unknown] * len(consts), *op.facts[1:]]
+        known = zip((*consts, *op.values[1:]), facts, strict=True)
+        before, self._inside = self._inside, (*self._inside, id(op.eqn))
+        self.frame.env.update(zip((*body.constvars, *body.invars), known, strict=True))
+        for eqn in body.eqns:
+            pairs = [self.read(atom) for atom in eqn.invars]
+            self.frame.eqn = eqn
+            with equation_context(eqn):
+                scopes = op.scopes + scopes_of(eqn)
+                inner = Op(eqn, [x for x, _ in pairs], [x for _, x in pairs], scopes)
+                outs = zip(*self.equation(inner), strict=True)
+            self.frame.env.update(zip(eqn.outvars, outs, strict=True))
+        self._inside = before
+        found = [self.read(atom) for atom in body.outvars]
+        return [x for x, _ in found], [x for _, x in found]
+
+    def _nested(self, op: Op, name: str) -> Outcome:
+        outs, facts = HANDLERS[name](self, op)
+        if name not in ("scan", "cond"):
+            return outs, facts
+        branches = op.eqn.params.get("branches") or [op.eqn.params["jaxpr"]]
+        bodies = [open_jaxpr(branch)[0] for branch in branches]
+        results = [self._results.get(id(body)) for body in bodies]
+        if any(found is None for found in results):
+            return outs, facts
+        first, *others = results
+        assert first is not None
+        facts = [
+            fact if all(x is None or x[i] == fact for x in others) else Known()
+            for i, fact in enumerate(first)
+        ]
+        if name == "scan":
+            n_consts, n_carry = scan_sizes(op.eqn.params)
+            carry = bodies[0].invars[n_consts : n_consts + n_carry]
+            self.carried.update(zip(carry, facts, strict=False))
+        return outs, facts
+
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        facts: Sequence[Known],
+        scopes: Scopes,
+    ) -> Outcome:
+        outs, facts = super().run(jaxpr, consts, args, facts, scopes)
+        self._results[id(jaxpr)] = facts
+        return outs, facts
+
+    def fact_inside(self, fact: Known, var: Any, kind: Kind) -> Known:
+        if kind != "carry":
+            return fact
+        known = self.carried.get(var, Known())
+        is_cotangent = fact.is_cotangent or is_transposed(self.frame.eqn)
+        return known._replace(is_cotangent=is_cotangent)
+
+    def result_facts(self, outs: Sequence[Any], known: Facts) -> Facts:
+        return [Known()] * len(outs)
+
+    def more_inputs(self, op: Op) -> dict[int, Any] | None:
+        if self.arrays is None:
+            return None
+        wanted = sorted(self.inner.get(id(op.eqn), ()))
+        return {i: self.arrays[i] for i in wanted if i in self.arrays}
+
+    @contextlib.contextmanager
+    def inside(self, eqn: Equation, more: dict[int, Any] | None) -> Iterator[None]:
+        before = self.arrays, self._inside, self._lengths
+        self._inside += (id(eqn),)
+        if primitive_name(eqn) == "scan":
+            self._lengths += (eqn.params["length"],)
+        if self.arrays is not None:
+            self.arrays = more or {}
+        try:
+            yield
+        finally:
+            self.arrays, self._inside, self._lengths = before
+
+    def cache_key(self, more: Any) -> None:
+        return None
