@@ -330,7 +330,7 @@ def source_frames(eqn: Any) -> list[tuple[str, str, int]]:
     names = private("source")
     if names is None:
         return []
-    own = str(pathlib.Path(__file__).parent)
+    own = str(pathlib.Path(__file__).parents[1])
     return [
         (frame.function_name, frame.file_name, frame.start_line)
         for frame in names.user_frames(eqn.source_info.traceback)
