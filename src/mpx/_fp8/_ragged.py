@@ -23,8 +23,7 @@ from jax import Array, lax
 from mpx._fp8._operands import as_bytes, differentiable_once
 from mpx._fp8._recipes import Recipe, StaticScaling
 from mpx._fp8._scales import DTYPES, largest_magnitude, power_of_two_scale, quantize
-from mpx._ops._experts._groups import group_of_rows
-from mpx._ops._experts._plain import Kind, plain
+from mpx._ops._experts._plain import Kind, group_of_rows, plain
 
 
 @dataclasses.dataclass(frozen=True)

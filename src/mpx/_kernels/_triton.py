@@ -16,8 +16,15 @@ from jax.typing import ArrayLike
 from mpx._jax._compat import struct_like
 from mpx._jax._private import private
 from mpx._kernels._plain import Body
-from mpx._kernels._step import WHOLE, BlockView, Plane, planes_of, step_block
-from mpx._kernels._tuning import TRITON, Tuning
+from mpx._kernels._step import (
+    TRITON,
+    WHOLE,
+    BlockView,
+    Plane,
+    Tuning,
+    planes_of,
+    step_block,
+)
 from mpx._quant import Block
 
 pl = plgpu = private("kernels")

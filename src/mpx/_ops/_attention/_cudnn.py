@@ -272,3 +272,22 @@ def _reason_by_jax(
         return None
     warn(f"Attention runs without cuDNN's kernel: {_OTHER_WAY}. Upgrade mpx.")
     return _OTHER_WAY
+
+
+LEAST = {9: 128 * 128, 10: 128 * 128}
+"""By the first number of the compute capability: from which number of scores per head on."""
+
+
+def reason_not_paying(
+    capability: tuple[int, ...] | None, rows: int, keys: int
+) -> str | None:
+    """Returns why attention of this size is run operation by operation, if it is."""
+    if capability is None:
+        return "cuDNN attention needs a CUDA GPU"
+    least = LEAST.get(capability[0])
+    if least is None:
+        version = ".".join(map(str, capability))
+        return f"not faster in cuDNN on a GPU of compute capability {version}"
+    if rows * keys < least:
+        return f"not faster in cuDNN: {rows} × {keys} scores are fewer than {least}"
+    return None

@@ -17,8 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from mpx._jax._private import private
-from mpx._ops._experts._groups import ALIGNMENT, group_ends, row_blocks
-from mpx._ops._experts._tuning import PROGRAMS, Blocks
+from mpx._ops._experts._plain import ALIGNMENT, PROGRAMS, Blocks, group_ends, row_blocks
 
 pl = plgpu = private("grouped")
 
