@@ -52,10 +52,8 @@ def attend(
 
     The arguments are those of `catch` in `captured`.
 
-    Returns:
-        The output and the logsumexp (batch, heads, queries, 1). `None` if the operands are
-        not f32, if there is no CUDA GPU, or if the call is one that the operation does
-        not support.
+    It returns the output and the logsumexp, or `None` if the operands are not f32, if there
+    is no CUDA GPU, or if the operation does not support the call.
     """
     given = [x for x in arrays if x is not None]
     extras = [
@@ -361,13 +359,7 @@ class Fit(NamedTuple):
 def padded_call(
     shapes: list[Shape], spec: Attention, dtype: np.dtype
 ) -> tuple[Attention, tuple[jax.ShapeDtypeStruct, ...]]:
-    """Returns the call on padded operands, and their types.
-
-    Args:
-        shapes: Those of queries, keys and values: batch, length, heads, size.
-        spec: The call.
-        dtype: The dtype of the three.
-    """
+    """Returns the call on padded operands, and their types."""
     query, _, value = shapes
     fit = Fit.of(query, value, spec)
     spec = fit.spec(spec)
@@ -388,15 +380,7 @@ def padded_call(
 def fitted_attention(
     query: Array, key: Array, value: Array, extras: Mapping[str, Array], spec: Attention
 ) -> Array:
-    """Runs attention on operands that are padded where the kernel needs it.
-
-    Args:
-        query: The queries (batch, length, heads, size).
-        key: The keys.
-        value: The values; their heads may have another size.
-        extras: The bias and the mask, if the call has them.
-        spec: The call.
-    """
+    """Runs attention on operands that are padded where the kernel needs it."""
     rows, keys, size = query.shape[1], key.shape[1], value.shape[-1]
     fit = Fit.of(query.shape, value.shape, spec)
     query = _padded(query, {1: fit.rows, 3: fit.head})

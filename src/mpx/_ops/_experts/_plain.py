@@ -61,15 +61,9 @@ def group_of_rows(sizes: Array, rows: int) -> Array:
 def row_blocks(sizes: Array, rows: int, block: int) -> tuple[Array, ...]:
     """Returns the blocks of rows that cover all groups, and then the rows behind these.
 
-    Args:
-        sizes: The number of rows of each group.
-        rows: The number of all rows, at least `block` and a multiple of 8.
-        block: The number of rows of a block.
-
-    Returns:
-        Of each block: the group, which is `len(sizes)` for the rows behind all groups; the
-        first row, a multiple of 8; where in the block the rows of the group begin; and
-        their number. Blocks of 0 rows come last.
+    There are at least `block` rows, a multiple of 8. Each block has a group, `len(sizes)`
+    for the rows behind all groups; a first row, a multiple of 8; where in the block the rows
+    of the group begin; and their number. Blocks of 0 rows come last.
     """
     ends = group_ends(sizes, rows)
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])

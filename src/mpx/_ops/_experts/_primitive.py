@@ -48,15 +48,7 @@ _TRANSPOSED: dict[str, tuple[tuple[Kind, bool], tuple[Kind, bool]]] = {
 def grouped_matmul(
     a: Array, b: Array, sizes: Array, *, kind: Kind, dtype: np.dtype
 ) -> Array:
-    """Returns a grouped matmul; sums are f32.
-
-    Args:
-        a: Rows: x, or y for `turned`.
-        b: A matrix for each group; for `sums` as many rows.
-        sizes: The number of rows of each group.
-        kind: What is multiplied.
-        dtype: The dtype of the result.
-    """
+    """Returns a grouped matmul; sums are f32."""
     operands = [a, b, sizes]
     names = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
     # Marked here, so that the transpose of the mark sums gradients over devices.
