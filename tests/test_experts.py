@@ -16,7 +16,7 @@ import h200
 import mpx
 from kernel_cases import needs_mosaic
 from mpx._amp import _decide
-from mpx._ops._experts import _groups
+from mpx._ops._experts import _plain
 from mpx._program._queries import GROUPED, equations
 from mpx.recipes import MXFP8, CurrentScaling
 
@@ -101,7 +101,7 @@ def grouped_in(func, *args):
 
 @pytest.mark.parametrize("block", [64, 128])
 def test_blocks_of_rows_hold_each_row_once(block):
-    find = jax.jit(_groups.row_blocks, static_argnums=(1, 2))
+    find = jax.jit(_plain.row_blocks, static_argnums=(1, 2))
     rng = np.random.default_rng(0)
     for case in [*(x for x in SIZES.values() if len(x) == 4), *range(40)]:
         sizes = case
@@ -109,7 +109,7 @@ def test_blocks_of_rows_hold_each_row_once(block):
             cuts = np.sort(rng.integers(0, ROWS + 1, 4))
             sizes = np.diff(cuts, prepend=0)
         owner = np.repeat([*range(4), 4], [*sizes, ROWS - sum(sizes)])
-        of_row = _groups.group_of_rows(jnp.asarray(sizes, jnp.int32), ROWS)
+        of_row = _plain.group_of_rows(jnp.asarray(sizes, jnp.int32), ROWS)
         np.testing.assert_array_equal(of_row, np.minimum(owner, 3))
         seen = np.full(ROWS, -1)
         found = find(jnp.asarray(sizes, jnp.int32), ROWS, block)
@@ -132,7 +132,7 @@ def test_blocks_of_rows_hold_each_row_once(block):
 @pytest.mark.parametrize("name", ["rows without a group", "uneven"])
 def test_kernel_in_the_interpreter_is_right(kind, name):
     from mpx._ops._experts import _mosaic
-    from mpx._ops._experts._tuning import Blocks
+    from mpx._ops._experts._plain import Blocks
 
     sizes, pallas = SIZES[name], import_module("jax.experimental.pallas.mosaic_gpu")
     p, x, grad = draw(4, columns=64, dtype=BF16)
