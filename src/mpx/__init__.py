@@ -53,6 +53,7 @@ if _typing.TYPE_CHECKING:
     from mpx._amp import amp_low as amp_low
     from mpx._amp import amp_stop as amp_stop
     from mpx._fp8 import fp8 as fp8
+    from mpx._jax._processes import check_processes as check_processes
     from mpx._ops._cross_entropy import linear_cross_entropy as linear_cross_entropy
 
 _NAMESPACES = ("checkpoint", "compat", "inspect", "optim", "recipes", "testing")
@@ -61,6 +62,7 @@ _FUNCTIONS = {
     "amp": "mpx._amp",
     "amp_low": "mpx._amp",
     "amp_stop": "mpx._amp",
+    "check_processes": "mpx._jax._processes",
     "fp8": "mpx._fp8",
     "linear_cross_entropy": "mpx._ops._cross_entropy",
 }
