@@ -74,7 +74,7 @@ class Library(NamedTuple):
 # --- the model ------------------------------------------------------------------------
 
 
-def make_params(seed: int = 0, dtype: Any = jnp.float32) -> dict[str, Any]:
+def make_params(seed=0, dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(seed), 3)
     shapes = [(IN, HIDDEN), (HIDDEN, OUT)]
     w1, w2 = (
@@ -86,7 +86,7 @@ def make_params(seed: int = 0, dtype: Any = jnp.float32) -> dict[str, Any]:
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
-def make_batch(seed: int) -> tuple[Any, Any]:
+def make_batch(seed):
     x, y = jax.random.split(jax.random.key(1000 + seed))
     return (
         jax.random.randint(x, (ROWS, IN), -1, 2).astype(jnp.float32),
@@ -94,10 +94,8 @@ def make_batch(seed: int) -> tuple[Any, Any]:
     )
 
 
-def loss(
-    params: Any, x: Any, y: Any, fault: Any, number: Any, axis_name: str | None = None
-) -> Any:
-    def hit(**tree: Any) -> Any:
+def loss(params, x, y, fault, number, axis_name=None):
+    def hit(**tree):
         return inject(tree, fault, number, axis_name=axis_name)
 
     params = hit(params=params)["params"]
@@ -108,7 +106,7 @@ def loss(
     return jnp.mean((out - y).astype(jnp.float32) ** 2)
 
 
-def loss_f16(params: Any, x: Any, y: Any, fault: Any, number: Any) -> Any:
+def loss_f16(params, x, y, fault, number):
     """Casts by hand, for libraries that leave it to the user."""
     params, x, y = jax.tree.map(lambda a: a.astype(jnp.float16), (params, x, y))
     return loss(params, x, y, fault, number)
@@ -117,7 +115,7 @@ def loss_f16(params: Any, x: Any, y: Any, fault: Any, number: Any) -> Any:
 # --- layouts over all devices, eight in faults.py -------------------------------------
 
 
-def shardings(layout: str) -> dict[str, NamedSharding]:
+def shardings(layout):
     """Returns where parameters and activations lie: sharded weights, or copies of them."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     specs = {"w1": P("data"), "b1": P("data"), "w2": P("data"), "b2": P()}
@@ -127,11 +125,11 @@ def shardings(layout: str) -> dict[str, NamedSharding]:
     return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
 
 
-def targets(layout: str) -> dict[str, Any]:
+def targets(layout):
     """Returns what faults can hit: shapes in f16, with their shardings."""
     where = shardings(layout)
 
-    def struct(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    def struct(name, shape):
         return jax.ShapeDtypeStruct(shape, jnp.float16, sharding=where[name])
 
     params = {name: struct(name, x.shape) for name, x in make_params().items()}
@@ -139,17 +137,17 @@ def targets(layout: str) -> dict[str, Any]:
     return {"params": params, **others}
 
 
-def placed(tree: Any, layout: str) -> Any:
+def placed(tree, layout):
     where = shardings(layout)
     return {name: jax.device_put(x, where[name]) for name, x in tree.items()}
 
 
-def start(library: Library) -> tuple[Training, Callable[..., Stepped]]:
+def start(library):
     """Returns the first state over eight devices, and a step that keeps its shardings."""
     training = library.init(placed(make_params(), library.layout))
     everywhere = shardings("shard_map")["b2"]
 
-    def spread(x: Any) -> Any:
+    def spread(x):
         x = jnp.asarray(x)
         return x if len(x.devices()) > 1 else jax.device_put(x, everywhere)
 
@@ -161,26 +159,19 @@ def start(library: Library) -> tuple[Training, Callable[..., Stepped]]:
 # --- mpx ------------------------------------------------------------------------------
 
 
-def ours(
-    name: str,
-    optimizer: Any,
-    *,
-    layout: str,
-    dtype: Any = jnp.float32,
-    compute: Any = jnp.float16,
-) -> Library:
+def ours(name, optimizer, *, layout, dtype=jnp.float32, compute=jnp.float16):
     axis = "data" if layout == "shard_map" else None
     policy = mpx.Policy(dtype, compute, jnp.float32)
     take = mpx.value_and_grad(loss, policy=policy, axis_name=axis)
 
-    def init(params: Any) -> Training:
+    def init(params):
         scaling = mpx.DynamicLossScaling.pow2(SCALE)
         if dtype == jnp.float32:
             return Training(params, optimizer.init(params), scaling)
         params, state = optimizer.init_from(params, dtype)
         return Training(params, state, scaling)
 
-    def step(training: Training, x: Any, y: Any, fault: Any, number: Any) -> Stepped:
+    def step(training, x, y, fault, number):
         params, state, scaling = training
         result = take(scaling, params, x, y, fault, number, axis)
         params, state = mpx.optimizer_update(
@@ -199,7 +190,7 @@ def ours(
     return Library(name, init, step, (1.0, 2.0**24), layout)
 
 
-def all_ours() -> list[Library]:
+def all_ours():
     bf16 = jnp.bfloat16
     return [
         ours("mpx, optax.adamw, sharded", optax.adamw(RATE), layout="jit"),
@@ -225,16 +216,16 @@ _SMALL = mpx.optim.Compression(min_size=0, group_size=4)  # compresses small wei
 # --- others ---------------------------------------------------------------------------
 
 
-def flax() -> Library:
+def flax():
     from flax.training.dynamic_scale import DynamicScale
 
     optimizer = optax.adamw(RATE)
 
-    def init(params: Any) -> Training:
+    def init(params):
         scale = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(SCALE))
         return Training(params, optimizer.init(params), scale)
 
-    def step(training: Training, x: Any, y: Any, fault: Any, number: Any) -> Stepped:
+    def step(training, x, y, fault, number):
         params, state, scale = training
         scale, finite, _, grads = scale.value_and_grad(loss_f16)(
             params, x, y, fault, number
@@ -252,17 +243,17 @@ def flax() -> Library:
     return Library("Flax DynamicScale", init, step, bounds)
 
 
-def apply_if_finite() -> Library:
+def apply_if_finite():
     inner = optax.adamw(RATE)
     optimizer = optax.apply_if_finite(inner, max_consecutive_errors=5)
 
-    def init(params: Any) -> Training:
-        state: Any = optimizer.init(params)
+    def init(params):
+        state = optimizer.init(params)
         return Training(params, state.inner_state, state._replace(inner_state=None))
 
-    def step(training: Training, x: Any, y: Any, fault: Any, number: Any) -> Stepped:
+    def step(training, x, y, fault, number):
         params, inner, counters = training
-        state: Any = counters._replace(inner_state=inner)
+        state = counters._replace(inner_state=inner)
         # It has no scaling: a fixed one.
         grads = jax.grad(lambda *args: SCALE * loss_f16(*args))(
             params, x, y, fault, number
@@ -276,7 +267,7 @@ def apply_if_finite() -> Library:
     return Library("optax.apply_if_finite", init, step, (SCALE, SCALE))
 
 
-def paper(folder: str | None) -> Library | None:
+def paper(folder):
     """Returns mixed-precision-for-JAX, whose package has the name of ours."""
     if folder is None:
         return None
@@ -294,11 +285,11 @@ def paper(folder: str | None) -> Library | None:
         sys.modules.update(ours)
     optimizer = optax.adamw(RATE)
 
-    def init(params: Any) -> Training:
+    def init(params):
         scaling = theirs.DynamicLossScaling(jnp.float32(SCALE), jnp.float32(1.0))
         return Training(params, optimizer.init(params), scaling)
 
-    def step(training: Training, x: Any, y: Any, fault: Any, number: Any) -> Stepped:
+    def step(training, x, y, fault, number):
         params, state, scaling = training
         take = theirs_grad.filter_value_and_grad(loss, scaling)
         _, scaling, finite, grads = take(params, x, y, fault, number)
@@ -312,24 +303,24 @@ def paper(folder: str | None) -> Library | None:
     return Library("mixed-precision-for-JAX", init, step, bounds)
 
 
-def _is_mpx(name: str) -> bool:
+def _is_mpx(name):
     return name == "mpx" or name.startswith("mpx.")
 
 
-def jaxamp(folder: str | None) -> Library | None:
+def jaxamp(folder):
     if folder is not None:
         sys.path.append(folder)
     try:
-        jaxamp: Any = importlib.import_module("jaxamp")
+        jaxamp = importlib.import_module("jaxamp")
     except Exception:  # it reads private parts of JAX, which other versions lack
         return None
     optimizer = optax.adamw(RATE)
 
-    def init(params: Any) -> Training:
+    def init(params):
         state = jaxamp.DynamicScalerState(scaler=jnp.float32(SCALE))
         return Training(params, optimizer.init(params), state)
 
-    def step(training: Training, x: Any, y: Any, fault: Any, number: Any) -> Stepped:
+    def step(training, x, y, fault, number):
         params, state, scaler = training
         take = jaxamp.dynamic_scale_value_and_grad(loss_f16)
         scaler, (_, grads) = take(

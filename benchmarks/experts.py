@@ -12,13 +12,13 @@ import argparse
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 import mpx
 from _measure import format_table
@@ -42,7 +42,7 @@ SIZES = {
 TINY = {"tiny": Size(256, 128, 128, 4)}
 
 
-def group_sizes(size: Size, kind: str) -> np.ndarray:
+def group_sizes(size, kind):
     """Returns the number of tokens of each expert."""
     if kind == "even":
         return np.full(size.experts, size.tokens // size.experts, np.int32)
@@ -56,17 +56,17 @@ def group_sizes(size: Size, kind: str) -> np.ndarray:
 # --- What is timed --------------------------------------------------------------------
 
 
-def ragged(p: Array, x: Array, sizes: Array) -> Array:
+def ragged(p, x, sizes):
     """Returns each token times the matrix of its expert."""
     return lax.ragged_dot(x, p, sizes)
 
 
-def dense(p: Array, x: Array, sizes: Array) -> Array:
+def dense(p, x, sizes):
     """Returns all tokens times one matrix, which is the same useful work."""
     return x @ p[0]
 
 
-def batched(p: Array, x: Array, sizes: Array) -> Array:
+def batched(p, x, sizes):
     """Returns the same for experts with equally many tokens."""
     each = x.reshape(len(p), -1, x.shape[1])
     return jnp.einsum("ecd,edf->ecf", each, p).reshape(len(x), -1)
@@ -82,17 +82,17 @@ MODES: dict[str, Callable[..., Any]] = {
 }
 
 
-def forward_and_backward(func: Callable[..., Any]) -> Callable[..., Any]:
+def forward_and_backward(func):
     """Returns a function of the result and of both gradients."""
 
-    def run(p: Array, x: Array, sizes: Array, grad: Array) -> tuple[Array, ...]:
+    def run(p, x, sizes, grad):
         out, pull = jax.vjp(lambda p, x: func(p, x, sizes), p, x)
         return out, *pull(grad)
 
     return run
 
 
-def seconds(func: Callable[..., Any], args: Sequence[Any], repeats: int) -> float:
+def seconds(func, args, repeats):
     """Returns the median time of a call over five runs of many."""
     out, found = jax.block_until_ready(func(*args)), []
     for _ in range(5):
@@ -108,13 +108,13 @@ def seconds(func: Callable[..., Any], args: Sequence[Any], repeats: int) -> floa
 
 
 @jax.jit
-def exact(p: Array, x: Array, sizes: Array, grad: Array) -> tuple[Array, ...]:
+def exact(p, x, sizes, grad):
     """Returns the result and both gradients in f32, expert by expert."""
     ends = jnp.cumsum(sizes)
     rows = jnp.arange(len(x))
     dot = functools.partial(jnp.dot, precision="highest")
 
-    def one(carry: Any, each: Any) -> tuple[Any, Array]:
+    def one(carry, each):
         out, dx = carry
         w, start, end = each
         inside = ((rows >= start) & (rows < end))[:, None]
@@ -128,7 +128,7 @@ def exact(p: Array, x: Array, sizes: Array, grad: Array) -> tuple[Array, ...]:
 
 
 @jax.jit
-def errors(got: Any, expected: Any) -> list[Array]:
+def errors(got, expected):
     """Returns the relative errors of some arrays, by their norms."""
     return [
         jnp.linalg.norm(a.astype(F32) - b) / jnp.linalg.norm(b)
@@ -141,7 +141,7 @@ def errors(got: Any, expected: Any) -> list[Array]:
 BOUNDS = {"fp8": (0.06, 0.01, 0.12), "einsum, fp8": (0.06, 0.12, 0.12)}
 
 
-def draw(size: Size, kind: str) -> tuple[Any, ...]:
+def draw(size, kind):
     keys = jax.random.split(jax.random.key(0), 3)
     p = jax.random.normal(keys[0], (size.experts, size.width, size.outputs), BF16)
     x = jax.random.normal(keys[1], (size.tokens, size.width), BF16)
@@ -149,7 +149,7 @@ def draw(size: Size, kind: str) -> tuple[Any, ...]:
     return p, x, jnp.asarray(group_sizes(size, kind)), grad
 
 
-def compare(name: str, size: Size, kind: str, repeats: int) -> bool:
+def compare(name, size, kind, repeats):
     """Checks and times all modes; returns whether all numbers are right."""
     args = draw(size, kind)
     expected, right, times = exact(*args), True, {}
@@ -209,14 +209,14 @@ CANDIDATES = {
 }
 
 
-def tune(size: Size, repeats: int) -> None:
+def tune(size, repeats):
     """Prints the times of the kernels by block sizes."""
     from mpx._ops._experts import _mosaic
     from mpx._ops._experts._tuning import Blocks
 
     p, x, _, grad = draw(size, "even")
     e4m3 = jnp.float8_e4m3fn
-    cases: dict[str, tuple[Array, Array]] = {
+    cases = {
         "rows": (x, p),
         "turned": (grad, p),
         "sums": (x, grad),
@@ -227,7 +227,7 @@ def tune(size: Size, repeats: int) -> None:
     for name, (a, b) in cases.items():
         first = None
         for programs, block in CANDIDATES[name]:
-            options: Any = {"dtype": np.dtype(BF16), "blocks": Blocks(*block)}
+            options = {"dtype": np.dtype(BF16), "blocks": Blocks(*block)}
             options["programs"] = programs
             run = functools.partial(_mosaic.sum_rows, **options)
             if name != "sums":
@@ -242,7 +242,7 @@ def tune(size: Size, repeats: int) -> None:
             print(f"{name}: {shown} {error:.1e}", programs, block, flush=True)
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tune", action="store_true")

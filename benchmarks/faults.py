@@ -16,7 +16,7 @@ import os
 import platform
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAG = "--xla_force_host_platform_device_count=8"
@@ -29,8 +29,6 @@ import numpy as np  # noqa: E402
 from jax import lax  # noqa: E402
 
 from _fault_steps import (  # noqa: E402
-    Library,
-    Training,
     all_ours,
     apply_if_finite,
     flax,
@@ -72,7 +70,7 @@ class Count(NamedTuple):
     same_end: bool = True
 
     @property
-    def exact(self) -> bool:
+    def exact(self):
         """Whether nothing went wrong."""
         return (
             self.skipped == self.faults
@@ -99,12 +97,12 @@ class Burst(NamedTuple):
     same_grads: bool
 
     @property
-    def exact(self) -> bool:
+    def exact(self):
         """Whether nothing went wrong."""
         return self.inside and self.intact and self.same_grads
 
 
-def count_faults(library: Library, count: int, seed: int) -> Count:
+def count_faults(library, count, seed):
     """Plants faults into a run, with a good step after each."""
     draw = np.random.default_rng(seed)
     things = targets(library.layout)
@@ -143,7 +141,7 @@ def count_faults(library: Library, count: int, seed: int) -> Count:
     return result._replace(same_end=same and not result.corrupted)
 
 
-def draw_fault(draw: Any, things: Any, step: int) -> Fault:
+def draw_fault(draw, things, step):
     """Draws a fault; nothing goes back to the batch."""
     leaves = [f"params/{name}" for name in things["params"]] + ["hidden", "x"]
     leaf = str(draw.choice(leaves))
@@ -160,7 +158,7 @@ def draw_fault(draw: Any, things: Any, step: int) -> Fault:
     )
 
 
-def snapshot(training: Training) -> list[np.ndarray]:
+def snapshot(training):
     """Returns the bytes of parameters and optimizer, of every copy on every device."""
     found = []
     for leaf in jax.tree.leaves(training[:2]):
@@ -169,11 +167,11 @@ def snapshot(training: Training) -> list[np.ndarray]:
     return found
 
 
-def different_bytes(a: list[np.ndarray], b: list[np.ndarray]) -> int:
+def different_bytes(a, b):
     return sum(int(np.sum(x != y)) for x, y in zip(a, b, strict=True))
 
 
-def all_finite(tree: Any) -> bool:
+def all_finite(tree):
     return all(
         np.isfinite(np.asarray(x.data)).all()
         for leaf in jax.tree.leaves(tree)
@@ -181,7 +179,7 @@ def all_finite(tree: Any) -> bool:
     )
 
 
-def burst(library: Library, steps: int) -> Burst:
+def burst(library, steps):
     """Runs many bad steps in one `lax.scan` on one device, then a good one."""
     params = make_params()
     fault = Fault({"params": params}, "nan", leaf="params/w2", steps=steps)
@@ -190,8 +188,8 @@ def burst(library: Library, steps: int) -> Burst:
     step = jax.jit(library.step)
 
     @jax.jit
-    def bad(training: Training) -> Any:
-        def body(carry: Training, number: Any) -> Any:
+    def bad(training):
+        def body(carry, number):
             stepped = library.step(carry, x, y, fault, number)
             new = jax.tree.map(lambda a, b: jnp.asarray(a).astype(b.dtype),
                                stepped.training, carry)  # fmt: skip
@@ -211,7 +209,7 @@ def burst(library: Library, steps: int) -> Burst:
     return Burst(low, high, inside, intact, same)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv=None):
     parser = argparse.ArgumentParser(description="Counts what faults do to a run.")
     parser.add_argument("--faults", type=int, default=1000, help="how many faults")
     parser.add_argument("--others", type=int, default=200, help="of each other library")
@@ -222,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
 
     own, began = all_ours(), time.perf_counter()
-    others: list[Library | None] = []
+    others = []
     if options.others:
         others = [
             flax(),
@@ -258,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     return not fine
 
 
-def show_count(library: Library, c: Count) -> None:
+def show_count(library, c):
     print(
         f"| {library.name} | {c.faults} | {c.skipped} | {c.corrupted} "
         f"| {c.lost} of {c.healthy} | {c.refused} of {c.harmless} "
@@ -267,7 +265,7 @@ def show_count(library: Library, c: Count) -> None:
     )
 
 
-def show_burst(library: Library, b: Burst, steps: int) -> None:
+def show_burst(library, b, steps):
     print(
         f"| {library.name} | {steps} | {b.low:.4g} to {b.high:.4g} | {_yes(b.inside)} "
         f"| {_yes(b.intact)} | {_yes(b.same_grads)} |",
@@ -275,7 +273,7 @@ def show_burst(library: Library, b: Burst, steps: int) -> None:
     )
 
 
-def _yes(value: bool) -> str:
+def _yes(value):
     return "yes" if value else "no"
 
 

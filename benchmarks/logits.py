@@ -13,7 +13,7 @@ import argparse
 import functools
 import statistics
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,30 +45,30 @@ SIZES = {
 }
 
 
-def plain(weight: Any, hidden: Any, labels: Any, tied: bool) -> Any:
+def plain(weight, hidden, labels, tied):
     logits = hidden @ (weight.T if tied else weight)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def one_hot(weight: Any, hidden: Any, labels: Any, tied: bool) -> Any:
+def one_hot(weight, hidden, labels, tied):
     logits = hidden @ (weight.T if tied else weight)
     wanted = jax.nn.one_hot(labels, logits.shape[-1])
     return optax.softmax_cross_entropy(logits, wanted).mean()
 
 
-def chunked(weight: Any, hidden: Any, labels: Any, tied: bool, **options: Any) -> Any:
+def chunked(weight, hidden, labels, tied, **options):
     axis = 0 if tied else 1
     return mpx.linear_cross_entropy(hidden, weight, labels, vocab_axis=axis, **options)
 
 
-def by_tokens(size: Size, count: int) -> Any:
+def by_tokens(size, count):
     """Gradients in the forward pass, in blocks of tokens: what Liger does."""
 
-    def run(weight: Any, hidden: Any, labels: Any) -> Any:
+    def run(weight, hidden, labels):
         low = weight.astype(BF16)
         blocks = hidden.reshape(count, -1, size.width), labels.reshape(count, -1)
 
-        def step(carry: Any, block: Any) -> Any:
+        def step(carry, block):
             total, grad = carry
             h, y = block[0].astype(BF16), block[1]
             dims = (((1,), (1 if size.tied else 0,)), ((), ()))
@@ -93,13 +93,13 @@ def by_tokens(size: Size, count: int) -> Any:
     return run
 
 
-def modes_of(size: Size, more: bool) -> dict[str, Any]:
-    def grad(loss: Any) -> Any:
+def modes_of(size, more):
+    def grad(loss):
         return jax.value_and_grad(
             lambda w, h, y: loss(w, h, y, size.tied), argnums=(0, 1)
         )
 
-    def in_parts(count: int) -> Any:
+    def in_parts(count):
         return functools.partial(chunked, chunks=count)
 
     modes = {
@@ -118,7 +118,7 @@ def modes_of(size: Size, more: bool) -> dict[str, Any]:
     return modes
 
 
-def operands(size: Size) -> tuple[Any, Any, Any]:
+def operands(size):
     """Logits of about the size of a trained model's: a standard deviation of 2."""
     keys = jax.random.split(jax.random.key(0), 3)
     shape = (size.vocab, size.width) if size.tied else (size.width, size.vocab)
@@ -128,11 +128,11 @@ def operands(size: Size) -> tuple[Any, Any, Any]:
 
 
 @jax.jit
-def error(found: Any, wanted: Any) -> Any:
+def error(found, wanted):
     return jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted)
 
 
-def run(name: str, *, more: bool, rounds: int) -> None:
+def run(name, *, more, rounds):
     size, programs, lines = SIZES[name], {}, {}
     args = operands(size)
     with jax.default_matmul_precision("highest"):
@@ -157,7 +157,7 @@ def run(name: str, *, more: bool, rounds: int) -> None:
             time.perf_counter() - start,
         ]
         del value, grads
-    times: dict[str, list[float]] = {mode: [] for mode in programs}
+    times = {mode: [] for mode in programs}
     for _ in range(rounds):
         for mode, program in programs.items():
             jax.block_until_ready(program(*args))
@@ -194,7 +194,7 @@ def run(name: str, *, more: bool, rounds: int) -> None:
     print(f"\n{name}: {size}\n\n{measure.format_table(head, rows)}", flush=True)
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default="llama3,llama3-tied,gpt2")
     parser.add_argument("--rounds", type=int, default=10)

@@ -26,8 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAG = "--xla_force_host_platform_device_count=1"
@@ -43,29 +42,17 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import mpx  # noqa: E402
-from _fault_steps import (  # noqa: E402
-    RATE,
-    Library,
-    Training,
-    make_batch,
-    make_params,
-    ours,
-    shardings,
-    targets,
-)
+from _fault_steps import RATE, make_batch, make_params, ours, shardings, targets  # noqa: E402
 from faults import draw_fault  # noqa: E402
 from mpx.testing import Fault  # noqa: E402
 
 CHUNK = 100  # steps in one program
 SHARE = 0.2  # of the steps have a fault
 _SMALL = mpx.optim.Compression(min_size=0, group_size=4)
-CONFIGS = (
-    "flash_adamw, sharded, f16",
-    "flash_adamw, copies, bf16",
-)
+CONFIGS = ("flash_adamw, sharded, f16", "flash_adamw, copies, bf16")
 
 
-def library(config: str) -> Library:
+def library(config):
     """Returns the way to train that has this name."""
     _, layout, half = config.split(", ")
     return ours(
@@ -83,7 +70,7 @@ def library(config: str) -> Library:
 class Job:
     """The programs of one configuration on all processes."""
 
-    def __init__(self, config: str, seed: int) -> None:
+    def __init__(self, config, seed):
         self._library, self._seed = library(config), seed
         self._things = targets(self._library.layout)
         self._mesh = shardings("jit")["x"].mesh
@@ -101,7 +88,7 @@ class Job:
         )
         self._whole = jax.jit(lambda x: x, out_shardings=self._everywhere)
 
-    def run(self, training: Training, chunk: int) -> tuple[Training, dict[str, Any]]:
+    def run(self, training, chunk):
         """Runs one chunk; returns the state and what this process saw."""
         draw = np.random.default_rng([self._seed, chunk])
         numbers = [chunk * CHUNK + i for i in range(CHUNK)]
@@ -119,20 +106,20 @@ class Job:
         record["faults"] = int(np.sum(faults.step >= 0))
         return training, record | {"chunk": chunk, "hash": self._digest(training)}
 
-    def _init(self) -> Training:
+    def _init(self):
         training = self._library.init(make_params())
         return jax.tree.map(jnp.asarray, training)
 
-    def _place(self, leaf: Any) -> NamedSharding:
+    def _place(self, leaf):
         has_rows = leaf.ndim >= 2 and leaf.shape[-2] % self._mesh.size == 0
         is_cut = self._library.layout == "jit" and has_rows
         spec = P(*[None] * (leaf.ndim - 2), "data") if is_cut else P()
         return NamedSharding(self._mesh, spec)
 
-    def _steps(self, training: Training, numbers: Any, faults: Any) -> Any:
+    def _steps(self, training, numbers, faults):
         along = NamedSharding(self._mesh, P("data"))
 
-        def body(old: Training, inputs: Any) -> Any:
+        def body(old, inputs):
             number, fault = inputs
             x, y = lax.with_sharding_constraint(make_batch(number), along)
             new, grads, scale, loss = self._library.step(old, x, y, fault, number)
@@ -150,15 +137,15 @@ class Job:
 
         return lax.scan(body, training, (numbers, faults))
 
-    def _digest(self, training: Training) -> str:
+    def _digest(self, training):
         found = hashlib.sha256()
         for leaf in jax.tree.leaves(self._whole(training)):
             found.update(np.asarray(leaf.addressable_data(0)).tobytes())
         return found.hexdigest()[:16]
 
 
-def same_bits(a: Any, b: Any) -> Any:
-    def same(x: Any, y: Any) -> Any:
+def same_bits(a, b):
+    def same(x, y):
         word = np.dtype(f"u{x.dtype.itemsize}")
         x, y = (lax.bitcast_convert_type(z, word) for z in (x, y))
         return (x == y).all()
@@ -166,14 +153,12 @@ def same_bits(a: Any, b: Any) -> Any:
     return jnp.stack(jax.tree.leaves(jax.tree.map(same, a, b))).all()
 
 
-def work(
-    folder: str | pathlib.Path, config: str, chunks: int, seed: int, checkpoints: bool
-) -> None:
+def work(folder, config, chunks, seed, checkpoints):
     """Trains, from the latest checkpoint if there is one, and records every chunk."""
     job = Job(config, seed)
     log = pathlib.Path(folder) / f"process-{jax.process_index()}.jsonl"
 
-    def note(record: dict[str, Any]) -> None:
+    def note(record):
         with log.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -222,9 +207,7 @@ class Found(NamedTuple):
     end: str
 
 
-def launch(
-    count: int, folder: pathlib.Path, *runs: tuple[Any, ...]
-) -> list[subprocess.Popen[str]]:
+def launch(count, folder, *runs):
     """Starts the processes of a job, as one would by hand.
 
     Args:
@@ -251,7 +234,7 @@ def launch(
     return workers
 
 
-def finish(workers: list[subprocess.Popen[str]], folder: pathlib.Path) -> None:
+def finish(workers, folder):
     """Waits for a job, and ends it if a process fails."""
     try:
         failed = None
@@ -267,7 +250,7 @@ def finish(workers: list[subprocess.Popen[str]], folder: pathlib.Path) -> None:
             worker.wait()
 
 
-def records(folder: pathlib.Path, number: int) -> Iterator[dict[str, Any]]:
+def records(folder, number):
     path = folder / f"process-{number}.jsonl"
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -276,7 +259,7 @@ def records(folder: pathlib.Path, number: int) -> Iterator[dict[str, Any]]:
             return
 
 
-def compare(folder: pathlib.Path, count: int) -> Found:
+def compare(folder, count):
     """Compares what the processes saw, chunk by chunk."""
     runs = [[x for x in records(folder, i) if "hash" in x] for i in range(count)]
     found = Found(0, 0, 0, 0, 0, 0, 0, "")
@@ -304,9 +287,7 @@ def compare(folder: pathlib.Path, count: int) -> Found:
     return found
 
 
-def kill_one(
-    count: int, folder: pathlib.Path, run: tuple[Any, ...], draw: random.Random
-) -> tuple[int, int | None]:
+def kill_one(count, folder, run, draw):
     """Kills a process of a job and starts the job again.
 
     Returns:
@@ -331,9 +312,7 @@ def kill_one(
     return last, resumed
 
 
-def check(
-    count: int, configs: list[str], chunks: int, seed: int, folder: pathlib.Path
-) -> tuple[bool, int]:
+def check(count, configs, chunks, seed, folder):
     """Runs all configurations undisturbed, and a part of one with a kill."""
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "cache")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -373,7 +352,7 @@ def check(
     return fine and same, steps
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv=None):
     parser = argparse.ArgumentParser(description="Trains in several processes.")
     parser.add_argument("--steps", type=int, default=10_000, help="in all, about")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])

@@ -2,20 +2,10 @@
 
 # pyright: reportMissingImports=false
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from _zoo.model import (
-    Case,
-    Loss,
-    Model,
-    cross_entropy,
-    next_token,
-    normal,
-    tokens,
-)
+from _zoo.model import Case, Model, cross_entropy, next_token, normal, tokens
 
 WORDS = 128
 SIZES = {
@@ -31,33 +21,33 @@ BF16 = jnp.bfloat16
 class WithClip:
     """`jax.numpy` with the argument of `clip` that T5 still uses and JAX removed."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(jnp, name)
 
     @staticmethod
-    def clip(x: Any, a_max: Any) -> Any:
+    def clip(x, a_max):
         """Returns the smaller of two numbers."""
         return jnp.clip(x, max=a_max)
 
 
-def both(model_class: Any, config: Any, loss: Any, batch: Any, **options: Any) -> Case:
+def both(model_class, config, loss, batch, **options):
     """Makes the case of a model class, whose own option for bf16 is `dtype`."""
     with jax.default_prng_impl("unsafe_rbg"):  # compiles in half of the time
         model = model_class(config, seed=0, dtype=jnp.float32, **options)
     low = model_class(config, dtype=BF16, _do_init=False, **options)
 
-    def of(model: Any) -> Loss:
+    def of(model):
         return lambda params, batch: loss(model, params, batch)
 
     return Case(of(model), model.params, batch, of(low))
 
 
-def language_loss(model: Any, params: Any, ids: Any) -> Any:
+def language_loss(model, params, ids):
     """Returns the loss of a causal model."""
     return next_token(model(ids, params=params).logits, ids)
 
 
-def gpt2() -> Case:
+def gpt2():
     """Learned positions, tied embeddings, gelu."""
     from transformers import FlaxGPT2LMHeadModel, GPT2Config
 
@@ -67,7 +57,7 @@ def gpt2() -> Case:
     return both(FlaxGPT2LMHeadModel, config, language_loss, tokens(0, WORDS, 4, 32))
 
 
-def llama() -> Case:
+def llama():
     """Rotary positions, RMSNorm, SwiGLU, grouped queries."""
     from transformers import FlaxLlamaForCausalLM, LlamaConfig
 
@@ -75,7 +65,7 @@ def llama() -> Case:
     return both(FlaxLlamaForCausalLM, config, language_loss, tokens(0, WORDS, 4, 32))
 
 
-def mistral() -> Case:
+def mistral():
     """Rotary positions, a sliding window, grouped queries."""
     from transformers import FlaxMistralForCausalLM, MistralConfig
 
@@ -85,7 +75,7 @@ def mistral() -> Case:
     return both(FlaxMistralForCausalLM, config, language_loss, tokens(0, WORDS, 4, 32))
 
 
-def gemma() -> Case:
+def gemma():
     """Rotary positions, GeGLU, scaled embeddings."""
     from transformers import FlaxGemmaForCausalLM, GemmaConfig
 
@@ -95,11 +85,11 @@ def gemma() -> Case:
     return both(FlaxGemmaForCausalLM, config, language_loss, tokens(0, WORDS, 4, 32))
 
 
-def bert() -> Case:
+def bert():
     """Bidirectional attention with a padding mask, masked language model."""
     from transformers import BertConfig, FlaxBertForMaskedLM
 
-    def loss(model: Any, params: Any, batch: Any) -> Any:
+    def loss(model, params, batch):
         ids, mask, labels = batch
         return cross_entropy(model(ids, mask, params=params).logits, labels)
 
@@ -109,14 +99,14 @@ def bert() -> Case:
     return both(FlaxBertForMaskedLM, config, loss, batch)
 
 
-def t5() -> Case:
+def t5():
     """Encoder and decoder, relative positions, RMSNorm, unscaled attention."""
     from transformers import FlaxT5ForConditionalGeneration, T5Config
     from transformers.models.t5 import modeling_flax_t5
 
     modeling_flax_t5.jnp = WithClip()
 
-    def loss(model: Any, params: Any, batch: Any) -> Any:
+    def loss(model, params, batch):
         ids, target = batch
         out = model(ids, decoder_input_ids=target, params=params)
         return next_token(out.logits, target)
@@ -128,11 +118,11 @@ def t5() -> Case:
     return both(FlaxT5ForConditionalGeneration, config, loss, batch)
 
 
-def whisper() -> Case:
+def whisper():
     """Convolutions over a spectrogram, encoder and decoder."""
     from transformers import FlaxWhisperForConditionalGeneration, WhisperConfig
 
-    def loss(model: Any, params: Any, batch: Any) -> Any:
+    def loss(model, params, batch):
         sound, ids = batch
         return next_token(model(sound, ids, params=params).logits, ids)
 
@@ -163,11 +153,11 @@ def whisper() -> Case:
     )
 
 
-def vit() -> Case:
+def vit():
     """Image patches, pre-norm transformer."""
     from transformers import FlaxViTForImageClassification, ViTConfig
 
-    def loss(model: Any, params: Any, batch: Any) -> Any:
+    def loss(model, params, batch):
         images, labels = batch
         return cross_entropy(model(images, params=params).logits, labels)
 
@@ -177,11 +167,11 @@ def vit() -> Case:
     return both(FlaxViTForImageClassification, config, loss, batch)
 
 
-def clip() -> Case:
+def clip():
     """Two towers and a contrastive loss with a learned temperature."""
     from transformers import CLIPConfig, FlaxCLIPModel
 
-    def loss(model: Any, params: Any, batch: Any) -> Any:
+    def loss(model, params, batch):
         ids, images = batch
         out = model(ids, images, params=params)
         logits = out.logits_per_text
@@ -200,11 +190,11 @@ def clip() -> Case:
     )
 
 
-def wav2vec2() -> Case:
+def wav2vec2():
     """A stack of convolutions over raw sound, group norm, a transformer."""
     from transformers import FlaxWav2Vec2ForCTC, Wav2Vec2Config
 
-    def loss(model: Any, params: Any, batch: Any) -> Any:
+    def loss(model, params, batch):
         sound, labels = batch
         logits = model(sound, params=params).logits
         return cross_entropy(logits, labels[:, : logits.shape[1]])

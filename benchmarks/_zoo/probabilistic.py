@@ -2,8 +2,6 @@
 
 # pyright: reportMissingImports=false
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ import jax.numpy as jnp
 from _zoo.model import Case, Model, at_least_f32, key, normal
 
 
-def of_flow(flow: Any) -> Case:
+def of_flow(flow):
     """Makes a case of a flow of flowjax: maximum likelihood."""
     import paramax
 
@@ -21,14 +19,14 @@ def of_flow(flow: Any) -> Case:
         is_leaf=lambda leaf: isinstance(leaf, paramax.NonTrainable),
     )
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params, x):
         model = paramax.unwrap(eqx.combine(params, static))
         return -jnp.mean(at_least_f32(model.log_prob(x)))
 
     return Case(loss, params, jnp.tanh(normal(1, 64, 4)) + 0.1 * normal(2, 64, 4))
 
 
-def autoregressive() -> Case:
+def autoregressive():
     """A masked autoregressive flow."""
     from flowjax.distributions import Normal
     from flowjax.flows import masked_autoregressive_flow
@@ -39,7 +37,7 @@ def autoregressive() -> Case:
     )
 
 
-def spline_coupling() -> Case:
+def spline_coupling():
     """A coupling flow of rational quadratic splines."""
     from flowjax.bijections import RationalQuadraticSpline
     from flowjax.distributions import Normal
@@ -56,12 +54,12 @@ def spline_coupling() -> Case:
     )
 
 
-def real_nvp() -> Case:
+def real_nvp():
     """Distrax: masked coupling layers whose conditioners are Haiku MLPs."""
     import distrax
     import haiku as hk
 
-    def log_prob(x: Any) -> Any:
+    def log_prob(x):
         layers = []
         mask = jnp.arange(4) % 2 == 0
         for _ in range(2):
@@ -84,14 +82,14 @@ def real_nvp() -> Case:
 
     network = hk.without_apply_rng(hk.transform(log_prob))
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params, x):
         return -jnp.mean(at_least_f32(network.apply(params, x)))
 
     x = jnp.tanh(normal(1, 64, 4)) + 0.1 * normal(2, 64, 4)
     return Case(loss, jax.jit(network.init)(key(0), x), x)
 
 
-def of_svi(model: Any, guide: Any, batch: Any) -> Case:
+def of_svi(model, guide, batch):
     """Makes a case of a numpyro model and guide: the negative ELBO with a fixed key."""
     from numpyro import optim
     from numpyro.infer import SVI, Trace_ELBO
@@ -100,7 +98,7 @@ def of_svi(model: Any, guide: Any, batch: Any) -> Case:
     state = svi.init(jax.random.key(0), *batch)
     params = svi.optim.get_params(state.optim_state)  # without constraints
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         values = svi.constrain_fn(params)
         seed = jax.random.key(1)
         elbo = svi.loss.loss(seed, values, svi.model, svi.guide, *batch)
@@ -109,7 +107,7 @@ def of_svi(model: Any, guide: Any, batch: Any) -> Case:
     return Case(loss, params, batch, learning_rate=3e-3)
 
 
-def bayesian_network() -> Case:
+def bayesian_network():
     """numpyro: a Flax MLP with priors on its weights, and a mean-field guide."""
     import flax.linen as nn
     import numpyro
@@ -119,7 +117,7 @@ def bayesian_network() -> Case:
 
     module = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(1)])
 
-    def model(x: Any, y: Any) -> None:
+    def model(x, y):
         network = random_flax_module(
             "mlp", module, prior=dist.Normal(0.0, 1.0), input_shape=(4,)
         )
@@ -131,7 +129,7 @@ def bayesian_network() -> Case:
     return of_svi(model, AutoNormal(model, init_scale=0.01), (x, jnp.sin(x.sum(1))))
 
 
-def autoencoder() -> Case:
+def autoencoder():
     """numpyro: a variational autoencoder of two Flax networks."""
     import flax.linen as nn
     import numpyro
@@ -141,13 +139,13 @@ def autoencoder() -> Case:
     encoder = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(16)])
     decoder = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(16)])
 
-    def model(x: Any) -> None:
+    def model(x):
         decode = flax_module("decoder", decoder, input_shape=(8,))
         with numpyro.plate("data", len(x)):
             z = numpyro.sample("z", dist.Normal(0.0, 1.0).expand([8]).to_event(1))
             numpyro.sample("x", dist.Bernoulli(logits=decode(z)).to_event(1), obs=x)
 
-    def guide(x: Any) -> None:
+    def guide(x):
         encode = flax_module("encoder", encoder, input_shape=(16,))
         mean, scale = jnp.split(encode(x), 2, axis=-1)
         with numpyro.plate("data", len(x)):

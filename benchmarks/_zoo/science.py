@@ -2,8 +2,6 @@
 
 # pyright: reportMissingImports=false
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,14 +10,14 @@ from _zoo import equinox_family
 from _zoo.model import Case, Model, key, normal, squared_error
 
 
-def neural_ode() -> Case:
+def neural_ode():
     """Diffrax: an adaptive solver, its default adjoint, and a field that is an MLP."""
     import diffrax
 
-    def call(model: Any, batch: Any) -> Any:
+    def call(model, batch):
         starts, ends = batch
 
-        def solve(y: Any) -> Any:
+        def solve(y):
             solution = diffrax.diffeqsolve(
                 diffrax.ODETerm(lambda t, y, args: model(y)),
                 diffrax.Tsit5(),
@@ -40,14 +38,14 @@ def neural_ode() -> Case:
     return equinox_family.of(field, call, (starts, ends), learning_rate=3e-3)
 
 
-def neural_cde() -> Case:
+def neural_cde():
     """Diffrax: an equation driven by a path, with fixed steps."""
     import diffrax
 
-    def call(model: Any, batch: Any) -> Any:
+    def call(model, batch):
         times, paths, ends = batch
 
-        def solve(path: Any) -> Any:
+        def solve(path):
             control = diffrax.LinearInterpolation(times, path)
             field = lambda t, y, args: model(y).reshape(8, 3)  # noqa: E731
             solution = diffrax.diffeqsolve(
@@ -68,7 +66,7 @@ def neural_cde() -> Case:
     return equinox_family.of(field, call, batch, learning_rate=3e-3)
 
 
-def equivariant() -> Case:
+def equivariant():
     """e3nn: spherical harmonics, tensor products and equivariant linear layers."""
     import e3nn_jax as e3nn
     import flax.linen as nn
@@ -77,7 +75,7 @@ def equivariant() -> Case:
         """One message passing step over all pairs of points."""
 
         @nn.compact
-        def __call__(self, nodes: Any, positions: Any) -> Any:
+        def __call__(self, nodes, positions):
             arrows = positions[:, None] - positions[None]
             vectors = e3nn.IrrepsArray("1o", arrows)
             harmonics = e3nn.spherical_harmonics("0e + 1o + 2e", vectors, True)
@@ -92,7 +90,7 @@ def equivariant() -> Case:
         """Two convolutions with a gate between."""
 
         @nn.compact
-        def __call__(self, x: Any, positions: Any) -> Any:
+        def __call__(self, x, positions):
             nodes = e3nn.IrrepsArray("8x0e", x)
             nodes = e3nn.gate(Convolution()(nodes, positions))
             nodes = Convolution()(nodes, positions)
@@ -100,9 +98,9 @@ def equivariant() -> Case:
 
     network = Network()
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         x, positions, y = batch
-        out: Any = network.apply(params, x, positions)
+        out = network.apply(params, x, positions)
         return squared_error(out, y)
 
     batch = (normal(0, 12, 8), normal(1, 12, 3), normal(2, 12, 16))
@@ -110,13 +108,13 @@ def equivariant() -> Case:
     return Case(loss, params, batch)
 
 
-def convex() -> Case:
+def convex():
     """OTT: an input-convex network whose gradient is the transport map."""
     from ott.neural.networks import icnn
 
     network = icnn.ICNN(dim_data=4, dim_hidden=[32, 32])
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         x, y = batch
         transport = jax.vmap(jax.grad(lambda x: network.apply(params, x)))
         return squared_error(transport(x), y)
@@ -126,7 +124,7 @@ def convex() -> Case:
     return Case(loss, params, (x, 2 * x + 1))
 
 
-def sinkhorn() -> Case:
+def sinkhorn():
     """OTT: a network of Flax under the Sinkhorn divergence, which iterates in a loop."""
     import flax.linen as nn
     from ott.geometry import pointcloud
@@ -134,7 +132,7 @@ def sinkhorn() -> Case:
 
     network = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(4)])
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         x, y = batch
         divergence, _ = sinkhorn_divergence.sinkhorn_divergence(
             pointcloud.PointCloud,

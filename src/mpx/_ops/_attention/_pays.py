@@ -2,7 +2,7 @@
 
 On an H200 forward and backward of 64 sequences with 12 heads of 64 take, operation by
 operation and in cuDNN: 0.21 and 0.27 ms for a length of 64, 0.26 and 0.26 ms for 128, 0.73 and
-0.44 ms for 197 (`python benchmarks/attention.py --part ops`, jax 0.11.2). On an A100 cuDNN is
+0.44 ms for 197 (`python benchmarks/attention.py`, jax 0.11.2). On an A100 cuDNN is
 slower: 0.82 times the speed, in training, of the same model without it
 (huggingface/transformers#48163); so it is on other GPUs of compute capability 8.
 """
