@@ -8,6 +8,7 @@ its last line.
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import platform
@@ -27,28 +28,41 @@ Record = dict[str, Any]
 # --- the command line -------------------------------------------------------------------
 
 
-def read_options(doc, **defaults):
-    """Reads an option for each keyword; the text above it is the help.
+def read_options(doc, text):
+    """Reads the options that a text lists; the docstring of the script is their help.
 
-    `False` is a flag, a tuple a list with commas; an option whose default is a type has
-    none. `--child` and `--child-cache` are passed to the processes of single cases.
+    `name` is a flag, `name=3` has a default and its type, `name=a,b` is a list with commas,
+    and `name=int` or `name=str` has no default. `--child` and `--child-cache` are passed to
+    the processes of single cases.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, default in (defaults | {"child": str, "child_cache": str}).items():
+    for option in f"{text} child=str child_cache=str".split():
+        name, is_given, default = option.partition("=")
         flag = f"--{name.replace('_', '-')}"
-        if default is False:
+        if not is_given:
             parser.add_argument(flag, action="store_true")
-        elif isinstance(default, tuple):
-            kind = type(default[0]) if default else str
-            split = lambda text, kind=kind: [kind(x) for x in text.split(",") if x]  # noqa: E731
-            parser.add_argument(flag, type=split, default=list(default))
-        elif isinstance(default, type):
-            parser.add_argument(flag, type=default)
+        elif "," in default:
+            parser.add_argument(flag, type=split, default=split(default))
+        elif default in ("int", "str"):
+            parser.add_argument(flag, type=int if default == "int" else str)
         else:
-            parser.add_argument(flag, type=type(default), default=default)
+            value = number_of(default)
+            parser.add_argument(flag, type=type(value), default=value)
     return parser.parse_args()
+
+
+def split(text):
+    return [number_of(x) for x in text.split(",") if x]
+
+
+def number_of(text):
+    """Returns the number that a text is, or the text."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def pick(known, names):

@@ -12,7 +12,6 @@ search: the frontier of `tune` against all policies of a small model, at equal c
 tune: the policy that `tune` returns, against the default of `amp`.
 """
 
-import argparse
 import contextlib
 import functools
 import itertools
@@ -27,8 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import _measure as measure
 import mpx.inspect
-from _measure import format_table, number
+from _measure import format_table, number, read_options
 from _models import make_task
 from mpx.inspect import _advice, _tuning
 from mpx.inspect._candidates import front, options
@@ -77,7 +77,7 @@ def mlp():
 
 def vit():
     task = make_task("tiny", 8, batches=4)
-    return Case(task.loss, task.model, [(batch,) for batch in task.batches])
+    return Case(task.loss, task.params, [(batch,) for batch in task.batches])
 
 
 def language_model():
@@ -199,22 +199,16 @@ def spearman(a, b):
     return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
 
 
-def timed(call, times=5):
-    jax.block_until_ready(call())
-    found = []
-    for _ in range(times):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        found.append(time.perf_counter() - start)
-    return min(found)
+def timed(call):
+    return measure.time_call(call, runs=1, warmup=1)
 
 
-def measured(known, calls, half, low):
+def measured(known, calls, half, low, alone=True):
     """Returns the root mean square of the relative gradient errors over batches."""
     squares = []
     for arrays in calls:
         exact = known.study.emulate(arrays, half, ())[1:]
-        grads = known.study.emulate(arrays, half, low, alone=True)[1:]
+        grads = known.study.emulate(arrays, half, low, alone=alone)[1:]
         change = norm([a - b for a, b in zip(grads, exact, strict=True)])
         squares.append(float(change / norm(exact)) ** 2)
     return math.sqrt(sum(squares) / len(squares))
@@ -270,15 +264,7 @@ def search_part(half):
     groups = [i for i in sorted(known.active) if known.groups[i].param]
     others = sorted(known.active - set(groups))
 
-    def real(low):
-        squares = []
-        for arrays in calls:
-            exact = known.study.emulate(arrays, half, ())[1:]
-            grads = known.study.emulate(arrays, half, sorted(low))[1:]
-            change = norm([a - b for a, b in zip(grads, exact, strict=True)])
-            squares.append(float(change / norm(exact)) ** 2)
-        return math.sqrt(sum(squares) / len(squares))
-
+    real = lambda low: measured(known, calls, half, sorted(low), alone=False)  # noqa: E731
     table = []
     for count in range(len(groups) + 1):
         for chosen in itertools.combinations(groups, count):
@@ -327,26 +313,22 @@ def tune_part(sizes, batch, length, limit):
     _advice.progress = _tuning.progress = stages
     for size in sizes:
         task = make_task(size, batch, length=length)
-        jax.block_until_ready((jax.tree.leaves(task.model), task.batches))
+        jax.block_until_ready((task.params, task.batches))
         print(f"\n{size}, batch {batch}: advise", flush=True)
-        print(mpx.inspect.advise(task.loss, task.model, task.batches[0]), flush=True)
+        print(mpx.inspect.advise(task.loss, task.params, task.batches[0]), flush=True)
         print(f"\n{size}, batch {batch}: tune", flush=True)
         tuned = mpx.inspect.tune(
-            task.loss, task.model, task.batches[0], max_grad_error=limit
+            task.loss, task.params, task.batches[0], max_grad_error=limit
         )
         print(tuned, flush=True)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=("rank", "search", "tune"), action="append")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--half", default="bf16")
-    parser.add_argument("--sizes", nargs="+", default=["tiny", "tiny-gpt"])
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, help="tokens; by default the context")
-    parser.add_argument("--max-grad-error", type=float, default=0.05)
-    options = parser.parse_args()
+    options = read_options(
+        __doc__,
+        f"part=, models={','.join(MODELS)} half=bf16 sizes=tiny,tiny-gpt batch=8 "
+        "length=int max_grad_error=0.05",
+    )
     parts = options.part or ["rank", "search", "tune"]
     if "rank" in parts:
         rows = rank_part(options.models, options.half)

@@ -116,7 +116,7 @@ def measure_operation(kind, batch, length, heads, size):
 
 
 def main():
-    options = measure.read_options(__doc__, more=False, tiny=False)
+    options = measure.read_options(__doc__, "more tiny")
     _pays.LEAST = dict.fromkeys(_pays.LEAST, 0)  # to see from which size on it pays
     rows, right = [], True
     for kind, length, size in TINY if options.tiny else CASES + MORE * options.more:

@@ -137,9 +137,7 @@ def cold(options):
 
 
 def main():
-    options = measure.read_options(
-        __doc__, model="gpt2", repeat=5, strict=False, cold=False
-    )
+    options = measure.read_options(__doc__, "model=gpt2 repeat=5 strict cold")
     if options.child:
         return measure.end_child(trace_and_compile(options.child, options.model))
     if options.cold:

@@ -13,7 +13,6 @@ way that f32 has moved: 1 is f32, 0 a mean that stood still. Plain JAX; a kernel
 roundings, see kernel_check.py.
 """
 
-import argparse
 import dataclasses
 import functools
 import math
@@ -29,6 +28,7 @@ import optax
 from jax import Array, lax
 
 import mpx
+from _measure import read_options
 
 GUIDE = pathlib.Path(__file__).parents[1] / "docs/reference/rounding.md"
 START, END = "<!-- drift: made by benchmarks/drift.py -->", "<!-- end of drift -->"
@@ -301,10 +301,7 @@ def write(
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="lines whose name holds this")
-    parser.add_argument("--write", action="store_true", help="into the guide")
-    args = parser.parse_args()
+    args = read_options(__doc__, "only= write")
     lines = [line for line in LINES if args.only.lower() in line.name.lower()]
     print(HEADER, flush=True)
     rows = {}

@@ -10,7 +10,6 @@ function is the expected one. The script fails if fewer than 48 of 50 are named,
 proportion, or if a healthy model raises an alarm.
 """
 
-import argparse
 import functools
 import sys
 import time
@@ -20,6 +19,7 @@ import jax
 
 import mpx
 from _faults import HEALTHY, PLANTED, Case
+from _measure import read_options
 
 SHARE = 48 / 50
 
@@ -56,11 +56,7 @@ def mistakes(planted, found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Explains planted faults.")
-    parser.add_argument("--only", help="parts of names, by commas")
-    parser.add_argument("--verbose", action="store_true", help="print explanations")
-    parser.add_argument("--zoo", action="store_true", help="the models of the zoo too")
-    args = parser.parse_args()
+    args = read_options(__doc__, "only=str verbose zoo")
 
     def wanted(name):
         return not args.only or any(x in name for x in args.only.split(","))

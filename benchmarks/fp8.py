@@ -232,15 +232,8 @@ def targets_met(results):
 def main():
     options = measure.read_options(
         __doc__,
-        sections=("mlp", "tower", "lm", "small"),
-        modes=(),
-        steps=40,
-        warmup=5,
-        group=5,
-        timeout=240.0,
-        tiny=False,
-        json=str,
-        strict=False,
+        "sections=mlp,tower,lm,small modes=, steps=40 warmup=5 group=5 "
+        "timeout=240.0 tiny json=str strict",
     )
     if options.child is not None:
         measure.start_child()

@@ -11,7 +11,6 @@ roots and reciprocals to one ulp. What that explains, and no more, is allowed; s
 README.md beside this file. Exit status 1 if something differs by more.
 """
 
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
@@ -27,6 +26,7 @@ from jax import lax
 
 import mpx
 from _kernel_compare import Found, differences, found_of
+from _measure import read_options
 from mpx._kernels import _dispatch, _triton
 from mpx._optim._packing import PackedLeaf, pack
 from mpx._optim._update_rules import Leaf
@@ -364,22 +364,10 @@ def report(name, found, problems):
     return not problems
 
 
-def parse():
-    """Reads the options."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--backend", default="triton", choices=KERNELS, help="the kernel to check")
-    add("--only", default="", help="regular expression for the cases, like 'adamw, 24'")
-    add("--huge", action="store_true", help="arrays up to 2³² elements, too: 40 GB")
-    add(
-        "--tiny", action="store_true", help="small arrays, the kernel interpreted: CPUs"
-    )
-    return parser.parse_args()
-
-
 def main():
     """Runs the cases; returns the exit status."""
-    options, start = parse(), time.perf_counter()
+    options = read_options(__doc__, "backend=triton only= huge tiny")
+    start = time.perf_counter()
     device = jax.devices()[0]
     if options.tiny and options.backend == "mosaic":
         sys.exit("--tiny needs the interpreter of Pallas, which has none for Mosaic.")

@@ -10,7 +10,6 @@ good if it ends with the very bytes of the undisturbed one: parameters, optimize
 scaling, fp8 histories, PRNG key and step.
 """
 
-import argparse
 import concurrent.futures
 import hashlib
 import itertools
@@ -34,6 +33,7 @@ import numpy as np
 import optax
 import orbax.checkpoint
 
+import _measure as measure
 import mpx
 
 IN, HIDDEN, ROWS = 32, 64, 16
@@ -160,21 +160,13 @@ def skipped(scaling):
 
 
 class Killed(NamedTuple):
-    """What became of a configuration.
+    """What became of a configuration."""
 
-    Attributes:
-        kills: Processes that were killed.
-        torn: Those that left a checkpoint half written.
-        runs: Runs that were finished.
-        equal: Those that ended with the bytes of the undisturbed run.
-        skipped: Steps that the undisturbed run skipped.
-    """
-
-    kills: int
-    torn: int
-    runs: int
-    equal: int
-    skipped: int
+    kills: int = 0  # processes that were killed
+    torn: int = 0  # of them, those that left a checkpoint half written
+    runs: int = 0  # that were finished
+    equal: int = 0  # of them, those that ended with the bytes of the undisturbed run
+    skipped: int = 0  # steps that the undisturbed run skipped
 
 
 def kill_runs(config, kills, steps, folder, draw):
@@ -198,7 +190,7 @@ def kill_runs(config, kills, steps, folder, draw):
     worker.join()
     seconds = time.perf_counter() - began
     expected = json.loads((calm / "done").read_text())
-    result = Killed(0, 0, 0, 0, expected["skipped"])
+    result = Killed(skipped=expected["skipped"])
     for number in itertools.count():
         where = folder / f"killed-{number}"
         while not (where / "done").exists():
@@ -227,14 +219,8 @@ def kill_runs(config, kills, steps, folder, draw):
     raise AssertionError
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description="Kills training processes.")
-    parser.add_argument("--kills", type=int, default=100, help="how many in all")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a run")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="part of `optimizer, precision`")
-    options = parser.parse_args(argv)
+def main():
+    options = measure.read_options(__doc__, "kills=100 steps=20 jobs=2 seed=0 only=")
     multiprocessing.get_context("forkserver").set_forkserver_preload(["kills"])
     configs = [x for x in CONFIGS if options.only in ", ".join(x)]
     print(
@@ -243,7 +229,7 @@ def main(argv=None):
     )
     print("\n| optimizer | precision | kills | during a save | runs | bit-equal ends "
           "| skipped steps |\n|---|---|--:|--:|--:|--:|--:|")  # fmt: skip
-    began, total = time.perf_counter(), Killed(0, 0, 0, 0, 0)
+    began, total = time.perf_counter(), Killed()
 
     def run(index):
         share = len(range(index, options.kills, len(configs)))

@@ -17,7 +17,6 @@ import functools
 import importlib.util
 import math
 import pathlib
-import platform
 import statistics
 import sys
 import time
@@ -70,7 +69,7 @@ MODES = {
     "flashoptim-jax": Mode("flashoptim_jax", peer=True),
     "flashoptim-torch": Mode("torch", peer=True),
 }
-DEFAULT = tuple(MODES)
+DEFAULT = ",".join(MODES)
 MODES |= {
     "mpx-mosaic": Mode("mpx", {"backend": "mosaic"}),
     # f32 gradients, clipped; a step that is not finite is left out in several ways.
@@ -559,21 +558,10 @@ def targets(rows, optimizer):
 def main():
     options = measure.read_options(
         __doc__,
-        models=("one", "many", "vit-base", "gpt2"),
-        peer_models=("one", "many"),
-        optimizer="adamw",
-        modes=DEFAULT,
-        steps=200,
-        calls=7,
-        group=10,
-        peer=(),
-        budget=300.0,
-        timeout=300.0,
-        json=str,
-        strict=False,
-        sweep=False,
-        blocks=(512, 1024, 2048, 4096, 8192),
-        warps=(2, 4, 8),
+        "models=one,many,vit-base,gpt2 peer_models=one,many optimizer=adamw "
+        f"modes={DEFAULT} steps=200 calls=7 group=10 peer=, budget=300.0 "
+        "timeout=300.0 json=str strict sweep blocks=512,1024,2048,4096,8192 "
+        "warps=2,4,8",
     )
     if options.models == ["tiny"]:
         options.models = options.peer_models = TINY

@@ -14,7 +14,6 @@ as an engine does, and the job is started again. It resumes from its latest chec
 its hash at the end must be that of the undisturbed run.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -41,9 +40,17 @@ from jax.experimental import multihost_utils  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
+import _measure as measure  # noqa: E402
 import mpx  # noqa: E402
-from _fault_steps import RATE, make_batch, make_params, ours, shardings, targets  # noqa: E402
-from faults import draw_fault  # noqa: E402
+from faults import (  # noqa: E402
+    RATE,
+    draw_fault,
+    make_batch,
+    make_params,
+    ours,
+    shardings,
+    targets,
+)
 from mpx.testing import Fault  # noqa: E402
 
 CHUNK = 100  # steps in one program
@@ -183,28 +190,20 @@ def work(folder, config, chunks, seed, checkpoints):
 
 
 class Found(NamedTuple):
-    """What the records of a run say.
+    """What the records of a run say."""
 
-    Attributes:
-        steps: Steps that all processes recorded.
-        faults: Those with a fault.
-        skipped: Those that were skipped.
-        divergent: Steps on which processes disagree: skipped or not, or the loss scale.
-        wrong: Steps skipped with finite gradients and loss, or the reverse; or skipped
-            steps that changed a bit of parameters or optimizer, or the reverse.
-        hashes: Hashes that were compared between the processes.
-        different: Those that differ.
-        end: The last hash.
-    """
-
-    steps: int
-    faults: int
-    skipped: int
-    divergent: int
-    wrong: int
-    hashes: int
-    different: int
-    end: str
+    steps: int = 0  # that all processes recorded
+    faults: int = 0
+    skipped: int = 0
+    divergent: int = (
+        0  # steps on which processes disagree: skipped or not, or the scale
+    )
+    # Steps skipped with finite gradients and loss, or the reverse; or skipped steps that
+    # changed a bit of parameters or optimizer, or the reverse.
+    wrong: int = 0
+    hashes: int = 0  # compared between the processes
+    different: int = 0
+    end: str = ""  # the last hash
 
 
 def launch(count, folder, *runs):
@@ -262,28 +261,22 @@ def records(folder, number):
 def compare(folder, count):
     """Compares what the processes saw, chunk by chunk."""
     runs = [[x for x in records(folder, i) if "hash" in x] for i in range(count)]
-    found = Found(0, 0, 0, 0, 0, 0, 0, "")
+    found = Found()
     for rows in zip(*runs, strict=True):
         decisions = [list(zip(x["skipped"], x["scale"], strict=True)) for x in rows]
-        divergent = sum(len({*step}) > 1 for step in zip(*decisions, strict=True))
-        wrong = sum(
-            not bool(skip) == (not finite) == same
-            for x in rows
-            for skip, finite, same in zip(
-                x["skipped"], x["finite"], x["same"], strict=True
-            )
-        )
+        kinds = ("skipped", "finite", "same")
+        seen = [step for x in rows for step in zip(*(x[k] for k in kinds), strict=True)]
         hashes = [x["hash"] for x in rows]
-        found = Found(
-            steps=found.steps + len(decisions[0]),
-            faults=found.faults + rows[0]["faults"],
-            skipped=found.skipped + sum(rows[0]["skipped"]),
-            divergent=found.divergent + divergent,
-            wrong=found.wrong + wrong,
-            hashes=found.hashes + len(hashes),
-            different=found.different + sum(x != hashes[0] for x in hashes),
-            end=hashes[0],
+        new = (
+            len(decisions[0]),
+            rows[0]["faults"],
+            sum(rows[0]["skipped"]),
+            sum(len({*step}) > 1 for step in zip(*decisions, strict=True)),
+            sum(not bool(skip) == (not finite) == same for skip, finite, same in seen),
+            len(hashes),
+            sum(x != hashes[0] for x in hashes),
         )
+        found = Found(*map(sum, zip(found[:-1], new, strict=True)), hashes[0])
     return found
 
 
@@ -352,16 +345,12 @@ def check(count, configs, chunks, seed, folder):
     return fine and same, steps
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description="Trains in several processes.")
-    parser.add_argument("--steps", type=int, default=10_000, help="in all, about")
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--only", default="", help="part of `optimizer, layout, dtype`")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+def main():
+    options = measure.read_options(
+        __doc__, "steps=10000 processes=2,4 only= seed=0 work=str"
+    )
     if options.work:
-        place, runs = options.work
+        place, runs = json.loads(options.work)
         jax.distributed.initialize(*place)
         mpx.inspect.check_processes(place[1])
         # Gloo gives up if a process comes 30 s late to the first collective, and only

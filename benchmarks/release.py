@@ -88,7 +88,7 @@ def run(step, options, optimizer):
 def main():
     """Runs both steps for both kinds of layers; returns the exit status."""
     options = measure.read_options(
-        __doc__, layers=24, width=512, words=1024, tokens=256, steps=20, h200=False
+        __doc__, "layers=24 width=512 words=1024 tokens=256 steps=20 h200"
     )
     optimizer = mpx.optim.flash_adamw(1e-3)
     rows, wrong = [], []

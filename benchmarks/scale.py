@@ -471,20 +471,8 @@ def print_check(options, machine):
 def main():
     options = measure.read_options(
         __doc__,
-        models=("7B", "70B"),
-        gpus=(8, 64, 256, 1024),
-        layouts=False,
-        all=False,
-        detail=False,
-        cache=str,
-        set=(),
-        known=False,
-        check=False,
-        tiny=False,
-        steps=30,
-        warmup=20,
-        timeout=120.0,
-        json=str,
+        "models=7B,70B gpus=8,64,256,1024 layouts all detail cache=str set=, known "
+        "check tiny steps=30 warmup=20 timeout=120.0 json=str",
     )
     fields = {x.name: type(x.default) for x in dataclasses.fields(Machine)}
     rates = dict(pair.partition("=")[::2] for pair in options.set)

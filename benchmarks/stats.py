@@ -49,7 +49,7 @@ def expected(size):
 
 
 def main():
-    options = measure.read_options(__doc__, model="vit-base", repeat=20)
+    options = measure.read_options(__doc__, "model=vit-base repeat=20")
     measure.start_child()
     print(measure.environment())
     shapes = jax.tree.leaves(make_task(options.model, 1, shapes=True).params)

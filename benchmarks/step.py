@@ -80,7 +80,7 @@ MODES = {
     "peer-bf16": Mode("bf16", "peer"),
     "peer-f16": Mode("f16", "peer"),
 }
-DEFAULT = tuple(MODES)
+DEFAULT = ",".join(MODES)
 MODES |= {
     # The model as it is, cast operation by operation.
     "amp-bf16": Mode("bf16", "amp"),
@@ -367,23 +367,9 @@ def print_table(best):
 def main():
     options = measure.read_options(
         __doc__,
-        model="vit-base",
-        batch=int,
-        length=int,
-        optimizer="clip",
-        modes=DEFAULT,
-        steps=120,
-        warmup=20,
-        group=10,
-        repeat=2,
-        budget=300.0,
-        timeout=300.0,
-        seed=0,
-        peer=str,
-        fresh=False,
-        predict=False,
-        json=str,
-        strict=False,
+        f"model=vit-base batch=int length=int optimizer=clip modes={DEFAULT} "
+        "steps=120 warmup=20 group=10 repeat=2 budget=300.0 timeout=300.0 seed=0 "
+        "peer=str fresh predict json=str strict",
     )
     measure.pick(SIZES, [options.model])
     options.batch = options.batch or BATCH.get(options.model, 16)

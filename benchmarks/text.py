@@ -193,15 +193,8 @@ def main():
     """Trains all seeds in all modes."""
     options = read_options(
         __doc__,
-        model="lm",
-        modes=("bf16", "fp8"),
-        seeds=3,
-        steps=300,
-        every=25,
-        tests=4,
-        rate=3e-4,
-        tiny=False,
-        json=str,
+        "model=lm modes=bf16,fp8 seeds=3 steps=300 every=25 tests=4 rate=0.0003 "
+        "tiny json=str",
     )
     model = MODELS[options.model](options.tiny)
     size, loss, init = model

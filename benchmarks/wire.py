@@ -165,7 +165,7 @@ def sums(found, sizes):
 
 
 def main():
-    args = measure.read_options(__doc__, only="", detail=False, tiny=False)
+    args = measure.read_options(__doc__, "only= detail tiny")
     sizes = TINY if args.tiny else LLAMA
     print(f"8 × H200 (compiled, not run), jax {jax.__version__}, {sizes}\n")
     print("| layout | precision | gather, GiB | reduce, GiB | other, GiB | runs |")

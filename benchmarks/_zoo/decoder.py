@@ -12,7 +12,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from _zoo.model import Case, Model, key, next_token
+from _zoo.model import Case, Lazy, Model, key, next_token
+
+nn = Lazy("flax.linen")
 
 VOCAB = 256
 
@@ -38,8 +40,6 @@ SIZES = {
 
 def decoder(size, dtype=None):
     """Returns the module; `dtype` is its own option for mixed precision."""
-    import flax.linen as nn
-
     norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=dtype)
     dense = functools.partial(nn.Dense, use_bias=False, dtype=dtype)
 

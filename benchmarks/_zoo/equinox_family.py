@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from _zoo.model import (
     Case,
+    Lazy,
     Model,
     at_least_f32,
     cross_entropy,
@@ -16,6 +17,10 @@ from _zoo.model import (
     squared_error,
     tokens,
 )
+
+equimo = Lazy("equimo.vision.models")
+optimistix = Lazy("optimistix")
+pdeqx = Lazy("pdequinox")
 
 
 def of(model, call, batch, **options):
@@ -78,9 +83,7 @@ def classification(model, batch):
 
 def vit():
     """Equimo's vision transformer, with register tokens."""
-    from equimo.vision.models import VisionTransformer
-
-    model = VisionTransformer(
+    model = equimo.VisionTransformer(
         img_size=16,
         in_channels=3,
         dim=64,
@@ -95,8 +98,6 @@ def vit():
 
 def fno():
     """PDEquinox' Fourier neural operator: complex weights in the spectrum."""
-    import pdequinox as pdeqx
-
     model = pdeqx.arch.ClassicFNO(
         1, 1, 1, hidden_channels=16, num_modes=8, num_blocks=2, key=key(0)
     )
@@ -104,10 +105,8 @@ def fno():
 
 
 def convnext():
-    """Equimo's ConvNeXt: depthwise convolutions, inverted bottlenecks, layer scales."""
-    from equimo.vision.models import ConvNeXt
-
-    model = ConvNeXt(
+    """Equimo's equimo.ConvNeXt: depthwise convolutions, inverted bottlenecks, layer scales."""
+    model = equimo.ConvNeXt(
         3,
         depths=[1, 1],
         dims=[32, 64],
@@ -156,7 +155,6 @@ def deq():
 
 def fixed_point():
     """Optimistix' fixed point: a loop of unknown length, and Lineax for its gradient."""
-    import optimistix
 
     class Network(eqx.Module):
         cell: eqx.nn.Linear

@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from _zoo.model import (
     Case,
+    Lazy,
     Model,
     at_least_f32,
     cross_entropy,
@@ -21,6 +23,15 @@ from _zoo.model import (
     squared_error,
     tokens,
 )
+
+diffusers = Lazy("diffusers.models.unets.unet_2d_condition_flax")
+kan_layers = Lazy("jaxkan.layers")
+llamalike_common = Lazy("penzai.models.transformer.variants.llamalike_common")
+mamba2_jax = Lazy("mamba2_jax")
+nn = Lazy("flax.linen")
+nnx = Lazy("flax.nnx")
+pz = Lazy("penzai.pz")
+qwix = Lazy("qwix")
 
 BF16 = jnp.bfloat16
 
@@ -41,7 +52,6 @@ def of_linen(make, batch):
 
 def linen_attention():
     """`MultiHeadDotProductAttention` with a causal mask."""
-    import flax.linen as nn
 
     def make(dtype):
         return nn.MultiHeadDotProductAttention(num_heads=4, dtype=dtype)
@@ -62,7 +72,6 @@ def linen_attention():
 
 def linen_lstm():
     """`RNN` over an `OptimizedLSTMCell`: a scan with a carry."""
-    import flax.linen as nn
 
     def make(dtype):
         return nn.RNN(nn.OptimizedLSTMCell(64, dtype=dtype))
@@ -72,7 +81,6 @@ def linen_lstm():
 
 def of_nnx(model, call, batch, own=None):
     """Makes a case of an NNX module."""
-    from flax import nnx
 
     def of(model):
         graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -90,7 +98,6 @@ def of_nnx(model, call, batch, own=None):
 
 def nnx_attention():
     """`nnx.MultiHeadAttention`, which calls `jax.nn.dot_product_attention`."""
-    from flax import nnx
 
     def make(dtype):
         return nnx.MultiHeadAttention(
@@ -107,9 +114,6 @@ def nnx_attention():
 
 def mamba2():
     """A state-space model: cumulative sums, exponentials, a scan over chunks."""
-    import mamba2_jax
-    from flax import nnx
-
     config = mamba2_jax.Mamba2Config(
         vocab_size=128,
         hidden_size=64,
@@ -128,11 +132,8 @@ def mamba2():
 
 def kan():
     """A Kolmogorov–Arnold network with B-splines."""
-    from flax import nnx
-    from jaxkan.layers import get_layer
-
     # Not `jaxkan.KAN`: it keeps its layers in a list, which Flax 0.12 does not take.
-    layer = get_layer("base")
+    layer = kan_layers.get_layer("base")
     sizes = ((4, 16), (16, 16), (16, 1))
     model = nnx.Sequential(*(layer(m, n, k=3, G=5, seed=0) for m, n in sizes))
 
@@ -147,8 +148,6 @@ def kan():
 def penzai_gemma():
     """Penzai's transformer, with named axes, built like Gemma."""
     os.environ.setdefault("PENZAI_NO_IPYTHON", "1")
-    from penzai import pz
-    from penzai.models.transformer.variants import llamalike_common
 
     def make(dtype):
         config = llamalike_common.LlamalikeTransformerConfig(
@@ -185,7 +184,6 @@ def penzai_gemma():
 
 def lora():
     """`nnx.LoRA`: f32 adapters beside a frozen base in bf16."""
-    from flax import nnx
 
     class Network(nnx.Module):
         def __init__(self, rngs):
@@ -214,7 +212,6 @@ def lora():
 
 def normalised():
     """`nnx.WeightNorm` and `nnx.SpectralNorm`, which set the weights in each call."""
-    from flax import nnx
 
     def make(dtype):
         rngs = nnx.Rngs(0)
@@ -237,7 +234,6 @@ def normalised():
 
 def mixer():
     """An MLP-Mixer: matmuls over tokens, and over channels."""
-    from flax import nnx
 
     class Mixer(nnx.Module):
         def __init__(self, dtype):
@@ -270,10 +266,9 @@ def mixer():
 
 def unet():
     """Diffusers' U-Net with cross attention, which predicts the noise."""
-    from diffusers.models.unets.unet_2d_condition_flax import FlaxUNet2DConditionModel
 
     def make(dtype):
-        return FlaxUNet2DConditionModel(
+        return diffusers.FlaxUNet2DConditionModel(
             sample_size=8,
             down_block_types=("CrossAttnDownBlock2D",),
             up_block_types=("CrossAttnUpBlock2D",),
@@ -303,8 +298,6 @@ def unet():
 
 def ctc():
     """Speech in Linen: a convolution, LSTMs in both directions, `optax.ctc_loss`."""
-    import flax.linen as nn
-    import optax
 
     def make(dtype):
         cells = [nn.OptimizedLSTMCell(32, dtype=dtype) for _ in range(2)]
@@ -335,7 +328,6 @@ def ctc():
 
 def gumbel():
     """A variational autoencoder with categories, sampled by Gumbel's trick in Linen."""
-    import flax.linen as nn
 
     class Autoencoder(nn.Module):
         dtype: Any
@@ -369,9 +361,6 @@ def gumbel():
 
 def qwix_int8():
     """Qwix: quantisation-aware training of a Linen MLP in int8."""
-    import flax.linen as nn
-    import qwix
-
     plain = nn.Sequential([nn.Dense(64), nn.gelu, nn.Dense(64), nn.gelu, nn.Dense(8)])
     rule = qwix.QtRule(module_path=".*", weight_qtype="int8", act_qtype="int8")
     module = qwix.quantize_model(plain, qwix.QtProvider([rule]))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from _zoo.model import (
     Case,
+    Lazy,
     Model,
     at_least_f32,
     cross_entropy,
@@ -16,6 +17,9 @@ from _zoo.model import (
     tokens,
 )
 
+hk = Lazy("haiku")
+jraph = Lazy("jraph")
+
 
 def of(forward, batch, score):
     """Makes a case of a function that calls Haiku modules.
@@ -23,8 +27,6 @@ def of(forward, batch, score):
     Running averages are computed and dropped: in training the batch is normalised by its
     own statistics.
     """
-    import haiku as hk
-
     network = hk.without_apply_rng(hk.transform_with_state(forward))
     params, state = jax.jit(network.init)(key(0), *batch[:-1])
 
@@ -37,8 +39,6 @@ def of(forward, batch, score):
 
 def mlp():
     """`hk.nets.MLP`."""
-    import haiku as hk
-
     x = normal(1, 64, 16)
     batch = (x, jnp.sin(x.sum(1, keepdims=True)))
     return of(lambda x: hk.nets.MLP([64, 64, 1])(x), batch, squared_error)
@@ -46,7 +46,6 @@ def mlp():
 
 def resnet():
     """`hk.nets.ResNet` with one block a group: convolutions and batch norm."""
-    import haiku as hk
 
     def forward(images):
         net = hk.nets.ResNet(
@@ -64,7 +63,6 @@ def resnet():
 
 def lstm():
     """`hk.LSTM` in `hk.dynamic_unroll`."""
-    import haiku as hk
 
     def forward(x):
         core = hk.LSTM(64)
@@ -75,7 +73,6 @@ def lstm():
 
 def transformer():
     """`hk.MultiHeadAttention` and `hk.LayerNorm` in a pre-norm block."""
-    import haiku as hk
 
     def forward(x):
         norm = hk.LayerNorm(-1, create_scale=True, create_offset=True)
@@ -90,8 +87,6 @@ def transformer():
 
 def graph_batch():
     """Returns two random graphs in one, and a target for each."""
-    import jraph
-
     sizes, edges = [6, 10], [20, 28]
     senders = jnp.concatenate([tokens(1, 6, 20), 6 + tokens(2, 10, 28)])
     receivers = jnp.concatenate([tokens(3, 6, 20), 6 + tokens(4, 10, 28)])
@@ -109,8 +104,6 @@ def graph_batch():
 
 def graph_network():
     """`jraph.GraphNetwork`: MLPs of edges, nodes and globals, with segment sums."""
-    import haiku as hk
-    import jraph
 
     def mlp(features):
         return hk.nets.MLP([32, 16])(features)
@@ -129,8 +122,6 @@ def graph_network():
 
 def graph_attention():
     """`jraph.GAT`: a softmax over the edges of each node."""
-    import haiku as hk
-    import jraph
 
     def forward(graph):
         query = hk.Linear(32)
@@ -150,7 +141,6 @@ def graph_attention():
 
 def vector_quantised():
     """`hk.nets.VectorQuantizer` between an encoder and a decoder."""
-    import haiku as hk
 
     def forward(x):
         latent = hk.nets.MLP([64, 32])(x).reshape(-1, 16)
@@ -168,7 +158,6 @@ def vector_quantised():
 
 def perceiver():
     """Learnt queries that attend to a long input, then to each other."""
-    import haiku as hk
 
     def forward(x):
         start = hk.initializers.TruncatedNormal(0.5)
@@ -190,7 +179,6 @@ def perceiver():
 
 def slots():
     """Slot attention: a softmax over the queries, and a GRU that is applied three times."""
-    import haiku as hk
 
     def forward(x):
         x = hk.LayerNorm(-1, create_scale=True, create_offset=True)(hk.Linear(32)(x))
@@ -215,7 +203,6 @@ def slots():
 
 def world_model():
     """A recurrent state-space model: a GRU, samples and divergences in a scan."""
-    import haiku as hk
 
     def forward(frames, actions, noise):
         core, widths = hk.GRU(64), [64, 32]

@@ -6,7 +6,11 @@ import os
 
 import jax.numpy as jnp
 
-from _zoo.model import Case, Model, cross_entropy, next_token, tokens
+from _zoo.model import Case, Lazy, Model, cross_entropy, next_token, tokens
+
+os.environ["KERAS_BACKEND"] = "jax"
+hub = Lazy("keras_hub.models")
+keras = Lazy("keras")
 
 WORDS = 128
 CASTS = (
@@ -18,8 +22,6 @@ NOTES = {"policy bf16": CASTS, "policy f16": CASTS}
 
 def of(build, loss, batch):
     """Makes the case of a model, whose own option for bf16 is `mixed_bfloat16`."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    import keras
 
     def one(dtype):
         keras.utils.set_random_seed(0)
@@ -43,35 +45,29 @@ def language_loss(call, ids):
 
 def llama():
     """Rotary positions, RMSNorm, SwiGLU, grouped queries."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    from keras_hub.models import LlamaBackbone, LlamaCausalLM
 
     def build(dtype):
-        backbone = LlamaBackbone(WORDS, 2, 4, 64, 128, 2, dtype=dtype)
-        return LlamaCausalLM(backbone=backbone, preprocessor=None)
+        backbone = hub.LlamaBackbone(WORDS, 2, 4, 64, 128, 2, dtype=dtype)
+        return hub.LlamaCausalLM(backbone=backbone, preprocessor=None)
 
     return of(build, language_loss, tokens(0, WORDS, 4, 32))
 
 
 def mixtral():
     """A mixture of experts with a router."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    from keras_hub.models import MixtralBackbone, MixtralCausalLM
 
     def build(dtype):
-        backbone = MixtralBackbone(WORDS, 1, 4, 64, 64, 2, 4, 2, dtype=dtype)
-        return MixtralCausalLM(backbone=backbone, preprocessor=None)
+        backbone = hub.MixtralBackbone(WORDS, 1, 4, 64, 64, 2, 4, 2, dtype=dtype)
+        return hub.MixtralCausalLM(backbone=backbone, preprocessor=None)
 
     return of(build, language_loss, tokens(0, WORDS, 4, 16))
 
 
 def gemma3():
     """Local and global attention, norms of queries and keys."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    from keras_hub.models import Gemma3Backbone, Gemma3CausalLM
 
     def build(dtype):
-        backbone = Gemma3Backbone(
+        backbone = hub.Gemma3Backbone(
             WORDS,
             16,
             2,
@@ -86,21 +82,19 @@ def gemma3():
             vision_encoder=None,
             dtype=dtype,
         )
-        return Gemma3CausalLM(backbone=backbone, preprocessor=None)
+        return hub.Gemma3CausalLM(backbone=backbone, preprocessor=None)
 
     return of(build, language_loss, tokens(0, WORDS, 4, 16))
 
 
 def bert():
     """A classifier with segments and a padding mask."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    from keras_hub.models import BertBackbone, BertTextClassifier
 
     def build(dtype):
-        backbone = BertBackbone(
+        backbone = hub.BertBackbone(
             WORDS, 2, 4, 64, 128, dropout=0.0, max_sequence_length=16, dtype=dtype
         )
-        return BertTextClassifier(
+        return hub.BertTextClassifier(
             backbone, 10, preprocessor=None, dropout=0.0, dtype=dtype
         )
 

@@ -11,7 +11,20 @@ import jax.numpy as jnp
 import optax
 
 from _zoo import equinox_family
-from _zoo.model import Case, Model, at_least_f32, key, normal, squared_error, tokens
+from _zoo.model import (
+    Case,
+    Lazy,
+    Model,
+    at_least_f32,
+    key,
+    normal,
+    squared_error,
+    tokens,
+)
+
+hk = Lazy("haiku")
+nn = Lazy("flax.linen")
+rlax = Lazy("rlax")
 
 
 def dense(seed, *widths):
@@ -107,9 +120,6 @@ def pinn():
 
 def ppo():
     """RLax: an old policy drives pendulums in a scan, and a new one learns from it."""
-    import haiku as hk
-    import rlax
-
     network = hk.without_apply_rng(
         hk.transform(lambda x: (hk.nets.MLP([64, 3])(x), hk.nets.MLP([64, 1])(x)))
     )
@@ -199,7 +209,6 @@ def contrastive():
 
 def data_parallel():
     """Linen's `BatchNorm` with statistics of all devices, in `shard_map`."""
-    import flax.linen as nn
     from jax.sharding import PartitionSpec as P
 
     class Network(nn.Module):

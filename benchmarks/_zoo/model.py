@@ -1,6 +1,7 @@
 """A model of the zoo, and what its files share: random data and losses."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,6 +63,16 @@ class Model:
     package: str
     make: Callable[[], Case]
     notes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+class Lazy:
+    """A package that is imported when it is used: the registry needs none of them."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, name) -> Any:
+        return getattr(importlib.import_module(self._name), name)
 
 
 def key(seed):

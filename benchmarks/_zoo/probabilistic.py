@@ -6,13 +6,25 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from _zoo.model import Case, Model, at_least_f32, key, normal
+from _zoo.model import Case, Lazy, Model, at_least_f32, key, normal
+
+autoguide = Lazy("numpyro.infer.autoguide")
+bijections = Lazy("flowjax.bijections")
+dist = Lazy("numpyro.distributions")
+distrax = Lazy("distrax")
+base = Lazy("flowjax.distributions")
+flax_modules = Lazy("numpyro.contrib.module")
+flows = Lazy("flowjax.flows")
+hk = Lazy("haiku")
+infer = Lazy("numpyro.infer")
+nn = Lazy("flax.linen")
+numpyro = Lazy("numpyro")
+optim = Lazy("numpyro.optim")
+paramax = Lazy("paramax")
 
 
 def of_flow(flow):
     """Makes a case of a flow of flowjax: maximum likelihood."""
-    import paramax
-
     params, static = eqx.partition(
         flow,
         eqx.is_inexact_array,
@@ -28,26 +40,21 @@ def of_flow(flow):
 
 def autoregressive():
     """A masked autoregressive flow."""
-    from flowjax.distributions import Normal
-    from flowjax.flows import masked_autoregressive_flow
-
-    base = Normal(jnp.zeros(4))
+    start = base.Normal(jnp.zeros(4))
     return of_flow(
-        masked_autoregressive_flow(key(0), base_dist=base, flow_layers=2, nn_width=32)
+        flows.masked_autoregressive_flow(
+            key(0), base_dist=start, flow_layers=2, nn_width=32
+        )
     )
 
 
 def spline_coupling():
     """A coupling flow of rational quadratic splines."""
-    from flowjax.bijections import RationalQuadraticSpline
-    from flowjax.distributions import Normal
-    from flowjax.flows import coupling_flow
-
     return of_flow(
-        coupling_flow(
+        flows.coupling_flow(
             key(0),
-            base_dist=Normal(jnp.zeros(4)),
-            transformer=RationalQuadraticSpline(knots=4, interval=3),
+            base_dist=base.Normal(jnp.zeros(4)),
+            transformer=bijections.RationalQuadraticSpline(knots=4, interval=3),
             flow_layers=2,
             nn_width=32,
         )
@@ -56,8 +63,6 @@ def spline_coupling():
 
 def real_nvp():
     """Distrax: masked coupling layers whose conditioners are Haiku MLPs."""
-    import distrax
-    import haiku as hk
 
     def log_prob(x):
         layers = []
@@ -91,10 +96,7 @@ def real_nvp():
 
 def of_svi(model, guide, batch):
     """Makes a case of a numpyro model and guide: the negative ELBO with a fixed key."""
-    from numpyro import optim
-    from numpyro.infer import SVI, Trace_ELBO
-
-    svi = SVI(model, guide, optim.Adam(1e-3), Trace_ELBO())
+    svi = infer.SVI(model, guide, optim.Adam(1e-3), infer.Trace_ELBO())
     state = svi.init(jax.random.key(0), *batch)
     params = svi.optim.get_params(state.optim_state)  # without constraints
 
@@ -109,16 +111,10 @@ def of_svi(model, guide, batch):
 
 def bayesian_network():
     """numpyro: a Flax MLP with priors on its weights, and a mean-field guide."""
-    import flax.linen as nn
-    import numpyro
-    from numpyro import distributions as dist
-    from numpyro.contrib.module import random_flax_module
-    from numpyro.infer.autoguide import AutoNormal
-
     module = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(1)])
 
     def model(x, y):
-        network = random_flax_module(
+        network = flax_modules.random_flax_module(
             "mlp", module, prior=dist.Normal(0.0, 1.0), input_shape=(4,)
         )
         mean = network(x)[:, 0]
@@ -126,27 +122,24 @@ def bayesian_network():
             numpyro.sample("y", dist.Normal(mean, 0.5), obs=y)
 
     x = normal(0, 64, 4)
-    return of_svi(model, AutoNormal(model, init_scale=0.01), (x, jnp.sin(x.sum(1))))
+    return of_svi(
+        model, autoguide.AutoNormal(model, init_scale=0.01), (x, jnp.sin(x.sum(1)))
+    )
 
 
 def autoencoder():
     """numpyro: a variational autoencoder of two Flax networks."""
-    import flax.linen as nn
-    import numpyro
-    from numpyro import distributions as dist
-    from numpyro.contrib.module import flax_module
-
     encoder = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(16)])
     decoder = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(16)])
 
     def model(x):
-        decode = flax_module("decoder", decoder, input_shape=(8,))
+        decode = flax_modules.flax_module("decoder", decoder, input_shape=(8,))
         with numpyro.plate("data", len(x)):
             z = numpyro.sample("z", dist.Normal(0.0, 1.0).expand([8]).to_event(1))
             numpyro.sample("x", dist.Bernoulli(logits=decode(z)).to_event(1), obs=x)
 
     def guide(x):
-        encode = flax_module("encoder", encoder, input_shape=(16,))
+        encode = flax_modules.flax_module("encoder", encoder, input_shape=(16,))
         mean, scale = jnp.split(encode(x), 2, axis=-1)
         with numpyro.plate("data", len(x)):
             numpyro.sample("z", dist.Normal(mean, jnp.exp(scale / 2)).to_event(1))

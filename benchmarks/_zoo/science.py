@@ -7,12 +7,18 @@ import jax
 import jax.numpy as jnp
 
 from _zoo import equinox_family
-from _zoo.model import Case, Model, key, normal, squared_error
+from _zoo.model import Case, Lazy, Model, key, normal, squared_error
+
+diffrax = Lazy("diffrax")
+e3nn = Lazy("e3nn_jax")
+icnn = Lazy("ott.neural.networks.icnn")
+nn = Lazy("flax.linen")
+pointcloud = Lazy("ott.geometry.pointcloud")
+sinkhorn_divergence = Lazy("ott.tools.sinkhorn_divergence")
 
 
 def neural_ode():
     """Diffrax: an adaptive solver, its default adjoint, and a field that is an MLP."""
-    import diffrax
 
     def call(model, batch):
         starts, ends = batch
@@ -40,7 +46,6 @@ def neural_ode():
 
 def neural_cde():
     """Diffrax: an equation driven by a path, with fixed steps."""
-    import diffrax
 
     def call(model, batch):
         times, paths, ends = batch
@@ -68,8 +73,6 @@ def neural_cde():
 
 def equivariant():
     """e3nn: spherical harmonics, tensor products and equivariant linear layers."""
-    import e3nn_jax as e3nn
-    import flax.linen as nn
 
     class Convolution(nn.Module):
         """One message passing step over all pairs of points."""
@@ -110,8 +113,6 @@ def equivariant():
 
 def convex():
     """OTT: an input-convex network whose gradient is the transport map."""
-    from ott.neural.networks import icnn
-
     network = icnn.ICNN(dim_data=4, dim_hidden=[32, 32])
 
     def loss(params, batch):
@@ -126,10 +127,6 @@ def convex():
 
 def sinkhorn():
     """OTT: a network of Flax under the Sinkhorn divergence, which iterates in a loop."""
-    import flax.linen as nn
-    from ott.geometry import pointcloud
-    from ott.tools import sinkhorn_divergence
-
     network = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(4)])
 
     def loss(params, batch):
