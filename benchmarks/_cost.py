@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from _measure import planned_memory
 from mpx._jax._devices import H200
-from mpx._program._queries import names
 from mpx.inspect._collectives import arrays, bits, computations, located, runs_of
 
 Shapes = list[tuple[str, tuple[int, ...]]]
@@ -102,11 +101,7 @@ class _Instruction(NamedTuple):
 
 Body = dict[str, _Instruction]
 _NOT_KERNELS = frozenset(
-    names(
-        "parameter constant bitcast get-tuple-element tuple while conditional call "
-        "after-all partition-id replica-id iota optimization-barrier domain "
-        "add-dependency"
-    )
+    ["parameter", "constant", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "call", "after-all", "partition-id", "replica-id", "iota", "optimization-barrier", "domain", "add-dependency"]
 )
 _COMMUNICATION = re.compile(
     r"(all-gather|all-reduce|reduce-scatter|(ragged-)?all-to-all|collective-\w+|send|recv)"

@@ -19,7 +19,7 @@ import _measure as measure
 import mpx
 from _measure import number, ratio
 from _models import cudnn
-from mpx._ops._attention import _pays
+from mpx._ops._attention import _cudnn
 
 MODES = ("keep", "fuse", "hand")
 TINY = [("plain", 17, 64), ("padding, causal", 16, 64)]
@@ -117,7 +117,7 @@ def measure_operation(kind, batch, length, heads, size):
 
 def main():
     options = measure.read_options(__doc__, "more tiny")
-    _pays.LEAST = dict.fromkeys(_pays.LEAST, 0)  # to see from which size on it pays
+    _cudnn.LEAST = dict.fromkeys(_cudnn.LEAST, 0)  # to see from which size on it pays
     rows, right = [], True
     for kind, length, size in TINY if options.tiny else CASES + MORE * options.more:
         batch = 2 if options.tiny else max(1, min(64, 16384 // length))

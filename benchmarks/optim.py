@@ -428,7 +428,7 @@ def run_torch(mode, model, options):
 
 def sweep(options):
     """Times the kernel of mpx for blocks and warps, on the first workload."""
-    from mpx._kernels import _tuning
+    from mpx._kernels import _step
 
     measure.start_child()
     shapes, rows = shapes_of(options.models[0]), []
@@ -436,8 +436,8 @@ def sweep(options):
         rows.append([str(block)])
         for warps in options.warps:
             # The constant is frozen so that nobody else does this.
-            object.__setattr__(_tuning.TRITON, "block", block)
-            object.__setattr__(_tuning.TRITON, "warps", warps)
+            object.__setattr__(_step.TRITON, "block", block)
+            object.__setattr__(_step.TRITON, "warps", warps)
             jax.clear_caches()
             built = build_mpx(shapes, options.optimizer, None)
             try:

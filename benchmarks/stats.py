@@ -19,7 +19,7 @@ import _measure as measure
 import mpx
 from _measure import number
 from _models import make_task
-from mpx.inspect._bins import BINS
+from mpx.inspect._counting import BINS
 
 stats = mpx.inspect.exponent_stats
 WAYS = {
