@@ -100,8 +100,9 @@ class _Instruction(NamedTuple):
 
 
 Body = dict[str, _Instruction]
-_NOT_KERNELS = frozenset(
-    ["parameter", "constant", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "call", "after-all", "partition-id", "replica-id", "iota", "optimization-barrier", "domain", "add-dependency"]
+_NOT_KERNELS = re.compile(
+    "parameter|constant|bitcast|get-tuple-element|tuple|while|conditional|call|after-all|"
+    "partition-id|replica-id|iota|optimization-barrier|domain|add-dependency|.*-done"
 )
 _COMMUNICATION = re.compile(
     r"(all-gather|all-reduce|reduce-scatter|(ragged-)?all-to-all|collective-\w+|send|recv)"
@@ -133,7 +134,7 @@ def kernels(text):
             continue
         for x in body.values():
             opcode = x.opcode.removesuffix("-start")
-            if opcode in _NOT_KERNELS or opcode.endswith("-done"):
+            if _NOT_KERNELS.fullmatch(opcode):
                 continue
             inner = _called(x, parsed) if opcode == "fusion" else {x.name: x}
             if not any(_COMMUNICATION.match(y.opcode) for y in inner.values()):

@@ -1,6 +1,7 @@
 """The table of planted faults, and what its files share."""
 
 import dataclasses
+import functools
 import inspect
 import itertools
 from collections.abc import Callable
@@ -45,7 +46,7 @@ class Planted:
     @property
     def place(self):
         """The file that holds the marked lines, and their numbers."""
-        file = Path(inspect.getfile(self.make))
+        file = Path(inspect.getfile(inspect.unwrap(self.make)))
         lines = file.read_text().splitlines()
         mark = f"# <- {self.name}"
         numbers = {i for i, x in enumerate(lines, 1) if x.rstrip().endswith(mark)}
@@ -69,6 +70,16 @@ def planted(path, *kinds, backward=False):
     return add
 
 
+def given(*args, how=lambda loss: loss, scaling=None):
+    """Makes a function that returns the case of a loss with these arguments."""
+
+    def case(loss):
+        make = lambda: Case(how(loss), args, scaling)  # noqa: E731
+        return functools.update_wrapper(make, loss)
+
+    return case
+
+
 def is_healthy(make):
     """Adds a healthy model to the table."""
     HEALTHY[make.__name__] = make
@@ -88,6 +99,10 @@ def in_low(loss, dtype):
         return loss(*cast(args, dtype)).astype(jnp.float32)
 
     return wrapped
+
+
+F16 = functools.partial(in_low, dtype=jnp.float16)
+BF16 = functools.partial(in_low, dtype=jnp.bfloat16)
 
 
 def normal(seed, *shape, scale=1.0):
