@@ -205,7 +205,6 @@ CANDIDATES = {
     "rows": _TUNED,
     "turned": _TUNED,
     "sums": _TUNED,
-    "fp8 rows": [(132, (128, 128, 128, 4, 8)), (132, (128, 128, 128, 3, 4))],
 }
 
 
@@ -215,12 +214,10 @@ def tune(size: Size, repeats: int) -> None:
     from mpx._ops._experts._plain import Blocks
 
     p, x, _, grad = draw(size, "even")
-    e4m3 = jnp.float8_e4m3fn
     cases: dict[str, tuple[Array, Array]] = {
         "rows": (x, p),
         "turned": (grad, p),
         "sums": (x, grad),
-        "fp8 rows": (x.astype(e4m3), p.swapaxes(1, 2).astype(e4m3)),
     }
     sizes = [jnp.asarray(group_sizes(size, kind)) for kind in ("even", "uneven")]
     print("kernel: ms even, uneven, difference from the first, programs, blocks")

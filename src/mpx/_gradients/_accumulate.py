@@ -13,7 +13,6 @@ from jaxtyping import Array, PyTree
 
 from mpx._casting._policy import Policy
 from mpx._casting._reduction import COMPUTE, F32, Reduce, Shards, over_shards, shards_of
-from mpx._casting._wrapped import giving_codes
 from mpx._gradients._evaluate import Evaluation
 from mpx._gradients._grad import Step, transformed
 from mpx._gradients._grad_options import GradOptions, refuse_positional
@@ -177,13 +176,12 @@ class _Window(Step):
     def run(self, scaling: LossScaling) -> Evaluation:
         """Evaluates all parts under one scale."""
         self._check_state(self.call.state)
-        parts, codes = self.parts, self.call_with(*self.parts.first()).weight_codes()
+        parts = self.parts
 
         def part(state: State, rows: PyTree, index: Any) -> tuple[State, Evaluation]:
             def one(rows: PyTree, index: Any) -> Evaluation:
                 call = self.call_with(*parts.arguments(rows, index))
-                with giving_codes(codes):
-                    result = self.evaluate(call, state, scaling)
+                result = self.evaluate(call, state, scaling)
                 # f32 before the sum: 16-bit sums stand still when they have grown large.
                 return result._replace(grads=NoLossScaling().unscale(result.grads))
 

@@ -185,17 +185,6 @@ class Call:
             return tree
         return map_with_name(state.arrays.get, tree, argument=argument)
 
-    def weight_codes(self) -> Any:
-        """Returns the parameters in 8 bits for all calls, if the function is under `fp8`."""
-        encode = getattr(self.func, "encode_weights", None)
-        if encode is None or self._split is not None:
-            return None
-        keep = None if self.policy is None else self.policy.keeping()
-        arguments, _ = self._cast_arguments(self.diff, self.state, keep)
-        args = [arguments.pop(name) for name in self._names]
-        first = () if self.scales is None else (self.scales,)
-        return encode(*first, *args, **arguments)
-
     def _cast_arguments(
         self, diff: tuple[PyTree, ...], state: State, keep: Keep | None
     ) -> tuple[dict[str, Any], _nnx.Merged | None]:

@@ -40,11 +40,6 @@ class Microbatches(NamedTuple):
             keys = jax.tree.map(lambda key: _fold_in(key, index), keys)
         return eqx.combine(rows, keys, self.rest, is_leaf=_is_whole)
 
-    def first(self) -> tuple[Any, Any]:
-        """Returns the arguments of the first microbatch."""
-        start = (0,) * self.numbers.ndim
-        return self.arguments(jax.tree.map(lambda x: x[start], self.rows), 0)
-
 
 class _Leaf(NamedTuple):
     """A leaf of the arguments.

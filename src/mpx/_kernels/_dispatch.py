@@ -78,16 +78,8 @@ def run(
 ) -> list[Any]:
     """Runs steps.
 
-    Args:
-        jobs: The steps.
-        finite: If false, the leaves come back as they were. `None` means true.
-        backend: Where to run. `"auto"` takes the kernel where it is faster.
-
-    Returns:
-        The new leaf of each job.
-
-    Raises:
-        ValueError: If the requested backend cannot run a step.
+    If `finite` is false, the leaves come back as they were. `"auto"` takes the kernel
+    where it is faster; another backend that cannot run a step raises a `ValueError`.
     """
     new: list[Any] = [None] * len(jobs)
     for indices in _batches(jobs, backend):
@@ -419,8 +411,7 @@ def _rule(
     A matrix with groups is `a0 (a1 group)`, its scales are `a0 a1`, and either may have
     planes before. By layer, the gradient lacks the first axis, which `ahead` has.
 
-    Returns:
-        The rule, and the names of the axes of planes.
+    It comes with the names of the axes of planes.
     """
     planes: set[str] = set()
 

@@ -75,14 +75,9 @@ def step_block(
 ) -> None:
     """Steps a block of one of the leaves, unless its flag is zero.
 
-    Args:
-        program: The index of the block and that of the leaf.
-        refs: The scalars, a row for each leaf with its flag first; the distance of each
-            layer from the one to step, or `None`; the gradients; the leaves; the outputs.
-        body: The step. It gets and returns a tuple in place of an array with planes.
-        planes: From `planes_of` a leaf.
-        block: The groups of the block.
-        view: Loads and stores.
+    `program` is the index of the block and that of the leaf. `refs` are the scalars, a row
+    for each leaf with its flag first; the distance of each layer from the one to step, or
+    `None`; the gradients; the leaves; the outputs.
     """
     index, which = program
     scalars_ref, ahead_ref, grad_refs, leaf_refs, out_refs = refs

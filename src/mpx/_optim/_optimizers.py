@@ -156,12 +156,7 @@ def _build(
     hyper: Mapping[str, Hyper],
     options: tuple[Mask, Sequence[ParamGroup], Compression, Backend],
 ) -> FlashOptimizer:
-    """Makes an optimizer from a rule and a user's options.
-
-    Raises:
-        TypeError: If an option is of another type.
-        ValueError: If an option is unknown or out of its range.
-    """
+    """Makes an optimizer from a rule and a user's options."""
     mask, groups, compression, backend = options
     check_compression("`compression`", compression)
     check_choice(backend, "backend", BACKENDS)

@@ -47,10 +47,8 @@ def to_bf16_bits(x: Array, dither: Array | float | None = None) -> Array:
 
     XLA would remove a cast down followed by a cast up.
 
-    Args:
-        x: The numbers.
-        dither: Offset before rounding to nearest, in ulps of bf16, from -1/2 to `UPWARDS`
-            (away from zero). `None` adds nothing and rounds ties to even.
+    `dither` is added before rounding to nearest, in ulps of bf16, from -1/2 to `UPWARDS`
+    (away from zero); `None` rounds ties to even.
     """
     b = bits(x)
     if dither is None:

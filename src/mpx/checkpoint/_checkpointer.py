@@ -406,11 +406,7 @@ class Claim:
         self._mine: dict[str, Any] | None = None
 
     def hold(self) -> bool:
-        """Makes sure that this job is the writer, and returns whether it became it now.
-
-        Raises:
-            RuntimeError: If another process writes to the folder.
-        """
+        """Makes sure that this job is the writer, and returns whether it became it now."""
         found = self._read()
         if self._mine is not None and found == self._mine:
             return False

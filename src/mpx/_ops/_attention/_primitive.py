@@ -17,17 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mpx._jax._compat import (
-    Primitive,
-    as_varying,
-    convert_dtype,
-    has_explicit_axes,
-    varying_axes,
-)
+from mpx._jax._compat import Primitive, convert_dtype, has_explicit_axes
 from mpx._jax._devices import cuda_capability
 from mpx._jax._private import private
 from mpx._ops._attention._capture import plain_attention
 from mpx._ops._attention._cudnn import Attention, cudnn_backward, cudnn_forward
+from mpx._ops._primitives import (
+    define,
+    differentiated,
+    function_of,
+    varying_alike,
+    zero_tangent,
+)
 from mpx._program._queries import ATTENTION
 
 F32 = jnp.dtype(jnp.float32)
@@ -52,10 +53,8 @@ def attend(
 
     The arguments are those of `catch` in `captured`.
 
-    Returns:
-        The output and the logsumexp (batch, heads, queries, 1). `None` if the operands are
-        not f32, if there is no CUDA GPU, or if the call is one that the operation does
-        not support.
+    It returns the output and the logsumexp, or `None` if the operands are not f32, if there
+    is no CUDA GPU, or if the operation does not support the call.
     """
     given = [x for x in arrays if x is not None]
     extras = [
@@ -80,10 +79,7 @@ def attend(
 
 def bind_attention(operands: Sequence[Array], spec: Attention) -> tuple[Array, Array]:
     """Runs attention as one operation; returns the output and the logsumexp."""
-    names = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
-    # Marked here, so that the transpose of the mark sums gradients over devices.
-    given = [as_varying(x, names) for x in operands] if names else operands
-    return attention_p.bind(*given, spec=spec)
+    return attention_p.bind(*varying_alike(operands), spec=spec)
 
 
 # --- The operation in plain JAX -------------------------------------------------------
@@ -127,19 +123,7 @@ def _output(
     operands: Sequence[Array], spec: Attention, wrt: Sequence[int]
 ) -> tuple[Callable[..., Array], list[Array]]:
     given = operands[: spec.operands]
-    return _function_of(lambda *x: plain(*x, spec=spec)[0], given, wrt)
-
-
-def _function_of(
-    func: Callable[..., Any], operands: Sequence[Array], wrt: Sequence[int]
-) -> tuple[Callable[..., Any], list[Array]]:
-    """Returns a function of some of its operands, with the others fixed, and these."""
-
-    def call(*chosen: Array) -> Any:
-        replaced = dict(zip(wrt, chosen, strict=True))
-        return func(*(replaced.get(i, x) for i, x in enumerate(operands)))
-
-    return call, [operands[i] for i in wrt]
+    return function_of(lambda *x: plain(*x, spec=spec)[0], given, wrt)
 
 
 # --- The operation in cuDNN -----------------------------------------------------------
@@ -192,53 +176,27 @@ def _attention_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Attention
 ) -> tuple[list[Any], list[Any]]:
     out, logsumexp = attention_p.bind(*primals, spec=spec)
-    wrt = tuple(i for i in range(spec.free) if not _is_zero(tangents[i]))
-    tangent = _zero(out)
+    wrt = tuple(i for i in range(spec.free) if type(tangents[i]) is not _jax.Zero)
+    tangent = zero_tangent(_jax, out)
     if wrt:
         chosen = [tangents[i] for i in wrt]
         (tangent,) = attention_tangent_p.bind(
             *primals, out, logsumexp, *chosen, spec=spec, wrt=wrt
         )
     # JAX has no gradient of the logsumexp either.
-    return [out, logsumexp], [tangent, _zero(logsumexp)]
-
-
-def _zero(x: Array) -> Any:
-    return _jax.Zero(jax.typeof(x).to_tangent_aval())
-
-
-def _is_zero(tangent: Any) -> bool:
-    return type(tangent) is _jax.Zero
+    return [out, logsumexp], [tangent, zero_tangent(_jax, logsumexp)]
 
 
 def _tangent_transpose(
     cotangents: Sequence[Any], *operands: Any, spec: Attention, wrt: tuple[int, ...]
 ) -> list[Any]:
     known, grads = operands[: -len(wrt)], [None] * len(wrt)
-    if not _is_zero(cotangents[0]):
+    if type(cotangents[0]) is not _jax.Zero:
         found = attention_backward_p.bind(
             *known, cotangents[0], spec=spec._replace(bias_grad=3 in wrt)
         )
         grads = [found[i] for i in wrt]
     return [*[None] * len(known), *grads]
-
-
-def _differentiated(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the derivative of an operation that is itself a derivative."""
-
-    def rule(
-        primals: Sequence[Array], tangents: Sequence[Any], **params: Any
-    ) -> tuple[Any, Any]:
-        free = [
-            i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)
-        ]
-        call, chosen = _function_of(
-            lambda *full: list(func(*full, **params)), primals, free
-        )
-        given = [_jax.instantiate_zeros(tangents[i]) for i in free]
-        return jax.jvp(call, chosen, given)
-
-    return rule
 
 
 def _batched(
@@ -273,50 +231,35 @@ def _batched(
     return outs, [0] * len(outs)
 
 
-def _define(
-    name: str,
-    types: Callable[..., Any],
-    slow: Callable[..., Any],
-    fast: Callable[..., Any],
-) -> Primitive:
-    """Returns a primitive that runs `fast` on CUDA and `slow` elsewhere."""
-    primitive = Primitive(name)
-
-    @functools.lru_cache(maxsize=256)
-    def compiled(**params: Any) -> Callable[..., Any]:
-        return jax.jit(functools.partial(primitive.bind, **params))
-
-    primitive.multiple_results = True
-    primitive.def_impl(lambda *operands, **params: compiled(**params)(*operands))
-    primitive.def_abstract_eval(types)
-    _jax.primitive_batchers[primitive] = functools.partial(_batched, primitive)
-    for func, platform in ((slow, None), (fast, "cuda")):
-        lowering = _jax.lower_fun(func, multiple_results=True)
-        _jax.register_lowering(primitive, lowering, platform=platform)
-    # As JAX's own cuDNN attention, which is inside.
-    _jax.prim_requires_devices_during_lowering.add(primitive)
-    return primitive
-
-
 _FORWARD, _BACKWARD, _TANGENT = ATTENTION
 PLAIN: dict[str, Callable[..., Any]] = {
     _FORWARD: plain,
     _BACKWARD: plain_backward,
     _TANGENT: plain_tangent,
 }
-attention_p = _define(_FORWARD, _attention_types, _without_cudnn(plain), _cudnn)
-attention_backward_p = _define(
+attention_p = define(_jax, _FORWARD, _attention_types, _without_cudnn(plain))
+attention_backward_p = define(
+    _jax,
     _BACKWARD,
     lambda *operands, spec: operands[: spec.free],
     _without_cudnn(plain_backward),
-    _cudnn_backward,
 )
-attention_tangent_p = _define(
-    _TANGENT, lambda query, *rest, **params: [query], plain_tangent, plain_tangent
+attention_tangent_p = define(
+    _jax, _TANGENT, lambda query, *rest, **params: [query], plain_tangent
 )
+for _primitive in (attention_p, attention_backward_p, attention_tangent_p):
+    _jax.primitive_batchers[_primitive] = functools.partial(_batched, _primitive)
+    # As JAX's own cuDNN attention, which is inside.
+    _jax.prim_requires_devices_during_lowering.add(_primitive)
+for _primitive, _fast in (
+    (attention_p, _cudnn),
+    (attention_backward_p, _cudnn_backward),
+):
+    _lowering = _jax.lower_fun(_fast, multiple_results=True)
+    _jax.register_lowering(_primitive, _lowering, platform="cuda")
 _jax.primitive_jvps[attention_p] = _attention_jvp
-_jax.primitive_jvps[attention_backward_p] = _differentiated(plain_backward)
-_jax.primitive_jvps[attention_tangent_p] = _differentiated(plain_tangent)
+_jax.primitive_jvps[attention_backward_p] = differentiated(_jax, plain_backward)
+_jax.primitive_jvps[attention_tangent_p] = differentiated(_jax, plain_tangent)
 _jax.primitive_transposes[attention_tangent_p] = _tangent_transpose
 
 
@@ -361,13 +304,7 @@ class Fit(NamedTuple):
 def padded_call(
     shapes: list[Shape], spec: Attention, dtype: np.dtype
 ) -> tuple[Attention, tuple[jax.ShapeDtypeStruct, ...]]:
-    """Returns the call on padded operands, and their types.
-
-    Args:
-        shapes: Those of queries, keys and values: batch, length, heads, size.
-        spec: The call.
-        dtype: The dtype of the three.
-    """
+    """Returns the call on padded operands, and their types."""
     query, _, value = shapes
     fit = Fit.of(query, value, spec)
     spec = fit.spec(spec)
@@ -388,15 +325,7 @@ def padded_call(
 def fitted_attention(
     query: Array, key: Array, value: Array, extras: Mapping[str, Array], spec: Attention
 ) -> Array:
-    """Runs attention on operands that are padded where the kernel needs it.
-
-    Args:
-        query: The queries (batch, length, heads, size).
-        key: The keys.
-        value: The values; their heads may have another size.
-        extras: The bias and the mask, if the call has them.
-        spec: The call.
-    """
+    """Runs attention on operands that are padded where the kernel needs it."""
     rows, keys, size = query.shape[1], key.shape[1], value.shape[-1]
     fit = Fit.of(query.shape, value.shape, spec)
     query = _padded(query, {1: fit.rows, 3: fit.head})

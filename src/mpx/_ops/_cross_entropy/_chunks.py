@@ -134,16 +134,7 @@ class Chunks:
     def over(
         self, step: Callable[..., tuple[Any, Any]], carry: Any, xs: Any = None
     ) -> tuple[Any, Any]:
-        """Runs `step(carry, x, start, size)` for each chunk; the last one may be smaller.
-
-        Args:
-            step: Returns the new carry and a result.
-            carry: The first carry.
-            xs: Arrays with one `x` for each chunk, or `None`.
-
-        Returns:
-            The last carry, and the results of all chunks, stacked.
-        """
+        """Runs `step(carry, x, start, size)` for each chunk; the last one may be smaller."""
         whole, rest = divmod(self.vocabulary // self.shards, self.size)
         outs = []
         if whole:
@@ -249,10 +240,7 @@ def statistics(
 ) -> tuple[list[Array], Kept | None]:
     """Returns logsumexp, chosen logit and perhaps total of each token; kept logits.
 
-    Args:
-        head: How logits are computed.
-        operands: The operands.
-        remat: Whether a derivative by JAX computes the logits of each chunk again.
+    With `remat`, a derivative by JAX computes the logits of each chunk again.
     """
     hidden, weight, _, labels = operands
     chunks, wide = Chunks(head, hidden, weight), head.wide
@@ -322,13 +310,7 @@ def gradients(
 ) -> list[Array]:
     """Returns the gradients of some operands, in the dtypes of these.
 
-    Args:
-        head: How logits are computed.
-        operands: The operands.
-        logsumexp: That of each token.
-        cotangents: The derivatives with respect to the results of `statistics`.
-        kept: What it kept.
-        wrt: Which operands: 0 for the hidden states, 1 for the weight, 2 for the bias.
+    `wrt` has 0 for the hidden states, 1 for the weight, 2 for the bias.
     """
     hidden, weight, bias, labels = operands
     shape = hidden.shape

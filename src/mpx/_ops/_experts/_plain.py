@@ -31,9 +31,7 @@ def plain(a: Array, b: Array, sizes: Array, *, kind: Kind, dtype: np.dtype) -> A
         rhs_group_dimensions=groups,
     )
     wide = np.dtype(jnp.float32)
-    if dtype != wide:
-        # 8-bit numbers are exact in 16 bits.
-        wide = dtype if a.dtype.itemsize == 1 else a.dtype
+    wide = wide if dtype == wide else a.dtype
     out = lax.ragged_dot_general(
         convert_dtype(a, wide),
         convert_dtype(b, wide),
@@ -53,23 +51,12 @@ def group_ends(sizes: Array, rows: int) -> Array:
     return jnp.minimum(_running_sum(sizes.astype(jnp.int32)), np.int32(rows))
 
 
-def group_of_rows(sizes: Array, rows: int) -> Array:
-    """Returns the group of each row; the last one for rows behind all groups."""
-    return _count_below(group_ends(sizes, rows), rows)
-
-
 def row_blocks(sizes: Array, rows: int, block: int) -> tuple[Array, ...]:
     """Returns the blocks of rows that cover all groups, and then the rows behind these.
 
-    Args:
-        sizes: The number of rows of each group.
-        rows: The number of all rows, at least `block` and a multiple of 8.
-        block: The number of rows of a block.
-
-    Returns:
-        Of each block: the group, which is `len(sizes)` for the rows behind all groups; the
-        first row, a multiple of 8; where in the block the rows of the group begin; and
-        their number. Blocks of 0 rows come last.
+    There are at least `block` rows, a multiple of 8. Each block has a group, `len(sizes)`
+    for the rows behind all groups; a first row, a multiple of 8; where in the block the rows
+    of the group begin; and their number. Blocks of 0 rows come last.
     """
     ends = group_ends(sizes, rows)
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
@@ -122,7 +109,6 @@ class Blocks(NamedTuple):
 # both gradients in bf16 (H200, jax 0.11.2, `python benchmarks/experts.py`); one dense matmul
 # of the same work takes 0.11 and 0.38. `--tune` compares others.
 ROWS = Blocks(128, 128, 64, 4, 8)
-ROWS_FP8 = Blocks(128, 128, 128, 4, 8)
 SUMS = Blocks(128, 128, 64, 4, 8)
 # Columns of a result, and rows of one that is a sum, are multiples of this.
 SMALLEST = 64
