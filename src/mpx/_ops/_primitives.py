@@ -15,10 +15,12 @@ from jaxtyping import PyTree
 from mpx._jax._compat import Primitive, as_varying, varying_axes
 
 Run = Callable[..., PyTree]
+Names = Any
+"""Private names of JAX, from `private`."""
 
 
 def define(
-    names: Any, name: str, types: Run, run: Run, *, multiple_results: bool = True
+    names: Names, name: str, types: Run, run: Run, *, multiple_results: bool = True
 ) -> Primitive:
     """Returns a primitive whose types are those of `types`, and that is lowered to `run`."""
     primitive = Primitive(name)
@@ -44,7 +46,7 @@ def varying_alike(operands: Sequence[Array]) -> Sequence[Array]:
     return [as_varying(x, axes) for x in operands] if axes else operands
 
 
-def zero_tangent(names: Any, x: Array) -> PyTree:
+def zero_tangent(names: Names, x: Array) -> PyTree:
     """Returns the symbolic zero of the tangents of an array."""
     return names.Zero(jax.typeof(x).to_tangent_aval())
 
@@ -61,7 +63,7 @@ def function_of(
     return call, [operands[i] for i in wrt]
 
 
-def differentiated(names: Any, func: Run) -> Run:
+def differentiated(names: Names, func: Run) -> Run:
     """Returns the derivative of an operation that is itself a derivative.
 
     What was saved for it depends on the operands alone, as the operation itself does.

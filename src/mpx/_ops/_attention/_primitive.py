@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import PyTree
 
 from mpx._jax._compat import Primitive, convert_dtype, has_explicit_axes
 from mpx._jax._devices import cuda_capability
@@ -149,8 +150,8 @@ def _cudnn_backward(*operands: Array, spec: Attention) -> Sequence[Array]:
     return [*grads, plain_backward(*operands, spec=spec)[3]]
 
 
-def _without_cudnn(func: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*operands: Array, spec: Attention) -> Any:
+def _without_cudnn(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    def call(*operands: Array, spec: Attention) -> PyTree:
         if spec.required:
             raise NotImplementedError(
                 'implementation="cudnn" was asked for, but cuDNN attention needs a CUDA '
@@ -173,8 +174,8 @@ def _attention_types(query: Aval, *rest: Aval, spec: Attention) -> tuple[Aval, A
 
 
 def _attention_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, spec: Attention
-) -> tuple[list[Any], list[Any]]:
+    primals: Sequence[PyTree], tangents: Sequence[PyTree], *, spec: Attention
+) -> tuple[list[PyTree], list[PyTree]]:
     out, logsumexp = attention_p.bind(*primals, spec=spec)
     wrt = tuple(i for i in range(spec.free) if type(tangents[i]) is not _jax.Zero)
     tangent = zero_tangent(_jax, out)
@@ -188,8 +189,11 @@ def _attention_jvp(
 
 
 def _tangent_transpose(
-    cotangents: Sequence[Any], *operands: Any, spec: Attention, wrt: tuple[int, ...]
-) -> list[Any]:
+    cotangents: Sequence[PyTree],
+    *operands: PyTree,
+    spec: Attention,
+    wrt: tuple[int, ...],
+) -> list[PyTree]:
     known, grads = operands[: -len(wrt)], [None] * len(wrt)
     if type(cotangents[0]) is not _jax.Zero:
         found = attention_backward_p.bind(
@@ -200,8 +204,11 @@ def _tangent_transpose(
 
 
 def _batched(
-    primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], **params: Any
-) -> tuple[list[Any], list[int]]:
+    primitive: Primitive,
+    operands: Sequence[PyTree],
+    dims: Sequence[int | None],
+    **params: PyTree,
+) -> tuple[list[PyTree], list[int]]:
     """Maps an operation by making the new axis a part of the batch."""
     spec: Attention = params["spec"]
     size = next(
@@ -217,7 +224,7 @@ def _batched(
         shared.append(len(operands) - 1)  # the tangent of the bias
     forward = primitive is attention_p
 
-    def fold(i: int, x: Any) -> Any:
+    def fold(i: int, x: Array) -> Array:
         if i in shared:
             if forward and dims[i] is None and x.shape[1] == 1:
                 return x[0]  # still one for the whole batch
@@ -232,7 +239,7 @@ def _batched(
 
 
 _FORWARD, _BACKWARD, _TANGENT = ATTENTION
-PLAIN: dict[str, Callable[..., Any]] = {
+PLAIN: dict[str, Callable[..., PyTree]] = {
     _FORWARD: plain,
     _BACKWARD: plain_backward,
     _TANGENT: plain_tangent,

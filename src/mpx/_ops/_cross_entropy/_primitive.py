@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from mpx._jax._compat import Primitive
 from mpx._jax._private import private
@@ -53,7 +54,7 @@ def bind_statistics(head: Head, operands: Operands) -> list[Array]:
 # --- The operations in plain JAX ------------------------------------------------------
 
 
-def _opened(head: Head, given: Sequence[Any]) -> tuple[Operands, list[Any]]:
+def _opened(head: Head, given: Sequence[PyTree]) -> tuple[Operands, list[PyTree]]:
     """Returns the operands among given values, and the others."""
     count = 3 + head.has_bias
     hidden, weight, *bias, labels = given[:count]
@@ -131,8 +132,8 @@ def _like(aval: Aval, shape: Sequence[int], dtype: np.dtype) -> Aval:
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, head: Head
-) -> tuple[list[Any], list[Any]]:
+    primals: Sequence[PyTree], tangents: Sequence[PyTree], *, head: Head
+) -> tuple[list[PyTree], list[PyTree]]:
     given = _opened(head, tangents)[0]
     zeros = (type(None), _jax.Zero)
     wrt = tuple(i for i, x in enumerate(given[:3]) if not isinstance(x, zeros))
@@ -150,10 +151,10 @@ def _jvp(
 
 
 def _transpose(
-    cotangents: Sequence[Any], *given: Any, head: Head, wrt: tuple[int, ...]
-) -> list[Any]:
+    cotangents: Sequence[PyTree], *given: PyTree, head: Head, wrt: tuple[int, ...]
+) -> list[PyTree]:
     known = given[: -len(wrt)]
-    grads: Sequence[Any] = [None] * len(wrt)
+    grads: Sequence[PyTree] = [None] * len(wrt)
     if not all(type(x) is _jax.Zero for x in cotangents):
         full = [_jax.instantiate_zeros(x) for x in cotangents]
         grads = backward_p.bind(*known, *full, head=head, wrt=wrt)
@@ -161,8 +162,11 @@ def _transpose(
 
 
 def _batched(
-    primitive: Primitive, given: Sequence[Any], dims: Sequence[Any], **params: Any
-) -> tuple[list[Any], list[Any]]:
+    primitive: Primitive,
+    given: Sequence[PyTree],
+    dims: Sequence[int | None],
+    **params: PyTree,
+) -> tuple[list[Array], list[int]]:
     """Maps an operation: the new axis is one of tokens, or there is a loop over it."""
     is_shared = all(d is None for d in dims[1:-1])
     if primitive is statistics_p and is_shared and params["head"].kept is None:

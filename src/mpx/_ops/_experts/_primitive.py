@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from mpx._jax._compat import as_unvarying, convert_dtype
 from mpx._jax._private import private
@@ -71,7 +72,7 @@ def _fitting(blocks: Blocks, rows: int, columns: int) -> Blocks:
 # --- The primitive --------------------------------------------------------------------
 
 
-def _type(a: Any, b: Any, sizes: Any, *, kind: str, dtype: np.dtype) -> Any:
+def _type(a: PyTree, b: PyTree, sizes: PyTree, *, kind: str, dtype: np.dtype) -> PyTree:
     if kind == "sums":
         shape = (sizes.shape[0], a.shape[1], b.shape[1])
     else:
@@ -81,8 +82,8 @@ def _type(a: Any, b: Any, sizes: Any, *, kind: str, dtype: np.dtype) -> Any:
 
 
 def _jvp(
-    primals: Sequence[Array], tangents: Sequence[Any], **params: Any
-) -> tuple[Array, Any]:
+    primals: Sequence[Array], tangents: Sequence[PyTree], **params: PyTree
+) -> tuple[Array, PyTree]:
     a, b, sizes = primals
     out = grouped_p.bind(a, b, sizes, **params)
     parts = [
@@ -99,8 +100,8 @@ def _jvp(
 
 
 def _transpose(
-    cotangent: Any, a: Any, b: Any, sizes: Array, *, kind: str, dtype: np.dtype
-) -> list[Any]:
+    cotangent: PyTree, a: PyTree, b: PyTree, sizes: Array, *, kind: str, dtype: np.dtype
+) -> list[PyTree]:
     side = 0 if _jax.is_undefined_primal(a) else 1
     mine, other = (a, b) if side == 0 else (b, a)
     if type(cotangent) is _jax.Zero:
@@ -130,7 +131,7 @@ _slow = _jax.lower_fun(plain, multiple_results=False)
 _fast = _jax.lower_fun(_kernel, multiple_results=False)
 
 
-def _on_cuda(context: Any, *operands: Any, **params: Any) -> Any:
+def _on_cuda(context: Any, *operands: object, **params: object) -> object:
     lower = _fast if _is_local(context) else _slow
     return lower(context, *operands, **params)
 

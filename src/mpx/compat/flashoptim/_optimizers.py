@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ from mpx.compat.flashoptim._convert import (
 from mpx.compat.flashoptim.compression import MasterBits, correction_dtype
 from mpx.compat.flashoptim.quantization import QuantizedArray, is_quantized
 
-Rate = float | Array | Callable[[Array], Any]
-Groups = Sequence[Mapping[str, Any]] | None
+Rate = float | Array | Callable[[Array], PyTree]
+Groups = Sequence[Mapping[str, PyTree]] | None
 
 
 class FlashOptimizer(NamedTuple):
@@ -35,8 +35,8 @@ class FlashOptimizer(NamedTuple):
         step: `step(params, state, grads)`, returns `(params, state)`.
     """
 
-    init: Callable[[PyTree], Any]
-    step: Callable[[PyTree, Any, PyTree], tuple[PyTree, Any]]
+    init: Callable[[PyTree], PyTree]
+    step: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 # The signatures below are those of flashoptim-jax, positions included.
@@ -143,7 +143,7 @@ def flash_sgdw(  # noqa: PLR0917
     return _build(_optim.flash_sgdw, FlashSGDState, **locals())
 
 
-def _matches(by: Any, name: str, leaf: Any) -> bool:
+def _matches(by: PyTree, name: str, leaf: object) -> bool:
     """Returns whether the `params` of a group choose a parameter; see `flash_adamw`."""
     parts = name.split("/")
     if callable(by):
@@ -156,7 +156,7 @@ def _matches(by: Any, name: str, leaf: Any) -> bool:
 
 
 def _build(
-    make: Callable[..., Any],
+    make: Callable[..., PyTree],
     state_type: type,
     *,
     quantize: bool,
@@ -164,7 +164,7 @@ def _build(
     group_size: int,
     fused: bool,
     param_groups: Groups,
-    **hyper: Any,
+    **hyper: PyTree,
 ) -> FlashOptimizer:
     if group_size < 2 or 1024 % group_size:
         raise ValueError(
@@ -175,7 +175,7 @@ def _build(
         hyper["momentum"] = hyper["momentum"] or None
 
     def compression(
-        quantize: bool = quantize, master_weight_bits: Any = master_weight_bits
+        quantize: bool = quantize, master_weight_bits: PyTree = master_weight_bits
     ) -> Compression:
         correction_dtype("bfloat16", master_weight_bits)  # raises for other bits
         return Compression(
@@ -201,19 +201,19 @@ def _build(
     base, backend = compression(), "auto" if fused else "jax"
     optimizer = make(**hyper, groups=groups, compression=base, backend=backend)
 
-    def quantizes(name: str, param: Any) -> bool:
+    def quantizes(name: str, param: PyTree) -> bool:
         group = next((x for x in groups if x.matches(name, param)), None)
         return (base if group is None else group.compression).quantize
 
-    def convert(params: PyTree, state: Any) -> Any:
-        options: Any = dict(quantize=quantizes, master_weight_bits="keep")
+    def convert(params: PyTree, state: PyTree) -> PyTree:
+        options: PyTree = dict(quantize=quantizes, master_weight_bits="keep")
         return from_mpx(params, state, state_type, group_size=group_size, **options)
 
-    def init(params: PyTree) -> Any:
+    def init(params: PyTree) -> PyTree:
         _check_params(params, groups, param_groups or (), master_weight_bits, fused)
         return convert(params, optimizer.init(params)).state
 
-    def step(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
+    def step(params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
         new = optimizer.step(*to_mpx(params, state, group_size=group_size), grads)
         return tuple(convert(*new))
 
@@ -223,7 +223,7 @@ def _build(
 def _check_params(
     params: PyTree,
     groups: Sequence[ParamGroup],
-    specs: Sequence[Mapping[str, Any]],
+    specs: Sequence[Mapping[str, PyTree]],
     bits: MasterBits,
     fused: bool,
 ) -> None:
@@ -236,7 +236,7 @@ def _check_params(
         if option in spec
     }
     owners = [id(group) for group, _ in asked.values()]
-    members: dict[int, list[Any]] = {owner: [] for owner in owners}
+    members: dict[int, list[PyTree]] = {owner: [] for owner in owners}
     for name, leaf in named_leaves(params):
         dtype = dtype_of(leaf) or jnp.asarray(leaf).dtype
         if fused and dtype not in PARAM_DTYPES:
@@ -258,16 +258,16 @@ def _check_params(
 # --- State dictionaries ---------------------------------------------------------------
 
 
-def flash_adamw_state_dict(state: Any) -> dict[str, Any]:
+def flash_adamw_state_dict(state: PyTree) -> dict[str, PyTree]:
     """Returns a state as a dictionary of arrays and tree structures."""
 
-    def leaf_dict(leaf: Any) -> dict[str, Any]:
+    def leaf_dict(leaf: PyTree) -> dict[str, PyTree]:
         if is_quantized(leaf):
             values, scales = map(jnp.asarray, leaf)
             return {"kind": "quantized", "values": values, "scales": scales}
         return {"kind": "array", "value": jnp.asarray(leaf)}
 
-    new: dict[str, Any] = {"count": jnp.asarray(state.count)}
+    new: dict[str, PyTree] = {"count": jnp.asarray(state.count)}
     for name in state._fields[1:]:
         leaves, treedef = jax.tree.flatten(getattr(state, name), is_leaf=is_quantized)
         new[name] = {"treedef": treedef, "leaves": list(map(leaf_dict, leaves))}
@@ -277,22 +277,22 @@ def flash_adamw_state_dict(state: Any) -> dict[str, Any]:
 flash_lion_state_dict = flash_sgd_state_dict = flash_adamw_state_dict
 
 
-def load_flash_adamw_state_dict(state_dict: Mapping[str, Any]) -> FlashAdamState:
+def load_flash_adamw_state_dict(state_dict: Mapping[str, PyTree]) -> FlashAdamState:
     """Returns the state that `flash_adamw_state_dict` was given."""
     return _load(FlashAdamState, state_dict)
 
 
-def load_flash_lion_state_dict(state_dict: Mapping[str, Any]) -> FlashLionState:
+def load_flash_lion_state_dict(state_dict: Mapping[str, PyTree]) -> FlashLionState:
     """Returns the state that `flash_lion_state_dict` was given."""
     return _load(FlashLionState, state_dict)
 
 
-def load_flash_sgd_state_dict(state_dict: Mapping[str, Any]) -> FlashSGDState:
+def load_flash_sgd_state_dict(state_dict: Mapping[str, PyTree]) -> FlashSGDState:
     """Returns the state that `flash_sgd_state_dict` was given."""
     return _load(FlashSGDState, state_dict)
 
 
-def _load(state_type: Any, state_dict: Mapping[str, Any]) -> Any:
+def _load(state_type: PyTree, state_dict: Mapping[str, PyTree]) -> PyTree:
     names = state_type._fields
     if missing := [name for name in names if name not in state_dict]:
         raise ValueError(
