@@ -58,9 +58,6 @@ def refuse_cast_arguments() -> None:
     """Raises if `amp` is called where a policy has cast the arguments to 16 bits.
 
     `amp` casts operation by operation and needs the parameters as they are.
-
-    Raises:
-        ValueError: If so.
     """
     if _cast_to.get() is not None:
         raise ValueError(

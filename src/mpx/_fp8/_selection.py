@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from jax import lax
 
-from mpx._amp._grouped import RAGGED
+from mpx._amp._decide import RAGGED
 from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
 from mpx._casting._select import Selector, matches, search, shown
 from mpx._fp8._recipes import MXFP8, Recipe

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from mpx._amp._functions import call_through, parse_params, trace
-from mpx._amp._recording import current_recording
+from mpx._amp._call import call_through, current_recording, parse_params, trace
 from mpx._casting._half import gradient_function
 from mpx._casting._reduction import Reduce, chosen_reduce, in_shards
 from mpx._casting._select import Selectors, parse_selectors

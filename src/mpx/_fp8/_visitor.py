@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._amp._autocast import Autocast
-from mpx._amp._frameworks import Traced, Transformation
-from mpx._amp._functions import run_traced
-from mpx._amp._grouped import is_low, multiply
-from mpx._amp._policy import AmpRules
+from mpx._amp._call import run_traced
+from mpx._amp._decide import is_low_ragged as is_low
+from mpx._amp._emit import multiply
+from mpx._amp._rules import AmpRules
 from mpx._casting._keep import KEPT_SCOPE
 from mpx._casting._reduction import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
 from mpx._casting._select import check_selectors
@@ -43,6 +43,8 @@ from mpx._program._interpreter import (
     Op,
     Outcome,
     Scopes,
+    Traced,
+    Transformation,
     Values,
     arrays_of,
 )

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from mpx import _kernels
-from mpx._gradients._grad_checks import undifferentiable
+from mpx._jax._compat import undifferentiable
 from mpx._jax._sharding import zero_beside
 from mpx._jax._tree import as_flag, dtype_of
 from mpx._optim._options import (

@@ -2,7 +2,6 @@
 
 from mpx._fp8 import Fp8Check as Fp8Check
 from mpx._fp8 import check as check
-from mpx._jax._processes import check_processes as check_processes
 from mpx.inspect._advice import Advice as Advice
 from mpx.inspect._advice import GroupAdvice as GroupAdvice
 from mpx.inspect._advice import advise as advise
@@ -15,23 +14,23 @@ from mpx.inspect._explain import Explanation as Explanation
 from mpx.inspect._explain import explain as explain
 from mpx.inspect._exponents import ExponentStats as ExponentStats
 from mpx.inspect._exponents import exponent_stats as exponent_stats
+from mpx.inspect._exponents import plot_exponents as plot_exponents
 from mpx.inspect._faults import Fault as Fault
 from mpx.inspect._memory import Memory as Memory
 from mpx.inspect._memory import memory as memory
-from mpx.inspect._observation import Observation as Observation
-from mpx.inspect._observation import observe as observe
-from mpx.inspect._plots import plot_exponents as plot_exponents
 from mpx.inspect._policies import PrecisionPolicy as PrecisionPolicy
 from mpx.inspect._proposals import Proposal as Proposal
 from mpx.inspect._report import Report as Report
 from mpx.inspect._report import report as report
-from mpx.inspect._run_summary import RunSummary as RunSummary
-from mpx.inspect._run_summary import Skip as Skip
 from mpx.inspect._states import StateBytes as StateBytes
 from mpx.inspect._target import Compiled as Compiled
 from mpx.inspect._tuning import Tuning as Tuning
 from mpx.inspect._tuning import tune as tune
 from mpx.inspect._views import AmpView as AmpView
 from mpx.inspect._views import Fp8View as Fp8View
+from mpx.inspect._watch import Observation as Observation
+from mpx.inspect._watch import RunSummary as RunSummary
+from mpx.inspect._watch import Skip as Skip
 from mpx.inspect._watch import Watch as Watch
+from mpx.inspect._watch import observe as observe
 from mpx.inspect._watch import watch as watch

@@ -11,11 +11,10 @@ import numpy as np
 from mpx._jax._progress import Tell, progress
 from mpx.inspect._advice import check_formats
 from mpx.inspect._candidates import Candidate, Option, front, options
-from mpx.inspect._extras import extra
 from mpx.inspect._judged import Judged, judge, steps
 from mpx.inspect._laboratory import Laboratory, repaired
 from mpx.inspect._policies import PrecisionPolicy
-from mpx.inspect._result import Result, Table, amount, percent
+from mpx.inspect._result import Result, Table, amount, extra, percent
 from mpx.inspect._states import StateBytes, state_bytes
 
 _OFF = 2.0  # predictions that are off by more are replaced
