@@ -69,8 +69,7 @@ FEATURES = {
             "jax._src.nn": "functions functions._dot_product_attention_xla "
             "functions.cudnn_dot_product_attention",
             "jax._src.dispatch": "prim_requires_devices_during_lowering",
-            "jax.interpreters.ad": "Zero instantiate_zeros primitive_jvps "
-            "primitive_transposes",
+            "jax.interpreters.ad": "Zero primitive_jvps primitive_transposes",
             "jax.interpreters.batching": "primitive_batchers",
             "jax.interpreters.mlir": "lower_fun register_lowering",
         },
