@@ -6,7 +6,17 @@ import sys
 
 EVERYTHING = "import mpx, mpx.compat.jaxamp, mpx.compat.jmp, mpx.testing"
 # Rooms and namespaces that load when they are first used.
-LAZY = "_amp _fp8 _kernels _ops _optim _program _recognise checkpoint inspect".split()
+LAZY = [
+    "_amp",
+    "_fp8",
+    "_kernels",
+    "_ops",
+    "_optim",
+    "_program",
+    "_recognise",
+    "checkpoint",
+    "inspect",
+]
 OPTIONAL = ["flax", "haiku", "matplotlib", "orbax", "rich", "sklearn"]
 
 

@@ -68,24 +68,6 @@ def refuse_cast_arguments() -> None:
         )
 
 
-_codes: contextvars.ContextVar[Any] = contextvars.ContextVar("codes", default=None)
-
-
-@contextlib.contextmanager
-def giving_codes(codes: Any) -> Iterator[None]:
-    """Gives weights in 8 bits to the calls of a function under `fp8` inside."""
-    token = _codes.set(codes)
-    try:
-        yield
-    finally:
-        _codes.reset(token)
-
-
-def given_codes() -> Any:
-    """Returns the weights in 8 bits that were made before, `None` if none were."""
-    return _codes.get()
-
-
 def has_scales(func: Callable[..., Any]) -> bool:
     """Returns whether a function is under `fp8` with delays: an `Fp8State` comes first."""
     return any(getattr(layer, "mpx_has_scales", False) for layer in _layers(func))

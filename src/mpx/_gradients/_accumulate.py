@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, PyTree
 from mpx._casting._cast import is_state_node
 from mpx._casting._policy import Policy
 from mpx._casting._reduction import COMPUTE, F32, Reduce, Shards, over_shards, shards_of
-from mpx._casting._wrapped import argument_names, giving_codes, original
+from mpx._casting._wrapped import argument_names, original
 from mpx._gradients._call import State, is_statistic
 from mpx._gradients._grad import Params, transformed
 from mpx._gradients._options import (
@@ -222,15 +222,13 @@ class _Window(Step):
         """Evaluates all parts under one scale."""
         self._check_state(self.call.state)
         parts, shards = self.parts, self.shards
-        codes = self.call_with(*parts.first()).weight_codes()
 
         def part(
             state: State, rows: PyTree, index: Int[Array, "..."]
         ) -> tuple[State, Evaluation]:
             def one(rows: PyTree, index: Int[Array, ""]) -> Evaluation:
                 call = self.call_with(*parts.arguments(rows, index))
-                with giving_codes(codes):
-                    result = self.evaluate(call, state, scaling)
+                result = self.evaluate(call, state, scaling)
                 # f32 before the sum: 16-bit sums stand still when they have grown large.
                 return result._replace(grads=NoLossScaling().unscale(result.grads))
 
@@ -361,11 +359,6 @@ class _Parts(NamedTuple):
         if self.numbers.size > 1:
             keys = jax.tree.map(lambda key: _fold_in(key, index), keys)
         return eqx.combine(rows, keys, self.rest, is_leaf=is_state_node)
-
-    def first(self) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-        """Returns the arguments of the first part."""
-        start = (0,) * self.numbers.ndim
-        return self.arguments(jax.tree.map(lambda x: x[start], self.rows), 0)
 
 
 class _Leaf(NamedTuple):
