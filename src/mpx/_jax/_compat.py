@@ -49,13 +49,6 @@ def _is_linearized(x: object) -> bool:
     return isinstance(x, tracer_type("grad"))
 
 
-def is_differentiated(x: Any) -> bool:
-    """Returns whether a derivative with respect to `x` is taken, where no `jit` hides it."""
-    while is_batched(x):
-        x = getattr(x, "val", None)
-    return _is_linearized(x) or isinstance(x, tracer_type("jvp"))
-
-
 def nothing_is_traced() -> bool:
     """Returns whether no JAX transformation is running; `False` if JAX cannot tell."""
     names = private("trace_state")
@@ -73,12 +66,10 @@ def unpacking_targets() -> int | None:
     return count if operation == dis.opmap["UNPACK_SEQUENCE"] else None
 
 
+# A process-wide setting with a default that is part of the cache key of `jax.jit`.
+make_jit_context = jax.make_user_context
+
 # --- Values that vary between devices -------------------------------------------------
-
-
-def make_jit_context(default: Any) -> Any:
-    """Returns a process-wide setting that is part of the cache key of `jax.jit`."""
-    return jax.make_user_context(default)
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
