@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax import Array
 from jaxtyping import PyTree
 
 from mpx._amp import amp
@@ -113,7 +114,7 @@ class _Labels(Visitor):
             outs = eval_equation(op.eqn, op.values)
         return outs, [moved(op.eqn, op.facts)] * len(outs)
 
-    def fact_inside(self, fact: Name, var: Any, kind: Kind) -> Name:
+    def fact_inside(self, fact: Name, var: Hashable, kind: Kind) -> Name:
         return None if kind in ("carry", "tangent") else fact
 
     def _group(self, op: Op) -> Group:
@@ -156,24 +157,20 @@ def _path(scopes: Scopes) -> str:
     return "/".join(names)
 
 
-class Labelled(NamedTuple):
-    """The forward pass of a function under `amp`, with labels, and its groups."""
-
-    program: Program
-    groups: list[Group]
-
-
 def labelled(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Labelled:
-    """Traces a function as `amp` runs it, with the group of each operation in its scopes."""
+) -> tuple[Program, list[Group]]:
+    """Traces a function as `amp` runs it, with the group of each operation in its scopes.
+
+    Returns the program of the forward pass, and the groups.
+    """
     # In place of fused attention its equations: a kernel has no second derivative.
     forward = program(amp(func, "bf16", attention="keep"), args, kwargs)
     visitor = _Labels()
     body, consts = open_jaxpr(forward.jaxpr)
 
-    def run(*arrays: Any) -> Sequence[Any]:
+    def run(*arrays: Array) -> list[Array]:
         return visitor.run(body, consts, arrays, forward.known, ())[0]
 
     jaxpr = jax.make_jaxpr(run)(*forward.arrays)
-    return Labelled(forward._replace(jaxpr=jaxpr), list(visitor.groups))
+    return forward._replace(jaxpr=jaxpr), list(visitor.groups)
