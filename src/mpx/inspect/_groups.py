@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
@@ -29,10 +30,8 @@ from mpx.inspect._program import Program, program
 class Group(NamedTuple):
     """Operations that a policy treats alike.
 
-    Attributes:
-        param: The parameter of a matmul; "" for other operations.
-        scope: The `jax.named_scope`s around them, joined by `/`.
-        functions: The functions that wrote them, innermost first.
+    They are the matmuls of a parameter ("" for other operations), in scopes that are joined
+    by `/`, written by functions, innermost first.
     """
 
     param: str
@@ -65,20 +64,17 @@ class Keep(NamedTuple):
             return any(search(self.pattern, name) for name in group.functions)
         if group.param and search(self.pattern, group.param):
             return True
-        names = group.scope.split("/") if group.scope else []
-        paths = ("/".join(names[:n]) for n in range(1, len(names) + 1))
-        return any(search(self.pattern, path) for path in paths)
+        paths = itertools.accumulate(group.scope.split("/"), "{}/{}".format)
+        return bool(group.scope) and any(search(self.pattern, x) for x in paths)
 
 
 _TOKEN = re.compile(r"^mpx-group-(\d+)(-input)?$")
 
 
 class Token(NamedTuple):
-    """What the label of an equation says.
+    """The number of the group of an equation; `None` without a label.
 
-    Attributes:
-        group: The number of its group; `None` without a label.
-        is_input: Whether it is a cast of an operand, made for the operation that reads it.
+    An input is a cast of an operand, made for the operation that reads it.
     """
 
     group: int | None = None
@@ -121,7 +117,9 @@ class _Labels(Visitor):
         known = [name for name in op.facts if name]
         is_matmul = primitive_name(op.eqn) in MATMULS and len(known) > 0
         functions = _functions(op.eqn) or self._around
-        return Group(known[0] if is_matmul else "", _path(op.scopes), functions)
+        # A scope inside itself counts once.
+        path = "/".join(name for name, _ in itertools.groupby(op.scopes))
+        return Group(known[0] if is_matmul else "", path, functions)
 
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: PyTree) -> Iterator[None]:
@@ -149,12 +147,6 @@ class _Labels(Visitor):
 
 def _functions(eqn: Equation) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name, _, _ in source_frames(eqn)))
-
-
-def _path(scopes: Scopes) -> str:
-    """Returns the path of named scopes; one inside itself counts once."""
-    names = [x for i, x in enumerate(scopes) if not i or x != scopes[i - 1]]
-    return "/".join(names)
 
 
 def labelled(

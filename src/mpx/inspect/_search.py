@@ -126,15 +126,10 @@ class Candidate:
 
 
 class Cost(NamedTuple):
-    """The work of a group, forward and backward.
+    """The work of a group: operations of matmuls, and numbers moved (see `traffic`)."""
 
-    Attributes:
-        flops: The operations of its matmuls.
-        numbers: How many numbers its kernels read and write in 16 bits: see `traffic`.
-    """
-
-    flops: float = 0.0
-    numbers: float = 0.0
+    flops: float
+    numbers: float
 
     def seconds(self, precision: str) -> float:
         """Returns the time on the GPU of the table."""
@@ -156,14 +151,9 @@ def _costs(grad: Program, count: int) -> list[Cost]:
 
 
 class Judged(NamedTuple):
-    """A function with its predictions and its costs.
+    """A function with its predictions, the cost of each group, and its arguments.
 
-    Attributes:
-        study: The program and its sites.
-        predicted: The predictions.
-        work: The cost of each group.
-        fp8: The groups whose matmuls `fp8` would change.
-        arrays: The arguments.
+    `fp8` has the groups whose matmuls `mpx.fp8` would change.
     """
 
     study: Study
@@ -264,8 +254,8 @@ class Option(NamedTuple):
         low: The groups in 16 bits.
         fp8: The groups whose matmuls run in fp8.
         kept_fp8: Selectors of what does not.
-        error: The predicted error of the gradient, relative to the gradient.
-        time: The predicted seconds of what a policy can change.
+        error: See `Candidate.predicted_error`.
+        time: See `Candidate.predicted_time`.
     """
 
     half: str
