@@ -139,7 +139,7 @@ def measure_step(step: Any, state: Any, inputs: Any, options: Any) -> Record:
     middle = time.perf_counter()
     compiled = lowered.compile()
     end = time.perf_counter()
-    found = mpx.inspect.check(compiled)
+    found = mpx.inspect.fp8_check(compiled)
     memory = compiled.memory_analysis()
     run = functools.partial(measure.time_steps, compiled, inputs=[inputs])
     state, _, _ = run(state, steps=options.warmup, group=options.warmup)
