@@ -384,7 +384,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.work:
         place, runs = options.work
         jax.distributed.initialize(*place)
-        mpx.inspect.check_processes(place[1])
+        mpx.check_processes(place[1])
         # Gloo gives up if a process comes 30 s late to the first collective, and only
         # process 0 finds its programs in the cache: connect before they are compiled.
         multihost_utils.sync_global_devices("start")

@@ -12,8 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 import h200
 import mpx
-from mpx.inspect import collectives
-from mpx.inspect._cluster import _checks, _training
+from mpx.inspect import _cluster, collectives
 from mpx.inspect._result import amount
 from scripts import script
 
@@ -151,12 +150,11 @@ def test_maxima_of_delayed_scaling_are_reduced_once(wire, by):
 
 @pytest.mark.parametrize("count", [2, 8])
 def test_doctor_of_a_cluster_finds_the_wire_it_asks_for(monkeypatch, count):
-    for module in (_checks, _training):
-        monkeypatch.setattr(module, "half", lambda: "bf16")
+    monkeypatch.setattr(_cluster, "half", lambda: "bf16")
     devices = np.array(h200.devices())[:count]
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
     options = h200.compiler_options()
-    found = _checks.check_wire(_training.Training(mesh), **options)
+    found = _cluster.check_wire(_cluster.Trial(mesh), options)
     assert found.passed
     # Two weights of 64 × 256: two bytes each are gathered, four reduced, once.
     part = 2 * 64 * 256 * (count - 1) / count

@@ -2,7 +2,6 @@
 
 from mpx._fp8 import Fp8Check as Fp8Check
 from mpx._fp8 import fp8_check as fp8_check
-from mpx._jax._processes import check_processes as check_processes
 from mpx.inspect._advice import Advice as Advice
 from mpx.inspect._advice import GroupAdvice as GroupAdvice
 from mpx.inspect._advice import advise as advise

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mpx._amp._functions import flat_call
+from mpx._amp._call import flat_call
 from mpx._casting._wrapped import is_amp
 from mpx._fp8 import Fp8Function, fp8
 from mpx._jax._progress import Tell, silent
