@@ -20,14 +20,14 @@ from mpx.inspect._memory import Memory as Memory
 from mpx.inspect._memory import memory as memory
 from mpx.inspect._policies import PrecisionPolicy as PrecisionPolicy
 from mpx.inspect._proposals import Proposal as Proposal
+from mpx.inspect._report import AmpView as AmpView
+from mpx.inspect._report import Fp8View as Fp8View
 from mpx.inspect._report import Report as Report
 from mpx.inspect._report import report as report
 from mpx.inspect._states import StateBytes as StateBytes
 from mpx.inspect._target import Compiled as Compiled
 from mpx.inspect._tuning import Tuning as Tuning
 from mpx.inspect._tuning import tune as tune
-from mpx.inspect._views import AmpView as AmpView
-from mpx.inspect._views import Fp8View as Fp8View
 from mpx.inspect._watch import Observation as Observation
 from mpx.inspect._watch import RunSummary as RunSummary
 from mpx.inspect._watch import Skip as Skip

@@ -17,8 +17,7 @@ from mpx._program._queries import MATMULS, names
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
 from mpx.inspect._blame import EPSILON, Blame, Verdict
 from mpx.inspect._equations import to_host
-from mpx.inspect._places import Place
-from mpx.inspect._program import Program, gradient, program, unwrapped
+from mpx.inspect._program import Place, Program, gradient, program, unwrapped
 from mpx.inspect._record import NAN, Node
 from mpx.inspect._result import Result, Table, source_of
 

@@ -44,7 +44,7 @@ from mpx.inspect._equations import (
     to_host,
     widened,
 )
-from mpx.inspect._places import Name, Place, place_of
+from mpx.inspect._program import Name, Place, place_of
 
 Lanes = tuple[Array, ...]
 """The same value in several runs that go side by side."""
