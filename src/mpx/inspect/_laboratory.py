@@ -12,11 +12,11 @@ import numpy as np
 
 from mpx._casting._half import gradient_function
 from mpx._jax._progress import Tell, silent
-from mpx._program._pieces import Pieces, cheap_options
 from mpx._scaling._loss_scaling import StaticLossScaling
 from mpx.inspect._advice import DOUBT
 from mpx.inspect._candidates import Option
 from mpx.inspect._judged import Judged
+from mpx.inspect._pieces import Pieces, cheap_options
 from mpx.inspect._policies import PrecisionPolicy
 from mpx.inspect._predictions import Predictions
 from mpx.inspect._program import Program, gradient, program

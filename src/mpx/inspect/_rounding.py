@@ -9,8 +9,8 @@ from jax import lax
 
 from mpx._jax._formats import FORMATS, parse_float_dtype
 from mpx._jax._sharding import unsharded
-from mpx._program._pieces import apart
 from mpx.inspect._keys import Site
+from mpx.inspect._pieces import apart
 
 HALVES = ("bf16", "f16")
 EIGHTS = ("e4m3", "e5m2")

@@ -22,10 +22,10 @@ from jax import lax
 from mpx._jax._compat import Literal, open_jaxpr, primitive_name
 from mpx._jax._progress import Tell, silent
 from mpx._jax._sharding import sharded_as
-from mpx._program._pieces import Pieces, apart
 from mpx._program._queries import MOVES, equations, names, walk
 from mpx.inspect._groups import Group, labelled
 from mpx.inspect._keys import Known, Site
+from mpx.inspect._pieces import Pieces, apart
 from mpx.inspect._program import Program, gradient
 from mpx.inspect._rounding import Samples, nothing_seen, rounded, tap
 from mpx.inspect._sites import Rule, Sites

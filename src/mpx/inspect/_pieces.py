@@ -9,8 +9,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,20 @@ from mpx._jax._compat import (
     Literal,
     as_function,
     eval_equation,
+    is_jaxpr,
     open_jaxpr,
 )
 from mpx._jax._progress import Tell, silent
-from mpx._program._equal import equation_key, literal_key
 from mpx._program._queries import CALLS, MATMULS, Equation, called, holds
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Atom = Any
+"""The number of a value of a program, or a literal."""
 _APART = "mpx_apart_"
 
-# --- pieces of their own --------------------------------------------------------------
 
-
-def apart(func: Callable[..., Any]) -> Callable[..., Any]:
+def apart(func: Callable[P, T]) -> Callable[P, T]:
     """Returns a function, jitted, whose calls are pieces of their own.
 
     Calls with the same shapes are compiled once. The function must depend on its arguments
@@ -39,8 +41,8 @@ def apart(func: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(func)
-    def call(*args: Any) -> Any:
-        return func(*args)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return func(*args, **kwargs)
 
     call.__name__ = f"{_APART}{func.__name__}"
     return jax.jit(call)
@@ -50,14 +52,67 @@ def _is_apart(eqn: Equation) -> bool:
     return str(eqn.params.get("name", "")).startswith(_APART)
 
 
-# --- cutting --------------------------------------------------------------------------
+# --- Which equations are equal --------------------------------------------------------
+
+
+def _key(value: object) -> Hashable:
+    """Returns something that is equal only for parameters that mean the same."""
+    if is_jaxpr(value):
+        return _jaxpr_key(value)
+    if isinstance(value, tuple | list):
+        return (type(value), *map(_key, value))
+    if isinstance(value, float):
+        return float, value.hex()
+    try:
+        hash(value)
+    except TypeError:
+        return "id", id(value)  # of an equation that the program holds
+    return type(value), value
+
+
+def _jaxpr_key(jaxpr: object) -> Hashable:
+    body, consts = open_jaxpr(jaxpr)
+    numbers: dict[Any, int] = {}
+    for var in (*body.constvars, *body.invars):
+        numbers[var] = len(numbers)
+    types = [var.aval for var in numbers]
+    eqns = []
+    for eqn in body.eqns:
+        operands = [_atom_key(atom, numbers) for atom in eqn.invars]
+        for var in eqn.outvars:
+            numbers[var] = len(numbers)
+        eqns.append((_equation_key(eqn), *operands))
+    outs = [_atom_key(atom, numbers) for atom in body.outvars]
+    return "jaxpr", *types, *map(id, consts), *eqns, *outs
+
+
+def _atom_key(atom: Any, numbers: dict[Any, int]) -> Hashable:
+    return _literal_key(atom) if isinstance(atom, Literal) else numbers[atom]
+
+
+def _literal_key(atom: Any) -> Hashable:
+    """Returns what is equal for the same number of the same type, bit for bit."""
+    value = np.asarray(atom.val)
+    return atom.aval, value.dtype, value.tobytes()
+
+
+def _equation_key(eqn: Equation) -> Hashable:
+    """Returns what is equal only for equations that compute the same of their operands.
+
+    It holds the `id` of what cannot be compared: keep the equation as long as the key.
+    """
+    params = ((key, _key(value)) for key, value in sorted(eqn.params.items()))
+    return eqn.primitive, _key(getattr(eqn, "ctx", None)), *params
+
+
+# --- Cutting --------------------------------------------------------------------------
 
 
 class _Step(NamedTuple):
     """An equation; its operands and results are numbers of values, or literals."""
 
     eqn: Equation
-    inputs: tuple[Any, ...]
+    inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
 
 
@@ -65,10 +120,7 @@ class _Step(NamedTuple):
 class _Flat:
     """A jaxpr as steps, with the calls that hold matmuls opened.
 
-    Attributes:
-        types: The types of the values, by number.
-        consts: The values that are known.
-        steps: The steps.
+    Values are numbers: `types` has the type of each, and `consts` those that are known.
     """
 
     types: list[Any] = dataclasses.field(default_factory=list)
@@ -80,7 +132,7 @@ class _Flat:
         self.types.append(aval)
         return len(self.types) - 1
 
-    def add(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    def add(self, jaxpr: Any, args: Sequence[Atom]) -> list[Atom]:
         """Adds the steps of a jaxpr; returns the numbers of its results, or literals."""
         body, consts = open_jaxpr(jaxpr)
         env: dict[Any, Any] = dict(zip(body.invars, args, strict=True))
@@ -105,12 +157,12 @@ class _Flat:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in body.outvars]
 
-    def _step(self, eqn: Equation, inputs: tuple[Any, ...]) -> tuple[int, ...]:
+    def _step(self, eqn: Equation, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
         outputs = tuple(self.new(var.aval) for var in eqn.outvars)
         self.steps.append(_Step(eqn, inputs, outputs))
         return outputs
 
-    def _apart(self, eqn: Equation, inputs: tuple[Any, ...]) -> tuple[int, ...]:
+    def _apart(self, eqn: Equation, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
         """Adds a step whose literals are operands, so that calls with others are equal."""
         known = []
         for x in inputs:
@@ -120,13 +172,13 @@ class _Flat:
                 self.consts[number] = np.asarray(x.val, aval.dtype)
                 x = number
             known.append(x)
-        key = (equation_key(eqn), *known)
+        key = (_equation_key(eqn), *known)
         if key not in self._seen:
             self._seen[key] = self._step(eqn, tuple(known))
         return self._seen[key]
 
 
-def _alive(steps: Sequence[_Step], outs: Iterable[Any]) -> list[_Step]:
+def _alive(steps: Sequence[_Step], outs: Iterable[Atom]) -> list[_Step]:
     """Returns the steps that the results need."""
     wanted, found = {x for x in outs if isinstance(x, int)}, list[_Step]()
     for step in reversed(steps):
@@ -173,37 +225,29 @@ class _Piece(NamedTuple):
 
 
 def _pieces(
-    steps: Sequence[_Step], outs: Sequence[Any], types: Sequence[Any]
+    steps: Sequence[_Step], outs: Iterable[Atom], types: Sequence[Any]
 ) -> list[_Piece]:
-    parts = _cut(steps)
-    last: dict[int, int] = {x: len(parts) for x in outs if isinstance(x, int)}
-    for i, part in enumerate(parts):
-        for step in part:
-            for x in step.inputs:
-                if isinstance(x, int):
-                    last[x] = max(last.get(x, 0), i)
-    return [
-        _piece(part, [last.get(x, 0) > i for s in part for x in s.outputs], types)
-        for i, part in enumerate(parts)
-    ]
+    needed, found = {x for x in outs if isinstance(x, int)}, list[_Piece]()
+    for part in reversed(_cut(steps)):
+        found.append(_piece(part, needed, types))
+        needed |= {*found[-1].inputs}
+    return found[::-1]
 
 
-def _piece(
-    steps: list[_Step], is_needed: Sequence[bool], types: Sequence[Any]
-) -> _Piece:
-    made = [x for step in steps for x in step.outputs]
-    inside = set(made)
+def _piece(steps: list[_Step], needed: Collection[int], types: Sequence[Any]) -> _Piece:
+    """Joins some steps, given the values that the pieces after them need."""
+    made = dict.fromkeys(x for step in steps for x in step.outputs)
     inputs = [x for s in steps for x in s.inputs if isinstance(x, int)]
-    inputs = [x for x in dict.fromkeys(inputs) if x not in inside]
-    outputs = [x for x, needed in zip(made, is_needed, strict=True) if needed]
+    inputs = [x for x in dict.fromkeys(inputs) if x not in made]
+    outputs = [x for x in made if x in needed]
     numbers = {x: i for i, x in enumerate((*inputs, *made))}
     key = (
         tuple(types[x] for x in inputs),
         tuple(
             (
-                equation_key(step.eqn),
+                _equation_key(step.eqn),
                 *(
-                    numbers[x] if isinstance(x, int) else literal_key(x)
+                    numbers[x] if isinstance(x, int) else _literal_key(x)
                     for x in step.inputs
                 ),
             )
@@ -229,7 +273,7 @@ def _function(piece: _Piece) -> Callable[..., list[Any]]:
     return run
 
 
-# --- running --------------------------------------------------------------------------
+# --- Running --------------------------------------------------------------------------
 
 
 def _options() -> dict[str, Any] | None:
@@ -279,12 +323,7 @@ class Pieces:
     """
 
     def __init__(self, func: Callable[..., Any], *examples: Any) -> None:
-        """Traces a function.
-
-        Args:
-            func: The function.
-            *examples: Its arguments, or others of the same types.
-        """
+        """Traces a function, given its arguments or others of the same types."""
         jaxpr, shapes = jax.make_jaxpr(func, return_shape=True)(*examples)
         self._structure = jax.tree.structure(shapes)
         flat = _Flat()
