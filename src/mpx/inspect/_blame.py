@@ -33,30 +33,21 @@ from mpx.inspect._record import (
 )
 
 Arrays = Sequence[np.ndarray]
-_LOST_BITS = 5
-"""A result that has lost this many bits of its format's significand is wrong."""
-_COARSEST = 0.5
-"""The largest relative error of any result that is not wrong, even with three bits."""
-_NOTICEABLE = 0.1
-"""Loss and gradients with a smaller relative error are not wrong in any format."""
-_INACCURATE = 0.03
-"""Loss and gradients with a larger relative error are inaccurate, in 16 bits."""
-_INACCURATE_FP8 = 0.25
-"""The same in 8 bits, where healthy gradients are 10 to 15 % off."""
-_CONDITION = 4
-"""How many times the error that one rounding of the parameters causes is allowed."""
-_GARBAGE = 0.25
-"""A result whose own error is larger is wrong even if little depends on it."""
-_FELT = 0.03
-"""The least relative error of loss or gradients that such a result must cause."""
+# Relative errors: the first in bits of a format's significand, the others as they are.
+_LOST_BITS = 5  # a result that has lost so many is wrong
+_COARSEST = 0.5  # the largest error of a result that is not wrong, even with three bits
+_NOTICEABLE = 0.1  # loss and gradients with less are not wrong in any format
+_INACCURATE = 0.03  # loss and gradients with more are inaccurate, in 16 bits
+_INACCURATE_FP8 = 0.25  # in 8 bits, where healthy gradients are 10 to 15 % off
+_CONDITION = 4  # times the error that one rounding of the parameters causes is allowed
+_GARBAGE = (
+    0.25  # an operation whose own error is larger is wrong if little depends on it
+)
+_FELT = 0.03  # the least error of loss or gradients that it must cause
+# A gradient that one rounding of the parameters changes by this much is not judged: that of a
+# bias before a normalization, or of the keys' bias in attention, is zero but for roundings.
 _UNSTABLE = 0.25
-"""A gradient that one rounding of the parameters changes by this much is not judged.
-
-The gradient of a bias before a normalization, or of the keys' bias in attention, is zero but
-for roundings, in f32 too.
-"""
-EPSILON = 1e-3
-"""A number in the code that is smaller may be an epsilon that is too small."""
+EPSILON = 1e-3  # a smaller number in the code may be an epsilon that is too small
 _MOST_SITES = 12
 _MOST_FOUND = 6
 _MOST_LINES = 4
@@ -97,19 +88,12 @@ _Where = Any
 
 
 class Origin(NamedTuple):
-    """A result that is not finite although its operands are.
-
-    Attributes:
-        node: The position of the node.
-        out: The result.
-        where: The numbers concerned.
-        constant: The infinite number or nan that is written into the equation, if one is.
-    """
+    """A result that is not finite although its operands are."""
 
     node: int
     out: int
     where: _Where
-    constant: float | None = None
+    constant: float | None = None  # infinite or nan, written into the equation
 
 
 class _Trace:
@@ -230,54 +214,36 @@ class _Trace:
 # --- What is at fault -----------------------------------------------------------------
 
 
-class Verdict(NamedTuple):
-    """A node at fault.
+Cause = Literal["origin", "constant", "error", "sum", "decision", "loop"]
+"""Why a node is at fault.
 
-    Attributes:
-        node: The position of the node.
-        cause: `"origin"` if it makes numbers that are not finite, `"constant"` if a number
-            in the code does, `"error"` if its own error is large, `"sum"` if only many
-            small errors together are, `"decision"` if it compares numbers and the result
-            is another one in f32, `"loop"` if a loop does not end because of it.
-        origin: Where the numbers that are not finite appear, if there are any.
-        influence: By how much this place alone changes the worst result, relative to
-            that result; `None` if this was not measured.
-        result: The name of that result.
-        with_nodes: The nodes that must be in f32 together with this one to mend it.
-        is_mended: Whether f32 at these nodes mends it.
-        steps: The steps that a loop takes in f32, and those after which it has not ended.
-    """
+It makes numbers that are not finite; a number in the code does; its own error is large; only
+many small errors together are; it compares numbers with another result in f32; a loop does
+not end because of it.
+"""
+
+
+class Verdict(NamedTuple):
+    """A node at fault."""
 
     node: int
-    cause: Literal["origin", "constant", "error", "sum", "decision", "loop"]
-    origin: Origin | None = None
-    influence: float | None = None
-    result: str = ""
-    with_nodes: tuple[int, ...] = ()
-    is_mended: bool = True
-    steps: tuple[int, int] = (0, 0)
+    cause: Cause
+    origin: Origin | None = None  # of the numbers that are not finite
+    influence: float | None = None  # of this place alone on the worst result, relative
+    result: str = ""  # the name of that result
+    with_nodes: tuple[int, ...] = ()  # that must be in f32 together with this one
+    is_mended: bool = True  # by f32 at these nodes
+    steps: tuple[int, int] = (0, 0)  # of a loop in f32, and those that were not enough
 
 
 class Blame:
     """Records a program and looks for what is at fault in it.
 
-    Args:
-        whole: The program.
-        exact: The same without `amp` and `fp8`, to be run in f32.
-        labels: The names of the results.
-        compiled: Runs the program compiled.
-        tick: Is called for each equation that is run.
-
-    Attributes:
-        recording: The recorded run.
-        names: The names of the floating results: the loss and the gradients.
-        own: These results of the program, equation by equation.
-        shadow: Those in f32, with the branches, steps and decisions of the program.
-        exact: Those of the function in f32.
-        actual: Those of the compiled program.
-        errors: The distance of `actual` from `exact`, relative to `exact`.
-        forward: The nodes that the first result depends on.
-        format: The coarsest format below f32 that the results depend on.
+    `exact` is the program without `amp` and `fp8`, to be run in f32, and `labels` are the
+    names of the results. The floating ones, loss and gradients, are there in four versions:
+    `own` equation by equation, `shadow` in f32 with the branches, steps and decisions of the
+    program, `exact` in f32, and `actual` compiled. `errors` are the distances of `actual`
+    from `exact`, relative to `exact`.
     """
 
     def __init__(
@@ -310,7 +276,7 @@ class Blame:
         self.is_grad = [name.startswith("gradient") for name in self.names]
         starts = [ref[0] for ref in self._refs]
         self._live = set(self.recording.before(starts))
-        self.forward = set(self.recording.before(starts[:1]))
+        self.forward = set(self.recording.before(starts[:1]))  # that the loss needs
         used = [self.nodes[i].format for i in self._live]
         self.format = max(filter(None, used), key=lambda x: x.eps, default=None)
         self._sizes = self._norms()
@@ -480,9 +446,7 @@ class Blame:
         where = origin.where if origin.where.shape == classes.shape else ...
         return bool((classes[where] != 0).any())
 
-    def _blamed(
-        self, origin: Origin
-    ) -> tuple[int, Literal["origin", "constant", "error"]]:
+    def _blamed(self, origin: Origin) -> tuple[int, Cause]:
         """Returns the node that is to blame for an origin, and the cause.
 
         If the same operation on the operands of the shadow gives finite numbers, its
@@ -709,9 +673,7 @@ class Blame:
         verdict = self._alone(sites, {**order, **last}[sites[0]], "sum")
         return [verdict] if verdict else []
 
-    def _alone(
-        self, sites: list[Site], index: int, cause: Literal["error", "sum"]
-    ) -> Verdict | None:
+    def _alone(self, sites: list[Site], index: int, cause: Cause) -> Verdict | None:
         """Returns a verdict if some sites alone make a result wrong."""
         errors = self._with(sites)
         limit = _FELT if self.nodes[index].error > _GARBAGE else None

@@ -6,10 +6,9 @@ the time to compile does not grow with their number.
 """
 
 import concurrent.futures
-import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -116,31 +115,35 @@ class _Step(NamedTuple):
     outputs: tuple[int, ...]
 
 
-@dataclasses.dataclass(eq=False)
 class _Flat:
     """A jaxpr as steps, with the calls that hold matmuls opened.
 
     Values are numbers: `types` has the type of each, and `consts` those that are known.
     """
 
-    types: list[Any] = dataclasses.field(default_factory=list)
-    consts: dict[int, Any] = dataclasses.field(default_factory=dict)
-    steps: list[_Step] = dataclasses.field(default_factory=list)
-    _seen: dict[Any, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    def __init__(self) -> None:
+        self.types: list[Any] = []
+        self.consts: dict[int, Any] = {}
+        self.steps: list[_Step] = []
+        self._seen: dict[Hashable, tuple[int, ...]] = {}
 
     def new(self, aval: Any) -> int:
         self.types.append(aval)
         return len(self.types) - 1
 
-    def add(self, jaxpr: Any, args: Sequence[Atom]) -> list[Atom]:
+    def _constant(self, aval: Any, value: Any) -> int:
+        number = self.new(aval)
+        self.consts[number] = value
+        return number
+
+    def add(self, jaxpr: object, args: Sequence[Atom]) -> list[Atom]:
         """Adds the steps of a jaxpr; returns the numbers of its results, or literals."""
         body, consts = open_jaxpr(jaxpr)
-        env: dict[Any, Any] = dict(zip(body.invars, args, strict=True))
+        env: dict[Any, Atom] = dict(zip(body.invars, args, strict=True))
         for var, const in zip(body.constvars, consts, strict=True):
-            env[var] = self.new(var.aval)
-            self.consts[env[var]] = const
+            env[var] = self._constant(var.aval, const)
 
-        def read(atom: Any) -> Any:
+        def read(atom: Any) -> Atom:
             return atom if isinstance(atom, Literal) else env[atom]
 
         for eqn in body.eqns:
@@ -164,26 +167,29 @@ class _Flat:
 
     def _apart(self, eqn: Equation, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
         """Adds a step whose literals are operands, so that calls with others are equal."""
-        known = []
-        for x in inputs:
-            if isinstance(x, Literal):
-                aval: Any = x.aval
-                number = self.new(aval)
-                self.consts[number] = np.asarray(x.val, aval.dtype)
-                x = number
-            known.append(x)
+        known = tuple(
+            self._constant(x.aval, np.asarray(x.val, x.aval.dtype))
+            if isinstance(x, Literal)
+            else x
+            for x in inputs
+        )
         key = (_equation_key(eqn), *known)
         if key not in self._seen:
-            self._seen[key] = self._step(eqn, tuple(known))
+            self._seen[key] = self._step(eqn, known)
         return self._seen[key]
+
+
+def _numbers(atoms: Iterable[Atom]) -> list[int]:
+    """Returns the atoms that are no literals."""
+    return [x for x in atoms if isinstance(x, int)]
 
 
 def _alive(steps: Sequence[_Step], outs: Iterable[Atom]) -> list[_Step]:
     """Returns the steps that the results need."""
-    wanted, found = {x for x in outs if isinstance(x, int)}, list[_Step]()
+    wanted, found = {*_numbers(outs)}, list[_Step]()
     for step in reversed(steps):
         if step.eqn.effects or not wanted.isdisjoint(step.outputs):
-            wanted.update(x for x in step.inputs if isinstance(x, int))
+            wanted.update(_numbers(step.inputs))
             found.append(step)
     return found[::-1]
 
@@ -191,22 +197,19 @@ def _alive(steps: Sequence[_Step], outs: Iterable[Atom]) -> list[_Step]:
 def _cut(steps: Sequence[_Step]) -> list[list[_Step]]:
     """Returns the steps in pieces. Steps apart come after the piece that they depend on."""
     pieces, current, waiting = list[list[_Step]](), list[_Step](), list[_Step]()
-    held: set[int] = set()  # made by steps that wait
 
     def close() -> None:
-        nonlocal current
+        nonlocal current, waiting
         pieces.extend([current] if current else [])
         pieces.extend([step] for step in waiting)
-        waiting.clear()
-        held.clear()
-        current = []
+        current, waiting = [], []
 
     for step in steps:
-        if not held.isdisjoint(x for x in step.inputs if isinstance(x, int)):
+        held = {x for other in waiting for x in other.outputs}
+        if not held.isdisjoint(_numbers(step.inputs)):
             close()
         if _is_apart(step.eqn):
             waiting.append(step)
-            held.update(step.outputs)
             continue
         current.append(step)
         if step.eqn.primitive.name in MATMULS or holds(step.eqn, MATMULS):
@@ -223,54 +226,37 @@ class _Piece(NamedTuple):
     outputs: list[int]
     key: Hashable
 
-
-def _pieces(
-    steps: Sequence[_Step], outs: Iterable[Atom], types: Sequence[Any]
-) -> list[_Piece]:
-    needed, found = {x for x in outs if isinstance(x, int)}, list[_Piece]()
-    for part in reversed(_cut(steps)):
-        found.append(_piece(part, needed, types))
-        needed |= {*found[-1].inputs}
-    return found[::-1]
-
-
-def _piece(steps: list[_Step], needed: Collection[int], types: Sequence[Any]) -> _Piece:
-    """Joins some steps, given the values that the pieces after them need."""
-    made = dict.fromkeys(x for step in steps for x in step.outputs)
-    inputs = [x for s in steps for x in s.inputs if isinstance(x, int)]
-    inputs = [x for x in dict.fromkeys(inputs) if x not in made]
-    outputs = [x for x in made if x in needed]
-    numbers = {x: i for i, x in enumerate((*inputs, *made))}
-    key = (
-        tuple(types[x] for x in inputs),
-        tuple(
-            (
-                _equation_key(step.eqn),
-                *(
-                    numbers[x] if isinstance(x, int) else _literal_key(x)
-                    for x in step.inputs
-                ),
-            )
-            for step in steps
-        ),
-        tuple(numbers[x] for x in outputs),
-    )
-    return _Piece(steps, inputs, outputs, key)
-
-
-def _function(piece: _Piece) -> Callable[..., list[Any]]:
-    def run(*args: Any) -> list[Any]:
-        env = dict(zip(piece.inputs, args, strict=True))
-        for eqn, inputs, outputs in piece.steps:
+    def __call__(self, *args: Any) -> list[Any]:
+        env = dict(zip(self.inputs, args, strict=True))
+        for eqn, inputs, outputs in self.steps:
             values = [env[x] if isinstance(x, int) else x.val for x in inputs]
             if _is_apart(eqn):  # its literals are operands
                 outs = as_function(called(eqn))(*values)
             else:
                 outs = eval_equation(eqn, values)
             env.update(zip(outputs, outs, strict=True))
-        return [env[x] for x in piece.outputs]
+        return [env[x] for x in self.outputs]
 
-    return run
+
+def _pieces(
+    steps: Sequence[_Step], outs: Iterable[Atom], types: Sequence[Any]
+) -> list[_Piece]:
+    needed, found = {*_numbers(outs)}, list[_Piece]()
+    for part in reversed(_cut(steps)):
+        made = dict.fromkeys(x for step in part for x in step.outputs)
+        inputs = dict.fromkeys(x for step in part for x in _numbers(step.inputs))
+        inputs = [x for x in inputs if x not in made]
+        outputs = [x for x in made if x in needed]
+        numbers = {x: i for i, x in enumerate((*inputs, *made))}
+        rows = [
+            (_equation_key(eqn), *(_atom_key(x, numbers) for x in atoms))
+            for eqn, atoms, _ in part
+        ]
+        ends = [numbers[x] for x in outputs]
+        key = (tuple(types[x] for x in inputs), tuple(rows), tuple(ends))
+        found.append(_Piece(part, inputs, outputs, key))
+        needed |= {*inputs}
+    return found[::-1]
 
 
 # --- Running --------------------------------------------------------------------------
@@ -339,7 +325,7 @@ class Pieces:
 
     def _last_uses(self) -> list[list[int]]:
         """Returns, for each piece, the values that nothing needs after it."""
-        kept = {x for x in self._outs if isinstance(x, int)}
+        kept = {*_numbers(self._outs)}
         found: list[list[int]] = []
         for piece in reversed(self._pieces):
             used = {*piece.inputs, *piece.outputs} - kept
@@ -356,7 +342,7 @@ class Pieces:
             for key, piece in todo.items():
                 structs = [_struct(self._types[x]) for x in piece.inputs]
                 # Settings of JAX hold for a thread: only XLA runs in another one.
-                lowered = jax.jit(_function(piece)).lower(*structs)
+                lowered = jax.jit(piece.__call__).lower(*structs)
                 job = pool.submit(lowered.compile, compiler_options=_options())
                 jobs[job] = key
             for i, job in enumerate(concurrent.futures.as_completed(jobs)):
@@ -384,7 +370,7 @@ class Pieces:
         for piece, dying in zip(self._pieces, self._dying, strict=True):
             call = self._calls.get(piece.key)
             if call is None:
-                call = jax.jit(_function(piece), compiler_options=_options())
+                call = jax.jit(piece.__call__, compiler_options=_options())
                 self._calls[piece.key] = call
             outs = call(*(env[x] for x in piece.inputs))
             if waits:

@@ -66,21 +66,13 @@ class Value(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What is around an equation.
-
-    Attributes:
-        scopes: The named scopes.
-        steps: The steps of the loops: (number of the step, how many there are).
-        backward: Whether it belongs to a backward pass.
-        frames: The user's lines behind it, the innermost first: (function, file, line).
-        axes: The axes of the `shard_map`; they are leading axes of each value in it.
-    """
+    """What is around an equation."""
 
     scopes: tuple[str, ...] = ()
-    steps: tuple[tuple[int, int], ...] = ()
+    steps: tuple[tuple[int, int], ...] = ()  # of its loops: (step, how many there are)
     backward: bool = False
-    frames: tuple[tuple[str, str, int], ...] = ()
-    axes: Axes = ()
+    frames: tuple[tuple[str, str, int], ...] = ()  # (function, file, line), from inside
+    axes: Axes = ()  # of the `shard_map`; leading axes of each value in it
 
     def in_step(self, step: int, length: int = 0) -> "Around":
         """Returns what is around the body of a loop in one of its steps."""
@@ -119,10 +111,7 @@ class Run:
     def source(
         self, lanes: Lanes, parts: Sequence[Ref] = (), part: int | None = None
     ) -> Ref:
-        """Returns the reference of a value that no equation made.
-
-        It is stacked from the values `parts`, or is one `part` of the only one of them.
-        """
+        """Returns the reference of a value stacked from others, or of a part of one."""
         return NO_REF
 
     def lanes_part(
@@ -302,60 +291,39 @@ def _stacked(arrays: Sequence[Array], axis: int) -> Array:
 class Stats:
     """What is known of one value of a recording.
 
-    Attributes:
-        classes: The class of each number of the program; `None` if all are finite.
-        shadow_classes: The same of the shadow.
-        shadow: The smallest and the largest finite number of the shadow.
-        own: The same of the program.
-        largest: The largest magnitude in the shadow, that is finite.
-        smallest: The smallest magnitude in the shadow that is not zero.
-        zeros: Whether the program has a zero.
-        deviation: The norm of program minus shadow, relative to the shadow.
-        error: The norm of the local error, relative to the shadow; infinite if a number
-            is not finite that is finite in the shadow.
-        worst: The largest local error of a number relative to that number.
-        flushed: The share of the shadow's nonzero numbers that are zero in the local
-            result.
-        local_is_finite: Whether the local result is finite where the shadow is.
+    Errors are 2-norms relative to the shadow; the local error is infinite if a number is
+    not finite that is finite in the shadow.
     """
 
-    classes: np.ndarray | None = None
+    classes: np.ndarray | None = None  # of the program's numbers; `None`: all finite
     shadow_classes: np.ndarray | None = None
-    shadow: tuple[float, float] = (math.nan, math.nan)
+    shadow: tuple[float, float] = (
+        math.nan,
+        math.nan,
+    )  # smallest and largest, if finite
     own: tuple[float, float] = (math.nan, math.nan)
-    largest: float = 0.0
-    smallest: float = 0.0
-    zeros: bool = False
-    deviation: float = 0.0
-    error: float = 0.0
-    worst: float = 0.0
-    flushed: float = 0.0
-    local_is_finite: bool = True
+    largest: float = 0.0  # magnitude in the shadow that is finite
+    smallest: float = 0.0  # magnitude in the shadow that is not zero
+    zeros: bool = False  # whether the program has one
+    deviation: float = 0.0  # of the program from the shadow
+    error: float = 0.0  # of the local result
+    worst: float = 0.0  # local error of a number, relative to that number
+    flushed: float = 0.0  # share of nonzero numbers that are zero in the local result
+    local_is_finite: bool = True  # where the shadow is
 
 
 @dataclasses.dataclass(slots=True)
 class Node:
-    """An equation that was run, or a value that none has made.
+    """An equation that was run, or a value that none has made."""
 
-    Attributes:
-        eqn: The equation; `None` for an input, a constant, or a part of another value.
-        around: The scopes and loops around it.
-        names: The parameters among its operands; the name of an input.
-        parents: The operands.
-        stats: One for each result.
-        format: The coarsest format below f32 that it uses.
-        part: Which part of its parent it is; `None` if it is stacked from its parents.
-        written: The numbers among its operands that are written in the code.
-    """
-
-    eqn: Equation
+    eqn: Equation  # `None` for an input, a constant, or a part of another value
     around: Around
-    names: tuple[Name, ...]
+    names: tuple[Name, ...]  # the parameters among its operands; the name of an input
     parents: tuple[Ref, ...]
-    stats: list[Stats]
-    format: Format | None = None
-    part: int | None = None
-    written: tuple[float, ...] = ()
+    stats: list[Stats]  # of each result
+    format: Format | None = None  # the coarsest below f32 that it uses
+    part: int | None = None  # of its parent; `None` if it is stacked from its parents
+    written: tuple[float, ...] = ()  # operands that are numbers in the code
 
     @property
     def primitive(self) -> str:
@@ -394,21 +362,16 @@ def site_of(eqn: Equation, around: Around) -> Site:
 class Recording(Run):
     """Runs a program in its own precision and in f32, and measures each result.
 
-    Attributes:
-        nodes: The equations in the order of their execution.
-        decisions: What the shadow decided in each comparison, as bits.
-        eps: The distance of numbers in the coarsest format met so far.
-        turned: The nodes that compare nearly equal numbers with another result in f32.
-        endless: For each loop that ends in f32 but not in its own precision: the node that
-            compares, the steps in f32, and those that were not enough.
+    `endless` has a row for each loop that ends in f32 but not in its own precision: the node
+    that compares, the steps in f32, and those that were not enough.
     """
 
     def __init__(self, tick: Callable[[], None]) -> None:
         super().__init__()
         self.nodes: list[Node] = []
-        self.decisions: list[np.ndarray] = []
-        self.eps = 0.0
-        self.turned: set[int] = set()
+        self.decisions: list[np.ndarray] = []  # of the shadow, in each comparison
+        self.eps = 0.0  # of the coarsest format met so far
+        self.turned: set[int] = set()  # nodes that compare with another result in f32
         self.endless: list[tuple[int, int, int]] = []
         self._tick = tick
 
@@ -598,15 +561,9 @@ def _relative_norm(error: np.ndarray, value: np.ndarray) -> float:
 class Mixed(Run):
     """Runs a program in f32, with the equations of some sites in their own precision.
 
-    Args:
-        tick: Is called for each equation.
-        low: Which sites those are.
-        recording: A run whose branches and steps are taken, and whose decisions between
-            nearly equal numbers are. Without it, the run decides for itself.
-        free: A site that decides for itself.
-        in_turn: See `run_as_written`.
-        constant: An equation, and the number that takes the place of those written in it.
-        most_steps: After how many steps a `while` loop is left.
+    With a recording, the run takes its branches, its steps and its decisions between nearly
+    equal numbers, except at the site `free`; without one it decides for itself. In the
+    equation of `constant` the number takes the place of those that are written in it.
     """
 
     def __init__(
