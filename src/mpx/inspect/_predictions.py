@@ -26,9 +26,9 @@ from mpx._jax._formats import FORMATS, parse_float_dtype
 from mpx._jax._progress import Tell
 from mpx._jax._sharding import sharded_as, unsharded
 from mpx._program._interpreter import Jaxpr
-from mpx._program._pieces import Pieces, apart
 from mpx._program._queries import MOVES, Equation, equations, names, walk
 from mpx.inspect._groups import Group, labelled
+from mpx.inspect._pieces import Pieces, apart
 from mpx.inspect._program import Program, gradient
 from mpx.inspect._sites import Key, Known, Rule, Site, Sites
 
