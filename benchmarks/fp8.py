@@ -20,7 +20,7 @@ import mpx
 from _measure import giga, number, ratio
 from _models import Decoder
 from mpx._fp8 import _operands
-from mpx._fp8._selection import predicted_gain
+from mpx._fp8._decide import predicted_gain
 from mpx._jax._devices import cuda_capability
 
 BF16 = jnp.bfloat16

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import mpx
 from models import equations, normal, trace_together
 from mpx import fp8
-from mpx._fp8._follow import HEAD, ROUTER, TABLE
+from mpx._fp8._decide import HEAD, ROUTER, TABLE
 from mpx.recipes import CurrentScaling, DelayedScaling, StaticScaling
 from mpx.testing import assert_trees_equal
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from models import normal
 from mpx import fp8
-from mpx._fp8 import _layouts, _operands
+from mpx._fp8 import _operands
 from mpx._fp8._dot import fp8_dot
 from mpx._fp8._operands import MatmulSpec
 from mpx._fp8._scales import DTYPES, cast_scaled
@@ -66,7 +66,7 @@ def test_kernel_casts_and_transposes(tensor, clip, form):
     x = TENSORS[tensor]((128, 384)).astype(BF16)
     # Without a clip nothing may be out of range.
     factor = jnp.float32([4.0 if clip else 2.0**-8])
-    codes, turned = _layouts.cast_and_turn(x, factor, form, clip=clip, interpret=True)
+    codes, turned = _operands.cast_and_turn(x, factor, form, clip=clip, interpret=True)
     want = as_bits(cast_scaled(x, factor[0], form, clip=clip))
     np.testing.assert_array_equal(as_bits(codes), want)
     np.testing.assert_array_equal(as_bits(turned), want.T)
@@ -79,14 +79,14 @@ def test_kernel_casts_and_transposes(tensor, clip, form):
 def test_tensors_are_turned_for_gpus_that_cannot_sum_over_the_first_axis(
     monkeypatch, capability, pays
 ):
-    monkeypatch.setattr(_layouts, "gpu_capability", lambda: capability)
-    assert _layouts.turning_pays() == pays
+    monkeypatch.setattr(_operands, "gpu_capability", lambda: capability)
+    assert _operands.turning_pays() == pays
 
 
 @pytest.mark.parametrize("leading", [1, 2])
 def test_both_orders_of_three_axes(leading):
     x = normal(0, 4, 6, 10, dtype=BF16)
-    codes, turned = _layouts.quantize_both(
+    codes, turned = _operands.quantize_both(
         x, jnp.float32(0.5), "e4m3", leading=leading, clip=False
     )
     order = (*range(leading, 3), *range(leading))
@@ -269,11 +269,11 @@ BOTH_ORDERS = {
 @pytest.mark.parametrize("name", BOTH_ORDERS)
 def test_weights_that_may_be_gathered_have_one_order(name, monkeypatch):
     kind, spec, both = BOTH_ORDERS[name]
-    found = set()
+    found, quantize = set(), _operands.quantize_both
 
     def record(x, *args, **kwargs):
         found.add(x.shape)
-        return _layouts.quantize_both(x, *args, **kwargs)
+        return quantize(x, *args, **kwargs)
 
     monkeypatch.setattr(_operands, "quantize_both", record)
     x, w = jnp.ones((48, 32), BF16), jnp.ones((32, 64), BF16)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx._fp8._maxima import maxima_of
+from mpx._fp8._delayed import maxima_of
 from mpx.inspect import collectives
 from mpx.recipes import DelayedScaling
 

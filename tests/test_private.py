@@ -16,7 +16,7 @@ from flax import linen as nn
 
 import mpx
 from mpx import _optim
-from mpx._fp8 import _layouts
+from mpx._fp8 import _operands
 from mpx._jax import _private
 from mpx._jax._version import check_versions
 from mpx._kernels import _dispatch
@@ -152,14 +152,14 @@ def test_functions_run_as_written_without_the_state_of_haiku(hide):
 
 def test_gpu_without_kernels_runs_plain_jax_with_one_warning(hide, monkeypatch):
     hide("jax.experimental.pallas:pallas_call")
-    for module in (_dispatch, _layouts):
+    for module in (_dispatch, _operands):
         monkeypatch.setattr(module, "gpu_capability", lambda: (9, 0))
     params = {"w": jnp.ones((512, 512)), "v": jnp.ones((512, 512))}
     tx = _optim.flash_adamw(1e-2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jaxpr = jax.make_jaxpr(tx.step)(params, tx.init(params), params)
-        assert not _layouts.turning_pays()
+        assert not _operands.turning_pays()
     assert "pallas_call" not in str(jaxpr)
     assert "platform_index" not in str(jaxpr)
     assert ["instead of Triton kernels" in str(item.message) for item in caught] == [

@@ -18,8 +18,8 @@ from mpx._jax._private import private
 from mpx._jax._warn import warn
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Plan, Scopes
 from mpx._program._queries import ATTENTION, SHAPE_ONLY, Equation, leaves
-from mpx._program._replace import Value, plan_with, scopes_inside
-from mpx._program._terms import Term
+from mpx._recognise._replace import Value, plan_with, scopes_inside
+from mpx._recognise._terms import Term
 
 if TYPE_CHECKING:
     from mpx._recognise import Call

@@ -22,8 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from mpx._fp8._layouts import turned_for
-from mpx._fp8._maxima import maxima_of
+from mpx._fp8._delayed import maxima_of
 from mpx._fp8._operands import (
     Axes,
     Dimensions,
@@ -34,6 +33,7 @@ from mpx._fp8._operands import (
     as_codes,
     differentiable_once,
     to_fp8,
+    turned_for,
 )
 from mpx._jax._compat import has_explicit_axes
 

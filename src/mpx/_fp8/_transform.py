@@ -19,11 +19,17 @@ from mpx._casting._wrapped import (
     is_amp,
     signature_after,
 )
-from mpx._fp8._maxima import automatic_devices, with_devices
+from mpx._fp8._decide import Selection
+from mpx._fp8._delayed import (
+    Fp8State,
+    automatic_devices,
+    check_history,
+    check_keys,
+    empty_state,
+    with_devices,
+)
 from mpx._fp8._mx import check_supported
 from mpx._fp8._recipes import DelayedScaling, Recipe, as_recipe
-from mpx._fp8._selection import Selection
-from mpx._fp8._state import Fp8State, check_history, check_keys, empty_state
 from mpx._fp8._visitor import Fp8
 from mpx._jax import _nnx
 from mpx._jax._arguments import as_real, check_value

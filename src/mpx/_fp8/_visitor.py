@@ -22,13 +22,21 @@ from mpx._amp._rules import AmpRules
 from mpx._casting._keep import KEPT_SCOPE
 from mpx._casting._reduction import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
 from mpx._casting._select import check_selectors
+from mpx._fp8._decide import (
+    LINEAR,
+    Matmul,
+    Selection,
+    follow_weights,
+    matmul_dtypes,
+    purposes,
+    reason_to_keep,
+    sizes,
+)
+from mpx._fp8._delayed import Scales
 from mpx._fp8._dot import fp8_dot
-from mpx._fp8._follow import LINEAR, follow_weights, matmul_dtypes, purposes
-from mpx._fp8._maxima import Scales
 from mpx._fp8._mx import mx_dot
 from mpx._fp8._operands import matmul_spec
 from mpx._fp8._recipes import MXFP8, DelayedScaling
-from mpx._fp8._selection import Matmul, Selection, reason_to_keep, sizes
 from mpx._jax._compat import (
     eval_equation,
     hi_remat,

@@ -15,9 +15,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from mpx._jax._compat import eval_equation, has_shardings, open_jaxpr, scan_sizes
-from mpx._program._calls import remat_with
+from mpx._program._bodies import remat_with, scan_with
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Scopes, Values, Visitor
-from mpx._program._loops import scan_with
 from mpx._program._queries import REMAT, Equation, Verdict, contains, every_use
 
 

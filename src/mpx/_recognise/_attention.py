@@ -17,11 +17,8 @@ from mpx._ops._attention import (
     reason_by_shapes,
     reason_not_paying,
 )
-from mpx._program._constants import compact
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Replacement, Visitor
 from mpx._program._queries import ATTENTION, Equation
-from mpx._program._replace import Value, replacement
-from mpx._program._terms import Level, Term
 from mpx._recognise._masks import (
     Masks,
     arrays_of,
@@ -31,7 +28,9 @@ from mpx._recognise._masks import (
     smallest,
 )
 from mpx._recognise._match import Match, find_attention, reason_for_miss
+from mpx._recognise._replace import Value, replacement
 from mpx._recognise._softmax import Softmaxes
+from mpx._recognise._terms import Level, Term, compact
 
 _LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 

@@ -16,10 +16,9 @@ import numpy as np
 from jax import Array, lax
 
 from mpx._ops._attention._cudnn import causal
-from mpx._program._constants import SAME, VARYING, compact
-from mpx._program._terms import Term
 from mpx._recognise._match import Match
 from mpx._recognise._meanings import MASKED, Side
+from mpx._recognise._terms import SAME, VARYING, Term, compact
 
 _BIASES = 1e8
 """No bias is taken to be larger than this: masked scores must be lower."""

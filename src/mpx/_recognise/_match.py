@@ -8,9 +8,9 @@ import numpy as np
 from jax import Array
 
 from mpx._program._queries import Equation
-from mpx._program._terms import Term
 from mpx._recognise._meanings import Label, Meaning, Scores, Side
 from mpx._recognise._softmax import Softmaxes
+from mpx._recognise._terms import Term
 
 
 class Axes(NamedTuple):

@@ -5,15 +5,8 @@ import math
 
 import numpy as np
 
-from mpx._program._terms import Term
-from mpx._recognise._meanings import (
-    ABSORBING,
-    MASKED,
-    NO_SHIFT,
-    Meaning,
-    Scores,
-    Side,
-)
+from mpx._recognise._meanings import ABSORBING, MASKED, NO_SHIFT, Meaning, Scores, Side
+from mpx._recognise._terms import Term
 
 
 def with_parents(term: Term, known: list[Meaning | None]) -> tuple[Term, ...]:

@@ -10,12 +10,20 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpx._program._constants import NUMPY, SAME
 from mpx._program._queries import Equation
-from mpx._program._terms import Level, Term
-from mpx._recognise._labels import RELABEL, ROWS, of_product
-from mpx._recognise._meanings import NO_SHIFT, Kind, Label, Meaning, Scores, Shift
+from mpx._recognise._meanings import (
+    NO_SHIFT,
+    RELABEL,
+    ROWS,
+    Kind,
+    Label,
+    Meaning,
+    Scores,
+    Shift,
+    of_product,
+)
 from mpx._recognise._scores import affine, negated, selected, with_parents
+from mpx._recognise._terms import NUMPY, SAME, Level, Term
 
 _FLOATS = ("float32", "bfloat16", "float16")
 

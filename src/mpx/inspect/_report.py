@@ -10,7 +10,7 @@ from mpx._amp._call import Recording
 from mpx._amp._decide import IN_KERNEL, PRESETS, RAGGED
 from mpx._amp._facts import Decision
 from mpx._amp._rules import REASONS, UNKNOWN, Rule
-from mpx._fp8._selection import Matmul as Fp8Matmul
+from mpx._fp8._decide import Matmul as Fp8Matmul
 from mpx._jax._formats import short_name
 from mpx._program._queries import ATTENTION, CROSS_ENTROPY, MATMULS, walk
 from mpx.inspect._call_command import add_call, load_call, show

@@ -14,7 +14,7 @@ from mpx._program._interpreter import (
     Scopes,
     Visitor,
 )
-from mpx._program._terms import Level, Term, live_equations
+from mpx._recognise._terms import Level, Term, live_equations
 
 Value = tuple[Any, Fact]
 Run = Callable[[Any, Op, Callable[[Term], Value]], Outcome]
