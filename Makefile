@@ -28,7 +28,7 @@ PYTEST      = $(CACHE) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --dur
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test gpu-compile gpu-tests zoo zoo-run check lint types layers docs pages format clean
+.PHONY: help demo test breaks oldest wheel gpu-compile gpu-tests zoo zoo-run check lint types layers docs pages format clean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -38,6 +38,35 @@ demo: $(VENV)/demo.done  ## Train a small model in five precisions, compare and 
 
 test: $(VENV)/test.done  ## Run all tests, the docstring examples and the code in the docs.
 	$(PYTEST) $(ARGS)
+
+breaks: $(VENV)/test.done  ## Break mpx on purpose, in 80 places, and see a test fail for each.
+	$(CACHE) $(BIN)/python tests/breaks.py $(ARGS)
+
+# Both environments see the packages of $(VENV), behind their own: only what differs is
+# installed. A `.pth` file of another environment, such as that of mpx itself, has no effect.
+define beside
+	@$(BIN)/python -m venv --clear --without-pip $(1)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth
+endef
+
+# Packages that old use names which JAX deprecates.
+OLDEST_VENV  := .venv-oldest
+OLDEST_TESTS := --thin 8 -W ignore::DeprecationWarning -k 'import or nnx or linen or optax or restored' \
+                $(patsubst %,tests/test_%.py,import nnx optax checkpoint flash_frameworks)
+oldest: $(VENV)/test.done  ## Run some tests with the oldest packages that pyproject.toml allows.
+	$(call beside,$(OLDEST_VENV))
+	@echo "Installing the lower bounds of pyproject.toml"
+	@$(OLDEST_VENV)/bin/python -m pip install --quiet --no-compile \
+	  $$($(BIN)/python tests/lower_bounds.py) jaxlib==$(OLDEST_JAX)
+	$(CACHE) PYTHONPATH=src $(OLDEST_VENV)/bin/python -m pytest -q -n $(JOBS) $(OLDEST_TESTS) $(ARGS)
+
+WHEEL_VENV := .venv-wheel
+wheel: $(VENV)/test.done  ## Build the wheel, install it, and use it outside of the sources.
+	$(call beside,$(WHEEL_VENV))
+	@rm -rf dist && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@$(WHEEL_VENV)/bin/python -m pip install --quiet --no-deps --force-reinstall dist/*.whl
+	@cd $(WHEEL_VENV) && $(CACHE) bin/python -P $(CURDIR)/tests/check_wheel.py $(CURDIR)/dist
 
 # Compile-only devices take e4m3 algorithms from jaxlib 0.11, not from 0.12. That version
 # needs Python 3.12.
@@ -96,7 +125,7 @@ format: $(VENV)/dev.done  ## Format the code and repair what the linter can.
 	$(BIN)/ruff format .
 
 clean:  ## Remove everything that these targets made.
-	rm -rf __pycache__ .venv .venv-new .venv-gpu .venv-zoo build dist site out .hypothesis .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf __pycache__ .venv .venv-new .venv-oldest .venv-wheel .venv-gpu .venv-zoo build dist site out .hypothesis .pytest_cache .ruff_cache .import_linter_cache
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment for all targets; each target installs only what it needs.

@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib.metadata
 import os
+import random
 import sys
 import zlib
 from typing import Any
@@ -86,12 +87,17 @@ _ON_ONE_JAX = {
 
 
 def pytest_addoption(parser):
-    help = "run one case in so many of each test, and one at least"
+    help = "run one case in this many of each test, and one at least"
     parser.addoption("--thin", type=int, default=1, help=help)
+    help = "run all combinations and more random cases, where a sample is the default"
+    parser.addoption("--exhaustive", action="store_true", help=help)
+    help = "run the files, and the tests of each, in the random order of this seed"
+    parser.addoption("--shuffle", type=int, metavar="SEED", help=help)
 
 
 def pytest_collection_modifyitems(config, items):
     _thin(config, items, config.getoption("thin"))
+    _shuffle(items, config.getoption("shuffle"))
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             # Examples show what a user runs, and `optax.adam` needs promotion.
@@ -113,6 +119,16 @@ def _thin(config, items, step):
     }
     config.hook.pytest_deselected(items=[x for x in items if x in left_out])
     items[:] = [x for x in items if x not in left_out]
+
+
+def _shuffle(items, seed):
+    if seed is None:
+        return
+    rng = random.Random(seed)  # the same order in every process of xdist
+    rng.shuffle(items)
+    # Files stay together: the fixtures of a module are made once.
+    place = {path: rng.random() for path in sorted({item.path for item in items})}
+    items.sort(key=lambda item: place[item.path])
 
 
 @pytest.hookimpl(wrapper=True)

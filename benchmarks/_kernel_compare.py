@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from mpx._optim._core import Step
 from mpx._optim._options import master_codec, moment_codec
 from mpx._optim._params import flatten_params
-from mpx._optim._scalars import StepScalars
 from mpx._optim._state import leaves_of
-from mpx._optim._update_rules import Leaf
+from mpx._optim._update_rules import Given, Leaf
 from mpx._quant import Block, Dither, Quantized
 
 # In f32 a rounding is 2⁻²⁴. No number takes part in more than eight of them on its way
@@ -86,9 +86,9 @@ def rounding_errors(
     def step(factors: Array) -> tuple[Array, ...]:
         moved = [x * factor for x, factor in zip(flat, factors, strict=True)]
         (scale, *rest), grad, weight, moments = treedef.unflatten(moved)
-        given = tuple(rest), grad * scale, weight, moments
-        new = rule.average(*given, Block())
-        return (rule.move(*given, new, Block()), *new)
+        given = Given(tuple(rest), grad * scale, weight, Block())
+        new = rule.average(given, moments)
+        return (rule.move(given, moments, new), *new)
 
     exact = step(jnp.ones(len(flat)))
 
@@ -114,8 +114,8 @@ def differences(
     """
     core = optimizer.init.__self__
     old, want, got = (stored_leaves(*tree) for tree in (before, plain, kernel))
-    numbers = StepScalars(core.rule, core.hyper, before[1].count, grad_scale)
-    scale, *rest = numbers.of(None, True)
+    step = Step(core, flatten_params(before[0]), before[1], grad_scale)
+    scale, *rest = step.scalars(None, True)
     coefficients = rest[len(Dither._fields) :]
     weights, moments = zip(
         *(decoded(core, leaf, before[1]) for leaf in old), strict=True

@@ -237,9 +237,9 @@ BUILDERS = {
 
 def retune(block: int, warps: int) -> None:
     """Changes how the kernel is launched, in this process."""
-    from mpx._kernels import _tuning
+    from mpx._kernels import _step
 
     # The constant is frozen so that nobody else does this.
-    object.__setattr__(_tuning.TRITON, "block", block)
-    object.__setattr__(_tuning.TRITON, "warps", warps)
+    object.__setattr__(_step.TRITON, "block", block)
+    object.__setattr__(_step.TRITON, "warps", warps)
     jax.clear_caches()

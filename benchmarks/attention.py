@@ -31,7 +31,7 @@ import _measure as measure
 import mpx
 from _measure import Record, number, ratio
 from _models import Task, make_task
-from mpx._ops._attention import _pays
+from mpx._ops._attention import _cudnn
 
 BF16 = jnp.bfloat16
 TARGET = 1.00
@@ -176,7 +176,7 @@ MORE = [
 
 def run_operations(tiny: bool, more: bool) -> bool:
     """Prints the table of single attentions; returns whether all numbers are right."""
-    _pays.LEAST = dict.fromkeys(_pays.LEAST, 0)  # to see from which size on it pays
+    _cudnn.LEAST = dict.fromkeys(_cudnn.LEAST, 0)  # to see from which size on it pays
     cases = TINY if tiny else CASES + MORE * more
     rows, right = [], True
     for kind, length, size in cases:

@@ -212,7 +212,7 @@ CANDIDATES = {
 def tune(size: Size, repeats: int) -> None:
     """Prints the times of the kernels by block sizes."""
     from mpx._ops._experts import _mosaic
-    from mpx._ops._experts._tuning import Blocks
+    from mpx._ops._experts._plain import Blocks
 
     p, x, _, grad = draw(size, "even")
     e4m3 = jnp.float8_e4m3fn

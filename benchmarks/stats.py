@@ -31,8 +31,7 @@ import mpx
 from _measure import number
 from _models import SIZES, Task, Vit, VitSize, vit_loss
 from mpx.inspect import _counting
-from mpx.inspect._bins import BINS, bin_of, split
-from mpx.inspect._counting_kernel import Tuning, count_local
+from mpx.inspect._counting import BINS, Tuning, bin_of, count_local, split
 
 TARGET = 0.02  # of a step
 REPLICAS = 1024

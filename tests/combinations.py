@@ -318,8 +318,9 @@ PAGE = pathlib.Path(__file__).parents[1] / "docs" / "combinations.md"
 INTRO = """
 Each cell is a test: `tests/test_combinations.py` trains a small model on CPU devices and compares
 three steps with the same model in f32. ✓: the weights are right, up to the roundings of the
-formats. A number: mpx raises an error that says what to use instead. This page is written by
-`python tests/combinations.py`.
+formats. A number: mpx raises an error that says what to use instead. A normal test run tries every
+pair of choices, `pytest tests/test_combinations.py --exhaustive` every cell. This page is written
+by `python tests/combinations.py`.
 """
 NOTES = """
 **Precisions.** *policy* is `mpx.value_and_grad(loss, policy="p=f32,c=bf16,o=f32")`, *amp*

@@ -1,9 +1,10 @@
-"""Every precision with every way to update on every placement of devices.
+"""Every precision with every way to update, each on a placement of devices in turn.
 
-A cell trains to the numbers of f32, or raises an error that says what to use instead.
+So every pair of the three is tried, and with `--exhaustive` every combination. A cell trains to the numbers of f32, or raises an error that says what to use instead.
 """
 
 import functools
+import itertools
 import math
 import re
 
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from combinations import (
     CELLS,
     PAGE,
+    PLACEMENTS,
     PRECISIONS,
     REFUSED,
     ROUNDINGS,
@@ -111,7 +113,32 @@ def train(precision, update, placement):
     return flat(weights), values, dtypes_of_matmuls(traced.jaxpr)
 
 
-@pytest.mark.parametrize(("precision", "update", "placement"), CELLS, ids=str)
+def pairs():
+    """Returns one cell for each precision and update; their placements take turns."""
+    placements = list(PLACEMENTS)
+    return [
+        (precision, update, placements[(i + j) % len(placements)])
+        for i, precision in enumerate(PRECISIONS)
+        for j, update in enumerate(UPDATES)
+    ]
+
+
+def pytest_generate_tests(metafunc):
+    names = ("precision", "update", "placement")
+    if set(names) <= set(metafunc.fixturenames):
+        exhaustive = metafunc.config.getoption("exhaustive")
+        metafunc.parametrize(names, CELLS if exhaustive else pairs(), ids=str)
+
+
+def test_every_pair_of_choices_is_tried():
+    for two in itertools.combinations(range(3), 2):
+        found, all_pairs = (
+            {tuple(cell[index] for index in two) for cell in cells}
+            for cells in (pairs(), CELLS)
+        )
+        assert found == all_pairs
+
+
 def test_combination_trains_as_f32_does_or_says_what_to_use(
     precision, update, placement
 ):

@@ -18,18 +18,18 @@ from _zoo.routes import distance
 
 def pretend_h200() -> None:
     """Lets mpx and JAX believe in an H200 with cuDNN 9.10, for attention of any size."""
-    from mpx._amp import _attention, _recognition
-    from mpx._ops._attention import _cudnn, _pays, _primitive
+    from mpx._amp import _decide, _recognition
+    from mpx._ops._attention import _cudnn, _primitive
     from mpx._recognise import _attention as found
 
-    for module in (_attention, _recognition, _cudnn, _primitive, found):
+    for module in (_decide, _recognition, _cudnn, _primitive, found):
         setattr(module, "cuda_capability", lambda: (9, 0))  # noqa: B010
     # A private module, which no public function lets one reach.
     name = "jax._src.cudnn.fused_attention_stablehlo"
     jax_cudnn: Any = importlib.import_module(name)
     jax_cudnn.check_cudnn_version = lambda: 91000
     jax_cudnn.check_compute_capability = lambda _: True
-    _pays.LEAST = {9: 0}
+    _cudnn.LEAST = {9: 0}
 
 
 def measure(name: str) -> dict[str, Any]:

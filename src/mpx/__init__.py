@@ -21,10 +21,10 @@ from mpx._casting._half import (
 from mpx._casting._policy import Policy as Policy
 from mpx._casting._policy import get_policy as get_policy
 from mpx._gradients._accumulate import accumulate as accumulate
-from mpx._gradients._filter_grad import calculate_scaled_grad as calculate_scaled_grad
-from mpx._gradients._filter_grad import filter_grad as filter_grad
-from mpx._gradients._filter_grad import filter_value_and_grad as filter_value_and_grad
 from mpx._gradients._grad import GradResult as GradResult
+from mpx._gradients._grad import calculate_scaled_grad as calculate_scaled_grad
+from mpx._gradients._grad import filter_grad as filter_grad
+from mpx._gradients._grad import filter_value_and_grad as filter_value_and_grad
 from mpx._gradients._grad import value_and_grad as value_and_grad
 from mpx._jax._sharding import fsdp_shardings as fsdp_shardings
 from mpx._jax._tree import all_finite as all_finite

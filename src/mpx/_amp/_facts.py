@@ -1,4 +1,4 @@
-"""Facts about values, casts of values, and the settings of autocast."""
+"""What autocast knows of values, and the settings of one call: the step "follow"."""
 
 import dataclasses
 import functools
@@ -10,22 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._amp._frameworks import Transformation
-from mpx._amp._policy import FUNCTION_SCOPE, AmpRules, Choice
-from mpx._amp._rules import MATMULS
+from mpx._amp._rules import FUNCTION_SCOPE, AmpRules, RuleLike
 from mpx._casting._reduction import Reduce, weight_grad_dtype
 from mpx._jax._compat import INLINE, convert_dtype, source_frames
 from mpx._jax._formats import FORMATS, short_name
 from mpx._program import _provenance
 from mpx._program._flow import after
-from mpx._program._interpreter import Kind, Op, Outcome, Scopes, Values
+from mpx._program._interpreter import Kind, Op, Scopes, Transformation, Values
 from mpx._program._provenance import CONSTANT, DATA, Source
-from mpx._program._queries import (
-    SHAPE_ONLY,
-    Equation,
-    flops,
-    has_body,
-)
+from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, flops, has_body
 
 F32 = np.dtype(np.float32)
 LOW_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
@@ -299,7 +292,7 @@ class Settings(Transformation):
             return self.dtype
         return weight_grad_dtype(self.reduce, value, self.dtype)
 
-    def region_rule(self, eqn: Equation, scopes: Scopes) -> tuple[Choice, str] | None:
+    def region_rule(self, eqn: Equation, scopes: Scopes) -> tuple[RuleLike, str] | None:
         """Returns the rule of the scope or function around an equation, and why."""
         found = self.rules.scope_rule(scopes)
         if found is None and self.rules.functions:
@@ -321,7 +314,7 @@ class Settings(Transformation):
 
     def rule(
         self, name: str, params: Mapping[str, Any], facts: Sequence[Origin]
-    ) -> tuple[Choice, str]:
+    ) -> tuple[RuleLike, str]:
         """Returns the rule of a primitive where no region has one, and why."""
         if name in MATMULS:
             for param in sorted(set().union(*(fact.source.names for fact in facts))):
@@ -332,16 +325,3 @@ class Settings(Transformation):
             name, params, compute_is_f16=self.dtype == np.float16
         )
         return rule, self.rules.primitive_reason(name)
-
-
-Run = Callable[[Any, Op], Values | Outcome]
-"""Runs one equation; the first argument is an `Autocast`. It may tell more of the results
-than `Settings.facts_after`."""
-
-
-class Chosen(NamedTuple):
-    """How an equation runs; the rule, `None` if there was nothing to decide; and why."""
-
-    run: Run
-    rule: Choice | None = None
-    reason: str = ""

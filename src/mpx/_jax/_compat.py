@@ -10,11 +10,12 @@ import functools
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from mpx._jax._private import (
     ClosedJaxpr,
@@ -134,6 +135,24 @@ def struct_like(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 def zeros_of(struct: Any) -> jax.Array:
     """Returns zeros for the result of `jax.eval_shape`."""
     return varying_like(jnp.zeros(struct.shape, struct.dtype), struct)
+
+
+def undifferentiable(message: str) -> Callable[[PyTree], PyTree]:
+    """Returns an identity function that raises when it is differentiated.
+
+    It is for derivatives that JAX would compute wrongly without a warning. The error is a
+    `NotImplementedError` with the given message, in forward and in reverse mode.
+    """
+
+    @jax.custom_jvp
+    def same(tree: PyTree) -> PyTree:
+        return tree
+
+    @same.defjvp
+    def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> NoReturn:
+        raise NotImplementedError(message)
+
+    return same
 
 
 # --- Jaxprs ---------------------------------------------------------------------------
@@ -330,7 +349,7 @@ def source_frames(eqn: Any) -> list[tuple[str, str, int]]:
     names = private("source")
     if names is None:
         return []
-    own = str(pathlib.Path(__file__).parent)
+    own = str(pathlib.Path(__file__).parents[1])
     return [
         (frame.function_name, frame.file_name, frame.start_line)
         for frame in names.user_frames(eqn.source_info.traceback)
@@ -363,13 +382,6 @@ def linear_program(vjp: Any, count: int) -> tuple[Any, list[Any]] | None:
     """Returns the jaxpr that a function of `jax.vjp` transposes, and its arguments.
 
     It is the derivative as a linear program, which exists already and costs no trace.
-
-    Args:
-        vjp: The function that `jax.vjp` returned.
-        count: The number of arrays in its arguments.
-
-    Returns:
-        The jaxpr and its variables, or `None` if this JAX does not show them.
     """
     jaxpr = getattr(vjp, "jaxpr", None)
     if not is_jaxpr(jaxpr):

@@ -245,9 +245,6 @@ def assumed_cudnn(version: int) -> Iterator[None]:
     """Lets JAX lower cuDNN's attention where there is no GPU that could be asked.
 
     It holds for all threads.
-
-    Args:
-        version: That of cuDNN on the GPU, such as 91000 for 9.10.
     """
     names = private("cudnn_checks")
     if names is None:

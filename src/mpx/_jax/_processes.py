@@ -65,14 +65,7 @@ def _count(number: int, one: str, many: str) -> str:
 
 
 def gather(value: Any) -> list[Any]:
-    """Returns the values of all processes, in their order, on every process.
-
-    Args:
-        value: What JSON can hold. The processes must have equal numbers of devices.
-
-    Raises:
-        NotImplementedError: If the installed JAX has no such exchange.
-    """
+    """Returns the values of all processes, in their order, on every process."""
     if jax.process_count() == 1:
         return [value]
     names = private("exchange")
@@ -97,13 +90,6 @@ def gather_results(call: Callable[[], Any]) -> list[Any]:
     """Returns what a call returns on each process, or raises on all of them.
 
     If a process raised alone, the others would wait for it in the next collective.
-
-    Args:
-        call: Returns what JSON can hold.
-
-    Raises:
-        RuntimeError: If the call raised on another process. On the process where it
-            raised, that error is raised.
     """
     value, error = None, None
     try:

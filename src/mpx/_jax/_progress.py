@@ -11,12 +11,7 @@ class Tell(Protocol):
     """A function that is told what happens next."""
 
     def __call__(self, step: str, *, part: bool = False) -> None:
-        """Shows a step before it starts.
-
-        Args:
-            step: What it is.
-            part: Whether it is a part of the step before, which goes on.
-        """
+        """Shows a step before it starts."""
         ...
 
 
@@ -29,10 +24,6 @@ def progress(total: int, what: str) -> Iterator[Tell]:
     """Yields a function that is called with the name of each step before it starts.
 
     Nothing is shown if stderr is no terminal. With `rich` it is a bar, else a line.
-
-    Args:
-        total: About how many steps there are.
-        what: What they do together.
     """
     if not sys.stderr.isatty():
         yield silent

@@ -183,11 +183,7 @@ def check_shape(what: str, leaf: object, param: object) -> None:
 
 
 def as_flag(value: Any, what: str) -> Bool[Array, ""]:
-    """Returns a boolean scalar array from a Python, NumPy or JAX boolean.
-
-    Raises:
-        TypeError: If `value` is not a boolean scalar.
-    """
+    """Returns a boolean scalar array from a Python, NumPy or JAX boolean."""
     shape, dtype = shape_of(value), getattr(value, "dtype", type(value))
     if shape != () or dtype != np.dtype(bool):
         raise TypeError(

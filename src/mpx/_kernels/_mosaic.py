@@ -18,8 +18,15 @@ from jax.typing import ArrayLike
 from mpx._jax._compat import as_unvarying, varying_like
 from mpx._jax._private import private
 from mpx._kernels._plain import Body
-from mpx._kernels._step import WHOLE, BlockView, Plane, planes_of, step_block
-from mpx._kernels._tuning import MOSAIC, Tuning
+from mpx._kernels._step import (
+    MOSAIC,
+    WHOLE,
+    BlockView,
+    Plane,
+    Tuning,
+    planes_of,
+    step_block,
+)
 from mpx._quant import Block
 
 pl = plgpu = fragments = utils = _mosaic = private("mosaic")

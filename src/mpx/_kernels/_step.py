@@ -75,14 +75,9 @@ def step_block(
 ) -> None:
     """Steps a block of one of the leaves, unless its flag is zero.
 
-    Args:
-        program: The index of the block and that of the leaf.
-        refs: The scalars, a row for each leaf with its flag first; the distance of each
-            layer from the one to step, or `None`; the gradients; the leaves; the outputs.
-        body: The step. It gets and returns a tuple in place of an array with planes.
-        planes: From `planes_of` a leaf.
-        block: The groups of the block.
-        view: Loads and stores.
+    `program` is the index of the block and that of the leaf. `refs` are the scalars, a row
+    for each leaf with its flag first; the distance of each layer from the one to step, or
+    `None`; the gradients; the leaves; the outputs.
     """
     index, which = program
     scalars_ref, ahead_ref, grad_refs, leaf_refs, out_refs = refs
@@ -120,3 +115,26 @@ def step_block(
             jax.tree.map(functools.partial(store_planes, place), each, planes, new)
 
         lax.cond((which == number) & (finite != 0) & is_here, store, lambda: None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Division of the work into programs.
+
+    Attributes:
+        block: Elements of a program, a power of two.
+        warps: Warps of 32 threads that share a block. A group must lie in one of them.
+        batch: How many leaves of equal shape share one launch.
+        batch_size: Leaves with more elements have a launch of their own.
+    """
+
+    block: int = 512
+    warps: int = 1
+    batch: int = 8
+    batch_size: int = 2**23
+
+
+# One warp needs no barrier to share the scales of its groups.
+TRITON = Tuning()
+# A program of Mosaic is a warpgroup, and each of its threads holds vectors of 8.
+MOSAIC = Tuning(block=1024, warps=4)

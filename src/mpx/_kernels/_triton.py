@@ -16,8 +16,15 @@ from jax.typing import ArrayLike
 from mpx._jax._compat import struct_like
 from mpx._jax._private import private
 from mpx._kernels._plain import Body
-from mpx._kernels._step import WHOLE, BlockView, Plane, planes_of, step_block
-from mpx._kernels._tuning import TRITON, Tuning
+from mpx._kernels._step import (
+    TRITON,
+    WHOLE,
+    BlockView,
+    Plane,
+    Tuning,
+    planes_of,
+    step_block,
+)
 from mpx._quant import Block
 
 pl = plgpu = private("kernels")
@@ -60,18 +67,9 @@ def launch(
 ) -> list[Any]:
     """Steps leaves of equal shapes on one device, in place if they are donated.
 
-    Args:
-        body: The step, `body(scalars, grad, leaf, block, noise) -> leaf`.
-        scalars: For each leaf a row of f32 numbers: zero if the leaf must not change,
-            then those that `body` needs.
-        grads: The gradients.
-        leaves: The parameters with their state.
-        group_size: Elements that share a scale, a power of two; 0 if there is none.
-        ahead: If only one layer of a leaf steps: the distance of each layer from it, int32.
-            See `can_step_layer`.
-        like: Trees like `leaves` whose types tell over which mesh axes the results vary.
-        tuning: How work is cut into programs.
-        interpret: Whether to run in the interpreter instead of on a GPU.
+    `scalars` has a row for each leaf: zero if the leaf must not change, then the numbers
+    that `body` needs. `ahead` is for one layer of a leaf: the distance of each layer from
+    it. The types of `like` tell over which mesh axes the results vary.
     """
     param = leaves[0].param
     view = _View(grads[0].size, tuning.block, group_size)

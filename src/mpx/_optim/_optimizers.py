@@ -14,11 +14,16 @@ from mpx._jax._arguments import check_choice
 from mpx._jax._tree import dtype_of
 from mpx._kernels import BACKENDS, Backend
 from mpx._optim._core import Core
-from mpx._optim._master_params import put_masters
-from mpx._optim._options import Compression, ParamGroup, as_groups, check_compression
+from mpx._optim._options import (
+    Compression,
+    Hyper,
+    ParamGroup,
+    as_groups,
+    check_compression,
+    check_hyper,
+)
 from mpx._optim._params import Mask, cast_params, flatten_params
-from mpx._optim._scalars import Hyper, check_hyper
-from mpx._optim._state import FlashState
+from mpx._optim._state import FlashState, put_masters
 from mpx._optim._update_rules import Adam, Lion, Rule, Sgd
 
 P = ParamSpec("P")
@@ -151,12 +156,7 @@ def _build(
     hyper: Mapping[str, Hyper],
     options: tuple[Mask, Sequence[ParamGroup], Compression, Backend],
 ) -> FlashOptimizer:
-    """Makes an optimizer from a rule and a user's options.
-
-    Raises:
-        TypeError: If an option is of another type.
-        ValueError: If an option is unknown or out of its range.
-    """
+    """Makes an optimizer from a rule and a user's options."""
     mask, groups, compression, backend = options
     check_compression("`compression`", compression)
     check_choice(backend, "backend", BACKENDS)

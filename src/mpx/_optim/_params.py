@@ -53,11 +53,7 @@ class FlatParams(NamedTuple):
     bare: TreeDef
 
     def like(self, tree: PyTree, what: str) -> list[Any]:
-        """Returns what another tree holds in the place of each parameter.
-
-        Raises:
-            ValueError: If the tree does not have the structure of the parameters.
-        """
+        """Returns what another tree holds in the place of each parameter."""
         if tree is None:
             return [None] * len(self.leaves)
         tree = without_variables(tree)
@@ -100,12 +96,7 @@ def flatten_params(params: PyTree) -> FlatParams:
 
 
 def cast_params(params: PyTree, dtype: DTypeLike, keep: Selectors) -> PyTree:
-    """Casts the parameters of a model, except what `keep` selects and running statistics.
-
-    Raises:
-        ValueError: If `dtype` is not a floating dtype of at least 16 bits, or if `keep`
-            selects nothing.
-    """
+    """Casts the parameters of a model, except what `keep` selects and running statistics."""
     kept = Matcher(parse_selectors(keep, "keep"), "keep")
     target = parse_float_dtype(dtype)
 
@@ -146,11 +137,7 @@ def _node_name(type_: type, data: object) -> str:
 
 
 def is_trainable(name: str, param: Any) -> bool:
-    """Returns whether a leaf is a parameter.
-
-    Raises:
-        TypeError: If the leaf is inexact, but in a dtype that cannot be stored.
-    """
+    """Returns whether a leaf is a parameter."""
     dtype = dtype_of(param)
     if dtype in PARAM_DTYPES:
         return True
@@ -199,14 +186,7 @@ def check_grad(name: str, param: Any, grad: Any) -> None:
 def decays(mask: Mask, flat: FlatParams) -> list[bool]:
     """Returns for each parameter whether it decays.
 
-    Args:
-        mask: A tree of booleans, or a function that makes one from the parameters; `None`
-            means that all decay.
-        flat: The parameters.
-
-    Raises:
-        TypeError: If the mask holds something else; the leaf is named.
-        ValueError: If its structure is not that of the parameters.
+    `None` means that all decay.
     """
     if mask is None:
         return [True] * len(flat.leaves)

@@ -19,12 +19,15 @@ from jaxtyping import PyTree
 
 from mpx._jax._compat import (
     Literal,
+    ambient_scopes,
     convert_dtype,
     equation_context,
     open_jaxpr,
     scopes_of,
+    source_frames,
 )
-from mpx._program._queries import Equation, readers
+from mpx._jax._tree import LeafName
+from mpx._program._queries import Equation, Position, readers, walk
 
 Jaxpr = Any
 """A jaxpr, open or closed."""
@@ -362,3 +365,78 @@ def with_dtype(aval: Aval, dtype: np.dtype | None) -> Aval:
     if dtype is None or aval.dtype == dtype:
         return aval
     return aval.update(dtype=dtype, weak_type=False)
+
+
+Named = tuple[LeafName, bool]
+"""The name of an argument's array, and whether it is a parameter."""
+
+
+class Traced(NamedTuple):
+    """A function of arrays that has been traced.
+
+    Attributes:
+        jaxpr: The jaxpr, open.
+        consts: Its constants.
+        arrays: Its arguments.
+        named: Their names, and which of them are parameters.
+        has_params: Whether its parameters are known. While Linen or Haiku initialise a
+            model it has none yet.
+    """
+
+    jaxpr: Jaxpr
+    consts: Sequence[Any]
+    arrays: list[Any]
+    named: list[Named]
+    has_params: bool
+
+    def named_arrays(self) -> list[tuple[LeafName, Any]]:
+        """Returns the arguments with their names."""
+        pairs = zip(self.named, self.arrays, strict=True)
+        return [(name, array) for (name, _), array in pairs]
+
+    def places(self) -> tuple[set[str], set[str]]:
+        """Returns the paths of its scopes, and the names of the functions that wrote it."""
+        scopes: set[str] = set()
+        functions: set[str] = set()
+        for here in walk(self.jaxpr, Position(scopes=ambient_scopes())):
+            inner = here.scopes
+            scopes.update("/".join(inner[:n]) for n in range(1, len(inner) + 1))
+            functions.update(name for name, _, _ in source_frames(here.eqn))
+        return scopes, functions
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Transformation(Visitor):
+    """A visitor that functions are called through.
+
+    Attributes:
+        params: The positions or names of the arguments that hold parameters; `None` to
+            find them.
+        widens_params: Whether parameters of 16 bits are read as f32.
+        takes_bare_params: Whether the first argument holds the parameters if it is an array
+            by itself, and no argument is a container.
+        stored: What an f32 array that was widened for the call was made from, by its `id`:
+            the f32 array, and the one of 16 bits.
+    """
+
+    params: tuple[int | str, ...] | None = None
+    stored: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    widens_params: ClassVar[bool] = False
+    takes_bare_params: ClassVar[bool] = False
+
+    @property
+    def kept_types(self) -> tuple[type, ...]:
+        """The types whose calls run as they are written."""
+        return ()
+
+    def argument_fact(self, name: LeafName, is_param: bool, leaf: Any) -> Fact:
+        """Returns what is known of an argument's array."""
+        return self.unknown
+
+    def start(self, traced: Traced) -> Traced:
+        """Looks at the function before it is run; may return another one to run."""
+        return traced
+
+    def finish(self, outs: list[Any]) -> list[Any]:
+        """Returns the results for the user."""
+        return outs

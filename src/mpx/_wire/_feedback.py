@@ -142,14 +142,7 @@ def take_feedback(args: Sequence[Any]) -> tuple[ErrorFeedback | None, Sequence[A
 def mean_with_feedback(
     grads: PyTree, feedback: ErrorFeedback, scaling: Any, axis_name: AxisName
 ) -> tuple[PyTree, ErrorFeedback]:
-    """Returns the mean over devices of gradients that are sent as 8-bit blocks.
-
-    Args:
-        grads: The gradients of the scaled loss of one device, and no others.
-        feedback: What is left of the step before; here each device has its own part.
-        scaling: The loss scaling of this step.
-        axis_name: The axis or axes of the devices.
-    """
+    """Returns the mean over devices of gradients that are sent as 8-bit blocks."""
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     count = lax.axis_size(axes)
 
@@ -165,15 +158,8 @@ def with_feedback(
 ) -> tuple[PyTree, ErrorFeedback]:
     """Sums gradients with the residuals of the step before, by a function of one leaf.
 
-    Args:
-        grads: The gradients of the scaled loss, floating ones only.
-        feedback: The residuals.
-        scaling: The loss scaling; residuals are kept without it.
-        split: Called with a gradient and its residual, f32.
-        stacked: Whether the gradients have an axis for devices, as residuals have.
-
-    Raises:
-        ValueError: If the residuals are not those of these gradients.
+    Residuals are kept without the loss scale. `stacked` gradients have an axis for devices,
+    as residuals have.
     """
     leaves, structure = jax.tree.flatten(grads)
     before, after = jax.tree.flatten(feedback.residual)

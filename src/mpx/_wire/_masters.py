@@ -53,12 +53,8 @@ def with_masters(
 ) -> Any:
     """Calls a function of parameters that it casts, and of further arguments.
 
-    Args:
-        func: The function; its results are arrays.
-        params: Its parameters.
-        rest: Its second argument.
-        choice: The dtype in which weight gradients leave their matmuls.
-        is_mapped: Whether mpx sums over devices, and not XLA.
+    `choice` is the dtype in which weight gradients leave their matmuls. `is_mapped` tells
+    that mpx sums over devices, and not XLA.
     """
     leaves, structure = jax.tree.flatten((params, rest))
     has_several = not is_mapped and any(map(on_several_devices, leaves))

@@ -59,11 +59,7 @@ class Product:
     def transposed(self, side: int, struct: Any, operands: Any, cotangent: Any) -> Any:
         """Returns the gradient with respect to one operand, in the operand's dtype.
 
-        Args:
-            side: Which operand.
-            struct: Its type; its place in `operands` is not read.
-            operands: The operands.
-            cotangent: The gradient of the product.
+        Its place in `operands` is not read.
         """
         known = [x for i, x in enumerate(operands) if i != side]
 
@@ -147,12 +143,8 @@ def multiply_for(
 ) -> Any:
     """Returns a matmul in 16 bits whose weight gradients have a dtype of their own.
 
-    Args:
-        eqn: The matmul; it has no reason to stay as it is written.
-        operands: Its operands in 16 bits.
-        weights: By side, 0 or 1: the weight whose rounded copy the operand is, and the
-            dtype in which its gradient leaves the backward matmul.
-        multiply: How a matmul runs.
+    `weights` has by side, 0 or 1, the weight whose rounded copy the operand is, and the
+    dtype in which its gradient leaves the backward matmul.
     """
     if private("matmul_grads") is None:
         return multiply(eqn, list(operands), operands[0].dtype)[0]

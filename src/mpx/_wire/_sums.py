@@ -34,11 +34,8 @@ def local_sum(
 ) -> Array:
     """Returns the sum over devices of their arrays, f32, sent in another dtype.
 
-    Args:
-        x: The array of one device, f32.
-        axes: The axes of the devices, whose names are bound.
-        dtype: The dtype that is sent; `"e4m3"` sends blocks and sums them in f32.
-        scatter: If given, the axis of which each device gets its own part of the sum.
+    `dtype` is sent; `"e4m3"` sends blocks and sums them in f32. `scatter` is the axis of
+    which each device gets its own part of the sum.
     """
     axes = tuple(axes)
     if dtype == EIGHT_BITS:
@@ -77,9 +74,8 @@ def sum_8_bits(
     block; the sum itself is f32. Without `scatter` the sums go back in bf16, which rounds
     once more: 8 bits again would double the error.
 
-    Returns:
-        The sum, and what the roundings have taken from it, in parts: over the devices, the
-        sum and these rests add up to the sum of `x`, up to roundings of f32.
+    The second result is what the roundings have taken: over the devices, the sum and these
+    rests add up to the sum of `x`, up to roundings of f32.
     """
     count = lax.axis_size(axes)
     moved = x.reshape(-1) if scatter is None else jnp.moveaxis(x, scatter, 0)
@@ -123,13 +119,7 @@ def _to_blocks(blocks: Array) -> tuple[Array, Array]:
 
 
 def sum_of_shards(x: Array, shards: Shards, dtype: np.dtype | str) -> Array:
-    """Returns the sum over the first axis of an array, sharded as whatever reads it.
-
-    Args:
-        x: What each device has, stacked, f32.
-        shards: The axes over which its first axis is sharded.
-        dtype: The dtype that is sent.
-    """
+    """Returns the sum over the first axis of an array, sharded as whatever reads it."""
     if _is_small(x):
         return jnp.sum(x, axis=0)
 
@@ -167,13 +157,8 @@ def _over_axes(
 ) -> Any:
     """Sums a stacked array by a function that runs on each device.
 
-    Args:
-        x: What each device has, stacked.
-        shards: The axes over which its first axis is sharded.
-        local: Called with the part of one device, the axes, and the axis of which each
-            device gets its own part of the sum, or `None`.
-        plain: The same on one device.
-        has_rest: Whether both return a pair, the second stacked as `x` is.
+    `local` gets the part of one device, the axes, and the axis to scatter; `plain` is the
+    same on one device. With `has_rest` both return a pair, the second stacked as `x` is.
     """
     axes, rank = shards.axes, x.ndim - 1
 

@@ -5,18 +5,30 @@ import importlib.metadata
 import json
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from mpx._jax._compat import is_tracer
+from mpx._jax._processes import gather
 from mpx._jax._tree import flatten_with_names
 from mpx._jax._version import __version__
 from mpx._jax._warn import warn
 from mpx._optim import FlashState
 from mpx._scaling._loss_scaling import LossScaling
-from mpx.checkpoint._leaves import Leaf, Opened, describe, python_scalar
+from mpx.checkpoint._leaves import (
+    Leaf,
+    Opened,
+    checksums,
+    describe,
+    open_state,
+    python_scalar,
+    spans_processes,
+    to_rows,
+    to_stored,
+)
 
 FORMAT = 2
 """The version of the format of checkpoints; raised when old code could not read new ones."""
@@ -57,10 +69,8 @@ class Manifest:
     ) -> "Manifest":
         """Returns the record with the contents of the leaves.
 
-        Args:
-            rows: The values and checksums of each process, in the order of the leaves.
-            spanning: The names of the arrays that lie on several processes: their
-                checksum is the sum over the processes.
+        `rows` are the values and checksums of each process, in the order of the leaves.
+        The checksum of `spanning` arrays, which lie on several processes, is the sum.
         """
         leaves = {}
         for (name, leaf), *found in zip(self.leaves.items(), *rows, strict=True):
@@ -84,11 +94,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, record: Any, where: str) -> "Manifest":
-        """Reads a record.
-
-        Raises:
-            ValueError: If it was written by a newer version, or is damaged.
-        """
+        """Reads a record; raises if it was written by a newer version, or is damaged."""
         try:
             rest = {key: value for key, value in record.items() if key != "checksum"}
             if rest["format"] > FORMAT:
@@ -101,10 +107,7 @@ class Manifest:
             has_checksum = rest["format"] > 1 or "checksum" in record
             if has_checksum and record["checksum"] != _checksum(rest):
                 raise damaged(where, "its record, `mpx/metadata`, was changed")
-            leaves = {
-                name: Leaf(leaf["dtype"], _shape(leaf), _contents(leaf))
-                for name, leaf in rest["leaves"].items()
-            }
+            leaves = {name: _leaf(leaf) for name, leaf in rest["leaves"].items()}
             return cls(leaves, rest["scalings"], rest["compressed"], rest["versions"])
         except (AttributeError, KeyError, TypeError) as error:
             raise damaged(
@@ -119,16 +122,10 @@ class Manifest:
         partial: bool,
         spanning: Collection[str] = (),
     ) -> None:
-        """Raises unless a template has the leaves of this checkpoint.
+        """Raises unless a template has the leaves of this checkpoint; names all differences.
 
-        Args:
-            template: The record of the template.
-            where: The name of the checkpoint, for messages.
-            partial: Whether the checkpoint may hold more than the template.
-            spanning: The names of arrays of the template that lie on several processes.
-
-        Raises:
-            ValueError: If they differ; all differences are named.
+        `partial` allows more leaves than the template has; `spanning` are those of its
+        arrays that lie on several processes.
         """
         saved, wanted = self.leaves, template.leaves
         missing = [name for name in wanted if name not in saved]
@@ -167,15 +164,7 @@ class Manifest:
         _warn_of_options(self.scalings, template.scalings, where)
 
     def check_fields(self, fields: Mapping[str, Any], where: str) -> None:
-        """Raises if fields of modules, Python numbers, are not those that were saved.
-
-        Args:
-            fields: The numbers of the template, by name; other leaves are ignored.
-            where: The name of the checkpoint, for messages.
-
-        Raises:
-            ValueError: If they differ; all differences are named.
-        """
+        """Raises if fields of modules, Python numbers, are not those that were saved."""
         faults = []
         for name, value in fields.items():
             saved, wanted = self.leaves.get(name), describe(value)
@@ -201,16 +190,7 @@ class Manifest:
         spanning: Collection[str],
         where: str,
     ) -> None:
-        """Raises unless arrays that were read are those that were saved.
-
-        Args:
-            found: The checksums of each process, by name.
-            spanning: The names of arrays that lie on several processes.
-            where: The name of the checkpoint, for messages.
-
-        Raises:
-            ValueError: If arrays differ; they are named.
-        """
+        """Raises unless arrays have the checksums with which they were saved."""
         wrong = []
         for name, sums in found.items():
             saved = self.leaves[name].contents
@@ -234,12 +214,11 @@ def _checksum(record: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
-def _shape(leaf: Mapping[str, Any]) -> tuple[int, ...] | None:
-    return tuple(leaf["shape"]) if "shape" in leaf else None
-
-
-def _contents(leaf: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (leaf["value"],) if "value" in leaf else tuple(leaf.get("contents", ()))
+def _leaf(leaf: Mapping[str, Any]) -> Leaf:
+    """Reads the record of a leaf; format 1 had values of Python scalars and no checksums."""
+    shape = tuple(leaf["shape"]) if "shape" in leaf else None
+    contents = (leaf["value"],) if "value" in leaf else leaf.get("contents", ())
+    return Leaf(leaf["dtype"], shape, tuple(contents))
 
 
 def _listed(names: Sequence[str], show: Any) -> list[str]:
@@ -366,12 +345,7 @@ def _warn_of_options(
 
 
 def check_arrays(opened: Opened) -> None:
-    """Raises if a state that is to be saved holds leaves without values.
-
-    Raises:
-        TypeError: If a leaf is a `ShapeDtypeStruct`; it is named.
-        ValueError: If an array was deleted, by donation for one.
-    """
+    """Raises if a state that is to be saved holds leaves without values."""
     for name, leaf in zip(opened.names, opened.leaves, strict=True):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
@@ -386,4 +360,73 @@ def check_arrays(opened: Opened) -> None:
             raise ValueError(
                 f"`{name}` was deleted, probably donated to a step. Save the state that "
                 "the step returned."
+            )
+
+
+class Packed(NamedTuple):
+    """What a process saves.
+
+    Attributes:
+        manifest: The record, without contents.
+        stored: The arrays, by name.
+        contents: The value or the checksum of each leaf.
+    """
+
+    manifest: Manifest
+    stored: dict[str, Any]
+    contents: list[Any]
+
+    @property
+    def spanning(self) -> set[str]:
+        """The names of the arrays that lie on several processes."""
+        return {name for name, array in self.stored.items() if spans_processes(array)}
+
+    @property
+    def kinds(self) -> int:
+        """A hash of what must be the same on all processes."""
+        leaves = [(name, leaf[:2]) for name, leaf in self.manifest.leaves.items()]
+        return zlib.crc32(repr((leaves, sorted(self.spanning))).encode())
+
+    def for_orbax(self, rows: list[list[Any]]) -> tuple[Manifest, dict[str, Any]]:
+        """Returns the record and the arrays to write, given the contents of all processes."""
+        manifest = self.manifest.holding(rows, self.spanning)
+
+        def written(name: str, array: Any) -> Any:
+            if manifest.leaves[name].is_per_process:
+                return to_rows(array)
+            is_copy = len(rows) > 1 and name not in self.spanning
+            return np.asarray(array) if is_copy else array  # Orbax takes the first's
+
+        return manifest, {name: written(name, x) for name, x in self.stored.items()}
+
+
+def pack(state: PyTree) -> Packed:
+    opened = open_state(state)
+    check_arrays(opened)
+    manifest = Manifest.of(state, opened)
+    stored = {
+        name: to_stored(leaf)
+        for name, leaf in zip(opened.names, opened.leaves, strict=True)
+        if name in manifest.leaves and manifest.leaves[name].is_stored
+    }
+    sums = dict(zip(stored, checksums(stored.values()), strict=True))
+    contents = [
+        sums.get(name, 0) if leaf.shape is not None else leaf.contents[0]
+        for name, leaf in manifest.leaves.items()
+    ]
+    return Packed(manifest, stored, contents)
+
+
+def check_same_state(kinds: list[int], manifest: Manifest) -> None:
+    """Raises if the processes save states of different structures."""
+    if len({*kinds}) == 1:
+        return
+    shown = [f"`{name}`, {leaf.shown}" for name, leaf in manifest.leaves.items()]
+    first, *others = map(set, gather(shown))
+    for process, leaves in enumerate(others, 1):
+        if kinds[process] != kinds[0]:
+            only = [*(first - leaves), *(leaves - first)] or ["shardings"]
+            raise ValueError(
+                "All processes must save states of the same structure, but process "
+                f"{process} and process 0 differ in {', '.join(sorted(only)[:5])}."
             )

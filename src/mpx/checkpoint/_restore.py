@@ -1,8 +1,10 @@
-"""Reading checkpoints: into the structure and to the devices of a template."""
+"""Reading checkpoints with Orbax: into the structure and to the devices of a template."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,9 @@ from jaxtyping import PyTree
 
 from mpx._jax._processes import gather_results
 from mpx._jax._tree import is_array
-from mpx.checkpoint._checksums import checksums
 from mpx.checkpoint._leaves import (
     Opened,
+    checksums,
     empty_like,
     from_rows,
     from_stored,
@@ -27,29 +29,70 @@ from mpx.checkpoint._leaves import (
     stored_type,
 )
 from mpx.checkpoint._manifest import Manifest, damaged
-from mpx.checkpoint._orbax import (
-    ARRAYS,
-    RECORD,
-    Path,
-    absolute,
-    orbax,
-    reader,
-    reload,
-)
+
+ARRAYS, RECORD = "state", "mpx"
+"""The names of what a checkpoint consists of."""
+Path = str | os.PathLike[str]
+T = TypeVar("T")
+
+
+def reader(path: Any, options: Mapping[str, Any]) -> Any:
+    """Returns a manager that writes, makes and removes nothing: another one may write.
+
+    `read_only=True` does the same, but logs three warnings.
+    """
+    options = {name: x for name, x in options.items() if name != "async_options"}
+    return while_others_write(
+        lambda: manager(
+            path,
+            **options,
+            create=False,
+            enable_async_checkpointing=False,
+            save_root_metadata=False,
+        )
+    )
+
+
+def while_others_write(call: Callable[[], T]) -> T:
+    """Calls a function again if a checkpoint is removed between its list and its files."""
+    for _ in range(99):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return call()
+    return call()
+
+
+def manager(path: Any, **options: Any) -> Any:
+    """Returns a `CheckpointManager` with these options."""
+    ocp = orbax()
+    return ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(**options))
+
+
+def absolute(path: Path) -> Any:
+    """Returns a path as Orbax wants it, which may be one of an object store."""
+    orbax()
+    from etils import epath  # a part of Orbax's interface
+
+    return epath.Path(path).expanduser().absolute()
+
+
+def orbax() -> Any:
+    """Imports Orbax when it is needed: `import mpx` must not."""
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError(
+            "`mpx.checkpoint` writes with Orbax, which is not installed: "
+            'pip install "mpx-jax[checkpoint]".'
+        ) from error
+    return orbax.checkpoint
+
 
 Fields = Literal["saved", "template"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be restored.
-
-    Attributes:
-        template: A state of the same structure.
-        step: The number of the checkpoint; `None` is the latest.
-        partial: Whether the checkpoint may hold more than the template.
-        fields: Where fields of modules come from that differ; `None` raises.
-    """
+    """What is to be restored: the options of `restore`."""
 
     template: PyTree
     step: int | None
@@ -124,7 +167,7 @@ def read(manager: Any, path: Any, request: Request) -> PyTree:
     step = request.step
     steps: list[int] = sorted(manager.all_steps())
     if not steps:  # the first may be new, or the only one replaced by the next
-        reload(manager)
+        while_others_write(manager.reload)
         steps = sorted(manager.all_steps())
     if not steps or (step is not None and step not in steps):
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
@@ -135,7 +178,7 @@ def read(manager: Any, path: Any, request: Request) -> PyTree:
     try:
         return _read_step(manager, path / str(number), number, request)
     except (FileNotFoundError, ValueError):
-        reload(manager)
+        while_others_write(manager.reload)
         latest = manager.latest_step()
         if step is not None or latest in (None, number) or jax.process_count() > 1:
             raise
@@ -150,7 +193,11 @@ def _read_step(manager: Any, where: Any, step: int, request: Request) -> PyTree:
     targets = {}
     for name, leaf in zip(opened.names, opened.leaves, strict=True):
         if name in wanted.leaves and manifest.leaves[name].is_stored:
-            targets[name] = _target(leaf, manifest.leaves[name])
+            saved = manifest.leaves[name]
+            targets[name] = leaf
+            if not hasattr(leaf, "dtype"):  # a Python number, saved as an array
+                dtype = jnp.dtype(saved.dtype)
+                targets[name] = jax.ShapeDtypeStruct(saved.shape, dtype)
     arrays = _read_arrays(manager, step, where, targets, manifest)
     process = jax.process_index()
     leaves = []
@@ -168,13 +215,6 @@ def _read_step(manager: Any, where: Any, step: int, request: Request) -> PyTree:
             leaf = python_scalar(saved, process)
         leaves.append(leaf)
     return opened.close(leaves)
-
-
-def _target(leaf: Any, saved: Any) -> Any:
-    """Returns the template for an array; for a Python number there is none yet."""
-    if hasattr(leaf, "dtype"):
-        return leaf
-    return jax.ShapeDtypeStruct(saved.shape, jnp.dtype(saved.dtype))
 
 
 def _read_manifest(
@@ -246,7 +286,11 @@ def _read_arrays(
         ]
         arrays = {name: arrays[name] for name in targets}
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise damaged(f"{where}", _fault_of_arrays(where / ARRAYS, error)) from error
+        fault = f"`{ARRAYS}/_METADATA` cannot be read: {error!r}"
+        if isinstance(error, OSError) or type(error) is ValueError:
+            # Errors of TensorStore name the file.
+            fault = f"the arrays in {where / ARRAYS} cannot be read: {error}"
+        raise damaged(f"{where}", fault) from error
     missing = [name for name, array in arrays.items() if not is_array(array)]
     if missing:  # with `partial_restore` Orbax returns what it was given
         raise damaged(f"{where}", f"`{ARRAYS}/_METADATA` does not list {missing}")
@@ -261,10 +305,3 @@ def _read_arrays(
         dict(zip(arrays, zip(*rows, strict=True), strict=True)), spanning, f"{where}"
     )
     return arrays
-
-
-def _fault_of_arrays(folder: Any, error: Exception) -> str:
-    """Describes why arrays cannot be read. Errors of TensorStore name the file."""
-    if isinstance(error, OSError) or type(error) is ValueError:
-        return f"the arrays in {folder} cannot be read: {error}"
-    return f"`{ARRAYS}/_METADATA` cannot be read: {error!r}"

@@ -33,8 +33,7 @@ from jaxtyping import Array
 from mpx._amp import AmpRules
 from mpx._amp import amp as _amp
 from mpx._amp import amp_stop as amp_stop
-from mpx._amp._policy import rules_by_name
-from mpx._amp._rules import PRIMITIVES, Rule
+from mpx._amp._rules import PRIMITIVES, Rule, rules_by_name
 from mpx._casting._half import gradient_function
 from mpx._jax._formats import FORMATS
 from mpx._jax._tree import all_finite

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpx._amp._matmuls import PRESETS
+from mpx._amp._decide import PRESETS
 from mpx._amp._rules import REASONS
 from mpx._jax._compat import primitive_name
 from mpx._program._queries import (

@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp._frameworks import Transformation
-from mpx._amp._functions import flat_call
-from mpx._amp._recording import Recording, recorded
+from mpx._amp._call import Recording, flat_call, recorded
 from mpx._amp._transform import under_amp
 from mpx._casting._half import gradient_function
 from mpx._fp8._state import Fp8State
@@ -18,7 +16,7 @@ from mpx._fp8._transform import Fp8Function
 from mpx._gradients._call import argument_names
 from mpx._jax._compat import as_function, eval_jaxpr
 from mpx._jax._tree import LeafName, is_floating
-from mpx._program._interpreter import Fact, Jaxpr, Outcome, Scopes
+from mpx._program._interpreter import Fact, Jaxpr, Outcome, Scopes, Transformation
 from mpx._scaling._loss_scaling import LossScaling
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpx._amp._call import Recording
+from mpx._amp._decide import IN_KERNEL, PRESETS, RAGGED
 from mpx._amp._facts import Decision
-from mpx._amp._grouped import IN_KERNEL, RAGGED
-from mpx._amp._matmuls import PRESETS
-from mpx._amp._recording import Recording
-from mpx._amp._rules import MATMULS, REASONS, UNKNOWN, Rule
+from mpx._amp._rules import REASONS, UNKNOWN, Rule
 from mpx._fp8._selection import Matmul
 from mpx._jax._formats import short_name
-from mpx._program._queries import ATTENTION, CROSS_ENTROPY
+from mpx._program._queries import ATTENTION, CROSS_ENTROPY, MATMULS
 from mpx.inspect._result import Result, Table, percent, short_source
 
 

@@ -32,12 +32,10 @@ def captured(catch: Catch) -> Iterator[None]:
     differentiated inside `amp`, its logsumexp, and cuDNN that was asked for with f32
     operands. Anything else is found without it.
 
-    Args:
-        catch: Called as `catch(arrays, scale=, is_causal=, window=, required=)`. The
-            arrays are query, key, value, bias, mask, query lengths and key lengths; each
-            of the last four may be `None`. `required` means `implementation="cudnn"`.
-            Returns the output and the logsumexp of shape (batch, heads, queries, 1), or
-            `None` to leave the call to JAX.
+    `catch(arrays, scale=, is_causal=, window=, required=)` gets query, key, value, bias,
+    mask, query lengths and key lengths, of which each of the last four may be `None`;
+    `required` means `implementation="cudnn"`. It returns the output and the logsumexp of
+    shape (batch, heads, queries, 1), or `None` to leave the call to JAX.
     """
     with _lock:
         if not _running:
@@ -58,13 +56,7 @@ def captured(catch: Catch) -> Iterator[None]:
 
 
 def plain_attention(*arrays: Array | None, **options: Any) -> Any:
-    """Runs the operations behind `jax.nn.dot_product_attention` by default.
-
-    Args:
-        *arrays: Query, key, value, bias and mask with four axes each.
-        **options: `is_causal`, `scale`, `q_seqlen`, `kv_seqlen`, `local_window_size` and
-            `return_residual`.
-    """
+    """Runs the operations behind `jax.nn.dot_product_attention` by default."""
     return _originals[_XLA](*arrays, **options)
 
 

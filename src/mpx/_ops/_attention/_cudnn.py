@@ -147,11 +147,7 @@ _LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 
 
 def cudnn_forward(operands: Sequence[Array], spec: Attention) -> tuple[Array, Array]:
-    """Runs cuDNN attention; returns its result and what its kernel saves.
-
-    Raises:
-        NotImplementedError: If this version of JAX calls cuDNN in another way.
-    """
+    """Runs cuDNN attention; returns its result and what its kernel saves."""
     jaxpr = jax.make_jaxpr(lambda *operands: _vjp(operands, spec)[0])
     outs, saved = _with_kernel(jaxpr(*_types(operands)), operands, None)
     return outs[0], saved[1]
@@ -160,14 +156,7 @@ def cudnn_forward(operands: Sequence[Array], spec: Attention) -> tuple[Array, Ar
 def cudnn_backward(
     operands: Sequence[Array], kept: Sequence[Array], cotangent: Array, spec: Attention
 ) -> list[Array]:
-    """Returns the gradients of cuDNN attention without running it again.
-
-    Args:
-        operands: The operands of the forward pass.
-        kept: The kernel's result and what it saved.
-        cotangent: The derivative with respect to the result.
-        spec: The call.
-    """
+    """Returns the gradients of cuDNN attention without running it again."""
     jaxpr = jax.make_jaxpr(lambda ct, *operands: _vjp(operands, spec)[1](ct))
     args = [cotangent, *operands]
     return _with_kernel(jaxpr(*_types(args)), args, kept)[0]
@@ -212,12 +201,7 @@ _OTHER_WAY = "this version of JAX calls cuDNN in a way that mpx does not know"
 def reason_against(
     spec: Attention, avals: tuple[jax.ShapeDtypeStruct, ...]
 ) -> str | None:
-    """Returns why cuDNN cannot run a call on operands of these types, if it cannot.
-
-    Args:
-        spec: The call.
-        avals: The types of the operands; q, k and v in 16 bits.
-    """
+    """Returns why cuDNN cannot run a call on operands of these types, if it cannot."""
     capability = cuda_capability()
     if capability is None or capability < (8, 0):
         return "cuDNN attention needs a CUDA GPU of compute capability 8.0"
@@ -272,3 +256,22 @@ def _reason_by_jax(
         return None
     warn(f"Attention runs without cuDNN's kernel: {_OTHER_WAY}. Upgrade mpx.")
     return _OTHER_WAY
+
+
+LEAST = {9: 128 * 128, 10: 128 * 128}
+"""By the first number of the compute capability: from which number of scores per head on."""
+
+
+def reason_not_paying(
+    capability: tuple[int, ...] | None, rows: int, keys: int
+) -> str | None:
+    """Returns why attention of this size is run operation by operation, if it is."""
+    if capability is None:
+        return "cuDNN attention needs a CUDA GPU"
+    least = LEAST.get(capability[0])
+    if least is None:
+        version = ".".join(map(str, capability))
+        return f"not faster in cuDNN on a GPU of compute capability {version}"
+    if rows * keys < least:
+        return f"not faster in cuDNN: {rows} × {keys} scores are fewer than {least}"
+    return None

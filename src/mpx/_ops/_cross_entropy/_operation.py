@@ -11,8 +11,7 @@ from jax.typing import ArrayLike
 
 from mpx._jax._compat import default_matmul_precision, has_explicit_axes
 from mpx._jax._private import private
-from mpx._ops._cross_entropy._chunks import Operands
-from mpx._ops._cross_entropy._head import Head
+from mpx._ops._cross_entropy._chunks import Head, Operands
 
 
 def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)

@@ -21,8 +21,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mpx._jax._compat import Primitive, as_varying, varying_axes
 from mpx._jax._private import private
-from mpx._ops._cross_entropy._chunks import Kept, Operands, gradients, statistics
-from mpx._ops._cross_entropy._head import Chunks, Head
+from mpx._ops._cross_entropy._chunks import (
+    Chunks,
+    Head,
+    Kept,
+    Operands,
+    gradients,
+    statistics,
+)
 from mpx._program._queries import CROSS_ENTROPY
 
 _jax = private("cross_entropy")

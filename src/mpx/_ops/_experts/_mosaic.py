@@ -17,8 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from mpx._jax._private import private
-from mpx._ops._experts._groups import ALIGNMENT, group_ends, row_blocks
-from mpx._ops._experts._tuning import PROGRAMS, Blocks
+from mpx._ops._experts._plain import ALIGNMENT, PROGRAMS, Blocks, group_ends, row_blocks
 
 pl = plgpu = private("grouped")
 
@@ -34,18 +33,7 @@ def multiply_rows(
     programs: int = PROGRAMS,
     interpret: Any = False,
 ) -> Array:
-    """Returns each row times the matrix of its group, and zeros for rows without one.
-
-    Args:
-        x: The rows, (m, k).
-        w: A matrix for each group, (groups, k, n). 8-bit ones must be `turned`.
-        sizes: The number of rows of each group.
-        turned: Whether the matrices are (groups, n, k).
-        dtype: The dtype of the result.
-        blocks: Block sizes: they divide `k` and `n`.
-        programs: How many programs share the work.
-        interpret: Parameters of Pallas' interpreter, to run without a GPU.
-    """
+    """Returns each row times the matrix of its group, and zeros for rows without one."""
     (m, k), groups = x.shape, len(w)
     n = w.shape[1] if turned else w.shape[2]
     rows, columns, summed, steps, width = blocks
@@ -115,17 +103,7 @@ def sum_rows(
     programs: int = PROGRAMS,
     interpret: Any = False,
 ) -> Array:
-    """Returns the sum of the outer products of the rows of each group.
-
-    Args:
-        x: Rows, (m, k).
-        y: As many rows, (m, n).
-        sizes: The number of rows of each group.
-        dtype: The dtype of the result, (groups, k, n).
-        blocks: Block sizes: `rows` divides `k`, and `columns` divides `n`.
-        programs: How many programs share the work.
-        interpret: Parameters of Pallas' interpreter, to run without a GPU.
-    """
+    """Returns the sum of the outer products of the rows of each group."""
     (m, k), n, groups = x.shape, y.shape[1], sizes.size
     rows, columns, summed, steps, width = blocks
     grid = k // rows, n // columns

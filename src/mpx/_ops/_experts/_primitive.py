@@ -32,9 +32,7 @@ from mpx._jax._compat import (
     varying_axes,
 )
 from mpx._jax._private import private
-from mpx._ops._experts import _tuning
-from mpx._ops._experts._plain import Kind, plain
-from mpx._ops._experts._tuning import Blocks
+from mpx._ops._experts._plain import ROWS, ROWS_FP8, SMALLEST, SUMS, Blocks, Kind, plain
 from mpx._program._queries import GROUPED
 
 _jax = private("grouped")
@@ -50,15 +48,7 @@ _TRANSPOSED: dict[str, tuple[tuple[Kind, bool], tuple[Kind, bool]]] = {
 def grouped_matmul(
     a: Array, b: Array, sizes: Array, *, kind: Kind, dtype: np.dtype
 ) -> Array:
-    """Returns a grouped matmul; sums are f32.
-
-    Args:
-        a: Rows: x, or y for `turned`.
-        b: A matrix for each group; for `sums` as many rows.
-        sizes: The number of rows of each group.
-        kind: What is multiplied.
-        dtype: The dtype of the result.
-    """
+    """Returns a grouped matmul; sums are f32."""
     operands = [a, b, sizes]
     names = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
     # Marked here, so that the transpose of the mark sums gradients over devices.
@@ -72,10 +62,10 @@ def _kernel(a: Array, b: Array, sizes: Array, *, kind: str, dtype: np.dtype) -> 
     a, b, sizes = (as_unvarying(x) for x in (a, b, sizes))
     if kind == "sums":
         rows, columns = a.shape[1], b.shape[1]
-        blocks = _fitting(_tuning.SUMS, rows, columns)
+        blocks = _fitting(SUMS, rows, columns)
         return _mosaic.sum_rows(a, b, sizes, dtype=dtype, blocks=blocks)
     turned = kind == "turned"
-    tuned = _tuning.ROWS_FP8 if a.dtype.itemsize == 1 else _tuning.ROWS
+    tuned = ROWS_FP8 if a.dtype.itemsize == 1 else ROWS
     columns = b.shape[1] if turned else b.shape[2]
     blocks = _fitting(tuned, tuned.rows, columns)
     return _mosaic.multiply_rows(a, b, sizes, turned=turned, dtype=dtype, blocks=blocks)
@@ -83,10 +73,9 @@ def _kernel(a: Array, b: Array, sizes: Array, *, kind: str, dtype: np.dtype) -> 
 
 def _fitting(blocks: Blocks, rows: int, columns: int) -> Blocks:
     """Returns blocks that divide a result."""
-    smallest = _tuning.SMALLEST
     return blocks._replace(
-        rows=blocks.rows if rows % blocks.rows == 0 else smallest,
-        columns=blocks.columns if columns % blocks.columns == 0 else smallest,
+        rows=blocks.rows if rows % blocks.rows == 0 else SMALLEST,
+        columns=blocks.columns if columns % blocks.columns == 0 else SMALLEST,
     )
 
 

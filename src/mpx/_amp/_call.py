@@ -1,33 +1,26 @@
 """Calls of a user's function through a visitor, whatever framework holds its parameters.
 
 The function is traced as a pure one of its arrays, which may be inside modules: those of
-NNX, Linen and Haiku have their variables taken out before and written back after.
+NNX, Linen and Haiku have their variables taken out before and written back after. Neither
+library is imported here: if it is not loaded, none of its models can be running.
 """
 
+import contextlib
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._amp._attention import captured_attention
-from mpx._amp._frameworks import (
-    Named,
-    Traced,
-    Transformation,
-    call_haiku,
-    call_linen,
-    haiku_name,
-    in_haiku,
-    linen_call,
-    linen_is_not_written,
-    linen_name,
-)
-from mpx._amp._recording import current_recording
+from mpx._amp._emit import captured_attention
+from mpx._amp._facts import Decision
+from mpx._amp._rules import AmpRules
 from mpx._casting._keep import is_state, run_in_scopes
 from mpx._gradients._call import argument_names
 from mpx._jax import _nnx
@@ -36,12 +29,217 @@ from mpx._jax._compat import (
     Literal,
     ambient_scopes,
     convert_dtype,
+    is_tracer,
+    make_jit_context,
     nothing_is_traced,
     open_jaxpr,
 )
+from mpx._jax._private import private
 from mpx._jax._tree import LeafName, is_array, is_floating, named_leaves
 from mpx._jax._warn import warn
-from mpx._program._interpreter import as_results, dtypes_of
+from mpx._program._interpreter import (
+    Named,
+    Traced,
+    Transformation,
+    as_results,
+    dtypes_of,
+)
+
+
+class LinenCall(NamedTuple):
+    """A call of a method of a Linen module, with the other positional arguments."""
+
+    method: Callable[..., Any]
+    module: Any
+    args: tuple[Any, ...]
+
+
+def linen_call(func: Callable[..., Any], args: tuple[Any, ...]) -> LinenCall | None:
+    """Returns the call of a method of a Linen module, if it is one and has variables."""
+    owner = getattr(func, "__self__", None)
+    if _is_running(func):
+        return LinenCall(type(func).__call__, func, args)
+    if _is_running(owner):
+        return LinenCall(getattr(func, "__func__", func), owner, args)
+    if args and _is_running(args[0]):
+        return LinenCall(func, args[0], args[1:])
+    return None
+
+
+def _is_running(module: Any) -> bool:
+    linen = sys.modules.get("flax.linen")
+    return (
+        linen is not None
+        and isinstance(module, linen.Module)
+        and module.scope is not None
+    )
+
+
+def call_linen(
+    call: LinenCall, kwargs: dict[str, Any], run: Callable[..., tuple[Any, Any]]
+) -> Any:
+    """Calls a method of a Linen module as a pure function of its variables.
+
+    `run(pure, variables, rngs, args, kwargs)` calls the pure function.
+    """
+    flax = private("linen")
+    if flax is None:
+        return call.method(call.module, *call.args, **kwargs)
+
+    def lifted(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def inner(
+            scope_fn: Any,
+            repack: Any,
+            variables: Any,
+            rngs: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> tuple[Any, Any]:
+            def pure(
+                variables: Any, rngs: Any, args: Any, kwargs: Any
+            ) -> tuple[Any, Any]:
+                scope = scope_fn(variables, rngs)
+                return method(scope, *args, **kwargs), repack(scope)
+
+            return run(pure, variables, rngs, args, kwargs)
+
+        packed = flax.pack(
+            inner, (True,), (True,), (True,), name="amp", enable_kwargs=True
+        )
+        return packed(*args, **kwargs)
+
+    return flax.lift_direct_transform(
+        lifted, (call.method,), call.module, *call.args, **kwargs
+    )
+
+
+def linen_name(name: LeafName, is_param: bool) -> Named:
+    """Returns `params/Dense_0/kernel` for `variables/0/0/params/Dense_0/kernel`.
+
+    The second result tells whether it is a parameter.
+    """
+    del is_param  # other arguments of a method are none
+    if name.argument != "variables":
+        return LeafName(name.path or name), False
+    path = name.path.split("/", 2)[-1]
+    return LeafName(path), path.startswith("params/")
+
+
+@contextlib.contextmanager
+def linen_is_not_written() -> Iterator[None]:
+    """Refuses to leave tracers in the scope of a Linen model that is running.
+
+    Raises:
+        TypeError: If its variables have changed in the meantime.
+    """
+    before = {id(leaf) for leaf in _linen_variables()}
+    yield
+    if any(is_tracer(x) and id(x) not in before for x in _linen_variables()):
+        raise TypeError(
+            "A function under `amp` creates or changes variables of a Linen module that "
+            "it closes over, but `amp` can only return those of the module that it is "
+            "given. Wrap the loss, or `model.apply`, instead; or decorate a method of "
+            "the module with `amp`."
+        )
+
+
+def _linen_variables() -> list[Any]:
+    """Returns the arrays in the scope of the Linen model that is running."""
+    if "flax.linen" not in sys.modules or (flax := private("linen_variables")) is None:
+        return []
+    stack = getattr(flax._context, "module_stack", [])
+    if not stack or not _is_running(stack[-1]):
+        return []
+    return jax.tree.leaves(dict(getattr(stack[-1].scope.root, "_variables", {})))
+
+
+def in_haiku() -> bool:
+    """Returns whether a function under `hk.transform` is running."""
+    running_init = getattr(sys.modules.get("haiku"), "running_init", None)
+    if running_init is None:
+        return False
+    try:
+        running_init()
+    except ValueError:  # outside
+        return False
+    return True
+
+
+def call_haiku(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Callable[..., tuple[Any, Any]],
+) -> Any:
+    """Calls a function inside `hk.transform` as a pure one of Haiku's variables.
+
+    `run(pure, variables, func, args, kwargs)` calls the pure function.
+    """
+    haiku = private("haiku")
+    if haiku is None:
+        return func(*args, **kwargs)
+
+    def pure(variables: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        with (
+            haiku.temporary_internal_state(variables, share_python_state=True),
+            haiku.push_jax_trace_level(),
+        ):
+            out = func(*args, **kwargs)
+            return out, haiku.difference(variables, haiku.internal_state())
+
+    out, changed = run(pure, haiku.internal_state(), func, args, kwargs)
+    haiku.update_internal_state(changed)
+    return out
+
+
+def haiku_name(name: LeafName, is_param: bool) -> Named:
+    """Returns `linear/w` for `variables/params/linear/w`, and whether it is a parameter."""
+    del is_param  # other arguments of a function inside `hk.transform` are none
+    if name.startswith("variables/params/"):
+        return LeafName(name.path.removeprefix("params/")), True
+    return LeafName(name.path or name, name.types), name.argument == "func"
+
+
+# Part of the cache key of `jax.jit`: a function that was traced before is traced again.
+_current = make_jit_context(None)
+
+
+@dataclasses.dataclass(eq=False)
+class Recording:
+    """What happened while a function was traced.
+
+    Attributes:
+        names: The names and roles of arrays that were arguments, by their `id`.
+        casts: The compute dtype and the rules of each call of a function under `amp`.
+        decisions: The decisions of these.
+        matmuls: The matmuls that functions under `fp8` met.
+        recipes: The recipe of each call of a function under `fp8`.
+    """
+
+    names: dict[int, Named] = dataclasses.field(default_factory=dict)
+    casts: list[tuple[Any, AmpRules]] = dataclasses.field(default_factory=list)
+    decisions: list[Decision] = dataclasses.field(default_factory=list)
+    matmuls: list[Any] = dataclasses.field(default_factory=list)
+    recipes: list[Any] = dataclasses.field(default_factory=list)
+
+    def name(self, named: Sequence[Named], arrays: Sequence[Any]) -> None:
+        """Remembers the names of arrays; the first name of an array counts."""
+        for name, array in zip(named, arrays, strict=True):
+            self.names.setdefault(id(array), name)
+
+
+def current_recording() -> Recording | None:
+    """Returns the recording that is being made, if one is."""
+    return _current.value
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Recording]:
+    """Records what happens inside."""
+    recording = Recording()
+    with _current(recording):
+        yield recording
+
 
 _FUNC = "the function"  # beside its arguments, whose names hold no spaces
 _MOST_REMEMBERED = 1000

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mpx._amp._decide import Choice
+from mpx._amp._emit import Emitter
 from mpx._amp._facts import (
     F32,
     NEUTRAL,
-    Chosen,
     Origin,
-    Run,
     Settings,
     cast,
     is_eligible,
@@ -33,7 +33,6 @@ from mpx._program._queries import Equation, Position, leaves, names, walk_inside
 
 _IN_F32 = "in f32, and again in the backward pass"
 _AGAIN = "computed again in the backward pass, which keeps its operand only"
-
 # The largest absolute value of their results.
 _BOUNDED = {
     "tanh": 1.0,
@@ -87,7 +86,7 @@ class Chain(NamedTuple):
         return [*leaves(self.equations)]
 
 
-def choose(amp: Settings, op: Op) -> Chosen | None:
+def choose(amp: Settings, op: Op) -> tuple[Choice, Emitter] | None:
     """Returns how an equation runs that is part of a chain; `None` if it is not.
 
     There are no chains under rules that change the rule of an operation, nor of equations
@@ -98,7 +97,7 @@ def choose(amp: Settings, op: Op) -> Chosen | None:
         return None
     made = frame.made
     if eqn.outvars and eqn.outvars[0] in made:
-        return Chosen(_computed)
+        return Choice("chain"), _computed
     if _CHAINS not in made:
         made[_CHAINS] = find_chains(frame.jaxpr, frame.plan), None
     chain: Chain | None = made[_CHAINS][0].get(id(eqn))
@@ -110,22 +109,19 @@ def choose(amp: Settings, op: Op) -> Chosen | None:
     ):
         return None
     if not is_eligible(chain.source.aval):
-        return Chosen(_running(chain, None), Rule.FOLLOW, _AGAIN)
+        return Choice("chain", Rule.FOLLOW, _AGAIN), _running(chain, None)
     is_low = [_is_low(amp, chain, var) for var in chain.outvars]
     if _overflows(amp, chain):
         rule, reason = Rule.F32, f"overflows f16: {_IN_F32}"
     else:
         rule, reason = (Rule.FOLLOW, _AGAIN) if all(is_low) else (Rule.F32, _IN_F32)
-    return Chosen(_running(chain, is_low), rule, reason)
+    return Choice("chain", rule, reason), _running(chain, is_low)
 
 
 def _computed(amp: Settings, op: Op) -> Outcome:
     """Returns what the first equation of the chain has computed."""
     out, fact = amp.frame.made[op.eqn.outvars[0]]
     return [out], [fact]
-
-
-# --- Finding --------------------------------------------------------------------------
 
 
 def find_chains(jaxpr: Jaxpr, plan: Plan | None = None) -> dict[int, Chain]:
@@ -210,9 +206,6 @@ def _overflows(amp: Settings, chain: Chain) -> bool:
     return amp.dtype == np.float16 and any(map(is_power, chain.leaves))
 
 
-# --- Which results fit into 16 bits ---------------------------------------------------
-
-
 def _is_low(amp: Settings, chain: Chain, var: Any) -> bool:
     """Returns whether a result is held in 16 bits: by its rules, and if it fits there.
 
@@ -265,10 +258,7 @@ def _power(size: float, exponent: int) -> float:
         return math.inf
 
 
-# --- Running --------------------------------------------------------------------------
-
-
-def _running(chain: Chain, is_low: list[bool] | None) -> Run:
+def _running(chain: Chain, is_low: list[bool] | None) -> Emitter:
     """Returns what computes a chain from a 16-bit value, at its first equation.
 
     Args:

@@ -1,73 +1,62 @@
-"""Options of the gradient functions, and what is wrong with them."""
+"""Options of the gradient functions, and checks of what users pass to them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from mpx._casting._half import chosen_half_precision
-from mpx._casting._policy import as_policy, dtype_under_amp
+from mpx._casting._policy import Policy, as_policy, dtype_under_amp
 from mpx._casting._reduction import EIGHT_BITS, Reduce
 from mpx._casting._wrapped import autocast_of
 from mpx._jax._arguments import as_count, as_counts, check_axis_name, check_bool
+from mpx._jax._compat import is_tracer
 from mpx._jax._formats import parse_float_dtype, short_name
 from mpx._jax._tree import AxisName
-from mpx._scaling._loss_scaling import NoLossScaling
+from mpx._jax._warn import warn
+from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
+
+
+class GradKeywords(TypedDict, total=False):
+    """Options that all gradient functions pass on; see `value_and_grad`."""
+
+    policy: Policy | str | None
+    grad_dtype: DTypeLike | None
+    axis_name: AxisName | None
+    retry: int
+
+
+class ArgnumKeywords(GradKeywords, total=False):
+    """The same, and which arguments to differentiate."""
+
+    argnums: int | Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradOptions:
-    """Options of a gradient function; see `value_and_grad`.
+    """Options of a gradient function, checked; see `value_and_grad`.
 
     If `mixed` is false, nothing is cast, scaled or checked.
-
-    Raises:
-        ValueError: If `retry` is negative or a dtype is not floating.
-        TypeError: If `policy` is neither a policy nor a string, a number no integer, or
-            `axis_name` no name.
     """
 
-    argnums: Any = 0
-    has_aux: bool = False
-    policy: Any = None
-    grad_dtype: Any = None
-    axis_name: AxisName | None = None
-    retry: int = 0
-    mixed: bool = True
+    argnums: int | tuple[int, ...]
+    has_aux: bool
+    policy: Policy
+    grad_dtype: np.dtype | None
+    axis_name: AxisName | None
+    retry: int
+    mixed: bool
 
-    def __post_init__(self) -> None:
-        """Checks the options: `policy` becomes a `Policy`, `grad_dtype` a dtype."""
-        check_axis_name(self.axis_name)
-        check_bool(self.has_aux, "`has_aux`")
-        policy = as_policy(self.policy)
-        if policy.reduce_dtype == EIGHT_BITS and self.axis_name is None:
-            raise ValueError(
-                'A policy with `reduce_dtype="e4m3"` needs `axis_name`, the axis of a '
-                "`shard_map` or, in `mpx.accumulate`, of the mesh: mpx must sum itself."
-            )
-        dtype = policy.grad_dtype if self.grad_dtype is None else self.grad_dtype
-        dtype = None if dtype is None else parse_float_dtype(dtype, "grad_dtype")
-        checked = {
-            "argnums": as_counts(self.argnums, "argnums"),
-            "policy": policy,
-            "grad_dtype": dtype,
-            "retry": as_count(self.retry, "retry", at_least=0),
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-
-    def settled(self, func: Callable[..., Any], scaling: Any) -> "GradOptions":
+    def for_call(
+        self, func: Callable[..., Any], scaling: LossScaling | None
+    ) -> "GradOptions":
         """Returns the options of one call, in which the policy names a compute dtype.
 
-        Args:
-            func: The function: under `amp` it computes in the dtype of that.
-            scaling: The loss scaling, `None` if none was given. Without a scale a policy
-                that leaves the dtype open computes in bf16.
-
-        Raises:
-            ValueError: If the policy contradicts `amp`, or if f16 has no loss scale.
+        Under `amp` that is the dtype of `amp`. Without a scale, a policy that leaves the
+        dtype open computes in bf16.
         """
         policy, low = self.policy, dtype_under_amp(func, self.policy)
         if not self.mixed:
@@ -99,6 +88,37 @@ class GradOptions:
         return (self.argnums,) if isinstance(self.argnums, int) else self.argnums
 
 
+def grad_options(
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    policy: Policy | str | None = None,
+    grad_dtype: DTypeLike | None = None,
+    axis_name: AxisName | None = None,
+    retry: int = 0,
+    mixed: bool = True,
+) -> GradOptions:
+    """Checks the options of a gradient function."""
+    check_axis_name(axis_name)
+    check_bool(has_aux, "`has_aux`")
+    policy = as_policy(policy)
+    if policy.reduce_dtype == EIGHT_BITS and axis_name is None:
+        raise ValueError(
+            'A policy with `reduce_dtype="e4m3"` needs `axis_name`, the axis of a '
+            "`shard_map` or, in `mpx.accumulate`, of the mesh: mpx must sum itself."
+        )
+    dtype = policy.grad_dtype if grad_dtype is None else grad_dtype
+    return GradOptions(
+        argnums=as_counts(argnums, "argnums"),
+        has_aux=bool(has_aux),
+        policy=policy,
+        grad_dtype=None if dtype is None else parse_float_dtype(dtype, "grad_dtype"),
+        axis_name=axis_name,
+        retry=as_count(retry, "retry", at_least=0),
+        mixed=mixed,
+    )
+
+
 def _check_reduce(of_policy: Reduce, of_amp: Reduce) -> None:
     if None not in (of_policy, of_amp) and of_policy != of_amp:
         policy, amp = (
@@ -110,12 +130,8 @@ def _check_reduce(of_policy: Reduce, of_amp: Reduce) -> None:
         )
 
 
-def check_function(func: Any) -> None:
-    """Raises unless `func` can be called.
-
-    Raises:
-        TypeError: If it cannot.
-    """
+def check_function(func: object) -> None:
+    """Raises a `TypeError` unless `func` can be called."""
     if not callable(func):
         raise TypeError(
             f"`func` must be a function, but {type(func).__name__} was given. Pass the "
@@ -123,12 +139,8 @@ def check_function(func: Any) -> None:
         )
 
 
-def refuse_positional(misplaced: Sequence[Any], name: str) -> None:
-    """Raises if options, or the loss scaling, were passed by position.
-
-    Raises:
-        TypeError: If so.
-    """
+def refuse_positional(misplaced: Sequence[object], name: str) -> None:
+    """Raises a `TypeError` if options, or the loss scaling, were passed by position."""
     if misplaced:
         raise TypeError(
             f"`{name}` takes its options by keyword, such as `argnums=`, but "
@@ -138,12 +150,8 @@ def refuse_positional(misplaced: Sequence[Any], name: str) -> None:
         )
 
 
-def check_scaling(scaling: Any) -> None:
-    """Raises unless `scaling` can scale, unscale and adjust.
-
-    Raises:
-        TypeError: If it cannot.
-    """
+def check_scaling(scaling: object) -> None:
+    """Raises a `TypeError` unless `scaling` can scale, unscale and adjust."""
     methods = ("scale", "unscale", "adjust")
     found = f"{type(scaling).__name__} was given"
     if isinstance(scaling, type):
@@ -155,3 +163,19 @@ def check_scaling(scaling: Any) -> None:
         f"but {found}. For bf16 pass `mpx.NoLossScaling()`. (`value_and_grad` and "
         "`accumulate` take it as the first argument of the transformed function.)"
     )
+
+
+def warn_of_constant_scaling(scaling: object) -> None:
+    """Warns of an adaptive scaling that is a constant of the function being compiled."""
+    if not isinstance(scaling, LossScaling) or not scaling.adapts:
+        return
+    known = scaling.made_of_constants or not is_tracer(scaling.loss_scaling)
+    # While JAX compiles, every computed value is a tracer.
+    if known and is_tracer(jnp.zeros(())):
+        warn(
+            "The loss scaling is not an argument of the function that is being "
+            "compiled, so its scale is compiled in as a constant: every step uses the "
+            "first one, and once that overflows all steps are skipped. Make the "
+            "scaling an argument and a result of the jitted function: "
+            "`step(scaling, params, batch) -> (result.scaling, …)`."
+        )

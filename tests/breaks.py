@@ -1,0 +1,811 @@
+"""Deliberate breaks of mpx, and the test that each of them must turn red.
+
+`python tests/breaks.py` applies one break after the other to a copy of `src/mpx`, runs its
+test against the copy, and expects a failure. A break that survives is a hole in the tests.
+`--check` only looks whether each text still occurs once; `tests/test_breaks.py` does so
+in every test run, so that the list cannot rot.
+"""
+
+import argparse
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).parents[1]
+SRC = ROOT / "src" / "mpx"
+
+
+class Break(NamedTuple):
+    """One wrong edit.
+
+    Attributes:
+        name: What goes wrong.
+        room: The package under `src/mpx`, in which `old` occurs once.
+        old: The text that is replaced.
+        new: The replacement.
+        test: The test file, without `test_` and `.py`.
+        select: The expression for `pytest -k`.
+    """
+
+    name: str
+    room: str
+    old: str
+    new: str
+    test: str
+    select: str
+
+
+BREAKS = [
+    # --- _casting ---------------------------------------------------------------------
+    Break(
+        "statistics are narrowed",
+        "_casting",
+        "if dtype.itemsize > leaf.dtype.itemsize else leaf",
+        "if True else leaf",
+        "cast",
+        "statistics_of_nnx",
+    ),
+    Break(
+        "force_full_precision does not widen",
+        "_casting",
+        "args, kwargs = widen_tree((args, kwargs))",
+        "",
+        "cast",
+        "full_precision_inside",
+    ),
+    Break(
+        "cast_function ignores return_dtype",
+        "_casting",
+        "results or low",
+        "low",
+        "cast",
+        "decorator_with_arguments",
+    ),
+    Break(
+        "where= is ignored",
+        "_casting",
+        "if where is not None and selected.find(name, leaf) is None:",
+        "if False:",
+        "cast",
+        "where_chooses",
+    ),
+    Break(
+        "keep= is ignored",
+        "_casting",
+        "selected or always or is_state(name)",
+        "always or is_state(name)",
+        "grad_options",
+        "what_is_kept",
+    ),
+    Break(
+        "batch_stats are rounded",
+        "_casting",
+        "_BATCH_STATS.search(name) is not None or any(",
+        "any(",
+        "policy_keep",
+        "linen_batch_statistics",
+    ),
+    Break(
+        "an input is kept by a part of its name",
+        "_casting",
+        "re.fullmatch(pattern, name)",
+        "re.search(pattern, name)",
+        "policy_keep",
+        "array_argument",
+    ),
+    # --- _scaling ---------------------------------------------------------------------
+    Break(
+        "unscale multiplies",
+        "_scaling",
+        "x / self.loss_scaling",
+        "x * self.loss_scaling",
+        "loss_scaling",
+        "powers_of_two",
+    ),
+    Break(
+        "16-bit leaves are scaled in 16 bits",
+        "_scaling",
+        "fn(x.astype(at_least_f32(x.dtype)))",
+        "fn(x)",
+        "loss_scaling",
+        "scaling_happens_in_f32",
+    ),
+    Break(
+        "growth comes one step late",
+        "_scaling",
+        "self.counter >= self.period - 1",
+        "self.counter >= self.period",
+        "loss_scaling",
+        "growth_comes_after",
+    ),
+    Break(
+        "overflow does not restart the count",
+        "_scaling",
+        "jnp.where(finite & ~grow, self.counter + 1, 0)",
+        "jnp.where(~grow, self.counter + 1, 0)",
+        "loss_scaling",
+        "backoff_comes_at_once",
+    ),
+    Break(
+        "hysteresis is ignored",
+        "_scaling",
+        "~finite & (tolerance <= 0)",
+        "~finite",
+        "loss_scaling",
+        "hysteresis_forgives",
+    ),
+    Break(
+        "the scale has no ceiling",
+        "_scaling",
+        "scale = jnp.minimum(scale, jnp.float32(self.max_loss_scaling))",
+        "",
+        "loss_scaling",
+        "default_cap",
+    ),
+    Break(
+        "a scale that is nan stays nan",
+        "_scaling",
+        "jnp.fmax(",
+        "jnp.maximum(",
+        "loss_scaling",
+        "became_nan",
+    ),
+    Break(
+        "devices adjust their scales apart",
+        "_scaling",
+        "finite = all_devices(finite, axis_name)",
+        "pass",
+        "loss_scaling",
+        "makes_a_vmap_agree",
+    ),
+    # --- _gradients -------------------------------------------------------------------
+    Break(
+        "the loss is not scaled",
+        "_gradients",
+        "return scaling.scale(loss), (",
+        "return loss, (",
+        "grad",
+        "survive_thanks",
+    ),
+    Break(
+        "the scaled loss is reported",
+        "_gradients",
+        "(loss, arrays, after)",
+        "(scaling.scale(loss), arrays, after)",
+        "grad",
+        "reports_the_true_loss",
+    ),
+    Break(
+        "gradients are unscaled by the next scale",
+        "_gradients",
+        "scaling.unscale(result.grads), self.options.grad_dtype",
+        "scaling.adjust(True).unscale(result.grads), self.options.grad_dtype",
+        "grad",
+        "growth_step",
+    ),
+    Break(
+        "an infinite loss skips nothing",
+        "_gradients",
+        "all_finite((grads, result.value))",
+        "all_finite(grads)",
+        "grad",
+        "non_finite or loss_is_reported",
+    ),
+    Break(
+        "a skipped step keeps its statistics",
+        "_gradients",
+        "state = select_tree(finite, result.state, before)",
+        "state = result.state",
+        "stateful",
+        "skipped_step_rolls",
+    ),
+    Break(
+        "gradients of 16-bit parameters are rounded",
+        "_gradients",
+        "wide = call.widened(diff)",
+        "wide = diff",
+        "grad",
+        "gradients_of_16_bit_parameters",
+    ),
+    Break(
+        "gradients are not averaged over devices",
+        "_gradients",
+        "return together(x, axis_name)",
+        "return x",
+        "grad_sharded",
+        "mapped_gradient",
+    ),
+    Break(
+        "gradients are summed over devices in bf16",
+        "_gradients",
+        "at_least_f32(x.dtype) if dtype is None else dtype)",
+        "jnp.bfloat16)",
+        "grad_sharded",
+        "mapped_gradient or reduce_dtype",
+    ),
+    Break(
+        "one device decides by itself",
+        "_gradients",
+        "spoilt=~all_devices(~result.spoilt, axis_name)",
+        "spoilt=result.spoilt",
+        "grad_sharded",
+        "state_spoilt",
+    ),
+    Break(
+        "parts are added up instead of averaged",
+        "_gradients",
+        "lambda g: g / count",
+        "lambda g: g",
+        "accumulate",
+        "that_of_the_large_batch",
+    ),
+    Break(
+        "parts are summed in 16 bits",
+        "_gradients",
+        "result._replace(grads=NoLossScaling().unscale(result.grads))",
+        "result",
+        "accumulate",
+        "sum_is_wide or stand_still",
+    ),
+    Break(
+        "every part draws the same numbers",
+        "_gradients",
+        "jax.random.fold_in(key, index)",
+        "key",
+        "accumulate",
+        "its_own_key",
+    ),
+    Break(
+        "parts take blocks of rows",
+        "_gradients",
+        "x = jnp.swapaxes(x, 0, 1)",
+        "x = jnp.reshape(x, (steps, shape[0] // steps, *shape[1:]))",
+        "accumulate",
+        "every_nth_row",
+    ),
+    # --- _updates ---------------------------------------------------------------------
+    Break(
+        "no step is skipped",
+        "_updates",
+        "select_tree(flag, after, before)",
+        "select_tree(jnp.array(True), after, before)",
+        "update",
+        "skipped_step_changes",
+    ),
+    Break(
+        "updates are added in 16 bits",
+        "_updates",
+        "wide = at_least_f32(param.dtype)",
+        "wide = param.dtype",
+        "update",
+        "added_in_f32",
+    ),
+    Break(
+        "an update that overflows is applied",
+        "_updates",
+        "        if checks:",
+        "        if False:",
+        "update",
+        "would_overflow",
+    ),
+    Break(
+        "devices skip apart",
+        "_updates",
+        "all_devices(flag, tuple(sorted(names))) if names else flag",
+        "flag",
+        "update",
+        "devices_decide",
+    ),
+    # --- _quant -----------------------------------------------------------------------
+    Break(
+        "master weights are cut off, not rounded",
+        "_quant",
+        "pattern + (half + 0x8000)",
+        "pattern + half",
+        "quant_masters",
+        "every_mantissa",
+    ),
+    Break(
+        "first moments are decoded with another curve",
+        "_quant",
+        "254.0 - jnp.abs(q)",
+        "255.0 - jnp.abs(q)",
+        "quant",
+        "first_moments_are_off",
+    ),
+    Break(
+        "second moments become zero",
+        "_quant",
+        "q = jnp.maximum(q, SHIFT + 1)",
+        "",
+        "quant",
+        "roots_of_second",
+    ),
+    Break(
+        "random rounding is biased",
+        "_quant",
+        "np.float32(2.0**-24) - np.float32(0.5)",
+        "np.float32(2.0**-24) - np.float32(0.25)",
+        "quant",
+        "without_bias",
+    ),
+    Break(
+        "streams of noise are the same",
+        "_quant",
+        "(self.stream * 0x9E3779B9) & 0xFFFFFFFF",
+        "0",
+        "quant",
+        "noise_depends",
+    ),
+    Break(
+        "moments and masters are dithered together",
+        "_quant",
+        "(0x9E3779B1, 0xB504F333)",
+        "(0x9E3779B1, 0x9E3779B1)",
+        "quant",
+        "do_not_fall_together",
+    ),
+    Break(
+        "low words come first",
+        "_quant",
+        "in reversed(range(0, 8 * x.dtype.itemsize, width))",
+        "in (range(0, 8 * x.dtype.itemsize, width))",
+        "planes",
+        "words_hold",
+    ),
+    Break(
+        "elements of a matrix share their numbers",
+        "_quant",
+        "stride *= shape[axis]",
+        "stride += shape[axis]",
+        "quant",
+        "elements_are_numbered",
+    ),
+    # --- _optim -----------------------------------------------------------------------
+    Break(
+        "Adam does not correct its bias",
+        "_optim",
+        "rate * root / _bias(b1, step)",
+        "rate * root",
+        "flash",
+        "rules_are_those",
+    ),
+    Break(
+        "weight decay does not follow the learning rate",
+        "_optim",
+        '1 - hyper["learning_rate"] * decay',
+        "1 - decay",
+        "flash",
+        "rules_are_those",
+    ),
+    Break(
+        "Lion averages before it moves",
+        "_optim",
+        "(mu,) = old",
+        "(mu,) = new",
+        "flash",
+        "rules_are_those",
+    ),
+    Break(
+        "Nesterov is left out",
+        "_optim",
+        "step + momentum * mu if self.nesterov else mu",
+        "mu",
+        "flash",
+        "rules_are_those",
+    ),
+    Break(
+        "grad_scale is ignored",
+        "_optim",
+        "grad.astype(weight.dtype) * grad_scale",
+        "grad.astype(weight.dtype)",
+        "flash",
+        "grad_scale_multiplies",
+    ),
+    Break(
+        "a skipped step counts",
+        "_optim",
+        "count if flag is None else jnp.where(flag, count, old.count)",
+        "count",
+        "flash",
+        "not_finite_changes_no_byte",
+    ),
+    Break(
+        "leaves are rounded with the same noise",
+        "_optim",
+        "seed * 0xC2B2AE3D + index * 0x85EBCA77",
+        "seed * 0xC2B2AE3D",
+        "flash",
+        "random_rounding",
+    ),
+    Break(
+        "norms are summed in the dtype of gradients",
+        "_optim",
+        "part.astype(jnp.float32) * scale",
+        "part * scale.astype(part.dtype)",
+        "flash_clip",
+        "",
+    ),
+    Break(
+        "nothing is clipped",
+        "_optim",
+        "jnp.where(norm > limit, limit / norm, one)",
+        "one",
+        "flash_clip",
+        "",
+    ),
+    Break(
+        "master_params returns the rounded ones",
+        "_optim",
+        "codec.decode(jnp.asarray(leaf.param), correction, Block())",
+        "jnp.asarray(leaf.param).astype(jnp.float32)",
+        "flash",
+        "master_weights_go_in",
+    ),
+    Break(
+        "release steps with gradients that are not finite",
+        "_optim",
+        "finite = _both(finite, watched.see(grad))",
+        "watched.see(grad)",
+        "release",
+        "finite",
+    ),
+    # --- _kernels ---------------------------------------------------------------------
+    Break(
+        "plain steps ignore the flag",
+        "_kernels",
+        "jnp.where(finite, x, y), new, old",
+        "x, new, old",
+        "flash",
+        "not_finite_changes_no_byte",
+    ),
+    Break(
+        "kernels ignore the flag",
+        "_kernels",
+        "(which == number) & (finite != 0) & is_here",
+        "(which == number) & is_here",
+        "kernels",
+        "",
+    ),
+    Break(
+        "kernels write to the first leaf",
+        "_kernels",
+        "(which == number) & (finite != 0)",
+        "(number == 0) & (finite != 0)",
+        "kernels",
+        "",
+    ),
+    Break(
+        "shards are rounded with the same noise",
+        "_kernels",
+        "index if offset is None else index + offset",
+        "index",
+        "flash_sharded",
+        "random_number_of_its_place",
+    ),
+    # --- _wire ------------------------------------------------------------------------
+    Break(
+        "8-bit blocks overflow",
+        "_wire",
+        '/ np.float32(FORMATS["e4m3"].max)',
+        '/ (2 * np.float32(FORMATS["e4m3"].max))',
+        "wire",
+        "",
+    ),
+    Break(
+        "the 8-bit mean is a sum",
+        "_wire",
+        "EIGHT_BITS) / lax.axis_size(axes)",
+        "EIGHT_BITS)",
+        "wire",
+        "",
+    ),
+    Break(
+        "parts of a scattered sum go to other devices",
+        "_wire",
+        "return jnp.moveaxis(total, 0, scatter), ",
+        "return jnp.moveaxis(total[::-1], 0, scatter), ",
+        "wire",
+        "",
+    ),
+    Break(
+        "residuals are not sent",
+        "_wire",
+        "sum_8_bits(grad + residual[0], axes)",
+        "sum_8_bits(grad, axes)",
+        "feedback",
+        "",
+    ),
+    Break(
+        "residuals keep the loss scale",
+        "_wire",
+        "rests.append(scaling.unscale(rest)",
+        "rests.append((rest)",
+        "feedback",
+        "",
+    ),
+    Break(
+        "weight gradients are sent in 16 bits",
+        "_wire",
+        "self._low(call, [*known, cotangent], self.grads[side])",
+        "self._low(call, [*known, cotangent], self.compute)",
+        "wire",
+        "",
+    ),
+    # --- _ops -------------------------------------------------------------------------
+    Break(
+        "labels are added to the gradient of logits",
+        "_ops",
+        "for_sum * p + jnp.where(is_label, for_chosen, 0.0)",
+        "for_sum * p - jnp.where(is_label, for_chosen, 0.0)",
+        "cross_entropy",
+        "",
+    ),
+    Break(
+        "chunks have maxima of their own",
+        "_ops",
+        "sums[0] * jnp.exp(highest - shift[..., 0])",
+        "sums[0]",
+        "cross_entropy",
+        "",
+    ),
+    Break(
+        "the soft cap has no derivative",
+        "_ops",
+        "dz * (1 - jnp.square(z / head.soft_cap))",
+        "dz",
+        "cross_entropy",
+        "",
+    ),
+    Break(
+        "padding reaches the gradient of the head",
+        "_ops",
+        "dz = jnp.where(is_read, dz, 0.0)",
+        "",
+        "cross_entropy",
+        "",
+    ),
+    Break(
+        "groups end one row late",
+        "_ops",
+        "index[:, None] >= ends[None]",
+        "index[:, None] > ends[None]",
+        "experts",
+        "",
+    ),
+    Break(
+        "the gradient of experts is transposed",
+        "_ops",
+        '("rows", True), ("sums", True)',
+        '("rows", True), ("sums", False)',
+        "experts",
+        "",
+    ),
+    Break(
+        "the mask of attention is ignored",
+        "_ops",
+        'extras.get("mask"),\n        is_causal',
+        "None,\n        is_causal",
+        "amp_attention",
+        "",
+    ),
+    # --- checkpoint -------------------------------------------------------------------
+    Break(
+        "copies of a shard count twice",
+        "checkpoint",
+        "if shard.replica_id == 0",
+        "if True",
+        "checkpoint",
+        "same_for_every_sharding",
+    ),
+    Break(
+        "damaged arrays are accepted",
+        "checkpoint",
+        "                wrong.append(name)",
+        "                pass",
+        "checkpoint",
+        "damaged_file or checksum",
+    ),
+    Break(
+        "to_f32 returns the rounded parameters",
+        "checkpoint",
+        "weights, new = kept.master, kept.inner_state",
+        "weights, new = params, kept.inner_state",
+        "checkpoint",
+        "taken_off",
+    ),
+    # --- testing ----------------------------------------------------------------------
+    Break(
+        "negative numbers are ordered like positive ones",
+        "testing",
+        "np.where(bits >= sign, sign - bits, bits)",
+        "bits",
+        "testing",
+        "distance",
+    ),
+    Break(
+        "a fault lasts one step too long",
+        "testing",
+        "(since < fault.steps)",
+        "(since <= fault.steps)",
+        "faults",
+        "",
+    ),
+    # --- compat -----------------------------------------------------------------------
+    Break(
+        "the overflow of jaxamp goes unseen",
+        "compat",
+        "check_fn=lambda results: results[1]",
+        "check_fn=lambda results: ()",
+        "compat_jaxamp",
+        "one_bad_gradient",
+    ),
+    Break(
+        "the floor of jmp is forgotten",
+        "compat",
+        "max(floor, tiny)",
+        "tiny",
+        "compat_jmp",
+        "min_loss_scale or documented_algorithm or infinity_nor_zero",
+    ),
+    Break(
+        "groups of FlashOptim are cut along the last axis",
+        "compat",
+        "jnp.pad(flat, (0, -flat.size % group_size))",
+        "jnp.pad(flat, (-flat.size % group_size, 0))",
+        "compat_flashoptim",
+        "original",
+    ),
+    # --- _jax -------------------------------------------------------------------------
+    Break(
+        "one device is enough",
+        "_jax",
+        "lax.pmin(flag.astype(jnp.int32), axis_name)",
+        "lax.pmax(flag.astype(jnp.int32), axis_name)",
+        "tree",
+        "axis_name_gives",
+    ),
+    Break(
+        "the last array is not looked at",
+        "_jax",
+        "finite = first == len(checks)",
+        "finite = first >= len(checks) - 1",
+        "tree",
+        "one_bad_number",
+    ),
+    Break(
+        "states are made on one device",
+        "_jax",
+        "device=sharding if placed else None",
+        "device=None",
+        "flash_sharded",
+        "every_array_of_the_state",
+    ),
+    Break(
+        "groups are cut between devices",
+        "_jax",
+        "if shape[-1] // group % shards == 0:",
+        "if True:",
+        "flash_sharded",
+        "cut",
+    ),
+]
+
+
+def find(item: Break, src: pathlib.Path = SRC) -> pathlib.Path:
+    """Returns the file of a break.
+
+    Raises:
+        LookupError: If its text does not occur exactly once in its room.
+    """
+    files = sorted((src / item.room).rglob("*.py"))
+    counts = {path: path.read_text().count(item.old) for path in files}
+    found = [path for path, count in counts.items() if count]
+    if sum(counts.values()) != 1:
+        where = ", ".join(str(path.relative_to(src)) for path in found) or "no file"
+        raise LookupError(
+            f"{item.room}: {item.name!r}: the text occurs {sum(counts.values())} times, "
+            f"in {where}: {item.old!r}"
+        )
+    return found[0]
+
+
+def missing(breaks: Sequence[Break]) -> list[str]:
+    """Returns what is wrong with the texts and the tests of breaks."""
+    problems = []
+    for item in breaks:
+        try:
+            find(item)
+        except LookupError as error:
+            problems.append(str(error))
+        if not (ROOT / "tests" / f"test_{item.test}.py").is_file():
+            problems.append(f"{item.name!r}: no tests/test_{item.test}.py")
+    return problems
+
+
+def survives(item: Break, copy: pathlib.Path) -> str | None:
+    """Applies a break to a copy of the package; returns what is wrong if not a red test."""
+    path = find(item, copy / "mpx")
+    source, times = path.read_text(), path.stat()
+    path.write_text(source.replace(item.old, item.new))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command += [f"tests/test_{item.test}.py", "--no-header", "--tb=no"]
+    command += ["-k", item.select] if item.select else []
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=_environment(copy), capture_output=True, text=True
+        )
+    finally:
+        path.write_text(source)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    if done.returncode == 1:
+        return None
+    if done.returncode == 0:
+        return "survives"
+    return f"pytest exits with {done.returncode}: {done.stdout[-500:]}"
+
+
+def _environment(copy: pathlib.Path) -> dict[str, str]:
+    # Without bytecode: what was written for one break could be read for the next.
+    return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def run(breaks: Sequence[Break]) -> int:
+    """Tries breaks one after the other; returns how many were not found by their test."""
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder)
+        shutil.copytree(SRC, copy / "mpx")
+        where = subprocess.run(
+            [sys.executable, "-c", "import mpx; print(mpx.__file__)"],
+            env=_environment(copy),
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert where.startswith(folder), f"the tests would import {where}"
+        for number, item in enumerate(breaks, start=1):
+            start = time.monotonic()
+            problem = survives(item, copy)
+            failed += [item] if problem else []
+            print(
+                f"[{number}/{len(breaks)}] {time.monotonic() - start:3.0f} s  "
+                f"{item.room}: {item.name}: {problem or 'red'}",
+                flush=True,
+            )
+    print(
+        f"{len(breaks) - len(failed)} of {len(breaks)} breaks are found by their tests"
+    )
+    for item in failed:
+        print(f"  not found: {item.room}: {item.name} (tests/test_{item.test}.py)")
+    return len(failed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="those with this in their names")
+    parser.add_argument("--room", help="those of one package, such as _optim")
+    parser.add_argument("--check", action="store_true", help="only look for the texts")
+    given = parser.parse_args()
+    chosen = [
+        item
+        for item in BREAKS
+        if (given.only is None or given.only in item.name)
+        and (given.room is None or given.room == item.room)
+    ]
+    if not chosen:
+        parser.error("no break has such a name or room")
+    if problems := missing(chosen):
+        print("\n".join(problems))
+        return 1
+    return 0 if given.check else int(run(chosen) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
