@@ -327,7 +327,7 @@ def count_steps(jaxpr: Jaxpr) -> int:
         if primitive_name(eqn) in _COMPARISONS
         and eqn.outvars[0].aval.ndim > 0  # one choice for a whole array is no step
         and any(str(x.aval.dtype) in _FLOATS for x in eqn.invars)
-        and not _is_always_positive(eqn, made)
+        and not _is_no_choice(eqn, made)
     }
     if not compared:
         return 0
@@ -339,11 +339,16 @@ def count_steps(jaxpr: Jaxpr) -> int:
     )
 
 
-def _is_always_positive(eqn: Equation, made: Mapping[Hashable, Equation]) -> bool:
-    """Returns whether a comparison is one of exponentials with zero: logsumexp has it."""
+def _is_no_choice(eqn: Equation, made: Mapping[Hashable, Equation]) -> bool:
+    """Returns whether a comparison has one outcome: logsumexp has some of that kind.
+
+    It compares exponentials with zero, or anything with an infinity.
+    """
     x, limit = eqn.invars
-    if not isinstance(limit, Literal) or np.any(limit.val):
+    if not isinstance(limit, Literal):
         return False
+    if np.any(limit.val):
+        return bool(np.all(np.isinf(limit.val)))
     while x in made:
         x, name = made[x].invars[0], primitive_name(made[x])
         if name == "exp":

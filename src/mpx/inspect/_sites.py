@@ -330,19 +330,16 @@ class Sites(Visitor):
         What was spread over several places has the same error in all of them: it is
         rounded before. Returns the value and the number of the site.
         """
-        moved = self.frame.made.get(("moved", id(x)))
-        if moved is None:
-            return self._once(key, x)
-        if (key, id(x)) not in self.frame.made:
-            source, call = moved[1]
-            value, number = self._once(key, source)
-            self.frame.made[key, id(x)] = x, (call(value), number)
-        return self.frame.made[key, id(x)][1]
-
-    def _once(self, key: Key, x: Array) -> tuple[Array, int]:
         made = self.frame.made
         if (key, id(x)) not in made:
-            made[key, id(x)] = x, self._site(key, x)
+            moved = made.get(("moved", id(x)))
+            if moved is None:
+                found = self._site(key, x)
+            else:
+                source, call = moved[1]
+                value, number = self._entry(key, source)
+                found = call(value), number
+            made[key, id(x)] = x, found
         return made[key, id(x)][1]
 
     def _site(
