@@ -12,7 +12,6 @@ search: the frontier against all policies of a small model, at equal cost.
 measure: the policy that `measure=True` returns, against the default of `amp`.
 """
 
-import argparse
 import contextlib
 import functools
 import itertools
@@ -27,8 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import _measure as measure
 import mpx.inspect
-from _measure import format_table, number
+from _measure import format_table, number, read_options
 from _models import make_task
 from mpx.inspect import _advice
 from mpx.inspect._predictions import relative_change
@@ -41,21 +41,21 @@ class Case(NamedTuple):
     batches: list[tuple[Any, ...]]
 
 
-def draw(seed: int, *shape: int, scale: float = 1.0) -> Any:
+def draw(seed, *shape, scale=1.0):
     fan = shape[-2] if len(shape) > 1 else 1
     return scale * jax.random.normal(jax.random.key(seed), shape) * fan**-0.5
 
 
-def layer_norm(x: Any, gain: Any) -> Any:
+def layer_norm(x, gain):
     x = x - x.mean(-1, keepdims=True)
     return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5) * gain
 
 
-def mlp() -> Case:
+def mlp():
     """Layers of very different sizes of numbers, so that their errors differ."""
     widths = (32, 64, 64, 64, 64, 8)
 
-    def loss(params: Any, x: Any, y: Any) -> Any:
+    def loss(params, x, y):
         for i in range(len(widths) - 1):
             x = x @ params[f"w{i}"] + params[f"b{i}"]
             if i < len(widths) - 2:
@@ -73,21 +73,21 @@ def mlp() -> Case:
     return Case(loss, params, batches)
 
 
-def vit() -> Case:
+def vit():
     task = make_task("tiny", 8, batches=4)
-    return Case(task.loss, task.model, [(batch,) for batch in task.batches])
+    return Case(task.loss, task.params, [(batch,) for batch in task.batches])
 
 
-def language_model() -> Case:
+def language_model():
     """Characters, layers in a scan with remat, a tied head."""
     vocabulary, width, length, depth = 48, 32, 24, 3
 
-    def loss(params: Any, tokens: Any) -> Any:
+    def loss(params, tokens):
         x = params["embed"][tokens[:, :-1]] + params["position"]
         mask = jnp.tril(jnp.ones((length, length), bool))
 
         @jax.checkpoint
-        def layer(x: Any, p: Any) -> tuple[Any, None]:
+        def layer(x, p):
             with jax.named_scope("attention"):
                 h = layer_norm(x, p["gain"][0])
                 q, k, v = h @ p["q"], h @ p["k"], h @ p["v"]
@@ -103,7 +103,7 @@ def language_model() -> Case:
         wanted = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - wanted)
 
-    def stack(seed: int, m: int, n: int, scale: float) -> Any:
+    def stack(seed, m, n, scale):
         return draw(seed, depth, m, n, scale=scale)
 
     params = {
@@ -127,11 +127,11 @@ def language_model() -> Case:
     return Case(loss, params, batches)
 
 
-def lstm() -> Case:
+def lstm():
     width, length = 32, 12
 
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        def step(state: Any, x: Any) -> tuple[Any, Any]:
+    def loss(params, x, y):
+        def step(state, x):
             h, c = state
             with jax.named_scope("cell"):
                 gates = x @ params["input"] + h @ params["hidden"] + params["bias"]
@@ -163,10 +163,10 @@ def lstm() -> Case:
     return Case(loss, params, batches)
 
 
-def faults() -> Case:
+def faults():
     """Distances by a matmul, which cancel; a matmul of large numbers; tiny gradients."""
 
-    def loss(params: Any, x: Any, y: Any) -> Any:
+    def loss(params, x, y):
         h = jnp.tanh(x @ params["first"])
         with jax.named_scope("distance"):
             centre = params["centres"]
@@ -186,31 +186,19 @@ def faults() -> Case:
     return Case(loss, params, batches)
 
 
-MODELS = {
-    "mlp": mlp,
-    "vit": vit,
-    "lm": language_model,
-    "lstm": lstm,
-    "faults": faults,
-}
+MODELS = {"mlp": mlp, "vit": vit, "lm": language_model, "lstm": lstm, "faults": faults}
 
 
-def ranks(values: list[float]) -> np.ndarray:
+def ranks(values):
     return np.argsort(np.argsort(values)).astype(float)
 
 
-def spearman(a: list[float], b: list[float]) -> float:
+def spearman(a, b):
     return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
 
 
-def timed(call: Callable[[], Any], times: int = 5) -> float:
-    jax.block_until_ready(call())
-    found = []
-    for _ in range(times):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        found.append(time.perf_counter() - start)
-    return min(found)
+def timed(call):
+    return measure.time_call(call, runs=1, warmup=1)
 
 
 def measured(
@@ -225,13 +213,13 @@ def measured(
     return math.sqrt(sum(squares) / len(squares))
 
 
-def calls_of(case: Case, known: Judged) -> list[Any]:
+def calls_of(case, known):
     first = known.arrays
     count = len(jax.tree.leaves(case.batches[0]))
     return [[*first[: len(first) - count], *jax.tree.leaves(b)] for b in case.batches]
 
 
-def rank_part(names: list[str], half: str) -> list[list[str]]:
+def rank_part(names, half):
     rows = []
     for name in names:
         case = MODELS[name]()
@@ -243,7 +231,7 @@ def rank_part(names: list[str], half: str) -> list[list[str]]:
         once = timed(functools.partial(known.study.passes, calls[0], np.int32(0)))
         plain = eqx.filter_jit(eqx.filter_value_and_grad(case.loss))
         gradient = timed(functools.partial(plain, *args))
-        labels: dict[str, list[int]] = {}
+        labels = {}
         for i in sorted(known.active):
             labels.setdefault(known.groups[i].label, []).append(i)
         predicted, real = [], []
@@ -267,7 +255,7 @@ def rank_part(names: list[str], half: str) -> list[list[str]]:
     return rows
 
 
-def search_part(half: str) -> list[list[str]]:
+def search_part(half):
     """Compares the greedy frontier with all 2^n sets of groups, measured by emulation."""
     case = MODELS["mlp"]()
     known = judge(case.loss, (case.params, *case.batches[0]), {}, case.batches[1:])
@@ -308,7 +296,7 @@ def stages(total: int, what: str) -> Iterator[Callable[..., None]]:
     start = last = time.perf_counter()
     name = ""
 
-    def tell(step: str, *, part: bool = False) -> None:
+    def tell(step, *, part=False):
         nonlocal last, name
         if part and step.startswith("compiled "):
             return
@@ -328,27 +316,21 @@ def measure_part(
     _advice.progress = stages
     for size in sizes:
         task = make_task(size, batch, length=length)
-        jax.block_until_ready((jax.tree.leaves(task.model), task.batches))
+        jax.block_until_ready((task.params, task.batches))
         for options in ({}, {"measure": True, "max_grad_error": limit}):
             print(f"\n{size}, batch {batch}, {options}", flush=True)
             found = mpx.inspect.advise(
-                task.loss, task.model, task.batches[0], **options
+                task.loss, task.params, task.batches[0], **options
             )
             print(found, flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--part", choices=("rank", "search", "measure"), action="append"
+    options = read_options(
+        __doc__,
+        f"part=, models={','.join(MODELS)} half=bf16 sizes=tiny,tiny-gpt batch=8 "
+        "length=int max_grad_error=0.05",
     )
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--half", default="bf16")
-    parser.add_argument("--sizes", nargs="+", default=["tiny", "tiny-gpt"])
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, help="tokens; by default the context")
-    parser.add_argument("--max-grad-error", type=float, default=0.05)
-    options = parser.parse_args()
     parts = options.part or ["rank", "search", "measure"]
     if "rank" in parts:
         rows = rank_part(options.models, options.half)

@@ -23,8 +23,7 @@ from mpx._program import HANDLERS
 from mpx._program._flow import moved
 from mpx._program._interpreter import Kind, Op, Outcome, Scopes, Visitor
 from mpx._program._queries import MATMULS, Equation
-from mpx.inspect._places import Name
-from mpx.inspect._program import Program, program
+from mpx.inspect._program import Name, Program, program
 
 
 class Group(NamedTuple):

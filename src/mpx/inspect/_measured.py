@@ -14,8 +14,8 @@ from jax import Array
 
 from mpx._casting._half import gradient_function
 from mpx._jax._progress import Tell, silent
-from mpx._program._pieces import Pieces, cheap_options
 from mpx._scaling._loss_scaling import StaticLossScaling
+from mpx.inspect._pieces import Pieces, cheap_options
 from mpx.inspect._predictions import DOUBT, Predictions, relative_change
 from mpx.inspect._program import Program, gradient, program
 from mpx.inspect._result import percent

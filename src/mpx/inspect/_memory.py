@@ -16,11 +16,10 @@ from mpx._optim import FlashOptimizer, FlashState, flash_adamw
 from mpx._program._queries import MATMULS, contains
 from mpx.inspect._buffers import Buffer, nbytes, peak
 from mpx.inspect._call_command import add_call, load_call, show
-from mpx.inspect._dtypes import is_float, is_half
+from mpx.inspect._dtypes import is_float, is_half, short_dtypes
 from mpx.inspect._program import Program, gradient, program, unwrapped
 from mpx.inspect._result import Result, Table, amount, total
 from mpx.inspect._target import as_target, described
-from mpx.inspect._views import short_dtypes
 
 # cuBLAS computes in a buffer of this size on Hopper.
 _WORKSPACE = 32 << 20

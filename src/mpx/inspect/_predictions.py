@@ -20,15 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from mpx._jax._compat import Literal, open_jaxpr, primitive_name
 from mpx._jax._formats import FORMATS, parse_float_dtype
 from mpx._jax._progress import Tell
 from mpx._jax._sharding import sharded_as, unsharded
 from mpx._program._interpreter import Jaxpr
-from mpx._program._pieces import Pieces, apart
 from mpx._program._queries import MOVES, Equation, equations, names, walk
 from mpx.inspect._groups import Group, labelled
+from mpx.inspect._pieces import Pieces, apart
 from mpx.inspect._program import Program, gradient
 from mpx.inspect._sites import Key, Known, Rule, Site, Sites
 
@@ -290,7 +291,7 @@ def relative_change(grads: Sequence[Array], exact: Sequence[Array]) -> float:
 
 
 @apart
-def _signs(seed: Array, i: Array, scale: Array, x: Array) -> Array:
+def _signs(seed: Array, i: np.int32, scale: Array, x: Array) -> Array:
     """Returns an array like `x` of random signs times a scale.
 
     The signs are a hash of the position. They are the same however `x` is sharded, and
@@ -307,7 +308,7 @@ def _signs(seed: Array, i: Array, scale: Array, x: Array) -> Array:
     return sharded_as((signs * scale).astype(x.dtype).reshape(x.shape), x)
 
 
-def _mixed(x: Array | int) -> Array:
+def _mixed(x: ArrayLike) -> Array:
     """Returns a hash of numbers: the last step of MurmurHash3."""
     x = jnp.asarray(x, np.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from mpx._fp8._check import Fp8Check, check
+from mpx._fp8._check import Fp8Check, fp8_check
 from mpx._jax._compat import as_function
 from mpx._jax._devices import assumed_gpu
 from mpx._jax._private import assumed_cudnn, private
@@ -42,7 +42,7 @@ class Compiled(Result):
         argument_bytes: The memory of its arguments on each device.
         kernels: How many kernels and library calls it has; a loop counts its body once.
         calls: The calls of libraries and of written kernels, by name.
-        matmuls: Which of its matmuls are fp8; see `mpx.inspect.check`.
+        matmuls: Which of its matmuls are fp8; see `mpx.inspect.fp8_check`.
         attention: How many calls of cuDNN's attention it has.
         collectives: The communication between devices; see `mpx.inspect.collectives`.
     """
@@ -259,7 +259,7 @@ def read_compiled(
         argument_bytes=memory.argument_size_in_bytes,
         kernels=len(re.findall(r" = [^=]* (?:fusion|custom-call)\(", text)),
         calls=dict(sorted(calls.items())),
-        matmuls=check(text),
+        matmuls=fp8_check(text),
         attention=sum(n for name, n in calls.items() if "fmha" in name),
         collectives=collectives(text),
     )
