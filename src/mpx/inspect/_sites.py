@@ -178,7 +178,6 @@ class Sites(Visitor):
     # --- equations --------------------------------------------------------------------
 
     def equation(self, op: Op) -> Outcome:
-        op = op._replace(values=list(map(_widened, op.values)))
         eqn, name = op.eqn, primitive_name(op.eqn)
         self._count = 0
         if name in _NESTED:
@@ -203,7 +202,9 @@ class Sites(Visitor):
     def read(self, atom: Hashable) -> tuple[Array, Known]:
         """Returns a value, in f32 if it is of 16 bits."""
         value, fact = super().read(atom)
-        return _widened(value), fact
+        if is_half(getattr(value, "aval", value)):
+            value = jnp.asarray(value, np.float32)
+        return value, fact
 
     def _group(self, op: Op) -> int:
         found = token_of(op.scopes).group
@@ -484,11 +485,6 @@ class Sites(Visitor):
 
 
 # --- equations of 16 bits, run in f32 -------------------------------------------------
-
-
-def _widened(x: Array) -> Array:
-    """Returns a value in f32 if it is of 16 bits."""
-    return jnp.asarray(x, np.float32) if is_half(getattr(x, "aval", x)) else x
 
 
 def _touches_half(eqn: Equation) -> bool:
