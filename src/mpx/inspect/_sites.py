@@ -195,9 +195,9 @@ class Sites(Visitor):
         touched = any(is_half(x.aval) for x in (*eqn.invars, *eqn.outvars))
         if name in _FOLLOWED and len(_floats_of(op)) == 1:
             return self._move(op, touched)
-        if not touched:
-            return self._wide(op, name)
-        return self._half(op, name)
+        if not self._can_be_differentiated(op, name):
+            return self._as_written(op)
+        return self._half(op, name) if touched else self._wide(op, name)
 
     def read(self, atom: Hashable) -> tuple[Array, Known]:
         """Returns a value, in f32 if it is of 16 bits."""
@@ -269,8 +269,6 @@ class Sites(Visitor):
         return outs, [fact] * len(outs)
 
     def _wide(self, op: Op, name: str) -> Outcome:
-        if not self._can_be_differentiated(op, name):
-            return self._as_written(op)
         outs = eval_equation(op.eqn, op.values)
         fact = Known(is_cotangent=_is_cotangent_of(op))
         if name in ("add", "sub"):
@@ -278,8 +276,6 @@ class Sites(Visitor):
         return outs, [fact] * len(outs)
 
     def _half(self, op: Op, name: str) -> Outcome:
-        if not self._can_be_differentiated(op, name):
-            return self._as_written(op)
         group, values = self._group(op), list(op.values)
         is_matmul, is_cotangent = name in MATMULS, _is_cotangent_of(op)
         sources = (group,) if is_matmul else _sources_of(op)
