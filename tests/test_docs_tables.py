@@ -181,5 +181,7 @@ def test_commands_name_scripts_and_options_that_exist():
         assert script.is_file(), command
         source = script.read_text()
         for option in re.findall(r" --([a-z][a-z-]*)", command.partition(" #")[0]):
-            known = f'"--{option}"' in source or f'"{option}"' in source
+            # As an argument of `argparse`, or as a word of `read_options`.
+            word = rf'"--{option}"|["\s]{option.replace("-", "_")}["=\s]'
+            known = re.search(word, source)
             assert known, f"{script.name} has no option --{option}"

@@ -218,9 +218,9 @@ def choose(
         pair for pair in seen if pair[0].policy == PrecisionPolicy(half)
     )
     best = _fastest(good, usual, has_gpu)
-    by = (
-        "as timed on this GPU" if has_gpu else "by the cost table of an H200; not timed"
-    )
+    by = "as timed on this GPU"
+    if not has_gpu:
+        by = "by the cost table of an H200; not timed"
     if usual is best:
         return best.policy, f"The default of `amp` is best within {limit:g}, {by}."
     remark = f"The fastest policy within {limit:g}, {by}."

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from mpx._jax._compat import Literal, open_jaxpr, primitive_name
 from mpx._jax._formats import FORMATS, parse_float_dtype
@@ -290,7 +291,7 @@ def relative_change(grads: Sequence[Array], exact: Sequence[Array]) -> float:
 
 
 @apart
-def _signs(seed: Array, i: Array, scale: Array, x: Array) -> Array:
+def _signs(seed: Array, i: np.int32, scale: Array, x: Array) -> Array:
     """Returns an array like `x` of random signs times a scale.
 
     The signs are a hash of the position. They are the same however `x` is sharded, and
@@ -307,7 +308,7 @@ def _signs(seed: Array, i: Array, scale: Array, x: Array) -> Array:
     return sharded_as((signs * scale).astype(x.dtype).reshape(x.shape), x)
 
 
-def _mixed(x: Array | int) -> Array:
+def _mixed(x: ArrayLike) -> Array:
     """Returns a hash of numbers: the last step of MurmurHash3."""
     x = jnp.asarray(x, np.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
@@ -327,7 +328,7 @@ def count_steps(jaxpr: Jaxpr) -> int:
         if primitive_name(eqn) in _COMPARISONS
         and eqn.outvars[0].aval.ndim > 0  # one choice for a whole array is no step
         and any(str(x.aval.dtype) in _FLOATS for x in eqn.invars)
-        and not _is_always_positive(eqn, made)
+        and not _is_no_choice(eqn, made)
     }
     if not compared:
         return 0
@@ -339,11 +340,16 @@ def count_steps(jaxpr: Jaxpr) -> int:
     )
 
 
-def _is_always_positive(eqn: Equation, made: Mapping[Hashable, Equation]) -> bool:
-    """Returns whether a comparison is one of exponentials with zero: logsumexp has it."""
+def _is_no_choice(eqn: Equation, made: Mapping[Hashable, Equation]) -> bool:
+    """Returns whether a comparison has one outcome: logsumexp has some of that kind.
+
+    It compares exponentials with zero, or anything with an infinity.
+    """
     x, limit = eqn.invars
-    if not isinstance(limit, Literal) or np.any(limit.val):
+    if not isinstance(limit, Literal):
         return False
+    if np.any(limit.val):
+        return bool(np.all(np.isinf(limit.val)))
     while x in made:
         x, name = made[x].invars[0], primitive_name(made[x])
         if name == "exp":

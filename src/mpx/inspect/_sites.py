@@ -195,9 +195,9 @@ class Sites(Visitor):
         touched = any(is_half(x.aval) for x in (*eqn.invars, *eqn.outvars))
         if name in _FOLLOWED and len(_floats_of(op)) == 1:
             return self._move(op, touched)
-        if not touched:
-            return self._wide(op, name)
-        return self._half(op, name)
+        if not self._can_be_differentiated(op, name):
+            return self._as_written(op)
+        return self._half(op, name) if touched else self._wide(op, name)
 
     def read(self, atom: Hashable) -> tuple[Array, Known]:
         """Returns a value, in f32 if it is of 16 bits."""
@@ -269,8 +269,6 @@ class Sites(Visitor):
         return outs, [fact] * len(outs)
 
     def _wide(self, op: Op, name: str) -> Outcome:
-        if not self._can_be_differentiated(op, name):
-            return self._as_written(op)
         outs = eval_equation(op.eqn, op.values)
         fact = Known(is_cotangent=_is_cotangent_of(op))
         if name in ("add", "sub"):
@@ -278,8 +276,6 @@ class Sites(Visitor):
         return outs, [fact] * len(outs)
 
     def _half(self, op: Op, name: str) -> Outcome:
-        if not self._can_be_differentiated(op, name):
-            return self._as_written(op)
         group, values = self._group(op), list(op.values)
         is_matmul, is_cotangent = name in MATMULS, _is_cotangent_of(op)
         sources = (group,) if is_matmul else _sources_of(op)
@@ -330,19 +326,16 @@ class Sites(Visitor):
         What was spread over several places has the same error in all of them: it is
         rounded before. Returns the value and the number of the site.
         """
-        moved = self.frame.made.get(("moved", id(x)))
-        if moved is None:
-            return self._once(key, x)
-        if (key, id(x)) not in self.frame.made:
-            source, call = moved[1]
-            value, number = self._once(key, source)
-            self.frame.made[key, id(x)] = x, (call(value), number)
-        return self.frame.made[key, id(x)][1]
-
-    def _once(self, key: Key, x: Array) -> tuple[Array, int]:
         made = self.frame.made
         if (key, id(x)) not in made:
-            made[key, id(x)] = x, self._site(key, x)
+            moved = made.get(("moved", id(x)))
+            if moved is None:
+                found = self._site(key, x)
+            else:
+                source, call = moved[1]
+                value, number = self._entry(key, source)
+                found = call(value), number
+            made[key, id(x)] = x, found
         return made[key, id(x)][1]
 
     def _site(
