@@ -183,7 +183,7 @@ class Timeline:
         counts: By name, the sum of each bucket of lists of integers.
     """
 
-    def __init__(self, points: int = 1000) -> None:
+    def __init__(self, points: int = 200) -> None:
         self.points, self.width, self._filled = points, 1, 0
         self.starts: list[int] = []
         self.curves: dict[str, list[Point | None]] = {}
