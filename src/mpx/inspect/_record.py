@@ -35,7 +35,6 @@ from mpx.inspect._equations import (
     join,
     low_format,
     mapped_axes,
-    on_host,
     only_moves,
     run_as_written,
     run_in_f32,
@@ -250,14 +249,14 @@ class Run:
 
     def _slice(self, x: Value, step: int, depth: int) -> Value:
         place = (slice(None),) * depth + (step,)
-        lanes = _each(lambda lane: on_host(lane)[place], x.lanes)
+        lanes = _each(lambda lane: to_host(lane)[place], x.lanes)
         return Value(lanes, self.source(lanes, [x.ref], step), x.name)
 
     def _stack(self, values: Values, var: Any, depth: int) -> Value:
         if not values:
             return self._constant(np.zeros(var.aval.shape, var.aval.dtype))
         lanes = tuple(
-            _stacked([on_host(x) for x in column], depth)
+            _stacked([to_host(x) for x in column], depth)
             for column in zip(*(x.lanes for x in values), strict=True)
         )
         if all(all(lane is x.lanes[0] for lane in x.lanes) for x in values):
@@ -483,7 +482,7 @@ def _agree(eqn: Equation, own: Sequence[Array], wide: Sequence[Array]) -> bool:
     for x, y, atom in zip(own, wide, eqn.invars, strict=True):
         if x is y:
             continue
-        a, b = on_host(x), on_host(as_operand(y, atom.aval))
+        a, b = to_host(x), to_host(as_operand(y, atom.aval))
         if not np.array_equal(a, b, equal_nan=is_float(a)):
             return False
     return True
