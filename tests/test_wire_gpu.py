@@ -30,7 +30,7 @@ def wire():
 
 def weights(wire):
     """The number of weights of the scanned layers, and of embedding and head each."""
-    shapes = wire.shapes(wire.TINY)
+    shapes = wire.TINY.shapes()
     layers = [shapes["layers"][name] for name in (*wire.COLUMNS, *wire.ROWS)]
     return sum(map(math.prod, layers)), math.prod(shapes["head"])
 

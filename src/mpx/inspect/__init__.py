@@ -5,7 +5,6 @@ from mpx._fp8 import fp8_check as fp8_check
 from mpx.inspect._advice import Advice as Advice
 from mpx.inspect._advice import GroupAdvice as GroupAdvice
 from mpx.inspect._advice import advise as advise
-from mpx.inspect._candidates import Candidate as Candidate
 from mpx.inspect._collectives import Collective as Collective
 from mpx.inspect._collectives import collectives as collectives
 from mpx.inspect._doctor import Diagnosis as Diagnosis
@@ -18,16 +17,13 @@ from mpx.inspect._exponents import exponent_stats as exponent_stats
 from mpx.inspect._exponents import plot_exponents as plot_exponents
 from mpx.inspect._memory import Memory as Memory
 from mpx.inspect._memory import memory as memory
-from mpx.inspect._policies import PrecisionPolicy as PrecisionPolicy
-from mpx.inspect._proposals import Proposal as Proposal
 from mpx.inspect._report import AmpView as AmpView
 from mpx.inspect._report import Fp8View as Fp8View
 from mpx.inspect._report import Report as Report
 from mpx.inspect._report import report as report
-from mpx.inspect._states import StateBytes as StateBytes
+from mpx.inspect._search import Candidate as Candidate
+from mpx.inspect._search import PrecisionPolicy as PrecisionPolicy
 from mpx.inspect._target import Compiled as Compiled
-from mpx.inspect._tuning import Tuning as Tuning
-from mpx.inspect._tuning import tune as tune
 from mpx.inspect._watch import Observation as Observation
 from mpx.inspect._watch import RunSummary as RunSummary
 from mpx.inspect._watch import Skip as Skip
