@@ -184,7 +184,7 @@ def test_result_that_is_15_percent_off_is_inaccurate():
     text = str(found)
     assert "Inaccurate: accumulation" in text
     assert "(off by 17 %)" in text
-    assert "accuracy.py:16 in `step`" in text
+    assert "accuracy.py:25 in `step`" in text
 
 
 def test_remedy_for_a_difference_of_rounded_sums_names_both_lines():
@@ -192,7 +192,7 @@ def test_remedy_for_a_difference_of_rounded_sums_names_both_lines():
     found = explain(case.func, *case.args)
     assert found.fault.place.primitive == "cumsum"
     assert "together with" in found.fault.remedy
-    assert "accuracy.py:33" in found.fault.remedy
+    assert "accuracy.py:39" in found.fault.remedy
 
 
 def test_loop_that_does_not_end_is_reported_and_not_compiled():

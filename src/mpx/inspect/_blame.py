@@ -467,48 +467,35 @@ class Blame:
 
     def _lost_constant(self, index: int) -> int | None:
         """Returns the sum with a constant that was flushed to zero, if one led here."""
-        queue, seen = [index], set[int]()
-        while queue and len(seen) < 20:
-            current = queue.pop(0)
-            if current < 0 or current in seen:
-                continue
-            seen.add(current)
+        start = self.nodes[index]
+
+        def passes(node: Node) -> bool:
+            return node is start or node.eqn is None or node.primitive in _KEEPS_ZERO
+
+        for current in itertools.islice(self.recording.before([index], passes), 20):
             node = self.nodes[current]
             if 0 in node.written and node.format and node.primitive in ("add", "max"):
                 return current
-            is_eqn = node.eqn is not None
-            if not is_eqn or current == index or node.primitive in _KEEPS_ZERO:
-                queue += [ref[0] for ref in node.parents]
         return None
 
     def _upstream(self, index: int) -> int | None:
         """Returns the nearest operation before another one whose own error is large."""
-
-        def deviates(node: Node) -> bool:
-            return any(x.deviation > 0 for x in node.stats)
-
         starts = [ref[0] for ref in self.nodes[index].parents]
-        for current in itertools.islice(self.recording.before(starts, deviates), 400):
+        before = self.recording.before(starts, lambda node: _deviates(node, 0))
+        for current in itertools.islice(before, 400):
             if self._is_wrong(self.nodes[current], single=True):
                 return self._first_of_chain(current)
         return None
 
     def _first_of_chain(self, index: int) -> int:
         """Follows operands that are wrong back to the first operation with an error."""
-        limit = _threshold(self.nodes[index].format)
-        first, queue, seen = index, [index], set[int]()
-        while queue:
-            current = queue.pop()
-            for parent, out in self.nodes[current].parents:
-                if parent < 0 or parent in seen:
-                    continue
-                seen.add(parent)
-                node = self.nodes[parent]
-                if node.stats[out].deviation > limit:
-                    queue.append(parent)
-                    if parent < first and self._is_wrong(node):
-                        first = parent
-        return first
+        start = self.nodes[index]
+        limit = _threshold(start.format)
+        chain = self.recording.before(
+            [index], lambda node: node is start or _deviates(node, limit)
+        )
+        wrong = (i for i in chain if _deviates(self.nodes[i], limit))
+        return min((i for i in wrong if self._is_wrong(self.nodes[i])), default=index)
 
     def _is_wrong(self, node: Node, single: bool = False) -> bool:
         """Returns whether the error that an operation itself makes is large.
@@ -752,6 +739,10 @@ def _norm(x: np.ndarray) -> float:
     """Returns the 2-norm; infinite if a number is not finite."""
     x = x.astype(np.float64)
     return float(np.linalg.norm(x)) if np.isfinite(x).all() else math.inf
+
+
+def _deviates(node: Node, limit: float) -> bool:
+    return any(x.deviation > limit for x in node.stats)
 
 
 def _is_epsilon(node: Node) -> bool:

@@ -246,7 +246,7 @@ def _partitioned(*leaves: Array) -> tuple[Array, Array]:
             check_vma=False,
         )(*leaves)
 
-    def parts(mesh: Mesh, args: Sequence[Array], _: object) -> Parts:
+    def parts(mesh: Mesh, args: Any, _: object) -> Parts:
         given = tuple(arg.sharding for arg in args)
         specs = [sharding.spec for sharding in given]
         results = (NamedSharding(mesh, everywhere),) * 2
@@ -330,10 +330,7 @@ def count_local(
     ]
     launch = functools.partial(_launch, tuning=tuning, interpret=interpret)
     parts = [launch([leaves[i].reshape(-1) for i in batch]) for batch in batches]
-    rows = zip(*parts, strict=True)
-    counts, squares = (
-        jnp.concatenate(part) if len(part) > 1 else part[0] for part in rows
-    )
+    counts, squares = map(jnp.concatenate, zip(*parts, strict=True))
     order = np.argsort([index for batch in batches for index in batch]).tolist()
     if order == sorted(order):
         return counts, squares

@@ -59,18 +59,8 @@ def low_format(eqn: Equation) -> Format | None:
     return max(found, key=lambda x: x.eps, default=None)
 
 
-def on_host(x: Array) -> Array:
-    """Returns an array of the CPU as one of NumPy, which need not compile operations."""
-    if isinstance(x, np.ndarray | np.generic):
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        return x
-    on_cpu = all(device.platform == "cpu" for device in x.devices())
-    return np.asarray(x) if on_cpu else x
-
-
 def to_host(x: Array) -> Array:
-    """Copies an array to the CPU, as one of NumPy if it can be one."""
+    """Returns an array as one of NumPy, which need not compile operations; PRNG keys not."""
     if isinstance(x, np.ndarray | np.generic):
         return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -89,7 +79,7 @@ def _cast(x: Array, dtype: np.dtype) -> Array:
     """Rounds an array to a dtype; beyond the range it becomes infinite or nan."""
     if x.dtype == dtype:
         return x
-    x = on_host(x)
+    x = to_host(x)
     if isinstance(x, np.ndarray | np.generic):
         with np.errstate(all="ignore"):
             return np.asarray(x).astype(dtype)
@@ -166,7 +156,7 @@ def _run(
     """Runs an equation whose first result has a given dtype."""
     if axes:
         return _run_on_shards(eqn, args, changes, axes)
-    hosted = [on_host(x) for x in args]
+    hosted = [to_host(x) for x in args]
     if all(isinstance(x, np.ndarray | np.generic) for x in hosted):
         result = run_in_numpy(eqn, hosted, dtype)
         if result is not None:
@@ -225,7 +215,7 @@ def settled(
 
     `eps` is the distance of numbers in the coarsest format of the program.
     """
-    numbers = [np.asarray(on_host(x)).astype(np.float32) for x in args]
+    numbers = [np.asarray(to_host(x)).astype(np.float32) for x in args]
     own = np.asarray(result)
     with np.errstate(all="ignore"):
         margin = _ROUNDINGS * eps * sum(map(_root_mean_square, numbers))

@@ -295,7 +295,7 @@ def explain(
         return _explanation(blame, _Reader(blame, func, scaling), whole)
 
 
-def _as_scaling(scaling: object) -> LossScaling | None:
+def _as_scaling(scaling: Any) -> LossScaling | None:
     if scaling is None or isinstance(scaling, LossScaling):
         return scaling
     if isinstance(scaling, int | float) or np.ndim(scaling) == 0:
@@ -319,7 +319,7 @@ def _with_gradient(
     return gradient(forward, scaling or NoLossScaling()), ["loss", *names]
 
 
-def _cpu() -> jax.Device:
+def _cpu() -> Any:
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:

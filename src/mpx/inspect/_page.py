@@ -13,12 +13,9 @@ from mpx.inspect._counting import LOWEST
 from mpx.inspect._exponents import SHOWN
 
 if TYPE_CHECKING:
-    from mpx.inspect._watch import Point, Watch
+    from mpx.inspect._watch import Point, Timeline, Watch
 
-CURVE_POINTS = 500
-HEAT_COLUMNS = 240
-MOST_CURVES = 12
-"""Curves of one kind beyond these are left out; the page says so."""
+MOST_CURVES = 12  # of one kind; the page says how many are left out
 
 
 def write_page(watch: "Watch", path: Path) -> Path:
@@ -46,72 +43,60 @@ def _data(watch: "Watch") -> dict[str, Any]:
         "skipped": watch.skipped,
         "last": line.last,
         "notes": list(watch.notes.values()),
-        "charts": [_chart(watch, kind, charts[kind]) for kind in kinds],
+        "charts": [_chart(line, kind, charts[kind]) for kind in kinds],
         "skips": [
             {k: getattr(x, k) for k in ("step", "leaf", "leaves", "infs", "nans")}
             | {"scale": _number(x.loss_scale)}
             for x in watch.skips[-200:]
         ],
-        "heat": _heat(watch),
+        "heat": _heat(line),
         "formats": [_format(name) for name in SHOWN],
         "table": _table(watch),
     }
 
 
-def _chart(watch: "Watch", kind: str, names: list[str]) -> dict[str, Any]:
-    every = -(-len(watch.timeline.starts) // CURVE_POINTS) or 1
-    shown = names[:MOST_CURVES]
+def _chart(line: "Timeline", kind: str, names: list[str]) -> dict[str, Any]:
     return {
         "name": kind,
-        "left_out": len(names) - len(shown),
-        "steps": watch.timeline.starts[::every],
-        "curves": [
-            {"name": name, **_curve(watch.timeline.curves[name], every)}
-            for name in shown
-        ],
+        "left_out": len(names[MOST_CURVES:]),
+        "steps": line.starts,
+        "curves": [{"name": x, **_curve(line.curves[x])} for x in names[:MOST_CURVES]],
     }
 
 
-def _curve(points: "Sequence[Point | None]", every: int) -> dict[str, Any]:
-    mean, low, high, bad = [], [], [], []
-    for start in range(0, len(points), every):
-        some = [x for x in points[start : start + every] if x is not None]
-        count = sum(x[0] for x in some)
-        mean.append(_number(sum(x[1] for x in some) / count) if count else None)
-        low.append(_number(min(x[2] for x in some)) if count else None)
-        high.append(_number(max(x[3] for x in some)) if count else None)
-        bad.append(int(sum(x[4] for x in some)))
-    return {"mean": mean, "low": low, "high": high, "bad": bad}
+def _curve(points: "Sequence[Point | None]") -> dict[str, list[float | None]]:
+    known = [x or (0, 0, 0, 0, 0) for x in points]
+    return {
+        "mean": [_number(x[1] / x[0]) if x[0] else None for x in known],
+        "low": [_number(x[2]) if x[0] else None for x in known],
+        "high": [_number(x[3]) if x[0] else None for x in known],
+        "bad": [int(x[4]) for x in known],
+    }
 
 
-def _heat(watch: "Watch") -> dict[str, Any]:
+def _heat(line: "Timeline") -> dict[str, Any]:
     """Returns the histograms over the steps, for all gradients and for groups."""
-    line = watch.timeline
-    every = -(-len(line.starts) // HEAT_COLUMNS) or 1
     names = sorted(line.counts, key=lambda name: name != "all")[: MOST_CURVES + 1]
     used = [row for name in names for row in line.counts[name] if row]
     bins = [i for row in used for i, x in enumerate(row) if x]
     first, last = (min(bins), max(bins) + 1) if bins else (0, 0)
 
-    def columns(rows: Sequence[list[int] | None]) -> list[list[float | None] | None]:
-        merged = []
-        for start in range(0, len(rows), every):
-            some = [row[first:last] for row in rows[start : start + every] if row]
-            total = [sum(column) for column in zip(*some, strict=True)]
-            whole = sum(total)
-            merged.append([_number(x / whole) for x in total] if whole else None)
-        return merged
+    def shares(row: Sequence[int] | None) -> list[float | None] | None:
+        whole = sum(row or ())
+        return [_number(x / whole) for x in row[first:last]] if row and whole else None
 
     scales = line.curves.get("loss_scaling") or [None] * len(line.starts)
     return {
         "scales": [
-            _number(math.log2(x[3])) if x and x[0] and x[3] > 0 else 0
-            for x in scales[::every]
+            _number(math.log2(x[3])) if x and x[0] and x[3] > 0 else 0 for x in scales
         ],
         "lowest": LOWEST - 1 + first,
         "bins": last - first,
-        "steps": line.starts[::every],
-        "groups": [{"name": n, "columns": columns(line.counts[n])} for n in names],
+        "steps": line.starts,
+        "groups": [
+            {"name": name, "columns": [shares(row) for row in line.counts[name]]}
+            for name in names
+        ],
     }
 
 

@@ -136,6 +136,11 @@ class _Flat:
         self.consts[number] = value
         return number
 
+    def _operand(self, x: Atom) -> int:
+        if isinstance(x, int):
+            return x
+        return self._constant(x.aval, np.asarray(x.val, x.aval.dtype))
+
     def add(self, jaxpr: object, args: Sequence[Atom]) -> list[Atom]:
         """Adds the steps of a jaxpr; returns the numbers of its results, or literals."""
         body, consts = open_jaxpr(jaxpr)
@@ -167,12 +172,7 @@ class _Flat:
 
     def _apart(self, eqn: Equation, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
         """Adds a step whose literals are operands, so that calls with others are equal."""
-        known = tuple(
-            self._constant(x.aval, np.asarray(x.val, x.aval.dtype))
-            if isinstance(x, Literal)
-            else x
-            for x in inputs
-        )
+        known = tuple(map(self._operand, inputs))
         key = (_equation_key(eqn), *known)
         if key not in self._seen:
             self._seen[key] = self._step(eqn, known)

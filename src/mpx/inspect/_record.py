@@ -35,7 +35,6 @@ from mpx.inspect._equations import (
     join,
     low_format,
     mapped_axes,
-    on_host,
     only_moves,
     run_as_written,
     run_in_f32,
@@ -63,6 +62,9 @@ class Value(NamedTuple):
     lanes: Lanes
     ref: Ref
     name: Name = None
+
+
+Values = list[Value]
 
 
 class Around(NamedTuple):
@@ -100,7 +102,7 @@ class Run:
         self._ends: dict[int, list[list[Any]]] = {}
         self._known: dict[int, Any] = {}
 
-    def leaf(self, eqn: Equation, operands: list[Value], around: Around) -> list[Value]:
+    def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
         """Runs an equation without jaxprs inside."""
         raise NotImplementedError
 
@@ -115,13 +117,13 @@ class Run:
         return NO_REF
 
     def lanes_part(
-        self, eqn: Equation, operands: list[Value], step: int, test: Value
+        self, eqn: Equation, operands: Values, step: int, test: Value
     ) -> None:
         """Is told that a `while` loop has ended in some lanes and not in others."""
 
     def __call__(
         self, jaxpr: Any, args: Sequence[Value], around: Around | None = None
-    ) -> list[Value]:
+    ) -> Values:
         """Runs a jaxpr; values are forgotten when nothing reads them any more."""
         body, consts = open_jaxpr(jaxpr)
         env = dict(zip(body.constvars, map(self._constant, consts), strict=True))
@@ -162,9 +164,7 @@ class Run:
             frames=frames + rest,
         )
 
-    def _equation(
-        self, eqn: Equation, operands: list[Value], around: Around
-    ) -> list[Value]:
+    def _equation(self, eqn: Equation, operands: Values, around: Around) -> Values:
         name = primitive_name(eqn)
         if name in ("scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, operands, around)
@@ -186,9 +186,7 @@ class Run:
         self.choices.append(decide())
         return self.choices[-1]
 
-    def _cond(
-        self, eqn: Equation, operands: list[Value], around: Around
-    ) -> list[Value]:
+    def _cond(self, eqn: Equation, operands: Values, around: Around) -> Values:
         index, *rest = operands
         branches = eqn.params["branches"]
 
@@ -198,9 +196,7 @@ class Run:
 
         return self(branches[self._choose(decide)], rest, around)
 
-    def _while(
-        self, eqn: Equation, operands: list[Value], around: Around
-    ) -> list[Value]:
+    def _while(self, eqn: Equation, operands: Values, around: Around) -> Values:
         params = eqn.params
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
         tests, consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
@@ -221,14 +217,12 @@ class Run:
             step += 1
         return carry
 
-    def _scan(
-        self, eqn: Equation, operands: list[Value], around: Around
-    ) -> list[Value]:
+    def _scan(self, eqn: Equation, operands: Values, around: Around) -> Values:
         n_consts, n_carry = scan_sizes(eqn.params)
         length, order = eqn.params["length"], -1 if eqn.params["reverse"] else 1
         consts, xs = operands[:n_consts], operands[n_consts + n_carry :]
         carry = [x._replace(name=None) for x in operands[n_consts : n_consts + n_carry]]
-        collected: list[list[Value]] = [[] for _ in eqn.outvars[n_carry:]]
+        collected: list[Values] = [[] for _ in eqn.outvars[n_carry:]]
         depth = len(around.axes)
         for step in range(length)[::order]:
             inputs = [*consts, *carry, *(self._slice(x, step, depth) for x in xs)]
@@ -240,9 +234,7 @@ class Run:
         stacked = [self._stack(kept[::order], var, depth) for kept, var in pairs]
         return [*carry, *stacked]
 
-    def _shard_map(
-        self, eqn: Equation, operands: list[Value], around: Around
-    ) -> list[Value]:
+    def _shard_map(self, eqn: Equation, operands: Values, around: Around) -> Values:
         axes, params = mapped_axes(eqn), eqn.params
 
         def resharded(x: Value, func: Callable[..., Array], spec: Any) -> Value:
@@ -257,14 +249,14 @@ class Run:
 
     def _slice(self, x: Value, step: int, depth: int) -> Value:
         place = (slice(None),) * depth + (step,)
-        lanes = _each(lambda lane: on_host(lane)[place], x.lanes)
+        lanes = _each(lambda lane: to_host(lane)[place], x.lanes)
         return Value(lanes, self.source(lanes, [x.ref], step), x.name)
 
-    def _stack(self, values: list[Value], var: Any, depth: int) -> Value:
+    def _stack(self, values: Values, var: Any, depth: int) -> Value:
         if not values:
             return self._constant(np.zeros(var.aval.shape, var.aval.dtype))
         lanes = tuple(
-            _stacked([on_host(x) for x in column], depth)
+            _stacked([to_host(x) for x in column], depth)
             for column in zip(*(x.lanes for x in values), strict=True)
         )
         if all(all(lane is x.lanes[0] for lane in x.lanes) for x in values):
@@ -376,7 +368,7 @@ class Recording(Run):
         self._tick = tick
 
     def lanes_part(
-        self, eqn: Equation, operands: list[Value], step: int, test: Value
+        self, eqn: Equation, operands: Values, step: int, test: Value
     ) -> None:
         """Looks whether a loop that has ended in f32 ends in its own precision, too."""
         if not np.all(test.lanes[0]):
@@ -414,7 +406,7 @@ class Recording(Run):
         self.nodes[-1].names = (name,)
         return Value(lanes, ref, name if is_param else None)
 
-    def leaf(self, eqn: Equation, operands: list[Value], around: Around) -> list[Value]:
+    def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
         """Runs an equation in both lanes and measures its results."""
         self._tick()
         own, wide = ([x.lanes[i] for x in operands] for i in (0, 1))
@@ -490,7 +482,7 @@ def _agree(eqn: Equation, own: Sequence[Array], wide: Sequence[Array]) -> bool:
     for x, y, atom in zip(own, wide, eqn.invars, strict=True):
         if x is y:
             continue
-        a, b = on_host(x), on_host(as_operand(y, atom.aval))
+        a, b = to_host(x), to_host(as_operand(y, atom.aval))
         if not np.array_equal(a, b, equal_nan=is_float(a)):
             return False
     return True
@@ -587,7 +579,7 @@ class Mixed(Run):
         """Returns a constant in f32."""
         return (widened(to_host(x)),)
 
-    def leaf(self, eqn: Equation, operands: list[Value], around: Around) -> list[Value]:
+    def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
         """Runs an equation in the precision that its site has."""
         self._tick()
         args = [x.lanes[0] for x in operands]

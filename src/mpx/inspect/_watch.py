@@ -155,7 +155,7 @@ def _stuck(before: PyTree, after: PyTree, grads: PyTree) -> dict[str, Array]:
     slopes = {str(name): leaf for name, leaf in named_leaves(grads)}
     found: dict[str, Array] = {}
 
-    def compare(name: str, old: object, new: object) -> None:
+    def compare(name: str, old: ArrayLike, new: ArrayLike) -> None:
         if not is_floating(old) or not is_floating(new) or not jnp.size(old):
             return
         still = jnp.asarray(old) == jnp.asarray(new)
@@ -183,7 +183,7 @@ class Timeline:
         counts: By name, the sum of each bucket of lists of integers.
     """
 
-    def __init__(self, points: int = 1000) -> None:
+    def __init__(self, points: int = 200) -> None:
         self.points, self.width, self._filled = points, 1, 0
         self.starts: list[int] = []
         self.curves: dict[str, list[Point | None]] = {}
