@@ -11,6 +11,7 @@ Each attention is written in f32 without a fused kernel. `keep` is `amp(attentio
 
 import functools
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +103,7 @@ def measure_operation(kind, batch, length, heads, size):
     args = (weights, q, k, v, *more)
     with jax.default_matmul_precision("highest"):
         exact = with_gradients(attend, free)(*args)
-    record = {}
+    record: dict[str, Any] = {}
     for name, func in modes.items():
         call = with_gradients(func, free)
         try:

@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from pydoc_data import topics
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ def make_steps(mode, loss, options):
         0.0, options.rate, options.steps // 10 + 1, options.steps
     )
     is_amp = mode.startswith("amp")
-    optimizer = mpx.optim.flash_adamw(schedule) if is_amp else optax.adamw(schedule)
+    optimizer: Any = mpx.optim.flash_adamw(schedule) if is_amp else optax.adamw(schedule)
     func = loss
     if mode == "fp8":
         every_size = {"min_gain": 0} if options.tiny else {}
