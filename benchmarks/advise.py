@@ -1,15 +1,15 @@
-"""How well `mpx.inspect.advise` predicts, what it costs, and what `tune` finds.
+"""How well `mpx.inspect.advise` predicts, what it costs, and what it finds.
 
     python benchmarks/advise.py                       # four small models, on a CPU
     python benchmarks/advise.py --part rank --models mlp lstm
-    python benchmarks/advise.py --part tune --sizes tiny tiny-gpt
-    python benchmarks/advise.py --part tune --sizes vit-base --batch 64   # a GPU
-    python benchmarks/advise.py --part tune --sizes gpt2 --length 512 --max-grad-error 0.25
+    python benchmarks/advise.py --part measure --sizes tiny tiny-gpt
+    python benchmarks/advise.py --part measure --sizes vit-base --batch 64   # a GPU
+    python benchmarks/advise.py --part measure --sizes gpt2 --length 512 --max-grad-error 0.25
 
 rank: single groups in bf16, predicted against measured by emulating that group alone; rank
 correlation, the ratio of measured to predicted, and the time of a pass in gradients.
-search: the frontier of `tune` against all policies of a small model, at equal cost.
-tune: the policy that `tune` returns, against the default of `amp`.
+search: the frontier against all policies of a small model, at equal cost.
+measure: the policy that `measure=True` returns, against the default of `amp`.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -30,11 +30,9 @@ import _measure as measure
 import mpx.inspect
 from _measure import format_table, number, read_options
 from _models import make_task
-from mpx.inspect import _advice, _tuning
-from mpx.inspect._candidates import front, options
-from mpx.inspect._judged import judge
-from mpx.inspect._policies import seconds
-from mpx.inspect._sensitivity import norm
+from mpx.inspect import _advice
+from mpx.inspect._predictions import relative_change
+from mpx.inspect._search import Judged, front, judge
 
 
 class Case(NamedTuple):
@@ -203,14 +201,15 @@ def timed(call):
     return measure.time_call(call, runs=1, warmup=1)
 
 
-def measured(known, calls, half, low, alone=True):
+def measured(
+    known: Judged, calls: list[Any], half: str, low: Collection[int], *, alone: bool
+) -> float:
     """Returns the root mean square of the relative gradient errors over batches."""
     squares = []
     for arrays in calls:
         exact = known.study.emulate(arrays, half, ())[1:]
         grads = known.study.emulate(arrays, half, low, alone=alone)[1:]
-        change = norm([a - b for a, b in zip(grads, exact, strict=True)])
-        squares.append(float(change / norm(exact)) ** 2)
+        squares.append(relative_change(grads, exact) ** 2)
     return math.sqrt(sum(squares) / len(squares))
 
 
@@ -229,7 +228,7 @@ def rank_part(names, half):
         known = judge(case.loss, args, {}, case.batches[1:])
         first = time.perf_counter() - start
         calls = calls_of(case, known)
-        once = timed(functools.partial(known.study._samples, calls[0], np.int32(0)))
+        once = timed(functools.partial(known.study.passes, calls[0], np.int32(0)))
         plain = eqx.filter_jit(eqx.filter_value_and_grad(case.loss))
         gradient = timed(functools.partial(plain, *args))
         labels = {}
@@ -238,7 +237,7 @@ def rank_part(names, half):
         predicted, real = [], []
         for label, members in labels.items():
             predicted.append(known.predicted.error(half, members))
-            real.append(measured(known, calls, half, members))
+            real.append(measured(known, calls, half, members, alone=True))
             print(f"  {name} {label}: {predicted[-1]:.2e} {real[-1]:.2e}", flush=True)
         ratios = np.array(real) / np.maximum(predicted, 1e-30)
         low, middle, high = np.quantile(ratios, (0.1, 0.5, 0.9))
@@ -264,18 +263,20 @@ def search_part(half):
     groups = [i for i in sorted(known.active) if known.groups[i].param]
     others = sorted(known.active - set(groups))
 
-    real = lambda low: measured(known, calls, half, sorted(low), alone=False)  # noqa: E731
+    def real(low: Collection[int]) -> float:
+        return measured(known, calls, half, low, alone=False)
+
     table = []
     for count in range(len(groups) + 1):
         for chosen in itertools.combinations(groups, count):
             low = {*chosen, *others}
-            table.append((seconds(known.work, half, low), real(low)))
+            table.append((known.seconds(half, low), real(low)))
     gaps = []
-    for option in front(options(known, [half], with_fp8=False), known):
-        low = option.low(known)
+    for option in front(known, [half], with_fp8=False):
+        low = option.low
         if not set(others) <= low:
             continue
-        cost, error = seconds(known.work, half, low), real(low)
+        cost, error = known.seconds(half, low), real(low)
         best = min(e for c, e in table if c <= cost * 1.000001)
         if best > 0:
             gaps.append(error / best - 1)
@@ -290,8 +291,8 @@ def search_part(half):
 
 
 @contextlib.contextmanager
-def stages(total, what):
-    """Prints each step of `advise` or `tune` with the time of the one before."""
+def stages(total: int, what: str) -> Iterator[Callable[..., None]]:
+    """Prints each step of `advise` with the time of the one before."""
     start = last = time.perf_counter()
     name = ""
 
@@ -309,27 +310,28 @@ def stages(total, what):
     print(f"  {time.perf_counter() - start:6.1f} s  {what} in all", flush=True)
 
 
-def tune_part(sizes, batch, length, limit):
-    _advice.progress = _tuning.progress = stages
+def measure_part(
+    sizes: list[str], batch: int, length: int | None, limit: float
+) -> None:
+    _advice.progress = stages
     for size in sizes:
         task = make_task(size, batch, length=length)
         jax.block_until_ready((task.params, task.batches))
-        print(f"\n{size}, batch {batch}: advise", flush=True)
-        print(mpx.inspect.advise(task.loss, task.params, task.batches[0]), flush=True)
-        print(f"\n{size}, batch {batch}: tune", flush=True)
-        tuned = mpx.inspect.tune(
-            task.loss, task.params, task.batches[0], max_grad_error=limit
-        )
-        print(tuned, flush=True)
+        for options in ({}, {"measure": True, "max_grad_error": limit}):
+            print(f"\n{size}, batch {batch}, {options}", flush=True)
+            found = mpx.inspect.advise(
+                task.loss, task.params, task.batches[0], **options
+            )
+            print(found, flush=True)
 
 
-def main():
+def main() -> None:
     options = read_options(
         __doc__,
         f"part=, models={','.join(MODELS)} half=bf16 sizes=tiny,tiny-gpt batch=8 "
         "length=int max_grad_error=0.05",
     )
-    parts = options.part or ["rank", "search", "tune"]
+    parts = options.part or ["rank", "search", "measure"]
     if "rank" in parts:
         rows = rank_part(options.models, options.half)
         head = ("model", "groups", "rank", "measured/predicted", "a pass", "advise")
@@ -337,8 +339,10 @@ def main():
     if "search" in parts:
         head = ("policies", "on the frontier", "median gap", "largest gap")
         print(format_table(head, search_part(options.half)), flush=True)
-    if "tune" in parts:
-        tune_part(options.sizes, options.batch, options.length, options.max_grad_error)
+    if "measure" in parts:
+        measure_part(
+            options.sizes, options.batch, options.length, options.max_grad_error
+        )
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def measure_step(step, state, inputs, options) -> Any:
     """Compiles a step, says what its matmuls became, and times it."""
     state = measure.own_small_buffers(state)
     _, program, record = measure.compile_step(step, state, inputs)
-    found = mpx.inspect.check(program)
+    found = mpx.inspect.fp8_check(program)
     run = functools.partial(measure.time_steps, program, inputs=[inputs])
     state, _, _ = run(state, steps=options.warmup, group=options.warmup)
     state, values, timing = run(state, steps=options.steps, group=options.group)

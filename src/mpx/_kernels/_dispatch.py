@@ -5,7 +5,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from mpx._jax._compat import HAS_MOSAIC
 from mpx._jax._devices import gpu_capability
@@ -50,8 +51,8 @@ class Job(NamedTuple):
     name: str
     body: Body
     scalars: Array
-    grad: Any
-    leaf: Any
+    grad: PyTree
+    leaf: PyTree
     group_size: int
     seed: Array | None = None
     layer: Array | None = None
@@ -68,20 +69,20 @@ class _Batch(NamedTuple):
 
     scalars: Sequence[Array]
     grads: Sequence[Array]
-    leaves: Sequence[Any]
+    leaves: Sequence[PyTree]
     finite: Array | None
     layer: Array | None
 
 
 def run(
     jobs: Sequence[Job], *, finite: Array | None = None, backend: Backend = "auto"
-) -> list[Any]:
+) -> list[PyTree]:
     """Runs steps.
 
     If `finite` is false, the leaves come back as they were. `"auto"` takes the kernel
     where it is faster; another backend that cannot run a step raises a `ValueError`.
     """
-    new: list[Any] = [None] * len(jobs)
+    new: list[PyTree] = [None] * len(jobs)
     for indices in _batches(jobs, backend):
         scalars, grads, leaves = zip(
             *((jobs[i].scalars, jobs[i].grad, jobs[i].leaf) for i in indices),
@@ -89,7 +90,7 @@ def run(
         )
         job = jobs[indices[0]]
         batch = _Batch(scalars, grads, leaves, finite, job.layer)
-        static: Any = {"body": job.body, "group_size": job.group_size}
+        static: PyTree = {"body": job.body, "group_size": job.group_size}
         if _backend(job, backend) == "jax":
             results = _plain(batch, job.seed, **static)
         else:
@@ -101,7 +102,7 @@ def run(
 
 def _batches(jobs: Sequence[Job], backend: Backend) -> Iterator[list[int]]:
     """Yields the indices of jobs that share a launch: small ones of equal types."""
-    alike: dict[Any, list[int]] = {}
+    alike: dict[object, list[int]] = {}
     tuning = _tuning(backend)
     for index, job in enumerate(jobs):
         alone = (
@@ -188,8 +189,8 @@ def _no_mosaic() -> str | None:
 
 def _plain(
     batch: _Batch, seed: Array | None = None, *, body: Body, group_size: int
-) -> list[Any]:
-    shared: Any = {"seed": seed, "body": body, "group_size": group_size}
+) -> list[PyTree]:
+    shared: PyTree = {"seed": seed, "body": body, "group_size": group_size}
     rows = zip(batch.scalars, batch.grads, batch.leaves, strict=True)
     return [_plain_leaf(*row, batch.finite, batch.layer, **shared) for row in rows]
 
@@ -199,14 +200,14 @@ def _plain(
 def _plain_leaf(
     scalars: Array,
     grad: Array,
-    leaf: Any,
+    leaf: PyTree,
     finite: Array | None,
     layer: Array | None,
     *,
     seed: Array | None = None,
     body: Body,
     group_size: int,
-) -> Any:
+) -> PyTree:
     step = functools.partial(
         run_plain, body, scalars, grad, group_size=group_size, finite=finite, seed=seed
     )
@@ -216,7 +217,7 @@ def _plain_leaf(
     return _with_layer(leaf, layer, step(_layer_of(leaf, layer), offset=offset))
 
 
-def _layer_of(leaf: Any, layer: Array) -> Any:
+def _layer_of(leaf: PyTree, layer: Array) -> PyTree:
     first = leaf.param.ndim  # the axis of the layers is the first, or behind the planes
 
     def read(x: Array) -> Array:
@@ -225,7 +226,7 @@ def _layer_of(leaf: Any, layer: Array) -> Any:
     return jax.tree.map(read, leaf)
 
 
-def _with_layer(leaf: Any, layer: Array, new: Any) -> Any:
+def _with_layer(leaf: PyTree, layer: Array, new: PyTree) -> PyTree:
     first = leaf.param.ndim
 
     def write(x: Array, y: Array) -> Array:
@@ -237,14 +238,14 @@ def _with_layer(leaf: Any, layer: Array, new: Any) -> Any:
 @functools.partial(jax.jit, static_argnames=("body", "group_size", "backend"))
 def _launch(
     batch: _Batch, *, body: Body, group_size: int, backend: Backend
-) -> list[Any]:
+) -> list[PyTree]:
     """Runs the kernel on CUDA devices and plain JAX elsewhere."""
     plain = functools.partial(_plain, body=body, group_size=group_size)
 
-    def kernel(batch: _Batch) -> list[Any]:
+    def kernel(batch: _Batch) -> list[PyTree]:
         return _kernel(batch, body=body, group_size=group_size, backend=backend)
 
-    def elsewhere(batch: _Batch) -> list[Any]:
+    def elsewhere(batch: _Batch) -> list[PyTree]:
         new = plain(batch)
         if backend == "auto":
             return new
@@ -259,13 +260,13 @@ def _launch(
 
 
 def plain_under_vmap(
-    kernel: Callable[..., Any], plain: Callable[..., Any]
-) -> Callable[..., Any]:
+    kernel: Callable[..., PyTree], plain: Callable[..., PyTree]
+) -> Callable[..., PyTree]:
     """Returns a function that calls `kernel`, or `plain` under `vmap`."""
     mappable = custom_vmap(kernel)
 
     @mappable.def_vmap
-    def _(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
+    def _(axis_size: int, in_batched: PyTree, *args: object) -> tuple[PyTree, PyTree]:
         axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
         new = jax.vmap(plain, in_axes=axes, axis_size=axis_size)(*args)
         return new, jax.tree.map(lambda _: True, new)
@@ -275,7 +276,7 @@ def plain_under_vmap(
 
 def _kernel(
     batch: _Batch, *, body: Body, group_size: int, backend: Backend
-) -> list[Any]:
+) -> list[PyTree]:
     """Steps the shards of each device in one kernel."""
     module = _kernel_module(backend)
     plain = functools.partial(_plain, body=body, group_size=group_size)
@@ -292,8 +293,8 @@ def _kernel(
         numbers: Array,
         ahead: Array | None,
         grads: Sequence[Array],
-        leaves: Sequence[Any],
-    ) -> list[Any]:
+        leaves: Sequence[PyTree],
+    ) -> list[PyTree]:
         if ahead is None:
             return whole(numbers, grads, leaves)
         (leaf,) = leaves
@@ -309,9 +310,9 @@ def _kernel(
         return [_with_layer(leaf, layer, new)]
 
     def whole(
-        numbers: Array, grads: Sequence[Array], leaves: Sequence[Any]
-    ) -> list[Any]:
-        new: list[Any] = [None] * len(leaves)
+        numbers: Array, grads: Sequence[Array], leaves: Sequence[PyTree]
+    ) -> list[PyTree]:
+        new: list[PyTree] = [None] * len(leaves)
         for indices in _equal_shapes(leaves):
             rows = numbers
             if len(indices) < len(leaves):
@@ -340,7 +341,7 @@ def _kernel_module(backend: Backend) -> ModuleType:
     return importlib.import_module(f"mpx._kernels._{name}")
 
 
-def _equal_shapes(leaves: Sequence[Any]) -> list[list[int]]:
+def _equal_shapes(leaves: Sequence[PyTree]) -> list[list[int]]:
     """Groups leaves by shape: shards of arrays of one shape may differ."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for index, leaf in enumerate(leaves):
@@ -348,7 +349,7 @@ def _equal_shapes(leaves: Sequence[Any]) -> list[list[int]]:
     return list(alike.values())
 
 
-Local = Callable[[Array, Array | None, Sequence[Array], Sequence[Any]], list[Any]]
+Local = Callable[[Array, Array | None, Sequence[Array], Sequence[PyTree]], list[PyTree]]
 """`local(scalars, ahead, grads, leaves) -> leaves`, for the arrays of one device.
 
 If `ahead` is given, only one layer of the single leaf is stepped: `ahead` holds the
@@ -361,13 +362,13 @@ def step_shards(
     scalars: Array,
     ahead: Array | None,
     grads: Sequence[Array],
-    leaves: Sequence[Any],
+    leaves: Sequence[PyTree],
     *,
     group_size: int,
-) -> list[Any]:
+) -> list[PyTree]:
     """Calls `local` on each device with its shards of `ahead`, `grads` and `leaves`."""
 
-    def layout(scalars: Any, ahead: Any, grads: Any, leaves: Any) -> tuple[Any, Any]:
+    def layout(_: PyTree, ahead: PyTree, grads: PyTree, leaves: PyTree) -> PyTree:
         params = [
             uncut(leaf.param.sharding, leaf.param.shape, group_size) for leaf in leaves
         ]
@@ -395,7 +396,7 @@ def step_shards(
     )
 
 
-def _shardings(sharding: Any, leaf: Any) -> Any:
+def _shardings(sharding: PyTree, leaf: PyTree) -> PyTree:
     """Returns the sharding of each array of a leaf, given that of the parameter."""
     rank = len(leaf.param.shape)
     return jax.tree.map(
@@ -404,7 +405,7 @@ def _shardings(sharding: Any, leaf: Any) -> Any:
 
 
 def _rule(
-    leaves: Sequence[Any], group_size: int, *, by_layer: bool
+    leaves: Sequence[PyTree], group_size: int, *, by_layer: bool
 ) -> tuple[str, set[str]]:
     """Returns which axes of the arrays belong together, in the notation of Shardy.
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from mpx._quant._rounding import (
     F32,
@@ -61,13 +62,13 @@ class MomentCodec(abc.ABC):
     scale_dtype: Any
 
     @abc.abstractmethod
-    def decode(self, stored: Any, block: Block) -> Array:
+    def decode(self, stored: PyTree, block: Block) -> Array:
         """Returns the f32 numbers."""
 
     @abc.abstractmethod
     def encode(
         self, x: Array, block: Block, rounding: Rounding = None, is_safe: bool = False
-    ) -> Any:
+    ) -> PyTree:
         """Encodes f32 numbers.
 
         Args:

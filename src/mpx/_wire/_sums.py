@@ -7,7 +7,6 @@ the program, and so the sum is written there, by `custom_partitioning`.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +137,7 @@ def sum_and_rest_of_shards(x: Array, shards: Shards) -> tuple[Array, Array]:
     def plain(x: Array) -> tuple[Array, Array]:
         return jnp.sum(x, axis=0), jnp.zeros_like(x)
 
-    def local(x: Array, axes: tuple[str, ...], scatter: int | None) -> Any:
+    def local(x: Array, axes: tuple[str, ...], scatter: int | None) -> PyTree:
         total, rest = sum_8_bits(x[0], axes, scatter)
         return total, rest[None]
 
@@ -153,8 +152,8 @@ def _is_small(x: Array) -> bool:
 
 
 def _over_axes(
-    x: Array, shards: Shards, local: Any, plain: Any, *, has_rest: bool
-) -> Any:
+    x: Array, shards: Shards, local: PyTree, plain: PyTree, *, has_rest: bool
+) -> PyTree:
     """Sums a stacked array by a function that runs on each device.
 
     `local` gets the part of one device, the axes, and the axis to scatter; `plain` is the
@@ -162,7 +161,7 @@ def _over_axes(
     """
     axes, rank = shards.axes, x.ndim - 1
 
-    def parts(mesh: Any, args: Any, result: Any) -> Parts:
+    def parts(mesh: PyTree, args: PyTree, result: PyTree) -> Parts:
         total = result[0] if has_rest else result
         spec = unpadded(axes_of(total.sharding.spec, rank), args[0].shape[1:], mesh)
         whole = [entry == axes for entry in spec]
@@ -172,12 +171,12 @@ def _over_axes(
         out = NamedSharding(mesh, spec_of(spec if scatter is not None else full))
         given = NamedSharding(mesh, spec_of([axes, *full]))
 
-        def run(x: Array) -> Any:
+        def run(x: Array) -> PyTree:
             return local(x, axes, scatter)
 
         return Parts(run, (given,), (out, given) if has_rest else out)
 
-    def inferred(mesh: Any, args: Any, result: Any) -> Any:
+    def inferred(mesh: PyTree, args: PyTree, result: PyTree) -> PyTree:
         total = NamedSharding(mesh, PartitionSpec(*[None] * rank))
         stacked = NamedSharding(mesh, spec_of([axes, *[()] * rank]))
         return (total, stacked) if has_rest else total
@@ -187,7 +186,7 @@ def _over_axes(
     return partitioned(plain, (x,), parts, rule=rule, inferred=inferred)
 
 
-def sharded_alike(x: Array, like: Any) -> Array:
+def sharded_alike(x: Array, like: PyTree) -> Array:
     """Returns an array that XLA shards as another one of its shape.
 
     Shardings spread through operations on elements. No number is above infinity.
@@ -195,7 +194,7 @@ def sharded_alike(x: Array, like: Any) -> Array:
     return lax.select(like > jnp.inf, jnp.zeros_like(x), x)
 
 
-def pin_shards(tree: PyTree, shards: Shards) -> Any:
+def pin_shards(tree: PyTree, shards: Shards) -> PyTree:
     """Returns stacked arrays with the first axis sharded, and the others as they are."""
 
     def pin(x: Array) -> Array:
@@ -206,7 +205,7 @@ def pin_shards(tree: PyTree, shards: Shards) -> Any:
     return jax.tree.map(pin, tree)
 
 
-def largest_of_shards(tree: PyTree) -> Any:
+def largest_of_shards(tree: PyTree) -> PyTree:
     """Returns the maxima over the first axis of all arrays, by one reduction."""
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:

@@ -32,6 +32,7 @@ from mpx.checkpoint._leaves import (
 
 FORMAT = 2
 """The version of the format of checkpoints; raised when old code could not read new ones."""
+Json = dict[str, Any]
 _SHOWN = 5
 
 
@@ -47,8 +48,8 @@ class Manifest:
     """
 
     leaves: dict[str, Leaf]
-    scalings: dict[str, dict[str, Any]]
-    compressed: dict[str, dict[str, Any]]
+    scalings: dict[str, Json]
+    compressed: dict[str, Json]
     versions: dict[str, str]
 
     @classmethod
@@ -65,7 +66,7 @@ class Manifest:
         )
 
     def holding(
-        self, rows: Sequence[Sequence[Any]], spanning: Collection[str]
+        self, rows: Sequence[Sequence[PyTree]], spanning: Collection[str]
     ) -> "Manifest":
         """Returns the record with the contents of the leaves.
 
@@ -81,19 +82,17 @@ class Manifest:
             leaves[name] = leaf._replace(contents=tuple(found))
         return dataclasses.replace(self, leaves=leaves)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Returns the record as it is written."""
         leaves = {
-            name: {
-                key: value for key, value in leaf._asdict().items() if value is not None
-            }
+            name: {key: x for key, x in leaf._asdict().items() if x is not None}
             for name, leaf in self.leaves.items()
         }
         record = {"format": FORMAT, **dataclasses.asdict(self), "leaves": leaves}
         return {**record, "checksum": _checksum(record)}
 
     @classmethod
-    def from_json(cls, record: Any, where: str) -> "Manifest":
+    def from_json(cls, record: PyTree, where: str) -> "Manifest":
         """Reads a record; raises if it was written by a newer version, or is damaged."""
         try:
             rest = {key: value for key, value in record.items() if key != "checksum"}
@@ -130,28 +129,31 @@ class Manifest:
         saved, wanted = self.leaves, template.leaves
         missing = [name for name in wanted if name not in saved]
         extra = [] if partial else [name for name in saved if name not in wanted]
+        differ = [n for n in wanted if n in saved and not wanted[n].restores(saved[n])]
         changed = [
             *_scaling_faults(self.scalings, template.scalings, partial),
             *_layout_faults(self.compressed, template.compressed),
             *_listed(
-                [n for n in wanted if n in saved and not wanted[n].restores(saved[n])],
-                lambda name: (
-                    f"`{name}` is {saved[name].shown}, but the template has "
+                {
+                    name: f"`{name}` is {saved[name].shown}, but the template has "
                     f"{wanted[name].shown}"
-                ),
+                    for name in differ
+                }
             ),
         ]
         faults = [
             *changed,
             *_listed(
-                missing,
-                lambda name: (
-                    f"`{name}` is missing: the template has {wanted[name].shown}"
-                ),
+                {
+                    name: f"`{name}` is missing: the template has {wanted[name].shown}"
+                    for name in missing
+                }
             ),
             *_listed(
-                extra,
-                lambda name: f"`{name}` is not expected: it holds {saved[name].shown}",
+                {
+                    name: f"`{name}` is not expected: it holds {saved[name].shown}"
+                    for name in extra
+                }
             ),
         ]
         own = _process_faults([(n, saved[n]) for n in wanted if n in saved], spanning)
@@ -163,20 +165,18 @@ class Manifest:
             )
         _warn_of_options(self.scalings, template.scalings, where)
 
-    def check_fields(self, fields: Mapping[str, Any], where: str) -> None:
+    def check_fields(self, fields: Mapping[str, object], where: str) -> None:
         """Raises if fields of modules, Python numbers, are not those that were saved."""
-        faults = []
+        faults = {}
         for name, value in fields.items():
             saved, wanted = self.leaves.get(name), describe(value)
             if saved is None or wanted is None or saved.shape is not None:
                 continue
             old = python_scalar(saved, jax.process_index())
             if wanted.shape is None and repr(old) != repr(value):
-                faults.append(f"`{name}` was {old}, but is {value} in the template")
+                faults[name] = f"`{name}` was {old}, but is {value} in the template"
         if faults:
-            lines = "".join(
-                f"\n  - {line}" for line in _listed(faults, lambda line: line)
-            )
+            lines = "".join(f"\n  - {fault}" for fault in _listed(faults))
             raise ValueError(
                 f"Fields of modules are not as in the checkpoint {where}:{lines}\n"
                 'Pass `fields="template"` if they are options of the code, as the rate of a '
@@ -198,7 +198,7 @@ class Manifest:
             if saved and total != [*saved] * (len(total) // len(saved)):
                 wrong.append(name)
         if wrong:
-            shown = ", ".join(_listed(wrong, lambda name: f"`{name}`"))
+            shown = ", ".join(_listed({name: f"`{name}`" for name in wrong}))
             raise damaged(where, f"what was read for {shown} is not what was saved")
 
 
@@ -210,22 +210,23 @@ def damaged(where: str, what: str) -> ValueError:
     )
 
 
-def _checksum(record: Mapping[str, Any]) -> int:
+def _checksum(record: Json) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
-def _leaf(leaf: Mapping[str, Any]) -> Leaf:
+def _leaf(leaf: Json) -> Leaf:
     """Reads the record of a leaf; format 1 had values of Python scalars and no checksums."""
     shape = tuple(leaf["shape"]) if "shape" in leaf else None
     contents = (leaf["value"],) if "value" in leaf else leaf.get("contents", ())
     return Leaf(leaf["dtype"], shape, tuple(contents))
 
 
-def _listed(names: Sequence[str], show: Any) -> list[str]:
-    shown = [show(name) for name in names[:_SHOWN]]
-    if len(names) > _SHOWN:
-        last = names[-1]
-        shown.append(f"and {len(names) - _SHOWN} more like this, up to `{last}`")
+def _listed(faults: Mapping[str, str]) -> list[str]:
+    """Returns the first faults, by name, and how many more there are."""
+    shown = [*faults.values()][:_SHOWN]
+    if len(faults) > _SHOWN:
+        last = [*faults][-1]
+        shown.append(f"and {len(faults) - _SHOWN} more like this, up to `{last}`")
     return shown
 
 
@@ -245,7 +246,7 @@ def _process_faults(
                 f"each process saved its own `{name}`, but in the template it is one array "
                 "that lies on several processes"
             )
-    return _listed([*faults], faults.__getitem__)
+    return _listed(faults)
 
 
 _OWN_REMEDY = (
@@ -270,7 +271,7 @@ def _remedy(changed: bool, only_extra: bool) -> str:
 # --- Loss scalings and compressed states ----------------------------------------------
 
 
-def _options(state: PyTree, kind: type) -> dict[str, dict[str, Any]]:
+def _options(state: PyTree, kind: type) -> dict[str, Json]:
     """Returns the type and the static fields of each module of a kind in a state."""
     named, _ = flatten_with_names(state, is_leaf=lambda x: isinstance(x, kind))
     return {
@@ -280,23 +281,16 @@ def _options(state: PyTree, kind: type) -> dict[str, dict[str, Any]]:
     }
 
 
-def _static_fields(node: Any) -> dict[str, Any]:
+def _static_fields(node: PyTree) -> Json:
     fields = (x.name for x in dataclasses.fields(node) if x.metadata.get("static"))
     values = {name: getattr(node, name) for name in fields}
+    if isinstance(node, FlashState) and isinstance(node.layout, dict):
+        values["layout"] = next(iter(node.layout), None)
     # Plain Python, as JSON has it.
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-    } | ({"layout": next(iter(node.layout), None)} if _has_layout(node) else {})
+    return {k: list(x) if isinstance(x, tuple) else x for k, x in values.items()}
 
 
-def _has_layout(node: Any) -> bool:
-    return isinstance(node, FlashState) and isinstance(node.layout, dict)
-
-
-def _scaling_faults(
-    saved: Mapping[str, Any], wanted: Mapping[str, Any], partial: bool
-) -> list[str]:
+def _scaling_faults(saved: Json, wanted: Json, partial: bool) -> list[str]:
     """Describes loss scalings that are missing or of another type."""
     faults = []
     for name in {**wanted, **({} if partial else saved)}:
@@ -312,7 +306,7 @@ def _scaling_faults(
     return faults
 
 
-def _layout_faults(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def _layout_faults(saved: Json, wanted: Json) -> list[str]:
     """Describes states of compressed optimizers that are stored in another way."""
     faults = []
     for name in wanted:
@@ -329,9 +323,7 @@ def _layout_faults(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[
     return faults
 
 
-def _warn_of_options(
-    saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str
-) -> None:
+def _warn_of_options(saved: Json, wanted: Json, where: str) -> None:
     for name, options in wanted.items():
         old = saved.get(name, {})
         keys = [key for key in options if old.get(key) != options[key]]
@@ -373,8 +365,8 @@ class Packed(NamedTuple):
     """
 
     manifest: Manifest
-    stored: dict[str, Any]
-    contents: list[Any]
+    stored: dict[str, PyTree]
+    contents: list[PyTree]
 
     @property
     def spanning(self) -> set[str]:
@@ -387,11 +379,11 @@ class Packed(NamedTuple):
         leaves = [(name, leaf[:2]) for name, leaf in self.manifest.leaves.items()]
         return zlib.crc32(repr((leaves, sorted(self.spanning))).encode())
 
-    def for_orbax(self, rows: list[list[Any]]) -> tuple[Manifest, dict[str, Any]]:
+    def for_orbax(self, rows: list[list[PyTree]]) -> tuple[Manifest, dict[str, PyTree]]:
         """Returns the record and the arrays to write, given the contents of all processes."""
         manifest = self.manifest.holding(rows, self.spanning)
 
-        def written(name: str, array: Any) -> Any:
+        def written(name: str, array: PyTree) -> PyTree:
             if manifest.leaves[name].is_per_process:
                 return to_rows(array)
             is_copy = len(rows) > 1 and name not in self.spanning

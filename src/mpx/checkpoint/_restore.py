@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -33,10 +34,14 @@ from mpx.checkpoint._manifest import Manifest, damaged
 ARRAYS, RECORD = "state", "mpx"
 """The names of what a checkpoint consists of."""
 Path = str | os.PathLike[str]
+Folder = Any
+"""A path of `etils.epath`."""
+Manager = Any
+"""An `orbax.checkpoint.CheckpointManager`."""
 T = TypeVar("T")
 
 
-def reader(path: Any, options: Mapping[str, Any]) -> Any:
+def reader(path: Folder, options: Mapping[str, object]) -> Manager:
     """Returns a manager that writes, makes and removes nothing: another one may write.
 
     `read_only=True` does the same, but logs three warnings.
@@ -61,13 +66,13 @@ def while_others_write(call: Callable[[], T]) -> T:
     return call()
 
 
-def manager(path: Any, **options: Any) -> Any:
+def manager(path: Folder, **options: object) -> Manager:
     """Returns a `CheckpointManager` with these options."""
     ocp = orbax()
     return ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(**options))
 
 
-def absolute(path: Path) -> Any:
+def absolute(path: Path) -> Folder:
     """Returns a path as Orbax wants it, which may be one of an object store."""
     orbax()
     from etils import epath  # a part of Orbax's interface
@@ -75,7 +80,7 @@ def absolute(path: Path) -> Any:
     return epath.Path(path).expanduser().absolute()
 
 
-def orbax() -> Any:
+def orbax() -> ModuleType:
     """Imports Orbax when it is needed: `import mpx` must not."""
     try:
         import orbax.checkpoint
@@ -162,7 +167,7 @@ def restore(
         return read(found, folder, Request(template, step, partial, fields))
 
 
-def read(manager: Any, path: Any, request: Request) -> PyTree:
+def read(manager: Manager, path: Folder, request: Request) -> PyTree:
     """Reads a checkpoint with a manager of Orbax."""
     step = request.step
     steps: list[int] = sorted(manager.all_steps())
@@ -186,7 +191,7 @@ def read(manager: Any, path: Any, request: Request) -> PyTree:
     return read(manager, path, request)
 
 
-def _read_step(manager: Any, where: Any, step: int, request: Request) -> PyTree:
+def _read_step(manager: Manager, where: Folder, step: int, request: Request) -> PyTree:
     opened = open_state(request.template)
     wanted = Manifest.of(request.template, opened)
     manifest = _read_manifest(where, wanted, opened, request)
@@ -218,7 +223,7 @@ def _read_step(manager: Any, where: Any, step: int, request: Request) -> PyTree:
 
 
 def _read_manifest(
-    where: Any, wanted: Manifest, opened: Opened, request: Request
+    where: Folder, wanted: Manifest, opened: Opened, request: Request
 ) -> Manifest:
     """Reads the record of a checkpoint, and checks that it fits the template."""
     found: list[Manifest] = []
@@ -252,12 +257,12 @@ def _read_manifest(
 
 
 def _read_arrays(
-    manager: Any,
+    manager: Manager,
     step: int,
-    where: Any,
-    targets: Mapping[str, Any],
+    where: Folder,
+    targets: Mapping[str, PyTree],
     manifest: Manifest,
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
     """Reads arrays to where their templates lie, and compares them with their checksums."""
     ocp = orbax()
     if not targets:
@@ -268,7 +273,7 @@ def _read_arrays(
         name: rows_type(kind) if is_own[name] else kind for name, kind in types.items()
     }
 
-    def how(kind: Any) -> Any:
+    def how(kind: PyTree) -> PyTree:
         if kind.sharding is None:
             return ocp.RestoreArgs(restore_type=np.ndarray, dtype=kind.dtype)
         return ocp.ArrayRestoreArgs(

@@ -3,9 +3,9 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from mpx._jax._private import private
 from mpx._jax._warn import warn
@@ -55,12 +55,12 @@ def captured(catch: Catch) -> Iterator[None]:
                     setattr(_module, name, func)
 
 
-def plain_attention(*arrays: Array | None, **options: Any) -> Any:
+def plain_attention(*arrays: Array | None, **options: PyTree) -> PyTree:
     """Runs the operations behind `jax.nn.dot_product_attention` by default."""
     return _originals[_XLA](*arrays, **options)
 
 
-def _on_xla(*arrays: Array | None, return_residual: bool, **options: Any) -> Any:
+def _on_xla(*arrays: Array | None, return_residual: bool, **options: PyTree) -> PyTree:
     found = None
     known = {"is_causal", "scale", "q_seqlen", "kv_seqlen", "local_window_size"}
     if _is_known(len(arrays) == 5 and {*options} == known):
@@ -79,7 +79,9 @@ def _on_xla(*arrays: Array | None, return_residual: bool, **options: Any) -> Any
     return out, lax.stop_gradient(logsumexp[..., 0].swapaxes(1, 2))
 
 
-def _on_cudnn(*arrays: Array | None, return_residual: bool, **options: Any) -> Any:
+def _on_cudnn(
+    *arrays: Array | None, return_residual: bool, **options: PyTree
+) -> PyTree:
     found = None
     known = {"scale", "mask_type", "sliding_window_length"}
     if _is_known(len(arrays) == 7 and {*options} == known):

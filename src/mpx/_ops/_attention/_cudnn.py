@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from mpx._jax._compat import CUDNN_KERNEL, convert_dtype, eval_equation, open_jaxpr
 from mpx._jax._devices import cuda_capability
@@ -49,7 +50,7 @@ class Attention(NamedTuple):
 
 def _vjp(
     operands: Sequence[Array], spec: Attention
-) -> tuple[Array, Callable[..., Any]]:
+) -> tuple[Array, Callable[..., PyTree]]:
     """Calls cuDNN; returns its result and the function for the backward pass."""
     query, key = operands[:2]
     length = query.shape[1]
@@ -169,7 +170,7 @@ def _types(operands: Sequence[Array]) -> list[jax.ShapeDtypeStruct]:
 
 def _with_kernel(
     jaxpr: Any, args: Sequence[Array], kept: Sequence[Array] | None
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[list[PyTree], list[PyTree]]:
     """Evaluates a jaxpr; returns its results and those of the forward kernel.
 
     If the results of that are known, they are `kept`, and it is not run.
@@ -184,8 +185,8 @@ def _with_kernel(
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Kernel(Visitor):
-    kept: Sequence[Any] | None
-    saved: list[Any] = dataclasses.field(default_factory=list)
+    kept: Sequence[PyTree] | None
+    saved: list[PyTree] = dataclasses.field(default_factory=list)
 
     def equation(self, op: Op) -> Outcome:
         is_kernel = op.eqn.primitive.name == CUDNN_KERNEL
@@ -244,7 +245,7 @@ def _reason_by_jax(
     """Asks JAX, which knows the head sizes and lengths of each cuDNN and GPU."""
     del capability  # part of the cache key
 
-    def forward_and_backward(*operands: Array) -> Any:
+    def forward_and_backward(*operands: Array) -> PyTree:
         out, backward = _vjp(operands, spec)
         return backward(out)
 

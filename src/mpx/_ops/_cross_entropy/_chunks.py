@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import PyTree
 
 from mpx._jax._compat import convert_dtype, varying_like
 
@@ -53,7 +55,7 @@ class Head:
         """The dtype of sums: f32, or f64 for operands in f64."""
         return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
 
-    def keeping(self, hidden: Any, weight: Any) -> "Head":
+    def keeping(self, hidden: PyTree, weight: PyTree) -> "Head":
         """Returns the head that keeps logits in an array like the weight, if it can.
 
         On several devices that array may be sharded in another way than the logits are.
@@ -76,7 +78,7 @@ class Chunks:
         kept: The number of tokens whose logits are kept.
     """
 
-    def __init__(self, head: Head, hidden: Any, weight: Any) -> None:
+    def __init__(self, head: Head, hidden: PyTree, weight: PyTree) -> None:
         self.axis = head.vocab_axis
         self.vocabulary = weight.shape[self.axis]
         tokens = math.prod(hidden.shape[:-1])
@@ -103,7 +105,7 @@ class Chunks:
         """The number of chunks."""
         return -(-self.vocabulary // (self.shards * self.size))
 
-    def take(self, x: Array, start: Any, size: int, axis: int) -> Array:
+    def take(self, x: Array, start: ArrayLike, size: int, axis: int) -> Array:
         """Returns a chunk of an array along its axis of the vocabulary."""
         if self.shards == 1:
             return lax.dynamic_slice_in_dim(x, start, size, axis)
@@ -111,7 +113,7 @@ class Chunks:
         shape = (*x.shape[:axis], self.shards * size, *x.shape[axis + 1 :])
         return jnp.reshape(parts, shape)
 
-    def put(self, x: Array, chunk: Array, start: Any, axis: int) -> Array:
+    def put(self, x: Array, chunk: Array, start: ArrayLike, axis: int) -> Array:
         """Returns an array with one chunk replaced."""
         if self.shards == 1:
             return lax.dynamic_update_slice_in_dim(x, chunk, start, axis)
@@ -124,7 +126,7 @@ class Chunks:
         shape = (*x.shape[:axis], self.shards, -1, *x.shape[axis + 1 :])
         return jnp.reshape(x, shape)
 
-    def is_label(self, labels: Array, start: Any, size: int) -> Array:
+    def is_label(self, labels: Array, start: ArrayLike, size: int) -> Array:
         """Returns which entries of a chunk are the labels of the tokens."""
         part = self.vocabulary // self.shards
         first = jnp.arange(self.shards, dtype=jnp.int32)[:, None] * part
@@ -132,8 +134,11 @@ class Chunks:
         return labels[..., None] == jnp.expand_dims(entries, range(labels.ndim))
 
     def over(
-        self, step: Callable[..., tuple[Any, Any]], carry: Any, xs: Any = None
-    ) -> tuple[Any, Any]:
+        self,
+        step: Callable[..., tuple[PyTree, PyTree]],
+        carry: PyTree,
+        xs: PyTree = None,
+    ) -> tuple[PyTree, PyTree]:
         """Runs `step(carry, x, start, size)` for each chunk; the last one may be smaller."""
         whole, rest = divmod(self.vocabulary // self.shards, self.size)
         outs = []
@@ -160,10 +165,10 @@ class Operands(NamedTuple):
         labels: Labels (...). One outside the vocabulary chooses 0.
     """
 
-    hidden: Any
-    weight: Any
-    bias: Any
-    labels: Any
+    hidden: PyTree
+    weight: PyTree
+    bias: PyTree
+    labels: PyTree
 
 
 class Kept(NamedTuple):
@@ -174,8 +179,8 @@ class Kept(NamedTuple):
         shifts: The largest logit of each token up to each chunk (chunks, tokens).
     """
 
-    room: Any
-    shifts: Any
+    room: PyTree
+    shifts: PyTree
 
 
 # --- Pieces ---------------------------------------------------------------------------
@@ -203,7 +208,7 @@ def _dot(
 
 
 def _parts(
-    head: Head, chunks: Chunks, operands: Operands, start: Any, size: int
+    head: Head, chunks: Chunks, operands: Operands, start: ArrayLike, size: int
 ) -> tuple[Array, Array | None]:
     """Returns the parts of the weight, in the compute dtype, and of the bias."""
     weight = chunks.take(operands.weight, start, size, chunks.axis)
@@ -222,7 +227,9 @@ def _logits(head: Head, low: Array, weight: Array, bias: Array | None) -> Array:
     return logits
 
 
-def _filled(like: Array, shape: Sequence[int], dtype: Any, number: float = 0) -> Array:
+def _filled(
+    like: Array, shape: Sequence[int], dtype: DTypeLike, number: float = 0
+) -> Array:
     """Returns an array of one number that varies between devices as another one does."""
     return varying_like(jnp.full(shape, number, dtype), jax.typeof(like))
 
@@ -249,7 +256,7 @@ def statistics(
     zeros = [_filled(hidden, tokens, wide) for _ in range(2 + head.has_total)]
     room = _filled(hidden, weight.shape, weight.dtype) if chunks.kept else None
 
-    def step(carry: Any, _: Any, start: Any, size: int) -> Any:
+    def step(carry: PyTree, _: PyTree, start: ArrayLike, size: int) -> PyTree:
         highest, sums, room = carry
         logits = _logits(head, low, *_parts(head, chunks, operands, start, size))
         now = jnp.maximum(highest, lax.stop_gradient(jnp.max(logits, axis=-1)))
@@ -272,7 +279,7 @@ def statistics(
     return found, None if room is None else Kept(room, shifts)
 
 
-def _store(chunks: Chunks, room: Array, part: Array, start: Any) -> Array:
+def _store(chunks: Chunks, room: Array, part: Array, start: ArrayLike) -> Array:
     """Stores a chunk of logits where a chunk of the gradient goes, in its own bits."""
     kept, size = part.shape
     words = room.dtype.itemsize // part.dtype.itemsize
@@ -284,7 +291,9 @@ def _store(chunks: Chunks, room: Array, part: Array, start: Any) -> Array:
     return lax.dynamic_update_slice(room, stored, position)
 
 
-def _stored(head: Head, chunks: Chunks, room: Array, start: Any, size: int) -> Array:
+def _stored(
+    head: Head, chunks: Chunks, room: Array, start: ArrayLike, size: int
+) -> Array:
     """Returns what `_store` stored."""
     assert head.kept is not None
     words = room.dtype.itemsize // head.kept.itemsize
@@ -326,7 +335,9 @@ def gradients(
     unit = _unit(head, cotangents)
     factors = [x[..., None] * unit for x in cotangents]
 
-    def step(carry: dict[int, Array], shifts: Any, start: Any, size: int) -> Any:
+    def step(
+        carry: dict[int, Array], shifts: PyTree, start: ArrayLike, size: int
+    ) -> PyTree:
         part, some = _parts(head, chunks, operands, start, size)
         again = low[chunks.kept :]
         logits = [_logits(head, again, part, some)] if again.size else []

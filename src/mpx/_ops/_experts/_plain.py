@@ -31,9 +31,7 @@ def plain(a: Array, b: Array, sizes: Array, *, kind: Kind, dtype: np.dtype) -> A
         rhs_group_dimensions=groups,
     )
     wide = np.dtype(jnp.float32)
-    if dtype != wide:
-        # 8-bit numbers are exact in 16 bits.
-        wide = dtype if a.dtype.itemsize == 1 else a.dtype
+    wide = wide if dtype == wide else a.dtype
     out = lax.ragged_dot_general(
         convert_dtype(a, wide),
         convert_dtype(b, wide),
@@ -51,11 +49,6 @@ ALIGNMENT = 8
 def group_ends(sizes: Array, rows: int) -> Array:
     """Returns the first row behind each group."""
     return jnp.minimum(_running_sum(sizes.astype(jnp.int32)), np.int32(rows))
-
-
-def group_of_rows(sizes: Array, rows: int) -> Array:
-    """Returns the group of each row; the last one for rows behind all groups."""
-    return _count_below(group_ends(sizes, rows), rows)
 
 
 def row_blocks(sizes: Array, rows: int, block: int) -> tuple[Array, ...]:
@@ -116,7 +109,6 @@ class Blocks(NamedTuple):
 # both gradients in bf16 (H200, jax 0.11.2, `python benchmarks/experts.py`); one dense matmul
 # of the same work takes 0.11 and 0.38. `--tune` compares others.
 ROWS = Blocks(128, 128, 64, 4, 8)
-ROWS_FP8 = Blocks(128, 128, 128, 4, 8)
 SUMS = Blocks(128, 128, 64, 4, 8)
 # Columns of a result, and rows of one that is a sum, are multiples of this.
 SMALLEST = 64
