@@ -22,6 +22,7 @@ from jax import lax
 class VitSize:
     """Shape of a vision transformer; the defaults are ViT-Base/16 at 224²."""
 
+    library: str = "equinox"
     image: int = 224
     patch: int = 16
     features: int = 768
@@ -331,7 +332,7 @@ def make_task(
         parts = ("tokens", "tokens")
         inputs, targets = lambda x: x[:, :-1], lambda x: x[:, 1:]
     data = [run(make, key) for key in data_keys]
-    if getattr(size, "library", "equinox") == "equinox":
+    if size.library == "equinox":
         build = functools.partial(Vit if isinstance(size, VitSize) else Gpt, size)
         is_array = lambda x: eqx.is_inexact_array(x) or hasattr(x, "shape")  # noqa: E731
         params, static = eqx.partition(run(build, key), is_array)
@@ -341,7 +342,7 @@ def make_task(
             return jax.vmap(with_attention_by_hand(model) if by_hand else model)(x)
     else:
         gpt = linen_gpt if size.library == "linen" else nnx_gpt
-        init, apply = gpt(size, by_hand)
+        init, apply = gpt(size, by_hand)  # pyright: ignore[reportAssignmentType]
         params = run(init, jax.random.key(0), inputs(data[0]["tokens"]))
 
     def loss(params, batch):

@@ -9,6 +9,7 @@ Every case runs in a process of its own; bf16 and fp8 of a section follow each o
 
 import functools
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,7 @@ def build_gradient(section, mode, size, tiny):
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }  # fmt: skip
     x = jax.random.normal(jax.random.key(1), (size.tokens, size.width)).astype(BF16)
-    func = under(mode, mlp_loss if section == "mlp" else tower_loss, tiny)
+    func: Any = under(mode, mlp_loss if section == "mlp" else tower_loss, tiny)
     scales = func.init(params, x) if getattr(func, "has_state", False) else None
 
     def step(state, x):
@@ -132,7 +133,7 @@ def build(section, mode, tiny=False):
     return make(section, mode, TINY if tiny else SIZES[section], tiny)
 
 
-def measure_step(step, state, inputs, options):
+def measure_step(step, state, inputs, options) -> Any:
     """Compiles a step, says what its matmuls became, and times it."""
     state = measure.own_small_buffers(state)
     _, program, record = measure.compile_step(step, state, inputs)

@@ -174,7 +174,7 @@ def cases(models, gpus, layouts):
     """Yields every case; in a single node all of FSDP is in a node."""
     for model, count, precision in itertools.product(models, gpus, PRECISIONS):
         for layout in layouts:
-            if layout != "FSDP in a node" or count > NODE:
+            if layout != "FSDP in a node" or int(count) > NODE:
                 yield Case(model, precision, layout, count)
 
 

@@ -19,8 +19,8 @@ import functools
 import json
 import statistics
 import sys
-import time
 from pydoc_data import topics
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ import numpy as np
 import optax
 
 import mpx
-from _measure import environment, format_table, number, read_options
+from _measure import environment, format_table, number, read_options, time_steps
 from _models import Decoder
 
 POLICY = "p=f32,c=bf16,o=f32"
@@ -89,7 +89,9 @@ def make_steps(mode, loss, options):
         0.0, options.rate, options.steps // 10 + 1, options.steps
     )
     is_amp = mode.startswith("amp")
-    optimizer = mpx.optim.flash_adamw(schedule) if is_amp else optax.adamw(schedule)
+    optimizer: Any = (
+        mpx.optim.flash_adamw(schedule) if is_amp else optax.adamw(schedule)
+    )
     func = loss
     if mode == "fp8":
         every_size = {"min_gain": 0} if options.tiny else {}
@@ -146,13 +148,12 @@ def run(seed, model, steps, text, options):
     for first in range(0, options.steps, options.every):
         count = min(options.every, options.steps - first)
         tokens = [jnp.asarray(next(source)) for _ in range(count)]
-        jax.block_until_ready((state, tokens))
-        before = time.perf_counter()
-        for batch in tokens:
-            state, loss = train(state, batch)
-            losses.append(loss)
-        jax.block_until_ready(state)
-        times.append((time.perf_counter() - before) / count * 1e3)
+        jax.block_until_ready(tokens)
+        state, values, timing = time_steps(
+            train, state, tokens, steps=count, group=count
+        )
+        losses += values
+        times.append(timing["ms"])
         values = [float(evaluate(state[0], test)) for test in tests]
         curve.append([first + count, statistics.mean(values)])
     return [float(x) for x in jax.device_get(losses)], curve, min(times)

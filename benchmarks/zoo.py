@@ -11,7 +11,6 @@ trained for 20 steps on one random batch, in a process of its own. The script fa
 route fails, or ends elsewhere than f32, and no note of the model says why.
 """
 
-import argparse
 import concurrent.futures
 import json
 import os
@@ -22,6 +21,7 @@ import threading
 import time
 from pathlib import Path
 
+from _measure import read_options
 from _zoo import REGISTRY
 from _zoo.page import Row, summary, unexplained, write
 from _zoo.routes import ROUTES
@@ -32,26 +32,17 @@ PAGE = Path(__file__).parents[1] / "docs" / "zoo.md"
 
 def main():
     """Runs the models and prints the tables."""
-    parser = argparse.ArgumentParser(description="Trains models of other packages.")
-    parser.add_argument("--only", help="names of models, by commas; parts are enough")
-    parser.add_argument("--routes", help=f"of {', '.join(ROUTES)}")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--limit", type=float, default=300, help="seconds for a cell")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
-    parser.add_argument(
-        "--attention", action="store_true", help="recognise attention, train nothing"
+    args = read_options(
+        __doc__,
+        f"only=str routes=str jobs={os.cpu_count() or 1} limit=300.0 write attention "
+        "json=str resume",
     )
-    parser.add_argument("--json", type=Path, help="a file for the results, by line")
-    parser.add_argument(
-        "--resume", action="store_true", help="leave out what that file has"
-    )
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args.json = args.json and Path(args.json)
     if args.write and (args.only or args.routes) and not args.child:
-        parser.error("--write needs all models and routes")
+        sys.exit("--write needs all models and routes")
     routes = tuple(args.routes.split(",")) if args.routes else ROUTES
     if unknown := set(routes) - set(ROUTES):
-        parser.error(f"no such routes: {', '.join(sorted(unknown))}")
+        sys.exit(f"no such routes: {', '.join(sorted(unknown))}")
     routes = tuple(x for x in ROUTES if x in routes or x == "f32")
     if args.attention:
         return attention([x for x in REGISTRY if wanted(x, args.only)])
@@ -90,11 +81,11 @@ def attention(names):
     """Prints whose attention is recognised; returns 1 if gradients become worse."""
     import jax
 
-    from _zoo.attention import measure
+    from _zoo.measure import measure_attention
 
     worse = 0
     for name in names:
-        found = measure(name)
+        found = measure_attention(name)
         jax.clear_caches()
         if not found["recognised"] and not found["missed"]:
             print(f"{name}: no attention", flush=True)

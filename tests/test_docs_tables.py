@@ -181,7 +181,8 @@ def test_commands_name_scripts_and_options_that_exist():
         assert script.is_file(), command
         source = script.read_text()
         for option in re.findall(r" --([a-z][a-z-]*)", command.partition(" #")[0]):
-            # As an argument of `argparse`, or as a word of `read_options`.
-            word = rf'"--{option}"|["\s]{option.replace("-", "_")}["=\s]'
-            known = re.search(word, source)
+            name = option.replace("-", "_")
+            known = re.search(
+                rf'"(--)?{option}"|read_options\((?s:.{{0,400}}?)[" ]{name}\b', source
+            )
             assert known, f"{script.name} has no option --{option}"

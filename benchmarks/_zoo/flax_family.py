@@ -36,17 +36,24 @@ qwix = Lazy("qwix")
 BF16 = jnp.bfloat16
 
 
-def of_linen(make, batch):
-    """Makes a case of a Linen module, whose own option for bf16 is `dtype`."""
+def regression(model, batch):
+    """Returns the squared error of a model of all but the last of a batch."""
+    *inputs, target = batch
+    return squared_error(model(*inputs), target)
+
+
+def of_linen(make, batch, score=regression, inputs=None, seed=2):
+    """Makes a case of a Linen module, whose own option for bf16 is `dtype`.
+
+    `score(apply, batch)` is the loss, and `inputs` those of the first call.
+    """
 
     def of(module):
-        def loss(params, batch):
-            *inputs, target = batch
-            return squared_error(module.apply(params, *inputs), target)
+        apply = lambda params: functools.partial(module.apply, params)  # noqa: E731
+        return lambda params, batch: score(apply(params), batch)
 
-        return loss
-
-    params = jax.jit(make(None).init)(key(0), *batch[:-1])
+    inputs = batch[:-1] if inputs is None else inputs
+    params = jax.jit(make(None).init)(key(seed), *inputs)
     return Case(of(make(None)), params, batch, of(make(BF16)))
 
 
@@ -56,18 +63,13 @@ def linen_attention():
     def make(dtype):
         return nn.MultiHeadDotProductAttention(num_heads=4, dtype=dtype)
 
-    mask = jnp.tril(jnp.ones((16, 16), bool))[None, None]
-
-    def of(module):
-        def loss(params, batch):
-            x, mask, y = batch
-            return squared_error(module.apply(params, x, mask=mask), y)
-
-        return loss
+    def score(apply, batch):
+        x, mask, y = batch
+        return squared_error(apply(x, mask=mask), y)
 
     x, y = normal(0, 4, 16, 64), normal(1, 4, 16, 64)
-    params = jax.jit(make(None).init)(key(2), x)
-    return Case(of(make(None)), params, (x, mask, y), of(make(BF16)))
+    mask = jnp.tril(jnp.ones((16, 16), bool))[None, None]
+    return of_linen(make, (x, mask, y), score, (x,))
 
 
 def linen_lstm():
@@ -76,7 +78,7 @@ def linen_lstm():
     def make(dtype):
         return nn.RNN(nn.OptimizedLSTMCell(64, dtype=dtype))
 
-    return of_linen(make, (normal(0, 16, 12, 32), normal(1, 16, 12, 64)))
+    return of_linen(make, (normal(0, 16, 12, 32), normal(1, 16, 12, 64)), seed=0)
 
 
 def of_nnx(model, call, batch, own=None):
@@ -104,12 +106,8 @@ def nnx_attention():
             num_heads=4, in_features=64, decode=False, dtype=dtype, rngs=nnx.Rngs(0)
         )
 
-    def call(model, batch):
-        x, y = batch
-        return squared_error(model(x), y)
-
     batch = (normal(0, 4, 16, 64), normal(1, 4, 16, 64))
-    return of_nnx(make(None), call, batch, make(BF16))
+    return of_nnx(make(None), regression, batch, make(BF16))
 
 
 def mamba2():
@@ -137,12 +135,8 @@ def kan():
     sizes = ((4, 16), (16, 16), (16, 1))
     model = nnx.Sequential(*(layer(m, n, k=3, G=5, seed=0) for m, n in sizes))
 
-    def call(model, batch):
-        x, y = batch
-        return squared_error(model(x), y)
-
     x = jax.random.uniform(key(0), (64, 4), minval=-1)
-    return of_nnx(model, call, (x, jnp.sin(3 * x.sum(1, keepdims=True))))
+    return of_nnx(model, regression, (x, jnp.sin(3 * x.sum(1, keepdims=True))))
 
 
 def penzai_gemma():
@@ -224,12 +218,8 @@ def normalised():
             nnx.Linear(64, 8, dtype=dtype, rngs=rngs),
         )
 
-    def call(model, batch):
-        x, y = batch
-        return squared_error(model(x), y)
-
     x = normal(0, 64, 32)
-    return of_nnx(make(None), call, (x, jnp.sin(x[:, :8])), make(BF16))
+    return of_nnx(make(None), regression, (x, jnp.sin(x[:, :8])), make(BF16))
 
 
 def mixer():
@@ -310,20 +300,16 @@ def ctc():
             ]
         )
 
-    def of(module):
-        def loss(params, batch):
-            sound, labels, padding = batch
-            logits = at_least_f32(module.apply(params, sound))
-            none = jnp.zeros(logits.shape[:2])
-            return jnp.mean(optax.ctc_loss(logits, none, labels, padding))
-
-        return loss
+    def score(apply, batch):
+        sound, labels, padding = batch
+        logits = at_least_f32(apply(sound))
+        none = jnp.zeros(logits.shape[:2])
+        return jnp.mean(optax.ctc_loss(logits, none, labels, padding))
 
     lengths = 3 + tokens(3, 4, 16, 1)
     padding = (jnp.arange(6) >= lengths).astype(jnp.float32)
     batch = (normal(0, 16, 32, 16), 1 + tokens(1, 15, 16, 6), padding)
-    params = jax.jit(make(None).init)(key(2), batch[0])
-    return Case(of(make(None)), params, batch, of(make(BF16)))
+    return of_linen(make, batch, score, batch[:1])
 
 
 def gumbel():
@@ -342,21 +328,17 @@ def gumbel():
             codes = nn.softmax((logits + noise) / 0.7)
             return logits, mlp(codes.reshape(-1, 64), 32)
 
-    def of(module):
-        def loss(params, batch):
-            logits, out = module.apply(params, *batch)
-            logp = jax.nn.log_softmax(logits)
-            divergence = jnp.sum(jnp.exp(logp) * (logp + jnp.log(8.0)), (1, 2))
-            bits = at_least_f32(batch[0])
-            error = jnp.sum(jax.nn.softplus(out) - bits * out, 1)
-            return jnp.mean(error + divergence)
-
-        return loss
+    def score(apply, batch):
+        logits, out = apply(*batch)
+        logp = jax.nn.log_softmax(logits)
+        divergence = jnp.sum(jnp.exp(logp) * (logp + jnp.log(8.0)), (1, 2))
+        bits = at_least_f32(batch[0])
+        error = jnp.sum(jax.nn.softplus(out) - bits * out, 1)
+        return jnp.mean(error + divergence)
 
     bits = (normal(0, 64, 32) > 0).astype(jnp.float32)
     batch = (bits, jax.random.gumbel(key(1), (64, 8, 8)))
-    params = jax.jit(Autoencoder(None).init)(key(2), *batch)
-    return Case(of(Autoencoder(None)), params, batch, of(Autoencoder(BF16)))
+    return of_linen(Autoencoder, batch, score, batch)
 
 
 def qwix_int8():

@@ -37,6 +37,10 @@ def of(forward, batch, score):
     return Case(loss, params, batch)
 
 
+def layer_norm():
+    return hk.LayerNorm(-1, create_scale=True, create_offset=True)
+
+
 def mlp():
     """`hk.nets.MLP`."""
     x = normal(1, 64, 16)
@@ -75,11 +79,10 @@ def transformer():
     """`hk.MultiHeadAttention` and `hk.LayerNorm` in a pre-norm block."""
 
     def forward(x):
-        norm = hk.LayerNorm(-1, create_scale=True, create_offset=True)
-        h = norm(x)
+        h = layer_norm()(x)
         init = hk.initializers.VarianceScaling(1.0)
         x = x + hk.MultiHeadAttention(4, 16, w_init=init)(h, h, h)
-        h = hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+        h = layer_norm()(x)
         return x + hk.nets.MLP([128, 64])(h)
 
     return of(forward, (normal(1, 4, 16, 64), normal(2, 4, 16, 64)), squared_error)
@@ -165,13 +168,11 @@ def perceiver():
         latent = jnp.broadcast_to(latent, (len(x), *latent.shape))
         init = hk.initializers.VarianceScaling(1.0)
         for source in (x, None, None):
-            norm = hk.LayerNorm(-1, create_scale=True, create_offset=True)
-            query = norm(latent)
+            query = layer_norm()(latent)
             seen = query if source is None else source
             heads = hk.MultiHeadAttention(4, 16, w_init=init, model_size=64)
             latent = latent + heads(query, seen, seen)
-            norm = hk.LayerNorm(-1, create_scale=True, create_offset=True)
-            latent = latent + hk.nets.MLP([128, 64])(norm(latent))
+            latent = latent + hk.nets.MLP([128, 64])(layer_norm()(latent))
         return hk.Linear(10)(latent.mean(1))
 
     return of(forward, (normal(1, 8, 64, 32), tokens(2, 10, 8)), cross_entropy)
@@ -181,12 +182,12 @@ def slots():
     """Slot attention: a softmax over the queries, and a GRU that is applied three times."""
 
     def forward(x):
-        x = hk.LayerNorm(-1, create_scale=True, create_offset=True)(hk.Linear(32)(x))
+        x = layer_norm()(hk.Linear(32)(x))
         keys, values = hk.Linear(32, with_bias=False)(x), hk.Linear(32)(x)
         start = hk.initializers.TruncatedNormal(1.0)
         slots = hk.get_parameter("slots", (4, 32), x.dtype, init=start)
         slots = jnp.broadcast_to(slots, (len(x), *slots.shape))
-        norm = hk.LayerNorm(-1, create_scale=True, create_offset=True)
+        norm = layer_norm()
         query, core = hk.Linear(32, with_bias=False), hk.GRU(32)
         for _ in range(3):
             logits = jnp.einsum("bsd,bnd->bsn", query(norm(slots)), keys) / 32**0.5
