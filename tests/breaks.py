@@ -779,7 +779,9 @@ def run(breaks: Sequence[Break]) -> int:
                 f"{item.room}: {item.name}: {problem or 'red'}",
                 flush=True,
             )
-    print(f"{len(breaks) - len(failed)} of {len(breaks)} breaks are found by their tests")
+    print(
+        f"{len(breaks) - len(failed)} of {len(breaks)} breaks are found by their tests"
+    )
     for item in failed:
         print(f"  not found: {item.room}: {item.name} (tests/test_{item.test}.py)")
     return len(failed)

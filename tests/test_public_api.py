@@ -174,7 +174,10 @@ def public_names(module):
     """Reads the file, since `vars(module)` grows when a submodule is imported."""
     path, names = pathlib.Path(module.__file__), []
     reexports = path.name == "__init__.py"
-    for node in ast.parse(path.read_text()).body:
+    body = ast.parse(path.read_text()).body
+    # What is imported when it is first used is listed for type checkers.
+    lazy = [child for node in body if isinstance(node, ast.If) for child in node.body]
+    for node in [*body, *lazy]:
         if isinstance(node, ast.ImportFrom):
             names += [a.name for a in node.names if reexports or a.asname == a.name]
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
