@@ -1,5 +1,6 @@
 """Pictures of what `mpx.inspect` sees in a short run, for the demo and the docs."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,15 @@ def matrices(stats: mpx.inspect.ExponentStats) -> mpx.inspect.ExponentStats:
     return stats.select(lambda name: name.endswith("weight") and "norm" not in name)
 
 
+def together(stats: mpx.inspect.ExponentStats) -> mpx.inspect.ExponentStats:
+    """One histogram of all leaves."""
+    counts, squares = (x.sum(0, keepdims=True) for x in (stats.counts, stats.squares))
+    names, dtypes = ("all gradients",), stats.dtypes[:1]
+    return dataclasses.replace(
+        stats, counts=counts, squares=squares, names=names, dtypes=dtypes
+    )
+
+
 def draw(recorder: mpx.inspect.Watch, folder: Path) -> dict[str, Path]:
     """Writes the pictures and the page of a run; returns their paths by name."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +61,7 @@ def draw(recorder: mpx.inspect.Watch, folder: Path) -> dict[str, Path]:
     scale = recorder.summary().numbers["loss_scaling"]
     pictures = {
         "exponents": mpx.inspect.plot_exponents(
-            stats.total("all gradients"), scale=scale, title="Gradients of a ViT"
+            together(stats), scale=scale, title="Gradients of a ViT"
         ),
         "exponents_by_leaf": mpx.inspect.plot_exponents(
             matrices(stats), scale=scale, title="Gradients of its weights"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpx._jax._compat import HAS_MOSAIC, Literal, eval_equation, open_jaxpr
-from mpx._kernels import _triton, _tuning
+from mpx._kernels import _step, _triton
 from mpx._kernels._plain import run_plain
 from mpx._optim._packing import PackedLeaf, Packing, packed_step
 from mpx._optim._update_rules import Adam, Lion, Sgd
@@ -41,7 +41,7 @@ STORED = {
     "f16": (jnp.float16, None, "mpx"),
     "f32": (jnp.float32, None, "mpx"),  # has no correction
 }
-TUNING = _tuning.Tuning(block=256, warps=1)
+TUNING = _step.Tuning(block=256, warps=1)
 DIVIDING, ODD = (16, 64), (7, 96)
 
 needs_mosaic = pytest.mark.skipif(not HAS_MOSAIC, reason="needs jax 0.11 or later")
@@ -54,10 +54,8 @@ def make_plan(
     rule, dtype=jnp.bfloat16, correction=np.int8, format="mpx", group=32, dithers=True
 ):
     correction = None if correction is None else np.dtype(correction)
-    packing = Packing.make(
-        rule.moments, format, quantized=group > 0, correction=correction
-    )
-    return packed_step(rule, dtype, packing, format, group_size=group, dithers=dithers)
+    packing = Packing(rule.moments, format, group > 0, correction)
+    return packed_step(rule, dtype, packing, group_size=group, dithers=dithers)
 
 
 def make_case(plan, shape, dtype=jnp.bfloat16, grad_dtype=jnp.bfloat16, seed=0):

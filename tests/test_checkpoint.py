@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from models import normal
-from mpx.checkpoint import Checkpointer, _checksums, from_f32, restore, save, to_f32
+from mpx.checkpoint import Checkpointer, _leaves, from_f32, restore, save, to_f32
 from mpx.checkpoint import _restore as reading
 from mpx.testing import assert_trees_equal
 
@@ -713,9 +713,9 @@ SUMMED = {
 def test_checksum_is_the_same_for_every_sharding(monkeypatch, place, dtype):
     if place == "device":
         monkeypatch.setattr(
-            _checksums, "_is_summed_on_device", lambda x: isinstance(x, jax.Array)
+            _leaves, "_is_summed_on_device", lambda x: isinstance(x, jax.Array)
         )
-    monkeypatch.setattr(_checksums, "_BLOCK", 64)
+    monkeypatch.setattr(_leaves, "_BLOCK", 64)
     array = np.random.default_rng(0).normal(size=(8, 4, 6)).astype(jnp.dtype(dtype))
     expected = reference_checksum(array)
     mesh = mesh_of(AxisType.Explicit, slice(8), 2, 4)
@@ -724,7 +724,7 @@ def test_checksum_is_the_same_for_every_sharding(monkeypatch, place, dtype):
             jax.device_put(array, NamedSharding(mesh, spec))
             for spec in (P(), P(("x", "y")), P("y", None, "x"))
         ]
-        found = _checksums.checksums([array, *arrays])
+        found = _leaves.checksums([array, *arrays])
     assert found == [expected] * 4
 
 
@@ -747,7 +747,7 @@ def test_checksum_sees_what_sums_and_parities_miss():
     signs[:2, 0] *= -1
     swapped[[3, 5]] = swapped[[5, 3]]
     zeroed = array * (np.arange(64) != 7)
-    found = _checksums.checksums([array, signs, swapped, moved, zeroed, array.T])
+    found = _leaves.checksums([array, signs, swapped, moved, zeroed, array.T])
     assert len({*found}) == 6
 
 

@@ -658,25 +658,10 @@ WRONG_PARAMS = {
         jnp.ones(2, BF16),
         "selects nothing",
     ),
-    "integers": (
-        {},
-        jnp.arange(2),
-        r"fused=True only supports parameter dtypes \(.*but `w` is int32",
-    ),
     "integers alone": (
         dict(fused=False),
         jnp.arange(2),
         "floating arrays, but the tree has none.*w: int32",
-    ),
-    "bits of f32": (
-        dict(master_weight_bits=32),
-        jnp.ones(2),
-        "^master_weight_bits=32 has no effect: none of its parameters is bf16",
-    ),
-    "bits of a group of f32": (
-        dict(param_groups=[{"params": "w", "master_weight_bits": 24}]),
-        jnp.ones(2),
-        r"^param_groups\[0\]\['master_weight_bits'\]=24 has no effect",
     ),
 }
 

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from mpx.__main__ import main
-from mpx.inspect import Diagnosis, _doctor, _machine, doctor
+from mpx.inspect import Diagnosis, _doctor, doctor
 
 NONE = dict.fromkeys(("f32", "tf32", "bf16", "f16", "fp8", "mx"), (False, ""))
 YES = (True, "")
@@ -67,8 +67,8 @@ def test_the_recommendation_follows_the_formats(
     ],
 )
 def test_formats_of_cuda_follow_the_capability(monkeypatch, capability, native):
-    monkeypatch.setattr(_machine, "cuda_capability", lambda: capability)
-    found = {name for name, (here, _) in _machine.formats().items() if here}
+    monkeypatch.setattr(_doctor, "cuda_capability", lambda: capability)
+    found = {name for name, (here, _) in _doctor.formats().items() if here}
     assert found == native | {"f32"}
 
 
@@ -87,7 +87,7 @@ def test_tpus_with_fp8_are_known_by_the_names_of_jax(monkeypatch, kind, native):
     device = types.SimpleNamespace(device_kind=kind)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    assert _machine.formats()["fp8"] == (native, kind)
+    assert _doctor.formats()["fp8"] == (native, kind)
 
 
 def test_memory_is_that_of_a_device_of_this_process(monkeypatch):
@@ -115,8 +115,8 @@ def test_a_format_that_the_backend_lacks_has_no_rate(monkeypatch):
     def fail(name):
         raise NotImplementedError
 
-    monkeypatch.setattr(_machine, "_matmul", fail)
-    assert _machine.measure_rates(_machine.formats()) == {}
+    monkeypatch.setattr(_doctor, "_matmul", fail)
+    assert _doctor.measure_rates(_doctor.formats()) == {}
 
 
 def test_the_command_prints_tables_or_json(capsys):

@@ -128,21 +128,6 @@ ERRORS = {
         TypeError,
         r"for `layer/w` .* bool of shape \(\), traced. Use the path",
     ),
-    "FlashOptim's name": (
-        lambda: mpx.optim.flash_adamw(1.0, master_weight_bits=24),  # pyright: ignore[reportCallIssue]
-        TypeError,
-        r"`flash_adamw` has no option `master_weight_bits`.*Compression\(master_bits=24",
-    ),
-    "optax's name": (
-        lambda: mpx.optim.flash_lion(1.0, mu_dtype=jnp.float32),  # pyright: ignore[reportCallIssue]
-        TypeError,
-        r"`flash_lion` has no option `mu_dtype`.*quantize=False\)`, which keeps moments",
-    ),
-    "PyTorch's name": (
-        lambda: mpx.optim.flash_adam(lr=1e-3),  # pyright: ignore[reportCallIssue]
-        TypeError,
-        "`flash_adam` has no option `lr`; here it is `learning_rate`",
-    ),
     "complex parameter": (
         lambda: kind("adamw").init({"c": jnp.ones(3, jnp.complex64)}),
         TypeError,

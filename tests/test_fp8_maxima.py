@@ -173,8 +173,7 @@ def test_step_observes_the_same_maxima_and_reduces_them_once(loss, layout, steps
             np.testing.assert_allclose(newest[..., :2], expected[..., :2], rtol=2.0**-4)
     sums = [x for x in collectives(compiled) if x.kind == "all-reduce"]
     maxima = [x for x in sums if 1 < math.prod(x.shape) <= 3 * len(found) * LAYERS]
-    # One for each part, and one of all weights, whose codes are made before the parts.
-    assert sum(x.runs for x in maxima) == (1 if steps == 1 else steps + 1)
+    assert sum(x.runs for x in maxima) == steps
     # The others are those of loss and flags.
     scalars = [x for x in sums if not x.shape]
     assert len(scalars) <= 3

@@ -23,7 +23,7 @@ from models import (
 )
 from mpx import DynamicLossScaling, NoLossScaling, StaticLossScaling
 from mpx._casting._policy import as_policy
-from mpx._gradients._filter_grad import _as_switch
+from mpx._gradients._grad import as_switch
 from mpx.testing import assert_trees_equal
 
 # --- Without mixed precision, without scaling -----------------------------------------
@@ -400,7 +400,7 @@ def test_wrong_scaling_is_refused(scaling):
 
 def test_traced_switch_is_refused():
     with pytest.raises(TypeError, match=r"`use_mixed_precision`.*Python bool.*static"):
-        jax.jit(_as_switch)(True)
+        jax.jit(as_switch)(True)
 
 
 def test_wrong_policy_object_is_refused():

@@ -25,7 +25,7 @@ from kernel_cases import (
     plain,
 )
 from models import equations
-from mpx._kernels import _triton, _tuning
+from mpx._kernels import _step, _triton
 from mpx._kernels._dispatch import _layer_of
 from mpx._optim._packing import PackedLeaf
 from mpx.testing import assert_trees_equal
@@ -193,7 +193,7 @@ def test_one_layer_steps_where_it_is(layer):
     ],
 )
 def test_a_kernel_addresses_what_32_or_64_bits_can(size, reachable):
-    assert _tuning.TRITON.block == 512
+    assert _step.TRITON.block == 512
     param = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
     packed = make_plan(RULES["adamw"]).packing.zeros(param, 32)
     assert _triton.can_address(PackedLeaf(param, *packed)) == reachable

@@ -23,7 +23,7 @@ from kernel_cases import (
     make_plan,
 )
 from models import equations
-from mpx._kernels import _dispatch, _partition, _triton, _tuning
+from mpx._kernels import _dispatch, _step, _triton
 from mpx._optim._update_rules import Adam, LeafStep
 from mpx.testing import assert_trees_equal
 
@@ -54,7 +54,7 @@ def kernel_on_cpus(imported_interpreter, monkeypatch):
     monkeypatch.setattr(_dispatch, "_PLATFORM", "cpu")
     monkeypatch.setattr(_dispatch, "gpu_capability", lambda: (9, 0))
     monkeypatch.setattr(_triton, "launch", interpreted)
-    small = dataclasses.replace(_tuning.TRITON, batch=2)
+    small = dataclasses.replace(_step.TRITON, batch=2)
     monkeypatch.setattr(_dispatch, "TRITON", small)
     update = LeafStep.__call__
     monkeypatch.setattr(LeafStep, "__call__", lambda *a, **k: Unfused(update)(*a, **k))
@@ -185,7 +185,7 @@ def test_layers_step_on_the_devices_that_have_them(kernel_on_cpus, shape, spec):
     plan = make_plan(RULES["adamw"])
     scalars, grads, leaf = make_case(plan, shape)
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    shardings = _partition._shardings(NamedSharding(mesh, spec), leaf)
+    shardings = _dispatch._shardings(NamedSharding(mesh, spec), leaf)
 
     @functools.partial(jax.jit, static_argnums=4)
     def step(leaf, grad, scalars, layer, backend):

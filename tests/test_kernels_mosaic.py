@@ -14,7 +14,7 @@ import pytest
 
 import mpx
 from kernel_cases import RULES, make_case, make_model, make_plan, needs_mosaic
-from mpx._kernels import _tuning
+from mpx._kernels import _step
 
 # --- Mosaic's kernel ------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ def test_how_mosaic_is_launched(monkeypatch):
     jax.eval_shape(optimizer.step, params, state, params)
     # CUDA lets one axis, which for Pallas is the last one, be longer than 65535. With
     # other semantics the kernel would compile, and compute something else.
-    grid = 3, 2**20 // _tuning.MOSAIC.block
+    grid = 3, 2**20 // _step.MOSAIC.block
     assert set(launches) == {(grid, _mosaic.plgpu.LoweringSemantics.Warpgroup)}
 
 
@@ -68,7 +68,7 @@ def test_mosaic_masks_blocks_that_are_not_full(monkeypatch, shape):
     rows = jnp.append(jnp.float32(1), scalars)[None]
     step = functools.partial(_mosaic.launch, plan, group_size=32)
     jax.jit(step).trace(rows, [grad], [leaf]).lower(lowering_platforms=("cuda",))
-    assert (np.prod(shape) % _tuning.MOSAIC.block != 0) == (shape == (7, 96))
+    assert (np.prod(shape) % _step.MOSAIC.block != 0) == (shape == (7, 96))
     masks = {"minui": 8, "IfOp": 7} if shape == (7, 96) else {}
     assert calls == {"load": 8, "store": 7, **masks}
 
@@ -98,7 +98,7 @@ class Spied:
 def test_each_thread_of_mosaic_has_what_its_layout_says(monkeypatch, size, group):
     from mpx._kernels import _mosaic
 
-    view = _mosaic._View(size, _tuning.MOSAIC.block, group)
+    view = _mosaic._View(size, _step.MOSAIC.block, group)
     rows, width = view._shapes[False]
     held = threads_of(view._layouts[False], (rows, width))
     # Numbers in place of MLIR, those of all threads at once.

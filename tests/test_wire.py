@@ -12,9 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from models import equations
 from mpx.inspect import collectives
-from mpx.recipes import CurrentScaling, DelayedScaling
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -398,66 +396,3 @@ def test_8_bit_sum_has_the_error_of_its_format():
     assert not np.all(
         np.isfinite(run(jnp.zeros((72, 130)), jnp.asarray(spoilt, jnp.float32)))
     )
-
-
-# --- Codes of weights, once -----------------------------------------------------------
-
-
-def fp8_loss(params, x):
-    @jax.checkpoint
-    def block(x, w):
-        return x + jnp.tanh(x @ w["up"]) @ w["down"]
-
-    x = x @ params["first"]
-    x, _ = lax.scan(lambda x, w: (block(x, w), None), x, params["layers"])
-    return jnp.mean(x.astype(jnp.float32) ** 2)
-
-
-FP8_PARAMS = {
-    "first": normal(6, WIDTH, WIDTH),
-    "layers": {
-        "up": normal(7, LAYERS, WIDTH, HIDDEN),
-        "down": normal(8, LAYERS, HIDDEN, WIDTH),
-    },
-}
-
-
-@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling(history=2)])
-@pytest.mark.parametrize("by", ["policy", "amp"])
-def test_weights_are_quantised_once_per_window(by, recipe, monkeypatch):
-    func = mpx.amp(fp8_loss) if by == "amp" else fp8_loss
-    func = mpx.fp8(func, recipe, min_gain=0)
-    dtype = jnp.float32 if by == "amp" else jnp.bfloat16
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), FP8_PARAMS)
-    x = jnp.asarray(normal(9, ROWS, WIDTH), jnp.float32)
-    args = (params, x)
-    if func.has_state:
-        low = jax.tree.map(lambda x: x.astype(dtype), (params, x[:16]))
-        args = (func.init(*low), *args)
-
-    def run():
-        step = mpx.accumulate(func, 4, policy="p=f32,c=bf16,o=f32")
-        jaxpr = jax.make_jaxpr(step)(mpx.NoLossScaling(), *args)
-        (loop,) = (
-            e
-            for e in jaxpr.eqns
-            if e.primitive.name == "scan" and e.params["length"] == 4
-        )
-        eights = [
-            e
-            for e in equations(loop.params["jaxpr"])
-            if e.primitive.name == "convert_element_type"
-            and str(e.params["new_dtype"]).startswith("float8")
-        ]
-        return len(eights), jax.jit(step)(mpx.NoLossScaling(), *args)
-
-    count, result = run()
-    monkeypatch.setattr("mpx._gradients._call.Call.weight_codes", lambda self: None)
-    before, expected = run()
-    # Three weights, of which the one whose product is not needed again is cast once.
-    assert before - count >= 3
-    # The programs are compiled apart, so that a sum may be rounded the other way; codes of
-    # another scale would be off by their own rounding, 2⁻⁴.
-    for found, wanted in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
-        found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
-        assert np.linalg.norm(found - wanted) <= 2.0**-7 * np.linalg.norm(wanted)

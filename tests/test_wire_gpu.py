@@ -12,8 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 import h200
 import mpx
-from mpx.inspect import collectives
-from mpx.inspect._cluster import _checks, _training
+from mpx.inspect import _cluster, collectives
 from mpx.inspect._result import amount
 from scripts import script
 
@@ -31,7 +30,7 @@ def wire():
 
 def weights(wire):
     """The number of weights of the scanned layers, and of embedding and head each."""
-    shapes = wire.shapes(wire.TINY)
+    shapes = wire.TINY.shapes()
     layers = [shapes["layers"][name] for name in (*wire.COLUMNS, *wire.ROWS)]
     return sum(map(math.prod, layers)), math.prod(shapes["head"])
 
@@ -99,9 +98,9 @@ def test_bytes_of_gathers_and_reductions(wire, key):
     if window == " ×4 once":
         assert not any(x.in_loop for x in found if x.kind in SUMS and x.bytes > 2**16)
     if precision.startswith("fp8"):
-        assert mpx.inspect.check(compiled).fp8 > 0
+        assert mpx.inspect.fp8_check(compiled).fp8 > 0
         # Turned codes are written once, and not by the matmul.
-        assert "f8e4m3fn" not in "".join(mpx.inspect.check(compiled).other)
+        assert "f8e4m3fn" not in "".join(mpx.inspect.fp8_check(compiled).other)
 
 
 @pytest.mark.parametrize("by", ["mpx", "XLA"])
@@ -151,12 +150,11 @@ def test_maxima_of_delayed_scaling_are_reduced_once(wire, by):
 
 @pytest.mark.parametrize("count", [2, 8])
 def test_doctor_of_a_cluster_finds_the_wire_it_asks_for(monkeypatch, count):
-    for module in (_checks, _training):
-        monkeypatch.setattr(module, "half", lambda: "bf16")
+    monkeypatch.setattr(_cluster, "half", lambda: "bf16")
     devices = np.array(h200.devices())[:count]
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
     options = h200.compiler_options()
-    found = _checks.check_wire(_training.Training(mesh), **options)
+    found = _cluster.check_wire(_cluster.Trial(mesh), options)
     assert found.passed
     # Two weights of 64 × 256: two bytes each are gathered, four reduced, once.
     part = 2 * 64 * 256 * (count - 1) / count

@@ -130,7 +130,7 @@ def join(args):
             jax.distributed.initialize(*place)
         else:
             jax.distributed.initialize()  # Slurm and others describe the job
-    mpx.inspect.check_processes(args.processes)
+    mpx.check_processes(args.processes)
 
 
 def train(args):

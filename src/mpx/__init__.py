@@ -21,10 +21,10 @@ from mpx._casting._half import (
 from mpx._casting._policy import Policy as Policy
 from mpx._casting._policy import get_policy as get_policy
 from mpx._gradients._accumulate import accumulate as accumulate
-from mpx._gradients._filter_grad import calculate_scaled_grad as calculate_scaled_grad
-from mpx._gradients._filter_grad import filter_grad as filter_grad
-from mpx._gradients._filter_grad import filter_value_and_grad as filter_value_and_grad
 from mpx._gradients._grad import GradResult as GradResult
+from mpx._gradients._grad import calculate_scaled_grad as calculate_scaled_grad
+from mpx._gradients._grad import filter_grad as filter_grad
+from mpx._gradients._grad import filter_value_and_grad as filter_value_and_grad
 from mpx._gradients._grad import value_and_grad as value_and_grad
 from mpx._jax._sharding import fsdp_shardings as fsdp_shardings
 from mpx._jax._tree import all_finite as all_finite
@@ -53,6 +53,7 @@ if _typing.TYPE_CHECKING:
     from mpx._amp import amp_low as amp_low
     from mpx._amp import amp_stop as amp_stop
     from mpx._fp8 import fp8 as fp8
+    from mpx._jax._processes import check_processes as check_processes
     from mpx._ops._cross_entropy import linear_cross_entropy as linear_cross_entropy
 
 _NAMESPACES = ("checkpoint", "compat", "inspect", "optim", "recipes", "testing")
@@ -61,6 +62,7 @@ _FUNCTIONS = {
     "amp": "mpx._amp",
     "amp_low": "mpx._amp",
     "amp_stop": "mpx._amp",
+    "check_processes": "mpx._jax._processes",
     "fp8": "mpx._fp8",
     "linear_cross_entropy": "mpx._ops._cross_entropy",
 }

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "doctor": (
-        "mpx.inspect._cluster._command",
+        "mpx.inspect._doctor",
         "what this machine or cluster offers, and which precision",
     ),
     "report": (
-        "mpx.inspect._report_command",
+        "mpx.inspect._report",
         "which operation runs in which precision",
     ),
     "memory": (
-        "mpx.inspect._memory_command",
+        "mpx.inspect._memory",
         "the bytes of a model under each option",
     ),
 }

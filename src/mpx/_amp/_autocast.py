@@ -7,37 +7,33 @@ Values that the function holds in f32 may be held in the compute dtype between t
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import (
-    _attention,
-    _casts,
-    _cross_entropy,
-    _grouped,
-    _pointwise,
-    _recognition,
+from mpx._amp import _recognition
+from mpx._amp._chains import CURVED, choose_chain
+from mpx._amp._decide import (
+    HIGHEST,
+    Choice,
+    decide,
+    highest_is_the_default,
+    reason_against,
 )
+from mpx._amp._emit import captured_attention, emit
 from mpx._amp._facts import (
     F32,
-    Chosen,
     Decision,
     Origin,
-    Run,
     Settings,
     cast,
     is_eligible,
     is_low,
 )
-from mpx._amp._frameworks import Traced
-from mpx._amp._matmuls import HIGHEST, asks_for_highest, reason_against
-from mpx._amp._policy import Choice
-from mpx._amp._rules import MATMULS, PRIMITIVES, REASONS, SHAPE_ONLY, Rule
-from mpx._amp._scopes import LOW_NAME
+from mpx._amp._rules import LOW_NAME, Rule
 from mpx._casting._half import in_gradient_function
 from mpx._casting._reduction import COMPUTE
 from mpx._jax._compat import (
@@ -51,11 +47,13 @@ from mpx._jax._compat import (
 from mpx._jax._warn import warn
 from mpx._program import HANDLERS
 from mpx._program._interpreter import (
+    Handler,
     Jaxpr,
     Op,
     Outcome,
     Plan,
     Scopes,
+    Traced,
     Values,
     arrays_of,
     rewrite,
@@ -65,16 +63,18 @@ from mpx._program._queries import (
     ATTENTION,
     CALLS,
     CROSS_ENTROPY,
+    MATMULS,
+    SHAPE_ONLY,
     Equation,
     Verdict,
     body_of,
     equations,
     every_use,
-    holds,
     readers,
 )
 
-_MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
+# Primitives without which there is no attention to recognise.
+_FUSED = frozenset(("exp", next(iter(ATTENTION))))
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -83,8 +83,11 @@ class Autocast(Settings):
 
     def start(self, traced: Traced) -> Traced:
         """Finds what the rules select among the arrays; raises if that is nothing."""
-        places = traced.places if traced.has_params else None
-        self.rules = self.rules.for_call(traced.named_arrays(), places)
+        rules = self.rules
+        if rules.keep or rules.params or rules.scopes or rules.functions:
+            places = traced.places if traced.has_params else None
+            self.rules = rules.for_call(traced.named_arrays(), places)
+        self.is_plain = rules.is_plain
         return traced
 
     def finish(self, outs: Values) -> Values:
@@ -92,7 +95,7 @@ class Autocast(Settings):
 
         They do if f16 gradients are taken without a loss scale.
         """
-        if "default" in self.found:
+        if "low" in self.found and highest_is_the_default():
             warn(_HIGHEST_BY_DEFAULT)
         if "highest" in self.found and "low" not in self.found:
             warn(_ALL_HIGHEST)
@@ -101,7 +104,7 @@ class Autocast(Settings):
         return [_warn_if_unscaled(out) for out in outs]
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
-        return _attention.captured_attention()
+        return captured_attention()
 
     def plan(
         self,
@@ -110,7 +113,9 @@ class Autocast(Settings):
         facts: Sequence[Origin],
         scopes: Scopes,
     ) -> Plan | None:
-        return _recognition.plan_for(self, jaxpr, consts, facts, scopes)
+        if self.attention == "fuse" and not _FUSED.isdisjoint(self.frame.primitives):
+            return _recognition.plan_for(self, jaxpr, consts, facts, scopes)
+        return None
 
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: Any) -> Iterator[None]:
@@ -146,20 +151,32 @@ class Autocast(Settings):
     def cache_key(self, more: Any) -> bool:
         return self.in_loop
 
-    # --- equations --------------------------------------------------------------------
-
     def equation(self, op: Op) -> Outcome:
-        """Runs one equation in the precision that the rules choose."""
-        chosen = self.choose(op)
-        result = chosen.run(self, op)
+        """Decides how an equation runs, runs it so, and follows what is known."""
+        name = op.eqn.primitive.name
+        # Equations that are run out of turn, for recognised ones, are in no chain.
+        in_turn = self.is_plain and self.frame.eqn is op.eqn
+        has_chains = in_turn and not CURVED.isdisjoint(self.frame.primitives)
+        found = choose_chain(self, op) if has_chains else None
+        choice = decide(self, op) if found is None else found[0]
+        if found is not None:
+            result = found[1](self, op)
+        elif choice.how == "body":
+            result = _BODIES.get(name, HANDLERS[name])(self, op)
+        else:
+            result = emit(self, op, choice)
         if isinstance(result, tuple):
             outs, known = result
         else:
             outs, known = result, self.facts_after(op, result)
-        if self.copies and op.eqn.primitive.name in SHAPE_ONLY:
+        if self.copies and name in SHAPE_ONLY:
             self._move_copy(op.eqn)
-        if self.decisions is not None and chosen.rule is not None:
-            self.decisions.append(_decision(op, chosen, outs, self.caller))
+        if name in MATMULS and choice.rule == Rule.LOW:
+            # For the warnings of `finish`.
+            is_low, is_kept = choice.how == "matmul", choice.reason == HIGHEST
+            self.found.add("low" if is_low else "highest" if is_kept else "")
+        if self.decisions is not None and choice.rule is not None:
+            self.decisions.append(_decision(op, choice, outs, self.caller))
         return outs, known
 
     def _move_copy(self, eqn: Equation) -> None:
@@ -171,76 +188,20 @@ class Autocast(Settings):
                 zip(eqn.outvars, bind(eqn, [self.copies[first]]), strict=True)
             )
 
-    def choose(self, op: Op) -> Chosen:
-        """Returns how an equation runs: by its region, its parameter or its primitive."""
-        chain = _pointwise.choose(self, op)
-        if chain is not None:
-            return chain
-        name, region = op.eqn.primitive.name, self.region_rule(op.eqn, op.scopes)
-        if region is not None and region[0] == Rule.ORIGINAL:
-            is_attention = name in ATTENTION
-            run = _attention.original_attention if is_attention else _casts.original
-            return Chosen(run, *region)
-        if name in _CHOICES:
-            return _CHOICES[name](self, op)
-        if name in _HANDLERS:
-            return Chosen(_HANDLERS[name])
-        if name not in PRIMITIVES and holds(op.eqn, MATMULS):
-            warn(_OPAQUE.format(name=name))
-        if any(is_eligible(var.aval) for var in op.eqn.invars):
-            return self._by_rule(op, region)
-        return _already_low(op)
 
-    def _note(self, eqn: Equation, kept: str | None) -> None:
-        """Notes about a matmul what `finish` may have to warn of."""
-        self.found.add("highest" if kept == HIGHEST else "low" if kept is None else "")
-        if kept is None and asks_for_highest(eqn):
-            self.found.add("default")
-
-    def _by_rule(self, op: Op, region: tuple[Choice, str] | None) -> Chosen:
-        eqn, name = op.eqn, op.eqn.primitive.name
-        rule, reason = region or self.rule(name, eqn.params, op.facts)
-        if name == "name" and eqn.params["name"] == LOW_NAME:
-            return Chosen(_casts.mark_low, Rule.FOLLOW, reason)
-        if region and rule in _MAY_BE_LOW and PRIMITIVES.get(name) == Rule.ORIGINAL:
-            # A scatter or a solver has no version in the compute dtype.
-            rule, reason = Rule.ORIGINAL, REASONS[name]
-        if callable(rule) and not isinstance(rule, str):
-            return Chosen(_casts.user_rule(rule), getattr(rule, "__name__", "custom"))
-        rule = Rule(rule)
-        kept = reason_against(eqn, rule, op.facts)
-        if rule == Rule.LOW and name in MATMULS:
-            self._note(eqn, kept)
-        if kept is not None:
-            return Chosen(_casts.original, rule, kept)
-        if rule == Rule.LOW and name in _grouped.RAGGED:
-            reason = _grouped.description(eqn)
-        return Chosen(_casts.APPLY[rule], rule, reason)
-
-
-def _already_low(op: Op) -> Chosen:
-    """Returns how an equation without f32 operands runs: as written, or in a kernel."""
-    if _grouped.is_low(op.eqn):
-        reason = _grouped.description(op.eqn)
-        return Chosen(_casts.ragged_as_written, Rule.LOW, reason)
-    return Chosen(_casts.as_written)
-
-
-def _decision(op: Op, chosen: Chosen, outs: Values, caller: Equation) -> Decision:
+def _decision(op: Op, choice: Choice, outs: Values, caller: Equation) -> Decision:
     # Attention also returns what its derivative needs.
     seen = outs[:1] if op.eqn.primitive.name in ATTENTION else outs
+    is_user = choice.how == "user"
     return Decision.about(
         op.eqn,
         op.scopes,
         caller,
-        rule=str(chosen.rule),
-        reason=chosen.reason,
+        rule=choice.reason if is_user else str(choice.rule),
+        reason="" if is_user else choice.reason,
         params=tuple(fact.name for fact in op.facts if fact.name),
         after=tuple(str(jnp.result_type(out)) for out in seen),
     )
-
-
-# --- equations that hold jaxprs -------------------------------------------------------
 
 
 def has_work(jaxpr: Jaxpr) -> bool:
@@ -366,23 +327,12 @@ def _custom_jvp(amp: Autocast, op: Op) -> Outcome:
     return HANDLERS["custom_jvp_call"](amp, op)
 
 
-_CHOICES: dict[str, Callable[[Autocast, Op], Chosen]] = {
-    **dict.fromkeys(ATTENTION, _attention.choose),
-    **dict.fromkeys(CROSS_ENTROPY, _cross_entropy.choose),
-}
-_HANDLERS: dict[str, Run] = {
-    **HANDLERS,
+_BODIES: dict[str, Handler] = {
     "jit": _jit,
     "pjit": _jit,
     "scan": _scan,
     "custom_jvp_call": _custom_jvp,
-    "convert_element_type": _casts.convert,
 }
-
-
-# --- warnings -------------------------------------------------------------------------
-
-
 _HIGHEST_BY_DEFAULT = (
     'The default precision of matmuls is "highest", but `amp` runs them in 16 bits, also '
     "those that ask for it themselves, since JAX does not tell them apart. Reset "
@@ -392,10 +342,6 @@ _ALL_HIGHEST = (
     "`amp` changed no matmul: all of them ask for `precision=HIGHEST`, which is honoured. "
     "Remove the argument, or give a rule: "
     '`amp(func, rules=mpx.AmpRules(primitives={"dot_general": "f32"}))` to stay in f32.'
-)
-_OPAQUE = (
-    "`amp` does not know the operation `{name}`, which holds matmuls: they run as they are "
-    "written. Call what is inside without it, or report this."
 )
 _UNSCALED = (
     "A function under `amp` in f16 is differentiated without a loss scale that mpx "

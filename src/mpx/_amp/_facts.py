@@ -1,4 +1,4 @@
-"""Facts about values, casts of values, and the settings of autocast."""
+"""What autocast knows of values, and the settings of one call: the step "follow"."""
 
 import dataclasses
 import functools
@@ -10,22 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._amp._frameworks import Transformation
-from mpx._amp._policy import FUNCTION_SCOPE, AmpRules, Choice
-from mpx._amp._rules import MATMULS
+from mpx._amp._rules import FUNCTION_SCOPE, AmpRules, RuleLike
 from mpx._casting._reduction import Reduce, weight_grad_dtype
 from mpx._jax._compat import INLINE, convert_dtype, source_frames
 from mpx._jax._formats import FORMATS, short_name
 from mpx._program import _provenance
 from mpx._program._flow import after
-from mpx._program._interpreter import Kind, Op, Outcome, Scopes, Values
+from mpx._program._interpreter import Kind, Op, Scopes, Transformation, Values
 from mpx._program._provenance import CONSTANT, DATA, Source
-from mpx._program._queries import (
-    SHAPE_ONLY,
-    Equation,
-    flops,
-    has_body,
-)
+from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, flops, has_body
 
 F32 = np.dtype(np.float32)
 LOW_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
@@ -183,6 +176,7 @@ class Settings(Transformation):
         caller: The equation with a line of the user's whose body is visited.
         copies: Low copies of weights that were made outside the running body, by variable.
         in_loop: Whether the body of a scan is visited.
+        is_plain: See `AmpRules`.
         decisions: Where decisions are recorded, `None` to record none.
     """
 
@@ -196,12 +190,13 @@ class Settings(Transformation):
     caller: Equation = None
     copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     in_loop: bool = False
+    is_plain: bool = False
     decisions: list[Decision] | None = None
 
     @property
     def kept_types(self) -> tuple[type, ...]:
         """The types whose calls run as they are written."""
-        return tuple(x for x in self.rules.keep if isinstance(x, type))
+        return tuple([x for x in self.rules.keep if isinstance(x, type)])
 
     def argument_fact(self, name: str, is_param: bool, leaf: Any) -> Origin:
         """Returns what is known of an argument's array."""
@@ -240,7 +235,7 @@ class Settings(Transformation):
     def facts_after(self, op: Op, outs: Sequence[Any]) -> list[Origin]:
         """Returns what is known of the results of an equation that holds no jaxpr."""
         sources = _provenance.follow(op.eqn, [fact.source for fact in op.facts])
-        touched = any(fact.touched for fact in op.facts)
+        touched = any([fact.touched for fact in op.facts])
         literal = op.facts[0].literal if op.facts else None
         if op.eqn.primitive.name == "convert_element_type":
             if op.eqn.invars[0].aval.dtype == np.bool_:
@@ -273,21 +268,10 @@ class Settings(Transformation):
         """
         if getattr(value, "dtype", F32) == F32:
             return cast(value, F32)
-        return self._once(value, F32)
+        return self.once(value, F32)
 
-    def narrow(self, value: Any, fact: Origin) -> Any:
-        """Returns a value in the compute dtype, an activation the same for every matmul.
-
-        Then its cotangents add up in the matmuls that make them, as in a model written in
-        16 bits: each in an array of its own costs memory traffic and, where they are sums
-        over devices, an all-reduce each. Parameters are cast for each matmul: their
-        cotangents add up in f32.
-        """
-        if may_be_param(fact) or getattr(value, "dtype", None) != F32:
-            return cast(value, self.dtype)
-        return self._once(value, self.dtype)
-
-    def _once(self, value: Any, dtype: np.dtype) -> Any:
+    def once(self, value: Any, dtype: np.dtype) -> Any:
+        """Returns a value cast to a dtype, the same array for every equation that asks."""
         made = self.frame.made
         if (id(value), dtype) not in made:
             made[id(value), dtype] = value, cast(value, dtype)
@@ -299,7 +283,7 @@ class Settings(Transformation):
             return self.dtype
         return weight_grad_dtype(self.reduce, value, self.dtype)
 
-    def region_rule(self, eqn: Equation, scopes: Scopes) -> tuple[Choice, str] | None:
+    def region_rule(self, eqn: Equation, scopes: Scopes) -> tuple[RuleLike, str] | None:
         """Returns the rule of the scope or function around an equation, and why."""
         found = self.rules.scope_rule(scopes)
         if found is None and self.rules.functions:
@@ -321,27 +305,12 @@ class Settings(Transformation):
 
     def rule(
         self, name: str, params: Mapping[str, Any], facts: Sequence[Origin]
-    ) -> tuple[Choice, str]:
+    ) -> tuple[RuleLike, str]:
         """Returns the rule of a primitive where no region has one, and why."""
-        if name in MATMULS:
-            for param in sorted(set().union(*(fact.source.names for fact in facts))):
+        if name in MATMULS and (self.rules.keep or self.rules.params):
+            for param in sorted(set().union(*[fact.source.names for fact in facts])):
                 found = self.rules.param_rule(param)
                 if found is not None:
                     return found
-        rule = self.rules.primitive_rule(
-            name, params, compute_is_f16=self.dtype == np.float16
-        )
-        return rule, self.rules.primitive_reason(name)
-
-
-Run = Callable[[Any, Op], Values | Outcome]
-"""Runs one equation; the first argument is an `Autocast`. It may tell more of the results
-than `Settings.facts_after`."""
-
-
-class Chosen(NamedTuple):
-    """How an equation runs; the rule, `None` if there was nothing to decide; and why."""
-
-    run: Run
-    rule: Choice | None = None
-    reason: str = ""
+        is_f16 = self.dtype == np.float16
+        return self.rules.primitive_rule(name, params, compute_is_f16=is_f16)

@@ -9,22 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._amp._facts import (
-    NEUTRAL,
-    Decision,
-    Origin,
-    Settings,
-    cast,
-    is_eligible,
-)
-from mpx._amp._matmuls import reason_against
-from mpx._amp._rules import SHAPE_ONLY, Rule
+from mpx._amp._decide import reason_against
+from mpx._amp._facts import NEUTRAL, Decision, Origin, Settings, cast, is_eligible
+from mpx._amp._rules import Rule
 from mpx._jax._compat import has_explicit_axes, scopes_of
 from mpx._jax._devices import cuda_capability
 from mpx._jax._private import private
 from mpx._jax._warn import warn
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Plan, Scopes
-from mpx._program._queries import ATTENTION, Equation, leaves
+from mpx._program._queries import ATTENTION, SHAPE_ONLY, Equation, leaves
 from mpx._program._replace import Value, plan_with, scopes_inside
 from mpx._program._terms import Term
 

@@ -1,19 +1,69 @@
-"""`amp`: the public transformation."""
+"""`amp`, and the marks `amp_stop` and `amp_low`."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from mpx._amp._autocast import Autocast
-from mpx._amp._functions import call_through, parse_params
-from mpx._amp._policy import AmpRules, as_amp_rules, as_compute_dtype
-from mpx._amp._recording import current_recording
+from mpx._amp._call import call_through, current_recording, parse_params
+from mpx._amp._rules import LOW_NAME, AmpRules, as_amp_rules, as_compute_dtype
+from mpx._casting._keep import STOP_SCOPE
 from mpx._casting._reduction import amp_reduce, parse_reduce
 from mpx._casting._select import Selectors, parse_selectors
 from mpx._casting._wrapped import is_amp, refuse_cast_arguments
+from mpx._jax._tree import is_array, is_floating
 from mpx._jax._warn import warn
+
+
+def amp_stop(func: Callable[..., Any] | None = None) -> Any:
+    """Keeps autocast out of a region: operations run as they are written.
+
+    Args:
+        func: A function to keep out of. Leave it out to get a context manager.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from mpx import amp
+        >>> @amp
+        ... def f(x):
+        ...     with amp_stop():
+        ...         return x @ x
+        >>> float(f(jnp.full((1, 1), 1.001))[0, 0])
+        1.0020010471343994
+    """
+    scope = jax.named_scope(STOP_SCOPE)
+    return scope if func is None else scope(func)
+
+
+def amp_low(x: PyTree) -> PyTree:
+    """Marks values as fit for the compute dtype, where `amp` would keep f32.
+
+    Outside `amp` it changes nothing. It is meant for a residual stream that starts in
+    f32, such as the sum of embeddings.
+
+    Args:
+        x: An array or a pytree of them.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from mpx import amp
+        >>> f = lambda x: amp_low(x) + 0.0
+        >>> float(f(jnp.float32(1.001))), float(amp(f)(jnp.float32(1.001)))
+        (1.0010000467300415, 1.0)
+    """
+    return jax.tree.map(
+        lambda leaf: (
+            checkpoint_name(leaf, LOW_NAME)
+            if is_array(leaf) and is_floating(leaf)
+            else leaf
+        ),
+        x,
+    )
 
 
 def amp(

@@ -53,14 +53,7 @@ def cast_state_leaf(leaf: Any, dtype: np.dtype) -> Any:
 def map_floating(
     fn: Callable[[LeafName, Any], Any], tree: PyTree, argument: str = ""
 ) -> PyTree:
-    """Maps the floating leaves of a pytree, and of the NNX objects in it.
-
-    Args:
-        fn: Maps a leaf's name and the leaf to the new leaf.
-        tree: Any pytree. NNX objects come back as fresh ones that share what the given
-            ones share. Nodes that keep their dtypes are passed by.
-        argument: The name of the argument that the tree is.
-    """
+    """Maps the floating leaves of a pytree, and of the NNX objects in it."""
     plain, objects = take_out(tree, argument)
 
     plain = map_with_name(
@@ -315,12 +308,12 @@ def call_in_full_precision(
     return jax.tree.map(
         lambda leaf: cast_leaf(leaf, wanted) if is_floating(leaf) else leaf,
         out,
-        is_leaf=_is_state,
+        is_leaf=is_state_node,
     )
 
 
-def _is_state(node: Any) -> bool:
-    """Returns whether a function in full precision gets a node as it is."""
+def is_state_node(node: Any) -> bool:
+    """Returns whether a node is state, or keeps its dtypes: it is handed on as it is."""
     return (
         isinstance(node, eqx.nn.State) or keeps_its_dtypes(type(node)) or is_nnx(node)
     )
@@ -330,7 +323,7 @@ def floating_dtype(tree: PyTree) -> np.dtype | None:
     """Returns the widest dtype among the floating leaves, `None` if there is none."""
     dtypes = {
         dtype_of(leaf)
-        for leaf in jax.tree.leaves(tree, is_leaf=_is_state)
+        for leaf in jax.tree.leaves(tree, is_leaf=is_state_node)
         if is_floating(leaf)
     }
     if not dtypes:
@@ -345,7 +338,7 @@ def widen_tree(tree: PyTree) -> PyTree:
     def widen(leaf: Any) -> Any:
         return cast_leaf(leaf, at_least_f32(leaf.dtype)) if is_floating(leaf) else leaf
 
-    return jax.tree.map(widen, tree, is_leaf=_is_state)
+    return jax.tree.map(widen, tree, is_leaf=is_state_node)
 
 
 def own_buffer(leaf: Any) -> Any:

@@ -69,12 +69,7 @@ class Keep:
         self._always, self._called = _always_kept(), set[type]()
 
     def cast(self, tree: PyTree, argument: str = "") -> PyTree:
-        """Casts a tree to the compute dtype, except what is kept.
-
-        Args:
-            tree: Any pytree.
-            argument: The name of the argument that it is.
-        """
+        """Casts a tree to the compute dtype, except what is kept."""
         return map_floating(self.cast_leaf, tree, argument)
 
     def cast_leaf(self, name: LeafName, leaf: Any) -> Any:

@@ -208,12 +208,7 @@ class Policy:
 
 
 def dtype_under_amp(func: Callable[..., Any], policy: Policy) -> np.dtype | None:
-    """Returns the dtype in which a function under `amp` computes, `None` for others.
-
-    Raises:
-        ValueError: If the policy says otherwise: only its `grad_dtype` and `reduce_dtype`
-            mean something beside `amp`.
-    """
+    """Returns the dtype in which a function under `amp` computes, `None` for others."""
     dtype, autocast = policy.compute_dtype, autocast_of(func)
     if autocast is None:
         if is_fp8(func) and dtype is not None and dtype.itemsize > 2:

@@ -25,15 +25,7 @@ _shards = make_jit_context(False)
 
 
 def parse_reduce(dtype: Any, *, eight_bits: bool = False) -> Reduce:
-    """Returns what a user may pass for `reduce_dtype`: a dtype, a word or `None`.
-
-    Args:
-        dtype: What was passed.
-        eight_bits: Whether `"e4m3"` is among the choices.
-
-    Raises:
-        ValueError: If it is none of the choices.
-    """
+    """Returns what a user may pass for `reduce_dtype`: a dtype, a word or `None`."""
     if dtype is None or (isinstance(dtype, str) and dtype == COMPUTE):
         return dtype
     if isinstance(dtype, str) and dtype == EIGHT_BITS:
@@ -103,15 +95,7 @@ class Shards(NamedTuple):
 
 
 def shards_of(axis_name: Any, tree: Any) -> Shards | None:
-    """Returns the axes of a mesh that are named, if no transformation has bound them.
-
-    Args:
-        axis_name: The name of an axis, or several.
-        tree: Arrays, of which one may tell the mesh.
-
-    Raises:
-        ValueError: If there is no such axis, or the mesh leaves it to the user.
-    """
+    """Returns the axes of a mesh that are named, if no transformation has bound them."""
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     if not axes or _are_bound(axes):
         return None

@@ -34,16 +34,7 @@ Selectors = Selector | Iterable[Selector]
 
 
 def parse_selectors(given: Any, what: str) -> tuple[Selector, ...]:
-    """Returns the selectors that a user gave: one, or several.
-
-    Args:
-        given: One selector, or an iterable of them.
-        what: The name of the option, for messages.
-
-    Raises:
-        TypeError: If one is neither a string nor a type nor a function.
-        ValueError: If a string is no regular expression.
-    """
+    """Returns the selectors that a user gave: one, or several."""
     single = callable(given) or isinstance(given, str)
     selectors = (given,) if single or not isinstance(given, Iterable) else tuple(given)
     for selector in selectors:
@@ -53,12 +44,7 @@ def parse_selectors(given: Any, what: str) -> tuple[Selector, ...]:
 
 
 def check_pattern(pattern: Any, what: str) -> None:
-    """Raises unless a selector is a regular expression.
-
-    Raises:
-        TypeError: If it is no string.
-        ValueError: If it does not compile.
-    """
+    """Raises unless a selector is a regular expression."""
     if not isinstance(pattern, str):
         raise TypeError(
             f"`{what}` takes a regular expression for paths such as "
@@ -83,11 +69,7 @@ def search(pattern: str, name: str) -> bool:
 
 
 def matches(selector: Selector, name: str, leaf: Any) -> bool:
-    """Returns whether a selector selects a leaf with this name.
-
-    Raises:
-        TypeError: If a predicate does not return a known boolean.
-    """
+    """Returns whether a selector selects a leaf with this name."""
     if isinstance(selector, str):
         return search(selector, name)
     if isinstance(selector, type):
@@ -134,12 +116,7 @@ class Matcher:
         return tuple(s for s in self.selectors if isinstance(s, type))
 
     def find(self, name: str, leaf: Any = None) -> Selector | None:
-        """Returns the first selector that selects a leaf, or a path of named scopes.
-
-        Args:
-            name: The name of the leaf, or the path.
-            leaf: The leaf. Predicates are not asked about `None`.
-        """
+        """Returns the first selector that selects a leaf, or a path of named scopes."""
         if not self.selectors:
             return None
         self._names.setdefault(getattr(name, "path", name) or name)
@@ -155,14 +132,7 @@ class Matcher:
         return found[0] if found else None
 
     def check(self, was_called: Callable[[type], bool] = lambda _: False) -> None:
-        """Raises for strings and types that have selected nothing.
-
-        Args:
-            was_called: Whether a type counts, because an object of it was called.
-
-        Raises:
-            ValueError: If there are any; near names are listed.
-        """
+        """Raises for strings and types that have selected nothing."""
         for selector in self._idle:
             if isinstance(selector, str):
                 raise selects_nothing(selector, self._what, self._names)

@@ -58,9 +58,6 @@ def refuse_cast_arguments() -> None:
     """Raises if `amp` is called where a policy has cast the arguments to 16 bits.
 
     `amp` casts operation by operation and needs the parameters as they are.
-
-    Raises:
-        ValueError: If so.
     """
     if _cast_to.get() is not None:
         raise ValueError(
@@ -69,24 +66,6 @@ def refuse_cast_arguments() -> None:
             "`amp`, `mpx.value_and_grad(mpx.amp(loss))`; or pass "
             '`policy="f32"`, so that only `amp` casts.'
         )
-
-
-_codes: contextvars.ContextVar[Any] = contextvars.ContextVar("codes", default=None)
-
-
-@contextlib.contextmanager
-def giving_codes(codes: Any) -> Iterator[None]:
-    """Gives weights in 8 bits to the calls of a function under `fp8` inside."""
-    token = _codes.set(codes)
-    try:
-        yield
-    finally:
-        _codes.reset(token)
-
-
-def given_codes() -> Any:
-    """Returns the weights in 8 bits that were made before, `None` if none were."""
-    return _codes.get()
 
 
 def has_scales(func: Callable[..., Any]) -> bool:

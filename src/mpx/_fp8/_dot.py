@@ -120,7 +120,6 @@ def fp8_dot(
     probe: Array | None,
     *,
     shared: Shared | None = None,
-    codes: tuple[Fp8Tensor, Array] | None = None,
 ) -> Array:
     """Returns `lax.dot_general(lhs, rhs)` computed from 8-bit operands.
 
@@ -134,29 +133,25 @@ def fp8_dot(
             three largest magnitudes of this step, or those of what each device holds.
             `None` if they are not needed.
         shared: Tensors that other matmuls have quantised, of the same trace.
-        codes: The weight in 8 bits and its largest magnitude, if they were made before.
     """
     shared = {} if shared is None or seen is not None else shared
     operands = []
     for side, x in enumerate((lhs, rhs)):
-        if codes is not None and side == spec.weight_side:
-            operands.append(codes[0])
-            continue
         axes = spec.dimensions[0][side] if spec.by_row else ()
         key = (id(x), spec.role(side), axes, spec.leading_axes(side, x.ndim))
         if key not in shared:
-            shared[key] = x, quantize_operand(spec, side, lax.stop_gradient(x), seen)
+            summed, leading = spec.dimensions[0][side], key[-1]
+            codes = _quantize(
+                spec,
+                spec.role(side),
+                lax.stop_gradient(x),
+                summed,
+                seen,
+                leading=leading,
+            )
+            shared[key] = x, codes
         operands.append(shared[key][1])
-    maxima = _Maxima(seen, probe, None if codes is None else codes[1])
-    return _jitted_dot(spec, (lhs, rhs), operands, maxima)
-
-
-def quantize_operand(
-    spec: MatmulSpec, side: int, x: Array, seen: Array | None
-) -> Fp8Tensor:
-    """Returns an operand of a matmul in 8 bits, its codes as bytes."""
-    axes, leading = spec.dimensions[0][side], spec.leading_axes(side, x.ndim)
-    return _quantize(spec, spec.role(side), x, axes, seen, leading=leading)
+    return _jitted_dot(spec, (lhs, rhs), operands, _Maxima(seen, probe))
 
 
 # Layers of one shape are traced once: what `jax.jit` has traced, and its derivative, it
@@ -177,11 +172,10 @@ def _quantize(
 
 
 class _Maxima(NamedTuple):
-    """Largest magnitudes: of earlier steps, the probe for those of now, of the weight."""
+    """Largest magnitudes of earlier steps, and the probe for those of now."""
 
     seen: Array | None
     probe: Array | None
-    weight: Array | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -211,11 +205,6 @@ def _forward(
     # The codes come from these sides, though no derivative knows it.
     sides, operands = differentiable_once((sides, operands))
     codes = [as_codes(spec, side, x) for side, x in enumerate(operands)]
-    if spec.one_order and maxima.weight is not None:
-        # The backward pass reads its codes from bytes. XLA would trace both to the bytes
-        # that were given, and gather each: it shares gathers of one value only.
-        side = spec.weight_side
-        codes[side] = lax.optimization_barrier(codes[side])
     out = _multiply(
         codes[0],
         codes[1],
@@ -238,13 +227,8 @@ def _forward(
     observed = None
     if maxima.probe is not None:
         shape = maxima.probe.shape[:-1]
-        weight = maxima.weight
-        if weight is None:
-            weight = maxima_of(sides[spec.weight_side], shape)
-        observed = (
-            maxima_of(sides[1 - spec.weight_side], shape),
-            jnp.broadcast_to(weight, shape),
-        )
+        activation, weight = sides[1 - spec.weight_side], sides[spec.weight_side]
+        observed = maxima_of(activation, shape), maxima_of(weight, shape)
     return out, _Residuals(as_bytes((saved[0], saved[1])), maxima.seen, observed)
 
 
@@ -295,7 +279,7 @@ def _backward(spec: MatmulSpec, residuals: _Residuals, grad: Array) -> tuple[Any
         largest = maxima_of(grad, residuals.observed[0].shape)
         dprobe = jnp.stack([*residuals.observed, largest], axis=-1)
     (dlhs, drhs), dprobe = differentiable_once((grads, dprobe))
-    return (dlhs, drhs), None, _Maxima(dseen, dprobe, None)
+    return (dlhs, drhs), None, _Maxima(dseen, dprobe)
 
 
 _dot.defvjp(_forward, _backward)

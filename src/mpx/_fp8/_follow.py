@@ -1,7 +1,7 @@
 """The parameters of a function in its program: which value is one, and what it is for."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpx._jax._compat import Literal
@@ -21,68 +21,28 @@ from mpx._program._queries import (
     ATTENTION,
     GROUPED,
     MATMULS,
-    SHAPE_ONLY,
     Equation,
     names,
 )
 
-SLICE = "slice"
-"""Stands among operations for the slice that one round of a scan takes."""
-_REPEATED = SHAPE_ONLY.union(names("convert_element_type")).difference(
-    names("pvary pcast sharding_constraint reshard mesh_cast")
-)
 
-
-class Weight(NamedTuple):
-    """What is known of a value.
-
-    Attributes:
-        source: What it is computed from.
-        chain: The operations from its parameter to it, in order; `None` if they are not
-            asked for or cannot be repeated elsewhere.
-    """
-
-    source: Source = DATA
-    chain: tuple[Any, ...] | None = None
-
-    @property
-    def name(self) -> str | None:
-        """The name of the parameter that it is; `None` if it is none."""
-        return self.source.name if self.source.is_param else None
-
-    def after(self, step: Any) -> "Weight":
-        """Returns what is known after one more operation."""
-        return self._replace(chain=None if self.chain is None else (*self.chain, step))
-
-
-UNKNOWN = Weight()
-
-
-def facts_after(eqn: Equation, facts: Sequence[Weight]) -> list[Weight]:
-    """Returns what is known of an equation's results."""
+def follow_weights(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
+    """Returns the sources of an equation's results."""
     if eqn.primitive.name == "broadcast_in_dim" and _grows(eqn):
-        return [
-            UNKNOWN
-        ]  # a parameter for each example is an activation: a learnt query
-    operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
-    simple = len(operands) == len(eqn.outvars) == 1 and eqn.primitive.name in _REPEATED
-    chain = facts[0].after(eqn).chain if simple else None
-    return [Weight(x, chain) for x in follow(eqn, [fact.source for fact in facts])]
+        return [DATA]  # a parameter for each example is an activation: a learnt query
+    return follow(eqn, sources)
 
 
 def _grows(eqn: Equation) -> bool:
     return math.prod(eqn.invars[0].aval.shape) != math.prod(eqn.outvars[0].aval.shape)
 
 
-def matmul_dtypes(
-    jaxpr: Any, labels: Mapping[Any, str], primitives: Collection[str]
-) -> set[str]:
+def matmul_dtypes(jaxpr: Any, labels: Mapping[Any, str]) -> set[str]:
     """Returns the dtypes of matmuls with one parameter, and of these parameters.
 
     Args:
         jaxpr: The program.
         labels: The dtypes of its parameters, by variable.
-        primitives: Which primitives are such matmuls.
     """
     dtypes: set[str] = set()
 
@@ -91,7 +51,7 @@ def matmul_dtypes(
             Source("params", frozenset({x})) if x else _source_of(atom)
             for atom, x in zip(eqn.invars, labels, strict=True)
         ]
-        if name in primitives and sum(x.is_param for x in sources[:2]) == 1:
+        if name in LINEAR and sum(x.is_param for x in sources[:2]) == 1:
             dtypes.update(label for label in labels if label)
             dtypes.update(var.aval.dtype.name for var in eqn.invars[:2])
         after = () if name in HANDLERS else follow(eqn, sources)
@@ -115,6 +75,7 @@ _SUMS = frozenset(names("reduce_sum cumsum reduce_window_sum reduce_window"))
 _SELECTS = frozenset(names("top_k approx_top_k argmax argmin sort"))
 # What lies between the exponential of a softmax and its sum.
 _BETWEEN = MOVES.union(names("mul select_n"))
+LINEAR = frozenset((*MATMULS, GROUPED)) - {"conv_general_dilated"}
 _PRODUCTS = frozenset((*MATMULS, *ATTENTION, GROUPED))
 
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from jax import lax
 
-from mpx._amp import _grouped
+from mpx._amp._decide import RAGGED
 from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
 from mpx._casting._select import Selector, matches, search, shown
 from mpx._fp8._recipes import MXFP8, Recipe
-from mpx._jax._devices import H200, gpu_capability
+from mpx._jax._devices import H200
 from mpx._jax._formats import short_name
 from mpx._program._queries import (
     ATTENTION,
@@ -26,12 +26,8 @@ from mpx._program._queries import (
 _BF16, _FP8, _BANDWIDTH = H200["bf16"], H200["fp8"], H200["memory"]
 # Each tensor is read for its maximum, read again, and written in two layouts.
 _BYTES = 2 + 2 + 1 + 1
-# The same where XLA writes the other layout, at half the speed; rows need only one.
-_BYTES_TURNED, _BYTES_ROWS = 2 + 2 * (2 + 1 + 1), 2 + 2 + 1
-# The grouped kernels on an H200, 32768 rows times 8 matrices of 4096 × 8192: with these
-# the gain is predicted as 1.17, and is 1.16; for 16384 rows times 32 matrices of
-# 2048 × 1024 it is predicted as 0.67, and is 0.65.
-_GROUPED_BF16, _GROUPED_FP8 = 615e12, 1000e12
+# The same where XLA writes the other layout, at half the speed.
+_BYTES_TURNED = 2 + 2 * (2 + 1 + 1)
 # Per matmul, forward and backward. Single matmuls are met with 5 µs, but that takes those
 # of a GPT-2 124M to fp8, too, and in the whole model they gain nothing.
 _LAUNCHES = 20e-6
@@ -114,78 +110,44 @@ def predicted_gain(m: int, k: int, n: int, *, count: int = 1) -> float:
     return (work / _BF16) / (work / _FP8 + traffic / _BANDWIDTH + _LAUNCHES)
 
 
-def predicted_ragged_gain(m: int, k: int, n: int, groups: int) -> float:
-    """Predicts the same for `m` rows times the matrix of their group.
-
-    The gradient of the matrices stays in 16 bits.
-    """
-    product = 2.0 * m * k * n
-    traffic = _BYTES_ROWS * (m * k + m * n) + _BYTES_TURNED * k * n * groups
-    fp8 = 2 * product / _GROUPED_FP8 + product / _GROUPED_BF16
-    return (3 * product / _GROUPED_BF16) / (fp8 + traffic / _BANDWIDTH + _LAUNCHES)
-
-
 def reason_to_keep(
     eqn: Equation,
-    params: Sequence[str | None],
+    are_params: Sequence[bool],
     matmul: Matmul,
     purpose: str,
     chosen: Selection,
 ) -> str:
     """Returns why a product stays as it is written; "" if it becomes fp8.
 
-    `params` are the names of the parameters that its operands are; `purpose` is what they
-    are for, if that speaks against 8 bits.
+    `are_params` tells which operands are parameters; `purpose` is what they are for, if
+    that speaks against 8 bits.
     """
     name = eqn.primitive.name
-    if name not in _LINEAR:
+    if name != "dot_general":
         kind = _KINDS.get(name, "a fused attention")
         return f"it is {kind}; fp8 is for matmuls with one weight"
     return (
-        _by_structure(eqn, params, chosen)
+        _by_structure(eqn, are_params, chosen)
         or _by_rule(matmul, purpose, chosen)
-        or (_by_groups(eqn) if name in RAGGED else "")
         or _by_size(eqn, matmul, chosen)
     )
 
 
-RAGGED = frozenset({*_grouped.RAGGED, GROUPED})
-_LINEAR = RAGGED | {"dot_general"}
 _KINDS = {
+    **dict.fromkeys((*RAGGED, GROUPED), "a ragged matmul"),
     "conv_general_dilated": "a convolution",
     **dict.fromkeys(CROSS_ENTROPY, "the head of a loss"),
 }
 
 
-def _by_structure(
-    eqn: Equation, params: Sequence[str | None], chosen: Selection
-) -> str:
-    weights = [name is not None for name in params[:2]]
+def _by_structure(eqn: Equation, weights: Sequence[bool], chosen: Selection) -> str:
     if not any(weights):
         return "no operand is a parameter"
     if all(weights):
         return "both operands are parameters"
-    if eqn.primitive.name in RAGGED and not weights[1]:
-        return "its rows are a parameter"
-    if isinstance(chosen.recipe, MXFP8):
-        if eqn.primitive.name in RAGGED:
-            return "it is a ragged matmul, for which there are no MX blocks"
-        if eqn.params["dimension_numbers"][1][0]:
-            return "it has batch dimensions, for which there are no MX blocks"
+    if isinstance(chosen.recipe, MXFP8) and eqn.params["dimension_numbers"][1][0]:
+        return "it has batch dimensions, for which there are no MX blocks"
     return _by_dtype(eqn)
-
-
-def _by_groups(eqn: Equation) -> str:
-    """Returns why a ragged matmul is in no kernel for fp8; "" if it is in one.
-
-    Without a GPU it is emulated, as all of fp8 is.
-    """
-    if _grouped.kind_of(eqn) != "rows":
-        return "it is not rows times a matrix for each group"
-    device = None if gpu_capability() is None else _grouped.reason_by_device()
-    # The blocks of the kernel are as many bytes in all dtypes.
-    found = device or _grouped.reason_by_shape(eqn, multiple=128)
-    return f"it is a ragged matmul: {found}" if found else ""
 
 
 def _by_dtype(eqn: Equation) -> str:
@@ -227,14 +189,11 @@ def _selects(selector: Selector, matmul: Matmul) -> bool:
 
 
 def _by_size(eqn: Equation, matmul: Matmul, chosen: Selection) -> str:
-    if eqn.primitive.name in RAGGED:
-        gain = predicted_ragged_gain(*matmul.shape, eqn.invars[1].aval.shape[0])
-    else:
-        multiple = 32 if isinstance(chosen.recipe, MXFP8) else 16
-        for size in matmul.shape:
-            if size == 0 or size % multiple:
-                return f"{size} is not a multiple of {multiple}"
-        gain = predicted_gain(*matmul.shape, count=sizes(eqn)[1])
+    multiple = 32 if isinstance(chosen.recipe, MXFP8) else 16
+    for size in matmul.shape:
+        if size == 0 or size % multiple:
+            return f"{size} is not a multiple of {multiple}"
+    gain = predicted_gain(*matmul.shape, count=sizes(eqn)[1])
     if gain < chosen.min_gain:
         return f"too small to gain (predicted {gain:.2f}×)"
     return ""

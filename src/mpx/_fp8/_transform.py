@@ -10,22 +10,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from mpx._amp._functions import call_through, parse_params, trace
-from mpx._amp._recording import current_recording
+from mpx._amp._call import call_through, current_recording, parse_params, trace
 from mpx._casting._half import gradient_function
 from mpx._casting._reduction import Reduce, chosen_reduce, in_shards
 from mpx._casting._select import Selectors, parse_selectors
 from mpx._casting._wrapped import (
-    argument_names,
     autocast_of,
-    given_codes,
     is_amp,
     signature_after,
 )
-from mpx._fp8._codes import Encoding, encode_all
 from mpx._fp8._maxima import automatic_devices, with_devices
 from mpx._fp8._mx import check_supported
-from mpx._fp8._recipes import MXFP8, DelayedScaling, Recipe, as_recipe
+from mpx._fp8._recipes import DelayedScaling, Recipe, as_recipe
 from mpx._fp8._selection import Selection
 from mpx._fp8._state import Fp8State, check_history, check_keys, empty_state
 from mpx._fp8._visitor import Fp8
@@ -33,7 +29,7 @@ from mpx._jax import _nnx
 from mpx._jax._arguments import as_real, check_value
 from mpx._jax._compat import is_batched
 from mpx._jax._devices import gpu_capability
-from mpx._jax._tree import is_array, is_floating, named_leaves
+from mpx._jax._tree import is_array, is_floating
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
 
 
@@ -57,7 +53,7 @@ def fp8(
 
     If the parameters and all matmuls with them are f32, the function runs under `amp` in
     bf16 first, as in `fp8(amp(loss))`; write that to choose `amp`'s arguments.
-    `mpx.inspect.report` tells what is changed and `mpx.inspect.check` whether it was
+    `mpx.inspect.report` tells what is changed and `mpx.inspect.fp8_check` whether it was
     compiled to fp8 kernels.
 
     With `DelayedScaling` the returned function takes an `Fp8State` as its first
@@ -171,9 +167,7 @@ class Fp8Function:
         _warn_of_vmap((args, kwargs))
         if not isinstance(recipe, DelayedScaling):
             visitor = self.visitor(args, kwargs)
-            visitor.codes = given_codes()
-            eager = self._eager if visitor.codes is None else None
-            out = call_through(visitor, self.func, args, kwargs, eager=eager)
+            out = call_through(visitor, self.func, args, kwargs, eager=self._eager)
             _warn_of_f32(visitor)
             return out
         state, *rest = args or (None,)
@@ -185,28 +179,6 @@ class Fp8Function:
         check_history(state, recipe.history)
         return self._with_scales(state.largest(), self.func, tuple(rest), kwargs)
 
-    def encode_weights(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns the weights of a call in 8 bits, for calls with the same ones.
-
-        `accumulate` makes them before its loop. It passes what the call would get.
-        """
-        if isinstance(self.chosen.recipe, MXFP8):
-            return {}
-        scales, rest = None, args
-        if self.has_state:
-            scales, rest = args[0].largest(), args[1:]
-        visitor = self.visitor(rest, kwargs)
-        visitor.encodings = found = dict[str, Encoding]()
-        trace(visitor, self.func, rest, kwargs)
-        names = argument_names(self.func, len(rest))
-        trees = [self.func, *rest, *kwargs.values()]
-        arrays: dict[str, Any] = {
-            name: leaf
-            for argument, tree in zip(("", *names, *kwargs), trees, strict=True)
-            for name, leaf in named_leaves(tree, argument)
-        }
-        return encode_all(found, arrays, scales)
-
     def _with_scales(
         self,
         scales: dict[str, Any],
@@ -216,7 +188,7 @@ class Fp8Function:
     ) -> Any:
         visitor = self.visitor(args, kwargs)
         devices = automatic_devices((func, args, kwargs))
-        visitor.scales, visitor.codes = with_devices(scales, devices), given_codes()
+        visitor.scales = with_devices(scales, devices)
         visitor.probe_axes = 1 if devices == 1 else 2
         out = call_through(visitor, func, args, kwargs)
         check_keys(visitor.missing, visitor.used, set(scales))

@@ -1,14 +1,13 @@
 """The visitor: runs the matmuls with a parameter in 8 bits, and all else as written.
 
-The fact that it keeps beside a value is the name of the parameter that the value is, if
-only operations that move or cast numbers lie between.
+Beside a value it keeps its source: which parameters it is computed from, if only they are.
 """
 
 import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -16,29 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._amp._autocast import Autocast
-from mpx._amp._frameworks import Traced, Transformation
-from mpx._amp._functions import run_traced
-from mpx._amp._grouped import is_low, multiply, reason_by_device
-from mpx._amp._policy import AmpRules
+from mpx._amp._call import run_traced
+from mpx._amp._decide import is_low_ragged as is_low
+from mpx._amp._emit import multiply
+from mpx._amp._rules import AmpRules
 from mpx._casting._keep import KEPT_SCOPE
 from mpx._casting._reduction import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
 from mpx._casting._select import check_selectors
-from mpx._fp8._codes import Codes, Encoding, More
 from mpx._fp8._dot import fp8_dot
-from mpx._fp8._follow import (
-    SLICE,
-    UNKNOWN,
-    Weight,
-    facts_after,
-    matmul_dtypes,
-    purposes,
-)
+from mpx._fp8._follow import LINEAR, follow_weights, matmul_dtypes, purposes
 from mpx._fp8._maxima import Scales
 from mpx._fp8._mx import mx_dot
-from mpx._fp8._operands import MatmulSpec, matmul_spec
-from mpx._fp8._ragged import RaggedSpec, fp8_ragged_dot
+from mpx._fp8._operands import matmul_spec
 from mpx._fp8._recipes import MXFP8, DelayedScaling
-from mpx._fp8._selection import RAGGED, Matmul, Selection, reason_to_keep, sizes
+from mpx._fp8._selection import Matmul, Selection, reason_to_keep, sizes
 from mpx._jax._compat import (
     eval_equation,
     hi_remat,
@@ -53,13 +43,23 @@ from mpx._program._interpreter import (
     Op,
     Outcome,
     Scopes,
+    Traced,
+    Transformation,
     Values,
     arrays_of,
 )
-from mpx._program._provenance import CONSTANT, argument, closed_over, join
+from mpx._program._provenance import (
+    CONSTANT,
+    DATA,
+    Source,
+    argument,
+    closed_over,
+    join,
+)
 from mpx._program._queries import (
     ATTENTION,
     CROSS_ENTROPY,
+    GROUPED,
     HI_PRIMITIVE,
     MATMULS,
     Equation,
@@ -70,9 +70,8 @@ from mpx._program._queries import (
 )
 from mpx._wire._product import multiply_for
 
-_CHANGED = RAGGED | {"dot_general"}
-# The others are not changed, but listed in the report.
-_MULTIPLIES = _CHANGED.union(MATMULS, ATTENTION, CROSS_ENTROPY)
+# `dot_general` is changed, the others are listed in the report.
+_MULTIPLIES = frozenset((*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED))
 _ENTERED = HANDLERS.keys() - {"while", "custom_jvp_call", "custom_vjp_call"}
 
 
@@ -93,14 +92,12 @@ class Fp8(Transformation):
             around them; `None` to record none.
         scales: The delayed scales that the running body may need.
         probe_axes: The number of axes of the probe of one matmul.
-        codes: Weights in 8 bits that it may need, `None` if none were made before.
-        encodings: Where it is recorded how weights become operands; `None` to record none.
         missing: The keys of matmuls for which `scales` has nothing that fits.
         used: The other keys.
         counts: How many matmuls with delayed scales were met, by parameter.
     """
 
-    unknown: ClassVar[Weight] = UNKNOWN
+    unknown: ClassVar[Source] = DATA
     takes_bare_params: ClassVar[bool] = True
 
     chosen: Selection
@@ -112,8 +109,6 @@ class Fp8(Transformation):
     keys: dict[str, tuple[int, ...]] | None = None
     scales: Scales | None = None
     probe_axes: int = 1
-    codes: dict[str, Codes] | None = None
-    encodings: dict[str, Encoding] | None = None
     missing: set[str] = dataclasses.field(default_factory=set)
     used: set[str] = dataclasses.field(default_factory=set)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -130,22 +125,20 @@ class Fp8(Transformation):
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         return plain_matmuls()
 
-    def argument_fact(self, name: str, is_param: bool, leaf: Any) -> Weight:
-        """Returns what is known of an argument's array."""
-        source = argument(name, leaf, is_param=is_param)
-        return Weight(source, None if self.encodings is None else ())
+    def argument_fact(self, name: str, is_param: bool, leaf: Any) -> Source:
+        return argument(name, leaf, is_param=is_param)
 
-    def literal_fact(self, atom: Any) -> Weight:
-        return Weight(CONSTANT)
+    def literal_fact(self, atom: Any) -> Source:
+        return CONSTANT
 
-    def constant_fact(self, value: Any) -> Weight:
-        return Weight(closed_over(value))
+    def constant_fact(self, value: Any) -> Source:
+        return closed_over(value)
 
     def start(self, traced: Traced) -> Traced:
         """Returns the function, cast by `amp` to bf16 if it was written in f32."""
         self._check_selectors(traced)
         facts = map(
-            lambda x, leaf: self.argument_fact(*x, leaf).source,
+            lambda x, leaf: self.argument_fact(*x, leaf),
             traced.named,
             traced.arrays,
         )
@@ -192,17 +185,17 @@ class Fp8(Transformation):
             )
             if named[1]
         }
-        return matmul_dtypes(traced.jaxpr, labels, _CHANGED) == {"float32"}
+        return matmul_dtypes(traced.jaxpr, labels) == {"float32"}
 
     # --- equations --------------------------------------------------------------------
 
     def equation(self, op: Op) -> Outcome:
         """Runs one equation; a matmul in 8 bits if it may."""
         eqn, name = op.eqn, op.eqn.primitive.name
-        if name in _CHANGED:
+        if name in LINEAR:
             return self._dot(op), self._after(eqn, op.facts)
         # A report looks for more than what is changed.
-        wanted = _CHANGED if self.matmuls is None else _MULTIPLIES
+        wanted = LINEAR if self.matmuls is None else _MULTIPLIES
         is_custom = name == HI_PRIMITIVE and hi_remat(eqn) is None
         if name in _ENTERED and not is_custom and holds(eqn, wanted):
             return HANDLERS[name](self, op)
@@ -210,9 +203,9 @@ class Fp8(Transformation):
             self._record(op)
         return eval_equation(eqn, op.values), self._after(eqn, op.facts)
 
-    def _after(self, eqn: Equation, facts: list[Weight]) -> list[Weight]:
-        """Returns the facts of the results of an equation that runs as written."""
-        return list(after(eqn, facts, facts_after, self.literal_fact, self.unknown))
+    def _after(self, eqn: Equation, facts: list[Source]) -> list[Source]:
+        """Returns the sources of the results of an equation that runs as written."""
+        return list(after(eqn, facts, follow_weights, self.literal_fact, DATA))
 
     def _dot(self, op: Op) -> Values:
         eqn, values, facts, _ = op
@@ -224,26 +217,21 @@ class Fp8(Transformation):
                 self.found.add(("f32", matmul.param))
             return self._kept(op)
         self.found.add(("fp8", ""))
-        if eqn.primitive.name in RAGGED:
-            return [self._ragged(op)]
         lhs, rhs = (jnp.asarray(value) for value in values)
-        side = int(facts[1].name is not None)
+        side = int(facts[1].is_param)
         spec = matmul_spec(eqn, (lhs, rhs), side, self.chosen.recipe, self.reduce)
         if isinstance(self.chosen.recipe, MXFP8):
             return [mx_dot(spec, lhs, rhs)]
         key = self._next_key(matmul.param)
         seen, probe = self._scale(key)
-        self._record_weight(key, facts[side], spec)
-        codes = (self.codes or {}).get(key)
-        made = self.frame.made
-        return [fp8_dot(spec, lhs, rhs, seen, probe, shared=made, codes=codes)]
+        return [fp8_dot(spec, lhs, rhs, seen, probe, shared=self.frame.made)]
 
     def _kept(self, op: Op) -> Values:
         """Runs a matmul as it is written."""
         eqn, values = op.eqn, arrays_of(op.values)
         low = values[0].dtype
         dtypes = {values[1].dtype, eqn.outvars[0].aval.dtype, low}
-        sides = [i for i, fact in enumerate(op.facts[:2]) if fact.name is not None]
+        sides = [i for i, fact in enumerate(op.facts[:2]) if fact.is_param]
         if dtypes in ({np.dtype(jnp.bfloat16)}, {np.dtype(np.float16)}) and sides:
             grads = {i: weight_grad_dtype(self.reduce, values[i], low) for i in sides}
             wide = {i: (values[i], x) for i, x in grads.items() if x != low}
@@ -253,17 +241,10 @@ class Fp8(Transformation):
             return multiply(eqn, values, eqn.outvars[0].aval.dtype)
         return eval_equation(eqn, values)
 
-    def _ragged(self, op: Op) -> Any:
-        x, w, sizes = (jnp.asarray(value) for value in op.values)
-        # Selected without a GPU, or with one that has the kernel.
-        in_kernel = reason_by_device() is None
-        spec = RaggedSpec(self.chosen.recipe, x.dtype, in_kernel)
-        return fp8_ragged_dot(spec, x, w, sizes)
-
     def _describe(
-        self, eqn: Equation, facts: Sequence[Weight], scopes: Scopes, times: int
+        self, eqn: Equation, facts: Sequence[Source], scopes: Scopes, times: int
     ) -> Matmul:
-        params = [fact.name for fact in facts[:2] if fact.name]
+        weights = [fact for fact in facts[:2] if fact.is_param]
         source = ""
         if self.matmuls is not None:
             frames = source_frames(eqn)
@@ -271,7 +252,7 @@ class Fp8(Transformation):
         dtypes = dict.fromkeys(short_name(var.aval.dtype) for var in eqn.invars[:2])
         shape, count = sizes(eqn)
         matmul = Matmul(
-            param=params[0] if len(params) == 1 else "",
+            param=(weights[0].name or "") if len(weights) == 1 else "",
             scope="/".join(scopes),
             source=source,
             shape=shape,
@@ -281,12 +262,12 @@ class Fp8(Transformation):
             flops=flops(eqn) * times,
             primitive=eqn.primitive.name,
         )
-        read = set().union(*(fact.source.names for fact in facts[:2] if fact.name))
+        read = set().union(*(fact.names for fact in weights))
         purpose = next(
             (self.purposes[x] for x in sorted(read) if x in self.purposes), ""
         )
-        names = [fact.name for fact in facts]
-        reason = reason_to_keep(eqn, names, matmul, purpose, self.chosen)
+        are_params = [fact.is_param for fact in facts[:2]]
+        reason = reason_to_keep(eqn, are_params, matmul, purpose, self.chosen)
         return matmul._replace(reason=reason)
 
     def _record(self, op: Op) -> None:
@@ -304,72 +285,59 @@ class Fp8(Transformation):
 
     # --- bodies -----------------------------------------------------------------------
 
-    def fact_inside(self, fact: Weight, var: Any, kind: Kind) -> Weight:
-        if kind == "slice":
-            return fact.after(SLICE)
-        return self.unknown if kind in ("carry", "tangent") else fact
+    def fact_inside(self, fact: Source, var: Any, kind: Kind) -> Source:
+        return DATA if kind in ("carry", "tangent") else fact
 
     def result_facts(
-        self, outs: Sequence[Any], known: Sequence[Weight]
-    ) -> list[Weight]:
-        return [Weight(fact.source) for fact in known]
+        self, outs: Sequence[Any], known: Sequence[Source]
+    ) -> list[Source]:
+        return list(known)
 
-    def join_facts(self, facts: Sequence[Weight]) -> Weight:
-        return Weight(join([fact.source for fact in facts]))
+    def join_facts(self, facts: Sequence[Source]) -> Source:
+        return join(facts)
 
-    def more_inputs(self, op: Op) -> More:
-        """Returns the delayed scales and codes that an equation's body may need.
+    def more_inputs(self, op: Op) -> Scales:
+        """Returns the delayed scales that an equation's body may need.
 
         They are those of the matmuls with these parameters that have not been met yet, of
         which some may come after the equation. A scan takes those of its own length.
         """
-        # The last axis of a probe is for three tensors, another may be for devices.
-        return More(
-            self._next_of(self.scales, op, lambda x: x[1].shape[: -self.probe_axes]),
-            self._next_of(self.codes, op, lambda x: x.largest.shape),
-        )
-
-    def _next_of(
-        self, known: dict[str, Any] | None, op: Op, lengths_of: Callable[[Any], Any]
-    ) -> dict[str, Any]:
-        found = {}
-        is_scan = op.eqn.primitive.name == "scan"
-        for name in sorted({fact.name for fact in op.facts if fact.name and known}):
+        found: Scales = {}
+        length = op.eqn.params["length"] if op.eqn.primitive.name == "scan" else None
+        for name in sorted({x.name for x in op.facts if x.is_param and x.name}):
             for number in itertools.count(self.counts.get(name, 0)):
-                item = (known or {}).get(_key(name, number))
-                if item is None:
-                    break
-                if is_scan and lengths_of(item)[:1] != (op.eqn.params["length"],):
+                item = (self.scales or {}).get(_key(name, number))
+                # The last axis of a probe is for three tensors, another may be for devices.
+                if item is None or (
+                    length is not None
+                    and item[1].shape[: -self.probe_axes][:1] != (length,)
+                ):
                     break
                 found[_key(name, number)] = item
         return found
 
     @contextlib.contextmanager
-    def inside(self, eqn: Equation, more: More | None) -> Iterator[None]:
-        """Enters a body with the delayed scales and codes that belong there."""
-        before = self._lengths, self._delayed, self.scales, self.codes
+    def inside(self, eqn: Equation, more: Scales | None) -> Iterator[None]:
+        """Enters a body with the delayed scales that belong there."""
+        before = self._lengths, self._delayed, self.scales
         name = eqn.primitive.name
         if name == "scan":
             self._lengths += (eqn.params["length"],)
         # Each device scales what it holds: delayed scales would need a maximum over
         # devices, where the gradient of a shared value is a sum.
         self._delayed &= name != "shard_map"
-        scales, codes = more or More({}, {})
-        self.scales = None if self.scales is None else scales
-        self.codes = None if self.codes is None else codes
+        self.scales = None if self.scales is None else more or {}
         try:
             yield
         finally:
-            self._lengths, self._delayed, self.scales, self.codes = before
+            self._lengths, self._delayed, self.scales = before
 
-    def cache_key(self, more: More | None) -> tuple[Any, ...] | None:
-        recorders = self.matmuls, self.keys, self.encodings
-        if any(recorder is not None for recorder in recorders):
+    def cache_key(self, more: Scales | None) -> tuple[Any, ...] | None:
+        if self.matmuls is not None or self.keys is not None:
             return None
         # Delayed scales differ from one use of a parameter to the next: what was counted
         # before says which of them come first.
-        counts = tuple(self.counts.items()) if more and any(more) else ()
-        return counts, self._delayed
+        return tuple(self.counts.items()) if more else (), self._delayed
 
     def _next_key(self, param: str) -> str:
         """Returns the key of the next matmul with a parameter."""
@@ -377,16 +345,6 @@ class Fp8(Transformation):
         if self._delayed:
             self.counts[param] = number + 1
         return _key(param, number)
-
-    def _record_weight(self, key: str, weight: Weight, spec: MatmulSpec) -> None:
-        """Records how a parameter becomes the operand of a matmul, if it can be repeated."""
-        chain, name = weight.chain, weight.name
-        if self.encodings is None or chain is None or not self._delayed or spec.by_row:
-            return
-        # A weight that a scan does not slice is the same in all its rounds.
-        if sum(step is SLICE for step in chain) == len(self._lengths):
-            assert name is not None
-            self.encodings[key] = Encoding(name, chain, spec)
 
     def _scale(self, key: str) -> tuple[Any, Any]:
         """Returns the maxima seen before and the probe of a matmul; `None` without."""

@@ -2,26 +2,41 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Unpack, overload
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Int, PyTree
 
+from mpx._casting._cast import is_state_node
 from mpx._casting._policy import Policy
 from mpx._casting._reduction import COMPUTE, F32, Reduce, Shards, over_shards, shards_of
-from mpx._casting._wrapped import giving_codes
-from mpx._gradients._evaluate import Evaluation
-from mpx._gradients._grad import Step, transformed
-from mpx._gradients._grad_options import GradOptions, refuse_positional
-from mpx._gradients._microbatches import split_arguments
-from mpx._gradients._state import State
+from mpx._casting._wrapped import argument_names, original
+from mpx._gradients._call import State, is_statistic
+from mpx._gradients._grad import Params, transformed
+from mpx._gradients._options import (
+    ArgnumKeywords,
+    GradKeywords,
+    GradOptions,
+    grad_options,
+    refuse_positional,
+)
+from mpx._gradients._step import Evaluation, GradResult, Scaling, Step
 from mpx._jax._arguments import as_count, as_counts, check_bool
 from mpx._jax._compat import varying_like, zeros_of
-from mpx._jax._tree import AxisName, is_floating
+from mpx._jax._tree import (
+    AxisName,
+    LeafName,
+    dtype_of,
+    flatten_with_names,
+    is_array,
+    is_floating,
+    shape_of,
+)
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
 from mpx._wire._feedback import with_feedback
 from mpx._wire._sums import (
@@ -32,11 +47,48 @@ from mpx._wire._sums import (
     sum_of_shards,
 )
 
+P = ParamSpec("P")
 
+
+@overload
+def accumulate(
+    func: Callable[Concatenate[Params, P], object],
+    steps: int = 1,
+    *,
+    batch_argnums: int | Sequence[int] = 1,
+    mean: bool = True,
+    argnums: Literal[0] = 0,
+    has_aux: bool = False,
+    **options: Unpack[GradKeywords],
+) -> Callable[Concatenate[Scaling, Params, P], GradResult[Params, Scaling]]: ...
+@overload
+def accumulate(
+    func: Callable[P, object],
+    steps: int = 1,
+    *,
+    batch_argnums: int | Sequence[int] = 1,
+    mean: bool = True,
+    argnums: int | Sequence[int],
+    has_aux: bool = False,
+    **options: Unpack[GradKeywords],
+) -> Callable[Concatenate[Scaling, P], GradResult[PyTree, Scaling]]: ...
+@overload
+def accumulate(
+    func: None = None,
+    steps: int = 1,
+    *,
+    batch_argnums: int | Sequence[int] = 1,
+    mean: bool = True,
+    has_aux: bool = False,
+    **options: Unpack[ArgnumKeywords],
+) -> Callable[
+    [Callable[P, object]],
+    Callable[Concatenate[Scaling, P], GradResult[PyTree, Scaling]],
+]: ...
 def accumulate(
     func: Callable[..., Any] | None = None,
     steps: int = 1,
-    *misplaced: Any,
+    *misplaced: object,
     batch_argnums: int | Sequence[int] = 1,
     mean: bool = True,
     argnums: int | Sequence[int] = 0,
@@ -97,7 +149,7 @@ def accumulate(
     refuse_positional(misplaced, "accumulate")
     steps = as_count(steps, "steps", at_least=1)
     check_bool(mean, "`mean`")
-    options = GradOptions(
+    options = grad_options(
         argnums=argnums,
         has_aux=has_aux,
         policy=policy,
@@ -132,26 +184,18 @@ class _Window(Step):
         self,
         func: Callable[..., Any],
         options: GradOptions,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
         *,
         batches: tuple[int, ...],
         steps: int,
         mean: bool,
     ) -> None:
-        self._batches, self.steps, self.mean = batches, steps, mean
+        self._batches, self._steps, self.mean = batches, steps, mean
         super().__init__(func, options, args, kwargs)
 
-    def check(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Splits the batches.
-
-        Raises:
-            TypeError: If a batch was not passed by position.
-            ValueError: If a batch is differentiated or cannot be split, or if another
-                argument would have to be.
-        """
+    def prepare(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
+        """Splits the batches into parts, and these into shards."""
         for argnum in self._batches:
             if argnum >= len(args):
                 raise TypeError(
@@ -164,41 +208,39 @@ class _Window(Step):
         self.shards = shards_of(self.axis_name, args)
         if self.shards is not None:
             self.axis_name = None  # nothing is mapped over it
-        self.parts = split_arguments(
-            func,
+        self.parts = _split_arguments(
+            argument_names(original(self.func), len(args)),
             args,
             kwargs,
             batches=self._batches,
             params=params,
-            steps=self.steps,
+            steps=self._steps,
             shards=1 if self.shards is None else self.shards.size,
         )
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Evaluates all parts under one scale."""
         self._check_state(self.call.state)
-        parts, codes = self.parts, self.call_with(*self.parts.first()).weight_codes()
+        parts, shards = self.parts, self.shards
 
-        def part(state: State, rows: PyTree, index: Any) -> tuple[State, Evaluation]:
-            def one(rows: PyTree, index: Any) -> Evaluation:
+        def part(
+            state: State, rows: PyTree, index: Int[Array, "..."]
+        ) -> tuple[State, Evaluation]:
+            def one(rows: PyTree, index: Int[Array, ""]) -> Evaluation:
                 call = self.call_with(*parts.arguments(rows, index))
-                with giving_codes(codes):
-                    result = self.evaluate(call, state, scaling)
+                result = self.evaluate(call, state, scaling)
                 # f32 before the sum: 16-bit sums stand still when they have grown large.
                 return result._replace(grads=NoLossScaling().unscale(result.grads))
 
-            if self.shards is None:
-                result = one(rows, index)
-            else:
-                result = _over_shards(self.shards, one, rows, index)
+            result = (one if shards is None else _over_shards(one, shards))(rows, index)
             return result.state, result
 
-        def body(carry: Any, xs: tuple[PyTree, Any]) -> tuple[Any, PyTree]:
+        def body(carry: PyTree, xs: tuple[PyTree, Array]) -> tuple[PyTree, PyTree]:
             state, value, grads, spoilt, observed = carry
             state, result = part(state, *xs)
             total = jax.tree.map(jnp.add, grads, result.grads)
-            if self.shards is not None:
-                total = pin_shards(total, self.shards)
+            if shards is not None:
+                total = pin_shards(total, shards)
             # All parts are scaled alike, by what the window before has seen.
             largest = jax.tree.map(jnp.maximum, observed, result.observed)
             spoilt |= result.spoilt
@@ -212,17 +254,15 @@ class _Window(Step):
         # A loop carry has one type: shared between devices or not, from the start.
         summed = (result.value, result.grads, result.spoilt, result.observed)
         sums = jax.tree.map(zeros_of, summed)
-        if self.shards is not None:
-            sums = (sums[0], pin_shards(sums[1], self.shards), *sums[2:])
+        if shards is not None:
+            sums = (sums[0], pin_shards(sums[1], shards), *sums[2:])
         carry = (jax.tree.map(varying_like, before, after), *sums)
         (state, value, grads, spoilt, observed), aux = lax.scan(body, carry, xs)
-        result, count = (
-            Evaluation(value, aux, grads, state, spoilt, observed),
-            self.steps,
-        )
-        if self.shards is not None:
-            result = self._sum_of_shards(self.shards, result, scaling)
-            count *= self.shards.size
+        result = Evaluation(value, aux, grads, state, spoilt, observed)
+        count = self._steps
+        if shards is not None:
+            result = self._sum_of_shards(shards, result, scaling)
+            count *= shards.size
         if not self.mean:
             return result
         grads = jax.tree.map(lambda g: g / count, result.grads)
@@ -237,7 +277,7 @@ class _Window(Step):
         if dtype == COMPUTE:
             dtype = policy.resolved_compute_dtype()
         # Residuals are those of the gradient of a window, whose parts are summed here.
-        parts = self.steps if self.mean else 1
+        parts = self._steps if self.mean else 1
 
         def split(grad: Array, residual: Array) -> tuple[Array, Array]:
             total, rest = sum_and_rest_of_shards(grad + residual * parts, shards)
@@ -279,13 +319,192 @@ class _Window(Step):
             )
 
 
-# --- shards of a batch under automatic sharding ---------------------------------------
-
-
 def _over_shards(
-    shards: Shards, one: Callable[..., Evaluation], rows: PyTree, index: Any
-) -> Evaluation:
-    """Evaluates the shards of a part, each on its devices; results are stacked."""
-    with over_shards():
-        result = jax.vmap(one, spmd_axis_name=shards.axes)(rows, index)
-    return result._replace(grads=pin_shards(result.grads, shards))
+    one: Callable[[PyTree, Array], Evaluation], shards: Shards
+) -> Callable[[PyTree, Array], Evaluation]:
+    """Maps over the shards of a part, each on its own devices; results are stacked."""
+
+    def mapped(rows: PyTree, index: Array) -> Evaluation:
+        with over_shards():
+            result = jax.vmap(one, spmd_axis_name=shards.axes)(rows, index)
+        return result._replace(grads=pin_shards(result.grads, shards))
+
+    return mapped
+
+
+# --- Arguments: rows that are split, keys that are folded, and the rest ---------------
+
+
+class _Parts(NamedTuple):
+    """The arguments of a call, split.
+
+    Attributes:
+        rows: The arrays that are split: a leading axis is for the parts, a second one, if
+            there are several shards, for these.
+        keys: The PRNG keys.
+        rest: What is the same for each part.
+        numbers: The number of each part, i32[steps] or i32[steps, shards].
+    """
+
+    rows: PyTree
+    keys: PyTree
+    rest: PyTree
+    numbers: Int[Array, "..."]
+
+    def arguments(
+        self, rows: PyTree, index: int | Array
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+        """Returns the positional and the keyword arguments of one part."""
+        keys = self.keys
+        if self.numbers.size > 1:
+            keys = jax.tree.map(lambda key: _fold_in(key, index), keys)
+        return eqx.combine(rows, keys, self.rest, is_leaf=is_state_node)
+
+
+class _Leaf(NamedTuple):
+    """A leaf of the arguments; `position` is `None` for a keyword argument."""
+
+    name: LeafName
+    position: int | None
+    value: Any
+
+    @property
+    def is_plain_array(self) -> bool:
+        """Whether it is an array, and no state, which is handed on as it is."""
+        return is_array(self.value) and not is_statistic(self.name)
+
+    def kind(self, batches: tuple[int, ...]) -> Literal["row", "key", "rest"]:
+        """Returns what happens to it."""
+        if not self.is_plain_array:
+            return "rest"
+        is_in_batch, shape = self.position in batches, shape_of(self.value)
+        if _is_typed_key(self.value) and not (is_in_batch and shape):
+            return "key"
+        if _may_be_raw_key(self.value) and len(shape) == 1:
+            return "key"
+        return "row" if is_in_batch else "rest"
+
+    @property
+    def place(self) -> str:
+        """How messages call it."""
+        path = f", leaf `{self.name.path}`" if self.name.path else ""
+        return f"argument {self.position}{path}"
+
+
+def _split_arguments(
+    names: Sequence[str],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    *,
+    batches: tuple[int, ...],
+    params: tuple[int, ...],
+    steps: int,
+    shards: int,
+) -> _Parts:
+    """Splits the batches of a call into microbatches, and these into shards."""
+    arguments = (tuple(args), dict(kwargs))
+    structure = jax.tree.structure(arguments, is_leaf=is_state_node)
+    # Keywords in the order in which JAX flattens a dictionary.
+    trees: list[tuple[str, int | None, PyTree]] = [
+        *zip(names, range(len(args)), args, strict=True),
+        *((name, None, kwargs[name]) for name in sorted(kwargs)),
+    ]
+    leaves = [
+        _Leaf(leaf_name, position, leaf)
+        for name, position, tree in trees
+        for leaf_name, leaf in flatten_with_names(tree, name, is_state_node)[0]
+    ]
+    kinds = [leaf.kind(batches) for leaf in leaves]
+    rows = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == "row"]
+    for leaf in rows:
+        _check_rows(leaf, rows[0], steps, shards)
+    if not rows:
+        listed = ", ".join(map(str, batches)) or "none"
+        raise ValueError(
+            f"The batch (argument {listed}) holds no array that could be split. Set "
+            "`batch_argnums` to the arguments of the function that are batches."
+        )
+    if steps * shards > 1:
+        for leaf, kind in zip(leaves, kinds, strict=True):
+            if kind != "row" and leaf.is_plain_array:
+                _check_shared(leaf, shape_of(rows[0].value)[0], batches, params)
+
+    def of(wanted: str, change: Callable[[Any], Any] = lambda x: x) -> PyTree:
+        pairs = zip(leaves, kinds, strict=True)
+        return structure.unflatten(
+            [change(leaf.value) if kind == wanted else None for leaf, kind in pairs]
+        )
+
+    def split(x: Array | np.ndarray) -> Array:
+        shape = shape_of(x)
+        x = jnp.reshape(x, (shape[0] // steps, steps, *shape[1:]))
+        x = jnp.swapaxes(x, 0, 1)
+        return x if shards == 1 else jnp.reshape(x, (steps, shards, -1, *shape[1:]))
+
+    index = jnp.arange(steps * shards)
+    index = index if shards == 1 else jnp.reshape(index, (steps, shards))
+    return _Parts(of("row", split), of("key"), of("rest"), index)
+
+
+def _is_typed_key(x: object) -> bool:
+    return jnp.issubdtype(dtype_of(x), jax.dtypes.prng_key)
+
+
+def _may_be_raw_key(x: object) -> bool:
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    return dtype_of(x) == np.uint32 and shape_of(x)[-1:] == data.shape
+
+
+def _fold_in(key: Array | np.ndarray, index: int | Array) -> Array:
+    def fold(key: Array | np.ndarray) -> Array:
+        return jax.random.fold_in(key, index)
+
+    for _ in range(key.ndim if _is_typed_key(key) else 0):
+        fold = jax.vmap(fold)
+    return fold(key)
+
+
+def _check_rows(leaf: _Leaf, first: _Leaf, steps: int, shards: int) -> None:
+    shape, parts = shape_of(leaf.value), f"{steps} equal parts"
+    if shards > 1:
+        parts += f" for each of {shards} shards"
+    if not shape or shape[0] % (steps * shards):
+        raise ValueError(
+            f"The batch ({leaf.place}) has shape {shape}, whose leading axis cannot be "
+            f"split into {parts}. Choose a batch size that is a multiple of "
+            f"{'`steps`' if shards == 1 else steps * shards}, and pass what has no rows "
+            "as another argument."
+        )
+    size = shape_of(first.value)[0]
+    if shape[0] != size and steps * shards > 1:
+        raise ValueError(
+            f"The batch has {size} rows in one array ({first.place}) and {shape[0]} in "
+            f"another ({leaf.place}), so that microbatches of different sizes would "
+            "meet. Give all arrays of the batch one leading size, and pass others as "
+            "further arguments."
+        )
+
+
+def _check_shared(
+    leaf: _Leaf, size: int, batches: tuple[int, ...], params: tuple[int, ...]
+) -> None:
+    """Raises if a leaf that every microbatch gets may be a part of the batch, or keys."""
+    name, shape, is_param = leaf.name, shape_of(leaf.value), leaf.position in params
+    is_key = _may_be_raw_key(leaf.value)
+    if is_key and (is_param or len(shape) > 1 or shape == (size,)):
+        raise ValueError(
+            f"`{name}` is a uint32 array of shape {shape}, which may hold raw PRNG keys. "
+            "Pass typed keys, made by `jax.random.key` or `jax.random.wrap_key_data`, so "
+            "that each microbatch gets its own; and other numbers as int32."
+        )
+    if is_key or is_param or shape[:1] != (size,):
+        return
+    remedy = "Pass it by position, and add that to `batch_argnums`"
+    if leaf.position is not None:
+        split = tuple(sorted({*batches, leaf.position}))
+        remedy = f"Split it, too, with `batch_argnums={split}`"
+    raise ValueError(
+        f"`{name}` has {size} rows, as the batch has, but it is not split: each microbatch "
+        f"would get all of them. {remedy}. If it is no part of the batch, let the "
+        "function close over it."
+    )

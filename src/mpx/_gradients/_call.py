@@ -1,34 +1,26 @@
 """One call of a user's function, as a pure function of parameters and state.
 
 A training step has three kinds of input: what is differentiated, what a call changes
-(Equinox `State`, BatchNorm statistics and dropout counters of NNX modules), and the
-rest. The step is evaluated on the first two and never on Python side effects, so it can
-be repeated, accumulated and undone.
+(Equinox `State`, Linen's `batch_stats`, BatchNorm statistics and dropout counters of NNX
+modules), and the rest. The step is evaluated on the first two and never on Python side
+effects, so it can be repeated, accumulated and undone.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import eq
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._cast import cast_like, cast_state_leaf
 from mpx._casting._keep import Keep
 from mpx._casting._policy import Policy
 from mpx._casting._wrapped import argument_names, arguments_cast_to, original
-from mpx._gradients._state import (
-    State,
-    changed_states,
-    equinox_states,
-    holds_states,
-    linen_statistics,
-    successors,
-    with_states,
-)
 from mpx._jax import _nnx
 from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
@@ -37,55 +29,62 @@ from mpx._jax._tree import (
     is_array,
     is_floating,
     is_inexact,
+    is_none,
     map_with_name,
     named_leaves,
     shape_of,
 )
 
 
+class State(NamedTuple):
+    """State that a call changes.
+
+    Attributes:
+        equinox: The `eqx.nn.State` objects among the arguments, in order.
+        nnx: The NNX state that is not differentiated, or `None`.
+        arrays: Arrays among the arguments that a call replaces, by name: the
+            `batch_stats` of Linen, and differentiated NNX parameters once the function
+            has assigned to them.
+    """
+
+    equinox: list[eqx.nn.State]
+    nnx: PyTree
+    arrays: dict[str, Any]
+
+
 class Call:
     """A user's function and one set of arguments for it.
 
     Attributes:
-        func: The function.
         policy: How its arguments are cast; `None` if they are not.
         diff: The differentiated arguments: arrays, `None` for what has no gradient.
         state: The state before the call.
         scales: The `Fp8State` of a function under `fp8` with delayed scaling, or `None`.
     """
 
-    func: Callable[..., Any]
-    policy: Policy | None
-    diff: tuple[PyTree, ...]
-    state: State
-    scales: Any
-
     def __init__(
         self,
         func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
         argnums: tuple[int, ...],
         policy: Policy | None,
         *,
-        scales: Any = None,
+        scales: PyTree = None,
     ) -> None:
-        """Takes the arguments apart.
-
-        Raises:
-            TypeError: If an argument to differentiate was not passed by position.
-            ValueError: If it holds nothing to differentiate.
-        """
-        self.func, self.policy, self.scales = func, policy, scales
+        """Splits the arguments."""
+        self._func, self.policy, self.scales = func, policy, scales
         # A name that also comes by keyword is for the function to refuse or to accept.
         self._names = [
             f"{name}[{number}]" if name in kwargs else name
             for number, name in enumerate(argument_names(original(func), len(args)))
         ]
         self._diff_names = [self._names[i] for i in _positions(argnums, len(args))]
-        arguments = {**dict(zip(self._names, args, strict=True)), **kwargs}
         self._static, self._objects = {}, {}
-        for name, value in arguments.items():
+        for name, value in {
+            **dict(zip(self._names, args, strict=True)),
+            **kwargs,
+        }.items():
             self._static[name], objects = _nnx.take_out(value, name)
             self._objects.update(objects)
         arrays = {}
@@ -94,19 +93,27 @@ class Call:
             tree = np.asarray(tree) if isinstance(tree, float | complex) else tree
             arrays[name], self._static[name] = eqx.partition(tree, _is_trainable)
         static = {name: self._static[name] for name in self._diff_names}
-        self._split = None
+        self._split, params, rest = None, {}, None
         if self._objects:
             slots = [leaf for leaf in jax.tree.leaves(static) if _nnx.is_slot(leaf)]
             self._split = _nnx.split(self._objects, tuple(slot.name for slot in slots))
-        params = {} if self._split is None else self._split.params
+            params, rest = self._split.params, self._split.rest
         diff = _fill_slots(arrays, static, params)
-        _check_trainable(diff)
-        self.diff = tuple(diff[name] for name in self._diff_names)
-        rest = None if self._split is None else self._split.rest
-        arguments = [self._static, dict(zip(self._diff_names, self.diff, strict=True))]
-        statistics = [linen_statistics(trees) for trees in arguments]
-        self._statistics = statistics[0] | statistics[1]
-        self.state = State(equinox_states(self._static), rest, self._statistics)
+        for name, tree in diff.items():
+            if not jax.tree.leaves(tree):
+                raise ValueError(
+                    f"`{name}` is to be differentiated, but it holds no floating array. "
+                    "Pass the model or its parameters there, or set `argnums`."
+                )
+        self.diff: tuple[PyTree, ...] = tuple(diff[name] for name in self._diff_names)
+        self._statistics: dict[str, Any] = {
+            name: leaf
+            for trees in (self._static, diff)
+            for argument, tree in trees.items()
+            for name, leaf in named_leaves(tree, argument)
+            if is_statistic(name) and is_array(leaf)
+        }
+        self.state = State(_equinox_states(self._static), rest, self._statistics)
 
     @property
     def low(self) -> np.dtype | None:
@@ -115,15 +122,9 @@ class Call:
         return dtype if dtype is not None and dtype.itemsize == 2 else None
 
     def run(
-        self, diff: tuple[PyTree, ...], state: State, scales: Any
-    ) -> tuple[Any, State]:
-        """Returns what the function returns, and the state after the call.
-
-        Args:
-            diff: The differentiated arguments, as `diff_in` returns them for the state.
-            state: The state before the call.
-            scales: The `Fp8State`, if there is one.
-        """
+        self, diff: tuple[PyTree, ...], state: State, scales: PyTree
+    ) -> tuple[PyTree, State]:
+        """Returns what the function returns, and the state after the call."""
         keep = None if self.policy is None else self.policy.keeping()
         arguments, merged = self._cast_arguments(diff, state, keep)
         if merged is not None:
@@ -132,29 +133,32 @@ class Call:
         first = () if scales is None else (scales,)
         with contextlib.ExitStack() as stack:
             if self.policy is not None and keep is not None:
+                dtype = self.policy.resolved_compute_dtype()
                 stack.enter_context(keep.running())
-                stack.enter_context(
-                    arguments_cast_to(self.policy.resolved_compute_dtype())
-                )
-            out = self.func(*first, *args, **arguments)
+                stack.enter_context(arguments_cast_to(dtype))
+            out = self._func(*first, *args, **arguments)
         if keep is not None:
-            keep.check(original(self.func))
+            keep.check(original(self._func))
         changed, rest = ({}, None) if merged is None else _nnx.state_after(merged)
-        leaves: dict[str, Any] = dict(named_leaves(out)) if self._statistics else {}
-        new = {old: leaves[name] for name, old in self.successors(out).items()}
-        new = {name: cast_like(x, self._statistics[name]) for name, x in new.items()}
-        arrays = {**state.arrays, **new, **changed}
-        return out, State(changed_states(out, state.equinox), rest, arrays)
+        replaced = self.successors(out)
+        leaves: dict[str, Any] = dict(named_leaves(out)) if replaced else {}
+        new = {
+            old: cast_like(leaves[name], self._statistics[old])
+            for name, old in replaced.items()
+        }
+        states = state.equinox
+        if states and _holds_states(out, states):
+            states = list(map(cast_like, _equinox_states(out), states))
+        return out, State(states, rest, {**state.arrays, **new, **changed})
 
-    def successors(self, out: Any) -> dict[str, str]:
+    def successors(self, out: PyTree) -> dict[str, str]:
         """Returns, by name, which arrays of a result replace which in `state.arrays`."""
-        return successors(out, self._statistics) if self._statistics else {}
+        return _successors(out, self._statistics) if self._statistics else {}
 
     def diff_in(self, state: State) -> tuple[PyTree, ...]:
         """Returns the differentiated arguments as a call finds them in a state."""
         return tuple(
-            self._in_state(name, tree, state)
-            for name, tree in zip(self._diff_names, self.diff, strict=True)
+            map(_in_state, self._diff_names, self.diff, [state] * len(self.diff))
         )
 
     def assigned(self, state: State) -> set[str]:
@@ -172,41 +176,22 @@ class Call:
         """Returns a state with the arrays that a later one has."""
         if later.arrays.keys() == state.arrays.keys():
             return state
-        names, leaves = self.diff_names(), jax.tree.leaves(self.diff)
-        params: dict[str, Any] = dict(zip(names, leaves, strict=True))
-        arrays = {
-            name: state.arrays.get(name, params.get(name)) for name in later.arrays
-        }
+        params = zip(self.diff_names(), jax.tree.leaves(self.diff), strict=True)
+        known: dict[str, Any] = {**dict(params), **state.arrays}
+        arrays = {name: known.get(name) for name in later.arrays}
         return state._replace(arrays=arrays)
-
-    @staticmethod
-    def _in_state(argument: str, tree: PyTree, state: State) -> PyTree:
-        if not state.arrays:
-            return tree
-        return map_with_name(state.arrays.get, tree, argument=argument)
-
-    def weight_codes(self) -> Any:
-        """Returns the parameters in 8 bits for all calls, if the function is under `fp8`."""
-        encode = getattr(self.func, "encode_weights", None)
-        if encode is None or self._split is not None:
-            return None
-        keep = None if self.policy is None else self.policy.keeping()
-        arguments, _ = self._cast_arguments(self.diff, self.state, keep)
-        args = [arguments.pop(name) for name in self._names]
-        first = () if self.scales is None else (self.scales,)
-        return encode(*first, *args, **arguments)
 
     def _cast_arguments(
         self, diff: tuple[PyTree, ...], state: State, keep: Keep | None
-    ) -> tuple[dict[str, Any], _nnx.Merged | None]:
+    ) -> tuple[dict[str, PyTree], _nnx.Merged | None]:
         """Returns the arguments in the compute dtype, and the NNX objects among them."""
         # Copies: Equinox makes a `State` unusable once a layer has written to it.
         states = [jax.tree.map(lambda x: x, node) for node in state.equinox]
         arguments = {
-            name: self._in_state(name, tree, state)
-            for name, tree in with_states(self._static, states).items()
+            name: _in_state(name, tree, state)
+            for name, tree in _with_states(self._static, states).items()
         }
-        arrays, params = self._take_params(diff)
+        arrays, params = self._without_nnx(diff)
         for name, tree in arrays.items():
             arguments[name] = eqx.combine(tree, arguments[name])
         if keep is not None:
@@ -216,13 +201,20 @@ class Call:
         split = self._split._replace(params=params, rest=state.nnx)
         return arguments, _nnx.merge(split, None if keep is None else keep.cast_leaf)
 
-    def _take_params(
+    def _without_nnx(
         self, diff: tuple[PyTree, ...]
     ) -> tuple[dict[str, PyTree], dict[LeafName, PyTree]]:
         """Returns the differentiated arguments without, and the parameters of, NNX."""
         params: dict[LeafName, PyTree] = {}
+
+        def take(node: object, value: PyTree) -> PyTree:
+            if not isinstance(node, _nnx.Slot):
+                return value
+            params[node.name] = value
+            return None
+
         arrays = {
-            name: _empty_slots(tree, self._static[name], params)
+            name: jax.tree.map(take, self._static[name], tree, is_leaf=is_none)
             for name, tree in zip(self._diff_names, diff, strict=True)
         }
         return arrays, params
@@ -235,8 +227,8 @@ class Call:
         """
         if self.policy is None:
             return diff
-        keep, dtype = self.policy.keeping(), self.policy.resolved_compute_dtype()
-        dtype = at_least_f32(dtype)
+        keep = self.policy.keeping()
+        dtype = at_least_f32(self.policy.resolved_compute_dtype())
         floats = (dtype_of(x) for x in jax.tree.leaves(diff) if is_floating(x))
         if all(found.itemsize >= dtype.itemsize for found in floats):
             return diff
@@ -246,7 +238,7 @@ class Call:
                 return leaf
             return cast_state_leaf(leaf, dtype)  # never narrowed
 
-        arrays, params = self._take_params(diff)
+        arrays, params = self._without_nnx(diff)
         arrays = {
             name: map_with_name(widen, tree, argument=name)
             for name, tree in arrays.items()
@@ -262,15 +254,19 @@ class Call:
         trees = zip(self._diff_names, self.diff, strict=True)
         return [path for name, tree in trees for path, _ in named_leaves(tree, name)]
 
-    def commit(self, out: Any, state: State) -> Any:
+    def commit(self, out: PyTree, state: State) -> PyTree:
         """Puts a state into effect: into the result and into the caller's objects."""
         if self._split is not None:
             _nnx.update(self._objects, state.nnx)
             if self.assigned(state):
                 _nnx.assign(self._objects, self._split, state.arrays)
-        if state.equinox and holds_states(out, state.equinox):
-            return with_states(out, state.equinox)
+        if state.equinox and _holds_states(out, state.equinox):
+            return _with_states(out, state.equinox)
         return out
+
+
+def _is_trainable(leaf: object) -> bool:
+    return is_array(leaf) and is_inexact(leaf)
 
 
 def _positions(argnums: Sequence[int], count: int) -> list[int]:
@@ -287,38 +283,26 @@ def _positions(argnums: Sequence[int], count: int) -> list[int]:
     return positions
 
 
-def _check_trainable(diff: dict[str, PyTree]) -> None:
-    for name, tree in diff.items():
-        if not jax.tree.leaves(tree):
-            raise ValueError(
-                f"`{name}` is to be differentiated, but it holds no floating array. "
-                "Pass the model or its parameters there, or set `argnums`."
-            )
-
-
-def _fill_slots(arrays: PyTree, static: PyTree, params: dict[LeafName, PyTree]) -> Any:
+def _fill_slots(
+    arrays: PyTree, static: PyTree, params: Mapping[LeafName, PyTree]
+) -> PyTree:
     """Puts the parameters of NNX objects where their slots are in the static part."""
     return jax.tree.map(
         lambda node, array: params[node.name] if _nnx.is_slot(node) else array,
         static,
         arrays,
-        is_leaf=lambda node: node is None,
+        is_leaf=is_none,
     )
 
 
-def _empty_slots(diff: PyTree, static: PyTree, params: dict[LeafName, PyTree]) -> Any:
-    """Takes the parameters of NNX objects out again, into `params`."""
-
-    def take(node: Any, value: PyTree) -> Any:
-        if not _nnx.is_slot(node):
-            return value
-        params[node.name] = value
-        return None
-
-    return jax.tree.map(take, static, diff, is_leaf=lambda node: node is None)
+def _in_state(argument: str, tree: PyTree, state: State) -> PyTree:
+    """Returns an argument with the arrays that a state has for it."""
+    if not state.arrays:
+        return tree
+    return map_with_name(state.arrays.get, tree, argument=argument)
 
 
-def unpack(out: Any, has_aux: bool) -> tuple[Any, Any]:
+def unpack(out: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
     """Returns the loss and what came with it."""
     if not has_aux:
         return out, None
@@ -330,7 +314,7 @@ def unpack(out: Any, has_aux: bool) -> tuple[Any, Any]:
     return out[0], out[1]
 
 
-def as_loss(value: Any, has_aux: bool) -> Array:
+def as_loss(value: object, has_aux: bool) -> Array:
     """Returns the loss as a scalar of at least f32; raises if it is none."""
     if isinstance(value, float):
         value = np.float32(value)
@@ -347,5 +331,98 @@ def as_loss(value: Any, has_aux: bool) -> Array:
     return loss.astype(at_least_f32(loss.dtype))
 
 
-def _is_trainable(leaf: Any) -> bool:
-    return is_array(leaf) and is_inexact(leaf)
+# --- State of Equinox: recognised by its type -----------------------------------------
+
+
+def _is_equinox_state(node: object) -> bool:
+    return isinstance(node, eqx.nn.State)
+
+
+def _equinox_states(tree: PyTree) -> list[eqx.nn.State]:
+    leaves = jax.tree.leaves(tree, is_leaf=_is_equinox_state)
+    return [x for x in leaves if _is_equinox_state(x)]
+
+
+def _with_states(tree: PyTree, states: Sequence[eqx.nn.State]) -> PyTree:
+    """Replaces the `eqx.nn.State`s of a tree, in order."""
+    remaining = iter(states)
+    return jax.tree.map(
+        lambda node: next(remaining) if _is_equinox_state(node) else node,
+        tree,
+        is_leaf=_is_equinox_state,
+    )
+
+
+def _holds_states(out: PyTree, states: Sequence[eqx.nn.State]) -> bool:
+    """Returns whether a result holds the successors of `states`, in order."""
+    found = map(jax.tree.structure, _equinox_states(out))
+    return list(found) == list(map(jax.tree.structure, states))
+
+
+# --- Statistics of Linen: ordinary arrays, recognised by their names ------------------
+
+_COLLECTION = "/batch_stats/"
+
+
+def is_statistic(name: str) -> bool:
+    """Returns whether a name is that of an array in `batch_stats`."""
+    return _COLLECTION in f"/{name}"
+
+
+def _successors(result: PyTree, statistics: Mapping[str, Any]) -> dict[str, str]:
+    """Returns, by name, which arrays of a result replace which statistics.
+
+    A collection is found anywhere in the result if all its arrays are there under their
+    names and with their shapes.
+    """
+    arrays = [(str(name), x) for name, x in named_leaves(result) if is_array(x)]
+    shapes = {name: shape_of(x) for name, x in arrays}
+    collections: dict[str, dict[str, str]] = {}
+    for name in statistics:
+        prefix, _, inside = f"/{name}".rpartition(_COLLECTION)
+        collections.setdefault(prefix, {})[inside] = name
+    places: dict[str, list[str]] = {}
+    for prefix, names in collections.items():
+        first = next(iter(names))
+        for found in [name for name in shapes if f"/{name}".endswith(f"/{first}")]:
+            place = found.removesuffix(first)
+            new = (shapes.get(place + inside) for inside in names)
+            if all(map(eq, new, (shape_of(statistics[x]) for x in names.values()))):
+                places.setdefault(place, []).append(prefix)
+    replaced: dict[str, str] = {}
+    for place, fitting in places.items():
+        names = collections[_nearest(place, fitting)]
+        replaced |= {place + inside: name for inside, name in names.items()}
+    return replaced
+
+
+def _nearest(place: str, collections: list[str]) -> str:
+    """Returns the collection whose name has the most in common with a place."""
+    words = {*place.split("/")}
+    shared = [len(words & {*name.split("/")}) for name in collections]
+    best = [x for x, n in zip(collections, shared, strict=True) if n == max(shared)]
+    if len(best) > 1:
+        arguments = " or ".join(f"`{name[1:]}`" for name in best)
+        raise ValueError(
+            f"The function returned `batch_stats` that may replace those of {arguments}, "
+            "whose arrays have the same names. Return them under the name of their "
+            'argument, such as `{"student": updates}`.'
+        )
+    return best[0]
+
+
+def is_spoilt(pairs: Iterable[tuple[Any, Any]]) -> Bool[Array, ""]:
+    """Returns whether a number became infinite or nan that was finite.
+
+    The pairs are arrays before and after; `None` for before counts as finite. An array
+    that was not replaced costs nothing.
+    """
+    checks = []
+    for before, after in pairs:
+        if after is before or not is_inexact(after):
+            continue
+        spoilt = ~jnp.isfinite(after)
+        if before is not None and shape_of(before) == shape_of(after):
+            spoilt &= jnp.isfinite(before)
+        checks.append(jnp.any(spoilt))
+    return jnp.stack(checks).any() if checks else jnp.array(False)

@@ -1,272 +1,64 @@
-"""Gradients in mixed precision: cast, scale, differentiate, reduce, unscale, check.
+"""The gradient functions: `value_and_grad`, and those of the MPX paper.
 
-`accumulate` runs the same step in parts; the functions of the paper are thin layers over it.
+The latter are thin layers with the paper's arguments and tuples. New code should use
+`value_and_grad`, which takes the scaling as an argument, so that it is made once and jitted.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
 
-import equinox as eqx
-import jax
-import jax.numpy as jnp
-from jax import lax
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._policy import Policy
-from mpx._casting._reduction import COMPUTE, EIGHT_BITS, Reduce, shards_of
-from mpx._casting._wrapped import hide_signature, is_amp, take_scales
-from mpx._gradients._call import Call
-from mpx._gradients._evaluate import Evaluation, Recorder, check_replicated, evaluate
-from mpx._gradients._grad_checks import warn_of_constant_scaling
-from mpx._gradients._grad_options import (
+from mpx._casting._wrapped import has_scales, hide_signature
+from mpx._gradients._options import (
+    ArgnumKeywords,
+    GradKeywords,
     GradOptions,
     check_function,
     check_scaling,
+    grad_options,
     refuse_positional,
+    warn_of_constant_scaling,
 )
-from mpx._gradients._state import State
-from mpx._jax._compat import unpacking_targets
-from mpx._jax._formats import at_least_f32
-from mpx._jax._tree import (
-    AxisName,
-    all_devices,
-    all_finite,
-    cast_floating,
-    cast_leaf,
-    is_floating,
-    select_tree,
-)
-from mpx._scaling._loss_scaling import LossScaling
-from mpx._wire._feedback import mean_with_feedback, take_feedback
-from mpx._wire._sums import mean_8_bits
+from mpx._gradients._step import GradResult, Scaling, Step
+from mpx._jax._tree import AxisName, cast_floating
+from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
+
+P = ParamSpec("P")
+Params = TypeVar("Params")
+T = TypeVar("T")
 
 
-class GradResult(NamedTuple):
-    """Result of `value_and_grad` and `accumulate`.
-
-    Attributes:
-        value: The loss that the function returned, unscaled and widened to f32. It has
-            the precision in which the function computed it: a loss returned in 16 bits
-            was rounded to 16 bits, to 3 significant digits in bf16. Cast the logits to
-            f32 in the function, or use `amp`, for a loss in full precision.
-        aux: What the function returned besides, `None` without `has_aux`.
-        grads: The unscaled gradients; `None` for leaves without one.
-        scaling: The loss scaling for the next step.
-        finite: Whether the gradients and the loss are finite, and no state became
-            infinite or nan that was finite before, bool[]. If not, skip the update.
-        fp8: The `Fp8State` for the next step, for functions under `fp8` with
-            `DelayedScaling`; else `None`.
-        feedback: The `ErrorFeedback` for the next step, if one was passed; else `None`.
-
-    Examples:
-        >>> from mpx import NoLossScaling, value_and_grad
-        >>> result = value_and_grad(lambda w: w * w)(NoLossScaling(), jnp.float32(3.0))
-        >>> float(result.value), float(result.grads), bool(result.finite)
-        (9.0, 6.0, True)
-    """
-
-    value: Array
-    aux: Any
-    grads: PyTree
-    scaling: Any
-    finite: Bool[Array, ""]
-    fp8: Any = None
-    feedback: Any = None
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yields the fields.
-
-        Raises:
-            ValueError: If they are unpacked into another number of variables.
-        """
-        targets = unpacking_targets()
-        if targets not in (None, len(self)):
-            raise ValueError(
-                f"A `GradResult` has {len(self)} fields, but it is unpacked into "
-                f"{targets}. Use their names: `result.value`, `result.grads`, "
-                "`result.scaling`, `result.finite`, `result.aux`."
-            )
-        return tuple.__iter__(self)
-
-
-class Step:
-    """One call of a gradient function.
-
-    Attributes:
-        options: The options.
-        axis_name: The mapped axis over which to average.
-        call: The call of the user's function.
-        recorder: Holds the part of its results that is no array.
-        mean: Whether devices are averaged, or added up.
-    """
-
-    mean: bool = True
-
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        options: GradOptions,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        """Takes the arguments of a call apart."""
-        self.feedback, args = take_feedback(args)
-        if self.feedback is not None and options.policy.reduce_dtype != EIGHT_BITS:
-            raise ValueError(
-                "An `ErrorFeedback` is for gradients that are summed in 8 bits: pass "
-                '`policy=Policy(reduce_dtype="e4m3")` and `axis_name=`, or leave it out.'
-            )
-        scales, args = take_scales(func, args)
-        self.options, self.recorder = options, Recorder()
-        self.axis_name = options.axis_name
-        self._make_call = functools.partial(
-            Call,
-            func,
-            argnums=options.argnum_tuple(),
-            policy=options.policy if options.mixed and not is_amp(func) else None,
-            scales=scales,
-        )
-        self.check(func, args, kwargs)
-        self.call = self.call_with(args, kwargs)
-        check_replicated(self.call.diff, self.axis_name)
-
-    def check(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Raises a `ValueError` if the axis to average over is one of the mesh."""
-        del func, kwargs
-        if shards_of(self.axis_name, args) is not None:
-            raise ValueError(
-                f"`axis_name={self.axis_name!r}` is an axis of the mesh. Leave it out: XLA "
-                "sums the gradients. Or use `mpx.accumulate(func, axis_name=...)`."
-            )
-
-    def call_with(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """Returns a call with these arguments."""
-        return self._make_call(args=args, kwargs=dict(kwargs))
-
-    def evaluate(self, call: Call, state: State, scaling: LossScaling) -> Evaluation:
-        """Runs a call forward and backward."""
-        return evaluate(
-            call,
-            state,
-            scaling,
-            self.recorder,
-            has_aux=self.options.has_aux,
-            grad_dtype=self.options.grad_dtype,
-            axis_name=self.axis_name,
-            reduce=self.matmul_reduce(),
-        )
-
-    def matmul_reduce(self) -> Reduce:
-        """Returns the dtype in which weight gradients leave their matmuls."""
-        return self.options.policy.reduce_dtype
-
-    def run(self, scaling: LossScaling) -> Evaluation:
-        """Returns loss, gradients of the scaled loss, and state."""
-        return self.evaluate(self.call, self.call.state, scaling)
-
-    def result(self, scaling: LossScaling) -> GradResult:
-        """Runs the step, puts the state into effect and returns the public result."""
-        options, call = self.options, self.call
-        result, scaling, finite = self._differentiate(scaling)
-        aux = self.commit(result.aux, result.state)
-        grads = result.grads[0] if isinstance(options.argnums, int) else result.grads
-        fp8 = None
-        if call.scales is not None:
-            fp8 = select_tree(finite, call.scales.update(result.observed), call.scales)
-        # What overflowed must not stay in the residuals.
-        feedback = select_tree(finite, result.feedback, self.feedback)
-        return GradResult(result.value, aux, grads, scaling, finite, fp8, feedback)
-
-    def commit(self, aux: PyTree, state: State) -> Any:
-        """Puts a state into effect, and returns `aux` as the function returned it."""
-        return self.call.commit(self.recorder.merge(aux, state), state)
-
-    def _differentiate(
-        self, scaling: LossScaling
-    ) -> tuple[Evaluation, LossScaling, Bool[Array, ""]]:
-        """Evaluates, reduces over devices, unscales and checks; again if asked to.
-
-        Returns:
-            The evaluation with unscaled gradients and the state that is to be kept, the
-            next scaling, and whether gradients, loss and state are finite.
-        """
-
-        def attempt(
-            scaling: LossScaling,
-        ) -> tuple[Evaluation, LossScaling, Bool[Array, ""]]:
-            result = self._reduced(self.run(scaling), scaling)
-            # Undo with the scale that scaled: after a growth step the new one is larger.
-            grads = cast_floating(
-                scaling.unscale(result.grads), self.options.grad_dtype
-            )
-            result = result._replace(grads=grads)
-            if not self.options.mixed:
-                return result, scaling, jnp.array(True)
-            finite = all_finite((grads, result.value)) & ~result.spoilt
-            return result, scaling.adjust(finite), finite
-
-        result, scaling, finite = attempt(scaling)
-        if not self.options.mixed:
-            return result, scaling, finite
-        if self.options.retry:
-            (result, scaling, finite), _ = lax.while_loop(
-                lambda carry: ~carry[0][2] & (carry[1] < self.options.retry),
-                lambda carry: (attempt(carry[0][1]), carry[1] + 1),
-                ((result, scaling, finite), 0),
-            )
-        # A skipped step leaves no trace: running statistics of an overflow are overflow.
-        before = self.call.comparable(self.call.state, result.state)
-        state = select_tree(finite, result.state, before)
-        return result._replace(state=state), scaling, finite
-
-    def _reduced(self, result: Evaluation, scaling: LossScaling) -> Evaluation:
-        """Reduces loss and gradients over devices, in the policy's `reduce_dtype`."""
-        axis_name, dtype = self.axis_name, self.options.policy.reduce_dtype
-        if axis_name is None:
-            return result
-        if dtype == COMPUTE:
-            dtype = self.options.policy.resolved_compute_dtype()
-
-        # A sum of parts is a sum over devices, too.
-        together = lax.pmean if self.mean else lax.psum
-        parts = 1 if self.mean else lax.axis_size(axis_name)
-
-        def total(x: Array) -> Array:
-            if is_floating(x) and dtype == EIGHT_BITS:
-                return mean_8_bits(x, axis_name) * parts
-            if is_floating(x):
-                x = cast_leaf(x, at_least_f32(x.dtype) if dtype is None else dtype)
-            return together(x, axis_name)
-
-        grads, feedback = result.grads, self.feedback
-        if feedback is None:
-            grads = jax.tree.map(total, grads)
-        else:
-            floats, others = eqx.partition(grads, is_floating)
-            floats, feedback = mean_with_feedback(floats, feedback, scaling, axis_name)
-            floats = jax.tree.map(lambda x: x * parts, floats)
-            grads = eqx.combine(floats, jax.tree.map(total, others))
-        # A parameter to which the function has assigned stays the same on all devices.
-        arrays = dict(result.state.arrays)
-        for name in self.call.assigned(result.state):
-            arrays[name] = lax.pmean(arrays[name], axis_name)
-        return result._replace(
-            value=together(result.value, axis_name),
-            state=result.state._replace(arrays=arrays),
-            grads=grads,
-            feedback=feedback,
-            spoilt=~all_devices(~result.spoilt, axis_name),
-            observed=jax.tree.map(lambda x: lax.pmax(x, axis_name), result.observed),
-        )
-
-
+@overload
+def value_and_grad(
+    func: Callable[Concatenate[Params, P], object],
+    *,
+    argnums: Literal[0] = 0,
+    has_aux: bool = False,
+    **options: Unpack[GradKeywords],
+) -> Callable[Concatenate[Scaling, Params, P], GradResult[Params, Scaling]]: ...
+@overload
+def value_and_grad(
+    func: Callable[P, object],
+    *,
+    argnums: int | Sequence[int],
+    has_aux: bool = False,
+    **options: Unpack[GradKeywords],
+) -> Callable[Concatenate[Scaling, P], GradResult[PyTree, Scaling]]: ...
+@overload
+def value_and_grad(
+    func: None = None, *, has_aux: bool = False, **options: Unpack[ArgnumKeywords]
+) -> Callable[
+    [Callable[P, object]],
+    Callable[Concatenate[Scaling, P], GradResult[PyTree, Scaling]],
+]: ...
 def value_and_grad(
     func: Callable[..., Any] | None = None,
-    *misplaced: Any,
+    *misplaced: object,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     policy: Policy | str | None = None,
@@ -321,6 +113,8 @@ def value_and_grad(
             is a constant of the jitted function.
 
     Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
         >>> from mpx import DynamicLossScaling
         >>> @jax.jit
         ... @value_and_grad(policy="p=f32,c=f16,o=f32")
@@ -332,7 +126,7 @@ def value_and_grad(
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
     refuse_positional(misplaced, "value_and_grad")
-    options = GradOptions(
+    options = grad_options(
         argnums=argnums,
         has_aux=has_aux,
         policy=policy,
@@ -350,13 +144,7 @@ def transformed(
 ) -> Callable[..., Any]:
     """Returns a function of scaling and arguments that runs a step of `func`.
 
-    Args:
-        func: The user's function; `None` returns a decorator.
-        options: The options.
-        make_step: Called as `make_step(func, options, args, kwargs)`.
-
-    Raises:
-        TypeError: If `func` is not a function.
+    The step is `make_step(func, options, args, kwargs)`.
     """
     if func is None:
         return functools.partial(transformed, options=options, make_step=make_step)
@@ -364,11 +152,259 @@ def transformed(
     check_function(func)
 
     @functools.wraps(func)
-    def wrapper(scaling: Any, /, *args: Any, **kwargs: Any) -> GradResult:
+    def wrapper(
+        scaling: LossScaling, /, *args: PyTree, **kwargs: PyTree
+    ) -> GradResult[PyTree, LossScaling]:
         check_scaling(scaling)
         warn_of_constant_scaling(scaling)
-        settled = options.settled(func, scaling)
-        return make_step(func, settled, args, kwargs).result(scaling)
+        step = make_step(func, options.for_call(func, scaling), args, kwargs)
+        return step.result(scaling)
 
     hide_signature(wrapper)  # the scaling comes first
     return wrapper
+
+
+# --- The functions of the paper -------------------------------------------------------
+
+
+@overload
+def filter_grad(
+    func: Callable[Concatenate[Params, P], object],
+    scaling: LossScaling | None = None,
+    has_aux: Literal[False] = False,
+    use_mixed_precision: bool = True,
+    **options: Unpack[GradKeywords],
+) -> Callable[
+    Concatenate[Params, P], tuple[LossScaling | None, Bool[Array, ""], Params]
+]: ...
+@overload
+def filter_grad(
+    func: Callable[P, object],
+    scaling: LossScaling | None = None,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    **options: Unpack[ArgnumKeywords],
+) -> Callable[P, tuple[Any, ...]]: ...
+@overload
+def filter_grad(
+    func: None = None,
+    scaling: LossScaling | None = None,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    **options: Unpack[ArgnumKeywords],
+) -> Callable[[Callable[P, object]], Callable[P, tuple[Any, ...]]]: ...
+def filter_grad(
+    func: Callable[..., Any] | None = None,
+    scaling: LossScaling | None = None,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    **options: Unpack[ArgnumKeywords],
+) -> Callable[..., Any]:
+    """Computes gradients in mixed precision; the counterpart of `eqx.filter_grad`.
+
+    The returned function takes the arguments of `func` and returns the tuple
+    `(scaling, grads_finite, grads)`, with `aux` as a fourth entry if `has_aux`. It works
+    as described for `value_and_grad`.
+
+    The scaling is part of the transformation, as in the paper: call `filter_grad`
+    inside the jitted step with the scaling that the step got as an argument. Outside
+    jit it would be compiled in as a constant; `value_and_grad` takes it at each call.
+
+    Args:
+        func: The loss function. Leave it out to use `filter_grad` as a decorator.
+        scaling: The loss scaling. It may be left out where none is needed (bf16, f32).
+        has_aux: Whether `func` returns a pair `(loss, aux)`.
+        use_mixed_precision: If false, nothing is cast, scaled or checked:
+            `grads_finite` is true and `scaling` comes back as it is.
+        **options: `policy`, `grad_dtype`, `axis_name`, `argnums` and `retry`, as in
+            `value_and_grad`.
+
+    Raises:
+        TypeError: If the loss is no real floating scalar.
+        ValueError: If the first argument holds no floating array, or if f16 is used
+            without a scaling.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from mpx import DynamicLossScaling
+        >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+        >>> scaling, grads_finite, grads = filter_grad(loss, DynamicLossScaling.pow2())(
+        ...     jnp.ones(2), jnp.full((4, 2), 0.5))
+        >>> grads, bool(grads_finite)
+        (Array([1., 1.], dtype=float32), True)
+    """
+
+    def as_tuple(result: GradResult[PyTree, LossScaling]) -> tuple[Any, ...]:
+        answer = (result.scaling, result.finite, result.grads)
+        return (*answer, result.aux) if has_aux else answer
+
+    mixed = as_switch(use_mixed_precision)
+    checked = grad_options(has_aux=has_aux, mixed=mixed, **options)
+    return _paper(func, scaling, checked, as_tuple)
+
+
+@overload
+def filter_value_and_grad(
+    func: Callable[Concatenate[Params, P], object],
+    scaling: LossScaling | None = None,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    **options: Unpack[GradKeywords],
+) -> Callable[
+    Concatenate[Params, P], tuple[Any, LossScaling | None, Bool[Array, ""], Params]
+]: ...
+@overload
+def filter_value_and_grad(
+    func: Callable[P, object],
+    scaling: LossScaling | None = None,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    **options: Unpack[ArgnumKeywords],
+) -> Callable[P, tuple[Any, LossScaling | None, Bool[Array, ""], PyTree]]: ...
+@overload
+def filter_value_and_grad(
+    func: None = None,
+    scaling: LossScaling | None = None,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    **options: Unpack[ArgnumKeywords],
+) -> Callable[
+    [Callable[P, object]],
+    Callable[P, tuple[Any, LossScaling | None, Bool[Array, ""], PyTree]],
+]: ...
+def filter_value_and_grad(
+    func: Callable[..., Any] | None = None,
+    scaling: LossScaling | None = None,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    **options: Unpack[ArgnumKeywords],
+) -> Callable[..., Any]:
+    """Computes the loss too; the counterpart of `eqx.filter_value_and_grad`.
+
+    The returned function returns `(value, scaling, grads_finite, grads)`, where `value`
+    is the pair `(loss, aux)` if `has_aux`. The loss is the one that `func` returned,
+    unscaled and widened to f32; see `GradResult` for its precision.
+
+    Args:
+        func: The loss function. This and the others are as in `filter_grad`.
+        scaling: The loss scaling.
+        has_aux: Whether `func` returns a pair `(loss, aux)`.
+        use_mixed_precision: If false, nothing is cast, scaled or checked.
+        **options: Options of `value_and_grad`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from mpx import DynamicLossScaling
+        >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+        >>> value, scaling, grads_finite, grads = filter_value_and_grad(
+        ...     loss, DynamicLossScaling.pow2())(jnp.ones(2), jnp.full((4, 2), 0.5))
+        >>> value, grads
+        (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
+    """
+
+    def as_tuple(result: GradResult[PyTree, LossScaling]) -> tuple[Any, ...]:
+        value = (result.value, result.aux) if has_aux else result.value
+        return value, result.scaling, result.finite, result.grads
+
+    mixed = as_switch(use_mixed_precision)
+    checked = grad_options(has_aux=has_aux, mixed=mixed, **options)
+    return _paper(func, scaling, checked, as_tuple)
+
+
+def calculate_scaled_grad(
+    func: Callable[Concatenate[Params, P], object],
+    scaling: LossScaling,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+) -> Callable[Concatenate[Params, P], tuple[Any, Params]]:
+    """Computes loss and gradients that are still scaled, in half precision.
+
+    It is the inner half of `filter_value_and_grad`, for loops that unscale, check and
+    adjust by themselves. The returned function returns `(value, grads)`, with
+    `(value, aux)` for the first if `has_aux`; `value` is the scaled loss in f32.
+
+    Args:
+        func: The loss function.
+        scaling: The loss scaling.
+        has_aux: Whether `func` returns a pair `(loss, aux)`.
+        use_mixed_precision: If false, nothing is cast or scaled.
+
+    Raises:
+        TypeError: If the loss is no real floating scalar.
+        ValueError: If the first argument holds no floating array.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from mpx import StaticLossScaling
+        >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+        >>> calculate_scaled_grad(loss, StaticLossScaling(8.0))(
+        ...     jnp.ones(2), jnp.full((4, 2), 0.5))
+        (Array(8., dtype=float32), Array([8., 8.], dtype=float16))
+    """
+    check_scaling(scaling)
+    mixed = as_switch(use_mixed_precision)
+
+    def run(step: Step, scaling: LossScaling) -> tuple[PyTree, PyTree]:
+        result = step.run(scaling)
+        value, grads = scaling.scale(result.value), result.grads[0]
+        if mixed:
+            grads = cast_floating(grads, step.options.policy.compute_dtype)
+        aux = step.commit(result.aux, result.state)
+        return ((value, aux) if has_aux else value), grads
+
+    return _with_scaling(func, scaling, grad_options(has_aux=has_aux, mixed=mixed), run)
+
+
+def _paper(
+    func: Callable[..., Any] | None,
+    scaling: LossScaling | None,
+    options: GradOptions,
+    as_tuple: Callable[[GradResult[PyTree, LossScaling]], tuple[Any, ...]],
+) -> Callable[..., Any]:
+    if scaling is not None:
+        check_scaling(scaling)
+
+    def run(step: Step, used: LossScaling) -> tuple[Any, ...]:
+        result = step.result(used)
+        return as_tuple(result if options.mixed else result._replace(scaling=scaling))
+
+    if func is None:
+        return lambda func: _with_scaling(func, scaling, options, run)
+    return _with_scaling(func, scaling, options, run)
+
+
+def _with_scaling(
+    func: Callable[..., Any],
+    scaling: LossScaling | None,
+    options: GradOptions,
+    run: Callable[[Step, LossScaling], Any],
+) -> Callable[..., Any]:
+    """Returns a function of the arguments of `func` that runs a step of it."""
+    check_function(func)
+    if has_scales(func):
+        raise TypeError(
+            "`func` is under `fp8` with `DelayedScaling`, whose state has no place in the "
+            "paper's tuples. Use `mpx.value_and_grad` or `mpx.accumulate`, or the recipe "
+            "`CurrentScaling`, which has no state."
+        )
+
+    @functools.wraps(func)
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> Any:
+        step = Step(func, options.for_call(func, scaling), args, kwargs)
+        if scaling is None or not options.mixed:
+            return run(step, NoLossScaling())
+        warn_of_constant_scaling(scaling)
+        return run(step, scaling)
+
+    return wrapper
+
+
+def as_switch(use_mixed_precision: object) -> bool:
+    """Returns a boolean that is known while tracing, or raises a `TypeError`."""
+    if not isinstance(use_mixed_precision, bool | np.bool_):
+        raise TypeError(
+            "`use_mixed_precision` decides what is compiled and must be a Python bool, "
+            f"but {type(use_mixed_precision).__name__} was given. Make it a static "
+            "argument of the jitted function."
+        )
+    return bool(use_mixed_precision)

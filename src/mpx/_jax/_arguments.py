@@ -29,17 +29,7 @@ def check_bool(value: object, what: str) -> None:
 
 
 def as_count(value: Any, what: str, at_least: int | None = None) -> int:
-    """Returns an integer from Python's, NumPy's or a concrete JAX scalar.
-
-    Args:
-        value: The user's value.
-        what: Its name in the error message.
-        at_least: The smallest allowed number.
-
-    Raises:
-        TypeError: If `value` is not an integer.
-        ValueError: If it is too small.
-    """
+    """Returns an integer from Python's, NumPy's or a concrete JAX scalar."""
     try:
         number = operator.index(value)
     except Exception:  # a `TypeError`, or that of a traced array
@@ -55,22 +45,14 @@ def as_count(value: Any, what: str, at_least: int | None = None) -> int:
 
 
 def as_counts(values: Any, what: str) -> int | tuple[int, ...]:
-    """Returns one integer, or a tuple of integers for a sequence of them.
-
-    Raises:
-        TypeError: If it is neither.
-    """
+    """Returns one integer, or a tuple of integers for a sequence of them."""
     if isinstance(values, Sequence) and not isinstance(values, str):
         return tuple(as_count(value, what) for value in values)
     return as_count(values, what)
 
 
 def as_real(value: Any, what: str) -> float:
-    """Returns a concrete real number as a float.
-
-    Raises:
-        TypeError: If `value` is a string or anything else that is not a number.
-    """
+    """Returns a concrete real number as a float."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
@@ -83,11 +65,7 @@ def as_real(value: Any, what: str) -> float:
 
 
 def check_axis_name(value: Any) -> None:
-    """Raises unless `value` is the name of a mapped axis, several, or `None`.
-
-    Raises:
-        TypeError: If it is anything else.
-    """
+    """Raises unless `value` is the name of a mapped axis, several, or `None`."""
     names = value if isinstance(value, tuple) else (value,)
     if value is not None and not all(isinstance(name, str) for name in names):
         raise TypeError(

@@ -10,11 +10,12 @@ import functools
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from mpx._jax._private import (
     ClosedJaxpr,
@@ -48,13 +49,6 @@ def _is_linearized(x: object) -> bool:
     return isinstance(x, tracer_type("grad"))
 
 
-def is_differentiated(x: Any) -> bool:
-    """Returns whether a derivative with respect to `x` is taken, where no `jit` hides it."""
-    while is_batched(x):
-        x = getattr(x, "val", None)
-    return _is_linearized(x) or isinstance(x, tracer_type("jvp"))
-
-
 def nothing_is_traced() -> bool:
     """Returns whether no JAX transformation is running; `False` if JAX cannot tell."""
     names = private("trace_state")
@@ -72,12 +66,10 @@ def unpacking_targets() -> int | None:
     return count if operation == dis.opmap["UNPACK_SEQUENCE"] else None
 
 
+# A process-wide setting with a default that is part of the cache key of `jax.jit`.
+make_jit_context = jax.make_user_context
+
 # --- Values that vary between devices -------------------------------------------------
-
-
-def make_jit_context(default: Any) -> Any:
-    """Returns a process-wide setting that is part of the cache key of `jax.jit`."""
-    return jax.make_user_context(default)
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
@@ -134,6 +126,24 @@ def struct_like(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 def zeros_of(struct: Any) -> jax.Array:
     """Returns zeros for the result of `jax.eval_shape`."""
     return varying_like(jnp.zeros(struct.shape, struct.dtype), struct)
+
+
+def undifferentiable(message: str) -> Callable[[PyTree], PyTree]:
+    """Returns an identity function that raises when it is differentiated.
+
+    It is for derivatives that JAX would compute wrongly without a warning. The error is a
+    `NotImplementedError` with the given message, in forward and in reverse mode.
+    """
+
+    @jax.custom_jvp
+    def same(tree: PyTree) -> PyTree:
+        return tree
+
+    @same.defjvp
+    def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> NoReturn:
+        raise NotImplementedError(message)
+
+    return same
 
 
 # --- Jaxprs ---------------------------------------------------------------------------
@@ -258,7 +268,8 @@ def convert_dtype(x: Any, dtype: Any) -> Any:
     """Casts an array by `lax.convert_element_type`, if it has another dtype."""
     if x.dtype == dtype:
         return x
-    return (_convert if _is_linearized(x) else lax.convert_element_type)(x, dtype)
+    is_linearized = isinstance(x, tracer_type("grad"))
+    return (_convert if is_linearized else lax.convert_element_type)(x, dtype)
 
 
 # From JAX 0.11 on `True` leaves the call in the jaxpr.
@@ -274,7 +285,8 @@ def _traced_once(
     Under `jax.grad`, JAX linearizes each primitive anew, in 0.3 to 0.8 ms, but a jitted
     function, as `jnp.add` is one, only once for the same types. It is inlined.
     """
-    if not any(map(_is_linearized, args)) or "branches" in params:
+    kind = tracer_type("grad")
+    if not any([isinstance(x, kind) for x in args]) or "branches" in params:
         return None
     if any(callable(value) or is_jaxpr(value) for value in params.values()):
         return None  # it would be kept alive
@@ -316,7 +328,7 @@ def ambient_scopes() -> tuple[str, ...]:
 
 
 def _scopes(stack: Any) -> tuple[str, ...]:
-    return tuple(item.name for item in stack.stack if type(item).__name__ == "Scope")
+    return tuple([x.name for x in stack.stack if type(x).__name__ == "Scope"])
 
 
 def is_transposed(eqn: Any) -> bool:
@@ -330,7 +342,7 @@ def source_frames(eqn: Any) -> list[tuple[str, str, int]]:
     names = private("source")
     if names is None:
         return []
-    own = str(pathlib.Path(__file__).parent)
+    own = str(pathlib.Path(__file__).parents[1])
     return [
         (frame.function_name, frame.file_name, frame.start_line)
         for frame in names.user_frames(eqn.source_info.traceback)
@@ -363,13 +375,6 @@ def linear_program(vjp: Any, count: int) -> tuple[Any, list[Any]] | None:
     """Returns the jaxpr that a function of `jax.vjp` transposes, and its arguments.
 
     It is the derivative as a linear program, which exists already and costs no trace.
-
-    Args:
-        vjp: The function that `jax.vjp` returned.
-        count: The number of arrays in its arguments.
-
-    Returns:
-        The jaxpr and its variables, or `None` if this JAX does not show them.
     """
     jaxpr = getattr(vjp, "jaxpr", None)
     if not is_jaxpr(jaxpr):

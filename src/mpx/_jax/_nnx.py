@@ -47,11 +47,7 @@ def is_variable_of_state(kind: type) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Leaf that stands for an NNX object which was taken out of a pytree.
-
-    Attributes:
-        name: The object's name: `model`, or `models/encoder` inside a container.
-    """
+    """Leaf that stands for an NNX object with this name, taken out of a pytree."""
 
     name: LeafName
 
@@ -62,12 +58,7 @@ def is_slot(node: Any) -> bool:
 
 
 def take_out(tree: PyTree, argument: str = "") -> tuple[PyTree, dict[LeafName, Any]]:
-    """Replaces the NNX objects of a pytree by slots; returns them by their names.
-
-    Args:
-        tree: Any pytree.
-        argument: The name of the argument that it is; the objects' names begin with it.
-    """
+    """Replaces the NNX objects of a pytree by slots; returns them by their names."""
     objects: dict[LeafName, Any] = {}
 
     def take(name: LeafName, node: Any) -> Any:
@@ -107,13 +98,7 @@ def copy(tree: PyTree) -> PyTree:
 def map_variables(
     objects: Mapping[LeafName, Any], fn: Callable[[LeafName, Any], Any]
 ) -> None:
-    """Maps the floating arrays of NNX objects, in place.
-
-    Args:
-        objects: The objects by name.
-        fn: Maps an array's name and the array to its successor. The types of the name
-            include those of modules and of the variable.
-    """
+    """Maps the floating arrays of NNX objects, in place."""
     nnx, nodes = nnx_module(), tuple(objects.values())
     before = nnx.state(nodes)
     # Untouched variables are not written to: under a trace NNX may forbid it.
@@ -200,29 +185,18 @@ def without_variables(tree: PyTree) -> PyTree:
 
 
 class Objects(NamedTuple):
-    """NNX objects taken apart.
-
-    Attributes:
-        names: Their names.
-        graphdef: Their static structure, sharing between objects included.
-        params: The differentiated parameters: one NNX `State` per object.
-        rest: Everything else: BatchNorm statistics, dropout counters, frozen weights.
-    """
+    """NNX objects, split."""
 
     names: tuple[LeafName, ...]
-    graphdef: Any
-    params: dict[LeafName, PyTree]
-    rest: PyTree
+    graphdef: Any  # the static structure, sharing between objects included
+    params: dict[LeafName, PyTree]  # the differentiated ones: a `State` per object
+    rest: PyTree  # BatchNorm statistics, dropout counters, frozen weights
 
 
 def split(
     objects: Mapping[LeafName, Any], differentiated: tuple[LeafName, ...]
 ) -> Objects:
-    """Takes NNX objects apart; only `nnx.Param`s of the named ones are parameters.
-
-    Raises:
-        ValueError: If a parameter is differentiated in one object and not in another.
-    """
+    """Takes NNX objects apart; only `nnx.Param`s of the named ones are parameters."""
     _check_sharing(objects, differentiated)
     nnx, names = nnx_module(), tuple(objects)
 
@@ -259,17 +233,11 @@ def _check_sharing(
 
 
 class Merged(NamedTuple):
-    """NNX objects for one call.
+    """NNX objects for one call."""
 
-    Attributes:
-        objects: Fresh objects by their names, parameters cast.
-        source: What they were made from.
-        found: Their parameters and the rest of their state, as the call finds them.
-    """
-
-    objects: dict[LeafName, Any]
-    source: Objects
-    found: tuple[dict[LeafName, PyTree], PyTree]
+    objects: dict[LeafName, Any]  # fresh ones by their names, parameters cast
+    source: Objects  # what they were made from
+    found: tuple[dict[LeafName, PyTree], PyTree]  # their state, as the call finds it
 
 
 def merge(
@@ -305,14 +273,7 @@ def _parts(
 
 
 def state_after(merged: Merged) -> tuple[dict[LeafName, Any], PyTree]:
-    """Returns what a call has left in the objects, in the dtypes of before.
-
-    Returns:
-        The parameters to which it has assigned, by name, and the rest of the state.
-
-    Raises:
-        ValueError: If the call made or removed variables.
-    """
+    """Returns what a call has left in the objects, in the dtypes of before."""
     before, after = merged.source, _parts(merged.objects, merged.source)
     if jax.tree.structure(after) != jax.tree.structure((before.params, before.rest)):
         raise ValueError(
@@ -359,14 +320,7 @@ def assign(
 
 
 def update(objects: Mapping[Any, Any], rest: PyTree, before: PyTree = None) -> None:
-    """Writes changed state back into the caller's objects.
-
-    Args:
-        objects: The objects by name.
-        rest: Their state.
-        before: The state as it was. A variable that still holds the very same arrays is
-            not written to: inside `jit` NNX forbids it for objects made outside.
-    """
+    """Writes changed state back into the caller's objects."""
     nnx = nnx_module()
     if before is not None:
         old = dict(nnx.to_flat_state(before))
@@ -382,11 +336,7 @@ def update(objects: Mapping[Any, Any], rest: PyTree, before: PyTree = None) -> N
 def as_pure(
     step: Callable[..., Any], args: Mapping[str, Any]
 ) -> tuple[Callable[[PyTree], tuple[PyTree]], PyTree]:
-    """Makes a step that changes NNX objects in place a function from state to state.
-
-    Returns:
-        The function, and the state of the objects as they are.
-    """
+    """Makes a step that changes NNX objects in place a function from state to state."""
     nnx = nnx_module()
     graphdef, before = nnx.split(tuple(args.values()))
 

@@ -51,28 +51,17 @@ def check_processes(expected: int) -> None:
             "once per process (under Slurm with `srun`)."
         )
     raise RuntimeError(
-        f"Expected {_count(expected, 'process', 'processes')}, but JAX runs in "
-        f"{_count(found, 'process', 'processes')} with "
-        f"{_count(jax.device_count(), 'device', 'devices')}. {why}"
+        f"Expected {expected} process{'es' * (expected != 1)}, but JAX runs in {found} "
+        f"process{'es' * (found != 1)} with {(count := jax.device_count())} "
+        f"device{'s' * (count != 1)}. {why}"
     )
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 # --- Exchange -------------------------------------------------------------------------
 
 
 def gather(value: Any) -> list[Any]:
-    """Returns the values of all processes, in their order, on every process.
-
-    Args:
-        value: What JSON can hold. The processes must have equal numbers of devices.
-
-    Raises:
-        NotImplementedError: If the installed JAX has no such exchange.
-    """
+    """Returns the values of all processes, in their order, on every process."""
     if jax.process_count() == 1:
         return [value]
     names = private("exchange")
@@ -97,13 +86,6 @@ def gather_results(call: Callable[[], Any]) -> list[Any]:
     """Returns what a call returns on each process, or raises on all of them.
 
     If a process raised alone, the others would wait for it in the next collective.
-
-    Args:
-        call: Returns what JSON can hold.
-
-    Raises:
-        RuntimeError: If the call raised on another process. On the process where it
-            raised, that error is raised.
     """
     value, error = None, None
     try:

@@ -24,14 +24,10 @@ from mpx._jax._private import private
 def zeros_alike(
     like: Any, dtype: Any, *, group: int | None = None, planes: int | None = None
 ) -> Any:
-    """Returns zeros that are sharded like an array.
+    """Returns zeros that are sharded like an array, a tracer or a `ShapeDtypeStruct`.
 
-    Args:
-        like: An array, a tracer or a `ShapeDtypeStruct`.
-        dtype: The dtype of the zeros.
-        group: If given, the number of elements of the last axis that share one zero. If
-            shards of that axis end within a group, the axis of the groups is not sharded.
-        planes: If given, the size of a new first axis, which is not sharded.
+    With `group`, that many elements of the last axis share one zero; if shards end within
+    a group, that axis is not sharded. `planes` is the size of a new first axis.
     """
     shape = tuple(like.shape)
     sharding = getattr(like, "sharding", None)
@@ -82,11 +78,6 @@ def zero_beside(leaves: Iterable[Any], dtype: Any) -> Any:
 
     A zero on other devices could not be used beside the arrays after a checkpoint is
     restored, because restored arrays are committed to their devices.
-
-    Args:
-        leaves: Arrays, tracers, `ShapeDtypeStruct`s, and anything else. If one of them is
-            a `ShapeDtypeStruct`, so is the result.
-        dtype: The dtype of the zero.
     """
     leaves = [x for x in leaves if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
     shapes = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
@@ -222,12 +213,7 @@ def uncut(sharding: Any, shape: tuple[int, ...], group: int) -> Any:
 
 
 def axes_of(spec: Iterable[Any], rank: int = 0) -> list[tuple[str, ...]]:
-    """Returns the axes of a mesh that shard each axis of an array.
-
-    Args:
-        spec: A `PartitionSpec`, or a part of one.
-        rank: The number of axes of the array, if it may have more than the spec.
-    """
+    """Returns the axes of a mesh that shard each axis of an array."""
     found = [
         (entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec
     ]
@@ -275,12 +261,7 @@ def _resharded(x: Array, sharding: Any) -> Array:
 
 
 def reason_against_shards(x: Array, group: int = 0) -> str | None:
-    """Returns why `over_shards` cannot take an array, or `None` if it can.
-
-    Args:
-        x: The array.
-        group: The number of elements of the last axis that no shard may separate.
-    """
+    """Returns why `over_shards` cannot take an array, or `None` if it can."""
     mesh = jax.typeof(x).sharding.mesh
     if len(set(mesh.axis_types or ())) > 1:
         return f"its mesh has axes of several kinds, {mesh.axis_types}"
@@ -303,17 +284,6 @@ def over_shards(
 
     It is for kernels, which XLA cannot partition: nothing is communicated, except to
     bring the arguments into their layout. See `reason_against_shards`.
-
-    Args:
-        local: A function of the arrays of one device.
-        args: Its arguments, pytrees of arrays.
-        like: The array among them whose mesh is used.
-        layout: Called with types in place of `args`, which have a `shape` and a
-            `sharding`. Returns the shardings of the arguments and of the results.
-        rule: The axes of all arrays in the notation of Shardy, which lets the compiler
-            propagate automatic shardings.
-        whole: Names of `rule` that stand for axes that are not sharded.
-        **sizes: Sizes of names that are parts of axes in `rule`.
     """
     mesh = jax.typeof(like).sharding.mesh
     if mesh.are_all_axes_manual or not like.ndim:
@@ -357,20 +327,7 @@ def partitioned(
     inferred: Callable[..., Any] | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Any:
-    """Calls a function that is partitioned by hand: only XLA knows automatic shardings.
-
-    Args:
-        func: The function as it is on one device.
-        args: Its arguments, pytrees of arrays.
-        parts: Called with the mesh and with types of the arguments and the results, which
-            have a `shape` and a `sharding`.
-        rule: The axes of all arrays in the notation of Shardy, which lets the compiler
-            propagate shardings.
-        whole: Names of `rule` that stand for axes that are not sharded.
-        inferred: Called like `parts` while the shardings of the results are not known;
-            returns a first choice of them. By default that of `parts`.
-        sizes: Sizes of names that are parts of axes in `rule`.
-    """
+    """Calls a function that is partitioned by hand: only XLA knows automatic shardings."""
 
     def partition(mesh: Any, args: Any, result: Any) -> tuple[Any, ...]:
         found = parts(mesh, args, result)

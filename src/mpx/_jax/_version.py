@@ -30,9 +30,6 @@ def check_versions(jax_version: str, jaxlib_version: str, machine: str) -> None:
     """Rejects a JAX that is too old and warns of a build known to compute wrongly.
 
     A JAX newer than the tested ones is accepted: what it has changed has a fallback.
-
-    Raises:
-        ImportError: If JAX is older than the oldest supported version.
     """
     if version_tuple(jax_version) < OLDEST:
         raise ImportError(

@@ -10,7 +10,7 @@ import jax
 _LIBRARIES = (
     str(pathlib.Path(warnings.__file__).parent),
     str(pathlib.Path(jax.__file__).parents[1]),
-    str(pathlib.Path(__file__).parent),
+    str(pathlib.Path(__file__).parents[1]),
     "<",
 )
 

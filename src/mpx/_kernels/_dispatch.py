@@ -5,21 +5,28 @@ import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from mpx._jax._compat import HAS_MOSAIC
 from mpx._jax._devices import gpu_capability
 from mpx._jax._private import private, refused
-from mpx._jax._sharding import reason_against_shards
-from mpx._kernels._partition import step_shards
+from mpx._jax._sharding import (
+    over_shards,
+    reason_against_shards,
+    replicated,
+    stacked,
+    uncut,
+)
 from mpx._kernels._plain import Body, run_plain
-from mpx._kernels._tuning import MOSAIC, TRITON, Tuning
+from mpx._kernels._step import MOSAIC, TRITON, Tuning
 
 Backend = Literal["auto", "jax", "triton", "mosaic"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -44,8 +51,8 @@ class Job(NamedTuple):
     name: str
     body: Body
     scalars: Array
-    grad: Any
-    leaf: Any
+    grad: PyTree
+    leaf: PyTree
     group_size: int
     seed: Array | None = None
     layer: Array | None = None
@@ -62,28 +69,20 @@ class _Batch(NamedTuple):
 
     scalars: Sequence[Array]
     grads: Sequence[Array]
-    leaves: Sequence[Any]
+    leaves: Sequence[PyTree]
     finite: Array | None
     layer: Array | None
 
 
 def run(
     jobs: Sequence[Job], *, finite: Array | None = None, backend: Backend = "auto"
-) -> list[Any]:
+) -> list[PyTree]:
     """Runs steps.
 
-    Args:
-        jobs: The steps.
-        finite: If false, the leaves come back as they were. `None` means true.
-        backend: Where to run. `"auto"` takes the kernel where it is faster.
-
-    Returns:
-        The new leaf of each job.
-
-    Raises:
-        ValueError: If the requested backend cannot run a step.
+    If `finite` is false, the leaves come back as they were. `"auto"` takes the kernel
+    where it is faster; another backend that cannot run a step raises a `ValueError`.
     """
-    new: list[Any] = [None] * len(jobs)
+    new: list[PyTree] = [None] * len(jobs)
     for indices in _batches(jobs, backend):
         scalars, grads, leaves = zip(
             *((jobs[i].scalars, jobs[i].grad, jobs[i].leaf) for i in indices),
@@ -91,7 +90,7 @@ def run(
         )
         job = jobs[indices[0]]
         batch = _Batch(scalars, grads, leaves, finite, job.layer)
-        static: Any = {"body": job.body, "group_size": job.group_size}
+        static: PyTree = {"body": job.body, "group_size": job.group_size}
         if _backend(job, backend) == "jax":
             results = _plain(batch, job.seed, **static)
         else:
@@ -103,7 +102,7 @@ def run(
 
 def _batches(jobs: Sequence[Job], backend: Backend) -> Iterator[list[int]]:
     """Yields the indices of jobs that share a launch: small ones of equal types."""
-    alike: dict[Any, list[int]] = {}
+    alike: dict[object, list[int]] = {}
     tuning = _tuning(backend)
     for index, job in enumerate(jobs):
         alone = (
@@ -190,8 +189,8 @@ def _no_mosaic() -> str | None:
 
 def _plain(
     batch: _Batch, seed: Array | None = None, *, body: Body, group_size: int
-) -> list[Any]:
-    shared: Any = {"seed": seed, "body": body, "group_size": group_size}
+) -> list[PyTree]:
+    shared: PyTree = {"seed": seed, "body": body, "group_size": group_size}
     rows = zip(batch.scalars, batch.grads, batch.leaves, strict=True)
     return [_plain_leaf(*row, batch.finite, batch.layer, **shared) for row in rows]
 
@@ -201,14 +200,14 @@ def _plain(
 def _plain_leaf(
     scalars: Array,
     grad: Array,
-    leaf: Any,
+    leaf: PyTree,
     finite: Array | None,
     layer: Array | None,
     *,
     seed: Array | None = None,
     body: Body,
     group_size: int,
-) -> Any:
+) -> PyTree:
     step = functools.partial(
         run_plain, body, scalars, grad, group_size=group_size, finite=finite, seed=seed
     )
@@ -218,7 +217,7 @@ def _plain_leaf(
     return _with_layer(leaf, layer, step(_layer_of(leaf, layer), offset=offset))
 
 
-def _layer_of(leaf: Any, layer: Array) -> Any:
+def _layer_of(leaf: PyTree, layer: Array) -> PyTree:
     first = leaf.param.ndim  # the axis of the layers is the first, or behind the planes
 
     def read(x: Array) -> Array:
@@ -227,7 +226,7 @@ def _layer_of(leaf: Any, layer: Array) -> Any:
     return jax.tree.map(read, leaf)
 
 
-def _with_layer(leaf: Any, layer: Array, new: Any) -> Any:
+def _with_layer(leaf: PyTree, layer: Array, new: PyTree) -> PyTree:
     first = leaf.param.ndim
 
     def write(x: Array, y: Array) -> Array:
@@ -239,14 +238,14 @@ def _with_layer(leaf: Any, layer: Array, new: Any) -> Any:
 @functools.partial(jax.jit, static_argnames=("body", "group_size", "backend"))
 def _launch(
     batch: _Batch, *, body: Body, group_size: int, backend: Backend
-) -> list[Any]:
+) -> list[PyTree]:
     """Runs the kernel on CUDA devices and plain JAX elsewhere."""
     plain = functools.partial(_plain, body=body, group_size=group_size)
 
-    def kernel(batch: _Batch) -> list[Any]:
+    def kernel(batch: _Batch) -> list[PyTree]:
         return _kernel(batch, body=body, group_size=group_size, backend=backend)
 
-    def elsewhere(batch: _Batch) -> list[Any]:
+    def elsewhere(batch: _Batch) -> list[PyTree]:
         new = plain(batch)
         if backend == "auto":
             return new
@@ -261,13 +260,13 @@ def _launch(
 
 
 def plain_under_vmap(
-    kernel: Callable[..., Any], plain: Callable[..., Any]
-) -> Callable[..., Any]:
+    kernel: Callable[..., PyTree], plain: Callable[..., PyTree]
+) -> Callable[..., PyTree]:
     """Returns a function that calls `kernel`, or `plain` under `vmap`."""
     mappable = custom_vmap(kernel)
 
     @mappable.def_vmap
-    def _(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
+    def _(axis_size: int, in_batched: PyTree, *args: object) -> tuple[PyTree, PyTree]:
         axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
         new = jax.vmap(plain, in_axes=axes, axis_size=axis_size)(*args)
         return new, jax.tree.map(lambda _: True, new)
@@ -277,7 +276,7 @@ def plain_under_vmap(
 
 def _kernel(
     batch: _Batch, *, body: Body, group_size: int, backend: Backend
-) -> list[Any]:
+) -> list[PyTree]:
     """Steps the shards of each device in one kernel."""
     module = _kernel_module(backend)
     plain = functools.partial(_plain, body=body, group_size=group_size)
@@ -294,8 +293,8 @@ def _kernel(
         numbers: Array,
         ahead: Array | None,
         grads: Sequence[Array],
-        leaves: Sequence[Any],
-    ) -> list[Any]:
+        leaves: Sequence[PyTree],
+    ) -> list[PyTree]:
         if ahead is None:
             return whole(numbers, grads, leaves)
         (leaf,) = leaves
@@ -311,9 +310,9 @@ def _kernel(
         return [_with_layer(leaf, layer, new)]
 
     def whole(
-        numbers: Array, grads: Sequence[Array], leaves: Sequence[Any]
-    ) -> list[Any]:
-        new: list[Any] = [None] * len(leaves)
+        numbers: Array, grads: Sequence[Array], leaves: Sequence[PyTree]
+    ) -> list[PyTree]:
+        new: list[PyTree] = [None] * len(leaves)
         for indices in _equal_shapes(leaves):
             rows = numbers
             if len(indices) < len(leaves):
@@ -342,9 +341,96 @@ def _kernel_module(backend: Backend) -> ModuleType:
     return importlib.import_module(f"mpx._kernels._{name}")
 
 
-def _equal_shapes(leaves: Sequence[Any]) -> list[list[int]]:
+def _equal_shapes(leaves: Sequence[PyTree]) -> list[list[int]]:
     """Groups leaves by shape: shards of arrays of one shape may differ."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for index, leaf in enumerate(leaves):
         alike.setdefault(leaf.param.shape, []).append(index)
     return list(alike.values())
+
+
+Local = Callable[[Array, Array | None, Sequence[Array], Sequence[PyTree]], list[PyTree]]
+"""`local(scalars, ahead, grads, leaves) -> leaves`, for the arrays of one device.
+
+If `ahead` is given, only one layer of the single leaf is stepped: `ahead` holds the
+distance of each layer from that one.
+"""
+
+
+def step_shards(
+    local: Local,
+    scalars: Array,
+    ahead: Array | None,
+    grads: Sequence[Array],
+    leaves: Sequence[PyTree],
+    *,
+    group_size: int,
+) -> list[PyTree]:
+    """Calls `local` on each device with its shards of `ahead`, `grads` and `leaves`."""
+
+    def layout(_: PyTree, ahead: PyTree, grads: PyTree, leaves: PyTree) -> PyTree:
+        params = [
+            uncut(leaf.param.sharding, leaf.param.shape, group_size) for leaf in leaves
+        ]
+        results = [
+            _shardings(sharding, leaf)
+            for sharding, leaf in zip(params, leaves, strict=True)
+        ]
+        everywhere, layers = replicated(params[0]), None
+        if ahead is not None:
+            ((mesh, spec),) = [(sharding.mesh, sharding.spec) for sharding in params]
+            layers = NamedSharding(mesh, PartitionSpec(*spec[:1]))
+            params = [NamedSharding(mesh, PartitionSpec(*spec[1:]))]
+        return (everywhere, layers, params, results), results
+
+    rule, planes = _rule(leaves, group_size, by_layer=ahead is not None)
+    sizes = {"group": group_size} if group_size else {}
+    return over_shards(
+        local,
+        (scalars, ahead, list(grads), list(leaves)),
+        like=leaves[0].param,
+        layout=layout,
+        rule=rule,
+        whole=("rows", "numbers", *planes),
+        **sizes,
+    )
+
+
+def _shardings(sharding: PyTree, leaf: PyTree) -> PyTree:
+    """Returns the sharding of each array of a leaf, given that of the parameter."""
+    rank = len(leaf.param.shape)
+    return jax.tree.map(
+        lambda x: sharding if len(x.shape) == rank else stacked(sharding), leaf
+    )
+
+
+def _rule(
+    leaves: Sequence[PyTree], group_size: int, *, by_layer: bool
+) -> tuple[str, set[str]]:
+    """Returns which axes of the arrays belong together, in the notation of Shardy.
+
+    A matrix with groups is `a0 (a1 group)`, its scales are `a0 a1`, and either may have
+    planes before. By layer, the gradient lacks the first axis, which `ahead` has.
+
+    It comes with the names of the axes of planes.
+    """
+    planes: set[str] = set()
+
+    def axes_of(number: int, x: Array, first: int = 0) -> str:
+        param = leaves[number].param
+        axes = [f"leaf{number}axis{axis}" for axis in range(param.ndim)]
+        if group_size and x.shape[x.ndim - param.ndim :] == param.shape:
+            axes[-1] = f"({axes[-1]} group)"
+        if x.ndim > param.ndim:
+            # A size has one name.
+            planes.add(f"planes{len(x)}")
+            axes.insert(0, f"planes{len(x)}")
+        return " ".join(axes[first:])
+
+    ahead = ["leaf0axis0"] if by_layer else []
+    grads = [axes_of(i, leaf.param, int(by_layer)) for i, leaf in enumerate(leaves)]
+    results = [
+        axes_of(i, x) for i, leaf in enumerate(leaves) for x in jax.tree.leaves(leaf)
+    ]
+    operands = ["rows numbers", *ahead, *grads, *results]
+    return f"{', '.join(operands)} -> {', '.join(results)}", planes

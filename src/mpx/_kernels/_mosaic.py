@@ -13,13 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import PyTree
 
 from mpx._jax._compat import as_unvarying, varying_like
 from mpx._jax._private import private
 from mpx._kernels._plain import Body
-from mpx._kernels._step import WHOLE, BlockView, Plane, planes_of, step_block
-from mpx._kernels._tuning import MOSAIC, Tuning
+from mpx._kernels._step import (
+    MOSAIC,
+    WHOLE,
+    BlockView,
+    Plane,
+    Ref,
+    Tuning,
+    planes_of,
+    step_block,
+)
 from mpx._quant import Block
 
 pl = plgpu = fragments = utils = _mosaic = private("mosaic")
@@ -27,15 +36,17 @@ ir, arith, llvm = _mosaic.ir, _mosaic.arith, _mosaic.llvm
 scf, vector = _mosaic.scf, _mosaic.vector
 _WARPS = 4  # of a warpgroup
 _VECTOR = 8
-_Operation = Callable[..., Any]
+_Value = Any
+"""A value, type or context of MLIR."""
+_Operation = Callable[..., _Value]
 
 
-def can_address(leaf: Any) -> bool:
+def can_address(leaf: PyTree) -> bool:
     """Returns whether a kernel reaches all elements: 64 bits count elements, 31 blocks."""
     return leaf.param.size <= MOSAIC.block * (2**31 - 1)
 
 
-def can_step_layer(leaf: Any) -> bool:
+def can_step_layer(leaf: PyTree) -> bool:
     """Returns false: this kernel steps whole leaves only."""
     del leaf
     return False
@@ -45,12 +56,12 @@ def launch(
     body: Body,
     scalars: Array,
     grads: Sequence[Array],
-    leaves: Sequence[Any],
+    leaves: Sequence[PyTree],
     *,
     group_size: int,
-    like: Sequence[Any] | None = None,
+    like: Sequence[PyTree] | None = None,
     tuning: Tuning = MOSAIC,
-) -> list[Any]:
+) -> list[PyTree]:
     """Steps leaves of equal shapes on one device, in place if they are donated.
 
     The arguments are those of the Triton kernel's `launch`, without `interpret`: the
@@ -59,7 +70,7 @@ def launch(
     view = _View(leaves[0].param.size, tuning.block, group_size)
     block = _Block(view)
 
-    def kernel(scalars_ref: Any, grad_refs: Any, leaf_refs: Any) -> None:
+    def kernel(scalars_ref: Ref, grad_refs: PyTree, leaf_refs: PyTree) -> None:
         step_block(
             (lax.axis_index("block"), lax.axis_index("leaf")),
             (scalars_ref, None, grad_refs, leaf_refs, leaf_refs),
@@ -125,14 +136,14 @@ class _View(BlockView):
         self.blocks = -(-size // (rows * width))
         self._full = size % (rows * width) == 0
 
-    def struct(self, dtype: Any, *, grouped: bool) -> Any:
+    def struct(self, dtype: DTypeLike, *, grouped: bool) -> _Value:
         """The type of a block with a number per element, or per group."""
         x = self._layouts[grouped]
         layout = plgpu.Layout.TILED(x.tiling, x.warp_dims, x.lane_dims, x.vector_dim)
         return plgpu.ShapeDtypeStruct(self._shapes[grouped], dtype, layout=layout)
 
     def load(
-        self, ref: Any, index: Array, plane: Plane = WHOLE, *, last: bool = False
+        self, ref: Ref, index: Array, plane: Plane = WHOLE, *, last: bool = False
     ) -> Array:
         del last
         count = ref.shape[0] // plane.count
@@ -142,7 +153,7 @@ class _View(BlockView):
         struct = self.struct(dtype, grouped=grouped)
 
         @plgpu.inline_mgpu(arg_types=types, return_type=struct)
-        def load(context: Any, ref: Any, index: Any) -> Any:
+        def load(context: _Value, ref: _Value, index: _Value) -> _Value:
             registers = np.empty(layout.registers_shape(self._shapes[grouped]), object)
             width = 1 if grouped else self._vector
             kind = ir.VectorType.get((width,), ir.MemRefType(ref.type).element_type)
@@ -157,14 +168,14 @@ class _View(BlockView):
 
         return load(ref, index)
 
-    def store(self, ref: Any, index: Array, x: Array, plane: Plane = WHOLE) -> None:
+    def store(self, ref: Ref, index: Array, x: Array, plane: Plane = WHOLE) -> None:
         count = ref.shape[0] // plane.count
         grouped = count != self._counts[False]
         layout = self.struct(x.dtype, grouped=grouped).layout
         types = plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), layout
 
         @plgpu.inline_mgpu(arg_types=types)
-        def store(context: Any, ref: Any, index: Any, x: Any) -> None:
+        def store(context: _Value, ref: _Value, index: _Value, x: _Value) -> None:
             first = _number(plane.index * count)
             for k, place in enumerate(self._places(index, grouped)):
                 at = arith.addi(place, first) if plane.index else place
@@ -179,7 +190,7 @@ class _View(BlockView):
 
         store(ref, index, x)
 
-    def _places(self, index: Any, grouped: bool) -> Iterator[Any]:
+    def _places(self, index: _Value, grouped: bool) -> Iterator[_Value]:
         """Yields where the vectors of this thread start, or the groups that it shares."""
         to_index = functools.partial(arith.index_castui, ir.IndexType.get())
         thread, index = to_index(utils.thread_idx()), to_index(index.registers.item())
@@ -195,7 +206,7 @@ class _View(BlockView):
             yield arith.addi(first, _number(k * total // self._repeats))
 
 
-def _number(value: int) -> Any:
+def _number(value: int) -> _Value:
     return utils.c(value, ir.IndexType.get())
 
 
@@ -246,7 +257,7 @@ class _Block(Block):
         layouts = [struct.layout if number.ndim else scalar for number in numbers]
 
         @plgpu.inline_mgpu(arg_types=(struct.layout, *layouts), return_type=struct)
-        def call(context: Any, x: Any, *others: Any) -> Any:
+        def call(context: _Value, x: _Value, *others: _Value) -> _Value:
             return x._pointwise(operation, *others)
 
         return call(x, *numbers)
@@ -255,13 +266,13 @@ class _Block(Block):
 def _assembly(instruction: str) -> _Operation:
     """Returns an operation on vectors that is one instruction for each number."""
 
-    def apply(numbers: Any) -> Any:
+    def apply(numbers: _Value) -> _Value:
         f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
-        result: Any = numbers
+        result: _Value = numbers
         for k in range(ir.VectorType(numbers.type).shape[0]):
             at = ir.DenseI64ArrayAttr.get([k])
             x = vector.extract(numbers, dynamic_position=[], static_position=at)
-            x: Any = llvm.inline_asm(f32, [x], instruction, "=f,f")
+            x: _Value = llvm.inline_asm(f32, [x], instruction, "=f,f")
             result = llvm.insertelement(result, x, utils.c(k, i64))
         return result
 

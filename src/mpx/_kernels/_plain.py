@@ -3,16 +3,16 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from mpx._jax._sharding import may_cut_groups, sharded_as, whole_groups
 from mpx._quant import Block, Noise, element_index
 
-Body = Callable[..., Any]
+Body = Callable[..., PyTree]
 """`body(scalars, grad, leaf, block, noise) -> leaf`: one step of a block."""
 
 # From this size on the maxima are found in a pass of their own: otherwise XLA computes most
@@ -26,13 +26,13 @@ def run_plain(
     body: Body,
     scalars: Array,
     grad: Array,
-    leaf: Any,
+    leaf: PyTree,
     *,
     group_size: int,
     finite: Array | None,
     seed: Array | None,
     offset: Array | None = None,
-) -> Any:
+) -> PyTree:
     """Runs a step on whole arrays, grouped along their last axis.
 
     Arrays with an axis more than the parameter are passed to `body` as tuples of planes.
@@ -42,7 +42,7 @@ def run_plain(
     shape = leaf.param.shape
     cut = bool(group_size) and may_cut_groups(leaf.param, group_size)
 
-    def planes(x: Array) -> Any:
+    def planes(x: Array) -> PyTree:
         if x.ndim == len(shape):
             return group(x)
         parts = (lax.index_in_dim(x, i, keepdims=False) for i in range(len(x)))
@@ -75,7 +75,7 @@ def run_plain(
     return jax.tree.map(_like, leaf, new)
 
 
-def _like(old: Array, new: Any) -> Array:
+def _like(old: Array, new: PyTree) -> Array:
     """Returns an array, or one with new planes, in the shape and sharding of the old one."""
     if not isinstance(new, tuple):
         return sharded_as(new.reshape(old.shape), old)

@@ -5,19 +5,27 @@ The kernel loads a block, calls the step it is given, and stores the block in pl
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from mpx._jax._compat import struct_like
 from mpx._jax._private import private
 from mpx._kernels._plain import Body
-from mpx._kernels._step import WHOLE, BlockView, Plane, planes_of, step_block
-from mpx._kernels._tuning import TRITON, Tuning
+from mpx._kernels._step import (
+    TRITON,
+    WHOLE,
+    BlockView,
+    Plane,
+    Ref,
+    Tuning,
+    planes_of,
+    step_block,
+)
 from mpx._quant import Block
 
 pl = plgpu = private("kernels")
@@ -26,7 +34,7 @@ pl = plgpu = private("kernels")
 _STREAM = "evict_first"
 
 
-def can_address(leaf: Any, tuning: Tuning = TRITON) -> bool:
+def can_address(leaf: PyTree, tuning: Tuning = TRITON) -> bool:
     """Returns whether a kernel reaches every element of a leaf.
 
     Pallas indexes arrays of up to 2³² bytes with signed 32 bits: one of bytes has elements
@@ -40,7 +48,7 @@ def can_address(leaf: Any, tuning: Tuning = TRITON) -> bool:
     )
 
 
-def can_step_layer(leaf: Any, tuning: Tuning = TRITON) -> bool:
+def can_step_layer(leaf: PyTree, tuning: Tuning = TRITON) -> bool:
     """Returns whether a kernel can step one layer of a leaf in place."""
     layers, size = leaf.param.shape[0], leaf.param.size
     return can_address(leaf, tuning) and size // layers % tuning.block == 0
@@ -50,28 +58,19 @@ def launch(
     body: Body,
     scalars: Array,
     grads: Sequence[Array],
-    leaves: Sequence[Any],
+    leaves: Sequence[PyTree],
     *,
     group_size: int,
     ahead: Array | None = None,
-    like: Sequence[Any] | None = None,
+    like: Sequence[PyTree] | None = None,
     tuning: Tuning = TRITON,
     interpret: bool = False,
-) -> list[Any]:
+) -> list[PyTree]:
     """Steps leaves of equal shapes on one device, in place if they are donated.
 
-    Args:
-        body: The step, `body(scalars, grad, leaf, block, noise) -> leaf`.
-        scalars: For each leaf a row of f32 numbers: zero if the leaf must not change,
-            then those that `body` needs.
-        grads: The gradients.
-        leaves: The parameters with their state.
-        group_size: Elements that share a scale, a power of two; 0 if there is none.
-        ahead: If only one layer of a leaf steps: the distance of each layer from it, int32.
-            See `can_step_layer`.
-        like: Trees like `leaves` whose types tell over which mesh axes the results vary.
-        tuning: How work is cut into programs.
-        interpret: Whether to run in the interpreter instead of on a GPU.
+    `scalars` has a row for each leaf: zero if the leaf must not change, then the numbers
+    that `body` needs. `ahead` is for one layer of a leaf: the distance of each layer from
+    it. The types of `like` tell over which mesh axes the results vary.
     """
     param = leaves[0].param
     view = _View(grads[0].size, tuning.block, group_size)
@@ -82,7 +81,7 @@ def launch(
         grouped = x.shape[x.ndim - param.ndim :] != param.shape
         return x.reshape(view.shape(layers * planes, grouped=grouped))
 
-    def typed(x: Array, like: Any) -> Any:
+    def typed(x: Array, like: PyTree) -> PyTree:
         return struct_like(like, x.shape)
 
     arrays = jax.tree.map(flat, list(leaves))
@@ -112,7 +111,9 @@ def launch(
     return jax.tree.map(lambda x, old: x.reshape(old.shape), new, list(leaves))
 
 
-def _kernel(*refs: Any, body: Body, planes: Any, block: Block, view: "_View") -> None:
+def _kernel(
+    *refs: PyTree, body: Body, planes: PyTree, block: Block, view: "_View"
+) -> None:
     program = pl.program_id(0), pl.program_id(1)
     step_block(program, refs, body=body, planes=planes, block=block, view=view)
 
@@ -133,18 +134,18 @@ class _View(BlockView):
         return (times * self.blocks, self._widths[grouped])
 
     def load(
-        self, ref: Any, index: Array, plane: Plane = WHOLE, *, last: bool = False
+        self, ref: Ref, index: Array, plane: Plane = WHOLE, *, last: bool = False
     ) -> Array:
         part, mask = self._part(ref, index, plane)
         other = None if mask is None else jnp.zeros((), ref.dtype)
         policy = _STREAM if last else None
         return plgpu.load(part, mask=mask, other=other, eviction_policy=policy)
 
-    def store(self, ref: Any, index: Array, x: Array, plane: Plane = WHOLE) -> None:
+    def store(self, ref: Ref, index: Array, x: Array, plane: Plane = WHOLE) -> None:
         part, mask = self._part(ref, index, plane)
         plgpu.store(part, x, mask=mask, eviction_policy=_STREAM)
 
-    def _part(self, ref: Any, index: Array, plane: Plane) -> tuple[Any, Array | None]:
+    def _part(self, ref: Ref, index: Array, plane: Plane) -> tuple[Ref, Array | None]:
         count = ref.shape[0] // plane.count
         first = plane.index * count
         if self._full:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +12,19 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from mpx import _kernels
-from mpx._gradients._grad_checks import undifferentiable
+from mpx._jax._compat import undifferentiable
 from mpx._jax._sharding import zero_beside
 from mpx._jax._tree import as_flag, dtype_of
 from mpx._optim._options import (
     Compression,
+    Hyper,
     ParamGroup,
+    as_grad_scale,
+    as_scalar,
     check_groups_match,
     group_of,
 )
-from mpx._optim._packing import (
-    PackedLeaf,
-    PackedStep,
-    Packing,
-    packed_step,
-    place_masters,
-)
+from mpx._optim._packing import PackedLeaf, PackedStep, first_state, packed_step
 from mpx._optim._params import (
     PARAM_DTYPES,
     FlatParams,
@@ -39,7 +35,6 @@ from mpx._optim._params import (
     flatten_params,
     is_trainable,
 )
-from mpx._optim._scalars import Hyper, StepScalars, as_grad_scale
 from mpx._optim._state import (
     FlashState,
     check_packed,
@@ -50,28 +45,8 @@ from mpx._optim._state import (
     register_with_flax,
 )
 from mpx._optim._update_rules import Rule
-from mpx._quant import Packed
+from mpx._quant import Packed, dither_of
 from mpx._updates._optax_checks import transforms_behind
-
-
-class Ready(NamedTuple):
-    """Inputs that the steps of all parameters share.
-
-    Attributes:
-        flat: The parameters.
-        state: The state before the step.
-        leaves: Each parameter with its state.
-        packings: How each state is packed.
-        decays: Which of them decay.
-        scalars: The hyperparameters of this step.
-    """
-
-    flat: FlatParams
-    state: FlashState
-    leaves: list[PackedLeaf]
-    packings: list[Packing]
-    decays: list[bool]
-    scalars: StepScalars
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,67 +76,38 @@ class Core:
         check_groups_match(self.groups, flat)
         leaves, corrections = [], []
         for name, param in zip(flat.names, flat.leaves, strict=True):
-            group = group_of(self.groups, name, param)
-            compression = self._compression(group, name, param)
+            _, compression = self.options(name, param)
             packed, correction = Packed(None, None), None
             if compression is not None:
-                correction = compression.correction_dtype(param)
-                packed = self._first(name, param, compression, correction)
+                packed, correction = first_state(
+                    name, param, self.rule.moments, compression
+                )
             leaves.append(PackedLeaf(param, *packed))
             corrections.append(correction)
-        layout = make_layout(
-            self.rule.kind,
-            self.compression.format,
-            zip(flat.leaves, corrections, strict=True),
-        )
-        return self._state(flat, leaves, zero_beside(flat.leaves, jnp.int32), layout)
-
-    def _first(
-        self,
-        name: str,
-        param: Any,
-        compression: Compression,
-        correction: np.dtype | None,
-    ) -> Packed:
-        """Returns the state of a parameter before the first step."""
-        packing = Packing.make(
-            self.rule.moments,
-            compression.format,
-            quantized=compression.quantizes(param),
-            correction=correction,
-        )
-        packed = packing.zeros(param, compression.group_size)
-        if correction is None or not compression.jitter:
-            return packed
-        return place_masters(name, param, packed, packing, compression)
-
-    def _compression(
-        self, group: ParamGroup | None, name: str, param: Any
-    ) -> Compression | None:
-        """Returns how a parameter is stored; `None` if it is frozen or not a parameter."""
-        if (group is not None and group.frozen) or not is_trainable(name, param):
-            return None
-        return (group and group.compression) or self.compression
-
-    def _state(
-        self,
-        flat: FlatParams,
-        leaves: Sequence[PackedLeaf],
-        count: Any,
-        layout: PyTree,
-    ) -> FlashState:
+        pairs = zip(flat.leaves, corrections, strict=True)
         return FlashState(
-            count=count,
+            count=zero_beside(flat.leaves, jnp.int32),
             packed=packed_tree(flat, leaves),
-            layout=layout,
+            layout=make_layout(self.rule.kind, self.compression.format, pairs),
             format=self.compression.format,
             moments=self.rule.moments,
         )
 
-    # --- one step ---------------------------------------------------------------------
+    def options(
+        self, name: str, param: PyTree
+    ) -> tuple[ParamGroup | None, Compression | None]:
+        """Returns the group of a leaf, and its storage: `None` if it does not train."""
+        group = group_of(self.groups, name, param)
+        if (group is not None and group.frozen) or not is_trainable(name, param):
+            return group, None
+        return group, (group and group.compression) or self.compression
 
     def update(
-        self, updates: PyTree, state: FlashState, params: PyTree = None, **extra: Any
+        self,
+        updates: PyTree,
+        state: FlashState,
+        params: PyTree = None,
+        **extra: ArrayLike,
     ) -> tuple[PyTree, FlashState]:
         """Returns f32 updates for `optax.apply_updates`; see `FlashOptimizer`."""
         if params is None:
@@ -191,51 +137,71 @@ class Core:
     ) -> tuple[list[PackedLeaf], FlashState]:
         """Steps all parameters that have gradients."""
         flag = None if finite is None else as_flag(finite, "finite")
-        ready = self.ready(flat, state, grad_scale)
-        new: list[PackedLeaf] = list(ready.leaves)
+        step = Step(self, flat, state, grad_scale)
         jobs: dict[int, _kernels.Job] = {}
         for index, grad in enumerate(flat.like(grads, "The gradients")):
             if grad is None or dtype_of(grad) == jax.dtypes.float0:
                 continue
-            job = self.job(ready, index)
+            job = step.job(index)
             if job is not None:
                 check_grad(job.name, job.leaf.param, grad)
                 jobs[index] = job._replace(grad=grad)
-        if not jobs and any(self.job(ready, i) for i in range(len(flat.leaves))):
+        if not jobs and any(step.job(i) for i in range(len(flat.leaves))):
             raise ValueError(
                 "None of the parameters has a gradient, so the step would move nothing, "
                 "but count. Pass the gradients as a tree like the parameters, with None "
                 "only where a parameter must not change."
             )
-        guarded = list(_guarded(jobs).values())
-        done = _kernels.run(guarded, finite=flag, backend=self.backend)
-        for index, leaf in zip(jobs, done, strict=True):
-            new[index] = leaf
-        return new, self.advanced(ready, new, flag)
+        done = _kernels.run(_guarded(jobs), finite=flag, backend=self.backend)
+        new = dict(enumerate(step.leaves)) | dict(zip(jobs, done, strict=True))
+        leaves = list(new.values())
+        return leaves, step.state_after(leaves, flag)
 
-    def ready(
-        self, flat: FlatParams, state: FlashState, grad_scale: ArrayLike
-    ) -> Ready:
-        """Computes what the steps of all parameters share."""
+
+class Step:
+    """One step of all parameters: what their steps share.
+
+    Attributes:
+        leaves: Each parameter with its state, before the step.
+    """
+
+    def __init__(
+        self, core: Core, flat: FlatParams, state: FlashState, grad_scale: ArrayLike
+    ) -> None:
         check_has_params(flat)
-        check_state(state, self.rule, self.compression)
-        scale = as_grad_scale(grad_scale)
-        leaves, packings = leaves_of(flat, state)
-        scalars = StepScalars(self.rule, self.hyper, state.count, scale)
-        return Ready(flat, state, leaves, packings, decays(self.mask, flat), scalars)
+        check_state(state, core.rule, core.compression)
+        self._core, self._flat, self._state = core, flat, state
+        self._scale = as_grad_scale(grad_scale)
+        self.leaves, self._packings = leaves_of(flat, state)
+        self._decays = decays(core.mask, flat)
+        self._known: dict[tuple[int, bool], Array] = {}
 
-    def job(self, ready: Ready, index: int) -> _kernels.Job | None:
-        """Returns the step of one parameter, without its gradient.
+    def scalars(self, group: ParamGroup | None, decays: bool) -> Array:
+        """Returns the scalars of a `LeafStep` in one f32 array, computed once."""
+        key = (id(group), decays)
+        if key not in self._known:
+            rule, count = self._core.rule, self._state.count
+            hyper = {**self._core.hyper, **(group.hyper if group else {})}
+            if not decays:
+                hyper["weight_decay"] = 0.0
+            values = {
+                name: as_scalar(name, x(count) if callable(x) else x)
+                for name, x in ((name, hyper[name]) for name in rule.hyper)
+            }
+            # As in the state: the largest int32 plus one would be negative.
+            step = jnp.asarray(optax.safe_increment(count))
+            numbers = rule.coefficients(values, step.astype(jnp.float32))
+            self._known[key] = jnp.stack([self._scale, *dither_of(step), *numbers])
+        return self._known[key]
 
-        Returns `None` if it is frozen or not a parameter.
-        """
-        name, leaf = ready.flat.names[index], ready.leaves[index]
-        packing, param = ready.packings[index], leaf.param
-        group = group_of(self.groups, name, param)
-        compression = self._compression(group, name, param)
+    def job(self, index: int) -> _kernels.Job | None:
+        """Returns the step of one leaf without its gradient; `None` if it does not train."""
+        core, state = self._core, self._state
+        name, leaf = self._flat.names[index], self.leaves[index]
+        packing, param = self._packings[index], leaf.param
+        group, compression = core.options(name, param)
         if compression is None:
             return None
-        state = ready.state
         group_size = check_packed(name, leaf, packing)
         if packing.correction is None and compression.correction_dtype(param):
             raise ValueError(
@@ -249,32 +215,21 @@ class Core:
         seed = None
         if compression.rounding == "stochastic":
             seed = _seed(compression.seed, index, state.count)
-        step = packed_step(
-            self.rule,
-            param.dtype,
-            packing,
-            state.format,
-            group_size=group_size,
-            dithers=dithers,
+        body = packed_step(
+            core.rule, param.dtype, packing, group_size=group_size, dithers=dithers
         )
-        return _kernels.Job(
-            name=name,
-            body=step,
-            scalars=ready.scalars.of(group, ready.decays[index]),
-            grad=None,
-            leaf=leaf,
-            group_size=group_size,
-            seed=seed,
-        )
+        scalars = self.scalars(group, self._decays[index])
+        return _kernels.Job(name, body, scalars, None, leaf, group_size, seed)
 
-    def advanced(
-        self, ready: Ready, leaves: Sequence[PackedLeaf], flag: Array | None
+    def state_after(
+        self, leaves: Sequence[PackedLeaf], finite: Array | None
     ) -> FlashState:
-        """Returns the state after a step, from the leaves after it."""
-        old = ready.state
+        """Returns the state after the step, from the leaves after it."""
+        old = self._state
         count = jnp.asarray(optax.safe_increment(old.count))
-        count = count if flag is None else jnp.where(flag, count, old.count)
-        return self._state(ready.flat, leaves, count, old.layout)
+        count = count if finite is None else jnp.where(finite, count, old.count)
+        packed = packed_tree(self._flat, leaves)
+        return dataclasses.replace(old, count=count, packed=packed)
 
 
 _constant = undifferentiable(
@@ -285,7 +240,7 @@ _constant = undifferentiable(
 )
 
 
-def _guarded(jobs: Mapping[int, _kernels.Job]) -> dict[int, _kernels.Job]:
+def _guarded(jobs: Mapping[int, _kernels.Job]) -> list[_kernels.Job]:
     """Returns steps that raise if they are differentiated, unless all is in floats.
 
     JAX treats the integers of codes and corrections as constants: derivatives would be
@@ -299,7 +254,7 @@ def _guarded(jobs: Mapping[int, _kernels.Job]) -> dict[int, _kernels.Job]:
         or any(x.dtype.kind in "iu" for x in jax.tree.leaves(job.leaf))
     }
     safe = _constant(coded)
-    return {index: job._replace(**safe.get(index, {})) for index, job in jobs.items()}
+    return [job._replace(**safe.get(index, {})) for index, job in jobs.items()]
 
 
 def _dithers(body: _kernels.Body) -> bool:
@@ -311,7 +266,7 @@ def _seed(seed: int, index: int, count: Array) -> Array:
     return count.astype(jnp.uint32) * np.uint32(0x9E3779B1) + fixed
 
 
-def _difference(new: Any, old: Any) -> Any:
+def _difference(new: PyTree, old: PyTree) -> Array:
     """Returns what, added to the parameter in f32 and rounded, gives the new one.
 
     It is exact for 16 bits, unless the new one is smaller by a factor of 2¹⁶ or more: then
@@ -323,7 +278,7 @@ def _difference(new: Any, old: Any) -> Any:
     return jnp.zeros_like(old)
 
 
-def _check_is_last(params: Sequence[Any]) -> None:
+def _check_is_last(params: Sequence[PyTree]) -> None:
     """Raises if a chain would change the updates of 16-bit parameters.
 
     f32 parameters have no correction, and their updates may be changed.

@@ -1,6 +1,6 @@
 """Wrappers that give any optax optimizer skipping and master weights."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,10 @@ def skip_nonfinite(
         )
 
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        **extra_args: object,
     ) -> tuple[PyTree, SkipNonfiniteState]:
         _check_shapes(updates, params)
         _check_state(state, SkipNonfiniteState, "skip_nonfinite")
@@ -99,7 +102,7 @@ def skip_nonfinite(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_state(state: Any, kind: type, wrapper: str) -> None:
+def _check_state(state: PyTree, kind: type, wrapper: str) -> None:
     """Raises if a state is not one that the wrapper made."""
     if not isinstance(state, kind):
         raise TypeError(
@@ -162,7 +165,7 @@ class MasterWeights(optax.GradientTransformationExtraArgs):
             >>> params["w"].dtype, float(state.master["w"][0])
             (dtype(bfloat16), 0.10000000149011612)
         """
-        state: Any = self.init(params)
+        state: PyTree = self.init(params)
         return cast_params(params, dtype, keep), state
 
 
@@ -211,11 +214,11 @@ def master_weights(
 
     check_bool(jitter, "`jitter`")
 
-    def widened(leaf: Any) -> Any:
+    def widened(leaf: PyTree) -> PyTree:
         narrow = is_floating(leaf) and leaf.dtype.itemsize <= wide.itemsize
         return cast_leaf(leaf, wide) if narrow else leaf
 
-    def first(name: str, leaf: Any) -> Any:
+    def first(name: str, leaf: PyTree) -> PyTree:
         if jitter and is_floating(leaf) and leaf.dtype.itemsize == 2 < wide.itemsize:
             return widened(placed_weight(name, leaf))
         return own_buffer(widened(leaf))
@@ -225,7 +228,10 @@ def master_weights(
         return MasterWeightsState(optimizer.init(master), master)
 
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        **extra_args: object,
     ) -> tuple[PyTree, MasterWeightsState]:
         if params is None:
             raise ValueError(
@@ -241,7 +247,7 @@ def master_weights(
         )
         master = apply_updates(state.master, inner_updates)
 
-        def to_updates(new: Array, param: Any) -> Array:
+        def to_updates(new: Array, param: PyTree) -> Array:
             if not is_floating(param):
                 return new - param
             rounded = new.astype(param.dtype)

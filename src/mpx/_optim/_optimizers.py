@@ -1,8 +1,7 @@
 """The compressed optimizers by name."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -14,15 +13,18 @@ from mpx._jax._arguments import check_choice
 from mpx._jax._tree import dtype_of
 from mpx._kernels import BACKENDS, Backend
 from mpx._optim._core import Core
-from mpx._optim._master_params import put_masters
-from mpx._optim._options import Compression, ParamGroup, as_groups, check_compression
+from mpx._optim._options import (
+    Compression,
+    Hyper,
+    ParamGroup,
+    as_groups,
+    check_compression,
+    check_hyper,
+)
 from mpx._optim._params import Mask, cast_params, flatten_params
-from mpx._optim._scalars import Hyper, check_hyper
-from mpx._optim._state import FlashState
+from mpx._optim._state import FlashState, put_masters
 from mpx._optim._update_rules import Adam, Lion, Rule, Sgd
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _DEFAULT = Compression()
 
 
@@ -148,15 +150,10 @@ def core_of(optimizer: FlashOptimizer) -> Core:
 
 def _build(
     rule: Rule,
-    hyper: Mapping[str, Hyper],
     options: tuple[Mask, Sequence[ParamGroup], Compression, Backend],
+    **hyper: Hyper,
 ) -> FlashOptimizer:
-    """Makes an optimizer from a rule and a user's options.
-
-    Raises:
-        TypeError: If an option is of another type.
-        ValueError: If an option is unknown or out of its range.
-    """
+    """Makes an optimizer from a rule and a user's options, which it checks."""
     mask, groups, compression, backend = options
     check_compression("`compression`", compression)
     check_choice(backend, "backend", BACKENDS)
@@ -169,43 +166,6 @@ def _build(
     return FlashOptimizer(init, update)
 
 
-_COMPRESSION = "`compression=mpx.optim.Compression({})`"
-_F32_MOMENTS = f"{_COMPRESSION.format('quantize=False')}, which keeps moments in f32"
-_OTHER_NAMES = {
-    # FlashOptim, and options of `Compression`
-    "master_weight_bits": _COMPRESSION.format("master_bits=24"),
-    "master_bits": _COMPRESSION.format("master_bits=24"),
-    "quantize": _COMPRESSION.format("quantize=True"),
-    "group_size": _COMPRESSION.format("group_size=32"),
-    "rounding": _COMPRESSION.format("rounding='dithered'"),
-    "fused": "`backend`",
-    "param_groups": "`groups=[mpx.optim.ParamGroup(...)]`",
-    # optax
-    "mu_dtype": _F32_MOMENTS,
-    "accumulator_dtype": _F32_MOMENTS,
-    # PyTorch
-    "lr": "`learning_rate`",
-    "betas": "`b1` and `b2`",
-}
-
-
-def _explains_names(make: Callable[P, T]) -> Callable[P, T]:
-    """Makes the error for an option of another library tell its name here."""
-
-    @functools.wraps(make)
-    def made(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in kwargs:
-            if name in _OTHER_NAMES:
-                raise TypeError(
-                    f"`{make.__name__}` has no option `{name}`; here it is "
-                    f"{_OTHER_NAMES[name]}."
-                )
-        return make(*args, **kwargs)
-
-    return made
-
-
-@_explains_names
 def flash_adamw(
     learning_rate: Hyper,
     b1: Hyper = 0.9,
@@ -247,14 +207,17 @@ def flash_adamw(
         >>> float(params["w"][0, 0]), int(state.count)
         (0.5, 1)
     """
-    hyper = dict(
-        learning_rate=learning_rate, weight_decay=weight_decay, b1=b1, b2=b2, eps=eps
+    return _build(
+        Adam(decoupled=True),
+        (mask, groups, compression, backend),
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        b1=b1,
+        b2=b2,
+        eps=eps,
     )
-    options = mask, groups, compression, backend
-    return _build(Adam(decoupled=True), hyper, options)
 
 
-@_explains_names
 def flash_adam(
     learning_rate: Hyper,
     b1: Hyper = 0.9,
@@ -290,14 +253,17 @@ def flash_adam(
         >>> state.mu["w"].codes.dtype
         dtype('int8')
     """
-    hyper = dict(
-        learning_rate=learning_rate, weight_decay=weight_decay, b1=b1, b2=b2, eps=eps
+    return _build(
+        Adam(decoupled=False),
+        (mask, groups, compression, backend),
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        b1=b1,
+        b2=b2,
+        eps=eps,
     )
-    options = mask, groups, compression, backend
-    return _build(Adam(decoupled=False), hyper, options)
 
 
-@_explains_names
 def flash_lion(
     learning_rate: Hyper,
     b1: Hyper = 0.9,
@@ -329,11 +295,16 @@ def flash_lion(
         >>> optimizer.init({"w": jnp.ones((64, 64))}).nu is None
         True
     """
-    hyper = dict(learning_rate=learning_rate, weight_decay=weight_decay, b1=b1, b2=b2)
-    return _build(Lion(), hyper, (mask, groups, compression, backend))
+    return _build(
+        Lion(),
+        (mask, groups, compression, backend),
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        b1=b1,
+        b2=b2,
+    )
 
 
-@_explains_names
 def flash_sgd(
     learning_rate: Hyper,
     momentum: Hyper | None = None,
@@ -368,14 +339,16 @@ def flash_sgd(
         >>> optimizer.step(params, optimizer.init(params), {"w": jnp.ones(2)}).params
         {'w': Array([0.5, 0.5], dtype=float32)}
     """
-    hyper = dict(
-        learning_rate=learning_rate, weight_decay=weight_decay, dampening=dampening
+    return _build(
+        _sgd(False, nesterov, momentum),
+        (mask, groups, compression, backend),
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        momentum=0.0 if momentum is None else momentum,
+        dampening=dampening,
     )
-    rule, momenta = _sgd(False, nesterov, momentum)
-    return _build(rule, hyper | momenta, (mask, groups, compression, backend))
 
 
-@_explains_names
 def flash_sgdw(
     learning_rate: Hyper,
     momentum: Hyper | None = None,
@@ -408,22 +381,20 @@ def flash_sgdw(
         >>> optimizer.step(params, optimizer.init(params), {"w": jnp.zeros(2)}).params
         {'w': Array([0.5, 0.5], dtype=float32)}
     """
-    hyper = dict(
-        learning_rate=learning_rate, weight_decay=weight_decay, dampening=dampening
+    return _build(
+        _sgd(True, nesterov, momentum),
+        (mask, groups, compression, backend),
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        momentum=0.0 if momentum is None else momentum,
+        dampening=dampening,
     )
-    rule, momenta = _sgd(True, nesterov, momentum)
-    return _build(rule, hyper | momenta, (mask, groups, compression, backend))
 
 
-def _sgd(
-    decoupled: bool, nesterov: bool, momentum: Hyper | None
-) -> tuple[Rule, dict[str, Hyper]]:
-    """Returns the rule and its momentum, zero if it keeps none."""
-    if momentum is None:
-        if nesterov:
-            raise ValueError(
-                "`nesterov=True` needs a momentum, but `momentum` is None. Set it, for "
-                "example to 0.9."
-            )
-        return Sgd(decoupled, nesterov, ()), {"momentum": 0.0}
-    return Sgd(decoupled, nesterov, ("mu",)), {"momentum": momentum}
+def _sgd(decoupled: bool, nesterov: bool, momentum: Hyper | None) -> Rule:
+    if momentum is None and nesterov:
+        raise ValueError(
+            "`nesterov=True` needs a momentum, but `momentum` is None. Set it, for "
+            "example to 0.9."
+        )
+    return Sgd(decoupled, nesterov, () if momentum is None else ("mu",))

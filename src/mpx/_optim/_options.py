@@ -1,13 +1,16 @@
-"""Options of the compressed optimizers: how states are stored, and groups of parameters."""
+"""Options of the compressed optimizers: storage, parameter groups, hyperparameters, clipping."""
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Bool, Float, PyTree
 
 from mpx._casting._select import (
     Selector,
@@ -17,6 +20,7 @@ from mpx._casting._select import (
     selects_nothing,
 )
 from mpx._jax._arguments import as_count, check_bool, check_choice, check_value
+from mpx._jax._compat import is_tracer
 from mpx._jax._tree import dtype_of, shape_of
 from mpx._optim._params import FlatParams
 from mpx._optim._update_rules import Rule
@@ -32,6 +36,8 @@ from mpx._quant import (
 )
 
 StateFormat = Literal["mpx", "flashoptim"]
+Hyper = float | Array | Callable[[Array], ArrayLike]
+"""A number, an array, or a schedule: a function of the step count."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,13 +100,13 @@ class Compression:
         power = size >= 2 and not size & (size - 1)
         check_value(power, "group_size", "a power of two such as 32", size)
 
-    def quantizes(self, param: Any) -> bool:
+    def quantizes(self, param: PyTree) -> bool:
         """Returns whether the moments of a parameter are stored in 8 bits."""
         shape = shape_of(param)
         large = bool(shape) and math.prod(shape) >= max(self.min_size, 1)
         return bool(self.quantize) and large and shape[-1] % self.group_size == 0
 
-    def correction_dtype(self, param: Any) -> np.dtype | None:
+    def correction_dtype(self, param: PyTree) -> np.dtype | None:
         """Returns the dtype of the correction of a parameter, if it gets one."""
         if self.master_bits is None or param.dtype.itemsize != 2:
             return None
@@ -146,7 +152,7 @@ class ParamGroup:
     """
 
     where: Selectors
-    hyper: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    hyper: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
     _: dataclasses.KW_ONLY
     frozen: bool = False
     compression: Compression | None = None
@@ -162,7 +168,7 @@ class ParamGroup:
             )
         check_bool(self.frozen, f"`frozen` of the group {self.where!r}")
 
-    def matches(self, name: str, leaf: Any) -> bool:
+    def matches(self, name: str, leaf: object) -> bool:
         """Returns whether a parameter belongs to this group."""
         selectors = parse_selectors(self.where, "where")
         return any(_selects(selector, name, leaf) for selector in selectors)
@@ -172,12 +178,14 @@ class ParamGroup:
         return hash((self.where, frozenset(self.hyper), self.frozen, self.compression))
 
 
-def _selects(selector: Selector, name: str, leaf: Any) -> bool:
+def _selects(selector: Selector, name: str, leaf: object) -> bool:
     named = isinstance(selector, str | type)
     return (named or dtype_of(leaf) is not None) and matches(selector, name, leaf)
 
 
-def group_of(groups: Sequence[ParamGroup], name: str, leaf: Any) -> ParamGroup | None:
+def group_of(
+    groups: Sequence[ParamGroup], name: str, leaf: object
+) -> ParamGroup | None:
     """Returns the first group that a parameter belongs to."""
     return next((group for group in groups if group.matches(name, leaf)), None)
 
@@ -207,16 +215,10 @@ def check_groups_match(groups: Sequence[ParamGroup], flat: FlatParams) -> None:
 def as_groups(
     groups: Iterable[ParamGroup], rule: Rule, compression: Compression
 ) -> tuple[ParamGroup, ...]:
-    """Returns groups as a tuple.
-
-    Raises:
-        TypeError: If one of them is something else.
-        ValueError: If one sets an option that the optimizer does not have.
-    """
-    is_sequence = isinstance(groups, Iterable)
-    members = tuple(groups) if is_sequence else (groups,)
+    """Returns groups as a tuple; raises if the optimizer does not have their options."""
+    members = tuple(groups) if isinstance(groups, Iterable) else (groups,)
     for group in members:
-        if not is_sequence or not isinstance(group, ParamGroup):
+        if not isinstance(groups, Iterable) or not isinstance(group, ParamGroup):
             raise TypeError(
                 "`groups` must be a sequence of `ParamGroup`s, such as "
                 f"`[ParamGroup(...)]`, but {type(group).__name__} was given."
@@ -246,10 +248,156 @@ def as_groups(
     return members
 
 
-def check_compression(what: str, compression: Any) -> None:
-    """Raises if a compression is something else."""
+def check_compression(what: str, compression: object) -> None:
     if not isinstance(compression, Compression):
         raise TypeError(
             f"{what} must be an `mpx.optim.Compression`, but {type(compression).__name__} was "
             "given. `Compression(quantize=False, master_bits=None)` compresses nothing."
         )
+
+
+# --- hyperparameters ------------------------------------------------------------------
+
+_Range = tuple[Callable[[float], bool], str]
+_BELOW_ONE: _Range = (lambda x: 0 <= x < 1), "lie in [0, 1)"
+_ANY_RATE: _Range = (lambda x: 0 <= x < np.inf), "lie in [0, ∞)"
+_RANGES: dict[str, _Range] = {
+    "b1": _BELOW_ONE,
+    "b2": _BELOW_ONE,
+    "momentum": _BELOW_ONE,
+    "dampening": ((lambda x: 0 <= x <= 1), "lie in [0, 1]"),
+    "eps": ((lambda x: 0 < x < np.inf), "lie in (0, ∞)"),
+}
+
+
+def check_hyper(values: Mapping[str, PyTree]) -> None:
+    """Raises for hyperparameters that are out of range or too coarse.
+
+    Traced values and schedules are not known yet.
+    """
+    for name, value in values.items():
+        if callable(value):
+            continue
+        _check_scalar(name, value)
+        dtype = getattr(value, "dtype", np.dtype(np.float32))
+        if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+            raise ValueError(
+                f"`{name}` is {dtype}, in which 0.999 would be 1; f32 is needed. "
+                "`optax.inject_hyperparams` gives hyperparameters the dtype of the "
+                "parameters unless it is called with `hyperparam_dtype=jnp.float32`."
+            )
+        _check_range(name, value, *_RANGES.get(name, _ANY_RATE))
+
+
+def _check_scalar(name: str, value: PyTree) -> None:
+    """Raises if a value is not one number."""
+    dtype = getattr(value, "dtype", None)
+    is_real = isinstance(value, int | float) or (
+        dtype is not None
+        and any(jnp.issubdtype(dtype, t) for t in (jnp.floating, jnp.integer, np.bool_))
+    )
+    if not is_real:
+        raise TypeError(
+            f"`{name}` must be a number or a scalar array, but "
+            f"{dtype or type(value).__name__} was given."
+        )
+    if shape_of(value) != ():
+        raise ValueError(
+            f"`{name}` must be a scalar, but its shape is {shape_of(value)}. Take one of "
+            "its elements."
+        )
+
+
+def _check_range(
+    name: str, value: PyTree, fits: Callable[[float], bool], range_: str
+) -> None:
+    """Raises if a known number is out of its range in f32, in which it is used."""
+    if is_tracer(value):
+        return
+    with np.errstate(over="ignore"):
+        used = float(np.float32(value))
+    if not fits(used):
+        given = f"{value!r} was given"
+        if fits(float(value)):
+            given += f", which is {used} in f32"
+        raise ValueError(f"`{name}` must {range_}, but {given}.")
+
+
+def as_scalar(name: str, value: PyTree) -> Array:
+    """Returns a number as f32; raises if it is not one."""
+    _check_scalar(name, value)
+    return jnp.asarray(value, jnp.float32)
+
+
+def as_grad_scale(value: PyTree) -> Array:
+    """Returns `grad_scale` as f32; raises if it is not a number, or is inf or nan.
+
+    Only Python and NumPy numbers are checked: an array may still be being computed.
+    """
+    scale = as_scalar("grad_scale", value)
+    if isinstance(value, int | float | np.ndarray | np.generic):
+        _check_range("grad_scale", value, np.isfinite, "be finite")
+    return scale
+
+
+# --- clipping -------------------------------------------------------------------------
+
+
+class Clip(NamedTuple):
+    """The result of `clip_scale`.
+
+    Attributes:
+        grad_scale: For `step`: undoes the loss scale and clips.
+        norm: The norm of the unscaled gradients before clipping.
+        finite: Whether that norm is finite, for `step(finite=...)`.
+    """
+
+    grad_scale: Float[Array, ""]
+    norm: Float[Array, ""]
+    finite: Bool[Array, ""]
+
+
+def clip_scale(
+    grads: PyTree, max_norm: ArrayLike, *, grad_scale: ArrayLike = 1.0
+) -> Clip:
+    """Returns the factor that clips gradients to a global norm.
+
+    The gradients are read once and not copied: pass the result to the `step` of a
+    compressed optimizer, which applies it. The rule is that of
+    `optax.clip_by_global_norm`; squares are summed in f32.
+
+    Args:
+        grads: The gradients, possibly still scaled, in any floating or complex dtype.
+            Other leaves, such as `None` and integers, are ignored.
+        max_norm: The largest norm allowed, a scalar; inf only computes the norm.
+        grad_scale: The factor that unscales the gradients, a scalar: one over the loss
+            scale.
+
+    Raises:
+        TypeError: If `max_norm` or `grad_scale` is not a number.
+        ValueError: If one of them is not a scalar, or `max_norm` is not positive.
+
+    Examples:
+        >>> clip = clip_scale({"w": jnp.full(4, 8.0)}, 1.0, grad_scale=0.5)
+        >>> float(clip.norm), float(clip.grad_scale)
+        (8.0, 0.0625)
+    """
+    limit = as_scalar("max_norm", max_norm)
+    _check_range("max_norm", max_norm, lambda x: x > 0, "be positive")
+    scale = as_grad_scale(grad_scale)
+    one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+    norm = jnp.sqrt(sum((_squares(g, scale) for g in jax.tree.leaves(grads)), zero))
+    # Not `limit / max(norm, limit)`, which is nan if there is no limit: inf.
+    factor = jnp.where(norm > limit, limit / norm, one)
+    return Clip(scale * factor, norm, jnp.isfinite(norm))
+
+
+def _squares(grad: PyTree, scale: Array) -> Array:
+    """Returns the sum of the squares of a gradient; zero for other leaves."""
+    dtype = dtype_of(grad)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.zeros((), jnp.float32)
+    grad = jnp.asarray(grad)
+    parts = (grad.real, grad.imag) if jnp.iscomplexobj(grad) else (grad,)
+    squares = [jnp.sum(jnp.square(part.astype(jnp.float32) * scale)) for part in parts]
+    return sum(squares[1:], squares[0])

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax import Array, lax
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from mpx._jax._sharding import sharded_as, unstacked, whole_groups, zeros_alike
 from mpx._jax._tree import cast_leaf, dtype_of, shape_of
@@ -21,6 +22,7 @@ from mpx._optim._update_rules import Leaf, LeafStep, Rule
 from mpx._quant import (
     Block,
     MasterCodec,
+    MomentCodec,
     Noise,
     Packed,
     Quantized,
@@ -36,17 +38,11 @@ INT8, INT16 = np.dtype(np.int8), np.dtype(np.int16)
 
 
 class PackedLeaf(NamedTuple):
-    """A parameter and its state, as kernels get them.
+    """A parameter and its state, as kernels get them; see `Packed`."""
 
-    Attributes:
-        param: The parameter, in the dtype of the model.
-        codes: See `Packed`.
-        scales: See `Packed`.
-    """
-
-    param: Any
-    codes: Any
-    scales: Any
+    param: PyTree
+    codes: PyTree
+    scales: PyTree
 
     @property
     def packed(self) -> Packed:
@@ -56,51 +52,56 @@ class PackedLeaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """The dtypes of what is packed.
+    """How the state of one parameter is stored.
 
     Attributes:
-        codes: The dtype of each moment, or of its codes.
-        scales: The dtype of each scale; empty if no moment is quantised.
+        moments: The names of the moments.
+        format: The format of scales and corrections.
+        quantized: Whether the moments have 8 bits.
         correction: The dtype of the correction, or `None`.
     """
 
-    codes: tuple[np.dtype, ...]
-    scales: tuple[np.dtype, ...]
+    moments: tuple[str, ...]
+    format: StateFormat
+    quantized: bool
     correction: np.dtype | None
 
     @classmethod
-    def make(
-        cls,
-        moments: Sequence[str],
-        format: StateFormat,
-        *,
-        quantized: bool,
-        correction: np.dtype | None,
-    ) -> "Packing":
-        """Returns the packing of a state with moments of these names."""
-        codecs = [moment_codec(name, quantized, format) for name in moments]
-        scales = tuple(codec.scale_dtype for codec in codecs) if quantized else ()
-        return cls(tuple(codec.code_dtype for codec in codecs), scales, correction)
-
-    @classmethod
     def read(
-        cls, packed: Packed, moments: Sequence[str], format: StateFormat
+        cls, packed: Packed, moments: tuple[str, ...], format: StateFormat
     ) -> "Packing":
         """Reads the packing off a state; whether the state fits it is checked elsewhere."""
-        quantized, count = packed.scales is not None, len(moments)
+        quantized = packed.scales is not None
         correction = None
         if not isinstance(packed.codes, tuple | None):
             size = getattr(dtype_of(packed.codes), "itemsize", 0)
             if quantized:
                 planes, *_ = shape_of(packed.codes) or (0,)
-                size = planes - count
+                size = planes - len(moments)
             correction = {1: INT8, 2: INT16}.get(size)
-        return cls.make(moments, format, quantized=quantized, correction=correction)
+        return cls(moments, format, quantized, correction)
+
+    @property
+    def codecs(self) -> tuple[MomentCodec, ...]:
+        """The codec of each moment."""
+        return tuple(
+            moment_codec(name, self.quantized, self.format) for name in self.moments
+        )
+
+    def master(self, dtype: DTypeLike) -> MasterCodec:
+        """Returns the codec of the weights of parameters of `dtype`."""
+        return master_codec(dtype, self.correction, self.format)
 
     @property
     def elements(self) -> tuple[np.dtype, ...]:
-        """The dtypes of the numbers per element."""
-        return self.codes if self.correction is None else (*self.codes, self.correction)
+        """The dtypes of the numbers per element: of each moment, then the correction."""
+        codes = tuple(codec.code_dtype for codec in self.codecs)
+        return codes if self.correction is None else (*codes, self.correction)
+
+    @property
+    def scales(self) -> tuple[np.dtype, ...]:
+        """The dtypes of the numbers per group."""
+        return tuple(c.scale_dtype for c in self.codecs) if self.quantized else ()
 
     @property
     def is_f32(self) -> bool:
@@ -111,10 +112,10 @@ class Packing:
         """
         return all(dtype == F32 for dtype in self.elements)
 
-    def zeros(self, param: Any, group_size: int) -> Packed:
+    def zeros(self, param: PyTree, group_size: int) -> Packed:
         """Returns a state of zeros, sharded like the parameter."""
 
-        def planes(dtypes: tuple[np.dtype, ...], group: int | None = None) -> Any:
+        def planes(dtypes: tuple[np.dtype, ...], group: int | None = None) -> PyTree:
             word, count = word_of(dtypes), count_words(dtypes)
             return zeros_alike(param, word, group=group, planes=count)
 
@@ -127,8 +128,8 @@ class Packing:
         """Returns moments and correction, given the words of each plane."""
         return self._leaf(join(codes, self.elements), join(scales, self.scales))
 
-    def _leaf(self, numbers: Sequence[Any], scales: Sequence[Any]) -> Leaf:
-        moments = numbers[: len(self.codes)]
+    def _leaf(self, numbers: Sequence[PyTree], scales: Sequence[PyTree]) -> Leaf:
+        moments = numbers[: len(self.moments)]
         if scales:
             moments = [Quantized(*pair) for pair in zip(moments, scales, strict=True)]
         correction = None if self.correction is None else numbers[-1]
@@ -149,19 +150,45 @@ class Packing:
             )
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in (*codes, *scales)):
             return self.unpack(codes, scales)
+
+        def struct(like: jax.ShapeDtypeStruct, dtype: np.dtype) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(like.shape, dtype, sharding=like.sharding)
+
         return self._leaf(
-            [_struct(codes[0], dtype) for dtype in self.elements],
-            [_struct(scales[0], dtype) for dtype in self.scales],
+            [struct(codes[0], dtype) for dtype in self.elements],
+            [struct(scales[0], dtype) for dtype in self.scales],
         )
 
-    def with_correction(self, packed: Packed, correction: Array) -> Packed:
+    def with_correction(self, packed: Packed, correction: Array | None) -> Packed:
         """Returns a state with another correction of the same dtype."""
+        assert correction is not None
         codes = jnp.asarray(packed.codes)
         words = words_of(correction, codes.dtype)
         for index, word in enumerate(words, start=len(codes) - len(words)):
             word = sharded_as(word, codes[index])
             codes = lax.dynamic_update_index_in_dim(codes, word, index, 0)
         return packed._replace(codes=codes)
+
+
+def _planes(x: PyTree) -> tuple[PyTree, ...]:
+    """Returns the planes of an array, or of what is a tuple already."""
+    if x is None or isinstance(x, tuple):
+        return x or ()
+    if isinstance(x, jax.ShapeDtypeStruct):
+        sharding = unstacked(x.sharding)
+        plane = jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+        return (plane,) * x.shape[0]
+    x = jnp.asarray(x)
+    return tuple(lax.index_in_dim(x, i, keepdims=False) for i in range(len(x)))
+
+
+def _words(leaf: Leaf) -> tuple[tuple[Array, ...], tuple[Array, ...] | None]:
+    """Returns the words of codes and of scales, one for each plane."""
+    quantized = [x for x in leaf.moments if isinstance(x, Quantized)]
+    codes = [x.codes for x in quantized] if quantized else [*leaf.moments]
+    if leaf.correction is not None:
+        codes.append(leaf.correction)
+    return split(codes), split([x.scale for x in quantized]) if quantized else None
 
 
 def pack(leaf: Leaf) -> Packed:
@@ -174,117 +201,14 @@ def pack(leaf: Leaf) -> Packed:
     )
 
 
-def place_masters(
-    name: str, param: Any, packed: Packed, packing: Packing, compression: Compression
-) -> Packed:
-    """Puts each master weight at a pseudo-random place in its rounding interval."""
-    if isinstance(param, jax.ShapeDtypeStruct):
-        return packed
-    codec = master_codec(param.dtype, packing.correction, compression.format)
-    seed = _start_seed(name, compression.seed)
-    return _place(jnp.asarray(param), packed, seed, packing=packing, codec=codec)
-
-
-# Under jit, so that nothing but the state is written to memory.
-@functools.partial(jax.jit, static_argnames=("packing", "codec"), donate_argnums=1)
-def _place(
-    param: Array, packed: Packed, seed: Array, *, packing: Packing, codec: MasterCodec
-) -> Packed:
-    correction = codec.place(param, Noise(element_index(param.shape), seed))
-    assert correction is not None
-    return packing.with_correction(packed, correction)
-
-
-def placed_weight(name: str, param: Any) -> Any:
-    """Returns f32 weights at pseudo-random places in the rounding intervals of parameters."""
-    if isinstance(param, jax.ShapeDtypeStruct):
-        return cast_leaf(param, F32)
-    codec = master_codec(param.dtype, INT16, "mpx")
-    return _placed(jnp.asarray(param), _start_seed(name, 0), codec=codec)
-
-
-@functools.partial(jax.jit, static_argnames="codec")
-def _placed(param: Array, seed: Array, *, codec: MasterCodec) -> Array:
-    correction = codec.place(param, Noise(element_index(param.shape), seed))
-    return codec.decode(param, correction, Block())
-
-
-def _start_seed(name: str, seed: int) -> np.uint32:
-    """Returns the seed of a parameter, which depends on its path and on nothing else."""
-    return np.uint32((seed * 0xC2B2AE3D + zlib.crc32(name.encode())) & 0xFFFFFFFF)
-
-
-def put_master(
-    weight: Any, leaf: PackedLeaf, packing: Packing, format: StateFormat
-) -> PackedLeaf:
-    """Returns a leaf with another weight; the parameter keeps its dtype."""
-    dtype = dtype_of(leaf.param)
-    if isinstance(weight, jax.ShapeDtypeStruct):
-        return leaf
-    if packing.correction is None:
-        is_param = dtype in PARAM_DTYPES
-        return leaf._replace(param=weight.astype(dtype) if is_param else weight)
-    codec = master_codec(dtype, packing.correction, format)
-    return _put(
-        weight, leaf.packed, packing=packing, codec=codec, dtype=np.dtype(dtype)
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("packing", "codec", "dtype"))
-def _put(
-    weight: Array,
-    packed: Packed,
-    *,
-    packing: Packing,
-    codec: MasterCodec,
-    dtype: np.dtype,
-) -> PackedLeaf:
-    param, correction = codec.encode(weight.astype(F32), dtype, Block())
-    assert correction is not None
-    return PackedLeaf(param, *packing.with_correction(packed, correction))
-
-
-def decode_moment(name: str, moment: Any, format: StateFormat) -> Array:
-    """Returns a moment of a state, quantised or not, in f32."""
-    if not isinstance(moment, Quantized):
-        return moment
-    shape, groups = moment.codes.shape, moment.scale.shape
-    size = shape[-1] // groups[-1]
-    codes = whole_groups(moment.codes, size).reshape(*groups, size)
-    codec = moment_codec(name, quantized=True, format=format)
-    decoded = codec.decode(Quantized(codes, moment.scale), Block())
-    return decoded.reshape(shape)
-
-
-def encode_moment(
-    name: str, moment: Array, format: StateFormat, group_size: int
-) -> Quantized:
-    """Quantises a moment, to nearest, in groups that divide its last axis."""
-    shape = moment.shape
-    grouped = whole_groups(moment, group_size).reshape(*shape[:-1], -1, group_size)
-    codec = moment_codec(name, quantized=True, format=format)
-    new = codec.encode(grouped, Block())
-    return Quantized(new[0].reshape(shape), new[1])
-
-
-def _words(leaf: Leaf) -> tuple[tuple[Array, ...], tuple[Array, ...] | None]:
-    """Returns the words of codes and of scales, one for each plane."""
-    quantized = [x for x in leaf.moments if isinstance(x, Quantized)]
-    codes = [x.codes for x in quantized] if quantized else [*leaf.moments]
-    if leaf.correction is not None:
-        codes.append(leaf.correction)
-    scales = split([x.scale for x in quantized]) if quantized else None
-    return split(codes), scales
+def is_missing(codes: object) -> bool:
+    """Returns whether a parameter has no state: if it is frozen, or `optax.masked`."""
+    return codes is None or isinstance(codes, optax.MaskedNode)
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedStep:
-    """The step of a packed leaf: unpack, step, pack. Static; equal ones compile once.
-
-    Attributes:
-        step: The step of what is unpacked.
-        packing: How it is packed.
-    """
+    """The step of a packed leaf: unpack, step, pack. Static; equal ones compile once."""
 
     step: LeafStep
     packing: Packing
@@ -304,37 +228,103 @@ class PackedStep:
 
 
 def packed_step(
-    rule: Rule,
-    param_dtype: DTypeLike,
-    packing: Packing,
-    format: StateFormat,
-    *,
-    group_size: int,
-    dithers: bool,
+    rule: Rule, dtype: DTypeLike, packing: Packing, *, group_size: int, dithers: bool
 ) -> PackedStep:
-    """Returns the step of a leaf with this packing."""
-    quantized = bool(packing.scales)
-    codecs = tuple(moment_codec(name, quantized, format) for name in rule.moments)
-    master = master_codec(param_dtype, packing.correction, format)
-    return PackedStep(LeafStep(rule, master, codecs, group_size, dithers), packing)
+    """Returns the step of parameters of `dtype` with this packing."""
+    codecs = packing.master(dtype), packing.codecs
+    return PackedStep(LeafStep(rule, *codecs, group_size, dithers), packing)
 
 
-def is_missing(codes: Any) -> bool:
-    """Returns whether a parameter has no state: if it is frozen, or `optax.masked`."""
-    return codes is None or isinstance(codes, optax.MaskedNode)
+# --- moments --------------------------------------------------------------------------
 
 
-def _struct(like: Any, dtype: np.dtype) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(like.shape, dtype, sharding=like.sharding)
+def decode_moment(name: str, moment: PyTree, format: StateFormat) -> Array:
+    """Returns a moment of a state, quantised or not, in f32."""
+    if not isinstance(moment, Quantized):
+        return moment
+    shape, groups = moment.codes.shape, moment.scale.shape
+    size = shape[-1] // groups[-1]
+    codes = whole_groups(moment.codes, size).reshape(*groups, size)
+    codec = moment_codec(name, quantized=True, format=format)
+    return codec.decode(Quantized(codes, moment.scale), Block()).reshape(shape)
 
 
-def _planes(x: Any) -> tuple[Any, ...]:
-    """Returns the planes of an array, or of what is a tuple already."""
-    if x is None or isinstance(x, tuple):
-        return x or ()
-    if isinstance(x, jax.ShapeDtypeStruct):
-        sharding = unstacked(x.sharding)
-        plane = jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
-        return (plane,) * x.shape[0]
-    x = jnp.asarray(x)
-    return tuple(lax.index_in_dim(x, i, keepdims=False) for i in range(len(x)))
+def encode_moment(
+    name: str, moment: Array, format: StateFormat, group_size: int
+) -> Quantized:
+    """Quantises a moment, to nearest, in groups that divide its last axis."""
+    shape = moment.shape
+    grouped = whole_groups(moment, group_size).reshape(*shape[:-1], -1, group_size)
+    codec = moment_codec(name, quantized=True, format=format)
+    new = codec.encode(grouped, Block())
+    return Quantized(new[0].reshape(shape), new[1])
+
+
+# --- master weights -------------------------------------------------------------------
+
+
+def first_state(
+    name: str, param: PyTree, moments: tuple[str, ...], compression: Compression
+) -> tuple[Packed, np.dtype | None]:
+    """Returns the state of a parameter before the first step, and its correction's dtype.
+
+    With `Compression.jitter`, each master weight lies at a pseudo-random place in its
+    rounding interval.
+    """
+    correction, quantized = (
+        compression.correction_dtype(param),
+        compression.quantizes(param),
+    )
+    packing = Packing(moments, compression.format, quantized, correction)
+    packed = packing.zeros(param, compression.group_size)
+    is_struct = isinstance(param, jax.ShapeDtypeStruct)
+    if correction is not None and compression.jitter and not is_struct:
+        seed = _start_seed(name, compression.seed)
+        packed = _place(jnp.asarray(param), packed, seed, packing=packing)
+    return packed, correction
+
+
+# Under jit, so that nothing but the state is written to memory.
+@functools.partial(jax.jit, static_argnames="packing", donate_argnums=1)
+def _place(param: Array, packed: Packed, seed: Array, *, packing: Packing) -> Packed:
+    noise = Noise(element_index(param.shape), seed)
+    correction = packing.master(param.dtype).place(param, noise)
+    return packing.with_correction(packed, correction)
+
+
+def placed_weight(name: str, param: PyTree) -> PyTree:
+    """Returns f32 weights at pseudo-random places in the rounding intervals of parameters."""
+    if isinstance(param, jax.ShapeDtypeStruct):
+        return cast_leaf(param, F32)
+    codec = master_codec(param.dtype, INT16, "mpx")
+    return _placed(jnp.asarray(param), _start_seed(name, 0), codec=codec)
+
+
+@functools.partial(jax.jit, static_argnames="codec")
+def _placed(param: Array, seed: Array, *, codec: MasterCodec) -> Array:
+    correction = codec.place(param, Noise(element_index(param.shape), seed))
+    return codec.decode(param, correction, Block())
+
+
+def _start_seed(name: str, seed: int) -> np.uint32:
+    """Returns the seed of a parameter, which depends on its path and on nothing else."""
+    return np.uint32((seed * 0xC2B2AE3D + zlib.crc32(name.encode())) & 0xFFFFFFFF)
+
+
+def put_master(weight: PyTree, leaf: PackedLeaf, packing: Packing) -> PackedLeaf:
+    """Returns a leaf with another weight; the parameter keeps its dtype."""
+    dtype = dtype_of(leaf.param)
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        return leaf
+    if packing.correction is None:
+        is_param = dtype in PARAM_DTYPES
+        return leaf._replace(param=weight.astype(dtype) if is_param else weight)
+    return _put(weight, leaf.packed, packing=packing, dtype=np.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnames=("packing", "dtype"))
+def _put(
+    weight: Array, packed: Packed, *, packing: Packing, dtype: np.dtype
+) -> PackedLeaf:
+    param, correction = packing.master(dtype).encode(weight.astype(F32), dtype, Block())
+    return PackedLeaf(param, *packing.with_correction(packed, correction))

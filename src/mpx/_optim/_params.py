@@ -48,16 +48,12 @@ class FlatParams(NamedTuple):
     """
 
     names: Sequence[str]
-    leaves: list[Any]
+    leaves: list[PyTree]
     treedef: TreeDef
     bare: TreeDef
 
-    def like(self, tree: PyTree, what: str) -> list[Any]:
-        """Returns what another tree holds in the place of each parameter.
-
-        Raises:
-            ValueError: If the tree does not have the structure of the parameters.
-        """
+    def like(self, tree: PyTree, what: str) -> list[PyTree]:
+        """Returns what another tree holds in the place of each parameter."""
         if tree is None:
             return [None] * len(self.leaves)
         tree = without_variables(tree)
@@ -100,16 +96,11 @@ def flatten_params(params: PyTree) -> FlatParams:
 
 
 def cast_params(params: PyTree, dtype: DTypeLike, keep: Selectors) -> PyTree:
-    """Casts the parameters of a model, except what `keep` selects and running statistics.
-
-    Raises:
-        ValueError: If `dtype` is not a floating dtype of at least 16 bits, or if `keep`
-            selects nothing.
-    """
+    """Casts the parameters of a model, except what `keep` selects and running statistics."""
     kept = Matcher(parse_selectors(keep, "keep"), "keep")
     target = parse_float_dtype(dtype)
 
-    def cast(name: LeafName, leaf: Any) -> Any:
+    def cast(name: LeafName, leaf: PyTree) -> PyTree:
         if kept.find(name, leaf) is not None:
             return leaf
         return (cast_state_leaf if is_state(name) else cast_leaf)(leaf, target)
@@ -145,12 +136,8 @@ def _node_name(type_: type, data: object) -> str:
 # --- checks ---------------------------------------------------------------------------
 
 
-def is_trainable(name: str, param: Any) -> bool:
-    """Returns whether a leaf is a parameter.
-
-    Raises:
-        TypeError: If the leaf is inexact, but in a dtype that cannot be stored.
-    """
+def is_trainable(name: str, param: PyTree) -> bool:
+    """Returns whether a leaf is a parameter."""
     dtype = dtype_of(param)
     if dtype in PARAM_DTYPES:
         return True
@@ -177,12 +164,13 @@ def check_has_params(flat: FlatParams) -> None:
         )
 
 
-def _is_inexact(leaf: Any) -> bool:
+def _is_inexact(leaf: object) -> bool:
+    """Returns whether a leaf is floating, also in 8 bits, or complex."""
     dtype = dtype_of(leaf)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def check_grad(name: str, param: Any, grad: Any) -> None:
+def check_grad(name: str, param: PyTree, grad: PyTree) -> None:
     """Raises if a gradient does not fit its parameter."""
     check_shape(f"The gradient of `{name}`", grad, param)
     dtype = dtype_of(grad)
@@ -199,14 +187,7 @@ def check_grad(name: str, param: Any, grad: Any) -> None:
 def decays(mask: Mask, flat: FlatParams) -> list[bool]:
     """Returns for each parameter whether it decays.
 
-    Args:
-        mask: A tree of booleans, or a function that makes one from the parameters; `None`
-            means that all decay.
-        flat: The parameters.
-
-    Raises:
-        TypeError: If the mask holds something else; the leaf is named.
-        ValueError: If its structure is not that of the parameters.
+    `None` means that all decay.
     """
     if mask is None:
         return [True] * len(flat.leaves)
@@ -237,11 +218,11 @@ def decays(mask: Mask, flat: FlatParams) -> list[bool]:
     return [bool(keep) for keep in flat.like(full, "`mask`")]
 
 
-def _is_bool(leaf: Any) -> bool:
+def _is_bool(leaf: object) -> bool:
     return isinstance(leaf, bool) or dtype_of(leaf) == np.dtype(bool)
 
 
-def _decay_flag(name: str, keep: Any) -> bool:
+def _decay_flag(name: str, keep: PyTree) -> bool:
     """Returns a leaf of a mask as a bool."""
     if keep is None:
         return False

@@ -19,7 +19,7 @@ from mpx._casting._wrapped import has_scales
 from mpx._gradients._call import as_loss, unpack
 from mpx._jax._compat import has_explicit_axes, open_jaxpr, varying_axes
 from mpx._jax._tree import as_flag
-from mpx._optim._core import Core
+from mpx._optim._core import Step
 from mpx._optim._optimizers import FlashOptimizer, core_of
 from mpx._optim._params import flatten_params
 from mpx._optim._state import FlashState
@@ -45,7 +45,7 @@ class Released(NamedTuple):
     """
 
     value: Array
-    aux: Any
+    aux: PyTree
     params: PyTree
     state: FlashState
     finite: Array | None
@@ -53,7 +53,7 @@ class Released(NamedTuple):
 
 
 def release(
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     optimizer: optax.GradientTransformation,
     *,
     has_aux: bool = False,
@@ -121,22 +121,19 @@ def release(
     def step(
         params: PyTree,
         state: FlashState,
-        *args: Any,
+        *args: object,
         finite: ArrayLike | None = None,
         grad_scale: ArrayLike = 1.0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Released:
         flag = None if finite is None else as_flag(finite, "finite")
         flat = flatten_params(params)
-        ready = core.ready(flat, state, grad_scale)
-        jobs = {
-            index: job
-            for index in range(len(flat.leaves))
-            if (job := core.job(ready, index)) is not None
-        }
+        plan = Step(core, flat, state, grad_scale)
+        found = ((index, plan.job(index)) for index in range(len(flat.leaves)))
+        jobs = {index: job for index, job in found if job is not None}
         watched = _Watched.make(skip_nonfinite, with_norm)
 
-        def traced(weights: list[Any]) -> tuple[Any, Any]:
+        def traced(weights: list[Array]) -> tuple[Array, PyTree]:
             leaves = list(flat.leaves)
             for index, weight in zip(jobs, weights, strict=True):
                 leaves[index] = weight
@@ -146,9 +143,9 @@ def release(
 
         weights = [jnp.asarray(job.leaf.param) for job in jobs.values()]
         closed, out = jax.make_jaxpr(traced, return_shape=True)(weights)
-        sites = [_ParamRefs(core, job, flag, watched) for job in jobs.values()]
+        sites = [_ParamRefs(job, core.backend, flag, watched) for job in jobs.values()]
 
-        def loss(origin: Array) -> tuple[Array, list[Any]]:
+        def loss(origin: Array) -> tuple[Array, list[Array]]:
             taps = [_ParamTap(site, origin) for site in sites]
             # JAX cannot read a layer of a reference with an explicit sharding.
             given = [tap.read() if tap.site.is_explicit else tap for tap in taps]
@@ -163,16 +160,15 @@ def release(
             backward(jnp.ones_like(value))
         all_finite, norm, counts = watched.results()
         flag = _both(flag, counts)
-        for site in sites:
-            site.finish(flag)
-        new = list(ready.leaves)
+        new = list(plan.leaves)
         for index, site in zip(jobs, sites, strict=True):
-            new[index] = site.frozen()
+            site.finish(flag)
+            new[index] = jax.tree.map(jax.freeze, site.refs)
         return Released(
             value,
             jax.tree.unflatten(jax.tree.structure(out[1]), aux) if has_aux else None,
             flat.treedef.unflatten([leaf.param for leaf in new]),
-            core.advanced(ready, new, flag),
+            plan.state_after(new, flag),
             all_finite,
             norm,
         )
@@ -249,29 +245,38 @@ def _both(one: Array | None, two: Array | None) -> Array | None:
     return one & two
 
 
+class _Operands(NamedTuple):
+    """Everything that a step in the backward pass reads, beside the gradient."""
+
+    refs: PyTree
+    arrays: dict[str, Array | None]
+    finite: Array | None
+    watched: _Watched
+
+
 class _ParamRefs:
     """A parameter with its state, in references that the backward pass writes to."""
 
     def __init__(
-        self, core: Core, job: _kernels.Job, finite: Array | None, watched: _Watched
+        self,
+        job: _kernels.Job,
+        backend: _kernels.Backend,
+        finite: Array | None,
+        watched: _Watched,
     ) -> None:
-        self._backend: _kernels.Backend = core.backend
         self._job = job._replace(leaf=None)
-        self._shape = job.leaf.param.shape
-        mesh = jax.typeof(job.leaf.param).sharding.mesh
-        self.is_explicit = has_explicit_axes(mesh)
-        self._finite = finite
-        self._stepped = False
-        self._watched = watched
+        self._backend: _kernels.Backend = backend
+        self._finite, self._watched, self._stepped = finite, watched, False
+        self.is_explicit = has_explicit_axes(jax.typeof(job.leaf.param).sharding.mesh)
         self.refs = jax.tree.map(lambda x: jax.new_ref(jnp.asarray(x)), job.leaf)
 
-    def operands(self, layer: Array | None) -> "_Operands":
+    def operands(self, layer: Array | None) -> _Operands:
         """Returns the arrays and references that the step of a layer needs."""
         job = self._job
         arrays = {"scalars": job.scalars, "seed": job.seed, "layer": layer}
         return _Operands(self.refs, arrays, self._finite, self._watched)
 
-    def step(self, grad: Array, operands: "_Operands") -> None:
+    def step(self, grad: Array, operands: _Operands) -> None:
         """Steps the parameter, or one layer of it."""
         self._stepped = True
         refs, arrays, finite, watched = operands
@@ -280,7 +285,7 @@ class _ParamRefs:
         job = self._job._replace(leaf=leaf, grad=grad, **arrays)
         (new,) = _kernels.run([job], finite=finite, backend=self._backend)
 
-        def store(ref: Any, x: Array) -> None:
+        def store(ref: Ref, x: Array) -> None:
             ref[...] = x
 
         jax.tree.map(store, refs, new)
@@ -288,22 +293,9 @@ class _ParamRefs:
     def finish(self, finite: Array | None) -> None:
         """Steps with a gradient of zero if the loss does not depend on the parameter."""
         if not self._stepped:
-            zeros = jnp.zeros(self._shape, self.refs.param.dtype)
+            zeros = jnp.zeros(self.refs.param.shape, self.refs.param.dtype)
             unwatched = self.operands(None)._replace(finite=finite, watched=_Watched())
             self.step(zeros, unwatched)
-
-    def frozen(self) -> Any:
-        """Returns parameter and state, which must not be written to any more."""
-        return jax.tree.map(jax.freeze, self.refs)
-
-
-class _Operands(NamedTuple):
-    """Everything that a step in the backward pass reads, beside the gradient."""
-
-    refs: Any
-    arrays: dict[str, Array | None]
-    finite: Array | None
-    watched: _Watched
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -341,13 +333,6 @@ def _tapped(site: _ParamRefs, x: Array, origin: Array, operands: _Operands) -> A
     return x
 
 
-def _forward(
-    site: _ParamRefs, x: Array, origin: Array, operands: _Operands
-) -> tuple[Array, _Operands]:
-    del site, origin
-    return x, operands
-
-
 def _backward(
     site: _ParamRefs, operands: _Operands, grad: Array
 ) -> tuple[None, Array, None]:
@@ -355,4 +340,4 @@ def _backward(
     return None, jnp.zeros(()), None
 
 
-_tapped.defvjp(_forward, _backward)
+_tapped.defvjp(lambda site, x, origin, operands: (x, operands), _backward)

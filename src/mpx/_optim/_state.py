@@ -1,10 +1,10 @@
-"""The state of a compressed optimizer, its layout, and whether it fits."""
+"""The state of a compressed optimizer: layout, checks, and the f32 weights behind it."""
 
 import dataclasses
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import equinox as eqx
 import jax
@@ -12,15 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PyTree
 
-from mpx._jax._sharding import zero_beside
-from mpx._jax._tree import dtype_of, shape_of
+from mpx._jax._sharding import (
+    zero_beside,
+)
+from mpx._jax._tree import check_shape, dtype_of, shape_of
 from mpx._optim._options import Compression, StateFormat
-from mpx._optim._packing import INT8, PackedLeaf, Packing, is_missing
-from mpx._optim._params import F32, PARAM_DTYPES, FlatParams
+from mpx._optim._packing import INT8, PackedLeaf, Packing, is_missing, put_master
+from mpx._optim._params import F32, PARAM_DTYPES, FlatParams, flatten_params
 from mpx._optim._update_rules import Leaf, Rule
-from mpx._quant import Packed, count_words, word_of
+from mpx._quant import Block, Packed, count_words, word_of
 
-Pairs = Iterable[tuple[Any, np.dtype | None]]
+Pairs = Iterable[tuple[PyTree, np.dtype | None]]
 """Each parameter with the dtype of its correction, or with `None`."""
 _INIT_AGAIN = "Make the state with `init(params)` of these parameters."
 
@@ -77,7 +79,7 @@ class FlashState(eqx.Module):
     def __bool__(self) -> bool:
         return True
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"A FlashState has no `{name}`. {_NOT_OPTAX}")
 
     @property
@@ -100,8 +102,8 @@ class FlashState(eqx.Module):
             return None
         return self._view(lambda leaf: leaf.moments[self.moments.index(name)])
 
-    def _view(self, part: Callable[[Leaf], Any]) -> PyTree:
-        def read(packed: Packed) -> Any:
+    def _view(self, part: Callable[[Leaf], PyTree]) -> PyTree:
+        def read(packed: Packed) -> PyTree:
             packing = Packing.read(packed, self.moments, self.format)
             return part(packing.view(packed))
 
@@ -119,11 +121,11 @@ def register_with_flax() -> None:
     # The layout first: its name says what is wrong.
     names = ("count", "layout", "packed")
 
-    def save(state: FlashState) -> dict[str, Any]:
+    def save(state: FlashState) -> dict[str, PyTree]:
         to_dict = serialization.to_state_dict
         return {name: to_dict(getattr(state, name)) for name in names}
 
-    def restore(state: FlashState, saved: dict[str, Any]) -> FlashState:
+    def restore(state: FlashState, saved: dict[str, PyTree]) -> FlashState:
         from_dict = serialization.from_state_dict
         if missing := sorted({*names} - {*saved}):
             raise ValueError(
@@ -141,11 +143,7 @@ def register_with_flax() -> None:
 def leaves_of(
     flat: FlatParams, state: FlashState
 ) -> tuple[list[PackedLeaf], list[Packing]]:
-    """Returns each parameter with its state, and how that is packed.
-
-    Raises:
-        ValueError: If the parameters are not those that the state was made for.
-    """
+    """Returns each parameter with its state, and how that is packed."""
     found = flat.like(state.packed, "The optimizer state")
     # Where there is no state, `codes` is what stands in its place.
     packed = [x if isinstance(x, Packed) else Packed(x, None) for x in found]
@@ -170,16 +168,10 @@ def packed_tree(flat: FlatParams, leaves: Sequence[PackedLeaf]) -> PyTree:
 
 
 def make_layout(kind: str, format: str, pairs: Pairs) -> PyTree:
-    """Returns a scalar under the name of a layout.
+    """Returns a dict of one scalar under the name of a layout.
 
-    Args:
-        kind: The kind of the rule.
-        format: The format of the state.
-        pairs: The parameters and the dtypes of their corrections.
-
-    Returns:
-        A dict of one scalar. Without parameters, as for the placeholder of
-        `optax.tree_map_params`, only the scalar.
+    Without parameters, as for the placeholder of `optax.tree_map_params`, it is only the
+    scalar.
     """
     pairs = list(pairs)
     zero = zero_beside((param for param, _ in pairs), jnp.int8)
@@ -228,7 +220,7 @@ def _layout_name(kind: str, format: str, pairs: Pairs) -> str:
 # --- checks ---------------------------------------------------------------------------
 
 
-def check_state(state: Any, rule: Rule, compression: Compression) -> None:
+def check_state(state: object, rule: Rule, compression: Compression) -> None:
     """Raises if a state is none, or that of another optimizer."""
     if not isinstance(state, FlashState):
         raise TypeError(
@@ -261,13 +253,10 @@ def check_state(state: Any, rule: Rule, compression: Compression) -> None:
 
 
 def check_packed(name: str, leaf: PackedLeaf, packing: Packing) -> int:
-    """Returns the size of the groups of a parameter, 0 if there are none.
+    """Returns the group size of a parameter, 0 without groups; raises if its state does not fit.
 
     What is stored is read off the state: one that was restored may have been made with
     other options.
-
-    Raises:
-        ValueError: If the state does not fit the parameter.
     """
     dtype, shape = dtype_of(leaf.param), shape_of(leaf.param)
     correction = packing.correction
@@ -312,12 +301,150 @@ def check_packed(name: str, leaf: PackedLeaf, packing: Packing) -> int:
 
 
 def _check_array(
-    what: str, array: Any, dtype: np.dtype, shape: tuple[int, ...]
+    what: str, array: object, dtype: np.dtype, shape: tuple[int, ...]
 ) -> None:
-    """Raises if an array of a state does not have the dtype and shape it must have."""
     if (shape_of(array), dtype_of(array)) != (shape, dtype):
         raise ValueError(
             f"{what} must be {dtype} of shape {shape}, but it is "
             f"{dtype_of(array) or type(array).__name__} of shape {shape_of(array)}. "
             f"{_INIT_AGAIN}"
         )
+
+
+# --- master weights -------------------------------------------------------------------
+
+
+def master_params(params: PyTree, state: PyTree) -> PyTree:
+    """Returns the f32 weights behind 16-bit parameters.
+
+    f32 parameters, integers, functions and other leaves come back as they are, and so
+    do frozen parameters and 16-bit parameters without master weights.
+
+    Args:
+        params: The parameters, or a whole model.
+        state: The optimizer's state, or an optax state that holds it.
+
+    Raises:
+        ValueError: If `state` does not hold one state that fits the parameters.
+
+    Examples:
+        >>> from mpx.optim import flash_adamw
+        >>> params = {"w": jnp.ones((8,), jnp.bfloat16)}
+        >>> state = flash_adamw(1e-3).init(params)
+        >>> master_params(params, state)["w"].dtype
+        dtype('float32')
+    """
+    flat, state, leaves, packings = _with_packings(params, state)
+
+    def decode(leaf: PackedLeaf, packing: Packing) -> PyTree:
+        if packing.correction is None:
+            return leaf.param
+        correction = packing.view(leaf.packed).correction
+        codec = packing.master(leaf.param.dtype)
+        return codec.decode(jnp.asarray(leaf.param), correction, Block())
+
+    return flat.treedef.unflatten(map(decode, leaves, packings))
+
+
+def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+    """Puts f32 weights into parameters and state, for example to start from f32 weights.
+
+    Leaves that are not parameters, such as integers and functions, come from `master`, in
+    the dtype that they have in `params`, or from `params` where `master` has `None`.
+
+    Args:
+        master: The weights: a tree like `params`.
+        params: Parameters whose dtypes are kept.
+        state: The state made by `init(params)`, or an optax state that holds it; its
+            moments and count are kept.
+
+    Returns:
+        Parameters and state that hold `master`, as exactly as their format can.
+
+    Raises:
+        TypeError: If a weight is not a real array.
+        ValueError: If the trees or shapes differ, or `state` does not hold one state that
+            fits the parameters.
+
+    Examples:
+        >>> from mpx.optim import flash_adamw
+        >>> weights = {"w": jnp.full((8,), 0.1)}
+        >>> params = {"w": weights["w"].astype(jnp.bfloat16)}
+        >>> state = flash_adamw(1e-3).init(params)
+        >>> params, state = from_master(weights, params, state)
+        >>> abs(float(master_params(params, state)["w"][0]) - 0.1) < 1e-8
+        True
+    """
+    flat, found, leaves, _ = _with_packings(params, state)
+    weights = [
+        _as_weight(name, weight, leaf.param)
+        for name, weight, leaf in zip(
+            flat.names, flat.like(master, "`master`"), leaves, strict=True
+        )
+    ]
+    new_params, new_state = put_masters(flat, found, weights)
+    return new_params, jax.tree.map(
+        lambda x: new_state if x is found else x, state, is_leaf=lambda x: x is found
+    )
+
+
+def put_masters(
+    flat: FlatParams, state: FlashState, weights: Sequence[PyTree]
+) -> tuple[PyTree, FlashState]:
+    """Puts weights into parameters, whose dtypes are kept, and state.
+
+    `weights` has for each leaf the weight in f32, another value if the leaf is no
+    parameter, or `None` to change nothing.
+    """
+    leaves, packings = leaves_of(flat, state)
+    new = [
+        leaf if weight is None else put_master(weight, leaf, packing)
+        for weight, leaf, packing in zip(weights, leaves, packings, strict=True)
+    ]
+    return (
+        flat.treedef.unflatten([leaf.param for leaf in new]),
+        dataclasses.replace(state, packed=packed_tree(flat, new)),
+    )
+
+
+def _with_packings(
+    params: PyTree, state: PyTree
+) -> tuple[FlatParams, FlashState, list[PackedLeaf], list[Packing]]:
+    """Returns flat parameters, the one state of an optax state, and each leaf with it."""
+    is_state = lambda x: isinstance(x, FlashState)  # noqa: E731
+    found = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    if len(found) != 1:
+        raise ValueError(
+            "Expected the state of one compressed optimizer, by itself or in an optax "
+            f"state, but {type(state).__name__} holds {len(found)} of them."
+        )
+    flat = flatten_params(params)
+    leaves, packings = leaves_of(flat, found[0])
+    for name, leaf, packing in zip(flat.names, leaves, packings, strict=True):
+        if packing.correction is not None:
+            check_packed(name, leaf, packing)
+    return flat, found[0], leaves, packings
+
+
+def _as_weight(name: str, weight: PyTree, param: PyTree) -> PyTree:
+    """Returns the new value of a leaf; raises if it does not fit."""
+    dtype = dtype_of(param)
+    if dtype is None:
+        return param if weight is None else weight
+    if dtype not in PARAM_DTYPES:
+        if weight is None:
+            return param
+        if dtype_of(weight) == dtype:
+            return weight
+    if isinstance(weight, int | float):
+        weight = np.asarray(weight)
+    came = dtype_of(weight)
+    if came is None or jnp.issubdtype(came, jnp.complexfloating):
+        raise TypeError(
+            f"The weight of `{name}` must be a real array like the parameter, which is "
+            f"{dtype}, but {came or type(weight).__name__} was given."
+        )
+    check_shape(f"The weight of `{name}`", weight, param)
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        return weight
+    return jnp.asarray(weight).astype(dtype if dtype not in PARAM_DTYPES else F32)

@@ -9,11 +9,12 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import PyTree
 
 from mpx._quant import (
     Block,
@@ -27,6 +28,22 @@ from mpx._quant import (
 Scalars = tuple[Array, ...]
 Moments = tuple[Array, ...]
 _LARGEST_MOMENT = np.float32(2.0**125)  # the largest that every codec can store
+
+
+class Given(NamedTuple):
+    """What the equations of a rule read beside the moments, for one block.
+
+    Attributes:
+        c: The coefficients of the rule.
+        grad: The gradient, f32.
+        weight: The weight before the step, f32.
+        block: The groups, and how roots and the like are computed.
+    """
+
+    c: Scalars
+    grad: Array
+    weight: Array
+    block: Block
 
 
 class Rule(abc.ABC):
@@ -47,21 +64,11 @@ class Rule(abc.ABC):
         """Combines hyperparameters; `step` is 1 for the first step."""
 
     @abc.abstractmethod
-    def average(
-        self, c: Scalars, grad: Array, weight: Array, moments: Moments, block: Block
-    ) -> Moments:
-        """Returns the new moments, given the coefficients `c`."""
+    def average(self, given: Given, moments: Moments) -> Moments:
+        """Returns the new moments."""
 
     @abc.abstractmethod
-    def move(  # noqa: PLR0917
-        self,
-        c: Scalars,
-        grad: Array,
-        weight: Array,
-        old: Moments,
-        new: Moments,
-        block: Block,
-    ) -> Array:
+    def move(self, given: Given, old: Moments, new: Moments) -> Array:
         """Returns the new weight, given the moments before and after the step."""
 
 
@@ -88,26 +95,16 @@ class Adam(Rule):
         decay = _decay(hyper, self.decoupled)
         return (b1, keep1, b2, keep2, rate, decay, hyper["eps"] * root)
 
-    def average(
-        self, c: Scalars, grad: Array, weight: Array, moments: Moments, block: Block
-    ) -> Moments:
-        b1, keep1, b2, keep2, _, decay, _ = c
+    def average(self, given: Given, moments: Moments) -> Moments:
+        (b1, keep1, b2, keep2, _, decay, _), grad, weight, block = given
         mu, nu = moments
         if not self.decoupled:
             grad = grad + decay * weight
         mu = block.multiply_add(b1, mu, keep1 * grad)
         return mu, block.multiply_add(b2, nu, keep2 * (grad * grad))
 
-    def move(  # noqa: PLR0917
-        self,
-        c: Scalars,
-        grad: Array,
-        weight: Array,
-        old: Moments,
-        new: Moments,
-        block: Block,
-    ) -> Array:
-        *_, rate, decay, eps = c
+    def move(self, given: Given, old: Moments, new: Moments) -> Array:
+        (*_, rate, decay, eps), _, weight, block = given
         mu, nu = new
         if self.decoupled:
             weight = weight * decay
@@ -138,23 +135,13 @@ class Lion(Rule):
         b1, b2, rate = hyper["b1"], hyper["b2"], hyper["learning_rate"]
         return (b1, 1 - b1, b2, 1 - b2, rate, _decay(hyper))
 
-    def average(
-        self, c: Scalars, grad: Array, weight: Array, moments: Moments, block: Block
-    ) -> Moments:
-        _, _, b2, keep2, _, _ = c
+    def average(self, given: Given, moments: Moments) -> Moments:
+        _, _, b2, keep2, _, _ = given.c
         (mu,) = moments
-        return (b2 * mu + keep2 * grad,)
+        return (b2 * mu + keep2 * given.grad,)
 
-    def move(  # noqa: PLR0917
-        self,
-        c: Scalars,
-        grad: Array,
-        weight: Array,
-        old: Moments,
-        new: Moments,
-        block: Block,
-    ) -> Array:
-        b1, keep1, _, _, rate, decay = c
+    def move(self, given: Given, old: Moments, new: Moments) -> Array:
+        (b1, keep1, _, _, rate, decay), grad, weight, block = given
         (mu,) = old
         return weight * decay - rate * block.sign(b1 * mu + keep1 * grad)
 
@@ -179,24 +166,14 @@ class Sgd(Rule):
         decay, rate = _decay(hyper, self.decoupled), hyper["learning_rate"]
         return (hyper["momentum"], 1 - hyper["dampening"], rate, decay)
 
-    def average(
-        self, c: Scalars, grad: Array, weight: Array, moments: Moments, block: Block
-    ) -> Moments:
-        momentum, keep, _, decay = c
+    def average(self, given: Given, moments: Moments) -> Moments:
+        (momentum, keep, _, decay), grad, weight, _ = given
         if not self.decoupled:
             grad = grad + decay * weight
         return tuple(momentum * mu + keep * grad for mu in moments)
 
-    def move(  # noqa: PLR0917
-        self,
-        c: Scalars,
-        grad: Array,
-        weight: Array,
-        old: Moments,
-        new: Moments,
-        block: Block,
-    ) -> Array:
-        momentum, _, rate, decay = c
+    def move(self, given: Given, old: Moments, new: Moments) -> Array:
+        (momentum, _, rate, decay), grad, weight, _ = given
         if self.decoupled:
             weight, step = weight * decay, grad
         else:
@@ -215,9 +192,9 @@ class Leaf(NamedTuple):
         moments: A `Quantized` or an f32 array for each moment of the rule.
     """
 
-    param: Any
+    param: PyTree
     correction: Array | None
-    moments: tuple[Any, ...]
+    moments: tuple[PyTree, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,13 +225,8 @@ class LeafStep:
     ) -> Leaf:
         """Steps a block.
 
-        Args:
-            scalars: The factor of the gradient, the two numbers of a `Dither`, then the
-                coefficients of the rule.
-            grad: The gradient of the block.
-            leaf: The block of the parameter and of its state.
-            block: Its groups.
-            noise: For rounding at random.
+        `scalars` are the factor of the gradient, the two numbers of a `Dither`, and the
+        coefficients of the rule. `noise` rounds at random.
         """
         grad_scale, for_moments, for_masters, *coefficients = scalars
 
@@ -268,9 +240,12 @@ class LeafStep:
             codec.decode(stored, block)
             for codec, stored in zip(self.moments, leaf.moments, strict=True)
         )
-        weight, moments = self._update(
-            (grad_scale, *coefficients), grad, leaf.param.dtype, weight, moments, block
-        )
+        grad = grad if grad.dtype.itemsize > 4 else grad.astype(weight.dtype)
+        scaled = grad.astype(weight.dtype) * grad_scale
+        given = Given(tuple(coefficients), scaled, weight, block)
+        weight, moments = self._update(given, moments, leaf.param.dtype)
+        # For `finite` to skip; it must be seen if nobody looks.
+        weight = jnp.where(is_finite(grad), weight, np.float32(np.nan))
         param, correction = self.master.encode(
             weight, leaf.param.dtype, block, rounding(for_masters, 0)
         )
@@ -281,34 +256,24 @@ class LeafStep:
         )
         return Leaf(param, correction, stored)
 
-    def _update(  # noqa: PLR0917
-        self,
-        scalars: Scalars,
-        grad: Array,
-        dtype: np.dtype,
-        weight: Array,
-        moments: Moments,
-        block: Block,
+    def _update(
+        self, given: Given, moments: Moments, dtype: np.dtype
     ) -> tuple[Array, Moments]:
         """Returns weights and moments after a step, the old ones where it would overflow.
 
         The square of a gradient of 1e20 is infinite. Such a second moment would stay, and
         its weight would never move again. Each element is decided by itself, in registers:
-        to skip the whole step, a kernel would have to read all gradients twice. Moments
-        stay finite whatever the gradient is. So do weights, unless the gradient itself is
-        inf or nan: that is for `finite` to skip, and must be seen if nobody looks.
+        to skip the whole step, a kernel would have to read all gradients twice.
         """
-        grad_scale, *c = scalars
-        grad = grad if grad.dtype.itemsize > 4 else grad.astype(weight.dtype)
-        given = tuple(c), grad.astype(weight.dtype) * grad_scale, weight
-        new = self.rule.average(*given, moments, block)
+        weight = given.weight
+        new = self.rule.average(given, moments)
         # If any moment is too large, the last one is.
         fits = [jnp.abs(last) < _LARGEST_MOMENT for last in new[-1:]]
         for fit in fits:
             new = tuple(map(functools.partial(jnp.where, fit), new, moments))
-        moved = self.rule.move(*given, moments, new, block)
+        moved = self.rule.move(given, moments, new)
         # A weight that is beyond its dtype already may shrink.
         largest = jnp.maximum(jnp.abs(weight), np.float32(jnp.finfo(dtype).max))
         for fit in (*fits, jnp.abs(moved) <= largest):
             moved = jnp.where(fit, moved, weight)
-        return jnp.where(is_finite(grad), moved, np.float32(np.nan)), new
+        return moved, new

@@ -19,12 +19,16 @@ from jaxtyping import PyTree
 
 from mpx._jax._compat import (
     Literal,
+    ambient_scopes,
     convert_dtype,
     equation_context,
     open_jaxpr,
     scopes_of,
+    source_frames,
 )
-from mpx._program._queries import Equation, readers
+from mpx._jax._frameworks import Named
+from mpx._jax._tree import LeafName
+from mpx._program._queries import Equation, Position, leaves, readers, walk
 
 Jaxpr = Any
 """A jaxpr, open or closed."""
@@ -85,11 +89,17 @@ class Frame:
     a replacement runs has no turn.
     """
 
-    def __init__(self, jaxpr: Jaxpr = None, plan: Plan | None = None) -> None:
-        self.jaxpr, self.plan = jaxpr, plan
+    def __init__(self, jaxpr: Jaxpr = None) -> None:
+        self.jaxpr = jaxpr
+        self.plan: Plan | None = None
         self.eqn: Equation = None
         self.env: dict[Any, tuple[Any, Any]] = {}
         self.made: dict[Any, tuple[Any, Any]] = {}
+
+    @functools.cached_property
+    def primitives(self) -> frozenset[str]:
+        """The names of the primitives in the jaxpr and in what it calls."""
+        return frozenset([eqn.primitive.name for eqn in leaves(self.jaxpr.eqns)])
 
     @functools.cached_property
     def readers(self) -> dict[Any, list[tuple[Equation, int]]]:
@@ -218,10 +228,10 @@ class Visitor:
         scopes: Scopes,
     ) -> Outcome:
         """Evaluates a jaxpr; returns its results and what is known of them."""
-        plan = self.plan(jaxpr, consts, facts, scopes)
-        replaced, dead = ({}, ()) if plan is None else plan
-        outer, self.frame = self.frame, Frame(jaxpr, plan)
+        outer, self.frame = self.frame, Frame(jaxpr)
         try:
+            plan = self.frame.plan = self.plan(jaxpr, consts, facts, scopes)
+            replaced, dead = ({}, ()) if plan is None else plan
             env = self.frame.env
             for var, const in zip(jaxpr.constvars, consts, strict=True):
                 env[var] = const, self.constant_fact(const)
@@ -233,7 +243,12 @@ class Visitor:
                     continue
                 other = replaced.get(index)
                 atoms = eqn.invars if other is None else other.atoms
-                pairs = [self.read(atom) for atom in atoms]
+                pairs = [
+                    (atom.val, self.literal_fact(atom))
+                    if isinstance(atom, Literal)
+                    else env[atom]
+                    for atom in atoms
+                ]
                 with equation_context(eqn):
                     values, known = [x for x, _ in pairs], [x for _, x in pairs]
                     op = Op(eqn, values, known, scopes + scopes_of(eqn))
@@ -354,7 +369,7 @@ def types_of(values: Sequence[Any]) -> list[Aval]:
 
 def dtypes_of(avals: Sequence[Aval]) -> Dtypes:
     """Returns dtypes; `None` for what has none, such as a reference."""
-    return tuple(getattr(aval, "dtype", None) for aval in avals)
+    return tuple([getattr(aval, "dtype", None) for aval in avals])
 
 
 def with_dtype(aval: Aval, dtype: np.dtype | None) -> Aval:
@@ -362,3 +377,74 @@ def with_dtype(aval: Aval, dtype: np.dtype | None) -> Aval:
     if dtype is None or aval.dtype == dtype:
         return aval
     return aval.update(dtype=dtype, weak_type=False)
+
+
+class Traced(NamedTuple):
+    """A function of arrays that has been traced.
+
+    Attributes:
+        jaxpr: The jaxpr, open.
+        consts: Its constants.
+        arrays: Its arguments.
+        named: Their names, and which of them are parameters.
+        has_params: Whether its parameters are known. While Linen or Haiku initialise a
+            model it has none yet.
+    """
+
+    jaxpr: Jaxpr
+    consts: Sequence[Any]
+    arrays: list[Any]
+    named: list[Named]
+    has_params: bool
+
+    def named_arrays(self) -> list[tuple[LeafName, Any]]:
+        """Returns the arguments with their names."""
+        pairs = zip(self.named, self.arrays, strict=True)
+        return [(name, array) for (name, _), array in pairs]
+
+    def places(self) -> tuple[set[str], set[str]]:
+        """Returns the paths of its scopes, and the names of the functions that wrote it."""
+        scopes: set[str] = set()
+        functions: set[str] = set()
+        for here in walk(self.jaxpr, Position(scopes=ambient_scopes())):
+            inner = here.scopes
+            scopes.update("/".join(inner[:n]) for n in range(1, len(inner) + 1))
+            functions.update(name for name, _, _ in source_frames(here.eqn))
+        return scopes, functions
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Transformation(Visitor):
+    """A visitor that functions are called through.
+
+    Attributes:
+        params: The positions or names of the arguments that hold parameters; `None` to
+            find them.
+        widens_params: Whether parameters of 16 bits are read as f32.
+        takes_bare_params: Whether the first argument holds the parameters if it is an array
+            by itself, and no argument is a container.
+        stored: What an f32 array that was widened for the call was made from, by its `id`:
+            the f32 array, and the one of 16 bits.
+    """
+
+    params: tuple[int | str, ...] | None = None
+    stored: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    widens_params: ClassVar[bool] = False
+    takes_bare_params: ClassVar[bool] = False
+
+    @property
+    def kept_types(self) -> tuple[type, ...]:
+        """The types whose calls run as they are written."""
+        return ()
+
+    def argument_fact(self, name: LeafName, is_param: bool, leaf: Any) -> Fact:
+        """Returns what is known of an argument's array."""
+        return self.unknown
+
+    def start(self, traced: Traced) -> Traced:
+        """Looks at the function before it is run; may return another one to run."""
+        return traced
+
+    def finish(self, outs: list[Any]) -> list[Any]:
+        """Returns the results for the user."""
+        return outs

@@ -1,21 +1,21 @@
 """Codecs: how f32 numbers are stored in fewer bits. Pure functions, no kernels."""
 
-from mpx._quant._block import Block as Block
-from mpx._quant._master import BitDelta as BitDelta
-from mpx._quant._master import MasterCodec as MasterCodec
-from mpx._quant._master import RoundedMaster as RoundedMaster
-from mpx._quant._master import UlpFraction as UlpFraction
-from mpx._quant._moments import Full as Full
-from mpx._quant._moments import MomentCodec as MomentCodec
-from mpx._quant._moments import Quantized as Quantized
-from mpx._quant._moments import SoftsignInt8 as SoftsignInt8
-from mpx._quant._moments import SqrtUint8 as SqrtUint8
+from mpx._quant._codecs import BitDelta as BitDelta
+from mpx._quant._codecs import Full as Full
+from mpx._quant._codecs import MasterCodec as MasterCodec
+from mpx._quant._codecs import MomentCodec as MomentCodec
+from mpx._quant._codecs import Quantized as Quantized
+from mpx._quant._codecs import RoundedMaster as RoundedMaster
+from mpx._quant._codecs import SoftsignInt8 as SoftsignInt8
+from mpx._quant._codecs import SqrtUint8 as SqrtUint8
+from mpx._quant._codecs import UlpFraction as UlpFraction
 from mpx._quant._planes import Packed as Packed
 from mpx._quant._planes import count_words as count_words
 from mpx._quant._planes import join as join
 from mpx._quant._planes import split as split
 from mpx._quant._planes import word_of as word_of
 from mpx._quant._planes import words_of as words_of
+from mpx._quant._rounding import Block as Block
 from mpx._quant._rounding import Dither as Dither
 from mpx._quant._rounding import Noise as Noise
 from mpx._quant._rounding import Rounding as Rounding

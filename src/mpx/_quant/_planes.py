@@ -6,11 +6,12 @@ other axes are sharded like those of a parameter.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from mpx._quant._rounding import bits, from_bits
 
@@ -29,8 +30,8 @@ class Packed(NamedTuple):
             `(planes, *shape[:-1], groups)`; `None` if no moment is quantised.
     """
 
-    codes: Any
-    scales: Any
+    codes: PyTree
+    scales: PyTree
 
 
 def word_of(dtypes: Dtypes) -> np.dtype:

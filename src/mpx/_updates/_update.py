@@ -275,16 +275,7 @@ def _skip(
     *,
     checks: bool = True,
 ) -> Any:
-    """Returns `step(*before)` if all is finite and `before` if not.
-
-    Args:
-        skip: How; see `optimizer_update`.
-        step: Returns new values of its arguments.
-        before: The arguments.
-        finite: Whether the gradients are finite.
-        axis_name: Mesh axes over which to decide together.
-        checks: Whether to look at the results, too.
-    """
+    """Returns `step(*before)` if all is finite and `before` if not."""
     flag = as_flag(finite, "grads_finite")
     check_choice(skip, "skip", get_args(Skip))
     if skip == "never":

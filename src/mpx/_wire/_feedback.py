@@ -10,7 +10,6 @@ each. Without it, what rounds to zero in one step does so in all of them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -29,7 +28,7 @@ from mpx._jax._sharding import axes_of, spec_of
 from mpx._jax._tree import AxisName, is_floating, named_leaves
 from mpx._wire._sums import sum_8_bits
 
-Split = Callable[[Array, Any], tuple[Array, Array]]
+Split = Callable[[Array, Array], tuple[Array, Array]]
 """Returns the sum of gradients with residuals, and the new residuals."""
 
 
@@ -107,7 +106,7 @@ class ErrorFeedback(eqx.Module):
             )
         count = int(np.prod([mesh.shape[name] for name in axes]))
 
-        def zeros(leaf: Any) -> Any:
+        def zeros(leaf: PyTree) -> PyTree:
             if not is_floating(leaf):
                 return None
             shape = (count, *leaf.shape)
@@ -119,7 +118,7 @@ class ErrorFeedback(eqx.Module):
         return cls(jax.tree.map(zeros, params))
 
 
-def _stacked_spec(leaf: Any, axes: tuple[str, ...]) -> P:
+def _stacked_spec(leaf: PyTree, axes: tuple[str, ...]) -> P:
     """Returns how copies of an array are sharded: as it is, over the other axes."""
     sharding = None if is_tracer(leaf) else getattr(leaf, "sharding", None)
     entries = [
@@ -132,7 +131,9 @@ def _stacked_spec(leaf: Any, axes: tuple[str, ...]) -> P:
     return spec_of([axes, *entries])
 
 
-def take_feedback(args: Sequence[Any]) -> tuple[ErrorFeedback | None, Sequence[Any]]:
+def take_feedback(
+    args: Sequence[PyTree],
+) -> tuple[ErrorFeedback | None, Sequence[PyTree]]:
     """Splits off the `ErrorFeedback` that comes before the arguments of a function."""
     if args and isinstance(args[0], ErrorFeedback):
         return args[0], args[1:]
@@ -140,16 +141,9 @@ def take_feedback(args: Sequence[Any]) -> tuple[ErrorFeedback | None, Sequence[A
 
 
 def mean_with_feedback(
-    grads: PyTree, feedback: ErrorFeedback, scaling: Any, axis_name: AxisName
+    grads: PyTree, feedback: ErrorFeedback, scaling: PyTree, axis_name: AxisName
 ) -> tuple[PyTree, ErrorFeedback]:
-    """Returns the mean over devices of gradients that are sent as 8-bit blocks.
-
-    Args:
-        grads: The gradients of the scaled loss of one device, and no others.
-        feedback: What is left of the step before; here each device has its own part.
-        scaling: The loss scaling of this step.
-        axis_name: The axis or axes of the devices.
-    """
+    """Returns the mean over devices of gradients that are sent as 8-bit blocks."""
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     count = lax.axis_size(axes)
 
@@ -161,19 +155,17 @@ def mean_with_feedback(
 
 
 def with_feedback(
-    grads: PyTree, feedback: ErrorFeedback, scaling: Any, split: Split, *, stacked: bool
+    grads: PyTree,
+    feedback: ErrorFeedback,
+    scaling: PyTree,
+    split: Split,
+    *,
+    stacked: bool,
 ) -> tuple[PyTree, ErrorFeedback]:
     """Sums gradients with the residuals of the step before, by a function of one leaf.
 
-    Args:
-        grads: The gradients of the scaled loss, floating ones only.
-        feedback: The residuals.
-        scaling: The loss scaling; residuals are kept without it.
-        split: Called with a gradient and its residual, f32.
-        stacked: Whether the gradients have an axis for devices, as residuals have.
-
-    Raises:
-        ValueError: If the residuals are not those of these gradients.
+    Residuals are kept without the loss scale. `stacked` gradients have an axis for devices,
+    as residuals have.
     """
     leaves, structure = jax.tree.flatten(grads)
     before, after = jax.tree.flatten(feedback.residual)

@@ -44,21 +44,17 @@ _BROADCASTING = names("add sub mul div max min")
 
 
 def with_masters(
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     params: PyTree,
     rest: PyTree,
     choice: Reduce,
     *,
     is_mapped: bool = False,
-) -> Any:
+) -> PyTree:
     """Calls a function of parameters that it casts, and of further arguments.
 
-    Args:
-        func: The function; its results are arrays.
-        params: Its parameters.
-        rest: Its second argument.
-        choice: The dtype in which weight gradients leave their matmuls.
-        is_mapped: Whether mpx sums over devices, and not XLA.
+    `choice` is the dtype in which weight gradients leave their matmuls. `is_mapped` tells
+    that mpx sums over devices, and not XLA.
     """
     leaves, structure = jax.tree.flatten((params, rest))
     has_several = not is_mapped and any(map(on_several_devices, leaves))
@@ -68,7 +64,7 @@ def with_masters(
 
     known, results = [], jax.tree.structure(None)
 
-    def flat(*leaves: Any) -> list[Any]:
+    def flat(*leaves: PyTree) -> list[PyTree]:
         nonlocal known, results
         out, results = jax.tree.flatten(func(*jax.tree.unflatten(structure, leaves)))
         known = [None if is_tracer(x) else x for x in out]
@@ -156,7 +152,7 @@ class _Masters(Visitor):
 
         return list(map(rounded, op.eqn.invars, op.values))
 
-    def _matmul(self, op: Op) -> Any:
+    def _matmul(self, op: Op) -> PyTree:
         operands, compute = self._rounded(op), op.eqn.invars[0].aval.dtype
         wanted = op.eqn.params.get("preferred_element_type")
         same = op.eqn.invars[1].aval.dtype == compute

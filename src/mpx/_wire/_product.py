@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
 from mpx._jax._compat import Primitive, bind, convert_dtype, open_jaxpr
 from mpx._jax._private import private
@@ -47,30 +48,28 @@ class Product:
         multiply: Runs the matmul.
     """
 
-    call: Callable[..., Any]
+    call: Callable[..., PyTree]
     compute: np.dtype
     grads: tuple[np.dtype, np.dtype]
     multiply: Multiply
 
-    def run(self, *operands: Any) -> Any:
+    def run(self, *operands: PyTree) -> PyTree:
         """Returns the product in the compute dtype."""
         return self._low(self.call, operands, self.compute)
 
-    def transposed(self, side: int, struct: Any, operands: Any, cotangent: Any) -> Any:
+    def transposed(
+        self, side: int, struct: PyTree, operands: PyTree, cotangent: PyTree
+    ) -> PyTree:
         """Returns the gradient with respect to one operand, in the operand's dtype.
 
-        Args:
-            side: Which operand.
-            struct: Its type; its place in `operands` is not read.
-            operands: The operands.
-            cotangent: The gradient of the product.
+        Its place in `operands` is not read.
         """
         known = [x for i, x in enumerate(operands) if i != side]
 
-        def call(*args: Any) -> Any:
+        def call(*args: PyTree) -> PyTree:
             *known, cotangent = args
 
-            def product(x: Any) -> Any:
+            def product(x: PyTree) -> PyTree:
                 return self.call(*known[:side], x, *known[side:])
 
             return jax.linear_transpose(product, _wide(struct))(cotangent)[0]
@@ -78,7 +77,7 @@ class Product:
         grad = self._low(call, [*known, cotangent], self.grads[side])
         return _cast(grad, struct.dtype)
 
-    def _low(self, call: Any, args: Sequence[Any], dtype: np.dtype) -> Any:
+    def _low(self, call: PyTree, args: Sequence[PyTree], dtype: np.dtype) -> PyTree:
         """Runs a function that is traced in f32 with its only matmul in 16 bits."""
         types = [_wide(jax.typeof(x)) for x in args]
         body, consts = open_jaxpr(jax.make_jaxpr(call)(*types))
@@ -93,11 +92,11 @@ def _wide(struct: Any) -> Any:
     return struct.update(dtype=_F32, weak_type=False)
 
 
-def _cast(x: Any, dtype: Any) -> Any:
+def _cast(x: PyTree, dtype: PyTree) -> PyTree:
     return x if x.dtype == dtype else convert_dtype(x, dtype)
 
 
-def _is_floating(x: Any) -> bool:
+def _is_floating(x: PyTree) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
@@ -128,12 +127,12 @@ def plain_multiply(eqn: Equation, args: Values, dtype: np.dtype) -> Values:
     if np.dtype(dtype).itemsize <= args[0].dtype.itemsize:
         return bind(eqn, args, preferred_element_type=dtype)
 
-    def on_cpu(*args: Any) -> Values:
+    def on_cpu(*args: PyTree) -> Values:
         # XLA has no such matmul on CPUs for all shapes. The products are the same.
         wide = [_cast(x, dtype) for x in args[:2]]
         return bind(eqn, [*wide, *args[2:]], preferred_element_type=dtype)
 
-    def elsewhere(*args: Any) -> Values:
+    def elsewhere(*args: PyTree) -> Values:
         return bind(eqn, args, preferred_element_type=dtype)
 
     return lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
@@ -141,33 +140,29 @@ def plain_multiply(eqn: Equation, args: Values, dtype: np.dtype) -> Values:
 
 def multiply_for(
     eqn: Equation,
-    operands: Sequence[Any],
-    weights: Mapping[int, tuple[Any, np.dtype]],
+    operands: Sequence[PyTree],
+    weights: Mapping[int, tuple[PyTree, np.dtype]],
     multiply: Multiply = plain_multiply,
-) -> Any:
+) -> PyTree:
     """Returns a matmul in 16 bits whose weight gradients have a dtype of their own.
 
-    Args:
-        eqn: The matmul; it has no reason to stay as it is written.
-        operands: Its operands in 16 bits.
-        weights: By side, 0 or 1: the weight whose rounded copy the operand is, and the
-            dtype in which its gradient leaves the backward matmul.
-        multiply: How a matmul runs.
+    `weights` has by side, 0 or 1, the weight whose rounded copy the operand is, and the
+    dtype in which its gradient leaves the backward matmul.
     """
     if private("matmul_grads") is None:
         return multiply(eqn, list(operands), operands[0].dtype)[0]
 
-    def call(*operands: Any) -> Any:
+    def call(*operands: PyTree) -> PyTree:
         return bind(eqn, operands, preferred_element_type=_F32)[0]
 
     compute = np.dtype(operands[0].dtype)
     grads = [weights[side][1] if side in weights else compute for side in (0, 1)]
     product = Product(call, compute, (grads[0], grads[1]), multiply)
 
-    def run(sides: Any, rest: Any, weights: Any) -> Any:
+    def run(sides: PyTree, rest: PyTree, weights: PyTree) -> PyTree:
         return product.run(*sides, *rest)
 
-    def tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def tangents(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
         sides, rest, _ = primals
         # The first derivative of a weight does not go through its copy, others do.
         moved = [tangents[2].get(side, x) for side, x in enumerate(tangents[0])]
@@ -181,7 +176,9 @@ def multiply_for(
     return differentiable(list(operands[:2]), list(operands[2:]), originals)
 
 
-def _parts(product: Product, primals: Any, tangents: Any, zero: type) -> list[Any]:
+def _parts(
+    product: Product, primals: PyTree, tangents: PyTree, zero: type
+) -> list[PyTree]:
     """Returns the terms of the derivative of a product."""
     return [
         _linear().bind(*primals[:side], x, *primals[side + 1 :], product=product)
@@ -197,28 +194,32 @@ def _parts(product: Product, primals: Any, tangents: Any, zero: type) -> list[An
 def _linear() -> Primitive:
     names, primitive = private("matmul_grads"), Primitive(LINEAR)
 
-    def run(*operands: Any, product: Product) -> Any:
+    def run(*operands: PyTree, product: Product) -> PyTree:
         return product.run(*operands)
 
-    def result_type(*avals: Any, product: Product) -> Any:
+    def result_type(*avals: PyTree, product: Product) -> PyTree:
         return jax.make_jaxpr(product.run)(*avals).out_avals[0]
 
-    def jvp(primals: Any, tangents: Any, *, product: Product) -> Any:
+    def jvp(primals: PyTree, tangents: PyTree, *, product: Product) -> PyTree:
         out = primitive.bind(*primals, product=product)
         parts = _parts(product, primals, tangents, names.Zero)
         if not parts:
             return out, names.Zero(jax.typeof(out).to_tangent_aval())
         return out, functools.reduce(lax.add, parts)
 
-    def transpose(cotangent: Any, *operands: Any, product: Product) -> list[Any]:
-        grads: list[Any] = [None] * len(operands)
+    def transpose(
+        cotangent: PyTree, *operands: PyTree, product: Product
+    ) -> list[PyTree]:
+        grads: list[PyTree] = [None] * len(operands)
         side = 0 if names.is_undefined_primal(operands[0]) else 1
         if type(cotangent) is not names.Zero:
             struct = operands[side].aval
             grads[side] = product.transposed(side, struct, operands, cotangent)
         return grads
 
-    def batch(operands: Any, dims: Any, *, product: Product) -> tuple[Any, int]:
+    def batch(
+        operands: PyTree, dims: PyTree, *, product: Product
+    ) -> tuple[PyTree, int]:
         mapped = dataclasses.replace(product, call=jax.vmap(product.call, dims))
         return primitive.bind(*operands, product=mapped), 0
 

@@ -7,7 +7,6 @@ the program, and so the sum is written there, by `custom_partitioning`.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +33,8 @@ def local_sum(
 ) -> Array:
     """Returns the sum over devices of their arrays, f32, sent in another dtype.
 
-    Args:
-        x: The array of one device, f32.
-        axes: The axes of the devices, whose names are bound.
-        dtype: The dtype that is sent; `"e4m3"` sends blocks and sums them in f32.
-        scatter: If given, the axis of which each device gets its own part of the sum.
+    `dtype` is sent; `"e4m3"` sends blocks and sums them in f32. `scatter` is the axis of
+    which each device gets its own part of the sum.
     """
     axes = tuple(axes)
     if dtype == EIGHT_BITS:
@@ -77,9 +73,8 @@ def sum_8_bits(
     block; the sum itself is f32. Without `scatter` the sums go back in bf16, which rounds
     once more: 8 bits again would double the error.
 
-    Returns:
-        The sum, and what the roundings have taken from it, in parts: over the devices, the
-        sum and these rests add up to the sum of `x`, up to roundings of f32.
+    The second result is what the roundings have taken: over the devices, the sum and these
+    rests add up to the sum of `x`, up to roundings of f32.
     """
     count = lax.axis_size(axes)
     moved = x.reshape(-1) if scatter is None else jnp.moveaxis(x, scatter, 0)
@@ -123,13 +118,7 @@ def _to_blocks(blocks: Array) -> tuple[Array, Array]:
 
 
 def sum_of_shards(x: Array, shards: Shards, dtype: np.dtype | str) -> Array:
-    """Returns the sum over the first axis of an array, sharded as whatever reads it.
-
-    Args:
-        x: What each device has, stacked, f32.
-        shards: The axes over which its first axis is sharded.
-        dtype: The dtype that is sent.
-    """
+    """Returns the sum over the first axis of an array, sharded as whatever reads it."""
     if _is_small(x):
         return jnp.sum(x, axis=0)
 
@@ -148,7 +137,7 @@ def sum_and_rest_of_shards(x: Array, shards: Shards) -> tuple[Array, Array]:
     def plain(x: Array) -> tuple[Array, Array]:
         return jnp.sum(x, axis=0), jnp.zeros_like(x)
 
-    def local(x: Array, axes: tuple[str, ...], scatter: int | None) -> Any:
+    def local(x: Array, axes: tuple[str, ...], scatter: int | None) -> PyTree:
         total, rest = sum_8_bits(x[0], axes, scatter)
         return total, rest[None]
 
@@ -163,21 +152,16 @@ def _is_small(x: Array) -> bool:
 
 
 def _over_axes(
-    x: Array, shards: Shards, local: Any, plain: Any, *, has_rest: bool
-) -> Any:
+    x: Array, shards: Shards, local: PyTree, plain: PyTree, *, has_rest: bool
+) -> PyTree:
     """Sums a stacked array by a function that runs on each device.
 
-    Args:
-        x: What each device has, stacked.
-        shards: The axes over which its first axis is sharded.
-        local: Called with the part of one device, the axes, and the axis of which each
-            device gets its own part of the sum, or `None`.
-        plain: The same on one device.
-        has_rest: Whether both return a pair, the second stacked as `x` is.
+    `local` gets the part of one device, the axes, and the axis to scatter; `plain` is the
+    same on one device. With `has_rest` both return a pair, the second stacked as `x` is.
     """
     axes, rank = shards.axes, x.ndim - 1
 
-    def parts(mesh: Any, args: Any, result: Any) -> Parts:
+    def parts(mesh: PyTree, args: PyTree, result: PyTree) -> Parts:
         total = result[0] if has_rest else result
         spec = unpadded(axes_of(total.sharding.spec, rank), args[0].shape[1:], mesh)
         whole = [entry == axes for entry in spec]
@@ -187,12 +171,12 @@ def _over_axes(
         out = NamedSharding(mesh, spec_of(spec if scatter is not None else full))
         given = NamedSharding(mesh, spec_of([axes, *full]))
 
-        def run(x: Array) -> Any:
+        def run(x: Array) -> PyTree:
             return local(x, axes, scatter)
 
         return Parts(run, (given,), (out, given) if has_rest else out)
 
-    def inferred(mesh: Any, args: Any, result: Any) -> Any:
+    def inferred(mesh: PyTree, args: PyTree, result: PyTree) -> PyTree:
         total = NamedSharding(mesh, PartitionSpec(*[None] * rank))
         stacked = NamedSharding(mesh, spec_of([axes, *[()] * rank]))
         return (total, stacked) if has_rest else total
@@ -202,7 +186,7 @@ def _over_axes(
     return partitioned(plain, (x,), parts, rule=rule, inferred=inferred)
 
 
-def sharded_alike(x: Array, like: Any) -> Array:
+def sharded_alike(x: Array, like: PyTree) -> Array:
     """Returns an array that XLA shards as another one of its shape.
 
     Shardings spread through operations on elements. No number is above infinity.
@@ -210,7 +194,7 @@ def sharded_alike(x: Array, like: Any) -> Array:
     return lax.select(like > jnp.inf, jnp.zeros_like(x), x)
 
 
-def pin_shards(tree: PyTree, shards: Shards) -> Any:
+def pin_shards(tree: PyTree, shards: Shards) -> PyTree:
     """Returns stacked arrays with the first axis sharded, and the others as they are."""
 
     def pin(x: Array) -> Array:
@@ -221,7 +205,7 @@ def pin_shards(tree: PyTree, shards: Shards) -> Any:
     return jax.tree.map(pin, tree)
 
 
-def largest_of_shards(tree: PyTree) -> Any:
+def largest_of_shards(tree: PyTree) -> PyTree:
     """Returns the maxima over the first axis of all arrays, by one reduction."""
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:

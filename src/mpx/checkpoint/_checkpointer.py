@@ -1,27 +1,36 @@
 """Writing checkpoints and reading them, through Orbax."""
 
 import contextlib
+import datetime
+import json
+import os
+import pathlib
+import socket
+import uuid
 from types import TracebackType
-from typing import Any
+from typing import NamedTuple
 
 import jax
 from jaxtyping import PyTree
 
 from mpx._jax._arguments import as_count
 from mpx._jax._processes import gather_results
-from mpx.checkpoint._claim import Claim
-from mpx.checkpoint._orbax import (
+from mpx.checkpoint._manifest import Packed, check_same_state, pack
+from mpx.checkpoint._restore import (
     ARRAYS,
     RECORD,
+    Fields,
+    Folder,
+    Manager,
     Path,
+    Request,
     absolute,
     manager,
     orbax,
+    read,
     reader,
-    reload,
+    while_others_write,
 )
-from mpx.checkpoint._pack import Packed, check_same_state, pack
-from mpx.checkpoint._restore import Fields, Request, read
 
 _OWN = {
     "max_to_keep": "pass `keep`",
@@ -33,7 +42,7 @@ _OWN = {
     "step_name_format": "the folder of a checkpoint has the number of its step",
 }
 """Options of Orbax that a `Checkpointer` sets, and what to do instead."""
-_writing: dict[str, Any] = {}
+_writing: dict[str, Manager] = {}
 """The managers of this process that write, by folder."""
 
 
@@ -70,7 +79,7 @@ class Checkpointer:
         keep: int | None = None,
         asynchronous: bool = True,
         read_only: bool = False,
-        **options: Any,
+        **options: object,
     ) -> None:
         """Looks for checkpoints in the folder, which need not exist.
 
@@ -95,7 +104,7 @@ class Checkpointer:
         self._options = {**options, "max_to_keep": keep}
         self._asynchronous = asynchronous
         self._read_only = read_only
-        self._claim = Claim(self._path)
+        self._claim = _Claim(self._path)
         self._is_writer = False
         self._manager = reader(self._path, self._options)
 
@@ -132,7 +141,7 @@ class Checkpointer:
             return False
         packed: list[Packed] = []
 
-        def prepare() -> Any:
+        def prepare() -> PyTree:
             self.wait()
             packed.append(pack(state))
             return [self._hold(), packed[0].kinds, packed[0].contents]
@@ -187,7 +196,7 @@ class Checkpointer:
         """Returns the numbers of the checkpoints, in order. Waits for one being written."""
         self.wait()
         if not self._is_writer:
-            reload(self._manager)  # another process may write
+            while_others_write(self._manager.reload)  # another process may write
         return sorted(self._manager.all_steps())
 
     def latest(self) -> int | None:
@@ -207,7 +216,7 @@ class Checkpointer:
             )
         return self._manager.best_step() if self.steps() else None
 
-    def metrics(self, step: int) -> Any:
+    def metrics(self, step: int) -> PyTree:
         """Returns the metrics that were saved with a checkpoint, `None` if there are none.
 
         Args:
@@ -386,3 +395,96 @@ def save(
         step = (0 if latest is None else latest + 1) if step is None else step
         checkpointer.save(step, state)
     return step
+
+
+# --- The writer of a folder -------------------------------------------------------------
+# Object stores and many network file systems have no locks, and a lock must not outlive a
+# process that is killed. So a writer puts its name into a file, and reads it before each
+# checkpoint. Who comes later may replace the name, unless the writer is known to run: then
+# the earlier writer finds another name than its own, and stops.
+
+_FILE = ".mpx-writer"
+_REMEDY = "End one of the two, or give each its own folder."
+
+
+class _Writer(NamedTuple):
+    """The name of a writer, as its file holds it."""
+
+    token: str
+    host: str
+    pid: int
+    process: list[str] | None
+    since: str
+
+    @property
+    def shown(self) -> str:
+        who = "Checkpointer of this process" if self.pid == os.getpid() else "process"
+        return f"Another {who} (pid {self.pid} on {self.host}, since {self.since})"
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether it is known to run: in another process of this machine, under Linux."""
+        is_other = self.process is not None and self.pid != os.getpid()
+        return is_other and self.process == _identity(self.pid)
+
+
+class _Claim:
+    """The right of a job to write to a folder. Only process 0 of a job holds it."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._file = folder / _FILE
+        self._mine: _Writer | None = None
+
+    def hold(self) -> bool:
+        """Makes sure that this job is the writer, and returns whether it became it now."""
+        found, folder = self._read(), self._file.parent
+        if self._mine is not None and found == self._mine:
+            return False
+        if self._mine is not None and found is not None:
+            raise RuntimeError(
+                f"{found.shown} has taken over {folder}, so this process stops writing "
+                f"checkpoints to it. {_REMEDY}"
+            )
+        if found is not None and found.runs_elsewhere:
+            raise RuntimeError(
+                f"{found.shown} writes checkpoints to {folder}. {_REMEDY}"
+            )
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        pid, token = os.getpid(), uuid.uuid4().hex
+        self._mine = _Writer(token, socket.gethostname(), pid, _identity(pid), now)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(json.dumps(self._mine._asdict()))
+        return True
+
+    def is_lost(self) -> bool:
+        """Returns whether another process has replaced this writer."""
+        return self._mine is not None and self._read() not in (None, self._mine)
+
+    def release(self) -> None:
+        """Lets others write."""
+        if self._mine is not None and self._read() == self._mine:
+            with contextlib.suppress(FileNotFoundError):
+                self._file.unlink()
+        self._mine = None
+
+    def _read(self) -> _Writer | None:
+        try:
+            return _Writer(**json.loads(self._file.read_text()))
+        except (FileNotFoundError, TypeError, ValueError):
+            return None  # nobody, or one who was killed while writing it
+
+
+def _identity(pid: int) -> list[str] | None:
+    """Returns what tells a process from all others, also from a later one of its number.
+
+    These are the boot of the machine and the tick at which the process was started.
+    """
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # The name in parentheses may hold spaces; the tick is the 20th field after it.
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+        fields = stat.rpartition(")")[2].split()
+    except OSError:
+        return None
+    is_dead = fields[0] in ("Z", "X")  # killed, but not yet waited for
+    return None if is_dead else [boot, fields[19]]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,32 +13,22 @@ from jaxtyping import PyTree
 from mpx._jax._tree import (
     check_same_structure,
     check_shape,
+    flatten_with_names,
     is_array,
     is_floating,
     map_with_name,
 )
-from mpx._optim import FlashState, from_master, master_params
+from mpx._optim import FlashState, Stepped, from_master, master_params
 from mpx._optim._optax import MasterWeightsState
 from mpx._optim._packing import Packing, decode_moment, encode_moment, pack
 from mpx._quant import Packed, Quantized
 
+T = TypeVar("T")
 _MOMENTS = {"mu": ("mu", "trace"), "nu": ("nu",)}
 """The names under which optax states keep a moment."""
 
 
-class Converted(NamedTuple):
-    """Parameters and optimizer state after a conversion.
-
-    Attributes:
-        params: The parameters.
-        state: The optimizer state.
-    """
-
-    params: PyTree
-    state: PyTree
-
-
-def to_f32(params: PyTree, state: PyTree) -> Converted:
+def to_f32(params: PyTree, state: PyTree) -> Stepped:
     """Returns the f32 weights and the optimizer state of a plain f32 run.
 
     The weights are the master weights. The state of a compressed optimizer becomes what
@@ -71,20 +61,18 @@ def to_f32(params: PyTree, state: PyTree) -> Converted:
         ...     start, count=adam.count, mu=adam.mu, nu=adam.nu
         ... )
     """
-    kept = _compressed(state) or _masters(state)
+    kept = _kept(state)
     if isinstance(kept, FlashState):
         weights, new = master_params(params, state), _optax_state(kept)
     elif kept is not None:
         check_same_structure(params, kept.master, "`to_f32`")
         weights, new = kept.master, kept.inner_state
     else:
-        return Converted(_widened(params), state)
-    return Converted(_widened(weights), _replaced(state, kept, new))
+        return Stepped(_widened(params), state)
+    return Stepped(_widened(weights), _replaced(state, kept, new))
 
 
-def from_f32(
-    params: PyTree, state: PyTree, *, like: tuple[PyTree, PyTree]
-) -> Converted:
+def from_f32(params: PyTree, state: PyTree, *, like: tuple[PyTree, PyTree]) -> Stepped:
     """Puts f32 weights and moments into parameters and state of another kind.
 
     It undoes `to_f32`, and lets a run go on with compressed states that began in f32.
@@ -115,31 +103,28 @@ def from_f32(
         (dtype(bfloat16), 'FlashState')
     """
     old_params, old = like
-    kept = _compressed(old) or _masters(old)
+    kept = _kept(old)
     if isinstance(kept, FlashState):
         filled = jax.tree.map(_placed, _with_moments(kept, state), kept)
         filled = _replaced(old, kept, filled)
-        return Converted(*from_master(params, old_params, filled))
+        return Stepped(*from_master(params, old_params, filled))
     rounded = _cast_like(old_params, params)
     if kept is None:
-        return Converted(rounded, _cast_like(old, state))
+        return Stepped(rounded, _cast_like(old, state))
     inner = _cast_like(kept.inner_state, state)
     master = _cast_like(kept.master, params)
-    return Converted(rounded, _replaced(old, kept, MasterWeightsState(inner, master)))
+    return Stepped(rounded, _replaced(old, kept, MasterWeightsState(inner, master)))
 
 
 # --- Parts of states ------------------------------------------------------------------
 
 
-def _compressed(state: PyTree) -> FlashState | None:
-    return _only(state, FlashState)
+def _kept(state: PyTree) -> FlashState | MasterWeightsState | None:
+    """Returns the part of a state that holds master weights, if there is one."""
+    return _only(state, FlashState) or _only(state, MasterWeightsState)
 
 
-def _masters(state: PyTree) -> MasterWeightsState | None:
-    return _only(state, MasterWeightsState)
-
-
-def _only(state: PyTree, kind: type) -> Any:
+def _only(state: PyTree, kind: type[T]) -> T | None:
     """Returns the part of a state that is of a kind, or `None`."""
     is_kind = lambda x: isinstance(x, kind)  # noqa: E731
     found = [x for x in jax.tree.leaves(state, is_leaf=is_kind) if is_kind(x)]
@@ -151,14 +136,14 @@ def _only(state: PyTree, kind: type) -> Any:
     return found[0] if found else None
 
 
-def _replaced(state: PyTree, old: Any, new: Any) -> PyTree:
+def _replaced(state: PyTree, old: PyTree, new: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: new if x is old else x, state, is_leaf=lambda x: x is old
     )
 
 
 def _widened(tree: PyTree) -> PyTree:
-    def widen(x: Any) -> Any:
+    def widen(x: PyTree) -> PyTree:
         return x.astype(np.float32) if is_floating(x) and x.dtype.itemsize == 2 else x
 
     return jax.tree.map(widen, tree)
@@ -167,17 +152,18 @@ def _widened(tree: PyTree) -> PyTree:
 def _cast_like(old: PyTree, new: PyTree) -> PyTree:
     """Returns a tree with the dtypes and shardings of the one that it replaces."""
     check_same_structure(old, new, "`from_f32`")
-    return map_with_name(_cast_to, old, new)
+
+    def cast(name: str, old: PyTree, new: PyTree) -> PyTree:
+        if not is_array(old):
+            return new
+        check_shape(f"`{name}`", new, old)
+        new = jnp.asarray(new).astype(old.dtype) if is_floating(old) else new
+        return _placed(new, old)
+
+    return map_with_name(cast, old, new)
 
 
-def _cast_to(name: str, old: Any, new: Any) -> Any:
-    if not is_array(old):
-        return new
-    check_shape(f"`{name}`", new, old)
-    return _placed(jnp.asarray(new).astype(old.dtype) if is_floating(old) else new, old)
-
-
-def _placed(new: Any, old: Any) -> Any:
+def _placed(new: PyTree, old: PyTree) -> PyTree:
     """Returns an array where another one lies, unless that is not committed."""
     return (
         jax.device_put(new, old.sharding) if getattr(old, "committed", False) else new
@@ -187,7 +173,7 @@ def _placed(new: Any, old: Any) -> Any:
 # --- Moments --------------------------------------------------------------------------
 
 
-def _is_packed(node: Any) -> bool:
+def _is_packed(node: object) -> bool:
     return isinstance(node, Packed)
 
 
@@ -220,27 +206,19 @@ def _with_moments(state: FlashState, source: PyTree) -> FlashState:
     optional = state.count if "nu" not in state.moments else None
     count = _field(source, ("count",), state.moments, optional)
     count = jnp.asarray(count, jnp.int32)
-    structure = jax.tree.structure(state.packed, is_leaf=_is_packed)
-    names = [name for name, _ in _named(state.packed)]
-    new = []
-    flat = (
+    named, structure = flatten_with_names(state.packed, is_leaf=_is_packed)
+    moments = [
         _flat_like(structure, tree, name)
         for name, tree in zip(state.moments, columns, strict=True)
-    )
-    for name, packed, *moments in zip(
-        names, jax.tree.leaves(state.packed, is_leaf=_is_packed), *flat, strict=True
-    ):
-        new.append(_packed_with(name, packed, moments, state))
+    ]
+    new = [
+        _packed_with(name, packed, found, state)
+        for (name, packed), *found in zip(named, *moments, strict=True)
+    ]
     return dataclasses.replace(state, count=count, packed=structure.unflatten(new))
 
 
-def _named(tree: PyTree) -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    map_with_name(lambda *pair: pairs.append(pair), tree, is_leaf=_is_packed)
-    return pairs
-
-
-def _flat_like(structure: Any, tree: PyTree, name: str) -> list[Any]:
+def _flat_like(structure: PyTree, tree: PyTree, name: str) -> list[PyTree]:
     try:
         return structure.flatten_up_to(tree)
     except ValueError as error:
@@ -251,7 +229,7 @@ def _flat_like(structure: Any, tree: PyTree, name: str) -> list[Any]:
 
 
 def _packed_with(
-    name: str, packed: Packed, moments: list[Any], state: FlashState
+    name: str, packed: Packed, moments: list[PyTree], state: FlashState
 ) -> Packed:
     """Packs moments in the place of those that a state has."""
     packing = Packing.read(packed, state.moments, state.format)
@@ -274,14 +252,14 @@ def _field(
     state: PyTree,
     names: tuple[str, ...],
     moments: tuple[str, ...],
-    default: Any = None,
-) -> Any:
+    default: PyTree = None,
+) -> PyTree:
     """Returns the field of one of these names in the named tuples of a state.
 
     A state may hold several counts: that beside the moments is taken.
     """
 
-    def has(node: Any, names: Sequence[str] = names) -> bool:
+    def has(node: object, names: Sequence[str] = names) -> bool:
         return any(name in getattr(node, "_fields", ()) for name in names)
 
     beside = [name for moment in moments for name in _MOMENTS[moment]]

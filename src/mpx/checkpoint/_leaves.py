@@ -1,21 +1,23 @@
 """The leaves of a training state: their names, and the arrays that are stored for them."""
 
 import collections
+import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jax.tree_util import keystr
 from jaxtyping import PyTree
 
 from mpx._jax._nnx import nnx_module, put_back, take_out
 from mpx._jax._processes import sharding_by_process
-from mpx._jax._tree import dtype_of, path_name, shape_of, types_around
+from mpx._jax._tree import LeafName, dtype_of, path_name, shape_of, types_around
 
 PYTHON = {"bool": bool, "int": int, "float": float, "complex": complex}
 """The Python scalars that a checkpoint holds, by name."""
@@ -34,9 +36,9 @@ class Opened(NamedTuple):
     """
 
     names: list[str]
-    leaves: list[Any]
+    leaves: list[PyTree]
     configures: list[bool]
-    close: Callable[[Sequence[Any]], PyTree]
+    close: Callable[[Sequence[PyTree]], PyTree]
 
 
 def open_state(state: PyTree) -> Opened:
@@ -47,13 +49,13 @@ def open_state(state: PyTree) -> Opened:
         nnx = nnx_module()
         graphdef, rest = nnx.split(tuple(objects.values()))
 
-        def merge(tree: PyTree) -> dict[Any, Any]:
+        def merge(tree: PyTree) -> dict[LeafName, PyTree]:
             return dict(zip(objects, nnx.merge(graphdef, tree), strict=True))
 
     flat, structure = jax.tree_util.tree_flatten_with_path((plain, rest))
     found = list(objects)
 
-    def name(path: tuple[Any, ...], of: Callable[[Any], str]) -> str:
+    def name(path: tuple[PyTree, ...], of: Callable[[PyTree], str]) -> str:
         if path[0].idx == 0:
             return of(path[1:])
         _, position, *inside = path
@@ -66,7 +68,7 @@ def open_state(state: PyTree) -> Opened:
         if names[index] in twice:
             names[index] = name(path, keystr)
 
-    def close(leaves: Sequence[Any]) -> PyTree:
+    def close(leaves: Sequence[PyTree]) -> PyTree:
         plain, rest = structure.unflatten(leaves)
         return put_back(plain, merge(rest))
 
@@ -95,7 +97,7 @@ class Leaf(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...] | None
-    contents: tuple[Any, ...] = ()
+    contents: tuple[PyTree, ...] = ()
 
     @property
     def shown(self) -> str:
@@ -134,7 +136,7 @@ class Leaf(NamedTuple):
         return False
 
 
-def describe(leaf: Any) -> Leaf | None:
+def describe(leaf: PyTree) -> Leaf | None:
     """Returns what a leaf is; `None` for functions, strings and other static leaves."""
     if type(leaf) in PYTHON.values():
         value = [leaf.real, leaf.imag] if isinstance(leaf, complex) else leaf
@@ -146,12 +148,12 @@ def describe(leaf: Any) -> Leaf | None:
     return Leaf(name, shape_of(leaf))
 
 
-def python_scalar(leaf: Leaf, process: int) -> Any:
+def python_scalar(leaf: Leaf, process: int) -> PyTree:
     """Returns the Python scalar that a process saved."""
     return _number(leaf.dtype, leaf.contents[process if leaf.is_per_process else 0])
 
 
-def _number(kind: str, value: Any) -> Any:
+def _number(kind: str, value: PyTree) -> PyTree:
     return complex(*value) if kind == "complex" else value
 
 
@@ -171,7 +173,7 @@ def _is_kind(dtype: str, number: str) -> bool:
         return False
 
 
-def _is_exact(number: Any, dtype: str) -> bool:
+def _is_exact(number: PyTree, dtype: str) -> bool:
     try:
         stored = np.asarray(number, jnp.dtype(dtype)).item()
     except OverflowError:
@@ -184,13 +186,13 @@ def _is_exact(number: Any, dtype: str) -> bool:
 # as the integers that they consist of.
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: object) -> bool:
     """Returns whether a leaf is a typed PRNG key."""
     dtype = dtype_of(leaf)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def to_stored(leaf: Any) -> Any:
+def to_stored(leaf: PyTree) -> PyTree:
     """Returns the array that is stored for a leaf: of plain numbers, sharded like it."""
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
@@ -205,13 +207,13 @@ def to_stored(leaf: Any) -> Any:
     return leaf
 
 
-def spans_processes(leaf: Any) -> bool:
+def spans_processes(leaf: object) -> bool:
     """Returns whether an array, or a template for one, lies on several processes."""
     sharding = getattr(leaf, "sharding", None)
     return sharding is not None and not sharding.is_fully_addressable
 
 
-def to_rows(array: Any) -> jax.Array:
+def to_rows(array: PyTree) -> jax.Array:
     """Returns an array whose rows are the bytes that each process has of its own."""
     row = np.asarray(array, order="C").reshape(1, -1).view(np.uint8)
     sharding = sharding_by_process()
@@ -234,7 +236,7 @@ def from_rows(rows: jax.Array, kind: jax.ShapeDtypeStruct) -> np.ndarray:
     return np.asarray(shard.data).reshape(-1).view(kind.dtype).reshape(kind.shape)
 
 
-def from_stored(array: Any, template: Any) -> Any:
+def from_stored(array: PyTree, template: PyTree) -> PyTree:
     """Returns the leaf that an array was stored for, of the kind that a template is."""
     if is_key(template):
         return _wrap_key(array, template)
@@ -251,7 +253,7 @@ def from_stored(array: Any, template: Any) -> Any:
     return jax.device_put(leaf, array.sharding) if array.committed else leaf
 
 
-def number_like(number: Any, template: Any) -> Any:
+def number_like(number: PyTree, template: PyTree) -> PyTree:
     """Returns an array of no axes that holds a number, of the kind that a template is."""
     array = np.asarray(number, template.dtype)
     if is_numpy(template):
@@ -259,12 +261,12 @@ def number_like(number: Any, template: Any) -> Any:
     return placed(array, stored_type(template).sharding)
 
 
-def placed(array: Any, sharding: Any) -> jax.Array:
+def placed(array: PyTree, sharding: PyTree) -> jax.Array:
     """Returns a JAX array with a sharding, or uncommitted if there is none."""
     return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
 
 
-def stored_type(template: Any) -> jax.ShapeDtypeStruct:
+def stored_type(template: PyTree) -> jax.ShapeDtypeStruct:
     """Returns dtype and shape of the array that is stored for a leaf, and its sharding.
 
     The sharding is `None` for NumPy arrays and for arrays that are not committed to
@@ -283,7 +285,7 @@ def stored_type(template: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def empty_like(template: Any) -> Any:
+def empty_like(template: PyTree) -> PyTree:
     """Returns an empty array like a template that has no elements."""
     shape, dtype = shape_of(template), template.dtype
     if is_key(template):
@@ -293,7 +295,7 @@ def empty_like(template: Any) -> Any:
     return jnp.zeros(shape, dtype, device=stored_type(template).sharding)
 
 
-def _integers(dtype: Any) -> tuple[Any, Any]:
+def _integers(dtype: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the integers of the same bits, and those that are stored; else `None`."""
     name = str(dtype)
     if name in {"int4", "uint4", "int2", "uint2"}:
@@ -305,7 +307,7 @@ def _integers(dtype: Any) -> tuple[Any, Any]:
     return None, None
 
 
-def is_numpy(template: Any) -> bool:
+def is_numpy(template: PyTree) -> bool:
     """Returns whether a template is one of NumPy, or has 64 bits that JAX would cut."""
     if isinstance(template, jax.ShapeDtypeStruct):
         if is_key(template):
@@ -314,8 +316,107 @@ def is_numpy(template: Any) -> bool:
     return not isinstance(template, jax.Array)
 
 
-def _wrap_key(data: Any, template: Any) -> Any:
+def _wrap_key(data: PyTree, template: PyTree) -> PyTree:
     """Returns a typed key from its words, of the implementation of a template."""
     found = []  # the implementation can be asked of arrays and tracers only
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), template)
     return jax.random.wrap_key_data(jnp.asarray(data), impl=found[0])
+
+
+# --- Checksums ------------------------------------------------------------------------
+# A checksum is the sum over all words of an array, modulo 2**32, of a hash of the word and
+# of its position in the whole array. Each device sums up its own shards, so nothing is
+# gathered, and an array that is restored to another mesh has the checksum it was saved
+# with. For a given position the hash is a bijection: an array with one wrong word never has
+# the right checksum.
+
+_LARGE = 2**22
+"""Shards of this many bytes are summed on their device. Smaller ones are copied to the host,
+which takes less time than compiling a program for their shape."""
+_BLOCK = 2**16
+"""How many words NumPy hashes at once: the intermediate results fit into a CPU's cache."""
+_U32 = np.uint32
+
+
+def checksums(arrays: Iterable[PyTree]) -> list[int]:
+    """Returns what the shards of this process contribute to the checksum of each array.
+
+    If an array lies on several processes, the checksum is the sum of their contributions
+    modulo 2**32. Of shards with several copies, one process contributes.
+    """
+    # All devices compute before the first result is waited for.
+    found = [[_of_shard(*shard) for shard in _shards(array)] for array in arrays]
+    return [sum(map(int, parts)) % 2**32 for parts in found]
+
+
+def _shards(array: PyTree) -> list[tuple[PyTree, list[int], tuple[int, ...]]]:
+    """Returns the distinct shards of this process: data, first indices, whole shape."""
+    if not isinstance(array, jax.Array):
+        return [(array, [0] * array.ndim, array.shape)]
+    return [
+        (shard.data, [part.start or 0 for part in shard.index], array.shape)
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    ]
+
+
+def _of_shard(shard: PyTree, starts: Sequence[int], shape: Sequence[int]) -> PyTree:
+    words = -(-shard.dtype.itemsize // 4)
+    sizes = (*shape, words)
+    strides = [math.prod(sizes[axis + 1 :]) % 2**32 for axis in range(len(sizes))]
+    first = sum(map(math.prod, zip(starts, strides, strict=False)))
+    place = np.array([first % 2**32], _U32), np.array(strides, _U32)
+    if _is_summed_on_device(shard):
+        # Under a mesh that the caller has set, jit refuses arrays of a single device.
+        with jax.set_mesh(Mesh(np.array([*shard.devices()]), ("shard",))):
+            return _sum_on_device(shard, *place)
+    array = np.asarray(shard, order="C")
+    bits = f"u{min(array.dtype.itemsize, 4)}"
+    return _sum_on_host(array[..., None].view(bits), *place)
+
+
+def _is_summed_on_device(shard: PyTree) -> bool:
+    if not isinstance(shard, jax.Array) or shard.nbytes < _LARGE:
+        return False
+    (device,) = shard.devices()
+    is_offloaded = shard.sharding.memory_kind != device.default_memory().kind
+    is_wide = shard.dtype.itemsize > 4  # complex numbers have no bitcast
+    # On CPUs NumPy is as fast, and needs no compilation.
+    return device.platform != "cpu" and not is_offloaded and not is_wide
+
+
+@jax.jit
+def _sum_on_device(shard: PyTree, first: PyTree, strides: PyTree) -> PyTree:
+    bits = f"uint{8 * shard.dtype.itemsize}"
+    is_bool = shard.dtype == np.bool_
+    words = shard.astype(bits) if is_bool else lax.bitcast_convert_type(shard, bits)
+    # XLA vectorizes sums over the first axis, not over the last one.
+    hashed = _hashed(words[..., None], first, strides, jnp)
+    return hashed.sum(axis=0, dtype=_U32).sum(dtype=_U32)
+
+
+def _sum_on_host(words: np.ndarray, first: np.ndarray, strides: np.ndarray) -> int:
+    if words.size <= _BLOCK:
+        return int(_hashed(words, first, strides, np).sum(dtype=_U32))
+    axis = int(np.argmax(words.shape))
+    middle = words.shape[axis] // 2
+    low, high = np.split(words, [middle], axis)
+    after = first + strides[axis : axis + 1] * _U32(middle)
+    return _sum_on_host(low, first, strides) + _sum_on_host(high, after, strides)
+
+
+def _hashed(words: PyTree, first: PyTree, strides: PyTree, numpy: PyTree) -> PyTree:
+    """Returns a hash of each word and its position: the finalizer of MurmurHash3."""
+    factor = _U32(0x9E3779B1)  # spreads positions over all bits
+
+    def along(axis: int) -> PyTree:
+        shape = [-1 if i == axis else 1 for i in range(words.ndim)]
+        positions = numpy.arange(words.shape[axis], dtype=_U32)
+        return (positions * (strides[axis : axis + 1] * factor)).reshape(shape)
+
+    start = (first * factor).reshape([1] * words.ndim)
+    place = functools.reduce(lambda x, axis: x + along(axis), range(words.ndim), start)
+    x = words.astype(_U32) ^ place
+    x = (x ^ (x >> _U32(16))) * _U32(0x85EBCA6B)
+    x = (x ^ (x >> _U32(13))) * _U32(0xC2B2AE35)
+    return x ^ (x >> _U32(16))

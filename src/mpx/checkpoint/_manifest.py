@@ -5,21 +5,34 @@ import importlib.metadata
 import json
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from mpx._jax._compat import is_tracer
+from mpx._jax._processes import gather
 from mpx._jax._tree import flatten_with_names
 from mpx._jax._version import __version__
 from mpx._jax._warn import warn
 from mpx._optim import FlashState
 from mpx._scaling._loss_scaling import LossScaling
-from mpx.checkpoint._leaves import Leaf, Opened, describe, python_scalar
+from mpx.checkpoint._leaves import (
+    Leaf,
+    Opened,
+    checksums,
+    describe,
+    open_state,
+    python_scalar,
+    spans_processes,
+    to_rows,
+    to_stored,
+)
 
 FORMAT = 2
 """The version of the format of checkpoints; raised when old code could not read new ones."""
+Json = dict[str, Any]
 _SHOWN = 5
 
 
@@ -35,8 +48,8 @@ class Manifest:
     """
 
     leaves: dict[str, Leaf]
-    scalings: dict[str, dict[str, Any]]
-    compressed: dict[str, dict[str, Any]]
+    scalings: dict[str, Json]
+    compressed: dict[str, Json]
     versions: dict[str, str]
 
     @classmethod
@@ -53,14 +66,12 @@ class Manifest:
         )
 
     def holding(
-        self, rows: Sequence[Sequence[Any]], spanning: Collection[str]
+        self, rows: Sequence[Sequence[PyTree]], spanning: Collection[str]
     ) -> "Manifest":
         """Returns the record with the contents of the leaves.
 
-        Args:
-            rows: The values and checksums of each process, in the order of the leaves.
-            spanning: The names of the arrays that lie on several processes: their
-                checksum is the sum over the processes.
+        `rows` are the values and checksums of each process, in the order of the leaves.
+        The checksum of `spanning` arrays, which lie on several processes, is the sum.
         """
         leaves = {}
         for (name, leaf), *found in zip(self.leaves.items(), *rows, strict=True):
@@ -71,24 +82,18 @@ class Manifest:
             leaves[name] = leaf._replace(contents=tuple(found))
         return dataclasses.replace(self, leaves=leaves)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Returns the record as it is written."""
         leaves = {
-            name: {
-                key: value for key, value in leaf._asdict().items() if value is not None
-            }
+            name: {key: x for key, x in leaf._asdict().items() if x is not None}
             for name, leaf in self.leaves.items()
         }
         record = {"format": FORMAT, **dataclasses.asdict(self), "leaves": leaves}
         return {**record, "checksum": _checksum(record)}
 
     @classmethod
-    def from_json(cls, record: Any, where: str) -> "Manifest":
-        """Reads a record.
-
-        Raises:
-            ValueError: If it was written by a newer version, or is damaged.
-        """
+    def from_json(cls, record: PyTree, where: str) -> "Manifest":
+        """Reads a record; raises if it was written by a newer version, or is damaged."""
         try:
             rest = {key: value for key, value in record.items() if key != "checksum"}
             if rest["format"] > FORMAT:
@@ -101,10 +106,7 @@ class Manifest:
             has_checksum = rest["format"] > 1 or "checksum" in record
             if has_checksum and record["checksum"] != _checksum(rest):
                 raise damaged(where, "its record, `mpx/metadata`, was changed")
-            leaves = {
-                name: Leaf(leaf["dtype"], _shape(leaf), _contents(leaf))
-                for name, leaf in rest["leaves"].items()
-            }
+            leaves = {name: _leaf(leaf) for name, leaf in rest["leaves"].items()}
             return cls(leaves, rest["scalings"], rest["compressed"], rest["versions"])
         except (AttributeError, KeyError, TypeError) as error:
             raise damaged(
@@ -119,42 +121,39 @@ class Manifest:
         partial: bool,
         spanning: Collection[str] = (),
     ) -> None:
-        """Raises unless a template has the leaves of this checkpoint.
+        """Raises unless a template has the leaves of this checkpoint; names all differences.
 
-        Args:
-            template: The record of the template.
-            where: The name of the checkpoint, for messages.
-            partial: Whether the checkpoint may hold more than the template.
-            spanning: The names of arrays of the template that lie on several processes.
-
-        Raises:
-            ValueError: If they differ; all differences are named.
+        `partial` allows more leaves than the template has; `spanning` are those of its
+        arrays that lie on several processes.
         """
         saved, wanted = self.leaves, template.leaves
         missing = [name for name in wanted if name not in saved]
         extra = [] if partial else [name for name in saved if name not in wanted]
+        differ = [n for n in wanted if n in saved and not wanted[n].restores(saved[n])]
         changed = [
             *_scaling_faults(self.scalings, template.scalings, partial),
             *_layout_faults(self.compressed, template.compressed),
             *_listed(
-                [n for n in wanted if n in saved and not wanted[n].restores(saved[n])],
-                lambda name: (
-                    f"`{name}` is {saved[name].shown}, but the template has "
+                {
+                    name: f"`{name}` is {saved[name].shown}, but the template has "
                     f"{wanted[name].shown}"
-                ),
+                    for name in differ
+                }
             ),
         ]
         faults = [
             *changed,
             *_listed(
-                missing,
-                lambda name: (
-                    f"`{name}` is missing: the template has {wanted[name].shown}"
-                ),
+                {
+                    name: f"`{name}` is missing: the template has {wanted[name].shown}"
+                    for name in missing
+                }
             ),
             *_listed(
-                extra,
-                lambda name: f"`{name}` is not expected: it holds {saved[name].shown}",
+                {
+                    name: f"`{name}` is not expected: it holds {saved[name].shown}"
+                    for name in extra
+                }
             ),
         ]
         own = _process_faults([(n, saved[n]) for n in wanted if n in saved], spanning)
@@ -166,28 +165,18 @@ class Manifest:
             )
         _warn_of_options(self.scalings, template.scalings, where)
 
-    def check_fields(self, fields: Mapping[str, Any], where: str) -> None:
-        """Raises if fields of modules, Python numbers, are not those that were saved.
-
-        Args:
-            fields: The numbers of the template, by name; other leaves are ignored.
-            where: The name of the checkpoint, for messages.
-
-        Raises:
-            ValueError: If they differ; all differences are named.
-        """
-        faults = []
+    def check_fields(self, fields: Mapping[str, object], where: str) -> None:
+        """Raises if fields of modules, Python numbers, are not those that were saved."""
+        faults = {}
         for name, value in fields.items():
             saved, wanted = self.leaves.get(name), describe(value)
             if saved is None or wanted is None or saved.shape is not None:
                 continue
             old = python_scalar(saved, jax.process_index())
             if wanted.shape is None and repr(old) != repr(value):
-                faults.append(f"`{name}` was {old}, but is {value} in the template")
+                faults[name] = f"`{name}` was {old}, but is {value} in the template"
         if faults:
-            lines = "".join(
-                f"\n  - {line}" for line in _listed(faults, lambda line: line)
-            )
+            lines = "".join(f"\n  - {fault}" for fault in _listed(faults))
             raise ValueError(
                 f"Fields of modules are not as in the checkpoint {where}:{lines}\n"
                 'Pass `fields="template"` if they are options of the code, as the rate of a '
@@ -201,16 +190,7 @@ class Manifest:
         spanning: Collection[str],
         where: str,
     ) -> None:
-        """Raises unless arrays that were read are those that were saved.
-
-        Args:
-            found: The checksums of each process, by name.
-            spanning: The names of arrays that lie on several processes.
-            where: The name of the checkpoint, for messages.
-
-        Raises:
-            ValueError: If arrays differ; they are named.
-        """
+        """Raises unless arrays have the checksums with which they were saved."""
         wrong = []
         for name, sums in found.items():
             saved = self.leaves[name].contents
@@ -218,7 +198,7 @@ class Manifest:
             if saved and total != [*saved] * (len(total) // len(saved)):
                 wrong.append(name)
         if wrong:
-            shown = ", ".join(_listed(wrong, lambda name: f"`{name}`"))
+            shown = ", ".join(_listed({name: f"`{name}`" for name in wrong}))
             raise damaged(where, f"what was read for {shown} is not what was saved")
 
 
@@ -230,23 +210,23 @@ def damaged(where: str, what: str) -> ValueError:
     )
 
 
-def _checksum(record: Mapping[str, Any]) -> int:
+def _checksum(record: Json) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
-def _shape(leaf: Mapping[str, Any]) -> tuple[int, ...] | None:
-    return tuple(leaf["shape"]) if "shape" in leaf else None
+def _leaf(leaf: Json) -> Leaf:
+    """Reads the record of a leaf; format 1 had values of Python scalars and no checksums."""
+    shape = tuple(leaf["shape"]) if "shape" in leaf else None
+    contents = (leaf["value"],) if "value" in leaf else leaf.get("contents", ())
+    return Leaf(leaf["dtype"], shape, tuple(contents))
 
 
-def _contents(leaf: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (leaf["value"],) if "value" in leaf else tuple(leaf.get("contents", ()))
-
-
-def _listed(names: Sequence[str], show: Any) -> list[str]:
-    shown = [show(name) for name in names[:_SHOWN]]
-    if len(names) > _SHOWN:
-        last = names[-1]
-        shown.append(f"and {len(names) - _SHOWN} more like this, up to `{last}`")
+def _listed(faults: Mapping[str, str]) -> list[str]:
+    """Returns the first faults, by name, and how many more there are."""
+    shown = [*faults.values()][:_SHOWN]
+    if len(faults) > _SHOWN:
+        last = [*faults][-1]
+        shown.append(f"and {len(faults) - _SHOWN} more like this, up to `{last}`")
     return shown
 
 
@@ -266,7 +246,7 @@ def _process_faults(
                 f"each process saved its own `{name}`, but in the template it is one array "
                 "that lies on several processes"
             )
-    return _listed([*faults], faults.__getitem__)
+    return _listed(faults)
 
 
 _OWN_REMEDY = (
@@ -291,7 +271,7 @@ def _remedy(changed: bool, only_extra: bool) -> str:
 # --- Loss scalings and compressed states ----------------------------------------------
 
 
-def _options(state: PyTree, kind: type) -> dict[str, dict[str, Any]]:
+def _options(state: PyTree, kind: type) -> dict[str, Json]:
     """Returns the type and the static fields of each module of a kind in a state."""
     named, _ = flatten_with_names(state, is_leaf=lambda x: isinstance(x, kind))
     return {
@@ -301,23 +281,16 @@ def _options(state: PyTree, kind: type) -> dict[str, dict[str, Any]]:
     }
 
 
-def _static_fields(node: Any) -> dict[str, Any]:
+def _static_fields(node: PyTree) -> Json:
     fields = (x.name for x in dataclasses.fields(node) if x.metadata.get("static"))
     values = {name: getattr(node, name) for name in fields}
+    if isinstance(node, FlashState) and isinstance(node.layout, dict):
+        values["layout"] = next(iter(node.layout), None)
     # Plain Python, as JSON has it.
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-    } | ({"layout": next(iter(node.layout), None)} if _has_layout(node) else {})
+    return {k: list(x) if isinstance(x, tuple) else x for k, x in values.items()}
 
 
-def _has_layout(node: Any) -> bool:
-    return isinstance(node, FlashState) and isinstance(node.layout, dict)
-
-
-def _scaling_faults(
-    saved: Mapping[str, Any], wanted: Mapping[str, Any], partial: bool
-) -> list[str]:
+def _scaling_faults(saved: Json, wanted: Json, partial: bool) -> list[str]:
     """Describes loss scalings that are missing or of another type."""
     faults = []
     for name in {**wanted, **({} if partial else saved)}:
@@ -333,7 +306,7 @@ def _scaling_faults(
     return faults
 
 
-def _layout_faults(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def _layout_faults(saved: Json, wanted: Json) -> list[str]:
     """Describes states of compressed optimizers that are stored in another way."""
     faults = []
     for name in wanted:
@@ -350,9 +323,7 @@ def _layout_faults(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[
     return faults
 
 
-def _warn_of_options(
-    saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str
-) -> None:
+def _warn_of_options(saved: Json, wanted: Json, where: str) -> None:
     for name, options in wanted.items():
         old = saved.get(name, {})
         keys = [key for key in options if old.get(key) != options[key]]
@@ -366,12 +337,7 @@ def _warn_of_options(
 
 
 def check_arrays(opened: Opened) -> None:
-    """Raises if a state that is to be saved holds leaves without values.
-
-    Raises:
-        TypeError: If a leaf is a `ShapeDtypeStruct`; it is named.
-        ValueError: If an array was deleted, by donation for one.
-    """
+    """Raises if a state that is to be saved holds leaves without values."""
     for name, leaf in zip(opened.names, opened.leaves, strict=True):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
@@ -386,4 +352,73 @@ def check_arrays(opened: Opened) -> None:
             raise ValueError(
                 f"`{name}` was deleted, probably donated to a step. Save the state that "
                 "the step returned."
+            )
+
+
+class Packed(NamedTuple):
+    """What a process saves.
+
+    Attributes:
+        manifest: The record, without contents.
+        stored: The arrays, by name.
+        contents: The value or the checksum of each leaf.
+    """
+
+    manifest: Manifest
+    stored: dict[str, PyTree]
+    contents: list[PyTree]
+
+    @property
+    def spanning(self) -> set[str]:
+        """The names of the arrays that lie on several processes."""
+        return {name for name, array in self.stored.items() if spans_processes(array)}
+
+    @property
+    def kinds(self) -> int:
+        """A hash of what must be the same on all processes."""
+        leaves = [(name, leaf[:2]) for name, leaf in self.manifest.leaves.items()]
+        return zlib.crc32(repr((leaves, sorted(self.spanning))).encode())
+
+    def for_orbax(self, rows: list[list[PyTree]]) -> tuple[Manifest, dict[str, PyTree]]:
+        """Returns the record and the arrays to write, given the contents of all processes."""
+        manifest = self.manifest.holding(rows, self.spanning)
+
+        def written(name: str, array: PyTree) -> PyTree:
+            if manifest.leaves[name].is_per_process:
+                return to_rows(array)
+            is_copy = len(rows) > 1 and name not in self.spanning
+            return np.asarray(array) if is_copy else array  # Orbax takes the first's
+
+        return manifest, {name: written(name, x) for name, x in self.stored.items()}
+
+
+def pack(state: PyTree) -> Packed:
+    opened = open_state(state)
+    check_arrays(opened)
+    manifest = Manifest.of(state, opened)
+    stored = {
+        name: to_stored(leaf)
+        for name, leaf in zip(opened.names, opened.leaves, strict=True)
+        if name in manifest.leaves and manifest.leaves[name].is_stored
+    }
+    sums = dict(zip(stored, checksums(stored.values()), strict=True))
+    contents = [
+        sums.get(name, 0) if leaf.shape is not None else leaf.contents[0]
+        for name, leaf in manifest.leaves.items()
+    ]
+    return Packed(manifest, stored, contents)
+
+
+def check_same_state(kinds: list[int], manifest: Manifest) -> None:
+    """Raises if the processes save states of different structures."""
+    if len({*kinds}) == 1:
+        return
+    shown = [f"`{name}`, {leaf.shown}" for name, leaf in manifest.leaves.items()]
+    first, *others = map(set, gather(shown))
+    for process, leaves in enumerate(others, 1):
+        if kinds[process] != kinds[0]:
+            only = [*(first - leaves), *(leaves - first)] or ["shardings"]
+            raise ValueError(
+                "All processes must save states of the same structure, but process "
+                f"{process} and process 0 differ in {', '.join(sorted(only)[:5])}."
             )

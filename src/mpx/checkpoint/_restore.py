@@ -1,8 +1,11 @@
-"""Reading checkpoints: into the structure and to the devices of a template."""
+"""Reading checkpoints with Orbax: into the structure and to the devices of a template."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+import os
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +14,9 @@ from jaxtyping import PyTree
 
 from mpx._jax._processes import gather_results
 from mpx._jax._tree import is_array
-from mpx.checkpoint._checksums import checksums
 from mpx.checkpoint._leaves import (
     Opened,
+    checksums,
     empty_like,
     from_rows,
     from_stored,
@@ -27,29 +30,74 @@ from mpx.checkpoint._leaves import (
     stored_type,
 )
 from mpx.checkpoint._manifest import Manifest, damaged
-from mpx.checkpoint._orbax import (
-    ARRAYS,
-    RECORD,
-    Path,
-    absolute,
-    orbax,
-    reader,
-    reload,
-)
+
+ARRAYS, RECORD = "state", "mpx"
+"""The names of what a checkpoint consists of."""
+Path = str | os.PathLike[str]
+Folder = Any
+"""A path of `etils.epath`."""
+Manager = Any
+"""An `orbax.checkpoint.CheckpointManager`."""
+T = TypeVar("T")
+
+
+def reader(path: Folder, options: Mapping[str, object]) -> Manager:
+    """Returns a manager that writes, makes and removes nothing: another one may write.
+
+    `read_only=True` does the same, but logs three warnings.
+    """
+    options = {name: x for name, x in options.items() if name != "async_options"}
+    return while_others_write(
+        lambda: manager(
+            path,
+            **options,
+            create=False,
+            enable_async_checkpointing=False,
+            save_root_metadata=False,
+        )
+    )
+
+
+def while_others_write(call: Callable[[], T]) -> T:
+    """Calls a function again if a checkpoint is removed between its list and its files."""
+    for _ in range(99):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return call()
+    return call()
+
+
+def manager(path: Folder, **options: object) -> Manager:
+    """Returns a `CheckpointManager` with these options."""
+    ocp = orbax()
+    return ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(**options))
+
+
+def absolute(path: Path) -> Folder:
+    """Returns a path as Orbax wants it, which may be one of an object store."""
+    orbax()
+    from etils import epath  # a part of Orbax's interface
+
+    return epath.Path(path).expanduser().absolute()
+
+
+def orbax() -> ModuleType:
+    """Imports Orbax when it is needed: `import mpx` must not."""
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError(
+            "`mpx.checkpoint` writes with Orbax, which is not installed: "
+            'pip install "mpx-jax[checkpoint]".'
+        ) from error
+    return orbax.checkpoint
+
 
 Fields = Literal["saved", "template"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be restored.
-
-    Attributes:
-        template: A state of the same structure.
-        step: The number of the checkpoint; `None` is the latest.
-        partial: Whether the checkpoint may hold more than the template.
-        fields: Where fields of modules come from that differ; `None` raises.
-    """
+    """What is to be restored: the options of `restore`."""
 
     template: PyTree
     step: int | None
@@ -119,12 +167,12 @@ def restore(
         return read(found, folder, Request(template, step, partial, fields))
 
 
-def read(manager: Any, path: Any, request: Request) -> PyTree:
+def read(manager: Manager, path: Folder, request: Request) -> PyTree:
     """Reads a checkpoint with a manager of Orbax."""
     step = request.step
     steps: list[int] = sorted(manager.all_steps())
     if not steps:  # the first may be new, or the only one replaced by the next
-        reload(manager)
+        while_others_write(manager.reload)
         steps = sorted(manager.all_steps())
     if not steps or (step is not None and step not in steps):
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
@@ -135,7 +183,7 @@ def read(manager: Any, path: Any, request: Request) -> PyTree:
     try:
         return _read_step(manager, path / str(number), number, request)
     except (FileNotFoundError, ValueError):
-        reload(manager)
+        while_others_write(manager.reload)
         latest = manager.latest_step()
         if step is not None or latest in (None, number) or jax.process_count() > 1:
             raise
@@ -143,14 +191,18 @@ def read(manager: Any, path: Any, request: Request) -> PyTree:
     return read(manager, path, request)
 
 
-def _read_step(manager: Any, where: Any, step: int, request: Request) -> PyTree:
+def _read_step(manager: Manager, where: Folder, step: int, request: Request) -> PyTree:
     opened = open_state(request.template)
     wanted = Manifest.of(request.template, opened)
     manifest = _read_manifest(where, wanted, opened, request)
     targets = {}
     for name, leaf in zip(opened.names, opened.leaves, strict=True):
         if name in wanted.leaves and manifest.leaves[name].is_stored:
-            targets[name] = _target(leaf, manifest.leaves[name])
+            saved = manifest.leaves[name]
+            targets[name] = leaf
+            if not hasattr(leaf, "dtype"):  # a Python number, saved as an array
+                dtype = jnp.dtype(saved.dtype)
+                targets[name] = jax.ShapeDtypeStruct(saved.shape, dtype)
     arrays = _read_arrays(manager, step, where, targets, manifest)
     process = jax.process_index()
     leaves = []
@@ -170,15 +222,8 @@ def _read_step(manager: Any, where: Any, step: int, request: Request) -> PyTree:
     return opened.close(leaves)
 
 
-def _target(leaf: Any, saved: Any) -> Any:
-    """Returns the template for an array; for a Python number there is none yet."""
-    if hasattr(leaf, "dtype"):
-        return leaf
-    return jax.ShapeDtypeStruct(saved.shape, jnp.dtype(saved.dtype))
-
-
 def _read_manifest(
-    where: Any, wanted: Manifest, opened: Opened, request: Request
+    where: Folder, wanted: Manifest, opened: Opened, request: Request
 ) -> Manifest:
     """Reads the record of a checkpoint, and checks that it fits the template."""
     found: list[Manifest] = []
@@ -212,12 +257,12 @@ def _read_manifest(
 
 
 def _read_arrays(
-    manager: Any,
+    manager: Manager,
     step: int,
-    where: Any,
-    targets: Mapping[str, Any],
+    where: Folder,
+    targets: Mapping[str, PyTree],
     manifest: Manifest,
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
     """Reads arrays to where their templates lie, and compares them with their checksums."""
     ocp = orbax()
     if not targets:
@@ -228,7 +273,7 @@ def _read_arrays(
         name: rows_type(kind) if is_own[name] else kind for name, kind in types.items()
     }
 
-    def how(kind: Any) -> Any:
+    def how(kind: PyTree) -> PyTree:
         if kind.sharding is None:
             return ocp.RestoreArgs(restore_type=np.ndarray, dtype=kind.dtype)
         return ocp.ArrayRestoreArgs(
@@ -246,7 +291,11 @@ def _read_arrays(
         ]
         arrays = {name: arrays[name] for name in targets}
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise damaged(f"{where}", _fault_of_arrays(where / ARRAYS, error)) from error
+        fault = f"`{ARRAYS}/_METADATA` cannot be read: {error!r}"
+        if isinstance(error, OSError) or type(error) is ValueError:
+            # Errors of TensorStore name the file.
+            fault = f"the arrays in {where / ARRAYS} cannot be read: {error}"
+        raise damaged(f"{where}", fault) from error
     missing = [name for name, array in arrays.items() if not is_array(array)]
     if missing:  # with `partial_restore` Orbax returns what it was given
         raise damaged(f"{where}", f"`{ARRAYS}/_METADATA` does not list {missing}")
@@ -261,10 +310,3 @@ def _read_arrays(
         dict(zip(arrays, zip(*rows, strict=True), strict=True)), spanning, f"{where}"
     )
     return arrays
-
-
-def _fault_of_arrays(folder: Any, error: Exception) -> str:
-    """Describes why arrays cannot be read. Errors of TensorStore name the file."""
-    if isinstance(error, OSError) or type(error) is ValueError:
-        return f"the arrays in {folder} cannot be read: {error}"
-    return f"`{ARRAYS}/_METADATA` cannot be read: {error!r}"

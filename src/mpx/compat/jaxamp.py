@@ -20,7 +20,7 @@ Examples:
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -28,13 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from mpx._amp import AmpRules
 from mpx._amp import amp as _amp
 from mpx._amp import amp_stop as amp_stop
-from mpx._amp._policy import rules_by_name
-from mpx._amp._rules import PRIMITIVES, Rule
+from mpx._amp._rules import PRIMITIVES, Rule, rules_by_name
 from mpx._casting._half import gradient_function
 from mpx._jax._formats import FORMATS
 from mpx._jax._tree import all_finite
@@ -52,11 +51,11 @@ class DynamicScalerState(NamedTuple):
         total_resets: Non-finite steps in total.
     """
 
-    patience: Any = 2000
-    adjust_factor: Any = 2.0
-    scaler: Any = 2.0**15
-    count: Any = 0
-    total_resets: Any = 0
+    patience: PyTree = 2000
+    adjust_factor: PyTree = 2.0
+    scaler: PyTree = 2.0**15
+    count: PyTree = 0
+    total_resets: PyTree = 0
 
 
 # One example in the README of jaxamp calls it so.
@@ -75,7 +74,7 @@ def _adjust(state: DynamicScalerState, finite: Array) -> DynamicScalerState:
     )
 
 
-def default_scale_fn(result: Any, state: DynamicScalerState) -> Any:
+def default_scale_fn(result: PyTree, state: DynamicScalerState) -> PyTree:
     """Scales a loss, or the loss of a pair `(loss, aux)`, in f32."""
     scaling = StaticLossScaling(state.scaler)
     if isinstance(result, tuple):
@@ -84,19 +83,19 @@ def default_scale_fn(result: Any, state: DynamicScalerState) -> Any:
     return scaling.scale(result)
 
 
-def default_unscale_fn(results: Any, state: DynamicScalerState) -> Any:
+def default_unscale_fn(results: PyTree, state: DynamicScalerState) -> PyTree:
     """Unscales every floating leaf of what a transformation returned, in f32."""
     return StaticLossScaling(state.scaler).unscale(results)
 
 
 def dynamic_scale_tx(
-    transform: Callable[..., Any],
+    transform: Callable[..., PyTree],
     redo_on_nan: int = 0,
-    unscale_fn: Callable[..., Any] = default_unscale_fn,
-    scale_fn: Callable[..., Any] = default_scale_fn,
+    unscale_fn: Callable[..., PyTree] = default_unscale_fn,
+    scale_fn: Callable[..., PyTree] = default_scale_fn,
     *,
-    check_fn: Callable[[Any], Any] = lambda results: results,
-) -> Callable[..., Any]:
+    check_fn: Callable[[PyTree], PyTree] = lambda results: results,
+) -> Callable[..., PyTree]:
     """Gives a transformation such as `jax.grad` dynamic loss scaling.
 
     Args:
@@ -107,17 +106,21 @@ def dynamic_scale_tx(
         check_fn: `results -> tree`, returns what must be finite.
     """
 
-    def scaled_transform(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def scaled_transform(
+        fun: Callable[..., PyTree], *args: object, **kwargs: object
+    ) -> PyTree:
         @functools.wraps(fun)
-        def scaled_fun(*args: Any, _state: DynamicScalerState, **kwargs: Any) -> Any:
+        def scaled_fun(
+            *args: object, _state: DynamicScalerState, **kwargs: object
+        ) -> PyTree:
             return scale_fn(fun(*args, **kwargs), _state)
 
         transformed = transform(scaled_fun, *args, **kwargs)
 
         def scaled_call(
-            *args: Any, dynamic_scaler_state: DynamicScalerState, **kwargs: Any
-        ) -> tuple[DynamicScalerState, Any]:
-            def attempt(state: DynamicScalerState) -> tuple[Any, Any, Array]:
+            *args: object, dynamic_scaler_state: DynamicScalerState, **kwargs: object
+        ) -> tuple[DynamicScalerState, PyTree]:
+            def attempt(state: DynamicScalerState) -> tuple[PyTree, PyTree, Array]:
                 with gradient_function():
                     results = transformed(*args, _state=state, **kwargs)
                 results = unscale_fn(results, state)
@@ -145,16 +148,16 @@ def dynamic_scale_tx(
 
 
 def dynamic_scale_value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[..., PyTree],
     *,
     has_aux: bool = False,
     redo_on_nan: int = 10,
     filter: bool = True,
-    **kwargs: Any,
-) -> Callable[..., Any]:
+    **kwargs: PyTree,
+) -> Callable[..., PyTree]:
     """Returns `state, (value, grads)`, with `(value, aux)` for the value if `has_aux`."""
 
-    def unscale(results: Any, state: DynamicScalerState) -> Any:
+    def unscale(results: PyTree, state: DynamicScalerState) -> PyTree:
         value, grads = results
         if has_aux:
             value = (default_unscale_fn(value[0], state), value[1])
@@ -172,18 +175,20 @@ def dynamic_scale_value_and_grad(
 
 
 def dynamic_scale_grad(
-    fun: Callable[..., Any],
+    fun: Callable[..., PyTree],
     *,
     has_aux: bool = False,
     redo_on_nan: int = 0,
-    **kwargs: Any,
-) -> Callable[..., Any]:
+    **kwargs: PyTree,
+) -> Callable[..., PyTree]:
     """Returns `state, grads`, with `(grads, aux)` for the gradients if `has_aux`."""
     call = dynamic_scale_value_and_grad(
         fun, has_aux=has_aux, redo_on_nan=redo_on_nan, **kwargs
     )
 
-    def scaled_grad(*args: Any, **kwargs: Any) -> tuple[DynamicScalerState, Any]:
+    def scaled_grad(
+        *args: object, **kwargs: object
+    ) -> tuple[DynamicScalerState, PyTree]:
         state, (value, grads) = call(*args, **kwargs)
         return state, (grads, value[1]) if has_aux else grads
 
@@ -192,16 +197,16 @@ def dynamic_scale_grad(
 
 # --- amp ------------------------------------------------------------------------------
 
-DTypes = Sequence[Any]
-Changed = tuple[list[Any], dict[str, Any]]
+DTypes = Sequence[DTypeLike]
+Changed = tuple[list[PyTree], dict[str, PyTree]]
 
 
-def _is_castable(x: Any) -> bool:
+def _is_castable(x: PyTree) -> bool:
     return jnp.result_type(x) in (np.float32, np.float16, jnp.bfloat16)
 
 
 def use_original_precision(
-    compute_dtype: DTypeLike, original_dtypes: DTypes, *invars: Any, **params: Any
+    compute_dtype: DTypeLike, original_dtypes: DTypes, *invars: PyTree, **params: PyTree
 ) -> Changed:
     """Casts operands back to the dtypes that they have in the function as written."""
     del compute_dtype
@@ -212,7 +217,7 @@ def use_original_precision(
 
 
 def use_compute_precision(
-    compute_dtype: DTypeLike, original_dtypes: DTypes, *invars: Any, **params: Any
+    compute_dtype: DTypeLike, original_dtypes: DTypes, *invars: PyTree, **params: PyTree
 ) -> Changed:
     """Casts operands to the compute dtype, unless one of them is no 16 or 32-bit float."""
     if not all(map(_is_castable, invars)):
@@ -230,7 +235,7 @@ def use_precision(dtype: DTypeLike) -> Callable[..., Changed]:
 
 
 def use_widest_precision(
-    compute_dtype: DTypeLike, original_dtypes: DTypes, *invars: Any, **params: Any
+    compute_dtype: DTypeLike, original_dtypes: DTypes, *invars: PyTree, **params: PyTree
 ) -> Changed:
     """Casts operands to the widest dtype that they have in the function as written."""
     del compute_dtype
@@ -240,7 +245,7 @@ def use_widest_precision(
 
 _use_f32 = use_precision(jnp.float32)
 
-default_amp_policy: dict[Any, Callable[..., Changed]] = {
+default_amp_policy: dict[object, Callable[..., Changed]] = {
     lax.add_p: use_compute_precision,
     lax.sub_p: use_compute_precision,
     lax.dot_general_p: use_compute_precision,
@@ -262,7 +267,7 @@ _RULES = {
 }
 
 
-def _as_policy(amp_policy: Mapping[Any, Callable[..., Changed]]) -> AmpRules:
+def _as_policy(amp_policy: Mapping[PyTree, Callable[..., Changed]]) -> AmpRules:
     rules = {key: _RULES.get(value, value) for key, value in amp_policy.items()}
     scopes = {key: rule for key, rule in rules.items() if type(key) is str}
     if "amp_stop" in scopes:
@@ -278,11 +283,11 @@ def _as_policy(amp_policy: Mapping[Any, Callable[..., Changed]]) -> AmpRules:
 
 
 def amp(
-    fn: Callable[..., Any] | None = None,
+    fn: Callable[..., PyTree] | None = None,
     *,
     compute_dtype: DTypeLike = jnp.float16,
-    amp_policy: Mapping[Any, Callable[..., Changed]] = default_amp_policy,
-) -> Callable[..., Any]:
+    amp_policy: Mapping[PyTree, Callable[..., Changed]] = default_amp_policy,
+) -> Callable[..., PyTree]:
     """Runs a function in mixed precision by a dictionary of precision functions.
 
     Args:

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
 
 import mpx._casting._policy as _policy
 from mpx._casting._cast import cast_to_float32, cast_tree, widen_tree
@@ -42,7 +43,7 @@ dtype_to_names = {
 }
 
 
-def half_dtype() -> Any:
+def half_dtype() -> type:
     """Returns jmp's half precision: bf16 on a TPU, f16 elsewhere."""
     return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
 
@@ -51,7 +52,11 @@ class Policy(_policy.Policy):
     """`mpx.Policy` with jmp's required arguments and its spelling of `str`."""
 
     def __init__(
-        self, param_dtype: Any, compute_dtype: Any, output_dtype: Any, **more: Any
+        self,
+        param_dtype: DTypeLike,
+        compute_dtype: DTypeLike | None,
+        output_dtype: DTypeLike,
+        **more: Any,
     ) -> None:
         """Stores the three dtypes; `more` are the other fields of `mpx.Policy`."""
         super().__init__(param_dtype, compute_dtype, output_dtype, **more)
@@ -64,7 +69,7 @@ class Policy(_policy.Policy):
             f"o={names[self.output_dtype]}"
         )
 
-    def with_output_dtype(self, output_dtype: Any) -> "Policy":
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """Returns the same policy with another `output_dtype`."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
@@ -90,7 +95,7 @@ def cast_to_half(tree: T) -> T:
 class _Scaled:
     """The base of all loss scales."""
 
-    loss_scale: Any
+    loss_scale: PyTree
 
     def scale(self, tree: T) -> T:
         """Multiplies floating leaves by the scale, in f32."""
@@ -106,7 +111,7 @@ class _Scaled:
 class StaticLossScale(_Scaled):
     """A fixed loss scale; as in jmp it is no array of the tree."""
 
-    def adjust(self, grads_finite: Any) -> "StaticLossScale":
+    def adjust(self, grads_finite: PyTree) -> "StaticLossScale":
         """Returns itself."""
         del grads_finite
         return self
@@ -117,7 +122,7 @@ class StaticLossScale(_Scaled):
 class NoOpLossScale(StaticLossScale):
     """No loss scaling: everything comes back as it is."""
 
-    loss_scale: Any = dataclasses.field(default=1, init=False)
+    loss_scale: PyTree = dataclasses.field(default=1, init=False)
 
     def scale(self, tree: T) -> T:
         """Returns the tree."""
@@ -126,7 +131,7 @@ class NoOpLossScale(StaticLossScale):
     unscale = scale
 
 
-def _warn_if_not_floating(value: Any, name: str) -> None:
+def _warn_if_not_floating(value: PyTree, name: str) -> None:
     dtype = np.dtype(int) if isinstance(value, int) else getattr(value, "dtype", None)
     if isinstance(dtype, np.dtype) and not jnp.issubdtype(dtype, jnp.floating):
         warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
@@ -141,10 +146,10 @@ class _Floor(float):
 class DynamicLossScale(_Scaled):
     """jmp's dynamic loss scale, with the arithmetic of `mpx.DynamicLossScaling`."""
 
-    counter: Any = dataclasses.field(default_factory=lambda: np.zeros([], np.int32))
+    counter: PyTree = dataclasses.field(default_factory=lambda: np.zeros([], np.int32))
     period: int = 2000
     factor: float = 2
-    min_loss_scale: Any = 1.0
+    min_loss_scale: PyTree = 1.0
 
     def __post_init__(self) -> None:
         """Warns of integers; makes a known floor a static number and the scale f32."""
@@ -182,7 +187,7 @@ jax.tree_util.register_dataclass(
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 
-def select_tree(pred: Any, a: T, b: T) -> T:
+def select_tree(pred: PyTree, a: T, b: T) -> T:
     """Returns `a` or `b`; a predicate that is no boolean scalar is an assertion error."""
     try:
         return _select_tree(pred, a, b)

@@ -1,8 +1,14 @@
-"""Counting the exponents of arrays, where they are."""
+"""Histograms of exponents, counted where the arrays are.
+
+A value `x` with `2**e <= |x| < 2**(e+1)` has the exponent `e`. There is one bin for each
+exponent from `LOWEST` to `HIGHEST`, and one each for zeros, for smaller and larger values,
+for infinities and for nans. A count is two int32 numbers, `high * 2**16 + low`: a leaf, or
+the sum over many steps, may have more than 2³¹ values.
+"""
 
 import functools
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,26 +16,84 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
-from mpx._jax._compat import has_explicit_axes
+from mpx._jax._compat import has_explicit_axes, struct_like
 from mpx._jax._devices import gpu_capability
 from mpx._jax._private import private
 from mpx._jax._sharding import Parts, axes_of, partitioned, reason_against_shards
 from mpx._kernels._dispatch import plain_under_vmap
-from mpx.inspect._bins import BINS, add_up, bin_of, carried, split
-from mpx.inspect._counting_kernel import count_local, fits_kernel
+
+LOWEST, HIGHEST = -63, 31
+BINS = HIGHEST - LOWEST + 6
+ZERO, BELOW, FIRST = 0, 1, 2
+ABOVE, INF, NAN = BINS - 3, BINS - 2, BINS - 1
+BASE_BITS = 16
+
+
+def bin_of(x: Array) -> Array:
+    """Returns the bin of each value, int32. Works on bits: nothing is flushed to zero."""
+    if x.dtype == jnp.bfloat16:
+        bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
+    elif x.dtype.itemsize == 8:
+        bits = lax.bitcast_convert_type(x, jnp.uint64)
+    else:  # f32 holds every number of the narrower formats, as a normal one
+        bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    mantissa, bias = (52, 1023) if x.dtype.itemsize == 8 else (23, 127)
+    magnitude = bits << 1 >> 1
+    field = (magnitude >> mantissa).astype(jnp.int32)
+    index = jnp.clip(field - (bias + LOWEST) + FIRST, BELOW, ABOVE)
+    index = jnp.where(magnitude == 0, ZERO, index)
+    infinity = np.asarray((2 * bias + 1) << mantissa, bits.dtype)
+    special = jnp.where(magnitude == infinity, INF, NAN)
+    return jnp.where(magnitude >= infinity, special, index)
+
+
+def split(counts: Array) -> Array:
+    """Returns counts of one int32 as pairs (low, high)."""
+    low = counts & (2**BASE_BITS - 1)
+    return jnp.stack([low, counts >> BASE_BITS], axis=-1)
+
+
+def carried(pairs: Array) -> Array:
+    """Returns pairs whose low numbers have less than 16 bits again."""
+    low, high = pairs[..., 0], pairs[..., 1]
+    low, carry = low & (2**BASE_BITS - 1), low >> BASE_BITS
+    return jnp.stack([low, high + carry], axis=-1)
+
+
+def add_up(pairs: Array, axes: int) -> Array:
+    """Returns the sums of pairs over so many leading axes; exact up to 2²³ of them."""
+    if not axes:
+        return carried(pairs)
+    over = tuple(range(axes))
+    # The two bytes apart: a sum of 2²³ bytes fits into an int32.
+    low, high = pairs[..., 0], pairs[..., 1]
+    first, second = jnp.sum(low & 255, over), jnp.sum(low >> 8, over)
+    second = second + (first >> 8)
+    low = (second & 255) << 8 | (first & 255)
+    return jnp.stack([low, jnp.sum(high, over) + (second >> 8)], axis=-1)
+
+
+def as_integers(pairs: ArrayLike) -> np.ndarray:
+    """Returns pairs on the host as int64."""
+    pairs = np.asarray(pairs).astype(np.int64)
+    return (pairs[..., 1] << BASE_BITS) + pairs[..., 0]
+
+
+def as_pairs(counts: np.ndarray) -> np.ndarray:
+    """Returns int64 on the host as pairs."""
+    low = counts & (2**BASE_BITS - 1)
+    return np.stack([low, counts >> BASE_BITS], axis=-1).astype(np.int32)
+
+
+# --- Counting -------------------------------------------------------------------------
 
 LIMIT = 2**31
 """The number of values whose count may not fit into one int32."""
 SMALL = 2**15
 """Leaves of up to so many values are stacked with others of their type: a kernel for each
 would cost more than the pass over its values."""
-
-
-class _Kernel(NamedTuple):
-    """The key of leaves that the kernel counts."""
-
-    mesh: Mesh | AbstractMesh
 
 
 def count(leaves: Sequence[Array]) -> tuple[Array, Array]:
@@ -44,30 +108,28 @@ def count(leaves: Sequence[Array]) -> tuple[Array, Array]:
         return jnp.zeros((0, BINS, 2), jnp.int32), jnp.zeros(0, jnp.float32)
     parts = []
     for key, indices in groups.items():
-        if isinstance(key, _Kernel):  # those that share a launch side by side
+        in_kernel = isinstance(key, Mesh | AbstractMesh)
+        if in_kernel:  # those that share a launch side by side
             indices.sort(key=lambda i: (leaves[i].size, leaves[i].dtype.name))
-        alike = [leaves[i] for i in indices]
-        counted = _count_in_kernel if isinstance(key, _Kernel) else _count_alike
-        parts.append(counted(alike))
+        counted = _count_in_kernel if in_kernel else _count_alike
+        parts.append(counted([leaves[i] for i in indices]))
     counts, squares = map(jnp.concatenate, zip(*parts, strict=True))
     order = np.argsort([i for group in groups.values() for i in group])
     return counts[order], squares[order]
 
 
 def _group_of(index: int, x: Array) -> Hashable:
-    """Returns a key that is equal for leaves that are counted together."""
+    """Returns a key of leaves that are counted together; the mesh for the kernel."""
     if x.size <= SMALL:
         return (x.shape, x.dtype, jax.typeof(x).sharding)
-    if _has_kernel() and fits_kernel(x) and reason_against_shards(x) is None:
-        return _Kernel(jax.typeof(x).sharding.mesh)
+    capability = gpu_capability()  # here, or in the mesh of a compilation
+    runs_triton = isinstance(capability, tuple) and capability >= (8, 0)
+    # The kernel indexes with 31 bits.
+    kinds = (jnp.float32, jnp.bfloat16, jnp.float16)
+    fits = x.size < 2**31 - 2**16 and any(x.dtype == kind for kind in kinds)
+    if runs_triton and fits and private("kernels") is not None:
+        return index if reason_against_shards(x) else jax.typeof(x).sharding.mesh
     return index
-
-
-def _has_kernel() -> bool:
-    """Returns whether a GPU that runs Triton is here, or in the mesh of a compilation."""
-    capability = gpu_capability()
-    new = isinstance(capability, tuple) and capability >= (8, 0)
-    return new and private("kernels") is not None
 
 
 def _count_alike(leaves: Sequence[Array]) -> tuple[Array, Array]:
@@ -135,7 +197,7 @@ def _over_shards(x: Array, first: int) -> Array:
     if not has_explicit_axes(sharding.mesh) or sharding.mesh.are_all_axes_manual:
         return _plain(x, first)
     spec = (*sharding.spec, *[None] * (x.ndim - len(sharding.spec)))
-    axes = axis_names(spec[first:])
+    axes = _axis_names(spec[first:])
 
     def count(x: Array) -> Array:
         counts = _plain(x, first)
@@ -147,7 +209,7 @@ def _over_shards(x: Array, first: int) -> Array:
     )(x)
 
 
-def axis_names(spec: Sequence[Any]) -> tuple[str, ...]:
+def _axis_names(spec: Iterable[object]) -> tuple[str, ...]:
     """Returns the mesh axes of the parts of a `PartitionSpec`."""
     return tuple(itertools.chain.from_iterable(axes_of(spec)))
 
@@ -184,7 +246,7 @@ def _partitioned(*leaves: Array) -> tuple[Array, Array]:
             check_vma=False,
         )(*leaves)
 
-    def parts(mesh: Any, args: Any, _: Any) -> Parts:
+    def parts(mesh: Mesh, args: Sequence[Array], _: object) -> Parts:
         given = tuple(arg.sharding for arg in args)
         specs = [sharding.spec for sharding in given]
         results = (NamedSharding(mesh, everywhere),) * 2
@@ -202,13 +264,15 @@ def _partitioned(*leaves: Array) -> tuple[Array, Array]:
     )
 
 
-def _local(leaves: Sequence[Array], specs: Sequence[Any]) -> tuple[Array, Array]:
+def _local(
+    leaves: Sequence[Array], specs: Sequence[PartitionSpec]
+) -> tuple[Array, Array]:
     """Counts the arrays of a device, and adds over the mesh axes that shard each."""
     counts, squares = count_local(leaves)
     counts = split(counts)
     by_axes: dict[tuple[str, ...], list[int]] = {}
     for index, spec in enumerate(specs):
-        by_axes.setdefault(axis_names(spec), []).append(index)
+        by_axes.setdefault(_axis_names(spec), []).append(index)
     for axes, indices in by_axes.items():
         if not axes:
             continue
@@ -218,3 +282,135 @@ def _local(leaves: Sequence[Array], specs: Sequence[Any]) -> tuple[Array, Array]
         counts = jnp.where(chosen[:, None, None], sums[0], counts)
         squares = jnp.where(chosen, sums[1], squares)
     return counts, squares
+
+
+# --- The Triton kernel ----------------------------------------------------------------
+#
+# Each program keeps its values in registers and goes over the bins between the smallest and
+# the largest of them, four at a time: their counts are the bytes of an int32, so that one
+# comparison and one addition serve four bins. It writes the counts for itself and XLA adds
+# them up: Pallas lowers an atomic addition of integers to one of floats.
+
+WORDS = -(-BINS // 4)
+WIDTH = 1 << (2 * WORDS - 1).bit_length()
+
+
+class Tuning(NamedTuple):
+    """How values are cut into programs."""
+
+    lanes: int = 64  # values in one load, a power of two
+    loads: int = 16  # of a program, at most 255
+    warps: int = 1
+    batch: int = 8  # arrays of one size in a launch: one alone does not occupy a GPU
+
+    @property
+    def chunk(self) -> int:
+        """The number of values of a program."""
+        return self.lanes * self.loads
+
+
+# The gradients of ViT-Base, 87 M values in 200 leaves, on an H200: 0.49 ms, with 128 lanes
+# 0.57 ms, with 32 loads 0.59 ms; a finite check takes 0.46 ms. All bins instead of those
+# between the extremes took 0.65 ms, leaves one by one 1.4 ms. 24 leaves in a launch take
+# 0.41 ms, but compile for 13 s instead of 4.
+TUNING = Tuning()
+
+
+def count_local(
+    leaves: Sequence[Array], tuning: Tuning = TUNING, *, interpret: bool = False
+) -> tuple[Array, Array]:
+    """Returns the counts of arrays of one device, int32[leaves, BINS], and squares, f32."""
+    alike: dict[Hashable, list[int]] = {}
+    for index, x in enumerate(leaves):
+        alike.setdefault((x.size, x.dtype), []).append(index)
+    batches = [
+        indices[start : start + tuning.batch]
+        for indices in alike.values()
+        for start in range(0, len(indices), tuning.batch)
+    ]
+    launch = functools.partial(_launch, tuning=tuning, interpret=interpret)
+    parts = [launch([leaves[i].reshape(-1) for i in batch]) for batch in batches]
+    rows = zip(*parts, strict=True)
+    counts, squares = (
+        jnp.concatenate(part) if len(part) > 1 else part[0] for part in rows
+    )
+    order = np.argsort([index for batch in batches for index in batch]).tolist()
+    if order == sorted(order):
+        return counts, squares
+    return jnp.stack([counts[i] for i in order]), jnp.stack([squares[i] for i in order])
+
+
+# Under jit, so that batches of equal types are traced and lowered once.
+@functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
+def _launch(
+    leaves: Sequence[Array], *, tuning: Tuning, interpret: bool
+) -> tuple[Array, Array]:
+    pl = private("kernels")
+    size, count = leaves[0].size, len(leaves)
+    programs = -(-size // tuning.chunk)
+    like = struct_like(leaves[0], (count, programs))
+    words, squares = pl.pallas_call(
+        functools.partial(_kernel, size=size, tuning=tuning),
+        out_shape=[
+            like.update(shape=(count, programs, WIDTH), dtype=jnp.int32),
+            like.update(dtype=jnp.float32),
+        ],
+        grid=(programs, count),
+        in_specs=[pl.no_block_spec] * count,
+        out_specs=[pl.no_block_spec] * 2,
+        compiler_params=pl.CompilerParams(num_warps=tuning.warps, num_stages=1),
+        interpret=interpret,
+        name="mpx_count_exponents",
+    )(*leaves)
+    # A word has two counts. Its neighbours have the bins between them.
+    low, high = jnp.sum(words & 0xFFFF, axis=1), jnp.sum(words >> 16, axis=1)
+    low, high = (x[:, : 2 * WORDS].reshape(count, WORDS, 2) for x in (low, high))
+    counts = jnp.concatenate([low, high], axis=-1).reshape(count, -1)[:, :BINS]
+    # Zeros are not counted, nor is what lies behind the end.
+    rest = jnp.sum(counts[:, ZERO + 1 :], axis=1)
+    return counts.at[:, ZERO].set(size - rest), jnp.sum(squares, axis=1)
+
+
+def _kernel(*refs: Any, size: int, tuning: Tuning) -> None:
+    *x_refs, words_ref, squares_ref = refs
+    pl = private("kernels")
+    lanes, program, leaf = tuning.lanes, pl.program_id(0), pl.program_id(1)
+    lane = lax.iota(jnp.int32, lanes)
+
+    def load(x_ref: Any, first: Array) -> list[Array]:
+        found = []
+        for i in range(tuning.loads):
+            start = first + i * lanes
+            part = x_ref.at[pl.ds(start, lanes)]
+            if size % tuning.chunk:
+                zero = jnp.zeros((), x_ref.dtype)
+                found.append(pl.load(part, mask=start + lane < size, other=zero))
+            else:
+                found.append(pl.load(part))
+        return found
+
+    reads = [functools.partial(load, x_ref) for x_ref in x_refs]
+    first = program * tuning.chunk
+    found = lax.switch(leaf, reads, first) if len(reads) > 1 else reads[0](first)
+    squares, bins = jnp.zeros(lanes, jnp.float32), []
+    for x in found:
+        wide = x.astype(jnp.float32)
+        squares += wide * wide
+        bins.append(bin_of(x))
+    words = [(index >> 2, jnp.left_shift(1, (index & 3) * 8)) for index in bins]
+    lowest = [jnp.where(index == ZERO, BINS, index) for index in bins]
+    place = lax.iota(jnp.int32, WIDTH)
+
+    def count(k: Array, sums: Array) -> Array:
+        word = sum(jnp.where(at == k, one, 0) for at, one in words)
+        for odd in (0, 1):
+            # Two counts of 16 bits each: a program has fewer than 2¹⁵ values.
+            both = jnp.sum((word >> (8 * odd)) & 0x00FF00FF)
+            sums = jnp.where(place == 2 * k + odd, both, sums)
+        return sums
+
+    start = jnp.min(functools.reduce(jnp.minimum, lowest)) >> 2
+    stop = (jnp.max(functools.reduce(jnp.maximum, bins)) >> 2) + 1
+    sums = lax.fori_loop(start, stop, count, jnp.zeros(WIDTH, jnp.int32))
+    pl.store(words_ref.at[leaf, program, :], sums)
+    pl.store(squares_ref.at[leaf, program], jnp.sum(squares))

@@ -1,20 +1,27 @@
-"""What this machine offers for mixed precision, and what to use on it."""
+"""`doctor`: what this machine offers for mixed precision, and what to use on it."""
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
+import math
+import os
 import platform
+import re
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import jaxlib
+from jax import Array, lax
 
 from mpx._jax._devices import cuda_capability
+from mpx._jax._processes import check_processes
 from mpx._jax._version import __version__, version_tuple
 from mpx.inspect._call_command import show
-from mpx.inspect._machine import formats, measure_bandwidth, measure_rates
 from mpx.inspect._result import Result, Table, amount
 
 EXTRAS = {
@@ -25,6 +32,25 @@ EXTRAS = {
     "flax": "flax",
     "orbax-checkpoint": "checkpoint",
 }
+
+CUDA_SINCE = {
+    "f16": (7, 0),
+    "bf16": (8, 0),
+    "tf32": (8, 0),
+    "fp8": (8, 9),
+    "mx": (10, 0),
+}
+CPU_FLAGS = {
+    "bf16": ("amx_bf16", "avx512_bf16", "bf16"),
+    "f16": ("amx_fp16", "avx512_fp16", "asimdhp"),
+}
+# JAX calls the seventh generation "TPU7x".
+TPU_FP8 = re.compile(r"(?:v|tpu)([7-9]|\d\d)|ironwood", re.IGNORECASE)
+BUDGET = 10.0  # seconds after which no further measurement starts
+LEAST_SECONDS = 0.02  # a shorter measurement is repeated with larger matrices
+
+Native = tuple[bool | None, str]
+"""Whether matmuls run natively in a format, and why; `None` is unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,15 +169,12 @@ def doctor(*, measure: bool = True) -> Diagnosis:
     )
     policy, reason = recommend(native, rates)
     machine = platform.machine()
+    kinds = Counter((device.device_kind, device.platform) for device in jax.devices())
+    # Only a device of this process tells.
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return Diagnosis(
-        versions={
-            "mpx": __version__,
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "Python": platform.python_version(),
-            "on": machine,
-        },
-        devices=_devices(),
+        versions=versions() | {"on": machine},
+        devices=tuple(Device(*kind, count, memory) for kind, count in kinds.items()),
         formats=supports,
         bandwidth=measure_bandwidth() if measure else None,
         extras={name: _version(name) for name in EXTRAS},
@@ -162,7 +185,7 @@ def doctor(*, measure: bool = True) -> Diagnosis:
 
 
 def recommend(
-    native: Mapping[str, tuple[bool | None, str]], rates: Mapping[str, float]
+    native: Mapping[str, Native], rates: Mapping[str, float]
 ) -> tuple[str, str]:
     """Returns the precision to use, as code, and why."""
 
@@ -173,15 +196,12 @@ def recommend(
 
     is_cpu = jax.default_backend() == "cpu"
     if native["bf16"][0] and not is_cpu:
-        code = "loss = mpx.amp(loss)"
         reason = "bf16 runs natively and has the range of f32: no loss scaling."
         reason += gain("bf16")
         if native["fp8"][0]:
-            reason += (
-                " Large matmuls can run in fp8 as well: compare `mpx.fp8(loss)`."
-                + gain("fp8")
-            )
-        return code, reason
+            reason += " Large matmuls can run in fp8 as well: compare `mpx.fp8(loss)`."
+            reason += gain("fp8")
+        return "loss = mpx.amp(loss)", reason
     if native["f16"][0] and not is_cpu:
         code = 'loss = mpx.amp(loss, "f16"); scaling = mpx.DynamicLossScaling.pow2()'
         return code, "Only f16 runs natively, and it needs loss scaling." + gain("f16")
@@ -215,13 +235,14 @@ def problems(jaxlib_version: str, machine: str) -> list[str]:
     return found
 
 
-def _devices() -> tuple[Device, ...]:
-    devices = jax.devices()
-    kinds = Counter((device.device_kind, device.platform) for device in devices)
-    # Only a device of this process tells.
-    stats: Any = jax.local_devices()[0].memory_stats() or {}
-    memory = stats.get("bytes_limit")
-    return tuple(Device(*kind, count, memory) for kind, count in kinds.items())
+def versions() -> dict[str, str]:
+    """Returns the versions of mpx, JAX and Python."""
+    return {
+        "mpx": __version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "Python": platform.python_version(),
+    }
 
 
 def _version(package: str) -> str | None:
@@ -231,19 +252,151 @@ def _version(package: str) -> str | None:
         return None
 
 
+# --- Formats and rates ----------------------------------------------------------------
+
+
+def formats() -> dict[str, Native]:
+    """Returns by format whether matmuls run in it natively, and why."""
+    names = ["f32", "tf32", "bf16", "f16", "fp8", "mx"]
+    platform = jax.default_backend()
+    capability = cuda_capability()
+    found: dict[str, Native]
+    if capability is not None:
+        version = ".".join(map(str, capability))
+        found = {
+            name: (capability >= since, f"compute capability {version}")
+            for name, since in CUDA_SINCE.items()
+        }
+    elif platform == "cpu":
+        found = _cpu_formats()
+    elif platform == "tpu":
+        kind = jax.devices()[0].device_kind
+        found = {x: (False, "TPUs compute in bf16") for x in ("tf32", "f16", "mx")}
+        found |= {"bf16": (True, kind), "fp8": (bool(TPU_FP8.search(kind)), kind)}
+    else:
+        found = {name: (None, f"mpx does not know {platform}") for name in names}
+    found["f32"] = (True, "in several passes of bf16" if platform == "tpu" else "")
+    return {name: found[name] for name in names}
+
+
+def _cpu_formats() -> dict[str, Native]:
+    flags = _cpu_flags()
+    found: dict[str, Native] = {}
+    for name, wanted in CPU_FLAGS.items():
+        here = [flag for flag in wanted if flag in flags]
+        reason = here[0] if here else "computed in f32 and rounded"
+        found[name] = (bool(here) if flags else None, reason)
+    return found | dict.fromkeys(("tf32", "fp8", "mx"), (False, "not on a CPU"))
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
+    return frozenset(found.group(1).split()) if found else frozenset()
+
+
+def measure_rates(native: Mapping[str, Native]) -> dict[str, float]:
+    """Returns the rate of large matmuls by format, in FLOP/s; fp8 where it is native."""
+    rates, start = {}, time.perf_counter()
+    for name in ("f32", "tf32", "bf16", "f16", "fp8"):
+        skip = name in ("tf32", "fp8") and not native[name][0]
+        if skip or time.perf_counter() - start > BUDGET:
+            continue
+        rate = _matmul_rate(name)
+        if rate is not None:
+            rates[name] = rate
+    return rates
+
+
+def measure_bandwidth() -> float:
+    """Returns the bytes per second that an addition reads and writes."""
+    size = 2**22 if jax.default_backend() == "cpu" else 2**28
+    x = jnp.zeros(size, jnp.float32)
+    seconds = _seconds(jax.jit(lambda x: x + 1), x)
+    return 2 * x.nbytes / seconds
+
+
+def _matmul_rate(name: str) -> float | None:
+    dtypes = {"bf16": jnp.bfloat16, "f16": jnp.float16, "fp8": jnp.float8_e4m3fn}
+    sizes = (256, 512, 1024) if jax.default_backend() == "cpu" else (1024, 8192)
+    rate = None
+    for size in sizes:
+        x = jnp.ones((size, size), dtypes.get(name, jnp.float32))
+        try:
+            seconds = _seconds(_matmul(name), x)
+        except Exception:  # this backend does not have the format
+            return rate
+        rate = 2 * size**3 / seconds
+        if seconds > LEAST_SECONDS:
+            break
+    return rate
+
+
+def _matmul(name: str) -> Callable[[Array], Array]:
+    presets = lax.DotAlgorithmPreset
+    precision = {
+        "f32": lax.Precision.HIGHEST,
+        "tf32": presets.TF32_TF32_F32,
+        "fp8": presets.ANY_F8_ANY_F8_F32,
+    }.get(name)
+    wide = jnp.float32 if name == "fp8" else None
+    return jax.jit(
+        lambda x: lax.dot(x, x, precision=precision, preferred_element_type=wide)
+    )
+
+
+def _seconds(func: Callable[[Array], Array], x: Array) -> float:
+    """Returns the time of the fastest of some calls, after one that compiles."""
+    jax.block_until_ready(func(x))
+    best, start = math.inf, time.perf_counter()
+    for _ in range(20):
+        before = time.perf_counter()
+        jax.block_until_ready(func(x))
+        after = time.perf_counter()
+        best = min(best, after - before)
+        if after - start > 10 * LEAST_SECONDS:
+            break
+    return best
+
+
 # --- python -m mpx doctor -------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
+    env = os.environ  # as in examples/cluster/train.py
+    size = env.get("JAX_NUM_PROCESSES") or env.get("SLURM_NTASKS") or 1
+    rank, host = env.get("JAX_PROCESS_ID"), env.get("JAX_COORDINATOR_ADDRESS")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--no-measure", action="store_true", help="do not time matmuls and memory"
+    parser.add_argument("--no-measure", action="store_true", help="time nothing")
+    group = parser.add_argument_group(
+        "on a cluster", "Start the same command in every process of a job."
     )
+    add = group.add_argument
+    add("--cluster", action="store_true", help="check all processes of a job")
+    add("--coordinator", default=host, metavar="HOST:PORT", help="of process 0")
+    add("--processes", type=int, default=size, metavar="N", help="that should run")
+    add("--process-id", type=int, default=rank, metavar="I", help="of this process")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the diagnosis; the exit status is 1 if there is a problem."""
-    found = doctor(measure=not arguments.no_measure)
-    show(found, as_json=arguments.json)
-    return int(bool(found.problems))
+    """Prints what was found; the exit status is 1 if there is a problem."""
+    if not arguments.cluster:
+        found = doctor(measure=not arguments.no_measure)
+        show(found, as_json=arguments.json)
+        return int(bool(found.problems))
+    from mpx.inspect._cluster import conformance
+
+    if arguments.processes > 1 and not jax.distributed.is_initialized():
+        # Slurm and others describe the job, so that no arguments are needed.
+        place = arguments.coordinator, arguments.processes, arguments.process_id
+        jax.distributed.initialize(*(place if arguments.coordinator else ()))
+    check_processes(arguments.processes)
+    found = conformance(measure=not arguments.no_measure)
+    if jax.process_index() == 0:
+        show(found, as_json=arguments.json)
+    return int(not found.passed)

@@ -1,4 +1,4 @@
-"""Statistics of exponents: one histogram for each leaf of a pytree, taken inside jit."""
+"""Statistics of exponents: a histogram for each leaf, its table and its picture."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from mpx._jax._arguments import as_count, check_axis_name
 from mpx._jax._formats import FORMATS, Format, short_name
 from mpx._jax._nnx import without_variables
 from mpx._jax._tree import AxisName, dtype_of, named_leaves
-from mpx.inspect._bins import (
+from mpx.inspect._counting import (
     BELOW,
     HIGHEST,
     INF,
@@ -27,11 +27,13 @@ from mpx.inspect._bins import (
     add_up,
     as_integers,
     carried,
+    count,
 )
-from mpx.inspect._counting import count
-from mpx.inspect._exponent_view import SHOWN, ExponentView, LeafExponents
-from mpx.inspect._result import Result, Table
+from mpx.inspect._result import Result, Table, amount, extra, percent
 
+SHOWN = ("f16", "bf16", "e5m2", "e4m3")
+_BARS = " ▁▂▃▄▅▆▇█"
+_RIDGES = 10  # up to so many leaves are drawn as histograms, more as a heat map
 SAMPLED = 2**14
 """Leaves of fewer values are counted whole, also if a sample is asked for."""
 
@@ -109,10 +111,6 @@ class ExponentStats(Result):
     def all_finite(self) -> Bool[Array, "*batch"]:
         """Returns whether no value is infinite or nan, without another pass over them."""
         return jnp.all(self.counts[..., INF:, :] == 0, axis=(-3, -2, -1))
-
-    def finite(self) -> Bool[Array, "*batch leaves"]:
-        """Returns for each leaf whether no value is infinite or nan."""
-        return jnp.all(self.counts[..., INF:, :] == 0, axis=(-2, -1))
 
     # --- On the host ------------------------------------------------------------------
 
@@ -222,18 +220,6 @@ class ExponentStats(Result):
             dtypes=tuple(self.dtypes[i] for i in rows),
         )
 
-    def total(self, name: str = "all") -> "ExponentStats":
-        """Returns the statistics of all leaves as one."""
-        batch = self.counts.ndim - 3
-        counts = add_up(jnp.moveaxis(jnp.asarray(self.counts), batch, 0), 1)
-        return ExponentStats(
-            counts[..., None, :, :],
-            jnp.sum(self.squares, axis=-1, keepdims=True),
-            (name,),
-            (", ".join(dict.fromkeys(self.dtypes)),),
-            self.sample,
-        )
-
     def view(
         self, *, scale: float = 1.0, formats: Sequence[str] = SHOWN
     ) -> "ExponentView":
@@ -243,11 +229,7 @@ class ExponentStats(Result):
             scale: The loss scale at which the shares are computed.
             formats: The formats for which they are.
         """
-        return ExponentView(
-            scale=float(scale),
-            sample=self.sample,
-            leaves=tuple(self._leaf(i, scale, formats) for i in range(len(self.names))),
-        )
+        return ExponentView(self, float(scale), tuple(formats))
 
     def tables(self) -> Sequence[Table]:
         """Returns the table of `view()`."""
@@ -261,23 +243,97 @@ class ExponentStats(Result):
         """Shows how many leaves there are; `str` and `print` show the table."""
         return f"ExponentStats({len(self.names)} leaves)"
 
-    def _leaf(self, i: int, scale: float, formats: Sequence[str]) -> "LeafExponents":
-        return LeafExponents(
-            name=self.names[i],
-            dtype=self.dtypes[i],
-            size=int(self.sizes[i]),
-            zeros=int(self.zeros[i]),
-            infs=int(self.infs[i]),
-            nans=int(self.nans[i]),
-            range=self.ranges()[i],
-            norm=float(self.norms[i]),
-            flushed={name: float(self.flushed(name, scale)[i]) for name in formats},
-            overflowing={
-                name: float(self.overflowing(name, scale)[i]) for name in formats
-            },
-            best_scale=self.best_scale()[i],
-            counts=tuple(int(x) for x in self._host[i, BELOW:INF]),
-        )
+
+@dataclasses.dataclass(frozen=True)
+class ExponentView(Result):
+    """A table of exponent histograms at one loss scale; made by `ExponentStats.view`."""
+
+    stats: ExponentStats
+    scale: float
+    formats: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the numbers of each leaf: counts, range, norm, shares, best scale."""
+        stats, scale = self.stats, self.scale
+        columns = {
+            "name": stats.names,
+            "dtype": stats.dtypes,
+            "size": stats.sizes.tolist(),
+            "zeros": stats.zeros.tolist(),
+            "infs": stats.infs.tolist(),
+            "nans": stats.nans.tolist(),
+            "range": stats.ranges(),
+            "norm": stats.norms.tolist(),
+            "flushed": self._by_format(stats.flushed),
+            "overflowing": self._by_format(stats.overflowing),
+            "best_scale": stats.best_scale(),
+            "counts": stats.histogram()[:, BELOW:INF].tolist(),
+        }
+        rows = zip(*columns.values(), strict=True)
+        leaves = [dict(zip(columns, row, strict=True)) for row in rows]
+        return {"scale": scale, "sample": stats.sample, "leaves": leaves}
+
+    def _by_format(
+        self, share: Callable[[str, float], np.ndarray]
+    ) -> list[dict[str, float]]:
+        """Returns the share of each leaf in each format."""
+        found = {name: share(name, self.scale).tolist() for name in self.formats}
+        return [
+            {name: shares[i] for name, shares in found.items()}
+            for i in range(len(self.stats.names))
+        ]
+
+    def tables(self) -> Sequence[Table]:
+        """Returns one row for each leaf, with its histogram as bars."""
+        stats, leaves = self.stats, self.to_dict()["leaves"]
+        if not leaves:
+            return [Table.text("No floating leaf.")]
+        found = [x for x in stats.ranges() if x is not None] or [(0, 0)]
+        low, high = min(x for x, _ in found), max(x for _, x in found)
+        head = ["leaf", "dtype", "values", f"2^{low} … 2^{high}", "range", "zero"]
+        head += [f"→0 {name}" for name in self.formats]
+        head += ["inf, nan", "best scale"]
+        title = "Exponents"
+        if self.scale != 1:
+            title += f" at a loss scale of {_power(self.scale)}"
+        if stats.sample > 1:
+            title += f" (one of {stats.sample} rows of large leaves)"
+        text = "→0: the share of the numbers that the format rounds to zero."
+        for name in self.formats:
+            most = max(leaf["overflowing"][name] for leaf in leaves)
+            if most > 0:
+                text += f" Up to {percent(most)} of a leaf overflows in {name}."
+        rows = [_row(leaf, low - LOWEST + 1, high - LOWEST + 2) for leaf in leaves]
+        right = frozenset({2, *range(5, len(head))})
+        return [Table(head, rows, title, right), Table.text(text)]
+
+
+def _row(leaf: dict[str, Any], start: int, stop: int) -> list[str]:
+    size, infs, nans = leaf["size"], leaf["infs"], leaf["nans"]
+    numbers, best = size - leaf["zeros"] - infs - nans, leaf["best_scale"]
+    return [
+        leaf["name"] or "(leaf)",
+        leaf["dtype"],
+        amount(size),
+        _sparkline(leaf["counts"][start:stop]),
+        "2^{} … 2^{}".format(*leaf["range"]) if leaf["range"] else "–",
+        percent(leaf["zeros"] / size) if size else "–",
+        *(percent(x) if numbers else "–" for x in leaf["flushed"].values()),
+        f"{infs}, {nans}" if infs + nans else "–",
+        "–" if math.isnan(best) else _power(best),
+    ]
+
+
+def _power(scale: float) -> str:
+    return f"2^{math.log2(scale):g}"
+
+
+def _sparkline(counts: Sequence[int]) -> str:
+    """Returns bars whose height is the square root of the counts: tails stay visible."""
+    top, steps = max(counts, default=0), len(_BARS) - 1
+    return "".join(
+        _BARS[math.ceil(steps * math.sqrt(x / top)) if x else 0] for x in counts
+    )
 
 
 def _share(counts: np.ndarray, position: float, *, upwards: bool) -> np.ndarray:
@@ -374,3 +430,120 @@ def _sampled(x: Array, sample: int) -> Array:
     blocks = x[:whole].reshape(-1, block, *x.shape[1:])[:, :: sample + 1]
     rest = x[whole::sample]
     return jnp.concatenate([blocks.reshape(-1), rest.reshape(-1)])
+
+
+# --- Pictures -------------------------------------------------------------------------
+
+
+def plot_exponents(
+    stats: ExponentStats,
+    *,
+    scale: float = 1.0,
+    formats: Sequence[str] = SHOWN,
+    title: str = "",
+    ax: Any = None,
+) -> Any:
+    """Draws the histograms, and above them what each format can represent.
+
+    A bar spans the normal numbers of a format and its thin end the subnormal ones. At a
+    loss scale the bars are where the unscaled values must be: what is left of all of a
+    bar is rounded to zero, and what is right of it overflows.
+
+    Args:
+        stats: The histograms. Up to ten are drawn as such, more as a heat map.
+        scale: The loss scale.
+        formats: The formats to compare with.
+        title: A line above the picture.
+        ax: The `matplotlib.axes.Axes` to draw the histograms in, with the formats right
+            above it; by default those of a new figure.
+
+    Returns:
+        A `matplotlib.figure.Figure`: save it with `.savefig(path)`.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> figure = plot_exponents(exponent_stats({"w": jnp.ones(3)}), scale=2.0**10)
+        >>> [label.get_text() for label in figure.axes[1].get_yticklabels()]
+        ['w']
+    """
+    figures = extra("matplotlib.figure", "plot_exponents")
+    counts = stats.histogram()[:, BELOW:INF]
+    low, high = _span(stats, scale, formats)
+    rows = max(1, len(stats.names))
+    if ax is None:
+        ratio = [max(1.0, 0.25 * len(formats)), min(0.45 * rows, 2 + 0.16 * rows)]
+        height = min(1.2 + 0.25 * len(formats) + ratio[1], 16)
+        figure = figures.Figure(figsize=(8, height), layout="constrained")
+        top, main = figure.subplots(2, 1, sharex=True, height_ratios=ratio)
+    else:
+        figure, main = ax.figure, ax
+        top = ax.inset_axes((0, 1.03, 1, 0.25), sharex=ax)
+    _draw_formats(top, scale, formats)
+    shares = counts / np.maximum(counts.sum(-1, keepdims=True), 1)
+    if len(stats.names) <= _RIDGES:
+        _draw_ridges(main, shares, stats.names)
+    else:
+        _draw_heat(main, shares, stats.names)
+    main.set(xlim=(low, high + 1), xlabel="exponent: values from 2^e to 2^(e+1)")
+    if scale != 1:
+        title = f"{title} at a loss scale of {_power(scale)}".strip()
+    top.set_title(title, loc="left")
+    return figure
+
+
+def _span(
+    stats: ExponentStats, scale: float, formats: Sequence[str]
+) -> tuple[int, int]:
+    found = [x for x in stats.ranges() if x is not None]
+    shift = math.log2(scale)
+    low = min([x[0] for x in found], default=-20)
+    high = max([x[1] for x in found], default=4)
+    # So much of the formats that their ends can be seen, where that is near.
+    ends = [math.log2(FORMATS[name].smallest) - shift for name in formats]
+    tops = [math.log2(FORMATS[name].max) - shift for name in formats]
+    low = min([low, *(math.floor(x) for x in ends if x > -60)]) - 2
+    high = max([high, *(math.ceil(x) for x in tops if x < 34)]) + 2
+    return max(low, LOWEST - 1), high
+
+
+def _draw_formats(ax: Any, scale: float, formats: Sequence[str]) -> None:
+    shift = math.log2(scale)
+    for row, name in enumerate(formats):
+        form = FORMATS[name]
+        smallest, tiny, most = (
+            math.log2(x) - shift for x in (form.smallest, form.tiny, form.max)
+        )
+        color = f"C{row}"
+        ax.barh(
+            row, tiny - smallest, left=smallest, height=0.25, color=color, alpha=0.5
+        )
+        ax.barh(row, most - tiny, left=tiny, height=0.6, color=color)
+    ax.set_yticks(range(len(formats)), formats)
+    ax.invert_yaxis()
+    ax.tick_params(axis="x", labelbottom=False)
+    ax.grid(axis="x", alpha=0.3)
+
+
+def _draw_ridges(ax: Any, shares: np.ndarray, names: Sequence[str]) -> None:
+    edges = np.arange(LOWEST - 1, LOWEST + shares.shape[1])
+    for row, share in enumerate(shares):
+        heights = np.sqrt(share / max(share.max(), 1e-30)) * 0.9
+        ax.stairs(
+            heights + -row, edges, baseline=-row, fill=True, color="C0", alpha=0.6
+        )
+    ax.set_yticks([-row for row in range(len(names))], names)
+    ax.set_ylim(-len(names) + 0.9, 1)
+    ax.grid(axis="x", alpha=0.3)
+
+
+def _draw_heat(ax: Any, shares: np.ndarray, names: Sequence[str]) -> None:
+    edges = np.arange(LOWEST - 1, LOWEST + shares.shape[1])
+    masked = np.ma.masked_equal(np.sqrt(shares), 0)
+    rows = np.arange(len(names) + 1) - 0.5
+    ax.pcolormesh(edges, rows, masked, cmap="viridis")
+    ax.invert_yaxis()
+    every = -(-len(names) // 60)
+    ax.set_yticks(range(0, len(names), every), names[::every], fontsize=6)

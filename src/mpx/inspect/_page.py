@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpx._jax._formats import FORMATS
-from mpx.inspect._bins import LOWEST
-from mpx.inspect._exponent_view import SHOWN
-from mpx.inspect._timeline import Point
+from mpx.inspect._counting import LOWEST
+from mpx.inspect._exponents import SHOWN
 
 if TYPE_CHECKING:
-    from mpx.inspect._watch import Watch
+    from mpx.inspect._watch import Point, Watch
 
 CURVE_POINTS = 500
 HEAT_COLUMNS = 240
@@ -49,14 +48,8 @@ def _data(watch: "Watch") -> dict[str, Any]:
         "notes": list(watch.notes.values()),
         "charts": [_chart(watch, kind, charts[kind]) for kind in kinds],
         "skips": [
-            {
-                "step": x.step,
-                "leaf": x.leaf,
-                "leaves": x.leaves,
-                "infs": x.infs,
-                "nans": x.nans,
-                "scale": _number(x.loss_scale),
-            }
+            {k: getattr(x, k) for k in ("step", "leaf", "leaves", "infs", "nans")}
+            | {"scale": _number(x.loss_scale)}
             for x in watch.skips[-200:]
         ],
         "heat": _heat(watch),
@@ -79,7 +72,7 @@ def _chart(watch: "Watch", kind: str, names: list[str]) -> dict[str, Any]:
     }
 
 
-def _curve(points: Sequence[Point | None], every: int) -> dict[str, Any]:
+def _curve(points: "Sequence[Point | None]", every: int) -> dict[str, Any]:
     mean, low, high, bad = [], [], [], []
     for start in range(0, len(points), every):
         some = [x for x in points[start : start + every] if x is not None]

@@ -2,10 +2,12 @@
 
 import dataclasses
 import html
+import importlib
 import json
 import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,6 +81,12 @@ class Result:
         """Returns the tables as text."""
         return "\n\n".join(str(table) for table in self.tables())
 
+    __repr__ = __str__
+
+    def __init_subclass__(cls) -> None:
+        # At the prompt a result is its table: a dataclass keeps a `__repr__` that is there.
+        cls.__repr__ = vars(cls).get("__repr__", Result.__repr__)
+
     def _repr_html_(self) -> str:
         return "".join(table.html() for table in self.tables())
 
@@ -138,6 +146,21 @@ def _finite(value: Any) -> Any:
         return [_finite(x) for x in value]
     is_special = isinstance(value, float) and not math.isfinite(value)
     return str(value) if is_special else value
+
+
+def extra(module: str, purpose: str) -> ModuleType:
+    """Returns a module of the extra `inspect`.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(
+            f'{purpose} needs {package}: `pip install "mpx-jax[inspect]"`.'
+        ) from error
 
 
 def total(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:

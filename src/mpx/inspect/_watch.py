@@ -1,78 +1,451 @@
-"""A recorder for training loops: it keeps what steps say about themselves, and shows it."""
+"""A recorder for training loops: what steps say about themselves, kept and shown."""
 
 import dataclasses
+import inspect
+import itertools
 import json
+import logging
 import math
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, PyTree
 
+from mpx._fp8 import Fp8State
+from mpx._gradients._grad import GradResult
 from mpx._jax._arguments import as_count
+from mpx._jax._nnx import without_variables
+from mpx._jax._tree import (
+    all_finite,
+    check_same_structure,
+    is_floating,
+    map_with_name,
+    named_leaves,
+)
 from mpx._jax._warn import warn
-from mpx.inspect._bins import BELOW, INF, as_pairs
-from mpx.inspect._exponents import ExponentStats
-from mpx.inspect._observation import Observation, observe
-from mpx.inspect._result import percent
-from mpx.inspect._run_summary import RunSummary, Skip, skip_of
-from mpx.inspect._timeline import Timeline
-from mpx.inspect._writers import as_writers
+from mpx.inspect._counting import BELOW, INF, as_pairs
+from mpx.inspect._exponents import ExponentStats, exponent_stats
+from mpx.inspect._result import Result, Table, percent
 
+T = TypeVar("T")
 Groups = Callable[[str], str]
-AMAXES = ("activation", "weight", "gradient")
-FORMATS_LOST = ("f16", "e5m2", "e4m3")
+Write = Callable[[int, Mapping[str, float]], object]
+Point = list[float]
+"""How many finite values, their sum, smallest and largest; how many that are not finite."""
+_AMAXES = ("activation", "weight", "gradient")
+_FORMATS_LOST = ("f16", "e5m2", "e4m3")
+
+# --- Inside the step ------------------------------------------------------------------
 
 
-def group_of(depth: int = 2) -> Groups:
-    """Returns a function from the path of a leaf to its first parts, without the last."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Observation:
+    """The numbers of one step, as arrays on the device; made by `observe`.
 
-    def group(name: str) -> str:
-        parts = name.split("/")
-        return "/".join(parts[: max(1, min(depth, len(parts) - 1))])
+    Attributes:
+        loss: The loss, f32[], or `None`.
+        finite: Whether the step was taken, bool[].
+        scale: The loss scale of the step, f32[], or `None` if that is not known.
+        scaling: The metrics of the loss scaling for the next step, by name.
+        grads: The exponents of the gradients, an `ExponentStats`, or `None`.
+        stuck: By parameter, the share of its numbers that have a gradient and that the
+            step did not change.
+        amaxes: By matmul in fp8, the newest magnitudes of activation, weight, gradient.
+        extra: Other scalars.
+    """
 
-    return group
+    # JAX puts other objects in their place when it rebuilds trees.
+    loss: Any
+    finite: Any
+    scale: Any
+    scaling: Any
+    grads: Any
+    stuck: Any
+    amaxes: Any
+    extra: Any
+
+
+def observe(
+    result: GradResult | None = None,
+    *,
+    loss: ArrayLike | None = None,
+    grads: PyTree = None,
+    finite: ArrayLike | None = None,
+    scaling: object = None,
+    fp8: Fp8State | None = None,
+    before: PyTree = None,
+    after: PyTree = None,
+    exponents: bool = True,
+    **extra: ArrayLike,
+) -> Observation:
+    """Returns what there is to record about a step. Call it inside the jitted step.
+
+    It adds one pass over the gradients, and one over the parameters if they are given.
+    Nothing is read back to the host.
+
+    Args:
+        result: What `mpx.value_and_grad` or `mpx.accumulate` returned. Without it, pass
+            `loss` and `grads`.
+        loss: The loss, if there is no `result`.
+        grads: The gradients, if there is no `result`.
+        finite: Whether the step was taken; by default, whether the gradients are finite.
+        scaling: The loss scaling with which the step was taken. A `result` holds that of
+            the next step, from which the recorder knows the scale of all steps but the
+            first.
+        fp8: The state of delayed scaling, if there is no `result`.
+        before: The parameters before the step, to find those that do not move. For a
+            compressed optimizer these are `mpx.optim.master_params(params, state)`.
+        after: The parameters after it.
+        exponents: Whether to count the exponents of the gradients; a Python value. Without
+            them there are no norms, and skipped steps come without the gradient's name.
+        **extra: Further scalars to record, such as the learning rate.
+
+    Raises:
+        ValueError: If only one of `before` and `after` is given, or they differ in
+            structure.
+
+    Examples:
+        >>> seen = observe(loss=0.5, grads={"w": jnp.array([1.0, jnp.inf])})
+        >>> bool(seen.finite), seen.grads.infs
+        (False, array([1]))
+    """
+    if result is not None:
+        loss, grads = result.value, result.grads
+        finite, fp8 = result.finite, result.fp8
+    if (before is None) != (after is None):
+        raise ValueError(
+            "`before` and `after` must be given together: the parameters before and after "
+            "the step."
+        )
+    stats = exponent_stats(grads) if exponents and grads is not None else None
+    if finite is None:
+        finite = all_finite((loss, grads)) if stats is None else stats.all_finite()
+    following = scaling if result is None else result.scaling
+    metrics = getattr(following, "metrics", dict)
+    newest = {} if fp8 is None else {k: _newest(x) for k, x in fp8.amaxes.items()}
+    return Observation(
+        loss=None if loss is None else jnp.asarray(loss, jnp.float32),
+        finite=jnp.asarray(finite),
+        scale=getattr(scaling, "loss_scaling", None),
+        scaling=metrics(),
+        grads=stats,
+        stuck={} if before is None else _stuck(before, after, grads),
+        amaxes=newest,
+        extra={name: jnp.asarray(x) for name, x in extra.items()},
+    )
+
+
+def _newest(amaxes: Array) -> Array:
+    """Returns the last magnitudes of a matmul, the largest over the layers of a scan."""
+    newest = amaxes[..., 0, :]
+    return jnp.max(newest.reshape(-1, newest.shape[-1]), axis=0)
+
+
+def _stuck(before: PyTree, after: PyTree, grads: PyTree) -> dict[str, Array]:
+    before, after, grads = map(without_variables, (before, after, grads))
+    check_same_structure(before, after, "`before` and `after`")
+    slopes = {str(name): leaf for name, leaf in named_leaves(grads)}
+    found: dict[str, Array] = {}
+
+    def compare(name: str, old: object, new: object) -> None:
+        if not is_floating(old) or not is_floating(new) or not jnp.size(old):
+            return
+        still = jnp.asarray(old) == jnp.asarray(new)
+        slope = slopes.get(str(name))
+        if slope is not None and jnp.shape(slope) == jnp.shape(old):
+            still = still & (jnp.asarray(slope) != 0)
+        found[str(name)] = jnp.mean(still, dtype=jnp.float32)
+
+    map_with_name(compare, before, after)
+    return found
+
+
+# --- On the host ----------------------------------------------------------------------
+
+
+class Timeline:
+    """Values by step and name, in at most `2 * points` buckets.
+
+    While a run is short, a bucket is a step. When there are too many, two neighbours become
+    one, which keeps mean, smallest and largest value, and how many were not finite.
+
+    Attributes:
+        starts: The first step of each bucket.
+        curves: By name, the point of each bucket; `None` where there was no value.
+        counts: By name, the sum of each bucket of lists of integers.
+    """
+
+    def __init__(self, points: int = 1000) -> None:
+        self.points, self.width, self._filled = points, 1, 0
+        self.starts: list[int] = []
+        self.curves: dict[str, list[Point | None]] = {}
+        self.counts: dict[str, list[list[int] | None]] = {}
+        self.last: int | None = None
+
+    def add(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        counts: Mapping[str, list[int]] | None = None,
+    ) -> None:
+        """Adds the values of one step."""
+        if not self.starts or self._filled == self.width:
+            if len(self.starts) >= 2 * self.points:
+                self._halve()
+            self.starts.append(step)
+            self._filled = 0
+            for column in (*self.curves.values(), *self.counts.values()):
+                column.append(None)
+        self._filled += 1
+        self.last = step
+        empty = [None] * len(self.starts)
+        for name, value in values.items():
+            curve = self.curves.setdefault(name, [*empty])
+            curve[-1] = _joined(curve[-1], _point(float(value)))
+        for name, row in (counts or {}).items():
+            rows = self.counts.setdefault(name, [*empty])
+            rows[-1] = _added(rows[-1], row)
+
+    def forget_from(self, step: int) -> tuple[int, int] | None:
+        """Drops the values at a step or later, for a run that went back.
+
+        Where steps before and after it are merged in one bucket, its values are dropped:
+        they cannot be told apart. Returns the first step of this bucket and how many steps
+        before `step` it had; `None` if there is no such bucket.
+        """
+        keep = sum(start < step for start in self.starts)
+        ends = [*self.starts, (self.last if self.last is not None else step) + 1]
+        is_cut = keep > 0 and ends[keep] > step and self.width > 1
+        del self.starts[keep:]
+        for column in (*self.curves.values(), *self.counts.values()):
+            del column[keep:]
+            if is_cut:
+                column[-1] = None
+        self.last = None if not keep else min(self.last or 0, step - 1)
+        filled, self._filled = self._filled, self.width
+        if not is_cut:
+            return None
+        start, width = self.starts[-1], ends[keep] - self.starts[-1]
+        steps = self.width if ends[keep:][1:] else filled
+        return start, round(steps * (step - start) / width)
+
+    def _halve(self) -> None:
+        self.starts = self.starts[::2]
+        for name, column in self.curves.items():
+            self.curves[name] = [_joined(*pair) for pair in _pairs(column)]
+        for name, column in self.counts.items():
+            self.counts[name] = [_added(*pair) for pair in _pairs(column)]
+        self.width *= 2
+
+
+def _pairs(column: list[T | None]) -> Iterator[tuple[T | None, T | None]]:
+    """Yields neighbours; the last one of an odd number has none."""
+    return itertools.zip_longest(column[::2], column[1::2])
+
+
+def _point(value: float) -> Point:
+    if not math.isfinite(value):
+        return [0, 0.0, math.inf, -math.inf, 1]
+    return [1, value, value, value, 0]
+
+
+def _joined(a: Point | None, b: Point | None) -> Point | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return [a[0] + b[0], a[1] + b[1], min(a[2], b[2]), max(a[3], b[3]), a[4] + b[4]]
+
+
+def _added(a: list[int] | None, b: list[int] | None) -> list[int] | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Skip:
+    """A step that was not taken.
+
+    Attributes:
+        step: Its number.
+        leaf: The gradient to look at first: of those with an infinity or a nan, the one
+            with the smallest share of them, which lies nearest to the cause. "" if all
+            gradients are finite, or were not counted.
+        leaves: How many gradients have one.
+        infs: The infinities in `leaf`.
+        nans: The nans in `leaf`.
+        loss: The loss.
+        loss_scale: The loss scale; nan if there is none.
+    """
+
+    step: int
+    leaf: str
+    leaves: int
+    infs: int
+    nans: int
+    loss: float
+    loss_scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSummary(Result):
+    """What a recorder has seen; made by `Watch.summary`.
+
+    Attributes:
+        steps: The number of recorded steps.
+        skipped: How many of them were not taken.
+        skips: The skipped steps, the latest 1000 of them.
+        numbers: The last value of each recorded number.
+        notes: What you should know.
+    """
+
+    steps: int
+    skipped: int
+    skips: tuple[Skip, ...]
+    numbers: dict[str, float]
+    notes: tuple[str, ...]
+
+    def tables(self) -> Sequence[Table]:
+        """Returns the numbers, the skipped steps and the notes."""
+        if not self.steps:
+            return [Table.text("No step has been recorded.")]
+        share = percent(self.skipped / self.steps)
+        text = f"{self.steps} steps, {self.skipped} of them skipped ({share})."
+        tables = [Table.text(" ".join([text, *self.notes]))]
+        rows = [[name, f"{value:.4g}"] for name, value in self.numbers.items()]
+        tables.append(Table(("number", "last"), rows, right=frozenset({1})))
+        if self.skips:
+            head = ("step", "loss scale", "leaf", "inf", "nan", "leaves")
+            unknown = "(not known, or the loss or a state)"
+            rows = [
+                [str(x.step), f"{x.loss_scale:g}", x.leaf or unknown]
+                + [str(count) for count in (x.infs, x.nans, x.leaves)]
+                for x in self.skips[-10:]
+            ]
+            title = "The last skipped steps"
+            tables.append(Table(head, rows, title, frozenset({0, 1, 3, 4, 5})))
+        return tables
+
+
+def _skip_of(step: int, seen: Observation, scale: float) -> Skip:
+    """Returns what is known about a step that was not taken."""
+    loss = math.nan if seen.loss is None else float(seen.loss)
+    stats = seen.grads
+    if stats is None or not stats.nonfinite.any():
+        return Skip(step, "", 0, 0, 0, loss, scale)
+    share = stats.nonfinite / np.maximum(stats.sizes, 1)
+    first = int(np.argmin(np.where(share > 0, share, np.inf)))
+    return Skip(
+        step=step,
+        leaf=stats.names[first],
+        leaves=int((share > 0).sum()),
+        infs=int(stats.infs[first]),
+        nans=int(stats.nans[first]),
+        loss=loss,
+        loss_scale=scale,
+    )
+
+
+def _as_writers(writer: Any) -> list[Write]:
+    """Returns functions of a step and its numbers; `watch` says what a writer may be."""
+    if writer is None:
+        return []
+    if isinstance(writer, list | tuple):
+        return [write for one in writer for write in _as_writers(one)]
+    if hasattr(writer, "add_scalar"):
+
+        def write(step: int, numbers: Mapping[str, float]) -> None:
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step)
+
+        return [write]
+    if _is_run(writer):
+        return [lambda step, numbers: writer.log(dict(numbers), step=step)]
+    if callable(writer) and not isinstance(writer, type):
+        return [writer]
+    raise TypeError(
+        "`writer` must be a `tensorboardX.SummaryWriter`, a run of W&B, or a function of "
+        f"the step and a dict of numbers, but {type(writer).__name__} was given. For a "
+        "logger pass `lambda step, numbers: logger.info(...)`."
+    )
+
+
+def _is_run(writer: object) -> bool:
+    """Returns whether it has W&B's `log(data, step=...)`; loggers have another one."""
+    log = getattr(writer, "log", None)
+    if isinstance(writer, type | logging.Logger | logging.LoggerAdapter) or log is None:
+        return False
+    parameters = inspect.signature(log).parameters
+    return "step" in parameters or any(
+        x.kind is x.VAR_KEYWORD for x in parameters.values()
+    )
 
 
 class Watch:
-    """Records the steps of a training loop; made by `watch`.
+    """Records the steps of a training loop; `watch` is another name for it.
+
+    It records the loss, the loss scale, skipped steps and the gradient that caused each,
+    gradient norms, the share of gradients that would be flushed to zero, weights that do
+    not move, and the magnitudes of delayed scaling.
 
     `observe` belongs inside the jitted step and `record` into the loop. `record` keeps
     arrays that may not be computed yet, and fetches them every few steps, so that the
     host does not wait for the device at each.
+
+    Args:
+        writer: Gets the numbers of each step, when they are fetched: a
+            `tensorboardX.SummaryWriter`, a run of W&B, a function of the step and a dict,
+            or a list of them.
+        every: How many steps are kept before they are fetched from the device.
+        groups: How many parts of a parameter's path make its group, or a function from
+            the path to the name of the group.
+        stalled_after: Warns if no step was taken for so many steps.
+        title: The title of the page.
+
+    Raises:
+        TypeError: If `writer` is none of these.
+        ValueError: If a number is not positive.
+
+    Examples:
+        >>> import mpx
+        >>> recorder = watch()
+        >>> @jax.jit
+        ... def step(w, scaling, x):
+        ...     result = mpx.value_and_grad(lambda w, x: (w * x).sum())(scaling, w, x)
+        ...     new = w - 0.1 * result.grads
+        ...     return new, recorder.observe(result, before=w, after=new)
+        >>> w = np.ones(2, np.float32)
+        >>> for _ in range(3):
+        ...     w, seen = step(w, mpx.NoLossScaling(), np.float32(1))
+        ...     recorder.record(seen)
+        >>> recorder.summary().steps
+        3
     """
 
     observe = staticmethod(observe)
 
     def __init__(
         self,
-        writer: Any = None,
+        writer: object = None,
         *,
         every: int = 50,
         groups: int | Groups = 2,
         stalled_after: int = 100,
-        points: int = 1000,
         title: str = "Training run",
     ) -> None:
-        """Makes an empty recorder; see `watch` for what the options mean.
-
-        Args:
-            writer: Where the numbers go.
-            every: How many steps are kept before they are fetched.
-            groups: How parameters are grouped.
-            stalled_after: After how many skipped steps to warn.
-            points: A curve has at most twice as many points.
-            title: The title of the page.
-        """
-        self._writers = as_writers(writer)
+        self._writers = _as_writers(writer)
         self._every = as_count(every, "every", at_least=1)
         self._stalled_after = as_count(stalled_after, "stalled_after", at_least=1)
-        self._group = group_of(groups) if isinstance(groups, int) else groups
+        self._groups = groups
         self._pending: list[tuple[int, Observation]] = []
-        self.timeline = Timeline(as_count(points, "points", at_least=2))
+        self.timeline = Timeline()
         self.title = title
         self.skips: list[Skip] = []
         self.notes: dict[str, str] = {}
@@ -80,8 +453,6 @@ class Watch:
         self._scale = math.nan
         self._latest: dict[str, float] = {}
         self.exponents: ExponentStats | None = None
-
-    # --- Recording --------------------------------------------------------------------
 
     def record(self, observation: Observation, step: int | None = None) -> None:
         """Records a step. Does not wait for it, except every `every` steps.
@@ -171,13 +542,20 @@ class Watch:
         if finite:
             numbers |= self._parameters(seen)
         for key, amaxes in seen.amaxes.items():
-            values = zip(AMAXES, np.asarray(amaxes).tolist(), strict=True)
+            values = zip(_AMAXES, np.asarray(amaxes).tolist(), strict=True)
             numbers |= {f"amax/{key}/{kind}": value for kind, value in values}
         numbers |= {name: float(np.mean(x)) for name, x in seen.extra.items()}
         self.timeline.add(step, numbers, counts)
         self._latest |= numbers
         self._judge(step, seen, finite, used)
         return numbers
+
+    def _group(self, name: str) -> str:
+        """Returns the group of a leaf: the first parts of its path, without the last."""
+        if not isinstance(self._groups, int):
+            return self._groups(name)
+        parts = name.split("/")
+        return "/".join(parts[: max(1, min(self._groups, len(parts) - 1))])
 
     def _scale_of(self, seen: Observation) -> float:
         """Returns the loss scale of a step; nan if there is none."""
@@ -199,7 +577,7 @@ class Watch:
         for group, rows in groups.items():
             numbers[f"grad_norm/{group}"] = float(np.sqrt(squares[rows].sum()))
         sizes = bins.sum(-1)
-        for name in FORMATS_LOST:
+        for name in _FORMATS_LOST:
             lost = stats.flushed(name, scale) @ sizes
             numbers[f"underflow/{name}"] = float(lost / max(sizes.sum(), 1))
         numbers["zeros"] = float(stats.zeros.sum() / max(stats.sizes.sum(), 1))
@@ -227,7 +605,7 @@ class Watch:
             self._idle = 0
         else:
             self._idle += 1
-            self.skips.append(skip_of(step, seen, scale))
+            self.skips.append(_skip_of(step, seen, scale))
             del self.skips[:-1000]
         if self._idle == self._stalled_after:
             known = [skip.leaf for skip in self.skips[-self._idle :] if skip.leaf]
@@ -253,8 +631,6 @@ class Watch:
             )
         else:
             self.notes.pop("stuck", None)
-
-    # --- Reading ----------------------------------------------------------------------
 
     @property
     def steps(self) -> int:
@@ -294,7 +670,7 @@ class Watch:
         """
         self.flush()
         fields = {name: getattr(self, name) for name in _SAVED}
-        fields |= {"timeline": self.timeline.to_dict()}
+        fields |= {"timeline": vars(self.timeline)}
         fields |= {"skips": [dataclasses.asdict(skip) for skip in self.skips]}
         path = Path(path)
         # A file that was cut off by a crash would hide the one before it.
@@ -307,10 +683,10 @@ class Watch:
 
     def load(self, path: str | os.PathLike[str]) -> "Watch":
         """Goes on where a saved recorder ended. Returns the recorder itself."""
-        fields: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
         for name in _SAVED:
             setattr(self, name, fields[name])
-        self.timeline = Timeline.from_dict(fields["timeline"])
+        vars(self.timeline).update(fields["timeline"])
         self.skips = [Skip(**skip) for skip in fields["skips"]]
         return self
 
@@ -330,49 +706,4 @@ def _single_steps(
 _SAVED = ("title", "notes", "_idle", "_next", "_scale", "_latest")
 
 
-def watch(
-    writer: Any = None,
-    *,
-    every: int = 50,
-    groups: int | Groups = 2,
-    stalled_after: int = 100,
-    title: str = "Training run",
-) -> Watch:
-    """Returns a recorder for a training loop.
-
-    It records the loss, the loss scale, skipped steps and the gradient that caused each,
-    gradient norms, the share of gradients that would be flushed to zero, weights that do
-    not move, and the magnitudes of delayed scaling.
-
-    Args:
-        writer: Gets the numbers of each step, when they are fetched: a
-            `tensorboardX.SummaryWriter`, a run of W&B, a function of the step and a dict,
-            or a list of them.
-        every: How many steps are kept before they are fetched from the device.
-        groups: How many parts of a parameter's path make its group, or a function from
-            the path to the name of the group.
-        stalled_after: Warns if no step was taken for so many steps.
-        title: The title of the page.
-
-    Raises:
-        TypeError: If `writer` is none of these.
-        ValueError: If a number is not positive.
-
-    Examples:
-        >>> import mpx
-        >>> recorder = watch()
-        >>> @jax.jit
-        ... def step(w, scaling, x):
-        ...     result = mpx.value_and_grad(lambda w, x: (w * x).sum())(scaling, w, x)
-        ...     new = w - 0.1 * result.grads
-        ...     return new, recorder.observe(result, before=w, after=new)
-        >>> w = np.ones(2, np.float32)
-        >>> for _ in range(3):
-        ...     w, seen = step(w, mpx.NoLossScaling(), np.float32(1))
-        ...     recorder.record(seen)
-        >>> recorder.summary().steps
-        3
-    """
-    return Watch(
-        writer, every=every, groups=groups, stalled_after=stalled_after, title=title
-    )
+watch = Watch

@@ -3,9 +3,9 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from mpx._jax._private import private
 from mpx._jax._warn import warn
@@ -32,12 +32,10 @@ def captured(catch: Catch) -> Iterator[None]:
     differentiated inside `amp`, its logsumexp, and cuDNN that was asked for with f32
     operands. Anything else is found without it.
 
-    Args:
-        catch: Called as `catch(arrays, scale=, is_causal=, window=, required=)`. The
-            arrays are query, key, value, bias, mask, query lengths and key lengths; each
-            of the last four may be `None`. `required` means `implementation="cudnn"`.
-            Returns the output and the logsumexp of shape (batch, heads, queries, 1), or
-            `None` to leave the call to JAX.
+    `catch(arrays, scale=, is_causal=, window=, required=)` gets query, key, value, bias,
+    mask, query lengths and key lengths, of which each of the last four may be `None`;
+    `required` means `implementation="cudnn"`. It returns the output and the logsumexp of
+    shape (batch, heads, queries, 1), or `None` to leave the call to JAX.
     """
     with _lock:
         if not _running:
@@ -57,18 +55,12 @@ def captured(catch: Catch) -> Iterator[None]:
                     setattr(_module, name, func)
 
 
-def plain_attention(*arrays: Array | None, **options: Any) -> Any:
-    """Runs the operations behind `jax.nn.dot_product_attention` by default.
-
-    Args:
-        *arrays: Query, key, value, bias and mask with four axes each.
-        **options: `is_causal`, `scale`, `q_seqlen`, `kv_seqlen`, `local_window_size` and
-            `return_residual`.
-    """
+def plain_attention(*arrays: Array | None, **options: PyTree) -> PyTree:
+    """Runs the operations behind `jax.nn.dot_product_attention` by default."""
     return _originals[_XLA](*arrays, **options)
 
 
-def _on_xla(*arrays: Array | None, return_residual: bool, **options: Any) -> Any:
+def _on_xla(*arrays: Array | None, return_residual: bool, **options: PyTree) -> PyTree:
     found = None
     known = {"is_causal", "scale", "q_seqlen", "kv_seqlen", "local_window_size"}
     if _is_known(len(arrays) == 5 and {*options} == known):
@@ -87,7 +79,9 @@ def _on_xla(*arrays: Array | None, return_residual: bool, **options: Any) -> Any
     return out, lax.stop_gradient(logsumexp[..., 0].swapaxes(1, 2))
 
 
-def _on_cudnn(*arrays: Array | None, return_residual: bool, **options: Any) -> Any:
+def _on_cudnn(
+    *arrays: Array | None, return_residual: bool, **options: PyTree
+) -> PyTree:
     found = None
     known = {"scale", "mask_type", "sliding_window_length"}
     if _is_known(len(arrays) == 7 and {*options} == known):

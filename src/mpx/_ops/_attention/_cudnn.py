@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from mpx._jax._compat import CUDNN_KERNEL, convert_dtype, eval_equation, open_jaxpr
 from mpx._jax._devices import cuda_capability
@@ -49,7 +50,7 @@ class Attention(NamedTuple):
 
 def _vjp(
     operands: Sequence[Array], spec: Attention
-) -> tuple[Array, Callable[..., Any]]:
+) -> tuple[Array, Callable[..., PyTree]]:
     """Calls cuDNN; returns its result and the function for the backward pass."""
     query, key = operands[:2]
     length = query.shape[1]
@@ -147,11 +148,7 @@ _LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 
 
 def cudnn_forward(operands: Sequence[Array], spec: Attention) -> tuple[Array, Array]:
-    """Runs cuDNN attention; returns its result and what its kernel saves.
-
-    Raises:
-        NotImplementedError: If this version of JAX calls cuDNN in another way.
-    """
+    """Runs cuDNN attention; returns its result and what its kernel saves."""
     jaxpr = jax.make_jaxpr(lambda *operands: _vjp(operands, spec)[0])
     outs, saved = _with_kernel(jaxpr(*_types(operands)), operands, None)
     return outs[0], saved[1]
@@ -160,14 +157,7 @@ def cudnn_forward(operands: Sequence[Array], spec: Attention) -> tuple[Array, Ar
 def cudnn_backward(
     operands: Sequence[Array], kept: Sequence[Array], cotangent: Array, spec: Attention
 ) -> list[Array]:
-    """Returns the gradients of cuDNN attention without running it again.
-
-    Args:
-        operands: The operands of the forward pass.
-        kept: The kernel's result and what it saved.
-        cotangent: The derivative with respect to the result.
-        spec: The call.
-    """
+    """Returns the gradients of cuDNN attention without running it again."""
     jaxpr = jax.make_jaxpr(lambda ct, *operands: _vjp(operands, spec)[1](ct))
     args = [cotangent, *operands]
     return _with_kernel(jaxpr(*_types(args)), args, kept)[0]
@@ -180,7 +170,7 @@ def _types(operands: Sequence[Array]) -> list[jax.ShapeDtypeStruct]:
 
 def _with_kernel(
     jaxpr: Any, args: Sequence[Array], kept: Sequence[Array] | None
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[list[PyTree], list[PyTree]]:
     """Evaluates a jaxpr; returns its results and those of the forward kernel.
 
     If the results of that are known, they are `kept`, and it is not run.
@@ -195,8 +185,8 @@ def _with_kernel(
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Kernel(Visitor):
-    kept: Sequence[Any] | None
-    saved: list[Any] = dataclasses.field(default_factory=list)
+    kept: Sequence[PyTree] | None
+    saved: list[PyTree] = dataclasses.field(default_factory=list)
 
     def equation(self, op: Op) -> Outcome:
         is_kernel = op.eqn.primitive.name == CUDNN_KERNEL
@@ -212,12 +202,7 @@ _OTHER_WAY = "this version of JAX calls cuDNN in a way that mpx does not know"
 def reason_against(
     spec: Attention, avals: tuple[jax.ShapeDtypeStruct, ...]
 ) -> str | None:
-    """Returns why cuDNN cannot run a call on operands of these types, if it cannot.
-
-    Args:
-        spec: The call.
-        avals: The types of the operands; q, k and v in 16 bits.
-    """
+    """Returns why cuDNN cannot run a call on operands of these types, if it cannot."""
     capability = cuda_capability()
     if capability is None or capability < (8, 0):
         return "cuDNN attention needs a CUDA GPU of compute capability 8.0"
@@ -260,7 +245,7 @@ def _reason_by_jax(
     """Asks JAX, which knows the head sizes and lengths of each cuDNN and GPU."""
     del capability  # part of the cache key
 
-    def forward_and_backward(*operands: Array) -> Any:
+    def forward_and_backward(*operands: Array) -> PyTree:
         out, backward = _vjp(operands, spec)
         return backward(out)
 
@@ -272,3 +257,22 @@ def _reason_by_jax(
         return None
     warn(f"Attention runs without cuDNN's kernel: {_OTHER_WAY}. Upgrade mpx.")
     return _OTHER_WAY
+
+
+LEAST = {9: 128 * 128, 10: 128 * 128}
+"""By the first number of the compute capability: from which number of scores per head on."""
+
+
+def reason_not_paying(
+    capability: tuple[int, ...] | None, rows: int, keys: int
+) -> str | None:
+    """Returns why attention of this size is run operation by operation, if it is."""
+    if capability is None:
+        return "cuDNN attention needs a CUDA GPU"
+    least = LEAST.get(capability[0])
+    if least is None:
+        version = ".".join(map(str, capability))
+        return f"not faster in cuDNN on a GPU of compute capability {version}"
+    if rows * keys < least:
+        return f"not faster in cuDNN: {rows} × {keys} scores are fewer than {least}"
+    return None

@@ -9,24 +9,27 @@ the scores, which the backward kernel needs.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jaxtyping import PyTree
 
-from mpx._jax._compat import (
-    Primitive,
-    as_varying,
-    convert_dtype,
-    has_explicit_axes,
-    varying_axes,
-)
+from mpx._jax._compat import Primitive, convert_dtype, has_explicit_axes
 from mpx._jax._devices import cuda_capability
 from mpx._jax._private import private
 from mpx._ops._attention._capture import plain_attention
 from mpx._ops._attention._cudnn import Attention, cudnn_backward, cudnn_forward
+from mpx._ops._primitives import (
+    define,
+    differentiated,
+    function_of,
+    varying_alike,
+    zero_tangent,
+)
 from mpx._program._queries import ATTENTION
 
 F32 = jnp.dtype(jnp.float32)
@@ -51,10 +54,8 @@ def attend(
 
     The arguments are those of `catch` in `captured`.
 
-    Returns:
-        The output and the logsumexp (batch, heads, queries, 1). `None` if the operands are
-        not f32, if there is no CUDA GPU, or if the call is one that the operation does
-        not support.
+    It returns the output and the logsumexp, or `None` if the operands are not f32, if there
+    is no CUDA GPU, or if the operation does not support the call.
     """
     given = [x for x in arrays if x is not None]
     extras = [
@@ -79,10 +80,7 @@ def attend(
 
 def bind_attention(operands: Sequence[Array], spec: Attention) -> tuple[Array, Array]:
     """Runs attention as one operation; returns the output and the logsumexp."""
-    names = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
-    # Marked here, so that the transpose of the mark sums gradients over devices.
-    given = [as_varying(x, names) for x in operands] if names else operands
-    return attention_p.bind(*given, spec=spec)
+    return attention_p.bind(*varying_alike(operands), spec=spec)
 
 
 # --- The operation in plain JAX -------------------------------------------------------
@@ -126,19 +124,7 @@ def _output(
     operands: Sequence[Array], spec: Attention, wrt: Sequence[int]
 ) -> tuple[Callable[..., Array], list[Array]]:
     given = operands[: spec.operands]
-    return _function_of(lambda *x: plain(*x, spec=spec)[0], given, wrt)
-
-
-def _function_of(
-    func: Callable[..., Any], operands: Sequence[Array], wrt: Sequence[int]
-) -> tuple[Callable[..., Any], list[Array]]:
-    """Returns a function of some of its operands, with the others fixed, and these."""
-
-    def call(*chosen: Array) -> Any:
-        replaced = dict(zip(wrt, chosen, strict=True))
-        return func(*(replaced.get(i, x) for i, x in enumerate(operands)))
-
-    return call, [operands[i] for i in wrt]
+    return function_of(lambda *x: plain(*x, spec=spec)[0], given, wrt)
 
 
 # --- The operation in cuDNN -----------------------------------------------------------
@@ -164,8 +150,8 @@ def _cudnn_backward(*operands: Array, spec: Attention) -> Sequence[Array]:
     return [*grads, plain_backward(*operands, spec=spec)[3]]
 
 
-def _without_cudnn(func: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*operands: Array, spec: Attention) -> Any:
+def _without_cudnn(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    def call(*operands: Array, spec: Attention) -> PyTree:
         if spec.required:
             raise NotImplementedError(
                 'implementation="cudnn" was asked for, but cuDNN attention needs a CUDA '
@@ -188,33 +174,28 @@ def _attention_types(query: Aval, *rest: Aval, spec: Attention) -> tuple[Aval, A
 
 
 def _attention_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, spec: Attention
-) -> tuple[list[Any], list[Any]]:
+    primals: Sequence[PyTree], tangents: Sequence[PyTree], *, spec: Attention
+) -> tuple[list[PyTree], list[PyTree]]:
     out, logsumexp = attention_p.bind(*primals, spec=spec)
-    wrt = tuple(i for i in range(spec.free) if not _is_zero(tangents[i]))
-    tangent = _zero(out)
+    wrt = tuple(i for i in range(spec.free) if type(tangents[i]) is not _jax.Zero)
+    tangent = zero_tangent(_jax, out)
     if wrt:
         chosen = [tangents[i] for i in wrt]
         (tangent,) = attention_tangent_p.bind(
             *primals, out, logsumexp, *chosen, spec=spec, wrt=wrt
         )
     # JAX has no gradient of the logsumexp either.
-    return [out, logsumexp], [tangent, _zero(logsumexp)]
-
-
-def _zero(x: Array) -> Any:
-    return _jax.Zero(jax.typeof(x).to_tangent_aval())
-
-
-def _is_zero(tangent: Any) -> bool:
-    return type(tangent) is _jax.Zero
+    return [out, logsumexp], [tangent, zero_tangent(_jax, logsumexp)]
 
 
 def _tangent_transpose(
-    cotangents: Sequence[Any], *operands: Any, spec: Attention, wrt: tuple[int, ...]
-) -> list[Any]:
+    cotangents: Sequence[PyTree],
+    *operands: PyTree,
+    spec: Attention,
+    wrt: tuple[int, ...],
+) -> list[PyTree]:
     known, grads = operands[: -len(wrt)], [None] * len(wrt)
-    if not _is_zero(cotangents[0]):
+    if type(cotangents[0]) is not _jax.Zero:
         found = attention_backward_p.bind(
             *known, cotangents[0], spec=spec._replace(bias_grad=3 in wrt)
         )
@@ -222,27 +203,12 @@ def _tangent_transpose(
     return [*[None] * len(known), *grads]
 
 
-def _differentiated(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the derivative of an operation that is itself a derivative."""
-
-    def rule(
-        primals: Sequence[Array], tangents: Sequence[Any], **params: Any
-    ) -> tuple[Any, Any]:
-        free = [
-            i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)
-        ]
-        call, chosen = _function_of(
-            lambda *full: list(func(*full, **params)), primals, free
-        )
-        given = [_jax.instantiate_zeros(tangents[i]) for i in free]
-        return jax.jvp(call, chosen, given)
-
-    return rule
-
-
 def _batched(
-    primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], **params: Any
-) -> tuple[list[Any], list[int]]:
+    primitive: Primitive,
+    operands: Sequence[PyTree],
+    dims: Sequence[int | None],
+    **params: PyTree,
+) -> tuple[list[PyTree], list[int]]:
     """Maps an operation by making the new axis a part of the batch."""
     spec: Attention = params["spec"]
     size = next(
@@ -258,7 +224,7 @@ def _batched(
         shared.append(len(operands) - 1)  # the tangent of the bias
     forward = primitive is attention_p
 
-    def fold(i: int, x: Any) -> Any:
+    def fold(i: int, x: Array) -> Array:
         if i in shared:
             if forward and dims[i] is None and x.shape[1] == 1:
                 return x[0]  # still one for the whole batch
@@ -272,48 +238,121 @@ def _batched(
     return outs, [0] * len(outs)
 
 
-def _define(
-    name: str,
-    types: Callable[..., Any],
-    slow: Callable[..., Any],
-    fast: Callable[..., Any],
-) -> Primitive:
-    """Returns a primitive that runs `fast` on CUDA and `slow` elsewhere."""
-    primitive = Primitive(name)
-
-    @functools.lru_cache(maxsize=256)
-    def compiled(**params: Any) -> Callable[..., Any]:
-        return jax.jit(functools.partial(primitive.bind, **params))
-
-    primitive.multiple_results = True
-    primitive.def_impl(lambda *operands, **params: compiled(**params)(*operands))
-    primitive.def_abstract_eval(types)
-    _jax.primitive_batchers[primitive] = functools.partial(_batched, primitive)
-    for func, platform in ((slow, None), (fast, "cuda")):
-        lowering = _jax.lower_fun(func, multiple_results=True)
-        _jax.register_lowering(primitive, lowering, platform=platform)
-    # As JAX's own cuDNN attention, which is inside.
-    _jax.prim_requires_devices_during_lowering.add(primitive)
-    return primitive
-
-
 _FORWARD, _BACKWARD, _TANGENT = ATTENTION
-PLAIN: dict[str, Callable[..., Any]] = {
+PLAIN: dict[str, Callable[..., PyTree]] = {
     _FORWARD: plain,
     _BACKWARD: plain_backward,
     _TANGENT: plain_tangent,
 }
-attention_p = _define(_FORWARD, _attention_types, _without_cudnn(plain), _cudnn)
-attention_backward_p = _define(
+attention_p = define(_jax, _FORWARD, _attention_types, _without_cudnn(plain))
+attention_backward_p = define(
+    _jax,
     _BACKWARD,
     lambda *operands, spec: operands[: spec.free],
     _without_cudnn(plain_backward),
-    _cudnn_backward,
 )
-attention_tangent_p = _define(
-    _TANGENT, lambda query, *rest, **params: [query], plain_tangent, plain_tangent
+attention_tangent_p = define(
+    _jax, _TANGENT, lambda query, *rest, **params: [query], plain_tangent
 )
+for _primitive in (attention_p, attention_backward_p, attention_tangent_p):
+    _jax.primitive_batchers[_primitive] = functools.partial(_batched, _primitive)
+    # As JAX's own cuDNN attention, which is inside.
+    _jax.prim_requires_devices_during_lowering.add(_primitive)
+for _primitive, _fast in (
+    (attention_p, _cudnn),
+    (attention_backward_p, _cudnn_backward),
+):
+    _lowering = _jax.lower_fun(_fast, multiple_results=True)
+    _jax.register_lowering(_primitive, _lowering, platform="cuda")
 _jax.primitive_jvps[attention_p] = _attention_jvp
-_jax.primitive_jvps[attention_backward_p] = _differentiated(plain_backward)
-_jax.primitive_jvps[attention_tangent_p] = _differentiated(plain_tangent)
+_jax.primitive_jvps[attention_backward_p] = differentiated(_jax, plain_backward)
+_jax.primitive_jvps[attention_tangent_p] = differentiated(_jax, plain_tangent)
 _jax.primitive_transposes[attention_tangent_p] = _tangent_transpose
+
+
+_MASKED = -1e30
+Shape = tuple[int, ...]
+
+
+class Fit(NamedTuple):
+    """How operands are padded.
+
+    Attributes:
+        rows: The number of queries after padding.
+        keys: The number of keys.
+        head: The numbers of a head.
+        lengths: Whether the kernel is told the number of keys before padding.
+    """
+
+    rows: int
+    keys: int
+    head: int
+    lengths: bool
+
+    @classmethod
+    def of(cls, query: Shape, value: Shape, spec: Attention) -> "Fit":
+        """Returns the padding of operands of these shapes."""
+        rows, keys = query[1], value[1]
+        odd = bool(keys % 2)
+        # Causal queries see no later keys, and a bias or mask is padded itself.
+        hidden = bool(spec.extras) or (spec.is_causal and rows <= keys)
+        head = max(query[-1], value[-1])
+        return cls(
+            rows + rows % 2, keys + odd, -(-head // 8) * 8, lengths=odd and not hidden
+        )
+
+    def spec(self, spec: Attention) -> Attention:
+        """Returns the call on padded operands."""
+        if not self.lengths:
+            return spec
+        return spec._replace(extras=(*spec.extras, "kv_seqlen"))
+
+
+def padded_call(
+    shapes: list[Shape], spec: Attention, dtype: np.dtype
+) -> tuple[Attention, tuple[jax.ShapeDtypeStruct, ...]]:
+    """Returns the call on padded operands, and their types."""
+    query, _, value = shapes
+    fit = Fit.of(query, value, spec)
+    spec = fit.spec(spec)
+    lengths = fit.rows, fit.keys, fit.keys
+    types = [
+        jax.ShapeDtypeStruct((x[0], length, x[2], fit.head), dtype)
+        for x, length in zip(shapes, lengths, strict=True)
+    ]
+    full = (1, 1, fit.rows, fit.keys)
+    kinds = {
+        "bias": jax.ShapeDtypeStruct(full, jnp.float32),
+        "mask": jax.ShapeDtypeStruct(full, jnp.bool_),
+        "kv_seqlen": jax.ShapeDtypeStruct(query[:1], jnp.int32),
+    }
+    return spec, (*types, *(kinds[name] for name in spec.extras))
+
+
+def fitted_attention(
+    query: Array, key: Array, value: Array, extras: Mapping[str, Array], spec: Attention
+) -> Array:
+    """Runs attention on operands that are padded where the kernel needs it."""
+    rows, keys, size = query.shape[1], key.shape[1], value.shape[-1]
+    fit = Fit.of(query.shape, value.shape, spec)
+    query = _padded(query, {1: fit.rows, 3: fit.head})
+    key, value = (_padded(x, {1: fit.keys, 3: fit.head}) for x in (key, value))
+    more = []
+    for name in spec.extras:
+        x, fill = extras[name], _MASKED if name == "bias" else False
+        if name == spec.extras[0] and fit.keys != keys and x.shape[3] == 1:
+            x = jnp.broadcast_to(x, (*x.shape[:3], keys))  # it hides the new keys
+        x = _padded(x, {3: fit.keys} if x.shape[3] == keys else {}, fill)
+        more.append(_padded(x, {2: fit.rows} if x.shape[2] == rows else {}))
+    if fit.lengths:
+        more.append(jnp.full(query.shape[:1], keys, jnp.int32))
+    out, _ = bind_attention([query, key, value, *more], fit.spec(spec))
+    return out[:, :rows, :, :size]
+
+
+def _padded(x: Array, sizes: dict[int, int], fill: float = 0.0) -> Array:
+    """Returns an array that is filled up to some sizes."""
+    missing = [(0, sizes.get(i, n) - n) for i, n in enumerate(x.shape)]
+    if not any(n for _, n in missing):
+        return x
+    return jnp.pad(x, missing, constant_values=fill)

@@ -1,32 +1,158 @@
-"""The statistics of logits that cross entropy needs, and their gradients, in chunks.
+"""The head of a loss: how its logits are computed, and how its vocabulary is divided."""
 
-For hidden states h (tokens, features), a weight W (features, vocabulary), a bias b and
-labels y, with `cap(x) = x` or `c · tanh(x / c)`:
-
-    z = cap(h W + b)
-    logsumexp = log Σ_v exp z_v        chosen = z_y        total = Σ_v z_v
-
-A chunk holds the logits z of all tokens for a part of the vocabulary. Their gradient is
-
-    dz_v = softmax_v · d logsumexp + (v = y) · d chosen + d total
-
-and needs them a second time. They are computed again or, as far as there is room, wait in
-the memory of dW: until a chunk of dW is known, its memory holds logits.
-
-Operands are multiplied in `Head.dtype`; everything else, the products included, is f32.
-"""
-
+import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import PyTree
 
 from mpx._jax._compat import convert_dtype, varying_like
-from mpx._ops._cross_entropy._head import Chunks, Head
+
+CHUNK = 2**26
+"""The largest number of logits of a chunk on one device: 256 MiB in f32."""
+FEWEST = 8
+"""The least number of chunks on several devices, which may not share the work after all."""
+_MULTIPLE = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Head:
+    """How logits are computed.
+
+    Attributes:
+        dtype: The dtype of the operands of the matmuls.
+        vocab_axis: The axis of the weight that is the vocabulary.
+        has_bias: Whether there is a bias.
+        chunks: The number of chunks, `None` for one that depends on the sizes.
+        soft_cap: The bound c of the logits.
+        has_total: Whether the sum of the logits is computed.
+        precision: The precision of the matmuls.
+        devices: The number of devices that may share the work.
+        may_keep: Whether logits may be kept for the backward pass.
+        kept: The dtype of the logits that are kept; `None` if none are.
+    """
+
+    dtype: np.dtype
+    vocab_axis: int = 1
+    has_bias: bool = False
+    chunks: int | None = None
+    soft_cap: float | None = None
+    has_total: bool = False
+    precision: Any = None
+    devices: int = 1
+    may_keep: bool = True
+    kept: np.dtype | None = None
+
+    @property
+    def wide(self) -> np.dtype:
+        """The dtype of sums: f32, or f64 for operands in f64."""
+        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+
+    def keeping(self, hidden: PyTree, weight: PyTree) -> "Head":
+        """Returns the head that keeps logits in an array like the weight, if it can.
+
+        On several devices that array may be sharded in another way than the logits are.
+        """
+        if not self.may_keep or self.devices > 1:
+            return self
+        head = dataclasses.replace(self, kept=self.dtype)
+        return head if Chunks(head, hidden, weight).kept else self
+
+
+class Chunks:
+    """The chunks of one head.
+
+    Attributes:
+        axis: The axis of the weight that is the vocabulary.
+        vocabulary: The size of the vocabulary.
+        shards: The number of equal parts of the vocabulary. Each chunk has a share of each
+            part, so that devices that hold one part each all take part in each chunk.
+        size: The width of the share of a chunk.
+        kept: The number of tokens whose logits are kept.
+    """
+
+    def __init__(self, head: Head, hidden: PyTree, weight: PyTree) -> None:
+        self.axis = head.vocab_axis
+        self.vocabulary = weight.shape[self.axis]
+        tokens = math.prod(hidden.shape[:-1])
+        self.shards = math.gcd(head.devices, self.vocabulary)
+        self.size = self._size(head, tokens)
+        self.kept = 0
+        words = 0 if head.kept is None else weight.dtype.itemsize // head.kept.itemsize
+        if words and isinstance(tokens, int):
+            self.kept = min(tokens, words * hidden.shape[-1]) // words * words
+
+    def _size(self, head: Head, tokens: int) -> int:
+        part = self.vocabulary // self.shards
+        if head.chunks is not None:
+            return -(-part // head.chunks)
+        count = FEWEST
+        if isinstance(tokens, int):  # else it is the size of an exported program
+            count = -(-tokens * self.vocabulary // (CHUNK * head.devices))
+            count = max(count, FEWEST if head.devices > 1 else 1)
+        multiple = max(1, _MULTIPLE // self.shards)
+        return min(-(-part // (count * multiple)) * multiple, part)
+
+    @property
+    def count(self) -> int:
+        """The number of chunks."""
+        return -(-self.vocabulary // (self.shards * self.size))
+
+    def take(self, x: Array, start: ArrayLike, size: int, axis: int) -> Array:
+        """Returns a chunk of an array along its axis of the vocabulary."""
+        if self.shards == 1:
+            return lax.dynamic_slice_in_dim(x, start, size, axis)
+        parts = lax.dynamic_slice_in_dim(self._parts(x, axis), start, size, axis + 1)
+        shape = (*x.shape[:axis], self.shards * size, *x.shape[axis + 1 :])
+        return jnp.reshape(parts, shape)
+
+    def put(self, x: Array, chunk: Array, start: ArrayLike, axis: int) -> Array:
+        """Returns an array with one chunk replaced."""
+        if self.shards == 1:
+            return lax.dynamic_update_slice_in_dim(x, chunk, start, axis)
+        new = self._parts(chunk, axis)
+        return lax.dynamic_update_slice_in_dim(
+            self._parts(x, axis), new, start, axis + 1
+        ).reshape(x.shape)
+
+    def _parts(self, x: Array, axis: int) -> Array:
+        shape = (*x.shape[:axis], self.shards, -1, *x.shape[axis + 1 :])
+        return jnp.reshape(x, shape)
+
+    def is_label(self, labels: Array, start: ArrayLike, size: int) -> Array:
+        """Returns which entries of a chunk are the labels of the tokens."""
+        part = self.vocabulary // self.shards
+        first = jnp.arange(self.shards, dtype=jnp.int32)[:, None] * part
+        entries = (first + jnp.arange(size, dtype=jnp.int32)[None] + start).reshape(-1)
+        return labels[..., None] == jnp.expand_dims(entries, range(labels.ndim))
+
+    def over(
+        self,
+        step: Callable[..., tuple[PyTree, PyTree]],
+        carry: PyTree,
+        xs: PyTree = None,
+    ) -> tuple[PyTree, PyTree]:
+        """Runs `step(carry, x, start, size)` for each chunk; the last one may be smaller."""
+        whole, rest = divmod(self.vocabulary // self.shards, self.size)
+        outs = []
+        if whole:
+            starts = jnp.arange(whole, dtype=jnp.int32) * self.size
+            loop = lambda carry, x: step(carry, x[1], x[0], self.size)  # noqa: E731
+            given = jax.tree.map(lambda x: x[:whole], xs)
+            carry, ys = lax.scan(loop, carry, (starts, given))
+            outs.append(ys)
+        if rest:
+            x = jax.tree.map(lambda x: x[whole], xs)
+            carry, y = step(carry, x, whole * self.size, rest)
+            outs.append(jax.tree.map(lambda y: y[None], y))
+        return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *outs)
 
 
 class Operands(NamedTuple):
@@ -39,10 +165,10 @@ class Operands(NamedTuple):
         labels: Labels (...). One outside the vocabulary chooses 0.
     """
 
-    hidden: Any
-    weight: Any
-    bias: Any
-    labels: Any
+    hidden: PyTree
+    weight: PyTree
+    bias: PyTree
+    labels: PyTree
 
 
 class Kept(NamedTuple):
@@ -53,8 +179,8 @@ class Kept(NamedTuple):
         shifts: The largest logit of each token up to each chunk (chunks, tokens).
     """
 
-    room: Any
-    shifts: Any
+    room: PyTree
+    shifts: PyTree
 
 
 # --- Pieces ---------------------------------------------------------------------------
@@ -82,7 +208,7 @@ def _dot(
 
 
 def _parts(
-    head: Head, chunks: Chunks, operands: Operands, start: Any, size: int
+    head: Head, chunks: Chunks, operands: Operands, start: ArrayLike, size: int
 ) -> tuple[Array, Array | None]:
     """Returns the parts of the weight, in the compute dtype, and of the bias."""
     weight = chunks.take(operands.weight, start, size, chunks.axis)
@@ -101,7 +227,9 @@ def _logits(head: Head, low: Array, weight: Array, bias: Array | None) -> Array:
     return logits
 
 
-def _filled(like: Array, shape: Sequence[int], dtype: Any, number: float = 0) -> Array:
+def _filled(
+    like: Array, shape: Sequence[int], dtype: DTypeLike, number: float = 0
+) -> Array:
     """Returns an array of one number that varies between devices as another one does."""
     return varying_like(jnp.full(shape, number, dtype), jax.typeof(like))
 
@@ -119,10 +247,7 @@ def statistics(
 ) -> tuple[list[Array], Kept | None]:
     """Returns logsumexp, chosen logit and perhaps total of each token; kept logits.
 
-    Args:
-        head: How logits are computed.
-        operands: The operands.
-        remat: Whether a derivative by JAX computes the logits of each chunk again.
+    With `remat`, a derivative by JAX computes the logits of each chunk again.
     """
     hidden, weight, _, labels = operands
     chunks, wide = Chunks(head, hidden, weight), head.wide
@@ -131,7 +256,7 @@ def statistics(
     zeros = [_filled(hidden, tokens, wide) for _ in range(2 + head.has_total)]
     room = _filled(hidden, weight.shape, weight.dtype) if chunks.kept else None
 
-    def step(carry: Any, _: Any, start: Any, size: int) -> Any:
+    def step(carry: PyTree, _: PyTree, start: ArrayLike, size: int) -> PyTree:
         highest, sums, room = carry
         logits = _logits(head, low, *_parts(head, chunks, operands, start, size))
         now = jnp.maximum(highest, lax.stop_gradient(jnp.max(logits, axis=-1)))
@@ -154,7 +279,7 @@ def statistics(
     return found, None if room is None else Kept(room, shifts)
 
 
-def _store(chunks: Chunks, room: Array, part: Array, start: Any) -> Array:
+def _store(chunks: Chunks, room: Array, part: Array, start: ArrayLike) -> Array:
     """Stores a chunk of logits where a chunk of the gradient goes, in its own bits."""
     kept, size = part.shape
     words = room.dtype.itemsize // part.dtype.itemsize
@@ -166,7 +291,9 @@ def _store(chunks: Chunks, room: Array, part: Array, start: Any) -> Array:
     return lax.dynamic_update_slice(room, stored, position)
 
 
-def _stored(head: Head, chunks: Chunks, room: Array, start: Any, size: int) -> Array:
+def _stored(
+    head: Head, chunks: Chunks, room: Array, start: ArrayLike, size: int
+) -> Array:
     """Returns what `_store` stored."""
     assert head.kept is not None
     words = room.dtype.itemsize // head.kept.itemsize
@@ -192,13 +319,7 @@ def gradients(
 ) -> list[Array]:
     """Returns the gradients of some operands, in the dtypes of these.
 
-    Args:
-        head: How logits are computed.
-        operands: The operands.
-        logsumexp: That of each token.
-        cotangents: The derivatives with respect to the results of `statistics`.
-        kept: What it kept.
-        wrt: Which operands: 0 for the hidden states, 1 for the weight, 2 for the bias.
+    `wrt` has 0 for the hidden states, 1 for the weight, 2 for the bias.
     """
     hidden, weight, bias, labels = operands
     shape = hidden.shape
@@ -214,7 +335,9 @@ def gradients(
     unit = _unit(head, cotangents)
     factors = [x[..., None] * unit for x in cotangents]
 
-    def step(carry: dict[int, Array], shifts: Any, start: Any, size: int) -> Any:
+    def step(
+        carry: dict[int, Array], shifts: PyTree, start: ArrayLike, size: int
+    ) -> PyTree:
         part, some = _parts(head, chunks, operands, start, size)
         again = low[chunks.kept :]
         logits = [_logits(head, again, part, some)] if again.size else []

@@ -1,18 +1,18 @@
 """`linear_cross_entropy`: the public function."""
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from mpx._jax._compat import default_matmul_precision, has_explicit_axes
 from mpx._jax._private import private
-from mpx._ops._cross_entropy._chunks import Operands
-from mpx._ops._cross_entropy._head import Head
+from mpx._ops._cross_entropy._chunks import Head, Operands
 
 
 def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
@@ -141,7 +141,7 @@ def _statistics(head: Head, operands: Operands) -> list[Array]:
 
     # The results are sharded as the tokens are; inside, XLA decides.
     like = jax.typeof(operands.labels).sharding
-    sharded: Any = jax.sharding.auto_axes(call, out_sharding=like)
+    sharded: PyTree = jax.sharding.auto_axes(call, out_sharding=like)
     return sharded(operands)
 
 
@@ -185,7 +185,7 @@ def _devices() -> int:
 
 
 def _check_shapes(
-    hidden: Array, weight: Array, bias: Any, labels: Array, *, vocab_axis: int
+    hidden: Array, weight: Array, bias: Array | None, labels: Array, *, vocab_axis: int
 ) -> None:
     if vocab_axis not in (-2, -1, 0, 1):
         raise ValueError(f"`vocab_axis` must be 0 or 1, but it is {vocab_axis!r}.")
@@ -213,7 +213,9 @@ def _check_shapes(
         )
 
 
-def _check_dtypes(hidden: Array, weight: Array, bias: Any, labels: Array) -> None:
+def _check_dtypes(
+    hidden: Array, weight: Array, bias: Array | None, labels: Array
+) -> None:
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"`labels` must be integers, but they are {labels.dtype}. For probabilities "
@@ -224,7 +226,7 @@ def _check_dtypes(hidden: Array, weight: Array, bias: Any, labels: Array) -> Non
             raise TypeError(f"`{name}` must be floating, but it is {x.dtype}.")
 
 
-def _check_options(soft_cap: Any, reduction: str, chunks: Any) -> None:
+def _check_options(soft_cap: PyTree, reduction: str, chunks: PyTree) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(
             f'`reduction` must be "mean", "sum" or "none", but it is {reduction!r}.'

@@ -16,13 +16,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
-from mpx._jax._compat import Primitive, as_varying, varying_axes
+from mpx._jax._compat import Primitive
 from mpx._jax._private import private
-from mpx._ops._cross_entropy._chunks import Kept, Operands, gradients, statistics
-from mpx._ops._cross_entropy._head import Chunks, Head
+from mpx._ops._cross_entropy._chunks import (
+    Chunks,
+    Head,
+    Kept,
+    Operands,
+    gradients,
+    statistics,
+)
+from mpx._ops._primitives import (
+    define,
+    differentiated,
+    run_each,
+    varying_alike,
+    zero_tangent,
+)
 from mpx._program._queries import CROSS_ENTROPY
 
 _jax = private("cross_entropy")
@@ -34,16 +48,13 @@ Aval = Any
 def bind_statistics(head: Head, operands: Operands) -> list[Array]:
     """Returns the statistics of each token, as one operation."""
     given = [x for x in operands if x is not None]
-    names = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in given)))
-    # Marked here, so that the transpose of the mark sums gradients over devices.
-    given = [as_varying(x, names) for x in given] if names else given
-    return list(statistics_p.bind(*given, head=head))
+    return list(statistics_p.bind(*varying_alike(given), head=head))
 
 
 # --- The operations in plain JAX ------------------------------------------------------
 
 
-def _opened(head: Head, given: Sequence[Any]) -> tuple[Operands, list[Any]]:
+def _opened(head: Head, given: Sequence[PyTree]) -> tuple[Operands, list[PyTree]]:
     """Returns the operands among given values, and the others."""
     count = 3 + head.has_bias
     hidden, weight, *bias, labels = given[:count]
@@ -121,16 +132,17 @@ def _like(aval: Aval, shape: Sequence[int], dtype: np.dtype) -> Aval:
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, head: Head
-) -> tuple[list[Any], list[Any]]:
+    primals: Sequence[PyTree], tangents: Sequence[PyTree], *, head: Head
+) -> tuple[list[PyTree], list[PyTree]]:
     given = _opened(head, tangents)[0]
-    wrt = tuple(i for i, x in enumerate(given[:3]) if x is not None and not _is_zero(x))
+    zeros = (type(None), _jax.Zero)
+    wrt = tuple(i for i, x in enumerate(given[:3]) if not isinstance(x, zeros))
     count = 2 + head.has_total
     wanted = count if head.kept is None else count + len(Kept._fields)
     if 1 in wrt and head.kept is None:
         head = head.keeping(*primals[:2])
     outs = statistics_p.bind(*primals, head=head)
-    moved = [_zero(x) for x in outs[:wanted]]
+    moved = [zero_tangent(_jax, x) for x in outs[:wanted]]
     if wrt:
         saved = [outs[0], *outs[count:]]
         chosen = [given[i] for i in wrt]
@@ -138,104 +150,58 @@ def _jvp(
     return outs[:wanted], moved
 
 
-def _zero(x: Array) -> Any:
-    return _jax.Zero(jax.typeof(x).to_tangent_aval())
-
-
-def _is_zero(tangent: Any) -> bool:
-    return type(tangent) is _jax.Zero
-
-
 def _transpose(
-    cotangents: Sequence[Any], *given: Any, head: Head, wrt: tuple[int, ...]
-) -> list[Any]:
+    cotangents: Sequence[PyTree], *given: PyTree, head: Head, wrt: tuple[int, ...]
+) -> list[PyTree]:
     known = given[: -len(wrt)]
-    grads: Sequence[Any] = [None] * len(wrt)
-    if not all(map(_is_zero, cotangents)):
+    grads: Sequence[PyTree] = [None] * len(wrt)
+    if not all(type(x) is _jax.Zero for x in cotangents):
         full = [_jax.instantiate_zeros(x) for x in cotangents]
         grads = backward_p.bind(*known, *full, head=head, wrt=wrt)
     return [*[None] * len(known), *grads]
 
 
-def _differentiated(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the derivative of an operation that is itself a derivative.
-
-    What was saved for it depends on the operands alone, as the operation itself does.
-    """
-
-    def rule(
-        primals: Sequence[Array], tangents: Sequence[Any], **params: Any
-    ) -> tuple[Any, Any]:
-        free = [i for i, x in enumerate(tangents) if not _is_zero(x)]
-
-        def call(*chosen: Array) -> list[Array]:
-            full = list(primals)
-            for i, x in zip(free, chosen, strict=True):
-                full[i] = x
-            return func(*full, **params)
-
-        chosen = [primals[i] for i in free]
-        return jax.jvp(call, chosen, [tangents[i] for i in free])
-
-    return rule
-
-
 def _batched(
-    primitive: Primitive, given: Sequence[Any], dims: Sequence[Any], **params: Any
-) -> tuple[list[Any], list[Any]]:
+    primitive: Primitive,
+    given: Sequence[PyTree],
+    dims: Sequence[int | None],
+    **params: PyTree,
+) -> tuple[list[Array], list[int]]:
     """Maps an operation: the new axis is one of tokens, or there is a loop over it."""
-    size = next(x.shape[d] for x, d in zip(given, dims, strict=True) if d is not None)
-    front = [
-        x if d is None else jnp.moveaxis(x, d, 0)
-        for x, d in zip(given, dims, strict=True)
-    ]
-    head, is_shared = params["head"], all(d is None for d in dims[1:-1])
-    if primitive is statistics_p and is_shared and head.kept is None:
+    is_shared = all(d is None for d in dims[1:-1])
+    if primitive is statistics_p and is_shared and params["head"].kept is None:
+        size = next(
+            x.shape[d] for x, d in zip(given, dims, strict=True) if d is not None
+        )
+        front = list(given)
         for i in (0, len(front) - 1):
-            if dims[i] is None:
-                front[i] = jnp.broadcast_to(front[i], (size, *front[i].shape))
+            x, d = given[i], dims[i]
+            shape = (size, *x.shape)
+            front[i] = (
+                jnp.broadcast_to(x, shape) if d is None else jnp.moveaxis(x, d, 0)
+            )
         outs = primitive.bind(*front, **params)
-        return outs, [0] * len(outs)
-
-    def each(slices: list[Array]) -> list[Array]:
-        rest = iter(slices)
-        args = [
-            x if d is None else next(rest) for x, d in zip(front, dims, strict=True)
-        ]
-        return primitive.bind(*args, **params)
-
-    mapped = [x for x, d in zip(front, dims, strict=True) if d is not None]
-    outs = lax.map(each, mapped)
+    else:
+        outs = run_each(primitive, given, dims, **params)
     return outs, [0] * len(outs)
 
 
-def _define(name: str, types: Callable[..., Any], run: Callable[..., Any]) -> Primitive:
-    primitive = Primitive(name)
-
-    @functools.lru_cache(maxsize=256)
-    def compiled(**params: Any) -> Callable[..., Any]:
-        return jax.jit(functools.partial(primitive.bind, **params))
-
-    primitive.multiple_results = True
-    primitive.def_impl(lambda *given, **params: compiled(**params)(*given))
-    primitive.def_abstract_eval(types)
-    _jax.primitive_batchers[primitive] = functools.partial(_batched, primitive)
-    _jax.register_lowering(primitive, _jax.lower_fun(run, multiple_results=True))
-    return primitive
-
-
-statistics_p = _define(_STATISTICS, _types, _statistics)
-tangent_p = _define(
+statistics_p = define(_jax, _STATISTICS, _types, _statistics)
+tangent_p = define(
+    _jax,
     _TANGENT,
     lambda *avals, head, wrt: _types(*avals, head=dataclasses.replace(head, kept=None)),
     _plain_tangent,
 )
-backward_p = _define(
+backward_p = define(
+    _jax,
     _BACKWARD,
     lambda *avals, head, wrt: [_opened(head, avals)[0][i] for i in wrt],
     _backward,
 )
 _jax.primitive_jvps[statistics_p] = _jvp
-_jax.primitive_jvps[tangent_p] = _differentiated(_plain_tangent)
-_jax.primitive_jvps[backward_p] = _differentiated(_plain_backward)
+_jax.primitive_jvps[tangent_p] = differentiated(_jax, _plain_tangent)
+_jax.primitive_jvps[backward_p] = differentiated(_jax, _plain_backward)
+for _primitive in (statistics_p, tangent_p, backward_p):
+    _jax.primitive_batchers[_primitive] = functools.partial(_batched, _primitive)
 _jax.primitive_transposes[tangent_p] = _transpose

@@ -17,9 +17,10 @@ import numpy as np
 from jax import Array, lax
 
 from mpx._jax._private import private
-from mpx._ops._experts._groups import ALIGNMENT, group_ends, row_blocks
-from mpx._ops._experts._tuning import PROGRAMS, Blocks
+from mpx._ops._experts._plain import ALIGNMENT, PROGRAMS, Blocks, group_ends, row_blocks
 
+_Value = Any
+"""A reference or a value inside a kernel of Pallas."""
 pl = plgpu = private("grouped")
 
 
@@ -32,31 +33,20 @@ def multiply_rows(
     dtype: np.dtype,
     blocks: Blocks,
     programs: int = PROGRAMS,
-    interpret: Any = False,
+    interpret: _Value = False,
 ) -> Array:
-    """Returns each row times the matrix of its group, and zeros for rows without one.
-
-    Args:
-        x: The rows, (m, k).
-        w: A matrix for each group, (groups, k, n). 8-bit ones must be `turned`.
-        sizes: The number of rows of each group.
-        turned: Whether the matrices are (groups, n, k).
-        dtype: The dtype of the result.
-        blocks: Block sizes: they divide `k` and `n`.
-        programs: How many programs share the work.
-        interpret: Parameters of Pallas' interpreter, to run without a GPU.
-    """
+    """Returns each row times the matrix of its group, and zeros for rows without one."""
     (m, k), groups = x.shape, len(w)
     n = w.shape[1] if turned else w.shape[2]
     rows, columns, summed, steps, width = blocks
     table = row_blocks(sizes, m, rows)
     grid = table[0].size, n // columns
 
-    def body(*refs: Any) -> None:
+    def body(*refs: _Value) -> None:
         groups_ref, firsts_ref, begins_ref, counts_ref, x_ref, w_ref, out_ref = refs
 
         @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="program")
-        def _(loop: Any) -> None:
+        def _(loop: _Value) -> None:
             i, j = plgpu.planar_snake(loop.index[0], grid, 1, width)
             count = counts_ref[i]
 
@@ -65,7 +55,7 @@ def multiply_rows(
                 group = groups_ref[i]
                 first = pl.multiple_of(firsts_ref[i], ALIGNMENT)
 
-                def multiply(total: Any) -> Any:
+                def multiply(total: _Value) -> _Value:
                     @pl.when(group < groups)
                     def _() -> None:
                         plgpu.emit_pipeline(
@@ -113,36 +103,26 @@ def sum_rows(
     dtype: np.dtype,
     blocks: Blocks,
     programs: int = PROGRAMS,
-    interpret: Any = False,
+    interpret: _Value = False,
 ) -> Array:
-    """Returns the sum of the outer products of the rows of each group.
-
-    Args:
-        x: Rows, (m, k).
-        y: As many rows, (m, n).
-        sizes: The number of rows of each group.
-        dtype: The dtype of the result, (groups, k, n).
-        blocks: Block sizes: `rows` divides `k`, and `columns` divides `n`.
-        programs: How many programs share the work.
-        interpret: Parameters of Pallas' interpreter, to run without a GPU.
-    """
+    """Returns the sum of the outer products of the rows of each group."""
     (m, k), n, groups = x.shape, y.shape[1], sizes.size
     rows, columns, summed, steps, width = blocks
     grid = k // rows, n // columns
 
-    def body(*refs: Any) -> None:
+    def body(*refs: _Value) -> None:
         ends_ref, x_ref, y_ref, out_ref = refs
 
         @plgpu.nd_loop((groups, grid[0] * grid[1]), collective_axes="program")
-        def _(loop: Any) -> None:
+        def _(loop: _Value) -> None:
             group = loop.index[0]
             i, j = plgpu.planar_snake(loop.index[1], grid, 1, width)
             before = ends_ref[jnp.maximum(group - 1, 0)]
             start, end = jnp.where(group == 0, 0, before), ends_ref[group]
             base = pl.multiple_of(start // ALIGNMENT * ALIGNMENT, ALIGNMENT)
 
-            def multiply(total: Any) -> Any:
-                def step(index: Any, x: Any, y: Any) -> None:
+            def multiply(total: _Value) -> _Value:
+                def step(index: _Value, x: _Value, y: _Value) -> None:
                     begin = base + index[0] * summed
 
                     @pl.when((begin < start) | (begin + summed > end))
@@ -180,7 +160,7 @@ def sum_rows(
     return _kernel(body, out, programs, interpret)(group_ends(sizes, m), x, y)
 
 
-def _clear_rows(ref: Any, begin: Any, start: Any, end: Any) -> None:
+def _clear_rows(ref: _Value, begin: _Value, start: _Value, end: _Value) -> None:
     """Sets the rows of a block outside a group to zero; `begin` is its first row.
 
     A product with a mask would not do: the values there may be nan.
@@ -191,32 +171,34 @@ def _clear_rows(ref: Any, begin: Any, start: Any, end: Any) -> None:
     ref[...] = jnp.where(inside, ref[...], jnp.zeros((), ref.dtype))
 
 
-def _store(out: Array, ref: Any) -> None:
+def _store(out: Array, ref: _Value) -> None:
     """Writes a whole block."""
 
     @functools.partial(pl.run_scoped, staged=plgpu.SMEM(out.shape, ref.dtype))
-    def _(staged: Any) -> None:
+    def _(staged: _Value) -> None:
         staged[...] = out.astype(ref.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staged, ref)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _store_some(out: Array, ref: Any, first: Any, begin: Any, count: Any) -> None:
+def _store_some(
+    out: Array, ref: _Value, first: _Value, begin: _Value, count: _Value
+) -> None:
     """Writes `count` rows of a block, from row `begin` on, in pieces of 1, 2, 4, … rows.
 
     The TMA unit needs to know the size of each piece when the kernel is compiled.
     """
 
     @functools.partial(pl.run_scoped, staged=plgpu.SMEM(out.shape, ref.dtype))
-    def _(staged: Any) -> None:
+    def _(staged: _Value) -> None:
         staged[...] = out.astype(ref.dtype)
         plgpu.commit_smem()
         at, length = begin, out.shape[0] // 2
         while length:
 
             @pl.when(count & length != 0)
-            def _(at: Any = at, length: int = length) -> None:
+            def _(at: _Value = at, length: int = length) -> None:
                 piece = ref.at[pl.ds(first + at, length)]
                 plgpu.copy_smem_to_gmem(staged.at[pl.ds(at, length)], piece)
 
@@ -225,7 +207,7 @@ def _store_some(out: Array, ref: Any, first: Any, begin: Any, count: Any) -> Non
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _kernel(body: Any, out: Any, programs: int, interpret: Any) -> Any:
+def _kernel(body: _Value, out: _Value, programs: int, interpret: _Value) -> _Value:
     body.__name__ = "mpx_grouped_matmul"
     semantics = plgpu.LoweringSemantics.Warpgroup
     return plgpu.kernel(

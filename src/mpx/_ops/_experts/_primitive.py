@@ -15,26 +15,18 @@ On CUDA it is a kernel, unless XLA would have to split that between devices; els
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
-from mpx._jax._compat import (
-    Primitive,
-    as_unvarying,
-    as_varying,
-    convert_dtype,
-    varying_axes,
-)
+from mpx._jax._compat import as_unvarying, convert_dtype
 from mpx._jax._private import private
-from mpx._ops._experts import _tuning
-from mpx._ops._experts._plain import Kind, plain
-from mpx._ops._experts._tuning import Blocks
+from mpx._ops._experts._plain import ROWS, SMALLEST, SUMS, Blocks, Kind, plain
+from mpx._ops._primitives import define, run_each, varying_alike, zero_tangent
 from mpx._program._queries import GROUPED
 
 _jax = private("grouped")
@@ -50,19 +42,8 @@ _TRANSPOSED: dict[str, tuple[tuple[Kind, bool], tuple[Kind, bool]]] = {
 def grouped_matmul(
     a: Array, b: Array, sizes: Array, *, kind: Kind, dtype: np.dtype
 ) -> Array:
-    """Returns a grouped matmul; sums are f32.
-
-    Args:
-        a: Rows: x, or y for `turned`.
-        b: A matrix for each group; for `sums` as many rows.
-        sizes: The number of rows of each group.
-        kind: What is multiplied.
-        dtype: The dtype of the result.
-    """
-    operands = [a, b, sizes]
-    names = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
-    # Marked here, so that the transpose of the mark sums gradients over devices.
-    operands = [as_varying(x, names) for x in operands] if names else operands
+    """Returns a grouped matmul; sums are f32."""
+    operands = varying_alike([a, b, sizes])
     return grouped_p.bind(*operands, kind=kind, dtype=np.dtype(dtype))
 
 
@@ -72,28 +53,26 @@ def _kernel(a: Array, b: Array, sizes: Array, *, kind: str, dtype: np.dtype) -> 
     a, b, sizes = (as_unvarying(x) for x in (a, b, sizes))
     if kind == "sums":
         rows, columns = a.shape[1], b.shape[1]
-        blocks = _fitting(_tuning.SUMS, rows, columns)
+        blocks = _fitting(SUMS, rows, columns)
         return _mosaic.sum_rows(a, b, sizes, dtype=dtype, blocks=blocks)
     turned = kind == "turned"
-    tuned = _tuning.ROWS_FP8 if a.dtype.itemsize == 1 else _tuning.ROWS
     columns = b.shape[1] if turned else b.shape[2]
-    blocks = _fitting(tuned, tuned.rows, columns)
+    blocks = _fitting(ROWS, ROWS.rows, columns)
     return _mosaic.multiply_rows(a, b, sizes, turned=turned, dtype=dtype, blocks=blocks)
 
 
 def _fitting(blocks: Blocks, rows: int, columns: int) -> Blocks:
     """Returns blocks that divide a result."""
-    smallest = _tuning.SMALLEST
     return blocks._replace(
-        rows=blocks.rows if rows % blocks.rows == 0 else smallest,
-        columns=blocks.columns if columns % blocks.columns == 0 else smallest,
+        rows=blocks.rows if rows % blocks.rows == 0 else SMALLEST,
+        columns=blocks.columns if columns % blocks.columns == 0 else SMALLEST,
     )
 
 
 # --- The primitive --------------------------------------------------------------------
 
 
-def _type(a: Any, b: Any, sizes: Any, *, kind: str, dtype: np.dtype) -> Any:
+def _type(a: PyTree, b: PyTree, sizes: PyTree, *, kind: str, dtype: np.dtype) -> PyTree:
     if kind == "sums":
         shape = (sizes.shape[0], a.shape[1], b.shape[1])
     else:
@@ -103,8 +82,8 @@ def _type(a: Any, b: Any, sizes: Any, *, kind: str, dtype: np.dtype) -> Any:
 
 
 def _jvp(
-    primals: Sequence[Array], tangents: Sequence[Any], **params: Any
-) -> tuple[Array, Any]:
+    primals: Sequence[Array], tangents: Sequence[PyTree], **params: PyTree
+) -> tuple[Array, PyTree]:
     a, b, sizes = primals
     out = grouped_p.bind(a, b, sizes, **params)
     parts = [
@@ -116,13 +95,13 @@ def _jvp(
         if type(tangent) is not _jax.Zero
     ]
     if not parts:
-        return out, _jax.Zero(jax.typeof(out).to_tangent_aval())
+        return out, zero_tangent(_jax, out)
     return out, functools.reduce(lax.add, parts)
 
 
 def _transpose(
-    cotangent: Any, a: Any, b: Any, sizes: Array, *, kind: str, dtype: np.dtype
-) -> list[Any]:
+    cotangent: PyTree, a: PyTree, b: PyTree, sizes: Array, *, kind: str, dtype: np.dtype
+) -> list[PyTree]:
     side = 0 if _jax.is_undefined_primal(a) else 1
     mine, other = (a, b) if side == 0 else (b, a)
     if type(cotangent) is _jax.Zero:
@@ -139,26 +118,6 @@ def _transpose(
     return [grad, None, None] if side == 0 else [None, grad, None]
 
 
-def _batched(
-    operands: Sequence[Any], dims: Sequence[Any], **params: Any
-) -> tuple[Array, int]:
-    """Maps the operation by running it once for each element."""
-    mapped = [
-        jnp.moveaxis(x, d, 0)
-        for x, d in zip(operands, dims, strict=True)
-        if d is not None
-    ]
-
-    def each(slices: list[Array]) -> Array:
-        given = iter(slices)
-        args = [
-            x if d is None else next(given) for x, d in zip(operands, dims, strict=True)
-        ]
-        return grouped_p.bind(*args, **params)
-
-    return lax.map(each, mapped), 0
-
-
 def _is_local(context: Any) -> bool:
     """Returns whether a program is lowered for one device, or for the shards of each."""
     axes = context.module_context.axis_context
@@ -168,28 +127,20 @@ def _is_local(context: Any) -> bool:
     return axes.mesh.size == 1 or {*manual} == {*axes.mesh.axis_names}
 
 
-def _define() -> Primitive:
-    primitive = Primitive(GROUPED)
-
-    @functools.lru_cache(maxsize=256)
-    def compiled(**params: Any) -> Callable[..., Any]:
-        return jax.jit(functools.partial(primitive.bind, **params))
-
-    slow = _jax.lower_fun(plain, multiple_results=False)
-    fast = _jax.lower_fun(_kernel, multiple_results=False)
-
-    def on_cuda(context: Any, *operands: Any, **params: Any) -> Any:
-        lower = fast if _is_local(context) else slow
-        return lower(context, *operands, **params)
-
-    primitive.def_impl(lambda *operands, **params: compiled(**params)(*operands))
-    primitive.def_abstract_eval(_type)
-    _jax.primitive_jvps[primitive] = _jvp
-    _jax.primitive_transposes[primitive] = _transpose
-    _jax.primitive_batchers[primitive] = _batched
-    _jax.register_lowering(primitive, slow)
-    _jax.register_lowering(primitive, on_cuda, platform="cuda")
-    return primitive
+_slow = _jax.lower_fun(plain, multiple_results=False)
+_fast = _jax.lower_fun(_kernel, multiple_results=False)
 
 
-grouped_p = _define()
+def _on_cuda(context: Any, *operands: object, **params: object) -> object:
+    lower = _fast if _is_local(context) else _slow
+    return lower(context, *operands, **params)
+
+
+grouped_p = define(_jax, GROUPED, _type, plain, multiple_results=False)
+_jax.register_lowering(grouped_p, _on_cuda, platform="cuda")
+_jax.primitive_jvps[grouped_p] = _jvp
+_jax.primitive_transposes[grouped_p] = _transpose
+_jax.primitive_batchers[grouped_p] = lambda operands, dims, **params: (
+    run_each(grouped_p, operands, dims, **params),
+    0,
+)

@@ -1,7 +1,7 @@
 """Conversion of optimizer states between flashoptim-jax and mpx."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 
 from mpx._jax._sharding import zeros_alike
 from mpx._jax._tree import is_floating, named_leaves, shape_of
-from mpx._optim import FlashState
+from mpx._optim import FlashState, Stepped
 from mpx._optim._options import StateFormat, master_codec
 from mpx._optim._packing import decode_moment, encode_moment, pack
 from mpx._optim._state import make_layout
@@ -40,42 +40,35 @@ class FlashAdamState(NamedTuple):
         ecc: Corrections, int8 or int16; a scalar int32 where there is none.
     """
 
-    count: Any
-    mu: Any
-    nu: Any
-    ecc: Any
+    count: PyTree
+    mu: PyTree
+    nu: PyTree
+    ecc: PyTree
 
 
 class FlashLionState(NamedTuple):
     """The state of Lion: `FlashAdamState` without second moments."""
 
-    count: Any
-    mu: Any
-    ecc: Any
+    count: PyTree
+    mu: PyTree
+    ecc: PyTree
 
 
 class FlashSGDState(NamedTuple):
     """The state of gradient descent; without momentum, `mu` holds scalars of int32."""
 
-    count: Any
-    mu: Any
-    ecc: Any
-
-
-class Converted(NamedTuple):
-    """Parameters and state after a conversion."""
-
-    params: PyTree
-    state: Any
+    count: PyTree
+    mu: PyTree
+    ecc: PyTree
 
 
 def to_mpx(
     params: PyTree,
-    state: Any,
+    state: PyTree,
     *,
     format: StateFormat = "flashoptim",
     group_size: int = 32,
-) -> Converted:
+) -> Stepped:
     """Converts a state of flashoptim-jax for `mpx.optim.flash_adamw` and the others.
 
     In the format `"flashoptim"` nothing is lost, and the parameters stay as they are:
@@ -98,7 +91,7 @@ def to_mpx(
     ]
     kind = "lion" if "Lion" in type(state).__name__ else "sgd"
     kind = "adam" if "nu" in state._fields else kind
-    moments: dict[str, list[Any]] = {}
+    moments: dict[str, list[PyTree]] = {}
     for name in [name for name in ("mu", "nu") if name in state._fields]:
         stored = treedef.flatten_up_to(getattr(state, name))
         new = [_moment_to_mpx(name, x, format, group_size) for x in stored]
@@ -112,7 +105,7 @@ def to_mpx(
         for index, (param, ecc) in enumerate(pairs)
     ]
     corrections = [(param, None if ecc is None else ecc.dtype) for param, ecc in pairs]
-    return Converted(
+    return Stepped(
         treedef.unflatten([param for param, _ in pairs]),
         FlashState(
             count=jnp.asarray(state.count, jnp.int32),
@@ -124,7 +117,9 @@ def to_mpx(
     )
 
 
-def _moment_to_mpx(name: str, x: Any, format: StateFormat, group_size: int) -> Any:
+def _moment_to_mpx(
+    name: str, x: PyTree, format: StateFormat, group_size: int
+) -> PyTree:
     if not quantization.is_quantized(x):
         return jnp.asarray(x, jnp.float32) if is_state(x) else None
     quantization.check_scales(x, group_size)
@@ -140,8 +135,8 @@ def _moment_to_mpx(name: str, x: Any, format: StateFormat, group_size: int) -> A
 
 
 def _correction_to_mpx(
-    param: Any, ecc: Any, format: StateFormat
-) -> tuple[Any, Array | None]:
+    param: PyTree, ecc: PyTree, format: StateFormat
+) -> tuple[PyTree, Array | None]:
     if not is_floating(param) or not is_state(ecc):
         return param, None
     ecc = jnp.asarray(ecc)
@@ -158,10 +153,10 @@ def from_mpx(
     state: FlashState,
     state_type: type | None = None,
     *,
-    quantize: bool | Callable[[str, Any], bool] = True,
+    quantize: bool | Callable[[str, PyTree], bool] = True,
     master_weight_bits: MasterBits | Literal["keep"] = 24,
     group_size: int = 32,
-) -> Converted:
+) -> Stepped:
     """Converts a state of mpx to the layout of flashoptim-jax.
 
     States of the format `"flashoptim"` in groups of `group_size` are taken over bit for
@@ -181,7 +176,7 @@ def from_mpx(
     Returns:
         The parameters and their state.
     """
-    cls: Any = state_type or (FlashLionState if state.nu is None else FlashAdamState)
+    cls: PyTree = state_type or (FlashLionState if state.nu is None else FlashAdamState)
     treedef, named = jax.tree.structure(params), named_leaves(params)
     pairs = [
         _correction_from_mpx(param, ecc, state.format, master_weight_bits)
@@ -202,12 +197,12 @@ def from_mpx(
             new.append(_moment_from_mpx(moment, param, x, state.format, size))
         trees[moment] = treedef.unflatten(new)
     new_params = treedef.unflatten([param for param, _ in pairs])
-    return Converted(new_params, cls(count=state.count, **trees))
+    return Stepped(new_params, cls(count=state.count, **trees))
 
 
 def _moment_from_mpx(
-    name: str, param: Any, x: Any, format: StateFormat, group_size: int | None
-) -> Any:
+    name: str, param: PyTree, x: PyTree, format: StateFormat, group_size: int | None
+) -> PyTree:
     """Returns a moment in groups of `group_size`, or in f32 if that is `None`."""
     if isinstance(x, Quantized):
         size = x.codes.shape[-1] // x.scale.shape[-1]
@@ -220,8 +215,8 @@ def _moment_from_mpx(
 
 
 def _correction_from_mpx(
-    param: Any, ecc: Any, format: StateFormat, bits: Any
-) -> tuple[Any, Array]:
+    param: PyTree, ecc: PyTree, format: StateFormat, bits: PyTree
+) -> tuple[PyTree, Array]:
     if bits == "keep":
         bits = None if ecc is None else 16 + 8 * ecc.dtype.itemsize
     dtype = compression.correction_dtype(param.dtype, bits)

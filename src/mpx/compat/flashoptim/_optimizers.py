@@ -2,17 +2,14 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from mpx import _optim
-from mpx._jax._tree import dtype_of, named_leaves
 from mpx._optim import Compression, ParamGroup
-from mpx._optim._options import group_of
-from mpx._optim._params import PARAM_DTYPES
 from mpx.compat.flashoptim._convert import (
     FlashAdamState,
     FlashLionState,
@@ -23,8 +20,8 @@ from mpx.compat.flashoptim._convert import (
 from mpx.compat.flashoptim.compression import MasterBits, correction_dtype
 from mpx.compat.flashoptim.quantization import QuantizedArray, is_quantized
 
-Rate = float | Array | Callable[[Array], Any]
-Groups = Sequence[Mapping[str, Any]] | None
+Rate = float | Array | Callable[[Array], PyTree]
+Groups = Sequence[Mapping[str, PyTree]] | None
 
 
 class FlashOptimizer(NamedTuple):
@@ -35,8 +32,8 @@ class FlashOptimizer(NamedTuple):
         step: `step(params, state, grads)`, returns `(params, state)`.
     """
 
-    init: Callable[[PyTree], Any]
-    step: Callable[[PyTree, Any, PyTree], tuple[PyTree, Any]]
+    init: Callable[[PyTree], PyTree]
+    step: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 # The signatures below are those of flashoptim-jax, positions included.
@@ -89,9 +86,7 @@ def flash_adamw(  # noqa: PLR0917
             and leaf, or a list of these. The first group that matches holds.
 
     Raises:
-        ValueError: If an option is unknown or out of its range. From `init`: if
-            `master_weight_bits` has no effect, or with `fused` if a leaf is not f32,
-            bf16 or f16.
+        ValueError: If an option is unknown or out of its range.
     """
     return _build(_optim.flash_adamw, FlashAdamState, **locals())
 
@@ -143,7 +138,7 @@ def flash_sgdw(  # noqa: PLR0917
     return _build(_optim.flash_sgdw, FlashSGDState, **locals())
 
 
-def _matches(by: Any, name: str, leaf: Any) -> bool:
+def _matches(by: PyTree, name: str, leaf: object) -> bool:
     """Returns whether the `params` of a group choose a parameter; see `flash_adamw`."""
     parts = name.split("/")
     if callable(by):
@@ -156,7 +151,7 @@ def _matches(by: Any, name: str, leaf: Any) -> bool:
 
 
 def _build(
-    make: Callable[..., Any],
+    make: Callable[..., PyTree],
     state_type: type,
     *,
     quantize: bool,
@@ -164,7 +159,7 @@ def _build(
     group_size: int,
     fused: bool,
     param_groups: Groups,
-    **hyper: Any,
+    **hyper: PyTree,
 ) -> FlashOptimizer:
     if group_size < 2 or 1024 % group_size:
         raise ValueError(
@@ -175,7 +170,7 @@ def _build(
         hyper["momentum"] = hyper["momentum"] or None
 
     def compression(
-        quantize: bool = quantize, master_weight_bits: Any = master_weight_bits
+        quantize: bool = quantize, master_weight_bits: PyTree = master_weight_bits
     ) -> Compression:
         correction_dtype("bfloat16", master_weight_bits)  # raises for other bits
         return Compression(
@@ -201,73 +196,37 @@ def _build(
     base, backend = compression(), "auto" if fused else "jax"
     optimizer = make(**hyper, groups=groups, compression=base, backend=backend)
 
-    def quantizes(name: str, param: Any) -> bool:
+    def quantizes(name: str, param: PyTree) -> bool:
         group = next((x for x in groups if x.matches(name, param)), None)
         return (base if group is None else group.compression).quantize
 
-    def convert(params: PyTree, state: Any) -> Any:
-        options: Any = dict(quantize=quantizes, master_weight_bits="keep")
+    def convert(params: PyTree, state: PyTree) -> PyTree:
+        options: PyTree = dict(quantize=quantizes, master_weight_bits="keep")
         return from_mpx(params, state, state_type, group_size=group_size, **options)
 
-    def init(params: PyTree) -> Any:
-        _check_params(params, groups, param_groups or (), master_weight_bits, fused)
+    def init(params: PyTree) -> PyTree:
         return convert(params, optimizer.init(params)).state
 
-    def step(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
+    def step(params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
         new = optimizer.step(*to_mpx(params, state, group_size=group_size), grads)
         return tuple(convert(*new))
 
     return FlashOptimizer(init, step)
 
 
-def _check_params(
-    params: PyTree,
-    groups: Sequence[ParamGroup],
-    specs: Sequence[Mapping[str, Any]],
-    bits: MasterBits,
-    fused: bool,
-) -> None:
-    """Raises for parameters that flashoptim-jax refuses with these options."""
-    option = "master_weight_bits"
-    # 24 is the default: nobody need have asked for it.
-    asked = {option: (None, None if bits == 24 else bits)} | {
-        f"param_groups[{index}]['{option}']": (group, spec[option])
-        for index, (group, spec) in enumerate(zip(groups, specs, strict=True))
-        if option in spec
-    }
-    owners = [id(group) for group, _ in asked.values()]
-    members: dict[int, list[Any]] = {owner: [] for owner in owners}
-    for name, leaf in named_leaves(params):
-        dtype = dtype_of(leaf) or jnp.asarray(leaf).dtype
-        if fused and dtype not in PARAM_DTYPES:
-            raise ValueError(
-                "fused=True only supports parameter dtypes (float32, bfloat16, float16), "
-                f"but `{name}` is {dtype}. With fused=False it is left as it is."
-            )
-        group = id(group_of(groups, name, leaf))
-        members[group if group in owners else id(None)].append(dtype)
-    for where, (group, bits) in asked.items():
-        dtypes = members[id(group)]
-        if bits and dtypes and not any(correction_dtype(x, bits) for x in dtypes):
-            raise ValueError(
-                f"{where}={bits} has no effect: none of its parameters is bf16 or f16. "
-                "Set it to None."
-            )
-
-
 # --- State dictionaries ---------------------------------------------------------------
 
 
-def flash_adamw_state_dict(state: Any) -> dict[str, Any]:
+def flash_adamw_state_dict(state: PyTree) -> dict[str, PyTree]:
     """Returns a state as a dictionary of arrays and tree structures."""
 
-    def leaf_dict(leaf: Any) -> dict[str, Any]:
+    def leaf_dict(leaf: PyTree) -> dict[str, PyTree]:
         if is_quantized(leaf):
             values, scales = map(jnp.asarray, leaf)
             return {"kind": "quantized", "values": values, "scales": scales}
         return {"kind": "array", "value": jnp.asarray(leaf)}
 
-    new: dict[str, Any] = {"count": jnp.asarray(state.count)}
+    new: dict[str, PyTree] = {"count": jnp.asarray(state.count)}
     for name in state._fields[1:]:
         leaves, treedef = jax.tree.flatten(getattr(state, name), is_leaf=is_quantized)
         new[name] = {"treedef": treedef, "leaves": list(map(leaf_dict, leaves))}
@@ -277,22 +236,22 @@ def flash_adamw_state_dict(state: Any) -> dict[str, Any]:
 flash_lion_state_dict = flash_sgd_state_dict = flash_adamw_state_dict
 
 
-def load_flash_adamw_state_dict(state_dict: Mapping[str, Any]) -> FlashAdamState:
+def load_flash_adamw_state_dict(state_dict: Mapping[str, PyTree]) -> FlashAdamState:
     """Returns the state that `flash_adamw_state_dict` was given."""
     return _load(FlashAdamState, state_dict)
 
 
-def load_flash_lion_state_dict(state_dict: Mapping[str, Any]) -> FlashLionState:
+def load_flash_lion_state_dict(state_dict: Mapping[str, PyTree]) -> FlashLionState:
     """Returns the state that `flash_lion_state_dict` was given."""
     return _load(FlashLionState, state_dict)
 
 
-def load_flash_sgd_state_dict(state_dict: Mapping[str, Any]) -> FlashSGDState:
+def load_flash_sgd_state_dict(state_dict: Mapping[str, PyTree]) -> FlashSGDState:
     """Returns the state that `flash_sgd_state_dict` was given."""
     return _load(FlashSGDState, state_dict)
 
 
-def _load(state_type: Any, state_dict: Mapping[str, Any]) -> Any:
+def _load(state_type: PyTree, state_dict: Mapping[str, PyTree]) -> PyTree:
     names = state_type._fields
     if missing := [name for name in names if name not in state_dict]:
         raise ValueError(

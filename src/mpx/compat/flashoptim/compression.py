@@ -1,7 +1,5 @@
 """Master weights of 16-bit parameters: corrections in fractions of an ulp."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +18,7 @@ def no_state() -> Array:
     return jnp.zeros((), jnp.int32)
 
 
-def is_state(leaf: Any) -> bool:
+def is_state(leaf: PyTree) -> bool:
     """Returns whether an array is more than `no_state()`."""
     return not (leaf.shape == () and leaf.dtype == np.int32)
 

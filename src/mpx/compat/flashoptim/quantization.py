@@ -1,14 +1,14 @@
 """Moments in 8 bits: groups of the flattened array, each with an f16 scale."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from mpx._quant import Block, Quantized, SoftsignInt8, SqrtUint8
+from mpx._quant import Block, MomentCodec, Quantized, SoftsignInt8, SqrtUint8
 
 _BLOCK = Block()
 _F16 = np.dtype(np.float16)
@@ -32,7 +32,7 @@ def is_quantized(leaf: object) -> bool:
     return getattr(leaf, "_fields", None) == QuantizedArray._fields
 
 
-def check_scales(x: Any, group_size: int) -> None:
+def check_scales(x: PyTree, group_size: int) -> None:
     """Raises if an array does not have a scale for each group of `group_size`."""
     groups = -(-np.size(x.values) // group_size)
     if np.size(x.scales) != groups:
@@ -49,13 +49,13 @@ def _in_groups(x: Array, group_size: int) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _quantize(codec: Any, x: Array, group_size: int) -> QuantizedArray:
+def _quantize(codec: MomentCodec, x: Array, group_size: int) -> QuantizedArray:
     codes, scales = codec.encode(_in_groups(x, group_size), _BLOCK)
     return QuantizedArray(codes.reshape(-1)[: x.size].reshape(x.shape), scales)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _dequantize(codec: Any, x: Any, group_size: int) -> Array:
+def _dequantize(codec: MomentCodec, x: PyTree, group_size: int) -> Array:
     values, scales = x
     groups = Quantized(_in_groups(values, group_size), scales.astype(_F16))
     flat = codec.decode(groups, _BLOCK).reshape(-1)
@@ -67,7 +67,7 @@ def quantize_momentum(x: Array, group_size: int = 32) -> QuantizedArray:
     return _quantize(_MOMENTUM, jnp.asarray(x, jnp.float32), group_size)
 
 
-def dequantize_momentum(x: Any, group_size: int = 32) -> Array:
+def dequantize_momentum(x: PyTree, group_size: int = 32) -> Array:
     """Returns the f32 numbers behind `quantize_momentum`."""
     check_scales(x, group_size)
     return _dequantize(_MOMENTUM, tuple(x), group_size)
@@ -81,7 +81,7 @@ def quantize_variance(x: Array, group_size: int = 32) -> QuantizedArray:
     return QuantizedArray(jnp.where(x == 0, values.dtype.type(0), values), scales)
 
 
-def dequantize_variance(x: Any, group_size: int = 32) -> Array:
+def dequantize_variance(x: PyTree, group_size: int = 32) -> Array:
     """Returns the f32 numbers behind `quantize_variance`."""
     check_scales(x, group_size)
     return _dequantize(_VARIANCE, tuple(x), group_size)

@@ -1,0 +1,543 @@
+"""Calls of a user's function through a visitor, whatever framework holds its parameters.
+
+The function is traced as a pure one of its arrays, which may be inside modules: those of
+NNX, Linen and Haiku have their variables taken out before and written back after. Neither
+library is imported here: if it is not loaded, none of its models can be running.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from mpx._amp._emit import captured_attention
+from mpx._amp._facts import Decision
+from mpx._amp._rules import AmpRules
+from mpx._casting._keep import is_state, run_in_scopes
+from mpx._gradients._call import argument_names
+from mpx._jax import _nnx
+from mpx._jax._arguments import as_count
+from mpx._jax._compat import (
+    Literal,
+    ambient_scopes,
+    convert_dtype,
+    make_jit_context,
+    nothing_is_traced,
+    open_jaxpr,
+)
+from mpx._jax._frameworks import (
+    Named,
+    call_haiku,
+    call_linen,
+    haiku_name,
+    in_haiku,
+    linen_call,
+    linen_is_not_written,
+    linen_name,
+)
+from mpx._jax._tree import LeafName, flatten_with_names, is_array, is_floating
+from mpx._jax._warn import warn
+from mpx._program._interpreter import (
+    Traced,
+    Transformation,
+    as_results,
+    dtypes_of,
+)
+
+# Part of the cache key of `jax.jit`: a function that was traced before is traced again.
+_current = make_jit_context(None)
+
+
+@dataclasses.dataclass(eq=False)
+class Recording:
+    """What happened while a function was traced.
+
+    Attributes:
+        names: The names and roles of arrays that were arguments, by their `id`.
+        casts: The compute dtype and the rules of each call of a function under `amp`.
+        decisions: The decisions of these.
+        matmuls: The matmuls that functions under `fp8` met.
+        recipes: The recipe of each call of a function under `fp8`.
+    """
+
+    names: dict[int, Named] = dataclasses.field(default_factory=dict)
+    casts: list[tuple[Any, AmpRules]] = dataclasses.field(default_factory=list)
+    decisions: list[Decision] = dataclasses.field(default_factory=list)
+    matmuls: list[Any] = dataclasses.field(default_factory=list)
+    recipes: list[Any] = dataclasses.field(default_factory=list)
+
+    def name(self, named: Sequence[Named], arrays: Sequence[Any]) -> None:
+        """Remembers the names of arrays; the first name of an array counts."""
+        for name, array in zip(named, arrays, strict=True):
+            self.names.setdefault(id(array), name)
+
+
+def current_recording() -> Recording | None:
+    """Returns the recording that is being made, if one is."""
+    return _current.value
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Recording]:
+    """Records what happens inside."""
+    recording = Recording()
+    with _current(recording):
+        yield recording
+
+
+_FUNC = "the function"  # beside its arguments, whose names hold no spaces
+_MOST_REMEMBERED = 1000
+
+
+def _take_arrays(
+    tree: PyTree, is_taken: Callable[[Any], bool] = is_array
+) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
+    """Returns the arrays of a tree, and a function that puts others in their place."""
+    leaves, structure = jax.tree.flatten(tree)
+    taken = [i for i, leaf in enumerate(leaves) if is_taken(leaf)]
+    arrays = [leaves[i] for i in taken]
+    for i in taken:
+        leaves[i] = None
+
+    def put_back(arrays: Sequence[Any]) -> PyTree:
+        full = list(leaves)
+        for i, array in zip(taken, arrays, strict=True):
+            full[i] = array
+        return structure.unflatten(full)
+
+    return arrays, put_back
+
+
+def call_through(
+    visitor: Transformation,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    eager: dict[Any, Any] | None = None,
+    describe: Callable[[LeafName, bool], Named] | None = None,
+) -> Any:
+    """Calls a function through a visitor.
+
+    Args:
+        visitor: The visitor.
+        func: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        eager: Rewritten jaxprs of earlier calls outside all transformations.
+        describe: From the name of a leaf, and whether it is a parameter, to what these
+            are for the user.
+    """
+    if isinstance(func, functools.partial) or inspect.ismethod(func):
+        func, args, kwargs = _unbound(visitor, func, args, kwargs)
+    if "flax.nnx" in sys.modules:
+        names = argument_names(func, len(args))
+        arguments = {_FUNC: func, **dict(zip(names, args, strict=True)), **kwargs}
+        plain, objects = {}, {}
+        for name, tree in arguments.items():
+            plain[name], taken = _nnx.take_out(tree, name)
+            objects.update(taken)
+        if objects:
+            return _call_with_nnx(visitor, names, plain, objects)
+    pure = functools.partial(_call_pure, visitor, eager=eager)
+    if "haiku" in sys.modules and in_haiku():
+        run = lambda f, *args: pure(f, args, {}, describe=haiku_name)  # noqa: E731
+        return call_haiku(func, args, kwargs, run)
+    if "flax.linen" not in sys.modules:
+        return pure(func, args, kwargs, describe=describe)
+    found = linen_call(func, args)
+    if found is not None:
+        run = lambda f, *args: pure(f, args, {}, describe=linen_name)  # noqa: E731
+        return call_linen(found, kwargs, run)
+    with linen_is_not_written():
+        return pure(func, args, kwargs, describe=describe)
+
+
+def _unbound(
+    visitor: Transformation,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Returns a call with what a method or a `functools.partial` holds as arguments.
+
+    There their arrays have names and count as parameters, like those of a module.
+    """
+    bound: tuple[Any, ...] = ()
+    inner = func
+    if isinstance(func, functools.partial):
+        bound, kwargs, inner = func.args, {**func.keywords, **kwargs}, func.func
+    elif inspect.ismethod(func) and not isinstance(func.__self__, type):
+        bound, inner = (func.__self__,), func.__func__
+    if not any(is_array(x) or _nnx.is_nnx(x) for x in jax.tree.leaves(bound)):
+        return func, args, kwargs
+    if visitor.params is not None:
+        moved = [x + len(bound) if isinstance(x, int) else x for x in visitor.params]
+        visitor.params = (*moved, *range(len(bound)))
+    return _unbound(visitor, inner, (*bound, *args), kwargs)
+
+
+def _call_pure(
+    visitor: Transformation,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    eager: dict[Any, Any] | None,
+    describe: Callable[[LeafName, bool], Named] | None,
+) -> Any:
+    """Calls a function that changes nothing but its results; arguments as above."""
+    arrays, put_back = _take_arrays((func, args, kwargs))
+    # NumPy's f64 is JAX's f32, unless x64 is on.
+    arrays = [
+        jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in arrays
+    ]
+    named = _names_and_params(visitor, func, args, kwargs)
+    if describe is not None:
+        named = [describe(*pair) for pair in named]
+    merge = lambda outs: outs  # noqa: E731 - made while the function is traced
+
+    def flat(*arrays: Any) -> list[Any]:
+        nonlocal merge
+        func, args, kwargs = put_back(arrays)
+        outs, merge = _take_arrays(func(*args, **kwargs))
+        return outs
+
+    kept_types = visitor.kept_types
+    kept = run_in_scopes(kept_types) if kept_types else contextlib.nullcontext()
+    # What a type selects is not part of the names by which programs are remembered.
+    if eager is not None and nothing_is_traced() and not kept_types:
+        # The function is traced anew, since what it closes over may have changed; but
+        # the jitted functions inside it, once rewritten, stay the same programs.
+        visitor.cache = eager
+        if len(eager) > _MOST_REMEMBERED:
+            eager.clear()
+    with captured_attention(), visitor.tracing(), kept:
+        (body, consts), widened = _trace(visitor, flat, arrays, named)
+    if _current.value is not None:
+        _current.value.name(named, arrays)
+    is_owner = any([is_param for _, is_param in named])
+    has_params = is_owner or describe not in (linen_name, haiku_name)
+    wide = [convert_dtype(x, _F32) if i in widened else x for i, x in enumerate(arrays)]
+    visitor.stored = {id(wide[i]): (wide[i], arrays[i]) for i in widened}
+    traced = visitor.start(Traced(body, consts, wide, named, has_params))
+    outs = visitor.finish(run_traced(visitor, traced))
+    visitor.stored.clear()  # derivative rules, which JAX keeps, refer to the visitor
+    if not widened:
+        return merge(outs)
+    # What is returned as it came is that very array.
+    given = {var: x for var, x in zip(body.invars, arrays, strict=True)}
+    outs = [
+        given.get(var, out) if not isinstance(var, Literal) else out
+        for var, out in zip(body.outvars, outs, strict=True)
+    ]
+    return _as_stored(merge(outs), (func, *args, *kwargs.values()))
+
+
+_F32 = np.dtype(np.float32)
+
+
+def _trace(
+    visitor: Transformation,
+    flat: Callable[..., Any],
+    arrays: Sequence[Any],
+    named: Sequence[Named],
+) -> tuple[tuple[Any, Sequence[Any]], set[int]]:
+    """Traces a function; parameters of 16 bits as if they were f32, where `amp` asks.
+
+    Such a parameter is storage: what the function computes is what it would be with f32
+    parameters. A function that multiplies them with 16-bit inputs may insist on equal
+    dtypes. Then its inputs are read as f32, too, and if it even casts by itself to what it
+    takes for the dtype of its parameters, everything is left as it is written.
+
+    Returns:
+        The jaxpr and its constants, and the positions of the arrays that it takes as f32.
+    """
+    low = [i for i, x in enumerate(arrays) if x.dtype in _LOW and visitor.widens_params]
+    params = [i for i in low if named[i][1]]
+    choices = [params, low] if params and len(low) > len(params) else [params]
+    refused: TypeError | None = None
+    for chosen in choices if params else ():
+        types = [
+            x.update(dtype=_F32, weak_type=False) if i in chosen else x
+            for i, x in enumerate(map(jax.typeof, arrays))
+        ]
+        try:
+            # Mixed dtypes that were equal in the user's program must not be refused.
+            with jax.numpy_dtype_promotion("standard"):
+                return open_jaxpr(jax.make_jaxpr(flat)(*types)), set(chosen)
+        except TypeError as error:
+            refused = error
+    if refused is not None:
+        warn(_AS_WRITTEN.format(error=str(refused).strip().splitlines()[0]))
+    return open_jaxpr(jax.make_jaxpr(flat)(*arrays)), set()
+
+
+_LOW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
+_AS_WRITTEN = (
+    "A function under `amp` has parameters of 16 bits, which `amp` reads as f32, but it "
+    "casts other values to 16 bits itself and refuses to mix them. It runs as it is written, "
+    "in 16 bits throughout: {error} Remove the casts, or cast to the dtype of the parameters."
+)
+
+
+def _as_stored(result: PyTree, given: Sequence[PyTree]) -> PyTree:
+    """Casts what has the structure of 16-bit parameters to their dtypes.
+
+    Gradients and new parameters that a function returns have the dtypes of the parameters.
+    """
+    for tree in given:
+        leaves, structure = jax.tree.flatten(tree)
+        if structure == _LEAF or not any(
+            is_array(x) and x.dtype in _LOW for x in leaves
+        ):
+            continue
+        shapes = [getattr(x, "shape", None) for x in leaves]
+
+        def is_alike(
+            node: Any, structure: Any = structure, shapes: Any = shapes
+        ) -> bool:
+            found, other = jax.tree.flatten(node)
+            return (
+                other == structure
+                and [getattr(x, "shape", None) for x in found] == shapes
+            )
+
+        def restore(node: Any, tree: Any = tree, is_alike: Any = is_alike) -> Any:
+            if not is_alike(node):
+                return node
+            return jax.tree.map(
+                lambda new, old: (
+                    convert_dtype(new, old.dtype)
+                    if is_floating(new) and is_floating(old)
+                    else new
+                ),
+                node,
+                tree,
+            )
+
+        result = jax.tree.map(restore, result, is_leaf=is_alike)
+    return result
+
+
+_LEAF = jax.tree.structure(0)
+
+
+def run_traced(visitor: Transformation, traced: Traced) -> list[Any]:
+    """Runs a traced function through a visitor; its results have their own dtypes."""
+    facts = [
+        visitor.argument_fact(*named, leaf)
+        for named, leaf in zip(traced.named, traced.arrays, strict=True)
+    ]
+    outs, _ = visitor.run(
+        traced.jaxpr, traced.consts, traced.arrays, facts, ambient_scopes()
+    )
+    variables = traced.jaxpr.outvars
+    return as_results(outs, variables, dtypes_of([var.aval for var in variables]))
+
+
+Params = tuple[int | str, ...] | None
+"""The positions or names of arguments that hold parameters; `None` to find them."""
+
+
+def parse_params(params: Any) -> Params:
+    """Returns what a user may pass for `params`: a position, a name, or several.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    if params is None:
+        return None
+    single = isinstance(params, str) or not isinstance(params, Iterable)
+    found: list[int | str] = []
+    for param in (params,) if single else params:
+        if not isinstance(param, str):
+            try:
+                param = as_count(param, "params")
+            except TypeError as error:
+                raise TypeError(
+                    "`params` must be the position or the name of the argument that "
+                    f"holds the parameters, or several, but {param!r} was given."
+                ) from error
+        found.append(param)
+    return tuple(found)
+
+
+def param_arguments(
+    names: Sequence[str], given: Sequence[str], params: tuple[int | str, ...]
+) -> list[str]:
+    """Returns the names of the arguments that the user says hold parameters.
+
+    Args:
+        names: Those of the positional arguments.
+        given: Those of all arguments.
+        params: Positions or names.
+
+    Raises:
+        ValueError: If there is no such argument.
+    """
+    found = []
+    for param in params:
+        if isinstance(param, int):
+            is_given = -len(names) <= param < len(names)
+            param = names[param] if is_given else f"argument {param}"
+        if param not in given:
+            raise ValueError(
+                f"`params` names `{param}`, but the function was called with "
+                f"{[*given]}. Pass the position or the name of the argument "
+                "that holds the parameters."
+            )
+        found.append(param)
+    return found
+
+
+def _names_and_params(
+    visitor: Transformation,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[Named]:
+    """Returns the names of the arrays of a call, and which of them are parameters.
+
+    Without a choice of the user's these are the arrays that the function itself holds, as
+    a module or a method of one; else the first argument that is a container. An argument
+    that is an array by itself may be an input: `fp8` takes the first one if there is no
+    container.
+    """
+    names = argument_names(func, len(args))
+    trees = [*zip(names, args, strict=True), *sorted(kwargs.items())]
+    if not isinstance(func, types.FunctionType):
+        trees.insert(0, ("", func))
+    named = [
+        name
+        for argument, tree in trees
+        for name, leaf in flatten_with_names(tree, argument)[0]
+        if is_array(leaf)
+    ]
+    if visitor.params is not None:
+        params = param_arguments(names, [*names, *kwargs], visitor.params)
+    elif any([not name.argument for name in named]):
+        params = []
+    else:
+        params = [name.argument for name in named if name.path]
+        if kwargs:
+            order = argument_names(func, len(args) + len(kwargs))
+            place = {name: i for i, name in enumerate([*order, *sorted(kwargs)][::-1])}
+            params.sort(key=lambda x: -place[x])
+        params = (params or (names if visitor.takes_bare_params else []))[:1]
+    held = ("", *params)
+    return [(name, name.argument in held and not is_state(name)) for name in named]
+
+
+def _call_with_nnx(
+    visitor: Transformation,
+    names: list[str],
+    plain: dict[str, Any],
+    objects: dict[LeafName, Any],
+) -> Any:
+    """Calls a function of NNX objects as a pure one and writes their state back.
+
+    `plain` holds the function and all arguments, with slots for the objects; `names` are
+    those of the positional arguments.
+    """
+    split = _nnx.split(objects, ())
+
+    def pure(state: Any, plain: dict[str, Any]) -> tuple[Any, Any]:
+        merged = _nnx.merge(split._replace(rest=state))
+        everything = _nnx.put_back(plain, merged.objects)
+        func = everything.pop(_FUNC)
+        args = [everything.pop(name) for name in names]
+        return func(*args, **everything), _nnx.rest_of(merged)
+
+    variables = {
+        "/".join(map(str, path)): name
+        for path, name in _nnx.variable_names(objects).items()
+    }
+
+    everything = [name for name in plain if name not in (_FUNC, *names)]
+    chosen = None
+    if visitor.params is not None:
+        chosen = param_arguments(names, [*names, *everything], visitor.params)
+
+    def describe(name: LeafName, is_param: bool) -> Named:
+        if name.argument == "state":
+            name = variables[name.path.removesuffix("/value")]
+            is_param = not is_state(name)
+        else:
+            argument, _, path = name.path.partition("/")
+            name, is_param = LeafName(path, name.types[1:], argument), False
+        if chosen is not None:
+            is_held = name.argument in (*chosen, _FUNC)
+            is_param = is_held and not is_state(name)
+        if name.argument == _FUNC:
+            name = LeafName(name.path, name.types)
+        return name, is_param
+
+    out, state = call_through(visitor, pure, (split.rest, plain), {}, describe=describe)
+    # A parameter that the function changes in place keeps its dtype.
+    state = jax.tree.map(
+        lambda new, old: convert_dtype(new, old.dtype) if is_floating(new) else new,
+        state,
+        split.rest,
+    )
+    _nnx.update(objects, state, before=split.rest)
+    return out
+
+
+def flat_call(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> tuple[list[Any], Callable[[Transformation, Sequence[Any]], list[Any]]]:
+    """Returns the arrays of a call, and a function of a visitor and such arrays.
+
+    That function makes the call through the visitor and returns the arrays of the result.
+
+    Args:
+        func: The function, or a module that holds arrays of its own.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        wrap: Makes another function of it, which is called by itself: `amp` or `fp8`.
+    """
+    # NNX objects are copied, or they would hold tracers afterwards.
+    plain, objects = _nnx.take_out((func, args, kwargs))
+    split = _nnx.split(objects, ()) if objects else None
+    state = split.rest if split is not None else None
+    arrays, put_back = _take_arrays((plain, state), _is_abstract)
+
+    def call(visitor: Transformation, arrays: Sequence[Any]) -> list[Any]:
+        plain, state = put_back(arrays)
+        if split is not None:
+            merged = _nnx.merge(split._replace(rest=state))
+            plain = _nnx.put_back(plain, merged.objects)
+        func, args, kwargs = plain
+        if wrap is None:
+            return _take_arrays(call_through(visitor, func, args, kwargs))[0]
+        return _take_arrays(wrap(func)(*args, **kwargs))[0]
+
+    return arrays, call
+
+
+def trace(
+    visitor: Transformation,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Returns the jaxpr of a call through a visitor."""
+    arrays, call = flat_call(func, args, kwargs)
+    return jax.make_jaxpr(functools.partial(call, visitor))(arrays)
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)

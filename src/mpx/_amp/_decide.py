@@ -1,0 +1,330 @@
+"""In which precision an equation runs: the step "decide".
+
+A decision depends on the equation, the dtypes and facts of its operands, the scopes around it
+and the rules, and on nothing else.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpx._amp._facts import F32, LOW_DTYPES, Origin, Settings, is_eligible
+from mpx._amp._rules import LOW_NAME, PRIMITIVES, REASONS, Rule, RuleLike
+from mpx._jax._compat import HAS_MOSAIC, default_matmul_precision, has_explicit_axes
+from mpx._jax._devices import cuda_capability, gpu_capability
+from mpx._jax._private import private
+from mpx._jax._warn import warn
+from mpx._ops._experts._plain import FORMS, Kind
+from mpx._program import HANDLERS
+from mpx._program._interpreter import Op
+from mpx._program._queries import (
+    ATTENTION,
+    CROSS_ENTROPY,
+    GROUPED,
+    MATMULS,
+    Equation,
+    holds,
+    matmul_sizes,
+)
+
+_MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
+_OPAQUE = (
+    "`amp` does not know the operation `{name}`, which holds matmuls: they run as they are "
+    "written. Call what is inside without it, or report this."
+)
+PRESETS = {
+    Rule.TF32: lax.DotAlgorithmPreset.TF32_TF32_F32,
+    Rule.BF16_F32: lax.DotAlgorithmPreset.BF16_BF16_F32,
+    Rule.TRUE_F32: lax.DotAlgorithmPreset.F32_F32_F32,
+}
+
+
+class Choice(NamedTuple):
+    """How an equation runs.
+
+    Attributes:
+        how: The emitter, by its name in `mpx._amp._emit.EMITTERS`.
+        rule: The rule; `None` if there was nothing to decide.
+        reason: Why.
+    """
+
+    how: str
+    rule: RuleLike | None = None
+    reason: str = ""
+
+
+Region = tuple[RuleLike, str] | None
+"""The rule of a scope or function around an equation, and the reason."""
+
+
+def decide(amp: Settings, op: Op) -> Choice:
+    """Returns how an equation runs: by its region, its parameter or its primitive."""
+    name, region = op.eqn.primitive.name, None
+    if op.scopes or amp.rules.functions:
+        region = amp.region_rule(op.eqn, op.scopes)
+    if region is not None and region[0] == Rule.ORIGINAL:
+        return Choice("plain attention" if name in ATTENTION else "original", *region)
+    special = _SPECIAL.get(name)
+    return (_by_rule if special is None else special)(amp, op, region)
+
+
+def _by_rule(amp: Settings, op: Op, region: Region) -> Choice:
+    name = op.eqn.primitive.name
+    if name not in PRIMITIVES and holds(op.eqn, MATMULS):
+        warn(_OPAQUE.format(name=name))
+    if F32 not in [getattr(var.aval, "dtype", None) for var in op.eqn.invars]:
+        if is_low_ragged(op.eqn):
+            return Choice("ragged as written", Rule.LOW, describe_ragged(op.eqn))
+        return Choice("as written")
+    rule, reason = region or amp.rule(name, op.eqn.params, op.facts)
+    if region and rule in _MAY_BE_LOW and PRIMITIVES.get(name) == Rule.ORIGINAL:
+        # A scatter or a solver has no version in the compute dtype.
+        rule, reason = Rule.ORIGINAL, REASONS[name]
+    if callable(rule) and not isinstance(rule, str):
+        return Choice("user", rule, getattr(rule, "__name__", "custom"))
+    rule = Rule(rule)
+    kept = reason_against(op.eqn, rule, op.facts)
+    if kept is not None:
+        return Choice("original", rule, kept)
+    if name in RAGGED and rule == Rule.LOW:
+        reason = describe_ragged(op.eqn)
+    is_matmul = name in MATMULS and rule == Rule.LOW
+    return Choice("matmul" if is_matmul else rule, rule, reason)
+
+
+def _decide_name(amp: Settings, op: Op, region: Region) -> Choice:
+    if op.eqn.params["name"] != LOW_NAME or not is_eligible(op.eqn.invars[0].aval):
+        return _by_rule(amp, op, region)
+    _, reason = region or amp.rule("name", op.eqn.params, op.facts)
+    return Choice("mark", Rule.FOLLOW, reason)
+
+
+def _decide_attention(amp: Settings, op: Op, region: Region) -> Choice:
+    """Attention runs in cuDNN, or by the operations that JAX runs by default."""
+    eqn = op.eqn
+    if not is_eligible(eqn.invars[0].aval):  # an `amp` inside this one has been here
+        return Choice("as given")
+    rule, reason = region or amp.rule("dot_general", {}, op.facts[:3])
+    if rule == Rule.LOW:
+        against = no_cudnn(amp, eqn)
+        if against is None:
+            return Choice("attention", Rule.LOW, reason)
+        if eqn.primitive.name == next(iter(ATTENTION)):
+            # Its operations are recognised again, and perhaps padded.
+            return Choice("operations of attention")
+        return Choice("operations of attention", Rule.ORIGINAL, against)
+    # JAX itself refuses cuDNN in f32.
+    required = eqn.params["spec"].required
+    return Choice("original" if required else "operations of attention")
+
+
+def no_cudnn(amp: Settings, eqn: Equation) -> str | None:
+    """Returns why attention does not run in cuDNN, if it does not."""
+    from mpx._ops._attention import reason_against, reason_not_paying
+
+    if eqn.primitive.name == "cudnn_attention_tangent":
+        return "cuDNN has no forward-mode derivative"
+    spec = eqn.params["spec"]
+    if spec.required:
+        return None
+    if amp.attention == "keep":
+        return "attention is kept"
+    rows, keys = (var.aval.shape[1] for var in eqn.invars[:2])
+    against = reason_not_paying(cuda_capability(), rows, keys)
+    if against is not None:
+        return against
+    avals = [
+        jax.ShapeDtypeStruct(var.aval.shape, amp.dtype if i < 3 else var.aval.dtype)
+        for i, var in enumerate(eqn.invars[: spec.operands])
+    ]
+    return reason_against(spec, tuple(avals))
+
+
+def _decide_cross_entropy(amp: Settings, op: Op, region: Region) -> Choice:
+    head = op.eqn.params["head"]
+    if head.dtype != F32:
+        return Choice("as written")
+    rule, reason = region or amp.rule("dot_general", {}, op.facts[:2])
+    if rule == Rule.LOW:
+        highest = ("highest", "float32")
+        if head.precision in highest and default_matmul_precision() not in highest:
+            return Choice("original", rule, HIGHEST)
+        return Choice("cross entropy", rule, reason)
+    if rule in PRESETS:
+        return Choice("cross entropy", rule, reason)
+    return Choice("original", rule if isinstance(rule, str) else Rule.ORIGINAL, reason)
+
+
+_SPECIAL: dict[str, Callable[[Settings, Op, Region], Choice]] = {
+    **dict.fromkeys(ATTENTION, _decide_attention),
+    **dict.fromkeys(CROSS_ENTROPY, _decide_cross_entropy),
+    **dict.fromkeys(HANDLERS, lambda *_: Choice("body")),
+    "convert_element_type": lambda *_: Choice("convert"),
+    "name": _decide_name,
+}
+
+
+def reason_against(
+    eqn: Equation, rule: Rule, facts: Sequence[Origin] = ()
+) -> str | None:
+    """Returns why an equation runs as written though its rule is another, if it does.
+
+    Args:
+        eqn: The equation.
+        rule: Its rule.
+        facts: What is known of its operands.
+    """
+    name = eqn.primitive.name
+    if name not in MATMULS:
+        return "not a matmul" if rule in PRESETS else None
+    if rule != Rule.LOW and rule not in PRESETS:
+        return None
+    kept = _reason_as_asked(eqn)
+    if kept is None and rule != Rule.TRUE_F32:
+        kept = _reason_for_f32(eqn, facts)
+    if kept is None and rule in PRESETS and name != "dot_general":
+        # Convolutions know precisions but no algorithms.
+        kept = "algorithms exist for dot_general only"
+    return kept
+
+
+def _reason_as_asked(eqn: Equation) -> str | None:
+    """Returns what was asked for that forbids to change a matmul, if anything was."""
+    dtypes = [np.dtype(getattr(x.aval, "dtype", np.void)) for x in eqn.invars[:2]]
+    # f32 activations times 16-bit numbers or a mask are an f32 matmul, to be run low, too.
+    known = [x in (F32, *LOW_DTYPES) or x.kind in "biu" for x in dtypes]
+    if F32 not in dtypes or not all(known):
+        return "an operand is not f32"
+    wanted = eqn.params.get("preferred_element_type")
+    if wanted is not None and np.dtype(wanted) != F32:
+        return f"its result was asked for in {np.dtype(wanted).name}"
+    asked = eqn.params.get("precision")
+    asked = asked if isinstance(asked, tuple) else (asked,)
+    if lax.Precision.HIGHEST in asked and not highest_is_the_default():
+        return HIGHEST
+    for item in asked:
+        if isinstance(item, lax.DotAlgorithm | lax.DotAlgorithmPreset):
+            return f"the algorithm {item} was asked for"
+    return None
+
+
+HIGHEST = "precision=HIGHEST was asked for"
+
+
+def highest_is_the_default() -> bool:
+    """Returns whether every matmul has the highest precision, also one that asks for none."""
+    return default_matmul_precision() in ("highest", "float32")
+
+
+def _reason_for_f32(eqn: Equation, facts: Sequence[Origin]) -> str | None:
+    """Returns why 16 bits cost a matmul accuracy and gain it no time, if they do.
+
+    Without a sum, as in the angles of rotary embeddings, the operands are rounded and no
+    matrix unit has anything to add up. A product with a vector is an inner product, as in a
+    norm or a penalty, or several of them: matrix units have nothing to gain there, and the
+    result may leave the range of f16, as may that of `reduce_sum`. With one weight it is a
+    layer that gets one example, or has one output.
+    """
+    summed, free = matmul_sizes(eqn)
+    # A size that is a symbol counts as larger than 1.
+    if isinstance(summed, int) and summed <= 1:
+        return "a product without a sum gains nothing in 16 bits"
+    has_vector = any([isinstance(size, int) and size <= 1 for size in free])
+    if eqn.primitive.name != "dot_general" or not has_vector:
+        return None
+    sources = [fact.source for fact in facts[:2]]
+    # If no operand is made of parameters, the function may close over its weights.
+    closed_over = [x.leaf is not None and not x.names for x in sources]
+    if (sum([x.is_param for x in sources]) or sum(closed_over)) == 1:
+        return None
+    return "a product with a vector is a sum, which 16 bits make neither fast nor exact"
+
+
+RAGGED = frozenset({"ragged_dot", "ragged_dot_general"})
+IN_KERNEL = "in a grouped kernel"
+_HOPPER = (9, 0)
+_KINDS: dict[Any, Kind] = {
+    ((a,), (b,), groups): kind for kind, (a, b, groups) in FORMS.items()
+}
+# Blocks of the kernel: rows that it loads together, the least number of rows, and what
+# divides the other sizes.
+_TOGETHER, _LEAST, _MULTIPLE = 8, 128, 64
+
+
+def kind_of(eqn: Equation) -> Kind | None:
+    """Returns what a ragged matmul multiplies, if there is a kernel for that."""
+    if eqn.primitive.name == GROUPED:
+        return eqn.params["kind"]
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    if numbers is None or eqn.params.get("group_offset") is not None:
+        return None
+    summed, batch = numbers.dot_dimension_numbers
+    form = (*map(tuple, summed), tuple(numbers.rhs_group_dimensions))
+    if any(map(len, batch)) or tuple(numbers.lhs_ragged_dimensions) != (0,):
+        return None
+    kind = _KINDS.get(form)
+    ranks = tuple(len(var.aval.shape) for var in eqn.invars[:2])
+    return kind if ranks == ((2, 2) if kind == "sums" else (2, 3)) else None
+
+
+def no_grouped_kernel(eqn: Equation) -> str | None:
+    """Returns why a ragged matmul of 16-bit numbers is in no grouped kernel, if so."""
+    return reason_by_device() or reason_by_shape(eqn)
+
+
+def reason_by_device() -> str | None:
+    """Returns why there is no grouped kernel here, if there is none."""
+    if gpu_capability() != _HOPPER:
+        return "the kernel needs a Hopper GPU"
+    if not HAS_MOSAIC:
+        return f"the kernel needs jax 0.11 or later, and {jax.__version__} is installed"
+    if private("grouped") is None:
+        return "this version of JAX lacks a name that the kernel needs"
+    mesh = jax.sharding.get_abstract_mesh()
+    is_split = mesh.size > 1 and not mesh.are_all_axes_manual
+    if is_split or has_explicit_axes(mesh):
+        return "its operands may be sharded: call it under `jax.shard_map`"
+    return None
+
+
+def reason_by_shape(eqn: Equation, multiple: int = _MULTIPLE) -> str | None:
+    """Returns why the grouped kernel cannot run a ragged matmul, if it cannot.
+
+    Args:
+        eqn: The matmul.
+        multiple: What must divide the sizes that are not rows.
+    """
+    if kind_of(eqn) is None:
+        return "it is not rows times a matrix for each group"
+    rows, *sizes = eqn.invars[0].aval.shape
+    sizes += eqn.invars[1].aval.shape[1:]
+    if rows < _LEAST or rows % _TOGETHER:
+        return f"it has {rows} rows, not a multiple of {_TOGETHER}, {_LEAST} or more"
+    for size in sizes:
+        if size == 0 or size % multiple:
+            return f"{size} is not a multiple of {multiple}"
+    return None
+
+
+def describe_ragged(eqn: Equation) -> str:
+    """Returns how a ragged matmul of 16-bit numbers runs, for the report."""
+    against = no_grouped_kernel(eqn)
+    return IN_KERNEL if against is None else f"every group for every row: {against}"
+
+
+def is_low_ragged(eqn: Equation) -> bool:
+    """Returns whether an equation is a ragged matmul of operands written in 16 bits.
+
+    The result may be asked for in f32.
+    """
+    if eqn.primitive.name not in RAGGED:
+        return False
+    first, second, out = (
+        np.dtype(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)
+    )
+    is_16_bit = first in (jnp.bfloat16, jnp.float16)
+    return is_16_bit and first == second and out in (first, np.float32)

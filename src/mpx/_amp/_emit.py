@@ -1,0 +1,381 @@
+"""How a decision is carried out: casts, matmuls and kernels: the step "emit".
+
+A sum in the backward pass is made in f32. It is the transpose of an operation that uses one
+number several times, so such operations run in f32 where their operand is held in 16 bits,
+and their result is rounded after: see `SUMMED`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpx._amp._decide import PRESETS, RAGGED, Choice, kind_of, no_grouped_kernel
+from mpx._amp._facts import (
+    F32,
+    NEUTRAL,
+    Origin,
+    Settings,
+    cast,
+    changed,
+    is_eligible,
+    is_low,
+    may_be_param,
+    saturate,
+    widest,
+)
+from mpx._amp._rules import BROADCASTING, LINEAR, PRIMITIVES, SUMMED, Rule, RuleLike
+from mpx._casting._reduction import weight_grad_dtype
+from mpx._jax._compat import (
+    bind,
+    eval_equation,
+    eval_jaxpr,
+    make_jit_context,
+    open_jaxpr,
+)
+from mpx._jax._formats import short_name
+from mpx._jax._private import private
+from mpx._program._interpreter import Op, Outcome, Values, arrays_of, as_array
+from mpx._program._queries import ATTENTION, Equation
+from mpx._wire._product import multiply_for, plain_multiply
+
+
+def as_written(amp: Settings, op: Op) -> Values:
+    """Runs an equation without f32 operands."""
+    if any(map(is_low, op.values)):
+        return summed_in_f32(amp, op, op.values)
+    return eval_equation(op.eqn, op.values)
+
+
+def summed_in_f32(amp: Settings, op: Op, values: Values) -> Values:
+    """Runs an equation of 16-bit operands such that its transpose sums in f32.
+
+    The results are the same: what is done in f32 only moves or selects numbers.
+    """
+    eqn, name = op.eqn, op.eqn.primitive.name
+    low = next((x.dtype for x in values if is_low(x)), None)
+    if low is None:
+        return bind(eqn, arrays_of(values))
+    if name in BROADCASTING:
+        shape = tuple(eqn.outvars[0].aval.shape)
+
+        def whole(x: Any, fact: Origin) -> Any:
+            if not is_low(x) or fact.literal is not None or x.shape == shape:
+                return x
+            return cast(jnp.broadcast_to(amp.widen(x), shape), x.dtype)
+
+        values = [whole(*x) for x in zip(values, op.facts, strict=True)]
+    elif name in SUMMED or (name == "pad" and op.facts[1].literal is None):
+        wide = [amp.widen(x) if is_low(x) else x for x in values]
+        return [cast(x, low) if x.dtype == F32 else x for x in bind(eqn, wide)]
+    return bind(eqn, arrays_of(values))
+
+
+def _ragged_as_written(amp: Settings, op: Op) -> Values:
+    """Runs a ragged matmul that is written in 16 bits."""
+    return multiply(op.eqn, arrays_of(op.values), op.eqn.outvars[0].aval.dtype)
+
+
+def original(amp: Settings, op: Op) -> Values:
+    """Runs an equation as it is written, on operands cast back to f32."""
+    return eval_equation(op.eqn, changed(op, amp.widen))
+
+
+def _mark_low(amp: Settings, op: Op) -> Values:
+    """Runs the marker of `amp_low`."""
+    return bind(op.eqn, [cast(op.values[0], amp.dtype)])
+
+
+def _convert(amp: Settings, op: Op) -> Values:
+    """Runs a cast as it is written; one from f32 to f32 only drops a weak type."""
+    (var,), (out,) = op.eqn.invars, op.eqn.outvars
+    if is_eligible(var.aval) and is_eligible(out.aval):
+        return op.values
+    return bind(op.eqn, [as_array(op.values[0])])
+
+
+def _by_user(amp: Settings, op: Op, rule: Callable[..., Any]) -> Values:
+    """Lets a user's function, as jaxamp's `precision_fn`, choose operands and parameters."""
+    dtypes = [var.aval.dtype for var in op.eqn.invars]
+    args = arrays_of(op.values)
+    args, params = rule(amp.dtype, dtypes, *args, **op.eqn.params)
+    return bind(op.eqn, list(args), **params)
+
+
+def _low(amp: Settings, op: Op) -> Values:
+    return bind(op.eqn, changed(op, lambda x: cast(x, amp.dtype)))
+
+
+def _f32(amp: Settings, op: Op) -> Values:
+    return bind(op.eqn, changed(op, amp.widen))
+
+
+def _widest(amp: Settings, op: Op) -> Values:
+    eqn, facts = op.eqn, op.facts
+    soft = [
+        fact.literal is not None
+        or _is_bias(fact)
+        or (amp.rules.base == "fast" and not fact.touched)
+        for fact in facts
+    ]
+    dtype = widest(
+        value.dtype
+        for var, value, follows in zip(eqn.invars, op.values, soft, strict=True)
+        if is_eligible(var.aval) and not follows
+    )
+    literals = [fact.literal for fact in facts if fact.literal is not None]
+    if dtype == F32 or not all(short_name(dtype) in x for x in literals):
+        return bind(eqn, changed(op, amp.widen))
+    values = [
+        cast(x, dtype) if is_eligible(var.aval) and fact.literal is not None else x
+        for var, x, fact in zip(eqn.invars, op.values, facts, strict=True)
+    ]
+    if any(getattr(x, "dtype", None) == F32 for x in values):
+        return _with_params(eqn, arrays_of(values), dtype)
+    return summed_in_f32(amp, op, values)
+
+
+def _with_params(eqn: Equation, values: Values, dtype: np.dtype) -> Values:
+    """Runs an operation on activations of 16 bits and f32 parameters.
+
+    It computes in f32 and rounds once. In the backward pass a parameter's gradient is a sum
+    over all examples, also over those of a `jax.vmap` around the call, and that sum is f32.
+    """
+
+    def compute(*values: Any) -> Values:
+        wide = [saturate(x, dtype) if x.dtype == F32 else x for x in values]
+        outs = bind(eqn, [cast(x, F32) if is_low(x) else x for x in wide])
+        return [cast(x, dtype) if x.dtype == F32 else x for x in outs]
+
+    if eqn.primitive.name in LINEAR:
+        return compute(*values)
+    # A product keeps its operands for the backward pass: those of 16 bits.
+    return jax.checkpoint(compute, prevent_cse=False)(*values)
+
+
+def _is_bias(fact: Origin) -> bool:
+    """Returns whether an operand is a bias or a scale, which takes the others' dtype.
+
+    Without this each `x @ W + b` would fall back to f32. It is for parameters: biases,
+    scales, embeddings of positions. Masks, targets and coordinates are arguments of another
+    kind and stay f32: 16 bits would round or overflow them and change the result.
+    """
+    source = fact.source
+    if not source.is_param or source.leaf is None:
+        return False
+    sizes = tuple(size for size in source.leaf if size != 1)
+    # Not a mask or bias of attention, which a module may hold.
+    return len(sizes) < 2 or sizes[-1] != sizes[-2]
+
+
+def _follow(amp: Settings, op: Op) -> Values:
+    eqn, values = op.eqn, changed(op, as_array)
+    if PRIMITIVES.get(eqn.primitive.name) != Rule.FOLLOW and _operands_differ(
+        eqn, values
+    ):
+        # A user's rule. The table has it only where operands need not agree, as in `sort`.
+        return _widest(amp, op)
+    return summed_in_f32(amp, op, values)
+
+
+def _operands_differ(eqn: Equation, values: Values) -> bool:
+    pairs = zip(eqn.invars, values, strict=True)
+    return len({x.dtype for var, x in pairs if is_eligible(var.aval)}) > 1
+
+
+def low_matmul(amp: Settings, op: Op) -> Values:
+    """Runs a matmul in the compute dtype."""
+    weights, args = {}, list(op.values)
+    for side, value in enumerate(op.values[:2]):
+        # Parameters are cast for each matmul: their cotangents add up in f32. An activation
+        # is cast once: its cotangents add up in the matmuls that make them, as in a model
+        # written in 16 bits. Each in an array of its own costs memory traffic and, where
+        # they are sums over devices, an all-reduce each.
+        is_f32, is_param = is_eligible(value), may_be_param(op.facts[side])
+        args[side] = (amp.once if is_f32 and not is_param else cast)(value, amp.dtype)
+        if is_f32 and is_param:
+            dtype = weight_grad_dtype(amp.reduce, value, amp.dtype)
+            if dtype != amp.dtype:
+                # Its gradient leaves the backward matmul in f32.
+                weights[side] = value, dtype
+                args[side] = amp.copies.get(op.eqn.invars[side], args[side])
+    if not weights and op.eqn.primitive.name not in RAGGED:
+        return bind(op.eqn, args, preferred_element_type=amp.dtype)
+    if not weights:
+        return multiply(op.eqn, args, amp.dtype)
+    return [multiply_for(op.eqn, args, weights, _multiply)]
+
+
+def _multiply(eqn: Equation, args: Values, dtype: np.dtype) -> Values:
+    """Runs a matmul of low operands, whose result may be f32."""
+    if eqn.primitive.name in RAGGED and no_grouped_kernel(eqn) is None:
+        return multiply(eqn, args, dtype)
+    return plain_multiply(eqn, args, dtype)
+
+
+def _by_algorithm(rule: Rule, amp: Settings, op: Op) -> Values:
+    """Runs a matmul of f32 operands by an algorithm of the hardware."""
+    # One may be a 16-bit parameter.
+    args = [cast(x, F32) for x in changed(op, amp.widen)]
+
+    def chosen(*args: Any) -> Values:
+        return bind(op.eqn, args, precision=PRESETS[rule])
+
+    if rule == Rule.TF32:
+        # Only CUDA has it; elsewhere the plain f32 product is at least as exact.
+        return lax.platform_dependent(
+            *args, cuda=chosen, default=lambda *x: bind(op.eqn, x)
+        )
+    return chosen(*args)
+
+
+def multiply(eqn: Equation, args: Any, dtype: np.dtype) -> list[Any]:
+    """Runs a matmul of 16-bit operands; a ragged one in a grouped kernel if there is one.
+
+    Args:
+        eqn: Any matmul.
+        args: Its operands.
+        dtype: The dtype of the result.
+    """
+    if eqn.primitive.name not in RAGGED or no_grouped_kernel(eqn) is not None:
+        return bind(eqn, args, preferred_element_type=dtype)
+    from mpx._ops._experts._primitive import grouped_matmul
+
+    kind = kind_of(eqn)
+    assert kind is not None
+    return [grouped_matmul(*args, kind=kind, dtype=dtype)]
+
+
+# Part of the cache key of `jax.jit`: functions traced before are traced anew, and those
+# traced here are not found elsewhere. JAX allows no new context while it traces, so it is
+# made here and not in `mpx._ops._attention`, which is loaded on first use.
+_is_captured = make_jit_context(False)
+
+
+def captured_attention() -> contextlib.AbstractContextManager[None]:
+    """Makes calls of `jax.nn.dot_product_attention` one operation, where that can help.
+
+    If JAX lacks a private name that this needs, attention stays as it is written.
+    """
+    if _is_captured.value or private("attention") is None:
+        return contextlib.nullcontext()
+    return _capturing()
+
+
+@contextlib.contextmanager
+def _capturing() -> Iterator[None]:
+    from mpx._ops._attention import attend, captured
+
+    with captured(attend), _is_captured(True):
+        yield
+
+
+def _op_by_op(amp: Settings, op: Op) -> Outcome:
+    """Runs the operations that JAX runs by default, each by its own rule."""
+    outvars = op.eqn.outvars
+    is_forward = op.eqn.primitive.name == next(iter(ATTENTION))
+    if not is_forward or _is_read(amp.frame.jaxpr, outvars[1]):
+        return amp.run(*_plain_jaxpr(op.eqn), op.values, op.facts, op.scopes)
+    # Without the logsumexp, which would keep the scores from being recognised.
+    plain = _plain_jaxpr(op.eqn, outputs=1)
+    outs, known = amp.run(*plain, op.values, op.facts, op.scopes)
+    unread = jnp.zeros(outvars[1].aval.shape, outvars[1].aval.dtype)
+    return [*outs, unread], [*known, NEUTRAL]
+
+
+def _is_read(jaxpr: Any, var: Any) -> bool:
+    atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
+    return any(atom is var for atom in atoms)
+
+
+def _original_attention(amp: Settings, op: Op) -> Values:
+    """Runs attention as it is written, by the operations that JAX runs by default."""
+    if op.eqn.params["spec"].required:
+        return original(amp, op)
+    body, consts = _plain_jaxpr(op.eqn)
+    return eval_jaxpr(body, consts, *changed(op, amp.widen))
+
+
+def _plain_jaxpr(eqn: Equation, outputs: int | None = None) -> tuple[Any, Any]:
+    from mpx._ops._attention import PLAIN
+
+    plain = functools.partial(PLAIN[eqn.primitive.name], **eqn.params)
+    return open_jaxpr(
+        jax.make_jaxpr(lambda *operands: list(plain(*operands))[:outputs])(
+            *(var.aval for var in eqn.invars)
+        )
+    )
+
+
+def _in_cudnn(amp: Settings, op: Op) -> Values:
+    """Runs attention in cuDNN: what it multiplies in 16 bits, the other operands in f32."""
+    low = {0, 1, 2}
+    if op.eqn.primitive.name == "cudnn_attention_backward":
+        *_, out, _, cotangent = range(len(op.values))
+        low |= {out, cotangent}
+    pairs = zip(op.values, changed(op, amp.widen), strict=True)
+    values = [
+        cast(value, amp.dtype) if i in low else wide
+        for i, (value, wide) in enumerate(pairs)
+    ]
+    return bind(op.eqn, values)
+
+
+def _cross_entropy(amp: Settings, op: Op, rule: RuleLike) -> Values:
+    dtype, precision = amp.dtype, None
+    if rule in PRESETS:
+        dtype, precision = F32, PRESETS[Rule(rule)]
+    head = op.eqn.params["head"]
+    # The hidden states and the weight may be held in 16 bits. But logits that are kept are
+    # in an array of the weight's dtype as it was written.
+    free = 2 if head.kept is None else 1
+    values = [
+        amp.widen(x) if i >= free and is_eligible(var.aval) else x
+        for i, (x, var) in enumerate(zip(op.values, op.eqn.invars, strict=True))
+    ]
+    # In a loop, what is kept would be stacked over the iterations.
+    may_keep = head.may_keep and not amp.in_loop
+    head = dataclasses.replace(
+        head, dtype=dtype, precision=precision, may_keep=may_keep
+    )
+    return bind(op.eqn, arrays_of(values), head=head)
+
+
+Emitter = Callable[[Any, Op], Values | Outcome]
+"""Runs one equation; the first argument is an `Autocast`. It may tell more of the results
+than `Settings.facts_after`."""
+
+EMITTERS: dict[str, Emitter] = {
+    "as written": as_written,
+    "original": original,
+    "convert": _convert,
+    "mark": _mark_low,
+    "matmul": low_matmul,
+    "ragged as written": _ragged_as_written,
+    "attention": _in_cudnn,
+    "operations of attention": _op_by_op,
+    "plain attention": _original_attention,
+    "as given": lambda amp, op: eval_equation(op.eqn, op.values),
+    Rule.LOW: _low,
+    Rule.F32: _f32,
+    Rule.WIDEST: _widest,
+    Rule.FOLLOW: _follow,
+    Rule.ORIGINAL: original,
+    **{rule: functools.partial(_by_algorithm, rule) for rule in PRESETS},
+}
+
+
+def emit(amp: Settings, op: Op, choice: Choice) -> Values | Outcome:
+    """Runs an equation as it was decided."""
+    if choice.how == "user":
+        return _by_user(amp, op, choice.rule)  # pyright: ignore[reportArgumentType]
+    if choice.how == "cross entropy":
+        assert choice.rule is not None
+        return _cross_entropy(amp, op, choice.rule)
+    return EMITTERS[choice.how](amp, op)

@@ -1,0 +1,374 @@
+"""One step of a gradient function: cast, scale, differentiate, reduce, unscale, check."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, PyTree
+
+from mpx._casting._half import gradient_function
+from mpx._casting._reduction import COMPUTE, EIGHT_BITS, Reduce, reducing_in, shards_of
+from mpx._casting._wrapped import is_amp, take_scales
+from mpx._gradients._call import Call, State, as_loss, is_spoilt, is_statistic, unpack
+from mpx._gradients._options import GradOptions
+from mpx._jax._compat import as_varying, unpacking_targets, varying_axes
+from mpx._jax._formats import at_least_f32
+from mpx._jax._tree import (
+    AxisName,
+    all_devices,
+    all_finite,
+    cast_floating,
+    cast_leaf,
+    dtype_of,
+    is_floating,
+    map_with_name,
+    named_leaves,
+    select_tree,
+)
+from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
+from mpx._wire._feedback import ErrorFeedback, mean_with_feedback, take_feedback
+from mpx._wire._sums import mean_8_bits
+
+Grads = TypeVar("Grads")
+Scaling = TypeVar("Scaling", bound=LossScaling)
+
+
+class _Fields(NamedTuple):
+    value: Array
+    aux: PyTree
+    grads: PyTree
+    scaling: Any
+    finite: Bool[Array, ""]
+    fp8: PyTree = None
+    feedback: PyTree = None
+
+
+class GradResult(_Fields, Generic[Grads, Scaling]):
+    """Result of `value_and_grad` and `accumulate`.
+
+    Attributes:
+        value: The loss that the function returned, unscaled and widened to f32. It has
+            the precision in which the function computed it: a loss returned in 16 bits
+            was rounded to 16 bits, to 3 significant digits in bf16. Cast the logits to
+            f32 in the function, or use `amp`, for a loss in full precision.
+        aux: What the function returned besides, `None` without `has_aux`.
+        grads: The unscaled gradients; `None` for leaves without one.
+        scaling: The loss scaling for the next step.
+        finite: Whether the gradients and the loss are finite, and no state became
+            infinite or nan that was finite before, bool[]. If not, skip the update.
+        fp8: The `Fp8State` for the next step, for functions under `fp8` with
+            `DelayedScaling`; else `None`.
+        feedback: The `ErrorFeedback` for the next step, if one was passed; else `None`.
+
+    Examples:
+        >>> from mpx import NoLossScaling, value_and_grad
+        >>> result = value_and_grad(lambda w: w * w)(NoLossScaling(), jnp.float32(3.0))
+        >>> float(result.value), float(result.grads), bool(result.finite)
+        (9.0, 6.0, True)
+    """
+
+    if TYPE_CHECKING:  # beartype takes no generic `NamedTuple`
+        grads: Grads  # pyright: ignore[reportIncompatibleVariableOverride]
+        scaling: Scaling  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the fields.
+
+        Raises:
+            ValueError: If they are unpacked into another number of variables.
+        """
+        targets = unpacking_targets()
+        if targets not in (None, len(self)):
+            raise ValueError(
+                f"A `GradResult` has {len(self)} fields, but it is unpacked into "
+                f"{targets}. Use their names: `result.value`, `result.grads`, "
+                "`result.scaling`, `result.finite`, `result.aux`."
+            )
+        return tuple.__iter__(self)
+
+
+class Evaluation(NamedTuple):
+    """One forward and backward pass: everything in it is an array or a pytree of them.
+
+    Attributes:
+        value: The unscaled loss.
+        aux: The arrays among what the function returned besides.
+        grads: The gradients of the scaled loss, one tree per differentiated argument.
+        state: The state after the call.
+        spoilt: Whether the call has made finite state infinite or nan, bool[].
+        observed: What delayed fp8 scales have seen, `None` without them.
+        feedback: The residuals of sums over devices, `None` without them.
+    """
+
+    value: Array
+    aux: PyTree
+    grads: tuple[PyTree, ...]
+    state: State
+    spoilt: Bool[Array, ""]
+    observed: PyTree = None
+    feedback: ErrorFeedback | None = None
+
+
+_Attempt = tuple[Evaluation, LossScaling, Bool[Array, ""]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _InState:
+    """Leaf that stands in `aux` for an array of the state, by its name there."""
+
+    name: str
+
+
+class Step:
+    """One call of a gradient function.
+
+    Attributes:
+        options: The options.
+        axis_name: The mapped axis over which to average.
+        call: The call of the user's function.
+        mean: Whether devices are averaged, or added up.
+    """
+
+    mean: bool = True
+    # What is no array, kept while JAX traces the rest: that part of `aux`, and the names
+    # of the NNX parameters that the function changes.
+    _static: PyTree = None
+    _changed: set[str] | None = None
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        options: GradOptions,
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+    ) -> None:
+        """Splits the arguments of a call."""
+        self.feedback, args = take_feedback(args)
+        if self.feedback is not None and options.policy.reduce_dtype != EIGHT_BITS:
+            raise ValueError(
+                "An `ErrorFeedback` is for gradients that are summed in 8 bits: pass "
+                '`policy=Policy(reduce_dtype="e4m3")` and `axis_name=`, or leave it out.'
+            )
+        self.func, self.options, self.axis_name = func, options, options.axis_name
+        self._scales, args = take_scales(func, args)
+        self.prepare(args, kwargs)
+        self.call = self.call_with(args, kwargs)
+        for name, leaf in named_leaves(self.call.diff) if self.axis_name else ():
+            varying = varying_axes(jax.typeof(jnp.asarray(leaf)))
+            if sharded := varying & {*_names(self.axis_name)}:
+                raise ValueError(
+                    f"The parameter `{name}` differs between the devices of "
+                    f"{sorted(sharded)}, so its gradients must not be averaged over "
+                    "them. Pass it replicated (`in_specs=P()`), or use jit with a "
+                    "NamedSharding, which needs no `axis_name`, for sharded parameters."
+                )
+
+    def prepare(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
+        """Raises a `ValueError` if the axis to average over is one of the mesh."""
+        del kwargs
+        if shards_of(self.axis_name, args) is not None:
+            raise ValueError(
+                f"`axis_name={self.axis_name!r}` is an axis of the mesh. Leave it out: XLA "
+                "sums the gradients. Or use `mpx.accumulate(func, axis_name=...)`."
+            )
+
+    def call_with(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Call:
+        """Returns a call with these arguments."""
+        casts = self.options.mixed and not is_amp(self.func)
+        policy = self.options.policy if casts else None
+        argnums = self.options.argnum_tuple()
+        return Call(self.func, args, kwargs, argnums, policy, scales=self._scales)
+
+    def matmul_reduce(self) -> Reduce:
+        """Returns the dtype in which weight gradients leave their matmuls."""
+        return self.options.policy.reduce_dtype
+
+    def run(self, scaling: LossScaling) -> Evaluation:
+        """Returns loss, gradients of the scaled loss, and state."""
+        return self.evaluate(self.call, self.call.state, scaling)
+
+    def evaluate(self, call: Call, state: State, scaling: LossScaling) -> Evaluation:
+        """Runs a call forward and backward on the scaled loss."""
+        has_aux, reduce = self.options.has_aux, self.matmul_reduce()
+
+        def scaled_loss(
+            diff: tuple[PyTree, ...], scales: PyTree
+        ) -> tuple[Array, tuple[Array, PyTree, State]]:
+            out, after = call.run(diff, state, scales)
+            value, aux = unpack(out, has_aux)
+            loss = as_loss(value, has_aux)
+            return scaling.scale(loss), (loss, self._arrays_of(aux, call), after)
+
+        from mpx._gradients import _uses  # it reads programs: `import mpx` does not
+
+        diff, scales = _as_local((call.diff_in(state), call.scales), self.axis_name)
+        wide = call.widened(diff)
+        loss_of = scaled_loss
+        if call.low is not None:
+            from mpx._wire._masters import with_masters
+
+            is_mapped = self.axis_name is not None
+            loss_of = functools.partial(
+                with_masters, scaled_loss, choice=reduce, is_mapped=is_mapped
+            )
+        # Without a scale, `amp` in f16 inside the function warns.
+        is_scaled = not isinstance(scaling, NoLossScaling)
+        with (
+            gradient_function() if is_scaled else contextlib.nullcontext(),
+            reducing_in(reduce),
+        ):
+            total, vjp, (loss, aux, after) = jax.vjp(
+                loss_of, wide, scales, has_aux=True
+            )
+            # The gradient of fp8 scales is what they have observed: see `Fp8State`.
+            grads, observed = vjp(lax.full_like(total, 1))
+        if wide is not diff:
+            narrow = functools.partial(_narrow, self.options.grad_dtype)
+            grads = jax.tree.map(narrow, grads, diff)
+        if assigned := call.assigned(after):
+            if self._changed is None:
+                self._changed = _uses.changed_params(call, state, wide)
+            after = call.without(after, assigned - self._changed)
+        before = call.comparable(state, after)
+        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+        # `batch_stats` in a result may replace none among the arguments.
+        unknown = [(None, x) for name, x in named_leaves(aux) if is_statistic(name)]
+        spoilt = is_spoilt([*pairs, *unknown])
+        _uses.warn_of_uses(call, vjp)
+        return Evaluation(loss, aux, grads, after, spoilt, observed)
+
+    def _arrays_of(self, aux: PyTree, call: Call) -> PyTree:
+        """Stores what is no array, or is part of the state, and returns the arrays."""
+        if successors := call.successors(aux):
+            aux = map_with_name(
+                lambda name, x: _InState(successors[name]) if name in successors else x,
+                aux,
+            )
+        arrays, self._static = eqx.partition(aux, eqx.is_array)
+        return arrays
+
+    def commit(self, arrays: PyTree, state: State) -> PyTree:
+        """Puts a state into effect, and returns `aux` as the function returned it."""
+        aux = jax.tree.map(
+            lambda x: state.arrays[x.name] if isinstance(x, _InState) else x,
+            eqx.combine(arrays, self._static),
+        )
+        return self.call.commit(aux, state)
+
+    def result(self, scaling: LossScaling) -> GradResult[PyTree, LossScaling]:
+        """Runs the step, puts the state into effect and returns the public result."""
+        result, scaling, finite = self._differentiate(scaling)
+        aux, scales = self.commit(result.aux, result.state), self._scales
+        several = isinstance(self.options.argnums, tuple)
+        grads = result.grads if several else result.grads[0]
+        fp8 = None
+        if scales is not None:
+            fp8 = select_tree(finite, scales.update(result.observed), scales)
+        # What overflowed must not stay in the residuals.
+        feedback = select_tree(finite, result.feedback, self.feedback)
+        return GradResult(result.value, aux, grads, scaling, finite, fp8, feedback)
+
+    def _differentiate(self, scaling: LossScaling) -> _Attempt:
+        """Evaluates, reduces over devices, unscales and checks; again if asked to.
+
+        Returns the evaluation with unscaled gradients and the state that is to be kept, the
+        next scaling, and whether gradients, loss and state are finite.
+        """
+
+        def attempt(scaling: LossScaling) -> _Attempt:
+            result = self._reduced(self.run(scaling), scaling)
+            # Undo with the scale that scaled: after a growth step the new one is larger.
+            unscaled = scaling.unscale(result.grads)
+            grads = cast_floating(unscaled, self.options.grad_dtype)
+            result = result._replace(grads=grads)
+            if not self.options.mixed:
+                return result, scaling, jnp.array(True)
+            finite = all_finite((grads, result.value)) & ~result.spoilt
+            return result, scaling.adjust(finite), finite
+
+        result, scaling, finite = attempt(scaling)
+        if not self.options.mixed:
+            return result, scaling, finite
+        if self.options.retry:
+            (result, scaling, finite), _ = lax.while_loop(
+                lambda carry: ~carry[0][2] & (carry[1] < self.options.retry),
+                lambda carry: (attempt(carry[0][1]), carry[1] + 1),
+                ((result, scaling, finite), 0),
+            )
+        # A skipped step leaves no trace: running statistics of an overflow are overflow.
+        before = self.call.comparable(self.call.state, result.state)
+        state = select_tree(finite, result.state, before)
+        return result._replace(state=state), scaling, finite
+
+    def _reduced(self, result: Evaluation, scaling: LossScaling) -> Evaluation:
+        """Reduces loss and gradients over devices, in the policy's `reduce_dtype`."""
+        axis_name, dtype = self.axis_name, self.options.policy.reduce_dtype
+        if axis_name is None:
+            return result
+        if dtype == COMPUTE:
+            dtype = self.options.policy.resolved_compute_dtype()
+        wire = None if dtype is None or dtype == EIGHT_BITS else np.dtype(dtype)
+
+        # A sum of parts is a sum over devices, too.
+        together = lax.pmean if self.mean else lax.psum
+        parts = 1 if self.mean else lax.axis_size(axis_name)
+
+        def total(x: Array) -> Array:
+            if is_floating(x) and dtype == EIGHT_BITS:
+                return mean_8_bits(x, axis_name) * parts
+            if is_floating(x):
+                x = cast_leaf(x, wire or at_least_f32(x.dtype))
+            return together(x, axis_name)
+
+        grads, feedback = result.grads, self.feedback
+        if feedback is None:
+            grads = jax.tree.map(total, grads)
+        else:
+            floats, others = eqx.partition(grads, is_floating)
+            floats, feedback = mean_with_feedback(floats, feedback, scaling, axis_name)
+            floats = jax.tree.map(lambda x: x * parts, floats)
+            grads = eqx.combine(floats, jax.tree.map(total, others))
+        # A parameter to which the function has assigned stays the same on all devices.
+        arrays = dict(result.state.arrays)
+        for name in self.call.assigned(result.state):
+            arrays[name] = lax.pmean(arrays[name], axis_name)
+        return result._replace(
+            value=together(result.value, axis_name),
+            state=result.state._replace(arrays=arrays),
+            grads=grads,
+            feedback=feedback,
+            spoilt=~all_devices(~result.spoilt, axis_name),
+            observed=jax.tree.map(lambda x: lax.pmax(x, axis_name), result.observed),
+        )
+
+
+def _narrow(grad_dtype: np.dtype | None, grad: Array, param: object) -> Array:
+    """Returns a gradient no wider than its parameter, f32 and what was asked for."""
+    if not is_floating(grad):
+        return grad
+    dtype = at_least_f32(dtype_of(param))
+    if grad_dtype is not None and grad_dtype.itemsize > dtype.itemsize:
+        dtype = grad_dtype
+    return cast_leaf(grad, dtype)
+
+
+def _names(axis_name: AxisName | None) -> tuple[str, ...]:
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+
+
+def _as_local(tree: PyTree, axis_name: AxisName | None) -> PyTree:
+    """Marks arrays as each device's own.
+
+    The derivative with respect to a value shared by the devices of a `shard_map` would be
+    summed in the compute dtype before mpx sees it.
+    """
+    if axis_name is None:
+        return tree
+    return jax.tree.map(lambda x: as_varying(jnp.asarray(x), _names(axis_name)), tree)

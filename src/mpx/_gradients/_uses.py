@@ -1,0 +1,175 @@
+"""How a function uses its parameters, and warnings where it is not as the policy means.
+
+All of it happens while tracing and costs nothing in the compiled step. It reads programs,
+so it is imported when a gradient is first taken.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from mpx._gradients._call import Call, State
+from mpx._jax._compat import linear_program, open_jaxpr, primitive_name, scan_sizes
+from mpx._jax._warn import warn
+from mpx._program._flow import Flow
+from mpx._program._queries import MATMULS, MOVES, Equation
+from mpx._wire._product import LINEAR
+
+_MOVES = MOVES | {"gather", "concatenate"}
+
+
+def changed_params(call: Call, state: State, diff: tuple[PyTree, ...]) -> set[str]:
+    """Returns the names of the NNX parameters that a call leaves with other numbers.
+
+    `nnx.jit` and `nnx.remat` assign to all of them. The call is traced once more.
+    """
+
+    def arrays_after(diff: tuple[PyTree, ...]) -> dict[str, Any]:
+        return call.run(diff, state, call.scales)[1].arrays
+
+    def rule(
+        name: str, eqn: Equation, ins: list[tuple[str, int]]
+    ) -> tuple[str, int] | None:
+        if name != "convert_element_type":
+            return None
+        param, casts = ins[0]
+        return param, casts + 1
+
+    jaxpr, after = jax.make_jaxpr(arrays_after, return_shape=True)(diff)
+    body, _ = open_jaxpr(jaxpr)
+    labels = [(name, 0) for name in call.diff_names()]
+    flow = Flow(rule, join=lambda a, b: a if a == b else None)
+    found = flow.run(jaxpr, dict(zip(body.invars, labels, strict=True)))
+    # The policy casts to 16 bits and back.
+    casts = (0,) if call.low is None else (0, 2)
+    outs = zip(sorted(after), found, body.outvars, strict=True)
+    changed = {
+        name: var
+        for name, label, var in outs
+        if label not in [(name, count) for count in casts]
+    }
+    for eqn in body.eqns:
+        if primitive_name(eqn) == "convert_element_type":
+            rounded = [x for x, var in changed.items() if var is eqn.outvars[0]]
+            if rounded and (dtype := eqn.invars[0].aval.dtype).itemsize == 2:
+                _warn_of_rounded_parameter(rounded[0], dtype)
+    return set(changed)
+
+
+def _warn_of_rounded_parameter(name: str, dtype: np.dtype) -> None:
+    warn(
+        f"The function assigns to the parameter `{name}` what it computed in "
+        f"{dtype.name}, so that its f32 numbers are rounded in each step and small "
+        "updates are lost. Keep its module in f32 with `mpx.Policy(keep=...)`, or use "
+        "`mpx.amp(loss)`, which leaves parameters in f32."
+    )
+
+
+class _Param(NamedTuple):
+    """The label of a parameter in a program: its position, and whether it was narrowed."""
+
+    number: int
+    narrowed: bool
+
+
+@dataclasses.dataclass
+class _Uses:
+    """How a function uses its parameters.
+
+    Attributes:
+        widened: Parameters that were cast to 16 bits but multiplied in f32.
+        low: Parameters that are multiplied in 16 bits.
+        hidden: Whether a custom derivative uses parameters in a way that is not visible.
+        loops: For 16-bit parameters that are the same in each round of a loop, the
+            number of rounds.
+    """
+
+    widened: set[int] = dataclasses.field(default_factory=set)
+    low: set[int] = dataclasses.field(default_factory=set)
+    hidden: bool = False
+    loops: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+def warn_of_uses(call: Call, vjp: Callable[..., Any]) -> None:
+    """Warns of parameters that are not used as the policy means it."""
+    if call.low is None:
+        return
+    names, others = call.diff_names(), len(jax.tree.leaves(call.scales))
+    uses = _uses_of(vjp, len(names), others)
+    if uses.loops:
+        index, rounds = max(uses.loops.items(), key=lambda item: item[1])
+        more = f" (and {len(uses.loops) - 1} others)" if len(uses.loops) > 1 else ""
+        warn(
+            f"`{names[index]}`{more} is used in each of the {rounds} rounds of a "
+            f"`lax.scan`, and its gradient is added up in {call.low.name}: a sum of so "
+            "many parts may lose most of them. Use `mpx.amp`, which adds them up in f32: "
+            "`mpx.value_and_grad(mpx.amp(loss))`; or keep the parameter in f32 with "
+            "`mpx.Policy(keep=...)` and cast it inside the loop with `.astype(x.dtype)`."
+        )
+    if uses.widened and not uses.low and not uses.hidden:
+        warn(
+            f"The policy casts the parameters to {call.low.name}, but all their matmuls "
+            f"run in f32, `{names[min(uses.widened)]}` for one: the model casts them back "
+            "itself, or an f32 array that is no argument, such as a batch that the "
+            "function closes over, promotes them. Pass such arrays as arguments, give the "
+            "model its own option, such as `dtype=jnp.bfloat16`, or use `mpx.amp(loss)`, "
+            "which casts operation by operation."
+        )
+
+
+def _uses_of(vjp: Callable[..., Any], params: int, others: int) -> _Uses:
+    """Returns how a function uses its parameters, from what `jax.vjp` returned for it.
+
+    Its arguments begin with `params` parameters, followed by `others` arrays.
+    """
+    uses = _Uses()
+    program = linear_program(vjp, params + others)
+    if program is None:
+        return uses
+    jaxpr, arguments = program
+
+    def rule(name: str, eqn: Equation, ins: list[_Param | None]) -> _Param | None:
+        found = [label for label in ins if label is not None]
+        if name == "scan":
+            _note_loops(uses, eqn, ins)
+        elif name in MATMULS:
+            is_wide = any(_float_bytes(atom.aval) >= 4 for atom in eqn.invars)
+            for label in found:
+                if label.narrowed or not is_wide:
+                    (uses.widened if is_wide else uses.low).add(label.number)
+        elif name == LINEAR:
+            uses.low.update(label.number for label in found)
+        elif name in _MOVES and found:
+            narrowed = found[0].narrowed or _float_bytes(eqn.outvars[0].aval) == 2
+            return found[0]._replace(narrowed=narrowed)
+        elif name.startswith("custom_lin"):
+            uses.hidden = uses.hidden or bool(found)
+        return None
+
+    labels = {
+        var: _Param(i, _float_bytes(var.aval) == 2)
+        for i, var in enumerate(arguments[:params])
+    }
+    Flow(rule).run(jaxpr, labels)
+    return uses
+
+
+def _note_loops(uses: _Uses, eqn: Equation, ins: Sequence[_Param | None]) -> None:
+    consts, _ = scan_sizes(eqn.params)
+    for atom, label in zip(eqn.invars[:consts], ins[:consts], strict=True):
+        if label is not None and _float_bytes(atom.aval) == 2:
+            rounds = max(eqn.params["length"], uses.loops.get(label.number, 0))
+            # Each addition rounds by up to half an eps: this many may lose everything.
+            if rounds * float(jnp.finfo(atom.aval.dtype).eps) / 2 >= 1:
+                uses.loops[label.number] = rounds
+
+
+def _float_bytes(aval: object) -> int:
+    """Returns the bytes per number of a floating dtype, 0 for anything else."""
+    dtype = getattr(aval, "dtype", np.dtype(bool))  # tokens have none
+    return dtype.itemsize if jnp.issubdtype(dtype, jnp.floating) else 0

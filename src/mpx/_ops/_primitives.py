@@ -1,0 +1,103 @@
+"""What the primitives of the operations share: definition, second derivatives, `vmap`.
+
+Each operation passes `names`, the private names of JAX that it needs.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import PyTree
+
+from mpx._jax._compat import Primitive, as_varying, varying_axes
+
+Run = Callable[..., PyTree]
+Names = Any
+"""Private names of JAX, from `private`."""
+
+
+def define(
+    names: Names, name: str, types: Run, run: Run, *, multiple_results: bool = True
+) -> Primitive:
+    """Returns a primitive whose types are those of `types`, and that is lowered to `run`."""
+    primitive = Primitive(name)
+
+    @functools.lru_cache(maxsize=256)
+    def compiled(**params: object) -> Run:
+        return jax.jit(functools.partial(primitive.bind, **params))
+
+    primitive.multiple_results = multiple_results
+    primitive.def_impl(lambda *operands, **params: compiled(**params)(*operands))
+    primitive.def_abstract_eval(types)
+    lowering = names.lower_fun(run, multiple_results=multiple_results)
+    names.register_lowering(primitive, lowering)
+    return primitive
+
+
+def varying_alike(operands: Sequence[Array]) -> Sequence[Array]:
+    """Marks operands as varying over the same mesh axes.
+
+    The transpose of the mark sums gradients over devices.
+    """
+    axes = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
+    return [as_varying(x, axes) for x in operands] if axes else operands
+
+
+def zero_tangent(names: Names, x: Array) -> PyTree:
+    """Returns the symbolic zero of the tangents of an array."""
+    return names.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def function_of(
+    func: Run, operands: Sequence[Array], wrt: Sequence[int]
+) -> tuple[Run, list[Array]]:
+    """Returns a function of some of its operands, with the others fixed, and these."""
+
+    def call(*chosen: Array) -> PyTree:
+        replaced = dict(zip(wrt, chosen, strict=True))
+        return func(*(replaced.get(i, x) for i, x in enumerate(operands)))
+
+    return call, [operands[i] for i in wrt]
+
+
+def differentiated(names: Names, func: Run) -> Run:
+    """Returns the derivative of an operation that is itself a derivative.
+
+    What was saved for it depends on the operands alone, as the operation itself does.
+    """
+
+    def rule(
+        primals: Sequence[Array], tangents: Sequence[PyTree], **params: object
+    ) -> tuple[PyTree, PyTree]:
+        free = [i for i, x in enumerate(tangents) if type(x) is not names.Zero]
+        run = lambda *full: list(func(*full, **params))  # noqa: E731
+        call, chosen = function_of(run, primals, free)
+        return jax.jvp(call, chosen, [tangents[i] for i in free])
+
+    return rule
+
+
+def run_each(
+    primitive: Primitive,
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    **params: object,
+) -> PyTree:
+    """Maps an operation by running it once for each element, along the first axis."""
+    mapped = [
+        jnp.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+        if d is not None
+    ]
+
+    def each(slices: list[Array]) -> PyTree:
+        given = iter(slices)
+        args = [
+            x if d is None else next(given) for x, d in zip(operands, dims, strict=True)
+        ]
+        return primitive.bind(*args, **params)
+
+    return lax.map(each, mapped)

@@ -1,0 +1,450 @@
+"""Codecs for the moments of an optimizer: 8 bits an element and one scale a group."""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from mpx._quant._rounding import (
+    F32,
+    SHIFT,
+    UPWARDS,
+    Block,
+    Noise,
+    Rounding,
+    bits,
+    centred,
+    from_bits,
+    is_finite,
+    shifted_to_integer,
+    signed_like,
+    to_bf16_bits,
+    to_integer,
+)
+
+BF16 = np.dtype(jnp.bfloat16)
+F16 = np.dtype(jnp.float16)
+_F32 = np.dtype(F32)
+_TINY = np.float32(1.1754944e-38)
+_LARGEST = {
+    BF16: np.float32(jnp.finfo(jnp.bfloat16).max),
+    F16: np.float32(65504.0),
+    _F32: np.float32(jnp.finfo(F32).max),
+}
+
+
+class Quantized(NamedTuple):
+    """Numbers in 8 bits.
+
+    Attributes:
+        codes: One integer per element, in the shape of the array it stands for.
+        scale: One number per group: `shape[:-1] + (groups,)`.
+    """
+
+    codes: Array
+    scale: Array
+
+
+class MomentCodec(abc.ABC):
+    """Storage format of a moment. Codecs are static: hashable and compared by value.
+
+    Attributes:
+        code_dtype: The dtype of the number stored per element.
+        scale_dtype: The dtype of the number stored per group; `None` if there is none.
+    """
+
+    code_dtype: ClassVar[np.dtype]
+    scale_dtype: Any
+
+    @abc.abstractmethod
+    def decode(self, stored: PyTree, block: Block) -> Array:
+        """Returns the f32 numbers."""
+
+    @abc.abstractmethod
+    def encode(
+        self, x: Array, block: Block, rounding: Rounding = None, is_safe: bool = False
+    ) -> PyTree:
+        """Encodes f32 numbers.
+
+        Args:
+            x: The numbers.
+            block: Their groups.
+            rounding: How codes are rounded: to nearest, at random, or with
+                `Dither.moments`, which also rounds bf16 scales and which the formats of
+                FlashOptim do not support.
+            is_safe: Whether all numbers are known to be below 2¹²⁵. Otherwise zero is
+                stored for inf and nan, so that they do not spread to their group.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(MomentCodec):
+    """Stores f32 as it is, inf and nan included."""
+
+    code_dtype: ClassVar[np.dtype] = _F32
+    scale_dtype: Any = None
+
+    def decode(self, stored: Array, block: Block) -> Array:
+        return stored
+
+    def encode(
+        self, x: Array, block: Block, rounding: Rounding = None, is_safe: bool = False
+    ) -> Array:
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftsignInt8(MomentCodec):
+    """Signed numbers, finer near zero: `x = scale · q / (254 - |q|)`, q in ±127.
+
+    `scale` is the largest magnitude of the group, rounded. A number is off by at most
+    `scale / 127` and by `scale / 508` near zero, half of the distance to its neighbours
+    (with the nearest code): codes are chosen for the rounded `scale`. Dithered, the error
+    is at most twice as large; averaged over steps the largest number is exact and others
+    are off by at most a quarter of a code, since the same offset rounds codes and `scale`.
+    (With independent ones the largest code could be one too large.) If codes are rounded
+    at random, `scale` is rounded up so that larger numbers are not cut off. Encoding a
+    decoded block changes nothing. A group whose largest magnitude exceeds 2¹²⁵ is stored
+    as zeros.
+
+    Attributes:
+        scale_dtype: bf16 keeps the range of f32; f16 is the format of FlashOptim, in
+            which numbers end at 65504 and groups below 3e-8 are zeros.
+    """
+
+    code_dtype: ClassVar[np.dtype] = np.dtype(np.int8)
+    scale_dtype: Any = BF16
+
+    def decode(self, stored: Quantized, block: Block) -> Array:
+        q = stored.codes.astype(F32)
+        scale = block.spread(stored.scale.astype(F32))
+        return q * block.reciprocal(254.0 - jnp.abs(q)) * scale
+
+    def encode(
+        self, x: Array, block: Block, rounding: Rounding = None, is_safe: bool = False
+    ) -> Quantized:
+        x = x if is_safe else jnp.where(is_finite(x), x, 0.0)
+        peak = block.peak(jnp.abs(x))
+        dither = UPWARDS if isinstance(rounding, Noise) else rounding
+        scale, stored = _rounded_scale(peak, self.scale_dtype, dither)
+        # n / (1 + |n|) with n = x / scale.
+        positive = block.spread(jnp.maximum(scale, _TINY))
+        divisor = block.reciprocal(positive + jnp.abs(x))
+        if not isinstance(rounding, Noise) and self.scale_dtype != F16:
+            fraction = x * divisor
+            if rounding is not None:
+                more = signed_like(rounding * np.float32(1 / 254), x)
+                fraction = block.multiply_add(x, divisor, more)
+            q = block.multiply_add(np.float32(254), fraction, SHIFT)
+            return Quantized(shifted_to_integer(q, jnp.int8), stored)
+        q = 254.0 * (x * divisor)
+        if isinstance(rounding, Noise):
+            q = q + rounding.centred()
+        # The scale may be below the largest number: a little, by rounding, or much, since
+        # f16 ends at 65504.
+        return Quantized(to_integer(jnp.clip(q, -127.0, 127.0), jnp.int8), stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class SqrtUint8(MomentCodec):
+    """Numbers ≥ 0 by their roots: `x = (scale · q / 255)²`, q in 1…255.
+
+    `scale` is the root of the largest number of the group. The root of a number is off by
+    at most `scale / 510`, and by at most `scale / 255` below that; dithered, by twice as
+    much. The code 0 means zero but is never written: with a second moment rounded to zero
+    the step of Adam would have no bound. A group of zeros has the scale 0. Encoding a
+    decoded block changes no code, and an f32 scale only by rounding errors.
+
+    Attributes:
+        scale_dtype: f32 follows a slow average; f16 is the format of FlashOptim, in
+            which roots end at 65504 and groups below 3e-8 are zeros.
+    """
+
+    code_dtype: ClassVar[np.dtype] = np.dtype(np.uint8)
+    scale_dtype: Any = _F32
+
+    def decode(self, stored: Quantized, block: Block) -> Array:
+        unit = block.spread(stored.scale.astype(F32) * np.float32(1 / 255))
+        root = stored.codes.astype(F32) * unit
+        return root * root
+
+    def encode(
+        self, x: Array, block: Block, rounding: Rounding = None, is_safe: bool = False
+    ) -> Quantized:
+        x = x if is_safe else jnp.where(is_finite(x), x, 0.0)
+        root = block.sqrt(x)
+        peak = block.root_peak(x, root)
+        scale, stored = _rounded_scale(peak, self.scale_dtype)
+        # Below all roots of f32 numbers; a smaller floor would make 0 · ∞ of a zero.
+        unit = 255.0 * block.reciprocal(jnp.maximum(scale, np.float32(2.0**-100)))
+        if not isinstance(rounding, Noise) and self.scale_dtype != F16:
+            more = SHIFT if rounding is None else rounding
+            q = block.multiply_add(root, block.spread(unit), more)
+            q = q if rounding is None else q + SHIFT
+            q = jnp.maximum(q, SHIFT + 1)
+            return Quantized(shifted_to_integer(q, jnp.uint8), stored)
+        q = root * block.spread(unit)
+        if isinstance(rounding, Noise):
+            q = q + rounding.centred()
+        # f16 ends at 65504.
+        return Quantized(to_integer(jnp.clip(q, 1.0, 255.0), jnp.uint8), stored)
+
+
+def _rounded_scale(
+    peak: Array, dtype: np.dtype, dither: Array | float | None = None
+) -> tuple[Array, Array]:
+    """Returns the scale that codes are chosen for, and the stored one."""
+    peak = jnp.minimum(peak, _LARGEST[dtype])
+    if dtype == BF16:
+        rounded = from_bits(to_bf16_bits(peak, dither))
+        return rounded, rounded.astype(BF16)
+    # f16, as FlashOptim does it: codes for the f32 maximum, decoded with its rounding.
+    return peak, peak.astype(dtype)
+
+
+Correction = Array | None
+_BF16 = np.dtype(jnp.bfloat16)
+_INT8 = np.dtype(np.int8)
+# Mantissa bits and exponent bias of the 16-bit formats.
+_LAYOUT = {_BF16: (7, 127), np.dtype(jnp.float16): (10, 15)}
+
+
+class MasterCodec(abc.ABC):
+    """Storage format of an f32 weight: a parameter and a correction."""
+
+    @abc.abstractmethod
+    def decode(self, param: Array, correction: Correction, block: Block) -> Array:
+        """Returns the f32 weights."""
+
+    @abc.abstractmethod
+    def encode(
+        self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
+    ) -> tuple[Array, Correction]:
+        """Returns parameters of `dtype` and their corrections.
+
+        Args:
+            weight: The f32 weights.
+            dtype: The dtype of the parameters.
+            block: Their groups.
+            rounding: To nearest, with `Dither.masters`, or at random.
+        """
+
+    @abc.abstractmethod
+    def place(self, param: Array, noise: Noise) -> Correction:
+        """Returns corrections that put weights anywhere in the rounding interval of `param`.
+
+        A rounded weight says only in which interval it was. In its middle, small steps
+        would change no parameter for a long time, then all at once. If weights are evenly
+        spread over it, as bit patterns, the mean of the parameters moves as the mean of the
+        weights does, from the first step on. Encoding the decoded weights gives `param`.
+        Zeros, subnormal numbers, inf and nan get the correction 0.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedMaster(MasterCodec):
+    """No correction: the parameter is the weight, rounded to its dtype.
+
+    Rounding to nearest loses updates below half an ulp; dithered or at random, they are
+    kept on average.
+    """
+
+    def decode(self, param: Array, correction: Correction, block: Block) -> Array:
+        return param.astype(F32)
+
+    def encode(
+        self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
+    ) -> tuple[Array, Correction]:
+        up = _threshold(16, rounding)
+        if up is not None and np.dtype(dtype).itemsize == 2:
+            weight = _rounded_by(weight, np.dtype(dtype), up)
+        return weight.astype(dtype), None
+
+    def place(self, param: Array, noise: Noise) -> Correction:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class BitDelta(MasterCodec):
+    """bf16 with the difference of the bit patterns, in integers only.
+
+    `bits(weight) = (bits(param) << 16) + (correction << shift)`. 8 bits leave an error of
+    at most 128 f32 ulps everywhere (a bf16 ulp is 65536), dithered or at random 255, and
+    16 bits none. The parameter is the bf16 number nearest to the sum; of two, the one away
+    from zero. This holds for subnormal numbers, ±0, ±inf and weights between the largest
+    bf16 and the largest f32, of which 8 bits make the last 128 (255) infinite; nan stays
+    nan. Encoding a decoded weight changes nothing, with any threshold.
+
+    Attributes:
+        dtype: int8 or int16, the dtype of the correction.
+    """
+
+    dtype: np.dtype = _INT8
+
+    def decode(self, param: Array, correction: Correction, block: Block) -> Array:
+        assert correction is not None
+        high = _high_bits(param)
+        total = high + (correction.astype(jnp.int32) << self._shift)
+        # There are no bit patterns below ±0: a parameter that was set to zero is zero,
+        # whatever its old correction.
+        return from_bits(jnp.where((total ^ high) < 0, high, total))
+
+    def encode(
+        self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
+    ) -> tuple[Array, Correction]:
+        pattern = bits(weight)
+        # A nan that is not this one could become inf, or be carried over into the sign.
+        pattern = jnp.where(weight == weight, pattern, np.int32(0x7FC00000))
+        # Added before the last bits are cut off: half a unit rounds to nearest.
+        half = jnp.int32(128 if self.dtype == _INT8 else 0)
+        if self.dtype == _INT8:
+            up = _threshold(8, rounding)
+            half = half if up is None else up
+        # Half a bf16 ulp more, so that the remainder of the parameter has no sign yet.
+        total = pattern + (half + 0x8000)
+        low = (total >> self._shift) & (2 ** (8 * self.dtype.itemsize) - 1)
+        param = block.rounded(from_bits(total & np.int32(-65536)), _BF16)
+        return param.astype(_BF16), (low + np.iinfo(self.dtype).min).astype(self.dtype)
+
+    def place(self, param: Array, noise: Noise) -> Correction:
+        low = (noise.bits() >> np.uint32(32 - 8 * self.dtype.itemsize)).astype(
+            jnp.int32
+        )
+        least = np.iinfo(self.dtype).min
+        # The least code is half-way to a neighbour: rounded, it is the even one of both.
+        code = jnp.maximum(low + least, least + (_pattern(param) & 1))
+        return jnp.where(_is_normal(param), code, 0).astype(self.dtype)
+
+    @property
+    def _shift(self) -> int:
+        return 8 if self.dtype == _INT8 else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class UlpFraction(MasterCodec):
+    """bf16 or f16 with the rounding error in units of half an ulp (FlashOptim's format).
+
+    `weight = param + correction / M · ulp(param) / 2` with M = 127 or 32767. With 8 bits
+    the error is at most 1/254 of half an ulp of the parameter: 129 f32 ulps for bf16 and
+    16 for f16, twice that just below a power of two, and twice that again if dithered or
+    rounded at random. With 16 bits it is 1 f32 ulp for bf16 and 0 for f16. Below 2⁻¹¹⁰
+    (8 bits) or 2⁻¹⁰³ (16 bits) a bf16 correction may be lost, and a weight beyond the range
+    of f16 becomes inf. Encoding a decoded weight changes nothing, except that one half-way
+    below a power of two may move by the bound, once. Dithered, f16 with 8 bits follows
+    updates to half an f32 ulp per step: a decoded weight is not an f32 number, and its
+    rounding error is 1/64 of a unit of the correction.
+
+    Attributes:
+        dtype: int8 or int16, the dtype of the correction.
+    """
+
+    dtype: np.dtype = _INT8
+
+    def decode(self, param: Array, correction: Correction, block: Block) -> Array:
+        assert correction is not None
+        low, high = _half_ulp(param)
+        fraction = correction.astype(F32) * np.float32(1 / np.iinfo(self.dtype).max)
+        return param.astype(F32) + fraction * low * high
+
+    def encode(
+        self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
+    ) -> tuple[Array, Correction]:
+        param = weight.astype(dtype)
+        rounded = block.rounded(weight, np.dtype(dtype))
+        low, high = _half_ulp(param)
+        left = jnp.where(jnp.abs(weight) < jnp.inf, weight - rounded, 0.0)
+        # Divided twice by roots of half an ulp, which may itself be no f32 number.
+        fraction = left * block.reciprocal(low) * block.reciprocal(high)
+        top = np.float32(np.iinfo(self.dtype).max)
+        code = jnp.clip(fraction, -1.0, 1.0) * top
+        if rounding is not None:
+            random = isinstance(rounding, Noise)
+            more = rounding.centred() if random else centred(rounding)
+            code = jnp.clip(code + more, -top, top)
+        return param, to_integer(code, self.dtype.type)
+
+    def place(self, param: Array, noise: Noise) -> Correction:
+        pattern, (mantissa, _) = _pattern(param), _LAYOUT[np.dtype(param.dtype)]
+        # What lies half-way between two parameters is rounded to the even one. Eight units
+        # of 16 bits are one ulp of f32, to which a decoded f16 weight is rounded.
+        top, odd = np.iinfo(self.dtype).max, pattern & 1
+        most = top - odd * (1 if self.dtype == _INT8 else 8)
+        count = (2 * most + 1).astype(jnp.uint32)
+        below = ((noise.bits() >> np.uint32(16)) * count) >> np.uint32(16)
+        code = below.astype(jnp.int32) - most
+        # Below a power of two the interval has half the width.
+        is_power = (pattern & ((1 << mantissa) - 1)) == 0
+        code = jnp.where(is_power & (code < 0), -(-code >> 1), code)
+        code = jnp.where(pattern < 0x8000, code, -code)
+        return jnp.where(_is_normal(param), code, 0).astype(self.dtype)
+
+
+def _pattern(param: Array) -> Array:
+    """Returns the bits of 16-bit numbers as int32."""
+    return lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.int32)
+
+
+def _is_normal(param: Array) -> Array:
+    """Returns which 16-bit numbers are neither zero, subnormal, inf nor nan."""
+    mantissa, bias = _LAYOUT[np.dtype(param.dtype)]
+    exponent = (_pattern(param) & 0x7FFF) >> mantissa
+    return (exponent > 0) & (exponent <= 2 * bias)
+
+
+def _high_bits(param: Array) -> Array:
+    unsigned = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32)
+    return lax.bitcast_convert_type(unsigned << np.uint32(16), jnp.int32)
+
+
+def _half_ulp(param: Array) -> tuple[Array, Array]:
+    """Returns two powers of two whose product is half an ulp."""
+    mantissa, bias = _LAYOUT[np.dtype(param.dtype)]
+    exponent = (_pattern(param) >> mantissa) & ((1 << (15 - mantissa)) - 1)
+    log = jnp.maximum(exponent, 1) - (bias + mantissa + 1)
+    half = log >> 1
+    return _power_of_two(half), _power_of_two(log - half)
+
+
+def _power_of_two(exponent: Array) -> Array:
+    return from_bits((exponent + 127) << 23)
+
+
+def _threshold(count: int, rounding: Rounding) -> Array | None:
+    """Returns `count` bits of the offset before a floor, int32; `None` for nearest."""
+    if rounding is None:
+        return None
+    if isinstance(rounding, Noise):
+        return (rounding.bits() >> np.uint32(32 - count)).astype(jnp.int32)
+    return (rounding * np.float32(2.0**count)).astype(jnp.int32)
+
+
+def _rounded_by(weight: Array, dtype: np.dtype, up: Array) -> Array:
+    """Rounds each weight to one of its two neighbours.
+
+    The one away from zero is taken if the distance from the other one, in ulps, plus `up`
+    · 2⁻¹⁶ is at least 1: as often as that distance says.
+    """
+    if dtype == _BF16:
+        shifted = from_bits((bits(weight) + up) & np.int32(-65536))
+        return jnp.where(jnp.abs(weight) < jnp.inf, shifted, weight)
+    # In units of the distance between f16 numbers: 10 bits before the point, 13 behind.
+    exponent = ((bits(weight) >> 23) & 0xFF) - 127
+    log = jnp.clip(exponent, -14, 15) - 10
+    part = (up >> 3).astype(F32) * np.float32(2.0**-13)
+    units = jnp.abs(weight) * _power_of_two(-log) + part
+    # 2²¹ units are beyond the range of f16: such a weight becomes inf.
+    size = _floor(units) * _power_of_two(log)
+    shifted = from_bits(bits(size) | (bits(weight) & np.int32(-(2**31))))
+    return jnp.where(jnp.abs(weight) < jnp.inf, shifted, weight)
+
+
+def _floor(x: Array) -> Array:
+    """Returns the integer part of positive numbers, 2²¹ at most; Mosaic has no `floor`."""
+    x = jnp.minimum(x, np.float32(2.0**21))
+    nearest = to_integer(x, np.int32).astype(F32)
+    return nearest - jnp.where(nearest > x, np.float32(1), np.float32(0))

@@ -1,1 +1,0 @@
-"""The conformance run of a job: `python -m mpx doctor --cluster`."""
