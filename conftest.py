@@ -128,7 +128,8 @@ def _sums(items):
     """Yields cases in which every value of every parameter occurs, not every product.
 
     Stacked `parametrize` marks multiply. A defect usually shows with one value of one of
-    them, seldom with one pair alone: `@pytest.mark.product` marks tests of such pairs.
+    them, seldom with one pair alone: `@pytest.mark.product` marks tests of such pairs,
+    and `@pytest.mark.some(3)` those whose cases are tried one by one in other tests.
     """
     for cases in _cases(items).values():
         first = cases[0]
@@ -141,10 +142,13 @@ def _sums(items):
         left = set().union(*values.values())
         # Of equal ones not always the first: that is often the simplest.
         order = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        chosen = []
         while left:
             best = max(order, key=lambda item: len(values[item] & left))
             left -= values[best]
-            yield best
+            chosen.append(best)
+        some = first.get_closest_marker("some")
+        yield from chosen if some is None else chosen[: some.args[0]]
 
 
 def _thin(config, items, step):

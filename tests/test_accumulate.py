@@ -308,6 +308,7 @@ KEYS = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "where"),
     [

@@ -399,6 +399,7 @@ def test_amp_of_a_function_runs_its_matmuls_low_and_keeps_its_types(name):
     check_compiled(name, [c for c in TOGETHER if c not in CASES[name].refused])
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("name", CASES)
 def test_amp_of_a_function_runs_low_on_each_device(name):
     check_compiled(name, ["shard_map"])
@@ -412,6 +413,7 @@ EAGER = [
 ]
 
 
+@pytest.mark.some(28)
 @pytest.mark.parametrize(("name", "context"), EAGER)
 def test_amp_of_a_function_runs_low_op_by_op(name, context):
     func, args = CONTEXTS[context](bf16(CASES[name].func)), (CASES[name].params, X[0])

@@ -327,13 +327,18 @@ def test_rounding_of_a_bias_does_not_matter(name, monkeypatch):
     wide = [x.astype(jnp.float32) for x in low]
     cotangent = normal(7, *low[0].shape).astype(jnp.bfloat16)
     plain = lambda *x: _primitive.plain(*x, *given[spec.free :], spec=spec)[0]  # noqa: E731
-    wanted, pullback = jax.vjp(plain, *wide, *given[3 : spec.free])
-    expected = [wanted, *pullback(cotangent.astype(jnp.float32))]
+
+    def both(vjp, cotangent, *given):
+        out, pullback = vjp(*given)
+        return [out, *pullback(cotangent)]
+
+    expected = jax.jit(functools.partial(both, functools.partial(jax.vjp, plain)))(
+        cotangent.astype(jnp.float32), *wide, *given[3 : spec.free]
+    )
     monkeypatch.setattr(jax.nn, "dot_product_attention", simulated)
-    out, pullback = _cudnn._vjp(given, spec)
-    for i, (got, x) in enumerate(
-        zip([out, *pullback(cotangent)], expected, strict=True)
-    ):
+    simulating = functools.partial(both, lambda *given: _cudnn._vjp(given, spec))
+    actual = jax.jit(simulating)(cotangent, *given)
+    for i, (got, x) in enumerate(zip(actual, expected, strict=True)):
         if i == 2 and name == "a row of two masks":
             continue  # the queries of such a row are 0, so that keys get nothing from it
         np.testing.assert_array_equal(np.isnan(got), np.isnan(x))

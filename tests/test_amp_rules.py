@@ -206,6 +206,7 @@ def test_power_in_f16_is_f32_inside_and_f16_where_the_result_fits(name):
     assert str(read.invars[0].aval.dtype) == dtype
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("size", [1.0, 41.0, 150.0, 6e4])
 @pytest.mark.parametrize("gelu", [jax.nn.gelu, gelu_by_hand])
 def test_gelu_and_its_gradient_in_f16_are_those_of_f32(size, gelu):
@@ -243,6 +244,7 @@ def saved(func, dtype, written=jnp.float32):
     return [str(x.dtype) for x in kept]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("func", [jax.nn.gelu, gelu_by_hand, exact_gelu, mish_by_tanh])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_activation_keeps_its_operand_only_and_is_computed_in_f32(func, dtype):

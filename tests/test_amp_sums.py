@@ -114,6 +114,7 @@ def assert_close(grads, exact, params):
         assert error < 2.0**-8, (key, error)
 
 
+@pytest.mark.some(12)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("name", CASES)

@@ -313,6 +313,7 @@ def on_eight(tmp_path_factory):
         return folder, state
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("shapes", [False, True], ids=["arrays", "shapes"])
 @pytest.mark.parametrize("case", MESHES.values(), ids=MESHES)
 def test_state_is_restored_to_another_mesh(on_eight, case, shapes):

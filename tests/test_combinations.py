@@ -1,6 +1,7 @@
 """Every precision with every way to update, each on a placement of devices in turn.
 
-So every pair of the three is tried, and with `--exhaustive` every combination. A cell trains to the numbers of f32, or raises an error that says what to use instead.
+So every pair of the three is tried, and with `--exhaustive` every combination. A cell
+trains to the numbers of f32, or raises an error that says what to use instead.
 """
 
 import functools

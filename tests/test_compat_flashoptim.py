@@ -530,6 +530,7 @@ def test_step_follows_the_formulas_of_the_original():
         assert np.mean(ours == codes) > 0.99 or exact.size < 100
 
 
+@pytest.mark.some(2)
 @EVERY
 def test_step_can_be_compiled_and_donated(make):
     params = {

@@ -141,9 +141,7 @@ def on_one_device(loss):
     ("loss", "layout", "steps"),
     [
         (scanned, "DP", 1),
-        (scanned, "FSDP", 1),
         (scanned, "FSDP", 2),
-        (scanned, "FSDP×TP", 1),
         (unrolled, "FSDP×TP", 1),
     ],
 )

@@ -333,6 +333,7 @@ def steps_on_one_device():
     return take_steps(plain, *make_model((16, 512), leaves=2), finite=jnp.array(True))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("axis_type", "spec"), LAYOUTS.values(), ids=LAYOUTS)
 def test_each_device_steps_its_shards(kernel_on_cpus, axis_type, spec):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)

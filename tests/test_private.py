@@ -55,9 +55,14 @@ def attempt(feature, missing):
         from mpx._optim import flash_adamw
         from mpx._jax._private import private
 
-        grads = jax.grad(mpx.amp(loss))(params, x)
         optimizer = flash_adamw(0.5, weight_decay=0.0)
-        new, _ = optimizer.step(params, optimizer.init(params), grads)
+
+        @jax.jit  # one program, not one for each operation
+        def step(params, x):
+            grads = jax.grad(mpx.amp(loss))(params, x)
+            return grads, optimizer.step(params, optimizer.init(params), grads)[0]
+
+        grads, new = step(params, x)
         assert private(feature) is private(feature) is None
     for name in params:
         error = np.abs(grads[name] - expected[name]).max()

@@ -168,7 +168,8 @@ def public_names(module):
     path, names = pathlib.Path(module.__file__), []
     reexports = path.name == "__init__.py"
     body = ast.parse(path.read_text()).body
-    lazy = [x for node in body if isinstance(node, ast.If) for x in node.body]
+    # What is imported when it is first used is listed for type checkers.
+    lazy = [child for node in body if isinstance(node, ast.If) for child in node.body]
     for node in [*body, *lazy]:
         if isinstance(node, ast.ImportFrom):
             names += [a.name for a in node.names if reexports or a.asname == a.name]

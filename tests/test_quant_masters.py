@@ -73,6 +73,7 @@ def test_every_exponent_is_kept_within_the_bound(codec, dtype, sign):
     check_master(codec, dtype, weight.ravel())
 
 
+@pytest.mark.some(3)
 @masters
 def test_encoding_what_was_decoded_changes_nothing(codec, dtype):
     weight = floats(np.arange(127 << 23, 128 << 23))

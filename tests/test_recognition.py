@@ -165,6 +165,7 @@ def test_attention_of_a_library_is_one_operation_with_the_same_gradients(name):
     check(func, args)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", EMPTY)
 def test_row_in_which_everything_is_masked_stays_what_it_was(name):
     func, args = EMPTY[name]
