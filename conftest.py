@@ -89,36 +89,73 @@ _ON_ONE_JAX = {
 def pytest_addoption(parser):
     help = "run one case in this many of each test, and one at least"
     parser.addoption("--thin", type=int, default=1, help=help)
-    help = "run all combinations and more random cases, where a sample is the default"
+    help = "run all combinations of parameters, and more random cases"
     parser.addoption("--exhaustive", action="store_true", help=help)
     help = "run the files, and the tests of each, in the random order of this seed"
     parser.addoption("--shuffle", type=int, metavar="SEED", help=help)
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    _thin(config, items, config.getoption("thin"))
-    _shuffle(items, config.getoption("shuffle"))
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             # Examples show what a user runs, and `optax.adam` needs promotion.
             item.add_marker("standard_promotion")
         elif item.path.stem in _ON_ONE_JAX:
             item.add_marker("long")
+    result = yield  # what `-m` and `-k` select, of which the rest makes a choice
+    if not config.getoption("exhaustive"):
+        _keep(config, items, set(_sums(items)))
+    _thin(config, items, config.getoption("thin"))
+    _shuffle(items, config.getoption("shuffle"))
+    return result
 
 
-def _thin(config, items, step):
+def _cases(items):
+    """Returns the cases of each test, by the name of the test."""
     tests = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return tests
+
+
+def _keep(config, items, kept):
+    config.hook.pytest_deselected(items=[x for x in items if x not in kept])
+    items[:] = [x for x in items if x in kept]
+
+
+def _sums(items):
+    """Yields cases in which every value of every parameter occurs, not every product.
+
+    Stacked `parametrize` marks multiply. A defect usually shows with one value of one of
+    them, seldom with one pair alone: `@pytest.mark.product` marks tests of such pairs.
+    """
+    for cases in _cases(items).values():
+        first = cases[0]
+        if not hasattr(first, "callspec") or first.get_closest_marker("product"):
+            yield from cases
+            continue
+        # One entry for each mark. Without that private name, every case is its own.
+        ids = {x: getattr(x.callspec, "_idlist", [x.callspec.id]) for x in cases}
+        values = {item: set(enumerate(map(str, ids[item]))) for item in cases}
+        left = set().union(*values.values())
+        # Of equal ones not always the first: that is often the simplest.
+        order = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        while left:
+            best = max(order, key=lambda item: len(values[item] & left))
+            left -= values[best]
+            yield best
+
+
+def _thin(config, items, step):
     # Not always the first case: that is often the simplest.
     left_out = {
         item
-        for name, cases in tests.items()
+        for name, cases in _cases(items).items()
         for index, item in enumerate(cases, start=zlib.crc32(name.encode()))
         if index % min(step, len(cases))
     }
-    config.hook.pytest_deselected(items=[x for x in items if x in left_out])
-    items[:] = [x for x in items if x not in left_out]
+    _keep(config, items, set(items) - left_out)
 
 
 def _shuffle(items, seed):

@@ -7,11 +7,10 @@ long as a ring over the slowest link between its devices. Nothing is run.
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from _measure import planned_memory
 from mpx._jax._devices import H200
-from mpx._program._queries import names
 from mpx.inspect._collectives import arrays, bits, computations, located, runs_of
 
 Shapes = list[tuple[str, tuple[int, ...]]]
@@ -78,7 +77,7 @@ class Kernel(NamedTuple):
     flops: float
     bytes: float
 
-    def seconds(self, machine: Machine) -> float:
+    def seconds(self, machine):
         """Returns the time of all runs."""
         operations = self.flops / getattr(machine, self.kind) if self.flops else 0.0
         once = max(operations, self.bytes / machine.memory, machine.kernel)
@@ -96,17 +95,14 @@ class _Instruction(NamedTuple):
     is_root: bool
 
     @property
-    def shapes(self) -> Shapes:
+    def shapes(self):
         return arrays(self.types)
 
 
 Body = dict[str, _Instruction]
-_NOT_KERNELS = frozenset(
-    names(
-        "parameter constant bitcast get-tuple-element tuple while conditional call "
-        "after-all partition-id replica-id iota optimization-barrier domain "
-        "add-dependency"
-    )
+_NOT_KERNELS = re.compile(
+    "parameter|constant|bitcast|get-tuple-element|tuple|while|conditional|call|after-all|"
+    "partition-id|replica-id|iota|optimization-barrier|domain|add-dependency|.*-done"
 )
 _COMMUNICATION = re.compile(
     r"(all-gather|all-reduce|reduce-scatter|(ragged-)?all-to-all|collective-\w+|send|recv)"
@@ -116,7 +112,7 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = ("dynamic-update-slice", "scatter")
 
 
-def kernels(text: str) -> list[Kernel]:
+def kernels(text):
     """Reads the kernels of a program compiled for GPUs, communication left out.
 
     A fusion reads its operands and writes its results, except for slices of them: what it
@@ -138,7 +134,7 @@ def kernels(text: str) -> list[Kernel]:
             continue
         for x in body.values():
             opcode = x.opcode.removesuffix("-start")
-            if opcode in _NOT_KERNELS or opcode.endswith("-done"):
+            if _NOT_KERNELS.fullmatch(opcode):
                 continue
             inner = _called(x, parsed) if opcode == "fusion" else {x.name: x}
             if not any(_COMMUNICATION.match(y.opcode) for y in inner.values()):
@@ -147,7 +143,7 @@ def kernels(text: str) -> list[Kernel]:
     return found
 
 
-def _parse(lines: Iterable[str]) -> Body:
+def _parse(lines):
     """Returns the instructions of a computation by name."""
     found = {}
     for line in lines:
@@ -166,7 +162,7 @@ def _parse(lines: Iterable[str]) -> Body:
     return found
 
 
-def _closing(text: str) -> int:
+def _closing(text):
     """Returns the place behind the parenthesis that closes the first one."""
     depth = 0
     for i, letter in enumerate(text):
@@ -176,16 +172,11 @@ def _closing(text: str) -> int:
     return len(text)
 
 
-def _size(shapes: Shapes) -> float:
+def _size(shapes):
     return sum(bits(dtype) * math.prod(shape) / 8 for dtype, shape in shapes)
 
 
-def _cost(
-    x: _Instruction,
-    opcode: str,
-    body: Body,
-    parsed: dict[str, Body],
-) -> tuple[str, float, float]:
+def _cost(x, opcode, body, parsed):
     """Returns the kind of a kernel, its operations and its bytes."""
     operands = [body[name].shapes for name in x.operands if name in body]
     read = sum(map(_size, operands))
@@ -207,19 +198,19 @@ def _cost(
     return "memory", 0.0, read + _size(x.shapes)
 
 
-def _operations(x: _Instruction, operands: list[Shapes]) -> tuple[str, float] | None:
+def _operations(x, operands):
     """Returns kind and operations of a matmul or of attention; otherwise nothing."""
     if x.opcode == "dot" or '"__cublas' in x.line:
         return _matmul(x, operands)
     return _attention(x, operands) if '"__cudnn$fmha' in x.line else None
 
 
-def _results(x: _Instruction) -> Shapes:
+def _results(x):
     """Returns what an instruction makes, without the workspace of a library."""
     return x.shapes[:1] if '"__cublas' in x.line else x.shapes
 
 
-def _matmul(x: _Instruction, operands: list[Shapes]) -> tuple[str, float]:
+def _matmul(x, operands):
     """Returns the dtype of a matmul and its operations."""
     (dtype, left), *_ = operands[0]
     numbers = re.search(
@@ -231,7 +222,7 @@ def _matmul(x: _Instruction, operands: list[Shapes]) -> tuple[str, float]:
     return kind, 2.0 * math.prod(x.shapes[0][1]) * summed
 
 
-def _attention(x: _Instruction, operands: list[Shapes]) -> tuple[str, float]:
+def _attention(x, operands):
     """Returns whether attention is forward or backward, and its operations."""
     scores = re.search(
         r'"intermediate_tensor_shape".*?"dimensions": ?\[([^\]]*)\]', x.line
@@ -245,15 +236,15 @@ def _attention(x: _Instruction, operands: list[Shapes]) -> tuple[str, float]:
     return kind, 2.0 * matmuls * half * math.prod(sizes) * width
 
 
-def _called(x: _Instruction, parsed: dict[str, Body]) -> Body:
+def _called(x, parsed):
     """Returns the computation of a fusion."""
     name = re.search(r"calls=%?([\w.\-$]+)", x.line)
     return parsed[name.group(1)] if name else {}
 
 
-def _fusion(body: Body) -> tuple[str, float, float]:
+def _fusion(body):
     """Returns kind, operations and bytes of a fusion, from its computation."""
-    users: dict[str, list[_Instruction]] = {}
+    users = {}
     for x in body.values():
         for name in dict.fromkeys(x.operands):
             users.setdefault(name, []).append(x)
@@ -271,7 +262,7 @@ def _fusion(body: Body) -> tuple[str, float, float]:
     return kind, flops, size
 
 
-def _read(name: str, users: dict[str, list[_Instruction]], whole: float) -> float:
+def _read(name, users, whole):
     """Returns the bytes of a parameter of a fusion that are read."""
     total = 0.0
     for user in users.get(name, ()):
@@ -284,7 +275,7 @@ def _read(name: str, users: dict[str, list[_Instruction]], whole: float) -> floa
     return min(total, whole)
 
 
-def _written(x: _Instruction, body: Body) -> float:
+def _written(x, body):
     """Returns the bytes of the result of a fusion that are written."""
     if x.opcode == "tuple":
         return sum(_written(body[name], body) for name in x.operands)
@@ -298,7 +289,7 @@ def _written(x: _Instruction, body: Body) -> float:
     return 0.0 if x.opcode == "parameter" else _size(_results(x))
 
 
-def _update(x: _Instruction) -> str:
+def _update(x):
     """Returns the operand that is written into another one in place."""
     return x.operands[-1] if x.opcode == "scatter" else x.operands[1]
 
@@ -325,7 +316,7 @@ class Transfer(NamedTuple):
     runs: int
     bytes: float
 
-    def seconds(self, machine: Machine) -> float:
+    def seconds(self, machine):
         """Returns the time of all runs.
 
         A ring enters and leaves each node once, so that the GPUs of a group that are in
@@ -350,9 +341,9 @@ class Transfer(NamedTuple):
         return self.runs * (self.bytes / (rate * machine.efficiency) + hops)
 
 
-def transfers(text: str, node: int = 8) -> list[Transfer]:
+def transfers(text, node=8):
     """Reads the collectives of a program; those that XLA combined are one."""
-    found: dict[str, list[Any]] = {}
+    found = {}
     for line, item in located(text):
         found.setdefault(line, []).append(item)
     result = []
@@ -369,7 +360,7 @@ def transfers(text: str, node: int = 8) -> list[Transfer]:
     return result
 
 
-def group_of(line: str) -> list[int]:
+def group_of(line):
     """Returns the devices of the first group of a collective; empty if it names none."""
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line)
     if mesh:
@@ -392,7 +383,7 @@ def group_of(line: str) -> list[int]:
     return list(_places(axes))[: int(counted.group(1))]
 
 
-def _axis(sizes: dict[str, int], name: str, before: str, size: str) -> tuple[int, int]:
+def _axis(sizes, name, before, size):
     """Returns size and stride of an axis of a mesh, or of a part of it."""
     names = list(sizes)
     inner = math.prod(sizes[x] for x in names[names.index(name) + 1 :])
@@ -401,7 +392,7 @@ def _axis(sizes: dict[str, int], name: str, before: str, size: str) -> tuple[int
     return int(size), inner * sizes[name] // (int(before) * int(size))
 
 
-def _places(axes: list[tuple[int, int]]) -> Iterator[int]:
+def _places(axes):
     """Yields the devices along axes of sizes and strides, the last one fastest."""
     if not axes:
         yield 0
@@ -422,44 +413,38 @@ class Program(NamedTuple):
     argument_bytes: int
     peak_bytes: int
 
-    def compute(self, machine: Machine) -> float:
+    def compute(self, machine):
         """Returns the seconds of all kernels."""
         return sum(x.seconds(machine) for x in self.kernels)
 
-    def communication(self, machine: Machine) -> float:
+    def communication(self, machine):
         """Returns the seconds of all collectives."""
         return sum(x.seconds(machine) for x in self.transfers)
 
-    def flops(self) -> dict[str, float]:
+    def flops(self):
         """Returns the operations by kind."""
-        kinds = sorted({x.kind for x in self.kernels if x.flops})
-        return {
-            kind: sum(x.runs * x.flops for x in self.kernels if x.kind == kind)
-            for kind in kinds
-        }
+        return _by_kind((x.kind, x.runs * x.flops) for x in self.kernels if x.flops)
 
-    def time_by_kind(self, machine: Machine) -> dict[str, float]:
+    def time_by_kind(self, machine):
         """Returns the seconds of the kernels by kind."""
-        kinds = sorted({x.kind for x in self.kernels})
-        return {
-            kind: sum(x.seconds(machine) for x in self.kernels if x.kind == kind)
-            for kind in kinds
-        }
+        return _by_kind((x.kind, x.seconds(machine)) for x in self.kernels)
 
 
-def read(compiled: Any) -> Program:
+def _by_kind(pairs):
+    found = {}
+    for kind, value in pairs:
+        found[kind] = found.get(kind, 0) + value
+    return dict(sorted(found.items()))
+
+
+def read(compiled):
     """Reads a compiled program."""
-    text, memory = compiled.as_text(), compiled.memory_analysis()
-    peak = (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
-    return Program(kernels(text), transfers(text), memory.argument_size_in_bytes, peak)
+    text, memory = compiled.as_text(), planned_memory(compiled)
+    sizes = memory["argument_bytes"], memory["compiled_bytes"]
+    return Program(kernels(text), transfers(text), *sizes)
 
 
-def from_record(record: dict[str, Any]) -> Program:
+def from_record(record):
     """Returns the program of a JSON record."""
     return Program(
         [Kernel(*x) for x in record["kernels"]],

@@ -14,18 +14,17 @@ which is half a code: still one.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from mpx._optim._core import Step
 from mpx._optim._options import master_codec, moment_codec
 from mpx._optim._params import flatten_params
 from mpx._optim._state import leaves_of
-from mpx._optim._update_rules import Given, Leaf
+from mpx._optim._update_rules import Given
 from mpx._quant import Block, Dither, Quantized
 
 # In f32 a rounding is 2⁻²⁴. No number takes part in more than eight of them on its way
@@ -61,7 +60,7 @@ class Found:
     used: float = 0.0
     wrong: int = 0
 
-    def __add__(self, other: "Found") -> "Found":
+    def __add__(self, other):
         merged = {
             field.name: (max if field.name in ("code", "ulp", "used") else sum)(
                 (getattr(self, field.name), getattr(other, field.name))
@@ -72,9 +71,7 @@ class Found:
 
 
 @functools.partial(jax.jit, static_argnames="rule")
-def rounding_errors(
-    rule: Any, scalars: Any, grad: Array, weight: Array, moments: Any
-) -> tuple[Array, ...]:
+def rounding_errors(rule, scalars, grad, weight, moments):
     """By how much roundings may change the new weight and moments; runs in f64.
 
     Every input and coefficient is moved by all the roundings it can meet, and what that
@@ -83,7 +80,7 @@ def rounding_errors(
     inputs = jax.tree.map(lambda x: x.astype(float), (scalars, grad, weight, moments))
     flat, treedef = jax.tree.flatten(inputs)
 
-    def step(factors: Array) -> tuple[Array, ...]:
+    def step(factors):
         moved = [x * factor for x, factor in zip(flat, factors, strict=True)]
         (scale, *rest), grad, weight, moments = treedef.unflatten(moved)
         given = Given(tuple(rest), grad * scale, weight, Block())
@@ -92,7 +89,7 @@ def rounding_errors(
 
     exact = step(jnp.ones(len(flat)))
 
-    def add(total: tuple[Array, ...], unit: Array) -> tuple[tuple[Array, ...], None]:
+    def add(total, unit):
         both = zip(step(1 + ROUNDINGS * unit), step(1 - ROUNDINGS * unit), strict=True)
         changes = [
             jnp.maximum(jnp.abs(up - x), jnp.abs(down - x))
@@ -104,9 +101,7 @@ def rounding_errors(
     return lax.scan(add, zeros, jnp.eye(len(flat)))[0]
 
 
-def differences(
-    optimizer: Any, before: Any, grads: Any, grad_scale: Array, plain: Any, kernel: Any
-) -> list[Any]:
+def differences(optimizer, before, grads, grad_scale, plain, kernel):
     """Compares what two paths made of the same `(params, state)`; traced, in f64.
 
     Returns:
@@ -141,13 +136,13 @@ def differences(
     return results
 
 
-def found_of(elements: int, fields: dict[str, Array]) -> Found:
+def found_of(elements, fields):
     """Takes the result of `differences` for one leaf from the device."""
     numbers = jax.device_get(fields)
     return Found(elements, **{key: value.item() for key, value in numbers.items()})
 
 
-def stored_leaves(params: Any, state: Any) -> list[Leaf]:
+def stored_leaves(params, state):
     """Returns each parameter with its correction and moments."""
     pairs = zip(*leaves_of(flatten_params(params), state), strict=True)
     return [
@@ -155,7 +150,7 @@ def stored_leaves(params: Any, state: Any) -> list[Leaf]:
     ]
 
 
-def decoded(core: Any, leaf: Leaf, state: Any) -> tuple[Array, list[Array]]:
+def decoded(core, leaf, state):
     """Returns the f32 weight and moments of a leaf."""
     shape, groups = leaf.param.shape, leaf.param.shape
     quantized = [x for x in leaf.moments if isinstance(x, Quantized)]
@@ -172,7 +167,7 @@ def decoded(core: Any, leaf: Leaf, state: Any) -> tuple[Array, list[Array]]:
     return weight, moments
 
 
-def compare_leaf(room: Any, a: Leaf, b: Leaf, plain: Any, kernel: Any) -> Any:
+def compare_leaf(room, a, b, plain, kernel):
     """Compares two results for one leaf; see `differences`."""
     (weight, moments), (other, others) = plain, kernel
     bits = 0 if a.correction is None else 8 * a.correction.dtype.itemsize
@@ -208,7 +203,7 @@ def compare_leaf(room: Any, a: Leaf, b: Leaf, plain: Any, kernel: Any) -> Any:
     }
 
 
-def excess(x: Array, y: Array, room: Array, unit: Array) -> Array:
+def excess(x, y, room, unit):
     """Returns differences over what is allowed; inf where one is not finite alone."""
     x, y, unit = (z.ravel().astype(float) for z in (x, y, unit))
     same = (x == y) | (jnp.isnan(x) & jnp.isnan(y))
@@ -217,11 +212,11 @@ def excess(x: Array, y: Array, room: Array, unit: Array) -> Array:
     return jnp.where(same, 0.0, share)
 
 
-def magnitude(x: Array) -> Array:
+def magnitude(x):
     return jnp.abs(x.astype(float))
 
 
-def ulp_of(x: Array, dtype: Any) -> Array:
+def ulp_of(x, dtype):
     """Returns the distance of the numbers of `dtype` around `x`."""
     info = jnp.finfo(dtype)
     _, exponent = jnp.frexp(magnitude(x))
@@ -229,11 +224,11 @@ def ulp_of(x: Array, dtype: Any) -> Array:
     return jnp.ldexp(jnp.ones(x.shape), lowest - info.nmant)
 
 
-def steps_apart(x: Array, y: Array) -> Array:
+def steps_apart(x, y):
     """Counts the numbers of their dtype between two arrays; NaNs are equal."""
     dtype = jnp.dtype(f"i{x.dtype.itemsize}")
 
-    def order(z: Array) -> Array:
+    def order(z):
         pattern = lax.bitcast_convert_type(z, dtype).astype(jnp.int64)
         return jnp.where(pattern < 0, jnp.iinfo(dtype).min - pattern, pattern)
 

@@ -1,39 +1,88 @@
-"""How the benchmarks measure: one process per mode, groups of steps, medians.
+"""How the benchmarks measure: one process per case, groups of steps, medians.
 
-A benchmark script is two programs. The parent never starts a JAX backend: it runs
-itself once per mode with `--child MODE`, so that each mode has the device, the
-allocator's peak and the compiler to itself. A child prints one JSON record as its last
-line.
+A script that compares programs is itself two programs. The parent never starts a JAX
+backend: it runs itself once per case with `--child CASE`, so that each case has the
+device, the allocator's peak and the compiler to itself. A child prints one JSON record as
+its last line.
 """
 
+import argparse
 import collections
+import contextlib
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 Record = dict[str, Any]
-Step = Callable[[Any, Any], tuple[Any, Any]]
+
+# --- the command line -------------------------------------------------------------------
 
 
-# --- in the parent -----------------------------------------------------------------
+def read_options(doc, text):
+    """Reads the options that a text lists; the docstring of the script is their help.
+
+    `name` is a flag, `name=3` has a default and its type, `name=a,b` is a list with commas,
+    and `name=int` or `name=str` has no default. `--child` and `--child-cache` are passed to
+    the processes of single cases.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for option in f"{text} child=str child_cache=str".split():
+        name, is_given, default = option.partition("=")
+        flag = f"--{name.replace('_', '-')}"
+        if not is_given:
+            parser.add_argument(flag, action="store_true")
+        elif "," in default:
+            parser.add_argument(flag, type=split, default=split(default))
+        elif default in ("int", "str"):
+            parser.add_argument(flag, type=int if default == "int" else str)
+        else:
+            value = number_of(default)
+            parser.add_argument(flag, type=type(value), default=value)
+    return parser.parse_args()
 
 
-def run_child(script: str, arguments: Sequence[str], *, timeout: float) -> Record:
-    """Runs `script` with `arguments` and returns the record it printed last.
+def split(text):
+    return [number_of(x) for x in text.split(",") if x]
 
-    A child that fails gives a record with `error`, the end of what it wrote, so that
-    one broken mode does not cost the others.
+
+def number_of(text):
+    """Returns the number that a text is, or the text."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def pick(known, names):
+    """Returns the entries of a dictionary by their names; unknown names end the program."""
+    if unknown := set(names) - set(known):
+        sys.exit(f"There is no {sorted(unknown)}: {', '.join(known)}.")
+    return {name: known[name] for name in names}
+
+
+# --- in the parent ----------------------------------------------------------------------
+
+
+def run_child(case, *more, timeout=300):
+    """Runs this program for one case and returns the record it printed last.
+
+    A child that fails gives a record with `error`, the end of what it wrote, so that one
+    broken case does not cost the others.
     """
     start = time.perf_counter()
-    command = [sys.executable, script, *arguments]
+    command = [sys.executable, *sys.argv, "--child", case, *more]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout, check=False
@@ -47,26 +96,70 @@ def run_child(script: str, arguments: Sequence[str], *, timeout: float) -> Recor
     return json.loads(lines[-1]) | {"wall_s": time.perf_counter() - start}
 
 
-class Log:
-    """JSON lines, written as they come: a run that is cut off keeps what it has."""
+def run_cases(cases, options, *, skip=lambda case: None, shared_cache=True):
+    """Runs the cases pass by pass, and returns the records of each.
 
-    def __init__(self, path: str | None):
-        self._file: TextIO | None = None if path is None else open(path, "a")  # noqa: SIM115
+    Passes after the first start only within `options.budget`. The cases share the
+    autotuner's choices through JAX's compilation cache, unless `shared_cache` is False:
+    then the time of compilation can be compared. `skip` says why a case cannot run.
+    """
+    runs = {}
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as cache:
+        more = ["--child-cache", cache] if shared_cache else []
+        for turn in range(getattr(options, "repeat", 1)):
+            for case in cases:
+                done, spent = runs.setdefault(case, []), time.perf_counter() - start
+                # A repetition finds its program in the cache and so takes no longer.
+                late = spent + done[0].get("wall_s", 0) > options.budget if done else 0
+                if late or any("error" in record for record in done):
+                    continue
+                if reason := skip(case):
+                    record = {"error": f"skipped: {reason}", "skip": True}
+                else:
+                    record = run_child(case, *more, timeout=options.timeout)
+                record |= {"case": case, "pass": turn}
+                done.append(record)
+                save(options.json, record)
+                spent = time.perf_counter() - start
+                told = record.get("error") or number(record.get("ms"), 3, " ms")
+                print(f"{case:24} after {spent:4.0f} s: {told}", flush=True)
+    return runs
 
-    def write(self, record: Record) -> None:
-        """Appends one record."""
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+
+def save(path, record):
+    """Appends a record to a file of JSON lines: a run that is cut off keeps what it has."""
+    if path is not None:
+        with open(path, "a") as file:
+            file.write(json.dumps(record | {"command": shlex.join(sys.argv)}) + "\n")
 
 
-def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; all columns but the first are aligned to the right."""
+def best_runs(runs):
+    """Returns by case the pass with the smallest median, and what the passes say together."""
+    best = {}
+    for case, records in runs.items():
+        good = [record for record in records if "error" not in record]
+        if not good:
+            continue
+        medians = [record["ms"] for record in good]
+        compiles = [r["compile_s"] for r in good if r["compile_s"] is not None]
+        peaks = [r["peak_bytes"] for r in good if r["peak_bytes"] is not None]
+        best[case] = min(good, key=lambda record: record["ms"]) | {
+            # A process that autotunes may need memory that the step does not.
+            "peak_bytes": min(peaks, default=None),
+            "between": max(medians) / min(medians) - 1 if len(good) > 1 else None,
+            "compile_s": max(compiles, default=None),
+        }
+    return best
+
+
+def format_table(header, rows):
+    """Returns a Markdown table; all columns but the first are aligned to the right."""
     table = [list(header), *(list(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rule = ["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])]
 
-    def line(row: Sequence[str]) -> str:
+    def line(row):
         first, *rest = zip(row, widths, strict=True)
         cells = [first[0].ljust(first[1]), *(cell.rjust(w) for cell, w in rest)]
         return "| " + " | ".join(cells) + " |"
@@ -74,25 +167,61 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([line(table[0]), line(rule), *map(line, table[1:])])
 
 
-def number(value: float | None, digits: int = 2, suffix: str = "") -> str:
+def print_columns(rows, *columns):
+    """Prints a table of records; each column is a name and a function of a record."""
+    names, cells = zip(*columns, strict=True)
+    print(format_table(names, [[cell(row) for cell in cells] for row in rows]))
+
+
+def print_machine(record, what=""):
+    """Prints what the numbers were measured on; returns whether that was a CPU."""
+    machine = record["environment"]
+    print(f"\n{what}{machine['device']}, jax {machine['jax']}, Python "
+          f"{machine['python']}\n")  # fmt: skip
+    return machine["backend"] == "cpu"
+
+
+def print_verdict(wrong, passed, on_cpu=False):
+    """Prints what failed or what passed; returns the exit status."""
+    for text in wrong:
+        print(f"CHECK FAILED {text}")
+    if not wrong:
+        print(f"\nChecks passed: {passed}")
+    if on_cpu:
+        print("On a CPU the times and ratios say nothing about a GPU.")
+    return int(bool(wrong))
+
+
+def number(value, digits=2, suffix=""):
     """Formats a measurement; a dash where there is none."""
     return "–" if value is None else f"{value:.{digits}f}{suffix}"
 
 
-def ratio(value: float | None, base: float | None) -> float | None:
+def ratio(value, base):
     """`value / base`, or None where one of the two was not measured."""
     return value / base if value is not None and base else None
 
 
-# --- in the child ------------------------------------------------------------------
+def giga(value):
+    return number(ratio(value, 1e9))
 
 
-def start_child(cache: str | None) -> None:
+def percent(value, digits=1):
+    return number(None if value is None else 100 * value, digits, " %")
+
+
+def spread(record):
+    return percent((record["ms_high"] - record["ms_low"]) / record["ms"])
+
+
+# --- in the child -----------------------------------------------------------------------
+
+
+def start_child(cache=None):
     """Turns JAX's compilation cache on (never on a CPU, which does not autotune).
 
-    What is shared through it are the autotuner's choices: two modes that need the same
-    matmul then run the same kernel, and a repetition measures the step rather than the
-    autotuner's luck.
+    Two modes that need the same matmul then run the same kernel, and a repetition
+    measures the step rather than the autotuner's luck.
     """
     if cache is None or jax.default_backend() == "cpu":
         jax.config.update("jax_enable_compilation_cache", False)
@@ -102,11 +231,15 @@ def start_child(cache: str | None) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def environment() -> Record:
-    """What the numbers were measured on."""
-    device = jax.devices()[0]
+def end_child(record):
+    """Prints the record of a child, with what it was measured on; returns the exit status."""
+    print(json.dumps(record | {"environment": environment()}))
+    return 0
+
+
+def environment():
     return {
-        "device": device.device_kind,
+        "device": jax.devices()[0].device_kind,
         "backend": jax.default_backend(),
         "jax": jax.__version__,
         "python": platform.python_version(),
@@ -114,24 +247,32 @@ def environment() -> Record:
     }
 
 
-def own_small_buffers(tree: Any) -> Any:
+def own_small_buffers(tree):
     """Copies the scalars of a tree that will be donated.
 
-    Two leaves made from one constant may share a buffer, which can be donated only
-    once. Large leaves are not copied: that would raise the peak that is to be measured.
+    Two leaves made from one constant may share a buffer, which can be donated only once.
+    Large leaves are not copied: that would raise the peak that is to be measured.
     """
     return jax.tree.map(lambda x: x.copy() if x.size == 1 else x, tree)
 
 
-def compile_step(step: Step, state: Any, inputs: Any) -> tuple[Step, Record]:
-    """Compiles `step(state, inputs)` with the state donated; says what that cost.
+class Compiled(NamedTuple):
+    """A step: the jitted function, the compiled program, and what that cost.
 
-    What is returned for the timing is the jitted function, which is dispatched faster
-    than the compiled object; off the CPU it takes the program out of the cache.
+    The jitted function is dispatched faster than the compiled program; off the CPU it
+    takes the program out of the cache.
     """
-    hits: list[str] = []
 
-    def listen(event: str, **_: Any) -> None:
+    run: Any
+    program: Any
+    record: Record
+
+
+def compile_step(step, state, inputs, options=None):
+    """Compiles `step(state, inputs)` with the state donated."""
+    hits = []
+
+    def listen(event, **_):
         if event.endswith("/compilation_cache/cache_hits"):
             hits.append(event)
 
@@ -141,72 +282,73 @@ def compile_step(step: Step, state: Any, inputs: Any) -> tuple[Step, Record]:
     lowered = traced.lower()
     middle = time.perf_counter()
     jax.monitoring.register_event_listener(listen)
-    compiled = lowered.compile()
+    program = lowered.compile(options)
     end = time.perf_counter()
     jax.monitoring.unregister_event_listener(listen)
-    record: Record = {
+    record = {
         "trace_s": middle - start,
         # A program that came out of the cache says nothing about compilation.
         "compile_s": None if hits else end - middle,
         "dots": dict(count_dots(traced.jaxpr)),
+        "fused": str(traced.jaxpr).count("cudnn_attention["),
         "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
     }
-    return jitted, record | _compiled_memory(compiled)
+    return Compiled(jitted, program, record | planned_memory(program))
 
 
-def _compiled_memory(compiled: Any) -> Record:
+def planned_memory(program):
+    """Returns the bytes that the compiler planned; a program from the cache may not know."""
     try:
-        stats = compiled.memory_analysis()
-    except (RuntimeError, NotImplementedError):  # a program from the cache may not know
+        stats = program.memory_analysis()
+    except (RuntimeError, NotImplementedError):
         stats = None
     if stats is None:
         return {}
-    return {
-        "compiled_bytes": stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        + stats.temp_size_in_bytes
-        - stats.alias_size_in_bytes,
-        "temp_bytes": stats.temp_size_in_bytes,
-        "alias_bytes": stats.alias_size_in_bytes,
-    }
+    sizes = {name: getattr(stats, f"{name}_size_in_bytes")
+             for name in ("argument", "output", "temp", "alias")}  # fmt: skip
+    found = {f"{name}_bytes": size for name, size in sizes.items()}
+    return found | {"compiled_bytes": sum(sizes.values()) - 2 * sizes["alias"]}
 
 
-def count_dots(jaxpr: Any) -> collections.Counter[str]:
+def count_dots(jaxpr):
     """Counts the matmuls of a jaxpr by operand dtype, nested jaxprs included."""
-    counts: collections.Counter[str] = collections.Counter()
+    counts = collections.Counter()
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "dot_general":
             operands = {str(variable.aval.dtype) for variable in equation.invars}
             counts["×".join(sorted(operands))] += 1
-        for inner in _nested(equation.params.values()):
+        for inner in nested(equation.params.values()):
             counts += count_dots(inner)
     return counts
 
 
-def _nested(values: Iterable[Any]) -> Iterator[Any]:
+def nested(values):
     for value in values:
         if isinstance(value, tuple | list):
-            yield from _nested(value)
+            yield from nested(value)
         elif hasattr(value, "eqns") or hasattr(value, "jaxpr"):
             yield value
 
 
-def peak_bytes() -> int | None:
-    """The allocator's peak since the process started (None on a CPU)."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use")
+def peak_bytes():
+    """Returns the allocator's peak since the process started (None on a CPU)."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def time_steps(
-    step: Step, state: Any, inputs: Sequence[Any], *, steps: int, group: int
-) -> tuple[Any, list[Any], Record]:
+def memory(record):
+    """Returns peak bytes: the allocator's, or the compiler's where there is no allocator."""
+    return record["peak_bytes"] or record.get("compiled_bytes")
+
+
+def time_steps(step, state, inputs, *, steps, group, keep=True):
     """Times `steps` steps in groups; the device is waited for after each group only.
 
     Within a group steps are sent ahead as in a training loop. `host_ms` is the time the
     host needs to send one: where it comes near `ms`, the host is what was measured.
 
     Returns:
-        The last state, what each step returned beside it, and the timings.
+        The last state, what each step returned beside it (unless `keep` is False), and
+        the timings.
     """
     groups, sending, outputs = [], [], []
     jax.block_until_ready(state)
@@ -214,16 +356,30 @@ def time_steps(
         start = time.perf_counter()
         for index in range(first, first + group):
             state, output = step(state, inputs[index % len(inputs)])
+            outputs = outputs if keep else []
             outputs.append(output)
         sent = time.perf_counter()
         jax.block_until_ready((state, outputs[-1]))
         groups.append((time.perf_counter() - start) / group * 1e3)
         sending.append((sent - start) / group * 1e3)
-    record = {
+    return state, outputs, {
         "ms": statistics.median(groups),
         "ms_low": min(groups),
         "ms_high": max(groups),
         "host_ms": statistics.median(sending),
-        "groups": len(groups),
-    }
-    return state, outputs, record
+    }  # fmt: skip
+
+
+def time_call(call, *args, runs=20, groups=5, warmup=3):
+    """Returns the median time in ms of a call whose result is dropped."""
+    step = lambda _, args: (None, call(*args))  # noqa: E731
+    for steps, group in ((warmup, warmup), (runs * groups, runs)):
+        found = time_steps(step, None, [args], steps=steps, group=group, keep=False)
+    return found[2]["ms"]
+
+
+@jax.jit
+def relative_error(found, exact):
+    """Returns the norm of the difference over the norm of the exact array."""
+    exact = exact.astype(jnp.float32)
+    return jnp.linalg.norm(found.astype(jnp.float32) - exact) / jnp.linalg.norm(exact)

@@ -1,24 +1,23 @@
-"""How well `mpx.inspect.advise` predicts, what it costs, and what `tune` finds.
+"""How well `mpx.inspect.advise` predicts, what it costs, and what it finds.
 
     python benchmarks/advise.py                       # four small models, on a CPU
     python benchmarks/advise.py --part rank --models mlp lstm
-    python benchmarks/advise.py --part tune --sizes tiny tiny-gpt
-    python benchmarks/advise.py --part tune --sizes vit-base --batch 64   # a GPU
-    python benchmarks/advise.py --part tune --sizes gpt2 --length 512 --max-grad-error 0.25
+    python benchmarks/advise.py --part measure --sizes tiny tiny-gpt
+    python benchmarks/advise.py --part measure --sizes vit-base --batch 64   # a GPU
+    python benchmarks/advise.py --part measure --sizes gpt2 --length 512 --max-grad-error 0.25
 
 rank: single groups in bf16, predicted against measured by emulating that group alone; rank
 correlation, the ratio of measured to predicted, and the time of a pass in gradients.
-search: the frontier of `tune` against all policies of a small model, at equal cost.
-tune: the policy that `tune` returns, against the default of `amp`.
+search: the frontier against all policies of a small model, at equal cost.
+measure: the policy that `measure=True` returns, against the default of `amp`.
 """
 
-import argparse
 import contextlib
 import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -27,14 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import _measure as measure
 import mpx.inspect
-from _measure import format_table, number
+from _measure import format_table, number, read_options
 from _models import make_task
-from mpx.inspect import _advice, _tuning
-from mpx.inspect._candidates import front, options
-from mpx.inspect._judged import Judged, judge
-from mpx.inspect._policies import seconds
-from mpx.inspect._sensitivity import norm
+from mpx.inspect import _advice
+from mpx.inspect._predictions import relative_change
+from mpx.inspect._search import Judged, front, judge
 
 
 class Case(NamedTuple):
@@ -43,21 +41,21 @@ class Case(NamedTuple):
     batches: list[tuple[Any, ...]]
 
 
-def draw(seed: int, *shape: int, scale: float = 1.0) -> Any:
+def draw(seed, *shape, scale=1.0):
     fan = shape[-2] if len(shape) > 1 else 1
     return scale * jax.random.normal(jax.random.key(seed), shape) * fan**-0.5
 
 
-def layer_norm(x: Any, gain: Any) -> Any:
+def layer_norm(x, gain):
     x = x - x.mean(-1, keepdims=True)
     return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5) * gain
 
 
-def mlp() -> Case:
+def mlp():
     """Layers of very different sizes of numbers, so that their errors differ."""
     widths = (32, 64, 64, 64, 64, 8)
 
-    def loss(params: Any, x: Any, y: Any) -> Any:
+    def loss(params, x, y):
         for i in range(len(widths) - 1):
             x = x @ params[f"w{i}"] + params[f"b{i}"]
             if i < len(widths) - 2:
@@ -75,21 +73,21 @@ def mlp() -> Case:
     return Case(loss, params, batches)
 
 
-def vit() -> Case:
+def vit():
     task = make_task("tiny", 8, batches=4)
-    return Case(task.loss, task.model, [(batch,) for batch in task.batches])
+    return Case(task.loss, task.params, [(batch,) for batch in task.batches])
 
 
-def language_model() -> Case:
+def language_model():
     """Characters, layers in a scan with remat, a tied head."""
     vocabulary, width, length, depth = 48, 32, 24, 3
 
-    def loss(params: Any, tokens: Any) -> Any:
+    def loss(params, tokens):
         x = params["embed"][tokens[:, :-1]] + params["position"]
         mask = jnp.tril(jnp.ones((length, length), bool))
 
         @jax.checkpoint
-        def layer(x: Any, p: Any) -> tuple[Any, None]:
+        def layer(x, p):
             with jax.named_scope("attention"):
                 h = layer_norm(x, p["gain"][0])
                 q, k, v = h @ p["q"], h @ p["k"], h @ p["v"]
@@ -105,7 +103,7 @@ def language_model() -> Case:
         wanted = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - wanted)
 
-    def stack(seed: int, m: int, n: int, scale: float) -> Any:
+    def stack(seed, m, n, scale):
         return draw(seed, depth, m, n, scale=scale)
 
     params = {
@@ -129,11 +127,11 @@ def language_model() -> Case:
     return Case(loss, params, batches)
 
 
-def lstm() -> Case:
+def lstm():
     width, length = 32, 12
 
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        def step(state: Any, x: Any) -> tuple[Any, Any]:
+    def loss(params, x, y):
+        def step(state, x):
             h, c = state
             with jax.named_scope("cell"):
                 gates = x @ params["input"] + h @ params["hidden"] + params["bias"]
@@ -165,10 +163,10 @@ def lstm() -> Case:
     return Case(loss, params, batches)
 
 
-def faults() -> Case:
+def faults():
     """Distances by a matmul, which cancel; a matmul of large numbers; tiny gradients."""
 
-    def loss(params: Any, x: Any, y: Any) -> Any:
+    def loss(params, x, y):
         h = jnp.tanh(x @ params["first"])
         with jax.named_scope("distance"):
             centre = params["centres"]
@@ -188,51 +186,40 @@ def faults() -> Case:
     return Case(loss, params, batches)
 
 
-MODELS = {
-    "mlp": mlp,
-    "vit": vit,
-    "lm": language_model,
-    "lstm": lstm,
-    "faults": faults,
-}
+MODELS = {"mlp": mlp, "vit": vit, "lm": language_model, "lstm": lstm, "faults": faults}
 
 
-def ranks(values: list[float]) -> np.ndarray:
+def ranks(values):
     return np.argsort(np.argsort(values)).astype(float)
 
 
-def spearman(a: list[float], b: list[float]) -> float:
+def spearman(a, b):
     return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
 
 
-def timed(call: Callable[[], Any], times: int = 5) -> float:
-    jax.block_until_ready(call())
-    found = []
-    for _ in range(times):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        found.append(time.perf_counter() - start)
-    return min(found)
+def timed(call):
+    return measure.time_call(call, runs=1, warmup=1)
 
 
-def measured(known: Judged, calls: list[Any], half: str, low: list[int]) -> float:
+def measured(
+    known: Judged, calls: list[Any], half: str, low: Collection[int], *, alone: bool
+) -> float:
     """Returns the root mean square of the relative gradient errors over batches."""
     squares = []
     for arrays in calls:
         exact = known.study.emulate(arrays, half, ())[1:]
-        grads = known.study.emulate(arrays, half, low, alone=True)[1:]
-        change = norm([a - b for a, b in zip(grads, exact, strict=True)])
-        squares.append(float(change / norm(exact)) ** 2)
+        grads = known.study.emulate(arrays, half, low, alone=alone)[1:]
+        squares.append(relative_change(grads, exact) ** 2)
     return math.sqrt(sum(squares) / len(squares))
 
 
-def calls_of(case: Case, known: Judged) -> list[Any]:
+def calls_of(case, known):
     first = known.arrays
     count = len(jax.tree.leaves(case.batches[0]))
     return [[*first[: len(first) - count], *jax.tree.leaves(b)] for b in case.batches]
 
 
-def rank_part(names: list[str], half: str) -> list[list[str]]:
+def rank_part(names, half):
     rows = []
     for name in names:
         case = MODELS[name]()
@@ -241,16 +228,16 @@ def rank_part(names: list[str], half: str) -> list[list[str]]:
         known = judge(case.loss, args, {}, case.batches[1:])
         first = time.perf_counter() - start
         calls = calls_of(case, known)
-        once = timed(functools.partial(known.study._samples, calls[0], np.int32(0)))
+        once = timed(functools.partial(known.study.passes, calls[0], np.int32(0)))
         plain = eqx.filter_jit(eqx.filter_value_and_grad(case.loss))
         gradient = timed(functools.partial(plain, *args))
-        labels: dict[str, list[int]] = {}
+        labels = {}
         for i in sorted(known.active):
             labels.setdefault(known.groups[i].label, []).append(i)
         predicted, real = [], []
         for label, members in labels.items():
             predicted.append(known.predicted.error(half, members))
-            real.append(measured(known, calls, half, members))
+            real.append(measured(known, calls, half, members, alone=True))
             print(f"  {name} {label}: {predicted[-1]:.2e} {real[-1]:.2e}", flush=True)
         ratios = np.array(real) / np.maximum(predicted, 1e-30)
         low, middle, high = np.quantile(ratios, (0.1, 0.5, 0.9))
@@ -268,7 +255,7 @@ def rank_part(names: list[str], half: str) -> list[list[str]]:
     return rows
 
 
-def search_part(half: str) -> list[list[str]]:
+def search_part(half):
     """Compares the greedy frontier with all 2^n sets of groups, measured by emulation."""
     case = MODELS["mlp"]()
     known = judge(case.loss, (case.params, *case.batches[0]), {}, case.batches[1:])
@@ -276,26 +263,20 @@ def search_part(half: str) -> list[list[str]]:
     groups = [i for i in sorted(known.active) if known.groups[i].param]
     others = sorted(known.active - set(groups))
 
-    def real(low: set[int]) -> float:
-        squares = []
-        for arrays in calls:
-            exact = known.study.emulate(arrays, half, ())[1:]
-            grads = known.study.emulate(arrays, half, sorted(low))[1:]
-            change = norm([a - b for a, b in zip(grads, exact, strict=True)])
-            squares.append(float(change / norm(exact)) ** 2)
-        return math.sqrt(sum(squares) / len(squares))
+    def real(low: Collection[int]) -> float:
+        return measured(known, calls, half, low, alone=False)
 
     table = []
     for count in range(len(groups) + 1):
         for chosen in itertools.combinations(groups, count):
             low = {*chosen, *others}
-            table.append((seconds(known.work, half, low), real(low)))
+            table.append((known.seconds(half, low), real(low)))
     gaps = []
-    for option in front(options(known, [half], with_fp8=False), known):
-        low = option.low(known)
+    for option in front(known, [half], with_fp8=False):
+        low = option.low
         if not set(others) <= low:
             continue
-        cost, error = seconds(known.work, half, low), real(low)
+        cost, error = known.seconds(half, low), real(low)
         best = min(e for c, e in table if c <= cost * 1.000001)
         if best > 0:
             gaps.append(error / best - 1)
@@ -311,11 +292,11 @@ def search_part(half: str) -> list[list[str]]:
 
 @contextlib.contextmanager
 def stages(total: int, what: str) -> Iterator[Callable[..., None]]:
-    """Prints each step of `advise` or `tune` with the time of the one before."""
+    """Prints each step of `advise` with the time of the one before."""
     start = last = time.perf_counter()
     name = ""
 
-    def tell(step: str, *, part: bool = False) -> None:
+    def tell(step, *, part=False):
         nonlocal last, name
         if part and step.startswith("compiled "):
             return
@@ -329,31 +310,28 @@ def stages(total: int, what: str) -> Iterator[Callable[..., None]]:
     print(f"  {time.perf_counter() - start:6.1f} s  {what} in all", flush=True)
 
 
-def tune_part(sizes: list[str], batch: int, length: int | None, limit: float) -> None:
-    _advice.progress = _tuning.progress = stages
+def measure_part(
+    sizes: list[str], batch: int, length: int | None, limit: float
+) -> None:
+    _advice.progress = stages
     for size in sizes:
         task = make_task(size, batch, length=length)
-        jax.block_until_ready((jax.tree.leaves(task.model), task.batches))
-        print(f"\n{size}, batch {batch}: advise", flush=True)
-        print(mpx.inspect.advise(task.loss, task.model, task.batches[0]), flush=True)
-        print(f"\n{size}, batch {batch}: tune", flush=True)
-        tuned = mpx.inspect.tune(
-            task.loss, task.model, task.batches[0], max_grad_error=limit
-        )
-        print(tuned, flush=True)
+        jax.block_until_ready((task.params, task.batches))
+        for options in ({}, {"measure": True, "max_grad_error": limit}):
+            print(f"\n{size}, batch {batch}, {options}", flush=True)
+            found = mpx.inspect.advise(
+                task.loss, task.params, task.batches[0], **options
+            )
+            print(found, flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=("rank", "search", "tune"), action="append")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--half", default="bf16")
-    parser.add_argument("--sizes", nargs="+", default=["tiny", "tiny-gpt"])
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, help="tokens; by default the context")
-    parser.add_argument("--max-grad-error", type=float, default=0.05)
-    options = parser.parse_args()
-    parts = options.part or ["rank", "search", "tune"]
+    options = read_options(
+        __doc__,
+        f"part=, models={','.join(MODELS)} half=bf16 sizes=tiny,tiny-gpt batch=8 "
+        "length=int max_grad_error=0.05",
+    )
+    parts = options.part or ["rank", "search", "measure"]
     if "rank" in parts:
         rows = rank_part(options.models, options.half)
         head = ("model", "groups", "rank", "measured/predicted", "a pass", "advise")
@@ -361,8 +339,10 @@ def main() -> None:
     if "search" in parts:
         head = ("policies", "on the frontier", "median gap", "largest gap")
         print(format_table(head, search_part(options.half)), flush=True)
-    if "tune" in parts:
-        tune_part(options.sizes, options.batch, options.length, options.max_grad_error)
+    if "measure" in parts:
+        measure_part(
+            options.sizes, options.batch, options.length, options.max_grad_error
+        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ way that f32 has moved: 1 is f32, 0 a mean that stood still. Plain JAX; a kernel
 roundings, see kernel_check.py.
 """
 
-import argparse
 import dataclasses
 import functools
 import math
@@ -29,6 +28,7 @@ import optax
 from jax import Array, lax
 
 import mpx
+from _measure import read_options
 
 GUIDE = pathlib.Path(__file__).parents[1] / "docs/reference/rounding.md"
 START, END = "<!-- drift: made by benchmarks/drift.py -->", "<!-- end of drift -->"
@@ -52,46 +52,46 @@ RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 # --- gradients, by the number of the step --------------------------------------------
 
 
-def _normal(step: Array) -> Array:
+def _normal(step):
     return jax.random.normal(jax.random.key(step), SHAPE)
 
 
 @functools.cache
-def _fixed(seed: int) -> np.ndarray:
+def _fixed(seed):
     return np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32)
 
 
-def constant(step: Array) -> Array:
+def constant(step):
     return jnp.ones(SHAPE)
 
 
-def noisy(step: Array) -> Array:
+def noisy(step):
     """A mean of its own for each element, in noise that is three times as large."""
     return jnp.asarray(_fixed(0) / 3) + _normal(step)
 
 
-def absent(step: Array) -> Array:
+def absent(step):
     return jnp.zeros(SHAPE)
 
 
-def sparse(step: Array) -> Array:
+def sparse(step):
     """Each row has a gradient in one of 97 steps, as those of an embedding."""
     here = (step + jnp.arange(SHAPE[0])) % 97 == 0
     return jnp.where(here[:, None], 1 + noisy(step) / 10, 0.0)
 
 
-def outlier(step: Array) -> Array:
+def outlier(step):
     """Ones, but for one gradient of 1e5 in the tenth step."""
     return constant(step).at[OUTLIER].set(jnp.where(step == 10, 1e5, 1.0))
 
 
-def clipped(step: Array) -> Array:
+def clipped(step):
     """The same, clipped to the norm of the ones."""
     grads = outlier(step)
     return grads * jnp.minimum(1.0, jnp.sqrt(grads.size) / jnp.linalg.norm(grads))
 
 
-def uneven(step: Array) -> Array:
+def uneven(step):
     """Magnitudes within a group that are far apart: e⁸, two deviations up and down."""
     return jnp.asarray(np.exp(2 * _fixed(1))) * noisy(step)
 
@@ -112,17 +112,17 @@ class Line:
     size: float = 1.0
     options: tuple[tuple[str, float], ...] = (("weight_decay", 0.0),)
 
-    def weights(self) -> Array:
+    def weights(self):
         """Returns the f32 weights before the first step; `start` 0 draws them."""
         return (
             jnp.full(SHAPE, self.start) if self.start else jnp.asarray(_fixed(2) * 0.02)
         )
 
-    def grads(self, step: Array) -> Array:
+    def grads(self, step):
         return self.grad(step) * self.size
 
 
-def _decay(number: float) -> tuple[tuple[str, float], ...]:
+def _decay(number):
     return (("weight_decay", number),)
 
 
@@ -169,11 +169,11 @@ LINES = (
 )
 
 
-def in_f32(line: Line) -> Array:
+def in_f32(line):
     """Returns the weights after optax's steps in f32."""
     tx = RULES[line.rule][1](line.rate, **dict(line.options))
 
-    def step(number: Any, carry: Any) -> Any:
+    def step(number, carry):
         params, state = carry
         updates, state = tx.update(line.grads(number), state, params)
         return optax.apply_updates(params, updates), state
@@ -183,7 +183,7 @@ def in_f32(line: Line) -> Array:
     return run((weights, tx.init(weights)))[0]
 
 
-def compressed(line: Line, options: dict[str, Any]) -> Array:
+def compressed(line, options):
     """Returns the f32 weights behind the parameters after compressed steps."""
     options = {"min_size": 1, **options}
     compression = mpx.optim.Compression(**options)
@@ -191,7 +191,7 @@ def compressed(line: Line, options: dict[str, Any]) -> Array:
     tx = make(line.rate, **dict(line.options), compression=compression, backend="jax")
     start = tuple(tx.init_from(line.weights()))
 
-    def step(number: Any, carry: Any) -> Any:
+    def step(number, carry):
         return tuple(tx.step(*carry, line.grads(number)))
 
     run = jax.jit(functools.partial(lax.fori_loop, 0, line.steps, step))
@@ -207,21 +207,21 @@ class Result:
     moved: float
     apart: dict[str, float]
 
-    def row(self) -> str:
+    def row(self):
         cells = [f"{x:.3f}" if x < 0.1 else f"{x:.2f}" for x in self.apart.values()]
         return (
             f"| {self.name} | {self.steps} | {self.moved:.1e} | {' | '.join(cells)} |"
         )
 
 
-def measure(line: Line, columns: Any = tuple(COLUMNS)) -> Result:
+def measure(line, columns=tuple(COLUMNS)):
     """Runs a line."""
     seen = np.ones(SHAPE, bool)
     if line.grad in (outlier, clipped):  # the others of its group
         seen = np.indices(SHAPE)[1] < 32
         seen[1:], seen[OUTLIER] = False, False
 
-    def of(weights: Array) -> np.ndarray:
+    def of(weights):
         return np.asarray(weights, np.float64)[seen]
 
     start, end = of(line.weights()), of(in_f32(line))
@@ -248,15 +248,15 @@ START_HEADER = (
 START_MARKS = "<!-- starts: made by benchmarks/drift.py -->", "<!-- end of starts -->"
 
 
-def _from_rounded(tx: Any, weights: Array) -> Any:
+def _from_rounded(tx, weights):
     params = weights.astype(jnp.bfloat16)
     return params, tx.init(params)
 
 
-def start_rows() -> dict[str, str]:
+def start_rows():
     """Returns a row for each number of steps with a constant gradient, by its name."""
     weights = 0.05 * jax.random.normal(jax.random.key(0), (512, 512))
-    shares: dict[int, list[float]] = {steps: [] for steps in STEPS}
+    shares = {steps: [] for steps in STEPS}
     for name, start in STARTS.items():
         compression = mpx.optim.Compression(jitter="False" not in name)
         tx = mpx.optim.flash_adamw(
@@ -265,7 +265,7 @@ def start_rows() -> dict[str, str]:
         carry = start(tx, weights)
         before = np.mean(np.asarray(carry[0], np.float64))
 
-        def step(_: Any, carry: Any, tx: Any = tx) -> Any:
+        def step(_, carry, tx=tx):
             return tuple(tx.step(*carry, jnp.ones(weights.shape)))
 
         for steps in STEPS:
@@ -287,11 +287,8 @@ HEADER = (
 
 
 def write(
-    rows: dict[str, str],
-    header: str = HEADER,
-    marks: tuple[str, str] = (START, END),
-    order: tuple[str, ...] = tuple(line.name for line in LINES),
-) -> None:
+    rows, header=HEADER, marks=(START, END), order=tuple(line.name for line in LINES)
+):
     """Puts rows into a table of the guide, between its marks; others stay."""
     page = GUIDE.read_text(encoding="utf-8")
     before, rest = page.split(marks[0])
@@ -303,19 +300,16 @@ def write(
     GUIDE.write_text(f"{before}{text}{after}", encoding="utf-8")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="lines whose name holds this")
-    parser.add_argument("--write", action="store_true", help="into the guide")
-    args = parser.parse_args()
+def main():
+    args = read_options(__doc__, "only= write")
     lines = [line for line in LINES if args.only.lower() in line.name.lower()]
     print(HEADER, flush=True)
-    rows: dict[str, str] = {}
+    rows = {}
     for number, line in enumerate(lines, start=1):
         print(f"{number} of {len(lines)}: {line.name}", file=sys.stderr, flush=True)
         rows[line.name] = measure(line).row()
         print(rows[line.name], flush=True)
-    starts: dict[str, str] = {}
+    starts = {}
     if args.only in "start":
         starts = start_rows()
         print("\n".join(["", START_HEADER, *starts.values()]))

@@ -10,26 +10,25 @@ function is the expected one. The script fails if fewer than 48 of 50 are named,
 proportion, or if a healthy model raises an alarm.
 """
 
-import argparse
 import functools
 import sys
 import time
 import traceback
-from collections.abc import Callable
 
 import jax
 
 import mpx
-from _faults import HEALTHY, PLANTED, Case, Planted
+from _faults import HEALTHY, PLANTED, Case
+from _measure import read_options
 
 SHARE = 48 / 50
 
 
-def explained(case: Case) -> mpx.inspect.Explanation:
+def explained(case):
     return mpx.inspect.explain(case.func, *case.args, scaling=case.scaling)
 
 
-def mistakes(planted: Planted, found: mpx.inspect.Explanation) -> list[str]:
+def mistakes(planted, found):
     """Returns what is wrong with an explanation."""
     fault = found.fault
     if fault is None:
@@ -56,14 +55,10 @@ def mistakes(planted: Planted, found: mpx.inspect.Explanation) -> list[str]:
     return wrong
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Explains planted faults.")
-    parser.add_argument("--only", help="parts of names, by commas")
-    parser.add_argument("--verbose", action="store_true", help="print explanations")
-    parser.add_argument("--zoo", action="store_true", help="the models of the zoo too")
-    args = parser.parse_args()
+def main():
+    args = read_options(__doc__, "only=str verbose zoo")
 
-    def wanted(name: str) -> bool:
+    def wanted(name):
         return not args.only or any(x in name for x in args.only.split(","))
 
     faults = [planted for name, planted in PLANTED.items() if wanted(name)]
@@ -85,7 +80,7 @@ def main() -> int:
     return int(named < SHARE * len(faults) or alarms > 0)
 
 
-def is_named(planted: Planted, verbose: bool) -> bool:
+def is_named(planted, verbose):
     """Explains a planted fault; returns whether its place is named."""
     start = time.monotonic()
     found = None
@@ -104,7 +99,7 @@ def is_named(planted: Planted, verbose: bool) -> bool:
     return not misplaced
 
 
-def is_alarmed(name: str, make: Callable[[], Case], verbose: bool) -> bool:
+def is_alarmed(name, make, verbose):
     """Explains a healthy model; returns whether a fault is found in it."""
     start = time.monotonic()
     try:
@@ -122,7 +117,7 @@ def is_alarmed(name: str, make: Callable[[], Case], verbose: bool) -> bool:
     return not found.ok
 
 
-def zoo_case(name: str, route: str) -> Case:
+def zoo_case(name, route):
     """Returns a model of the zoo under a route."""
     from _zoo import REGISTRY
 

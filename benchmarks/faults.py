@@ -11,9 +11,10 @@ gradients: some large numbers and flipped bits leave them finite, and those must
 skipped. The `mpx` rows share the 1,000 faults; each other library gets 200.
 """
 
-import argparse
+import dataclasses
+import functools
+import importlib
 import os
-import platform
 import sys
 import time
 from typing import Any, NamedTuple
@@ -26,85 +27,332 @@ if "device_count" not in os.environ.get("XLA_FLAGS", ""):
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+import optax  # noqa: E402
 from jax import lax  # noqa: E402
+from jax.sharding import AxisType, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from _fault_steps import (  # noqa: E402
-    Library,
-    Training,
-    all_ours,
-    apply_if_finite,
-    flax,
-    jaxamp,
-    make_batch,
-    make_params,
-    paper,
-    placed,
-    start,
-    targets,
-)
-from mpx.testing import Fault  # noqa: E402
+import _measure as measure  # noqa: E402
+import mpx  # noqa: E402
+from mpx.testing import Fault, inject  # noqa: E402
+
+ROWS, IN, HIDDEN, OUT = 64, 16, 32, 4
+RATE = 2.0**-9
+SCALE = 2.0**12  # gradients of each device, eight rows, do not overflow
+
+
+class Training(NamedTuple):
+    """What a step must not spoil, and the loss scaling and counters, which it may change."""
+
+    params: Any
+    optimizer: Any
+    rest: Any
+
+
+class Stepped(NamedTuple):
+    """The new state, unscaled gradients and the loss scale; mpx checks the loss, too."""
+
+    training: Training
+    grads: Any
+    scale: Any
+    loss: Any = None
+
+
+class Library(NamedTuple):
+    """One way to train.
+
+    `step` maps `(training, x, y, fault, number)` to `Stepped`; `bounds` are the least and
+    the largest loss scale.
+    """
+
+    name: str
+    init: Any
+    step: Any
+    bounds: tuple[float, float]
+    layout: str = "jit"
+
+
+# --- the model ------------------------------------------------------------------------
+
+
+def make_params(seed=0):
+    """Small multiples of powers of two: the first gradient is exact at every scale."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = {"w1": (IN, HIDDEN), "w2": (HIDDEN, OUT), "b1": (HIDDEN,)}
+    pairs = zip(keys, shapes.items(), strict=True)
+    params = {k: jax.random.randint(key, x, -2, 3) / 4 for key, (k, x) in pairs}
+    return params | {"b2": jnp.zeros(OUT)}
+
+
+def make_batch(seed):
+    x, y = jax.random.split(jax.random.key(1000 + seed))
+    return (
+        jax.random.randint(x, (ROWS, IN), -1, 2).astype(jnp.float32),
+        jax.random.randint(y, (ROWS, OUT), -2, 3) / 2,
+    )
+
+
+def loss(params, x, y, fault, number, axis_name=None):
+    def hit(**tree):
+        return inject(tree, fault, number, axis_name=axis_name)
+
+    params = hit(params=params)["params"]
+    x = hit(x=x)["x"]
+    hidden = jax.nn.relu(x @ params["w1"] + params["b1"])
+    hidden = hit(hidden=hidden)["hidden"]
+    out = hidden @ params["w2"] + params["b2"]
+    return jnp.mean((out - y).astype(jnp.float32) ** 2)
+
+
+def loss_f16(params, x, y, fault, number):
+    """Casts by hand, for libraries that leave it to the user."""
+    params, x, y = jax.tree.map(lambda a: a.astype(jnp.float16), (params, x, y))
+    return loss(params, x, y, fault, number)
+
+
+# --- layouts over all devices, eight in faults.py -------------------------------------
+
+
+def shardings(layout):
+    """Returns where parameters and activations lie: sharded weights, or copies of them."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"w1": P("data"), "b1": P("data"), "w2": P("data"), "b2": P()}
+    if layout == "shard_map":
+        specs = dict.fromkeys(specs, P())
+    specs |= {"x": P("data"), "y": P("data"), "hidden": P("data")}
+    return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+
+def targets(layout):
+    """Returns what faults can hit: shapes in f16, with their shardings."""
+    where = shardings(layout)
+
+    def struct(name, shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float16, sharding=where[name])
+
+    params = {name: struct(name, x.shape) for name, x in make_params().items()}
+    others = {"x": struct("x", (ROWS, IN)), "hidden": struct("hidden", (ROWS, HIDDEN))}
+    return {"params": params, **others}
+
+
+def placed(tree, layout):
+    where = shardings(layout)
+    return {name: jax.device_put(x, where[name]) for name, x in tree.items()}
+
+
+def start(library):
+    """Returns the first state over eight devices, and a step that keeps its shardings."""
+    training = library.init(placed(make_params(), library.layout))
+    everywhere = shardings("shard_map")["b2"]
+
+    def spread(x):
+        x = jnp.asarray(x)
+        return x if len(x.devices()) > 1 else jax.device_put(x, everywhere)
+
+    training = jax.tree.map(spread, training)
+    where = jax.tree.map(lambda x: x.sharding, training)
+    return training, jax.jit(library.step, out_shardings=Stepped(where, None, None))
+
+
+# --- mpx ------------------------------------------------------------------------------
+
+
+def ours(name, optimizer, *, layout, dtype=jnp.float32, compute=jnp.float16):
+    axis = "data" if layout == "shard_map" else None
+    policy = mpx.Policy(dtype, compute, jnp.float32)
+    take = mpx.value_and_grad(loss, policy=policy, axis_name=axis)
+
+    def init(params):
+        scaling = mpx.DynamicLossScaling.pow2(SCALE)
+        if dtype == jnp.float32:
+            return Training(params, optimizer.init(params), scaling)
+        params, state = optimizer.init_from(params, dtype)
+        return Training(params, state, scaling)
+
+    def step(training, x, y, fault, number):
+        params, state, scaling = training
+        result = take(scaling, params, x, y, fault, number, axis)
+        params, state = mpx.optimizer_update(
+            params, optimizer, state, result.grads, result.finite
+        )
+        new = Training(params, state, result.scaling)
+        scale = result.scaling.loss_scaling
+        return Stepped(new, result.grads, scale, result.value)
+
+    if layout == "shard_map":
+        mesh = shardings(layout)["x"].mesh
+        specs = (P(), P("data"), P("data"), P(), P())
+        step = jax.shard_map(
+            step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
+        )
+    return Library(name, init, step, (1.0, 2.0**24), layout)
+
+
+_SMALL = mpx.optim.Compression(min_size=0, group_size=4)  # compresses small weights too
+
+
+def all_ours():
+    adamw, bf16 = optax.adamw(RATE), jnp.bfloat16
+    flash = mpx.optim.flash_adamw(RATE, compression=_SMALL)
+    lion = mpx.optim.flash_lion(RATE, compression=_SMALL)
+    return [
+        ours("mpx, optax.adamw, sharded", adamw, layout="jit"),
+        ours("mpx, optax.adamw, copies", adamw, layout="shard_map"),
+        ours("mpx, flash_adamw, sharded", flash, layout="jit", dtype=bf16),
+        ours("mpx, flash_lion, copies", lion, layout="shard_map", dtype=bf16),
+    ]
+
+
+# --- others ---------------------------------------------------------------------------
+
+
+F32 = jnp.finfo(jnp.float32)
+WIDE = float(F32.tiny), float(F32.max)
+
+
+def with_adamw(name, bounds, scaling, take):
+    """Returns a library that scales by `scaling`, and steps with `take` and AdamW.
+
+    `take(scaling, params, *args)` returns the new scaling, its number, the gradients and
+    a function that chooses between the new state and the old one.
+    """
+    optimizer = optax.adamw(RATE)
+
+    def step(training, *args):
+        params, state, scaling = training
+        scaling, scale, grads, choose = take(scaling, params, *args)
+        updates, new_state = optimizer.update(grads, state, params)
+        new = optax.apply_updates(params, updates), new_state
+        new = jax.tree.map(choose, new, (params, state))
+        return Stepped(Training(*new, scaling), grads, scale)
+
+    init = lambda params: Training(params, optimizer.init(params), scaling())  # noqa: E731
+    return Library(name, init, step, bounds)
+
+
+def flax():
+    from flax.training.dynamic_scale import DynamicScale
+
+    def take(scale, *args):
+        scale, finite, _, grads = scale.value_and_grad(loss_f16)(*args)
+        # As the example of its documentation does.
+        return scale, scale.scale, grads, functools.partial(jnp.where, finite)
+
+    start = lambda: DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(SCALE))  # noqa: E731
+    return with_adamw("Flax DynamicScale", WIDE, start, take)
+
+
+def apply_if_finite():
+    optimizer = optax.apply_if_finite(optax.adamw(RATE), max_consecutive_errors=5)
+
+    def split(params, state):
+        return Training(params, state.inner_state, state._replace(inner_state=None))
+
+    def step(training, *args):
+        params, inner, counters = training
+        # It has no scaling: a fixed one.
+        grads = jax.grad(lambda *args: SCALE * loss_f16(*args))(params, *args)
+        grads = jax.tree.map(lambda g: g / SCALE, grads)
+        state = counters._replace(inner_state=inner)
+        updates, state = optimizer.update(grads, state, params)
+        new = split(optax.apply_updates(params, updates), state)
+        return Stepped(new, grads, jnp.float32(SCALE))
+
+    init = lambda params: split(params, optimizer.init(params))  # noqa: E731
+    return Library("optax.apply_if_finite", init, step, (SCALE, SCALE))
+
+
+def paper(folder):
+    """Returns mixed-precision-for-JAX, whose package has the name of ours."""
+    if folder is None:
+        return None
+    is_mpx = lambda name: name == "mpx" or name.startswith("mpx.")  # noqa: E731
+    ours = {name: sys.modules.pop(name) for name in filter(is_mpx, [*sys.modules])}
+    sys.path.insert(0, folder)
+    try:
+        theirs = importlib.import_module("mpx")
+        theirs_grad = importlib.import_module("mpx._grad_tools")
+    except ImportError:
+        return None
+    finally:
+        sys.path.remove(folder)
+        for name in filter(is_mpx, [*sys.modules]):
+            del sys.modules[name]
+        sys.modules.update(ours)
+
+    optimizer = optax.adamw(RATE)
+
+    def init(params):
+        scaling = theirs.DynamicLossScaling(jnp.float32(SCALE), jnp.float32(1.0))
+        return Training(params, optimizer.init(params), scaling)
+
+    def step(training, *args):
+        params, state, scaling = training
+        take = theirs_grad.filter_value_and_grad(loss, scaling)
+        _, scaling, finite, grads = take(params, *args)
+        new = theirs_grad.optimizer_update(params, optimizer, state, grads, finite)
+        return Stepped(Training(*new, scaling), grads, scaling.loss_scaling)
+
+    return Library("mixed-precision-for-JAX", init, step, (1.0, 65504.0))
+
+
+def jaxamp(folder):
+    sys.path += [folder] if folder else []
+    try:
+        package = importlib.import_module("jaxamp")
+    except Exception:  # it reads private parts of JAX, which other versions lack
+        return None
+
+    def take(state, *args):
+        found = package.dynamic_scale_value_and_grad(loss_f16)
+        state, (_, grads) = found(*args, dynamic_scaler_state=state)
+        # As its documentation does: gradients are taken again up to ten times, then used.
+        return state, state.scaler, grads, lambda new, _: new
+
+    start = lambda: package.DynamicScalerState(scaler=jnp.float32(SCALE))  # noqa: E731
+    return with_adamw("jaxamp", WIDE, start, take)
+
+
+# --- counting ---------------------------------------------------------------------------
 
 KINDS = ("nan", "inf", "-inf", "huge", "flip")
 BATCHES = 4
 
 
-class Count(NamedTuple):
-    """What a library did with faults.
+@dataclasses.dataclass
+class Count:
+    """What a library did with faults."""
 
-    Attributes:
-        faults: Faults with gradients that are not finite.
-        skipped: Those after which not one byte of parameters and optimizer differs.
-        corrupted: Bytes that differ after the others.
-        healthy: Steps without a fault.
-        lost: Those that changed nothing.
-        harmless: Faults with finite gradients.
-        refused: Those that were skipped all the same.
-        same_end: Whether the run ends where the fault-free run does, bit for bit.
-    """
-
-    faults: int = 0
-    skipped: int = 0
-    corrupted: int = 0
-    healthy: int = 0
-    lost: int = 0
-    harmless: int = 0
-    refused: int = 0
-    same_end: bool = True
+    faults: int = 0  # with gradients that are not finite
+    skipped: int = 0  # of them, with not one byte of parameters and optimizer changed
+    corrupted: int = 0  # bytes that differ after the others
+    healthy: int = 0  # steps without a fault
+    lost: int = 0  # of them, those that changed nothing
+    harmless: int = 0  # faults with finite gradients
+    refused: int = 0  # of them, those that were skipped all the same
+    same_end: bool = True  # bit for bit where the fault-free run ends
 
     @property
-    def exact(self) -> bool:
-        """Whether nothing went wrong."""
-        return (
-            self.skipped == self.faults
-            and not (self.corrupted or self.lost or self.refused)
-            and self.same_end
-        )
+    def exact(self):
+        wrong = self.corrupted or self.lost or self.refused
+        return self.skipped == self.faults and not wrong and self.same_end
 
 
 class Burst(NamedTuple):
-    """What a library did with a burst of faults.
-
-    Attributes:
-        low: The least loss scale that occurred.
-        high: The largest.
-        inside: Whether it stayed inside the bounds of the library.
-        intact: Whether parameters and optimizer are unchanged.
-        same_grads: Whether the next gradient is that of a run without the burst.
-    """
+    """The least and largest loss scale in a burst of faults, and what it left."""
 
     low: float
     high: float
-    inside: bool
-    intact: bool
-    same_grads: bool
+    inside: bool  # the bounds of the library
+    intact: bool  # parameters and optimizer
+    same_grads: bool  # as without the burst
 
     @property
-    def exact(self) -> bool:
-        """Whether nothing went wrong."""
+    def exact(self):
         return self.inside and self.intact and self.same_grads
 
 
-def count_faults(library: Library, count: int, seed: int) -> Count:
+def count_faults(library, count, seed):
     """Plants faults into a run, with a good step after each."""
     draw = np.random.default_rng(seed)
     things = targets(library.layout)
@@ -121,29 +369,27 @@ def count_faults(library: Library, count: int, seed: int) -> Count:
         hit = step(training, batch["x"], batch["y"], fault, number)
         changed = different_bytes(before, snapshot(hit.training))
         if all_finite(hit.grads):
-            result = result._replace(
-                harmless=result.harmless + 1, refused=result.refused + (not changed)
-            )
+            result.harmless += 1
+            result.refused += not changed
             continue  # as if it had not happened
-        result = result._replace(
-            faults=result.faults + 1,
-            skipped=result.skipped + (not changed),
-            corrupted=result.corrupted + changed,
-        )
+        result.faults += 1
+        result.skipped += not changed
+        result.corrupted += changed
         if changed:  # go on from the state that was good
             hit = hit._replace(training=training)
         # The same fault, at another step: nothing happens.
         healthy = step(hit.training, batch["x"], batch["y"], fault, number + 1)
-        lost = not different_bytes(before, snapshot(healthy.training))
-        result = result._replace(healthy=result.healthy + 1, lost=result.lost + lost)
+        result.healthy += 1
+        result.lost += not different_bytes(before, snapshot(healthy.training))
         # Each fault begins with the first loss scale: some need 2,000 steps to get back.
         training, good = healthy.training._replace(rest=training.rest), good + 1
         calm = step(calm, batch["x"], batch["y"], never, 0).training
     same = not different_bytes(snapshot(training), snapshot(calm))
-    return result._replace(same_end=same and not result.corrupted)
+    result.same_end = same and not result.corrupted
+    return result
 
 
-def draw_fault(draw: Any, things: Any, step: int) -> Fault:
+def draw_fault(draw, things, step):
     """Draws a fault; nothing goes back to the batch."""
     leaves = [f"params/{name}" for name in things["params"]] + ["hidden", "x"]
     leaf = str(draw.choice(leaves))
@@ -160,7 +406,7 @@ def draw_fault(draw: Any, things: Any, step: int) -> Fault:
     )
 
 
-def snapshot(training: Training) -> list[np.ndarray]:
+def snapshot(training):
     """Returns the bytes of parameters and optimizer, of every copy on every device."""
     found = []
     for leaf in jax.tree.leaves(training[:2]):
@@ -169,11 +415,11 @@ def snapshot(training: Training) -> list[np.ndarray]:
     return found
 
 
-def different_bytes(a: list[np.ndarray], b: list[np.ndarray]) -> int:
+def different_bytes(a, b):
     return sum(int(np.sum(x != y)) for x, y in zip(a, b, strict=True))
 
 
-def all_finite(tree: Any) -> bool:
+def all_finite(tree):
     return all(
         np.isfinite(np.asarray(x.data)).all()
         for leaf in jax.tree.leaves(tree)
@@ -181,7 +427,7 @@ def all_finite(tree: Any) -> bool:
     )
 
 
-def burst(library: Library, steps: int) -> Burst:
+def burst(library, steps):
     """Runs many bad steps in one `lax.scan` on one device, then a good one."""
     params = make_params()
     fault = Fault({"params": params}, "nan", leaf="params/w2", steps=steps)
@@ -190,8 +436,8 @@ def burst(library: Library, steps: int) -> Burst:
     step = jax.jit(library.step)
 
     @jax.jit
-    def bad(training: Training) -> Any:
-        def body(carry: Training, number: Any) -> Any:
+    def bad(training):
+        def body(carry, number):
             stepped = library.step(carry, x, y, fault, number)
             new = jax.tree.map(lambda a, b: jnp.asarray(a).astype(b.dtype),
                                stepped.training, carry)  # fmt: skip
@@ -211,18 +457,11 @@ def burst(library: Library, steps: int) -> Burst:
     return Burst(low, high, inside, intact, same)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Counts what faults do to a run.")
-    parser.add_argument("--faults", type=int, default=1000, help="how many faults")
-    parser.add_argument("--others", type=int, default=200, help="of each other library")
-    parser.add_argument("--burst", type=int, default=10_000, help="bad steps in a row")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jaxamp", help="folder with the package, if not installed")
-    parser.add_argument("--paper", help="folder with mixed-precision-for-JAX's `mpx`")
-    options = parser.parse_args(argv)
-
-    own, began = all_ours(), time.perf_counter()
-    others: list[Library | None] = []
+def main():
+    options = measure.read_options(
+        __doc__, "faults=1000 others=200 burst=10000 seed=0 jaxamp=str paper=str"
+    )
+    own, began, others, fine = all_ours(), time.perf_counter(), [], True
     if options.others:
         others = [
             flax(),
@@ -230,52 +469,33 @@ def main(argv: list[str] | None = None) -> int:
             paper(options.paper),
             jaxamp(options.jaxamp),
         ]
-    print(
-        f"jax {jax.__version__}, Python {platform.python_version()}, "
-        f"{platform.machine()}, {jax.device_count()} CPU devices; seed {options.seed}"
-    )
+    print(f"{measure.environment()}, {jax.device_count()} devices; seed {options.seed}")
     print("\n| library | faults | exact skips | corrupted bytes | healthy steps lost "
           "| finite faults skipped | same end |\n|---|--:|--:|--:|--:|--:|---|")  # fmt: skip
-    fine = True
-    for index, library in enumerate(own):
-        share = len(range(index, options.faults, len(own)))
-        found = count_faults(library, share, options.seed + index)
-        show_count(library, found)
-        fine &= found.exact
-    for library in filter(None, others):
-        count = min(options.others, options.faults)
-        show_count(library, count_faults(library, count, options.seed))
+    for index, library in enumerate([*own, *filter(None, others)]):
+        if library in own:
+            count = len(range(index, options.faults, len(own)))
+            c = count_faults(library, count, options.seed + index)
+            fine &= c.exact
+        else:
+            c = count_faults(library, min(options.others, options.faults), options.seed)
+        print(f"| {library.name} | {c.faults} | {c.skipped} | {c.corrupted} | {c.lost} of "
+              f"{c.healthy} | {c.refused} of {c.harmless} | {yes(c.same_end)} |",
+              flush=True)  # fmt: skip
     print("\n| library | bad steps | loss scale | inside its bounds | state unchanged "
           "| next gradient equal |\n|---|--:|---|---|---|---|")  # fmt: skip
-    for library in [x for x in own if x.layout == "jit"]:
-        found = burst(library, options.burst)
-        show_burst(library, found, options.burst)
-        fine &= found.exact
-    for library in filter(None, others):
-        show_burst(library, burst(library, options.burst), options.burst)
+    for library in [*(x for x in own if x.layout == "jit"), *filter(None, others)]:
+        b = burst(library, options.burst)
+        fine &= b.exact or library not in own
+        print(f"| {library.name} | {options.burst} | {b.low:.4g} to {b.high:.4g} "
+              f"| {yes(b.inside)} | {yes(b.intact)} | {yes(b.same_grads)} |",
+              flush=True)  # fmt: skip
     seconds = time.perf_counter() - began
     print(f"\n{'passed' if fine else 'FAILED'} in {seconds:.0f} s")
-    return not fine
+    return int(not fine)
 
 
-def show_count(library: Library, c: Count) -> None:
-    print(
-        f"| {library.name} | {c.faults} | {c.skipped} | {c.corrupted} "
-        f"| {c.lost} of {c.healthy} | {c.refused} of {c.harmless} "
-        f"| {_yes(c.same_end)} |",
-        flush=True,
-    )
-
-
-def show_burst(library: Library, b: Burst, steps: int) -> None:
-    print(
-        f"| {library.name} | {steps} | {b.low:.4g} to {b.high:.4g} | {_yes(b.inside)} "
-        f"| {_yes(b.intact)} | {_yes(b.same_grads)} |",
-        flush=True,
-    )
-
-
-def _yes(value: bool) -> str:
+def yes(value):
     return "yes" if value else "no"
 
 

@@ -11,23 +11,22 @@ roots and reciprocals to one ulp. What that explains, and no more, is allowed; s
 README.md beside this file. Exit status 1 if something differs by more.
 """
 
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
 import re
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 import mpx
 from _kernel_compare import Found, differences, found_of
+from _measure import read_options
 from mpx._kernels import _dispatch, _triton
 from mpx._optim._packing import PackedLeaf, pack
 from mpx._optim._update_rules import Leaf
@@ -67,12 +66,7 @@ KERNELS = {
 }
 FIRST_RULE, FIRST_FORMAT = "adamw", "24 bits"
 # Three equal leaves share a launch; odd sizes leave a last block that is not full.
-LEAVES = (
-    *[("bf16", "odd")] * 3,
-    ("bf16", "full"),
-    ("f16", "odd"),
-    ("f32", "odd"),
-)
+LEAVES = (*[("bf16", "odd")] * 3, ("bf16", "full"), ("f16", "odd"), ("f32", "odd"))
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 # Stepped one by one, by `mpx.optim.release`.
 LAYERS = (("bf16", "layers"), ("bf16", "odd layers"), ("f32", "layers"))
@@ -109,17 +103,17 @@ class Case:
     by_layer: bool = False
 
     @property
-    def name(self) -> str:
+    def name(self):
         return f"{self.rule}, {'by layer' if self.by_layer else self.format}"
 
-    def optimizer(self, backend: str) -> Any:
+    def optimizer(self, backend):
         compression = mpx.optim.Compression(
             min_size=0, **(FORMATS | GROUPS | NEAREST)[self.format]
         )
         return RULES[self.rule](compression=compression, backend=backend)
 
 
-def all_cases() -> Iterator[Case]:
+def all_cases():
     """Yields all rules with all formats, dtypes where one of the two is the first."""
     for rule in RULES:
         for format in FORMATS:
@@ -140,7 +134,7 @@ class Program:
     compare: Any
 
 
-def draw(case: Case, seed: int, shapes: dict[str, Any], spread: float) -> Any:
+def draw(case, seed, shapes, spread):
     """Returns one array for each leaf, with magnitudes far apart."""
     made = []
     for number, (dtype, kind) in enumerate(case.leaves):
@@ -152,11 +146,11 @@ def draw(case: Case, seed: int, shapes: dict[str, Any], spread: float) -> Any:
     return made
 
 
-def with_unusual(grads: Any) -> Any:
+def with_unusual(grads):
     """Plants what is not finite, very large and very small, each in its own group."""
     places = 32 * np.arange(len(UNUSUAL)) + 7
 
-    def plant(x: Array) -> Array:
+    def plant(x):
         with np.errstate(over="ignore"):
             values = np.asarray(UNUSUAL).astype(x.dtype)
         # Not in the first row, part of which is zero.
@@ -165,12 +159,7 @@ def with_unusual(grads: Any) -> Any:
     return jax.tree.map(plant, grads)
 
 
-def prepare(
-    cases: list[Case],
-    shapes: dict[str, Any],
-    pool: concurrent.futures.Executor,
-    kernel: str,
-) -> list[Program]:
+def prepare(cases, shapes, pool, kernel):
     """Traces one after another, and compiles meanwhile."""
     programs = []
     for case in cases:
@@ -192,34 +181,20 @@ def prepare(
     return programs
 
 
-def take_step(
-    optimizer: Any,
-    params: Any,
-    state: Any,
-    grads: Any,
-    finite: Array,
-    grad_scale: Array,
-) -> Any:
+def take_step(optimizer, params, state, grads, finite, grad_scale):
     return tuple(
         optimizer.step(params, state, grads, finite=finite, grad_scale=grad_scale)
     )
 
 
-def step_by_layer(
-    optimizer: Any,
-    params: Any,
-    state: Any,
-    grads: Any,
-    finite: Array,
-    grad_scale: Array,
-) -> Any:
+def step_by_layer(optimizer, params, state, grads, finite, grad_scale):
     """The same by gradient release, of a function that has these gradients."""
 
-    def product(total: Array, layer: Any) -> tuple[Array, None]:
+    def product(total, layer):
         weights, grads = (x.astype(jnp.float32) for x in layer)
         return total + jnp.sum(weights * grads), None
 
-    def loss(params: Any) -> Array:
+    def loss(params):
         total = jnp.zeros(())
         for pair in zip(params, grads, strict=True):
             total, _ = lax.scan(product, total, pair)
@@ -231,9 +206,7 @@ def step_by_layer(
     return result.params, result.state
 
 
-def run_case(
-    program: Program, shapes: dict[str, Any]
-) -> tuple[dict[str, Found], list[str]]:
+def run_case(program, shapes):
     """Takes steps from the same states on both paths.
 
     Returns:
@@ -266,7 +239,7 @@ def run_case(
     return total, [problem for problem in problems if problem]
 
 
-def kernel_problem(program: Any, path: str, expected: int) -> str | None:
+def kernel_problem(program, path, expected):
     """Says if a program has not the kernels it should have; equal leaves share one."""
     if jax.default_backend() == "cpu":
         return None  # the interpreter leaves no trace
@@ -275,7 +248,7 @@ def kernel_problem(program: Any, path: str, expected: int) -> str | None:
     return None if found == expected else f"{path}: {found} kernels, not {expected}"
 
 
-def changed(before: Any, after: Any) -> int:
+def changed(before, after):
     """Counts the arrays of which a byte has changed."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     return sum(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)
@@ -284,14 +257,14 @@ def changed(before: Any, after: Any) -> int:
 # --- more than 2³¹ elements ----------------------------------------------------------
 
 
-def huge_inputs(rows: int, width: int, first: Any = 0) -> Any:
+def huge_inputs(rows, width, first=0):
     """Returns parameters, state and gradients in the middle of a training.
 
     Each number is a function of its row and column, so that the same rows can be made
     again. Rows that are 2³² elements apart differ: a wrong address shows.
     """
 
-    def noise(columns: int, stream: int) -> Noise:
+    def noise(columns, stream):
         shape = (rows, columns)
         row = lax.broadcasted_iota(jnp.uint32, shape, 0) + jnp.asarray(
             first, jnp.uint32
@@ -299,7 +272,7 @@ def huge_inputs(rows: int, width: int, first: Any = 0) -> Any:
         column = lax.broadcasted_iota(jnp.uint32, shape, 1)
         return Noise(row * np.uint32(0x9E3779B1) + column, jnp.uint32(1), stream)
 
-    def integers(stream: int, lowest: int, highest: int) -> Array:
+    def integers(stream, lowest, highest):
         top = (noise(width, stream).bits() >> np.uint32(24)).astype(jnp.int32)
         return jnp.clip(top + lowest, lowest, highest)
 
@@ -314,7 +287,7 @@ def huge_inputs(rows: int, width: int, first: Any = 0) -> Any:
     correction = jnp.maximum(integers(5, -128, 127), -127).astype(jnp.int8)
     params = {"w": noise(width, 6).centred().astype(jnp.bfloat16)}
     any_size = mpx.optim.Compression(min_size=0)
-    small: Any = mpx.optim.flash_adamw(RATE, compression=any_size).init(
+    small = mpx.optim.flash_adamw(RATE, compression=any_size).init(
         {"w": params["w"][:1, :32]}
     )
     packed = pack(Leaf(params["w"], correction, (mu, nu)))
@@ -325,12 +298,12 @@ def huge_inputs(rows: int, width: int, first: Any = 0) -> Any:
 
 
 @functools.cache
-def huge_comparison() -> Any:
+def huge_comparison():
     optimizer = Case(FIRST_RULE, FIRST_FORMAT, ()).optimizer("jax")
     return jax.jit(functools.partial(differences, optimizer))
 
 
-def run_huge(rows: int, width: int, chunk: int, kernel: str) -> tuple[Found, list[str]]:
+def run_huge(rows, width, chunk, kernel):
     """Steps one huge leaf in place, then compares it with plain JAX part by part."""
     case = Case(FIRST_RULE, FIRST_FORMAT, ())
     yes, scale = jnp.array(True), jnp.ones(())
@@ -344,14 +317,14 @@ def run_huge(rows: int, width: int, chunk: int, kernel: str) -> tuple[Found, lis
     result = program(*inputs, yes, scale)
     del inputs, leaf
 
-    def rows_of(x: Array, first: Array) -> Array:
+    def rows_of(x, first):
         # The rows are the first axis, or behind the planes.
         return (
             x if not x.ndim else lax.dynamic_slice_in_dim(x, first, chunk, x.ndim - 2)
         )
 
     @jax.jit
-    def part(first: Array, result: Any) -> Any:
+    def part(first, result):
         mine = jax.tree.map(lambda x: rows_of(x, first), result)
         return huge_inputs(chunk, width, first), mine
 
@@ -371,14 +344,14 @@ def run_huge(rows: int, width: int, chunk: int, kernel: str) -> tuple[Found, lis
 # --- command line --------------------------------------------------------------------
 
 
-def interpret_kernel() -> None:
+def interpret_kernel():
     """Takes CPUs for GPUs, with the kernel in Pallas's interpreter."""
     run = functools.partial(_triton.launch, interpret=True)
     setattr(_triton, "launch", run)  # noqa: B010
     setattr(_dispatch, "_PLATFORM", "cpu")  # noqa: B010
 
 
-def report(name: str, found: Found, problems: list[str]) -> bool:
+def report(name, found, problems):
     """Prints one line; returns whether the case passed."""
     if found.wrong:
         problems = [f"{found.wrong} differ by more than is allowed", *problems]
@@ -391,22 +364,10 @@ def report(name: str, found: Found, problems: list[str]) -> bool:
     return not problems
 
 
-def parse() -> argparse.Namespace:
-    """Reads the options."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--backend", default="triton", choices=KERNELS, help="the kernel to check")
-    add("--only", default="", help="regular expression for the cases, like 'adamw, 24'")
-    add("--huge", action="store_true", help="arrays up to 2³² elements, too: 40 GB")
-    add(
-        "--tiny", action="store_true", help="small arrays, the kernel interpreted: CPUs"
-    )
-    return parser.parse_args()
-
-
-def main() -> int:
+def main():
     """Runs the cases; returns the exit status."""
-    options, start = parse(), time.perf_counter()
+    options = read_options(__doc__, "backend=triton only= huge tiny")
+    start = time.perf_counter()
     device = jax.devices()[0]
     if options.tiny and options.backend == "mosaic":
         sys.exit("--tiny needs the interpreter of Pallas, which has none for Mosaic.")

@@ -10,7 +10,6 @@ good if it ends with the very bytes of the undisturbed one: parameters, optimize
 scaling, fp8 histories, PRNG key and step.
 """
 
-import argparse
 import concurrent.futures
 import hashlib
 import itertools
@@ -24,7 +23,7 @@ import random
 import sys
 import tempfile
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -34,6 +33,7 @@ import numpy as np
 import optax
 import orbax.checkpoint
 
+import _measure as measure
 import mpx
 
 IN, HIDDEN, ROWS = 32, 64, 16
@@ -59,12 +59,12 @@ CONFIGS = list(itertools.starmap(Config, itertools.product(OPTIMIZERS, PRECISION
 # --- the worker -----------------------------------------------------------------------
 
 
-def loss(params: Any, x: Any) -> Any:
+def loss(params, x):
     hidden = jnp.tanh(x @ params["w1"])
     return jnp.mean((hidden @ params["w2"] - x).astype(jnp.float32) ** 2)
 
 
-def make(config: Config) -> tuple[Any, Any]:
+def make(config):
     """Returns jitted functions that make the first state, and that step."""
     optimizer = OPTIMIZERS[config.optimizer]()
     compressed = config.optimizer.startswith("flash")
@@ -77,7 +77,7 @@ def make(config: Config) -> tuple[Any, Any]:
                               policy=None if with_scales else policy)  # fmt: skip
 
     @jax.jit
-    def init() -> dict[str, Any]:
+    def init():
         keys = jax.random.split(jax.random.key(0), 3)
         params = {
             "w1": jax.random.normal(keys[0], (IN, HIDDEN), dtype) / 4,
@@ -97,7 +97,7 @@ def make(config: Config) -> tuple[Any, Any]:
         return state
 
     @jax.jit
-    def advance(arrays: dict[str, Any]) -> dict[str, Any]:
+    def advance(arrays):
         key, now = jax.random.split(arrays["key"])
         x = jax.random.normal(now, (ROWS, IN))
         scales = [arrays["fp8"]] if with_scales else []
@@ -120,9 +120,7 @@ def make(config: Config) -> tuple[Any, Any]:
     return init, advance
 
 
-def work(
-    folder: pathlib.Path, config: Config, steps: int, cache: str, started: Any
-) -> None:
+def work(folder, config, steps, cache, started):
     """Trains up to a step, from the last checkpoint if there is one; the worker."""
     logging.disable(logging.WARNING)
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -143,7 +141,7 @@ def work(
     (folder / "part").rename(folder / "done")
 
 
-def digest(state: Any) -> str:
+def digest(state):
     """Returns a checksum of all bytes of a state."""
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -154,7 +152,7 @@ def digest(state: Any) -> str:
     return found.hexdigest()
 
 
-def skipped(scaling: Any) -> int:
+def skipped(scaling):
     return int(getattr(scaling, "skipped", 0))
 
 
@@ -162,31 +160,21 @@ def skipped(scaling: Any) -> int:
 
 
 class Killed(NamedTuple):
-    """What became of a configuration.
+    """What became of a configuration."""
 
-    Attributes:
-        kills: Processes that were killed.
-        torn: Those that left a checkpoint half written.
-        runs: Runs that were finished.
-        equal: Those that ended with the bytes of the undisturbed run.
-        skipped: Steps that the undisturbed run skipped.
-    """
-
-    kills: int
-    torn: int
-    runs: int
-    equal: int
-    skipped: int
+    kills: int = 0  # processes that were killed
+    torn: int = 0  # of them, those that left a checkpoint half written
+    runs: int = 0  # that were finished
+    equal: int = 0  # of them, those that ended with the bytes of the undisturbed run
+    skipped: int = 0  # steps that the undisturbed run skipped
 
 
-def kill_runs(
-    config: Config, kills: int, steps: int, folder: pathlib.Path, draw: random.Random
-) -> Killed:
+def kill_runs(config, kills, steps, folder, draw):
     """Kills the workers of a configuration until there were enough kills."""
     context = multiprocessing.get_context("forkserver")
     cache = str(folder / "cache")
 
-    def launch(where: pathlib.Path) -> tuple[Any, Any]:
+    def launch(where):
         where.mkdir(parents=True, exist_ok=True)
         started = context.Event()
         worker = context.Process(
@@ -202,7 +190,7 @@ def kill_runs(
     worker.join()
     seconds = time.perf_counter() - began
     expected = json.loads((calm / "done").read_text())
-    result = Killed(0, 0, 0, 0, expected["skipped"])
+    result = Killed(skipped=expected["skipped"])
     for number in itertools.count():
         where = folder / f"killed-{number}"
         while not (where / "done").exists():
@@ -231,14 +219,8 @@ def kill_runs(
     raise AssertionError
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Kills training processes.")
-    parser.add_argument("--kills", type=int, default=100, help="how many in all")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a run")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="part of `optimizer, precision`")
-    options = parser.parse_args(argv)
+def main():
+    options = measure.read_options(__doc__, "kills=100 steps=20 jobs=2 seed=0 only=")
     multiprocessing.get_context("forkserver").set_forkserver_preload(["kills"])
     configs = [x for x in CONFIGS if options.only in ", ".join(x)]
     print(
@@ -247,9 +229,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     print("\n| optimizer | precision | kills | during a save | runs | bit-equal ends "
           "| skipped steps |\n|---|---|--:|--:|--:|--:|--:|")  # fmt: skip
-    began, total = time.perf_counter(), Killed(0, 0, 0, 0, 0)
+    began, total = time.perf_counter(), Killed()
 
-    def run(index: int) -> Killed:
+    def run(index):
         share = len(range(index, options.kills, len(configs)))
         with tempfile.TemporaryDirectory() as folder:
             return kill_runs(
@@ -270,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     return not fine
 
 
-def show(optimizer: str, precision: str, k: Killed) -> None:
+def show(optimizer, precision, k):
     print(
         f"| {optimizer} | {precision} | {k.kills} | {k.torn} | {k.runs} | {k.equal} "
         f"| {k.skipped} |",

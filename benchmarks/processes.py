@@ -14,7 +14,6 @@ as an engine does, and the job is started again. It resumes from its latest chec
 its hash at the end must be that of the undisturbed run.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -26,8 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAG = "--xla_force_host_platform_device_count=1"
@@ -42,30 +40,26 @@ from jax.experimental import multihost_utils  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
+import _measure as measure  # noqa: E402
 import mpx  # noqa: E402
-from _fault_steps import (  # noqa: E402
+from faults import (  # noqa: E402
     RATE,
-    Library,
-    Training,
+    draw_fault,
     make_batch,
     make_params,
     ours,
     shardings,
     targets,
 )
-from faults import draw_fault  # noqa: E402
 from mpx.testing import Fault  # noqa: E402
 
 CHUNK = 100  # steps in one program
 SHARE = 0.2  # of the steps have a fault
 _SMALL = mpx.optim.Compression(min_size=0, group_size=4)
-CONFIGS = (
-    "flash_adamw, sharded, f16",
-    "flash_adamw, copies, bf16",
-)
+CONFIGS = ("flash_adamw, sharded, f16", "flash_adamw, copies, bf16")
 
 
-def library(config: str) -> Library:
+def library(config):
     """Returns the way to train that has this name."""
     _, layout, half = config.split(", ")
     return ours(
@@ -83,7 +77,7 @@ def library(config: str) -> Library:
 class Job:
     """The programs of one configuration on all processes."""
 
-    def __init__(self, config: str, seed: int) -> None:
+    def __init__(self, config, seed):
         self._library, self._seed = library(config), seed
         self._things = targets(self._library.layout)
         self._mesh = shardings("jit")["x"].mesh
@@ -101,7 +95,7 @@ class Job:
         )
         self._whole = jax.jit(lambda x: x, out_shardings=self._everywhere)
 
-    def run(self, training: Training, chunk: int) -> tuple[Training, dict[str, Any]]:
+    def run(self, training, chunk):
         """Runs one chunk; returns the state and what this process saw."""
         draw = np.random.default_rng([self._seed, chunk])
         numbers = [chunk * CHUNK + i for i in range(CHUNK)]
@@ -119,20 +113,20 @@ class Job:
         record["faults"] = int(np.sum(faults.step >= 0))
         return training, record | {"chunk": chunk, "hash": self._digest(training)}
 
-    def _init(self) -> Training:
+    def _init(self):
         training = self._library.init(make_params())
         return jax.tree.map(jnp.asarray, training)
 
-    def _place(self, leaf: Any) -> NamedSharding:
+    def _place(self, leaf):
         has_rows = leaf.ndim >= 2 and leaf.shape[-2] % self._mesh.size == 0
         is_cut = self._library.layout == "jit" and has_rows
         spec = P(*[None] * (leaf.ndim - 2), "data") if is_cut else P()
         return NamedSharding(self._mesh, spec)
 
-    def _steps(self, training: Training, numbers: Any, faults: Any) -> Any:
+    def _steps(self, training, numbers, faults):
         along = NamedSharding(self._mesh, P("data"))
 
-        def body(old: Training, inputs: Any) -> Any:
+        def body(old, inputs):
             number, fault = inputs
             x, y = lax.with_sharding_constraint(make_batch(number), along)
             new, grads, scale, loss = self._library.step(old, x, y, fault, number)
@@ -150,15 +144,15 @@ class Job:
 
         return lax.scan(body, training, (numbers, faults))
 
-    def _digest(self, training: Training) -> str:
+    def _digest(self, training):
         found = hashlib.sha256()
         for leaf in jax.tree.leaves(self._whole(training)):
             found.update(np.asarray(leaf.addressable_data(0)).tobytes())
         return found.hexdigest()[:16]
 
 
-def same_bits(a: Any, b: Any) -> Any:
-    def same(x: Any, y: Any) -> Any:
+def same_bits(a, b):
+    def same(x, y):
         word = np.dtype(f"u{x.dtype.itemsize}")
         x, y = (lax.bitcast_convert_type(z, word) for z in (x, y))
         return (x == y).all()
@@ -166,14 +160,12 @@ def same_bits(a: Any, b: Any) -> Any:
     return jnp.stack(jax.tree.leaves(jax.tree.map(same, a, b))).all()
 
 
-def work(
-    folder: str | pathlib.Path, config: str, chunks: int, seed: int, checkpoints: bool
-) -> None:
+def work(folder, config, chunks, seed, checkpoints):
     """Trains, from the latest checkpoint if there is one, and records every chunk."""
     job = Job(config, seed)
     log = pathlib.Path(folder) / f"process-{jax.process_index()}.jsonl"
 
-    def note(record: dict[str, Any]) -> None:
+    def note(record):
         with log.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -198,33 +190,23 @@ def work(
 
 
 class Found(NamedTuple):
-    """What the records of a run say.
+    """What the records of a run say."""
 
-    Attributes:
-        steps: Steps that all processes recorded.
-        faults: Those with a fault.
-        skipped: Those that were skipped.
-        divergent: Steps on which processes disagree: skipped or not, or the loss scale.
-        wrong: Steps skipped with finite gradients and loss, or the reverse; or skipped
-            steps that changed a bit of parameters or optimizer, or the reverse.
-        hashes: Hashes that were compared between the processes.
-        different: Those that differ.
-        end: The last hash.
-    """
-
-    steps: int
-    faults: int
-    skipped: int
-    divergent: int
-    wrong: int
-    hashes: int
-    different: int
-    end: str
+    steps: int = 0  # that all processes recorded
+    faults: int = 0
+    skipped: int = 0
+    divergent: int = (
+        0  # steps on which processes disagree: skipped or not, or the scale
+    )
+    # Steps skipped with finite gradients and loss, or the reverse; or skipped steps that
+    # changed a bit of parameters or optimizer, or the reverse.
+    wrong: int = 0
+    hashes: int = 0  # compared between the processes
+    different: int = 0
+    end: str = ""  # the last hash
 
 
-def launch(
-    count: int, folder: pathlib.Path, *runs: tuple[Any, ...]
-) -> list[subprocess.Popen[str]]:
+def launch(count, folder, *runs):
     """Starts the processes of a job, as one would by hand.
 
     Args:
@@ -251,7 +233,7 @@ def launch(
     return workers
 
 
-def finish(workers: list[subprocess.Popen[str]], folder: pathlib.Path) -> None:
+def finish(workers, folder):
     """Waits for a job, and ends it if a process fails."""
     try:
         failed = None
@@ -267,7 +249,7 @@ def finish(workers: list[subprocess.Popen[str]], folder: pathlib.Path) -> None:
             worker.wait()
 
 
-def records(folder: pathlib.Path, number: int) -> Iterator[dict[str, Any]]:
+def records(folder, number):
     path = folder / f"process-{number}.jsonl"
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -276,37 +258,29 @@ def records(folder: pathlib.Path, number: int) -> Iterator[dict[str, Any]]:
             return
 
 
-def compare(folder: pathlib.Path, count: int) -> Found:
+def compare(folder, count):
     """Compares what the processes saw, chunk by chunk."""
     runs = [[x for x in records(folder, i) if "hash" in x] for i in range(count)]
-    found = Found(0, 0, 0, 0, 0, 0, 0, "")
+    found = Found()
     for rows in zip(*runs, strict=True):
         decisions = [list(zip(x["skipped"], x["scale"], strict=True)) for x in rows]
-        divergent = sum(len({*step}) > 1 for step in zip(*decisions, strict=True))
-        wrong = sum(
-            not bool(skip) == (not finite) == same
-            for x in rows
-            for skip, finite, same in zip(
-                x["skipped"], x["finite"], x["same"], strict=True
-            )
-        )
+        kinds = ("skipped", "finite", "same")
+        seen = [step for x in rows for step in zip(*(x[k] for k in kinds), strict=True)]
         hashes = [x["hash"] for x in rows]
-        found = Found(
-            steps=found.steps + len(decisions[0]),
-            faults=found.faults + rows[0]["faults"],
-            skipped=found.skipped + sum(rows[0]["skipped"]),
-            divergent=found.divergent + divergent,
-            wrong=found.wrong + wrong,
-            hashes=found.hashes + len(hashes),
-            different=found.different + sum(x != hashes[0] for x in hashes),
-            end=hashes[0],
+        new = (
+            len(decisions[0]),
+            rows[0]["faults"],
+            sum(rows[0]["skipped"]),
+            sum(len({*step}) > 1 for step in zip(*decisions, strict=True)),
+            sum(not bool(skip) == (not finite) == same for skip, finite, same in seen),
+            len(hashes),
+            sum(x != hashes[0] for x in hashes),
         )
+        found = Found(*map(sum, zip(found[:-1], new, strict=True)), hashes[0])
     return found
 
 
-def kill_one(
-    count: int, folder: pathlib.Path, run: tuple[Any, ...], draw: random.Random
-) -> tuple[int, int | None]:
+def kill_one(count, folder, run, draw):
     """Kills a process of a job and starts the job again.
 
     Returns:
@@ -331,9 +305,7 @@ def kill_one(
     return last, resumed
 
 
-def check(
-    count: int, configs: list[str], chunks: int, seed: int, folder: pathlib.Path
-) -> tuple[bool, int]:
+def check(count, configs, chunks, seed, folder):
     """Runs all configurations undisturbed, and a part of one with a kill."""
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "cache")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -373,16 +345,12 @@ def check(
     return fine and same, steps
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Trains in several processes.")
-    parser.add_argument("--steps", type=int, default=10_000, help="in all, about")
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--only", default="", help="part of `optimizer, layout, dtype`")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+def main():
+    options = measure.read_options(
+        __doc__, "steps=10000 processes=2,4 only= seed=0 work=str"
+    )
     if options.work:
-        place, runs = options.work
+        place, runs = json.loads(options.work)
         jax.distributed.initialize(*place)
         mpx.check_processes(place[1])
         # Gloo gives up if a process comes 30 s late to the first collective, and only

@@ -8,21 +8,15 @@ Both steps start from the same parameters. The script fails if they do not end a
 losses. See README.md beside this file.
 """
 
-import argparse
 import functools
-import pathlib
-import statistics
 import sys
-import time
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import _h200 as h200
 import _measure as measure
 import mpx
 
@@ -31,12 +25,12 @@ import mpx
 AGREEMENT = 0.02
 
 
-def make_params(options: argparse.Namespace) -> dict[str, Any]:
+def make_params(options):
     """Returns an embedding and a stack of layers, in f32."""
     layers, width, hidden = options.layers, options.width, 4 * options.width
     keys = jax.random.split(jax.random.key(0), 3)
 
-    def normal(key: Any, *shape: int) -> Any:
+    def normal(key, *shape):
         return jax.random.normal(key, shape) * shape[-2] ** -0.5
 
     return {
@@ -46,10 +40,10 @@ def make_params(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def loss(wrap: Callable[..., Any], params: Any, words: Any, after: Any) -> Any:
+def loss(wrap, params, words, after):
     """A language model without attention: each word predicts the next."""
 
-    def layer(x: Any, weights: Any) -> tuple[Any, None]:
+    def layer(x, weights):
         up, down = weights
         return x + jax.nn.gelu(jax.nn.standardize(x) @ up) @ down, None
 
@@ -60,70 +54,42 @@ def loss(wrap: Callable[..., Any], params: Any, words: Any, after: Any) -> Any:
     return -jnp.mean(each)
 
 
-def compile_for_h200(
-    step: Any, options: argparse.Namespace, optimizer: Any
-) -> dict[str, Any]:
+def compile_for_h200(step, options, optimizer):
     """Compiles a step for a GPU that need not be there, and returns what it needs."""
-    sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
-    import h200  # pyright: ignore[reportMissingImports]
-
-    mesh = Mesh(np.array(h200.devices()[:1]), ("x",), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, PartitionSpec())
     start = jax.eval_shape(lambda: optimizer.init_from(make_params(options)))
     count = sum(x.size for x in jax.tree.leaves(start.params))
     words = jax.ShapeDtypeStruct((options.tokens,), jnp.int32)
-    args = *start, words, words
-    args = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
-    )
-    with jax.set_mesh(mesh):
-        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
-        program: Any = lowered.compile(h200.compiler_options())
-    return {"bytes": program.memory_analysis().temp_size_in_bytes / count}
+    step = lambda state, batch, step=step: step(*state, *batch)  # noqa: E731
+    program = h200.compile_for_one(step, tuple(start), (words, words))
+    return {"bytes": measure.planned_memory(program)["temp_bytes"] / count}
 
 
-def run(step: Any, options: argparse.Namespace, optimizer: Any) -> dict[str, Any]:
+def run(step, options, optimizer):
     """Compiles a step, times it, and returns what it needs."""
-    params, state = jax.jit(lambda: optimizer.init_from(make_params(options)))()
-    count = sum(x.size for x in jax.tree.leaves(params))
-    words = jax.random.randint(
-        jax.random.key(1), (options.tokens,), 0, options.words, jnp.int32
+    state = tuple(jax.jit(lambda: optimizer.init_from(make_params(options)))())
+    count = sum(x.size for x in jax.tree.leaves(state[0]))
+    shape = (options.tokens,)
+    words = jax.random.randint(jax.random.key(1), shape, 0, options.words, jnp.int32)
+
+    def take(state, batch):
+        value, params, new = step(*state, *batch)
+        return (params, new), value
+
+    batch = [(words, jnp.roll(words, 1))]
+    jitted, _, record = measure.compile_step(take, state, batch[0])
+    state, warm, _ = measure.time_steps(jitted, state, batch, steps=2, group=1)
+    _, values, timing = measure.time_steps(
+        jitted, state, batch, steps=options.steps, group=1
     )
-    batch = words, jnp.roll(words, 1)
-    jitted = jax.jit(step, donate_argnums=(0, 1))
-    memory: Any = jitted.lower(params, state, *batch).compile().memory_analysis()
-    losses, times = [], []
-    for _ in range(options.steps + 2):
-        start = time.perf_counter()
-        value, params, state = jax.block_until_ready(jitted(params, state, *batch))
-        times.append(time.perf_counter() - start)
-        losses.append(float(value))
-    return {
-        "bytes": memory.temp_size_in_bytes / count,
-        "ms": statistics.median(times[2:]) * 1e3,
-        "losses": losses,
-    }
+    losses = [float(x) for x in warm + values]
+    return timing | {"bytes": record["temp_bytes"] / count, "losses": losses}
 
 
-def parse() -> argparse.Namespace:
-    """Reads the options."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    for name, default in (
-        ("layers", 24), ("width", 512), ("words", 1024), ("tokens", 256), ("steps", 20),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument(
-        "--h200", action="store_true", help="compile for one, do not run"
-    )
-    return parser.parse_args()
-
-
-def main() -> int:
+def main():
     """Runs both steps for both kinds of layers; returns the exit status."""
-    options = parse()
+    options = measure.read_options(
+        __doc__, "layers=24 width=512 words=1024 tokens=256 steps=20 h200"
+    )
     optimizer = mpx.optim.flash_adamw(1e-3)
     rows, wrong = [], []
     measured = compile_for_h200 if options.h200 else run
@@ -132,11 +98,11 @@ def main() -> int:
     for name, wrap in (("scan and remat", jax.checkpoint), ("scan", lambda f: f)):
         func = functools.partial(loss, wrap)
 
-        def ordinary(params: Any, state: Any, *batch: Any, func: Any = func) -> Any:
+        def ordinary(params, state, *batch, func=func):
             value, grads = jax.value_and_grad(func)(params, *batch)
             return value, *optimizer.step(params, state, grads)
 
-        def released(params: Any, state: Any, *batch: Any, func: Any = func) -> Any:
+        def released(params, state, *batch, func=func):
             result = mpx.optim.release(func, optimizer)(params, state, *batch)
             return result.value, result.params, result.state
 
@@ -157,11 +123,7 @@ def main() -> int:
     print(measure.format_table(header[: len(rows[0])], rows))
     if options.h200:
         return 0
-    for text in wrong:
-        print(f"CHECK FAILED {text}")
-    if not wrong:
-        print("\nChecks passed: the losses fell, and were the same with both steps.")
-    return int(bool(wrong))
+    return measure.print_verdict(wrong, "the losses fell, and were the same in both.")
 
 
 if __name__ == "__main__":

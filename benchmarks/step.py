@@ -1,369 +1,421 @@
 """What a mixed-precision training step costs beside the same step cast by hand.
 
     python benchmarks/step.py                            # ViT-Base/16, 224², batch 128
+    python benchmarks/step.py --modes cudnn-hand,amp-bf16 --optimizer adamw
+    python benchmarks/step.py --modes f32,amp-bf16,flash --optimizer adamw --predict
+    python benchmarks/step.py --modes mpx-bf16,stats-bf16 --repeat 4
     python benchmarks/step.py --model tiny --steps 40    # try the script on a CPU
 
 Every mode trains the same f32 model on the same data with the same optimizer, in a
-process of its own. See README.md beside this file for the modes and the method.
+process of its own. See README.md beside this file for the modes, the options and the
+method.
 """
 
-import argparse
-import json
+import dataclasses
 import math
 import pathlib
-import shlex
 import sys
-import tempfile
-import time
-from collections.abc import Iterable
-from typing import Any
 
-import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 import _measure as measure
-from _measure import Record, number, ratio
-from _models import make_task
-from _steps import BUILDERS, MODES, Mode
+from _measure import giga, number, percent, ratio
+from _models import BATCH, SIZES, make_task
 
+HALF = {"bf16": "bfloat16", "f16": "float16"}
 EPS = {"bf16": 2.0**-7, "f16": 2.0**-10}
-BATCH = {"vit-base": 128, "gpt2": 8, "gpt-1b": 4, "tiny": 16, "tiny-gpt": 8}
+# f16: the static scale by hand and the first one of mpx. They are equal so that both
+# steps see the same numbers; whether the scale changes the time is not known.
+SCALE = 2.0**10
 TAIL = 10  # the last loss is a mean over so many steps
 TARGET = 1.02
+STATS_TARGET = 0.02  # of a step
+MEMORY_LIMIT = 0.10  # of what is measured
 AGREEMENT = 0.02  # distance of two loss curves, as a share of the decrease by hand
 FEW = 3  # steps that dynamic scaling may skip while it finds its scale
+OPTIMIZERS = {
+    "clip": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(1e-4, weight_decay=1e-2)
+    ),
+    "adamw": lambda: optax.adamw(1e-4),
+}
+PREDICTED = {
+    "f32": "f32",
+    "amp-bf16": "amp bf16",
+    "amp-f16": "amp f16",
+    "flash": "bf16 parameters, flash",
+}
 
 
-# --- one mode, in its own process ----------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """One way to take a training step; `more` has statistics or options of `amp`."""
+
+    dtype: str
+    library: str = "hand"
+    skip: str = "never"
+    more: str = ""
+
+    @property
+    def hand(self):
+        """The mode this one is compared with."""
+        return f"{self.dtype}-hand"
 
 
-def run_mode(mode: Mode, options: argparse.Namespace) -> Record:
-    """Builds, compiles, checks and times one mode."""
+# In the order in which they run: what the target compares comes first, close together.
+MODES = {
+    "bf16-hand": Mode("bf16"),
+    "mpx-bf16": Mode("bf16", "mpx", "select"),
+    "bf16-hand-check": Mode("bf16", skip="select"),
+    "mpx-bf16-cond": Mode("bf16", "mpx", "cond"),
+    "mpx-bf16-never": Mode("bf16", "mpx"),
+    "f16-hand": Mode("f16"),
+    "mpx-f16": Mode("f16", "mpx", "select"),
+    "f16-hand-check": Mode("f16", skip="select"),
+    "mpx-f16-cond": Mode("f16", "mpx", "cond"),
+    "f32": Mode("f32"),
+    "peer-bf16": Mode("bf16", "peer"),
+    "peer-f16": Mode("f16", "peer"),
+}
+DEFAULT = ",".join(MODES)
+MODES |= {
+    # The model as it is, cast operation by operation.
+    "amp-bf16": Mode("bf16", "amp"),
+    "amp-bf16-check": Mode("bf16", "amp", "select"),
+    "amp-f16": Mode("f16", "amp"),
+    "amp-f16-check": Mode("f16", "amp", "select"),
+    # Attention one operation after the other, and bf16 parameters.
+    "amp-keep": Mode("bf16", "amp", more="keep"),
+    "flash": Mode("bf16", "flash"),
+    "cudnn-hand": Mode("bf16", more="cudnn"),
+    # The very code of the peer's modes, run by mpx.
+    "mpx-bf16-paper": Mode("bf16", "paper"),
+    "mpx-f16-paper": Mode("f16", "paper"),
+    "stats-bf16": Mode("bf16", "mpx", "select", "stats"),
+    "stats-bf16-check": Mode("bf16", "mpx", "select", "stats as the check"),
+    "stats-bf16-sample": Mode("bf16", "mpx", "select", "stats, sampled"),
+    "watch-bf16": Mode("bf16", "mpx", "select", "watch"),
+    "watch-bf16-stuck": Mode("bf16", "mpx", "select", "watch, stuck"),
+}
+
+
+# --- the steps --------------------------------------------------------------------------
+# A builder returns the initial state and `step(state, batch) -> state, (loss, finite)`,
+# where the second may have more parts.
+
+
+def cast(tree, dtype):
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
+
+
+def build_by_hand(mode, task, optimizer):
+    """Casts parameters and batch inside the loss; f32 master weights; plain optax."""
+    scale = SCALE if mode.dtype == "f16" else None
+
+    def loss(params, batch):
+        if mode.dtype != "f32":
+            params, batch = cast((params, batch), HALF[mode.dtype])
+        loss = task.loss(params, batch)
+        return loss if scale is None else loss * scale
+
+    def step(state, batch):
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        if scale is not None:
+            value = value / scale
+            grads = jax.tree.map(lambda g: g / scale, grads)
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        new = (optax.apply_updates(params, updates), new_opt_state)
+        if mode.skip == "never":
+            return new, (value, True)
+        flags = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
+        finite = jnp.all(jnp.stack(flags))
+        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        return new, (value, finite)
+
+    return (task.params, jax.jit(optimizer.init)(task.params)), step
+
+
+def build_with_mpx(mode, task, optimizer):
+    """`mpx.value_and_grad` and `mpx.optimizer_update`."""
+    import mpx
+
+    if not hasattr(mpx, "GradResult"):
+        raise RuntimeError(f"`import mpx` found another package: {mpx.__file__}")
+    loss, policy = task.loss, mpx.Policy(compute_dtype=HALF[mode.dtype])
+    if mode.library == "amp":
+        attention = "keep" if mode.more == "keep" else "fuse"
+        loss = mpx.amp(loss, dtype=HALF[mode.dtype], attention=attention)
+        policy = None
+    value_and_grad = mpx.value_and_grad(loss, policy=policy)
+    bf16 = mode.dtype == "bf16"
+    scaling = mpx.NoLossScaling() if bf16 else mpx.DynamicLossScaling.pow2(SCALE)
+    sample = {"sample": 16} if "sampled" in mode.more else {}
+
+    def step(state, batch):
+        params, opt_state, scaling = state
+        result = value_and_grad(scaling, params, batch)
+        finite, more = result.finite, ()
+        if mode.more.startswith("stats"):
+            more = (found := mpx.inspect.exponent_stats(result.grads, **sample),)
+            if (
+                "check" in mode.more
+            ):  # they know whether all is finite: one pass for both
+                finite = found.all_finite()
+        new, opt_state = mpx.optimizer_update(
+            params, optimizer, opt_state, result.grads, finite, skip=mode.skip
+        )
+        if mode.more.startswith("watch"):
+            both = {"before": params, "after": new} if "stuck" in mode.more else {}
+            more = (mpx.inspect.watch().observe(result, **both),)
+        # A flag that nobody reads costs nothing, so "never" must not return it.
+        finite = True if mode.skip == "never" else finite
+        return (new, opt_state, result.scaling), (result.value, finite, *more)
+
+    return (task.params, jax.jit(optimizer.init)(task.params), scaling), step
+
+
+def build_compressed(mode, task, optimizer):
+    """`mpx.amp` on bf16 parameters with `flash_adamw`."""
+    import mpx
+
+    flash = mpx.optim.flash_adamw(1e-4, weight_decay=1e-4)
+    loss = mpx.amp(task.loss, dtype="bf16")
+
+    def step(state, batch):
+        value, grads = jax.value_and_grad(loss)(state[0], batch)
+        return tuple(flash.step(*state, grads)), (value, True)
+
+    return tuple(jax.jit(flash.init_from)(task.params)), step
+
+
+def build_as_in_the_paper(mode, task, optimizer):
+    """The MPX paper's loop, which the peer and mpx both run."""
+    import mpx
+
+    if hasattr(mpx, "GradResult") != (mode.library == "paper"):
+        raise RuntimeError(f"`import mpx` found another package: {mpx.__file__}")
+    mpx.set_half_precision_datatype(jnp.dtype(HALF[mode.dtype]).type)
+    scaling = mpx.DynamicLossScaling(jnp.float32(SCALE), jnp.float32(1.0))
+
+    def step(state, batch):
+        params, opt_state, scaling = state
+        take = mpx.filter_value_and_grad(task.loss, scaling)
+        loss, scaling, finite, grads = take(params, batch)
+        params, opt_state = mpx.optimizer_update(
+            params, optimizer, opt_state, grads, finite
+        )
+        return (params, opt_state, scaling), (loss, finite)
+
+    return (task.params, jax.jit(optimizer.init)(task.params), scaling), step
+
+
+BUILDERS = {
+    "hand": build_by_hand,
+    "mpx": build_with_mpx,
+    "amp": build_with_mpx,
+    "flash": build_compressed,
+    "paper": build_as_in_the_paper,
+    "peer": build_as_in_the_paper,
+}
+
+
+def run_mode(mode, options):
+    """Builds, compiles and times one mode."""
     if mode.library == "peer":
         sys.path.insert(0, options.peer)
-    measure.start_child(options.cache)
-    task = make_task(options.model, options.batch, seed=options.seed)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(1e-4, weight_decay=1e-2)
+    measure.start_child(None if options.fresh else options.child_cache)
+    task = make_task(
+        options.model,
+        options.batch,
+        length=options.length,
+        seed=options.seed,
+        by_hand=mode.more == "cudnn",
     )
+    optimizer = OPTIMIZERS[options.optimizer]()
     state, step = BUILDERS[mode.library](mode, task, optimizer)
-    # Functions and other static parts of the model are not arguments of the program.
-    arrays, static = eqx.partition(state, eqx.is_array)
-    arrays = measure.own_small_buffers(arrays)
-    batches = task.batches
-
-    def on_arrays(arrays: Any, batch: Any) -> tuple[Any, Any]:
-        state, output = step(eqx.combine(arrays, static), batch)
-        return eqx.filter(state, eqx.is_array), output
-
-    compiled, record = measure.compile_step(on_arrays, arrays, batches[0])
-    arrays, warm, _ = measure.time_steps(
-        compiled, arrays, batches, steps=options.warmup, group=options.group
+    batches = (
+        cast(task.batches, "bfloat16") if mode.library == "flash" else task.batches
     )
-    arrays, timed, timing = measure.time_steps(
-        compiled, arrays, batches, steps=options.steps, group=options.group
-    )
-    losses, finite = zip(*jax.device_get(warm + timed), strict=True)
-    return (
-        record
-        | timing
-        | {
-            "mode": mode.name,
-            "losses": [float(loss) for loss in losses],
-            "skipped": len(finite) - int(np.sum(np.asarray(finite))),
-            "peak_bytes": measure.peak_bytes(),
-            "environment": measure.environment(),
-        }
-    )
-
-
-# --- all modes -----------------------------------------------------------------------
-
-
-def run_all(options: argparse.Namespace) -> dict[str, list[Record]]:
-    """Runs the modes pass by pass; later passes only while the budget lasts."""
-    runs: dict[str, list[Record]] = {}
-    log = measure.Log(options.json)
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as cache:
-        for turn in range(options.repeat):
-            for name in options.modes:
-                done = runs.setdefault(name, [])
-                if any("error" in record for record in done):
-                    continue
-                # A repetition finds its program in the cache and so takes no longer.
-                expected = done[0]["wall_s"] if done else 0.0
-                spent = time.perf_counter() - start
-                if done and spent + expected > options.budget:
-                    continue
-                record = _run_child(name, options, cache)
-                record |= {"mode": name, "pass": turn, "model": options.model}
-                log.write(record | {"batch": options.batch, "command": _command()})
-                done.append(record)
-                _progress(record, time.perf_counter() - start)
-    return runs
-
-
-def _run_child(name: str, options: argparse.Namespace, cache: str) -> Record:
-    if MODES[name].library == "peer" and options.peer is None:
-        return {"error": "skipped: say with --peer where the peer is", "skip": True}
-    arguments = ["--child", name]
-    for option in ("model", "batch", "steps", "warmup", "group", "seed", "peer"):
-        if getattr(options, option) is not None:
-            arguments += [f"--{option}", str(getattr(options, option))]
-    if not options.fresh:
-        arguments += ["--cache", cache]
-    return measure.run_child(__file__, arguments, timeout=options.timeout)
-
-
-def _command() -> str:
-    return shlex.join(["python", "benchmarks/step.py", *sys.argv[1:]])
-
-
-def _progress(record: Record, spent: float) -> None:
-    text = f"{record['mode']:16s} pass {record['pass'] + 1} after {spent:4.0f} s: "
-    if "error" in record:
-        text += record["error"]
-    else:
-        text += f"{record['ms']:.2f} ms"
-    print(text, flush=True)
-
-
-def best_runs(runs: dict[str, list[Record]]) -> dict[str, Record]:
-    """Per mode the pass with the smallest median, with what the passes say together."""
-    best = {}
-    for name in MODES:  # the order of the table, not that of the options
-        good = [record for record in runs.get(name, []) if "error" not in record]
-        if not good:
-            continue
-        medians = [record["ms"] for record in good]
-        compiles = [r["compile_s"] for r in good if r["compile_s"] is not None]
-        peaks = [r["peak_bytes"] for r in good if r["peak_bytes"] is not None]
-        best[name] = min(good, key=lambda record: record["ms"]) | {
-            # A process that autotunes may need memory that the step does not.
-            "peak_bytes": min(peaks, default=None),
-            "between": max(medians) / min(medians) - 1 if len(good) > 1 else None,
-            "compile_s": max(compiles, default=None),
-            "passes": len(good),
-        }
-    if "f32" in best:
-        best = {"f32": best.pop("f32"), **best}
-    return best
-
-
-def memory(record: Record) -> float | None:
-    """Peak bytes: the allocator's, or the compiler's where there is no allocator."""
-    return record["peak_bytes"] or record.get("compiled_bytes")
-
-
-def print_table(best: dict[str, Record]) -> None:
-    """Prints one line per mode."""
-    header = [
-        "step", "ms", "spread", "passes", "× hand", "× checked", "vs f32",
-        "peak GB", "× hand", "compiled GB", "trace s", "compile s", "loss", "skipped",
-    ]  # fmt: skip
-    rows = []
-    for name, record in best.items():
-        hand = best.get(MODES[name].hand, {})
-        checked = best.get(f"{MODES[name].hand}-check", {})
-        f32 = best.get("f32", {})
-        spread = (record["ms_high"] - record["ms_low"]) / record["ms"]
-        between = record["between"]
-        hand_memory = memory(hand) if hand else None
-        rows.append(
-            [
-                name,
-                number(record["ms"]),
-                number(100 * spread, 1, " %"),
-                number(None if between is None else 100 * between, 1, " %"),
-                number(ratio(record["ms"], hand.get("ms")), 3),
-                number(ratio(record["ms"], checked.get("ms")), 3),
-                number(ratio(f32.get("ms"), record["ms"])),
-                number(_giga(record["peak_bytes"])),
-                number(ratio(memory(record), hand_memory), 3),
-                number(_giga(record.get("compiled_bytes"))),
-                number(record["trace_s"], 1),
-                number(record["compile_s"], 1),
-                f"{record['losses'][0]:.3f} → {last_loss(record):.3f}",
-                str(record["skipped"]),
-            ]
+    state = measure.own_small_buffers(state)
+    del task
+    run, _, record = measure.compile_step(step, state, batches[0])
+    losses, finite = [], []
+    for steps in (options.warmup, options.steps):
+        state, outputs, timing = measure.time_steps(
+            run, state, batches, steps=steps, group=options.group
         )
-    print(measure.format_table(header, rows))
+        values = jax.device_get([x[:2] for x in outputs])
+        losses += [float(x) for x, _ in values]
+        finite += [bool(x) for _, x in values]
+    seen = {"losses": losses, "skipped": finite.count(False)}
+    return record | timing | seen | {"peak_bytes": measure.peak_bytes()}
 
 
-def _giga(value: float | None) -> float | None:
-    return None if value is None else value / 1e9
+def predict(options):
+    """Returns the peak of each mode that `mpx.inspect.memory` predicts, in bytes."""
+    import mpx
+
+    task = make_task(options.model, options.batch, length=options.length, shapes=True)
+    found = mpx.inspect.memory(task.loss, task.params, task.batches[0])
+    return {mode: found[name].peak for mode, name in PREDICTED.items()}
 
 
-# --- does every mode do the work? ----------------------------------------------------
+# --- does every mode do the work? -------------------------------------------------------
 
 
-def last_loss(record: Record) -> float:
-    """The mean over the last steps."""
-    tail = record["losses"][-TAIL:]
-    return sum(tail) / len(tail)
+def last_loss(record):
+    return float(np.mean(record["losses"][-TAIL:]))
 
 
-def distance(record: Record, hand: Record) -> float:
+def distance(record, hand):
     """Mean distance of two loss curves over the decrease of the second.
 
     One update left out of n shifts a curve by one step: a distance of about 1/n.
     """
-    pairs = list(zip(record["losses"], hand["losses"], strict=True))
-    decrease = hand["losses"][0] - last_loss(hand)
-    return sum(abs(a - b) for a, b in pairs) / len(pairs) / abs(decrease)
+    apart = np.abs(np.subtract(record["losses"], hand["losses"])).mean()
+    return apart / abs(hand["losses"][0] - last_loss(hand))
 
 
-def failures(best: dict[str, Record]) -> dict[str, list[str]]:
-    """What is wrong with each mode: {} when every one did the work it claims."""
-    found = {}
+def failures(best):
+    """Yields what is wrong with a mode, with its name."""
     for name, record in best.items():
-        wrong = list(_wrong_alone(record))
-        hand = best.get(MODES[name].hand)
-        if hand is not None and hand is not record:
-            wrong += _wrong_beside(MODES[name], record, hand)
-        if wrong:
-            found[name] = wrong
-    return found
-
-
-def _wrong_alone(record: Record) -> Iterable[str]:
-    losses = record["losses"]
-    if not all(map(math.isfinite, losses)):
-        yield f"{sum(not math.isfinite(x) for x in losses)} losses are not finite"
-    elif not last_loss(record) < losses[0]:
-        yield f"the loss did not go down: {losses[0]:.4f} → {last_loss(record):.4f}"
-    if record.get("alias_bytes", math.inf) < record["state_bytes"]:
-        yield (
-            f"{record['state_bytes'] - record['alias_bytes']} of "
-            f"{record['state_bytes']} bytes of the state are not updated in place"
-        )
-
-
-def _wrong_beside(mode: Mode, record: Record, hand: Record) -> Iterable[str]:
-    first, first_hand = record["losses"][0], hand["losses"][0]
-    if not abs(first - first_hand) <= EPS[mode.dtype] * first_hand:
-        yield f"the first loss is {first:.5f}, by hand {first_hand:.5f}"
-    apart = distance(record, hand)
-    # An update that was left out, and counted, shifts the curve by one step.
-    if not apart <= AGREEMENT + record["skipped"] / len(record["losses"]):
-        yield (
-            f"the losses are {apart:.1%} of their decrease away from those by hand;"
-            f" the last is {last_loss(record):.4f}, by hand {last_loss(hand):.4f}"
-        )
-    if record["skipped"] > FEW:
-        yield f"{record['skipped']} steps were skipped"
-    if record["dots"] != hand["dots"]:
-        yield f"the matmuls are {record['dots']}, by hand {hand['dots']}"
-
-
-def print_verdict(best: dict[str, Record], wrong: dict[str, list[str]]) -> None:
-    """Says which checks failed and whether the target was met."""
-    for name, texts in wrong.items():
-        for text in texts:
-            print(f"CHECK FAILED {name}: {text}")
-    if not wrong:
-        print(
-            "Checks passed: losses finite and falling, state updated in place; beside"
-            " the step by hand the same matmuls, the first loss within one ulp of the"
-            f" half dtype, the loss curves within {AGREEMENT:.0%} of the decrease."
-        )
-    for name, (milliseconds, peak) in target_ratios(best).items():
-        met = "met" if max(milliseconds, peak) <= TARGET else "MISSED"
-        print(
-            f"{name}: {milliseconds:.3f}× the time and {peak:.3f}× the peak memory of"
-            f" {MODES[name].hand}; target {TARGET}×: {met}"
-        )
-
-
-def target_ratios(best: dict[str, Record]) -> dict[str, tuple[float, float]]:
-    """Time and memory of the default mpx step over the step by hand; none on a CPU."""
-    ratios = {}
-    for name in ("mpx-bf16", "mpx-f16"):
-        record, hand = best.get(name), best.get(MODES[name].hand)
-        if record is None or hand is None or record["peak_bytes"] is None:
+        mode, losses = MODES[name], record["losses"]
+        if not all(map(math.isfinite, losses)):
+            yield name, f"{sum(not math.isfinite(x) for x in losses)} losses not finite"
+        elif not last_loss(record) < losses[0]:
+            yield name, f"the loss rose: {losses[0]:.4f} → {last_loss(record):.4f}"
+        outside = record["state_bytes"] - record.get("alias_bytes", math.inf)
+        if outside > 0:
+            yield name, f"{outside} bytes of the state are not updated in place"
+        hand = best.get(mode.hand, record)
+        # Another optimizer, or attention that rounds elsewhere.
+        if hand is record or mode.library == "flash" or mode.more == "cudnn":
             continue
-        ratios[name] = (
-            record["ms"] / hand["ms"],
-            record["peak_bytes"] / hand["peak_bytes"],
-        )
-    return ratios
+        first, first_hand = losses[0], hand["losses"][0]
+        if not abs(first - first_hand) <= EPS[mode.dtype] * first_hand:
+            yield name, f"the first loss is {first:.5f}, by hand {first_hand:.5f}"
+        # An update that was left out, and counted, shifts the curve by one step.
+        apart = distance(record, hand)
+        if not apart <= AGREEMENT + record["skipped"] / len(losses):
+            yield (
+                name,
+                f"the losses are {apart:.1%} of their decrease from those by hand",
+            )
+        if record["skipped"] > FEW:
+            yield name, f"{record['skipped']} steps were skipped"
+        if not record["fused"] and record["dots"] != hand["dots"]:
+            yield name, f"the matmuls are {record['dots']}, by hand {hand['dots']}"
 
 
-# --- command line --------------------------------------------------------------------
+def targets(best):
+    """Yields what was aimed at and whether it was reached; nothing on a CPU."""
+    for name, record in best.items():
+        hand, plain = best.get(MODES[name].hand), best.get("mpx-bf16")
+        if record["peak_bytes"] is None:
+            continue
+        if name in ("mpx-bf16", "mpx-f16") and hand:
+            ms, peak = (record[x] / hand[x] for x in ("ms", "peak_bytes"))
+            text = (
+                f"{ms:.3f}× the time and {peak:.3f}× the memory of {MODES[name].hand}"
+            )
+            yield f"{name}: {text}; target {TARGET}×", max(ms, peak) <= TARGET
+        if name.startswith("stats") and plain:
+            more = record["ms"] / plain["ms"] - 1
+            yield (
+                f"{name}: {more:+.1%}; target {STATS_TARGET:.0%}",
+                more <= STATS_TARGET,
+            )
+        if "predicted" in record:
+            off = record["predicted"] / record["peak_bytes"] - 1
+            limit = f"limit {MEMORY_LIMIT:.0%}"
+            yield f"{name}: memory off by {off:+.1%}; {limit}", abs(off) <= MEMORY_LIMIT
 
 
-def parse() -> argparse.Namespace:
-    """Reads the options."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def print_table(best):
+    base = {x: best.get(x, {}) for x in ("f32", "cudnn-hand")}
+    hand = lambda r: best.get(MODES[r["case"]].hand, base["cudnn-hand"])  # noqa: E731
+    check = lambda r: best.get(f"{MODES[r['case']].hand}-check", {})  # noqa: E731
+    peak = lambda r: measure.memory(r) if r else None  # noqa: E731
+    columns = [
+        ("step", lambda r: r["case"]),
+        ("ms", lambda r: number(r["ms"])),
+        ("spread", measure.spread),
+        ("passes", lambda r: percent(r["between"])),
+        ("× hand", lambda r: number(ratio(r["ms"], hand(r).get("ms")), 3)),
+        ("× checked", lambda r: number(ratio(r["ms"], check(r).get("ms")), 3)),
+        ("vs f32", lambda r: number(ratio(base["f32"].get("ms"), r["ms"]))),
+        ("peak GB", lambda r: giga(r["peak_bytes"])),
+        ("× hand", lambda r: number(ratio(peak(r), peak(hand(r))), 3)),
+        ("compiled GB", lambda r: giga(r.get("compiled_bytes"))),
+        ("predicted GB", lambda r: giga(r.get("predicted"))),
+        ("fused", lambda r: str(r["fused"])),
+        ("trace s", lambda r: number(r["trace_s"], 1)),
+        ("compile s", lambda r: number(r["compile_s"], 1)),
+        ("loss", lambda r: f"{r['losses'][0]:.3f} → {last_loss(r):.3f}"),
+        ("skipped", lambda r: str(r["skipped"])),
+    ]
+    if not any("predicted" in record for record in best.values()):
+        columns = [x for x in columns if x[0] != "predicted GB"]
+    measure.print_columns(best.values(), *columns)
+
+
+def main():
+    options = measure.read_options(
+        __doc__,
+        f"model=vit-base batch=int length=int optimizer=clip modes={DEFAULT} "
+        "steps=120 warmup=20 group=10 repeat=2 budget=300.0 timeout=300.0 seed=0 "
+        "peer=str fresh predict json=str strict",
     )
-    default = ",".join(name for name, mode in MODES.items() if mode.default)
-    add = parser.add_argument
-    add("--model", default="vit-base", choices=BATCH)
-    add("--batch", type=int, help="examples per step (None: 128 for vit-base)")
-    add("--steps", type=int, default=120, help="timed steps")
-    add("--warmup", type=int, default=20, help="steps before them")
-    add("--group", type=int, default=10, help="steps between two readings of the clock")
-    add("--modes", default=default, help=f"of {', '.join(MODES)}")
-    add("--repeat", type=int, default=2, help="processes per mode; the best counts")
-    add("--budget", type=float, default=300, help="seconds; then no repetition starts")
-    add("--timeout", type=float, default=300, help="seconds for one process")
-    add("--seed", type=int, default=0)
-    add("--peer", help="folder with the `mpx` package of mixed-precision-for-JAX")
-    add("--fresh", action="store_true", help="let every process autotune for itself")
-    add("--json", help="append the records to this file, one JSON object a line")
-    add("--strict", action="store_true", help="a missed target is an error, too")
-    add("--child", choices=MODES, help=argparse.SUPPRESS)
-    add("--cache", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    options.batch = options.batch or BATCH[options.model]
-    options.modes = options.modes.split(",")
-    if unknown := set(options.modes) - set(MODES):
-        parser.error(f"unknown modes {sorted(unknown)}; there are {', '.join(MODES)}")
-    if options.steps % options.group or options.warmup % options.group:
-        parser.error("--steps and --warmup must be multiples of --group")
-    if options.peer is not None:
-        options.peer = str(pathlib.Path(options.peer).resolve())
-        if not (pathlib.Path(options.peer) / "mpx" / "__init__.py").is_file():
-            print(f"No mpx/__init__.py in {options.peer}: peer modes are skipped.")
-            options.peer = None
-    return options
-
-
-def main() -> int:
-    """Runs one mode or all of them; returns the exit status."""
-    options = parse()
+    measure.pick(SIZES, [options.model])
+    options.batch = options.batch or BATCH.get(options.model, 16)
+    options.peer = options.peer and str(pathlib.Path(options.peer).resolve())
+    if options.child == "predict":
+        return measure.end_child(predict(options))
     if options.child is not None:
-        print(json.dumps(run_mode(MODES[options.child], options)))
-        return 0
-    runs = run_all(options)
-    best = best_runs(runs)
+        return measure.end_child(run_mode(MODES[options.child], options))
+    modes = measure.pick(MODES, options.modes)
+    missing = "say with --peer where the peer is"
+    runs = measure.run_cases(
+        modes,
+        options,
+        skip=lambda x: (
+            missing if modes[x].library == "peer" and not options.peer else ""
+        ),
+    )
+    best = measure.best_runs(runs)
     if not best:
         return 1
-    machine = next(iter(best.values()))["environment"]
-    print(
-        f"\n{options.model}, batch {options.batch}, {options.steps} steps;"
-        f" {machine['device']}, jax {machine['jax']}, Python {machine['python']}\n"
-    )
+    if options.predict:
+        found = measure.run_child("predict", timeout=options.timeout)
+        for name in best.keys() & found.keys():
+            best[name]["predicted"] = found[name]
+    what = f"{options.model}, batch {options.batch}, {options.steps} steps; "
+    on_cpu = measure.print_machine(next(iter(best.values())), what)
     print_table(best)
-    print()
-    if machine["backend"] == "cpu":
-        print("On a CPU the times and ratios say nothing about mixed precision.")
-    wrong = failures(best)
-    print_verdict(best, wrong)
+    wrong = list(failures(best))
     # The peer's own errors are reported but are not ours.
-    broken = [
+    ours = {name for name, _ in wrong if modes[name].library != "peer"}
+    ours |= {
         name
         for name, records in runs.items()
-        if name in wrong or any("error" in r and "skip" not in r for r in records)
-    ]
-    missed = [n for n, pair in target_ratios(best).items() if max(pair) > TARGET]
-    ours = [name for name in broken if MODES[name].library != "peer"]
-    return int(bool(ours or (options.strict and missed)))
+        if any("error" in r and "skip" not in r for r in records)
+        and modes[name].library != "peer"
+    }
+    measure.print_verdict(
+        [f"{name}: {text}" for name, text in wrong],
+        "losses finite and falling, state updated in place; beside the step by hand the "
+        "same matmuls, the first loss within one ulp of the half dtype, the loss curves "
+        f"within {AGREEMENT:.0%} of the decrease.",
+        on_cpu,
+    )
+    met = [print(f"{text}: {'met' if good else 'MISSED'}") or good
+           for text, good in targets(best)]  # fmt: skip
+    return int(bool(ours) or (options.strict and not all(met)))
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ Modes:
     amp, amp16: `mpx.amp` with f32 and with bf16 parameters, both with `flash_adamw`.
 """
 
-import argparse
 import functools
 import json
 import statistics
 import sys
 import time
 from pydoc_data import topics
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,25 +28,22 @@ import numpy as np
 import optax
 
 import mpx
-from _fp8 import Size, lm_loss, lm_params
-from _measure import environment, format_table, number
+from _measure import environment, format_table, number, read_options
+from _models import Decoder
 
 POLICY = "p=f32,c=bf16,o=f32"
-LARGE = Size(2048, 8192, layers=4, heads=16, vocab=256, batch=16, length=1024)
-TINY = Size(64, 128, layers=2, heads=2, vocab=256, batch=4, length=64)
+LARGE = Decoder(4, 2048, 8192, 16, 16, 256, 16, 1024, gated=False)
+TINY = Decoder(2, 64, 128, 2, 2, 256, 4, 64, gated=False)
 
 
-def language_model(tiny: bool) -> tuple[Any, Any, Any]:
+def language_model(tiny):
     """Returns the size, the loss and the first parameters of the model of `fp8.py`."""
     size = TINY if tiny else LARGE
-    return (
-        size,
-        functools.partial(lm_loss, heads=size.heads),
-        functools.partial(lm_params, size),
-    )
+    kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    return size, functools.partial(size.loss, attention=kernel), size.init
 
 
-def decoder(tiny: bool) -> tuple[Any, Any, Any]:
+def decoder(tiny):
     """Returns the same of the decoder of the zoo."""
     from _zoo.decoder import SIZES, decoder
     from _zoo.model import next_token
@@ -56,10 +51,10 @@ def decoder(tiny: bool) -> tuple[Any, Any, Any]:
     size = SIZES["tiny" if tiny else "43M"]
     module = decoder(size)
 
-    def loss(params: Any, ids: Any) -> Any:
+    def loss(params, ids):
         return next_token(module.apply(params, ids[:, :-1]), ids[:, :-1])
 
-    def init(key: Any) -> Any:
+    def init(key):
         return module.init(key, jnp.zeros((1, size.length), jnp.int32))
 
     return size, loss, init
@@ -68,7 +63,7 @@ def decoder(tiny: bool) -> tuple[Any, Any, Any]:
 MODELS = {"lm": language_model, "decoder": decoder}
 
 
-def read_text() -> tuple[np.ndarray, np.ndarray]:
+def read_text():
     """Bytes to train on, and bytes that were held out."""
     train, held_out = [], []
     for _, text in sorted(topics.topics.items()):
@@ -80,38 +75,36 @@ def read_text() -> tuple[np.ndarray, np.ndarray]:
     return read(train), read(held_out)
 
 
-def batches(data: np.ndarray, size: Size, seed: int) -> Any:
+def batches(data, size, seed):
     """Random pieces of the text, for ever."""
     rng = np.random.default_rng(seed)
     while True:
-        starts = rng.integers(0, len(data) - size.length - 1, size.batch)
+        starts = rng.integers(0, len(data) - size.length - 1, size.sequences)
         yield np.stack([data[i : i + size.length + 1] for i in starts]).astype(np.int32)
 
 
-def make_steps(mode: str, loss: Any, options: Any) -> tuple[Any, Any, Any]:
+def make_steps(mode, loss, options):
     """Returns how training starts, the jitted step, and the jitted evaluation."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, options.rate, options.steps // 10 + 1, options.steps
     )
     is_amp = mode.startswith("amp")
-    optimizer: Any = (
-        mpx.optim.flash_adamw(schedule) if is_amp else optax.adamw(schedule)
-    )
+    optimizer = mpx.optim.flash_adamw(schedule) if is_amp else optax.adamw(schedule)
     func = loss
     if mode == "fp8":
-        every_size: Any = {"min_gain": 0} if options.tiny else {}
+        every_size = {"min_gain": 0} if options.tiny else {}
         func = mpx.fp8(loss, **every_size)
     policy = None if is_amp else "f32" if mode == "f32" else POLICY
     gradient = mpx.value_and_grad(mpx.amp(func) if is_amp else func, policy=policy)
 
     @jax.jit
-    def start(params: Any) -> Any:
+    def start(params):
         if mode == "amp16":
             return tuple(optimizer.init_from(params))
         return params, optimizer.init(params)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def train(state: Any, tokens: Any) -> Any:
+    def train(state, tokens):
         params, opt_state = state
         result = gradient(mpx.NoLossScaling(), params, tokens)
         clip = jnp.minimum(1.0, 1.0 / optax.global_norm(result.grads))
@@ -123,21 +116,21 @@ def make_steps(mode: str, loss: Any, options: Any) -> tuple[Any, Any, Any]:
         return (optax.apply_updates(params, updates), opt_state), result.value
 
     @jax.jit
-    def evaluate(params: Any, tokens: Any) -> Any:
+    def evaluate(params, tokens):
         # All are judged in bf16: what differs is how they were trained.
         return loss(mpx.cast_tree(params, jnp.bfloat16), tokens)
 
     return start, train, evaluate
 
 
-def show_share(loss: Any, size: Any, init: Any) -> None:
+def show_share(loss, size, init):
     """Prints which matmuls run in fp8."""
     low = jax.eval_shape(lambda: mpx.cast_tree(init(jax.random.key(0)), jnp.bfloat16))
-    tokens = jax.ShapeDtypeStruct((size.batch, size.length + 1), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((size.sequences, size.length + 1), jnp.int32)
     print(mpx.inspect.report(mpx.fp8(loss), low, tokens), flush=True)
 
 
-def run(seed: int, model: Any, steps: Any, text: Any, options: Any) -> Any:
+def run(seed, model, steps, text, options):
     """Trains once.
 
     Returns:
@@ -165,7 +158,7 @@ def run(seed: int, model: Any, steps: Any, text: Any, options: Any) -> Any:
     return [float(x) for x in jax.device_get(losses)], curve, min(times)
 
 
-def report(final: Any, best: Any, times: Any) -> bool:
+def report(final, best, times):
     """Prints the table, and whether all end within the spread of the first mode."""
     base, *others = final
     rows = [
@@ -196,20 +189,13 @@ def report(final: Any, best: Any, times: Any) -> bool:
     return good
 
 
-def main() -> int:
+def main():
     """Trains all seeds in all modes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--model", choices=MODELS, default="lm")
-    add("--modes", default="bf16,fp8")
-    add("--seeds", type=int, default=3)
-    add("--steps", type=int, default=300)
-    add("--every", type=int, default=25, help="steps between two evaluations")
-    add("--tests", type=int, default=4, help="held-out batches")
-    add("--rate", type=float, default=3e-4)
-    add("--tiny", action="store_true")
-    add("--json", help="write the curves to this file")
-    options = parser.parse_args()
+    options = read_options(
+        __doc__,
+        "model=lm modes=bf16,fp8 seeds=3 steps=300 every=25 tests=4 rate=0.0003 "
+        "tiny json=str",
+    )
     model = MODELS[options.model](options.tiny)
     size, loss, init = model
     text, machine = read_text(), environment()
@@ -218,9 +204,9 @@ def main() -> int:
         f" {len(text[1])} held out; {size}",
         flush=True,
     )
-    curves: Any = {}
+    curves = {}
     final, best, times = {}, {}, {}
-    for mode in options.modes.split(","):
+    for mode in options.modes:
         if mode == "fp8":
             show_share(loss, size, init)
         steps = make_steps(mode, loss, options)

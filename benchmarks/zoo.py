@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from _zoo import REGISTRY
 from _zoo.page import Row, summary, unexplained, write
@@ -31,7 +30,7 @@ WORSE = 1.1  # errors of roundings differ by chance
 PAGE = Path(__file__).parents[1] / "docs" / "zoo.md"
 
 
-def main() -> int:
+def main():
     """Runs the models and prints the tables."""
     parser = argparse.ArgumentParser(description="Trains models of other packages.")
     parser.add_argument("--only", help="names of models, by commas; parts are enough")
@@ -87,7 +86,7 @@ def main() -> int:
     return int(bool(missing))
 
 
-def attention(names: list[str]) -> int:
+def attention(names):
     """Prints whose attention is recognised; returns 1 if gradients become worse."""
     import jax
 
@@ -110,12 +109,12 @@ def attention(names: list[str]) -> int:
     return int(worse > 0)
 
 
-def wanted(name: str, only: str | None) -> bool:
+def wanted(name, only):
     """Says whether a part of the name is among those asked for."""
     return only is None or any(part.lower() in name.lower() for part in only.split(","))
 
 
-def run_child(name: str, routes: tuple[str, ...], limit: float) -> Row:
+def run_child(name, routes, limit):
     """Measures one model in a process of its own, and ends it where a route takes long."""
     started = time.monotonic()
     child = subprocess.Popen(
@@ -125,7 +124,7 @@ def run_child(name: str, routes: tuple[str, ...], limit: float) -> Row:
         text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"},
     )
-    cells: dict[str, dict[str, Any]] = {}
+    cells = {}
     said = []
     reason = ""
     lines = read_lines(child)
@@ -149,11 +148,11 @@ def run_child(name: str, routes: tuple[str, ...], limit: float) -> Row:
     return Row(name, cells, round(time.monotonic() - started, 1))
 
 
-def read_lines(child: subprocess.Popen[str]) -> queue.Queue[str | None]:
+def read_lines(child):
     """Returns a queue of the lines that a process prints; `None` is the end."""
-    lines: queue.Queue[str | None] = queue.Queue()
+    lines = queue.Queue()
 
-    def read() -> None:
+    def read():
         for line in child.stdout or ():
             lines.put(line)
         lines.put(None)

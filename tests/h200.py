@@ -160,7 +160,7 @@ def main():
         except Exception as error:
             results[name] = {"error": str(error)[:2000]}
             continue
-        found = mpx.inspect.check(program)
+        found = mpx.inspect.fp8_check(program)
         results[name] = {
             "fp8": found.fp8,
             "other": dict(found.other),

@@ -1,7 +1,8 @@
-"""The check of the kernel runs, passes, and sees what it is for."""
+"""The scripts are listed; the check of the kernel runs, passes, and sees what it is for."""
 
 import dataclasses
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,15 @@ from mpx._optim._update_rules import Leaf
 from scripts import script
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def test_the_table_lists_every_script_and_no_other():
+    text = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    table = text.partition("| script | question |")[2].partition("\n\n")[0]
+    listed = re.findall(r"^\| `(\w+\.py)` \| \S.*[?.] \|$", table, re.MULTILINE)
+    assert len(listed) == len(table.strip().splitlines()) - 1
+    found = [x.name for x in BENCHMARKS.glob("*.py") if not x.name.startswith("_")]
+    assert sorted(listed) == sorted(found)
 
 
 @pytest.mark.long

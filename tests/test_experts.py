@@ -473,7 +473,7 @@ def test_gradient_for_an_h200_is_in_grouped_kernels(name):
         program = jax.jit(jax.grad(call, argnums=(0, 1))).lower(*args)
         program = program.compile(h200.compiler_options())
     kernels = program.as_text().count('custom_call_target="mosaic_gpu_v2"')
-    check = mpx.inspect.check(program)
+    check = mpx.inspect.fp8_check(program)
     assert (kernels, check.fp8) == expected
     assert check.other.get("grouped bf16", 0) == max(0, kernels - check.fp8)
 

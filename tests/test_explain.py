@@ -13,10 +13,8 @@ from jax.sharding import PartitionSpec as P
 import mpx
 from models import normal
 from mpx._jax._compat import bind, primitive_name
-from mpx._program._shards import join, split
 from mpx.inspect import explain
-from mpx.inspect._host import run_on_host
-from mpx.inspect._shadow import run_in_f32
+from mpx.inspect._equations import join, run_in_f32, run_in_numpy, split
 from scripts import script
 
 faults = script("_faults")
@@ -457,7 +455,7 @@ def test_numpy_computes_what_jax_does(dtype):
             ]
             (expected,) = bind(eqn, operands)
             env[eqn.outvars[0]] = expected
-            got = run_on_host(eqn, operands, eqn.outvars[0].aval.dtype)
+            got = run_in_numpy(eqn, operands, eqn.outvars[0].aval.dtype)
             assert got is not None, primitive_name(eqn)
             seen.add(primitive_name(eqn))
             check(np.asarray(got), expected, dtype, primitive_name(eqn))

@@ -198,7 +198,7 @@ def test_place_beyond_a_shard_is_refused():
 @pytest.fixture
 def faults(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("faults"), importlib.import_module("_fault_steps")
+    return importlib.import_module("faults"), importlib.import_module("faults")
 
 
 @pytest.mark.standard_promotion

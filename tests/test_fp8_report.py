@@ -1,4 +1,4 @@
-"""`inspect.report` and `inspect.check`: telling what becomes fp8, and whether it did."""
+"""`inspect.report` and `inspect.fp8_check`: telling what becomes fp8, and whether it did."""
 
 import math
 
@@ -203,7 +203,7 @@ ENTRY %main (x: bf16[16,16]) -> bf16[16,16] {
 
 
 def test_check_counts_calls_and_others():
-    found = mpx.inspect.check(CUBLAS)
+    found = mpx.inspect.fp8_check(CUBLAS)
     assert found.fp8 == 1
     assert found.other == {"cublas bf16": 1, "dot bf16": 1}
     assert found.quantized
@@ -211,7 +211,7 @@ def test_check_counts_calls_and_others():
 
 
 def test_check_sees_that_the_rounding_is_gone():
-    assert not mpx.inspect.check(CUBLAS.replace("f8e4m3fn", "bf16")).quantized
+    assert not mpx.inspect.fp8_check(CUBLAS.replace("f8e4m3fn", "bf16")).quantized
 
 
 def test_check_of_a_cpu_program_counts_dots():
@@ -219,11 +219,11 @@ def test_check_of_a_cpu_program_counts_dots():
         return jnp.sum(fp8(lambda p, x: x @ p, min_gain=0)(p, x).astype(jnp.float32))
 
     ones = jnp.ones((16, 16), BF16)
-    found = mpx.inspect.check(jax.jit(run).lower(ones, ones).compile())
+    found = mpx.inspect.fp8_check(jax.jit(run).lower(ones, ones).compile())
     assert found.fp8 == 0
     assert found.quantized
 
 
 def test_check_needs_a_compiled_program():
     with pytest.raises(TypeError, match=r"but function was given. Pass `jax.jit"):
-        mpx.inspect.check(loss)
+        mpx.inspect.fp8_check(loss)

@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 
 import mpx
-from mpx.inspect import _memory, _report_command, _target, memory
+from mpx.inspect import _memory, _report, _target, memory
 from mpx.inspect._buffers import peak
 from mpx.inspect._program import program
 
@@ -273,10 +273,10 @@ def run(tmp_path, monkeypatch):
 
 
 def test_commands_print_results(run, capsys):
-    assert run(_report_command, "training_of_a_test:call", "--json") == 0
+    assert run(_report, "training_of_a_test:call", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["matmuls"][0]["place"]["param"] == "p/w"
-    assert run(_report_command, "training_of_a_test:call", "--forward") == 0
+    assert run(_report, "training_of_a_test:call", "--forward") == 0
     assert "amp to bf16" in capsys.readouterr().out
     assert run(_memory, "training_of_a_test:call", "--json") == 0
     names = [x["name"] for x in json.loads(capsys.readouterr().out)["options"]]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mpx._jax import _progress
-from mpx._program import _pieces
-from mpx._program._pieces import Pieces, apart
+from mpx.inspect import _pieces
+from mpx.inspect._pieces import Pieces, apart
 
 X = jax.random.normal(jax.random.key(0), (5, 7))
 W = jax.random.normal(jax.random.key(1), (7, 7)) / 3

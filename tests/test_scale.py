@@ -187,21 +187,20 @@ def test_the_best_layout_is_the_fastest_that_fits(scale):
 
 
 def test_parameters_are_those_of_the_models(scale):
-    assert scale.llama.MODELS["7B"].params == 6738415616  # as published
-    assert scale.llama.MODELS["70B"].params == 68976648192
+    assert scale.MODELS["7B"].params == 6738415616  # as published
+    assert scale.MODELS["70B"].params == 68976648192
 
 
 @pytest.mark.gpu_compile
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("layout", ["FSDP", "FSDP × TP 8"])
 def test_operations_of_a_compiled_step_are_those_of_the_model(scale, layout):
-    llama = scale.llama
-    sizes = llama.MODELS["tiny"]
-    precision = llama.PRECISIONS["bf16, AdamW in f32"]
-    program = scale.cost.read(llama.compiled(sizes, precision, layout, 16))
+    sizes = scale.MODELS["tiny"]
+    precision = scale.PRECISIONS["bf16, AdamW in f32"]
+    program = scale.cost.read(scale.compiled(sizes, precision, layout, 16))
     weights = {
         name: math.prod(shape)
-        for name, shape in llama.shapes(sizes)["layers"].items()
+        for name, shape in sizes.shapes()["layers"].items()
         if "norm" not in name
     }
     # Forward, again (the last matmul of a layer need not), and twice backward.

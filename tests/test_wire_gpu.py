@@ -30,7 +30,7 @@ def wire():
 
 def weights(wire):
     """The number of weights of the scanned layers, and of embedding and head each."""
-    shapes = wire.shapes(wire.TINY)
+    shapes = wire.TINY.shapes()
     layers = [shapes["layers"][name] for name in (*wire.COLUMNS, *wire.ROWS)]
     return sum(map(math.prod, layers)), math.prod(shapes["head"])
 
@@ -98,9 +98,9 @@ def test_bytes_of_gathers_and_reductions(wire, key):
     if window == " ×4 once":
         assert not any(x.in_loop for x in found if x.kind in SUMS and x.bytes > 2**16)
     if precision.startswith("fp8"):
-        assert mpx.inspect.check(compiled).fp8 > 0
+        assert mpx.inspect.fp8_check(compiled).fp8 > 0
         # Turned codes are written once, and not by the matmul.
-        assert "f8e4m3fn" not in "".join(mpx.inspect.check(compiled).other)
+        assert "f8e4m3fn" not in "".join(mpx.inspect.fp8_check(compiled).other)
 
 
 @pytest.mark.parametrize("by", ["mpx", "XLA"])

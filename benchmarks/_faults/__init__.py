@@ -2,15 +2,7 @@
 
 import importlib.util
 
-from _faults import (  # noqa: F401
-    accuracy,
-    backward,
-    formulas,
-    frameworks,
-    healthy,
-    loops,
-    scales,
-)
+from _faults import accuracy, backward, formulas, frameworks, healthy, loops, scales  # noqa: F401
 from _faults.table import HEALTHY as HEALTHY
 from _faults.table import PLANTED as PLANTED
 from _faults.table import Case as Case

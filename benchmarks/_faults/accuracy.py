@@ -6,76 +6,72 @@ import jax
 import jax.numpy as jnp
 
 import mpx
-from _faults.table import Case, in_low, is_healthy, normal, planted, weight
+from _faults.table import (
+    BF16,
+    Case,
+    given,
+    is_healthy,
+    normal,
+    planted,
+    weight,
+)
 
 
 @planted("step", "accumulation")
-def counter_at_256_of_300():
+@given({"w": weight(0, 4, 1)}, normal(1, 300, 4), jnp.ones(300, bool))
+def counter_at_256_of_300(params, x, mask):
     def count(mask):
         def step(n, m):
             return n + m.astype(jnp.bfloat16), None  # <- counter_at_256_of_300
 
         return jax.lax.scan(step, jnp.zeros((), jnp.bfloat16), mask)[0]
 
-    def loss(params, x, mask):
-        each = jnp.square(x @ params["w"])[:, 0]
-        return jnp.sum(each * mask) / count(mask).astype(jnp.float32)
-
-    mask = jnp.ones(300, bool)
-    return Case(loss, ({"w": weight(0, 4, 1)}, normal(1, 300, 4), mask))
+    each = jnp.square(x @ params["w"])[:, 0]
+    return jnp.sum(each * mask) / count(mask).astype(jnp.float32)
 
 
 @planted("rows", "accumulation")
-def difference_of_a_running_sum():
+@given({"w": weight(0, 4, 4)}, normal(1, 512, 4), jnp.arange(0, 512, 2))
+def difference_of_a_running_sum(params, x, ends):
     def rows(h, ends):
         total = jnp.cumsum(h, axis=0)  # <- difference_of_a_running_sum
         picked = total[ends]
         return jnp.diff(picked, axis=0)
 
-    def loss(params, x, ends):
-        h = jnp.square(x @ params["w"]).astype(jnp.bfloat16)
-        return jnp.mean(jnp.square(rows(h, ends)).astype(jnp.float32))
-
-    ends = jnp.arange(0, 512, 2)
-    return Case(loss, ({"w": weight(0, 4, 4)}, normal(1, 512, 4), ends))
+    h = jnp.square(x @ params["w"]).astype(jnp.bfloat16)
+    return jnp.mean(jnp.square(rows(h, ends)).astype(jnp.float32))
 
 
 @planted("gate", "accumulation", backward=True)
-def gradient_of_a_gain_summed_in_bf16():
+@given({"gain": jnp.float32(1)}, 1 + normal(0, 8, 512, 8, scale=0.1))
+def gradient_of_a_gain_summed_in_bf16(params, x):
     def gate(params, h):
         gain = params["gain"].astype(jnp.bfloat16)
         return h * gain  # <- gradient_of_a_gain_summed_in_bf16
 
-    def loss(params, x):
-        h = gate(params, x.astype(jnp.bfloat16))
-        return jnp.mean(h.astype(jnp.float32))
-
-    return Case(loss, ({"gain": jnp.float32(1)}, 1 + normal(0, 8, 512, 8, scale=0.1)))
+    h = gate(params, x.astype(jnp.bfloat16))
+    return jnp.mean(h.astype(jnp.float32))
 
 
 @planted("above", "decision")
-def comparison_of_equal_numbers():
+@given({"w": jnp.float32(1)}, jnp.full(8, 1.001))
+def comparison_of_equal_numbers(params, x):
     def above(h, threshold):
         return h > threshold  # <- comparison_of_equal_numbers
 
-    def loss(params, x):
-        h = (x * params["w"]).astype(jnp.bfloat16)
-        return jnp.mean(above(h, jnp.bfloat16(1)).astype(jnp.float32)) * params["w"]
-
-    return Case(loss, ({"w": jnp.float32(1)}, jnp.full(8, 1.001)))
+    h = (x * params["w"]).astype(jnp.bfloat16)
+    return jnp.mean(above(h, jnp.bfloat16(1)).astype(jnp.float32)) * params["w"]
 
 
 @planted("residual", "accumulation", "cancellation", "precision")
-def result_of_zero_in_f32():
+@given({"w": jnp.float32(1)}, 1 + jnp.arange(16.0))
+def result_of_zero_in_f32(params, x):
     def residual(h):
         moved = h + jnp.bfloat16(1000)  # <- result_of_zero_in_f32
         return moved - jnp.bfloat16(1000) - h  # <- result_of_zero_in_f32
 
-    def loss(params, x):
-        h = (x * params["w"]).astype(jnp.bfloat16)
-        return jnp.sum(jnp.square(residual(h)).astype(jnp.float32))
-
-    return Case(loss, ({"w": jnp.float32(1)}, 1 + jnp.arange(16.0)))
+    h = (x * params["w"]).astype(jnp.bfloat16)
+    return jnp.sum(jnp.square(residual(h)).astype(jnp.float32))
 
 
 def _fixed_point(step, start, tolerance):
@@ -125,27 +121,21 @@ def epsilon_with_a_huge_reciprocal():
 
 
 @planted("block", "accumulation", "precision")
-def moving_sum_of_a_tenth():
+@given({"w": jnp.float32(1)}, jnp.full(200, 0.101), how=BF16)
+def moving_sum_of_a_tenth(params, x):
     def block(x):
         total = jnp.zeros((), x.dtype)
         for row in x:
             total = total + row  # <- moving_sum_of_a_tenth
         return total
 
-    def loss(params, x):
-        return block(x * params["w"]) / len(x)
-
-    return Case(
-        in_low(loss, jnp.bfloat16), ({"w": jnp.float32(1)}, jnp.full(200, 0.101))
-    )
+    return block(x * params["w"]) / len(x)
 
 
 @is_healthy
-def sum_of_a_few_numbers_bf16():
-    def loss(params, x):
-        return functools.reduce(jnp.add, list(x * params["w"])) / len(x)
-
-    return Case(in_low(loss, jnp.bfloat16), ({"w": jnp.float32(1)}, normal(0, 12) + 3))
+@given({"w": jnp.float32(1)}, normal(0, 12) + 3, how=BF16)
+def sum_of_a_few_numbers_bf16(params, x):
+    return functools.reduce(jnp.add, list(x * params["w"])) / len(x)
 
 
 @is_healthy

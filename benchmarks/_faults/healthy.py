@@ -9,9 +9,11 @@ from flax import nnx
 
 import mpx
 from _faults.table import (
+    BF16,
     Case,
     cast,
     cross_entropy,
+    given,
     in_low,
     is_healthy,
     linear,
@@ -209,35 +211,30 @@ def trained_regression_amp_bf16():
 
 
 @is_healthy
-def masks_of_minus_infinity_bf16():
-    def loss(params, x, mask):
-        q, k, v = jnp.split(x @ params["qkv"], 3, -1)
-        s = jnp.where(mask, q @ k.swapaxes(-1, -2) / 4, -jnp.inf)
-        return jnp.mean(jnp.square(jax.nn.softmax(s) @ v))
-
-    mask = jnp.tril(jnp.ones((12, 12), bool))
-    return Case(
-        in_low(loss, jnp.bfloat16),
-        ({"qkv": weight(0, 16, 48)}, normal(1, 2, 12, 16), mask),
-    )
-
-
-@is_healthy
-def log_of_zero_under_where_f32():
-    def loss(params, x):
-        p = jax.nn.relu(x @ params["w"])
-        safe = jnp.where(p > 0, p, 1.0)
-        return jnp.mean(jnp.where(p > 0, p * jnp.log(safe), 0.0))
-
-    return Case(loss, ({"w": weight(0, 6, 6)}, normal(1, 20, 6)))
+@given(
+    {"qkv": weight(0, 16, 48)},
+    normal(1, 2, 12, 16),
+    jnp.tril(jnp.ones((12, 12), bool)),
+    how=BF16,
+)
+def masks_of_minus_infinity_bf16(params, x, mask):
+    q, k, v = jnp.split(x @ params["qkv"], 3, -1)
+    s = jnp.where(mask, q @ k.swapaxes(-1, -2) / 4, -jnp.inf)
+    return jnp.mean(jnp.square(jax.nn.softmax(s) @ v))
 
 
 @is_healthy
-def sharp_softmax_bf16():
-    def loss(params, x, y):
-        return cross_entropy(linear(params["layer0"], x) * 20, y)
+@given({"w": weight(0, 6, 6)}, normal(1, 20, 6))
+def log_of_zero_under_where_f32(params, x):
+    p = jax.nn.relu(x @ params["w"])
+    safe = jnp.where(p > 0, p, 1.0)
+    return jnp.mean(jnp.where(p > 0, p * jnp.log(safe), 0.0))
 
-    return Case(mpx.amp(loss), (mlp(0, 8, 16), normal(1, 16, 8), jnp.arange(16)))
+
+@is_healthy
+@given(mlp(0, 8, 16), normal(1, 16, 8), jnp.arange(16), how=mpx.amp)
+def sharp_softmax_bf16(params, x, y):
+    return cross_entropy(linear(params["layer0"], x) * 20, y)
 
 
 @is_healthy
@@ -254,15 +251,11 @@ def dropout_and_embeddings_bf16():
 
 
 @is_healthy
-def straight_through_estimator_bf16():
-    def loss(params, x):
-        w = params["w"]
-        w = w + jax.lax.stop_gradient(jnp.round(w * 8) / 8 - w)
-        return jnp.mean(jnp.square(jnp.tanh(x @ w)))
-
-    return Case(
-        in_low(loss, jnp.bfloat16), ({"w": weight(0, 16, 8)}, normal(1, 16, 16))
-    )
+@given({"w": weight(0, 16, 8)}, normal(1, 16, 16), how=BF16)
+def straight_through_estimator_bf16(params, x):
+    w = params["w"]
+    w = w + jax.lax.stop_gradient(jnp.round(w * 8) / 8 - w)
+    return jnp.mean(jnp.square(jnp.tanh(x @ w)))
 
 
 @is_healthy

@@ -7,74 +7,75 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from _faults.table import Case, in_low, is_healthy, linear, mlp, normal, planted, weight
+from _faults.table import (
+    BF16,
+    F16,
+    Case,
+    given,
+    in_low,
+    is_healthy,
+    linear,
+    mlp,
+    normal,
+    planted,
+    weight,
+)
 
 
 @planted("step", "accumulation", "precision")
-def sum_in_a_bf16_carry():
+@given({"w": weight(0, 8, 8)}, normal(1, 200, 8), how=BF16)
+def sum_in_a_bf16_carry(params, x):
     def total(x):
         def step(carry, row):
             return carry + row, None  # <- sum_in_a_bf16_carry
 
         return jax.lax.scan(step, jnp.zeros((), x.dtype), x)[0]
 
-    def loss(params, x):
-        h = jax.nn.softplus(x @ params["w"])
-        return total(h.reshape(-1)) / h.size
-
-    return Case(in_low(loss, jnp.bfloat16), ({"w": weight(0, 8, 8)}, normal(1, 200, 8)))
+    h = jax.nn.softplus(x @ params["w"])
+    return total(h.reshape(-1)) / h.size
 
 
 @planted("step", "accumulation", "precision")
-def moving_average_in_bf16():
+@given({"w": weight(0, 4, 4, scale=0.2)}, normal(1, 1500, 4), how=BF16)
+def moving_average_in_bf16(params, x):
     def moving(x):
         def step(mean, row):
             return mean * 0.999 + row * 0.001, None  # <- moving_average_in_bf16
 
         return jax.lax.scan(step, x[0] + 1, x)[0]
 
-    def loss(params, x):
-        return jnp.mean(jnp.square(moving(x @ params["w"] + 1)))
-
-    return Case(
-        in_low(loss, jnp.bfloat16),
-        ({"w": weight(0, 4, 4, scale=0.2)}, normal(1, 1500, 4)),
-    )
+    return jnp.mean(jnp.square(moving(x @ params["w"] + 1)))
 
 
 @planted("step", "accumulation", "precision")
-def counter_above_256_in_bf16():
+@given({"w": weight(0, 4, 1)}, normal(1, 900, 4), jnp.ones(900, bool))
+def counter_above_256_in_bf16(params, x, mask):
     def count(mask, dtype):
         def step(n, m):
             return n + m.astype(dtype), None  # <- counter_above_256_in_bf16
 
         return jax.lax.scan(step, jnp.zeros((), dtype), mask)[0]
 
-    def loss(params, x, mask):
-        each = jnp.square(x @ params["w"])[:, 0].astype(jnp.float32)
-        return jnp.sum(each * mask) / count(mask, jnp.bfloat16).astype(jnp.float32)
-
-    mask = jnp.ones(900, bool)
-    return Case(loss, ({"w": weight(0, 4, 1)}, normal(1, 900, 4), mask))
+    each = jnp.square(x @ params["w"])[:, 0].astype(jnp.float32)
+    return jnp.sum(each * mask) / count(mask, jnp.bfloat16).astype(jnp.float32)
 
 
 @planted("layers", "overflow")
-def overflow_in_one_layer_of_a_scan():
+@given(
+    {"w": weight(0, 6, 16, 16).at[4].multiply(60000.0), "out": weight(1, 16, 2)},
+    normal(2, 4, 16),
+    how=mpx.amp(dtype="f16"),
+    scaling=mpx.StaticLossScaling(4.0),
+)
+def overflow_in_one_layer_of_a_scan(params, x):
     def layer(h, w):
         with jax.named_scope("layers"):
             h = h @ w  # <- overflow_in_one_layer_of_a_scan
             h = h * jax.lax.rsqrt(jnp.mean(jnp.square(h)))
         return h, None
 
-    def loss(params, x):
-        h, _ = jax.lax.scan(layer, x, params["w"])
-        return jnp.mean(jnp.square(h @ params["out"]))
-
-    w = weight(0, 6, 16, 16).at[4].multiply(6e4)
-    params = {"w": w, "out": weight(1, 16, 2)}
-    return Case(
-        mpx.amp(loss, "f16"), (params, normal(2, 4, 16)), mpx.StaticLossScaling(4.0)
-    )
+    h, _ = jax.lax.scan(layer, x, params["w"])
+    return jnp.mean(jnp.square(h @ params["out"]))
 
 
 @planted("block", "overflow")
@@ -93,16 +94,14 @@ def exp_in_a_scan():
 
 
 @planted("inner", "overflow")
-def exp_in_a_jit():
+@given(mlp(0, 8, 6), normal(1, 10, 8), how=F16)
+def exp_in_a_jit(params, x):
     @jax.jit
     def inner(z):
         e = jnp.exp2(z)  # <- exp_in_a_jit
         return e / e.sum(-1, keepdims=True)
 
-    def loss(params, x):
-        return jnp.mean(inner(linear(params["layer0"], x) * 16)[:, 0])
-
-    return Case(in_low(loss, jnp.float16), (mlp(0, 8, 6), normal(1, 10, 8)))
+    return jnp.mean(inner(linear(params["layer0"], x) * 16)[:, 0])
 
 
 @planted("block", "cancellation")
@@ -124,19 +123,18 @@ def variance_in_a_remat():
 
 
 @planted("one", "overflow")
-def overflow_in_a_vmap():
+@given({"w": weight(0, 8, 8)}, normal(1, 10, 8), how=F16)
+def overflow_in_a_vmap(params, x):
     def one(p, x):
         h = jnp.tanh(x @ p["w"])
         return jnp.sum(jnp.square(h * 900))  # <- overflow_in_a_vmap
 
-    def loss(params, x):
-        return jnp.mean(jax.vmap(one, (None, 0))(params, x)) / 1e6
-
-    return Case(in_low(loss, jnp.float16), ({"w": weight(0, 8, 8)}, normal(1, 10, 8)))
+    return jnp.mean(jax.vmap(one, (None, 0))(params, x)) / 1e6
 
 
 @planted("body", "underflow", "cancellation", "singularity", "precision")
-def newton_in_a_while():
+@given({"w": weight(0, 8, 8)}, normal(1, 10, 8), how=F16)
+def newton_in_a_while(params, x):
     def newton(x):
         def body(state):
             i, y = state
@@ -146,16 +144,14 @@ def newton_in_a_while():
 
         return jax.lax.while_loop(lambda s: s[0] < 5, body, (0, x))[1]
 
-    def loss(params, x):
-        h = jax.nn.softplus(x @ params["w"]) + 1
-        root = newton(jax.lax.stop_gradient(h))
-        return jnp.mean(h / root)
-
-    return Case(in_low(loss, jnp.float16), ({"w": weight(0, 8, 8)}, normal(1, 10, 8)))
+    h = jax.nn.softplus(x @ params["w"]) + 1
+    root = newton(jax.lax.stop_gradient(h))
+    return jnp.mean(h / root)
 
 
 @planted("<lambda>", "accumulation", "precision")
-def counter_in_a_while():
+@given({"w": weight(0, 8, 8)}, normal(1, 10, 8))
+def counter_in_a_while(params, x):
     def position(n):
         return jax.lax.while_loop(
             lambda i: i < n,
@@ -163,26 +159,18 @@ def counter_in_a_while():
             jnp.bfloat16(0),
         )
 
-    def loss(params, x):
-        scale = position(jnp.bfloat16(700)).astype(jnp.float32)
-        return jnp.mean(jnp.square(x @ params["w"])) * scale
-
-    return Case(loss, ({"w": weight(0, 8, 8)}, normal(1, 10, 8)))
+    scale = position(jnp.bfloat16(700)).astype(jnp.float32)
+    return jnp.mean(jnp.square(x @ params["w"])) * scale
 
 
 @planted("hot", "overflow")
-def overflow_in_a_branch():
+@given({"w": weight(0, 8, 8)}, normal(1, 6, 8), jnp.array(True), how=F16)
+def overflow_in_a_branch(params, x, training):
     def hot(h):
         return jnp.log1p(jnp.exp(h * 30))  # <- overflow_in_a_branch
 
-    def loss(params, x, training):
-        h = x @ params["w"]
-        return jnp.mean(jax.lax.cond(training, hot, jax.nn.relu, h))
-
-    return Case(
-        in_low(loss, jnp.float16),
-        ({"w": weight(0, 8, 8)}, normal(1, 6, 8), jnp.array(True)),
-    )
+    h = x @ params["w"]
+    return jnp.mean(jax.lax.cond(training, hot, jax.nn.relu, h))
 
 
 @planted("w", "overflow", backward=True)
@@ -207,7 +195,8 @@ def overflow_in_a_custom_vjp():
 
 
 @planted("w", "singularity", "nan", "overflow", backward=True)
-def pole_in_a_custom_jvp():
+@given({"w": weight(0, 4, 3)}, normal(1, 40, 4).at[7].set(0.0))
+def pole_in_a_custom_jvp(params, x):
     @jax.custom_jvp
     def safe_norm(x):
         return jnp.sqrt(jnp.sum(x * x, -1))
@@ -219,14 +208,12 @@ def pole_in_a_custom_jvp():
         # JAX gives this the line of the call when it transposes it.
         return n, jnp.sum(x * t, -1) / n
 
-    def loss(params, x):
-        return jnp.mean(safe_norm(x @ params["w"]))  # <- pole_in_a_custom_jvp
-
-    return Case(loss, ({"w": weight(0, 4, 3)}, normal(1, 40, 4).at[7].set(0.0)))
+    return jnp.mean(safe_norm(x @ params["w"]))  # <- pole_in_a_custom_jvp
 
 
 @planted("inner", "overflow")
-def overflow_in_nested_scans():
+@given({"w": weight(0, 3, 8, 8)}, normal(1, 4, 8), how=F16)
+def overflow_in_nested_scans(params, x):
     def deep(h, w):
         def inner(h, _):
             h = h * h  # <- overflow_in_nested_scans
@@ -235,15 +222,13 @@ def overflow_in_nested_scans():
         h, _ = jax.lax.scan(inner, jnp.abs(h @ w) + 1.5, None, length=3)
         return h * 1e-3, None
 
-    def loss(params, x):
-        h, _ = jax.lax.scan(deep, x, params["w"])
-        return jnp.mean(jnp.log(h + 1))
-
-    return Case(in_low(loss, jnp.float16), ({"w": weight(0, 3, 8, 8)}, normal(1, 4, 8)))
+    h, _ = jax.lax.scan(deep, x, params["w"])
+    return jnp.mean(jnp.log(h + 1))
 
 
 @planted("wh", "overflow")
-def growing_state_of_an_rnn():
+@given({"wh": jnp.eye(8) * 1.7, "wx": weight(0, 4, 8)}, normal(1, 40, 3, 4), how=F16)
+def growing_state_of_an_rnn(params, xs):
     def rnn(params, xs):
         def cell(h, x):
             h = h @ params["wh"] + x @ params["wx"]  # <- growing_state_of_an_rnn
@@ -251,30 +236,25 @@ def growing_state_of_an_rnn():
 
         return jax.lax.scan(cell, jnp.zeros((xs.shape[1], 8), xs.dtype), xs)[1]
 
-    def loss(params, xs):
-        return jnp.mean(jnp.tanh(rnn(params, xs)[-1] * 1e-6))
-
-    params = {"wh": jnp.eye(8) * 1.7, "wx": weight(0, 4, 8)}
-    return Case(in_low(loss, jnp.float16), (params, normal(1, 40, 3, 4)))
+    return jnp.mean(jnp.tanh(rnn(params, xs)[-1] * 1e-6))
 
 
 @planted("unrolled", "accumulation", "precision")
-def sum_in_an_unrolled_loop():
+@given({"w": weight(0, 4, 4)}, normal(1, 700, 4), how=BF16)
+def sum_in_an_unrolled_loop(params, x):
     def unrolled(x):
         acc = jnp.zeros_like(x[0])
         for i in range(x.shape[0]):
             acc = acc + x[i]  # <- sum_in_an_unrolled_loop
         return acc
 
-    def loss(params, x):
-        h = jax.nn.sigmoid(x @ params["w"]) + 1
-        return jnp.mean(unrolled(h)) / x.shape[0]
-
-    return Case(in_low(loss, jnp.bfloat16), ({"w": weight(0, 4, 4)}, normal(1, 700, 4)))
+    h = jax.nn.sigmoid(x @ params["w"]) + 1
+    return jnp.mean(unrolled(h)) / x.shape[0]
 
 
 @planted("w", "overflow")
-def overflow_in_a_vmapped_scan():
+@given({"w": weight(0, 4, 4, scale=8)}, normal(1, 3, 9, 4), how=F16)
+def overflow_in_a_vmapped_scan(params, xs):
     def mixture(p, xs):
         def step(c, x):
             e = jnp.exp(x @ p["w"])  # <- overflow_in_a_vmapped_scan
@@ -282,12 +262,7 @@ def overflow_in_a_vmapped_scan():
 
         return jax.lax.scan(step, jnp.zeros(4, xs.dtype), xs)[0]
 
-    def loss(params, xs):
-        return jnp.mean(jax.vmap(functools.partial(mixture, params))(xs))
-
-    return Case(
-        in_low(loss, jnp.float16), ({"w": weight(0, 4, 4, scale=8)}, normal(1, 3, 9, 4))
-    )
+    return jnp.mean(jax.vmap(functools.partial(mixture, params))(xs))
 
 
 def sharded(func, specs):

@@ -4,7 +4,16 @@ import jax
 import jax.numpy as jnp
 
 import mpx
-from _faults.table import Case, cross_entropy, linear, mlp, normal, planted, weight
+from _faults.table import (
+    Case,
+    cross_entropy,
+    given,
+    linear,
+    mlp,
+    normal,
+    planted,
+    weight,
+)
 
 
 @planted("layer1/w", "overflow")
@@ -21,23 +30,19 @@ def activation_beyond_f16_under_amp():
 
 
 @planted("layer1", "underflow", backward=True)
-def no_loss_scale_under_amp():
-    def loss(params, x):
-        h = jnp.tanh(linear(params["layer0"], x))
-        out = h @ params["layer1"]["w"]
-        return 1e-7 * jnp.mean(jnp.square(out))  # <- no_loss_scale_under_amp
-
-    return Case(mpx.amp(loss, "f16"), (mlp(0, 8, 16, 3), normal(4, 64, 8)))
+@given(mlp(0, 8, 16, 3), normal(4, 64, 8), how=mpx.amp(dtype="f16"))
+def no_loss_scale_under_amp(params, x):
+    h = jnp.tanh(linear(params["layer0"], x))
+    out = h @ params["layer1"]["w"]
+    return 1e-7 * jnp.mean(jnp.square(out))  # <- no_loss_scale_under_amp
 
 
 @planted("layer1/w", "overflow", backward=True)
-def scale_too_large_under_amp():
-    def loss(params, x):
-        h = jax.nn.relu(linear(params["layer0"], x))
-        out = h @ params["layer1"]["w"]
-        return jnp.sum(jnp.square(out))  # <- scale_too_large_under_amp
-
-    return Case(mpx.amp(loss, "f16"), (mlp(0, 8, 16, 3), normal(4, 8, 8)), 2.0**22)
+@given(mlp(0, 8, 16, 3), normal(4, 8, 8), how=mpx.amp(dtype="f16"), scaling=2.0**22)
+def scale_too_large_under_amp(params, x):
+    h = jax.nn.relu(linear(params["layer0"], x))
+    out = h @ params["layer1"]["w"]
+    return jnp.sum(jnp.square(out))  # <- scale_too_large_under_amp
 
 
 @planted("gain", "overflow")
@@ -82,13 +87,11 @@ def overflow_in_a_scan_under_amp():
 
 
 @planted("softmax", "overflow")
-def softmax_without_shift_under_fp8():
+@given(mlp(0, 16, 32, 16), normal(4, 16, 16), how=mpx.fp8)
+def softmax_without_shift_under_fp8(params, x):
     def softmax(z):
         e = jnp.exp(z)  # <- softmax_without_shift_under_fp8
         return e / e.sum(-1, keepdims=True)
 
-    def loss(params, x):
-        h = jax.nn.relu(linear(params["layer0"], x))
-        return jnp.mean(softmax(linear(params["layer1"], h) * 120)[:, 0])
-
-    return Case(mpx.fp8(loss), (mlp(0, 16, 32, 16), normal(4, 16, 16)))
+    h = jax.nn.relu(linear(params["layer0"], x))
+    return jnp.mean(softmax(linear(params["layer1"], h) * 120)[:, 0])

@@ -1,6 +1,7 @@
 """The table of planted faults, and what its files share."""
 
 import dataclasses
+import functools
 import inspect
 import itertools
 from collections.abc import Callable
@@ -43,9 +44,9 @@ class Planted:
     backward: bool
 
     @property
-    def place(self) -> tuple[str, set[int]]:
+    def place(self):
         """The file that holds the marked lines, and their numbers."""
-        file = Path(inspect.getfile(self.make))
+        file = Path(inspect.getfile(inspect.unwrap(self.make)))
         lines = file.read_text().splitlines()
         mark = f"# <- {self.name}"
         numbers = {i for i, x in enumerate(lines, 1) if x.rstrip().endswith(mark)}
@@ -57,10 +58,10 @@ PLANTED: dict[str, Planted] = {}
 HEALTHY: dict[str, Callable[[], Case]] = {}
 
 
-def planted(path: str, *kinds: str, backward: bool = False) -> Callable[..., Any]:
+def planted(path, *kinds, backward=False):
     """Adds a fault to the table."""
 
-    def add(make: Callable[[], Case]) -> Callable[[], Case]:
+    def add(make):
         name = make.__name__
         assert name not in PLANTED
         PLANTED[name] = Planted(name, make, path, kinds, backward)
@@ -69,39 +70,53 @@ def planted(path: str, *kinds: str, backward: bool = False) -> Callable[..., Any
     return add
 
 
-def is_healthy(make: Callable[[], Case]) -> Callable[[], Case]:
+def given(*args, how=lambda loss: loss, scaling=None):
+    """Makes a function that returns the case of a loss with these arguments."""
+
+    def case(loss):
+        make = lambda: Case(how(loss), args, scaling)  # noqa: E731
+        return functools.update_wrapper(make, loss)
+
+    return case
+
+
+def is_healthy(make):
     """Adds a healthy model to the table."""
     HEALTHY[make.__name__] = make
     return make
 
 
-def cast(tree: Any, dtype: Any) -> Any:
+def cast(tree, dtype):
     """Casts the floating arrays of a tree."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
     return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
 
-def in_low(loss: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
+def in_low(loss, dtype):
     """Returns a loss that casts all its arguments first, as a policy does."""
 
-    def wrapped(*args: Any) -> jax.Array:
+    def wrapped(*args):
         return loss(*cast(args, dtype)).astype(jnp.float32)
 
     return wrapped
 
 
-def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+F16 = functools.partial(in_low, dtype=jnp.float16)
+BF16 = functools.partial(in_low, dtype=jnp.bfloat16)
+
+
+def normal(seed, *shape, scale=1.0):
     """Returns normal random numbers."""
     numbers = np.random.default_rng(seed).normal(size=shape)
     return jnp.asarray(scale * numbers, jnp.float32)
 
 
-def weight(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+def weight(seed, *shape, scale=1.0):
     """Returns a random matrix that keeps the size of what it is multiplied with."""
     return normal(seed, *shape, scale=scale * shape[-2] ** -0.5)
 
 
-def mlp(seed: int, *sizes: int) -> dict[str, dict[str, jax.Array]]:
+def mlp(seed, *sizes):
     """Returns the parameters of linear layers."""
     return {
         f"layer{i}": {"w": weight(seed + i, a, b), "b": jnp.zeros(b)}
@@ -109,12 +124,12 @@ def mlp(seed: int, *sizes: int) -> dict[str, dict[str, jax.Array]]:
     }
 
 
-def linear(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def linear(params, x):
     """Applies a linear layer."""
     return x @ params["w"] + params["b"]
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def cross_entropy(logits, labels):
     """Returns the mean cross entropy in f32."""
     logp = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(logp, labels[..., None], -1))

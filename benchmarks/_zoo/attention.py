@@ -7,7 +7,6 @@ then runs in plain JAX.
 import collections
 import importlib
 import warnings
-from typing import Any
 
 import jax
 
@@ -16,7 +15,7 @@ from _zoo import REGISTRY
 from _zoo.routes import distance
 
 
-def pretend_h200() -> None:
+def pretend_h200():
     """Lets mpx and JAX believe in an H200 with cuDNN 9.10, for attention of any size."""
     from mpx._amp import _decide, _recognition
     from mpx._ops._attention import _cudnn, _primitive
@@ -26,13 +25,13 @@ def pretend_h200() -> None:
         setattr(module, "cuda_capability", lambda: (9, 0))  # noqa: B010
     # A private module, which no public function lets one reach.
     name = "jax._src.cudnn.fused_attention_stablehlo"
-    jax_cudnn: Any = importlib.import_module(name)
+    jax_cudnn = importlib.import_module(name)
     jax_cudnn.check_cudnn_version = lambda: 91000
     jax_cudnn.check_compute_capability = lambda _: True
     _cudnn.LEAST = {9: 0}
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name):
     """Returns how often attention is recognised or kept, and the errors of gradients.
 
     A layer that is jitted, scanned or called several times counts once. Errors are the
@@ -50,7 +49,7 @@ def measure(name: str) -> dict[str, Any]:
     missed = collections.Counter(
         x.reason for x in rows if x.what == "attention" and not x.found
     )
-    result: dict[str, Any] = {"recognised": len(found), "missed": dict(missed)}
+    result = {"recognised": len(found), "missed": dict(missed)}
     if found:
         exact, *others = (
             jax.jit(jax.grad(func))(case.params, *case.args)

@@ -8,12 +8,13 @@ no biases, and a head that is the embedding, or one of its own.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from _zoo.model import Case, Loss, Model, key, next_token
+from _zoo.model import Case, Lazy, Model, key, next_token
+
+nn = Lazy("flax.linen")
 
 VOCAB = 256
 
@@ -25,22 +26,20 @@ class Size:
     width: int
     heads: int
     layers: int
-    batch: int
+    sequences: int
     length: int
     tied: bool = True
 
 
 SIZES = {
-    "tiny": Size(64, 4, 2, batch=4, length=32),
-    "43M": Size(768, 12, 6, batch=32, length=512),
-    "405M": Size(2048, 16, 8, batch=8, length=1024),
+    "tiny": Size(64, 4, 2, sequences=4, length=32),
+    "43M": Size(768, 12, 6, sequences=32, length=512),
+    "405M": Size(2048, 16, 8, sequences=8, length=1024),
 }
 
 
-def decoder(size: Size, dtype: Any = None) -> Any:
+def decoder(size, dtype=None):
     """Returns the module; `dtype` is its own option for mixed precision."""
-    import flax.linen as nn
-
     norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=dtype)
     dense = functools.partial(nn.Dense, use_bias=False, dtype=dtype)
 
@@ -48,7 +47,7 @@ def decoder(size: Size, dtype: Any = None) -> Any:
         """From ids to logits."""
 
         @nn.compact
-        def __call__(self, ids: Any) -> Any:
+        def __call__(self, ids):
             embed = nn.Embed(VOCAB, size.width, name="embed")
             places = nn.Embed(size.length, size.width, name="positions")
             x = embed(ids) + places(jnp.arange(ids.shape[1]))
@@ -58,7 +57,7 @@ def decoder(size: Size, dtype: Any = None) -> Any:
             x = norm()(x)
             return embed.attend(x) if size.tied else dense(VOCAB, name="head")(x)
 
-        def attention(self, x: Any) -> Any:
+        def attention(self, x):
             project = functools.partial(
                 nn.DenseGeneral,
                 (size.heads, size.width // size.heads),
@@ -78,21 +77,21 @@ def decoder(size: Size, dtype: Any = None) -> Any:
     return Decoder()
 
 
-def case(size: Size, seed: int = 0) -> Case:
+def case(size, seed=0):
     """Returns the decoder of that size with a batch of Python's own documentation."""
     from text import batches, read_text
 
-    def of(module: Any) -> Loss:
+    def of(module):
         return lambda params, ids: next_token(module.apply(params, ids), ids)
 
-    source: Any = size  # the fields that `batches` reads
+    source = size  # the fields that `batches` reads
     ids = jnp.asarray(next(batches(read_text()[0], source, seed)))[:, :-1]
     module = decoder(size)
     params = jax.jit(module.init)(key(seed), ids[:1])
     return Case(of(module), params, ids, of(decoder(size, jnp.bfloat16)))
 
 
-def untied() -> Case:
+def untied():
     """Returns the tiny decoder with a head of its own."""
     return case(dataclasses.replace(SIZES["tiny"], tied=False))
 

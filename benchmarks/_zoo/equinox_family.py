@@ -2,14 +2,13 @@
 
 # pyright: reportMissingImports=false
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from _zoo.model import (
     Case,
+    Lazy,
     Model,
     at_least_f32,
     cross_entropy,
@@ -19,49 +18,53 @@ from _zoo.model import (
     tokens,
 )
 
+equimo = Lazy("equimo.vision.models")
+optimistix = Lazy("optimistix")
+pdeqx = Lazy("pdequinox")
 
-def of(model: Any, call: Any, batch: Any, **options: Any) -> Case:
+
+def of(model, call, batch, **options):
     """Makes a case of a module and a function of module and batch."""
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         return call(eqx.combine(params, static), batch)
 
     return Case(loss, params, batch, **options)
 
 
-def regression(model: Any, batch: Any) -> Any:
+def regression(model, batch):
     """Returns the squared error of a module of one example."""
     x, y = batch
     return squared_error(jax.vmap(model)(x), y)
 
 
-def mlp() -> Case:
+def mlp():
     """`eqx.nn.MLP`."""
     x = normal(0, 64, 16)
     model = eqx.nn.MLP(16, 1, 64, 2, key=key(1))
     return of(model, regression, (x, jnp.sin(x.sum(1, keepdims=True))))
 
 
-def attention() -> Case:
+def attention():
     """`eqx.nn.MultiheadAttention` over a batch."""
     model = eqx.nn.MultiheadAttention(4, 64, key=key(0))
 
-    def call(model: Any, batch: Any) -> Any:
+    def call(model, batch):
         x, y = batch
         return squared_error(jax.vmap(lambda x: model(x, x, x))(x), y)
 
     return of(model, call, (normal(1, 4, 16, 64), normal(2, 4, 16, 64)))
 
 
-def gru() -> Case:
+def gru():
     """`eqx.nn.GRUCell` in a scan."""
     model = eqx.nn.GRUCell(16, 64, key=key(0))
 
-    def call(model: Any, batch: Any) -> Any:
+    def call(model, batch):
         x, y = batch
 
-        def last(x: Any) -> Any:
+        def last(x):
             start = jnp.zeros(64, x.dtype)
             return jax.lax.scan(lambda h, x: (model(x, h), None), start, x)[0]
 
@@ -70,7 +73,7 @@ def gru() -> Case:
     return of(model, call, (normal(1, 16, 12, 16), normal(2, 16, 64)))
 
 
-def classification(model: Any, batch: Any) -> Any:
+def classification(model, batch):
     """Returns the cross entropy of a module of one image, without dropout."""
     images, labels = batch
     keys = jax.random.split(key(1), len(images))
@@ -78,11 +81,9 @@ def classification(model: Any, batch: Any) -> Any:
     return cross_entropy(logits, labels)
 
 
-def vit() -> Case:
+def vit():
     """Equimo's vision transformer, with register tokens."""
-    from equimo.vision.models import VisionTransformer
-
-    model = VisionTransformer(
+    model = equimo.VisionTransformer(
         img_size=16,
         in_channels=3,
         dim=64,
@@ -95,21 +96,17 @@ def vit() -> Case:
     return of(model, classification, (normal(2, 16, 3, 16, 16), tokens(3, 10, 16)))
 
 
-def fno() -> Case:
+def fno():
     """PDEquinox' Fourier neural operator: complex weights in the spectrum."""
-    import pdequinox as pdeqx
-
     model = pdeqx.arch.ClassicFNO(
         1, 1, 1, hidden_channels=16, num_modes=8, num_blocks=2, key=key(0)
     )
     return of(model, regression, (normal(1, 4, 1, 32), normal(2, 4, 1, 32)))
 
 
-def convnext() -> Case:
-    """Equimo's ConvNeXt: depthwise convolutions, inverted bottlenecks, layer scales."""
-    from equimo.vision.models import ConvNeXt
-
-    model = ConvNeXt(
+def convnext():
+    """Equimo's equimo.ConvNeXt: depthwise convolutions, inverted bottlenecks, layer scales."""
+    model = equimo.ConvNeXt(
         3,
         depths=[1, 1],
         dims=[32, 64],
@@ -120,18 +117,18 @@ def convnext() -> Case:
     return of(model, classification, (normal(2, 8, 3, 16, 16), tokens(3, 10, 8)))
 
 
-def deq() -> Case:
+def deq():
     """An equilibrium model whose `custom_vjp` solves for the gradient."""
 
     @jax.custom_vjp
-    def solve(params: Any, x: Any) -> Any:
+    def solve(params, x):
         return jax.lax.fori_loop(0, 24, lambda _, z: cell(params, x, z), 0 * x)
 
-    def forward(params: Any, x: Any) -> Any:
+    def forward(params, x):
         z = solve(params, x)
         return z, (params, x, z)
 
-    def backward(kept: Any, g: Any) -> Any:
+    def backward(kept, g):
         params, x, z = kept
         turn = jax.vjp(lambda z: cell(params, x, z), z)[1]
         u = jax.lax.fori_loop(0, 24, lambda _, u: turn(u)[0] + g, g)
@@ -139,10 +136,10 @@ def deq() -> Case:
 
     solve.defvjp(forward, backward)
 
-    def cell(params: Any, x: Any, z: Any) -> Any:
+    def cell(params, x, z):
         return jnp.tanh(z @ params["w"] + x + params["b"])
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         x, y = batch
         z = solve(params["cell"], x @ params["in"])
         return squared_error(z @ params["out"], y)
@@ -156,15 +153,14 @@ def deq() -> Case:
     return Case(loss, params, (x, jnp.sin(x[:, :8])))
 
 
-def fixed_point() -> Case:
+def fixed_point():
     """Optimistix' fixed point: a loop of unknown length, and Lineax for its gradient."""
-    import optimistix
 
     class Network(eqx.Module):
         cell: eqx.nn.Linear
         read: eqx.nn.Linear
 
-        def __call__(self, x: Any) -> Any:
+        def __call__(self, x):
             solution = optimistix.fixed_point(
                 lambda z, x: jnp.tanh(0.5 * self.cell(z) + x),
                 optimistix.FixedPointIteration(rtol=1e-3, atol=1e-3),
@@ -180,7 +176,7 @@ def fixed_point() -> Case:
     return of(model, regression, (x, jnp.sin(x[:, :8])))
 
 
-def hyena() -> Case:
+def hyena():
     """Hyena: gates, and convolutions as long as the text by FFT."""
 
     class Operator(eqx.Module):
@@ -188,7 +184,7 @@ def hyena() -> Case:
         filters: eqx.nn.MLP
         out: eqx.nn.Linear
 
-        def __call__(self, x: Any) -> Any:
+        def __call__(self, x):
             n = len(x)
             q, k, v = jnp.split(jax.vmap(self.project)(x), 3, -1)
             times = jnp.linspace(0, 1, n, dtype=x.dtype)[:, None]
@@ -207,7 +203,7 @@ def hyena() -> Case:
         for i in range(2)
     ]
 
-    def call(model: Any, batch: Any) -> Any:
+    def call(model, batch):
         x, y = batch
         for operator in model:
             x = jax.vmap(operator)(x)
@@ -216,10 +212,10 @@ def hyena() -> Case:
     return of(model, call, (x := normal(6, 8, 32, 32), jnp.roll(x, 1, 1)))
 
 
-def lru() -> Case:
+def lru():
     """A linear recurrent unit: a complex diagonal recurrence by `associative_scan`."""
 
-    def unit(params: Any, x: Any) -> Any:
+    def unit(params, x):
         ring = jnp.exp(-jnp.exp(params["decay"]) + 1j * jnp.exp(params["phase"]))
         scale = jnp.sqrt(1 - jnp.square(jnp.abs(ring)))
         inputs = scale * (x @ params["b_re"] + 1j * (x @ params["b_im"]))
@@ -229,13 +225,13 @@ def lru() -> Case:
         out = states.real @ params["c_re"] - states.imag @ params["c_im"]
         return jax.nn.gelu(out + params["d"] * x)
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         x, y = batch
         for layer in params:
             x = x + jax.vmap(lambda x, layer=layer: unit(layer, x))(x)
         return squared_error(x, y)
 
-    def layer(seed: int) -> Any:
+    def layer(seed):
         names = ("b_re", "b_im", "c_re", "c_im")
         weights = {x: normal(seed + i, 32, 32) / 8 for i, x in enumerate(names)}
         decay = jnp.log(-jnp.log(jnp.linspace(0.6, 0.95, 32)))
@@ -245,7 +241,7 @@ def lru() -> Case:
     return Case(loss, [layer(0), layer(4)], (x, jnp.roll(x, 2, 1)))
 
 
-def siren() -> Case:
+def siren():
     """SIREN: sines of the frequency 30 fit an image and its slopes."""
     model = eqx.nn.MLP(
         2, "scalar", 64, 3, lambda x: jnp.sin(30 * x), key=key(0), use_bias=True
@@ -256,7 +252,7 @@ def siren() -> Case:
     scaled = [w * scale for w, scale in zip(weights(model), scales, strict=True)]
     model = eqx.tree_at(weights, model, scaled)
 
-    def call(model: Any, batch: Any) -> Any:
+    def call(model, batch):
         places, values, slopes = batch
         found, found_slopes = jax.vmap(jax.value_and_grad(model))(places)
         return squared_error(found, values) + 0.1 * squared_error(found_slopes, slopes)
@@ -267,14 +263,14 @@ def siren() -> Case:
     return of(model, call, (places, values, slopes), learning_rate=1e-4)
 
 
-def nerf() -> Case:
+def nerf():
     """NeRF: encoded positions, densities and colours, summed along each ray."""
     model = eqx.nn.MLP(3 + 36, 4, 64, 3, key=key(0))
 
-    def call(model: Any, batch: Any) -> Any:
+    def call(model, batch):
         starts, directions, colours = batch
 
-        def render(start: Any, direction: Any) -> Any:
+        def render(start, direction):
             depths = jnp.linspace(0.5, 3, 16, dtype=start.dtype)
             points = start + depths[:, None] * direction
             waves = (points[..., None] * 2.0 ** jnp.arange(6)).reshape(16, -1)
@@ -303,12 +299,7 @@ MODELS = (
     Model("attention (Equinox)", "equinox", attention),
     Model("GRU (Equinox)", "equinox", gru),
     Model("ViT (Equimo)", "equimo", vit),
-    Model(
-        "FNO (PDEquinox)",
-        "pdequinox",
-        fno,
-        NO_FFT,
-    ),
+    Model("FNO (PDEquinox)", "pdequinox", fno, NO_FFT),
     Model("ConvNeXt (Equimo)", "equimo", convnext),
     Model("equilibrium, custom_vjp (JAX)", "jax", deq),
     Model("equilibrium (Optimistix)", "optimistix", fixed_point, NO_FIXED_POINT),

@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from _zoo.model import (
     Case,
-    Loss,
+    Lazy,
     Model,
     at_least_f32,
     cross_entropy,
@@ -23,14 +24,23 @@ from _zoo.model import (
     tokens,
 )
 
+diffusers = Lazy("diffusers.models.unets.unet_2d_condition_flax")
+kan_layers = Lazy("jaxkan.layers")
+llamalike_common = Lazy("penzai.models.transformer.variants.llamalike_common")
+mamba2_jax = Lazy("mamba2_jax")
+nn = Lazy("flax.linen")
+nnx = Lazy("flax.nnx")
+pz = Lazy("penzai.pz")
+qwix = Lazy("qwix")
+
 BF16 = jnp.bfloat16
 
 
-def of_linen(make: Any, batch: tuple[Any, ...]) -> Case:
+def of_linen(make, batch):
     """Makes a case of a Linen module, whose own option for bf16 is `dtype`."""
 
-    def of(module: Any) -> Loss:
-        def loss(params: Any, batch: Any) -> Any:
+    def of(module):
+        def loss(params, batch):
             *inputs, target = batch
             return squared_error(module.apply(params, *inputs), target)
 
@@ -40,17 +50,16 @@ def of_linen(make: Any, batch: tuple[Any, ...]) -> Case:
     return Case(of(make(None)), params, batch, of(make(BF16)))
 
 
-def linen_attention() -> Case:
+def linen_attention():
     """`MultiHeadDotProductAttention` with a causal mask."""
-    import flax.linen as nn
 
-    def make(dtype: Any) -> Any:
+    def make(dtype):
         return nn.MultiHeadDotProductAttention(num_heads=4, dtype=dtype)
 
     mask = jnp.tril(jnp.ones((16, 16), bool))[None, None]
 
-    def of(module: Any) -> Loss:
-        def loss(params: Any, batch: Any) -> Any:
+    def of(module):
+        def loss(params, batch):
             x, mask, y = batch
             return squared_error(module.apply(params, x, mask=mask), y)
 
@@ -61,24 +70,22 @@ def linen_attention() -> Case:
     return Case(of(make(None)), params, (x, mask, y), of(make(BF16)))
 
 
-def linen_lstm() -> Case:
+def linen_lstm():
     """`RNN` over an `OptimizedLSTMCell`: a scan with a carry."""
-    import flax.linen as nn
 
-    def make(dtype: Any) -> Any:
+    def make(dtype):
         return nn.RNN(nn.OptimizedLSTMCell(64, dtype=dtype))
 
     return of_linen(make, (normal(0, 16, 12, 32), normal(1, 16, 12, 64)))
 
 
-def of_nnx(model: Any, call: Any, batch: Any, own: Any = None) -> Case:
+def of_nnx(model, call, batch, own=None):
     """Makes a case of an NNX module."""
-    from flax import nnx
 
-    def of(model: Any) -> tuple[Any, Loss]:
+    def of(model):
         graph, params, rest = nnx.split(model, nnx.Param, ...)
 
-        def loss(params: Any, batch: Any) -> Any:
+        def loss(params, batch):
             # New variables: those of another trace could not be written to.
             state = jax.tree.map(lambda x: x, rest)
             return call(nnx.merge(graph, params, state), batch)
@@ -89,16 +96,15 @@ def of_nnx(model: Any, call: Any, batch: Any, own: Any = None) -> Case:
     return Case(loss, params, batch, None if own is None else of(own)[1])
 
 
-def nnx_attention() -> Case:
+def nnx_attention():
     """`nnx.MultiHeadAttention`, which calls `jax.nn.dot_product_attention`."""
-    from flax import nnx
 
-    def make(dtype: Any) -> Any:
+    def make(dtype):
         return nnx.MultiHeadAttention(
             num_heads=4, in_features=64, decode=False, dtype=dtype, rngs=nnx.Rngs(0)
         )
 
-    def call(model: Any, batch: Any) -> Any:
+    def call(model, batch):
         x, y = batch
         return squared_error(model(x), y)
 
@@ -106,11 +112,8 @@ def nnx_attention() -> Case:
     return of_nnx(make(None), call, batch, make(BF16))
 
 
-def mamba2() -> Case:
+def mamba2():
     """A state-space model: cumulative sums, exponentials, a scan over chunks."""
-    import mamba2_jax
-    from flax import nnx
-
     config = mamba2_jax.Mamba2Config(
         vocab_size=128,
         hidden_size=64,
@@ -121,23 +124,20 @@ def mamba2() -> Case:
     )
     model = mamba2_jax.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0))
 
-    def call(model: Any, ids: Any) -> Any:
+    def call(model, ids):
         return next_token(model(ids)["logits"], ids)
 
     return of_nnx(model, call, tokens(0, 128, 4, 16))
 
 
-def kan() -> Case:
+def kan():
     """A Kolmogorov–Arnold network with B-splines."""
-    from flax import nnx
-    from jaxkan.layers import get_layer
-
     # Not `jaxkan.KAN`: it keeps its layers in a list, which Flax 0.12 does not take.
-    layer = get_layer("base")
+    layer = kan_layers.get_layer("base")
     sizes = ((4, 16), (16, 16), (16, 1))
     model = nnx.Sequential(*(layer(m, n, k=3, G=5, seed=0) for m, n in sizes))
 
-    def call(model: Any, batch: Any) -> Any:
+    def call(model, batch):
         x, y = batch
         return squared_error(model(x), y)
 
@@ -145,13 +145,11 @@ def kan() -> Case:
     return of_nnx(model, call, (x, jnp.sin(3 * x.sum(1, keepdims=True))))
 
 
-def penzai_gemma() -> Case:
+def penzai_gemma():
     """Penzai's transformer, with named axes, built like Gemma."""
     os.environ.setdefault("PENZAI_NO_IPYTHON", "1")
-    from penzai import pz
-    from penzai.models.transformer.variants import llamalike_common
 
-    def make(dtype: Any) -> Any:
+    def make(dtype):
         config = llamalike_common.LlamalikeTransformerConfig(
             num_kv_heads=1,
             query_head_multiplier=4,
@@ -166,18 +164,15 @@ def penzai_gemma() -> Case:
         )
         return llamalike_common.build_llamalike_transformer(config, key(0))
 
-    def of(model: Any) -> tuple[Any, Loss]:
+    def of(model):
         model, params = pz.unbind_params(model, freeze=True)
 
-        def loss(values: Any, ids: Any) -> Any:
+        def loss(values, ids):
             pairs = zip(params, values, strict=True)
             new = [dataclasses.replace(param, value=value) for param, value in pairs]
             bound = pz.bind_variables(model, new)
             named = pz.nx.wrap(ids).tag("batch", "seq")
-            logits = bound(
-                named,
-                token_positions=pz.nx.arange("seq", ids.shape[1]),
-            )
+            logits = bound(named, token_positions=pz.nx.arange("seq", ids.shape[1]))
             logits = logits.unwrap("batch", "seq", "vocabulary")
             return next_token(logits, ids)
 
@@ -187,12 +182,11 @@ def penzai_gemma() -> Case:
     return Case(loss, params, tokens(0, 128, 4, 16), of(make(BF16))[1])
 
 
-def lora() -> Case:
+def lora():
     """`nnx.LoRA`: f32 adapters beside a frozen base in bf16."""
-    from flax import nnx
 
     class Network(nnx.Module):
-        def __init__(self, rngs: Any) -> None:
+        def __init__(self, rngs):
             self.embed = nnx.Embed(128, 64, rngs=rngs)
             self.layers = nnx.List(
                 nnx.LoRA(
@@ -201,7 +195,7 @@ def lora() -> Case:
                 for _ in range(3)
             )
 
-        def __call__(self, ids: Any) -> Any:
+        def __call__(self, ids):
             x = self.embed(ids)
             for layer in self.layers:
                 x = x + jax.nn.gelu(layer(x))
@@ -209,18 +203,17 @@ def lora() -> Case:
 
     graph, adapters, base = nnx.split(Network(nnx.Rngs(0)), nnx.LoRAParam, ...)
 
-    def loss(adapters: Any, base: Any, ids: Any) -> Any:
+    def loss(adapters, base, ids):
         return next_token(nnx.merge(graph, adapters, base)(ids), ids)
 
     base = jax.tree.map(lambda x: x.astype(BF16), base)
     return Case(loss, adapters, tokens(0, 128, 4, 32), learning_rate=1e-2, beside=base)
 
 
-def normalised() -> Case:
+def normalised():
     """`nnx.WeightNorm` and `nnx.SpectralNorm`, which set the weights in each call."""
-    from flax import nnx
 
-    def make(dtype: Any) -> Any:
+    def make(dtype):
         rngs = nnx.Rngs(0)
         linear = [nnx.Linear(m, 64, dtype=dtype, rngs=rngs) for m in (32, 64)]
         return nnx.Sequential(
@@ -231,7 +224,7 @@ def normalised() -> Case:
             nnx.Linear(64, 8, dtype=dtype, rngs=rngs),
         )
 
-    def call(model: Any, batch: Any) -> Any:
+    def call(model, batch):
         x, y = batch
         return squared_error(model(x), y)
 
@@ -239,12 +232,11 @@ def normalised() -> Case:
     return of_nnx(make(None), call, (x, jnp.sin(x[:, :8])), make(BF16))
 
 
-def mixer() -> Case:
+def mixer():
     """An MLP-Mixer: matmuls over tokens, and over channels."""
-    from flax import nnx
 
     class Mixer(nnx.Module):
-        def __init__(self, dtype: Any) -> None:
+        def __init__(self, dtype):
             rngs = nnx.Rngs(0)
             linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
             norm = functools.partial(nnx.LayerNorm, dtype=dtype, rngs=rngs)
@@ -256,7 +248,7 @@ def mixer() -> Case:
             )
             self.head = linear(64, 10)
 
-        def __call__(self, images: Any) -> Any:
+        def __call__(self, images):
             x = self.stem(images).reshape(len(images), 16, 64)
             for i, (norm, block) in enumerate(
                 zip(self.norms, self.blocks, strict=True)
@@ -265,19 +257,18 @@ def mixer() -> Case:
                 x = x + (block(h) if i % 2 else block(h.mT).mT)
             return self.head(x.mean(1))
 
-    def call(model: Any, batch: Any) -> Any:
+    def call(model, batch):
         return cross_entropy(model(batch[0]), batch[1])
 
     batch = (normal(0, 16, 16, 16, 3), tokens(1, 10, 16))
     return of_nnx(Mixer(None), call, batch, Mixer(BF16))
 
 
-def unet() -> Case:
+def unet():
     """Diffusers' U-Net with cross attention, which predicts the noise."""
-    from diffusers.models.unets.unet_2d_condition_flax import FlaxUNet2DConditionModel
 
-    def make(dtype: Any) -> Any:
-        return FlaxUNet2DConditionModel(
+    def make(dtype):
+        return diffusers.FlaxUNet2DConditionModel(
             sample_size=8,
             down_block_types=("CrossAttnDownBlock2D",),
             up_block_types=("CrossAttnUpBlock2D",),
@@ -288,8 +279,8 @@ def unet() -> Case:
             dtype=dtype,
         )
 
-    def of(module: Any) -> Loss:
-        def loss(params: Any, batch: Any) -> Any:
+    def of(module):
+        def loss(params, batch):
             images, noise, times, words = batch
             keep = jnp.cos(times / 1000 * jnp.pi / 2)[:, None, None, None]
             keep = keep.astype(images.dtype)
@@ -305,12 +296,10 @@ def unet() -> Case:
     return Case(of(make(jnp.float32)), params, batch, of(make(BF16)))
 
 
-def ctc() -> Case:
+def ctc():
     """Speech in Linen: a convolution, LSTMs in both directions, `optax.ctc_loss`."""
-    import flax.linen as nn
-    import optax
 
-    def make(dtype: Any) -> Any:
+    def make(dtype):
         cells = [nn.OptimizedLSTMCell(32, dtype=dtype) for _ in range(2)]
         return nn.Sequential(
             [
@@ -321,8 +310,8 @@ def ctc() -> Case:
             ]
         )
 
-    def of(module: Any) -> Loss:
-        def loss(params: Any, batch: Any) -> Any:
+    def of(module):
+        def loss(params, batch):
             sound, labels, padding = batch
             logits = at_least_f32(module.apply(params, sound))
             none = jnp.zeros(logits.shape[:2])
@@ -337,16 +326,15 @@ def ctc() -> Case:
     return Case(of(make(None)), params, batch, of(make(BF16)))
 
 
-def gumbel() -> Case:
+def gumbel():
     """A variational autoencoder with categories, sampled by Gumbel's trick in Linen."""
-    import flax.linen as nn
 
     class Autoencoder(nn.Module):
         dtype: Any
 
         @nn.compact
-        def __call__(self, x: Any, noise: Any) -> Any:
-            def mlp(x: Any, width: int) -> Any:
+        def __call__(self, x, noise):
+            def mlp(x, width):
                 hidden = nn.relu(nn.Dense(64, dtype=self.dtype)(x))
                 return at_least_f32(nn.Dense(width, dtype=self.dtype)(hidden))
 
@@ -354,8 +342,8 @@ def gumbel() -> Case:
             codes = nn.softmax((logits + noise) / 0.7)
             return logits, mlp(codes.reshape(-1, 64), 32)
 
-    def of(module: Any) -> Loss:
-        def loss(params: Any, batch: Any) -> Any:
+    def of(module):
+        def loss(params, batch):
             logits, out = module.apply(params, *batch)
             logp = jax.nn.log_softmax(logits)
             divergence = jnp.sum(jnp.exp(logp) * (logp + jnp.log(8.0)), (1, 2))
@@ -371,16 +359,13 @@ def gumbel() -> Case:
     return Case(of(Autoencoder(None)), params, batch, of(Autoencoder(BF16)))
 
 
-def qwix_int8() -> Case:
+def qwix_int8():
     """Qwix: quantisation-aware training of a Linen MLP in int8."""
-    import flax.linen as nn
-    import qwix
-
     plain = nn.Sequential([nn.Dense(64), nn.gelu, nn.Dense(64), nn.gelu, nn.Dense(8)])
     rule = qwix.QtRule(module_path=".*", weight_qtype="int8", act_qtype="int8")
     module = qwix.quantize_model(plain, qwix.QtProvider([rule]))
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         x, y = batch
         return squared_error(module.apply(params, x), y)
 
@@ -395,12 +380,7 @@ NNX_F16 = "the f16 matmul that `nnx` asks for does not exist on CPUs"
 MODELS = (
     Model("attention (Linen)", "flax", linen_attention),
     Model("LSTM (Linen)", "flax", linen_lstm),
-    Model(
-        "attention (NNX)",
-        "flax",
-        nnx_attention,
-        {"policy f16": NNX_F16},
-    ),
+    Model("attention (NNX)", "flax", nnx_attention, {"policy f16": NNX_F16}),
     Model("Mamba 2", "mamba2-jax", mamba2),
     Model("KAN", "jaxkan", kan),
     Model("Gemma (Penzai)", "penzai", penzai_gemma),

@@ -2,13 +2,12 @@
 
 # pyright: reportMissingImports=false
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from _zoo.model import (
     Case,
+    Lazy,
     Model,
     at_least_f32,
     cross_entropy,
@@ -18,39 +17,37 @@ from _zoo.model import (
     tokens,
 )
 
+hk = Lazy("haiku")
+jraph = Lazy("jraph")
 
-def of(forward: Any, batch: tuple[Any, ...], score: Any) -> Case:
+
+def of(forward, batch, score):
     """Makes a case of a function that calls Haiku modules.
 
     Running averages are computed and dropped: in training the batch is normalised by its
     own statistics.
     """
-    import haiku as hk
-
     network = hk.without_apply_rng(hk.transform_with_state(forward))
     params, state = jax.jit(network.init)(key(0), *batch[:-1])
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         *inputs, target = batch
         return score(network.apply(params, state, *inputs)[0], target)
 
     return Case(loss, params, batch)
 
 
-def mlp() -> Case:
+def mlp():
     """`hk.nets.MLP`."""
-    import haiku as hk
-
     x = normal(1, 64, 16)
     batch = (x, jnp.sin(x.sum(1, keepdims=True)))
     return of(lambda x: hk.nets.MLP([64, 64, 1])(x), batch, squared_error)
 
 
-def resnet() -> Case:
+def resnet():
     """`hk.nets.ResNet` with one block a group: convolutions and batch norm."""
-    import haiku as hk
 
-    def forward(images: Any) -> Any:
+    def forward(images):
         net = hk.nets.ResNet(
             blocks_per_group=(1, 1, 1, 1),
             num_classes=10,
@@ -64,22 +61,20 @@ def resnet() -> Case:
     return of(forward, batch, cross_entropy)
 
 
-def lstm() -> Case:
+def lstm():
     """`hk.LSTM` in `hk.dynamic_unroll`."""
-    import haiku as hk
 
-    def forward(x: Any) -> Any:
+    def forward(x):
         core = hk.LSTM(64)
         return hk.dynamic_unroll(core, x, core.initial_state(x.shape[1]))[0]
 
     return of(forward, (normal(1, 12, 16, 32), normal(2, 12, 16, 64)), squared_error)
 
 
-def transformer() -> Case:
+def transformer():
     """`hk.MultiHeadAttention` and `hk.LayerNorm` in a pre-norm block."""
-    import haiku as hk
 
-    def forward(x: Any) -> Any:
+    def forward(x):
         norm = hk.LayerNorm(-1, create_scale=True, create_offset=True)
         h = norm(x)
         init = hk.initializers.VarianceScaling(1.0)
@@ -90,10 +85,8 @@ def transformer() -> Case:
     return of(forward, (normal(1, 4, 16, 64), normal(2, 4, 16, 64)), squared_error)
 
 
-def graph_batch() -> tuple[Any, Any]:
+def graph_batch():
     """Returns two random graphs in one, and a target for each."""
-    import jraph
-
     sizes, edges = [6, 10], [20, 28]
     senders = jnp.concatenate([tokens(1, 6, 20), 6 + tokens(2, 10, 28)])
     receivers = jnp.concatenate([tokens(3, 6, 20), 6 + tokens(4, 10, 28)])
@@ -109,15 +102,13 @@ def graph_batch() -> tuple[Any, Any]:
     return graph, normal(8, 2, 16)
 
 
-def graph_network() -> Case:
+def graph_network():
     """`jraph.GraphNetwork`: MLPs of edges, nodes and globals, with segment sums."""
-    import haiku as hk
-    import jraph
 
-    def mlp(features: Any) -> Any:
+    def mlp(features):
         return hk.nets.MLP([32, 16])(features)
 
-    def forward(graph: Any) -> Any:
+    def forward(graph):
         for _ in range(2):
             graph = jraph.GraphNetwork(
                 update_edge_fn=jraph.concatenated_args(mlp),
@@ -129,12 +120,10 @@ def graph_network() -> Case:
     return of(forward, graph_batch(), squared_error)
 
 
-def graph_attention() -> Case:
+def graph_attention():
     """`jraph.GAT`: a softmax over the edges of each node."""
-    import haiku as hk
-    import jraph
 
-    def forward(graph: Any) -> Any:
+    def forward(graph):
         query = hk.Linear(32)
         logit = hk.Linear(1)
         graph = jraph.GAT(
@@ -150,29 +139,27 @@ def graph_attention() -> Case:
     return of(forward, (graph, normal(8, 16, 16)), squared_error)
 
 
-def vector_quantised() -> Case:
+def vector_quantised():
     """`hk.nets.VectorQuantizer` between an encoder and a decoder."""
-    import haiku as hk
 
-    def forward(x: Any) -> Any:
+    def forward(x):
         latent = hk.nets.MLP([64, 32])(x).reshape(-1, 16)
         quantise = hk.nets.VectorQuantizer(16, 32, commitment_cost=0.25)
         found = quantise(latent, is_training=True)
         code = found["quantize"].reshape(len(x), 32)
         return hk.nets.MLP([64, 32])(code), found["loss"]
 
-    def score(out: Any, target: Any) -> Any:
+    def score(out, target):
         return squared_error(out[0], target) + at_least_f32(out[1])
 
     x = normal(1, 64, 32)
     return of(forward, (x, x), score)
 
 
-def perceiver() -> Case:
+def perceiver():
     """Learnt queries that attend to a long input, then to each other."""
-    import haiku as hk
 
-    def forward(x: Any) -> Any:
+    def forward(x):
         start = hk.initializers.TruncatedNormal(0.5)
         latent = hk.get_parameter("latent", (16, 64), x.dtype, init=start)
         latent = jnp.broadcast_to(latent, (len(x), *latent.shape))
@@ -190,11 +177,10 @@ def perceiver() -> Case:
     return of(forward, (normal(1, 8, 64, 32), tokens(2, 10, 8)), cross_entropy)
 
 
-def slots() -> Case:
+def slots():
     """Slot attention: a softmax over the queries, and a GRU that is applied three times."""
-    import haiku as hk
 
-    def forward(x: Any) -> Any:
+    def forward(x):
         x = hk.LayerNorm(-1, create_scale=True, create_offset=True)(hk.Linear(32)(x))
         keys, values = hk.Linear(32, with_bias=False)(x), hk.Linear(32)(x)
         start = hk.initializers.TruncatedNormal(1.0)
@@ -215,16 +201,15 @@ def slots() -> Case:
     return of(forward, (x, x), squared_error)
 
 
-def world_model() -> Case:
+def world_model():
     """A recurrent state-space model: a GRU, samples and divergences in a scan."""
-    import haiku as hk
 
-    def forward(frames: Any, actions: Any, noise: Any) -> Any:
+    def forward(frames, actions, noise):
         core, widths = hk.GRU(64), [64, 32]
         prior, posterior = hk.nets.MLP(widths), hk.nets.MLP(widths)
         encode, decode = hk.nets.MLP([64, 32]), hk.nets.MLP([64, 16])
 
-        def step(carry: Any, now: Any) -> Any:
+        def step(carry, now):
             state, code = carry
             frame, action, noise = now
             _, state = core(jnp.concatenate([code, action], -1), state)
@@ -238,7 +223,7 @@ def world_model() -> Case:
         start = jax.tree.map(lambda x: x.astype(frames.dtype), start)
         return hk.scan(step, start, (frames, actions, noise))[1]
 
-    def score(found: Any, frames: Any) -> Any:
+    def score(found, frames):
         prior, posterior, out = jax.tree.map(at_least_f32, found)
         mean, spread = posterior[:, 0], jax.nn.softplus(posterior[:, 1]) + 1e-3
         wanted, width = jnp.split(prior, 2, -1)

@@ -3,12 +3,14 @@
 # pyright: reportMissingImports=false
 
 import os
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 
-from _zoo.model import Case, Loss, Model, cross_entropy, next_token, tokens
+from _zoo.model import Case, Lazy, Model, cross_entropy, next_token, tokens
+
+os.environ["KERAS_BACKEND"] = "jax"
+hub = Lazy("keras_hub.models")
+keras = Lazy("keras")
 
 WORDS = 128
 CASTS = (
@@ -18,16 +20,14 @@ CASTS = (
 NOTES = {"policy bf16": CASTS, "policy f16": CASTS}
 
 
-def of(build: Callable[[str], Any], loss: Callable[..., Any], batch: Any) -> Case:
+def of(build, loss, batch):
     """Makes the case of a model, whose own option for bf16 is `mixed_bfloat16`."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    import keras
 
-    def one(dtype: str) -> tuple[Any, Loss]:
+    def one(dtype):
         keras.utils.set_random_seed(0)
         model = build(dtype)
 
-        def call(params: Any, inputs: Any) -> Any:
+        def call(params, inputs):
             rest = [v.value for v in model.non_trainable_variables]
             return model.stateless_call(params, rest, inputs, training=True)[0]
 
@@ -38,42 +38,36 @@ def of(build: Callable[[str], Any], loss: Callable[..., Any], batch: Any) -> Cas
     return Case(plain, [v.value for v in model.trainable_variables], batch, low)
 
 
-def language_loss(call: Any, ids: Any) -> Any:
+def language_loss(call, ids):
     """Returns the loss of a causal model with tied embeddings."""
     return next_token(call({"token_ids": ids, "padding_mask": jnp.ones_like(ids)}), ids)
 
 
-def llama() -> Case:
+def llama():
     """Rotary positions, RMSNorm, SwiGLU, grouped queries."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    from keras_hub.models import LlamaBackbone, LlamaCausalLM
 
-    def build(dtype: str) -> Any:
-        backbone = LlamaBackbone(WORDS, 2, 4, 64, 128, 2, dtype=dtype)
-        return LlamaCausalLM(backbone=backbone, preprocessor=None)
+    def build(dtype):
+        backbone = hub.LlamaBackbone(WORDS, 2, 4, 64, 128, 2, dtype=dtype)
+        return hub.LlamaCausalLM(backbone=backbone, preprocessor=None)
 
     return of(build, language_loss, tokens(0, WORDS, 4, 32))
 
 
-def mixtral() -> Case:
+def mixtral():
     """A mixture of experts with a router."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    from keras_hub.models import MixtralBackbone, MixtralCausalLM
 
-    def build(dtype: str) -> Any:
-        backbone = MixtralBackbone(WORDS, 1, 4, 64, 64, 2, 4, 2, dtype=dtype)
-        return MixtralCausalLM(backbone=backbone, preprocessor=None)
+    def build(dtype):
+        backbone = hub.MixtralBackbone(WORDS, 1, 4, 64, 64, 2, 4, 2, dtype=dtype)
+        return hub.MixtralCausalLM(backbone=backbone, preprocessor=None)
 
     return of(build, language_loss, tokens(0, WORDS, 4, 16))
 
 
-def gemma3() -> Case:
+def gemma3():
     """Local and global attention, norms of queries and keys."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    from keras_hub.models import Gemma3Backbone, Gemma3CausalLM
 
-    def build(dtype: str) -> Any:
-        backbone = Gemma3Backbone(
+    def build(dtype):
+        backbone = hub.Gemma3Backbone(
             WORDS,
             16,
             2,
@@ -88,25 +82,23 @@ def gemma3() -> Case:
             vision_encoder=None,
             dtype=dtype,
         )
-        return Gemma3CausalLM(backbone=backbone, preprocessor=None)
+        return hub.Gemma3CausalLM(backbone=backbone, preprocessor=None)
 
     return of(build, language_loss, tokens(0, WORDS, 4, 16))
 
 
-def bert() -> Case:
+def bert():
     """A classifier with segments and a padding mask."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    from keras_hub.models import BertBackbone, BertTextClassifier
 
-    def build(dtype: str) -> Any:
-        backbone = BertBackbone(
+    def build(dtype):
+        backbone = hub.BertBackbone(
             WORDS, 2, 4, 64, 128, dropout=0.0, max_sequence_length=16, dtype=dtype
         )
-        return BertTextClassifier(
+        return hub.BertTextClassifier(
             backbone, 10, preprocessor=None, dropout=0.0, dtype=dtype
         )
 
-    def loss(call: Any, batch: Any) -> Any:
+    def loss(call, batch):
         ids, labels = batch
         inputs = {
             "token_ids": ids,

@@ -5,19 +5,17 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from _zoo import REGISTRY
-from _zoo.model import Case
 from _zoo.routes import distance, f64_grads, from_rounded, run_of, share, train
 
 Cell = dict[str, Any]
 
 
-def measure(name: str, routes: Sequence[str]) -> None:
+def measure(name, routes):
     """Prints one line of JSON for each route, f32 first."""
     warnings.simplefilter("ignore")
     # Programs that run twenty times compile in two thirds of the time without.
@@ -33,7 +31,7 @@ def measure(name: str, routes: Sequence[str]) -> None:
         print_cell("f64", lambda: (None, {"of_f32": distance(exact, f64_grads(case))}))
 
 
-def print_cell(name: str, work: Callable[[], tuple[Any, Cell]]) -> tuple[Any, Cell]:
+def print_cell(name, work):
     """Does the work, and prints what it found or the error that it raised."""
     start = time.monotonic()
     try:
@@ -45,14 +43,14 @@ def print_cell(name: str, work: Callable[[], tuple[Any, Cell]]) -> tuple[Any, Ce
     return result, found
 
 
-def make(name: str) -> tuple[Case, Cell]:
+def make(name):
     """Makes the model."""
     case = REGISTRY[name].make()
     sizes = [x.size for x in jax.tree.leaves(case.params)]
     return case, {"params": sum(sizes), "own": case.own is not None}
 
 
-def f32(case: Case) -> tuple[Any, Cell]:
+def f32(case):
     """Trains in f32, also from rounded parameters, and returns the first gradients."""
     run = run_of("f32", case)
     trained = train(run, case.args)
@@ -60,9 +58,9 @@ def f32(case: Case) -> tuple[Any, Cell]:
     return trained.grads, {"losses": trained.losses, "rounded": rounded.losses}
 
 
-def routed(route: str, case: Case, exact: Any) -> tuple[None, Cell]:
+def routed(route, case, exact):
     """Trains on a route."""
-    found: Cell = {"share": share(route, case)}
+    found = {"share": share(route, case)}
     if route == "fp8" and not found["share"]:
         return None, found  # the same program as amp
     trained = train(run_of(route, case), case.args)
@@ -72,12 +70,12 @@ def routed(route: str, case: Case, exact: Any) -> tuple[None, Cell]:
     return None, found
 
 
-def short(error: Exception) -> str:
+def short(error):
     """Returns the type and the first line of an error."""
     text = re.sub(r"\s+", " ", str(error).strip().partition("\n")[0])
     return f"{type(error).__name__}: {text}"[:300]
 
 
-def where(error: Exception) -> str:
+def where(error):
     """Returns the last frames, to look an error up."""
     return "".join(traceback.format_tb(error.__traceback__)[-6:])

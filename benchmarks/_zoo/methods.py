@@ -11,10 +11,23 @@ import jax.numpy as jnp
 import optax
 
 from _zoo import equinox_family
-from _zoo.model import Case, Model, at_least_f32, key, normal, squared_error, tokens
+from _zoo.model import (
+    Case,
+    Lazy,
+    Model,
+    at_least_f32,
+    key,
+    normal,
+    squared_error,
+    tokens,
+)
+
+hk = Lazy("haiku")
+nn = Lazy("flax.linen")
+rlax = Lazy("rlax")
 
 
-def dense(seed: int, *widths: int) -> list[dict[str, Any]]:
+def dense(seed, *widths):
     """Returns the layers of a plain MLP."""
     return [
         {"w": normal(seed + i, m, n) / m**0.5, "b": jnp.zeros(n)}
@@ -22,14 +35,14 @@ def dense(seed: int, *widths: int) -> list[dict[str, Any]]:
     ]
 
 
-def mlp(layers: Any, x: Any, activation: Any = jax.nn.relu) -> Any:
+def mlp(layers, x, activation=jax.nn.relu):
     """Applies them."""
     for layer in layers[:-1]:
         x = activation(x @ layer["w"] + layer["b"])
     return x @ layers[-1]["w"] + layers[-1]["b"]
 
 
-def wgan() -> Case:
+def wgan():
     """A critic with a penalty on its gradient, and a generator: two optimizers."""
     critic, critic_static = eqx.partition(
         eqx.nn.MLP(8, "scalar", 64, 2, jax.nn.silu, key=key(0)), eqx.is_inexact_array
@@ -38,7 +51,7 @@ def wgan() -> Case:
         eqx.nn.MLP(16, 8, 64, 2, key=key(1)), eqx.is_inexact_array
     )
 
-    def critic_loss(critic: Any, generator: Any, batch: Any) -> Any:
+    def critic_loss(critic, generator, batch):
         real, noise, mix = batch
         score = eqx.combine(critic, critic_static)
         fake = jax.vmap(eqx.combine(generator, generator_static))(noise)
@@ -47,7 +60,7 @@ def wgan() -> Case:
         gap = jnp.mean(at_least_f32(jax.vmap(score)(fake) - jax.vmap(score)(real)))
         return gap + 10 * jnp.mean(jnp.square(norms - 1))
 
-    def generator_loss(generator: Any, critic: Any, batch: Any) -> Any:
+    def generator_loss(generator, critic, batch):
         _, noise, _ = batch
         fake = jax.vmap(eqx.combine(generator, generator_static))(noise)
         scores = jax.vmap(eqx.combine(critic, critic_static))(fake)
@@ -62,14 +75,14 @@ def wgan() -> Case:
     return Case(critic_loss, critic, data, beside=generator, rival=rival)
 
 
-def maml() -> Case:
+def maml():
     """MAML: the loss after a step of gradient descent on each task."""
 
-    def task_loss(layers: Any, x: Any, y: Any) -> Any:
+    def task_loss(layers, x, y):
         return squared_error(mlp(layers, x, jnp.tanh), y)
 
-    def loss(layers: Any, batch: Any) -> Any:
-        def adapted(x: Any, y: Any, new_x: Any, new_y: Any) -> Any:
+    def loss(layers, batch):
+        def adapted(x, y, new_x, new_y):
             slopes = jax.grad(task_loss)(layers, x, y)
             fast = jax.tree.map(lambda p, g: p - 0.1 * g, layers, slopes)
             return task_loss(fast, new_x, new_y)
@@ -82,14 +95,14 @@ def maml() -> Case:
     return Case(loss, dense(2, 1, 64, 64, 1), batch)
 
 
-def pinn() -> Case:
+def pinn():
     """Burgers' equation: second derivatives of the network in its inputs."""
     model = eqx.nn.MLP(2, "scalar", 32, 3, jnp.tanh, key=key(0))
 
-    def call(model: Any, batch: Any) -> Any:
+    def call(model, batch):
         points, starts = batch
 
-        def residual(point: Any) -> Any:
+        def residual(point):
             along = lambda p: jax.jvp(model, (p,), (jnp.array([0, 1], p.dtype),))[1]  # noqa: E731
             u, u_t = model(point), jax.grad(model)(point)[0]
             u_x, u_xx = along(point), jax.grad(along)(point)[1]
@@ -105,26 +118,23 @@ def pinn() -> Case:
     return equinox_family.of(model, call, (jnp.abs(points), starts), learning_rate=3e-3)
 
 
-def ppo() -> Case:
+def ppo():
     """RLax: an old policy drives pendulums in a scan, and a new one learns from it."""
-    import haiku as hk
-    import rlax
-
     network = hk.without_apply_rng(
         hk.transform(lambda x: (hk.nets.MLP([64, 3])(x), hk.nets.MLP([64, 1])(x)))
     )
 
-    def pendulum(state: Any, torque: Any) -> Any:
+    def pendulum(state, torque):
         angle, speed = state
         cost = jnp.square(angle) + 0.1 * jnp.square(speed)
         speed = speed + 0.05 * (15 * jnp.sin(angle) + 3 * torque)
         return (angle + 0.05 * speed, speed), -0.01 * cost
 
-    def seen(state: Any) -> Any:
+    def seen(state):
         return jnp.stack([jnp.sin(state[0]), jnp.cos(state[0]), state[1]], -1)
 
-    def play(params: Any, state: Any, seeds: Any) -> Any:
-        def step(state: Any, seed: Any) -> Any:
+    def play(params, state, seeds):
+        def step(state, seed):
             logits, value = network.apply(params, x := seen(state))
             logits = at_least_f32(logits)
             action = jax.random.categorical(seed, logits)
@@ -135,7 +145,7 @@ def ppo() -> Case:
         last, path = jax.lax.scan(step, state, seeds)
         return path, at_least_f32(network.apply(params, seen(last))[1][..., 0])
 
-    def loss(params: Any, old: Any, batch: Any) -> Any:
+    def loss(params, old, batch):
         start, seeds = batch
         (x, action, logp, reward, value), last = play(old, start, seeds)
         advantage = jax.vmap(
@@ -161,28 +171,28 @@ def ppo() -> Case:
     return Case(loss, old, (start, seeds), learning_rate=3e-3, beside=old)
 
 
-def contrastive() -> Case:
+def contrastive():
     """`eqx.nn.BatchNorm` and an `all_gather` over a mapped axis."""
 
     class Encoder(eqx.Module):
         layers: list[Any]
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.layers = [
                 eqx.nn.Linear(32, 64, key=key(0)),
                 eqx.nn.BatchNorm(64, "examples", mode="batch"),
                 eqx.nn.Linear(64, 16, key=key(1)),
             ]
 
-        def __call__(self, x: Any, state: Any) -> Any:
+        def __call__(self, x, state):
             x, state = self.layers[1](self.layers[0](x), state)
             z = at_least_f32(self.layers[2](jax.nn.relu(x)))
             return z / jnp.linalg.norm(z), state
 
     model, state = eqx.nn.make_with_state(Encoder)()
 
-    def call(model: Any, batch: Any) -> Any:
-        def one(left: Any, right: Any) -> Any:
+    def call(model, batch):
+        def one(left, right):
             left, used = model(left, jax.tree.map(jnp.asarray, state))
             right, _ = model(right, used)
             others = jax.lax.all_gather(right, "examples")
@@ -197,14 +207,13 @@ def contrastive() -> Case:
     return equinox_family.of(model, call, (x, x + 0.5 * normal(3, 32, 32)))
 
 
-def data_parallel() -> Case:
+def data_parallel():
     """Linen's `BatchNorm` with statistics of all devices, in `shard_map`."""
-    import flax.linen as nn
     from jax.sharding import PartitionSpec as P
 
     class Network(nn.Module):
         @nn.compact
-        def __call__(self, x: Any) -> Any:
+        def __call__(self, x):
             for width in (64, 64):
                 x = nn.Dense(width)(x)
                 x = nn.BatchNorm(use_running_average=False, axis_name="data")(x)
@@ -213,12 +222,12 @@ def data_parallel() -> Case:
 
     network, mesh = Network(), jax.sharding.Mesh(jax.devices(), ("data",))
 
-    def mapped(func: Any, out: Any) -> Any:
+    def mapped(func, out):
         specs = (P(), P("data"), P("data"))
         return jax.shard_map(func, mesh=mesh, in_specs=specs, out_specs=out)
 
-    def loss(params: Any, batch: Any) -> Any:
-        def local(params: Any, x: Any, y: Any) -> Any:
+    def loss(params, batch):
+        def local(params, x, y):
             logits, _ = network.apply(params, x, mutable=["batch_stats"])
             losses = optax.softmax_cross_entropy_with_integer_labels(
                 at_least_f32(logits), y
@@ -233,10 +242,10 @@ def data_parallel() -> Case:
     return Case(loss, {"params": variables["params"]}, (x, y))
 
 
-def dispatched() -> Case:
+def dispatched():
     """A mixture of experts by one-hot dispatch, with a capacity and a balance loss."""
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         x, y = batch
         gates = jax.nn.softmax(at_least_f32(x @ params["router"]))
         chosen = jax.nn.one_hot(jnp.argmax(gates, -1), 4)
@@ -253,10 +262,10 @@ def dispatched() -> Case:
     return Case(loss, experts(32), (normal(5, 64, 32), normal(6, 64, 32)))
 
 
-def sorted_experts() -> Case:
+def sorted_experts():
     """A mixture of experts by sorting and `lax.ragged_dot`, two experts a token."""
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         x, y = batch
         gates = jax.nn.softmax(at_least_f32(x @ params["router"]))
         weights, chosen = jax.lax.top_k(gates, 2)
@@ -273,7 +282,7 @@ def sorted_experts() -> Case:
     return Case(loss, experts(width), (normal(5, 64, width), normal(6, 64, width)))
 
 
-def experts(width: int) -> dict[str, Any]:
+def experts(width):
     """Returns a router and four experts."""
     return {
         "router": normal(0, width, 4) / width**0.5,
@@ -282,23 +291,23 @@ def experts(width: int) -> dict[str, Any]:
     }
 
 
-def ternary() -> Case:
+def ternary():
     """Quantisation-aware training: ternary weights, 8-bit activations, straight through."""
 
     @jax.custom_vjp
-    def round_through(x: Any) -> Any:
+    def round_through(x):
         return jnp.round(x)
 
     round_through.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
 
-    def linear(layer: Any, x: Any) -> Any:
+    def linear(layer, x):
         w, x = at_least_f32(layer["w"]), at_least_f32(x)
         mean = jnp.mean(jnp.abs(w)) + 1e-6
         peak = jnp.max(jnp.abs(x), -1, keepdims=True) / 127 + 1e-6
         w = mean * jnp.clip(round_through(w / mean), -1, 1)
         return (peak * round_through(x / peak)) @ w + layer["b"]
 
-    def loss(layers: Any, batch: Any) -> Any:
+    def loss(layers, batch):
         x, y = batch
         for layer in layers[:-1]:
             x = jax.nn.gelu(linear(layer, x))

@@ -1,6 +1,7 @@
 """A model of the zoo, and what its files share: random data and losses."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,12 +38,12 @@ class Case:
     rival: "Case | None" = None
 
     @property
-    def args(self) -> tuple[Any, ...]:
+    def args(self):
         """The arguments of the loss behind the parameters."""
         return (self.batch,) if self.beside is None else (self.beside, self.batch)
 
     @property
-    def holds(self) -> tuple[int, ...] | None:
+    def holds(self):
         """Which arguments hold parameters, as `mpx.amp(params=)` takes them."""
         return None if self.beside is None else (0, 1)
 
@@ -64,37 +65,47 @@ class Model:
     notes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def key(seed: int) -> Array:
+class Lazy:
+    """A package that is imported when it is used: the registry needs none of them."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, name) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+def key(seed):
     """Returns a PRNG key of the kind that compiles fastest."""
     return jax.random.key(seed, impl="unsafe_rbg")
 
 
-def normal(seed: int, *shape: int) -> Array:
+def normal(seed, *shape):
     """Returns normal random numbers, f32."""
     return jax.random.normal(key(seed), shape)
 
 
-def tokens(seed: int, vocabulary: int, *shape: int) -> Array:
+def tokens(seed, vocabulary, *shape):
     """Returns random token ids, int32."""
     return jax.random.randint(key(seed), shape, 0, vocabulary)
 
 
-def at_least_f32(x: Array) -> Array:
+def at_least_f32(x):
     """Widens 16-bit numbers, as a careful loss does with the result of a model."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def cross_entropy(logits: Array, labels: Array) -> Array:
+def cross_entropy(logits, labels):
     """Returns the mean cross entropy, computed in f32."""
     logp = jax.nn.log_softmax(at_least_f32(logits))
     return -jnp.mean(jnp.take_along_axis(logp, labels[..., None], axis=-1))
 
 
-def next_token(logits: Array, ids: Array) -> Array:
+def next_token(logits, ids):
     """Returns the loss of a causal language model."""
     return cross_entropy(logits[:, :-1], ids[:, 1:])
 
 
-def squared_error(prediction: Array, target: Array) -> Array:
+def squared_error(prediction, target):
     """Returns the mean squared error, computed in f32."""
     return jnp.mean(jnp.square(at_least_f32(prediction) - at_least_f32(target)))

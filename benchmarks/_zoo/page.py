@@ -2,8 +2,6 @@
 
 import importlib.metadata
 import platform
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from _zoo import REGISTRY
@@ -101,32 +99,32 @@ class Row(NamedTuple):
     cells: dict[str, dict[str, Any]]
     seconds: float
 
-    def losses(self, route: str) -> list[float] | None:
+    def losses(self, route):
         """Returns the losses of a route that took all of its steps."""
         losses = self.cells.get(route, {}).get("losses")
         return losses if losses and len(losses) == STEPS else None
 
-    def decrease(self) -> float:
+    def decrease(self):
         """Returns how far the loss of f32 falls."""
         losses = self.losses("f32") or [0.0]
         return losses[0] - min(losses)
 
-    def noise(self) -> float:
+    def noise(self):
         """Returns the distance that rounding the parameters once makes."""
         return self._apart(self.cells["f32"]["rounded"], self.losses("f32"))
 
-    def distance(self, route: str) -> float | None:
+    def distance(self, route):
         """Returns how far a curve is from that of f32, `None` without a curve."""
         losses, f32 = self.losses(route), self.losses("f32")
         if losses is None or f32 is None:
             return None
         return self._apart(losses, f32)
 
-    def _apart(self, curve: Any, reference: Any) -> float:
+    def _apart(self, curve, reference):
         pairs = list(zip(curve, reference, strict=True))
         return sum(abs(a - b) for a, b in pairs) / len(pairs) / self.decrease()
 
-    def fails(self, route: str) -> str:
+    def fails(self, route):
         """Returns why a route failed or does not train as f32, "" if it does."""
         cell = self.cells.get(route)
         if cell is None or (route == "fp8" and cell.get("share") in (0, None)):
@@ -145,12 +143,12 @@ class Row(NamedTuple):
             return ""
         return "trains differently from f32"
 
-    def progress(self) -> str:
+    def progress(self):
         """Returns one line."""
         failed = [route for route in ROUTES if self.fails(route)]
         return f"{self.name}: {self.seconds:.0f} s, {', '.join(failed) or 'all as f32'}"
 
-    def notes(self) -> list[tuple[str, str, bool]]:
+    def notes(self):
         """Returns route, reason and whether the registry gives it, for each failure."""
         if "f32" not in self.cells:
             return [("f32", "not run", False)]
@@ -163,14 +161,14 @@ class Row(NamedTuple):
         return found
 
 
-def percent(x: float | None) -> str:
+def percent(x):
     """Writes a share with two digits: `1.2 %`, `100 %`, `2e-05 %`."""
     if x is None:
         return "–"
     return f"{100 * x:.2g} %" if abs(x) < 0.995 else f"{100 * x:.0f} %"
 
 
-def gradient_cells(row: Row) -> Iterator[str]:
+def gradient_cells(row):
     """Yields the cells of the first table."""
     cells = {route: row.cells.get(route, {}) for route in ("make", "f64", *ROUTES)}
     yield row.name
@@ -186,14 +184,14 @@ def gradient_cells(row: Row) -> Iterator[str]:
         yield FAILED if "error" in cell else error + (how if error != "–" else "")
 
 
-def without_mpx(row: Row) -> str:
+def without_mpx(row):
     """Says how a model was made bf16, and how much of it that is."""
     how = "own" if row.cells.get("make", {}).get("own") else "cast"
     low = row.cells.get("own bf16", {}).get("share")
     return how if low is None else f"{how}, {percent(low)} low"
 
 
-def training_cells(row: Row) -> Iterator[str]:
+def training_cells(row):
     """Yields the cells of the second table."""
     yield row.name
     f32 = row.losses("f32")
@@ -208,36 +206,36 @@ def training_cells(row: Row) -> Iterator[str]:
     yield "; ".join(note_lines(row))
 
 
-def note_lines(row: Row) -> list[str]:
+def note_lines(row):
     """Returns the notes of a model, those that are equal joined."""
-    routes: dict[str, list[str]] = {}
+    routes = {}
     for route, reason, _ in row.notes():
         routes.setdefault(reason.replace("|", "\\|"), []).append(route)
     return [f"{', '.join(names)}: {reason}" for reason, names in routes.items()]
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(columns, rows):
     """Returns a table of Markdown."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "".join(f"| {' | '.join(x.strip() for x in line)} |\n" for line in lines)
 
 
-def gradient_table(rows: Sequence[Row]) -> str:
+def gradient_table(rows):
     """Returns the table of shares and gradient errors."""
     return table(GRADIENTS, [list(gradient_cells(row)) for row in rows])
 
 
-def training_table(rows: Sequence[Row]) -> str:
+def training_table(rows):
     """Returns the table of training curves."""
     return table(TRAINING, [list(training_cells(row)) for row in rows])
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows):
     """Returns both tables, and the count of what trains as f32."""
     return "\n".join([gradient_table(rows), training_table(rows), count(rows)])
 
 
-def count(rows: Sequence[Row]) -> str:
+def count(rows):
     """Says how many models train as f32 on each route."""
     parts = []
     for route in ROUTES[1:]:
@@ -250,7 +248,7 @@ def count(rows: Sequence[Row]) -> str:
     return f"Trained as f32: {', '.join(parts)}."
 
 
-def unexplained(rows: Sequence[Row]) -> list[str]:
+def unexplained(rows):
     """Lists failures that no note of the registry explains."""
     return [
         f"{row.name}, {route}: {reason}"
@@ -260,7 +258,7 @@ def unexplained(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def versions() -> str:
+def versions():
     """Names what is installed."""
     packages = sorted({"jax", "optax"} | {x.package for x in REGISTRY.values()})
     listed = [f"{name} {importlib.metadata.version(name)}" for name in packages]
@@ -268,7 +266,7 @@ def versions() -> str:
     return f"{machine}; {', '.join(listed)}."
 
 
-def write(page: Path, rows: Sequence[Row]) -> None:
+def write(page, rows):
     """Writes the page."""
     page.write_text(
         f"{HEAD}{versions()}\n\n{count(rows)}\n\n"

@@ -2,66 +2,69 @@
 
 # pyright: reportMissingImports=false
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from _zoo.model import Case, Model, at_least_f32, key, normal
+from _zoo.model import Case, Lazy, Model, at_least_f32, key, normal
+
+autoguide = Lazy("numpyro.infer.autoguide")
+bijections = Lazy("flowjax.bijections")
+dist = Lazy("numpyro.distributions")
+distrax = Lazy("distrax")
+base = Lazy("flowjax.distributions")
+flax_modules = Lazy("numpyro.contrib.module")
+flows = Lazy("flowjax.flows")
+hk = Lazy("haiku")
+infer = Lazy("numpyro.infer")
+nn = Lazy("flax.linen")
+numpyro = Lazy("numpyro")
+optim = Lazy("numpyro.optim")
+paramax = Lazy("paramax")
 
 
-def of_flow(flow: Any) -> Case:
+def of_flow(flow):
     """Makes a case of a flow of flowjax: maximum likelihood."""
-    import paramax
-
     params, static = eqx.partition(
         flow,
         eqx.is_inexact_array,
         is_leaf=lambda leaf: isinstance(leaf, paramax.NonTrainable),
     )
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params, x):
         model = paramax.unwrap(eqx.combine(params, static))
         return -jnp.mean(at_least_f32(model.log_prob(x)))
 
     return Case(loss, params, jnp.tanh(normal(1, 64, 4)) + 0.1 * normal(2, 64, 4))
 
 
-def autoregressive() -> Case:
+def autoregressive():
     """A masked autoregressive flow."""
-    from flowjax.distributions import Normal
-    from flowjax.flows import masked_autoregressive_flow
-
-    base = Normal(jnp.zeros(4))
+    start = base.Normal(jnp.zeros(4))
     return of_flow(
-        masked_autoregressive_flow(key(0), base_dist=base, flow_layers=2, nn_width=32)
+        flows.masked_autoregressive_flow(
+            key(0), base_dist=start, flow_layers=2, nn_width=32
+        )
     )
 
 
-def spline_coupling() -> Case:
+def spline_coupling():
     """A coupling flow of rational quadratic splines."""
-    from flowjax.bijections import RationalQuadraticSpline
-    from flowjax.distributions import Normal
-    from flowjax.flows import coupling_flow
-
     return of_flow(
-        coupling_flow(
+        flows.coupling_flow(
             key(0),
-            base_dist=Normal(jnp.zeros(4)),
-            transformer=RationalQuadraticSpline(knots=4, interval=3),
+            base_dist=base.Normal(jnp.zeros(4)),
+            transformer=bijections.RationalQuadraticSpline(knots=4, interval=3),
             flow_layers=2,
             nn_width=32,
         )
     )
 
 
-def real_nvp() -> Case:
+def real_nvp():
     """Distrax: masked coupling layers whose conditioners are Haiku MLPs."""
-    import distrax
-    import haiku as hk
 
-    def log_prob(x: Any) -> Any:
+    def log_prob(x):
         layers = []
         mask = jnp.arange(4) % 2 == 0
         for _ in range(2):
@@ -84,23 +87,20 @@ def real_nvp() -> Case:
 
     network = hk.without_apply_rng(hk.transform(log_prob))
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params, x):
         return -jnp.mean(at_least_f32(network.apply(params, x)))
 
     x = jnp.tanh(normal(1, 64, 4)) + 0.1 * normal(2, 64, 4)
     return Case(loss, jax.jit(network.init)(key(0), x), x)
 
 
-def of_svi(model: Any, guide: Any, batch: Any) -> Case:
+def of_svi(model, guide, batch):
     """Makes a case of a numpyro model and guide: the negative ELBO with a fixed key."""
-    from numpyro import optim
-    from numpyro.infer import SVI, Trace_ELBO
-
-    svi = SVI(model, guide, optim.Adam(1e-3), Trace_ELBO())
+    svi = infer.SVI(model, guide, optim.Adam(1e-3), infer.Trace_ELBO())
     state = svi.init(jax.random.key(0), *batch)
     params = svi.optim.get_params(state.optim_state)  # without constraints
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         values = svi.constrain_fn(params)
         seed = jax.random.key(1)
         elbo = svi.loss.loss(seed, values, svi.model, svi.guide, *batch)
@@ -109,18 +109,12 @@ def of_svi(model: Any, guide: Any, batch: Any) -> Case:
     return Case(loss, params, batch, learning_rate=3e-3)
 
 
-def bayesian_network() -> Case:
+def bayesian_network():
     """numpyro: a Flax MLP with priors on its weights, and a mean-field guide."""
-    import flax.linen as nn
-    import numpyro
-    from numpyro import distributions as dist
-    from numpyro.contrib.module import random_flax_module
-    from numpyro.infer.autoguide import AutoNormal
-
     module = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(1)])
 
-    def model(x: Any, y: Any) -> None:
-        network = random_flax_module(
+    def model(x, y):
+        network = flax_modules.random_flax_module(
             "mlp", module, prior=dist.Normal(0.0, 1.0), input_shape=(4,)
         )
         mean = network(x)[:, 0]
@@ -128,27 +122,24 @@ def bayesian_network() -> Case:
             numpyro.sample("y", dist.Normal(mean, 0.5), obs=y)
 
     x = normal(0, 64, 4)
-    return of_svi(model, AutoNormal(model, init_scale=0.01), (x, jnp.sin(x.sum(1))))
+    return of_svi(
+        model, autoguide.AutoNormal(model, init_scale=0.01), (x, jnp.sin(x.sum(1)))
+    )
 
 
-def autoencoder() -> Case:
+def autoencoder():
     """numpyro: a variational autoencoder of two Flax networks."""
-    import flax.linen as nn
-    import numpyro
-    from numpyro import distributions as dist
-    from numpyro.contrib.module import flax_module
-
     encoder = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(16)])
     decoder = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(16)])
 
-    def model(x: Any) -> None:
-        decode = flax_module("decoder", decoder, input_shape=(8,))
+    def model(x):
+        decode = flax_modules.flax_module("decoder", decoder, input_shape=(8,))
         with numpyro.plate("data", len(x)):
             z = numpyro.sample("z", dist.Normal(0.0, 1.0).expand([8]).to_event(1))
             numpyro.sample("x", dist.Bernoulli(logits=decode(z)).to_event(1), obs=x)
 
-    def guide(x: Any) -> None:
-        encode = flax_module("encoder", encoder, input_shape=(16,))
+    def guide(x):
+        encode = flax_modules.flax_module("encoder", encoder, input_shape=(16,))
         mean, scale = jnp.split(encode(x), 2, axis=-1)
         with numpyro.plate("data", len(x)):
             numpyro.sample("z", dist.Normal(mean, jnp.exp(scale / 2)).to_event(1))

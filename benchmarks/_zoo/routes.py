@@ -10,7 +10,6 @@ import numpy as np
 import optax
 
 import mpx
-from _zoo.model import Case, Loss
 
 STEPS = 20
 MOST_SKIPPED = 30  # a scale that starts at 2¹⁵ has reached zero by then
@@ -49,35 +48,35 @@ class Trained(NamedTuple):
     skipped: int
 
 
-def cast(tree: Any, dtype: Any) -> Any:
+def cast(tree, dtype):
     """Casts the floating leaves as one does by hand."""
 
-    def leaf(x: Any) -> Any:
+    def leaf(x):
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(leaf, tree)
 
 
-def by_hand(loss: Loss, dtype: Any) -> Loss:
+def by_hand(loss, dtype):
     """Returns the loss of parameters and batch that are cast by hand."""
     return lambda *args: loss(*cast(args, dtype))
 
 
-def amp(case: Case, dtype: str) -> Loss:
+def amp(case, dtype):
     """Returns the loss under `mpx.amp`."""
     return mpx.amp(case.loss, dtype=dtype, params=case.holds)
 
 
-def fp8(case: Case) -> Any:
+def fp8(case):
     """Returns the loss under `mpx.fp8`, whatever the size of its matmuls."""
     return mpx.fp8(amp(case, "bf16"), params=case.holds, min_gain=0)
 
 
-def plain(case: Case, loss: Loss, params: Any) -> Run:
+def plain(case, loss, params):
     """JAX and optax alone."""
     optimizer = optax.adamw(case.learning_rate)
 
-    def step(carry: Any, *args: Any) -> Any:
+    def step(carry, *args):
         params, state = carry
         value, grads = jax.value_and_grad(loss)(params, *args)
         updates, state = optimizer.update(grads, state, params)
@@ -86,12 +85,12 @@ def plain(case: Case, loss: Loss, params: Any) -> Run:
     return Run((params, optimizer.init(params)), step)
 
 
-def scaled(case: Case, loss: Loss, scaling: Any, policy: str | None = None) -> Run:
+def scaled(case, loss, scaling, policy=None):
     """`mpx.value_and_grad` and `mpx.optimizer_update` with an optimizer of optax."""
     optimizer = optax.adamw(case.learning_rate)
     value_and_grad = mpx.value_and_grad(loss, policy=policy)
 
-    def step(carry: Any, *args: Any) -> Any:
+    def step(carry, *args):
         params, state, scaling = carry
         result = value_and_grad(scaling, params, *args)
         params, state = mpx.optimizer_update(
@@ -103,7 +102,7 @@ def scaled(case: Case, loss: Loss, scaling: Any, policy: str | None = None) -> R
     return Run((case.params, optimizer.init(case.params), scaling), step)
 
 
-def flash(case: Case, loss: Loss, dtype: Any, *, release: bool = False) -> Run:
+def flash(case, loss, dtype, *, release=False):
     """`mpx.optim.flash_adamw`, with all sizes compressed that can be, or `mpx.optim.release`."""
     # The rate of weight decay is that of `optax.adamw`.
     optimizer = mpx.optim.flash_adamw(
@@ -111,7 +110,7 @@ def flash(case: Case, loss: Loss, dtype: Any, *, release: bool = False) -> Run:
     )
     released = mpx.optim.release(loss, optimizer) if release else None
 
-    def step(carry: Any, *args: Any) -> Any:
+    def step(carry, *args):
         params, state = carry
         if released is not None:
             result = released(params, state, *args)
@@ -123,13 +122,13 @@ def flash(case: Case, loss: Loss, dtype: Any, *, release: bool = False) -> Run:
     return Run(tuple(optimizer.init_from(case.params, dtype)), step)
 
 
-def with_rival(run: Run, rival: Run) -> Run:
+def with_rival(run, rival):
     """Returns both runs as one, which reports the first.
 
     Each step has the other's parameters before that step.
     """
 
-    def step(carry: Any, _: Any, batch: Any) -> Any:
+    def step(carry, _, batch):
         mine, theirs = carry
         mine, value, grads, taken = run.step(mine, carry[1][0], batch)
         theirs, _, _, also_taken = rival.step(theirs, carry[0][0], batch)
@@ -138,14 +137,14 @@ def with_rival(run: Run, rival: Run) -> Run:
     return Run((run.carry, rival.carry), step)
 
 
-def run_of(route: str, case: Case) -> Run:
+def run_of(route, case):
     """Returns the route of that name, ready to run."""
     if case.rival is not None:
         alone = dataclasses.replace(case, rival=None)
         return with_rival(run_of(route, alone), run_of(route, case.rival))
     dtype = route.split()[-1]
     f16 = mpx.DynamicLossScaling.pow2() if dtype == "f16" else mpx.NoLossScaling()
-    runs: dict[str, Callable[[], Run]] = {
+    runs = {
         "f32": lambda: plain(case, case.loss, case.params),
         "own bf16": lambda: plain(case, written(route, case), case.params),
         "policy": lambda: scaled(case, case.loss, f16, f"p=f32,c={dtype},o=f32"),
@@ -158,13 +157,13 @@ def run_of(route: str, case: Case) -> Run:
     return runs[route if route in runs else route.split()[0]]()
 
 
-def from_rounded(run: Run) -> Run:
+def from_rounded(run):
     """Returns the same f32 steps from parameters that were rounded to bf16 once."""
     rounded = cast(cast(run.carry, jnp.bfloat16), jnp.float32)  # states are zeros yet
     return Run(rounded, run.step)
 
 
-def train(run: Run, args: Any, steps: int = STEPS) -> Trained:
+def train(run, args, steps=STEPS):
     """Takes so many steps, not counting skipped ones."""
     step = jax.jit(run.step)  # compiled once for each function
     carry, losses, first, skipped = run.carry, [], None, 0
@@ -179,7 +178,7 @@ def train(run: Run, args: Any, steps: int = STEPS) -> Trained:
     return Trained(losses, first, skipped)
 
 
-def written(route: str, case: Case) -> Loss:
+def written(route, case):
     """Returns the loss in 16 bits as JAX sees it, without `amp`."""
     if route == "own bf16":
         return case.own or by_hand(case.loss, jnp.bfloat16)
@@ -187,7 +186,7 @@ def written(route: str, case: Case) -> Loss:
     return lambda *args: case.loss(*policy.cast_to_compute(args))
 
 
-def share(route: str, case: Case) -> float | None:
+def share(route, case):
     """Returns the share of the matmul operations that run in 16 bits, or in fp8."""
     if route == "fp8":
         found = mpx.inspect.report(fp8(case), case.params, *case.args).fp8
@@ -202,7 +201,7 @@ def share(route: str, case: Case) -> float | None:
     return report.shares.get(dtype, 0.0) if report.flops else None
 
 
-def distance(grads: Any, reference: Any) -> float:
+def distance(grads, reference):
     """Returns the norm of the difference over the norm of the reference."""
     pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(reference), strict=True)
     both = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
@@ -210,7 +209,7 @@ def distance(grads: Any, reference: Any) -> float:
     return float(np.sqrt(off / sum(np.sum(np.square(b)) for _, b in both)))
 
 
-def f64_grads(case: Case) -> Any:
+def f64_grads(case):
     """Returns the gradients in f64, as far as the library does not ask for f32."""
     with jax.enable_x64(True):
         args = cast((case.params, *case.args), jnp.float64)

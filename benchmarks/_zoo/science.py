@@ -2,24 +2,28 @@
 
 # pyright: reportMissingImports=false
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from _zoo import equinox_family
-from _zoo.model import Case, Model, key, normal, squared_error
+from _zoo.model import Case, Lazy, Model, key, normal, squared_error
+
+diffrax = Lazy("diffrax")
+e3nn = Lazy("e3nn_jax")
+icnn = Lazy("ott.neural.networks.icnn")
+nn = Lazy("flax.linen")
+pointcloud = Lazy("ott.geometry.pointcloud")
+sinkhorn_divergence = Lazy("ott.tools.sinkhorn_divergence")
 
 
-def neural_ode() -> Case:
+def neural_ode():
     """Diffrax: an adaptive solver, its default adjoint, and a field that is an MLP."""
-    import diffrax
 
-    def call(model: Any, batch: Any) -> Any:
+    def call(model, batch):
         starts, ends = batch
 
-        def solve(y: Any) -> Any:
+        def solve(y):
             solution = diffrax.diffeqsolve(
                 diffrax.ODETerm(lambda t, y, args: model(y)),
                 diffrax.Tsit5(),
@@ -40,14 +44,13 @@ def neural_ode() -> Case:
     return equinox_family.of(field, call, (starts, ends), learning_rate=3e-3)
 
 
-def neural_cde() -> Case:
+def neural_cde():
     """Diffrax: an equation driven by a path, with fixed steps."""
-    import diffrax
 
-    def call(model: Any, batch: Any) -> Any:
+    def call(model, batch):
         times, paths, ends = batch
 
-        def solve(path: Any) -> Any:
+        def solve(path):
             control = diffrax.LinearInterpolation(times, path)
             field = lambda t, y, args: model(y).reshape(8, 3)  # noqa: E731
             solution = diffrax.diffeqsolve(
@@ -68,16 +71,14 @@ def neural_cde() -> Case:
     return equinox_family.of(field, call, batch, learning_rate=3e-3)
 
 
-def equivariant() -> Case:
+def equivariant():
     """e3nn: spherical harmonics, tensor products and equivariant linear layers."""
-    import e3nn_jax as e3nn
-    import flax.linen as nn
 
     class Convolution(nn.Module):
         """One message passing step over all pairs of points."""
 
         @nn.compact
-        def __call__(self, nodes: Any, positions: Any) -> Any:
+        def __call__(self, nodes, positions):
             arrows = positions[:, None] - positions[None]
             vectors = e3nn.IrrepsArray("1o", arrows)
             harmonics = e3nn.spherical_harmonics("0e + 1o + 2e", vectors, True)
@@ -92,7 +93,7 @@ def equivariant() -> Case:
         """Two convolutions with a gate between."""
 
         @nn.compact
-        def __call__(self, x: Any, positions: Any) -> Any:
+        def __call__(self, x, positions):
             nodes = e3nn.IrrepsArray("8x0e", x)
             nodes = e3nn.gate(Convolution()(nodes, positions))
             nodes = Convolution()(nodes, positions)
@@ -100,9 +101,9 @@ def equivariant() -> Case:
 
     network = Network()
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         x, positions, y = batch
-        out: Any = network.apply(params, x, positions)
+        out = network.apply(params, x, positions)
         return squared_error(out, y)
 
     batch = (normal(0, 12, 8), normal(1, 12, 3), normal(2, 12, 16))
@@ -110,13 +111,11 @@ def equivariant() -> Case:
     return Case(loss, params, batch)
 
 
-def convex() -> Case:
+def convex():
     """OTT: an input-convex network whose gradient is the transport map."""
-    from ott.neural.networks import icnn
-
     network = icnn.ICNN(dim_data=4, dim_hidden=[32, 32])
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         x, y = batch
         transport = jax.vmap(jax.grad(lambda x: network.apply(params, x)))
         return squared_error(transport(x), y)
@@ -126,15 +125,11 @@ def convex() -> Case:
     return Case(loss, params, (x, 2 * x + 1))
 
 
-def sinkhorn() -> Case:
+def sinkhorn():
     """OTT: a network of Flax under the Sinkhorn divergence, which iterates in a loop."""
-    import flax.linen as nn
-    from ott.geometry import pointcloud
-    from ott.tools import sinkhorn_divergence
-
     network = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(4)])
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         x, y = batch
         divergence, _ = sinkhorn_divergence.sinkhorn_divergence(
             pointcloud.PointCloud,

@@ -11,7 +11,7 @@ COMMANDS = {
         "what this machine or cluster offers, and which precision",
     ),
     "report": (
-        "mpx.inspect._report_command",
+        "mpx.inspect._report",
         "which operation runs in which precision",
     ),
     "memory": (

@@ -15,8 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._amp import _recognition
-from mpx._amp._chains import choose as choose_chain
-from mpx._amp._decide import HIGHEST, Choice, asks_for_highest, decide, reason_against
+from mpx._amp._chains import CURVED, choose_chain
+from mpx._amp._decide import (
+    HIGHEST,
+    Choice,
+    decide,
+    highest_is_the_default,
+    reason_against,
+)
 from mpx._amp._emit import captured_attention, emit
 from mpx._amp._facts import (
     F32,
@@ -67,6 +73,9 @@ from mpx._program._queries import (
     readers,
 )
 
+# Primitives without which there is no attention to recognise.
+_FUSED = frozenset(("exp", next(iter(ATTENTION))))
+
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Autocast(Settings):
@@ -74,8 +83,11 @@ class Autocast(Settings):
 
     def start(self, traced: Traced) -> Traced:
         """Finds what the rules select among the arrays; raises if that is nothing."""
-        places = traced.places if traced.has_params else None
-        self.rules = self.rules.for_call(traced.named_arrays(), places)
+        rules = self.rules
+        if rules.keep or rules.params or rules.scopes or rules.functions:
+            places = traced.places if traced.has_params else None
+            self.rules = rules.for_call(traced.named_arrays(), places)
+        self.is_plain = rules.is_plain
         return traced
 
     def finish(self, outs: Values) -> Values:
@@ -83,7 +95,7 @@ class Autocast(Settings):
 
         They do if f16 gradients are taken without a loss scale.
         """
-        if "default" in self.found:
+        if "low" in self.found and highest_is_the_default():
             warn(_HIGHEST_BY_DEFAULT)
         if "highest" in self.found and "low" not in self.found:
             warn(_ALL_HIGHEST)
@@ -101,7 +113,9 @@ class Autocast(Settings):
         facts: Sequence[Origin],
         scopes: Scopes,
     ) -> Plan | None:
-        return _recognition.plan_for(self, jaxpr, consts, facts, scopes)
+        if self.attention == "fuse" and not _FUSED.isdisjoint(self.frame.primitives):
+            return _recognition.plan_for(self, jaxpr, consts, facts, scopes)
+        return None
 
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: Any) -> Iterator[None]:
@@ -140,7 +154,10 @@ class Autocast(Settings):
     def equation(self, op: Op) -> Outcome:
         """Decides how an equation runs, runs it so, and follows what is known."""
         name = op.eqn.primitive.name
-        found = choose_chain(self, op)
+        # Equations that are run out of turn, for recognised ones, are in no chain.
+        in_turn = self.is_plain and self.frame.eqn is op.eqn
+        has_chains = in_turn and not CURVED.isdisjoint(self.frame.primitives)
+        found = choose_chain(self, op) if has_chains else None
         choice = decide(self, op) if found is None else found[0]
         if found is not None:
             result = found[1](self, op)
@@ -155,7 +172,9 @@ class Autocast(Settings):
         if self.copies and name in SHAPE_ONLY:
             self._move_copy(op.eqn)
         if name in MATMULS and choice.rule == Rule.LOW:
-            self._note(op.eqn, choice)
+            # For the warnings of `finish`.
+            is_low, is_kept = choice.how == "matmul", choice.reason == HIGHEST
+            self.found.add("low" if is_low else "highest" if is_kept else "")
         if self.decisions is not None and choice.rule is not None:
             self.decisions.append(_decision(op, choice, outs, self.caller))
         return outs, known
@@ -168,13 +187,6 @@ class Autocast(Settings):
             self.copies.update(
                 zip(eqn.outvars, bind(eqn, [self.copies[first]]), strict=True)
             )
-
-    def _note(self, eqn: Equation, choice: Choice) -> None:
-        """Notes about a matmul what `finish` may have to warn of."""
-        is_low = choice.how == "matmul"
-        self.found.add("low" if is_low else "highest" * (choice.reason == HIGHEST))
-        if is_low and asks_for_highest(eqn):
-            self.found.add("default")
 
 
 def _decision(op: Op, choice: Choice, outs: Values, caller: Equation) -> Decision:

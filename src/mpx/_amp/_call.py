@@ -10,8 +10,9 @@ import dataclasses
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,176 +30,28 @@ from mpx._jax._compat import (
     Literal,
     ambient_scopes,
     convert_dtype,
-    is_tracer,
     make_jit_context,
     nothing_is_traced,
     open_jaxpr,
 )
-from mpx._jax._private import private
-from mpx._jax._tree import LeafName, is_array, is_floating, named_leaves
+from mpx._jax._frameworks import (
+    Named,
+    call_haiku,
+    call_linen,
+    haiku_name,
+    in_haiku,
+    linen_call,
+    linen_is_not_written,
+    linen_name,
+)
+from mpx._jax._tree import LeafName, flatten_with_names, is_array, is_floating
 from mpx._jax._warn import warn
 from mpx._program._interpreter import (
-    Named,
     Traced,
     Transformation,
     as_results,
     dtypes_of,
 )
-
-
-class LinenCall(NamedTuple):
-    """A call of a method of a Linen module, with the other positional arguments."""
-
-    method: Callable[..., Any]
-    module: Any
-    args: tuple[Any, ...]
-
-
-def linen_call(func: Callable[..., Any], args: tuple[Any, ...]) -> LinenCall | None:
-    """Returns the call of a method of a Linen module, if it is one and has variables."""
-    owner = getattr(func, "__self__", None)
-    if _is_running(func):
-        return LinenCall(type(func).__call__, func, args)
-    if _is_running(owner):
-        return LinenCall(getattr(func, "__func__", func), owner, args)
-    if args and _is_running(args[0]):
-        return LinenCall(func, args[0], args[1:])
-    return None
-
-
-def _is_running(module: Any) -> bool:
-    linen = sys.modules.get("flax.linen")
-    return (
-        linen is not None
-        and isinstance(module, linen.Module)
-        and module.scope is not None
-    )
-
-
-def call_linen(
-    call: LinenCall, kwargs: dict[str, Any], run: Callable[..., tuple[Any, Any]]
-) -> Any:
-    """Calls a method of a Linen module as a pure function of its variables.
-
-    `run(pure, variables, rngs, args, kwargs)` calls the pure function.
-    """
-    flax = private("linen")
-    if flax is None:
-        return call.method(call.module, *call.args, **kwargs)
-
-    def lifted(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def inner(
-            scope_fn: Any,
-            repack: Any,
-            variables: Any,
-            rngs: Any,
-            *args: Any,
-            **kwargs: Any,
-        ) -> tuple[Any, Any]:
-            def pure(
-                variables: Any, rngs: Any, args: Any, kwargs: Any
-            ) -> tuple[Any, Any]:
-                scope = scope_fn(variables, rngs)
-                return method(scope, *args, **kwargs), repack(scope)
-
-            return run(pure, variables, rngs, args, kwargs)
-
-        packed = flax.pack(
-            inner, (True,), (True,), (True,), name="amp", enable_kwargs=True
-        )
-        return packed(*args, **kwargs)
-
-    return flax.lift_direct_transform(
-        lifted, (call.method,), call.module, *call.args, **kwargs
-    )
-
-
-def linen_name(name: LeafName, is_param: bool) -> Named:
-    """Returns `params/Dense_0/kernel` for `variables/0/0/params/Dense_0/kernel`.
-
-    The second result tells whether it is a parameter.
-    """
-    del is_param  # other arguments of a method are none
-    if name.argument != "variables":
-        return LeafName(name.path or name), False
-    path = name.path.split("/", 2)[-1]
-    return LeafName(path), path.startswith("params/")
-
-
-@contextlib.contextmanager
-def linen_is_not_written() -> Iterator[None]:
-    """Refuses to leave tracers in the scope of a Linen model that is running.
-
-    Raises:
-        TypeError: If its variables have changed in the meantime.
-    """
-    before = {id(leaf) for leaf in _linen_variables()}
-    yield
-    if any(is_tracer(x) and id(x) not in before for x in _linen_variables()):
-        raise TypeError(
-            "A function under `amp` creates or changes variables of a Linen module that "
-            "it closes over, but `amp` can only return those of the module that it is "
-            "given. Wrap the loss, or `model.apply`, instead; or decorate a method of "
-            "the module with `amp`."
-        )
-
-
-def _linen_variables() -> list[Any]:
-    """Returns the arrays in the scope of the Linen model that is running."""
-    if "flax.linen" not in sys.modules or (flax := private("linen_variables")) is None:
-        return []
-    stack = getattr(flax._context, "module_stack", [])
-    if not stack or not _is_running(stack[-1]):
-        return []
-    return jax.tree.leaves(dict(getattr(stack[-1].scope.root, "_variables", {})))
-
-
-def in_haiku() -> bool:
-    """Returns whether a function under `hk.transform` is running."""
-    running_init = getattr(sys.modules.get("haiku"), "running_init", None)
-    if running_init is None:
-        return False
-    try:
-        running_init()
-    except ValueError:  # outside
-        return False
-    return True
-
-
-def call_haiku(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    run: Callable[..., tuple[Any, Any]],
-) -> Any:
-    """Calls a function inside `hk.transform` as a pure one of Haiku's variables.
-
-    `run(pure, variables, func, args, kwargs)` calls the pure function.
-    """
-    haiku = private("haiku")
-    if haiku is None:
-        return func(*args, **kwargs)
-
-    def pure(variables: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        with (
-            haiku.temporary_internal_state(variables, share_python_state=True),
-            haiku.push_jax_trace_level(),
-        ):
-            out = func(*args, **kwargs)
-            return out, haiku.difference(variables, haiku.internal_state())
-
-    out, changed = run(pure, haiku.internal_state(), func, args, kwargs)
-    haiku.update_internal_state(changed)
-    return out
-
-
-def haiku_name(name: LeafName, is_param: bool) -> Named:
-    """Returns `linear/w` for `variables/params/linear/w`, and whether it is a parameter."""
-    del is_param  # other arguments of a function inside `hk.transform` are none
-    if name.startswith("variables/params/"):
-        return LeafName(name.path.removeprefix("params/")), True
-    return LeafName(name.path or name, name.types), name.argument == "func"
-
 
 # Part of the cache key of `jax.jit`: a function that was traced before is traced again.
 _current = make_jit_context(None)
@@ -250,18 +103,16 @@ def _take_arrays(
 ) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
     """Returns the arrays of a tree, and a function that puts others in their place."""
     leaves, structure = jax.tree.flatten(tree)
-    taken = [is_taken(leaf) for leaf in leaves]
-    arrays = [leaf for leaf, is_array in zip(leaves, taken, strict=True) if is_array]
-    static = [
-        None if is_array else leaf for leaf, is_array in zip(leaves, taken, strict=True)
-    ]
+    taken = [i for i, leaf in enumerate(leaves) if is_taken(leaf)]
+    arrays = [leaves[i] for i in taken]
+    for i in taken:
+        leaves[i] = None
 
     def put_back(arrays: Sequence[Any]) -> PyTree:
-        rest = iter(arrays)
-        pairs = zip(static, taken, strict=True)
-        return structure.unflatten(
-            next(rest) if is_array else x for x, is_array in pairs
-        )
+        full = list(leaves)
+        for i, array in zip(taken, arrays, strict=True):
+            full[i] = array
+        return structure.unflatten(full)
 
     return arrays, put_back
 
@@ -273,7 +124,7 @@ def call_through(
     kwargs: dict[str, Any],
     *,
     eager: dict[Any, Any] | None = None,
-    describe: Callable[[LeafName, bool], Named] = lambda *x: x,
+    describe: Callable[[LeafName, bool], Named] | None = None,
 ) -> Any:
     """Calls a function through a visitor.
 
@@ -286,23 +137,27 @@ def call_through(
         describe: From the name of a leaf, and whether it is a parameter, to what these
             are for the user.
     """
-    func, args, kwargs = _unbound(visitor, func, args, kwargs)
-    names = argument_names(func, len(args))
-    arguments = {_FUNC: func, **dict(zip(names, args, strict=True)), **kwargs}
-    plain, objects = {}, {}
-    for name, tree in arguments.items():
-        plain[name], taken = _nnx.take_out(tree, name)
-        objects.update(taken)
-    if objects:
-        return _call_with_nnx(visitor, names, plain, objects)
+    if isinstance(func, functools.partial) or inspect.ismethod(func):
+        func, args, kwargs = _unbound(visitor, func, args, kwargs)
+    if "flax.nnx" in sys.modules:
+        names = argument_names(func, len(args))
+        arguments = {_FUNC: func, **dict(zip(names, args, strict=True)), **kwargs}
+        plain, objects = {}, {}
+        for name, tree in arguments.items():
+            plain[name], taken = _nnx.take_out(tree, name)
+            objects.update(taken)
+        if objects:
+            return _call_with_nnx(visitor, names, plain, objects)
     pure = functools.partial(_call_pure, visitor, eager=eager)
+    if "haiku" in sys.modules and in_haiku():
+        run = lambda f, *args: pure(f, args, {}, describe=haiku_name)  # noqa: E731
+        return call_haiku(func, args, kwargs, run)
+    if "flax.linen" not in sys.modules:
+        return pure(func, args, kwargs, describe=describe)
     found = linen_call(func, args)
     if found is not None:
         run = lambda f, *args: pure(f, args, {}, describe=linen_name)  # noqa: E731
         return call_linen(found, kwargs, run)
-    if in_haiku():
-        run = lambda f, *args: pure(f, args, {}, describe=haiku_name)  # noqa: E731
-        return call_haiku(func, args, kwargs, run)
     with linen_is_not_written():
         return pure(func, args, kwargs, describe=describe)
 
@@ -338,7 +193,7 @@ def _call_pure(
     kwargs: dict[str, Any],
     *,
     eager: dict[Any, Any] | None,
-    describe: Callable[[LeafName, bool], Named],
+    describe: Callable[[LeafName, bool], Named] | None,
 ) -> Any:
     """Calls a function that changes nothing but its results; arguments as above."""
     arrays, put_back = _take_arrays((func, args, kwargs))
@@ -346,7 +201,9 @@ def _call_pure(
     arrays = [
         jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in arrays
     ]
-    named = [describe(*pair) for pair in _names_and_params(visitor, func, args, kwargs)]
+    named = _names_and_params(visitor, func, args, kwargs)
+    if describe is not None:
+        named = [describe(*pair) for pair in named]
     merge = lambda outs: outs  # noqa: E731 - made while the function is traced
 
     def flat(*arrays: Any) -> list[Any]:
@@ -355,19 +212,20 @@ def _call_pure(
         outs, merge = _take_arrays(func(*args, **kwargs))
         return outs
 
+    kept_types = visitor.kept_types
+    kept = run_in_scopes(kept_types) if kept_types else contextlib.nullcontext()
     # What a type selects is not part of the names by which programs are remembered.
-    if eager is not None and nothing_is_traced() and not visitor.kept_types:
+    if eager is not None and nothing_is_traced() and not kept_types:
         # The function is traced anew, since what it closes over may have changed; but
         # the jitted functions inside it, once rewritten, stay the same programs.
         visitor.cache = eager
         if len(eager) > _MOST_REMEMBERED:
             eager.clear()
-    with captured_attention(), visitor.tracing(), run_in_scopes(visitor.kept_types):
+    with captured_attention(), visitor.tracing(), kept:
         (body, consts), widened = _trace(visitor, flat, arrays, named)
-    recording = current_recording()
-    if recording is not None:
-        recording.name(named, arrays)
-    is_owner = any(is_param for _, is_param in named)
+    if _current.value is not None:
+        _current.value.name(named, arrays)
+    is_owner = any([is_param for _, is_param in named])
     has_params = is_owner or describe not in (linen_name, haiku_name)
     wide = [convert_dtype(x, _F32) if i in widened else x for i, x in enumerate(arrays)]
     visitor.stored = {id(wide[i]): (wide[i], arrays[i]) for i in widened}
@@ -515,44 +373,23 @@ def parse_params(params: Any) -> Params:
 
 
 def param_arguments(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    params: Params,
-    *,
-    bare: bool = False,
-) -> frozenset[str]:
-    """Returns the names of the arguments that hold parameters.
+    names: Sequence[str], given: Sequence[str], params: tuple[int | str, ...]
+) -> list[str]:
+    """Returns the names of the arguments that the user says hold parameters.
 
-    Without a choice of the user's these are the arrays that the function itself holds, as
-    a module or a method of one; else the first argument that is a container. An argument
-    that is an array by itself may be an input: only with `bare` the first one counts, if
-    there is no container.
+    Args:
+        names: Those of the positional arguments.
+        given: Those of all arguments.
+        params: Positions or names.
 
     Raises:
         ValueError: If there is no such argument.
     """
-    names = argument_names(func, len(args))
-    given = {**dict(zip(names, args, strict=True)), **kwargs}
-    if params is None:
-        if any(map(is_array, jax.tree.leaves(func))):
-            return frozenset()
-        order = {name: i for i, name in enumerate(argument_names(func, len(given)))}
-        containers = [
-            name
-            for name in sorted(given, key=lambda x: (order.get(x, len(order)), x))
-            if any(
-                is_array(x) and x is not given[name]
-                for x in jax.tree.leaves(given[name])
-            )
-        ]
-        return frozenset((containers or (names if bare else []))[:1])
     found = []
     for param in params:
         if isinstance(param, int):
-            wanted = argument_names(func, len(args))
-            is_given = -len(wanted) <= param < len(wanted)
-            param = wanted[param] if is_given else f"argument {param}"
+            is_given = -len(names) <= param < len(names)
+            param = names[param] if is_given else f"argument {param}"
         if param not in given:
             raise ValueError(
                 f"`params` names `{param}`, but the function was called with "
@@ -560,7 +397,7 @@ def param_arguments(
                 "that holds the parameters."
             )
         found.append(param)
-    return frozenset(found)
+    return found
 
 
 def _names_and_params(
@@ -569,20 +406,36 @@ def _names_and_params(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[Named]:
-    """Returns the names of the arrays of a call, and which of them are parameters."""
+    """Returns the names of the arrays of a call, and which of them are parameters.
+
+    Without a choice of the user's these are the arrays that the function itself holds, as
+    a module or a method of one; else the first argument that is a container. An argument
+    that is an array by itself may be an input: `fp8` takes the first one if there is no
+    container.
+    """
     names = argument_names(func, len(args))
-    bare = visitor.takes_bare_params
-    params = param_arguments(func, args, kwargs, visitor.params, bare=bare)
-    own = [name for name, leaf in named_leaves(func) if is_array(leaf)]
-    return [
-        *((name, not is_state(name)) for name in own),
-        *(
-            (path, name in params and not is_state(path))
-            for name, tree in (*zip(names, args, strict=True), *sorted(kwargs.items()))
-            for path, leaf in named_leaves(tree, name)
-            if is_array(leaf)
-        ),
+    trees = [*zip(names, args, strict=True), *sorted(kwargs.items())]
+    if not isinstance(func, types.FunctionType):
+        trees.insert(0, ("", func))
+    named = [
+        name
+        for argument, tree in trees
+        for name, leaf in flatten_with_names(tree, argument)[0]
+        if is_array(leaf)
     ]
+    if visitor.params is not None:
+        params = param_arguments(names, [*names, *kwargs], visitor.params)
+    elif any([not name.argument for name in named]):
+        params = []
+    else:
+        params = [name.argument for name in named if name.path]
+        if kwargs:
+            order = argument_names(func, len(args) + len(kwargs))
+            place = {name: i for i, name in enumerate([*order, *sorted(kwargs)][::-1])}
+            params.sort(key=lambda x: -place[x])
+        params = (params or (names if visitor.takes_bare_params else []))[:1]
+    held = ("", *params)
+    return [(name, name.argument in held and not is_state(name)) for name in named]
 
 
 def _call_with_nnx(
@@ -610,13 +463,10 @@ def _call_with_nnx(
         for path, name in _nnx.variable_names(objects).items()
     }
 
-    everything = _nnx.put_back(plain, objects)
-    func, given = everything.pop(_FUNC), [everything.pop(name) for name in names]
-    chosen = (
-        None
-        if visitor.params is None
-        else param_arguments(func, tuple(given), everything, visitor.params)
-    )
+    everything = [name for name in plain if name not in (_FUNC, *names)]
+    chosen = None
+    if visitor.params is not None:
+        chosen = param_arguments(names, [*names, *everything], visitor.params)
 
     def describe(name: LeafName, is_param: bool) -> Named:
         if name.argument == "state":

@@ -55,7 +55,7 @@ _NONLINEAR = frozenset(
     (*_BOUNDED, *_EXPENSIVE, *names("integer_pow exp log sqrt rsqrt mul div"))
 )
 _POINTWISE = _NONLINEAR | _SAME | {"add", "sub", "max", "min"}
-_CURVED = _EXPENSIVE | {"integer_pow"}
+CURVED = _EXPENSIVE | {"integer_pow"}
 _FLOATS = frozenset(names("float32 bfloat16 float16"))
 _CHAINS = object()  # where a frame keeps the chains of its jaxpr
 
@@ -86,15 +86,12 @@ class Chain(NamedTuple):
         return [*leaves(self.equations)]
 
 
-def choose(amp: Settings, op: Op) -> tuple[Choice, Emitter] | None:
+def choose_chain(amp: Settings, op: Op) -> tuple[Choice, Emitter] | None:
     """Returns how an equation runs that is part of a chain; `None` if it is not.
 
-    There are no chains under rules that change the rule of an operation, nor of equations
-    that are run out of turn, in the place of recognised ones.
+    There are no chains under rules that change the rule of an operation.
     """
     frame, eqn = amp.frame, op.eqn
-    if not amp.rules.is_plain or frame.eqn is not eqn:
-        return None
     made = frame.made
     if eqn.outvars and eqn.outvars[0] in made:
         return Choice("chain"), _computed
@@ -149,7 +146,7 @@ def find_chains(jaxpr: Jaxpr, plan: Plan | None = None) -> dict[int, Chain]:
     return {
         id(chain[0]): _as_chain(jaxpr, plan, source, chain)
         for source, chain in members.items()
-        if not _CURVED.isdisjoint(eqn.primitive.name for eqn in leaves(chain))
+        if not CURVED.isdisjoint(eqn.primitive.name for eqn in leaves(chain))
     }
 
 

@@ -63,7 +63,9 @@ Region = tuple[RuleLike, str] | None
 
 def decide(amp: Settings, op: Op) -> Choice:
     """Returns how an equation runs: by its region, its parameter or its primitive."""
-    name, region = op.eqn.primitive.name, amp.region_rule(op.eqn, op.scopes)
+    name, region = op.eqn.primitive.name, None
+    if op.scopes or amp.rules.functions:
+        region = amp.region_rule(op.eqn, op.scopes)
     if region is not None and region[0] == Rule.ORIGINAL:
         return Choice("plain attention" if name in ATTENTION else "original", *region)
     special = _SPECIAL.get(name)
@@ -74,7 +76,7 @@ def _by_rule(amp: Settings, op: Op, region: Region) -> Choice:
     name = op.eqn.primitive.name
     if name not in PRIMITIVES and holds(op.eqn, MATMULS):
         warn(_OPAQUE.format(name=name))
-    if not any(is_eligible(var.aval) for var in op.eqn.invars):
+    if F32 not in [getattr(var.aval, "dtype", None) for var in op.eqn.invars]:
         if is_low_ragged(op.eqn):
             return Choice("ragged as written", Rule.LOW, describe_ragged(op.eqn))
         return Choice("as written")
@@ -183,36 +185,28 @@ def reason_against(
         return None
     kept = _reason_as_asked(eqn)
     if kept is None and rule != Rule.TRUE_F32:
-        kept = _reason_for_f32(eqn, _count_weights(facts[:2]))
+        kept = _reason_for_f32(eqn, facts)
     if kept is None and rule in PRESETS and name != "dot_general":
         # Convolutions know precisions but no algorithms.
         kept = "algorithms exist for dot_general only"
     return kept
 
 
-def _count_weights(facts: Sequence[Origin]) -> int:
-    """Returns how many operands are made of parameters.
-
-    If none is, the function may close over its weights.
-    """
-    sources = [fact.source for fact in facts]
-    closed_over = [x.leaf is not None and not x.names for x in sources]
-    return sum(x.is_param for x in sources) or sum(closed_over)
-
-
 def _reason_as_asked(eqn: Equation) -> str | None:
     """Returns what was asked for that forbids to change a matmul, if anything was."""
-    avals = [var.aval for var in eqn.invars[:2]]
+    dtypes = [np.dtype(getattr(x.aval, "dtype", np.void)) for x in eqn.invars[:2]]
     # f32 activations times 16-bit numbers or a mask are an f32 matmul, to be run low, too.
-    if not any(map(is_eligible, avals)) or not all(map(_is_operand, avals)):
+    known = [x in (F32, *LOW_DTYPES) or x.kind in "biu" for x in dtypes]
+    if F32 not in dtypes or not all(known):
         return "an operand is not f32"
     wanted = eqn.params.get("preferred_element_type")
     if wanted is not None and np.dtype(wanted) != F32:
         return f"its result was asked for in {np.dtype(wanted).name}"
-    if asks_for_highest(eqn) and not highest_is_the_default():
+    asked = eqn.params.get("precision")
+    asked = asked if isinstance(asked, tuple) else (asked,)
+    if lax.Precision.HIGHEST in asked and not highest_is_the_default():
         return HIGHEST
-    precision = eqn.params.get("precision")
-    for item in precision if isinstance(precision, tuple) else (precision,):
+    for item in asked:
         if isinstance(item, lax.DotAlgorithm | lax.DotAlgorithmPreset):
             return f"the algorithm {item} was asked for"
     return None
@@ -221,24 +215,12 @@ def _reason_as_asked(eqn: Equation) -> str | None:
 HIGHEST = "precision=HIGHEST was asked for"
 
 
-def asks_for_highest(eqn: Equation) -> bool:
-    """Returns whether a matmul has the highest precision, by itself or by default."""
-    precision = eqn.params.get("precision")
-    pair = precision if isinstance(precision, tuple) else (precision,)
-    return any(item == lax.Precision.HIGHEST for item in pair)
-
-
 def highest_is_the_default() -> bool:
     """Returns whether every matmul has the highest precision, also one that asks for none."""
     return default_matmul_precision() in ("highest", "float32")
 
 
-def _is_operand(aval: Any) -> bool:
-    dtype = np.dtype(getattr(aval, "dtype", np.void))
-    return dtype in (F32, *LOW_DTYPES) or dtype.kind in "biu"
-
-
-def _reason_for_f32(eqn: Equation, weights: int) -> str | None:
+def _reason_for_f32(eqn: Equation, facts: Sequence[Origin]) -> str | None:
     """Returns why 16 bits cost a matmul accuracy and gain it no time, if they do.
 
     Without a sum, as in the angles of rotary embeddings, the operands are rounded and no
@@ -248,17 +230,18 @@ def _reason_for_f32(eqn: Equation, weights: int) -> str | None:
     layer that gets one example, or has one output.
     """
     summed, free = matmul_sizes(eqn)
-    if is_at_most_one(summed):
+    # A size that is a symbol counts as larger than 1.
+    if isinstance(summed, int) and summed <= 1:
         return "a product without a sum gains nothing in 16 bits"
-    has_vector = any(map(is_at_most_one, free))
-    if eqn.primitive.name != "dot_general" or not has_vector or weights == 1:
+    has_vector = any([isinstance(size, int) and size <= 1 for size in free])
+    if eqn.primitive.name != "dot_general" or not has_vector:
+        return None
+    sources = [fact.source for fact in facts[:2]]
+    # If no operand is made of parameters, the function may close over its weights.
+    closed_over = [x.leaf is not None and not x.names for x in sources]
+    if (sum([x.is_param for x in sources]) or sum(closed_over)) == 1:
         return None
     return "a product with a vector is a sum, which 16 bits make neither fast nor exact"
-
-
-def is_at_most_one(size: Any) -> bool:
-    """Returns whether a size is 0 or 1; one that is a symbol counts as larger."""
-    return isinstance(size, int) and size <= 1
 
 
 RAGGED = frozenset({"ragged_dot", "ragged_dot_general"})

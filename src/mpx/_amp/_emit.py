@@ -26,10 +26,12 @@ from mpx._amp._facts import (
     changed,
     is_eligible,
     is_low,
+    may_be_param,
     saturate,
     widest,
 )
 from mpx._amp._rules import BROADCASTING, LINEAR, PRIMITIVES, SUMMED, Rule, RuleLike
+from mpx._casting._reduction import weight_grad_dtype
 from mpx._jax._compat import (
     bind,
     eval_equation,
@@ -189,18 +191,24 @@ def _operands_differ(eqn: Equation, values: Values) -> bool:
 
 def low_matmul(amp: Settings, op: Op) -> Values:
     """Runs a matmul in the compute dtype."""
-    weights = {}
+    weights, args = {}, list(op.values)
     for side, value in enumerate(op.values[:2]):
-        dtype = amp.grad_dtype(value, op.facts[side])
-        if dtype != amp.dtype:
-            # Its gradient leaves the backward matmul in f32.
-            weights[side] = value, dtype
-    pairs = zip(op.values[:2], op.facts[:2], strict=True)
-    args = [*(amp.narrow(*pair) for pair in pairs), *op.values[2:]]
+        # Parameters are cast for each matmul: their cotangents add up in f32. An activation
+        # is cast once: its cotangents add up in the matmuls that make them, as in a model
+        # written in 16 bits. Each in an array of its own costs memory traffic and, where
+        # they are sums over devices, an all-reduce each.
+        is_f32, is_param = is_eligible(value), may_be_param(op.facts[side])
+        args[side] = (amp.once if is_f32 and not is_param else cast)(value, amp.dtype)
+        if is_f32 and is_param:
+            dtype = weight_grad_dtype(amp.reduce, value, amp.dtype)
+            if dtype != amp.dtype:
+                # Its gradient leaves the backward matmul in f32.
+                weights[side] = value, dtype
+                args[side] = amp.copies.get(op.eqn.invars[side], args[side])
+    if not weights and op.eqn.primitive.name not in RAGGED:
+        return bind(op.eqn, args, preferred_element_type=amp.dtype)
     if not weights:
         return multiply(op.eqn, args, amp.dtype)
-    for side in weights:
-        args[side] = amp.copies.get(op.eqn.invars[side], args[side])
     return [multiply_for(op.eqn, args, weights, _multiply)]
 
 
@@ -250,15 +258,18 @@ def multiply(eqn: Equation, args: Any, dtype: np.dtype) -> list[Any]:
 _is_captured = make_jit_context(False)
 
 
-@contextlib.contextmanager
-def captured_attention() -> Iterator[None]:
+def captured_attention() -> contextlib.AbstractContextManager[None]:
     """Makes calls of `jax.nn.dot_product_attention` one operation, where that can help.
 
     If JAX lacks a private name that this needs, attention stays as it is written.
     """
-    if private("attention") is None:
-        yield
-        return
+    if _is_captured.value or private("attention") is None:
+        return contextlib.nullcontext()
+    return _capturing()
+
+
+@contextlib.contextmanager
+def _capturing() -> Iterator[None]:
     from mpx._ops._attention import attend, captured
 
     with captured(attend), _is_captured(True):

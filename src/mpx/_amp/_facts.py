@@ -176,6 +176,7 @@ class Settings(Transformation):
         caller: The equation with a line of the user's whose body is visited.
         copies: Low copies of weights that were made outside the running body, by variable.
         in_loop: Whether the body of a scan is visited.
+        is_plain: See `AmpRules`.
         decisions: Where decisions are recorded, `None` to record none.
     """
 
@@ -189,12 +190,13 @@ class Settings(Transformation):
     caller: Equation = None
     copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     in_loop: bool = False
+    is_plain: bool = False
     decisions: list[Decision] | None = None
 
     @property
     def kept_types(self) -> tuple[type, ...]:
         """The types whose calls run as they are written."""
-        return tuple(x for x in self.rules.keep if isinstance(x, type))
+        return tuple([x for x in self.rules.keep if isinstance(x, type)])
 
     def argument_fact(self, name: str, is_param: bool, leaf: Any) -> Origin:
         """Returns what is known of an argument's array."""
@@ -233,7 +235,7 @@ class Settings(Transformation):
     def facts_after(self, op: Op, outs: Sequence[Any]) -> list[Origin]:
         """Returns what is known of the results of an equation that holds no jaxpr."""
         sources = _provenance.follow(op.eqn, [fact.source for fact in op.facts])
-        touched = any(fact.touched for fact in op.facts)
+        touched = any([fact.touched for fact in op.facts])
         literal = op.facts[0].literal if op.facts else None
         if op.eqn.primitive.name == "convert_element_type":
             if op.eqn.invars[0].aval.dtype == np.bool_:
@@ -266,21 +268,10 @@ class Settings(Transformation):
         """
         if getattr(value, "dtype", F32) == F32:
             return cast(value, F32)
-        return self._once(value, F32)
+        return self.once(value, F32)
 
-    def narrow(self, value: Any, fact: Origin) -> Any:
-        """Returns a value in the compute dtype, an activation the same for every matmul.
-
-        Then its cotangents add up in the matmuls that make them, as in a model written in
-        16 bits: each in an array of its own costs memory traffic and, where they are sums
-        over devices, an all-reduce each. Parameters are cast for each matmul: their
-        cotangents add up in f32.
-        """
-        if may_be_param(fact) or getattr(value, "dtype", None) != F32:
-            return cast(value, self.dtype)
-        return self._once(value, self.dtype)
-
-    def _once(self, value: Any, dtype: np.dtype) -> Any:
+    def once(self, value: Any, dtype: np.dtype) -> Any:
+        """Returns a value cast to a dtype, the same array for every equation that asks."""
         made = self.frame.made
         if (id(value), dtype) not in made:
             made[id(value), dtype] = value, cast(value, dtype)
@@ -316,12 +307,10 @@ class Settings(Transformation):
         self, name: str, params: Mapping[str, Any], facts: Sequence[Origin]
     ) -> tuple[RuleLike, str]:
         """Returns the rule of a primitive where no region has one, and why."""
-        if name in MATMULS:
-            for param in sorted(set().union(*(fact.source.names for fact in facts))):
+        if name in MATMULS and (self.rules.keep or self.rules.params):
+            for param in sorted(set().union(*[fact.source.names for fact in facts])):
                 found = self.rules.param_rule(param)
                 if found is not None:
                     return found
-        rule = self.rules.primitive_rule(
-            name, params, compute_is_f16=self.dtype == np.float16
-        )
-        return rule, self.rules.primitive_reason(name)
+        is_f16 = self.dtype == np.float16
+        return self.rules.primitive_rule(name, params, compute_is_f16=is_f16)

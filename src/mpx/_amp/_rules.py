@@ -185,7 +185,7 @@ SUMMED = frozenset(
 LINEAR = frozenset(names("add sub concatenate stack pad select_n dynamic_update_slice"))
 
 
-def rule_for(name: str, params: dict, compute_is_f16: bool) -> Rule:
+def rule_for(name: str, params: Mapping[str, Any], compute_is_f16: bool) -> Rule:
     """Returns the rule of a primitive under the default policy."""
     if name == "integer_pow":
         # x² feeds the statistics of norms and 1/xⁿ has a wide range; x³ is gelu's.
@@ -383,24 +383,17 @@ class AmpRules:
 
     def primitive_rule(
         self, name: str, params: Mapping[str, Any], *, compute_is_f16: bool
-    ) -> RuleLike:
-        """Returns the rule of a primitive."""
+    ) -> tuple[RuleLike, str]:
+        """Returns the rule of a primitive, and the reason."""
         if name in self.primitives:
-            return self.primitives[name]
+            return self.primitives[name], f"policy {self.base}"
         if self.base in ("safe", "fast"):
-            return rule_for(name, dict(params), compute_is_f16)
-        if self.base != "original" and name in MATMULS:
-            return Rule(self.base)
-        return Rule.ORIGINAL
-
-    def primitive_reason(self, name: str) -> str:
-        """Returns why a primitive has the rule that `primitive_rule` returns."""
-        table = self.base in ("safe", "fast")
-        if name in self.primitives or (name in PRIMITIVES and not table):
-            return f"policy {self.base}"
-        if name == "integer_pow" and table:
-            return REASONS["square"]
-        return REASONS.get(name, UNKNOWN)
+            if name == "integer_pow":
+                return rule_for(name, params, compute_is_f16), REASONS["square"]
+            return PRIMITIVES.get(name, Rule.ORIGINAL), REASONS.get(name, UNKNOWN)
+        is_other = self.base != "original" and name in MATMULS
+        reason = f"policy {self.base}" if name in PRIMITIVES else UNKNOWN
+        return Rule(self.base) if is_other else Rule.ORIGINAL, reason
 
 
 FUNCTION_SCOPE = "mpx.function:"

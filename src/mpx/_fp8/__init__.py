@@ -1,7 +1,7 @@
 """FP8: linear layers on 8-bit operands, for unmodified functions."""
 
 from mpx._fp8._check import Fp8Check as Fp8Check
-from mpx._fp8._check import check as check
+from mpx._fp8._check import fp8_check as fp8_check
 from mpx._fp8._recipes import MXFP8 as MXFP8
 from mpx._fp8._recipes import CurrentScaling as CurrentScaling
 from mpx._fp8._recipes import DelayedScaling as DelayedScaling

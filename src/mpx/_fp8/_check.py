@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Check:
-    """The matmuls of a compiled program; made by `mpx.inspect.check`.
+    """The matmuls of a compiled program; made by `mpx.inspect.fp8_check`.
 
     Attributes:
         fp8: How many calls multiply in fp8 units.
@@ -28,7 +28,7 @@ class Fp8Check:
         return f"{self.fp8} fp8 matmuls; others: {', '.join(others) or 'none'}"
 
 
-def check(compiled: Any) -> Fp8Check:
+def fp8_check(compiled: Any) -> Fp8Check:
     """Counts the fp8 matmuls of a compiled program, and the others.
 
     Where hardware, version or shape do not fit, XLA computes in bf16 and says nothing.
@@ -44,14 +44,14 @@ def check(compiled: Any) -> Fp8Check:
     Examples:
         >>> import jax, jax.numpy as jnp
         >>> step = jax.jit(lambda x: x @ x)
-        >>> print(check(step.lower(jnp.ones((16, 16))).compile()))
+        >>> print(fp8_check(step.lower(jnp.ones((16, 16))).compile()))
         0 fp8 matmuls; others: 1 dot f32
     """
     read = getattr(compiled, "as_text", None)
     text = compiled if isinstance(compiled, str) else read and read()
     if not isinstance(text, str):
         raise TypeError(
-            "`check` reads a compiled program, but "
+            "`fp8_check` reads a compiled program, but "
             f"{type(compiled).__name__} was given. Pass "
             "`jax.jit(func).lower(*args).compile()`."
         )

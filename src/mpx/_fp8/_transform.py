@@ -53,7 +53,7 @@ def fp8(
 
     If the parameters and all matmuls with them are f32, the function runs under `amp` in
     bf16 first, as in `fp8(amp(loss))`; write that to choose `amp`'s arguments.
-    `mpx.inspect.report` tells what is changed and `mpx.inspect.check` whether it was
+    `mpx.inspect.report` tells what is changed and `mpx.inspect.fp8_check` whether it was
     compiled to fp8 kernels.
 
     With `DelayedScaling` the returned function takes an `Fp8State` as its first

@@ -129,12 +129,14 @@ class Call:
         arguments, merged = self._cast_arguments(diff, state, keep)
         if merged is not None:
             arguments = _nnx.put_back(arguments, merged.objects)
+        args = [arguments.pop(name) for name in self._names]
+        first = () if scales is None else (scales,)
         with contextlib.ExitStack() as stack:
             if self.policy is not None and keep is not None:
                 dtype = self.policy.resolved_compute_dtype()
                 stack.enter_context(keep.running())
                 stack.enter_context(arguments_cast_to(dtype))
-            out = self._apply(self._func, arguments, scales)
+            out = self._func(*first, *args, **arguments)
         if keep is not None:
             keep.check(original(self._func))
         changed, rest = ({}, None) if merged is None else _nnx.state_after(merged)
@@ -148,13 +150,6 @@ class Call:
         if states and _holds_states(out, states):
             states = list(map(cast_like, _equinox_states(out), states))
         return out, State(states, rest, {**state.arrays, **new, **changed})
-
-    def _apply(
-        self, func: Callable[..., Any], arguments: dict[str, PyTree], scales: PyTree
-    ) -> PyTree:
-        args = [arguments.pop(name) for name in self._names]
-        first = () if scales is None else (scales,)
-        return func(*first, *args, **arguments)
 
     def successors(self, out: PyTree) -> dict[str, str]:
         """Returns, by name, which arrays of a result replace which in `state.arrays`."""

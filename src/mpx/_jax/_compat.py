@@ -49,13 +49,6 @@ def _is_linearized(x: object) -> bool:
     return isinstance(x, tracer_type("grad"))
 
 
-def is_differentiated(x: Any) -> bool:
-    """Returns whether a derivative with respect to `x` is taken, where no `jit` hides it."""
-    while is_batched(x):
-        x = getattr(x, "val", None)
-    return _is_linearized(x) or isinstance(x, tracer_type("jvp"))
-
-
 def nothing_is_traced() -> bool:
     """Returns whether no JAX transformation is running; `False` if JAX cannot tell."""
     names = private("trace_state")
@@ -73,12 +66,10 @@ def unpacking_targets() -> int | None:
     return count if operation == dis.opmap["UNPACK_SEQUENCE"] else None
 
 
+# A process-wide setting with a default that is part of the cache key of `jax.jit`.
+make_jit_context = jax.make_user_context
+
 # --- Values that vary between devices -------------------------------------------------
-
-
-def make_jit_context(default: Any) -> Any:
-    """Returns a process-wide setting that is part of the cache key of `jax.jit`."""
-    return jax.make_user_context(default)
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
@@ -277,7 +268,8 @@ def convert_dtype(x: Any, dtype: Any) -> Any:
     """Casts an array by `lax.convert_element_type`, if it has another dtype."""
     if x.dtype == dtype:
         return x
-    return (_convert if _is_linearized(x) else lax.convert_element_type)(x, dtype)
+    is_linearized = isinstance(x, tracer_type("grad"))
+    return (_convert if is_linearized else lax.convert_element_type)(x, dtype)
 
 
 # From JAX 0.11 on `True` leaves the call in the jaxpr.
@@ -293,7 +285,8 @@ def _traced_once(
     Under `jax.grad`, JAX linearizes each primitive anew, in 0.3 to 0.8 ms, but a jitted
     function, as `jnp.add` is one, only once for the same types. It is inlined.
     """
-    if not any(map(_is_linearized, args)) or "branches" in params:
+    kind = tracer_type("grad")
+    if not any([isinstance(x, kind) for x in args]) or "branches" in params:
         return None
     if any(callable(value) or is_jaxpr(value) for value in params.values()):
         return None  # it would be kept alive
@@ -335,7 +328,7 @@ def ambient_scopes() -> tuple[str, ...]:
 
 
 def _scopes(stack: Any) -> tuple[str, ...]:
-    return tuple(item.name for item in stack.stack if type(item).__name__ == "Scope")
+    return tuple([x.name for x in stack.stack if type(x).__name__ == "Scope"])
 
 
 def is_transposed(eqn: Any) -> bool:

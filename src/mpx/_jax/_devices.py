@@ -1,12 +1,10 @@
 """The compute capability of the GPU that programs run on, and the rates of an H200."""
 
 import contextlib
-from typing import Any
 
 import jax
 
 from mpx._jax._compat import make_jit_context
-from mpx._jax._version import version_tuple
 
 H200 = {"f32": 337e12, "bf16": 667e12, "f16": 667e12, "fp8": 1220e12, "memory": 4.02e12}
 """Operations per second of large matmuls and bytes per second of large element-wise kernels.
@@ -15,31 +13,6 @@ Measured on an H200 by `benchmarks/scale.py --check`; f32 is TF32. Decisions dep
 ratios, which are similar on all GPUs that have the units.
 """
 
-# Part of the cache key of `jax.jit`: which kernels a program has depends on it.
-_assumed = make_jit_context(None)
-
-
-def assumed_gpu(
-    capability: tuple[int, int] | None,
-) -> contextlib.AbstractContextManager[Any]:
-    """Traces the code inside for a GPU of this kind; `None` for that which is there."""
-    return _assumed(capability)
-
-
-def cuda_capability() -> tuple[int, ...] | None:
-    """Returns the compute capability of the default device, if it is a CUDA GPU."""
-    if _assumed.value is not None:
-        return _assumed.value
-    chosen = getattr(jax.config, "jax_default_device", None)
-    platform = getattr(chosen, "platform", chosen)
-    if platform not in (None, "gpu", "cuda") or jax.default_backend() != "gpu":
-        return None
-    device = jax.local_devices()[0]
-    if "cuda" not in device.client.platform_version.lower():
-        return None
-    return version_tuple(device.compute_capability)
-
-
 _CAPABILITIES = {
     **dict.fromkeys(("A100", "A100-SXM4-80GB"), (8, 0)),
     **dict.fromkeys(("L4", "L40", "L40S"), (8, 9)),
@@ -47,24 +20,50 @@ _CAPABILITIES = {
     **dict.fromkeys(("B200", "GB200"), (10, 0)),
 }
 
+# Part of the cache key of `jax.jit`: which kernels a program has depends on it.
+_assumed = make_jit_context(None)
 
-def gpu_capability() -> tuple[int, int] | str | None:
-    """Returns the compute capability of the default device.
 
-    It is `(9, 0)` for an H200, and the name of the architecture on GPUs of other makers.
-    Where the default device is no GPU, it is that of the mesh in use, if that describes
-    GPUs to compile for, and else `None`.
-    """
-    if _assumed.value is not None:
-        return _assumed.value
+def assumed_gpu(
+    capability: tuple[int, int] | None,
+) -> contextlib.AbstractContextManager[object]:
+    """Traces the code inside for a GPU of this kind; `None` for that which is there."""
+    return _assumed(capability)
+
+
+def _local_gpu() -> tuple[int, int] | str | None:
+    """Returns the capability of the first local GPU, or the name of another maker's."""
     if jax.default_backend() not in ("gpu", "cuda", "rocm"):
-        device = jax.sharding.get_abstract_mesh().abstract_device
-        kind = "" if device is None else device.device_kind
-        return next(
-            (_CAPABILITIES[x] for x in kind.split() if x in _CAPABILITIES), None
-        )
+        return None
     found = str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
     major, _, minor = found.partition(".")
     if not (major.isdigit() and minor[:1].isdigit()):
         return found
     return int(major), int(minor[:1])
+
+
+def cuda_capability() -> tuple[int, int] | None:
+    """Returns the compute capability of the default device, if it is a CUDA GPU."""
+    if _assumed.value is not None:
+        return _assumed.value
+    chosen = getattr(jax.config, "jax_default_device", None)
+    if getattr(chosen, "platform", chosen) not in (None, "gpu", "cuda"):
+        return None
+    found = _local_gpu()
+    return found if isinstance(found, tuple) else None
+
+
+def gpu_capability() -> tuple[int, int] | str | None:
+    """Returns the compute capability of the GPU to compile for.
+
+    It is `(9, 0)` for an H200, and the name of the architecture on GPUs of other makers.
+    Where there is no GPU, it is that of the mesh in use, if that describes GPUs, and else
+    `None`.
+    """
+    if _assumed.value is not None:
+        return _assumed.value
+    if (found := _local_gpu()) is not None:
+        return found
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = "" if device is None else device.device_kind
+    return next((_CAPABILITIES[x] for x in kind.split() if x in _CAPABILITIES), None)

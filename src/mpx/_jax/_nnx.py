@@ -47,11 +47,7 @@ def is_variable_of_state(kind: type) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Leaf that stands for an NNX object which was taken out of a pytree.
-
-    Attributes:
-        name: The object's name: `model`, or `models/encoder` inside a container.
-    """
+    """Leaf that stands for an NNX object with this name, taken out of a pytree."""
 
     name: LeafName
 
@@ -189,19 +185,12 @@ def without_variables(tree: PyTree) -> PyTree:
 
 
 class Objects(NamedTuple):
-    """NNX objects taken apart.
-
-    Attributes:
-        names: Their names.
-        graphdef: Their static structure, sharing between objects included.
-        params: The differentiated parameters: one NNX `State` per object.
-        rest: Everything else: BatchNorm statistics, dropout counters, frozen weights.
-    """
+    """NNX objects, split."""
 
     names: tuple[LeafName, ...]
-    graphdef: Any
-    params: dict[LeafName, PyTree]
-    rest: PyTree
+    graphdef: Any  # the static structure, sharing between objects included
+    params: dict[LeafName, PyTree]  # the differentiated ones: a `State` per object
+    rest: PyTree  # BatchNorm statistics, dropout counters, frozen weights
 
 
 def split(
@@ -244,17 +233,11 @@ def _check_sharing(
 
 
 class Merged(NamedTuple):
-    """NNX objects for one call.
+    """NNX objects for one call."""
 
-    Attributes:
-        objects: Fresh objects by their names, parameters cast.
-        source: What they were made from.
-        found: Their parameters and the rest of their state, as the call finds them.
-    """
-
-    objects: dict[LeafName, Any]
-    source: Objects
-    found: tuple[dict[LeafName, PyTree], PyTree]
+    objects: dict[LeafName, Any]  # fresh ones by their names, parameters cast
+    source: Objects  # what they were made from
+    found: tuple[dict[LeafName, PyTree], PyTree]  # their state, as the call finds it
 
 
 def merge(

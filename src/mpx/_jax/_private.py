@@ -10,7 +10,7 @@ import functools
 import pkgutil
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -21,11 +21,9 @@ from mpx._jax._warn import warn
 
 
 class Feature(NamedTuple):
-    """A part of mpx that needs private names.
+    """A part of mpx that needs private names, by module.
 
-    Attributes:
-        lost: What happens without it, for the warning; empty if nothing is lost.
-        modules: The names that it needs, by module.
+    `lost` is what happens without them, for the warning; empty if nothing is lost.
     """
 
     lost: str
@@ -38,6 +36,13 @@ class Feature(NamedTuple):
             yield from (f"{module}:{name}" for name in names.split())
 
 
+# What a primitive of our own needs: derivatives, batching, lowering.
+_RULES = {
+    "jax.interpreters.ad": "Zero instantiate_zeros is_undefined_primal primitive_jvps "
+    "primitive_transposes",
+    "jax.interpreters.batching": "primitive_batchers",
+    "jax.interpreters.mlir": "lower_fun register_lowering",
+}
 FEATURES = {
     "eval_jaxpr": Feature("", {"jax.core": "eval_jaxpr"}),
     "jaxpr_as_fun": Feature("", {"jax.extend.core": "jaxpr_as_fun"}),
@@ -69,9 +74,7 @@ FEATURES = {
             "jax._src.nn": "functions functions._dot_product_attention_xla "
             "functions.cudnn_dot_product_attention",
             "jax._src.dispatch": "prim_requires_devices_during_lowering",
-            "jax.interpreters.ad": "Zero primitive_jvps primitive_transposes",
-            "jax.interpreters.batching": "primitive_batchers",
-            "jax.interpreters.mlir": "lower_fun register_lowering",
+            **_RULES,
         },
     ),
     "cudnn_checks": Feature(
@@ -116,12 +119,7 @@ FEATURES = {
     ),
     "matmul_grads": Feature(
         "gradients under automatic sharding are summed over devices in the compute dtype",
-        {
-            "jax.interpreters.ad": "is_undefined_primal Zero primitive_jvps "
-            "primitive_transposes",
-            "jax.interpreters.batching": "primitive_batchers",
-            "jax.interpreters.mlir": "lower_fun register_lowering",
-        },
+        _RULES,
     ),
     "grouped": Feature(
         "ragged matmuls compute every group for every row instead of in a grouped kernel",
@@ -130,20 +128,12 @@ FEATURES = {
             "jax.experimental.pallas.mosaic_gpu": "ACC BlockSpec CompilerParams Layout "
             "LoweringSemantics SMEM commit_smem copy_smem_to_gmem emit_pipeline kernel "
             "layout_cast nd_loop planar_snake wait_smem_to_gmem wgmma",
-            "jax.interpreters.ad": "Zero is_undefined_primal primitive_jvps "
-            "primitive_transposes",
-            "jax.interpreters.batching": "primitive_batchers",
-            "jax.interpreters.mlir": "lower_fun register_lowering",
+            **_RULES,
         },
     ),
     "cross_entropy": Feature(
         "JAX differentiates `mpx.linear_cross_entropy`, which takes twice as long",
-        {
-            "jax.interpreters.ad": "Zero instantiate_zeros primitive_jvps "
-            "primitive_transposes",
-            "jax.interpreters.batching": "primitive_batchers",
-            "jax.interpreters.mlir": "lower_fun register_lowering",
-        },
+        _RULES,
     ),
     "exchange": Feature(
         "`python -m mpx doctor --cluster` cannot compare processes",
@@ -216,12 +206,7 @@ def tracer_type(transform: str) -> type:
         seen.append(type(x))
         return x
 
-    calls: dict[str, Callable[[jax.Array], Any]] = {
-        "jit": see,
-        "jvp": lambda x: jax.jvp(see, (x,), (x,))[0],
-        "grad": lambda x: jax.vjp(see, x)[0],
-        "vmap": jax.vmap(see),
-    }
+    calls = {"jit": see, "grad": lambda x: jax.vjp(see, x)[0], "vmap": jax.vmap(see)}
     jax.eval_shape(calls[transform], _ARGUMENT)
     return seen[0]
 
@@ -245,21 +230,19 @@ def assumed_cudnn(version: int) -> Iterator[None]:
 
     It holds for all threads.
     """
+    from unittest import mock
+
     names = private("cudnn_checks")
     if names is None:
         yield
         return
     module = sys.modules[names.check_cudnn_version.__module__]
-    before = names.check_cudnn_version, names.check_compute_capability
-    setattr(module, "check_cudnn_version", lambda: version)  # noqa: B010
-    setattr(module, "check_compute_capability", lambda *_: True)  # noqa: B010
-    try:
+    with mock.patch.multiple(
+        module,
+        check_cudnn_version=lambda: version,
+        check_compute_capability=lambda *_: True,
+    ):
         yield
-    finally:
-        for name, check in zip(
-            ("check_cudnn_version", "check_compute_capability"), before, strict=True
-        ):
-            setattr(module, name, check)
 
 
 def refused(message: str, tree: Any) -> Any:

@@ -51,14 +51,10 @@ def check_processes(expected: int) -> None:
             "once per process (under Slurm with `srun`)."
         )
     raise RuntimeError(
-        f"Expected {_count(expected, 'process', 'processes')}, but JAX runs in "
-        f"{_count(found, 'process', 'processes')} with "
-        f"{_count(jax.device_count(), 'device', 'devices')}. {why}"
+        f"Expected {expected} process{'es' * (expected != 1)}, but JAX runs in {found} "
+        f"process{'es' * (found != 1)} with {(count := jax.device_count())} "
+        f"device{'s' * (count != 1)}. {why}"
     )
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 # --- Exchange -------------------------------------------------------------------------

@@ -24,7 +24,11 @@ from mpx._jax._private import private
 def zeros_alike(
     like: Any, dtype: Any, *, group: int | None = None, planes: int | None = None
 ) -> Any:
-    """Returns zeros that are sharded like an array."""
+    """Returns zeros that are sharded like an array, a tracer or a `ShapeDtypeStruct`.
+
+    With `group`, that many elements of the last axis share one zero; if shards end within
+    a group, that axis is not sharded. `planes` is the size of a new first axis.
+    """
     shape = tuple(like.shape)
     sharding = getattr(like, "sharding", None)
     if group is not None:

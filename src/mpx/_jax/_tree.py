@@ -122,16 +122,15 @@ def flatten_with_names(
 def types_around(structure: Any) -> list[tuple[type, ...]]:
     """Returns, for each leaf of a tree structure, the types of the nodes around it."""
     found: list[tuple[type, ...]] = []
-
-    def visit(node: Any, types: tuple[type, ...]) -> None:
+    waiting: list[tuple[Any, tuple[type, ...]]] = [(structure, ())]
+    while waiting:
+        node, types = waiting.pop()
         data = node.node_data()
         if data is None:
             found.extend([types] * node.num_leaves)
-            return
-        for child in node.children():
-            visit(child, (*types, data[0]))
-
-    visit(structure, ())
+        else:
+            inner = (*types, data[0])
+            waiting.extend([(child, inner) for child in reversed(node.children())])
     return found
 
 

@@ -26,8 +26,9 @@ from mpx._jax._compat import (
     scopes_of,
     source_frames,
 )
+from mpx._jax._frameworks import Named
 from mpx._jax._tree import LeafName
-from mpx._program._queries import Equation, Position, readers, walk
+from mpx._program._queries import Equation, Position, leaves, readers, walk
 
 Jaxpr = Any
 """A jaxpr, open or closed."""
@@ -88,11 +89,17 @@ class Frame:
     a replacement runs has no turn.
     """
 
-    def __init__(self, jaxpr: Jaxpr = None, plan: Plan | None = None) -> None:
-        self.jaxpr, self.plan = jaxpr, plan
+    def __init__(self, jaxpr: Jaxpr = None) -> None:
+        self.jaxpr = jaxpr
+        self.plan: Plan | None = None
         self.eqn: Equation = None
         self.env: dict[Any, tuple[Any, Any]] = {}
         self.made: dict[Any, tuple[Any, Any]] = {}
+
+    @functools.cached_property
+    def primitives(self) -> frozenset[str]:
+        """The names of the primitives in the jaxpr and in what it calls."""
+        return frozenset([eqn.primitive.name for eqn in leaves(self.jaxpr.eqns)])
 
     @functools.cached_property
     def readers(self) -> dict[Any, list[tuple[Equation, int]]]:
@@ -221,10 +228,10 @@ class Visitor:
         scopes: Scopes,
     ) -> Outcome:
         """Evaluates a jaxpr; returns its results and what is known of them."""
-        plan = self.plan(jaxpr, consts, facts, scopes)
-        replaced, dead = ({}, ()) if plan is None else plan
-        outer, self.frame = self.frame, Frame(jaxpr, plan)
+        outer, self.frame = self.frame, Frame(jaxpr)
         try:
+            plan = self.frame.plan = self.plan(jaxpr, consts, facts, scopes)
+            replaced, dead = ({}, ()) if plan is None else plan
             env = self.frame.env
             for var, const in zip(jaxpr.constvars, consts, strict=True):
                 env[var] = const, self.constant_fact(const)
@@ -236,7 +243,12 @@ class Visitor:
                     continue
                 other = replaced.get(index)
                 atoms = eqn.invars if other is None else other.atoms
-                pairs = [self.read(atom) for atom in atoms]
+                pairs = [
+                    (atom.val, self.literal_fact(atom))
+                    if isinstance(atom, Literal)
+                    else env[atom]
+                    for atom in atoms
+                ]
                 with equation_context(eqn):
                     values, known = [x for x, _ in pairs], [x for _, x in pairs]
                     op = Op(eqn, values, known, scopes + scopes_of(eqn))
@@ -357,7 +369,7 @@ def types_of(values: Sequence[Any]) -> list[Aval]:
 
 def dtypes_of(avals: Sequence[Aval]) -> Dtypes:
     """Returns dtypes; `None` for what has none, such as a reference."""
-    return tuple(getattr(aval, "dtype", None) for aval in avals)
+    return tuple([getattr(aval, "dtype", None) for aval in avals])
 
 
 def with_dtype(aval: Aval, dtype: np.dtype | None) -> Aval:
@@ -365,10 +377,6 @@ def with_dtype(aval: Aval, dtype: np.dtype | None) -> Aval:
     if dtype is None or aval.dtype == dtype:
         return aval
     return aval.update(dtype=dtype, weak_type=False)
-
-
-Named = tuple[LeafName, bool]
-"""The name of an argument's array, and whether it is a parameter."""
 
 
 class Traced(NamedTuple):

@@ -292,20 +292,14 @@ def matmul_sizes(eqn: Equation) -> tuple[int, tuple[int, int]]:
     if eqn.primitive.name == GROUPED:
         summed, free = shapes[0] if eqn.params["kind"] == "sums" else shapes[0][::-1]
         return summed, (free, eqn.outvars[0].aval.shape[-1])
-    summed, batch = _axes(eqn)
-    first, second = (
-        math.prod(size for i, size in enumerate(shape) if i not in (*axes, *same))
-        for shape, axes, same in zip(shapes, summed, batch, strict=True)
-    )
-    return math.prod(shapes[0][axis] for axis in summed[0]), (first, second)
-
-
-def _axes(eqn: Equation) -> Any:
-    """Returns the summed and the batch axes of a matmul, for both operands each."""
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
-    if ragged is not None:
-        return ragged.dot_dimension_numbers
-    return eqn.params["dimension_numbers"]
+    numbers = eqn.params["dimension_numbers"] if ragged is None else ragged
+    summed, batch = getattr(numbers, "dot_dimension_numbers", numbers)
+    first, second = [
+        math.prod([size for i, size in enumerate(shape) if i not in (*axes, *same)])
+        for shape, axes, same in zip(shapes, summed, batch, strict=True)
+    ]
+    return math.prod([shapes[0][axis] for axis in summed[0]]), (first, second)
 
 
 def flops(eqn: Equation) -> int:
@@ -333,8 +327,9 @@ def flops(eqn: Equation) -> int:
     count = 2 * math.prod(eqn.outvars[0].aval.shape) * matmul_sizes(eqn)[0]
     if name == "ragged_dot_general":
         # Each row belongs to one group; a sum over rows has a result for each group.
-        rows = eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
-        if {*rows} & {*_axes(eqn)[0][0]}:
+        ragged = eqn.params["ragged_dot_dimension_numbers"]
+        summed = ragged.dot_dimension_numbers[0][0]
+        if {*ragged.lhs_ragged_dimensions} & {*summed}:
             return count // eqn.invars[2].aval.shape[-1]
     return count
 

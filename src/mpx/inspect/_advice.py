@@ -1,18 +1,24 @@
-"""`advise`: which precision for which part of a function."""
+"""`advise`: which precision for which part of a function, predicted or measured."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpx._jax._progress import progress
-from mpx.inspect._judged import Judged, judge, steps
-from mpx.inspect._predictions import Range
-from mpx.inspect._proposals import LIMITS, MOST_VANISHING, Proposal, propose
-from mpx.inspect._result import Result, Table, percent
-from mpx.inspect._rounding import EIGHTS, HALVES
+from mpx.inspect._measured import Bench, choose, measure_frontier
+from mpx.inspect._predictions import DOUBT, EIGHTS, HALVES, Range, count_steps
+from mpx.inspect._result import Result, Table, amount, percent
+from mpx.inspect._search import (
+    LIMITS,
+    MOST_VANISHING,
+    Candidate,
+    Judged,
+    PrecisionPolicy,
+    judge,
+    propose,
+)
 
-DOUBT = 0.1
-"""The share of a prediction from sums that cancel above which it is doubtful."""
+_MEASURED_LIMIT = 0.02
 _SHOWN = 30
 
 
@@ -64,32 +70,41 @@ class GroupAdvice:
 
 @dataclasses.dataclass(frozen=True)
 class Advice(Result):
-    """Predictions for a function, made by `advise`.
+    """Predictions for a function, and measurements of policies, made by `advise`.
 
     Attributes:
         groups: The groups of operations that `amp` runs in 16 bits, worst first.
-        proposals: A policy for each of bf16, f16 and fp8 that was asked for.
+        proposals: By bf16, f16 and fp8, as asked for: the policy with the shortest
+            keep-list that is predicted to be good enough.
+        candidates: The policies on the frontier of predicted error and time, and the
+            default of `amp`; fastest first. Empty without `measure`.
+        policy: The fastest measured policy that is good enough; `None` without `measure`.
+        repaired: The groups whose predictions were replaced by measurements.
         loss_scale: The loss scale that was assumed for f16.
         opaque: Operations that were run as written, and whose inside is not judged.
-        steps: At most so many operations are steps, such as those of relu; 0 if none is.
+        steps: Upper bound on the number of step functions (such as ReLU).
+        remark: The result of the measurements in one sentence.
     """
 
     groups: tuple[GroupAdvice, ...]
-    proposals: tuple[Proposal, ...]
+    proposals: Mapping[str, Candidate]
+    candidates: tuple[Candidate, ...]
+    policy: PrecisionPolicy | None
+    repaired: tuple[str, ...]
     loss_scale: float
     opaque: tuple[str, ...]
     steps: int
+    remark: str
 
-    def proposal(self, name: str) -> Proposal:
+    def proposal(self, name: str) -> Candidate:
         """Returns the proposal for bf16, f16 or fp8."""
-        for found in self.proposals:
-            if found.name == name:
-                return found
-        known = ", ".join(x.name for x in self.proposals)
-        raise ValueError(f"There is a proposal for {known}, but not for {name!r}.")
+        if name not in self.proposals:
+            known = ", ".join(self.proposals)
+            raise ValueError(f"There is a proposal for {known}, but not for {name!r}.")
+        return self.proposals[name]
 
     def tables(self) -> Sequence[Table]:
-        """Returns the groups, the proposals and the remarks."""
+        """Returns the groups, then the measured policies or else the proposals."""
         formats = list(self.groups[0].errors) if self.groups else []
         total = sum(x.flops for x in self.groups) or 1
         rows = [
@@ -103,37 +118,63 @@ class Advice(Result):
         ]
         title = "Predicted gradient error if one group alone is rounded"
         right = frozenset(range(1, 2 + len(formats)))
-        head = ("group", "flops", *formats, "")
-        tables = [Table(head, rows, title, right)]
+        tables = [Table(("group", "flops", *formats, ""), rows, title, right)]
+        texts = []
         if len(self.groups) > _SHOWN:
             rest = len(self.groups) - _SHOWN
-            tables.append(Table.text(f"{rest} more groups have smaller errors."))
-        tables += [_described(x) for x in self.proposals]
+            texts.append(f"{rest} more groups have smaller errors.")
         if self.opaque:
-            names = ", ".join(self.opaque)
-            tables.append(Table.text(f"Not looked into: {names}."))
-        if self.steps:
-            tables.append(
-                Table.text(
-                    "The function has steps, such as those of relu: rounding "
-                    "before them flips signs, which no derivative predicts. Errors before "
-                    "them are larger than shown; `mpx.inspect.tune` measures."
+            texts.append(f"Not looked into: {', '.join(self.opaque)}.")
+        if self.repaired:
+            names = ", ".join(self.repaired)
+            texts.append(f"Predictions replaced by measurements: {names}.")
+        if self.policy is None:
+            tables += [_described(*item) for item in self.proposals.items()]
+            if self.steps:
+                texts.append(
+                    "The function has steps, such as those of relu: rounding before them "
+                    "flips signs, which no derivative predicts. Errors before them are "
+                    "larger than shown; `measure=True` measures."
                 )
-            )
-        return tables
+        else:
+            tables.append(_measured(self.candidates))
+            texts.append(f"{self.remark}\n{self.policy}")
+        return [*tables, *map(Table.text, texts)]
 
 
 def _error(value: float) -> str:
     return "–" if value == 0 else f"{value:.1e}"
 
 
-def _described(proposal: Proposal) -> Table:
-    lines = [str(proposal.policy), f"predicted gradient error {_error(proposal.error)}"]
+def _described(name: str, proposal: Candidate) -> Table:
+    error = f"predicted gradient error {_error(proposal.predicted_error)}"
     if proposal.kept:
-        lines[1] += f", instead of {_error(proposal.default)} without keep"
-    if proposal.remark:
-        lines.append(proposal.remark)
-    return Table.text("\n".join(lines), f"{proposal.name}:")
+        error += f", instead of {_error(proposal.default)} without keep"
+    remark = [proposal.remark] if proposal.remark else []
+    return Table.text("\n".join([str(proposal.policy), error, *remark]), f"{name}:")
+
+
+def _measured(candidates: Sequence[Candidate]) -> Table:
+    def timed(x: Candidate) -> str:
+        if x.time is None:
+            return "–"
+        return f"{1e3 * x.time:.3g} ± {1e3 * (x.spread or 0.0) / 2:.1g} ms"
+
+    rows = [
+        (
+            str(x.policy),
+            f"{x.predicted_error:.1e}",
+            f"{x.error:.1e}",
+            f"{1e3 * x.predicted_time:.3g} ms",
+            timed(x),
+            "–" if x.memory is None else amount(x.memory, "B"),
+        )
+        for x in candidates
+        if x.error is not None
+    ]
+    head = ("policy", "predicted", "measured", "cost table", "time", "memory")
+    title = "Error of the gradient, and time"
+    return Table(head, rows, title, frozenset(range(1, 6)))
 
 
 # --- advise ---------------------------------------------------------------------------
@@ -146,6 +187,7 @@ def advise(
     formats: Sequence[str] = ("bf16", "f16", "e4m3", "e5m2"),
     batches: Sequence[Any] = (),
     max_grad_error: float | None = None,
+    measure: bool = False,
     **kwargs: Any,
 ) -> Advice:
     """Predicts what each part of a function would do to the gradient in each format.
@@ -161,8 +203,19 @@ def advise(
 
     Rounding is predicted to first order. That fails where rounding errors are no longer
     small, as in a difference of nearly equal numbers: such predictions are marked. It also
-    fails at steps: rounding before a relu flips signs. `mpx.inspect.tune` measures what it
-    proposes. Neither says anything about the accuracy after training.
+    fails at steps: rounding before a relu flips signs.
+
+    `measure=True` finds the fastest policy whose gradient is close enough to that in f32.
+    From the predictions and the cost of each group of operations it computes the frontier of
+    gradient error against time, over bf16 and f16 with keep-lists, and fp8 with keep-lists
+    of its own. The fastest policies of the frontier are measured: their gradient is compared
+    with that in f32. If a prediction is off by more than a factor of 2, those of the worst
+    groups are replaced by measurements, and the frontier is computed again. If none of the
+    measured policies is good enough, the others are measured, too. On a GPU the measured
+    policies are timed in turn; `amp`'s default wins ties, unless another one needs less
+    memory. Elsewhere they are ranked by a table of the rates of an H200.
+
+    A small gradient error on one batch promises nothing about the accuracy after training.
 
     Args:
         func: The loss function in f32, without `amp` or `fp8`. Its first result is the
@@ -172,8 +225,9 @@ def advise(
         batches: Further batches to average over: for each, the arguments after the first, as
             a tuple, or the argument itself if there is one. If the function itself holds the
             parameters, as a module does, a batch has all arguments.
-        max_grad_error: The largest predicted gradient error of the proposed policies,
-            relative to the gradient. By default 0.05 for 16 bits and 0.25 for fp8.
+        max_grad_error: The largest gradient error of the proposed policies, relative to the
+            gradient. By default 0.05 for 16 bits and 0.25 for fp8, and 0.02 if measured.
+        measure: Whether to measure policies and to choose the fastest.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -182,39 +236,58 @@ def advise(
     Raises:
         TypeError: If the function is under `amp` or `fp8`, returns no scalar loss first, or
             gets shapes instead of numbers.
-        ValueError: If a format is unknown.
+        ValueError: If a format is unknown or `max_grad_error` is not positive.
 
     Examples:
         >>> import jax, jax.numpy as jnp
         >>> def loss(params, x):
         ...     return jnp.mean(jnp.tanh(x @ params["a"]) @ params["b"])
         >>> params = {"a": jnp.full((8, 16), 0.1), "b": jnp.full((16, 4), 0.3)}
-        >>> found = advise(loss, params, jnp.linspace(0, 1, 32).reshape(4, 8))
-        >>> print(found.proposal("bf16").policy)
+        >>> x = jnp.linspace(0, 1, 32).reshape(4, 8)
+        >>> print(advise(loss, params, x).proposal("bf16").policy)
+        mpx.amp(loss, "bf16")
+        >>> print(advise(loss, params, x, formats=["bf16"], measure=True).policy)
         mpx.amp(loss, "bf16")
     """
-    formats = check_formats(formats, (*HALVES, *EIGHTS))
-    with progress(steps(batches), "advise") as tell:
+    formats = _check_formats(formats)
+    if max_grad_error is not None and not max_grad_error > 0:
+        raise ValueError(
+            "`max_grad_error` must be a positive number such as 0.02, but it is "
+            f"{max_grad_error}."
+        )
+    wanted = [x for x in HALVES if x in formats]
+    halves, with_fp8 = wanted or ["bf16"], any(x in formats for x in EIGHTS)
+    steps = 4 + 2 * (1 + len(batches)) + 2 * measure
+    with progress(steps, "advise") as tell:
         known = judge(func, args, kwargs, batches, tell)
-    names = [*(x for x in HALVES if x in formats)]
-    if any(x in formats for x in EIGHTS):
-        names.append("fp8")
-    proposals = [
-        propose(known, name, LIMITS[name] if max_grad_error is None else max_grad_error)
-        for name in names
-    ]
+        candidates, policy, repaired, remark = [], None, set[str](), ""
+        if measure:
+            limit = max_grad_error or _MEASURED_LIMIT
+            bench = Bench(func, args, kwargs, known.predicted.scale)
+            candidates, repaired = measure_frontier(
+                known, bench, halves, limit, with_fp8=with_fp8, tell=tell
+            )
+            policy, remark = choose(candidates, halves[0], limit, bench.has_gpu)
     return Advice(
         groups=_rows(known, formats),
-        proposals=tuple(proposals),
+        proposals={
+            name: propose(known, name, max_grad_error or LIMITS[name])
+            for name in (*wanted, *(["fp8"] if with_fp8 else []))
+        },
+        candidates=tuple(candidates),
+        policy=policy,
+        repaired=tuple(sorted(repaired)),
         loss_scale=known.predicted.scale,
         opaque=tuple(sorted(known.study.found.opaque)),
-        steps=known.study.steps,
+        steps=count_steps(known.study.program.jaxpr),
+        remark=remark,
     )
 
 
-def check_formats(formats: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    """Returns the formats; raises if one is unknown."""
-    chosen = (formats,) if isinstance(formats, str) else tuple(formats)
+def _check_formats(formats: Sequence[str]) -> tuple[str, ...]:
+    known, chosen = (*HALVES, *EIGHTS), formats
+    if isinstance(formats, str):
+        chosen = (formats,)
     for name in chosen:
         if name not in known:
             raise ValueError(
@@ -225,32 +298,26 @@ def check_formats(formats: Sequence[str], known: Sequence[str]) -> tuple[str, ..
 
 def _rows(known: Judged, formats: tuple[str, ...]) -> tuple[GroupAdvice, ...]:
     """Returns one row for each label: what one selector selects together."""
+    predicted, rows = known.predicted, []
     labels: dict[str, list[int]] = {}
     for i in sorted(known.active):
         labels.setdefault(known.groups[i].label, []).append(i)
-    rows = [_row(known, label, members, formats) for label, members in labels.items()]
+    for label, members in labels.items():
+        largest = max(members, key=lambda i: predicted.error("bf16", [i]))
+        selector = known.groups[members[0]].selector
+        doubts = [name for name in formats if name in HALVES]
+        row = GroupAdvice(
+            label=label,
+            selector=selector.pattern,
+            kind=selector.kind,
+            flops=sum(known.work[i].flops for i in members),
+            errors={name: predicted.error(name, members) for name in formats},
+            doubt={x: predicted.share_of_doubt(x, largest) for x in doubts},
+            forward=predicted.ranges.get((largest, False)),
+            backward=predicted.ranges.get((largest, True)),
+            overflows=any(map(predicted.overflows, members)),
+            vanishing=max(map(predicted.vanishing, members)),
+        )
+        rows.append(row)
     first = formats[0] if formats else "bf16"
-    rows.sort(key=lambda row: -row.errors[first])
-    return tuple(rows)
-
-
-def _row(
-    known: Judged, label: str, members: list[int], formats: tuple[str, ...]
-) -> GroupAdvice:
-    predicted = known.predicted
-    errors = {name: predicted.error(name, members) for name in formats}
-    halves = [name for name in formats if name in HALVES]
-    largest = max(members, key=lambda i: predicted.error("bf16", [i]))
-    selector = known.groups[members[0]].selector
-    return GroupAdvice(
-        label=label,
-        selector=selector.pattern,
-        kind=selector.kind,
-        flops=sum(known.work[i].flops for i in members),
-        errors=errors,
-        doubt={x: predicted.share_of_doubt(x, largest) for x in halves},
-        forward=predicted.ranges.get((largest, False)),
-        backward=predicted.ranges.get((largest, True)),
-        overflows=any(map(predicted.overflows, members)),
-        vanishing=max(map(predicted.vanishing, members)),
-    )
+    return tuple(sorted(rows, key=lambda row: -row.errors[first]))

@@ -1,167 +1,355 @@
 """Which equations of a recorded run are at fault.
 
-A number that is not finite is traced to where it is born. A finite result is wrong if it
-is further from the shadow than the format explains, and an equation is at fault if it
+A number that is not finite is traced to where it first appears. A finite result is wrong if
+it is further from the shadow than the format explains, and an equation is at fault if it
 alone, with everything else in f32, makes a result wrong.
 """
 
 import functools
+import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from mpx._jax._formats import FORMATS, Format
-from mpx._program._queries import SHAPE_ONLY, Equation, names
-from mpx.inspect._births import Birth, births
+from mpx._program._queries import SHAPE_ONLY, names
+from mpx.inspect._dtypes import is_float
+from mpx.inspect._equations import only_moves, to_host, widened
+from mpx.inspect._program import Program
 from mpx.inspect._record import (
+    NAN,
+    NO_REF,
+    SHARDS,
+    Mixed,
     Node,
-    Outputs,
     Recording,
+    Ref,
     Site,
-    ancestors,
-    before,
-    classes_of,
-    norm,
-    site_of,
+    Value,
+    numbers,
 )
-from mpx.inspect._shadow import only_moves
 
-Numbers = Sequence[np.ndarray]
-LOST_BITS = 5
-"""A result that has lost this many bits of its format's significand is wrong."""
-_COARSEST = 0.5
-"""The largest relative error of any result that is not wrong, even with three bits."""
-_NOTICEABLE = 0.1
-"""Loss and gradients with a smaller relative error are not wrong in any format."""
-_INACCURATE = 0.03
-"""Loss and gradients with a larger relative error are inaccurate, in 16 bits."""
-_INACCURATE_FP8 = 0.25
-"""The same in 8 bits, where healthy gradients are 10 to 15 % off."""
-_CONDITION = 4
-"""How many times the error that one rounding of the parameters causes is allowed."""
-_GARBAGE = 0.25
-"""A result whose own error is larger is wrong even if little depends on it."""
-_FELT = 0.03
-"""The least relative error of loss or gradients that such a result must cause."""
+Arrays = Sequence[np.ndarray]
+# Relative errors: the first in bits of a format's significand, the others as they are.
+_LOST_BITS = 5  # a result that has lost so many is wrong
+_COARSEST = 0.5  # the largest error of a result that is not wrong, even with three bits
+_NOTICEABLE = 0.1  # loss and gradients with less are not wrong in any format
+_INACCURATE = 0.03  # loss and gradients with more are inaccurate, in 16 bits
+_INACCURATE_FP8 = 0.25  # in 8 bits, where healthy gradients are 10 to 15 % off
+_CONDITION = 4  # times the error that one rounding of the parameters causes is allowed
+_GARBAGE = (
+    0.25  # an operation whose own error is larger is wrong if little depends on it
+)
+_FELT = 0.03  # the least error of loss or gradients that it must cause
+# A gradient that one rounding of the parameters changes by this much is not judged: that of a
+# bias before a normalization, or of the keys' bias in attention, is zero but for roundings.
 _UNSTABLE = 0.25
-"""A gradient that one rounding of the parameters changes by this much is not judged.
-
-The gradient of a bias before a normalization, or of the keys' bias in attention, is zero but
-for roundings, in f32 too.
-"""
-EPSILON = 1e-3
-"""A number in the code that is smaller may be an epsilon that is too small."""
+EPSILON = 1e-3  # a smaller number in the code may be an epsilon that is too small
 _MOST_SITES = 12
-_MOST_FAULTS = 6
+_MOST_FOUND = 6
 _MOST_LINES = 4
-_CANCELS = frozenset(names("add add_any sub reduce_sum cumsum"))
-_ACCUMULATES = frozenset(names("cumsum cumprod cumlogsumexp reduce_window_sum"))
+_TINY = 1e-45
+_CANCELS = names("add add_any sub reduce_sum cumsum")
+_ACCUMULATES = names("cumsum cumprod cumlogsumexp reduce_window_sum")
+# Zero goes in, zero comes out.
+_KEEPS_ZERO = SHAPE_ONLY.union(
+    names("sqrt mul convert_element_type square select_n abs")
+)
+_ELEMENTWISE = frozenset(
+    names(
+        "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp "
+        "convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 "
+        "floor integer_pow is_finite lgamma log log1p logistic max min mul name neg "
+        "nextafter optimization_barrier pow reduce_precision rem round rsqrt select_n "
+        "sign sin sinh sqrt square stop_gradient sub tan tanh"
+    )
+)
+# Their results are numbers of their operands.
+_KEEPS_CLASS = SHAPE_ONLY.union(
+    names(
+        "convert_element_type select_n max min reduce_max reduce_min concatenate gather "
+        "dynamic_slice pad stop_gradient clamp cummax cummin argmax argmin"
+    )
+)
 
 
-def threshold(low: Format) -> float:
+def _threshold(low: Format | None) -> float:
     """Returns the relative error beyond which a result in a format is wrong."""
-    return min(2.0**LOST_BITS * low.eps, _COARSEST)
+    return min(2.0**_LOST_BITS * (low or FORMATS["f32"]).eps, _COARSEST)
+
+
+# --- Where numbers that are not finite come from --------------------------------------
+
+_Where = Any
+"""Which numbers of an array: booleans in its shape, a scalar of NumPy for a scalar."""
+
+
+class Origin(NamedTuple):
+    """A result that is not finite although its operands are."""
+
+    node: int
+    out: int
+    where: _Where
+    constant: float | None = None  # infinite or nan, written into the equation
+
+
+class _Trace:
+    """A walk back from results that are not finite.
+
+    Each number is followed through the operands that are not finite either, one by one where
+    the operation is element-wise. What does not reach the results, such as the minus
+    infinity of a mask that a softmax removes, is not found.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording, self._nodes = recording, recording.nodes
+        self._wanted: dict[int, dict[int, np.ndarray]] = {}
+        self._queue: list[int] = []
+        self._readers: dict[int, int] = {}
+
+    def origins(self, starts: Iterable[Ref]) -> list[Origin]:
+        """Returns where the numbers of some results that are not finite come from."""
+        for ref in starts:
+            classes = self._recording.stats(ref).classes
+            if classes is not None:
+                self._want(ref, classes != 0, -1)
+        found = []
+        while self._queue:
+            index = -heapq.heappop(self._queue)
+            for out, where in self._wanted[index].items():
+                left = self._follow(index, out, where)
+                if left.any():
+                    found.append(self._origin(index, out, left))
+        return sorted(found, key=lambda x: x.node)
+
+    def _want(self, ref: Ref, where: _Where, reader: int) -> None:
+        """Asks for some numbers of a value, on behalf of a node."""
+        index, out = ref
+        if index not in self._wanted:
+            self._wanted[index] = {}
+            heapq.heappush(self._queue, -index)
+            self._readers[index] = reader
+        seen = self._wanted[index].get(out)
+        self._wanted[index][out] = np.asarray(where if seen is None else seen | where)
+
+    def _origin(self, index: int, out: int, where: _Where) -> Origin:
+        """Returns an origin; that of a constant is where it is first computed with."""
+        constant, reader = None, index
+        while reader >= 0 and self._nodes[reader].eqn is not None:
+            node = self._nodes[reader]
+            rounded = node.primitive == "convert_element_type"
+            written = [x for x in node.written if rounded or not np.isfinite(x)]
+            if written:
+                constant = written[0]
+            if constant is None or not (rounded or node.primitive in SHAPE_ONLY):
+                break
+            reader = self._readers[reader]
+        if constant is not None and reader >= 0:
+            index, out = reader, 0
+            classes = self._nodes[index].stats[0].classes
+            where = np.ones((), bool) if classes is None else classes != 0
+        return Origin(index, out, where, constant)
+
+    def _follow(self, index: int, out: int, where: _Where) -> np.ndarray:
+        """Asks for operands that explain some numbers; returns those that none does."""
+        node = self._nodes[index]
+        classes = node.stats[out].classes
+        assert classes is not None
+        if node.eqn is None:
+            return self._follow_parts(index, where)
+        keeps = node.primitive in _KEEPS_CLASS
+        here = set(np.unique(classes[where]).tolist())
+        left = np.array(where)
+        for ref in node.parents:
+            theirs = self._recording.stats(ref).classes
+            if theirs is None:
+                continue
+            if node.primitive in _ELEMENTWISE and theirs.shape == classes.shape:
+                hit = where & (theirs != 0)
+                if keeps:
+                    hit &= theirs == classes
+                left = np.asarray(left & ~hit)
+            else:
+                hit = theirs != 0
+                if keeps or NAN not in here:
+                    same = np.isin(theirs, list(here))
+                    hit = hit & same if same.any() or keeps else hit
+                elif (theirs == NAN).any():
+                    hit = theirs == NAN
+                if hit.any():
+                    left = np.zeros_like(left)
+            if hit.any():
+                self._want(ref, hit, index)
+        return left
+
+    def _follow_parts(self, index: int, where: _Where) -> np.ndarray:
+        """Follows a part of another value, or a value that was stacked."""
+        node = self._nodes[index]
+        known = [ref for ref in node.parents if ref[0] >= 0]
+        if not known:
+            return where
+        if node.part is not None:
+            theirs = self._recording.stats(known[0]).classes
+            if theirs is None:
+                return where
+            hit = np.zeros(theirs.shape, bool)
+            if node.part == SHARDS or hit[node.part].shape != where.shape:
+                hit = theirs != 0
+            else:
+                hit[node.part] = where
+            self._want(known[0], hit & (theirs != 0), index)
+            return np.zeros_like(where)
+        for i, ref in enumerate(node.parents):
+            theirs = self._recording.stats(ref).classes
+            if theirs is not None and theirs.shape != where[i].shape:
+                self._want(ref, theirs != 0, index)  # stacked inside a `shard_map`
+            elif theirs is not None and where[i].any():
+                self._want(ref, where[i], index)
+        return np.zeros_like(where)
+
+
+# --- What is at fault -----------------------------------------------------------------
+
+
+Cause = Literal["origin", "constant", "error", "sum", "decision", "loop"]
+"""Why a node is at fault.
+
+It makes numbers that are not finite; a number in the code does; its own error is large; only
+many small errors together are; it compares numbers with another result in f32; a loop does
+not end because of it.
+"""
 
 
 class Verdict(NamedTuple):
-    """A node at fault.
-
-    Attributes:
-        node: The position of the node.
-        cause: `"birth"` if it makes numbers that are not finite, `"constant"` if a number
-            in the code does, `"error"` if its own error is large, `"sum"` if only many
-            small errors together are, `"decision"` if it compares numbers and the result
-            is another one in f32, `"loop"` if a loop does not end because of it.
-        birth: Where the numbers that are not finite appear, if there are any.
-        influence: By how much this place alone changes the worst result, relative to
-            that result; `None` if this was not measured.
-        result: The name of that result.
-        with_nodes: The nodes that must be in f32 together with this one to mend it.
-        is_mended: Whether f32 at these nodes mends it.
-        steps: The steps that a loop takes in f32, and those after which it has not ended.
-    """
+    """A node at fault."""
 
     node: int
-    cause: str
-    birth: Birth | None = None
-    influence: float | None = None
-    result: str = ""
-    with_nodes: tuple[int, ...] = ()
-    is_mended: bool = True
-    steps: tuple[int, int] = (0, 0)
+    cause: Cause
+    origin: Origin | None = None  # of the numbers that are not finite
+    influence: float | None = None  # of this place alone on the worst result, relative
+    result: str = ""  # the name of that result
+    with_nodes: tuple[int, ...] = ()  # that must be in f32 together with this one
+    is_mended: bool = True  # by f32 at these nodes
+    steps: tuple[int, int] = (0, 0)  # of a loop in f32, and those that were not enough
 
 
 class Blame:
-    """Looks for what is at fault in a recorded run.
+    """Records a program and looks for what is at fault in it.
 
-    Args:
-        recording: The run.
-        outputs: Its results.
-        mixed: Runs the program in f32 again, with some sites in their own precision and the
-            options of `Mixed`.
-        disturbed: Runs the function in f32 with its parameters disturbed by one rounding
-            to a format.
+    `exact` is the program without `amp` and `fp8`, to be run in f32, and `labels` are the
+    names of the results. The floating ones, loss and gradients, are there in four versions:
+    `own` equation by equation, `shadow` in f32 with the branches, steps and decisions of the
+    program, `exact` in f32, and `actual` compiled. `errors` are the distances of `actual`
+    from `exact`, relative to `exact`.
     """
 
     def __init__(
         self,
-        recording: Recording,
-        outputs: Outputs,
-        mixed: Callable[..., list[np.ndarray]],
-        disturbed: Callable[[Format], list[np.ndarray]],
+        whole: Program,
+        exact: Program,
+        labels: Sequence[str],
+        compiled: Callable[[], Sequence[Any]],
+        tick: Callable[[], None],
     ) -> None:
-        self.nodes, self.outputs = recording.nodes, outputs
-        self._recording, self._mixed, self._disturbed = recording, mixed, disturbed
-        self._live = ancestors(self.nodes, outputs.refs)
-        self.forward = ancestors(self.nodes, outputs.refs[:1])
-        used = [
-            x.format for i, x in enumerate(self.nodes) if i in self._live and x.format
+        self._whole, self._exact, self._tick = whole, exact, tick
+        self.recording = Recording(tick)
+        self.nodes = self.recording.nodes
+        inputs = [
+            self.recording.input(to_host(x), name, i in whole.params)
+            for i, (x, name) in enumerate(zip(whole.arrays, whole.names, strict=True))
         ]
-        self.format = max(used, key=lambda x: x.eps, default=None)
-        self._sizes = outputs.sizes()
-        self.errors, self.own_errors = (
+        values = self.recording(whole.jaxpr, inputs)
+        self.own, self.shadow = (_floats(x.lanes[i] for x in values) for i in (0, 1))
+        # A compiled loop that does not end would not return.
+        self.actual = self.own if self.recording.endless else _floats(compiled())
+        is_low = any(x.format for x in self.nodes)
+        self.exact = self._run(Mixed(tick), exact) if is_low else self.actual
+        kept = [
+            (name, x.ref)
+            for name, x in zip(labels, values, strict=True)
+            if is_float(x.lanes[0])
+        ]
+        self.names, self._refs = [name for name, _ in kept], [ref for _, ref in kept]
+        self.is_grad = [name.startswith("gradient") for name in self.names]
+        starts = [ref[0] for ref in self._refs]
+        self._live = set(self.recording.before(starts))
+        self.forward = set(self.recording.before(starts[:1]))  # that the loss needs
+        used = [self.nodes[i].format for i in self._live]
+        self.format = max(filter(None, used), key=lambda x: x.eps, default=None)
+        self._sizes = self._norms()
+        self.errors, self._own_errors = (
             [
                 error if np.isfinite(x).all() else math.inf
-                for x, error in zip(
-                    outs, self._errors(outs, outputs.exact), strict=True
-                )
+                for x, error in zip(outs, self._errors(outs, self.exact), strict=True)
             ]
-            for outs in (outputs.actual, outputs.own)
+            for outs in (self.actual, self.own)
         )
         self._base: list[float] | None = None
         self._known: dict[frozenset[Site], list[float]] = {}
-        self.reruns = 0
+        self._reruns = 0
+
+    def _run(
+        self, run: Mixed, program: Program, disturbed: Format | None = None
+    ) -> list[np.ndarray]:
+        """Runs a program in f32, with its parameters rounded at random if asked to."""
+        random, inputs = np.random.default_rng(0), []
+        for i, x in enumerate(program.arrays):
+            x = widened(to_host(x))
+            if disturbed is not None and i in program.params:
+                noise = random.uniform(-0.5, 0.5, x.shape) * disturbed.eps
+                x = (np.asarray(x) * (1 + noise)).astype(x.dtype)
+            inputs.append(Value((x,), NO_REF))
+        return _floats(x.lanes[0] for x in run(program.jaxpr, inputs))
+
+    def _mixed(self, low: Callable[[Site], bool], **options: Any) -> list[np.ndarray]:
+        """Runs the program in f32 again, with some sites in their own precision."""
+        return self._run(Mixed(self._tick, low, **options), self._whole)
+
+    def _norms(self) -> list[float]:
+        """Returns what errors are relative to: the norms of the results in f32.
+
+        A gradient of zeros is measured against the other gradients. Beside a loss of zero,
+        any error is large.
+        """
+        sizes = [_norm(x[np.isfinite(x)]) for x in self.exact]
+        rows = list(zip(self.exact, self.is_grad, sizes, strict=True))
+        count = sum(x.size for x, is_grad, _ in rows if is_grad)
+        norm = math.hypot(*(size for _, is_grad, size in rows if is_grad))
+        usual = norm / math.sqrt(max(count, 1))
+        return [
+            size or (usual * math.sqrt(x.size) if is_grad else 0.0) or _TINY
+            for x, is_grad, size in rows
+        ]
+
+    # --- the judgement ----------------------------------------------------------------
 
     @property
     def stable(self) -> list[bool]:
         """Whether each result is judged: see `_UNSTABLE`."""
         base = self._base or [0.0] * len(self.errors)
-        is_grad = self.outputs.is_grad
-        return [x < _UNSTABLE or not y for x, y in zip(base, is_grad, strict=True)]
+        return [x < _UNSTABLE or not y for x, y in zip(base, self.is_grad, strict=True)]
 
     @property
     def judgement(self) -> Literal["ok", "inaccurate", "wrong"]:
         """How bad it is."""
-        broken = not all(map(math.isfinite, (*self.errors, *self.own_errors)))
-        limit = max(threshold(self.format), _NOTICEABLE) if self.format else 0.0
+        broken = not all(map(math.isfinite, (*self.errors, *self._own_errors)))
+        limit = max(_threshold(self.format), _NOTICEABLE) if self.format else 0.0
         decided = any(x.cause in ("decision", "loop") for x in self.verdicts)
-        if broken or decided or self._bad_results(self.measured, limit):
+        if broken or decided or self._bad_results(self._measured, limit):
             return "wrong"
-        is_bad = bool(self.verdicts or self._bad_results(self.measured))
+        is_bad = bool(self.verdicts or self._bad_results(self._measured))
         return "inaccurate" if is_bad else "ok"
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What else there is to know."""
-        if self._recording.endless:
+        if self.recording.endless:
             return ("the compiled function was not run: its loop may not end",)
-        bad = self._bad_results(self.measured)
-        if not bad and max(self.errors, default=0.0) > self._limit >= max(
-            self.measured
-        ):
+        bad, largest = self._bad_results(self._measured), max(self.errors, default=0.0)
+        if not bad and largest > self._limit >= max(self._measured):
             return (
                 "gradients differ because comparisons of nearly equal numbers, as in a relu, "
                 "fall differently than in f32; with the same decisions they agree",
@@ -177,10 +365,9 @@ class Blame:
     def headroom(self) -> float:
         """The factor by which all gradients may grow before one overflows."""
         found = [math.inf]
-        for index in self._live - self.forward:
-            node = self.nodes[index]
+        for node in (self.nodes[i] for i in self._live - self.forward):
             if node.format is not None:
-                sizes = [x.largest for x in node.findings if x.largest > 0]
+                sizes = [x.largest for x in node.stats if x.largest > 0]
                 found += [node.format.max / size for size in sizes]
         return min(found)
 
@@ -194,49 +381,44 @@ class Blame:
             found = self._epsilon(found) or self._beside(found)
         else:
             found = self._wrong() or self._decided()
-        seen = {self._site(x.node) for x in found}
-        for node, *steps in self._recording.endless:
-            if self._site(node) not in seen:
-                seen.add(self._site(node))
+        seen = {self.recording.site(x.node) for x in found}
+        for node, *steps in self.recording.endless:
+            site = self.recording.site(node)
+            if site not in seen:
+                seen.add(site)
                 found.append(Verdict(node, "loop", steps=(steps[0], steps[1])))
         return found
 
     def _beside(self, found: list[Verdict]) -> list[Verdict]:
         """Adds what else is wrong where numbers are not finite: large local errors."""
-        seen = {self._site(x.node) for x in found}
+        seen = {self.recording.site(x.node) for x in found}
         for site, index in self._suspects():
-            if len(found) >= _MOST_FAULTS or self.reruns >= _MOST_SITES:
+            if len(found) >= _MOST_FOUND or self._reruns >= _MOST_SITES:
                 break
-            parents = self.nodes[index].parents
-            is_finite = all(classes_of(self.nodes, x) is None for x in parents)
-            if site not in seen and is_finite:
+            operands = self.recording.operands(self.nodes[index])
+            if site not in seen and all(x.classes is None for x in operands):
                 verdict = self._alone([site], index, "error")
                 found = [*found, verdict] if verdict else found
         return found
 
-    # --- Numbers that are not finite --------------------------------------------------
+    # --- numbers that are not finite --------------------------------------------------
 
     def _not_finite(self) -> list[Verdict]:
-        finite = [np.isfinite(x).all() for x in self.outputs.shadow]
-        broken = [
-            ref for ref in self.outputs.refs if classes_of(self.nodes, ref) is not None
-        ]
-        if not broken:
-            return []
-        origins = births(self.nodes, broken)
+        is_finite = all(np.isfinite(x).all() for x in self.shadow)
+        origins = _Trace(self.recording).origins(self._refs)
         fresh = [x for x in origins if not self._shadow_has(x)]
         shared = [x for x in origins if self._shadow_has(x)]
         # An infinity that a mask means comes last.
         shared.sort(key=lambda x: (x.constant is not None, x.node))
-        ordered = [*fresh, *shared] if all(finite) else [*shared, *fresh]
         found: dict[Site, Verdict] = {}
-        for birth in ordered:
-            index, cause = self._origin(birth)
-            found.setdefault(self._site(index), Verdict(index, cause, birth))
+        for origin in [*fresh, *shared] if is_finite else [*shared, *fresh]:
+            index, cause = self._blamed(origin)
+            verdict = Verdict(index, cause, origin)
+            found.setdefault(self.recording.site(index), verdict)
         first = list(found.values())
-        if all(finite) and fresh:
-            first = [x for x in first if x.birth in fresh]
-        return first[:_MOST_FAULTS]
+        if is_finite and fresh:
+            first = [x for x in first if x.origin in fresh]
+        return first[:_MOST_FOUND]
 
     def _epsilon(self, found: list[Verdict]) -> list[Verdict]:
         """Looks for a small number in the code that makes everything finite if larger.
@@ -244,8 +426,8 @@ class Blame:
         The reciprocal of an epsilon of 1e-8 does not fit into f16, and is met wherever
         gradients are cast.
         """
-        starts, tried = [x.birth.node for x in found if x.birth], list[Equation]()
-        for index in before(self.nodes, starts):
+        starts, tried = [x.origin.node for x in found if x.origin], list[Any]()
+        for index in self.recording.before(starts):
             node = self.nodes[index]
             if node.primitive not in ("add", "max") or not _is_epsilon(node):
                 continue
@@ -253,35 +435,35 @@ class Blame:
                 tried.append(node.eqn)
                 outs = self._mixed(lambda _: True, constant=(node.eqn, 0.1))
                 if all(np.isfinite(x).all() for x in outs):
-                    return [Verdict(index, "constant", found[0].birth)]
+                    return [Verdict(index, "constant", found[0].origin)]
         return []
 
-    def _shadow_has(self, birth: Birth) -> bool:
+    def _shadow_has(self, origin: Origin) -> bool:
         """Returns whether the shadow is not finite there either."""
-        classes = self.nodes[birth.node].findings[birth.out].shadow_classes
+        classes = self.nodes[origin.node].stats[origin.out].shadow_classes
         if classes is None:
             return False
-        where = birth.where if birth.where.shape == classes.shape else ...
+        where = origin.where if origin.where.shape == classes.shape else ...
         return bool((classes[where] != 0).any())
 
-    def _origin(self, birth: Birth) -> tuple[int, str]:
-        """Returns the node that is to blame for a birth, and the cause.
+    def _blamed(self, origin: Origin) -> tuple[int, Cause]:
+        """Returns the node that is to blame for an origin, and the cause.
 
         If the same operation on the operands of the shadow gives finite numbers, its
         operands were wrong already, and what made them wrong is to blame.
         """
-        index, node = birth.node, self.nodes[birth.node]
+        index, node = origin.node, self.nodes[origin.node]
         if node.eqn is None:
-            return index, "birth"
-        if birth.constant is not None:
+            return index, "origin"
+        if origin.constant is not None:
             return index, "constant"
-        if self._shadow_has(birth):
+        if self._shadow_has(origin):
             lost = self._lost_constant(index)
-            return (index, "birth") if lost is None else (lost, "constant")
-        if not node.findings[birth.out].local_is_finite:
-            return index, "birth"
+            return (index, "origin") if lost is None else (lost, "constant")
+        if not node.stats[origin.out].local_is_finite:
+            return index, "origin"
         earlier = self._upstream(index)
-        return (index, "birth") if earlier is None else (earlier, "error")
+        return (index, "origin") if earlier is None else (earlier, "error")
 
     def _lost_constant(self, index: int) -> int | None:
         """Returns the sum with a constant that was flushed to zero, if one led here."""
@@ -292,12 +474,10 @@ class Blame:
                 continue
             seen.add(current)
             node = self.nodes[current]
-            if node.eqn is None:
-                queue += [ref[0] for ref in node.parents]
-                continue
             if 0 in node.written and node.format and node.primitive in ("add", "max"):
                 return current
-            if current == index or node.primitive in _PASSES:
+            is_eqn = node.eqn is not None
+            if not is_eqn or current == index or node.primitive in _KEEPS_ZERO:
                 queue += [ref[0] for ref in node.parents]
         return None
 
@@ -305,17 +485,17 @@ class Blame:
         """Returns the nearest operation before another one whose own error is large."""
 
         def deviates(node: Node) -> bool:
-            return any(x.deviation > 0 for x in node.findings)
+            return any(x.deviation > 0 for x in node.stats)
 
         starts = [ref[0] for ref in self.nodes[index].parents]
-        for current in itertools.islice(before(self.nodes, starts, deviates), 400):
+        for current in itertools.islice(self.recording.before(starts, deviates), 400):
             if self._is_wrong(self.nodes[current], single=True):
                 return self._first_of_chain(current)
         return None
 
     def _first_of_chain(self, index: int) -> int:
         """Follows operands that are wrong back to the first operation with an error."""
-        limit = threshold(self.nodes[index].format or FORMATS["f32"])
+        limit = _threshold(self.nodes[index].format)
         first, queue, seen = index, [index], set[int]()
         while queue:
             current = queue.pop()
@@ -324,7 +504,7 @@ class Blame:
                     continue
                 seen.add(parent)
                 node = self.nodes[parent]
-                if node.findings[out].deviation > limit:
+                if node.stats[out].deviation > limit:
                     queue.append(parent)
                     if parent < first and self._is_wrong(node):
                         first = parent
@@ -333,67 +513,68 @@ class Blame:
     def _is_wrong(self, node: Node, single: bool = False) -> bool:
         """Returns whether the error that an operation itself makes is large.
 
-        Args:
-            node: The operation.
-            single: Whether one number that has lost its digits by cancellation suffices.
+        If `single`, one number that has lost its digits by cancellation suffices.
         """
         if node.format is None:
             return False
-        limit = threshold(node.format)
+        limit = _threshold(node.format)
+        cancels = single and node.primitive in _CANCELS
         return node.error > limit or (
-            single and node.primitive in _CANCELS and node.worst > limit
+            cancels and any(x.worst > limit for x in node.stats)
         )
 
-    # --- Finite results ---------------------------------------------------------------
+    # --- finite results ---------------------------------------------------------------
 
     @functools.cached_property
-    def measured(self) -> list[float]:
+    def _measured(self) -> list[float]:
         """The error of each result, compiled or operation by operation.
 
         Where a comparison of nearly equal numbers falls differently than in f32, gradients
-        jump in any format: see `_ties`. The smaller distance counts, that from f32 or that
-        from f32 with the same decisions.
+        jump in any format. The smaller distance counts, that from f32 or that from f32 with
+        the same decisions.
         """
-        outputs, found = self.outputs, []
-        tied = [self._errors(x, outputs.shadow) for x in (outputs.own, outputs.actual)]
-        free = self.own_errors, self.errors
-        for i, is_grad in enumerate(outputs.is_grad):
-            errors = [x[i] for x in free]
+        tied = [self._errors(x, self.shadow) for x in (self.own, self.actual)]
+        found = []
+        for i, is_grad in enumerate(self.is_grad):
+            errors = [x[i] for x in (self._own_errors, self.errors)]
             if is_grad:
                 errors = [min(x, y[i]) for x, y in zip(errors, tied, strict=True)]
             found.append(max(errors))
         return found
 
     def _wrong(self) -> list[Verdict]:
-        bad = self._bad_results(self.measured)
+        bad = self._bad_results(self._measured)
         found: list[Verdict] = []
         for site, index in self._suspects():
-            if len(found) >= _MOST_FAULTS or self.reruns >= _MOST_SITES:
+            if len(found) >= _MOST_FOUND or self._reruns >= _MOST_SITES:
                 break
             if bad or self.nodes[index].error > _GARBAGE:
                 verdict = self._alone([site], index, "error")
                 found += [verdict] if verdict else []
         found = found or (self._search(bad) if bad else [])
-        return self._mended(found)
+        sites = {self.recording.site(x.node) for x in found}
+        own = self._errors(self.own, self.shadow)
+        return [self._mended(x, sites, own) for x in found]
 
-    def _mended(self, found: list[Verdict]) -> list[Verdict]:
-        """Adds to each verdict what else must be in f32, and names sums that came before.
+    def _mended(
+        self, verdict: Verdict, sites: set[Site], own: Sequence[float]
+    ) -> Verdict:
+        """Adds to a verdict what else must be in f32; names a running sum before it.
 
         A difference in f32 of numbers that were rounded before is as wrong as in 16 bits.
         """
-        sites = {self._site(x.node) for x in found}
-        own = self._errors(self.outputs.own, self.outputs.shadow)
-        result = []
-        for verdict in found:
-            i = self.outputs.names.index(verdict.result)
-
-            def error(sites: set[Site], i: int = i) -> float:
-                return self._without(sites)[i]
-
-            limit = max(own[i] / 4, _FELT)
-            verdict = self._companions(verdict, sites, error, limit)
-            result.append(self._first_cause(verdict))
-        return result
+        i = self.names.index(verdict.result)
+        limit = max(own[i] / 4, _FELT)
+        verdict = self._companions(
+            verdict, sites, lambda sites: self._without(sites)[i], limit
+        )
+        for index in verdict.with_nodes:
+            if self.nodes[index].primitive in _ACCUMULATES:
+                earlier = self._alone([self.recording.site(index)], index, "sum")
+                if earlier is not None:
+                    others = {verdict.node, *verdict.with_nodes} - {index}
+                    return earlier._replace(with_nodes=tuple(sorted(others)))
+        return verdict
 
     def _companions(
         self,
@@ -405,69 +586,50 @@ class Blame:
         """Returns a verdict with the nodes that must be in f32 together with it."""
         if error(sites) <= limit:
             return verdict
-        for others in (self._makers(verdict.node), self._readers(verdict.node)):
+        makers = self.recording.before([verdict.node])
+        for others in (makers, self._readers(verdict.node)):
             more, seen = list[int](), set(sites)
             for node in others:
-                if self._site(node) in seen:
+                site = self.recording.site(node)
+                if site in seen or not self.nodes[node].rounds:
                     continue
                 if len(more) == _MOST_LINES:
                     break
                 more.append(node)
-                seen.add(self._site(node))
+                seen.add(site)
                 if error(seen) <= limit:
                     return verdict._replace(with_nodes=tuple(sorted(more)))
         return verdict._replace(is_mended=False)
 
-    def _makers(self, index: int) -> Iterator[int]:
-        """Yields the nodes before another one that round what it is made from."""
-        return filter(self._rounds, before(self.nodes, [index]))
-
     def _readers(self, index: int) -> Iterator[int]:
-        """Yields the nodes after another one that round what is made from it."""
+        """Yields the nodes that are made from another one."""
         reached = {index}
         for i in range(index + 1, len(self.nodes)):
             if any(ref[0] in reached for ref in self.nodes[i].parents):
                 reached.add(i)
-                if self._rounds(i):
-                    yield i
-
-    def _rounds(self, index: int) -> bool:
-        node = self.nodes[index]
-        is_eqn = node.eqn is not None and node.format is not None
-        return is_eqn and not only_moves(node.eqn)
-
-    def _first_cause(self, verdict: Verdict) -> Verdict:
-        """Returns the verdict, about the running sum that a difference takes apart."""
-        more = verdict.with_nodes
-        for index in more:
-            if self.nodes[index].primitive in _ACCUMULATES:
-                earlier = self._alone([self._site(index)], index, "sum")
-                if earlier is not None:
-                    others = {verdict.node, *more} - {index}
-                    return earlier._replace(with_nodes=tuple(sorted(others)))
-        return verdict
+                yield i
 
     def _decided(self) -> list[Verdict]:
         """Looks for a comparison that changes the loss by falling differently in f32."""
-        outputs = self.outputs
-        if not outputs.names or outputs.is_grad[0]:
+        if not self.names or self.is_grad[0]:
             return []
-        jump = self._errors(outputs.shadow, outputs.exact)[0]
-        if not jump > max(threshold(self.format or FORMATS["f32"]), _NOTICEABLE):
+        jump = self._errors(self.shadow, self.exact)[0]
+        if not jump > max(_threshold(self.format), _NOTICEABLE):
             return []
-        for index in sorted(self._recording.turned & self.forward)[:_MOST_SITES]:
-            site = self._site(index)
-            free = self._mixed(lambda _: False, recording=self._recording, free=site)
-            change = self._errors(free, outputs.shadow)[0]
-            if change > jump / 2:
-                found = Verdict(index, "decision", None, change, outputs.names[0])
-                return [self._companions(found, {site}, self._decides, jump / 4)]
-        return []
 
-    def _decides(self, sites: set[Site]) -> float:
-        """Returns the error of the loss if some sites are in f32, and all decide."""
-        outs = self._mixed(lambda site: site not in sites)
-        return self._errors(outs, self.outputs.exact)[0]
+        def error(sites: set[Site]) -> float:
+            """Returns the error of the loss if some sites are in f32, and all decide."""
+            outs = self._mixed(lambda site: site not in sites)
+            return self._errors(outs, self.exact)[0]
+
+        for index in sorted(self.recording.turned & self.forward)[:_MOST_SITES]:
+            site = self.recording.site(index)
+            free = self._mixed(lambda _: False, recording=self.recording, free=site)
+            change = self._errors(free, self.shadow)[0]
+            if change > jump / 2:
+                found = Verdict(index, "decision", None, change, self.names[0])
+                return [self._companions(found, {site}, error, jump / 4)]
+        return []
 
     def _suspects(self) -> list[tuple[Site, int]]:
         """Returns the sites whose own error is large, each with its first such node."""
@@ -476,7 +638,7 @@ class Blame:
             node = self.nodes[index]
             if node.eqn is not None and self._is_wrong(node):
                 first = self._first_of_chain(index)
-                found.setdefault(self._site(first), first)
+                found.setdefault(self.recording.site(first), first)
         return sorted(found.items(), key=lambda x: x[1])
 
     def _search(self, bad: Sequence[int]) -> list[Verdict]:
@@ -490,10 +652,10 @@ class Blame:
         for index in sorted(self._live):
             node = self.nodes[index]
             if node.eqn is not None and node.format:
-                order.setdefault(self._site(index), index)
+                order.setdefault(self.recording.site(index), index)
                 is_cast = node.primitive == "convert_element_type"
                 if not (is_cast or only_moves(node.eqn)):
-                    last[self._site(index)] = index
+                    last[self.recording.site(index)] = index
         sites = list(order)
         if not sites:
             return []
@@ -511,12 +673,11 @@ class Blame:
         verdict = self._alone(sites, {**order, **last}[sites[0]], "sum")
         return [verdict] if verdict else []
 
-    def _alone(self, sites: list[Site], index: int, cause: str) -> Verdict | None:
+    def _alone(self, sites: list[Site], index: int, cause: Cause) -> Verdict | None:
         """Returns a verdict if some sites alone make a result wrong."""
         errors = self._with(sites)
-        bad = self._bad_results(
-            errors, _FELT if self.nodes[index].error > _GARBAGE else None
-        )
+        limit = _FELT if self.nodes[index].error > _GARBAGE else None
+        bad = self._bad_results(errors, limit)
         if not bad and cause == "error" and all(map(math.isfinite, self.errors)):
             # Or one of several that make them wrong together, and at least half of it.
             wrong = self._bad_results(self.errors)
@@ -526,28 +687,28 @@ class Blame:
         largest = max(errors[i] for i in bad)
         worst = next(i for i in bad if errors[i] >= 0.9 * largest)
         share = (self.errors if self._in_turn else errors)[worst]
-        return Verdict(index, cause, None, share, self.outputs.names[worst])
+        return Verdict(index, cause, None, share, self.names[worst])
 
     def _with(self, sites: Sequence[Site]) -> list[float]:
         """Returns the errors of the results with only some sites in low precision."""
-        self.reruns += 1
-        low = set(sites).__contains__
-        outs = self._mixed(low, recording=self._recording, in_turn=self._in_turn)
-        return self._errors(outs, self.outputs.shadow)
+        self._reruns += 1
+        return self._rerun(set(sites).__contains__)
 
     def _without(self, sites: Collection[Site]) -> list[float]:
         """Returns the errors of the results with only some sites in f32."""
         key = frozenset(sites)
         if key not in self._known:
-            low = lambda site: site not in key  # noqa: E731
-            outs = self._mixed(low, recording=self._recording, in_turn=self._in_turn)
-            self._known[key] = self._errors(outs, self.outputs.shadow)
+            self._known[key] = self._rerun(lambda site: site not in key)
         return self._known[key]
+
+    def _rerun(self, low: Callable[[Site], bool]) -> list[float]:
+        options = {"recording": self.recording, "in_turn": self._in_turn}
+        return self._errors(self._mixed(low, **options), self.shadow)
 
     @functools.cached_property
     def _in_turn(self) -> bool:
         """Whether only the compiled program is wrong: its sums round after each term."""
-        is_bad = [bool(self._bad_results(x)) for x in (self.errors, self.own_errors)]
+        is_bad = [bool(self._bad_results(x)) for x in (self.errors, self._own_errors)]
         return is_bad == [True, False]
 
     @property
@@ -566,35 +727,36 @@ class Blame:
         if max(errors, default=0.0) <= limit:
             return []
         if self._base is None:
-            outs = self._disturbed(self.format)
-            self._base = self._errors(outs, self.outputs.exact)
+            outs = self._run(Mixed(self._tick), self._exact, self.format)
+            self._base = self._errors(outs, self.exact)
         return [
             i
             for i, (x, base) in enumerate(zip(errors, self._base, strict=True))
             if self.stable[i] and x > max(limit, _CONDITION * base)
         ]
 
-    def _errors(self, outs: Numbers, wanted: Numbers) -> list[float]:
+    def _errors(self, outs: Arrays, wanted: Arrays) -> list[float]:
         """Returns the norms of the errors relative to those of the results in f32."""
         return [
-            norm(x[np.isfinite(y)] - y[np.isfinite(y)]) / size
+            _norm(x[np.isfinite(y)] - y[np.isfinite(y)]) / size
             for x, y, size in zip(outs, wanted, self._sizes, strict=True)
         ]
 
-    def _site(self, index: int) -> Site:
-        node = self.nodes[index]
-        if node.eqn is None:
-            return f"input {index}", False
-        return site_of(node.eqn, node.around)
+
+def _floats(outs: Iterable[Any]) -> list[np.ndarray]:
+    """Returns the floating arrays among some, in f32."""
+    return [numbers(x) for x in outs if is_float(x)]
 
 
-# Zero goes in, zero comes out.
-_PASSES = SHAPE_ONLY.union(names("sqrt mul convert_element_type square select_n abs"))
+def _norm(x: np.ndarray) -> float:
+    """Returns the 2-norm; infinite if a number is not finite."""
+    x = x.astype(np.float64)
+    return float(np.linalg.norm(x)) if np.isfinite(x).all() else math.inf
 
 
 def _is_epsilon(node: Node) -> bool:
     """Returns whether a small number in the code is what keeps a result from zero."""
     small = [abs(x) for x in node.written if abs(x) < EPSILON]
-    low, high = node.findings[0].shadow
+    low, high = node.stats[0].shadow
     least = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
     return bool(small) and least <= 4 * max(small)

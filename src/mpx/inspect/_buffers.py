@@ -107,25 +107,14 @@ class Peak(NamedTuple):
     saved: list[Buffer]
 
 
-class _Node:
+class _Node(NamedTuple):
     """An equation with the values that it reads and makes, by number."""
 
-    __slots__ = (
-        "backward",
-        "callers",
-        "eqn",
-        "inner",
-        "name",
-        "outs",
-        "reads",
-        "scopes",
-    )
-
-    def __init__(self, here: Position, reads: list[int], inner: int) -> None:
-        self.eqn, self.callers, self.backward = here.eqn, here.callers, here.backward
-        self.name, self.scopes = primitive_name(here.eqn), here.scopes
-        self.reads, self.inner = reads, inner
-        self.outs: list[int] = []
+    here: Position
+    name: str
+    reads: list[int]
+    outs: list[int]
+    inner: int
 
 
 def nbytes(aval: Aval) -> int:
@@ -155,11 +144,11 @@ class _Graph(Walk[int]):
         self.outs = self.run(jaxpr, inputs)
 
     def constant(self, var: Any) -> int:
-        return self._new(var, None)
+        return self._new(var.aval, None)
 
-    def _new(self, var: Any, maker: _Node | None) -> int:
-        self.size.append(nbytes(var.aval))
-        self.dtype.append(str(getattr(var.aval, "dtype", "")))
+    def _new(self, aval: Aval, maker: _Node | None) -> int:
+        self.size.append(nbytes(aval))
+        self.dtype.append(str(getattr(aval, "dtype", "")))
         self.maker.append(maker)
         return len(self.size) - 1
 
@@ -175,8 +164,9 @@ class _Graph(Walk[int]):
         if key in self.known:
             return self.known[key]
         inner = max((x.bytes for x in self._inner(eqn)), default=0)
-        node = _Node(here, [x for x in labels if x >= 0], inner)
-        node.outs = [self._new(var, node) for var in eqn.outvars]
+        reads = [x for x in labels if x >= 0]
+        node = _Node(here, primitive_name(eqn), reads, [], inner)
+        node.outs.extend(self._new(var.aval, node) for var in eqn.outvars)
         self.nodes.append(node)
         if key is not None:
             self.known[key] = node.outs
@@ -210,10 +200,12 @@ def peak(jaxpr: Jaxpr, released: Sequence[int] = ()) -> Peak:
 
 
 def _peak(graph: _Graph, released: Sequence[int]) -> Peak:
-    stored, life = _lifetimes(graph)
-    born, dies = life.born, life.dies
-    results = {life.same[x] for x in graph.outs if x >= 0}
-    gone = {life.same[graph.outs[i]] for i in released if graph.outs[i] >= 0}
+    same = _same_buffers(graph)
+    stored, roots = _stored(graph, same)
+    born, dies, read_back = _lifetimes(graph, same, stored, roots)
+    results = {same[x] for x in graph.outs if x >= 0}
+    dies |= dict.fromkeys(results & stored, len(graph.nodes))
+    gone = {same[graph.outs[i]] for i in released if graph.outs[i] >= 0}
     for value in gone & stored:
         maker = graph.maker[value]
         dies[value] = born[value] - (maker is not None and maker.name == "scan")
@@ -226,23 +218,24 @@ def _peak(graph: _Graph, released: Sequence[int]) -> Peak:
         now += change[time]
         if now + node.inner > most:
             most, at = now + node.inner, time
-    found = {
-        value: _buffer(graph, life, value, value in results) for value in sorted(stored)
-    }
-    live = [
-        buffer for value, buffer in found.items() if born[value] <= at <= dies[value]
-    ]
-    return Peak(most, live, [buffer for buffer in found.values() if buffer.is_saved])
 
+    def buffer(value: int) -> Buffer:
+        maker = graph.maker[value]
+        assert maker is not None  # arguments are not stored
+        here, number = maker.here, maker.outs.index(value)
+        *callers, eqn = makers(here.eqn, number, (*INLINED, "scan"))
+        return Buffer(
+            graph.size[value],
+            graph.dtype[value],
+            eqn,
+            (*here.callers, *callers),
+            is_saved=not here.backward and value in read_back,
+            is_result=value in results,
+        )
 
-def _buffer(graph: _Graph, life: "_Life", value: int, is_result: bool) -> Buffer:
-    maker = graph.maker[value]
-    assert maker is not None  # arguments are not stored
-    is_saved = not maker.backward and value in life.read_back
-    *callers, eqn = makers(maker.eqn, maker.outs.index(value), (*INLINED, "scan"))
-    size, dtype = graph.size[value], graph.dtype[value]
-    every = (*maker.callers, *callers)
-    return Buffer(size, dtype, eqn, every, is_saved, is_result)
+    found = {value: buffer(value) for value in sorted(stored)}
+    live = [x for value, x in found.items() if born[value] <= at <= dies[value]]
+    return Peak(most, live, [x for x in found.values() if x.is_saved])
 
 
 def _same_buffers(graph: _Graph) -> list[int]:
@@ -313,79 +306,64 @@ def _needed(graph: _Graph, same: list[int]) -> set[int]:
     """Returns the values of the forward pass from which the backward pass computes."""
     needed: set[int] = set()
     for node in reversed(graph.nodes):
-        if node.backward:
+        if node.here.backward:
             needed.update(same[value] for value in node.reads)
         elif node.name in _WRITES_MEMORY or node.name in _EXPENSIVE:
             continue
         elif any(same[out] in needed for out in node.outs):
             needed.update(same[value] for value in node.reads)
     makers = ((value, graph.maker[value]) for value in needed)
-    return {value for value, maker in makers if maker and not maker.backward}
+    return {value for value, maker in makers if maker and not maker.here.backward}
 
 
-class _Life(NamedTuple):
-    """When each value in memory is made and read last, and which the backward pass reads.
-
-    `same` has for each value the one whose buffer it shares.
-    """
-
-    same: list[int]
-    born: dict[int, int]
-    dies: dict[int, int]
-    read_back: set[int]
-
-
-def _lifetimes(graph: _Graph) -> tuple[set[int], _Life]:
-    """Returns the values that are in memory, and when."""
-    same = _same_buffers(graph)
-    stored, roots = _stored(graph, same)
-    life = _Life(same, {}, {}, set())
+def _lifetimes(
+    graph: _Graph, same: list[int], stored: set[int], roots: dict[int, frozenset[int]]
+) -> tuple[dict[int, int], dict[int, int], set[int]]:
+    """Returns when values are made and read last, and which the backward pass reads."""
+    born: dict[int, int] = {}
+    dies: dict[int, int] = {}
+    read_back: set[int] = set()
     for index, node in enumerate(graph.nodes):
         for out in node.outs:
             if same[out] == out and out in stored:
-                life.born[out] = life.dies[out] = index
+                born[out] = dies[out] = index
         if node.outs and not any(same[out] in stored for out in node.outs):
             continue  # computed where it is read
-        for value in node.reads:
-            value = same[value]
+        for value in (same[x] for x in node.reads):
             for root in (value,) if value in stored else roots.get(value, ()):
-                life.dies[root] = index
-                if node.backward:
-                    life.read_back.add(root)
-    for value in graph.outs:
-        if value >= 0 and same[value] in stored:
-            life.dies[same[value]] = len(graph.nodes)
-    return stored, life
+                dies[root] = index
+                if node.here.backward:
+                    read_back.add(root)
+    return born, dies, read_back
 
 
 def traffic(jaxpr: Jaxpr, group_of: Callable[[Scopes], K]) -> collections.Counter[K]:
     """Returns how many 16-bit numbers the kernels of a program read and write, by group.
 
-    What a kernel makes from its operands without storing it costs nothing.
-
-    Args:
-        jaxpr: The program.
-        group_of: Returns the group of an operation, from the scopes around it.
+    What a kernel makes from its operands without storing it costs nothing. `group_of`
+    returns the group of an operation, from the scopes around it.
     """
 
-    def at(body: Jaxpr, inner: Callable[..., Any]) -> collections.Counter[K]:
+    def at(
+        body: Jaxpr, inner: Callable[[Equation], Sequence[collections.Counter[K]]]
+    ) -> collections.Counter[K]:
         graph, total = _Graph(body, lambda _: ()), collections.Counter[K]()
         same = _same_buffers(graph)
         stored, roots = _stored(graph, same)
         for node in graph.nodes:
             made = {x for x in node.outs if same[x] == x and x in stored}
-            if has_body(node.eqn):
+            if has_body(node.here.eqn):
                 # Of the branches of a conditional, the one with the most work counts.
-                most = max(inner(node.eqn), key=lambda x: x.total(), default={})
+                most = max(inner(node.here.eqn), key=lambda x: x.total(), default={})
                 for group, numbers in most.items():
-                    total[group] += numbers * repetitions(node.eqn)
+                    total[group] += numbers * repetitions(node.here.eqn)
             elif made and node.name not in MOVES:
                 read = {
                     root for x in node.reads for root in roots.get(same[x], {same[x]})
                 }
                 for value in read | made:
                     if graph.dtype[value] in HALF:
-                        total[group_of(node.scopes)] += graph.size[value] // 2
+                        total[group_of(node.here.scopes)] += graph.size[value] // 2
         return total
 
     return fold(jaxpr, at)

@@ -6,18 +6,15 @@ Each check gives the same verdict on every process.
 import dataclasses
 import functools
 import hashlib
-import json
 import math
 import os
-import platform
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -28,9 +25,9 @@ from mpx._amp import amp
 from mpx._casting._cast import cast_to_float32
 from mpx._gradients._grad import value_and_grad
 from mpx._jax._processes import gather
-from mpx._jax._version import __version__
 from mpx._scaling._dynamic_scaling import DynamicLossScaling
 from mpx.inspect._collectives import Collective, collectives
+from mpx.inspect._doctor import versions
 from mpx.inspect._result import Result, Table, amount
 
 # What changes the programs or the numbers of a process.
@@ -44,6 +41,8 @@ _SETTINGS = (
 _ROWS = 4  # of the batch, on each device
 _STEPS = 16
 _CALLS = 10  # the same on every process: a call waits for all of them
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +60,7 @@ class Rate:
 
     Attributes:
         kind: `all-reduce`, `all-gather` or `reduce-scatter`.
-        bytes: The size of the whole array: what an all-reduce and a reduce-scatter read
-            and an all-gather returns on each device.
+        bytes: The size of the whole array.
         seconds: The time of the fastest of some calls, on the slowest process.
         algorithmic: Bytes of the array per second.
         bus: Bytes per second that each device sends, by the usual ring algorithms. It
@@ -133,10 +131,10 @@ class Conformance(Result):
 
 def conformance(*, measure: bool = True) -> Conformance:
     """Runs all checks, and times the collectives; every process of the job must call it."""
-    versions = describe()
+    described = describe()
     checks, rates = [check_devices()], ()
     if checks[0].passed:
-        checks.append(check_versions(gather(versions)))
+        checks.append(check_versions(gather(described)))
     # Processes of different versions may run different programs, and then they hang.
     if all(check.passed for check in checks):
         mesh = make_mesh()
@@ -152,19 +150,12 @@ def conformance(*, measure: bool = True) -> Conformance:
     else:
         checks.append(Check("all others", None, "not run: see above"))
     return Conformance(
-        jax.process_count(), jax.device_count(), versions, tuple(checks), rates
+        jax.process_count(), jax.device_count(), described, tuple(checks), rates
     )
 
 
 def _counted(number: int, word: str, plural: str = "s") -> str:
     return f"{number} {word}{'' if number == 1 else plural}"
-
-
-def outliers(values: Sequence[object]) -> list[int]:
-    """Returns the positions of the values that are not the most frequent one."""
-    texts = [json.dumps(value, sort_keys=True) for value in values]
-    usual, _ = Counter(texts).most_common(1)[0]
-    return [number for number, text in enumerate(texts) if text != usual]
 
 
 # --- Versions and devices -------------------------------------------------------------
@@ -174,11 +165,7 @@ def describe() -> dict[str, str]:
     """Returns what must be the same on all processes of a job."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     kinds = sorted({device.device_kind for device in jax.local_devices()})
-    found = {
-        "mpx": __version__,
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "Python": platform.python_version(),
+    found = versions() | {
         "devices": ", ".join(kinds),
         # Where a process dumps its programs changes none of them.
         "XLA_FLAGS": " ".join(sorted(x for x in flags if "xla_dump" not in x)),
@@ -189,14 +176,14 @@ def describe() -> dict[str, str]:
 def check_devices() -> Check:
     """Checks that each process has as many devices as the others."""
     counts = Counter(device.process_index for device in jax.devices())
-    processes = jax.process_count()
-    held = [counts[number] for number in range(processes)]
-    if len({*held}) == 1:
-        text = f"{_counted(processes, 'process', 'es')} with {_counted(held[0], 'device')} each"
-        return Check("devices", True, text)
-    rows = ", ".join(f"process {i} has {held[i]}" for i in outliers(held))
-    usual = _counted(Counter(held).most_common(1)[0][0], "device")
-    return Check("devices", False, f"most processes have {usual}, but {rows}")
+    held = [counts[number] for number in range(jax.process_count())]
+    usual = Counter(held).most_common(1)[0][0]
+    odd = [f"process {i} has {n}" for i, n in enumerate(held) if n != usual]
+    every, each = _counted(len(held), "process", "es"), _counted(usual, "device")
+    text = f"{every} with {each} each"
+    if odd:
+        text = f"most processes have {each}, but {', '.join(odd)}"
+    return Check("devices", not odd, text)
 
 
 def check_versions(everywhere: list[dict[str, str]]) -> Check:
@@ -204,12 +191,10 @@ def check_versions(everywhere: list[dict[str, str]]) -> Check:
     different = []
     for name in everywhere[0]:
         values = [row.get(name, "") for row in everywhere]
-        odd = outliers(values)
+        usual = Counter(values).most_common(1)[0][0]
+        odd = [f"{x!r} on process {i}" for i, x in enumerate(values) if x != usual]
         if odd:
-            usual = next(x for i, x in enumerate(values) if i not in odd)
-            rows = ", ".join(f"{values[i]!r} on process {i}" for i in odd[:3])
-            more = f" and {len(odd) - 3} others" if len(odd) > 3 else ""
-            different.append(f"{name}: {usual!r}, but {rows}{more}")
+            different.append(f"{name}: {usual!r}, but {', '.join(_first(odd))}")
     text = f"{len(everywhere[0])} equal on {_counted(len(everywhere), 'process', 'es')}"
     return Check("versions and settings", not different, "; ".join(different) or text)
 
@@ -239,7 +224,7 @@ class Trial:
         self, mesh: Mesh, layout: Literal["sharded", "copies"] = "sharded"
     ) -> None:
         self.mesh, self.layout = mesh, layout
-        self._width = mesh.size * -(-64 // mesh.size)
+        self.width = mesh.size * -(-64 // mesh.size)
         self._where = jax.tree.map(self._place, jax.eval_shape(self._init))
 
     def start(self) -> PyTree:
@@ -281,13 +266,8 @@ class Trial:
         step = jax.jit(self._step, out_shardings=(self._where, None))
         return step.lower(state, number, number).compile(options)
 
-    @property
-    def matrices(self) -> set[int]:
-        """The numbers of elements of the weights that are cut."""
-        return {4 * self._width**2}
-
     def _init(self) -> PyTree:
-        width = self._width
+        width = self.width
         up, down = jax.random.split(jax.random.key(0))
         params = {
             "up": jax.random.normal(up, (width, 4 * width)) * width**-0.5,
@@ -320,7 +300,7 @@ class Trial:
             out = along(hidden @ params["down"])
             return jnp.mean(cast_to_float32(out - x) ** 2)
 
-        x = jax.random.normal(key, (rows, self._width))
+        x = jax.random.normal(key, (rows, self.width))
         is_bad = jnp.repeat(owners == device, _ROWS)
         x = along(jnp.where(is_bad[:, None], jnp.nan, x))
         take = value_and_grad(amp(loss, half()), axis_name=axis)
@@ -364,18 +344,22 @@ def digests(tree: PyTree, mesh: Mesh) -> list[str]:
     return [found[number].hexdigest()[:16] for number in sorted(found)]
 
 
+def _by_device(everywhere: list[list[T]]) -> list[tuple[str, T]]:
+    """Returns the values of all devices of all processes, each with its place."""
+    return [
+        (f"device {j} of process {i}", value)
+        for i, process in enumerate(everywhere)
+        for j, value in enumerate(process)
+    ]
+
+
 def judge_skips(
     name: str, wanted: list[bool], everywhere: list[list[list[bool]]]
 ) -> Check:
     """Compares the decisions of all devices with each other and with the faults."""
-    rows = [
-        (f"device {j} of process {i}", row)
-        for i, process in enumerate(everywhere)
-        for j, row in enumerate(process)
-    ]
-    divergent = sum(
-        len({*step}) > 1 for step in zip(*(x for _, x in rows), strict=True)
-    )
+    rows = _by_device(everywhere)
+    steps = zip(*(row for _, row in rows), strict=True)
+    divergent = sum(len({*step}) > 1 for step in steps)
     wrong = [
         f"{place}: step {step} "
         + ("with a fault, not skipped" if bad else "skipped without a fault")
@@ -387,25 +371,22 @@ def judge_skips(
         f"{len(wanted)} steps, {sum(wanted)} faults on one device each: "
         f"{sum(rows[0][1])} skipped, {divergent} divergent decisions"
     )
-    if wrong:
-        text += f"; {'; '.join(wrong[:3])}" + (" …" if len(wrong) > 3 else "")
-    return Check(name, not wrong and not divergent, text)
+    return Check(name, not wrong, "; ".join([text, *_first(wrong)]))
 
 
 def judge_hashes(name: str, everywhere: list[list[str]]) -> Check:
     """Compares the hashes of all devices of all processes."""
-    places = [(i, j) for i, row in enumerate(everywhere) for j in range(len(row))]
-    values = [everywhere[i][j] for i, j in places]
-    odd = outliers(values)
-    if not odd:
-        return Check(name, True, f"{values[0]} on {_counted(len(values), 'device')}")
-    usual = next(x for i, x in enumerate(values) if i not in odd)
-    rows = ", ".join(
-        f"{values[i]} on device {places[i][1]} of process {places[i][0]}"
-        for i in odd[:3]
-    )
-    text = f"{usual} on {len(values) - len(odd)} of {len(values)} devices, but {rows}"
-    return Check(name, False, text + (" …" if len(odd) > 3 else ""))
+    rows = _by_device(everywhere)
+    usual, count = Counter(value for _, value in rows).most_common(1)[0]
+    odd = [f"{value} on {place}" for place, value in rows if value != usual]
+    text = f"{usual} on {_counted(count, 'device')}"
+    if odd:
+        text = f"{usual} on {count} of {len(rows)} devices, but "
+    return Check(name, not odd, text + ", ".join(_first(odd)))
+
+
+def _first(texts: list[str]) -> list[str]:
+    return [*texts[:3], "…"] if len(texts) > 3 else texts
 
 
 # --- The wire -------------------------------------------------------------------------
@@ -415,28 +396,28 @@ def check_wire(trial: Trial, options: dict[str, str | bool] | None = None) -> Ch
     """Checks the dtypes that one FSDP step sends."""
     found = collectives(trial.compile_step(options))
     rows = [[list(x) if isinstance(x, tuple) else x for x in row] for row in found]
-    return judge_wire(gather(rows), trial.matrices, trial.mesh.size)
+    return judge_wire(gather(rows), 4 * trial.width**2, trial.mesh.size)
 
 
-def judge_wire(everywhere: list[list[list]], sizes: set[int], devices: int) -> Check:
-    """Compares the collectives of weights and gradients with what was asked for.
+def judge_wire(everywhere: list[list[list]], size: int, devices: int) -> Check:
+    """Compares the dtypes of weights and gradients with what was asked for.
 
-    Args:
-        everywhere: The collectives of each process.
-        sizes: The numbers of elements of the weights.
-        devices: The number of devices.
+    `everywhere` has the collectives of each process, `size` is that of each weight.
     """
     name = "wire of an FSDP step"
     if devices == 1:
         return Check(name, None, "not run: there is one device")
-    odd = outliers(everywhere)
+    odd = [i for i, row in enumerate(everywhere) if row != everywhere[0]]
     if odd:
         text = f"the programs of the processes {odd} have other collectives"
         return Check(name, False, text)
     found = [Collective(*row) for row in everywhere[0]]
-    parts = {size // devices for size in sizes}
-    results = {"all-gather": sizes, "all-reduce": sizes, "reduce-scatter": parts}
-    heavy = [x for x in found if math.prod(x.shape) in results.get(x.kind, ())]
+    results = {
+        "all-gather": size,
+        "all-reduce": size,
+        "reduce-scatter": size // devices,
+    }
+    heavy = [x for x in found if math.prod(x.shape) == results.get(x.kind)]
     weights = [x for x in heavy if x.kind == "all-gather"]
     grads = [x for x in heavy if x.kind != "all-gather"]
     texts, passed = [], True
@@ -459,16 +440,11 @@ def _sent(chosen: list[Collective]) -> str:
 
 # --- Bandwidth ------------------------------------------------------------------------
 
-# For each kind the function, whether it reads a part of the array, and whether it returns
-# one.
+# For each kind the function, and whether it reads and returns a part of the array.
 _KINDS: dict[str, tuple[Callable[[Array], Array], bool, bool]] = {
     "all-reduce": (lambda x: lax.psum(x, "data"), False, False),
     "all-gather": (lambda x: lax.all_gather(x, "data", tiled=True), True, False),
-    "reduce-scatter": (
-        lambda x: lax.psum_scatter(x, "data", tiled=True),
-        False,
-        True,
-    ),
+    "reduce-scatter": (lambda x: lax.psum_scatter(x, "data", tiled=True), False, True),
 }
 
 

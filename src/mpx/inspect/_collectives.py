@@ -3,8 +3,12 @@
 import collections
 import math
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+
+from mpx.inspect._result import Result, Table, amount
 
 _KINDS = (
     "all-gather|all-reduce|reduce-scatter|ragged-all-to-all|all-to-all|"
@@ -50,7 +54,29 @@ class Collective(NamedTuple):
     bytes: int
 
 
-def collectives(compiled: Any) -> list[Collective]:
+class Collectives(Result, list[Collective]):
+    """A list of collectives that prints as a table."""
+
+    def tables(self) -> Sequence[Table]:
+        """Returns the sums by kind and dtype."""
+        groups: dict[tuple[str, str], list[Collective]] = {}
+        for x in self:
+            groups.setdefault((x.kind, x.dtype), []).append(x)
+        rows = [
+            (
+                *key,
+                str(sum(x.runs for x in found)),
+                amount(sum(x.bytes for x in found), "B"),
+            )
+            for key, found in sorted(groups.items())
+        ]
+        head = ("collective", "dtype", "runs", "sent by each device")
+        if not rows:
+            return [Table.text("No collectives.")]
+        return [Table(head, rows, "", frozenset({2, 3}))]
+
+
+def collectives(compiled: jax.stages.Compiled | str) -> Collectives:
     """Lists the collectives of a compiled program, with dtypes and bytes.
 
     With n devices in a group and a result of b bytes on each, a device sends b·(n-1)/n in
@@ -62,7 +88,7 @@ def collectives(compiled: Any) -> list[Collective]:
         compiled: What `jax.jit(func).lower(...).compile()` returns, or its text.
 
     Returns:
-        The collectives in the order of the program's text.
+        A list of `Collective`, in the order of the program's text; it prints as a table.
 
     Examples:
         >>> import jax
@@ -71,7 +97,7 @@ def collectives(compiled: Any) -> list[Collective]:
         []
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
-    return [found for _, found in located(text)]
+    return Collectives(found for _, found in located(text))
 
 
 def located(text: str) -> Iterator[tuple[str, Collective]]:

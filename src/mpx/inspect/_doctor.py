@@ -46,8 +46,11 @@ CPU_FLAGS = {
 }
 # JAX calls the seventh generation "TPU7x".
 TPU_FP8 = re.compile(r"(?:v|tpu)([7-9]|\d\d)|ironwood", re.IGNORECASE)
-LEAST_SECONDS = 0.02
-"""A measurement shorter than this is repeated with larger matrices."""
+BUDGET = 10.0  # seconds after which no further measurement starts
+LEAST_SECONDS = 0.02  # a shorter measurement is repeated with larger matrices
+
+Native = tuple[bool | None, str]
+"""Whether matmuls run natively in a format, and why; `None` is unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,15 +169,12 @@ def doctor(*, measure: bool = True) -> Diagnosis:
     )
     policy, reason = recommend(native, rates)
     machine = platform.machine()
+    kinds = Counter((device.device_kind, device.platform) for device in jax.devices())
+    # Only a device of this process tells.
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return Diagnosis(
-        versions={
-            "mpx": __version__,
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "Python": platform.python_version(),
-            "on": machine,
-        },
-        devices=_devices(),
+        versions=versions() | {"on": machine},
+        devices=tuple(Device(*kind, count, memory) for kind, count in kinds.items()),
         formats=supports,
         bandwidth=measure_bandwidth() if measure else None,
         extras={name: _version(name) for name in EXTRAS},
@@ -185,7 +185,7 @@ def doctor(*, measure: bool = True) -> Diagnosis:
 
 
 def recommend(
-    native: Mapping[str, tuple[bool | None, str]], rates: Mapping[str, float]
+    native: Mapping[str, Native], rates: Mapping[str, float]
 ) -> tuple[str, str]:
     """Returns the precision to use, as code, and why."""
 
@@ -196,15 +196,12 @@ def recommend(
 
     is_cpu = jax.default_backend() == "cpu"
     if native["bf16"][0] and not is_cpu:
-        code = "loss = mpx.amp(loss)"
         reason = "bf16 runs natively and has the range of f32: no loss scaling."
         reason += gain("bf16")
         if native["fp8"][0]:
-            reason += (
-                " Large matmuls can run in fp8 as well: compare `mpx.fp8(loss)`."
-                + gain("fp8")
-            )
-        return code, reason
+            reason += " Large matmuls can run in fp8 as well: compare `mpx.fp8(loss)`."
+            reason += gain("fp8")
+        return "loss = mpx.amp(loss)", reason
     if native["f16"][0] and not is_cpu:
         code = 'loss = mpx.amp(loss, "f16"); scaling = mpx.DynamicLossScaling.pow2()'
         return code, "Only f16 runs natively, and it needs loss scaling." + gain("f16")
@@ -238,12 +235,14 @@ def problems(jaxlib_version: str, machine: str) -> list[str]:
     return found
 
 
-def _devices() -> tuple[Device, ...]:
-    devices = jax.devices()
-    kinds = Counter((device.device_kind, device.platform) for device in devices)
-    # Only a device of this process tells.
-    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    return tuple(Device(*kind, count, memory) for kind, count in kinds.items())
+def versions() -> dict[str, str]:
+    """Returns the versions of mpx, JAX and Python."""
+    return {
+        "mpx": __version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "Python": platform.python_version(),
+    }
 
 
 def _version(package: str) -> str | None:
@@ -256,12 +255,12 @@ def _version(package: str) -> str | None:
 # --- Formats and rates ----------------------------------------------------------------
 
 
-def formats() -> dict[str, tuple[bool | None, str]]:
-    """Returns by format whether matmuls run in it natively, and why; `None` is unknown."""
+def formats() -> dict[str, Native]:
+    """Returns by format whether matmuls run in it natively, and why."""
     names = ["f32", "tf32", "bf16", "f16", "fp8", "mx"]
     platform = jax.default_backend()
     capability = cuda_capability()
-    found: dict[str, tuple[bool | None, str]]
+    found: dict[str, Native]
     if capability is not None:
         version = ".".join(map(str, capability))
         found = {
@@ -280,9 +279,9 @@ def formats() -> dict[str, tuple[bool | None, str]]:
     return {name: found[name] for name in names}
 
 
-def _cpu_formats() -> dict[str, tuple[bool | None, str]]:
+def _cpu_formats() -> dict[str, Native]:
     flags = _cpu_flags()
-    found: dict[str, tuple[bool | None, str]] = {}
+    found: dict[str, Native] = {}
     for name, wanted in CPU_FLAGS.items():
         here = [flag for flag in wanted if flag in flags]
         reason = here[0] if here else "computed in f32 and rounded"
@@ -300,19 +299,12 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(found.group(1).split()) if found else frozenset()
 
 
-def measure_rates(
-    native: Mapping[str, tuple[bool | None, str]], budget: float = 10.0
-) -> dict[str, float]:
-    """Returns the rate of large matmuls by format, in FLOP/s.
-
-    Args:
-        native: What `formats` returned: fp8 is measured where it is native only.
-        budget: No further measurement starts after so many seconds.
-    """
+def measure_rates(native: Mapping[str, Native]) -> dict[str, float]:
+    """Returns the rate of large matmuls by format, in FLOP/s; fp8 where it is native."""
     rates, start = {}, time.perf_counter()
     for name in ("f32", "tf32", "bf16", "f16", "fp8"):
         skip = name in ("tf32", "fp8") and not native[name][0]
-        if skip or time.perf_counter() - start > budget:
+        if skip or time.perf_counter() - start > BUDGET:
             continue
         rate = _matmul_rate(name)
         if rate is not None:

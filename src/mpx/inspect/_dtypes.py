@@ -1,9 +1,12 @@
 """Questions about the dtype of an array, or of a type of arrays."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from mpx._jax._formats import short_name
 
 HALF = frozenset({"bfloat16", "float16"})
 
@@ -27,3 +30,15 @@ def is_half(x: Any) -> bool:
 def is_f32(x: Any) -> bool:
     """Returns whether it is f32."""
     return str(getattr(x, "dtype", "")) == "float32"
+
+
+def short_dtypes(names: Iterable[Any]) -> str:
+    """Returns `f32`, or `f32×bf16` if the dtypes differ."""
+
+    def short(name: Any) -> str:
+        try:
+            return short_name(np.dtype(name))
+        except TypeError:  # the dtype of a PRNG key
+            return str(name)
+
+    return "×".join(dict.fromkeys(map(short, names)))

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax import Array
 from jaxtyping import PyTree
 
 from mpx._amp import amp
@@ -21,17 +23,14 @@ from mpx._program import HANDLERS
 from mpx._program._flow import moved
 from mpx._program._interpreter import Kind, Op, Outcome, Scopes, Visitor
 from mpx._program._queries import MATMULS, Equation
-from mpx.inspect._places import Name
-from mpx.inspect._program import Program, program
+from mpx.inspect._program import Name, Program, program
 
 
 class Group(NamedTuple):
     """Operations that a policy treats alike.
 
-    Attributes:
-        param: The parameter of a matmul; "" for other operations.
-        scope: The `jax.named_scope`s around them, joined by `/`.
-        functions: The functions that wrote them, innermost first.
+    They are the matmuls of a parameter ("" for other operations), in scopes that are joined
+    by `/`, written by functions, innermost first.
     """
 
     param: str
@@ -64,20 +63,17 @@ class Keep(NamedTuple):
             return any(search(self.pattern, name) for name in group.functions)
         if group.param and search(self.pattern, group.param):
             return True
-        names = group.scope.split("/") if group.scope else []
-        paths = ("/".join(names[:n]) for n in range(1, len(names) + 1))
-        return any(search(self.pattern, path) for path in paths)
+        paths = itertools.accumulate(group.scope.split("/"), "{}/{}".format)
+        return bool(group.scope) and any(search(self.pattern, x) for x in paths)
 
 
 _TOKEN = re.compile(r"^mpx-group-(\d+)(-input)?$")
 
 
 class Token(NamedTuple):
-    """What the label of an equation says.
+    """The number of the group of an equation; `None` without a label.
 
-    Attributes:
-        group: The number of its group; `None` without a label.
-        is_input: Whether it is a cast of an operand, made for the operation that reads it.
+    An input is a cast of an operand, made for the operation that reads it.
     """
 
     group: int | None = None
@@ -113,14 +109,16 @@ class _Labels(Visitor):
             outs = eval_equation(op.eqn, op.values)
         return outs, [moved(op.eqn, op.facts)] * len(outs)
 
-    def fact_inside(self, fact: Name, var: Any, kind: Kind) -> Name:
+    def fact_inside(self, fact: Name, var: Hashable, kind: Kind) -> Name:
         return None if kind in ("carry", "tangent") else fact
 
     def _group(self, op: Op) -> Group:
         known = [name for name in op.facts if name]
         is_matmul = primitive_name(op.eqn) in MATMULS and len(known) > 0
         functions = _functions(op.eqn) or self._around
-        return Group(known[0] if is_matmul else "", _path(op.scopes), functions)
+        # A scope inside itself counts once.
+        path = "/".join(name for name, _ in itertools.groupby(op.scopes))
+        return Group(known[0] if is_matmul else "", path, functions)
 
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: PyTree) -> Iterator[None]:
@@ -150,30 +148,20 @@ def _functions(eqn: Equation) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name, _, _ in source_frames(eqn)))
 
 
-def _path(scopes: Scopes) -> str:
-    """Returns the path of named scopes; one inside itself counts once."""
-    names = [x for i, x in enumerate(scopes) if not i or x != scopes[i - 1]]
-    return "/".join(names)
-
-
-class Labelled(NamedTuple):
-    """The forward pass of a function under `amp`, with labels, and its groups."""
-
-    program: Program
-    groups: list[Group]
-
-
 def labelled(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Labelled:
-    """Traces a function as `amp` runs it, with the group of each operation in its scopes."""
+) -> tuple[Program, list[Group]]:
+    """Traces a function as `amp` runs it, with the group of each operation in its scopes.
+
+    Returns the program of the forward pass, and the groups.
+    """
     # In place of fused attention its equations: a kernel has no second derivative.
     forward = program(amp(func, "bf16", attention="keep"), args, kwargs)
     visitor = _Labels()
     body, consts = open_jaxpr(forward.jaxpr)
 
-    def run(*arrays: Any) -> Sequence[Any]:
+    def run(*arrays: Array) -> list[Array]:
         return visitor.run(body, consts, arrays, forward.known, ())[0]
 
     jaxpr = jax.make_jaxpr(run)(*forward.arrays)
-    return Labelled(forward._replace(jaxpr=jaxpr), list(visitor.groups))
+    return forward._replace(jaxpr=jaxpr), list(visitor.groups)

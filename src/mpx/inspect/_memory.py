@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from mpx._amp._transform import amp
 from mpx._jax._devices import cuda_capability
@@ -15,11 +16,10 @@ from mpx._optim import FlashOptimizer, FlashState, flash_adamw
 from mpx._program._queries import MATMULS, contains
 from mpx.inspect._buffers import Buffer, nbytes, peak
 from mpx.inspect._call_command import add_call, load_call, show
-from mpx.inspect._dtypes import is_float, is_half
+from mpx.inspect._dtypes import is_float, is_half, short_dtypes
 from mpx.inspect._program import Program, gradient, program, unwrapped
 from mpx.inspect._result import Result, Table, amount, total
 from mpx.inspect._target import as_target, described
-from mpx.inspect._views import short_dtypes
 
 # cuBLAS computes in a buffer of this size on Hopper.
 _WORKSPACE = 32 << 20
@@ -70,10 +70,10 @@ class Memory(Result):
 
     def __getitem__(self, name: str) -> Option:
         """Returns the memory in one precision."""
-        names = [option.name for option in self.options]
-        if name not in names:
-            raise KeyError(f"There is no {name!r}; there are {names}.")
-        return self.options[names.index(name)]
+        found = {option.name: option for option in self.options}
+        if name not in found:
+            raise KeyError(f"There is no {name!r}; there are {[*found]}.")
+        return found[name]
 
     def tables(self) -> Sequence[Table]:
         """Returns one row for each precision."""
@@ -87,8 +87,8 @@ class Memory(Result):
                 if size > 0.01 * every
             )
             sizes = (x.params, x.state, x.inputs, x.grads_at_peak, x.temporary, every)
-            cells = [amount(size, "B") for size in sizes]
-            rows.append((x.name, amount(x.peak, "B"), *cells, main))
+            cells = [amount(size, "B") for size in (x.peak, *sizes)]
+            rows.append((x.name, *cells, main))
         head = ("precision", "predicted peak", "parameters", "optimizer", "inputs")
         head = (*head, "gradients", "temporary", "residuals", "of which")
         title = "The peak of a training step, and what exists then"
@@ -148,14 +148,7 @@ def memory(
 
 
 class _Row(NamedTuple):
-    """A training step.
-
-    Attributes:
-        name: The precision.
-        forward: The program of the loss.
-        optimizer: The optimizer.
-        is_released: Whether each parameter steps as soon as its gradient is known.
-    """
+    """A training step; if released, each parameter steps once its gradient is known."""
 
     name: str
     forward: Program
@@ -180,9 +173,9 @@ def _rows(
     given = program(func, args, kwargs)
     params = {i: given.arrays[i] for i in given.params}
     in_f32 = {i: jnp.float32 for i, x in enumerate(given.arrays) if is_half(x)}
-    in_bf16 = dict.fromkeys(params, jnp.bfloat16)
+    in_bf16 = {i: jnp.bfloat16 for i in params}
 
-    def traced(func: Callable[..., Any], dtypes: Mapping[int, Any]) -> Program:
+    def traced(func: Callable[..., Any], dtypes: Mapping[int, DTypeLike]) -> Program:
         shapes = list(given.arrays)
         for i, dtype in dtypes.items():
             place = getattr(shapes[i], "sharding", None)
@@ -199,22 +192,20 @@ def _rows(
         small = traced(amp(inner, "bf16"), in_bf16)
     except TypeError:
         # The carry of a loop, say, cannot be both: the batch is in bf16, too.
-        floats = (i for i, x in enumerate(given.arrays) if is_float(x))
-        small = traced(amp(inner, "bf16"), dict.fromkeys(floats, jnp.bfloat16))
+        every = {i: jnp.bfloat16 for i, x in enumerate(given.arrays) if is_float(x)}
+        small = traced(amp(inner, "bf16"), every)
     yield _Row("bf16 parameters, flash", small, flash)
     yield _Row("the same with release", small, flash, is_released=True)
 
 
 def _option(row: _Row) -> Option:
     full = gradient(row.forward)
-    params = {
-        full.names[i]: jax.ShapeDtypeStruct(full.arrays[i].shape, full.arrays[i].dtype)
-        for i in full.params
-    }
+    given = {full.names[i]: full.arrays[i] for i in full.params}
+    params = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in given.items()}
     state = jax.eval_shape(row.optimizer.init, params)
-    arguments = sum(nbytes(x) for x in full.arrays)
-    held = sum(nbytes(x) for x in params.values())
-    state_bytes = sum(nbytes(x) for x in jax.tree.leaves(state))
+    arguments = sum(map(nbytes, full.arrays))
+    held = sum(map(nbytes, params.values()))
+    state_bytes = sum(map(nbytes, jax.tree.leaves(state)))
     grads = range(1, len(full.jaxpr.out_avals))
     needed = peak(full.jaxpr, grads if row.is_released else ())
     workspace = _WORKSPACE if contains(full.jaxpr, MATMULS) else 0

@@ -1,4 +1,4 @@
-"""A program and its f32 shadow, side by side: what each equation does to its values.
+"""A recorded run of a program, equation by equation, beside its f32 shadow.
 
 For each equation that computes in fewer than 32 bits three results are compared: that of
 the program; that of the shadow, in which everything is f32; and the local one, which the
@@ -10,100 +10,320 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
-from mpx._jax._compat import Literal, primitive_name
-from mpx._jax._formats import Format
-from mpx._program._queries import Equation
-from mpx._program._run import (
-    NO_REF,
-    Around,
-    Array,
-    Lanes,
-    Loop,
-    Ref,
-    Run,
-    Value,
-    on_host,
+from mpx._jax._compat import (
+    Literal,
+    is_transposed,
+    open_jaxpr,
+    primitive_name,
+    scan_sizes,
+    scopes_of,
+    source_frames,
 )
+from mpx._jax._formats import Format
+from mpx._program._queries import MOVES, Equation, called, last_uses
 from mpx.inspect._dtypes import is_float
-from mpx.inspect._places import Name, Place, place_of
-from mpx.inspect._shadow import (
+from mpx.inspect._equations import (
+    Array,
+    Axes,
     as_operand,
+    is_decision,
+    join,
     low_format,
+    mapped_axes,
+    on_host,
     only_moves,
-    relative_norm,
     run_as_written,
     run_in_f32,
+    settled,
+    split,
     to_host,
     widened,
 )
-from mpx.inspect._ties import is_decision, settled
+from mpx.inspect._program import Name, Place, place_of
 
+Lanes = tuple[Array, ...]
+"""The same value in several runs that go side by side."""
+Ref = tuple[int, int]
+"""A value of a run: the number of the node that made it, and which result it is."""
+NO_REF: Ref = (-1, 0)
+SHARDS = -1
+"""Marks the part of a value that is all of it, in other shards."""
 NAN, PLUS, MINUS = 1, 2, 3
 """Classes of numbers that are not finite; 0 stands for a finite one."""
 
 
-@dataclasses.dataclass(slots=True)
-class Finding:
-    """What is known of one result.
+class Value(NamedTuple):
+    """A value in each lane, where it comes from, and which parameter it is."""
 
-    Attributes:
-        classes: The class of each number of the program; `None` if all are finite.
-        shadow_classes: The same of the shadow.
-        shadow: The smallest and the largest finite number of the shadow.
-        own: The same of the program.
-        largest: The largest magnitude in the shadow, that is finite.
-        smallest: The smallest magnitude in the shadow that is not zero.
-        zeros: Whether the program has a zero.
-        deviation: The norm of program minus shadow, relative to the shadow.
-        error: The norm of the local error, relative to the shadow; infinite if a number
-            is not finite that is finite in the shadow.
-        worst: The largest local error of a number relative to that number.
-        flushed: The share of the shadow's nonzero numbers that are zero in the local
-            result.
-        local_is_finite: Whether the local result is finite where the shadow is.
+    lanes: Lanes
+    ref: Ref
+    name: Name = None
+
+
+class Around(NamedTuple):
+    """What is around an equation."""
+
+    scopes: tuple[str, ...] = ()
+    steps: tuple[tuple[int, int], ...] = ()  # of its loops: (step, how many there are)
+    backward: bool = False
+    frames: tuple[tuple[str, str, int], ...] = ()  # (function, file, line), from inside
+    axes: Axes = ()  # of the `shard_map`; leading axes of each value in it
+
+    def in_step(self, step: int, length: int = 0) -> "Around":
+        """Returns what is around the body of a loop in one of its steps."""
+        return self._replace(steps=(*self.steps, (step, length)))
+
+
+# --- Runs -----------------------------------------------------------------------------
+
+
+class Run:
+    """Runs a program on arrays in one or several lanes; a subclass defines `leaf`.
+
+    A run goes through each step of a loop and takes one branch. All lanes take the same
+    branches and as many steps of each loop. The first run decides and notes that in
+    `choices`; a later run is given them. A `while` loop is left after `most_steps`;
+    `is_cut` tells that one was.
     """
 
-    classes: np.ndarray | None = None
+    most_steps: float = math.inf
+
+    def __init__(self, choices: Sequence[int] | None = None) -> None:
+        self.choices: list[int] = list(choices or ())
+        self._given = None if choices is None else iter(choices)
+        self.is_cut = False
+        self._ends: dict[int, list[list[Any]]] = {}
+        self._known: dict[int, Any] = {}
+
+    def leaf(self, eqn: Equation, operands: list[Value], around: Around) -> list[Value]:
+        """Runs an equation without jaxprs inside."""
+        raise NotImplementedError
+
+    def lanes_of(self, x: Array) -> Lanes:
+        """Returns a constant in each lane."""
+        raise NotImplementedError
+
+    def source(
+        self, lanes: Lanes, parts: Sequence[Ref] = (), part: int | None = None
+    ) -> Ref:
+        """Returns the reference of a value stacked from others, or of a part of one."""
+        return NO_REF
+
+    def lanes_part(
+        self, eqn: Equation, operands: list[Value], step: int, test: Value
+    ) -> None:
+        """Is told that a `while` loop has ended in some lanes and not in others."""
+
+    def __call__(
+        self, jaxpr: Any, args: Sequence[Value], around: Around | None = None
+    ) -> list[Value]:
+        """Runs a jaxpr; values are forgotten when nothing reads them any more."""
+        body, consts = open_jaxpr(jaxpr)
+        env = dict(zip(body.constvars, map(self._constant, consts), strict=True))
+        env.update(zip(body.invars, args, strict=True))
+        if id(body) not in self._ends:
+            self._ends[id(body)] = last_uses(body)
+
+        def read(atom: Any) -> Value:
+            if not isinstance(atom, Literal):
+                return env[atom]
+            value = np.asarray(atom.val, getattr(atom.aval, "dtype"))  # noqa: B009
+            return Value(self.lanes_of(value), NO_REF)
+
+        for eqn, dead in zip(body.eqns, self._ends[id(body)], strict=True):
+            operands = [read(atom) for atom in eqn.invars]
+            inside = self._inside(eqn, around or Around())
+            outs = self._equation(eqn, operands, inside)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            for var in dead:
+                env.pop(var, None)
+        return [read(atom) for atom in body.outvars]
+
+    def _constant(self, x: Array) -> Value:
+        lanes = self.lanes_of(x)
+        return Value(lanes, self.source(lanes))
+
+    def _inside(self, eqn: Equation, around: Around) -> Around:
+        """Returns what is around the body of an equation."""
+        if id(eqn) not in self._known:
+            frames = tuple(source_frames(eqn))
+            self._known[id(eqn)] = scopes_of(eqn), is_transposed(eqn), frames
+        scopes, backward, frames = self._known[id(eqn)]
+        # The lines inside a jitted function end there, those inside a scan do not.
+        rest = () if frames[-1:] == around.frames[-1:] else around.frames
+        return around._replace(
+            scopes=around.scopes + scopes,
+            backward=around.backward or backward,
+            frames=frames + rest,
+        )
+
+    def _equation(
+        self, eqn: Equation, operands: list[Value], around: Around
+    ) -> list[Value]:
+        name = primitive_name(eqn)
+        if name in ("scan", "while", "cond"):
+            return getattr(self, f"_{name}")(eqn, operands, around)
+        if name == "shard_map" and not around.axes:
+            return self._shard_map(eqn, operands, around)
+        body = None if name in ("pallas_call", "shard_map") else called(eqn)
+        if body is not None:
+            return self(body, operands, around)
+        if not eqn.outvars:  # a print, say
+            return []
+        outs = self.leaf(eqn, operands, around)
+        known = [x.name for x in operands if x.name]
+        moved = known[0] if name in MOVES and len(known) == 1 else None
+        return [x._replace(name=moved) for x in outs]
+
+    def _choose(self, decide: Callable[[], int]) -> int:
+        if self._given is not None:
+            return next(self._given)
+        self.choices.append(decide())
+        return self.choices[-1]
+
+    def _cond(
+        self, eqn: Equation, operands: list[Value], around: Around
+    ) -> list[Value]:
+        index, *rest = operands
+        branches = eqn.params["branches"]
+
+        def decide() -> int:
+            chosen = int(np.asarray(index.lanes[0]).reshape(-1)[0])
+            return int(np.clip(chosen, 0, len(branches) - 1))
+
+        return self(branches[self._choose(decide)], rest, around)
+
+    def _while(
+        self, eqn: Equation, operands: list[Value], around: Around
+    ) -> list[Value]:
+        params = eqn.params
+        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+        tests, consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
+        carry = [x._replace(name=None) for x in operands[n_cond + n_body :]]
+        step = 0
+
+        def goes_on() -> int:
+            # Until the first lane ends: a counter that stands still would run forever.
+            (test,) = self(params["cond_jaxpr"], [*tests, *carry], around)
+            lanes = [bool(np.all(x)) for x in test.lanes]
+            if any(lanes) and not all(lanes):
+                self.lanes_part(eqn, [*tests, *consts, *carry], step, test)
+            self.is_cut |= all(lanes) and step >= self.most_steps
+            return int(all(lanes) and step < self.most_steps)
+
+        while self._choose(goes_on):
+            carry = self(params["body_jaxpr"], [*consts, *carry], around.in_step(step))
+            step += 1
+        return carry
+
+    def _scan(
+        self, eqn: Equation, operands: list[Value], around: Around
+    ) -> list[Value]:
+        n_consts, n_carry = scan_sizes(eqn.params)
+        length, order = eqn.params["length"], -1 if eqn.params["reverse"] else 1
+        consts, xs = operands[:n_consts], operands[n_consts + n_carry :]
+        carry = [x._replace(name=None) for x in operands[n_consts : n_consts + n_carry]]
+        collected: list[list[Value]] = [[] for _ in eqn.outvars[n_carry:]]
+        depth = len(around.axes)
+        for step in range(length)[::order]:
+            inputs = [*consts, *carry, *(self._slice(x, step, depth) for x in xs)]
+            outs = self(eqn.params["jaxpr"], inputs, around.in_step(step, length))
+            carry = outs[:n_carry]
+            for kept, out in zip(collected, outs[n_carry:], strict=True):
+                kept.append(out)
+        pairs = zip(collected, eqn.outvars[n_carry:], strict=True)
+        stacked = [self._stack(kept[::order], var, depth) for kept, var in pairs]
+        return [*carry, *stacked]
+
+    def _shard_map(
+        self, eqn: Equation, operands: list[Value], around: Around
+    ) -> list[Value]:
+        axes, params = mapped_axes(eqn), eqn.params
+
+        def resharded(x: Value, func: Callable[..., Array], spec: Any) -> Value:
+            lanes = _each(lambda lane: func(lane, spec, axes), x.lanes)
+            return Value(lanes, self.source(lanes, [x.ref], SHARDS), x.name)
+
+        pairs = zip(operands, params["in_specs"], strict=True)
+        inputs = [resharded(x, split, spec) for x, spec in pairs]
+        outs = self(params["jaxpr"], inputs, around._replace(axes=axes))
+        pairs = zip(outs, params["out_specs"], strict=True)
+        return [resharded(x, join, spec)._replace(name=None) for x, spec in pairs]
+
+    def _slice(self, x: Value, step: int, depth: int) -> Value:
+        place = (slice(None),) * depth + (step,)
+        lanes = _each(lambda lane: on_host(lane)[place], x.lanes)
+        return Value(lanes, self.source(lanes, [x.ref], step), x.name)
+
+    def _stack(self, values: list[Value], var: Any, depth: int) -> Value:
+        if not values:
+            return self._constant(np.zeros(var.aval.shape, var.aval.dtype))
+        lanes = tuple(
+            _stacked([on_host(x) for x in column], depth)
+            for column in zip(*(x.lanes for x in values), strict=True)
+        )
+        if all(all(lane is x.lanes[0] for lane in x.lanes) for x in values):
+            lanes = lanes[:1] * len(lanes)
+        return Value(lanes, self.source(lanes, [x.ref for x in values]))
+
+
+def _each(func: Callable[[Array], Array], lanes: Lanes) -> Lanes:
+    """Applies a function to each lane; lanes that are one array stay one."""
+    results = {id(lane): func(lane) for lane in {id(x): x for x in lanes}.values()}
+    return tuple(results[id(lane)] for lane in lanes)
+
+
+def _stacked(arrays: Sequence[Array], axis: int) -> Array:
+    """Stacks arrays; PRNG keys too."""
+    is_numpy = isinstance(arrays[0], np.ndarray | np.generic)
+    return np.stack(arrays, axis) if is_numpy else jnp.stack(arrays, axis)
+
+
+# --- The recording --------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class Stats:
+    """What is known of one value of a recording.
+
+    Errors are 2-norms relative to the shadow; the local error is infinite if a number is
+    not finite that is finite in the shadow.
+    """
+
+    classes: np.ndarray | None = None  # of the program's numbers; `None`: all finite
     shadow_classes: np.ndarray | None = None
-    shadow: tuple[float, float] = (math.nan, math.nan)
+    shadow: tuple[float, float] = (
+        math.nan,
+        math.nan,
+    )  # smallest and largest, if finite
     own: tuple[float, float] = (math.nan, math.nan)
-    largest: float = 0.0
-    smallest: float = 0.0
-    zeros: bool = False
-    deviation: float = 0.0
-    error: float = 0.0
-    worst: float = 0.0
-    flushed: float = 0.0
-    local_is_finite: bool = True
+    largest: float = 0.0  # magnitude in the shadow that is finite
+    smallest: float = 0.0  # magnitude in the shadow that is not zero
+    zeros: bool = False  # whether the program has one
+    deviation: float = 0.0  # of the program from the shadow
+    error: float = 0.0  # of the local result
+    worst: float = 0.0  # local error of a number, relative to that number
+    flushed: float = 0.0  # share of nonzero numbers that are zero in the local result
+    local_is_finite: bool = True  # where the shadow is
 
 
 @dataclasses.dataclass(slots=True)
 class Node:
-    """An equation that was run, or a value that none has made.
+    """An equation that was run, or a value that none has made."""
 
-    Attributes:
-        eqn: The equation; `None` for an input, a constant, or a part of another value.
-        around: The scopes and loops around it.
-        names: The parameters among its operands; the name of an input.
-        parents: The operands.
-        findings: One for each result.
-        format: The coarsest format below f32 that it uses.
-        part: Which part of its parent it is; `None` if it is stacked from its parents.
-        written: The numbers among its operands that are written in the code.
-    """
-
-    eqn: Equation
+    eqn: Equation  # `None` for an input, a constant, or a part of another value
     around: Around
-    names: tuple[Name, ...]
+    names: tuple[Name, ...]  # the parameters among its operands; the name of an input
     parents: tuple[Ref, ...]
-    findings: list[Finding]
-    format: Format | None = None
-    part: int | None = None
-    written: tuple[float, ...] = ()
+    stats: list[Stats]  # of each result
+    format: Format | None = None  # the coarsest below f32 that it uses
+    part: int | None = None  # of its parent; `None` if it is stacked from its parents
+    written: tuple[float, ...] = ()  # operands that are numbers in the code
 
     @property
     def primitive(self) -> str:
@@ -113,23 +333,20 @@ class Node:
     @property
     def error(self) -> float:
         """The largest local error of a result."""
-        return max((x.error for x in self.findings), default=0.0)
+        return max((x.error for x in self.stats), default=0.0)
 
     @property
-    def worst(self) -> float:
-        """The largest local error of a number."""
-        return max((x.worst for x in self.findings), default=0.0)
+    def rounds(self) -> bool:
+        """Whether it is an equation that rounds its results to a format below f32."""
+        low = self.eqn is not None and self.format is not None
+        return low and not only_moves(self.eqn)
 
     def place(self, backward: bool) -> Place:
         """Returns where it stands."""
-        scopes, _, inside, frames, _ = self.around
-        backward = backward or inside
-        return place_of(self.eqn, self.names, scopes, frames, backward=backward)
-
-
-def classes_of(nodes: Sequence[Node], ref: Ref) -> np.ndarray | None:
-    """Returns the class of each number of a value; `None` if all are finite."""
-    return None if ref[0] < 0 else nodes[ref[0]].findings[ref[1]].classes
+        around, backward = self.around, backward or self.around.backward
+        return place_of(
+            self.eqn, self.names, around.scopes, around.frames, backward=backward
+        )
 
 
 Site = tuple[str, bool]
@@ -143,41 +360,38 @@ def site_of(eqn: Equation, around: Around) -> Site:
 
 
 class Recording(Run):
-    """Runs a program in its own precision and in f32, and notes what it finds.
+    """Runs a program in its own precision and in f32, and measures each result.
 
-    Attributes:
-        nodes: The equations in the order of their execution.
-        decisions: What the shadow decided in each comparison, as bits.
-        eps: The distance of numbers in the coarsest format met so far.
-        turned: The nodes that compare nearly equal numbers with another result in f32.
-        endless: For each loop that ends in f32 but not in its own precision: the node that
-            compares, the steps in f32, and those that were not enough.
+    `endless` has a row for each loop that ends in f32 but not in its own precision: the node
+    that compares, the steps in f32, and those that were not enough.
     """
 
     def __init__(self, tick: Callable[[], None]) -> None:
         super().__init__()
         self.nodes: list[Node] = []
-        self.decisions: list[np.ndarray] = []
-        self.eps = 0.0
-        self.turned: set[int] = set()
+        self.decisions: list[np.ndarray] = []  # of the shadow, in each comparison
+        self.eps = 0.0  # of the coarsest format met so far
+        self.turned: set[int] = set()  # nodes that compare with another result in f32
         self.endless: list[tuple[int, int, int]] = []
         self._tick = tick
 
-    def lanes_part(self, loop: Loop, goes_on: Sequence[bool], test: Ref) -> None:
+    def lanes_part(
+        self, eqn: Equation, operands: list[Value], step: int, test: Value
+    ) -> None:
         """Looks whether a loop that has ended in f32 ends in its own precision, too."""
-        if not goes_on[0]:
+        if not np.all(test.lanes[0]):
             return
-        most = 4 * loop.step + 16
+        most = 4 * step + 16
         own = Mixed(self._tick, lambda _: True, most_steps=most)
-        if not own.goes_beyond(loop):
+        own._while(eqn, [Value(x.lanes[:1], NO_REF) for x in operands], Around())
+        if not own.is_cut:
             return
         compares = (
             i
-            for i in before(self.nodes, [test[0]])
+            for i in self.before([test.ref[0]])
             if self.nodes[i].eqn is not None and is_decision(self.nodes[i].eqn)
         )
-        index = next(compares, test[0])
-        self.endless.append((index, loop.step, loop.step + most))
+        self.endless.append((next(compares, test.ref[0]), step, step + most))
 
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant as it is, and in f32."""
@@ -188,8 +402,8 @@ class Recording(Run):
         self, lanes: Lanes, parts: Sequence[Ref] = (), part: int | None = None
     ) -> Ref:
         """Notes a value that no equation has made."""
-        finding = _range(*lanes) if is_float(lanes[0]) else Finding()
-        node = Node(None, Around(), (), tuple(parts), [finding], part=part)
+        stats = _compare(*lanes)
+        node = Node(None, Around(), (), tuple(parts), [stats], part=part)
         self.nodes.append(node)
         return len(self.nodes) - 1, 0
 
@@ -203,12 +417,10 @@ class Recording(Run):
     def leaf(self, eqn: Equation, operands: list[Value], around: Around) -> list[Value]:
         """Runs an equation in both lanes and measures its results."""
         self._tick()
-        own = [x.lanes[0] for x in operands]
-        wide = [x.lanes[1] for x in operands]
+        own, wide = ([x.lanes[i] for x in operands] for i in (0, 1))
         low = low_format(eqn)
-        same = all(a is b for a, b in zip(own, wide, strict=True))
         outs = run_as_written(eqn, own, around.axes)
-        if same and low is None:
+        if low is None and all(a is b for a, b in zip(own, wide, strict=True)):
             shadow = local = outs
         else:
             shadow = local = run_in_f32(eqn, wide, around.axes)
@@ -219,20 +431,52 @@ class Recording(Run):
             self.eps = max(self.eps, low.eps)
         if is_decision(eqn) and not around.axes:
             if shadow is not outs:
-                other = np.asarray(outs[0])
                 free = shadow[0]
+                other = np.asarray(outs[0])
                 shadow = local = [settled(eqn, wide, free, other, self.eps)]
                 if not np.array_equal(shadow[0], free):
                     self.turned.add(len(self.nodes))
             self.decisions.append(np.asarray(shadow[0]))
-        findings = [_compare(*x) for x in zip(outs, shadow, local, strict=True)]
+        index, written = len(self.nodes), tuple(_written(operands))
         names, parents = tuple(x.name for x in operands), tuple(x.ref for x in operands)
-        written = tuple(_written(operands))
-        node = Node(eqn, around, names, parents, findings, low, written=written)
+        stats = [_compare(*x) for x in zip(outs, shadow, local, strict=True)]
+        node = Node(eqn, around, names, parents, stats, low, written=written)
         self.nodes.append(node)
-        index = len(self.nodes) - 1
         lanes = zip(outs, shadow, strict=True)
         return [Value(pair, (index, i)) for i, pair in enumerate(lanes)]
+
+    def stats(self, ref: Ref) -> Stats:
+        """Returns what is known of a value; nothing for a literal."""
+        return Stats() if ref[0] < 0 else self.nodes[ref[0]].stats[ref[1]]
+
+    def operands(self, node: Node) -> list[Stats]:
+        """Returns what is known of the operands of a node that are no literals."""
+        return [self.stats(ref) for ref in node.parents if ref[0] >= 0]
+
+    def before(
+        self, starts: Iterable[int], passes: Callable[[Node], bool] = lambda _: True
+    ) -> Iterator[int]:
+        """Yields nodes and what they are made from, the latest first.
+
+        What a node is made from is looked at only if `passes` says so.
+        """
+        queue, seen = [-start for start in starts], set[int]()
+        heapq.heapify(queue)
+        while queue:
+            index = -heapq.heappop(queue)
+            if index >= 0 and index not in seen:
+                seen.add(index)
+                yield index
+                if passes(self.nodes[index]):
+                    for ref in self.nodes[index].parents:
+                        heapq.heappush(queue, -ref[0])
+
+    def site(self, index: int) -> Site:
+        """Returns the site of a node."""
+        node = self.nodes[index]
+        if node.eqn is None:
+            return f"input {index}", False
+        return site_of(node.eqn, node.around)
 
 
 def _written(operands: Sequence[Value]) -> Iterator[float]:
@@ -252,6 +496,11 @@ def _agree(eqn: Equation, own: Sequence[Array], wide: Sequence[Array]) -> bool:
     return True
 
 
+def numbers(x: Array) -> np.ndarray:
+    """Returns a floating array in f32, on the host."""
+    return np.asarray(widened(x))
+
+
 def _classes(x: np.ndarray) -> np.ndarray | None:
     finite = np.isfinite(x)
     if finite.all():
@@ -260,74 +509,61 @@ def _classes(x: np.ndarray) -> np.ndarray | None:
     return np.asarray(np.where(finite, 0, kinds), np.int8)
 
 
-def _numbers(x: Array) -> np.ndarray:
-    return np.asarray(widened(x))
-
-
 def _ends(x: np.ndarray, classes: np.ndarray | None) -> tuple[float, float]:
     x = x if classes is None else x[classes == 0]
     return (float(x.min()), float(x.max())) if x.size else (math.nan, math.nan)
 
 
-def _range(own: Array, shadow: Array) -> Finding:
-    """Returns what is known of a value without its local error."""
-    a = _numbers(own)
-    b = a if own is shadow else _numbers(shadow)
-    finding = Finding(_classes(a))
-    finding.shadow_classes = finding.classes if b is a else _classes(b)
-    finding.own = _ends(a, finding.classes)
-    finding.shadow = finding.own if b is a else _ends(b, finding.shadow_classes)
-    ends = [abs(x) for x in finding.shadow if math.isfinite(x)]
-    finding.largest = max(ends, default=0.0)
-    finding.zeros = bool(np.any(a == 0))
-    return finding
-
-
-def _compare(own: Array, shadow: Array, local: Array) -> Finding:
-    """Returns what is known of a result."""
+def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
+    """Returns what is known of a result; of a value without a local one, its range."""
     if not is_float(own):
-        return Finding()
-    finding = _range(own, shadow)
-    if own is shadow:
-        return finding
+        return Stats()
+    a = numbers(own)
+    s = a if own is shadow else numbers(shadow)
+    stats = Stats(_classes(a), zeros=bool(np.any(a == 0)))
+    stats.shadow_classes = stats.classes if s is a else _classes(s)
+    stats.own = _ends(a, stats.classes)
+    stats.shadow = stats.own if s is a else _ends(s, stats.shadow_classes)
+    ends = [abs(x) for x in stats.shadow if math.isfinite(x)]
+    stats.largest = max(ends, default=0.0)
+    if s is a or local is None:
+        return stats
     with np.errstate(all="ignore"):
-        a, s = _numbers(own), _numbers(shadow)
         good = np.isfinite(s)
-        both = good & np.isfinite(a)
-        finding.deviation = relative_norm(
-            np.where(both, a - s, 0), np.where(good, s, 0)
-        )
+        wanted, both = np.where(good, s, 0), good & np.isfinite(a)
+        stats.deviation = _relative_norm(np.where(both, a - s, 0), wanted)
         if local is shadow:
-            return finding
-        t = _numbers(local)
-        magnitudes = np.abs(s[good & (s != 0)])
-        finding.smallest = float(magnitudes.min()) if magnitudes.size else 0.0
-        finite = np.isfinite(t) | ~good
-        finding.local_is_finite = bool(finite.all())
+            return stats
+        t, nonzero = numbers(local), good & (s != 0)
+        stats.local_is_finite = bool((np.isfinite(t) | ~good).all())
         error = np.where(good & np.isfinite(t), t - s, 0)
-        nonzero = good & (s != 0)
-        if not finding.local_is_finite:
-            finding.error = math.inf
-        else:
-            finding.error = relative_norm(error, np.where(good, s, 0))
+        stats.error = math.inf
+        if stats.local_is_finite:
+            stats.error = _relative_norm(error, wanted)
         if nonzero.any():
-            relative = np.abs(error[nonzero]) / np.abs(s[nonzero])
-            finding.worst = float(relative.max())
-            finding.flushed = float(np.mean(t[nonzero] == 0))
-    return finding
+            magnitudes = np.abs(s[nonzero])
+            stats.smallest = float(magnitudes.min())
+            stats.worst = float((np.abs(error[nonzero]) / magnitudes).max())
+            stats.flushed = float(np.mean(t[nonzero] == 0))
+    return stats
+
+
+def _relative_norm(error: np.ndarray, value: np.ndarray) -> float:
+    """Returns the 2-norm of an error relative to that of a value."""
+    scale = float(np.max(np.abs(value), initial=0.0))
+    if scale == 0:
+        return 0.0 if not np.any(error) else math.inf
+    # Scaled first: squares of small numbers vanish, those of large ones overflow.
+    a, b = error.astype(np.float64) / scale, value.astype(np.float64) / scale
+    return float(np.linalg.norm(a) / np.linalg.norm(b))
 
 
 class Mixed(Run):
     """Runs a program in f32, with the equations of some sites in their own precision.
 
-    Args:
-        tick: Is called for each equation.
-        low: Which sites those are.
-        recording: A run whose branches and steps are taken, and whose decisions between
-            nearly equal numbers are. Without it, the run decides for itself.
-        free: A site that decides for itself.
-        in_turn: See `run_as_written`.
-        constant: An equation, and the number that takes the place of those written in it.
+    With a recording, the run takes its branches, its steps and its decisions between nearly
+    equal numbers, except at the site `free`; without one it decides for itself. In the
+    equation of `constant` the number takes the place of those that are written in it.
     """
 
     def __init__(
@@ -335,7 +571,7 @@ class Mixed(Run):
         tick: Callable[[], None],
         low: Callable[[Site], bool] = lambda _: False,
         *,
-        recording: "Recording | None" = None,
+        recording: Recording | None = None,
         free: Site | None = None,
         in_turn: bool = False,
         constant: tuple[Equation, float] | None = None,
@@ -371,97 +607,3 @@ class Mixed(Run):
             if site_of(eqn, around) != self._free:
                 outs = [settled(eqn, args, outs[0], other, eps)]
         return [Value((x,), NO_REF) for x in outs]
-
-
-# --- Results --------------------------------------------------------------------------
-
-
-class Outputs(NamedTuple):
-    """The floating results of a program: the loss and the gradients.
-
-    Attributes:
-        names: Their names.
-        refs: The nodes that made them.
-        own: The results of the program, equation by equation.
-        shadow: Those in f32, with the branches, steps and decisions of the program.
-        exact: Those of the function in f32.
-        actual: Those of the compiled program.
-    """
-
-    names: list[str]
-    refs: list[Ref]
-    own: list[np.ndarray]
-    shadow: list[np.ndarray]
-    exact: list[np.ndarray]
-    actual: list[np.ndarray]
-
-    @property
-    def is_grad(self) -> list[bool]:
-        """Whether each is a gradient."""
-        return [name.startswith("gradient") for name in self.names]
-
-    def sizes(self) -> list[float]:
-        """Returns what errors are relative to: the norms of the results in f32.
-
-        A gradient of zeros is measured against the other gradients. Beside a loss of zero,
-        any error is large.
-        """
-        sizes = [norm(x[np.isfinite(x)]) for x in self.exact]
-        pairs = list(zip(self.exact, self.is_grad, sizes, strict=True))
-        grads = [(x.size, size) for x, is_grad, size in pairs if is_grad]
-        count = sum(n for n, _ in grads)
-        usual = math.hypot(*(size for _, size in grads)) / math.sqrt(max(count, 1))
-        return [
-            size or (usual * math.sqrt(x.size) if is_grad else 0.0) or _TINY
-            for x, is_grad, size in pairs
-        ]
-
-
-_TINY = 1e-45
-
-
-def norm(x: np.ndarray) -> float:
-    """Returns the 2-norm; infinite if a number is not finite."""
-    x = x.astype(np.float64)
-    return float(np.linalg.norm(x)) if np.isfinite(x).all() else math.inf
-
-
-def arrays_of(outs: Iterable[Array]) -> list[np.ndarray]:
-    """Returns the floating arrays among some, in f32."""
-    return [_numbers(x) for x in outs if is_float(x)]
-
-
-def ancestors(nodes: Sequence[Node], refs: Sequence[Ref]) -> set[int]:
-    """Returns the nodes that some values depend on."""
-    return set(before(nodes, [ref[0] for ref in refs]))
-
-
-def before(
-    nodes: Sequence[Node],
-    starts: Iterable[int],
-    passes: Callable[[Node], bool] = lambda node: True,
-) -> Iterator[int]:
-    """Yields nodes and what they are made from, the latest first.
-
-    Args:
-        nodes: The nodes of a run.
-        starts: The positions of those to start from.
-        passes: Whether what a node is made from is looked at.
-    """
-    queue, seen = [-start for start in starts], set[int]()
-    heapq.heapify(queue)
-    while queue:
-        index = -heapq.heappop(queue)
-        if index >= 0 and index not in seen:
-            seen.add(index)
-            yield index
-            if passes(nodes[index]):
-                for ref in nodes[index].parents:
-                    heapq.heappush(queue, -ref[0])
-
-
-def nearest_param(nodes: Sequence[Node], index: int) -> str:
-    """Returns the parameter that was read last before a node, on the way to it."""
-    found = (nodes[i] for i in before(nodes, [index]))
-    names = (name for node in found if node.eqn is not None for name in node.names)
-    return next(filter(None, names), "")

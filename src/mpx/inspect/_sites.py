@@ -6,16 +6,18 @@ where one arises is a site.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jaxtyping import PyTree
 
 from mpx._jax._compat import (
     Literal,
+    bind,
     equation_context,
     eval_equation,
     is_transposed,
@@ -35,25 +37,110 @@ from mpx._program._interpreter import (
     Visitor,
     as_array,
 )
-from mpx._program._queries import MATMULS, REMAT, Equation, names
-from mpx.inspect._dtypes import is_f32, is_half
-from mpx.inspect._groups import Group, token_of
-from mpx.inspect._keys import Key, Known, Site
-from mpx.inspect._operations import (
-    COMMON,
-    EXACT,
-    FOLLOWED,
-    floats_of,
-    is_cotangent_of,
-    sources_of,
+from mpx._program._queries import (
+    MATMULS,
+    MOVES,
+    REMAT,
+    Equation,
+    equations_inside,
+    has_body,
+    names,
 )
-from mpx.inspect._wide import bind_as_written, bind_wide, touches_half
+from mpx.inspect._dtypes import HALF, is_f32, is_half
+from mpx.inspect._groups import Group, token_of
 
 _NESTED = (*names("jit pjit closed_call core_call scan cond"), *REMAT)
 _DERIVED = names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr")
+# The results can be represented where the operands can.
+_EXACT = MOVES.union(
+    names(
+        "gather max min neg abs sign select_n concatenate pad clamp reduce_max reduce_min "
+        "stop_gradient sort dynamic_update_slice argmax argmin split iota rev eq ne lt le "
+        "gt ge is_finite reduce_window_max select_and_gather_add cummax cummin unstack"
+    )
+)
+_FOLLOWED = MOVES.union(names("gather split neg unstack"))
+_COMMON = frozenset(
+    (
+        *_EXACT,
+        *MATMULS,
+        *names(
+            "add sub mul div add_any exp log log1p expm1 tanh logistic erf sqrt rsqrt "
+            "integer_pow pow reduce_sum square sin cos cumsum custom_jvp_call"
+        ),
+    )
+)
 
-Rule = Callable[[Site, Any, Any, tuple[Any, ...]], Any]
-"""Takes a site, a value, the array of the site, and operands; returns the new value."""
+
+class Known(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        owner: The group whose 16-bit result it is, or -1.
+        sources: The groups of the matmuls because of which it is of 16 bits: without one of
+            them, `amp` would hold it in f32.
+        is_pending: Whether it has been cast to 16 bits for whoever reads it.
+        is_cotangent: Whether it belongs to the backward pass.
+    """
+
+    owner: int = -1
+    sources: tuple[int, ...] = ()
+    is_pending: bool = False
+    is_cotangent: bool = False
+
+
+class Key(NamedTuple):
+    """What decides whether a site rounds, and how.
+
+    Attributes:
+        kind: `out` for a result of 16 bits or a cast to them, `entry` for an operand of a
+            matmul, `eight` for one that is its own result, `sum` for a sum of rounded values.
+        group: The group that rounds.
+        owner: The group in whose format the value is already, or -1.
+        sources: See `Known`.
+        is_cotangent: Whether the value belongs to the backward pass.
+    """
+
+    kind: str
+    group: int
+    owner: int
+    sources: tuple[int, ...]
+    is_cotangent: bool
+
+    def rounds(self, low: Collection[int], *, alone: bool = False) -> bool:
+        """Returns whether a value is rounded if the groups `low` run in 16 bits.
+
+        `alone` judges a group by itself: what it needs to be in 16 bits is, but rounds
+        nothing.
+        """
+        if self.group not in low or self.kind in ("eight", "sum"):
+            return False
+        is_low = all(x in low for x in self.sources)
+        if self.kind == "out":
+            return alone or is_low
+        return not (self.owner in low and is_low)
+
+
+class Site(NamedTuple):
+    """One place where a value is rounded, or where rounded values are added.
+
+    Attributes:
+        number: Its number.
+        key: What it has in common with others.
+        size: The size of the array.
+        operands: How many operands of a sum are looked at.
+        lengths: The lengths of the scans around it, outermost first.
+    """
+
+    number: int
+    key: Key
+    size: int
+    operands: int
+    lengths: tuple[int, ...]
+
+
+Rule = Callable[[Site, Array, PyTree, tuple[Array, ...]], Array]
+"""Takes a site, a value, the arrays of the site, and operands; returns the new value."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -77,11 +164,11 @@ class Sites(Visitor):
 
     groups: Sequence[Group]
     rule: Rule | None = None
-    arrays: dict[int, Any] | None = None
+    arrays: dict[int, PyTree] | None = None
     sites: dict[tuple[int, ...], Site] = dataclasses.field(default_factory=dict)
     quantised: set[int] = dataclasses.field(default_factory=set)
     inner: dict[int, set[int]] = dataclasses.field(default_factory=dict)
-    carried: dict[Any, Known] = dataclasses.field(default_factory=dict)
+    carried: dict[Hashable, Known] = dataclasses.field(default_factory=dict)
     opaque: set[str] = dataclasses.field(default_factory=set)
     _inside: tuple[int, ...] = ()
     _lengths: tuple[int, ...] = ()
@@ -96,7 +183,7 @@ class Sites(Visitor):
         if name in _NESTED:
             by_platform = eqn.params.get("branches_platforms")
             return self._in_place(op) if by_platform else self._nested(op, name)
-        if name in _DERIVED and touches_half(eqn):
+        if name in _DERIVED and _touches_half(eqn):
             body, consts = open_jaxpr(eqn.params["call_jaxpr"])
             return self.run(body, consts, op.values, op.facts, op.scopes)
         if name in HANDLERS and name not in _DERIVED:
@@ -106,13 +193,13 @@ class Sites(Visitor):
     def _leaf(self, op: Op) -> Outcome:
         eqn, name = op.eqn, primitive_name(op.eqn)
         touched = any(is_half(x.aval) for x in (*eqn.invars, *eqn.outvars))
-        if name in FOLLOWED and len(floats_of(op)) == 1:
+        if name in _FOLLOWED and len(_floats_of(op)) == 1:
             return self._move(op, touched)
         if not touched:
             return self._wide(op, name)
         return self._half(op, name)
 
-    def read(self, atom: Any) -> tuple[Any, Known]:
+    def read(self, atom: Hashable) -> tuple[Array, Known]:
         """Returns a value, in f32 if it is of 16 bits."""
         value, fact = super().read(atom)
         if is_half(getattr(value, "aval", value)):
@@ -132,7 +219,7 @@ class Sites(Visitor):
         Where `amp` sums weight gradients in f32, the label in the backward pass is another
         one's. That pass comes to the matmuls of the forward pass in reverse order.
         """
-        is_cotangent, made = is_cotangent_of(op), self.frame.made
+        is_cotangent, made = _is_cotangent_of(op), self.frame.made
         for x, fact in zip(op.values, op.facts, strict=True):
             readers = made.setdefault(("read", id(x)), (x, []))[1]
             if not is_cotangent:
@@ -152,9 +239,9 @@ class Sites(Visitor):
             return self._round(op, x, fact) if fact.is_pending else ([x], [fact])
         if is_half(var.aval) and is_half(out.aval):
             return [x], [fact]
-        return bind_wide(op.eqn, [x]), [Known(is_cotangent=fact.is_cotangent)]
+        return _bind_wide(op.eqn, [x]), [Known(is_cotangent=fact.is_cotangent)]
 
-    def _round(self, op: Op, x: Any, fact: Known) -> Outcome:
+    def _round(self, op: Op, x: Array, fact: Known) -> Outcome:
         group = self._group(op)
         sources = fact.sources or (group,)
         key = Key("out", group, -1, sources, fact.is_cotangent)
@@ -162,14 +249,14 @@ class Sites(Visitor):
         return [x], [Known(group, sources, is_cotangent=fact.is_cotangent)]
 
     def _move(self, op: Op, touched: bool) -> Outcome:
-        (position,) = floats_of(op)
+        (position,) = _floats_of(op)
         source, fact = op.values[position], op.facts[position]
 
-        def again(x: Any) -> list[Any]:
+        def again(x: Array) -> list[Array]:
             values = list(op.values)
             values[position] = x
             return (
-                bind_wide(op.eqn, values) if touched else eval_equation(op.eqn, values)
+                _bind_wide(op.eqn, values) if touched else eval_equation(op.eqn, values)
             )
 
         outs = again(source)
@@ -185,7 +272,7 @@ class Sites(Visitor):
         if not self._can_be_differentiated(op, name):
             return self._as_written(op)
         outs = eval_equation(op.eqn, op.values)
-        fact = Known(is_cotangent=is_cotangent_of(op))
+        fact = Known(is_cotangent=_is_cotangent_of(op))
         if name in ("add", "sub"):
             outs = [self._sum(op, outs[0], op.values)]
         return outs, [fact] * len(outs)
@@ -194,8 +281,8 @@ class Sites(Visitor):
         if not self._can_be_differentiated(op, name):
             return self._as_written(op)
         group, values = self._group(op), list(op.values)
-        is_matmul, is_cotangent = name in MATMULS, is_cotangent_of(op)
-        sources = (group,) if is_matmul else sources_of(op)
+        is_matmul, is_cotangent = name in MATMULS, _is_cotangent_of(op)
+        sources = (group,) if is_matmul else _sources_of(op)
         is_eight = is_matmul and bool(self.groups[group].param)
         for i, (var, fact) in enumerate(zip(op.eqn.invars, op.facts, strict=True)):
             if not is_half(var.aval) or isinstance(var, Literal):
@@ -211,10 +298,10 @@ class Sites(Visitor):
             values[i], number = self._entry(key, values[i])
             if is_eight and i < 2:
                 self.quantised.add(number)
-        outs = bind_wide(op.eqn, values)
+        outs = _bind_wide(op.eqn, values)
         if name in ("add", "sub"):
             outs = [self._sum(op, outs[0], values)]
-        if name not in EXACT:
+        if name not in _EXACT:
             key = Key("out", group, group, sources, is_cotangent)
             outs = [
                 self._site(key, x)[0] if is_half(var.aval) else x
@@ -224,7 +311,7 @@ class Sites(Visitor):
         wide = Known(is_cotangent=is_cotangent)
         return outs, [low if is_half(var.aval) else wide for var in op.eqn.outvars]
 
-    def _sum(self, op: Op, out: Any, values: Sequence[Any]) -> Any:
+    def _sum(self, op: Op, out: Array, values: Sequence[Array]) -> Array:
         """Applies the rule to a sum or difference of values that were rounded before."""
         owners = [fact.owner for fact in op.facts if fact.owner >= 0]
         shapes = {jnp.shape(value) for value in values}
@@ -232,12 +319,12 @@ class Sites(Visitor):
             return out
         pairs = zip(values, op.facts, strict=True)
         rough = tuple(x for x, fact in pairs if fact.owner >= 0 or fact.is_pending)
-        is_cotangent = is_cotangent_of(op)
+        is_cotangent = _is_cotangent_of(op)
         return self._site(Key("sum", owners[0], -1, (), is_cotangent), out, rough)[0]
 
     # --- sites ------------------------------------------------------------------------
 
-    def _entry(self, key: Key, x: Any) -> tuple[Any, int]:
+    def _entry(self, key: Key, x: Array) -> tuple[Array, int]:
         """Rounds a value for a group that reads it, once for all its operations.
 
         What was spread over several places has the same error in all of them: it is
@@ -252,15 +339,15 @@ class Sites(Visitor):
             self.frame.made[key, id(x)] = x, (call(value), number)
         return self.frame.made[key, id(x)][1]
 
-    def _once(self, key: Key, x: Any) -> tuple[Any, int]:
+    def _once(self, key: Key, x: Array) -> tuple[Array, int]:
         made = self.frame.made
         if (key, id(x)) not in made:
             made[key, id(x)] = x, self._site(key, x)
         return made[key, id(x)][1]
 
     def _site(
-        self, key: Key, x: Any, operands: tuple[Any, ...] = ()
-    ) -> tuple[Any, int]:
+        self, key: Key, x: Array, operands: tuple[Array, ...] = ()
+    ) -> tuple[Array, int]:
         if not is_f32(x) or x.size == 0:
             return x, -1
         name = (*self._inside, id(self.frame.eqn), self._count)
@@ -283,24 +370,24 @@ class Sites(Visitor):
         """Runs an equation whose derivative is not known, or that is not looked into."""
         self.opaque.add(primitive_name(op.eqn))
         values = [lax.stop_gradient(x) if is_f32(x) else x for x in op.values]
-        outs = bind_as_written(op.eqn, values)
+        outs = _bind_as_written(op.eqn, values)
         return outs, [Known()] * len(outs)
 
     def _can_be_differentiated(self, op: Op, name: str) -> bool:
-        if name in COMMON or self.arrays is None:
+        if name in _COMMON or self.arrays is None:
             return True
         floats = [i for i, x in enumerate(op.values) if is_f32(x)]
         if not floats:
             return True
 
-        def call(*chosen: Any) -> list[Any]:
+        def call(*chosen: Array) -> list[Array]:
             values = list(map(as_array, op.values))
             for i, x in zip(floats, chosen, strict=True):
                 values[i] = x
-            outs = bind_wide(op.eqn, values)
+            outs = _bind_wide(op.eqn, values)
             return [x for x in outs if is_f32(x)]
 
-        def pull(*chosen: Any) -> Any:
+        def pull(*chosen: Array) -> tuple[Array, ...]:
             outs, vjp = jax.vjp(call, *chosen)
             return vjp(outs)
 
@@ -358,8 +445,8 @@ class Sites(Visitor):
     def run(
         self,
         jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        args: Sequence[Any],
+        consts: Sequence[Array],
+        args: Sequence[Array],
         facts: Sequence[Known],
         scopes: Scopes,
     ) -> Outcome:
@@ -367,24 +454,24 @@ class Sites(Visitor):
         self._results[id(jaxpr)] = facts
         return outs, facts
 
-    def fact_inside(self, fact: Known, var: Any, kind: Kind) -> Known:
+    def fact_inside(self, fact: Known, var: Hashable, kind: Kind) -> Known:
         if kind != "carry":
             return fact
         known = self.carried.get(var, Known())
         is_cotangent = fact.is_cotangent or is_transposed(self.frame.eqn)
         return known._replace(is_cotangent=is_cotangent)
 
-    def result_facts(self, outs: Sequence[Any], known: Facts) -> Facts:
+    def result_facts(self, outs: Sequence[Array], known: Facts) -> Facts:
         return [Known()] * len(outs)
 
-    def more_inputs(self, op: Op) -> dict[int, Any] | None:
+    def more_inputs(self, op: Op) -> dict[int, PyTree] | None:
         if self.arrays is None:
             return None
         wanted = sorted(self.inner.get(id(op.eqn), ()))
         return {i: self.arrays[i] for i in wanted if i in self.arrays}
 
     @contextlib.contextmanager
-    def inside(self, eqn: Equation, more: dict[int, Any] | None) -> Iterator[None]:
+    def inside(self, eqn: Equation, more: dict[int, PyTree] | None) -> Iterator[None]:
         before = self.arrays, self._inside, self._lengths
         self._inside += (id(eqn),)
         if primitive_name(eqn) == "scan":
@@ -396,5 +483,71 @@ class Sites(Visitor):
         finally:
             self.arrays, self._inside, self._lengths = before
 
-    def cache_key(self, more: Any) -> None:
+    def cache_key(self, more: PyTree) -> None:
         return None
+
+
+# --- equations of 16 bits, run in f32 -------------------------------------------------
+
+
+def _touches_half(eqn: Equation) -> bool:
+    """Returns whether the bodies of an equation read or make values of 16 bits."""
+    return any(
+        is_half(x.aval)
+        for inner in equations_inside(eqn)
+        for x in (*inner.invars, *inner.outvars)
+    )
+
+
+def _bind_wide(eqn: Equation, values: Sequence[Array]) -> list[Array]:
+    """Runs an equation with f32 in place of 16 bits."""
+    if has_body(eqn):
+        return _bind_as_written(eqn, values)
+    changes: dict[str, object] = {
+        key: np.dtype(np.float32)
+        for key, value in eqn.params.items()
+        if _is_half_dtype(value)
+    }
+    if "precision" in eqn.params:
+        changes["precision"] = lax.Precision.HIGHEST  # or GPUs round to TF32
+    return bind(eqn, [as_array(x) for x in values], **changes)
+
+
+def _bind_as_written(eqn: Equation, values: Sequence[Array]) -> list[Array]:
+    """Runs an equation at its own dtypes, on f32 values."""
+    cast = [
+        x.astype(var.aval.dtype) if is_half(var.aval) else x
+        for x, var in zip(map(as_array, values), eqn.invars, strict=True)
+    ]
+    outs = eval_equation(eqn, cast)
+    return [x.astype(np.float32) if is_half(jax.typeof(x)) else x for x in outs]
+
+
+def _is_half_dtype(value: object) -> bool:
+    if not isinstance(value, np.dtype | type):
+        return False
+    try:
+        return str(np.dtype(value)) in HALF
+    except TypeError:
+        return False
+
+
+def _is_cotangent_of(op: Op) -> bool:
+    """Returns whether the results of an operation belong to the backward pass."""
+    return is_transposed(op.eqn) or any(fact.is_cotangent for fact in op.facts)
+
+
+def _sources_of(op: Op) -> tuple[int, ...]:
+    """Returns the matmuls because of which an operation runs in 16 bits.
+
+    In the backward pass it does if its forward operation did.
+    """
+    known = [fact for fact in op.facts if fact.owner >= 0]
+    forward = [fact for fact in known if not fact.is_cotangent]
+    return tuple(sorted({x for fact in forward or known for x in fact.sources}))
+
+
+def _floats_of(op: Op) -> list[int]:
+    """Returns the positions of the floating operands."""
+    wanted = ("float32", "bfloat16", "float16")
+    return [i for i, x in enumerate(op.eqn.invars) if str(x.aval.dtype) in wanted]

@@ -10,31 +10,23 @@ import pathlib
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from mpx._fp8._check import Fp8Check, check
+from mpx._fp8._check import Fp8Check, fp8_check
 from mpx._jax._compat import as_function
 from mpx._jax._devices import assumed_gpu
 from mpx._jax._private import assumed_cudnn, private
-from mpx.inspect._collectives import Collective, collectives
+from mpx.inspect._collectives import Collectives, collectives
 from mpx.inspect._program import Program
 from mpx.inspect._result import Result, Table, amount
 
-
-class _Target(NamedTuple):
-    """A GPU: its description for XLA, its compute capability, its version of cuDNN."""
-
-    file: str
-    capability: tuple[int, int]
-    cudnn: int
-
-
-_TARGETS = {"h200": _Target("h200.txtpb", (9, 0), 91000)}
+# By name the description for XLA, the compute capability and the version of cuDNN.
+_TARGETS = {"h200": ("h200.txtpb", (9, 0), 91000)}
 HERE = "here"
 """The target that is the default device."""
 
@@ -50,7 +42,7 @@ class Compiled(Result):
         argument_bytes: The memory of its arguments on each device.
         kernels: How many kernels and library calls it has; a loop counts its body once.
         calls: The calls of libraries and of written kernels, by name.
-        matmuls: Which of its matmuls are fp8; see `mpx.inspect.check`.
+        matmuls: Which of its matmuls are fp8; see `mpx.inspect.fp8_check`.
         attention: How many calls of cuDNN's attention it has.
         collectives: The communication between devices; see `mpx.inspect.collectives`.
     """
@@ -63,7 +55,7 @@ class Compiled(Result):
     calls: Mapping[str, int]
     matmuls: Fp8Check
     attention: int
-    collectives: tuple[Collective, ...]
+    collectives: Collectives
 
     def tables(self) -> Sequence[Table]:
         """Returns a paragraph, and a table of the collectives if there are any."""
@@ -74,20 +66,10 @@ class Compiled(Result):
             f"{amount(self.argument_bytes, 'B')}; {self.kernels} kernels; {self.matmuls}; "
             f"{self.attention} calls of cuDNN's attention."
         )
-        groups: dict[tuple[str, str], list[Collective]] = {}
-        for x in self.collectives:
-            groups.setdefault((x.kind, x.dtype), []).append(x)
-        rows = [
-            (
-                *key,
-                str(sum(x.runs for x in found)),
-                amount(sum(x.bytes for x in found), "B"),
-            )
-            for key, found in sorted(groups.items())
+        return [
+            Table.text(text),
+            *(self.collectives.tables() if self.collectives else ()),
         ]
-        head = ("collective", "dtype", "runs", "sent by each device")
-        table = [Table(head, rows, "", frozenset({2, 3}))] if rows else []
-        return [Table.text(text), *table]
 
 
 def as_target(target: str | None) -> str | None:
@@ -109,8 +91,8 @@ def described(target: str | None) -> Iterator[None]:
     if target is None or target == HERE:
         yield
         return
-    found = _TARGETS[target]
-    with assumed_gpu(found.capability), assumed_cudnn(found.cudnn):
+    _, capability, cudnn = _TARGETS[target]
+    with assumed_gpu(capability), assumed_cudnn(cudnn):
         yield
 
 
@@ -128,30 +110,29 @@ def target_devices(target: str, count: int = 8) -> list[Any]:
                 'compile for others, `target="h200"`.'
             )
         return jax.devices()[:count]
-    file = pathlib.Path(__file__).with_name(_TARGETS[target].file)
     jax.local_devices()  # so that JAX has looked for devices as it does without mpx
-    names, text = private("topology"), file.read_text()
+    file = pathlib.Path(__file__).with_name(_TARGETS[target][0])
+    options = {"target_config": file.read_text(), "topology": f"1x1x{count}"}
+    names = private("topology")
     try:
         with _without_checks():
             make = functools.partial(names.get_topology_desc, platform="cuda")
-            options = {"target_config": text, "topology": f"1x1x{count}"}
             try:
-                description = make(**options)
+                return list(make(**options).devices)
             except NotImplementedError:
                 # Where there is no GPU, JAX did not register the plugin.
                 _initialize_plugin()
-                description = make(**options)
+                return list(make(**options).devices)
     except Exception as error:
         raise ImportError(_MISSING.format(version=jax.__version__)) from error
-    return list(description.devices)
 
 
 @contextlib.contextmanager
 def _without_checks() -> Iterator[None]:
     """Stops the plugin from looking for the libraries of a GPU that is not there."""
-    name, value = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1"
+    name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
     before = os.environ.get(name)
-    os.environ[name] = value
+    os.environ[name] = "1"
     try:
         yield
     finally:
@@ -235,7 +216,7 @@ def compile_for(full: Program, target: str, mesh: Mesh) -> Compiled:
     return read_compiled(compiled, target, mesh.size)
 
 
-def placed(full: Program, mesh: Mesh) -> list[Any]:
+def placed(full: Program, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
     """Returns the shapes of the arguments of a program, sharded over a mesh."""
     return [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
@@ -257,9 +238,12 @@ def _specs(full: Program, mesh: Mesh) -> list[PartitionSpec]:
     return specs
 
 
-def read_compiled(compiled: Any, target: str = HERE, devices: int = 1) -> Compiled:
+def read_compiled(
+    compiled: jax.stages.Compiled, target: str = HERE, devices: int = 1
+) -> Compiled:
     """Reads the program that a compiler made."""
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
+    assert memory is not None
     calls = collections.Counter(re.findall(r'custom_call_target="([^"]+)"', text))
     # What the allocator of a GPU measures: temporary buffers are one allocation.
     peak = (
@@ -275,7 +259,7 @@ def read_compiled(compiled: Any, target: str = HERE, devices: int = 1) -> Compil
         argument_bytes=memory.argument_size_in_bytes,
         kernels=len(re.findall(r" = [^=]* (?:fusion|custom-call)\(", text)),
         calls=dict(sorted(calls.items())),
-        matmuls=check(text),
+        matmuls=fp8_check(text),
         attention=sum(n for name, n in calls.items() if "fmha" in name),
-        collectives=tuple(collectives(text)),
+        collectives=collectives(text),
     )

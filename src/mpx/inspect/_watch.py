@@ -389,11 +389,44 @@ def _is_run(writer: object) -> bool:
 
 
 class Watch:
-    """Records the steps of a training loop; made by `watch`.
+    """Records the steps of a training loop; `watch` is another name for it.
+
+    It records the loss, the loss scale, skipped steps and the gradient that caused each,
+    gradient norms, the share of gradients that would be flushed to zero, weights that do
+    not move, and the magnitudes of delayed scaling.
 
     `observe` belongs inside the jitted step and `record` into the loop. `record` keeps
     arrays that may not be computed yet, and fetches them every few steps, so that the
     host does not wait for the device at each.
+
+    Args:
+        writer: Gets the numbers of each step, when they are fetched: a
+            `tensorboardX.SummaryWriter`, a run of W&B, a function of the step and a dict,
+            or a list of them.
+        every: How many steps are kept before they are fetched from the device.
+        groups: How many parts of a parameter's path make its group, or a function from
+            the path to the name of the group.
+        stalled_after: Warns if no step was taken for so many steps.
+        title: The title of the page.
+
+    Raises:
+        TypeError: If `writer` is none of these.
+        ValueError: If a number is not positive.
+
+    Examples:
+        >>> import mpx
+        >>> recorder = watch()
+        >>> @jax.jit
+        ... def step(w, scaling, x):
+        ...     result = mpx.value_and_grad(lambda w, x: (w * x).sum())(scaling, w, x)
+        ...     new = w - 0.1 * result.grads
+        ...     return new, recorder.observe(result, before=w, after=new)
+        >>> w = np.ones(2, np.float32)
+        >>> for _ in range(3):
+        ...     w, seen = step(w, mpx.NoLossScaling(), np.float32(1))
+        ...     recorder.record(seen)
+        >>> recorder.summary().steps
+        3
     """
 
     observe = staticmethod(observe)
@@ -407,7 +440,6 @@ class Watch:
         stalled_after: int = 100,
         title: str = "Training run",
     ) -> None:
-        """Makes an empty recorder; see `watch` for the arguments."""
         self._writers = _as_writers(writer)
         self._every = as_count(every, "every", at_least=1)
         self._stalled_after = as_count(stalled_after, "stalled_after", at_least=1)
@@ -674,49 +706,4 @@ def _single_steps(
 _SAVED = ("title", "notes", "_idle", "_next", "_scale", "_latest")
 
 
-def watch(
-    writer: object = None,
-    *,
-    every: int = 50,
-    groups: int | Groups = 2,
-    stalled_after: int = 100,
-    title: str = "Training run",
-) -> Watch:
-    """Returns a recorder for a training loop.
-
-    It records the loss, the loss scale, skipped steps and the gradient that caused each,
-    gradient norms, the share of gradients that would be flushed to zero, weights that do
-    not move, and the magnitudes of delayed scaling.
-
-    Args:
-        writer: Gets the numbers of each step, when they are fetched: a
-            `tensorboardX.SummaryWriter`, a run of W&B, a function of the step and a dict,
-            or a list of them.
-        every: How many steps are kept before they are fetched from the device.
-        groups: How many parts of a parameter's path make its group, or a function from
-            the path to the name of the group.
-        stalled_after: Warns if no step was taken for so many steps.
-        title: The title of the page.
-
-    Raises:
-        TypeError: If `writer` is none of these.
-        ValueError: If a number is not positive.
-
-    Examples:
-        >>> import mpx
-        >>> recorder = watch()
-        >>> @jax.jit
-        ... def step(w, scaling, x):
-        ...     result = mpx.value_and_grad(lambda w, x: (w * x).sum())(scaling, w, x)
-        ...     new = w - 0.1 * result.grads
-        ...     return new, recorder.observe(result, before=w, after=new)
-        >>> w = np.ones(2, np.float32)
-        >>> for _ in range(3):
-        ...     w, seen = step(w, mpx.NoLossScaling(), np.float32(1))
-        ...     recorder.record(seen)
-        >>> recorder.summary().steps
-        3
-    """
-    return Watch(
-        writer, every=every, groups=groups, stalled_after=stalled_after, title=title
-    )
+watch = Watch

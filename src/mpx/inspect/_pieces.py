@@ -6,11 +6,10 @@ the time to compile does not grow with their number.
 """
 
 import concurrent.futures
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +19,20 @@ from mpx._jax._compat import (
     Literal,
     as_function,
     eval_equation,
+    is_jaxpr,
     open_jaxpr,
 )
 from mpx._jax._progress import Tell, silent
-from mpx._program._equal import equation_key, literal_key
 from mpx._program._queries import CALLS, MATMULS, Equation, called, holds
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Atom = Any
+"""The number of a value of a program, or a literal."""
 _APART = "mpx_apart_"
 
-# --- pieces of their own --------------------------------------------------------------
 
-
-def apart(func: Callable[..., Any]) -> Callable[..., Any]:
+def apart(func: Callable[P, T]) -> Callable[P, T]:
     """Returns a function, jitted, whose calls are pieces of their own.
 
     Calls with the same shapes are compiled once. The function must depend on its arguments
@@ -39,8 +40,8 @@ def apart(func: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(func)
-    def call(*args: Any) -> Any:
-        return func(*args)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return func(*args, **kwargs)
 
     call.__name__ = f"{_APART}{func.__name__}"
     return jax.jit(call)
@@ -50,45 +51,99 @@ def _is_apart(eqn: Equation) -> bool:
     return str(eqn.params.get("name", "")).startswith(_APART)
 
 
-# --- cutting --------------------------------------------------------------------------
+# --- Which equations are equal --------------------------------------------------------
+
+
+def _key(value: object) -> Hashable:
+    """Returns something that is equal only for parameters that mean the same."""
+    if is_jaxpr(value):
+        return _jaxpr_key(value)
+    if isinstance(value, tuple | list):
+        return (type(value), *map(_key, value))
+    if isinstance(value, float):
+        return float, value.hex()
+    try:
+        hash(value)
+    except TypeError:
+        return "id", id(value)  # of an equation that the program holds
+    return type(value), value
+
+
+def _jaxpr_key(jaxpr: object) -> Hashable:
+    body, consts = open_jaxpr(jaxpr)
+    numbers: dict[Any, int] = {}
+    for var in (*body.constvars, *body.invars):
+        numbers[var] = len(numbers)
+    types = [var.aval for var in numbers]
+    eqns = []
+    for eqn in body.eqns:
+        operands = [_atom_key(atom, numbers) for atom in eqn.invars]
+        for var in eqn.outvars:
+            numbers[var] = len(numbers)
+        eqns.append((_equation_key(eqn), *operands))
+    outs = [_atom_key(atom, numbers) for atom in body.outvars]
+    return "jaxpr", *types, *map(id, consts), *eqns, *outs
+
+
+def _atom_key(atom: Any, numbers: dict[Any, int]) -> Hashable:
+    return _literal_key(atom) if isinstance(atom, Literal) else numbers[atom]
+
+
+def _literal_key(atom: Any) -> Hashable:
+    """Returns what is equal for the same number of the same type, bit for bit."""
+    value = np.asarray(atom.val)
+    return atom.aval, value.dtype, value.tobytes()
+
+
+def _equation_key(eqn: Equation) -> Hashable:
+    """Returns what is equal only for equations that compute the same of their operands.
+
+    It holds the `id` of what cannot be compared: keep the equation as long as the key.
+    """
+    params = ((key, _key(value)) for key, value in sorted(eqn.params.items()))
+    return eqn.primitive, _key(getattr(eqn, "ctx", None)), *params
+
+
+# --- Cutting --------------------------------------------------------------------------
 
 
 class _Step(NamedTuple):
     """An equation; its operands and results are numbers of values, or literals."""
 
     eqn: Equation
-    inputs: tuple[Any, ...]
+    inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
 
 
-@dataclasses.dataclass(eq=False)
 class _Flat:
     """A jaxpr as steps, with the calls that hold matmuls opened.
 
-    Attributes:
-        types: The types of the values, by number.
-        consts: The values that are known.
-        steps: The steps.
+    Values are numbers: `types` has the type of each, and `consts` those that are known.
     """
 
-    types: list[Any] = dataclasses.field(default_factory=list)
-    consts: dict[int, Any] = dataclasses.field(default_factory=dict)
-    steps: list[_Step] = dataclasses.field(default_factory=list)
-    _seen: dict[Any, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    def __init__(self) -> None:
+        self.types: list[Any] = []
+        self.consts: dict[int, Any] = {}
+        self.steps: list[_Step] = []
+        self._seen: dict[Hashable, tuple[int, ...]] = {}
 
     def new(self, aval: Any) -> int:
         self.types.append(aval)
         return len(self.types) - 1
 
-    def add(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    def _constant(self, aval: Any, value: Any) -> int:
+        number = self.new(aval)
+        self.consts[number] = value
+        return number
+
+    def add(self, jaxpr: object, args: Sequence[Atom]) -> list[Atom]:
         """Adds the steps of a jaxpr; returns the numbers of its results, or literals."""
         body, consts = open_jaxpr(jaxpr)
-        env: dict[Any, Any] = dict(zip(body.invars, args, strict=True))
+        env: dict[Any, Atom] = dict(zip(body.invars, args, strict=True))
         for var, const in zip(body.constvars, consts, strict=True):
-            env[var] = self.new(var.aval)
-            self.consts[env[var]] = const
+            env[var] = self._constant(var.aval, const)
 
-        def read(atom: Any) -> Any:
+        def read(atom: Any) -> Atom:
             return atom if isinstance(atom, Literal) else env[atom]
 
         for eqn in body.eqns:
@@ -105,33 +160,36 @@ class _Flat:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in body.outvars]
 
-    def _step(self, eqn: Equation, inputs: tuple[Any, ...]) -> tuple[int, ...]:
+    def _step(self, eqn: Equation, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
         outputs = tuple(self.new(var.aval) for var in eqn.outvars)
         self.steps.append(_Step(eqn, inputs, outputs))
         return outputs
 
-    def _apart(self, eqn: Equation, inputs: tuple[Any, ...]) -> tuple[int, ...]:
+    def _apart(self, eqn: Equation, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
         """Adds a step whose literals are operands, so that calls with others are equal."""
-        known = []
-        for x in inputs:
-            if isinstance(x, Literal):
-                aval: Any = x.aval
-                number = self.new(aval)
-                self.consts[number] = np.asarray(x.val, aval.dtype)
-                x = number
-            known.append(x)
-        key = (equation_key(eqn), *known)
+        known = tuple(
+            self._constant(x.aval, np.asarray(x.val, x.aval.dtype))
+            if isinstance(x, Literal)
+            else x
+            for x in inputs
+        )
+        key = (_equation_key(eqn), *known)
         if key not in self._seen:
-            self._seen[key] = self._step(eqn, tuple(known))
+            self._seen[key] = self._step(eqn, known)
         return self._seen[key]
 
 
-def _alive(steps: Sequence[_Step], outs: Iterable[Any]) -> list[_Step]:
+def _numbers(atoms: Iterable[Atom]) -> list[int]:
+    """Returns the atoms that are no literals."""
+    return [x for x in atoms if isinstance(x, int)]
+
+
+def _alive(steps: Sequence[_Step], outs: Iterable[Atom]) -> list[_Step]:
     """Returns the steps that the results need."""
-    wanted, found = {x for x in outs if isinstance(x, int)}, list[_Step]()
+    wanted, found = {*_numbers(outs)}, list[_Step]()
     for step in reversed(steps):
         if step.eqn.effects or not wanted.isdisjoint(step.outputs):
-            wanted.update(x for x in step.inputs if isinstance(x, int))
+            wanted.update(_numbers(step.inputs))
             found.append(step)
     return found[::-1]
 
@@ -139,22 +197,19 @@ def _alive(steps: Sequence[_Step], outs: Iterable[Any]) -> list[_Step]:
 def _cut(steps: Sequence[_Step]) -> list[list[_Step]]:
     """Returns the steps in pieces. Steps apart come after the piece that they depend on."""
     pieces, current, waiting = list[list[_Step]](), list[_Step](), list[_Step]()
-    held: set[int] = set()  # made by steps that wait
 
     def close() -> None:
-        nonlocal current
+        nonlocal current, waiting
         pieces.extend([current] if current else [])
         pieces.extend([step] for step in waiting)
-        waiting.clear()
-        held.clear()
-        current = []
+        current, waiting = [], []
 
     for step in steps:
-        if not held.isdisjoint(x for x in step.inputs if isinstance(x, int)):
+        held = {x for other in waiting for x in other.outputs}
+        if not held.isdisjoint(_numbers(step.inputs)):
             close()
         if _is_apart(step.eqn):
             waiting.append(step)
-            held.update(step.outputs)
             continue
         current.append(step)
         if step.eqn.primitive.name in MATMULS or holds(step.eqn, MATMULS):
@@ -171,65 +226,40 @@ class _Piece(NamedTuple):
     outputs: list[int]
     key: Hashable
 
-
-def _pieces(
-    steps: Sequence[_Step], outs: Sequence[Any], types: Sequence[Any]
-) -> list[_Piece]:
-    parts = _cut(steps)
-    last: dict[int, int] = {x: len(parts) for x in outs if isinstance(x, int)}
-    for i, part in enumerate(parts):
-        for step in part:
-            for x in step.inputs:
-                if isinstance(x, int):
-                    last[x] = max(last.get(x, 0), i)
-    return [
-        _piece(part, [last.get(x, 0) > i for s in part for x in s.outputs], types)
-        for i, part in enumerate(parts)
-    ]
-
-
-def _piece(
-    steps: list[_Step], is_needed: Sequence[bool], types: Sequence[Any]
-) -> _Piece:
-    made = [x for step in steps for x in step.outputs]
-    inside = set(made)
-    inputs = [x for s in steps for x in s.inputs if isinstance(x, int)]
-    inputs = [x for x in dict.fromkeys(inputs) if x not in inside]
-    outputs = [x for x, needed in zip(made, is_needed, strict=True) if needed]
-    numbers = {x: i for i, x in enumerate((*inputs, *made))}
-    key = (
-        tuple(types[x] for x in inputs),
-        tuple(
-            (
-                equation_key(step.eqn),
-                *(
-                    numbers[x] if isinstance(x, int) else literal_key(x)
-                    for x in step.inputs
-                ),
-            )
-            for step in steps
-        ),
-        tuple(numbers[x] for x in outputs),
-    )
-    return _Piece(steps, inputs, outputs, key)
-
-
-def _function(piece: _Piece) -> Callable[..., list[Any]]:
-    def run(*args: Any) -> list[Any]:
-        env = dict(zip(piece.inputs, args, strict=True))
-        for eqn, inputs, outputs in piece.steps:
+    def __call__(self, *args: Any) -> list[Any]:
+        env = dict(zip(self.inputs, args, strict=True))
+        for eqn, inputs, outputs in self.steps:
             values = [env[x] if isinstance(x, int) else x.val for x in inputs]
             if _is_apart(eqn):  # its literals are operands
                 outs = as_function(called(eqn))(*values)
             else:
                 outs = eval_equation(eqn, values)
             env.update(zip(outputs, outs, strict=True))
-        return [env[x] for x in piece.outputs]
-
-    return run
+        return [env[x] for x in self.outputs]
 
 
-# --- running --------------------------------------------------------------------------
+def _pieces(
+    steps: Sequence[_Step], outs: Iterable[Atom], types: Sequence[Any]
+) -> list[_Piece]:
+    needed, found = {*_numbers(outs)}, list[_Piece]()
+    for part in reversed(_cut(steps)):
+        made = dict.fromkeys(x for step in part for x in step.outputs)
+        inputs = dict.fromkeys(x for step in part for x in _numbers(step.inputs))
+        inputs = [x for x in inputs if x not in made]
+        outputs = [x for x in made if x in needed]
+        numbers = {x: i for i, x in enumerate((*inputs, *made))}
+        rows = [
+            (_equation_key(eqn), *(_atom_key(x, numbers) for x in atoms))
+            for eqn, atoms, _ in part
+        ]
+        ends = [numbers[x] for x in outputs]
+        key = (tuple(types[x] for x in inputs), tuple(rows), tuple(ends))
+        found.append(_Piece(part, inputs, outputs, key))
+        needed |= {*inputs}
+    return found[::-1]
+
+
+# --- Running --------------------------------------------------------------------------
 
 
 def _options() -> dict[str, Any] | None:
@@ -279,12 +309,7 @@ class Pieces:
     """
 
     def __init__(self, func: Callable[..., Any], *examples: Any) -> None:
-        """Traces a function.
-
-        Args:
-            func: The function.
-            *examples: Its arguments, or others of the same types.
-        """
+        """Traces a function, given its arguments or others of the same types."""
         jaxpr, shapes = jax.make_jaxpr(func, return_shape=True)(*examples)
         self._structure = jax.tree.structure(shapes)
         flat = _Flat()
@@ -300,7 +325,7 @@ class Pieces:
 
     def _last_uses(self) -> list[list[int]]:
         """Returns, for each piece, the values that nothing needs after it."""
-        kept = {x for x in self._outs if isinstance(x, int)}
+        kept = {*_numbers(self._outs)}
         found: list[list[int]] = []
         for piece in reversed(self._pieces):
             used = {*piece.inputs, *piece.outputs} - kept
@@ -317,7 +342,7 @@ class Pieces:
             for key, piece in todo.items():
                 structs = [_struct(self._types[x]) for x in piece.inputs]
                 # Settings of JAX hold for a thread: only XLA runs in another one.
-                lowered = jax.jit(_function(piece)).lower(*structs)
+                lowered = jax.jit(piece.__call__).lower(*structs)
                 job = pool.submit(lowered.compile, compiler_options=_options())
                 jobs[job] = key
             for i, job in enumerate(concurrent.futures.as_completed(jobs)):
@@ -345,7 +370,7 @@ class Pieces:
         for piece, dying in zip(self._pieces, self._dying, strict=True):
             call = self._calls.get(piece.key)
             if call is None:
-                call = jax.jit(_function(piece), compiler_options=_options())
+                call = jax.jit(piece.__call__, compiler_options=_options())
                 self._calls[piece.key] = call
             outs = call(*(env[x] for x in piece.inputs))
             if waits:

@@ -1,5 +1,7 @@
-"""`mpx.inspect.tune`: what it proposes is measured, and the frontier is the best one."""
+"""`advise(measure=True)`: what it proposes is measured, and the frontier is the best one."""
 
+import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -12,17 +14,16 @@ import pytest
 import mpx
 import mpx.inspect
 from models import normal
-from mpx.inspect import _laboratory, _tuning
-from mpx.inspect._candidates import front, options
-from mpx.inspect._judged import judge
-from mpx.inspect._policies import seconds
-from mpx.inspect._states import state_bytes
+from mpx.inspect import _advice, _measured
+from mpx.inspect._search import front, judge
 from test_advise import PARAMS, X, Y, plain, relative, sensitive
+
+measured = functools.partial(mpx.inspect.advise, measure=True)
 
 
 @pytest.fixture(scope="module")
 def tuned():
-    return mpx.inspect.tune(sensitive, PARAMS, X, Y, max_grad_error=0.02)
+    return measured(sensitive, PARAMS, X, Y, max_grad_error=0.02)
 
 
 def test_policy_is_within_the_limit_as_users_run_it(tuned):
@@ -37,13 +38,13 @@ def test_policy_is_within_the_limit_as_users_run_it(tuned):
 
 
 def test_proposals_are_measured_and_shown_beside_the_prediction(tuned):
-    measured = [x for x in tuned.candidates if x.error is not None]
-    assert tuned.policy in [x.policy for x in measured]
-    assert mpx.inspect.PrecisionPolicy("bf16") in [x.policy for x in measured]
+    seen = [x for x in tuned.candidates if x.error is not None]
+    assert tuned.policy in [x.policy for x in seen]
+    assert mpx.inspect.PrecisionPolicy("bf16") in [x.policy for x in seen]
     text = str(tuned)
-    assert all(f"{x.predicted_error:.1e}" in text for x in measured)
+    assert all(f"{x.predicted_error:.1e}" in text for x in seen)
     assert "not timed" in tuned.remark
-    assert all(x.time is None for x in measured)
+    assert all(x.time is None for x in seen)
     json.loads(tuned.to_json())
 
 
@@ -53,7 +54,7 @@ def test_candidates_get_slower_and_more_exact(tuned):
 
 
 def test_default_is_kept_where_it_is_best():
-    found = mpx.inspect.tune(plain, PARAMS, X, Y, max_grad_error=0.05, formats="bf16")
+    found = measured(plain, PARAMS, X, Y, max_grad_error=0.05, formats="bf16")
     assert found.policy == mpx.inspect.PrecisionPolicy("bf16")
     assert found.remark.startswith("The default of `amp` is best")
 
@@ -63,7 +64,7 @@ def test_limit_that_nothing_reaches_is_said():
         mpx.inspect.Candidate(mpx.inspect.PrecisionPolicy(half), 1e-3, 1.0, error)
         for half, error in (("bf16", 0.1), ("f16", 0.05))
     ]
-    chosen, remark = _tuning._choose(candidates, candidates[0].policy, 0.01, False)
+    chosen, remark = _measured.choose(candidates, "bf16", 0.01, False)
     assert chosen.half == "f16"
     assert remark.startswith("No policy of the frontier reaches 0.01")
 
@@ -95,44 +96,31 @@ def test_default_wins_ties(time, spread, memory, error, wins, text):
         mpx.inspect.Candidate(default, 1e-3, 1.0, 0.02, 1.0, 0.0, 100),
         mpx.inspect.Candidate(SMALL, 1e-3, 1.0, error, time, spread, memory),
     ]
-    chosen, remark = _tuning._choose(candidates, default, 0.05, True)
+    chosen, remark = _measured.choose(candidates, "bf16", 0.05, True)
     assert (chosen == SMALL) == wins
     assert text in remark
 
 
 def test_times_are_taken_in_turn(monkeypatch):
-    lab = _laboratory.Laboratory(plain, (PARAMS, X, Y), {}, 1.0)
-    monkeypatch.setattr(_laboratory, "_LEAST_TIME", 1e-4)
+    bench = _measured.Bench(plain, (PARAMS, X, Y), {}, 1.0)
+    monkeypatch.setattr(_measured, "_LEAST_TIME", 1e-4)
     policies = [mpx.inspect.PrecisionPolicy("bf16"), SMALL]
-    lab.has_gpu = True
-    lab.measure(policies)
-    lab.time()
-    assert all(lab.done[x]["time"] > 0 for x in policies)
-    assert all(lab.done[x]["spread"] >= 0 for x in policies)
-
-
-def test_bytes_of_states_are_those_of_real_ones(tuned):
-    params = {"a": jnp.ones((300, 512)), "b": jnp.ones(512)}
-    f32, first, flash, flash_bf16 = state_bytes(params)
-    assert f32.bytes == pytest.approx(12 * 154_112, abs=16)
-    assert first.bytes == pytest.approx(10 * 154_112, abs=16)
-    for dtype, found in ((jnp.float32, flash), (jnp.bfloat16, flash_bf16)):
-        held = mpx.cast_tree(params, dtype)
-        leaves = jax.tree.leaves((held, mpx.optim.flash_adamw(1e-3).init(held)))
-        assert found.bytes == sum(x.nbytes for x in leaves)
-    assert flash_bf16.bytes < flash.bytes < first.bytes
-    assert all(x.code in str(tuned) for x in tuned.states)
+    bench.has_gpu = True
+    bench.measure(policies)
+    bench.time()
+    assert all(bench.done[x]["time"] > 0 for x in policies)
+    assert all(bench.done[x]["spread"] >= 0 for x in policies)
 
 
 def test_wrong_predictions_are_replaced_by_measurements(monkeypatch):
     def wrong(*args):
         known = judge(*args)
         half = {key: 100 * x for key, x in known.predicted.half.items()}
-        changed = _tuning.dataclasses.replace(known.predicted, half=half)
+        changed = dataclasses.replace(known.predicted, half=half)
         return known._replace(predicted=changed)
 
-    monkeypatch.setattr(_tuning, "judge", wrong)
-    found = mpx.inspect.tune(plain, PARAMS, X, Y, max_grad_error=0.5, formats="bf16")
+    monkeypatch.setattr(_advice, "judge", wrong)
+    found = measured(plain, PARAMS, X, Y, max_grad_error=0.5, formats="bf16")
     assert {"a", "b"} <= {*found.repaired}
     (best,) = [x for x in found.candidates if x.policy == found.policy]
     assert best.error is not None
@@ -143,12 +131,12 @@ def test_frontier_is_walked_down_until_a_policy_reaches_the_limit(monkeypatch):
     def hopeful(*args):
         known = judge(*args)
         half = {key: x / 1.9**2 for key, x in known.predicted.half.items()}
-        changed = _tuning.dataclasses.replace(known.predicted, half=half)
+        changed = dataclasses.replace(known.predicted, half=half)
         return known._replace(predicted=changed)
 
-    monkeypatch.setattr(_tuning, "judge", hopeful)
-    options = {"formats": "bf16", "proposals": 1}
-    found = mpx.inspect.tune(sensitive, PARAMS, X, Y, max_grad_error=0.1, **options)
+    monkeypatch.setattr(_advice, "judge", hopeful)
+    monkeypatch.setattr(_measured, "_COUNT", 1)
+    found = measured(sensitive, PARAMS, X, Y, max_grad_error=0.1, formats="bf16")
     first = next(x for x in found.candidates if not x.policy.keep)
     assert first.error is not None
     assert first.predicted_error < 0.1 < first.error
@@ -200,16 +188,16 @@ def test_frontier_is_close_to_an_exhaustive_search():
         return relative(grads, exact)
 
     table = [
-        (seconds(known.work, "bf16", low), error(low))
+        (known.seconds("bf16", low), error(low))
         for n in range(5)
         for low in ({*x, *others} for x in itertools.combinations(groups, n))
     ]
-    found = front(options(known, ["bf16"], with_fp8=False), known)
+    found = front(known, ["bf16"], with_fp8=False)
     gaps = []
     for option in found:
-        low = option.low(known)
+        low = option.low
         if others <= low:
-            cost = seconds(known.work, "bf16", low)
+            cost = known.seconds("bf16", low)
             best = min(e for c, e in table if c <= cost * 1.0001)
             gaps.append(error(low) / best if best else 1.0)
     assert len(gaps) >= 3
@@ -220,15 +208,8 @@ def test_gradient_that_is_not_finite_is_an_infinite_error():
     def loss(params, x):
         return jnp.mean(jnp.square((500 * x) @ (500 * params["a"])))
 
-    lab = _laboratory.Laboratory(loss, (PARAMS, X), {}, 1.0)
-    (found,) = lab.measure([mpx.inspect.PrecisionPolicy("f16")])
-    assert found["error"] == math.inf
-
-
-def test_picture_shows_predictions_and_measurements(tuned):
-    ax = tuned.plot()
-    assert ax.get_yscale() == "log"
-    assert len(ax.lines) >= 3
+    bench = _measured.Bench(loss, (PARAMS, X), {}, 1.0)
+    assert bench.measure([mpx.inspect.PrecisionPolicy("f16")]) == [math.inf]
 
 
 @pytest.mark.parametrize(
@@ -236,9 +217,8 @@ def test_picture_shows_predictions_and_measurements(tuned):
     [
         ({"max_grad_error": 0}, "`max_grad_error` must be a positive number"),
         ({"max_grad_error": math.nan}, "`max_grad_error` must be a positive number"),
-        ({"formats": ["e4m3"]}, "`formats` must be some of bf16, f16, fp8"),
     ],
 )
 def test_wrong_options_are_refused(options, text):
     with pytest.raises(ValueError, match=text):
-        mpx.inspect.tune(plain, PARAMS, X, Y, **options)
+        measured(plain, PARAMS, X, Y, **options)

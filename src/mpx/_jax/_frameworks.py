@@ -1,0 +1,175 @@
+"""Linen and Haiku models that are running.
+
+The variables of such a model live in a scope. A traced function would leave tracers there,
+so the variables go in as arguments and come out as results, as in `nn.remat` and
+`hk.remat`. Where that is not possible, writing is refused. Neither library is imported
+here: if it is not loaded, none of its models can be running.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from mpx._jax._compat import is_tracer
+from mpx._jax._private import private
+from mpx._jax._tree import LeafName
+
+Named = tuple[LeafName, bool]
+"""The name of an argument's array, and whether it is a parameter."""
+
+
+class LinenCall(NamedTuple):
+    """A call of a method of a Linen module, with the other positional arguments."""
+
+    method: Callable[..., Any]
+    module: Any
+    args: tuple[Any, ...]
+
+
+def linen_call(func: Callable[..., Any], args: tuple[Any, ...]) -> LinenCall | None:
+    """Returns the call of a method of a Linen module, if it is one and has variables."""
+    owner = getattr(func, "__self__", None)
+    if _is_running(func):
+        return LinenCall(type(func).__call__, func, args)
+    if _is_running(owner):
+        return LinenCall(getattr(func, "__func__", func), owner, args)
+    if args and _is_running(args[0]):
+        return LinenCall(func, args[0], args[1:])
+    return None
+
+
+def _is_running(module: Any) -> bool:
+    linen = sys.modules.get("flax.linen")
+    return (
+        linen is not None
+        and isinstance(module, linen.Module)
+        and module.scope is not None
+    )
+
+
+def call_linen(
+    call: LinenCall, kwargs: dict[str, Any], run: Callable[..., tuple[Any, Any]]
+) -> Any:
+    """Calls a method of a Linen module as a pure function of its variables.
+
+    `run(pure, variables, rngs, args, kwargs)` calls the pure function.
+    """
+    flax = private("linen")
+    if flax is None:
+        return call.method(call.module, *call.args, **kwargs)
+
+    def lifted(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def inner(
+            scope_fn: Any,
+            repack: Any,
+            variables: Any,
+            rngs: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> tuple[Any, Any]:
+            def pure(
+                variables: Any, rngs: Any, args: Any, kwargs: Any
+            ) -> tuple[Any, Any]:
+                scope = scope_fn(variables, rngs)
+                return method(scope, *args, **kwargs), repack(scope)
+
+            return run(pure, variables, rngs, args, kwargs)
+
+        packed = flax.pack(
+            inner, (True,), (True,), (True,), name="amp", enable_kwargs=True
+        )
+        return packed(*args, **kwargs)
+
+    return flax.lift_direct_transform(
+        lifted, (call.method,), call.module, *call.args, **kwargs
+    )
+
+
+def linen_name(name: LeafName, is_param: bool) -> Named:
+    """Returns `params/Dense_0/kernel` for `variables/0/0/params/Dense_0/kernel`.
+
+    The second result tells whether it is a parameter.
+    """
+    del is_param  # other arguments of a method are none
+    if name.argument != "variables":
+        return LeafName(name.path or name), False
+    path = name.path.split("/", 2)[-1]
+    return LeafName(path), path.startswith("params/")
+
+
+@contextlib.contextmanager
+def linen_is_not_written() -> Iterator[None]:
+    """Refuses to leave tracers in the scope of a Linen model that is running.
+
+    Raises:
+        TypeError: If its variables have changed in the meantime.
+    """
+    before = {id(leaf) for leaf in _linen_variables()}
+    yield
+    if any(is_tracer(x) and id(x) not in before for x in _linen_variables()):
+        raise TypeError(
+            "A function under `amp` creates or changes variables of a Linen module that "
+            "it closes over, but `amp` can only return those of the module that it is "
+            "given. Wrap the loss, or `model.apply`, instead; or decorate a method of "
+            "the module with `amp`."
+        )
+
+
+def _linen_variables() -> list[Any]:
+    """Returns the arrays in the scope of the Linen model that is running."""
+    if "flax.linen" not in sys.modules or (flax := private("linen_variables")) is None:
+        return []
+    stack = getattr(flax._context, "module_stack", [])
+    if not stack or not _is_running(stack[-1]):
+        return []
+    return jax.tree.leaves(dict(getattr(stack[-1].scope.root, "_variables", {})))
+
+
+def in_haiku() -> bool:
+    """Returns whether a function under `hk.transform` is running."""
+    running_init = getattr(sys.modules.get("haiku"), "running_init", None)
+    if running_init is None:
+        return False
+    try:
+        running_init()
+    except ValueError:  # outside
+        return False
+    return True
+
+
+def call_haiku(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Callable[..., tuple[Any, Any]],
+) -> Any:
+    """Calls a function inside `hk.transform` as a pure one of Haiku's variables.
+
+    `run(pure, variables, func, args, kwargs)` calls the pure function.
+    """
+    haiku = private("haiku")
+    if haiku is None:
+        return func(*args, **kwargs)
+
+    def pure(variables: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        with (
+            haiku.temporary_internal_state(variables, share_python_state=True),
+            haiku.push_jax_trace_level(),
+        ):
+            out = func(*args, **kwargs)
+            return out, haiku.difference(variables, haiku.internal_state())
+
+    out, changed = run(pure, haiku.internal_state(), func, args, kwargs)
+    haiku.update_internal_state(changed)
+    return out
+
+
+def haiku_name(name: LeafName, is_param: bool) -> Named:
+    """Returns `linear/w` for `variables/params/linear/w`, and whether it is a parameter."""
+    del is_param  # other arguments of a function inside `hk.transform` are none
+    if name.startswith("variables/params/"):
+        return LeafName(name.path.removeprefix("params/")), True
+    return LeafName(name.path or name, name.types), name.argument == "func"
