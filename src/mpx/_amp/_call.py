@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._amp._emit import captured_attention
 from mpx._amp._facts import Decision
 from mpx._amp._rules import AmpRules
 from mpx._casting._keep import is_state, run_in_scopes
@@ -221,7 +220,7 @@ def _call_pure(
         visitor.cache = eager
         if len(eager) > _MOST_REMEMBERED:
             eager.clear()
-    with captured_attention(), visitor.tracing(), kept:
+    with visitor.tracing(), kept:
         (body, consts), widened = _trace(visitor, flat, arrays, named)
     if _current.value is not None:
         _current.value.name(named, arrays)

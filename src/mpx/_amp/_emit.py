@@ -197,7 +197,8 @@ def low_matmul(amp: Settings, op: Op) -> Values:
         # is cast once: its cotangents add up in the matmuls that make them, as in a model
         # written in 16 bits. Each in an array of its own costs memory traffic and, where
         # they are sums over devices, an all-reduce each.
-        is_f32, is_param = is_eligible(value), may_be_param(op.facts[side])
+        is_f32 = getattr(value, "dtype", None) == F32
+        is_param = may_be_param(op.facts[side])
         args[side] = (amp.once if is_f32 and not is_param else cast)(value, amp.dtype)
         if is_f32 and is_param:
             dtype = weight_grad_dtype(amp.reduce, value, amp.dtype)

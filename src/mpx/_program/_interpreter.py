@@ -243,12 +243,7 @@ class Visitor:
                     continue
                 other = replaced.get(index)
                 atoms = eqn.invars if other is None else other.atoms
-                pairs = [
-                    (atom.val, self.literal_fact(atom))
-                    if isinstance(atom, Literal)
-                    else env[atom]
-                    for atom in atoms
-                ]
+                pairs = [self.read(atom) for atom in atoms]
                 with equation_context(eqn):
                     values, known = [x for x, _ in pairs], [x for _, x in pairs]
                     op = Op(eqn, values, known, scopes + scopes_of(eqn))
