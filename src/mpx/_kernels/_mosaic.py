@@ -22,7 +22,6 @@ from mpx._kernels._plain import Body
 from mpx._kernels._step import (
     MOSAIC,
     WHOLE,
-    BlockView,
     Plane,
     Ref,
     Tuning,
@@ -107,7 +106,7 @@ def launch(
     )
 
 
-class _View(BlockView):
+class _View:
     """A leaf as blocks of `(rows, width)`: a row is a group, or the vector of a thread.
 
     Thread t holds the vectors t, t + 128, … of a block, so that each load of a warp is

@@ -1,10 +1,9 @@
 """The program that all kernels share: it loads a block, steps it and stores it."""
 
-import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +16,7 @@ from mpx._quant import Block
 
 @dataclasses.dataclass(frozen=True)
 class Plane:
-    """One plane of an array, along its first axis.
-
-    Attributes:
-        index: Its index.
-        count: How many planes the array has.
-    """
+    """One of the `count` planes of an array along its first axis."""
 
     index: int
     count: int
@@ -33,24 +27,20 @@ Ref = Any
 WHOLE = Plane(0, 1)
 
 
-class BlockView(abc.ABC):
-    """Access to the blocks of an array.
-
-    Attributes:
-        blocks: The number of blocks of a gradient.
-    """
+class BlockView(Protocol):
+    """Loads and stores blocks of an array; a gradient has so many `blocks`."""
 
     blocks: int
 
-    @abc.abstractmethod
     def load(
         self, ref: Ref, index: Array, plane: Plane = WHOLE, *, last: bool = False
     ) -> Array:
         """Loads a block of a plane; `last` if nothing will read it again."""
+        ...
 
-    @abc.abstractmethod
     def store(self, ref: Ref, index: Array, x: Array, plane: Plane = WHOLE) -> None:
         """Stores a block of a plane."""
+        ...
 
 
 def planes_of(leaf: PyTree) -> PyTree:

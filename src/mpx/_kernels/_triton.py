@@ -19,7 +19,6 @@ from mpx._kernels._plain import Body
 from mpx._kernels._step import (
     TRITON,
     WHOLE,
-    BlockView,
     Plane,
     Ref,
     Tuning,
@@ -118,7 +117,7 @@ def _kernel(
     step_block(program, refs, body=body, planes=planes, block=block, view=view)
 
 
-class _View(BlockView):
+class _View:
     """A leaf as blocks: `(blocks, elements)`, or flat if the last block is not full."""
 
     def __init__(self, size: int, block: int, group_size: int) -> None:

@@ -51,16 +51,7 @@ from mpx._updates._optax_checks import transforms_behind
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Core:
-    """A rule, its hyperparameters, and how its state is stored; see `FlashOptimizer`.
-
-    Attributes:
-        rule: The update rule.
-        hyper: Its hyperparameters: numbers, arrays, or schedules of the step count.
-        mask: Which parameters decay.
-        groups: Options by parameter path; the first group that matches holds.
-        compression: How the state is stored.
-        backend: Where steps run.
-    """
+    """A rule, its hyperparameters, and the other options of a `FlashOptimizer`."""
 
     rule: Rule
     hyper: Mapping[str, Hyper]

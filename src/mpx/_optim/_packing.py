@@ -101,7 +101,7 @@ class Packing:
     @property
     def scales(self) -> tuple[np.dtype, ...]:
         """The dtypes of the numbers per group."""
-        return tuple(c.scale_dtype for c in self.codecs) if self.quantized else ()
+        return tuple(c.scale_dtype for c in self.codecs if c.scale_dtype is not None)
 
     @property
     def is_f32(self) -> bool:

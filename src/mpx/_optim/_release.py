@@ -1,7 +1,6 @@
 """Gradient release: each parameter steps as soon as its gradient is known."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from mpx import _kernels
@@ -146,9 +145,10 @@ def release(
         sites = [_ParamRefs(job, core.backend, flag, watched) for job in jobs.values()]
 
         def loss(origin: Array) -> tuple[Array, list[Array]]:
-            taps = [_ParamTap(site, origin) for site in sites]
+            taps = [Tap(functools.partial(_read, site, origin)) for site in sites]
             # JAX cannot read a layer of a reference with an explicit sharding.
-            given = [tap.read() if tap.site.is_explicit else tap for tap in taps]
+            pairs = zip(sites, taps, strict=True)
+            given = [tap.read() if site.is_explicit else tap for site, tap in pairs]
             value, *aux = run(*open_jaxpr(closed), given)
             return jnp.asarray(value), aux  # a constant is one of NumPy
 
@@ -298,32 +298,13 @@ class _ParamRefs:
             self.step(zeros, unwatched)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _ParamTap(Tap):
-    """Reads a parameter. The cotangent of the value that was read steps it.
+def _read(site: _ParamRefs, origin: Array, layer: Array | None) -> Array:
+    """Reads a parameter, or one layer of it. The cotangent of what was read steps it.
 
-    Attributes:
-        site: The parameter.
-        origin: The number by which the loss is differentiated. Its gradient is zero.
-        index: The index of the layer; `None` for all.
-        casts: Dtypes to cast to, one after the other.
+    `origin` is the number by which the loss is differentiated. Its gradient is zero.
     """
-
-    site: _ParamRefs
-    origin: Array
-    index: Array | None = None
-    casts: tuple[DTypeLike, ...] = ()
-
-    def read(self) -> Array:
-        x = self.site.refs.param[... if self.index is None else self.index]
-        x = _tapped(self.site, x, self.origin, self.site.operands(self.index))
-        return functools.reduce(lambda x, dtype: x.astype(dtype), self.casts, x)
-
-    def layer(self, index: Array) -> "_ParamTap":
-        return dataclasses.replace(self, index=index)
-
-    def cast(self, dtype: DTypeLike) -> "_ParamTap":
-        return dataclasses.replace(self, casts=(*self.casts, dtype))
+    x = site.refs.param[... if layer is None else layer]
+    return _tapped(site, x, origin, site.operands(layer))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -333,9 +314,7 @@ def _tapped(site: _ParamRefs, x: Array, origin: Array, operands: _Operands) -> A
     return x
 
 
-def _backward(
-    site: _ParamRefs, operands: _Operands, grad: Array
-) -> tuple[None, Array, None]:
+def _backward(site: _ParamRefs, operands: _Operands, grad: Array) -> PyTree:
     site.step(grad, operands)
     return None, jnp.zeros(()), None
 

@@ -4,8 +4,8 @@ A parameter that a scan consumes layer by layer is read inside the scan's body. 
 reading it entails in the backward pass happens layer by layer, too.
 """
 
-import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from mpx._jax._compat import eval_equation, has_shardings, open_jaxpr, scan_sizes
 from mpx._program._bodies import remat_with, scan_with
@@ -20,23 +21,28 @@ from mpx._program._interpreter import Jaxpr, Op, Outcome, Scopes, Values, Visito
 from mpx._program._queries import REMAT, Equation, Verdict, contains, every_use
 
 
-class Tap(abc.ABC):
-    """A parameter, or one layer of it, that has not been read yet."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tap:
+    """A parameter, or one layer of it, that has not been read yet.
 
-    @abc.abstractmethod
+    Attributes:
+        get: Returns the value, given the index of the layer, or `None`. It is called once,
+            or once for each layer.
+        layer: The index of the layer along the first axis; `None` for all.
+        casts: Dtypes to cast to, one after the other.
+    """
+
+    get: Callable[[Array | None], Array]
+    layer: Array | None = None
+    casts: tuple[DTypeLike, ...] = ()
+
     def read(self) -> Array:
-        """Returns its value. It is called once, or once for each layer."""
-
-    @abc.abstractmethod
-    def layer(self, index: Array) -> "Tap":
-        """Returns the layer of that number along the first axis."""
-
-    @abc.abstractmethod
-    def cast(self, dtype: DTypeLike) -> "Tap":
-        """Returns the same in another dtype."""
+        """Returns its value."""
+        x = self.get(self.layer)
+        return functools.reduce(lambda x, dtype: x.astype(dtype), self.casts, x)
 
 
-def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Values:
+def run(jaxpr: Jaxpr, consts: Sequence[PyTree], args: Sequence[PyTree]) -> Values:
     """Runs a jaxpr some of whose arguments are taps."""
     return _Taps().body(jaxpr, consts, args)
 
@@ -51,7 +57,9 @@ class _Taps(Visitor):
 
     in_loop: bool = False
 
-    def body(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Values:
+    def body(
+        self, jaxpr: Jaxpr, consts: Sequence[PyTree], args: Sequence[PyTree]
+    ) -> Values:
         """Runs a jaxpr; the taps that cannot wait are read first."""
         args = [
             x.read() if isinstance(x, Tap) and not self.can_wait(jaxpr, var) else x
@@ -89,7 +97,8 @@ class _Taps(Visitor):
             return eval_equation(eqn, values), unknown
         name = eqn.primitive.name
         if name == "convert_element_type":
-            return [values[0].cast(eqn.params["new_dtype"])], unknown
+            casts = (*values[0].casts, eqn.params["new_dtype"])
+            return [dataclasses.replace(values[0], casts=casts)], unknown
         if name == "scan":
             return self._scan(eqn, values), unknown
         jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
@@ -107,9 +116,12 @@ class _Taps(Visitor):
         arrays, merge = _split(values[n_consts + n_carry :])
         inner = _Taps(in_loop=True)
 
-        def step(carry: Any, x: Any) -> tuple[Any, Any]:
+        def step(carry: Values, x: PyTree) -> tuple[Values, Values]:
             index, arrays = x
-            xs = [x.layer(index) if isinstance(x, Tap) else x for x in merge(arrays)]
+            xs = [
+                dataclasses.replace(x, layer=index) if isinstance(x, Tap) else x
+                for x in merge(arrays)
+            ]
             outs = inner.body(jaxpr, consts, [*shared, *carry, *xs])
             return outs[:n_carry], outs[n_carry:]
 
@@ -123,11 +135,11 @@ class _Taps(Visitor):
         return scan_with(eqn, step, carry, (index, arrays))
 
 
-def _split(values: Values) -> tuple[Values, Callable[[Sequence[Any]], Values]]:
+def _split(values: Values) -> tuple[Values, Callable[[Sequence[PyTree]], Values]]:
     """Returns the values that are not taps, and what puts the taps back among others."""
     arrays = [x for x in values if not isinstance(x, Tap)]
 
-    def merge(arrays: Sequence[Any]) -> Values:
+    def merge(arrays: Sequence[PyTree]) -> Values:
         rest = iter(arrays)
         return [x if isinstance(x, Tap) else next(rest) for x in values]
 

@@ -5,7 +5,6 @@ that are combined beforehand: neither a schedule nor a loss scale recompiles any
 the work per element is small. Rules run in plain JAX and in kernels.
 """
 
-import abc
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -46,34 +45,14 @@ class Given(NamedTuple):
     block: Block
 
 
-class Rule(abc.ABC):
-    """A rule by which a gradient changes a weight and its moments.
-
-    Attributes:
-        kind: Rules of one kind keep moments of the same meaning.
-        moments: The names of the moments that the rule keeps: of `mu` and `nu`.
-        hyper: The names of its hyperparameters.
-    """
-
-    kind: ClassVar[str]
-    moments: tuple[str, ...]
-    hyper: ClassVar[tuple[str, ...]]
-
-    @abc.abstractmethod
-    def coefficients(self, hyper: Mapping[str, Array], step: Array) -> Scalars:
-        """Combines hyperparameters; `step` is 1 for the first step."""
-
-    @abc.abstractmethod
-    def average(self, given: Given, moments: Moments) -> Moments:
-        """Returns the new moments."""
-
-    @abc.abstractmethod
-    def move(self, given: Given, old: Moments, new: Moments) -> Array:
-        """Returns the new weight, given the moments before and after the step."""
+# A rule has a `kind`, which tells the meaning of its moments; the names of its `moments`, of
+# `mu` and `nu`, and those of its hyperparameters. `coefficients` combines hyperparameters
+# for a step, 1 for the first one. `average` returns the new moments, and `move` the new
+# weight, given the moments before and after the step.
 
 
 @dataclasses.dataclass(frozen=True)
-class Adam(Rule):
+class Adam:
     """Adam, with weight decay in the gradient or, decoupled, in the weight (AdamW).
 
     μ ← β₁μ + (1-β₁)g, ν ← β₂ν + (1-β₂)g², w ← (1-ηλ)w - η (μ/c₁) / (√(ν/c₂) + ε)
@@ -124,7 +103,7 @@ def _decay(hyper: Mapping[str, Array], decoupled: bool = True) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lion(Rule):
+class Lion:
     """Lion: w ← (1-ηλ)w - η sign(β₁μ + (1-β₁)g), then μ ← β₂μ + (1-β₂)g."""
 
     kind: ClassVar[str] = "lion"
@@ -147,7 +126,7 @@ class Lion(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sgd(Rule):
+class Sgd:
     """Gradient descent: μ ← mμ + (1-d)g, momentum m, dampening d; then w ← w - ημ.
 
     Without momentum the gradient is the step; with Nesterov's it is g + mμ.
@@ -183,6 +162,9 @@ class Sgd(Rule):
         return weight - rate * step
 
 
+Rule = Adam | Lion | Sgd
+
+
 class Leaf(NamedTuple):
     """A parameter and its state.
 
@@ -203,8 +185,8 @@ class LeafStep:
 
     Attributes:
         rule: The update rule.
-        master: The format of the weight.
-        moments: The format of each moment, in the order of the rule.
+        master: The codec of the weight.
+        moments: The codec of each moment, in the order of the rule.
         group_size: Elements that share a scale; 0 if no moment is quantised.
         dithers: Whether moments and weights are rounded with a `Dither`.
     """

@@ -1,8 +1,7 @@
-"""Codecs for the moments of an optimizer: 8 bits an element and one scale a group."""
+"""Codecs of optimizer states: moments in 8 bits with a scale per group, and master weights."""
 
-import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -50,46 +49,21 @@ class Quantized(NamedTuple):
     scale: Array
 
 
-class MomentCodec(abc.ABC):
-    """Storage format of a moment. Codecs are static: hashable and compared by value.
-
-    Attributes:
-        code_dtype: The dtype of the number stored per element.
-        scale_dtype: The dtype of the number stored per group; `None` if there is none.
-    """
-
-    code_dtype: ClassVar[np.dtype]
-    scale_dtype: Any
-
-    @abc.abstractmethod
-    def decode(self, stored: PyTree, block: Block) -> Array:
-        """Returns the f32 numbers."""
-
-    @abc.abstractmethod
-    def encode(
-        self, x: Array, block: Block, rounding: Rounding = None, is_safe: bool = False
-    ) -> PyTree:
-        """Encodes f32 numbers.
-
-        Args:
-            x: The numbers.
-            block: Their groups.
-            rounding: How codes are rounded: to nearest, at random, or with
-                `Dither.moments`, which also rounds bf16 scales and which the formats of
-                FlashOptim do not support.
-            is_safe: Whether all numbers are known to be below 2¹²⁵. Otherwise zero is
-                stored for inf and nan, so that they do not spread to their group.
-        """
+# --- Moments ---------------------------------------------------------------------------
+# Codecs are static: hashable and compared by value. `rounding` is to nearest, at random, or
+# by `Dither.moments`, which also rounds bf16 scales and which the formats of FlashOptim do
+# not support. `is_safe` tells that all numbers are known to be below 2¹²⁵. Otherwise zero
+# is stored for inf and nan, so that they do not spread to their group.
 
 
 @dataclasses.dataclass(frozen=True)
-class Full(MomentCodec):
+class Full:
     """Stores f32 as it is, inf and nan included."""
 
     code_dtype: ClassVar[np.dtype] = _F32
-    scale_dtype: Any = None
+    scale_dtype: None = None
 
-    def decode(self, stored: Array, block: Block) -> Array:
+    def decode(self, stored: PyTree, block: Block) -> Array:
         return stored
 
     def encode(
@@ -99,7 +73,7 @@ class Full(MomentCodec):
 
 
 @dataclasses.dataclass(frozen=True)
-class SoftsignInt8(MomentCodec):
+class SoftsignInt8:
     """Signed numbers, finer near zero: `x = scale · q / (254 - |q|)`, q in ±127.
 
     `scale` is the largest magnitude of the group, rounded. A number is off by at most
@@ -118,7 +92,7 @@ class SoftsignInt8(MomentCodec):
     """
 
     code_dtype: ClassVar[np.dtype] = np.dtype(np.int8)
-    scale_dtype: Any = BF16
+    scale_dtype: np.dtype = BF16
 
     def decode(self, stored: Quantized, block: Block) -> Array:
         q = stored.codes.astype(F32)
@@ -151,7 +125,7 @@ class SoftsignInt8(MomentCodec):
 
 
 @dataclasses.dataclass(frozen=True)
-class SqrtUint8(MomentCodec):
+class SqrtUint8:
     """Numbers ≥ 0 by their roots: `x = (scale · q / 255)²`, q in 1…255.
 
     `scale` is the root of the largest number of the group. The root of a number is off by
@@ -166,7 +140,7 @@ class SqrtUint8(MomentCodec):
     """
 
     code_dtype: ClassVar[np.dtype] = np.dtype(np.uint8)
-    scale_dtype: Any = _F32
+    scale_dtype: np.dtype = _F32
 
     def decode(self, stored: Quantized, block: Block) -> Array:
         unit = block.spread(stored.scale.astype(F32) * np.float32(1 / 255))
@@ -207,47 +181,28 @@ def _rounded_scale(
     return peak, peak.astype(dtype)
 
 
+MomentCodec = Full | SoftsignInt8 | SqrtUint8
+
+
+# --- Master weights: a 16-bit parameter and the remainder of its rounding ----------------
+
 Correction = Array | None
-_BF16 = np.dtype(jnp.bfloat16)
 _INT8 = np.dtype(np.int8)
 # Mantissa bits and exponent bias of the 16-bit formats.
-_LAYOUT = {_BF16: (7, 127), np.dtype(jnp.float16): (10, 15)}
+_LAYOUT = {BF16: (7, 127), np.dtype(jnp.float16): (10, 15)}
 
 
-class MasterCodec(abc.ABC):
-    """Storage format of an f32 weight: a parameter and a correction."""
-
-    @abc.abstractmethod
-    def decode(self, param: Array, correction: Correction, block: Block) -> Array:
-        """Returns the f32 weights."""
-
-    @abc.abstractmethod
-    def encode(
-        self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
-    ) -> tuple[Array, Correction]:
-        """Returns parameters of `dtype` and their corrections.
-
-        Args:
-            weight: The f32 weights.
-            dtype: The dtype of the parameters.
-            block: Their groups.
-            rounding: To nearest, with `Dither.masters`, or at random.
-        """
-
-    @abc.abstractmethod
-    def place(self, param: Array, noise: Noise) -> Correction:
-        """Returns corrections that put weights anywhere in the rounding interval of `param`.
-
-        A rounded weight says only in which interval it was. In its middle, small steps
-        would change no parameter for a long time, then all at once. If weights are evenly
-        spread over it, as bit patterns, the mean of the parameters moves as the mean of the
-        weights does, from the first step on. Encoding the decoded weights gives `param`.
-        Zeros, subnormal numbers, inf and nan get the correction 0.
-        """
+# `encode` returns parameters of `dtype` and their corrections, rounded to nearest, by
+# `Dither.masters`, or at random. `place` returns corrections that put weights anywhere in
+# the rounding interval of a parameter. A rounded weight says only in which interval it was.
+# In its middle, small steps would change no parameter for a long time, then all at once. If
+# weights are evenly spread over it, as bit patterns, the mean of the parameters moves as
+# the mean of the weights does, from the first step on. Encoding the decoded weights gives
+# the parameter. Zeros, subnormal numbers, inf and nan get the correction 0.
 
 
 @dataclasses.dataclass(frozen=True)
-class RoundedMaster(MasterCodec):
+class RoundedMaster:
     """No correction: the parameter is the weight, rounded to its dtype.
 
     Rounding to nearest loses updates below half an ulp; dithered or at random, they are
@@ -270,7 +225,7 @@ class RoundedMaster(MasterCodec):
 
 
 @dataclasses.dataclass(frozen=True)
-class BitDelta(MasterCodec):
+class BitDelta:
     """bf16 with the difference of the bit patterns, in integers only.
 
     `bits(weight) = (bits(param) << 16) + (correction << shift)`. 8 bits leave an error of
@@ -288,7 +243,8 @@ class BitDelta(MasterCodec):
 
     def decode(self, param: Array, correction: Correction, block: Block) -> Array:
         assert correction is not None
-        high = _high_bits(param)
+        pattern = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32)
+        high = lax.bitcast_convert_type(pattern << np.uint32(16), jnp.int32)
         total = high + (correction.astype(jnp.int32) << self._shift)
         # There are no bit patterns below ±0: a parameter that was set to zero is zero,
         # whatever its old correction.
@@ -308,8 +264,8 @@ class BitDelta(MasterCodec):
         # Half a bf16 ulp more, so that the remainder of the parameter has no sign yet.
         total = pattern + (half + 0x8000)
         low = (total >> self._shift) & (2 ** (8 * self.dtype.itemsize) - 1)
-        param = block.rounded(from_bits(total & np.int32(-65536)), _BF16)
-        return param.astype(_BF16), (low + np.iinfo(self.dtype).min).astype(self.dtype)
+        param = block.rounded(from_bits(total & np.int32(-65536)), BF16)
+        return param.astype(BF16), (low + np.iinfo(self.dtype).min).astype(self.dtype)
 
     def place(self, param: Array, noise: Noise) -> Correction:
         low = (noise.bits() >> np.uint32(32 - 8 * self.dtype.itemsize)).astype(
@@ -326,7 +282,7 @@ class BitDelta(MasterCodec):
 
 
 @dataclasses.dataclass(frozen=True)
-class UlpFraction(MasterCodec):
+class UlpFraction:
     """bf16 or f16 with the rounding error in units of half an ulp (FlashOptim's format).
 
     `weight = param + correction / M · ulp(param) / 2` with M = 127 or 32767. With 8 bits
@@ -384,6 +340,9 @@ class UlpFraction(MasterCodec):
         return jnp.where(_is_normal(param), code, 0).astype(self.dtype)
 
 
+MasterCodec = RoundedMaster | BitDelta | UlpFraction
+
+
 def _pattern(param: Array) -> Array:
     """Returns the bits of 16-bit numbers as int32."""
     return lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.int32)
@@ -394,11 +353,6 @@ def _is_normal(param: Array) -> Array:
     mantissa, bias = _LAYOUT[np.dtype(param.dtype)]
     exponent = (_pattern(param) & 0x7FFF) >> mantissa
     return (exponent > 0) & (exponent <= 2 * bias)
-
-
-def _high_bits(param: Array) -> Array:
-    unsigned = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32)
-    return lax.bitcast_convert_type(unsigned << np.uint32(16), jnp.int32)
 
 
 def _half_ulp(param: Array) -> tuple[Array, Array]:
@@ -429,7 +383,7 @@ def _rounded_by(weight: Array, dtype: np.dtype, up: Array) -> Array:
     The one away from zero is taken if the distance from the other one, in ulps, plus `up`
     · 2⁻¹⁶ is at least 1: as often as that distance says.
     """
-    if dtype == _BF16:
+    if dtype == BF16:
         shifted = from_bits((bits(weight) + up) & np.int32(-65536))
         return jnp.where(jnp.abs(weight) < jnp.inf, shifted, weight)
     # In units of the distance between f16 numbers: 10 bits before the point, 13 behind.

@@ -5,7 +5,7 @@ dispatched faster. Planes along the first axis keep each kind of number contiguo
 other axes are sharded like those of a parameter.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -71,16 +71,11 @@ def words_of(x: Array, word: np.dtype) -> list[Array]:
 
 def join(words: Sequence[Array], dtypes: Dtypes) -> tuple[Array, ...]:
     """Returns the arrays of these dtypes whose words `split` gave."""
-    rest = iter(words)
+    rest, size = iter(words), word_of(dtypes).itemsize if dtypes else 1
     return tuple(
-        _joined([next(rest) for _ in range(count)], dtype)
-        for dtype, count in zip(dtypes, _counts(dtypes), strict=True)
+        _joined([next(rest) for _ in range(dtype.itemsize // size)], dtype)
+        for dtype in dtypes
     )
-
-
-def _counts(dtypes: Dtypes) -> Iterator[int]:
-    for dtype in dtypes:
-        yield dtype.itemsize // word_of(dtypes).itemsize
 
 
 def _joined(words: Sequence[Array], dtype: np.dtype) -> Array:

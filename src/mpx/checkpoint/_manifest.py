@@ -356,13 +356,7 @@ def check_arrays(opened: Opened) -> None:
 
 
 class Packed(NamedTuple):
-    """What a process saves.
-
-    Attributes:
-        manifest: The record, without contents.
-        stored: The arrays, by name.
-        contents: The value or the checksum of each leaf.
-    """
+    """What a process saves: the record without contents, arrays by name, and contents."""
 
     manifest: Manifest
     stored: dict[str, PyTree]

@@ -275,13 +275,9 @@ Shape = tuple[int, ...]
 
 
 class Fit(NamedTuple):
-    """How operands are padded.
+    """How operands are padded: the numbers of queries, keys and numbers of a head after it.
 
-    Attributes:
-        rows: The number of queries after padding.
-        keys: The number of keys.
-        head: The numbers of a head.
-        lengths: Whether the kernel is told the number of keys before padding.
+    With `lengths`, the kernel is told the number of keys before padding.
     """
 
     rows: int

@@ -74,7 +74,7 @@ def _backward(*given: Array, head: Head, wrt: tuple[int, ...]) -> list[Array]:
     return gradients(head, operands, logsumexp, rest, kept=kept, wrt=wrt)
 
 
-def differentiable_statistics(head: Head, operands: Operands) -> list[Array]:
+def _differentiable(head: Head, operands: Operands) -> list[Array]:
     """Returns the statistics by operations that JAX can differentiate as often as needed.
 
     The operands are rounded to the compute dtype and multiplied in f32.
@@ -96,7 +96,7 @@ def _function_of(
 
     def call(*chosen: Array) -> list[Array]:
         changed = dict(zip([Operands._fields[i] for i in wrt], chosen, strict=True))
-        return differentiable_statistics(head, operands._replace(**changed))
+        return _differentiable(head, operands._replace(**changed))
 
     return call, [operands[i] for i in wrt]
 
