@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -21,7 +21,14 @@ from mpx._casting._wrapped import (
 )
 from mpx._fp8._maxima import automatic_devices, with_devices
 from mpx._fp8._mx import check_supported
-from mpx._fp8._recipes import DelayedScaling, Recipe, as_recipe
+from mpx._fp8._recipes import (
+    MXFP8,
+    CurrentScaling,
+    DelayedScaling,
+    Recipe,
+    StaticScaling,
+    as_recipe,
+)
 from mpx._fp8._selection import Selection
 from mpx._fp8._state import Fp8State, check_history, check_keys, empty_state
 from mpx._fp8._visitor import Fp8
@@ -32,7 +39,34 @@ from mpx._jax._devices import gpu_capability
 from mpx._jax._tree import is_array, is_floating
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+class Fp8Keywords(TypedDict, total=False):
+    """The options of `fp8`."""
+
+    params: int | str | Sequence[int | str] | None
+    keep: Selectors
+    include: Selectors
+    min_gain: float
+
+
+@overload
+def fp8(
+    func: Callable[P, R],
+    recipe: CurrentScaling
+    | StaticScaling
+    | MXFP8
+    | Literal["current", "mxfp8"] = "current",
+    **options: Unpack[Fp8Keywords],
+) -> Callable[P, R]: ...
+@overload
+def fp8(
+    func: Callable[..., Any] | Recipe | str | None = None,
+    recipe: Recipe | str = "current",
+    **options: Unpack[Fp8Keywords],
+) -> Any: ...
 def fp8(
     func: Callable[..., Any] | Recipe | str | None = None,
     recipe: Recipe | str = "current",
