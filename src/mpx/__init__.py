@@ -1,4 +1,5 @@
 """mpx: mixed-precision training for JAX."""
+# pyright: reportUnknownVariableType=false
 
 import importlib as _importlib
 import typing as _typing

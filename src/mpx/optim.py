@@ -1,4 +1,5 @@
 """Compressed optimizers, gradient release, clipping, master weights and skipping."""
+# pyright: reportUnknownVariableType=false
 
 from mpx._optim import Clip as Clip
 from mpx._optim import Compression as Compression

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -66,6 +66,31 @@ def amp_low(x: PyTree) -> PyTree:
     )
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class AmpKeywords(TypedDict, total=False):
+    """The options of `amp`."""
+
+    params: int | str | Sequence[int | str] | None
+    keep: Selectors
+    rules: AmpRules | str | Mapping[Any, Any] | None
+    narrow_carry: bool
+    reduce_dtype: DTypeLike | None
+    attention: Literal["fuse", "keep"]
+
+
+@overload
+def amp(
+    func: Callable[P, R],
+    dtype: DTypeLike | None = None,
+    **options: Unpack[AmpKeywords],
+) -> Callable[P, R]: ...
+@overload
+def amp(
+    func: None = None, dtype: DTypeLike | None = None, **options: Unpack[AmpKeywords]
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def amp(
     func: Callable[..., Any] | None = None,
     dtype: DTypeLike | None = None,

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -32,14 +32,17 @@ from mpx._jax._tree import (
     map_with_name,
 )
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def keeps_its_dtypes(kind: type) -> bool:
-    """Returns whether casts pass by nodes of a type, with everything in them.
+
+def _keeps_its_dtypes(node: object) -> bool:
+    """Returns whether casts pass by a node, with everything in it.
 
     A class asks for it with the attribute `mpx_keeps_dtypes = True`: a loss scaling
     inside a training state stays f32 when the state is cast.
     """
-    return getattr(kind, "mpx_keeps_dtypes", False) is True
+    return getattr(type(node), "mpx_keeps_dtypes", False) is True
 
 
 def cast_state_leaf(leaf: Any, dtype: np.dtype) -> Any:
@@ -55,12 +58,11 @@ def map_floating(
 ) -> PyTree:
     """Maps the floating leaves of a pytree, and of the NNX objects in it."""
     plain, objects = take_out(tree, argument)
-
     plain = map_with_name(
         lambda name, leaf: fn(name, leaf) if is_floating(leaf) else leaf,
         plain,
         argument=argument,
-        is_leaf=lambda node: keeps_its_dtypes(type(node)),
+        is_leaf=_keeps_its_dtypes,
     )
     if not objects:
         return plain
@@ -215,6 +217,18 @@ def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
     return jax.tree.map(cast, tree, reference)
 
 
+@overload
+def cast_function(
+    func: Callable[P, R],
+    dtype: DTypeLike | None = None,
+    return_dtype: DTypeLike | None = None,
+) -> Callable[P, R]: ...
+@overload
+def cast_function(
+    func: None = None,
+    dtype: DTypeLike | None = None,
+    return_dtype: DTypeLike | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def cast_function(
     func: Callable[..., Any] | None = None,
     dtype: DTypeLike | None = None,
@@ -258,6 +272,14 @@ def cast_function(
     return wrapper
 
 
+@overload
+def force_full_precision(
+    func: Callable[P, R], return_dtype: DTypeLike | None = None
+) -> Callable[P, R]: ...
+@overload
+def force_full_precision(
+    func: None = None, return_dtype: DTypeLike | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def force_full_precision(
     func: Callable[..., Any] | None = None, return_dtype: DTypeLike | None = None
 ) -> Callable[..., Any]:
@@ -295,50 +317,39 @@ def force_full_precision(
 
 def call_in_full_precision(
     func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
     return_dtype: np.dtype | None = None,
-) -> Any:
+) -> PyTree:
     """Calls a function on widened inputs; see `force_full_precision`."""
-    wanted = return_dtype or floating_dtype((args, kwargs))
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_state_node)
+    dtypes = {dtype_of(leaf) for leaf in leaves if is_floating(leaf)}
     args, kwargs = widen_tree((args, kwargs))
     out = func(*args, **kwargs)
-    if wanted is None:
+    if return_dtype is None and not dtypes:
         return out
-    return jax.tree.map(
-        lambda leaf: cast_leaf(leaf, wanted) if is_floating(leaf) else leaf,
-        out,
-        is_leaf=is_state_node,
-    )
+    if return_dtype is None:
+        with jax.numpy_dtype_promotion("standard"):
+            return_dtype = np.dtype(functools.reduce(jnp.promote_types, dtypes))
+    return _map_floats(lambda leaf: cast_leaf(leaf, return_dtype), out)
 
 
-def is_state_node(node: Any) -> bool:
+def is_state_node(node: object) -> bool:
     """Returns whether a node is state, or keeps its dtypes: it is handed on as it is."""
-    return (
-        isinstance(node, eqx.nn.State) or keeps_its_dtypes(type(node)) or is_nnx(node)
-    )
-
-
-def floating_dtype(tree: PyTree) -> np.dtype | None:
-    """Returns the widest dtype among the floating leaves, `None` if there is none."""
-    dtypes = {
-        dtype_of(leaf)
-        for leaf in jax.tree.leaves(tree, is_leaf=is_state_node)
-        if is_floating(leaf)
-    }
-    if not dtypes:
-        return None
-    with jax.numpy_dtype_promotion("standard"):
-        return np.dtype(functools.reduce(jnp.promote_types, dtypes))
+    return isinstance(node, eqx.nn.State) or _keeps_its_dtypes(node) or is_nnx(node)
 
 
 def widen_tree(tree: PyTree) -> PyTree:
     """Casts 16-bit floating leaves to f32 and leaves wider ones as they are."""
+    return _map_floats(lambda leaf: cast_leaf(leaf, at_least_f32(leaf.dtype)), tree)
 
-    def widen(leaf: Any) -> Any:
-        return cast_leaf(leaf, at_least_f32(leaf.dtype)) if is_floating(leaf) else leaf
 
-    return jax.tree.map(widen, tree, is_leaf=is_state_node)
+def _map_floats(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: fn(leaf) if is_floating(leaf) else leaf,
+        tree,
+        is_leaf=is_state_node,
+    )
 
 
 def own_buffer(leaf: Any) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -18,6 +18,8 @@ from mpx._casting._wrapped import argument_names, arguments_cast_to, autocast_of
 from mpx._jax._formats import PRECISIONS, parse_float_dtype, short_name
 from mpx._jax._tree import LeafName, cast_leaf
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _F32 = np.dtype(np.float32)
 
 
@@ -164,7 +166,7 @@ class Policy:
         """
         return self.keeping().cast(tree)
 
-    def cast_function(self, func: Callable[..., Any]) -> Callable[..., Any]:
+    def cast_function(self, func: Callable[P, R]) -> Callable[P, R]:
         """Runs a function as the gradient functions do, for example in evaluation.
 
         Its arguments are cast to `compute_dtype`, except what `keep` names; kept modules
@@ -185,12 +187,11 @@ class Policy:
         """
 
         @functools.wraps(func)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: PyTree, **kwargs: PyTree) -> Any:
             if dtype_under_amp(func, self) is not None:
                 return self.cast_to_output(func(*args, **kwargs))
             kept = self.keeping()
-            names = argument_names(func, len(args))
-            args = tuple(map(kept.cast, args, names))
+            args = tuple(map(kept.cast, args, argument_names(func, len(args))))
             kwargs = {name: kept.cast(arg, name) for name, arg in kwargs.items()}
             with kept.running(), arguments_cast_to(self.resolved_compute_dtype()):
                 out = func(*args, **kwargs)

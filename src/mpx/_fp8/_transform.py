@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -29,7 +29,14 @@ from mpx._fp8._delayed import (
     with_devices,
 )
 from mpx._fp8._mx import check_supported
-from mpx._fp8._recipes import DelayedScaling, Recipe, as_recipe
+from mpx._fp8._recipes import (
+    MXFP8,
+    CurrentScaling,
+    DelayedScaling,
+    Recipe,
+    StaticScaling,
+    as_recipe,
+)
 from mpx._fp8._visitor import Fp8
 from mpx._jax import _nnx
 from mpx._jax._arguments import as_real, check_value
@@ -38,7 +45,34 @@ from mpx._jax._devices import gpu_capability
 from mpx._jax._tree import is_array, is_floating
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+class Fp8Keywords(TypedDict, total=False):
+    """The options of `fp8`."""
+
+    params: int | str | Sequence[int | str] | None
+    keep: Selectors
+    include: Selectors
+    min_gain: float
+
+
+@overload
+def fp8(
+    func: Callable[P, R],
+    recipe: CurrentScaling
+    | StaticScaling
+    | MXFP8
+    | Literal["current", "mxfp8"] = "current",
+    **options: Unpack[Fp8Keywords],
+) -> Callable[P, R]: ...
+@overload
+def fp8(
+    func: Callable[..., Any] | Recipe | str | None = None,
+    recipe: Recipe | str = "current",
+    **options: Unpack[Fp8Keywords],
+) -> Any: ...
 def fp8(
     func: Callable[..., Any] | Recipe | str | None = None,
     recipe: Recipe | str = "current",

@@ -71,7 +71,7 @@ def accumulate(
     argnums: int | Sequence[int],
     has_aux: bool = False,
     **options: Unpack[GradKeywords],
-) -> Callable[Concatenate[Scaling, P], GradResult[PyTree, Scaling]]: ...
+) -> Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]]: ...
 @overload
 def accumulate(
     func: None = None,
@@ -83,7 +83,7 @@ def accumulate(
     **options: Unpack[ArgnumKeywords],
 ) -> Callable[
     [Callable[P, object]],
-    Callable[Concatenate[Scaling, P], GradResult[PyTree, Scaling]],
+    Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]],
 ]: ...
 def accumulate(
     func: Callable[..., Any] | None = None,

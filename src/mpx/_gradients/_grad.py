@@ -48,13 +48,13 @@ def value_and_grad(
     argnums: int | Sequence[int],
     has_aux: bool = False,
     **options: Unpack[GradKeywords],
-) -> Callable[Concatenate[Scaling, P], GradResult[PyTree, Scaling]]: ...
+) -> Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]]: ...
 @overload
 def value_and_grad(
     func: None = None, *, has_aux: bool = False, **options: Unpack[ArgnumKeywords]
 ) -> Callable[
     [Callable[P, object]],
-    Callable[Concatenate[Scaling, P], GradResult[PyTree, Scaling]],
+    Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]],
 ]: ...
 def value_and_grad(
     func: Callable[..., Any] | None = None,
@@ -154,7 +154,7 @@ def transformed(
     @functools.wraps(func)
     def wrapper(
         scaling: LossScaling, /, *args: PyTree, **kwargs: PyTree
-    ) -> GradResult[PyTree, LossScaling]:
+    ) -> GradResult[Any, LossScaling]:
         check_scaling(scaling)
         warn_of_constant_scaling(scaling)
         step = make_step(func, options.for_call(func, scaling), args, kwargs)
@@ -234,7 +234,7 @@ def filter_grad(
         (Array([1., 1.], dtype=float32), True)
     """
 
-    def as_tuple(result: GradResult[PyTree, LossScaling]) -> tuple[Any, ...]:
+    def as_tuple(result: GradResult[Any, LossScaling]) -> tuple[Any, ...]:
         answer = (result.scaling, result.finite, result.grads)
         return (*answer, result.aux) if has_aux else answer
 
@@ -260,7 +260,7 @@ def filter_value_and_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[P, tuple[Any, LossScaling | None, Bool[Array, ""], PyTree]]: ...
+) -> Callable[P, tuple[Any, LossScaling | None, Bool[Array, ""], Any]]: ...
 @overload
 def filter_value_and_grad(
     func: None = None,
@@ -270,7 +270,7 @@ def filter_value_and_grad(
     **options: Unpack[ArgnumKeywords],
 ) -> Callable[
     [Callable[P, object]],
-    Callable[P, tuple[Any, LossScaling | None, Bool[Array, ""], PyTree]],
+    Callable[P, tuple[Any, LossScaling | None, Bool[Array, ""], Any]],
 ]: ...
 def filter_value_and_grad(
     func: Callable[..., Any] | None = None,
@@ -302,7 +302,7 @@ def filter_value_and_grad(
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
 
-    def as_tuple(result: GradResult[PyTree, LossScaling]) -> tuple[Any, ...]:
+    def as_tuple(result: GradResult[Any, LossScaling]) -> tuple[Any, ...]:
         value = (result.value, result.aux) if has_aux else result.value
         return value, result.scaling, result.finite, result.grads
 
@@ -359,7 +359,7 @@ def _paper(
     func: Callable[..., Any] | None,
     scaling: LossScaling | None,
     options: GradOptions,
-    as_tuple: Callable[[GradResult[PyTree, LossScaling]], tuple[Any, ...]],
+    as_tuple: Callable[[GradResult[Any, LossScaling]], tuple[Any, ...]],
 ) -> Callable[..., Any]:
     if scaling is not None:
         check_scaling(scaling)

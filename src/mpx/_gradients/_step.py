@@ -262,7 +262,7 @@ class Step:
         )
         return self.call.commit(aux, state)
 
-    def result(self, scaling: LossScaling) -> GradResult[PyTree, LossScaling]:
+    def result(self, scaling: LossScaling) -> GradResult[Any, LossScaling]:
         """Runs the step, puts the state into effect and returns the public result."""
         result, scaling, finite = self._differentiate(scaling)
         aux, scales = self.commit(result.aux, result.state), self._scales

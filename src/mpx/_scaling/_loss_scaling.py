@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -20,6 +20,9 @@ from mpx._jax._arguments import as_count, as_real, check_value
 from mpx._jax._compat import is_tracer
 from mpx._jax._formats import at_least_f32, short_name
 from mpx._jax._tree import AxisName, is_inexact, shape_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 LARGEST_SCALE = 2.0**126
 """The largest power of two whose reciprocal is a normal f32 number."""
@@ -146,8 +149,8 @@ class NoLossScaling(LossScaling):
 
 
 def scaled(
-    func: Callable[..., Any], scaling: LossScaling, has_aux: bool = False
-) -> Callable[..., Any]:
+    func: Callable[P, R], scaling: LossScaling, has_aux: bool = False
+) -> Callable[P, R]:
     """Returns `func` with its result multiplied by the loss scale.
 
     Args:
@@ -161,11 +164,9 @@ def scaled(
     """
 
     @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if has_aux:
-            value, aux = func(*args, **kwargs)
-            return scaling.scale(value), aux
-        return scaling.scale(func(*args, **kwargs))
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
+        out: Any = func(*args, **kwargs)
+        return (scaling.scale(out[0]), out[1]) if has_aux else scaling.scale(out)
 
     return wrapper
 

@@ -7,7 +7,7 @@ numbers behind the default.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, overload
 
 import equinox as eqx
 import jax
@@ -46,6 +46,9 @@ from mpx._updates._optax_checks import (
 )
 
 Skip = Literal["select", "cond", "never"]
+Flag = bool | np.bool_ | Bool[Array, ""]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def optimizer_update(
@@ -352,6 +355,17 @@ def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, int | float | complex)
 
 
+@overload
+def cond_update(
+    update_fn: Callable[P, R],
+    *,
+    skip: Skip = "select",
+    axis_name: AxisName | None = None,
+) -> Callable[Concatenate[Flag, P], R]: ...
+@overload
+def cond_update(
+    update_fn: None = None, *, skip: Skip = "select", axis_name: AxisName | None = None
+) -> Callable[[Callable[P, R]], Callable[Concatenate[Flag, P], R]]: ...
 def cond_update(
     update_fn: Callable[..., Any] | None = None,
     *,

@@ -1,4 +1,5 @@
 """Checkpoints of any training state, on Orbax, and conversion of states to and from f32."""
+# pyright: reportUnknownVariableType=false
 
 from mpx.checkpoint._checkpointer import Checkpointer as Checkpointer
 from mpx.checkpoint._checkpointer import save as save

@@ -1,4 +1,5 @@
 """Reports on what mixed precision does with a function, and checks of what was compiled."""
+# pyright: reportUnknownVariableType=false
 
 from mpx._fp8 import Fp8Check as Fp8Check
 from mpx._fp8 import fp8_check as fp8_check

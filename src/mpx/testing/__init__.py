@@ -1,4 +1,5 @@
 """Comparison of numbers and trees, and injection of faults, for tests."""
+# pyright: reportUnknownVariableType=false
 
 from mpx.testing._compare import assert_trees_equal as assert_trees_equal
 from mpx.testing._compare import inject_nonfinite as inject_nonfinite

@@ -1,4 +1,8 @@
 """Comparison of numbers and trees, and non-finite numbers in a leaf, for tests."""
+# jaxtyping's `PyTree` is unknown to pyright:
+# pyright: reportUnknownVariableType=false, reportUnknownParameterType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownLambdaType=false
 
 from typing import Any
 

@@ -1,4 +1,8 @@
 """Faults that are planted into a computation: data, not code, so that nothing recompiles."""
+# jaxtyping's `PyTree` is unknown to pyright:
+# pyright: reportUnknownVariableType=false, reportUnknownParameterType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownLambdaType=false
 
 import functools
 import zlib
