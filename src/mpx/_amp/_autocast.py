@@ -7,18 +7,18 @@ Values that the function holds in f32 may be held in the compute dtype between t
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp import _recognition
 from mpx._amp._chains import CURVED, choose_chain
 from mpx._amp._decide import (
     HIGHEST,
     Choice,
+    can_fuse,
     decide,
     highest_is_the_default,
     reason_against,
@@ -47,7 +47,6 @@ from mpx._jax._compat import (
 from mpx._jax._warn import warn
 from mpx._program import HANDLERS
 from mpx._program._interpreter import (
-    Handler,
     Jaxpr,
     Op,
     Outcome,
@@ -113,9 +112,12 @@ class Autocast(Settings):
         facts: Sequence[Origin],
         scopes: Scopes,
     ) -> Plan | None:
-        if self.attention == "fuse" and not _FUSED.isdisjoint(self.frame.primitives):
-            return _recognition.plan_for(self, jaxpr, consts, facts, scopes)
-        return None
+        if not can_fuse(self) or _FUSED.isdisjoint(self.frame.primitives):
+            return None
+        # It is loaded where there is a fused kernel.
+        from mpx._amp._recognition import plan_for
+
+        return plan_for(self, jaxpr, consts, facts, scopes)
 
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: Any) -> Iterator[None]:
@@ -327,7 +329,7 @@ def _custom_jvp(amp: Autocast, op: Op) -> Outcome:
     return HANDLERS["custom_jvp_call"](amp, op)
 
 
-_BODIES: dict[str, Handler] = {
+_BODIES: dict[str, Callable[[Autocast, Op], Outcome]] = {
     "jit": _jit,
     "pjit": _jit,
     "scan": _scan,

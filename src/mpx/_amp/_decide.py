@@ -144,6 +144,16 @@ def no_cudnn(amp: Settings, eqn: Equation) -> str | None:
     return reason_against(spec, tuple(avals))
 
 
+def can_fuse(amp: Settings) -> bool:
+    """Returns whether attention that is recognised can run in one kernel here."""
+    return (
+        amp.attention == "fuse"
+        and cuda_capability() is not None
+        and private("attention") is not None
+        and not has_explicit_axes(jax.sharding.get_abstract_mesh())
+    )
+
+
 def _decide_cross_entropy(amp: Settings, op: Op, region: Region) -> Choice:
     head = op.eqn.params["head"]
     if head.dtype != F32:

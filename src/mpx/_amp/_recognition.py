@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -12,9 +11,7 @@ from jax import lax
 from mpx._amp._decide import reason_against
 from mpx._amp._facts import NEUTRAL, Decision, Origin, Settings, cast, is_eligible
 from mpx._amp._rules import Rule
-from mpx._jax._compat import has_explicit_axes, scopes_of
-from mpx._jax._devices import cuda_capability
-from mpx._jax._private import private
+from mpx._jax._compat import scopes_of
 from mpx._jax._warn import warn
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Plan, Scopes
 from mpx._program._queries import ATTENTION, SHAPE_ONLY, Equation, leaves
@@ -41,7 +38,7 @@ def plan_for(
     scopes: Scopes,
 ) -> Plan | None:
     """Returns what is recognised in a jaxpr; see `Visitor.plan`."""
-    if not _can_fuse(amp) or not _may_hold_attention(jaxpr):
+    if not _may_hold_attention(jaxpr):
         return None
     from mpx._recognise import recognise
 
@@ -58,15 +55,6 @@ _FAILED = (
     "mpx failed to look for attention in a function under `amp`, which runs as it is "
     'written: {error}. Pass `attention="keep"` to `amp` to silence this, and report it.'
 )
-
-
-def _can_fuse(amp: Settings) -> bool:
-    return (
-        amp.attention == "fuse"
-        and cuda_capability() is not None
-        and private("attention") is not None
-        and not has_explicit_axes(jax.sharding.get_abstract_mesh())
-    )
 
 
 def _may_hold_attention(jaxpr: Jaxpr) -> bool:

@@ -29,7 +29,7 @@ from mpx._jax._tree import AxisName, cast_floating
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
 
 P = ParamSpec("P")
-Params = TypeVar("Params")
+Params = TypeVar("Params", bound=Any)
 T = TypeVar("T")
 
 

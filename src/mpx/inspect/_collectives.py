@@ -94,7 +94,7 @@ def collectives(compiled: jax.stages.Compiled | str) -> Collectives:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> collectives(jax.jit(jnp.sum).lower(jnp.ones(8)).compile())
-        []
+        No collectives.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     return Collectives(found for _, found in located(text))
