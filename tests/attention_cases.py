@@ -13,7 +13,7 @@ from jax import lax
 from jax.nn import softmax
 
 from models import normal
-from mpx._amp import _decide, _recognition
+from mpx._amp import _decide
 from mpx._ops._attention import _cudnn, _primitive
 from mpx._recognise import _attention as found
 
@@ -23,7 +23,7 @@ B, T, H, D = 2, 8, 4, 16
 def pretend_h200(monkeypatch):
     """Pretends that this is a machine with an H200 and cuDNN 9.10."""
     module = "jax._src.cudnn.fused_attention_stablehlo"
-    for owner in (_primitive, _cudnn, _recognition, _decide, found):
+    for owner in (_primitive, _cudnn, _decide, found):
         monkeypatch.setattr(owner, "cuda_capability", lambda: (9, 0))
     monkeypatch.setattr(f"{module}.check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(f"{module}.check_compute_capability", lambda _: True)

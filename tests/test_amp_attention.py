@@ -21,7 +21,7 @@ import mpx
 from attention_cases import pretend_h200
 from models import equations, normal, trace_together
 from mpx import AmpRules, amp, amp_stop
-from mpx._amp import _emit, _recognition
+from mpx._amp import _decide, _emit
 from mpx._ops._attention import _capture, _cudnn, _primitive
 from mpx._program._queries import ATTENTION
 
@@ -563,7 +563,7 @@ PLAIN = {"dot_general bf16": 2}
 
 @pytest.mark.usefixtures("cuda")
 def test_without_a_private_name_of_jax_attention_runs_op_by_op(monkeypatch):
-    for module in (_emit, _recognition):
+    for module in (_decide, _emit):
         monkeypatch.setattr(module, "private", lambda feature: None)
     assert operations(bf16(loss), *ARGS) == PLAIN
 

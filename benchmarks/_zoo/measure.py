@@ -91,11 +91,11 @@ def where(error):
 
 def pretend_h200():
     """Lets mpx and JAX believe in an H200 with cuDNN 9.10, for attention of any size."""
-    from mpx._amp import _decide, _recognition
+    from mpx._amp import _decide
     from mpx._ops._attention import _cudnn, _primitive
     from mpx._recognise import _attention as found
 
-    for module in (_decide, _recognition, _cudnn, _primitive, found):
+    for module in (_decide, _cudnn, _primitive, found):
         setattr(module, "cuda_capability", lambda: (9, 0))  # noqa: B010
     # A private module, which no public function lets one reach.
     name = "jax._src.cudnn.fused_attention_stablehlo"

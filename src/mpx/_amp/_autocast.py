@@ -112,7 +112,7 @@ class Autocast(Settings):
         facts: Sequence[Origin],
         scopes: Scopes,
     ) -> Plan | None:
-        if not can_fuse(self) or _FUSED.isdisjoint(self.frame.primitives):
+        if _FUSED.isdisjoint(self.frame.primitives) or not can_fuse(self):
             return None
         # It is loaded where there is a fused kernel.
         from mpx._amp._recognition import plan_for
