@@ -7,13 +7,13 @@ in every test run, so that the list cannot rot.
 """
 
 import argparse
+import concurrent.futures
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -838,21 +838,27 @@ def missing(breaks: Sequence[Break]) -> list[str]:
     return problems
 
 
-def survives(item: Break, copy: pathlib.Path) -> str | None:
+def survives(item: Break) -> str | None:
     """Applies a break to a copy of the package; returns what is wrong if not a red test."""
-    path = find(item, copy / "mpx")
-    source, times = path.read_text(), path.stat()
-    path.write_text(source.replace(item.old, item.new))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     command += [f"tests/test_{item.test}.py", "--no-header", "--tb=no"]
     command += ["-k", item.select] if item.select else []
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder)
+        shutil.copytree(SRC, copy / "mpx", ignore=shutil.ignore_patterns("__pycache__"))
+        path = find(item, copy / "mpx")
+        path.write_text(path.read_text().replace(item.old, item.new))
+        # Before those of the caller, and before an editable installation.
+        paths = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        env = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+        code = "import mpx; print(mpx.__file__)"
+        where = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True
+        ).stdout
+        assert where.startswith(folder), f"the tests would import {where}"
         done = subprocess.run(
-            command, cwd=ROOT, env=_environment(copy), capture_output=True, text=True
+            command, cwd=ROOT, env=env, capture_output=True, text=True
         )
-    finally:
-        path.write_text(source)
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     if done.returncode == 1:
         return None
     if done.returncode == 0:
@@ -860,37 +866,19 @@ def survives(item: Break, copy: pathlib.Path) -> str | None:
     return f"pytest exits with {done.returncode}: {done.stdout[-500:]}"
 
 
-def _environment(copy: pathlib.Path) -> dict[str, str]:
-    # Without bytecode: what was written for one break could be read for the next.
-    return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-def run(breaks: Sequence[Break]) -> int:
-    """Tries breaks one after the other; returns how many were not found by their test."""
+def run(breaks: Sequence[Break], jobs: int) -> int:
+    """Tries breaks, some at a time; returns how many were not found by their test."""
     failed = []
-    with tempfile.TemporaryDirectory() as folder:
-        copy = pathlib.Path(folder)
-        shutil.copytree(SRC, copy / "mpx")
-        where = subprocess.run(
-            [sys.executable, "-c", "import mpx; print(mpx.__file__)"],
-            env=_environment(copy),
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        assert where.startswith(folder), f"the tests would import {where}"
-        for number, item in enumerate(breaks, start=1):
-            start = time.monotonic()
-            problem = survives(item, copy)
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        waiting = {pool.submit(survives, item): item for item in breaks}
+        done = concurrent.futures.as_completed(waiting)
+        for number, future in enumerate(done, start=1):
+            item, problem = waiting[future], future.result()
             failed += [item] if problem else []
-            print(
-                f"[{number}/{len(breaks)}] {time.monotonic() - start:3.0f} s  "
-                f"{item.room}: {item.name}: {problem or 'red'}",
-                flush=True,
-            )
-    print(
-        f"{len(breaks) - len(failed)} of {len(breaks)} breaks are found by their tests"
-    )
+            place = f"[{number}/{len(breaks)}] {item.room}: {item.name}"
+            print(f"{place}: {problem or 'red'}", flush=True)
+    found = len(breaks) - len(failed)
+    print(f"{found} of {len(breaks)} breaks are found by their tests")
     for item in failed:
         print(f"  not found: {item.room}: {item.name} (tests/test_{item.test}.py)")
     return len(failed)
@@ -900,6 +888,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="those with this in their names")
     parser.add_argument("--room", help="those of one package, such as _optim")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     parser.add_argument("--check", action="store_true", help="only look for the texts")
     given = parser.parse_args()
     chosen = [
@@ -913,7 +902,7 @@ def main() -> int:
     if problems := missing(chosen):
         print("\n".join(problems))
         return 1
-    return 0 if given.check else int(run(chosen) > 0)
+    return 0 if given.check else int(run(chosen, given.jobs) > 0)
 
 
 if __name__ == "__main__":
