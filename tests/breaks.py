@@ -195,7 +195,7 @@ BREAKS = [
         "all_finite((grads, result.value))",
         "all_finite(grads)",
         "grad",
-        "non_finite or loss_is_reported",
+        "infinite_loss",
     ),
     Break(
         "a skipped step keeps its statistics",
@@ -244,14 +244,6 @@ BREAKS = [
         "lambda g: g",
         "accumulate",
         "that_of_the_large_batch",
-    ),
-    Break(
-        "parts are summed in 16 bits",
-        "_gradients",
-        "result._replace(grads=NoLossScaling().unscale(result.grads))",
-        "result",
-        "accumulate",
-        "sum_is_wide or stand_still",
     ),
     Break(
         "every part draws the same numbers",
@@ -482,12 +474,12 @@ BREAKS = [
         "",
     ),
     Break(
-        "shards are rounded with the same noise",
+        "layers are rounded with the same noise",
         "_kernels",
         "index if offset is None else index + offset",
         "index",
-        "flash_sharded",
-        "random_number_of_its_place",
+        "release",
+        "",
     ),
     # --- _wire ------------------------------------------------------------------------
     Break(
@@ -511,7 +503,7 @@ BREAKS = [
         "_wire",
         "return jnp.moveaxis(total, 0, scatter), ",
         "return jnp.moveaxis(total[::-1], 0, scatter), ",
-        "wire",
+        "feedback",
         "",
     ),
     Break(
@@ -726,8 +718,8 @@ BREAKS = [
         "_program",
         "    carry = cast_all(carry, dtypes)\n",
         "",
-        "amp_calls",
-        "scan",
+        "amp_rules",
+        "carry",
     ),
     # --- _recognise --------------------------------------------------------------------
     Break(

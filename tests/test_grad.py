@@ -603,3 +603,11 @@ def test_loss_may_have_a_keyword_called_scaling():
     for step in (mpx.value_and_grad(loss), mpx.accumulate(loss, 2, mean=False)):
         result = step(*args, scaling=jnp.float32(2.0))
         assert_trees_equal(result.grads, jnp.float32(8.0))
+
+
+def test_infinite_loss_with_finite_gradients_skips_the_step():
+    scaling = mpx.DynamicLossScaling.pow2(8.0)
+    result = mpx.value_and_grad(lambda w: jnp.sum(w) + jnp.inf)(scaling, jnp.ones(3))
+    assert np.all(np.isfinite(result.grads))
+    assert not result.finite
+    assert float(result.scaling.loss_scaling) == 4.0

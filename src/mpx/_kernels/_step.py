@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ Ref = Any
 WHOLE = Plane(0, 1)
 
 
+@runtime_checkable
 class BlockView(Protocol):
     """Loads and stores blocks of an array; a gradient has so many `blocks`."""
 
