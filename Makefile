@@ -39,7 +39,7 @@ demo: $(VENV)/demo.done  ## Train a small model in five precisions, compare and 
 test: $(VENV)/test.done  ## Run all tests, the docstring examples and the code in the docs.
 	$(PYTEST) $(ARGS)
 
-breaks: $(VENV)/test.done  ## Break mpx on purpose, in 80 places, and see a test fail for each.
+breaks: $(VENV)/test.done  ## Break mpx on purpose, in 92 places, and see a test fail for each.
 	$(CACHE) $(BIN)/python tests/breaks.py $(ARGS)
 
 # Both environments see the packages of $(VENV), behind their own: only what differs is

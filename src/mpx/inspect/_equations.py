@@ -7,7 +7,7 @@ type narrower than f32 replaced by f32.
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -381,7 +381,9 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
-def _along(x: np.ndarray, shape: Sequence[int], axes: Sequence[int]) -> np.ndarray:
+def _along(
+    x: np.ndarray, shape: Sequence[int], axes: Sequence[SupportsIndex]
+) -> np.ndarray:
     """Broadcasts an array whose axes are some axes of the result."""
     sizes = [1] * len(shape)
     for axis, size in zip(axes, x.shape, strict=True):
