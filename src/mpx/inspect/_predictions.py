@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 from jax.typing import ArrayLike
 
 from mpx._jax._compat import Literal, open_jaxpr, primitive_name
@@ -32,6 +32,9 @@ from mpx.inspect._groups import Group, labelled
 from mpx.inspect._pieces import Pieces, apart
 from mpx.inspect._program import Program, gradient
 from mpx.inspect._sites import Key, Known, Rule, Site, Sites
+
+Array = jax.Array | np.ndarray | np.generic
+"""Numbers on a device, or on the host."""
 
 HALVES = ("bf16", "f16")
 EIGHTS = ("e4m3", "e5m2")
@@ -291,7 +294,9 @@ def relative_change(grads: Sequence[Array], exact: Sequence[Array]) -> float:
 
 
 @apart
-def _signs(seed: Array, i: np.int32, scale: Array, x: Array) -> Array:
+def _signs(
+    seed: Array, i: Array | np.int32, scale: Array | np.floating, x: Array
+) -> Array:
     """Returns an array like `x` of random signs times a scale.
 
     The signs are a hash of the position. They are the same however `x` is sharded, and

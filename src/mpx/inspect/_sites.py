@@ -199,7 +199,7 @@ class Sites(Visitor):
             return self._as_written(op)
         return self._half(op, name) if touched else self._wide(op, name)
 
-    def read(self, atom: object) -> tuple[Array, Known]:
+    def read(self, atom: object) -> tuple[Array | np.generic | np.ndarray, Known]:
         """Returns a value, in f32 if it is of 16 bits."""
         value, fact = super().read(atom)
         if is_half(getattr(value, "aval", value)):
