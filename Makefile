@@ -28,7 +28,7 @@ PYTEST      = $(CACHE) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --dur
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test breaks oldest wheel gpu-compile gpu-tests zoo zoo-run check lint types layers docs pages format clean
+.PHONY: help demo test rooms breaks oldest wheel gpu-compile gpu-tests zoo zoo-run check lint types layers docs pages format clean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -38,6 +38,9 @@ demo: $(VENV)/demo.done  ## Train a small model in five precisions, compare and 
 
 test: $(VENV)/test.done  ## Run all tests, the docstring examples and the code in the docs.
 	$(PYTEST) $(ARGS)
+
+rooms: $(VENV)/test.done  ## Draw the rooms of src/mpx into CONTRIBUTING.md.
+	$(BIN)/python tests/rooms.py
 
 breaks: $(VENV)/test.done  ## Break mpx on purpose, in 92 places, and see a test fail for each.
 	$(CACHE) $(BIN)/python tests/breaks.py $(ARGS)

@@ -10,6 +10,7 @@ import jaxtyping
 import pytest
 
 import mpx
+import rooms
 
 ROOT = pathlib.Path(__file__).parents[1]
 SRC = ROOT / "src" / "mpx"
@@ -47,6 +48,11 @@ def test_init_files_only_reexport():
         others = [node for node in body if not isinstance(node, allowed)]
         found += [f"{relative(path)}: {ast.unparse(node)}" for node in others]
     assert not found
+
+
+def test_contributing_shows_the_rooms_of_now():
+    assert rooms.PAGE.read_text() == rooms.page(), "run `make rooms`"
+    assert len(rooms.rooms()) <= 22
 
 
 def test_only_one_module_mentions_private_jax():
