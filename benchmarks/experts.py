@@ -1,4 +1,4 @@
-"""What a layer of experts costs: `lax.ragged_dot` by XLA, in bf16 and in fp8.
+"""What a layer of experts costs: `lax.ragged_dot` by XLA and in a grouped kernel.
 
     python benchmarks/experts.py              # a Hopper GPU; about 2 minutes
     python benchmarks/experts.py --tiny       # try the script on a CPU
@@ -72,7 +72,6 @@ MODES: dict[str, Callable[..., Any]] = {
     "dense, bf16": dense,
     "ragged_dot, XLA": ragged,
     "amp": mpx.amp(ragged),
-    "fp8": mpx.fp8(ragged, min_gain=0),
     "einsum, bf16": batched,
     "einsum, fp8": mpx.fp8(batched, min_gain=0),
 }
@@ -113,7 +112,7 @@ def exact(p, x, sizes, grad):
 
 # Half a unit in the last place is 2⁻⁹ in bf16, 2⁻⁴ in e4m3 and 2⁻³ in e5m2. Sums of many
 # products have errors like those of one.
-BOUNDS = {"fp8": (0.06, 0.01, 0.12), "einsum, fp8": (0.06, 0.12, 0.12)}
+BOUNDS = {"einsum, fp8": (0.06, 0.12, 0.12)}
 
 
 def draw(size, kind):
