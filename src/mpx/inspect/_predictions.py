@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,11 @@ from mpx.inspect._pieces import Pieces, apart
 from mpx.inspect._program import Program, gradient
 from mpx.inspect._sites import Key, Known, Rule, Site, Sites
 
-Array = jax.Array | np.ndarray | np.generic
-"""Numbers on a device, or on the host."""
+# Numbers of the host have the same operators.
+if TYPE_CHECKING:
+    from jax import Array
+else:
+    Array = jax.Array | np.ndarray | np.generic
 
 HALVES = ("bf16", "f16")
 EIGHTS = ("e4m3", "e5m2")
