@@ -6,10 +6,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from mpx import _optim
+from mpx._jax._tree import dtype_of, named_leaves
 from mpx._optim import Compression, ParamGroup
+from mpx._optim._options import group_of
+from mpx._optim._params import PARAM_DTYPES
 from mpx.compat.flashoptim._convert import (
     FlashAdamState,
     FlashLionState,
@@ -86,7 +90,9 @@ def flash_adamw(  # noqa: PLR0917
             and leaf, or a list of these. The first group that matches holds.
 
     Raises:
-        ValueError: If an option is unknown or out of its range.
+        ValueError: If an option is unknown or out of its range. From `init`: if
+            `master_weight_bits` has no effect, or with `fused` if a leaf is not f32,
+            bf16 or f16.
     """
     return _build(_optim.flash_adamw, FlashAdamState, **locals())
 
@@ -205,6 +211,7 @@ def _build(
         return from_mpx(params, state, state_type, group_size=group_size, **options)
 
     def init(params: PyTree) -> PyTree:
+        _check_params(params, groups, param_groups or (), master_weight_bits, fused)
         return convert(params, optimizer.init(params)).state
 
     def step(params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
@@ -212,6 +219,41 @@ def _build(
         return tuple(convert(*new))
 
     return FlashOptimizer(init, step)
+
+
+def _check_params(
+    params: PyTree,
+    groups: Sequence[ParamGroup],
+    specs: Sequence[Mapping[str, PyTree]],
+    bits: MasterBits,
+    fused: bool,
+) -> None:
+    """Raises for parameters that flashoptim-jax refuses with these options."""
+    option = "master_weight_bits"
+    # 24 is the default: nobody need have asked for it.
+    asked = {option: (None, None if bits == 24 else bits)} | {
+        f"param_groups[{index}]['{option}']": (group, spec[option])
+        for index, (group, spec) in enumerate(zip(groups, specs, strict=True))
+        if option in spec
+    }
+    owners = [id(group) for group, _ in asked.values()]
+    members: dict[int, list[np.dtype]] = {owner: [] for owner in owners}
+    for name, leaf in named_leaves(params):
+        dtype = dtype_of(leaf) or jnp.asarray(leaf).dtype
+        if fused and dtype not in PARAM_DTYPES:
+            raise ValueError(
+                "fused=True only supports parameter dtypes (float32, bfloat16, float16), "
+                f"but `{name}` is {dtype}. With fused=False it is left as it is."
+            )
+        group = id(group_of(groups, name, leaf))
+        members[group if group in owners else id(None)].append(dtype)
+    for where, (group, bits) in asked.items():
+        dtypes = members[id(group)]
+        if bits and dtypes and not any(correction_dtype(x, bits) for x in dtypes):
+            raise ValueError(
+                f"{where}={bits} has no effect: none of its parameters is bf16 or f16. "
+                "Set it to None."
+            )
 
 
 # --- State dictionaries ---------------------------------------------------------------
