@@ -15,7 +15,7 @@ from mpx._program import HANDLERS
 from mpx._program._flow import Walk
 from mpx._program._interpreter import Visitor
 from mpx._program._queries import last_uses, walk
-from mpx.inspect._record import NO_REF, Run, Value
+from mpx.inspect._run import NO_REF, Run, Value
 from mpx.testing import assert_trees_equal
 
 X, W = jnp.linspace(-1.0, 1.0, 4), jnp.linspace(0.5, 1.5, 8).reshape(2, 4)

@@ -19,7 +19,7 @@ from flax import nnx
 
 import mpx
 from mpx.inspect import Watch, observe, watch
-from mpx.inspect._watch import Timeline
+from mpx.inspect._timeline import Timeline
 from mpx.optim import flash_adamw, master_params
 
 KEY = jax.random.key(0)

@@ -11,13 +11,15 @@ from mpx.inspect._collectives import collectives as collectives
 from mpx.inspect._doctor import Diagnosis as Diagnosis
 from mpx.inspect._doctor import doctor as doctor
 from mpx.inspect._explain import Explanation as Explanation
-from mpx.inspect._explain import Finding as Finding
 from mpx.inspect._explain import explain as explain
 from mpx.inspect._exponents import ExponentStats as ExponentStats
 from mpx.inspect._exponents import exponent_stats as exponent_stats
 from mpx.inspect._exponents import plot_exponents as plot_exponents
+from mpx.inspect._findings import Finding as Finding
 from mpx.inspect._memory import Memory as Memory
 from mpx.inspect._memory import memory as memory
+from mpx.inspect._observation import Observation as Observation
+from mpx.inspect._observation import observe as observe
 from mpx.inspect._report import AmpView as AmpView
 from mpx.inspect._report import Fp8View as Fp8View
 from mpx.inspect._report import Report as Report
@@ -25,9 +27,7 @@ from mpx.inspect._report import report as report
 from mpx.inspect._search import Candidate as Candidate
 from mpx.inspect._search import PrecisionPolicy as PrecisionPolicy
 from mpx.inspect._target import Compiled as Compiled
-from mpx.inspect._watch import Observation as Observation
 from mpx.inspect._watch import RunSummary as RunSummary
 from mpx.inspect._watch import Skip as Skip
 from mpx.inspect._watch import Watch as Watch
-from mpx.inspect._watch import observe as observe
 from mpx.inspect._watch import watch as watch

@@ -13,7 +13,8 @@ from mpx.inspect._counting import LOWEST
 from mpx.inspect._exponents import SHOWN
 
 if TYPE_CHECKING:
-    from mpx.inspect._watch import Point, Timeline, Watch
+    from mpx.inspect._timeline import Point, Timeline
+    from mpx.inspect._watch import Watch
 
 MOST_CURVES = 12  # of one kind; the page says how many are left out
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import itertools
 import json
 import logging
 import math
@@ -10,263 +9,21 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
-from jaxtyping import Array, PyTree
 
-from mpx._fp8 import Fp8State
-from mpx._gradients._grad import GradResult
 from mpx._jax._arguments import as_count
-from mpx._jax._nnx import without_variables
-from mpx._jax._tree import (
-    all_finite,
-    check_same_structure,
-    is_floating,
-    map_with_name,
-    named_leaves,
-)
 from mpx._jax._warn import warn
 from mpx.inspect._counting import BELOW, INF, as_pairs
-from mpx.inspect._exponents import ExponentStats, exponent_stats
+from mpx.inspect._exponents import ExponentStats
+from mpx.inspect._observation import AMAXES, FORMATS_LOST, Observation, observe
 from mpx.inspect._result import Result, Table, percent
+from mpx.inspect._timeline import Timeline
 
-T = TypeVar("T")
 Groups = Callable[[str], str]
 Write = Callable[[int, Mapping[str, float]], object]
-Point = list[float]
-"""How many finite values, their sum, smallest and largest; how many that are not finite."""
-_AMAXES = ("activation", "weight", "gradient")
-_FORMATS_LOST = ("f16", "e5m2", "e4m3")
-
-# --- Inside the step ------------------------------------------------------------------
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Observation:
-    """The numbers of one step, as arrays on the device; made by `observe`.
-
-    Attributes:
-        loss: The loss, f32[], or `None`.
-        finite: Whether the step was taken, bool[].
-        scale: The loss scale of the step, f32[], or `None` if that is not known.
-        scaling: The metrics of the loss scaling for the next step, by name.
-        grads: The exponents of the gradients, an `ExponentStats`, or `None`.
-        stuck: By parameter, the share of its numbers that have a gradient and that the
-            step did not change.
-        amaxes: By matmul in fp8, the newest magnitudes of activation, weight, gradient.
-        extra: Other scalars.
-    """
-
-    # JAX puts other objects in their place when it rebuilds trees.
-    loss: Any
-    finite: Any
-    scale: Any
-    scaling: Any
-    grads: Any
-    stuck: Any
-    amaxes: Any
-    extra: Any
-
-
-def observe(
-    result: GradResult | None = None,
-    *,
-    loss: ArrayLike | None = None,
-    grads: PyTree = None,
-    finite: ArrayLike | None = None,
-    scaling: object = None,
-    fp8: Fp8State | None = None,
-    before: PyTree = None,
-    after: PyTree = None,
-    exponents: bool = True,
-    **extra: ArrayLike,
-) -> Observation:
-    """Returns what there is to record about a step. Call it inside the jitted step.
-
-    It adds one pass over the gradients, and one over the parameters if they are given.
-    Nothing is read back to the host.
-
-    Args:
-        result: What `mpx.value_and_grad` or `mpx.accumulate` returned. Without it, pass
-            `loss` and `grads`.
-        loss: The loss, if there is no `result`.
-        grads: The gradients, if there is no `result`.
-        finite: Whether the step was taken; by default, whether the gradients are finite.
-        scaling: The loss scaling with which the step was taken. A `result` holds that of
-            the next step, from which the recorder knows the scale of all steps but the
-            first.
-        fp8: The state of delayed scaling, if there is no `result`.
-        before: The parameters before the step, to find those that do not move. For a
-            compressed optimizer these are `mpx.optim.master_params(params, state)`.
-        after: The parameters after it.
-        exponents: Whether to count the exponents of the gradients; a Python value. Without
-            them there are no norms, and skipped steps come without the gradient's name.
-        **extra: Further scalars to record, such as the learning rate.
-
-    Raises:
-        ValueError: If only one of `before` and `after` is given, or they differ in
-            structure.
-
-    Examples:
-        >>> seen = observe(loss=0.5, grads={"w": jnp.array([1.0, jnp.inf])})
-        >>> bool(seen.finite), seen.grads.infs
-        (False, array([1]))
-    """
-    if result is not None:
-        loss, grads = result.value, result.grads
-        finite, fp8 = result.finite, result.fp8
-    if (before is None) != (after is None):
-        raise ValueError(
-            "`before` and `after` must be given together: the parameters before and after "
-            "the step."
-        )
-    stats = exponent_stats(grads) if exponents and grads is not None else None
-    if finite is None:
-        finite = all_finite((loss, grads)) if stats is None else stats.all_finite()
-    following = scaling if result is None else result.scaling
-    metrics = getattr(following, "metrics", dict)
-    newest = {} if fp8 is None else {k: _newest(x) for k, x in fp8.amaxes.items()}
-    return Observation(
-        loss=None if loss is None else jnp.asarray(loss, jnp.float32),
-        finite=jnp.asarray(finite),
-        scale=getattr(scaling, "loss_scaling", None),
-        scaling=metrics(),
-        grads=stats,
-        stuck={} if before is None else _stuck(before, after, grads),
-        amaxes=newest,
-        extra={name: jnp.asarray(x) for name, x in extra.items()},
-    )
-
-
-def _newest(amaxes: Array) -> Array:
-    """Returns the last magnitudes of a matmul, the largest over the layers of a scan."""
-    newest = amaxes[..., 0, :]
-    return jnp.max(newest.reshape(-1, newest.shape[-1]), axis=0)
-
-
-def _stuck(before: PyTree, after: PyTree, grads: PyTree) -> dict[str, Array]:
-    before, after, grads = map(without_variables, (before, after, grads))
-    check_same_structure(before, after, "`before` and `after`")
-    slopes = {str(name): leaf for name, leaf in named_leaves(grads)}
-    found: dict[str, Array] = {}
-
-    def compare(name: str, old: ArrayLike, new: ArrayLike) -> None:
-        if not is_floating(old) or not is_floating(new) or not jnp.size(old):
-            return
-        still = jnp.asarray(old) == jnp.asarray(new)
-        slope = slopes.get(str(name))
-        if slope is not None and jnp.shape(slope) == jnp.shape(old):
-            still = still & (jnp.asarray(slope) != 0)
-        found[str(name)] = jnp.mean(still, dtype=jnp.float32)
-
-    map_with_name(compare, before, after)
-    return found
-
-
-# --- On the host ----------------------------------------------------------------------
-
-
-class Timeline:
-    """Values by step and name, in at most `2 * points` buckets.
-
-    While a run is short, a bucket is a step. When there are too many, two neighbours become
-    one, which keeps mean, smallest and largest value, and how many were not finite.
-
-    Attributes:
-        starts: The first step of each bucket.
-        curves: By name, the point of each bucket; `None` where there was no value.
-        counts: By name, the sum of each bucket of lists of integers.
-    """
-
-    def __init__(self, points: int = 200) -> None:
-        self.points, self.width, self._filled = points, 1, 0
-        self.starts: list[int] = []
-        self.curves: dict[str, list[Point | None]] = {}
-        self.counts: dict[str, list[list[int] | None]] = {}
-        self.last: int | None = None
-
-    def add(
-        self,
-        step: int,
-        values: Mapping[str, float],
-        counts: Mapping[str, list[int]] | None = None,
-    ) -> None:
-        """Adds the values of one step."""
-        if not self.starts or self._filled == self.width:
-            if len(self.starts) >= 2 * self.points:
-                self._halve()
-            self.starts.append(step)
-            self._filled = 0
-            for column in (*self.curves.values(), *self.counts.values()):
-                column.append(None)
-        self._filled += 1
-        self.last = step
-        empty = [None] * len(self.starts)
-        for name, value in values.items():
-            curve = self.curves.setdefault(name, [*empty])
-            curve[-1] = _joined(curve[-1], _point(float(value)))
-        for name, row in (counts or {}).items():
-            rows = self.counts.setdefault(name, [*empty])
-            rows[-1] = _added(rows[-1], row)
-
-    def forget_from(self, step: int) -> tuple[int, int] | None:
-        """Drops the values at a step or later, for a run that went back.
-
-        Where steps before and after it are merged in one bucket, its values are dropped:
-        they cannot be told apart. Returns the first step of this bucket and how many steps
-        before `step` it had; `None` if there is no such bucket.
-        """
-        keep = sum(start < step for start in self.starts)
-        ends = [*self.starts, (self.last if self.last is not None else step) + 1]
-        is_cut = keep > 0 and ends[keep] > step and self.width > 1
-        del self.starts[keep:]
-        for column in (*self.curves.values(), *self.counts.values()):
-            del column[keep:]
-            if is_cut:
-                column[-1] = None
-        self.last = None if not keep else min(self.last or 0, step - 1)
-        filled, self._filled = self._filled, self.width
-        if not is_cut:
-            return None
-        start, width = self.starts[-1], ends[keep] - self.starts[-1]
-        steps = self.width if ends[keep:][1:] else filled
-        return start, round(steps * (step - start) / width)
-
-    def _halve(self) -> None:
-        self.starts = self.starts[::2]
-        for name, column in self.curves.items():
-            self.curves[name] = [_joined(*pair) for pair in _pairs(column)]
-        for name, column in self.counts.items():
-            self.counts[name] = [_added(*pair) for pair in _pairs(column)]
-        self.width *= 2
-
-
-def _pairs(column: list[T | None]) -> Iterator[tuple[T | None, T | None]]:
-    """Yields neighbours; the last one of an odd number has none."""
-    return itertools.zip_longest(column[::2], column[1::2])
-
-
-def _point(value: float) -> Point:
-    if not math.isfinite(value):
-        return [0, 0.0, math.inf, -math.inf, 1]
-    return [1, value, value, value, 0]
-
-
-def _joined(a: Point | None, b: Point | None) -> Point | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return [a[0] + b[0], a[1] + b[1], min(a[2], b[2]), max(a[3], b[3]), a[4] + b[4]]
-
-
-def _added(a: list[int] | None, b: list[int] | None) -> list[int] | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return [x + y for x, y in zip(a, b, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -542,7 +299,7 @@ class Watch:
         if finite:
             numbers |= self._parameters(seen)
         for key, amaxes in seen.amaxes.items():
-            values = zip(_AMAXES, np.asarray(amaxes).tolist(), strict=True)
+            values = zip(AMAXES, np.asarray(amaxes).tolist(), strict=True)
             numbers |= {f"amax/{key}/{kind}": value for kind, value in values}
         numbers |= {name: float(np.mean(x)) for name, x in seen.extra.items()}
         self.timeline.add(step, numbers, counts)
@@ -577,7 +334,7 @@ class Watch:
         for group, rows in groups.items():
             numbers[f"grad_norm/{group}"] = float(np.sqrt(squares[rows].sum()))
         sizes = bins.sum(-1)
-        for name in _FORMATS_LOST:
+        for name in FORMATS_LOST:
             lost = stats.flushed(name, scale) @ sizes
             numbers[f"underflow/{name}"] = float(lost / max(sizes.sum(), 1))
         numbers["zeros"] = float(stats.zeros.sum() / max(stats.sizes.sum(), 1))
@@ -704,6 +461,4 @@ def _single_steps(
 
 
 _SAVED = ("title", "notes", "_idle", "_next", "_scale", "_latest")
-
-
 watch = Watch
