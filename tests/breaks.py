@@ -582,8 +582,8 @@ BREAKS = [
     Break(
         "the mask of attention is ignored",
         "_ops",
-        'extras.get("mask"),\n        is_causal',
-        "None,\n        is_causal",
+        'extras.get("mask"),\n        scale',
+        "None,\n        scale",
         "amp_attention",
         "",
     ),

@@ -23,7 +23,7 @@ from mpx._amp._decide import (
     highest_is_the_default,
     reason_against,
 )
-from mpx._amp._emit import captured_attention, emit
+from mpx._amp._emit import emit
 from mpx._amp._facts import (
     F32,
     Decision,
@@ -72,9 +72,6 @@ from mpx._program._queries import (
     readers,
 )
 
-# Primitives without which there is no attention to recognise.
-_FUSED = frozenset(("exp", next(iter(ATTENTION))))
-
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Autocast(Settings):
@@ -102,9 +99,6 @@ class Autocast(Settings):
             return outs
         return [_warn_if_unscaled(out) for out in outs]
 
-    def tracing(self) -> contextlib.AbstractContextManager[None]:
-        return captured_attention()
-
     def plan(
         self,
         jaxpr: Jaxpr,
@@ -112,7 +106,8 @@ class Autocast(Settings):
         facts: Sequence[Origin],
         scopes: Scopes,
     ) -> Plan | None:
-        if _FUSED.isdisjoint(self.frame.primitives) or not can_fuse(self):
+        # Without an exponential there is no attention to recognise.
+        if "exp" not in self.frame.primitives or not can_fuse(self):
             return None
         # It is loaded where there is a fused kernel.
         from mpx._amp._recognition import plan_for
@@ -192,8 +187,6 @@ class Autocast(Settings):
 
 
 def _decision(op: Op, choice: Choice, outs: Values, caller: Equation) -> Decision:
-    # Attention also returns what its derivative needs.
-    seen = outs[:1] if op.eqn.primitive.name in ATTENTION else outs
     is_user = choice.how == "user"
     return Decision.about(
         op.eqn,
@@ -202,7 +195,7 @@ def _decision(op: Op, choice: Choice, outs: Values, caller: Equation) -> Decisio
         rule=choice.reason if is_user else str(choice.rule),
         reason="" if is_user else choice.reason,
         params=tuple(fact.name for fact in op.facts if fact.name),
-        after=tuple(str(jnp.result_type(out)) for out in seen),
+        after=tuple(str(jnp.result_type(out)) for out in outs),
     )
 
 

@@ -264,7 +264,7 @@ def _trace(
     low = [i for i, x in enumerate(arrays) if x.dtype in _LOW and visitor.widens_params]
     params = [i for i in low if named[i][1]]
     choices = [params, low] if params and len(low) > len(params) else [params]
-    refused: TypeError | None = None
+    refused: Exception | None = None
     for chosen in choices if params else ():
         types = [
             x.update(dtype=_F32, weak_type=False) if i in chosen else x
@@ -274,7 +274,7 @@ def _trace(
             # Mixed dtypes that were equal in the user's program must not be refused.
             with jax.numpy_dtype_promotion("standard"):
                 return open_jaxpr(jax.make_jaxpr(flat)(*types)), set(chosen)
-        except TypeError as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
             refused = error
     if refused is not None:
         warn(_AS_WRITTEN.format(error=str(refused).strip().splitlines()[0]))
@@ -284,8 +284,8 @@ def _trace(
 _LOW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 _AS_WRITTEN = (
     "A function under `amp` has parameters of 16 bits, which `amp` reads as f32, but it "
-    "casts other values to 16 bits itself and refuses to mix them. It runs as it is written, "
-    "in 16 bits throughout: {error} Remove the casts, or cast to the dtype of the parameters."
+    "needs 16 bits itself, as by casts of its own. It runs as it is written, in 16 bits "
+    "throughout: {error} Remove the casts, or cast to the dtype of the parameters."
 )
 
 

@@ -67,7 +67,7 @@ def decide(amp: Settings, op: Op) -> Choice:
     if op.scopes or amp.rules.functions:
         region = amp.region_rule(op.eqn, op.scopes)
     if region is not None and region[0] == Rule.ORIGINAL:
-        return Choice("plain attention" if name in ATTENTION else "original", *region)
+        return Choice("original", *region)
     special = _SPECIAL.get(name)
     return (_by_rule if special is None else special)(amp, op, region)
 
@@ -103,47 +103,6 @@ def _decide_name(amp: Settings, op: Op, region: Region) -> Choice:
     return Choice("mark", Rule.FOLLOW, reason)
 
 
-def _decide_attention(amp: Settings, op: Op, region: Region) -> Choice:
-    """Attention runs in cuDNN, or by the operations that JAX runs by default."""
-    eqn = op.eqn
-    if not is_eligible(eqn.invars[0].aval):  # an `amp` inside this one has been here
-        return Choice("as given")
-    rule, reason = region or amp.rule("dot_general", {}, op.facts[:3])
-    if rule == Rule.LOW:
-        against = no_cudnn(amp, eqn)
-        if against is None:
-            return Choice("attention", Rule.LOW, reason)
-        if eqn.primitive.name == next(iter(ATTENTION)):
-            # Its operations are recognised again, and perhaps padded.
-            return Choice("operations of attention")
-        return Choice("operations of attention", Rule.ORIGINAL, against)
-    # JAX itself refuses cuDNN in f32.
-    required = eqn.params["spec"].required
-    return Choice("original" if required else "operations of attention")
-
-
-def no_cudnn(amp: Settings, eqn: Equation) -> str | None:
-    """Returns why attention does not run in cuDNN, if it does not."""
-    from mpx._ops._attention import reason_against, reason_not_paying
-
-    if eqn.primitive.name == "cudnn_attention_tangent":
-        return "cuDNN has no forward-mode derivative"
-    spec = eqn.params["spec"]
-    if spec.required:
-        return None
-    if amp.attention == "keep":
-        return "attention is kept"
-    rows, keys = (var.aval.shape[1] for var in eqn.invars[:2])
-    against = reason_not_paying(cuda_capability(), rows, keys)
-    if against is not None:
-        return against
-    avals = [
-        jax.ShapeDtypeStruct(var.aval.shape, amp.dtype if i < 3 else var.aval.dtype)
-        for i, var in enumerate(eqn.invars[: spec.operands])
-    ]
-    return reason_against(spec, tuple(avals))
-
-
 def can_fuse(amp: Settings) -> bool:
     """Returns whether attention that is recognised can run in one kernel here."""
     return (
@@ -170,7 +129,8 @@ def _decide_cross_entropy(amp: Settings, op: Op, region: Region) -> Choice:
 
 
 _SPECIAL: dict[str, Callable[[Settings, Op, Region], Choice]] = {
-    **dict.fromkeys(ATTENTION, _decide_attention),
+    # An `amp` inside this one has been here.
+    **dict.fromkeys(ATTENTION, lambda *_: Choice("original")),
     **dict.fromkeys(CROSS_ENTROPY, _decide_cross_entropy),
     **dict.fromkeys(HANDLERS, lambda *_: Choice("body")),
     "convert_element_type": lambda *_: Choice("convert"),

@@ -5,10 +5,9 @@ number several times, so such operations run in f32 where their operand is held 
 and their result is rounded after: see `SUMMED`.
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from jax import lax
 from mpx._amp._decide import PRESETS, RAGGED, Choice, kind_of, no_grouped_kernel
 from mpx._amp._facts import (
     F32,
-    NEUTRAL,
     Origin,
     Settings,
     cast,
@@ -35,14 +33,10 @@ from mpx._casting._reduction import weight_grad_dtype
 from mpx._jax._compat import (
     bind,
     eval_equation,
-    eval_jaxpr,
-    make_jit_context,
-    open_jaxpr,
 )
 from mpx._jax._formats import short_name
-from mpx._jax._private import private
 from mpx._program._interpreter import Op, Outcome, Values, arrays_of, as_array
-from mpx._program._queries import ATTENTION, Equation
+from mpx._program._queries import Equation
 from mpx._wire._product import multiply_for, plain_multiply
 
 
@@ -253,81 +247,6 @@ def multiply(eqn: Equation, args: Any, dtype: np.dtype) -> list[Any]:
     return [grouped_matmul(*args, kind=kind, dtype=dtype)]
 
 
-# Part of the cache key of `jax.jit`: functions traced before are traced anew, and those
-# traced here are not found elsewhere. JAX allows no new context while it traces, so it is
-# made here and not in `mpx._ops._attention`, which is loaded on first use.
-_is_captured = make_jit_context(False)
-
-
-def captured_attention() -> contextlib.AbstractContextManager[None]:
-    """Makes calls of `jax.nn.dot_product_attention` one operation, where that can help.
-
-    If JAX lacks a private name that this needs, attention stays as it is written.
-    """
-    if _is_captured.value or private("attention") is None:
-        return contextlib.nullcontext()
-    return _capturing()
-
-
-@contextlib.contextmanager
-def _capturing() -> Iterator[None]:
-    from mpx._ops._attention import attend, captured
-
-    with captured(attend), _is_captured(True):
-        yield
-
-
-def _op_by_op(amp: Settings, op: Op) -> Outcome:
-    """Runs the operations that JAX runs by default, each by its own rule."""
-    outvars = op.eqn.outvars
-    is_forward = op.eqn.primitive.name == next(iter(ATTENTION))
-    if not is_forward or _is_read(amp.frame.jaxpr, outvars[1]):
-        return amp.run(*_plain_jaxpr(op.eqn), op.values, op.facts, op.scopes)
-    # Without the logsumexp, which would keep the scores from being recognised.
-    plain = _plain_jaxpr(op.eqn, outputs=1)
-    outs, known = amp.run(*plain, op.values, op.facts, op.scopes)
-    unread = jnp.zeros(outvars[1].aval.shape, outvars[1].aval.dtype)
-    return [*outs, unread], [*known, NEUTRAL]
-
-
-def _is_read(jaxpr: Any, var: Any) -> bool:
-    atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
-    return any(atom is var for atom in atoms)
-
-
-def _original_attention(amp: Settings, op: Op) -> Values:
-    """Runs attention as it is written, by the operations that JAX runs by default."""
-    if op.eqn.params["spec"].required:
-        return original(amp, op)
-    body, consts = _plain_jaxpr(op.eqn)
-    return eval_jaxpr(body, consts, *changed(op, amp.widen))
-
-
-def _plain_jaxpr(eqn: Equation, outputs: int | None = None) -> tuple[Any, Any]:
-    from mpx._ops._attention import PLAIN
-
-    plain = functools.partial(PLAIN[eqn.primitive.name], **eqn.params)
-    return open_jaxpr(
-        jax.make_jaxpr(lambda *operands: list(plain(*operands))[:outputs])(
-            *(var.aval for var in eqn.invars)
-        )
-    )
-
-
-def _in_cudnn(amp: Settings, op: Op) -> Values:
-    """Runs attention in cuDNN: what it multiplies in 16 bits, the other operands in f32."""
-    low = {0, 1, 2}
-    if op.eqn.primitive.name == "cudnn_attention_backward":
-        *_, out, _, cotangent = range(len(op.values))
-        low |= {out, cotangent}
-    pairs = zip(op.values, changed(op, amp.widen), strict=True)
-    values = [
-        cast(value, amp.dtype) if i in low else wide
-        for i, (value, wide) in enumerate(pairs)
-    ]
-    return bind(op.eqn, values)
-
-
 def _cross_entropy(amp: Settings, op: Op, rule: RuleLike) -> Values:
     dtype, precision = amp.dtype, None
     if rule in PRESETS:
@@ -359,10 +278,6 @@ EMITTERS: dict[str, Emitter] = {
     "mark": _mark_low,
     "matmul": low_matmul,
     "ragged as written": _ragged_as_written,
-    "attention": _in_cudnn,
-    "operations of attention": _op_by_op,
-    "plain attention": _original_attention,
-    "as given": lambda amp, op: eval_equation(op.eqn, op.values),
     Rule.LOW: _low,
     Rule.F32: _f32,
     Rule.WIDEST: _widest,

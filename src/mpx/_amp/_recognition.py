@@ -58,10 +58,10 @@ _FAILED = (
 
 
 def _may_hold_attention(jaxpr: Jaxpr) -> bool:
-    """Returns whether a jaxpr has a matmul and an exponential, or a call; cheaply."""
+    """Returns whether a jaxpr has a matmul and an exponential; cheaply."""
     names = {eqn.primitive.name for eqn in jaxpr.eqns}
     has_exp = any(eqn.primitive.name == "exp" for eqn in leaves(jaxpr.eqns))
-    return ("dot_general" in names and has_exp) or _CALL in names
+    return "dot_general" in names and has_exp
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,8 +71,6 @@ FEATURES = {
     "attention": Feature(
         "attention under `amp` runs operation by operation instead of in cuDNN's kernel",
         {
-            "jax._src.nn": "functions functions._dot_product_attention_xla "
-            "functions.cudnn_dot_product_attention",
             "jax._src.dispatch": "prim_requires_devices_during_lowering",
             **_RULES,
         },

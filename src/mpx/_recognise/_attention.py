@@ -17,20 +17,18 @@ from mpx._ops._attention import (
     reason_by_shapes,
     reason_not_paying,
 )
-from mpx._program._interpreter import Jaxpr, Op, Outcome, Replacement, Visitor
-from mpx._program._queries import ATTENTION, Equation
+from mpx._program._interpreter import Jaxpr, Op, Outcome, Replacement
+from mpx._program._queries import Equation
 from mpx._recognise._masks import (
     Masks,
     arrays_of,
     fill_empty_rows,
-    form_of,
     masks_of,
-    smallest,
 )
 from mpx._recognise._match import Match, find_attention, reason_for_miss
 from mpx._recognise._replace import Value, replacement
 from mpx._recognise._softmax import Softmaxes
-from mpx._recognise._terms import Level, Term, compact
+from mpx._recognise._terms import Level, Term
 
 _LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
@@ -108,13 +106,10 @@ def recognise(
     softmaxes = Softmaxes(Level(jaxpr, consts))
     found = {}
     for index, eqn in enumerate(jaxpr.eqns):
-        new = None
         if eqn.primitive.name == "dot_general":
             new = _attention_at(softmaxes, eqn, settings)
-        elif eqn.primitive.name == next(iter(ATTENTION)):
-            new = _mask_at(softmaxes.level, eqn)
-        if new is not None:
-            found[index] = new
+            if new is not None:
+                found[index] = new
     return found
 
 
@@ -163,7 +158,6 @@ def _call_of(softmaxes: Softmaxes, match: Match, settings: Settings) -> Call | s
         is_causal=masks.is_causal,
         window=masks.window,
         extras=masks.extras,
-        required=False,
     )
     (dtype,) = dtypes
     against = _reason_by_shapes(match, masks)
@@ -176,27 +170,4 @@ def _reason_by_shapes(match: Match, masks: Masks) -> str | None:
         return None
     zeros = lambda x: jnp.zeros(x.shape, x.aval.dtype)  # noqa: E731
     arrays = jax.eval_shape(lambda: arrays_of(match, masks, zeros))
-    return reason_by_shapes({name: x.shape for name, x in arrays.items()})
-
-
-def _mask_at(level: Level, eqn: Equation) -> Replacement | None:
-    """Returns what replaces a call of JAX's attention with a mask that the kernel knows."""
-    spec, (rows, keys) = eqn.params["spec"], (x.aval.shape[1] for x in eqn.invars[:2])
-    if "mask" not in spec.extras or spec.is_causal or spec.window is not None:
-        return None
-    place = 3 + spec.extras.index("mask")
-    value = level.term(eqn.invars[place]).constant
-    form = None if value is None else form_of(smallest(compact(value)), rows, keys)
-    if form is None:
-        return None
-    extras = tuple(name for name in spec.extras if name != "mask")
-    spec = spec._replace(is_causal=form[0], window=form[1], extras=extras)
-    atoms = [atom for i, atom in enumerate(eqn.invars) if i != place]
-    new = eqn.replace(invars=atoms, params={**eqn.params, "spec": spec})
-
-    def run(visitor: Visitor, op: Op, value_of: Callable[[Term], Value]) -> Outcome:
-        pairs = [value_of(level.term(atom)) for atom in atoms]
-        values, facts = [x for x, _ in pairs], [x for _, x in pairs]
-        return visitor.equation(Op(new, values, facts, op.scopes))
-
-    return replacement(level, [level.term(atom) for atom in atoms], run)
+    return reason_by_shapes(arrays["bias"].shape, arrays["mask"].shape)

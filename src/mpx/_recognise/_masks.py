@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mpx._ops._attention._cudnn import causal
+from mpx._ops._attention import causal
 from mpx._recognise._match import Match
 from mpx._recognise._meanings import MASKED, Side
 from mpx._recognise._terms import SAME, VARYING, Term, compact

@@ -1,6 +1,5 @@
 """Traced programs for inspection: a call, its gradient, and where its operations are."""
 
-import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._amp._call import Recording, flat_call, recorded
-from mpx._amp._emit import captured_attention
 from mpx._amp._transform import under_amp
 from mpx._casting._half import gradient_function
 from mpx._fp8._delayed import Fp8State
@@ -102,9 +100,6 @@ class Program(NamedTuple):
 
 class _AsWritten(Transformation):
     """Runs a function as it is."""
-
-    def tracing(self) -> contextlib.AbstractContextManager[None]:
-        return captured_attention()
 
     def run(
         self,
