@@ -116,8 +116,7 @@ class Autocast(Settings):
 
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: Any) -> Iterator[None]:
-        outer = self.in_loop, self.copies, self.caller
-        self.in_loop |= eqn.primitive.name == "scan"
+        outer = self.copies, self.caller
         if self.decisions is not None and source_frames(eqn):
             self.caller = eqn
         self.copies = {}
@@ -127,7 +126,7 @@ class Autocast(Settings):
         try:
             yield
         finally:
-            self.in_loop, self.copies, self.caller = outer
+            self.copies, self.caller = outer
 
     def more_inputs(self, op: Op) -> dict[str, Any]:
         """Returns the low copies of an equation's operands, by position.
@@ -144,9 +143,6 @@ class Autocast(Settings):
             for i, atom in enumerate(op.eqn.invars)
             if i >= first and not isinstance(atom, Literal) and atom in self.copies
         }
-
-    def cache_key(self, more: Any) -> bool:
-        return self.in_loop
 
     def equation(self, op: Op) -> Outcome:
         """Decides how an equation runs, runs it so, and follows what is known."""

@@ -251,19 +251,9 @@ def _cross_entropy(amp: Settings, op: Op, rule: RuleLike) -> Values:
     dtype, precision = amp.dtype, None
     if rule in PRESETS:
         dtype, precision = F32, PRESETS[Rule(rule)]
-    head = op.eqn.params["head"]
-    # The hidden states and the weight may be held in 16 bits. But logits that are kept are
-    # in an array of the weight's dtype as it was written.
-    free = 2 if head.kept is None else 1
-    values = [
-        amp.widen(x) if i >= free and is_eligible(var.aval) else x
-        for i, (x, var) in enumerate(zip(op.values, op.eqn.invars, strict=True))
-    ]
-    # In a loop, what is kept would be stacked over the iterations.
-    may_keep = head.may_keep and not amp.in_loop
-    head = dataclasses.replace(
-        head, dtype=dtype, precision=precision, may_keep=may_keep
-    )
+    head = dataclasses.replace(op.eqn.params["head"], dtype=dtype, precision=precision)
+    # The hidden states and the weight, which come first, may be held in 16 bits.
+    values = [*op.values[:2], *changed(op, amp.widen)[2:]]
     return bind(op.eqn, arrays_of(values), head=head)
 
 

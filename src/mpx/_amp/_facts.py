@@ -175,7 +175,6 @@ class Settings(Transformation):
         attention: Whether attention that is recognised runs in one kernel, or is kept.
         caller: The equation with a line of the user's whose body is visited.
         copies: Low copies of weights that were made outside the running body, by variable.
-        in_loop: Whether the body of a scan is visited.
         is_plain: See `AmpRules`.
         decisions: Where decisions are recorded, `None` to record none.
     """
@@ -189,7 +188,6 @@ class Settings(Transformation):
     attention: Literal["fuse", "keep"] = "fuse"
     caller: Equation = None
     copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    in_loop: bool = False
     is_plain: bool = False
     decisions: list[Decision] | None = None
 
