@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp._chains import CURVED, choose_chain
 from mpx._amp._decide import (
     HIGHEST,
     Choice,
@@ -147,14 +146,8 @@ class Autocast(Settings):
     def equation(self, op: Op) -> Outcome:
         """Decides how an equation runs, runs it so, and follows what is known."""
         name = op.eqn.primitive.name
-        # Equations that are run out of turn, for recognised ones, are in no chain.
-        in_turn = self.is_plain and self.frame.eqn is op.eqn
-        has_chains = in_turn and not CURVED.isdisjoint(self.frame.primitives)
-        found = choose_chain(self, op) if has_chains else None
-        choice = decide(self, op) if found is None else found[0]
-        if found is not None:
-            result = found[1](self, op)
-        elif choice.how == "body":
+        choice = decide(self, op)
+        if choice.how == "body":
             result = _BODIES.get(name, HANDLERS[name])(self, op)
         else:
             result = emit(self, op, choice)

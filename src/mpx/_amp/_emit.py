@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mpx._amp._activations import run_activation
 from mpx._amp._decide import PRESETS, RAGGED, Choice, kind_of, no_grouped_kernel
 from mpx._amp._facts import (
     F32,
@@ -284,4 +285,6 @@ def emit(amp: Settings, op: Op, choice: Choice) -> Values | Outcome:
     if choice.how == "cross entropy":
         assert choice.rule is not None
         return _cross_entropy(amp, op, choice.rule)
+    if choice.how == "activation":
+        return run_activation(amp, op, Rule(choice.rule))
     return EMITTERS[choice.how](amp, op)

@@ -85,14 +85,12 @@ class Frame:
     value: as long as that is kept, so is its `id`. Values of another jaxpr belong to another
     trace and must not be found here.
 
-    The jaxpr is run by `plan`, and `eqn` is the equation whose turn it is: an equation that
-    a replacement runs has no turn.
+    The jaxpr is run by `plan`.
     """
 
     def __init__(self, jaxpr: Jaxpr = None) -> None:
         self.jaxpr = jaxpr
         self.plan: Plan | None = None
-        self.eqn: Equation = None
         self.env: dict[Any, tuple[Any, Any]] = {}
         self.made: dict[Any, tuple[Any, Any]] = {}
 
@@ -247,7 +245,6 @@ class Visitor:
                 with equation_context(eqn):
                     values, known = [x for x, _ in pairs], [x for _, x in pairs]
                     op = Op(eqn, values, known, scopes + scopes_of(eqn))
-                    self.frame.eqn = eqn
                     outs, known = (
                         self.equation(op) if other is None else other.run(self, op)
                     )
