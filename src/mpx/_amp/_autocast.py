@@ -31,13 +31,13 @@ from mpx._amp._facts import (
     cast,
     is_eligible,
     is_low,
+    may_be_param,
 )
 from mpx._amp._rules import LOW_NAME, Rule
 from mpx._casting._half import in_gradient_function
 from mpx._casting._reduction import COMPUTE
 from mpx._jax._compat import (
     Literal,
-    bind,
     eval_equation,
     open_jaxpr,
     scan_sizes,
@@ -65,7 +65,6 @@ from mpx._program._queries import (
     SHAPE_ONLY,
     Equation,
     Verdict,
-    body_of,
     equations,
     every_use,
     readers,
@@ -114,34 +113,14 @@ class Autocast(Settings):
         return plan_for(self, jaxpr, consts, facts, scopes)
 
     @contextlib.contextmanager
-    def inside(self, eqn: Equation, more: Any) -> Iterator[None]:
-        outer = self.copies, self.caller
+    def inside(self, eqn: Equation, more: object) -> Iterator[None]:
+        outer = self.caller
         if self.decisions is not None and source_frames(eqn):
             self.caller = eqn
-        self.copies = {}
-        if more:
-            inner = body_of(eqn)
-            self.copies = {inner.invars[int(i)]: copy for i, copy in more.items()}
         try:
             yield
         finally:
-            self.copies, self.caller = outer
-
-    def more_inputs(self, op: Op) -> dict[str, Any]:
-        """Returns the low copies of an equation's operands, by position.
-
-        A scan slices them: those of what it does not slice stay outside.
-        """
-        first, name = 0, op.eqn.primitive.name
-        if name == "scan":
-            first = sum(scan_sizes(op.eqn.params))
-        elif name not in CALLS:
-            return {}
-        return {
-            str(i): self.copies[atom]
-            for i, atom in enumerate(op.eqn.invars)
-            if i >= first and not isinstance(atom, Literal) and atom in self.copies
-        }
+            self.caller = outer
 
     def equation(self, op: Op) -> Outcome:
         """Decides how an equation runs, runs it so, and follows what is known."""
@@ -155,8 +134,6 @@ class Autocast(Settings):
             outs, known = result
         else:
             outs, known = result, self.facts_after(op, result)
-        if self.copies and name in SHAPE_ONLY:
-            self._move_copy(op.eqn)
         if name in MATMULS and choice.rule == Rule.LOW:
             # For the warnings of `finish`.
             is_low, is_kept = choice.how == "matmul", choice.reason == HIGHEST
@@ -164,15 +141,6 @@ class Autocast(Settings):
         if self.decisions is not None and choice.rule is not None:
             self.decisions.append(_decision(op, choice, outs, self.caller))
         return outs, known
-
-    def _move_copy(self, eqn: Equation) -> None:
-        """Applies an operation that moves numbers to the low copy of its operand, too."""
-        first = eqn.invars[0]
-        if not isinstance(first, Literal) and first in self.copies:
-            # What is not read later costs nothing.
-            self.copies.update(
-                zip(eqn.outvars, bind(eqn, [self.copies[first]]), strict=True)
-            )
 
 
 def _decision(op: Op, choice: Choice, outs: Values, caller: Equation) -> Decision:
@@ -210,10 +178,7 @@ def _jit(amp: Autocast, op: Op) -> Outcome:
     if unchanged and amp.rules.is_plain and not has_work(body):
         # Nothing to do: random number generators, for one, stay the same programs.
         return eval_equation(eqn, values), amp.facts_of_body(op)
-    more = amp.more_inputs(op)
-    new, _ = rewrite(
-        amp, op, eqn.params["jaxpr"], types_of(values), op.facts, more=more
-    )
+    new, _ = rewrite(amp, op, eqn.params["jaxpr"], types_of(values), op.facts)
     # Cast outside, such a value shares its f32 version with the equations there.
     values = [
         amp.widen(value) if is_wide else value
@@ -248,43 +213,36 @@ def _read_in_f32_only(jaxpr: Jaxpr, before: Jaxpr) -> list[bool]:
 
 
 def _scan(amp: Autocast, op: Op) -> Outcome:
-    values, params, copies = arrays_of(op.values), op.eqn.params, amp.copies
+    values, params = arrays_of(op.values), op.eqn.params
     body, _ = open_jaxpr(params["jaxpr"])
     n_consts, n_carry = scan_sizes(params)
-    amp.copies = dict(copies)
     for i, var in enumerate(body.invars):
         if not is_eligible(var.aval):
             continue
         if i < n_consts:
             # The cotangents of a constant add up over the iterations: in f32.
             values[i] = amp.widen(values[i])
-        is_layer = i >= n_consts + n_carry
-        if is_layer and _used_only_low(amp, body, var, op.facts[i], op.scopes):
-            # A weight per layer: cast once before the loop, or the forward pass would
-            # save a low copy of each. Nothing is summed over the iterations.
-            low = _low_stack(amp, op, i)
-            if amp.grad_dtype(values[i], op.facts[i]) == amp.dtype:
-                values[i] = low
-            else:
-                # The weight itself only gets the gradient.
-                amp.copies[op.eqn.invars[i]] = low
-    try:
-        return HANDLERS["scan"](amp, op._replace(values=values))
-    finally:
-        amp.copies = copies
+        elif i >= n_consts + n_carry and _used_only_low(
+            amp, body, var, op.facts[i], op.scopes
+        ):
+            values[i] = _low_stack(amp, op, i)
+    return HANDLERS["scan"](amp, op._replace(values=values))
 
 
 def _low_stack(amp: Autocast, op: Op, position: int) -> Any:
-    """Returns a scanned weight in the compute dtype: as it is stored, if it can be.
+    """Returns a weight per layer in the compute dtype, if that costs no accuracy.
 
-    Then the scan consumes the parameter itself. If the parameter has other readers, their
-    gradients add up in the f32 version.
+    Cast inside the loop, the forward pass would save a low copy of each. As it is stored,
+    the scan consumes the parameter itself, unless it has other readers: their gradients add
+    up in the f32 version.
     """
     value, atom = op.values[position], op.eqn.invars[position]
     stored = amp.stored.get(id(value), (None, value))[1]
     if stored.dtype == amp.dtype and len(amp.frame.readers[atom]) == 1:
         return stored
-    return cast(value, amp.dtype)
+    # A gradient that is to leave its matmul in f32 is not rounded in the loop.
+    is_f32 = may_be_param(op.facts[position]) and amp.grad_dtype(value) != amp.dtype
+    return value if is_f32 else cast(value, amp.dtype)
 
 
 def _used_only_low(
@@ -307,7 +265,7 @@ def _used_only_low(
 def _custom_jvp(amp: Autocast, op: Op) -> Outcome:
     if amp.reduce != COMPUTE:
         # The rule is about tangents, which JAX may transpose: only plain matmuls.
-        amp = dataclasses.replace(amp, reduce=COMPUTE, cache={}, copies={})
+        amp = dataclasses.replace(amp, reduce=COMPUTE, cache={})
     return HANDLERS["custom_jvp_call"](amp, op)
 
 

@@ -30,7 +30,6 @@ from mpx._amp._facts import (
     widest,
 )
 from mpx._amp._rules import BROADCASTING, LINEAR, PRIMITIVES, SUMMED, Rule, RuleLike
-from mpx._casting._reduction import weight_grad_dtype
 from mpx._jax._compat import (
     bind,
     eval_equation,
@@ -192,15 +191,14 @@ def low_matmul(amp: Settings, op: Op) -> Values:
         # is cast once: its cotangents add up in the matmuls that make them, as in a model
         # written in 16 bits. Each in an array of its own costs memory traffic and, where
         # they are sums over devices, an all-reduce each.
-        is_f32 = getattr(value, "dtype", None) == F32
-        is_param = may_be_param(op.facts[side])
-        args[side] = (amp.once if is_f32 and not is_param else cast)(value, amp.dtype)
-        if is_f32 and is_param:
-            dtype = weight_grad_dtype(amp.reduce, value, amp.dtype)
-            if dtype != amp.dtype:
-                # Its gradient leaves the backward matmul in f32.
-                weights[side] = value, dtype
-                args[side] = amp.copies.get(op.eqn.invars[side], args[side])
+        if not may_be_param(op.facts[side]):
+            is_f32 = getattr(value, "dtype", None) == F32
+            args[side] = (amp.once if is_f32 else cast)(value, amp.dtype)
+            continue
+        args[side] = cast(value, amp.dtype)
+        dtype = amp.grad_dtype(value)
+        if dtype != amp.dtype:
+            weights[side] = value, dtype  # its gradient leaves the matmul in f32
     if not weights and op.eqn.primitive.name not in RAGGED:
         return bind(op.eqn, args, preferred_element_type=amp.dtype)
     if not weights:

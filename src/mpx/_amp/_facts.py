@@ -174,7 +174,6 @@ class Settings(Transformation):
             matmuls: see `weight_grad_dtype`.
         attention: Whether attention that is recognised runs in one kernel, or is kept.
         caller: The equation with a line of the user's whose body is visited.
-        copies: Low copies of weights that were made outside the running body, by variable.
         is_plain: See `AmpRules`.
         decisions: Where decisions are recorded, `None` to record none.
     """
@@ -187,7 +186,6 @@ class Settings(Transformation):
     reduce: Reduce = None
     attention: Literal["fuse", "keep"] = "fuse"
     caller: Equation = None
-    copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     is_plain: bool = False
     decisions: list[Decision] | None = None
 
@@ -275,9 +273,9 @@ class Settings(Transformation):
             made[id(value), dtype] = value, cast(value, dtype)
         return made[id(value), dtype][1]
 
-    def grad_dtype(self, value: Any, fact: Origin) -> np.dtype:
-        """Returns in which dtype the gradient of an operand leaves its matmul."""
-        if not may_be_param(fact) or getattr(value, "dtype", None) != F32:
+    def grad_dtype(self, value: Any) -> np.dtype:
+        """Returns in which dtype the gradient of a parameter leaves its matmul."""
+        if getattr(value, "dtype", None) not in (F32, *LOW_DTYPES):
             return self.dtype
         return weight_grad_dtype(self.reduce, value, self.dtype)
 
