@@ -14,8 +14,8 @@ from jax.nn import softmax
 
 from models import normal
 from mpx._amp import _decide
+from mpx._amp import _recognition as found
 from mpx._ops import _attention
-from mpx._recognise import _attention as found
 
 B, T, H, D = 2, 8, 4, 16
 

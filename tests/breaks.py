@@ -724,16 +724,16 @@ BREAKS = [
     # --- _recognise --------------------------------------------------------------------
     Break(
         "causal masks are dropped",
-        "_recognise",
-        "is_causal=masks.is_causal,",
-        "is_causal=False,",
+        "_amp",
+        "match.scores.scale, masks.is_causal,",
+        "match.scores.scale, False,",
         "recognition",
         "by_hand",
     ),
     Break(
         "weights that are used elsewhere are not computed",
-        "_recognise",
-        "if against is None and not softmaxes.is_private((match.probs,), match.eqn):",
+        "_amp",
+        "if against is None and not self.softmaxes.is_private(match.probs, match.eqn):",
         "if False:",
         "recognition",
         "",

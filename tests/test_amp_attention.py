@@ -531,7 +531,7 @@ def test_f16_with_a_bias_runs_op_by_op():
 
 @pytest.mark.usefixtures("cuda")
 def test_older_gpu_runs_op_by_op(monkeypatch):
-    monkeypatch.setattr("mpx._recognise._attention.cuda_capability", lambda: (7, 5))
+    monkeypatch.setattr("mpx._amp._recognition.cuda_capability", lambda: (7, 5))
     assert operations(bf16(loss), *ARGS) == {"dot_general bf16": 2}
 
 

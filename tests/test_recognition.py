@@ -24,8 +24,8 @@ from attention_cases import (
 )
 from attention_look_alikes import KEPT, LOOK_ALIKES
 from models import equations, normal
+from mpx._amp import _recognition as found
 from mpx._ops import _attention
-from mpx._recognise import _attention as found
 
 bf16 = functools.partial(mpx.amp, dtype="bf16")
 UNIT = 2.0**-8
@@ -314,7 +314,7 @@ def test_failure_of_the_search_is_told_and_changes_nothing(monkeypatch):
     def fail(*_):
         raise KeyError("new parameter")
 
-    monkeypatch.setattr("mpx._recognise._attention.find_attention", fail)
+    monkeypatch.setattr("mpx._amp._recognition.find_attention", fail)
     with pytest.warns(RuntimeWarning, match="KeyError.*new parameter"):
         assert kernels(bf16(EINSUM), *ARRAYS) == (0, 2)
 

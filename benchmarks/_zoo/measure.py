@@ -92,8 +92,8 @@ def where(error):
 def pretend_h200():
     """Lets mpx and JAX believe in an H200 with cuDNN 9.10, for attention of any size."""
     from mpx._amp import _decide
+    from mpx._amp import _recognition as found
     from mpx._ops._attention import _cudnn, _primitive
-    from mpx._recognise import _attention as found
 
     for module in (_decide, _cudnn, _primitive, found):
         setattr(module, "cuda_capability", lambda: (9, 0))  # noqa: B010

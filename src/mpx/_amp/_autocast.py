@@ -104,8 +104,8 @@ class Autocast(Settings):
         facts: Sequence[Origin],
         scopes: Scopes,
     ) -> Plan | None:
-        # Without an exponential there is no attention to recognise.
-        if "exp" not in self.frame.primitives or not can_fuse(self):
+        # Without these there is no attention to recognise.
+        if not self.frame.primitives >= {"exp", "dot_general"} or not can_fuse(self):
             return None
         # It is loaded where there is a fused kernel.
         from mpx._amp._recognition import plan_for

@@ -59,10 +59,10 @@ class Softmaxes:
             self._known[id(last)] = last, found
         return self._known[id(term)][1]
 
-    def history(self, terms: tuple[Term, ...]) -> dict[int, Term]:
-        """Returns all terms with a meaning from which these are made, with them."""
+    def history(self, term: Term) -> dict[int, Term]:
+        """Returns all terms with a meaning from which one is made, with it."""
         found: dict[int, Term] = {}
-        waiting = list(terms)
+        waiting = [term]
         while waiting:
             term = waiting.pop()
             if id(term) in found:
@@ -72,14 +72,9 @@ class Softmaxes:
             waiting.extend(known.parents if known is not None else ())
         return found
 
-    def is_private(self, terms: tuple[Term, ...], reader: Equation) -> bool:
-        """Returns whether a value and what it is made from is read by nothing else.
-
-        Args:
-            terms: The value, as one or several terms.
-            reader: The equation that reads it.
-        """
-        inside = self.history(terms).values()
+    def is_private(self, term: Term, reader: Equation) -> bool:
+        """Returns whether a value and what it is made from is read by nothing else."""
+        inside = self.history(term).values()
         # A function that is called twice is two levels of the same equations.
         equations = {(id(term.level), id(term.eqn)) for term in inside}
         equations.add((id(self.level), id(reader)))
