@@ -199,17 +199,6 @@ BY_HAND = {
         with_scores(jax.jit(nothing), jax.jit(lambda s: softmax(s))),
         ARRAYS,
     ),
-    "exp of log_softmax": (
-        with_scores(nothing, lambda s: jnp.exp(jax.nn.log_softmax(s))),
-        ARRAYS,
-    ),
-    "logsumexp": (
-        with_scores(
-            nothing,
-            lambda s: jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)),
-        ),
-        ARRAYS,
-    ),
     "mask of heads": (
         with_scores(
             nothing,

@@ -188,13 +188,7 @@ def _jit(amp: Autocast, op: Op) -> Outcome:
 
 
 def _read_in_f32_only(jaxpr: Jaxpr, before: Jaxpr) -> list[bool]:
-    """Returns for each input whether all that happens to it is one cast back to f32.
-
-    Args:
-        jaxpr: The rewritten jaxpr, which may have more inputs behind the others.
-        before: The original one. What is not f32 there, such as an integer that the
-            function itself casts, must stay as it is.
-    """
+    """Returns for each input whether all that happens to it is one cast back to f32."""
     body, _ = open_jaxpr(jaxpr)
     found = readers(body.eqns)
     reading = [[eqn for eqn, _ in found.get(var, ())] for var in body.invars]

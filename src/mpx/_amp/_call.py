@@ -125,17 +125,7 @@ def call_through(
     eager: dict[Any, Any] | None = None,
     describe: Callable[[LeafName, bool], Named] | None = None,
 ) -> Any:
-    """Calls a function through a visitor.
-
-    Args:
-        visitor: The visitor.
-        func: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        eager: Rewritten jaxprs of earlier calls outside all transformations.
-        describe: From the name of a leaf, and whether it is a parameter, to what these
-            are for the user.
-    """
+    """Calls a function through a visitor."""
     if isinstance(func, functools.partial) or inspect.ismethod(func):
         func, args, kwargs = _unbound(visitor, func, args, kwargs)
     if "flax.nnx" in sys.modules:
@@ -257,9 +247,6 @@ def _trace(
     parameters. A function that multiplies them with 16-bit inputs may insist on equal
     dtypes. Then its inputs are read as f32, too, and if it even casts by itself to what it
     takes for the dtype of its parameters, everything is left as it is written.
-
-    Returns:
-        The jaxpr and its constants, and the positions of the arrays that it takes as f32.
     """
     low = [i for i, x in enumerate(arrays) if x.dtype in _LOW and visitor.widens_params]
     params = [i for i in low if named[i][1]]
@@ -349,11 +336,7 @@ Params = tuple[int | str, ...] | None
 
 
 def parse_params(params: Any) -> Params:
-    """Returns what a user may pass for `params`: a position, a name, or several.
-
-    Raises:
-        TypeError: If it is something else.
-    """
+    """Returns what a user may pass for `params`: a position, a name, or several."""
     if params is None:
         return None
     single = isinstance(params, str) or not isinstance(params, Iterable)
@@ -374,16 +357,7 @@ def parse_params(params: Any) -> Params:
 def param_arguments(
     names: Sequence[str], given: Sequence[str], params: tuple[int | str, ...]
 ) -> list[str]:
-    """Returns the names of the arguments that the user says hold parameters.
-
-    Args:
-        names: Those of the positional arguments.
-        given: Those of all arguments.
-        params: Positions or names.
-
-    Raises:
-        ValueError: If there is no such argument.
-    """
+    """Returns the names of the arguments that the user says hold parameters."""
     found = []
     for param in params:
         if isinstance(param, int):
@@ -501,12 +475,6 @@ def flat_call(
     """Returns the arrays of a call, and a function of a visitor and such arrays.
 
     That function makes the call through the visitor and returns the arrays of the result.
-
-    Args:
-        func: The function, or a module that holds arrays of its own.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        wrap: Makes another function of it, which is called by itself: `amp` or `fp8`.
     """
     # NNX objects are copied, or they would hold tracers afterwards.
     plain, objects = _nnx.take_out((func, args, kwargs))

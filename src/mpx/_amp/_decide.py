@@ -148,13 +148,7 @@ _SPECIAL: dict[str, Callable[[Settings, Op, Region], Choice]] = {
 def reason_against(
     eqn: Equation, rule: Rule, facts: Sequence[Origin] = ()
 ) -> str | None:
-    """Returns why an equation runs as written though its rule is another, if it does.
-
-    Args:
-        eqn: The equation.
-        rule: Its rule.
-        facts: What is known of its operands.
-    """
+    """Returns why an equation runs as written though its rule is another, if it does."""
     name = eqn.primitive.name
     if name not in MATMULS:
         return "not a matmul" if rule in PRESETS else None
@@ -269,12 +263,7 @@ def reason_by_device() -> str | None:
 
 
 def reason_by_shape(eqn: Equation, multiple: int = _MULTIPLE) -> str | None:
-    """Returns why the grouped kernel cannot run a ragged matmul, if it cannot.
-
-    Args:
-        eqn: The matmul.
-        multiple: What must divide the sizes that are not rows.
-    """
+    """Returns why the grouped kernel cannot run a ragged matmul, if it cannot."""
     if kind_of(eqn) is None:
         return "it is not rows times a matrix for each group"
     rows, *sizes = eqn.invars[0].aval.shape

@@ -230,13 +230,7 @@ def _by_algorithm(rule: Rule, amp: Settings, op: Op) -> Values:
 
 
 def multiply(eqn: Equation, args: Any, dtype: np.dtype) -> list[Any]:
-    """Runs a matmul of 16-bit operands; a ragged one in a grouped kernel if there is one.
-
-    Args:
-        eqn: Any matmul.
-        args: Its operands.
-        dtype: The dtype of the result.
-    """
+    """Runs a matmul of 16-bit operands; a ragged one in a grouped kernel if there is one."""
     if eqn.primitive.name not in RAGGED or no_grouped_kernel(eqn) is not None:
         return bind(eqn, args, preferred_element_type=dtype)
     from mpx._ops._experts._primitive import grouped_matmul

@@ -249,12 +249,7 @@ class AmpRules:
     )
 
     def __post_init__(self) -> None:
-        """Checks the rules and makes primitives names.
-
-        Raises:
-            ValueError: If the base, a rule, a primitive or an expression is unusable.
-            TypeError: If an expression is no string.
-        """
+        """Checks the rules and makes primitives names."""
         if self.base not in _BASES:
             raise ValueError(
                 f"`base` must be one of {', '.join(_BASES)}, but {self.base!r} was "
@@ -280,16 +275,7 @@ class AmpRules:
         named: Iterable[tuple[str, Any]],
         places: Callable[[], tuple[Iterable[str], Iterable[str]]] | None,
     ) -> "AmpRules":
-        """Returns these rules for one call, of which the arrays are known.
-
-        Args:
-            named: The names of the arrays, and the arrays.
-            places: Returns the paths of named scopes and the names of the Python
-                functions in it; `None` if it may lack what the rules select.
-
-        Raises:
-            ValueError: If an expression or a type selects nothing; near names are listed.
-        """
+        """Returns these rules for one call, of which the arrays are known."""
         if not (self.keep or self.params or self.scopes or self.functions):
             return self
         rules, named = self.keeping(self.keep), list(named)
@@ -408,13 +394,7 @@ def _exact_scope(name: str) -> str:
 def rules_by_name(
     primitives: Mapping[Any, RuleLike], scopes: Mapping[str, RuleLike]
 ) -> AmpRules:
-    """Returns rules with jaxamp's meaning: what is not listed runs as it is written.
-
-    Args:
-        primitives: From primitives, objects or names, to rules.
-        scopes: From the exact names of scopes to rules. Those that a function does not
-            have are a warning and no error: jaxamp ignores them.
-    """
+    """Returns rules with jaxamp's meaning: what is not listed runs as it is written."""
     by_path = {
         _exact_scope(name): _parse(rule, "scopes", name)
         for name, rule in scopes.items()
@@ -494,9 +474,6 @@ def as_compute_dtype(dtype: DTypeLike | None) -> np.dtype:
 
     `None` is the half precision that the user chose. Without a choice it is bf16 and not
     the f16 of the paper: `amp` has no loss scale, and f16 gradients need one.
-
-    Raises:
-        ValueError: If it is not f16 or bf16.
     """
     if dtype is None:
         return chosen_half_precision() or np.dtype(jnp.bfloat16)

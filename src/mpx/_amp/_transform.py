@@ -205,11 +205,7 @@ class _Decorator(functools.partial):  # pyright: ignore[reportMissingTypeArgumen
     """`amp` with arguments, to be applied to a function."""
 
     def __enter__(self) -> None:
-        """Refuses to be a context manager.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Refuses to be a context manager."""
         raise TypeError(
             "`amp` is no context manager, as `torch.autocast` is: it changes a function. "
             "Write `amp(loss_fn)(params, batch)` or decorate the function with `@amp`."

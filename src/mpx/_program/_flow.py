@@ -37,13 +37,6 @@ def propagate(
     """Returns the labels of the results of a jaxpr, given those of its other variables.
 
     A label may be anything: a name, a number, the value itself.
-
-    Args:
-        jaxpr: The jaxpr.
-        labels: The labels of its inputs and constants; one without has `None`.
-        rule: Returns the labels of the results of an equation from those of its operands.
-        literal: Returns the label of a literal.
-        ends: For each equation, the variables that are forgotten after it: `last_uses`.
     """
     env: dict[Any, Any] = dict(labels)
 
@@ -85,14 +78,7 @@ def moved(eqn: Equation, labels: Sequence[Label]) -> Label:
 def pull(
     jaxpr: Any, labels: Sequence[T | None], passes: Collection[str]
 ) -> dict[Any, T]:
-    """Returns the labels of variables, given those of the results of a jaxpr.
-
-    Args:
-        jaxpr: The jaxpr.
-        labels: The labels of its first results.
-        passes: The primitives whose arrays get the label of what is made from them. Calls
-            are entered, loops are not.
-    """
+    """Returns the labels of variables, given those of the results of a jaxpr."""
     body, _ = open_jaxpr(jaxpr)
     known = {
         var: label

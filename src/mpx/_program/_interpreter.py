@@ -163,12 +163,7 @@ class Visitor:
         return [self.fact_inside(fact, var, kind) for fact, var in pairs]
 
     def result_facts(self, outs: Sequence[Any], known: Facts) -> Facts:
-        """Returns what is known of the results of a loop, a branch or another body.
-
-        Args:
-            outs: The results.
-            known: What is known of those of the body.
-        """
+        """Returns what is known of the results of a loop, a branch or another body."""
         return [self.unknown] * len(outs)
 
     def join_facts(self, facts: Facts) -> Fact:
@@ -207,14 +202,7 @@ class Visitor:
         facts: Sequence[Fact],
         scopes: Scopes,
     ) -> Plan | None:
-        """Returns what is recognised in a jaxpr and run in another way, if anything is.
-
-        Args:
-            jaxpr: A jaxpr that is about to be run.
-            consts: Its constants.
-            facts: What is known of its arguments.
-            scopes: The named scopes around it.
-        """
+        """Returns what is recognised in a jaxpr and run in another way, if anything is."""
         return None
 
     def run(
@@ -279,15 +267,6 @@ def rewrite(
     It is cached, so that several calls of one jitted layer stay several calls of one
     function, and forgotten with the jaxpr that it was made from: both hold the arrays that
     the layer closes over.
-
-    Args:
-        visitor: The visitor.
-        op: The equation that holds the jaxpr.
-        jaxpr: The jaxpr.
-        avals: The types of its inputs.
-        facts: What is known of them.
-        more: Further inputs or their types; they come last.
-        dtypes: The dtypes of the results; `None` for those that come out.
     """
     body, consts = open_jaxpr(jaxpr)
     count, scopes = len(avals), visitor.scopes_inside(op.eqn, op.scopes)

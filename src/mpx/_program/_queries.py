@@ -238,16 +238,7 @@ def every_use(
     *,
     once: bool = False,
 ) -> bool:
-    """Returns whether a value is used, is not returned, and each of its uses passes.
-
-    Args:
-        jaxpr: The jaxpr that holds the value.
-        var: Its variable.
-        judge: Takes an equation that reads it, the position of the operand and the named
-            scopes of the equation.
-        scopes: The named scopes around the jaxpr.
-        once: Whether more than one use fails.
-    """
+    """Returns whether a value is used, is not returned, and each of its uses passes."""
     uses = [
         (eqn, position)
         for eqn in jaxpr.eqns

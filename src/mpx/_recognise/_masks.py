@@ -17,8 +17,8 @@ from jax import Array, lax
 
 from mpx._ops._attention import causal
 from mpx._recognise._match import Match
-from mpx._recognise._meanings import MASKED, Side
-from mpx._recognise._terms import SAME, VARYING, Term, compact
+from mpx._recognise._softmax import MASKED, Side
+from mpx._recognise._terms import RULES, SAME, Term, compact
 
 _BIASES = 1e8
 """No bias is taken to be larger than this: masked scores must be lower."""
@@ -147,7 +147,7 @@ def _may_mask(term: Term) -> bool:
             is_float = jnp.issubdtype(numbers.dtype, jnp.floating)
             if is_float and not np.abs(numbers).max() < -MASKED:
                 return True
-        elif term.name in VARYING and id(term) not in seen:
+        elif term.name in RULES and id(term) not in seen:
             seen.add(id(term))
             waiting.extend(term.operands)
     return False
@@ -272,13 +272,7 @@ def _truth(operands: list[Term]) -> Term | None:
 def arrays_of(
     match: Match, masks: Masks, value_of: Callable[[Term], Array]
 ) -> dict[str, Array]:
-    """Returns the kernel's further operands.
-
-    Args:
-        match: The attention.
-        masks: Its masks.
-        value_of: Returns the value of a term.
-    """
+    """Returns the kernel's further operands."""
 
     def small(side: Side) -> Array:
         x = value_of(side.term)
@@ -302,15 +296,7 @@ def arrays_of(
 def fill_empty_rows(
     match: Match, masks: Masks, mask: Array, operands: Sequence[Array], out: Array
 ) -> Array:
-    """Returns attention with what rows become in which everything is masked.
-
-    Args:
-        match: The attention.
-        masks: Its masks.
-        mask: The mask of the kernel.
-        operands: Queries, keys and values (batch, length, heads, size).
-        out: The result of the kernel (batch, rows, heads, size).
-    """
+    """Returns attention with what rows become in which everything is masked."""
     rows, keys = match.size(match.axes.row), match.size(match.axes.key)
     if masks.is_causal:
         mask = mask & causal(rows, keys, masks.window)

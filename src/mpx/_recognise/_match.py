@@ -8,8 +8,7 @@ import numpy as np
 from jax import Array
 
 from mpx._program._queries import Equation
-from mpx._recognise._meanings import Label, Meaning, Scores, Side
-from mpx._recognise._softmax import Softmaxes
+from mpx._recognise._softmax import Label, Meaning, Scores, Side, Softmaxes
 from mpx._recognise._terms import Term
 
 
@@ -142,12 +141,7 @@ class Match(NamedTuple):
         return out.reshape(self.eqn.outvars[0].aval.shape)
 
     def side(self, side: Side, x: Array | np.ndarray) -> Array | np.ndarray:
-        """Returns a bias or mask with the axes batch, heads, rows and keys.
-
-        Args:
-            side: The side.
-            x: Its array, with size 1 along axes where it does not vary.
-        """
+        """Returns a bias or mask with the axes batch, heads, rows and keys."""
         batch, heads, groups, row, key = self.axes
         sizes, labels = [], []
         for size, here in zip(x.shape, side.labels, strict=True):
