@@ -48,7 +48,7 @@ class Choice(NamedTuple):
     """How an equation runs.
 
     Attributes:
-        how: The emitter, by its name in `mpx._amp._emit.EMITTERS`.
+        how: The emitter, by its name in `mpx._amp._emit`.
         rule: The rule; `None` if there was nothing to decide.
         reason: Why.
     """

@@ -1,4 +1,10 @@
-"""What autocast knows of values, and the settings of one call: the step "follow"."""
+"""What is known of values, and the settings of one call of `amp`: the step "follow".
+
+`amp` and `fp8` both select matmuls by the parameters that they read. A weight need not be
+an argument itself: it may be cast, sliced in a loop, scaled, summed with an adapter or
+normalised first. It counts as that parameter as long as nothing but parameters and numbers
+of the program enter.
+"""
 
 import dataclasses
 import functools
@@ -14,14 +20,123 @@ from mpx._amp._rules import FUNCTION_SCOPE, AmpRules, RuleLike
 from mpx._casting._reduction import Reduce, weight_grad_dtype
 from mpx._jax._compat import INLINE, convert_dtype, source_frames
 from mpx._jax._formats import FORMATS, short_name
-from mpx._program import _provenance
 from mpx._program._flow import after
 from mpx._program._interpreter import Kind, Op, Scopes, Transformation, Values
-from mpx._program._provenance import CONSTANT, DATA, Source
-from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, flops, has_body
+from mpx._program._queries import (
+    MATMULS,
+    SHAPE_ONLY,
+    Equation,
+    flops,
+    has_body,
+    names,
+)
 
 F32 = np.dtype(np.float32)
 LOW_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
+
+
+# The result holds numbers of the first operand.
+MOVES = SHAPE_ONLY.union(
+    names(
+        "convert_element_type reduce_precision copy_p dynamic_slice gather split unstack "
+        "tile name stop_gradient device_put all_gather all_gather_invariant "
+        "all_gather_reduced"
+    )
+)
+# A result for each operand, which it equals.
+_BARRIERS = frozenset(names("optimization_barrier pvary pcast sharding_constraint"))
+
+
+class Source(NamedTuple):
+    """What a value is computed from.
+
+    Attributes:
+        kind: `constant` if only numbers of the program enter, `params` if parameters and
+            such numbers do, else `data`.
+        names: The names of these parameters. For `data`, the name of the argument whose
+            numbers it holds, if it holds nothing else.
+        leaf: The shape of the argument, if only operations that move numbers lie between.
+    """
+
+    kind: Literal["constant", "params", "data"] = "data"
+    names: frozenset[str] = frozenset()
+    leaf: tuple[int, ...] | None = None
+
+    @property
+    def is_param(self) -> bool:
+        """Whether it is a parameter, or computed from parameters alone."""
+        return self.kind == "params"
+
+    @property
+    def name(self) -> str | None:
+        """One name for the value: that of its last parameter in alphabetical order."""
+        return max(self.names) if self.names else None
+
+
+DATA = Source()
+CONSTANT = Source("constant")
+
+
+def argument(name: str, value: Any, *, is_param: bool) -> Source:
+    """Returns the source of an argument."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return CONSTANT
+    kind = "params" if is_param else "data"
+    return Source(kind, frozenset({name}), tuple(value.shape))
+
+
+def closed_over(value: Any) -> Source:
+    """Returns the source of an array that a function closes over.
+
+    It may be a parameter or data: JAX does not tell without differentiating.
+    """
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return CONSTANT if is_key else Source(leaf=tuple(value.shape))
+
+
+def join(sources: Sequence[Source]) -> Source:
+    """Returns the source of a value that is computed from others."""
+    kinds = {source.kind for source in sources}
+    if "data" in kinds:
+        return DATA
+    if "params" not in kinds:
+        return CONSTANT
+    return Source("params", frozenset().union(*(x.names for x in sources)))
+
+
+def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
+    """Returns the sources of the results of an equation that holds no jaxpr."""
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    if name in _BARRIERS and len(sources) == count:
+        return list(sources)
+    if not sources or name == "random_wrap":
+        found = CONSTANT  # an iota, a random key
+    elif is_lookup(eqn, sources):
+        found = DATA
+    elif name in MOVES:
+        found = sources[0]
+    else:
+        # Of a `cond`, whichever branch is taken.
+        found = join(sources[1:] if name == "cond" else sources)
+    # An effect may bring in anything.
+    return [DATA if eqn.effects else found] * count
+
+
+def is_lookup(eqn: Equation, sources: Sequence[Source]) -> bool:
+    """Returns whether an equation reads many rows of a table, by indices that are data.
+
+    That is what an embedding does. One row, as a layer of stacked weights, is a slice, and
+    as many as there are, in one list, are the same weights in another order.
+    """
+    if eqn.primitive.name != "gather" or sources[1].kind != "data":
+        return False
+    table, indices = (var.aval.shape for var in eqn.invars[:2])
+    positions = tuple(size for size in indices[:-1] if size != 1)
+    axes = eqn.params["dimension_numbers"].start_index_map
+    return bool(positions) and positions != tuple(table[axis] for axis in axes)
+
+
+# --- What autocast knows ---------------------------------------------------------------
 
 
 class Origin(NamedTuple):
@@ -196,10 +311,10 @@ class Settings(Transformation):
 
     def argument_fact(self, name: str, is_param: bool, leaf: Any) -> Origin:
         """Returns what is known of an argument's array."""
-        return Origin(_provenance.argument(name, leaf, is_param=is_param))
+        return Origin(argument(name, leaf, is_param=is_param))
 
     def constant_fact(self, value: Any) -> Origin:
-        return Origin(_provenance.closed_over(value))
+        return Origin(closed_over(value))
 
     def literal_fact(self, atom: Any) -> Origin:
         held = formats_that_hold(atom.val) if is_eligible(atom.aval) else None
@@ -225,12 +340,12 @@ class Settings(Transformation):
         ]
 
     def join_facts(self, facts: Sequence[Origin]) -> Origin:
-        source = _provenance.join([fact.source for fact in facts])
+        source = join([fact.source for fact in facts])
         return Origin(source, any(fact.touched for fact in facts))
 
     def facts_after(self, op: Op, outs: Sequence[Any]) -> list[Origin]:
         """Returns what is known of the results of an equation that holds no jaxpr."""
-        sources = _provenance.follow(op.eqn, [fact.source for fact in op.facts])
+        sources = follow(op.eqn, [fact.source for fact in op.facts])
         touched = any([fact.touched for fact in op.facts])
         literal = op.facts[0].literal if op.facts else None
         if op.eqn.primitive.name == "convert_element_type":

@@ -9,8 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._amp._autocast import Autocast
 from mpx._amp._call import call_through, current_recording, parse_params
+from mpx._amp._emit import Autocast
 from mpx._amp._rules import LOW_NAME, AmpRules, as_amp_rules, as_compute_dtype
 from mpx._casting._keep import STOP_SCOPE
 from mpx._casting._reduction import amp_reduce, parse_reduce

@@ -9,15 +9,7 @@ import numpy as np
 from jax import lax
 
 from mpx._amp._decide import RAGGED
-from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
-from mpx._casting._select import Selector, matches, search, shown
-from mpx._fp8._recipes import MXFP8, Recipe
-from mpx._jax._compat import Literal
-from mpx._jax._devices import H200
-from mpx._jax._formats import short_name
-from mpx._program import HANDLERS
-from mpx._program._flow import Flow
-from mpx._program._provenance import (
+from mpx._amp._facts import (
     CONSTANT,
     DATA,
     MOVES,
@@ -27,6 +19,14 @@ from mpx._program._provenance import (
     is_lookup,
     join,
 )
+from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
+from mpx._casting._select import Selector, matches, search, shown
+from mpx._fp8._recipes import MXFP8, Recipe
+from mpx._jax._compat import Literal
+from mpx._jax._devices import H200
+from mpx._jax._formats import short_name
+from mpx._program import HANDLERS
+from mpx._program._flow import Flow
 from mpx._program._queries import (
     ATTENTION,
     CROSS_ENTROPY,

@@ -14,10 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp._autocast import Autocast
 from mpx._amp._call import run_traced
 from mpx._amp._decide import is_low_ragged as is_low
-from mpx._amp._emit import multiply
+from mpx._amp._emit import Autocast, multiply
+from mpx._amp._facts import (
+    CONSTANT,
+    DATA,
+    Source,
+    argument,
+    closed_over,
+    join,
+)
 from mpx._amp._rules import AmpRules
 from mpx._casting._keep import KEPT_SCOPE
 from mpx._casting._reduction import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
@@ -55,14 +62,6 @@ from mpx._program._interpreter import (
     Transformation,
     Values,
     arrays_of,
-)
-from mpx._program._provenance import (
-    CONSTANT,
-    DATA,
-    Source,
-    argument,
-    closed_over,
-    join,
 )
 from mpx._program._queries import (
     ATTENTION,
