@@ -12,7 +12,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +116,18 @@ def _take_arrays(
     return arrays, put_back
 
 
+class _Call(NamedTuple):
+    """A function and its arguments."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+Describe = Callable[[LeafName, bool], Named]
+"""Tells what the name of an array, and whether it is a parameter, are for the user."""
+
+
 def call_through(
     visitor: Transformation,
     func: Callable[..., Any],
@@ -123,11 +135,14 @@ def call_through(
     kwargs: dict[str, Any],
     *,
     eager: dict[Any, Any] | None = None,
-    describe: Callable[[LeafName, bool], Named] | None = None,
+    describe: Describe | None = None,
 ) -> Any:
-    """Calls a function through a visitor."""
+    """Calls a function through a visitor.
+
+    `eager` holds rewritten jaxprs of earlier calls outside all transformations.
+    """
     if isinstance(func, functools.partial) or inspect.ismethod(func):
-        func, args, kwargs = _unbound(visitor, func, args, kwargs)
+        func, args, kwargs = _unbound(visitor, _Call(func, args, kwargs))
     if "flax.nnx" in sys.modules:
         names = argument_names(func, len(args))
         arguments = {_FUNC: func, **dict(zip(names, args, strict=True)), **kwargs}
@@ -137,30 +152,29 @@ def call_through(
             objects.update(taken)
         if objects:
             return _call_with_nnx(visitor, names, plain, objects)
-    pure = functools.partial(_call_pure, visitor, eager=eager)
+
+    def pure(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _call_pure(visitor, _Call(func, args, kwargs), eager, describe)
+
     if "haiku" in sys.modules and in_haiku():
-        run = lambda f, *args: pure(f, args, {}, describe=haiku_name)  # noqa: E731
-        return call_haiku(func, args, kwargs, run)
+        describe = haiku_name
+        return call_haiku(func, args, kwargs, pure)
     if "flax.linen" not in sys.modules:
-        return pure(func, args, kwargs, describe=describe)
+        return pure(func, *args, **kwargs)
     found = linen_call(func, args)
     if found is not None:
-        run = lambda f, *args: pure(f, args, {}, describe=linen_name)  # noqa: E731
-        return call_linen(found, kwargs, run)
+        describe = linen_name
+        return call_linen(found, kwargs, pure)
     with linen_is_not_written():
-        return pure(func, args, kwargs, describe=describe)
+        return pure(func, *args, **kwargs)
 
 
-def _unbound(
-    visitor: Transformation,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def _unbound(visitor: Transformation, call: _Call) -> _Call:
     """Returns a call with what a method or a `functools.partial` holds as arguments.
 
     There their arrays have names and count as parameters, like those of a module.
     """
+    func, args, kwargs = call
     bound: tuple[Any, ...] = ()
     inner = func
     if isinstance(func, functools.partial):
@@ -168,29 +182,26 @@ def _unbound(
     elif inspect.ismethod(func) and not isinstance(func.__self__, type):
         bound, inner = (func.__self__,), func.__func__
     if not any(is_array(x) or _nnx.is_nnx(x) for x in jax.tree.leaves(bound)):
-        return func, args, kwargs
+        return call
     if visitor.params is not None:
         moved = [x + len(bound) if isinstance(x, int) else x for x in visitor.params]
         visitor.params = (*moved, *range(len(bound)))
-    return _unbound(visitor, inner, (*bound, *args), kwargs)
+    return _unbound(visitor, _Call(inner, (*bound, *args), kwargs))
 
 
 def _call_pure(
     visitor: Transformation,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
+    call: _Call,
     eager: dict[Any, Any] | None,
-    describe: Callable[[LeafName, bool], Named] | None,
+    describe: Describe | None,
 ) -> Any:
     """Calls a function that changes nothing but its results; arguments as above."""
-    arrays, put_back = _take_arrays((func, args, kwargs))
+    arrays, put_back = _take_arrays(call)
     # NumPy's f64 is JAX's f32, unless x64 is on.
     arrays = [
         jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in arrays
     ]
-    named = _names_and_params(visitor, func, args, kwargs)
+    named = _names_and_params(visitor, call)
     if describe is not None:
         named = [describe(*pair) for pair in named]
     merge = lambda outs: outs  # noqa: E731 - made while the function is traced
@@ -229,7 +240,7 @@ def _call_pure(
         given.get(var, out) if not isinstance(var, Literal) else out
         for var, out in zip(body.outvars, outs, strict=True)
     ]
-    return _as_stored(merge(outs), (func, *args, *kwargs.values()))
+    return _as_stored(merge(outs), (call.func, *call.args, *call.kwargs.values()))
 
 
 _F32 = np.dtype(np.float32)
@@ -282,37 +293,27 @@ def _as_stored(result: PyTree, given: Sequence[PyTree]) -> PyTree:
     Gradients and new parameters that a function returns have the dtypes of the parameters.
     """
     for tree in given:
-        leaves, structure = jax.tree.flatten(tree)
-        if structure == _LEAF or not any(
-            is_array(x) and x.dtype in _LOW for x in leaves
-        ):
+        leaves = jax.tree.leaves(tree)
+        kind = _kind(tree)
+        if kind[0] == _LEAF or not any(is_array(x) and x.dtype in _LOW for x in leaves):
             continue
-        shapes = [getattr(x, "shape", None) for x in leaves]
-
-        def is_alike(
-            node: Any, structure: Any = structure, shapes: Any = shapes
-        ) -> bool:
-            found, other = jax.tree.flatten(node)
-            return (
-                other == structure
-                and [getattr(x, "shape", None) for x in found] == shapes
-            )
-
-        def restore(node: Any, tree: Any = tree, is_alike: Any = is_alike) -> Any:
-            if not is_alike(node):
-                return node
-            return jax.tree.map(
-                lambda new, old: (
-                    convert_dtype(new, old.dtype)
-                    if is_floating(new) and is_floating(old)
-                    else new
-                ),
-                node,
-                tree,
-            )
-
+        is_alike = lambda node, kind=kind: _kind(node) == kind  # noqa: E731
+        restore = lambda node, tree=tree, is_alike=is_alike: (  # noqa: E731
+            jax.tree.map(_cast_like, node, tree) if is_alike(node) else node
+        )
         result = jax.tree.map(restore, result, is_leaf=is_alike)
     return result
+
+
+def _kind(tree: PyTree) -> tuple[PyTree, list[PyTree]]:
+    """Returns the structure of a tree, and the shapes of its arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [getattr(x, "shape", None) for x in leaves]
+
+
+def _cast_like(new: PyTree, old: PyTree) -> PyTree:
+    is_cast = is_floating(new) and is_floating(old)
+    return convert_dtype(new, old.dtype) if is_cast else new
 
 
 _LEAF = jax.tree.structure(0)
@@ -373,12 +374,7 @@ def param_arguments(
     return found
 
 
-def _names_and_params(
-    visitor: Transformation,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> list[Named]:
+def _names_and_params(visitor: Transformation, call: _Call) -> list[Named]:
     """Returns the names of the arrays of a call, and which of them are parameters.
 
     Without a choice of the user's these are the arrays that the function itself holds, as
@@ -386,6 +382,7 @@ def _names_and_params(
     that is an array by itself may be an input: `fp8` takes the first one if there is no
     container.
     """
+    func, args, kwargs = call
     names = argument_names(func, len(args))
     trees = [*zip(names, args, strict=True), *sorted(kwargs.items())]
     if not isinstance(func, types.FunctionType):
@@ -435,11 +432,10 @@ def _call_with_nnx(
         "/".join(map(str, path)): name
         for path, name in _nnx.variable_names(objects).items()
     }
-
-    everything = [name for name in plain if name not in (_FUNC, *names)]
     chosen = None
     if visitor.params is not None:
-        chosen = param_arguments(names, [*names, *everything], visitor.params)
+        given = [*names, *(x for x in plain if x not in (_FUNC, *names))]
+        chosen = param_arguments(names, given, visitor.params)
 
     def describe(name: LeafName, is_param: bool) -> Named:
         if name.argument == "state":
@@ -457,11 +453,7 @@ def _call_with_nnx(
 
     out, state = call_through(visitor, pure, (split.rest, plain), {}, describe=describe)
     # A parameter that the function changes in place keeps its dtype.
-    state = jax.tree.map(
-        lambda new, old: convert_dtype(new, old.dtype) if is_floating(new) else new,
-        state,
-        split.rest,
-    )
+    state = jax.tree.map(_cast_like, state, split.rest)
     _nnx.update(objects, state, before=split.rest)
     return out
 
