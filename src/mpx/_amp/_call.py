@@ -58,20 +58,17 @@ _current = make_jit_context(None)
 
 @dataclasses.dataclass(eq=False)
 class Recording:
-    """What happened while a function was traced.
+    """What happened while a function was traced."""
 
-    Attributes:
-        names: The names and roles of arrays that were arguments, by their `id`.
-        casts: The compute dtype and the rules of each call of a function under `amp`.
-        decisions: The decisions of these.
-        matmuls: The matmuls that functions under `fp8` met.
-        recipes: The recipe of each call of a function under `fp8`.
-    """
-
+    # The names and roles of arrays that were arguments, by their `id`
     names: dict[int, Named] = dataclasses.field(default_factory=dict)
+    # The compute dtype and the rules of each call of a function under `amp`
     casts: list[tuple[Any, AmpRules]] = dataclasses.field(default_factory=list)
+    # The decisions of these
     decisions: list[Decision] = dataclasses.field(default_factory=list)
+    # The matmuls that functions under `fp8` met
     matmuls: list[Any] = dataclasses.field(default_factory=list)
+    # The recipe of each call of a function under `fp8`
     recipes: list[Any] = dataclasses.field(default_factory=list)
 
     def name(self, named: Sequence[Named], arrays: Sequence[Any]) -> None:

@@ -45,17 +45,11 @@ PRESETS = {
 
 
 class Choice(NamedTuple):
-    """How an equation runs.
+    """How an equation runs."""
 
-    Attributes:
-        how: The emitter, by its name in `mpx._amp._emit`.
-        rule: The rule; `None` if there was nothing to decide.
-        reason: Why.
-    """
-
-    how: str
-    rule: RuleLike | None = None
-    reason: str = ""
+    how: str  # The emitter, by its name in `mpx._amp._emit`
+    rule: RuleLike | None = None  # The rule; `None` if there was nothing to decide
+    reason: str = ""  # Why
 
 
 Region = tuple[RuleLike, str] | None

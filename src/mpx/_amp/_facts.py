@@ -48,18 +48,15 @@ _BARRIERS = frozenset(names("optimization_barrier pvary pcast sharding_constrain
 
 
 class Source(NamedTuple):
-    """What a value is computed from.
+    """What a value is computed from."""
 
-    Attributes:
-        kind: `constant` if only numbers of the program enter, `params` if parameters and
-            such numbers do, else `data`.
-        names: The names of these parameters. For `data`, the name of the argument whose
-            numbers it holds, if it holds nothing else.
-        leaf: The shape of the argument, if only operations that move numbers lie between.
-    """
-
+    # `constant` if only numbers of the program enter, `params` if parameters and such
+    # numbers do, else `data`
     kind: Literal["constant", "params", "data"] = "data"
+    # The names of these parameters. For `data`, the name of the argument whose numbers
+    # it holds, if it holds nothing else.
     names: frozenset[str] = frozenset()
+    # The shape of the argument, if only operations that move numbers lie between
     leaf: tuple[int, ...] | None = None
 
     @property
@@ -140,18 +137,13 @@ def is_lookup(eqn: Equation, sources: Sequence[Source]) -> bool:
 
 
 class Origin(NamedTuple):
-    """What autocast knows of a value.
+    """What autocast knows of a value."""
 
-    Attributes:
-        source: What it is computed from.
-        touched: Whether a value of the compute dtype entered.
-        literal: For a number that is written into the program, however broadcast: the
-            16-bit formats that hold it without overflow or underflow. Not the number
-            itself: two calls of a jitted function with other numbers are one program.
-    """
-
-    source: Source = DATA
-    touched: bool = False
+    source: Source = DATA  # What it is computed from
+    touched: bool = False  # Whether a value of the compute dtype entered
+    # For a number that is written into the program, however broadcast: the 16-bit
+    # formats that hold it without overflow or underflow. Not the number itself: two
+    # calls of a jitted function with other numbers are one program.
     literal: tuple[str, ...] | None = None
 
     @property
@@ -280,28 +272,22 @@ class Decision(NamedTuple):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Settings(Transformation):
-    """The settings of one `amp` call and what it knows of values.
-
-    Attributes:
-        dtype: The compute dtype.
-        rules: The rules.
-        reduce: In which dtype the gradients of arguments that matmuls read leave their
-            matmuls: see `weight_grad_dtype`.
-        attention: Whether attention that is recognised runs in one kernel, or is kept.
-        caller: The equation with a line of the user's whose body is visited.
-        is_plain: See `AmpRules`.
-        decisions: Where decisions are recorded, `None` to record none.
-    """
+    """The settings of one `amp` call and what it knows of values."""
 
     unknown: ClassVar[Origin] = NEUTRAL
     widens_params: ClassVar[bool] = True
 
     dtype: np.dtype
     rules: AmpRules
+    # In which dtype the gradients of arguments that matmuls read leave their matmuls:
+    # see `weight_grad_dtype`
     reduce: Reduce = None
+    # Whether attention that is recognised runs in one kernel, or is kept
     attention: Literal["fuse", "keep"] = "fuse"
+    # The equation with a line of the user's whose body is visited
     caller: Equation = None
     is_plain: bool = False
+    # Where decisions are recorded, `None` to record none
     decisions: list[Decision] | None = None
 
     @property

@@ -50,22 +50,16 @@ _jax = private("attention")
 
 
 class Attention(NamedTuple):
-    """The static part of one call.
+    """The static part of one call."""
 
-    Attributes:
-        scale: The factor of the scores.
-        is_causal: Whether a query sees the keys up to its own position only.
-        window: For causal attention, the number of keys that it sees to the left, and 0.
-        extras: The further operands: of `bias`, `mask` and `kv_seqlen`, in this order,
-            those that there are.
-        bias_grad: Whether a bias gets a gradient.
-    """
-
-    scale: float
-    is_causal: bool
+    scale: float  # The factor of the scores
+    is_causal: bool  # Whether a query sees the keys up to its own position only
+    # For causal attention, the number of keys that it sees to the left, and 0
     window: tuple[int, int] | None
+    # The further operands: of `bias`, `mask` and `kv_seqlen`, in this order, those that
+    # there are
     extras: tuple[str, ...]
-    bias_grad: bool = True
+    bias_grad: bool = True  # Whether a bias gets a gradient
 
     @property
     def operands(self) -> int:

@@ -191,24 +191,16 @@ class _Pullback:
 
     It travels with the residuals: the forward function is traced once for each set of
     perturbed arguments.
-
-    Attributes:
-        free: The operands for which a derivative is asked.
-        tangents: Their types in the traced function.
-        tree: The structure of the residuals, which holds the linear function.
-        residuals: Their variables in the traced function.
-        facts: What is known of them.
-        outs: The types of the results in the traced function.
-        live: Filled while the backward function is traced: the operands whose cotangent
-            it does not leave out.
     """
 
-    free: tuple[int, ...]
-    tangents: list[Aval]
-    tree: Any
-    residuals: list[Aval]
-    facts: Facts
-    outs: list[Aval]
+    free: tuple[int, ...]  # The operands for which a derivative is asked
+    tangents: list[Aval]  # Their types in the traced function
+    tree: Any  # The structure of the residuals, which holds the linear function
+    residuals: list[Aval]  # Their variables in the traced function
+    facts: Facts  # What is known of them
+    outs: list[Aval]  # The types of the results in the traced function
+    # Filled while the backward function is traced: the operands whose cotangent it does
+    # not leave out
     live: set[int]
 
 

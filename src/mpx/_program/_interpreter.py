@@ -59,15 +59,11 @@ class Op(NamedTuple):
 
 
 class Replacement(NamedTuple):
-    """What is run instead of an equation and of those that only it needs.
+    """What is run instead of an equation and of those that only it needs."""
 
-    Attributes:
-        atoms: The variables whose values it needs.
-        run: Takes the visitor and the equation with these values as its operands;
-            returns the results of the equation.
-    """
-
-    atoms: Sequence[Any]
+    atoms: Sequence[Any]  # The variables whose values it needs
+    # Takes the visitor and the equation with these values as its operands; returns the
+    # results of the equation
     run: Callable[["Visitor", Op], Outcome]
 
 
@@ -122,21 +118,18 @@ class Visitor:
     of that primitive in `mpx._program.HANDLERS`, which rebuilds the equation around bodies
     that were visited in turn. The other methods tell the handlers what they need to know;
     by default nothing is known of any value and bodies get no further inputs.
-
-    Attributes:
-        cache: Rewritten jaxprs, by what they were made from.
-        found: Hashable notes about the whole function. A cached body restores those that
-            were made in it.
-        frame: The evaluation that is running.
-        narrow_carry: Whether a loop carry may have another dtype than in the original.
-        unknown: The fact of a value of which nothing is known.
     """
 
-    unknown: ClassVar[Fact] = None
+    unknown: ClassVar[Fact] = None  # The fact of a value of which nothing is known
 
+    # Rewritten jaxprs, by what they were made from
     cache: dict[Any, Rewritten] = dataclasses.field(default_factory=dict)
+    # Hashable notes about the whole function. A cached body restores those that were
+    # made in it.
     found: set[Any] = dataclasses.field(default_factory=set)
+    # The evaluation that is running
     frame: Frame = dataclasses.field(default_factory=Frame, init=False)
+    # Whether a loop carry may have another dtype than in the original
     narrow_carry: bool = False
 
     def equation(self, op: Op) -> Outcome:
@@ -351,21 +344,14 @@ def with_dtype(aval: Aval, dtype: np.dtype | None) -> Aval:
 
 
 class Traced(NamedTuple):
-    """A function of arrays that has been traced.
+    """A function of arrays that has been traced."""
 
-    Attributes:
-        jaxpr: The jaxpr, open.
-        consts: Its constants.
-        arrays: Its arguments.
-        named: Their names, and which of them are parameters.
-        has_params: Whether its parameters are known. While Linen or Haiku initialise a
-            model it has none yet.
-    """
-
-    jaxpr: Jaxpr
-    consts: Sequence[Any]
-    arrays: list[Any]
-    named: list[Named]
+    jaxpr: Jaxpr  # The jaxpr, open
+    consts: Sequence[Any]  # Its constants
+    arrays: list[Any]  # Its arguments
+    named: list[Named]  # Their names, and which of them are parameters
+    # Whether its parameters are known. While Linen or Haiku initialise a model it has
+    # none yet.
     has_params: bool
 
     def named_arrays(self) -> list[tuple[LeafName, Any]]:
@@ -386,21 +372,17 @@ class Traced(NamedTuple):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Transformation(Visitor):
-    """A visitor that functions are called through.
+    """A visitor that functions are called through."""
 
-    Attributes:
-        params: The positions or names of the arguments that hold parameters; `None` to
-            find them.
-        widens_params: Whether parameters of 16 bits are read as f32.
-        takes_bare_params: Whether the first argument holds the parameters if it is an array
-            by itself, and no argument is a container.
-        stored: What an f32 array that was widened for the call was made from, by its `id`:
-            the f32 array, and the one of 16 bits.
-    """
-
+    # The positions or names of the arguments that hold parameters; `None` to find them
     params: tuple[int | str, ...] | None = None
+    # What an f32 array that was widened for the call was made from, by its `id`: the
+    # f32 array, and the one of 16 bits
     stored: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    # Whether parameters of 16 bits are read as f32
     widens_params: ClassVar[bool] = False
+    # Whether the first argument holds the parameters if it is an array by itself, and
+    # no argument is a container
     takes_bare_params: ClassVar[bool] = False
 
     @property

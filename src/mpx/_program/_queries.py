@@ -99,19 +99,13 @@ def has_body(eqn: Equation) -> bool:
 
 
 class Position(NamedTuple):
-    """An equation and what is around it.
+    """An equation and what is around it."""
 
-    Attributes:
-        eqn: The equation; `None` stands for any equation of a jaxpr.
-        scopes: The `jax.named_scope`s around it and its own, outermost first.
-        times: How often it runs: see `repetitions`.
-        callers: The equations that hold it, outermost first.
-    """
-
-    eqn: Equation = None
+    eqn: Equation = None  # The equation; `None` stands for any equation of a jaxpr
+    # The `jax.named_scope`s around it and its own, outermost first
     scopes: tuple[str, ...] = ()
-    times: int = 1
-    callers: tuple[Equation, ...] = ()
+    times: int = 1  # How often it runs: see `repetitions`
+    callers: tuple[Equation, ...] = ()  # The equations that hold it, outermost first
 
     @property
     def backward(self) -> bool:

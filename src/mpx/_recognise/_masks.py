@@ -26,28 +26,20 @@ _MOST_SEARCHED = 60
 
 
 class Masks(NamedTuple):
-    """Biases and masks of one attention.
+    """Biases and masks of one attention."""
 
-    Attributes:
-        is_causal: Whether a query sees the keys up to its own position only.
-        window: The number of keys that it sees to the left and to the right.
-        biases: The biases that are no constants.
-        bias: The sum of those that are, with the axes batch, heads, rows and keys.
-        masks: The masks that are no constants.
-        mask: Those that are, `True` for keys that are seen.
-        empty: The probability of each key in a row in which all is masked; `None` if
-            there is no such row.
-        is_added: Whether scores have a gradient in such rows.
-    """
-
-    is_causal: bool = False
+    is_causal: bool = False  # Whether a query sees the keys up to its own position only
+    # The number of keys that it sees to the left and to the right
     window: tuple[int, int] | None = None
-    biases: tuple[Side, ...] = ()
+    biases: tuple[Side, ...] = ()  # The biases that are no constants
+    # The sum of those that are, with the axes batch, heads, rows and keys
     bias: np.ndarray | None = None
-    masks: tuple[Side, ...] = ()
-    mask: np.ndarray | None = None
+    masks: tuple[Side, ...] = ()  # The masks that are no constants
+    mask: np.ndarray | None = None  # Those that are, `True` for keys that are seen
+    # The probability of each key in a row in which all is masked; `None` if there is no
+    # such row
     empty: float | None = None
-    is_added: bool = False
+    is_added: bool = False  # Whether scores have a gradient in such rows
 
     @property
     def terms(self) -> list[Term]:

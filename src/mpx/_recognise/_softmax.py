@@ -38,25 +38,16 @@ ABSORBING = -1e20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Side:
-    """What was added to scores, or which of them were kept.
-
-    Attributes:
-        kind: `bias` or `mask`.
-        term: The array; for a mask, of booleans.
-        labels: The labels of its axes, as of the scores that it met.
-        factor: By what a bias is multiplied.
-        keeps: Whether `True` in a mask keeps the score.
-        fill: What masked scores become.
-        is_added: Whether the fill was added to the scores, so that they have a gradient
-            where they are masked, too.
-    """
+    """What was added to scores, or which of them were kept."""
 
     kind: Literal["bias", "mask"]
-    term: Term
-    labels: Labels
-    factor: float = 1.0
-    keeps: bool = True
-    fill: float = -math.inf
+    term: Term  # The array; for a mask, of booleans
+    labels: Labels  # The labels of its axes, as of the scores that it met
+    factor: float = 1.0  # By what a bias is multiplied
+    keeps: bool = True  # Whether `True` in a mask keeps the score
+    fill: float = -math.inf  # What masked scores become
+    # Whether the fill was added to the scores, so that they have a gradient where they
+    # are masked, too
     is_added: bool = False
 
     def is_same(self, other: "Side") -> bool:
@@ -74,18 +65,12 @@ class Side:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scores:
-    """Scaled products of a matmul with biases and masks.
+    """Scaled products of a matmul with biases and masks."""
 
-    Attributes:
-        dot: The term of the matmul.
-        sizes: The size of each label.
-        scale: The factor of the products.
-        sides: Biases and masks in the order in which they were applied.
-    """
-
-    dot: Term
-    sizes: dict[Label, int]
-    scale: float = 1.0
+    dot: Term  # The term of the matmul
+    sizes: dict[Label, int]  # The size of each label
+    scale: float = 1.0  # The factor of the products
+    # Biases and masks in the order in which they were applied
     sides: tuple[Side, ...] = ()
 
     @property
@@ -115,30 +100,22 @@ NO_SHIFT = Shift(frozenset())
 
 
 class Meaning(NamedTuple):
-    """The meaning of a term.
+    """The meaning of a term."""
 
-    Attributes:
-        kind: Which part of a softmax it is.
-        scores: The scores of that softmax.
-        labels: The labels of each axis.
-        parents: The terms with a meaning that it is made from.
-        shift: The maximum that was subtracted.
-        summed: The labels over which exponentials were summed.
-        is_bounded: Whether no exponential can overflow, and not all of a sum underflow.
-        late: The masks, also ones of the scores, by which exponentials or probabilities
-            became 0.
-        empty: What it is in a row in which everything is masked, if all masks count there
-            that are `late`; `None` if that is not one known number.
-    """
-
-    kind: Kind
-    scores: Scores
-    labels: Labels
-    parents: tuple[Term, ...] = ()
-    shift: Shift = NO_SHIFT
+    kind: Kind  # Which part of a softmax it is
+    scores: Scores  # The scores of that softmax
+    labels: Labels  # The labels of each axis
+    parents: tuple[Term, ...] = ()  # The terms with a meaning that it is made from
+    shift: Shift = NO_SHIFT  # The maximum that was subtracted
+    # The labels over which exponentials were summed
     summed: frozenset[Label] = frozenset()
+    # Whether no exponential can overflow, and not all of a sum underflow
     is_bounded: bool = False
+    # The masks, also ones of the scores, by which exponentials or probabilities became
+    # 0
     late: tuple[Side, ...] = ()
+    # What it is in a row in which everything is masked, if all masks count there that
+    # are `late`; `None` if that is not one known number
     empty: float | None = None
 
 
