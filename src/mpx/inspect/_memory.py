@@ -1,6 +1,5 @@
 """The memory of a training step, predicted before anything runs."""
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ from mpx._jax._devices import cuda_capability
 from mpx._optim import FlashOptimizer, FlashState, flash_adamw
 from mpx._program._queries import MATMULS, contains
 from mpx.inspect._buffers import Buffer, nbytes, peak
-from mpx.inspect._call_command import add_call, load_call, show
 from mpx.inspect._dtypes import is_float, is_half, short_dtypes
 from mpx.inspect._program import Program, gradient, program, unwrapped
 from mpx.inspect._result import Result, Table, amount, total
@@ -228,20 +226,3 @@ def _option(row: _Row) -> Option:
 
 def _by_dtype(buffers: Iterable[Buffer]) -> dict[str, int]:
     return total((short_dtypes([x.dtype]), x.bytes) for x in buffers)
-
-
-# --- python -m mpx memory -------------------------------------------------------------
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
-    add_call(parser)
-    parser.add_argument("--target", help="the GPU: h200, or here")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Prints the prediction; returns the exit status."""
-    func, arguments = load_call(args.call)
-    show(memory(func, *arguments, target=args.target), as_json=args.json)
-    return 0

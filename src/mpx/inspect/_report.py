@@ -1,6 +1,5 @@
 """Reports of the precision in which a function computes, made before it runs."""
 
-import argparse
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +12,6 @@ from mpx._amp._rules import REASONS, UNKNOWN, Rule
 from mpx._fp8._decide import Matmul as Fp8Matmul
 from mpx._jax._formats import short_name
 from mpx._program._queries import ATTENTION, CROSS_ENTROPY, MATMULS, walk
-from mpx.inspect._call_command import add_call, load_call, show
 from mpx.inspect._dtypes import short_dtypes
 from mpx.inspect._precision import Kept, Matmul, Residual, operations, residuals
 from mpx.inspect._program import Program, gradient, program
@@ -488,24 +486,3 @@ def _of_program(full: Program, passes: str, compiled: Compiled | None) -> Report
         fp8=_fp8_view(full.recording),
         compiled=compiled,
     )
-
-
-# --- The command ----------------------------------------------------------------------
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `python -m mpx report`."""
-    add_call(parser)
-    parser.add_argument("--target", help="compile for this GPU: h200, or here")
-    parser.add_argument("--devices", type=int, default=1, help="how many of these")
-    parser.add_argument("--forward", action="store_true", help="leave the gradient out")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Prints the report; returns the exit status."""
-    func, arguments = load_call(args.call)
-    backward = False if args.forward else None
-    options = {"target": args.target, "devices": args.devices, "backward": backward}
-    show(report(func, *arguments, **options), as_json=args.json)
-    return 0
