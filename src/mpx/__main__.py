@@ -27,12 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         found = doctor(measure=measure)
         status = int(bool(found.problems))
-    if arguments.cluster and jax.process_index():
-        return status
-    if arguments.json:
-        print(found.to_json(indent=2))
-    else:
-        found.show()
+    if not arguments.cluster or jax.process_index() == 0:
+        print(found.to_json(indent=2) if arguments.json else found)
     return status
 
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -128,10 +128,8 @@ def conformance(*, measure: bool = True) -> Conformance:
     # Processes of different versions may run different programs, and then they hang.
     if all(check.passed for check in checks):
         mesh = make_mesh()
-        sharded = Trial(mesh, "sharded")
-        checks += check_decisions(sharded)
-        checks += check_decisions(Trial(mesh, "copies"))
-        checks.append(check_wire(sharded))
+        trial = Trial(mesh)
+        checks += [*check_decisions(trial), check_wire(trial)]
         if measure and mesh.size > 1:
             rates = measure_rates(mesh)
             words = {True: "exact", False: "wrong"}
@@ -218,19 +216,19 @@ def half() -> str:
 
 
 class Trial:
-    """A few steps of a small model with dynamic loss scaling, on all devices.
+    """A few steps of a small model under `jit`, with FSDP and dynamic loss scaling.
 
-    `sharded` cuts the rows of each matrix over all devices and trains under `jit` (FSDP).
-    `copies` keeps everything on every device and trains under `shard_map`, where a NaN is
-    in the batch of one device alone.
+    The rows of each matrix and of the batch are cut over all devices.
     """
 
-    def __init__(
-        self, mesh: Mesh, layout: Literal["sharded", "copies"] = "sharded"
-    ) -> None:
-        self.mesh, self.layout = mesh, layout
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self._everywhere = mesh, NamedSharding(mesh, P())
+        self._cut = NamedSharding(mesh, P("data"))
         self.width = mesh.size * -(-64 // mesh.size)
-        self._where = jax.tree.map(self._place, jax.eval_shape(self._init))
+        self._where = jax.tree.map(
+            lambda x: self._cut if x.ndim == 2 else self._everywhere,
+            jax.eval_shape(self._init),
+        )
 
     def start(self) -> PyTree:
         """Returns the state before the first step."""
@@ -248,12 +246,7 @@ class Trial:
             numbers = jnp.arange(len(devices), dtype=jnp.int32)
             return lax.scan(lambda c, x: self._step(c, *x), state, (numbers, devices))
 
-        if self.layout == "copies":
-            steps = jax.shard_map(
-                steps, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False
-            )
-        places = self._where, NamedSharding(self.mesh, P())
-        run = jax.jit(steps, out_shardings=places)
+        run = jax.jit(steps, out_shardings=(self._where, self._everywhere))
         state, finite = run(state, np.array(devices, np.int32))
         shards = sorted(finite.addressable_shards, key=lambda x: x.device.id)
         return state, [(~np.asarray(shard.data)).tolist() for shard in shards]
@@ -281,34 +274,23 @@ class Trial:
         }
         return {"params": params, "scaling": DynamicLossScaling.pow2(2.0**10)}
 
-    def _place(self, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        is_cut = self.layout == "sharded" and leaf.ndim == 2
-        return NamedSharding(self.mesh, P("data") if is_cut else P())
-
     def _step(
         self, state: PyTree, number: Array, device: Array
     ) -> tuple[PyTree, Array]:
-        axis = "data" if self.layout == "copies" else None
-        size = self.mesh.size
-        # The devices whose rows of the batch are here.
-        owners = jnp.arange(size) if axis is None else lax.axis_index(axis)[None]
-        key = jax.random.fold_in(jax.random.key(1), number)
-        key = jax.random.fold_in(key, owners[0])
-
         def along(x: Array) -> Array:
-            if axis is not None:
-                return x
-            return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P("data")))
+            return lax.with_sharding_constraint(x, self._cut)
 
         def loss(params: dict[str, Array], x: Array) -> Array:
             hidden = jax.nn.relu(along(x @ params["up"]) + params["bias"])
             out = along(hidden @ params["down"])
             return jnp.mean(cast_to_float32(out - x) ** 2)
 
-        x = jax.random.normal(key, (_ROWS * len(owners), self.width))
-        is_bad = jnp.repeat(owners == device, _ROWS)
+        size = self.mesh.size
+        key = jax.random.fold_in(jax.random.key(1), number)
+        x = jax.random.normal(key, (_ROWS * size, self.width))
+        is_bad = jnp.repeat(np.arange(size) == device, _ROWS)
         x = along(jnp.where(is_bad[:, None], jnp.nan, x))
-        take = value_and_grad(amp(loss, half()), axis_name=axis)
+        take = value_and_grad(amp(loss, half()))
         result = take(state["scaling"], state["params"], x)
         params = jax.tree.map(
             lambda p, g: jnp.where(result.finite, p - 0.1 * g, p),
@@ -329,8 +311,8 @@ def check_decisions(trial: Trial) -> list[Check]:
     wanted = _told([device >= 0 for device in devices])
     hashes = gather(digests(state, trial.mesh))
     return [
-        judge(f"skips, {trial.layout}", _by_device(found), wanted),
-        judge(f"hash of the state, {trial.layout}", _by_device(hashes)),
+        judge("skips", _by_device(found), wanted),
+        judge("hash of the state", _by_device(hashes)),
     ]
 
 

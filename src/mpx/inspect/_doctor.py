@@ -20,7 +20,6 @@ from mpx._jax._version import __version__, version_tuple
 from mpx.inspect._result import Result, Table, amount
 
 EXTRAS = {
-    "rich": "inspect",
     "matplotlib": "inspect",
     "tensorboardX": "",
     "wandb": "",

@@ -30,7 +30,7 @@ from mpx.inspect._counting import (
     carried,
     count,
 )
-from mpx.inspect._result import Result, Table, amount, extra, percent
+from mpx.inspect._result import Result, Table, amount, percent
 
 SHOWN = ("f16", "bf16", "e5m2", "e4m3")
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -381,13 +381,18 @@ def plot_exponents(
         >>> [label.get_text() for label in figure.axes[1].get_yticklabels()]
         ['w']
     """
-    figures = extra("matplotlib.figure", "plot_exponents")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            'plot_exponents needs matplotlib: `pip install "mpx-jax[inspect]"`.'
+        ) from error
     counts = stats.histogram()[:, BELOW:INF]
     rows = max(1, len(stats.names))
     if ax is None:
         ratio = [max(1.0, 0.25 * len(formats)), min(0.45 * rows, 2 + 0.16 * rows)]
         height = min(1.2 + 0.25 * len(formats) + ratio[1], 16)
-        figure = figures.Figure(figsize=(8, height), layout="constrained")
+        figure = Figure(figsize=(8, height), layout="constrained")
         top, main = figure.subplots(2, 1, sharex=True, height_ratios=ratio)
     else:
         figure, main = ax.figure, ax

@@ -2,12 +2,10 @@
 
 import dataclasses
 import html
-import importlib
 import json
 import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +38,7 @@ class Table(NamedTuple):
             return "\n".join([*lines, *(cell for row in self.rows for cell in row)])
         every = [self.head, *self.rows]
         widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-        rule = tuple("-" * width for width in widths)
+        rule = ["-" * width for width in widths]
         for line in (self.head, rule, *self.rows):
             cells = [
                 cell.rjust(width) if i in self.right else cell.ljust(width)
@@ -55,16 +53,11 @@ class Table(NamedTuple):
         if not self.head:
             cells = (cell for row in self.rows for cell in row)
             return title + "".join(f"<p>{html.escape(x)}</p>" for x in cells)
-        head = "".join(f"<th>{html.escape(x)}</th>" for x in self.head)
         rows = "".join(
-            "<tr>" + "".join(self._cell(*pair) for pair in enumerate(row)) + "</tr>"
-            for row in self.rows
+            f"<tr>{''.join(f'<{tag}>{html.escape(x)}</{tag}>' for x in row)}</tr>"
+            for tag, row in (("th", self.head), *(("td", row) for row in self.rows))
         )
-        return f"{title}<table><tr>{head}</tr>{rows}</table>"
-
-    def _cell(self, column: int, text: str) -> str:
-        align = ' style="text-align:right"' if column in self.right else ""
-        return f"<td{align}>{html.escape(text)}</td>"
+        return f"{title}<table>{rows}</table>"
 
 
 class Result:
@@ -101,34 +94,12 @@ class Result:
         """
         return json.dumps(_finite(self.to_dict()), **options)
 
-    def show(self) -> None:
-        """Prints the tables, with lines and colours if `rich` is installed."""
-        try:
-            from rich.console import Console
-            from rich.table import Table as Grid
-        except ImportError:
-            print(self)
-            return
-        console = Console()
-        for table in self.tables():
-            if not table.head:
-                console.print(str(table), markup=False, highlight=False)
-                continue
-            grid = Grid(title=table.title or None, title_justify="left")
-            for i, name in enumerate(table.head):
-                justify = "right" if i in table.right else "left"
-                grid.add_column(name, justify=justify, overflow="fold")
-            for row in table.rows:
-                grid.add_row(*(cell.replace("[", r"\[") for cell in row))
-            console.print(grid)
-
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return {field.name: _plain(getattr(value, field.name)) for field in fields}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _plain(getattr(value, "_asdict")())  # noqa: B009
+        value = {x.name: getattr(value, x.name) for x in dataclasses.fields(value)}
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = getattr(value, "_asdict")()  # noqa: B009
     if isinstance(value, Mapping):
         return {str(key): _plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -146,21 +117,6 @@ def _finite(value: Any) -> Any:
         return [_finite(x) for x in value]
     is_special = isinstance(value, float) and not math.isfinite(value)
     return str(value) if is_special else value
-
-
-def extra(module: str, purpose: str) -> ModuleType:
-    """Returns a module of the extra `inspect`.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ImportError(
-            f'{purpose} needs {package}: `pip install "mpx-jax[inspect]"`.'
-        ) from error
 
 
 def total(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
