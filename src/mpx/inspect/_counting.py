@@ -237,16 +237,11 @@ def _local(
 ) -> tuple[Array, Array]:
     """Counts the arrays of a device, and adds over the mesh axes that shard each."""
     counts, squares = count_local(leaves)
-    counts = split(counts)
-    by_axes: dict[tuple[str, ...], list[int]] = {}
-    for index, spec in enumerate(specs):
-        by_axes.setdefault(_axis_names(spec), []).append(index)
-    for axes, indices in by_axes.items():
-        if not axes:
-            continue
+    counts, names = split(counts), [_axis_names(spec) for spec in specs]
+    for axes in filter(None, dict.fromkeys(names)):
         # Those of other leaves are added up as well, and not used.
         sums = lax.psum((counts, squares), axes)
-        chosen = jnp.stack([jnp.array(i in indices) for i in range(len(leaves))])
+        chosen = jnp.stack([jnp.array(name == axes) for name in names])
         counts = jnp.where(chosen[:, None, None], sums[0], counts)
         squares = jnp.where(chosen, sums[1], squares)
     return counts, squares
@@ -287,22 +282,18 @@ TUNING = Tuning()
 def count_local(
     leaves: Sequence[Array], tuning: Tuning = TUNING, *, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """Returns the counts of arrays of one device, int32[leaves, BINS], and squares, f32."""
-    alike: dict[Hashable, list[int]] = {}
-    for index, x in enumerate(leaves):
-        alike.setdefault((x.size, x.dtype), []).append(index)
-    batches = [
-        indices[start : start + tuning.batch]
-        for indices in alike.values()
-        for start in range(0, len(indices), tuning.batch)
-    ]
-    launch = functools.partial(_launch, tuning=tuning, interpret=interpret)
-    parts = [launch([leaves[i].reshape(-1) for i in batch]) for batch in batches]
+    """Returns the counts of arrays of one device, int32[leaves, BINS], and squares, f32.
+
+    Neighbours of one size and dtype share a launch.
+    """
+    parts = []
+    for _, alike in itertools.groupby(leaves, lambda x: (x.size, x.dtype)):
+        flat = [x.reshape(-1) for x in alike]
+        for start in range(0, len(flat), tuning.batch):
+            batch = flat[start : start + tuning.batch]
+            parts.append(_launch(batch, tuning=tuning, interpret=interpret))
     counts, squares = map(jnp.concatenate, zip(*parts, strict=True))
-    order = np.argsort([index for batch in batches for index in batch]).tolist()
-    if order == sorted(order):
-        return counts, squares
-    return jnp.stack([counts[i] for i in order]), jnp.stack([squares[i] for i in order])
+    return counts, squares
 
 
 # Under jit, so that batches of equal types are traced and lowered once.
