@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         found = doctor(measure=measure)
         status = int(bool(found.problems))
-    if not arguments.cluster or jax.process_index() == 0:
+    is_first = jax.process_index() == 0  # pyright: ignore[reportUnknownMemberType]
+    if is_first or not arguments.cluster:
         print(found.to_json(indent=2) if arguments.json else found)
     return status
 

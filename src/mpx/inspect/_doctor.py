@@ -19,14 +19,7 @@ from mpx._jax._devices import cuda_capability
 from mpx._jax._version import __version__, version_tuple
 from mpx.inspect._result import Result, Table, amount
 
-EXTRAS = {
-    "matplotlib": "inspect",
-    "tensorboardX": "",
-    "wandb": "",
-    "flax": "flax",
-    "orbax-checkpoint": "checkpoint",
-}
-
+EXTRAS = ("matplotlib", "tensorboardX", "wandb", "flax", "orbax-checkpoint")
 CUDA_SINCE = {
     "f16": (7, 0),
     "bf16": (8, 0),
@@ -112,41 +105,29 @@ class Diagnosis(Result):
 
     def tables(self) -> Sequence[Table]:
         """Returns versions, devices, formats, the recommendation and problems."""
-        versions = ", ".join(f"{k} {v}" for k, v in self.versions.items())
-        devices = "; ".join(
-            f"{x.count} × {x.kind} ({x.platform})"
-            + (f" with {amount(x.memory, 'B')}" if x.memory else "")
-            for x in self.devices
-        )
-        text = f"{versions}.\nDevices: {devices}."
+        text = ", ".join(f"{k} {v}" for k, v in self.versions.items())
+        for x in self.devices:
+            text += f"\n{x.count} × {x.kind} ({x.platform})"
+            text += f" with {amount(x.memory, 'B')}" if x.memory else ""
         if self.bandwidth:
             text += f"\nMemory: {amount(self.bandwidth, 'B/s')} (measured)."
-        base = next((x.rate for x in self.formats if x.name == "f32" and x.rate), None)
+        rates = {x.name: x.rate for x in self.formats if x.rate}
         words = {True: "yes", False: "no", None: "?"}
-        rows = [
-            [
-                x.name,
-                words[x.native],
-                "–" if x.rate is None else amount(x.rate, "FLOP/s"),
-                "–" if x.rate is None or base is None else f"{x.rate / base:.2f}×",
-                x.reason,
-            ]
-            for x in self.formats
-        ]
+        rows = []
+        for x in self.formats:
+            rate, share = "–", "–"
+            if x.rate and "f32" in rates:
+                rate, share = amount(x.rate, "FLOP/s"), f"{x.rate / rates['f32']:.2f}×"
+            rows.append((x.name, words[x.native], rate, share, x.reason))
         head = ("format", "native", "matmul", "vs f32", "")
-        have = [f"{name} {version}" for name, version in self.extras.items() if version]
-        lack = [
-            f"{name} (mpx-jax[{EXTRAS[name]}])" if EXTRAS.get(name) else name
-            for name, version in self.extras.items()
-            if not version
+        extras = [f"{name} {x or '(missing)'}" for name, x in self.extras.items()]
+        return [
+            Table.text(text),
+            Table(head, rows, "Formats", frozenset({2, 3})),
+            Table.text(f"{self.policy}\n{self.reason}", "Recommended"),
+            *(Table.text(problem, "Problem") for problem in self.problems),
+            Table.text(f"Optional packages: {', '.join(extras)}."),
         ]
-        extras = f"Optional packages: {', '.join(have) or 'none'}."
-        if lack:
-            extras += f" Not installed: {', '.join(lack)}."
-        tables = [Table.text(text), Table(head, rows, "Formats", frozenset({2, 3}))]
-        tables += [Table.text(f"{self.policy}\n{self.reason}", "Recommended")]
-        tables += [Table.text(problem, "Problem") for problem in self.problems]
-        return [*tables, Table.text(extras)]
 
 
 def doctor(*, measure: bool = True) -> Diagnosis:
@@ -162,24 +143,19 @@ def doctor(*, measure: bool = True) -> Diagnosis:
     """
     native = formats()
     rates = measure_rates(native) if measure else {}
-    supports = tuple(
-        FormatSupport(name, here, reason, rates.get(name))
-        for name, (here, reason) in native.items()
-    )
     policy, reason = recommend(native, rates)
-    machine = platform.machine()
     kinds = Counter((device.device_kind, device.platform) for device in jax.devices())
     # Only a device of this process tells.
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return Diagnosis(
-        versions=versions() | {"on": machine},
+        versions=versions() | {"on": platform.machine()},
         devices=tuple(Device(*kind, count, memory) for kind, count in kinds.items()),
-        formats=supports,
+        formats=tuple(FormatSupport(k, *x, rates.get(k)) for k, x in native.items()),
         bandwidth=measure_bandwidth() if measure else None,
         extras={name: _version(name) for name in EXTRAS},
         policy=policy,
         reason=reason,
-        problems=tuple(problems(jaxlib.__version__, machine)),
+        problems=tuple(problems(jaxlib.__version__, platform.machine())),
     )
 
 
@@ -246,35 +222,26 @@ def _version(package: str) -> str | None:
 def formats() -> dict[str, Native]:
     """Returns by format whether matmuls run in it natively, and why."""
     names = ["f32", "tf32", "bf16", "f16", "fp8", "mx"]
-    platform = jax.default_backend()
-    capability = cuda_capability()
-    found: dict[str, Native]
+    backend, capability = jax.default_backend(), cuda_capability()
+    found: dict[str, Native] = {
+        name: (None, f"mpx does not know {backend}") for name in names
+    }
     if capability is not None:
-        version = ".".join(map(str, capability))
-        found = {
-            name: (capability >= since, f"compute capability {version}")
-            for name, since in CUDA_SINCE.items()
-        }
-    elif platform == "cpu":
-        found = _cpu_formats()
-    elif platform == "tpu":
+        reason = f"compute capability {'.'.join(map(str, capability))}"
+        found |= {name: (capability >= x, reason) for name, x in CUDA_SINCE.items()}
+    elif backend == "cpu":
+        found |= dict.fromkeys(names, (False, "not on a CPU"))
+        flags = _cpu_flags()
+        for name, wanted in CPU_FLAGS.items():
+            here = next((x for x in wanted if x in flags), None)
+            reason = here or "computed in f32 and rounded"
+            found[name] = (here is not None if flags else None, reason)
+    elif backend == "tpu":
         kind = jax.devices()[0].device_kind
-        found = {x: (False, "TPUs compute in bf16") for x in ("tf32", "f16", "mx")}
+        found |= dict.fromkeys(names, (False, "TPUs compute in bf16"))
         found |= {"bf16": (True, kind), "fp8": (bool(TPU_FP8.search(kind)), kind)}
-    else:
-        found = {name: (None, f"mpx does not know {platform}") for name in names}
-    found["f32"] = (True, "in several passes of bf16" if platform == "tpu" else "")
-    return {name: found[name] for name in names}
-
-
-def _cpu_formats() -> dict[str, Native]:
-    flags = _cpu_flags()
-    found: dict[str, Native] = {}
-    for name, wanted in CPU_FLAGS.items():
-        here = [flag for flag in wanted if flag in flags]
-        reason = here[0] if here else "computed in f32 and rounded"
-        found[name] = (bool(here) if flags else None, reason)
-    return found | dict.fromkeys(("tf32", "fp8", "mx"), (False, "not on a CPU"))
+    found["f32"] = (True, "in several passes of bf16" if backend == "tpu" else "")
+    return found
 
 
 @functools.cache
@@ -310,11 +277,10 @@ def measure_bandwidth() -> float:
 
 
 def _matmul(name: str) -> Callable[[Array], Array]:
-    presets = lax.DotAlgorithmPreset
     precision = {
         "f32": lax.Precision.HIGHEST,
-        "tf32": presets.TF32_TF32_F32,
-        "fp8": presets.ANY_F8_ANY_F8_F32,
+        "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32,
+        "fp8": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
     }.get(name)
     wide = jnp.float32 if name == "fp8" else None
     return jax.jit(

@@ -63,8 +63,8 @@ class ExponentStats(Result):
     """
 
     # JAX puts other objects in their place when it rebuilds trees.
-    counts: Any
-    squares: Any
+    counts: PyTree
+    squares: PyTree
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
 
@@ -212,7 +212,7 @@ class ExponentStats(Result):
             dtypes=tuple(self.dtypes[i] for i in rows),
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, list]:
         """Returns the names, dtypes, norms and histograms of the leaves as lists."""
         return {
             "names": list(self.names),
@@ -239,12 +239,12 @@ class ExponentStats(Result):
         shown = self._host[:, low - LOWEST + FIRST : high - LOWEST + FIRST + 1]
         rows = []
         for i, size in enumerate(self.sizes.tolist()):
-            infs, nans = int(self.infs[i]), int(self.nans[i])
+            infs, nans, ends = int(self.infs[i]), int(self.nans[i]), ranges[i]
             cells = [self.names[i] or "(leaf)", self.dtypes[i], amount(size)]
             cells.append(_sparkline(shown[i].tolist()))
-            cells.append("–" if ranges[i] is None else "2^{} … 2^{}".format(*ranges[i]))
+            cells.append("2^{} … 2^{}".format(*ends) if ends else "–")
             cells.append(percent(self.zeros[i] / size) if size else "–")
-            cells += ["–" if ranges[i] is None else percent(x[i]) for x in flushed]
+            cells += [percent(x[i]) if ends else "–" for x in flushed]
             cells.append(f"{infs}, {nans}" if infs + nans else "–")
             cells.append("–" if math.isnan(best[i]) else _power(best[i]))
             rows.append(cells)
@@ -339,7 +339,7 @@ def exponent_stats(tree: PyTree, *, axis_name: AxisName | None = None) -> Expone
     )
 
 
-def _has_exponents(leaf: Any) -> bool:
+def _has_exponents(leaf: object) -> bool:
     dtype = dtype_of(leaf)
     return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from mpx._amp._transform import amp
 from mpx._jax._devices import cuda_capability
@@ -91,12 +92,12 @@ class Memory(Result):
 
 
 def memory(
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     /,
-    *args: Any,
+    *args: PyTree,
     optimizer: optax.GradientTransformation | None = None,
     target: str | None = None,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> Memory:
     """Predicts the memory of a training step in each precision, before anything runs.
 
@@ -148,9 +149,9 @@ _Row = tuple[str, Program, optax.GradientTransformation, bool]
 
 
 def _rows(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
     optimizer: optax.GradientTransformation | None,
 ) -> Iterator[_Row]:
     """Yields the training step in each precision."""
@@ -166,7 +167,7 @@ def _rows(
     in_f32 = {i: jnp.float32 for i, x in enumerate(given.arrays) if is_half(x)}
     in_bf16 = {i: jnp.bfloat16 for i in params}
 
-    def traced(func: Callable[..., Any], dtypes: Mapping[int, DTypeLike]) -> Program:
+    def traced(func: Callable[..., PyTree], dtypes: Mapping[int, DTypeLike]) -> Program:
         shapes = list(given.arrays)
         for i, dtype in dtypes.items():
             place = getattr(shapes[i], "sharding", None)

@@ -3,7 +3,9 @@
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jaxtyping import PyTree
 
 from mpx._amp._decide import IN_KERNEL, PRESETS, RAGGED
 from mpx._amp._facts import Decision
@@ -346,13 +348,13 @@ def _starred(path: str) -> str:
 
 
 def report(
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     /,
-    *args: Any,
+    *args: PyTree,
     backward: bool | None = None,
     target: str | None = None,
     devices: int = 1,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> Report:
     """Returns which operations of a call run in which precision, and why.
 

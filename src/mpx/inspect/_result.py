@@ -6,9 +6,10 @@ import json
 import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import PyTree
 
 
 class Table(NamedTuple):
@@ -83,19 +84,19 @@ class Result:
     def _repr_html_(self) -> str:
         return "".join(table.html() for table in self.tables())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, PyTree]:
         """Returns the fields as plain Python values: dicts, lists, numbers and strings."""
         return _plain(self)
 
-    def to_json(self, **options: Any) -> str:
-        """Returns the fields as JSON; the options are those of `json.dumps`.
+    def to_json(self, indent: int | None = None) -> str:
+        """Returns the fields as JSON, in lines if `indent` is given.
 
         JSON has no infinity and no nan: they become the strings "inf", "-inf" and "nan".
         """
-        return json.dumps(_finite(self.to_dict()), **options)
+        return json.dumps(_finite(self.to_dict()), indent=indent)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: PyTree) -> PyTree:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {x.name: getattr(value, x.name) for x in dataclasses.fields(value)}
     elif isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -110,7 +111,7 @@ def _plain(value: Any) -> Any:
     return value if is_plain else str(value)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: PyTree) -> PyTree:
     if isinstance(value, dict):
         return {key: _finite(x) for key, x in value.items()}
     if isinstance(value, list):

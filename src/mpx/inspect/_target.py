@@ -10,7 +10,6 @@ import pathlib
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -96,7 +95,7 @@ def described(target: str | None) -> Iterator[None]:
         yield
 
 
-def target_devices(target: str, count: int = 8) -> list[Any]:
+def target_devices(target: str, count: int = 8) -> list[PyTree]:
     """Returns devices that one can compile for.
 
     Raises:
@@ -156,7 +155,7 @@ _MISSING = (
 )
 
 
-def compiler_options(target: str) -> dict[str, Any]:
+def compiler_options(target: str) -> dict[str, PyTree]:
     """Returns where NVIDIA's compiler is; nothing can be timed without a GPU.
 
     Raises:

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,14 +56,14 @@ class Observation:
     """
 
     # JAX puts other objects in their place when it rebuilds trees.
-    loss: Any
-    finite: Any
-    scale: Any
-    scaling: Any
-    grads: Any
-    stuck: Any
-    amaxes: Any
-    extra: Any
+    loss: PyTree
+    finite: PyTree
+    scale: PyTree
+    scaling: PyTree
+    grads: PyTree
+    stuck: PyTree
+    amaxes: PyTree
+    extra: PyTree
 
 
 def observe(
@@ -230,7 +229,7 @@ class RunSummary(Result):
         return tables
 
 
-def _as_writers(writer: Any) -> list[Write]:
+def _as_writers(writer: PyTree) -> list[Write]:
     """Returns functions of a step and its numbers; `Watch` says what a writer may be."""
     if writer is None:
         return []
