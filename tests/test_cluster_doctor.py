@@ -156,20 +156,16 @@ def test_one_device_has_no_wire():
 # --- Figures and exchange ---------------------------------------------------------------
 
 
-def test_collectives_are_timed_and_their_results_compared(monkeypatch):
-    mesh = make_mesh()
-    rates = _cluster.measure_rates(mesh, (1000,))
+def test_collectives_are_timed():
+    rates = _cluster.measure_rates(make_mesh(), (1000,))
     assert [x.kind for x in rates] == ["all-reduce", "all-gather", "reduce-scatter"]
     for rate, factor in zip(rates, (14 / 8, 7 / 8, 7 / 8), strict=True):
-        assert rate.exact
         assert rate.bytes == 1024  # a multiple of eight numbers
         assert rate.bus == pytest.approx(factor * rate.bytes / rate.seconds)
-    monkeypatch.setattr(_cluster, "_KINDS", {"all-reduce": lambda x, _: x})
-    assert not _cluster.measure_rates(mesh, (1000,))[0].exact
 
 
 def test_tables_show_verdicts_and_rates():
-    rate = _cluster.Rate("all-reduce", 2**20, 1e-3, 1.8e9, True)
+    rate = _cluster.Rate("all-reduce", 2**20, 1e-3, 1.8e9)
     checks = (Check("a", True, "x"), Check("b", None, "y"))
     found = _cluster.Conformance(2, 8, _cluster.describe(), checks, (rate,))
     text = str(found)

@@ -355,12 +355,6 @@ class Watch:
         pending, self._pending = self._pending, []
         self._fetch(pending)
 
-    def __enter__(self) -> "Watch":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.flush()
-
     def _fetch(self, pending: Sequence[tuple[int, Observation]]) -> None:
         found = jax.device_get([observation for _, observation in pending])
         errors: list[Exception] = []
