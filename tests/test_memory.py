@@ -1,11 +1,9 @@
 """`inspect.memory` predicts the bytes of a training step before anything runs."""
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import textwrap
 import types
 
 import jax
@@ -16,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 import mpx
-from mpx.inspect import _memory, _report, _target, memory
+from mpx.inspect import _target, memory
 from mpx.inspect._buffers import peak
 from mpx.inspect._program import program
 
@@ -238,63 +236,6 @@ def test_remat_keeps_less():
     assert sum(remat.residuals.values()) == 8 * SIZE
     assert sum(plain.residuals.values()) > 2 * sum(remat.residuals.values())
     assert remat.peak < plain.peak
-
-
-# --- The command line -----------------------------------------------------------------
-
-MODULE = """
-    import jax, jax.numpy as jnp, mpx
-
-    def loss(p, x):
-        return jnp.mean(jnp.tanh(x @ p["w"]))
-
-    def call():
-        shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
-        return mpx.amp(loss), {"w": shape(8, 4)}, shape(2, 8)
-
-    def not_a_call():
-        return 3
-"""
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    (tmp_path / "training_of_a_test.py").write_text(textwrap.dedent(MODULE))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    monkeypatch.delitem(sys.modules, "training_of_a_test", raising=False)
-
-    def run(command, *arguments):
-        parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
-        return command.run(parser.parse_args(arguments))
-
-    return run
-
-
-def test_commands_print_results(run, capsys):
-    assert run(_report, "training_of_a_test:call", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["matmuls"][0]["place"]["param"] == "p/w"
-    assert run(_report, "training_of_a_test:call", "--forward") == 0
-    assert "amp to bf16" in capsys.readouterr().out
-    assert run(_memory, "training_of_a_test:call", "--json") == 0
-    names = [x["name"] for x in json.loads(capsys.readouterr().out)["options"]]
-    assert names[:2] == ["as given", "f32"]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("training_of_a_test", "Expected module:function"),
-        ("training_of_a_test:lost", "Cannot load training_of_a_test:lost: "),
-        ("no_such_module:call", "Cannot load no_such_module:call: No module named"),
-        ("training_of_a_test:not_a_call", r"must return \(loss, \*args\)"),
-    ],
-)
-def test_command_says_what_it_needs(run, name, message):
-    with pytest.raises(SystemExit, match=message):
-        run(_memory, name)
 
 
 # --- Against XLA's compiler for an H200 -----------------------------------------------

@@ -1,9 +1,10 @@
 """In which dtype each operation of a program computes, why, and what stays in memory."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import PyTree
 
 from mpx._amp._decide import PRESETS
 from mpx._amp._rules import REASONS
@@ -260,7 +261,7 @@ def _why(wide: list[_Cause], source: str) -> str:
     return found[0].text
 
 
-def _closed_over(value: Any) -> _Cause | None:
+def _closed_over(value: PyTree) -> _Cause | None:
     if not is_f32(value):
         return None
     return _Cause(f"a closed-over f32[{','.join(map(str, value.shape))}] array")
@@ -299,7 +300,7 @@ def _made(name: str, eqn: Equation) -> _Cause:
     return _Cause(f"made in f32 by {name} at {source}")
 
 
-def _literal(atom: Any) -> _Cause | None:
+def _literal(atom: PyTree) -> _Cause | None:
     """Returns the cause that is a number; Python's own numbers promote nothing."""
     if not is_f32(atom.aval) or getattr(atom.aval, "weak_type", False):
         return None

@@ -3,14 +3,12 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import os
 import pathlib
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -96,7 +94,7 @@ def described(target: str | None) -> Iterator[None]:
         yield
 
 
-def target_devices(target: str, count: int = 8) -> list[Any]:
+def target_devices(target: str, count: int = 8) -> list[PyTree]:
     """Returns devices that one can compile for.
 
     Raises:
@@ -113,16 +111,19 @@ def target_devices(target: str, count: int = 8) -> list[Any]:
     jax.local_devices()  # so that JAX has looked for devices as it does without mpx
     file = pathlib.Path(__file__).with_name(_TARGETS[target][0])
     options = {"target_config": file.read_text(), "topology": f"1x1x{count}"}
-    names = private("topology")
+
+    def describe() -> list[PyTree]:
+        found = private("topology").get_topology_desc(platform="cuda", **options)
+        return list(found.devices)
+
     try:
         with _without_checks():
-            make = functools.partial(names.get_topology_desc, platform="cuda")
             try:
-                return list(make(**options).devices)
+                return describe()
             except NotImplementedError:
                 # Where there is no GPU, JAX did not register the plugin.
                 _initialize_plugin()
-                return list(make(**options).devices)
+                return describe()
     except Exception as error:
         raise ImportError(_MISSING.format(version=jax.__version__)) from error
 
@@ -156,7 +157,7 @@ _MISSING = (
 )
 
 
-def compiler_options(target: str) -> dict[str, Any]:
+def compiler_options(target: str) -> dict[str, PyTree]:
     """Returns where NVIDIA's compiler is; nothing can be timed without a GPU.
 
     Raises:
@@ -218,24 +219,17 @@ def compile_for(full: Program, target: str, mesh: Mesh) -> Compiled:
 
 def placed(full: Program, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
     """Returns the shapes of the arguments of a program, sharded over a mesh."""
-    return [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-        for x, spec in zip(full.arrays, _specs(full, mesh), strict=True)
-    ]
-
-
-def _specs(full: Program, mesh: Mesh) -> list[PartitionSpec]:
-    """Returns how each argument is sharded over a mesh."""
-    specs = []
+    found = []
     for i, x in enumerate(full.arrays):
-        sharding, spec = getattr(x, "sharding", None), PartitionSpec()
-        if isinstance(sharding, NamedSharding) and sharding.mesh.shape == mesh.shape:
-            spec = sharding.spec
+        given, spec = getattr(x, "sharding", None), PartitionSpec()
+        if isinstance(given, NamedSharding) and given.mesh.shape == mesh.shape:
+            spec = given.spec
         elif mesh.axis_names == ("devices",) and i not in full.params and x.shape:
             is_split = mesh.size > 1 and x.shape[0] % mesh.size == 0
             spec = PartitionSpec("devices") if is_split else spec
-        specs.append(spec)
-    return specs
+        place = NamedSharding(mesh, spec)
+        found.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place))
+    return found
 
 
 def read_compiled(
