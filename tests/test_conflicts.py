@@ -133,10 +133,6 @@ CONFLICTS = {
         lambda: mpx.get_policy(Policy(), keep="w"),
         "`keep` goes with a string",
     ),
-    "8 bits, no axis": (
-        take(loss, policy=Policy(reduce_dtype="e4m3")),
-        "needs `axis_name`",
-    ),
     "batch, differentiated": (
         parts(loss, argnums=1),
         "both a batch and differentiated",

@@ -441,15 +441,18 @@ def test_inf_and_nan_reach_the_results(which, bad, name):
         assert not np.all(np.isfinite(np.asarray(results[i].astype(jnp.float32)))), i
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_residuals_are_eight_bits_wide(monkeypatch, turned):
-    monkeypatch.setattr(_operands, "turning_pays", lambda: turned)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_residuals_are_eight_bits_wide(monkeypatch, transposed):
+    monkeypatch.setattr(_operands, "transposing_pays", lambda: transposed)
     a, b, g, dimensions, side = problem("x @ w")
     plan = plan_for(a, b, dimensions, side, CurrentScaling())
     _, back = jax.vjp(lambda a, b: fp8_dot(plan, a, b, None, None), a, b)
     saved = [x for x in jax.tree.leaves(back) if getattr(x, "ndim", 0)]
     # Each operand once, in the order in which the backward pass sums over it.
-    assert {x.shape for x in saved} == {a.shape[::-1] if turned else a.shape, b.shape}
+    assert {x.shape for x in saved} == {
+        a.shape[::-1] if transposed else a.shape,
+        b.shape,
+    }
     assert len(saved) == 2
     assert all(x.dtype == jnp.uint8 for x in saved)  # the bytes of 8-bit numbers
 

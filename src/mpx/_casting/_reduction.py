@@ -8,14 +8,13 @@ import jax
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType
+from jax.typing import DTypeLike
 
 from mpx._jax._compat import make_jit_context
 from mpx._jax._formats import parse_float_dtype
 
 COMPUTE = "compute"
 """Sums gradients in the dtype of the matmul that makes them."""
-EIGHT_BITS = "e4m3"
-"""Sends gradients as 8-bit blocks; only where mpx itself sums them."""
 F32 = np.dtype(np.float32)
 Reduce = np.dtype | str | None
 
@@ -24,18 +23,10 @@ _plain = make_jit_context(False)
 _shards = make_jit_context(False)
 
 
-def parse_reduce(dtype: Any, *, eight_bits: bool = False) -> Reduce:
-    """Returns what a user may pass for `reduce_dtype`: a dtype, a word or `None`."""
+def parse_reduce(dtype: DTypeLike | None) -> Reduce:
+    """Returns what a user may pass for `reduce_dtype`: a dtype, "compute" or `None`."""
     if dtype is None or (isinstance(dtype, str) and dtype == COMPUTE):
         return dtype
-    if isinstance(dtype, str) and dtype == EIGHT_BITS:
-        if eight_bits:
-            return dtype
-        raise ValueError(
-            '`reduce_dtype` is "e4m3" here, but 8-bit blocks are only sent where mpx sums '
-            'the gradients: pass `policy=Policy(reduce_dtype="e4m3")` and `axis_name=` to '
-            "`mpx.value_and_grad` or `mpx.accumulate`."
-        )
     return parse_float_dtype(dtype, "reduce_dtype")
 
 

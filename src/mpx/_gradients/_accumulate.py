@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, PyTree
 
 from mpx._casting._cast import is_state_node
 from mpx._casting._policy import Policy
-from mpx._casting._reduction import COMPUTE, F32, Reduce, Shards, over_shards, shards_of
+from mpx._casting._reduction import COMPUTE, Reduce, Shards, over_shards, shards_of
 from mpx._casting._wrapped import argument_names, original
 from mpx._gradients._call import State, is_statistic
 from mpx._gradients._grad import Params, transformed
@@ -34,16 +34,13 @@ from mpx._jax._tree import (
     dtype_of,
     flatten_with_names,
     is_array,
-    is_floating,
     shape_of,
 )
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
-from mpx._wire._feedback import with_feedback
 from mpx._wire._sums import (
     largest_of_shards,
     pin_shards,
     sharded_alike,
-    sum_and_rest_of_shards,
     sum_of_shards,
 )
 
@@ -261,47 +258,25 @@ class _Window(Step):
         result = Evaluation(value, aux, grads, state, spoilt, observed)
         count = self._steps
         if shards is not None:
-            result = self._sum_of_shards(shards, result, scaling)
+            result = self._sum_of_shards(result)
             count *= shards.size
         if not self.mean:
             return result
         grads = jax.tree.map(lambda g: g / count, result.grads)
         return result._replace(value=result.value / count, grads=grads)
 
-    def _sum_of_shards(
-        self, shards: Shards, result: Evaluation, scaling: LossScaling
-    ) -> Evaluation:
+    def _sum_of_shards(self, result: Evaluation) -> Evaluation:
         """Sums what the shards have stacked; gradients are sent in the `reduce_dtype`."""
         policy = self.options.policy
-        dtype = F32 if policy.reduce_dtype is None else policy.reduce_dtype
+        dtype = policy.reduce_dtype
         if dtype == COMPUTE:
             dtype = policy.resolved_compute_dtype()
-        # Residuals are those of the gradient of a window, whose parts are summed here.
-        parts = self._steps if self.mean else 1
-
-        def split(grad: Array, residual: Array) -> tuple[Array, Array]:
-            total, rest = sum_and_rest_of_shards(grad + residual * parts, shards)
-            return total, rest / parts
-
-        def total(grad: Array) -> Array:
-            return sum_of_shards(grad, shards, dtype)
-
-        grads, feedback = result.grads, self.feedback
-        if feedback is None:
-            grads = jax.tree.map(total, grads)
-        else:
-            floats, others = eqx.partition(grads, is_floating)
-            floats, feedback = with_feedback(
-                floats, feedback, scaling, split, stacked=True
-            )
-            feedback = pin_shards(feedback, shards)
-            grads = eqx.combine(floats, jax.tree.map(total, others))
+        grads = jax.tree.map(lambda x: sum_of_shards(x, dtype), result.grads)
         return result._replace(
             value=jnp.sum(result.value, axis=0),
             grads=jax.tree.map(sharded_alike, grads, self.call.diff),
             spoilt=jnp.any(result.spoilt, axis=0),
             observed=largest_of_shards(result.observed),
-            feedback=feedback,
         )
 
     def matmul_reduce(self) -> Reduce:

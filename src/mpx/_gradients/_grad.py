@@ -82,8 +82,7 @@ def value_and_grad(
     become infinite or nan.
 
     A function under `amp` casts by itself and gets its arguments uncast; a policy beside
-    it may set `grad_dtype` and `reduce_dtype`. An `ErrorFeedback` comes after the
-    scaling, before the arguments of `func`.
+    it may set `grad_dtype` and `reduce_dtype`.
 
     Args:
         func: The loss function, returning a scalar or `(scalar, aux)`. Leave it out to

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from mpx._casting._half import chosen_half_precision
 from mpx._casting._policy import Policy, as_policy, dtype_under_amp
-from mpx._casting._reduction import EIGHT_BITS, Reduce
+from mpx._casting._reduction import Reduce
 from mpx._casting._wrapped import autocast_of
 from mpx._jax._arguments import as_count, as_counts, check_axis_name, check_bool
 from mpx._jax._compat import is_tracer
@@ -102,11 +102,6 @@ def grad_options(
     check_axis_name(axis_name)
     check_bool(has_aux, "`has_aux`")
     policy = as_policy(policy)
-    if policy.reduce_dtype == EIGHT_BITS and axis_name is None:
-        raise ValueError(
-            'A policy with `reduce_dtype="e4m3"` needs `axis_name`, the axis of a '
-            "`shard_map` or, in `mpx.accumulate`, of the mesh: mpx must sum itself."
-        )
     dtype = policy.grad_dtype if grad_dtype is None else grad_dtype
     return GradOptions(
         argnums=as_counts(argnums, "argnums"),

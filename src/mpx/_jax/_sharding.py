@@ -324,7 +324,6 @@ def partitioned(
     *,
     rule: str,
     whole: Sequence[str] = (),
-    inferred: Callable[..., Any] | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Any:
     """Calls a function that is partitioned by hand: only XLA knows automatic shardings."""
@@ -339,7 +338,7 @@ def partitioned(
     call = private("kernels").custom_partitioning(func)
     call.def_partition(
         partition,
-        infer_sharding_from_operands=inferred or (lambda *types: parts(*types).results),
+        infer_sharding_from_operands=lambda *types: parts(*types).results,
         sharding_rule=rule,
         need_replication_factors=tuple(factors),
         **sizes,
