@@ -118,74 +118,54 @@ def cast_tree(
     return result
 
 
-def cast_to_float32(x: PyTree, *, where: Selectors | None = None) -> PyTree:
+def cast_to_float32(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to f32; see `cast_tree`.
-
-    Args:
-        x: Any pytree.
-        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_float32(jnp.ones(2, jnp.float16)).dtype
         dtype('float32')
     """
-    return cast_tree(x, jnp.float32, where=where)
+    return cast_tree(x, jnp.float32)
 
 
-def cast_to_float16(x: PyTree, *, where: Selectors | None = None) -> PyTree:
+def cast_to_float16(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to f16; see `cast_tree`.
-
-    Args:
-        x: Any pytree.
-        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_float16(jnp.ones(2)).dtype
         dtype('float16')
     """
-    return cast_tree(x, jnp.float16, where=where)
+    return cast_tree(x, jnp.float16)
 
 
-def cast_to_bfloat16(x: PyTree, *, where: Selectors | None = None) -> PyTree:
+def cast_to_bfloat16(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to bf16; see `cast_tree`.
-
-    Args:
-        x: Any pytree.
-        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_bfloat16(jnp.ones(2)).dtype
         dtype(bfloat16)
     """
-    return cast_tree(x, jnp.bfloat16, where=where)
+    return cast_tree(x, jnp.bfloat16)
 
 
-def cast_to_full_precision(x: PyTree, *, where: Selectors | None = None) -> PyTree:
+def cast_to_full_precision(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to f32; see `cast_tree`.
-
-    Args:
-        x: Any pytree.
-        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_full_precision(jnp.ones(2, jnp.bfloat16)).dtype
         dtype('float32')
     """
-    return cast_tree(x, jnp.float32, where=where)
+    return cast_tree(x, jnp.float32)
 
 
-def cast_to_half_precision(x: PyTree, *, where: Selectors | None = None) -> PyTree:
+def cast_to_half_precision(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to the configured half precision.
-
-    Args:
-        x: Any pytree.
-        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_half_precision(jnp.ones(2)).dtype
         dtype('float16')
     """
-    return cast_tree(x, half_precision_datatype(), where=where)
+    return cast_tree(x, half_precision_datatype())
 
 
 def cast_like(tree: PyTree, reference: PyTree) -> PyTree:

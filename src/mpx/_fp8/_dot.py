@@ -22,7 +22,6 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from mpx._fp8._delayed import maxima_of
 from mpx._fp8._operands import (
     Axes,
     MatmulSpec,
@@ -34,6 +33,7 @@ from mpx._fp8._operands import (
     summed_last,
     to_fp8,
 )
+from mpx._fp8._scales import largest_magnitude
 from mpx._jax._sharding import axes_of, spec_of
 
 Operands = list[tuple[Operand, Operand]]
@@ -110,9 +110,8 @@ def fp8_dot(
         rhs: The right operand, in the compute dtype.
         seen: f32[3], the largest magnitudes of activation, weight and gradient in
             earlier steps; `None` to scale by what is there now.
-        probe: f32[3] of any value, or f32[devices, 3]. Its gradient is not one: it is the
-            three largest magnitudes of this step, or those of what each device holds.
-            `None` if they are not needed.
+        probe: f32[3] of any value. Its gradient is not one: it is the three largest
+            magnitudes of this step. `None` if they are not needed.
         shared: Tensors that other matmuls have quantised, of the same trace.
     """
     shared = {} if shared is None or seen is not None else shared
@@ -182,8 +181,7 @@ def _forward(
         saved[1 - spec.weight_side] = Operand(activation, None, axes, quantized.batch)
     observed = None
     if maxima.probe is not None:
-        shape = maxima.probe.shape[:-1]
-        observed = maxima_of(activation, shape), maxima_of(weight, shape)
+        observed = largest_magnitude(activation), largest_magnitude(weight)
     return out, _Residuals(saved, maxima.seen, observed)
 
 
@@ -216,8 +214,7 @@ def _backward(spec: MatmulSpec, residuals: _Residuals, grad: Array) -> tuple[Any
     dseen = None if residuals.seen is None else jnp.zeros_like(residuals.seen)
     dprobe = None
     if residuals.observed is not None:
-        largest = maxima_of(grad, residuals.observed[0].shape)
-        dprobe = jnp.stack([*residuals.observed, largest], axis=-1)
+        dprobe = jnp.stack([*residuals.observed, largest_magnitude(grad)])
     (dlhs, drhs), dprobe = differentiable_once((grads, dprobe))
     return (dlhs, drhs), None, _Maxima(dseen, dprobe)
 

@@ -1,7 +1,6 @@
 """`fp8`: the public transformation."""
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
@@ -22,11 +21,9 @@ from mpx._casting._wrapped import (
 from mpx._fp8._decide import Selection
 from mpx._fp8._delayed import (
     Fp8State,
-    automatic_devices,
     check_history,
     check_keys,
     empty_state,
-    with_devices,
 )
 from mpx._fp8._mx import check_supported
 from mpx._fp8._recipes import (
@@ -43,6 +40,7 @@ from mpx._jax._arguments import as_real, check_value
 from mpx._jax._compat import is_batched
 from mpx._jax._devices import gpu_capability
 from mpx._jax._tree import is_array, is_floating
+from mpx._jax._warn import warn
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
 
 P = ParamSpec("P")
@@ -227,9 +225,7 @@ class Fp8Function:
         kwargs: dict[str, Any],
     ) -> Any:
         visitor = self.visitor(args, kwargs)
-        devices = automatic_devices((func, args, kwargs))
-        visitor.scales = with_devices(scales, devices)
-        visitor.probe_axes = 1 if devices == 1 else 2
+        visitor.scales = scales
         out = call_through(visitor, func, args, kwargs)
         check_keys(visitor.missing, visitor.used, set(scales))
         _warn_of_f32(visitor)
@@ -328,16 +324,12 @@ def _finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
-
-
 def _warn_of_hardware() -> None:
     found = gpu_capability()
     if found is None or (isinstance(found, tuple) and found >= (8, 9)):
         return
     name = ".".join(map(str, found)) if isinstance(found, tuple) else found
-    _warn(
+    warn(
         f"The default device (compute capability {name}) has no fp8 units that mpx knows "
         "how to use: `fp8` runs as bf16 there, without the rounding of fp8."
     )
@@ -345,7 +337,7 @@ def _warn_of_hardware() -> None:
 
 def _warn_of_vmap(arguments: PyTree) -> None:
     if any(map(is_batched, jax.tree.leaves(arguments))) and not in_shards():
-        _warn(
+        warn(
             "`fp8` inside `jax.vmap` computes a weight gradient for each example, "
             "which takes more time and memory than bf16. Put it outside: "
             "`fp8(lambda params, batch: jnp.mean(jax.vmap(...)(batch)))`."
@@ -356,7 +348,7 @@ def _warn_of_f32(visitor: Fp8) -> None:
     kinds = {kind for kind, _ in visitor.found}
     if "f32" in kinds and "fp8" not in kinds and not visitor.is_cast:
         name = min(name for kind, name in visitor.found if kind == "f32")
-        _warn(
+        warn(
             f"`fp8` changed nothing: the matmuls with parameters, such as `{name}`, are "
             "f32. Remove the casts to f32, or the rules of `amp` that keep it."
         )

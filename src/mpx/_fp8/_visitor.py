@@ -99,7 +99,6 @@ class Fp8(Transformation):
         keys: Where the keys of delayed scales are recorded, with the lengths of the scans
             around them; `None` to record none.
         scales: The delayed scales that the running body may need.
-        probe_axes: The number of axes of the probe of one matmul.
         missing: The keys of matmuls for which `scales` has nothing that fits.
         used: The other keys.
         counts: How many matmuls with delayed scales were met, by parameter.
@@ -116,7 +115,6 @@ class Fp8(Transformation):
     matmuls: list[Matmul] | None = None
     keys: dict[str, tuple[int, ...]] | None = None
     scales: Scales | None = None
-    probe_axes: int = 1
     missing: set[str] = dataclasses.field(default_factory=set)
     used: set[str] = dataclasses.field(default_factory=set)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -317,11 +315,8 @@ class Fp8(Transformation):
         for name in sorted({x.name for x in op.facts if x.is_param and x.name}):
             for number in itertools.count(self.counts.get(name, 0)):
                 item = (self.scales or {}).get(_key(name, number))
-                # The last axis of a probe is for three tensors, another may be for devices.
-                if item is None or (
-                    length is not None
-                    and item[1].shape[: -self.probe_axes][:1] != (length,)
-                ):
+                # The last axis of a probe is for three tensors.
+                if item is None or length not in (None, *item[1].shape[:-1][:1]):
                     break
                 found[_key(name, number)] = item
         return found
@@ -365,7 +360,7 @@ class Fp8(Transformation):
         if self.scales is None:
             return None, None
         found = self.scales.get(key)
-        if found is None or found[1].ndim != self.probe_axes:
+        if found is None or found[1].ndim != 1:
             self.missing.add(key)
             return None, None
         self.used.add(key)

@@ -226,20 +226,6 @@ def spec_of(entries: Iterable[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*names)
 
 
-def unpadded(
-    entries: Sequence[tuple[str, ...]], shape: Sequence[int], mesh: Any
-) -> list[tuple[str, ...]]:
-    """Returns what shards an array, without axes that it does not fill.
-
-    XLA pads such shards, with anything.
-    """
-    sizes = [math.prod(mesh.shape[name] for name in entry) for entry in entries]
-    return [
-        entry if n % size == 0 else ()
-        for entry, n, size in zip(entries, shape, sizes, strict=True)
-    ]
-
-
 def sharded_as(x: Array, like: Any) -> Array:
     """Returns an array with the sharding that the type of another one has."""
     return _resharded(x, jax.typeof(like).sharding)
