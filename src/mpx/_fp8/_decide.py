@@ -156,6 +156,10 @@ def _by_structure(eqn: Equation, weights: Sequence[bool], chosen: Selection) -> 
         return "both operands are parameters"
     if isinstance(chosen.recipe, MXFP8) and eqn.params["dimension_numbers"][1][0]:
         return "it has batch dimensions, for which there are no MX blocks"
+    return _by_dtype(eqn)
+
+
+def _by_dtype(eqn: Equation) -> str:
     dtypes = [np.dtype(var.aval.dtype) for var in eqn.invars[:2]]
     wide = [x for x in map(short_name, dtypes) if x not in ("bf16", "f16")]
     if wide:

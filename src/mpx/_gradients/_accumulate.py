@@ -19,9 +19,9 @@ from mpx._casting._wrapped import argument_names, original
 from mpx._gradients._call import State, is_statistic
 from mpx._gradients._grad import Params, transformed
 from mpx._gradients._options import (
-    ArgnumKeywords,
     GradKeywords,
     GradOptions,
+    WindowKeywords,
     grad_options,
     refuse_positional,
 )
@@ -54,30 +54,16 @@ def accumulate(
     *,
     batch_argnums: int | Sequence[int] = 1,
     mean: bool = True,
-    argnums: Literal[0] = 0,
     has_aux: bool = False,
     **options: Unpack[GradKeywords],
 ) -> Callable[Concatenate[Scaling, Params, P], GradResult[Params, Scaling]]: ...
 @overload
 def accumulate(
-    func: Callable[P, object],
-    steps: int = 1,
-    *,
-    batch_argnums: int | Sequence[int] = 1,
-    mean: bool = True,
-    argnums: int | Sequence[int],
-    has_aux: bool = False,
-    **options: Unpack[GradKeywords],
+    func: Callable[P, object], steps: int = 1, **options: Unpack[WindowKeywords]
 ) -> Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]]: ...
 @overload
 def accumulate(
-    func: None = None,
-    steps: int = 1,
-    *,
-    batch_argnums: int | Sequence[int] = 1,
-    mean: bool = True,
-    has_aux: bool = False,
-    **options: Unpack[ArgnumKeywords],
+    func: None = None, steps: int = 1, **options: Unpack[WindowKeywords]
 ) -> Callable[
     [Callable[P, object]],
     Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]],

@@ -37,7 +37,6 @@ T = TypeVar("T")
 def value_and_grad(
     func: Callable[Concatenate[Params, P], object],
     *,
-    argnums: Literal[0] = 0,
     has_aux: bool = False,
     **options: Unpack[GradKeywords],
 ) -> Callable[Concatenate[Scaling, Params, P], GradResult[Params, Scaling]]: ...
@@ -45,9 +44,8 @@ def value_and_grad(
 def value_and_grad(
     func: Callable[P, object],
     *,
-    argnums: int | Sequence[int],
     has_aux: bool = False,
-    **options: Unpack[GradKeywords],
+    **options: Unpack[ArgnumKeywords],
 ) -> Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]]: ...
 @overload
 def value_and_grad(
@@ -178,20 +176,12 @@ def filter_grad(
 ]: ...
 @overload
 def filter_grad(
-    func: Callable[P, object],
+    func: Callable[..., object] | None = None,
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[P, tuple[Any, ...]]: ...
-@overload
-def filter_grad(
-    func: None = None,
-    scaling: LossScaling | None = None,
-    has_aux: bool = False,
-    use_mixed_precision: bool = True,
-    **options: Unpack[ArgnumKeywords],
-) -> Callable[[Callable[P, object]], Callable[P, tuple[Any, ...]]]: ...
+) -> Callable[..., Any]: ...
 def filter_grad(
     func: Callable[..., Any] | None = None,
     scaling: LossScaling | None = None,
@@ -233,13 +223,16 @@ def filter_grad(
         (Array([1., 1.], dtype=float32), True)
     """
 
-    def as_tuple(result: GradResult[Any, LossScaling]) -> tuple[Any, ...]:
-        answer = (result.scaling, result.finite, result.grads)
+    mixed = as_switch(use_mixed_precision)
+
+    def run(step: Step, used: LossScaling) -> tuple[Any, ...]:
+        result = step.result(used)
+        after = result.scaling if mixed else scaling
+        answer = (after, result.finite, result.grads)
         return (*answer, result.aux) if has_aux else answer
 
-    mixed = as_switch(use_mixed_precision)
     checked = grad_options(has_aux=has_aux, mixed=mixed, **options)
-    return _paper(func, scaling, checked, as_tuple)
+    return _with_scaling(func, scaling, checked, run)
 
 
 @overload
@@ -254,23 +247,12 @@ def filter_value_and_grad(
 ]: ...
 @overload
 def filter_value_and_grad(
-    func: Callable[P, object],
+    func: Callable[..., object] | None = None,
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[P, tuple[Any, LossScaling | None, Bool[Array, ""], Any]]: ...
-@overload
-def filter_value_and_grad(
-    func: None = None,
-    scaling: LossScaling | None = None,
-    has_aux: bool = False,
-    use_mixed_precision: bool = True,
-    **options: Unpack[ArgnumKeywords],
-) -> Callable[
-    [Callable[P, object]],
-    Callable[P, tuple[Any, LossScaling | None, Bool[Array, ""], Any]],
-]: ...
+) -> Callable[..., Any]: ...
 def filter_value_and_grad(
     func: Callable[..., Any] | None = None,
     scaling: LossScaling | None = None,
@@ -301,13 +283,16 @@ def filter_value_and_grad(
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
 
-    def as_tuple(result: GradResult[Any, LossScaling]) -> tuple[Any, ...]:
-        value = (result.value, result.aux) if has_aux else result.value
-        return value, result.scaling, result.finite, result.grads
-
     mixed = as_switch(use_mixed_precision)
+
+    def run(step: Step, used: LossScaling) -> tuple[Any, ...]:
+        result = step.result(used)
+        after = result.scaling if mixed else scaling
+        value = (result.value, result.aux) if has_aux else result.value
+        return value, after, result.finite, result.grads
+
     checked = grad_options(has_aux=has_aux, mixed=mixed, **options)
-    return _paper(func, scaling, checked, as_tuple)
+    return _with_scaling(func, scaling, checked, run)
 
 
 def calculate_scaled_grad(
@@ -354,31 +339,17 @@ def calculate_scaled_grad(
     return _with_scaling(func, scaling, grad_options(has_aux=has_aux, mixed=mixed), run)
 
 
-def _paper(
-    func: Callable[..., Any] | None,
-    scaling: LossScaling | None,
-    options: GradOptions,
-    as_tuple: Callable[[GradResult[Any, LossScaling]], tuple[Any, ...]],
-) -> Callable[..., Any]:
-    if scaling is not None:
-        check_scaling(scaling)
-
-    def run(step: Step, used: LossScaling) -> tuple[Any, ...]:
-        result = step.result(used)
-        return as_tuple(result if options.mixed else result._replace(scaling=scaling))
-
-    if func is None:
-        return lambda func: _with_scaling(func, scaling, options, run)
-    return _with_scaling(func, scaling, options, run)
-
-
 def _with_scaling(
-    func: Callable[..., Any],
+    func: Callable[..., Any] | None,
     scaling: LossScaling | None,
     options: GradOptions,
     run: Callable[[Step, LossScaling], Any],
 ) -> Callable[..., Any]:
     """Returns a function of the arguments of `func` that runs a step of it."""
+    if scaling is not None:
+        check_scaling(scaling)
+    if func is None:
+        return lambda func: _with_scaling(func, scaling, options, run)
     check_function(func)
     if has_scales(func):
         raise TypeError(

@@ -35,6 +35,14 @@ class ArgnumKeywords(GradKeywords, total=False):
     argnums: int | Sequence[int]
 
 
+class WindowKeywords(ArgnumKeywords, total=False):
+    """The options of `accumulate`."""
+
+    batch_argnums: int | Sequence[int]
+    mean: bool
+    has_aux: bool
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradOptions:
     """Options of a gradient function, checked; see `value_and_grad`.
