@@ -40,7 +40,6 @@ from mpx._jax._frameworks import (
     haiku_name,
     in_haiku,
     linen_call,
-    linen_is_not_written,
     linen_name,
 )
 from mpx._jax._tree import LeafName, flatten_with_names, is_array, is_floating
@@ -157,8 +156,7 @@ def call_through(
     if found is not None:
         run = lambda f, *args: pure(f, args, {}, describe=linen_name)  # noqa: E731
         return call_linen(found, kwargs, run)
-    with linen_is_not_written():
-        return pure(func, args, kwargs, describe=describe)
+    return pure(func, args, kwargs, describe=describe)
 
 
 def _unbound(

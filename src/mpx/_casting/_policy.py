@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -187,7 +187,7 @@ class Policy:
         """
 
         @functools.wraps(func)
-        def wrapper(*args: PyTree, **kwargs: PyTree) -> Any:
+        def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
             if dtype_under_amp(func, self) is not None:
                 return self.cast_to_output(func(*args, **kwargs))
             kept = self.keeping()
@@ -208,7 +208,7 @@ class Policy:
         return dataclasses.replace(self, output_dtype=output_dtype)
 
 
-def dtype_under_amp(func: Callable[..., Any], policy: Policy) -> np.dtype | None:
+def dtype_under_amp(func: Callable[..., PyTree], policy: Policy) -> np.dtype | None:
     """Returns the dtype in which a function under `amp` computes, `None` for others."""
     dtype, autocast = policy.compute_dtype, autocast_of(func)
     if autocast is None:
@@ -236,7 +236,7 @@ def dtype_under_amp(func: Callable[..., Any], policy: Policy) -> np.dtype | None
 
 
 def _cast_beside_state(tree: PyTree, dtype: np.dtype) -> PyTree:
-    def cast(name: LeafName, leaf: Any) -> Any:
+    def cast(name: LeafName, leaf: PyTree) -> PyTree:
         return (cast_state_leaf if is_state(name) else cast_leaf)(leaf, dtype)
 
     return map_floating(cast, tree)
@@ -306,9 +306,9 @@ def get_policy(policy: Policy | str, *, keep: Selectors = ()) -> Policy:
     return Policy(**_parse_parts(text, policy), keep=keep)
 
 
-def _parse_parts(text: str, policy: str) -> dict[str, Any]:
+def _parse_parts(text: str, policy: str) -> dict[str, PyTree]:
     """Returns the dtypes of a description of the form `key=dtype,key=dtype`."""
-    options: dict[str, Any] = {}
+    options: dict[str, PyTree] = {}
     for part in text.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
         if key not in _POLICY_KEYS or not value:
@@ -361,7 +361,7 @@ def as_policy(policy: "Policy | str | None") -> Policy:
     return policy
 
 
-def _not_a_policy(policy: Any) -> str:
+def _not_a_policy(policy: object) -> str:
     return (
         '`policy` must be an `mpx.Policy` or a string such as "p=f32,c=bf16,o=f32", but '
         f"{policy!r} was given."

@@ -67,19 +67,19 @@ def fp8(
 ) -> Callable[P, R]: ...
 @overload
 def fp8(
-    func: Callable[..., Any] | Recipe | str | None = None,
+    func: Callable[..., PyTree] | Recipe | str | None = None,
     recipe: Recipe | str = "current",
     **options: Unpack[Fp8Keywords],
-) -> Any: ...
+) -> PyTree: ...
 def fp8(
-    func: Callable[..., Any] | Recipe | str | None = None,
+    func: Callable[..., PyTree] | Recipe | str | None = None,
     recipe: Recipe | str = "current",
     *,
     params: int | str | Sequence[int | str] | None = None,
     keep: Selectors = (),
     include: Selectors = (),
     min_gain: float = 1.1,
-) -> Any:
+) -> PyTree:
     """Runs the linear layers of a function in 8-bit floating point.
 
     The function is not edited. It is traced, and its matmuls with a parameter run on
@@ -155,7 +155,7 @@ def fp8(
     return Fp8Function(func, chosen)
 
 
-def _as_gain(min_gain: Any) -> float:
+def _as_gain(min_gain: PyTree) -> float:
     gain = as_real(min_gain, "min_gain")
     expected = "a speed-up such as 1.1, or 0 to change all matmuls"
     check_value(gain >= 0, "min_gain", expected, min_gain)  # which nan is not
@@ -170,7 +170,7 @@ class Fp8Function:
         chosen: The settings.
     """
 
-    def __init__(self, func: Callable[..., Any], chosen: Selection) -> None:
+    def __init__(self, func: Callable[..., PyTree], chosen: Selection) -> None:
         if not callable(func) or (isinstance(func, type) and issubclass(func, Recipe)):
             raise TypeError(
                 "`fp8` takes a function, or a recipe such as `DelayedScaling()` to be a "
@@ -190,11 +190,11 @@ class Fp8Function:
         """Returns whether the first argument is an `Fp8State`."""
         return isinstance(self.chosen.recipe, DelayedScaling)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> PyTree:
         """Binds to an object, as functions do."""
         return self if instance is None else functools.partial(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls the function in fp8."""
         recipe = self.chosen.recipe
         if current_recording() is not None and not isinstance((*args, 0)[0], Fp8State):
@@ -219,11 +219,11 @@ class Fp8Function:
 
     def _with_scales(
         self,
-        scales: dict[str, Any],
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+        scales: dict[str, PyTree],
+        func: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> PyTree:
         visitor = self.visitor(args, kwargs)
         visitor.scales = scales
         out = call_through(visitor, func, args, kwargs)
@@ -231,7 +231,7 @@ class Fp8Function:
         _warn_of_f32(visitor)
         return out
 
-    def visitor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fp8:
+    def visitor(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Fp8:
         """Returns a visitor for one call."""
         recording = current_recording()
         if recording is not None:
@@ -249,7 +249,7 @@ class Fp8Function:
         return chosen_reduce() if autocast is None else autocast().reduce
 
     def init(
-        self, *args: Any, scaling: LossScaling | float = 1.0, **kwargs: Any
+        self, *args: PyTree, scaling: LossScaling | float = 1.0, **kwargs: PyTree
     ) -> Fp8State:
         """Makes the state of delayed scaling, for a call with these arguments.
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from mpx._amp._autocast import Autocast
 from mpx._amp._call import run_traced
@@ -133,13 +134,13 @@ class Fp8(Transformation):
         with captured_attention(), plain_matmuls():
             yield
 
-    def argument_fact(self, name: str, is_param: bool, leaf: Any) -> Source:
+    def argument_fact(self, name: str, is_param: bool, leaf: PyTree) -> Source:
         return argument(name, leaf, is_param=is_param)
 
-    def literal_fact(self, atom: Any) -> Source:
+    def literal_fact(self, atom: PyTree) -> Source:
         return CONSTANT
 
-    def constant_fact(self, value: Any) -> Source:
+    def constant_fact(self, value: PyTree) -> Source:
         return closed_over(value)
 
     def start(self, traced: Traced) -> Traced:
@@ -293,7 +294,7 @@ class Fp8(Transformation):
 
     # --- bodies -----------------------------------------------------------------------
 
-    def fact_inside(self, fact: Source, var: Any, kind: Kind) -> Source:
+    def fact_inside(self, fact: Source, var: PyTree, kind: Kind) -> Source:
         return DATA if kind in ("carry", "tangent") else fact
 
     def result_facts(
@@ -337,7 +338,7 @@ class Fp8(Transformation):
         finally:
             self._lengths, self._delayed, self.scales = before
 
-    def cache_key(self, more: Scales | None) -> tuple[Any, ...] | None:
+    def cache_key(self, more: Scales | None) -> tuple[PyTree, ...] | None:
         if self.matmuls is not None or self.keys is not None:
             return None
         # Delayed scales differ from one use of a parameter to the next: what was counted

@@ -69,7 +69,7 @@ def accumulate(
     Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]],
 ]: ...
 def accumulate(
-    func: Callable[..., Any] | None = None,
+    func: Callable[..., PyTree] | None = None,
     steps: int = 1,
     *misplaced: object,
     batch_argnums: int | Sequence[int] = 1,
@@ -80,7 +80,7 @@ def accumulate(
     grad_dtype: DTypeLike | None = None,
     axis_name: AxisName | None = None,
     retry: int = 0,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Like `value_and_grad`, with the batch worked off in several smaller parts.
 
     The result is that of the large batch, at the memory of a small one: gradients are
@@ -165,7 +165,7 @@ class _Window(Step):
 
     def __init__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., PyTree],
         options: GradOptions,
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
@@ -327,7 +327,7 @@ class _Leaf(NamedTuple):
 
     name: LeafName
     position: int | None
-    value: Any
+    value: PyTree
 
     @property
     def is_plain_array(self) -> bool:
@@ -390,7 +390,7 @@ def _split_arguments(
             if kind != "row" and leaf.is_plain_array:
                 _check_shared(leaf, shape_of(rows[0].value)[0], batches, params)
 
-    def of(wanted: str, change: Callable[[Any], Any] = lambda x: x) -> PyTree:
+    def of(wanted: str, change: Callable[[PyTree], PyTree] = lambda x: x) -> PyTree:
         pairs = zip(leaves, kinds, strict=True)
         return structure.unflatten(
             [change(leaf.value) if kind == wanted else None for leaf, kind in pairs]

@@ -55,7 +55,7 @@ def value_and_grad(
     Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]],
 ]: ...
 def value_and_grad(
-    func: Callable[..., Any] | None = None,
+    func: Callable[..., PyTree] | None = None,
     *misplaced: object,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -63,7 +63,7 @@ def value_and_grad(
     grad_dtype: DTypeLike | None = None,
     axis_name: AxisName | None = None,
     retry: int = 0,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Returns a function that computes loss and gradients in mixed precision.
 
     The returned function takes the loss scaling first and then the arguments of `func`;
@@ -135,10 +135,10 @@ def value_and_grad(
 
 
 def transformed(
-    func: Callable[..., Any] | None,
+    func: Callable[..., PyTree] | None,
     options: GradOptions,
     make_step: Callable[..., Step] = Step,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Returns a function of scaling and arguments that runs a step of `func`.
 
     The step is `make_step(func, options, args, kwargs)`.
@@ -181,14 +181,14 @@ def filter_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[..., Any]: ...
+) -> Callable[..., PyTree]: ...
 def filter_grad(
-    func: Callable[..., Any] | None = None,
+    func: Callable[..., PyTree] | None = None,
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Computes gradients in mixed precision; the counterpart of `eqx.filter_grad`.
 
     The returned function takes the arguments of `func` and returns the tuple
@@ -222,10 +222,9 @@ def filter_grad(
         >>> grads, bool(grads_finite)
         (Array([1., 1.], dtype=float32), True)
     """
-
     mixed = as_switch(use_mixed_precision)
 
-    def run(step: Step, used: LossScaling) -> tuple[Any, ...]:
+    def run(step: Step, used: LossScaling) -> tuple[PyTree, ...]:
         result = step.result(used)
         after = result.scaling if mixed else scaling
         answer = (after, result.finite, result.grads)
@@ -243,7 +242,7 @@ def filter_value_and_grad(
     use_mixed_precision: bool = True,
     **options: Unpack[GradKeywords],
 ) -> Callable[
-    Concatenate[Params, P], tuple[Any, LossScaling | None, Bool[Array, ""], Params]
+    Concatenate[Params, P], tuple[PyTree, LossScaling | None, Bool[Array, ""], Params]
 ]: ...
 @overload
 def filter_value_and_grad(
@@ -252,14 +251,14 @@ def filter_value_and_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[..., Any]: ...
+) -> Callable[..., PyTree]: ...
 def filter_value_and_grad(
-    func: Callable[..., Any] | None = None,
+    func: Callable[..., PyTree] | None = None,
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Computes the loss too; the counterpart of `eqx.filter_value_and_grad`.
 
     The returned function returns `(value, scaling, grads_finite, grads)`, where `value`
@@ -282,10 +281,9 @@ def filter_value_and_grad(
         >>> value, grads
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
-
     mixed = as_switch(use_mixed_precision)
 
-    def run(step: Step, used: LossScaling) -> tuple[Any, ...]:
+    def run(step: Step, used: LossScaling) -> tuple[PyTree, ...]:
         result = step.result(used)
         after = result.scaling if mixed else scaling
         value = (result.value, result.aux) if has_aux else result.value
@@ -300,7 +298,7 @@ def calculate_scaled_grad(
     scaling: LossScaling,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
-) -> Callable[Concatenate[Params, P], tuple[Any, Params]]:
+) -> Callable[Concatenate[Params, P], tuple[PyTree, Params]]:
     """Computes loss and gradients that are still scaled, in half precision.
 
     It is the inner half of `filter_value_and_grad`, for loops that unscale, check and
@@ -340,11 +338,11 @@ def calculate_scaled_grad(
 
 
 def _with_scaling(
-    func: Callable[..., Any] | None,
+    func: Callable[..., PyTree] | None,
     scaling: LossScaling | None,
     options: GradOptions,
-    run: Callable[[Step, LossScaling], Any],
-) -> Callable[..., Any]:
+    run: Callable[[Step, LossScaling], PyTree],
+) -> Callable[..., PyTree]:
     """Returns a function of the arguments of `func` that runs a step of it."""
     if scaling is not None:
         check_scaling(scaling)
@@ -359,7 +357,7 @@ def _with_scaling(
         )
 
     @functools.wraps(func)
-    def wrapper(*args: PyTree, **kwargs: PyTree) -> Any:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         step = Step(func, options.for_call(func, scaling), args, kwargs)
         if scaling is None or not options.mixed:
             return run(step, NoLossScaling())

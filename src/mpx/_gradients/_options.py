@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from mpx._casting._half import chosen_half_precision
 from mpx._casting._policy import Policy, as_policy, dtype_under_amp
@@ -59,7 +60,7 @@ class GradOptions:
     mixed: bool
 
     def for_call(
-        self, func: Callable[..., Any], scaling: LossScaling | None
+        self, func: Callable[..., PyTree], scaling: LossScaling | None
     ) -> "GradOptions":
         """Returns the options of one call, in which the policy names a compute dtype.
 

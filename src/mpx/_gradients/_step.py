@@ -138,7 +138,7 @@ class Step:
 
     def __init__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., PyTree],
         options: GradOptions,
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
