@@ -40,7 +40,6 @@ from mpx._jax._frameworks import (
     haiku_name,
     in_haiku,
     linen_call,
-    linen_is_not_written,
     linen_name,
 )
 from mpx._jax._tree import LeafName, flatten_with_names, is_array, is_floating
@@ -162,8 +161,7 @@ def call_through(
     if found is not None:
         describe = linen_name
         return call_linen(found, kwargs, pure)
-    with linen_is_not_written():
-        return pure(func, *args, **kwargs)
+    return pure(func, *args, **kwargs)
 
 
 def _unbound(visitor: Transformation, call: _Call) -> _Call:

@@ -72,11 +72,11 @@ class Keep:
         """Casts a tree to the compute dtype, except what is kept."""
         return map_floating(self.cast_leaf, tree, argument)
 
-    def cast_leaf(self, name: LeafName, leaf: Any) -> Any:
+    def cast_leaf(self, name: LeafName, leaf: PyTree) -> PyTree:
         """Casts a floating leaf, unless it is kept."""
         return leaf if self.keeps(name, leaf) else cast_leaf(leaf, self._dtype)
 
-    def keeps(self, name: LeafName, leaf: Any) -> bool:
+    def keeps(self, name: LeafName, leaf: PyTree) -> bool:
         """Returns whether a function gets a floating leaf as it is."""
         selected = self._selected.find(name, leaf) is not None
         always = any(issubclass(kind, self._always) for kind in name.types)
@@ -98,7 +98,7 @@ class Keep:
             _running.called = outer
             outer |= self._called
 
-    def check(self, func: Callable[..., Any]) -> None:
+    def check(self, func: Callable[..., PyTree]) -> None:
         """Raises for selectors that have selected nothing in the call of `func`."""
         called = self._called
         if not any(map(_has_call, self._selected.kinds)):
@@ -109,7 +109,7 @@ class Keep:
         self._selected.check(lambda kept: any(issubclass(x, kept) for x in called))
 
 
-def _code(func: Callable[..., Any]) -> Any:
+def _code(func: Callable[..., PyTree]) -> PyTree:
     """Returns what functions that are defined by the same lines share."""
     while isinstance(func, functools.partial):
         func = func.func
@@ -197,7 +197,7 @@ def _replace_call(cls: type) -> None:
     call = getattr(cls, "__call__")  # noqa: B004, B009
 
     @functools.wraps(call)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def replacement(self: object, *args: PyTree, **kwargs: PyTree) -> PyTree:
         bound = functools.partial(call, self)
         scope = next((x for x in _in_scope.value if isinstance(self, x)), None)
         in_f32 = isinstance(self, _in_f32.value)

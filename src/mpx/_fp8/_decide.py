@@ -42,7 +42,7 @@ _BF16, _FP8, _BANDWIDTH = H200["bf16"], H200["fp8"], H200["memory"]
 # Each tensor is read for its maximum, read again, and written in two layouts.
 _BYTES = 2 + 2 + 1 + 1
 # The same where XLA writes the other layout, at half the speed.
-_BYTES_TURNED = 2 + 2 * (2 + 1 + 1)
+_BYTES_TRANSPOSED = 2 + 2 * (2 + 1 + 1)
 # Per matmul, forward and backward. Single matmuls are met with 5 µs, but that takes those
 # of a GPT-2 124M to fp8, too, and in the whole model they gain nothing.
 _LAUNCHES = 20e-6
@@ -108,19 +108,13 @@ def sizes(eqn: Equation) -> tuple[tuple[int, int, int], int]:
 
 
 def predicted_gain(m: int, k: int, n: int, *, count: int = 1) -> float:
-    """Predicts how much faster a matmul is in fp8, its two gradients included.
+    """Predicts how much faster `count` matmuls are in fp8, their gradients included.
 
     Time is operations over the measured peak; fp8 adds the traffic and the launches of
     quantising both operands and the gradient.
-
-    Args:
-        m: The number of rows.
-        k: The length of the sum.
-        n: The number of columns.
-        count: How many such matmuls one call computes, by batch dimensions.
     """
     work = 3 * 2.0 * m * k * n * count
-    each = _BYTES if count == 1 else _BYTES_TURNED
+    each = _BYTES if count == 1 else _BYTES_TRANSPOSED
     traffic = each * (m * k + k * n + m * n) * count
     return (work / _BF16) / (work / _FP8 + traffic / _BANDWIDTH + _LAUNCHES)
 
@@ -216,21 +210,19 @@ def _by_size(eqn: Equation, matmul: Matmul, chosen: Selection) -> str:
 
 def follow_weights(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
     """Returns the sources of an equation's results."""
-    if eqn.primitive.name == "broadcast_in_dim" and _grows(eqn):
-        return [DATA]  # a parameter for each example is an activation: a learnt query
+    if eqn.primitive.name == "broadcast_in_dim":
+        before, after = (x.aval.shape for x in (eqn.invars[0], eqn.outvars[0]))
+        if math.prod(before) != math.prod(after):
+            return [
+                DATA
+            ]  # a parameter for each example is an activation: a learnt query
     return follow(eqn, sources)
-
-
-def _grows(eqn: Equation) -> bool:
-    return math.prod(eqn.invars[0].aval.shape) != math.prod(eqn.outvars[0].aval.shape)
 
 
 def matmul_dtypes(jaxpr: Any, labels: Mapping[Any, str]) -> set[str]:
     """Returns the dtypes of matmuls with one parameter, and of these parameters.
 
-    Args:
-        jaxpr: The program.
-        labels: The dtypes of its parameters, by variable.
+    `labels` are the dtypes of the parameters of the program, by variable.
     """
     dtypes: set[str] = set()
 
@@ -286,10 +278,6 @@ def purposes(jaxpr: Any, sources: Mapping[Any, Source]) -> dict[str, str]:
     Embedding tables are read by indices. A head, and a router of experts, is a layer whose
     result goes into a softmax, or is sorted: an error there changes which class or which
     expert comes first, or all probabilities at once. Names play no part in it.
-
-    Args:
-        jaxpr: The program.
-        sources: The sources of its inputs.
     """
     found: dict[str, str] = {}
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from mpx._amp._call import run_traced
 from mpx._amp._decide import is_low_ragged as is_low
@@ -98,7 +99,6 @@ class Fp8(Transformation):
         keys: Where the keys of delayed scales are recorded, with the lengths of the scans
             around them; `None` to record none.
         scales: The delayed scales that the running body may need.
-        probe_axes: The number of axes of the probe of one matmul.
         missing: The keys of matmuls for which `scales` has nothing that fits.
         used: The other keys.
         counts: How many matmuls with delayed scales were met, by parameter.
@@ -115,7 +115,6 @@ class Fp8(Transformation):
     matmuls: list[Matmul] | None = None
     keys: dict[str, tuple[int, ...]] | None = None
     scales: Scales | None = None
-    probe_axes: int = 1
     missing: set[str] = dataclasses.field(default_factory=set)
     used: set[str] = dataclasses.field(default_factory=set)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -132,13 +131,13 @@ class Fp8(Transformation):
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         return plain_matmuls()
 
-    def argument_fact(self, name: str, is_param: bool, leaf: Any) -> Source:
+    def argument_fact(self, name: str, is_param: bool, leaf: PyTree) -> Source:
         return argument(name, leaf, is_param=is_param)
 
-    def literal_fact(self, atom: Any) -> Source:
+    def literal_fact(self, atom: PyTree) -> Source:
         return CONSTANT
 
-    def constant_fact(self, value: Any) -> Source:
+    def constant_fact(self, value: PyTree) -> Source:
         return closed_over(value)
 
     def start(self, traced: Traced) -> Traced:
@@ -292,7 +291,7 @@ class Fp8(Transformation):
 
     # --- bodies -----------------------------------------------------------------------
 
-    def fact_inside(self, fact: Source, var: Any, kind: Kind) -> Source:
+    def fact_inside(self, fact: Source, var: PyTree, kind: Kind) -> Source:
         return DATA if kind in ("carry", "tangent") else fact
 
     def result_facts(
@@ -314,11 +313,8 @@ class Fp8(Transformation):
         for name in sorted({x.name for x in op.facts if x.is_param and x.name}):
             for number in itertools.count(self.counts.get(name, 0)):
                 item = (self.scales or {}).get(_key(name, number))
-                # The last axis of a probe is for three tensors, another may be for devices.
-                if item is None or (
-                    length is not None
-                    and item[1].shape[: -self.probe_axes][:1] != (length,)
-                ):
+                # The last axis of a probe is for three tensors.
+                if item is None or length not in (None, *item[1].shape[:-1][:1]):
                     break
                 found[_key(name, number)] = item
         return found
@@ -339,7 +335,7 @@ class Fp8(Transformation):
         finally:
             self._lengths, self._delayed, self.scales = before
 
-    def cache_key(self, more: Scales | None) -> tuple[Any, ...] | None:
+    def cache_key(self, more: Scales | None) -> tuple[PyTree, ...] | None:
         if self.matmuls is not None or self.keys is not None:
             return None
         # Delayed scales differ from one use of a parameter to the next: what was counted
@@ -362,7 +358,7 @@ class Fp8(Transformation):
         if self.scales is None:
             return None, None
         found = self.scales.get(key)
-        if found is None or found[1].ndim != self.probe_axes:
+        if found is None or found[1].ndim != 1:
             self.missing.add(key)
             return None, None
         self.used.add(key)

@@ -14,14 +14,14 @@ from jaxtyping import Array, Int, PyTree
 
 from mpx._casting._cast import is_state_node
 from mpx._casting._policy import Policy
-from mpx._casting._reduction import COMPUTE, F32, Reduce, Shards, over_shards, shards_of
+from mpx._casting._reduction import COMPUTE, Reduce, Shards, over_shards, shards_of
 from mpx._casting._wrapped import argument_names, original
 from mpx._gradients._call import State, is_statistic
 from mpx._gradients._grad import Params, transformed
 from mpx._gradients._options import (
-    ArgnumKeywords,
     GradKeywords,
     GradOptions,
+    WindowKeywords,
     grad_options,
     refuse_positional,
 )
@@ -34,16 +34,13 @@ from mpx._jax._tree import (
     dtype_of,
     flatten_with_names,
     is_array,
-    is_floating,
     shape_of,
 )
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
-from mpx._wire._feedback import with_feedback
 from mpx._wire._sums import (
     largest_of_shards,
     pin_shards,
     sharded_alike,
-    sum_and_rest_of_shards,
     sum_of_shards,
 )
 
@@ -57,36 +54,22 @@ def accumulate(
     *,
     batch_argnums: int | Sequence[int] = 1,
     mean: bool = True,
-    argnums: Literal[0] = 0,
     has_aux: bool = False,
     **options: Unpack[GradKeywords],
 ) -> Callable[Concatenate[Scaling, Params, P], GradResult[Params, Scaling]]: ...
 @overload
 def accumulate(
-    func: Callable[P, object],
-    steps: int = 1,
-    *,
-    batch_argnums: int | Sequence[int] = 1,
-    mean: bool = True,
-    argnums: int | Sequence[int],
-    has_aux: bool = False,
-    **options: Unpack[GradKeywords],
+    func: Callable[P, object], steps: int = 1, **options: Unpack[WindowKeywords]
 ) -> Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]]: ...
 @overload
 def accumulate(
-    func: None = None,
-    steps: int = 1,
-    *,
-    batch_argnums: int | Sequence[int] = 1,
-    mean: bool = True,
-    has_aux: bool = False,
-    **options: Unpack[ArgnumKeywords],
+    func: None = None, steps: int = 1, **options: Unpack[WindowKeywords]
 ) -> Callable[
     [Callable[P, object]],
     Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]],
 ]: ...
 def accumulate(
-    func: Callable[..., Any] | None = None,
+    func: Callable[..., PyTree] | None = None,
     steps: int = 1,
     *misplaced: object,
     batch_argnums: int | Sequence[int] = 1,
@@ -97,7 +80,7 @@ def accumulate(
     grad_dtype: DTypeLike | None = None,
     axis_name: AxisName | None = None,
     retry: int = 0,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Like `value_and_grad`, with the batch worked off in several smaller parts.
 
     The result is that of the large batch, at the memory of a small one: gradients are
@@ -182,7 +165,7 @@ class _Window(Step):
 
     def __init__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., PyTree],
         options: GradOptions,
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
@@ -261,47 +244,25 @@ class _Window(Step):
         result = Evaluation(value, aux, grads, state, spoilt, observed)
         count = self._steps
         if shards is not None:
-            result = self._sum_of_shards(shards, result, scaling)
+            result = self._sum_of_shards(result)
             count *= shards.size
         if not self.mean:
             return result
         grads = jax.tree.map(lambda g: g / count, result.grads)
         return result._replace(value=result.value / count, grads=grads)
 
-    def _sum_of_shards(
-        self, shards: Shards, result: Evaluation, scaling: LossScaling
-    ) -> Evaluation:
+    def _sum_of_shards(self, result: Evaluation) -> Evaluation:
         """Sums what the shards have stacked; gradients are sent in the `reduce_dtype`."""
         policy = self.options.policy
-        dtype = F32 if policy.reduce_dtype is None else policy.reduce_dtype
+        dtype = policy.reduce_dtype
         if dtype == COMPUTE:
             dtype = policy.resolved_compute_dtype()
-        # Residuals are those of the gradient of a window, whose parts are summed here.
-        parts = self._steps if self.mean else 1
-
-        def split(grad: Array, residual: Array) -> tuple[Array, Array]:
-            total, rest = sum_and_rest_of_shards(grad + residual * parts, shards)
-            return total, rest / parts
-
-        def total(grad: Array) -> Array:
-            return sum_of_shards(grad, shards, dtype)
-
-        grads, feedback = result.grads, self.feedback
-        if feedback is None:
-            grads = jax.tree.map(total, grads)
-        else:
-            floats, others = eqx.partition(grads, is_floating)
-            floats, feedback = with_feedback(
-                floats, feedback, scaling, split, stacked=True
-            )
-            feedback = pin_shards(feedback, shards)
-            grads = eqx.combine(floats, jax.tree.map(total, others))
+        grads = jax.tree.map(lambda x: sum_of_shards(x, dtype), result.grads)
         return result._replace(
             value=jnp.sum(result.value, axis=0),
             grads=jax.tree.map(sharded_alike, grads, self.call.diff),
             spoilt=jnp.any(result.spoilt, axis=0),
             observed=largest_of_shards(result.observed),
-            feedback=feedback,
         )
 
     def matmul_reduce(self) -> Reduce:
@@ -366,7 +327,7 @@ class _Leaf(NamedTuple):
 
     name: LeafName
     position: int | None
-    value: Any
+    value: PyTree
 
     @property
     def is_plain_array(self) -> bool:
@@ -429,7 +390,7 @@ def _split_arguments(
             if kind != "row" and leaf.is_plain_array:
                 _check_shared(leaf, shape_of(rows[0].value)[0], batches, params)
 
-    def of(wanted: str, change: Callable[[Any], Any] = lambda x: x) -> PyTree:
+    def of(wanted: str, change: Callable[[PyTree], PyTree] = lambda x: x) -> PyTree:
         pairs = zip(leaves, kinds, strict=True)
         return structure.unflatten(
             [change(leaf.value) if kind == wanted else None for leaf, kind in pairs]

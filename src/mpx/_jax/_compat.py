@@ -45,10 +45,6 @@ def is_batched(x: object) -> bool:
     return isinstance(x, tracer_type("vmap"))
 
 
-def _is_linearized(x: object) -> bool:
-    return isinstance(x, tracer_type("grad"))
-
-
 def nothing_is_traced() -> bool:
     """Returns whether no JAX transformation is running; `False` if JAX cannot tell."""
     names = private("trace_state")

@@ -2,18 +2,16 @@
 
 The variables of such a model live in a scope. A traced function would leave tracers there,
 so the variables go in as arguments and come out as results, as in `nn.remat` and
-`hk.remat`. Where that is not possible, writing is refused. Neither library is imported
-here: if it is not loaded, none of its models can be running.
+`hk.remat`. Neither library is imported here: if it is not loaded, none of its models can
+be running.
 """
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
-import jax
+from jaxtyping import PyTree
 
-from mpx._jax._compat import is_tracer
 from mpx._jax._private import private
 from mpx._jax._tree import LeafName
 
@@ -24,12 +22,14 @@ Named = tuple[LeafName, bool]
 class LinenCall(NamedTuple):
     """A call of a method of a Linen module, with the other positional arguments."""
 
-    method: Callable[..., Any]
-    module: Any
-    args: tuple[Any, ...]
+    method: Callable[..., PyTree]
+    module: PyTree
+    args: tuple[PyTree, ...]
 
 
-def linen_call(func: Callable[..., Any], args: tuple[Any, ...]) -> LinenCall | None:
+def linen_call(
+    func: Callable[..., PyTree], args: tuple[PyTree, ...]
+) -> LinenCall | None:
     """Returns the call of a method of a Linen module, if it is one and has variables."""
     owner = getattr(func, "__self__", None)
     if _is_running(func):
@@ -41,7 +41,7 @@ def linen_call(func: Callable[..., Any], args: tuple[Any, ...]) -> LinenCall | N
     return None
 
 
-def _is_running(module: Any) -> bool:
+def _is_running(module: PyTree) -> bool:
     linen = sys.modules.get("flax.linen")
     return (
         linen is not None
@@ -51,8 +51,10 @@ def _is_running(module: Any) -> bool:
 
 
 def call_linen(
-    call: LinenCall, kwargs: dict[str, Any], run: Callable[..., tuple[Any, Any]]
-) -> Any:
+    call: LinenCall,
+    kwargs: dict[str, PyTree],
+    run: Callable[..., tuple[PyTree, PyTree]],
+) -> PyTree:
     """Calls a method of a Linen module as a pure function of its variables.
 
     `run(pure, variables, rngs, args, kwargs)` calls the pure function.
@@ -61,18 +63,20 @@ def call_linen(
     if flax is None:
         return call.method(call.module, *call.args, **kwargs)
 
-    def lifted(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def lifted(
+        method: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
         def inner(
-            scope_fn: Any,
-            repack: Any,
-            variables: Any,
-            rngs: Any,
-            *args: Any,
-            **kwargs: Any,
-        ) -> tuple[Any, Any]:
+            scope_fn: PyTree,
+            repack: PyTree,
+            variables: PyTree,
+            rngs: PyTree,
+            *args: PyTree,
+            **kwargs: PyTree,
+        ) -> tuple[PyTree, PyTree]:
             def pure(
-                variables: Any, rngs: Any, args: Any, kwargs: Any
-            ) -> tuple[Any, Any]:
+                variables: PyTree, rngs: PyTree, args: PyTree, kwargs: PyTree
+            ) -> tuple[PyTree, PyTree]:
                 scope = scope_fn(variables, rngs)
                 return method(scope, *args, **kwargs), repack(scope)
 
@@ -100,34 +104,6 @@ def linen_name(name: LeafName, is_param: bool) -> Named:
     return LeafName(path), path.startswith("params/")
 
 
-@contextlib.contextmanager
-def linen_is_not_written() -> Iterator[None]:
-    """Refuses to leave tracers in the scope of a Linen model that is running.
-
-    Raises:
-        TypeError: If its variables have changed in the meantime.
-    """
-    before = {id(leaf) for leaf in _linen_variables()}
-    yield
-    if any(is_tracer(x) and id(x) not in before for x in _linen_variables()):
-        raise TypeError(
-            "A function under `amp` creates or changes variables of a Linen module that "
-            "it closes over, but `amp` can only return those of the module that it is "
-            "given. Wrap the loss, or `model.apply`, instead; or decorate a method of "
-            "the module with `amp`."
-        )
-
-
-def _linen_variables() -> list[Any]:
-    """Returns the arrays in the scope of the Linen model that is running."""
-    if "flax.linen" not in sys.modules or (flax := private("linen_variables")) is None:
-        return []
-    stack = getattr(flax._context, "module_stack", [])
-    if not stack or not _is_running(stack[-1]):
-        return []
-    return jax.tree.leaves(dict(getattr(stack[-1].scope.root, "_variables", {})))
-
-
 def in_haiku() -> bool:
     """Returns whether a function under `hk.transform` is running."""
     running_init = getattr(sys.modules.get("haiku"), "running_init", None)
@@ -141,11 +117,11 @@ def in_haiku() -> bool:
 
 
 def call_haiku(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    run: Callable[..., tuple[Any, Any]],
-) -> Any:
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    run: Callable[..., tuple[PyTree, PyTree]],
+) -> PyTree:
     """Calls a function inside `hk.transform` as a pure one of Haiku's variables.
 
     `run(pure, variables, func, args, kwargs)` calls the pure function.
@@ -154,7 +130,9 @@ def call_haiku(
     if haiku is None:
         return func(*args, **kwargs)
 
-    def pure(variables: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pure(
+        variables: PyTree, func: PyTree, args: PyTree, kwargs: PyTree
+    ) -> tuple[PyTree, PyTree]:
         with (
             haiku.temporary_internal_state(variables, share_python_state=True),
             haiku.push_jax_trace_level(),
