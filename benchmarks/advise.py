@@ -25,14 +25,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from mpx.inspect._predictions import relative_change
+from mpx.inspect._search import Judged, front, judge
 
 import _measure as measure
 import mpx.inspect
 from _measure import format_table, number, read_options
 from _models import make_task
 from mpx.inspect import _advice
-from mpx.inspect._predictions import relative_change
-from mpx.inspect._search import Judged, front, judge
 
 
 class Case(NamedTuple):

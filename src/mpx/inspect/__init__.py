@@ -18,12 +18,12 @@ from mpx.inspect._exponents import plot_exponents as plot_exponents
 from mpx.inspect._findings import Finding as Finding
 from mpx.inspect._memory import Memory as Memory
 from mpx.inspect._memory import memory as memory
+from mpx.inspect._policies import Candidate as Candidate
+from mpx.inspect._policies import PrecisionPolicy as PrecisionPolicy
 from mpx.inspect._report import AmpView as AmpView
 from mpx.inspect._report import Fp8View as Fp8View
 from mpx.inspect._report import Report as Report
 from mpx.inspect._report import report as report
-from mpx.inspect._search import Candidate as Candidate
-from mpx.inspect._search import PrecisionPolicy as PrecisionPolicy
 from mpx.inspect._target import Compiled as Compiled
 from mpx.inspect._watch import Observation as Observation
 from mpx.inspect._watch import RunSummary as RunSummary
