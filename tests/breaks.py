@@ -473,14 +473,6 @@ BREAKS = [
         "kernels",
         "",
     ),
-    Break(
-        "layers are rounded with the same noise",
-        "_kernels",
-        "index if offset is None else index + offset",
-        "index",
-        "release",
-        "",
-    ),
     # --- _wire ------------------------------------------------------------------------
     Break(
         "8-bit blocks overflow",
