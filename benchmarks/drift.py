@@ -37,7 +37,6 @@ OUTLIER = (0, 5)
 COLUMNS: dict[str, dict[str, Any]] = {
     "dithered": {},
     "nearest": {"rounding": "nearest"},
-    "stochastic": {"rounding": "stochastic"},
     "32 bits": {"master_bits": 32},
     "bf16 alone": {"master_bits": None},
 }

@@ -2,7 +2,6 @@
 
     python benchmarks/kernel_check.py                # on a GPU, within a minute
     python benchmarks/kernel_check.py --huge         # and up to 2³² elements; 40 GB
-    python benchmarks/kernel_check.py --backend mosaic
     python benchmarks/kernel_check.py --tiny         # on a CPU, the kernel interpreted
 
 Each step starts from the same state on both paths, and what they leave is compared. They
@@ -17,7 +16,7 @@ import functools
 import re
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +28,12 @@ from _measure import read_options
 from mpx._kernels import _dispatch, _triton
 from mpx._optim._core import Step
 from mpx._optim._options import master_codec, moment_codec
-from mpx._optim._packing import PackedLeaf, pack
+from mpx._optim._packing import PackedLeaf, Unpacked
 from mpx._optim._params import flatten_params
 from mpx._optim._state import leaves_of
-from mpx._optim._update_rules import Given, Leaf
-from mpx._quant import Block, Dither, Noise, Quantized
+from mpx._optim._update_rules import Given
+from mpx._quant import Block, Dither, Quantized
+from mpx._quant._rounding import _mix as mix
 
 RATE, DECAY = 0.01, 0.1
 RULES: dict[str, Any] = {
@@ -62,11 +62,8 @@ NEAREST: dict[str, dict[str, Any]] = {
     "nearest": {"rounding": "nearest"},
     "no master, nearest": {"rounding": "nearest", "master_bits": None},
 }
-# By backend: how a kernel shows in a compiled program.
-KERNELS = {
-    "triton": 'custom_call_target="__gpu$xla.gpu.triton"',
-    "mosaic": 'custom_call_target="mosaic_gpu',
-}
+# How the kernel shows in a compiled program.
+KERNEL = 'custom_call_target="__gpu$xla.gpu.triton"'
 FIRST_RULE, FIRST_FORMAT = "adamw", "24 bits"
 # Three equal leaves share a launch; odd sizes leave a last block that is not full.
 LEAVES = (*[("bf16", "odd")] * 3, ("bf16", "full"), ("f16", "odd"), ("f32", "odd"))
@@ -208,12 +205,18 @@ def found_of(elements, fields):
     return Found(elements, **{key: value.item() for key, value in numbers.items()})
 
 
+class Stored(NamedTuple):
+    """A parameter with its moments and correction."""
+
+    param: Any
+    moments: Any
+    correction: Any
+
+
 def stored_leaves(params, state):
     """Returns each parameter with its correction and moments."""
     pairs = zip(*leaves_of(flatten_params(params), state), strict=True)
-    return [
-        packing.view(leaf.packed)._replace(param=leaf.param) for leaf, packing in pairs
-    ]
+    return [Stored(leaf.param, *packing.view(leaf.packed)) for leaf, packing in pairs]
 
 
 def decoded(core, leaf, state):
@@ -371,7 +374,7 @@ def with_unusual(grads):
     return jax.tree.map(plant, grads)
 
 
-def prepare(cases, shapes, pool, kernel):
+def prepare(cases, shapes, pool):
     """Traces one after another, and compiles meanwhile."""
     programs = []
     for case in cases:
@@ -379,7 +382,7 @@ def prepare(cases, shapes, pool, kernel):
         state = case.optimizer("jax").init(params)
         flag, scale = jnp.ones((), bool), jnp.ones(())
         steps = {}
-        for path, backend in (("plain", "jax"), ("kernel", kernel)):
+        for path, backend in (("plain", "jax"), ("kernel", "triton")):
             by_layer = case.by_layer and path == "kernel"
             take = step_by_layer if by_layer else take_step
             step = functools.partial(take, case.optimizer(backend))
@@ -456,7 +459,7 @@ def kernel_problem(program, path, expected):
     if jax.default_backend() == "cpu":
         return None  # the interpreter leaves no trace
     text = program.as_text()
-    found = sum(text.count(target) for target in KERNELS.values())
+    found = text.count(KERNEL)
     return None if found == expected else f"{path}: {found} kernels, not {expected}"
 
 
@@ -482,31 +485,36 @@ def huge_inputs(rows, width, first=0):
             first, jnp.uint32
         )
         column = lax.broadcasted_iota(jnp.uint32, shape, 1)
-        return Noise(row * np.uint32(0x9E3779B1) + column, jnp.uint32(1), stream)
+        place = row * np.uint32(0x9E3779B1) + column
+        return mix(place ^ mix(jnp.uint32(stream)))
+
+    def centred(columns, stream):
+        top = (noise(columns, stream) >> np.uint32(8)).astype(jnp.int32)
+        return top.astype(jnp.float32) * np.float32(2.0**-24) - np.float32(0.5)
 
     def integers(stream, lowest, highest):
-        top = (noise(width, stream).bits() >> np.uint32(24)).astype(jnp.int32)
+        top = (noise(width, stream) >> np.uint32(24)).astype(jnp.int32)
         return jnp.clip(top + lowest, lowest, highest)
 
     mu = Quantized(
         jnp.maximum(integers(1, -128, 127), -127).astype(jnp.int8),
-        (1 + noise(width // 32, 2).centred()).astype(jnp.bfloat16),
+        (1 + centred(width // 32, 2)).astype(jnp.bfloat16),
     )
     nu = Quantized(
         jnp.maximum(integers(3, 0, 255), 1).astype(jnp.uint8),
-        2 + noise(width // 32, 4).centred(),
+        2 + centred(width // 32, 4),
     )
     correction = jnp.maximum(integers(5, -128, 127), -127).astype(jnp.int8)
-    params = {"w": noise(width, 6).centred().astype(jnp.bfloat16)}
+    params = {"w": centred(width, 6).astype(jnp.bfloat16)}
     any_size = mpx.optim.Compression(min_size=0)
     small = mpx.optim.flash_adamw(RATE, compression=any_size).init(
         {"w": params["w"][:1, :32]}
     )
-    packed = pack(Leaf(params["w"], correction, (mu, nu)))
+    packed = Unpacked((mu, nu), correction).pack()
     state = dataclasses.replace(
         small, count=jnp.asarray(5, jnp.int32), packed={"w": packed}
     )
-    return params, state, {"w": noise(width, 7).centred().astype(jnp.bfloat16)}
+    return params, state, {"w": centred(width, 7).astype(jnp.bfloat16)}
 
 
 @functools.cache
@@ -515,16 +523,15 @@ def huge_comparison():
     return jax.jit(functools.partial(differences, optimizer))
 
 
-def run_huge(rows, width, chunk, kernel):
+def run_huge(rows, width, chunk):
     """Steps one huge leaf in place, then compares it with plain JAX part by part."""
     case = Case(FIRST_RULE, FIRST_FORMAT, ())
     yes, scale = jnp.array(True), jnp.ones(())
     inputs = jax.jit(functools.partial(huge_inputs, rows, width))()
-    step = functools.partial(take_step, case.optimizer(kernel))
+    step = functools.partial(take_step, case.optimizer("triton"))
     program = jax.jit(step, donate_argnums=(0, 1)).lower(*inputs, yes, scale).compile()
-    # Mosaic's kernel has 64-bit addresses throughout.
     leaf = PackedLeaf(inputs[0]["w"], *inputs[1].packed["w"])
-    launches = int(kernel == "mosaic" or _triton.can_address(leaf))
+    launches = int(_triton.can_address(leaf, _dispatch._BLOCK))
     problem = kernel_problem(program, "kernel", launches)
     result = program(*inputs, yes, scale)
     del inputs, leaf
@@ -578,32 +585,30 @@ def report(name, found, problems):
 
 def main():
     """Runs the cases; returns the exit status."""
-    options = read_options(__doc__, "backend=triton only= huge tiny")
+    options = read_options(__doc__, "only= huge tiny")
     start = time.perf_counter()
     device = jax.devices()[0]
-    if options.tiny and options.backend == "mosaic":
-        sys.exit("--tiny needs the interpreter of Pallas, which has none for Mosaic.")
     if options.tiny:
         interpret_kernel()
     elif jax.default_backend() != "gpu":
         sys.exit(f"The kernel needs a GPU, but here is {device}: --tiny interprets it.")
     shapes = TINY_SHAPES if options.tiny else SHAPES
     cases = [case for case in all_cases() if re.search(options.only, case.name)]
-    print(f"{options.backend}, {device.device_kind}, jax {jax.__version__}\n")
+    print(f"{device.device_kind}, jax {jax.__version__}\n")
     print(
         f"{'case':34} {'elements':>11} {'codes ≠':>9} {'by':>4} {'scales ≠':>8} "
         f"{'params ≠':>8} {'ulps':>4} {'weight':>6}"
     )
     passed = []
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        for program in prepare(cases, shapes, pool, options.backend):
+        for program in prepare(cases, shapes, pool):
             leaves, problems = run_case(program, shapes)
             for leaf, found in leaves.items():
                 passed.append(report(f"{program.case.name}, {leaf}", found, problems))
     if options.huge:
         sizes = (TINY_WIDTH, TINY_CHUNK) if options.tiny else (WIDTH, CHUNK)
         for rows in TINY_ROWS if options.tiny else ROWS:
-            found = run_huge(rows, *sizes, options.backend)
+            found = run_huge(rows, *sizes)
             passed.append(report(f"adamw, {rows} × {sizes[0]}", *found))
     print(
         f"\n{sum(passed)} of {len(passed)} lines passed, {time.perf_counter() - start:.0f} s."

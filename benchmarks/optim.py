@@ -71,7 +71,6 @@ MODES = {
 }
 DEFAULT = ",".join(MODES)
 MODES |= {
-    "mpx-mosaic": Mode("mpx", {"backend": "mosaic"}),
     # f32 gradients, clipped; a step that is not finite is left out in several ways.
     "chain": Mode("chain"),
     "chain-hand": Mode("chain", "hand"),
@@ -428,16 +427,15 @@ def run_torch(mode, model, options):
 
 def sweep(options):
     """Times the kernel of mpx for blocks and warps, on the first workload."""
-    from mpx._kernels import _step
+    from mpx._kernels import _dispatch, _triton
 
     measure.start_child()
     shapes, rows = shapes_of(options.models[0]), []
     for block in options.blocks:
         rows.append([str(block)])
         for warps in options.warps:
-            # The constant is frozen so that nobody else does this.
-            object.__setattr__(_step.TRITON, "block", block)
-            object.__setattr__(_step.TRITON, "warps", warps)
+            setattr(_dispatch, "_BLOCK", block)  # noqa: B010
+            setattr(_triton, "_WARPS", warps)  # noqa: B010
             jax.clear_caches()
             built = build_mpx(shapes, options.optimizer, None)
             try:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mpx._jax._compat import HAS_MOSAIC, Literal, eval_equation, open_jaxpr
-from mpx._kernels import _step, _triton
+from mpx._kernels import _triton
 from mpx._kernels._plain import run_plain
-from mpx._optim._packing import PackedLeaf, Packing, packed_step
+from mpx._optim._packing import LeafStep, PackedLeaf, Packing
 from mpx._optim._update_rules import Adam, Lion, Sgd
 from mpx._quant import Dither
 from mpx._quant._rounding import bits, from_bits
@@ -41,21 +41,16 @@ STORED = {
     "f16": (jnp.float16, None, "mpx"),
     "f32": (jnp.float32, None, "mpx"),  # has no correction
 }
-TUNING = _step.Tuning(block=256, warps=1)
+BLOCK = 256
 DIVIDING, ODD = (16, 64), (7, 96)
 
 needs_mosaic = pytest.mark.skipif(not HAS_MOSAIC, reason="needs jax 0.11 or later")
-each_kernel = pytest.mark.parametrize(
-    "backend", ["triton", pytest.param("mosaic", marks=needs_mosaic)]
-)
 
 
-def make_plan(
-    rule, dtype=jnp.bfloat16, correction=np.int8, format="mpx", group=32, dithers=True
-):
+def make_plan(rule, correction=np.int8, format="mpx", group=32, dithers=True):
     correction = None if correction is None else np.dtype(correction)
     packing = Packing(rule.moments, format, group > 0, correction)
-    return packed_step(rule, dtype, packing, group_size=group, dithers=dithers)
+    return LeafStep(rule, packing, group, dithers)
 
 
 def make_case(plan, shape, dtype=jnp.bfloat16, grad_dtype=jnp.bfloat16, seed=0):
@@ -67,7 +62,7 @@ def make_case(plan, shape, dtype=jnp.bfloat16, grad_dtype=jnp.bfloat16, seed=0):
         return jnp.asarray((rng.standard_normal(shape) * spread * scale).astype(dtype))
 
     hyper = {name: jnp.float32(value) for name, value in HYPER.items()}
-    coefficients = plan.step.rule.coefficients(hyper, jnp.float32(3))
+    coefficients = plan.rule.coefficients(hyper, jnp.float32(3))
     dither = Dither(jnp.float32(0.2), jnp.float32(0.7))
     scalars = jnp.stack([jnp.float32(0.5), *dither, *coefficients])
     param = normal(0.05, dtype)
@@ -128,15 +123,7 @@ def _evaluate(jaxpr, consts, args, zero):
 
 def interpreted(plan, scalars, grad, leaf, finite=1.0):
     rows = jnp.append(jnp.asarray(finite, jnp.float32), scalars)[None]
-    (new,) = _triton.launch(
-        plan,
-        rows,
-        [grad],
-        [leaf],
-        group_size=plan.step.group_size,
-        tuning=TUNING,
-        interpret=True,
-    )
+    (new,) = _triton.launch(plan, rows, [grad], [leaf], block=BLOCK, interpret=True)
     return new
 
 
@@ -145,13 +132,12 @@ kernel = jax.jit(interpreted, static_argnums=0)
 
 @functools.partial(jax.jit, static_argnums=0)
 def plain(plan, scalars, grad, leaf):
-    size = plan.step.group_size
-    return run_plain(plan, scalars, grad, leaf, group_size=size, finite=None, seed=None)
+    return run_plain(plan, scalars, grad, leaf, finite=None)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def first_step(plan, scalars, grad, param):
-    leaf = PackedLeaf(param, *plan.packing.zeros(param, plan.step.group_size))
+    leaf = PackedLeaf(param, *plan.packing.zeros(param, plan.group_size))
     return plain(plan, scalars, grad, leaf)
 
 

@@ -48,8 +48,8 @@ def patterns_of(x):
     return np.asarray(x, np.float32).view(np.int32).astype(np.int64)
 
 
-def round_trip(codec, dtype, weight, noise=None):
-    param, correction = codec.encode(weight, dtype, BLOCK, noise)
+def round_trip(codec, dtype, weight, dither=None):
+    param, correction = codec.encode(weight, dtype, BLOCK, dither)
     return param, correction, codec.decode(param, correction, BLOCK)
 
 

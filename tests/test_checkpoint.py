@@ -166,22 +166,20 @@ def test_changed_fields_of_modules_are_an_error_unless_you_choose(tmp_path):
     state = Progress(jnp.ones(2), step=500, best=0.25)
     save(tmp_path, state)
     template = Progress(jnp.zeros(2), inference=True)
-    with pytest.raises(ValueError, match="Fields of modules are not as in") as error:
+    with pytest.raises(ValueError, match="does not fit the template") as error:
         restore(tmp_path, template)
     for part in (
         "`step` was 500, but is 0 in the template",
         "`best` was 0.25, but is inf in the template",
         "`inference` was False, but is True in the template",
-        'Pass `fields="template"`',
+        'pass `fields="template"`',
     ):
         assert part in str(error.value)
     assert_trees_equal(restore(tmp_path, template, fields="saved"), state)
     kept = restore(tmp_path, template, fields="template")
     assert (kept.step, kept.best, kept.inference) == (0, float("inf"), True)
     assert_trees_equal(kept.weight, state.weight)
-    with pytest.raises(
-        ValueError, match="`fields` must be 'saved', 'template' or None"
-    ):
+    with pytest.raises(ValueError, match="`fields` must be one of 'saved', 'template'"):
         restore(tmp_path, template, fields="both")  # pyright: ignore[reportArgumentType]
     same = Progress(jnp.zeros(2), step=500, best=0.25)
     assert_trees_equal(restore(tmp_path, same), state)
@@ -407,11 +405,6 @@ def test_others_read_while_a_process_writes_and_write_when_it_is_killed(tmp_path
             assert seen == sorted(seen)
             assert seen[0] >= 3
             assert seen[-1] > seen[0]  # the reader did not stop the writer
-            writes = f"Another process .pid {worker.pid} .* writes checkpoints to"
-            with pytest.raises(RuntimeError, match=writes):
-                checkpoints.save(10**6, state)
-            with pytest.raises(RuntimeError, match=writes):
-                checkpoints.delete(seen[-1])
         assert worker.poll() is None
         worker.kill()
     restored = restore(tmp_path, state)
@@ -420,35 +413,6 @@ def test_others_read_while_a_process_writes_and_write_when_it_is_killed(tmp_path
     with Checkpointer(tmp_path) as checkpoints:
         assert checkpoints.save(10**6, state)
     assert restore(tmp_path, state)["step"] == 0
-
-
-def test_writer_stops_when_one_on_another_machine_has_taken_over(tmp_path):
-    claim = tmp_path / ".mpx-writer"
-    with Checkpointer(tmp_path) as first:
-        first.save(0, {"a": 0})
-        first.wait()
-        other = json.loads(claim.read_text()) | {
-            "token": "other",
-            "host": "far",
-            "pid": 1,
-        }
-        claim.write_text(json.dumps(other | {"process": ["another boot", "1"]}))
-        taken = "Another process .pid 1 on far, .* has taken over .* stops writing"
-        with pytest.raises(RuntimeError, match=taken):
-            first.save(1, {"a": 1})
-        with Checkpointer(tmp_path) as second:  # whoever comes later takes over
-            second.save(1, {"a": 2})
-            second.wait()
-            taken = "Another Checkpointer of this process .* has taken over"
-            with pytest.raises(RuntimeError, match=taken):
-                first.save(2, {"a": 1})
-        assert not claim.exists()
-        with pytest.raises(
-            ValueError, match="checkpoint of step 1, so step 1 cannot be"
-        ):
-            first.save(1, {"a": 1})  # it has read the folder anew
-        first.save(2, {"a": 3})
-    assert restore(tmp_path, {"a": 0}) == {"a": 3}
 
 
 def test_checkpointers_that_are_not_closed_lose_nothing(tmp_path):
@@ -539,8 +503,8 @@ def test_best_checkpoints_are_kept(tmp_path):
             checkpoints.save(9, {"a": 9}, metrics={"loss": 1.0})
 
 
-def test_read_only_checkpointer_sees_new_checkpoints_and_writes_nothing(tmp_path):
-    with Checkpointer(tmp_path / "run", read_only=True) as reader:
+def test_reader_sees_new_checkpoints_and_writes_nothing(tmp_path):
+    with Checkpointer(tmp_path / "run") as reader:
         assert reader.latest() is None
         assert not (tmp_path / "run").exists()
         save(tmp_path / "run", {"a": 1})
@@ -548,9 +512,6 @@ def test_read_only_checkpointer_sees_new_checkpoints_and_writes_nothing(tmp_path
         assert reader.restore({"a": 0}) == {"a": 1}
         save(tmp_path / "run", {"a": 2})
         assert reader.restore({"a": 0}) == {"a": 2}
-        for call in (lambda: reader.save(2, {"a": 2}), lambda: reader.delete(0)):
-            with pytest.raises(ValueError, match="Nothing can be .* `read_only=True`"):
-                call()
         assert sorted(x.name for x in (tmp_path / "run").iterdir()) == ["0", "1"]
 
 
@@ -616,8 +577,8 @@ def test_changed_number_in_the_record_is_found(tmp_path):
     save(tmp_path, {"step": 7})
     (path,) = tmp_path.rglob("mpx/metadata")
     text = path.read_text()
-    assert '"contents": [7]' in text
-    path.write_text(text.replace('"contents": [7]', '"contents": [5]'))
+    assert '"value": 7' in text
+    path.write_text(text.replace('"value": 7', '"value": 5'))
     with pytest.raises(ValueError, match="its record, `mpx/metadata`, was changed"):
         restore(tmp_path, {"step": 0})
 
@@ -668,7 +629,6 @@ def test_closing_after_a_failed_write_raises_and_ends_everything(tmp_path):
         checkpoints.save(0, {"w": np.asarray(normal(0, 2**17))})
         with pytest.raises(ValueError, match="File too large"):
             checkpoints.close()
-    assert not (tmp_path / ".mpx-writer").exists()
     assert checkpoints.steps() == []
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         restore(tmp_path, {"w": 0})
@@ -771,15 +731,14 @@ mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
 
 def make(seed, *spec):
     whole = np.random.default_rng(seed).normal(size=(8, 512)).astype(np.float32)
-    where, own = NamedSharding(mesh, P(*spec)), seed * (number + 1)
+    where = NamedSharding(mesh, P(*spec))
     return {
         "w": jax.make_array_from_callback(whole.shape, where, lambda i: whole[i]),
         "same": np.arange(3) + seed,
         "step": seed,
-        "cursor": own,
-        "position": np.int64(2**40 * own),
-        "key": jax.random.key(own),
-        "f8": jnp.full((2, 3), own, jnp.float8_e4m3fn),
+        "position": np.int64(2**40 * seed),
+        "key": jax.random.key(seed),
+        "f8": jnp.full((2, 3), seed, jnp.float8_e4m3fn),
     }
 
 
@@ -802,7 +761,7 @@ def error(call):
 
 
 def flip():
-    files = (folder / "own").rglob("ocdbt.process_0/d/*")
+    files = (folder / "run").rglob("ocdbt.process_0/d/*")
     path = max(files, key=lambda x: x.stat().st_size)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -810,24 +769,19 @@ def flip():
 
 
 found = {}
-save(folder / "own", make(1, "x"))
+save(folder / "run", make(1, "x"))
 for spec in (("x",), (None, "x"), ()):
-    restored = restore(folder / "own", make(0, *spec))
+    restored = restore(folder / "run", make(0, *spec))
     found[f"equal {spec}"] = equal(restored, make(1, *spec))
-bad = make(0, "x") | {"cursor": make(0, "x")["w"]}
 struct = jax.ShapeDtypeStruct((), np.float32)
 found["other structure"] = error(lambda: save(folder / "a", {"w": 1, f"n{number}": 1}))
 found["other kind"] = error(lambda: save(folder / "a", {"w": [1, struct][number]}))
-found["own into all"] = error(
-    lambda: restore(
-        folder / "own", {"position": jax.device_put(np.int32(0), NamedSharding(mesh, P()))}
-    )
-)
+found["own value"] = error(lambda: save(folder / "a", {"key": jax.random.key(number)}))
 gather("before the damage")
 if number == 0:
     flip()
 gather("after the damage")
-found["damage"] = error(lambda: restore(folder / "own", make(0, "x")))
+found["damage"] = error(lambda: restore(folder / "run", make(0, "x")))
 with Checkpointer(folder / "ends", save_interval_steps=1000) as checkpoints:
     for step in range(1000):
         checkpoints.save(step, {"w": make(step, "x")["w"], "step": step})
@@ -874,7 +828,7 @@ def job(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_each_process_gets_its_own_values_back(job):
+def test_each_process_gets_the_state_back(job):
     for found in job[1]:
         values = {key: value for key, value in found.items() if key.startswith("equal")}
         assert len(values) == 3
@@ -886,13 +840,10 @@ def test_processes_fail_together(job):
     first, second = job[1]
     for found in (first, second):
         assert (
-            "process 1 and process 0 differ in `n0`, a Python int, `n1`"
+            "process 1 has ['n1', 'a Python int'] where process 0 has ['n0', 'a Python"
             in (found["other structure"])
         )
-        assert (
-            "`position`, but in the template it is one array that lies on several"
-            in (found["own into all"])
-        )
+        assert "`key` differs between processes" in found["own value"]
         assert "what was read for `w` is not what was saved" in found["damage"]
     assert first["other kind"].startswith(
         "RuntimeError: Process 1 failed, so all of them stop: TypeError: `w` is a Shape"
@@ -907,23 +858,6 @@ def test_job_that_is_to_end_saves_its_last_step_on_all_processes(job):
     assert first["steps"] == second["steps"] == [0, first["preempted"]]
     assert first["last"]
     assert second["last"]
-
-
-@pytest.mark.long
-def test_values_of_single_processes_need_as_many_processes(job):
-    folder, _ = job
-    template = {"step": 0, "same": np.zeros(3, np.int64)}
-    own = {"cursor": 0, "key": jax.random.key(0)}
-    with pytest.raises(ValueError, match="does not fit the template") as error:
-        restore(folder / "own", template | own, partial=True)
-    for part in (
-        "each of 2 processes saved its own `cursor`, but 1 restore it",
-        "each of 2 processes saved its own `key`",
-        "Restore with as many processes as saved, or leave these leaves out",
-    ):
-        assert part in str(error.value)
-    restored = restore(folder / "own", template, partial=True)
-    assert_trees_equal(restored, {"step": 1, "same": np.arange(3) + 1})
 
 
 # --- Mismatches -----------------------------------------------------------------------
@@ -954,11 +888,11 @@ Compression = mpx.optim.Compression
 MISMATCHES = {
     "missing": (
         lambda: {**base(), "v": jnp.ones(2, jnp.int8)},
-        ["`v` is missing: the template has int8[2]"],
+        ["`v` is nothing, but the template has int8[2]"],
     ),
     "extra": (
         lambda: {k: v for k, v in base().items() if k != "w"},
-        ["`w` is not expected: it holds float32[2, 3]", "pass `partial=True`"],
+        ["`w` is float32[2, 3], but the template has nothing", "pass `partial=True`"],
     ),
     "shape": (
         lambda: {**base(), "w": jnp.ones((3, 2))},
@@ -1010,22 +944,21 @@ MISMATCHES = {
     "another rule": (
         lambda: with_optimizer(mpx.optim.flash_lion(1e-2)),
         [
-            "`state`, the state of a compressed optimizer, has",
-            "'adam-mpx-",
-            "'lion-mpx-",
+            "`state` is FlashState mpx mu-nu adam-mpx-",
+            "has FlashState mpx mu lion-mpx-",
         ],
     ),
     "other corrections": (
         lambda: with_optimizer(
             mpx.optim.flash_adamw(1e-2, compression=Compression(master_bits=32))
         ),
-        ["`state`, the state of a compressed optimizer", "layout", "`from_f32`"],
+        ["`state` is FlashState mpx mu-nu adam-mpx-planes-1x24", "`from_f32`"],
     ),
     "other format": (
         lambda: with_optimizer(
             mpx.optim.flash_adamw(1e-2, compression=Compression(format="flashoptim"))
         ),
-        ["format 'mpx' instead of 'flashoptim'"],
+        ["`state` is FlashState mpx", "the template has FlashState flashoptim"],
     ),
     "other groups": (
         lambda: with_optimizer(
@@ -1056,23 +989,19 @@ def test_mismatch_names_the_leaf_and_the_remedy(base_folder, template, parts):
 def test_missing_scaling_is_an_error(tmp_path):
     save(tmp_path, {"w": jnp.ones(2)})
     with pytest.raises(
-        ValueError, match="`scaling` is no loss scaling, but the template"
+        ValueError, match="`scaling` is nothing, but the template has Dynamic"
     ):
         restore(tmp_path, {"w": jnp.ones(2), "scaling": mpx.DynamicLossScaling()})
 
 
-def test_changed_option_of_a_scaling_is_noted(base_folder):
-    options = {"period": 10, "hysteresis": 2}
-    template = {**base(), "scaling": mpx.DynamicLossScaling.pow2(**options)}
-    noted = re.escape("period=10 (was 2000), hysteresis=2 (was 1)")
-    with pytest.warns(RuntimeWarning, match=f"`scaling` goes on with .*{noted}"):
-        restored = restore(base_folder, template)
-    assert restored["scaling"].period == 10
+def test_options_of_a_scaling_are_those_of_the_template(base_folder):
+    template = {**base(), "scaling": mpx.DynamicLossScaling.pow2(period=10)}
+    assert restore(base_folder, template)["scaling"].period == 10
 
 
 def test_long_lists_of_differences_are_cut(base_folder):
     template = {**base(), "v": [jnp.ones(1)] * 20}
-    with pytest.raises(ValueError, match="and 15 more like this, up to `v/19`"):
+    with pytest.raises(ValueError, match="and 15 more"):
         restore(base_folder, template)
 
 
@@ -1108,23 +1037,10 @@ def test_files_of_others_and_of_the_future_are_refused(tmp_path):
     save(tmp_path / "b", {"n": 1})
     (record,) = (tmp_path / "b").rglob("mpx/metadata")
     text = record.read_text()
-    assert '"format": 2' in text
-    record.write_text(text.replace('"format": 2', '"format": 3'))
-    with pytest.raises(ValueError, match="has the format 3, but mpx .* up to 2"):
+    assert '"format": 3' in text
+    record.write_text(text.replace('"format": 3', '"format": 4'))
+    with pytest.raises(ValueError, match="has the format 4, but mpx .* the format 3"):
         restore(tmp_path / "b", {"n": 1})
-
-
-def test_first_format_is_still_read(tmp_path):
-    save(tmp_path, {"n": 7, "w": jnp.ones(2)})
-    (path,) = tmp_path.rglob("mpx/metadata")
-    record = json.loads(path.read_text())
-    del record["checksum"]
-    record["format"] = 1
-    record["leaves"]["n"] = {"dtype": "int", "value": 7}
-    del record["leaves"]["w"]["contents"]
-    path.write_text(json.dumps(record))
-    restored = restore(tmp_path, {"n": 0, "w": jnp.zeros(2)})
-    assert_trees_equal(restored, {"n": 7, "w": jnp.ones(2)})
 
 
 def test_without_orbax_the_error_says_what_to_install(monkeypatch, tmp_path):

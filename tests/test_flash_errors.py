@@ -46,17 +46,17 @@ ERRORS = {
     "state of another rule": (
         lambda: step_with(state=kind("lion").init(W)),
         ValueError,
-        "made as `lion-mpx-planes-1x24.*this optimizer is of the kind 'adam'",
+        "state is that of another optimizer: of the kind 'lion'.*this one is of the kind 'adam'",
     ),
     "Adam's state for SGD": (
         lambda: step_with(state=kind("adamw").init(W), tx=kind("sgd")),
         ValueError,
-        r"made as `adam-mpx-planes-1x24.*of the kind 'sgd'.*its own `init\(params\)`",
+        r"of the kind 'adam'.*this one is of the kind 'sgd'.*its own `init\(params\)`",
     ),
     "Lion's state for SGD": (
         lambda: step_with(state=kind("lion").init(W), tx=kind("sgd")),
         ValueError,
-        "made as `lion-mpx-planes-1x24.*of the kind 'sgd', whose moments mean something else",
+        "of the kind 'lion'.*this one is of the kind 'sgd'",
     ),
     "init without floating arrays": (
         lambda: kind("adamw").init({"ids": jnp.arange(3), "name": "x"}),
@@ -116,8 +116,8 @@ ERRORS = {
             ],
         ).init(W),
         ValueError,
-        "group 'layer' with `frozen=True` holds for no parameter: `layer/w` .* such as "
-        "'w', and the first .* holds. Put it before",
+        "group 'layer' with `frozen=True` holds for no parameter: `layer/w` .* and "
+        "the first .* holds. Put it before",
     ),
     "a function that chooses by traced values": (
         lambda: jax.jit(
@@ -148,14 +148,14 @@ ERRORS = {
             1.0, groups=[mpx.optim.ParamGroup("w", {"momentum": 0.9})]
         ),
         ValueError,
-        r"group 'w' sets \['momentum'\], but the optimizer keeps no momentum. Set `mom",
+        r"group 'w' sets \['momentum'\], but this optimizer has only",
     ),
     "dampening of a group": (
         lambda: mpx.optim.flash_sgdw(
             1.0, groups=[mpx.optim.ParamGroup("w", {"dampening": 0.9})]
         ),
         ValueError,
-        r"group 'w' sets \['dampening'\], but the optimizer keeps no momentum",
+        r"group 'w' sets \['dampening'\], but this optimizer has only",
     ),
     "groups are one group": (
         lambda: mpx.optim.flash_sgd(1.0, groups=cast(Any, mpx.optim.ParamGroup("w"))),
@@ -203,11 +203,6 @@ ERRORS = {
         lambda: mpx.optim.Compression(min_size=cast(Any, "a")),
         TypeError,
         "`min_size` must be an integer, but 'a' of type str was given",
-    ),
-    "seed that is traced": (
-        lambda: jax.jit(lambda seed: mpx.optim.Compression(seed=seed).min_size)(3),
-        TypeError,
-        "`seed` must be an integer, but .*Make it a static argument",
     ),
     "negative rate of NumPy": (
         lambda: mpx.optim.flash_adam(cast(Any, np.float32(-0.5))),
@@ -258,13 +253,13 @@ ERRORS = {
     ),
     "array of rates": (
         lambda: mpx.optim.flash_adam(jnp.ones(1)),
-        ValueError,
-        r"`learning_rate` must be a scalar, but its shape is \(1,\)",
+        TypeError,
+        r"`learning_rate` must be .* scalar array, but float32 of shape \(1,\)",
     ),
     "schedule of arrays": (
         lambda: step_with(tx=mpx.optim.flash_adamw(1.0, b1=lambda count: jnp.ones(2))),
-        ValueError,
-        r"`b1` must be a scalar, but its shape is \(2,\)",
+        TypeError,
+        r"`b1` must be .* scalar array, but float32 of shape \(2,\)",
     ),
     "schedule of nothing": (
         lambda: step_with(tx=mpx.optim.flash_adamw(lambda count: None)),
@@ -273,8 +268,8 @@ ERRORS = {
     ),
     "grad_scale is an array": (
         lambda: kind("adamw").step(W, kind("adamw").init(W), W, grad_scale=jnp.ones(1)),
-        ValueError,
-        r"`grad_scale` must be a scalar, but its shape is \(1,\)",
+        TypeError,
+        r"`grad_scale` must be .* scalar array, but float32 of shape \(1,\)",
     ),
     "grad_scale is nothing": (
         lambda: kind("adamw").update(W, kind("adamw").init(W), W, grad_scale=None),
@@ -288,8 +283,8 @@ ERRORS = {
     ),
     "mask that forgets to return": (
         lambda: step_with(tx=mpx.optim.flash_adamw(1.0, mask=lambda params: None)),
-        ValueError,
-        "`mask` is a function that returned None",
+        TypeError,
+        "`mask` must be a tree of True and False, or a function .* it holds None",
     ),
     "nobody in the group": (
         lambda: mpx.optim.flash_sgd(1.0, groups=[mpx.optim.ParamGroup("bias")]).init(W),
@@ -406,21 +401,19 @@ ERRORS = {
 TREES = {
     "gradients": (
         lambda: step_with({"layer": freeze({"w": jnp.ones(SHAPE)})}),
-        "The gradients must have the structure of the parameters, but there is FrozenDict "
-        r"where the parameters have dict of \['w'\] around `layer/w`\.",
+        "The gradients must have the structure of the parameters, but some of its nodes",
     ),
     "parameters": (
         lambda: step_with(params=freeze(W)),
-        "The optimizer state must have the structure of the parameters, but there is dict "
-        r"of \['layer'\] where the parameters have FrozenDict around `layer/w`\.",
+        "The optimizer state must have the structure of the parameters, but some of its",
     ),
     "mask": (
         lambda: step_with(tx=mpx.optim.flash_adamw(1.0, mask=freeze(leaf(True)))),
-        "`mask` must have the structure .* but there is FrozenDict where the parameters",
+        "`mask` must have the structure .* but some of its nodes",
     ),
     "keys of a mask": (
         lambda: step_with(tx=mpx.optim.flash_adamw(1.0, mask={"layer": {"v": True}})),
-        r"but there is dict of \['v'\] where the parameters have dict of \['w'\] around",
+        "`mask` must have the structure .* but some of its nodes",
     ),
     "list": (
         lambda: step_with({"layer": {"w": [jnp.ones(SHAPE)]}}),
@@ -430,7 +423,7 @@ TREES = {
         lambda: kind("adamw").step(
             LINEAR, kind("adamw").init(LINEAR), eqx.nn.Linear(2, 4, key=KEY)
         ),
-        "The gradients must have .* but they differ in what is static",
+        "The gradients must have .* but some of its nodes are of another type or size",
     ),
 }
 KEY = jax.random.key(0)
@@ -463,13 +456,10 @@ def test_groups_can_be_keys():
 @pytest.mark.usefixtures("untyped")
 def test_integers_of_numpy_are_integers():
     options = {"group_size": np.int64(64), "min_size": np.int32(1)}
-    largest = np.uint32(2**32 - 1)
-    made = mpx.optim.Compression(**options, seed=largest, rounding="stochastic")
-    plain = mpx.optim.Compression(
-        group_size=64, min_size=1, seed=int(largest), rounding="stochastic"
-    )
+    made = mpx.optim.Compression(**options)
+    plain = mpx.optim.Compression(group_size=64, min_size=1)
     assert made == plain
-    assert all(type(getattr(made, name)) is int for name in (*options, "seed"))
+    assert all(type(getattr(made, name)) is int for name in options)
     steps = [mpx.optim.flash_adamw(0.01, compression=c) for c in (made, plain)]
     assert_trees_equal(*(tx.step(W, tx.init(W), W) for tx in steps))
 
@@ -487,10 +477,12 @@ def test_state_of_another_format_is_refused():
     wrong = put(kind("adamw").init(W), packed=state.packed)
     with pytest.raises(
         ValueError,
-        match=r"`scales` .* `layer/w` must be uint16 of shape \(3, .* it is float16",
+        match=r"`layer/w` must be .*scales='uint16\[3, .* it is .*scales='float16",
     ):
         step_with(state=wrong)
-    with pytest.raises(ValueError, match=r"`state.format` is 'flashoptim'.*'mpx'"):
+    with pytest.raises(
+        ValueError, match="in the format 'flashoptim'.*in the format 'mpx'"
+    ):
         step_with(state=state)
 
 
@@ -520,13 +512,13 @@ STRANGERS = {
         "lion",
         W,
         ADAM,
-        r"made as `adam-mpx-planes-1x24-0x32.*of the kind 'lion'.*`init\(params\)`",
+        r"of the kind 'adam'.*this one is of the kind 'lion'.*`init\(params\)`",
     ),
     "mu for sgd": (
         "sgd without momentum",
         W,
         kind("sgd").init(W),
-        "The state holds mu, but this optimizer keeps no moments",
+        "with mu, but this one is .* with no moments",
     ),
     "cast after init": (
         "adamw",
@@ -546,32 +538,31 @@ STRANGERS = {
         "lion",
         leaf(jnp.ones((2, 128), BF16)),
         kind("lion").init(W),
-        r"`codes` .* `layer/w` must be int8 of shape \(2, 2, 128\), but it is int8 of "
-        r"shape \(2, 2, 64\)",
+        r"`layer/w` must be .*int8\[2, 2, 128\].*, but .*int8\[2, 2, 64\]",
     ),
     "shape of scales": (
         "lion",
         W,
         with_scales(kind("lion").init(W), jnp.zeros((1, 2, 3), BF16)),
-        r"`scales` .* `layer/w` have shape \(1, 2, 3\).*\(2, 64\)",
+        r"`layer/w` must be .*\(2, 64\), but .*scales='bfloat16\[1, 2, 3\]",
     ),
     "scales like codes": (
         "lion",
         W32,
         with_scales(kind("lion").init(W32), jnp.zeros((1, *SHAPE), BF16)),
-        r"`scales` .* `layer/w` have shape \(1, 2, 64\).*into groups",
+        r"`layer/w` must be .*, but .*scales='bfloat16\[1, 2, 64\]",
     ),
     "one more axis": (
         "lion",
         leaf(jnp.ones((1, *SHAPE))),
         kind("lion").init(W32),
-        r"`codes` .* `layer/w` must be int8 of shape \(1, 1, 2, 64\), but .* \(1, 2, 64\)",
+        r"`layer/w` must be .*int8\[1, 1, 2, 64\].*, but .*int8\[1, 2, 64\]",
     ),
     "shape of f32 moments": (
         "adamw",
         leaf(jnp.ones(4)),
         kind("adamw").init(leaf(jnp.ones(1))),
-        r"`codes` .* `layer/w` must be float32 of shape \(4,\), but .* \(1,\)",
+        r"`layer/w` must be .*float32\[4\].*, but .*float32\[1\]",
     ),
     "moments that were cast": (
         "sgd",
@@ -580,25 +571,25 @@ STRANGERS = {
             lambda x: x.astype(BF16) if x.ndim else x,
             kind("sgd").init(leaf(jnp.ones(4))),
         ),
-        "`codes` .* `layer/w` must be float32 .* it is bfloat16",
+        r"`layer/w` must be .*float32\[4\].* it is .*bfloat16",
     ),
     "shape of the correction": (
         "sgd without momentum",
         leaf(jnp.ones(4, BF16)),
         kind("sgd without momentum").init(leaf(jnp.ones(1, BF16))),
-        r"`codes` .* `layer/w` must be int8 of shape \(1, 4\), but .* \(1, 1\)",
+        r"`layer/w` must be .*int8\[1, 4\].*, but .*int8\[1, 1\]",
     ),
     "planes of another rule": (
         "adamw",
         W32,
         put(ADAM32, packed=kind("lion").init(W32).packed),
-        r"`codes` .* `layer/w` must be uint8 of shape \(2, 2, 64\), but it is int8",
+        r"`layer/w` must be .*uint8\[2, 2, 64\].* it is .*int8",
     ),
     "f32 moments of another rule": (
         "adamw",
         leaf(jnp.ones(4)),
         put(ADAM32, packed=kind("lion").init(leaf(jnp.ones(4))).packed),
-        "`codes` .* `layer/w` must be a tuple of 2 f32 arrays",
+        r"`layer/w` must be .*\('float32\[4\]', 'float32\[4\]'\)",
     ),
     "no state": (
         "adamw",

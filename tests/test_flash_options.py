@@ -176,11 +176,11 @@ def test_a_mask_holds_booleans_of_any_kind(yes):
 
 
 NO_BOOLEANS = {
-    "string": ("no", "but str was given"),
-    "number": (0.0, "but float was given"),
-    "integer": (1, "but int was given"),
-    "float array": (jnp.zeros(()), r"but float32 of shape \(\) was given"),
-    "two": (jnp.array([True, False]), r"but bool of shape \(2,\) was given"),
+    "string": ("no", "str"),
+    "number": (0.0, "float"),
+    "integer": (1, "int"),
+    "float array": (jnp.zeros(()), "float32"),
+    "two": (jnp.array([True, False]), "bool"),
 }
 
 
@@ -191,16 +191,16 @@ NO_BOOLEANS = {
 def test_a_mask_of_anything_else_is_refused(keep, match, called):
     mask = {"layer": {"w": keep}}
     tx = mpx.optim.flash_adamw(1.0, mask=(lambda _: mask) if called else mask)
-    with pytest.raises(
-        TypeError, match="`mask` for `layer/w` must be True or.*" + match
-    ):
+    with pytest.raises(TypeError, match="`mask` must be .*`layer/w`: " + match):
         step_with(tx=tx)
 
 
 def test_a_mask_cannot_be_computed_from_values():
     mask = lambda params: jax.tree.map(lambda x: jnp.any(x > 0), params)  # noqa: E731
     tx = mpx.optim.flash_adamw(1.0, mask=mask)
-    with pytest.raises(TypeError, match="`mask` for `layer/w` must be known when"):
+    with pytest.raises(
+        TypeError, match="`mask` must be .*`layer/w`: bool.* known when"
+    ):
         jax.jit(lambda params: step_with(params=params, tx=tx))(W)
 
 

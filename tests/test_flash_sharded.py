@@ -19,8 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from flash_cases import assert_same_step
-from mpx._optim._core import _seed
-from mpx._quant import Block, Noise, RoundedMaster
 from mpx.testing import assert_trees_equal
 
 AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -42,9 +40,6 @@ OPTIMIZERS = {
     "lion": mpx.optim.flash_lion(1e-3),
     "sgd": mpx.optim.flash_sgd(1e-2, momentum=0.9, nesterov=True),
     "sgdw": mpx.optim.flash_sgdw(1e-2),
-    "stochastic": mpx.optim.flash_adamw(
-        1e-2, compression=mpx.optim.Compression(rounding="stochastic")
-    ),
     "flashoptim": mpx.optim.flash_adamw(
         1e-2, compression=mpx.optim.Compression(format="flashoptim")
     ),
@@ -231,44 +226,6 @@ def test_every_optimizer_steps_locally(name):
     assert check_steps(name, SHAPE, make_mesh(AxisType.Auto), P("x", "y")) == []
 
 
-def test_rounding_at_random_is_local_with_explicit_axes_too():
-    # The numbers of the elements are made on the spot: with which sharding?
-    mesh = make_mesh(AxisType.Explicit)
-    assert check_steps("stochastic", SHAPE, mesh, P("x", "y")) == []
-
-
-# Sharded against unsharded does not show a wrong random number: it is wrong in both.
-@each_axis_type
-@pytest.mark.parametrize(
-    ("layout", "shape"),
-    [
-        ("replicated", SHAPE),
-        ("2-D", SHAPE),
-        ("all in the last", SHAPE),
-        ("column", CUT),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "x".join(map(str, x)),
-)
-def test_each_element_is_rounded_with_the_random_number_of_its_place(
-    axis_type, layout, shape
-):
-    compression = mpx.optim.Compression(master_bits=None, rounding="stochastic", seed=3)
-    # Powers of two, and a first step: nothing is rounded but what is stored.
-    optimizer = mpx.optim.flash_sgd(2.0**-9, momentum=0.5, compression=compression)
-    params, grads = problem(shape, make_mesh(axis_type), LAYOUTS[layout])
-    state: Any = optimizer.init(params)
-    assert state.mu["w"].codes.shape == shape  # the premise: there are groups
-    new, _ = jax.jit(optimizer.step)(params, state, grads[0])
-
-    old, grad = (jax.device_get(x["w"]).astype(np.float32) for x in (params, grads[0]))
-    weight = jnp.asarray(old - np.float32(2.0**-9) * grad)
-    places = jnp.arange(weight.size, dtype=jnp.uint32).reshape(shape)
-    noise = Noise(places, _seed(3, 0, jnp.int32(0)))
-    expected, _ = RoundedMaster().encode(weight, jnp.bfloat16, Block(), noise)
-    assert np.mean(expected != weight.astype(jnp.bfloat16)) > 0.1  # it is random
-    assert_trees_equal(jax.device_get(new["w"]), jax.device_get(expected))
-
-
 @each_axis_type
 @pytest.mark.parametrize("layout", ["row", "column", "all in the first"])
 def test_fewer_groups_than_devices_step_locally_if_none_is_cut(axis_type, layout):
@@ -307,7 +264,6 @@ def test_a_skipped_step_changes_nothing_on_any_device(axis_type):
         ("column", "adamw"),
         ("2-D", "adamw"),
         ("all in the last", "adamw"),
-        ("column", "stochastic"),
     ],
 )
 def test_shards_that_cut_a_group_give_the_numbers_of_one_device(

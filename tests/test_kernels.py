@@ -10,11 +10,11 @@ import pytest
 
 import mpx
 from kernel_cases import (
+    BLOCK,
     DIVIDING,
     ODD,
     RULES,
     STORED,
-    TUNING,
     Unfused,
     assert_kernel_equals_plain,
     interpreted,
@@ -25,7 +25,7 @@ from kernel_cases import (
     plain,
 )
 from models import equations
-from mpx._kernels import _step, _triton
+from mpx._kernels import _dispatch, _triton
 from mpx._kernels._dispatch import _layer_of
 from mpx._optim._packing import PackedLeaf
 from mpx.testing import assert_trees_equal
@@ -34,14 +34,7 @@ from mpx.testing import assert_trees_equal
 @functools.partial(jax.jit, static_argnums=0)
 def launch(plan, rows, grads, leaves, ahead=None):
     return _triton.launch(
-        Unfused(plan),
-        rows,
-        grads,
-        leaves,
-        group_size=32,
-        ahead=ahead,
-        tuning=TUNING,
-        interpret=True,
+        Unfused(plan), rows, grads, leaves, ahead=ahead, block=BLOCK, interpret=True
     )
 
 
@@ -59,7 +52,7 @@ def test_unfused_programs_round_after_each_operation():
 @pytest.mark.long
 @pytest.mark.parametrize(("dtype", "correction", "format"), STORED.values(), ids=STORED)
 def test_the_kernel_equals_plain_jax_in_every_format(dtype, correction, format):
-    plan = make_plan(RULES["adamw"], dtype, correction, format)
+    plan = make_plan(RULES["adamw"], correction, format)
     assert_kernel_equals_plain(plan, make_case(plan, ODD, dtype))
 
 
@@ -75,7 +68,7 @@ def test_the_kernel_equals_plain_jax_without_dither():
 
 
 def test_the_kernel_equals_plain_jax_if_blocks_are_full():
-    assert np.prod(DIVIDING) % TUNING.block == 0 != np.prod(ODD) % TUNING.block
+    assert np.prod(DIVIDING) % BLOCK == 0 != np.prod(ODD) % BLOCK
     plan = make_plan(RULES["adamw"])
     assert_kernel_equals_plain(plan, make_case(plan, DIVIDING))
 
@@ -193,17 +186,17 @@ def test_one_layer_steps_where_it_is(layer):
     ],
 )
 def test_a_kernel_addresses_what_32_or_64_bits_can(size, reachable):
-    assert _step.TRITON.block == 512
+    assert _dispatch._BLOCK == 512
     param = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
     packed = make_plan(RULES["adamw"]).packing.zeros(param, 32)
-    assert _triton.can_address(PackedLeaf(param, *packed)) == reachable
+    assert _triton.can_address(PackedLeaf(param, *packed), 512) == reachable
 
 
 def test_what_is_not_read_again_leaves_the_cache_first():
     plan = make_plan(RULES["adamw"])
     scalars, grad, leaf = make_case(plan, DIVIDING)
     rows = jnp.append(jnp.float32(1), scalars)[None]
-    step = functools.partial(_triton.launch, plan, group_size=32)
+    step = functools.partial(_triton.launch, plan, block=512)
     policies = collections.defaultdict(collections.Counter)
     for eqn in equations(jax.make_jaxpr(step)(rows, [grad], [leaf]).jaxpr):
         if "eviction_policy" in eqn.params:

@@ -1,6 +1,5 @@
 """Where steps run: the choice of a backend, batches, layers and shards."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -14,17 +13,17 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from kernel_cases import (
+    BLOCK,
     RULES,
-    TUNING,
     Unfused,
-    each_kernel,
     make_case,
     make_model,
     make_plan,
 )
 from models import equations
-from mpx._kernels import _dispatch, _step, _triton
-from mpx._optim._update_rules import Adam, LeafStep
+from mpx._kernels import _dispatch, _triton
+from mpx._optim._packing import LeafStep
+from mpx._optim._update_rules import Adam
 from mpx.testing import assert_trees_equal
 
 # --- the choice -----------------------------------------------------------------------
@@ -49,13 +48,12 @@ def kernel_on_cpus(imported_interpreter, monkeypatch):
 
     def interpreted(*args, **kwargs):
         calls.append(len(args[2]))
-        return launch(*args, **kwargs, tuning=TUNING, interpret=True)
+        return launch(*args, **{**kwargs, "block": BLOCK}, interpret=True)
 
     monkeypatch.setattr(_dispatch, "_PLATFORM", "cpu")
     monkeypatch.setattr(_dispatch, "gpu_capability", lambda: (9, 0))
     monkeypatch.setattr(_triton, "launch", interpreted)
-    small = dataclasses.replace(_step.TRITON, batch=2)
-    monkeypatch.setattr(_dispatch, "TRITON", small)
+    monkeypatch.setattr(_dispatch, "_BATCH", 2)
     update = LeafStep.__call__
     monkeypatch.setattr(LeafStep, "__call__", lambda *a, **k: Unfused(update)(*a, **k))
     monkeypatch.setattr(Adam, "coefficients", _without_arithmetic)
@@ -138,13 +136,6 @@ def test_the_kernel_gives_the_steps_of_plain_jax(kernel_on_cpus, finite):
     assert_trees_equal(auto, take_steps(plain, params, grads, **flag))
 
 
-def test_stochastic_rounding_takes_plain_jax(kernel_on_cpus):
-    params, grads = make_model()
-    compression = mpx.optim.Compression(rounding="stochastic")
-    take_steps(mpx.optim.flash_adamw(0.01, compression=compression), params, grads)
-    assert not kernel_on_cpus
-
-
 def test_vmap_takes_plain_jax(kernel_on_cpus):
     optimizer = mpx.optim.flash_adamw(0.01)
     params, grads = make_model((2, 64, 64))
@@ -189,7 +180,7 @@ def test_layers_step_on_the_devices_that_have_them(kernel_on_cpus, shape, spec):
 
     @functools.partial(jax.jit, static_argnums=4)
     def step(leaf, grad, scalars, layer, backend):
-        job = _dispatch.Job("w", plan, scalars, grad, leaf, 32, layer=layer)
+        job = _dispatch.Job("w", plan, scalars, grad, leaf, layer)
         return _dispatch.run([job], backend=backend)[0]
 
     for layer in (0, 3):
@@ -242,11 +233,10 @@ def test_a_step_is_exported_for_gpus_that_are_not_here():
     assert [x.shape for x in export.call(*args)] == [x.shape for x in step(*args)]
 
 
-@each_kernel
-def test_a_kernel_needs_a_gpu(backend):
+def test_a_kernel_needs_a_gpu():
     params, grads = make_model()
-    optimizer = mpx.optim.flash_adamw(0.01, backend=backend)
-    message = f'"{backend}"` needs a CUDA GPU.*"auto"'
+    optimizer = mpx.optim.flash_adamw(0.01, backend="triton")
+    message = '"triton"` needs a CUDA GPU.*"auto"'
     with pytest.raises(NotImplementedError, match=message):
         optimizer.step(params, optimizer.init(params), grads)
 
@@ -262,58 +252,20 @@ def test_triton_takes_f32_moments_too(kernel_on_cpus):
 @pytest.mark.parametrize(
     ("shape", "compression", "message"),
     [
-        ((64, 64), mpx.optim.Compression(rounding="stochastic"), "stochastic rounding"),
         ((0, 64), mpx.optim.Compression(), "no elements"),
         (
             (2, 4096),
             mpx.optim.Compression(group_size=2048),
-            "2048 elements.*up to {largest}",
+            "2048 elements.*up to 512",
         ),
     ],
-    ids=["stochastic", "empty", "large groups"],
+    ids=["empty", "large groups"],
 )
-@pytest.mark.parametrize(("backend", "largest"), [("triton", 512), ("mosaic", 256)])
-def test_a_kernel_says_what_it_cannot_do(
-    monkeypatch, backend, largest, shape, compression, message
-):
-    monkeypatch.setattr(_dispatch, "HAS_MOSAIC", True)
+def test_a_kernel_says_what_it_cannot_do(shape, compression, message):
     params, grads = make_model(shape)
-    optimizer = mpx.optim.flash_adamw(0.01, compression=compression, backend=backend)
-    message = message.format(largest=largest)
-    with pytest.raises(ValueError, match=f'"{backend}.*`0`: .*{message}.*auto'):
+    optimizer = mpx.optim.flash_adamw(0.01, compression=compression, backend="triton")
+    with pytest.raises(ValueError, match=f'"triton.*`0`: .*{message}.*auto'):
         optimizer.step(params, optimizer.init(params), grads)
-
-
-def test_mosaic_needs_a_later_jax(monkeypatch):
-    monkeypatch.setattr(_dispatch, "HAS_MOSAIC", False)
-    params, grads = make_model()
-    optimizer = mpx.optim.flash_adamw(0.01, backend="mosaic")
-    message = f"`0`: .*0.11 or later, and {jax.__version__} is installed.*auto"
-    with pytest.raises(ValueError, match=message):
-        optimizer.step(params, optimizer.init(params), grads)
-
-
-@pytest.mark.parametrize(
-    ("capability", "runs"),
-    [((8, 0), 0), ((8, 9), 0), ((9, 0), 1), ((10, 0), 1), ("gfx942", 0), (None, 1)],
-    ids=str,
-)
-def test_mosaic_needs_a_hopper_gpu(monkeypatch, capability, runs):
-    monkeypatch.setattr(_dispatch, "HAS_MOSAIC", True)
-    monkeypatch.setattr(_dispatch, "gpu_capability", lambda: capability)
-    params, grads = make_model()
-    step = functools.partial(mpx.optim.flash_adamw(0.01, backend="mosaic").step, params)
-    state = mpx.optim.flash_adamw(0.01).init(params)
-    # What runs gets as far as being compiled for this CPU.
-    monkeypatch.setattr(_dispatch, "_launch", _launched)
-    with pytest.raises(
-        LookupError if runs else ValueError, match="launched" if runs else "9.0, Hopper"
-    ):
-        step(state, grads)
-
-
-def _launched(*args, **kwargs):
-    raise LookupError("launched")
 
 
 # --- shards ---------------------------------------------------------------------------

@@ -43,10 +43,7 @@ OPTIMIZERS = {
         mpx.optim.flash_adamw, 1e-3, compression=FLASHOPTIM
     ),
 }
-# By backend: what its kernels are called. "auto" takes Triton's.
-TARGETS = {"auto": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu_v2"}
-
-each_kernel = pytest.mark.parametrize("backend", TARGETS)
+TARGET = "__gpu$xla.gpu.triton"
 
 
 @pytest.fixture(scope="module")
@@ -89,24 +86,21 @@ def compile_step(optimizer, params, sharding, wrap=lambda step: step):
 
 
 def operations(program):
-    """Counts the operations of a compiled program by name, kernels by their backend."""
+    """Counts the operations of a compiled program by name, the kernel as `triton`."""
     text = program.as_text()
     entry = text[text.index("ENTRY") :]
     found = re.findall(
         r"= .*? ([\w-]+)\(.*?(?:custom_call_target=\"([^\"]*)\")?", entry
     )
     counts = collections.Counter(name for name, _ in found)
-    for backend, target in TARGETS.items():
-        counts[backend] = entry.count(f'custom_call_target="{target}"')
+    counts["triton"] = entry.count(f'custom_call_target="{TARGET}"')
     return counts
 
 
-def assert_lean(program, backend, kernels, size):
+def assert_lean(program, kernels, size):
     """A step in place, in so many kernels, without communication or temporaries."""
     counts = operations(program)
-    assert {name: counts[name] for name in TARGETS} == {
-        name: kernels * (name == backend) for name in TARGETS
-    }
+    assert counts["triton"] == kernels
     copied = re.findall(r"= (\w+\[\d\S*) copy\(", program.as_text())
     assert not copied  # scalars may be
     collectives = [
@@ -121,91 +115,73 @@ def assert_lean(program, backend, kernels, size):
     assert memory.temp_size_in_bytes < 8192  # scalars alone
 
 
-@each_kernel
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", PARAMS.values(), ids=PARAMS)
-def test_a_large_leaf_is_stepped_by_one_kernel_in_place(
-    gpus, dtype, optimizer, backend
-):
+def test_a_large_leaf_is_stepped_by_one_kernel_in_place(gpus, dtype, optimizer):
     params = {"w": jax.ShapeDtypeStruct(SHAPE, dtype)}
     sharding = NamedSharding(make_mesh(gpus), P())
-    program = compile_step(optimizer(backend=backend), params, sharding)
-    assert_lean(program, backend, 1, SIZE)
+    program = compile_step(optimizer(), params, sharding)
+    assert_lean(program, 1, SIZE)
 
 
-@each_kernel
 @pytest.mark.parametrize("shape", [(1000, 96), (4, 100, 256), (2**20 + 32,)], ids=str)
-def test_sizes_that_do_not_divide_the_block_compile(gpus, shape, backend):
+def test_sizes_that_do_not_divide_the_block_compile(gpus, shape):
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
-    optimizer = OPTIMIZERS["adamw"](backend=backend)
+    optimizer = OPTIMIZERS["adamw"]()
     program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
-    assert_lean(program, backend, 1, np.prod(shape))
+    assert_lean(program, 1, np.prod(shape))
 
 
-@each_kernel
 @pytest.mark.parametrize("group_size", [2, 4, 16, 128, 256])
 @pytest.mark.parametrize("shape", [SHAPE, (131, 768)], ids=["full", "odd"])
-def test_any_group_size_compiles(gpus, shape, group_size, backend):
+def test_any_group_size_compiles(gpus, shape, group_size):
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
     compression = mpx.optim.Compression(group_size=group_size)
-    optimizer = OPTIMIZERS["adamw"](compression=compression, backend=backend)
+    optimizer = OPTIMIZERS["adamw"](compression=compression)
     program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
-    assert_lean(program, backend, 1, np.prod(shape))
+    assert_lean(program, 1, np.prod(shape))
 
 
 @pytest.mark.parametrize(
-    ("backend", "rows", "kernels"),
-    [
-        ("auto", 2**17 + 64, 1),
-        ("auto", 2**15 + 64, 0),
-        ("mosaic", 2**17 + 64, 1),
-        ("mosaic", 2**15 + 64, 1),
-    ],
-    ids=["64-bit addresses", "out of reach", "mosaic", "mosaic's are always so"],
+    ("rows", "kernels"),
+    [(2**17 + 64, 1), (2**15 + 64, 0)],
+    ids=["64-bit addresses", "out of reach"],
 )
-def test_beyond_two_billion_codes(gpus, backend, rows, kernels):
+def test_beyond_two_billion_codes(gpus, rows, kernels):
     params = {"w": jax.ShapeDtypeStruct((rows, 2**15), jnp.bfloat16)}
-    optimizer = OPTIMIZERS["adamw"](backend=backend)
+    optimizer = OPTIMIZERS["adamw"]()
     program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
-    assert operations(program)[backend] == kernels
+    assert operations(program)["triton"] == kernels
 
 
-@each_kernel
-def test_leaves_of_equal_shape_share_launches(gpus, backend):
+def test_leaves_of_equal_shape_share_launches(gpus):
     params = {str(i): jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16) for i in range(9)}
-    optimizer = OPTIMIZERS["adamw"](backend=backend)
+    optimizer = OPTIMIZERS["adamw"]()
     program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
-    assert_lean(program, backend, 2, 9 * SIZE)
+    assert_lean(program, 2, 9 * SIZE)
 
 
-@pytest.mark.parametrize(
-    ("backend", "kernels"), [("auto", "auto"), ("triton", "auto"), ("mosaic", "mosaic")]
-)
+@pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("dtype", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("shape", [(1000,), (3, 5), (100, 70)], ids=str)
-def test_leaves_without_groups_are_stepped_in_place(
-    gpus, shape, dtype, backend, kernels
-):
+def test_leaves_without_groups_are_stepped_in_place(gpus, shape, dtype, backend):
     optimizer = mpx.optim.flash_adamw(1e-3, backend=backend)
     params = {"bias": jax.ShapeDtypeStruct(shape, dtype)}
     program = compile_step(optimizer, params, NamedSharding(make_mesh(gpus), P()))
     # In f32 XLA updates them as well as the kernel would.
     count = int(backend != "auto" or dtype != jnp.float32)
-    assert_lean(program, kernels, count, np.prod(shape))
+    assert_lean(program, count, np.prod(shape))
 
 
-@each_kernel
 @pytest.mark.parametrize(("sizes", "spec"), LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("axis_type", AXES.values(), ids=AXES)
-def test_each_gpu_steps_its_shards_without_communication(
-    gpus, axis_type, sizes, spec, backend
-):
+def test_each_gpu_steps_its_shards_without_communication(gpus, axis_type, sizes, spec):
     sharding = NamedSharding(make_mesh(gpus, sizes, axis_type), spec)
     params = {str(i): jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16) for i in range(2)}
-    optimizer = OPTIMIZERS["adamw"](backend=backend)
+    optimizer = OPTIMIZERS["adamw"]()
     program = compile_step(optimizer, params, sharding)
     local = np.prod(sharding.shard_shape(SHAPE))
-    assert_lean(program, backend, 1, 2 * local)
+    assert_lean(program, 1, 2 * local)
     params = structs(params, sharding)
     for got, x in zip(
         jax.tree.leaves(program.output_shardings),
@@ -215,12 +191,11 @@ def test_each_gpu_steps_its_shards_without_communication(
         assert got.is_equivalent_to(x.sharding, x.ndim)
 
 
-@each_kernel
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
-def test_shard_map_steps_what_each_gpu_has(gpus, check, backend):
+def test_shard_map_steps_what_each_gpu_has(gpus, check):
     mesh = make_mesh(gpus, (4, 2))
     params = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)}
-    optimizer = OPTIMIZERS["adamw"](backend=backend)
+    optimizer = OPTIMIZERS["adamw"]()
     spec = P("x", "y")
     state = optimizer.init(structs(params, NamedSharding(mesh, spec)))
     specs = jax.tree.map(lambda x: x.sharding.spec, state)
@@ -235,7 +210,7 @@ def test_shard_map_steps_what_each_gpu_has(gpus, check, backend):
         )
 
     program = compile_step(optimizer, params, NamedSharding(mesh, spec), wrap)
-    assert_lean(program, backend, 1, SIZE // 8)
+    assert_lean(program, 1, SIZE // 8)
 
 
 @pytest.mark.parametrize(
@@ -286,6 +261,4 @@ def test_gradients_that_are_released_take_no_memory(gpus, wrap, sizes, spec):
     least = 2 * count - 2 * count / layers
     assert old.temp_size_in_bytes - new.temp_size_in_bytes >= least
     assert new.alias_size_in_bytes == old.alias_size_in_bytes
-    assert (
-        after.as_text().count(f'"{TARGETS["auto"]}"') == 2
-    )  # one kernel for each array
+    assert after.as_text().count(f'"{TARGET}"') == 2  # one kernel for each array

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from flash_cases import KINDS, TINY, make_grads, make_params, optimizer, stepper
-from mpx._optim._packing import pack
-from mpx._optim._update_rules import Leaf
+from mpx._optim._packing import Unpacked
 from mpx._quant import count_words, join, split, word_of
 from mpx.testing import assert_trees_equal
 
@@ -69,8 +68,8 @@ def test_what_is_read_is_what_is_packed(name, dtype):
     for path in (lambda t: t["w"], lambda t: t["layers"][0]["b"]):
         moments = tuple(path(column) for column in columns)
         assert len(jax.tree.leaves(path(state.packed))) <= 2
-        leaf = jax.tree.map(jnp.asarray, Leaf(None, path(views[0]), moments))
-        assert_trees_equal(pack(leaf), path(state.packed))
+        leaf = jax.tree.map(jnp.asarray, Unpacked(moments, path(views[0])))
+        assert_trees_equal(leaf.pack(), path(state.packed))
         numbers = jax.tree.leaves((path(views[0]), moments))
         assert all(np.any(x) for x in numbers) or dtype == F32
 
@@ -106,6 +105,6 @@ def test_a_state_of_other_arrays_is_not_restored():
     saved: Any = serialization.to_state_dict(state)
     old = {"count": saved["count"], "layout": {}, "mu": params, "nu": params}
     with pytest.raises(
-        ValueError, match=r"has no packed, only \['count', 'layout', 'mu'"
+        ValueError, match=r"has \['count', 'layout', 'mu', 'nu'\], but.*'packed'"
     ):
         serialization.from_state_dict(state, old)

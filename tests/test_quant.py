@@ -1,4 +1,4 @@
-"""Codecs of moments; rounding with a dither and at random."""
+"""Codecs of moments; rounding with a dither."""
 
 import functools
 
@@ -12,27 +12,23 @@ from mpx._quant import (
     BitDelta,
     Block,
     Full,
-    Noise,
     Quantized,
     RoundedMaster,
     SoftsignInt8,
     SqrtUint8,
     UlpFraction,
     dither_of,
-    element_index,
+    random_bits,
 )
+from mpx._quant._rounding import _element_index
 from mpx.testing import assert_trees_equal
 from quant_cases import (
     BF16,
     BLOCK,
     F16,
     F32,
-    INT16,
     floats,
-    half_ulp,
-    masters,
     moments,
-    round_trip,
 )
 
 pytestmark = pytest.mark.long
@@ -476,13 +472,9 @@ def test_dithered_masters_are_off_by_less_than_a_unit(codec, dtype, unit, off, d
         np.testing.assert_allclose(kept[5], special[5], rtol=2.0**-7)
 
 
-# --- at random ------------------------------------------------------------------------
+# --- pseudo-random bits ---------------------------------------------------------------
 
 DRAWS = 1 << 16
-
-
-def noise(seed=0, count=DRAWS, stream=0):
-    return Noise(element_index((count,)), jnp.uint32(seed), stream)
 
 
 def assert_mean(samples, expected, spread):
@@ -491,109 +483,18 @@ def assert_mean(samples, expected, spread):
     assert error <= 6 * spread / np.sqrt(len(samples))
 
 
-def test_noise_is_uniform_in_every_bit():
-    drawn = np.asarray(noise().bits())
+def test_random_bits_are_uniform_and_depend_on_the_seed():
+    first, other = (np.asarray(random_bits((DRAWS,), jnp.uint32(i))) for i in (3, 4))
     for bit in range(32):
-        assert_mean((drawn >> bit) & 1, 0.5, 0.5)
-    centred = np.asarray(noise(stream=1).centred())
-    assert centred.min() >= -0.5
-    assert centred.max() < 0.5
-    assert_mean(centred, 0.0, 12**-0.5)
-    assert_mean(centred[1:] * centred[:-1], 0.0, 1 / 12)  # neighbours are independent
-
-
-def test_noise_depends_on_seed_stream_and_element_alone():
-    first = np.asarray(noise(3, stream=1).bits())
-    assert np.array_equal(
-        first, np.asarray(jax.jit(lambda: noise(3, stream=1).bits())())
-    )
-    for other in (noise(4, stream=1).bits(), noise(3, stream=2).bits()):
-        assert_mean(np.asarray(other) == first, 0.0, 2.0**-16)
-        correlation = (first / 2.0**32 - 0.5) * (np.asarray(other) / 2.0**32 - 0.5)
-        assert_mean(correlation, 0.0, 1 / 12)
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("dtype", [BF16, F16])
-def test_weights_are_rounded_without_bias(dtype, sign):
-    # Above and below powers of two, in the subnormal numbers of f16, and elsewhere.
-    bases = np.float32([1, 0.75, 1 - 2.0**-8, 1 - 2.0**-11, 3e-5, 1e-7, 1e4])
-    below = np.repeat(bases.astype(dtype), 4)
-    above = (below.view("u2") + np.uint16(1)).view(dtype)
-    low, high = below.astype(np.float64), above.astype(np.float64)
-    weight = (low + np.tile([0, 0.1, 0.5, 0.9], bases.size) * (high - low)).astype(F32)
-    share = (weight.astype(np.float64) - low) / (high - low)
-
-    @jax.jit
-    def draw(weight):
-        numbers = Noise(element_index((weight.size, DRAWS)), jnp.uint32(5))
-        many = jnp.broadcast_to(weight[:, None], numbers.index.shape)
-        return RoundedMaster().encode(many, dtype, BLOCK, numbers)[0]
-
-    drawn = np.asarray(draw(sign * weight)).astype(np.float64) * sign
-    up = drawn == high[:, None]
-    assert np.all(up | (drawn == low[:, None]))
-    assert not up[share == 0].any()  # a number that 16 bits can hold is held
-    # f16 draws 13 bits, which matters only to subnormal weights.
-    error = np.abs(up.mean(1) - share)
-    assert np.all(error <= 6 * np.sqrt(share * (1 - share) / DRAWS) + 2.0**-13)
-
-
-@masters
-def test_corrections_are_rounded_without_bias(codec, dtype):
-    weight = np.float32(1 + 0.3 * 2.0**-8 + 2.0**-14)
-    draw = jax.jit(lambda weights: round_trip(codec, dtype, weights, noise()))
-    param, correction, decoded = map(np.asarray, draw(np.full(DRAWS, weight)))
-    decoded = decoded.astype(np.float64)
-    exact = codec.dtype == INT16 and isinstance(codec, BitDelta)
-    assert np.ptp(correction) == (0 if exact else 1)
-    spread = half_ulp(param[:1])[0] / np.iinfo(codec.dtype).max
-    rounding = np.spacing(weight)  # of the decoded numbers
-    error = np.abs(decoded.mean() - float(weight))
-    assert error <= 6 * spread / 2 / np.sqrt(DRAWS) + rounding
-
-
-@pytest.mark.parametrize("value", [0.3, -0.3, 0.002, 1e-5])
-def test_codes_of_first_moments_are_rounded_without_bias(value):
-    x = np.full((DRAWS // 32, 32), value, np.float32)
-    x[:, 0] = 1.0
-    numbers = Noise(element_index(x.shape), jnp.uint32(7))
-    encode = jax.jit(lambda x: SoftsignInt8().encode(x, BLOCK, numbers).codes)
-    codes = np.asarray(encode(x))
-    assert np.all(codes[:, 0] == 127)
-    value = float(np.float32(value))
-    drawn = codes[:, 1:].ravel()
-    assert len(np.unique(drawn)) == 2
-    # Six roundings of numbers up to 127, as above.
-    assert np.abs(np.mean(drawn) - 254 * value / (1 + abs(value))) <= (
-        6 * 0.5 / np.sqrt(drawn.size) + 2.0**-14
-    )
-
-
-def test_codes_of_second_moments_are_rounded_without_bias_and_never_to_zero():
-    x = np.full((DRAWS // 32, 32), (100.3 / 255) ** 2, np.float32)
-    x[:, 0], x[:, 1], x[:, 2] = 1.0, 1e-12, 0.0
-    numbers = Noise(element_index(x.shape), jnp.uint32(7))
-    encode = jax.jit(lambda x: SqrtUint8().encode(x, BLOCK, numbers).codes)
-    codes = np.asarray(encode(x))
-    assert set(np.unique(codes[:, 0])) <= {254, 255}
-    assert np.all(codes[:, 1] == 1)
-    assert np.all(codes[:, 2] == 1)
-    drawn = codes[:, 3:].ravel().astype(np.float64)
-    assert set(np.unique(drawn)) == {100.0, 101.0}
-    assert np.abs(drawn.mean() - 100.3) <= 6 * 0.5 / np.sqrt(drawn.size) + 2.0**-14
-
-
-@moments
-def test_zero_moments_stay_zero_when_rounded_at_random(codec):
-    x = jnp.zeros((64, 32), jnp.float32)
-    numbers = Noise(element_index(x.shape), jnp.uint32(1))
-    stored = jax.jit(lambda x: codec.encode(x, BLOCK, numbers))(x)
-    assert isinstance(stored, Quantized)
-    assert not np.asarray(codec.decode(stored, BLOCK)).any()
+        assert_mean((first >> bit) & 1, 0.5, 0.5)
+    one, two = first / 2.0**32 - 0.5, other / 2.0**32 - 0.5
+    for product in (one[1:] * one[:-1], one * two):  # neighbours and seeds
+        assert_mean(product, 0.0, 1 / 12)
+    again = jax.jit(lambda: random_bits((DRAWS,), jnp.uint32(3)))()
+    assert np.array_equal(first, np.asarray(again))
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 0, 3), (2, 3, 4)])
 def test_elements_are_numbered_in_their_order(shape):
     expected = np.arange(int(np.prod(shape)), dtype=np.uint32).reshape(shape)
-    assert_trees_equal(element_index(shape), jnp.asarray(expected))
+    assert_trees_equal(_element_index(shape), jnp.asarray(expected))

@@ -29,7 +29,7 @@ from mpx._jax._private import Literal as Literal
 from mpx._jax._private import Primitive as Primitive
 from mpx._jax._version import version_tuple as version_tuple
 
-# From then on Pallas takes the layouts of our Mosaic kernel.
+# From then on Pallas takes the layouts of our grouped matmuls.
 HAS_MOSAIC = version_tuple(jax.__version__) >= (0, 11)
 
 # --- Tracers --------------------------------------------------------------------------
@@ -95,21 +95,6 @@ def varying_like(x: Any, struct: Any) -> Any:
     """Marks `x` as differing between devices where `struct` says its successor does."""
     names = varying_axes(struct)
     return as_varying(x, tuple(sorted(names))) if names else x
-
-
-def as_unvarying(x: jax.Array) -> jax.Array:
-    """Hides that `x` differs between devices: no Mosaic kernel takes such references."""
-    return _as_unvarying().bind(x) if varying_axes(jax.typeof(x)) else x
-
-
-@functools.cache
-def _as_unvarying() -> Any:
-    primitive = Primitive("as_unvarying")
-    primitive.def_abstract_eval(
-        lambda aval: aval.update(manual_axis_type=type(aval.manual_axis_type)())
-    )
-    private("mosaic").register_lowering(primitive, lambda ctx, x: [x])
-    return primitive
 
 
 def struct_like(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

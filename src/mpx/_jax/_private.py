@@ -101,20 +101,6 @@ FEATURES = {
             "load store",
         },
     ),
-    "mosaic": Feature(
-        '`backend="mosaic"` is not available',
-        {
-            "jax.experimental.pallas": "run_state",
-            "jax.experimental.pallas.mosaic_gpu": "CompilerParams Layout RefType "
-            "LoweringSemantics ShapeDtypeStruct inline_mgpu kernel layout_cast",
-            "jax.experimental.mosaic.gpu.fragmented_array": "FragmentedArray "
-            "FragmentedArray._pointwise TiledLayout Tiling",
-            "jax.experimental.mosaic.gpu.utils": "c is_signed thread_idx",
-            "jax.interpreters.mlir": "register_lowering",
-            "jaxlib.mlir": "ir",
-            "jaxlib.mlir.dialects": "arith llvm scf vector",
-        },
-    ),
     "matmul_grads": Feature(
         "gradients under automatic sharding are summed over devices in the compute dtype",
         _RULES,

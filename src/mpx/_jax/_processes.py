@@ -6,8 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from mpx._jax._arguments import as_count
 from mpx._jax._private import private
@@ -99,10 +97,3 @@ def gather_results(call: Callable[[], Any]) -> list[Any]:
         if text is not None:
             raise RuntimeError(f"Process {process} failed, so all of them stop: {text}")
     return [value for value, _ in found]
-
-
-def sharding_by_process() -> NamedSharding:
-    """Returns the sharding of an array that has one row for each process."""
-    devices = {device.process_index: device for device in reversed(jax.devices())}
-    ordered = [devices[number] for number in sorted(devices)]
-    return NamedSharding(Mesh(np.array(ordered), ("process",)), P("process"))

@@ -1,21 +1,17 @@
 """The choice of a backend for each step, and the launch of kernels."""
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from mpx._jax._compat import HAS_MOSAIC
 from mpx._jax._devices import gpu_capability
 from mpx._jax._private import private, refused
 from mpx._jax._sharding import (
@@ -26,11 +22,12 @@ from mpx._jax._sharding import (
     uncut,
 )
 from mpx._kernels._plain import Body, run_plain
-from mpx._kernels._step import MOSAIC, TRITON, Tuning
 
-Backend = Literal["auto", "jax", "triton", "mosaic"]
+Backend = Literal["auto", "jax", "triton"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 _PLATFORM = "cuda"
+_BLOCK = 512  # elements that a program of the kernel steps, and the largest group
+_BATCH, _BATCH_SIZE = 8, 2**23  # leaves of a launch; larger ones have one of their own
 
 
 class Job(NamedTuple):
@@ -38,12 +35,10 @@ class Job(NamedTuple):
 
     Attributes:
         name: The path of the parameter, for errors.
-        body: The step, `body(scalars, grad, leaf, block, noise) -> leaf`; hashable.
+        body: The step.
         scalars: The f32 numbers that `body` needs, in one array.
         grad: The gradient; `None` while it is not known.
         leaf: The parameter and its state: any pytree with an attribute `param`.
-        group_size: Elements of the last axis that share a scale; 0 if there is none.
-        seed: For rounding at random; `None` for other ways of rounding.
         layer: If the gradient is that of one layer of the leaf, along its first axis: the
             index of this layer, int32; the others stay as they are. `None` means all.
     """
@@ -53,8 +48,6 @@ class Job(NamedTuple):
     scalars: Array
     grad: PyTree
     leaf: PyTree
-    group_size: int
-    seed: Array | None = None
     layer: Array | None = None
 
     @property
@@ -80,123 +73,86 @@ def run(
     """Runs steps.
 
     If `finite` is false, the leaves come back as they were. `"auto"` takes the kernel
-    where it is faster; another backend that cannot run a step raises a `ValueError`.
+    where it is faster; `"triton"` raises a `ValueError` if it cannot run a step.
     """
     new: list[PyTree] = [None] * len(jobs)
     for indices in _batches(jobs, backend):
-        scalars, grads, leaves = zip(
-            *((jobs[i].scalars, jobs[i].grad, jobs[i].leaf) for i in indices),
-            strict=True,
-        )
-        job = jobs[indices[0]]
-        batch = _Batch(scalars, grads, leaves, finite, job.layer)
-        static: PyTree = {"body": job.body, "group_size": job.group_size}
-        if _backend(job, backend) == "jax":
-            results = _plain(batch, job.seed, **static)
+        batched = [jobs[index] for index in indices]
+        job = batched[0]
+        columns = ([getattr(x, name) for x in batched] for name in _COLUMNS)
+        batch = _Batch(*columns, finite, job.layer)
+        if _takes_kernel(job, backend):
+            results = _launch(batch, body=job.body, backend=backend)
         else:
-            results = _launch(batch, **static, backend=backend)
+            results = _plain(batch, body=job.body)
         for index, leaf in zip(indices, results, strict=True):
             new[index] = leaf
     return new
 
 
+_COLUMNS = ("scalars", "grad", "leaf")
+
+
 def _batches(jobs: Sequence[Job], backend: Backend) -> Iterator[list[int]]:
     """Yields the indices of jobs that share a launch: small ones of equal types."""
     alike: dict[object, list[int]] = {}
-    tuning = _tuning(backend)
     for index, job in enumerate(jobs):
-        alone = (
-            _backend(job, backend) == "jax"
-            or job.size > tuning.batch_size
-            or job.layer is not None
-        )
+        alone = job.size > _BATCH_SIZE or job.layer is not None
         types = jax.tree.map(jax.typeof, (job.grad, job.leaf))
         leaves, treedef = jax.tree.flatten(types)
-        key = index if alone else (job.body, job.group_size, treedef, *leaves)
+        key = (job.body, treedef, *leaves)
+        if alone or not _takes_kernel(job, backend):
+            key = index
         alike.setdefault(key, []).append(index)
     for indices in alike.values():
-        for start in range(0, len(indices), tuning.batch):
-            yield indices[start : start + tuning.batch]
+        for start in range(0, len(indices), _BATCH):
+            yield indices[start : start + _BATCH]
 
 
-def _backend(job: Job, backend: Backend) -> Backend:
-    """Returns the backend of a job; `"auto"` means the kernel, or plain JAX off GPUs."""
+def _takes_kernel(job: Job, backend: Backend) -> bool:
+    """Returns whether a job is stepped by the kernel, where that can run."""
     if backend == "jax":
-        return "jax"
-    obstacle = _obstacle(job, _tuning(backend))
+        return False
+    lacks = private("kernels") is None
     if backend == "auto":
         # XLA updates floats in one pass. To write planes it needs a second one, and copies.
         worth = any(x.dtype.kind in "iu" for x in jax.tree.leaves(job.leaf))
         # Without a GPU, here or in the mesh of a compilation for one, no kernel is traced:
         # that takes longer than all else, and imports Pallas.
-        here = gpu_capability() is not None and _has_kernel()
-        if obstacle is None and worth and here and private("kernels") is not None:
-            return "auto"
-        return "jax"
-    if backend == "mosaic":
-        obstacle = _no_mosaic() or obstacle
-    elif private("kernels") is None:
-        obstacle = "this version of JAX lacks a name that the Triton kernel needs"
+        capability = gpu_capability()
+        here = isinstance(capability, tuple) and capability >= (8, 0)
+        return worth and here and not lacks and _obstacle(job) is None
+    obstacle = "this version of JAX lacks a name that it needs" if lacks else None
+    obstacle = obstacle or _obstacle(job)
     if obstacle is not None:
         raise ValueError(
             f'`backend="{backend}"` cannot step `{job.name}`: {obstacle}. '
             '`backend="auto"` takes plain JAX for such parameters.'
         )
-    return backend
+    return True
 
 
-def _tuning(backend: Backend) -> Tuning:
-    return MOSAIC if backend == "mosaic" else TRITON
-
-
-def _obstacle(job: Job, tuning: Tuning) -> str | None:
+def _obstacle(job: Job) -> str | None:
     """Returns why a kernel cannot step a parameter, or `None`."""
-    param, group_size = job.leaf.param, job.group_size
-    if job.seed is not None:
-        return "the kernel does not support stochastic rounding"
+    size = job.body.group_size
     if not job.size:
         return "it has no elements"
-    largest = tuning.block // tuning.warps
-    if group_size & (group_size - 1) or group_size > largest:
+    if size & (size - 1) or size > _BLOCK:
         return (
-            f"its groups have {group_size} elements, and the kernel needs a power of two "
-            f"up to {largest}"
+            f"its groups have {size} elements, and the kernel needs a power of two up to "
+            f"{_BLOCK}"
         )
-    return reason_against_shards(param, group_size)
+    return reason_against_shards(job.leaf.param, size)
 
 
-def _has_kernel(oldest: tuple[int, int] = (8, 0)) -> bool:
-    """Returns whether the GPUs here, if any, run a kernel."""
-    capability = gpu_capability()
-    return capability is None or (
-        isinstance(capability, tuple) and capability >= oldest
-    )
-
-
-def _no_mosaic() -> str | None:
-    """Returns why the Mosaic kernel does not run here, or `None`."""
-    if not HAS_MOSAIC:
-        return f"Mosaic needs jax 0.11 or later, and {jax.__version__} is installed"
-    if private("mosaic") is None or private("kernels") is None:
-        return "this version of JAX lacks a name that the Mosaic kernel needs"
-    if not _has_kernel((9, 0)):
-        return (
-            "Mosaic needs an NVIDIA GPU of compute capability 9.0, Hopper, or later, and "
-            f"here is one of {gpu_capability()}"
-        )
-    return None
-
-
-def _plain(
-    batch: _Batch, seed: Array | None = None, *, body: Body, group_size: int
-) -> list[PyTree]:
-    shared: PyTree = {"seed": seed, "body": body, "group_size": group_size}
+def _plain(batch: _Batch, *, body: Body) -> list[PyTree]:
+    step = functools.partial(_plain_leaf, body=body)
     rows = zip(batch.scalars, batch.grads, batch.leaves, strict=True)
-    return [_plain_leaf(*row, batch.finite, batch.layer, **shared) for row in rows]
+    return [step(*row, batch.finite, batch.layer) for row in rows]
 
 
 # Under jit, so that leaves of equal types are traced and lowered once.
-@functools.partial(jax.jit, static_argnames=("body", "group_size"))
+@functools.partial(jax.jit, static_argnames="body")
 def _plain_leaf(
     scalars: Array,
     grad: Array,
@@ -204,17 +160,12 @@ def _plain_leaf(
     finite: Array | None,
     layer: Array | None,
     *,
-    seed: Array | None = None,
     body: Body,
-    group_size: int,
 ) -> PyTree:
-    step = functools.partial(
-        run_plain, body, scalars, grad, group_size=group_size, finite=finite, seed=seed
-    )
+    step = functools.partial(run_plain, body, scalars, grad, finite=finite)
     if layer is None:
         return step(leaf)
-    offset = layer.astype(jnp.uint32) * np.uint32(grad.size & 0xFFFFFFFF)
-    return _with_layer(leaf, layer, step(_layer_of(leaf, layer), offset=offset))
+    return _with_layer(leaf, layer, step(_layer_of(leaf, layer)))
 
 
 def _layer_of(leaf: PyTree, layer: Array) -> PyTree:
@@ -235,15 +186,11 @@ def _with_layer(leaf: PyTree, layer: Array, new: PyTree) -> PyTree:
     return jax.tree.map(write, leaf, new)
 
 
-@functools.partial(jax.jit, static_argnames=("body", "group_size", "backend"))
-def _launch(
-    batch: _Batch, *, body: Body, group_size: int, backend: Backend
-) -> list[PyTree]:
+@functools.partial(jax.jit, static_argnames=("body", "backend"))
+def _launch(batch: _Batch, *, body: Body, backend: Backend) -> list[PyTree]:
     """Runs the kernel on CUDA devices and plain JAX elsewhere."""
-    plain = functools.partial(_plain, body=body, group_size=group_size)
-
-    def kernel(batch: _Batch) -> list[PyTree]:
-        return _kernel(batch, body=body, group_size=group_size, backend=backend)
+    plain = functools.partial(_plain, body=body)
+    kernel = functools.partial(_kernel, body=body)
 
     def elsewhere(batch: _Batch) -> list[PyTree]:
         new = plain(batch)
@@ -274,17 +221,18 @@ def plain_under_vmap(
     return mappable
 
 
-def _kernel(
-    batch: _Batch, *, body: Body, group_size: int, backend: Backend
-) -> list[PyTree]:
+def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
     """Steps the shards of each device in one kernel."""
-    module = _kernel_module(backend)
-    plain = functools.partial(_plain, body=body, group_size=group_size)
+    # Not before it is needed: importing Pallas takes as long as importing mpx.
+    from mpx._kernels import _triton
+
+    plain = functools.partial(_plain, body=body)
     like = jax.eval_shape(plain, batch)
     flag = jnp.ones((), bool) if batch.finite is None else batch.finite
     numbers = jnp.stack(
         [jnp.append(flag.astype(row.dtype), row) for row in batch.scalars]
     )
+    launch = functools.partial(_triton.launch, body, block=_BLOCK)
     ahead = None
     if batch.layer is not None:
         ahead = lax.iota(jnp.int32, len(batch.leaves[0].param)) - batch.layer
@@ -298,9 +246,8 @@ def _kernel(
         if ahead is None:
             return whole(numbers, grads, leaves)
         (leaf,) = leaves
-        if module.can_step_layer(leaf):
-            options = {"group_size": group_size, "like": like, "ahead": ahead}
-            return module.launch(body, numbers, grads, leaves, **options)
+        if _triton.can_step_layer(leaf, _BLOCK):
+            return launch(numbers, grads, leaves, like=like, ahead=ahead)
         # A device may have other layers only.
         layer, last = -ahead[0], len(ahead) - 1
         is_here = (layer >= 0) & (layer <= last)
@@ -318,11 +265,8 @@ def _kernel(
             if len(indices) < len(leaves):
                 rows = jnp.stack([numbers[index] for index in indices])
             some = [grads[index] for index in indices], [leaves[i] for i in indices]
-            if module.can_address(some[1][0]):
-                likes = [like[index] for index in indices]
-                results = module.launch(
-                    body, rows, *some, group_size=group_size, like=likes
-                )
+            if _triton.can_address(some[1][0], _BLOCK):
+                results = launch(rows, *some, like=[like[index] for index in indices])
             else:
                 flag = rows[0, 0] != 0
                 results = plain(_Batch([row[1:] for row in rows], *some, flag, None))
@@ -330,15 +274,11 @@ def _kernel(
                 new[index] = leaf
         return new
 
-    return step_shards(
-        local, numbers, ahead, batch.grads, batch.leaves, group_size=group_size
+    return _step_shards(
+        local,
+        (numbers, ahead, list(batch.grads), list(batch.leaves)),
+        group_size=body.group_size,
     )
-
-
-def _kernel_module(backend: Backend) -> ModuleType:
-    # Not before it is needed: importing Pallas takes as long as importing mpx.
-    name = "mosaic" if backend == "mosaic" else "triton"
-    return importlib.import_module(f"mpx._kernels._{name}")
 
 
 def _equal_shapes(leaves: Sequence[PyTree]) -> list[list[int]]:
@@ -349,24 +289,15 @@ def _equal_shapes(leaves: Sequence[PyTree]) -> list[list[int]]:
     return list(alike.values())
 
 
-Local = Callable[[Array, Array | None, Sequence[Array], Sequence[PyTree]], list[PyTree]]
-"""`local(scalars, ahead, grads, leaves) -> leaves`, for the arrays of one device.
-
-If `ahead` is given, only one layer of the single leaf is stepped: `ahead` holds the
-distance of each layer from that one.
-"""
-
-
-def step_shards(
-    local: Local,
-    scalars: Array,
-    ahead: Array | None,
-    grads: Sequence[Array],
-    leaves: Sequence[PyTree],
-    *,
-    group_size: int,
+def _step_shards(
+    local: Callable[..., list[PyTree]], arrays: tuple[PyTree, ...], *, group_size: int
 ) -> list[PyTree]:
-    """Calls `local` on each device with its shards of `ahead`, `grads` and `leaves`."""
+    """Calls `local(scalars, ahead, grads, leaves)` on each device with its shards.
+
+    If `ahead` is given, only one layer of the single leaf is stepped: `ahead` holds the
+    distance of each layer from that one.
+    """
+    _, ahead, _, leaves = arrays
 
     def layout(_: PyTree, ahead: PyTree, grads: PyTree, leaves: PyTree) -> PyTree:
         params = [
@@ -387,7 +318,7 @@ def step_shards(
     sizes = {"group": group_size} if group_size else {}
     return over_shards(
         local,
-        (scalars, ahead, list(grads), list(leaves)),
+        arrays,
         like=leaves[0].param,
         layout=layout,
         rule=rule,

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,23 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from mpx._jax._sharding import may_cut_groups, sharded_as, whole_groups
-from mpx._quant import Block, Noise, element_index
+from mpx._quant import Block
 
-Body = Callable[..., PyTree]
-"""`body(scalars, grad, leaf, block, noise) -> leaf`: one step of a block."""
+
+class Body(Protocol):
+    """One step of a block; hashable, and equal ones compile once.
+
+    Attributes:
+        group_size: Elements of the last axis that share a scale; 0 if there is none.
+    """
+
+    @property
+    def group_size(self) -> int: ...
+
+    def __call__(
+        self, scalars: tuple[Array, ...], grad: Array, leaf: PyTree, block: Block
+    ) -> PyTree: ...
+
 
 # From this size on the maxima are found in a pass of their own: otherwise XLA computes most
 # of the step inside the reduction, at a third of the speed
@@ -28,18 +42,13 @@ def run_plain(
     grad: Array,
     leaf: PyTree,
     *,
-    group_size: int,
     finite: Array | None,
-    seed: Array | None,
-    offset: Array | None = None,
 ) -> PyTree:
     """Runs a step on whole arrays, grouped along their last axis.
 
     Arrays with an axis more than the parameter are passed to `body` as tuples of planes.
-    For a part of a larger parameter, `offset` is the index of its first element, uint32:
-    random rounding depends on the index.
     """
-    shape = leaf.param.shape
+    shape, group_size = leaf.param.shape, body.group_size
     cut = bool(group_size) and may_cut_groups(leaf.param, group_size)
 
     def planes(x: Array) -> PyTree:
@@ -53,11 +62,7 @@ def run_plain(
             return x
         return x.reshape(*shape[:-1], shape[-1] // group_size, group_size)
 
-    noise = None
-    if seed is not None:
-        index = element_index(shape)
-        noise = Noise(group(index if offset is None else index + offset), seed)
-    step = functools.partial(body, tuple(scalars), noise=noise)
+    step = functools.partial(body, tuple(scalars))
     old, grad = jax.tree.map(planes, leaf), group(sharded_as(grad, leaf.param))
     if cut:
         new = step(grad, old, block=_CutBlock(group_size))

@@ -5,6 +5,7 @@ The kernel loads a block, calls the step it is given, and stores the block in pl
 
 import functools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,41 +17,45 @@ from jaxtyping import PyTree
 from mpx._jax._compat import struct_like
 from mpx._jax._private import private
 from mpx._kernels._plain import Body
-from mpx._kernels._step import (
-    TRITON,
-    WHOLE,
-    Plane,
-    Ref,
-    Tuning,
-    planes_of,
-    step_block,
-)
 from mpx._quant import Block
 
 pl = plgpu = private("kernels")
+Ref = Any
+"""A reference of Pallas."""
 # For data that is not read again while it is cached: the kernel takes 147 instead of 156 µs
 # for 4096 × 12288 parameters. With all loads and no store it takes 168.
 _STREAM = "evict_first"
+_WARPS = 1  # one warp needs no barrier to share the scales of its groups
 
 
-def can_address(leaf: PyTree, tuning: Tuning = TRITON) -> bool:
+class _Plane(NamedTuple):
+    """One of the `count` planes of an array along its first axis."""
+
+    index: int
+    count: int
+
+
+_WHOLE = _Plane(0, 1)
+
+
+def can_address(leaf: PyTree, block: int) -> bool:
     """Returns whether a kernel reaches every element of a leaf.
 
     Pallas indexes arrays of up to 2³² bytes with signed 32 bits: one of bytes has elements
     out of reach if it has more than 2³¹. Larger arrays use 64 bits, but not the start of a
     block, which is why the blocks are an axis of their own.
     """
-    full = leaf.param.size % tuning.block == 0
+    full = leaf.param.size % block == 0
     return all(
         x.size <= 2**31 or (x.size * x.dtype.itemsize > 2**32 and full)
         for x in jax.tree.leaves(leaf)
     )
 
 
-def can_step_layer(leaf: PyTree, tuning: Tuning = TRITON) -> bool:
+def can_step_layer(leaf: PyTree, block: int) -> bool:
     """Returns whether a kernel can step one layer of a leaf in place."""
     layers, size = leaf.param.shape[0], leaf.param.size
-    return can_address(leaf, tuning) and size // layers % tuning.block == 0
+    return can_address(leaf, block) and size // layers % block == 0
 
 
 def launch(
@@ -59,20 +64,20 @@ def launch(
     grads: Sequence[Array],
     leaves: Sequence[PyTree],
     *,
-    group_size: int,
+    block: int,
     ahead: Array | None = None,
     like: Sequence[PyTree] | None = None,
-    tuning: Tuning = TRITON,
     interpret: bool = False,
 ) -> list[PyTree]:
     """Steps leaves of equal shapes on one device, in place if they are donated.
 
     `scalars` has a row for each leaf: zero if the leaf must not change, then the numbers
-    that `body` needs. `ahead` is for one layer of a leaf: the distance of each layer from
-    it. The types of `like` tell over which mesh axes the results vary.
+    that `body` needs. A program steps `block` elements. `ahead` is for one layer of a leaf:
+    the distance of each layer from it. The types of `like` tell over which mesh axes the
+    results vary.
     """
-    param = leaves[0].param
-    view = _View(grads[0].size, tuning.block, group_size)
+    param, group_size = leaves[0].param, body.group_size
+    view = _View(grads[0].size, block, group_size)
     layers = 1 if ahead is None else len(ahead)
 
     def flat(x: Array) -> Array:
@@ -80,30 +85,36 @@ def launch(
         grouped = x.shape[x.ndim - param.ndim :] != param.shape
         return x.reshape(view.shape(layers * planes, grouped=grouped))
 
-    def typed(x: Array, like: PyTree) -> PyTree:
-        return struct_like(like, x.shape)
+    def planes_of(x: Array) -> PyTree:
+        if x.ndim == param.ndim:
+            return _WHOLE
+        return [_Plane(index, len(x)) for index in range(len(x))]
 
     arrays = jax.tree.map(flat, list(leaves))
     shape = view.shape(1, grouped=False)
     inputs = (scalars, ahead, [grad.reshape(shape) for grad in grads], arrays)
     before = len(jax.tree.leaves(inputs[:-1]))
-    block = _Block(tuning.block, group_size)
+    types = jax.tree.map(
+        lambda x, like: struct_like(like, x.shape),
+        arrays,
+        list(leaves if like is None else like),
+    )
     (new,) = pl.pallas_call(
         functools.partial(
             _kernel,
             body=body,
-            planes=planes_of(leaves[0]),
-            block=block if interpret else _GpuBlock(tuning.block, group_size),
+            planes=jax.tree.map(planes_of, leaves[0]),
+            block=(_Block if interpret else _GpuBlock)(block, group_size),
             view=view,
         ),
-        out_shape=[jax.tree.map(typed, arrays, list(leaves if like is None else like))],
+        out_shape=[types],
         grid=(view.blocks, len(leaves)),
         in_specs=jax.tree.map(lambda _: pl.no_block_spec, inputs),
         out_specs=[jax.tree.map(lambda _: pl.no_block_spec, arrays)],
         input_output_aliases={
             before + index: index for index in range(len(jax.tree.leaves(arrays)))
         },
-        compiler_params=plgpu.CompilerParams(num_warps=tuning.warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=interpret,
         name="mpx_step",
     )(*inputs)
@@ -111,10 +122,53 @@ def launch(
 
 
 def _kernel(
-    *refs: PyTree, body: Body, planes: PyTree, block: Block, view: "_View"
+    scalars_ref: Ref,
+    ahead_ref: Ref | None,
+    grad_refs: Sequence[Ref],
+    leaf_refs: Sequence[PyTree],
+    out_refs: Sequence[PyTree],
+    *,
+    body: Body,
+    planes: PyTree,
+    block: Block,
+    view: "_View",
 ) -> None:
-    program = pl.program_id(0), pl.program_id(1)
-    step_block(program, refs, body=body, planes=planes, block=block, view=view)
+    """Steps a block of one of the leaves, unless its flag is zero."""
+    index, which = pl.program_id(0), pl.program_id(1)
+    place, is_here = index, True
+    if ahead_ref is not None:
+        (layers,) = ahead_ref.shape
+        layer = -ahead_ref[0]
+        is_here = (layer >= 0) & (layer < layers)
+        place = index + view.blocks * jnp.clip(layer, 0, layers - 1)
+
+    def load_planes(ref: Ref, planes: PyTree) -> PyTree:
+        if isinstance(planes, _Plane):
+            return view.load(ref, place)
+        return tuple(view.load(ref, place, plane) for plane in planes)
+
+    def store_planes(ref: Ref, planes: PyTree, x: PyTree) -> None:
+        if isinstance(planes, _Plane):
+            return view.store(ref, place, x)
+        for plane, part in zip(planes, x, strict=True):
+            view.store(ref, place, part, plane)
+
+    def load(grad_ref: Ref, leaf_ref: Ref) -> tuple[Array, PyTree]:
+        leaf = jax.tree.map(load_planes, leaf_ref, planes)
+        return view.load(grad_ref, index, last=True), leaf
+
+    pairs = zip(grad_refs, leaf_refs, strict=True)
+    loads = [functools.partial(load, *pair) for pair in pairs]
+    # Loaded before the flag is known, so that no step waits for it.
+    grad, leaf = lax.switch(which, loads) if len(loads) > 1 else loads[0]()
+    finite, *scalars = (scalars_ref[which, i] for i in range(scalars_ref.shape[1]))
+    new = body(tuple(scalars), grad, leaf, block)
+    for number, out_ref in enumerate(out_refs):
+
+        def store(out_ref: PyTree = out_ref) -> None:
+            jax.tree.map(store_planes, out_ref, planes, new)
+
+        lax.cond((which == number) & (finite != 0) & is_here, store, lambda: None)
 
 
 class _View:
@@ -133,18 +187,18 @@ class _View:
         return (times * self.blocks, self._widths[grouped])
 
     def load(
-        self, ref: Ref, index: Array, plane: Plane = WHOLE, *, last: bool = False
+        self, ref: Ref, index: Array, plane: _Plane = _WHOLE, *, last: bool = False
     ) -> Array:
         part, mask = self._part(ref, index, plane)
         other = None if mask is None else jnp.zeros((), ref.dtype)
         policy = _STREAM if last else None
         return plgpu.load(part, mask=mask, other=other, eviction_policy=policy)
 
-    def store(self, ref: Ref, index: Array, x: Array, plane: Plane = WHOLE) -> None:
+    def store(self, ref: Ref, index: Array, x: Array, plane: _Plane = _WHOLE) -> None:
         part, mask = self._part(ref, index, plane)
         plgpu.store(part, x, mask=mask, eviction_policy=_STREAM)
 
-    def _part(self, ref: Ref, index: Array, plane: Plane) -> tuple[Ref, Array | None]:
+    def _part(self, ref: Ref, index: Array, plane: _Plane) -> tuple[Ref, Array | None]:
         count = ref.shape[0] // plane.count
         first = plane.index * count
         if self._full:
@@ -157,8 +211,6 @@ class _View:
 
 class _Block(Block):
     """A flat block of elements, whose groups are next to each other."""
-
-    in_registers = True
 
     def __init__(self, size: int, group_size: int) -> None:
         self._size = size

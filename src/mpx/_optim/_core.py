@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 from jax.typing import ArrayLike
@@ -14,7 +13,7 @@ from jaxtyping import PyTree
 from mpx import _kernels
 from mpx._jax._compat import undifferentiable
 from mpx._jax._sharding import zero_beside
-from mpx._jax._tree import as_flag, dtype_of
+from mpx._jax._tree import as_flag, check_shape, dtype_of
 from mpx._optim._options import (
     Compression,
     Hyper,
@@ -24,12 +23,11 @@ from mpx._optim._options import (
     check_groups_match,
     group_of,
 )
-from mpx._optim._packing import PackedLeaf, PackedStep, first_state, packed_step
+from mpx._optim._packing import LeafStep, PackedLeaf, first_state
 from mpx._optim._params import (
     PARAM_DTYPES,
     FlatParams,
     Mask,
-    check_grad,
     check_has_params,
     decays,
     flatten_params,
@@ -46,7 +44,6 @@ from mpx._optim._state import (
 )
 from mpx._optim._update_rules import Rule
 from mpx._quant import Packed, dither_of
-from mpx._updates._optax_checks import transforms_behind
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,7 +104,6 @@ class Core:
                 "`update(grads, state, params)`."
             )
         flat = flatten_params(params)
-        _check_is_last(flat.leaves)
         grads = flat.like(updates, "The gradients")
         options = {key: extra[key] for key in ("finite", "grad_scale") if key in extra}
         new, state = self.advance(flat, state, updates, **options)
@@ -135,7 +131,7 @@ class Core:
                 continue
             job = step.job(index)
             if job is not None:
-                check_grad(job.name, job.leaf.param, grad)
+                _check_grad(job, grad)
                 jobs[index] = job._replace(grad=grad)
         if not jobs and any(step.job(i) for i in range(len(flat.leaves))):
             raise ValueError(
@@ -144,9 +140,10 @@ class Core:
                 "only where a parameter must not change."
             )
         done = _kernels.run(_guarded(jobs), finite=flag, backend=self.backend)
-        new = dict(enumerate(step.leaves)) | dict(zip(jobs, done, strict=True))
-        leaves = list(new.values())
-        return leaves, step.state_after(leaves, flag)
+        new = list(step.leaves)
+        for index, leaf in zip(jobs, done, strict=True):
+            new[index] = leaf
+        return new, step.state_after(new, flag)
 
 
 class Step:
@@ -187,10 +184,9 @@ class Step:
 
     def job(self, index: int) -> _kernels.Job | None:
         """Returns the step of one leaf without its gradient; `None` if it does not train."""
-        core, state = self._core, self._state
         name, leaf = self._flat.names[index], self.leaves[index]
         packing, param = self._packings[index], leaf.param
-        group, compression = core.options(name, param)
+        group, compression = self._core.options(name, param)
         if compression is None:
             return None
         group_size = check_packed(name, leaf, packing)
@@ -202,15 +198,10 @@ class Step:
                 "`Compression(master_bits=None)`."
             )
         # FlashOptim rounds to nearest.
-        dithers = state.format == "mpx" and compression.rounding == "dithered"
-        seed = None
-        if compression.rounding == "stochastic":
-            seed = _seed(compression.seed, index, state.count)
-        body = packed_step(
-            core.rule, param.dtype, packing, group_size=group_size, dithers=dithers
-        )
+        dithers = self._state.format == "mpx" and compression.rounding == "dithered"
+        body = LeafStep(self._core.rule, packing, group_size, dithers)
         scalars = self.scalars(group, self._decays[index])
-        return _kernels.Job(name, body, scalars, None, leaf, group_size, seed)
+        return _kernels.Job(name, body, scalars, None, leaf)
 
     def state_after(
         self, leaves: Sequence[PackedLeaf], finite: Array | None
@@ -240,8 +231,7 @@ def _guarded(jobs: Mapping[int, _kernels.Job]) -> list[_kernels.Job]:
     coded = {
         index: {"scalars": job.scalars, "grad": job.grad, "leaf": job.leaf}
         for index, job in jobs.items()
-        if job.seed is not None
-        or (_dithers(job.body) and job.leaf.param.dtype.itemsize == 2)
+        if (_dithers(job.body) and job.leaf.param.dtype.itemsize == 2)
         or any(x.dtype.kind in "iu" for x in jax.tree.leaves(job.leaf))
     }
     safe = _constant(coded)
@@ -249,12 +239,18 @@ def _guarded(jobs: Mapping[int, _kernels.Job]) -> list[_kernels.Job]:
 
 
 def _dithers(body: _kernels.Body) -> bool:
-    return isinstance(body, PackedStep) and body.step.dithers
+    return isinstance(body, LeafStep) and body.dithers
 
 
-def _seed(seed: int, index: int, count: Array) -> Array:
-    fixed = np.uint32((seed * 0xC2B2AE3D + index * 0x85EBCA77) & 0xFFFFFFFF)
-    return count.astype(jnp.uint32) * np.uint32(0x9E3779B1) + fixed
+def _check_grad(job: _kernels.Job, grad: PyTree) -> None:
+    """Raises if a gradient does not fit its parameter."""
+    check_shape(f"The gradient of `{job.name}`", grad, job.leaf.param)
+    dtype = dtype_of(grad)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"The gradient of `{job.name}` is {dtype or type(grad).__name__}, but a "
+            "floating array was expected. Pass `None` for parameters that must not change."
+        )
 
 
 def _difference(new: PyTree, old: PyTree) -> Array:
@@ -267,20 +263,3 @@ def _difference(new: PyTree, old: PyTree) -> Array:
         new, old = (jnp.asarray(x).astype(jnp.float32) for x in (new, old))
         return jnp.where(new == old, 0.0, new - old)  # inf - inf is nan
     return jnp.zeros_like(old)
-
-
-def _check_is_last(params: Sequence[PyTree]) -> None:
-    """Raises if a chain would change the updates of 16-bit parameters.
-
-    f32 parameters have no correction, and their updates may be changed.
-    """
-    if not any(dtype_of(param) in PARAM_DTYPES[1:] for param in params):
-        return
-    if behind := transforms_behind():
-        raise ValueError(
-            "A compressed optimizer must be the last of a chain, but behind it are "
-            f"{', '.join(behind)}. Its state holds the remainder of rounding the new "
-            "16-bit parameters; with other updates they would become different ones, and "
-            "may not move at all. Put what changes gradients before it, and the factor of "
-            "a learning rate or schedule into `learning_rate`."
-        )

@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from mpx._casting._cast import own_buffer
 from mpx._casting._select import Selectors
-from mpx._jax._arguments import check_bool
 from mpx._jax._formats import parse_float_dtype
 from mpx._jax._tree import (
     AxisName,
@@ -18,11 +17,9 @@ from mpx._jax._tree import (
     cast_leaf,
     check_shape,
     is_floating,
-    map_with_name,
     named_leaves,
     select_tree,
 )
-from mpx._optim._packing import placed_weight
 from mpx._optim._params import cast_params
 from mpx._updates._optax_checks import check_transformation
 from mpx._updates._update import apply_updates, stays_finite, together
@@ -172,8 +169,6 @@ class MasterWeights(optax.GradientTransformationExtraArgs):
 def master_weights(
     optimizer: optax.GradientTransformation,
     dtype: DTypeLike = jnp.float32,
-    *,
-    jitter: bool = False,
 ) -> MasterWeights:
     """Wraps an optimizer so that it updates high-precision copies of the parameters.
 
@@ -189,10 +184,6 @@ def master_weights(
     Args:
         optimizer: Any optax transformation.
         dtype: The dtype of the copies. Parameters with more bits keep their dtype.
-        jitter: Whether `init` puts the copies of 16-bit parameters at pseudo-random places
-            of their rounding intervals, as compressed optimizers do. Without it a copy is
-            its parameter, and small steps change no parameter for a long time; see
-            `Compression.jitter`. `init_from` needs none.
 
     Raises:
         ValueError: If `dtype` is not floating with at least 16 bits, or if `update` is
@@ -212,19 +203,12 @@ def master_weights(
     optimizer = optax.with_extra_args_support(optimizer)
     wide = parse_float_dtype(dtype)
 
-    check_bool(jitter, "`jitter`")
-
     def widened(leaf: PyTree) -> PyTree:
         narrow = is_floating(leaf) and leaf.dtype.itemsize <= wide.itemsize
         return cast_leaf(leaf, wide) if narrow else leaf
 
-    def first(name: str, leaf: PyTree) -> PyTree:
-        if jitter and is_floating(leaf) and leaf.dtype.itemsize == 2 < wide.itemsize:
-            return widened(placed_weight(name, leaf))
-        return own_buffer(widened(leaf))
-
     def init(params: PyTree) -> MasterWeightsState:
-        master = map_with_name(first, params)
+        master = jax.tree.map(lambda x: own_buffer(widened(x)), params)
         return MasterWeightsState(optimizer.init(master), master)
 
     def update(

@@ -45,8 +45,9 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
 
     `step` updates parameters and state in one pass over memory, in place if they are
     donated. `update` is the optax interface. Its result must reach `optax.apply_updates`
-    unchanged, because the state holds the remainder of rounding the new parameters: with
-    16-bit parameters, a chain with another transformation behind it is an error.
+    unchanged, because the state holds the remainder of rounding the new parameters: in a
+    chain it must be the last member. What changes gradients goes before it, and the factor
+    of a schedule into `learning_rate`.
 
     Start with `init_from`, which takes the f32 weights.
 
@@ -150,11 +151,14 @@ def core_of(optimizer: FlashOptimizer) -> Core:
 
 def _build(
     rule: Rule,
-    options: tuple[Mask, Sequence[ParamGroup], Compression, Backend],
+    *,
+    mask: Mask,
+    groups: Sequence[ParamGroup],
+    compression: Compression,
+    backend: Backend,
     **hyper: Hyper,
 ) -> FlashOptimizer:
     """Makes an optimizer from a rule and a user's options, which it checks."""
-    mask, groups, compression, backend = options
     check_compression("`compression`", compression)
     check_choice(backend, "backend", BACKENDS)
     groups = as_groups(groups, rule, compression)
@@ -192,8 +196,8 @@ def flash_adamw(
             from the parameters. `None` means all.
         groups: Options by parameter path; the first group that matches holds.
         compression: How the state is stored.
-        backend: Where steps run: `"jax"`, or the kernel of `"triton"` or `"mosaic"`, an
-            error where it cannot run. `"auto"` chooses, but never Mosaic.
+        backend: Where steps run: `"jax"`, or the kernel of `"triton"`, an error where it
+            cannot run. `"auto"` chooses.
 
     Returns:
         An optimizer with `init_from`, `init`, `step` and the `update` of optax.
@@ -207,15 +211,7 @@ def flash_adamw(
         >>> float(params["w"][0, 0]), int(state.count)
         (0.5, 1)
     """
-    return _build(
-        Adam(decoupled=True),
-        (mask, groups, compression, backend),
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-    )
+    return _build(Adam(decoupled=True), **locals())
 
 
 def flash_adam(
@@ -253,15 +249,7 @@ def flash_adam(
         >>> state.mu["w"].codes.dtype
         dtype('int8')
     """
-    return _build(
-        Adam(decoupled=False),
-        (mask, groups, compression, backend),
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-    )
+    return _build(Adam(decoupled=False), **locals())
 
 
 def flash_lion(
@@ -295,14 +283,7 @@ def flash_lion(
         >>> optimizer.init({"w": jnp.ones((64, 64))}).nu is None
         True
     """
-    return _build(
-        Lion(),
-        (mask, groups, compression, backend),
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        b1=b1,
-        b2=b2,
-    )
+    return _build(Lion(), **locals())
 
 
 def flash_sgd(
@@ -339,14 +320,7 @@ def flash_sgd(
         >>> optimizer.step(params, optimizer.init(params), {"w": jnp.ones(2)}).params
         {'w': Array([0.5, 0.5], dtype=float32)}
     """
-    return _build(
-        _sgd(False, nesterov, momentum),
-        (mask, groups, compression, backend),
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        momentum=0.0 if momentum is None else momentum,
-        dampening=dampening,
-    )
+    return _sgd(False, **locals())
 
 
 def flash_sgdw(
@@ -381,20 +355,16 @@ def flash_sgdw(
         >>> optimizer.step(params, optimizer.init(params), {"w": jnp.zeros(2)}).params
         {'w': Array([0.5, 0.5], dtype=float32)}
     """
-    return _build(
-        _sgd(True, nesterov, momentum),
-        (mask, groups, compression, backend),
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        momentum=0.0 if momentum is None else momentum,
-        dampening=dampening,
-    )
+    return _sgd(True, **locals())
 
 
-def _sgd(decoupled: bool, nesterov: bool, momentum: Hyper | None) -> Rule:
+def _sgd(
+    decoupled: bool, momentum: Hyper | None, nesterov: bool, **options: Any
+) -> FlashOptimizer:
     if momentum is None and nesterov:
         raise ValueError(
             "`nesterov=True` needs a momentum, but `momentum` is None. Set it, for "
             "example to 0.9."
         )
-    return Sgd(decoupled, nesterov, () if momentum is None else ("mu",))
+    rule = Sgd(decoupled, nesterov, () if momentum is None else ("mu",))
+    return _build(rule, momentum=0.0 if momentum is None else momentum, **options)

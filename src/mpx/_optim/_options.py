@@ -60,21 +60,18 @@ class Compression:
         rounding: How moments and weights are rounded. `"dithered"` rounds up or down with
             a threshold that changes from step to step, so that small updates add up.
             `"nearest"` loses updates below half a code, and so does
-            `format="flashoptim"`. `"stochastic"` rounds at random, with the right mean.
-            The random numbers depend on `seed`, the step count and the place of an
-            element in its array, which inside `shard_map` and `vmap` is the local one.
+            `format="flashoptim"`.
         format: `"mpx"` has scales with the range of f32; `"flashoptim"` stores the f16
             scales and corrections of FlashOptim, to exchange checkpoints with it.
-        seed: For stochastic rounding and `jitter`.
         jitter: Whether `init` puts each master weight of a 16-bit parameter at a
             pseudo-random place among the weights that round to this parameter. It changes
             no parameter. Without it, masters start in the middle of their rounding
             intervals, and small steps change no parameter for a long time. The place
-            depends on `seed`, the path of the parameter and the place of the element in
-            its array. To start from f32 weights, use `init_from`.
+            depends on the path of the parameter and the place of the element in its
+            array. To start from f32 weights, use `init_from`.
 
     Examples:
-        >>> Compression(master_bits=None, rounding="stochastic").quantize
+        >>> Compression(master_bits=None, rounding="nearest").quantize
         True
     """
 
@@ -82,18 +79,17 @@ class Compression:
     master_bits: Literal[24, 32] | None = 24
     group_size: int = 32
     min_size: int = 4096
-    rounding: Literal["dithered", "nearest", "stochastic"] = "dithered"
+    rounding: Literal["dithered", "nearest"] = "dithered"
     format: StateFormat = "mpx"
-    seed: int = 0
     jitter: bool = True
 
     def __post_init__(self) -> None:
         check_choice(self.master_bits, "master_bits", (24, 32, None))
-        check_choice(self.rounding, "rounding", ("dithered", "nearest", "stochastic"))
+        check_choice(self.rounding, "rounding", ("dithered", "nearest"))
         check_choice(self.format, "format", ("mpx", "flashoptim"))
         check_bool(self.quantize, "`quantize`")
         check_bool(self.jitter, "`jitter`")
-        for name, least in {"group_size": None, "min_size": 0, "seed": None}.items():
+        for name, least in {"group_size": None, "min_size": 0}.items():
             value = as_count(getattr(self, name), name, least)
             object.__setattr__(self, name, value)
         size = self.group_size
@@ -193,23 +189,18 @@ def group_of(
 def check_groups_match(groups: Sequence[ParamGroup], flat: FlatParams) -> None:
     """Raises if a group, or one of its selectors, holds for no parameter."""
     pairs = list(zip(flat.names, flat.leaves, strict=True))
-    in_force = [group_of(groups, *pair) for pair in pairs]
+    in_force = [id(group_of(groups, *pair)) for pair in pairs]
     for group in groups:
         for selector in parse_selectors(group.where, "where"):
             if not any(_selects(selector, *pair) for pair in pairs):
                 raise selects_nothing(selector, "where", flat.names)
-        if any(group is other for other in in_force):
-            continue
-        name, by = next(
-            (name, by.where)
-            for (name, leaf), by in zip(pairs, in_force, strict=True)
-            if by is not None and group.matches(name, leaf)
-        )
-        raise ValueError(
-            f"The group {group.where!r}{' with `frozen=True`' if group.frozen else ''} "
-            f"holds for no parameter: `{name}` and all others belong to earlier ones, "
-            f"such as {by!r}, and the first group that matches holds. Put it before."
-        )
+        if id(group) not in in_force:
+            name = next(name for name, leaf in pairs if group.matches(name, leaf))
+            raise ValueError(
+                f"The group {group.where!r}{' with `frozen=True`' if group.frozen else ''} "
+                f"holds for no parameter: `{name}` and all others belong to earlier "
+                "groups, and the first group that matches holds. Put it before."
+            )
 
 
 def as_groups(
@@ -224,16 +215,12 @@ def as_groups(
                 f"`[ParamGroup(...)]`, but {type(group).__name__} was given."
             )
         where = f"The group {group.where!r}"
-        if unknown := sorted(set(group.hyper) - set(rule.hyper)):
+        names = set(rule.hyper)
+        if not rule.moments:  # `momentum=0.0` on the optimizer keeps one
+            names -= {"momentum", "dampening"}
+        if unknown := sorted(set(group.hyper) - names):
             raise ValueError(
-                f"{where} sets {unknown}, but this optimizer has only "
-                f"{sorted(rule.hyper)}."
-            )
-        unused = sorted({"momentum", "dampening"} & set(group.hyper))
-        if unused and not rule.moments:
-            raise ValueError(
-                f"{where} sets {unused}, but the optimizer keeps no momentum. Set "
-                "`momentum` on the optimizer, where 0.0 keeps one, too."
+                f"{where} sets {unknown}, but this optimizer has only {sorted(names)}."
             )
         if group.compression is None:
             continue
@@ -278,7 +265,7 @@ def check_hyper(values: Mapping[str, PyTree]) -> None:
     for name, value in values.items():
         if callable(value):
             continue
-        _check_scalar(name, value)
+        as_scalar(name, value)
         dtype = getattr(value, "dtype", np.dtype(np.float32))
         if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
             raise ValueError(
@@ -289,23 +276,20 @@ def check_hyper(values: Mapping[str, PyTree]) -> None:
         _check_range(name, value, *_RANGES.get(name, _ANY_RATE))
 
 
-def _check_scalar(name: str, value: PyTree) -> None:
-    """Raises if a value is not one number."""
+def as_scalar(name: str, value: PyTree) -> Array:
+    """Returns a number as f32; raises if it is not one."""
     dtype = getattr(value, "dtype", None)
     is_real = isinstance(value, int | float) or (
         dtype is not None
         and any(jnp.issubdtype(dtype, t) for t in (jnp.floating, jnp.integer, np.bool_))
     )
-    if not is_real:
+    if not is_real or shape_of(value) != ():
+        came = str(dtype or type(value).__name__)
+        came += f" of shape {shape_of(value)}" if shape_of(value) else ""
         raise TypeError(
-            f"`{name}` must be a number or a scalar array, but "
-            f"{dtype or type(value).__name__} was given."
+            f"`{name}` must be a number or a scalar array, but {came} was given."
         )
-    if shape_of(value) != ():
-        raise ValueError(
-            f"`{name}` must be a scalar, but its shape is {shape_of(value)}. Take one of "
-            "its elements."
-        )
+    return jnp.asarray(value, jnp.float32)
 
 
 def _check_range(
@@ -321,12 +305,6 @@ def _check_range(
         if fits(float(value)):
             given += f", which is {used} in f32"
         raise ValueError(f"`{name}` must {range_}, but {given}.")
-
-
-def as_scalar(name: str, value: PyTree) -> Array:
-    """Returns a number as f32; raises if it is not one."""
-    _check_scalar(name, value)
-    return jnp.asarray(value, jnp.float32)
 
 
 def as_grad_scale(value: PyTree) -> Array:
@@ -374,8 +352,8 @@ def clip_scale(
             scale.
 
     Raises:
-        TypeError: If `max_norm` or `grad_scale` is not a number.
-        ValueError: If one of them is not a scalar, or `max_norm` is not positive.
+        TypeError: If `max_norm` or `grad_scale` is not a number or scalar array.
+        ValueError: If `max_norm` is not positive.
 
     Examples:
         >>> clip = clip_scale({"w": jnp.full(4, 8.0)}, 1.0, grad_scale=0.5)

@@ -15,26 +15,27 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from mpx._jax._sharding import sharded_as, unstacked, whole_groups, zeros_alike
-from mpx._jax._tree import cast_leaf, dtype_of, shape_of
+from mpx._jax._tree import dtype_of, shape_of
 from mpx._optim._options import Compression, StateFormat, master_codec, moment_codec
 from mpx._optim._params import F32, PARAM_DTYPES
-from mpx._optim._update_rules import Leaf, LeafStep, Rule
+from mpx._optim._update_rules import Given, Moments, Rule, Scalars
 from mpx._quant import (
     Block,
     MasterCodec,
     MomentCodec,
-    Noise,
     Packed,
     Quantized,
     count_words,
-    element_index,
+    is_finite,
     join,
+    random_bits,
     split,
     word_of,
     words_of,
 )
 
 INT8, INT16 = np.dtype(np.int8), np.dtype(np.int16)
+_LARGEST_MOMENT = np.float32(2.0**125)  # the largest that every codec can store
 
 
 class PackedLeaf(NamedTuple):
@@ -48,6 +49,36 @@ class PackedLeaf(NamedTuple):
     def packed(self) -> Packed:
         """The state."""
         return Packed(self.codes, self.scales)
+
+
+class Unpacked(NamedTuple):
+    """The state of one parameter.
+
+    Attributes:
+        moments: A `Quantized` or an f32 array for each moment of the rule.
+        correction: The remainder of rounding the master weight, or `None`.
+    """
+
+    moments: tuple[PyTree, ...]
+    correction: PyTree
+
+    @property
+    def words(self) -> tuple[tuple[Array, ...], tuple[Array, ...] | None]:
+        """The words of codes and of scales, one for each plane."""
+        quantized = [x for x in self.moments if isinstance(x, Quantized)]
+        codes = [x.codes for x in quantized] if quantized else [*self.moments]
+        if self.correction is not None:
+            codes.append(self.correction)
+        return split(codes), split([x.scale for x in quantized]) if quantized else None
+
+    def pack(self) -> Packed:
+        """Returns the state in at most two arrays."""
+        codes, scales = self.words
+        is_f32 = all(word.dtype == F32 for word in codes)
+        return Packed(
+            codes if is_f32 else jnp.stack(codes),
+            None if scales is None else jnp.stack(scales),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +134,6 @@ class Packing:
         """The dtypes of the numbers per group."""
         return tuple(c.scale_dtype for c in self.codecs if c.scale_dtype is not None)
 
-    @property
-    def is_f32(self) -> bool:
-        """Whether there are no integers.
-
-        Then a step can be differentiated, and each moment is an array of its own: plain
-        JAX would need a second pass to write planes.
-        """
-        return all(dtype == F32 for dtype in self.elements)
-
     def zeros(self, param: PyTree, group_size: int) -> Packed:
         """Returns a state of zeros, sharded like the parameter."""
 
@@ -119,23 +141,25 @@ class Packing:
             word, count = word_of(dtypes), count_words(dtypes)
             return zeros_alike(param, word, group=group, planes=count)
 
-        if self.is_f32:
+        if all(dtype == F32 for dtype in self.elements):
+            # Arrays of their own: plain JAX would need a second pass to write planes.
             return Packed(tuple(zeros_alike(param, F32) for _ in self.elements), None)
         scales = planes(self.scales, group_size) if self.scales else None
         return Packed(planes(self.elements), scales)
 
-    def unpack(self, codes: Sequence[Array], scales: Sequence[Array]) -> Leaf:
+    def unpack(self, codes: Sequence[Array], scales: Sequence[Array]) -> Unpacked:
         """Returns moments and correction, given the words of each plane."""
-        return self._leaf(join(codes, self.elements), join(scales, self.scales))
+        return self._named(join(codes, self.elements), join(scales, self.scales))
 
-    def _leaf(self, numbers: Sequence[PyTree], scales: Sequence[PyTree]) -> Leaf:
+    def _named(self, numbers: Sequence[PyTree], scales: Sequence[PyTree]) -> Unpacked:
         moments = numbers[: len(self.moments)]
         if scales:
             moments = [Quantized(*pair) for pair in zip(moments, scales, strict=True)]
-        correction = None if self.correction is None else numbers[-1]
-        return Leaf(None, correction, tuple(moments))
+        return Unpacked(
+            tuple(moments), None if self.correction is None else numbers[-1]
+        )
 
-    def view(self, packed: Packed) -> Leaf:
+    def view(self, packed: Packed) -> Unpacked:
         """Returns moments and correction of a state, of arrays or `ShapeDtypeStruct`s."""
         codes, scales = _planes(packed.codes), _planes(packed.scales)
         expected = [
@@ -154,7 +178,7 @@ class Packing:
         def struct(like: jax.ShapeDtypeStruct, dtype: np.dtype) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(like.shape, dtype, sharding=like.sharding)
 
-        return self._leaf(
+        return self._named(
             [struct(codes[0], dtype) for dtype in self.elements],
             [struct(scales[0], dtype) for dtype in self.scales],
         )
@@ -182,57 +206,86 @@ def _planes(x: PyTree) -> tuple[PyTree, ...]:
     return tuple(lax.index_in_dim(x, i, keepdims=False) for i in range(len(x)))
 
 
-def _words(leaf: Leaf) -> tuple[tuple[Array, ...], tuple[Array, ...] | None]:
-    """Returns the words of codes and of scales, one for each plane."""
-    quantized = [x for x in leaf.moments if isinstance(x, Quantized)]
-    codes = [x.codes for x in quantized] if quantized else [*leaf.moments]
-    if leaf.correction is not None:
-        codes.append(leaf.correction)
-    return split(codes), split([x.scale for x in quantized]) if quantized else None
-
-
-def pack(leaf: Leaf) -> Packed:
-    """Packs moments and correction."""
-    codes, scales = _words(leaf)
-    is_f32 = all(word.dtype == F32 for word in codes)
-    return Packed(
-        codes if is_f32 else jnp.stack(codes),
-        None if scales is None else jnp.stack(scales),
-    )
-
-
 def is_missing(codes: object) -> bool:
     """Returns whether a parameter has no state: if it is frozen, or `optax.masked`."""
     return codes is None or isinstance(codes, optax.MaskedNode)
 
 
-@dataclasses.dataclass(frozen=True)
-class PackedStep:
-    """The step of a packed leaf: unpack, step, pack. Static; equal ones compile once."""
+# --- the step -------------------------------------------------------------------------
 
-    step: LeafStep
+
+@dataclasses.dataclass(frozen=True)
+class LeafStep:
+    """The step of a leaf: unpack, decode, update in f32, encode, pack.
+
+    Static; equal ones compile once.
+
+    Attributes:
+        rule: The update rule.
+        packing: How the state is stored.
+        group_size: Elements that share a scale; 0 if no moment is quantised.
+        dithers: Whether moments and weights are rounded with a `Dither`.
+    """
+
+    rule: Rule
     packing: Packing
+    group_size: int
+    dithers: bool = False
 
     def __call__(
-        self,
-        scalars: tuple[Array, ...],
-        grad: Array,
-        leaf: PackedLeaf,
-        block: Block,
-        noise: Noise | None = None,
+        self, scalars: Scalars, grad: Array, leaf: PackedLeaf, block: Block
     ) -> PackedLeaf:
-        """Steps a block, in which each array is a tuple of planes; see `LeafStep`."""
+        """Steps a block, in which each array is a tuple of planes.
+
+        `scalars` are the factor of the gradient, the two numbers of a `Dither`, and the
+        coefficients of the rule.
+        """
+        grad_scale, for_moments, for_masters, *coefficients = scalars
+        dtype, codecs = leaf.param.dtype, self.packing.codecs
+        master = self.packing.master(dtype)
         old = self.packing.unpack(leaf.codes, leaf.scales or ())
-        new = self.step(scalars, grad, old._replace(param=leaf.param), block, noise)
-        return PackedLeaf(new.param, *_words(new))
+        weight = master.decode(leaf.param, old.correction, block)
+        moments = tuple(
+            codec.decode(stored, block)
+            for codec, stored in zip(codecs, old.moments, strict=True)
+        )
+        grad = grad if grad.dtype.itemsize > 4 else grad.astype(weight.dtype)
+        scaled = grad.astype(weight.dtype) * grad_scale
+        given = Given(tuple(coefficients), scaled, weight, block)
+        weight, moments = self._update(given, moments, dtype)
+        # For `finite` to skip; it must be seen if nobody looks.
+        weight = jnp.where(is_finite(grad), weight, np.float32(np.nan))
+        param, correction = master.encode(
+            weight, dtype, block, for_masters if self.dithers else None
+        )
+        dither = for_moments if self.dithers else None
+        stored = tuple(
+            codec.encode(moment, block, dither, is_safe=True)
+            for codec, moment in zip(codecs, moments, strict=True)
+        )
+        return PackedLeaf(param, *Unpacked(stored, correction).words)
 
+    def _update(
+        self, given: Given, moments: Moments, dtype: np.dtype
+    ) -> tuple[Array, Moments]:
+        """Returns weights and moments after a step, the old ones where it would overflow.
 
-def packed_step(
-    rule: Rule, dtype: DTypeLike, packing: Packing, *, group_size: int, dithers: bool
-) -> PackedStep:
-    """Returns the step of parameters of `dtype` with this packing."""
-    codecs = packing.master(dtype), packing.codecs
-    return PackedStep(LeafStep(rule, *codecs, group_size, dithers), packing)
+        The square of a gradient of 1e20 is infinite. Such a second moment would stay, and
+        its weight would never move again. Each element is decided by itself, in registers:
+        to skip the whole step, a kernel would have to read all gradients twice.
+        """
+        weight = given.weight
+        new = self.rule.average(given, moments)
+        # If any moment is too large, the last one is.
+        fits = [jnp.abs(last) < _LARGEST_MOMENT for last in new[-1:]]
+        for fit in fits:
+            new = tuple(map(functools.partial(jnp.where, fit), new, moments))
+        moved = self.rule.move(given, moments, new)
+        # A weight that is beyond its dtype already may shrink.
+        largest = jnp.maximum(jnp.abs(weight), np.float32(jnp.finfo(dtype).max))
+        for fit in (*fits, jnp.abs(moved) <= largest):
+            moved = jnp.where(fit, moved, weight)
+        return moved, new
 
 
 # --- moments --------------------------------------------------------------------------
@@ -269,17 +322,15 @@ def first_state(
     """Returns the state of a parameter before the first step, and its correction's dtype.
 
     With `Compression.jitter`, each master weight lies at a pseudo-random place in its
-    rounding interval.
+    rounding interval, which depends on the path of the parameter.
     """
-    correction, quantized = (
-        compression.correction_dtype(param),
-        compression.quantizes(param),
-    )
+    correction = compression.correction_dtype(param)
+    quantized = compression.quantizes(param)
     packing = Packing(moments, compression.format, quantized, correction)
     packed = packing.zeros(param, compression.group_size)
     is_struct = isinstance(param, jax.ShapeDtypeStruct)
     if correction is not None and compression.jitter and not is_struct:
-        seed = _start_seed(name, compression.seed)
+        seed = np.uint32(zlib.crc32(name.encode()))
         packed = _place(jnp.asarray(param), packed, seed, packing=packing)
     return packed, correction
 
@@ -287,28 +338,9 @@ def first_state(
 # Under jit, so that nothing but the state is written to memory.
 @functools.partial(jax.jit, static_argnames="packing", donate_argnums=1)
 def _place(param: Array, packed: Packed, seed: Array, *, packing: Packing) -> Packed:
-    noise = Noise(element_index(param.shape), seed)
-    correction = packing.master(param.dtype).place(param, noise)
+    codec: PyTree = packing.master(param.dtype)
+    correction = codec.place(param, random_bits(param.shape, seed))
     return packing.with_correction(packed, correction)
-
-
-def placed_weight(name: str, param: PyTree) -> PyTree:
-    """Returns f32 weights at pseudo-random places in the rounding intervals of parameters."""
-    if isinstance(param, jax.ShapeDtypeStruct):
-        return cast_leaf(param, F32)
-    codec = master_codec(param.dtype, INT16, "mpx")
-    return _placed(jnp.asarray(param), _start_seed(name, 0), codec=codec)
-
-
-@functools.partial(jax.jit, static_argnames="codec")
-def _placed(param: Array, seed: Array, *, codec: MasterCodec) -> Array:
-    correction = codec.place(param, Noise(element_index(param.shape), seed))
-    return codec.decode(param, correction, Block())
-
-
-def _start_seed(name: str, seed: int) -> np.uint32:
-    """Returns the seed of a parameter, which depends on its path and on nothing else."""
-    return np.uint32((seed * 0xC2B2AE3D + zlib.crc32(name.encode())) & 0xFFFFFFFF)
 
 
 def put_master(weight: PyTree, leaf: PackedLeaf, packing: Packing) -> PackedLeaf:

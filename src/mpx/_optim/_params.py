@@ -18,11 +18,10 @@ from mpx._jax._nnx import without_variables
 from mpx._jax._tree import (
     LeafName,
     cast_leaf,
-    check_shape,
     dtype_of,
     flatten_with_names,
     is_none,
-    map_with_name,
+    named_leaves,
     path_name,
     shape_of,
 )
@@ -60,7 +59,7 @@ class FlatParams(NamedTuple):
         try:
             return self.bare.flatten_up_to(tree)
         except ValueError as error:
-            flat, treedef = jax.tree_util.tree_flatten_with_path(
+            flat, _ = jax.tree_util.tree_flatten_with_path(
                 tree, is_leaf=lambda x: x is None or isinstance(x, Packed)
             )
             theirs = [path_name(path) for path, _ in flat]
@@ -68,23 +67,10 @@ class FlatParams(NamedTuple):
             extra = [name for name in theirs if name not in self.names][:3]
             difference = f"{missing} are missing and {extra} are not expected"
             if not missing and not extra:
-                difference = self.difference(treedef, self.bare)
+                difference = "some of its nodes are of another type or size"
             raise ValueError(
                 f"{what} must have the structure of the parameters, but {difference}."
             ) from error
-
-    def difference(self, theirs: TreeDef, params: TreeDef) -> str:
-        """Describes where a structure differs from that of the parameters.
-
-        Arrays are left out, since they are long. A leaf of `theirs` may stand for a part
-        of the tree. `params` is `treedef` or `bare`.
-        """
-        found = _first_difference(theirs, params, 0)
-        if found is None:
-            return "they differ in what is static, such as a function or a size"
-        index, came, expected = found
-        where = f" around `{self.names[index]}`" if index < len(self.names) else ""
-        return f"there is {came} where the parameters have {expected}{where}"
 
 
 def flatten_params(params: PyTree) -> FlatParams:
@@ -108,29 +94,6 @@ def cast_params(params: PyTree, dtype: DTypeLike, keep: Selectors) -> PyTree:
     low = map_floating(cast, params)
     kept.check()
     return low
-
-
-def _first_difference(
-    theirs: TreeDef, params: TreeDef, index: int
-) -> tuple[int, str, str] | None:
-    """Returns the index of a parameter and what the two nodes around it are."""
-    nodes = theirs.node_data(), params.node_data()
-    if nodes[0] is None or nodes[1] is None:
-        return None
-    parts = theirs.children(), params.children()
-    came, expected = (_node_name(*node) for node in nodes)
-    if came != expected or len(parts[0]) != len(parts[1]):
-        return index, came, expected
-    for one, two in zip(*parts, strict=True):
-        if found := _first_difference(one, two, index):
-            return found
-        index += two.num_leaves
-    return None
-
-
-def _node_name(type_: type, data: object) -> str:
-    name = type_.__name__
-    return f"{name} of {str(data)[:80]}" if type_ is dict else name
 
 
 # --- checks ---------------------------------------------------------------------------
@@ -170,72 +133,48 @@ def _is_inexact(leaf: object) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def check_grad(name: str, param: PyTree, grad: PyTree) -> None:
-    """Raises if a gradient does not fit its parameter."""
-    check_shape(f"The gradient of `{name}`", grad, param)
-    dtype = dtype_of(grad)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"The gradient of `{name}` is {dtype or type(grad).__name__}, but a floating "
-            "array was expected. Pass `None` for parameters that must not change."
-        )
-
-
 # --- weight decay ---------------------------------------------------------------------
 
 
 def decays(mask: Mask, flat: FlatParams) -> list[bool]:
-    """Returns for each parameter whether it decays.
+    """Returns for each parameter whether it decays; all do if `mask` is `None`.
 
-    `None` means that all decay.
+    A boolean may stand for a whole part of the tree, and so may `None`: what a filter left
+    out does not decay.
     """
     if mask is None:
         return [True] * len(flat.leaves)
     params = flat.treedef.unflatten(flat.leaves)
-    # A module of booleans may be callable.
     leaves = jax.tree.leaves(mask)
-    if callable(mask) and not (leaves and all(map(_is_bool, leaves))):
+    # A module of booleans may be callable.
+    if callable(mask) and not (leaves and all(map(_is_flag, leaves))):
         mask = mask(params)
-    if mask is None:
-        raise ValueError(
-            "`mask` is a function that returned None, but it must return a tree of "
-            "booleans."
+    wrong = [
+        f"`{name}`: {dtype_of(leaf) or type(leaf).__name__}"
+        for name, leaf in named_leaves(mask)
+        if not _is_flag(leaf)
+    ]
+    if wrong or mask is None:
+        raise TypeError(
+            "`mask` must be a tree of True and False, or a function of the parameters "
+            f"that returns one, but it holds {', '.join(wrong[:3]) or None}. Use shapes, "
+            "dtypes or paths, which are known when the step is traced."
         )
-    mask = map_with_name(_decay_flag, mask, is_leaf=is_none)
     try:
-        # A boolean may stand for a whole part of the tree, and so may `None`: what
-        # a filter left out does not decay.
         full = jax.tree.map(
             lambda keep, part: jax.tree.map(lambda _: keep, part, is_leaf=is_none),
             mask,
             params,
+            is_leaf=is_none,
         )
     except ValueError as error:
         raise ValueError(
             "`mask` must have the structure of the parameters or be the beginning of it, "
-            f"but {flat.difference(jax.tree.structure(mask), flat.treedef)}."
+            "but some of its nodes are of another type or size."
         ) from error
     return [bool(keep) for keep in flat.like(full, "`mask`")]
 
 
-def _is_bool(leaf: object) -> bool:
-    return isinstance(leaf, bool) or dtype_of(leaf) == np.dtype(bool)
-
-
-def _decay_flag(name: str, keep: PyTree) -> bool:
-    """Returns a leaf of a mask as a bool."""
-    if keep is None:
-        return False
-    if not _is_bool(keep) or shape_of(keep) != ():
-        dtype = dtype_of(keep)
-        shaped = f"{dtype} of shape {shape_of(keep)}"
-        came = type(keep).__name__ if dtype is None else shaped
-        raise TypeError(
-            f"`mask` for `{name}` must be True or False, but {came} was given."
-        )
-    if is_tracer(keep):
-        raise TypeError(
-            f"`mask` for `{name}` must be known when the step is traced, but it was "
-            "computed from values. Use shapes, dtypes or paths."
-        )
-    return bool(keep)
+def _is_flag(leaf: object) -> bool:
+    is_bool = isinstance(leaf, bool) or dtype_of(leaf) == np.dtype(bool)
+    return is_bool and shape_of(leaf) == () and not is_tracer(leaf)

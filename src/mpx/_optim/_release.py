@@ -1,28 +1,42 @@
-"""Gradient release: each parameter steps as soon as its gradient is known."""
+"""Gradient release: each parameter steps as soon as its gradient is known.
+
+The traced function runs with parameters that are read only where they are needed. One that
+a scan consumes layer by layer is read inside the scan's body, so it steps layer by layer.
+"""
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from mpx import _kernels
 from mpx._casting._half import gradient_function
 from mpx._casting._wrapped import has_scales
 from mpx._gradients._call import as_loss, unpack
-from mpx._jax._compat import has_explicit_axes, open_jaxpr, varying_axes
+from mpx._jax._compat import (
+    eval_equation,
+    has_explicit_axes,
+    has_shardings,
+    open_jaxpr,
+    scan_sizes,
+    varying_axes,
+)
 from mpx._jax._tree import as_flag
 from mpx._optim._core import Step
 from mpx._optim._optimizers import FlashOptimizer, core_of
 from mpx._optim._params import flatten_params
 from mpx._optim._state import FlashState
-from mpx._optim._taps import Tap, run
+from mpx._program._bodies import remat_with, scan_with
+from mpx._program._interpreter import Jaxpr, Op, Outcome, Scopes, Values, Visitor
+from mpx._program._queries import REMAT, Equation, Verdict, contains, every_use
 from mpx._updates._update import together
 
 Ref = Any
@@ -145,11 +159,11 @@ def release(
         sites = [_ParamRefs(job, core.backend, flag, watched) for job in jobs.values()]
 
         def loss(origin: Array) -> tuple[Array, list[Array]]:
-            taps = [Tap(functools.partial(_read, site, origin)) for site in sites]
+            taps = [_Tap(functools.partial(_read, site, origin)) for site in sites]
             # JAX cannot read a layer of a reference with an explicit sharding.
             pairs = zip(sites, taps, strict=True)
             given = [tap.read() if site.is_explicit else tap for site, tap in pairs]
-            value, *aux = run(*open_jaxpr(closed), given)
+            value, *aux = _Taps().body(*open_jaxpr(closed), given)
             return jnp.asarray(value), aux  # a constant is one of NumPy
 
         # With a `grad_scale`, the loss is scaled.
@@ -249,7 +263,8 @@ class _Operands(NamedTuple):
     """Everything that a step in the backward pass reads, beside the gradient."""
 
     refs: PyTree
-    arrays: dict[str, Array | None]
+    scalars: Array
+    layer: Array | None
     finite: Array | None
     watched: _Watched
 
@@ -272,17 +287,16 @@ class _ParamRefs:
 
     def operands(self, layer: Array | None) -> _Operands:
         """Returns the arrays and references that the step of a layer needs."""
-        job = self._job
-        arrays = {"scalars": job.scalars, "seed": job.seed, "layer": layer}
-        return _Operands(self.refs, arrays, self._finite, self._watched)
+        scalars = self._job.scalars
+        return _Operands(self.refs, scalars, layer, self._finite, self._watched)
 
     def step(self, grad: Array, operands: _Operands) -> None:
         """Steps the parameter, or one layer of it."""
         self._stepped = True
-        refs, arrays, finite, watched = operands
+        refs, scalars, layer, finite, watched = operands
         finite = _both(finite, watched.see(grad))
         leaf = jax.tree.map(lambda ref: ref[...], refs)
-        job = self._job._replace(leaf=leaf, grad=grad, **arrays)
+        job = self._job._replace(leaf=leaf, grad=grad, scalars=scalars, layer=layer)
         (new,) = _kernels.run([job], finite=finite, backend=self._backend)
 
         def store(ref: Ref, x: Array) -> None:
@@ -320,3 +334,126 @@ def _backward(site: _ParamRefs, operands: _Operands, grad: Array) -> PyTree:
 
 
 _tapped.defvjp(lambda site, x, origin, operands: (x, operands), _backward)
+
+
+# --- parameters that are read late ------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Tap:
+    """A parameter, or one layer of it, that has not been read yet.
+
+    Attributes:
+        get: Returns the value, given the index of the layer, or `None`. It is called once,
+            or once for each layer.
+        layer: The index of the layer along the first axis; `None` for all.
+        casts: Dtypes to cast to, one after the other.
+    """
+
+    get: Callable[[Array | None], Array]
+    layer: Array | None = None
+    casts: tuple[DTypeLike, ...] = ()
+
+    def read(self) -> Array:
+        """Returns its value."""
+        x = self.get(self.layer)
+        return functools.reduce(lambda x, dtype: x.astype(dtype), self.casts, x)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Taps(Visitor):
+    """Hands taps on to the equations that can read them themselves.
+
+    Attributes:
+        in_loop: Whether the equations belong to the body of a scan.
+    """
+
+    in_loop: bool = False
+
+    def body(
+        self, jaxpr: Jaxpr, consts: Sequence[PyTree], args: Sequence[PyTree]
+    ) -> Values:
+        """Runs a jaxpr; the taps that cannot wait are read first."""
+        args = [
+            x.read() if isinstance(x, _Tap) and not self.can_wait(jaxpr, var) else x
+            for var, x in zip(jaxpr.invars, args, strict=True)
+        ]
+        return self.run(jaxpr, consts, args, [None] * len(args), ())[0]
+
+    def can_wait(self, jaxpr: Jaxpr, var: Any) -> bool:
+        """Returns whether a parameter is used once, by an equation that can read it itself.
+
+        One that is used more often is read before, once: its gradient is the sum over all
+        uses, and known only after the last of them.
+        """
+
+        def judge(eqn: Equation, position: int, scopes: Scopes) -> Verdict:
+            name = eqn.primitive.name
+            if name == "scan":
+                # A scan of length zero has no layer to read, not even in its traced body.
+                has_layers = eqn.params["length"] > 0 and not self.in_loop
+                return has_layers and position >= sum(scan_sizes(eqn.params))
+            if name == "convert_element_type":
+                return "result"
+            if name in REMAT and self.in_loop:
+                return True
+            is_call = name == "jit" and not has_shardings(eqn.params)
+            return "inside" if name in REMAT or is_call else False
+
+        return every_use(jaxpr, var, judge, once=True)
+
+    def equation(self, op: Op) -> Outcome:
+        """Runs one equation."""
+        eqn, values = op.eqn, op.values
+        unknown = [None] * len(eqn.outvars)
+        if not any(isinstance(x, _Tap) for x in values):
+            return eval_equation(eqn, values), unknown
+        name = eqn.primitive.name
+        if name == "convert_element_type":
+            casts = (*values[0].casts, eqn.params["new_dtype"])
+            return [dataclasses.replace(values[0], casts=casts)], unknown
+        if name == "scan":
+            return self._scan(eqn, values), unknown
+        jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
+        if name == "jit":
+            return self.body(jaxpr, consts, values), unknown
+        # Read inside, so that what was read is not kept for the backward pass.
+        arrays, merge = _split(values)
+        body = lambda *arrays: self.body(jaxpr, consts, merge(arrays))  # noqa: E731
+        return remat_with(eqn, body, arrays), unknown
+
+    def _scan(self, eqn: Equation, values: Values) -> Values:
+        jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
+        n_consts, n_carry = scan_sizes(eqn.params)
+        shared, carry = values[:n_consts], values[n_consts : n_consts + n_carry]
+        arrays, merge = _split(values[n_consts + n_carry :])
+        inner = _Taps(in_loop=True)
+
+        def step(carry: Values, x: PyTree) -> tuple[Values, Values]:
+            index, arrays = x
+            xs = [
+                dataclasses.replace(x, layer=index) if isinstance(x, _Tap) else x
+                for x in merge(arrays)
+            ]
+            outs = inner.body(jaxpr, consts, [*shared, *carry, *xs])
+            return outs[:n_carry], outs[n_carry:]
+
+        if not jaxpr.effects and not contains(jaxpr, REMAT):
+            # What is read from a reference cannot be kept, so the backward pass reads
+            # again; all else is kept. Around a remat this would keep what that one does
+            # not.
+            policy = jax.checkpoint_policies.everything_saveable
+            step = jax.checkpoint(step, policy=policy, prevent_cse=False)
+        index = jnp.arange(eqn.params["length"], dtype=jnp.int32)
+        return scan_with(eqn, step, carry, (index, arrays))
+
+
+def _split(values: Values) -> tuple[Values, Callable[[Sequence[PyTree]], Values]]:
+    """Returns the values that are not taps, and what puts the taps back among others."""
+    arrays = [x for x in values if not isinstance(x, _Tap)]
+
+    def merge(arrays: Sequence[PyTree]) -> Values:
+        rest = iter(arrays)
+        return [x if isinstance(x, _Tap) else next(rest) for x in values]
+
+    return arrays, merge

@@ -12,15 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PyTree
 
-from mpx._jax._sharding import (
-    zero_beside,
-)
+from mpx._jax._sharding import zero_beside
 from mpx._jax._tree import check_shape, dtype_of, shape_of
 from mpx._optim._options import Compression, StateFormat
-from mpx._optim._packing import INT8, PackedLeaf, Packing, is_missing, put_master
+from mpx._optim._packing import (
+    INT8,
+    PackedLeaf,
+    Packing,
+    Unpacked,
+    is_missing,
+    put_master,
+)
 from mpx._optim._params import F32, PARAM_DTYPES, FlatParams, flatten_params
-from mpx._optim._update_rules import Leaf, Rule
-from mpx._quant import Block, Packed, count_words, word_of
+from mpx._optim._update_rules import Rule
+from mpx._quant import Block, Packed
 
 Pairs = Iterable[tuple[PyTree, np.dtype | None]]
 """Each parameter with the dtype of its correction, or with `None`."""
@@ -102,7 +107,7 @@ class FlashState(eqx.Module):
             return None
         return self._view(lambda leaf: leaf.moments[self.moments.index(name)])
 
-    def _view(self, part: Callable[[Leaf], PyTree]) -> PyTree:
+    def _view(self, part: Callable[[Unpacked], PyTree]) -> PyTree:
         def read(packed: Packed) -> PyTree:
             packing = Packing.read(packed, self.moments, self.format)
             return part(packing.view(packed))
@@ -127,11 +132,10 @@ def register_with_flax() -> None:
 
     def restore(state: FlashState, saved: dict[str, PyTree]) -> FlashState:
         from_dict = serialization.from_state_dict
-        if missing := sorted({*names} - {*saved}):
+        if {*names} - {*saved}:
             raise ValueError(
-                f"The saved state has no {' and no '.join(missing)}, only "
-                f"{sorted(saved)}: it is not that of a compressed optimizer, or was saved "
-                "by another version of mpx, which stored it in other arrays."
+                f"The saved state has {sorted(saved)}, but that of a compressed optimizer "
+                f"has {sorted(names)}."
             )
         fields = {n: from_dict(getattr(state, n), saved[n], name=n) for n in names}
         fields["count"] = jnp.asarray(fields["count"])
@@ -195,11 +199,10 @@ def check_layout(layout: PyTree, pairs: Pairs) -> None:
     if found != name:
         raise ValueError(
             f"The state was made as `{name}`, but it holds, or is used with parameters "
-            f"of, `{found}`: how many master weights have 24 and 32 bits, and a checksum "
-            "of the dtypes of parameters and corrections. They were cast, so that the "
-            "corrections mean something else. Restore with a template from "
-            "`init(params)` of the optimizer that saved it. To change dtypes or "
-            "`master_bits` take `master_params`, then `init` and `from_master`."
+            f"of, `{found}`: dtypes were cast, so that the corrections mean something "
+            "else. Restore with a template from `init(params)` of the optimizer that saved "
+            "it. To change dtypes or `master_bits` take `master_params`, then `init` and "
+            "`from_master`."
         )
 
 
@@ -228,28 +231,20 @@ def check_state(state: object, rule: Rule, compression: Compression) -> None:
             f"its last step; got {type(state).__name__}. In a larger optax state it is "
             "one of the members."
         )
-    if state.format != compression.format:
+    kind, *_ = (_name_of(state.layout) or rule.kind).split("-")
+    made = kind, state.format, state.moments
+    needed = rule.kind, compression.format, rule.moments
+    if made != needed:
         raise ValueError(
-            f"`state.format` is {state.format!r}, but the optimizer has the format "
-            f"{compression.format!r}. Give it `Compression(format={state.format!r})`, or "
-            "make the state with its own `init(params)`."
+            f"The state is that of another optimizer: {_described(*made)}, but this one "
+            f"is {_described(*needed)}. Make the state with its own `init(params)`; the "
+            "format is an option of `Compression`."
         )
-    name = _name_of(state.layout)
-    if name is not None and not name.startswith(f"{rule.kind}-"):
-        raise ValueError(
-            f"The state was made as `{name}`, but this optimizer is of the kind "
-            f"{rule.kind!r}, whose moments mean something else. Make the state with its "
-            "own `init(params)`."
-        )
-    if state.moments != rule.moments:
-        kept, keeps = (
-            " and ".join(names) or "no moments"
-            for names in (state.moments, rule.moments)
-        )
-        raise ValueError(
-            f"The state holds {kept}, but this optimizer keeps {keeps}: the state is "
-            "that of another optimizer. Make it with `init(params)` of this one."
-        )
+
+
+def _described(kind: str, format: str, moments: Sequence[str]) -> str:
+    kept = " and ".join(moments) or "no moments"
+    return f"of the kind {kind!r}, in the format {format!r}, with {kept}"
 
 
 def check_packed(name: str, leaf: PackedLeaf, packing: Packing) -> int:
@@ -259,56 +254,39 @@ def check_packed(name: str, leaf: PackedLeaf, packing: Packing) -> int:
     other options.
     """
     dtype, shape = dtype_of(leaf.param), shape_of(leaf.param)
-    correction = packing.correction
-    if correction is not None and dtype not in PARAM_DTYPES[1:]:
+    if packing.correction is not None and dtype not in PARAM_DTYPES[1:]:
         raise ValueError(
-            f"The state of `{name}` has a correction of {correction}, but the parameter "
-            f"is {dtype}. Only bf16 and f16 parameters have corrections. Did "
+            f"The state of `{name}` has a correction of {packing.correction}, but the "
+            f"parameter is {dtype}. Only bf16 and f16 parameters have corrections. Did "
             "`eqx.apply_updates` make it f32? Updates are f32: apply them with "
             "`optax.apply_updates` or `mpx.optimizer_update`, which keep dtypes, or use "
             f"`step`. {_INIT_AGAIN}"
         )
     if is_missing(leaf.codes):
         raise ValueError(f"The optimizer state has nothing for `{name}`. {_INIT_AGAIN}")
-    what = f"`codes` of the state of `{name}`"
-    if packing.is_f32:
-        codes, expected = leaf.codes, len(packing.elements)
-        if not isinstance(codes, tuple) or len(codes) != expected:
-            raise ValueError(
-                f"{what} must be a tuple of {expected} f32 arrays, one for each moment "
-                f"that the optimizer keeps, but there is something else. {_INIT_AGAIN}"
-            )
-        for array in codes:
-            _check_array(what, array, F32, shape)
-    else:
-        planes = count_words(packing.elements)
-        _check_array(what, leaf.codes, word_of(packing.elements), (planes, *shape))
-    if not packing.scales:
-        return 0
-    *rows, groups = shape_of(leaf.scales) or (0,)
-    *outer, last = shape or (0,)
-    # A scale for each element would look like the codes.
-    if rows[1:] != outer or not 1 <= groups < last or last % groups:
+    size = 0
+    if packing.scales:
+        groups = (shape_of(leaf.scales) or (0,))[-1]
+        last = (shape or (0,))[-1]
+        # A scale for each element would look like the codes.
+        size = last // groups if 1 <= groups < last and last % groups == 0 else 2
+    given = shape if shape or not packing.scales else (0,)
+    expected = packing.zeros(jax.ShapeDtypeStruct(given, dtype), size)
+    if _types(expected) != _types(leaf.packed):
         raise ValueError(
-            f"`scales` of the state of `{name}` have shape {shape_of(leaf.scales)}, but "
-            "behind their planes they must divide the last axis of the parameter, of "
-            f"shape {shape}, into groups. {_INIT_AGAIN}"
+            f"The state of `{name}` must be {_types(expected)} for a parameter of shape "
+            f"{shape}, but it is {_types(leaf.packed)}. {_INIT_AGAIN}"
         )
-    expected = (count_words(packing.scales), *outer, groups)
-    what = f"`scales` of the state of `{name}`"
-    _check_array(what, leaf.scales, word_of(packing.scales), expected)
-    return last // groups
+    return size
 
 
-def _check_array(
-    what: str, array: object, dtype: np.dtype, shape: tuple[int, ...]
-) -> None:
-    if (shape_of(array), dtype_of(array)) != (shape, dtype):
-        raise ValueError(
-            f"{what} must be {dtype} of shape {shape}, but it is "
-            f"{dtype_of(array) or type(array).__name__} of shape {shape_of(array)}. "
-            f"{_INIT_AGAIN}"
-        )
+def _types(packed: Packed) -> PyTree:
+    """Returns codes and scales with dtypes and shapes in the place of arrays."""
+
+    def type_of(x: object) -> str:
+        return f"{dtype_of(x) or type(x).__name__}{list(shape_of(x))}"
+
+    return jax.tree.map(type_of, packed)
 
 
 # --- master weights -------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Update rules in f32, and the step of one parameter that applies them.
+"""Update rules in f32.
 
 A rule is static. Values that change from step to step enter as *coefficients*, f32 scalars
 that are combined beforehand: neither a schedule nor a loss scale recompiles anything, and
@@ -6,27 +6,16 @@ the work per element is small. Rules run in plain JAX and in kernels.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jaxtyping import PyTree
 
-from mpx._quant import (
-    Block,
-    MasterCodec,
-    MomentCodec,
-    Noise,
-    Rounding,
-    is_finite,
-)
+from mpx._quant import Block
 
 Scalars = tuple[Array, ...]
 Moments = tuple[Array, ...]
-_LARGEST_MOMENT = np.float32(2.0**125)  # the largest that every codec can store
 
 
 class Given(NamedTuple):
@@ -163,99 +152,3 @@ class Sgd:
 
 
 Rule = Adam | Lion | Sgd
-
-
-class Leaf(NamedTuple):
-    """A parameter and its state.
-
-    Attributes:
-        param: The parameter, in the dtype of the model; `None` in what a state alone holds.
-        correction: The remainder of rounding the master weight, or `None`.
-        moments: A `Quantized` or an f32 array for each moment of the rule.
-    """
-
-    param: PyTree
-    correction: Array | None
-    moments: tuple[PyTree, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafStep:
-    """The step of one leaf: decode, update in f32, encode. Static; equal ones compile once.
-
-    Attributes:
-        rule: The update rule.
-        master: The codec of the weight.
-        moments: The codec of each moment, in the order of the rule.
-        group_size: Elements that share a scale; 0 if no moment is quantised.
-        dithers: Whether moments and weights are rounded with a `Dither`.
-    """
-
-    rule: Rule
-    master: MasterCodec
-    moments: tuple[MomentCodec, ...]
-    group_size: int
-    dithers: bool = False
-
-    def __call__(
-        self,
-        scalars: Scalars,
-        grad: Array,
-        leaf: Leaf,
-        block: Block,
-        noise: Noise | None = None,
-    ) -> Leaf:
-        """Steps a block.
-
-        `scalars` are the factor of the gradient, the two numbers of a `Dither`, and the
-        coefficients of the rule. `noise` rounds at random.
-        """
-        grad_scale, for_moments, for_masters, *coefficients = scalars
-
-        def rounding(dither: Array, stream: int) -> Rounding:
-            if noise is not None:
-                return dataclasses.replace(noise, stream=stream)
-            return dither if self.dithers else None
-
-        weight = self.master.decode(leaf.param, leaf.correction, block)
-        moments = tuple(
-            codec.decode(stored, block)
-            for codec, stored in zip(self.moments, leaf.moments, strict=True)
-        )
-        grad = grad if grad.dtype.itemsize > 4 else grad.astype(weight.dtype)
-        scaled = grad.astype(weight.dtype) * grad_scale
-        given = Given(tuple(coefficients), scaled, weight, block)
-        weight, moments = self._update(given, moments, leaf.param.dtype)
-        # For `finite` to skip; it must be seen if nobody looks.
-        weight = jnp.where(is_finite(grad), weight, np.float32(np.nan))
-        param, correction = self.master.encode(
-            weight, leaf.param.dtype, block, rounding(for_masters, 0)
-        )
-        pairs = zip(self.moments, moments, strict=True)
-        stored = tuple(
-            codec.encode(moment, block, rounding(for_moments, stream), is_safe=True)
-            for stream, (codec, moment) in enumerate(pairs, start=1)
-        )
-        return Leaf(param, correction, stored)
-
-    def _update(
-        self, given: Given, moments: Moments, dtype: np.dtype
-    ) -> tuple[Array, Moments]:
-        """Returns weights and moments after a step, the old ones where it would overflow.
-
-        The square of a gradient of 1e20 is infinite. Such a second moment would stay, and
-        its weight would never move again. Each element is decided by itself, in registers:
-        to skip the whole step, a kernel would have to read all gradients twice.
-        """
-        weight = given.weight
-        new = self.rule.average(given, moments)
-        # If any moment is too large, the last one is.
-        fits = [jnp.abs(last) < _LARGEST_MOMENT for last in new[-1:]]
-        for fit in fits:
-            new = tuple(map(functools.partial(jnp.where, fit), new, moments))
-        moved = self.rule.move(given, moments, new)
-        # A weight that is beyond its dtype already may shrink.
-        largest = jnp.maximum(jnp.abs(weight), np.float32(jnp.finfo(dtype).max))
-        for fit in (*fits, jnp.abs(moved) <= largest):
-            moved = jnp.where(fit, moved, weight)
-        return moved, new

@@ -17,8 +17,7 @@ from mpx._quant._planes import word_of as word_of
 from mpx._quant._planes import words_of as words_of
 from mpx._quant._rounding import Block as Block
 from mpx._quant._rounding import Dither as Dither
-from mpx._quant._rounding import Noise as Noise
 from mpx._quant._rounding import Rounding as Rounding
 from mpx._quant._rounding import dither_of as dither_of
-from mpx._quant._rounding import element_index as element_index
 from mpx._quant._rounding import is_finite as is_finite
+from mpx._quant._rounding import random_bits as random_bits

@@ -12,9 +12,7 @@ from jaxtyping import PyTree
 from mpx._quant._rounding import (
     F32,
     SHIFT,
-    UPWARDS,
     Block,
-    Noise,
     Rounding,
     bits,
     centred,
@@ -50,10 +48,10 @@ class Quantized(NamedTuple):
 
 
 # --- Moments ---------------------------------------------------------------------------
-# Codecs are static: hashable and compared by value. `rounding` is to nearest, at random, or
-# by `Dither.moments`, which also rounds bf16 scales and which the formats of FlashOptim do
-# not support. `is_safe` tells that all numbers are known to be below 2¹²⁵. Otherwise zero
-# is stored for inf and nan, so that they do not spread to their group.
+# Codecs are static: hashable and compared by value. `rounding` is `Dither.moments`, which
+# also rounds bf16 scales and which the formats of FlashOptim ignore; `None` is to nearest.
+# `is_safe` tells that all numbers are known to be below 2¹²⁵. Otherwise zero is stored for
+# inf and nan, so that they do not spread to their group.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +79,8 @@ class SoftsignInt8:
     (with the nearest code): codes are chosen for the rounded `scale`. Dithered, the error
     is at most twice as large; averaged over steps the largest number is exact and others
     are off by at most a quarter of a code, since the same offset rounds codes and `scale`.
-    (With independent ones the largest code could be one too large.) If codes are rounded
-    at random, `scale` is rounded up so that larger numbers are not cut off. Encoding a
-    decoded block changes nothing. A group whose largest magnitude exceeds 2¹²⁵ is stored
-    as zeros.
+    (With independent ones the largest code could be one too large.) Encoding a decoded
+    block changes nothing. A group whose largest magnitude exceeds 2¹²⁵ is stored as zeros.
 
     Attributes:
         scale_dtype: bf16 keeps the range of f32; f16 is the format of FlashOptim, in
@@ -103,25 +99,22 @@ class SoftsignInt8:
         self, x: Array, block: Block, rounding: Rounding = None, is_safe: bool = False
     ) -> Quantized:
         x = x if is_safe else jnp.where(is_finite(x), x, 0.0)
-        peak = block.peak(jnp.abs(x))
-        dither = UPWARDS if isinstance(rounding, Noise) else rounding
-        scale, stored = _rounded_scale(peak, self.scale_dtype, dither)
+        scale, stored = _rounded_scale(
+            block.peak(jnp.abs(x)), self.scale_dtype, rounding
+        )
         # n / (1 + |n|) with n = x / scale.
         positive = block.spread(jnp.maximum(scale, _TINY))
         divisor = block.reciprocal(positive + jnp.abs(x))
-        if not isinstance(rounding, Noise) and self.scale_dtype != F16:
-            fraction = x * divisor
-            if rounding is not None:
-                more = signed_like(rounding * np.float32(1 / 254), x)
-                fraction = block.multiply_add(x, divisor, more)
-            q = block.multiply_add(np.float32(254), fraction, SHIFT)
-            return Quantized(shifted_to_integer(q, jnp.int8), stored)
-        q = 254.0 * (x * divisor)
-        if isinstance(rounding, Noise):
-            q = q + rounding.centred()
-        # The scale may be below the largest number: a little, by rounding, or much, since
-        # f16 ends at 65504.
-        return Quantized(to_integer(jnp.clip(q, -127.0, 127.0), jnp.int8), stored)
+        if self.scale_dtype == F16:
+            # The largest number may exceed the scale: f16 ends at 65504.
+            q = jnp.clip(254.0 * (x * divisor), -127.0, 127.0)
+            return Quantized(to_integer(q, jnp.int8), stored)
+        fraction = x * divisor
+        if rounding is not None:
+            more = signed_like(rounding * np.float32(1 / 254), x)
+            fraction = block.multiply_add(x, divisor, more)
+        q = block.multiply_add(np.float32(254), fraction, SHIFT)
+        return Quantized(shifted_to_integer(q, jnp.int8), stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,21 +149,19 @@ class SqrtUint8:
         scale, stored = _rounded_scale(peak, self.scale_dtype)
         # Below all roots of f32 numbers; a smaller floor would make 0 · ∞ of a zero.
         unit = 255.0 * block.reciprocal(jnp.maximum(scale, np.float32(2.0**-100)))
-        if not isinstance(rounding, Noise) and self.scale_dtype != F16:
-            more = SHIFT if rounding is None else rounding
-            q = block.multiply_add(root, block.spread(unit), more)
-            q = q if rounding is None else q + SHIFT
-            q = jnp.maximum(q, SHIFT + 1)
-            return Quantized(shifted_to_integer(q, jnp.uint8), stored)
-        q = root * block.spread(unit)
-        if isinstance(rounding, Noise):
-            q = q + rounding.centred()
-        # f16 ends at 65504.
-        return Quantized(to_integer(jnp.clip(q, 1.0, 255.0), jnp.uint8), stored)
+        if self.scale_dtype == F16:  # which ends at 65504
+            q = jnp.clip(root * block.spread(unit), 1.0, 255.0)
+            return Quantized(to_integer(q, jnp.uint8), stored)
+        more = SHIFT if rounding is None else rounding
+        q = block.multiply_add(root, block.spread(unit), more)
+        q = q if rounding is None else q + SHIFT
+        return Quantized(
+            shifted_to_integer(jnp.maximum(q, SHIFT + 1), jnp.uint8), stored
+        )
 
 
 def _rounded_scale(
-    peak: Array, dtype: np.dtype, dither: Array | float | None = None
+    peak: Array, dtype: np.dtype, dither: Rounding = None
 ) -> tuple[Array, Array]:
     """Returns the scale that codes are chosen for, and the stored one."""
     peak = jnp.minimum(peak, _LARGEST[dtype])
@@ -192,9 +183,10 @@ _INT8 = np.dtype(np.int8)
 _LAYOUT = {BF16: (7, 127), np.dtype(jnp.float16): (10, 15)}
 
 
-# `encode` returns parameters of `dtype` and their corrections, rounded to nearest, by
-# `Dither.masters`, or at random. `place` returns corrections that put weights anywhere in
-# the rounding interval of a parameter. A rounded weight says only in which interval it was.
+# `encode` returns parameters of `dtype` and their corrections, rounded by `Dither.masters`,
+# or to nearest. `place` returns corrections that put weights anywhere in the rounding
+# interval of a parameter, given 32 random bits for each. A rounded weight says only in
+# which interval it was.
 # In its middle, small steps would change no parameter for a long time, then all at once. If
 # weights are evenly spread over it, as bit patterns, the mean of the parameters moves as
 # the mean of the weights does, from the first step on. Encoding the decoded weights gives
@@ -205,8 +197,7 @@ _LAYOUT = {BF16: (7, 127), np.dtype(jnp.float16): (10, 15)}
 class RoundedMaster:
     """No correction: the parameter is the weight, rounded to its dtype.
 
-    Rounding to nearest loses updates below half an ulp; dithered or at random, they are
-    kept on average.
+    Rounding to nearest loses updates below half an ulp; dithered, they are kept on average.
     """
 
     def decode(self, param: Array, correction: Correction, block: Block) -> Array:
@@ -215,13 +206,9 @@ class RoundedMaster:
     def encode(
         self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
     ) -> tuple[Array, Correction]:
-        up = _threshold(16, rounding)
-        if up is not None and np.dtype(dtype).itemsize == 2:
-            weight = _rounded_by(weight, np.dtype(dtype), up)
+        if rounding is not None and np.dtype(dtype).itemsize == 2:
+            weight = _rounded_by(weight, np.dtype(dtype), _threshold(16, rounding))
         return weight.astype(dtype), None
-
-    def place(self, param: Array, noise: Noise) -> Correction:
-        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,11 +216,11 @@ class BitDelta:
     """bf16 with the difference of the bit patterns, in integers only.
 
     `bits(weight) = (bits(param) << 16) + (correction << shift)`. 8 bits leave an error of
-    at most 128 f32 ulps everywhere (a bf16 ulp is 65536), dithered or at random 255, and
-    16 bits none. The parameter is the bf16 number nearest to the sum; of two, the one away
-    from zero. This holds for subnormal numbers, ±0, ±inf and weights between the largest
-    bf16 and the largest f32, of which 8 bits make the last 128 (255) infinite; nan stays
-    nan. Encoding a decoded weight changes nothing, with any threshold.
+    at most 128 f32 ulps everywhere (a bf16 ulp is 65536), dithered 255, and 16 bits none.
+    The parameter is the bf16 number nearest to the sum; of two, the one away from zero.
+    This holds for subnormal numbers, ±0, ±inf and weights between the largest bf16 and the
+    largest f32, of which 8 bits make the last 128 (255) infinite; nan stays nan. Encoding a
+    decoded weight changes nothing, with any threshold.
 
     Attributes:
         dtype: int8 or int16, the dtype of the correction.
@@ -258,19 +245,16 @@ class BitDelta:
         pattern = jnp.where(weight == weight, pattern, np.int32(0x7FC00000))
         # Added before the last bits are cut off: half a unit rounds to nearest.
         half = jnp.int32(128 if self.dtype == _INT8 else 0)
-        if self.dtype == _INT8:
-            up = _threshold(8, rounding)
-            half = half if up is None else up
+        if self.dtype == _INT8 and rounding is not None:
+            half = _threshold(8, rounding)
         # Half a bf16 ulp more, so that the remainder of the parameter has no sign yet.
         total = pattern + (half + 0x8000)
         low = (total >> self._shift) & (2 ** (8 * self.dtype.itemsize) - 1)
         param = block.rounded(from_bits(total & np.int32(-65536)), BF16)
         return param.astype(BF16), (low + np.iinfo(self.dtype).min).astype(self.dtype)
 
-    def place(self, param: Array, noise: Noise) -> Correction:
-        low = (noise.bits() >> np.uint32(32 - 8 * self.dtype.itemsize)).astype(
-            jnp.int32
-        )
+    def place(self, param: Array, random: Array) -> Array:
+        low = (random >> np.uint32(32 - 8 * self.dtype.itemsize)).astype(jnp.int32)
         least = np.iinfo(self.dtype).min
         # The least code is half-way to a neighbour: rounded, it is the even one of both.
         code = jnp.maximum(low + least, least + (_pattern(param) & 1))
@@ -287,8 +271,8 @@ class UlpFraction:
 
     `weight = param + correction / M · ulp(param) / 2` with M = 127 or 32767. With 8 bits
     the error is at most 1/254 of half an ulp of the parameter: 129 f32 ulps for bf16 and
-    16 for f16, twice that just below a power of two, and twice that again if dithered or
-    rounded at random. With 16 bits it is 1 f32 ulp for bf16 and 0 for f16. Below 2⁻¹¹⁰
+    16 for f16, twice that just below a power of two, and twice that again if dithered. With
+    16 bits it is 1 f32 ulp for bf16 and 0 for f16. Below 2⁻¹¹⁰
     (8 bits) or 2⁻¹⁰³ (16 bits) a bf16 correction may be lost, and a weight beyond the range
     of f16 becomes inf. Encoding a decoded weight changes nothing, except that one half-way
     below a power of two may move by the bound, once. Dithered, f16 with 8 bits follows
@@ -319,19 +303,17 @@ class UlpFraction:
         top = np.float32(np.iinfo(self.dtype).max)
         code = jnp.clip(fraction, -1.0, 1.0) * top
         if rounding is not None:
-            random = isinstance(rounding, Noise)
-            more = rounding.centred() if random else centred(rounding)
-            code = jnp.clip(code + more, -top, top)
+            code = jnp.clip(code + centred(rounding), -top, top)
         return param, to_integer(code, self.dtype.type)
 
-    def place(self, param: Array, noise: Noise) -> Correction:
+    def place(self, param: Array, random: Array) -> Array:
         pattern, (mantissa, _) = _pattern(param), _LAYOUT[np.dtype(param.dtype)]
         # What lies half-way between two parameters is rounded to the even one. Eight units
         # of 16 bits are one ulp of f32, to which a decoded f16 weight is rounded.
         top, odd = np.iinfo(self.dtype).max, pattern & 1
         most = top - odd * (1 if self.dtype == _INT8 else 8)
         count = (2 * most + 1).astype(jnp.uint32)
-        below = ((noise.bits() >> np.uint32(16)) * count) >> np.uint32(16)
+        below = ((random >> np.uint32(16)) * count) >> np.uint32(16)
         code = below.astype(jnp.int32) - most
         # Below a power of two the interval has half the width.
         is_power = (pattern & ((1 << mantissa) - 1)) == 0
@@ -368,12 +350,8 @@ def _power_of_two(exponent: Array) -> Array:
     return from_bits((exponent + 127) << 23)
 
 
-def _threshold(count: int, rounding: Rounding) -> Array | None:
-    """Returns `count` bits of the offset before a floor, int32; `None` for nearest."""
-    if rounding is None:
-        return None
-    if isinstance(rounding, Noise):
-        return (rounding.bits() >> np.uint32(32 - count)).astype(jnp.int32)
+def _threshold(count: int, rounding: Array) -> Array:
+    """Returns `count` bits of the offset before a floor, int32."""
     return (rounding * np.float32(2.0**count)).astype(jnp.int32)
 
 
@@ -398,7 +376,7 @@ def _rounded_by(weight: Array, dtype: np.dtype, up: Array) -> Array:
 
 
 def _floor(x: Array) -> Array:
-    """Returns the integer part of positive numbers, 2²¹ at most; Mosaic has no `floor`."""
+    """Returns the integer part of positive numbers, 2²¹ at most."""
     x = jnp.minimum(x, np.float32(2.0**21))
     nearest = to_integer(x, np.int32).astype(F32)
     return nearest - jnp.where(nearest > x, np.float32(1), np.float32(0))

@@ -1,6 +1,5 @@
-"""Rounding to integers and to 16 bits: to nearest, dithered, or at random."""
+"""Rounding to integers and to 16 bits, to nearest or dithered; pseudo-random bits."""
 
-import dataclasses
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ F32 = jnp.float32
 # to even, and the lowest bits of the sum hold the integer.
 SHIFT = np.float32(12582912.0)
 _SHIFT_BITS = SHIFT.view(np.int32)
-UPWARDS = 0.5 - 2.0**-16
 
 
 def to_integer(x: Array, dtype: type) -> Array:
@@ -42,19 +40,17 @@ def from_bits(x: Array) -> Array:
     return lax.bitcast_convert_type(x, F32)
 
 
-def to_bf16_bits(x: Array, dither: Array | float | None = None) -> Array:
+def to_bf16_bits(x: Array, dither: Array | None = None) -> Array:
     """Rounds finite f32 numbers to bf16 in integer arithmetic; returns f32 bits.
 
     XLA would remove a cast down followed by a cast up.
 
-    `dither` is added before rounding to nearest, in ulps of bf16, from -1/2 to `UPWARDS`
-    (away from zero); `None` rounds ties to even.
+    `dither` is added before rounding to nearest, in ulps of bf16, from -1/2 to 1/2 (away
+    from zero); `None` rounds ties to even.
     """
     b = bits(x)
     if dither is None:
         up = 0x7FFF + ((b >> 16) & 1)
-    elif isinstance(dither, int | float):
-        up = int((dither + 0.5) * 65536.0)
     else:
         up = ((dither + 0.5) * 65536.0).astype(jnp.int32)
     return (b + up) & np.int32(-65536)
@@ -63,7 +59,6 @@ def to_bf16_bits(x: Array, dither: Array | float | None = None) -> Array:
 def signed_like(number: Array, x: Array) -> Array:
     """Returns `number` where `x` is positive or zero, else its negative."""
     sign = bits(x) & np.int32(-(2**31))
-    # Mosaic has no bits of scalars.
     return from_bits(bits(jnp.broadcast_to(number, x.shape)) ^ sign)
 
 
@@ -116,35 +111,13 @@ def centred(threshold: Array) -> Array:
     return (threshold - np.float32(0.5)) * np.float32(1 - 2.0**-11)
 
 
-@dataclasses.dataclass(frozen=True)
-class Noise:
-    """Random bits for each element, a function of its index, a seed and a stream.
-
-    There is no state to carry or to save: the seed comes from the step count.
-
-    Attributes:
-        index: The number of each element, uint32.
-        seed: A uint32 scalar.
-        stream: Which of the independent sequences to use.
-    """
-
-    index: Array
-    seed: Array
-    stream: int = 0
-
-    def bits(self) -> Array:
-        """Returns 32 random bits per element."""
-        salt = np.uint32((self.stream * 0x9E3779B9) & 0xFFFFFFFF)
-        return _mix(self.index ^ _mix(self.seed ^ salt))
-
-    def centred(self) -> Array:
-        """Returns f32 numbers from [-1/2, 1/2)."""
-        mantissa = (self.bits() >> np.uint32(8)).astype(jnp.int32)
-        return mantissa.astype(F32) * np.float32(2.0**-24) - np.float32(0.5)
+Rounding: TypeAlias = Array | None
+"""One number of a `Dither`; `None` rounds to nearest."""
 
 
-Rounding: TypeAlias = Array | Noise | None
-"""One number of a `Dither`, or random bits; `None` rounds to nearest."""
+def random_bits(shape: tuple[int, ...], seed: Array) -> Array:
+    """Returns 32 pseudo-random bits per element, given a uint32 seed."""
+    return _mix(_element_index(shape) ^ _mix(seed))
 
 
 def _mix(x: Array) -> Array:
@@ -155,7 +128,7 @@ def _mix(x: Array) -> Array:
     return x ^ (x >> np.uint32(16))
 
 
-def element_index(shape: tuple[int, ...]) -> Array:
+def _element_index(shape: tuple[int, ...]) -> Array:
     """Numbers the elements of an array, modulo 2³².
 
     It is a sum over axes, which is sharded like any array; a reshaped range is not.
@@ -173,13 +146,7 @@ class Block:
     """A block whose last axis is one group: `(..., groups, group_size)`.
 
     Kernels have blocks of their own, in which results may differ by about one ulp.
-
-    Attributes:
-        in_registers: Whether the whole block is held in registers, so that results can
-            be shared. XLA would write shared results to memory.
     """
-
-    in_registers: bool = False
 
     def peak(self, x: Array) -> Array:
         """Returns the largest number of each group."""

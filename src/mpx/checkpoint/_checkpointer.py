@@ -1,29 +1,20 @@
 """Writing checkpoints and reading them, through Orbax."""
 
 import contextlib
-import datetime
-import json
-import os
-import pathlib
-import socket
-import uuid
 from types import TracebackType
-from typing import NamedTuple
 
 import jax
 from jaxtyping import PyTree
 
 from mpx._jax._arguments import as_count
 from mpx._jax._processes import gather_results
-from mpx.checkpoint._manifest import Packed, check_same_state, pack
+from mpx.checkpoint._manifest import Packed, pack
 from mpx.checkpoint._restore import (
     ARRAYS,
     RECORD,
     Fields,
-    Folder,
     Manager,
     Path,
-    Request,
     absolute,
     manager,
     orbax,
@@ -54,9 +45,8 @@ class Checkpointer:
     the last checkpoint as it was. Leave the `with` block, or call `close`, to wait for the
     last one.
 
-    Nothing in the folder changes before the first `save`, so another process may read while
-    one writes. There is one writer: a second one on the same machine gets an error, one on
-    another machine takes over, and the first gets the error.
+    Nothing in the folder changes before the first `save`, so other processes may read while
+    one job writes. Give each job that writes its own folder.
 
     Examples:
         >>> import tempfile, jax.numpy as jnp
@@ -78,7 +68,6 @@ class Checkpointer:
         *,
         keep: int | None = None,
         asynchronous: bool = True,
-        read_only: bool = False,
         **options: object,
     ) -> None:
         """Looks for checkpoints in the folder, which need not exist.
@@ -88,7 +77,6 @@ class Checkpointer:
             keep: How many checkpoints stay; older ones, or worse ones with `best_fn`, are
                 removed when a new one is complete. `None` keeps all.
             asynchronous: Whether `save` returns before everything is written.
-            read_only: Whether `save` and `delete` are errors.
             **options: Options of `orbax.checkpoint.CheckpointManagerOptions`, such as
                 `save_interval_steps`, `keep_period`, `keep_time_interval`, `best_fn`,
                 `best_mode`, `save_decision_policy` and `preservation_policy`.
@@ -103,8 +91,6 @@ class Checkpointer:
         self._path = absolute(path)
         self._options = {**options, "max_to_keep": keep}
         self._asynchronous = asynchronous
-        self._read_only = read_only
-        self._claim = _Claim(self._path)
         self._is_writer = False
         self._manager = reader(self._path, self._options)
 
@@ -125,14 +111,12 @@ class Checkpointer:
             Whether the state is saved.
 
         Raises:
-            RuntimeError: If another process writes to the folder.
             TypeError: If a leaf has no values, as a `ShapeDtypeStruct`.
-            ValueError: If there is a checkpoint of this step or of a later one, or the
-                metrics are missing.
+            ValueError: If there is a checkpoint of this step or of a later one, if values
+                that do not span processes differ between them, or if metrics are missing.
         """
         step = as_count(step, "step", at_least=0)
         self._check_metrics(metrics)
-        self._check_writes("saved")
         latest = self._manager.latest_step()
         is_next = latest is None or step > latest
         if is_next and not force and not self._manager.should_save(step):
@@ -144,14 +128,19 @@ class Checkpointer:
         def prepare() -> PyTree:
             self.wait()
             packed.append(pack(state))
-            return [self._hold(), packed[0].kinds, packed[0].contents]
+            return [packed[0].rows, self._is_writer]
 
         found = gather_results(prepare)
-        check_same_state([kinds for _, kinds, _ in found], packed[0].manifest)
-        if any(is_new for is_new, _, _ in found):
+        manifest, arrays = packed[0].agreed([rows for rows, _ in found])
+        if not all(is_writer for _, is_writer in found):
             self._become_writer()
-        self._check_is_latest(step)
-        manifest, arrays = packed[0].for_orbax([contents for _, _, contents in found])
+        latest = self._manager.latest_step()
+        if latest is not None and step <= latest:
+            raise ValueError(
+                f"{self._path} has a checkpoint of step {latest}, so step {step} cannot be "
+                "saved: `restore` takes the latest. Remove the later ones with "
+                "`Checkpointer.delete(step)`, or save to another folder."
+            )
         args = orbax().args
         items = {RECORD: args.JsonSave(manifest.to_json())}
         if arrays:
@@ -190,7 +179,8 @@ class Checkpointer:
             ValueError: If the checkpoint does not fit the template, or is damaged.
         """
         self.steps()  # those of another process, too
-        return read(self._manager, self._path, Request(template, step, partial, fields))
+        options: PyTree = {"step": step, "partial": partial, "fields": fields}
+        return read(self._manager, self._path, template, **options)
 
     def steps(self) -> list[int]:
         """Returns the numbers of the checkpoints, in order. Waits for one being written."""
@@ -242,11 +232,9 @@ class Checkpointer:
 
         Raises:
             FileNotFoundError: If there is no such checkpoint.
-            RuntimeError: If another process writes to the folder.
         """
-        self._check_writes("deleted")
         self.wait()
-        if any(gather_results(self._hold)):
+        if not all(gather_results(lambda: self._is_writer)):
             self._become_writer()
         self._manager.delete(step)
 
@@ -277,13 +265,6 @@ class Checkpointer:
     ) -> None:
         self.close()
 
-    def _check_writes(self, what: str) -> None:
-        if self._read_only:
-            raise ValueError(
-                f"Nothing can be {what}: the Checkpointer of {self._path} was made with "
-                "`read_only=True`."
-            )
-
     def _check_metrics(self, metrics: PyTree) -> None:
         needs = self._options.get("best_fn") is not None
         if needs and metrics is None:
@@ -294,26 +275,10 @@ class Checkpointer:
                 "Metrics are stored for `best_fn` only: pass it to the Checkpointer."
             )
 
-    def _check_is_latest(self, step: int) -> None:
-        latest = self._manager.latest_step()
-        if latest is not None and step <= latest:
-            raise ValueError(
-                f"{self._path} has a checkpoint of step {latest}, so step {step} cannot be "
-                "saved: `restore` takes the latest. Remove the later ones with "
-                "`Checkpointer.delete(step)`, or save to another folder."
-            )
-
-    # --- The writer of a folder ---
-
-    def _hold(self) -> bool:
-        """Claims the folder, and returns whether this process must become its writer."""
-        is_new = jax.process_index() == 0 and self._claim.hold()
-        return is_new or not self._is_writer
-
     def _become_writer(self) -> None:
         """Starts a manager that writes, which removes what a killed process left."""
         earlier = _writing.get(str(self._path))
-        if earlier is not None and earlier is not self._manager:
+        if earlier is not None:
             earlier.wait_until_finished()  # of a Checkpointer that was not closed
         self._manager.close()
         self._manager = manager(
@@ -329,20 +294,16 @@ class Checkpointer:
         if _writing.get(str(self._path)) is self._manager:
             del _writing[str(self._path)]
         self._is_writer = False
-        self._claim.release()
 
     def _fail(self, error: Exception) -> None:
         """Reads the folder anew after a checkpoint was not written.
 
         The next `save` begins again, and removes what is left of this one.
         """
-        is_lost = self._claim.is_lost()
+        self._resign()
         writer, self._manager = self._manager, reader(self._path, self._options)
         with contextlib.suppress(Exception):  # that is `error` again
             writer.close()
-        if is_lost:
-            self._claim.hold()  # raises
-        self._resign()
         steps = sorted(self._manager.all_steps())
         error.add_note(
             f"The checkpoint was not written to {self._path}, which has those of the steps "
@@ -377,8 +338,8 @@ def save(
     Raises:
         ImportError: If Orbax is not installed.
         TypeError: If a leaf has no values, as a `ShapeDtypeStruct`.
-        RuntimeError: If another process writes to the folder.
-        ValueError: If there is a checkpoint of this step or of a later one.
+        ValueError: If there is a checkpoint of this step or of a later one, or if values
+            that do not span processes differ between them.
 
     Examples:
         >>> import tempfile, jax.numpy as jnp
@@ -395,96 +356,3 @@ def save(
         step = (0 if latest is None else latest + 1) if step is None else step
         checkpointer.save(step, state)
     return step
-
-
-# --- The writer of a folder -------------------------------------------------------------
-# Object stores and many network file systems have no locks, and a lock must not outlive a
-# process that is killed. So a writer puts its name into a file, and reads it before each
-# checkpoint. Who comes later may replace the name, unless the writer is known to run: then
-# the earlier writer finds another name than its own, and stops.
-
-_FILE = ".mpx-writer"
-_REMEDY = "End one of the two, or give each its own folder."
-
-
-class _Writer(NamedTuple):
-    """The name of a writer, as its file holds it."""
-
-    token: str
-    host: str
-    pid: int
-    process: list[str] | None
-    since: str
-
-    @property
-    def shown(self) -> str:
-        who = "Checkpointer of this process" if self.pid == os.getpid() else "process"
-        return f"Another {who} (pid {self.pid} on {self.host}, since {self.since})"
-
-    @property
-    def runs_elsewhere(self) -> bool:
-        """Whether it is known to run: in another process of this machine, under Linux."""
-        is_other = self.process is not None and self.pid != os.getpid()
-        return is_other and self.process == _identity(self.pid)
-
-
-class _Claim:
-    """The right of a job to write to a folder. Only process 0 of a job holds it."""
-
-    def __init__(self, folder: Folder) -> None:
-        self._file = folder / _FILE
-        self._mine: _Writer | None = None
-
-    def hold(self) -> bool:
-        """Makes sure that this job is the writer, and returns whether it became it now."""
-        found, folder = self._read(), self._file.parent
-        if self._mine is not None and found == self._mine:
-            return False
-        if self._mine is not None and found is not None:
-            raise RuntimeError(
-                f"{found.shown} has taken over {folder}, so this process stops writing "
-                f"checkpoints to it. {_REMEDY}"
-            )
-        if found is not None and found.runs_elsewhere:
-            raise RuntimeError(
-                f"{found.shown} writes checkpoints to {folder}. {_REMEDY}"
-            )
-        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        pid, token = os.getpid(), uuid.uuid4().hex
-        self._mine = _Writer(token, socket.gethostname(), pid, _identity(pid), now)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(json.dumps(self._mine._asdict()))
-        return True
-
-    def is_lost(self) -> bool:
-        """Returns whether another process has replaced this writer."""
-        return self._mine is not None and self._read() not in (None, self._mine)
-
-    def release(self) -> None:
-        """Lets others write."""
-        if self._mine is not None and self._read() == self._mine:
-            with contextlib.suppress(FileNotFoundError):
-                self._file.unlink()
-        self._mine = None
-
-    def _read(self) -> _Writer | None:
-        try:
-            return _Writer(**json.loads(self._file.read_text()))
-        except (FileNotFoundError, TypeError, ValueError):
-            return None  # nobody, or one who was killed while writing it
-
-
-def _identity(pid: int) -> list[str] | None:
-    """Returns what tells a process from all others, also from a later one of its number.
-
-    These are the boot of the machine and the tick at which the process was started.
-    """
-    try:
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # The name in parentheses may hold spaces; the tick is the 20th field after it.
-        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-        fields = stat.rpartition(")")[2].split()
-    except OSError:
-        return None
-    is_dead = fields[0] in ("Z", "X")  # killed, but not yet waited for
-    return None if is_dead else [boot, fields[19]]

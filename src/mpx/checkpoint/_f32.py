@@ -20,7 +20,7 @@ from mpx._jax._tree import (
 )
 from mpx._optim import FlashState, Stepped, from_master, master_params
 from mpx._optim._optax import MasterWeightsState
-from mpx._optim._packing import Packing, decode_moment, encode_moment, pack
+from mpx._optim._packing import Packing, decode_moment, encode_moment
 from mpx._quant import Packed, Quantized
 
 T = TypeVar("T")
@@ -245,7 +245,7 @@ def _packed_with(
             size = stored.codes.shape[-1] // stored.scale.shape[-1]
             moment = encode_moment(kind, moment, state.format, size)
         new.append(moment)
-    return pack(old._replace(moments=tuple(new)))
+    return old._replace(moments=tuple(new)).pack()
 
 
 def _field(

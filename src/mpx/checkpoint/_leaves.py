@@ -16,11 +16,7 @@ from jax.tree_util import keystr
 from jaxtyping import PyTree
 
 from mpx._jax._nnx import nnx_module, put_back, take_out
-from mpx._jax._processes import sharding_by_process
 from mpx._jax._tree import LeafName, dtype_of, path_name, shape_of, types_around
-
-PYTHON = {"bool": bool, "int": int, "float": float, "complex": complex}
-"""The Python scalars that a checkpoint holds, by name."""
 
 
 class Opened(NamedTuple):
@@ -91,13 +87,12 @@ class Leaf(NamedTuple):
         dtype: The name of a dtype such as `bfloat16` or `key<fry>`, or `int` and the like
             for a Python scalar.
         shape: The shape; `None` for a Python scalar.
-        contents: The value of a Python scalar, or the checksum of an array: one, or one
-            for each process if they differ. Empty if not known.
+        value: The value of a Python scalar, or the checksum of an array.
     """
 
     dtype: str
     shape: tuple[int, ...] | None
-    contents: tuple[PyTree, ...] = ()
+    value: PyTree = 0
 
     @property
     def shown(self) -> str:
@@ -112,9 +107,9 @@ class Leaf(NamedTuple):
         return self.shape is not None and 0 not in self.shape and self.dtype != "float0"
 
     @property
-    def is_per_process(self) -> bool:
-        """Whether each process saved its own value."""
-        return len(self.contents) > 1
+    def number(self) -> PyTree:
+        """The Python scalar."""
+        return complex(*self.value) if self.dtype == "complex" else self.value
 
     def restores(self, saved: "Leaf") -> bool:
         """Returns whether a saved leaf fits this one of a template.
@@ -126,35 +121,24 @@ class Leaf(NamedTuple):
             return True
         if self.shape is None:
             return saved.shape == () and _is_kind(saved.dtype, self.dtype)
-        if (
-            saved.shape is None
-            and self.shape == ()
+        is_number = saved.shape is None and self.shape == ()
+        return (
+            is_number
             and _is_kind(self.dtype, saved.dtype)
-        ):
-            numbers = (_number(saved.dtype, value) for value in saved.contents)
-            return all(_is_exact(number, self.dtype) for number in numbers)
-        return False
+            and _is_exact(saved.number, self.dtype)
+        )
 
 
 def describe(leaf: PyTree) -> Leaf | None:
     """Returns what a leaf is; `None` for functions, strings and other static leaves."""
-    if type(leaf) in PYTHON.values():
+    if type(leaf) in (bool, int, float, complex):
         value = [leaf.real, leaf.imag] if isinstance(leaf, complex) else leaf
-        return Leaf(type(leaf).__name__, None, (value,))
+        return Leaf(type(leaf).__name__, None, value)
     dtype = dtype_of(leaf)
     if dtype is None:
         return None
     name = "float0" if dtype == jax.dtypes.float0 else str(dtype)
     return Leaf(name, shape_of(leaf))
-
-
-def python_scalar(leaf: Leaf, process: int) -> PyTree:
-    """Returns the Python scalar that a process saved."""
-    return _number(leaf.dtype, leaf.contents[process if leaf.is_per_process else 0])
-
-
-def _number(kind: str, value: PyTree) -> PyTree:
-    return complex(*value) if kind == "complex" else value
 
 
 _KINDS = {
@@ -201,9 +185,9 @@ def to_stored(leaf: PyTree) -> PyTree:
         if small is not None:
             leaf = lax.bitcast_convert_type(leaf, small).astype(wide)
     else:
-        array = np.array(leaf)  # a copy, since the caller may go on writing to it
-        small, wide = _integers(array.dtype)
-        return array if small is None else array.view(small).astype(wide)
+        leaf = np.array(leaf)  # a copy, since the caller may go on writing to it
+        small, wide = _integers(leaf.dtype)
+        leaf = leaf if small is None else leaf.view(small).astype(wide)
     return leaf
 
 
@@ -211,29 +195,6 @@ def spans_processes(leaf: object) -> bool:
     """Returns whether an array, or a template for one, lies on several processes."""
     sharding = getattr(leaf, "sharding", None)
     return sharding is not None and not sharding.is_fully_addressable
-
-
-def to_rows(array: PyTree) -> jax.Array:
-    """Returns an array whose rows are the bytes that each process has of its own."""
-    row = np.asarray(array, order="C").reshape(1, -1).view(np.uint8)
-    sharding = sharding_by_process()
-    (device,) = sharding.addressable_devices
-    shape = (jax.process_count(), row.size)
-    return jax.make_array_from_single_device_arrays(
-        shape, sharding, [jax.device_put(row, device)]
-    )
-
-
-def rows_type(kind: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the type of `to_rows` for arrays of a type."""
-    shape = (jax.process_count(), math.prod(kind.shape) * kind.dtype.itemsize)
-    return jax.ShapeDtypeStruct(shape, np.uint8, sharding=sharding_by_process())
-
-
-def from_rows(rows: jax.Array, kind: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns the array of this process; the inverse of `to_rows`."""
-    (shard,) = rows.addressable_shards
-    return np.asarray(shard.data).reshape(-1).view(kind.dtype).reshape(kind.shape)
 
 
 def from_stored(array: PyTree, template: PyTree) -> PyTree:

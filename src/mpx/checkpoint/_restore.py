@@ -1,7 +1,6 @@
 """Reading checkpoints with Orbax: into the structure and to the devices of a template."""
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -12,20 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from mpx._jax._arguments import check_choice
 from mpx._jax._processes import gather_results
 from mpx._jax._tree import is_array
 from mpx.checkpoint._leaves import (
     Opened,
     checksums,
+    describe,
     empty_like,
-    from_rows,
     from_stored,
     is_numpy,
     number_like,
     open_state,
     placed,
-    python_scalar,
-    rows_type,
     spans_processes,
     stored_type,
 )
@@ -95,22 +93,6 @@ def orbax() -> ModuleType:
 Fields = Literal["saved", "template"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What is to be restored: the options of `restore`."""
-
-    template: PyTree
-    step: int | None
-    partial: bool
-    fields: Fields | None
-
-    def __post_init__(self) -> None:
-        if self.fields not in (None, "saved", "template"):
-            raise ValueError(
-                f"`fields` must be 'saved', 'template' or None, but it is {self.fields!r}."
-            )
-
-
 def restore(
     path: Path,
     template: PyTree,
@@ -164,12 +146,20 @@ def restore(
     if not folder.exists():
         raise FileNotFoundError(f"There is no folder {folder} to restore from.")
     with reader(folder, {}) as found:
-        return read(found, folder, Request(template, step, partial, fields))
+        return read(found, folder, template, step=step, partial=partial, fields=fields)
 
 
-def read(manager: Manager, path: Folder, request: Request) -> PyTree:
-    """Reads a checkpoint with a manager of Orbax."""
-    step = request.step
+def read(
+    manager: Manager,
+    path: Folder,
+    template: PyTree,
+    *,
+    step: int | None,
+    partial: bool,
+    fields: Fields | None,
+) -> PyTree:
+    """Reads a checkpoint with a manager of Orbax; see `restore`."""
+    check_choice(fields, "fields", ("saved", "template", None))
     steps: list[int] = sorted(manager.all_steps())
     if not steps:  # the first may be new, or the only one replaced by the next
         while_others_write(manager.reload)
@@ -180,55 +170,34 @@ def read(manager: Manager, path: Folder, request: Request) -> PyTree:
             f"There is {which} in {path}, which has those of the steps {steps}."
         )
     number = steps[-1] if step is None else step
+    opened = open_state(template)
+    wanted = Manifest.of(template, opened)
     try:
-        return _read_step(manager, path / str(number), number, request)
+        found = _read_manifest(path / str(number), opened, wanted, partial, fields)
+        return _read_step(manager, path / str(number), opened, found, fields=fields)
     except (FileNotFoundError, ValueError):
         while_others_write(manager.reload)
         latest = manager.latest_step()
         if step is not None or latest in (None, number) or jax.process_count() > 1:
             raise
     # A writer has removed the checkpoint while it was read.
-    return read(manager, path, request)
-
-
-def _read_step(manager: Manager, where: Folder, step: int, request: Request) -> PyTree:
-    opened = open_state(request.template)
-    wanted = Manifest.of(request.template, opened)
-    manifest = _read_manifest(where, wanted, opened, request)
-    targets = {}
-    for name, leaf in zip(opened.names, opened.leaves, strict=True):
-        if name in wanted.leaves and manifest.leaves[name].is_stored:
-            saved = manifest.leaves[name]
-            targets[name] = leaf
-            if not hasattr(leaf, "dtype"):  # a Python number, saved as an array
-                dtype = jnp.dtype(saved.dtype)
-                targets[name] = jax.ShapeDtypeStruct(saved.shape, dtype)
-    arrays = _read_arrays(manager, step, where, targets, manifest)
-    process = jax.process_index()
-    leaves = []
-    for name, leaf, configures in zip(
-        opened.names, opened.leaves, opened.configures, strict=True
-    ):
-        saved = manifest.leaves[name] if name in wanted.leaves else None
-        if name in targets:
-            leaf = from_stored(arrays.pop(name), targets[name])
-        elif saved is not None and saved.shape is not None:
-            leaf = empty_like(leaf)
-        elif saved is not None and wanted.leaves[name].shape is not None:
-            leaf = number_like(python_scalar(saved, process), leaf)
-        elif saved is not None and not (configures and request.fields == "template"):
-            leaf = python_scalar(saved, process)
-        leaves.append(leaf)
-    return opened.close(leaves)
+    options: PyTree = {"step": step, "partial": partial, "fields": fields}
+    return read(manager, path, template, **options)
 
 
 def _read_manifest(
-    where: Folder, wanted: Manifest, opened: Opened, request: Request
+    where: Folder,
+    opened: Opened,
+    wanted: Manifest,
+    partial: bool,
+    fields: Fields | None,
 ) -> Manifest:
     """Reads the record of a checkpoint, and checks that it fits the template."""
+    compared = set()
+    if fields is None:
+        pairs = zip(opened.names, opened.configures, strict=True)
+        compared = {name for name, configures in pairs if configures}
     found: list[Manifest] = []
-    leaves = dict(zip(opened.names, opened.leaves, strict=True))
-    spanning = {name for name in wanted.leaves if spans_processes(leaves[name])}
 
     def read() -> None:
         if not (where / RECORD).exists():
@@ -242,23 +211,52 @@ def _read_manifest(
             raise damaged(
                 f"{where}", f"its record, `{RECORD}/metadata`, cannot be read: {error}"
             ) from error
-        manifest = Manifest.from_json(record, f"{where}")
-        manifest.check(wanted, f"{where}", partial=request.partial, spanning=spanning)
-        if request.fields is None:
-            names = zip(opened.names, opened.configures, strict=True)
-            configured = [name for name, configures in names if configures]
-            manifest.check_fields(
-                {name: leaves[name] for name in configured}, f"{where}"
-            )
-        found.append(manifest)
+        found.append(Manifest.from_json(record, f"{where}"))
+        found[0].check(wanted, f"{where}", compared, partial=partial)
 
     gather_results(read)
     return found[0]
 
 
+def _read_step(
+    manager: Manager,
+    where: Folder,
+    opened: Opened,
+    manifest: Manifest,
+    *,
+    fields: Fields | None,
+) -> PyTree:
+    named = dict(zip(opened.names, opened.leaves, strict=True))
+    saved = {
+        name: manifest.leaves[name]
+        for name, x in named.items()
+        if describe(x) is not None
+    }
+    targets = {}
+    for name, leaf in saved.items():
+        if leaf.is_stored:
+            targets[name] = named[name]
+            if not hasattr(named[name], "dtype"):  # a Python number, saved as an array
+                dtype = jnp.dtype(leaf.dtype)
+                targets[name] = jax.ShapeDtypeStruct(leaf.shape, dtype)
+    arrays = _read_arrays(manager, where, targets, manifest)
+    leaves = []
+    for name, configures in zip(opened.names, opened.configures, strict=True):
+        leaf, found = named[name], saved.get(name)
+        if name in targets:
+            leaf = from_stored(arrays.pop(name), targets[name])
+        elif found is not None and found.shape is not None:
+            leaf = empty_like(leaf)
+        elif found is not None and hasattr(leaf, "dtype"):
+            leaf = number_like(found.number, leaf)
+        elif found is not None and not (configures and fields == "template"):
+            leaf = found.number
+        leaves.append(leaf)
+    return opened.close(leaves)
+
+
 def _read_arrays(
     manager: Manager,
-    step: int,
     where: Folder,
     targets: Mapping[str, PyTree],
     manifest: Manifest,
@@ -268,10 +266,6 @@ def _read_arrays(
     if not targets:
         return {}
     types = {name: stored_type(leaf) for name, leaf in targets.items()}
-    is_own = {name: manifest.leaves[name].is_per_process for name in targets}
-    asked = {
-        name: rows_type(kind) if is_own[name] else kind for name, kind in types.items()
-    }
 
     def how(kind: PyTree) -> PyTree:
         if kind.sharding is None:
@@ -281,14 +275,14 @@ def _read_arrays(
         )
 
     args = ocp.args.PyTreeRestore(
-        item=asked,
-        restore_args={name: how(kind) for name, kind in asked.items()},
+        item=types,
+        restore_args={name: how(kind) for name, kind in types.items()},
         partial_restore=True,
     )
     try:
-        arrays = manager.restore(step, args=ocp.args.Composite(**{ARRAYS: args}))[
-            ARRAYS
-        ]
+        arrays = manager.restore(
+            int(where.name), args=ocp.args.Composite(**{ARRAYS: args})
+        )[ARRAYS]
         arrays = {name: arrays[name] for name in targets}
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         fault = f"`{ARRAYS}/_METADATA` cannot be read: {error!r}"
@@ -300,13 +294,15 @@ def _read_arrays(
     if missing:  # with `partial_restore` Orbax returns what it was given
         raise damaged(f"{where}", f"`{ARRAYS}/_METADATA` does not list {missing}")
     for name, kind in types.items():
-        if is_own[name]:
-            arrays[name] = from_rows(arrays[name], kind)
         if not is_numpy(targets[name]) and not isinstance(arrays[name], jax.Array):
             arrays[name] = placed(arrays[name], kind.sharding)
-    rows = gather_results(lambda: checksums(arrays.values()))
-    spanning = {name for name, array in arrays.items() if spans_processes(array)}
-    manifest.check_contents(
-        dict(zip(arrays, zip(*rows, strict=True), strict=True)), spanning, f"{where}"
-    )
+    processes = gather_results(lambda: checksums(arrays.values()))
+    here = processes[jax.process_index()]
+    sums = {
+        name: sum(parts) % 2**32 if spans_processes(array) else own
+        for (name, array), own, *parts in zip(
+            arrays.items(), here, *processes, strict=True
+        )
+    }
+    manifest.check_contents(sums, f"{where}")
     return arrays

@@ -12,9 +12,8 @@ from mpx._jax._sharding import zeros_alike
 from mpx._jax._tree import is_floating, named_leaves, shape_of
 from mpx._optim import FlashState, Stepped
 from mpx._optim._options import StateFormat, master_codec
-from mpx._optim._packing import decode_moment, encode_moment, pack
+from mpx._optim._packing import Unpacked, decode_moment, encode_moment
 from mpx._optim._state import make_layout
-from mpx._optim._update_rules import Leaf
 from mpx._quant import Block, Quantized
 from mpx.compat.flashoptim import compression, quantization
 from mpx.compat.flashoptim.compression import MasterBits, is_state, no_state
@@ -99,7 +98,7 @@ def to_mpx(
         if kind != "sgd" or any(x is not None for x in new):
             moments[name] = new
     packed = [
-        pack(Leaf(param, ecc, tuple(column[index] for column in moments.values())))
+        Unpacked(tuple(column[index] for column in moments.values()), ecc).pack()
         if is_floating(param)
         else None
         for index, (param, ecc) in enumerate(pairs)
