@@ -40,6 +40,7 @@ from mpx._jax._frameworks import (
     haiku_name,
     in_haiku,
     linen_call,
+    linen_is_not_written,
     linen_name,
 )
 from mpx._jax._tree import LeafName, flatten_with_names, is_array, is_floating
@@ -161,7 +162,8 @@ def call_through(
     if found is not None:
         describe = linen_name
         return call_linen(found, kwargs, pure)
-    return pure(func, *args, **kwargs)
+    with linen_is_not_written():
+        return pure(func, *args, **kwargs)
 
 
 def _unbound(visitor: Transformation, call: _Call) -> _Call:

@@ -97,6 +97,21 @@ def varying_like(x: Any, struct: Any) -> Any:
     return as_varying(x, tuple(sorted(names))) if names else x
 
 
+def as_unvarying(x: jax.Array) -> jax.Array:
+    """Hides that `x` differs between devices: no Mosaic kernel takes such references."""
+    return _as_unvarying().bind(x) if varying_axes(jax.typeof(x)) else x
+
+
+@functools.cache
+def _as_unvarying() -> Any:
+    primitive = Primitive("as_unvarying")
+    primitive.def_abstract_eval(
+        lambda aval: aval.update(manual_axis_type=type(aval.manual_axis_type)())
+    )
+    private("grouped").register_lowering(primitive, lambda ctx, x: [x])
+    return primitive
+
+
 def struct_like(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Returns the type of an array of another shape that varies as `x` does."""
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)

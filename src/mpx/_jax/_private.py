@@ -123,6 +123,11 @@ FEATURES = {
         "`python -m mpx doctor --cluster` cannot compare processes",
         {"jax.experimental.multihost_utils": "process_allgather"},
     ),
+    "linen_variables": Feature(
+        "`amp` does not notice that a function changes variables of a Linen model that "
+        "it closes over",
+        {"flax.linen.module": "_context"},
+    ),
     "linen": Feature(
         "`amp` runs methods of a Linen model as written; wrap the loss instead",
         {
