@@ -18,13 +18,13 @@ from jaxtyping import PyTree
 from mpx._jax._compat import (
     Literal,
     bind,
-    equation_context,
     eval_equation,
     is_transposed,
     open_jaxpr,
     primitive_name,
     scan_sizes,
     scopes_of,
+    source_context,
 )
 from mpx._program import HANDLERS
 from mpx._program._interpreter import (
@@ -405,7 +405,7 @@ class Sites(Visitor):
         for eqn in body.eqns:
             pairs = [self.read(atom) for atom in eqn.invars]
             self.frame.eqn = eqn
-            with equation_context(eqn):
+            with source_context(eqn), eqn.ctx.manager:
                 scopes = op.scopes + scopes_of(eqn)
                 inner = Op(eqn, [x for x, _ in pairs], [x for _, x in pairs], scopes)
                 outs = zip(*self.equation(inner), strict=True)
