@@ -121,7 +121,7 @@ class Autocast(Settings):
         scopes: Scopes,
     ) -> Plan | None:
         # Without these there is no attention to recognise.
-        if not can_fuse(self) or not self.frame.primitives >= {"exp", "dot_general"}:
+        if not self.frame.primitives >= {"exp", "dot_general"} or not can_fuse(self):
             return None
         # It is loaded where there is a fused kernel.
         from mpx._amp._recognition import plan_for
