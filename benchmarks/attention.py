@@ -118,9 +118,8 @@ def measure_operation(kind, batch, length, heads, size) -> dict[str, Any]:
 
 def main():
     options = measure.read_options(__doc__, "more tiny")
-    _attention.LEAST = dict.fromkeys(
-        _attention.LEAST, 0
-    )  # to see from which size on it pays
+    # To see from which size on it pays.
+    _attention.LEAST = dict.fromkeys(_attention.LEAST, 0)
     rows, right = [], True
     for kind, length, size in TINY if options.tiny else CASES + MORE * options.more:
         batch = 2 if options.tiny else max(1, min(64, 16384 // length))

@@ -82,13 +82,14 @@ def _by_rule(amp: Settings, op: Op, region: Region) -> Choice:
     if callable(rule) and not isinstance(rule, str):
         return Choice("user", rule, getattr(rule, "__name__", "custom"))
     rule = Rule(rule)
+    if name not in MATMULS and rule not in PRESETS:
+        return Choice(rule, rule, reason)
     kept = reason_against(op.eqn, rule, op.facts)
     if kept is not None:
         return Choice("original", rule, kept)
     if name in RAGGED and rule == Rule.LOW:
         reason = describe_ragged(op.eqn)
-    is_matmul = name in MATMULS and rule == Rule.LOW
-    return Choice("matmul" if is_matmul else rule, rule, reason)
+    return Choice("matmul" if rule == Rule.LOW else rule, rule, reason)
 
 
 def _decide_name(amp: Settings, op: Op, region: Region) -> Choice:

@@ -108,7 +108,7 @@ def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
         return list(sources)
     if not sources or name == "random_wrap":
         found = CONSTANT  # an iota, a random key
-    elif is_lookup(eqn, sources):
+    elif name == "gather" and is_lookup(eqn, sources):
         found = DATA
     elif name in MOVES:
         found = sources[0]
@@ -331,19 +331,21 @@ class Settings(Transformation):
 
     def facts_after(self, op: Op, outs: Sequence[Any]) -> list[Origin]:
         """Returns what is known of the results of an equation that holds no jaxpr."""
-        sources = follow(op.eqn, [fact.source for fact in op.facts])
-        touched = any([fact.touched for fact in op.facts])
-        literal = op.facts[0].literal if op.facts else None
-        if op.eqn.primitive.name == "convert_element_type":
-            if op.eqn.invars[0].aval.dtype == np.bool_:
-                literal = ("bf16", "f16")  # zeros and ones are exact in every dtype
-            if not is_eligible(op.eqn.outvars[0].aval):
-                literal = None
-        elif op.eqn.primitive.name not in _REPEATS:
-            literal = None
+        eqn, touched, sources = op.eqn, False, []
+        for fact in op.facts:
+            sources.append(fact.source)
+            touched |= fact.touched
+        literal = None
+        if eqn.primitive.name == "convert_element_type":
+            if is_eligible(eqn.outvars[0].aval):
+                # Zeros and ones are exact in every dtype.
+                is_bool = eqn.invars[0].aval.dtype == np.bool_
+                literal = ("bf16", "f16") if is_bool else op.facts[0].literal
+        elif eqn.primitive.name in _REPEATS:
+            literal = op.facts[0].literal
         return [
             Origin(source, touched or is_low(out), literal)
-            for source, out in zip(sources, outs, strict=True)
+            for source, out in zip(follow(eqn, sources), outs, strict=True)
         ]
 
     def facts_of_body(self, op: Op) -> list[Origin]:

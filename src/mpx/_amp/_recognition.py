@@ -23,7 +23,7 @@ from mpx._amp._facts import (
     is_eligible,
 )
 from mpx._amp._rules import Rule
-from mpx._jax._compat import Literal, equation_context, scopes_of
+from mpx._jax._compat import Literal, scopes_of, source_context
 from mpx._jax._devices import cuda_capability
 from mpx._jax._warn import warn
 from mpx._ops import _attention as kernel
@@ -273,7 +273,7 @@ def _value_of(amp: Any, scopes: Scopes, term: Term, known: Values) -> Value:
         else:
             pairs = [_value_of(amp, scopes, x, known) for x in term.operands]
             values, facts = [x for x, _ in pairs], [x for _, x in pairs]
-            with equation_context(term.eqn):
+            with source_context(term.eqn), term.eqn.ctx.manager:
                 op = Op(term.eqn, values, facts, _scopes_inside(term, scopes))
                 outs, facts = amp.equation(op)
             place = next(i for i, x in enumerate(term.eqn.outvars) if x is atom)

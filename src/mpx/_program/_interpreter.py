@@ -21,9 +21,9 @@ from mpx._jax._compat import (
     Literal,
     ambient_scopes,
     convert_dtype,
-    equation_context,
     open_jaxpr,
     scopes_of,
+    source_context,
     source_frames,
 )
 from mpx._jax._frameworks import Named
@@ -87,6 +87,7 @@ class Frame:
     def __init__(self, jaxpr: Jaxpr = None) -> None:
         self.jaxpr = jaxpr
         self.plan: Plan | None = None
+        self.eqn: Equation = None  # whose turn it is
         self.env: dict[Any, tuple[Any, Any]] = {}
         self.made: dict[Any, tuple[Any, Any]] = {}
 
@@ -222,10 +223,14 @@ class Visitor:
                     continue
                 other = replaced.get(index)
                 atoms = eqn.invars if other is None else other.atoms
-                pairs = [self.read(atom) for atom in atoms]
-                with equation_context(eqn):
-                    values, known = [x for x, _ in pairs], [x for _, x in pairs]
-                    op = Op(eqn, values, known, scopes + scopes_of(eqn))
+                values, facts = [], []
+                for atom in atoms:
+                    value, fact = self.read(atom)
+                    values.append(value)
+                    facts.append(fact)
+                op = Op(eqn, values, facts, scopes + scopes_of(eqn))
+                self.frame.eqn = eqn
+                with source_context(eqn), eqn.ctx.manager:
                     outs, known = (
                         self.equation(op) if other is None else other.run(self, op)
                     )

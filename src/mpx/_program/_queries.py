@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeVar
 from typing import Literal as OneOf
 
 from mpx._jax._compat import (
+    JAXPRS,
     Literal,
     hi_jaxpr,
-    is_jaxpr,
     is_transposed,
     open_jaxpr,
     primitive_name,
@@ -72,7 +72,7 @@ def sub_jaxprs(eqn: Equation) -> Iterator[Any]:
         yield open_jaxpr(found)[0]
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
-            if is_jaxpr(item):
+            if isinstance(item, JAXPRS):
                 yield open_jaxpr(item)[0]
 
 
@@ -83,7 +83,7 @@ def body_of(eqn: Equation) -> Any:
 
 def called(eqn: Equation) -> Any:
     """Returns the jaxpr that an equation calls with its operands as they are, if any."""
-    inner = [x for x in eqn.params.values() if is_jaxpr(x)]
+    inner = [x for x in eqn.params.values() if isinstance(x, JAXPRS)]
     if eqn.primitive.name == HI_PRIMITIVE:
         return hi_jaxpr(eqn)
     if len(inner) == 1 and primitive_name(eqn) not in LOOPS:
