@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._amp._activations import decide_activation
 from mpx._amp._facts import F32, LOW_DTYPES, Origin, Settings, is_eligible
 from mpx._amp._rules import LOW_NAME, PRIMITIVES, REASONS, Rule, RuleLike
 from mpx._jax._compat import HAS_MOSAIC, default_matmul_precision, has_explicit_axes
@@ -124,17 +123,11 @@ def _decide_cross_entropy(amp: Settings, op: Op, region: Region) -> Choice:
     return Choice("original", rule if isinstance(rule, str) else Rule.ORIGINAL, reason)
 
 
-def _decide_jit(amp: Settings, op: Op, region: Region) -> Choice:
-    found = decide_activation(amp, op)
-    return Choice("body") if found is None else Choice("activation", *found)
-
-
 _SPECIAL: dict[str, Callable[[Settings, Op, Region], Choice]] = {
     # An `amp` inside this one has been here.
     **dict.fromkeys(ATTENTION, lambda *_: Choice("original")),
     **dict.fromkeys(CROSS_ENTROPY, _decide_cross_entropy),
     **dict.fromkeys(HANDLERS, lambda *_: Choice("body")),
-    **dict.fromkeys(("jit", "pjit"), _decide_jit),
     "convert_element_type": lambda *_: Choice("convert"),
     "name": _decide_name,
 }

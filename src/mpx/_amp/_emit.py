@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._amp._activations import run_activation
+from mpx._amp._chains import CURVED, choose_chain
 from mpx._amp._decide import (
     HIGHEST,
     PRESETS,
@@ -130,19 +130,30 @@ class Autocast(Settings):
 
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: object) -> Iterator[None]:
-        outer = self.caller
+        outer = self.in_loop, self.caller
+        self.in_loop |= eqn.primitive.name == "scan"
         if self.decisions is not None and source_frames(eqn):
             self.caller = eqn
         try:
             yield
         finally:
-            self.caller = outer
+            self.in_loop, self.caller = outer
+
+    def cache_key(self, more: object) -> bool:
+        return self.in_loop
 
     def equation(self, op: Op) -> Outcome:
         """Decides how an equation runs, runs it so, and follows what is known."""
         name = op.eqn.primitive.name
-        choice = decide(self, op)
-        result = _EMITTERS[choice.how](self, op, choice.rule)
+        # Equations that are run out of turn, for recognised ones, are in no chain.
+        in_turn = self.is_plain and self.frame.eqn is op.eqn
+        has_chains = in_turn and not CURVED.isdisjoint(self.frame.primitives)
+        if has_chains and (found := choose_chain(self, op)) is not None:
+            choice, run = found
+            result = run(self, op)
+        else:
+            choice = decide(self, op)
+            result = _EMITTERS[choice.how](self, op, choice.rule)
         if isinstance(result, tuple):
             outs, known = result
         else:
@@ -376,9 +387,16 @@ def _cross_entropy(amp: Settings, op: Op, rule: Rule) -> Values:
     dtype, precision = amp.dtype, None
     if rule in PRESETS:
         dtype, precision = F32, PRESETS[rule]
-    head = dataclasses.replace(op.eqn.params["head"], dtype=dtype, precision=precision)
-    # The hidden states and the weight, which come first, may be held in 16 bits.
-    values = [*op.values[:2], *changed(op, amp.widen)[2:]]
+    head = op.eqn.params["head"]
+    # The hidden states and the weight, which come first, may be held in 16 bits. But logits
+    # that are kept are in an array of the weight's dtype as it was written.
+    free = 2 if head.kept is None else 1
+    values = [*op.values[:free], *changed(op, amp.widen)[free:]]
+    # In a loop, what is kept would be stacked over the iterations.
+    may_keep = head.may_keep and not amp.in_loop
+    head = dataclasses.replace(
+        head, dtype=dtype, precision=precision, may_keep=may_keep
+    )
     return bind(op.eqn, arrays_of(values), head=head)
 
 
@@ -511,7 +529,6 @@ _EMITTERS: dict[str, Callable[..., Values | Outcome]] = {
     "matmul": _low_matmul,
     "ragged as written": _ragged_as_written,
     "cross entropy": _cross_entropy,
-    "activation": run_activation,
     "user": _by_user,
     "body": _body,
     Rule.LOW: _low,

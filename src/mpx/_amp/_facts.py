@@ -286,6 +286,7 @@ class Settings(Transformation):
     attention: Literal["fuse", "keep"] = "fuse"
     # The equation with a line of the user's whose body is visited
     caller: Equation = None
+    in_loop: bool = False  # Whether the body of a scan is visited
     is_plain: bool = False
     # Where decisions are recorded, `None` to record none
     decisions: list[Decision] | None = None

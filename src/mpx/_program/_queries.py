@@ -299,8 +299,8 @@ def flops(eqn: Equation) -> int:
         return ATTENTION[name] * 2 * batch * heads * queries * keys * size
     if name in CROSS_ENTROPY:
         head, wrt = eqn.params["head"], {*eqn.params.get("wrt", ())} & {0, 1}
-        # The logits, and one product for each derivative.
-        count = len(wrt) + 1
+        # The logits, if they are not kept, and one product for each derivative.
+        count = len(wrt) + (head.kept is None or not wrt)
         shape = eqn.invars[1].aval.shape
         return count * 2 * math.prod(eqn.invars[0].aval.shape) * shape[head.vocab_axis]
     if name == GROUPED:

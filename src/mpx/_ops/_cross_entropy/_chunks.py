@@ -35,11 +35,23 @@ class Head:
     has_total: bool = False  # Whether the sum of the logits is computed
     precision: Any = None  # The precision of the matmuls
     devices: int = 1  # The number of devices that may share the work
+    may_keep: bool = True  # Whether logits may be kept for the backward pass
+    kept: np.dtype | None = None  # The dtype of the logits that are kept
 
     @property
     def wide(self) -> np.dtype:
         """The dtype of sums: f32, or f64 for operands in f64."""
         return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+
+    def keeping(self, hidden: PyTree, weight: PyTree) -> "Head":
+        """Returns the head that keeps logits in an array like the weight, if it can.
+
+        On several devices that array may be sharded in another way than the logits are.
+        """
+        if not self.may_keep or self.devices > 1:
+            return self
+        head = dataclasses.replace(self, kept=self.dtype)
+        return head if Chunks(head, hidden, weight).kept else self
 
 
 class Chunks:
@@ -51,6 +63,7 @@ class Chunks:
         shards: The number of equal parts of the vocabulary. Each chunk has a share of each
             part, so that devices that hold one part each all take part in each chunk.
         size: The width of the share of a chunk.
+        kept: The number of tokens whose logits are kept.
     """
 
     def __init__(self, head: Head, hidden: PyTree, weight: PyTree) -> None:
@@ -59,6 +72,10 @@ class Chunks:
         tokens = math.prod(hidden.shape[:-1])
         self.shards = math.gcd(head.devices, self.vocabulary)
         self.size = self._size(head, tokens)
+        self.kept = 0
+        words = 0 if head.kept is None else weight.dtype.itemsize // head.kept.itemsize
+        if words and isinstance(tokens, int):
+            self.kept = min(tokens, words * hidden.shape[-1]) // words * words
 
     def _size(self, head: Head, tokens: int) -> int:
         part = self.vocabulary // self.shards
@@ -70,6 +87,11 @@ class Chunks:
             count = max(count, FEWEST if head.devices > 1 else 1)
         multiple = max(1, _MULTIPLE // self.shards)
         return min(-(-part // (count * multiple)) * multiple, part)
+
+    @property
+    def count(self) -> int:
+        """The number of chunks."""
+        return -(-self.vocabulary // (self.shards * self.size))
 
     def take(self, x: Array, start: ArrayLike, size: int, axis: int) -> Array:
         """Returns a chunk of an array along its axis of the vocabulary."""
@@ -99,14 +121,26 @@ class Chunks:
         entries = (first + jnp.arange(size, dtype=jnp.int32)[None] + start).reshape(-1)
         return labels[..., None] == jnp.expand_dims(entries, range(labels.ndim))
 
-    def over(self, step: Callable[..., PyTree], carry: PyTree) -> PyTree:
-        """Runs `step(carry, start, size)` for each chunk; the last one may be smaller."""
+    def over(
+        self,
+        step: Callable[..., tuple[PyTree, PyTree]],
+        carry: PyTree,
+        xs: PyTree = None,
+    ) -> tuple[PyTree, PyTree]:
+        """Runs `step(carry, x, start, size)` for each chunk; the last one may be smaller."""
         whole, rest = divmod(self.vocabulary // self.shards, self.size)
+        outs = []
         if whole:
             starts = jnp.arange(whole, dtype=jnp.int32) * self.size
-            loop = lambda carry, start: (step(carry, start, self.size), None)  # noqa: E731
-            carry, _ = lax.scan(loop, carry, starts)
-        return step(carry, whole * self.size, rest) if rest else carry
+            loop = lambda carry, x: step(carry, x[1], x[0], self.size)  # noqa: E731
+            given = jax.tree.map(lambda x: x[:whole], xs)
+            carry, ys = lax.scan(loop, carry, (starts, given))
+            outs.append(ys)
+        if rest:
+            x = jax.tree.map(lambda x: x[whole], xs)
+            carry, y = step(carry, x, whole * self.size, rest)
+            outs.append(jax.tree.map(lambda y: y[None], y))
+        return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *outs)
 
 
 class Operands(NamedTuple):
@@ -117,6 +151,18 @@ class Operands(NamedTuple):
     bias: PyTree  # The bias (vocabulary), or `None`
     # Labels (...). One outside the vocabulary chooses 0.
     labels: PyTree
+
+
+class Kept(NamedTuple):
+    """Logits that wait for the backward pass.
+
+    Attributes:
+        room: An array of the type of the weight, filled with logits minus `shifts`.
+        shifts: The largest logit of each token up to each chunk (chunks, tokens).
+    """
+
+    room: PyTree
+    shifts: PyTree
 
 
 # --- Pieces ---------------------------------------------------------------------------
@@ -178,8 +224,10 @@ def _finite(shift: Array) -> Array:
 # --- Forward --------------------------------------------------------------------------
 
 
-def statistics(head: Head, operands: Operands, *, remat: bool = False) -> list[Array]:
-    """Returns logsumexp, chosen logit and perhaps total of each token.
+def statistics(
+    head: Head, operands: Operands, *, remat: bool = False
+) -> tuple[list[Array], Kept | None]:
+    """Returns logsumexp, chosen logit and perhaps total of each token; kept logits.
 
     With `remat`, a derivative by JAX computes the logits of each chunk again.
     """
@@ -188,9 +236,10 @@ def statistics(head: Head, operands: Operands, *, remat: bool = False) -> list[A
     tokens = hidden.shape[:-1]
     low = convert_dtype(hidden, head.dtype)
     zeros = [_filled(hidden, tokens, wide) for _ in range(2 + head.has_total)]
+    room = _filled(hidden, weight.shape, weight.dtype) if chunks.kept else None
 
-    def step(carry: PyTree, start: ArrayLike, size: int) -> PyTree:
-        highest, sums = carry
+    def step(carry: PyTree, _: PyTree, start: ArrayLike, size: int) -> PyTree:
+        highest, sums, room = carry
         logits = _logits(head, low, *_parts(head, chunks, operands, start, size))
         now = jnp.maximum(highest, lax.stop_gradient(jnp.max(logits, axis=-1)))
         shift = _finite(now)[..., None]
@@ -198,13 +247,44 @@ def statistics(head: Head, operands: Operands, *, remat: bool = False) -> list[A
         terms = [jnp.exp(logits - shift), jnp.where(is_label, logits, 0.0), logits]
         more = [jnp.sum(x, axis=-1) for x in terms[: len(sums)]]
         scaled = [sums[0] * jnp.exp(highest - shift[..., 0]), *sums[1:]]
-        return now, [x + y for x, y in zip(scaled, more, strict=True)]
+        if room is not None:
+            waiting = (logits - shift).reshape(-1, size)[: chunks.kept]
+            room = _store(chunks, room, waiting.astype(head.kept), start)
+        shifts = shift.reshape(-1)[: chunks.kept] if room is not None else None
+        return (now, [x + y for x, y in zip(scaled, more, strict=True)], room), shifts
 
     if remat:
-        step = jax.checkpoint(step, static_argnums=(2,), prevent_cse=False)
+        step = jax.checkpoint(step, static_argnums=(3,), prevent_cse=False)
     lowest = _filled(hidden, tokens, wide, -jnp.inf)
-    highest, sums = chunks.over(step, (lowest, zeros))
-    return [jnp.log(sums[0]) + _finite(highest), *sums[1:]]
+    (highest, sums, room), shifts = chunks.over(step, (lowest, zeros, room))
+    found = [jnp.log(sums[0]) + _finite(highest), *sums[1:]]
+    return found, None if room is None else Kept(room, shifts)
+
+
+def _store(chunks: Chunks, room: Array, part: Array, start: ArrayLike) -> Array:
+    """Stores a chunk of logits where a chunk of the gradient goes, in its own bits."""
+    kept, size = part.shape
+    words = room.dtype.itemsize // part.dtype.itemsize
+    bits = part.reshape(-1, words) if words > 1 else part.reshape(-1)
+    shape, position = (kept // words, size), (0, start)
+    if chunks.axis == 0:
+        shape, position = shape[::-1], position[::-1]
+    stored = lax.bitcast_convert_type(bits, room.dtype).reshape(shape)
+    return lax.dynamic_update_slice(room, stored, position)
+
+
+def _stored(
+    head: Head, chunks: Chunks, room: Array, start: ArrayLike, size: int
+) -> Array:
+    """Returns what `_store` stored."""
+    assert head.kept is not None
+    words = room.dtype.itemsize // head.kept.itemsize
+    shape, position = (chunks.kept // words, size), (0, start)
+    if chunks.axis == 0:
+        shape, position = shape[::-1], position[::-1]
+    bits = lax.dynamic_slice(room, position, shape).reshape(-1)
+    part = lax.bitcast_convert_type(bits, head.kept).reshape(chunks.kept, size)
+    return part.astype(head.wide)
 
 
 # --- Backward -------------------------------------------------------------------------
@@ -215,6 +295,8 @@ def gradients(
     operands: Operands,
     logsumexp: Array,
     cotangents: Sequence[Array],
+    *,
+    kept: Kept | None,
     wrt: Sequence[int],
 ) -> list[Array]:
     """Returns the gradients of some operands, in the dtypes of these.
@@ -222,6 +304,12 @@ def gradients(
     `wrt` has 0 for the hidden states, 1 for the weight, 2 for the bias.
     """
     hidden, weight, bias, labels = operands
+    shape = hidden.shape
+    if kept is not None:
+        flat = lambda x: x.reshape(-1, *x.shape[len(shape) - 1 :])  # noqa: E731
+        hidden, labels, logsumexp, *cotangents = map(
+            flat, (hidden, labels, logsumexp, *cotangents)
+        )
     chunks, tokens = Chunks(head, hidden, weight), tuple(range(hidden.ndim - 1))
     # A token that no cotangent reaches may hold nan or inf, as padding does.
     is_read = functools.reduce(jnp.logical_or, [x != 0 for x in cotangents])[..., None]
@@ -229,9 +317,16 @@ def gradients(
     unit = _unit(head, cotangents)
     factors = [x[..., None] * unit for x in cotangents]
 
-    def step(carry: dict[int, Array], start: ArrayLike, size: int) -> PyTree:
+    def step(
+        carry: dict[int, Array], shifts: PyTree, start: ArrayLike, size: int
+    ) -> PyTree:
         part, some = _parts(head, chunks, operands, start, size)
-        z = _logits(head, low, part, some)
+        again = low[chunks.kept :]
+        logits = [_logits(head, again, part, some)] if again.size else []
+        if kept is not None:
+            stored = _stored(head, chunks, carry[1], start, size)
+            logits = [stored + shifts[:, None], *logits]
+        z = logits[0] if len(logits) == 1 else jnp.concatenate(logits)
         p = jnp.exp(z - logsumexp[..., None])
         dz = _logits_gradient(head, z, p, chunks.is_label(labels, start, size), factors)
         dz = jnp.where(is_read, dz, 0.0)
@@ -246,16 +341,13 @@ def gradients(
         if 2 in carry:
             new = (jnp.sum(dz, axis=tokens) / unit).astype(bias.dtype)
             found[2] = chunks.put(carry[2], new, start, 0)
-        return found
+        return found, None
 
-    carry = {
-        # The gradient of the hidden states adds up over the chunks.
-        i: _filled(hidden, operands[i].shape, operands[i].dtype if i else head.wide)
-        for i in wrt
-    }
-    found = chunks.over(step, carry)
+    carry = _gradients_before(head, hidden, operands, kept, wrt)
+    shifts = None if kept is None else kept.shifts
+    found, _ = chunks.over(step, carry, shifts)
     if 0 in wrt:
-        found[0] = (found[0] / unit).astype(hidden.dtype)
+        found[0] = (found[0] / unit).astype(hidden.dtype).reshape(shape)
     return [found[i] for i in wrt]
 
 
@@ -267,6 +359,19 @@ def _logits_gradient(
     dz = for_sum * p + jnp.where(is_label, for_chosen, 0.0)
     dz = functools.reduce(jnp.add, for_total, dz)
     return dz if head.soft_cap is None else dz * (1 - jnp.square(z / head.soft_cap))
+
+
+def _gradients_before(
+    head: Head, hidden: Array, operands: Operands, kept: Kept | None, wrt: Sequence[int]
+) -> dict[int, Array]:
+    """Returns the arrays that gradients fill, by operand."""
+    given = operands._replace(hidden=hidden)
+    found = {
+        # That of the hidden states adds up over the chunks.
+        i: _filled(hidden, given[i].shape, given[i].dtype if i else head.wide)
+        for i in wrt
+    }
+    return found if kept is None else {**found, 1: kept.room}
 
 
 def _unit(head: Head, cotangents: Sequence[Array]) -> Array | float:

@@ -45,7 +45,9 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
 
     It has derivatives of any order, in forward and reverse mode, and works under `jit`,
     `vmap`, `scan` and `shard_map`. Under `jit`, tokens and vocabulary may be sharded in any
-    way, and devices send each other no logits. The backward pass computes the logits again.
+    way, and devices send each other no logits. On one device, logits wait for the backward
+    pass in memory that the gradient of `weight` will fill. A `scan` that is differentiated
+    as a whole would hold such an array for each step: wrap its body in `jax.checkpoint`.
 
     Args:
         hidden: The last hidden states (..., features).
@@ -128,7 +130,7 @@ def _statistics(head: Head, operands: Operands) -> list[Array]:
     if private("cross_entropy") is None:
         from mpx._ops._cross_entropy._chunks import statistics
 
-        return statistics(head, operands, remat=True)
+        return statistics(head, operands, remat=True)[0]
     from mpx._ops._cross_entropy._primitive import bind_statistics
 
     if not has_explicit_axes(jax.sharding.get_abstract_mesh()):

@@ -1,8 +1,8 @@
 """The statistics of logits as JAX primitives, with rules for derivatives and `vmap`.
 
-    statistics: operands → logsumexp, chosen, perhaps total
-    tangent:    operands, logsumexp, tangents of operands → tangents of the results
-    backward:   operands, logsumexp, cotangents of the results → gradients of operands
+    statistics: operands → logsumexp, chosen, perhaps total; perhaps kept logits
+    tangent:    the same and tangents of operands → tangents of the results
+    backward:   the same and cotangents of the results → gradients of operands
 
 `tangent` is linear in its tangents, and its transpose is `backward`. As primitives, they
 can be given another compute dtype by `amp`: see `Head`.
@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
@@ -22,7 +23,9 @@ from jaxtyping import PyTree
 from mpx._jax._compat import Primitive
 from mpx._jax._private import private
 from mpx._ops._cross_entropy._chunks import (
+    Chunks,
     Head,
+    Kept,
     Operands,
     gradients,
     statistics,
@@ -59,12 +62,16 @@ def _opened(head: Head, given: Sequence[PyTree]) -> tuple[Operands, list[PyTree]
 
 
 def _statistics(*given: Array, head: Head) -> list[Array]:
-    return statistics(head, _opened(head, given)[0])
+    found, kept = statistics(head, _opened(head, given)[0])
+    return [*found, *(kept or ())]
 
 
 def _backward(*given: Array, head: Head, wrt: tuple[int, ...]) -> list[Array]:
-    operands, (logsumexp, *cotangents) = _opened(head, given)
-    return gradients(head, operands, logsumexp, cotangents, wrt)
+    operands, (logsumexp, *rest) = _opened(head, given)
+    kept = None
+    if head.kept is not None:
+        kept, rest = Kept(*rest[:2]), rest[2:]
+    return gradients(head, operands, logsumexp, rest, kept=kept, wrt=wrt)
 
 
 def _differentiable(head: Head, operands: Operands) -> list[Array]:
@@ -76,9 +83,9 @@ def _differentiable(head: Head, operands: Operands) -> list[Array]:
         x.astype(head.dtype).astype(head.wide)
         for x in (operands.hidden, operands.weight)
     ]
-    wide = dataclasses.replace(head, dtype=head.wide)
+    wide = dataclasses.replace(head, dtype=head.wide, kept=None)
     operands = operands._replace(hidden=rounded[0], weight=rounded[1])
-    return statistics(wide, operands, remat=True)
+    return statistics(wide, operands, remat=True)[0]
 
 
 def _function_of(
@@ -109,14 +116,19 @@ def _plain_backward(*given: Array, head: Head, wrt: tuple[int, ...]) -> list[Arr
 # --- Rules ----------------------------------------------------------------------------
 
 
-def _types(hidden: Aval, *rest: Aval, head: Head, **params: object) -> list[Aval]:
-    del rest, params
-    shape = hidden.shape[:-1]
-    sharding = NamedSharding(hidden.sharding.mesh, PartitionSpec(*[None] * len(shape)))
-    tokens = hidden.update(
-        shape=shape, dtype=head.wide, weak_type=False, sharding=sharding
-    )
-    return [tokens] * (2 + head.has_total)
+def _types(hidden: Aval, weight: Aval, *rest: Aval, head: Head) -> list[Aval]:
+    del rest
+    tokens = _like(hidden, hidden.shape[:-1], head.wide)
+    found = [tokens] * (2 + head.has_total)
+    if head.kept is None:
+        return found
+    chunks = Chunks(head, hidden, weight)
+    return [*found, weight, _like(hidden, (chunks.count, chunks.kept), head.wide)]
+
+
+def _like(aval: Aval, shape: Sequence[int], dtype: np.dtype) -> Aval:
+    sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*[None] * len(shape)))
+    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def _jvp(
@@ -125,11 +137,17 @@ def _jvp(
     given = _opened(head, tangents)[0]
     zeros = (type(None), _jax.Zero)
     wrt = tuple(i for i, x in enumerate(given[:3]) if not isinstance(x, zeros))
+    count = 2 + head.has_total
+    wanted = count if head.kept is None else count + len(Kept._fields)
+    if 1 in wrt and head.kept is None:
+        head = head.keeping(*primals[:2])
     outs = statistics_p.bind(*primals, head=head)
-    if not wrt:
-        return outs, [zero_tangent(_jax, x) for x in outs]
-    chosen = [given[i] for i in wrt]
-    return outs, tangent_p.bind(*primals, outs[0], *chosen, head=head, wrt=wrt)
+    moved = [zero_tangent(_jax, x) for x in outs[:wanted]]
+    if wrt:
+        saved = [outs[0], *outs[count:]]
+        chosen = [given[i] for i in wrt]
+        moved[:count] = tangent_p.bind(*primals, *saved, *chosen, head=head, wrt=wrt)
+    return outs[:wanted], moved
 
 
 def _transpose(
@@ -151,7 +169,7 @@ def _batched(
 ) -> tuple[list[Array], list[int]]:
     """Maps an operation: the new axis is one of tokens, or there is a loop over it."""
     is_shared = all(d is None for d in dims[1:-1])
-    if primitive is statistics_p and is_shared:
+    if primitive is statistics_p and is_shared and params["head"].kept is None:
         size = next(
             x.shape[d] for x, d in zip(given, dims, strict=True) if d is not None
         )
@@ -169,7 +187,12 @@ def _batched(
 
 
 statistics_p = define(_jax, _STATISTICS, _types, _statistics)
-tangent_p = define(_jax, _TANGENT, _types, _plain_tangent)
+tangent_p = define(
+    _jax,
+    _TANGENT,
+    lambda *avals, head, wrt: _types(*avals, head=dataclasses.replace(head, kept=None)),
+    _plain_tangent,
+)
 backward_p = define(
     _jax,
     _BACKWARD,

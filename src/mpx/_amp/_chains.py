@@ -1,0 +1,338 @@
+"""Chains of operations on single numbers, such as `jax.nn.gelu`.
+
+The backward pass of gelu needs its operand, its tanh or erf, and its result: three arrays
+that are kept. A chain keeps its 16-bit operand and its result, and is computed again.
+Inside it computes in f32, where a power that overflows f16 does not.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpx._amp._decide import Choice
+from mpx._amp._facts import (
+    F32,
+    NEUTRAL,
+    Origin,
+    Settings,
+    cast,
+    is_eligible,
+)
+from mpx._amp._rules import Rule, rule_for
+from mpx._jax._compat import Literal, eval_jaxpr, jaxpr_of, scopes_of
+from mpx._jax._formats import FORMATS
+from mpx._program._flow import Flow
+from mpx._program._interpreter import Jaxpr, Op, Outcome, Plan, Scopes, Values
+from mpx._program._queries import Equation, Position, leaves, names, walk_inside
+
+_IN_F32 = "in f32, and again in the backward pass"
+_AGAIN = "computed again in the backward pass, which keeps its operand only"
+# The largest absolute value of their results.
+_BOUNDED = {
+    "tanh": 1.0,
+    "logistic": 1.0,
+    "erf": 1.0,
+    "erfc": 2.0,
+    "sin": 1.0,
+    "cos": 1.0,
+}
+# What XLA holds too expensive to compute a second time by itself.
+_EXPENSIVE = frozenset(names("tanh erf erfc log1p expm1 atan cbrt"))
+_SAME = frozenset(
+    names(
+        "neg abs copy reshape squeeze expand_dims transpose broadcast_in_dim "
+        "stop_gradient convert_element_type"
+    )
+)
+# Their derivatives need an operand or the result.
+_NONLINEAR = frozenset(
+    (*_BOUNDED, *_EXPENSIVE, *names("integer_pow exp log sqrt rsqrt mul div"))
+)
+_POINTWISE = _NONLINEAR | _SAME | {"add", "sub", "max", "min"}
+CURVED = _EXPENSIVE | {"integer_pow"}
+_FLOATS = frozenset(names("float32 bfloat16 float16"))
+Emitter = Callable[[Settings, Op], Outcome]
+_CHAINS = object()  # where a frame keeps the chains of its jaxpr
+
+
+class Chain(NamedTuple):
+    """Equations whose operands are one value and each other's results.
+
+    Attributes:
+        source: The value from which all of them are computed.
+        equations: The equations.
+        outvars: The results that others read.
+    """
+
+    source: Any
+    equations: list[Equation]
+    outvars: list[Any]
+
+    def places(self, scopes: Scopes) -> Iterator[Position]:
+        """Yields its equations and those inside them, with the scopes around each."""
+        for eqn in self.equations:
+            here = Position(scopes=scopes).at(eqn)
+            yield here
+            yield from walk_inside(here)
+
+    @property
+    def leaves(self) -> list[Equation]:
+        """The equations, with those inside calls in place of the calls."""
+        return [*leaves(self.equations)]
+
+
+def choose_chain(amp: Settings, op: Op) -> tuple[Choice, Emitter] | None:
+    """Returns how an equation runs that is part of a chain; `None` if it is not.
+
+    There are no chains under rules that change the rule of an operation.
+    """
+    frame, eqn = amp.frame, op.eqn
+    made = frame.made
+    if eqn.outvars and eqn.outvars[0] in made:
+        return Choice("chain"), _computed
+    if _CHAINS not in made:
+        made[_CHAINS] = find_chains(frame.jaxpr, frame.plan), None
+    chain: Chain | None = made[_CHAINS][0].get(id(eqn))
+    outer = op.scopes[: len(op.scopes) - len(scopes_of(eqn))]
+    if (
+        chain is None
+        or not _pays(amp, op, chain)
+        or any(amp.region_rule(x.eqn, x.scopes) for x in chain.places(outer))
+    ):
+        return None
+    if not is_eligible(chain.source.aval):
+        return Choice("chain", Rule.FOLLOW, _AGAIN), _running(chain, None)
+    is_low = [_is_low(amp, chain, var) for var in chain.outvars]
+    if _overflows(amp, chain):
+        rule, reason = Rule.F32, f"overflows f16: {_IN_F32}"
+    else:
+        rule, reason = (Rule.FOLLOW, _AGAIN) if all(is_low) else (Rule.F32, _IN_F32)
+    return Choice("chain", rule, reason), _running(chain, is_low)
+
+
+def _computed(amp: Settings, op: Op) -> Outcome:
+    """Returns what the first equation of the chain has computed."""
+    out, fact = amp.frame.made[op.eqn.outvars[0]]
+    return [out], [fact]
+
+
+def find_chains(jaxpr: Jaxpr, plan: Plan | None = None) -> dict[int, Chain]:
+    """Returns the chains of a jaxpr by the `id` of their first equation.
+
+    Args:
+        jaxpr: The jaxpr.
+        plan: What is run in the place of equations: it may read other values than these.
+    """
+    source_of: dict[Any, Any] = {}
+    members: dict[Any, list[Equation]] = {}
+    for eqn in jaxpr.eqns:
+        if not _is_pointwise(eqn):
+            continue
+        read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+        sources = {source_of.get(atom, atom) for atom in read}
+        if len(sources) != 1:
+            continue
+        source = sources.pop()
+        # What is f32 as it is written is held in 16 bits; casts are for 16-bit values.
+        if is_eligible(source.aval) and not _is_f32(eqn):
+            continue
+        source_of[eqn.outvars[0]] = source
+        members.setdefault(source, []).append(eqn)
+    return {
+        id(chain[0]): _as_chain(jaxpr, plan, source, chain)
+        for source, chain in members.items()
+        if not CURVED.isdisjoint(eqn.primitive.name for eqn in leaves(chain))
+    }
+
+
+def _as_chain(
+    jaxpr: Jaxpr, plan: Plan | None, source: Any, members: list[Equation]
+) -> Chain:
+    made, inside = {x.outvars[0] for x in members}, set(map(id, members))
+    read = {
+        atom
+        for eqn in jaxpr.eqns
+        if id(eqn) not in inside
+        for atom in eqn.invars
+        if not isinstance(atom, Literal) and atom in made
+    }
+    read |= {x for x in jaxpr.outvars if not isinstance(x, Literal)}
+    if plan is not None:
+        read.update(atom for x in plan.replaced.values() for atom in x.atoms)
+    outvars = [eqn.outvars[0] for eqn in members if eqn.outvars[0] in read]
+    return Chain(source, members, outvars)
+
+
+def _is_pointwise(eqn: Equation) -> bool:
+    """Returns whether an equation works on single float numbers, one by one."""
+    return len(eqn.outvars) == 1 and all(
+        leaf.primitive.name in _POINTWISE
+        and all(str(x.aval.dtype) in _FLOATS for x in (*leaf.invars, *leaf.outvars))
+        for leaf in leaves([eqn])
+    )
+
+
+def _is_f32(eqn: Equation) -> bool:
+    atoms = [x for leaf in leaves([eqn]) for x in (*leaf.invars, *leaf.outvars)]
+    return all(is_eligible(x.aval) for x in atoms)
+
+
+def _pays(amp: Settings, op: Op, chain: Chain) -> bool:
+    """Returns whether a chain is needed, or keeps fewer values than its equations do.
+
+    Where its result is kept as well, for a product with another value, the two keep the
+    same. Who reads the result does not decide: a jitted function does not know.
+    """
+    value = op.values[op.eqn.invars.index(chain.source)]
+    if getattr(value, "dtype", None) not in (np.float16, jnp.bfloat16):
+        return False
+    if is_eligible(chain.source.aval) and _overflows(amp, chain):
+        return True
+    leaves = {eqn.primitive.name for eqn in chain.leaves}
+    is_expensive = len(leaves - _SAME) > 1 and not _EXPENSIVE.isdisjoint(leaves)
+    return is_expensive and len(chain.outvars) == 1
+
+
+def _overflows(amp: Settings, chain: Chain) -> bool:
+    is_power = lambda x: x.primitive.name == "integer_pow" and x.params["y"] > 2  # noqa: E731
+    return amp.dtype == np.float16 and any(map(is_power, chain.leaves))
+
+
+def _is_low(amp: Settings, chain: Chain, var: Any) -> bool:
+    """Returns whether a result is held in 16 bits: by its rules, and if it fits there.
+
+    Inside a chain `erfc` is rounded once, at the end, as `erf` is.
+    """
+    if not all(
+        eqn.primitive.name in _BOUNDED or _is_low_alone(eqn) for eqn in chain.leaves
+    ):
+        return False
+    if amp.dtype != np.float16:
+        return True
+    largest = FORMATS["f16"].max
+    jaxpr = jaxpr_of([chain.source], [var], chain.equations)
+    (bound,) = Flow(_bound).run(jaxpr, {chain.source: largest})
+    return bound <= largest
+
+
+def _is_low_alone(eqn: Equation) -> bool:
+    rule = rule_for(eqn.primitive.name, eqn.params, compute_is_f16=False)
+    return rule in (Rule.FOLLOW, Rule.WIDEST)
+
+
+def _bound(name: str, eqn: Equation, known: list[Any]) -> float:
+    """Returns the largest absolute value of a result, from those of the operands."""
+    sizes = [
+        _size(atom) if size is None else size
+        for size, atom in zip(known, eqn.invars, strict=True)
+    ]
+    if name in _BOUNDED:
+        return _BOUNDED[name]
+    if name in ("add", "sub"):
+        return sum(sizes)
+    if name == "mul":
+        return math.prod(sizes)
+    if name == "integer_pow":
+        return _power(sizes[0], eqn.params["y"])
+    return max(sizes) if name in _SAME or name in ("max", "min") else math.inf
+
+
+def _size(atom: Any) -> float:
+    if not isinstance(atom, Literal):
+        return math.inf
+    return float(np.max(np.abs(np.asarray(atom.val, np.float64))))
+
+
+def _power(size: float, exponent: int) -> float:
+    try:
+        return size**exponent if exponent > 0 else math.inf
+    except OverflowError:
+        return math.inf
+
+
+def _running(chain: Chain, is_low: list[bool] | None) -> Emitter:
+    """Returns what computes a chain from a 16-bit value, at its first equation.
+
+    Args:
+        chain: The chain.
+        is_low: Which results are held in 16 bits, if it is computed in f32. `None` if it
+            is computed as it is written.
+    """
+
+    def run(amp: Settings, op: Op) -> Outcome:
+        made, key = amp.frame.made, (_signature(chain), amp.dtype)
+        if key not in made:
+            # Layers that are alike share a function, which JAX traces once.
+            made[key] = _function_of(chain, is_low, amp.dtype), None
+        outs = made[key][0](op.values[op.eqn.invars.index(chain.source)])
+        source = op.facts[op.eqn.invars.index(chain.source)].source
+        known = [Origin(source._replace(leaf=None), touched=True)] * len(outs)
+        results = zip(outs, known, strict=True)
+        # What only the chain itself reads has no value outside.
+        made.update(
+            dict.fromkeys((x.outvars[0] for x in chain.equations), (None, NEUTRAL))
+        )
+        made.update(zip(chain.outvars, results, strict=True))
+        return _computed(amp, op)
+
+    return run
+
+
+def _function_of(
+    chain: Chain, is_low: list[bool] | None, dtype: np.dtype
+) -> Callable[[Any], Values]:
+    jaxpr = jaxpr_of([chain.source], chain.outvars, chain.equations)
+
+    @jax.checkpoint
+    def compute(low: Any) -> Values:
+        low = _rounding_cotangents(low)
+        if is_low is None:
+            return eval_jaxpr(jaxpr, (), low)
+        outs = eval_jaxpr(jaxpr, (), cast(low, F32))
+        pairs = zip(outs, is_low, strict=True)
+        return [cast(out, dtype) if fits else out for out, fits in pairs]
+
+    return compute
+
+
+@jax.custom_jvp
+def _rounding_cotangents(low: Any) -> Any:
+    """Returns a 16-bit value, whose cotangent is made as an array of 16 bits.
+
+    A bias sums that cotangent in f32. XLA would leave out the rounding between, write the
+    cotangent in f32 for the sum, read that, and write it once more in 16 bits for the
+    matmuls: on ViT-Base 5.6 GB of traffic a step.
+    """
+    return low
+
+
+@_rounding_cotangents.defjvp
+def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    return primals[0], lax.optimization_barrier(tangents[0])
+
+
+def _signature(chain: Chain) -> Hashable:
+    """Returns something that is equal for chains that compute the same."""
+    number = {chain.source: 0}
+
+    def wire(atom: Any) -> Any:
+        if isinstance(atom, Literal):
+            return np.asarray(atom.val).tobytes(), str(atom.aval)
+        return number[atom]
+
+    parts: list[Any] = [str(chain.source.aval)]
+    for eqn in chain.equations:
+        number[eqn.outvars[0]] = len(number)
+        wires = tuple(map(wire, eqn.invars))
+        parts.append((eqn.primitive, tuple(eqn.params.items()), wires))
+    key = (*parts, *(number[var] for var in chain.outvars))
+    try:
+        hash(key)
+    except TypeError:  # a parameter that is no key
+        return id(chain.equations[0])
+    return key
