@@ -6,11 +6,11 @@ computes in f32, where a power that overflows f16 does not.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from mpx._amp._facts import F32, Origin, Settings, cast, is_eligible, is_low
 from mpx._amp._rules import Rule, rule_for
@@ -115,5 +115,5 @@ def _rounding_cotangents(low: Array) -> Array:
 
 
 @_rounding_cotangents.defjvp
-def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[PyTree, PyTree]:
     return primals[0], lax.optimization_barrier(tangents[0])
