@@ -67,11 +67,11 @@ class Recording:
     # The decisions of these
     decisions: list[Decision] = dataclasses.field(default_factory=list)
     # The matmuls that functions under `fp8` met
-    matmuls: list[Any] = dataclasses.field(default_factory=list)
+    matmuls: list[PyTree] = dataclasses.field(default_factory=list)
     # The recipe of each call of a function under `fp8`
-    recipes: list[Any] = dataclasses.field(default_factory=list)
+    recipes: list[PyTree] = dataclasses.field(default_factory=list)
 
-    def name(self, named: Sequence[Named], arrays: Sequence[Any]) -> None:
+    def name(self, named: Sequence[Named], arrays: Sequence[PyTree]) -> None:
         """Remembers the names of arrays; the first name of an array counts."""
         for name, array in zip(named, arrays, strict=True):
             self.names.setdefault(id(array), name)
@@ -96,7 +96,7 @@ _MOST_REMEMBERED = 1000
 
 def _take_arrays(
     tree: PyTree, is_taken: Callable[[Any], bool] = is_array
-) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
+) -> tuple[list[PyTree], Callable[[Sequence[PyTree]], PyTree]]:
     """Returns the arrays of a tree, and a function that puts others in their place."""
     leaves, structure = jax.tree.flatten(tree)
     taken = [i for i, leaf in enumerate(leaves) if is_taken(leaf)]
@@ -104,7 +104,7 @@ def _take_arrays(
     for i in taken:
         leaves[i] = None
 
-    def put_back(arrays: Sequence[Any]) -> PyTree:
+    def put_back(arrays: Sequence[PyTree]) -> PyTree:
         full = list(leaves)
         for i, array in zip(taken, arrays, strict=True):
             full[i] = array
@@ -116,9 +116,9 @@ def _take_arrays(
 class _Call(NamedTuple):
     """A function and its arguments."""
 
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    func: Callable[..., PyTree]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
 
 
 Describe = Callable[[LeafName, bool], Named]
@@ -127,13 +127,13 @@ Describe = Callable[[LeafName, bool], Named]
 
 def call_through(
     visitor: Transformation,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
     *,
     eager: dict[Any, Any] | None = None,
     describe: Describe | None = None,
-) -> Any:
+) -> PyTree:
     """Calls a function through a visitor.
 
     `eager` holds rewritten jaxprs of earlier calls outside all transformations.
@@ -150,7 +150,7 @@ def call_through(
         if objects:
             return _call_with_nnx(visitor, names, plain, objects)
 
-    def pure(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def pure(func: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
         return _call_pure(visitor, _Call(func, args, kwargs), eager, describe)
 
     if "haiku" in sys.modules and in_haiku():
@@ -172,7 +172,7 @@ def _unbound(visitor: Transformation, call: _Call) -> _Call:
     There their arrays have names and count as parameters, like those of a module.
     """
     func, args, kwargs = call
-    bound: tuple[Any, ...] = ()
+    bound: tuple[PyTree, ...] = ()
     inner = func
     if isinstance(func, functools.partial):
         bound, kwargs, inner = func.args, {**func.keywords, **kwargs}, func.func
@@ -191,7 +191,7 @@ def _call_pure(
     call: _Call,
     eager: dict[Any, Any] | None,
     describe: Describe | None,
-) -> Any:
+) -> PyTree:
     """Calls a function that changes nothing but its results; arguments as above."""
     arrays, put_back = _take_arrays(call)
     # NumPy's f64 is JAX's f32, unless x64 is on.
@@ -203,7 +203,7 @@ def _call_pure(
         named = [describe(*pair) for pair in named]
     merge = lambda outs: outs  # noqa: E731 - made while the function is traced
 
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(*arrays: Any) -> list[PyTree]:
         nonlocal merge
         func, args, kwargs = put_back(arrays)
         outs, merge = _take_arrays(func(*args, **kwargs))
@@ -245,10 +245,10 @@ _F32 = np.dtype(np.float32)
 
 def _trace(
     visitor: Transformation,
-    flat: Callable[..., Any],
-    arrays: Sequence[Any],
+    flat: Callable[..., PyTree],
+    arrays: Sequence[PyTree],
     named: Sequence[Named],
-) -> tuple[tuple[Any, Sequence[Any]], set[int]]:
+) -> tuple[tuple[Any, Sequence[PyTree]], set[int]]:
     """Traces a function; parameters of 16 bits as if they were f32, where `amp` asks.
 
     Such a parameter is storage: what the function computes is what it would be with f32
@@ -316,7 +316,7 @@ def _cast_like(new: PyTree, old: PyTree) -> PyTree:
 _LEAF = jax.tree.structure(0)
 
 
-def run_traced(visitor: Transformation, traced: Traced) -> list[Any]:
+def run_traced(visitor: Transformation, traced: Traced) -> list[PyTree]:
     """Runs a traced function through a visitor; its results have their own dtypes."""
     facts = [
         visitor.argument_fact(*named, leaf)
@@ -408,9 +408,9 @@ def _names_and_params(visitor: Transformation, call: _Call) -> list[Named]:
 def _call_with_nnx(
     visitor: Transformation,
     names: list[str],
-    plain: dict[str, Any],
+    plain: dict[str, PyTree],
     objects: dict[LeafName, Any],
-) -> Any:
+) -> PyTree:
     """Calls a function of NNX objects as a pure one and writes their state back.
 
     `plain` holds the function and all arguments, with slots for the objects; `names` are
@@ -418,7 +418,7 @@ def _call_with_nnx(
     """
     split = _nnx.split(objects, ())
 
-    def pure(state: Any, plain: dict[str, Any]) -> tuple[Any, Any]:
+    def pure(state: PyTree, plain: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
         merged = _nnx.merge(split._replace(rest=state))
         everything = _nnx.put_back(plain, merged.objects)
         func = everything.pop(_FUNC)
@@ -456,11 +456,11 @@ def _call_with_nnx(
 
 
 def flat_call(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-) -> tuple[list[Any], Callable[[Transformation, Sequence[Any]], list[Any]]]:
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    wrap: Callable[[Callable[..., PyTree]], Callable[..., PyTree]] | None = None,
+) -> tuple[list[PyTree], Callable[[Transformation, Sequence[PyTree]], list[PyTree]]]:
     """Returns the arrays of a call, and a function of a visitor and such arrays.
 
     That function makes the call through the visitor and returns the arrays of the result.
@@ -471,7 +471,7 @@ def flat_call(
     state = split.rest if split is not None else None
     arrays, put_back = _take_arrays((plain, state), _is_abstract)
 
-    def call(visitor: Transformation, arrays: Sequence[Any]) -> list[Any]:
+    def call(visitor: Transformation, arrays: Sequence[PyTree]) -> list[PyTree]:
         plain, state = put_back(arrays)
         if split is not None:
             merged = _nnx.merge(split._replace(rest=state))
@@ -486,14 +486,14 @@ def flat_call(
 
 def trace(
     visitor: Transformation,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> PyTree:
     """Returns the jaxpr of a call through a visitor."""
     arrays, call = flat_call(func, args, kwargs)
     return jax.make_jaxpr(functools.partial(call, visitor))(arrays)
 
 
-def _is_abstract(leaf: Any) -> bool:
+def _is_abstract(leaf: PyTree) -> bool:
     return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)

@@ -24,7 +24,6 @@ from mpx._program._interpreter import Op
 from mpx._program._queries import (
     ATTENTION,
     CROSS_ENTROPY,
-    GROUPED,
     MATMULS,
     Equation,
     holds,
@@ -205,7 +204,6 @@ def _reason_for_f32(eqn: Equation, facts: Sequence[Origin]) -> str | None:
 
 RAGGED = frozenset({"ragged_dot", "ragged_dot_general"})
 IN_KERNEL = "in a grouped kernel"
-_HOPPER = (9, 0)
 _KINDS: dict[Any, Kind] = {
     ((a,), (b,), groups): kind for kind, (a, b, groups) in FORMS.items()
 }
@@ -216,8 +214,6 @@ _TOGETHER, _LEAST, _MULTIPLE = 8, 128, 64
 
 def kind_of(eqn: Equation) -> Kind | None:
     """Returns what a ragged matmul multiplies, if there is a kernel for that."""
-    if eqn.primitive.name == GROUPED:
-        return eqn.params["kind"]
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
     if numbers is None or eqn.params.get("group_offset") is not None:
         return None
@@ -232,12 +228,11 @@ def kind_of(eqn: Equation) -> Kind | None:
 
 def no_grouped_kernel(eqn: Equation) -> str | None:
     """Returns why a ragged matmul of 16-bit numbers is in no grouped kernel, if so."""
-    return reason_by_device() or reason_by_shape(eqn)
+    return _reason_by_device() or _reason_by_shape(eqn)
 
 
-def reason_by_device() -> str | None:
-    """Returns why there is no grouped kernel here, if there is none."""
-    if gpu_capability() != _HOPPER:
+def _reason_by_device() -> str | None:
+    if gpu_capability() != (9, 0):
         return "the kernel needs a Hopper GPU"
     if not HAS_MOSAIC:
         return f"the kernel needs jax 0.11 or later, and {jax.__version__} is installed"
@@ -250,8 +245,7 @@ def reason_by_device() -> str | None:
     return None
 
 
-def reason_by_shape(eqn: Equation, multiple: int = _MULTIPLE) -> str | None:
-    """Returns why the grouped kernel cannot run a ragged matmul, if it cannot."""
+def _reason_by_shape(eqn: Equation) -> str | None:
     if kind_of(eqn) is None:
         return "it is not rows times a matrix for each group"
     rows, *sizes = eqn.invars[0].aval.shape
@@ -259,8 +253,8 @@ def reason_by_shape(eqn: Equation, multiple: int = _MULTIPLE) -> str | None:
     if rows < _LEAST or rows % _TOGETHER:
         return f"it has {rows} rows, not a multiple of {_TOGETHER}, {_LEAST} or more"
     for size in sizes:
-        if size == 0 or size % multiple:
-            return f"{size} is not a multiple of {multiple}"
+        if size == 0 or size % _MULTIPLE:
+            return f"{size} is not a multiple of {_MULTIPLE}"
     return None
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
 from mpx._amp._chains import CURVED, choose_chain
 from mpx._amp._decide import (
@@ -116,7 +117,7 @@ class Autocast(Settings):
     def plan(
         self,
         jaxpr: Jaxpr,
-        consts: Sequence[Any],
+        consts: Sequence[PyTree],
         facts: Sequence[Origin],
         scopes: Scopes,
     ) -> Plan | None:
@@ -202,7 +203,7 @@ def _summed_in_f32(amp: Settings, op: Op, values: Values) -> Values:
     if name in BROADCASTING:
         shape = tuple(eqn.outvars[0].aval.shape)
 
-        def whole(x: Any, fact: Origin) -> Any:
+        def whole(x: PyTree, fact: Origin) -> PyTree:
             if not is_low(x) or fact.literal is not None or x.shape == shape:
                 return x
             return cast(jnp.broadcast_to(amp.widen(x), shape), x.dtype)
@@ -285,7 +286,7 @@ def _with_params(eqn: Equation, values: Values, dtype: np.dtype) -> Values:
     over all examples, also over those of a `jax.vmap` around the call, and that sum is f32.
     """
 
-    def compute(*values: Any) -> Values:
+    def compute(*values: PyTree) -> Values:
         wide = [saturate(x, dtype) if x.dtype == F32 else x for x in values]
         outs = bind(eqn, [cast(x, F32) if is_low(x) else x for x in wide])
         return [cast(x, dtype) if x.dtype == F32 else x for x in outs]
@@ -361,7 +362,7 @@ def _by_algorithm(amp: Settings, op: Op, rule: Rule) -> Values:
     # One may be a 16-bit parameter.
     args = [cast(x, F32) for x in changed(op, amp.widen)]
 
-    def chosen(*args: Any) -> Values:
+    def chosen(*args: PyTree) -> Values:
         return bind(op.eqn, args, precision=PRESETS[rule])
 
     if rule == Rule.TF32:
@@ -372,7 +373,7 @@ def _by_algorithm(amp: Settings, op: Op, rule: Rule) -> Values:
     return chosen(*args)
 
 
-def multiply(eqn: Equation, args: Any, dtype: np.dtype) -> list[Any]:
+def multiply(eqn: Equation, args: PyTree, dtype: np.dtype) -> list[PyTree]:
     """Runs a matmul of 16-bit operands; a ragged one in a grouped kernel if there is one."""
     if eqn.primitive.name not in RAGGED or no_grouped_kernel(eqn) is not None:
         return bind(eqn, args, preferred_element_type=dtype)
@@ -470,7 +471,7 @@ def _scan(amp: Autocast, op: Op) -> Outcome:
     return HANDLERS["scan"](amp, op._replace(values=values))
 
 
-def _low_stack(amp: Autocast, op: Op, position: int) -> Any:
+def _low_stack(amp: Autocast, op: Op, position: int) -> PyTree:
     """Returns a weight per layer in the compute dtype, if that costs no accuracy.
 
     Cast inside the loop, the forward pass would save a low copy of each. As it is stored,
@@ -560,7 +561,7 @@ _UNSCALED = (
 
 
 @jax.custom_jvp
-def _warn_if_unscaled(x: Any) -> Any:
+def _warn_if_unscaled(x: PyTree) -> PyTree:
     """Returns a result as it is; if it is differentiated, that may warn.
 
     The derivative rule runs when JAX takes the derivative, also that of a jitted
@@ -570,7 +571,7 @@ def _warn_if_unscaled(x: Any) -> Any:
 
 
 @_warn_if_unscaled.defjvp
-def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[PyTree, PyTree]:
     is_trained = jnp.issubdtype(tangents[0].dtype, jnp.floating)
     if is_trained and not in_gradient_function():
         warn(_UNSCALED)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
 from mpx._amp._rules import FUNCTION_SCOPE, AmpRules, RuleLike
 from mpx._casting._reduction import Reduce, weight_grad_dtype
@@ -74,7 +75,7 @@ DATA = Source()
 CONSTANT = Source("constant")
 
 
-def argument(name: str, value: Any, *, is_param: bool) -> Source:
+def argument(name: str, value: PyTree, *, is_param: bool) -> Source:
     """Returns the source of an argument."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return CONSTANT
@@ -82,7 +83,7 @@ def argument(name: str, value: Any, *, is_param: bool) -> Source:
     return Source(kind, frozenset({name}), tuple(value.shape))
 
 
-def closed_over(value: Any) -> Source:
+def closed_over(value: PyTree) -> Source:
     """Returns the source of an array that a function closes over.
 
     It may be a parameter or data: JAX does not tell without differentiating.
@@ -160,7 +161,7 @@ def is_eligible(aval: Any) -> bool:
     return getattr(aval, "dtype", None) == F32
 
 
-def is_low(x: Any) -> bool:
+def is_low(x: PyTree) -> bool:
     """Returns whether a value is held in 16 bits."""
     return getattr(x, "dtype", None) in LOW_DTYPES
 
@@ -177,7 +178,7 @@ def may_be_param(fact: Origin) -> bool:
 _REPEATS = SHAPE_ONLY | {"tile"}
 
 
-def cast(x: Any, dtype: np.dtype) -> Any:
+def cast(x: PyTree, dtype: np.dtype) -> PyTree:
     """Casts a value; literals, which have no tracer, become arrays."""
     if not hasattr(x, "dtype"):
         x = jnp.asarray(x, F32)
@@ -185,7 +186,7 @@ def cast(x: Any, dtype: np.dtype) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=INLINE)  # traced once for a shape
-def saturate(x: Any, dtype: np.dtype) -> Any:
+def saturate(x: PyTree, dtype: np.dtype) -> PyTree:
     """Returns f32 numbers such that those that are finite stay so in `dtype`.
 
     The derivative is that of the identity: nothing is kept for the backward pass.
@@ -194,13 +195,15 @@ def saturate(x: Any, dtype: np.dtype) -> Any:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _saturate(x: Any, dtype: np.dtype) -> Any:
+def _saturate(x: PyTree, dtype: np.dtype) -> PyTree:
     largest = np.float32(FORMATS[short_name(dtype)].max)
     return lax.select(lax.is_finite(x), lax.clamp(-largest, x, largest), x)
 
 
 @_saturate.defjvp
-def _(dtype: np.dtype, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+def _(
+    dtype: np.dtype, primals: tuple[PyTree], tangents: tuple[PyTree]
+) -> tuple[PyTree, PyTree]:
     return _saturate(*primals, dtype), tangents[0]
 
 
@@ -213,7 +216,7 @@ def widest(dtypes: Iterable[np.dtype]) -> np.dtype:
     return chosen.pop() if len(chosen) == 1 else F32
 
 
-def formats_that_hold(value: Any) -> tuple[str, ...]:
+def formats_that_hold(value: PyTree) -> tuple[str, ...]:
     """Returns the 16-bit formats in which a number neither overflows nor becomes 0."""
     size = abs(float(value))
     if not np.isfinite(size) or size == 0:
@@ -224,7 +227,7 @@ def formats_that_hold(value: Any) -> tuple[str, ...]:
 
 def changed(
     op: Op,
-    change: Callable[[Any], Any],
+    change: Callable[[Any], PyTree],
     where: Callable[[Any], bool] = is_eligible,
 ) -> Values:
     """Returns the operands of an equation, changed where their types say so."""
@@ -296,11 +299,11 @@ class Settings(Transformation):
         """The types whose calls run as they are written."""
         return tuple([x for x in self.rules.keep if isinstance(x, type)])
 
-    def argument_fact(self, name: str, is_param: bool, leaf: Any) -> Origin:
+    def argument_fact(self, name: str, is_param: bool, leaf: PyTree) -> Origin:
         """Returns what is known of an argument's array."""
         return Origin(argument(name, leaf, is_param=is_param))
 
-    def constant_fact(self, value: Any) -> Origin:
+    def constant_fact(self, value: PyTree) -> Origin:
         return Origin(closed_over(value))
 
     def literal_fact(self, atom: Any) -> Origin:
@@ -319,7 +322,7 @@ class Settings(Transformation):
         return fact._replace(source=source)
 
     def result_facts(
-        self, outs: Sequence[Any], known: Sequence[Origin]
+        self, outs: Sequence[PyTree], known: Sequence[Origin]
     ) -> list[Origin]:
         return [
             Origin(fact.source._replace(leaf=None), fact.touched or is_low(out))
@@ -330,7 +333,7 @@ class Settings(Transformation):
         source = join([fact.source for fact in facts])
         return Origin(source, any(fact.touched for fact in facts))
 
-    def facts_after(self, op: Op, outs: Sequence[Any]) -> list[Origin]:
+    def facts_after(self, op: Op, outs: Sequence[PyTree]) -> list[Origin]:
         """Returns what is known of the results of an equation that holds no jaxpr."""
         eqn, touched, sources = op.eqn, False, []
         for fact in op.facts:
@@ -360,7 +363,7 @@ class Settings(Transformation):
 
         return list(after(op.eqn, op.facts, rule, self.literal_fact, NEUTRAL))
 
-    def widen(self, value: Any) -> Any:
+    def widen(self, value: PyTree) -> PyTree:
         """Returns a value in f32, the same array for every equation that asks.
 
         The cotangents of a shared f32 version add up in f32; those of one cast per
@@ -370,14 +373,14 @@ class Settings(Transformation):
             return cast(value, F32)
         return self.once(value, F32)
 
-    def once(self, value: Any, dtype: np.dtype) -> Any:
+    def once(self, value: PyTree, dtype: np.dtype) -> PyTree:
         """Returns a value cast to a dtype, the same array for every equation that asks."""
         made = self.frame.made
         if (id(value), dtype) not in made:
             made[id(value), dtype] = value, cast(value, dtype)
         return made[id(value), dtype][1]
 
-    def grad_dtype(self, value: Any) -> np.dtype:
+    def grad_dtype(self, value: PyTree) -> np.dtype:
         """Returns in which dtype the gradient of a parameter leaves its matmul."""
         if getattr(value, "dtype", None) not in (F32, *LOW_DTYPES):
             return self.dtype
@@ -404,7 +407,7 @@ class Settings(Transformation):
         return scopes
 
     def rule(
-        self, name: str, params: Mapping[str, Any], facts: Sequence[Origin]
+        self, name: str, params: Mapping[str, PyTree], facts: Sequence[Origin]
     ) -> tuple[RuleLike, str]:
         """Returns the rule of a primitive where no region has one, and why."""
         if name in MATMULS and (self.rules.keep or self.rules.params):

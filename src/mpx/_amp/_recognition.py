@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from mpx._amp._decide import reason_against
 from mpx._amp._facts import (
@@ -49,7 +50,7 @@ Values = dict[Any, Value]
 def plan_for(
     amp: Settings,
     jaxpr: Jaxpr,
-    consts: Sequence[Any],
+    consts: Sequence[PyTree],
     facts: Sequence[Origin],
     scopes: Scopes,
 ) -> Plan | None:
@@ -105,7 +106,7 @@ class _Call(NamedTuple):
 
         arrays = match.laid_out(*(cast(x, dtype) for x, _ in operands))
         extras = arrays_of(match, masks, wide)
-        out = kernel.fitted_attention(*arrays, extras, spec)
+        out = kernel.fitted_attention(arrays, extras, spec)
         if masks.empty is not None:
             out = fill_empty_rows(match, masks, extras["mask"], arrays, out)
         out = match.as_result(out)

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from mpx._casting._half import chosen_half_precision
 from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
@@ -185,7 +186,7 @@ SUMMED = frozenset(
 LINEAR = frozenset(names("add sub concatenate stack pad select_n dynamic_update_slice"))
 
 
-def rule_for(name: str, params: Mapping[str, Any], compute_is_f16: bool) -> Rule:
+def rule_for(name: str, params: Mapping[str, PyTree], compute_is_f16: bool) -> Rule:
     """Returns the rule of a primitive under the default policy."""
     if name == "integer_pow":
         # x² feeds the statistics of norms and 1/xⁿ has a wide range; x³ is gelu's.
@@ -194,7 +195,7 @@ def rule_for(name: str, params: Mapping[str, Any], compute_is_f16: bool) -> Rule
     return PRIMITIVES.get(name, Rule.ORIGINAL)
 
 
-RuleLike = Rule | str | Callable[..., Any]
+RuleLike = Rule | str | Callable[..., PyTree]
 """A rule, its name, or a function with jaxamp's `precision_fn` signature."""
 _BASES = ("safe", "fast", "original", "tf32", "bf16_f32", "true_f32")
 
@@ -272,7 +273,7 @@ class AmpRules:
 
     def for_call(
         self,
-        named: Iterable[tuple[str, Any]],
+        named: Iterable[tuple[str, PyTree]],
         places: Callable[[], tuple[Iterable[str], Iterable[str]]] | None,
     ) -> "AmpRules":
         """Returns these rules for one call, of which the arrays are known."""
@@ -297,7 +298,7 @@ class AmpRules:
             warn(str(error))
         return rules
 
-    def _key(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[PyTree, ...]:
         rules = (self.primitives, self.scopes, self.functions, self.params)
         return (self.base, self.keep, *(tuple(x.items()) for x in rules))
 
@@ -357,7 +358,7 @@ class AmpRules:
             self._found[name] = self._param_rule(name, None)
         return self._found[name]
 
-    def _param_rule(self, name: str, leaf: Any) -> tuple[RuleLike, str] | None:
+    def _param_rule(self, name: str, leaf: PyTree) -> tuple[RuleLike, str] | None:
         for selector in self.keep:
             known = leaf is not None or isinstance(selector, str | type)
             if known and matches(selector, name, leaf):
@@ -368,7 +369,7 @@ class AmpRules:
         return None
 
     def primitive_rule(
-        self, name: str, params: Mapping[str, Any], *, compute_is_f16: bool
+        self, name: str, params: Mapping[str, PyTree], *, compute_is_f16: bool
     ) -> tuple[RuleLike, str]:
         """Returns the rule of a primitive, and the reason."""
         if name in self.primitives:

@@ -14,7 +14,7 @@ names that it needs.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,17 +78,15 @@ class Attention(NamedTuple):
 def plain(*operands: Array, spec: Attention) -> tuple[Array, Array]:
     """Runs the operations behind `jax.nn.dot_product_attention`, in f32."""
     query, key, value = (convert_dtype(x, F32) for x in operands[:3])
-    out, logsumexp = _by_jax(
-        (query, key, value, *operands[3:]), spec, "xla", return_residual=True
-    )
+    given = (query, key, value, *operands[3:])
+    out, logsumexp = _by_jax(given, spec, implementation="xla", return_residual=True)
     return convert_dtype(out, operands[0].dtype), logsumexp.swapaxes(1, 2)[..., None]
 
 
 def _by_jax(
     operands: Sequence[Array],
     spec: Attention,
-    implementation: Literal["xla", "cudnn"],
-    **options: bool,
+    **options: PyTree,
 ) -> PyTree:
     query, key, value, *rest = operands
     extras = dict(zip(spec.extras, rest, strict=True))
@@ -102,7 +100,6 @@ def _by_jax(
         is_causal=spec.is_causal,
         key_value_seq_lengths=extras.get("kv_seqlen"),
         local_window_size=spec.window,
-        implementation=implementation,
         **options,
     )
 
@@ -153,7 +150,8 @@ def _vjp(
             extras["bias"] = whole(bias)
         if mask is not None:
             extras["mask"] = whole(mask)
-        out = _by_jax((query, key, value, *extras.values()), spec, "cudnn")
+        low = (query, key, value, *extras.values())
+        out = _by_jax(low, spec, implementation="cudnn")
         if mask is None or visible is None or visible is mask:
             return out
         # The kernel's mean would be that of the keys up to the position of the query.
@@ -502,9 +500,10 @@ def padded_call(
 
 
 def fitted_attention(
-    query: Array, key: Array, value: Array, extras: Mapping[str, Array], spec: Attention
+    arrays: Sequence[Array], extras: Mapping[str, Array], spec: Attention
 ) -> Array:
     """Runs attention on operands that are padded where the kernel needs it."""
+    query, key, value = arrays
     rows, keys, size = query.shape[1], key.shape[1], value.shape[-1]
     fit = Fit.of(query.shape, value.shape, spec)
     query = _padded(query, {1: fit.rows, 3: fit.head})

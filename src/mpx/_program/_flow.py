@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from jaxtyping import PyTree
+
 from mpx._jax._compat import Literal, open_jaxpr, primitive_name, scan_sizes
 from mpx._program._queries import (
     CALLS,
@@ -32,7 +34,7 @@ def propagate(
     labels: Mapping[Any, T],
     rule: Callable[[Equation, list[T]], Sequence[T]],
     literal: Callable[[Any], T] = lambda atom: None,
-    ends: Iterable[Sequence[Any]] = itertools.repeat(()),
+    ends: Iterable[Sequence[PyTree]] = itertools.repeat(()),
 ) -> list[T]:
     """Returns the labels of the results of a jaxpr, given those of its other variables.
 
@@ -40,7 +42,7 @@ def propagate(
     """
     env: dict[Any, Any] = dict(labels)
 
-    def read(atom: Any) -> Any:
+    def read(atom: Any) -> PyTree:
         return literal(atom) if isinstance(atom, Literal) else env.get(atom)
 
     for eqn, dead in zip(jaxpr.eqns, ends, strict=False):

@@ -36,11 +36,11 @@ Aval = Any
 """The type of a value: shape, dtype, sharding."""
 Scopes = tuple[str, ...]
 """Names of `jax.named_scope`s, outermost first."""
-Dtypes = tuple[Any, ...]
+Dtypes = tuple[PyTree, ...]
 """A dtype per value; `None` where a value keeps its own."""
 Fact = Any
 """The knowledge of a visitor about a value: hashable, of any type."""
-Values = list[Any]
+Values = list[PyTree]
 Facts = list[Fact]
 Outcome = tuple[Values, Facts]
 """The results of an equation, and what is known of each."""
@@ -61,7 +61,7 @@ class Op(NamedTuple):
 class Replacement(NamedTuple):
     """What is run instead of an equation and of those that only it needs."""
 
-    atoms: Sequence[Any]  # The variables whose values it needs
+    atoms: Sequence[PyTree]  # The variables whose values it needs
     # Takes the visitor and the equation with these values as its operands; returns the
     # results of the equation
     run: Callable[["Visitor", Op], Outcome]
@@ -88,8 +88,8 @@ class Frame:
         self.jaxpr = jaxpr
         self.plan: Plan | None = None
         self.eqn: Equation = None  # whose turn it is
-        self.env: dict[Any, tuple[Any, Any]] = {}
-        self.made: dict[Any, tuple[Any, Any]] = {}
+        self.env: dict[Any, tuple[PyTree, PyTree]] = {}
+        self.made: dict[Any, tuple[PyTree, PyTree]] = {}
 
     @functools.cached_property
     def primitives(self) -> frozenset[str]:
@@ -106,7 +106,7 @@ class Rewritten(NamedTuple):
     """A nested jaxpr after a visit, its results' facts, `Visitor.found`, and the original."""
 
     jaxpr: Jaxpr
-    facts: list[Any]
+    facts: list[PyTree]
     found: frozenset[Any]
     source: "weakref.ref[Any]"
 
@@ -141,7 +141,7 @@ class Visitor:
         """Returns what is known of a number that is written into a jaxpr."""
         return self.unknown
 
-    def constant_fact(self, value: Any) -> Fact:
+    def constant_fact(self, value: PyTree) -> Fact:
         """Returns what is known of an array that the function closes over."""
         return self.unknown
 
@@ -150,13 +150,13 @@ class Visitor:
         return self.unknown
 
     def facts_inside(
-        self, facts: Sequence[Fact], variables: Sequence[Any], kind: Kind
+        self, facts: Sequence[Fact], variables: Sequence[PyTree], kind: Kind
     ) -> Facts:
         """Returns what is known of several inputs of a nested jaxpr."""
         pairs = zip(facts, variables, strict=True)
         return [self.fact_inside(fact, var, kind) for fact, var in pairs]
 
-    def result_facts(self, outs: Sequence[Any], known: Facts) -> Facts:
+    def result_facts(self, outs: Sequence[PyTree], known: Facts) -> Facts:
         """Returns what is known of the results of a loop, a branch or another body."""
         return [self.unknown] * len(outs)
 
@@ -192,7 +192,7 @@ class Visitor:
     def plan(
         self,
         jaxpr: Jaxpr,
-        consts: Sequence[Any],
+        consts: Sequence[PyTree],
         facts: Sequence[Fact],
         scopes: Scopes,
     ) -> Plan | None:
@@ -202,8 +202,8 @@ class Visitor:
     def run(
         self,
         jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        args: Sequence[Any],
+        consts: Sequence[PyTree],
+        args: Sequence[PyTree],
         facts: Sequence[Fact],
         scopes: Scopes,
     ) -> Outcome:
@@ -278,7 +278,7 @@ def rewrite(
         return cached.jaxpr, cached.facts
     known: Facts = []
 
-    def run(*args: Any) -> Values:
+    def run(*args: PyTree) -> Values:
         with visitor.inside(op.eqn, jax.tree.unflatten(structure, args[count:])):
             outs, known[:] = visitor.run(body, consts, args[:count], facts, scopes)
         return as_results(outs, body.outvars, dtypes)
@@ -291,13 +291,13 @@ def rewrite(
     return new, known
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: PyTree) -> bool:
     return isinstance(x, jax.Array)
 
 
 def as_results(
-    outs: Sequence[Any], variables: Sequence[Any], dtypes: Dtypes | None = None
-) -> list[Any]:
+    outs: Sequence[PyTree], variables: Sequence[PyTree], dtypes: Dtypes | None = None
+) -> list[PyTree]:
     """Returns results as arrays, also those that are literals, in the given dtypes."""
     pairs = zip(outs, [var.aval for var in variables], strict=True)
     arrays = [
@@ -306,14 +306,14 @@ def as_results(
     return arrays if dtypes is None else cast_all(arrays, dtypes)
 
 
-def _constant(value: Any, aval: Aval) -> Any:
+def _constant(value: PyTree, aval: Aval) -> PyTree:
     """Returns a literal as an array of its type; a weak one only a Python number makes."""
     if getattr(aval, "weak_type", False):
         return jnp.asarray(np.asarray(value).item())
     return jnp.asarray(value, aval.dtype)
 
 
-def cast_all(values: Sequence[Any], dtypes: Dtypes) -> list[Any]:
+def cast_all(values: Sequence[PyTree], dtypes: Dtypes) -> list[PyTree]:
     """Casts each value to its dtype; `None` leaves it alone."""
     return [
         x if dtype is None or x.dtype == dtype else convert_dtype(x, dtype)
@@ -321,17 +321,17 @@ def cast_all(values: Sequence[Any], dtypes: Dtypes) -> list[Any]:
     ]
 
 
-def as_array(x: Any) -> Any:
+def as_array(x: PyTree) -> PyTree:
     """Returns an array that JAX primitives take: literals are not arrays."""
     return x if hasattr(x, "aval") else jnp.asarray(x)
 
 
-def arrays_of(values: Sequence[Any]) -> list[Any]:
+def arrays_of(values: Sequence[PyTree]) -> list[PyTree]:
     """Returns values as arrays."""
     return [as_array(value) for value in values]
 
 
-def types_of(values: Sequence[Any]) -> list[Aval]:
+def types_of(values: Sequence[PyTree]) -> list[Aval]:
     """Returns the types of arrays."""
     return [jax.typeof(value) for value in values]
 
@@ -352,14 +352,14 @@ class Traced(NamedTuple):
     """A function of arrays that has been traced."""
 
     jaxpr: Jaxpr  # The jaxpr, open
-    consts: Sequence[Any]  # Its constants
-    arrays: list[Any]  # Its arguments
+    consts: Sequence[PyTree]  # Its constants
+    arrays: list[PyTree]  # Its arguments
     named: list[Named]  # Their names, and which of them are parameters
     # Whether its parameters are known. While Linen or Haiku initialise a model it has
     # none yet.
     has_params: bool
 
-    def named_arrays(self) -> list[tuple[LeafName, Any]]:
+    def named_arrays(self) -> list[tuple[LeafName, PyTree]]:
         """Returns the arguments with their names."""
         pairs = zip(self.named, self.arrays, strict=True)
         return [(name, array) for (name, _), array in pairs]
@@ -383,7 +383,7 @@ class Transformation(Visitor):
     params: tuple[int | str, ...] | None = None
     # What an f32 array that was widened for the call was made from, by its `id`: the
     # f32 array, and the one of 16 bits
-    stored: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    stored: dict[int, tuple[PyTree, PyTree]] = dataclasses.field(default_factory=dict)
     # Whether parameters of 16 bits are read as f32
     widens_params: ClassVar[bool] = False
     # Whether the first argument holds the parameters if it is an array by itself, and
@@ -395,7 +395,7 @@ class Transformation(Visitor):
         """The types whose calls run as they are written."""
         return ()
 
-    def argument_fact(self, name: LeafName, is_param: bool, leaf: Any) -> Fact:
+    def argument_fact(self, name: LeafName, is_param: bool, leaf: PyTree) -> Fact:
         """Returns what is known of an argument's array."""
         return self.unknown
 
@@ -403,6 +403,6 @@ class Transformation(Visitor):
         """Looks at the function before it is run; may return another one to run."""
         return traced
 
-    def finish(self, outs: list[Any]) -> list[Any]:
+    def finish(self, outs: list[PyTree]) -> list[PyTree]:
         """Returns the results for the user."""
         return outs

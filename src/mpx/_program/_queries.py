@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 from typing import Literal as OneOf
 
+from jaxtyping import PyTree
+
 from mpx._jax._compat import (
     JAXPRS,
     Literal,
@@ -76,12 +78,12 @@ def sub_jaxprs(eqn: Equation) -> Iterator[Any]:
                 yield open_jaxpr(item)[0]
 
 
-def body_of(eqn: Equation) -> Any:
+def body_of(eqn: Equation) -> PyTree:
     """Returns the jaxpr of a call or of a scan."""
     return next(sub_jaxprs(eqn))
 
 
-def called(eqn: Equation) -> Any:
+def called(eqn: Equation) -> PyTree:
     """Returns the jaxpr that an equation calls with its operands as they are, if any."""
     inner = [x for x in eqn.params.values() if isinstance(x, JAXPRS)]
     if eqn.primitive.name == HI_PRIMITIVE:
@@ -194,10 +196,10 @@ def readers(eqns: Iterable[Equation]) -> dict[Any, list[tuple[Equation, int]]]:
     return found
 
 
-def last_uses(jaxpr: Any) -> list[list[Any]]:
+def last_uses(jaxpr: Any) -> list[list[PyTree]]:
     """Returns, for each equation, the variables that nothing reads after it."""
     seen = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    found: list[list[Any]] = []
+    found: list[list[PyTree]] = []
     for eqn in reversed(jaxpr.eqns):
         atoms = [x for x in eqn.invars if not isinstance(x, Literal)]
         ending = {x for x in (*atoms, *eqn.outvars) if x not in seen}

@@ -9,11 +9,12 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from mpx._ops._attention import causal
 from mpx._recognise._match import Match
@@ -274,7 +275,9 @@ def arrays_of(
         return jnp.asarray(match.side(side, x))
 
     found: dict[str, Array] = {}
-    parts: list[Any] = [small(x).astype(jnp.float32) * x.factor for x in masks.biases]
+    parts: list[PyTree] = [
+        small(x).astype(jnp.float32) * x.factor for x in masks.biases
+    ]
     parts += [] if masks.bias is None else [jnp.asarray(masks.bias)]
     if parts:
         found["bias"] = functools.reduce(operator.add, parts)

@@ -16,9 +16,10 @@ on how the softmax is written: a mean, nan or 0. Each meaning carries that numbe
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import PyTree
 
 from mpx._program._queries import Equation
 from mpx._recognise._terms import NUMPY, SAME, Level, Term
@@ -54,7 +55,7 @@ class Side:
         """Returns whether another one has the same array; the fill may differ."""
         return self.origin() == other.origin()
 
-    def origin(self) -> tuple[Any, ...]:
+    def origin(self) -> tuple[PyTree, ...]:
         """Returns what identifies it: the array it was broadcast from, and its labels."""
         term, labels = self.term, self.labels
         while term.name == "broadcast_in_dim" and term.operands[0].eqn is not None:

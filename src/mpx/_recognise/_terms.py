@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from mpx._jax._compat import Literal, has_shardings, is_tracer, open_jaxpr
 from mpx._program._interpreter import Aval, Jaxpr
@@ -58,17 +59,17 @@ def compact(x: np.ndarray) -> np.ndarray:
     return x[tuple(slice(1) if s == 0 else slice(None) for s in x.strides)]
 
 
-def _divide(x: Any, y: Any) -> Any:
+def _divide(x: PyTree, y: PyTree) -> PyTree:
     if not np.issubdtype(x.dtype, np.integer):
         return np.divide(x, y)
     return None if np.any(y == 0) else np.trunc(x / y).astype(x.dtype)
 
 
-def _choose(which: Any, *cases: Any) -> Any:
+def _choose(which: PyTree, *cases: PyTree) -> PyTree:
     return np.where(which, cases[1], cases[0]) if which.dtype == bool else None
 
 
-NUMPY: dict[str, Callable[..., Any]] = {
+NUMPY: dict[str, Callable[..., PyTree]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -192,7 +193,7 @@ class Term:
         return tuple(self.atom.aval.shape)
 
     @property
-    def params(self) -> dict[str, Any]:
+    def params(self) -> dict[str, PyTree]:
         """The parameters of the equation."""
         return {} if self.eqn is None else self.eqn.params
 
@@ -276,7 +277,7 @@ class Level:
     def __init__(
         self,
         jaxpr: Jaxpr,
-        consts: Sequence[Any],
+        consts: Sequence[PyTree],
         caller: "tuple[Level, Equation] | None" = None,
     ) -> None:
         self.jaxpr, self.caller = jaxpr, caller
@@ -364,12 +365,12 @@ class Level:
                 yield from outer.readers(call.outvars[position])
 
 
-def _position(variables: Sequence[Any], var: Any) -> int:
+def _position(variables: Sequence[PyTree], var: Any) -> int:
     return next(i for i, other in enumerate(variables) if other is var)
 
 
 def live_equations(
-    jaxpr: Jaxpr, replaced: Callable[[int], Sequence[Any] | None] = lambda i: None
+    jaxpr: Jaxpr, replaced: Callable[[int], Sequence[PyTree] | None] = lambda i: None
 ) -> list[Equation]:
     """Returns the equations whose results are read or that have effects, in order.
 
