@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mpx._jax._formats import FORMATS, Format
-from mpx._program._queries import SHAPE_ONLY, names
+from mpx._program._queries import SHAPE_ONLY, Equation, names
 from mpx.inspect._dtypes import is_float
 from mpx.inspect._equations import only_moves, to_host, widened
 from mpx.inspect._program import Program
-from mpx.inspect._run import NAN, SHARDS, Mixed, Node, Recording, Ref, Site, Value
+from mpx.inspect._run import NAN, SHARDS, Node, Recording, Ref, Run, Site, Value
 
 Arrays = Sequence[np.ndarray]
 # Relative errors: the first in bits of a format's significand, the others as they are.
@@ -103,7 +103,7 @@ class Blame:
         # A compiled loop that does not end would not return.
         self.actual = self.own if self.recording.endless else _floats(compiled())
         is_low = any(x.format for x in self.nodes)
-        self.exact = self._run(Mixed(), exact) if is_low else self.actual
+        self.exact = self._run(Run(), exact) if is_low else self.actual
         pairs = zip(labels, values, strict=True)
         kept = [(name, x.ref) for name, x in pairs if is_float(x.lanes[0])]
         self.names, self._refs = [name for name, _ in kept], [ref for _, ref in kept]
@@ -118,7 +118,7 @@ class Blame:
         self._own_errors = self._errors(self.own, self.exact)
 
     def _run(
-        self, run: Mixed, program: Program, disturbed: Format | None = None
+        self, run: Run, program: Program, disturbed: Format | None = None
     ) -> list[np.ndarray]:
         """Runs a program in f32, with its parameters rounded at random if asked to."""
         random, inputs = np.random.default_rng(0), []
@@ -146,7 +146,7 @@ class Blame:
     @functools.cached_property
     def _base(self) -> list[float]:
         """The change of each result that one rounding of the parameters causes."""
-        return self._errors(self._run(Mixed(), self._exact, self.format), self.exact)
+        return self._errors(self._run(Run(), self._exact, self.format), self.exact)
 
     @functools.cached_property
     def stable(self) -> list[bool]:
@@ -237,11 +237,13 @@ class Blame:
         The reciprocal of an epsilon of 1e-8 does not fit into f16, and is met wherever
         gradients are cast.
         """
-        before = self.recording.before([x.origin.node for x in found if x.origin])
-        sums = ((i, self.nodes[i].eqn) for i in before if _is_epsilon(self.nodes[i]))
-        first = {id(eqn): (i, eqn) for i, eqn in reversed(list(sums))}
-        for index, eqn in sorted(first.values(), reverse=True)[:_MOST_FOUND]:
-            run = Mixed(lambda _: True, constant=(eqn, 0.1))
+        sums: dict[int, tuple[int, Equation]] = {}
+        for index in self.recording.before([x.origin.node for x in found if x.origin]):
+            node = self.nodes[index]
+            if _is_epsilon(node):
+                sums.setdefault(id(node.eqn), (index, node.eqn))
+        for index, eqn in list(sums.values())[:_MOST_FOUND]:
+            run = Run(lambda _: True, constant=(eqn, 0.1))
             if all(np.isfinite(x).all() for x in self._run(run, self._whole)):
                 return [Verdict(index, "constant", found[0].origin)]
         return []
@@ -290,7 +292,7 @@ class Blame:
         return ((i, nodes[i]) for i in before)
 
     def _upstream(self, index: int) -> int | None:
-        """Returns the nearest operation before another one whose own error is large."""
+        """Returns the nearest operation before another whose own error is large."""
         before = self._through(index, lambda x: x.deviates(0))
         for current, node in itertools.islice(before, 1, 400):
             # One number that has lost its digits by cancellation suffices.
@@ -322,12 +324,11 @@ class Blame:
         the same decisions.
         """
         own, compiled = (self._errors(x, self.shadow) for x in (self.own, self.actual))
-        rows = zip(
-            self.is_grad, self._own_errors, own, self.errors, compiled, strict=True
-        )
+        jumps = zip(self._own_errors, own, self.errors, compiled, strict=True)
+        pairs = zip(self.is_grad, jumps, strict=True)
         return [
             max(min(a, b), min(c, d)) if is_grad else max(a, c)
-            for is_grad, a, b, c, d in rows
+            for is_grad, (a, b, c, d) in pairs
         ]
 
     def _wrong(self) -> list[Verdict]:
@@ -337,13 +338,12 @@ class Blame:
         for site, index in self._suspects()[:_MOST_SITES] if bad else ():
             verdict = self._alone([site], index, "error")
             found += [self._running_sum(verdict) or verdict] if verdict else []
-        return found[:_MOST_FOUND] or (self._search(bad) if bad else [])
+        return found[:_MOST_FOUND] or self._search(bad)
 
     def _running_sum(self, verdict: Verdict) -> Verdict | None:
         """Returns the verdict on a running sum whose differences have lost their digits."""
-        for index, node in self._through(
-            verdict.node, lambda x: not x.eqn or only_moves(x.eqn)
-        ):
+        before = self._through(verdict.node, lambda x: not x.eqn or only_moves(x.eqn))
+        for index, node in before:
             if node.primitive in _ACCUMULATES and index != verdict.node:
                 return self._alone([self.recording.site(index)], index, "sum")
         return None
@@ -356,7 +356,7 @@ class Blame:
         if not jump > max(_threshold(self.format), _NOTICEABLE):
             return []
         for index in sorted(self.recording.turned & self.forward)[:_MOST_SITES]:
-            run = Mixed(recording=self.recording, free=self.recording.site(index))
+            run = Run(recording=self.recording, free=self.recording.site(index))
             change = self._errors(self._run(run, self._whole), self.shadow)[0]
             if change > jump / 2:
                 return [Verdict(index, "decision", None, change, self.names[0])]
@@ -377,17 +377,15 @@ class Blame:
         No error of a single operation is large, but sums over many steps may have lost
         what they add up.
         """
-        first_of: dict[Site, int] = {}
-        last_of: dict[Site, int] = {}
+        last: dict[Site, int] = {}  # the last node of each that rounds, if one does
         for index in self._live:
             node, site = self.nodes[index], self.recording.site(index)
             if node.eqn is not None and node.format:
-                first_of.setdefault(site, index)
                 is_cast = node.primitive == "convert_element_type"
-                if not (is_cast or only_moves(node.eqn)):
-                    last_of[site] = index
-        sites = list(first_of)
-        if not sites:
+                if site not in last or not (is_cast or only_moves(node.eqn)):
+                    last[site] = index
+        sites = list(last)
+        if not bad or not sites:
             return []
 
         def share(part: Sequence[Site]) -> float:
@@ -400,13 +398,16 @@ class Blame:
             first, second = sites[:middle], sites[middle:]
             enough = share(first)
             sites = first if enough > limit or enough >= share(second) else second
-        verdict = self._alone(sites, {**first_of, **last_of}[sites[0]], "sum")
+        verdict = self._alone(sites, last[sites[0]], "sum")
         return [verdict] if verdict else []
 
     def _alone(self, sites: list[Site], index: int, cause: Cause) -> Verdict | None:
         """Returns a verdict if some sites alone make a result wrong."""
         errors = self._with(sites)
         bad = self._bad_results(errors)
+        if not bad:  # or at least half of what several make wrong together
+            wrong = self._bad_results(self.errors)
+            bad = [i for i in wrong if errors[i] > self.errors[i] / 2]
         if not bad:
             return None
         largest = max(errors[i] for i in bad)
@@ -417,7 +418,7 @@ class Blame:
     def _with(self, sites: Sequence[Site]) -> list[float]:
         """Returns the errors of the results with only some sites in low precision."""
         low = set(sites).__contains__
-        run = Mixed(low, recording=self.recording, in_turn=self._in_turn)
+        run = Run(low, recording=self.recording, in_turn=self._in_turn)
         return self._errors(self._run(run, self._whole), self.shadow)
 
     @functools.cached_property

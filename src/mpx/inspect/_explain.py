@@ -128,10 +128,9 @@ _REMEDIES = {
     "input": "look at where this array comes from: the data, or an earlier step",
     "accumulation": "add up in f32: make the accumulator an f32 array, or {keep}",
     "cancellation": "avoid the difference of large numbers (a variance is "
-    "mean((x - mean)²), not mean(x²) - mean²), or {keep}, with the lines that make its "
-    "operands",
-    "decision": "do not let the loss depend on a comparison of nearly equal numbers, or "
-    "{keep}, with the lines that make its operands",
+    "mean((x - mean)²), not mean(x²) - mean²); or {keep}, and the lines before it, too",
+    "decision": "do not let the loss depend on a comparison of nearly equal numbers; or "
+    "{keep}, and the lines before it, too",
     "convergence": "the tolerance is finer than the format resolves: choose one above the "
     "relative distance of its numbers, or {keep}",
     "derivative": "the derivative of this line is infinite at this operand: add an epsilon "
@@ -506,7 +505,7 @@ def _with_gradient(
     return gradient(forward, scaling or NoLossScaling()), ["loss", *names]
 
 
-def _cpu() -> jax.Device:
+def _cpu() -> Any:
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:

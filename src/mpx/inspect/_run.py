@@ -1,10 +1,10 @@
-"""Programs that are run equation by equation on the host, beside their f32 shadows.
+"""Programs that are run equation by equation on the host: in f32, or beside it.
 
-`Recording` compares three results of each equation that computes in fewer than 32 bits:
-that of the program; that of the shadow, in which everything is f32; and the local one, which
-the equation gives for the operands of the shadow. An error of the local result is made by
-this equation alone, whatever went wrong before it. `Mixed` runs a program in f32 with some
-equations in their own precision.
+`Run` runs a program in f32 with some equations in their own precision. `Recording` compares
+three results of each equation that computes in fewer than 32 bits: that of the program; that
+of the shadow, in which everything is f32; and the local one, which the equation gives for
+the operands of the shadow. An error of the local result is made by this equation alone,
+whatever went wrong before it.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ from mpx.inspect._program import Name
 NAN, PLUS, MINUS = 1, 2, 3
 """Classes of numbers that are not finite; 0 stands for a finite one."""
 Lanes = tuple[Array, ...]
-"""The same value in runs that go side by side: of the program, and of its shadow."""
+"""A value in f32; in a recording, that of the program and that of its shadow."""
 Ref = tuple[int, int]
 """A value of a run: the number of the node that made it, and which result it is."""
 NO_REF: Ref = (-1, 0)
@@ -92,30 +92,37 @@ class Around(NamedTuple):
 
 
 class Run:
-    """Runs a program on arrays in one or several lanes; a subclass defines `leaf`.
+    """Runs a program in f32, with the equations of some sites in their own precision.
 
-    A run goes through each step of a loop and takes one branch. All lanes take the same
-    branches and as many steps of each loop. The first run decides and notes that in
-    `choices`; a later run is given them. A `while` loop is left after `most_steps`;
+    A run goes through each step of a loop and takes one branch, and notes that in `choices`.
+    With a recording, the run takes its branches, its steps and its decisions between nearly
+    equal numbers, except at the site `free`. In the equation of `constant` the number takes
+    the place of those that are written in it. A `while` loop is left after `most_steps`;
     `is_cut` tells that one was.
     """
 
-    most_steps: float = math.inf
-
-    def __init__(self, choices: Sequence[int] | None = None) -> None:
-        self.choices: list[int] = list(choices or ())
-        self._given = None if choices is None else iter(choices)
+    def __init__(
+        self,
+        low: Callable[[Site], bool] = lambda _: False,
+        *,
+        recording: "Recording | None" = None,
+        free: Site | None = None,
+        in_turn: bool = False,
+        constant: tuple[Equation, float] | None = None,
+        most_steps: float = 10_000,
+    ) -> None:
+        self._low, self._in_turn, self._most_steps = low, in_turn, most_steps
+        self._recording, self._free, self._constant = recording, free, constant
+        self._given = None if recording is None else iter(recording.choices)
+        self._decisions = iter(() if recording is None else recording.decisions)
+        self.choices: list[int] = []
         self.is_cut = False
         self._ends: dict[int, list[list[Any]]] = {}
         self._known: dict[int, tuple[Any, ...]] = {}
 
-    def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
-        """Runs an equation without jaxprs inside."""
-        raise NotImplementedError
-
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant in each lane."""
-        raise NotImplementedError
+        return (widened(to_host(x)),)
 
     def source(
         self, lanes: Lanes, parts: Sequence[Ref] = (), part: int | None = None
@@ -127,6 +134,27 @@ class Run:
         self, eqn: Equation, operands: Values, step: int, test: Value
     ) -> None:
         """Is told that a `while` loop has ended in some lanes and not in others."""
+
+    def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
+        """Runs an equation without jaxprs inside, in the precision that its site has."""
+        args, axes, site = [x.lanes[0] for x in operands], around.axes, around.site(eqn)
+        if self._constant is not None and eqn is self._constant[0]:
+            number, pairs = (
+                np.float32(self._constant[1]),
+                zip(args, eqn.invars, strict=True),
+            )
+            args = [number if isinstance(atom, Literal) else x for x, atom in pairs]
+        is_low = low_format(eqn) is not None
+        if is_low and (only_moves(eqn) or not self._low(site)):
+            outs = run_in_f32(eqn, args, axes)
+        else:
+            outs = run_as_written(eqn, args, axes, in_turn=is_low and self._in_turn)
+            outs = [widened(x) for x in outs]
+        if self._recording is not None and is_decision(eqn) and not axes:
+            other, eps = next(self._decisions), self._recording.eps
+            if site != self._free:
+                outs = [settled(args, outs[0], other, eps)]
+        return [Value((x,)) for x in outs]
 
     def __call__(
         self, jaxpr: Any, args: Sequence[Value], around: Around | None = None
@@ -203,8 +231,8 @@ class Run:
             lanes = [bool(np.all(x)) for x in test.lanes]
             if any(lanes) and not all(lanes):
                 self.lanes_part(eqn, [*tests, *consts, *carry], step, test)
-            self.is_cut |= all(lanes) and step >= self.most_steps
-            return int(all(lanes) and step < self.most_steps)
+            self.is_cut |= all(lanes) and step >= self._most_steps
+            return int(all(lanes) and step < self._most_steps)
 
         while self._choose(goes_on):
             carry = self(params["body_jaxpr"], [*consts, *carry], around.in_step(step))
@@ -265,6 +293,8 @@ def _stacked(arrays: Sequence[Array], axis: int) -> Array:
 
 # --- A recorded run -------------------------------------------------------------------
 
+_NONE = (math.nan, math.nan)
+
 
 @dataclasses.dataclass(slots=True)
 class Stats:
@@ -276,8 +306,8 @@ class Stats:
 
     classes: np.ndarray | None = None  # of the program's numbers; `None`: all finite
     shadow_classes: np.ndarray | None = None
-    shadow: tuple[float, float] = (math.nan,) * 2  # smallest and largest, if finite
-    own: tuple[float, float] = (math.nan,) * 2
+    shadow: tuple[float, float] = _NONE  # smallest and largest, if finite
+    own: tuple[float, float] = _NONE
     largest: float = 0.0  # magnitude in the shadow that is finite
     smallest: float = 0.0  # magnitude in the shadow that is not zero
     zeros: bool = False  # whether the program has one
@@ -324,7 +354,7 @@ class Recording(Run):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(most_steps=math.inf)
         self.nodes: list[Node] = []
         self.decisions: list[np.ndarray] = []  # of the shadow, in each comparison
         self.eps = 0.0  # of the coarsest format met so far
@@ -338,7 +368,7 @@ class Recording(Run):
         if not np.all(test.lanes[0]):
             return
         most = 4 * step + 16
-        own = Mixed(lambda _: True, most_steps=most)
+        own = Run(lambda _: True, most_steps=most)
         own._while(eqn, [Value(x.lanes[:1]) for x in operands], Around())
         if own.is_cut:
             before = self.before([test.ref[0]])
@@ -454,7 +484,7 @@ def _classes(x: np.ndarray) -> np.ndarray | None:
 
 def _ends(x: np.ndarray, classes: np.ndarray | None) -> tuple[float, float]:
     x = x if classes is None else x[classes == 0]
-    return (float(x.min()), float(x.max())) if x.size else (math.nan, math.nan)
+    return (float(x.min()), float(x.max())) if x.size else _NONE
 
 
 def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
@@ -496,53 +526,3 @@ def _relative_norm(error: np.ndarray, value: np.ndarray) -> float:
     if size == 0:
         return 0.0 if not np.any(error) else math.inf
     return float(np.linalg.norm(error.astype(np.float64))) / size
-
-
-# --- Runs in mixed precision ----------------------------------------------------------
-
-
-class Mixed(Run):
-    """Runs a program in f32, with the equations of some sites in their own precision.
-
-    With a recording, the run takes its branches, its steps and its decisions between nearly
-    equal numbers, except at the site `free`; without one it decides for itself. In the
-    equation of `constant` the number takes the place of those that are written in it.
-    """
-
-    def __init__(
-        self,
-        low: Callable[[Site], bool] = lambda _: False,
-        *,
-        recording: Recording | None = None,
-        free: Site | None = None,
-        in_turn: bool = False,
-        constant: tuple[Equation, float] | None = None,
-        most_steps: float = 10_000,
-    ) -> None:
-        super().__init__(None if recording is None else recording.choices)
-        self.most_steps, self._low, self._in_turn = most_steps, low, in_turn
-        self._recording, self._free, self._constant = recording, free, constant
-        self._decisions = iter(() if recording is None else recording.decisions)
-
-    def lanes_of(self, x: Array) -> Lanes:
-        """Returns a constant in f32."""
-        return (widened(to_host(x)),)
-
-    def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
-        """Runs an equation in the precision that its site has."""
-        args, axes, site = [x.lanes[0] for x in operands], around.axes, around.site(eqn)
-        if self._constant is not None and eqn is self._constant[0]:
-            number, pairs = self._constant[1], zip(args, eqn.invars, strict=True)
-            is_written = [(x, isinstance(atom, Literal)) for x, atom in pairs]
-            args = [np.asarray(number, np.float32) if y else x for x, y in is_written]
-        is_low = low_format(eqn) is not None
-        if is_low and (only_moves(eqn) or not self._low(site)):
-            outs = run_in_f32(eqn, args, axes)
-        else:
-            outs = run_as_written(eqn, args, axes, in_turn=is_low and self._in_turn)
-            outs = [widened(x) for x in outs]
-        if self._recording is not None and is_decision(eqn) and not axes:
-            other, eps = next(self._decisions), self._recording.eps
-            if site != self._free:
-                outs = [settled(args, outs[0], other, eps)]
-        return [Value((x,)) for x in outs]
