@@ -11,11 +11,11 @@ from mpx.inspect._collectives import collectives as collectives
 from mpx.inspect._doctor import Diagnosis as Diagnosis
 from mpx.inspect._doctor import doctor as doctor
 from mpx.inspect._explain import Explanation as Explanation
+from mpx.inspect._explain import Finding as Finding
 from mpx.inspect._explain import explain as explain
 from mpx.inspect._exponents import ExponentStats as ExponentStats
 from mpx.inspect._exponents import exponent_stats as exponent_stats
 from mpx.inspect._exponents import plot_exponents as plot_exponents
-from mpx.inspect._findings import Finding as Finding
 from mpx.inspect._memory import Memory as Memory
 from mpx.inspect._memory import memory as memory
 from mpx.inspect._policies import Candidate as Candidate
