@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 import mpx
-from mpx.inspect import _target, memory
+from mpx.inspect import _compiled, memory
 from mpx.inspect._buffers import peak
 from mpx.inspect._program import program
 
@@ -347,8 +347,8 @@ assert jax.devices()[0].platform == "cpu"
 
 def test_missing_plugin_leaves_the_environment_alone(monkeypatch):
     names = types.SimpleNamespace(get_topology_desc=_not_there)
-    monkeypatch.setattr(_target, "private", lambda _: names)
-    monkeypatch.setattr(_target, "_initialize_plugin", lambda: None)
+    monkeypatch.setattr(_compiled, "private", lambda _: names)
+    monkeypatch.setattr(_compiled, "_initialize_plugin", lambda: None)
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
     with pytest.raises(ImportError, match=r'pip install "jax\[cuda13\]=='):
         mpx.inspect.report(loss, PARAMS, shape(B, D), target="H200")
@@ -369,9 +369,9 @@ def test_plugin_that_jax_left_out_is_registered(monkeypatch):
         return types.SimpleNamespace(devices=["gpu"])
 
     names = types.SimpleNamespace(get_topology_desc=describe)
-    monkeypatch.setattr(_target, "private", lambda _: names)
-    monkeypatch.setattr(_target, "_initialize_plugin", lambda: done.append(True))
-    assert _target.target_devices("h200", 1) == ["gpu"]
+    monkeypatch.setattr(_compiled, "private", lambda _: names)
+    monkeypatch.setattr(_compiled, "_initialize_plugin", lambda: done.append(True))
+    assert _compiled.target_devices("h200", 1) == ["gpu"]
 
 
 def test_refusal_of_the_plugin_is_explained(monkeypatch):
@@ -379,16 +379,16 @@ def test_refusal_of_the_plugin_is_explained(monkeypatch):
         def compile(self, options):
             raise RuntimeError("Failed to serialize StableHLO to plugin version 1.16.3")
 
-    monkeypatch.setattr(_target, "compiler_options", lambda _: {})
+    monkeypatch.setattr(_compiled, "compiler_options", lambda _: {})
     stages = types.SimpleNamespace(lower=lambda *_: Lowered())
-    monkeypatch.setattr(_target.jax, "jit", lambda _: stages)
+    monkeypatch.setattr(_compiled.jax, "jit", lambda _: stages)
     full = program(loss, (PARAMS, shape(B, D)), {})
     mesh = jax.make_mesh((1,), ("devices",), devices=jax.devices()[:1])
     with pytest.raises(NotImplementedError, match="matmuls in fp8 are known to be one"):
-        _target.compile_for(full, "h200", mesh)
+        _compiled.compile_for(full, "h200", mesh)
 
 
 def test_description_of_the_target_is_shipped():
-    file = _target.__file__.replace("_target.py", "h200.txtpb")
+    file = _compiled.__file__.replace("_compiled.py", "h200.txtpb")
     with open(file) as text:
         assert 'name: "NVIDIA H200"' in text.read()

@@ -15,10 +15,10 @@ from mpx._jax._devices import cuda_capability
 from mpx._optim import FlashOptimizer, FlashState, flash_adamw
 from mpx._program._queries import MATMULS, contains
 from mpx.inspect._buffers import Buffer, nbytes, peak
+from mpx.inspect._compiled import as_target, described
 from mpx.inspect._dtypes import is_float, is_half, short_dtypes
 from mpx.inspect._program import Program, gradient, program, unwrapped
 from mpx.inspect._result import Result, Table, amount, total
-from mpx.inspect._target import as_target, described
 
 # cuBLAS computes in a buffer of this size on Hopper.
 _WORKSPACE = 32 << 20

@@ -13,11 +13,11 @@ from mpx._amp._rules import REASONS, UNKNOWN, Rule
 from mpx._fp8._decide import Matmul as Fp8Matmul
 from mpx._jax._formats import short_name
 from mpx._program._queries import ATTENTION, CROSS_ENTROPY, MATMULS, walk
+from mpx.inspect._compiled import Compiled, as_target, compile_for, on_target, placed
 from mpx.inspect._dtypes import short_dtypes
 from mpx.inspect._precision import Kept, Matmul, Residual, operations, residuals
 from mpx.inspect._program import Program, gradient, program
 from mpx.inspect._result import Result, Table, amount, percent, short_source, total
-from mpx.inspect._target import Compiled, as_target, compile_for, on_target, placed
 
 # --- What amp and fp8 decided ---------------------------------------------------------
 

@@ -494,8 +494,8 @@ class Watch:
 
         It is one file, which needs no server and no network.
         """
-        summary = self.summary()
-        tables = [*summary.tables()[:1], *summary.tables()[2:]]
+        tables = list(self.summary().tables())
+        del tables[1:2]  # the numbers, which the curves show
         if self.exponents is not None:
             scale = self._latest.get("loss_scaling", 1.0)
             tables += self.exponents.tables(scale=scale)
