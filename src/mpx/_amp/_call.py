@@ -40,6 +40,7 @@ from mpx._jax._frameworks import (
     haiku_name,
     in_haiku,
     linen_call,
+    linen_is_not_written,
     linen_name,
 )
 from mpx._jax._tree import LeafName, flatten_with_names, is_array, is_floating
@@ -156,7 +157,8 @@ def call_through(
     if found is not None:
         run = lambda f, *args: pure(f, args, {}, describe=linen_name)  # noqa: E731
         return call_linen(found, kwargs, run)
-    return pure(func, args, kwargs, describe=describe)
+    with linen_is_not_written():
+        return pure(func, args, kwargs, describe=describe)
 
 
 def _unbound(

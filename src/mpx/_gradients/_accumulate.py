@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, PyTree
 from mpx._casting._cast import is_state_node
 from mpx._casting._keep import is_statistic
 from mpx._casting._policy import Policy
-from mpx._casting._reduction import COMPUTE, Reduce, Shards, over_shards, shards_of
+from mpx._casting._reduction import Reduce, Shards, over_shards, shards_of
 from mpx._casting._wrapped import argument_names, original
 from mpx._gradients._call import State
 from mpx._gradients._grad import Params, transformed
@@ -254,10 +254,7 @@ class _Window(Step):
 
     def _sum_of_shards(self, result: Evaluation) -> Evaluation:
         """Sums what the shards have stacked; gradients are sent in the `reduce_dtype`."""
-        policy = self.options.policy
-        dtype = policy.reduce_dtype
-        if dtype == COMPUTE:
-            dtype = policy.resolved_compute_dtype()
+        dtype = self.wire_dtype()
         grads = jax.tree.map(lambda x: sum_of_shards(x, dtype), result.grads)
         return result._replace(
             value=jnp.sum(result.value, axis=0),

@@ -2,16 +2,19 @@
 
 The variables of such a model live in a scope. A traced function would leave tracers there,
 so the variables go in as arguments and come out as results, as in `nn.remat` and
-`hk.remat`. Neither library is imported here: if it is not loaded, none of its models can
+`hk.remat`. Where that is not possible, writing is refused. Neither library is imported here: if it is not loaded, none of its models can
 be running.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import jax
 from jaxtyping import PyTree
 
+from mpx._jax._compat import is_tracer
 from mpx._jax._private import private
 from mpx._jax._tree import LeafName
 
@@ -102,6 +105,30 @@ def linen_name(name: LeafName, is_param: bool) -> Named:
         return LeafName(name.path or name), False
     path = name.path.split("/", 2)[-1]
     return LeafName(path), path.startswith("params/")
+
+
+@contextlib.contextmanager
+def linen_is_not_written() -> Iterator[None]:
+    """Refuses to leave tracers in the scope of a Linen model that is running."""
+    before = {id(leaf) for leaf in _linen_variables()}
+    yield
+    if any(is_tracer(x) and id(x) not in before for x in _linen_variables()):
+        raise TypeError(
+            "A function under `amp` creates or changes variables of a Linen module that "
+            "it closes over, but `amp` can only return those of the module that it is "
+            "given. Wrap the loss, or `model.apply`, instead; or decorate a method of "
+            "the module with `amp`."
+        )
+
+
+def _linen_variables() -> list[PyTree]:
+    """Returns the arrays in the scope of the Linen model that is running."""
+    if "flax.linen" not in sys.modules or (flax := private("linen_variables")) is None:
+        return []
+    stack = getattr(flax._context, "module_stack", [])
+    if not stack or not _is_running(stack[-1]):
+        return []
+    return jax.tree.leaves(dict(getattr(stack[-1].scope.root, "_variables", {})))
 
 
 def in_haiku() -> bool:
