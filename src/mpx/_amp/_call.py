@@ -423,7 +423,7 @@ def _call_with_nnx(
         everything = _nnx.put_back(plain, merged.objects)
         func = everything.pop(_FUNC)
         args = [everything.pop(name) for name in names]
-        return func(*args, **everything), _nnx.rest_of(merged)
+        return func(*args, **everything), _nnx.state_after(merged)[1]
 
     variables = {
         "/".join(map(str, path)): name

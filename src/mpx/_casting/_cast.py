@@ -121,6 +121,9 @@ def cast_tree(
 def cast_to_float32(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to f32; see `cast_tree`.
 
+    Args:
+        x: Any pytree.
+
     Examples:
         >>> cast_to_float32(jnp.ones(2, jnp.float16)).dtype
         dtype('float32')
@@ -130,6 +133,9 @@ def cast_to_float32(x: PyTree) -> PyTree:
 
 def cast_to_float16(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to f16; see `cast_tree`.
+
+    Args:
+        x: Any pytree.
 
     Examples:
         >>> cast_to_float16(jnp.ones(2)).dtype
@@ -141,6 +147,9 @@ def cast_to_float16(x: PyTree) -> PyTree:
 def cast_to_bfloat16(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to bf16; see `cast_tree`.
 
+    Args:
+        x: Any pytree.
+
     Examples:
         >>> cast_to_bfloat16(jnp.ones(2)).dtype
         dtype(bfloat16)
@@ -151,6 +160,9 @@ def cast_to_bfloat16(x: PyTree) -> PyTree:
 def cast_to_full_precision(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to f32; see `cast_tree`.
 
+    Args:
+        x: Any pytree.
+
     Examples:
         >>> cast_to_full_precision(jnp.ones(2, jnp.bfloat16)).dtype
         dtype('float32')
@@ -160,6 +172,9 @@ def cast_to_full_precision(x: PyTree) -> PyTree:
 
 def cast_to_half_precision(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to the configured half precision.
+
+    Args:
+        x: Any pytree.
 
     Examples:
         >>> cast_to_half_precision(jnp.ones(2)).dtype

@@ -10,7 +10,6 @@ reused elsewhere.
 import contextlib
 import functools
 import inspect
-import re
 import sys
 import threading
 import weakref
@@ -30,7 +29,11 @@ from mpx._jax._tree import LeafName, cast_leaf
 
 _HAIKU_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
 _STATE_TYPES = (eqx.nn.State, eqx.nn.StateIndex)
-_BATCH_STATS = re.compile(r"(^|/)batch_stats(/|$)")  # the collection of Flax Linen
+
+
+def is_statistic(name: str) -> bool:
+    """Returns whether a name is that of an array in `batch_stats` of Flax Linen."""
+    return "/batch_stats/" in f"/{name}"
 
 
 def is_state(name: LeafName) -> bool:
@@ -39,7 +42,7 @@ def is_state(name: LeafName) -> bool:
     State must not be rounded to half precision between steps: an average that moves by
     less than half an ulp per step stands still.
     """
-    return _BATCH_STATS.search(name) is not None or any(
+    return is_statistic(f"{name}/") or any(
         issubclass(kind, _STATE_TYPES) or is_variable_of_state(kind)
         for kind in name.types
     )

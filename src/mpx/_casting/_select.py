@@ -157,30 +157,28 @@ def check_selectors(
     matcher.check(was_called)
 
 
+_MEANT = {
+    str: "Paths start inside the argument that holds a parameter, such as "
+    "`layers/0/norm/weight`, without the name of the argument.",
+    type: "No argument holds a node of this type, and none was called. Parameters in a "
+    "dictionary, as in Linen and Haiku, are selected by their paths.",
+}
+
+
 def selects_nothing(selector: Selector, what: str, names: Iterable[str]) -> ValueError:
     """Returns the error for a selector that selects nothing, with near names."""
     names = list(dict.fromkeys(names))
-    if isinstance(selector, str):
-        wanted = re.sub(r"[^\w/.]", "", selector)
-        parts = {part: name for name in reversed(names) for part in name.split("/")}
-        parts.update((name, name) for name in names)
-        found = difflib.get_close_matches(wanted, parts, n=3, cutoff=0.6)
-        near = list(dict.fromkeys(parts[part] for part in found))
-        meant = (
-            "Paths start inside the argument that holds a parameter, such as "
-            "`layers/0/norm/weight`, without the name of the argument."
-        )
-    elif not isinstance(selector, type):
+    parts = {part: name for name in reversed(names) for part in name.split("/")}
+    parts.update((name, name) for name in names)
+    wanted = re.sub(r"[^\w/.]", "", shown(selector))
+    found = difflib.get_close_matches(wanted, parts, n=3)
+    near = list(dict.fromkeys(parts[part] for part in found))
+    kind = str if isinstance(selector, str) else type
+    meant = _MEANT[kind]
+    if not isinstance(selector, str | type):
         near, meant = [], "The predicate is false for all of them."
-    else:
-        near = difflib.get_close_matches(shown(selector), names, n=3)
-        meant = (
-            "No argument holds a node of this type, and none was called. Parameters in a "
-            "dictionary, as in Linen and Haiku, are selected by their paths."
-        )
-    if near:
-        listed = f"Near names: {', '.join(map(repr, near))}."
-    else:
+    listed = f"Near names: {', '.join(map(repr, near))}."
+    if not near:
         more = " …" if len(names) > 8 else ""
         listed = f"Names: {', '.join(map(repr, names[:8])) or 'none'}{more}."
     return ValueError(f"{selector!r} in `{what}` selects nothing. {listed} {meant}")

@@ -212,34 +212,10 @@ def follow_weights(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
     """Returns the sources of an equation's results."""
     if eqn.primitive.name == "broadcast_in_dim":
         before, after = (x.aval.shape for x in (eqn.invars[0], eqn.outvars[0]))
+        # A parameter for each example is an activation: a learnt query.
         if math.prod(before) != math.prod(after):
-            return [
-                DATA
-            ]  # a parameter for each example is an activation: a learnt query
+            return [DATA]
     return follow(eqn, sources)
-
-
-def matmul_dtypes(jaxpr: Any, labels: Mapping[Any, str]) -> set[str]:
-    """Returns the dtypes of matmuls with one parameter, and of these parameters.
-
-    `labels` are the dtypes of the parameters of the program, by variable.
-    """
-    dtypes: set[str] = set()
-
-    def rule(name: str, eqn: Equation, labels: list[Any]) -> str | None:
-        sources = [
-            Source("params", frozenset({x})) if x else _source_of(atom)
-            for atom, x in zip(eqn.invars, labels, strict=True)
-        ]
-        if name in LINEAR and sum(x.is_param for x in sources[:2]) == 1:
-            dtypes.update(label for label in labels if label)
-            dtypes.update(var.aval.dtype.name for var in eqn.invars[:2])
-        after = () if name in HANDLERS else follow(eqn, sources)
-        found = next(iter(after), DATA)  # an effect has no results
-        return found.name if found.is_param else None
-
-    Flow(rule).run(jaxpr, dict(labels))
-    return dtypes
 
 
 def _source_of(atom: Any) -> Source:
@@ -272,14 +248,35 @@ class _Seen(NamedTuple):
     powers: frozenset[str] = frozenset()
 
 
-def purposes(jaxpr: Any, sources: Mapping[Any, Source]) -> dict[str, str]:
-    """Returns the parameters that 8 bits would harm, and what each is for.
+def _either(a: Any, b: Any) -> Any:
+    if not (isinstance(a, _Seen) and isinstance(b, _Seen)):
+        return a if b is None else b
+    return _Seen(join([a.source, b.source]), a.layers | b.layers, a.powers & b.powers)
+
+
+class Study(NamedTuple):
+    """What the parameters of a program are for.
+
+    Attributes:
+        purposes: The parameters that 8 bits would harm, and what each is for.
+        layers: The parameters of matmuls that have one.
+        dtypes: The dtypes of the operands of these matmuls.
+    """
+
+    purposes: dict[str, str]
+    layers: set[str]
+    dtypes: set[np.dtype]
+
+
+def study(jaxpr: Any, sources: Mapping[Any, Source]) -> Study:
+    """Returns what the parameters of a program are for.
 
     Embedding tables are read by indices. A head, and a router of experts, is a layer whose
     result goes into a softmax, or is sorted: an error there changes which class or which
     expert comes first, or all probabilities at once. Names play no part in it.
     """
-    found: dict[str, str] = {}
+    result = Study({}, set(), set())
+    found = result.purposes
 
     def rule(name: str, eqn: Equation, labels: list[Any]) -> _Seen:
         seen = [
@@ -291,6 +288,9 @@ def purposes(jaxpr: Any, sources: Mapping[Any, Source]) -> dict[str, str]:
         powers = frozenset().union(*(x.powers for x in seen))
         if name in _PRODUCTS:
             params = [x for x in given[:2] if x.is_param]
+            if len(params) == 1 and name in LINEAR:
+                result.layers.update(params[0].names)
+                result.dtypes.update(var.aval.dtype for var in eqn.invars[:2])
             if len(params) == 1:
                 return _Seen(DATA, params[0].names)
             return _Seen(join(given))
@@ -305,14 +305,7 @@ def purposes(jaxpr: Any, sources: Mapping[Any, Source]) -> dict[str, str]:
             return _Seen(source, layers, layers)
         return _Seen(source, layers, powers if name in _BETWEEN else frozenset())
 
-    def either(a: Any, b: Any) -> Any:
-        if not (isinstance(a, _Seen) and isinstance(b, _Seen)):
-            return a if b is None else b
-        return _Seen(
-            join([a.source, b.source]), a.layers | b.layers, a.powers & b.powers
-        )
-
     labels = {var: _Seen(source) for var, source in sources.items()}
     constant = lambda value: _Seen(closed_over(value))  # noqa: E731
-    Flow(rule, join=either, constant=constant).run(jaxpr, labels)
-    return found
+    Flow(rule, join=_either, constant=constant).run(jaxpr, labels)
+    return result

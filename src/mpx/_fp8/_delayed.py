@@ -1,7 +1,5 @@
 """Delayed scaling: the largest magnitudes that it observes and keeps."""
 
-from collections.abc import Mapping
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -48,16 +46,6 @@ class Fp8State(eqx.Module):
             path: (lax.stop_gradient(jnp.max(history, axis=-2)), history[..., 0, :])
             for path, history in self.amaxes.items()
         }
-
-
-def empty_state(keys: Mapping[str, tuple[int, ...]], history: int) -> Fp8State:
-    """Returns a state in which nothing has been seen, from the lengths of scans by key."""
-    return Fp8State(
-        {
-            path: jnp.zeros((*lengths, history, 3), jnp.float32)
-            for path, lengths in keys.items()
-        }
-    )
 
 
 def check_history(state: Fp8State, history: int) -> None:

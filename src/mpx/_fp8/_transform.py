@@ -23,7 +23,6 @@ from mpx._fp8._delayed import (
     Fp8State,
     check_history,
     check_keys,
-    empty_state,
 )
 from mpx._fp8._mx import check_supported
 from mpx._fp8._recipes import (
@@ -286,7 +285,9 @@ class Fp8Function:
         visitor, keys = self.visitor(args, kwargs), dict[str, tuple[int, ...]]()
         visitor.keys = keys
         trace(visitor, self.func, args, kwargs)
-        state = empty_state(keys, recipe.history)
+        last = (recipe.history, 3)
+        amaxes = {x: jnp.zeros((*keys[x], *last), jnp.float32) for x in keys}
+        state = Fp8State(amaxes)
         leaves = jax.tree.leaves((args, kwargs))
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return state

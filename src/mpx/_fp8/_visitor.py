@@ -35,10 +35,9 @@ from mpx._fp8._decide import (
     Matmul,
     Selection,
     follow_weights,
-    matmul_dtypes,
-    purposes,
     reason_to_keep,
     sizes,
+    study,
 )
 from mpx._fp8._delayed import Scales
 from mpx._fp8._dot import fp8_dot
@@ -91,7 +90,7 @@ class Fp8(Transformation):
 
     Attributes:
         chosen: The user's choices.
-        purposes: Parameters that stay as they are, and why: see `purposes`.
+        purposes: Parameters that stay as they are, and why: see `study`.
         reduce: In which dtype weight gradients leave their matmuls.
         may_cast: Whether a function whose matmuls are f32 is run in bf16.
         is_cast: Whether it was.
@@ -149,8 +148,11 @@ class Fp8(Transformation):
             traced.arrays,
         )
         sources = dict(zip(traced.jaxpr.invars, facts, strict=True))
-        self.purposes = purposes(traced.jaxpr, sources)
-        if not self.may_cast or not self._is_f32(traced):
+        found = study(traced.jaxpr, sources)
+        self.purposes = found.purposes
+        pairs = zip(traced.named, traced.arrays, strict=True)
+        stored = {leaf.dtype for (name, _), leaf in pairs if name in found.layers}
+        if not self.may_cast or stored | found.dtypes != {np.dtype(np.float32)}:
             return traced
         self.is_cast = True
         amp = Autocast(
@@ -180,18 +182,6 @@ class Fp8(Transformation):
                 x for x in getattr(self.chosen, what) if isinstance(x, str | type)
             ]
             check_selectors(chosen, what, named, was_called)
-
-    def _is_f32(self, traced: Traced) -> bool:
-        """Returns whether all matmuls with a parameter are f32, and the parameters, too."""
-        # A parameter's label is its dtype.
-        labels = {
-            var: leaf.dtype.name
-            for var, leaf, named in zip(
-                traced.jaxpr.invars, traced.arrays, traced.named, strict=True
-            )
-            if named[1]
-        }
-        return matmul_dtypes(traced.jaxpr, labels) == {"float32"}
 
     # --- equations --------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._cast import cast_like, cast_state_leaf
-from mpx._casting._keep import Keep
+from mpx._casting._keep import Keep, is_statistic
 from mpx._casting._policy import Policy
 from mpx._casting._wrapped import argument_names, arguments_cast_to, original
 from mpx._jax import _nnx
@@ -362,11 +362,6 @@ def _holds_states(out: PyTree, states: Sequence[eqx.nn.State]) -> bool:
 # --- Statistics of Linen: ordinary arrays, recognised by their names ------------------
 
 _COLLECTION = "/batch_stats/"
-
-
-def is_statistic(name: str) -> bool:
-    """Returns whether a name is that of an array in `batch_stats`."""
-    return _COLLECTION in f"/{name}"
 
 
 def _successors(result: PyTree, statistics: Mapping[str, PyTree]) -> dict[str, str]:

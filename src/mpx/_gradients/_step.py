@@ -14,9 +14,10 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._half import gradient_function
+from mpx._casting._keep import is_statistic
 from mpx._casting._reduction import COMPUTE, Reduce, reducing_in, shards_of
 from mpx._casting._wrapped import is_amp, take_scales
-from mpx._gradients._call import Call, State, as_loss, is_spoilt, is_statistic, unpack
+from mpx._gradients._call import Call, State, as_loss, is_spoilt, unpack
 from mpx._gradients._options import GradOptions
 from mpx._jax._compat import as_varying, unpacking_targets, varying_axes
 from mpx._jax._formats import at_least_f32
@@ -178,6 +179,12 @@ class Step:
         """Returns the dtype in which weight gradients leave their matmuls."""
         return self.options.policy.reduce_dtype
 
+    def wire_dtype(self) -> np.dtype | str | None:
+        """Returns the dtype in which mpx sums gradients over devices."""
+        policy = self.options.policy
+        is_compute = policy.reduce_dtype == COMPUTE
+        return policy.resolved_compute_dtype() if is_compute else policy.reduce_dtype
+
     def run(self, scaling: LossScaling) -> Evaluation:
         """Returns loss, gradients of the scaled loss, and state."""
         return self.evaluate(self.call, self.call.state, scaling)
@@ -295,12 +302,9 @@ class Step:
 
     def _reduced(self, result: Evaluation) -> Evaluation:
         """Reduces loss and gradients over devices, in the policy's `reduce_dtype`."""
-        axis_name, dtype = self.axis_name, self.options.policy.reduce_dtype
+        axis_name, dtype = self.axis_name, self.wire_dtype()
         if axis_name is None:
             return result
-        if dtype == COMPUTE:
-            dtype = self.options.policy.resolved_compute_dtype()
-
         # A sum of parts is a sum over devices, too.
         together = lax.pmean if self.mean else lax.psum
 

@@ -2,7 +2,7 @@
 
 The variables of such a model live in a scope. A traced function would leave tracers there,
 so the variables go in as arguments and come out as results, as in `nn.remat` and
-`hk.remat`. Neither library is imported here: if it is not loaded, none of its models can
+`hk.remat`. Where that is not possible, writing is refused. Neither library is imported here: if it is not loaded, none of its models can
 be running.
 """
 
@@ -109,11 +109,7 @@ def linen_name(name: LeafName, is_param: bool) -> Named:
 
 @contextlib.contextmanager
 def linen_is_not_written() -> Iterator[None]:
-    """Refuses to leave tracers in the scope of a Linen model that is running.
-
-    Raises:
-        TypeError: If its variables have changed in the meantime.
-    """
+    """Refuses to leave tracers in the scope of a Linen model that is running."""
     before = {id(leaf) for leaf in _linen_variables()}
     yield
     if any(is_tracer(x) and id(x) not in before for x in _linen_variables()):
@@ -125,7 +121,7 @@ def linen_is_not_written() -> Iterator[None]:
         )
 
 
-def _linen_variables() -> list[object]:
+def _linen_variables() -> list[PyTree]:
     """Returns the arrays in the scope of the Linen model that is running."""
     if "flax.linen" not in sys.modules or (flax := private("linen_variables")) is None:
         return []

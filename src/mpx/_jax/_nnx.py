@@ -304,11 +304,6 @@ def state_after(merged: Merged) -> tuple[dict[LeafName, PyTree], PyTree]:
     return {name: new for (name, new), old in pairs if new is not old}, rest
 
 
-def rest_of(merged: Merged) -> PyTree:
-    """Returns the second part of `state_after`."""
-    return state_after(merged)[1]
-
-
 def assign(
     objects: Mapping[LeafName, PyTree], source: Objects, arrays: Mapping[str, PyTree]
 ) -> None:
