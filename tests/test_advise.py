@@ -99,7 +99,7 @@ def test_emulated_error_of_amp_is_the_measured_one(name):
 
 
 def test_each_matmul_is_emulated_as_by_hand():
-    known = Study(plain, (PARAMS, X, Y), {}, with_f16=False)
+    known = Study(plain, (PARAMS, X, Y), {}, formats=["bf16"])
 
     def bf16(x):
         return x.astype(jnp.bfloat16).astype(jnp.float32)
@@ -129,7 +129,7 @@ def test_each_matmul_is_emulated_as_by_hand():
 
 
 def test_emulation_without_rounding_is_the_gradient():
-    known = Study(with_scan, (LAYERED, X, Y), {}, with_f16=False).emulation
+    known = Study(with_scan, (LAYERED, X, Y), {}, formats=["bf16"]).emulation
     grads = known.gradient(known.program.arrays, Rounded())
     expected = jax.grad(with_scan)(LAYERED, X, Y)
     assert relative(grads, jax.tree.leaves(expected)) < 1e-5
@@ -292,7 +292,7 @@ def test_fp8_policy_runs_as_printed():
     proposal = found.proposal("fp8")
     assert not proposal.policy.fp8
     assert "large enough" in proposal.remark
-    known = Study(loss, (params, small), {}, with_f16=False)
+    known = Study(loss, (params, small), {}, formats=["bf16", "e4m3"])
     known.fp8 = frozenset(i for i, x in enumerate(known.groups) if x.param)
     proposal = propose(known, "fp8", 0.02)
     assert proposal.policy.keep_fp8 or not proposal.policy.fp8

@@ -148,7 +148,7 @@ def test_keep_lists_are_close_to_an_exhaustive_search():
                 x = jnp.tanh(x @ params[f"w{i}"])
         return jnp.mean(jnp.square(x))
 
-    known = Study(loss, (params, normal(9, 21, 9)), {}, with_f16=False)
+    known = Study(loss, (params, normal(9, 21, 9)), {}, formats=["bf16"])
     groups = [i for i in sorted(known.active) if known.groups[i].param]
     others = known.active - set(groups)
     table = [

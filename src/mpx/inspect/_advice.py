@@ -406,7 +406,7 @@ def advise(
     halves = [x for x in HALVES if x in formats]
     wanted = [*halves, *(["fp8"] if {*formats} & {*EIGHTS} else [])]
     with progress("advise") as tell:
-        known = Study(func, args, kwargs, batches, tell, with_f16="f16" in formats)
+        known = Study(func, args, kwargs, batches, formats, tell=tell)
         proposals = {
             name: propose(known, name, max_grad_error or LIMITS[name])
             for name in wanted

@@ -157,6 +157,7 @@ class _Rounding(Visitor):
         table: The formats, one row for each key.
         rows: The row of each key.
         opaque: The names of operations that were run as they are written.
+        with_fp8: Whether operands of matmuls with a parameter may be quantised.
     """
 
     unknown: ClassVar[Fact] = Fact()
@@ -166,6 +167,7 @@ class _Rounding(Visitor):
     table: Array
     rows: dict[Key, int]
     opaque: set[str]
+    with_fp8: bool
 
     def equation(self, op: Op) -> Outcome:
         eqn, name = op.eqn, primitive_name(op.eqn)
@@ -237,7 +239,7 @@ class _Rounding(Visitor):
             key = Key(group, sources, fact.is_cotangent)
             if is_matmul or fact.is_pending:
                 values[i] = self._round(values[i], key)
-            if is_matmul and self.groups[group].param and i < 2:
+            if self.with_fp8 and is_matmul and self.groups[group].param and i < 2:
                 values[i] = self._round(values[i], key._replace(is_eight=True))
         outs, is_cotangent = _bind_wide(op.eqn, values), _is_cotangent(op)
         is_low = [is_half(var.aval) for var in op.eqn.outvars]
@@ -255,8 +257,12 @@ class _Rounding(Visitor):
     def _round(self, x: Array, key: Key) -> Array:
         if not is_f32(x) or x.size == 0:
             return x
-        row = self.rows.setdefault(key, len(self.rows))
-        return rounded(x, self.table[row], is_scaled=key.is_eight)
+        made = self.frame.made
+        if (key, id(x)) not in made:
+            row = self.rows.setdefault(key, len(self.rows))
+            form = self.table[row]
+            made[key, id(x)] = x, rounded(x, form, is_scaled=key.is_eight)
+        return made[key, id(x)][1]
 
     # The table is one more input of each body; a scan slices its inputs.
 
@@ -387,7 +393,10 @@ class Emulation:
         func: Callable[..., object],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        with_fp8: bool = True,
     ) -> None:
+        self._with_fp8 = with_fp8
         forward, self.groups = labelled(func, args, kwargs)
         self.program, self.opaque = gradient(forward), set[str]()
         self._rows: dict[Key, int] = {}
@@ -399,7 +408,11 @@ class Emulation:
 
     def _gradient(self, arrays: Sequence[Array], table: Array) -> list[Array]:
         visitor = _Rounding(
-            groups=self.groups, table=table, rows=self._rows, opaque=self.opaque
+            groups=self.groups,
+            table=table,
+            rows=self._rows,
+            opaque=self.opaque,
+            with_fp8=self._with_fp8,
         )
         body, consts = open_jaxpr(self.program.jaxpr)
         outs, _ = visitor.run(body, consts, arrays, [Fact()] * len(arrays), ())
