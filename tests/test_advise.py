@@ -458,6 +458,11 @@ def test_advice_exports_to_json_and_averages_batches():
             "Pass arrays with real numbers",
         ),
         (
+            lambda: mpx.inspect.advise(plain, PARAMS, X, Y * np.nan, formats="bf16"),
+            ValueError,
+            "The gradient in f32 is not finite",
+        ),
+        (
             lambda: mpx.inspect.advise(plain, PARAMS, X, Y, batches=[(X[:9], Y[:9])]),
             ValueError,
             r"`batches\[0\]` must have the shapes and dtypes",

@@ -384,7 +384,8 @@ def advise(
     Raises:
         TypeError: If the function is under `amp` or `fp8`, returns no scalar loss first, or
             gets shapes instead of numbers.
-        ValueError: If a format is unknown or `max_grad_error` is not positive.
+        ValueError: If a format is unknown, `max_grad_error` is not positive, or the gradient
+            in f32 is not finite.
 
     Examples:
         >>> import jax, jax.numpy as jnp

@@ -205,6 +205,11 @@ class Study:
             self.fp8 = frozenset(i for i, x in pairs if x.param in changed)
         tell("compiling the emulation")
         self.emulation.prepare(calls)
+        if not self.change(Rounded()).is_finite:
+            raise ValueError(
+                "The gradient in f32 is not finite: there is nothing to compare with. "
+                "`mpx.inspect.explain` names the operation that is at fault."
+            )
         self.scale, self.overflowing = 1.0, set[str]()
         if "f16" in formats:
             self.scale, self.overflowing = self._range()
