@@ -443,7 +443,7 @@ def test_advice_exports_to_json_and_averages_batches():
         (
             lambda: mpx.inspect.advise(plain, PARAMS, X, Y, formats=["f8"]),
             ValueError,
-            "`formats` must be some of bf16, f16, e4m3, e5m2, but 'f8'",
+            r"`formats` must be some of bf16, f16, e4m3, e5m2, but \['f8'\]",
         ),
         (
             lambda: mpx.inspect.advise(lambda p, x: x @ p["a"], PARAMS, X),

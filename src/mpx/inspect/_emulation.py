@@ -295,20 +295,11 @@ def _bind_wide(eqn: Equation, values: Sequence[Array]) -> list[Array]:
     changes: dict[str, object] = {
         key: np.dtype(np.float32)
         for key, value in eqn.params.items()
-        if _is_half_dtype(value)
+        if isinstance(value, np.dtype) and str(value) in HALF
     }
     if primitive_name(eqn) in MATMULS:
         changes["precision"] = lax.Precision.HIGHEST  # or GPUs round to TF32
     return bind(eqn, [as_array(x) for x in values], **changes)
-
-
-def _is_half_dtype(value: object) -> bool:
-    if not isinstance(value, np.dtype | type):
-        return False
-    try:
-        return str(np.dtype(value)) in HALF
-    except TypeError:
-        return False
 
 
 def _is_cotangent(op: Op) -> bool:
@@ -351,12 +342,10 @@ class Rounded(NamedTuple):
 
     def row(self, key: Key) -> tuple[float, float, float]:
         """Returns the format of a row of the table."""
-        if key.is_eight:
-            if key.group not in self.eight:
-                return _F32
+        if key.is_eight and key.group in self.eight:
             return _format(self.eights[key.is_cotangent])
         needed = {key.group} if self.is_alone else {key.group, *key.sources}
-        if not needed <= self.low:
+        if key.is_eight or not needed <= self.low:
             return _F32
         return _format(self.half, self.scale if key.is_cotangent else 1.0)
 
@@ -433,12 +422,9 @@ class Emulation:
 
     def change(self, rounds: Rounded) -> Change:
         """Returns how far gradients are from those in f32, over all batches."""
-        squares, lost = [], 0.0
-        for arrays, exact in self._exact:
-            found = change(self.gradient(arrays, rounds), exact)
-            squares.append(found.error**2)
-            lost = max(lost, found.lost)
-        return Change(math.sqrt(sum(squares) / len(squares)), lost)
+        found = [change(self.gradient(x, rounds), exact) for x, exact in self._exact]
+        mean = sum(x.error**2 for x in found) / len(found)
+        return Change(math.sqrt(mean), max(x.lost for x in found))
 
 
 @jax.jit
