@@ -99,7 +99,7 @@ def test_emulated_error_of_amp_is_the_measured_one(name):
 
 
 def test_each_matmul_is_emulated_as_by_hand():
-    known = Study(plain, (PARAMS, X, Y), {}, with_f16=False)
+    known = Study(plain, (PARAMS, X, Y), {}, formats=["bf16"])
 
     def bf16(x):
         return x.astype(jnp.bfloat16).astype(jnp.float32)
@@ -129,7 +129,7 @@ def test_each_matmul_is_emulated_as_by_hand():
 
 
 def test_emulation_without_rounding_is_the_gradient():
-    known = Study(with_scan, (LAYERED, X, Y), {}, with_f16=False).emulation
+    known = Study(with_scan, (LAYERED, X, Y), {}, formats=["bf16"]).emulation
     grads = known.gradient(known.program.arrays, Rounded())
     expected = jax.grad(with_scan)(LAYERED, X, Y)
     assert relative(grads, jax.tree.leaves(expected)) < 1e-5
@@ -292,7 +292,7 @@ def test_fp8_policy_runs_as_printed():
     proposal = found.proposal("fp8")
     assert not proposal.policy.fp8
     assert "large enough" in proposal.remark
-    known = Study(loss, (params, small), {}, with_f16=False)
+    known = Study(loss, (params, small), {}, formats=["bf16", "e4m3"])
     known.fp8 = frozenset(i for i, x in enumerate(known.groups) if x.param)
     proposal = propose(known, "fp8", 0.02)
     assert proposal.policy.keep_fp8 or not proposal.policy.fp8
@@ -443,7 +443,7 @@ def test_advice_exports_to_json_and_averages_batches():
         (
             lambda: mpx.inspect.advise(plain, PARAMS, X, Y, formats=["f8"]),
             ValueError,
-            "`formats` must be some of bf16, f16, e4m3, e5m2, but 'f8'",
+            r"`formats` must be some of bf16, f16, e4m3, e5m2, but \['f8'\]",
         ),
         (
             lambda: mpx.inspect.advise(lambda p, x: x @ p["a"], PARAMS, X),
@@ -456,6 +456,11 @@ def test_advice_exports_to_json_and_averages_batches():
             ),
             TypeError,
             "Pass arrays with real numbers",
+        ),
+        (
+            lambda: mpx.inspect.advise(plain, PARAMS, X, Y * np.nan, formats="bf16"),
+            ValueError,
+            "The gradient in f32 is not finite",
         ),
         (
             lambda: mpx.inspect.advise(plain, PARAMS, X, Y, batches=[(X[:9], Y[:9])]),

@@ -64,7 +64,7 @@ def test_limit_that_nothing_reaches_is_said():
         mpx.inspect.Candidate(mpx.inspect.PrecisionPolicy(half), 1e-3, 1.0, error)
         for half, error in (("bf16", 0.1), ("f16", 0.05))
     ]
-    chosen, remark = _advice.choose(candidates, "bf16", 0.01, False)
+    chosen, remark = _advice.choose(candidates, 0.01, False)
     assert chosen.half == "f16"
     assert remark.startswith("No measured policy reaches 0.01")
 
@@ -89,7 +89,7 @@ def test_default_wins_ties(time, spread, memory, error, wins, text):
         mpx.inspect.Candidate(default, 1e-3, 1.0, 0.02, 1.0, 0.0, 100),
         mpx.inspect.Candidate(SMALL, 1e-3, 1.0, error, time, spread, memory),
     ]
-    chosen, remark = _advice.choose(candidates, "bf16", 0.05, True)
+    chosen, remark = _advice.choose(candidates, 0.05, True)
     assert (chosen == SMALL) == wins
     assert text in remark
 
@@ -148,7 +148,7 @@ def test_keep_lists_are_close_to_an_exhaustive_search():
                 x = jnp.tanh(x @ params[f"w{i}"])
         return jnp.mean(jnp.square(x))
 
-    known = Study(loss, (params, normal(9, 21, 9)), {}, with_f16=False)
+    known = Study(loss, (params, normal(9, 21, 9)), {}, formats=["bf16"])
     groups = [i for i in sorted(known.active) if known.groups[i].param]
     others = known.active - set(groups)
     table = [

@@ -27,7 +27,7 @@ from mpx.inspect._policies import (
     propose,
     within,
 )
-from mpx.inspect._program import Program, gradient, program
+from mpx.inspect._program import gradient, program
 from mpx.inspect._result import Result, Table, amount, percent
 
 _MEASURED_LIMIT = 0.02
@@ -204,7 +204,11 @@ class Bench:
     def error(self, policy: PrecisionPolicy) -> float:
         """Returns the error of the gradient under a policy."""
         if policy not in self.done:
-            grad = self._gradient(policy)
+            func, args, kwargs = self._call
+            scaling = StaticLossScaling(self._scale) if policy.half == "f16" else None
+            with gradient_function():
+                forward = program(policy.apply(func), args, kwargs)
+                grad = gradient(forward, scaling)
             compiled = jax.jit(grad.__call__).lower(*grad.arrays).compile()
             run = functools.partial(compiled, *grad.arrays)
             analysis = compiled.memory_analysis()
@@ -214,13 +218,6 @@ class Bench:
                 "memory": getattr(analysis, "temp_size_in_bytes", None),
             }
         return self.done[policy]["error"]
-
-    def _gradient(self, policy: PrecisionPolicy) -> Program:
-        func, args, kwargs = self._call
-        with gradient_function():
-            forward = program(policy.apply(func), args, kwargs)
-            scaling = StaticLossScaling(self._scale) if policy.half == "f16" else None
-            return gradient(forward, scaling)
 
     def time(self) -> None:
         """Times the measured policies in turn, and adds how far times spread."""
@@ -250,11 +247,9 @@ def measure_all(
     bench: Bench,
     wanted: Sequence[str],
     limit: float,
-    *,
-    default: str,
     tell: Tell = silent,
 ) -> list[Candidate]:
-    """Returns measured policies: the default, and the fastest good one of each format.
+    """Returns measured policies: the default, then the fastest good one of each format.
 
     The formats are bf16, f16 and fp8. Where an emulation was too hopeful, the next longer
     keep-lists are measured.
@@ -267,7 +262,7 @@ def measure_all(
         tell(f"measuring {policy}")
         return bench.error(policy)
 
-    error(Option(default))
+    error(Option("bf16" if wanted[0] == "fp8" else wanted[0]))
     for name in wanted:
         for option in within(known, name, limit)[:_TRIES]:
             if error(option) <= limit:
@@ -275,18 +270,17 @@ def measure_all(
     if bench.has_gpu:
         tell("timing")
         bench.time()
-    candidates = [
+    return [
         dataclasses.replace(known.candidate(option), **bench.done[policy])
         for policy, option in found.items()
     ]
-    return sorted(candidates, key=lambda x: x.predicted_time)
 
 
 def choose(
-    candidates: Sequence[Candidate], half: str, limit: float, has_gpu: bool
+    candidates: Sequence[Candidate], limit: float, has_gpu: bool
 ) -> tuple[PrecisionPolicy, str]:
-    """Returns the fastest policy within the limit, and why in one sentence."""
-    usual = next(x for x in candidates if x.policy == PrecisionPolicy(half))
+    """Returns the fastest policy within the limit, and why; the first is the default."""
+    usual = candidates[0]
     good = [x for x in candidates if _error(x) <= limit]
     if not good:
         best = min(candidates, key=_error)
@@ -384,7 +378,8 @@ def advise(
     Raises:
         TypeError: If the function is under `amp` or `fp8`, returns no scalar loss first, or
             gets shapes instead of numbers.
-        ValueError: If a format is unknown or `max_grad_error` is not positive.
+        ValueError: If a format is unknown, `max_grad_error` is not positive, or the gradient
+            in f32 is not finite.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -403,10 +398,10 @@ def advise(
             "`max_grad_error` must be a positive number such as 0.02, but it is "
             f"{max_grad_error}."
         )
-    halves = [x for x in HALVES if x in formats]
-    wanted = [*halves, *(["fp8"] if {*formats} & {*EIGHTS} else [])]
+    wanted = [x for x in HALVES if x in formats]
+    wanted += ["fp8"] if {*formats} & {*EIGHTS} else []
     with progress("advise") as tell:
-        known = Study(func, args, kwargs, batches, tell, with_f16="f16" in formats)
+        known = Study(func, args, kwargs, batches, formats, tell=tell)
         proposals = {
             name: propose(known, name, max_grad_error or LIMITS[name])
             for name in wanted
@@ -416,15 +411,12 @@ def advise(
         if measure:
             limit = max_grad_error or _MEASURED_LIMIT
             bench = Bench(func, args, kwargs, known.scale)
-            default = [*halves, "bf16"][0]
-            candidates = measure_all(
-                known, bench, wanted, limit, default=default, tell=tell
-            )
-            policy, remark = choose(candidates, default, limit, bench.has_gpu)
+            candidates = measure_all(known, bench, wanted, limit, tell)
+            policy, remark = choose(candidates, limit, bench.has_gpu)
     return Advice(
         groups=groups,
         proposals=proposals,
-        candidates=tuple(candidates),
+        candidates=tuple(sorted(candidates, key=lambda x: x.predicted_time)),
         policy=policy,
         loss_scale=known.scale,
         opaque=tuple(sorted(known.emulation.opaque)),
@@ -436,11 +428,10 @@ def _check_formats(formats: Sequence[str]) -> tuple[str, ...]:
     known, chosen = (*HALVES, *EIGHTS), formats
     if isinstance(formats, str):
         chosen = (formats,)
-    for name in chosen:
-        if name not in known:
-            raise ValueError(
-                f"`formats` must be some of {', '.join(known)}, but {name!r} was given."
-            )
+    if not chosen or not {*chosen} <= {*known}:
+        raise ValueError(
+            f"`formats` must be some of {', '.join(known)}, but {formats!r} was given."
+        )
     return tuple(name for name in known if name in chosen)
 
 
@@ -460,5 +451,4 @@ def _rows(known: Study, formats: tuple[str, ...]) -> tuple[GroupAdvice, ...]:
             vanishing=changes["f16"].lost if "f16" in formats else 0.0,
         )
         rows.append(row)
-    first = formats[0] if formats else "bf16"
-    return tuple(sorted(rows, key=lambda row: -row.errors[first]))
+    return tuple(sorted(rows, key=lambda row: -row.errors[formats[0]]))

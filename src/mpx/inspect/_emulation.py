@@ -157,6 +157,7 @@ class _Rounding(Visitor):
         table: The formats, one row for each key.
         rows: The row of each key.
         opaque: The names of operations that were run as they are written.
+        with_fp8: Whether operands of matmuls with a parameter may be quantised.
     """
 
     unknown: ClassVar[Fact] = Fact()
@@ -166,6 +167,7 @@ class _Rounding(Visitor):
     table: Array
     rows: dict[Key, int]
     opaque: set[str]
+    with_fp8: bool
 
     def equation(self, op: Op) -> Outcome:
         eqn, name = op.eqn, primitive_name(op.eqn)
@@ -237,7 +239,7 @@ class _Rounding(Visitor):
             key = Key(group, sources, fact.is_cotangent)
             if is_matmul or fact.is_pending:
                 values[i] = self._round(values[i], key)
-            if is_matmul and self.groups[group].param and i < 2:
+            if self.with_fp8 and is_matmul and self.groups[group].param and i < 2:
                 values[i] = self._round(values[i], key._replace(is_eight=True))
         outs, is_cotangent = _bind_wide(op.eqn, values), _is_cotangent(op)
         is_low = [is_half(var.aval) for var in op.eqn.outvars]
@@ -255,8 +257,12 @@ class _Rounding(Visitor):
     def _round(self, x: Array, key: Key) -> Array:
         if not is_f32(x) or x.size == 0:
             return x
-        row = self.rows.setdefault(key, len(self.rows))
-        return rounded(x, self.table[row], is_scaled=key.is_eight)
+        made = self.frame.made
+        if (key, id(x)) not in made:
+            row = self.rows.setdefault(key, len(self.rows))
+            form = self.table[row]
+            made[key, id(x)] = x, rounded(x, form, is_scaled=key.is_eight)
+        return made[key, id(x)][1]
 
     # The table is one more input of each body; a scan slices its inputs.
 
@@ -289,20 +295,11 @@ def _bind_wide(eqn: Equation, values: Sequence[Array]) -> list[Array]:
     changes: dict[str, object] = {
         key: np.dtype(np.float32)
         for key, value in eqn.params.items()
-        if _is_half_dtype(value)
+        if isinstance(value, np.dtype) and str(value) in HALF
     }
     if primitive_name(eqn) in MATMULS:
         changes["precision"] = lax.Precision.HIGHEST  # or GPUs round to TF32
     return bind(eqn, [as_array(x) for x in values], **changes)
-
-
-def _is_half_dtype(value: object) -> bool:
-    if not isinstance(value, np.dtype | type):
-        return False
-    try:
-        return str(np.dtype(value)) in HALF
-    except TypeError:
-        return False
 
 
 def _is_cotangent(op: Op) -> bool:
@@ -345,12 +342,10 @@ class Rounded(NamedTuple):
 
     def row(self, key: Key) -> tuple[float, float, float]:
         """Returns the format of a row of the table."""
-        if key.is_eight:
-            if key.group not in self.eight:
-                return _F32
+        if key.is_eight and key.group in self.eight:
             return _format(self.eights[key.is_cotangent])
         needed = {key.group} if self.is_alone else {key.group, *key.sources}
-        if not needed <= self.low:
+        if key.is_eight or not needed <= self.low:
             return _F32
         return _format(self.half, self.scale if key.is_cotangent else 1.0)
 
@@ -387,7 +382,10 @@ class Emulation:
         func: Callable[..., object],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        with_fp8: bool = True,
     ) -> None:
+        self._with_fp8 = with_fp8
         forward, self.groups = labelled(func, args, kwargs)
         self.program, self.opaque = gradient(forward), set[str]()
         self._rows: dict[Key, int] = {}
@@ -399,7 +397,11 @@ class Emulation:
 
     def _gradient(self, arrays: Sequence[Array], table: Array) -> list[Array]:
         visitor = _Rounding(
-            groups=self.groups, table=table, rows=self._rows, opaque=self.opaque
+            groups=self.groups,
+            table=table,
+            rows=self._rows,
+            opaque=self.opaque,
+            with_fp8=self._with_fp8,
         )
         body, consts = open_jaxpr(self.program.jaxpr)
         outs, _ = visitor.run(body, consts, arrays, [Fact()] * len(arrays), ())
@@ -420,12 +422,9 @@ class Emulation:
 
     def change(self, rounds: Rounded) -> Change:
         """Returns how far gradients are from those in f32, over all batches."""
-        squares, lost = [], 0.0
-        for arrays, exact in self._exact:
-            found = change(self.gradient(arrays, rounds), exact)
-            squares.append(found.error**2)
-            lost = max(lost, found.lost)
-        return Change(math.sqrt(sum(squares) / len(squares)), lost)
+        found = [change(self.gradient(x, rounds), exact) for x, exact in self._exact]
+        mean = sum(x.error**2 for x in found) / len(found)
+        return Change(math.sqrt(mean), max(x.lost for x in found))
 
 
 @jax.jit

@@ -177,9 +177,9 @@ class Study:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         batches: Sequence[object] = (),
-        tell: Tell = silent,
+        formats: Sequence[str] = (*HALVES, *EIGHTS),
         *,
-        with_f16: bool = True,
+        tell: Tell = silent,
     ) -> None:
         if is_amp(func) or isinstance(func, Fp8Function):
             raise TypeError(
@@ -188,7 +188,8 @@ class Study:
             )
         self._tell, self._changes = tell, dict[Rounded, Change]()
         tell("tracing the function")
-        self.emulation = Emulation(func, args, kwargs)
+        with_fp8 = any(x in formats for x in EIGHTS)
+        self.emulation = Emulation(func, args, kwargs, with_fp8=with_fp8)
         calls = _calls(func, args, kwargs, batches, self.emulation.program)
         self.active = self.emulation.groups_of()
         self.labels: dict[str, frozenset[int]] = {}
@@ -196,13 +197,22 @@ class Study:
             label = self.groups[i].label
             self.labels[label] = self.labels.get(label, frozenset()) | {i}
         self.work = _costs(self.emulation.program, len(self.groups))
-        matmuls = program(fp8(func), args, kwargs).recording.matmuls
-        changed = {matmul.param for matmul in matmuls if not matmul.reason}
-        fp8_groups = (i for i, x in enumerate(self.groups) if x.param in changed)
-        self.fp8 = frozenset(fp8_groups)
+        self.fp8 = frozenset[int]()
+        if with_fp8:
+            matmuls = program(fp8(func), args, kwargs).recording.matmuls
+            changed = {matmul.param for matmul in matmuls if not matmul.reason}
+            pairs = enumerate(self.groups)
+            self.fp8 = frozenset(i for i, x in pairs if x.param in changed)
         tell("compiling the emulation")
         self.emulation.prepare(calls)
-        self.scale, self.overflowing = self._range() if with_f16 else (1.0, set[str]())
+        if not self.change(Rounded()).is_finite:
+            raise ValueError(
+                "The gradient in f32 is not finite: there is nothing to compare with. "
+                "`mpx.inspect.explain` names the operation that is at fault."
+            )
+        self.scale, self.overflowing = 1.0, set[str]()
+        if "f16" in formats:
+            self.scale, self.overflowing = self._range()
 
     @property
     def groups(self) -> list[Group]:
