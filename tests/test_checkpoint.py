@@ -1157,7 +1157,7 @@ def test_conversion_keeps_shardings_and_refuses_what_does_not_fit():
     for new, old in zip(*map(jax.tree.leaves, (back, (params, state))), strict=True):
         assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
     assert to_f32(weights, adam) == (weights, adam)
-    with pytest.raises(ValueError, match="keeps mu and nu and a count, but .* no `nu`"):
+    with pytest.raises(ValueError, match="keeps mu and nu, but 0 parts"):
         from_f32(
             weights, optax.ScaleByLionState(adam.count, adam.mu), like=(params, state)
         )
@@ -1197,7 +1197,5 @@ def test_count_is_that_beside_the_moments():
     like = (bf16_params(1), optimizer.init(bf16_params(1)))
     averaged = (optax.EmaState(jnp.int32(9), params), *state)
     assert int(from_f32(params, averaged, like=like).state.count) == 3
-    with pytest.raises(
-        ValueError, match="one `mu`, but the state has 2, in ScaleByAdam"
-    ):
+    with pytest.raises(ValueError, match="keeps mu.*, but 2 parts of the state"):
         from_f32(params, (*state, *state), like=like)

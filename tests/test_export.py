@@ -51,18 +51,6 @@ def test_compressed_step_can_be_exported(backend, platform):
     assert done.platforms == (platform,)
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
-def test_kernel_of_a_compressed_step_cannot_be_exported():
-    optimizer = mpx.optim.flash_adamw(1e-3, backend="triton")
-    params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
-    state = jax.eval_shape(optimizer.init, params)
-    with pytest.raises(
-        (RuntimeError, ValueError),
-        match="specify an abstract GPU device|Cannot serialize code with custom calls",
-    ):
-        exported(optimizer.step, "cuda", params, state, params)
-
-
 def test_function_of_a_symbolic_batch_is_exported():
     def loss(params, x):
         hidden = jax.nn.gelu(x @ params["w"])

@@ -83,14 +83,6 @@ FEATURES = {
         },
     ),
     "topology": Feature("", {"jax.experimental.topologies": "get_topology_desc"}),
-    "refusal": Feature(
-        "a step compiled for a device without the requested kernel runs in plain JAX "
-        "instead of raising an error",
-        {
-            "jax.interpreters.batching": "defvectorized",
-            "jax.interpreters.mlir": "register_lowering",
-        },
-    ),
     "kernels": Feature(
         "optimizer steps, fp8 casts and exponent counts run in plain JAX instead of "
         "Triton kernels",
@@ -232,22 +224,3 @@ def assumed_cudnn(version: int) -> Iterator[None]:
         check_compute_capability=lambda *_: True,
     ):
         yield
-
-
-def refused(message: str, tree: Any) -> Any:
-    """Returns a tree of arrays that raise `NotImplementedError` when they are lowered."""
-    if private("refusal") is None:
-        return tree
-    return jax.tree.map(lambda x: _refused().bind(x, message=message), tree)
-
-
-@functools.cache
-def _refused() -> Any:
-    def refuse(ctx: Any, x: Any, *, message: str) -> Any:
-        raise NotImplementedError(message)
-
-    names, primitive = private("refusal"), Primitive("refused")
-    primitive.def_abstract_eval(lambda aval, *, message: aval)
-    names.register_lowering(primitive, refuse)
-    names.defvectorized(primitive)
-    return primitive

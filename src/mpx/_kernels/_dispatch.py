@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from mpx._jax._devices import gpu_capability
-from mpx._jax._private import private, refused
+from mpx._jax._private import private
 from mpx._jax._sharding import (
     over_shards,
     reason_against_shards,
@@ -23,7 +23,7 @@ from mpx._jax._sharding import (
 )
 from mpx._kernels._plain import Body, run_plain
 
-Backend = Literal["auto", "jax", "triton"]
+Backend = Literal["auto", "jax"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 _PLATFORM = "cuda"
 _BLOCK = 512  # elements that a program of the kernel steps, and the largest group
@@ -34,7 +34,7 @@ class Job(NamedTuple):
     """One step of one parameter.
 
     Attributes:
-        name: The path of the parameter, for errors.
+        name: The path of the parameter.
         body: The step.
         scalars: The f32 numbers that `body` needs, in one array.
         grad: The gradient; `None` while it is not known.
@@ -73,7 +73,7 @@ def run(
     """Runs steps.
 
     If `finite` is false, the leaves come back as they were. `"auto"` takes the kernel
-    where it is faster; `"triton"` raises a `ValueError` if it cannot run a step.
+    where it is faster.
     """
     new: list[PyTree] = [None] * len(jobs)
     for indices in _batches(jobs, backend):
@@ -82,7 +82,7 @@ def run(
         columns = ([getattr(x, name) for x in batched] for name in _COLUMNS)
         batch = _Batch(*columns, finite, job.layer)
         if _takes_kernel(job, backend):
-            results = _launch(batch, body=job.body, backend=backend)
+            results = _launch(batch, body=job.body)
         else:
             results = _plain(batch, body=job.body)
         for index, leaf in zip(indices, results, strict=True):
@@ -111,38 +111,16 @@ def _batches(jobs: Sequence[Job], backend: Backend) -> Iterator[list[int]]:
 
 def _takes_kernel(job: Job, backend: Backend) -> bool:
     """Returns whether a job is stepped by the kernel, where that can run."""
-    if backend == "jax":
+    # Without a GPU, here or in the mesh of a compilation for one, no kernel is traced: that
+    # takes longer than all else, and imports Pallas.
+    capability, size = gpu_capability(), job.body.group_size
+    here = isinstance(capability, tuple) and capability >= (8, 0)
+    if backend == "jax" or not here or private("kernels") is None:
         return False
-    lacks = private("kernels") is None
-    if backend == "auto":
-        # XLA updates floats in one pass. To write planes it needs a second one, and copies.
-        worth = any(x.dtype.kind in "iu" for x in jax.tree.leaves(job.leaf))
-        # Without a GPU, here or in the mesh of a compilation for one, no kernel is traced:
-        # that takes longer than all else, and imports Pallas.
-        capability = gpu_capability()
-        here = isinstance(capability, tuple) and capability >= (8, 0)
-        return worth and here and not lacks and _obstacle(job) is None
-    obstacle = "this version of JAX lacks a name that it needs" if lacks else None
-    obstacle = obstacle or _obstacle(job)
-    if obstacle is not None:
-        raise ValueError(
-            f'`backend="{backend}"` cannot step `{job.name}`: {obstacle}. '
-            '`backend="auto"` takes plain JAX for such parameters.'
-        )
-    return True
-
-
-def _obstacle(job: Job) -> str | None:
-    """Returns why a kernel cannot step a parameter, or `None`."""
-    size = job.body.group_size
-    if not job.size:
-        return "it has no elements"
-    if size & (size - 1) or size > _BLOCK:
-        return (
-            f"its groups have {size} elements, and the kernel needs a power of two up to "
-            f"{_BLOCK}"
-        )
-    return reason_against_shards(job.leaf.param, size)
+    # XLA updates floats in one pass. To write planes it needs a second one, and copies.
+    worth = any(x.dtype.kind in "iu" for x in jax.tree.leaves(job.leaf))
+    fits = job.size > 0 and not size & (size - 1) and size <= _BLOCK
+    return worth and fits and reason_against_shards(job.leaf.param, size) is None
 
 
 def _plain(batch: _Batch, *, body: Body) -> list[PyTree]:
@@ -186,24 +164,12 @@ def _with_layer(leaf: PyTree, layer: Array, new: PyTree) -> PyTree:
     return jax.tree.map(write, leaf, new)
 
 
-@functools.partial(jax.jit, static_argnames=("body", "backend"))
-def _launch(batch: _Batch, *, body: Body, backend: Backend) -> list[PyTree]:
+@functools.partial(jax.jit, static_argnames="body")
+def _launch(batch: _Batch, *, body: Body) -> list[PyTree]:
     """Runs the kernel on CUDA devices and plain JAX elsewhere."""
     plain = functools.partial(_plain, body=body)
-    kernel = functools.partial(_kernel, body=body)
-
-    def elsewhere(batch: _Batch) -> list[PyTree]:
-        new = plain(batch)
-        if backend == "auto":
-            return new
-        return refused(
-            f'`backend="{backend}"` needs a CUDA GPU, but the step is compiled for '
-            'another device. `backend="auto"` takes plain JAX there.',
-            new,
-        )
-
-    mappable = plain_under_vmap(kernel, plain)
-    return lax.platform_dependent(batch, default=elsewhere, **{_PLATFORM: mappable})
+    kernel = plain_under_vmap(functools.partial(_kernel, body=body), plain)
+    return lax.platform_dependent(batch, default=plain, **{_PLATFORM: kernel})
 
 
 def plain_under_vmap(

@@ -196,8 +196,8 @@ def flash_adamw(
             from the parameters. `None` means all.
         groups: Options by parameter path; the first group that matches holds.
         compression: How the state is stored.
-        backend: Where steps run: `"jax"`, or the kernel of `"triton"`, an error where it
-            cannot run. `"auto"` chooses.
+        backend: Where steps run: `"jax"`, or `"auto"`, which takes a Triton kernel on
+            NVIDIA GPUs where it is faster.
 
     Returns:
         An optimizer with `init_from`, `init`, `step` and the `update` of optax.

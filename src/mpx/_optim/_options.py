@@ -265,7 +265,7 @@ def check_hyper(values: Mapping[str, PyTree]) -> None:
     for name, value in values.items():
         if callable(value):
             continue
-        as_scalar(name, value)
+        _check_scalar(name, value)
         dtype = getattr(value, "dtype", np.dtype(np.float32))
         if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
             raise ValueError(
@@ -278,6 +278,12 @@ def check_hyper(values: Mapping[str, PyTree]) -> None:
 
 def as_scalar(name: str, value: PyTree) -> Array:
     """Returns a number as f32; raises if it is not one."""
+    _check_scalar(name, value)
+    return jnp.asarray(value, jnp.float32)
+
+
+def _check_scalar(name: str, value: PyTree) -> None:
+    """Raises if a value is not one number; starts no JAX backend."""
     dtype = getattr(value, "dtype", None)
     is_real = isinstance(value, int | float) or (
         dtype is not None
@@ -289,7 +295,6 @@ def as_scalar(name: str, value: PyTree) -> Array:
         raise TypeError(
             f"`{name}` must be a number or a scalar array, but {came} was given."
         )
-    return jnp.asarray(value, jnp.float32)
 
 
 def _check_range(

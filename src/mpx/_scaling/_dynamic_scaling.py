@@ -1,14 +1,13 @@
 """Dynamic loss scaling: a scale that grows, and backs off when gradients overflow."""
 
 import math
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from mpx._casting._half import half_precision_datatype
 from mpx._jax._arguments import as_count, as_real, check_value
@@ -70,19 +69,19 @@ class DynamicLossScaling(LossScaling):
 
     def __init__(  # noqa: PLR0913 - `dataclasses.replace` passes every field
         self,
-        loss_scaling: Any = 2.0**15,
-        min_loss_scaling: Any = 1.0,
+        loss_scaling: PyTree = 2.0**15,
+        min_loss_scaling: PyTree = 1.0,
         factor: float = 2,
         period: int = 2000,
-        counter: Any = None,
+        counter: PyTree = None,
         *,
         max_loss_scaling: float = 65504.0,
         backoff: float | None = None,
         hysteresis: int = 1,
         consecutive_hysteresis: bool = False,
-        skipped: Any = 0,
-        consecutive_skipped: Any = 0,
-        tolerance: Any = None,
+        skipped: PyTree = 0,
+        consecutive_skipped: PyTree = 0,
+        tolerance: PyTree = None,
     ) -> None:
         """Checks the values that are concrete and stores them as f32 and i32.
 
@@ -159,7 +158,7 @@ class DynamicLossScaling(LossScaling):
         min: float = 1.0,  # the natural name beside `max`
         max: float = 2.0**24,
         factor: float = 2,
-        **options: Any,
+        **options: PyTree,
     ) -> "DynamicLossScaling":
         """Returns a scaling that is a power of two at every step: scaling is exact.
 
@@ -187,7 +186,7 @@ class DynamicLossScaling(LossScaling):
         return scaling
 
     def adjust(
-        self, grads_finite: Any, *, axis_name: AxisName | None = None
+        self, grads_finite: PyTree, *, axis_name: AxisName | None = None
     ) -> "DynamicLossScaling":
         """Returns the scaling for the next step.
 
@@ -277,7 +276,7 @@ def _check_range(first: float, floor: float, ceiling: float) -> None:
         )
 
 
-def _i32_scalar(value: Any, what: str, at_least: int) -> Int[Array, ""]:
+def _i32_scalar(value: PyTree, what: str, at_least: int) -> Int[Array, ""]:
     """Returns a count as i32; raises if it is known and out of range."""
     if not is_tracer(value):
         value = as_count(value, what, at_least=at_least)

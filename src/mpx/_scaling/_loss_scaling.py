@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -67,7 +67,7 @@ class LossScaling(eqx.Module):
         return _map_wide(lambda x: x / self.loss_scaling.astype(x.dtype), tree)
 
     def adjust(
-        self, grads_finite: Any, *, axis_name: AxisName | None = None
+        self, grads_finite: PyTree, *, axis_name: AxisName | None = None
     ) -> "LossScaling":
         """Returns the scaling for the next step."""
         del grads_finite, axis_name
@@ -91,7 +91,7 @@ class LossScaling(eqx.Module):
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: PyTree) -> str:
     if not isinstance(value, jax.Array):
         return repr(value)
     if is_tracer(value) or value.is_deleted() or not value.is_fully_addressable:
@@ -112,7 +112,7 @@ class StaticLossScaling(LossScaling):
 
     loss_scaling: Float[Array, "*batch"]
 
-    def __init__(self, loss_scaling: Any) -> None:
+    def __init__(self, loss_scaling: PyTree) -> None:
         """Stores the scale as f32.
 
         Args:
@@ -164,8 +164,8 @@ def scaled(
     """
 
     @functools.wraps(func)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
-        out: Any = func(*args, **kwargs)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> PyTree:
+        out: PyTree = func(*args, **kwargs)
         return (scaling.scale(out[0]), out[1]) if has_aux else scaling.scale(out)
 
     return wrapper
@@ -174,7 +174,7 @@ def scaled(
 def _map_wide(fn: Callable[[Array], Array], tree: PyTree) -> PyTree:
     """Applies `fn` to the floating and complex leaves, in f32 or wider."""
 
-    def apply(leaf: Any) -> Any:
+    def apply(leaf: PyTree) -> PyTree:
         if not is_inexact(leaf) and not isinstance(leaf, float | complex):
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -185,7 +185,7 @@ def _map_wide(fn: Callable[[Array], Array], tree: PyTree) -> PyTree:
     return jax.tree.map(apply, tree)
 
 
-def check_scale(value: Any, what: str) -> None:
+def check_scale(value: PyTree, what: str) -> None:
     """Raises unless a concrete value is a positive finite scalar; tracers pass.
 
     An infinite JAX array passes too: MPX's own suite builds one to show that an unused
@@ -208,7 +208,7 @@ def check_scale(value: Any, what: str) -> None:
     )
 
 
-def f32_scalar(value: Any) -> Float[Array, ""]:
+def f32_scalar(value: PyTree) -> Float[Array, ""]:
     """Returns an f32 array with a buffer of its own: donation refuses shared ones."""
     if is_tracer(value) or isinstance(value, jax.Array):
         return jnp.array(value, dtype=jnp.float32, copy=True)

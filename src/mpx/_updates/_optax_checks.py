@@ -1,7 +1,7 @@
 """Checks of optax optimizers: their type, arguments and states."""
 
 import difflib
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def check_transformation(optimizer: object, expected: str, hint: str = "") -> No
 
 
 def check_extra_args(
-    extra: dict[str, Any], state: PyTree, *, is_compressed: bool = False
+    extra: Mapping[str, object], state: PyTree, *, is_compressed: bool = False
 ) -> None:
     """Raises for arguments that the optimizer is known not to take.
 
@@ -50,7 +50,7 @@ def check_extra_args(
 def _holds(state: PyTree, mark: str) -> bool:
     """Returns whether a node of an optimizer state is of a class with this mark."""
 
-    def marked(node: Any) -> bool:
+    def marked(node: object) -> bool:
         return getattr(type(node), mark, False) is True
 
     return any(map(marked, jax.tree.leaves(state, is_leaf=marked)))

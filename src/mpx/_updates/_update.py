@@ -7,7 +7,7 @@ numbers behind the default.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, overload
+from typing import Concatenate, Literal, ParamSpec, TypeVar, get_args, overload
 
 import equinox as eqx
 import jax
@@ -53,14 +53,14 @@ R = TypeVar("R")
 
 def optimizer_update(
     model: PyTree,
-    optimizer: Any,
+    optimizer: PyTree,
     optimizer_state: PyTree,
     grads: PyTree,
-    grads_finite: Any,
+    grads_finite: PyTree,
     *,
     skip: Skip = "select",
     axis_name: AxisName | None = None,
-    **extra_args: Any,
+    **extra_args: PyTree,
 ) -> tuple[PyTree, PyTree]:
     """Applies an optimizer if the gradients are finite; otherwise changes nothing.
 
@@ -73,7 +73,7 @@ def optimizer_update(
     Args:
         model: The model or the parameters: any pytree. Also an NNX module, or a Flax
             `TrainState` (pass `None` for `optimizer` and `optimizer_state`).
-        optimizer: Any optax transformation, initialised with
+        optimizer: PyTree optax transformation, initialised with
             `optimizer.init(eqx.filter(model, eqx.is_inexact_array))`; or an
             `nnx.Optimizer` (pass `None` for `optimizer_state`), which is updated in
             place together with the module. A compressed optimizer such as
@@ -114,7 +114,7 @@ def optimizer_update(
     if optimizer is None and hasattr(model, "apply_gradients"):
         warn_of_lost_updates(getattr(model, "params", None), grads, model)
 
-        def step_train_state(train_state: Any) -> tuple[Any]:
+        def step_train_state(train_state: PyTree) -> tuple[PyTree]:
             return (train_state.apply_gradients(grads=grads, **extra_args),)
 
         (train_state,) = _skip(
@@ -126,7 +126,7 @@ def optimizer_update(
         params = _nnx.without_variables(_nnx.params_of(model))
         warn_of_lost_updates(params, _nnx.without_variables(grads), optimizer)
 
-        def update_nnx(model: Any, optimizer: Any) -> None:
+        def update_nnx(model: PyTree, optimizer: PyTree) -> None:
             optimizer.update(model, grads, **extra_args)
 
         args = {"model": model, "optimizer": optimizer}
@@ -165,7 +165,11 @@ def optimizer_update(
 
 
 def _run(
-    optimizer: Any, state: PyTree, params: PyTree, grads: PyTree, extra: dict[str, Any]
+    optimizer: PyTree,
+    state: PyTree,
+    params: PyTree,
+    grads: PyTree,
+    extra: dict[str, PyTree],
 ) -> tuple[PyTree, PyTree]:
     if not isinstance(optimizer, optax.MultiSteps):  # it passes them on, as it is
         optimizer = optax.with_extra_args_support(optimizer)
@@ -174,13 +178,6 @@ def _run(
     except Exception as error:
         if _fits(optimizer, params, state):
             raise
-        if getattr(type(state), "mpx_is_compressed", False):
-            raise ValueError(
-                "`optimizer_state` is the FlashState of a compressed optimizer, but "
-                "`optimizer` is another one. Pass the optimizer that made the state, such "
-                "as `mpx.optim.flash_adamw`, or make one with `optimizer.init(params)`; in "
-                "a chain the FlashState is one of the members."
-            ) from error
         expected = eqx.filter_eval_shape(optimizer.init, params)
         raise ValueError(
             "`optimizer_state` does not fit the optimizer and the parameters that have "
@@ -196,7 +193,7 @@ def _described(state: PyTree) -> str:
 
 
 def _with_integers(
-    optimizer: Any, model: PyTree, params: PyTree, grads: PyTree, state: PyTree
+    optimizer: PyTree, model: PyTree, params: PyTree, grads: PyTree, state: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Returns parameters and gradients, with integers if the state was made for them.
 
@@ -213,12 +210,12 @@ def _with_integers(
     return everything, eqx.combine(grads, zeros)
 
 
-def _is_integer(leaf: Any) -> bool:
+def _is_integer(leaf: PyTree) -> bool:
     # A typed PRNG key has no NumPy dtype, and no optimizer takes it.
     return is_array(leaf) and isinstance(leaf.dtype, np.dtype) and not is_inexact(leaf)
 
 
-def _fits(optimizer: Any, params: PyTree, state: PyTree) -> bool:
+def _fits(optimizer: PyTree, params: PyTree, state: PyTree) -> bool:
     """Returns whether a state has the structure of one made for these parameters."""
     expected = eqx.filter_eval_shape(optimizer.init, params)
     return jax.tree.structure(expected) == jax.tree.structure(state)
@@ -240,7 +237,7 @@ def _check_grads(model: PyTree, grads: PyTree) -> None:
     params = _params_with_grads(model, grads)
     check_same_structure(params, grads, "`optimizer_update`")
 
-    def check(name: str, param: Any, grad: Any) -> None:
+    def check(name: str, param: PyTree, grad: PyTree) -> None:
         complex_param = jnp.issubdtype(dtype_of(param), jnp.complexfloating)
         fits = is_floating(grad) or isinstance(grad, float)
         if not fits and not (complex_param and is_inexact(grad)):
@@ -258,7 +255,7 @@ def _check_grads(model: PyTree, grads: PyTree) -> None:
 def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
     """Adds updates to parameters in f32 or wider; the parameters keep their dtype."""
 
-    def add(update: Any, param: Any) -> Any:
+    def add(update: PyTree, param: PyTree) -> PyTree:
         if update is None or _is_integer(param):
             return param
         param = jnp.asarray(param)
@@ -271,13 +268,13 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
 
 def _skip(
     skip: Skip,
-    step: Callable[..., Any],
-    before: tuple[Any, ...],
-    finite: Any,
+    step: Callable[..., PyTree],
+    before: tuple[PyTree, ...],
+    finite: PyTree,
     axis_name: AxisName | None = None,
     *,
     checks: bool = True,
-) -> Any:
+) -> PyTree:
     """Returns `step(*before)` if all is finite and `before` if not."""
     flag = as_flag(finite, "grads_finite")
     check_choice(skip, "skip", get_args(Skip))
@@ -285,7 +282,7 @@ def _skip(
         return step(*before)
     flag = together(flag, flag, axis_name)
 
-    def chosen(flag: Any, before: tuple[Any, ...], after: Any) -> Any:
+    def chosen(flag: PyTree, before: tuple[PyTree, ...], after: PyTree) -> PyTree:
         if checks:
             flag &= together(stays_finite(before, after), flag, axis_name)
         # It checks structure and shapes and gives back the dtypes of `before`.
@@ -313,7 +310,7 @@ def stays_finite(before: PyTree, after: PyTree) -> Bool[Array, ""]:
     """
     check_same_structure(after, before, "An update")
 
-    def of_finite(old: Any, new: Any) -> Any:
+    def of_finite(old: PyTree, new: PyTree) -> PyTree:
         # `select_tree` refuses other shapes.
         if new is old or not is_inexact(old) or shape_of(old) != shape_of(new):
             return None
@@ -324,7 +321,7 @@ def stays_finite(before: PyTree, after: PyTree) -> Bool[Array, ""]:
 
 
 def together(
-    flag: Bool[Array, ""], like: Any, axis_name: AxisName | None = None
+    flag: Bool[Array, ""], like: PyTree, axis_name: AxisName | None = None
 ) -> Bool[Array, ""]:
     """Returns whether a flag holds on all devices between which the decision is shared.
 
@@ -344,14 +341,14 @@ def _with_array_counters(before: PyTree, after: PyTree) -> PyTree:
     """
     check_same_structure(after, before, "An update")
 
-    def convert(old: Any, new: Any) -> Any:
+    def convert(old: PyTree, new: PyTree) -> PyTree:
         same = new is old or (_is_number(new) and new == old)
         return jnp.asarray(old) if _is_number(old) and not same else old
 
     return jax.tree.map(convert, before, after)
 
 
-def _is_number(leaf: Any) -> bool:
+def _is_number(leaf: PyTree) -> bool:
     return isinstance(leaf, int | float | complex)
 
 
@@ -367,11 +364,11 @@ def cond_update(
     update_fn: None = None, *, skip: Skip = "select", axis_name: AxisName | None = None
 ) -> Callable[[Callable[P, R]], Callable[Concatenate[Flag, P], R]]: ...
 def cond_update(
-    update_fn: Callable[..., Any] | None = None,
+    update_fn: Callable[..., PyTree] | None = None,
     *,
     skip: Skip = "select",
     axis_name: AxisName | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Makes an update function run only when the gradients are finite.
 
     The decorated function takes `grads_finite` first. The result of `update_fn` replaces
@@ -400,7 +397,7 @@ def cond_update(
         return functools.partial(cond_update, skip=skip, axis_name=axis_name)
 
     @functools.wraps(update_fn)
-    def wrapper(grads_finite: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(grads_finite: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         result = eqx.filter_eval_shape(update_fn, *args, **kwargs)
         several = type(result) is tuple
         count = len(result) if several else 1
@@ -410,7 +407,7 @@ def cond_update(
                 "must return new values for its first arguments, in their order."
             )
 
-        def step(*before: Any) -> tuple[Any, ...]:
+        def step(*before: PyTree) -> tuple[PyTree, ...]:
             after = update_fn(*before, *args[count:], **kwargs)
             return after if several else (after,)
 

@@ -201,10 +201,7 @@ def _optax_state(state: FlashState) -> PyTree:
 @jax.jit
 def _with_moments(state: FlashState, source: PyTree) -> FlashState:
     """Returns a compressed state that holds the moments and the count of another one."""
-    columns = [_field(source, _MOMENTS[name], state.moments) for name in state.moments]
-    # Gradient descent with a constant rate has no count in optax.
-    optional = state.count if "nu" not in state.moments else None
-    count = _field(source, ("count",), state.moments, optional)
+    columns, count = _moments_of(source, state)
     count = jnp.asarray(count, jnp.int32)
     named, structure = flatten_with_names(state.packed, is_leaf=_is_packed)
     moments = [
@@ -248,34 +245,29 @@ def _packed_with(
     return old._replace(moments=tuple(new)).pack()
 
 
-def _field(
-    state: PyTree,
-    names: tuple[str, ...],
-    moments: tuple[str, ...],
-    default: PyTree = None,
-) -> PyTree:
-    """Returns the field of one of these names in the named tuples of a state.
+def _moments_of(source: PyTree, state: FlashState) -> tuple[list[PyTree], PyTree]:
+    """Returns the moments that a compressed state needs, and the count beside them."""
+    aliases = [_MOMENTS[name] for name in state.moments]
 
-    A state may hold several counts: that beside the moments is taken.
-    """
+    def has(node: object, *groups: Sequence[str]) -> bool:
+        fields = getattr(node, "_fields", ())
+        return all(any(name in fields for name in names) for names in groups)
 
-    def has(node: object, names: Sequence[str] = names) -> bool:
-        return any(name in getattr(node, "_fields", ()) for name in names)
+    def find(*groups: Sequence[str]) -> list[PyTree]:
+        found = jax.tree.leaves(source, is_leaf=lambda x: has(x, *groups))
+        return [node for node in found if has(node, *groups)]
 
-    beside = [name for moment in moments for name in _MOMENTS[moment]]
-    nodes = [*filter(has, jax.tree.leaves(state, is_leaf=has))]
-    nodes = [node for node in nodes if has(node, beside)] or nodes
-    if len(nodes) > 1 and names != ("count",):
+    holders = find(*aliases) if aliases else []
+    if aliases and len(holders) != 1:
         raise ValueError(
-            f"The optimizer keeps one `{names[0]}`, but the state has {len(nodes)}, in "
-            f"{', '.join(type(node).__name__ for node in nodes)}. Pass the one to convert."
+            f"The optimizer keeps {' and '.join(state.moments)}, but {len(holders)} parts "
+            f"of the state, which is {type(source).__name__}, have that. Pass one that "
+            "`optax.adam`, `optax.lion`, `optax.sgd` with momentum, or `to_f32` made."
         )
-    for node in nodes:
-        return next(getattr(node, name) for name in names if hasattr(node, name))
-    if default is not None:
-        return default
-    raise ValueError(
-        f"The optimizer keeps {' and '.join(moments) or 'no moments'} and a count, but "
-        f"the state has no `{names[0]}`: it is {type(state).__name__}. Pass a state that "
-        "`optax.adam`, `optax.lion`, `optax.sgd` with momentum, or `to_f32` made."
-    )
+    columns = [
+        next(getattr(holders[0], name) for name in names if has(holders[0], [name]))
+        for names in aliases
+    ]
+    counts = [node for node in holders if has(node, ["count"])] or find(["count"])
+    # Gradient descent with a constant rate has no count in optax.
+    return columns, counts[0].count if counts else state.count

@@ -14,7 +14,7 @@ import dataclasses
 import math
 import re
 import warnings
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ class Policy(_policy.Policy):
         param_dtype: DTypeLike,
         compute_dtype: DTypeLike | None,
         output_dtype: DTypeLike,
-        **more: Any,
+        **more: PyTree,
     ) -> None:
         """Stores the three dtypes; `more` are the other fields of `mpx.Policy`."""
         super().__init__(param_dtype, compute_dtype, output_dtype, **more)
