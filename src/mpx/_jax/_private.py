@@ -127,11 +127,6 @@ FEATURES = {
             "flax.linen.transforms": "lift_direct_transform",
         },
     ),
-    "linen_variables": Feature(
-        "`amp` does not notice that a function changes variables of a Linen model that "
-        "it closes over",
-        {"flax.linen.module": "_context"},
-    ),
     "haiku": Feature(
         "`amp` runs functions inside `hk.transform` as written; wrap the loss instead",
         {
