@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import _measure as measure  # noqa: E402
 import mpx  # noqa: E402
-from _inject import Fault, inject  # noqa: E402
+from mpx.testing import Fault, inject  # noqa: E402
 
 ROWS, IN, HIDDEN, OUT = 64, 16, 32, 4
 RATE = 2.0**-9

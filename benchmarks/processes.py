@@ -42,7 +42,6 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import _measure as measure  # noqa: E402
 import mpx  # noqa: E402
-from _inject import Fault  # noqa: E402
 from faults import (  # noqa: E402
     RATE,
     draw_fault,
@@ -52,6 +51,7 @@ from faults import (  # noqa: E402
     shardings,
     targets,
 )
+from mpx.testing import Fault  # noqa: E402
 
 CHUNK = 100  # steps in one program
 SHARE = 0.2  # of the steps have a fault

@@ -14,10 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx.testing import assert_trees_equal
-from scripts import script
+from mpx.testing import Fault, assert_trees_equal, inject
 
-Fault, inject = script("_inject").Fault, script("_inject").inject
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 DTYPES = ["float16", "bfloat16", "float32"]
 
