@@ -641,7 +641,7 @@ BREAKS = [
         "amp_rules",
         "carry",
     ),
-    # --- _recognise --------------------------------------------------------------------
+    # --- recognised attention ----------------------------------------------------------
     Break(
         "causal masks are dropped",
         "_amp",

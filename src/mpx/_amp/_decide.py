@@ -57,8 +57,10 @@ Region = tuple[RuleLike, str] | None
 def decide(amp: Settings, op: Op) -> Choice:
     """Returns how an equation runs: by its region, its parameter or its primitive."""
     name, region = op.eqn.primitive.name, None
-    if op.scopes or amp.rules.functions:
+    if amp.rules.functions:
         region = amp.region_rule(op.eqn, op.scopes)
+    elif op.scopes:
+        region = amp.rules.scope_rule(op.scopes)
     if region is not None and region[0] == Rule.ORIGINAL:
         return Choice("original", *region)
     special = _SPECIAL.get(name)

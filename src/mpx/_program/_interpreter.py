@@ -28,7 +28,14 @@ from mpx._jax._compat import (
 )
 from mpx._jax._frameworks import Named
 from mpx._jax._tree import LeafName
-from mpx._program._queries import Equation, Position, leaves, readers, walk
+from mpx._program._queries import (
+    CALLS,
+    Equation,
+    Position,
+    readers,
+    sub_jaxprs,
+    walk,
+)
 
 Jaxpr = Any
 """A jaxpr, open or closed."""
@@ -94,7 +101,13 @@ class Frame:
     @functools.cached_property
     def primitives(self) -> frozenset[str]:
         """The names of the primitives in the jaxpr and in what it calls."""
-        return frozenset([eqn.primitive.name for eqn in leaves(self.jaxpr.eqns)])
+        found, waiting = set(), [self.jaxpr]
+        while waiting:
+            for eqn in waiting.pop().eqns:
+                found.add(eqn.primitive.name)
+                if eqn.primitive.name in CALLS:
+                    waiting.extend(sub_jaxprs(eqn))
+        return frozenset(found)
 
     @functools.cached_property
     def readers(self) -> dict[Any, list[tuple[Equation, int]]]:

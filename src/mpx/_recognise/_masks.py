@@ -56,24 +56,15 @@ class Masks(NamedTuple):
 
 
 class _Parts:
-    """Masks and biases by what they are: constants, or not.
-
-    Attributes:
-        keep: The constant masks, `True` for what all of them keep.
-        masks: The other masks.
-        bias: The sum of the constant biases that are more than a mask.
-        biases: The other biases.
-        fills: What the masks make of scores.
-        added: Whether a constant bias is a mask.
-    """
+    """Masks and biases by what they are: constants, or not."""
 
     def __init__(self, match: Match, sides: Sequence[Side]) -> None:
-        self.keep = np.ones((1, 1, 1, 1), bool)
-        self.masks: list[Side] = []
+        self.keep = np.ones((1, 1, 1, 1), bool)  # what all constant masks keep
+        self.masks: list[Side] = []  # those that are no constants
         self.bias: np.ndarray | None = None
         self.biases: list[Side] = []
-        self.fills: list[float] = []
-        self.added = False
+        self.fills: list[float] = []  # what the masks make of scores
+        self.added = False  # whether a constant bias is a mask
         for side in (part for x in sides for part in _parts(x)):
             value = _laid_out(match, side)
             if side.kind == "mask":

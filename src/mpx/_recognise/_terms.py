@@ -172,10 +172,7 @@ _CALLS = (*_JITS, "closed_call", "core_call")
 class Term:
     """A value of a jaxpr or of one that it calls.
 
-    Attributes:
-        level: The evaluation of a jaxpr that makes it.
-        atom: Its variable or literal there.
-        eqn: The equation that makes it, `None` for inputs, constants and literals.
+    Inputs, constants and literals have no equation.
     """
 
     def __init__(self, level: "Level", atom: Any, eqn: Equation | None) -> None:
@@ -263,16 +260,7 @@ class Term:
 
 
 class Level:
-    """One jaxpr of a program: that which is run, or the body of a call in it.
-
-    Attributes:
-        jaxpr: The jaxpr.
-        caller: The level that holds the call, and the call. `None` for the outermost.
-        root: The outermost level.
-        keys: Numbers of constants, by how they are computed.
-        constants: Their values.
-        memo: For what is made of them: layers have masks in common.
-    """
+    """One jaxpr of a program: that which is run, or the body of a call in it."""
 
     def __init__(
         self,
@@ -282,9 +270,9 @@ class Level:
     ) -> None:
         self.jaxpr, self.caller = jaxpr, caller
         self.root: Level = self if caller is None else caller[0].root
-        self.keys: dict[Any, int] = {}
+        self.keys: dict[Any, int] = {}  # of constants, by how they are computed
         self.constants: dict[int, np.ndarray | None] = {}
-        self.memo: dict[Any, Any] = {}
+        self.memo: dict[Any, Any] = {}  # layers have masks in common
         self.consts = dict(zip(jaxpr.constvars, consts, strict=True))
         self.makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self._terms: dict[Any, Term] = {}
