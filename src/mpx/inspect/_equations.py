@@ -129,6 +129,8 @@ def _wide(eqn: Equation, args: Sequence[Array], axes: Axes) -> list[Array]:
     name = primitive_name(eqn)
     if name in _MARKS:
         return list(args)
+    if not axes and (part := _sliced(eqn, args)) is not None:
+        return [part]
     changes: dict[str, Any] = {
         key: F32
         for key in ("preferred_element_type", "new_dtype", "dtype", "out_dtype")
@@ -144,6 +146,20 @@ def _wide(eqn: Equation, args: Sequence[Array], axes: Axes) -> list[Array]:
         pairs = zip(args, eqn.invars, strict=True)
         operands = [as_operand(x, atom.aval) for x, atom in pairs]
         return [widened(x) for x in _bind(eqn, operands, axes)]
+
+
+def _sliced(eqn: Equation, args: Sequence[Array]) -> Array | None:
+    """Slices and pads on the host: JAX would compile one for each step of a Python loop."""
+    name, params = primitive_name(eqn), eqn.params
+    if name == "slice":
+        strides = params["strides"] or (1,) * len(params["start_indices"])
+        ends = params["start_indices"], params["limit_indices"], strides
+        return args[0][tuple(slice(*bounds) for bounds in zip(*ends, strict=True))]
+    config = params.get("padding_config", ())
+    if name == "pad" and all(a >= 0 and b >= 0 and not c for a, b, c in config):
+        widths = [(before, after) for before, after, _ in config]
+        return np.pad(args[0], widths, constant_values=args[1]) if widths else args[0]
+    return None
 
 
 def _bind(
