@@ -22,6 +22,7 @@ be false everywhere, except that a group of an optimizer must hold a parameter. 
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import PyTree
@@ -29,7 +30,7 @@ from jaxtyping import PyTree
 from mpx._jax._compat import is_tracer
 from mpx._jax._tree import dtype_of, shape_of
 
-Selector = str | type | Callable[..., PyTree]
+Selector = str | type | Callable[..., Any]
 Selectors = Selector | Iterable[Selector]
 
 

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, PyTree
 
 
 class Fp8State(eqx.Module):
@@ -83,5 +83,5 @@ def check_keys(missing: set[str], used: set[str], given: set[str]) -> None:
         )
 
 
-Scales = dict[str, tuple[Array | None, Array]]
+Scales = dict[str, tuple[PyTree, PyTree]]
 """By the key of a matmul: the maxima that were seen before, and the probe."""

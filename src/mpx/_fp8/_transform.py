@@ -66,10 +66,10 @@ def fp8(
 ) -> Callable[P, R]: ...
 @overload
 def fp8(
-    func: Callable[..., PyTree] | Recipe | str | None = None,
+    func: Callable[..., Any] | Recipe | str | None = None,
     recipe: Recipe | str = "current",
     **options: Unpack[Fp8Keywords],
-) -> PyTree: ...
+) -> Any: ...
 def fp8(
     func: Callable[..., PyTree] | Recipe | str | None = None,
     recipe: Recipe | str = "current",

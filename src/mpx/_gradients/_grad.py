@@ -181,7 +181,7 @@ def filter_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[..., PyTree]: ...
+) -> Callable[..., Any]: ...
 def filter_grad(
     func: Callable[..., PyTree] | None = None,
     scaling: LossScaling | None = None,
@@ -242,7 +242,7 @@ def filter_value_and_grad(
     use_mixed_precision: bool = True,
     **options: Unpack[GradKeywords],
 ) -> Callable[
-    Concatenate[Params, P], tuple[PyTree, LossScaling | None, Bool[Array, ""], Params]
+    Concatenate[Params, P], tuple[Any, LossScaling | None, Bool[Array, ""], Params]
 ]: ...
 @overload
 def filter_value_and_grad(
@@ -251,7 +251,7 @@ def filter_value_and_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[..., PyTree]: ...
+) -> Callable[..., Any]: ...
 def filter_value_and_grad(
     func: Callable[..., PyTree] | None = None,
     scaling: LossScaling | None = None,
@@ -298,7 +298,7 @@ def calculate_scaled_grad(
     scaling: LossScaling,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
-) -> Callable[Concatenate[Params, P], tuple[PyTree, Params]]:
+) -> Callable[Concatenate[Params, P], tuple[Any, Params]]:
     """Computes loss and gradients that are still scaled, in half precision.
 
     It is the inner half of `filter_value_and_grad`, for loops that unscale, check and

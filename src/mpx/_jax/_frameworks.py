@@ -2,8 +2,8 @@
 
 The variables of such a model live in a scope. A traced function would leave tracers there,
 so the variables go in as arguments and come out as results, as in `nn.remat` and
-`hk.remat`. Neither library is imported here: if it is not loaded, none of its models can
-be running.
+`hk.remat`. Where that is not possible, writing is refused. Neither library is imported
+here: if it is not loaded, none of its models can be running.
 """
 
 import contextlib
