@@ -135,6 +135,22 @@ def test_emulation_without_rounding_is_the_gradient():
     assert relative(grads, jax.tree.leaves(expected)) < 1e-5
 
 
+def test_loops_that_are_not_looked_into_run_as_written_and_are_named():
+    def loss(params, x, y):
+        def step(state):
+            return state[0] + 1, jnp.tanh(state[1] @ params["layers"][0])
+
+        start = (0, x @ params["a"])
+        _, h = jax.lax.while_loop(lambda state: state[0] < 2, step, start)
+        h = jax.lax.stop_gradient(h) + x @ params["a"]
+        return jnp.mean(jnp.square(h @ params["b"] - y))
+
+    found = mpx.inspect.advise(loss, LAYERED, X, Y, formats=["bf16"])
+    assert found.opaque == ("while",)
+    assert "Not looked into: while" in str(found)
+    assert 0 < found.proposal("bf16").default < 0.05
+
+
 # --- rounding -------------------------------------------------------------------------
 
 DTYPES = {

@@ -18,7 +18,6 @@ import numpy as np
 from jax import Array, lax
 
 from mpx._jax._compat import (
-    CUDNN_KERNEL,
     Literal,
     bind,
     eval_equation,
@@ -106,7 +105,15 @@ def _power(x: Array) -> Array:
 _NESTED = (*names("jit pjit closed_call core_call scan cond"), *REMAT)
 _DERIVED = names("custom_jvp_call custom_vjp_call")
 # Kernels that have no code for f32, or another one.
-_KERNELS = (*ATTENTION, *CROSS_ENTROPY, GROUPED, CUDNN_KERNEL, "ffi_call")
+_KERNELS = (
+    *ATTENTION,
+    *CROSS_ENTROPY,
+    GROUPED,
+    *names(
+        "dot_product_attention_fwd dot_product_attention_bwd triton_kernel_call ffi_call "
+        "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper"
+    ),
+)
 # The results can be represented where the operands can.
 _EXACT = MOVES.union(
     names(
