@@ -16,7 +16,7 @@ from models import normal
 from mpx._casting._half import gradient_function
 from mpx._jax._progress import progress
 from mpx.inspect._emulation import Rounded, _format, change, rounded
-from mpx.inspect._policies import Study, propose
+from mpx.inspect._policies import Option, Study, propose
 
 
 def draw(seed, *shape, scale=1.0):
@@ -126,6 +126,18 @@ def test_each_matmul_is_emulated_as_by_hand():
     for which in "ab":
         real = relative(jax.grad(only(which))(PARAMS, X, Y), exact)
         assert known.alone("bf16", which).error == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["plain", "scan"])
+def test_emulated_keep_list_is_the_real_one(name):
+    loss, params = PROGRAMS[name]
+    known = Study(loss, (params, X, Y), {}, formats=["bf16"])
+    exact = jax.grad(loss)(params, X, Y)
+    for label in known.labels:
+        option = Option("bf16", (known.selector(label),))
+        grads = jax.grad(known.policy(option).apply(loss))(params, X, Y)
+        # What follows a matmul in f32 runs in f32, too.
+        assert known.error(option) == pytest.approx(relative(grads, exact), rel=0.1)
 
 
 def test_emulation_without_rounding_is_the_gradient():
