@@ -16,7 +16,7 @@ from models import normal
 from mpx._casting._half import gradient_function
 from mpx._jax._progress import progress
 from mpx.inspect._emulation import Rounded, _format, change, rounded
-from mpx.inspect._policies import Study, propose
+from mpx.inspect._policies import Option, Study, propose
 
 
 def draw(seed, *shape, scale=1.0):
@@ -128,11 +128,39 @@ def test_each_matmul_is_emulated_as_by_hand():
         assert known.alone("bf16", which).error == pytest.approx(real, rel=0.1)
 
 
+@pytest.mark.parametrize("name", ["plain", "scan"])
+def test_emulated_keep_list_is_the_real_one(name):
+    loss, params = PROGRAMS[name]
+    known = Study(loss, (params, X, Y), {}, formats=["bf16"])
+    exact = jax.grad(loss)(params, X, Y)
+    for label in known.labels:
+        option = Option("bf16", (known.selector(label),))
+        grads = jax.grad(known.policy(option).apply(loss))(params, X, Y)
+        # What follows a matmul in f32 runs in f32, too.
+        assert known.error(option) == pytest.approx(relative(grads, exact), rel=0.1)
+
+
 def test_emulation_without_rounding_is_the_gradient():
     known = Study(with_scan, (LAYERED, X, Y), {}, formats=["bf16"]).emulation
     grads = known.gradient(known.program.arrays, Rounded())
     expected = jax.grad(with_scan)(LAYERED, X, Y)
     assert relative(grads, jax.tree.leaves(expected)) < 1e-5
+
+
+def test_loops_that_are_not_looked_into_run_as_written_and_are_named():
+    def loss(params, x, y):
+        def step(state):
+            return state[0] + 1, jnp.tanh(state[1] @ params["layers"][0])
+
+        start = (0, x @ params["a"])
+        _, h = jax.lax.while_loop(lambda state: state[0] < 2, step, start)
+        h = jax.lax.stop_gradient(h) + x @ params["a"]
+        return jnp.mean(jnp.square(h @ params["b"] - y))
+
+    found = mpx.inspect.advise(loss, LAYERED, X, Y, formats=["bf16"])
+    assert found.opaque == ("while",)
+    assert "Not looked into: while" in str(found)
+    assert 0 < found.proposal("bf16").default < 0.05
 
 
 # --- rounding -------------------------------------------------------------------------

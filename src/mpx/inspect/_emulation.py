@@ -18,7 +18,6 @@ import numpy as np
 from jax import Array, lax
 
 from mpx._jax._compat import (
-    CUDNN_KERNEL,
     Literal,
     bind,
     eval_equation,
@@ -106,7 +105,15 @@ def _power(x: Array) -> Array:
 _NESTED = (*names("jit pjit closed_call core_call scan cond"), *REMAT)
 _DERIVED = names("custom_jvp_call custom_vjp_call")
 # Kernels that have no code for f32, or another one.
-_KERNELS = (*ATTENTION, *CROSS_ENTROPY, GROUPED, CUDNN_KERNEL, "ffi_call")
+_KERNELS = (
+    *ATTENTION,
+    *CROSS_ENTROPY,
+    GROUPED,
+    *names(
+        "dot_product_attention_fwd dot_product_attention_bwd triton_kernel_call ffi_call "
+        "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper"
+    ),
+)
 # The results can be represented where the operands can.
 _EXACT = MOVES.union(
     names(
@@ -121,8 +128,8 @@ class Fact(NamedTuple):
     """What is known of a value.
 
     Attributes:
-        sources: The groups of the matmuls because of which it is of 16 bits: without one of
-            them, `amp` would hold it in f32.
+        sources: The groups of the matmuls whose results it is computed from: if one of
+            them runs in f32, so does what follows up to the next matmul.
         is_pending: Whether it has been cast to 16 bits for whoever reads it.
         is_cotangent: Whether it belongs to the backward pass.
     """
@@ -185,7 +192,7 @@ class _Rounding(Visitor):
             return self._half(op, name)
         is_wide = touched or name in MATMULS
         outs = (_bind_wide if is_wide else eval_equation)(eqn, op.values)
-        known = op.facts[0] if name in MOVES else Fact()
+        known = op.facts[0] if name in MOVES else Fact(_sources(op))
         return outs, [known._replace(is_cotangent=_is_cotangent(op))] * len(outs)
 
     def _inline(self, op: Op) -> Outcome:
@@ -242,12 +249,11 @@ class _Rounding(Visitor):
             if self.with_fp8 and is_matmul and self.groups[group].param and i < 2:
                 values[i] = self._round(values[i], key._replace(is_eight=True))
         outs, is_cotangent = _bind_wide(op.eqn, values), _is_cotangent(op)
-        is_low = [is_half(var.aval) for var in op.eqn.outvars]
         if name not in _EXACT:
             key = Key(group, sources, is_cotangent)
-            pairs = zip(outs, is_low, strict=True)
-            outs = [self._round(x, key) if low else x for x, low in pairs]
-        return outs, [Fact(sources if x else (), False, is_cotangent) for x in is_low]
+            pairs = zip(outs, op.eqn.outvars, strict=True)
+            outs = [self._round(x, key) if is_half(v.aval) else x for x, v in pairs]
+        return outs, [Fact(sources, is_cotangent=is_cotangent)] * len(outs)
 
     def _group(self, op: Op) -> int:
         found, _ = label_of(op.scopes)
@@ -310,9 +316,10 @@ def _is_cotangent(op: Op) -> bool:
 def _sources(op: Op) -> tuple[int, ...]:
     """Returns the matmuls because of which an operation runs in 16 bits.
 
-    In the backward pass it does if its forward operation did.
+    In the backward pass it does if its forward operation did. An operand that was cast for
+    it is no reason.
     """
-    known = [fact for fact in op.facts if fact.sources]
+    known = [fact for fact in op.facts if fact.sources and not fact.is_pending]
     forward = [fact for fact in known if not fact.is_cotangent]
     return tuple(sorted({x for fact in forward or known for x in fact.sources}))
 

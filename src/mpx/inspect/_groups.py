@@ -107,7 +107,7 @@ class _Labels(Visitor):
     def _group(self, op: Op) -> Group:
         known = [name for name in op.facts if name]
         is_matmul = primitive_name(op.eqn) in (*MATMULS, LINEAR) and len(known) > 0
-        functions = _functions(op.eqn) or self._around
+        functions = _functions(op.eqn, self._around)
         # A scope inside itself counts once.
         path = "/".join(name for name, _ in itertools.groupby(op.scopes))
         return Group(known[0] if is_matmul else "", path, functions)
@@ -115,7 +115,7 @@ class _Labels(Visitor):
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: PyTree) -> Iterator[None]:
         before = self._around
-        self._around = _functions(eqn) or before
+        self._around = _functions(eqn, before)
         try:
             yield
         finally:
@@ -136,8 +136,10 @@ class _Labels(Visitor):
         return any(other.source_info.traceback is trace for other, _ in found)
 
 
-def _functions(eqn: Equation) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for name, _, _ in source_frames(eqn)))
+def _functions(eqn: Equation, around: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the functions that wrote an equation, then those of the calls around it."""
+    own = (name for name, _, _ in source_frames(eqn))
+    return tuple(dict.fromkeys((*own, *around)))
 
 
 def labelled(
