@@ -42,7 +42,7 @@ test: $(VENV)/test.done  ## Run all tests, the docstring examples and the code i
 rooms: $(VENV)/test.done  ## Draw the rooms of src/mpx into CONTRIBUTING.md.
 	$(BIN)/python tests/rooms.py
 
-breaks: $(VENV)/test.done  ## Break mpx on purpose, in 92 places, and see a test fail for each.
+breaks: $(VENV)/test.done  ## Break mpx on purpose, in about 90 places, and see a test fail for each.
 	$(CACHE) $(BIN)/python tests/breaks.py $(ARGS)
 
 # Both environments see the packages of $(VENV), behind their own: only what differs is

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from _measure import planned_memory
 from mpx._jax._devices import H200
-from mpx.inspect._collectives import arrays, bits, computations, located, runs_of
+from mpx.inspect._compiled import arrays, bits, computations, located, runs_of
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 

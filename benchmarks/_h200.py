@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpx.inspect._target import compiler_options, described, target_devices
+from mpx.inspect._compiled import compiler_options, described, target_devices
 
 
 def mesh_of(sizes, names):

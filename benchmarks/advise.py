@@ -1,38 +1,33 @@
-"""How well `mpx.inspect.advise` predicts, what it costs, and what it finds.
+"""How well `mpx.inspect.advise` emulates policies, what it costs, and what it finds.
 
-    python benchmarks/advise.py                       # four small models, on a CPU
-    python benchmarks/advise.py --part rank --models mlp lstm
+    python benchmarks/advise.py                       # small models, on a CPU
+    python benchmarks/advise.py --part emulate --models mlp lstm
     python benchmarks/advise.py --part measure --sizes tiny tiny-gpt
     python benchmarks/advise.py --part measure --sizes vit-base --batch 64   # a GPU
     python benchmarks/advise.py --part measure --sizes gpt2 --length 512 --max-grad-error 0.25
 
-rank: single groups in bf16, predicted against measured by emulating that group alone; rank
-correlation, the ratio of measured to predicted, and the time of a pass in gradients.
-search: the frontier against all policies of a small model, at equal cost.
+emulate: the real over the emulated error of amp's default and of policies that keep one group,
+and the time to judge all groups.
+search: the keep-lists against all policies of a small model, at equal cost.
 measure: the policy that `measure=True` returns, against the default of `amp`.
 """
 
-import contextlib
-import functools
 import itertools
-import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import _measure as measure
 import mpx.inspect
 from _measure import format_table, number, read_options
 from _models import make_task
-from mpx.inspect import _advice
-from mpx.inspect._predictions import relative_change
-from mpx.inspect._search import Judged, front, judge
+from mpx.inspect._advice import Bench
+from mpx.inspect._emulation import Rounded
+from mpx.inspect._policies import Option, Study, options
 
 
 class Case(NamedTuple):
@@ -189,97 +184,60 @@ def faults():
 MODELS = {"mlp": mlp, "vit": vit, "lm": language_model, "lstm": lstm, "faults": faults}
 
 
-def ranks(values):
-    return np.argsort(np.argsort(values)).astype(float)
-
-
-def spearman(a, b):
-    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
-
-
-def timed(call):
-    return measure.time_call(call, runs=1, warmup=1)
-
-
-def measured(
-    known: Judged, calls: list[Any], half: str, low: Collection[int], *, alone: bool
-) -> float:
-    """Returns the root mean square of the relative gradient errors over batches."""
-    squares = []
-    for arrays in calls:
-        exact = known.study.emulate(arrays, half, ())[1:]
-        grads = known.study.emulate(arrays, half, low, alone=alone)[1:]
-        squares.append(relative_change(grads, exact) ** 2)
-    return math.sqrt(sum(squares) / len(squares))
-
-
-def calls_of(case, known):
-    first = known.arrays
-    count = len(jax.tree.leaves(case.batches[0]))
-    return [[*first[: len(first) - count], *jax.tree.leaves(b)] for b in case.batches]
-
-
-def rank_part(names, half):
+def emulate_part(names, half):
+    """Compares emulated with real errors: of the default, and with one group kept."""
     rows = []
     for name in names:
         case = MODELS[name]()
         start = time.perf_counter()
         args = (case.params, *case.batches[0])
-        known = judge(case.loss, args, {}, case.batches[1:])
-        first = time.perf_counter() - start
-        calls = calls_of(case, known)
-        once = timed(functools.partial(known.study.passes, calls[0], np.int32(0)))
-        plain = eqx.filter_jit(eqx.filter_value_and_grad(case.loss))
-        gradient = timed(functools.partial(plain, *args))
-        labels = {}
-        for i in sorted(known.active):
-            labels.setdefault(known.groups[i].label, []).append(i)
-        predicted, real = [], []
-        for label, members in labels.items():
-            predicted.append(known.predicted.error(half, members))
-            real.append(measured(known, calls, half, members, alone=True))
-            print(f"  {name} {label}: {predicted[-1]:.2e} {real[-1]:.2e}", flush=True)
-        ratios = np.array(real) / np.maximum(predicted, 1e-30)
-        low, middle, high = np.quantile(ratios, (0.1, 0.5, 0.9))
+        known = Study(case.loss, args, {}, formats=[half])
+        for label in known.labels:
+            known.alone(half, label)
+        seconds = time.perf_counter() - start
+        bench = Bench(case.loss, args, {}, known.scale)
+        chosen = [Option(half)]
+        chosen += [Option(half, (known.selector(label),)) for label in known.labels]
+        ratios = []
+        for option in chosen[:8]:
+            real, emulated = bench.error(known.policy(option)), known.error(option)
+            print(
+                f"  {name} {known.policy(option)}: {emulated:.2e} {real:.2e}",
+                flush=True,
+            )
+            if emulated > 0:
+                ratios.append(real / emulated)
         rows.append(
             [
                 name,
-                str(len(labels)),
-                number(spearman(predicted, real), 3),
-                f"{low:.2f} {middle:.2f} {high:.2f}",
-                number(once / gradient, 1, "×"),
-                number(first, 1, " s"),
+                str(len(known.labels)),
+                f"{ratios[0]:.2f}",
+                f"{min(ratios[1:]):.2f} {max(ratios[1:]):.2f}",
+                number(seconds, 1, " s"),
             ]
         )
-        print(" ".join(rows[-1]), flush=True)
     return rows
 
 
 def search_part(half):
-    """Compares the greedy frontier with all 2^n sets of groups, measured by emulation."""
+    """Compares the keep-lists with all 2^n sets of groups."""
     case = MODELS["mlp"]()
-    known = judge(case.loss, (case.params, *case.batches[0]), {}, case.batches[1:])
-    calls = calls_of(case, known)[:2]
+    args = (case.params, *case.batches[0])
+    known = Study(case.loss, args, {}, formats=[half])
     groups = [i for i in sorted(known.active) if known.groups[i].param]
-    others = sorted(known.active - set(groups))
-
-    def real(low: Collection[int]) -> float:
-        return measured(known, calls, half, low, alone=False)
-
+    others = known.active - set(groups)
     table = []
     for count in range(len(groups) + 1):
         for chosen in itertools.combinations(groups, count):
-            low = {*chosen, *others}
-            table.append((known.seconds(half, low), real(low)))
+            low = others.union(chosen)
+            error = known.change(Rounded(half, low, scale=known.scale)).error
+            table.append((known.seconds(half, low), error))
     gaps = []
-    for option in front(known, [half], with_fp8=False):
-        low = option.low
-        if not set(others) <= low:
-            continue
-        cost, error = known.seconds(half, low), real(low)
-        best = min(e for c, e in table if c <= cost * 1.000001)
-        if best > 0:
-            gaps.append(error / best - 1)
+    for option in options(known, half):
+        low, _ = known.parts(option)
+        best = min(e for c, e in table if c <= known.seconds(half, low) * 1.000001)
+        if others <= low and best > 0:
+            gaps.append(known.error(option) / best - 1)
     return [
         [
             str(len(table)),
@@ -290,39 +248,20 @@ def search_part(half):
     ]
 
 
-@contextlib.contextmanager
-def stages(total: int, what: str) -> Iterator[Callable[..., None]]:
-    """Prints each step of `advise` with the time of the one before."""
-    start = last = time.perf_counter()
-    name = ""
-
-    def tell(step, *, part=False):
-        nonlocal last, name
-        if part and step.startswith("compiled "):
-            return
-        now = time.perf_counter()
-        if name:
-            print(f"  {now - last:6.1f} s  {name}", flush=True)
-        last, name = now, step
-
-    yield tell
-    tell("")
-    print(f"  {time.perf_counter() - start:6.1f} s  {what} in all", flush=True)
-
-
 def measure_part(
     sizes: list[str], batch: int, length: int | None, limit: float
 ) -> None:
-    _advice.progress = stages
     for size in sizes:
         task = make_task(size, batch, length=length)
         jax.block_until_ready((task.params, task.batches))
-        for options in ({}, {"measure": True, "max_grad_error": limit}):
-            print(f"\n{size}, batch {batch}, {options}", flush=True)
+        for chosen in ({}, {"measure": True, "max_grad_error": limit}):
+            print(f"\n{size}, batch {batch}, {chosen}", flush=True)
+            start = time.perf_counter()
             found = mpx.inspect.advise(
-                task.loss, task.params, task.batches[0], **options
+                task.loss, task.params, task.batches[0], **chosen
             )
             print(found, flush=True)
+            print(f"{time.perf_counter() - start:.1f} s", flush=True)
 
 
 def main() -> None:
@@ -331,13 +270,13 @@ def main() -> None:
         f"part=, models={','.join(MODELS)} half=bf16 sizes=tiny,tiny-gpt batch=8 "
         "length=int max_grad_error=0.05",
     )
-    parts = options.part or ["rank", "search", "measure"]
-    if "rank" in parts:
-        rows = rank_part(options.models, options.half)
-        head = ("model", "groups", "rank", "measured/predicted", "a pass", "advise")
+    parts = options.part or ["emulate", "search", "measure"]
+    if "emulate" in parts:
+        rows = emulate_part(options.models, options.half)
+        head = ("model", "groups", "default", "one group kept", "advise")
         print(format_table(head, rows), flush=True)
     if "search" in parts:
-        head = ("policies", "on the frontier", "median gap", "largest gap")
+        head = ("policies", "keep-lists", "median gap", "largest gap")
         print(format_table(head, search_part(options.half)), flush=True)
     if "measure" in parts:
         measure_part(

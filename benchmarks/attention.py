@@ -20,7 +20,7 @@ import _measure as measure
 import mpx
 from _measure import number, ratio
 from _models import cudnn
-from mpx._ops._attention import _cudnn
+from mpx._ops import _attention
 
 MODES = ("keep", "fuse", "hand")
 TINY = [("plain", 17, 64), ("padding, causal", 16, 64)]
@@ -118,7 +118,8 @@ def measure_operation(kind, batch, length, heads, size) -> dict[str, Any]:
 
 def main():
     options = measure.read_options(__doc__, "more tiny")
-    _cudnn.LEAST = dict.fromkeys(_cudnn.LEAST, 0)  # to see from which size on it pays
+    # To see from which size on it pays.
+    _attention.LEAST = dict.fromkeys(_attention.LEAST, 0)
     rows, right = [], True
     for kind, length, size in TINY if options.tiny else CASES + MORE * options.more:
         batch = 2 if options.tiny else max(1, min(64, 16384 // length))

@@ -2,7 +2,7 @@
 
     python benchmarks/stats.py                  # the gradients of ViT-Base/16
     python benchmarks/stats.py --model tiny     # try the script on a CPU
-    python benchmarks/step.py --modes mpx-bf16,stats-bf16,stats-bf16-sample --repeat 4
+    python benchmarks/step.py --modes mpx-bf16,stats-bf16 --repeat 4
 
 Numbers like those of gradients are counted; the counts must be NumPy's.
 """
@@ -25,7 +25,6 @@ stats = mpx.inspect.exponent_stats
 WAYS = {
     "finite": mpx.all_finite,
     "stats": lambda grads: stats(grads).counts,
-    "stats, sample=16": lambda grads: stats(grads, sample=16).counts,
 }
 
 

@@ -96,7 +96,6 @@ MODES |= {
     "mpx-f16-paper": Mode("f16", "paper"),
     "stats-bf16": Mode("bf16", "mpx", "select", "stats"),
     "stats-bf16-check": Mode("bf16", "mpx", "select", "stats as the check"),
-    "stats-bf16-sample": Mode("bf16", "mpx", "select", "stats, sampled"),
     "watch-bf16": Mode("bf16", "mpx", "select", "watch"),
     "watch-bf16-stuck": Mode("bf16", "mpx", "select", "watch, stuck"),
 }
@@ -154,14 +153,13 @@ def build_with_mpx(mode, task, optimizer):
     value_and_grad = mpx.value_and_grad(loss, policy=policy)
     bf16 = mode.dtype == "bf16"
     scaling = mpx.NoLossScaling() if bf16 else mpx.DynamicLossScaling.pow2(SCALE)
-    sample = {"sample": 16} if "sampled" in mode.more else {}
 
     def step(state, batch):
         params, opt_state, scaling = state
         result = value_and_grad(scaling, params, batch)
         finite, more = result.finite, ()
         if mode.more.startswith("stats"):
-            more = (found := mpx.inspect.exponent_stats(result.grads, **sample),)
+            more = (found := mpx.inspect.exponent_stats(result.grads),)
             if (
                 "check" in mode.more
             ):  # they know whether all is finite: one pass for both

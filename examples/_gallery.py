@@ -79,4 +79,5 @@ def sparklines(recorder: mpx.inspect.Watch) -> str:
     assert recorder.exponents is not None, "no step was taken"
     scale = recorder.summary().numbers["loss_scaling"]
     formats = ("f16", "e5m2", "e4m3")
-    return str(matrices(recorder.exponents).view(scale=scale, formats=formats))
+    tables = matrices(recorder.exponents).tables(scale=scale, formats=formats)
+    return "\n\n".join(map(str, tables))

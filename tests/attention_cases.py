@@ -14,8 +14,8 @@ from jax.nn import softmax
 
 from models import normal
 from mpx._amp import _decide
-from mpx._ops._attention import _cudnn, _primitive
-from mpx._recognise import _attention as found
+from mpx._amp import _recognition as found
+from mpx._ops import _attention
 
 B, T, H, D = 2, 8, 4, 16
 
@@ -23,19 +23,19 @@ B, T, H, D = 2, 8, 4, 16
 def pretend_h200(monkeypatch):
     """Pretends that this is a machine with an H200 and cuDNN 9.10."""
     module = "jax._src.cudnn.fused_attention_stablehlo"
-    for owner in (_primitive, _cudnn, _decide, found):
+    for owner in (_attention, _decide, found):
         monkeypatch.setattr(owner, "cuda_capability", lambda: (9, 0))
     monkeypatch.setattr(f"{module}.check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(f"{module}.check_compute_capability", lambda _: True)
-    monkeypatch.setattr(_cudnn, "LEAST", {9: 0})
-    _cudnn._reason_by_jax.cache_clear()
+    monkeypatch.setattr(_attention, "LEAST", {9: 0})
+    _attention._reason_by_jax.cache_clear()
 
 
 @pytest.fixture
 def h200(monkeypatch):
     pretend_h200(monkeypatch)
     yield
-    _cudnn._reason_by_jax.cache_clear()
+    _attention._reason_by_jax.cache_clear()
 
 
 Q, K, V = (normal(i, B, T, H, D) for i in range(3))
@@ -197,17 +197,6 @@ BY_HAND = {
     "softmax by hand": (with_scores(nothing, by_hand), ARRAYS),
     "softmax of two jits": (
         with_scores(jax.jit(nothing), jax.jit(lambda s: softmax(s))),
-        ARRAYS,
-    ),
-    "exp of log_softmax": (
-        with_scores(nothing, lambda s: jnp.exp(jax.nn.log_softmax(s))),
-        ARRAYS,
-    ),
-    "logsumexp": (
-        with_scores(
-            nothing,
-            lambda s: jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)),
-        ),
         ARRAYS,
     ),
     "mask of heads": (

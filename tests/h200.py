@@ -13,16 +13,16 @@ TOKENS, WIDTH, HIDDEN = 2048, 1024, 4096
 
 def devices():
     """Eight H200s that one can compile for."""
-    from mpx.inspect._target import target_devices
+    from mpx.inspect._compiled import target_devices
 
     return target_devices("h200")
 
 
 def compiler_options() -> dict[str, Any]:
     """Where NVIDIA's compiler is; nothing can be timed without a GPU."""
-    from mpx.inspect import _target
+    from mpx.inspect import _compiled
 
-    return _target.compiler_options("h200")
+    return _compiled.compiler_options("h200")
 
 
 def mlp(p, x):

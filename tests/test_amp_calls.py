@@ -346,6 +346,7 @@ def gradient(wrap, func, around, argnums):
 
 def told(func, *args):
     """Returns what the rules are told while a function is traced."""
+    jax.clear_caches()  # a rule that JAX has traced for another call is not run again
     SEEN.clear()
     jax.make_jaxpr(func)(*args)
     # A rule may be traced several times.

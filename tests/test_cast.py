@@ -288,15 +288,6 @@ def test_where_chooses_by_name_and_leaf():
     assert after["layers"][1].weight is tree["layers"][1].weight
 
 
-@pytest.mark.parametrize("name", [name for name in CASTS if "tree" not in name])
-def test_every_named_cast_takes_where(name):
-    cast, dtype = CASTS[name]
-    tree = {"a": jnp.ones(2, BF16 if dtype != BF16 else F16), "b": np.ones(2)}
-    after = cast(tree, where=lambda name, _: name == "a")
-    assert after["a"].dtype == dtype
-    assert after["b"] is tree["b"]
-
-
 def test_cast_like_restores_the_dtypes_of_a_reference():
     reference = {
         "a": jnp.ones(2),

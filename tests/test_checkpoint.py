@@ -405,6 +405,11 @@ def test_others_read_while_a_process_writes_and_write_when_it_is_killed(tmp_path
             assert seen == sorted(seen)
             assert seen[0] >= 3
             assert seen[-1] > seen[0]  # the reader did not stop the writer
+            writes = f"Another process .pid {worker.pid} on .* writes checkpoints to"
+            with pytest.raises(RuntimeError, match=writes):
+                checkpoints.save(10**6, state)
+            with pytest.raises(RuntimeError, match=writes):
+                checkpoints.delete(seen[-1])
         assert worker.poll() is None
         worker.kill()
     restored = restore(tmp_path, state)
@@ -503,8 +508,8 @@ def test_best_checkpoints_are_kept(tmp_path):
             checkpoints.save(9, {"a": 9}, metrics={"loss": 1.0})
 
 
-def test_reader_sees_new_checkpoints_and_writes_nothing(tmp_path):
-    with Checkpointer(tmp_path / "run") as reader:
+def test_read_only_checkpointer_sees_new_checkpoints_and_writes_nothing(tmp_path):
+    with Checkpointer(tmp_path / "run", read_only=True) as reader:
         assert reader.latest() is None
         assert not (tmp_path / "run").exists()
         save(tmp_path / "run", {"a": 1})
@@ -512,7 +517,10 @@ def test_reader_sees_new_checkpoints_and_writes_nothing(tmp_path):
         assert reader.restore({"a": 0}) == {"a": 1}
         save(tmp_path / "run", {"a": 2})
         assert reader.restore({"a": 0}) == {"a": 2}
-        assert sorted(x.name for x in (tmp_path / "run").iterdir()) == ["0", "1"]
+        for call in (lambda: reader.save(2, {"a": 2}), lambda: reader.delete(0)):
+            with pytest.raises(ValueError, match="Nothing can be .* `read_only=True`"):
+                call()
+        assert reader.steps() == [0, 1]
 
 
 def test_options_that_mpx_sets_are_refused(tmp_path):

@@ -167,7 +167,7 @@ def test_doctor_passes_processes_that_agree(outputs):
     found = json.loads(first[0][first[0].index("\n{") :])
     assert (found["processes"], found["devices"]) == (2, 2)
     assert all(x["passed"] for x in found["checks"])
-    assert {x["name"] for x in found["checks"]} >= {"skips, sharded", "skips, copies"}
+    assert {x["name"] for x in found["checks"]} >= {"skips", "hash of the state"}
 
 
 @pytest.mark.long
@@ -176,7 +176,7 @@ def test_doctor_fails_on_all_processes_if_one_has_another_jax(outputs):
     assert first[2][0] == second[2][0] == "1"
     checks = json.loads(first[1][2:])["checks"]
     assert [x["passed"] for x in checks] == [True, False, None]
-    assert checks[1]["figures"] == f"jax: '{jax.__version__}', but '0.1' on process 1"
+    assert checks[1]["figures"].endswith("but jax 0.1 on process 1")
 
 
 @pytest.mark.long

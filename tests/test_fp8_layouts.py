@@ -25,9 +25,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.fixture
-def turning(monkeypatch):
+def transposing(monkeypatch):
     """As on a Hopper GPU; here plain JAX takes the place of the kernel."""
-    monkeypatch.setattr(_operands, "turning_pays", lambda: True)
+    monkeypatch.setattr(_operands, "transposing_pays", lambda: True)
 
 
 def as_f32(x):
@@ -66,31 +66,33 @@ def test_kernel_casts_and_transposes(tensor, clip, form):
     x = TENSORS[tensor]((128, 384)).astype(BF16)
     # Without a clip nothing may be out of range.
     factor = jnp.float32([4.0 if clip else 2.0**-8])
-    codes, turned = _operands.cast_and_turn(x, factor, form, clip=clip, interpret=True)
+    codes, transposed = _operands.cast_and_transpose(
+        x, factor, form, clip=clip, interpret=True
+    )
     want = as_bits(cast_scaled(x, factor[0], form, clip=clip))
     np.testing.assert_array_equal(as_bits(codes), want)
-    np.testing.assert_array_equal(as_bits(turned), want.T)
+    np.testing.assert_array_equal(as_bits(transposed), want.T)
 
 
 @pytest.mark.parametrize(
     ("capability", "pays"),
     [(None, False), ((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), False)],
 )
-def test_tensors_are_turned_for_gpus_that_cannot_sum_over_the_first_axis(
+def test_tensors_are_transposed_for_gpus_that_cannot_sum_over_the_first_axis(
     monkeypatch, capability, pays
 ):
     monkeypatch.setattr(_operands, "gpu_capability", lambda: capability)
-    assert _operands.turning_pays() == pays
+    assert _operands.transposing_pays() == pays
 
 
 @pytest.mark.parametrize("leading", [1, 2])
 def test_both_orders_of_three_axes(leading):
     x = normal(0, 4, 6, 10, dtype=BF16)
-    codes, turned = _operands.quantize_both(
+    codes, transposed = _operands.quantize_both(
         x, jnp.float32(0.5), "e4m3", leading=leading, clip=False
     )
     order = (*range(leading, 3), *range(leading))
-    np.testing.assert_array_equal(as_bits(turned), as_bits(codes).transpose(order))
+    np.testing.assert_array_equal(as_bits(transposed), as_bits(codes).transpose(order))
     np.testing.assert_array_equal(
         as_bits(codes), as_bits(cast_scaled(x, jnp.float32(2), "e4m3", clip=False))
     )
@@ -99,9 +101,9 @@ def test_both_orders_of_three_axes(leading):
 # --- matmuls --------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("turning")
+@pytest.mark.usefixtures("transposing")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_products_of_turned_codes_are_exact(layout):
+def test_products_of_transposed_codes_are_exact(layout):
     a, b, g, dimensions, side = problem(layout)
     # Small integers: nothing is rounded, in whatever order they are added.
     a, b, g = (jnp.round(x) for x in (a, b, g))
@@ -118,7 +120,7 @@ def test_products_of_turned_codes_are_exact(layout):
         np.testing.assert_array_equal(as_f32(got), as_f32(rounded))
 
 
-@pytest.mark.usefixtures("turning")
+@pytest.mark.usefixtures("transposing")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_sum_is_over_last_axes(layout):
     a, b, g, dimensions, side = problem(layout)
@@ -231,10 +233,10 @@ def test_nothing_is_shared_between_traces():
 # --- sharded --------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("turning")
+@pytest.mark.usefixtures("transposing")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [("x",), (None, "x")])
-def test_turned_codes_on_eight_devices_are_those_on_one(kind, spec):
+def test_transposed_codes_on_eight_devices_are_those_on_one(kind, spec):
     params, x = attention_problem()
     params = jax.tree.map(lambda w: jnp.round(w * 2), params)
     x = jnp.round(x * 2)
@@ -265,7 +267,7 @@ BOTH_ORDERS = {
 }
 
 
-@pytest.mark.usefixtures("turning")
+@pytest.mark.usefixtures("transposing")
 @pytest.mark.parametrize("name", BOTH_ORDERS)
 def test_weights_that_may_be_gathered_have_one_order(name, monkeypatch):
     kind, spec, both = BOTH_ORDERS[name]

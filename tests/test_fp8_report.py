@@ -8,8 +8,8 @@ import pytest
 from jax import lax
 
 import mpx
-from mpx import fp8
-from mpx._ops._attention import _primitive
+from attention_cases import pretend_h200
+from mpx import amp, fp8
 from mpx.recipes import DelayedScaling
 
 BF16 = jnp.bfloat16
@@ -175,13 +175,13 @@ def test_report_lists_all_that_multiplies(name, around):
 
 
 def test_report_counts_fused_attention(monkeypatch):
-    monkeypatch.setattr(_primitive, "cuda_capability", lambda: (9, 0))
+    pretend_h200(monkeypatch)
 
     def loss(p, x):
         q = (x @ p["layers"][0]).reshape(1, 32, 2, 32).astype(jnp.float32)
         return jnp.sum(jax.nn.dot_product_attention(q, q, q))
 
-    report = view(fp8(loss, min_gain=0), WEIGHTS, X)
+    report = view(fp8(amp(loss), min_gain=0), WEIGHTS, X)
     linear, fused = report.matmuls
     assert fused.primitive == "cudnn_attention"
     assert fused.reason.startswith("it is a fused attention")

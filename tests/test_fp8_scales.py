@@ -19,7 +19,6 @@ from mpx._fp8._mx import from_blocks, mx_dot, to_blocks
 from mpx._fp8._operands import MatmulSpec
 from mpx._fp8._scales import (
     DTYPES,
-    dequantize,
     inverse,
     largest_magnitude,
     power_of_two_scale,
@@ -136,7 +135,7 @@ def test_numbers_of_the_format_survive(form):
     x = jnp.asarray(finite.astype(np.float32) * 2.0**-7)
     found, scale = quantized(x, form)
     assert float(scale) == 2.0**-7
-    assert np.array_equal(dequantize(found, scale, np.dtype(np.float32)), x)
+    assert np.array_equal(found.astype(jnp.float32) * scale, x)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -441,15 +440,18 @@ def test_inf_and_nan_reach_the_results(which, bad, name):
         assert not np.all(np.isfinite(np.asarray(results[i].astype(jnp.float32)))), i
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_residuals_are_eight_bits_wide(monkeypatch, turned):
-    monkeypatch.setattr(_operands, "turning_pays", lambda: turned)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_residuals_are_eight_bits_wide(monkeypatch, transposed):
+    monkeypatch.setattr(_operands, "transposing_pays", lambda: transposed)
     a, b, g, dimensions, side = problem("x @ w")
     plan = plan_for(a, b, dimensions, side, CurrentScaling())
     _, back = jax.vjp(lambda a, b: fp8_dot(plan, a, b, None, None), a, b)
     saved = [x for x in jax.tree.leaves(back) if getattr(x, "ndim", 0)]
     # Each operand once, in the order in which the backward pass sums over it.
-    assert {x.shape for x in saved} == {a.shape[::-1] if turned else a.shape, b.shape}
+    assert {x.shape for x in saved} == {
+        a.shape[::-1] if transposed else a.shape,
+        b.shape,
+    }
     assert len(saved) == 2
     assert all(x.dtype == jnp.uint8 for x in saved)  # the bytes of 8-bit numbers
 

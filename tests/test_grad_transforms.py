@@ -170,7 +170,7 @@ def test_method_of_a_module_is_differentiated_by_its_self(problem):
 
 
 def test_result_is_a_named_tuple_of_the_six_parts():
-    names = ("value", "aux", "grads", "scaling", "finite", "fp8", "feedback")
+    names = ("value", "aux", "grads", "scaling", "finite", "fp8")
     assert GradResult._fields == names
     result = mpx.value_and_grad(lambda w: w)(NoLossScaling(), 1.0)
     assert tuple(result)[1] is None

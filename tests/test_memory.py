@@ -1,11 +1,9 @@
 """`inspect.memory` predicts the bytes of a training step before anything runs."""
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import textwrap
 import types
 
 import jax
@@ -16,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 import mpx
-from mpx.inspect import _memory, _report, _target, memory
+from mpx.inspect import _compiled, memory
 from mpx.inspect._buffers import peak
 from mpx.inspect._program import program
 
@@ -240,63 +238,6 @@ def test_remat_keeps_less():
     assert remat.peak < plain.peak
 
 
-# --- The command line -----------------------------------------------------------------
-
-MODULE = """
-    import jax, jax.numpy as jnp, mpx
-
-    def loss(p, x):
-        return jnp.mean(jnp.tanh(x @ p["w"]))
-
-    def call():
-        shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
-        return mpx.amp(loss), {"w": shape(8, 4)}, shape(2, 8)
-
-    def not_a_call():
-        return 3
-"""
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    (tmp_path / "training_of_a_test.py").write_text(textwrap.dedent(MODULE))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    monkeypatch.delitem(sys.modules, "training_of_a_test", raising=False)
-
-    def run(command, *arguments):
-        parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
-        return command.run(parser.parse_args(arguments))
-
-    return run
-
-
-def test_commands_print_results(run, capsys):
-    assert run(_report, "training_of_a_test:call", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["matmuls"][0]["place"]["param"] == "p/w"
-    assert run(_report, "training_of_a_test:call", "--forward") == 0
-    assert "amp to bf16" in capsys.readouterr().out
-    assert run(_memory, "training_of_a_test:call", "--json") == 0
-    names = [x["name"] for x in json.loads(capsys.readouterr().out)["options"]]
-    assert names[:2] == ["as given", "f32"]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("training_of_a_test", "Expected module:function"),
-        ("training_of_a_test:lost", "Cannot load training_of_a_test:lost: "),
-        ("no_such_module:call", "Cannot load no_such_module:call: No module named"),
-        ("training_of_a_test:not_a_call", r"must return \(loss, \*args\)"),
-    ],
-)
-def test_command_says_what_it_needs(run, name, message):
-    with pytest.raises(SystemExit, match=message):
-        run(_memory, name)
-
-
 # --- Against XLA's compiler for an H200 -----------------------------------------------
 
 
@@ -406,8 +347,8 @@ assert jax.devices()[0].platform == "cpu"
 
 def test_missing_plugin_leaves_the_environment_alone(monkeypatch):
     names = types.SimpleNamespace(get_topology_desc=_not_there)
-    monkeypatch.setattr(_target, "private", lambda _: names)
-    monkeypatch.setattr(_target, "_initialize_plugin", lambda: None)
+    monkeypatch.setattr(_compiled, "private", lambda _: names)
+    monkeypatch.setattr(_compiled, "_initialize_plugin", lambda: None)
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
     with pytest.raises(ImportError, match=r'pip install "jax\[cuda13\]=='):
         mpx.inspect.report(loss, PARAMS, shape(B, D), target="H200")
@@ -428,9 +369,9 @@ def test_plugin_that_jax_left_out_is_registered(monkeypatch):
         return types.SimpleNamespace(devices=["gpu"])
 
     names = types.SimpleNamespace(get_topology_desc=describe)
-    monkeypatch.setattr(_target, "private", lambda _: names)
-    monkeypatch.setattr(_target, "_initialize_plugin", lambda: done.append(True))
-    assert _target.target_devices("h200", 1) == ["gpu"]
+    monkeypatch.setattr(_compiled, "private", lambda _: names)
+    monkeypatch.setattr(_compiled, "_initialize_plugin", lambda: done.append(True))
+    assert _compiled.target_devices("h200", 1) == ["gpu"]
 
 
 def test_refusal_of_the_plugin_is_explained(monkeypatch):
@@ -438,16 +379,16 @@ def test_refusal_of_the_plugin_is_explained(monkeypatch):
         def compile(self, options):
             raise RuntimeError("Failed to serialize StableHLO to plugin version 1.16.3")
 
-    monkeypatch.setattr(_target, "compiler_options", lambda _: {})
+    monkeypatch.setattr(_compiled, "compiler_options", lambda _: {})
     stages = types.SimpleNamespace(lower=lambda *_: Lowered())
-    monkeypatch.setattr(_target.jax, "jit", lambda _: stages)
+    monkeypatch.setattr(_compiled.jax, "jit", lambda _: stages)
     full = program(loss, (PARAMS, shape(B, D)), {})
     mesh = jax.make_mesh((1,), ("devices",), devices=jax.devices()[:1])
     with pytest.raises(NotImplementedError, match="matmuls in fp8 are known to be one"):
-        _target.compile_for(full, "h200", mesh)
+        _compiled.compile_for(full, "h200", mesh)
 
 
 def test_description_of_the_target_is_shipped():
-    file = _target.__file__.replace("_target.py", "h200.txtpb")
+    file = _compiled.__file__.replace("_compiled.py", "h200.txtpb")
     with open(file) as text:
         assert 'name: "NVIDIA H200"' in text.read()

@@ -164,7 +164,7 @@ def test_gpu_without_kernels_runs_plain_jax_with_one_warning(hide, monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jaxpr = jax.make_jaxpr(tx.step)(params, tx.init(params), params)
-        assert not _operands.turning_pays()
+        assert not _operands.transposing_pays()
     assert "pallas_call" not in str(jaxpr)
     assert "platform_index" not in str(jaxpr)
     assert ["instead of Triton kernels" in str(item.message) for item in caught] == [

@@ -15,7 +15,6 @@ PUBLIC = {
     "mpx": [
         "AmpRules",
         "DynamicLossScaling",
-        "ErrorFeedback",
         "GradResult",
         "LossScaling",
         "NoLossScaling",

@@ -24,8 +24,8 @@ from attention_cases import (
 )
 from attention_look_alikes import KEPT, LOOK_ALIKES
 from models import equations, normal
-from mpx._ops._attention import _cudnn
-from mpx._recognise import _attention
+from mpx._amp import _recognition as found
+from mpx._ops import _attention
 
 bf16 = functools.partial(mpx.amp, dtype="bf16")
 UNIT = 2.0**-8
@@ -302,8 +302,8 @@ def test_unknown_choice_is_refused():
 def test_attention_is_kept_where_the_kernel_does_not_pay(
     capability, reason, monkeypatch
 ):
-    monkeypatch.setattr(_attention, "cuda_capability", lambda: capability)
-    monkeypatch.setattr(_cudnn, "LEAST", {9: 128 * 128})
+    monkeypatch.setattr(found, "cuda_capability", lambda: capability)
+    monkeypatch.setattr(_attention, "LEAST", {9: 128 * 128})
     report = mpx.inspect.report(bf16(EINSUM), *ARRAYS)
     (row,) = [x for x in report.kept if x.primitive == "attention"]
     assert reason in row.reason
@@ -314,7 +314,7 @@ def test_failure_of_the_search_is_told_and_changes_nothing(monkeypatch):
     def fail(*_):
         raise KeyError("new parameter")
 
-    monkeypatch.setattr("mpx._recognise._attention.find_attention", fail)
+    monkeypatch.setattr("mpx._amp._recognition.find_attention", fail)
     with pytest.warns(RuntimeWarning, match="KeyError.*new parameter"):
         assert kernels(bf16(EINSUM), *ARRAYS) == (0, 2)
 

@@ -100,10 +100,6 @@ def of_log_softmax(s, x):
     return jnp.exp(jax.nn.log_softmax(s))
 
 
-def of_logsumexp(s, x):
-    return jnp.exp(s - jax.nn.logsumexp(s, axis=-1, keepdims=True))
-
-
 def without_shift(s, x):
     return (e := jnp.exp(s)) / e.sum(-1, keepdims=True)
 
@@ -147,8 +143,8 @@ STEPS = [
 # Scores that are rounded to 16 bits keep little of themselves beside a large bias.
 ROUNDED = [(recast, ["bfloat16", "float16"]), (replaced, MASK, FILL)]
 NORMALISERS = [
-    *[(x,) for x in (softmax, softmax, of_log_softmax, of_logsumexp)],
-    *[(x,) for x in (without_shift, dropped)],
+    *[(x,) for x in (softmax, softmax, softmax, softmax)],
+    *[(x,) for x in (of_log_softmax, without_shift, dropped)],
     (softmax_where, MASK),
     (by_hand, ["both", "above", "below", "exponentials only"], MASK),
     (zeroed, MASK, MASK, FILL),

@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import print_saved_residuals
 
 import mpx
-from mpx.inspect import _target, report
+from mpx.inspect import _compiled, report
 
 BF16 = jnp.bfloat16
 
@@ -658,7 +658,7 @@ def test_more_devices_than_there_are_is_refused():
 
 
 def test_missing_plugin_is_named(monkeypatch):
-    monkeypatch.setattr(_target, "private", lambda _: None)  # as an unknown platform
+    monkeypatch.setattr(_compiled, "private", lambda _: None)  # as an unknown platform
     with pytest.raises(ImportError, match=r'Install them: `pip install "jax\[cuda'):
         report(two_layers, WEIGHTS, shape(B, D), target="h200")
 
@@ -688,8 +688,9 @@ class Program:
         )
 
 
+@pytest.mark.usefixtures("untyped")
 def test_program_of_several_gpus_is_read():
-    found = _target.read_compiled(Program(), "h200", 8)
+    found = _compiled.read_compiled(Program(), "h200", 8)
     assert {(x.kind, x.dtype) for x in found.collectives} == {
         ("all-gather", "f32"),
         ("all-reduce", "bf16"),
@@ -708,7 +709,7 @@ def test_attention_is_found_for_a_gpu_that_is_not_there():
     def f(q):
         return jnp.mean(jax.nn.dot_product_attention(q, q, q))
 
-    with _target.described("h200"):
+    with _compiled.described("h200"):
         found = report(mpx.amp(f), q)
     assert [(x.what, x.found) for x in found.recognised] == [("attention", True)]
     assert {m.place.primitive for m in found.matmuls} == {

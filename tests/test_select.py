@@ -74,7 +74,7 @@ def paths_in(tree, dtype):
 
 
 def by_cast(selector):
-    return set(paths_in(mpx.cast_to_bfloat16(make_model(), where=selector), BF16))
+    return set(paths_in(mpx.cast_tree(make_model(), BF16, where=selector), BF16))
 
 
 def by_amp(selector):

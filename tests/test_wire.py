@@ -227,20 +227,16 @@ def test_explicit_axes_sum_in_f32_too():
 
 
 def test_words_are_part_of_a_policys_string():
-    for word in ("compute", "e4m3"):
-        policy = mpx.get_policy(f"p=f32,c=bf16,o=f32,r={word}")
-        assert policy.reduce_dtype == word
-        assert mpx.get_policy(str(policy)) == policy
+    policy = mpx.get_policy("p=f32,c=bf16,o=f32,r=compute")
+    assert policy.reduce_dtype == "compute"
+    assert mpx.get_policy(str(policy)) == policy
 
 
 ERRORS = {
-    "amp in 8 bits": (
-        lambda: mpx.amp(loss, reduce_dtype="e4m3"),
-        "8-bit blocks are only sent where mpx sums",
-    ),
+    "amp in 8 bits": (lambda: mpx.amp(loss, reduce_dtype="e4m3"), "at least 16 bits"),
     "policy in 8 bits": (
-        lambda: mpx.value_and_grad(loss, policy="p=f32,c=bf16,o=f32,r=e4m3"),
-        "needs `axis_name`",
+        lambda: mpx.get_policy("p=f32,c=bf16,o=f32,r=e4m3"),
+        "Unknown dtype 'e4m3'",
     ),
     "amp with a word": (lambda: mpx.amp(loss, reduce_dtype="fast"), "`reduce_dtype`"),
 }
@@ -263,7 +259,7 @@ def window(choice=None, steps=2, func=None, **options):
     return jax.jit(mpx.accumulate(func, steps, **options))
 
 
-@pytest.mark.parametrize("choice", [None, "bf16", "e4m3"])
+@pytest.mark.parametrize("choice", [None, "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_window_is_summed_once_however_parameters_are_sharded(layout, choice):
     mesh, params, tokens = placed(layout)
@@ -284,13 +280,8 @@ def test_window_is_summed_once_however_parameters_are_sharded(layout, choice):
     ]
     assert over_data
     assert not any(x.in_loop for x in over_data)
-    if choice == "e4m3":
-        assert "all-to-all" in {x.kind for x in over_data}
-    elif layout == "fsdp":
-        assert "reduce-scatter" in {x.kind for x in over_data}
-    # Roundings of bf16 as above; e4m3 rounds each partial sum to 4 bits.
-    bound = 14 * 3 * 2.0**-9 + (2.0**-4 if choice == "e4m3" else 0)
-    assert error(result.grads) <= bound
+    # Roundings of bf16 as above. (On GPUs, FSDP makes reduce-scatters: test_wire_gpu.py.)
+    assert error(result.grads) <= 14 * 3 * 2.0**-9
     one = jax.jit(mpx.value_and_grad(mpx.amp(loss), policy="p=f32,c=bf16,o=f32"))
     local = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), (params, tokens))
     expected = one(mpx.NoLossScaling(), *local)
@@ -364,35 +355,3 @@ def test_state_that_shards_would_change_is_refused():
     step = mpx.accumulate(stateful, 2, batch_argnums=2, has_aux=True, axis_name="data")
     with pytest.raises(ValueError, match="state that the function changes"):
         eqx.filter_jit(step)(mpx.NoLossScaling(), *args, x)
-
-
-# --- 8 bits ---------------------------------------------------------------------------
-
-
-def test_8_bit_sum_has_the_error_of_its_format():
-    rng = np.random.default_rng(0)
-    # Rows and columns of very different size, and an odd number of blocks.
-    rows, columns = (np.exp(rng.standard_normal(n)) for n in (72, 130))
-    parts = rng.standard_normal((8, 72, 130)) * rows[:, None] * columns
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    step = mpx.value_and_grad(
-        lambda w, x: jnp.sum(w * x), axis_name="data", policy="p=f32,c=f32,o=f32,r=e4m3"
-    )
-    run = jax.jit(
-        jax.shard_map(
-            lambda w, x: step(mpx.NoLossScaling(), w, x[0]).grads,
-            mesh=mesh,
-            in_specs=(P(), P("data")),
-            out_specs=P(),
-            check_vma=False,
-        )
-    )
-    actual = run(jnp.zeros((72, 130)), jnp.asarray(parts, jnp.float32))
-    wanted = parts.mean(0)
-    # Each is rounded by 2^-4 of itself at most, 0.3 of that on average; 8 of them.
-    assert np.linalg.norm(actual - wanted) <= 2.0**-4 / 2 * np.linalg.norm(wanted)
-    spoilt = parts.copy()
-    spoilt[3, 5, 7] = np.inf
-    assert not np.all(
-        np.isfinite(run(jnp.zeros((72, 130)), jnp.asarray(spoilt, jnp.float32)))
-    )

@@ -92,17 +92,17 @@ def where(error):
 def pretend_h200():
     """Lets mpx and JAX believe in an H200 with cuDNN 9.10, for attention of any size."""
     from mpx._amp import _decide
-    from mpx._ops._attention import _cudnn, _primitive
-    from mpx._recognise import _attention as found
+    from mpx._amp import _recognition as found
+    from mpx._ops import _attention
 
-    for module in (_decide, _cudnn, _primitive, found):
+    for module in (_decide, _attention, found):
         setattr(module, "cuda_capability", lambda: (9, 0))  # noqa: B010
     # A private module, which no public function lets one reach.
     name = "jax._src.cudnn.fused_attention_stablehlo"
     jax_cudnn: Any = importlib.import_module(name)
     jax_cudnn.check_cudnn_version = lambda: 91000
     jax_cudnn.check_compute_capability = lambda _: True
-    _cudnn.LEAST = {9: 0}
+    _attention.LEAST = {9: 0}
 
 
 def measure_attention(name):

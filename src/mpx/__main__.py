@@ -1,40 +1,59 @@
-"""The command line: `python -m mpx doctor`, `report`, `memory`."""
+"""The command line: `python -m mpx doctor`."""
 
 import argparse
-import importlib
+import os
 import sys
 from collections.abc import Sequence
 
-COMMANDS = {
-    "doctor": (
-        "mpx.inspect._doctor",
-        "what this machine or cluster offers, and which precision",
-    ),
-    "report": (
-        "mpx.inspect._report",
-        "which operation runs in which precision",
-    ),
-    "memory": (
-        "mpx.inspect._memory",
-        "the bytes of a model under each option",
-    ),
-}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status."""
-    given = list(sys.argv[1:] if argv is None else argv)
+    """Prints what the machine or cluster offers; returns 1 if there is a problem."""
+    arguments = _parser().parse_args(argv)
+    import jax
+
+    from mpx._jax._processes import check_processes
+    from mpx.inspect._cluster import conformance
+    from mpx.inspect._doctor import doctor
+
+    measure = not arguments.no_measure
+    if arguments.cluster:
+        if arguments.processes > 1 and not jax.distributed.is_initialized():
+            # Slurm and others describe the job, so that no arguments are needed.
+            place = arguments.coordinator, arguments.processes, arguments.process_id
+            jax.distributed.initialize(*(place if arguments.coordinator else ()))
+        check_processes(arguments.processes)
+        found = conformance(measure=measure)
+        status = int(not found.passed)
+    else:
+        found = doctor(measure=measure)
+        status = int(bool(found.problems))
+    is_first = jax.process_index() == 0  # pyright: ignore[reportUnknownMemberType]
+    if is_first or not arguments.cluster:
+        print(found.to_json(indent=2) if arguments.json else found)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mpx", description="Mixed-precision training for JAX."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, (module, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
-        # The others are not imported: their options are not needed.
-        if name in given[:1]:
-            importlib.import_module(module).add_arguments(command)
-    arguments = parser.parse_args(given)
-    return importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    text = "what this machine or cluster offers, and which precision"
+    doctor = commands.add_parser("doctor", help=text, description=text)
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument("--no-measure", action="store_true", help="time nothing")
+    group = doctor.add_argument_group(
+        "on a cluster", "Start the same command in every process of a job."
+    )
+    env = os.environ  # as in examples/cluster/train.py
+    size = env.get("JAX_NUM_PROCESSES") or env.get("SLURM_NTASKS") or 1
+    rank, host = env.get("JAX_PROCESS_ID"), env.get("JAX_COORDINATOR_ADDRESS")
+    add = group.add_argument
+    add("--cluster", action="store_true", help="check all processes of a job")
+    add("--coordinator", default=host, metavar="HOST:PORT", help="of process 0")
+    add("--processes", type=int, default=size, metavar="N", help="that should run")
+    add("--process-id", type=int, default=rank, metavar="I", help="of this process")
+    return parser
 
 
 if __name__ == "__main__":

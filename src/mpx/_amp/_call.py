@@ -12,7 +12,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,23 +58,20 @@ _current = make_jit_context(None)
 
 @dataclasses.dataclass(eq=False)
 class Recording:
-    """What happened while a function was traced.
+    """What happened while a function was traced."""
 
-    Attributes:
-        names: The names and roles of arrays that were arguments, by their `id`.
-        casts: The compute dtype and the rules of each call of a function under `amp`.
-        decisions: The decisions of these.
-        matmuls: The matmuls that functions under `fp8` met.
-        recipes: The recipe of each call of a function under `fp8`.
-    """
-
+    # The names and roles of arrays that were arguments, by their `id`
     names: dict[int, Named] = dataclasses.field(default_factory=dict)
+    # The compute dtype and the rules of each call of a function under `amp`
     casts: list[tuple[Any, AmpRules]] = dataclasses.field(default_factory=list)
+    # The decisions of these
     decisions: list[Decision] = dataclasses.field(default_factory=list)
-    matmuls: list[Any] = dataclasses.field(default_factory=list)
-    recipes: list[Any] = dataclasses.field(default_factory=list)
+    # The matmuls that functions under `fp8` met
+    matmuls: list[PyTree] = dataclasses.field(default_factory=list)
+    # The recipe of each call of a function under `fp8`
+    recipes: list[PyTree] = dataclasses.field(default_factory=list)
 
-    def name(self, named: Sequence[Named], arrays: Sequence[Any]) -> None:
+    def name(self, named: Sequence[Named], arrays: Sequence[PyTree]) -> None:
         """Remembers the names of arrays; the first name of an array counts."""
         for name, array in zip(named, arrays, strict=True):
             self.names.setdefault(id(array), name)
@@ -99,7 +96,7 @@ _MOST_REMEMBERED = 1000
 
 def _take_arrays(
     tree: PyTree, is_taken: Callable[[Any], bool] = is_array
-) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
+) -> tuple[list[PyTree], Callable[[Sequence[PyTree]], PyTree]]:
     """Returns the arrays of a tree, and a function that puts others in their place."""
     leaves, structure = jax.tree.flatten(tree)
     taken = [i for i, leaf in enumerate(leaves) if is_taken(leaf)]
@@ -107,7 +104,7 @@ def _take_arrays(
     for i in taken:
         leaves[i] = None
 
-    def put_back(arrays: Sequence[Any]) -> PyTree:
+    def put_back(arrays: Sequence[PyTree]) -> PyTree:
         full = list(leaves)
         for i, array in zip(taken, arrays, strict=True):
             full[i] = array
@@ -116,28 +113,33 @@ def _take_arrays(
     return arrays, put_back
 
 
+class _Call(NamedTuple):
+    """A function and its arguments."""
+
+    func: Callable[..., PyTree]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+
+
+Describe = Callable[[LeafName, bool], Named]
+"""Tells what the name of an array, and whether it is a parameter, are for the user."""
+
+
 def call_through(
     visitor: Transformation,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
     *,
     eager: dict[Any, Any] | None = None,
-    describe: Callable[[LeafName, bool], Named] | None = None,
-) -> Any:
+    describe: Describe | None = None,
+) -> PyTree:
     """Calls a function through a visitor.
 
-    Args:
-        visitor: The visitor.
-        func: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        eager: Rewritten jaxprs of earlier calls outside all transformations.
-        describe: From the name of a leaf, and whether it is a parameter, to what these
-            are for the user.
+    `eager` holds rewritten jaxprs of earlier calls outside all transformations.
     """
     if isinstance(func, functools.partial) or inspect.ismethod(func):
-        func, args, kwargs = _unbound(visitor, func, args, kwargs)
+        func, args, kwargs = _unbound(visitor, _Call(func, args, kwargs))
     if "flax.nnx" in sys.modules:
         names = argument_names(func, len(args))
         arguments = {_FUNC: func, **dict(zip(names, args, strict=True)), **kwargs}
@@ -147,65 +149,61 @@ def call_through(
             objects.update(taken)
         if objects:
             return _call_with_nnx(visitor, names, plain, objects)
-    pure = functools.partial(_call_pure, visitor, eager=eager)
+
+    def pure(func: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
+        return _call_pure(visitor, _Call(func, args, kwargs), eager, describe)
+
     if "haiku" in sys.modules and in_haiku():
-        run = lambda f, *args: pure(f, args, {}, describe=haiku_name)  # noqa: E731
-        return call_haiku(func, args, kwargs, run)
+        describe = haiku_name
+        return call_haiku(func, args, kwargs, pure)
     if "flax.linen" not in sys.modules:
-        return pure(func, args, kwargs, describe=describe)
+        return pure(func, *args, **kwargs)
     found = linen_call(func, args)
     if found is not None:
-        run = lambda f, *args: pure(f, args, {}, describe=linen_name)  # noqa: E731
-        return call_linen(found, kwargs, run)
+        describe = linen_name
+        return call_linen(found, kwargs, pure)
     with linen_is_not_written():
-        return pure(func, args, kwargs, describe=describe)
+        return pure(func, *args, **kwargs)
 
 
-def _unbound(
-    visitor: Transformation,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def _unbound(visitor: Transformation, call: _Call) -> _Call:
     """Returns a call with what a method or a `functools.partial` holds as arguments.
 
     There their arrays have names and count as parameters, like those of a module.
     """
-    bound: tuple[Any, ...] = ()
+    func, args, kwargs = call
+    bound: tuple[PyTree, ...] = ()
     inner = func
     if isinstance(func, functools.partial):
         bound, kwargs, inner = func.args, {**func.keywords, **kwargs}, func.func
     elif inspect.ismethod(func) and not isinstance(func.__self__, type):
         bound, inner = (func.__self__,), func.__func__
     if not any(is_array(x) or _nnx.is_nnx(x) for x in jax.tree.leaves(bound)):
-        return func, args, kwargs
+        return call
     if visitor.params is not None:
         moved = [x + len(bound) if isinstance(x, int) else x for x in visitor.params]
         visitor.params = (*moved, *range(len(bound)))
-    return _unbound(visitor, inner, (*bound, *args), kwargs)
+    return _unbound(visitor, _Call(inner, (*bound, *args), kwargs))
 
 
 def _call_pure(
     visitor: Transformation,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
+    call: _Call,
     eager: dict[Any, Any] | None,
-    describe: Callable[[LeafName, bool], Named] | None,
-) -> Any:
+    describe: Describe | None,
+) -> PyTree:
     """Calls a function that changes nothing but its results; arguments as above."""
-    arrays, put_back = _take_arrays((func, args, kwargs))
+    arrays, put_back = _take_arrays(call)
     # NumPy's f64 is JAX's f32, unless x64 is on.
     arrays = [
         jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in arrays
     ]
-    named = _names_and_params(visitor, func, args, kwargs)
+    named = _names_and_params(visitor, call)
     if describe is not None:
         named = [describe(*pair) for pair in named]
     merge = lambda outs: outs  # noqa: E731 - made while the function is traced
 
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(*arrays: Any) -> list[PyTree]:
         nonlocal merge
         func, args, kwargs = put_back(arrays)
         outs, merge = _take_arrays(func(*args, **kwargs))
@@ -239,7 +237,7 @@ def _call_pure(
         given.get(var, out) if not isinstance(var, Literal) else out
         for var, out in zip(body.outvars, outs, strict=True)
     ]
-    return _as_stored(merge(outs), (func, *args, *kwargs.values()))
+    return _as_stored(merge(outs), (call.func, *call.args, *call.kwargs.values()))
 
 
 _F32 = np.dtype(np.float32)
@@ -247,24 +245,21 @@ _F32 = np.dtype(np.float32)
 
 def _trace(
     visitor: Transformation,
-    flat: Callable[..., Any],
-    arrays: Sequence[Any],
+    flat: Callable[..., PyTree],
+    arrays: Sequence[PyTree],
     named: Sequence[Named],
-) -> tuple[tuple[Any, Sequence[Any]], set[int]]:
+) -> tuple[tuple[Any, Sequence[PyTree]], set[int]]:
     """Traces a function; parameters of 16 bits as if they were f32, where `amp` asks.
 
     Such a parameter is storage: what the function computes is what it would be with f32
     parameters. A function that multiplies them with 16-bit inputs may insist on equal
     dtypes. Then its inputs are read as f32, too, and if it even casts by itself to what it
     takes for the dtype of its parameters, everything is left as it is written.
-
-    Returns:
-        The jaxpr and its constants, and the positions of the arrays that it takes as f32.
     """
     low = [i for i, x in enumerate(arrays) if x.dtype in _LOW and visitor.widens_params]
     params = [i for i in low if named[i][1]]
     choices = [params, low] if params and len(low) > len(params) else [params]
-    refused: TypeError | None = None
+    refused: Exception | None = None
     for chosen in choices if params else ():
         types = [
             x.update(dtype=_F32, weak_type=False) if i in chosen else x
@@ -274,7 +269,7 @@ def _trace(
             # Mixed dtypes that were equal in the user's program must not be refused.
             with jax.numpy_dtype_promotion("standard"):
                 return open_jaxpr(jax.make_jaxpr(flat)(*types)), set(chosen)
-        except TypeError as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
             refused = error
     if refused is not None:
         warn(_AS_WRITTEN.format(error=str(refused).strip().splitlines()[0]))
@@ -284,8 +279,8 @@ def _trace(
 _LOW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 _AS_WRITTEN = (
     "A function under `amp` has parameters of 16 bits, which `amp` reads as f32, but it "
-    "casts other values to 16 bits itself and refuses to mix them. It runs as it is written, "
-    "in 16 bits throughout: {error} Remove the casts, or cast to the dtype of the parameters."
+    "needs 16 bits itself, as by casts of its own. It runs as it is written, in 16 bits "
+    "throughout: {error} Remove the casts, or cast to the dtype of the parameters."
 )
 
 
@@ -295,43 +290,33 @@ def _as_stored(result: PyTree, given: Sequence[PyTree]) -> PyTree:
     Gradients and new parameters that a function returns have the dtypes of the parameters.
     """
     for tree in given:
-        leaves, structure = jax.tree.flatten(tree)
-        if structure == _LEAF or not any(
-            is_array(x) and x.dtype in _LOW for x in leaves
-        ):
+        leaves = jax.tree.leaves(tree)
+        kind = _kind(tree)
+        if kind[0] == _LEAF or not any(is_array(x) and x.dtype in _LOW for x in leaves):
             continue
-        shapes = [getattr(x, "shape", None) for x in leaves]
-
-        def is_alike(
-            node: Any, structure: Any = structure, shapes: Any = shapes
-        ) -> bool:
-            found, other = jax.tree.flatten(node)
-            return (
-                other == structure
-                and [getattr(x, "shape", None) for x in found] == shapes
-            )
-
-        def restore(node: Any, tree: Any = tree, is_alike: Any = is_alike) -> Any:
-            if not is_alike(node):
-                return node
-            return jax.tree.map(
-                lambda new, old: (
-                    convert_dtype(new, old.dtype)
-                    if is_floating(new) and is_floating(old)
-                    else new
-                ),
-                node,
-                tree,
-            )
-
+        is_alike = lambda node, kind=kind: _kind(node) == kind  # noqa: E731
+        restore = lambda node, tree=tree, is_alike=is_alike: (  # noqa: E731
+            jax.tree.map(_cast_like, node, tree) if is_alike(node) else node
+        )
         result = jax.tree.map(restore, result, is_leaf=is_alike)
     return result
+
+
+def _kind(tree: PyTree) -> tuple[PyTree, list[PyTree]]:
+    """Returns the structure of a tree, and the shapes of its arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [getattr(x, "shape", None) for x in leaves]
+
+
+def _cast_like(new: PyTree, old: PyTree) -> PyTree:
+    is_cast = is_floating(new) and is_floating(old)
+    return convert_dtype(new, old.dtype) if is_cast else new
 
 
 _LEAF = jax.tree.structure(0)
 
 
-def run_traced(visitor: Transformation, traced: Traced) -> list[Any]:
+def run_traced(visitor: Transformation, traced: Traced) -> list[PyTree]:
     """Runs a traced function through a visitor; its results have their own dtypes."""
     facts = [
         visitor.argument_fact(*named, leaf)
@@ -349,11 +334,7 @@ Params = tuple[int | str, ...] | None
 
 
 def parse_params(params: Any) -> Params:
-    """Returns what a user may pass for `params`: a position, a name, or several.
-
-    Raises:
-        TypeError: If it is something else.
-    """
+    """Returns what a user may pass for `params`: a position, a name, or several."""
     if params is None:
         return None
     single = isinstance(params, str) or not isinstance(params, Iterable)
@@ -374,16 +355,7 @@ def parse_params(params: Any) -> Params:
 def param_arguments(
     names: Sequence[str], given: Sequence[str], params: tuple[int | str, ...]
 ) -> list[str]:
-    """Returns the names of the arguments that the user says hold parameters.
-
-    Args:
-        names: Those of the positional arguments.
-        given: Those of all arguments.
-        params: Positions or names.
-
-    Raises:
-        ValueError: If there is no such argument.
-    """
+    """Returns the names of the arguments that the user says hold parameters."""
     found = []
     for param in params:
         if isinstance(param, int):
@@ -399,12 +371,7 @@ def param_arguments(
     return found
 
 
-def _names_and_params(
-    visitor: Transformation,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> list[Named]:
+def _names_and_params(visitor: Transformation, call: _Call) -> list[Named]:
     """Returns the names of the arrays of a call, and which of them are parameters.
 
     Without a choice of the user's these are the arrays that the function itself holds, as
@@ -412,6 +379,7 @@ def _names_and_params(
     that is an array by itself may be an input: `fp8` takes the first one if there is no
     container.
     """
+    func, args, kwargs = call
     names = argument_names(func, len(args))
     trees = [*zip(names, args, strict=True), *sorted(kwargs.items())]
     if not isinstance(func, types.FunctionType):
@@ -440,9 +408,9 @@ def _names_and_params(
 def _call_with_nnx(
     visitor: Transformation,
     names: list[str],
-    plain: dict[str, Any],
+    plain: dict[str, PyTree],
     objects: dict[LeafName, Any],
-) -> Any:
+) -> PyTree:
     """Calls a function of NNX objects as a pure one and writes their state back.
 
     `plain` holds the function and all arguments, with slots for the objects; `names` are
@@ -450,22 +418,21 @@ def _call_with_nnx(
     """
     split = _nnx.split(objects, ())
 
-    def pure(state: Any, plain: dict[str, Any]) -> tuple[Any, Any]:
+    def pure(state: PyTree, plain: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
         merged = _nnx.merge(split._replace(rest=state))
         everything = _nnx.put_back(plain, merged.objects)
         func = everything.pop(_FUNC)
         args = [everything.pop(name) for name in names]
-        return func(*args, **everything), _nnx.rest_of(merged)
+        return func(*args, **everything), _nnx.state_after(merged)[1]
 
     variables = {
         "/".join(map(str, path)): name
         for path, name in _nnx.variable_names(objects).items()
     }
-
-    everything = [name for name in plain if name not in (_FUNC, *names)]
     chosen = None
     if visitor.params is not None:
-        chosen = param_arguments(names, [*names, *everything], visitor.params)
+        given = [*names, *(x for x in plain if x not in (_FUNC, *names))]
+        chosen = param_arguments(names, given, visitor.params)
 
     def describe(name: LeafName, is_param: bool) -> Named:
         if name.argument == "state":
@@ -483,30 +450,20 @@ def _call_with_nnx(
 
     out, state = call_through(visitor, pure, (split.rest, plain), {}, describe=describe)
     # A parameter that the function changes in place keeps its dtype.
-    state = jax.tree.map(
-        lambda new, old: convert_dtype(new, old.dtype) if is_floating(new) else new,
-        state,
-        split.rest,
-    )
+    state = jax.tree.map(_cast_like, state, split.rest)
     _nnx.update(objects, state, before=split.rest)
     return out
 
 
 def flat_call(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-) -> tuple[list[Any], Callable[[Transformation, Sequence[Any]], list[Any]]]:
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    wrap: Callable[[Callable[..., PyTree]], Callable[..., PyTree]] | None = None,
+) -> tuple[list[PyTree], Callable[[Transformation, Sequence[PyTree]], list[PyTree]]]:
     """Returns the arrays of a call, and a function of a visitor and such arrays.
 
     That function makes the call through the visitor and returns the arrays of the result.
-
-    Args:
-        func: The function, or a module that holds arrays of its own.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        wrap: Makes another function of it, which is called by itself: `amp` or `fp8`.
     """
     # NNX objects are copied, or they would hold tracers afterwards.
     plain, objects = _nnx.take_out((func, args, kwargs))
@@ -514,7 +471,7 @@ def flat_call(
     state = split.rest if split is not None else None
     arrays, put_back = _take_arrays((plain, state), _is_abstract)
 
-    def call(visitor: Transformation, arrays: Sequence[Any]) -> list[Any]:
+    def call(visitor: Transformation, arrays: Sequence[PyTree]) -> list[PyTree]:
         plain, state = put_back(arrays)
         if split is not None:
             merged = _nnx.merge(split._replace(rest=state))
@@ -529,14 +486,14 @@ def flat_call(
 
 def trace(
     visitor: Transformation,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> PyTree:
     """Returns the jaxpr of a call through a visitor."""
     arrays, call = flat_call(func, args, kwargs)
     return jax.make_jaxpr(functools.partial(call, visitor))(arrays)
 
 
-def _is_abstract(leaf: Any) -> bool:
+def _is_abstract(leaf: PyTree) -> bool:
     return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)

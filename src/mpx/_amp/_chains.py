@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 
 from mpx._amp._decide import Choice
-from mpx._amp._emit import Emitter
 from mpx._amp._facts import (
     F32,
     NEUTRAL,
@@ -57,6 +56,7 @@ _NONLINEAR = frozenset(
 _POINTWISE = _NONLINEAR | _SAME | {"add", "sub", "max", "min"}
 CURVED = _EXPENSIVE | {"integer_pow"}
 _FLOATS = frozenset(names("float32 bfloat16 float16"))
+Emitter = Callable[[Settings, Op], Outcome]
 _CHAINS = object()  # where a frame keeps the chains of its jaxpr
 
 

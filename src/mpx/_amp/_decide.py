@@ -24,7 +24,6 @@ from mpx._program._interpreter import Op
 from mpx._program._queries import (
     ATTENTION,
     CROSS_ENTROPY,
-    GROUPED,
     MATMULS,
     Equation,
     holds,
@@ -44,17 +43,11 @@ PRESETS = {
 
 
 class Choice(NamedTuple):
-    """How an equation runs.
+    """How an equation runs."""
 
-    Attributes:
-        how: The emitter, by its name in `mpx._amp._emit.EMITTERS`.
-        rule: The rule; `None` if there was nothing to decide.
-        reason: Why.
-    """
-
-    how: str
-    rule: RuleLike | None = None
-    reason: str = ""
+    how: str  # The emitter, by its name in `mpx._amp._emit`
+    rule: RuleLike | None = None  # The rule; `None` if there was nothing to decide
+    reason: str = ""  # Why
 
 
 Region = tuple[RuleLike, str] | None
@@ -67,7 +60,7 @@ def decide(amp: Settings, op: Op) -> Choice:
     if op.scopes or amp.rules.functions:
         region = amp.region_rule(op.eqn, op.scopes)
     if region is not None and region[0] == Rule.ORIGINAL:
-        return Choice("plain attention" if name in ATTENTION else "original", *region)
+        return Choice("original", *region)
     special = _SPECIAL.get(name)
     return (_by_rule if special is None else special)(amp, op, region)
 
@@ -87,13 +80,14 @@ def _by_rule(amp: Settings, op: Op, region: Region) -> Choice:
     if callable(rule) and not isinstance(rule, str):
         return Choice("user", rule, getattr(rule, "__name__", "custom"))
     rule = Rule(rule)
+    if name not in MATMULS and rule not in PRESETS:
+        return Choice(rule, rule, reason)
     kept = reason_against(op.eqn, rule, op.facts)
     if kept is not None:
         return Choice("original", rule, kept)
     if name in RAGGED and rule == Rule.LOW:
         reason = describe_ragged(op.eqn)
-    is_matmul = name in MATMULS and rule == Rule.LOW
-    return Choice("matmul" if is_matmul else rule, rule, reason)
+    return Choice("matmul" if rule == Rule.LOW else rule, rule, reason)
 
 
 def _decide_name(amp: Settings, op: Op, region: Region) -> Choice:
@@ -101,47 +95,6 @@ def _decide_name(amp: Settings, op: Op, region: Region) -> Choice:
         return _by_rule(amp, op, region)
     _, reason = region or amp.rule("name", op.eqn.params, op.facts)
     return Choice("mark", Rule.FOLLOW, reason)
-
-
-def _decide_attention(amp: Settings, op: Op, region: Region) -> Choice:
-    """Attention runs in cuDNN, or by the operations that JAX runs by default."""
-    eqn = op.eqn
-    if not is_eligible(eqn.invars[0].aval):  # an `amp` inside this one has been here
-        return Choice("as given")
-    rule, reason = region or amp.rule("dot_general", {}, op.facts[:3])
-    if rule == Rule.LOW:
-        against = no_cudnn(amp, eqn)
-        if against is None:
-            return Choice("attention", Rule.LOW, reason)
-        if eqn.primitive.name == next(iter(ATTENTION)):
-            # Its operations are recognised again, and perhaps padded.
-            return Choice("operations of attention")
-        return Choice("operations of attention", Rule.ORIGINAL, against)
-    # JAX itself refuses cuDNN in f32.
-    required = eqn.params["spec"].required
-    return Choice("original" if required else "operations of attention")
-
-
-def no_cudnn(amp: Settings, eqn: Equation) -> str | None:
-    """Returns why attention does not run in cuDNN, if it does not."""
-    from mpx._ops._attention import reason_against, reason_not_paying
-
-    if eqn.primitive.name == "cudnn_attention_tangent":
-        return "cuDNN has no forward-mode derivative"
-    spec = eqn.params["spec"]
-    if spec.required:
-        return None
-    if amp.attention == "keep":
-        return "attention is kept"
-    rows, keys = (var.aval.shape[1] for var in eqn.invars[:2])
-    against = reason_not_paying(cuda_capability(), rows, keys)
-    if against is not None:
-        return against
-    avals = [
-        jax.ShapeDtypeStruct(var.aval.shape, amp.dtype if i < 3 else var.aval.dtype)
-        for i, var in enumerate(eqn.invars[: spec.operands])
-    ]
-    return reason_against(spec, tuple(avals))
 
 
 def can_fuse(amp: Settings) -> bool:
@@ -170,7 +123,8 @@ def _decide_cross_entropy(amp: Settings, op: Op, region: Region) -> Choice:
 
 
 _SPECIAL: dict[str, Callable[[Settings, Op, Region], Choice]] = {
-    **dict.fromkeys(ATTENTION, _decide_attention),
+    # An `amp` inside this one has been here.
+    **dict.fromkeys(ATTENTION, lambda *_: Choice("original")),
     **dict.fromkeys(CROSS_ENTROPY, _decide_cross_entropy),
     **dict.fromkeys(HANDLERS, lambda *_: Choice("body")),
     "convert_element_type": lambda *_: Choice("convert"),
@@ -181,13 +135,7 @@ _SPECIAL: dict[str, Callable[[Settings, Op, Region], Choice]] = {
 def reason_against(
     eqn: Equation, rule: Rule, facts: Sequence[Origin] = ()
 ) -> str | None:
-    """Returns why an equation runs as written though its rule is another, if it does.
-
-    Args:
-        eqn: The equation.
-        rule: Its rule.
-        facts: What is known of its operands.
-    """
+    """Returns why an equation runs as written though its rule is another, if it does."""
     name = eqn.primitive.name
     if name not in MATMULS:
         return "not a matmul" if rule in PRESETS else None
@@ -256,7 +204,6 @@ def _reason_for_f32(eqn: Equation, facts: Sequence[Origin]) -> str | None:
 
 RAGGED = frozenset({"ragged_dot", "ragged_dot_general"})
 IN_KERNEL = "in a grouped kernel"
-_HOPPER = (9, 0)
 _KINDS: dict[Any, Kind] = {
     ((a,), (b,), groups): kind for kind, (a, b, groups) in FORMS.items()
 }
@@ -267,8 +214,6 @@ _TOGETHER, _LEAST, _MULTIPLE = 8, 128, 64
 
 def kind_of(eqn: Equation) -> Kind | None:
     """Returns what a ragged matmul multiplies, if there is a kernel for that."""
-    if eqn.primitive.name == GROUPED:
-        return eqn.params["kind"]
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
     if numbers is None or eqn.params.get("group_offset") is not None:
         return None
@@ -283,12 +228,11 @@ def kind_of(eqn: Equation) -> Kind | None:
 
 def no_grouped_kernel(eqn: Equation) -> str | None:
     """Returns why a ragged matmul of 16-bit numbers is in no grouped kernel, if so."""
-    return reason_by_device() or reason_by_shape(eqn)
+    return _reason_by_device() or _reason_by_shape(eqn)
 
 
-def reason_by_device() -> str | None:
-    """Returns why there is no grouped kernel here, if there is none."""
-    if gpu_capability() != _HOPPER:
+def _reason_by_device() -> str | None:
+    if gpu_capability() != (9, 0):
         return "the kernel needs a Hopper GPU"
     if not HAS_MOSAIC:
         return f"the kernel needs jax 0.11 or later, and {jax.__version__} is installed"
@@ -301,13 +245,7 @@ def reason_by_device() -> str | None:
     return None
 
 
-def reason_by_shape(eqn: Equation, multiple: int = _MULTIPLE) -> str | None:
-    """Returns why the grouped kernel cannot run a ragged matmul, if it cannot.
-
-    Args:
-        eqn: The matmul.
-        multiple: What must divide the sizes that are not rows.
-    """
+def _reason_by_shape(eqn: Equation) -> str | None:
     if kind_of(eqn) is None:
         return "it is not rows times a matrix for each group"
     rows, *sizes = eqn.invars[0].aval.shape
@@ -315,8 +253,8 @@ def reason_by_shape(eqn: Equation, multiple: int = _MULTIPLE) -> str | None:
     if rows < _LEAST or rows % _TOGETHER:
         return f"it has {rows} rows, not a multiple of {_TOGETHER}, {_LEAST} or more"
     for size in sizes:
-        if size == 0 or size % multiple:
-            return f"{size} is not a multiple of {multiple}"
+        if size == 0 or size % _MULTIPLE:
+            return f"{size} is not a multiple of {_MULTIPLE}"
     return None
 
 

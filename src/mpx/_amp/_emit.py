@@ -1,4 +1,8 @@
-"""How a decision is carried out: casts, matmuls and kernels: the step "emit".
+"""Autocast: evaluates a jaxpr again, each equation as it was decided: the step "emit".
+
+A function is traced at its own dtypes, so that whatever it checks and assumes holds; then its
+equations are run one by one. Values that it holds in f32 may be held in the compute dtype
+between them.
 
 A sum in the backward pass is made in f32. It is the transpose of an operation that uses one
 number several times, so such operations run in f32 where their operand is held in 16 bits,
@@ -7,19 +11,31 @@ and their result is rounded after: see `SUMMED`.
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
-from mpx._amp._decide import PRESETS, RAGGED, Choice, kind_of, no_grouped_kernel
+from mpx._amp._chains import CURVED, choose_chain
+from mpx._amp._decide import (
+    HIGHEST,
+    PRESETS,
+    RAGGED,
+    Choice,
+    can_fuse,
+    decide,
+    highest_is_the_default,
+    kind_of,
+    no_grouped_kernel,
+    reason_against,
+)
 from mpx._amp._facts import (
     F32,
-    NEUTRAL,
+    Decision,
     Origin,
     Settings,
     cast,
@@ -30,30 +46,152 @@ from mpx._amp._facts import (
     saturate,
     widest,
 )
-from mpx._amp._rules import BROADCASTING, LINEAR, PRIMITIVES, SUMMED, Rule, RuleLike
-from mpx._casting._reduction import weight_grad_dtype
+from mpx._amp._rules import BROADCASTING, LINEAR, LOW_NAME, PRIMITIVES, SUMMED, Rule
+from mpx._casting._half import in_gradient_function
+from mpx._casting._reduction import COMPUTE
 from mpx._jax._compat import (
+    Literal,
     bind,
     eval_equation,
-    eval_jaxpr,
-    make_jit_context,
     open_jaxpr,
+    scan_sizes,
+    source_frames,
 )
 from mpx._jax._formats import short_name
-from mpx._jax._private import private
-from mpx._program._interpreter import Op, Outcome, Values, arrays_of, as_array
-from mpx._program._queries import ATTENTION, Equation
+from mpx._jax._warn import warn
+from mpx._program import HANDLERS
+from mpx._program._interpreter import (
+    Jaxpr,
+    Op,
+    Outcome,
+    Plan,
+    Scopes,
+    Traced,
+    Values,
+    arrays_of,
+    as_array,
+    rewrite,
+    types_of,
+)
+from mpx._program._queries import (
+    ATTENTION,
+    CALLS,
+    CROSS_ENTROPY,
+    MATMULS,
+    SHAPE_ONLY,
+    Equation,
+    Verdict,
+    equations,
+    every_use,
+    readers,
+)
 from mpx._wire._product import multiply_for, plain_multiply
 
 
-def as_written(amp: Settings, op: Op) -> Values:
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Autocast(Settings):
+    """One call of a function under `amp`."""
+
+    def start(self, traced: Traced) -> Traced:
+        """Finds what the rules select among the arrays; raises if that is nothing."""
+        rules = self.rules
+        if rules.keep or rules.params or rules.scopes or rules.functions:
+            places = traced.places if traced.has_params else None
+            self.rules = rules.for_call(traced.named_arrays(), places)
+        self.is_plain = rules.is_plain
+        return traced
+
+    def finish(self, outs: Values) -> Values:
+        """Warns of what was asked for and not done, or returns results that may warn.
+
+        They do if f16 gradients are taken without a loss scale.
+        """
+        if "low" in self.found and highest_is_the_default():
+            warn(_HIGHEST_BY_DEFAULT)
+        if "highest" in self.found and "low" not in self.found:
+            warn(_ALL_HIGHEST)
+        if self.dtype != np.float16 or in_gradient_function():
+            return outs
+        return [_warn_if_unscaled(out) for out in outs]
+
+    def plan(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[PyTree],
+        facts: Sequence[Origin],
+        scopes: Scopes,
+    ) -> Plan | None:
+        # Without these there is no attention to recognise.
+        if not self.frame.primitives >= {"exp", "dot_general"} or not can_fuse(self):
+            return None
+        # It is loaded where there is a fused kernel.
+        from mpx._amp._recognition import plan_for
+
+        return plan_for(self, jaxpr, consts, facts, scopes)
+
+    @contextlib.contextmanager
+    def inside(self, eqn: Equation, more: object) -> Iterator[None]:
+        outer = self.in_loop, self.caller
+        self.in_loop |= eqn.primitive.name == "scan"
+        if self.decisions is not None and source_frames(eqn):
+            self.caller = eqn
+        try:
+            yield
+        finally:
+            self.in_loop, self.caller = outer
+
+    def cache_key(self, more: object) -> bool:
+        return self.in_loop
+
+    def equation(self, op: Op) -> Outcome:
+        """Decides how an equation runs, runs it so, and follows what is known."""
+        name = op.eqn.primitive.name
+        # Equations that are run out of turn, for recognised ones, are in no chain.
+        in_turn = self.is_plain and self.frame.eqn is op.eqn
+        has_chains = in_turn and not CURVED.isdisjoint(self.frame.primitives)
+        if has_chains and (found := choose_chain(self, op)) is not None:
+            choice, run = found
+            result = run(self, op)
+        else:
+            choice = decide(self, op)
+            result = _EMITTERS[choice.how](self, op, choice.rule)
+        if isinstance(result, tuple):
+            outs, known = result
+        else:
+            outs, known = result, self.facts_after(op, result)
+        if name in MATMULS and choice.rule == Rule.LOW:
+            # For the warnings of `finish`.
+            is_low, is_kept = choice.how == "matmul", choice.reason == HIGHEST
+            self.found.add("low" if is_low else "highest" if is_kept else "")
+        if self.decisions is not None and choice.rule is not None:
+            self.decisions.append(_decision(op, choice, outs, self.caller))
+        return outs, known
+
+
+def _decision(op: Op, choice: Choice, outs: Values, caller: Equation) -> Decision:
+    is_user = choice.how == "user"
+    return Decision.about(
+        op.eqn,
+        op.scopes,
+        caller,
+        rule=choice.reason if is_user else str(choice.rule),
+        reason="" if is_user else choice.reason,
+        params=tuple(fact.name for fact in op.facts if fact.name),
+        after=tuple(str(jnp.result_type(out)) for out in outs),
+    )
+
+
+# --- Single equations -----------------------------------------------------------------
+
+
+def _as_written(amp: Settings, op: Op, rule: Any = None) -> Values:
     """Runs an equation without f32 operands."""
     if any(map(is_low, op.values)):
-        return summed_in_f32(amp, op, op.values)
+        return _summed_in_f32(amp, op, op.values)
     return eval_equation(op.eqn, op.values)
 
 
-def summed_in_f32(amp: Settings, op: Op, values: Values) -> Values:
+def _summed_in_f32(amp: Settings, op: Op, values: Values) -> Values:
     """Runs an equation of 16-bit operands such that its transpose sums in f32.
 
     The results are the same: what is done in f32 only moves or selects numbers.
@@ -65,7 +203,7 @@ def summed_in_f32(amp: Settings, op: Op, values: Values) -> Values:
     if name in BROADCASTING:
         shape = tuple(eqn.outvars[0].aval.shape)
 
-        def whole(x: Any, fact: Origin) -> Any:
+        def whole(x: PyTree, fact: Origin) -> PyTree:
             if not is_low(x) or fact.literal is not None or x.shape == shape:
                 return x
             return cast(jnp.broadcast_to(amp.widen(x), shape), x.dtype)
@@ -77,22 +215,22 @@ def summed_in_f32(amp: Settings, op: Op, values: Values) -> Values:
     return bind(eqn, arrays_of(values))
 
 
-def _ragged_as_written(amp: Settings, op: Op) -> Values:
+def _ragged_as_written(amp: Settings, op: Op, rule: Any = None) -> Values:
     """Runs a ragged matmul that is written in 16 bits."""
     return multiply(op.eqn, arrays_of(op.values), op.eqn.outvars[0].aval.dtype)
 
 
-def original(amp: Settings, op: Op) -> Values:
+def _original(amp: Settings, op: Op, rule: Any = None) -> Values:
     """Runs an equation as it is written, on operands cast back to f32."""
     return eval_equation(op.eqn, changed(op, amp.widen))
 
 
-def _mark_low(amp: Settings, op: Op) -> Values:
+def _mark_low(amp: Settings, op: Op, rule: Any = None) -> Values:
     """Runs the marker of `amp_low`."""
     return bind(op.eqn, [cast(op.values[0], amp.dtype)])
 
 
-def _convert(amp: Settings, op: Op) -> Values:
+def _convert(amp: Settings, op: Op, rule: Any = None) -> Values:
     """Runs a cast as it is written; one from f32 to f32 only drops a weak type."""
     (var,), (out,) = op.eqn.invars, op.eqn.outvars
     if is_eligible(var.aval) and is_eligible(out.aval):
@@ -100,7 +238,7 @@ def _convert(amp: Settings, op: Op) -> Values:
     return bind(op.eqn, [as_array(op.values[0])])
 
 
-def _by_user(amp: Settings, op: Op, rule: Callable[..., Any]) -> Values:
+def _by_user(amp: Settings, op: Op, rule: Any) -> Values:
     """Lets a user's function, as jaxamp's `precision_fn`, choose operands and parameters."""
     dtypes = [var.aval.dtype for var in op.eqn.invars]
     args = arrays_of(op.values)
@@ -108,15 +246,15 @@ def _by_user(amp: Settings, op: Op, rule: Callable[..., Any]) -> Values:
     return bind(op.eqn, list(args), **params)
 
 
-def _low(amp: Settings, op: Op) -> Values:
+def _low(amp: Settings, op: Op, rule: Any = None) -> Values:
     return bind(op.eqn, changed(op, lambda x: cast(x, amp.dtype)))
 
 
-def _f32(amp: Settings, op: Op) -> Values:
+def _f32(amp: Settings, op: Op, rule: Any = None) -> Values:
     return bind(op.eqn, changed(op, amp.widen))
 
 
-def _widest(amp: Settings, op: Op) -> Values:
+def _widest(amp: Settings, op: Op, rule: Any = None) -> Values:
     eqn, facts = op.eqn, op.facts
     soft = [
         fact.literal is not None
@@ -138,7 +276,7 @@ def _widest(amp: Settings, op: Op) -> Values:
     ]
     if any(getattr(x, "dtype", None) == F32 for x in values):
         return _with_params(eqn, arrays_of(values), dtype)
-    return summed_in_f32(amp, op, values)
+    return _summed_in_f32(amp, op, values)
 
 
 def _with_params(eqn: Equation, values: Values, dtype: np.dtype) -> Values:
@@ -148,7 +286,7 @@ def _with_params(eqn: Equation, values: Values, dtype: np.dtype) -> Values:
     over all examples, also over those of a `jax.vmap` around the call, and that sum is f32.
     """
 
-    def compute(*values: Any) -> Values:
+    def compute(*values: PyTree) -> Values:
         wide = [saturate(x, dtype) if x.dtype == F32 else x for x in values]
         outs = bind(eqn, [cast(x, F32) if is_low(x) else x for x in wide])
         return [cast(x, dtype) if x.dtype == F32 else x for x in outs]
@@ -174,14 +312,14 @@ def _is_bias(fact: Origin) -> bool:
     return len(sizes) < 2 or sizes[-1] != sizes[-2]
 
 
-def _follow(amp: Settings, op: Op) -> Values:
+def _follow(amp: Settings, op: Op, rule: Any = None) -> Values:
     eqn, values = op.eqn, changed(op, as_array)
     if PRIMITIVES.get(eqn.primitive.name) != Rule.FOLLOW and _operands_differ(
         eqn, values
     ):
         # A user's rule. The table has it only where operands need not agree, as in `sort`.
         return _widest(amp, op)
-    return summed_in_f32(amp, op, values)
+    return _summed_in_f32(amp, op, values)
 
 
 def _operands_differ(eqn: Equation, values: Values) -> bool:
@@ -189,7 +327,7 @@ def _operands_differ(eqn: Equation, values: Values) -> bool:
     return len({x.dtype for var, x in pairs if is_eligible(var.aval)}) > 1
 
 
-def low_matmul(amp: Settings, op: Op) -> Values:
+def _low_matmul(amp: Settings, op: Op, rule: Any = None) -> Values:
     """Runs a matmul in the compute dtype."""
     weights, args = {}, list(op.values)
     for side, value in enumerate(op.values[:2]):
@@ -197,15 +335,14 @@ def low_matmul(amp: Settings, op: Op) -> Values:
         # is cast once: its cotangents add up in the matmuls that make them, as in a model
         # written in 16 bits. Each in an array of its own costs memory traffic and, where
         # they are sums over devices, an all-reduce each.
-        is_f32 = getattr(value, "dtype", None) == F32
-        is_param = may_be_param(op.facts[side])
-        args[side] = (amp.once if is_f32 and not is_param else cast)(value, amp.dtype)
-        if is_f32 and is_param:
-            dtype = weight_grad_dtype(amp.reduce, value, amp.dtype)
-            if dtype != amp.dtype:
-                # Its gradient leaves the backward matmul in f32.
-                weights[side] = value, dtype
-                args[side] = amp.copies.get(op.eqn.invars[side], args[side])
+        if not may_be_param(op.facts[side]):
+            is_f32 = getattr(value, "dtype", None) == F32
+            args[side] = (amp.once if is_f32 else cast)(value, amp.dtype)
+            continue
+        args[side] = cast(value, amp.dtype)
+        dtype = amp.grad_dtype(value)
+        if dtype != amp.dtype:
+            weights[side] = value, dtype  # its gradient leaves the matmul in f32
     if not weights and op.eqn.primitive.name not in RAGGED:
         return bind(op.eqn, args, preferred_element_type=amp.dtype)
     if not weights:
@@ -220,12 +357,12 @@ def _multiply(eqn: Equation, args: Values, dtype: np.dtype) -> Values:
     return plain_multiply(eqn, args, dtype)
 
 
-def _by_algorithm(rule: Rule, amp: Settings, op: Op) -> Values:
+def _by_algorithm(amp: Settings, op: Op, rule: Rule) -> Values:
     """Runs a matmul of f32 operands by an algorithm of the hardware."""
     # One may be a 16-bit parameter.
     args = [cast(x, F32) for x in changed(op, amp.widen)]
 
-    def chosen(*args: Any) -> Values:
+    def chosen(*args: PyTree) -> Values:
         return bind(op.eqn, args, precision=PRESETS[rule])
 
     if rule == Rule.TF32:
@@ -236,14 +373,8 @@ def _by_algorithm(rule: Rule, amp: Settings, op: Op) -> Values:
     return chosen(*args)
 
 
-def multiply(eqn: Equation, args: Any, dtype: np.dtype) -> list[Any]:
-    """Runs a matmul of 16-bit operands; a ragged one in a grouped kernel if there is one.
-
-    Args:
-        eqn: Any matmul.
-        args: Its operands.
-        dtype: The dtype of the result.
-    """
+def multiply(eqn: Equation, args: PyTree, dtype: np.dtype) -> list[PyTree]:
+    """Runs a matmul of 16-bit operands; a ragged one in a grouped kernel if there is one."""
     if eqn.primitive.name not in RAGGED or no_grouped_kernel(eqn) is not None:
         return bind(eqn, args, preferred_element_type=dtype)
     from mpx._ops._experts._primitive import grouped_matmul
@@ -253,93 +384,15 @@ def multiply(eqn: Equation, args: Any, dtype: np.dtype) -> list[Any]:
     return [grouped_matmul(*args, kind=kind, dtype=dtype)]
 
 
-# Part of the cache key of `jax.jit`: functions traced before are traced anew, and those
-# traced here are not found elsewhere. JAX allows no new context while it traces, so it is
-# made here and not in `mpx._ops._attention`, which is loaded on first use.
-_is_captured = make_jit_context(False)
-
-
-def captured_attention() -> contextlib.AbstractContextManager[None]:
-    """Makes calls of `jax.nn.dot_product_attention` one operation, where that can help.
-
-    If JAX lacks a private name that this needs, attention stays as it is written.
-    """
-    if _is_captured.value or private("attention") is None:
-        return contextlib.nullcontext()
-    return _capturing()
-
-
-@contextlib.contextmanager
-def _capturing() -> Iterator[None]:
-    from mpx._ops._attention import attend, captured
-
-    with captured(attend), _is_captured(True):
-        yield
-
-
-def _op_by_op(amp: Settings, op: Op) -> Outcome:
-    """Runs the operations that JAX runs by default, each by its own rule."""
-    outvars = op.eqn.outvars
-    is_forward = op.eqn.primitive.name == next(iter(ATTENTION))
-    if not is_forward or _is_read(amp.frame.jaxpr, outvars[1]):
-        return amp.run(*_plain_jaxpr(op.eqn), op.values, op.facts, op.scopes)
-    # Without the logsumexp, which would keep the scores from being recognised.
-    plain = _plain_jaxpr(op.eqn, outputs=1)
-    outs, known = amp.run(*plain, op.values, op.facts, op.scopes)
-    unread = jnp.zeros(outvars[1].aval.shape, outvars[1].aval.dtype)
-    return [*outs, unread], [*known, NEUTRAL]
-
-
-def _is_read(jaxpr: Any, var: Any) -> bool:
-    atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
-    return any(atom is var for atom in atoms)
-
-
-def _original_attention(amp: Settings, op: Op) -> Values:
-    """Runs attention as it is written, by the operations that JAX runs by default."""
-    if op.eqn.params["spec"].required:
-        return original(amp, op)
-    body, consts = _plain_jaxpr(op.eqn)
-    return eval_jaxpr(body, consts, *changed(op, amp.widen))
-
-
-def _plain_jaxpr(eqn: Equation, outputs: int | None = None) -> tuple[Any, Any]:
-    from mpx._ops._attention import PLAIN
-
-    plain = functools.partial(PLAIN[eqn.primitive.name], **eqn.params)
-    return open_jaxpr(
-        jax.make_jaxpr(lambda *operands: list(plain(*operands))[:outputs])(
-            *(var.aval for var in eqn.invars)
-        )
-    )
-
-
-def _in_cudnn(amp: Settings, op: Op) -> Values:
-    """Runs attention in cuDNN: what it multiplies in 16 bits, the other operands in f32."""
-    low = {0, 1, 2}
-    if op.eqn.primitive.name == "cudnn_attention_backward":
-        *_, out, _, cotangent = range(len(op.values))
-        low |= {out, cotangent}
-    pairs = zip(op.values, changed(op, amp.widen), strict=True)
-    values = [
-        cast(value, amp.dtype) if i in low else wide
-        for i, (value, wide) in enumerate(pairs)
-    ]
-    return bind(op.eqn, values)
-
-
-def _cross_entropy(amp: Settings, op: Op, rule: RuleLike) -> Values:
+def _cross_entropy(amp: Settings, op: Op, rule: Rule) -> Values:
     dtype, precision = amp.dtype, None
     if rule in PRESETS:
-        dtype, precision = F32, PRESETS[Rule(rule)]
+        dtype, precision = F32, PRESETS[rule]
     head = op.eqn.params["head"]
-    # The hidden states and the weight may be held in 16 bits. But logits that are kept are
-    # in an array of the weight's dtype as it was written.
+    # The hidden states and the weight, which come first, may be held in 16 bits. But logits
+    # that are kept are in an array of the weight's dtype as it was written.
     free = 2 if head.kept is None else 1
-    values = [
-        amp.widen(x) if i >= free and is_eligible(var.aval) else x
-        for i, (x, var) in enumerate(zip(op.values, op.eqn.invars, strict=True))
-    ]
+    values = [*op.values[:free], *changed(op, amp.widen)[free:]]
     # In a loop, what is kept would be stacked over the iterations.
     may_keep = head.may_keep and not amp.in_loop
     head = dataclasses.replace(
@@ -348,35 +401,178 @@ def _cross_entropy(amp: Settings, op: Op, rule: RuleLike) -> Values:
     return bind(op.eqn, arrays_of(values), head=head)
 
 
-Emitter = Callable[[Any, Op], Values | Outcome]
-"""Runs one equation; the first argument is an `Autocast`. It may tell more of the results
-than `Settings.facts_after`."""
+# --- Bodies ---------------------------------------------------------------------------
 
-EMITTERS: dict[str, Emitter] = {
-    "as written": as_written,
-    "original": original,
+
+def has_work(jaxpr: Jaxpr) -> bool:
+    """Returns whether a jaxpr holds a matmul or a value of 16 bits, at any depth."""
+    return any(
+        eqn.primitive.name in MATMULS
+        or eqn.primitive.name in ATTENTION
+        or eqn.primitive.name in CROSS_ENTROPY
+        or eqn.params.get("name") == LOW_NAME
+        or any(is_low(var.aval) for var in eqn.invars)
+        for eqn in equations(jaxpr)
+    )
+
+
+def _jit(amp: Autocast, op: Op) -> Outcome:
+    eqn, values = op.eqn, arrays_of(op.values)
+    body, _ = open_jaxpr(eqn.params["jaxpr"])
+    unchanged = all(
+        not is_eligible(var.aval) or value.dtype == F32
+        for var, value in zip(eqn.invars, values, strict=True)
+    )
+    if unchanged and amp.rules.is_plain and not has_work(body):
+        # Nothing to do: random number generators, for one, stay the same programs.
+        return eval_equation(eqn, values), amp.facts_of_body(op)
+    new, _ = rewrite(amp, op, eqn.params["jaxpr"], types_of(values), op.facts)
+    # Cast outside, such a value shares its f32 version with the equations there.
+    values = [
+        amp.widen(value) if is_wide else value
+        for value, is_wide in zip(values, _read_in_f32_only(new, body), strict=True)
+    ]
+    return HANDLERS["jit"](amp, op._replace(values=values))
+
+
+def _read_in_f32_only(jaxpr: Jaxpr, before: Jaxpr) -> list[bool]:
+    """Returns for each input whether all that happens to it is one cast back to f32."""
+    body, _ = open_jaxpr(jaxpr)
+    found = readers(body.eqns)
+    reading = [[eqn for eqn, _ in found.get(var, ())] for var in body.invars]
+    returned = [atom for atom in body.outvars if not isinstance(atom, Literal)]
+    return [
+        len(equations) == 1
+        and equations[0].primitive.name == "convert_element_type"
+        and is_eligible(equations[0].outvars[0].aval)
+        and is_eligible(old.aval)
+        and var.aval.dtype != F32
+        and var not in returned
+        for old, var, equations in zip(
+            before.invars, body.invars, reading, strict=False
+        )
+    ]
+
+
+def _scan(amp: Autocast, op: Op) -> Outcome:
+    values, params = arrays_of(op.values), op.eqn.params
+    body, _ = open_jaxpr(params["jaxpr"])
+    n_consts, n_carry = scan_sizes(params)
+    for i, var in enumerate(body.invars):
+        if not is_eligible(var.aval):
+            continue
+        if i < n_consts:
+            # The cotangents of a constant add up over the iterations: in f32.
+            values[i] = amp.widen(values[i])
+        elif i >= n_consts + n_carry and _used_only_low(
+            amp, body, var, op.facts[i], op.scopes
+        ):
+            values[i] = _low_stack(amp, op, i)
+    return HANDLERS["scan"](amp, op._replace(values=values))
+
+
+def _low_stack(amp: Autocast, op: Op, position: int) -> PyTree:
+    """Returns a weight per layer in the compute dtype, if that costs no accuracy.
+
+    Cast inside the loop, the forward pass would save a low copy of each. As it is stored,
+    the scan consumes the parameter itself, unless it has other readers: their gradients add
+    up in the f32 version.
+    """
+    value, atom = op.values[position], op.eqn.invars[position]
+    stored = amp.stored.get(id(value), (None, value))[1]
+    if stored.dtype == amp.dtype and len(amp.frame.readers[atom]) == 1:
+        return stored
+    # A gradient that is to leave its matmul in f32 is not rounded in the loop.
+    is_f32 = may_be_param(op.facts[position]) and amp.grad_dtype(value) != amp.dtype
+    return value if is_f32 else cast(value, amp.dtype)
+
+
+def _used_only_low(
+    amp: Autocast, jaxpr: Jaxpr, var: Any, fact: Origin, scopes: Scopes
+) -> bool:
+    """Returns whether a value is used, and only as an operand of low matmuls."""
+
+    def judge(eqn: Equation, position: int, scopes: Scopes) -> Verdict:
+        name = eqn.primitive.name
+        if name in MATMULS:
+            rule, _ = amp.region_rule(eqn, scopes) or amp.rule(name, eqn.params, [fact])
+            return rule == Rule.LOW and reason_against(eqn, Rule.LOW) is None
+        if name in SHAPE_ONLY and name not in ("broadcast_in_dim", "pvary", "pcast"):
+            return "result"
+        return "inside" if name in CALLS else False
+
+    return every_use(jaxpr, var, judge, scopes)
+
+
+def _custom_jvp(amp: Autocast, op: Op) -> Outcome:
+    if amp.reduce != COMPUTE:
+        # The rule is about tangents, which JAX may transpose: only plain matmuls.
+        amp = dataclasses.replace(amp, reduce=COMPUTE, cache={})
+    return HANDLERS["custom_jvp_call"](amp, op)
+
+
+def _body(amp: Autocast, op: Op, rule: None) -> Outcome:
+    name = op.eqn.primitive.name
+    return _BODIES.get(name, HANDLERS[name])(amp, op)
+
+
+_BODIES: dict[str, Callable[[Autocast, Op], Outcome]] = {
+    "jit": _jit,
+    "pjit": _jit,
+    "scan": _scan,
+    "custom_jvp_call": _custom_jvp,
+}
+_EMITTERS: dict[str, Callable[..., Values | Outcome]] = {
+    "as written": _as_written,
+    "original": _original,
     "convert": _convert,
     "mark": _mark_low,
-    "matmul": low_matmul,
+    "matmul": _low_matmul,
     "ragged as written": _ragged_as_written,
-    "attention": _in_cudnn,
-    "operations of attention": _op_by_op,
-    "plain attention": _original_attention,
-    "as given": lambda amp, op: eval_equation(op.eqn, op.values),
+    "cross entropy": _cross_entropy,
+    "user": _by_user,
+    "body": _body,
     Rule.LOW: _low,
     Rule.F32: _f32,
     Rule.WIDEST: _widest,
     Rule.FOLLOW: _follow,
-    Rule.ORIGINAL: original,
-    **{rule: functools.partial(_by_algorithm, rule) for rule in PRESETS},
+    Rule.ORIGINAL: _original,
+    **dict.fromkeys(PRESETS, _by_algorithm),
 }
+"""By `Choice.how`: runs one equation by a rule. What is known of the results may be told, or
+follows from the operands."""
+_HIGHEST_BY_DEFAULT = (
+    'The default precision of matmuls is "highest", but `amp` runs them in 16 bits, also '
+    "those that ask for it themselves, since JAX does not tell them apart. Reset "
+    "`jax_default_matmul_precision`, or select what must stay f32 by `amp(..., keep=...)`."
+)
+_ALL_HIGHEST = (
+    "`amp` changed no matmul: all of them ask for `precision=HIGHEST`, which is honoured. "
+    "Remove the argument, or give a rule: "
+    '`amp(func, rules=mpx.AmpRules(primitives={"dot_general": "f32"}))` to stay in f32.'
+)
+_UNSCALED = (
+    "A function under `amp` in f16 is differentiated without a loss scale that mpx "
+    "knows of: gradients below 6e-8 become 0. Take the "
+    "gradient with `mpx.value_and_grad(func)(mpx.DynamicLossScaling.pow2(), ...)`, or "
+    "use bf16, which needs no scale. If you scale the loss yourself, "
+    "filter this warning."
+)
 
 
-def emit(amp: Settings, op: Op, choice: Choice) -> Values | Outcome:
-    """Runs an equation as it was decided."""
-    if choice.how == "user":
-        return _by_user(amp, op, choice.rule)  # pyright: ignore[reportArgumentType]
-    if choice.how == "cross entropy":
-        assert choice.rule is not None
-        return _cross_entropy(amp, op, choice.rule)
-    return EMITTERS[choice.how](amp, op)
+@jax.custom_jvp
+def _warn_if_unscaled(x: PyTree) -> PyTree:
+    """Returns a result as it is; if it is differentiated, that may warn.
+
+    The derivative rule runs when JAX takes the derivative, also that of a jitted
+    function, and not before: a function that is only called has no rule to run.
+    """
+    return x
+
+
+@_warn_if_unscaled.defjvp
+def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[PyTree, PyTree]:
+    is_trained = jnp.issubdtype(tangents[0].dtype, jnp.floating)
+    if is_trained and not in_gradient_function():
+        warn(_UNSCALED)
+    return _warn_if_unscaled(*primals), tangents[0]

@@ -1,4 +1,10 @@
-"""What autocast knows of values, and the settings of one call: the step "follow"."""
+"""What is known of values, and the settings of one call of `amp`: the step "follow".
+
+`amp` and `fp8` both select matmuls by the parameters that they read. A weight need not be
+an argument itself: it may be cast, sliced in a loop, scaled, summed with an adapter or
+normalised first. It counts as that parameter as long as nothing but parameters and numbers
+of the program enter.
+"""
 
 import dataclasses
 import functools
@@ -9,34 +15,136 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
 from mpx._amp._rules import FUNCTION_SCOPE, AmpRules, RuleLike
 from mpx._casting._reduction import Reduce, weight_grad_dtype
 from mpx._jax._compat import INLINE, convert_dtype, source_frames
 from mpx._jax._formats import FORMATS, short_name
-from mpx._program import _provenance
 from mpx._program._flow import after
 from mpx._program._interpreter import Kind, Op, Scopes, Transformation, Values
-from mpx._program._provenance import CONSTANT, DATA, Source
-from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, flops, has_body
+from mpx._program._queries import (
+    MATMULS,
+    SHAPE_ONLY,
+    Equation,
+    flops,
+    has_body,
+    names,
+)
 
 F32 = np.dtype(np.float32)
 LOW_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 
-class Origin(NamedTuple):
-    """What autocast knows of a value.
+# The result holds numbers of the first operand.
+MOVES = SHAPE_ONLY.union(
+    names(
+        "convert_element_type reduce_precision copy_p dynamic_slice gather split unstack "
+        "tile name stop_gradient device_put all_gather all_gather_invariant "
+        "all_gather_reduced"
+    )
+)
+# A result for each operand, which it equals.
+_BARRIERS = frozenset(names("optimization_barrier pvary pcast sharding_constraint"))
 
-    Attributes:
-        source: What it is computed from.
-        touched: Whether a value of the compute dtype entered.
-        literal: For a number that is written into the program, however broadcast: the
-            16-bit formats that hold it without overflow or underflow. Not the number
-            itself: two calls of a jitted function with other numbers are one program.
+
+class Source(NamedTuple):
+    """What a value is computed from."""
+
+    # `constant` if only numbers of the program enter, `params` if parameters and such
+    # numbers do, else `data`
+    kind: Literal["constant", "params", "data"] = "data"
+    # The names of these parameters. For `data`, the name of the argument whose numbers
+    # it holds, if it holds nothing else.
+    names: frozenset[str] = frozenset()
+    # The shape of the argument, if only operations that move numbers lie between
+    leaf: tuple[int, ...] | None = None
+
+    @property
+    def is_param(self) -> bool:
+        """Whether it is a parameter, or computed from parameters alone."""
+        return self.kind == "params"
+
+    @property
+    def name(self) -> str | None:
+        """One name for the value: that of its last parameter in alphabetical order."""
+        return max(self.names) if self.names else None
+
+
+DATA = Source()
+CONSTANT = Source("constant")
+
+
+def argument(name: str, value: PyTree, *, is_param: bool) -> Source:
+    """Returns the source of an argument."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return CONSTANT
+    kind = "params" if is_param else "data"
+    return Source(kind, frozenset({name}), tuple(value.shape))
+
+
+def closed_over(value: PyTree) -> Source:
+    """Returns the source of an array that a function closes over.
+
+    It may be a parameter or data: JAX does not tell without differentiating.
     """
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return CONSTANT if is_key else Source(leaf=tuple(value.shape))
 
-    source: Source = DATA
-    touched: bool = False
+
+def join(sources: Sequence[Source]) -> Source:
+    """Returns the source of a value that is computed from others."""
+    kinds = {source.kind for source in sources}
+    if "data" in kinds:
+        return DATA
+    if "params" not in kinds:
+        return CONSTANT
+    return Source("params", frozenset().union(*(x.names for x in sources)))
+
+
+def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
+    """Returns the sources of the results of an equation that holds no jaxpr."""
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    if name in _BARRIERS and len(sources) == count:
+        return list(sources)
+    if not sources or name == "random_wrap":
+        found = CONSTANT  # an iota, a random key
+    elif name == "gather" and is_lookup(eqn, sources):
+        found = DATA
+    elif name in MOVES:
+        found = sources[0]
+    else:
+        # Of a `cond`, whichever branch is taken.
+        found = join(sources[1:] if name == "cond" else sources)
+    # An effect may bring in anything.
+    return [DATA if eqn.effects else found] * count
+
+
+def is_lookup(eqn: Equation, sources: Sequence[Source]) -> bool:
+    """Returns whether an equation reads many rows of a table, by indices that are data.
+
+    That is what an embedding does. One row, as a layer of stacked weights, is a slice, and
+    as many as there are, in one list, are the same weights in another order.
+    """
+    if eqn.primitive.name != "gather" or sources[1].kind != "data":
+        return False
+    table, indices = (var.aval.shape for var in eqn.invars[:2])
+    positions = tuple(size for size in indices[:-1] if size != 1)
+    axes = eqn.params["dimension_numbers"].start_index_map
+    return bool(positions) and positions != tuple(table[axis] for axis in axes)
+
+
+# --- What autocast knows ---------------------------------------------------------------
+
+
+class Origin(NamedTuple):
+    """What autocast knows of a value."""
+
+    source: Source = DATA  # What it is computed from
+    touched: bool = False  # Whether a value of the compute dtype entered
+    # For a number that is written into the program, however broadcast: the 16-bit
+    # formats that hold it without overflow or underflow. Not the number itself: two
+    # calls of a jitted function with other numbers are one program.
     literal: tuple[str, ...] | None = None
 
     @property
@@ -53,7 +161,7 @@ def is_eligible(aval: Any) -> bool:
     return getattr(aval, "dtype", None) == F32
 
 
-def is_low(x: Any) -> bool:
+def is_low(x: PyTree) -> bool:
     """Returns whether a value is held in 16 bits."""
     return getattr(x, "dtype", None) in LOW_DTYPES
 
@@ -70,7 +178,7 @@ def may_be_param(fact: Origin) -> bool:
 _REPEATS = SHAPE_ONLY | {"tile"}
 
 
-def cast(x: Any, dtype: np.dtype) -> Any:
+def cast(x: PyTree, dtype: np.dtype) -> PyTree:
     """Casts a value; literals, which have no tracer, become arrays."""
     if not hasattr(x, "dtype"):
         x = jnp.asarray(x, F32)
@@ -78,7 +186,7 @@ def cast(x: Any, dtype: np.dtype) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=INLINE)  # traced once for a shape
-def saturate(x: Any, dtype: np.dtype) -> Any:
+def saturate(x: PyTree, dtype: np.dtype) -> PyTree:
     """Returns f32 numbers such that those that are finite stay so in `dtype`.
 
     The derivative is that of the identity: nothing is kept for the backward pass.
@@ -87,13 +195,15 @@ def saturate(x: Any, dtype: np.dtype) -> Any:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _saturate(x: Any, dtype: np.dtype) -> Any:
+def _saturate(x: PyTree, dtype: np.dtype) -> PyTree:
     largest = np.float32(FORMATS[short_name(dtype)].max)
     return lax.select(lax.is_finite(x), lax.clamp(-largest, x, largest), x)
 
 
 @_saturate.defjvp
-def _(dtype: np.dtype, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+def _(
+    dtype: np.dtype, primals: tuple[PyTree], tangents: tuple[PyTree]
+) -> tuple[PyTree, PyTree]:
     return _saturate(*primals, dtype), tangents[0]
 
 
@@ -106,7 +216,7 @@ def widest(dtypes: Iterable[np.dtype]) -> np.dtype:
     return chosen.pop() if len(chosen) == 1 else F32
 
 
-def formats_that_hold(value: Any) -> tuple[str, ...]:
+def formats_that_hold(value: PyTree) -> tuple[str, ...]:
     """Returns the 16-bit formats in which a number neither overflows nor becomes 0."""
     size = abs(float(value))
     if not np.isfinite(size) or size == 0:
@@ -117,7 +227,7 @@ def formats_that_hold(value: Any) -> tuple[str, ...]:
 
 def changed(
     op: Op,
-    change: Callable[[Any], Any],
+    change: Callable[[Any], PyTree],
     where: Callable[[Any], bool] = is_eligible,
 ) -> Values:
     """Returns the operands of an equation, changed where their types say so."""
@@ -165,32 +275,23 @@ class Decision(NamedTuple):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Settings(Transformation):
-    """The settings of one `amp` call and what it knows of values.
-
-    Attributes:
-        dtype: The compute dtype.
-        rules: The rules.
-        reduce: In which dtype the gradients of arguments that matmuls read leave their
-            matmuls: see `weight_grad_dtype`.
-        attention: Whether attention that is recognised runs in one kernel, or is kept.
-        caller: The equation with a line of the user's whose body is visited.
-        copies: Low copies of weights that were made outside the running body, by variable.
-        in_loop: Whether the body of a scan is visited.
-        is_plain: See `AmpRules`.
-        decisions: Where decisions are recorded, `None` to record none.
-    """
+    """The settings of one `amp` call and what it knows of values."""
 
     unknown: ClassVar[Origin] = NEUTRAL
     widens_params: ClassVar[bool] = True
 
     dtype: np.dtype
     rules: AmpRules
+    # In which dtype the gradients of arguments that matmuls read leave their matmuls:
+    # see `weight_grad_dtype`
     reduce: Reduce = None
+    # Whether attention that is recognised runs in one kernel, or is kept
     attention: Literal["fuse", "keep"] = "fuse"
+    # The equation with a line of the user's whose body is visited
     caller: Equation = None
-    copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    in_loop: bool = False
+    in_loop: bool = False  # Whether the body of a scan is visited
     is_plain: bool = False
+    # Where decisions are recorded, `None` to record none
     decisions: list[Decision] | None = None
 
     @property
@@ -198,12 +299,12 @@ class Settings(Transformation):
         """The types whose calls run as they are written."""
         return tuple([x for x in self.rules.keep if isinstance(x, type)])
 
-    def argument_fact(self, name: str, is_param: bool, leaf: Any) -> Origin:
+    def argument_fact(self, name: str, is_param: bool, leaf: PyTree) -> Origin:
         """Returns what is known of an argument's array."""
-        return Origin(_provenance.argument(name, leaf, is_param=is_param))
+        return Origin(argument(name, leaf, is_param=is_param))
 
-    def constant_fact(self, value: Any) -> Origin:
-        return Origin(_provenance.closed_over(value))
+    def constant_fact(self, value: PyTree) -> Origin:
+        return Origin(closed_over(value))
 
     def literal_fact(self, atom: Any) -> Origin:
         held = formats_that_hold(atom.val) if is_eligible(atom.aval) else None
@@ -221,7 +322,7 @@ class Settings(Transformation):
         return fact._replace(source=source)
 
     def result_facts(
-        self, outs: Sequence[Any], known: Sequence[Origin]
+        self, outs: Sequence[PyTree], known: Sequence[Origin]
     ) -> list[Origin]:
         return [
             Origin(fact.source._replace(leaf=None), fact.touched or is_low(out))
@@ -229,24 +330,26 @@ class Settings(Transformation):
         ]
 
     def join_facts(self, facts: Sequence[Origin]) -> Origin:
-        source = _provenance.join([fact.source for fact in facts])
+        source = join([fact.source for fact in facts])
         return Origin(source, any(fact.touched for fact in facts))
 
-    def facts_after(self, op: Op, outs: Sequence[Any]) -> list[Origin]:
+    def facts_after(self, op: Op, outs: Sequence[PyTree]) -> list[Origin]:
         """Returns what is known of the results of an equation that holds no jaxpr."""
-        sources = _provenance.follow(op.eqn, [fact.source for fact in op.facts])
-        touched = any([fact.touched for fact in op.facts])
-        literal = op.facts[0].literal if op.facts else None
-        if op.eqn.primitive.name == "convert_element_type":
-            if op.eqn.invars[0].aval.dtype == np.bool_:
-                literal = ("bf16", "f16")  # zeros and ones are exact in every dtype
-            if not is_eligible(op.eqn.outvars[0].aval):
-                literal = None
-        elif op.eqn.primitive.name not in _REPEATS:
-            literal = None
+        eqn, touched, sources = op.eqn, False, []
+        for fact in op.facts:
+            sources.append(fact.source)
+            touched |= fact.touched
+        literal = None
+        if eqn.primitive.name == "convert_element_type":
+            if is_eligible(eqn.outvars[0].aval):
+                # Zeros and ones are exact in every dtype.
+                is_bool = eqn.invars[0].aval.dtype == np.bool_
+                literal = ("bf16", "f16") if is_bool else op.facts[0].literal
+        elif eqn.primitive.name in _REPEATS:
+            literal = op.facts[0].literal
         return [
             Origin(source, touched or is_low(out), literal)
-            for source, out in zip(sources, outs, strict=True)
+            for source, out in zip(follow(eqn, sources), outs, strict=True)
         ]
 
     def facts_of_body(self, op: Op) -> list[Origin]:
@@ -260,7 +363,7 @@ class Settings(Transformation):
 
         return list(after(op.eqn, op.facts, rule, self.literal_fact, NEUTRAL))
 
-    def widen(self, value: Any) -> Any:
+    def widen(self, value: PyTree) -> PyTree:
         """Returns a value in f32, the same array for every equation that asks.
 
         The cotangents of a shared f32 version add up in f32; those of one cast per
@@ -270,16 +373,16 @@ class Settings(Transformation):
             return cast(value, F32)
         return self.once(value, F32)
 
-    def once(self, value: Any, dtype: np.dtype) -> Any:
+    def once(self, value: PyTree, dtype: np.dtype) -> PyTree:
         """Returns a value cast to a dtype, the same array for every equation that asks."""
         made = self.frame.made
         if (id(value), dtype) not in made:
             made[id(value), dtype] = value, cast(value, dtype)
         return made[id(value), dtype][1]
 
-    def grad_dtype(self, value: Any, fact: Origin) -> np.dtype:
-        """Returns in which dtype the gradient of an operand leaves its matmul."""
-        if not may_be_param(fact) or getattr(value, "dtype", None) != F32:
+    def grad_dtype(self, value: PyTree) -> np.dtype:
+        """Returns in which dtype the gradient of a parameter leaves its matmul."""
+        if getattr(value, "dtype", None) not in (F32, *LOW_DTYPES):
             return self.dtype
         return weight_grad_dtype(self.reduce, value, self.dtype)
 
@@ -304,7 +407,7 @@ class Settings(Transformation):
         return scopes
 
     def rule(
-        self, name: str, params: Mapping[str, Any], facts: Sequence[Origin]
+        self, name: str, params: Mapping[str, PyTree], facts: Sequence[Origin]
     ) -> tuple[RuleLike, str]:
         """Returns the rule of a primitive where no region has one, and why."""
         if name in MATMULS and (self.rules.keep or self.rules.params):

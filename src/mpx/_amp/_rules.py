@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from mpx._casting._half import chosen_half_precision
 from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
@@ -185,7 +186,7 @@ SUMMED = frozenset(
 LINEAR = frozenset(names("add sub concatenate stack pad select_n dynamic_update_slice"))
 
 
-def rule_for(name: str, params: Mapping[str, Any], compute_is_f16: bool) -> Rule:
+def rule_for(name: str, params: Mapping[str, PyTree], compute_is_f16: bool) -> Rule:
     """Returns the rule of a primitive under the default policy."""
     if name == "integer_pow":
         # x² feeds the statistics of norms and 1/xⁿ has a wide range; x³ is gelu's.
@@ -194,7 +195,7 @@ def rule_for(name: str, params: Mapping[str, Any], compute_is_f16: bool) -> Rule
     return PRIMITIVES.get(name, Rule.ORIGINAL)
 
 
-RuleLike = Rule | str | Callable[..., Any]
+RuleLike = Rule | str | Callable[..., PyTree]
 """A rule, its name, or a function with jaxamp's `precision_fn` signature."""
 _BASES = ("safe", "fast", "original", "tf32", "bf16_f32", "true_f32")
 
@@ -249,12 +250,7 @@ class AmpRules:
     )
 
     def __post_init__(self) -> None:
-        """Checks the rules and makes primitives names.
-
-        Raises:
-            ValueError: If the base, a rule, a primitive or an expression is unusable.
-            TypeError: If an expression is no string.
-        """
+        """Checks the rules and makes primitives names."""
         if self.base not in _BASES:
             raise ValueError(
                 f"`base` must be one of {', '.join(_BASES)}, but {self.base!r} was "
@@ -277,19 +273,10 @@ class AmpRules:
 
     def for_call(
         self,
-        named: Iterable[tuple[str, Any]],
+        named: Iterable[tuple[str, PyTree]],
         places: Callable[[], tuple[Iterable[str], Iterable[str]]] | None,
     ) -> "AmpRules":
-        """Returns these rules for one call, of which the arrays are known.
-
-        Args:
-            named: The names of the arrays, and the arrays.
-            places: Returns the paths of named scopes and the names of the Python
-                functions in it; `None` if it may lack what the rules select.
-
-        Raises:
-            ValueError: If an expression or a type selects nothing; near names are listed.
-        """
+        """Returns these rules for one call, of which the arrays are known."""
         if not (self.keep or self.params or self.scopes or self.functions):
             return self
         rules, named = self.keeping(self.keep), list(named)
@@ -311,7 +298,7 @@ class AmpRules:
             warn(str(error))
         return rules
 
-    def _key(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[PyTree, ...]:
         rules = (self.primitives, self.scopes, self.functions, self.params)
         return (self.base, self.keep, *(tuple(x.items()) for x in rules))
 
@@ -371,7 +358,7 @@ class AmpRules:
             self._found[name] = self._param_rule(name, None)
         return self._found[name]
 
-    def _param_rule(self, name: str, leaf: Any) -> tuple[RuleLike, str] | None:
+    def _param_rule(self, name: str, leaf: PyTree) -> tuple[RuleLike, str] | None:
         for selector in self.keep:
             known = leaf is not None or isinstance(selector, str | type)
             if known and matches(selector, name, leaf):
@@ -382,7 +369,7 @@ class AmpRules:
         return None
 
     def primitive_rule(
-        self, name: str, params: Mapping[str, Any], *, compute_is_f16: bool
+        self, name: str, params: Mapping[str, PyTree], *, compute_is_f16: bool
     ) -> tuple[RuleLike, str]:
         """Returns the rule of a primitive, and the reason."""
         if name in self.primitives:
@@ -408,13 +395,7 @@ def _exact_scope(name: str) -> str:
 def rules_by_name(
     primitives: Mapping[Any, RuleLike], scopes: Mapping[str, RuleLike]
 ) -> AmpRules:
-    """Returns rules with jaxamp's meaning: what is not listed runs as it is written.
-
-    Args:
-        primitives: From primitives, objects or names, to rules.
-        scopes: From the exact names of scopes to rules. Those that a function does not
-            have are a warning and no error: jaxamp ignores them.
-    """
+    """Returns rules with jaxamp's meaning: what is not listed runs as it is written."""
     by_path = {
         _exact_scope(name): _parse(rule, "scopes", name)
         for name, rule in scopes.items()
@@ -494,9 +475,6 @@ def as_compute_dtype(dtype: DTypeLike | None) -> np.dtype:
 
     `None` is the half precision that the user chose. Without a choice it is bf16 and not
     the f16 of the paper: `amp` has no loss scale, and f16 gradients need one.
-
-    Raises:
-        ValueError: If it is not f16 or bf16.
     """
     if dtype is None:
         return chosen_half_precision() or np.dtype(jnp.bfloat16)

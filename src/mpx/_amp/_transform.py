@@ -9,8 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._amp._autocast import Autocast
 from mpx._amp._call import call_through, current_recording, parse_params
+from mpx._amp._emit import Autocast
 from mpx._amp._rules import LOW_NAME, AmpRules, as_amp_rules, as_compute_dtype
 from mpx._casting._keep import STOP_SCOPE
 from mpx._casting._reduction import amp_reduce, parse_reduce
@@ -20,7 +20,7 @@ from mpx._jax._tree import is_array, is_floating
 from mpx._jax._warn import warn
 
 
-def amp_stop(func: Callable[..., Any] | None = None) -> Any:
+def amp_stop(func: Callable[..., PyTree] | None = None) -> PyTree:
     """Keeps autocast out of a region: operations run as they are written.
 
     Args:
@@ -92,7 +92,7 @@ def amp(
     func: None = None, dtype: DTypeLike | None = None, **options: Unpack[AmpKeywords]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def amp(
-    func: Callable[..., Any] | None = None,
+    func: Callable[..., PyTree] | None = None,
     dtype: DTypeLike | None = None,
     *,
     params: int | str | Sequence[int | str] | None = None,
@@ -101,7 +101,7 @@ def amp(
     narrow_carry: bool = False,
     reduce_dtype: DTypeLike | None = None,
     attention: Literal["fuse", "keep"] = "fuse",
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Runs a function in mixed precision, operation by operation.
 
     The function is not edited and does not notice: it is traced at its own dtypes, and
@@ -205,11 +205,7 @@ class _Decorator(functools.partial):  # pyright: ignore[reportMissingTypeArgumen
     """`amp` with arguments, to be applied to a function."""
 
     def __enter__(self) -> None:
-        """Refuses to be a context manager.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Refuses to be a context manager."""
         raise TypeError(
             "`amp` is no context manager, as `torch.autocast` is: it changes a function. "
             "Write `amp(loss_fn)(params, batch)` or decorate the function with `@amp`."
@@ -220,13 +216,13 @@ class _Decorator(functools.partial):  # pyright: ignore[reportMissingTypeArgumen
 
 
 def under_amp(
-    func: Callable[..., Any], autocast: Callable[[], Autocast]
-) -> Callable[..., Any]:
+    func: Callable[..., PyTree], autocast: Callable[[], Autocast]
+) -> Callable[..., PyTree]:
     """Returns a function that runs in mixed precision, given what makes its visitors."""
     eager: dict[Any, Any] = {}
 
     @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         refuse_cast_arguments()
         visitor = autocast()
         recording = current_recording()

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -45,7 +45,7 @@ def _keeps_its_dtypes(node: object) -> bool:
     return getattr(type(node), "mpx_keeps_dtypes", False) is True
 
 
-def cast_state_leaf(leaf: Any, dtype: np.dtype) -> Any:
+def cast_state_leaf(leaf: PyTree, dtype: np.dtype) -> PyTree:
     """Casts a leaf of running statistics, which is never narrowed.
 
     An average that moves by less than half an ulp per step stands still.
@@ -54,7 +54,7 @@ def cast_state_leaf(leaf: Any, dtype: np.dtype) -> Any:
 
 
 def map_floating(
-    fn: Callable[[LeafName, Any], Any], tree: PyTree, argument: str = ""
+    fn: Callable[[LeafName, PyTree], PyTree], tree: PyTree, argument: str = ""
 ) -> PyTree:
     """Maps the floating leaves of a pytree, and of the NNX objects in it."""
     plain, objects = take_out(tree, argument)
@@ -106,7 +106,7 @@ def cast_tree(
     selectors = () if where is None else parse_selectors(where, "where")
     selected = Matcher(selectors, "where")
 
-    def cast(name: LeafName, leaf: Any) -> Any:
+    def cast(name: LeafName, leaf: PyTree) -> PyTree:
         if where is not None and selected.find(name, leaf) is None:
             return leaf
         if any(map(is_variable_of_state, name.types)):
@@ -118,74 +118,69 @@ def cast_tree(
     return result
 
 
-def cast_to_float32(x: PyTree, *, where: Selectors | None = None) -> PyTree:
+def cast_to_float32(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to f32; see `cast_tree`.
 
     Args:
         x: Any pytree.
-        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_float32(jnp.ones(2, jnp.float16)).dtype
         dtype('float32')
     """
-    return cast_tree(x, jnp.float32, where=where)
+    return cast_tree(x, jnp.float32)
 
 
-def cast_to_float16(x: PyTree, *, where: Selectors | None = None) -> PyTree:
+def cast_to_float16(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to f16; see `cast_tree`.
 
     Args:
         x: Any pytree.
-        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_float16(jnp.ones(2)).dtype
         dtype('float16')
     """
-    return cast_tree(x, jnp.float16, where=where)
+    return cast_tree(x, jnp.float16)
 
 
-def cast_to_bfloat16(x: PyTree, *, where: Selectors | None = None) -> PyTree:
+def cast_to_bfloat16(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to bf16; see `cast_tree`.
 
     Args:
         x: Any pytree.
-        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_bfloat16(jnp.ones(2)).dtype
         dtype(bfloat16)
     """
-    return cast_tree(x, jnp.bfloat16, where=where)
+    return cast_tree(x, jnp.bfloat16)
 
 
-def cast_to_full_precision(x: PyTree, *, where: Selectors | None = None) -> PyTree:
+def cast_to_full_precision(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to f32; see `cast_tree`.
 
     Args:
         x: Any pytree.
-        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_full_precision(jnp.ones(2, jnp.bfloat16)).dtype
         dtype('float32')
     """
-    return cast_tree(x, jnp.float32, where=where)
+    return cast_tree(x, jnp.float32)
 
 
-def cast_to_half_precision(x: PyTree, *, where: Selectors | None = None) -> PyTree:
+def cast_to_half_precision(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to the configured half precision.
 
     Args:
         x: Any pytree.
-        where: What to cast, as in `cast_tree`.
 
     Examples:
         >>> cast_to_half_precision(jnp.ones(2)).dtype
         dtype('float16')
     """
-    return cast_tree(x, half_precision_datatype(), where=where)
+    return cast_tree(x, half_precision_datatype())
 
 
 def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
@@ -209,7 +204,7 @@ def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
     """
     check_same_structure(tree, reference, "`cast_like`")
 
-    def cast(leaf: Any, like: Any) -> Any:
+    def cast(leaf: PyTree, like: PyTree) -> PyTree:
         if is_floating(leaf) and is_floating(like):
             return cast_leaf(leaf, like.dtype)
         return leaf
@@ -230,10 +225,10 @@ def cast_function(
     return_dtype: DTypeLike | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def cast_function(
-    func: Callable[..., Any] | None = None,
+    func: Callable[..., PyTree] | None = None,
     dtype: DTypeLike | None = None,
     return_dtype: DTypeLike | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Runs a function with its floating inputs cast, and casts what it returns.
 
     JAX's type promotion then carries the dtype through the function. Arguments, keyword
@@ -264,7 +259,7 @@ def cast_function(
     results = None if return_dtype is None else parse_float_dtype(return_dtype)
 
     @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         low = inputs or half_precision_datatype()
         args, kwargs = cast_tree((args, kwargs), low)
         return cast_tree(func(*args, **kwargs), results or low)
@@ -281,8 +276,8 @@ def force_full_precision(
     func: None = None, return_dtype: DTypeLike | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def force_full_precision(
-    func: Callable[..., Any] | None = None, return_dtype: DTypeLike | None = None
-) -> Callable[..., Any]:
+    func: Callable[..., PyTree] | None = None, return_dtype: DTypeLike | None = None
+) -> Callable[..., PyTree]:
     """Runs a function in full precision, whatever the dtype of its inputs.
 
     It is meant for the few operations that overflow or lose too much in half precision:
@@ -309,14 +304,14 @@ def force_full_precision(
     results = None if return_dtype is None else parse_float_dtype(return_dtype)
 
     @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return call_in_full_precision(func, args, kwargs, results)
 
     return wrapper
 
 
 def call_in_full_precision(
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
     return_dtype: np.dtype | None = None,
@@ -344,7 +339,7 @@ def widen_tree(tree: PyTree) -> PyTree:
     return _map_floats(lambda leaf: cast_leaf(leaf, at_least_f32(leaf.dtype)), tree)
 
 
-def _map_floats(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
+def _map_floats(fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     return jax.tree.map(
         lambda leaf: fn(leaf) if is_floating(leaf) else leaf,
         tree,
@@ -352,6 +347,6 @@ def _map_floats(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
     )
 
 
-def own_buffer(leaf: Any) -> Any:
+def own_buffer(leaf: PyTree) -> PyTree:
     """Returns an array that shares its buffer with no other, so it can be donated."""
     return jnp.array(leaf, copy=True) if is_array(leaf) else leaf

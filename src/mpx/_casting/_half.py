@@ -5,10 +5,10 @@ is compiled again after the switch to bf16.
 """
 
 import contextlib
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 
 from mpx._jax._compat import make_jit_context
@@ -71,7 +71,7 @@ def chosen_half_precision() -> np.dtype | None:
     return _half.value
 
 
-def half_precision(datatype: DTypeLike) -> contextlib.AbstractContextManager[Any]:
+def half_precision(datatype: DTypeLike) -> contextlib.AbstractContextManager[object]:
     """Sets the half-precision dtype inside a `with` block, in this thread only.
 
     Args:
@@ -88,7 +88,7 @@ def half_precision(datatype: DTypeLike) -> contextlib.AbstractContextManager[Any
     return _half(_parse_half(datatype))
 
 
-def gradient_function() -> contextlib.AbstractContextManager[Any]:
+def gradient_function() -> contextlib.AbstractContextManager[object]:
     """Marks the code inside as a gradient that mpx takes, with a loss scaling."""
     return _in_gradient_function(True)
 
@@ -101,7 +101,7 @@ def in_gradient_function() -> bool:
 CONSTANTS = ("BFLOAT16_MAX", "FLOAT16_MAX", "HALF_PRECISION_DATATYPE")
 
 
-def constant(name: str) -> Any:
+def constant(name: str) -> Array | np.dtype:
     """Returns a constant of the paper, computed when it is read so that it is not stale.
 
     The two maxima are f32 scalars; making them at import would start a JAX backend.

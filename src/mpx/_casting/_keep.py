@@ -10,7 +10,6 @@ reused elsewhere.
 import contextlib
 import functools
 import inspect
-import re
 import sys
 import threading
 import weakref
@@ -30,7 +29,11 @@ from mpx._jax._tree import LeafName, cast_leaf
 
 _HAIKU_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
 _STATE_TYPES = (eqx.nn.State, eqx.nn.StateIndex)
-_BATCH_STATS = re.compile(r"(^|/)batch_stats(/|$)")  # the collection of Flax Linen
+
+
+def is_statistic(name: str) -> bool:
+    """Returns whether a name is that of an array in `batch_stats` of Flax Linen."""
+    return "/batch_stats/" in f"/{name}"
 
 
 def is_state(name: LeafName) -> bool:
@@ -39,7 +42,7 @@ def is_state(name: LeafName) -> bool:
     State must not be rounded to half precision between steps: an average that moves by
     less than half an ulp per step stands still.
     """
-    return _BATCH_STATS.search(name) is not None or any(
+    return is_statistic(f"{name}/") or any(
         issubclass(kind, _STATE_TYPES) or is_variable_of_state(kind)
         for kind in name.types
     )
@@ -72,11 +75,11 @@ class Keep:
         """Casts a tree to the compute dtype, except what is kept."""
         return map_floating(self.cast_leaf, tree, argument)
 
-    def cast_leaf(self, name: LeafName, leaf: Any) -> Any:
+    def cast_leaf(self, name: LeafName, leaf: PyTree) -> PyTree:
         """Casts a floating leaf, unless it is kept."""
         return leaf if self.keeps(name, leaf) else cast_leaf(leaf, self._dtype)
 
-    def keeps(self, name: LeafName, leaf: Any) -> bool:
+    def keeps(self, name: LeafName, leaf: PyTree) -> bool:
         """Returns whether a function gets a floating leaf as it is."""
         selected = self._selected.find(name, leaf) is not None
         always = any(issubclass(kind, self._always) for kind in name.types)
@@ -98,7 +101,7 @@ class Keep:
             _running.called = outer
             outer |= self._called
 
-    def check(self, func: Callable[..., Any]) -> None:
+    def check(self, func: Callable[..., PyTree]) -> None:
         """Raises for selectors that have selected nothing in the call of `func`."""
         called = self._called
         if not any(map(_has_call, self._selected.kinds)):
@@ -109,7 +112,7 @@ class Keep:
         self._selected.check(lambda kept: any(issubclass(x, kept) for x in called))
 
 
-def _code(func: Callable[..., Any]) -> Any:
+def _code(func: Callable[..., PyTree]) -> PyTree:
     """Returns what functions that are defined by the same lines share."""
     while isinstance(func, functools.partial):
         func = func.func
@@ -197,7 +200,7 @@ def _replace_call(cls: type) -> None:
     call = getattr(cls, "__call__")  # noqa: B004, B009
 
     @functools.wraps(call)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def replacement(self: object, *args: PyTree, **kwargs: PyTree) -> PyTree:
         bound = functools.partial(call, self)
         scope = next((x for x in _in_scope.value if isinstance(self, x)), None)
         in_f32 = isinstance(self, _in_f32.value)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from mpx._casting._cast import cast_state_leaf, map_floating
 from mpx._casting._half import half_precision_datatype
 from mpx._casting._keep import Keep, is_state
-from mpx._casting._reduction import COMPUTE, EIGHT_BITS, Reduce, parse_reduce
+from mpx._casting._reduction import COMPUTE, Reduce, parse_reduce
 from mpx._casting._select import Selector, Selectors, parse_selectors
 from mpx._casting._wrapped import argument_names, arguments_cast_to, autocast_of, is_fp8
 from mpx._jax._formats import PRECISIONS, parse_float_dtype, short_name
@@ -38,9 +38,9 @@ class Policy:
         output_dtype: The dtype in which results leave the model.
         grad_dtype: The dtype of the gradients that are returned. `None` means f32 for
             parameters of 32 bits or fewer, and the parameter's dtype for wider ones.
-        reduce_dtype: The dtype in which gradients are summed over devices, `"compute"`
-            for that of the computation, or `"e4m3"` for 8-bit blocks, which needs
-            `axis_name`. `None` means f32, or the parameter's dtype if it is wider.
+        reduce_dtype: The dtype in which gradients are summed over devices, or `"compute"`
+            for that of the computation. `None` means f32, or the parameter's dtype if it is
+            wider.
         keep: What stays in full precision although the rest is cast: a regular expression
             for paths such as `layers/0/norm/weight`, a module type, a predicate
             `(path, leaf) -> bool`, or a list of these.
@@ -105,7 +105,7 @@ class Policy:
             "compute_dtype": _parse_compute(compute_dtype),
             "output_dtype": parse(output_dtype, "output_dtype"),
             "grad_dtype": _optional(grad_dtype, "grad_dtype"),
-            "reduce_dtype": parse_reduce(reduce_dtype, eight_bits=True),
+            "reduce_dtype": parse_reduce(reduce_dtype),
             "keep": parse_selectors(keep, "keep"),
         }
         for name, value in values.items():
@@ -187,7 +187,7 @@ class Policy:
         """
 
         @functools.wraps(func)
-        def wrapper(*args: PyTree, **kwargs: PyTree) -> Any:
+        def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
             if dtype_under_amp(func, self) is not None:
                 return self.cast_to_output(func(*args, **kwargs))
             kept = self.keeping()
@@ -208,7 +208,7 @@ class Policy:
         return dataclasses.replace(self, output_dtype=output_dtype)
 
 
-def dtype_under_amp(func: Callable[..., Any], policy: Policy) -> np.dtype | None:
+def dtype_under_amp(func: Callable[..., PyTree], policy: Policy) -> np.dtype | None:
     """Returns the dtype in which a function under `amp` computes, `None` for others."""
     dtype, autocast = policy.compute_dtype, autocast_of(func)
     if autocast is None:
@@ -236,7 +236,7 @@ def dtype_under_amp(func: Callable[..., Any], policy: Policy) -> np.dtype | None
 
 
 def _cast_beside_state(tree: PyTree, dtype: np.dtype) -> PyTree:
-    def cast(name: LeafName, leaf: Any) -> Any:
+    def cast(name: LeafName, leaf: PyTree) -> PyTree:
         return (cast_state_leaf if is_state(name) else cast_leaf)(leaf, dtype)
 
     return map_floating(cast, tree)
@@ -306,9 +306,9 @@ def get_policy(policy: Policy | str, *, keep: Selectors = ()) -> Policy:
     return Policy(**_parse_parts(text, policy), keep=keep)
 
 
-def _parse_parts(text: str, policy: str) -> dict[str, Any]:
+def _parse_parts(text: str, policy: str) -> dict[str, PyTree]:
     """Returns the dtypes of a description of the form `key=dtype,key=dtype`."""
-    options: dict[str, Any] = {}
+    options: dict[str, PyTree] = {}
     for part in text.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
         if key not in _POLICY_KEYS or not value:
@@ -319,7 +319,7 @@ def _parse_parts(text: str, policy: str) -> dict[str, Any]:
             )
         if _POLICY_KEYS[key] in options:
             raise ValueError(f"The policy {policy!r} gives `{key}` twice.")
-        is_word = _POLICY_KEYS[key] == "reduce_dtype" and value in (COMPUTE, EIGHT_BITS)
+        is_word = _POLICY_KEYS[key] == "reduce_dtype" and value == COMPUTE
         options[_POLICY_KEYS[key]] = value if is_word else _policy_dtype(value, policy)
     param = options.setdefault("param_dtype", _F32)
     compute = options.setdefault("compute_dtype", param)
@@ -361,7 +361,7 @@ def as_policy(policy: "Policy | str | None") -> Policy:
     return policy
 
 
-def _not_a_policy(policy: Any) -> str:
+def _not_a_policy(policy: object) -> str:
     return (
         '`policy` must be an `mpx.Policy` or a string such as "p=f32,c=bf16,o=f32", but '
         f"{policy!r} was given."

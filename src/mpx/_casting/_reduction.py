@@ -2,20 +2,21 @@
 
 import contextlib
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
-from jax.sharding import AxisType
+from jax import Array, lax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from mpx._jax._compat import make_jit_context
 from mpx._jax._formats import parse_float_dtype
+from mpx._jax._tree import AxisName
 
 COMPUTE = "compute"
 """Sums gradients in the dtype of the matmul that makes them."""
-EIGHT_BITS = "e4m3"
-"""Sends gradients as 8-bit blocks; only where mpx itself sums them."""
 F32 = np.dtype(np.float32)
 Reduce = np.dtype | str | None
 
@@ -24,22 +25,14 @@ _plain = make_jit_context(False)
 _shards = make_jit_context(False)
 
 
-def parse_reduce(dtype: Any, *, eight_bits: bool = False) -> Reduce:
-    """Returns what a user may pass for `reduce_dtype`: a dtype, a word or `None`."""
+def parse_reduce(dtype: DTypeLike | None) -> Reduce:
+    """Returns what a user may pass for `reduce_dtype`: a dtype, "compute" or `None`."""
     if dtype is None or (isinstance(dtype, str) and dtype == COMPUTE):
         return dtype
-    if isinstance(dtype, str) and dtype == EIGHT_BITS:
-        if eight_bits:
-            return dtype
-        raise ValueError(
-            '`reduce_dtype` is "e4m3" here, but 8-bit blocks are only sent where mpx sums '
-            'the gradients: pass `policy=Policy(reduce_dtype="e4m3")` and `axis_name=` to '
-            "`mpx.value_and_grad` or `mpx.accumulate`."
-        )
     return parse_float_dtype(dtype, "reduce_dtype")
 
 
-def reducing_in(dtype: Reduce) -> contextlib.AbstractContextManager[Any]:
+def reducing_in(dtype: Reduce) -> contextlib.AbstractContextManager[object]:
     """Sets what `amp` without an option of its own does in the code inside."""
     return _chosen(dtype)
 
@@ -49,7 +42,7 @@ def chosen_reduce() -> Reduce:
     return _chosen.value
 
 
-def over_shards() -> contextlib.AbstractContextManager[Any]:
+def over_shards() -> contextlib.AbstractContextManager[object]:
     """Marks a `jax.vmap` over the shards of a batch, each on its own devices."""
     return _shards(True)
 
@@ -59,7 +52,7 @@ def in_shards() -> bool:
     return _shards.value
 
 
-def plain_matmuls() -> contextlib.AbstractContextManager[Any]:
+def plain_matmuls() -> contextlib.AbstractContextManager[object]:
     """Makes `amp` write its matmuls as plain ones, for a transformation around it."""
     return _plain(True)
 
@@ -71,7 +64,7 @@ def amp_reduce(own: Reduce) -> Reduce:
     return _chosen.value if own is None else own
 
 
-def weight_grad_dtype(choice: Reduce, weight: Any, compute: np.dtype) -> np.dtype:
+def weight_grad_dtype(choice: Reduce, weight: Array, compute: np.dtype) -> np.dtype:
     """Returns the dtype in which the matmul for a weight's gradient gives its result.
 
     XLA sums over devices what that matmul returns, before any cast. `None` is f32 if the
@@ -85,7 +78,7 @@ def weight_grad_dtype(choice: Reduce, weight: Any, compute: np.dtype) -> np.dtyp
 class Shards(NamedTuple):
     """The shards of a batch: the mesh, and the axes over which it is sharded."""
 
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]
 
     @property
@@ -94,7 +87,7 @@ class Shards(NamedTuple):
         return math.prod(self.mesh.shape[name] for name in self.axes)
 
 
-def shards_of(axis_name: Any, tree: Any) -> Shards | None:
+def shards_of(axis_name: AxisName | None, tree: PyTree) -> Shards | None:
     """Returns the axes of a mesh that are named, if no transformation has bound them."""
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     if not axes or _are_bound(axes):
@@ -129,13 +122,13 @@ def _are_bound(axes: tuple[str, ...]) -> bool:
     return True
 
 
-def on_several_devices(x: Any) -> bool:
+def on_several_devices(x: Array) -> bool:
     """Returns whether XLA may sum gradients of an array over devices."""
     mesh = jax.typeof(x).sharding.mesh
     return mesh.size > 1 and not mesh.are_all_axes_manual
 
 
-def automatic_size(x: Any) -> int:
+def automatic_size(x: Array) -> int:
     """Returns the number of devices over which XLA may shard an array; else 1."""
     mesh = jax.typeof(x).sharding.mesh
     automatic = all(kind == AxisType.Auto for kind in mesh.axis_types or ())

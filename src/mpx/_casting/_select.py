@@ -22,18 +22,18 @@ be false everywhere, except that a group of an optimizer must hold a parameter. 
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
+from jaxtyping import PyTree
 
 from mpx._jax._compat import is_tracer
 from mpx._jax._tree import dtype_of, shape_of
 
-Selector = str | type | Callable[..., Any]
+Selector = str | type | Callable[..., PyTree]
 Selectors = Selector | Iterable[Selector]
 
 
-def parse_selectors(given: Any, what: str) -> tuple[Selector, ...]:
+def parse_selectors(given: PyTree, what: str) -> tuple[Selector, ...]:
     """Returns the selectors that a user gave: one, or several."""
     single = callable(given) or isinstance(given, str)
     selectors = (given,) if single or not isinstance(given, Iterable) else tuple(given)
@@ -43,7 +43,7 @@ def parse_selectors(given: Any, what: str) -> tuple[Selector, ...]:
     return selectors
 
 
-def check_pattern(pattern: Any, what: str) -> None:
+def check_pattern(pattern: object, what: str) -> None:
     """Raises unless a selector is a regular expression."""
     if not isinstance(pattern, str):
         raise TypeError(
@@ -68,7 +68,7 @@ def search(pattern: str, name: str) -> bool:
     return bool(re.search(pattern, path) if path else re.fullmatch(pattern, name))
 
 
-def matches(selector: Selector, name: str, leaf: Any) -> bool:
+def matches(selector: Selector, name: str, leaf: PyTree) -> bool:
     """Returns whether a selector selects a leaf with this name."""
     if isinstance(selector, str):
         return search(selector, name)
@@ -115,7 +115,7 @@ class Matcher:
         """The selectors that are types."""
         return tuple(s for s in self.selectors if isinstance(s, type))
 
-    def find(self, name: str, leaf: Any = None) -> Selector | None:
+    def find(self, name: str, leaf: PyTree = None) -> Selector | None:
         """Returns the first selector that selects a leaf, or a path of named scopes."""
         if not self.selectors:
             return None
@@ -144,7 +144,7 @@ class Matcher:
 def check_selectors(
     selectors: Iterable[Selector],
     what: str,
-    named: Iterable[tuple[str, Any]],
+    named: Iterable[tuple[str, PyTree]],
     was_called: Callable[[type], bool] = lambda _: False,
 ) -> None:
     """Raises for strings and types that select none of these leaves and scopes.
@@ -157,30 +157,28 @@ def check_selectors(
     matcher.check(was_called)
 
 
+_MEANT = {
+    str: "Paths start inside the argument that holds a parameter, such as "
+    "`layers/0/norm/weight`, without the name of the argument.",
+    type: "No argument holds a node of this type, and none was called. Parameters in a "
+    "dictionary, as in Linen and Haiku, are selected by their paths.",
+}
+
+
 def selects_nothing(selector: Selector, what: str, names: Iterable[str]) -> ValueError:
     """Returns the error for a selector that selects nothing, with near names."""
     names = list(dict.fromkeys(names))
-    if isinstance(selector, str):
-        wanted = re.sub(r"[^\w/.]", "", selector)
-        parts = {part: name for name in reversed(names) for part in name.split("/")}
-        parts.update((name, name) for name in names)
-        found = difflib.get_close_matches(wanted, parts, n=3, cutoff=0.6)
-        near = list(dict.fromkeys(parts[part] for part in found))
-        meant = (
-            "Paths start inside the argument that holds a parameter, such as "
-            "`layers/0/norm/weight`, without the name of the argument."
-        )
-    elif not isinstance(selector, type):
+    parts = {part: name for name in reversed(names) for part in name.split("/")}
+    parts.update((name, name) for name in names)
+    wanted = re.sub(r"[^\w/.]", "", shown(selector))
+    found = difflib.get_close_matches(wanted, parts, n=3)
+    near = list(dict.fromkeys(parts[part] for part in found))
+    kind = str if isinstance(selector, str) else type
+    meant = _MEANT[kind]
+    if not isinstance(selector, str | type):
         near, meant = [], "The predicate is false for all of them."
-    else:
-        near = difflib.get_close_matches(shown(selector), names, n=3)
-        meant = (
-            "No argument holds a node of this type, and none was called. Parameters in a "
-            "dictionary, as in Linen and Haiku, are selected by their paths."
-        )
-    if near:
-        listed = f"Near names: {', '.join(map(repr, near))}."
-    else:
+    listed = f"Near names: {', '.join(map(repr, near))}."
+    if not near:
         more = " …" if len(names) > 8 else ""
         listed = f"Names: {', '.join(map(repr, names[:8])) or 'none'}{more}."
     return ValueError(f"{selector!r} in `{what}` selects nothing. {listed} {meant}")

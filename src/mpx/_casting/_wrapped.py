@@ -5,15 +5,15 @@ import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import equinox as eqx
 import numpy as np
+from jaxtyping import PyTree
 
 from mpx._jax._formats import short_name
 
 
-def _layers(func: Any) -> Iterator[Any]:
+def _layers(func: PyTree) -> Iterator[PyTree]:
     """Yields a function and what it wraps (jit, checkpoint, partial), inwards."""
     seen: set[int] = set()
     while func is not None and id(func) not in seen:
@@ -23,18 +23,18 @@ def _layers(func: Any) -> Iterator[Any]:
         func = func.func if is_partial else getattr(func, "__wrapped__", None)
 
 
-def is_amp(func: Callable[..., Any]) -> bool:
+def is_amp(func: Callable[..., PyTree]) -> bool:
     """Returns whether a function is under `amp`, and so casts by itself."""
     return autocast_of(func) is not None
 
 
-def autocast_of(func: Callable[..., Any]) -> Callable[[], Any] | None:
+def autocast_of(func: Callable[..., PyTree]) -> Callable[[], PyTree] | None:
     """Returns what makes the visitor of a function under `amp`, `None` of others."""
     found = (getattr(layer, "mpx_autocast", None) for layer in _layers(func))
     return next(filter(None, found), None)
 
 
-def is_fp8(func: Callable[..., Any]) -> bool:
+def is_fp8(func: Callable[..., PyTree]) -> bool:
     """Returns whether a function is under `fp8`."""
     return any(hasattr(layer, "mpx_has_scales") for layer in _layers(func))
 
@@ -68,14 +68,14 @@ def refuse_cast_arguments() -> None:
         )
 
 
-def has_scales(func: Callable[..., Any]) -> bool:
+def has_scales(func: Callable[..., PyTree]) -> bool:
     """Returns whether a function is under `fp8` with delays: an `Fp8State` comes first."""
     return any(getattr(layer, "mpx_has_scales", False) for layer in _layers(func))
 
 
 def take_scales(
-    func: Callable[..., Any], args: Sequence[Any]
-) -> tuple[Any, Sequence[Any]]:
+    func: Callable[..., PyTree], args: Sequence[PyTree]
+) -> tuple[PyTree, Sequence[PyTree]]:
     """Splits off the `Fp8State` that a function with delayed scaling takes first."""
     if not has_scales(func):
         return None, args
@@ -98,13 +98,13 @@ def take_scales(
     return args[0], args[1:]
 
 
-def original(func: Callable[..., Any]) -> Callable[..., Any]:
+def original(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Returns the function whose arguments come after the `Fp8State`."""
     delayed = [x for x in _layers(func) if getattr(x, "mpx_has_scales", False)]
     return delayed[-1].func if delayed else func
 
 
-def argument_names(func: Callable[..., Any], count: int) -> list[str]:
+def argument_names(func: Callable[..., PyTree], count: int) -> list[str]:
     """Returns the names of the positional parameters, for paths in rules and errors."""
     parameters = _parameters(func)
     positional = (
@@ -118,7 +118,7 @@ def argument_names(func: Callable[..., Any], count: int) -> list[str]:
     return names
 
 
-def _parameters(func: Callable[..., Any]) -> list[inspect.Parameter]:
+def _parameters(func: Callable[..., PyTree]) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(func).parameters.values())
     except (TypeError, ValueError):
@@ -131,7 +131,7 @@ def _unused(name: str, taken: set[str]) -> str:
     return name
 
 
-def signature_after(first: str, func: Callable[..., Any]) -> inspect.Signature:
+def signature_after(first: str, func: Callable[..., PyTree]) -> inspect.Signature:
     """Returns the signature of `func` with one more argument before the others."""
     parameters = _parameters(func) or [
         inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
@@ -142,7 +142,7 @@ def signature_after(first: str, func: Callable[..., Any]) -> inspect.Signature:
     return inspect.Signature([before, *parameters])
 
 
-def hide_signature(wrapper: Callable[..., Any]) -> None:
+def hide_signature(wrapper: Callable[..., PyTree]) -> None:
     """Undoes `functools.wraps` where the wrapper takes one argument more."""
     for name in ("__wrapped__", "__signature__"):
         vars(wrapper).pop(name, None)

@@ -9,15 +9,7 @@ import numpy as np
 from jax import lax
 
 from mpx._amp._decide import RAGGED
-from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
-from mpx._casting._select import Selector, matches, search, shown
-from mpx._fp8._recipes import MXFP8, Recipe
-from mpx._jax._compat import Literal
-from mpx._jax._devices import H200
-from mpx._jax._formats import short_name
-from mpx._program import HANDLERS
-from mpx._program._flow import Flow
-from mpx._program._provenance import (
+from mpx._amp._facts import (
     CONSTANT,
     DATA,
     MOVES,
@@ -27,6 +19,14 @@ from mpx._program._provenance import (
     is_lookup,
     join,
 )
+from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
+from mpx._casting._select import Selector, matches, search, shown
+from mpx._fp8._recipes import MXFP8, Recipe
+from mpx._jax._compat import Literal
+from mpx._jax._devices import H200
+from mpx._jax._formats import short_name
+from mpx._program import HANDLERS
+from mpx._program._flow import Flow
 from mpx._program._queries import (
     ATTENTION,
     CROSS_ENTROPY,
@@ -42,7 +42,7 @@ _BF16, _FP8, _BANDWIDTH = H200["bf16"], H200["fp8"], H200["memory"]
 # Each tensor is read for its maximum, read again, and written in two layouts.
 _BYTES = 2 + 2 + 1 + 1
 # The same where XLA writes the other layout, at half the speed.
-_BYTES_TURNED = 2 + 2 * (2 + 1 + 1)
+_BYTES_TRANSPOSED = 2 + 2 * (2 + 1 + 1)
 # Per matmul, forward and backward. Single matmuls are met with 5 µs, but that takes those
 # of a GPT-2 124M to fp8, too, and in the whole model they gain nothing.
 _LAUNCHES = 20e-6
@@ -108,19 +108,13 @@ def sizes(eqn: Equation) -> tuple[tuple[int, int, int], int]:
 
 
 def predicted_gain(m: int, k: int, n: int, *, count: int = 1) -> float:
-    """Predicts how much faster a matmul is in fp8, its two gradients included.
+    """Predicts how much faster `count` matmuls are in fp8, their gradients included.
 
     Time is operations over the measured peak; fp8 adds the traffic and the launches of
     quantising both operands and the gradient.
-
-    Args:
-        m: The number of rows.
-        k: The length of the sum.
-        n: The number of columns.
-        count: How many such matmuls one call computes, by batch dimensions.
     """
     work = 3 * 2.0 * m * k * n * count
-    each = _BYTES if count == 1 else _BYTES_TURNED
+    each = _BYTES if count == 1 else _BYTES_TRANSPOSED
     traffic = each * (m * k + k * n + m * n) * count
     return (work / _BF16) / (work / _FP8 + traffic / _BANDWIDTH + _LAUNCHES)
 
@@ -216,38 +210,12 @@ def _by_size(eqn: Equation, matmul: Matmul, chosen: Selection) -> str:
 
 def follow_weights(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
     """Returns the sources of an equation's results."""
-    if eqn.primitive.name == "broadcast_in_dim" and _grows(eqn):
-        return [DATA]  # a parameter for each example is an activation: a learnt query
+    if eqn.primitive.name == "broadcast_in_dim":
+        before, after = (x.aval.shape for x in (eqn.invars[0], eqn.outvars[0]))
+        # A parameter for each example is an activation: a learnt query.
+        if math.prod(before) != math.prod(after):
+            return [DATA]
     return follow(eqn, sources)
-
-
-def _grows(eqn: Equation) -> bool:
-    return math.prod(eqn.invars[0].aval.shape) != math.prod(eqn.outvars[0].aval.shape)
-
-
-def matmul_dtypes(jaxpr: Any, labels: Mapping[Any, str]) -> set[str]:
-    """Returns the dtypes of matmuls with one parameter, and of these parameters.
-
-    Args:
-        jaxpr: The program.
-        labels: The dtypes of its parameters, by variable.
-    """
-    dtypes: set[str] = set()
-
-    def rule(name: str, eqn: Equation, labels: list[Any]) -> str | None:
-        sources = [
-            Source("params", frozenset({x})) if x else _source_of(atom)
-            for atom, x in zip(eqn.invars, labels, strict=True)
-        ]
-        if name in LINEAR and sum(x.is_param for x in sources[:2]) == 1:
-            dtypes.update(label for label in labels if label)
-            dtypes.update(var.aval.dtype.name for var in eqn.invars[:2])
-        after = () if name in HANDLERS else follow(eqn, sources)
-        found = next(iter(after), DATA)  # an effect has no results
-        return found.name if found.is_param else None
-
-    Flow(rule).run(jaxpr, dict(labels))
-    return dtypes
 
 
 def _source_of(atom: Any) -> Source:
@@ -280,18 +248,35 @@ class _Seen(NamedTuple):
     powers: frozenset[str] = frozenset()
 
 
-def purposes(jaxpr: Any, sources: Mapping[Any, Source]) -> dict[str, str]:
-    """Returns the parameters that 8 bits would harm, and what each is for.
+def _either(a: Any, b: Any) -> Any:
+    if not (isinstance(a, _Seen) and isinstance(b, _Seen)):
+        return a if b is None else b
+    return _Seen(join([a.source, b.source]), a.layers | b.layers, a.powers & b.powers)
+
+
+class Study(NamedTuple):
+    """What the parameters of a program are for.
+
+    Attributes:
+        purposes: The parameters that 8 bits would harm, and what each is for.
+        layers: The parameters of matmuls that have one.
+        dtypes: The dtypes of the operands of these matmuls.
+    """
+
+    purposes: dict[str, str]
+    layers: set[str]
+    dtypes: set[np.dtype]
+
+
+def study(jaxpr: Any, sources: Mapping[Any, Source]) -> Study:
+    """Returns what the parameters of a program are for.
 
     Embedding tables are read by indices. A head, and a router of experts, is a layer whose
     result goes into a softmax, or is sorted: an error there changes which class or which
     expert comes first, or all probabilities at once. Names play no part in it.
-
-    Args:
-        jaxpr: The program.
-        sources: The sources of its inputs.
     """
-    found: dict[str, str] = {}
+    result = Study({}, set(), set())
+    found = result.purposes
 
     def rule(name: str, eqn: Equation, labels: list[Any]) -> _Seen:
         seen = [
@@ -303,6 +288,9 @@ def purposes(jaxpr: Any, sources: Mapping[Any, Source]) -> dict[str, str]:
         powers = frozenset().union(*(x.powers for x in seen))
         if name in _PRODUCTS:
             params = [x for x in given[:2] if x.is_param]
+            if len(params) == 1 and name in LINEAR:
+                result.layers.update(params[0].names)
+                result.dtypes.update(var.aval.dtype for var in eqn.invars[:2])
             if len(params) == 1:
                 return _Seen(DATA, params[0].names)
             return _Seen(join(given))
@@ -317,14 +305,7 @@ def purposes(jaxpr: Any, sources: Mapping[Any, Source]) -> dict[str, str]:
             return _Seen(source, layers, layers)
         return _Seen(source, layers, powers if name in _BETWEEN else frozenset())
 
-    def either(a: Any, b: Any) -> Any:
-        if not (isinstance(a, _Seen) and isinstance(b, _Seen)):
-            return a if b is None else b
-        return _Seen(
-            join([a.source, b.source]), a.layers | b.layers, a.powers & b.powers
-        )
-
     labels = {var: _Seen(source) for var, source in sources.items()}
     constant = lambda value: _Seen(closed_over(value))  # noqa: E731
-    Flow(rule, join=either, constant=constant).run(jaxpr, labels)
-    return found
+    Flow(rule, join=_either, constant=constant).run(jaxpr, labels)
+    return result

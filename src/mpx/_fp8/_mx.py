@@ -133,12 +133,11 @@ _matmul.defvjp(_forward, _backward)
 
 def mx_dot(spec: MatmulSpec, lhs: Array, rhs: Array) -> Array:
     """Returns a `dot_general` computed from MX blocks; operands become matrices."""
-    contracted, _ = spec.dimensions
-    free = spec.free_axes((lhs.ndim, rhs.ndim))
     matrices, shapes = [], []
     for side, x in enumerate((lhs, rhs)):
-        shape = [x.shape[axis] for axis in free[side]]
-        ordered = lax.transpose(x, (*free[side], *contracted[side]))
+        free = spec.free_axes(side, x.ndim)
+        shape = [x.shape[axis] for axis in free]
+        ordered = lax.transpose(x, (*free, *spec.dimensions[0][side]))
         matrices.append(ordered.reshape(int(np.prod(shape)), -1))
         shapes += shape
     x, w = matrices if spec.weight_side == 1 else reversed(matrices)

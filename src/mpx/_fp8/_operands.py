@@ -11,13 +11,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from mpx._casting._reduction import Reduce, automatic_size, weight_grad_dtype
@@ -30,7 +31,7 @@ from mpx._fp8._scales import (
     power_of_two_scale,
     quantize,
 )
-from mpx._jax._compat import struct_like, undifferentiable
+from mpx._jax._compat import has_explicit_axes, struct_like, undifferentiable
 from mpx._jax._devices import gpu_capability
 from mpx._jax._private import private
 from mpx._jax._sharding import (
@@ -70,11 +71,8 @@ class MatmulSpec:
         out_sharding: The sharding that was asked for, on meshes with explicit axes.
         weight_grad: The dtype in which the gradient of the parameter leaves its matmul, and
             so that of its sum over devices. `None` is the dtype of the parameter here.
-        turns: Whether tensors are quantised in both orders of their axes at once.
-        one_order: Whether codes of the parameter are made in one order all the same, for a
-            parameter that may be sharded: all three matmuls then gather the same codes, and
-            what `jax.checkpoint` computes again shares the gather with the backward pass.
-            They are turned after it.
+        shardings: Those of the operands, on meshes with explicit axes.
+        transposes: Whether tensors are quantised in both orders of their axes at once.
     """
 
     dimensions: Dimensions
@@ -82,10 +80,10 @@ class MatmulSpec:
     out_dtype: np.dtype
     weight_side: int
     recipe: Recipe
-    out_sharding: Any = None
+    out_sharding: NamedSharding | None = None
     weight_grad: np.dtype | None = None
-    turns: bool = dataclasses.field(default_factory=lambda: turning_pays())
-    one_order: bool = False
+    shardings: tuple[NamedSharding | None, ...] = (None, None)
+    transposes: bool = dataclasses.field(default_factory=lambda: transposing_pays())
 
     def grad_dtype(self, side: int) -> np.dtype:
         """Returns the dtype in which the gradient of an operand leaves its matmul."""
@@ -97,33 +95,10 @@ class MatmulSpec:
         """Returns whether an operand is the activation or the weight."""
         return "weight" if side == self.weight_side else "activation"
 
-    @property
-    def by_row(self) -> bool:
-        """Returns whether each row has a scale, so that each direction needs its own codes."""
-        return (
-            isinstance(self.recipe, CurrentScaling) and self.recipe.granularity == "row"
-        )
-
-    def leading_axes(self, side: int, rank: int) -> int | None:
-        """Returns the number of leading axes, if summed and free axes are contiguous.
-
-        `None` if they are mixed, or if there are batch axes.
-        """
-        if self.dimensions[1][side]:
-            return None
-        summed = sorted(self.dimensions[0][side])
-        if summed == list(range(len(summed))):
-            return len(summed)
-        if summed == list(range(rank - len(summed), rank)):
-            return rank - len(summed)
-        return None
-
-    def free_axes(self, ranks: tuple[int, int]) -> tuple[Axes, Axes]:
-        """Returns the axes of the operands that are neither summed over nor batch axes."""
-        return tuple(
-            tuple(axis for axis in range(rank) if axis not in (*axes, *batch))
-            for rank, axes, batch in zip(ranks, *self.dimensions, strict=True)
-        )  # pyright: ignore[reportReturnType]
+    def free_axes(self, side: int, rank: int) -> Axes:
+        """Returns the axes of an operand that are neither summed over nor batch axes."""
+        taken = (*self.dimensions[0][side], *self.dimensions[1][side])
+        return tuple(axis for axis in range(rank) if axis not in taken)
 
 
 def matmul_spec(
@@ -135,14 +110,10 @@ def matmul_spec(
 ) -> MatmulSpec:
     """Returns the description of a `dot_general` that runs in 8 bits.
 
-    Args:
-        eqn: The matmul as it is written.
-        operands: Its operands.
-        weight_side: Which of them is the parameter.
-        recipe: Formats and scales.
-        reduce: The choice of the dtype in which gradients are summed over devices.
+    `reduce` is the choice of the dtype in which gradients are summed over devices.
     """
     (summed, batch), weight = eqn.params["dimension_numbers"], operands[weight_side]
+    shardings = (jax.typeof(x).sharding for x in operands)
     return MatmulSpec(
         dimensions=(_pair(summed), _pair(batch)),
         dtypes=(operands[0].dtype, operands[1].dtype),
@@ -151,8 +122,7 @@ def matmul_spec(
         recipe=recipe,
         out_sharding=eqn.params.get("out_sharding"),
         weight_grad=weight_grad_dtype(reduce, weight, weight.dtype),
-        turns=turning_pays(),
-        one_order=turning_pays() and automatic_size(weight) > 1,
+        shardings=tuple(x if has_explicit_axes(x.mesh) else None for x in shardings),
     )
 
 
@@ -161,84 +131,71 @@ def _pair(axes: Sequence[Sequence[int]]) -> tuple[Axes, Axes]:
     return tuple(first), tuple(second)
 
 
-class Fp8Tensor(NamedTuple):
-    """`original ≈ codes · scale`. One of the two orders may have been left out.
+class Operand(eqx.Module):
+    """An operand of a product, `original ≈ codes · scale`.
 
     Attributes:
+        codes: 8-bit numbers; those of the compute dtype if there is no scale.
         scale: Powers of two, f32: a scalar, or one for each row with length-1 axes.
-        codes: 8-bit numbers, shaped as the original.
-        turned: The same, with the leading axes behind the others.
+        summed: The axes of the codes over which the product sums.
+        batch: Their batch axes.
+        gathered: Whether XLA may have to gather the codes, which are transposed after that.
     """
 
-    scale: Array
-    codes: Array | None
-    turned: Array | None = None
-
-    def summed_last(self, axes: Axes) -> tuple[Array, Axes]:
-        """Returns the codes whose last axes are summed over, if there are such.
-
-        Args:
-            axes: The axes of the original that are summed over.
-
-        Returns:
-            The codes, and what became of the axes.
-        """
-        rank, count = self.ndim, len(axes)
-        if self.turned is not None and sorted(axes) == list(range(count)):
-            return self.turned, tuple(axis + rank - count for axis in axes)
-        assert self.codes is not None
-        return self.codes, axes
-
-    @property
-    def known(self) -> Array:
-        """The codes in the order of the original, if they were not left out."""
-        known = self.turned if self.codes is None else self.codes
-        assert known is not None
-        return known
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the original."""
-        return self.known.ndim
-
-    def needed_for(self, axes: Axes) -> "Fp8Tensor":
-        """Leaves out the order that a sum over these axes does not need."""
-        kept, _ = self.summed_last(axes)
-        if kept is self.turned:
-            return self._replace(codes=None)
-        return self._replace(turned=None)
+    codes: Array
+    scale: Array | None
+    summed: Axes = eqx.field(static=True)
+    batch: Axes = eqx.field(static=True)
+    gathered: bool = eqx.field(static=True, default=False)
 
 
 def to_fp8(
     spec: MatmulSpec,
     role: str,
     x: Array,
-    axes: Axes,
-    seen: Array | None,
+    groups: tuple[Axes, Axes],
     *,
-    leading: int | None = None,
-) -> Fp8Tensor:
-    """Quantises a tensor that will be summed over `axes`.
-
-    With `leading`, also in the order with so many axes moved to the end.
-    """
-    recipe = spec.recipe
-    form, clip = getattr(recipe, role), True
+    batch: Axes,
+    seen: Array | None,
+) -> tuple[Operand, Operand]:
+    """Quantises a tensor for two products, which sum over either group of its axes."""
+    recipe, clip = spec.recipe, True
+    form = getattr(recipe, role)
+    # A weight that XLA may shard has its codes in one order, so that all three matmuls
+    # gather the same ones, and what `jax.checkpoint` computes again shares the gather.
+    gathered = spec.transposes and role == "weight" and automatic_size(x) > 1
+    if isinstance(recipe, CurrentScaling) and recipe.granularity == "row":
+        scales = [power_of_two_scale(largest_magnitude(x, g), form) for g in groups]
+        codes = [quantize(x, scale, form, clip=False) for scale in scales]
+        found = zip(codes, scales, groups, strict=True)
+        first, second = (Operand(*x, batch, gathered) for x in found)
+        return first, second
     if isinstance(recipe, StaticScaling):
         amax = jnp.float32(getattr(recipe, f"{role}_max"))
     elif isinstance(recipe, DelayedScaling) and seen is not None:
         amax = seen[ROLES.index(role)] * np.float32(2.0**recipe.margin)
     else:
-        amax, clip = largest_magnitude(x, axes if spec.by_row else None), False
+        amax, clip = largest_magnitude(x), False
     scale = power_of_two_scale(amax, form)
-    turns = spec.turns and not (role == "weight" and spec.one_order)
-    if leading and not spec.by_row and leading < x.ndim and turns:
-        codes, turned = quantize_both(x, scale, form, leading=leading, clip=clip)
-        return Fp8Tensor(scale, codes, turned)
-    return Fp8Tensor(scale, quantize(x, scale, form, clip=clip))
+    leading: Axes = ()
+    if spec.transposes and not (batch or gathered):
+        leading = next((g for g in groups if g and _come_first(g)), ())
+    if len(leading) in (0, x.ndim):
+        codes = quantize(x, scale, form, clip=clip)
+        found = [(codes, axes) for axes in groups]
+    else:
+        codes, moved = quantize_both(x, scale, form, leading=len(leading), clip=clip)
+        last = tuple(axis + x.ndim - len(leading) for axis in leading)
+        found = [(moved, last) if g == leading else (codes, g) for g in groups]
+    first, second = (Operand(x, scale, axes, batch, gathered) for x, axes in found)
+    return first, second
 
 
-Shared = dict[Any, tuple[Array, Fp8Tensor]]
+def _come_first(axes: Axes) -> bool:
+    return sorted(axes) == list(range(len(axes)))
+
+
+Shared = dict[Any, tuple[Array, tuple[Operand, Operand]]]
 """Quantised tensors by the `id` and role of the original, which is kept with them."""
 
 
@@ -254,7 +211,8 @@ def as_bytes(x: PyTree) -> PyTree:
     )
 
 
-def as_codes(spec: MatmulSpec, side: int, x: Fp8Tensor) -> Fp8Tensor:
+def as_codes(spec: MatmulSpec, side: int, x: PyTree) -> PyTree:
+    """Returns a tree with its bytes as the 8-bit numbers of an operand."""
     dtype = DTYPES[getattr(spec.recipe, spec.role(side))]
     return jax.tree.map(
         lambda a: a if a.dtype.itemsize > 1 else lax.bitcast_convert_type(a, dtype), x
@@ -268,14 +226,14 @@ _WARPS = 4
 _LARGEST = 2**31
 
 
-def turning_pays() -> bool:
+def transposing_pays() -> bool:
     """Returns whether the GPU needs the axis that is summed over to come last."""
     capability = gpu_capability()
     pays = isinstance(capability, tuple) and (8, 9) <= capability < (10, 0)
     return pays and private("kernels") is not None
 
 
-def turn(x: Array, leading: int) -> Array:
+def _transpose(x: Array, leading: int) -> Array:
     """Returns an array whose first axes are moved behind the others."""
     return lax.transpose(x, (*range(leading, x.ndim), *range(leading)))
 
@@ -285,17 +243,12 @@ def quantize_both(
 ) -> tuple[Array, Array]:
     """Returns the codes of a tensor, and the same with `leading` axes moved to the end.
 
-    Args:
-        x: The tensor.
-        scale: A power of two, a scalar.
-        form: `e4m3` or `e5m2`.
-        leading: How many axes are moved.
-        clip: See `quantize`.
+    `scale` is a scalar; for `clip` see `quantize`.
     """
 
     def plain(x: Array, factor: Array) -> tuple[Array, Array]:
         codes = cast_scaled(x, factor[0], form, clip=clip)
-        return codes, turn(codes, leading)
+        return codes, _transpose(codes, leading)
 
     def local(x: Array, factor: Array) -> tuple[Array, Array]:
         shape, rows = x.shape, math.prod(x.shape[:leading])
@@ -304,8 +257,9 @@ def quantize_both(
             n % tile for n, tile in zip(x.shape, _TILE, strict=True)
         ):
             return plain(x.reshape(shape), factor)
-        codes, turned = cast_and_turn(x, factor, form, clip=clip)
-        return codes.reshape(shape), turned.reshape(shape[leading:] + shape[:leading])
+        codes, transposed = cast_and_transpose(x, factor, form, clip=clip)
+        shapes = shape, shape[leading:] + shape[:leading]
+        return codes.reshape(shapes[0]), transposed.reshape(shapes[1])
 
     factor = inverse(scale)[None]
     if reason_against_shards(x) is not None:
@@ -316,7 +270,7 @@ def quantize_both(
     )
 
 
-def cast_and_turn(
+def cast_and_transpose(
     x: Array, factor: Array, form: str, *, clip: bool, interpret: bool = False
 ) -> tuple[Array, Array]:
     """Returns the codes of a matrix of whole tiles, and their transpose."""
@@ -324,14 +278,16 @@ def cast_and_turn(
     pl = plgpu = private("kernels")
     rows, columns = _TILE
 
-    def kernel(x_ref: Any, factor_ref: Any, codes_ref: Any, turned_ref: Any) -> None:
+    def kernel(
+        x_ref: Any, factor_ref: Any, codes_ref: Any, transposed_ref: Any
+    ) -> None:
         down = pl.ds(pl.program_id(0) * rows, rows)
         across = pl.ds(pl.program_id(1) * columns, columns)
         codes = cast_scaled(
             plgpu.load(x_ref.at[down, across]), factor_ref[0], form, clip=clip
         )
         plgpu.store(codes_ref.at[down, across], codes)
-        plgpu.store(turned_ref.at[across, down], codes.T)
+        plgpu.store(transposed_ref.at[across, down], codes.T)
 
     like = x.astype(DTYPES[form])  # for what the results vary over in a shard_map
     return tuple(
@@ -343,63 +299,65 @@ def cast_and_turn(
             out_specs=[pl.no_block_spec] * 2,
             compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
             interpret=interpret,
-            name="mpx_cast_and_turn",
+            name="mpx_cast_and_transpose",
         )(x, factor)
     )
 
 
 def _over_shards(
-    local: Callable[..., Any], x: Array, factor: Array, *, leading: int
-) -> Any:
+    local: Callable[..., tuple[Array, Array]], x: Array, factor: Array, *, leading: int
+) -> tuple[Array, Array]:
     """Calls `local` on each device with its shard of `x`."""
 
     def layout(x: Any, factor: Any) -> tuple[Any, Any]:
-        axes = (*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec)))
-        turned = PartitionSpec(*axes[leading:], *axes[:leading])
-        results = x.sharding, NamedSharding(x.sharding.mesh, turned)
+        axes = axes_of(x.sharding.spec, x.ndim)
+        transposed = spec_of(axes[leading:] + axes[:leading])
+        results = x.sharding, NamedSharding(x.sharding.mesh, transposed)
         return (x.sharding, replicated(x.sharding)), results
 
     axes = [f"axis{axis}" for axis in range(x.ndim)]
-    kept, turned = " ".join(axes), " ".join(axes[leading:] + axes[:leading])
-    rule = f"{kept}, one -> {kept}, {turned}"
+    kept, transposed = " ".join(axes), " ".join(axes[leading:] + axes[:leading])
+    rule = f"{kept}, one -> {kept}, {transposed}"
     return over_shards(
         local, (x, factor), like=x, layout=layout, rule=rule, whole=("one",)
     )
 
 
-def turned_for(
+def summed_last(x: Operand, other: Operand) -> Operand:
+    """Returns an operand that may be gathered with the axes last that are summed over.
+
+    Under FSDP each matmul gathers its weight. Codes that are transposed before are another
+    array than those of the matmul that needs them as they are, and would be gathered apart.
+    The weight is gathered over the axes that shard what is left of the `other` operand.
+    """
+    leading = len(x.summed)
+    if not (x.gathered and _come_first(x.summed) and leading < x.codes.ndim):
+        return x
+    last = tuple(axis + x.codes.ndim - leading for axis in x.summed)
+    codes = _transpose_after_gather(x.codes, other.codes, leading, other.summed)
+    return Operand(codes, x.scale, last, x.batch)
+
+
+def _transpose_after_gather(
     codes: Array, other: Array, leading: int, summed: Sequence[int]
 ) -> Array:
-    """Returns codes with `leading` axes moved to the end, turned after they are gathered.
-
-    Under FSDP each matmul gathers its weight. Codes that are turned before are another array
-    than those of the matmul that needs them as they are, and would be gathered apart.
-
-    Args:
-        codes: The codes of a weight, sharded over automatic axes.
-        other: The other operand of the matmul: the weight is gathered over the axes that
-            shard what is left of it.
-        leading: How many axes are moved.
-        summed: The axes of `other` that are summed over.
-    """
-
     def plain(codes: Array, other: Array) -> Array:
         # XLA would take a bare transpose into the matmul, and not call cuBLASLt for it.
-        return lax.optimization_barrier(turn(codes, leading))
+        return lax.optimization_barrier(_transpose(codes, leading))
 
     def parts(mesh: Any, args: Any, _: Any) -> Parts:
         entries, others = (axes_of(x.sharding.spec, len(x.shape)) for x in args)
         taken = {x for i, names in enumerate(others) if i not in summed for x in names}
         kept = [tuple(x for x in names if x not in taken) for names in entries]
         given = NamedSharding(mesh, spec_of(kept))
-        turned = NamedSharding(mesh, spec_of(kept[leading:] + kept[:leading]))
-        return Parts(plain, (given, args[1].sharding), turned)
+        transposed = NamedSharding(mesh, spec_of(kept[leading:] + kept[:leading]))
+        return Parts(plain, (given, args[1].sharding), transposed)
 
     def kernel(codes: Array, other: Array) -> Array:
         axes = [f"axis{i}" for i in range(codes.ndim)]
-        turned = " ".join(axes[leading:] + axes[:leading])
+        transposed = " ".join(axes[leading:] + axes[:leading])
         others = " ".join(f"other{i}" for i in range(other.ndim))
-        rule = f"{' '.join(axes)}, {others} -> {turned}"
+        rule = f"{' '.join(axes)}, {others} -> {transposed}"
         return partitioned(plain, (codes, other), parts, rule=rule)
 
     mappable = jax.custom_batching.custom_vmap(kernel)
@@ -409,6 +367,7 @@ def turned_for(
         if batched[0]:
             return jax.vmap(lambda x: plain(x, other), axis_size=size)(codes), True
         # The other operand has one more axis that is not summed over.
-        return turned_for(codes, other, leading, [i + 1 for i in summed]), False
+        moved = [i + 1 for i in summed]
+        return _transpose_after_gather(codes, other, leading, moved), False
 
     return mappable(codes, other)

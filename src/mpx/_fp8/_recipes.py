@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 from mpx._fp8._scales import DTYPES
 from mpx._jax._arguments import as_count, as_real, check_value
@@ -195,13 +194,8 @@ class MXFP8(Recipe):
 _BY_NAME = {"current": CurrentScaling, "delayed": DelayedScaling, "mxfp8": MXFP8}
 
 
-def as_recipe(recipe: Any) -> Recipe:
-    """Returns the recipe that a user chose, by its name or as an object.
-
-    Raises:
-        TypeError: If it is neither.
-        ValueError: If the name is unknown.
-    """
+def as_recipe(recipe: object) -> Recipe:
+    """Returns the recipe that a user chose, by its name or as an object."""
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, type) and issubclass(recipe, Recipe):

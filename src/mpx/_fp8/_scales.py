@@ -29,15 +29,11 @@ def largest_magnitude(
 ) -> Float32[Array, "..."]:
     """Returns the largest absolute value, 0 for an empty array, nan if there is one.
 
-    Args:
-        x: Any floating array.
-        axes: The axes to reduce, kept with length 1; `None` reduces all to a scalar.
+    It is a scalar, or that over some axes, which are kept with length 1.
     """
-    magnitude = jnp.abs(x)
-    if axes is None:
-        return jnp.max(magnitude, initial=0.0).astype(jnp.float32)
-    axes = tuple(axes)
-    return jnp.max(magnitude, axis=axes, keepdims=True, initial=0.0).astype(jnp.float32)
+    over = None if axes is None else tuple(axes)
+    found = jnp.max(jnp.abs(x), axis=over, keepdims=over is not None, initial=0.0)
+    return found.astype(jnp.float32)
 
 
 def power_of_two_scale(amax: Array, form: str) -> Float32[Array, "..."]:
@@ -45,10 +41,6 @@ def power_of_two_scale(amax: Array, form: str) -> Float32[Array, "..."]:
 
     That is `2**ceil(log2(amax / max))`, computed exactly. A scale of 1 is returned for
     0, inf and nan, so that these come through the cast as what they are.
-
-    Args:
-        amax: The largest magnitude, f32.
-        form: `e4m3` or `e5m2`.
     """
     mantissa, exponent = np.frexp(FORMATS[form].max)  # mantissa in [1/2, 1)
     limit = np.uint32(int((2 * mantissa - 1) * (_MANTISSA + 1)))
@@ -76,14 +68,9 @@ def inverse(scale: Float32[Array, "..."]) -> Float32[Array, "..."]:
 def quantize(x: Array, scale: Array, form: str, *, clip: bool) -> Array:
     """Returns `x / scale` in an 8-bit format; the error is half an ulp of the format.
 
-    Args:
-        x: The values.
-        scale: A power of two, broadcast against `x`.
-        form: `e4m3` or `e5m2`.
-        clip: Whether magnitudes above the range become the largest number, as they must
-            where the scale was chosen before `x` was known. A scale made from `x` itself
-            needs no clip, and one has made XLA fail ("A cycle is detected", jaxlib
-            0.11.2) where `x` comes out of a matmul.
+    With `clip`, magnitudes above the range become the largest number, as they must where
+    the scale was chosen before `x` was known. Elsewhere a clip has made XLA fail ("A cycle
+    is detected", jaxlib 0.11.2) where `x` comes out of a matmul.
     """
     return cast_scaled(x, inverse(scale), form, clip=clip)
 
@@ -100,11 +87,3 @@ def cast_scaled(x: Array, factor: Array, form: str, *, clip: bool) -> Array:
         largest = np.float32(FORMATS[form].max)
         scaled = jnp.clip(scaled, -largest, largest)
     return jnp.where(finite, scaled, jnp.nan).astype(DTYPES[form])
-
-
-def dequantize(codes: Array, scale: Array, dtype: np.dtype) -> Array:
-    """Returns `codes · scale`.
-
-    It rounds nothing unless the result leaves the range of `dtype`.
-    """
-    return (codes.astype(jnp.float32) * scale).astype(dtype)

@@ -1,7 +1,6 @@
 """`fp8`: the public transformation."""
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
@@ -22,11 +21,8 @@ from mpx._casting._wrapped import (
 from mpx._fp8._decide import Selection
 from mpx._fp8._delayed import (
     Fp8State,
-    automatic_devices,
     check_history,
     check_keys,
-    empty_state,
-    with_devices,
 )
 from mpx._fp8._mx import check_supported
 from mpx._fp8._recipes import (
@@ -43,6 +39,7 @@ from mpx._jax._arguments import as_real, check_value
 from mpx._jax._compat import is_batched
 from mpx._jax._devices import gpu_capability
 from mpx._jax._tree import is_array, is_floating
+from mpx._jax._warn import warn
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
 
 P = ParamSpec("P")
@@ -69,19 +66,19 @@ def fp8(
 ) -> Callable[P, R]: ...
 @overload
 def fp8(
-    func: Callable[..., Any] | Recipe | str | None = None,
+    func: Callable[..., PyTree] | Recipe | str | None = None,
     recipe: Recipe | str = "current",
     **options: Unpack[Fp8Keywords],
-) -> Any: ...
+) -> PyTree: ...
 def fp8(
-    func: Callable[..., Any] | Recipe | str | None = None,
+    func: Callable[..., PyTree] | Recipe | str | None = None,
     recipe: Recipe | str = "current",
     *,
     params: int | str | Sequence[int | str] | None = None,
     keep: Selectors = (),
     include: Selectors = (),
     min_gain: float = 1.1,
-) -> Any:
+) -> PyTree:
     """Runs the linear layers of a function in 8-bit floating point.
 
     The function is not edited. It is traced, and its matmuls with a parameter run on
@@ -157,7 +154,7 @@ def fp8(
     return Fp8Function(func, chosen)
 
 
-def _as_gain(min_gain: Any) -> float:
+def _as_gain(min_gain: PyTree) -> float:
     gain = as_real(min_gain, "min_gain")
     expected = "a speed-up such as 1.1, or 0 to change all matmuls"
     check_value(gain >= 0, "min_gain", expected, min_gain)  # which nan is not
@@ -172,7 +169,7 @@ class Fp8Function:
         chosen: The settings.
     """
 
-    def __init__(self, func: Callable[..., Any], chosen: Selection) -> None:
+    def __init__(self, func: Callable[..., PyTree], chosen: Selection) -> None:
         if not callable(func) or (isinstance(func, type) and issubclass(func, Recipe)):
             raise TypeError(
                 "`fp8` takes a function, or a recipe such as `DelayedScaling()` to be a "
@@ -192,11 +189,11 @@ class Fp8Function:
         """Returns whether the first argument is an `Fp8State`."""
         return isinstance(self.chosen.recipe, DelayedScaling)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> PyTree:
         """Binds to an object, as functions do."""
         return self if instance is None else functools.partial(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls the function in fp8."""
         recipe = self.chosen.recipe
         if current_recording() is not None and not isinstance((*args, 0)[0], Fp8State):
@@ -221,21 +218,19 @@ class Fp8Function:
 
     def _with_scales(
         self,
-        scales: dict[str, Any],
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+        scales: dict[str, PyTree],
+        func: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> PyTree:
         visitor = self.visitor(args, kwargs)
-        devices = automatic_devices((func, args, kwargs))
-        visitor.scales = with_devices(scales, devices)
-        visitor.probe_axes = 1 if devices == 1 else 2
+        visitor.scales = scales
         out = call_through(visitor, func, args, kwargs)
         check_keys(visitor.missing, visitor.used, set(scales))
         _warn_of_f32(visitor)
         return out
 
-    def visitor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fp8:
+    def visitor(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Fp8:
         """Returns a visitor for one call."""
         recording = current_recording()
         if recording is not None:
@@ -253,7 +248,7 @@ class Fp8Function:
         return chosen_reduce() if autocast is None else autocast().reduce
 
     def init(
-        self, *args: Any, scaling: LossScaling | float = 1.0, **kwargs: Any
+        self, *args: PyTree, scaling: LossScaling | float = 1.0, **kwargs: PyTree
     ) -> Fp8State:
         """Makes the state of delayed scaling, for a call with these arguments.
 
@@ -290,7 +285,9 @@ class Fp8Function:
         visitor, keys = self.visitor(args, kwargs), dict[str, tuple[int, ...]]()
         visitor.keys = keys
         trace(visitor, self.func, args, kwargs)
-        state = empty_state(keys, recipe.history)
+        last = (recipe.history, 3)
+        amaxes = {x: jnp.zeros((*keys[x], *last), jnp.float32) for x in keys}
+        state = Fp8State(amaxes)
         leaves = jax.tree.leaves((args, kwargs))
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return state
@@ -328,16 +325,12 @@ def _finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
-
-
 def _warn_of_hardware() -> None:
     found = gpu_capability()
     if found is None or (isinstance(found, tuple) and found >= (8, 9)):
         return
     name = ".".join(map(str, found)) if isinstance(found, tuple) else found
-    _warn(
+    warn(
         f"The default device (compute capability {name}) has no fp8 units that mpx knows "
         "how to use: `fp8` runs as bf16 there, without the rounding of fp8."
     )
@@ -345,7 +338,7 @@ def _warn_of_hardware() -> None:
 
 def _warn_of_vmap(arguments: PyTree) -> None:
     if any(map(is_batched, jax.tree.leaves(arguments))) and not in_shards():
-        _warn(
+        warn(
             "`fp8` inside `jax.vmap` computes a weight gradient for each example, "
             "which takes more time and memory than bf16. Put it outside: "
             "`fp8(lambda params, batch: jnp.mean(jax.vmap(...)(batch)))`."
@@ -356,7 +349,7 @@ def _warn_of_f32(visitor: Fp8) -> None:
     kinds = {kind for kind, _ in visitor.found}
     if "f32" in kinds and "fp8" not in kinds and not visitor.is_cast:
         name = min(name for kind, name in visitor.found if kind == "f32")
-        _warn(
+        warn(
             f"`fp8` changed nothing: the matmuls with parameters, such as `{name}`, are "
             "f32. Remove the casts to f32, or the rules of `amp` that keep it."
         )

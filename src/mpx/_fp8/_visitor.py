@@ -13,11 +13,19 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
-from mpx._amp._autocast import Autocast
 from mpx._amp._call import run_traced
 from mpx._amp._decide import is_low_ragged as is_low
-from mpx._amp._emit import captured_attention, multiply
+from mpx._amp._emit import Autocast, multiply
+from mpx._amp._facts import (
+    CONSTANT,
+    DATA,
+    Source,
+    argument,
+    closed_over,
+    join,
+)
 from mpx._amp._rules import AmpRules
 from mpx._casting._keep import KEPT_SCOPE
 from mpx._casting._reduction import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
@@ -27,10 +35,9 @@ from mpx._fp8._decide import (
     Matmul,
     Selection,
     follow_weights,
-    matmul_dtypes,
-    purposes,
     reason_to_keep,
     sizes,
+    study,
 )
 from mpx._fp8._delayed import Scales
 from mpx._fp8._dot import fp8_dot
@@ -55,14 +62,6 @@ from mpx._program._interpreter import (
     Transformation,
     Values,
     arrays_of,
-)
-from mpx._program._provenance import (
-    CONSTANT,
-    DATA,
-    Source,
-    argument,
-    closed_over,
-    join,
 )
 from mpx._program._queries import (
     ATTENTION,
@@ -91,7 +90,7 @@ class Fp8(Transformation):
 
     Attributes:
         chosen: The user's choices.
-        purposes: Parameters that stay as they are, and why: see `purposes`.
+        purposes: Parameters that stay as they are, and why: see `study`.
         reduce: In which dtype weight gradients leave their matmuls.
         may_cast: Whether a function whose matmuls are f32 is run in bf16.
         is_cast: Whether it was.
@@ -99,7 +98,6 @@ class Fp8(Transformation):
         keys: Where the keys of delayed scales are recorded, with the lengths of the scans
             around them; `None` to record none.
         scales: The delayed scales that the running body may need.
-        probe_axes: The number of axes of the probe of one matmul.
         missing: The keys of matmuls for which `scales` has nothing that fits.
         used: The other keys.
         counts: How many matmuls with delayed scales were met, by parameter.
@@ -116,7 +114,6 @@ class Fp8(Transformation):
     matmuls: list[Matmul] | None = None
     keys: dict[str, tuple[int, ...]] | None = None
     scales: Scales | None = None
-    probe_axes: int = 1
     missing: set[str] = dataclasses.field(default_factory=set)
     used: set[str] = dataclasses.field(default_factory=set)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -130,18 +127,16 @@ class Fp8(Transformation):
         """The types whose calls run as they are written."""
         return tuple(x for x in self.chosen.keep if isinstance(x, type))
 
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        with captured_attention(), plain_matmuls():
-            yield
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        return plain_matmuls()
 
-    def argument_fact(self, name: str, is_param: bool, leaf: Any) -> Source:
+    def argument_fact(self, name: str, is_param: bool, leaf: PyTree) -> Source:
         return argument(name, leaf, is_param=is_param)
 
-    def literal_fact(self, atom: Any) -> Source:
+    def literal_fact(self, atom: PyTree) -> Source:
         return CONSTANT
 
-    def constant_fact(self, value: Any) -> Source:
+    def constant_fact(self, value: PyTree) -> Source:
         return closed_over(value)
 
     def start(self, traced: Traced) -> Traced:
@@ -153,8 +148,11 @@ class Fp8(Transformation):
             traced.arrays,
         )
         sources = dict(zip(traced.jaxpr.invars, facts, strict=True))
-        self.purposes = purposes(traced.jaxpr, sources)
-        if not self.may_cast or not self._is_f32(traced):
+        found = study(traced.jaxpr, sources)
+        self.purposes = found.purposes
+        pairs = zip(traced.named, traced.arrays, strict=True)
+        stored = {leaf.dtype for (name, _), leaf in pairs if name in found.layers}
+        if not self.may_cast or stored | found.dtypes != {np.dtype(np.float32)}:
             return traced
         self.is_cast = True
         amp = Autocast(
@@ -184,18 +182,6 @@ class Fp8(Transformation):
                 x for x in getattr(self.chosen, what) if isinstance(x, str | type)
             ]
             check_selectors(chosen, what, named, was_called)
-
-    def _is_f32(self, traced: Traced) -> bool:
-        """Returns whether all matmuls with a parameter are f32, and the parameters, too."""
-        # A parameter's label is its dtype.
-        labels = {
-            var: leaf.dtype.name
-            for var, leaf, named in zip(
-                traced.jaxpr.invars, traced.arrays, traced.named, strict=True
-            )
-            if named[1]
-        }
-        return matmul_dtypes(traced.jaxpr, labels) == {"float32"}
 
     # --- equations --------------------------------------------------------------------
 
@@ -295,7 +281,7 @@ class Fp8(Transformation):
 
     # --- bodies -----------------------------------------------------------------------
 
-    def fact_inside(self, fact: Source, var: Any, kind: Kind) -> Source:
+    def fact_inside(self, fact: Source, var: PyTree, kind: Kind) -> Source:
         return DATA if kind in ("carry", "tangent") else fact
 
     def result_facts(
@@ -317,11 +303,8 @@ class Fp8(Transformation):
         for name in sorted({x.name for x in op.facts if x.is_param and x.name}):
             for number in itertools.count(self.counts.get(name, 0)):
                 item = (self.scales or {}).get(_key(name, number))
-                # The last axis of a probe is for three tensors, another may be for devices.
-                if item is None or (
-                    length is not None
-                    and item[1].shape[: -self.probe_axes][:1] != (length,)
-                ):
+                # The last axis of a probe is for three tensors.
+                if item is None or length not in (None, *item[1].shape[:-1][:1]):
                     break
                 found[_key(name, number)] = item
         return found
@@ -342,7 +325,7 @@ class Fp8(Transformation):
         finally:
             self._lengths, self._delayed, self.scales = before
 
-    def cache_key(self, more: Scales | None) -> tuple[Any, ...] | None:
+    def cache_key(self, more: Scales | None) -> tuple[PyTree, ...] | None:
         if self.matmuls is not None or self.keys is not None:
             return None
         # Delayed scales differ from one use of a parameter to the next: what was counted
@@ -365,7 +348,7 @@ class Fp8(Transformation):
         if self.scales is None:
             return None, None
         found = self.scales.get(key)
-        if found is None or found[1].ndim != self.probe_axes:
+        if found is None or found[1].ndim != 1:
             self.missing.add(key)
             return None, None
         self.used.add(key)

@@ -13,15 +13,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int, PyTree
 
 from mpx._casting._cast import is_state_node
+from mpx._casting._keep import is_statistic
 from mpx._casting._policy import Policy
-from mpx._casting._reduction import COMPUTE, F32, Reduce, Shards, over_shards, shards_of
+from mpx._casting._reduction import Reduce, Shards, over_shards, shards_of
 from mpx._casting._wrapped import argument_names, original
-from mpx._gradients._call import State, is_statistic
+from mpx._gradients._call import State
 from mpx._gradients._grad import Params, transformed
 from mpx._gradients._options import (
-    ArgnumKeywords,
     GradKeywords,
     GradOptions,
+    WindowKeywords,
     grad_options,
     refuse_positional,
 )
@@ -34,16 +35,13 @@ from mpx._jax._tree import (
     dtype_of,
     flatten_with_names,
     is_array,
-    is_floating,
     shape_of,
 )
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
-from mpx._wire._feedback import with_feedback
 from mpx._wire._sums import (
     largest_of_shards,
     pin_shards,
     sharded_alike,
-    sum_and_rest_of_shards,
     sum_of_shards,
 )
 
@@ -57,36 +55,22 @@ def accumulate(
     *,
     batch_argnums: int | Sequence[int] = 1,
     mean: bool = True,
-    argnums: Literal[0] = 0,
     has_aux: bool = False,
     **options: Unpack[GradKeywords],
 ) -> Callable[Concatenate[Scaling, Params, P], GradResult[Params, Scaling]]: ...
 @overload
 def accumulate(
-    func: Callable[P, object],
-    steps: int = 1,
-    *,
-    batch_argnums: int | Sequence[int] = 1,
-    mean: bool = True,
-    argnums: int | Sequence[int],
-    has_aux: bool = False,
-    **options: Unpack[GradKeywords],
+    func: Callable[P, object], steps: int = 1, **options: Unpack[WindowKeywords]
 ) -> Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]]: ...
 @overload
 def accumulate(
-    func: None = None,
-    steps: int = 1,
-    *,
-    batch_argnums: int | Sequence[int] = 1,
-    mean: bool = True,
-    has_aux: bool = False,
-    **options: Unpack[ArgnumKeywords],
+    func: None = None, steps: int = 1, **options: Unpack[WindowKeywords]
 ) -> Callable[
     [Callable[P, object]],
     Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]],
 ]: ...
 def accumulate(
-    func: Callable[..., Any] | None = None,
+    func: Callable[..., PyTree] | None = None,
     steps: int = 1,
     *misplaced: object,
     batch_argnums: int | Sequence[int] = 1,
@@ -97,7 +81,7 @@ def accumulate(
     grad_dtype: DTypeLike | None = None,
     axis_name: AxisName | None = None,
     retry: int = 0,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Like `value_and_grad`, with the batch worked off in several smaller parts.
 
     The result is that of the large batch, at the memory of a small one: gradients are
@@ -182,7 +166,7 @@ class _Window(Step):
 
     def __init__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., PyTree],
         options: GradOptions,
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
@@ -195,7 +179,7 @@ class _Window(Step):
         super().__init__(func, options, args, kwargs)
 
     def prepare(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
-        """Splits the batches into parts, and these into shards."""
+        """Splits the batches into microbatches, and each microbatch into shards."""
         for argnum in self._batches:
             if argnum >= len(args):
                 raise TypeError(
@@ -261,47 +245,22 @@ class _Window(Step):
         result = Evaluation(value, aux, grads, state, spoilt, observed)
         count = self._steps
         if shards is not None:
-            result = self._sum_of_shards(shards, result, scaling)
+            result = self._sum_of_shards(result)
             count *= shards.size
         if not self.mean:
             return result
         grads = jax.tree.map(lambda g: g / count, result.grads)
         return result._replace(value=result.value / count, grads=grads)
 
-    def _sum_of_shards(
-        self, shards: Shards, result: Evaluation, scaling: LossScaling
-    ) -> Evaluation:
+    def _sum_of_shards(self, result: Evaluation) -> Evaluation:
         """Sums what the shards have stacked; gradients are sent in the `reduce_dtype`."""
-        policy = self.options.policy
-        dtype = F32 if policy.reduce_dtype is None else policy.reduce_dtype
-        if dtype == COMPUTE:
-            dtype = policy.resolved_compute_dtype()
-        # Residuals are those of the gradient of a window, whose parts are summed here.
-        parts = self._steps if self.mean else 1
-
-        def split(grad: Array, residual: Array) -> tuple[Array, Array]:
-            total, rest = sum_and_rest_of_shards(grad + residual * parts, shards)
-            return total, rest / parts
-
-        def total(grad: Array) -> Array:
-            return sum_of_shards(grad, shards, dtype)
-
-        grads, feedback = result.grads, self.feedback
-        if feedback is None:
-            grads = jax.tree.map(total, grads)
-        else:
-            floats, others = eqx.partition(grads, is_floating)
-            floats, feedback = with_feedback(
-                floats, feedback, scaling, split, stacked=True
-            )
-            feedback = pin_shards(feedback, shards)
-            grads = eqx.combine(floats, jax.tree.map(total, others))
+        dtype = self.wire_dtype()
+        grads = jax.tree.map(lambda x: sum_of_shards(x, dtype), result.grads)
         return result._replace(
             value=jnp.sum(result.value, axis=0),
             grads=jax.tree.map(sharded_alike, grads, self.call.diff),
             spoilt=jnp.any(result.spoilt, axis=0),
             observed=largest_of_shards(result.observed),
-            feedback=feedback,
         )
 
     def matmul_reduce(self) -> Reduce:
@@ -339,8 +298,7 @@ class _Parts(NamedTuple):
     """The arguments of a call, split.
 
     Attributes:
-        rows: The arrays that are split: a leading axis is for the parts, a second one, if
-            there are several shards, for these.
+        rows: The arrays that are split, [steps, …] or [steps, shards, …].
         keys: The PRNG keys.
         rest: What is the same for each part.
         numbers: The number of each part, i32[steps] or i32[steps, shards].
@@ -366,29 +324,27 @@ class _Leaf(NamedTuple):
 
     name: LeafName
     position: int | None
-    value: Any
-
-    @property
-    def is_plain_array(self) -> bool:
-        """Whether it is an array, and no state, which is handed on as it is."""
-        return is_array(self.value) and not is_statistic(self.name)
-
-    def kind(self, batches: tuple[int, ...]) -> Literal["row", "key", "rest"]:
-        """Returns what happens to it."""
-        if not self.is_plain_array:
-            return "rest"
-        is_in_batch, shape = self.position in batches, shape_of(self.value)
-        if _is_typed_key(self.value) and not (is_in_batch and shape):
-            return "key"
-        if _may_be_raw_key(self.value) and len(shape) == 1:
-            return "key"
-        return "row" if is_in_batch else "rest"
+    value: PyTree
+    kind: Literal["row", "key", "shared", "state"]
 
     @property
     def place(self) -> str:
         """How messages call it."""
         path = f", leaf `{self.name.path}`" if self.name.path else ""
         return f"argument {self.position}{path}"
+
+
+def _kind(
+    name: LeafName, value: PyTree, in_batch: bool
+) -> Literal["row", "key", "shared", "state"]:
+    """Returns what happens to a leaf; state is handed on as it is."""
+    shape = shape_of(value)
+    if not is_array(value) or is_statistic(name):
+        return "state"
+    is_typed_key = _is_typed_key(value) and not (in_batch and shape)
+    if is_typed_key or (_may_be_raw_key(value) and len(shape) == 1):
+        return "key"
+    return "row" if in_batch else "shared"
 
 
 def _split_arguments(
@@ -401,7 +357,7 @@ def _split_arguments(
     steps: int,
     shards: int,
 ) -> _Parts:
-    """Splits the batches of a call into microbatches, and these into shards."""
+    """Splits the batches of a call into microbatches, and each of them into shards."""
     arguments = (tuple(args), dict(kwargs))
     structure = jax.tree.structure(arguments, is_leaf=is_state_node)
     # Keywords in the order in which JAX flattens a dictionary.
@@ -410,12 +366,11 @@ def _split_arguments(
         *((name, None, kwargs[name]) for name in sorted(kwargs)),
     ]
     leaves = [
-        _Leaf(leaf_name, position, leaf)
+        _Leaf(leaf_name, position, leaf, _kind(leaf_name, leaf, position in batches))
         for name, position, tree in trees
         for leaf_name, leaf in flatten_with_names(tree, name, is_state_node)[0]
     ]
-    kinds = [leaf.kind(batches) for leaf in leaves]
-    rows = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == "row"]
+    rows = [leaf for leaf in leaves if leaf.kind == "row"]
     for leaf in rows:
         _check_rows(leaf, rows[0], steps, shards)
     if not rows:
@@ -424,15 +379,13 @@ def _split_arguments(
             f"The batch (argument {listed}) holds no array that could be split. Set "
             "`batch_argnums` to the arguments of the function that are batches."
         )
-    if steps * shards > 1:
-        for leaf, kind in zip(leaves, kinds, strict=True):
-            if kind != "row" and leaf.is_plain_array:
-                _check_shared(leaf, shape_of(rows[0].value)[0], batches, params)
+    for leaf in leaves if steps * shards > 1 else ():
+        if leaf.kind in ("key", "shared"):
+            _check_shared(leaf, shape_of(rows[0].value)[0], batches, params)
 
-    def of(wanted: str, change: Callable[[Any], Any] = lambda x: x) -> PyTree:
-        pairs = zip(leaves, kinds, strict=True)
+    def of(*kinds: str) -> PyTree:
         return structure.unflatten(
-            [change(leaf.value) if kind == wanted else None for leaf, kind in pairs]
+            [x.value if x.kind in kinds else None for x in leaves]
         )
 
     def split(x: Array | np.ndarray) -> Array:
@@ -443,7 +396,8 @@ def _split_arguments(
 
     index = jnp.arange(steps * shards)
     index = index if shards == 1 else jnp.reshape(index, (steps, shards))
-    return _Parts(of("row", split), of("key"), of("rest"), index)
+    parts = jax.tree.map(split, of("row"))
+    return _Parts(parts, of("key"), of("shared", "state"), index)
 
 
 def _is_typed_key(x: object) -> bool:

@@ -9,7 +9,7 @@ effects, so it can be repeated, accumulated and undone.
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import eq
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._cast import cast_like, cast_state_leaf
-from mpx._casting._keep import Keep
+from mpx._casting._keep import Keep, is_statistic
 from mpx._casting._policy import Policy
 from mpx._casting._wrapped import argument_names, arguments_cast_to, original
 from mpx._jax import _nnx
@@ -49,7 +49,7 @@ class State(NamedTuple):
 
     equinox: list[eqx.nn.State]
     nnx: PyTree
-    arrays: dict[str, Any]
+    arrays: dict[str, PyTree]
 
 
 class Call:
@@ -64,7 +64,7 @@ class Call:
 
     def __init__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., PyTree],
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
         argnums: tuple[int, ...],
@@ -106,7 +106,7 @@ class Call:
                     "Pass the model or its parameters there, or set `argnums`."
                 )
         self.diff: tuple[PyTree, ...] = tuple(diff[name] for name in self._diff_names)
-        self._statistics: dict[str, Any] = {
+        self._statistics: dict[str, PyTree] = {
             name: leaf
             for trees in (self._static, diff)
             for argument, tree in trees.items()
@@ -141,7 +141,7 @@ class Call:
             keep.check(original(self._func))
         changed, rest = ({}, None) if merged is None else _nnx.state_after(merged)
         replaced = self.successors(out)
-        leaves: dict[str, Any] = dict(named_leaves(out)) if replaced else {}
+        leaves: dict[str, PyTree] = dict(named_leaves(out)) if replaced else {}
         new = {
             old: cast_like(leaves[name], self._statistics[old])
             for name, old in replaced.items()
@@ -177,7 +177,7 @@ class Call:
         if later.arrays.keys() == state.arrays.keys():
             return state
         params = zip(self.diff_names(), jax.tree.leaves(self.diff), strict=True)
-        known: dict[str, Any] = {**dict(params), **state.arrays}
+        known: dict[str, PyTree] = {**dict(params), **state.arrays}
         arrays = {name: known.get(name) for name in later.arrays}
         return state._replace(arrays=arrays)
 
@@ -233,7 +233,7 @@ class Call:
         if all(found.itemsize >= dtype.itemsize for found in floats):
             return diff
 
-        def widen(name: LeafName, leaf: Any) -> Any:
+        def widen(name: LeafName, leaf: PyTree) -> PyTree:
             if not is_floating(leaf) or keep.keeps(name, leaf):
                 return leaf
             return cast_state_leaf(leaf, dtype)  # never narrowed
@@ -364,12 +364,7 @@ def _holds_states(out: PyTree, states: Sequence[eqx.nn.State]) -> bool:
 _COLLECTION = "/batch_stats/"
 
 
-def is_statistic(name: str) -> bool:
-    """Returns whether a name is that of an array in `batch_stats`."""
-    return _COLLECTION in f"/{name}"
-
-
-def _successors(result: PyTree, statistics: Mapping[str, Any]) -> dict[str, str]:
+def _successors(result: PyTree, statistics: Mapping[str, PyTree]) -> dict[str, str]:
     """Returns, by name, which arrays of a result replace which statistics.
 
     A collection is found anywhere in the result if all its arrays are there under their
@@ -411,7 +406,7 @@ def _nearest(place: str, collections: list[str]) -> str:
     return best[0]
 
 
-def is_spoilt(pairs: Iterable[tuple[Any, Any]]) -> Bool[Array, ""]:
+def is_spoilt(pairs: Iterable[tuple[PyTree, PyTree]]) -> Bool[Array, ""]:
     """Returns whether a number became infinite or nan that was finite.
 
     The pairs are arrays before and after; `None` for before counts as finite. An array

@@ -37,7 +37,6 @@ T = TypeVar("T")
 def value_and_grad(
     func: Callable[Concatenate[Params, P], object],
     *,
-    argnums: Literal[0] = 0,
     has_aux: bool = False,
     **options: Unpack[GradKeywords],
 ) -> Callable[Concatenate[Scaling, Params, P], GradResult[Params, Scaling]]: ...
@@ -45,9 +44,8 @@ def value_and_grad(
 def value_and_grad(
     func: Callable[P, object],
     *,
-    argnums: int | Sequence[int],
     has_aux: bool = False,
-    **options: Unpack[GradKeywords],
+    **options: Unpack[ArgnumKeywords],
 ) -> Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]]: ...
 @overload
 def value_and_grad(
@@ -57,7 +55,7 @@ def value_and_grad(
     Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]],
 ]: ...
 def value_and_grad(
-    func: Callable[..., Any] | None = None,
+    func: Callable[..., PyTree] | None = None,
     *misplaced: object,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -65,7 +63,7 @@ def value_and_grad(
     grad_dtype: DTypeLike | None = None,
     axis_name: AxisName | None = None,
     retry: int = 0,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Returns a function that computes loss and gradients in mixed precision.
 
     The returned function takes the loss scaling first and then the arguments of `func`;
@@ -82,8 +80,7 @@ def value_and_grad(
     become infinite or nan.
 
     A function under `amp` casts by itself and gets its arguments uncast; a policy beside
-    it may set `grad_dtype` and `reduce_dtype`. An `ErrorFeedback` comes after the
-    scaling, before the arguments of `func`.
+    it may set `grad_dtype` and `reduce_dtype`.
 
     Args:
         func: The loss function, returning a scalar or `(scalar, aux)`. Leave it out to
@@ -138,10 +135,10 @@ def value_and_grad(
 
 
 def transformed(
-    func: Callable[..., Any] | None,
+    func: Callable[..., PyTree] | None,
     options: GradOptions,
     make_step: Callable[..., Step] = Step,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Returns a function of scaling and arguments that runs a step of `func`.
 
     The step is `make_step(func, options, args, kwargs)`.
@@ -179,27 +176,19 @@ def filter_grad(
 ]: ...
 @overload
 def filter_grad(
-    func: Callable[P, object],
+    func: Callable[..., object] | None = None,
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[P, tuple[Any, ...]]: ...
-@overload
+) -> Callable[..., PyTree]: ...
 def filter_grad(
-    func: None = None,
+    func: Callable[..., PyTree] | None = None,
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[[Callable[P, object]], Callable[P, tuple[Any, ...]]]: ...
-def filter_grad(
-    func: Callable[..., Any] | None = None,
-    scaling: LossScaling | None = None,
-    has_aux: bool = False,
-    use_mixed_precision: bool = True,
-    **options: Unpack[ArgnumKeywords],
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Computes gradients in mixed precision; the counterpart of `eqx.filter_grad`.
 
     The returned function takes the arguments of `func` and returns the tuple
@@ -233,14 +222,16 @@ def filter_grad(
         >>> grads, bool(grads_finite)
         (Array([1., 1.], dtype=float32), True)
     """
+    mixed = as_switch(use_mixed_precision)
 
-    def as_tuple(result: GradResult[Any, LossScaling]) -> tuple[Any, ...]:
-        answer = (result.scaling, result.finite, result.grads)
+    def run(step: Step, used: LossScaling) -> tuple[PyTree, ...]:
+        result = step.result(used)
+        after = result.scaling if mixed else scaling
+        answer = (after, result.finite, result.grads)
         return (*answer, result.aux) if has_aux else answer
 
-    mixed = as_switch(use_mixed_precision)
     checked = grad_options(has_aux=has_aux, mixed=mixed, **options)
-    return _paper(func, scaling, checked, as_tuple)
+    return _with_scaling(func, scaling, checked, run)
 
 
 @overload
@@ -251,34 +242,23 @@ def filter_value_and_grad(
     use_mixed_precision: bool = True,
     **options: Unpack[GradKeywords],
 ) -> Callable[
-    Concatenate[Params, P], tuple[Any, LossScaling | None, Bool[Array, ""], Params]
+    Concatenate[Params, P], tuple[PyTree, LossScaling | None, Bool[Array, ""], Params]
 ]: ...
 @overload
 def filter_value_and_grad(
-    func: Callable[P, object],
+    func: Callable[..., object] | None = None,
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[P, tuple[Any, LossScaling | None, Bool[Array, ""], Any]]: ...
-@overload
+) -> Callable[..., PyTree]: ...
 def filter_value_and_grad(
-    func: None = None,
+    func: Callable[..., PyTree] | None = None,
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[
-    [Callable[P, object]],
-    Callable[P, tuple[Any, LossScaling | None, Bool[Array, ""], Any]],
-]: ...
-def filter_value_and_grad(
-    func: Callable[..., Any] | None = None,
-    scaling: LossScaling | None = None,
-    has_aux: bool = False,
-    use_mixed_precision: bool = True,
-    **options: Unpack[ArgnumKeywords],
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Computes the loss too; the counterpart of `eqx.filter_value_and_grad`.
 
     The returned function returns `(value, scaling, grads_finite, grads)`, where `value`
@@ -301,14 +281,16 @@ def filter_value_and_grad(
         >>> value, grads
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
-
-    def as_tuple(result: GradResult[Any, LossScaling]) -> tuple[Any, ...]:
-        value = (result.value, result.aux) if has_aux else result.value
-        return value, result.scaling, result.finite, result.grads
-
     mixed = as_switch(use_mixed_precision)
+
+    def run(step: Step, used: LossScaling) -> tuple[PyTree, ...]:
+        result = step.result(used)
+        after = result.scaling if mixed else scaling
+        value = (result.value, result.aux) if has_aux else result.value
+        return value, after, result.finite, result.grads
+
     checked = grad_options(has_aux=has_aux, mixed=mixed, **options)
-    return _paper(func, scaling, checked, as_tuple)
+    return _with_scaling(func, scaling, checked, run)
 
 
 def calculate_scaled_grad(
@@ -316,7 +298,7 @@ def calculate_scaled_grad(
     scaling: LossScaling,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
-) -> Callable[Concatenate[Params, P], tuple[Any, Params]]:
+) -> Callable[Concatenate[Params, P], tuple[PyTree, Params]]:
     """Computes loss and gradients that are still scaled, in half precision.
 
     It is the inner half of `filter_value_and_grad`, for loops that unscale, check and
@@ -355,31 +337,17 @@ def calculate_scaled_grad(
     return _with_scaling(func, scaling, grad_options(has_aux=has_aux, mixed=mixed), run)
 
 
-def _paper(
-    func: Callable[..., Any] | None,
+def _with_scaling(
+    func: Callable[..., PyTree] | None,
     scaling: LossScaling | None,
     options: GradOptions,
-    as_tuple: Callable[[GradResult[Any, LossScaling]], tuple[Any, ...]],
-) -> Callable[..., Any]:
+    run: Callable[[Step, LossScaling], PyTree],
+) -> Callable[..., PyTree]:
+    """Returns a function of the arguments of `func` that runs a step of it."""
     if scaling is not None:
         check_scaling(scaling)
-
-    def run(step: Step, used: LossScaling) -> tuple[Any, ...]:
-        result = step.result(used)
-        return as_tuple(result if options.mixed else result._replace(scaling=scaling))
-
     if func is None:
         return lambda func: _with_scaling(func, scaling, options, run)
-    return _with_scaling(func, scaling, options, run)
-
-
-def _with_scaling(
-    func: Callable[..., Any],
-    scaling: LossScaling | None,
-    options: GradOptions,
-    run: Callable[[Step, LossScaling], Any],
-) -> Callable[..., Any]:
-    """Returns a function of the arguments of `func` that runs a step of it."""
     check_function(func)
     if has_scales(func):
         raise TypeError(
@@ -389,7 +357,7 @@ def _with_scaling(
         )
 
     @functools.wraps(func)
-    def wrapper(*args: PyTree, **kwargs: PyTree) -> Any:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         step = Step(func, options.for_call(func, scaling), args, kwargs)
         if scaling is None or not options.mixed:
             return run(step, NoLossScaling())

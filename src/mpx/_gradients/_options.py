@@ -2,15 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from mpx._casting._half import chosen_half_precision
 from mpx._casting._policy import Policy, as_policy, dtype_under_amp
-from mpx._casting._reduction import EIGHT_BITS, Reduce
+from mpx._casting._reduction import Reduce
 from mpx._casting._wrapped import autocast_of
 from mpx._jax._arguments import as_count, as_counts, check_axis_name, check_bool
 from mpx._jax._compat import is_tracer
@@ -35,6 +36,14 @@ class ArgnumKeywords(GradKeywords, total=False):
     argnums: int | Sequence[int]
 
 
+class WindowKeywords(ArgnumKeywords, total=False):
+    """The options of `accumulate`."""
+
+    batch_argnums: int | Sequence[int]
+    mean: bool
+    has_aux: bool
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradOptions:
     """Options of a gradient function, checked; see `value_and_grad`.
@@ -51,7 +60,7 @@ class GradOptions:
     mixed: bool
 
     def for_call(
-        self, func: Callable[..., Any], scaling: LossScaling | None
+        self, func: Callable[..., PyTree], scaling: LossScaling | None
     ) -> "GradOptions":
         """Returns the options of one call, in which the policy names a compute dtype.
 
@@ -102,11 +111,6 @@ def grad_options(
     check_axis_name(axis_name)
     check_bool(has_aux, "`has_aux`")
     policy = as_policy(policy)
-    if policy.reduce_dtype == EIGHT_BITS and axis_name is None:
-        raise ValueError(
-            'A policy with `reduce_dtype="e4m3"` needs `axis_name`, the axis of a '
-            "`shard_map` or, in `mpx.accumulate`, of the mesh: mpx must sum itself."
-        )
     dtype = policy.grad_dtype if grad_dtype is None else grad_dtype
     return GradOptions(
         argnums=as_counts(argnums, "argnums"),

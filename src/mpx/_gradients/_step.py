@@ -14,9 +14,10 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._half import gradient_function
-from mpx._casting._reduction import COMPUTE, EIGHT_BITS, Reduce, reducing_in, shards_of
+from mpx._casting._keep import is_statistic
+from mpx._casting._reduction import COMPUTE, Reduce, reducing_in, shards_of
 from mpx._casting._wrapped import is_amp, take_scales
-from mpx._gradients._call import Call, State, as_loss, is_spoilt, is_statistic, unpack
+from mpx._gradients._call import Call, State, as_loss, is_spoilt, unpack
 from mpx._gradients._options import GradOptions
 from mpx._jax._compat import as_varying, unpacking_targets, varying_axes
 from mpx._jax._formats import at_least_f32
@@ -33,8 +34,6 @@ from mpx._jax._tree import (
     select_tree,
 )
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
-from mpx._wire._feedback import ErrorFeedback, mean_with_feedback, take_feedback
-from mpx._wire._sums import mean_8_bits
 
 Grads = TypeVar("Grads")
 Scaling = TypeVar("Scaling", bound=LossScaling)
@@ -47,7 +46,6 @@ class _Fields(NamedTuple):
     scaling: Any
     finite: Bool[Array, ""]
     fp8: PyTree = None
-    feedback: PyTree = None
 
 
 class GradResult(_Fields, Generic[Grads, Scaling]):
@@ -65,7 +63,6 @@ class GradResult(_Fields, Generic[Grads, Scaling]):
             infinite or nan that was finite before, bool[]. If not, skip the update.
         fp8: The `Fp8State` for the next step, for functions under `fp8` with
             `DelayedScaling`; else `None`.
-        feedback: The `ErrorFeedback` for the next step, if one was passed; else `None`.
 
     Examples:
         >>> from mpx import NoLossScaling, value_and_grad
@@ -104,7 +101,6 @@ class Evaluation(NamedTuple):
         state: The state after the call.
         spoilt: Whether the call has made finite state infinite or nan, bool[].
         observed: What delayed fp8 scales have seen, `None` without them.
-        feedback: The residuals of sums over devices, `None` without them.
     """
 
     value: Array
@@ -113,7 +109,6 @@ class Evaluation(NamedTuple):
     state: State
     spoilt: Bool[Array, ""]
     observed: PyTree = None
-    feedback: ErrorFeedback | None = None
 
 
 _Attempt = tuple[Evaluation, LossScaling, Bool[Array, ""]]
@@ -144,18 +139,12 @@ class Step:
 
     def __init__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., PyTree],
         options: GradOptions,
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
     ) -> None:
         """Splits the arguments of a call."""
-        self.feedback, args = take_feedback(args)
-        if self.feedback is not None and options.policy.reduce_dtype != EIGHT_BITS:
-            raise ValueError(
-                "An `ErrorFeedback` is for gradients that are summed in 8 bits: pass "
-                '`policy=Policy(reduce_dtype="e4m3")` and `axis_name=`, or leave it out.'
-            )
         self.func, self.options, self.axis_name = func, options, options.axis_name
         self._scales, args = take_scales(func, args)
         self.prepare(args, kwargs)
@@ -189,6 +178,12 @@ class Step:
     def matmul_reduce(self) -> Reduce:
         """Returns the dtype in which weight gradients leave their matmuls."""
         return self.options.policy.reduce_dtype
+
+    def wire_dtype(self) -> np.dtype | str | None:
+        """Returns the dtype in which mpx sums gradients over devices."""
+        policy = self.options.policy
+        is_compute = policy.reduce_dtype == COMPUTE
+        return policy.resolved_compute_dtype() if is_compute else policy.reduce_dtype
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Returns loss, gradients of the scaled loss, and state."""
@@ -271,9 +266,7 @@ class Step:
         fp8 = None
         if scales is not None:
             fp8 = select_tree(finite, scales.update(result.observed), scales)
-        # What overflowed must not stay in the residuals.
-        feedback = select_tree(finite, result.feedback, self.feedback)
-        return GradResult(result.value, aux, grads, scaling, finite, fp8, feedback)
+        return GradResult(result.value, aux, grads, scaling, finite, fp8)
 
     def _differentiate(self, scaling: LossScaling) -> _Attempt:
         """Evaluates, reduces over devices, unscales and checks; again if asked to.
@@ -283,7 +276,7 @@ class Step:
         """
 
         def attempt(scaling: LossScaling) -> _Attempt:
-            result = self._reduced(self.run(scaling), scaling)
+            result = self._reduced(self.run(scaling))
             # Undo with the scale that scaled: after a growth step the new one is larger.
             unscaled = scaling.unscale(result.grads)
             grads = cast_floating(unscaled, self.options.grad_dtype)
@@ -307,34 +300,19 @@ class Step:
         state = select_tree(finite, result.state, before)
         return result._replace(state=state), scaling, finite
 
-    def _reduced(self, result: Evaluation, scaling: LossScaling) -> Evaluation:
+    def _reduced(self, result: Evaluation) -> Evaluation:
         """Reduces loss and gradients over devices, in the policy's `reduce_dtype`."""
-        axis_name, dtype = self.axis_name, self.options.policy.reduce_dtype
+        axis_name, dtype = self.axis_name, self.wire_dtype()
         if axis_name is None:
             return result
-        if dtype == COMPUTE:
-            dtype = self.options.policy.resolved_compute_dtype()
-        wire = None if dtype is None or dtype == EIGHT_BITS else np.dtype(dtype)
-
         # A sum of parts is a sum over devices, too.
         together = lax.pmean if self.mean else lax.psum
-        parts = 1 if self.mean else lax.axis_size(axis_name)
 
         def total(x: Array) -> Array:
-            if is_floating(x) and dtype == EIGHT_BITS:
-                return mean_8_bits(x, axis_name) * parts
             if is_floating(x):
-                x = cast_leaf(x, wire or at_least_f32(x.dtype))
+                x = cast_leaf(x, np.dtype(dtype or at_least_f32(x.dtype)))
             return together(x, axis_name)
 
-        grads, feedback = result.grads, self.feedback
-        if feedback is None:
-            grads = jax.tree.map(total, grads)
-        else:
-            floats, others = eqx.partition(grads, is_floating)
-            floats, feedback = mean_with_feedback(floats, feedback, scaling, axis_name)
-            floats = jax.tree.map(lambda x: x * parts, floats)
-            grads = eqx.combine(floats, jax.tree.map(total, others))
         # A parameter to which the function has assigned stays the same on all devices.
         arrays = dict(result.state.arrays)
         for name in self.call.assigned(result.state):
@@ -342,8 +320,7 @@ class Step:
         return result._replace(
             value=together(result.value, axis_name),
             state=result.state._replace(arrays=arrays),
-            grads=grads,
-            feedback=feedback,
+            grads=jax.tree.map(total, result.grads),
             spoilt=~all_devices(~result.spoilt, axis_name),
             observed=jax.tree.map(lambda x: lax.pmax(x, axis_name), result.observed),
         )

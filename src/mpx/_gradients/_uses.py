@@ -6,7 +6,7 @@ so it is imported when a gradient is first taken.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def changed_params(call: Call, state: State, diff: tuple[PyTree, ...]) -> set[st
     `nnx.jit` and `nnx.remat` assign to all of them. The call is traced once more.
     """
 
-    def arrays_after(diff: tuple[PyTree, ...]) -> dict[str, Any]:
+    def arrays_after(diff: tuple[PyTree, ...]) -> dict[str, PyTree]:
         return call.run(diff, state, call.scales)[1].arrays
 
     def rule(
@@ -95,7 +95,7 @@ class _Uses:
     loops: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
-def warn_of_uses(call: Call, vjp: Callable[..., Any]) -> None:
+def warn_of_uses(call: Call, vjp: Callable[..., PyTree]) -> None:
     """Warns of parameters that are not used as the policy means it."""
     if call.low is None:
         return
@@ -122,7 +122,7 @@ def warn_of_uses(call: Call, vjp: Callable[..., Any]) -> None:
         )
 
 
-def _uses_of(vjp: Callable[..., Any], params: int, others: int) -> _Uses:
+def _uses_of(vjp: Callable[..., PyTree], params: int, others: int) -> _Uses:
     """Returns how a function uses its parameters, from what `jax.vjp` returned for it.
 
     Its arguments begin with `params` parameters, followed by `others` arrays.

@@ -9,7 +9,7 @@ import dis
 import functools
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -43,10 +43,6 @@ def is_tracer(x: object) -> bool:
 def is_batched(x: object) -> bool:
     """Returns whether `x` is a value inside a `jax.vmap`."""
     return isinstance(x, tracer_type("vmap"))
-
-
-def _is_linearized(x: object) -> bool:
-    return isinstance(x, tracer_type("grad"))
 
 
 def nothing_is_traced() -> bool:
@@ -101,6 +97,21 @@ def varying_like(x: Any, struct: Any) -> Any:
     return as_varying(x, tuple(sorted(names))) if names else x
 
 
+def as_unvarying(x: jax.Array) -> jax.Array:
+    """Hides that `x` differs between devices: no Mosaic kernel takes such references."""
+    return _as_unvarying().bind(x) if varying_axes(jax.typeof(x)) else x
+
+
+@functools.cache
+def _as_unvarying() -> Any:
+    primitive = Primitive("as_unvarying")
+    primitive.def_abstract_eval(
+        lambda aval: aval.update(manual_axis_type=type(aval.manual_axis_type)())
+    )
+    private("grouped").register_lowering(primitive, lambda ctx, x: [x])
+    return primitive
+
+
 def struct_like(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Returns the type of an array of another shape that varies as `x` does."""
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
@@ -134,9 +145,13 @@ def undifferentiable(message: str) -> Callable[[PyTree], PyTree]:
 # --- Jaxprs ---------------------------------------------------------------------------
 
 
+JAXPRS = (Jaxpr, ClosedJaxpr)
+"""The types of jaxprs, open or closed."""
+
+
 def is_jaxpr(x: object) -> bool:
     """Returns whether `x` is a jaxpr, open or closed."""
-    return isinstance(x, Jaxpr | ClosedJaxpr)
+    return isinstance(x, JAXPRS)
 
 
 def _eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
@@ -217,7 +232,7 @@ def as_function(jaxpr: Any) -> Any:
 
 
 def eval_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Runs one equation unchanged, in the scopes of `equation_context`.
+    """Runs one equation unchanged, in the scopes of `source_context`.
 
     It goes through a jaxpr of one equation, because how parameters turn into arguments
     of `bind` is private and changes.
@@ -271,10 +286,14 @@ def _traced_once(
     function, as `jnp.add` is one, only once for the same types. It is inlined.
     """
     kind = tracer_type("grad")
-    if not any([isinstance(x, kind) for x in args]) or "branches" in params:
+    for x in args:
+        if isinstance(x, kind):
+            break
+    else:
         return None
-    if any(callable(value) or is_jaxpr(value) for value in params.values()):
-        return None  # it would be kept alive
+    for name, value in params.items():
+        if callable(value) or isinstance(value, JAXPRS) or name == "branches":
+            return None  # it would be kept alive
     try:
         return _jitted(primitive, tuple(params.items()))
     except TypeError:  # a parameter cannot be hashed
@@ -286,19 +305,16 @@ def _jitted(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[...
     return jax.jit(functools.partial(primitive.bind, **dict(params)), inline=INLINE)
 
 
-@contextlib.contextmanager
-def equation_context(eqn: Any) -> Iterator[None]:
-    """Gives new equations the source, the scopes and the context of an old one."""
+def source_context(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """Gives new equations the source and the scopes of an old one."""
     names, info = private("scopes"), eqn.source_info
     if names is not None:
         stack = names.current_name_stack() + info.name_stack
-        context = names.user_context(info.traceback, name_stack=stack)
-    else:
-        context = contextlib.ExitStack()
-        for scope in scopes_of(eqn):
-            context.enter_context(jax.named_scope(scope))
-    with context, eqn.ctx.manager:
-        yield
+        return names.user_context(info.traceback, name_stack=stack)
+    context = contextlib.ExitStack()
+    for scope in scopes_of(eqn):
+        context.enter_context(jax.named_scope(scope))
+    return context
 
 
 def scopes_of(eqn: Any) -> tuple[str, ...]:

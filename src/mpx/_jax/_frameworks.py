@@ -2,16 +2,17 @@
 
 The variables of such a model live in a scope. A traced function would leave tracers there,
 so the variables go in as arguments and come out as results, as in `nn.remat` and
-`hk.remat`. Where that is not possible, writing is refused. Neither library is imported
-here: if it is not loaded, none of its models can be running.
+`hk.remat`. Neither library is imported here: if it is not loaded, none of its models can
+be running.
 """
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+from jaxtyping import PyTree
 
 from mpx._jax._compat import is_tracer
 from mpx._jax._private import private
@@ -24,12 +25,14 @@ Named = tuple[LeafName, bool]
 class LinenCall(NamedTuple):
     """A call of a method of a Linen module, with the other positional arguments."""
 
-    method: Callable[..., Any]
-    module: Any
-    args: tuple[Any, ...]
+    method: Callable[..., PyTree]
+    module: PyTree
+    args: tuple[PyTree, ...]
 
 
-def linen_call(func: Callable[..., Any], args: tuple[Any, ...]) -> LinenCall | None:
+def linen_call(
+    func: Callable[..., PyTree], args: tuple[PyTree, ...]
+) -> LinenCall | None:
     """Returns the call of a method of a Linen module, if it is one and has variables."""
     owner = getattr(func, "__self__", None)
     if _is_running(func):
@@ -41,7 +44,7 @@ def linen_call(func: Callable[..., Any], args: tuple[Any, ...]) -> LinenCall | N
     return None
 
 
-def _is_running(module: Any) -> bool:
+def _is_running(module: PyTree) -> bool:
     linen = sys.modules.get("flax.linen")
     return (
         linen is not None
@@ -51,8 +54,10 @@ def _is_running(module: Any) -> bool:
 
 
 def call_linen(
-    call: LinenCall, kwargs: dict[str, Any], run: Callable[..., tuple[Any, Any]]
-) -> Any:
+    call: LinenCall,
+    kwargs: dict[str, PyTree],
+    run: Callable[..., tuple[PyTree, PyTree]],
+) -> PyTree:
     """Calls a method of a Linen module as a pure function of its variables.
 
     `run(pure, variables, rngs, args, kwargs)` calls the pure function.
@@ -61,18 +66,20 @@ def call_linen(
     if flax is None:
         return call.method(call.module, *call.args, **kwargs)
 
-    def lifted(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def lifted(
+        method: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
         def inner(
-            scope_fn: Any,
-            repack: Any,
-            variables: Any,
-            rngs: Any,
-            *args: Any,
-            **kwargs: Any,
-        ) -> tuple[Any, Any]:
+            scope_fn: PyTree,
+            repack: PyTree,
+            variables: PyTree,
+            rngs: PyTree,
+            *args: PyTree,
+            **kwargs: PyTree,
+        ) -> tuple[PyTree, PyTree]:
             def pure(
-                variables: Any, rngs: Any, args: Any, kwargs: Any
-            ) -> tuple[Any, Any]:
+                variables: PyTree, rngs: PyTree, args: PyTree, kwargs: PyTree
+            ) -> tuple[PyTree, PyTree]:
                 scope = scope_fn(variables, rngs)
                 return method(scope, *args, **kwargs), repack(scope)
 
@@ -102,11 +109,7 @@ def linen_name(name: LeafName, is_param: bool) -> Named:
 
 @contextlib.contextmanager
 def linen_is_not_written() -> Iterator[None]:
-    """Refuses to leave tracers in the scope of a Linen model that is running.
-
-    Raises:
-        TypeError: If its variables have changed in the meantime.
-    """
+    """Refuses to leave tracers in the scope of a Linen model that is running."""
     before = {id(leaf) for leaf in _linen_variables()}
     yield
     if any(is_tracer(x) and id(x) not in before for x in _linen_variables()):
@@ -118,7 +121,7 @@ def linen_is_not_written() -> Iterator[None]:
         )
 
 
-def _linen_variables() -> list[Any]:
+def _linen_variables() -> list[PyTree]:
     """Returns the arrays in the scope of the Linen model that is running."""
     if "flax.linen" not in sys.modules or (flax := private("linen_variables")) is None:
         return []
@@ -141,11 +144,11 @@ def in_haiku() -> bool:
 
 
 def call_haiku(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    run: Callable[..., tuple[Any, Any]],
-) -> Any:
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    run: Callable[..., tuple[PyTree, PyTree]],
+) -> PyTree:
     """Calls a function inside `hk.transform` as a pure one of Haiku's variables.
 
     `run(pure, variables, func, args, kwargs)` calls the pure function.
@@ -154,7 +157,9 @@ def call_haiku(
     if haiku is None:
         return func(*args, **kwargs)
 
-    def pure(variables: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pure(
+        variables: PyTree, func: PyTree, args: PyTree, kwargs: PyTree
+    ) -> tuple[PyTree, PyTree]:
         with (
             haiku.temporary_internal_state(variables, share_python_state=True),
             haiku.push_jax_trace_level(),

@@ -20,13 +20,15 @@ from mpx._jax._tree import (
     named_leaves,
 )
 
+Path = tuple[str | int, ...]
+
 
 def nnx_module() -> Any:
     """Returns `flax.nnx` if it has been imported, else `None`."""
     return sys.modules.get("flax.nnx")
 
 
-def is_nnx(node: Any) -> bool:
+def is_nnx(node: PyTree) -> bool:
     """Returns whether `node` is an NNX object: a module, `Rngs`, an optimizer."""
     nnx = nnx_module()
     return nnx is not None and isinstance(node, nnx.Pytree)
@@ -52,16 +54,16 @@ class Slot:
     name: LeafName
 
 
-def is_slot(node: Any) -> bool:
+def is_slot(node: PyTree) -> bool:
     """Returns whether `node` stands for an NNX object."""
     return isinstance(node, Slot)
 
 
-def take_out(tree: PyTree, argument: str = "") -> tuple[PyTree, dict[LeafName, Any]]:
+def take_out(tree: PyTree, argument: str = "") -> tuple[PyTree, dict[LeafName, PyTree]]:
     """Replaces the NNX objects of a pytree by slots; returns them by their names."""
-    objects: dict[LeafName, Any] = {}
+    objects: dict[LeafName, PyTree] = {}
 
-    def take(name: LeafName, node: Any) -> Any:
+    def take(name: LeafName, node: PyTree) -> PyTree:
         if not is_nnx(node):
             return node
         objects[name] = node
@@ -73,14 +75,14 @@ def take_out(tree: PyTree, argument: str = "") -> tuple[PyTree, dict[LeafName, A
     return (plain if objects else tree), objects
 
 
-def put_back(tree: PyTree, objects: Mapping[LeafName, Any]) -> PyTree:
+def put_back(tree: PyTree, objects: Mapping[LeafName, PyTree]) -> PyTree:
     """Puts NNX objects, or whatever has their names, into their slots."""
     return jax.tree.map(
         lambda node: objects[node.name] if is_slot(node) else node, tree
     )
 
 
-def clone(objects: Mapping[LeafName, Any]) -> dict[LeafName, Any]:
+def clone(objects: Mapping[LeafName, PyTree]) -> dict[LeafName, PyTree]:
     """Returns fresh objects with the same arrays; what they share stays shared."""
     nnx = nnx_module()
     graphdef, state = nnx.split(tuple(objects.values()))
@@ -96,7 +98,7 @@ def copy(tree: PyTree) -> PyTree:
 
 
 def map_variables(
-    objects: Mapping[LeafName, Any], fn: Callable[[LeafName, Any], Any]
+    objects: Mapping[LeafName, PyTree], fn: Callable[[LeafName, PyTree], PyTree]
 ) -> None:
     """Maps the floating arrays of NNX objects, in place."""
     nnx, nodes = nnx_module(), tuple(objects.values())
@@ -107,13 +109,13 @@ def map_variables(
 
 def _map_state(
     state: PyTree,
-    names: Mapping[tuple[Any, ...], LeafName],
-    fn: Callable[[LeafName, Any], Any],
-    start: tuple[Any, ...] = (),
+    names: Mapping[Path, LeafName],
+    fn: Callable[[LeafName, PyTree], PyTree],
+    start: Path = (),
 ) -> PyTree:
     """Maps the floating arrays of an NNX state, whose paths begin with `start`."""
 
-    def new(path: tuple[Any, ...], variable: Any) -> Any:
+    def new(path: Path, variable: PyTree) -> PyTree:
         name = names[(*start, *path)]
         return jax.tree.map(lambda x: fn(name, x) if is_floating(x) else x, variable)
 
@@ -123,9 +125,9 @@ def _map_state(
 
 
 def map_params(
-    objects: Mapping[LeafName, Any],
+    objects: Mapping[LeafName, PyTree],
     params: Mapping[LeafName, PyTree],
-    fn: Callable[[LeafName, Any], Any],
+    fn: Callable[[LeafName, PyTree], PyTree],
 ) -> dict[LeafName, PyTree]:
     """Maps the floating arrays of parameters that were split off NNX objects."""
     names, owners = variable_names(objects), tuple(objects)
@@ -136,8 +138,8 @@ def map_params(
 
 
 def variable_names(
-    objects: Mapping[LeafName, Any],
-) -> dict[tuple[Any, ...], LeafName]:
+    objects: Mapping[LeafName, PyTree],
+) -> dict[Path, LeafName]:
     """Returns the names of the variables of NNX objects, by their paths in a tuple."""
     nnx = nnx_module()
     names, nodes = tuple(objects), tuple(objects.values())
@@ -160,7 +162,7 @@ def _holds_same(a: PyTree, b: PyTree) -> bool:
     return all(x is y for x, y in pairs)
 
 
-def params_of(node: Any) -> PyTree:
+def params_of(node: PyTree) -> PyTree:
     """Returns the state of an object's parameters."""
     return nnx_module().state(node, nnx_module().Param)
 
@@ -171,7 +173,7 @@ def without_variables(tree: PyTree) -> PyTree:
     if nnx is None:
         return tree
 
-    def is_variable(node: Any) -> bool:
+    def is_variable(node: PyTree) -> bool:
         return isinstance(node, nnx.Variable)
 
     return jax.tree.map(
@@ -188,19 +190,19 @@ class Objects(NamedTuple):
     """NNX objects, split."""
 
     names: tuple[LeafName, ...]
-    graphdef: Any  # the static structure, sharing between objects included
+    graphdef: PyTree  # the static structure, sharing between objects included
     params: dict[LeafName, PyTree]  # the differentiated ones: a `State` per object
     rest: PyTree  # BatchNorm statistics, dropout counters, frozen weights
 
 
 def split(
-    objects: Mapping[LeafName, Any], differentiated: tuple[LeafName, ...]
+    objects: Mapping[LeafName, PyTree], differentiated: tuple[LeafName, ...]
 ) -> Objects:
     """Takes NNX objects apart; only `nnx.Param`s of the named ones are parameters."""
     _check_sharing(objects, differentiated)
     nnx, names = nnx_module(), tuple(objects)
 
-    def params_at(position: int) -> Any:
+    def params_at(position: int) -> PyTree:
         return lambda path, value: path[0] == position and isinstance(value, nnx.Param)
 
     filters = [params_at(names.index(name)) for name in differentiated]
@@ -215,7 +217,7 @@ def split(
 
 
 def _check_sharing(
-    objects: Mapping[LeafName, Any], differentiated: tuple[LeafName, ...]
+    objects: Mapping[LeafName, PyTree], differentiated: tuple[LeafName, ...]
 ) -> None:
     nnx = nnx_module()
     owners: dict[int, str] = {}
@@ -235,13 +237,13 @@ def _check_sharing(
 class Merged(NamedTuple):
     """NNX objects for one call."""
 
-    objects: dict[LeafName, Any]  # fresh ones by their names, parameters cast
+    objects: dict[LeafName, PyTree]  # fresh ones by their names, parameters cast
     source: Objects  # what they were made from
     found: tuple[dict[LeafName, PyTree], PyTree]  # their state, as the call finds it
 
 
 def merge(
-    source: Objects, cast: Callable[[LeafName, Any], Any] | None = None
+    source: Objects, cast: Callable[[LeafName, PyTree], PyTree] | None = None
 ) -> Merged:
     """Builds fresh NNX objects, with each floating array mapped by `cast`."""
     nnx = nnx_module()
@@ -258,21 +260,21 @@ def merge(
 
 def _positioned(
     source: Objects, name: LeafName, params: PyTree
-) -> list[tuple[tuple[Any, ...], Any]]:
+) -> list[tuple[Path, PyTree]]:
     """Returns the variables of one object's parameters, by paths in the tuple of all."""
     position, flat = source.names.index(name), nnx_module().to_flat_state(params)
     return [((position, *path), variable) for path, variable in flat]
 
 
 def _parts(
-    objects: Mapping[LeafName, Any], source: Objects
+    objects: Mapping[LeafName, PyTree], source: Objects
 ) -> tuple[dict[LeafName, PyTree], PyTree]:
     """Returns copies of parameters and rest, which later calls do not change."""
     now = split(objects, tuple(source.params))
     return jax.tree.map(lambda x: x, (now.params, now.rest))
 
 
-def state_after(merged: Merged) -> tuple[dict[LeafName, Any], PyTree]:
+def state_after(merged: Merged) -> tuple[dict[LeafName, PyTree], PyTree]:
     """Returns what a call has left in the objects, in the dtypes of before."""
     before, after = merged.source, _parts(merged.objects, merged.source)
     if jax.tree.structure(after) != jax.tree.structure((before.params, before.rest)):
@@ -282,13 +284,13 @@ def state_after(merged: Merged) -> tuple[dict[LeafName, Any], PyTree]:
             "`nnx.pop(model, nnx.Intermediate)`, and return them in `aux`."
         )
 
-    def restore(new: Any, found: Any, old: Any) -> Any:
+    def restore(new: PyTree, found: PyTree, old: PyTree) -> PyTree:
         # Untouched, a frozen weight for one: cast for the call, it must not stay cast.
         if new is found:
             return old
         return cast_leaf(new, old.dtype) if is_floating(new) else new
 
-    def restore_rest(new: Any, found: Any, old: Any) -> Any:
+    def restore_rest(new: PyTree, found: PyTree, old: PyTree) -> PyTree:
         restored = restore(new, found, old)
         if new is found or not is_floating(new) or found.dtype == old.dtype:
             return restored
@@ -302,13 +304,8 @@ def state_after(merged: Merged) -> tuple[dict[LeafName, Any], PyTree]:
     return {name: new for (name, new), old in pairs if new is not old}, rest
 
 
-def rest_of(merged: Merged) -> PyTree:
-    """Returns the second part of `state_after`."""
-    return state_after(merged)[1]
-
-
 def assign(
-    objects: Mapping[LeafName, Any], source: Objects, arrays: Mapping[str, Any]
+    objects: Mapping[LeafName, PyTree], source: Objects, arrays: Mapping[str, PyTree]
 ) -> None:
     """Writes parameters, by the names of `state_after`, into the caller's objects."""
     nnx, old, new = nnx_module(), [], []
@@ -319,7 +316,9 @@ def assign(
     update(objects, nnx.from_flat_state(new), nnx.from_flat_state(old))
 
 
-def update(objects: Mapping[Any, Any], rest: PyTree, before: PyTree = None) -> None:
+def update(
+    objects: Mapping[PyTree, PyTree], rest: PyTree, before: PyTree = None
+) -> None:
     """Writes changed state back into the caller's objects."""
     nnx = nnx_module()
     if before is not None:
@@ -334,7 +333,7 @@ def update(objects: Mapping[Any, Any], rest: PyTree, before: PyTree = None) -> N
 
 
 def as_pure(
-    step: Callable[..., Any], args: Mapping[str, Any]
+    step: Callable[..., PyTree], args: Mapping[str, PyTree]
 ) -> tuple[Callable[[PyTree], tuple[PyTree]], PyTree]:
     """Makes a step that changes NNX objects in place a function from state to state."""
     nnx = nnx_module()

@@ -71,8 +71,6 @@ FEATURES = {
     "attention": Feature(
         "attention under `amp` runs operation by operation instead of in cuDNN's kernel",
         {
-            "jax._src.nn": "functions functions._dot_product_attention_xla "
-            "functions.cudnn_dot_product_attention",
             "jax._src.dispatch": "prim_requires_devices_during_lowering",
             **_RULES,
         },
@@ -117,17 +115,17 @@ FEATURES = {
         "`python -m mpx doctor --cluster` cannot compare processes",
         {"jax.experimental.multihost_utils": "process_allgather"},
     ),
+    "linen_variables": Feature(
+        "`amp` does not notice that a function changes variables of a Linen model that "
+        "it closes over",
+        {"flax.linen.module": "_context"},
+    ),
     "linen": Feature(
         "`amp` runs methods of a Linen model as written; wrap the loss instead",
         {
             "flax.core.lift": "pack",
             "flax.linen.transforms": "lift_direct_transform",
         },
-    ),
-    "linen_variables": Feature(
-        "`amp` does not notice that a function changes variables of a Linen model that "
-        "it closes over",
-        {"flax.linen.module": "_context"},
     ),
     "haiku": Feature(
         "`amp` runs functions inside `hk.transform` as written; wrap the loss instead",

@@ -2,38 +2,25 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator
+
+Tell = Callable[[str], None]
+"""A function that is called with the name of each step before it starts."""
 
 
-@runtime_checkable
-class Tell(Protocol):
-    """A function that is told what happens next."""
-
-    def __call__(self, step: str, *, part: bool = False) -> None:
-        """Shows a step before it starts, or a `part` of the one that goes on."""
-        ...
-
-
-def silent(step: str, *, part: bool = False) -> None:
+def silent(step: str) -> None:
     """Shows nothing."""
 
 
 @contextlib.contextmanager
-def progress(total: int, what: str) -> Iterator[Tell]:
-    """Yields a function that is called with the name of each step before it starts.
-
-    It writes one line, and nothing if stderr is no terminal. There are about `total` steps.
-    """
+def progress(what: str) -> Iterator[Tell]:
+    """Yields a function that writes one line, or nothing if stderr is no terminal."""
     if not sys.stderr.isatty():
         yield silent
         return
-    done = 0
 
-    def write(step: str, *, part: bool = False) -> None:
-        nonlocal done
-        done += not part
-        sys.stderr.write(f"\r\x1b[K{what}: {step} ({done}/{total})")
+    def write(step: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{what}: {step}")
         sys.stderr.flush()
 
     try:

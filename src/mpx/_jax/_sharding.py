@@ -15,6 +15,7 @@ from jax.sharding import (
     PartitionSpec,
     SingleDeviceSharding,
 )
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from mpx._jax._compat import has_explicit_axes, is_tracer
@@ -22,8 +23,12 @@ from mpx._jax._private import private
 
 
 def zeros_alike(
-    like: Any, dtype: Any, *, group: int | None = None, planes: int | None = None
-) -> Any:
+    like: PyTree,
+    dtype: DTypeLike,
+    *,
+    group: int | None = None,
+    planes: int | None = None,
+) -> PyTree:
     """Returns zeros that are sharded like an array, a tracer or a `ShapeDtypeStruct`.
 
     With `group`, that many elements of the last axis share one zero; if shards end within
@@ -53,7 +58,7 @@ def zeros_alike(
     return zeros if planes is None else jnp.stack([zeros] * planes)
 
 
-def stacked(sharding: Any) -> Any:
+def stacked(sharding: PyTree) -> PyTree:
     """Returns the sharding of arrays that are stacked along a new first axis."""
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -65,7 +70,7 @@ def stacked(sharding: Any) -> Any:
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def unstacked(sharding: Any) -> Any:
+def unstacked(sharding: PyTree) -> PyTree:
     """Returns the sharding of the parts of an array along its first axis."""
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -73,7 +78,7 @@ def unstacked(sharding: Any) -> Any:
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def zero_beside(leaves: Iterable[Any], dtype: Any) -> Any:
+def zero_beside(leaves: Iterable[PyTree], dtype: DTypeLike) -> PyTree:
     """Returns a scalar zero that is replicated over the devices of some arrays.
 
     A zero on other devices could not be used beside the arrays after a checkpoint is
@@ -83,7 +88,7 @@ def zero_beside(leaves: Iterable[Any], dtype: Any) -> Any:
     shapes = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
     if any(map(is_tracer, leaves)):
         return jnp.zeros((), dtype)
-    placed = shapes or [x for x in leaves if x.committed]
+    placed = shapes or [x for x in leaves if getattr(x, "committed", False)]
     shardings = {replicated(x.sharding) for x in placed} - {None}
     sharding = shardings.pop() if len(shardings) == 1 else None
     if shapes:
@@ -91,7 +96,7 @@ def zero_beside(leaves: Iterable[Any], dtype: Any) -> Any:
     return jnp.zeros((), dtype, device=sharding)
 
 
-def replicated(sharding: Any) -> Any:
+def replicated(sharding: PyTree) -> PyTree:
     """Returns the sharding with a copy on each device, or `None` for an unknown kind."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec())
@@ -197,7 +202,7 @@ def whole_groups(x: Array, group: int) -> Array:
     return x if whole is sharding else jax.sharding.reshard(x, whole)
 
 
-def uncut(sharding: Any, shape: tuple[int, ...], group: int) -> Any:
+def uncut(sharding: PyTree, shape: tuple[int, ...], group: int) -> PyTree:
     """Returns a sharding, with the last axis replicated if its shards cut a group."""
     if not isinstance(sharding, NamedSharding) or not group:
         return sharding
@@ -212,7 +217,7 @@ def uncut(sharding: Any, shape: tuple[int, ...], group: int) -> Any:
     )
 
 
-def axes_of(spec: Iterable[Any], rank: int = 0) -> list[tuple[str, ...]]:
+def axes_of(spec: Iterable[PyTree], rank: int = 0) -> list[tuple[str, ...]]:
     """Returns the axes of a mesh that shard each axis of an array."""
     found = [
         (entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec
@@ -226,21 +231,7 @@ def spec_of(entries: Iterable[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*names)
 
 
-def unpadded(
-    entries: Sequence[tuple[str, ...]], shape: Sequence[int], mesh: Any
-) -> list[tuple[str, ...]]:
-    """Returns what shards an array, without axes that it does not fill.
-
-    XLA pads such shards, with anything.
-    """
-    sizes = [math.prod(mesh.shape[name] for name in entry) for entry in entries]
-    return [
-        entry if n % size == 0 else ()
-        for entry, n, size in zip(entries, shape, sizes, strict=True)
-    ]
-
-
-def sharded_as(x: Array, like: Any) -> Array:
+def sharded_as(x: Array, like: PyTree) -> Array:
     """Returns an array with the sharding that the type of another one has."""
     return _resharded(x, jax.typeof(like).sharding)
 
@@ -251,7 +242,7 @@ def unsharded(x: Array) -> Array:
     return _resharded(x, NamedSharding(mesh, PartitionSpec(*[None] * x.ndim)))
 
 
-def _resharded(x: Array, sharding: Any) -> Array:
+def _resharded(x: Array, sharding: PyTree) -> Array:
     if not has_explicit_axes(sharding.mesh) or jax.typeof(x).sharding == sharding:
         return x
     return jax.sharding.reshard(x, sharding)
@@ -271,15 +262,15 @@ def reason_against_shards(x: Array, group: int = 0) -> str | None:
 
 
 def over_shards(
-    local: Callable[..., Any],
-    args: tuple[Any, ...],
+    local: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
     *,
     like: Array,
     layout: Callable[..., tuple[Any, Any]],
     rule: str,
     whole: Sequence[str],
     **sizes: int,
-) -> Any:
+) -> PyTree:
     """Calls a function on each device with its shards of the arguments.
 
     It is for kernels, which XLA cannot partition: nothing is communicated, except to
@@ -296,7 +287,7 @@ def over_shards(
         )
         return call(*jax.tree.map(_resharded, args, given))
 
-    def parts(mesh: Any, args: Any, _: Any) -> Parts:
+    def parts(mesh: Any, args: PyTree, _: Any) -> Parts:
         given, results = layout(*args)
         return Parts(local, given, results)
 
@@ -312,24 +303,23 @@ class Parts(NamedTuple):
         results: The shardings of the results.
     """
 
-    local: Callable[..., Any]
+    local: Callable[..., PyTree]
     given: Any
     results: Any
 
 
 def partitioned(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
     parts: Callable[[Any, Any, Any], Parts],
     *,
     rule: str,
     whole: Sequence[str] = (),
-    inferred: Callable[..., Any] | None = None,
     sizes: Mapping[str, int] | None = None,
-) -> Any:
+) -> PyTree:
     """Calls a function that is partitioned by hand: only XLA knows automatic shardings."""
 
-    def partition(mesh: Any, args: Any, result: Any) -> tuple[Any, ...]:
+    def partition(mesh: Any, args: PyTree, result: Any) -> tuple[PyTree, ...]:
         found = parts(mesh, args, result)
         return mesh, found.local, found.results, found.given
 
@@ -339,7 +329,7 @@ def partitioned(
     call = private("kernels").custom_partitioning(func)
     call.def_partition(
         partition,
-        infer_sharding_from_operands=inferred or (lambda *types: parts(*types).results),
+        infer_sharding_from_operands=lambda *types: parts(*types).results,
         sharding_rule=rule,
         need_replication_factors=tuple(factors),
         **sizes,

@@ -24,7 +24,7 @@ def is_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def dtype_of(leaf: object) -> Any:
+def dtype_of(leaf: object) -> PyTree:
     """Returns the dtype of an array or `ShapeDtypeStruct`, else `None`."""
     if is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.dtype  # pyright: ignore[reportAttributeAccessIssue]
@@ -56,7 +56,7 @@ def is_inexact(leaf: object) -> bool:
     return is_float_dtype(dtype) or jnp.issubdtype(dtype, jnp.complexfloating)
 
 
-def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
+def cast_leaf(leaf: PyTree, dtype: np.dtype) -> PyTree:
     """Casts one floating leaf: JAX and NumPy arrays and `ShapeDtypeStruct`s alike."""
     if leaf.dtype == dtype:
         return leaf
@@ -101,15 +101,15 @@ class LeafName(str):
         self.argument, self.path, self.types = argument, path, types
         return self
 
-    def inside(self, path: Iterable[Any], types: Iterable[type]) -> "LeafName":
+    def inside(self, path: Iterable[PyTree], types: Iterable[type]) -> "LeafName":
         """Returns the name of what lies at a path inside the node with this name."""
         parts = filter(None, (self.path, *map(str, path)))
         return LeafName("/".join(parts), (*self.types, *types), self.argument)
 
 
 def flatten_with_names(
-    tree: PyTree, argument: str = "", is_leaf: Callable[[Any], bool] | None = None
-) -> tuple[list[tuple[LeafName, Any]], Any]:
+    tree: PyTree, argument: str = "", is_leaf: Callable[[PyTree], bool] | None = None
+) -> tuple[list[tuple[LeafName, PyTree]], Any]:
     """Returns `(name, leaf)` pairs, and the structure of the tree."""
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     holders = types_around(structure)
@@ -135,11 +135,11 @@ def types_around(structure: Any) -> list[tuple[type, ...]]:
 
 
 def map_with_name(
-    fn: Callable[..., Any],
+    fn: Callable[..., PyTree],
     tree: PyTree,
     *rest: PyTree,
     argument: str = "",
-    is_leaf: Callable[[Any], bool] | None = None,
+    is_leaf: Callable[[PyTree], bool] | None = None,
 ) -> PyTree:
     """Maps `fn(name, leaf, ...)` over trees of one structure."""
     named, structure = flatten_with_names(tree, argument, is_leaf)
@@ -149,7 +149,7 @@ def map_with_name(
     )
 
 
-def named_leaves(tree: PyTree, argument: str = "") -> list[tuple[LeafName, Any]]:
+def named_leaves(tree: PyTree, argument: str = "") -> list[tuple[LeafName, PyTree]]:
     """Returns `(name, leaf)` pairs; the name of a bare leaf is that of the argument."""
     return flatten_with_names(tree, argument)[0]
 
@@ -181,7 +181,7 @@ def check_shape(what: str, leaf: object, param: object) -> None:
         )
 
 
-def as_flag(value: Any, what: str) -> Bool[Array, ""]:
+def as_flag(value: PyTree, what: str) -> Bool[Array, ""]:
     """Returns a boolean scalar array from a Python, NumPy or JAX boolean."""
     shape, dtype = shape_of(value), getattr(value, "dtype", type(value))
     if shape != () or dtype != np.dtype(bool):
@@ -231,14 +231,14 @@ def _may_be_infinite(leaf: object) -> bool:
     return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _isfinite(leaf: Any) -> Any:
+def _isfinite(leaf: PyTree) -> PyTree:
     if getattr(leaf, "dtype", None) is not None and leaf.dtype.itemsize == 1:
         leaf = leaf.astype(np.float32)  # not every 8-bit format has `isfinite`
     # NumPy answers for what is not in JAX: a finite f64 may be infinite in f32.
     return (jnp if isinstance(leaf, jax.Array) else np).isfinite(leaf)
 
 
-def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
+def select_tree(pred: PyTree, a: PyTree, b: PyTree) -> PyTree:
     """Returns `a` where `pred` is true and `b` where it is not, leaf by leaf.
 
     Both trees are computed; nothing is read back to the host. Leaves that are no arrays
@@ -261,7 +261,7 @@ def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
     flag = as_flag(pred, "pred")
     check_same_structure(a, b, "`select_tree`")
 
-    def select(name: str, x: Any, y: Any) -> Any:
+    def select(name: str, x: PyTree, y: PyTree) -> PyTree:
         if dtype_of(x) is None and dtype_of(y) is None:
             return x
         if shape_of(x) != shape_of(y):

@@ -70,8 +70,8 @@ def _remat(visitor: Visitor, op: Op) -> Outcome:
 
 
 def remat_with(
-    eqn: Equation, body: Callable[..., list[Any]], args: Sequence[Any]
-) -> list[Any]:
+    eqn: Equation, body: Callable[..., list[PyTree]], args: Sequence[PyTree]
+) -> list[PyTree]:
     """Runs a function under `jax.checkpoint` with the policy of an equation."""
     prevent_cse = eqn.params["prevent_cse"]
     if not isinstance(prevent_cse, bool):  # one for each operand
@@ -112,7 +112,7 @@ def _cond(visitor: Visitor, op: Op) -> Outcome:
 
 
 def _with_all_inputs(
-    branch: Jaxpr, avals: list[Aval], groups: list[list[Any]], position: int
+    branch: Jaxpr, avals: list[Aval], groups: list[list[PyTree]], position: int
 ) -> Jaxpr:
     """Gives a branch the further inputs of all branches: they are called alike."""
     start = len(avals) + sum(map(len, groups[:position]))
@@ -128,9 +128,9 @@ def _shard_map(visitor: Visitor, op: Op) -> Outcome:
     params = op.eqn.params
     body, consts = open_jaxpr(params["jaxpr"])
     facts = visitor.facts_inside(op.facts, body.invars, "slice")
-    scopes, known = visitor.scopes_inside(op.eqn, op.scopes), list[Any]()
+    scopes, known = visitor.scopes_inside(op.eqn, op.scopes), list[PyTree]()
 
-    def call(*args: Any) -> tuple[Any, ...]:
+    def call(*args: PyTree) -> tuple[PyTree, ...]:
         with visitor.inside(op.eqn, None):
             outs, known[:] = visitor.run(body, consts, args, facts, scopes)
         return tuple(as_results(outs, body.outvars))
@@ -212,7 +212,7 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
         return outs, visitor.result_facts(outs, found)
     run = as_function(new)
 
-    def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[Any, Any]:
+    def step(carry: Sequence[PyTree], xs: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
         outs = run(*consts, *carry, *xs)
         return outs[:n_carry], outs[n_carry:]
 
@@ -220,17 +220,17 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
     return outs, visitor.result_facts(outs, found)
 
 
-def _slice_type(x: Any) -> Aval:
+def _slice_type(x: PyTree) -> Aval:
     aval = jax.typeof(x)
     return aval.update(shape=aval.shape[1:], sharding=unstacked(aval.sharding))
 
 
 def scan_with(
     eqn: Equation,
-    step: Callable[[Any, Any], tuple[Any, Any]],
-    carry: Sequence[Any],
+    step: Callable[[Any, Any], tuple[PyTree, PyTree]],
+    carry: Sequence[PyTree],
     xs: PyTree,
-) -> list[Any]:
+) -> list[PyTree]:
     """Runs a function over the steps of a scan equation, which may slice more inputs."""
     carry, ys = lax.scan(step, list(carry), xs, **scan_options(eqn.params))
     return [*carry, *ys]

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jaxtyping import PyTree
 
 from mpx._jax._compat import (
     as_function,
@@ -56,23 +57,23 @@ class _CustomCall:
         new, self.known = rewrite(visitor, op, self.jaxpr, avals, self.facts)
         self.dtypes = dtypes_of(new.out_avals)
 
-    def run(self, *args: Any) -> Values:
+    def run(self, *args: PyTree) -> Values:
         """Runs the function itself."""
         outs, _ = self.visited(self.jaxpr, args, self.facts)
         return cast_all(outs, self.dtypes)
 
-    def trace(self, func: Callable[..., Any], *avals: Any) -> Jaxpr:
+    def trace(self, func: Callable[..., PyTree], *avals: Any) -> Jaxpr:
         """Traces a derivative rule at its own dtypes."""
         with self.visitor.tracing():
             return jax.make_jaxpr(func)(*avals)
 
-    def visited(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Facts) -> Outcome:
+    def visited(self, jaxpr: Jaxpr, args: Sequence[PyTree], facts: Facts) -> Outcome:
         """Runs a jaxpr that was traced at the original dtypes."""
         body, consts = open_jaxpr(jaxpr)
         outs, known = self.visitor.run(body, consts, args, facts, self.scopes)
         return as_results(outs, body.outvars), known
 
-    def original_avals(self, values: Sequence[Any]) -> list[Aval]:
+    def original_avals(self, values: Sequence[PyTree]) -> list[Aval]:
         """Returns the types of operands with the dtypes of the traced function."""
         return [
             with_dtype(jax.typeof(value), var.aval.dtype)
@@ -86,10 +87,12 @@ class _CustomCall:
             i for i, (var, asked) in enumerate(pairs) if asked and _smooth(var)
         )
 
-    def partially(self, args: Sequence[Any], free: Sequence[int]) -> Callable[..., Any]:
+    def partially(
+        self, args: Sequence[PyTree], free: Sequence[int]
+    ) -> Callable[..., PyTree]:
         """Returns the original equation as a function of some of its operands."""
 
-        def call(*chosen: Any) -> Values:
+        def call(*chosen: PyTree) -> Values:
             full = list(args)
             for i, value in zip(free, chosen, strict=True):
                 full[i] = value
@@ -110,7 +113,7 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
     custom = _CustomCall(visitor, op, types_of(values))
     call = jax.custom_jvp(custom.run)
 
-    def rule(primals: Any, tangents: Any) -> tuple[Values, Values]:
+    def rule(primals: PyTree, tangents: PyTree) -> tuple[Values, Values]:
         free = custom.differentiable([not _is_zero(tangent) for tangent in tangents])
         if any(i < eqn.params.get("num_consts", 0) for i in free):
             raise NotImplementedError(
@@ -124,7 +127,7 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
         def expanded(args: Values, chosen: Values) -> tuple[Values, Values]:
             live.clear()
 
-            def call(*chosen: Any) -> Values:
+            def call(*chosen: PyTree) -> Values:
                 outs = custom.partially(args, free)(*chosen)
                 if not eqn.params.get("symbolic_zeros"):
                     live.update(smooth)
@@ -157,22 +160,22 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
     return outs, visitor.result_facts(outs, custom.known)
 
 
-def _is_zero(tangent: Any) -> bool:
+def _is_zero(tangent: PyTree) -> bool:
     return isinstance(tangent, SymbolicZero)
 
 
-def _zero(primal: Any) -> SymbolicZero:
+def _zero(primal: PyTree) -> SymbolicZero:
     return SymbolicZero(jax.typeof(primal).to_tangent_aval())
 
 
-def _watch_tangent(x: Any, index: int, live: set[int]) -> Any:
+def _watch_tangent(x: PyTree, index: int, live: set[int]) -> PyTree:
     """Returns `x`; if its tangent is not known to be zero, adds the index to `live`."""
 
     @jax.custom_jvp
-    def same(x: Any) -> Any:
+    def same(x: PyTree) -> PyTree:
         return x
 
-    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
         if not _is_zero(tangents[0]):
             live.add(index)
         return primals[0], tangents[0]
@@ -191,24 +194,16 @@ class _Pullback:
 
     It travels with the residuals: the forward function is traced once for each set of
     perturbed arguments.
-
-    Attributes:
-        free: The operands for which a derivative is asked.
-        tangents: Their types in the traced function.
-        tree: The structure of the residuals, which holds the linear function.
-        residuals: Their variables in the traced function.
-        facts: What is known of them.
-        outs: The types of the results in the traced function.
-        live: Filled while the backward function is traced: the operands whose cotangent
-            it does not leave out.
     """
 
-    free: tuple[int, ...]
-    tangents: list[Aval]
-    tree: Any
-    residuals: list[Aval]
-    facts: Facts
-    outs: list[Aval]
+    free: tuple[int, ...]  # The operands for which a derivative is asked
+    tangents: list[Aval]  # Their types in the traced function
+    tree: PyTree  # The structure of the residuals, which holds the linear function
+    residuals: list[Aval]  # Their variables in the traced function
+    facts: Facts  # What is known of them
+    outs: list[Aval]  # The types of the results in the traced function
+    # Filled while the backward function is traced: the operands whose cotangent it does
+    # not leave out
     live: set[int]
 
 
@@ -217,15 +212,15 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
     given = dtypes_of(values)
     custom = _CustomCall(visitor, op, types_of(values))
 
-    def forward(*primals: Any) -> tuple[Values, tuple[_Pullback, Values]]:
+    def forward(*primals: PyTree) -> tuple[Values, tuple[_Pullback, Values]]:
         args = [primal.value for primal in primals]
         # Differentiating for a value that the function closed over is refused by JAX.
         free = custom.differentiable([primal.perturbed for primal in primals])
         avals, live = custom.original_avals(args), set[int]()
-        found: dict[str, Any] = {}
+        found: dict[str, PyTree] = {}
 
-        def expanded(*args: Any) -> Values:
-            def call(*chosen: Any) -> Values:
+        def expanded(*args: PyTree) -> Values:
+            def call(*chosen: PyTree) -> Values:
                 pairs = zip(free, chosen, strict=True)
                 watched = [_watch_cotangent(x, i, live) for i, x in pairs]
                 return custom.partially(args, free)(*watched)
@@ -248,7 +243,9 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
         )
         return cast_all(outs[:count], custom.dtypes), (pullback, outs[count:])
 
-    def backward(kept: tuple[_Pullback, Values], cotangents: Values) -> tuple[Any, ...]:
+    def backward(
+        kept: tuple[_Pullback, Values], cotangents: Values
+    ) -> tuple[PyTree, ...]:
         pullback, residuals = kept
         chosen = [
             i
@@ -256,11 +253,11 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
             if _smooth(var) and not _is_zero(cotangents[i])
         ]
 
-        def expanded(residuals: Values, cotangents: Values) -> Any:
+        def expanded(residuals: Values, cotangents: Values) -> PyTree:
             pullback.live.clear()
             pushforward = jax.tree.unflatten(pullback.tree, residuals)
 
-            def linear(*tangents: Any) -> Values:
+            def linear(*tangents: PyTree) -> Values:
                 outs = pushforward(*tangents)
                 # The user's function is told that the others are zero.
                 return [outs[i] for i in chosen]
@@ -284,14 +281,14 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
     return outs, visitor.result_facts(outs, custom.known)
 
 
-def _watch_cotangent(x: Any, index: int, live: set[int]) -> Any:
+def _watch_cotangent(x: PyTree, index: int, live: set[int]) -> PyTree:
     """Returns `x`; if its cotangent is not known to be zero, adds the index to `live`."""
 
     @jax.custom_vjp
-    def same(x: Any) -> Any:
+    def same(x: PyTree) -> PyTree:
         return x
 
-    def backward(_: None, cotangent: Any) -> tuple[Any]:
+    def backward(_: None, cotangent: PyTree) -> tuple[PyTree]:
         if not _is_zero(cotangent):
             live.add(index)
         return (cotangent,)

@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from jaxtyping import PyTree
+
 from mpx._jax._compat import Literal, open_jaxpr, primitive_name, scan_sizes
 from mpx._program._queries import (
     CALLS,
@@ -32,22 +34,15 @@ def propagate(
     labels: Mapping[Any, T],
     rule: Callable[[Equation, list[T]], Sequence[T]],
     literal: Callable[[Any], T] = lambda atom: None,
-    ends: Iterable[Sequence[Any]] = itertools.repeat(()),
+    ends: Iterable[Sequence[PyTree]] = itertools.repeat(()),
 ) -> list[T]:
     """Returns the labels of the results of a jaxpr, given those of its other variables.
 
     A label may be anything: a name, a number, the value itself.
-
-    Args:
-        jaxpr: The jaxpr.
-        labels: The labels of its inputs and constants; one without has `None`.
-        rule: Returns the labels of the results of an equation from those of its operands.
-        literal: Returns the label of a literal.
-        ends: For each equation, the variables that are forgotten after it: `last_uses`.
     """
     env: dict[Any, Any] = dict(labels)
 
-    def read(atom: Any) -> Any:
+    def read(atom: Any) -> PyTree:
         return literal(atom) if isinstance(atom, Literal) else env.get(atom)
 
     for eqn, dead in zip(jaxpr.eqns, ends, strict=False):
@@ -85,14 +80,7 @@ def moved(eqn: Equation, labels: Sequence[Label]) -> Label:
 def pull(
     jaxpr: Any, labels: Sequence[T | None], passes: Collection[str]
 ) -> dict[Any, T]:
-    """Returns the labels of variables, given those of the results of a jaxpr.
-
-    Args:
-        jaxpr: The jaxpr.
-        labels: The labels of its first results.
-        passes: The primitives whose arrays get the label of what is made from them. Calls
-            are entered, loops are not.
-    """
+    """Returns the labels of variables, given those of the results of a jaxpr."""
     body, _ = open_jaxpr(jaxpr)
     known = {
         var: label

@@ -21,9 +21,9 @@ from mpx._jax._compat import (
     Literal,
     ambient_scopes,
     convert_dtype,
-    equation_context,
     open_jaxpr,
     scopes_of,
+    source_context,
     source_frames,
 )
 from mpx._jax._frameworks import Named
@@ -36,11 +36,11 @@ Aval = Any
 """The type of a value: shape, dtype, sharding."""
 Scopes = tuple[str, ...]
 """Names of `jax.named_scope`s, outermost first."""
-Dtypes = tuple[Any, ...]
+Dtypes = tuple[PyTree, ...]
 """A dtype per value; `None` where a value keeps its own."""
 Fact = Any
 """The knowledge of a visitor about a value: hashable, of any type."""
-Values = list[Any]
+Values = list[PyTree]
 Facts = list[Fact]
 Outcome = tuple[Values, Facts]
 """The results of an equation, and what is known of each."""
@@ -59,15 +59,11 @@ class Op(NamedTuple):
 
 
 class Replacement(NamedTuple):
-    """What is run instead of an equation and of those that only it needs.
+    """What is run instead of an equation and of those that only it needs."""
 
-    Attributes:
-        atoms: The variables whose values it needs.
-        run: Takes the visitor and the equation with these values as its operands;
-            returns the results of the equation.
-    """
-
-    atoms: Sequence[Any]
+    atoms: Sequence[PyTree]  # The variables whose values it needs
+    # Takes the visitor and the equation with these values as its operands; returns the
+    # results of the equation
     run: Callable[["Visitor", Op], Outcome]
 
 
@@ -85,16 +81,15 @@ class Frame:
     value: as long as that is kept, so is its `id`. Values of another jaxpr belong to another
     trace and must not be found here.
 
-    The jaxpr is run by `plan`, and `eqn` is the equation whose turn it is: an equation that
-    a replacement runs has no turn.
+    The jaxpr is run by `plan`.
     """
 
     def __init__(self, jaxpr: Jaxpr = None) -> None:
         self.jaxpr = jaxpr
         self.plan: Plan | None = None
-        self.eqn: Equation = None
-        self.env: dict[Any, tuple[Any, Any]] = {}
-        self.made: dict[Any, tuple[Any, Any]] = {}
+        self.eqn: Equation = None  # whose turn it is
+        self.env: dict[Any, tuple[PyTree, PyTree]] = {}
+        self.made: dict[Any, tuple[PyTree, PyTree]] = {}
 
     @functools.cached_property
     def primitives(self) -> frozenset[str]:
@@ -111,7 +106,7 @@ class Rewritten(NamedTuple):
     """A nested jaxpr after a visit, its results' facts, `Visitor.found`, and the original."""
 
     jaxpr: Jaxpr
-    facts: list[Any]
+    facts: list[PyTree]
     found: frozenset[Any]
     source: "weakref.ref[Any]"
 
@@ -124,21 +119,18 @@ class Visitor:
     of that primitive in `mpx._program.HANDLERS`, which rebuilds the equation around bodies
     that were visited in turn. The other methods tell the handlers what they need to know;
     by default nothing is known of any value and bodies get no further inputs.
-
-    Attributes:
-        cache: Rewritten jaxprs, by what they were made from.
-        found: Hashable notes about the whole function. A cached body restores those that
-            were made in it.
-        frame: The evaluation that is running.
-        narrow_carry: Whether a loop carry may have another dtype than in the original.
-        unknown: The fact of a value of which nothing is known.
     """
 
-    unknown: ClassVar[Fact] = None
+    unknown: ClassVar[Fact] = None  # The fact of a value of which nothing is known
 
+    # Rewritten jaxprs, by what they were made from
     cache: dict[Any, Rewritten] = dataclasses.field(default_factory=dict)
+    # Hashable notes about the whole function. A cached body restores those that were
+    # made in it.
     found: set[Any] = dataclasses.field(default_factory=set)
+    # The evaluation that is running
     frame: Frame = dataclasses.field(default_factory=Frame, init=False)
+    # Whether a loop carry may have another dtype than in the original
     narrow_carry: bool = False
 
     def equation(self, op: Op) -> Outcome:
@@ -149,7 +141,7 @@ class Visitor:
         """Returns what is known of a number that is written into a jaxpr."""
         return self.unknown
 
-    def constant_fact(self, value: Any) -> Fact:
+    def constant_fact(self, value: PyTree) -> Fact:
         """Returns what is known of an array that the function closes over."""
         return self.unknown
 
@@ -158,19 +150,14 @@ class Visitor:
         return self.unknown
 
     def facts_inside(
-        self, facts: Sequence[Fact], variables: Sequence[Any], kind: Kind
+        self, facts: Sequence[Fact], variables: Sequence[PyTree], kind: Kind
     ) -> Facts:
         """Returns what is known of several inputs of a nested jaxpr."""
         pairs = zip(facts, variables, strict=True)
         return [self.fact_inside(fact, var, kind) for fact, var in pairs]
 
-    def result_facts(self, outs: Sequence[Any], known: Facts) -> Facts:
-        """Returns what is known of the results of a loop, a branch or another body.
-
-        Args:
-            outs: The results.
-            known: What is known of those of the body.
-        """
+    def result_facts(self, outs: Sequence[PyTree], known: Facts) -> Facts:
+        """Returns what is known of the results of a loop, a branch or another body."""
         return [self.unknown] * len(outs)
 
     def join_facts(self, facts: Facts) -> Fact:
@@ -205,25 +192,18 @@ class Visitor:
     def plan(
         self,
         jaxpr: Jaxpr,
-        consts: Sequence[Any],
+        consts: Sequence[PyTree],
         facts: Sequence[Fact],
         scopes: Scopes,
     ) -> Plan | None:
-        """Returns what is recognised in a jaxpr and run in another way, if anything is.
-
-        Args:
-            jaxpr: A jaxpr that is about to be run.
-            consts: Its constants.
-            facts: What is known of its arguments.
-            scopes: The named scopes around it.
-        """
+        """Returns what is recognised in a jaxpr and run in another way, if anything is."""
         return None
 
     def run(
         self,
         jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        args: Sequence[Any],
+        consts: Sequence[PyTree],
+        args: Sequence[PyTree],
         facts: Sequence[Fact],
         scopes: Scopes,
     ) -> Outcome:
@@ -243,11 +223,14 @@ class Visitor:
                     continue
                 other = replaced.get(index)
                 atoms = eqn.invars if other is None else other.atoms
-                pairs = [self.read(atom) for atom in atoms]
-                with equation_context(eqn):
-                    values, known = [x for x, _ in pairs], [x for _, x in pairs]
-                    op = Op(eqn, values, known, scopes + scopes_of(eqn))
-                    self.frame.eqn = eqn
+                values, facts = [], []
+                for atom in atoms:
+                    value, fact = self.read(atom)
+                    values.append(value)
+                    facts.append(fact)
+                op = Op(eqn, values, facts, scopes + scopes_of(eqn))
+                self.frame.eqn = eqn
+                with source_context(eqn), eqn.ctx.manager:
                     outs, known = (
                         self.equation(op) if other is None else other.run(self, op)
                     )
@@ -282,15 +265,6 @@ def rewrite(
     It is cached, so that several calls of one jitted layer stay several calls of one
     function, and forgotten with the jaxpr that it was made from: both hold the arrays that
     the layer closes over.
-
-    Args:
-        visitor: The visitor.
-        op: The equation that holds the jaxpr.
-        jaxpr: The jaxpr.
-        avals: The types of its inputs.
-        facts: What is known of them.
-        more: Further inputs or their types; they come last.
-        dtypes: The dtypes of the results; `None` for those that come out.
     """
     body, consts = open_jaxpr(jaxpr)
     count, scopes = len(avals), visitor.scopes_inside(op.eqn, op.scopes)
@@ -304,7 +278,7 @@ def rewrite(
         return cached.jaxpr, cached.facts
     known: Facts = []
 
-    def run(*args: Any) -> Values:
+    def run(*args: PyTree) -> Values:
         with visitor.inside(op.eqn, jax.tree.unflatten(structure, args[count:])):
             outs, known[:] = visitor.run(body, consts, args[:count], facts, scopes)
         return as_results(outs, body.outvars, dtypes)
@@ -317,13 +291,13 @@ def rewrite(
     return new, known
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: PyTree) -> bool:
     return isinstance(x, jax.Array)
 
 
 def as_results(
-    outs: Sequence[Any], variables: Sequence[Any], dtypes: Dtypes | None = None
-) -> list[Any]:
+    outs: Sequence[PyTree], variables: Sequence[PyTree], dtypes: Dtypes | None = None
+) -> list[PyTree]:
     """Returns results as arrays, also those that are literals, in the given dtypes."""
     pairs = zip(outs, [var.aval for var in variables], strict=True)
     arrays = [
@@ -332,14 +306,14 @@ def as_results(
     return arrays if dtypes is None else cast_all(arrays, dtypes)
 
 
-def _constant(value: Any, aval: Aval) -> Any:
+def _constant(value: PyTree, aval: Aval) -> PyTree:
     """Returns a literal as an array of its type; a weak one only a Python number makes."""
     if getattr(aval, "weak_type", False):
         return jnp.asarray(np.asarray(value).item())
     return jnp.asarray(value, aval.dtype)
 
 
-def cast_all(values: Sequence[Any], dtypes: Dtypes) -> list[Any]:
+def cast_all(values: Sequence[PyTree], dtypes: Dtypes) -> list[PyTree]:
     """Casts each value to its dtype; `None` leaves it alone."""
     return [
         x if dtype is None or x.dtype == dtype else convert_dtype(x, dtype)
@@ -347,17 +321,17 @@ def cast_all(values: Sequence[Any], dtypes: Dtypes) -> list[Any]:
     ]
 
 
-def as_array(x: Any) -> Any:
+def as_array(x: PyTree) -> PyTree:
     """Returns an array that JAX primitives take: literals are not arrays."""
     return x if hasattr(x, "aval") else jnp.asarray(x)
 
 
-def arrays_of(values: Sequence[Any]) -> list[Any]:
+def arrays_of(values: Sequence[PyTree]) -> list[PyTree]:
     """Returns values as arrays."""
     return [as_array(value) for value in values]
 
 
-def types_of(values: Sequence[Any]) -> list[Aval]:
+def types_of(values: Sequence[PyTree]) -> list[Aval]:
     """Returns the types of arrays."""
     return [jax.typeof(value) for value in values]
 
@@ -375,24 +349,17 @@ def with_dtype(aval: Aval, dtype: np.dtype | None) -> Aval:
 
 
 class Traced(NamedTuple):
-    """A function of arrays that has been traced.
+    """A function of arrays that has been traced."""
 
-    Attributes:
-        jaxpr: The jaxpr, open.
-        consts: Its constants.
-        arrays: Its arguments.
-        named: Their names, and which of them are parameters.
-        has_params: Whether its parameters are known. While Linen or Haiku initialise a
-            model it has none yet.
-    """
-
-    jaxpr: Jaxpr
-    consts: Sequence[Any]
-    arrays: list[Any]
-    named: list[Named]
+    jaxpr: Jaxpr  # The jaxpr, open
+    consts: Sequence[PyTree]  # Its constants
+    arrays: list[PyTree]  # Its arguments
+    named: list[Named]  # Their names, and which of them are parameters
+    # Whether its parameters are known. While Linen or Haiku initialise a model it has
+    # none yet.
     has_params: bool
 
-    def named_arrays(self) -> list[tuple[LeafName, Any]]:
+    def named_arrays(self) -> list[tuple[LeafName, PyTree]]:
         """Returns the arguments with their names."""
         pairs = zip(self.named, self.arrays, strict=True)
         return [(name, array) for (name, _), array in pairs]
@@ -410,21 +377,17 @@ class Traced(NamedTuple):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Transformation(Visitor):
-    """A visitor that functions are called through.
+    """A visitor that functions are called through."""
 
-    Attributes:
-        params: The positions or names of the arguments that hold parameters; `None` to
-            find them.
-        widens_params: Whether parameters of 16 bits are read as f32.
-        takes_bare_params: Whether the first argument holds the parameters if it is an array
-            by itself, and no argument is a container.
-        stored: What an f32 array that was widened for the call was made from, by its `id`:
-            the f32 array, and the one of 16 bits.
-    """
-
+    # The positions or names of the arguments that hold parameters; `None` to find them
     params: tuple[int | str, ...] | None = None
-    stored: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    # What an f32 array that was widened for the call was made from, by its `id`: the
+    # f32 array, and the one of 16 bits
+    stored: dict[int, tuple[PyTree, PyTree]] = dataclasses.field(default_factory=dict)
+    # Whether parameters of 16 bits are read as f32
     widens_params: ClassVar[bool] = False
+    # Whether the first argument holds the parameters if it is an array by itself, and
+    # no argument is a container
     takes_bare_params: ClassVar[bool] = False
 
     @property
@@ -432,7 +395,7 @@ class Transformation(Visitor):
         """The types whose calls run as they are written."""
         return ()
 
-    def argument_fact(self, name: LeafName, is_param: bool, leaf: Any) -> Fact:
+    def argument_fact(self, name: LeafName, is_param: bool, leaf: PyTree) -> Fact:
         """Returns what is known of an argument's array."""
         return self.unknown
 
@@ -440,6 +403,6 @@ class Transformation(Visitor):
         """Looks at the function before it is run; may return another one to run."""
         return traced
 
-    def finish(self, outs: list[Any]) -> list[Any]:
+    def finish(self, outs: list[PyTree]) -> list[PyTree]:
         """Returns the results for the user."""
         return outs

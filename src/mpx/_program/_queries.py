@@ -6,10 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 from typing import Literal as OneOf
 
+from jaxtyping import PyTree
+
 from mpx._jax._compat import (
+    JAXPRS,
     Literal,
     hi_jaxpr,
-    is_jaxpr,
     is_transposed,
     open_jaxpr,
     primitive_name,
@@ -72,18 +74,18 @@ def sub_jaxprs(eqn: Equation) -> Iterator[Any]:
         yield open_jaxpr(found)[0]
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
-            if is_jaxpr(item):
+            if isinstance(item, JAXPRS):
                 yield open_jaxpr(item)[0]
 
 
-def body_of(eqn: Equation) -> Any:
+def body_of(eqn: Equation) -> PyTree:
     """Returns the jaxpr of a call or of a scan."""
     return next(sub_jaxprs(eqn))
 
 
-def called(eqn: Equation) -> Any:
+def called(eqn: Equation) -> PyTree:
     """Returns the jaxpr that an equation calls with its operands as they are, if any."""
-    inner = [x for x in eqn.params.values() if is_jaxpr(x)]
+    inner = [x for x in eqn.params.values() if isinstance(x, JAXPRS)]
     if eqn.primitive.name == HI_PRIMITIVE:
         return hi_jaxpr(eqn)
     if len(inner) == 1 and primitive_name(eqn) not in LOOPS:
@@ -99,19 +101,13 @@ def has_body(eqn: Equation) -> bool:
 
 
 class Position(NamedTuple):
-    """An equation and what is around it.
+    """An equation and what is around it."""
 
-    Attributes:
-        eqn: The equation; `None` stands for any equation of a jaxpr.
-        scopes: The `jax.named_scope`s around it and its own, outermost first.
-        times: How often it runs: see `repetitions`.
-        callers: The equations that hold it, outermost first.
-    """
-
-    eqn: Equation = None
+    eqn: Equation = None  # The equation; `None` stands for any equation of a jaxpr
+    # The `jax.named_scope`s around it and its own, outermost first
     scopes: tuple[str, ...] = ()
-    times: int = 1
-    callers: tuple[Equation, ...] = ()
+    times: int = 1  # How often it runs: see `repetitions`
+    callers: tuple[Equation, ...] = ()  # The equations that hold it, outermost first
 
     @property
     def backward(self) -> bool:
@@ -200,10 +196,10 @@ def readers(eqns: Iterable[Equation]) -> dict[Any, list[tuple[Equation, int]]]:
     return found
 
 
-def last_uses(jaxpr: Any) -> list[list[Any]]:
+def last_uses(jaxpr: Any) -> list[list[PyTree]]:
     """Returns, for each equation, the variables that nothing reads after it."""
     seen = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    found: list[list[Any]] = []
+    found: list[list[PyTree]] = []
     for eqn in reversed(jaxpr.eqns):
         atoms = [x for x in eqn.invars if not isinstance(x, Literal)]
         ending = {x for x in (*atoms, *eqn.outvars) if x not in seen}
@@ -238,16 +234,7 @@ def every_use(
     *,
     once: bool = False,
 ) -> bool:
-    """Returns whether a value is used, is not returned, and each of its uses passes.
-
-    Args:
-        jaxpr: The jaxpr that holds the value.
-        var: Its variable.
-        judge: Takes an equation that reads it, the position of the operand and the named
-            scopes of the equation.
-        scopes: The named scopes around the jaxpr.
-        once: Whether more than one use fails.
-    """
+    """Returns whether a value is used, is not returned, and each of its uses passes."""
     uses = [
         (eqn, position)
         for eqn in jaxpr.eqns

@@ -9,16 +9,17 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import PyTree
 
-from mpx._ops._attention._cudnn import causal
+from mpx._ops._attention import causal
 from mpx._recognise._match import Match
-from mpx._recognise._meanings import MASKED, Side
-from mpx._recognise._terms import SAME, VARYING, Term, compact
+from mpx._recognise._softmax import MASKED, Side
+from mpx._recognise._terms import RULES, SAME, Term, compact
 
 _BIASES = 1e8
 """No bias is taken to be larger than this: masked scores must be lower."""
@@ -26,28 +27,20 @@ _MOST_SEARCHED = 60
 
 
 class Masks(NamedTuple):
-    """Biases and masks of one attention.
+    """Biases and masks of one attention."""
 
-    Attributes:
-        is_causal: Whether a query sees the keys up to its own position only.
-        window: The number of keys that it sees to the left and to the right.
-        biases: The biases that are no constants.
-        bias: The sum of those that are, with the axes batch, heads, rows and keys.
-        masks: The masks that are no constants.
-        mask: Those that are, `True` for keys that are seen.
-        empty: The probability of each key in a row in which all is masked; `None` if
-            there is no such row.
-        is_added: Whether scores have a gradient in such rows.
-    """
-
-    is_causal: bool = False
+    is_causal: bool = False  # Whether a query sees the keys up to its own position only
+    # The number of keys that it sees to the left and to the right
     window: tuple[int, int] | None = None
-    biases: tuple[Side, ...] = ()
+    biases: tuple[Side, ...] = ()  # The biases that are no constants
+    # The sum of those that are, with the axes batch, heads, rows and keys
     bias: np.ndarray | None = None
-    masks: tuple[Side, ...] = ()
-    mask: np.ndarray | None = None
+    masks: tuple[Side, ...] = ()  # The masks that are no constants
+    mask: np.ndarray | None = None  # Those that are, `True` for keys that are seen
+    # The probability of each key in a row in which all is masked; `None` if there is no
+    # such row
     empty: float | None = None
-    is_added: bool = False
+    is_added: bool = False  # Whether scores have a gradient in such rows
 
     @property
     def terms(self) -> list[Term]:
@@ -147,7 +140,7 @@ def _may_mask(term: Term) -> bool:
             is_float = jnp.issubdtype(numbers.dtype, jnp.floating)
             if is_float and not np.abs(numbers).max() < -MASKED:
                 return True
-        elif term.name in VARYING and id(term) not in seen:
+        elif term.name in RULES and id(term) not in seen:
             seen.add(id(term))
             waiting.extend(term.operands)
     return False
@@ -272,13 +265,7 @@ def _truth(operands: list[Term]) -> Term | None:
 def arrays_of(
     match: Match, masks: Masks, value_of: Callable[[Term], Array]
 ) -> dict[str, Array]:
-    """Returns the kernel's further operands.
-
-    Args:
-        match: The attention.
-        masks: Its masks.
-        value_of: Returns the value of a term.
-    """
+    """Returns the kernel's further operands."""
 
     def small(side: Side) -> Array:
         x = value_of(side.term)
@@ -288,7 +275,9 @@ def arrays_of(
         return jnp.asarray(match.side(side, x))
 
     found: dict[str, Array] = {}
-    parts: list[Any] = [small(x).astype(jnp.float32) * x.factor for x in masks.biases]
+    parts: list[PyTree] = [
+        small(x).astype(jnp.float32) * x.factor for x in masks.biases
+    ]
     parts += [] if masks.bias is None else [jnp.asarray(masks.bias)]
     if parts:
         found["bias"] = functools.reduce(operator.add, parts)
@@ -302,15 +291,7 @@ def arrays_of(
 def fill_empty_rows(
     match: Match, masks: Masks, mask: Array, operands: Sequence[Array], out: Array
 ) -> Array:
-    """Returns attention with what rows become in which everything is masked.
-
-    Args:
-        match: The attention.
-        masks: Its masks.
-        mask: The mask of the kernel.
-        operands: Queries, keys and values (batch, length, heads, size).
-        out: The result of the kernel (batch, rows, heads, size).
-    """
+    """Returns attention with what rows become in which everything is masked."""
     rows, keys = match.size(match.axes.row), match.size(match.axes.key)
     if masks.is_causal:
         mask = mask & causal(rows, keys, masks.window)

@@ -8,49 +8,33 @@ import numpy as np
 from jax import Array
 
 from mpx._program._queries import Equation
-from mpx._recognise._meanings import Label, Meaning, Scores, Side
-from mpx._recognise._softmax import Softmaxes
+from mpx._recognise._softmax import Label, Meaning, Scores, Side, Softmaxes
 from mpx._recognise._terms import Term
 
 
 class Axes(NamedTuple):
-    """The labels of the scores, by what they are for attention.
-
-    Attributes:
-        batch: Batch axes.
-        heads: Batch axes that are heads.
-        groups: The other free axes of the queries: more heads with the same keys.
-        row: The free axis of the queries that is their position.
-        key: The free axis of the keys.
-    """
+    """The labels of the scores, by what they are for attention."""
 
     batch: tuple[Label, ...]
-    heads: tuple[Label, ...]
+    heads: tuple[Label, ...]  # Batch axes that are heads
+    # The other free axes of the queries: more heads with the same keys
     groups: tuple[Label, ...]
-    row: Label
-    key: Label
+    row: Label  # The free axis of the queries that is their position
+    key: Label  # The free axis of the keys
 
 
 class Match(NamedTuple):
-    """Attention that was found in a program.
+    """Attention that was found in a program."""
 
-    Attributes:
-        eqn: The equation that multiplies with the values.
-        query, key, value: The operands of the matmuls.
-        probs: The softmax.
-        position: Which operand of the equation it is.
-        meaning: Its meaning.
-        axes: The labels of its axes.
-    """
-
-    eqn: Equation
+    eqn: Equation  # The equation that multiplies with the values
+    # The operands of the matmuls
     query: Term
     key: Term
     value: Term
-    probs: Term
-    position: int
+    probs: Term  # The softmax
+    position: int  # Which operand of the equation it is
     meaning: Meaning
-    axes: Axes
+    axes: Axes  # The labels of its axes
 
     @property
     def scores(self) -> Scores:
@@ -142,12 +126,7 @@ class Match(NamedTuple):
         return out.reshape(self.eqn.outvars[0].aval.shape)
 
     def side(self, side: Side, x: Array | np.ndarray) -> Array | np.ndarray:
-        """Returns a bias or mask with the axes batch, heads, rows and keys.
-
-        Args:
-            side: The side.
-            x: Its array, with size 1 along axes where it does not vary.
-        """
+        """Returns a bias or mask with the axes batch, heads, rows and keys."""
         batch, heads, groups, row, key = self.axes
         sizes, labels = [], []
         for size, here in zip(x.shape, side.labels, strict=True):

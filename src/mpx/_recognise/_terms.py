@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from mpx._jax._compat import Literal, has_shardings, is_tracer, open_jaxpr
 from mpx._program._interpreter import Aval, Jaxpr
@@ -32,7 +33,7 @@ def value_of(term: "Term") -> np.ndarray | None:
         return _given(term, dtype)
     if len(term.eqn.outvars) != 1 or (term.name == "iota" and term.operands):
         return None
-    rule = _RULES.get(term.name)
+    rule = RULES.get(term.name)
     operands = [x.constant for x in term.operands] if rule is not None else [None]
     if rule is None or any(x is None for x in operands):
         return None
@@ -53,41 +54,22 @@ def _given(term: "Term", dtype: Any) -> np.ndarray | None:
     return np.asarray(value, dtype) if value.nbytes <= _LARGEST else None
 
 
-def only_number(value: np.ndarray) -> float | None:
-    """Returns the number that all elements of an array are, if there is one."""
-    if value.dtype == bool or not value.size:
-        return None
-    small = compact(value)
-    if np.issubdtype(small.dtype, np.complexfloating):
-        return None
-    first = small.reshape(-1)[0]
-    return float(first) if np.all(small == first) else None
-
-
 def compact(x: np.ndarray) -> np.ndarray:
     """Returns an array with size 1 along the axes where its stride is 0."""
     return x[tuple(slice(1) if s == 0 else slice(None) for s in x.strides)]
 
 
-def _divide(x: Any, y: Any) -> Any:
+def _divide(x: PyTree, y: PyTree) -> PyTree:
     if not np.issubdtype(x.dtype, np.integer):
         return np.divide(x, y)
     return None if np.any(y == 0) else np.trunc(x / y).astype(x.dtype)
 
 
-def _choose(which: Any, *cases: Any) -> Any:
+def _choose(which: PyTree, *cases: PyTree) -> PyTree:
     return np.where(which, cases[1], cases[0]) if which.dtype == bool else None
 
 
-COMPARISONS: dict[str, Callable[..., Any]] = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-}
-NUMPY: dict[str, Callable[..., Any]] = {
+NUMPY: dict[str, Callable[..., PyTree]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -107,7 +89,12 @@ NUMPY: dict[str, Callable[..., Any]] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     "not": np.bitwise_not,
-    **COMPARISONS,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
     **dict.fromkeys((*SAME, "convert_element_type"), lambda x: x),
     "select_n": _choose,
 }
@@ -169,7 +156,7 @@ def _sliced(term: "Term", x: np.ndarray) -> np.ndarray:
     return x[tuple(slice(*part) for part in parts)]
 
 
-_RULES: dict[str, Callable[..., np.ndarray | None]] = {
+RULES: dict[str, Callable[..., np.ndarray | None]] = {
     **dict.fromkeys(NUMPY, _elementwise),
     "iota": _iota,
     "broadcast_in_dim": _broadcast,
@@ -178,46 +165,6 @@ _RULES: dict[str, Callable[..., np.ndarray | None]] = {
     "squeeze": _reshaped,
     "slice": _sliced,
 }
-Axes = tuple[bool, ...] | None
-
-
-def _varying_broadcast(term: "Term") -> Axes:
-    found = [False] * len(term.shape)
-    dims = term.params["broadcast_dimensions"]
-    for dim, varies in zip(dims, term.operands[0].varying, strict=True):
-        found[dim] = varies
-    return tuple(found)
-
-
-def _varying_reshape(term: "Term") -> Axes:
-    source, shape = term.operands[0], term.shape
-    if not _same_axes(source.shape, shape):
-        return None
-    pairs = zip(source.varying, source.shape, strict=True)
-    rest = iter([varies for varies, size in pairs if size != 1])
-    return tuple(size != 1 and next(rest) for size in shape)
-
-
-def _varying_elementwise(term: "Term") -> Axes:
-    # Scalars are broadcast, and so are axes of size 1.
-    inner = [x.varying for x in term.operands if x.shape]
-    return tuple(any(x) for x in zip(*inner, strict=True)) if inner else None
-
-
-VARYING: dict[str, Callable[["Term"], Axes]] = {
-    **dict.fromkeys(
-        (*NUMPY, "tanh", "sign", "floor", "logistic"), _varying_elementwise
-    ),
-    "iota": lambda term: tuple(
-        i == term.params["dimension"] for i in range(len(term.shape))
-    ),
-    "broadcast_in_dim": _varying_broadcast,
-    "transpose": lambda term: tuple(
-        term.operands[0].varying[i] for i in term.params["permutation"]
-    ),
-    **dict.fromkeys(("reshape", "squeeze"), _varying_reshape),
-}
-"""By primitive: for each axis whether the result may differ along it; `None` for all."""
 _JITS = ("jit", "pjit")
 _CALLS = (*_JITS, "closed_call", "core_call")
 
@@ -246,7 +193,7 @@ class Term:
         return tuple(self.atom.aval.shape)
 
     @property
-    def params(self) -> dict[str, Any]:
+    def params(self) -> dict[str, PyTree]:
         """The parameters of the equation."""
         return {} if self.eqn is None else self.eqn.params
 
@@ -267,11 +214,12 @@ class Term:
 
         An axis along which it was only broadcast has `False`.
         """
-        if self.eqn is not None:
-            rule = VARYING.get(self.name)
-            found = None if rule is None else rule(self)
-            if found is not None:
-                return found
+        if self.name in (*SAME, "convert_element_type", "not"):
+            return self.operands[0].varying
+        if self.name == "broadcast_in_dim":
+            dims = self.params["broadcast_dimensions"]
+            given = dict(zip(dims, self.operands[0].varying, strict=True))
+            return tuple(given.get(i, False) for i in range(len(self.shape)))
         return tuple(size != 1 for size in self.shape)
 
     @functools.cached_property
@@ -307,7 +255,11 @@ class Term:
         is_array = self.eqn is None and math.prod(self.shape) > 1
         # An array that the function closes over is not fetched for this.
         value = None if is_array else self.constant
-        return None if value is None else only_number(value)
+        if value is None or value.dtype.kind in "bc" or not value.size:
+            return None
+        small = compact(value)
+        first = small.reshape(-1)[0]
+        return float(first) if np.all(small == first) else None
 
 
 class Level:
@@ -325,7 +277,7 @@ class Level:
     def __init__(
         self,
         jaxpr: Jaxpr,
-        consts: Sequence[Any],
+        consts: Sequence[PyTree],
         caller: "tuple[Level, Equation] | None" = None,
     ) -> None:
         self.jaxpr, self.caller = jaxpr, caller
@@ -413,18 +365,16 @@ class Level:
                 yield from outer.readers(call.outvars[position])
 
 
-def _position(variables: Sequence[Any], var: Any) -> int:
+def _position(variables: Sequence[PyTree], var: Any) -> int:
     return next(i for i, other in enumerate(variables) if other is var)
 
 
 def live_equations(
-    jaxpr: Jaxpr, replaced: Callable[[int], Sequence[Any] | None] = lambda i: None
+    jaxpr: Jaxpr, replaced: Callable[[int], Sequence[PyTree] | None] = lambda i: None
 ) -> list[Equation]:
     """Returns the equations whose results are read or that have effects, in order.
 
-    Args:
-        jaxpr: The jaxpr.
-        replaced: Returns what the equation of an index reads, if not its operands.
+    `replaced` returns what the equation of an index reads, if not its operands.
     """
     read = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
     live = []

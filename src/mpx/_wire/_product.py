@@ -75,7 +75,7 @@ class Product:
             return jax.linear_transpose(product, _wide(struct))(cotangent)[0]
 
         grad = self._low(call, [*known, cotangent], self.grads[side])
-        return _cast(grad, struct.dtype)
+        return convert_dtype(grad, struct.dtype)
 
     def _low(self, call: PyTree, args: Sequence[PyTree], dtype: np.dtype) -> PyTree:
         """Runs a function that is traced in f32 with its only matmul in 16 bits."""
@@ -83,17 +83,13 @@ class Product:
         body, consts = open_jaxpr(jax.make_jaxpr(call)(*types))
         visitor = _Low(compute=self.compute, result=dtype, multiply=self.multiply)
         (out,), _ = visitor.run(body, consts, list(args), [None] * len(args), ())
-        return _cast(out, dtype)
+        return convert_dtype(out, dtype)
 
 
 def _wide(struct: Any) -> Any:
     if not jnp.issubdtype(struct.dtype, jnp.floating):
         return struct
     return struct.update(dtype=_F32, weak_type=False)
-
-
-def _cast(x: PyTree, dtype: PyTree) -> PyTree:
-    return x if x.dtype == dtype else convert_dtype(x, dtype)
 
 
 def _is_floating(x: PyTree) -> bool:
@@ -113,11 +109,11 @@ class _Low(Visitor):
         if name in HANDLERS:
             return HANDLERS[name](self, op)
         if name in MATMULS:
-            low = [_cast(x, self.compute) for x in values[:2]]
+            low = [convert_dtype(x, self.compute) for x in values[:2]]
             return self.multiply(op.eqn, [*low, *values[2:]], self.result), [None]
         floats = {x.dtype for x in values if _is_floating(x)}
         if len(floats) > 1:  # such as zeros of f32 that pad an operand
-            values = [_cast(x, _F32) if _is_floating(x) else x for x in values]
+            values = [convert_dtype(x, _F32) if _is_floating(x) else x for x in values]
         outs = bind(op.eqn, values)
         return outs, [None] * len(outs)
 
@@ -129,7 +125,7 @@ def plain_multiply(eqn: Equation, args: Values, dtype: np.dtype) -> Values:
 
     def on_cpu(*args: PyTree) -> Values:
         # XLA has no such matmul on CPUs for all shapes. The products are the same.
-        wide = [_cast(x, dtype) for x in args[:2]]
+        wide = [convert_dtype(x, dtype) for x in args[:2]]
         return bind(eqn, [*wide, *args[2:]], preferred_element_type=dtype)
 
     def elsewhere(*args: PyTree) -> Values:

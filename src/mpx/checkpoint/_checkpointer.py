@@ -1,7 +1,10 @@
 """Writing checkpoints and reading them, through Orbax."""
 
 import contextlib
+import os
+import pathlib
 from types import TracebackType
+from typing import IO
 
 import jax
 from jaxtyping import PyTree
@@ -13,6 +16,7 @@ from mpx.checkpoint._restore import (
     ARRAYS,
     RECORD,
     Fields,
+    Folder,
     Manager,
     Path,
     absolute,
@@ -22,6 +26,11 @@ from mpx.checkpoint._restore import (
     reader,
     while_others_write,
 )
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 _STEP = "the folder of a checkpoint has the number of its step"
 _OWN = {
@@ -36,6 +45,8 @@ _OWN = {
 """Options of Orbax that a `Checkpointer` sets, and what to do instead."""
 _writing: dict[str, Manager] = {}
 """The managers of this process that write, by folder."""
+_locks: dict[str, IO[str]] = {}
+"""The files whose locks this process holds, by folder."""
 
 
 class Checkpointer:
@@ -47,7 +58,8 @@ class Checkpointer:
     last one.
 
     Nothing in the folder changes before the first `save`, so other processes may read while
-    one job writes. Give each job that writes its own folder.
+    one job writes. A second process that writes to the same folder gets an error, unless the
+    file system has no locks, as object stores: give each job its own folder.
 
     Examples:
         >>> import tempfile, jax.numpy as jnp
@@ -69,6 +81,7 @@ class Checkpointer:
         *,
         keep: int | None = None,
         asynchronous: bool = True,
+        read_only: bool = False,
         **options: object,
     ) -> None:
         """Looks for checkpoints in the folder, which need not exist.
@@ -78,6 +91,7 @@ class Checkpointer:
             keep: How many checkpoints stay; older ones, or worse ones with `best_fn`, are
                 removed when a new one is complete. `None` keeps all.
             asynchronous: Whether `save` returns before everything is written.
+            read_only: Whether `save` and `delete` are errors.
             **options: Options of `orbax.checkpoint.CheckpointManagerOptions`, such as
                 `save_interval_steps`, `keep_period`, `keep_time_interval`, `best_fn`,
                 `best_mode`, `save_decision_policy` and `preservation_policy`.
@@ -91,7 +105,7 @@ class Checkpointer:
         keep = None if keep is None else as_count(keep, "keep", at_least=1)
         self._path = absolute(path)
         self._options = {**options, "max_to_keep": keep}
-        self._asynchronous = asynchronous
+        self._asynchronous, self._read_only = asynchronous, read_only
         self._is_writer = False
         self._manager = reader(self._path, self._options)
 
@@ -117,6 +131,7 @@ class Checkpointer:
                 that do not span processes differ between them, or if metrics are missing.
         """
         step = as_count(step, "step", at_least=0)
+        self._check_writes("saved")
         self._check_metrics(metrics)
         latest = self._manager.latest_step()
         is_next = latest is None or step > latest
@@ -234,6 +249,7 @@ class Checkpointer:
         Raises:
             FileNotFoundError: If there is no such checkpoint.
         """
+        self._check_writes("removed")
         self.wait()
         if not all(gather_results(lambda: self._is_writer)):
             self._become_writer()
@@ -266,6 +282,13 @@ class Checkpointer:
     ) -> None:
         self.close()
 
+    def _check_writes(self, what: str) -> None:
+        if self._read_only:
+            raise ValueError(
+                f"Nothing can be {what}: the Checkpointer of {self._path} was made with "
+                "`read_only=True`."
+            )
+
     def _check_metrics(self, metrics: PyTree) -> None:
         needs = self._options.get("best_fn") is not None
         if needs and metrics is None:
@@ -278,6 +301,7 @@ class Checkpointer:
 
     def _become_writer(self) -> None:
         """Starts a manager that writes, which removes what a killed process left."""
+        gather_results(lambda: jax.process_index() or _lock(self._path))
         earlier = _writing.get(str(self._path))
         if earlier is not None:
             earlier.wait_until_finished()  # of a Checkpointer that was not closed
@@ -294,6 +318,8 @@ class Checkpointer:
     def _resign(self) -> None:
         if _writing.get(str(self._path)) is self._manager:
             del _writing[str(self._path)]
+            if (file := _locks.pop(str(self._path), None)) is not None:
+                file.close()
         self._is_writer = False
 
     def _fail(self, error: Exception) -> None:
@@ -310,6 +336,33 @@ class Checkpointer:
             f"The checkpoint was not written to {self._path}, which has those of the steps "
             f"{steps}."
         )
+
+
+def _lock(folder: Folder) -> None:
+    """Makes this process the only one that writes to a folder.
+
+    POSIX locks belong to a process, not to those that it forks, and end with it.
+    """
+    if fcntl is None or "://" in str(folder) or str(folder) in _locks:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (pathlib.Path(str(folder)) / ".mpx-writer").open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        with file:
+            raise RuntimeError(
+                f"Another process (pid {file.read()}) writes checkpoints to {folder}. Give "
+                "this one another folder, or end the other."
+            ) from None
+    except OSError:  # a file system without locks
+        file.close()
+        return
+    file.truncate(0)
+    file.write(f"{os.getpid()} on {os.uname().nodename}")
+    file.flush()
+    _locks[str(folder)] = file
 
 
 def save(

@@ -1,22 +1,34 @@
-"""`advise`: which precision for which part of a function, predicted or measured."""
+"""`advise`: which precision for which part of a function, emulated or measured."""
 
 import dataclasses
+import functools
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mpx._jax._progress import progress
-from mpx.inspect._measured import Bench, choose, measure_frontier
-from mpx.inspect._predictions import DOUBT, EIGHTS, HALVES, Range, count_steps
-from mpx.inspect._result import Result, Table, amount, percent
-from mpx.inspect._search import (
+import jax
+import numpy as np
+from jax import Array
+
+from mpx._casting._half import gradient_function
+from mpx._jax._progress import Tell, progress, silent
+from mpx._scaling._loss_scaling import StaticLossScaling
+from mpx.inspect._emulation import change
+from mpx.inspect._policies import (
+    EIGHTS,
+    HALVES,
     LIMITS,
-    MOST_VANISHING,
+    MOST_LOST,
     Candidate,
-    Judged,
+    Option,
     PrecisionPolicy,
-    judge,
+    Study,
     propose,
+    within,
 )
+from mpx.inspect._program import gradient, program
+from mpx.inspect._result import Result, Table, amount, percent
 
 _MEASURED_LIMIT = 0.02
 _SHOWN = 30
@@ -24,7 +36,7 @@ _SHOWN = 30
 
 @dataclasses.dataclass(frozen=True)
 class GroupAdvice:
-    """What is predicted for one group of operations.
+    """What rounding one group of operations does.
 
     Attributes:
         label: The path of a parameter, for its matmuls; else a scope or a function.
@@ -35,12 +47,8 @@ class GroupAdvice:
         errors: By format: the norm of the change of the gradient over the norm of the
             gradient, if this group alone is rounded. Of 8-bit formats, only operands of
             matmuls with a parameter are rounded, with one scale for each.
-        doubt: By 16-bit format: the share of the prediction that passes through sums in
-            which the rounding errors are no longer small. Above 0.1, measure.
-        forward: The magnitudes of the forward pass.
-        backward: Those of the backward pass, without a loss scale.
         overflows: Whether f16 is excluded: a number of the forward pass is too large.
-        vanishing: The larger share of its numbers, by direction, that f16 makes zero.
+        vanishing: The largest share of a parameter's gradient that f16 makes zero.
     """
 
     label: str
@@ -48,41 +56,32 @@ class GroupAdvice:
     kind: str
     flops: float
     errors: Mapping[str, float]
-    doubt: Mapping[str, float]
-    forward: Range | None
-    backward: Range | None
     overflows: bool
     vanishing: float
 
     @property
     def note(self) -> str:
         """What to know besides the errors."""
-        notes = []
-        if self.overflows and self.forward is not None:
-            notes.append(f"f16 overflows: {self.forward.largest:.3g}")
-        if self.vanishing > MOST_VANISHING:
-            notes.append(f"f16 loses {percent(self.vanishing)} to zero")
-        doubtful = [name for name, share in self.doubt.items() if share > DOUBT]
-        if doubtful:
-            notes.append(f"doubtful in {', '.join(doubtful)}: a sum cancels")
-        return "; ".join(notes)
+        if self.overflows:
+            return "f16 overflows"
+        if self.vanishing > MOST_LOST:
+            return f"f16 loses {percent(self.vanishing)} of a gradient"
+        return ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice(Result):
-    """Predictions for a function, and measurements of policies, made by `advise`.
+    """What rounding does to a function, and policies for it, made by `advise`.
 
     Attributes:
         groups: The groups of operations that `amp` runs in 16 bits, worst first.
         proposals: By bf16, f16 and fp8, as asked for: the policy with the shortest
-            keep-list that is predicted to be good enough.
-        candidates: The policies on the frontier of predicted error and time, and the
-            default of `amp`; fastest first. Empty without `measure`.
+            keep-list that is good enough in the emulation.
+        candidates: The measured policies, fastest first: the default of `amp` and the
+            fastest good one of each format. Empty without `measure`.
         policy: The fastest measured policy that is good enough; `None` without `measure`.
-        repaired: The groups whose predictions were replaced by measurements.
         loss_scale: The loss scale that was assumed for f16.
         opaque: Operations that were run as written, and whose inside is not judged.
-        steps: Upper bound on the number of step functions (such as ReLU).
         remark: The result of the measurements in one sentence.
     """
 
@@ -90,10 +89,8 @@ class Advice(Result):
     proposals: Mapping[str, Candidate]
     candidates: tuple[Candidate, ...]
     policy: PrecisionPolicy | None
-    repaired: tuple[str, ...]
     loss_scale: float
     opaque: tuple[str, ...]
-    steps: int
     remark: str
 
     def proposal(self, name: str) -> Candidate:
@@ -111,12 +108,12 @@ class Advice(Result):
             (
                 x.label,
                 percent(x.flops / total) if x.flops else "–",
-                *(_error(x.errors[name]) for name in formats),
+                *(_number(x.errors[name]) for name in formats),
                 x.note,
             )
             for x in self.groups[:_SHOWN]
         ]
-        title = "Predicted gradient error if one group alone is rounded"
+        title = "Gradient error if one group alone is rounded"
         right = frozenset(range(1, 2 + len(formats)))
         tables = [Table(("group", "flops", *formats, ""), rows, title, right)]
         texts = []
@@ -125,31 +122,22 @@ class Advice(Result):
             texts.append(f"{rest} more groups have smaller errors.")
         if self.opaque:
             texts.append(f"Not looked into: {', '.join(self.opaque)}.")
-        if self.repaired:
-            names = ", ".join(self.repaired)
-            texts.append(f"Predictions replaced by measurements: {names}.")
         if self.policy is None:
             tables += [_described(*item) for item in self.proposals.items()]
-            if self.steps:
-                texts.append(
-                    "The function has steps, such as those of relu: rounding before them "
-                    "flips signs, which no derivative predicts. Errors before them are "
-                    "larger than shown; `measure=True` measures."
-                )
         else:
             tables.append(_measured(self.candidates))
             texts.append(f"{self.remark}\n{self.policy}")
         return [*tables, *map(Table.text, texts)]
 
 
-def _error(value: float) -> str:
+def _number(value: float) -> str:
     return "–" if value == 0 else f"{value:.1e}"
 
 
 def _described(name: str, proposal: Candidate) -> Table:
-    error = f"predicted gradient error {_error(proposal.predicted_error)}"
+    error = f"gradient error {_number(proposal.predicted_error)}"
     if proposal.kept:
-        error += f", instead of {_error(proposal.default)} without keep"
+        error += f", instead of {_number(proposal.default)} without keep"
     remark = [proposal.remark] if proposal.remark else []
     return Table.text("\n".join([str(proposal.policy), error, *remark]), f"{name}:")
 
@@ -164,24 +152,185 @@ def _measured(candidates: Sequence[Candidate]) -> Table:
         (
             str(x.policy),
             f"{x.predicted_error:.1e}",
-            f"{x.error:.1e}",
+            f"{x.error or 0:.1e}",
             f"{1e3 * x.predicted_time:.3g} ms",
             timed(x),
             "–" if x.memory is None else amount(x.memory, "B"),
         )
         for x in candidates
-        if x.error is not None
     ]
     head = ("policy", "predicted", "measured", "cost table", "time", "memory")
     title = "Error of the gradient, and time"
     return Table(head, rows, title, frozenset(range(1, 6)))
 
 
+# --- Measuring ------------------------------------------------------------------------
+
+_TRIES = 4  # keep-lists of one format that are measured until one is good enough
+_NEAR = 1.02  # policies within this factor of the fastest are about as fast
+_LEANER = 0.95
+_TURNS = 9
+_LEAST_TIME = 0.02  # seconds of calls, so that one measurement is longer than its noise
+
+
+class Bench:
+    """Measures the gradients of policies against the gradient in f32.
+
+    Attributes:
+        has_gpu: Whether policies are timed.
+        done: The measurements of each policy, as fields of `Candidate`.
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., object],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        scale: float,
+    ) -> None:
+        self._call, self._scale = (func, args, kwargs), scale
+        self.has_gpu = jax.default_backend() == "gpu"
+        self.done: dict[PrecisionPolicy, dict[str, Any]] = {}
+        self._runs: dict[PrecisionPolicy, Callable[[], list[Array]]] = {}
+
+    @functools.cached_property
+    def _exact(self) -> list[Array]:
+        """The gradient in f32, multiplied in full f32."""
+        func, args, kwargs = self._call
+        with jax.default_matmul_precision("highest"):
+            grad = gradient(program(func, args, kwargs))
+            return jax.jit(grad.__call__)(*grad.arrays)[1:]
+
+    def error(self, policy: PrecisionPolicy) -> float:
+        """Returns the error of the gradient under a policy."""
+        if policy not in self.done:
+            func, args, kwargs = self._call
+            scaling = StaticLossScaling(self._scale) if policy.half == "f16" else None
+            with gradient_function():
+                forward = program(policy.apply(func), args, kwargs)
+                grad = gradient(forward, scaling)
+            compiled = jax.jit(grad.__call__).lower(*grad.arrays).compile()
+            run = functools.partial(compiled, *grad.arrays)
+            analysis = compiled.memory_analysis()
+            self._runs[policy] = run
+            self.done[policy] = {
+                "error": change(run()[1:], self._exact).error,
+                "memory": getattr(analysis, "temp_size_in_bytes", None),
+            }
+        return self.done[policy]["error"]
+
+    def time(self) -> None:
+        """Times the measured policies in turn, and adds how far times spread."""
+        counts = {
+            policy: math.ceil(_LEAST_TIME / max(_seconds(call, 2), 1e-9))
+            for policy, call in self._runs.items()
+        }
+        found: dict[PrecisionPolicy, list[float]] = {x: [] for x in counts}
+        for _ in range(_TURNS):
+            for policy, call in self._runs.items():
+                found[policy].append(_seconds(call, counts[policy]))
+        for policy, times in found.items():
+            low, middle, high = np.quantile(times, (0.1, 0.5, 0.9))
+            self.done[policy] |= {"time": float(middle), "spread": float(high - low)}
+
+
+def _seconds(call: Callable[[], list[Array]], times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times - 1):
+        call()
+    jax.block_until_ready(call())
+    return (time.perf_counter() - start) / times
+
+
+def measure_all(
+    known: Study,
+    bench: Bench,
+    wanted: Sequence[str],
+    limit: float,
+    tell: Tell = silent,
+) -> list[Candidate]:
+    """Returns measured policies: the default, then the fastest good one of each format.
+
+    The formats are bf16, f16 and fp8. Where an emulation was too hopeful, the next longer
+    keep-lists are measured.
+    """
+    found = dict[PrecisionPolicy, Option]()
+
+    def error(option: Option) -> float:
+        policy = known.policy(option)
+        found.setdefault(policy, option)
+        tell(f"measuring {policy}")
+        return bench.error(policy)
+
+    error(Option("bf16" if wanted[0] == "fp8" else wanted[0]))
+    for name in wanted:
+        for option in within(known, name, limit)[:_TRIES]:
+            if error(option) <= limit:
+                break
+    if bench.has_gpu:
+        tell("timing")
+        bench.time()
+    return [
+        dataclasses.replace(known.candidate(option), **bench.done[policy])
+        for policy, option in found.items()
+    ]
+
+
+def choose(
+    candidates: Sequence[Candidate], limit: float, has_gpu: bool
+) -> tuple[PrecisionPolicy, str]:
+    """Returns the fastest policy within the limit, and why; the first is the default."""
+    usual = candidates[0]
+    good = [x for x in candidates if _error(x) <= limit]
+    if not good:
+        best = min(candidates, key=_error)
+        return best.policy, (
+            f"No measured policy reaches {limit:g}: this is the most exact, with "
+            f"{_error(best):.1e}. Pass a larger `max_grad_error`, or stay in f32."
+        )
+    best = _fastest(good, usual, has_gpu)
+    what = "The default of `amp` is best" if best is usual else "The fastest policy"
+    by = "as timed on this GPU"
+    if not has_gpu:
+        by = "by the cost table of an H200; not timed"
+    remark = f"{what} within {limit:g}, {by}."
+    if usual not in good:
+        remark += f" The default of `amp` has an error of {_error(usual):.1e}."
+    return best.policy, remark
+
+
+def _error(candidate: Candidate) -> float:
+    return math.inf if candidate.error is None else candidate.error
+
+
+def _clock(candidate: Candidate, has_gpu: bool) -> float:
+    return (candidate.time or 0.0) if has_gpu else candidate.predicted_time
+
+
+def _is_tie(slower: Candidate, faster: Candidate, has_gpu: bool) -> bool:
+    """Returns whether two times differ by no more than they vary from run to run."""
+    noise = (slower.spread or 0.0) + (faster.spread or 0.0)
+    least = _clock(faster, has_gpu)
+    return _clock(slower, has_gpu) <= max(_NEAR * least, least + noise)
+
+
+def _fastest(good: Sequence[Candidate], usual: Candidate, has_gpu: bool) -> Candidate:
+    """Returns the fastest candidate; the default or the leanest of those about as fast."""
+    fastest = min(good, key=lambda x: _clock(x, has_gpu))
+    near = [x for x in good if _is_tie(x, fastest, has_gpu)]
+    if not has_gpu:  # what a program needs on a CPU says nothing about a GPU
+        return usual if usual in near else fastest
+    lean = min(near, key=lambda x: x.memory or math.inf)
+    if usual not in near or (lean.memory or math.inf) < _LEANER * (usual.memory or 0):
+        return lean
+    return usual
+
+
 # --- advise ---------------------------------------------------------------------------
 
 
 def advise(
-    func: Callable[..., Any],
+    func: Callable[..., object],
     /,
     *args: Any,
     formats: Sequence[str] = ("bf16", "f16", "e4m3", "e5m2"),
@@ -190,30 +339,23 @@ def advise(
     measure: bool = False,
     **kwargs: Any,
 ) -> Advice:
-    """Predicts what each part of a function would do to the gradient in each format.
+    """Finds out what each part of a function does to the gradient in each format.
 
-    The gradient is computed in f32, along the program that `amp` would run, and pulled back
-    twice with random signs. At each place where `amp` or `fp8` would round, the derivatives
-    tell how much of the rounding arrives in the gradient: for all groups of operations
-    and all formats at once. A group is the matmuls of one parameter, or the other operations
-    of one `jax.named_scope`, or of one function where there are no scopes.
+    The gradient is computed in f32, along the program that `amp` would run, once as it is
+    and once for each group of operations and each format, with that group alone rounded
+    wherever `amp` or `fp8` would round. A group is the matmuls of one parameter, or the
+    other operations of one `jax.named_scope`, or of one function where there are no scopes.
+    The program is compiled once.
 
-    Whether numbers fit into f16 is judged apart, from the exponents of both passes, and
-    excludes f16 for a group outright. For the backward pass a loss scale is assumed.
+    For each format it proposes the shortest keep-list with which the gradient is close
+    enough to that in f32: groups that add much error for their time are kept first, and each
+    proposal is emulated as a whole. f16 has its real range, with the loss scale at which
+    `mpx.DynamicLossScaling` comes to rest; groups that overflow are kept.
 
-    Rounding is predicted to first order. That fails where rounding errors are no longer
-    small, as in a difference of nearly equal numbers: such predictions are marked. It also
-    fails at steps: rounding before a relu flips signs.
-
-    `measure=True` finds the fastest policy whose gradient is close enough to that in f32.
-    From the predictions and the cost of each group of operations it computes the frontier of
-    gradient error against time, over bf16 and f16 with keep-lists, and fp8 with keep-lists
-    of its own. The fastest policies of the frontier are measured: their gradient is compared
-    with that in f32. If a prediction is off by more than a factor of 2, those of the worst
-    groups are replaced by measurements, and the frontier is computed again. If none of the
-    measured policies is good enough, the others are measured, too. On a GPU the measured
-    policies are timed in turn; `amp`'s default wins ties, unless another one needs less
-    memory. Elsewhere they are ranked by a table of the rates of an H200.
+    `measure=True` also runs the proposals, and compares their real gradients with that in
+    f32. Where one is not good enough, longer keep-lists are run. On a GPU they are timed in
+    turn; `amp`'s default wins ties, unless another one needs less memory. Elsewhere they are
+    ranked by a table of the rates of an H200.
 
     A small gradient error on one batch promises nothing about the accuracy after training.
 
@@ -236,7 +378,8 @@ def advise(
     Raises:
         TypeError: If the function is under `amp` or `fp8`, returns no scalar loss first, or
             gets shapes instead of numbers.
-        ValueError: If a format is unknown or `max_grad_error` is not positive.
+        ValueError: If a format is unknown, `max_grad_error` is not positive, or the gradient
+            in f32 is not finite.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -244,7 +387,7 @@ def advise(
         ...     return jnp.mean(jnp.tanh(x @ params["a"]) @ params["b"])
         >>> params = {"a": jnp.full((8, 16), 0.1), "b": jnp.full((16, 4), 0.3)}
         >>> x = jnp.linspace(0, 1, 32).reshape(4, 8)
-        >>> print(advise(loss, params, x).proposal("bf16").policy)
+        >>> print(advise(loss, params, x, formats=["bf16"]).proposal("bf16").policy)
         mpx.amp(loss, "bf16")
         >>> print(advise(loss, params, x, formats=["bf16"], measure=True).policy)
         mpx.amp(loss, "bf16")
@@ -256,30 +399,27 @@ def advise(
             f"{max_grad_error}."
         )
     wanted = [x for x in HALVES if x in formats]
-    halves, with_fp8 = wanted or ["bf16"], any(x in formats for x in EIGHTS)
-    steps = 4 + 2 * (1 + len(batches)) + 2 * measure
-    with progress(steps, "advise") as tell:
-        known = judge(func, args, kwargs, batches, tell)
-        candidates, policy, repaired, remark = [], None, set[str](), ""
+    wanted += ["fp8"] if {*formats} & {*EIGHTS} else []
+    with progress("advise") as tell:
+        known = Study(func, args, kwargs, batches, formats, tell=tell)
+        proposals = {
+            name: propose(known, name, max_grad_error or LIMITS[name])
+            for name in wanted
+        }
+        groups = _rows(known, formats)
+        candidates, policy, remark = list[Candidate](), None, ""
         if measure:
             limit = max_grad_error or _MEASURED_LIMIT
-            bench = Bench(func, args, kwargs, known.predicted.scale)
-            candidates, repaired = measure_frontier(
-                known, bench, halves, limit, with_fp8=with_fp8, tell=tell
-            )
-            policy, remark = choose(candidates, halves[0], limit, bench.has_gpu)
+            bench = Bench(func, args, kwargs, known.scale)
+            candidates = measure_all(known, bench, wanted, limit, tell)
+            policy, remark = choose(candidates, limit, bench.has_gpu)
     return Advice(
-        groups=_rows(known, formats),
-        proposals={
-            name: propose(known, name, max_grad_error or LIMITS[name])
-            for name in (*wanted, *(["fp8"] if with_fp8 else []))
-        },
-        candidates=tuple(candidates),
+        groups=groups,
+        proposals=proposals,
+        candidates=tuple(sorted(candidates, key=lambda x: x.predicted_time)),
         policy=policy,
-        repaired=tuple(sorted(repaired)),
-        loss_scale=known.predicted.scale,
-        opaque=tuple(sorted(known.study.found.opaque)),
-        steps=count_steps(known.study.program.jaxpr),
+        loss_scale=known.scale,
+        opaque=tuple(sorted(known.emulation.opaque)),
         remark=remark,
     )
 
@@ -288,36 +428,27 @@ def _check_formats(formats: Sequence[str]) -> tuple[str, ...]:
     known, chosen = (*HALVES, *EIGHTS), formats
     if isinstance(formats, str):
         chosen = (formats,)
-    for name in chosen:
-        if name not in known:
-            raise ValueError(
-                f"`formats` must be some of {', '.join(known)}, but {name!r} was given."
-            )
+    if not chosen or not {*chosen} <= {*known}:
+        raise ValueError(
+            f"`formats` must be some of {', '.join(known)}, but {formats!r} was given."
+        )
     return tuple(name for name in known if name in chosen)
 
 
-def _rows(known: Judged, formats: tuple[str, ...]) -> tuple[GroupAdvice, ...]:
-    """Returns one row for each label: what one selector selects together."""
-    predicted, rows = known.predicted, []
-    labels: dict[str, list[int]] = {}
-    for i in sorted(known.active):
-        labels.setdefault(known.groups[i].label, []).append(i)
-    for label, members in labels.items():
-        largest = max(members, key=lambda i: predicted.error("bf16", [i]))
-        selector = known.groups[members[0]].selector
-        doubts = [name for name in formats if name in HALVES]
+def _rows(known: Study, formats: tuple[str, ...]) -> tuple[GroupAdvice, ...]:
+    """Returns one row for each label."""
+    rows = []
+    for label, members in known.labels.items():
+        changes = {name: known.alone(name, label) for name in formats}
+        selector = known.selector(label)
         row = GroupAdvice(
             label=label,
             selector=selector.pattern,
             kind=selector.kind,
             flops=sum(known.work[i].flops for i in members),
-            errors={name: predicted.error(name, members) for name in formats},
-            doubt={x: predicted.share_of_doubt(x, largest) for x in doubts},
-            forward=predicted.ranges.get((largest, False)),
-            backward=predicted.ranges.get((largest, True)),
-            overflows=any(map(predicted.overflows, members)),
-            vanishing=max(map(predicted.vanishing, members)),
+            errors={name: found.error for name, found in changes.items()},
+            overflows=label in known.overflowing,
+            vanishing=changes["f16"].lost if "f16" in formats else 0.0,
         )
         rows.append(row)
-    first = formats[0] if formats else "bf16"
-    return tuple(sorted(rows, key=lambda row: -row.errors[first]))
+    return tuple(sorted(rows, key=lambda row: -row.errors[formats[0]]))

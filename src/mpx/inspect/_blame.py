@@ -6,21 +6,20 @@ alone, with everything else in f32, makes a result wrong.
 """
 
 import functools
+import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from mpx._jax._formats import FORMATS, Format
-from mpx._program._queries import names
+from mpx._program._queries import SHAPE_ONLY, Equation, names
 from mpx.inspect._dtypes import is_float
 from mpx.inspect._equations import only_moves, to_host, widened
-from mpx.inspect._origins import KEEPS_ZERO, Origin, Trace
 from mpx.inspect._program import Program
-from mpx.inspect._record import Mixed, Node, Recording, Site, numbers
-from mpx.inspect._run import NO_REF, Value
+from mpx.inspect._run import NAN, SHARDS, Node, Recording, Ref, Run, Site, Value
 
 Arrays = Sequence[np.ndarray]
 # Relative errors: the first in bits of a format's significand, the others as they are.
@@ -30,20 +29,18 @@ _NOTICEABLE = 0.1  # loss and gradients with less are not wrong in any format
 _INACCURATE = 0.03  # loss and gradients with more are inaccurate, in 16 bits
 _INACCURATE_FP8 = 0.25  # in 8 bits, where healthy gradients are 10 to 15 % off
 _CONDITION = 4  # times the error that one rounding of the parameters causes is allowed
-_GARBAGE = (
-    0.25  # an operation whose own error is larger is wrong if little depends on it
-)
-_FELT = 0.03  # the least error of loss or gradients that it must cause
 # A gradient that one rounding of the parameters changes by this much is not judged: that of a
 # bias before a normalization, or of the keys' bias in attention, is zero but for roundings.
 _UNSTABLE = 0.25
 EPSILON = 1e-3  # a smaller number in the code may be an epsilon that is too small
-_MOST_SITES = 12
+_MOST_SITES = 12  # that are tried
 _MOST_FOUND = 6
-_MOST_LINES = 4
-_TINY = 1e-45
 _CANCELS = names("add add_any sub reduce_sum cumsum")
 _ACCUMULATES = names("cumsum cumprod cumlogsumexp reduce_window_sum")
+# Zero goes in, zero comes out.
+_KEEPS_ZERO = SHAPE_ONLY.union(
+    names("sqrt mul convert_element_type square select_n abs")
+)
 
 
 def _threshold(low: Format | None) -> float:
@@ -52,12 +49,19 @@ def _threshold(low: Format | None) -> float:
 
 
 Cause = Literal["origin", "constant", "error", "sum", "decision", "loop"]
-"""Why a node is at fault.
-
-It makes numbers that are not finite; a number in the code does; its own error is large; only
-many small errors together are; it compares numbers with another result in f32; a loop does
-not end because of it.
+"""Why a node is at fault: it makes numbers that are not finite; a number in the code does;
+its own error is large; only many small errors together are; it compares numbers with another
+result in f32; a loop does not end because of it.
 """
+
+
+class Origin(NamedTuple):
+    """A result that is not finite although its operands are."""
+
+    node: int
+    out: int
+    where: np.ndarray  # which of its numbers
+    constant: float | None = None  # infinite or nan, written into the equation
 
 
 class Verdict(NamedTuple):
@@ -67,10 +71,7 @@ class Verdict(NamedTuple):
     cause: Cause
     origin: Origin | None = None  # of the numbers that are not finite
     influence: float | None = None  # of this place alone on the worst result, relative
-    result: str = ""  # the name of that result
-    with_nodes: tuple[int, ...] = ()  # that must be in f32 together with this one
-    is_mended: bool = True  # by f32 at these nodes
-    steps: tuple[int, int] = (0, 0)  # of a loop in f32, and those that were not enough
+    result: str = ""  # the name of that result; of a loop, what it does
 
 
 class Blame:
@@ -89,10 +90,9 @@ class Blame:
         exact: Program,
         labels: Sequence[str],
         compiled: Callable[[], Sequence[Any]],
-        tick: Callable[[], None],
     ) -> None:
-        self._whole, self._exact, self._tick = whole, exact, tick
-        self.recording = Recording(tick)
+        self._whole, self._exact = whole, exact
+        self.recording = Recording()
         self.nodes = self.recording.nodes
         inputs = [
             self.recording.input(to_host(x), name, i in whole.params)
@@ -103,33 +103,22 @@ class Blame:
         # A compiled loop that does not end would not return.
         self.actual = self.own if self.recording.endless else _floats(compiled())
         is_low = any(x.format for x in self.nodes)
-        self.exact = self._run(Mixed(tick), exact) if is_low else self.actual
-        kept = [
-            (name, x.ref)
-            for name, x in zip(labels, values, strict=True)
-            if is_float(x.lanes[0])
-        ]
+        self.exact = self._run(Run(), exact) if is_low else self.actual
+        pairs = zip(labels, values, strict=True)
+        kept = [(name, x.ref) for name, x in pairs if is_float(x.lanes[0])]
         self.names, self._refs = [name for name, _ in kept], [ref for _, ref in kept]
         self.is_grad = [name.startswith("gradient") for name in self.names]
         starts = [ref[0] for ref in self._refs]
-        self._live = set(self.recording.before(starts))
+        self._live = sorted(self.recording.before(starts))
         self.forward = set(self.recording.before(starts[:1]))  # that the loss needs
         used = [self.nodes[i].format for i in self._live]
         self.format = max(filter(None, used), key=lambda x: x.eps, default=None)
         self._sizes = self._norms()
-        self.errors, self._own_errors = (
-            [
-                error if np.isfinite(x).all() else math.inf
-                for x, error in zip(outs, self._errors(outs, self.exact), strict=True)
-            ]
-            for outs in (self.actual, self.own)
-        )
-        self._base: list[float] | None = None
-        self._known: dict[frozenset[Site], list[float]] = {}
-        self._reruns = 0
+        self.errors = self._errors(self.actual, self.exact)
+        self._own_errors = self._errors(self.own, self.exact)
 
     def _run(
-        self, run: Mixed, program: Program, disturbed: Format | None = None
+        self, run: Run, program: Program, disturbed: Format | None = None
     ) -> list[np.ndarray]:
         """Runs a program in f32, with its parameters rounded at random if asked to."""
         random, inputs = np.random.default_rng(0), []
@@ -138,12 +127,8 @@ class Blame:
             if disturbed is not None and i in program.params:
                 noise = random.uniform(-0.5, 0.5, x.shape) * disturbed.eps
                 x = (np.asarray(x) * (1 + noise)).astype(x.dtype)
-            inputs.append(Value((x,), NO_REF))
+            inputs.append(Value((x,)))
         return _floats(x.lanes[0] for x in run(program.jaxpr, inputs))
-
-    def _mixed(self, low: Callable[[Site], bool], **options: Any) -> list[np.ndarray]:
-        """Runs the program in f32 again, with some sites in their own precision."""
-        return self._run(Mixed(self._tick, low, **options), self._whole)
 
     def _norms(self) -> list[float]:
         """Returns what errors are relative to: the norms of the results in f32.
@@ -152,22 +137,28 @@ class Blame:
         any error is large.
         """
         sizes = [_norm(x[np.isfinite(x)]) for x in self.exact]
-        rows = list(zip(self.exact, self.is_grad, sizes, strict=True))
-        count = sum(x.size for x, is_grad, _ in rows if is_grad)
-        norm = math.hypot(*(size for _, is_grad, size in rows if is_grad))
-        usual = norm / math.sqrt(max(count, 1))
-        return [
-            size or (usual * math.sqrt(x.size) if is_grad else 0.0) or _TINY
-            for x, is_grad, size in rows
-        ]
+        pairs = list(zip(sizes, self.is_grad, strict=True))
+        every = math.hypot(*(size for size, is_grad in pairs if is_grad))
+        return [size or (every if is_grad else 0.0) or 1e-45 for size, is_grad in pairs]
 
     # --- the judgement ----------------------------------------------------------------
 
-    @property
+    @functools.cached_property
+    def _base(self) -> list[float]:
+        """The change of each result that one rounding of the parameters causes."""
+        return self._errors(self._run(Run(), self._exact, self.format), self.exact)
+
+    @functools.cached_property
     def stable(self) -> list[bool]:
         """Whether each result is judged: see `_UNSTABLE`."""
-        base = self._base or [0.0] * len(self.errors)
-        return [x < _UNSTABLE or not y for x, y in zip(base, self.is_grad, strict=True)]
+        if not self.format or not self._limit < max(self.errors, default=0) < math.inf:
+            return [True] * len(self.errors)
+        return [not x for x in self._unstable]
+
+    @functools.cached_property
+    def _unstable(self) -> list[bool]:
+        pairs = zip(self._base, self.is_grad, strict=True)
+        return [is_grad and x >= _UNSTABLE for x, is_grad in pairs]
 
     @property
     def judgement(self) -> Literal["ok", "inaccurate", "wrong"]:
@@ -185,28 +176,25 @@ class Blame:
         """What else there is to know."""
         if self.recording.endless:
             return ("the compiled function was not run: its loop may not end",)
-        bad, largest = self._bad_results(self._measured), max(self.errors, default=0.0)
-        if not bad and largest > self._limit >= max(self._measured):
+        bad, compiled = self._bad_results(self._measured), max(self.errors, default=0.0)
+        if not bad and compiled > self._limit >= max(self._measured):
             return (
                 "gradients differ because comparisons of nearly equal numbers, as in a relu, "
                 "fall differently than in f32; with the same decisions they agree",
             )
-        if not bad or any(self.errors[i] > self._limit for i in bad):
-            return ()
-        return (
-            "compiled, the error does not show here: XLA keeps more digits than the program "
-            "asks for, which depends on the device and on what it fuses",
-        )
+        if bad and all(self.errors[i] <= self._limit for i in bad):
+            return (
+                "compiled, the error does not show here: XLA keeps more digits than the "
+                "program asks for, which depends on the device and on what it fuses",
+            )
+        return ()
 
     @property
     def headroom(self) -> float:
         """The factor by which all gradients may grow before one overflows."""
-        found = [math.inf]
-        for node in (self.nodes[i] for i in self._live - self.forward):
-            if node.format is not None:
-                sizes = [x.largest for x in node.stats if x.largest > 0]
-                found += [node.format.max / size for size in sizes]
-        return min(found)
+        rows = [self.nodes[i] for i in self._live if i not in self.forward]
+        pairs = [(x.format, y.largest) for x in rows for y in x.stats if y.largest > 0]
+        return min((low.max / size for low, size in pairs if low), default=math.inf)
 
     @functools.cached_property
     def verdicts(self) -> list[Verdict]:
@@ -214,48 +202,34 @@ class Blame:
         found = self._not_finite()
         if self.format is None:
             return found
-        if found:
-            found = self._epsilon(found) or self._beside(found)
-        else:
-            found = self._wrong() or self._decided()
-        seen = {self.recording.site(x.node) for x in found}
-        for node, *steps in self.recording.endless:
-            site = self.recording.site(node)
-            if site not in seen:
-                seen.add(site)
-                found.append(Verdict(node, "loop", steps=(steps[0], steps[1])))
-        return found
-
-    def _beside(self, found: list[Verdict]) -> list[Verdict]:
-        """Adds what else is wrong where numbers are not finite: large local errors."""
-        seen = {self.recording.site(x.node) for x in found}
-        for site, index in self._suspects():
-            if len(found) >= _MOST_FOUND or self._reruns >= _MOST_SITES:
-                break
-            operands = self.recording.operands(self.nodes[index])
-            if site not in seen and all(x.classes is None for x in operands):
-                verdict = self._alone([site], index, "error")
-                found = [*found, verdict] if verdict else found
+        found = (self._epsilon(found) or found) if found else self._wrong()
+        found = found or self._decided()
+        for node, steps, more in self.recording.endless[:1]:
+            text = (
+                f"the loop ends after {steps} steps in f32, but not after {more} here"
+            )
+            found = [*found, Verdict(node, "loop", result=text)]
         return found
 
     # --- numbers that are not finite --------------------------------------------------
 
     def _not_finite(self) -> list[Verdict]:
+        """Returns what makes numbers that are not finite.
+
+        First comes what f32 does not make, if it is finite in the end, and last an infinity
+        that a mask means.
+        """
         is_finite = all(np.isfinite(x).all() for x in self.shadow)
-        origins = Trace(self.recording).origins(self._refs)
-        fresh = [x for x in origins if not self._shadow_has(x)]
-        shared = [x for x in origins if self._shadow_has(x)]
-        # An infinity that a mask means comes last.
-        shared.sort(key=lambda x: (x.constant is not None, x.node))
+        rows = [(self._shadow_has(x), x) for x in _Trace(self.recording)(self._refs)]
+        if is_finite and not all(has for has, _ in rows):
+            rows = [row for row in rows if not row[0]]
+        rows.sort(key=lambda x: (not x[0], x[0] and x[1].constant is not None))
         found: dict[Site, Verdict] = {}
-        for origin in [*fresh, *shared] if is_finite else [*shared, *fresh]:
+        for _, origin in rows:
             index, cause = self._blamed(origin)
             verdict = Verdict(index, cause, origin)
             found.setdefault(self.recording.site(index), verdict)
-        first = list(found.values())
-        if is_finite and fresh:
-            first = [x for x in first if x.origin in fresh]
-        return first[:_MOST_FOUND]
+        return list(found.values())[:_MOST_FOUND]
 
     def _epsilon(self, found: list[Verdict]) -> list[Verdict]:
         """Looks for a small number in the code that makes everything finite if larger.
@@ -263,16 +237,15 @@ class Blame:
         The reciprocal of an epsilon of 1e-8 does not fit into f16, and is met wherever
         gradients are cast.
         """
-        starts, tried = [x.origin.node for x in found if x.origin], list[Any]()
-        for index in self.recording.before(starts):
+        sums: dict[int, tuple[int, Equation]] = {}
+        for index in self.recording.before([x.origin.node for x in found if x.origin]):
             node = self.nodes[index]
-            if node.primitive not in ("add", "max") or not _is_epsilon(node):
-                continue
-            if len(tried) < _MOST_LINES and not any(x is node.eqn for x in tried):
-                tried.append(node.eqn)
-                outs = self._mixed(lambda _: True, constant=(node.eqn, 0.1))
-                if all(np.isfinite(x).all() for x in outs):
-                    return [Verdict(index, "constant", found[0].origin)]
+            if _is_epsilon(node):
+                sums.setdefault(id(node.eqn), (index, node.eqn))
+        for index, eqn in list(sums.values())[:_MOST_FOUND]:
+            run = Run(lambda _: True, constant=(eqn, 0.1))
+            if all(np.isfinite(x).all() for x in self._run(run, self._whole)):
+                return [Verdict(index, "constant", found[0].origin)]
         return []
 
     def _shadow_has(self, origin: Origin) -> bool:
@@ -290,62 +263,55 @@ class Blame:
         operands were wrong already, and what made them wrong is to blame.
         """
         index, node = origin.node, self.nodes[origin.node]
-        if node.eqn is None:
-            return index, "origin"
         if origin.constant is not None:
             return index, "constant"
-        if self._shadow_has(origin):
-            lost = self._lost_constant(index)
-            return (index, "origin") if lost is None else (lost, "constant")
-        if not node.stats[origin.out].local_is_finite:
+        in_shadow = self._shadow_has(origin)
+        earlier = None
+        if node.eqn is not None and in_shadow:
+            earlier = self._lost_constant(index)
+        elif node.eqn is not None and node.stats[origin.out].local_is_finite:
+            earlier = self._upstream(index)
+        if earlier is None:
             return index, "origin"
-        earlier = self._upstream(index)
-        return (index, "origin") if earlier is None else (earlier, "error")
+        return earlier, "constant" if in_shadow else "error"
 
     def _lost_constant(self, index: int) -> int | None:
         """Returns the sum with a constant that was flushed to zero, if one led here."""
-        start = self.nodes[index]
-
-        def passes(node: Node) -> bool:
-            return node is start or node.eqn is None or node.primitive in KEEPS_ZERO
-
-        for current in itertools.islice(self.recording.before([index], passes), 20):
-            node = self.nodes[current]
+        before = self._through(index, lambda x: not x.eqn or x.primitive in _KEEPS_ZERO)
+        for current, node in itertools.islice(before, 20):
             if 0 in node.written and node.format and node.primitive in ("add", "max"):
                 return current
         return None
 
+    def _through(
+        self, index: int, passes: Callable[[Node], bool]
+    ) -> Iterator[tuple[int, Node]]:
+        """Yields what a node is made from, back through the nodes that pass."""
+        nodes, start = self.nodes, self.nodes[index]
+        before = self.recording.before([index], lambda x: x is start or passes(x))
+        return ((i, nodes[i]) for i in before)
+
     def _upstream(self, index: int) -> int | None:
-        """Returns the nearest operation before another one whose own error is large."""
-        starts = [ref[0] for ref in self.nodes[index].parents]
-        before = self.recording.before(starts, lambda node: _deviates(node, 0))
-        for current in itertools.islice(before, 400):
-            if self._is_wrong(self.nodes[current], single=True):
+        """Returns the nearest operation before another whose own error is large."""
+        before = self._through(index, lambda x: x.deviates(0))
+        for current, node in itertools.islice(before, 1, 400):
+            # One number that has lost its digits by cancellation suffices.
+            worst = max((x.worst for x in node.stats), default=0.0)
+            cancels = node.format and node.primitive in _CANCELS
+            if self._is_wrong(node) or (cancels and worst > _threshold(node.format)):
                 return self._first_of_chain(current)
         return None
 
     def _first_of_chain(self, index: int) -> int:
         """Follows operands that are wrong back to the first operation with an error."""
-        start = self.nodes[index]
-        limit = _threshold(start.format)
-        chain = self.recording.before(
-            [index], lambda node: node is start or _deviates(node, limit)
-        )
-        wrong = (i for i in chain if _deviates(self.nodes[i], limit))
-        return min((i for i in wrong if self._is_wrong(self.nodes[i])), default=index)
+        limit = _threshold(self.nodes[index].format)
+        chain = self._through(index, lambda x: x.deviates(limit))
+        wrong = (i for i, x in chain if x.deviates(limit) and self._is_wrong(x))
+        return min(wrong, default=index)
 
-    def _is_wrong(self, node: Node, single: bool = False) -> bool:
-        """Returns whether the error that an operation itself makes is large.
-
-        If `single`, one number that has lost its digits by cancellation suffices.
-        """
-        if node.format is None:
-            return False
-        limit = _threshold(node.format)
-        cancels = single and node.primitive in _CANCELS
-        return node.error > limit or (
-            cancels and any(x.worst > limit for x in node.stats)
-        )
+    def _is_wrong(self, node: Node) -> bool:
+        """Returns whether the error that an operation itself makes is large."""
+        return node.format is not None and node.error > _threshold(node.format)
 
     # --- finite results ---------------------------------------------------------------
 
@@ -357,81 +323,30 @@ class Blame:
         jump in any format. The smaller distance counts, that from f32 or that from f32 with
         the same decisions.
         """
-        tied = [self._errors(x, self.shadow) for x in (self.own, self.actual)]
-        found = []
-        for i, is_grad in enumerate(self.is_grad):
-            errors = [x[i] for x in (self._own_errors, self.errors)]
-            if is_grad:
-                errors = [min(x, y[i]) for x, y in zip(errors, tied, strict=True)]
-            found.append(max(errors))
-        return found
+        own, compiled = (self._errors(x, self.shadow) for x in (self.own, self.actual))
+        jumps = zip(self._own_errors, own, self.errors, compiled, strict=True)
+        pairs = zip(self.is_grad, jumps, strict=True)
+        return [
+            max(min(a, b), min(c, d)) if is_grad else max(a, c)
+            for is_grad, (a, b, c, d) in pairs
+        ]
 
     def _wrong(self) -> list[Verdict]:
+        """Looks for sites that make finite results wrong."""
         bad = self._bad_results(self._measured)
         found: list[Verdict] = []
-        for site, index in self._suspects():
-            if len(found) >= _MOST_FOUND or self._reruns >= _MOST_SITES:
-                break
-            if bad or self.nodes[index].error > _GARBAGE:
-                verdict = self._alone([site], index, "error")
-                found += [verdict] if verdict else []
-        found = found or (self._search(bad) if bad else [])
-        sites = {self.recording.site(x.node) for x in found}
-        own = self._errors(self.own, self.shadow)
-        return [self._mended(x, sites, own) for x in found]
+        for site, index in self._suspects()[:_MOST_SITES] if bad else ():
+            verdict = self._alone([site], index, "error")
+            found += [self._running_sum(verdict) or verdict] if verdict else []
+        return found[:_MOST_FOUND] or self._search(bad)
 
-    def _mended(
-        self, verdict: Verdict, sites: set[Site], own: Sequence[float]
-    ) -> Verdict:
-        """Adds to a verdict what else must be in f32; names a running sum before it.
-
-        A difference in f32 of numbers that were rounded before is as wrong as in 16 bits.
-        """
-        i = self.names.index(verdict.result)
-        limit = max(own[i] / 4, _FELT)
-        verdict = self._companions(
-            verdict, sites, lambda sites: self._without(sites)[i], limit
-        )
-        for index in verdict.with_nodes:
-            if self.nodes[index].primitive in _ACCUMULATES:
-                earlier = self._alone([self.recording.site(index)], index, "sum")
-                if earlier is not None:
-                    others = {verdict.node, *verdict.with_nodes} - {index}
-                    return earlier._replace(with_nodes=tuple(sorted(others)))
-        return verdict
-
-    def _companions(
-        self,
-        verdict: Verdict,
-        sites: set[Site],
-        error: Callable[[set[Site]], float],
-        limit: float,
-    ) -> Verdict:
-        """Returns a verdict with the nodes that must be in f32 together with it."""
-        if error(sites) <= limit:
-            return verdict
-        makers = self.recording.before([verdict.node])
-        for others in (makers, self._readers(verdict.node)):
-            more, seen = list[int](), set(sites)
-            for node in others:
-                site = self.recording.site(node)
-                if site in seen or not self.nodes[node].rounds:
-                    continue
-                if len(more) == _MOST_LINES:
-                    break
-                more.append(node)
-                seen.add(site)
-                if error(seen) <= limit:
-                    return verdict._replace(with_nodes=tuple(sorted(more)))
-        return verdict._replace(is_mended=False)
-
-    def _readers(self, index: int) -> Iterator[int]:
-        """Yields the nodes that are made from another one."""
-        reached = {index}
-        for i in range(index + 1, len(self.nodes)):
-            if any(ref[0] in reached for ref in self.nodes[i].parents):
-                reached.add(i)
-                yield i
+    def _running_sum(self, verdict: Verdict) -> Verdict | None:
+        """Returns the verdict on a running sum whose differences have lost their digits."""
+        before = self._through(verdict.node, lambda x: not x.eqn or only_moves(x.eqn))
+        for index, node in before:
+            if node.primitive in _ACCUMULATES and index != verdict.node:
+                return self._alone([self.recording.site(index)], index, "sum")
+        return None
 
     def _decided(self) -> list[Verdict]:
         """Looks for a comparison that changes the loss by falling differently in f32."""
@@ -440,27 +355,18 @@ class Blame:
         jump = self._errors(self.shadow, self.exact)[0]
         if not jump > max(_threshold(self.format), _NOTICEABLE):
             return []
-
-        def error(sites: set[Site]) -> float:
-            """Returns the error of the loss if some sites are in f32, and all decide."""
-            outs = self._mixed(lambda site: site not in sites)
-            return self._errors(outs, self.exact)[0]
-
         for index in sorted(self.recording.turned & self.forward)[:_MOST_SITES]:
-            site = self.recording.site(index)
-            free = self._mixed(lambda _: False, recording=self.recording, free=site)
-            change = self._errors(free, self.shadow)[0]
+            run = Run(recording=self.recording, free=self.recording.site(index))
+            change = self._errors(self._run(run, self._whole), self.shadow)[0]
             if change > jump / 2:
-                found = Verdict(index, "decision", None, change, self.names[0])
-                return [self._companions(found, {site}, error, jump / 4)]
+                return [Verdict(index, "decision", None, change, self.names[0])]
         return []
 
     def _suspects(self) -> list[tuple[Site, int]]:
         """Returns the sites whose own error is large, each with its first such node."""
         found: dict[Site, int] = {}
-        for index in sorted(self._live):
-            node = self.nodes[index]
-            if node.eqn is not None and self._is_wrong(node):
+        for index in self._live:
+            if self._is_wrong(self.nodes[index]):
                 first = self._first_of_chain(index)
                 found.setdefault(self.recording.site(first), first)
         return sorted(found.items(), key=lambda x: x[1])
@@ -471,17 +377,15 @@ class Blame:
         No error of a single operation is large, but sums over many steps may have lost
         what they add up.
         """
-        last: dict[Site, int] = {}
-        order: dict[Site, int] = {}
-        for index in sorted(self._live):
-            node = self.nodes[index]
+        last: dict[Site, int] = {}  # the last node of each that rounds, if one does
+        for index in self._live:
+            node, site = self.nodes[index], self.recording.site(index)
             if node.eqn is not None and node.format:
-                order.setdefault(self.recording.site(index), index)
                 is_cast = node.primitive == "convert_element_type"
-                if not (is_cast or only_moves(node.eqn)):
-                    last[self.recording.site(index)] = index
-        sites = list(order)
-        if not sites:
+                if site not in last or not (is_cast or only_moves(node.eqn)):
+                    last[site] = index
+        sites = list(last)
+        if not bad or not sites:
             return []
 
         def share(part: Sequence[Site]) -> float:
@@ -494,16 +398,14 @@ class Blame:
             first, second = sites[:middle], sites[middle:]
             enough = share(first)
             sites = first if enough > limit or enough >= share(second) else second
-        verdict = self._alone(sites, {**order, **last}[sites[0]], "sum")
+        verdict = self._alone(sites, last[sites[0]], "sum")
         return [verdict] if verdict else []
 
     def _alone(self, sites: list[Site], index: int, cause: Cause) -> Verdict | None:
         """Returns a verdict if some sites alone make a result wrong."""
         errors = self._with(sites)
-        limit = _FELT if self.nodes[index].error > _GARBAGE else None
-        bad = self._bad_results(errors, limit)
-        if not bad and cause == "error" and all(map(math.isfinite, self.errors)):
-            # Or one of several that make them wrong together, and at least half of it.
+        bad = self._bad_results(errors)
+        if not bad:  # or at least half of what several make wrong together
             wrong = self._bad_results(self.errors)
             bad = [i for i in wrong if errors[i] > self.errors[i] / 2]
         if not bad:
@@ -515,19 +417,9 @@ class Blame:
 
     def _with(self, sites: Sequence[Site]) -> list[float]:
         """Returns the errors of the results with only some sites in low precision."""
-        self._reruns += 1
-        return self._rerun(set(sites).__contains__)
-
-    def _without(self, sites: Collection[Site]) -> list[float]:
-        """Returns the errors of the results with only some sites in f32."""
-        key = frozenset(sites)
-        if key not in self._known:
-            self._known[key] = self._rerun(lambda site: site not in key)
-        return self._known[key]
-
-    def _rerun(self, low: Callable[[Site], bool]) -> list[float]:
-        options = {"recording": self.recording, "in_turn": self._in_turn}
-        return self._errors(self._mixed(low, **options), self.shadow)
+        low = set(sites).__contains__
+        run = Run(low, recording=self.recording, in_turn=self._in_turn)
+        return self._errors(self._run(run, self._whole), self.shadow)
 
     @functools.cached_property
     def _in_turn(self) -> bool:
@@ -545,31 +437,27 @@ class Blame:
         self, errors: Sequence[float], limit: float | None = None
     ) -> list[int]:
         """Returns which results are further from f32 than the format explains."""
-        if self.format is None:
-            return []
         limit = self._limit if limit is None else limit
-        if max(errors, default=0.0) <= limit:
+        if self.format is None or max(errors, default=0.0) <= limit:
             return []
-        if self._base is None:
-            outs = self._run(Mixed(self._tick), self._exact, self.format)
-            self._base = self._errors(outs, self.exact)
+        rows = enumerate(zip(errors, self._base, self._unstable, strict=True))
         return [
             i
-            for i, (x, base) in enumerate(zip(errors, self._base, strict=True))
-            if self.stable[i] and x > max(limit, _CONDITION * base)
+            for i, (x, base, unstable) in rows
+            if x > max(limit, _CONDITION * base) and not unstable
         ]
 
     def _errors(self, outs: Arrays, wanted: Arrays) -> list[float]:
         """Returns the norms of the errors relative to those of the results in f32."""
         return [
-            _norm(x[np.isfinite(y)] - y[np.isfinite(y)]) / size
+            _norm(x - np.where(np.isfinite(y), y, x)) / size
             for x, y, size in zip(outs, wanted, self._sizes, strict=True)
         ]
 
 
 def _floats(outs: Iterable[Any]) -> list[np.ndarray]:
     """Returns the floating arrays among some, in f32."""
-    return [numbers(x) for x in outs if is_float(x)]
+    return [np.asarray(widened(x)) for x in outs if is_float(x)]
 
 
 def _norm(x: np.ndarray) -> float:
@@ -578,13 +466,135 @@ def _norm(x: np.ndarray) -> float:
     return float(np.linalg.norm(x)) if np.isfinite(x).all() else math.inf
 
 
-def _deviates(node: Node, limit: float) -> bool:
-    return any(x.deviation > limit for x in node.stats)
-
-
 def _is_epsilon(node: Node) -> bool:
     """Returns whether a small number in the code is what keeps a result from zero."""
     small = [abs(x) for x in node.written if abs(x) < EPSILON]
     low, high = node.stats[0].shadow
     least = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
-    return bool(small) and least <= 4 * max(small)
+    is_sum = node.primitive in ("add", "max")
+    return is_sum and bool(small) and least <= 4 * max(small)
+
+
+# --- Origins of numbers that are not finite -------------------------------------------
+
+_ELEMENTWISE = frozenset(
+    names(
+        "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp "
+        "convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 "
+        "floor integer_pow is_finite lgamma log log1p logistic max min mul name neg "
+        "nextafter optimization_barrier pow reduce_precision rem round rsqrt select_n "
+        "sign sin sinh sqrt square stop_gradient sub tan tanh"
+    )
+)
+# Their results are numbers of their operands.
+_KEEPS_CLASS = SHAPE_ONLY.union(
+    names(
+        "convert_element_type select_n max min reduce_max reduce_min concatenate gather "
+        "dynamic_slice pad stop_gradient clamp cummax cummin argmax argmin"
+    )
+)
+
+
+class _Trace:
+    """A walk back from results that are not finite.
+
+    Each number is followed through the operands that are not finite either, one by one where
+    the operation is element-wise. What does not reach the results, such as the minus
+    infinity of a mask that a softmax removes, is not found.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording, self._nodes = recording, recording.nodes
+        self._wanted: dict[int, dict[int, np.ndarray]] = {}
+        self._queue: list[int] = []
+        self._readers: dict[int, int] = {}
+
+    def __call__(self, starts: Iterable[Ref]) -> list[Origin]:
+        """Returns where the numbers of some results that are not finite come from."""
+        for ref in starts:
+            classes = self._recording.stats(ref).classes
+            if classes is not None:
+                self._want(ref, classes != 0, -1)
+        found = []
+        while self._queue:
+            index = -heapq.heappop(self._queue)
+            follow = self._parts if self._nodes[index].eqn is None else self._operands
+            for out, where in self._wanted[index].items():
+                left = follow(index, out, where)
+                if left.any():
+                    found.append(self._origin(index, out, left))
+        return sorted(found, key=lambda x: x.node)
+
+    def _want(self, ref: Ref, where: np.ndarray, reader: int) -> None:
+        """Asks for some numbers of a value, on behalf of a node."""
+        index, out = ref
+        if index not in self._wanted:
+            self._wanted[index] = {}
+            heapq.heappush(self._queue, -index)
+            self._readers[index] = reader
+        seen = self._wanted[index].get(out)
+        self._wanted[index][out] = np.asarray(where if seen is None else seen | where)
+
+    def _origin(self, index: int, out: int, where: np.ndarray) -> Origin:
+        """Returns an origin; that of a constant is where it is first computed with."""
+        constant, reader = None, index
+        while reader >= 0 and self._nodes[reader].eqn is not None:
+            node = self._nodes[reader]
+            rounded = node.primitive == "convert_element_type"
+            written = [x for x in node.written if rounded or not np.isfinite(x)]
+            if written:
+                constant = written[0]
+            if constant is None or not (rounded or node.primitive in SHAPE_ONLY):
+                break
+            reader = self._readers[reader]
+        if constant is not None and reader >= 0:
+            index, out = reader, 0
+            classes = self._nodes[index].stats[0].classes
+            where = np.ones((), bool) if classes is None else classes != 0
+        return Origin(index, out, where, constant)
+
+    def _operands(self, index: int, out: int, where: np.ndarray) -> np.ndarray:
+        """Asks for operands that explain some numbers; returns those that none does."""
+        node = self._nodes[index]
+        classes = node.stats[out].classes
+        assert classes is not None
+        keeps = node.primitive in _KEEPS_CLASS
+        here = np.unique(classes[where])
+        left = np.array(where)
+        for ref in node.parents:
+            theirs = self._recording.stats(ref).classes
+            if theirs is None:
+                continue
+            if node.primitive in _ELEMENTWISE and theirs.shape == classes.shape:
+                hit = where & (theirs == classes if keeps else theirs != 0)
+                left = np.asarray(left & ~hit)
+            else:
+                hit = same = np.isin(theirs, here)
+                if not keeps and NAN in here:
+                    same = theirs == NAN
+                if not keeps:
+                    hit = same if same.any() else theirs != 0
+                left = np.zeros_like(left) if hit.any() else left
+            if hit.any():
+                self._want(ref, hit, index)
+        return left
+
+    def _parts(self, index: int, out: int, where: np.ndarray) -> np.ndarray:
+        """Follows a part of another value, or a value that was stacked."""
+        node = self._nodes[index]
+        known = [(i, ref) for i, ref in enumerate(node.parents) if ref[0] >= 0]
+        for i, ref in known:
+            theirs = self._recording.stats(ref).classes
+            if theirs is None:
+                continue
+            hit = theirs != 0
+            if node.part is None and theirs.shape == where[i].shape:
+                hit = where[i]
+            elif node.part not in (None, SHARDS):
+                some = np.zeros(theirs.shape, bool)
+                if some[node.part].shape == where.shape:
+                    some[node.part] = where
+                    hit = hit & some
+            if hit.any():
+                self._want(ref, np.asarray(hit), index)
+        return np.zeros_like(where) if known else where

@@ -7,7 +7,9 @@ values of a jaxpr never exist in memory. The rules here say which ones do.
 import collections
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
+
+from jaxtyping import PyTree
 
 from mpx._jax._compat import Literal, open_jaxpr, primitive_name
 from mpx._program._flow import Walk
@@ -129,7 +131,18 @@ Inner = Callable[[Equation], Sequence[Peak]]
 
 
 class _Graph(Walk[int]):
-    """A jaxpr without calls: each value has a number; a literal has -1."""
+    """A jaxpr without calls: each value has a number; a literal has -1.
+
+    Attributes:
+        nodes: The equations, in the order of the kernels.
+        size: The bytes of each value.
+        dtype: The dtype of each value.
+        maker: The equation that makes it; `None` for an argument.
+        outs: The results.
+        same: For each value the one whose buffer it shares.
+        stored: The values that are in memory, arguments excepted.
+        roots: For the other values, the stored ones from which they are computed again.
+    """
 
     unknown = -1
 
@@ -138,12 +151,17 @@ class _Graph(Walk[int]):
         self.size: list[int] = []
         self.dtype: list[str] = []
         self.maker: list[_Node | None] = []
-        self.known: dict[Hashable, list[int]] = {}
+        self._known: dict[Hashable, list[int]] = {}
         self._inner = inner
         inputs = [self.constant(var) for var in open_jaxpr(jaxpr)[0].invars]
         self.outs = self.run(jaxpr, inputs)
+        self.same = list(range(len(self.size)))
+        self._share_buffers()
+        self.stored: set[int] = set()
+        self.roots: dict[int, frozenset[int]] = {}
+        self._store()
 
-    def constant(self, var: Any) -> int:
+    def constant(self, var: PyTree) -> int:
         return self._new(var.aval, None)
 
     def _new(self, aval: Aval, maker: _Node | None) -> int:
@@ -156,31 +174,126 @@ class _Graph(Walk[int]):
         return super().bodies(eqn, labels)[:1] if _is_inlined(eqn) else []
 
     def equation(self, here: Position, labels: list[int]) -> list[int]:
-        eqn = here.eqn
+        eqn, name = here.eqn, primitive_name(here.eqn)
         if _is_inlined(eqn):
             return []
-        # XLA computes equal operations once, but what remat repeats stays apart.
-        key = None if has_body(eqn) or eqn.effects else _key(here, labels)
-        if key in self.known:
-            return self.known[key]
+        key = None
+        if not has_body(eqn) and not eqn.effects:
+            # XLA computes equal operations once, but what remat repeats stays apart.
+            literals = [x.val for x in eqn.invars if isinstance(x, Literal)]
+            key = (name, *labels, str(literals), str(eqn.params), here.backward)
+        if key in self._known:
+            return self._known[key]
         inner = max((x.bytes for x in self._inner(eqn)), default=0)
-        reads = [x for x in labels if x >= 0]
-        node = _Node(here, primitive_name(eqn), reads, [], inner)
+        node = _Node(here, name, [x for x in labels if x >= 0], [], inner)
         node.outs.extend(self._new(var.aval, node) for var in eqn.outvars)
         self.nodes.append(node)
         if key is not None:
-            self.known[key] = node.outs
+            self._known[key] = node.outs
         return node.outs
+
+    def _share_buffers(self) -> None:
+        """Finds values of another shape, or written over an array nobody else reads."""
+        readers = collections.Counter(x for node in self.nodes for x in node.reads)
+        for node in self.nodes:
+            pairs = []
+            if node.name in _IN_PLACE and readers[node.reads[0]] == 1:
+                pairs = [(node.reads[0], node.outs[0])]
+            if node.name in SHAPE_ONLY or node.name in ("name", "optimization_barrier"):
+                pairs = list(zip(node.reads, node.outs, strict=False))
+            for source, out in pairs:
+                if self.size[source] == self.size[out]:
+                    self.same[out] = self.same[source]
+
+    def _store(self) -> None:
+        """Finds the values in memory, and what the others are made from."""
+        same, size = self.same, self.size
+        readers: dict[int, set[int]] = collections.defaultdict(set)
+        crosses = self._crossing()
+        wanted = {same[value] for value in self.outs if value >= 0}
+        for index, node in enumerate(self.nodes):
+            for value in map(same.__getitem__, node.reads):
+                if node.outs and value == same[node.outs[0]]:
+                    continue
+                readers[value].add(index)
+                if node.name in _READS_MEMORY:
+                    wanted.add(value)
+        for node in self.nodes:
+            sources = frozenset[int]().union(*map(self.sources, node.reads))
+            total = sum(size[x] for x in sources)
+            for out in node.outs:
+                if same[out] != out:
+                    continue
+                is_joined = sum(size[x] >= _LARGE * size[out] for x in sources) > 1
+                is_smaller = size[out] < _SMALLER * total
+                if (
+                    out in wanted
+                    or node.name in _WRITES_MEMORY
+                    or (is_joined and len(readers[out]) > 1)
+                    or (out in crosses and node.name in _EXPENSIVE)
+                    or (
+                        out in crosses
+                        and (is_joined or node.name == "convert_element_type")
+                        and is_smaller
+                    )
+                ):
+                    self.stored.add(out)
+                else:
+                    self.roots[out] = sources
+
+    def sources(self, value: int) -> frozenset[int]:
+        """Returns the stored values from which a value is read or computed."""
+        value = self.same[value]
+        if value in self.stored:
+            return frozenset({value})
+        return self.roots.get(value, frozenset())
+
+    def _crossing(self) -> set[int]:
+        """Returns the values of the forward pass from which the backward pass computes."""
+        needed: set[int] = set()
+        for node in reversed(self.nodes):
+            is_end = node.name in _WRITES_MEMORY or node.name in _EXPENSIVE
+            is_needed = any(self.same[out] in needed for out in node.outs)
+            if node.here.backward or (is_needed and not is_end):
+                needed.update(self.same[value] for value in node.reads)
+        made = ((value, self.maker[value]) for value in needed)
+        return {value for value, maker in made if maker and not maker.here.backward}
+
+    def lifetimes(self) -> tuple[dict[int, int], dict[int, int], set[int]]:
+        """Returns when values are made and read last, and which the backward pass reads."""
+        born: dict[int, int] = {}
+        dies: dict[int, int] = {}
+        read_back: set[int] = set()
+        for index, node in enumerate(self.nodes):
+            made = {self.same[out] for out in node.outs} & self.stored
+            for out in made.intersection(node.outs):
+                born[out] = dies[out] = index
+            if node.outs and not made:
+                continue  # computed where it is read
+            for root in frozenset[int]().union(*map(self.sources, node.reads)):
+                dies[root] = index
+                if node.here.backward:
+                    read_back.add(root)
+        return born, dies, read_back
+
+    def buffer(self, value: int, read_back: set[int], results: set[int]) -> Buffer:
+        """Returns a stored value with the equation that made it."""
+        maker = self.maker[value]
+        assert maker is not None  # arguments are not stored
+        here, number = maker.here, maker.outs.index(value)
+        *callers, eqn = makers(here.eqn, number, (*INLINED, "scan"))
+        return Buffer(
+            self.size[value],
+            self.dtype[value],
+            eqn,
+            (*here.callers, *callers),
+            is_saved=not here.backward and value in read_back,
+            is_result=value in results,
+        )
 
 
 def _is_inlined(eqn: Equation) -> bool:
     return primitive_name(eqn) in INLINED and has_body(eqn)
-
-
-def _key(here: Position, reads: list[int]) -> Hashable:
-    eqn = here.eqn
-    literals = [x.val for x in eqn.invars if isinstance(x, Literal)]
-    return primitive_name(eqn), *reads, str(literals), str(eqn.params), here.backward
 
 
 def peak(jaxpr: Jaxpr, released: Sequence[int] = ()) -> Peak:
@@ -200,17 +313,15 @@ def peak(jaxpr: Jaxpr, released: Sequence[int] = ()) -> Peak:
 
 
 def _peak(graph: _Graph, released: Sequence[int]) -> Peak:
-    same = _same_buffers(graph)
-    stored, roots = _stored(graph, same)
-    born, dies, read_back = _lifetimes(graph, same, stored, roots)
-    results = {same[x] for x in graph.outs if x >= 0}
-    dies |= dict.fromkeys(results & stored, len(graph.nodes))
-    gone = {same[graph.outs[i]] for i in released if graph.outs[i] >= 0}
-    for value in gone & stored:
+    born, dies, read_back = graph.lifetimes()
+    results = {graph.same[x] for x in graph.outs if x >= 0}
+    dies |= dict.fromkeys(results & graph.stored, len(graph.nodes))
+    gone = {graph.same[graph.outs[i]] for i in released if graph.outs[i] >= 0}
+    for value in gone & graph.stored:
         maker = graph.maker[value]
         dies[value] = born[value] - (maker is not None and maker.name == "scan")
     change: collections.Counter[int] = collections.Counter()
-    for value in stored:
+    for value in graph.stored:
         change[born[value]] += graph.size[value]
         change[dies[value] + 1] -= graph.size[value]
     now, most, at = 0, 0, 0
@@ -218,123 +329,9 @@ def _peak(graph: _Graph, released: Sequence[int]) -> Peak:
         now += change[time]
         if now + node.inner > most:
             most, at = now + node.inner, time
-
-    def buffer(value: int) -> Buffer:
-        maker = graph.maker[value]
-        assert maker is not None  # arguments are not stored
-        here, number = maker.here, maker.outs.index(value)
-        *callers, eqn = makers(here.eqn, number, (*INLINED, "scan"))
-        return Buffer(
-            graph.size[value],
-            graph.dtype[value],
-            eqn,
-            (*here.callers, *callers),
-            is_saved=not here.backward and value in read_back,
-            is_result=value in results,
-        )
-
-    found = {value: buffer(value) for value in sorted(stored)}
+    found = {x: graph.buffer(x, read_back, results) for x in sorted(graph.stored)}
     live = [x for value, x in found.items() if born[value] <= at <= dies[value]]
     return Peak(most, live, [x for x in found.values() if x.is_saved])
-
-
-def _same_buffers(graph: _Graph) -> list[int]:
-    """Returns for each value the one whose buffer it shares.
-
-    Only its shape differs, or it is written over an array that nobody else reads.
-    """
-    same = list(range(len(graph.size)))
-    readers = collections.Counter(x for node in graph.nodes for x in node.reads)
-    for node in graph.nodes:
-        if node.name in _IN_PLACE and readers[node.reads[0]] == 1:
-            source, out = node.reads[0], node.outs[0]
-            if graph.size[source] == graph.size[out]:
-                same[out] = same[source]
-        if node.name in SHAPE_ONLY or node.name in ("name", "optimization_barrier"):
-            for source, out in zip(node.reads, node.outs, strict=False):
-                if graph.size[source] == graph.size[out]:
-                    same[out] = same[source]
-    return same
-
-
-def _stored(
-    graph: _Graph, same: list[int]
-) -> tuple[set[int], dict[int, frozenset[int]]]:
-    """Returns the values that are in memory, and for the others what they are made from."""
-    readers: dict[int, set[int]] = collections.defaultdict(set)
-    crosses, wanted = _needed(graph, same), set[int]()
-    for index, node in enumerate(graph.nodes):
-        for value in node.reads:
-            if same[value] == same[node.outs[0]] if node.outs else False:
-                continue
-            readers[same[value]].add(index)
-            if node.name in _READS_MEMORY:
-                wanted.add(same[value])
-    wanted.update(same[value] for value in graph.outs if value >= 0)
-    stored, roots = set[int](), dict[int, frozenset[int]]()
-    for node in graph.nodes:
-        sources = frozenset().union(
-            *(
-                roots.get(same[x], frozenset({same[x]} if same[x] in stored else ()))
-                for x in node.reads
-            )
-        )
-        for out in node.outs:
-            if same[out] != out:
-                continue
-            large = [x for x in sources if graph.size[x] >= _LARGE * graph.size[out]]
-            total = sum(graph.size[x] for x in sources)
-            is_stored = (
-                out in wanted
-                or node.name in _WRITES_MEMORY
-                or (len(large) > 1 and len(readers[out]) > 1)
-                or (out in crosses and node.name in _EXPENSIVE)
-                or (
-                    out in crosses
-                    and (len(large) > 1 or node.name == "convert_element_type")
-                    and graph.size[out] < _SMALLER * total
-                )
-            )
-            if is_stored:
-                stored.add(out)
-            else:
-                roots[out] = sources
-    return stored, roots
-
-
-def _needed(graph: _Graph, same: list[int]) -> set[int]:
-    """Returns the values of the forward pass from which the backward pass computes."""
-    needed: set[int] = set()
-    for node in reversed(graph.nodes):
-        if node.here.backward:
-            needed.update(same[value] for value in node.reads)
-        elif node.name in _WRITES_MEMORY or node.name in _EXPENSIVE:
-            continue
-        elif any(same[out] in needed for out in node.outs):
-            needed.update(same[value] for value in node.reads)
-    makers = ((value, graph.maker[value]) for value in needed)
-    return {value for value, maker in makers if maker and not maker.here.backward}
-
-
-def _lifetimes(
-    graph: _Graph, same: list[int], stored: set[int], roots: dict[int, frozenset[int]]
-) -> tuple[dict[int, int], dict[int, int], set[int]]:
-    """Returns when values are made and read last, and which the backward pass reads."""
-    born: dict[int, int] = {}
-    dies: dict[int, int] = {}
-    read_back: set[int] = set()
-    for index, node in enumerate(graph.nodes):
-        for out in node.outs:
-            if same[out] == out and out in stored:
-                born[out] = dies[out] = index
-        if node.outs and not any(same[out] in stored for out in node.outs):
-            continue  # computed where it is read
-        for value in (same[x] for x in node.reads):
-            for root in (value,) if value in stored else roots.get(value, ()):
-                dies[root] = index
-                if node.here.backward:
-                    read_back.add(root)
-    return born, dies, read_back
 
 
 def traffic(jaxpr: Jaxpr, group_of: Callable[[Scopes], K]) -> collections.Counter[K]:
@@ -348,10 +345,8 @@ def traffic(jaxpr: Jaxpr, group_of: Callable[[Scopes], K]) -> collections.Counte
         body: Jaxpr, inner: Callable[[Equation], Sequence[collections.Counter[K]]]
     ) -> collections.Counter[K]:
         graph, total = _Graph(body, lambda _: ()), collections.Counter[K]()
-        same = _same_buffers(graph)
-        stored, roots = _stored(graph, same)
         for node in graph.nodes:
-            made = {x for x in node.outs if same[x] == x and x in stored}
+            made = graph.stored.intersection(node.outs)
             if has_body(node.here.eqn):
                 # Of the branches of a conditional, the one with the most work counts.
                 most = max(inner(node.here.eqn), key=lambda x: x.total(), default={})
@@ -359,7 +354,9 @@ def traffic(jaxpr: Jaxpr, group_of: Callable[[Scopes], K]) -> collections.Counte
                     total[group] += numbers * repetitions(node.here.eqn)
             elif made and node.name not in MOVES:
                 read = {
-                    root for x in node.reads for root in roots.get(same[x], {same[x]})
+                    root
+                    for x in map(graph.same.__getitem__, node.reads)
+                    for root in graph.roots.get(x, {x})
                 }
                 for value in read | made:
                     if graph.dtype[value] in HALF:

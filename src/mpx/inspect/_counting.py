@@ -81,12 +81,6 @@ def as_integers(pairs: ArrayLike) -> np.ndarray:
     return (pairs[..., 1] << BASE_BITS) + pairs[..., 0]
 
 
-def as_pairs(counts: np.ndarray) -> np.ndarray:
-    """Returns int64 on the host as pairs."""
-    low = counts & (2**BASE_BITS - 1)
-    return np.stack([low, counts >> BASE_BITS], axis=-1).astype(np.int32)
-
-
 # --- Counting -------------------------------------------------------------------------
 
 LIMIT = 2**31
@@ -134,79 +128,53 @@ def _group_of(index: int, x: Array) -> Hashable:
 
 def _count_alike(leaves: Sequence[Array]) -> tuple[Array, Array]:
     """Counts leaves of one type, each for itself, in plain JAX."""
-    if not leaves[0].size:
-        some = len(leaves)
-        return jnp.zeros((some, BINS, 2), jnp.int32), jnp.zeros(some, jnp.float32)
     if len(leaves) > 1:
-        return _count_rows(jnp.stack(leaves), stacked=True)
-    counts, squares = _count_rows(leaves[0])
+        return jax.vmap(_count_leaf)(jnp.stack(leaves))
+    counts, squares = _count_leaf(leaves[0])
     return counts[None], squares[None]
 
 
 # Under jit, so that leaves of equal types are traced and lowered once.
-@functools.partial(jax.jit, static_argnames="stacked")
-def _count_rows(x: Array, *, stacked: bool = False) -> tuple[Array, Array]:
-    """Counts in plain JAX, over all axes or over all but the first."""
-    first = int(stacked)
+@jax.jit
+def _count_leaf(x: Array) -> tuple[Array, Array]:
+    """Counts one leaf in plain JAX."""
     wide = x.astype(jnp.float32)
-    squares = jnp.sum(wide * wide, axis=tuple(range(first, x.ndim)))
-    return carried(_over_shards(x, first)), squares
+    squares, sharding = jnp.sum(wide * wide), jax.typeof(x).sharding
+    if not has_explicit_axes(sharding.mesh) or sharding.mesh.are_all_axes_manual:
+        return _plain(x), squares
+    # JAX cannot type a scatter of explicitly sharded arrays: each device counts its own.
+    axes = _axis_names(sharding.spec)
+    count = jax.shard_map(
+        lambda x: carried(lax.psum(_plain(x), axes) if axes else _plain(x)),
+        mesh=sharding.mesh,
+        in_specs=sharding.spec,
+        out_specs=PartitionSpec(),
+    )
+    return count(x), squares
 
 
-def _plain(x: Array, first: int) -> Array:
-    """Counts over the axes from `first` on; in parts if a count may not fit into int32."""
-    bins, parts = bin_of(x), -(-x.size // LIMIT)
+def _plain(x: Array) -> Array:
+    """Counts as pairs; in parts if a count may not fit into int32."""
+    bins, parts = bin_of(x), max(1, -(-x.size // LIMIT))
     if parts > 1:  # each with its own bins, by the position along the longest axis
         axis = int(np.argmax(x.shape))
         length = -(-x.shape[axis] // parts)
         bins += BINS * (lax.broadcasted_iota(jnp.int32, x.shape, axis) // length)
+    size = BINS * parts
+    every = lax.broadcasted_iota(jnp.int32, (*[1] * x.ndim, size), x.ndim)
     counts = lax.platform_dependent(
         bins,
-        cpu=functools.partial(_scattered, first=first, count=BINS * parts),
-        default=functools.partial(_compared, first=first, count=BINS * parts),
+        # On a CPU 12 ns a value, instead of 280 ns.
+        cpu=lambda bins: (
+            jnp.zeros(size, jnp.int32).at[bins].add(1, mode="promise_in_bounds")
+        ),
+        default=lambda bins: jnp.sum(
+            lax.expand_dims(bins, (x.ndim,)) == every,
+            axis=tuple(range(x.ndim)),
+            dtype=jnp.int32,
+        ),
     )
-    counts = counts.reshape(*x.shape[:first], parts, BINS)
-    return add_up(split(jnp.moveaxis(counts, -2, 0)), 1)
-
-
-def _compared(bins: Array, first: int, count: int) -> Array:
-    """Compares each value with every bin and adds up."""
-    every = lax.broadcasted_iota(jnp.int32, (*[1] * bins.ndim, count), bins.ndim)
-    here = lax.expand_dims(bins, (bins.ndim,)) == every
-    return jnp.sum(here, axis=tuple(range(first, bins.ndim)), dtype=jnp.int32)
-
-
-def _scattered(bins: Array, first: int, count: int) -> Array:
-    """Adds one at the bin of each value: on a CPU 12 ns a value, instead of 280 ns."""
-
-    def row(bins: Array) -> Array:
-        return lax.scatter_add(
-            jnp.zeros(count, jnp.int32),
-            bins[..., None],
-            jnp.ones_like(bins),
-            lax.ScatterDimensionNumbers((), (0,), (0,)),
-            mode="promise_in_bounds",
-        )
-
-    return jax.vmap(row)(bins) if first else row(bins)
-
-
-def _over_shards(x: Array, first: int) -> Array:
-    """Counts on each device of a mesh whose axes are explicit; JAX cannot type a scatter."""
-    sharding = jax.typeof(x).sharding
-    if not has_explicit_axes(sharding.mesh) or sharding.mesh.are_all_axes_manual:
-        return _plain(x, first)
-    spec = (*sharding.spec, *[None] * (x.ndim - len(sharding.spec)))
-    axes = _axis_names(spec[first:])
-
-    def count(x: Array) -> Array:
-        counts = _plain(x, first)
-        return lax.psum(counts, axes) if axes else counts
-
-    out = PartitionSpec(*spec[:first])
-    return jax.shard_map(
-        count, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=out
-    )(x)
+    return add_up(split(counts.reshape(parts, BINS)), 1)
 
 
 def _axis_names(spec: Iterable[object]) -> tuple[str, ...]:
@@ -222,7 +190,7 @@ def _count_in_kernel(leaves: Sequence[Array]) -> tuple[Array, Array]:
     """Counts leaves in the kernel on CUDA devices, and in plain JAX elsewhere."""
 
     def plain(*leaves: Array) -> tuple[Array, Array]:
-        counts, squares = zip(*map(_count_rows, leaves), strict=True)
+        counts, squares = zip(*map(_count_leaf, leaves), strict=True)
         return jnp.stack(counts), jnp.stack(squares)
 
     counts, squares = lax.platform_dependent(
@@ -269,16 +237,11 @@ def _local(
 ) -> tuple[Array, Array]:
     """Counts the arrays of a device, and adds over the mesh axes that shard each."""
     counts, squares = count_local(leaves)
-    counts = split(counts)
-    by_axes: dict[tuple[str, ...], list[int]] = {}
-    for index, spec in enumerate(specs):
-        by_axes.setdefault(_axis_names(spec), []).append(index)
-    for axes, indices in by_axes.items():
-        if not axes:
-            continue
+    counts, names = split(counts), [_axis_names(spec) for spec in specs]
+    for axes in filter(None, dict.fromkeys(names)):
         # Those of other leaves are added up as well, and not used.
         sums = lax.psum((counts, squares), axes)
-        chosen = jnp.stack([jnp.array(i in indices) for i in range(len(leaves))])
+        chosen = jnp.stack([jnp.array(name == axes) for name in names])
         counts = jnp.where(chosen[:, None, None], sums[0], counts)
         squares = jnp.where(chosen, sums[1], squares)
     return counts, squares
@@ -319,22 +282,18 @@ TUNING = Tuning()
 def count_local(
     leaves: Sequence[Array], tuning: Tuning = TUNING, *, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """Returns the counts of arrays of one device, int32[leaves, BINS], and squares, f32."""
-    alike: dict[Hashable, list[int]] = {}
-    for index, x in enumerate(leaves):
-        alike.setdefault((x.size, x.dtype), []).append(index)
-    batches = [
-        indices[start : start + tuning.batch]
-        for indices in alike.values()
-        for start in range(0, len(indices), tuning.batch)
-    ]
-    launch = functools.partial(_launch, tuning=tuning, interpret=interpret)
-    parts = [launch([leaves[i].reshape(-1) for i in batch]) for batch in batches]
+    """Returns the counts of arrays of one device, int32[leaves, BINS], and squares, f32.
+
+    Neighbours of one size and dtype share a launch.
+    """
+    parts = []
+    for _, alike in itertools.groupby(leaves, lambda x: (x.size, x.dtype)):
+        flat = [x.reshape(-1) for x in alike]
+        for start in range(0, len(flat), tuning.batch):
+            batch = flat[start : start + tuning.batch]
+            parts.append(_launch(batch, tuning=tuning, interpret=interpret))
     counts, squares = map(jnp.concatenate, zip(*parts, strict=True))
-    order = np.argsort([index for batch in batches for index in batch]).tolist()
-    if order == sorted(order):
-        return counts, squares
-    return jnp.stack([counts[i] for i in order]), jnp.stack([squares[i] for i in order])
+    return counts, squares
 
 
 # Under jit, so that batches of equal types are traced and lowered once.

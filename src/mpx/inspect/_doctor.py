@@ -1,11 +1,8 @@
 """`doctor`: what this machine offers for mixed precision, and what to use on it."""
 
-import argparse
 import dataclasses
 import functools
 import importlib.metadata
-import math
-import os
 import platform
 import re
 import time
@@ -19,20 +16,10 @@ import jaxlib
 from jax import Array, lax
 
 from mpx._jax._devices import cuda_capability
-from mpx._jax._processes import check_processes
 from mpx._jax._version import __version__, version_tuple
-from mpx.inspect._call_command import show
 from mpx.inspect._result import Result, Table, amount
 
-EXTRAS = {
-    "rich": "inspect",
-    "matplotlib": "inspect",
-    "tensorboardX": "",
-    "wandb": "",
-    "flax": "flax",
-    "orbax-checkpoint": "checkpoint",
-}
-
+EXTRAS = ("matplotlib", "tensorboardX", "wandb", "flax", "orbax-checkpoint")
 CUDA_SINCE = {
     "f16": (7, 0),
     "bf16": (8, 0),
@@ -46,8 +33,13 @@ CPU_FLAGS = {
 }
 # JAX calls the seventh generation "TPU7x".
 TPU_FP8 = re.compile(r"(?:v|tpu)([7-9]|\d\d)|ironwood", re.IGNORECASE)
-BUDGET = 10.0  # seconds after which no further measurement starts
-LEAST_SECONDS = 0.02  # a shorter measurement is repeated with larger matrices
+_DTYPES = {
+    "f32": jnp.float32,
+    "tf32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "f16": jnp.float16,
+    "fp8": jnp.float8_e4m3fn,
+}
 
 Native = tuple[bool | None, str]
 """Whether matmuls run natively in a format, and why; `None` is unknown."""
@@ -113,41 +105,29 @@ class Diagnosis(Result):
 
     def tables(self) -> Sequence[Table]:
         """Returns versions, devices, formats, the recommendation and problems."""
-        versions = ", ".join(f"{k} {v}" for k, v in self.versions.items())
-        devices = "; ".join(
-            f"{x.count} × {x.kind} ({x.platform})"
-            + (f" with {amount(x.memory, 'B')}" if x.memory else "")
-            for x in self.devices
-        )
-        text = f"{versions}.\nDevices: {devices}."
+        text = ", ".join(f"{k} {v}" for k, v in self.versions.items())
+        for x in self.devices:
+            text += f"\n{x.count} × {x.kind} ({x.platform})"
+            text += f" with {amount(x.memory, 'B')}" if x.memory else ""
         if self.bandwidth:
             text += f"\nMemory: {amount(self.bandwidth, 'B/s')} (measured)."
-        base = next((x.rate for x in self.formats if x.name == "f32" and x.rate), None)
+        rates = {x.name: x.rate for x in self.formats if x.rate}
         words = {True: "yes", False: "no", None: "?"}
-        rows = [
-            [
-                x.name,
-                words[x.native],
-                "–" if x.rate is None else amount(x.rate, "FLOP/s"),
-                "–" if x.rate is None or base is None else f"{x.rate / base:.2f}×",
-                x.reason,
-            ]
-            for x in self.formats
-        ]
+        rows = []
+        for x in self.formats:
+            rate, share = "–", "–"
+            if x.rate and "f32" in rates:
+                rate, share = amount(x.rate, "FLOP/s"), f"{x.rate / rates['f32']:.2f}×"
+            rows.append((x.name, words[x.native], rate, share, x.reason))
         head = ("format", "native", "matmul", "vs f32", "")
-        have = [f"{name} {version}" for name, version in self.extras.items() if version]
-        lack = [
-            f"{name} (mpx-jax[{EXTRAS[name]}])" if EXTRAS.get(name) else name
-            for name, version in self.extras.items()
-            if not version
+        extras = [f"{name} {x or '(missing)'}" for name, x in self.extras.items()]
+        return [
+            Table.text(text),
+            Table(head, rows, "Formats", frozenset({2, 3})),
+            Table.text(f"{self.policy}\n{self.reason}", "Recommended"),
+            *(Table.text(problem, "Problem") for problem in self.problems),
+            Table.text(f"Optional packages: {', '.join(extras)}."),
         ]
-        extras = f"Optional packages: {', '.join(have) or 'none'}."
-        if lack:
-            extras += f" Not installed: {', '.join(lack)}."
-        tables = [Table.text(text), Table(head, rows, "Formats", frozenset({2, 3}))]
-        tables += [Table.text(f"{self.policy}\n{self.reason}", "Recommended")]
-        tables += [Table.text(problem, "Problem") for problem in self.problems]
-        return [*tables, Table.text(extras)]
 
 
 def doctor(*, measure: bool = True) -> Diagnosis:
@@ -163,24 +143,19 @@ def doctor(*, measure: bool = True) -> Diagnosis:
     """
     native = formats()
     rates = measure_rates(native) if measure else {}
-    supports = tuple(
-        FormatSupport(name, here, reason, rates.get(name))
-        for name, (here, reason) in native.items()
-    )
     policy, reason = recommend(native, rates)
-    machine = platform.machine()
     kinds = Counter((device.device_kind, device.platform) for device in jax.devices())
     # Only a device of this process tells.
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return Diagnosis(
-        versions=versions() | {"on": machine},
+        versions=versions() | {"on": platform.machine()},
         devices=tuple(Device(*kind, count, memory) for kind, count in kinds.items()),
-        formats=supports,
+        formats=tuple(FormatSupport(k, *x, rates.get(k)) for k, x in native.items()),
         bandwidth=measure_bandwidth() if measure else None,
         extras={name: _version(name) for name in EXTRAS},
         policy=policy,
         reason=reason,
-        problems=tuple(problems(jaxlib.__version__, machine)),
+        problems=tuple(problems(jaxlib.__version__, platform.machine())),
     )
 
 
@@ -194,45 +169,34 @@ def recommend(
             return ""
         return f" Measured: {rates[name] / rates['f32']:.1f}× the rate of f32."
 
-    is_cpu = jax.default_backend() == "cpu"
-    if native["bf16"][0] and not is_cpu:
+    if jax.default_backend() == "cpu":
+        reason = (
+            "On a CPU half precision saves memory, and time at most where it is native:"
+        )
+        reason += f" bf16 is {native['bf16'][1]}.{gain('bf16')}"
+        return "loss = loss  # f32", f"{reason} Use bf16 to test for an accelerator."
+    if native["bf16"][0]:
         reason = "bf16 runs natively and has the range of f32: no loss scaling."
         reason += gain("bf16")
         if native["fp8"][0]:
             reason += " Large matmuls can run in fp8 as well: compare `mpx.fp8(loss)`."
             reason += gain("fp8")
         return "loss = mpx.amp(loss)", reason
-    if native["f16"][0] and not is_cpu:
+    if native["f16"][0]:
         code = 'loss = mpx.amp(loss, "f16"); scaling = mpx.DynamicLossScaling.pow2()'
         return code, "Only f16 runs natively, and it needs loss scaling." + gain("f16")
-    if is_cpu:
-        reason = "On a CPU half precision saves memory" + (
-            f" and may save time ({native['bf16'][1]})."
-            if native["bf16"][0]
-            else ", not time: bf16 is computed in f32 and rounded."
-        )
-        reason += gain("bf16") + " Use bf16 to test what will run on an accelerator."
-        return "loss = loss  # f32", reason
     return "loss = mpx.amp(loss)", "Measure bf16 first: mpx does not know this device."
 
 
 def problems(jaxlib_version: str, machine: str) -> list[str]:
     """Returns what is wrong with an installation."""
-    found = []
-    if version_tuple(jaxlib_version) == (0, 10, 2):
-        wrong = machine in ("aarch64", "arm64")
-        found.append(
-            "jaxlib 0.10.2 computes wrong numbers on aarch64 CPUs"
-            + (", and this is one. " if wrong else ". ")
-            + 'Run `pip install "jax!=0.10.2"`.'
-        )
-    capability = cuda_capability()
-    if capability is not None and capability < (7, 0):
-        version = ".".join(map(str, capability))
-        found.append(
-            f"GPUs of compute capability {version} have no fast half precision."
-        )
-    return found
+    if version_tuple(jaxlib_version) != (0, 10, 2):
+        return []
+    here = ", and this is one" if machine in ("aarch64", "arm64") else ""
+    return [
+        f"jaxlib 0.10.2 computes wrong numbers on aarch64 CPUs{here}. "
+        'Run `pip install "jax!=0.10.2"`.'
+    ]
 
 
 def versions() -> dict[str, str]:
@@ -258,35 +222,26 @@ def _version(package: str) -> str | None:
 def formats() -> dict[str, Native]:
     """Returns by format whether matmuls run in it natively, and why."""
     names = ["f32", "tf32", "bf16", "f16", "fp8", "mx"]
-    platform = jax.default_backend()
-    capability = cuda_capability()
-    found: dict[str, Native]
+    backend, capability = jax.default_backend(), cuda_capability()
+    found: dict[str, Native] = {
+        name: (None, f"mpx does not know {backend}") for name in names
+    }
     if capability is not None:
-        version = ".".join(map(str, capability))
-        found = {
-            name: (capability >= since, f"compute capability {version}")
-            for name, since in CUDA_SINCE.items()
-        }
-    elif platform == "cpu":
-        found = _cpu_formats()
-    elif platform == "tpu":
+        reason = f"compute capability {'.'.join(map(str, capability))}"
+        found |= {name: (capability >= x, reason) for name, x in CUDA_SINCE.items()}
+    elif backend == "cpu":
+        found |= dict.fromkeys(names, (False, "not on a CPU"))
+        flags = _cpu_flags()
+        for name, wanted in CPU_FLAGS.items():
+            here = next((x for x in wanted if x in flags), None)
+            reason = here or "computed in f32 and rounded"
+            found[name] = (here is not None if flags else None, reason)
+    elif backend == "tpu":
         kind = jax.devices()[0].device_kind
-        found = {x: (False, "TPUs compute in bf16") for x in ("tf32", "f16", "mx")}
+        found |= dict.fromkeys(names, (False, "TPUs compute in bf16"))
         found |= {"bf16": (True, kind), "fp8": (bool(TPU_FP8.search(kind)), kind)}
-    else:
-        found = {name: (None, f"mpx does not know {platform}") for name in names}
-    found["f32"] = (True, "in several passes of bf16" if platform == "tpu" else "")
-    return {name: found[name] for name in names}
-
-
-def _cpu_formats() -> dict[str, Native]:
-    flags = _cpu_flags()
-    found: dict[str, Native] = {}
-    for name, wanted in CPU_FLAGS.items():
-        here = [flag for flag in wanted if flag in flags]
-        reason = here[0] if here else "computed in f32 and rounded"
-        found[name] = (bool(here) if flags else None, reason)
-    return found | dict.fromkeys(("tf32", "fp8", "mx"), (False, "not on a CPU"))
+    found["f32"] = (True, "in several passes of bf16" if backend == "tpu" else "")
+    return found
 
 
 @functools.cache
@@ -301,14 +256,15 @@ def _cpu_flags() -> frozenset[str]:
 
 def measure_rates(native: Mapping[str, Native]) -> dict[str, float]:
     """Returns the rate of large matmuls by format, in FLOP/s; fp8 where it is native."""
-    rates, start = {}, time.perf_counter()
-    for name in ("f32", "tf32", "bf16", "f16", "fp8"):
-        skip = name in ("tf32", "fp8") and not native[name][0]
-        if skip or time.perf_counter() - start > BUDGET:
+    size, rates = 512 if jax.default_backend() == "cpu" else 8192, {}
+    for name, dtype in _DTYPES.items():
+        if name in ("tf32", "fp8") and not native[name][0]:
             continue
-        rate = _matmul_rate(name)
-        if rate is not None:
-            rates[name] = rate
+        try:
+            seconds = _seconds(_matmul(name), jnp.ones((size, size), dtype))
+        except Exception:  # this backend does not have the format
+            continue
+        rates[name] = 2 * size**3 / seconds
     return rates
 
 
@@ -320,28 +276,11 @@ def measure_bandwidth() -> float:
     return 2 * x.nbytes / seconds
 
 
-def _matmul_rate(name: str) -> float | None:
-    dtypes = {"bf16": jnp.bfloat16, "f16": jnp.float16, "fp8": jnp.float8_e4m3fn}
-    sizes = (256, 512, 1024) if jax.default_backend() == "cpu" else (1024, 8192)
-    rate = None
-    for size in sizes:
-        x = jnp.ones((size, size), dtypes.get(name, jnp.float32))
-        try:
-            seconds = _seconds(_matmul(name), x)
-        except Exception:  # this backend does not have the format
-            return rate
-        rate = 2 * size**3 / seconds
-        if seconds > LEAST_SECONDS:
-            break
-    return rate
-
-
 def _matmul(name: str) -> Callable[[Array], Array]:
-    presets = lax.DotAlgorithmPreset
     precision = {
         "f32": lax.Precision.HIGHEST,
-        "tf32": presets.TF32_TF32_F32,
-        "fp8": presets.ANY_F8_ANY_F8_F32,
+        "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32,
+        "fp8": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
     }.get(name)
     wide = jnp.float32 if name == "fp8" else None
     return jax.jit(
@@ -352,51 +291,9 @@ def _matmul(name: str) -> Callable[[Array], Array]:
 def _seconds(func: Callable[[Array], Array], x: Array) -> float:
     """Returns the time of the fastest of some calls, after one that compiles."""
     jax.block_until_ready(func(x))
-    best, start = math.inf, time.perf_counter()
-    for _ in range(20):
+    times: list[float] = []
+    while len(times) < 20 and sum(times) < 0.2:
         before = time.perf_counter()
         jax.block_until_ready(func(x))
-        after = time.perf_counter()
-        best = min(best, after - before)
-        if after - start > 10 * LEAST_SECONDS:
-            break
-    return best
-
-
-# --- python -m mpx doctor -------------------------------------------------------------
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
-    env = os.environ  # as in examples/cluster/train.py
-    size = env.get("JAX_NUM_PROCESSES") or env.get("SLURM_NTASKS") or 1
-    rank, host = env.get("JAX_PROCESS_ID"), env.get("JAX_COORDINATOR_ADDRESS")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--no-measure", action="store_true", help="time nothing")
-    group = parser.add_argument_group(
-        "on a cluster", "Start the same command in every process of a job."
-    )
-    add = group.add_argument
-    add("--cluster", action="store_true", help="check all processes of a job")
-    add("--coordinator", default=host, metavar="HOST:PORT", help="of process 0")
-    add("--processes", type=int, default=size, metavar="N", help="that should run")
-    add("--process-id", type=int, default=rank, metavar="I", help="of this process")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Prints what was found; the exit status is 1 if there is a problem."""
-    if not arguments.cluster:
-        found = doctor(measure=not arguments.no_measure)
-        show(found, as_json=arguments.json)
-        return int(bool(found.problems))
-    from mpx.inspect._cluster import conformance
-
-    if arguments.processes > 1 and not jax.distributed.is_initialized():
-        # Slurm and others describe the job, so that no arguments are needed.
-        place = arguments.coordinator, arguments.processes, arguments.process_id
-        jax.distributed.initialize(*(place if arguments.coordinator else ()))
-    check_processes(arguments.processes)
-    found = conformance(measure=not arguments.no_measure)
-    if jax.process_index() == 0:
-        show(found, as_json=arguments.json)
-    return int(not found.passed)
+        times.append(time.perf_counter() - before)
+    return min(times)

@@ -11,23 +11,23 @@ from mpx._jax._formats import short_name
 HALF = frozenset({"bfloat16", "float16"})
 
 
-def is_float(x: Any) -> bool:
+def is_float(x: object) -> bool:
     """Returns whether it holds real floating numbers."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, np.floating)
 
 
-def is_low(x: Any) -> bool:
+def is_low(x: object) -> bool:
     """Returns whether it is floating and narrower than f32."""
-    return is_float(x) and x.dtype.itemsize < 4
+    return is_float(x) and getattr(x, "dtype").itemsize < 4  # noqa: B009
 
 
-def is_half(x: Any) -> bool:
+def is_half(x: object) -> bool:
     """Returns whether it is bf16 or f16."""
     return str(getattr(x, "dtype", "")) in HALF
 
 
-def is_f32(x: Any) -> bool:
+def is_f32(x: object) -> bool:
     """Returns whether it is f32."""
     return str(getattr(x, "dtype", "")) == "float32"
 

@@ -4,20 +4,335 @@ import contextlib
 import dataclasses
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from mpx._fp8 import Fp8State
+from mpx._fp8 import Fp8Function, Fp8State
+from mpx._jax._formats import FORMATS
+from mpx._program._queries import MATMULS, names
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
-from mpx.inspect._blame import Blame
+from mpx.inspect._blame import EPSILON, Blame, Origin, Verdict
 from mpx.inspect._equations import to_host
-from mpx.inspect._findings import Finding, Reader
-from mpx.inspect._program import Program, gradient, program, unwrapped
-from mpx.inspect._result import Result, Table
+from mpx.inspect._program import (
+    Place,
+    Program,
+    gradient,
+    place_of,
+    program,
+    unwrapped,
+)
+from mpx.inspect._result import Result, Table, source_of
+from mpx.inspect._run import NAN, Node
+
+Kind = Literal[
+    "overflow",
+    "underflow",
+    "cancellation",
+    "accumulation",
+    "precision",
+    "constant",
+    "singularity",
+    "nan",
+    "input",
+    "decision",
+    "convergence",
+]
+"""What went wrong: the guide "My loss is nan" describes each kind."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """An operation at fault.
+
+    Attributes:
+        kind: What went wrong: see the list in the guide.
+        place: Where: primitive, parameter, scope, source line, forward or backward.
+        near: The parameter that was read last on the way to it; "" if none was.
+        caller: The line of your code that called a library, if the place is in one.
+        step: The steps of the loops around it: (number of the step, number of steps).
+        format: The format in which it computes: `f16`, `bf16`, `e4m3`, `e5m2`, `f32`.
+        limit: The number of this format that matters: its largest for an overflow, its
+            smallest for an underflow, else the relative distance of its numbers.
+        operands: The smallest and largest number of each floating operand, in f32.
+        result: The same of the result as it should be, in f32.
+        got: The same of the finite numbers of the actual result.
+        effect: What it leads to.
+        remedy: What to do.
+    """
+
+    kind: Kind
+    place: Place
+    near: str
+    caller: str
+    step: tuple[tuple[int, int], ...]
+    format: str
+    limit: float
+    operands: tuple[tuple[float, float], ...]
+    result: tuple[float, float]
+    got: tuple[float, float]
+    effect: str
+    remedy: str
+
+    @property
+    def label(self) -> str:
+        """The parameter, scope or function by which you know the place."""
+        return self.place.param or self.place.scope or self.near or self.place.label
+
+    def __str__(self) -> str:
+        """Returns the finding in a few lines."""
+        place = self.place
+        where = [f"`{place.primitive}`"]
+        where += [f"`{place.param}`"] if place.param else []
+        where += [f"scope `{place.scope}`"] if place.scope else []
+        where += [f"after `{self.near}`"] if self.near else []
+        for step, count in self.step:
+            where.append(f"step {step} of a loop" + (f" of {count}" if count else ""))
+        line = place.source
+        line += f" in `{place.function}`" if place.function else ""
+        line += f", called from {self.caller}" if self.caller else ""
+        limits = {"overflow": "largest number", "underflow": "smallest number"}
+        is_result = self.kind not in ("input", "constant", "decision", "convergence")
+        is_limit = self.kind not in ("constant", "singularity", "nan", "input")
+        limit = limits.get(self.kind, "relative distance of numbers")
+        rows = {
+            "operation": ", ".join(where),
+            "line": line,
+            "operands": "; ".join(map(_shown, self.operands)),
+            "result": f"{_shown(self.result)} in f32, {_shown(self.got)} here"
+            if is_result
+            else "",
+            "format": self.format + (f": {limit} {self.limit:.5g}" if is_limit else ""),
+            "effect": self.effect,
+            "remedy": self.remedy,
+        }
+        return "\n".join(f"  {key:<10} {row}" for key, row in rows.items() if row)
+
+
+def _shown(ends: tuple[float, float]) -> str:
+    low, high = ends
+    if math.isnan(low):
+        return "nothing finite"
+    return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+
+
+# --- What a verdict means -------------------------------------------------------------
+
+_SINGULAR = names("div log log1p rsqrt pow integer_pow atanh rem digamma tan")
+_ADDS = names("add add_any sub mul reduce_sum cumsum dot_general scatter-add")
+_DIFFERENCES = names("add add_any sub reduce_sum cumsum dot_general")
+_TOTALS = names("reduce_sum cumsum scatter-add reduce_window_sum")
+_REMEDIES = {
+    "input": "look at where this array comes from: the data, or an earlier step",
+    "accumulation": "add up in f32: make the accumulator an f32 array, or {keep}",
+    "cancellation": "avoid the difference of large numbers (a variance is "
+    "mean((x - mean)²), not mean(x²) - mean²); or {keep}, and the lines before it, too",
+    "decision": "do not let the loss depend on a comparison of nearly equal numbers; or "
+    "{keep}, and the lines before it, too",
+    "convergence": "the tolerance is finer than the format resolves: choose one above the "
+    "relative distance of its numbers, or {keep}",
+    "derivative": "the derivative of this line is infinite at this operand: add an epsilon "
+    "inside, or replace the operand by a safe one with `jnp.where` before the operation, "
+    "not after it",
+    "singularity": "add an epsilon, replace zeros before the operation, or use "
+    "`log_softmax`, `log_sigmoid` or `logsumexp` for a logarithm",
+    "nan": "the operand is outside the domain, maybe by a rounding: clip it before the "
+    "operation, or look at how it is computed",
+    "precision": "{keep}; positions and angles in f32, too, before their sine and cosine",
+}
+
+
+class _Reader:
+    """Turns verdicts about a run into findings: the kind, the effect and the remedy."""
+
+    def __init__(
+        self, blame: Blame, func: Callable[..., Any], scaling: LossScaling | None
+    ) -> None:
+        self._blame, self._recording = blame, blame.recording
+        self._wrapper = "amp" if hasattr(func, "mpx_autocast") else ""
+        self._wrapper = "fp8" if isinstance(func, Fp8Function) else self._wrapper
+        self._has_scaling = scaling is not None
+        self.scale = 1.0 if scaling is None else float(scaling.loss_scaling)
+
+    def finding(self, verdict: Verdict) -> Finding:
+        blame, node = self._blame, self._blame.nodes[verdict.node]
+        decides = verdict.cause in ("loop", "decision")  # no result is made of it
+        backward = verdict.node not in blame.forward and not decides
+        origin = verdict.origin
+        out = origin.out if origin and origin.node == verdict.node else 0
+        kind = self._kind(verdict, node)
+        low = (blame.format if decides else node.format) or FORMATS["f32"]
+        limits = {"overflow": low.max, "underflow": low.smallest}
+        place, near = _place(node, backward), ""
+        if not place.param:  # the parameter that was read last
+            made = (blame.nodes[i] for i in self._recording.before([verdict.node]))
+            params = (name for x in made if x.eqn is not None for name in x.names)
+            near = next(filter(None, params), "")
+        sources = self._recording.operands(node)
+        return Finding(
+            kind=kind,
+            place=place,
+            near=near,
+            caller=_caller(node),
+            step=node.around.steps,
+            format=low.name,
+            limit=limits.get(kind, low.eps),
+            operands=tuple(x.shadow for x in sources if not math.isnan(x.shadow[0])),
+            result=node.stats[out].shadow,
+            got=node.stats[out].own,
+            effect=self._effect(verdict),
+            remedy=self._remedy(kind, node, place),
+        )
+
+    def _kind(self, verdict: Verdict, node: Node) -> Kind:
+        if node.eqn is None:
+            return "input"
+        match verdict.cause:
+            case "constant" | "decision":
+                return verdict.cause
+            case "loop":
+                return "convergence"
+            case "sum":
+                return "accumulation" if node.primitive in _ADDS else "precision"
+            case "origin" if verdict.origin is not None:
+                return self._kind_of_origin(verdict.origin, node)
+        return self._kind_of_error(node)
+
+    def _kind_of_origin(self, origin: Origin, node: Node) -> Kind:
+        stats = node.stats[origin.out]
+        classes, in_shadow = stats.classes, stats.shadow_classes is not None
+        if not in_shadow and node.format and stats.largest > node.format.max:
+            return "overflow"
+        if classes is not None and (classes[origin.where] == NAN).all():
+            return "nan"
+        zero = any(x.zeros for x in self._recording.operands(node)) or 0 in node.written
+        if node.primitive in _SINGULAR and (zero or not in_shadow):
+            return "singularity" if in_shadow or zero else "underflow"
+        return "overflow"
+
+    def _kind_of_error(self, node: Node) -> Kind:
+        assert node.format is not None
+        worst = max(node.stats, key=lambda x: x.error)
+        if not worst.local_is_finite:
+            return "overflow"
+        sizes = [x.largest for x in self._recording.operands(node)]
+        is_small = worst.largest < max(sizes, default=0.0) / 8
+        tiny, subtracts = node.format.tiny, node.primitive in _DIFFERENCES
+        is_known = worst.largest > tiny or math.isinf(worst.error)
+        if subtracts and is_small and is_known:
+            return "cancellation"
+        if worst.flushed > 0.05 or worst.largest < tiny or worst.smallest < tiny / 8:
+            return "underflow"
+        if node.primitive in _TOTALS:
+            return "accumulation"
+        return "cancellation" if subtracts else "precision"
+
+    def _effect(self, verdict: Verdict) -> str:
+        if verdict.origin is not None:
+            return self._effect_of_origin(verdict.node, verdict.origin)
+        if verdict.cause == "loop":
+            return verdict.result
+        share = verdict.influence or 0.0
+        amount = "more than 100 %" if share > 1 else f"{100 * share:.3g} %"
+        return f"changes the {verdict.result} by {amount}, with all else in f32"
+
+    def _effect_of_origin(self, index: int, origin: Origin) -> str:
+        node = self._blame.nodes[origin.node]
+        classes = node.stats[origin.out].classes
+        is_nan = classes is not None and (classes[classes != 0] == NAN).all()
+        what = "nan" if is_nan else "infinite numbers"
+        if origin.node != index and node.eqn is not None:
+            place = _place(node, False)
+            return f"`{place.primitive}` at {place.source} makes {what} of it"
+        pairs = zip(self._blame.names, self._blame.own, strict=True)
+        reached = [name for name, x in pairs if not np.isfinite(x).all()]
+        more = f" and {len(reached) - 1} more" if len(reached) > 1 else ""
+        return f"{what}, which reach the {reached[0]}{more}"
+
+    def _remedy(self, kind: Kind, node: Node, place: Place) -> str:
+        keep = "compute it in f32: cast its operands with `.astype(jnp.float32)`"
+        if self._wrapper:
+            selector = place.param if place.primitive in MATMULS else ""
+            selector = selector.partition("/")[2] or selector or place.scope
+            keep = f'keep it in f32: `mpx.{self._wrapper}(fn, keep="{selector}")`'
+            if not selector:
+                keep = "keep it in f32: put it under `with mpx.amp_stop():`"
+        if kind == "overflow":
+            return self._for_overflow(node, place, keep)
+        if kind == "underflow":
+            return self._for_underflow(node, place, keep)
+        if kind == "constant":
+            return _for_constant(node)
+        which = "derivative" if kind == "singularity" and place.backward else kind
+        return _REMEDIES[which].format(keep=keep)
+
+    def _for_overflow(self, node: Node, place: Place, keep: str) -> str:
+        room = self._blame.headroom * self.scale
+        if place.backward and self.scale > 1 and room >= 1:
+            fits = 2.0 ** math.floor(math.log2(room))
+            return (
+                f"the loss scale {self.scale:g} is too large here, {fits:g} would do: "
+                "`DynamicLossScaling` lowers it by itself and skips this step"
+            )
+        fixes = [] if node.format is None else [keep]
+        if place.primitive in ("exp", "exp2", "pow", "expm1"):
+            shift = (
+                "subtract the maximum before `exp`, as `jax.nn.softmax` and `logsumexp`"
+            )
+            fixes.insert(0, f"{shift} do")
+        elif node.format is not None and node.format.name != "bf16":
+            fixes.append("use bf16, whose range is f32's")
+        return "; or ".join(fixes) or "make its operands smaller: f32 itself overflows"
+
+    def _for_underflow(self, node: Node, place: Place, keep: str) -> str:
+        short = node.format and node.format.name in ("f16", "e5m2", "e4m3")
+        if place.backward and short:
+            if not self._has_scaling:
+                return "use a loss scaling, such as `mpx.DynamicLossScaling.pow2()`"
+            return f"use a larger loss scale than {self.scale:g}; or {keep}"
+        if place.primitive == "log":
+            return f"use `jax.nn.log_softmax` or `log_sigmoid` in place of the log; or {keep}"
+        return f"{keep}; or scale the numbers up first"
+
+
+def _for_constant(node: Node) -> str:
+    low = node.format or FORMATS["f32"]
+    if any(abs(x) < EPSILON for x in node.written):
+        return (
+            f"a small number here, probably an epsilon, is 0 in {low.name}, or its "
+            f"reciprocal is infinite: choose one above {1 / low.max:.1g}, or compute what "
+            "depends on it in f32"
+        )
+    return (
+        "a number here is infinite in its format, or masks a whole row: use a finite one "
+        f"that {low.name} holds, such as `jnp.finfo(x.dtype).min`, or compute this in f32"
+    )
+
+
+def _place(node: Node, backward: bool) -> Place:
+    if node.eqn is None:
+        name = next(filter(None, node.names), "a constant")
+        return Place("input", name, "", "unknown", "", False)
+    around, backward = node.around, backward or node.around.backward
+    return place_of(
+        node.eqn, node.names, around.scopes, around.frames, backward=backward
+    )
+
+
+def _caller(node: Node) -> str:
+    """Returns the first line outside installed packages, if it is not the first."""
+    frames, library = node.around.frames, f"{sys.base_prefix}/lib/python"
+    own = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame[1] and not frame[1].startswith(library)
+    ]
+    return source_of(own) if own and own[0] != frames[0] else ""
+
+
+# --- The explanation ------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,17 +379,15 @@ class Explanation(Result):
     def tables(self) -> list[Table]:
         """Returns the fault, further ones, and what was looked at."""
         parts = []
-        if self.fault is not None:
-            start = "Inaccurate" if self.verdict == "inaccurate" else "At fault"
-            parts.append(Table.text(str(self.fault), _headline(start, self.fault)))
-        elif self.ok:
-            parts.append(Table.text("Nothing is wrong."))
-        else:
-            parts.append(
-                Table.text(f"The result is {self.verdict}, but no operation alone is.")
-            )
-        for other in self.others:
-            parts.append(Table.text(str(other), _headline("Also", other)))
+        start = "Inaccurate" if self.verdict == "inaccurate" else "At fault"
+        for finding in (self.fault, *self.others) if self.fault else ():
+            way = "backward" if finding.place.backward else "forward"
+            head = f"{start}: {finding.kind} in the {way} pass, at `{finding.label}`"
+            parts.append(Table.text(str(finding), head))
+            start = "Also"
+        if not parts:
+            text = f"The result is {self.verdict}, but no operation alone is."
+            parts.append(Table.text("Nothing is wrong." if self.ok else text))
         return [*parts, Table.text(self._looked_at())]
 
     def _looked_at(self) -> str:
@@ -104,11 +417,6 @@ def _amount(error: float) -> str:
     return "more than 1000 %" if error > 10 else f"{float(f'{100 * error:.2g}'):g} %"
 
 
-def _headline(start: str, fault: Finding) -> str:
-    way = "backward" if fault.place.backward else "forward"
-    return f"{start}: {fault.kind} in the {way} pass, at `{fault.label}`"
-
-
 def explain(
     func: Callable[..., Any],
     /,
@@ -124,8 +432,7 @@ def explain(
     the program also runs operation by operation, once as it is and once in f32. A number that
     is not finite is traced to the operation that made it. A finite result is inaccurate if it
     differs from that in f32 by more than its format explains; an operation is at fault if it
-    alone makes it so, and the remedy is tried. Without any low precision, numbers that are not
-    finite are traced.
+    alone makes it so. Without any low precision, numbers that are not finite are traced.
 
     It is meant for one call on a small batch: each operation runs by itself, on the CPU.
 
@@ -170,18 +477,16 @@ def explain(
         with jax.default_device(device):
             return [to_host(x) for x in jax.jit(whole.__call__)(*whole.arrays)]
 
-    # On the CPU, where NumPy runs most operations and few have to be compiled.
-    with _progress() as tick, jax.default_device(_cpu()):
-        blame = Blame(whole, exact, labels, compiled, tick)
-        return _explanation(blame, Reader(blame, func, scaling), whole)
+    with jax.default_device(_cpu()), np.errstate(all="ignore"):
+        blame = Blame(whole, exact, labels, compiled)
+        return _explanation(blame, _Reader(blame, func, scaling), whole)
 
 
-def _as_scaling(scaling: Any) -> LossScaling | None:
+def _as_scaling(scaling: LossScaling | float | None) -> LossScaling | None:
     if scaling is None or isinstance(scaling, LossScaling):
         return scaling
-    if isinstance(scaling, int | float) or np.ndim(scaling) == 0:
-        with contextlib.suppress(TypeError, ValueError):
-            return StaticLossScaling(scaling)
+    with contextlib.suppress(TypeError, ValueError):
+        return StaticLossScaling(float(scaling))
     raise TypeError(
         "`scaling` must be a loss scaling such as `mpx.DynamicLossScaling.pow2()` or a "
         f"positive number, but {type(scaling).__name__} was given. Pass the scaling of "
@@ -210,13 +515,12 @@ def _cpu() -> Any:
         ) from error
 
 
-def _explanation(blame: Blame, reader: "Reader", whole: Program) -> Explanation:
+def _explanation(blame: Blame, reader: _Reader, whole: Program) -> Explanation:
     findings = [reader.finding(x) for x in blame.verdicts]
     has_gradient = any(blame.is_grad)
     known = [str(whole.names[i]) for i in whole.params] if has_gradient else []
     grads = list(zip(known, blame.errors[1:], blame.stable[1:], strict=False))
     formats = {x.format.name for x in blame.nodes if x.format is not None}
-    has_loss = "loss" in blame.names[:1]
     return Explanation(
         ok=blame.judgement == "ok",
         verdict=blame.judgement,
@@ -224,7 +528,7 @@ def _explanation(blame: Blame, reader: "Reader", whole: Program) -> Explanation:
         others=tuple(findings[1:]),
         loss=_first(blame.actual),
         loss_in_f32=_first(blame.exact),
-        loss_error=blame.errors[0] if has_loss else 0.0,
+        loss_error=blame.errors[0] if "loss" in blame.names[:1] else 0.0,
         grad_errors={name: x for name, x, _ in grads},
         unstable=tuple(name for name, _, stable in grads if not stable),
         formats=tuple(sorted(formats)),
@@ -236,24 +540,4 @@ def _explanation(blame: Blame, reader: "Reader", whole: Program) -> Explanation:
 
 
 def _first(outs: list[np.ndarray]) -> float:
-    return float(outs[0].reshape(-1)[0]) if outs and outs[0].size else float("nan")
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[], None]]:
-    """Shows how many operations have run, in a terminal, from the third second on."""
-    start, count, shown = time.monotonic(), 0, 0.0
-
-    def tick() -> None:
-        nonlocal count, shown
-        count += 1
-        now = time.monotonic()
-        if now - start > 3 and now - shown > 0.5 and sys.stderr.isatty():
-            shown = now
-            print(f"\rexplain: {count} operations", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield tick
-    finally:
-        if shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return float(outs[0].reshape(-1)[0]) if outs and outs[0].size else math.nan

@@ -13,12 +13,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
-from mpx._jax._arguments import as_count, check_axis_name
+from mpx._jax._arguments import check_axis_name
 from mpx._jax._formats import FORMATS, Format, short_name
 from mpx._jax._nnx import without_variables
 from mpx._jax._tree import AxisName, dtype_of, named_leaves
 from mpx.inspect._counting import (
     BELOW,
+    FIRST,
     HIGHEST,
     INF,
     LOWEST,
@@ -29,19 +30,17 @@ from mpx.inspect._counting import (
     carried,
     count,
 )
-from mpx.inspect._result import Result, Table, amount, extra, percent
+from mpx.inspect._result import Result, Table, amount, percent
 
 SHOWN = ("f16", "bf16", "e5m2", "e4m3")
 _BARS = " ▁▂▃▄▅▆▇█"
 _RIDGES = 10  # up to so many leaves are drawn as histograms, more as a heat map
-SAMPLED = 2**14
-"""Leaves of fewer values are counted whole, also if a sample is asked for."""
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("counts", "squares"),
-    meta_fields=("names", "dtypes", "sample"),
+    meta_fields=("names", "dtypes"),
 )
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class ExponentStats(Result):
@@ -61,15 +60,13 @@ class ExponentStats(Result):
         squares: The sum of the squares of each leaf, f32[*batch, leaves].
         names: The path of each leaf.
         dtypes: The dtype of each leaf, such as "bf16".
-        sample: Of so many rows of large leaves one was counted; 1 for all.
     """
 
     # JAX puts other objects in their place when it rebuilds trees.
-    counts: Any
-    squares: Any
+    counts: PyTree
+    squares: PyTree
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
-    sample: int = 1
 
     # --- Inside or outside jit --------------------------------------------------------
 
@@ -81,16 +78,11 @@ class ExponentStats(Result):
         """
         if not isinstance(other, ExponentStats):
             return NotImplemented
-        for mine, theirs in zip(self.names, other.names, strict=False):
-            if mine != theirs:
-                raise ValueError(
-                    f"Statistics of different trees cannot be merged: one has `{mine}` "
-                    f"where the other has `{theirs}`."
-                )
-        if len(self.names) != len(other.names):
+        if self.names != other.names:
+            different = sorted({*self.names} ^ {*other.names})
             raise ValueError(
-                f"Statistics of {len(self.names)} and of {len(other.names)} leaves "
-                "cannot be merged."
+                "Statistics of different trees cannot be merged: only one of them has "
+                f"{', '.join(f'`{name}`' for name in different[:3])}."
             )
         return dataclasses.replace(
             self,
@@ -154,7 +146,7 @@ class ExponentStats(Result):
 
     @property
     def norms(self) -> np.ndarray:
-        """The Euclidean norm of each leaf, by squares in f32; of the sample, if one was taken.
+        """The Euclidean norm of each leaf, by squares in f32.
 
         Values below 1e-19 do not enter, since their squares are zero in f32.
         """
@@ -220,142 +212,85 @@ class ExponentStats(Result):
             dtypes=tuple(self.dtypes[i] for i in rows),
         )
 
-    def view(
+    def to_dict(self) -> dict[str, list]:
+        """Returns the names, dtypes, norms and histograms of the leaves as lists."""
+        return {
+            "names": list(self.names),
+            "dtypes": list(self.dtypes),
+            "norms": self.norms.tolist(),
+            "counts": self._host.tolist(),
+        }
+
+    def tables(
         self, *, scale: float = 1.0, formats: Sequence[str] = SHOWN
-    ) -> "ExponentView":
-        """Returns a table of these histograms.
+    ) -> Sequence[Table]:
+        """Returns one row for each leaf, with its histogram as bars.
 
         Args:
             scale: The loss scale at which the shares are computed.
             formats: The formats for which they are.
         """
-        return ExponentView(self, float(scale), tuple(formats))
-
-    def tables(self) -> Sequence[Table]:
-        """Returns the table of `view()`."""
-        return self.view().tables()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the table of `view()` as plain values."""
-        return self.view().to_dict()
+        if not self.names:
+            return [Table.text("No floating leaf.")]
+        ranges, best = self.ranges(), self.best_scale()
+        flushed = [self.flushed(name, scale) for name in formats]
+        found = [x for x in ranges if x is not None] or [(0, 0)]
+        low, high = min(x for x, _ in found), max(x for _, x in found)
+        shown = self._host[:, low - LOWEST + FIRST : high - LOWEST + FIRST + 1]
+        rows = []
+        for i, size in enumerate(self.sizes.tolist()):
+            infs, nans, ends = int(self.infs[i]), int(self.nans[i]), ranges[i]
+            cells = [self.names[i] or "(leaf)", self.dtypes[i], amount(size)]
+            cells.append(_sparkline(shown[i].tolist()))
+            cells.append("2^{} … 2^{}".format(*ends) if ends else "–")
+            cells.append(percent(self.zeros[i] / size) if size else "–")
+            cells += [percent(x[i]) if ends else "–" for x in flushed]
+            cells.append(f"{infs}, {nans}" if infs + nans else "–")
+            cells.append("–" if math.isnan(best[i]) else _power(best[i]))
+            rows.append(cells)
+        head = ["leaf", "dtype", "values", f"2^{low} … 2^{high}", "range", "zero"]
+        head += [*(f"→0 {name}" for name in formats), "inf, nan", "best scale"]
+        title = "Exponents" + _at(scale)
+        text = "→0: the share of the numbers that the format rounds to zero."
+        for name in formats:
+            most = self.overflowing(name, scale).max()
+            if most > 0:
+                text += f" Up to {percent(most)} of a leaf overflows in {name}."
+        right = frozenset({2, *range(5, len(head))})
+        return [Table(head, rows, title, right), Table.text(text)]
 
     def __repr__(self) -> str:
         """Shows how many leaves there are; `str` and `print` show the table."""
         return f"ExponentStats({len(self.names)} leaves)"
 
 
-@dataclasses.dataclass(frozen=True)
-class ExponentView(Result):
-    """A table of exponent histograms at one loss scale; made by `ExponentStats.view`."""
-
-    stats: ExponentStats
-    scale: float
-    formats: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the numbers of each leaf: counts, range, norm, shares, best scale."""
-        stats, scale = self.stats, self.scale
-        columns = {
-            "name": stats.names,
-            "dtype": stats.dtypes,
-            "size": stats.sizes.tolist(),
-            "zeros": stats.zeros.tolist(),
-            "infs": stats.infs.tolist(),
-            "nans": stats.nans.tolist(),
-            "range": stats.ranges(),
-            "norm": stats.norms.tolist(),
-            "flushed": self._by_format(stats.flushed),
-            "overflowing": self._by_format(stats.overflowing),
-            "best_scale": stats.best_scale(),
-            "counts": stats.histogram()[:, BELOW:INF].tolist(),
-        }
-        rows = zip(*columns.values(), strict=True)
-        leaves = [dict(zip(columns, row, strict=True)) for row in rows]
-        return {"scale": scale, "sample": stats.sample, "leaves": leaves}
-
-    def _by_format(
-        self, share: Callable[[str, float], np.ndarray]
-    ) -> list[dict[str, float]]:
-        """Returns the share of each leaf in each format."""
-        found = {name: share(name, self.scale).tolist() for name in self.formats}
-        return [
-            {name: shares[i] for name, shares in found.items()}
-            for i in range(len(self.stats.names))
-        ]
-
-    def tables(self) -> Sequence[Table]:
-        """Returns one row for each leaf, with its histogram as bars."""
-        stats, leaves = self.stats, self.to_dict()["leaves"]
-        if not leaves:
-            return [Table.text("No floating leaf.")]
-        found = [x for x in stats.ranges() if x is not None] or [(0, 0)]
-        low, high = min(x for x, _ in found), max(x for _, x in found)
-        head = ["leaf", "dtype", "values", f"2^{low} … 2^{high}", "range", "zero"]
-        head += [f"→0 {name}" for name in self.formats]
-        head += ["inf, nan", "best scale"]
-        title = "Exponents"
-        if self.scale != 1:
-            title += f" at a loss scale of {_power(self.scale)}"
-        if stats.sample > 1:
-            title += f" (one of {stats.sample} rows of large leaves)"
-        text = "→0: the share of the numbers that the format rounds to zero."
-        for name in self.formats:
-            most = max(leaf["overflowing"][name] for leaf in leaves)
-            if most > 0:
-                text += f" Up to {percent(most)} of a leaf overflows in {name}."
-        rows = [_row(leaf, low - LOWEST + 1, high - LOWEST + 2) for leaf in leaves]
-        right = frozenset({2, *range(5, len(head))})
-        return [Table(head, rows, title, right), Table.text(text)]
-
-
-def _row(leaf: dict[str, Any], start: int, stop: int) -> list[str]:
-    size, infs, nans = leaf["size"], leaf["infs"], leaf["nans"]
-    numbers, best = size - leaf["zeros"] - infs - nans, leaf["best_scale"]
-    return [
-        leaf["name"] or "(leaf)",
-        leaf["dtype"],
-        amount(size),
-        _sparkline(leaf["counts"][start:stop]),
-        "2^{} … 2^{}".format(*leaf["range"]) if leaf["range"] else "–",
-        percent(leaf["zeros"] / size) if size else "–",
-        *(percent(x) if numbers else "–" for x in leaf["flushed"].values()),
-        f"{infs}, {nans}" if infs + nans else "–",
-        "–" if math.isnan(best) else _power(best),
-    ]
-
-
 def _power(scale: float) -> str:
     return f"2^{math.log2(scale):g}"
 
 
+def _at(scale: float) -> str:
+    return "" if scale == 1 else f" at a loss scale of {_power(scale)}"
+
+
 def _sparkline(counts: Sequence[int]) -> str:
     """Returns bars whose height is the square root of the counts: tails stay visible."""
-    top, steps = max(counts, default=0), len(_BARS) - 1
-    return "".join(
-        _BARS[math.ceil(steps * math.sqrt(x / top)) if x else 0] for x in counts
-    )
+    top, steps = max(counts, default=0) or 1, len(_BARS) - 1
+    return "".join(_BARS[math.ceil(steps * math.sqrt(x / top))] for x in counts)
 
 
 def _share(counts: np.ndarray, position: float, *, upwards: bool) -> np.ndarray:
-    """Returns the share of the numbers above or below `2**position`, by leaf."""
-    numbers = counts[:, BELOW:INF]
-    below = np.array(_parts_below(position, upwards))
+    """Returns the share of the numbers above or below `2**position`, by leaf.
+
+    Numbers are evenly spread within a bin. The first and the last bin are open: what is
+    not known of them counts neither as too small nor, `upwards`, as too large.
+    """
+    numbers, exponents = counts[:, BELOW:INF], np.arange(LOWEST, HIGHEST + 1)
+    first = position >= LOWEST or upwards
+    within = 2.0 ** np.clip(position - exponents, 0, 1) - 1
+    last = upwards and position > HIGHEST + 1
+    below = np.array([first, *within, last], np.float64)
     shares = numbers @ (1 - below if upwards else below)
     return shares / np.maximum(numbers.sum(-1), 1)
-
-
-@functools.lru_cache(maxsize=256)
-def _parts_below(position: float, upwards: bool) -> tuple[float, ...]:
-    """Returns which part of each bin is below `2**position`.
-
-    The first and the last bin are open: what is not known of them counts neither as too
-    small nor, `upwards`, as too large.
-    """
-    parts = [1.0 if position >= LOWEST else float(upwards)]
-    for exponent in range(LOWEST, HIGHEST + 1):  # evenly spread within a bin
-        within = 2.0 ** min(max(position - exponent, 0.0), 1.0) - 1
-        parts.append(within)
-    return (*parts, 1.0 if upwards and position > HIGHEST + 1 else 0.0)
 
 
 def _format(name: str) -> Format:
@@ -366,9 +301,7 @@ def _format(name: str) -> Format:
     return FORMATS[name]
 
 
-def exponent_stats(
-    tree: PyTree, *, axis_name: AxisName | None = None, sample: int = 1
-) -> ExponentStats:
+def exponent_stats(tree: PyTree, *, axis_name: AxisName | None = None) -> ExponentStats:
     """Counts the exponents of the floating leaves of a pytree, inside or outside jit.
 
     One histogram for each leaf answers, later and on the host: how many values are zero,
@@ -380,7 +313,6 @@ def exponent_stats(
         tree: Any pytree, for example gradients. Leaves that are not floating are left out.
         axis_name: A `shard_map`, `pmap` or `vmap` axis (or several) over which the counts
             are added. Not needed for sharded arrays under jit.
-        sample: Counts one of so many rows of large leaves, along their longest axis.
 
     Returns:
         The histograms. Print them for a table, or pass them to `plot_exponents`.
@@ -393,11 +325,9 @@ def exponent_stats(
         (array([0.5]), array([0.]))
     """
     check_axis_name(axis_name)
-    sample = as_count(sample, "sample", at_least=1)
     leaves = named_leaves(without_variables(tree))
     found = [(name, x) for name, x in leaves if _has_exponents(x)]
-    arrays = [_sampled(lax.stop_gradient(jnp.asarray(x)), sample) for _, x in found]
-    counts, squares = count(arrays)
+    counts, squares = count([lax.stop_gradient(jnp.asarray(x)) for _, x in found])
     if axis_name is not None:
         counts, squares = lax.psum((counts, squares), axis_name)
         counts = carried(counts)
@@ -406,30 +336,12 @@ def exponent_stats(
         squares,
         names=tuple(str(name) for name, _ in found),
         dtypes=tuple(short_name(np.dtype(dtype_of(x))) for _, x in found),
-        sample=sample,
     )
 
 
-def _has_exponents(leaf: Any) -> bool:
+def _has_exponents(leaf: object) -> bool:
     dtype = dtype_of(leaf)
     return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)
-
-
-def _sampled(x: Array, sample: int) -> Array:
-    """Returns one of so many rows of a large array along its longest axis.
-
-    Of each block of `sample` rows it is the next one: a fixed one may be the same channel
-    of every head. In `sample` such blocks that is every `sample + 1`-th row, and a slice
-    that leaves sharded arrays where they are.
-    """
-    if sample == 1 or x.size < SAMPLED:
-        return x
-    x = jnp.moveaxis(x, int(np.argmax(x.shape)), 0)
-    rows, block = len(x), sample * sample
-    whole = rows - rows % block
-    blocks = x[:whole].reshape(-1, block, *x.shape[1:])[:, :: sample + 1]
-    rest = x[whole::sample]
-    return jnp.concatenate([blocks.reshape(-1), rest.reshape(-1)])
 
 
 # --- Pictures -------------------------------------------------------------------------
@@ -469,81 +381,71 @@ def plot_exponents(
         >>> [label.get_text() for label in figure.axes[1].get_yticklabels()]
         ['w']
     """
-    figures = extra("matplotlib.figure", "plot_exponents")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            'plot_exponents needs matplotlib: `pip install "mpx-jax[inspect]"`.'
+        ) from error
     counts = stats.histogram()[:, BELOW:INF]
-    low, high = _span(stats, scale, formats)
     rows = max(1, len(stats.names))
     if ax is None:
         ratio = [max(1.0, 0.25 * len(formats)), min(0.45 * rows, 2 + 0.16 * rows)]
         height = min(1.2 + 0.25 * len(formats) + ratio[1], 16)
-        figure = figures.Figure(figsize=(8, height), layout="constrained")
+        figure = Figure(figsize=(8, height), layout="constrained")
         top, main = figure.subplots(2, 1, sharex=True, height_ratios=ratio)
     else:
         figure, main = ax.figure, ax
         top = ax.inset_axes((0, 1.03, 1, 0.25), sharex=ax)
     _draw_formats(top, scale, formats)
     shares = counts / np.maximum(counts.sum(-1, keepdims=True), 1)
-    if len(stats.names) <= _RIDGES:
-        _draw_ridges(main, shares, stats.names)
-    else:
-        _draw_heat(main, shares, stats.names)
-    main.set(xlim=(low, high + 1), xlabel="exponent: values from 2^e to 2^(e+1)")
-    if scale != 1:
-        title = f"{title} at a loss scale of {_power(scale)}".strip()
-    top.set_title(title, loc="left")
+    draw = _draw_ridges if len(stats.names) <= _RIDGES else _draw_heat
+    draw(main, np.sqrt(shares), stats.names)
+    span = _span(stats, scale, formats)
+    main.set(xlim=span, xlabel="exponent: values from 2^e to 2^(e+1)")
+    top.set_title((title + _at(scale)).strip(), loc="left")
     return figure
 
 
 def _span(
     stats: ExponentStats, scale: float, formats: Sequence[str]
 ) -> tuple[int, int]:
-    found = [x for x in stats.ranges() if x is not None]
-    shift = math.log2(scale)
-    low = min([x[0] for x in found], default=-20)
-    high = max([x[1] for x in found], default=4)
-    # So much of the formats that their ends can be seen, where that is near.
-    ends = [math.log2(FORMATS[name].smallest) - shift for name in formats]
-    tops = [math.log2(FORMATS[name].max) - shift for name in formats]
-    low = min([low, *(math.floor(x) for x in ends if x > -60)]) - 2
-    high = max([high, *(math.ceil(x) for x in tops if x < 34)]) + 2
-    return max(low, LOWEST - 1), high
+    """Returns the exponents to draw: the values, and the ends of formats that are near."""
+    forms = [FORMATS[name] for name in formats]
+    ends = [math.log2(x / scale) for form in forms for x in (form.smallest, form.max)]
+    shown = [x for x in ends if LOWEST < x < HIGHEST + 3]
+    shown += [x for pair in stats.ranges() for x in pair or (-20, 4)]
+    low, high = math.floor(min(shown, default=-20)), math.ceil(max(shown, default=4))
+    return max(low - 2, LOWEST - 1), high + 3
 
 
 def _draw_formats(ax: Any, scale: float, formats: Sequence[str]) -> None:
-    shift = math.log2(scale)
     for row, name in enumerate(formats):
-        form = FORMATS[name]
-        smallest, tiny, most = (
-            math.log2(x) - shift for x in (form.smallest, form.tiny, form.max)
-        )
-        color = f"C{row}"
-        ax.barh(
-            row, tiny - smallest, left=smallest, height=0.25, color=color, alpha=0.5
-        )
-        ax.barh(row, most - tiny, left=tiny, height=0.6, color=color)
+        form, color = FORMATS[name], f"C{row}"
+        ends = form.smallest, form.tiny, form.max
+        low, tiny, high = (math.log2(x / scale) for x in ends)
+        ax.barh(row, tiny - low, left=low, height=0.25, color=color, alpha=0.5)
+        ax.barh(row, high - tiny, left=tiny, height=0.6, color=color)
     ax.set_yticks(range(len(formats)), formats)
     ax.invert_yaxis()
     ax.tick_params(axis="x", labelbottom=False)
     ax.grid(axis="x", alpha=0.3)
 
 
-def _draw_ridges(ax: Any, shares: np.ndarray, names: Sequence[str]) -> None:
-    edges = np.arange(LOWEST - 1, LOWEST + shares.shape[1])
-    for row, share in enumerate(shares):
-        heights = np.sqrt(share / max(share.max(), 1e-30)) * 0.9
-        ax.stairs(
-            heights + -row, edges, baseline=-row, fill=True, color="C0", alpha=0.6
-        )
+def _draw_ridges(ax: Any, heights: np.ndarray, names: Sequence[str]) -> None:
+    edges = np.arange(LOWEST - 1, LOWEST + heights.shape[1])
+    for row, each in enumerate(heights):
+        each = 0.9 * each / max(each.max(), 1e-15)
+        ax.stairs(each - row, edges, baseline=-row, fill=True, color="C0", alpha=0.6)
     ax.set_yticks([-row for row in range(len(names))], names)
     ax.set_ylim(-len(names) + 0.9, 1)
     ax.grid(axis="x", alpha=0.3)
 
 
-def _draw_heat(ax: Any, shares: np.ndarray, names: Sequence[str]) -> None:
-    edges = np.arange(LOWEST - 1, LOWEST + shares.shape[1])
-    masked = np.ma.masked_equal(np.sqrt(shares), 0)
+def _draw_heat(ax: Any, heights: np.ndarray, names: Sequence[str]) -> None:
+    edges = np.arange(LOWEST - 1, LOWEST + heights.shape[1])
     rows = np.arange(len(names) + 1) - 0.5
-    ax.pcolormesh(edges, rows, masked, cmap="viridis")
+    ax.pcolormesh(edges, rows, np.ma.masked_equal(heights, 0), cmap="viridis")
     ax.invert_yaxis()
     every = -(-len(names) // 60)
     ax.set_yticks(range(0, len(names), every), names[::every], fontsize=6)

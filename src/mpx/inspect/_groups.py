@@ -1,4 +1,4 @@
-"""Groups of operations that a policy can keep in f32, and the program labelled with them."""
+"""Groups of operations that a policy can keep in f32, and programs labelled with them."""
 
 import contextlib
 import dataclasses
@@ -23,6 +23,7 @@ from mpx._program import HANDLERS
 from mpx._program._flow import moved
 from mpx._program._interpreter import Kind, Op, Outcome, Scopes, Visitor
 from mpx._program._queries import MATMULS, Equation
+from mpx._wire._product import LINEAR
 from mpx.inspect._program import Name, Program, program
 
 
@@ -67,26 +68,17 @@ class Keep(NamedTuple):
         return bool(group.scope) and any(search(self.pattern, x) for x in paths)
 
 
-_TOKEN = re.compile(r"^mpx-group-(\d+)(-input)?$")
+_LABEL = re.compile(r"^mpx-group-(\d+)(-input)?$")
 
 
-class Token(NamedTuple):
-    """The number of the group of an equation; `None` without a label.
+def label_of(scopes: Scopes) -> tuple[int | None, bool]:
+    """Returns the group of an equation, and whether it is an input.
 
-    An input is a cast of an operand, made for the operation that reads it.
+    An input is a cast of an operand, made for the operation that reads it. The innermost
+    label in the scopes counts; without one the group is `None`.
     """
-
-    group: int | None = None
-    is_input: bool = False
-
-
-def token_of(scopes: Scopes) -> Token:
-    """Returns the label in the scopes of an equation; the innermost counts."""
-    for scope in reversed(scopes):
-        found = _TOKEN.match(scope)
-        if found:
-            return Token(int(found[1]), found[2] is not None)
-    return Token()
+    found = next(filter(None, map(_LABEL.match, reversed(scopes))), None)
+    return (int(found[1]), found[2] is not None) if found else (None, False)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -110,11 +102,11 @@ class _Labels(Visitor):
         return outs, [moved(op.eqn, op.facts)] * len(outs)
 
     def fact_inside(self, fact: Name, var: Hashable, kind: Kind) -> Name:
-        return None if kind in ("carry", "tangent") else fact
+        return None if kind == "carry" else fact
 
     def _group(self, op: Op) -> Group:
         known = [name for name in op.facts if name]
-        is_matmul = primitive_name(op.eqn) in MATMULS and len(known) > 0
+        is_matmul = primitive_name(op.eqn) in (*MATMULS, LINEAR) and len(known) > 0
         functions = _functions(op.eqn) or self._around
         # A scope inside itself counts once.
         path = "/".join(name for name, _ in itertools.groupby(op.scopes))
@@ -149,13 +141,10 @@ def _functions(eqn: Equation) -> tuple[str, ...]:
 
 
 def labelled(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Program, list[Group]]:
-    """Traces a function as `amp` runs it, with the group of each operation in its scopes.
-
-    Returns the program of the forward pass, and the groups.
-    """
-    # In place of fused attention its equations: a kernel has no second derivative.
+    """Traces a function as `amp` runs it, with the group of each operation in its scopes."""
+    # In place of fused attention its equations, so that its parts are judged.
     forward = program(amp(func, "bf16", attention="keep"), args, kwargs)
     visitor = _Labels()
     body, consts = open_jaxpr(forward.jaxpr)

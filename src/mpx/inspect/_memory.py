@@ -1,25 +1,24 @@
 """The memory of a training step, predicted before anything runs."""
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from mpx._amp._transform import amp
 from mpx._jax._devices import cuda_capability
 from mpx._optim import FlashOptimizer, FlashState, flash_adamw
 from mpx._program._queries import MATMULS, contains
 from mpx.inspect._buffers import Buffer, nbytes, peak
-from mpx.inspect._call_command import add_call, load_call, show
+from mpx.inspect._compiled import as_target, described
 from mpx.inspect._dtypes import is_float, is_half, short_dtypes
 from mpx.inspect._program import Program, gradient, program, unwrapped
 from mpx.inspect._result import Result, Table, amount, total
-from mpx.inspect._target import as_target, described
 
 # cuBLAS computes in a buffer of this size on Hopper.
 _WORKSPACE = 32 << 20
@@ -79,15 +78,12 @@ class Memory(Result):
         """Returns one row for each precision."""
         rows = []
         for x in self.options:
-            parts = sorted(x.residuals_at_peak.items(), key=lambda item: -item[1])
+            kept = sorted(x.residuals_at_peak.items(), key=lambda item: -item[1])
             every = sum(x.residuals_at_peak.values())
-            main = ", ".join(
-                f"{amount(size, 'B')} {dtype}"
-                for dtype, size in parts
-                if size > 0.01 * every
-            )
-            sizes = (x.params, x.state, x.inputs, x.grads_at_peak, x.temporary, every)
-            cells = [amount(size, "B") for size in (x.peak, *sizes)]
+            sizes = (x.peak, x.params, x.state, x.inputs, x.grads_at_peak, x.temporary)
+            large = [(size, dtype) for dtype, size in kept if size > 0.01 * every]
+            main = ", ".join(f"{amount(size, 'B')} {dtype}" for size, dtype in large)
+            cells = (amount(size, "B") for size in (*sizes, every))
             rows.append((x.name, *cells, main))
         head = ("precision", "predicted peak", "parameters", "optimizer", "inputs")
         head = (*head, "gradients", "temporary", "residuals", "of which")
@@ -96,12 +92,12 @@ class Memory(Result):
 
 
 def memory(
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     /,
-    *args: Any,
+    *args: PyTree,
     optimizer: optax.GradientTransformation | None = None,
     target: str | None = None,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> Memory:
     """Predicts the memory of a training step in each precision, before anything runs.
 
@@ -143,23 +139,19 @@ def memory(
     target = "here" if here else as_target(target) or "h200"
     with described(target):
         gpu = cuda_capability() or ()
-        options = [_option(row) for row in _rows(func, args, kwargs, optimizer)]
+        options = [_option(*row) for row in _rows(func, args, kwargs, optimizer)]
     return Memory(tuple(options), gpu)
 
 
-class _Row(NamedTuple):
-    """A training step; if released, each parameter steps once its gradient is known."""
-
-    name: str
-    forward: Program
-    optimizer: optax.GradientTransformation
-    is_released: bool = False
+# Its name, the program, the optimizer, and whether each parameter steps once its gradient is
+# known.
+_Row = tuple[str, Program, optax.GradientTransformation, bool]
 
 
 def _rows(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
     optimizer: optax.GradientTransformation | None,
 ) -> Iterator[_Row]:
     """Yields the training step in each precision."""
@@ -175,7 +167,7 @@ def _rows(
     in_f32 = {i: jnp.float32 for i, x in enumerate(given.arrays) if is_half(x)}
     in_bf16 = {i: jnp.bfloat16 for i in params}
 
-    def traced(func: Callable[..., Any], dtypes: Mapping[int, DTypeLike]) -> Program:
+    def traced(func: Callable[..., PyTree], dtypes: Mapping[int, DTypeLike]) -> Program:
         shapes = list(given.arrays)
         for i, dtype in dtypes.items():
             place = getattr(shapes[i], "sharding", None)
@@ -184,42 +176,47 @@ def _rows(
             return program(func, args, kwargs, shapes)
 
     if inner is not func or released or any(map(is_half, params.values())):
-        yield _Row("as given", given, chosen, released is not None)
-    yield _Row("f32", traced(inner, in_f32), chosen)
-    yield _Row("amp bf16", traced(amp(inner, "bf16"), in_f32), chosen)
-    yield _Row("amp f16", traced(amp(inner, "f16"), in_f32), chosen)
+        yield "as given", given, chosen, released is not None
+    yield "f32", traced(inner, in_f32), chosen, False
+    yield "amp bf16", traced(amp(inner, "bf16"), in_f32), chosen, False
+    yield "amp f16", traced(amp(inner, "f16"), in_f32), chosen, False
     try:
         small = traced(amp(inner, "bf16"), in_bf16)
     except TypeError:
         # The carry of a loop, say, cannot be both: the batch is in bf16, too.
         every = {i: jnp.bfloat16 for i, x in enumerate(given.arrays) if is_float(x)}
         small = traced(amp(inner, "bf16"), every)
-    yield _Row("bf16 parameters, flash", small, flash)
-    yield _Row("the same with release", small, flash, is_released=True)
+    yield "bf16 parameters, flash", small, flash, False
+    yield "the same with release", small, flash, True
 
 
-def _option(row: _Row) -> Option:
-    full = gradient(row.forward)
+def _option(
+    name: str,
+    forward: Program,
+    optimizer: optax.GradientTransformation,
+    is_released: bool,
+) -> Option:
+    full = gradient(forward)
     given = {full.names[i]: full.arrays[i] for i in full.params}
     params = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in given.items()}
-    state = jax.eval_shape(row.optimizer.init, params)
-    arguments = sum(map(nbytes, full.arrays))
-    held = sum(map(nbytes, params.values()))
-    state_bytes = sum(map(nbytes, jax.tree.leaves(state)))
+    state = jax.tree.leaves(jax.eval_shape(optimizer.init, params))
+    all_inputs, held, stored = (
+        sum(map(nbytes, arrays)) for arrays in (full.arrays, params.values(), state)
+    )
     grads = range(1, len(full.jaxpr.out_avals))
-    needed = peak(full.jaxpr, grads if row.is_released else ())
+    needed = peak(full.jaxpr, grads if is_released else ())
     workspace = _WORKSPACE if contains(full.jaxpr, MATMULS) else 0
     at_peak = [x for x in needed.live if x.is_saved and not x.is_result]
     made = sum(x.bytes for x in needed.live if x.is_result)
     kept = sum(x.bytes for x in at_peak)
     return Option(
-        name=row.name,
+        name=name,
         params=held,
         grads=sum(nbytes(full.jaxpr.out_avals[i]) for i in grads),
-        state=state_bytes,
-        inputs=arguments - held,
+        state=stored,
+        inputs=all_inputs - held,
         residuals=_by_dtype(needed.saved),
-        peak=arguments + state_bytes + needed.bytes + workspace,
+        peak=all_inputs + stored + needed.bytes + workspace,
         grads_at_peak=made,
         residuals_at_peak=_by_dtype(at_peak),
         temporary=needed.bytes - made - kept + workspace,
@@ -228,20 +225,3 @@ def _option(row: _Row) -> Option:
 
 def _by_dtype(buffers: Iterable[Buffer]) -> dict[str, int]:
     return total((short_dtypes([x.dtype]), x.bytes) for x in buffers)
-
-
-# --- python -m mpx memory -------------------------------------------------------------
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
-    add_call(parser)
-    parser.add_argument("--target", help="the GPU: h200, or here")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Prints the prediction; returns the exit status."""
-    func, arguments = load_call(args.call)
-    show(memory(func, *arguments, target=args.target), as_json=args.json)
-    return 0

@@ -1,124 +1,122 @@
-"""A page about a training run: one HTML file that needs no server and no network."""
+"""The curves of a run, and a page that shows them: one HTML file without a server."""
 
 import html
 import importlib.resources
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from mpx._jax._formats import FORMATS
-from mpx.inspect._counting import LOWEST
-from mpx.inspect._exponents import SHOWN
+from mpx.inspect._result import Table
 
-if TYPE_CHECKING:
-    from mpx.inspect._timeline import Point, Timeline
-    from mpx.inspect._watch import Watch
-
-MOST_CURVES = 12  # of one kind; the page says how many are left out
+Point = list[float]
+"""How many finite values, their sum, smallest and largest; how many that are not finite."""
+_MOST_CURVES = 12  # of one kind; the page says how many are left out
+_FIRST = ("loss", "loss_scaling", "skipped", "grad_norm", "underflow", "stuck")
 
 
-def write_page(watch: "Watch", path: Path) -> Path:
-    """Writes the page of a run and returns its path."""
-    template = importlib.resources.files("mpx.inspect").joinpath("_page.html")
+class Timeline:
+    """Values by step and name, in at most `2 * points` buckets.
+
+    While a run is short, a bucket is a step. When there are too many, two neighbours become
+    one, which keeps mean, smallest and largest value, and how many were not finite.
+
+    Attributes:
+        starts: The first step of each bucket.
+        ends: The last step of each bucket.
+        curves: By name, the point of each bucket; `None` where there was no value.
+    """
+
+    def __init__(self, points: int = 200) -> None:
+        self.points, self.width, self._filled = points, 1, 0
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        self.curves: dict[str, list[Point | None]] = {}
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds the values of one step."""
+        if not self.starts or self._filled == self.width:
+            if len(self.starts) >= 2 * self.points:
+                self._halve()
+            self.starts.append(step)
+            self.ends.append(step)
+            self._filled = 0
+            for curve in self.curves.values():
+                curve.append(None)
+        self._filled += 1
+        self.ends[-1] = step
+        for name, value in values.items():
+            curve = self.curves.setdefault(name, [None] * len(self.starts))
+            curve[-1] = _joined(curve[-1], _point(value))
+
+    def forget_from(self, step: int) -> None:
+        """Drops the buckets that reach up to a step or beyond, for a run that went back."""
+        keep = sum(end < step for end in self.ends)
+        for column in (self.starts, self.ends, *self.curves.values()):
+            del column[keep:]
+        self._filled = self.width
+
+    def _halve(self) -> None:
+        self.starts, self.ends = self.starts[::2], self.ends[1::2]
+        for name, curve in self.curves.items():
+            self.curves[name] = [*map(_joined, curve[::2], curve[1::2])]
+        self.width *= 2
+
+
+def _point(value: float) -> Point:
+    if not math.isfinite(value):
+        return [0, 0.0, math.inf, -math.inf, 1]
+    return [1, value, value, value, 0]
+
+
+def _joined(a: Point | None, b: Point | None) -> Point | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return [a[0] + b[0], a[1] + b[1], min(a[2], b[2]), max(a[3], b[3]), a[4] + b[4]]
+
+
+def write_page(path: Path, title: str, line: Timeline, tables: Sequence[Table]) -> Path:
+    """Writes the page of a run; the first table is above the curves. Returns its path."""
+    page = importlib.resources.files("mpx.inspect").joinpath("_page.html")
+    lead, *others = (table.html() for table in tables)
     # `<` could end the script that holds the data.
-    data = json.dumps(_data(watch), allow_nan=False).replace("<", "\\u003c")
-    before, after = template.read_text(encoding="utf-8").split("{{data}}")
-    before = before.replace("{{title}}", html.escape(watch.title))
+    data = json.dumps(_charts(line), allow_nan=False).replace("<", "\\u003c")
+    parts = page.read_text(encoding="utf-8").split("{{part}}")
+    parts[0] = parts[0].replace("{{title}}", html.escape(title))
+    given = (lead, "".join(others), data, "")
+    text = "".join(x + y for x, y in zip(parts, given, strict=True))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(before + data + after, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return path
 
 
-def _data(watch: "Watch") -> dict[str, Any]:
-    line = watch.timeline
-    charts: dict[str, list[str]] = {}
+def _charts(line: Timeline) -> list[dict[str, object]]:
+    """Returns one chart for each kind of number: what is before the first slash."""
+    kinds: dict[str, list[str]] = {kind: [] for kind in _FIRST}
     for name in line.curves:
-        charts.setdefault(name.partition("/")[0], []).append(name)
-    order = ["loss", "loss_scaling", "skipped", "grad_norm", "underflow", "stuck"]
-    kinds = [x for x in order if x in charts] + [x for x in charts if x not in order]
-    return {
-        "title": watch.title,
-        "steps": watch.steps,
-        "skipped": watch.skipped,
-        "last": line.last,
-        "notes": list(watch.notes.values()),
-        "charts": [_chart(line, kind, charts[kind]) for kind in kinds],
-        "skips": [
-            {k: getattr(x, k) for k in ("step", "leaf", "leaves", "infs", "nans")}
-            | {"scale": _number(x.loss_scale)}
-            for x in watch.skips[-200:]
-        ],
-        "heat": _heat(line),
-        "formats": [_format(name) for name in SHOWN],
-        "table": _table(watch),
-    }
+        kinds.setdefault(name.partition("/")[0], []).append(name)
+    return [
+        {
+            "name": kind,
+            "left_out": len(names[_MOST_CURVES:]),
+            "steps": line.starts,
+            "curves": [
+                {"name": name, **_curve(line.curves[name])}
+                for name in names[:_MOST_CURVES]
+            ],
+        }
+        for kind, names in kinds.items()
+        if names
+    ]
 
 
-def _chart(line: "Timeline", kind: str, names: list[str]) -> dict[str, Any]:
-    return {
-        "name": kind,
-        "left_out": len(names[MOST_CURVES:]),
-        "steps": line.starts,
-        "curves": [{"name": x, **_curve(line.curves[x])} for x in names[:MOST_CURVES]],
-    }
-
-
-def _curve(points: "Sequence[Point | None]") -> dict[str, list[float | None]]:
-    known = [x or (0, 0, 0, 0, 0) for x in points]
+def _curve(points: Sequence[Point | None]) -> dict[str, list[float | None]]:
+    known = [x or [0, 0, 0, 0, 0] for x in points]
     return {
         "mean": [_number(x[1] / x[0]) if x[0] else None for x in known],
         "low": [_number(x[2]) if x[0] else None for x in known],
         "high": [_number(x[3]) if x[0] else None for x in known],
-        "bad": [int(x[4]) for x in known],
-    }
-
-
-def _heat(line: "Timeline") -> dict[str, Any]:
-    """Returns the histograms over the steps, for all gradients and for groups."""
-    names = sorted(line.counts, key=lambda name: name != "all")[: MOST_CURVES + 1]
-    used = [row for name in names for row in line.counts[name] if row]
-    bins = [i for row in used for i, x in enumerate(row) if x]
-    first, last = (min(bins), max(bins) + 1) if bins else (0, 0)
-
-    def shares(row: Sequence[int] | None) -> list[float | None] | None:
-        whole = sum(row or ())
-        return [_number(x / whole) for x in row[first:last]] if row and whole else None
-
-    scales = line.curves.get("loss_scaling") or [None] * len(line.starts)
-    return {
-        "scales": [
-            _number(math.log2(x[3])) if x and x[0] and x[3] > 0 else 0 for x in scales
-        ],
-        "lowest": LOWEST - 1 + first,
-        "bins": last - first,
-        "steps": line.starts,
-        "groups": [
-            {"name": name, "columns": [shares(row) for row in line.counts[name]]}
-            for name in names
-        ],
-    }
-
-
-def _format(name: str) -> dict[str, Any]:
-    form = FORMATS[name]
-    ends = {"smallest": form.smallest, "tiny": form.tiny, "max": form.max}
-    return {"name": name, **{key: math.log2(x) for key, x in ends.items()}}
-
-
-def _table(watch: "Watch") -> dict[str, Any] | None:
-    if watch.exponents is None:
-        return None
-    scale = watch.timeline.curves.get("loss_scaling")
-    last = scale[-1] if scale else None
-    used = last[3] if last and last[0] else 1.0
-    table, note = watch.exponents.view(scale=used).tables()
-    return {
-        "title": table.title,
-        "head": list(table.head),
-        "rows": [list(row) for row in table.rows],
-        "note": str(note),
+        "bad": [x[4] for x in known],
     }
 
 

@@ -1,9 +1,10 @@
 """In which dtype each operation of a program computes, why, and what stays in memory."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import PyTree
 
 from mpx._amp._decide import PRESETS
 from mpx._amp._rules import REASONS
@@ -225,19 +226,22 @@ def _causes(
             for atom, label in zip(eqn.invars, labels, strict=True)
         ]
         wide = [cause for cause in known if cause is not None]
+        source = source_of(source_frames(eqn))
         if wide:
-            operands[id(eqn)] = _why(wide, _source(eqn))
+            operands[id(eqn)] = _why(wide, source)
         if not eqn.outvars or not is_f32(eqn.outvars[0].aval):
             return None
-        if name in MOVES:
-            return _moved(eqn, wide)
-        promoting = _promoting(name, eqn, wide)
-        if promoting is None:
-            return wide[0] if wide else _made(name, eqn)
-        if promoting.startswith(_PROMOTED):
-            return _Cause(promoting)  # the first promotion is the one to undo
-        promoted[id(eqn)] = promoting
-        return _Cause(f"{_PROMOTED}{promoting} at {_source(eqn)}")
+        # JAX promotes where the operation is written: the cast is on the same line.
+        is_cast = any(is_low(atom.aval) for atom in eqn.invars)
+        is_cast |= any(cause.cast == source for cause in wide)
+        others = [cause.text for cause in wide if not cause.cast]
+        is_array = name not in (*MOVES, *CALLS) and eqn.outvars[0].aval.size > 1
+        if not (is_cast and is_array and others):
+            return _made(name, eqn, wide, source)
+        if others[0].startswith(_PROMOTED):
+            return _Cause(others[0])  # the first promotion is the one to undo
+        promoted[id(eqn)] = others[0]
+        return _Cause(f"{_PROMOTED}{others[0]} at {source}")
 
     body, _ = open_jaxpr(jaxpr)
     labels = {
@@ -260,51 +264,33 @@ def _why(wide: list[_Cause], source: str) -> str:
     return found[0].text
 
 
-def _closed_over(value: Any) -> _Cause | None:
+def _closed_over(value: PyTree) -> _Cause | None:
     if not is_f32(value):
         return None
     return _Cause(f"a closed-over f32[{','.join(map(str, value.shape))}] array")
 
 
-def _moved(eqn: Equation, wide: list[_Cause]) -> _Cause:
-    """Returns why the result of a cast, a broadcast or another move is f32."""
-    source, dtype = _source(eqn), eqn.invars[0].aval.dtype
-    if all(isinstance(atom, Literal) for atom in eqn.invars):
-        return _Cause(f"an f32 array that is made at {source}")
-    if wide:
+def _made(name: str, eqn: Equation, wide: list[_Cause], source: str) -> _Cause:
+    """Returns why the result of an operation that promotes nothing is f32."""
+    first = eqn.invars[0].aval if eqn.invars else None
+    if name in MOVES and all(isinstance(atom, Literal) for atom in eqn.invars):
+        text = f"an f32 array that is made at {source}"
+    elif wide:
         return wide[0]
-    low = source if is_low(eqn.invars[0].aval) else ""
-    return _Cause(f"cast from {dtype} to f32 at {source}", low)
-
-
-def _promoting(name: str, eqn: Equation, wide: list[_Cause]) -> str | None:
-    """Returns what makes f32 of a 16-bit operand, if an operation does that.
-
-    JAX promotes where the operation is written: the cast is on the same line.
-    """
-    source = _source(eqn)
-    is_cast = any(cause.cast and cause.cast == source for cause in wide)
-    is_cast |= any(is_low(atom.aval) for atom in eqn.invars)
-    others = [cause.text for cause in wide if not cause.cast]
-    is_array = name not in CALLS and eqn.outvars[0].aval.size > 1
-    return others[0] if is_cast and is_array and others else None
-
-
-def _made(name: str, eqn: Equation) -> _Cause:
-    source = _source(eqn)
-    if name == "bitcast_convert_type":
+    elif name in MOVES and first is not None:
+        text = f"cast from {first.dtype} to f32 at {source}"
+        return _Cause(text, source if is_low(first) else "")
+    elif name == "bitcast_convert_type":
         return _Cause("", source)  # a scale of fp8: nobody's choice
-    if any(is_low(atom.aval) for atom in eqn.invars):
-        return _Cause(f"{name} was asked for an f32 result at {source}")
-    return _Cause(f"made in f32 by {name} at {source}")
+    elif any(is_low(atom.aval) for atom in eqn.invars):
+        text = f"{name} was asked for an f32 result at {source}"
+    else:
+        text = f"made in f32 by {name} at {source}"
+    return _Cause(text)
 
 
-def _literal(atom: Any) -> _Cause | None:
+def _literal(atom: PyTree) -> _Cause | None:
     """Returns the cause that is a number; Python's own numbers promote nothing."""
     if not is_f32(atom.aval) or getattr(atom.aval, "weak_type", False):
         return None
     return _Cause(f"the f32 constant {atom.val}")
-
-
-def _source(eqn: Equation) -> str:
-    return source_of(source_frames(eqn))

@@ -1,6 +1,5 @@
 """Traced programs for inspection: a call, its gradient, and where its operations are."""
 
-import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._amp._call import Recording, flat_call, recorded
-from mpx._amp._emit import captured_attention
 from mpx._amp._transform import under_amp
 from mpx._casting._half import gradient_function
 from mpx._fp8._delayed import Fp8State
@@ -85,13 +83,13 @@ class Program(NamedTuple):
         Consecutive results that have the shapes of all parameters are taken for their
         gradients, whoever computes these.
         """
-        names: list[str | None] = [self.names[i] for i in self.params]
         wanted = [tuple(self.arrays[i].shape) for i in self.params]
         shapes = [tuple(getattr(x, "shape", ())) for x in self.jaxpr.out_avals]
         found: list[str | None] = [None] * len(shapes)
-        for start in range(len(shapes) - len(wanted) + 1):
-            if names and shapes[start : start + len(wanted)] == wanted:
-                found[start : start + len(wanted)] = names
+        count = len(wanted)
+        for start in range(len(shapes) - count + 1) if wanted else ():
+            if shapes[start : start + count] == wanted:
+                found[start : start + count] = [self.names[i] for i in self.params]
                 break
         return found
 
@@ -102,9 +100,6 @@ class Program(NamedTuple):
 
 class _AsWritten(Transformation):
     """Runs a function as it is."""
-
-    def tracing(self) -> contextlib.AbstractContextManager[None]:
-        return captured_attention()
 
     def run(
         self,
@@ -146,15 +141,12 @@ def program(
     # The function's own parameters, those of the arguments that a transformation found, or
     # the first argument that is no state of mpx.
     has_state = any(isinstance(x, Fp8State) for x in args)
-    named = zip(
-        argument_names(func if has_state else inner, len(args)), args, strict=True
-    )
-    is_state = {x: isinstance(arg, (LossScaling, Fp8State)) for x, arg in named}
-    first = next((x for x in is_state if not is_state[x]), None)
-    is_param = [x and not is_state.get(name.argument) for name, x in found]
-    if any(
-        x and not name.argument for (name, _), x in zip(found, is_param, strict=True)
-    ):
+    named = argument_names(func if has_state else inner, len(args))
+    pairs = list(zip(named, args, strict=True))
+    states = {x for x, arg in pairs if isinstance(arg, (LossScaling, Fp8State))}
+    first = next((x for x in named if x not in states), None)
+    is_param = [x and name.argument not in states for name, x in found]
+    if any(x and not name.argument for (name, x) in found):
         is_param = [x and not name.argument for name, x in found]
     elif not any(is_param):
         is_param = [name.argument == first for name, _ in found]
@@ -194,18 +186,9 @@ def unwrapped(func: Callable[..., Any]) -> tuple[Callable[..., Any], Wrap]:
 
 
 def gradient(forward: Program, scaling: LossScaling | None = None) -> Program:
-    """Returns the program that computes the first result and its gradient.
+    """Returns the program that computes the loss and the gradient of each parameter.
 
-    The results are the loss, which must be a scalar, and one array for each of
-    `Program.params`.
-
-    Args:
-        forward: The program.
-        scaling: Scales the loss before it is differentiated. The gradients are divided by
-            the scale, in f32.
-
-    Raises:
-        TypeError: If the first result is no floating scalar.
+    `scaling` scales the loss; the gradients are divided by the scale, in f32.
     """
     if not forward.has_loss:
         first = next(iter(forward.jaxpr.out_avals), "nothing")
@@ -318,13 +301,9 @@ class Site(NamedTuple):
 def sites(jaxpr: Jaxpr, names: Sequence[Name], made: Sequence[Name]) -> list[Site]:
     """Returns the equations of a jaxpr and of all jaxprs inside it, with their places.
 
-    An equation that holds jaxprs comes before what is inside it. Of a conditional, the
+    `names` are the parameters among its inputs, and `made` those whose gradients its results
+    are. An equation that holds jaxprs comes before what is inside it. Of a conditional, the
     branch with the most work counts.
-
-    Args:
-        jaxpr: The jaxpr.
-        names: The parameters among its inputs.
-        made: The parameters whose gradients its results are.
     """
     found = _Sites(made)
     found.run(jaxpr, [_Label(name, name) for name in names])

@@ -1,31 +1,23 @@
 """Reports of the precision in which a function computes, made before it runs."""
 
-import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from mpx._amp._call import Recording
+from jaxtyping import PyTree
+
 from mpx._amp._decide import IN_KERNEL, PRESETS, RAGGED
 from mpx._amp._facts import Decision
 from mpx._amp._rules import REASONS, UNKNOWN, Rule
 from mpx._fp8._decide import Matmul as Fp8Matmul
 from mpx._jax._formats import short_name
 from mpx._program._queries import ATTENTION, CROSS_ENTROPY, MATMULS, walk
-from mpx.inspect._call_command import add_call, load_call, show
+from mpx.inspect._compiled import Compiled, as_target, compile_for, on_target, placed
 from mpx.inspect._dtypes import short_dtypes
 from mpx.inspect._precision import Kept, Matmul, Residual, operations, residuals
 from mpx.inspect._program import Program, gradient, program
-from mpx.inspect._result import (
-    Result,
-    Table,
-    amount,
-    percent,
-    short_source,
-    total,
-)
-from mpx.inspect._target import Compiled, as_target, compile_for, on_target, placed
+from mpx.inspect._result import Result, Table, amount, percent, short_source, total
 
 # --- What amp and fp8 decided ---------------------------------------------------------
 
@@ -49,67 +41,68 @@ class AmpView(Result):
     rules: str
     decisions: tuple[Decision, ...]
 
+    def _chosen(self, test: Callable[[Decision], bool]) -> tuple[Decision, ...]:
+        return tuple(x for x in self.decisions if test(x))
+
     @property
     def matmuls(self) -> tuple[Decision, ...]:
         """The matmuls and convolutions, and attention that cuDNN runs as a whole."""
-        return tuple(
-            x
-            for x in self.decisions
-            if x.primitive in MATMULS
-            or x.primitive in CROSS_ENTROPY
-            or (x.primitive in ATTENTION and x.rule == Rule.LOW)
+        always = {*MATMULS, *CROSS_ENTROPY}
+        return self._chosen(
+            lambda x: (
+                x.primitive in always
+                or (x.primitive in ATTENTION and x.rule == Rule.LOW)
+            )
         )
 
     @property
     def kept(self) -> tuple[Decision, ...]:
         """The operations in f32 or as written, by a rule or because it was asked for."""
-        return tuple(
-            x for x in self.decisions if self._is_kept(x) and not _is_opaque(x)
-        )
+
+        def is_kept(x: Decision) -> bool:
+            if x.rule == Rule.LOW:  # the sums of a cross entropy, its results, are f32
+                is_low = short_dtypes(x.after[:1]) == self.dtype
+                return not is_low and x.primitive not in (*RAGGED, *CROSS_ENTROPY)
+            if x.rule in PRESETS:
+                return not x.reason.startswith(_BY_USER)
+            return x.rule in (Rule.F32, Rule.ORIGINAL) and not _is_opaque(x)
+
+        return self._chosen(is_kept)
 
     @property
     def opaque(self) -> tuple[Decision, ...]:
         """The operations that run as written because autocast does not know them."""
-        return tuple(x for x in self.decisions if _is_opaque(x))
+        return self._chosen(_is_opaque)
 
     @property
     def ragged(self) -> tuple[Decision, ...]:
         """The ragged matmuls in 16 bits; `reason` says whether in a grouped kernel."""
-        return tuple(
-            x for x in self.decisions if x.primitive in RAGGED and x.rule == Rule.LOW
-        )
+        return self._chosen(lambda x: x.primitive in RAGGED and x.rule == Rule.LOW)
 
     @property
     def recognised(self) -> tuple["Recognised", ...]:
         """Attention and experts that were found, in a kernel or not."""
-        found = (_recognised(x) for x in self.decisions)
-        return tuple(dict.fromkeys(x for x in found if x is not None))
+        rows = [
+            Recognised("experts", x.reason == IN_KERNEL, x.reason, x.source)
+            for x in self.ragged
+        ]
+        for x in self._chosen(lambda x: x.primitive in ("attention", *ATTENTION)):
+            found = x.primitive in ATTENTION and x.rule == Rule.LOW
+            how = "cuDNN's kernel" if found else x.reason
+            rows.append(Recognised("attention", found, how, x.source))
+        short = (x._replace(source=short_source(x.source)) for x in rows)
+        return tuple(dict.fromkeys(short))
 
     def tables(self) -> Sequence[Table]:
         """Returns what was recognised, what stays in f32 and what is unknown."""
-        found = [
-            (x.what, "found" if x.found else "missed", x.reason, x.source)
-            for x in self.recognised
-        ]
+        words = {True: "found", False: "missed"}
+        found = [(x.what, words[x.found], x.reason, x.source) for x in self.recognised]
         head = ("recognised", "", "how, or why not", "source")
         return [
             *([Table(head, found)] if found else []),
-            _grouped(
-                "in f32 or as written", _kept(self.kept), "Nothing is kept in f32."
-            ),
-            _grouped("unknown, as written", _kept(self.opaque), "Nothing is unknown."),
+            _grouped("in f32 or as written", self.kept, "Nothing is kept in f32."),
+            _grouped("unknown, as written", self.opaque, "Nothing is unknown."),
         ]
-
-    def _is_kept(self, decision: Decision) -> bool:
-        if decision in self.ragged:
-            return False
-        if decision.primitive in CROSS_ENTROPY and decision.rule == Rule.LOW:
-            return False  # its sums, which are its results, are f32
-        if decision.rule == Rule.LOW:
-            return short_dtypes(decision.after[:1]) != self.dtype
-        if decision.rule in PRESETS:
-            return not decision.reason.startswith(_BY_USER)
-        return decision.rule in (Rule.F32, Rule.ORIGINAL)
 
 
 _BY_USER = ("policy ", "scope ", "function ", "parameter ")
@@ -131,36 +124,22 @@ class Recognised(NamedTuple):
     source: str
 
 
-def _recognised(decision: Decision) -> Recognised | None:
-    name, reason = decision.primitive, decision.reason
-    if name == "attention" or name in ATTENTION:
-        what, found = "attention", name in ATTENTION and decision.rule == Rule.LOW
-        reason = "cuDNN's kernel" if found else reason
-    elif name in RAGGED and decision.rule == Rule.LOW:
-        what, found = "experts", reason == IN_KERNEL
-    else:
-        return None
-    return Recognised(what, found, reason, short_source(decision.source))
-
-
 def _is_opaque(decision: Decision) -> bool:
     reasons = (UNKNOWN, REASONS["pallas_call"])
     return decision.rule == Rule.ORIGINAL and decision.reason in reasons
 
 
-def _grouped(what: str, kept: Iterable[tuple[str, str, str]], empty: str) -> Table:
+def _grouped(what: str, kept: Iterable[Decision | Kept], empty: str) -> Table:
     """Returns one row for each primitive and reason, with the first of its sources."""
     groups: dict[tuple[str, str], dict[str, None]] = {}
-    for primitive, reason, source in kept:
-        groups.setdefault((primitive, reason), {})[source] = None
-    rows = []
-    for key, (first, *more) in groups.items():
-        rows.append((*key, f"{first} and {len(more)} more" if more else first))
+    for x in kept:
+        key = x.primitive, _starred(x.reason)
+        groups.setdefault(key, {})[short_source(x.source)] = None
+    rows = [
+        (*key, f"{first} and {len(more)} more" if more else first)
+        for key, (first, *more) in groups.items()
+    ]
     return Table((what, "why", "source"), rows) if rows else Table.text(empty)
-
-
-def _kept(decisions: Iterable[Decision]) -> Iterator[tuple[str, str, str]]:
-    return ((x.primitive, x.reason, short_source(x.source)) for x in decisions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,25 +195,6 @@ class Fp8View(Result):
             return [Table.text("No matmuls that fp8 could change.")]
         share = f"{percent(self.share)} of the forward matmul operations run in fp8."
         return [Table((*head, "source"), rows, share, frozenset({2, 3}))]
-
-
-def _amp_view(recording: Recording) -> AmpView | None:
-    """Returns what `amp` decided, if a function under it was called."""
-    if not recording.casts:
-        return None
-    return AmpView(
-        dtype="×".join(dict.fromkeys(short_name(x) for x, _ in recording.casts)),
-        rules=", ".join(dict.fromkeys(str(x.base) for _, x in recording.casts)),
-        decisions=tuple(dict.fromkeys(recording.decisions)),
-    )
-
-
-def _fp8_view(recording: Recording) -> Fp8View | None:
-    """Returns what `fp8` decided, if a function under it was called."""
-    if not recording.recipes:
-        return None
-    names = dict.fromkeys(type(recipe).__name__ for recipe in recording.recipes)
-    return Fp8View(", ".join(names), tuple(recording.matmuls))
 
 
 # --- The report -----------------------------------------------------------------------
@@ -319,10 +279,9 @@ class Report(Result):
         if self.amp is not None:
             found += self.amp.tables()
         else:
-            found += [
-                _table("in f32", self.kept, "Nothing is promoted to f32."),
-                *([_table("unknown", self.opaque, "")] if self.opaque else []),
-            ]
+            found.append(_grouped("in f32", self.kept, "Nothing is promoted to f32."))
+            if self.opaque:
+                found.append(_grouped("unknown", self.opaque, ""))
         if self.residuals:
             found.append(self._residual_table())
         if self.compiled is not None:
@@ -344,22 +303,21 @@ class Report(Result):
     def _matmul_table(self) -> Table:
         groups: dict[tuple[str, ...], list[Matmul]] = {}
         for x in self.matmuls:
-            label = _starred(x.place.label)
+            name = x.place.primitive.removesuffix("_general")
             shapes = " @ ".join(f"({','.join(map(str, s))})" for s in x.shapes[:2])
             which = "backward" if x.place.backward else "forward"
-            name = x.place.primitive.removesuffix("_general")
+            label = _starred(x.place.label)
             key = (label, name, x.dtype, shapes, which, x.place.source)
             groups.setdefault(key, []).append(x)
         rows = []
-        for (label, name, dtype, shapes, which, source), group in groups.items():
-            if len({x.place.label for x in group}) == 1:
-                label = group[0].place.label
-            count, size = (
-                sum(getattr(x, f) for x in group) for f in ("flops", "bytes")
+        for (label, *first, which, source), group in groups.items():
+            labels = list(dict.fromkeys(x.place.label for x in group))
+            times, count, size = (
+                sum(getattr(x, field) for x in group)
+                for field in ("times", "flops", "bytes")
             )
-            times = str(sum(x.times for x in group))
-            cells = (times, amount(count), amount(size, "B"))
-            rows.append((label, name, dtype, shapes, *cells, which, source))
+            cells = (str(times), amount(count), amount(size, "B"), which, source)
+            rows.append((label if labels[1:] else labels[0], *first, *cells))
         if not rows:
             return Table.text("No matmuls.")
         head = ("parameter, or place", "matmul", "dtype", "shapes", "times", "FLOPs")
@@ -389,19 +347,14 @@ def _starred(path: str) -> str:
     return re.sub(r"(?<![^/_])\d+(?![^/])", "*", path)
 
 
-def _table(what: str, kept: Sequence[Kept], empty: str) -> Table:
-    rows = ((x.primitive, _starred(x.reason), x.source) for x in kept)
-    return _grouped(what, rows, empty)
-
-
 def report(
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     /,
-    *args: Any,
+    *args: PyTree,
     backward: bool | None = None,
     target: str | None = None,
     devices: int = 1,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> Report:
     """Returns which operations of a call run in which precision, and why.
 
@@ -469,8 +422,14 @@ def _with_backward(forward: Program, backward: bool | None) -> tuple[Program, st
 
 
 def _of_program(full: Program, passes: str, compiled: Compiled | None) -> Report:
-    amp, (matmuls, kept, opaque) = _amp_view(full.recording), operations(full)
-    if amp is not None:
+    recording, (matmuls, kept, opaque) = full.recording, operations(full)
+    amp = fp8 = None
+    if recording.casts:
+        amp = AmpView(
+            dtype="×".join(dict.fromkeys(short_name(x) for x, _ in recording.casts)),
+            rules=", ".join(dict.fromkeys(str(x.base) for _, x in recording.casts)),
+            decisions=tuple(dict.fromkeys(recording.decisions)),
+        )
         kept, opaque = (
             tuple(
                 Kept(x.primitive, x.reason, " ".join(x.params), x.scope, x.source)
@@ -478,34 +437,8 @@ def _of_program(full: Program, passes: str, compiled: Compiled | None) -> Report
             )
             for decisions in (amp.kept, amp.opaque)
         )
-    return Report(
-        matmuls=matmuls,
-        kept=kept,
-        residuals=residuals(full),
-        opaque=opaque,
-        passes=passes,
-        amp=amp,
-        fp8=_fp8_view(full.recording),
-        compiled=compiled,
-    )
-
-
-# --- The command ----------------------------------------------------------------------
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `python -m mpx report`."""
-    add_call(parser)
-    parser.add_argument("--target", help="compile for this GPU: h200, or here")
-    parser.add_argument("--devices", type=int, default=1, help="how many of these")
-    parser.add_argument("--forward", action="store_true", help="leave the gradient out")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Prints the report; returns the exit status."""
-    func, arguments = load_call(args.call)
-    backward = False if args.forward else None
-    options = {"target": args.target, "devices": args.devices, "backward": backward}
-    show(report(func, *arguments, **options), as_json=args.json)
-    return 0
+    if recording.recipes:
+        names = dict.fromkeys(type(recipe).__name__ for recipe in recording.recipes)
+        fp8 = Fp8View(", ".join(names), tuple(recording.matmuls))
+    left = residuals(full)
+    return Report(matmuls, kept, left, opaque, passes, amp, fp8, compiled)

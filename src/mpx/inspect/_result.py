@@ -2,15 +2,14 @@
 
 import dataclasses
 import html
-import importlib
 import json
 import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import PyTree
 
 
 class Table(NamedTuple):
@@ -40,7 +39,7 @@ class Table(NamedTuple):
             return "\n".join([*lines, *(cell for row in self.rows for cell in row)])
         every = [self.head, *self.rows]
         widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-        rule = tuple("-" * width for width in widths)
+        rule = ["-" * width for width in widths]
         for line in (self.head, rule, *self.rows):
             cells = [
                 cell.rjust(width) if i in self.right else cell.ljust(width)
@@ -55,16 +54,11 @@ class Table(NamedTuple):
         if not self.head:
             cells = (cell for row in self.rows for cell in row)
             return title + "".join(f"<p>{html.escape(x)}</p>" for x in cells)
-        head = "".join(f"<th>{html.escape(x)}</th>" for x in self.head)
         rows = "".join(
-            "<tr>" + "".join(self._cell(*pair) for pair in enumerate(row)) + "</tr>"
-            for row in self.rows
+            f"<tr>{''.join(f'<{tag}>{html.escape(x)}</{tag}>' for x in row)}</tr>"
+            for tag, row in (("th", self.head), *(("td", row) for row in self.rows))
         )
-        return f"{title}<table><tr>{head}</tr>{rows}</table>"
-
-    def _cell(self, column: int, text: str) -> str:
-        align = ' style="text-align:right"' if column in self.right else ""
-        return f"<td{align}>{html.escape(text)}</td>"
+        return f"{title}<table>{rows}</table>"
 
 
 class Result:
@@ -90,45 +84,23 @@ class Result:
     def _repr_html_(self) -> str:
         return "".join(table.html() for table in self.tables())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, PyTree]:
         """Returns the fields as plain Python values: dicts, lists, numbers and strings."""
         return _plain(self)
 
-    def to_json(self, **options: Any) -> str:
-        """Returns the fields as JSON; the options are those of `json.dumps`.
+    def to_json(self, indent: int | None = None) -> str:
+        """Returns the fields as JSON, in lines if `indent` is given.
 
         JSON has no infinity and no nan: they become the strings "inf", "-inf" and "nan".
         """
-        return json.dumps(_finite(self.to_dict()), **options)
-
-    def show(self) -> None:
-        """Prints the tables, with lines and colours if `rich` is installed."""
-        try:
-            from rich.console import Console
-            from rich.table import Table as Grid
-        except ImportError:
-            print(self)
-            return
-        console = Console()
-        for table in self.tables():
-            if not table.head:
-                console.print(str(table), markup=False, highlight=False)
-                continue
-            grid = Grid(title=table.title or None, title_justify="left")
-            for i, name in enumerate(table.head):
-                justify = "right" if i in table.right else "left"
-                grid.add_column(name, justify=justify, overflow="fold")
-            for row in table.rows:
-                grid.add_row(*(cell.replace("[", r"\[") for cell in row))
-            console.print(grid)
+        return json.dumps(_finite(self.to_dict()), indent=indent)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: PyTree) -> PyTree:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return {field.name: _plain(getattr(value, field.name)) for field in fields}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _plain(getattr(value, "_asdict")())  # noqa: B009
+        value = {x.name: getattr(value, x.name) for x in dataclasses.fields(value)}
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = getattr(value, "_asdict")()  # noqa: B009
     if isinstance(value, Mapping):
         return {str(key): _plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -139,28 +111,13 @@ def _plain(value: Any) -> Any:
     return value if is_plain else str(value)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: PyTree) -> PyTree:
     if isinstance(value, dict):
         return {key: _finite(x) for key, x in value.items()}
     if isinstance(value, list):
         return [_finite(x) for x in value]
     is_special = isinstance(value, float) and not math.isfinite(value)
     return str(value) if is_special else value
-
-
-def extra(module: str, purpose: str) -> ModuleType:
-    """Returns a module of the extra `inspect`.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ImportError(
-            f'{purpose} needs {package}: `pip install "mpx-jax[inspect]"`.'
-        ) from error
 
 
 def total(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -1,7 +1,17 @@
-"""A program that is run equation by equation on the host."""
+"""Programs that are run equation by equation on the host: in f32, or beside it.
 
+`Run` runs a program in f32 with some equations in their own precision. `Recording` compares
+three results of each equation that computes in fewer than 32 bits: that of the program; that
+of the shadow, in which everything is f32; and the local one, which the equation gives for
+the operands of the shadow. An error of the local result is made by this equation alone,
+whatever went wrong before it.
+"""
+
+import dataclasses
+import heapq
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,24 +26,46 @@ from mpx._jax._compat import (
     scopes_of,
     source_frames,
 )
-from mpx._program._queries import MOVES, Equation, called, last_uses
-from mpx.inspect._equations import Array, Axes, join, mapped_axes, split, to_host
+from mpx._jax._formats import Format
+from mpx._program._flow import moved, propagate
+from mpx._program._queries import Equation, called, last_uses
+from mpx.inspect._dtypes import is_float
+from mpx.inspect._equations import (
+    Array,
+    Axes,
+    as_operand,
+    is_decision,
+    join,
+    low_format,
+    mapped_axes,
+    only_moves,
+    run_as_written,
+    run_in_f32,
+    settled,
+    split,
+    to_host,
+    widened,
+)
 from mpx.inspect._program import Name
 
+NAN, PLUS, MINUS = 1, 2, 3
+"""Classes of numbers that are not finite; 0 stands for a finite one."""
 Lanes = tuple[Array, ...]
-"""The same value in several runs that go side by side."""
+"""A value in f32; in a recording, that of the program and that of its shadow."""
 Ref = tuple[int, int]
 """A value of a run: the number of the node that made it, and which result it is."""
 NO_REF: Ref = (-1, 0)
 SHARDS = -1
-"""Marks a value that is replicated across shards."""
+"""Marks a value that was split into shards, or joined."""
+Site = tuple[str, bool]
+"""The equations that one source line has made: the line, and whether it is backward."""
 
 
 class Value(NamedTuple):
     """A value in each lane, where it comes from, and which parameter it is."""
 
     lanes: Lanes
-    ref: Ref
+    ref: Ref = NO_REF
     name: Name = None
 
 
@@ -53,72 +85,94 @@ class Around(NamedTuple):
         """Returns what is around the body of a loop in one of its steps."""
         return self._replace(steps=(*self.steps, (step, length)))
 
+    def site(self, eqn: Equation) -> Site:
+        """Returns the site of an equation."""
+        line = "{1}:{2}".format(*self.frames[0]) if self.frames else ""
+        return line or primitive_name(eqn), self.backward
+
 
 class Run:
-    """Runs a program on arrays in one or several lanes; a subclass defines `leaf`.
+    """Runs a program in f32, with the equations of some sites in their own precision.
 
-    A run goes through each step of a loop and takes one branch. All lanes take the same
-    branches and as many steps of each loop. The first run decides and notes that in
-    `choices`; a later run is given them. A `while` loop is left after `most_steps`;
+    A run goes through each step of a loop and takes one branch, and notes that in `choices`.
+    With a recording, the run takes its branches, its steps and its decisions between nearly
+    equal numbers, except at the site `free`. In the equation of `constant` the number takes
+    the place of those that are written in it. A `while` loop is left after `most_steps`;
     `is_cut` tells that one was.
     """
 
-    most_steps: float = math.inf
-
-    def __init__(self, choices: Sequence[int] | None = None) -> None:
-        self.choices: list[int] = list(choices or ())
-        self._given = None if choices is None else iter(choices)
+    def __init__(
+        self,
+        low: Callable[[Site], bool] = lambda _: False,
+        *,
+        recording: "Recording | None" = None,
+        free: Site | None = None,
+        in_turn: bool = False,
+        constant: tuple[Equation, float] | None = None,
+        most_steps: float = 10_000,
+    ) -> None:
+        self._low, self._in_turn, self._most_steps = low, in_turn, most_steps
+        self._recording, self._free, self._constant = recording, free, constant
+        self._given = None if recording is None else iter(recording.choices)
+        self._decisions = iter(() if recording is None else recording.decisions)
+        self.choices: list[int] = []
         self.is_cut = False
         self._ends: dict[int, list[list[Any]]] = {}
-        self._known: dict[int, Any] = {}
-
-    def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
-        """Runs an equation without jaxprs inside."""
-        raise NotImplementedError
+        self._known: dict[int, tuple[Any, ...]] = {}
 
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant in each lane."""
-        raise NotImplementedError
+        return (widened(to_host(x)),)
 
     def source(
         self, lanes: Lanes, parts: Sequence[Ref] = (), part: int | None = None
-    ) -> Ref:
-        """Returns the reference of a value stacked from others, or of a part of one."""
-        return NO_REF
+    ) -> Value:
+        """Returns a value stacked from others, or a part of one."""
+        return Value(lanes)
 
     def lanes_part(
         self, eqn: Equation, operands: Values, step: int, test: Value
     ) -> None:
         """Is told that a `while` loop has ended in some lanes and not in others."""
 
+    def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
+        """Runs an equation without jaxprs inside, in the precision that its site has."""
+        args, axes, site = [x.lanes[0] for x in operands], around.axes, around.site(eqn)
+        if self._constant is not None and eqn is self._constant[0]:
+            number, pairs = (
+                np.float32(self._constant[1]),
+                zip(args, eqn.invars, strict=True),
+            )
+            args = [number if isinstance(atom, Literal) else x for x, atom in pairs]
+        is_low = low_format(eqn) is not None
+        if is_low and (only_moves(eqn) or not self._low(site)):
+            outs = run_in_f32(eqn, args, axes)
+        else:
+            outs = run_as_written(eqn, args, axes, in_turn=is_low and self._in_turn)
+            outs = [widened(x) for x in outs]
+        if self._recording is not None and is_decision(eqn) and not axes:
+            other, eps = next(self._decisions), self._recording.eps
+            if site != self._free:
+                outs = [settled(args, outs[0], other, eps)]
+        return [Value((x,)) for x in outs]
+
     def __call__(
         self, jaxpr: Any, args: Sequence[Value], around: Around | None = None
     ) -> Values:
         """Runs a jaxpr; values are forgotten when nothing reads them any more."""
         body, consts = open_jaxpr(jaxpr)
-        env = dict(zip(body.constvars, map(self._constant, consts), strict=True))
-        env.update(zip(body.invars, args, strict=True))
+        known = [self.source(self.lanes_of(x)) for x in consts]
+        env = dict(zip((*body.constvars, *body.invars), (*known, *args), strict=True))
         if id(body) not in self._ends:
             self._ends[id(body)] = last_uses(body)
 
-        def read(atom: Any) -> Value:
-            if not isinstance(atom, Literal):
-                return env[atom]
-            value = np.asarray(atom.val, getattr(atom.aval, "dtype"))  # noqa: B009
-            return Value(self.lanes_of(value), NO_REF)
+        def rule(eqn: Equation, operands: Values) -> Values:
+            return self._equation(eqn, operands, self._inside(eqn, around or Around()))
 
-        for eqn, dead in zip(body.eqns, self._ends[id(body)], strict=True):
-            operands = [read(atom) for atom in eqn.invars]
-            inside = self._inside(eqn, around or Around())
-            outs = self._equation(eqn, operands, inside)
-            env.update(zip(eqn.outvars, outs, strict=True))
-            for var in dead:
-                env.pop(var, None)
-        return [read(atom) for atom in body.outvars]
+        def literal(atom: Any) -> Value:
+            return Value(self.lanes_of(np.asarray(atom.val, atom.aval.dtype)))
 
-    def _constant(self, x: Array) -> Value:
-        lanes = self.lanes_of(x)
-        return Value(lanes, self.source(lanes))
+        return propagate(body, env, rule, literal, self._ends[id(body)])
 
     def _inside(self, eqn: Equation, around: Around) -> Around:
         """Returns what is around the body of an equation."""
@@ -145,10 +199,8 @@ class Run:
             return self(body, operands, around)
         if not eqn.outvars:  # a print, say
             return []
-        outs = self.leaf(eqn, operands, around)
-        known = [x.name for x in operands if x.name]
-        moved = known[0] if name in MOVES and len(known) == 1 else None
-        return [x._replace(name=moved) for x in outs]
+        param = moved(eqn, [x.name for x in operands])
+        return [x._replace(name=param) for x in self.leaf(eqn, operands, around)]
 
     def _choose(self, decide: Callable[[], int]) -> int:
         if self._given is not None:
@@ -162,7 +214,7 @@ class Run:
 
         def decide() -> int:
             chosen = int(np.asarray(index.lanes[0]).reshape(-1)[0])
-            return int(np.clip(chosen, 0, len(branches) - 1))
+            return min(max(chosen, 0), len(branches) - 1)
 
         return self(branches[self._choose(decide)], rest, around)
 
@@ -179,8 +231,8 @@ class Run:
             lanes = [bool(np.all(x)) for x in test.lanes]
             if any(lanes) and not all(lanes):
                 self.lanes_part(eqn, [*tests, *consts, *carry], step, test)
-            self.is_cut |= all(lanes) and step >= self.most_steps
-            return int(all(lanes) and step < self.most_steps)
+            self.is_cut |= all(lanes) and step >= self._most_steps
+            return int(all(lanes) and step < self._most_steps)
 
         while self._choose(goes_on):
             carry = self(params["body_jaxpr"], [*consts, *carry], around.in_step(step))
@@ -195,8 +247,10 @@ class Run:
         collected: list[Values] = [[] for _ in eqn.outvars[n_carry:]]
         depth = len(around.axes)
         for step in range(length)[::order]:
-            inputs = [*consts, *carry, *(self._slice(x, step, depth) for x in xs)]
-            outs = self(eqn.params["jaxpr"], inputs, around.in_step(step, length))
+            at = (slice(None),) * depth + (step,)
+            parts = [self._part(x, step, operator.getitem, at) for x in xs]
+            inside = around.in_step(step, length)
+            outs = self(eqn.params["jaxpr"], [*consts, *carry, *parts], inside)
             carry = outs[:n_carry]
             for kept, out in zip(collected, outs[n_carry:], strict=True):
                 kept.append(out)
@@ -204,43 +258,271 @@ class Run:
         stacked = [self._stack(kept[::order], var, depth) for kept, var in pairs]
         return [*carry, *stacked]
 
-    def _shard_map(self, eqn: Equation, operands: Values, around: Around) -> Values:
-        axes, params = mapped_axes(eqn), eqn.params
-
-        def resharded(x: Value, func: Callable[..., Array], spec: Any) -> Value:
-            lanes = _each(lambda lane: func(lane, spec, axes), x.lanes)
-            return Value(lanes, self.source(lanes, [x.ref], SHARDS), x.name)
-
-        pairs = zip(operands, params["in_specs"], strict=True)
-        inputs = [resharded(x, split, spec) for x, spec in pairs]
-        outs = self(params["jaxpr"], inputs, around._replace(axes=axes))
-        pairs = zip(outs, params["out_specs"], strict=True)
-        return [resharded(x, join, spec)._replace(name=None) for x, spec in pairs]
-
-    def _slice(self, x: Value, step: int, depth: int) -> Value:
-        place = (slice(None),) * depth + (step,)
-        lanes = _each(lambda lane: to_host(lane)[place], x.lanes)
-        return Value(lanes, self.source(lanes, [x.ref], step), x.name)
-
     def _stack(self, values: Values, var: Any, depth: int) -> Value:
         if not values:
-            return self._constant(np.zeros(var.aval.shape, var.aval.dtype))
-        lanes = tuple(
-            _stacked([to_host(x) for x in column], depth)
-            for column in zip(*(x.lanes for x in values), strict=True)
-        )
-        if all(all(lane is x.lanes[0] for lane in x.lanes) for x in values):
-            lanes = lanes[:1] * len(lanes)
-        return Value(lanes, self.source(lanes, [x.ref for x in values]))
+            return self.source(self.lanes_of(np.zeros(var.aval.shape, var.aval.dtype)))
+        columns = [[x.lanes[i] for x in values] for i in range(len(values[0].lanes))]
+        is_one = all(x.lanes[0] is x.lanes[-1] for x in values)
+        kept = [_stacked(column, depth) for column in columns[:1] if is_one]
+        lanes = kept * len(columns) or [_stacked(column, depth) for column in columns]
+        return self.source(tuple(lanes), [x.ref for x in values])
 
+    def _shard_map(self, eqn: Equation, operands: Values, around: Around) -> Values:
+        axes, params = mapped_axes(eqn), eqn.params
+        pairs = zip(operands, params["in_specs"], strict=True)
+        inputs = [self._part(x, SHARDS, split, spec, axes) for x, spec in pairs]
+        outs = self(params["jaxpr"], inputs, around._replace(axes=axes))
+        pairs = zip(outs, params["out_specs"], strict=True)
+        return [self._part(x, SHARDS, join, spec, axes) for x, spec in pairs]
 
-def _each(func: Callable[[Array], Array], lanes: Lanes) -> Lanes:
-    """Applies a function to each lane; lanes that are one array stay one."""
-    results = {id(lane): func(lane) for lane in {id(x): x for x in lanes}.values()}
-    return tuple(results[id(lane)] for lane in lanes)
+    def _part(
+        self, x: Value, part: int, func: Callable[..., Array], *args: Any
+    ) -> Value:
+        """Applies a function to each lane; lanes that are one array stay one."""
+        first, *rest = x.lanes
+        result = func(first, *args)
+        lanes = (result, *(result if y is first else func(y, *args) for y in rest))
+        return self.source(lanes, [x.ref], part)._replace(name=x.name)
 
 
 def _stacked(arrays: Sequence[Array], axis: int) -> Array:
     """Stacks arrays; PRNG keys too."""
     is_numpy = isinstance(arrays[0], np.ndarray | np.generic)
     return np.stack(arrays, axis) if is_numpy else jnp.stack(arrays, axis)
+
+
+# --- A recorded run -------------------------------------------------------------------
+
+_NONE = (math.nan, math.nan)
+
+
+@dataclasses.dataclass(slots=True)
+class Stats:
+    """What is known of one value of a recording.
+
+    Errors are 2-norms relative to the shadow; the local error is infinite if a number is
+    not finite that is finite in the shadow.
+    """
+
+    classes: np.ndarray | None = None  # of the program's numbers; `None`: all finite
+    shadow_classes: np.ndarray | None = None
+    shadow: tuple[float, float] = _NONE  # smallest and largest, if finite
+    own: tuple[float, float] = _NONE
+    largest: float = 0.0  # magnitude in the shadow that is finite
+    smallest: float = 0.0  # magnitude in the shadow that is not zero
+    zeros: bool = False  # whether the program has one
+    deviation: float = 0.0  # of the program from the shadow
+    error: float = 0.0  # of the local result
+    worst: float = 0.0  # local error of a number, relative to that number
+    flushed: float = 0.0  # share of nonzero numbers that are zero in the local result
+    local_is_finite: bool = True  # where the shadow is
+
+
+@dataclasses.dataclass(slots=True)
+class Node:
+    """An equation that was run, or a value that none has made."""
+
+    eqn: Equation  # `None` for an input, a constant, or a part of another value
+    around: Around
+    names: tuple[Name, ...]  # the parameters among its operands; the name of an input
+    parents: tuple[Ref, ...]
+    stats: list[Stats]  # of each result
+    format: Format | None = None  # the coarsest below f32 that it uses
+    part: int | None = None  # of its parent; `None` if it is stacked from its parents
+    written: tuple[float, ...] = ()  # operands that are numbers in the code
+
+    @property
+    def primitive(self) -> str:
+        """The name of the primitive; "" for no equation."""
+        return "" if self.eqn is None else primitive_name(self.eqn)
+
+    @property
+    def error(self) -> float:
+        """The largest local error of a result."""
+        return max((x.error for x in self.stats), default=0.0)
+
+    def deviates(self, limit: float) -> bool:
+        """Returns whether a result is further from the shadow than a limit."""
+        return any(x.deviation > limit for x in self.stats)
+
+
+class Recording(Run):
+    """Runs a program in its own precision and in f32, and measures each result.
+
+    `endless` has a row for each loop that ends in f32 but not in its own precision: the node
+    that compares, the steps in f32, and those that were not enough.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(most_steps=math.inf)
+        self.nodes: list[Node] = []
+        self.decisions: list[np.ndarray] = []  # of the shadow, in each comparison
+        self.eps = 0.0  # of the coarsest format met so far
+        self.turned: set[int] = set()  # nodes that compare with another result in f32
+        self.endless: list[tuple[int, int, int]] = []
+
+    def lanes_part(
+        self, eqn: Equation, operands: Values, step: int, test: Value
+    ) -> None:
+        """Looks whether a loop that has ended in f32 ends in its own precision, too."""
+        if not np.all(test.lanes[0]):
+            return
+        most = 4 * step + 16
+        own = Run(lambda _: True, most_steps=most)
+        own._while(eqn, [Value(x.lanes[:1]) for x in operands], Around())
+        if own.is_cut:
+            before = self.before([test.ref[0]])
+            known = (i for i in before if self.nodes[i].eqn is not None)
+            compares = (i for i in known if is_decision(self.nodes[i].eqn))
+            self.endless.append((next(compares, test.ref[0]), step, step + most))
+
+    def lanes_of(self, x: Array) -> Lanes:
+        """Returns a constant as it is, and in f32."""
+        x = to_host(x)
+        return x, widened(x)
+
+    def source(
+        self, lanes: Lanes, parts: Sequence[Ref] = (), part: int | None = None
+    ) -> Value:
+        """Notes a value that no equation has made."""
+        stats = [_compare(*lanes)]
+        self.nodes.append(Node(None, Around(), (), tuple(parts), stats, part=part))
+        return Value(lanes, (len(self.nodes) - 1, 0))
+
+    def input(self, x: Array, name: Name, is_param: bool) -> Value:
+        """Returns an argument of the program."""
+        value = self.source(self.lanes_of(x))
+        self.nodes[-1].names = (name,)
+        return value._replace(name=name if is_param else None)
+
+    def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
+        """Runs an equation in both lanes and measures its results."""
+        own, wide = ([x.lanes[i] for x in operands] for i in (0, 1))
+        low = low_format(eqn)
+        outs = run_as_written(eqn, own, around.axes)
+        if low is None and all(a is b for a, b in zip(own, wide, strict=True)):
+            shadow = local = outs
+        else:
+            shadow = local = run_in_f32(eqn, wide, around.axes)
+            if low is not None and not only_moves(eqn):
+                agree = _agree(eqn, own, wide)
+                local = outs if agree else run_as_written(eqn, wide, around.axes)
+        if low is not None:
+            self.eps = max(self.eps, low.eps)
+        if is_decision(eqn) and not around.axes:
+            if shadow is not outs:
+                free = shadow[0]
+                shadow = local = [settled(wide, free, np.asarray(outs[0]), self.eps)]
+                if not np.array_equal(shadow[0], free):
+                    self.turned.add(len(self.nodes))
+            self.decisions.append(np.asarray(shadow[0]))
+        index, parents = len(self.nodes), tuple(x.ref for x in operands)
+        names, written = tuple(x.name for x in operands), tuple(_written(operands))
+        stats = [_compare(*x) for x in zip(outs, shadow, local, strict=True)]
+        node = Node(eqn, around, names, parents, stats, low, written=written)
+        self.nodes.append(node)
+        lanes = zip(outs, shadow, strict=True)
+        return [Value(pair, (index, i)) for i, pair in enumerate(lanes)]
+
+    def stats(self, ref: Ref) -> Stats:
+        """Returns what is known of a value; nothing for a literal."""
+        return Stats() if ref[0] < 0 else self.nodes[ref[0]].stats[ref[1]]
+
+    def operands(self, node: Node) -> list[Stats]:
+        """Returns what is known of the operands of a node that are no literals."""
+        return [self.stats(ref) for ref in node.parents if ref[0] >= 0]
+
+    def before(
+        self, starts: Iterable[int], passes: Callable[[Node], bool] = lambda _: True
+    ) -> Iterator[int]:
+        """Yields nodes and what they are made from, the latest first.
+
+        What a node is made from is looked at only if `passes` says so.
+        """
+        queue, seen = [-start for start in starts], set[int]()
+        heapq.heapify(queue)
+        while queue:
+            index = -heapq.heappop(queue)
+            if index >= 0 and index not in seen:
+                seen.add(index)
+                yield index
+                if passes(self.nodes[index]):
+                    for ref in self.nodes[index].parents:
+                        heapq.heappush(queue, -ref[0])
+
+    def site(self, index: int) -> Site:
+        """Returns the site of a node."""
+        node = self.nodes[index]
+        if node.eqn is None:
+            return f"input {index}", False
+        return node.around.site(node.eqn)
+
+
+def _written(operands: Values) -> Iterator[float]:
+    for x in operands:
+        if x.ref == NO_REF and is_float(x.lanes[0]) and np.ndim(x.lanes[0]) == 0:
+            yield float(x.lanes[0])
+
+
+def _agree(eqn: Equation, own: Sequence[Array], wide: Sequence[Array]) -> bool:
+    """Returns whether the operands of program and shadow are the same when rounded."""
+    for x, y, atom in zip(own, wide, eqn.invars, strict=True):
+        if x is not y:
+            a, b = to_host(x), to_host(as_operand(y, atom.aval))
+            if not np.array_equal(a, b, equal_nan=is_float(a)):
+                return False
+    return True
+
+
+def _classes(x: np.ndarray) -> np.ndarray | None:
+    finite = np.isfinite(x)
+    if finite.all():
+        return None
+    kinds = np.where(np.isnan(x), NAN, np.where(x > 0, PLUS, MINUS))
+    return np.asarray(np.where(finite, 0, kinds), np.int8)
+
+
+def _ends(x: np.ndarray, classes: np.ndarray | None) -> tuple[float, float]:
+    x = x if classes is None else x[classes == 0]
+    return (float(x.min()), float(x.max())) if x.size else _NONE
+
+
+def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
+    """Returns what is known of a result; of a value without a local one, its range."""
+    if not is_float(own):
+        return Stats()
+    a = np.asarray(widened(own))
+    s = a if own is shadow else np.asarray(widened(shadow))
+    stats = Stats(_classes(a), zeros=bool(np.any(a == 0)))
+    stats.shadow_classes = stats.classes if s is a else _classes(s)
+    stats.own = _ends(a, stats.classes)
+    stats.shadow = stats.own if s is a else _ends(s, stats.shadow_classes)
+    ends = [abs(x) for x in stats.shadow if math.isfinite(x)]
+    stats.largest = max(ends, default=0.0)
+    if s is a or local is None:
+        return stats
+    with np.errstate(all="ignore"):
+        good = np.isfinite(s)
+        wanted, both = np.where(good, s, 0), good & np.isfinite(a)
+        stats.deviation = _relative_norm(np.where(both, a - s, 0), wanted)
+        if local is shadow:
+            return stats
+        t, nonzero = np.asarray(widened(local)), good & (s != 0)
+        stats.local_is_finite = bool((np.isfinite(t) | ~good).all())
+        error = np.where(good & np.isfinite(t), t - s, 0)
+        is_known = stats.local_is_finite
+        stats.error = _relative_norm(error, wanted) if is_known else math.inf
+        if nonzero.any():
+            magnitudes = np.abs(s[nonzero])
+            stats.smallest = float(magnitudes.min())
+            stats.worst = float((np.abs(error[nonzero]) / magnitudes).max())
+            stats.flushed = float(np.mean(t[nonzero] == 0))
+    return stats
+
+
+def _relative_norm(error: np.ndarray, value: np.ndarray) -> float:
+    """Returns the 2-norm of an error relative to that of a value."""
+    size = float(np.linalg.norm(value.astype(np.float64)))
+    if size == 0:
+        return 0.0 if not np.any(error) else math.inf
+    return float(np.linalg.norm(error.astype(np.float64))) / size

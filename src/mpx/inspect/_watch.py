@@ -1,29 +1,165 @@
-"""A recorder for training loops: what steps say about themselves, kept and shown."""
+"""A recorder for training loops: what a step observes of itself, kept and shown."""
 
 import dataclasses
-import inspect
 import json
 import logging
 import math
-import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, PyTree
 
+from mpx._fp8 import Fp8State
+from mpx._gradients._grad import GradResult
 from mpx._jax._arguments import as_count
+from mpx._jax._nnx import without_variables
+from mpx._jax._tree import (
+    all_finite,
+    check_same_structure,
+    is_floating,
+    map_with_name,
+    named_leaves,
+)
 from mpx._jax._warn import warn
-from mpx.inspect._counting import BELOW, INF, as_pairs
-from mpx.inspect._exponents import ExponentStats
-from mpx.inspect._observation import AMAXES, FORMATS_LOST, Observation, observe
+from mpx.inspect._exponents import ExponentStats, exponent_stats
+from mpx.inspect._page import Timeline, write_page
 from mpx.inspect._result import Result, Table, percent
-from mpx.inspect._timeline import Timeline
 
+AMAXES = ("activation", "weight", "gradient")
+FORMATS_LOST = ("f16", "e5m2", "e4m3")
 Groups = Callable[[str], str]
 Write = Callable[[int, Mapping[str, float]], object]
+
+# --- In the jitted step ---------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Observation:
+    """The numbers of one step, as arrays on the device; made by `observe`.
+
+    Attributes:
+        loss: The loss, f32[], or `None`.
+        finite: Whether the step was taken, bool[].
+        scale: The loss scale of the step, f32[], or `None` if that is not known.
+        scaling: The metrics of the loss scaling for the next step, by name.
+        grads: The exponents of the gradients, an `ExponentStats`, or `None`.
+        stuck: By parameter, the share of its numbers that have a gradient and that the
+            step did not change.
+        amaxes: By matmul in fp8, the newest magnitudes of activation, weight, gradient.
+        extra: Other scalars.
+    """
+
+    # JAX puts other objects in their place when it rebuilds trees.
+    loss: PyTree
+    finite: PyTree
+    scale: PyTree
+    scaling: PyTree
+    grads: PyTree
+    stuck: PyTree
+    amaxes: PyTree
+    extra: PyTree
+
+
+def observe(
+    result: GradResult | None = None,
+    *,
+    loss: ArrayLike | None = None,
+    grads: PyTree = None,
+    finite: ArrayLike | None = None,
+    scaling: object = None,
+    fp8: Fp8State | None = None,
+    before: PyTree = None,
+    after: PyTree = None,
+    exponents: bool = True,
+    **extra: ArrayLike,
+) -> Observation:
+    """Returns what there is to record about a step. Call it inside the jitted step.
+
+    It adds one pass over the gradients, and one over the parameters if they are given.
+    Nothing is read back to the host.
+
+    Args:
+        result: What `mpx.value_and_grad` or `mpx.accumulate` returned. Without it, pass
+            `loss` and `grads`.
+        loss: The loss, if there is no `result`.
+        grads: The gradients, if there is no `result`.
+        finite: Whether the step was taken; by default, whether the gradients are finite.
+        scaling: The loss scaling with which the step was taken. A `result` holds that of
+            the next step, from which the recorder knows the scale of all steps but the
+            first.
+        fp8: The state of delayed scaling, if there is no `result`.
+        before: The parameters before the step, to find those that do not move. For a
+            compressed optimizer these are `mpx.optim.master_params(params, state)`.
+        after: The parameters after it.
+        exponents: Whether to count the exponents of the gradients; a Python value. Without
+            them there are no norms, and skipped steps come without the gradient's name.
+        **extra: Further scalars to record, such as the learning rate.
+
+    Raises:
+        ValueError: If only one of `before` and `after` is given, or they differ in
+            structure.
+
+    Examples:
+        >>> seen = observe(loss=0.5, grads={"w": jnp.array([1.0, jnp.inf])})
+        >>> bool(seen.finite), seen.grads.infs
+        (False, array([1]))
+    """
+    following = scaling
+    if result is not None:
+        loss, grads, following = result.value, result.grads, result.scaling
+        finite, fp8 = result.finite, result.fp8
+    if (before is None) != (after is None):
+        raise ValueError(
+            "`before` and `after` must be given together: the parameters before and after "
+            "the step."
+        )
+    stats = exponent_stats(grads) if exponents and grads is not None else None
+    if finite is None:
+        finite = all_finite((loss, grads)) if stats is None else stats.all_finite()
+    return Observation(
+        loss=None if loss is None else jnp.asarray(loss, jnp.float32),
+        finite=jnp.asarray(finite),
+        scale=getattr(scaling, "loss_scaling", None),
+        scaling=getattr(following, "metrics", dict)(),
+        grads=stats,
+        stuck={} if before is None else _stuck(before, after, grads),
+        amaxes={} if fp8 is None else {k: _newest(x) for k, x in fp8.amaxes.items()},
+        extra={name: jnp.asarray(x) for name, x in extra.items()},
+    )
+
+
+def _newest(amaxes: Array) -> Array:
+    """Returns the last magnitudes of a matmul, the largest over the layers of a scan."""
+    newest = amaxes[..., 0, :]
+    return jnp.max(newest.reshape(-1, newest.shape[-1]), axis=0)
+
+
+def _stuck(before: PyTree, after: PyTree, grads: PyTree) -> dict[str, Array]:
+    before, after, grads = map(without_variables, (before, after, grads))
+    check_same_structure(before, after, "`before` and `after`")
+    slopes = {str(name): leaf for name, leaf in named_leaves(grads)}
+    found: dict[str, Array] = {}
+
+    def compare(name: str, old: ArrayLike, new: ArrayLike) -> None:
+        if not is_floating(old) or not is_floating(new) or not jnp.size(old):
+            return
+        still = jnp.asarray(old) == jnp.asarray(new)
+        slope = slopes.get(str(name))
+        if slope is not None and jnp.shape(slope) == jnp.shape(old):
+            still = still & (jnp.asarray(slope) != 0)
+        found[str(name)] = jnp.mean(still, dtype=jnp.float32)
+
+    map_with_name(compare, before, after)
+    return found
+
+
+# --- In the loop ----------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +211,11 @@ class RunSummary(Result):
             return [Table.text("No step has been recorded.")]
         share = percent(self.skipped / self.steps)
         text = f"{self.steps} steps, {self.skipped} of them skipped ({share})."
-        tables = [Table.text(" ".join([text, *self.notes]))]
-        rows = [[name, f"{value:.4g}"] for name, value in self.numbers.items()]
-        tables.append(Table(("number", "last"), rows, right=frozenset({1})))
+        numbers = [[name, f"{value:.4g}"] for name, value in self.numbers.items()]
+        tables = [
+            Table.text(" ".join([text, *self.notes])),
+            Table(("number", "last"), numbers, right=frozenset({1})),
+        ]
         if self.skips:
             head = ("step", "loss scale", "leaf", "inf", "nan", "leaves")
             unknown = "(not known, or the loss or a state)"
@@ -91,27 +229,8 @@ class RunSummary(Result):
         return tables
 
 
-def _skip_of(step: int, seen: Observation, scale: float) -> Skip:
-    """Returns what is known about a step that was not taken."""
-    loss = math.nan if seen.loss is None else float(seen.loss)
-    stats = seen.grads
-    if stats is None or not stats.nonfinite.any():
-        return Skip(step, "", 0, 0, 0, loss, scale)
-    share = stats.nonfinite / np.maximum(stats.sizes, 1)
-    first = int(np.argmin(np.where(share > 0, share, np.inf)))
-    return Skip(
-        step=step,
-        leaf=stats.names[first],
-        leaves=int((share > 0).sum()),
-        infs=int(stats.infs[first]),
-        nans=int(stats.nans[first]),
-        loss=loss,
-        loss_scale=scale,
-    )
-
-
-def _as_writers(writer: Any) -> list[Write]:
-    """Returns functions of a step and its numbers; `watch` says what a writer may be."""
+def _as_writers(writer: PyTree) -> list[Write]:
+    """Returns functions of a step and its numbers; `Watch` says what a writer may be."""
     if writer is None:
         return []
     if isinstance(writer, list | tuple):
@@ -123,25 +242,16 @@ def _as_writers(writer: Any) -> list[Write]:
                 writer.add_scalar(name, value, step)
 
         return [write]
-    if _is_run(writer):
+    # Loggers have a `log` of other arguments.
+    is_other = isinstance(writer, type | logging.Logger | logging.LoggerAdapter)
+    if hasattr(writer, "log") and not is_other:
         return [lambda step, numbers: writer.log(dict(numbers), step=step)]
-    if callable(writer) and not isinstance(writer, type):
+    if callable(writer) and not is_other:
         return [writer]
     raise TypeError(
         "`writer` must be a `tensorboardX.SummaryWriter`, a run of W&B, or a function of "
         f"the step and a dict of numbers, but {type(writer).__name__} was given. For a "
         "logger pass `lambda step, numbers: logger.info(...)`."
-    )
-
-
-def _is_run(writer: object) -> bool:
-    """Returns whether it has W&B's `log(data, step=...)`; loggers have another one."""
-    log = getattr(writer, "log", None)
-    if isinstance(writer, type | logging.Logger | logging.LoggerAdapter) or log is None:
-        return False
-    parameters = inspect.signature(log).parameters
-    return "step" in parameters or any(
-        x.kind is x.VAR_KEYWORD for x in parameters.values()
     )
 
 
@@ -219,12 +329,16 @@ class Watch:
                 as `lax.scan` stacks them.
             step: The number of the step; by default, one more than the last. If it is not
                 beyond the last, as after a restart from a checkpoint, what was recorded
-                from there on is replaced.
+                from there on is replaced. In a long run, a few steps before it may be
+                dropped, too: those that share a point of the curves with it.
         """
         step = self._next if step is None else int(step)
         if step < self._next:
             self.flush()
-            self._forget_from(step)
+            self.timeline.forget_from(step)
+            last = max(self.timeline.ends, default=-1)
+            self.skips = [skip for skip in self.skips if skip.step <= last]
+            self._idle, self._scale = 0, math.nan
         self._next = step + math.prod(observation.finite.shape)
         self._pending.append((step, observation))
         if len(self._pending) > self._every:
@@ -241,78 +355,45 @@ class Watch:
         pending, self._pending = self._pending, []
         self._fetch(pending)
 
-    def _forget_from(self, step: int) -> None:
-        """Drops what was recorded at a step or later, for a run that went back."""
-        self.skips = [skip for skip in self.skips if skip.step < step]
-        self._idle, self._scale = 0, math.nan
-        cut = self.timeline.forget_from(step)
-        if cut is not None:
-            start, count = cut
-            skipped = sum(start <= skip.step for skip in self.skips)
-            self.timeline.curves["skipped"][-1] = [count, skipped, 0, 1, 0]
-
-    def __enter__(self) -> "Watch":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.flush()
-
     def _fetch(self, pending: Sequence[tuple[int, Observation]]) -> None:
         found = jax.device_get([observation for _, observation in pending])
-        starts = [step for step, _ in pending]
-        taken: list[ExponentStats] = []
         errors: list[Exception] = []
-        for step, observation in _single_steps(starts, found):
-            numbers = self._take(step, observation)
-            for write in self._writers:
-                try:
-                    write(step, numbers)
-                except Exception as error:  # a full disk must not lose the other steps
-                    errors.append(error)
-            if observation.grads is not None and bool(observation.finite):
-                taken.append(observation.grads)
-        alike = [stats for stats in taken if stats.names == taken[-1].names]
-        if alike:
-            self.exponents = dataclasses.replace(
-                alike[-1],
-                counts=as_pairs(np.sum([x.histogram() for x in alike], axis=0)),
-                squares=np.float32(np.sum([x.norms**2 for x in alike], axis=0)),
-            )
+        for (start, _), stacked in zip(pending, found, strict=True):
+            for step, observation in enumerate(_single_steps(stacked), start):
+                numbers = self._take(step, observation)
+                for write in self._writers:
+                    try:
+                        write(step, numbers)
+                    except Exception as error:  # a full disk must not lose other steps
+                        errors.append(error)
         if errors:
             raise errors[0]
 
     def _take(self, step: int, seen: Observation) -> dict[str, float]:
         """Records the numbers of a step, and returns them."""
-        finite = bool(seen.finite)
+        finite, scale = bool(seen.finite), self._scale_of(seen)
         numbers: dict[str, float] = {"skipped": float(not finite)}
         if seen.loss is not None:
             numbers["loss"] = float(seen.loss)
-        used = self._scale_of(seen)
-        if not math.isnan(used):
-            numbers["loss_scaling"] = used
-        counts: dict[str, list[int]] = {}
+        if not math.isnan(scale):
+            numbers["loss_scaling"] = scale
         if seen.grads is not None:
-            more, counts = self._gradients(
-                seen.grads, 1.0 if math.isnan(used) else used
-            )
-            numbers |= more
+            numbers |= self._gradients(seen.grads, 1.0 if math.isnan(scale) else scale)
         if finite:
             numbers |= self._parameters(seen)
+            self.exponents = seen.grads or self.exponents
         for key, amaxes in seen.amaxes.items():
             values = zip(AMAXES, np.asarray(amaxes).tolist(), strict=True)
             numbers |= {f"amax/{key}/{kind}": value for kind, value in values}
         numbers |= {name: float(np.mean(x)) for name, x in seen.extra.items()}
-        self.timeline.add(step, numbers, counts)
+        self.timeline.add(step, numbers)
         self._latest |= numbers
-        self._judge(step, seen, finite, used)
+        if finite:
+            self._idle = 0
+        else:
+            self._note_skip(_skip_of(step, seen, scale))
+        self._note_stuck(step)
         return numbers
-
-    def _group(self, name: str) -> str:
-        """Returns the group of a leaf: the first parts of its path, without the last."""
-        if not isinstance(self._groups, int):
-            return self._groups(name)
-        parts = name.split("/")
-        return "/".join(parts[: max(1, min(self._groups, len(parts) - 1))])
 
     def _scale_of(self, seen: Observation) -> float:
         """Returns the loss scale of a step; nan if there is none."""
@@ -322,72 +403,70 @@ class Watch:
             return float(seen.scale)
         return following if math.isnan(before) else before
 
-    def _gradients(
-        self, stats: ExponentStats, scale: float
-    ) -> tuple[dict[str, float], dict[str, list[int]]]:
-        """Returns norms and underflow, and the histograms of groups."""
-        groups: dict[str, list[int]] = {}
-        for index, name in enumerate(stats.names):
-            groups.setdefault(self._group(name), []).append(index)
-        squares, bins = stats.norms**2, stats.histogram()[:, BELOW:INF]
-        numbers = {"grad_norm": float(np.sqrt(squares.sum()))}
-        for group, rows in groups.items():
-            numbers[f"grad_norm/{group}"] = float(np.sqrt(squares[rows].sum()))
-        sizes = bins.sum(-1)
+    def _group(self, name: str) -> str:
+        """Returns the group of a leaf: the first parts of its path, without the last."""
+        if not isinstance(self._groups, int):
+            return self._groups(name)
+        parts = name.split("/")
+        return "/".join(parts[: max(1, min(self._groups, len(parts) - 1))])
+
+    def _gradients(self, stats: ExponentStats, scale: float) -> dict[str, float]:
+        """Returns norms, and the shares that are zero or would be."""
+        groups: dict[str, float] = {}
+        for name, norm in zip(stats.names, stats.norms.tolist(), strict=True):
+            group = self._group(name)
+            groups[group] = math.hypot(groups.get(group, 0.0), norm)
+        numbers = {"grad_norm": math.hypot(*groups.values())}
+        numbers |= {f"grad_norm/{group}": norm for group, norm in groups.items()}
+        sizes = stats.sizes - stats.zeros - stats.nonfinite
         for name in FORMATS_LOST:
             lost = stats.flushed(name, scale) @ sizes
             numbers[f"underflow/{name}"] = float(lost / max(sizes.sum(), 1))
         numbers["zeros"] = float(stats.zeros.sum() / max(stats.sizes.sum(), 1))
-        counts = {group: bins[rows].sum(0).tolist() for group, rows in groups.items()}
-        return numbers, counts | {"all": bins.sum(0).tolist()}
+        return numbers
 
     def _parameters(self, seen: Observation) -> dict[str, float]:
+        """Returns the shares of weights that did not move, of all and by group."""
         sizes = {}
         if seen.grads is not None:
             sizes = dict(zip(seen.grads.names, seen.grads.sizes.tolist(), strict=True))
         groups: dict[str, list[tuple[float, float]]] = {}
         for name, share in seen.stuck.items():
-            pair = float(share), max(sizes.get(name, 1), 1)
-            for group in (self._group(name), ""):
-                groups.setdefault(group, []).append(pair)
+            size = max(sizes.get(name, 1), 1)
+            for key in (f"stuck/{self._group(name)}", "stuck"):
+                groups.setdefault(key, []).append((float(share) * size, size))
         return {
-            f"stuck/{group}".rstrip("/"): sum(share * size for share, size in pairs)
-            / sum(size for _, size in pairs)
-            for group, pairs in groups.items()
+            key: sum(stuck for stuck, _ in pairs) / sum(size for _, size in pairs)
+            for key, pairs in groups.items()
         }
 
-    def _judge(self, step: int, seen: Observation, finite: bool, scale: float) -> None:
-        """Notes a step that was skipped, and a run that stands still."""
-        if finite:
-            self._idle = 0
-        else:
-            self._idle += 1
-            self.skips.append(_skip_of(step, seen, scale))
-            del self.skips[:-1000]
-        if self._idle == self._stalled_after:
-            known = [skip.leaf for skip in self.skips[-self._idle :] if skip.leaf]
-            leaf = known[-1] if known else ""
-            why = (
-                f"the gradient of `{leaf}` is not finite, at a loss scale of {scale:g}"
-                if leaf
-                else "no gradient was found that is not finite; the loss or a state is "
-                "not, or the exponents were not counted"
-            )
-            message = (
-                f"No step was taken for {self._idle} steps, up to step {step}: {why}. "
-                "Look for an inf or nan in the data, the loss or the parameters."
-            )
-            self.notes["stalled"] = message
-            warn(message)
+    def _note_skip(self, skip: Skip) -> None:
+        """Notes a step that was not taken, and a run that stands still."""
+        self._idle += 1
+        self.skips = [*self.skips[-999:], skip]
+        if self._idle != self._stalled_after:
+            return
+        known = [x.leaf for x in self.skips[-self._idle :] if x.leaf]
+        why = "no gradient is known that is not finite; look at the loss and the state"
+        if known:
+            why = f"the gradient of `{known[-1]}` is not finite"
+        self.notes["stalled"] = (
+            f"No step was taken for {self._idle} steps, up to step {skip.step}, at a loss "
+            f"scale of {skip.loss_scale:g}: {why}. Look for an inf or nan in the data, the "
+            "loss or the parameters."
+        )
+        warn(self.notes["stalled"])
+
+    def _note_stuck(self, step: int) -> None:
+        """Notes that most weights do not move."""
         stuck = self._latest.get("stuck", 0.0)
+        self.notes.pop("stuck", None)
         if stuck > 0.5:
             self.notes["stuck"] = (
                 f"{percent(stuck)} of the weights that have a gradient did not move in "
                 f"step {step}: their updates are below half an ulp. Keep f32 weights, or "
                 "use `mpx.optim.master_weights` or a compressed optimizer."
             )
-        else:
-            self.notes.pop("stuck", None)
 
     @property
     def steps(self) -> int:
@@ -415,10 +494,12 @@ class Watch:
 
         It is one file, which needs no server and no network.
         """
-        from mpx.inspect._page import write_page
-
-        self.flush()
-        return write_page(self, Path(path))
+        tables = list(self.summary().tables())
+        del tables[1:2]  # the numbers, which the curves show
+        if self.exponents is not None:
+            scale = self._latest.get("loss_scaling", 1.0)
+            tables += self.exponents.tables(scale=scale)
+        return write_page(Path(path), self.title, self.timeline, tables)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Saves what has been recorded as JSON, beside a checkpoint; see `load`.
@@ -448,16 +529,26 @@ class Watch:
         return self
 
 
-def _single_steps(
-    starts: Sequence[int], found: Sequence[Observation]
-) -> Iterator[tuple[int, Observation]]:
-    """Yields each step, also of observations that a scan has stacked."""
-    for start, observation in zip(starts, found, strict=True):
-        if not np.ndim(observation.finite):
-            yield start, observation
-            continue
-        for i in range(len(observation.finite)):
-            yield start + i, jax.tree.map(operator.itemgetter(i), observation)
+def _single_steps(seen: Observation) -> Iterator[Observation]:
+    """Yields each step of observations that a scan has stacked."""
+    if not np.ndim(seen.finite):
+        yield seen
+        return
+    for i in range(len(seen.finite)):
+        yield jax.tree.map(lambda x, i=i: x[i], seen)
+
+
+def _skip_of(step: int, seen: Observation, scale: float) -> Skip:
+    """Returns what is known about a step that was not taken."""
+    loss = math.nan if seen.loss is None else float(seen.loss)
+    stats = seen.grads
+    if stats is None or not stats.nonfinite.any():
+        return Skip(step, "", 0, 0, 0, loss, scale)
+    share = stats.nonfinite / np.maximum(stats.sizes, 1)
+    i = int(np.argmin(np.where(share > 0, share, np.inf)))
+    infs, nans = int(stats.infs[i]), int(stats.nans[i])
+    bad = int(np.count_nonzero(share))
+    return Skip(step, stats.names[i], bad, infs, nans, loss, scale)
 
 
 _SAVED = ("title", "notes", "_idle", "_next", "_scale", "_latest")

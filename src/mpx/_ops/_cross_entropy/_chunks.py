@@ -24,31 +24,19 @@ _MULTIPLE = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head:
-    """How logits are computed.
+    """How logits are computed."""
 
-    Attributes:
-        dtype: The dtype of the operands of the matmuls.
-        vocab_axis: The axis of the weight that is the vocabulary.
-        has_bias: Whether there is a bias.
-        chunks: The number of chunks, `None` for one that depends on the sizes.
-        soft_cap: The bound c of the logits.
-        has_total: Whether the sum of the logits is computed.
-        precision: The precision of the matmuls.
-        devices: The number of devices that may share the work.
-        may_keep: Whether logits may be kept for the backward pass.
-        kept: The dtype of the logits that are kept; `None` if none are.
-    """
-
-    dtype: np.dtype
-    vocab_axis: int = 1
-    has_bias: bool = False
+    dtype: np.dtype  # The dtype of the operands of the matmuls
+    vocab_axis: int = 1  # The axis of the weight that is the vocabulary
+    has_bias: bool = False  # Whether there is a bias
+    # The number of chunks, `None` for one that depends on the sizes
     chunks: int | None = None
-    soft_cap: float | None = None
-    has_total: bool = False
-    precision: Any = None
-    devices: int = 1
-    may_keep: bool = True
-    kept: np.dtype | None = None
+    soft_cap: float | None = None  # The bound c of the logits
+    has_total: bool = False  # Whether the sum of the logits is computed
+    precision: Any = None  # The precision of the matmuls
+    devices: int = 1  # The number of devices that may share the work
+    may_keep: bool = True  # Whether logits may be kept for the backward pass
+    kept: np.dtype | None = None  # The dtype of the logits that are kept
 
     @property
     def wide(self) -> np.dtype:
@@ -156,18 +144,12 @@ class Chunks:
 
 
 class Operands(NamedTuple):
-    """What logits are computed from, and the labels at which they are read.
+    """What logits are computed from, and the labels at which they are read."""
 
-    Attributes:
-        hidden: Hidden states (..., features).
-        weight: The weight (features, vocabulary) or (vocabulary, features).
-        bias: The bias (vocabulary), or `None`.
-        labels: Labels (...). One outside the vocabulary chooses 0.
-    """
-
-    hidden: PyTree
-    weight: PyTree
-    bias: PyTree
+    hidden: PyTree  # Hidden states (..., features)
+    weight: PyTree  # The weight (features, vocabulary) or (vocabulary, features)
+    bias: PyTree  # The bias (vocabulary), or `None`
+    # Labels (...). One outside the vocabulary chooses 0.
     labels: PyTree
 
 

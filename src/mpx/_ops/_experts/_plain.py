@@ -88,21 +88,13 @@ def _count_below(ends: Array, number: int) -> Array:
 
 
 class Blocks(NamedTuple):
-    """The part of a product that one warpgroup computes at a time.
+    """The part of a product that one warpgroup computes at a time."""
 
-    Attributes:
-        rows: Rows of the result.
-        columns: Columns of the result.
-        summed: Length of the sum that is loaded at a time.
-        steps: How many such parts are loaded ahead.
-        width: How many blocks of columns are computed before the next rows.
-    """
-
-    rows: int
-    columns: int
-    summed: int
-    steps: int
-    width: int
+    rows: int  # Rows of the result
+    columns: int  # Columns of the result
+    summed: int  # Length of the sum that is loaded at a time
+    steps: int  # How many such parts are loaded ahead
+    width: int  # How many blocks of columns are computed before the next rows
 
 
 # With these, 16384 rows times 32 matrices of 2048 × 1024 take 0.13 ms forward and 0.44 with

@@ -1,0 +1,530 @@
+"""Attention as a JAX primitive, with rules for derivatives and `vmap`.
+
+On CUDA it becomes cuDNN's flash kernel; elsewhere the operations behind
+`jax.nn.dot_product_attention`, in f32. Its results are the output and the logsumexp of
+the scores, which the backward kernel needs.
+
+    out = softmax(scale · q kᵀ + bias, where mask) v
+    logsumexp = log Σ exp(scale · q kᵀ + bias)        (batch, heads, queries, 1), f32
+
+The module is imported when attention is first recognised, and only if JAX has the private
+names that it needs.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import PyTree
+
+from mpx._jax._compat import (
+    CUDNN_KERNEL,
+    Primitive,
+    convert_dtype,
+    eval_equation,
+    open_jaxpr,
+)
+from mpx._jax._devices import cuda_capability
+from mpx._jax._private import private
+from mpx._jax._warn import warn
+from mpx._ops._primitives import (
+    define,
+    differentiated,
+    function_of,
+    varying_alike,
+    zero_tangent,
+)
+from mpx._program._interpreter import Op, Outcome, Visitor
+from mpx._program._queries import ATTENTION, contains
+
+F32 = jnp.dtype(jnp.float32)
+Aval = Any
+"""The type of a value: shape, dtype, sharding."""
+Shape = tuple[int, ...]
+_jax = private("attention")
+
+
+class Attention(NamedTuple):
+    """The static part of one call."""
+
+    scale: float  # The factor of the scores
+    is_causal: bool  # Whether a query sees the keys up to its own position only
+    # For causal attention, the number of keys that it sees to the left, and 0
+    window: tuple[int, int] | None
+    # The further operands: of `bias`, `mask` and `kv_seqlen`, in this order, those that
+    # there are
+    extras: tuple[str, ...]
+    bias_grad: bool = True  # Whether a bias gets a gradient
+
+    @property
+    def operands(self) -> int:
+        """The number of operands."""
+        return 3 + len(self.extras)
+
+    @property
+    def free(self) -> int:
+        """The number of leading operands that are differentiable."""
+        return 4 if "bias" in self.extras and self.bias_grad else 3
+
+
+# --- The operation in plain JAX -------------------------------------------------------
+
+
+def plain(*operands: Array, spec: Attention) -> tuple[Array, Array]:
+    """Runs the operations behind `jax.nn.dot_product_attention`, in f32."""
+    query, key, value = (convert_dtype(x, F32) for x in operands[:3])
+    given = (query, key, value, *operands[3:])
+    out, logsumexp = _by_jax(given, spec, implementation="xla", return_residual=True)
+    return convert_dtype(out, operands[0].dtype), logsumexp.swapaxes(1, 2)[..., None]
+
+
+def _by_jax(
+    operands: Sequence[Array],
+    spec: Attention,
+    **options: PyTree,
+) -> PyTree:
+    query, key, value, *rest = operands
+    extras = dict(zip(spec.extras, rest, strict=True))
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        extras.get("bias"),
+        extras.get("mask"),
+        scale=spec.scale,
+        is_causal=spec.is_causal,
+        key_value_seq_lengths=extras.get("kv_seqlen"),
+        local_window_size=spec.window,
+        **options,
+    )
+
+
+def plain_backward(*operands: Array, spec: Attention) -> tuple[Array, ...]:
+    """Returns the gradients of `plain` with respect to q, k, v and the bias."""
+    call, chosen = _output(operands, spec, range(spec.free))
+    return jax.vjp(call, *chosen)[1](operands[-1])
+
+
+def plain_tangent(
+    *operands: Array, spec: Attention, wrt: tuple[int, ...]
+) -> list[Array]:
+    """Returns the directional derivative of `plain`."""
+    call, chosen = _output(operands, spec, wrt)
+    return [jax.jvp(call, chosen, list(operands[-len(wrt) :]))[1]]
+
+
+def _output(
+    operands: Sequence[Array], spec: Attention, wrt: Sequence[int]
+) -> tuple[Callable[..., Array], list[Array]]:
+    given = operands[: spec.operands]
+    return function_of(lambda *x: plain(*x, spec=spec)[0], given, wrt)
+
+
+# --- The operation in cuDNN -----------------------------------------------------------
+
+
+def _vjp(
+    operands: Sequence[Array], spec: Attention
+) -> tuple[Array, Callable[..., PyTree]]:
+    """Calls cuDNN; returns its result and the function for the backward pass."""
+    query, key = operands[:2]
+    given = dict(zip(spec.extras, operands[3:], strict=True))
+    mask = given.get("mask")
+    visible = _visible(spec, given, query.shape[1], key.shape[1])
+
+    def whole(x: Array) -> Array:
+        # cuDNN needs both lengths. Fewer heads are faster: on an H200, 0.47 ms with a mask
+        # of (8, 1, 1024, 1024) and 0.62 ms with one of (8, 12, 1024, 1024).
+        return jnp.broadcast_to(x, (*x.shape[:2], query.shape[1], key.shape[1]))
+
+    def call(query: Array, key: Array, value: Array, *free: Array) -> Array:
+        extras = dict(given)
+        if "bias" in extras:
+            bias = free[0] if free else extras["bias"]
+            query, bias = _fitting(query, bias, visible)
+            extras["bias"] = whole(bias)
+        if mask is not None:
+            extras["mask"] = whole(mask)
+        low = (query, key, value, *extras.values())
+        out = _by_jax(low, spec, implementation="cudnn")
+        if mask is None or visible is None or visible is mask:
+            return out
+        # The kernel's mean would be that of the keys up to the position of the query.
+        seen = jnp.any(visible, axis=-1).swapaxes(1, 2)[..., None]
+        mean = jnp.mean(value, axis=1, keepdims=True, dtype=jnp.float32)
+        mean = jnp.repeat(mean, out.shape[2] // value.shape[2], axis=2)
+        return jnp.where(seen, out, convert_dtype(mean, out.dtype))
+
+    return jax.vjp(call, *operands[: spec.free])
+
+
+def _visible(
+    spec: Attention, extras: dict[str, Array], rows: int, keys: int
+) -> Array | None:
+    """Returns which keys a query may see; `None` if all."""
+    parts = [extras["mask"]] if "mask" in extras else []
+    if spec.is_causal:
+        parts.append(causal(rows, keys, spec.window))
+    return functools.reduce(jnp.logical_and, parts) if parts else None
+
+
+def causal(rows: int, keys: int, window: tuple[int, int] | None) -> Array:
+    """Returns the causal mask (1, 1, rows, keys), perhaps with a window to the left."""
+    row, key = (lax.broadcasted_iota(jnp.int32, (1, 1, rows, keys), i) for i in (2, 3))
+    before = key <= row
+    return before if window is None else before & (row - key <= window[0])
+
+
+def _fitting(query: Array, bias: Array, visible: Array | None) -> tuple[Array, Array]:
+    """Returns queries and a bias of which 16 bits are enough.
+
+    Softmax does not change if a number is added to all scores of a query. So the largest
+    bias of a key that it sees becomes 0: lower ones have less weight, the less exact they
+    are.
+    """
+    fixed = lax.stop_gradient(bias)
+    highest = lowest = fixed
+    if visible is not None:
+        # One bias stays one for the whole batch: cuDNN has the gradient of no other.
+        shared = [i for i in (0, 1) if bias.shape[i] == 1]
+        visible = jnp.any(visible, axis=shared, keepdims=True)
+        highest, lowest = (jnp.where(visible, fixed, x) for x in (-jnp.inf, jnp.inf))
+    highest = jnp.max(highest, axis=-1, keepdims=True)
+    lowest = jnp.min(lowest, axis=-1, keepdims=True)
+    if visible is not None:
+        highest = jnp.where(jnp.any(visible, axis=-1, keepdims=True), highest, 0.0)
+    least = _LEAST[query.dtype.name]
+    shifted = jnp.maximum(bias - highest, least)
+    # Beside such numbers f32 keeps nothing of scores. A row of one of them stays one.
+    is_lost = jnp.abs(highest) >= _ABSORBING
+    is_one = is_lost & (highest == lowest) & jnp.isfinite(highest)
+    shifted = jnp.where(is_one, shifted + least, shifted)
+    is_lost = (is_lost & ~is_one).swapaxes(1, 2)
+    query = jnp.where(is_lost, query - lax.stop_gradient(query), query)
+    return query, convert_dtype(shifted, query.dtype)
+
+
+_ABSORBING = 1e8
+# As JAX's: cuDNN has a bug for differences of lower numbers.
+_LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+
+
+def cudnn_forward(operands: Sequence[Array], spec: Attention) -> tuple[Array, Array]:
+    """Runs cuDNN attention; returns its result and what its kernel saves."""
+    jaxpr = jax.make_jaxpr(lambda *operands: _vjp(operands, spec)[0])
+    outs, saved = _with_kernel(jaxpr(*_types(operands)), operands, None)
+    return outs[0], saved[1]
+
+
+def cudnn_backward(
+    operands: Sequence[Array], kept: Sequence[Array], cotangent: Array, spec: Attention
+) -> list[Array]:
+    """Returns the gradients of cuDNN attention without running it again."""
+    jaxpr = jax.make_jaxpr(lambda ct, *operands: _vjp(operands, spec)[1](ct))
+    args = [cotangent, *operands]
+    return _with_kernel(jaxpr(*_types(args)), args, kept)[0]
+
+
+def _types(operands: Sequence[Array]) -> list[jax.ShapeDtypeStruct]:
+    # Without the mesh axes along which they vary: JAX 0.10 loses these inside.
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+
+
+def _with_kernel(
+    jaxpr: Any, args: Sequence[Array], kept: Sequence[Array] | None
+) -> tuple[list[PyTree], list[PyTree]]:
+    """Evaluates a jaxpr; returns its results and those of the forward kernel.
+
+    If the results of that are known, they are `kept`, and it is not run.
+    """
+    visitor = _Kernel(kept=kept)
+    body, consts = open_jaxpr(jaxpr)
+    outs, _ = visitor.run(body, consts, args, [None] * len(args), ())
+    if len(visitor.saved) != 2:
+        raise NotImplementedError(_OTHER_WAY)
+    return outs, visitor.saved
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Kernel(Visitor):
+    kept: Sequence[PyTree] | None
+    saved: list[PyTree] = dataclasses.field(default_factory=list)
+
+    def equation(self, op: Op) -> Outcome:
+        is_kernel = op.eqn.primitive.name == CUDNN_KERNEL
+        is_kept = is_kernel and self.kept is not None
+        outs = list(self.kept or ()) if is_kept else eval_equation(op.eqn, op.values)
+        self.saved = outs if is_kernel else self.saved
+        return outs, [None] * len(outs)
+
+
+_OTHER_WAY = "this version of JAX calls cuDNN in a way that mpx does not know"
+
+
+def reason_against(
+    spec: Attention, avals: tuple[jax.ShapeDtypeStruct, ...]
+) -> str | None:
+    """Returns why cuDNN cannot run a call on operands of these types, if it cannot."""
+    if "bias" in spec.extras and avals[0].dtype == jnp.float16:
+        return "a bias may exceed the range of f16"
+    if spec.window is not None and "kv_seqlen" in spec.extras:
+        return "a window together with sequence lengths"
+    return _reason_by_jax(spec, avals, cuda_capability())
+
+
+def reason_by_shapes(bias: Shape, mask: Shape) -> str | None:
+    """Returns why cuDNN cannot run a bias with a mask of these shapes, if it cannot.
+
+    It takes one array for both, which has more than 16 bits of precision only relative to
+    the largest number that is not masked, and a gradient only if all examples share it.
+    """
+    if all(n >= m for n, m in zip(bias[:2], mask[:2], strict=True)):
+        return None
+    return "a bias is shared by what a mask tells apart"
+
+
+@functools.lru_cache(maxsize=256)
+def _reason_by_jax(
+    spec: Attention,
+    avals: tuple[jax.ShapeDtypeStruct, ...],
+    capability: tuple[int, ...] | None,
+) -> str | None:
+    """Asks JAX, which knows the head sizes and lengths of each cuDNN and GPU."""
+    del capability  # part of the cache key
+
+    def forward_and_backward(*operands: Array) -> PyTree:
+        out, backward = _vjp(operands, spec)
+        return backward(out)
+
+    try:
+        jaxpr = jax.make_jaxpr(forward_and_backward)(*avals)
+    except (NotImplementedError, ValueError, RuntimeError) as error:
+        return f"cuDNN: {error}"
+    if contains(jaxpr, (CUDNN_KERNEL,)):
+        return None
+    warn(f"Attention runs without cuDNN's kernel: {_OTHER_WAY}. Upgrade mpx.")
+    return _OTHER_WAY
+
+
+LEAST = {9: 128 * 128, 10: 128 * 128}
+"""By the first number of the compute capability: from which number of scores per head on."""
+
+
+def reason_not_paying(
+    capability: tuple[int, ...] | None, rows: int, keys: int
+) -> str | None:
+    """Returns why attention of this size is run operation by operation, if it is."""
+    if capability is None:
+        return "cuDNN attention needs a CUDA GPU"
+    least = LEAST.get(capability[0])
+    if least is None:
+        version = ".".join(map(str, capability))
+        return f"not faster in cuDNN on a GPU of compute capability {version}"
+    if rows * keys < least:
+        return f"not faster in cuDNN: {rows} × {keys} scores are fewer than {least}"
+    return None
+
+
+def _cudnn(*operands: Array, spec: Attention) -> tuple[Array, Array]:
+    out, saved = cudnn_forward(operands, spec)
+    return out, saved[..., None]
+
+
+def _cudnn_backward(*operands: Array, spec: Attention) -> Sequence[Array]:
+    *given, out, saved, cotangent = operands
+    kept = out, saved[..., 0]
+    if spec.free == 3 or given[3].shape[0] == 1:
+        return cudnn_backward(given, kept, cotangent, spec)
+    # cuDNN has the gradient of a bias for the whole batch only (jax-ml/jax#30593).
+    others = spec._replace(bias_grad=False)
+    grads = cudnn_backward(given, kept, cotangent, others)
+    return [*grads, plain_backward(*operands, spec=spec)[3]]
+
+
+# --- Primitives -----------------------------------------------------------------------
+
+
+def _attention_types(query: Aval, *rest: Aval, spec: Attention) -> tuple[Aval, Aval]:
+    del rest, spec
+    batch, length, heads, _ = query.shape
+    # The result varies over devices as the query does; the caller made all alike.
+    return query, query.update(shape=(batch, heads, length, 1), dtype=F32)
+
+
+def _attention_jvp(
+    primals: Sequence[PyTree], tangents: Sequence[PyTree], *, spec: Attention
+) -> tuple[list[PyTree], list[PyTree]]:
+    out, logsumexp = attention_p.bind(*primals, spec=spec)
+    wrt = tuple(i for i in range(spec.free) if type(tangents[i]) is not _jax.Zero)
+    tangent = zero_tangent(_jax, out)
+    if wrt:
+        chosen = [tangents[i] for i in wrt]
+        (tangent,) = attention_tangent_p.bind(
+            *primals, out, logsumexp, *chosen, spec=spec, wrt=wrt
+        )
+    # JAX has no gradient of the logsumexp either.
+    return [out, logsumexp], [tangent, zero_tangent(_jax, logsumexp)]
+
+
+def _tangent_transpose(
+    cotangents: Sequence[PyTree],
+    *operands: PyTree,
+    spec: Attention,
+    wrt: tuple[int, ...],
+) -> list[PyTree]:
+    known, grads = operands[: -len(wrt)], [None] * len(wrt)
+    if type(cotangents[0]) is not _jax.Zero:
+        found = attention_backward_p.bind(
+            *known, cotangents[0], spec=spec._replace(bias_grad=3 in wrt)
+        )
+        grads = [found[i] for i in wrt]
+    return [*[None] * len(known), *grads]
+
+
+def _batched(
+    primitive: Primitive,
+    operands: Sequence[PyTree],
+    dims: Sequence[int | None],
+    **params: PyTree,
+) -> tuple[list[PyTree], list[int]]:
+    """Maps an operation by making the new axis a part of the batch."""
+    spec: Attention = params["spec"]
+    size = next(
+        x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None
+    )
+    full = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+    ]
+    batch = full[0].shape[1]
+    shared = [i for i, name in enumerate(spec.extras, start=3) if name != "kv_seqlen"]
+    if 3 in params.get("wrt", ()):
+        shared.append(len(operands) - 1)  # the tangent of the bias
+    forward = primitive is attention_p
+
+    def fold(i: int, x: Array) -> Array:
+        if i in shared:
+            if forward and dims[i] is None and x.shape[1] == 1:
+                return x[0]  # still one for the whole batch
+            x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+        return x.reshape(size * batch, *x.shape[2:])
+
+    outs = primitive.bind(*(fold(i, x) for i, x in enumerate(full)), **params)
+    outs = [x.reshape(size, batch, *x.shape[1:]) for x in outs]
+    if primitive is attention_backward_p and len(outs) == 4 and full[3].shape[1] == 1:
+        outs[3] = jnp.sum(outs[3], axis=1, keepdims=True)
+    return outs, [0] * len(outs)
+
+
+_FORWARD, _BACKWARD, _TANGENT = ATTENTION
+attention_p = define(_jax, _FORWARD, _attention_types, plain)
+attention_backward_p = define(
+    _jax, _BACKWARD, lambda *operands, spec: operands[: spec.free], plain_backward
+)
+attention_tangent_p = define(
+    _jax, _TANGENT, lambda query, *rest, **params: [query], plain_tangent
+)
+for _primitive in (attention_p, attention_backward_p, attention_tangent_p):
+    _jax.primitive_batchers[_primitive] = functools.partial(_batched, _primitive)
+    # As JAX's own cuDNN attention, which is inside.
+    _jax.prim_requires_devices_during_lowering.add(_primitive)
+for _primitive, _fast in (
+    (attention_p, _cudnn),
+    (attention_backward_p, _cudnn_backward),
+):
+    _lowering = _jax.lower_fun(_fast, multiple_results=True)
+    _jax.register_lowering(_primitive, _lowering, platform="cuda")
+_jax.primitive_jvps[attention_p] = _attention_jvp
+_jax.primitive_jvps[attention_backward_p] = differentiated(_jax, plain_backward)
+_jax.primitive_jvps[attention_tangent_p] = differentiated(_jax, plain_tangent)
+_jax.primitive_transposes[attention_tangent_p] = _tangent_transpose
+
+
+_MASKED = -1e30
+
+
+class Fit(NamedTuple):
+    """How operands are padded: the numbers of queries, keys and numbers of a head after it.
+
+    With `lengths`, the kernel is told the number of keys before padding.
+    """
+
+    rows: int
+    keys: int
+    head: int
+    lengths: bool
+
+    @classmethod
+    def of(cls, query: Shape, value: Shape, spec: Attention) -> "Fit":
+        """Returns the padding of operands of these shapes."""
+        rows, keys = query[1], value[1]
+        odd = bool(keys % 2)
+        # Causal queries see no later keys, and a bias or mask is padded itself.
+        hidden = bool(spec.extras) or (spec.is_causal and rows <= keys)
+        head = max(query[-1], value[-1])
+        return cls(
+            rows + rows % 2, keys + odd, -(-head // 8) * 8, lengths=odd and not hidden
+        )
+
+    def spec(self, spec: Attention) -> Attention:
+        """Returns the call on padded operands."""
+        if not self.lengths:
+            return spec
+        return spec._replace(extras=(*spec.extras, "kv_seqlen"))
+
+
+def padded_call(
+    shapes: list[Shape], spec: Attention, dtype: np.dtype
+) -> tuple[Attention, tuple[jax.ShapeDtypeStruct, ...]]:
+    """Returns the call on padded operands, and their types."""
+    query, _, value = shapes
+    fit = Fit.of(query, value, spec)
+    spec = fit.spec(spec)
+    lengths = fit.rows, fit.keys, fit.keys
+    types = [
+        jax.ShapeDtypeStruct((x[0], length, x[2], fit.head), dtype)
+        for x, length in zip(shapes, lengths, strict=True)
+    ]
+    full = (1, 1, fit.rows, fit.keys)
+    kinds = {
+        "bias": jax.ShapeDtypeStruct(full, jnp.float32),
+        "mask": jax.ShapeDtypeStruct(full, jnp.bool_),
+        "kv_seqlen": jax.ShapeDtypeStruct(query[:1], jnp.int32),
+    }
+    return spec, (*types, *(kinds[name] for name in spec.extras))
+
+
+def fitted_attention(
+    arrays: Sequence[Array], extras: Mapping[str, Array], spec: Attention
+) -> Array:
+    """Runs attention on operands that are padded where the kernel needs it."""
+    query, key, value = arrays
+    rows, keys, size = query.shape[1], key.shape[1], value.shape[-1]
+    fit = Fit.of(query.shape, value.shape, spec)
+    query = _padded(query, {1: fit.rows, 3: fit.head})
+    key, value = (_padded(x, {1: fit.keys, 3: fit.head}) for x in (key, value))
+    more = []
+    for name in spec.extras:
+        x, fill = extras[name], _MASKED if name == "bias" else False
+        if name == spec.extras[0] and fit.keys != keys and x.shape[3] == 1:
+            x = jnp.broadcast_to(x, (*x.shape[:3], keys))  # it hides the new keys
+        x = _padded(x, {3: fit.keys} if x.shape[3] == keys else {}, fill)
+        more.append(_padded(x, {2: fit.rows} if x.shape[2] == rows else {}))
+    if fit.lengths:
+        more.append(jnp.full(query.shape[:1], keys, jnp.int32))
+    operands = varying_alike([query, key, value, *more])
+    out, _ = attention_p.bind(*operands, spec=fit.spec(spec))
+    return out[:, :rows, :, :size]
+
+
+def _padded(x: Array, sizes: dict[int, int], fill: float = 0.0) -> Array:
+    """Returns an array that is filled up to some sizes."""
+    missing = [(0, sizes.get(i, n) - n) for i, n in enumerate(x.shape)]
+    if not any(n for _, n in missing):
+        return x
+    return jnp.pad(x, missing, constant_values=fill)

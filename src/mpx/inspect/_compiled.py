@@ -1,0 +1,467 @@
+"""What a compiler makes of a program, for devices that need not be there."""
+
+import collections
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import os
+import pathlib
+import pkgutil
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from mpx._fp8._check import Fp8Check, fp8_check
+from mpx._jax._compat import as_function
+from mpx._jax._devices import assumed_gpu
+from mpx._jax._private import assumed_cudnn, private
+from mpx.inspect._program import Program
+from mpx.inspect._result import Result, Table, amount
+
+# --- Collectives ----------------------------------------------------------------------
+
+_KINDS = (
+    "all-gather|all-reduce|reduce-scatter|ragged-all-to-all|all-to-all|"
+    "collective-permute|collective-broadcast"
+)
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-$]+) (?:\(.*)?\{$")
+_CALLED = re.compile(r"(?:body|calls|to_apply|condition)=%?([\w.\-$]+)")
+_CALLED_LISTS = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_COLLECTIVE = re.compile(rf" = (\(.*?\)|\S+) ({_KINDS})(-start)?\(")
+_ARRAY = re.compile(r"\b(pred|bf16|[sufc]\d+\w*)\[([\d,]*)\]")
+_SHORT = {"f8e4m3fn": "e4m3", "f8e5m2": "e5m2", "pred": "bool"}
+
+
+class Collective(NamedTuple):
+    """One collective operation of a compiled program.
+
+    Attributes:
+        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all` or another.
+        dtype: The dtype that is sent, such as `f32` or `e4m3`.
+        shape: The shape of its result on one device.
+        devices: Over how many devices each of its groups extends.
+        runs: How often it runs in one call of the program. A loop whose length the
+            compiler does not know counts once.
+        in_loop: Whether it is inside a loop.
+        bytes: How many bytes one device sends in one call, in all these runs, by the
+            usual ring algorithms.
+
+    Examples:
+        >>> text = '''
+        ... ENTRY %main (x: f32[8]) -> f32[8] {
+        ...   %y = f32[8]{0} all-reduce(%x), replica_groups={{0,1,2,3}}
+        ... }'''
+        >>> collectives(text)[0].bytes
+        48
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    devices: int
+    runs: int
+    in_loop: bool
+    bytes: int
+
+
+class Collectives(Result, list[Collective]):
+    """A list of collectives that prints as a table."""
+
+    def tables(self) -> Sequence[Table]:
+        """Returns the sums by kind and dtype."""
+        groups: dict[tuple[str, str], list[Collective]] = {}
+        for x in self:
+            groups.setdefault((x.kind, x.dtype), []).append(x)
+        rows = [
+            (
+                *key,
+                str(sum(x.runs for x in found)),
+                amount(sum(x.bytes for x in found), "B"),
+            )
+            for key, found in sorted(groups.items())
+        ]
+        head = ("collective", "dtype", "runs", "sent by each device")
+        if not rows:
+            return [Table.text("No collectives.")]
+        return [Table(head, rows, "", frozenset({2, 3}))]
+
+
+def collectives(compiled: jax.stages.Compiled | str) -> Collectives:
+    """Lists the collectives of a compiled program, with dtypes and bytes.
+
+    With n devices in a group and a result of b bytes on each, a device sends b·(n-1)/n in
+    an all-gather and an all-to-all, b·(n-1) in a reduce-scatter, 2·b·(n-1)/n in an
+    all-reduce, and b in a permutation. CPUs promote 16-bit sums to f32: read the program
+    that was compiled for the hardware that you mean.
+
+    Args:
+        compiled: What `jax.jit(func).lower(...).compile()` returns, or its text.
+
+    Returns:
+        A list of `Collective`, in the order of the program's text; it prints as a table.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> collectives(jax.jit(jnp.sum).lower(jnp.ones(8)).compile())
+        No collectives.
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    return Collectives(found for _, found in located(text))
+
+
+def located(text: str) -> Iterator[tuple[str, Collective]]:
+    """Yields the collectives of a program's text, each with its line."""
+    entry, bodies = computations(text)
+    runs = runs_of(entry, bodies)
+    partitions = re.search(r"num_partitions=(\d+)", text)
+    devices = int(partitions.group(1)) if partitions else 1
+    for name, lines in bodies.items():
+        times, in_loop = runs.get(name, (0, False))
+        if not times:
+            continue
+        for line in lines:
+            for kind, dtype, shape in _results(line):
+                group = _group(line, devices)
+                sent = times * _sent(kind, bits(dtype) * math.prod(shape) / 8, group)
+                short = _SHORT.get(dtype, dtype)
+                yield (
+                    line,
+                    Collective(kind, short, shape, group, times, in_loop, round(sent)),
+                )
+
+
+def computations(text: str) -> tuple[str, dict[str, list[str]]]:
+    """Returns the name of the entry, and the lines of each computation by its name."""
+    found: dict[str, list[str]] = {}
+    entry, lines = "", None
+    for line in text.splitlines():
+        if not line.startswith((" ", "\t")):
+            match = _COMPUTATION.match(line.strip())
+            lines = None
+            if match:
+                lines = found.setdefault(match.group(2), [])
+                entry = match.group(2) if match.group(1) else entry
+        elif lines is not None:
+            lines.append(line)
+    return entry, found
+
+
+def runs_of(entry: str, bodies: dict[str, list[str]]) -> dict[str, tuple[int, bool]]:
+    """Returns how often each computation runs, and whether in a loop."""
+    runs: dict[str, tuple[int, bool]] = collections.defaultdict(lambda: (0, False))
+    stack = [(entry, 1, False)]
+    while stack:
+        name, times, in_loop = stack.pop()
+        runs[name] = runs[name][0] + times, runs[name][1] or in_loop
+        for line in bodies.get(name, ()):
+            if "async-done(" in line or "async-update(" in line:
+                continue  # they name the computation of their start again
+            called = _CALLED.findall(line)
+            for names in _CALLED_LISTS.findall(line):
+                called += [x.strip(" %") for x in names.split(",")]
+            is_loop, length = " while(" in line, 1
+            if is_loop:
+                known = re.search(r"known_trip_count\D*(\d+)", line)
+                length = int(known.group(1)) if known else 1
+            inner = in_loop or is_loop
+            stack += [(x, times * length, inner) for x in called if x in bodies]
+    return dict(runs)
+
+
+def _results(line: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yields kind, dtype and shape of each array that a collective returns."""
+    match = _COLLECTIVE.search(line)
+    if match is None:
+        return
+    types, kind, is_started = match.groups()
+    found = arrays(types)
+    if is_started and (kind != "all-reduce" or types.startswith("((")):
+        # ((operands), (results)), and for some a context, an integer scalar.
+        found = [x for x in found if x != ("u32", ())]
+        found = found[len(found) // 2 :]
+    for dtype, shape in found:
+        yield kind, dtype, shape
+
+
+def arrays(types: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns dtype and shape of each array in the text of a type."""
+    return [
+        (dtype, tuple(int(size) for size in sizes.split(",") if size))
+        for dtype, sizes in _ARRAY.findall(types)
+    ]
+
+
+def bits(dtype: str) -> int:
+    """Returns the bits of one element."""
+    digits = re.match(r"[a-z]+(\d+)", dtype)
+    return int(digits.group(1)) if digits else 8  # pred
+
+
+def _group(line: str, devices: int) -> int:
+    """Returns the size of the groups in which a collective communicates."""
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line)
+    if mesh:
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh.group(1)))
+        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", mesh.group(2))
+        return math.prod(int(part or sizes[name]) for name, part in parts)
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    if listed:
+        return len(listed.group(1).split(","))
+    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
+    return int(counted.group(1)) if counted else devices
+
+
+def _sent(kind: str, size: float, group: int) -> float:
+    """Returns how many bytes a device sends for a result of `size` bytes."""
+    others = group - 1
+    if kind == "reduce-scatter":
+        return size * others
+    if kind in ("all-gather", "all-to-all"):
+        return size * others / group
+    return 2 * size * others / group if kind == "all-reduce" else size
+
+
+# --- Memory, kernels and calls --------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled(Result):
+    """What the compiler made of a program.
+
+    Attributes:
+        target: What it was compiled for.
+        devices: For how many of these.
+        peak_bytes: The memory that it needs on each device, arguments included.
+        argument_bytes: The memory of its arguments on each device.
+        kernels: How many kernels and library calls it has; a loop counts its body once.
+        calls: The calls of libraries and of written kernels, by name.
+        matmuls: Which of its matmuls are fp8; see `mpx.inspect.fp8_check`.
+        attention: How many calls of cuDNN's attention it has.
+        collectives: The communication between devices; see `mpx.inspect.collectives`.
+    """
+
+    target: str
+    devices: int
+    peak_bytes: int
+    argument_bytes: int
+    kernels: int
+    calls: Mapping[str, int]
+    matmuls: Fp8Check
+    attention: int
+    collectives: Collectives
+
+    def tables(self) -> Sequence[Table]:
+        """Returns a paragraph, and a table of the collectives if there are any."""
+        where = f"{self.devices} × {self.target}" if self.devices > 1 else self.target
+        text = (
+            f"Compiled for {where}: {amount(self.peak_bytes, 'B')} at the peak"
+            f"{' on each device' if self.devices > 1 else ''}, of which arguments are "
+            f"{amount(self.argument_bytes, 'B')}; {self.kernels} kernels; {self.matmuls}; "
+            f"{self.attention} calls of cuDNN's attention."
+        )
+        return [
+            Table.text(text),
+            *(self.collectives.tables() if self.collectives else ()),
+        ]
+
+
+def read_compiled(compiled: jax.stages.Compiled, target: str, devices: int) -> Compiled:
+    """Reads the program that a compiler made."""
+    text, memory = compiled.as_text() or "", compiled.memory_analysis()
+    assert memory is not None
+    calls = collections.Counter(re.findall(r'custom_call_target="([^"]+)"', text))
+    # What the allocator of a GPU measures: temporary buffers are one allocation.
+    peak = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+    return Compiled(
+        target=target,
+        devices=devices,
+        peak_bytes=peak,
+        argument_bytes=memory.argument_size_in_bytes,
+        kernels=len(re.findall(r" = [^=]* (?:fusion|custom-call)\(", text)),
+        calls=dict(sorted(calls.items())),
+        matmuls=fp8_check(text),
+        attention=sum(n for name, n in calls.items() if "fmha" in name),
+        collectives=collectives(text),
+    )
+
+
+# --- Targets --------------------------------------------------------------------------
+
+# By name the description for XLA, the compute capability and the version of cuDNN.
+_TARGETS = {"h200": ("h200.txtpb", (9, 0), 91000)}
+HERE = "here"
+"""The target that is the default device."""
+
+
+def as_target(target: str | None) -> str | None:
+    """Returns the name of a target as it is listed; upper case is accepted.
+
+    Raises:
+        ValueError: If it is unknown.
+    """
+    name = target.lower() if isinstance(target, str) else target
+    if name is not None and name not in (*_TARGETS, HERE):
+        known = ", ".join(f'"{name}"' for name in (*_TARGETS, HERE))
+        raise ValueError(f"`target` must be one of {known}, but it is {target!r}.")
+    return name
+
+
+@contextlib.contextmanager
+def described(target: str | None) -> Iterator[None]:
+    """Traces the code inside for a target, with the kernels that it has."""
+    if target is None or target == HERE:
+        yield
+        return
+    _, capability, cudnn = _TARGETS[target]
+    with assumed_gpu(capability), assumed_cudnn(cudnn):
+        yield
+
+
+def target_devices(target: str, count: int = 8) -> list[PyTree]:
+    """Returns devices that one can compile for.
+
+    Raises:
+        ValueError: If the target is unknown, or fewer devices are here.
+        ImportError: If JAX's CUDA plugin is not installed.
+    """
+    if target == HERE:
+        if jax.device_count() < count:
+            raise ValueError(
+                f"`devices` is {count}, but {jax.device_count()} are here. Pass fewer, or "
+                'compile for others, `target="h200"`.'
+            )
+        return jax.devices()[:count]
+    jax.local_devices()  # so that JAX has looked for devices as it does without mpx
+    file = pathlib.Path(__file__).with_name(_TARGETS[target][0])
+    options = {"target_config": file.read_text(), "topology": f"1x1x{count}"}
+
+    def describe() -> list[PyTree]:
+        found = private("topology").get_topology_desc(platform="cuda", **options)
+        return list(found.devices)
+
+    try:
+        with _without_checks():
+            try:
+                return describe()
+            except NotImplementedError:
+                # Where there is no GPU, JAX did not register the plugin.
+                _initialize_plugin()
+                return describe()
+    except Exception as error:
+        raise ImportError(_MISSING.format(version=jax.__version__)) from error
+
+
+@contextlib.contextmanager
+def _without_checks() -> Iterator[None]:
+    """Stops the plugin from looking for the libraries of a GPU that is not there."""
+    name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _initialize_plugin() -> None:
+    plugins = importlib.import_module("jax_plugins")
+    for _, name, _ in pkgutil.iter_modules(plugins.__path__):
+        if name.startswith("xla_cuda"):
+            importlib.import_module(f"jax_plugins.{name}").initialize()
+
+
+_MISSING = (
+    "To compile for a GPU that is not here, JAX needs its CUDA plugin and NVIDIA's "
+    'compiler. Install them: `pip install "jax[cuda13]=={version}"`. Without them leave '
+    "`target` out."
+)
+
+
+def compiler_options(target: str) -> dict[str, PyTree]:
+    """Returns where NVIDIA's compiler is; nothing can be timed without a GPU.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    if target == HERE:
+        return {}
+    spec = importlib.util.find_spec("nvidia")
+    roots = map(pathlib.Path, spec.submodule_search_locations or () if spec else ())
+    folders = [path.parent for root in roots for path in root.glob("cu*/bin")]
+    if not folders:
+        raise ImportError(_MISSING.format(version=jax.__version__))
+    return {"xla_gpu_cuda_data_dir": str(folders[0]), "xla_gpu_autotune_level": 0}
+
+
+@contextlib.contextmanager
+def on_target(
+    target: str | None, devices: int, arguments: PyTree
+) -> Iterator[Mesh | None]:
+    """Traces and compiles the code inside for devices of a target, in a mesh of them.
+
+    If arguments are sharded over a mesh of as many devices, it has the same axes.
+    """
+    if target is None:
+        yield None
+        return
+    array = np.array(target_devices(target, devices))
+    mesh = Mesh(array, "devices")
+    for x in jax.tree.leaves(arguments):
+        given = getattr(getattr(x, "sharding", None), "mesh", None)
+        if given is not None and given.size == devices > 1:
+            sizes = given.shape
+            mesh = Mesh(array.reshape(tuple(sizes.values())), tuple(sizes))
+            break
+    # Pallas asks the mesh for the kind of its GPUs.
+    with described(target), jax.set_mesh(mesh):
+        yield mesh
+
+
+def compile_for(full: Program, target: str, mesh: Mesh) -> Compiled:
+    """Compiles a program inside `on_target`; `report` says how arguments are sharded."""
+    options = compiler_options(target)
+    if target != HERE:
+        # Without timing, XLA finds no tiles for some odd shapes of Triton's matmuls.
+        options["xla_gpu_enable_triton_gemm"] = False
+    lowered = jax.jit(as_function(full.jaxpr)).lower(*placed(full, mesh))
+    try:
+        compiled = lowered.compile(options)
+    except Exception as error:
+        if "serialize StableHLO" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"The CUDA plugin of jax {jax.__version__} does not take an operation of this "
+            "program when no GPU is here; matmuls in fp8 are known to be one. Pass "
+            '`target="here"` on a machine with the GPU, or leave `target` out.'
+        ) from error
+    return read_compiled(compiled, target, mesh.size)
+
+
+def placed(full: Program, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes of the arguments of a program, sharded over a mesh."""
+    found = []
+    for i, x in enumerate(full.arrays):
+        given, spec = getattr(x, "sharding", None), PartitionSpec()
+        if isinstance(given, NamedSharding) and given.mesh.shape == mesh.shape:
+            spec = given.spec
+        elif mesh.axis_names == ("devices",) and i not in full.params and x.shape:
+            is_split = mesh.size > 1 and x.shape[0] % mesh.size == 0
+            spec = PartitionSpec("devices") if is_split else spec
+        place = NamedSharding(mesh, spec)
+        found.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place))
+    return found

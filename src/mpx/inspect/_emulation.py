@@ -1,0 +1,451 @@
+"""Gradients in which chosen groups of operations are rounded, emulated in f32.
+
+The program is the gradient of the function as `amp` runs it, with every value of 16 bits held
+in f32. Where `amp` or `fp8` would round, it rounds to a format that is an argument: one
+compiled program serves all groups and formats.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from mpx._jax._compat import (
+    CUDNN_KERNEL,
+    Literal,
+    bind,
+    eval_equation,
+    is_transposed,
+    open_jaxpr,
+    primitive_name,
+)
+from mpx._jax._formats import FORMATS
+from mpx._program import HANDLERS
+from mpx._program._interpreter import (
+    Facts,
+    Kind,
+    Op,
+    Outcome,
+    Visitor,
+    as_array,
+)
+from mpx._program._queries import (
+    ATTENTION,
+    CROSS_ENTROPY,
+    GROUPED,
+    MATMULS,
+    MOVES,
+    REMAT,
+    Equation,
+    equations,
+    equations_inside,
+    has_body,
+    names,
+)
+from mpx.inspect._dtypes import HALF, is_f32, is_half
+from mpx.inspect._groups import Group, label_of, labelled
+from mpx.inspect._program import gradient
+
+# --- Rounding to a format that is an argument -----------------------------------------
+
+_F32 = (0.0, 1.0, math.inf)
+
+
+def _format(name: str, scale: float | None = 1.0) -> tuple[float, float, float]:
+    """Returns a format for `rounded`: spread, smallest normal number, and limit.
+
+    The format holds numbers times `scale`; with `None` it has the exponents of bf16.
+    """
+    form = FORMATS[name]
+    spread = 1.5 * 2.0 ** (23 - form.mantissa)
+    if scale is None or name == "bf16":
+        return spread, FORMATS["bf16"].tiny, math.inf
+    limit = 2.0 ** (1 + math.floor(math.log2(form.max)))
+    return spread, form.tiny / scale, limit / scale
+
+
+@functools.partial(jax.jit, static_argnames="is_scaled")
+def rounded(x: Array, form: Array, *, is_scaled: bool = False) -> Array:
+    """Rounds f32 numbers to a format of `_format`.
+
+    Numbers from its limit on are nan: a function that saturates would hide an infinity. An
+    array that is scaled has one scale, the smallest power of two with which all its numbers
+    fit, as in `mpx.recipes.CurrentScaling`.
+    """
+    spread, tiny, limit = form[0], form[1], form[2]
+    if is_scaled:
+        largest = jnp.max(jnp.abs(x), initial=0.0)
+        below = _power(largest)
+        # The largest number of both 8-bit formats is 1.75 times a power of two.
+        above = jnp.where(largest > np.float32(1.75) * below, 4 * below, 2 * below)
+        tiny, limit = tiny * (above / limit), np.inf
+    size = _power(lax.clamp(tiny, jnp.abs(x), np.float32(2.0**100)))
+    # A unit in the last place of this number is the spacing of the format around x: the sum
+    # rounds to nearest, ties to even.
+    shift = size * spread
+    y = (x + shift) - shift
+    fits = (jnp.abs(y) < limit) | jnp.isinf(x)
+    return jnp.where(fits, y, np.float32(np.nan))
+
+
+def _power(x: Array) -> Array:
+    """Returns the largest powers of two that are not above some positive numbers."""
+    bits = lax.bitcast_convert_type(x, np.int32) & 0x7F800000
+    return lax.bitcast_convert_type(bits, np.float32)
+
+
+# --- The program ----------------------------------------------------------------------
+
+_NESTED = (*names("jit pjit closed_call core_call scan cond"), *REMAT)
+_DERIVED = names("custom_jvp_call custom_vjp_call")
+# Kernels that have no code for f32, or another one.
+_KERNELS = (*ATTENTION, *CROSS_ENTROPY, GROUPED, CUDNN_KERNEL, "ffi_call")
+# The results can be represented where the operands can.
+_EXACT = MOVES.union(
+    names(
+        "gather max min neg abs sign select_n concatenate pad clamp reduce_max reduce_min "
+        "stop_gradient sort dynamic_update_slice split rev reduce_window_max cummax cummin "
+        "select_and_gather_add unstack"
+    )
+)
+
+
+class Fact(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        sources: The groups of the matmuls because of which it is of 16 bits: without one of
+            them, `amp` would hold it in f32.
+        is_pending: Whether it has been cast to 16 bits for whoever reads it.
+        is_cotangent: Whether it belongs to the backward pass.
+    """
+
+    sources: tuple[int, ...] = ()
+    is_pending: bool = False
+    is_cotangent: bool = False
+
+
+class Key(NamedTuple):
+    """What decides to which format a value is rounded.
+
+    Attributes:
+        group: The group that rounds.
+        sources: See `Fact`.
+        is_cotangent: Whether the value belongs to the backward pass.
+        is_eight: Whether it is an operand that fp8 may quantise.
+    """
+
+    group: int
+    sources: tuple[int, ...]
+    is_cotangent: bool
+    is_eight: bool = False
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Rounding(Visitor):
+    """Runs a gradient program in f32 and rounds by a table of formats.
+
+    Attributes:
+        groups: The groups; a label of an equation is a position among them.
+        table: The formats, one row for each key.
+        rows: The row of each key.
+        opaque: The names of operations that were run as they are written.
+        with_fp8: Whether operands of matmuls with a parameter may be quantised.
+    """
+
+    unknown: ClassVar[Fact] = Fact()
+    narrow_carry: bool = True  # held in f32, whatever it was
+
+    groups: Sequence[Group]
+    table: Array
+    rows: dict[Key, int]
+    opaque: set[str]
+    with_fp8: bool
+
+    def equation(self, op: Op) -> Outcome:
+        eqn, name = op.eqn, primitive_name(op.eqn)
+        by_platform = bool(eqn.params.get("branches_platforms"))
+        if name in _NESTED and not by_platform:
+            return HANDLERS[name](self, op)
+        if name in _DERIVED or by_platform:
+            return self._inline(op)
+        touched = any(is_half(x.aval) for x in (*eqn.invars, *eqn.outvars))
+        if name in HANDLERS or has_body(eqn) or (touched and name in _KERNELS):
+            return self._as_written(op)
+        if name == "convert_element_type":
+            return self._convert(op)
+        if touched and name not in MOVES:
+            return self._half(op, name)
+        is_wide = touched or name in MATMULS
+        outs = (_bind_wide if is_wide else eval_equation)(eqn, op.values)
+        known = op.facts[0] if name in MOVES else Fact()
+        return outs, [known._replace(is_cotangent=_is_cotangent(op))] * len(outs)
+
+    def _inline(self, op: Op) -> Outcome:
+        """Runs the body of a call; by platform, the code for those without their own."""
+        params, start = op.eqn.params, int("branches" in op.eqn.params)
+        body, consts = open_jaxpr(params.get("call_jaxpr") or params["branches"][-1])
+        return self.run(body, consts, op.values[start:], op.facts[start:], op.scopes)
+
+    def _as_written(self, op: Op) -> Outcome:
+        """Runs an equation at its own dtypes, on f32 values."""
+        inner = equations_inside(op.eqn)
+        if any(is_half(x.aval) for eqn in (op.eqn, *inner) for x in eqn.invars):
+            self.opaque.add(primitive_name(op.eqn))
+        cast = [
+            x.astype(var.aval.dtype) if is_half(var.aval) else x
+            for x, var in zip(map(as_array, op.values), op.eqn.invars, strict=True)
+        ]
+        outs = eval_equation(op.eqn, cast)
+        outs = [x.astype(np.float32) if is_half(jax.typeof(x)) else x for x in outs]
+        return outs, [Fact(is_cotangent=_is_cotangent(op))] * len(outs)
+
+    def read(self, atom: object) -> tuple[Array | np.generic | np.ndarray, Fact]:
+        """Returns a value, in f32 if it is of 16 bits."""
+        value, fact = super().read(atom)
+        if is_half(getattr(value, "aval", value)):
+            value = jnp.asarray(value, np.float32)
+        return value, fact
+
+    def _convert(self, op: Op) -> Outcome:
+        (var,), (out,), (x,), (fact,) = op.eqn.invars, op.eqn.outvars, *op[1:3]
+        narrows = is_half(out.aval) and is_f32(var.aval)
+        if narrows and (label_of(op.scopes)[1] or is_transposed(op.eqn)):
+            return [x], [fact._replace(is_pending=True)]
+        if narrows or (fact.is_pending and is_f32(out.aval)):
+            group = self._group(op)
+            sources = fact.sources or (group,)
+            fact = Fact(sources, is_cotangent=fact.is_cotangent)
+            return [self._round(x, Key(group, sources, fact.is_cotangent))], [fact]
+        if is_half(var.aval) and (is_half(out.aval) or is_f32(out.aval)):
+            return [x], [fact]
+        return _bind_wide(op.eqn, [x]), [Fact(is_cotangent=fact.is_cotangent)]
+
+    def _half(self, op: Op, name: str) -> Outcome:
+        """Runs an operation with operands or results of 16 bits."""
+        group, values = self._group(op), list(op.values)
+        is_matmul = name in MATMULS
+        sources = (group,) if is_matmul else _sources(op)
+        for i, (var, fact) in enumerate(zip(op.eqn.invars, op.facts, strict=True)):
+            if not is_half(var.aval) or isinstance(var, Literal):
+                continue
+            key = Key(group, sources, fact.is_cotangent)
+            if is_matmul or fact.is_pending:
+                values[i] = self._round(values[i], key)
+            if self.with_fp8 and is_matmul and self.groups[group].param and i < 2:
+                values[i] = self._round(values[i], key._replace(is_eight=True))
+        outs, is_cotangent = _bind_wide(op.eqn, values), _is_cotangent(op)
+        is_low = [is_half(var.aval) for var in op.eqn.outvars]
+        if name not in _EXACT:
+            key = Key(group, sources, is_cotangent)
+            pairs = zip(outs, is_low, strict=True)
+            outs = [self._round(x, key) if low else x for x, low in pairs]
+        return outs, [Fact(sources if x else (), False, is_cotangent) for x in is_low]
+
+    def _group(self, op: Op) -> int:
+        found, _ = label_of(op.scopes)
+        known = (x for fact in op.facts for x in fact.sources)
+        return max(known, default=0) if found is None else found
+
+    def _round(self, x: Array, key: Key) -> Array:
+        if not is_f32(x) or x.size == 0:
+            return x
+        made = self.frame.made
+        if (key, id(x)) not in made:
+            row = self.rows.setdefault(key, len(self.rows))
+            form = self.table[row]
+            made[key, id(x)] = x, rounded(x, form, is_scaled=key.is_eight)
+        return made[key, id(x)][1]
+
+    # The table is one more input of each body; a scan slices its inputs.
+
+    def more_inputs(self, op: Op) -> Array:
+        if primitive_name(op.eqn) != "scan":
+            return self.table
+        return jnp.broadcast_to(
+            self.table, (op.eqn.params["length"], *self.table.shape)
+        )
+
+    @contextlib.contextmanager
+    def inside(self, eqn: Equation, more: Array) -> Iterator[None]:
+        before, self.table = self.table, more
+        try:
+            yield
+        finally:
+            self.table = before
+
+    def fact_inside(self, fact: Fact, var: Hashable, kind: Kind) -> Fact:
+        if kind != "carry":
+            return fact
+        return Fact(is_cotangent=fact.is_cotangent or is_transposed(self.frame.eqn))
+
+    def result_facts(self, outs: Sequence[Array], known: Facts) -> Facts:
+        return known
+
+
+def _bind_wide(eqn: Equation, values: Sequence[Array]) -> list[Array]:
+    """Runs an equation with f32 in place of 16 bits."""
+    changes: dict[str, object] = {
+        key: np.dtype(np.float32)
+        for key, value in eqn.params.items()
+        if isinstance(value, np.dtype) and str(value) in HALF
+    }
+    if primitive_name(eqn) in MATMULS:
+        changes["precision"] = lax.Precision.HIGHEST  # or GPUs round to TF32
+    return bind(eqn, [as_array(x) for x in values], **changes)
+
+
+def _is_cotangent(op: Op) -> bool:
+    """Returns whether the results of an operation belong to the backward pass."""
+    return is_transposed(op.eqn) or any(fact.is_cotangent for fact in op.facts)
+
+
+def _sources(op: Op) -> tuple[int, ...]:
+    """Returns the matmuls because of which an operation runs in 16 bits.
+
+    In the backward pass it does if its forward operation did.
+    """
+    known = [fact for fact in op.facts if fact.sources]
+    forward = [fact for fact in known if not fact.is_cotangent]
+    return tuple(sorted({x for fact in forward or known for x in fact.sources}))
+
+
+# --- Emulated policies ----------------------------------------------------------------
+
+
+class Rounded(NamedTuple):
+    """What is rounded, and to which formats.
+
+    Attributes:
+        half: The 16-bit format.
+        low: The groups that run in it.
+        eight: The groups whose matmuls run in 8 bits.
+        eights: The 8-bit formats of values and of gradients.
+        scale: The loss scale for f16; `None` for one that always fits.
+        is_alone: Whether the operations of `low` round even where `amp` would hold their
+            operands in f32, because the matmul before them is in f32.
+    """
+
+    half: str = "bf16"
+    low: frozenset[int] = frozenset()
+    eight: frozenset[int] = frozenset()
+    eights: tuple[str, str] = ("e4m3", "e5m2")
+    scale: float | None = None
+    is_alone: bool = False
+
+    def row(self, key: Key) -> tuple[float, float, float]:
+        """Returns the format of a row of the table."""
+        if key.is_eight and key.group in self.eight:
+            return _format(self.eights[key.is_cotangent])
+        needed = {key.group} if self.is_alone else {key.group, *key.sources}
+        if key.is_eight or not needed <= self.low:
+            return _F32
+        return _format(self.half, self.scale if key.is_cotangent else 1.0)
+
+
+class Change(NamedTuple):
+    """How far gradients are from those in f32.
+
+    Attributes:
+        error: The norm of the change over the norm of the gradient; infinite if the
+            gradient is not finite.
+        lost: The largest share that one parameter's gradient lost of its norm.
+    """
+
+    error: float
+    lost: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the gradient is finite."""
+        return math.isfinite(self.error)
+
+
+class Emulation:
+    """The gradient of a function for some batches, with any groups rounded.
+
+    Attributes:
+        groups: The groups of operations.
+        program: The gradient of the function under `amp`, with labels.
+        opaque: Operations that are run as they are written.
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., object],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        with_fp8: bool = True,
+    ) -> None:
+        self._with_fp8 = with_fp8
+        forward, self.groups = labelled(func, args, kwargs)
+        self.program, self.opaque = gradient(forward), set[str]()
+        self._rows: dict[Key, int] = {}
+        self._run = jax.jit(self._gradient)
+        self._exact: list[tuple[list[Array], list[Array]]] = []
+        most = 4 * sum(1 for _ in equations(self.program.jaxpr))
+        shape = jax.ShapeDtypeStruct((most, 3), np.float32)
+        jax.eval_shape(self._gradient, self.program.arrays, shape)  # fills the rows
+
+    def _gradient(self, arrays: Sequence[Array], table: Array) -> list[Array]:
+        visitor = _Rounding(
+            groups=self.groups,
+            table=table,
+            rows=self._rows,
+            opaque=self.opaque,
+            with_fp8=self._with_fp8,
+        )
+        body, consts = open_jaxpr(self.program.jaxpr)
+        outs, _ = visitor.run(body, consts, arrays, [Fact()] * len(arrays), ())
+        return [jnp.asarray(x, np.float32) for x in outs[1:]]
+
+    def gradient(self, arrays: Sequence[Array], rounds: Rounded) -> list[Array]:
+        """Returns the gradient for some arguments with groups rounded."""
+        rows = [rounds.row(key) for key in self._rows] or [_F32]
+        return self._run(list(arrays), np.array(rows, np.float32))
+
+    def groups_of(self, *, eight: bool = False) -> frozenset[int]:
+        """Returns the groups that round, or those that fp8 may quantise."""
+        return frozenset(key.group for key in self._rows if key.is_eight == eight)
+
+    def prepare(self, batches: Sequence[Sequence[Array]]) -> None:
+        """Computes the gradients in f32."""
+        self._exact = [(list(x), self.gradient(x, Rounded())) for x in batches]
+
+    def change(self, rounds: Rounded) -> Change:
+        """Returns how far gradients are from those in f32, over all batches."""
+        found = [change(self.gradient(x, rounds), exact) for x, exact in self._exact]
+        mean = sum(x.error**2 for x in found) / len(found)
+        return Change(math.sqrt(mean), max(x.lost for x in found))
+
+
+@jax.jit
+def _squares(grads: list[Array], exact: list[Array]) -> list[Array]:
+    """Returns for each gradient the squared norms of its change, of it and of the exact."""
+
+    def square(x: Array) -> Array:
+        return jnp.sum(jnp.square(x.astype(np.float32)))
+
+    pairs = zip(grads, exact, strict=True)
+    return [jnp.stack([square(x - y), square(x), square(y)]) for x, y in pairs]
+
+
+def change(grads: Sequence[Array], exact: Sequence[Array]) -> Change:
+    """Returns how far gradients are from exact ones."""
+    found = np.array(jax.device_get(_squares(list(grads), list(exact))), np.float64)
+    if not found.size or not np.all(np.isfinite(found)):
+        return Change(math.inf if found.size else 0.0, 1.0)
+    off, _, whole = found.sum(0)
+    kept = np.sqrt(found[:, 1] / np.maximum(found[:, 2], 1e-300))
+    return Change(
+        math.sqrt(off / whole) if whole else 0.0,
+        float(np.max(1 - np.where(found[:, 2] > 0, kept, 1), initial=0.0)),
+    )
