@@ -58,19 +58,13 @@ def test_masters_of_parameters_start_anywhere_between_the_neighbours(options, dt
     assert_trees_equal(jax.jit(tx.step)(params, state, zeros).params, params)
 
 
-def test_jitter_depends_on_path_and_seed_and_on_nothing_else():
+def test_jitter_depends_on_the_path_and_on_nothing_else():
     params = {"a": jnp.ones((64, 64), BF16), "b": jnp.ones((64, 64), BF16)}
     state = adamw().init(params)
     assert_trees_equal(jax.jit(adamw().init)(params), state)
     alone = adamw().init({"b": params["b"]})
     assert_trees_equal(alone.packed["b"], state.packed["b"])
-    codes = {
-        "a": state.correction["a"],
-        "b": state.correction["b"],
-        "seed": adamw(seed=1).init(params).correction["a"],
-    }
-    for one, other in (("a", "b"), ("a", "seed")):
-        assert np.mean(codes[one] == codes[other]) < 0.02
+    assert np.mean(state.correction["a"] == state.correction["b"]) < 0.02
     # The moments are zeros, with and without.
     grid = adamw(jitter=False).init(params)
     assert_trees_equal(master_params(params, grid), mpx.cast_to_float32(params))

@@ -79,8 +79,13 @@ def run(
     for indices in _batches(jobs, backend):
         batched = [jobs[index] for index in indices]
         job = batched[0]
-        columns = ([getattr(x, name) for x in batched] for name in _COLUMNS)
-        batch = _Batch(*columns, finite, job.layer)
+        batch = _Batch(
+            [job.scalars for job in batched],
+            [job.grad for job in batched],
+            [job.leaf for job in batched],
+            finite,
+            job.layer,
+        )
         if _takes_kernel(job, backend):
             results = _launch(batch, body=job.body)
         else:
@@ -88,9 +93,6 @@ def run(
         for index, leaf in zip(indices, results, strict=True):
             new[index] = leaf
     return new
-
-
-_COLUMNS = ("scalars", "grad", "leaf")
 
 
 def _batches(jobs: Sequence[Job], backend: Backend) -> Iterator[list[int]]:

@@ -29,10 +29,10 @@ _WARPS = 1  # one warp needs no barrier to share the scales of its groups
 
 
 class _Plane(NamedTuple):
-    """One of the `count` planes of an array along its first axis."""
+    """One of the planes of an array along its first axis."""
 
-    index: int
-    count: int
+    number: int
+    of: int
 
 
 _WHOLE = _Plane(0, 1)
@@ -199,8 +199,8 @@ class _View:
         plgpu.store(part, x, mask=mask, eviction_policy=_STREAM)
 
     def _part(self, ref: Ref, index: Array, plane: _Plane) -> tuple[Ref, Array | None]:
-        count = ref.shape[0] // plane.count
-        first = plane.index * count
+        count = ref.shape[0] // plane.of
+        first = plane.number * count
         if self._full:
             return ref.at[first + index, :], None
         width = self._widths[count != self._counts[False]]

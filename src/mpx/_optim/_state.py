@@ -4,7 +4,7 @@ import dataclasses
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -30,12 +30,6 @@ from mpx._quant import Block, Packed
 Pairs = Iterable[tuple[PyTree, np.dtype | None]]
 """Each parameter with the dtype of its correction, or with `None`."""
 _INIT_AGAIN = "Make the state with `init(params)` of these parameters."
-
-_NOT_OPTAX = (
-    "This is the FlashState of a compressed optimizer, such as `mpx.optim.flash_adamw`; if "
-    "it was given to another optimizer, make a state with `init(params)` of that one. In a "
-    "chain it is one of the members."
-)
 
 
 class FlashState(eqx.Module):
@@ -76,16 +70,6 @@ class FlashState(eqx.Module):
     layout: PyTree
     format: StateFormat = eqx.field(static=True)
     moments: tuple[str, ...] = eqx.field(static=True)
-
-    # Optax reads the states of its own optimizers as tuples, and by name.
-    def __len__(self) -> int:
-        raise TypeError(_NOT_OPTAX)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"A FlashState has no `{name}`. {_NOT_OPTAX}")
 
     @property
     def mu(self) -> PyTree:

@@ -34,18 +34,21 @@ class DynamicLossScaling(LossScaling):
     `DynamicLossScaling.pow2()`: powers of two only, so that scaling is exact.
 
     Attributes:
-        loss_scaling: The scale, f32[].
+        loss_scaling: The scale, f32[], at first between the floor and the ceiling. A JAX
+            array, from a restored state, is not checked; `adjust` clips it.
         min_loss_scaling: The floor, f32[].
         counter: Finite steps since the last change, i32[].
         skipped: Non-finite steps in total, i32[].
         consecutive_skipped: Non-finite steps in a row, i32[].
-        tolerance: Non-finite steps left before the next backoff, i32[].
-        factor: The factor of growth; static.
+        tolerance: Non-finite steps left before the next backoff, i32[]; at first
+            `hysteresis`.
+        factor: The factor of growth, more than 1; static.
         period: Finite steps per growth; static.
         max_loss_scaling: The ceiling; static.
-        backoff: The factor of backoff; static.
-        hysteresis: Non-finite steps that one backoff needs; static.
-        consecutive_hysteresis: Whether a finite step refills the tolerance; static.
+        backoff: The factor of backoff, between 0 and 1; `None` is 1/factor; static.
+        hysteresis: Non-finite steps that one backoff needs; growth refills the tolerance;
+            static.
+        consecutive_hysteresis: Whether every finite step refills the tolerance; static.
 
     Examples:
         >>> scaling = DynamicLossScaling.pow2(2.0**15, period=2)
@@ -84,23 +87,6 @@ class DynamicLossScaling(LossScaling):
         tolerance: PyTree = None,
     ) -> None:
         """Checks the values that are concrete and stores them as f32 and i32.
-
-        Args:
-            loss_scaling: The first scale, between the floor and the ceiling. A JAX array,
-                from a restored state, is not checked; `adjust` clips it.
-            min_loss_scaling: The floor.
-            factor: The factor of growth, more than 1.
-            period: Finite steps per growth.
-            counter: Finite steps since the last change, for a restored state.
-            max_loss_scaling: The ceiling.
-            backoff: The factor of backoff, between 0 and 1; `None` is 1/factor.
-            hysteresis: Non-finite steps that one backoff needs. Growth refills the
-                tolerance.
-            consecutive_hysteresis: Whether every finite step refills the tolerance.
-            skipped: Non-finite steps so far, for a restored state.
-            consecutive_skipped: Non-finite steps in a row so far.
-            tolerance: Non-finite steps left before the next backoff; `None` is
-                `hysteresis`.
 
         Raises:
             TypeError: If a value is not a number, or a count not an integer.

@@ -32,14 +32,15 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+_STEP = "the folder of a checkpoint has the number of its step"
 _OWN = {
     "max_to_keep": "pass `keep`",
     "enable_async_checkpointing": "pass `asynchronous`",
     "create": "the first `save` makes the folder",
     "cleanup_tmp_directories": "the first `save` removes what a killed process left",
-    "step_prefix": "the folder of a checkpoint has the number of its step",
-    "step_format_fixed_length": "the folder of a checkpoint has the number of its step",
-    "step_name_format": "the folder of a checkpoint has the number of its step",
+    **dict.fromkeys(
+        ["step_prefix", "step_format_fixed_length", "step_name_format"], _STEP
+    ),
 }
 """Options of Orbax that a `Checkpointer` sets, and what to do instead."""
 _writing: dict[str, Manager] = {}
