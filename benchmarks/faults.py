@@ -188,13 +188,13 @@ def ours(name, optimizer, *, layout, dtype=jnp.float32, compute=jnp.float16):
     return Library(name, init, step, (1.0, 2.0**24), layout)
 
 
-_SMALL = mpx.optim.Compression(min_size=0, group_size=4)  # compresses small weights too
+SMALL = mpx.optim.Compression(min_size=0, group_size=4)  # compresses small weights too
 
 
 def all_ours():
     adamw, bf16 = optax.adamw(RATE), jnp.bfloat16
-    flash = mpx.optim.flash_adamw(RATE, compression=_SMALL)
-    lion = mpx.optim.flash_lion(RATE, compression=_SMALL)
+    flash = mpx.optim.flash_adamw(RATE, compression=SMALL)
+    lion = mpx.optim.flash_lion(RATE, compression=SMALL)
     return [
         ours("mpx, optax.adamw, sharded", adamw, layout="jit"),
         ours("mpx, optax.adamw, copies", adamw, layout="shard_map"),
@@ -463,36 +463,33 @@ def main():
     )
     own, began, others, fine = all_ours(), time.perf_counter(), [], True
     if options.others:
-        others = [
-            flax(),
-            apply_if_finite(),
-            paper(options.paper),
-            jaxamp(options.jaxamp),
-        ]
+        more = paper(options.paper), jaxamp(options.jaxamp)
+        others = [flax(), apply_if_finite(), *filter(None, more)]
     print(f"{measure.environment()}, {jax.device_count()} devices; seed {options.seed}")
-    print("\n| library | faults | exact skips | corrupted bytes | healthy steps lost "
-          "| finite faults skipped | same end |\n|---|--:|--:|--:|--:|--:|---|")  # fmt: skip
-    for index, library in enumerate([*own, *filter(None, others)]):
-        if library in own:
-            count = len(range(index, options.faults, len(own)))
-            c = count_faults(library, count, options.seed + index)
-            fine &= c.exact
-        else:
-            c = count_faults(library, min(options.others, options.faults), options.seed)
-        print(f"| {library.name} | {c.faults} | {c.skipped} | {c.corrupted} | {c.lost} of "
-              f"{c.healthy} | {c.refused} of {c.harmless} | {yes(c.same_end)} |",
-              flush=True)  # fmt: skip
-    print("\n| library | bad steps | loss scale | inside its bounds | state unchanged "
-          "| next gradient equal |\n|---|--:|---|---|---|---|")  # fmt: skip
-    for library in [*(x for x in own if x.layout == "jit"), *filter(None, others)]:
+    measure.print_head(
+        "library", "faults", "exact skips", "corrupted bytes", "healthy steps lost",
+        "finite faults skipped", "same end",
+    )  # fmt: skip
+    for index, library in enumerate([*own, *others]):
+        count = len(range(index, options.faults, len(own)))
+        seed = options.seed + index
+        if library in others:
+            count, seed = min(options.others, options.faults), options.seed
+        c = count_faults(library, count, seed)
+        fine &= c.exact or library in others
+        shares = f"{c.lost} of {c.healthy}", f"{c.refused} of {c.harmless}"
+        counts = c.faults, c.skipped, c.corrupted
+        measure.print_row(library.name, *counts, *shares, yes(c.same_end))
+    measure.print_head(
+        "library", "bad steps", "loss scale", "inside its bounds", "state unchanged",
+        "next gradient equal",
+    )  # fmt: skip
+    for library in [*(x for x in own if x.layout == "jit"), *others]:
         b = burst(library, options.burst)
-        fine &= b.exact or library not in own
-        print(f"| {library.name} | {options.burst} | {b.low:.4g} to {b.high:.4g} "
-              f"| {yes(b.inside)} | {yes(b.intact)} | {yes(b.same_grads)} |",
-              flush=True)  # fmt: skip
-    seconds = time.perf_counter() - began
-    print(f"\n{'passed' if fine else 'FAILED'} in {seconds:.0f} s")
-    return int(not fine)
+        fine &= b.exact or library in others
+        scales = f"{b.low:.4g} to {b.high:.4g}"
+        measure.print_row(library.name, options.burst, scales, *map(yes, b[2:]))
+    return measure.print_end(fine, began)
 
 
 def yes(value):
