@@ -6,6 +6,7 @@ long as a ring over the slowest link between its devices. Nothing is run.
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
 from typing import NamedTuple
@@ -129,10 +130,8 @@ def _parse(lines):
         types, rest = rest[:end], rest[end:].lstrip()
         opcode, _, rest = rest.partition("(")
         operands = tuple(re.findall(r"%([\w.\-$]+)", rest[: _closing("(" + rest) - 1]))
-        name = match.group(2)
-        found[name] = _Instruction(
-            name, types, opcode, operands, line, bool(match.group(1))
-        )
+        root, name = match.groups()
+        found[name] = _Instruction(name, types, opcode, operands, line, bool(root))
     return found
 
 
@@ -150,7 +149,7 @@ def _size(shapes):
     return sum(bits(dtype) * math.prod(shape) / 8 for dtype, shape in shapes)
 
 
-def _cost(x, opcode, body, parsed):
+def _cost(x, opcode, body, parsed) -> tuple[str, float, float]:
     """Returns the kind of a kernel, its operations and its bytes."""
     if opcode == "fusion":
         return _fusion(_called(x, parsed))
@@ -168,7 +167,7 @@ def _cost(x, opcode, body, parsed):
     return "memory", 0.0, size
 
 
-def _operations(x, operands):
+def _operations(x, operands) -> tuple[str, float] | None:
     """Returns kind and operations of a matmul or of attention; otherwise nothing."""
     if x.opcode == "dot" or '"__cublas' in x.line:
         return _matmul(x, operands)
@@ -210,23 +209,19 @@ def _called(x, parsed):
     return parsed[name.group(1)] if name else {}
 
 
-def _fusion(body):
+def _fusion(body) -> tuple[str, float, float]:
     """Returns kind, operations and bytes of a fusion, from its computation."""
-    users = {}
+    users, kind, flops, size = collections.defaultdict(list), "memory", 0.0, 0.0
     for x in body.values():
         for name in dict.fromkeys(x.operands):
-            users.setdefault(name, []).append(x)
-    size = sum(
-        _read(x.name, users, _size(x.shapes))
-        for x in body.values()
-        if x.opcode == "parameter"
-    )
-    size += sum(_written(x, body) for x in body.values() if x.is_root)
-    kind, flops = "memory", 0.0
+            users[name].append(x)
     for x in body.values():
         found = _operations(x, [body[name].shapes for name in x.operands])
         if found is not None:
             kind, flops = found[0], flops + found[1]
+        if x.opcode == "parameter":
+            size += _read(x.name, users, _size(x.shapes))
+        size += _written(x, body) if x.is_root else 0.0
     return kind, flops, size
 
 
@@ -243,7 +238,7 @@ def _read(name, users, whole):
     return min(total, whole)
 
 
-def _written(x, body):
+def _written(x, body) -> float:
     """Returns the bytes of the result of a fusion that are written."""
     if x.opcode == "tuple":
         return sum(_written(body[name], body) for name in x.operands)
@@ -311,11 +306,9 @@ def transfers(text, node=8):
         if first.devices == 1:
             continue
         sent = sum(x.bytes for x in items) / first.runs
-        members = group_of(line) or range(first.devices)
-        nodes = len({i // node for i in members})
-        result.append(
-            Transfer(first.kind, first.dtype, first.devices, nodes, first.runs, sent)
-        )
+        nodes = len({i // node for i in group_of(line) or range(first.devices)})
+        what = first.kind, first.dtype, first.devices, nodes, first.runs
+        result.append(Transfer(*what, sent))
     return result
 
 
@@ -330,16 +323,14 @@ def group_of(line):
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     if listed:
         return [int(i) for i in listed.group(1).split(",")]
-    counted = re.search(
-        r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line
-    )
-    if counted is None:
+    counted = r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    found = re.search(counted, line)
+    if found is None:
         return []
-    sizes = [int(i) for i in counted.group(2).split(",")]
-    order = [int(i) for i in (counted.group(3) or "").split(",") if i]
-    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    axes = [(sizes[i], strides[i]) for i in order or range(len(sizes))]
-    return list(_places(axes))[: int(counted.group(1))]
+    sizes = [int(i) for i in found.group(2).split(",")]
+    order = [int(i) for i in (found.group(3) or "").split(",") if i]
+    axes = [(sizes[i], math.prod(sizes[i + 1 :])) for i in order or range(len(sizes))]
+    return list(_places(axes))[: int(found.group(1))]
 
 
 def _axis(sizes, name, before, size):
@@ -352,13 +343,9 @@ def _axis(sizes, name, before, size):
 
 
 def _places(axes):
-    """Yields the devices along axes of sizes and strides, the last one fastest."""
-    if not axes:
-        yield 0
-        return
-    (size, stride), *rest = axes
-    for i in range(size):
-        yield from (i * stride + place for place in _places(rest))
+    """Returns the devices along axes of sizes and strides, the last one fastest."""
+    along = [range(0, size * stride, stride) for size, stride in axes]
+    return map(sum, itertools.product(*along))
 
 
 # --- a whole program ------------------------------------------------------------------
@@ -379,7 +366,7 @@ class Program(NamedTuple):
 
     def flops(self):
         """Returns the operations by kind."""
-        found = collections.Counter()
+        found = collections.defaultdict[str, float](float)
         for x in self.kernels:
             found[x.kind] += x.runs * x.flops
         return found

@@ -226,7 +226,7 @@ def start_rows():
     low, shares = weights.astype(jnp.bfloat16), {steps: [] for steps in STEPS}
     for name in STARTS:
         compression = mpx.optim.Compression(jitter="False" not in name)
-        tx = mpx.optim.flash_adamw(
+        tx: Any = mpx.optim.flash_adamw(
             1e-6, weight_decay=0.0, compression=compression, backend="jax"
         )
         carry = tx.init_from(weights) if "from" in name else (low, tx.init(low))

@@ -470,9 +470,8 @@ def huge_inputs(rows, width, first=0):
     correction = jnp.maximum(integers(5, -128, 127), -127).astype(jnp.int8)
     params = {"w": noise(width, 6).centred().astype(jnp.bfloat16)}
     any_size = mpx.optim.Compression(min_size=0)
-    small = mpx.optim.flash_adamw(RATE, compression=any_size).init(
-        {"w": params["w"][:1, :32]}
-    )
+    optimizer = mpx.optim.flash_adamw(RATE, compression=any_size)
+    small: Any = optimizer.init({"w": params["w"][:1, :32]})
     packed = pack(Leaf(params["w"], correction, (mu, nu)))
     state = dataclasses.replace(
         small, count=jnp.asarray(5, jnp.int32), packed={"w": packed}
@@ -557,8 +556,8 @@ def main():
     )
     passed = []
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        for case, *program in prepare(cases, shapes, pool, options.backend):
-            leaves, problems = run_case(case, *program, shapes)
+        for case, steps, compare in prepare(cases, shapes, pool, options.backend):
+            leaves, problems = run_case(case, steps, compare, shapes)
             for leaf, found in leaves.items():
                 passed.append(report(f"{case.name}, {leaf}", found, problems))
     if options.huge:

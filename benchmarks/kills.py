@@ -92,10 +92,13 @@ def make(config):
     def advance(arrays):
         key, now = jax.random.split(arrays["key"])
         x = jax.random.normal(now, (ROWS, IN))
-        scales = [arrays["fp8"]] if with_scales else []
-        result = take(arrays["scaling"], *scales, arrays["params"], x)
-        old = arrays["params"], optimizer, arrays["optimizer"]
-        params, state = mpx.optimizer_update(*old, result.grads, result.finite)
+        args = (arrays["params"], x)
+        args = (arrays["fp8"], *args) if with_scales else args
+        result = take(arrays["scaling"], *args)
+        grads, finite = result.grads, result.finite
+        params, state = mpx.optimizer_update(
+            arrays["params"], optimizer, arrays["optimizer"], grads, finite
+        )
         new = {"params": params, "optimizer": state, "key": key}
         new |= {"fp8": result.fp8} if with_scales else {}
         return new | {"scaling": result.scaling}

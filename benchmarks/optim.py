@@ -91,19 +91,12 @@ def draw(shapes, seed, dtype):
 
 
 class Built(NamedTuple):
-    """A workload under an optimizer.
+    """A workload under an optimizer."""
 
-    Attributes:
-        carry: What a step changes: parameters and state.
-        step: `step(carry, grads) -> carry`.
-        grads: Gradients, in `chain` with the flag that says whether they are finite.
-        weights: `weights(carry)`, the f32 weights.
-    """
-
-    carry: Any
-    step: Any
-    grads: Any
-    weights: Any = lambda carry: carry[0]
+    carry: Any  # parameters and state
+    step: Any  # from carry and gradients to the next carry
+    grads: Any  # in `chain` with the flag that says whether they are finite
+    weights: Any = lambda carry: carry[0]  # the f32 weights of a carry
 
 
 def choose(optimizer, package, prefix=""):

@@ -241,7 +241,7 @@ def compare(folder, count):
         kinds = ("skipped", "finite", "same")
         seen = [step for x in rows for step in zip(*(x[k] for k in kinds), strict=True)]
         hashes = [x["hash"] for x in rows]
-        new = (
+        new: tuple[int, ...] = (
             len(decisions[0]),
             rows[0]["faults"],
             sum(rows[0]["skipped"]),
@@ -250,7 +250,8 @@ def compare(folder, count):
             len(hashes),
             sum(x != hashes[0] for x in hashes),
         )
-        found = Found(*map(sum, zip(found[:-1], new, strict=True)), hashes[0])
+        both = zip(found[:-1], new, strict=True)
+        found = Found(*map(sum, both), end=hashes[0])
     return found
 
 

@@ -9,6 +9,7 @@ losses. See README.md beside this file.
 
 import functools
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ def main():
     options = measure.read_options(
         __doc__, "layers=24 width=512 words=1024 tokens=256 steps=20"
     )
-    optimizer = mpx.optim.flash_adamw(1e-3)
+    optimizer: Any = mpx.optim.flash_adamw(1e-3)
     rows, wrong = [], []
     for name, wrap in (("scan and remat", jax.checkpoint), ("scan", lambda f: f)):
         func = functools.partial(loss, wrap)

@@ -19,7 +19,7 @@ import json
 import pathlib
 import sys
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,23 +82,17 @@ def training_step(precision, sizes, place=lambda x, _: x):
 # --- layouts ----------------------------------------------------------------------------
 
 NODE = 8
-PARTS = 128
-"""Into how many parts FSDP cuts a weight at most: 4096 columns are 128 groups of 32."""
+PARTS = 128  # of a weight under FSDP at most: 4096 columns are 128 groups of 32
 LAYOUTS = ("FSDP", "FSDP in a node", "FSDP × TP 8")
-ACTIVATIONS = {
-    "stream": ("model",),
-    "whole": (),
-    "heads": (None, "model"),
-    "hidden": (None, "model"),
-}
-"""By kind: the axes behind the batch. Between blocks a device has a part of each sequence."""
+# By kind: the axes behind the batch. Between blocks a device has a part of each sequence.
+BETWEEN, INSIDE = ("model",), (None, "model")
+ACTIVATIONS = {"stream": BETWEEN, "whole": (), "heads": INSIDE, "hidden": INSIDE}
 
 
 def mesh_of(layout, count):
     """Returns the mesh of a layout: replicas, parts of parameters, parts of matmuls."""
-    parts = {"FSDP": min(count, PARTS), "FSDP in a node": NODE}.get(
-        layout, count // NODE
-    )
+    known = {"FSDP": min(count, PARTS), "FSDP in a node": NODE}
+    parts = known.get(layout, count // NODE)
     model = NODE if layout == "FSDP × TP 8" else 1
     sizes = (count // parts // model, parts, model)
     return h200.mesh_of(sizes, ("replica", "data", "model"))
@@ -134,11 +128,11 @@ def compiled(sizes, precision, layout, count):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     params = h200.sharded(sizes.shapes(), mesh, specs, precision.params)
-    tokens = jax.ShapeDtypeStruct(
+    shape, where = (
         (sizes.sequences * count, sizes.length + 1),
-        jnp.int32,
-        sharding=NamedSharding(mesh, batch),
+        NamedSharding(mesh, batch),
     )
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
     step, init = training_step(precision, sizes, place)
     if not precision.is_compressed:  # given shapes, that of mpx returns shapes
         init = functools.partial(jax.eval_shape, init)
@@ -150,15 +144,12 @@ def compiled(sizes, precision, layout, count):
 
 
 class Case(NamedTuple):
-    """One training step: model, precision, layout and the number of GPUs."""
+    """One training step."""
 
     model: str
     precision: str
     layout: str
     gpus: int
-
-    def __str__(self):
-        return f"{self.model}, {self.precision}, {self.layout}, {self.gpus} GPUs"
 
 
 def cases(models, gpus, layouts):
@@ -166,12 +157,13 @@ def cases(models, gpus, layouts):
     for model, count, precision in itertools.product(models, gpus, PRECISIONS):
         for layout in layouts:
             if layout != "FSDP in a node" or int(count) > NODE:
-                yield Case(model, precision, layout, count)
+                yield Case(model, precision, layout, int(count))
 
 
 def program_of(case, cache):
     """Compiles a case and reads the program, or takes it from the cache."""
-    file = pathlib.Path(cache) / f"{case}.json".replace(" ", "-") if cache else None
+    name = "-".join(map(str, case)).replace(" ", "-")
+    file = pathlib.Path(cache) / f"{name}.json" if cache else None
     if file is not None and file.exists():
         return from_record(json.loads(file.read_text()))
     sizes, precision = MODELS[case.model], PRECISIONS[case.precision]
@@ -231,8 +223,8 @@ def print_table(options, machine):
         program = program_of(case, options.cache)
         sizes = program.peak_bytes, program.argument_bytes
         rows.append(row(case, program.seconds(machine), sizes, machine))
-        told = f"{case}: {time.perf_counter() - start:.0f} s"
-        print(told, file=sys.stderr, flush=True)
+        seconds = f"{time.perf_counter() - start:.0f} s"
+        print(*case, seconds, file=sys.stderr, flush=True)
     print(f"\nH200s, compiled and not run, jax {jax.__version__}\n")
     print(measure.format_table(HEADER, rows))
     print(f"\nAssumed: {machine}; {MODELS['7B']}; no late GPU, no input pipeline")
@@ -276,11 +268,11 @@ def run_rates(options):
     length, heads, width = (64, 2, 16) if options.tiny else (4096, 32, 128)
     on_gpu = jax.default_backend() == "gpu"
     # Its tuning of fp8 would take minutes.
-    options = {"xla_gpu_enable_triton_gemm": False} if on_gpu else {}
+    flags: Any = {"xla_gpu_enable_triton_gemm": False} if on_gpu else {}
 
     def seconds(func, *args):
         # Ten groups: the GPU is as warm as in training.
-        program = jax.jit(func).lower(*args).compile(options)
+        program = jax.jit(func).lower(*args).compile(flags)
         return measure.time_call(program, *args, groups=10) / 1e3
 
     keys = jax.random.split(jax.random.key(0), 3)
@@ -346,14 +338,16 @@ def main():
         "models=7B,70B gpus=8,64,256,1024 layouts cache=str set=, check tiny steps=30 "
         "warmup=20 timeout=120.0",
     )
-    fields = {x.name: type(x.default) for x in dataclasses.fields(Machine)}
-    rates = dict(pair.partition("=")[::2] for pair in options.set)
-    kinds = measure.pick(fields, rates)
-    machine = Machine(**{name: kinds[name](float(x)) for name, x in rates.items()})
+    rates: dict[str, Any] = dict(pair.partition("=")[::2] for pair in options.set)
+    kinds = {x.name: x.type for x in dataclasses.fields(Machine)}
+    for name, kind in measure.pick(kinds, rates).items():
+        rates[name] = float(rates[name]) if kind is float else int(rates[name])
+    machine = Machine(**rates)
     if options.child == "rates":
         return measure.end_child(run_rates(options))
     if options.child is not None:
-        return measure.end_child(run_step(*options.child.split(":"), options))
+        model, layers, precision = options.child.split(":")
+        return measure.end_child(run_step(model, layers, precision, options))
     if options.check:
         return int(print_check(options, machine) > 0)
     return print_table(options, machine)

@@ -13,7 +13,7 @@ method.
 
 import math
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,7 +158,7 @@ def build_with_mpx(mode, task, optimizer):
 
 def build_compressed(mode, task, optimizer):
     """`mpx.amp` on bf16 parameters with `flash_adamw`."""
-    flash = mpx.optim.flash_adamw(1e-4, weight_decay=1e-4)
+    flash: Any = mpx.optim.flash_adamw(1e-4, weight_decay=1e-4)
     loss = mpx.amp(task.loss, dtype="bf16")
 
     def step(state, batch):

@@ -51,8 +51,8 @@ def make_steps(mode, loss, options):
             0.0, RATE, options.steps // 10 + 1, options.steps
         )
     )
-    every_size = {"min_gain": 0} if options.tiny else {}
-    func = mpx.fp8(loss, **every_size) if mode == "fp8" else loss
+    every_size = 0 if options.tiny else 1.1
+    func = mpx.fp8(loss, min_gain=every_size) if mode == "fp8" else loss
     gradient = mpx.value_and_grad(func, policy=POLICY)
 
     @functools.partial(jax.jit, donate_argnums=0)

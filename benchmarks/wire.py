@@ -17,7 +17,7 @@ of activations between tensor-parallel devices, maxima of fp8, the loss.
 import collections
 import functools
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Nothing is run: the plugin must not look for a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -126,7 +126,7 @@ def step_of(case, loss, parts, by_mpx):
         policy = mpx.Policy(compute_dtype="f32")
     if multiply == "fp8":
         loss = mpx.fp8(loss, min_gain=0)
-    options = {"policy": policy}
+    options: dict[str, Any] = {"policy": policy}
     if by_mpx:
         options["axis_name"] = "data"
     if by_mpx or case.window:

@@ -20,7 +20,7 @@ from _faults.table import (
     normal,
     weight,
 )
-from _models import Decoder
+from _models import make_task
 
 AMP16 = mpx.amp(dtype="f16")
 
@@ -77,8 +77,8 @@ def deep_relu():
 
 @routes
 def transformer():
-    size = Decoder(3, 32, 128, 4, 4, vocabulary=40, sequences=4, length=15)
-    return size.loss, (size.init(jax.random.key(0)), size.batch())
+    task = make_task("tiny-gpt", 4, batches=1)
+    return task.loss, (task.params, task.batches[0])
 
 
 def of_linen(model, x, classes):

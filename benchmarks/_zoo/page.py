@@ -91,18 +91,17 @@ class Row(NamedTuple):
 
     def noise(self):
         """Returns the distance that rounding the parameters once makes."""
-        return self._apart(self.cells["f32"]["rounded"], self.losses("f32"))
+        return self.apart(self.cells["f32"]["rounded"])
 
     def distance(self, route):
         """Returns how far a curve is from that of f32, `None` without a curve."""
-        losses, f32 = self.losses(route), self.losses("f32")
-        if losses is None or f32 is None:
-            return None
-        return self._apart(losses, f32)
+        losses = self.losses(route)
+        return self.apart(losses) if losses and self.losses("f32") else None
 
-    def _apart(self, curve, reference):
-        pairs = list(zip(curve, reference, strict=True))
-        return sum(abs(a - b) for a, b in pairs) / len(pairs) / self.decrease()
+    def apart(self, curve):
+        """Returns the mean distance from the curve of f32, as a share of the decrease."""
+        pairs = zip(curve, self.losses("f32") or (), strict=True)
+        return sum(abs(a - b) for a, b in pairs) / len(curve) / self.decrease()
 
     def fails(self, route):
         """Returns why a route failed or does not train as f32, "" if it does."""
