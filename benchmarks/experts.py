@@ -23,7 +23,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 class Size(NamedTuple):
-    """Tokens of some width, and experts with so many outputs."""
+    """Tokens, their width, and the outputs and number of experts."""
 
     tokens: int
     width: int

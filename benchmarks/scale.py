@@ -108,7 +108,7 @@ def spec_of(rows, name):
 
 
 def compiled(sizes, precision, layout, count):
-    """Returns a training step compiled for so many H200s, which need not be there."""
+    """Returns a training step compiled for `count` H200s, which need not be there."""
     mesh = mesh_of(layout, count)
     batch = P(("replica", "data"))
     # Groups of 32 in a last axis must not be cut: rows, if they suffice.
