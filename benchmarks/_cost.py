@@ -4,7 +4,9 @@ A kernel takes as long as its operations or its bytes, whichever is slower; a co
 long as a ring over the slowest link between its devices. Nothing is run.
 """
 
+import collections
 import dataclasses
+import itertools
 import math
 import re
 from typing import NamedTuple
@@ -12,8 +14,6 @@ from typing import NamedTuple
 from _measure import planned_memory
 from mpx._jax._devices import H200
 from mpx.inspect._compiled import arrays, bits, computations, located, runs_of
-
-Shapes = list[tuple[str, tuple[int, ...]]]
 
 # --- the machine ----------------------------------------------------------------------
 
@@ -23,59 +23,35 @@ class Machine:
     """Rates of GPUs and of their links. Operations and bytes are per second.
 
     The first six are measured on one H200 (`scale.py --check`), the links are assumed.
-
-    Attributes:
-        bf16: Operations of a large matmul in bf16.
-        fp8: The same in fp8.
-        f32: The same in f32, which are TF32.
-        forward: Operations of cuDNN's attention, forward; a causal one has half of them.
-        backward: The same, backward.
-        memory: Bytes read and written by large element-wise kernels.
-        kernel: Seconds that the shortest kernel takes.
-        peak: Operations in bf16 that the vendor promises; the utilisation refers to it.
-        capacity: Bytes of memory that a program may use.
-        node: GPUs in a node.
-        nvlink: Bytes that a GPU sends to others of its node.
-        network: Bytes that a GPU sends to other nodes.
-        efficiency: The share of `nvlink` and `network` that collectives reach.
-        hop: Seconds from one GPU of a ring to the next one in its node.
-        far_hop: The same to another node.
     """
 
-    bf16: float = H200["bf16"]
+    bf16: float = H200["bf16"]  # operations of a large matmul
     fp8: float = H200["fp8"]
-    f32: float = H200["f32"]
-    forward: float = 433e12
+    f32: float = H200["f32"]  # TF32
+    forward: float = 433e12  # operations of cuDNN's attention; causal ones have half
     backward: float = 372e12
-    memory: float = H200["memory"]
-    kernel: float = 2e-6
-    peak: float = 989e12
-    capacity: float = 136e9
-    node: int = 8
-    nvlink: float = 450e9
-    network: float = 50e9
-    efficiency: float = 0.8
-    hop: float = 1.5e-6
-    far_hop: float = 5e-6
+    memory: float = H200["memory"]  # bytes of large element-wise kernels, both ways
+    kernel: float = 2e-6  # seconds of the shortest kernel
+    peak: float = 989e12  # operations in bf16 that the vendor promises, for the MFU
+    capacity: float = 136e9  # bytes of memory that a program may use
+    node: int = 8  # GPUs in a node
+    nvlink: float = 450e9  # bytes that a GPU sends to others of its node
+    network: float = 50e9  # bytes that a GPU sends to other nodes
+    efficiency: float = 0.8  # share of `nvlink` and `network` that collectives reach
+    hop: float = 1.5e-6  # seconds from one GPU of a ring to the next one in its node
+    far_hop: float = 5e-6  # the same to another node
 
 
 # --- kernels --------------------------------------------------------------------------
 
 
 class Kernel(NamedTuple):
-    """One kernel or library call of a program.
+    """One kernel or library call of a program."""
 
-    Attributes:
-        kind: The rate of `Machine` that bounds its operations, or `memory`.
-        runs: How often it runs in one call of the program.
-        flops: Operations of one run; a multiply-add has two.
-        bytes: Bytes that one run reads and writes.
-    """
-
-    kind: str
-    runs: int
-    flops: float
-    bytes: float
+    kind: str  # the rate of `Machine` that bounds its operations, or `memory`
+    runs: int  # in one call of the program
+    flops: float  # of one run; a multiply-add has two
+    bytes: float  # that one run reads and writes
 
     def seconds(self, machine):
         """Returns the time of all runs."""
@@ -99,7 +75,6 @@ class _Instruction(NamedTuple):
         return arrays(self.types)
 
 
-Body = dict[str, _Instruction]
 _NOT_KERNELS = re.compile(
     "parameter|constant|bitcast|get-tuple-element|tuple|while|conditional|call|after-all|"
     "partition-id|replica-id|iota|optimization-barrier|domain|add-dependency|.*-done"
@@ -155,10 +130,8 @@ def _parse(lines):
         types, rest = rest[:end], rest[end:].lstrip()
         opcode, _, rest = rest.partition("(")
         operands = tuple(re.findall(r"%([\w.\-$]+)", rest[: _closing("(" + rest) - 1]))
-        name = match.group(2)
-        found[name] = _Instruction(
-            name, types, opcode, operands, line, bool(match.group(1))
-        )
+        root, name = match.groups()
+        found[name] = _Instruction(name, types, opcode, operands, line, bool(root))
     return found
 
 
@@ -176,29 +149,25 @@ def _size(shapes):
     return sum(bits(dtype) * math.prod(shape) / 8 for dtype, shape in shapes)
 
 
-def _cost(x, opcode, body, parsed):
+def _cost(x, opcode, body, parsed) -> tuple[str, float, float]:
     """Returns the kind of a kernel, its operations and its bytes."""
-    operands = [body[name].shapes for name in x.operands if name in body]
-    read = sum(map(_size, operands))
     if opcode == "fusion":
         return _fusion(_called(x, parsed))
+    operands = [body[name].shapes for name in x.operands if name in body]
+    read = sum(map(_size, operands))
     found = _operations(x, operands)
     if found is not None:
         return *found, read + _size(_results(x))
     if opcode in _UPDATES:
-        return (
-            "memory",
-            0.0,
-            2 * _size(operands[1] if opcode != "scatter" else operands[-1]),
-        )
-    if opcode in _SLICES:
-        return "memory", 0.0, 2 * _size(x.shapes)
-    if opcode != x.opcode:  # what starts a copy names operands among its results
-        return "memory", 0.0, 2 * read
-    return "memory", 0.0, read + _size(x.shapes)
+        size = 2 * _size(body[_update(x)].shapes)
+    elif opcode in _SLICES:
+        size = 2 * _size(x.shapes)
+    else:  # what starts a copy names operands among its results
+        size = read + (read if opcode != x.opcode else _size(x.shapes))
+    return "memory", 0.0, size
 
 
-def _operations(x, operands):
+def _operations(x, operands) -> tuple[str, float] | None:
     """Returns kind and operations of a matmul or of attention; otherwise nothing."""
     if x.opcode == "dot" or '"__cublas' in x.line:
         return _matmul(x, operands)
@@ -210,30 +179,28 @@ def _results(x):
     return x.shapes[:1] if '"__cublas' in x.line else x.shapes
 
 
+def _integers(pattern, line):
+    """Returns the numbers in what a pattern finds."""
+    found = re.search(pattern, line)
+    return [int(i) for i in re.findall(r"\d+", found.group(1))] if found else []
+
+
 def _matmul(x, operands):
     """Returns the dtype of a matmul and its operations."""
     (dtype, left), *_ = operands[0]
-    numbers = re.search(
-        r'lhs_contracting_dim(?:ension)?s(?:"?:|=)[\[{]([\d," ]*)[\]}]', x.line
-    )
-    axes = [int(i) for i in re.findall(r"\d+", numbers.group(1))] if numbers else []
-    summed = math.prod(left[i] for i in axes)
+    axes = r'lhs_contracting_dim(?:ension)?s(?:"?:|=)[\[{]([\d," ]*)[\]}]'
+    summed = math.prod(left[i] for i in _integers(axes, x.line))
     kind = "fp8" if dtype.startswith("f8") else "f32" if dtype == "f32" else "bf16"
     return kind, 2.0 * math.prod(x.shapes[0][1]) * summed
 
 
 def _attention(x, operands):
     """Returns whether attention is forward or backward, and its operations."""
-    scores = re.search(
-        r'"intermediate_tensor_shape".*?"dimensions": ?\[([^\]]*)\]', x.line
-    )
-    sizes = [int(i) for i in re.findall(r"\d+", scores.group(1))] if scores else [0]
-    is_backward = "Backward" in x.line
-    matmuls = 5 if is_backward else 2
+    scores = r'"intermediate_tensor_shape".*?"dimensions": ?\[([^\]]*)\]'
+    sizes = _integers(scores, x.line) or [0]
+    kind, matmuls = ("backward", 5) if "Backward" in x.line else ("forward", 2)
     half = 0.5 if "CAUSAL" in x.line else 1.0
-    width = operands[0][0][1][-1]
-    kind = "backward" if is_backward else "forward"
-    return kind, 2.0 * matmuls * half * math.prod(sizes) * width
+    return kind, 2.0 * matmuls * half * math.prod(sizes) * operands[0][0][1][-1]
 
 
 def _called(x, parsed):
@@ -242,23 +209,19 @@ def _called(x, parsed):
     return parsed[name.group(1)] if name else {}
 
 
-def _fusion(body):
+def _fusion(body) -> tuple[str, float, float]:
     """Returns kind, operations and bytes of a fusion, from its computation."""
-    users = {}
+    users, kind, flops, size = collections.defaultdict(list), "memory", 0.0, 0.0
     for x in body.values():
         for name in dict.fromkeys(x.operands):
-            users.setdefault(name, []).append(x)
-    size = sum(
-        _read(x.name, users, _size(x.shapes))
-        for x in body.values()
-        if x.opcode == "parameter"
-    )
-    size += sum(_written(x, body) for x in body.values() if x.is_root)
-    kind, flops = "memory", 0.0
+            users[name].append(x)
     for x in body.values():
         found = _operations(x, [body[name].shapes for name in x.operands])
         if found is not None:
             kind, flops = found[0], flops + found[1]
+        if x.opcode == "parameter":
+            size += _read(x.name, users, _size(x.shapes))
+        size += _written(x, body) if x.is_root else 0.0
     return kind, flops, size
 
 
@@ -275,7 +238,7 @@ def _read(name, users, whole):
     return min(total, whole)
 
 
-def _written(x, body):
+def _written(x, body) -> float:
     """Returns the bytes of the result of a fusion that are written."""
     if x.opcode == "tuple":
         return sum(_written(body[name], body) for name in x.operands)
@@ -298,23 +261,14 @@ def _update(x):
 
 
 class Transfer(NamedTuple):
-    """One collective of a program.
+    """One collective of a program."""
 
-    Attributes:
-        kind: `all-gather` and so on.
-        dtype: What is sent, by its largest part.
-        devices: The devices of a group.
-        nodes: The nodes among which a group is spread.
-        runs: How often it runs.
-        bytes: Bytes that a device sends in one run.
-    """
-
-    kind: str
-    dtype: str
-    devices: int
-    nodes: int
+    kind: str  # `all-gather` and so on
+    dtype: str  # of the largest part that is sent
+    devices: int  # of a group
+    nodes: int  # among which a group is spread
     runs: int
-    bytes: float
+    bytes: float  # that a device sends in one run
 
     def seconds(self, machine):
         """Returns the time of all runs.
@@ -352,11 +306,9 @@ def transfers(text, node=8):
         if first.devices == 1:
             continue
         sent = sum(x.bytes for x in items) / first.runs
-        members = group_of(line) or range(first.devices)
-        nodes = len({i // node for i in members})
-        result.append(
-            Transfer(first.kind, first.dtype, first.devices, nodes, first.runs, sent)
-        )
+        nodes = len({i // node for i in group_of(line) or range(first.devices)})
+        what = first.kind, first.dtype, first.devices, nodes, first.runs
+        result.append(Transfer(*what, sent))
     return result
 
 
@@ -371,16 +323,14 @@ def group_of(line):
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     if listed:
         return [int(i) for i in listed.group(1).split(",")]
-    counted = re.search(
-        r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line
-    )
-    if counted is None:
+    counted = r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    found = re.search(counted, line)
+    if found is None:
         return []
-    sizes = [int(i) for i in counted.group(2).split(",")]
-    order = [int(i) for i in (counted.group(3) or "").split(",") if i]
-    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    axes = [(sizes[i], strides[i]) for i in order or range(len(sizes))]
-    return list(_places(axes))[: int(counted.group(1))]
+    sizes = [int(i) for i in found.group(2).split(",")]
+    order = [int(i) for i in (found.group(3) or "").split(",") if i]
+    axes = [(sizes[i], math.prod(sizes[i + 1 :])) for i in order or range(len(sizes))]
+    return list(_places(axes))[: int(found.group(1))]
 
 
 def _axis(sizes, name, before, size):
@@ -393,48 +343,33 @@ def _axis(sizes, name, before, size):
 
 
 def _places(axes):
-    """Yields the devices along axes of sizes and strides, the last one fastest."""
-    if not axes:
-        yield 0
-        return
-    (size, stride), *rest = axes
-    for i in range(size):
-        yield from (i * stride + place for place in _places(rest))
+    """Returns the devices along axes of sizes and strides, the last one fastest."""
+    along = [range(0, size * stride, stride) for size, stride in axes]
+    return map(sum, itertools.product(*along))
 
 
 # --- a whole program ------------------------------------------------------------------
 
 
 class Program(NamedTuple):
-    """What was read from a compiled program; a device has so many bytes at the peak."""
+    """What was read from a compiled program; bytes are those of one device."""
 
     kernels: list[Kernel]
     transfers: list[Transfer]
     argument_bytes: int
     peak_bytes: int
 
-    def compute(self, machine):
-        """Returns the seconds of all kernels."""
-        return sum(x.seconds(machine) for x in self.kernels)
-
-    def communication(self, machine):
-        """Returns the seconds of all collectives."""
-        return sum(x.seconds(machine) for x in self.transfers)
+    def seconds(self, machine):
+        """Returns the seconds of all kernels, and of all collectives."""
+        both = self.kernels, self.transfers
+        return tuple(sum(x.seconds(machine) for x in part) for part in both)
 
     def flops(self):
         """Returns the operations by kind."""
-        return _by_kind((x.kind, x.runs * x.flops) for x in self.kernels if x.flops)
-
-    def time_by_kind(self, machine):
-        """Returns the seconds of the kernels by kind."""
-        return _by_kind((x.kind, x.seconds(machine)) for x in self.kernels)
-
-
-def _by_kind(pairs):
-    found = {}
-    for kind, value in pairs:
-        found[kind] = found.get(kind, 0) + value
-    return dict(sorted(found.items()))
+        found = collections.defaultdict[str, float](float)
+        for x in self.kernels:
+            found[x.kind] += x.runs * x.flops
+        return found
 
 
 def read(compiled):
@@ -446,9 +381,6 @@ def read(compiled):
 
 def from_record(record):
     """Returns the program of a JSON record."""
-    return Program(
-        [Kernel(*x) for x in record["kernels"]],
-        [Transfer(*x) for x in record["transfers"]],
-        record["argument_bytes"],
-        record["peak_bytes"],
-    )
+    kernels = [Kernel(*x) for x in record.pop("kernels")]
+    transfers = [Transfer(*x) for x in record.pop("transfers")]
+    return Program(kernels, transfers, **record)

@@ -5,7 +5,6 @@ import contextlib
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from mpx.inspect._compiled import compiler_options, described, target_devices
 
@@ -27,17 +26,6 @@ def compiled(lowered):
     # Without timing, XLA finds no tiles for some odd shapes of Triton's matmuls.
     options = compiler_options("h200") | {"xla_gpu_enable_triton_gemm": False}
     return lowered.compile(options)
-
-
-def compile_for_one(step, *args, donate=(0,)):
-    """Returns a function of shapes compiled for one H200."""
-    jax.config.update("jax_platforms", "cpu")  # no GPU is looked for
-    mesh = mesh_of((1,), "devices")
-    sharding = NamedSharding(mesh, P())
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
-    with on_mesh(mesh):
-        jitted = jax.jit(step, donate_argnums=donate)
-        return compiled(jitted.lower(*jax.tree.map(place, args)))
 
 
 def sharded(shapes, mesh, spec_of, dtype):

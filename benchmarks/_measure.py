@@ -10,20 +10,15 @@ import argparse
 import collections
 import contextlib
 import json
-import os
 import platform
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-Record = dict[str, Any]
 
 # --- the command line -------------------------------------------------------------------
 
@@ -96,42 +91,29 @@ def run_child(case, *more, timeout=300):
     return json.loads(lines[-1]) | {"wall_s": time.perf_counter() - start}
 
 
-def run_cases(cases, options, *, skip=lambda case: None, shared_cache=True):
+def run_cases(cases, options, *, shared_cache=True):
     """Runs the cases pass by pass, and returns the records of each.
 
     Passes after the first start only within `options.budget`. The cases share the
     autotuner's choices through JAX's compilation cache, unless `shared_cache` is False:
-    then the time of compilation can be compared. `skip` says why a case cannot run.
+    then the time of compilation can be compared.
     """
-    runs = {}
-    start = time.perf_counter()
+    runs, start = {}, time.perf_counter()
     with tempfile.TemporaryDirectory() as cache:
         more = ["--child-cache", cache] if shared_cache else []
-        for turn in range(getattr(options, "repeat", 1)):
+        for _ in range(getattr(options, "repeat", 1)):
             for case in cases:
                 done, spent = runs.setdefault(case, []), time.perf_counter() - start
                 # A repetition finds its program in the cache and so takes no longer.
-                late = spent + done[0].get("wall_s", 0) > options.budget if done else 0
+                late = done and spent + done[0].get("wall_s", 0) > options.budget
                 if late or any("error" in record for record in done):
                     continue
-                if reason := skip(case):
-                    record = {"error": f"skipped: {reason}", "skip": True}
-                else:
-                    record = run_child(case, *more, timeout=options.timeout)
-                record |= {"case": case, "pass": turn}
-                done.append(record)
-                save(options.json, record)
+                record = run_child(case, *more, timeout=options.timeout)
+                done.append(record | {"case": case})
                 spent = time.perf_counter() - start
                 told = record.get("error") or number(record.get("ms"), 3, " ms")
                 print(f"{case:24} after {spent:4.0f} s: {told}", flush=True)
     return runs
-
-
-def save(path, record):
-    """Appends a record to a file of JSON lines: a run that is cut off keeps what it has."""
-    if path is not None:
-        with open(path, "a") as file:
-            file.write(json.dumps(record | {"command": shlex.join(sys.argv)}) + "\n")
 
 
 def best_runs(runs):
@@ -167,6 +149,25 @@ def format_table(header, rows):
     return "\n".join([line(table[0]), line(rule), *map(line, table[1:])])
 
 
+def print_row(*cells):
+    """Prints a line of a table at once: a run that is cut off keeps what it has."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def print_head(*names):
+    """Prints the head of a table whose lines follow one by one."""
+    print()
+    print_row(*names)
+    print_row(*["---"] * len(names))
+
+
+def print_end(fine, began, what=""):
+    """Prints whether a check passed, and how long it took; returns the exit status."""
+    seconds = f"{time.perf_counter() - began:.0f} s"
+    print(f"\n{'passed' if fine else 'FAILED'}: {what} in {seconds}")
+    return int(not fine)
+
+
 def print_columns(rows, *columns):
     """Prints a table of records; each column is a name and a function of a record."""
     names, cells = zip(*columns, strict=True)
@@ -183,10 +184,7 @@ def print_machine(record, what=""):
 
 def print_verdict(wrong, passed, on_cpu=False):
     """Prints what failed or what passed; returns the exit status."""
-    for text in wrong:
-        print(f"CHECK FAILED {text}")
-    if not wrong:
-        print(f"\nChecks passed: {passed}")
+    print("".join(f"CHECK FAILED {text}\n" for text in wrong) or f"\nPassed: {passed}")
     if on_cpu:
         print("On a CPU the times and ratios say nothing about a GPU.")
     return int(bool(wrong))
@@ -243,7 +241,6 @@ def environment():
         "backend": jax.default_backend(),
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 
@@ -256,20 +253,13 @@ def own_small_buffers(tree):
     return jax.tree.map(lambda x: x.copy() if x.size == 1 else x, tree)
 
 
-class Compiled(NamedTuple):
-    """A step: the jitted function, the compiled program, and what that cost.
+def compile_step(step, state, inputs):
+    """Compiles `step(state, inputs)` with the state donated.
 
-    The jitted function is dispatched faster than the compiled program; off the CPU it
-    takes the program out of the cache.
+    Returns:
+        The jitted function, the compiled program, and what compiling cost. The function is
+        dispatched faster than the program; off the CPU it takes it out of the cache.
     """
-
-    run: Any
-    program: Any
-    record: Record
-
-
-def compile_step(step, state, inputs, options=None):
-    """Compiles `step(state, inputs)` with the state donated."""
     hits = []
 
     def listen(event, **_):
@@ -282,7 +272,7 @@ def compile_step(step, state, inputs, options=None):
     lowered = traced.lower()
     middle = time.perf_counter()
     jax.monitoring.register_event_listener(listen)
-    program = lowered.compile(options)
+    program = lowered.compile()
     end = time.perf_counter()
     jax.monitoring.unregister_event_listener(listen)
     record = {
@@ -293,7 +283,7 @@ def compile_step(step, state, inputs, options=None):
         "fused": str(traced.jaxpr).count("cudnn_attention["),
         "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
     }
-    return Compiled(jitted, program, record | planned_memory(program))
+    return jitted, program, record | planned_memory(program)
 
 
 def planned_memory(program):
@@ -317,17 +307,10 @@ def count_dots(jaxpr):
         if equation.primitive.name == "dot_general":
             operands = {str(variable.aval.dtype) for variable in equation.invars}
             counts["×".join(sorted(operands))] += 1
-        for inner in nested(equation.params.values()):
-            counts += count_dots(inner)
+        is_jaxpr = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")  # noqa: E731
+        inside = jax.tree.leaves([*equation.params.values()], is_leaf=is_jaxpr)
+        counts += sum(map(count_dots, filter(is_jaxpr, inside)), collections.Counter())
     return counts
-
-
-def nested(values):
-    for value in values:
-        if isinstance(value, tuple | list):
-            yield from nested(value)
-        elif hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-            yield value
 
 
 def peak_bytes():

@@ -6,7 +6,6 @@ benchmark gets the same model, the same batches and the same loss, and differs o
 it does around them.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -18,46 +17,33 @@ import optax
 from jax import lax
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VitSize:
-    """Shape of a vision transformer; the defaults are ViT-Base/16 at 224²."""
+class Size(NamedTuple):
+    """Shape of a decoder with a tied head, or of a vision transformer."""
 
-    library: str = "equinox"
-    image: int = 224
-    patch: int = 16
     features: int = 768
-    hidden: int = 3072
     heads: int = 12
     depth: int = 12
+    vocabulary: int = 50257
+    context: int = 1024
+    library: str = "equinox"
+    image: int = 0  # of a vision transformer, as what follows
+    patch: int = 16
+    hidden: int = 3072
     classes: int = 1000
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GptSize:
-    """Shape of a decoder with a tied head; the defaults are GPT-2 124M."""
-
-    library: str = "equinox"
-    vocabulary: int = 50257
-    context: int = 1024
-    features: int = 768
-    heads: int = 12
-    depth: int = 12
-
-
-TINY_GPT = GptSize(vocabulary=256, context=32, features=64, heads=4, depth=2)
-NARROW = VitSize(image=32, patch=8, features=64, hidden=128, heads=4, classes=64)
-SIZES: dict[str, VitSize | GptSize] = {
-    "vit-base": VitSize(),
-    "gpt2": GptSize(),
-    "gpt2-linen": GptSize(library="linen"),
-    "gpt2-nnx": GptSize(library="nnx"),
-    "gpt-1b": GptSize(features=2048, heads=16, depth=20),
-    # The leaves of ViT-Base, so small that the device has nothing to do.
-    "narrow": NARROW,
-    "tiny": dataclasses.replace(NARROW, depth=2, classes=10),
-    "tiny-gpt": TINY_GPT,
-    "tiny-linen": dataclasses.replace(TINY_GPT, library="linen"),
-    "tiny-nnx": dataclasses.replace(TINY_GPT, library="nnx"),
+TINY = Size(64, 4, 2, 256, 32)
+# The defaults are those of GPT-2 124M, and of ViT-Base/16.
+SIZES = {
+    "vit-base": Size(image=224),
+    "gpt2": Size(),
+    "gpt2-linen": Size(library="linen"),
+    "gpt2-nnx": Size(library="nnx"),
+    "gpt-1b": Size(2048, 16, 20),
+    "tiny": TINY._replace(image=32, patch=8, hidden=128, classes=10),
+    "tiny-gpt": TINY,
+    "tiny-linen": TINY._replace(library="linen"),
+    "tiny-nnx": TINY._replace(library="nnx"),
 }
 BATCH = {"vit-base": 128, "gpt2": 8, "gpt2-linen": 8, "gpt2-nnx": 8, "gpt-1b": 4}
 
@@ -192,7 +178,7 @@ def with_attention_by_hand(model):
     return eqx.tree_at(each, model, [ByHand(x) for x in each(model)])
 
 
-def flax_options(by_hand):
+def flax_options(by_hand) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns options of all Flax layers, and of attention, for bf16 by hand."""
     if not by_hand:
         return {}, {}
@@ -234,7 +220,7 @@ def nnx_gpt(size, by_hand):
     from flax import nnx
 
     options, attend = flax_options(by_hand)
-    width, options = size.features, options | {"rngs": nnx.Rngs(0)}
+    width, options["rngs"] = size.features, nnx.Rngs(0)
 
     class Block(nnx.Module):
         def __init__(self):
@@ -305,35 +291,25 @@ class Task(NamedTuple):
     batches: list[Any]
 
 
-def make_task(
-    name, batch, *, batches=2, length=None, seed=0, by_hand=False, shapes=False
-):
+def make_task(name, batch, *, batches=2, length=None, by_hand=False, shapes=False):
     """Builds a task of `SIZES`; the same arguments give the same numbers.
 
-    Args:
-        name: A key of `SIZES`.
-        batch: Examples in a batch.
-        batches: How many batches; a benchmark takes them in turn.
-        length: Tokens of a sequence, at most the context (GPT only).
-        seed: Of the parameters and the data.
-        by_hand: Whether attention is cuDNN's. The loss is then that of bf16 parameters.
-        shapes: Whether there are no numbers, only shapes.
+    With `by_hand` attention is cuDNN's, and the loss that of bf16 parameters; with `shapes`
+    there are no numbers, only shapes.
     """
     size = SIZES[name]
     # One compilation for the whole model instead of one per leaf.
     run = eqx.filter_eval_shape if shapes else eqx.filter_jit(lambda f, *args: f(*args))
-    key, *data_keys = jax.random.split(jax.random.key(seed), 1 + batches)
-    if isinstance(size, VitSize):
-        make, parts = functools.partial(vit_batch, size, batch), ("image", "label")
-        inputs = targets = lambda x: x
+    key, *data_keys = jax.random.split(jax.random.key(0), 1 + batches)
+    if size.image:
+        make = functools.partial(vit_batch, size, batch)
+        split = lambda data: (data["image"], data["label"])  # noqa: E731
     else:
-        tokens = length or size.context
-        make = functools.partial(gpt_batch, size, batch, tokens)
-        parts = ("tokens", "tokens")
-        inputs, targets = lambda x: x[:, :-1], lambda x: x[:, 1:]
+        make = functools.partial(gpt_batch, size, batch, length or size.context)
+        split = lambda data: (data["tokens"][:, :-1], data["tokens"][:, 1:])  # noqa: E731
     data = [run(make, key) for key in data_keys]
     if size.library == "equinox":
-        build = functools.partial(Vit if isinstance(size, VitSize) else Gpt, size)
+        build = functools.partial(Vit if size.image else Gpt, size)
         is_array = lambda x: eqx.is_inexact_array(x) or hasattr(x, "shape")  # noqa: E731
         params, static = eqx.partition(run(build, key), is_array)
 
@@ -343,11 +319,11 @@ def make_task(
     else:
         gpt = linen_gpt if size.library == "linen" else nnx_gpt
         init, apply = gpt(size, by_hand)  # pyright: ignore[reportAssignmentType]
-        params = run(init, jax.random.key(0), inputs(data[0]["tokens"]))
+        params = run(init, jax.random.key(0), data[0]["tokens"][:, :-1])
 
     def loss(params, batch):
-        logits = apply(params, inputs(batch[parts[0]]))
-        return cross_entropy(logits, targets(batch[parts[1]]))
+        inputs, targets = split(batch)
+        return cross_entropy(apply(params, inputs), targets)
 
     return Task(params, loss, data)
 

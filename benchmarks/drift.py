@@ -13,13 +13,12 @@ way that f32 has moved: 1 is f32, 0 a mean that stood still. Plain JAX; a kernel
 roundings, see kernel_check.py.
 """
 
-import dataclasses
 import functools
 import math
 import pathlib
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +32,7 @@ from _measure import read_options
 GUIDE = pathlib.Path(__file__).parents[1] / "docs/reference/rounding.md"
 START, END = "<!-- drift: made by benchmarks/drift.py -->", "<!-- end of drift -->"
 SHAPE = (16, 64)
+MOMENTUM = {"momentum": 0.9}
 OUTLIER = (0, 5)
 COLUMNS: dict[str, dict[str, Any]] = {
     "dithered": {},
@@ -98,79 +98,62 @@ def uneven(step):
 # --- the lines ------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A run: optimizer, start, gradients, steps."""
 
     name: str
     rate: float
     steps: int
-    grad: Callable[[Array], Array]
+    grad: Callable[[Any], Array]
     rule: str = "AdamW"
-    start: float = 1.0
-    size: float = 1.0
-    options: tuple[tuple[str, float], ...] = (("weight_decay", 0.0),)
+    start: float = 1.0  # of all weights; 0 draws them
+    size: float = 1.0  # of the gradients
+    options: Mapping[str, float] = {"weight_decay": 0.0}
 
     def weights(self):
-        """Returns the f32 weights before the first step; `start` 0 draws them."""
-        return (
-            jnp.full(SHAPE, self.start) if self.start else jnp.asarray(_fixed(2) * 0.02)
-        )
+        """Returns the f32 weights before the first step."""
+        drawn = jnp.asarray(_fixed(2) * 0.02)
+        return jnp.full(SHAPE, self.start) if self.start else drawn
 
     def grads(self, step):
         return self.grad(step) * self.size
 
 
-def _decay(number):
-    return (("weight_decay", number),)
+def _line(name, rate, grad, *more, **options):
+    """A long run, with decay where `decay` says so, or without options of the rule."""
+    decay = {"weight_decay": options.pop("decay", 0.0)}
+    return Line(name, rate, 20_000, grad, *more, **({"options": decay} | options))
 
 
-MOMENTUM = (("momentum", 0.9),)
 LINES = (
     *(
         Line(f"constant gradient, rate {rate:.0e}", rate, 1000, constant)
         for rate in (1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
     ),
     *(
-        Line(f"noisy gradient, rate {rate:.0e}", rate, 20_000, noisy, start=0.0)
+        _line(f"noisy gradient, rate {rate:.0e}", rate, noisy, start=0.0)
         for rate in (1e-4, 1e-5, 1e-6, 1e-7)
     ),
-    Line("the same, weights of 1, rate 1e-06", 1e-6, 20_000, noisy),
-    Line("decay alone, rate · decay 1e-05", 1e-3, 20_000, absent, options=_decay(1e-2)),
-    Line("decay alone, rate · decay 1e-06", 1e-4, 20_000, absent, options=_decay(1e-2)),
-    Line("sparse rows, rate 1e-05", 1e-5, 20_000, sparse, options=_decay(1e-2)),
-    Line("gradients of 1e12, rate 1e-05", 1e-5, 20_000, noisy, start=0.0, size=1e12),
-    Line("gradients of 1e-12, rate 1e-03", 1e-3, 20_000, noisy, start=0.0, size=1e-12),
+    _line("the same, weights of 1, rate 1e-06", 1e-6, noisy),
+    _line("decay alone, rate · decay 1e-05", 1e-3, absent, decay=1e-2),
+    _line("decay alone, rate · decay 1e-06", 1e-4, absent, decay=1e-2),
+    _line("sparse rows, rate 1e-05", 1e-5, sparse, decay=1e-2),
+    _line("gradients of 1e12, rate 1e-05", 1e-5, noisy, start=0.0, size=1e12),
+    _line("gradients of 1e-12, rate 1e-03", 1e-3, noisy, start=0.0, size=1e-12),
     Line("one gradient of 1e5 among ones, rate 1e-03", 1e-3, 300, outlier),
     Line("the same, clipped to the norm of the ones", 1e-3, 300, clipped),
-    Line(
-        "magnitudes a factor of 3000 apart, rate 1e-05", 1e-5, 20_000, uneven, start=0.0
-    ),
-    Line(
-        "Adam, noisy gradient, rate 1e-05", 1e-5, 20_000, noisy, "Adam", 0.0, options=()
-    ),
-    Line("Lion, noisy gradient, rate 1e-06", 1e-6, 20_000, noisy, "Lion", 0.0),
-    Line(
-        "Lion, decay alone, 1e-06", 1e-4, 20_000, absent, "Lion", options=_decay(1e-2)
-    ),
-    Line(
-        "SGD, noisy gradient, rate 1e-06", 1e-6, 20_000, noisy, "SGD", 0.0, options=()
-    ),
-    Line(
-        "SGD with momentum, rate 1e-07",
-        1e-7,
-        20_000,
-        noisy,
-        "SGD",
-        0.0,
-        options=MOMENTUM,
-    ),
+    _line("magnitudes a factor of 3000 apart, rate 1e-05", 1e-5, uneven, start=0.0),
+    _line("Adam, noisy gradient, rate 1e-05", 1e-5, noisy, "Adam", 0.0, options={}),
+    _line("Lion, noisy gradient, rate 1e-06", 1e-6, noisy, "Lion", 0.0),
+    _line("Lion, decay alone, 1e-06", 1e-4, absent, "Lion", decay=1e-2),
+    _line("SGD, noisy gradient, rate 1e-06", 1e-6, noisy, "SGD", 0.0, options={}),
+    _line("SGD with momentum, rate 1e-07", 1e-7, noisy, "SGD", 0.0, options=MOMENTUM),
 )
 
 
 def in_f32(line):
     """Returns the weights after optax's steps in f32."""
-    tx = RULES[line.rule][1](line.rate, **dict(line.options))
+    tx = RULES[line.rule][1](line.rate, **line.options)
 
     def step(number, carry):
         params, state = carry
@@ -184,10 +167,9 @@ def in_f32(line):
 
 def compressed(line, options):
     """Returns the f32 weights behind the parameters after compressed steps."""
-    options = {"min_size": 1, **options}
-    compression = mpx.optim.Compression(**options)
+    compression = mpx.optim.Compression(min_size=1, **options)
     make = RULES[line.rule][0]
-    tx = make(line.rate, **dict(line.options), compression=compression, backend="jax")
+    tx = make(line.rate, **line.options, compression=compression, backend="jax")
     start = tuple(tx.init_from(line.weights()))
 
     def step(number, carry):
@@ -197,20 +179,11 @@ def compressed(line, options):
     return mpx.cast_to_float32(mpx.optim.master_params(*run(start)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """How far f32 moved, and for each column the distance to it as a share of that."""
 
-    name: str
-    steps: int
     moved: float
     apart: dict[str, float]
-
-    def row(self):
-        cells = [f"{x:.3f}" if x < 0.1 else f"{x:.2f}" for x in self.apart.values()]
-        return (
-            f"| {self.name} | {self.steps} | {self.moved:.1e} | {' | '.join(cells)} |"
-        )
 
 
 def measure(line, columns=tuple(COLUMNS)):
@@ -219,27 +192,26 @@ def measure(line, columns=tuple(COLUMNS)):
     if line.grad in (outlier, clipped):  # the others of its group
         seen = np.indices(SHAPE)[1] < 32
         seen[1:], seen[OUTLIER] = False, False
-
-    def of(weights):
-        return np.asarray(weights, np.float64)[seen]
-
+    of = lambda weights: np.asarray(weights, np.float64)[seen]  # noqa: E731
     start, end = of(line.weights()), of(in_f32(line))
     distance = float(np.linalg.norm(end - start))
     apart = {
-        name: float(np.linalg.norm(of(compressed(line, COLUMNS[name])) - end))
-        / distance
-        for name in columns
+        x: float(np.linalg.norm(of(compressed(line, COLUMNS[x])) - end)) / distance
+        for x in columns
     }
-    return Result(line.name, line.steps, distance / math.sqrt(end.size), apart)
+    return Result(distance / math.sqrt(end.size), apart)
+
+
+def row(line):
+    """Returns a row of the table."""
+    moved, apart = measure(line)
+    cells = [f"{x:.3f}" if x < 0.1 else f"{x:.2f}" for x in apart.values()]
+    return f"| {line.name} | {line.steps} | {moved:.1e} | {' | '.join(cells)} |"
 
 
 # --- how soon bf16 weights move ---------------------------------------------------------
 
-STARTS: dict[str, Callable[[Any, Array], Any]] = {
-    "`init_from`": lambda tx, weights: tuple(tx.init_from(weights)),
-    "`init`": lambda tx, weights: _from_rounded(tx, weights),
-    "`jitter=False`": lambda tx, weights: _from_rounded(tx, weights),
-}
+STARTS = ("`init_from`", "`init`", "`jitter=False`")
 STEPS = (1, 10, 50, 100, 500)
 START_HEADER = (
     f"| steps at a rate of 1e-06 | {' | '.join(STARTS)} |\n|---|{'---|' * len(STARTS)}"
@@ -247,21 +219,16 @@ START_HEADER = (
 START_MARKS = "<!-- starts: made by benchmarks/drift.py -->", "<!-- end of starts -->"
 
 
-def _from_rounded(tx, weights):
-    params = weights.astype(jnp.bfloat16)
-    return params, tx.init(params)
-
-
 def start_rows():
     """Returns a row for each number of steps with a constant gradient, by its name."""
     weights = 0.05 * jax.random.normal(jax.random.key(0), (512, 512))
-    shares = {steps: [] for steps in STEPS}
-    for name, start in STARTS.items():
+    low, shares = weights.astype(jnp.bfloat16), {steps: [] for steps in STEPS}
+    for name in STARTS:
         compression = mpx.optim.Compression(jitter="False" not in name)
-        tx = mpx.optim.flash_adamw(
+        tx: Any = mpx.optim.flash_adamw(
             1e-6, weight_decay=0.0, compression=compression, backend="jax"
         )
-        carry = start(tx, weights)
+        carry = tx.init_from(weights) if "from" in name else (low, tx.init(low))
         before = np.mean(np.asarray(carry[0], np.float64))
 
         def step(_, carry, tx=tx):
@@ -269,14 +236,10 @@ def start_rows():
 
         for steps in STEPS:
             run = jax.jit(functools.partial(lax.fori_loop, 0, steps, step))
-            moved = before - np.mean(np.asarray(run(carry)[0], np.float64))
-            shares[steps].append(
-                float(moved) / (1e-6 * steps)
-            )  # Adam moves by its rate
-    return {
-        str(steps): f"| {steps} | " + " | ".join(f"{share:.2f}" for share in row) + " |"
-        for steps, row in shares.items()
-    }
+            moved = before - np.mean(np.asarray(run(tuple(carry))[0], np.float64))
+            # Adam moves by its rate.
+            shares[steps].append(f"{float(moved) / (1e-6 * steps):.2f}")
+    return {str(n): f"| {n} | {' | '.join(row)} |" for n, row in shares.items()}
 
 
 HEADER = (
@@ -306,7 +269,7 @@ def main():
     rows = {}
     for number, line in enumerate(lines, start=1):
         print(f"{number} of {len(lines)}: {line.name}", file=sys.stderr, flush=True)
-        rows[line.name] = measure(line).row()
+        rows[line.name] = row(line)
         print(rows[line.name], flush=True)
     starts = {}
     if args.only in "start":
@@ -315,8 +278,7 @@ def main():
     if args.write:
         write(rows)
         write(starts, START_HEADER, START_MARKS, tuple(map(str, STEPS)))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

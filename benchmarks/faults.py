@@ -59,16 +59,12 @@ class Stepped(NamedTuple):
 
 
 class Library(NamedTuple):
-    """One way to train.
-
-    `step` maps `(training, x, y, fault, number)` to `Stepped`; `bounds` are the least and
-    the largest loss scale.
-    """
+    """One way to train."""
 
     name: str
-    init: Any
-    step: Any
-    bounds: tuple[float, float]
+    init: Any  # from parameters to `Training`
+    step: Any  # from `(training, x, y, fault, number)` to `Stepped`
+    bounds: tuple[float, float]  # the least and the largest loss scale
     layout: str = "jit"
 
 
@@ -110,7 +106,7 @@ def loss_f16(params, x, y, fault, number):
     return loss(params, x, y, fault, number)
 
 
-# --- layouts over all devices, eight in faults.py -------------------------------------
+# --- layouts over all devices ---------------------------------------------------------
 
 
 def shardings(layout):
@@ -125,14 +121,14 @@ def shardings(layout):
 
 def targets(layout):
     """Returns what faults can hit: shapes in f16, with their shardings."""
-    where = shardings(layout)
-
-    def struct(name, shape):
-        return jax.ShapeDtypeStruct(shape, jnp.float16, sharding=where[name])
-
-    params = {name: struct(name, x.shape) for name, x in make_params().items()}
-    others = {"x": struct("x", (ROWS, IN)), "hidden": struct("hidden", (ROWS, HIDDEN))}
-    return {"params": params, **others}
+    where, f16 = shardings(layout), jnp.float16
+    shapes = {name: x.shape for name, x in make_params().items()}
+    shapes |= {"x": (ROWS, IN), "hidden": (ROWS, HIDDEN)}
+    found = {
+        k: jax.ShapeDtypeStruct(x, f16, sharding=where[k]) for k, x in shapes.items()
+    }
+    others = {name: found.pop(name) for name in ("hidden", "x")}
+    return {"params": found, **others}
 
 
 def placed(tree, layout):
@@ -172,29 +168,26 @@ def ours(name, optimizer, *, layout, dtype=jnp.float32, compute=jnp.float16):
     def step(training, x, y, fault, number):
         params, state, scaling = training
         result = take(scaling, params, x, y, fault, number, axis)
-        params, state = mpx.optimizer_update(
-            params, optimizer, state, result.grads, result.finite
-        )
-        new = Training(params, state, result.scaling)
-        scale = result.scaling.loss_scaling
-        return Stepped(new, result.grads, scale, result.value)
+        scaling, grads = result.scaling, result.grads
+        update = mpx.optimizer_update
+        params, state = update(params, optimizer, state, grads, result.finite)
+        new = Training(params, state, scaling)
+        return Stepped(new, grads, scaling.loss_scaling, result.value)
 
     if layout == "shard_map":
-        mesh = shardings(layout)["x"].mesh
+        where = {"mesh": shardings(layout)["x"].mesh, "check_vma": False}
         specs = (P(), P("data"), P("data"), P(), P())
-        step = jax.shard_map(
-            step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
-        )
+        step = jax.shard_map(step, in_specs=specs, out_specs=P(), **where)
     return Library(name, init, step, (1.0, 2.0**24), layout)
 
 
-_SMALL = mpx.optim.Compression(min_size=0, group_size=4)  # compresses small weights too
+SMALL = mpx.optim.Compression(min_size=0, group_size=4)  # compresses small weights too
 
 
 def all_ours():
     adamw, bf16 = optax.adamw(RATE), jnp.bfloat16
-    flash = mpx.optim.flash_adamw(RATE, compression=_SMALL)
-    lion = mpx.optim.flash_lion(RATE, compression=_SMALL)
+    flash = mpx.optim.flash_adamw(RATE, compression=SMALL)
+    lion = mpx.optim.flash_lion(RATE, compression=SMALL)
     return [
         ours("mpx, optax.adamw, sharded", adamw, layout="jit"),
         ours("mpx, optax.adamw, copies", adamw, layout="shard_map"),
@@ -223,8 +216,8 @@ def with_adamw(name, bounds, scaling, take):
         scaling, scale, grads, choose = take(scaling, params, *args)
         updates, new_state = optimizer.update(grads, state, params)
         new = optax.apply_updates(params, updates), new_state
-        new = jax.tree.map(choose, new, (params, state))
-        return Stepped(Training(*new, scaling), grads, scale)
+        params, state = jax.tree.map(choose, new, (params, state))
+        return Stepped(Training(params, state, scaling), grads, scale)
 
     init = lambda params: Training(params, optimizer.init(params), scaling())  # noqa: E731
     return Library(name, init, step, bounds)
@@ -290,8 +283,10 @@ def paper(folder):
         params, state, scaling = training
         take = theirs_grad.filter_value_and_grad(loss, scaling)
         _, scaling, finite, grads = take(params, *args)
-        new = theirs_grad.optimizer_update(params, optimizer, state, grads, finite)
-        return Stepped(Training(*new, scaling), grads, scaling.loss_scaling)
+        update = theirs_grad.optimizer_update
+        params, state = update(params, optimizer, state, grads, finite)
+        new = Training(params, state, scaling)
+        return Stepped(new, grads, scaling.loss_scaling)
 
     return Library("mixed-precision-for-JAX", init, step, (1.0, 65504.0))
 
@@ -391,8 +386,7 @@ def count_faults(library, count, seed):
 
 def draw_fault(draw, things, step):
     """Draws a fault; nothing goes back to the batch."""
-    leaves = [f"params/{name}" for name in things["params"]] + ["hidden", "x"]
-    leaf = str(draw.choice(leaves))
+    leaf = str(draw.choice([*(f"params/{k}" for k in things["params"]), "hidden", "x"]))
     struct = things["params"].get(leaf.removeprefix("params/")) or things[leaf]
     shard = struct.sharding.shard_shape(struct.shape)
     return Fault(
@@ -463,36 +457,33 @@ def main():
     )
     own, began, others, fine = all_ours(), time.perf_counter(), [], True
     if options.others:
-        others = [
-            flax(),
-            apply_if_finite(),
-            paper(options.paper),
-            jaxamp(options.jaxamp),
-        ]
+        more = paper(options.paper), jaxamp(options.jaxamp)
+        others = [flax(), apply_if_finite(), *filter(None, more)]
     print(f"{measure.environment()}, {jax.device_count()} devices; seed {options.seed}")
-    print("\n| library | faults | exact skips | corrupted bytes | healthy steps lost "
-          "| finite faults skipped | same end |\n|---|--:|--:|--:|--:|--:|---|")  # fmt: skip
-    for index, library in enumerate([*own, *filter(None, others)]):
-        if library in own:
-            count = len(range(index, options.faults, len(own)))
-            c = count_faults(library, count, options.seed + index)
-            fine &= c.exact
-        else:
-            c = count_faults(library, min(options.others, options.faults), options.seed)
-        print(f"| {library.name} | {c.faults} | {c.skipped} | {c.corrupted} | {c.lost} of "
-              f"{c.healthy} | {c.refused} of {c.harmless} | {yes(c.same_end)} |",
-              flush=True)  # fmt: skip
-    print("\n| library | bad steps | loss scale | inside its bounds | state unchanged "
-          "| next gradient equal |\n|---|--:|---|---|---|---|")  # fmt: skip
-    for library in [*(x for x in own if x.layout == "jit"), *filter(None, others)]:
+    measure.print_head(
+        "library", "faults", "exact skips", "corrupted bytes", "healthy steps lost",
+        "finite faults skipped", "same end",
+    )  # fmt: skip
+    for index, library in enumerate([*own, *others]):
+        count = len(range(index, options.faults, len(own)))
+        seed = options.seed + index
+        if library in others:
+            count, seed = min(options.others, options.faults), options.seed
+        c = count_faults(library, count, seed)
+        fine &= c.exact or library in others
+        shares = f"{c.lost} of {c.healthy}", f"{c.refused} of {c.harmless}"
+        counts = c.faults, c.skipped, c.corrupted
+        measure.print_row(library.name, *counts, *shares, yes(c.same_end))
+    measure.print_head(
+        "library", "bad steps", "loss scale", "inside its bounds", "state unchanged",
+        "next gradient equal",
+    )  # fmt: skip
+    for library in [*(x for x in own if x.layout == "jit"), *others]:
         b = burst(library, options.burst)
-        fine &= b.exact or library not in own
-        print(f"| {library.name} | {options.burst} | {b.low:.4g} to {b.high:.4g} "
-              f"| {yes(b.inside)} | {yes(b.intact)} | {yes(b.same_grads)} |",
-              flush=True)  # fmt: skip
-    seconds = time.perf_counter() - began
-    print(f"\n{'passed' if fine else 'FAILED'} in {seconds:.0f} s")
-    return int(not fine)
+        fine &= b.exact or library in others
+        scales = f"{b.low:.4g} to {b.high:.4g}"
+        measure.print_row(library.name, options.burst, scales, *map(yes, b[2:]))
+    return measure.print_end(fine, began)
 
 
 def yes(value):

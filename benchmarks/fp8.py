@@ -20,7 +20,6 @@ import _measure as measure
 import mpx
 from _measure import giga, number, ratio
 from _models import Decoder
-from mpx._fp8 import _operands
 from mpx._fp8._decide import predicted_gain
 from mpx._jax._devices import cuda_capability
 
@@ -34,19 +33,15 @@ RECIPES = {
     ),
     "fp8-row": mpx.recipes.CurrentScaling(granularity="row"),
     "fp8-compute": mpx.recipes.CurrentScaling(weight_grad="compute"),
-    # The codes of weights in one order, as a program over several devices has them.
-    "fp8-one-order": mpx.recipes.CurrentScaling(),
 }
 SECTIONS = {
     "mlp": ("bf16", "fp8", "fp8-delayed", "fp8-static", "fp8-row", "fp8-compute"),
-    "tower": ("bf16", "fp8", "fp8-delayed", "fp8-one-order"),
-    "lm": ("bf16", "fp8", "fp8-one-order"),
+    "tower": ("bf16", "fp8", "fp8-delayed"),
+    "lm": ("bf16", "fp8"),
     "lm-accumulate": ("bf16", "fp8"),
     "small": ("bf16", "fp8"),
     "sizes": ("all",),
 }
-# fp8 over bf16 in speed. "small" must not be slower; 2 % is the spread of such steps.
-TARGETS = {"mlp": 1.58, "tower": 1.5, "lm": 1.3, "small": 0.98}
 LARGE = Decoder(4, 4096, 16384, 32, 32, 32768, 8, 2048, gated=False)
 SIZES = dict.fromkeys(SECTIONS, LARGE)
 SIZES["small"] = Decoder(12, 768, 3072, 12, 12, 32768, 8, 1024, gated=False)
@@ -60,8 +55,6 @@ def under(mode, loss, tiny):
     """The loss as a mode runs it. Where a CPU tries the script, nothing is too small."""
     if mode == "bf16":
         return loss
-    if mode == "fp8-one-order":
-        _operands.automatic_size = lambda x: 8
     return mpx.fp8(loss, RECIPES[mode], min_gain=0 if tiny else 1.1)
 
 
@@ -142,8 +135,9 @@ def measure_step(step, state, inputs, options) -> Any:
     state, _, _ = run(state, steps=options.warmup, group=options.warmup)
     state, values, timing = run(state, steps=options.steps, group=options.group)
     seen = {"fp8": found.fp8, "other": dict(found.other)}
-    ends = {"first": float(values[0]), "last": float(values[-1])}
-    return record | timing | seen | ends | {"peak_bytes": measure.peak_bytes()}
+    return (
+        record | timing | seen | {"first": float(values[0]), "last": float(values[-1])}
+    )
 
 
 def run_sizes(options):
@@ -179,62 +173,32 @@ def repeated(gradient, state, _):
 
 def print_tables(results):
     base = lambda r: results.get(f"{r['case'].split(':')[0]}:bf16", r)  # noqa: E731
-    slower = lambda r: r["compile_s"] - base(r)["compile_s"]  # noqa: E731
-    steps = [record for record in results.values() if "rows" not in record]
-    if steps:
+    rows = results.pop("sizes:all", {}).get("rows", [])
+    if results:
         measure.print_columns(
-            steps,
+            results.values(),
             ("case", lambda r: r["case"]),
             ("ms", lambda r: number(r["ms"], 3)),
             ("spread", measure.spread),
             ("× bf16", lambda r: number(ratio(base(r)["ms"], r["ms"]), 3)),
             ("fp8 calls", lambda r: str(r["fp8"])),
-            (
-                "other matmuls",
-                lambda r: ", ".join(f"{n} {x}" for x, n in r["other"].items()),
-            ),
+            ("others", lambda r: ", ".join(f"{n} {x}" for x, n in r["other"].items())),
             ("compile s", lambda r: number(r["compile_s"], 1)),
-            ("beside bf16", lambda r: f"{slower(r):+.1f}"),
             ("temp GB", lambda r: giga(r.get("temp_bytes"))),
             ("value", lambda r: f"{r['first']:.4f} → {r['last']:.4f}"),
         )
-    for record in results.values():
+    if rows:
+        head = ["m×k×n", "bf16 ms", "fp8 ms", "measured", "predicted"]
         cells = [
-            [
-                f"{m}×{k}×{n}",
-                *(number(x, 3) for x in found),
-                "fp8" if found[-1] >= 1.1 else "kept",
-            ]
-            for m, k, n, *found in record.get("rows", ())
+            [f"{m}×{k}×{n}", *(number(x, 3) for x in found)] for m, k, n, *found in rows
         ]
-        if cells:
-            head = ["m×k×n", "bf16 ms", "fp8 ms", "measured", "predicted", "size rule"]
-            print(measure.format_table(head, cells))
-
-
-def targets_met(results):
-    """Says which targets were met; returns whether all were."""
-    met = True
-    for section, target in TARGETS.items():
-        base, found = (results.get(f"{section}:{mode}") for mode in ("bf16", "fp8"))
-        if not base or not found:
-            continue
-        gain = base["ms"] / found["ms"]
-        slower = found["compile_s"] - base["compile_s"]
-        good = gain >= target and slower <= 3
-        met &= good
-        print(
-            f"{section}: {gain:.3f}× bf16 (target {target}×), compiled {slower:+.1f} s"
-            f" beside it (target 3 s): {'met' if good else 'MISSED'}"
-        )
-    return met
+        print(measure.format_table(head, cells))
 
 
 def main():
     options = measure.read_options(
         __doc__,
-        "sections=mlp,tower,lm,small modes=, steps=40 warmup=5 group=5 "
-        "timeout=240.0 tiny json=str strict",
+        "sections=mlp,tower,lm,small steps=40 warmup=5 group=5 timeout=240.0 tiny",
     )
     if options.child is not None:
         measure.start_child()
@@ -247,17 +211,15 @@ def main():
         f"{section}:{mode}"
         for section, modes in measure.pick(SECTIONS, options.sections).items()
         for mode in modes
-        if not options.modes or mode in (*options.modes, "bf16", "all")
     ]
     # No cache: compile time is among what is compared.
     runs = measure.run_cases(cases, options, shared_cache=False)
     good = {case: run[0] for case, run in runs.items() if "error" not in run[0]}
     if not good:
         return 1
-    on_cpu = measure.print_machine(next(iter(good.values())))
+    measure.print_machine(next(iter(good.values())))
     print_tables(good)
-    missed = not on_cpu and not targets_met(good)
-    return int(len(good) < len(runs) or (options.strict and missed))
+    return int(len(good) < len(runs))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import functools
 import re
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,15 +36,16 @@ from mpx._optim._update_rules import Given
 from mpx._quant import Block, Dither, Quantized
 from mpx._quant._rounding import _mix as mix
 
-RATE, DECAY = 0.01, 0.1
-RULES: dict[str, Any] = {
-    "adamw": functools.partial(mpx.optim.flash_adamw, RATE, weight_decay=DECAY),
-    "adam": functools.partial(mpx.optim.flash_adam, RATE, weight_decay=DECAY),
-    "lion": functools.partial(mpx.optim.flash_lion, RATE, weight_decay=DECAY),
-    "sgd": functools.partial(mpx.optim.flash_sgd, RATE, weight_decay=DECAY),
-    "sgd momentum": functools.partial(mpx.optim.flash_sgd, RATE, 0.9, dampening=0.1),
-    "sgd nesterov": functools.partial(mpx.optim.flash_sgd, RATE, 0.9, nesterov=True),
-    "sgdw": functools.partial(mpx.optim.flash_sgdw, RATE, 0.9, weight_decay=DECAY),
+RATE, DECAY = 0.01, {"weight_decay": 0.1}
+# By name: the optimizer, its arguments, and its options.
+RULES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "adamw": (mpx.optim.flash_adamw, (), DECAY),
+    "adam": (mpx.optim.flash_adam, (), DECAY),
+    "lion": (mpx.optim.flash_lion, (), DECAY),
+    "sgd": (mpx.optim.flash_sgd, (), DECAY),
+    "sgd momentum": (mpx.optim.flash_sgd, (0.9,), {"dampening": 0.1}),
+    "sgd nesterov": (mpx.optim.flash_sgd, (0.9,), {"nesterov": True}),
+    "sgdw": (mpx.optim.flash_sgdw, (0.9,), DECAY),
 }
 FORMATS: dict[str, dict[str, Any]] = {
     "24 bits": {},
@@ -53,40 +55,35 @@ FORMATS: dict[str, dict[str, Any]] = {
     "flashoptim 24": {"format": "flashoptim"},
     "flashoptim 32": {"format": "flashoptim", "master_bits": 32},
 }
-# With one rule: how the groups lie in a block, none knows.
-GROUPS: dict[str, dict[str, Any]] = {
-    f"groups of {size}": {"group_size": size} for size in (2, 8, 256)
-}
-# All others are dithered.
-NEAREST: dict[str, dict[str, Any]] = {
+# With the first rule alone: rules do not know how groups lie in a block, or of dithering.
+MORE: dict[str, dict[str, Any]] = {
+    "groups of 2": {"group_size": 2},
+    "groups of 8": {"group_size": 8},
+    "groups of 256": {"group_size": 256},
     "nearest": {"rounding": "nearest"},
     "no master, nearest": {"rounding": "nearest", "master_bits": None},
 }
 # How the kernel shows in a compiled program.
 KERNEL = 'custom_call_target="__gpu$xla.gpu.triton"'
-FIRST_RULE, FIRST_FORMAT = "adamw", "24 bits"
+FIRST = "adamw", "24 bits"
 # Three equal leaves share a launch; odd sizes leave a last block that is not full.
 LEAVES = (*[("bf16", "odd")] * 3, ("bf16", "full"), ("f16", "odd"), ("f32", "odd"))
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 # Stepped one by one, by `mpx.optim.release`.
 LAYERS = (("bf16", "layers"), ("bf16", "odd layers"), ("f32", "layers"))
-# From 2²⁰ elements on plain JAX takes two passes.
-SHAPES = {
-    "odd": (1001, 96),
-    "full": (1024, 1024),
-    "layers": (8, 512, 512),
-    "odd layers": (8, 1001, 96),
+# From 2²⁰ elements on plain JAX takes two passes. The second shapes are for --tiny.
+KINDS = {
+    "odd": ((1001, 96), (23, 96)),
+    "full": ((1024, 1024), (4, 512)),
+    "layers": ((8, 512, 512), (4, 96, 64)),
+    "odd layers": ((8, 1001, 96), (4, 97, 32)),
 }
-TINY_SHAPES = {
-    "odd": (23, 96),
-    "full": (4, 512),
-    "layers": (4, 96, 64),
-    "odd layers": (4, 97, 32),
-}
-# Rows of one leaf, whose codes take three bytes an element: the kernel up to 2³¹ and above
+SHAPES, TINY_SHAPES = ({k: x[i] for k, x in KINDS.items()} for i in (0, 1))
+# Width, rows compared at once, and rows of one leaf, whose codes take three bytes an
+# element: the kernel up to 2³¹ and above
 # 2³² bytes, between them plain JAX. The last has more than 2³² elements.
-WIDTH, CHUNK, ROWS = 2**15, 2**11, (10 * 2**11, 2**15, 2**16, 2**17 + 2**11)
-TINY_WIDTH, TINY_CHUNK, TINY_ROWS = 256, 4, (8,)
+HUGE = 2**15, 2**11, (10 * 2**11, 2**15, 2**16, 2**17 + 2**11)
+TINY = 256, 4, (8,)
 UNUSUAL = (np.inf, -np.inf, np.nan, 1e20, -1e20, 1e-25, 3e-39, 0.0)
 
 
@@ -124,13 +121,10 @@ class Found:
     wrong: int = 0  # what differs by more than is allowed
 
     def __add__(self, other):
-        merged = {
-            field.name: (max if field.name in ("code", "ulp", "used") else sum)(
-                (getattr(self, field.name), getattr(other, field.name))
-            )
-            for field in dataclasses.fields(Found)
-        }
-        return Found(**merged)
+        both = ((x.name, getattr(self, x.name), getattr(other, x.name))
+                for x in dataclasses.fields(Found))  # fmt: skip
+        largest = ("code", "ulp", "used")
+        return Found(**{k: max(a, b) if k in largest else a + b for k, a, b in both})
 
 
 @functools.partial(jax.jit, static_argnames="rule")
@@ -175,28 +169,23 @@ def differences(optimizer, before, grads, grad_scale, plain, kernel):
     step = Step(core, flatten_params(before[0]), before[1], grad_scale)
     scale, *rest = step.scalars(None, True)
     coefficients = rest[len(Dither._fields) :]
-    weights, moments = zip(
-        *(decoded(core, leaf, before[1]) for leaf in old), strict=True
-    )
-    columns = [
-        jnp.concatenate([x.ravel() for x in c]) for c in zip(*moments, strict=True)
-    ]
+    decode = functools.partial(decoded, core, before[1])
+    weights, moments = zip(*map(decode, old), strict=True)
+    join = lambda parts: jnp.concatenate([x.ravel() for x in parts])  # noqa: E731
+    grads = [x.astype(jnp.float32) for x in flatten_params(grads).leaves]
     allowed = rounding_errors(
         core.rule,
         (scale, *coefficients),
-        jnp.concatenate(
-            [x.astype(jnp.float32).ravel() for x in flatten_params(grads).leaves]
-        ),
-        jnp.concatenate([x.ravel() for x in weights]),
-        tuple(columns),
+        join(grads),
+        join(weights),
+        tuple(join(column) for column in zip(*moments, strict=True)),
     )
     ends = np.cumsum([leaf.param.size for leaf in old])
     split = zip(*(jnp.split(x, ends[:-1]) for x in allowed), strict=True)
-    results = []
-    for room, a, b in zip(split, want, got, strict=True):
-        pair = (decoded(core, leaf, before[1]) for leaf in (a, b))
-        results.append(compare_leaf(room, a, b, *pair))
-    return results
+    return [
+        compare_leaf(room, a, b, decode(a), decode(b))
+        for room, a, b in zip(split, want, got, strict=True)
+    ]
 
 
 def found_of(elements, fields):
@@ -219,7 +208,7 @@ def stored_leaves(params, state):
     return [Stored(leaf.param, *packing.view(leaf.packed)) for leaf, packing in pairs]
 
 
-def decoded(core, leaf, state):
+def decoded(core, state, leaf):
     """Returns the f32 weight and moments of a leaf."""
     shape, groups = leaf.param.shape, leaf.param.shape
     quantized = [x for x in leaf.moments if isinstance(x, Quantized)]
@@ -322,31 +311,21 @@ class Case:
         return f"{self.rule}, {'by layer' if self.by_layer else self.format}"
 
     def optimizer(self, backend):
-        compression = mpx.optim.Compression(
-            min_size=0, **(FORMATS | GROUPS | NEAREST)[self.format]
-        )
-        return RULES[self.rule](compression=compression, backend=backend)
+        options = (FORMATS | MORE)[self.format]
+        compression = mpx.optim.Compression(min_size=0, **options)
+        make, args, options = RULES[self.rule]
+        return make(RATE, *args, **options, compression=compression, backend=backend)
 
 
 def all_cases():
     """Yields all rules with all formats, dtypes where one of the two is the first."""
     for rule in RULES:
         for format in FORMATS:
-            few = rule != FIRST_RULE and format != FIRST_FORMAT
+            few = rule != FIRST[0] and format != FIRST[1]
             yield Case(rule, format, LEAVES[:1] if few else LEAVES)
-    for format in (*GROUPS, *NEAREST):
-        yield Case(FIRST_RULE, format, LEAVES)
+    yield from (Case(FIRST[0], format, LEAVES) for format in MORE)
     for rule in ("adamw", "lion", "sgd"):
-        yield Case(rule, FIRST_FORMAT, LAYERS, by_layer=True)
-
-
-@dataclasses.dataclass
-class Program:
-    """A case, compiled: both paths, and the comparison."""
-
-    case: Case
-    steps: dict[str, Any]
-    compare: Any
+        yield Case(rule, FIRST[1], LAYERS, by_layer=True)
 
 
 def draw(case, seed, shapes, spread):
@@ -375,7 +354,7 @@ def with_unusual(grads):
 
 
 def prepare(cases, shapes, pool):
-    """Traces one after another, and compiles meanwhile."""
+    """Traces one after another, and compiles meanwhile: both paths, and the comparison."""
     programs = []
     for case in cases:
         params = draw(case, 0, shapes, 0.05)
@@ -392,7 +371,7 @@ def prepare(cases, shapes, pool):
         with jax.enable_x64(True):
             compare = jax.jit(functools.partial(differences, case.optimizer("jax")))
             lowered = compare.lower(results, params, scale, results, results)
-        programs.append(Program(case, steps, pool.submit(lowered.compile)))
+        programs.append((case, steps, pool.submit(lowered.compile)))
     return programs
 
 
@@ -421,17 +400,11 @@ def step_by_layer(optimizer, params, state, grads, finite, grad_scale):
     return result.params, result.state
 
 
-def run_case(program, shapes):
-    """Takes steps from the same states on both paths.
-
-    Returns:
-        What differed, by leaf, and what else is wrong.
-    """
-    case = program.case
-    paths = {name: future.result() for name, future in program.steps.items()}
-    compare = program.compare.result()
+def run_case(case, steps, compare, shapes):
+    """Takes steps from the same states; returns what differed by leaf, and other faults."""
+    paths, compare = {k: x.result() for k, x in steps.items()}, compare.result()
     launches = {"plain": 0, "kernel": len(set(case.leaves))}
-    problems = [kernel_problem(paths[path], path, launches[path]) for path in paths]
+    problems = [p for k in paths for p in kernel_problems(paths[k], k, launches[k])]
     params = draw(case, 0, shapes, 0.05)
     carry = params, case.optimizer("jax").init(params)
     total = {" ".join(leaf): Found() for leaf in case.leaves}
@@ -451,16 +424,16 @@ def run_case(program, shapes):
         for leaf, x, fields in zip(case.leaves, params, found, strict=True):
             total[" ".join(leaf)] += found_of(x.size, fields)
         carry = kernel
-    return total, [problem for problem in problems if problem]
+    return total, problems
 
 
-def kernel_problem(program, path, expected):
+def kernel_problems(program, path, expected):
     """Says if a program has not the kernels it should have; equal leaves share one."""
     if jax.default_backend() == "cpu":
-        return None  # the interpreter leaves no trace
+        return []  # the interpreter leaves no trace
     text = program.as_text()
     found = text.count(KERNEL)
-    return None if found == expected else f"{path}: {found} kernels, not {expected}"
+    return [] if found == expected else [f"{path}: {found} kernels, not {expected}"]
 
 
 def changed(before, after):
@@ -507,9 +480,8 @@ def huge_inputs(rows, width, first=0):
     correction = jnp.maximum(integers(5, -128, 127), -127).astype(jnp.int8)
     params = {"w": centred(width, 6).astype(jnp.bfloat16)}
     any_size = mpx.optim.Compression(min_size=0)
-    small = mpx.optim.flash_adamw(RATE, compression=any_size).init(
-        {"w": params["w"][:1, :32]}
-    )
+    optimizer = mpx.optim.flash_adamw(RATE, compression=any_size)
+    small: Any = optimizer.init({"w": params["w"][:1, :32]})
     packed = Unpacked((mu, nu), correction).pack()
     state = dataclasses.replace(
         small, count=jnp.asarray(5, jnp.int32), packed={"w": packed}
@@ -517,39 +489,29 @@ def huge_inputs(rows, width, first=0):
     return params, state, {"w": centred(width, 7).astype(jnp.bfloat16)}
 
 
-@functools.cache
-def huge_comparison():
-    optimizer = Case(FIRST_RULE, FIRST_FORMAT, ()).optimizer("jax")
-    return jax.jit(functools.partial(differences, optimizer))
-
-
 def run_huge(rows, width, chunk):
     """Steps one huge leaf in place, then compares it with plain JAX part by part."""
-    case = Case(FIRST_RULE, FIRST_FORMAT, ())
+    case = Case(*FIRST, ())
     yes, scale = jnp.array(True), jnp.ones(())
     inputs = jax.jit(functools.partial(huge_inputs, rows, width))()
     step = functools.partial(take_step, case.optimizer("auto"))
     program = jax.jit(step, donate_argnums=(0, 1)).lower(*inputs, yes, scale).compile()
     leaf = PackedLeaf(inputs[0]["w"], *inputs[1].packed["w"])
     launches = int(_triton.can_address(leaf, _dispatch._BLOCK))
-    problem = kernel_problem(program, "kernel", launches)
+    problems = kernel_problems(program, "kernel", launches)
     result = program(*inputs, yes, scale)
     del inputs, leaf
 
-    def rows_of(x, first):
-        # The rows are the first axis, or behind the planes.
-        return (
-            x if not x.ndim else lax.dynamic_slice_in_dim(x, first, chunk, x.ndim - 2)
-        )
-
     @jax.jit
     def part(first, result):
-        mine = jax.tree.map(lambda x: rows_of(x, first), result)
+        # The rows are the last axis but one: the first one, or that behind the planes.
+        cut = lambda x: lax.dynamic_slice_in_dim(x, first, chunk, x.ndim - 2)  # noqa: E731
+        mine = jax.tree.map(lambda x: cut(x) if x.ndim else x, result)
         return huge_inputs(chunk, width, first), mine
 
     # A program of its own: together with `part` XLA would not round what it makes to bf16.
     plain = jax.jit(functools.partial(take_step, case.optimizer("jax")))
-    compare = huge_comparison()
+    compare = jax.jit(functools.partial(differences, case.optimizer("jax")))
     total = Found()
     for first in range(0, rows, chunk):
         (params, state, grads), got = part(jnp.int32(first), result)
@@ -557,7 +519,7 @@ def run_huge(rows, width, chunk):
         with jax.enable_x64(True):
             (fields,) = compare((params, state), grads, scale, want, got)
         total += found_of(chunk * width, fields)
-    return total, [problem] if problem else []
+    return total, problems
 
 
 # --- command line --------------------------------------------------------------------
@@ -603,15 +565,15 @@ def main():
     )
     passed = []
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        for program in prepare(cases, shapes, pool):
-            leaves, problems = run_case(program, shapes)
+        for case, steps, compare in prepare(cases, shapes, pool):
+            leaves, problems = run_case(case, steps, compare, shapes)
             for leaf, found in leaves.items():
-                passed.append(report(f"{program.case.name}, {leaf}", found, problems))
+                passed.append(report(f"{case.name}, {leaf}", found, problems))
     if options.huge:
-        sizes = (TINY_WIDTH, TINY_CHUNK) if options.tiny else (WIDTH, CHUNK)
-        for rows in TINY_ROWS if options.tiny else ROWS:
-            found = run_huge(rows, *sizes)
-            passed.append(report(f"adamw, {rows} × {sizes[0]}", *found))
+        width, chunk, sizes = TINY if options.tiny else HUGE
+        for rows in sizes:
+            found = run_huge(rows, width, chunk)
+            passed.append(report(f"adamw, {rows} × {width}", *found))
     print(
         f"\n{sum(passed)} of {len(passed)} lines passed, {time.perf_counter() - start:.0f} s."
         " Allowed: codes and 16-bit scales differ by one, weights by what roundings and one"

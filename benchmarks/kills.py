@@ -18,7 +18,6 @@ import logging
 import multiprocessing
 import os
 import pathlib
-import platform
 import random
 import sys
 import tempfile
@@ -46,14 +45,7 @@ PRECISIONS = ("f16", "bf16", "fp8")
 _SMALL = mpx.optim.Compression(min_size=0)
 
 
-class Config(NamedTuple):
-    """An optimizer and a precision, by name."""
-
-    optimizer: str
-    precision: str
-
-
-CONFIGS = list(itertools.starmap(Config, itertools.product(OPTIMIZERS, PRECISIONS)))
+CONFIGS = list(itertools.product(OPTIMIZERS, PRECISIONS))
 
 
 # --- the worker -----------------------------------------------------------------------
@@ -66,13 +58,13 @@ def loss(params, x):
 
 def make(config):
     """Returns jitted functions that make the first state, and that step."""
-    optimizer = OPTIMIZERS[config.optimizer]()
-    compressed = config.optimizer.startswith("flash")
-    dtype = jnp.bfloat16 if compressed else jnp.float32
+    name, precision = config
+    optimizer = OPTIMIZERS[name]()
+    dtype = jnp.bfloat16 if name.startswith("flash") else jnp.float32
     delayed = mpx.fp8(mpx.amp(loss), mpx.recipes.DelayedScaling(history=4), min_gain=0)
-    half = jnp.float16 if config.precision == "f16" else jnp.bfloat16
+    half = jnp.float16 if precision == "f16" else jnp.bfloat16
     policy = mpx.Policy(dtype, half, jnp.float32)
-    with_scales = config.precision == "fp8"
+    with_scales = precision == "fp8"
     take = mpx.value_and_grad(delayed if with_scales else loss,
                               policy=None if with_scales else policy)  # fmt: skip
 
@@ -100,22 +92,16 @@ def make(config):
     def advance(arrays):
         key, now = jax.random.split(arrays["key"])
         x = jax.random.normal(now, (ROWS, IN))
-        scales = [arrays["fp8"]] if with_scales else []
-        result = take(arrays["scaling"], *scales, arrays["params"], x)
+        args = (arrays["params"], x)
+        args = (arrays["fp8"], *args) if with_scales else args
+        result = take(arrays["scaling"], *args)
+        grads, finite = result.grads, result.finite
         params, state = mpx.optimizer_update(
-            arrays["params"],
-            optimizer,
-            arrays["optimizer"],
-            result.grads,
-            result.finite,
+            arrays["params"], optimizer, arrays["optimizer"], grads, finite
         )
-        new = {
-            "params": params,
-            "optimizer": state,
-            "scaling": result.scaling,
-            "key": key,
-        }
-        return new | ({"fp8": result.fp8} if with_scales else {})
+        new = {"params": params, "optimizer": state, "key": key}
+        new |= {"fp8": result.fp8} if with_scales else {}
+        return new | {"scaling": result.scaling}
 
     return init, advance
 
@@ -136,7 +122,8 @@ def work(folder, config, steps, cache, started):
         while state["step"] < steps:
             state = {"arrays": advance(state["arrays"]), "step": state["step"] + 1}
             checkpoints.save(state["step"], state)
-    done = {"digest": digest(state), "skipped": skipped(state["arrays"]["scaling"])}
+    skipped = int(getattr(state["arrays"]["scaling"], "skipped", 0))
+    done = {"digest": digest(state), "skipped": skipped}
     (folder / "part").write_text(json.dumps(done))
     (folder / "part").rename(folder / "done")
 
@@ -150,10 +137,6 @@ def digest(state):
         array = np.asarray(leaf)
         found.update(f"{path} {array.dtype} {array.shape}".encode() + array.tobytes())
     return found.hexdigest()
-
-
-def skipped(scaling):
-    return int(getattr(scaling, "skipped", 0))
 
 
 # --- the driver -----------------------------------------------------------------------
@@ -177,9 +160,8 @@ def kill_runs(config, kills, steps, folder, draw):
     def launch(where):
         where.mkdir(parents=True, exist_ok=True)
         started = context.Event()
-        worker = context.Process(
-            target=work, args=(where, config, steps, cache, started)
-        )
+        args = (where, config, steps, cache, started)
+        worker = context.Process(target=work, args=args)
         worker.start()
         return worker, started
 
@@ -203,17 +185,13 @@ def kill_runs(config, kills, steps, folder, draw):
                 worker.kill()
                 worker.join()
                 if alive and worker.exitcode == -9:
-                    torn = any(where.rglob("*tmp*"))
-                    result = result._replace(
-                        kills=result.kills + 1, torn=result.torn + torn
-                    )
+                    torn = result.torn + any(where.rglob("*tmp*"))
+                    result = result._replace(kills=result.kills + 1, torn=torn)
             worker.join()
             if worker.exitcode not in (0, -9):
                 raise RuntimeError(f"A worker ended with {worker.exitcode}.")
-        found = json.loads((where / "done").read_text())
-        result = result._replace(
-            runs=result.runs + 1, equal=result.equal + (found == expected)
-        )
+        equal = result.equal + (json.loads((where / "done").read_text()) == expected)
+        result = result._replace(runs=result.runs + 1, equal=equal)
         if result.kills >= kills:
             return result
     raise AssertionError
@@ -223,41 +201,28 @@ def main():
     options = measure.read_options(__doc__, "kills=100 steps=20 jobs=2 seed=0 only=")
     multiprocessing.get_context("forkserver").set_forkserver_preload(["kills"])
     configs = [x for x in CONFIGS if options.only in ", ".join(x)]
-    print(
-        f"jax {jax.__version__}, orbax {orbax.checkpoint.__version__}, "
-        f"Python {platform.python_version()}, {platform.machine()}; seed {options.seed}"
-    )
-    print("\n| optimizer | precision | kills | during a save | runs | bit-equal ends "
-          "| skipped steps |\n|---|---|--:|--:|--:|--:|--:|")  # fmt: skip
+    versions = f"jax {jax.__version__}, orbax {orbax.checkpoint.__version__}"
+    print(f"{versions}; seed {options.seed}")
+    measure.print_head(
+        "optimizer", "precision", "kills", "during a save", "runs", "bit-equal ends",
+        "skipped steps",
+    )  # fmt: skip
     began, total = time.perf_counter(), Killed()
 
     def run(index):
         share = len(range(index, options.kills, len(configs)))
+        draw = random.Random(options.seed + index)
         with tempfile.TemporaryDirectory() as folder:
-            return kill_runs(
-                configs[index], share, options.steps, pathlib.Path(folder),
-                random.Random(options.seed + index),
-            )  # fmt: skip
+            folder = pathlib.Path(folder)
+            return kill_runs(configs[index], share, options.steps, folder, draw)
 
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        for config, found in zip(
-            configs, pool.map(run, range(len(configs))), strict=True
-        ):
+        done = zip(configs, pool.map(run, range(len(configs))), strict=True)
+        for config, found in done:
             total = Killed(*map(sum, zip(total, found, strict=True)))
-            show(*config, found)
-    show("all", "", total)
-    fine = total.runs == total.equal
-    seconds = time.perf_counter() - began
-    print(f"\n{'passed' if fine else 'FAILED'} in {seconds:.0f} s")
-    return not fine
-
-
-def show(optimizer, precision, k):
-    print(
-        f"| {optimizer} | {precision} | {k.kills} | {k.torn} | {k.runs} | {k.equal} "
-        f"| {k.skipped} |",
-        flush=True,
-    )
+            measure.print_row(*config, *found)
+    measure.print_row("all", "", *total)
+    return measure.print_end(total.runs == total.equal, began, f"{total.runs} runs")
 
 
 if __name__ == "__main__":

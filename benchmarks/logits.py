@@ -9,7 +9,6 @@ program needs beside its arguments and results. Errors are those of the gradient
 to the f32 gradient in the Euclidean norm.
 """
 
-import time
 from typing import NamedTuple
 
 import jax
@@ -49,9 +48,9 @@ def one_hot(weight, hidden, labels, tied):
     return optax.softmax_cross_entropy(logits, wanted).mean()
 
 
-def chunked(weight, hidden, labels, tied, **options):
+def chunked(weight, hidden, labels, tied):
     axis = 0 if tied else 1
-    return mpx.linear_cross_entropy(hidden, weight, labels, vocab_axis=axis, **options)
+    return mpx.linear_cross_entropy(hidden, weight, labels, vocab_axis=axis)
 
 
 def gradient(loss, tied):
@@ -78,56 +77,36 @@ def operands(size):
     return weight, hidden, jax.random.randint(keys[2], (size.tokens,), 0, size.vocab)
 
 
-def run(name, rounds):
-    size, programs, rows, ms = SIZES[name], {}, [], {}
-    args = operands(size)
+def run(name, size):
+    args, rows, base = operands(size), [], None
     with jax.default_matmul_precision("highest"):
         loss, exact = jax.jit(gradient(plain, size.tied))(*args)
     for mode, func in MODES.items():
-        start = time.perf_counter()
         try:
             program = jax.jit(gradient(mpx.amp(func), size.tied)).lower(*args).compile()
             value, grads = jax.block_until_ready(program(*args))
         except Exception as problem:  # one mode that fails does not cost the others
             print(f"{name}, {mode}: {str(problem)[:300]}", flush=True)
             continue
-        seconds = time.perf_counter() - start
-        errors = [
-            measure.relative_error(*pair) for pair in zip(grads, exact, strict=True)
-        ]
-        programs[mode] = program, [abs(value - loss), *errors], seconds
+        pairs = zip(grads, exact, strict=True)
+        errors = [abs(value - loss), *(measure.relative_error(*x) for x in pairs)]
         del value, grads
-    for mode in programs:
-        call = programs[mode][0]
         # Three are sent ahead, as in a training loop.
-        ms[mode] = measure.time_call(call, *args, runs=3, groups=rounds, warmup=1)
-    memory = {
-        k: measure.planned_memory(x[0])["temp_bytes"] for k, x in programs.items()
-    }
-    for mode, (_, errors, seconds) in programs.items():
-        cells = number(ms[mode]), number(ms[mode] / ms["optax"], 3), giga(memory[mode])
-        less = number(memory["optax"] / memory[mode], 1)
+        ms = measure.time_call(program, *args, runs=3, groups=10, warmup=1)
+        memory = measure.planned_memory(program)["temp_bytes"]
+        base = base or (ms, memory)
+        cells = number(ms), number(ms / base[0], 3), giga(memory)
         wrong = [f"{float(x):.1e}" for x in errors]
-        rows.append([mode, *cells, less, *wrong, number(seconds, 0)])
-    head = [
-        "mode",
-        "ms",
-        "× optax",
-        "GB",
-        "optax / GB",
-        "loss",
-        "dW",
-        "dh",
-        "compile s",
-    ]
+        rows.append([mode, *cells, number(base[1] / memory, 1), *wrong])
+    head = ["mode", "ms", "× optax", "GB", "optax / GB", "loss", "dW", "dh"]
     print(f"\n{name}: {size}\n\n{measure.format_table(head, rows)}", flush=True)
 
 
 def main():
-    given = measure.read_options(__doc__, "sizes=llama3,llama3-tied,gpt2 rounds=10")
+    given = measure.read_options(__doc__, "sizes=llama3,llama3-tied,gpt2")
     print(measure.environment())
-    for name in given.sizes:
-        run(name, given.rounds)
+    for name, size in measure.pick(SIZES, given.sizes).items():
+        run(name, size)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,11 @@ its hash at the end must be that of the undisturbed run.
 
 import hashlib
 import json
+import multiprocessing
 import os
 import pathlib
-import platform
 import random
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,34 +40,22 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import _measure as measure  # noqa: E402
+import faults as model  # noqa: E402
 import mpx  # noqa: E402
-from faults import (  # noqa: E402
-    RATE,
-    draw_fault,
-    make_batch,
-    make_params,
-    ours,
-    shardings,
-    targets,
-)
 from mpx.testing import Fault  # noqa: E402
 
 CHUNK = 100  # steps in one program
 SHARE = 0.2  # of the steps have a fault
-_SMALL = mpx.optim.Compression(min_size=0, group_size=4)
 CONFIGS = ("flash_adamw, sharded, f16", "flash_adamw, copies, bf16")
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def library(config):
     """Returns the way to train that has this name."""
-    _, layout, half = config.split(", ")
-    return ours(
-        config,
-        mpx.optim.flash_adamw(RATE, compression=_SMALL),
-        layout="jit" if layout == "sharded" else "shard_map",
-        dtype=jnp.bfloat16,
-        compute=jnp.float16 if half == "f16" else jnp.bfloat16,
-    )
+    layout = "jit" if "sharded" in config else "shard_map"
+    half = jnp.float16 if config.endswith(" f16") else jnp.bfloat16
+    flash = mpx.optim.flash_adamw(model.RATE, compression=model.SMALL)
+    return model.ours(config, flash, layout=layout, dtype=jnp.bfloat16, compute=half)
 
 
 # --- the worker -----------------------------------------------------------------------
@@ -79,28 +66,23 @@ class Job:
 
     def __init__(self, config, seed):
         self._library, self._seed = library(config), seed
-        self._things = targets(self._library.layout)
-        self._mesh = shardings("jit")["x"].mesh
-        self._everywhere = NamedSharding(self._mesh, P())
+        self._things = model.targets(self._library.layout)
+        self._mesh = model.shardings("jit")["x"].mesh
+        everywhere = NamedSharding(self._mesh, P())
         shapes = jax.eval_shape(self._init)
         self._where = jax.tree.map(self._place, shapes)
-        self.template = jax.tree.map(
-            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-            shapes,
-            self._where,
-        )
+        struct = lambda x, w: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=w)  # noqa: E731
+        self.template = jax.tree.map(struct, shapes, self._where)
         self.start = jax.jit(self._init, out_shardings=self._where)
-        self._chunk = jax.jit(
-            self._steps, out_shardings=(self._where, self._everywhere)
-        )
-        self._whole = jax.jit(lambda x: x, out_shardings=self._everywhere)
+        self._chunk = jax.jit(self._steps, out_shardings=(self._where, everywhere))
+        self._whole = jax.jit(lambda x: x, out_shardings=everywhere)
 
     def run(self, training, chunk):
         """Runs one chunk; returns the state and what this process saw."""
         draw = np.random.default_rng([self._seed, chunk])
         numbers = [chunk * CHUNK + i for i in range(CHUNK)]
         drawn = [
-            draw_fault(draw, self._things, number)
+            model.draw_fault(draw, self._things, number)
             if draw.random() < SHARE
             else Fault(self._things, step=-1)
             for number in numbers
@@ -114,8 +96,7 @@ class Job:
         return training, record | {"chunk": chunk, "hash": self._digest(training)}
 
     def _init(self):
-        training = self._library.init(make_params())
-        return jax.tree.map(jnp.asarray, training)
+        return jax.tree.map(jnp.asarray, self._library.init(model.make_params()))
 
     def _place(self, leaf):
         has_rows = leaf.ndim >= 2 and leaf.shape[-2] % self._mesh.size == 0
@@ -128,7 +109,7 @@ class Job:
 
         def body(old, inputs):
             number, fault = inputs
-            x, y = lax.with_sharding_constraint(make_batch(number), along)
+            x, y = lax.with_sharding_constraint(model.make_batch(number), along)
             new, grads, scale, loss = self._library.step(old, x, y, fault, number)
             new = jax.tree.map(
                 lambda a, b: jnp.asarray(a).astype(b.dtype), new, training
@@ -162,28 +143,39 @@ def same_bits(a, b):
 
 def work(folder, config, chunks, seed, checkpoints):
     """Trains, from the latest checkpoint if there is one, and records every chunk."""
-    job = Job(config, seed)
-    log = pathlib.Path(folder) / f"process-{jax.process_index()}.jsonl"
+    job, folder = Job(config, seed), pathlib.Path(folder)
 
     def note(record):
-        with log.open("a") as file:
+        with (folder / f"process-{jax.process_index()}.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
 
-    training, done, keeper = None, 0, None
-    if checkpoints:
-        keeper = mpx.checkpoint.Checkpointer(pathlib.Path(folder) / "run", keep=2)
-        done = keeper.latest() or 0
-    if keeper is not None and done:
+    keeper = (
+        mpx.checkpoint.Checkpointer(folder / "run", keep=2) if checkpoints else None
+    )
+    done = (keeper.latest() if keeper else None) or 0
+    if keeper and done:
         training = keeper.restore(job.template)
         note({"resumed": done})
-    training = job.start() if training is None else training
+    else:
+        training = job.start()
     for chunk in range(done, chunks):
         training, record = job.run(training, chunk)
         note(record)
-        if keeper is not None:
+        if keeper:
             keeper.save(chunk + 1, training)  # returns before it is written
-    if keeper is not None:
+    if keeper:
         keeper.close()
+
+
+def join(place, runs):
+    """Joins a job and does the work of its runs, one after the other."""
+    jax.distributed.initialize(*place)
+    mpx.check_processes(place[1])
+    # Gloo gives up if a process comes 30 s late to the first collective, and only process
+    # 0 finds its programs in the cache: connect before they are compiled.
+    multihost_utils.sync_global_devices("start")
+    for run in runs:
+        work(*run)
 
 
 # --- the driver -----------------------------------------------------------------------
@@ -195,9 +187,7 @@ class Found(NamedTuple):
     steps: int = 0  # that all processes recorded
     faults: int = 0
     skipped: int = 0
-    divergent: int = (
-        0  # steps on which processes disagree: skipped or not, or the scale
-    )
+    divergent: int = 0  # steps on which processes disagree: skipped, or the scale
     # Steps skipped with finite gradients and loss, or the reverse; or skipped steps that
     # changed a bit of parameters or optimizer, or the reverse.
     wrong: int = 0
@@ -206,47 +196,31 @@ class Found(NamedTuple):
     end: str = ""  # the last hash
 
 
-def launch(count, folder, *runs):
-    """Starts the processes of a job, as one would by hand.
-
-    Args:
-        count: How many.
-        folder: Where their output goes.
-        runs: The arguments of `work`, for one run after the other.
-    """
+def launch(count, *runs):
+    """Starts the processes of a job, each with the arguments of `work` for each run."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
-    workers = []
-    for number in range(count):
-        place = f"localhost:{port}", count, number
-        call = json.dumps([place, runs], default=str)
-        with open(folder / f"output-{number}.txt", "a") as output:
-            workers.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, "--work", call],
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
+    workers = [
+        SPAWN.Process(target=join, args=((f"localhost:{port}", count, number), runs))
+        for number in range(count)
+    ]
+    for worker in workers:
+        worker.start()
     return workers
 
 
-def finish(workers, folder):
-    """Waits for a job, and ends it if a process fails."""
+def finish(workers, until=lambda: False):
+    """Waits for a job, or until something has happened, and then ends it."""
     try:
-        failed = None
-        while failed is None and any(worker.poll() is None for worker in workers):
-            time.sleep(0.1)
-            failed = next((i for i, x in enumerate(workers) if x.poll()), None)
-        if failed is not None:
-            text = (folder / f"output-{failed}.txt").read_text()
-            raise RuntimeError(f"Process {failed} failed:\n{text[-3000:]}")
+        while any(x.is_alive() for x in workers) and not until():
+            if any(x.exitcode for x in workers):
+                raise RuntimeError("A process failed.")
+            time.sleep(0.02)
     finally:
         for worker in workers:
             worker.kill()
-            worker.wait()
+            worker.join()
 
 
 def records(folder, number):
@@ -267,7 +241,7 @@ def compare(folder, count):
         kinds = ("skipped", "finite", "same")
         seen = [step for x in rows for step in zip(*(x[k] for k in kinds), strict=True)]
         hashes = [x["hash"] for x in rows]
-        new = (
+        new: tuple[int, ...] = (
             len(decisions[0]),
             rows[0]["faults"],
             sum(rows[0]["skipped"]),
@@ -276,31 +250,30 @@ def compare(folder, count):
             len(hashes),
             sum(x != hashes[0] for x in hashes),
         )
-        found = Found(*map(sum, zip(found[:-1], new, strict=True)), hashes[0])
+        both = zip(found[:-1], new, strict=True)
+        found = Found(*map(sum, both), end=hashes[0])
     return found
 
 
 def kill_one(count, folder, run, draw):
-    """Kills a process of a job and starts the job again.
+    """Kills a process of a job, ends the others as an engine does, and starts it again.
 
     Returns:
         The chunk during which it was killed, and the chunk after which it resumed.
     """
-    workers, seen = launch(count, folder, run), []
-    try:
-        while len(seen) < 2:  # there is a checkpoint, or it is being written
-            if any(worker.poll() for worker in workers):
-                finish(workers, folder)
-            seen = list(records(folder, 0))
-            time.sleep(0.02)
+    workers = launch(count, run)
+
+    def is_killed():
+        if len(list(records(folder, 0))) < 2:
+            return False
+        # There is a checkpoint, or it is being written.
         time.sleep(draw.uniform(0, 0.5))
         workers[draw.randrange(count)].kill()
-    finally:
-        for worker in workers:  # as an engine does
-            worker.kill()
-            worker.wait()
+        return True
+
+    finish(workers, is_killed)
     last = len(list(records(folder, 0))) + 1
-    finish(launch(count, folder, run), folder)
+    finish(launch(count, run))
     resumed = next((x["resumed"] for x in records(folder, 0) if "resumed" in x), None)
     return last, resumed
 
@@ -309,75 +282,50 @@ def check(count, configs, chunks, seed, folder):
     """Runs all configurations undisturbed, and a part of one with a kill."""
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "cache")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    folders = [folder / str(number) for number in range(len(configs))]
-    killed = folder / "killed"
-    for path in (*folders, killed):
+    pairs, killed = [(folder / str(i), x) for i, x in enumerate(configs)], folder / "k"
+    for path in (*(path for path, _ in pairs), killed):
         path.mkdir()
-    pairs = list(zip(folders, configs, strict=True))
-    runs = [(path, config, chunks, seed, False) for path, config in pairs]
-    finish(launch(count, folder, *runs), folder)
+    finish(launch(count, *((str(path), x, chunks, seed, False) for path, x in pairs)))
     fine, steps = True, 0
     for path, config in pairs:
         found = compare(path, count)
-        print(
-            f"| {count} | {config} | {found.steps} | {found.faults} | {found.skipped} "
-            f"| {found.wrong} | {found.divergent} | {found.different} of {found.hashes} |",
-            flush=True,
+        hashes = f"{found.different} of {found.hashes}"
+        measure.print_row(
+            count, config, *found[:3], found.wrong, found.divergent, hashes
         )
         fine &= not (found.wrong or found.divergent or found.different)
         fine &= found.steps == chunks * CHUNK and found.skipped > 0
         steps += found.steps
     path, config = pairs[count // 2 % len(pairs)]  # another one for each count
     length = min(chunks, 6)
-    draw = random.Random(f"{seed} {count}")
-    run = (killed, config, length, seed, True)
-    last, resumed = kill_one(count, killed, run, draw)
+    run = (str(killed), config, length, seed, True)
+    last, resumed = kill_one(count, killed, run, random.Random(f"{seed} {count}"))
     wanted = {x["chunk"]: x["hash"] for x in records(path, 0)}[length - 1]
-    ends = [
-        [x["hash"] for x in records(killed, i) if "hash" in x] for i in range(count)
-    ]
-    same = resumed is not None and all(end[-1] == wanted for end in ends)
-    print(
-        f"| {count}, one killed | {config} | in chunk {last} of {length}, resumed after "
-        f"{resumed}: {'same end' if same else 'ANOTHER END'} | | | | | |",
-        flush=True,
-    )
+    ends = [[x for x in records(killed, i) if "hash" in x][-1] for i in range(count)]
+    same = resumed is not None and all(end["hash"] == wanted for end in ends)
+    told = f"in chunk {last} of {length}, resumed after {resumed}: "
+    told += "same end" if same else "ANOTHER END"
+    measure.print_row(f"{count}, one killed", config, told, *[""] * 5)
     return fine and same, steps
 
 
 def main():
-    options = measure.read_options(
-        __doc__, "steps=10000 processes=2,4 only= seed=0 work=str"
-    )
-    if options.work:
-        place, runs = json.loads(options.work)
-        jax.distributed.initialize(*place)
-        mpx.check_processes(place[1])
-        # Gloo gives up if a process comes 30 s late to the first collective, and only
-        # process 0 finds its programs in the cache: connect before they are compiled.
-        multihost_utils.sync_global_devices("start")
-        for run in runs:
-            work(*run)
-        return 0
+    options = measure.read_options(__doc__, "steps=10000 processes=2,4 only= seed=0")
     configs = [x for x in CONFIGS if options.only in x]
     share = CHUNK * len(configs) * len(options.processes)
     chunks = max(-(-options.steps // share), 4)
-    print(
-        f"jax {jax.__version__}, Python {platform.python_version()}, "
-        f"{platform.machine()}; seed {options.seed}; chunks of {CHUNK} steps\n"
-    )
-    print("| processes | | steps | faults | skipped | wrong | divergent decisions "
-          "| different hashes |\n|--:|---|--:|--:|--:|--:|--:|--:|")  # fmt: skip
+    print(f"jax {jax.__version__}; seed {options.seed}; chunks of {CHUNK} steps\n")
+    measure.print_head(
+        "processes", "", "steps", "faults", "skipped", "wrong", "divergent decisions",
+        "different hashes",
+    )  # fmt: skip
     began, fine, total = time.perf_counter(), True, 0
     for count in options.processes:
         with tempfile.TemporaryDirectory() as name:
-            good, steps = check(
-                count, configs, chunks, options.seed, pathlib.Path(name)
-            )
+            path = pathlib.Path(name)
+            good, steps = check(count, configs, chunks, options.seed, path)
         fine, total = fine and good, total + steps
-    seconds = time.perf_counter() - began
-    print(f"\n{'passed' if fine else 'FAILED'}: {total} steps in {seconds:.0f} s")
-    return not fine
+    return measure.print_end(fine, began, f"{total} steps")
 
 
 if __name__ == "__main__":

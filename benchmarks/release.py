@@ -2,7 +2,6 @@
 
     python benchmarks/release.py                     # 24 layers, 51M parameters
     python benchmarks/release.py --layers 4 --width 64 --tokens 32 --steps 3    # on a CPU
-    .venv-gpu/bin/python benchmarks/release.py --h200     # only compiled, after `make gpu-compile`
 
 Both steps start from the same parameters. The script fails if they do not end at the same
 losses. See README.md beside this file.
@@ -10,13 +9,13 @@ losses. See README.md beside this file.
 
 import functools
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import _h200 as h200
 import _measure as measure
 import mpx
 
@@ -54,29 +53,14 @@ def loss(wrap, params, words, after):
     return -jnp.mean(each)
 
 
-def compile_for_h200(step, options, optimizer):
-    """Compiles a step for a GPU that need not be there, and returns what it needs."""
-    start = jax.eval_shape(lambda: optimizer.init_from(make_params(options)))
-    count = sum(x.size for x in jax.tree.leaves(start.params))
-    words = jax.ShapeDtypeStruct((options.tokens,), jnp.int32)
-    step = lambda state, batch, step=step: step(*state, *batch)  # noqa: E731
-    program = h200.compile_for_one(step, tuple(start), (words, words))
-    return {"bytes": measure.planned_memory(program)["temp_bytes"] / count}
-
-
 def run(step, options, optimizer):
     """Compiles a step, times it, and returns what it needs."""
     state = tuple(jax.jit(lambda: optimizer.init_from(make_params(options)))())
     count = sum(x.size for x in jax.tree.leaves(state[0]))
     shape = (options.tokens,)
     words = jax.random.randint(jax.random.key(1), shape, 0, options.words, jnp.int32)
-
-    def take(state, batch):
-        value, params, new = step(*state, *batch)
-        return (params, new), value
-
     batch = [(words, jnp.roll(words, 1))]
-    jitted, _, record = measure.compile_step(take, state, batch[0])
+    jitted, _, record = measure.compile_step(step, state, batch[0])
     state, warm, _ = measure.time_steps(jitted, state, batch, steps=2, group=1)
     _, values, timing = measure.time_steps(
         jitted, state, batch, steps=options.steps, group=1
@@ -88,41 +72,30 @@ def run(step, options, optimizer):
 def main():
     """Runs both steps for both kinds of layers; returns the exit status."""
     options = measure.read_options(
-        __doc__, "layers=24 width=512 words=1024 tokens=256 steps=20 h200"
+        __doc__, "layers=24 width=512 words=1024 tokens=256 steps=20"
     )
-    optimizer = mpx.optim.flash_adamw(1e-3)
+    optimizer: Any = mpx.optim.flash_adamw(1e-3)
     rows, wrong = [], []
-    measured = compile_for_h200 if options.h200 else run
-    if options.h200:
-        jax.config.update("jax_platforms", "cpu")  # no GPU is looked for
     for name, wrap in (("scan and remat", jax.checkpoint), ("scan", lambda f: f)):
         func = functools.partial(loss, wrap)
 
-        def ordinary(params, state, *batch, func=func):
-            value, grads = jax.value_and_grad(func)(params, *batch)
-            return value, *optimizer.step(params, state, grads)
+        def ordinary(state, batch, func=func):
+            value, grads = jax.value_and_grad(func)(state[0], *batch)
+            return tuple(optimizer.step(*state, grads)), value
 
-        def released(params, state, *batch, func=func):
-            result = mpx.optim.release(func, optimizer)(params, state, *batch)
-            return result.value, result.params, result.state
+        def released(state, batch, func=func):
+            result = mpx.optim.release(func, optimizer)(*state, *batch)
+            return (result.params, result.state), result.value
 
-        old, new = (measured(step, options, optimizer) for step in (ordinary, released))
-        rows.append([name, *(f"{x['bytes']:.2f}" for x in (old, new))])
-        if options.h200:
-            continue
-        rows[-1] += [f"{x['ms']:.2f}" for x in (old, new)]
-        rows[-1].append(f"{new['ms'] / old['ms']:.3f}")
+        old, new = (run(step, options, optimizer) for step in (ordinary, released))
+        cells = [f"{x[key]:.2f}" for key in ("bytes", "ms") for x in (old, new)]
+        rows.append([name, *cells, f"{new['ms'] / old['ms']:.3f}"])
         apart = np.mean(np.abs(np.subtract(old["losses"], new["losses"])))
         if not apart <= AGREEMENT * (new["losses"][0] - new["losses"][-1]):
             wrong.append(f"{name}: {old['losses']} and {new['losses']}")
-    device = "for an H200" if options.h200 else jax.devices()[0].device_kind
-    print(
-        f"{device}, jax {jax.__version__}; bytes a parameter beside what is donated\n"
-    )
+    print(f"{measure.environment()}; bytes a parameter beside what is donated\n")
     header = ["layers", "bytes", "released", "ms", "released ms", "× time"]
-    print(measure.format_table(header[: len(rows[0])], rows))
-    if options.h200:
-        return 0
+    print(measure.format_table(header, rows))
     return measure.print_verdict(wrong, "the losses fell, and were the same in both.")
 
 

@@ -1,11 +1,9 @@
 """How training scales: time and memory of 7B and 70B on 8 to 1,024 GPUs, predicted.
 
     python benchmarks/scale.py                      # the table; about 10 minutes
-    python benchmarks/scale.py --layouts --all      # and other layouts than FSDP
+    python benchmarks/scale.py --layouts            # and other layouts than FSDP
     python benchmarks/scale.py --cache out/scale    # keeps what was read from the programs
     python benchmarks/scale.py --cache out/scale --set network=25e9   # another machine
-    python benchmarks/scale.py --models 7B --gpus 8 --detail          # where the time goes
-    python benchmarks/scale.py --known              # beside times of other benchmarks
     python benchmarks/scale.py --check              # on a GPU: predicted and measured
 
 Whole training steps are compiled for H200s, which need not be there: `make gpu-compile`
@@ -21,7 +19,7 @@ import json
 import pathlib
 import sys
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,19 +46,12 @@ MODELS = {
 
 
 class Precision(NamedTuple):
-    """How a model is trained.
+    """How a model is trained."""
 
-    Attributes:
-        params: The dtype of the parameters.
-        reduce: The dtype in which gradients are summed over devices.
-        is_fp8: Whether matmuls are fp8 where that pays.
-        is_compressed: Whether the optimizer is `flash_adamw`.
-    """
-
-    params: str
-    reduce: str
-    is_fp8: bool
-    is_compressed: bool
+    params: str  # dtype of the parameters
+    reduce: str  # dtype in which gradients are summed over devices
+    is_fp8: bool  # matmuls where that pays
+    is_compressed: bool  # with `flash_adamw`
 
 
 PRECISIONS = {
@@ -91,23 +82,17 @@ def training_step(precision, sizes, place=lambda x, _: x):
 # --- layouts ----------------------------------------------------------------------------
 
 NODE = 8
-PARTS = 128
-"""Into how many parts FSDP cuts a weight at most: 4096 columns are 128 groups of 32."""
+PARTS = 128  # of a weight under FSDP at most: 4096 columns are 128 groups of 32
 LAYOUTS = ("FSDP", "FSDP in a node", "FSDP × TP 8")
-ACTIVATIONS = {
-    "stream": ("model",),
-    "whole": (),
-    "heads": (None, "model"),
-    "hidden": (None, "model"),
-}
-"""By kind: the axes behind the batch. Between blocks a device has a part of each sequence."""
+# By kind: the axes behind the batch. Between blocks a device has a part of each sequence.
+BETWEEN, INSIDE = ("model",), (None, "model")
+ACTIVATIONS = {"stream": BETWEEN, "whole": (), "heads": INSIDE, "hidden": INSIDE}
 
 
 def mesh_of(layout, count):
     """Returns the mesh of a layout: replicas, parts of parameters, parts of matmuls."""
-    parts = {"FSDP": min(count, PARTS), "FSDP in a node": NODE}.get(
-        layout, count // NODE
-    )
+    known = {"FSDP": min(count, PARTS), "FSDP in a node": NODE}
+    parts = known.get(layout, count // NODE)
     model = NODE if layout == "FSDP × TP 8" else 1
     sizes = (count // parts // model, parts, model)
     return h200.mesh_of(sizes, ("replica", "data", "model"))
@@ -123,7 +108,7 @@ def spec_of(rows, name):
 
 
 def compiled(sizes, precision, layout, count):
-    """Returns a training step compiled for so many H200s, which need not be there."""
+    """Returns a training step compiled for `count` H200s, which need not be there."""
     mesh = mesh_of(layout, count)
     batch = P(("replica", "data"))
     # Groups of 32 in a last axis must not be cut: rows, if they suffice.
@@ -143,11 +128,11 @@ def compiled(sizes, precision, layout, count):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     params = h200.sharded(sizes.shapes(), mesh, specs, precision.params)
-    tokens = jax.ShapeDtypeStruct(
+    shape, where = (
         (sizes.sequences * count, sizes.length + 1),
-        jnp.int32,
-        sharding=NamedSharding(mesh, batch),
+        NamedSharding(mesh, batch),
     )
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
     step, init = training_step(precision, sizes, place)
     if not precision.is_compressed:  # given shapes, that of mpx returns shapes
         init = functools.partial(jax.eval_shape, init)
@@ -159,15 +144,12 @@ def compiled(sizes, precision, layout, count):
 
 
 class Case(NamedTuple):
-    """One training step: model, precision, layout and the number of GPUs."""
+    """One training step."""
 
     model: str
     precision: str
     layout: str
     gpus: int
-
-    def __str__(self):
-        return f"{self.model}, {self.precision}, {self.layout}, {self.gpus} GPUs"
 
 
 def cases(models, gpus, layouts):
@@ -175,12 +157,13 @@ def cases(models, gpus, layouts):
     for model, count, precision in itertools.product(models, gpus, PRECISIONS):
         for layout in layouts:
             if layout != "FSDP in a node" or int(count) > NODE:
-                yield Case(model, precision, layout, count)
+                yield Case(model, precision, layout, int(count))
 
 
 def program_of(case, cache):
     """Compiles a case and reads the program, or takes it from the cache."""
-    file = pathlib.Path(cache) / f"{case}.json".replace(" ", "-") if cache else None
+    name = "-".join(map(str, case)).replace(" ", "-")
+    file = pathlib.Path(cache) / f"{name}.json" if cache else None
     if file is not None and file.exists():
         return from_record(json.loads(file.read_text()))
     sizes, precision = MODELS[case.model], PRECISIONS[case.precision]
@@ -194,25 +177,6 @@ def program_of(case, cache):
 # --- the table --------------------------------------------------------------------------
 
 
-class Prediction(NamedTuple):
-    """What a case costs on each GPU: seconds of kernels and of collectives, bytes."""
-
-    case: Case
-    compute: float
-    communication: float
-    peak_bytes: int
-    argument_bytes: int
-
-    @property
-    def seconds(self):
-        """The time of a step if communication is hidden as far as possible, or not at all."""
-        both = self.compute, self.communication
-        return max(both), sum(both)
-
-    def fits(self, machine):
-        return self.peak_bytes <= machine.capacity
-
-
 def model_flops(sizes):
     """Returns the operations of a step on one GPU, without what is computed again.
 
@@ -223,150 +187,56 @@ def model_flops(sizes):
     return (6.0 * weights + attention) * sizes.tokens
 
 
-def best(found, machine):
-    """Returns the layout that fits and is fastest without overlap, or the smallest one."""
-    fitting = [x for x in found if x.fits(machine)]
-    if fitting:
-        return min(fitting, key=lambda x: x.seconds[1])
-    return min(found, key=lambda x: x.peak_bytes)
-
-
 HEADER = (
     "model, GPUs", "precision", "layout", "ms a step", "tokens/s a GPU", "MFU, %",
-    "GB a GPU", "of which state", "communication, %",
+    "GB a GPU", "state, GB", "communication, %",
 )  # fmt: skip
 
 
-def row(x, machine):
-    """Returns the cells of a case: from full overlap to none."""
-    sizes = MODELS[x.case.model]
-    names = [f"{x.case.model}, {x.case.gpus}", x.case.precision, x.case.layout]
-    gigabytes = [f"{size / 1e9:.1f}" for size in (x.peak_bytes, x.argument_bytes)]
-    if not x.fits(machine):
+def row(case, times, sizes, machine):
+    """Returns the cells of a case: from full overlap of communication to none.
+
+    `times` are seconds of kernels and of collectives; `sizes` the peak and the state.
+    """
+    model, names = MODELS[case.model], [f"{case.model}, {case.gpus}", *case[1:3]]
+    gigabytes = [f"{size / 1e9:.1f}" for size in sizes]
+    if sizes[0] > machine.capacity:
         return [*names, "does not fit", "–", "–", *gigabytes, "–"]
-    fast, slow = x.seconds
-    share = model_flops(sizes) / machine.peak
+    fast, slow = max(times), sum(times)
+    share = model_flops(model) / machine.peak
     return [
         *names,
         f"{fast * 1e3:.0f}–{slow * 1e3:.0f}",
-        f"{sizes.tokens / slow:.0f}–{sizes.tokens / fast:.0f}",
+        f"{model.tokens / slow:.0f}–{model.tokens / fast:.0f}",
         f"{100 * share / slow:.0f}–{100 * share / fast:.0f}",
         *gigabytes,
-        f"{100 * x.communication / slow:.0f}",
+        f"{100 * times[1] / slow:.0f}",
     ]
 
 
-def print_detail(case, program, machine):
-    """Says where time and memory go."""
-    sizes, precision = MODELS[case.model], PRECISIONS[case.precision]
-    print(f"\n{case}")
-    for kind, flops in program.flops().items():
-        print(f"  {flops / 1e12:8.1f} TFLOP {kind}")
-    for kind, seconds in program.time_by_kind(machine).items():
-        print(f"  {seconds * 1e3:8.1f} ms {kind}")
-    groups = {}
-    for x in program.transfers:
-        groups.setdefault((x.kind, x.dtype, x.devices, x.nodes), []).append(x)
-    for (kind, dtype, devices, nodes), found in sorted(groups.items()):
-        seconds = sum(x.seconds(machine) for x in found)
-        sent = sum(x.runs * x.bytes for x in found)
-        if seconds > 1e-4:
-            what = f"{kind} {dtype}, {devices} GPUs in {nodes} nodes"
-            print(f"  {seconds * 1e3:8.1f} ms {what}: {sent / 1e9:.2f} GB")
-    wide = 4 if precision.params == "float32" else 2
-    stream = sizes.layers * sizes.tokens * sizes.width * wide
-    parts = {
-        "parameters and optimizer": program.argument_bytes,
-        "inputs of the layers, kept for the backward pass": stream,
-        "gradients, gathered weights, logits and others": program.peak_bytes
-        - program.argument_bytes
-        - stream,
-    }
-    for name, size in parts.items():
-        print(f"  {size / 1e9:8.2f} GB {name}")
-
-
 def print_table(options, machine):
-    """Predicts all cases and prints the best layout of each, or all of them."""
+    """Predicts all cases."""
     jax.config.update("jax_platforms", "cpu")  # nothing is run
-    found = {}
-    layouts = LAYOUTS if options.layouts else LAYOUTS[:1]
+    rows, layouts = [], LAYOUTS if options.layouts else LAYOUTS[:1]
     for case in cases(options.models, options.gpus, layouts):
         start = time.perf_counter()
         program = program_of(case, options.cache)
-        times = program.compute(machine), program.communication(machine)
         sizes = program.peak_bytes, program.argument_bytes
-        key = case.model, case.gpus, case.precision
-        found.setdefault(key, []).append(Prediction(case, *times, *sizes))
-        if options.detail:
-            print_detail(case, program, machine)
-        told = f"{case}: {time.perf_counter() - start:.0f} s"
-        print(told, file=sys.stderr, flush=True)
-    rows = []
-    for several in found.values():
-        shown = several if options.all else [best(several, machine)]
-        rows += [row(x, machine) for x in shown]
+        rows.append(row(case, program.seconds(machine), sizes, machine))
+        seconds = f"{time.perf_counter() - start:.0f} s"
+        print(*case, seconds, file=sys.stderr, flush=True)
     print(f"\nH200s, compiled and not run, jax {jax.__version__}\n")
     print(measure.format_table(HEADER, rows))
-    print("\nAssumptions:")
-    for field in dataclasses.fields(machine):
-        print(f"  {field.name} = {getattr(machine, field.name):g}")
-    sizes = MODELS["7B"]
-    print(
-        f"  {sizes.sequences} × {sizes.length} tokens a GPU; layers scanned and "
-        "rematerialised; no late GPU, no input pipeline\n"
-        f"  FSDP cuts a weight into {PARTS} parts at most, and has copies beyond"
-    )
-
-
-# --- beside times that other benchmarks measured ----------------------------------------
-
-# Of docs/performance.md, in ms: `benchmarks/fp8.py --sections mlp,tower,lm` on one H200.
-KNOWN = {
-    ("mlp", "bf16"): 20.1,
-    ("mlp", "fp8"): 12.3,
-    ("tower", "bf16"): 97.2,
-    ("tower", "fp8"): 61.8,
-    ("lm", "bf16"): 196.5,
-    ("lm", "fp8"): 140.1,
-}
-
-
-def print_known(machine):
-    """Predicts the programs of `fp8.py` and compares with what was measured there."""
-    import fp8
-
-    rows = []
-    for (section, mode), measured in KNOWN.items():
-        built = []
-
-        def shapes(section=section, mode=mode, built=built):
-            step, *arguments = fp8.build(section, mode)
-            built.append(step)
-            return arguments
-
-        with h200.on_mesh(h200.mesh_of((1,), "devices")):
-            arguments = jax.eval_shape(shapes)
-        program = cost.read(h200.compile_for_one(built[0], *arguments))
-        guess = 1e3 * program.compute(machine)
-        parts = program.time_by_kind(machine).items()
-        told = ", ".join(f"{kind} {part * 1e3:.1f}" for kind, part in parts)
-        cells = number(guess, 1), number(measured, 1), number(guess / measured)
-        rows.append([f"{section} {mode}", *cells, told])
-        print(*rows[-1], file=sys.stderr, flush=True)
-    header = ["program", "predicted, ms", "measured, ms", "ratio", "of which"]
-    print(measure.format_table(header, rows))
+    print(f"\nAssumed: {machine}; {MODELS['7B']}; no late GPU, no input pipeline")
 
 
 # --- on the GPU that is here ------------------------------------------------------------
 
-# By model: so many layers that parameters, states and all else fit on one GPU.
+# With as many layers as fit on one GPU, parameters and states included.
 CHECKED = [
-    ("7B", 4, "bf16, AdamW in f32"),
-    ("7B", 4, "bf16, flash_adamw"),
-    ("7B", 4, "fp8, flash_adamw"),
-    ("70B", 1, "bf16, flash_adamw"),
-    ("70B", 1, "fp8, flash_adamw"),
+    "rates",
+    *(f"7B:4:{precision}" for precision in PRECISIONS),
+    *(f"70B:1:{precision}" for precision in list(PRECISIONS)[1:]),
 ]
 
 
@@ -380,12 +250,16 @@ def run_step(model, layers, precision, options):
     carry, tokens = measure.own_small_buffers((params, init(params))), sizes.batch()
     _, program, record = measure.compile_step(step, carry, tokens)
     del params
+    timing = {}
     for steps, group in ((options.warmup, options.warmup), (options.steps, 5)):
-        carry, losses, timing = measure.time_steps(
+        carry, _, timing = measure.time_steps(
             program, carry, [tokens], steps=steps, group=group
         )
-    found = {"program": cost.read(program)._asdict(), "loss": float(losses[-1])}
+    found = {"program": cost.read(program)._asdict()}
     return record | timing | found | {"peak_bytes": measure.peak_bytes()}
+
+
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
 
 
 def run_rates(options):
@@ -394,36 +268,30 @@ def run_rates(options):
     length, heads, width = (64, 2, 16) if options.tiny else (4096, 32, 128)
     on_gpu = jax.default_backend() == "gpu"
     # Its tuning of fp8 would take minutes.
-    options = {"xla_gpu_enable_triton_gemm": False} if on_gpu else {}
+    flags: Any = {"xla_gpu_enable_triton_gemm": False} if on_gpu else {}
 
     def seconds(func, *args):
         # Ten groups: the GPU is as warm as in training.
-        program = jax.jit(func).lower(*args).compile(options)
+        program = jax.jit(func).lower(*args).compile(flags)
         return measure.time_call(program, *args, groups=10) / 1e3
 
     keys = jax.random.split(jax.random.key(0), 3)
     left, right = (jax.random.normal(key, (size, size)) for key in keys[:2])
     rates = {}
-    for name, dtype, out in (
-        ("f32", jnp.float32, None),
-        ("bf16", jnp.bfloat16, None),
-        ("fp8", jnp.float8_e4m3fn, jnp.bfloat16),
-    ):
-        # Both sum over their last axis, as the units of fp8 want it.
-        axes = ((1,), (1,)), ((), ())
-        matmul = functools.partial(
-            lax.dot_general, dimension_numbers=axes, preferred_element_type=out
-        )
-        both = left.astype(dtype), right.astype(dtype)
-        rates[name] = 2 * size**3 / seconds(matmul, *both)
+    # Both sum over their last axis, as the units of fp8 want it.
+    axes = ((1,), (1,)), ((), ())
+    for name, dtype in DTYPES.items():
+        both, out = (left.astype(dtype), right.astype(dtype)), DTYPES["bf16"]
+        out = out if name == "fp8" else None
+        dot = functools.partial(lax.dot_general, preferred_element_type=out)
+        rates[name] = 2 * size**3 / seconds(lambda a, b, f=dot: f(a, b, axes), *both)
     big = jnp.ones((4 * size, size), jnp.float32)
     rates["memory"] = 2 * big.nbytes / seconds(lambda x: x + 1, big)
     shape = (1, length, heads, width)
     q, k, v = (jax.random.normal(key, shape).astype(jnp.bfloat16) for key in keys)
+    kernel = "cudnn" if on_gpu else "xla"
     attention = functools.partial(
-        jax.nn.dot_product_attention,
-        is_causal=True,
-        implementation="cudnn" if on_gpu else "xla",
+        jax.nn.dot_product_attention, is_causal=True, implementation=kernel
     )
 
     def both_ways(q, k, v):
@@ -439,8 +307,7 @@ def run_rates(options):
 
 def print_check(options, machine):
     """Runs everything in processes of their own; returns how many failed."""
-    checked = [("tiny", 2, x) for x in PRECISIONS] if options.tiny else CHECKED
-    names = ["rates", *(":".join(map(str, case)) for case in checked)]
+    names = ["rates", *(f"tiny:2:{x}" for x in PRECISIONS)] if options.tiny else CHECKED
     runs = measure.run_cases(names, options, shared_cache=False)
     good = {name: run[0] for name, run in runs.items() if "error" not in run[0]}
     rates, rows = good.pop("rates", {}).get("rates", {}), []
@@ -450,14 +317,11 @@ def print_check(options, machine):
         print(measure.format_table(["rate", "assumed", "measured"], lines))
     for name, record in good.items():
         program = cost.from_record(record["program"])
-        guess, better = (1e3 * program.compute(x) for x in (machine, real))
+        guess, better = (1e3 * program.seconds(x)[0] for x in (machine, real))
         times = guess, better, record["ms"]
         rows.append([name, *(number(x, 1) for x in times)])
         rows[-1] += [number(ratio(x, record["ms"]), 3) for x in (guess, better)]
         rows[-1] += [giga(program.peak_bytes), giga(record["peak_bytes"])]
-        parts = program.time_by_kind(machine).items()
-        told = ", ".join(f"{kind} {part * 1e3:.1f}" for kind, part in parts)
-        print(f"  {name}: predicted {guess:.1f} ms: {told}")
     header = [
         "step", "predicted, ms", "with measured rates", "measured, ms", "ratio", "ratio",
         "predicted, GB", "measured, GB",
@@ -471,24 +335,22 @@ def print_check(options, machine):
 def main():
     options = measure.read_options(
         __doc__,
-        "models=7B,70B gpus=8,64,256,1024 layouts all detail cache=str set=, known "
-        "check tiny steps=30 warmup=20 timeout=120.0 json=str",
+        "models=7B,70B gpus=8,64,256,1024 layouts cache=str set=, check tiny steps=30 "
+        "warmup=20 timeout=120.0",
     )
-    fields = {x.name: type(x.default) for x in dataclasses.fields(Machine)}
-    rates = dict(pair.partition("=")[::2] for pair in options.set)
-    kinds = measure.pick(fields, rates)
-    machine = Machine(**{name: kinds[name](float(x)) for name, x in rates.items()})
+    rates: dict[str, Any] = dict(pair.partition("=")[::2] for pair in options.set)
+    kinds = {x.name: x.type for x in dataclasses.fields(Machine)}
+    for name, kind in measure.pick(kinds, rates).items():
+        rates[name] = float(rates[name]) if kind is float else int(rates[name])
+    machine = Machine(**rates)
     if options.child == "rates":
         return measure.end_child(run_rates(options))
     if options.child is not None:
-        return measure.end_child(run_step(*options.child.split(":"), options))
+        model, layers, precision = options.child.split(":")
+        return measure.end_child(run_step(model, layers, precision, options))
     if options.check:
         return int(print_check(options, machine) > 0)
-    if options.known:
-        print_known(machine)
-    else:
-        print_table(options, machine)
-    return 0
+    return print_table(options, machine)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python benchmarks/wire.py                     # everything; about 10 minutes
     python benchmarks/wire.py --only fsdp         # one row of the table
-    python benchmarks/wire.py --detail            # each collective, not only the sums
     python benchmarks/wire.py --tiny              # a small model
 
 The gradient step is compiled for eight H200s, which need not be there, and its collectives
@@ -18,8 +17,7 @@ of activations between tensor-parallel devices, maxima of fp8, the loss.
 import collections
 import functools
 import os
-import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Nothing is run: the plugin must not look for a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -58,6 +56,7 @@ def spec_of(layout, name):
 # --- the cases ------------------------------------------------------------------------
 
 LAYOUTS = ("DP", "FSDP", "FSDP×TP")
+MESHES = {"FSDP×TP": ((4, 2), ("data", "model"))}
 # By name: whether weights are multiplied in fp8, bf16 or f32, and the dtype of reductions.
 PRECISIONS = {
     "f32": ("f32", "f32"),
@@ -94,10 +93,7 @@ def cases():
 
 def compiled(case, sizes):
     """Returns the gradient step of a case, compiled for eight H200s."""
-    both = case.layout == "FSDP×TP"
-    mesh = (
-        h200.mesh_of((4, 2), ("data", "model")) if both else h200.mesh_of((8,), "data")
-    )
+    mesh = h200.mesh_of(*MESHES.get(case.layout, ((8,), "data")))
     specs = functools.partial(spec_of, case.layout)
     params = h200.sharded(sizes.shapes(), mesh, specs, jnp.float32)
     parts = MICROBATCHES if case.window else 1
@@ -128,7 +124,7 @@ def step_of(case, loss, parts, by_mpx):
         policy = mpx.Policy(compute_dtype="f32")
     if multiply == "fp8":
         loss = mpx.fp8(loss, min_gain=0)
-    options = {"policy": policy}
+    options: dict[str, Any] = {"policy": policy}
     if by_mpx:
         options["axis_name"] = "data"
     if by_mpx or case.window:
@@ -152,40 +148,29 @@ def sums(found, sizes):
         if is_activation or item.bytes < 2**16 * item.runs:
             column = "other"
         bytes_by[column][item.dtype] += item.bytes
-    return {
-        column: " + ".join(
+    return [
+        " + ".join(
             f"{dtype} {size / 2**30:.2f}"
             for dtype, size in sorted(bytes_by[column].items())
             if column != "other" or size > 2**20
         )
         for column in ("gather", "reduce", "other")
-    }
+    ]
 
 
 def main():
-    args = measure.read_options(__doc__, "only= detail tiny")
+    args = measure.read_options(__doc__, "only= tiny")
     sizes = TINY if args.tiny else LLAMA
     print(f"8 × H200 (compiled, not run), jax {jax.__version__}, {sizes}\n")
     print("| layout | precision | gather, GiB | reduce, GiB | other, GiB | runs |")
     print("|---|---|---|---|---|---|")
     for case in cases():
-        if args.only.lower() not in str(case).lower():
-            continue
-        start = time.perf_counter()
-        found = collectives(compiled(case, sizes))
-        row = sums(found, sizes)
-        runs = max((x.runs for x in found if x.kind in REDUCTIONS[:2]), default=0)
-        cells = [
-            f"{case.layout}{case.window}",
-            case.precision,
-            *row.values(),
-            str(runs),
-        ]
-        print(f"| {' | '.join(cells)} |", flush=True)
-        if args.detail:
-            for item in sorted(found, key=lambda x: -x.bytes):
-                print("  ", item)
-            print(f"   {time.perf_counter() - start:.0f} s")
+        if args.only.lower() in str(case).lower():
+            found = collectives(compiled(case, sizes))
+            runs = max((x.runs for x in found if x.kind in REDUCTIONS), default=0)
+            names = f"{case.layout}{case.window}", case.precision
+            cells = *names, *sums(found, sizes), str(runs)
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

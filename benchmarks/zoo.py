@@ -14,10 +14,8 @@ route fails, or ends elsewhere than f32, and no note of the model says why.
 import concurrent.futures
 import json
 import os
-import queue
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -27,46 +25,36 @@ from _zoo.page import Row, summary, unexplained, write
 from _zoo.routes import ROUTES
 
 WORSE = 1.1  # errors of roundings differ by chance
+LIMIT = 1800  # seconds of a model
 PAGE = Path(__file__).parents[1] / "docs" / "zoo.md"
 
 
 def main():
     """Runs the models and prints the tables."""
     args = read_options(
-        __doc__,
-        f"only=str routes=str jobs={os.cpu_count() or 1} limit=300.0 write attention "
-        "json=str resume",
+        __doc__, f"only= routes=str jobs={os.cpu_count() or 1} write attention"
     )
-    args.json = args.json and Path(args.json)
-    if args.write and (args.only or args.routes) and not args.child:
-        sys.exit("--write needs all models and routes")
-    routes = tuple(args.routes.split(",")) if args.routes else ROUTES
+    routes = args.routes.split(",") if args.routes else ROUTES
     if unknown := set(routes) - set(ROUTES):
         sys.exit(f"no such routes: {', '.join(sorted(unknown))}")
-    routes = tuple(x for x in ROUTES if x in routes or x == "f32")
-    if args.attention:
-        return attention([x for x in REGISTRY if wanted(x, args.only)])
+    routes = [x for x in ROUTES if x in routes or x == "f32"]
     if args.child:
         from _zoo.measure import measure
 
-        measure(args.child, routes)
-        return 0
-    names = [x for x in REGISTRY if wanted(x, args.only)]
-    start = time.monotonic()
-    rows = []
-    if args.resume and args.json and args.json.exists():
-        saved = [Row(**json.loads(x)) for x in args.json.read_text().splitlines()]
-        rows = [row for row in saved if row.name in names and {*routes} <= {*row.cells}]
-    todo = [x for x in names if x not in {row.name for row in rows}]
+        return measure(args.child, routes)
+    if args.write and (args.only or args.routes):
+        sys.exit("--write needs all models and routes")
+    parts = args.only.lower().split(",")
+    names = [x for x in REGISTRY if any(part in x.lower() for part in parts)]
+    if args.attention:
+        return attention(names)
+    rows, start = [], time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        started = [pool.submit(run_child, name, routes, args.limit) for name in todo]
+        started = [pool.submit(run_child, name, routes) for name in names]
         for future in concurrent.futures.as_completed(started):
             rows.append(future.result())
             took = time.monotonic() - start
             print(f"[{took:4.0f} s] {rows[-1].progress()}", flush=True)
-            if args.json:
-                with args.json.open("a") as file:
-                    file.write(json.dumps(rows[-1]._asdict()) + "\n")
     rows.sort(key=lambda row: names.index(row.name))
     print("\n" + summary(rows))
     if args.write:
@@ -85,71 +73,36 @@ def attention(names):
 
     worse = 0
     for name in names:
-        found = measure_attention(name)
+        found, missed, errors = measure_attention(name)
         jax.clear_caches()
-        if not found["recognised"] and not found["missed"]:
-            print(f"{name}: no attention", flush=True)
-            continue
-        text = [f"{found['recognised']} recognised"]
-        if "error_fused" in found:
-            kept, fused = found["error_kept"], found["error_fused"]
-            text.append(f"error of gradients {fused:.4f}, op by op {kept:.4f}")
-            worse += fused > WORSE * kept
-        text += [f"not {n}: {reason}" for reason, n in found["missed"].items()]
+        text = [f"{found} recognised" if found or missed else "no attention"]
+        if errors:
+            text.append("error of gradients {1:.4f}, op by op {0:.4f}".format(*errors))
+            worse += errors[1] > WORSE * errors[0]
+        text += [f"not {n}: {reason}" for reason, n in missed.items()]
         print(f"{name}: {'; '.join(text)}", flush=True)
     return int(worse > 0)
 
 
-def wanted(name, only):
-    """Says whether a part of the name is among those asked for."""
-    return only is None or any(part.lower() in name.lower() for part in only.split(","))
-
-
-def run_child(name, routes, limit):
-    """Measures one model in a process of its own, and ends it where a route takes long."""
-    started = time.monotonic()
-    child = subprocess.Popen(
-        [sys.executable, __file__, "--child", name, "--routes", ",".join(routes)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"},
-    )
-    cells = {}
-    said = []
-    reason = ""
-    lines = read_lines(child)
-    while not reason:
-        try:
-            line = lines.get(timeout=limit)
-        except queue.Empty:
-            child.kill()
-            reason = f"no result in {limit:.0f} s"
-            break
-        if line is None:
-            reason = f"the process ended with {child.wait()}: {' '.join(said[-3:])}"
-        elif line.startswith('{"cell"'):
-            cell = json.loads(line)
-            cells[cell.pop("cell")] = cell
-        else:
-            said.append(line.strip())
+def run_child(name, routes):
+    """Measures one model in a process of its own."""
+    started, reason = time.monotonic(), f"no result in {LIMIT} s"
+    command = [sys.executable, __file__, "--child", name, "--routes", ",".join(routes)]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, env=env, timeout=LIMIT, check=False
+        )
+        said = done.stdout
+        last = (done.stdout + done.stderr).decode().splitlines()[-3:]
+        reason = f"the process ended with {done.returncode}: {' '.join(last)}"
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout or b""
+    lines = [x for x in said.decode().splitlines() if x.startswith('{"cell"')]
+    cells = {cell.pop("cell"): cell for cell in map(json.loads, lines)}
     reason = cells.get("make", {}).get("error", reason)
-    for route in routes:
-        cells.setdefault(route, {"error": reason})
+    cells = {route: {"error": reason} for route in routes} | cells
     return Row(name, cells, round(time.monotonic() - started, 1))
-
-
-def read_lines(child):
-    """Returns a queue of the lines that a process prints; `None` is the end."""
-    lines = queue.Queue()
-
-    def read():
-        for line in child.stdout or ():
-            lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    return lines
 
 
 if __name__ == "__main__":

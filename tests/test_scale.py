@@ -164,26 +164,13 @@ def test_time_of_a_collective(cost, kind, devices, nodes, rate, hops):
 # --- predictions ----------------------------------------------------------------------
 
 
-def prediction(scale, compute, communication, size):
-    case = scale.Case("7B", "bf16, flash_adamw", "FSDP", 8)
-    return scale.Prediction(case, compute, communication, int(size), int(size / 2))
-
-
 def test_a_row_goes_from_full_overlap_to_none(scale):
     machine = scale.Machine(capacity=100e9)
-    cells = scale.row(prediction(scale, 0.3, 0.1, 50e9), machine)
+    case = scale.Case("7B", "bf16, flash_adamw", "FSDP", 8)
+    cells = scale.row(case, (0.3, 0.1), (50e9, 25e9), machine)
     assert cells[3:5] == ["300–400", "10240–13653"]
     assert cells[6:] == ["50.0", "25.0", "25"]
-    assert scale.row(prediction(scale, 1, 1, 101e9), machine)[3] == "does not fit"
-
-
-def test_the_best_layout_is_the_fastest_that_fits(scale):
-    machine = scale.Machine(capacity=100e9)
-    fast, slow, large = (
-        prediction(scale, *x) for x in ((2, 1, 90e9), (1, 3, 50e9), (1, 1, 110e9))
-    )
-    assert scale.best([slow, fast, large], machine) == fast
-    assert scale.best([large, large._replace(peak_bytes=int(2e12))], machine) == large
+    assert scale.row(case, (1, 1), (101e9, 50e9), machine)[3] == "does not fit"
 
 
 def test_parameters_are_those_of_the_models(scale):

@@ -1,5 +1,7 @@
 """Faults in models of Equinox, Flax and Haiku."""
 
+import importlib.util
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,9 +9,18 @@ from flax import linen as nn
 from flax import nnx
 
 import mpx
-from _faults.table import Case, cast, normal, planted
+from _faults.table import BF16, F16, Case, cross_entropy, healthy, normal, planted
 
-X = (24, 12)
+X = normal(1, 24, 12)
+AMP16 = mpx.amp(dtype="f16")
+
+
+def mean_square(model, x):
+    """Returns the mean square of what a model makes of a batch of examples."""
+    return jnp.mean(jnp.square(jax.vmap(model)(x)))
+
+
+# --- Equinox ----------------------------------------------------------------------------
 
 
 class Attention(eqx.Module):
@@ -17,104 +28,79 @@ class Attention(eqx.Module):
     key: eqx.nn.Linear
     value: eqx.nn.Linear
 
-    def __init__(self, size, key):
-        keys = jax.random.split(key, 3)
-        self.query, self.key, self.value = (
-            eqx.nn.Linear(size, size, use_bias=False, key=k) for k in keys
-        )
-
     def __call__(self, x):
         q, k, v = (jax.vmap(layer)(x) for layer in (self.query, self.key, self.value))
         e = jnp.exp(q @ k.T * 12)  # <- equinox_softmax_without_shift
         return (e / e.sum(-1, keepdims=True)) @ v
 
 
-@planted("key/weight", "overflow")
+@planted("overflow", path="key/weight")
 def equinox_softmax_without_shift():
-    def loss(model, x):
-        return jnp.mean(jnp.square(jax.vmap(model)(x))).astype(jnp.float32)
-
-    model = cast(Attention(12, jax.random.key(0)), jnp.float16)
-    return Case(loss, (model, normal(1, 2, *X).astype(jnp.float16) * 2))
+    keys = jax.random.split(jax.random.key(0), 3)
+    layers = (eqx.nn.Linear(12, 12, use_bias=False, key=k) for k in keys)
+    return Case(F16(mean_square), (Attention(*layers), normal(1, 2, 24, 12) * 2))
 
 
 class Norm(eqx.Module):
-    weight: jax.Array
+    linear: eqx.nn.Linear
+    head: eqx.nn.Linear
 
     def __call__(self, x):
+        x = self.linear(x) + 70
         mean = jnp.mean(x)
         var = jnp.mean(x * x) - mean * mean  # <- equinox_variance
-        return (x - mean) * jax.lax.rsqrt(var + 1e-5) * self.weight
+        return self.head((x - mean) * jax.lax.rsqrt(var + 1e-5))[:1]
 
 
-@planted("linear", "cancellation")
+@planted("cancellation", path="linear")
 def equinox_variance():
-    class Net(eqx.Module):
-        linear: eqx.nn.Linear
-        norm: Norm
-        head: eqx.nn.Linear
-
-        def __call__(self, x):
-            return self.head(self.norm(self.linear(x) + 70))
-
-    keys = jax.random.split(jax.random.key(0))
-    net = Net(
-        eqx.nn.Linear(12, 32, key=keys[0]),
-        Norm(jnp.ones(32)),
-        eqx.nn.Linear(32, 2, key=keys[1]),
-    )
-
-    def loss(model, x):
-        return jnp.mean(
-            jax.vmap(cast(model, "bfloat16"))(x.astype("bfloat16"))[:, 0] ** 2
-        ).astype("float32")
-
-    return Case(loss, (net, normal(1, *X)))
+    sizes = zip(jax.random.split(jax.random.key(0)), ((12, 32), (32, 2)), strict=True)
+    net = Norm(*(eqx.nn.Linear(*size, key=key) for key, size in sizes))
+    return Case(BF16(mean_square), (net, X))
 
 
-@planted("layers/2/weight", "overflow")
+class Wrapped(eqx.Module):
+    net: eqx.nn.MLP
+
+    def __call__(self, x):
+        return jnp.tanh(self.net(x) * 1e-5)  # <- equinox_mlp_beyond_f16
+
+
+@planted("overflow", path="layers/2/weight")
 def equinox_mlp_beyond_f16():
     net = eqx.nn.MLP(12, 4, 32, 3, key=jax.random.key(0))
     net = eqx.tree_at(lambda m: m.layers[2].weight, net, replace_fn=lambda w: w * 3e5)
-
-    class Wrapped(eqx.Module):
-        net: eqx.nn.MLP
-
-        def __call__(self, x):
-            return self.net(x)  # <- equinox_mlp_beyond_f16
-
-    def loss(model, x):
-        return jnp.mean(jnp.tanh(jax.vmap(model)(x) * 1e-5))
-
-    return Case(mpx.amp(loss, "f16"), (Wrapped(net), normal(1, *X)), 1.0)
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x))  # noqa: E731
+    return Case(AMP16(loss), (Wrapped(net), X), 1.0)
 
 
-@planted("gain", "overflow")
+class Growing(eqx.Module):
+    cell: eqx.nn.GRUCell
+    gain: jax.Array
+
+    def __call__(self, xs):
+        def step(h, x):
+            h = self.cell(x, h) * self.gain  # <- equinox_growing_gru
+            return h, None
+
+        h, _ = jax.lax.scan(step, jnp.ones(8, xs.dtype), xs)
+        return jnp.tanh(h.astype(jnp.float32) * 1e-4)
+
+
+@planted("overflow", path="gain")
 def equinox_growing_gru():
-    class Net(eqx.Module):
-        cell: eqx.nn.GRUCell
-        gain: jax.Array
+    net = Growing(eqx.nn.GRUCell(12, 8, key=jax.random.key(0)), jnp.asarray(9.0))
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x))  # noqa: E731
+    return Case(F16(loss), (net, normal(1, 3, 30, 12)))
 
-        def __call__(self, xs):
-            def step(h, x):
-                h = self.cell(x, h) * self.gain  # <- equinox_growing_gru
-                return h, None
 
-            return jax.lax.scan(step, jnp.ones(8, xs.dtype), xs)[0]
-
-    net = Net(eqx.nn.GRUCell(12, 8, key=jax.random.key(0)), jnp.asarray(9.0))
-
-    def loss(model, x):
-        out = jax.vmap(cast(model, "float16"))(x.astype("float16"))
-        return jnp.mean(jnp.tanh(out.astype(jnp.float32) * 1e-4))
-
-    return Case(loss, (net, normal(1, 3, 30, 12)))
+# --- NNX --------------------------------------------------------------------------------
 
 
 class Block(nnx.Module):
-    def __init__(self, size, rngs):
-        self.up = nnx.Linear(size, 4 * size, rngs=rngs)
-        self.down = nnx.Linear(4 * size, size, rngs=rngs)
+    def __init__(self, rngs):
+        self.up = nnx.Linear(12, 48, rngs=rngs)
+        self.down = nnx.Linear(48, 12, rngs=rngs)
 
     def __call__(self, x):
         h = self.up(x)
@@ -122,67 +108,60 @@ class Block(nnx.Module):
         return x + self.down(h * gate / (1 + gate))
 
 
-@planted("up", "overflow")
+@planted("overflow", path="up")
 def nnx_exp_in_a_block():
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.blocks = nnx.List([Block(12, rngs) for _ in range(2)])
-
-        def __call__(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    net = Net(nnx.Rngs(0))
-    graph, state = nnx.split(net)
-
-    def loss(state, x):
-        model = nnx.merge(graph, cast(state, jnp.float16))
-        return jnp.mean(jnp.square(model(x.astype(jnp.float16)))).astype(jnp.float32)
-
-    return Case(loss, (state, normal(1, *X) * 2))
+    rngs = nnx.Rngs(0)
+    graph, state = nnx.split(nnx.Sequential(Block(rngs), Block(rngs)))
+    loss = lambda s, x: jnp.mean(jnp.square(nnx.merge(graph, s)(x)))  # noqa: E731
+    return Case(F16(loss), (state, X * 2))
 
 
-@planted("head/kernel", "overflow")
+class Head(nnx.Module):
+    def __init__(self, rngs):
+        self.body = nnx.Linear(12, 32, rngs=rngs)
+        self.head = nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, x):
+        h = nnx.relu(self.body(x))
+        return self.head(h)  # <- nnx_head_beyond_f16
+
+
+@planted("overflow", path="head/kernel")
 def nnx_head_beyond_f16():
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.body = nnx.Linear(12, 32, rngs=rngs)
-            self.head = nnx.Linear(32, 4, rngs=rngs)
-
-        def __call__(self, x):
-            h = nnx.relu(self.body(x))
-            return self.head(h)  # <- nnx_head_beyond_f16
-
-    net = Net(nnx.Rngs(0))
+    net = Head(nnx.Rngs(0))
     net.head.kernel[...] *= 6e4
-
-    def loss(model, x):
-        return jnp.mean(jnp.square(model(x) * 1e-5))
-
-    return Case(mpx.amp(loss, "f16"), (net, normal(1, *X) * 2), 1.0)
+    loss = lambda model, x: jnp.mean(jnp.square(model(x) * 1e-5))  # noqa: E731
+    return Case(AMP16(loss), (net, X * 2), 1.0)
 
 
-@planted("embed", "accumulation", "precision")
+class Bag(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(50, 8, rngs=rngs)
+
+    def __call__(self, ids):
+        def add(total, i):
+            row = self.embed.embedding[...][i].astype(total.dtype)
+            return total + row, None  # <- nnx_sum_of_embeddings
+
+        return jax.lax.scan(add, jnp.zeros(8, jnp.bfloat16), ids)[0]
+
+
+@planted("accumulation precision", path="embed")
 def nnx_sum_of_embeddings():
-    class Bag(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Embed(50, 8, rngs=rngs)
-
-        def __call__(self, ids):
-            def add(total, i):
-                row = self.embed.embedding[...][i].astype(total.dtype)
-                return total + row, None  # <- nnx_sum_of_embeddings
-
-            return jax.lax.scan(add, jnp.zeros(8, jnp.bfloat16), ids)[0]
-
     bag = Bag(nnx.Rngs(0))
     bag.embed.embedding[...] = jnp.abs(bag.embed.embedding[...]) + 0.5
-
-    def loss(model, ids):
-        return jnp.mean(model(ids).astype(jnp.float32)) / ids.size
-
+    loss = lambda model, ids: jnp.mean(model(ids).astype(jnp.float32)) / ids.size  # noqa: E731
     return Case(loss, (bag, jnp.arange(700) % 50))
+
+
+# --- Linen ------------------------------------------------------------------------------
+
+
+def linen_case(model, wrap, args, change=lambda w: w, scaling=None):
+    """Makes a case of the mean square of a module, with changed parameters."""
+    params = jax.tree.map(change, model.init(jax.random.key(0), *args))
+    loss = lambda p, *args: jnp.mean(jnp.square(jnp.asarray(model.apply(p, *args))))  # noqa: E731
+    return Case(wrap(loss), (params, *args), scaling)
 
 
 class LinenAttention(nn.Module):
@@ -194,16 +173,10 @@ class LinenAttention(nn.Module):
         return jax.nn.softmax(scores) @ x
 
 
-@planted("LinenAttention", "constant", "nan")
+@planted("constant nan", path="LinenAttention")
 def linen_row_masked_completely():
-    model = LinenAttention()
-    x, mask = normal(1, 2, *X), jnp.tril(jnp.ones((24, 24), bool)).at[0].set(False)
-    params = model.init(jax.random.key(0), x, mask | True)
-
-    def loss(params, x, mask):
-        return jnp.mean(jnp.square(jnp.asarray(model.apply(params, x, mask))))
-
-    return Case(mpx.amp(loss), (params, x, mask))
+    mask = jnp.tril(jnp.ones((24, 24), bool)).at[0].set(False)
+    return linen_case(LinenAttention(), mpx.amp, (normal(1, 2, 24, 12), mask))
 
 
 class LinenNorm(nn.Module):
@@ -214,34 +187,62 @@ class LinenNorm(nn.Module):
         return x / jnp.sqrt(squares.mean(-1, keepdims=True) + 1e-3)
 
 
-@planted("LinenNorm", "overflow")
+@planted("overflow", path="LinenNorm")
 def linen_squares_beyond_f16():
-    model = LinenNorm()
-    x = normal(1, *X)
-    params = model.init(jax.random.key(0), x)
-    params = jax.tree.map(lambda w: w * 500, params)
-
-    def loss(params, x):
-        out = model.apply(cast(params, jnp.float16), x.astype(jnp.float16))
-        return jnp.mean(jnp.square(jnp.asarray(out))).astype(jnp.float32)
-
-    return Case(loss, (params, x))
+    return linen_case(LinenNorm(), F16, (X,), lambda w: w * 500)
 
 
-@planted("proj", "overflow")
+class LinenHead(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(64, name="proj")(x)  # <- linen_library_layer_beyond_f16
+        return nn.Dense(2, name="head")(nn.tanh(h))
+
+
+@planted("overflow", path="proj")
 def linen_library_layer_beyond_f16():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            h = nn.Dense(64, name="proj")(x)  # <- linen_library_layer_beyond_f16
-            return nn.Dense(2, name="head")(nn.tanh(h))
+    change = lambda w: w * 1e6 if w.shape == (12, 64) else w  # noqa: E731
+    return linen_case(LinenHead(), AMP16, (X,), change, 1.0)
 
-    model = Net()
-    x = normal(1, *X)
-    params = model.init(jax.random.key(0), x)
-    params = jax.tree.map(lambda w: w * 1e6 if w.shape == (12, 64) else w, params)
 
-    def loss(params, x):
-        return jnp.mean(jnp.square(jnp.asarray(model.apply(params, x))))
+# --- Haiku ------------------------------------------------------------------------------
 
-    return Case(mpx.amp(loss, "f16"), (params, x), 1.0)
+if importlib.util.find_spec("haiku") is not None:
+    import haiku as hk
+
+    def haiku_case(forward, wrap, score, *batch, scaling=None):
+        """Makes a case of a function that calls Haiku's modules, and of its score."""
+        model = hk.without_apply_rng(hk.transform(forward))
+        params = model.init(jax.random.key(0), batch[0])
+        loss = lambda p, x, *more: score(model.apply(p, x), *more)  # noqa: E731
+        return Case(wrap(loss), (params, *batch), scaling)
+
+    @planted("overflow", path="proj")
+    def haiku_exp_of_logits():
+        def forward(x):
+            h = jax.nn.relu(hk.Linear(24, name="proj")(x))
+            e = jnp.exp(h * 9)  # <- haiku_exp_of_logits
+            return e / (e + 1)
+
+        return haiku_case(forward, F16, jnp.mean, X)
+
+    @planted("overflow", path="head")
+    def haiku_gain_under_amp():
+        def forward(x):
+            h = hk.Linear(24, name="proj")(x)
+            with hk.name_scope("scale_layer"):
+                h = h * 1e5  # in f32
+            out = hk.Linear(2, name="head")(h)  # <- haiku_gain_under_amp
+            return jax.nn.sigmoid(out * 1e-6)
+
+        return haiku_case(forward, AMP16, jnp.mean, X, scaling=1.0)
+
+    @healthy()
+    def haiku_lstm_amp_bf16():
+        def forward(x):
+            core = hk.LSTM(16)
+            out, _ = hk.dynamic_unroll(core, x, core.initial_state(x.shape[1]))
+            return hk.Linear(4)(hk.LayerNorm(-1, True, True)(out[-1]))
+
+        batch = normal(1, 10, 6, 8), jnp.arange(6) % 4
+        return haiku_case(forward, mpx.amp, cross_entropy, *batch)

@@ -28,20 +28,13 @@ class Planted:
 
     The line at fault ends with a comment: an arrow `<-` and the name of the function that
     makes the case.
-
-    Attributes:
-        name: Its name.
-        make: Makes the case.
-        path: What must be part of the parameter path, the scope or the function named.
-        kinds: The kinds that describe it.
-        backward: Whether it is in the backward pass only.
     """
 
     name: str
     make: Callable[[], Case]
-    path: str
-    kinds: tuple[str, ...]
-    backward: bool
+    path: str  # a part of the parameter path, the scope or the function to be named
+    kinds: tuple[str, ...]  # that describe it
+    backward: bool  # in the backward pass only
 
     @property
     def place(self):
@@ -58,32 +51,42 @@ PLANTED: dict[str, Planted] = {}
 HEALTHY: dict[str, Callable[[], Case]] = {}
 
 
-def planted(path, *kinds, backward=False):
-    """Adds a fault to the table."""
+def made(func, args, how, scaling):
+    """Returns the function that makes a case: that of a loss, unless there are no arguments."""
+    if not args:
+        return func
+    make = lambda: Case(how(func) if how else func, args, scaling)  # noqa: E731
+    return functools.update_wrapper(make, func)
 
-    def add(make):
-        name = make.__name__
+
+def planted(kinds, *args, path="", backward=False, how=None, scaling=None):
+    """Adds a fault to the table: a loss of arguments, or a function that makes a case.
+
+    Without a path the function at fault is the one with the name of the fault.
+    """
+
+    def add(func):
+        make, name = made(func, args, how, scaling), func.__name__
         assert name not in PLANTED
-        PLANTED[name] = Planted(name, make, path, kinds, backward)
+        PLANTED[name] = Planted(
+            name, make, path or name, tuple(kinds.split()), backward
+        )
         return make
 
     return add
 
 
-def given(*args, how=lambda loss: loss, scaling=None):
-    """Makes a function that returns the case of a loss with these arguments."""
-
-    def case(loss):
-        make = lambda: Case(how(loss), args, scaling)  # noqa: E731
-        return functools.update_wrapper(make, loss)
-
-    return case
+backward = functools.partial(planted, backward=True)
 
 
-def is_healthy(make):
-    """Adds a healthy model to the table."""
-    HEALTHY[make.__name__] = make
-    return make
+def healthy(*args, how=None, scaling=None):
+    """Adds a healthy model to the table, in the same way."""
+
+    def add(func):
+        HEALTHY[func.__name__] = made(func, args, how, scaling)
+        return func
+
+    return add
 
 
 def cast(tree, dtype):
@@ -114,6 +117,13 @@ def normal(seed, *shape, scale=1.0):
 def weight(seed, *shape, scale=1.0):
     """Returns a random matrix that keeps the size of what it is multiplied with."""
     return normal(seed, *shape, scale=scale * shape[-2] ** -0.5)
+
+
+def weights(width, *names, **options):
+    """Returns some square matrices by name."""
+    return {
+        x: weight(i, width, width, **options) for i, x in enumerate(names or ("w",))
+    }
 
 
 def mlp(seed, *sizes):

@@ -1,4 +1,4 @@
-"""Equinox: its own layers, and packages that are built on them."""
+"""Equinox and plain JAX: its own layers, and packages that are built on them."""
 
 # pyright: reportMissingImports=false
 
@@ -9,11 +9,14 @@ import jax.numpy as jnp
 from _zoo.model import (
     Case,
     Lazy,
-    Model,
     at_least_f32,
     cross_entropy,
+    each,
     key,
+    model,
     normal,
+    of_equinox,
+    settings,
     squared_error,
     tokens,
 )
@@ -23,100 +26,71 @@ optimistix = Lazy("optimistix")
 pdeqx = Lazy("pdequinox")
 
 
-def of(model, call, batch, **options):
-    """Makes a case of a module and a function of module and batch."""
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-
-    def loss(params, batch):
-        return call(eqx.combine(params, static), batch)
-
-    return Case(loss, params, batch, **options)
-
-
-def regression(model, batch):
-    """Returns the squared error of a module of one example."""
-    x, y = batch
-    return squared_error(jax.vmap(model)(x), y)
-
-
+@model("MLP (Equinox)", "equinox")
 def mlp():
-    """`eqx.nn.MLP`."""
-    x = normal(0, 64, 16)
-    model = eqx.nn.MLP(16, 1, 64, 2, key=key(1))
-    return of(model, regression, (x, jnp.sin(x.sum(1, keepdims=True))))
+    x, made = normal(0, 64, 16), eqx.nn.MLP(16, 1, 64, 2, key=key(1))
+    return of_equinox(made, each, (x, jnp.sin(x.sum(1, keepdims=True))))
 
 
+@model("attention (Equinox)", "equinox")
 def attention():
-    """`eqx.nn.MultiheadAttention` over a batch."""
-    model = eqx.nn.MultiheadAttention(4, 64, key=key(0))
-
-    def call(model, batch):
-        x, y = batch
-        return squared_error(jax.vmap(lambda x: model(x, x, x))(x), y)
-
-    return of(model, call, (normal(1, 4, 16, 64), normal(2, 4, 16, 64)))
+    made = eqx.nn.MultiheadAttention(4, 64, key=key(0))
+    call = lambda made, batch: each(lambda x: made(x, x, x), batch)  # noqa: E731
+    return of_equinox(made, call, (normal(1, 4, 16, 64), normal(2, 4, 16, 64)))
 
 
+@model("GRU (Equinox)", "equinox")
 def gru():
-    """`eqx.nn.GRUCell` in a scan."""
-    model = eqx.nn.GRUCell(16, 64, key=key(0))
-
-    def call(model, batch):
-        x, y = batch
-
+    def call(made, batch):
         def last(x):
             start = jnp.zeros(64, x.dtype)
-            return jax.lax.scan(lambda h, x: (model(x, h), None), start, x)[0]
+            return jax.lax.scan(lambda h, x: (made(x, h), None), start, x)[0]
 
-        return squared_error(jax.vmap(last)(x), y)
+        return each(last, batch)
 
-    return of(model, call, (normal(1, 16, 12, 16), normal(2, 16, 64)))
+    made = eqx.nn.GRUCell(16, 64, key=key(0))
+    return of_equinox(made, call, (normal(1, 16, 12, 16), normal(2, 16, 64)))
 
 
-def classification(model, batch):
+def classification(made, batch):
     """Returns the cross entropy of a module of one image, without dropout."""
     images, labels = batch
     keys = jax.random.split(key(1), len(images))
-    logits = jax.vmap(lambda x, k: model(x, key=k, inference=True))(images, keys)
+    logits = jax.vmap(lambda x, k: made(x, key=k, inference=True))(images, keys)
     return cross_entropy(logits, labels)
 
 
+@model("ViT (Equimo)", "equimo")
 def vit():
-    """Equimo's vision transformer, with register tokens."""
-    model = equimo.VisionTransformer(
-        img_size=16,
-        in_channels=3,
-        dim=64,
-        patch_size=4,
-        num_heads=4,
-        depths=[2],
-        num_classes=10,
-        key=key(0),
-    )
-    return of(model, classification, (normal(2, 16, 3, 16, 16), tokens(3, 10, 16)))
+    """With register tokens."""
+    text = "img_size=16 in_channels=3 dim=64 patch_size=4 num_heads=4 num_classes=10"
+    made = equimo.VisionTransformer(**settings(text), depths=[2], key=key(0))
+    batch = (normal(2, 16, 3, 16, 16), tokens(3, 10, 16))
+    return of_equinox(made, classification, batch)
 
 
+FFT = "JAX's FFT takes no 16-bit numbers: use `amp`"
+NO_FFT = {"own bf16": FFT, "policy": FFT}
+
+
+@model("FNO (PDEquinox)", "pdequinox", NO_FFT)
 def fno():
-    """PDEquinox' Fourier neural operator: complex weights in the spectrum."""
-    model = pdeqx.arch.ClassicFNO(
-        1, 1, 1, hidden_channels=16, num_modes=8, num_blocks=2, key=key(0)
-    )
-    return of(model, regression, (normal(1, 4, 1, 32), normal(2, 4, 1, 32)))
+    """A Fourier neural operator: complex weights in the spectrum."""
+    sizes = settings("hidden_channels=16 num_modes=8 num_blocks=2")
+    made = pdeqx.arch.ClassicFNO(1, 1, 1, **sizes, key=key(0))
+    return of_equinox(made, each, (normal(1, 4, 1, 32), normal(2, 4, 1, 32)))
 
 
+@model("ConvNeXt (Equimo)", "equimo")
 def convnext():
-    """Equimo's equimo.ConvNeXt: depthwise convolutions, inverted bottlenecks, layer scales."""
-    model = equimo.ConvNeXt(
-        3,
-        depths=[1, 1],
-        dims=[32, 64],
-        num_classes=10,
-        key=key(0),
-        layer_scale_init_value=0.1,
-    )
-    return of(model, classification, (normal(2, 8, 3, 16, 16), tokens(3, 10, 8)))
+    """Depthwise convolutions, inverted bottlenecks, layer scales."""
+    sizes = {"depths": [1, 1], "dims": [32, 64], "num_classes": 10}
+    made = equimo.ConvNeXt(3, **sizes, key=key(0), layer_scale_init_value=0.1)
+    batch = (normal(2, 8, 3, 16, 16), tokens(3, 10, 8))
+    return of_equinox(made, classification, batch)
 
 
+@model("equilibrium, custom_vjp (JAX)", "jax")
 def deq():
     """An equilibrium model whose `custom_vjp` solves for the gradient."""
 
@@ -153,8 +127,13 @@ def deq():
     return Case(loss, params, (x, jnp.sin(x[:, :8])))
 
 
+FIXED_POINT = "Optimistix starts from an error in f32, whatever the numbers: use `amp`"
+NO_FIXED_POINT = {"own bf16": FIXED_POINT, "policy": FIXED_POINT}
+
+
+@model("equilibrium (Optimistix)", "optimistix", NO_FIXED_POINT)
 def fixed_point():
-    """Optimistix' fixed point: a loop of unknown length, and Lineax for its gradient."""
+    """A loop of unknown length, and Lineax for its gradient."""
 
     class Network(eqx.Module):
         cell: eqx.nn.Linear
@@ -171,13 +150,14 @@ def fixed_point():
             )
             return self.read(solution.value)
 
-    model = Network(eqx.nn.Linear(32, 32, key=key(0)), eqx.nn.Linear(32, 8, key=key(1)))
+    made = Network(eqx.nn.Linear(32, 32, key=key(0)), eqx.nn.Linear(32, 8, key=key(1)))
     x = normal(2, 64, 32)
-    return of(model, regression, (x, jnp.sin(x[:, :8])))
+    return of_equinox(made, each, (x, jnp.sin(x[:, :8])))
 
 
+@model("Hyena (Equinox)", "equinox", NO_FFT)
 def hyena():
-    """Hyena: gates, and convolutions as long as the text by FFT."""
+    """Gates, and convolutions as long as the text by FFT."""
 
     class Operator(eqx.Module):
         project: eqx.nn.Linear
@@ -194,24 +174,22 @@ def hyena():
             mixed = jnp.fft.irfft(spectrum, 2 * n, 0)[:n]
             return x + jax.vmap(self.out)(q * mixed)
 
-    model = [
+    made = [
         Operator(
-            eqx.nn.Linear(32, 96, key=key(3 * i)),
-            eqx.nn.MLP(8, 32, 32, 1, jnp.sin, key=key(3 * i + 1)),
-            eqx.nn.Linear(32, 32, key=key(3 * i + 2)),
+            eqx.nn.Linear(32, 96, key=key(i)),
+            eqx.nn.MLP(8, 32, 32, 1, jnp.sin, key=key(i + 1)),
+            eqx.nn.Linear(32, 32, key=key(i + 2)),
         )
-        for i in range(2)
+        for i in (0, 3)
     ]
 
-    def call(model, batch):
-        x, y = batch
-        for operator in model:
-            x = jax.vmap(operator)(x)
-        return squared_error(x, y)
+    def call(made, batch):
+        return each(lambda x: made[1](made[0](x)), batch)
 
-    return of(model, call, (x := normal(6, 8, 32, 32), jnp.roll(x, 1, 1)))
+    return of_equinox(made, call, (x := normal(6, 8, 32, 32), jnp.roll(x, 1, 1)))
 
 
+@model("complex recurrence (JAX)", "jax")
 def lru():
     """A linear recurrent unit: a complex diagonal recurrence by `associative_scan`."""
 
@@ -241,70 +219,47 @@ def lru():
     return Case(loss, [layer(0), layer(4)], (x, jnp.roll(x, 2, 1)))
 
 
+@model("SIREN (Equinox)", "equinox")
 def siren():
-    """SIREN: sines of the frequency 30 fit an image and its slopes."""
-    model = eqx.nn.MLP(
-        2, "scalar", 64, 3, lambda x: jnp.sin(30 * x), key=key(0), use_bias=True
-    )
+    """Sines of the frequency 30 fit an image and its slopes."""
+    sine = lambda x: jnp.sin(30 * x)  # noqa: E731
+    made = eqx.nn.MLP(2, "scalar", 64, 3, sine, key=key(0), use_bias=True)
     # As SIREN's authors start: the first layer wide, the others such that sines stay sines.
     scales = [0.5 * 2**0.5, *[(6 / 64) ** 0.5 / 30 * 8] * 3]
-    weights = lambda model: [layer.weight for layer in model.layers]  # noqa: E731
-    scaled = [w * scale for w, scale in zip(weights(model), scales, strict=True)]
-    model = eqx.tree_at(weights, model, scaled)
+    weights = lambda made: [layer.weight for layer in made.layers]  # noqa: E731
+    scaled = [w * scale for w, scale in zip(weights(made), scales, strict=True)]
+    made = eqx.tree_at(weights, made, scaled)
 
-    def call(model, batch):
+    def call(made, batch):
         places, values, slopes = batch
-        found, found_slopes = jax.vmap(jax.value_and_grad(model))(places)
+        found, found_slopes = jax.vmap(jax.value_and_grad(made))(places)
         return squared_error(found, values) + 0.1 * squared_error(found_slopes, slopes)
 
     picture = lambda p: jnp.sin(4 * p[0]) * jnp.cos(3 * p[1])  # noqa: E731
     places = jax.random.uniform(key(1), (128, 2), minval=-1)
-    values, slopes = jax.vmap(jax.value_and_grad(picture))(places)
-    return of(model, call, (places, values, slopes), learning_rate=1e-4)
+    batch = (places, *jax.vmap(jax.value_and_grad(picture))(places))
+    return of_equinox(made, call, batch, learning_rate=1e-4)
 
 
+@model("NeRF (Equinox)", "equinox")
 def nerf():
-    """NeRF: encoded positions, densities and colours, summed along each ray."""
-    model = eqx.nn.MLP(3 + 36, 4, 64, 3, key=key(0))
+    """Encoded positions, densities and colours, summed along each ray."""
 
-    def call(model, batch):
-        starts, directions, colours = batch
-
+    def call(made, batch):
         def render(start, direction):
             depths = jnp.linspace(0.5, 3, 16, dtype=start.dtype)
             points = start + depths[:, None] * direction
             waves = (points[..., None] * 2.0 ** jnp.arange(6)).reshape(16, -1)
             seen = jnp.concatenate([points, jnp.sin(waves), jnp.cos(waves)], -1)
-            found = at_least_f32(jax.vmap(model)(seen.astype(start.dtype)))
+            found = at_least_f32(jax.vmap(made)(seen.astype(start.dtype)))
             thickness = jax.nn.softplus(found[:, 0]) * (2.5 / 15)
             through = jnp.exp(-jnp.cumsum(thickness) + thickness)
             weights = through * (1 - jnp.exp(-thickness))
             return weights @ jax.nn.sigmoid(found[:, 1:])
 
-        return squared_error(jax.vmap(render)(starts, directions), colours)
+        return each(render, batch)
 
     directions = normal(1, 32, 3)
     directions /= jnp.linalg.norm(directions, axis=1, keepdims=True)
     batch = (0.1 * normal(2, 32, 3), directions, jax.nn.sigmoid(3 * directions))
-    return of(model, call, batch)
-
-
-FFT = "JAX's FFT takes no 16-bit numbers: use `amp`"
-NO_FFT = {"own bf16": FFT, "policy": FFT}
-FIXED_POINT = "Optimistix starts from an error in f32, whatever the numbers: use `amp`"
-NO_FIXED_POINT = {"own bf16": FIXED_POINT, "policy": FIXED_POINT}
-
-MODELS = (
-    Model("MLP (Equinox)", "equinox", mlp),
-    Model("attention (Equinox)", "equinox", attention),
-    Model("GRU (Equinox)", "equinox", gru),
-    Model("ViT (Equimo)", "equimo", vit),
-    Model("FNO (PDEquinox)", "pdequinox", fno, NO_FFT),
-    Model("ConvNeXt (Equimo)", "equimo", convnext),
-    Model("equilibrium, custom_vjp (JAX)", "jax", deq),
-    Model("equilibrium (Optimistix)", "optimistix", fixed_point, NO_FIXED_POINT),
-    Model("Hyena (Equinox)", "equinox", hyena, NO_FFT),
-    Model("complex recurrence (JAX)", "jax", lru),
-    Model("SIREN (Equinox)", "equinox", siren),
-    Model("NeRF (Equinox)", "equinox", nerf),
-)
+    return of_equinox(eqx.nn.MLP(3 + 36, 4, 64, 3, key=key(0)), call, batch)

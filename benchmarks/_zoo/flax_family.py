@@ -12,14 +12,19 @@ import jax.numpy as jnp
 import optax
 
 from _zoo.model import (
+    BF16,
     Case,
     Lazy,
-    Model,
     at_least_f32,
     cross_entropy,
     key,
+    model,
     next_token,
     normal,
+    of_linen,
+    of_nnx,
+    regression,
+    settings,
     squared_error,
     tokens,
 )
@@ -33,35 +38,10 @@ nnx = Lazy("flax.nnx")
 pz = Lazy("penzai.pz")
 qwix = Lazy("qwix")
 
-BF16 = jnp.bfloat16
 
-
-def regression(model, batch):
-    """Returns the squared error of a model of all but the last of a batch."""
-    *inputs, target = batch
-    return squared_error(model(*inputs), target)
-
-
-def of_linen(make, batch, score=regression, inputs=None, seed=2):
-    """Makes a case of a Linen module, whose own option for bf16 is `dtype`.
-
-    `score(apply, batch)` is the loss, and `inputs` those of the first call.
-    """
-
-    def of(module):
-        apply = lambda params: functools.partial(module.apply, params)  # noqa: E731
-        return lambda params, batch: score(apply(params), batch)
-
-    inputs = batch[:-1] if inputs is None else inputs
-    params = jax.jit(make(None).init)(key(seed), *inputs)
-    return Case(of(make(None)), params, batch, of(make(BF16)))
-
-
+@model("attention (Linen)", "flax")
 def linen_attention():
-    """`MultiHeadDotProductAttention` with a causal mask."""
-
-    def make(dtype):
-        return nn.MultiHeadDotProductAttention(num_heads=4, dtype=dtype)
+    make = lambda dtype: nn.MultiHeadDotProductAttention(num_heads=4, dtype=dtype)  # noqa: E731
 
     def score(apply, batch):
         x, mask, y = batch
@@ -72,35 +52,17 @@ def linen_attention():
     return of_linen(make, (x, mask, y), score, (x,))
 
 
+@model("LSTM (Linen)", "flax")
 def linen_lstm():
-    """`RNN` over an `OptimizedLSTMCell`: a scan with a carry."""
-
-    def make(dtype):
-        return nn.RNN(nn.OptimizedLSTMCell(64, dtype=dtype))
-
+    make = lambda dtype: nn.RNN(nn.OptimizedLSTMCell(64, dtype=dtype))  # noqa: E731
     return of_linen(make, (normal(0, 16, 12, 32), normal(1, 16, 12, 64)), seed=0)
 
 
-def of_nnx(model, call, batch, own=None):
-    """Makes a case of an NNX module."""
-
-    def of(model):
-        graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-        def loss(params, batch):
-            # New variables: those of another trace could not be written to.
-            state = jax.tree.map(lambda x: x, rest)
-            return call(nnx.merge(graph, params, state), batch)
-
-        return params, loss
-
-    params, loss = of(model)
-    return Case(loss, params, batch, None if own is None else of(own)[1])
+NNX_F16 = "the f16 matmul that `nnx` asks for does not exist on CPUs"
 
 
+@model("attention (NNX)", "flax", {"policy f16": NNX_F16})
 def nnx_attention():
-    """`nnx.MultiHeadAttention`, which calls `jax.nn.dot_product_attention`."""
-
     def make(dtype):
         return nnx.MultiHeadAttention(
             num_heads=4, in_features=64, decode=False, dtype=dtype, rngs=nnx.Rngs(0)
@@ -110,65 +72,55 @@ def nnx_attention():
     return of_nnx(make(None), regression, batch, make(BF16))
 
 
+@model("Mamba 2", "mamba2-jax")
 def mamba2():
     """A state-space model: cumulative sums, exponentials, a scan over chunks."""
-    config = mamba2_jax.Mamba2Config(
-        vocab_size=128,
-        hidden_size=64,
-        state_size=16,
-        head_dim=16,
-        chunk_size=8,
-        num_hidden_layers=1,
-    )
-    model = mamba2_jax.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0))
-
-    def call(model, ids):
-        return next_token(model(ids)["logits"], ids)
-
-    return of_nnx(model, call, tokens(0, 128, 4, 16))
+    text = "vocab_size=128 hidden_size=64 state_size=16 head_dim=16 chunk_size=8"
+    config = mamba2_jax.Mamba2Config(**settings(text), num_hidden_layers=1)
+    made = mamba2_jax.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0))
+    call = lambda made, ids: next_token(made(ids)["logits"], ids)  # noqa: E731
+    return of_nnx(made, call, tokens(0, 128, 4, 16))
 
 
+@model("KAN", "jaxkan")
 def kan():
     """A Kolmogorov–Arnold network with B-splines."""
     # Not `jaxkan.KAN`: it keeps its layers in a list, which Flax 0.12 does not take.
     layer = kan_layers.get_layer("base")
     sizes = ((4, 16), (16, 16), (16, 1))
-    model = nnx.Sequential(*(layer(m, n, k=3, G=5, seed=0) for m, n in sizes))
-
+    made = nnx.Sequential(*(layer(m, n, k=3, G=5, seed=0) for m, n in sizes))
     x = jax.random.uniform(key(0), (64, 4), minval=-1)
-    return of_nnx(model, regression, (x, jnp.sin(3 * x.sum(1, keepdims=True))))
+    return of_nnx(made, regression, (x, jnp.sin(3 * x.sum(1, keepdims=True))))
 
 
+@model("Gemma (Penzai)", "penzai")
 def penzai_gemma():
     """Penzai's transformer, with named axes, built like Gemma."""
     os.environ.setdefault("PENZAI_NO_IPYTHON", "1")
+    text = (
+        "num_kv_heads=1 query_head_multiplier=4 embedding_dim=64 projection_dim=16 "
+        "mlp_hidden_dim=128 num_decoder_blocks=2 vocab_size=128"
+    )
 
     def make(dtype):
         config = llamalike_common.LlamalikeTransformerConfig(
-            num_kv_heads=1,
-            query_head_multiplier=4,
-            embedding_dim=64,
-            projection_dim=16,
-            mlp_hidden_dim=128,
-            num_decoder_blocks=2,
-            vocab_size=128,
+            **settings(text),
             mlp_variant="geglu_approx",
             tie_embedder_and_logits=True,
             activation_dtype=dtype,
         )
         return llamalike_common.build_llamalike_transformer(config, key(0))
 
-    def of(model):
-        model, params = pz.unbind_params(model, freeze=True)
+    def of(made):
+        made, params = pz.unbind_params(made, freeze=True)
 
         def loss(values, ids):
             pairs = zip(params, values, strict=True)
             new = [dataclasses.replace(param, value=value) for param, value in pairs]
-            bound = pz.bind_variables(model, new)
+            bound = pz.bind_variables(made, new)
             named = pz.nx.wrap(ids).tag("batch", "seq")
             logits = bound(named, token_positions=pz.nx.arange("seq", ids.shape[1]))
-            logits = logits.unwrap("batch", "seq", "vocabulary")
-            return next_token(logits, ids)
+            return next_token(logits.unwrap("batch", "seq", "vocabulary"), ids)
 
         return [p.value for p in params], loss
 
@@ -176,17 +128,16 @@ def penzai_gemma():
     return Case(loss, params, tokens(0, 128, 4, 16), of(make(BF16))[1])
 
 
+@model("LoRA (NNX)", "flax")
 def lora():
-    """`nnx.LoRA`: f32 adapters beside a frozen base in bf16."""
+    """f32 adapters beside a frozen base in bf16."""
 
     class Network(nnx.Module):
         def __init__(self, rngs):
             self.embed = nnx.Embed(128, 64, rngs=rngs)
+            base = lambda: nnx.Linear(64, 64, rngs=rngs)  # noqa: E731
             self.layers = nnx.List(
-                nnx.LoRA(
-                    64, 8, 64, base_module=nnx.Linear(64, 64, rngs=rngs), rngs=rngs
-                )
-                for _ in range(3)
+                nnx.LoRA(64, 8, 64, base_module=base(), rngs=rngs) for _ in range(3)
             )
 
         def __call__(self, ids):
@@ -204,6 +155,7 @@ def lora():
     return Case(loss, adapters, tokens(0, 128, 4, 32), learning_rate=1e-2, beside=base)
 
 
+@model("weight and spectral norm (NNX)", "flax")
 def normalised():
     """`nnx.WeightNorm` and `nnx.SpectralNorm`, which set the weights in each call."""
 
@@ -222,6 +174,7 @@ def normalised():
     return of_nnx(make(None), regression, (x, jnp.sin(x[:, :8])), make(BF16))
 
 
+@model("Mixer (NNX)", "flax")
 def mixer():
     """An MLP-Mixer: matmuls over tokens, and over channels."""
 
@@ -240,31 +193,27 @@ def mixer():
 
         def __call__(self, images):
             x = self.stem(images).reshape(len(images), 16, 64)
-            for i, (norm, block) in enumerate(
-                zip(self.norms, self.blocks, strict=True)
-            ):
+            pairs = zip(self.norms, self.blocks, strict=True)
+            for i, (norm, block) in enumerate(pairs):
                 h = norm(x)
                 x = x + (block(h) if i % 2 else block(h.mT).mT)
             return self.head(x.mean(1))
 
-    def call(model, batch):
-        return cross_entropy(model(batch[0]), batch[1])
-
+    call = lambda made, batch: cross_entropy(made(batch[0]), batch[1])  # noqa: E731
     batch = (normal(0, 16, 16, 16, 3), tokens(1, 10, 16))
     return of_nnx(Mixer(None), call, batch, Mixer(BF16))
 
 
+@model("diffusion U-Net (Diffusers)", "diffusers")
 def unet():
-    """Diffusers' U-Net with cross attention, which predicts the noise."""
+    """A U-Net with cross attention, which predicts the noise."""
 
     def make(dtype):
         return diffusers.FlaxUNet2DConditionModel(
-            sample_size=8,
+            **settings("sample_size=8 layers_per_block=1 attention_head_dim=4"),
             down_block_types=("CrossAttnDownBlock2D",),
             up_block_types=("CrossAttnUpBlock2D",),
             block_out_channels=(32,),
-            layers_per_block=1,
-            attention_head_dim=4,
             cross_attention_dim=32,
             dtype=dtype,
         )
@@ -286,19 +235,15 @@ def unet():
     return Case(of(make(jnp.float32)), params, batch, of(make(BF16)))
 
 
+@model("CTC (Linen)", "flax")
 def ctc():
-    """Speech in Linen: a convolution, LSTMs in both directions, `optax.ctc_loss`."""
+    """Speech: a convolution, LSTMs in both directions, `optax.ctc_loss`."""
 
     def make(dtype):
         cells = [nn.OptimizedLSTMCell(32, dtype=dtype) for _ in range(2)]
-        return nn.Sequential(
-            [
-                nn.Conv(32, (5,), 2, dtype=dtype),
-                nn.gelu,
-                nn.Bidirectional(nn.RNN(cells[0]), nn.RNN(cells[1])),
-                nn.Dense(16, dtype=dtype),
-            ]
-        )
+        both = nn.Bidirectional(*map(nn.RNN, cells))
+        stem, head = nn.Conv(32, (5,), 2, dtype=dtype), nn.Dense(16, dtype=dtype)
+        return nn.Sequential([stem, nn.gelu, both, head])
 
     def score(apply, batch):
         sound, labels, padding = batch
@@ -306,14 +251,14 @@ def ctc():
         none = jnp.zeros(logits.shape[:2])
         return jnp.mean(optax.ctc_loss(logits, none, labels, padding))
 
-    lengths = 3 + tokens(3, 4, 16, 1)
-    padding = (jnp.arange(6) >= lengths).astype(jnp.float32)
+    padding = (jnp.arange(6) >= 3 + tokens(3, 4, 16, 1)).astype(jnp.float32)
     batch = (normal(0, 16, 32, 16), 1 + tokens(1, 15, 16, 6), padding)
     return of_linen(make, batch, score, batch[:1])
 
 
+@model("Gumbel VAE (Linen)", "flax")
 def gumbel():
-    """A variational autoencoder with categories, sampled by Gumbel's trick in Linen."""
+    """A variational autoencoder with categories, sampled by Gumbel's trick."""
 
     class Autoencoder(nn.Module):
         dtype: Any
@@ -332,8 +277,7 @@ def gumbel():
         logits, out = apply(*batch)
         logp = jax.nn.log_softmax(logits)
         divergence = jnp.sum(jnp.exp(logp) * (logp + jnp.log(8.0)), (1, 2))
-        bits = at_least_f32(batch[0])
-        error = jnp.sum(jax.nn.softplus(out) - bits * out, 1)
+        error = jnp.sum(jax.nn.softplus(out) - at_least_f32(batch[0]) * out, 1)
         return jnp.mean(error + divergence)
 
     bits = (normal(0, 64, 32) > 0).astype(jnp.float32)
@@ -341,36 +285,65 @@ def gumbel():
     return of_linen(Autoencoder, batch, score, batch)
 
 
+QWIX_F16 = "Qwix takes scales below 0.008 for zero if they are f16: use `amp`"
+
+
+@model("int8 training (Qwix)", "qwix", {"policy f16": QWIX_F16})
 def qwix_int8():
-    """Qwix: quantisation-aware training of a Linen MLP in int8."""
     plain = nn.Sequential([nn.Dense(64), nn.gelu, nn.Dense(64), nn.gelu, nn.Dense(8)])
     rule = qwix.QtRule(module_path=".*", weight_qtype="int8", act_qtype="int8")
     module = qwix.quantize_model(plain, qwix.QtProvider([rule]))
-
-    def loss(params, batch):
-        x, y = batch
-        return squared_error(module.apply(params, x), y)
-
     x = normal(0, 48, 32)  # not 64: Qwix tells weights by their shapes
-    params = jax.jit(module.init)(key(1), x)
-    return Case(loss, {"params": params["params"]}, (x, jnp.sin(x[:, :8])))
+    params = {"params": jax.jit(module.init)(key(1), x)["params"]}
+    loss = lambda p, batch: regression(lambda x: module.apply(p, x), batch)  # noqa: E731
+    return Case(loss, params, (x, jnp.sin(x[:, :8])))
 
 
-QWIX_F16 = "Qwix takes scales below 0.008 for zero if they are f16: use `amp`"
-NNX_F16 = "the f16 matmul that `nnx` asks for does not exist on CPUs"
+# --- a decoder --------------------------------------------------------------------------
 
-MODELS = (
-    Model("attention (Linen)", "flax", linen_attention),
-    Model("LSTM (Linen)", "flax", linen_lstm),
-    Model("attention (NNX)", "flax", nnx_attention, {"policy f16": NNX_F16}),
-    Model("Mamba 2", "mamba2-jax", mamba2),
-    Model("KAN", "jaxkan", kan),
-    Model("Gemma (Penzai)", "penzai", penzai_gemma),
-    Model("LoRA (NNX)", "flax", lora),
-    Model("weight and spectral norm (NNX)", "flax", normalised),
-    Model("Mixer (NNX)", "flax", mixer),
-    Model("diffusion U-Net (Diffusers)", "diffusers", unet),
-    Model("CTC (Linen)", "flax", ctc),
-    Model("Gumbel VAE (Linen)", "flax", gumbel),
-    Model("int8 training (Qwix)", "qwix", qwix_int8, {"policy f16": QWIX_F16}),
-)
+
+def decoder(tied):
+    """Returns a decoder that reads bytes of Python's own documentation.
+
+    Built like google-deepmind/nanodo: norms before attention and MLP, learnt positions,
+    gelu, no biases, and a head that is the embedding, or one of its own.
+    """
+    from text import TINY, batches, read_text
+
+    width, heads, length = 64, 4, 32
+
+    class Decoder(nn.Module):
+        dtype: Any
+
+        @nn.compact
+        def __call__(self, ids):
+            norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=self.dtype)
+            dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
+            embed = nn.Embed(256, width, name="embed")
+            places = nn.Embed(length, width, name="positions")
+            x = embed(ids) + places(jnp.arange(ids.shape[1]))
+            for _ in range(2):
+                x = x + self.attention(norm()(x))
+                x = x + dense(width)(nn.gelu(dense(4 * width)(norm()(x))))
+            x = norm()(x)
+            return embed.attend(x) if tied else dense(256, name="head")(x)
+
+        def attention(self, x):
+            options = {"use_bias": False, "dtype": self.dtype}
+            split = (heads, width // heads)
+            q, k, v = (nn.DenseGeneral(split, **options)(x) for _ in range(3))
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q / q.shape[-1] ** 0.5, k)
+            mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+            scores = jnp.where(mask, scores.astype(jnp.float32), -1e30)
+            weights = nn.softmax(scores).astype(v.dtype)
+            mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+            return nn.DenseGeneral(width, axis=(-2, -1), **options)(mixed)
+
+    size = TINY._replace(sequences=4, length=length)
+    ids = jnp.asarray(next(batches(read_text()[0], size, 0)))[:, :-1]
+    score = lambda apply, ids: next_token(apply(ids), ids)  # noqa: E731
+    return of_linen(Decoder, ids, score, (ids[:1],), seed=0)
+
+
+model("decoder, tied (Linen)", "flax")(lambda: decoder(tied=True))
+model("decoder, own head (Linen)", "flax")(lambda: decoder(tied=False))

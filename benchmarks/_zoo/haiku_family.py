@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from _zoo.model import (
     Case,
     Lazy,
-    Model,
     at_least_f32,
     cross_entropy,
     key,
+    model,
     normal,
     squared_error,
     tokens,
@@ -41,33 +41,25 @@ def layer_norm():
     return hk.LayerNorm(-1, create_scale=True, create_offset=True)
 
 
+@model("MLP (Haiku)", "dm-haiku")
 def mlp():
-    """`hk.nets.MLP`."""
-    x = normal(1, 64, 16)
-    batch = (x, jnp.sin(x.sum(1, keepdims=True)))
+    batch = (x := normal(1, 64, 16), jnp.sin(x.sum(1, keepdims=True)))
     return of(lambda x: hk.nets.MLP([64, 64, 1])(x), batch, squared_error)
 
 
-def resnet():
-    """`hk.nets.ResNet` with one block a group: convolutions and batch norm."""
+@model("transformer block (Haiku)", "dm-haiku")
+def transformer():
+    def forward(x):
+        h = layer_norm()(x)
+        init = hk.initializers.VarianceScaling(1.0)
+        x = x + hk.MultiHeadAttention(4, 16, w_init=init)(h, h, h)
+        return x + hk.nets.MLP([128, 64])(layer_norm()(x))
 
-    def forward(images):
-        net = hk.nets.ResNet(
-            blocks_per_group=(1, 1, 1, 1),
-            num_classes=10,
-            bottleneck=False,
-            channels_per_group=(16, 16, 32, 32),
-            use_projection=(True, True, True, True),
-        )
-        return net(images, is_training=True)
-
-    batch = (normal(1, 8, 32, 32, 3), tokens(2, 10, 8))
-    return of(forward, batch, cross_entropy)
+    return of(forward, (normal(1, 4, 16, 64), normal(2, 4, 16, 64)), squared_error)
 
 
+@model("LSTM (Haiku)", "dm-haiku")
 def lstm():
-    """`hk.LSTM` in `hk.dynamic_unroll`."""
-
     def forward(x):
         core = hk.LSTM(64)
         return hk.dynamic_unroll(core, x, core.initial_state(x.shape[1]))[0]
@@ -75,73 +67,65 @@ def lstm():
     return of(forward, (normal(1, 12, 16, 32), normal(2, 12, 16, 64)), squared_error)
 
 
-def transformer():
-    """`hk.MultiHeadAttention` and `hk.LayerNorm` in a pre-norm block."""
+@model("ResNet (Haiku)", "dm-haiku")
+def resnet():
+    def forward(images):
+        net = hk.nets.ResNet(
+            blocks_per_group=(1, 1, 1, 1),
+            num_classes=10,
+            bottleneck=False,
+            channels_per_group=(16, 16, 32, 32),
+            use_projection=(True,) * 4,
+        )
+        return net(images, is_training=True)
 
-    def forward(x):
-        h = layer_norm()(x)
-        init = hk.initializers.VarianceScaling(1.0)
-        x = x + hk.MultiHeadAttention(4, 16, w_init=init)(h, h, h)
-        h = layer_norm()(x)
-        return x + hk.nets.MLP([128, 64])(h)
-
-    return of(forward, (normal(1, 4, 16, 64), normal(2, 4, 16, 64)), squared_error)
+    return of(forward, (normal(1, 8, 32, 32, 3), tokens(2, 10, 8)), cross_entropy)
 
 
 def graph_batch():
     """Returns two random graphs in one, and a target for each."""
-    sizes, edges = [6, 10], [20, 28]
-    senders = jnp.concatenate([tokens(1, 6, 20), 6 + tokens(2, 10, 28)])
-    receivers = jnp.concatenate([tokens(3, 6, 20), 6 + tokens(4, 10, 28)])
     graph = jraph.GraphsTuple(
-        nodes=normal(5, sum(sizes), 16),
-        edges=normal(6, sum(edges), 16),
-        senders=senders,
-        receivers=receivers,
-        n_node=jnp.array(sizes),
-        n_edge=jnp.array(edges),
+        nodes=normal(5, 16, 16),
+        edges=normal(6, 48, 16),
+        senders=jnp.concatenate([tokens(1, 6, 20), 6 + tokens(2, 10, 28)]),
+        receivers=jnp.concatenate([tokens(3, 6, 20), 6 + tokens(4, 10, 28)]),
+        n_node=jnp.array([6, 10]),
+        n_edge=jnp.array([20, 28]),
         globals=normal(7, 2, 16),
     )
     return graph, normal(8, 2, 16)
 
 
+@model("graph network (jraph)", "jraph")
 def graph_network():
     """`jraph.GraphNetwork`: MLPs of edges, nodes and globals, with segment sums."""
 
-    def mlp(features):
-        return hk.nets.MLP([32, 16])(features)
-
     def forward(graph):
+        mlp = jraph.concatenated_args(lambda x: hk.nets.MLP([32, 16])(x))
         for _ in range(2):
-            graph = jraph.GraphNetwork(
-                update_edge_fn=jraph.concatenated_args(mlp),
-                update_node_fn=jraph.concatenated_args(mlp),
-                update_global_fn=jraph.concatenated_args(mlp),
-            )(graph)
+            graph = jraph.GraphNetwork(mlp, mlp, mlp)(graph)
         return graph.globals
 
     return of(forward, graph_batch(), squared_error)
 
 
+@model("graph attention (jraph)", "jraph")
 def graph_attention():
     """`jraph.GAT`: a softmax over the edges of each node."""
 
     def forward(graph):
-        query = hk.Linear(32)
-        logit = hk.Linear(1)
-        graph = jraph.GAT(
-            attention_query_fn=lambda nodes: query(nodes),
-            attention_logit_fn=lambda sent, received, _: jax.nn.leaky_relu(
-                logit(jnp.concatenate([sent, received], axis=1))
-            ),
-            node_update_fn=hk.Linear(16),
-        )(graph)
-        return graph.nodes
+        query, logit = hk.Linear(32), hk.Linear(1)
+
+        def score(sent, received, _):
+            return jax.nn.leaky_relu(logit(jnp.concatenate([sent, received], axis=1)))
+
+        return jraph.GAT(query, score, hk.Linear(16))(graph).nodes
 
     graph, _ = graph_batch()
     return of(forward, (graph, normal(8, 16, 16)), squared_error)
 
 
+@model("VQ-VAE (Haiku)", "dm-haiku")
 def vector_quantised():
     """`hk.nets.VectorQuantizer` between an encoder and a decoder."""
 
@@ -159,6 +143,7 @@ def vector_quantised():
     return of(forward, (x, x), score)
 
 
+@model("Perceiver (Haiku)", "dm-haiku")
 def perceiver():
     """Learnt queries that attend to a long input, then to each other."""
 
@@ -178,6 +163,7 @@ def perceiver():
     return of(forward, (normal(1, 8, 64, 32), tokens(2, 10, 8)), cross_entropy)
 
 
+@model("slot attention (Haiku)", "dm-haiku")
 def slots():
     """Slot attention: a softmax over the queries, and a GRU that is applied three times."""
 
@@ -202,6 +188,7 @@ def slots():
     return of(forward, (x, x), squared_error)
 
 
+@model("world model (Haiku)", "dm-haiku")
 def world_model():
     """A recurrent state-space model: a GRU, samples and divergences in a scan."""
 
@@ -236,17 +223,3 @@ def world_model():
     frames = jnp.sin(jnp.cumsum(normal(1, 12, 16, 16), 0))
     batch = (frames, normal(2, 12, 16, 4), normal(3, 12, 16, 16), frames)
     return of(forward, batch, score)
-
-
-MODELS = (
-    Model("MLP (Haiku)", "dm-haiku", mlp),
-    Model("transformer block (Haiku)", "dm-haiku", transformer),
-    Model("LSTM (Haiku)", "dm-haiku", lstm),
-    Model("ResNet (Haiku)", "dm-haiku", resnet),
-    Model("graph network (jraph)", "jraph", graph_network),
-    Model("graph attention (jraph)", "jraph", graph_attention),
-    Model("VQ-VAE (Haiku)", "dm-haiku", vector_quantised),
-    Model("Perceiver (Haiku)", "dm-haiku", perceiver),
-    Model("slot attention (Haiku)", "dm-haiku", slots),
-    Model("world model (Haiku)", "dm-haiku", world_model),
-)

@@ -5,7 +5,6 @@ import importlib
 import json
 import re
 import time
-import traceback
 import warnings
 from typing import Any
 
@@ -15,40 +14,43 @@ import mpx
 from _zoo import REGISTRY
 from _zoo.routes import distance, f64_grads, from_rounded, run_of, share, train
 
-Cell = dict[str, Any]
+
+def make(name):
+    """Makes a model."""
+    warnings.simplefilter("ignore")
+    # Programs that run twenty times compile in two thirds of the time without.
+    jax.config.update("jax_disable_most_optimizations", True)
+    return REGISTRY[name].make()
 
 
 def measure(name, routes):
     """Prints one line of JSON for each route, f32 first."""
-    warnings.simplefilter("ignore")
-    # Programs that run twenty times compile in two thirds of the time without.
-    jax.config.update("jax_disable_most_optimizations", True)
-    case, _ = print_cell("make", lambda: make(name))
-    if case is None:
-        return
-    exact, _ = print_cell("f32", lambda: f32(case))
+    case, exact = print_cell("make", lambda: made(name)), None
+    if case is not None:
+        exact = print_cell("f32", lambda: f32(case))
     for route in routes:
-        if route != "f32":
+        if case is not None and route != "f32":
             print_cell(route, lambda route=route: routed(route, case, exact))
     if exact is not None:
         print_cell("f64", lambda: (None, {"of_f32": distance(exact, f64_grads(case))}))
 
 
 def print_cell(name, work):
-    """Does the work, and prints what it found or the error that it raised."""
-    start = time.monotonic()
+    """Does the work, prints what it found or the error it raised, and returns its result."""
+    start, result = time.monotonic(), None
     try:
         result, found = work()
     except Exception as error:  # of any package
-        result, found = None, {"error": short(error), "where": where(error)}
+        text = re.sub(r"\s+", " ", str(error).strip().partition("\n")[0])
+        found = {"error": f"{type(error).__name__}: {text}"[:300]}
     seconds = round(time.monotonic() - start, 2)
     print(json.dumps({"cell": name, "seconds": seconds, **found}), flush=True)
-    return result, found
+    return result
 
 
-def make(name):
-    """Makes the model."""
-    case = REGISTRY[name].make()
+def made(name):
+    """Makes the model, and counts its parameters."""
+    case = make(name)
     sizes = [x.size for x in jax.tree.leaves(case.params)]
     return case, {"params": sum(sizes), "own": case.own is not None}
 
@@ -73,24 +75,14 @@ def routed(route, case, exact):
     return None, found
 
 
-def short(error):
-    """Returns the type and the first line of an error."""
-    text = re.sub(r"\s+", " ", str(error).strip().partition("\n")[0])
-    return f"{type(error).__name__}: {text}"[:300]
-
-
-def where(error):
-    """Returns the last frames, to look an error up."""
-    return "".join(traceback.format_tb(error.__traceback__)[-6:])
-
-
 # --- recognised attention ---------------------------------------------------------------
-# There need not be a GPU: mpx is told that there is an H200, and the recognised attention
-# then runs in plain JAX.
 
 
 def pretend_h200():
-    """Lets mpx and JAX believe in an H200 with cuDNN 9.10, for attention of any size."""
+    """Lets mpx and JAX believe in an H200 with cuDNN 9.10, for attention of any size.
+
+    Without a GPU the recognised attention runs in plain JAX.
+    """
     from mpx._amp import _decide
     from mpx._amp import _recognition as found
     from mpx._ops import _attention
@@ -106,29 +98,25 @@ def pretend_h200():
 
 
 def measure_attention(name):
-    """Returns how often attention is recognised or kept, and the errors of gradients.
+    """Returns how often attention is recognised, reasons if not, and errors of gradients.
 
     A layer that is jitted, scanned or called several times counts once. Errors are the
-    distances of the gradients under `amp` from those in f32, relative to their norm.
+    distances of the gradients under `amp` from those in f32, relative to their norm: with
+    attention operation by operation, and recognised.
     """
-    warnings.simplefilter("ignore")
-    jax.config.update("jax_disable_most_optimizations", True)
     pretend_h200()
-    case = REGISTRY[name].make()
-    kept, fused = (
+    case = make(name)
+    losses = [
         mpx.amp(case.loss, params=case.holds, attention=x) for x in ("keep", "fuse")
+    ]
+    rows = mpx.inspect.report(losses[1], case.params, *case.args).recognised
+    rows = [x for x in rows if x.what == "attention"]
+    found = sum(x.found for x in rows)
+    missed = collections.Counter(x.reason for x in rows if not x.found)
+    if not found:
+        return found, missed, []
+    exact, *others = (
+        jax.jit(jax.grad(func))(case.params, *case.args)
+        for func in (case.loss, *losses)
     )
-    rows = mpx.inspect.report(fused, case.params, *case.args).recognised
-    found = [x for x in rows if x.what == "attention" and x.found]
-    missed = collections.Counter(
-        x.reason for x in rows if x.what == "attention" and not x.found
-    )
-    result = {"recognised": len(found), "missed": dict(missed)}
-    if found:
-        exact, *others = (
-            jax.jit(jax.grad(func))(case.params, *case.args)
-            for func in (case.loss, kept, fused)
-        )
-        errors = [distance(grads, exact) for grads in others]
-        result |= dict(zip(("error_kept", "error_fused"), errors, strict=True))
-    return result
+    return found, missed, [distance(grads, exact) for grads in others]

@@ -1,15 +1,18 @@
-"""A model of the zoo, and what its files share: random data and losses."""
+"""A model of the zoo, and what its files share: random data, losses, kinds of modules."""
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 Loss = Callable[..., Array]
+BF16 = jnp.bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,21 +51,28 @@ class Case:
         return None if self.beside is None else (0, 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """One line of the zoo.
+class Model(NamedTuple):
+    """One line of the zoo: its package, the function that imports it, and notes.
 
-    Attributes:
-        name: What the table calls it.
-        package: The distribution that it comes from.
-        make: A function without arguments that imports the package.
-        notes: Why a route does not do what one may expect, by the name of the route.
+    A note says why a route does not do what one may expect, by the name of the route.
     """
 
-    name: str
     package: str
     make: Callable[[], Case]
-    notes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    notes: Mapping[str, str]
+
+
+REGISTRY: dict[str, Model] = {}
+
+
+def model(name, package, notes=None):
+    """Adds a model to the table, under the name that the page calls it."""
+
+    def add(make):
+        REGISTRY[name] = Model(package, make, notes or {})
+        return make
+
+    return add
 
 
 class Lazy:
@@ -73,6 +83,11 @@ class Lazy:
 
     def __getattr__(self, name) -> Any:
         return getattr(importlib.import_module(self._name), name)
+
+
+def settings(text):
+    """Returns the integers that a text lists: `depth=2 width=64`."""
+    return {name: int(x) for name, x in (pair.split("=") for pair in text.split())}
 
 
 def key(seed):
@@ -109,3 +124,57 @@ def next_token(logits, ids):
 def squared_error(prediction, target):
     """Returns the mean squared error, computed in f32."""
     return jnp.mean(jnp.square(at_least_f32(prediction) - at_least_f32(target)))
+
+
+def regression(model, batch):
+    """Returns the squared error of a model of all but the last of a batch."""
+    *inputs, target = batch
+    return squared_error(model(*inputs), target)
+
+
+def each(model, batch):
+    """Returns the squared error of a model of one example."""
+    return regression(jax.vmap(model), batch)
+
+
+# --- cases of modules -------------------------------------------------------------------
+
+
+def of_equinox(model, call, batch, **options):
+    """Makes a case of a module and a function of module and batch."""
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    loss = lambda params, batch: call(eqx.combine(params, static), batch)  # noqa: E731
+    return Case(loss, params, batch, **options)
+
+
+def of_linen(make, batch, score=regression, inputs=None, seed=2):
+    """Makes a case of a Linen module, whose own option for bf16 is `dtype`.
+
+    `score(apply, batch)` is the loss, and `inputs` those of the first call.
+    """
+
+    def of(module):
+        apply = lambda params: functools.partial(module.apply, params)  # noqa: E731
+        return lambda params, batch: score(apply(params), batch)
+
+    inputs = batch[:-1] if inputs is None else inputs
+    params = jax.jit(make(None).init)(key(seed), *inputs)
+    return Case(of(make(None)), params, batch, of(make(BF16)))
+
+
+def of_nnx(model, call, batch, own=None):
+    """Makes a case of an NNX module."""
+    from flax import nnx
+
+    def of(model):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss(params, batch):
+            # New variables: those of another trace could not be written to.
+            state = jax.tree.map(lambda x: x, rest)
+            return call(nnx.merge(graph, params, state), batch)
+
+        return params, loss
+
+    params, loss = of(model)
+    return Case(loss, params, batch, None if own is None else of(own)[1])

@@ -16,28 +16,14 @@ FP8_TOLERANCE = 0.05
 NOISE = 3
 FAILED = "✗"
 
+ERRORS = ("policy bf16", "amp bf16", "amp f16", "fp8")
 GRADIENTS = (
-    "model",
-    "package",
-    "parameters",
-    "low: policy",
-    "low: amp",
-    "low: fp8",
-    "error: f32",
-    "error: bf16 without mpx",
-    "error: policy bf16",
-    "error: amp bf16",
-    "error: amp f16",
-    "error: fp8",
+    *("model", "package", "parameters", "low: policy", "low: amp", "low: fp8"),
+    *("error: f32", "error: bf16 without mpx", *(f"error: {x}" for x in ERRORS)),
 )
 TRAINING = (
-    "model",
-    "f32 loss",
-    "rounded once",
-    "bf16 without mpx",
-    *ROUTES[2:],
-    "note",
-)
+    "model", "f32 loss", "rounded once", "bf16 without mpx", *ROUTES[2:], "note"
+)  # fmt: skip
 
 HEAD = f"""\
 # Models that were tried
@@ -87,16 +73,10 @@ ones under `amp`; *release* is the latter with `mpx.optim.release`.
 
 
 class Row(NamedTuple):
-    """The results of a model.
+    """The results of a model."""
 
-    Attributes:
-        name: Its name in the registry.
-        cells: What was measured, by route; `error` if that failed.
-        seconds: How long all of it took.
-    """
-
-    name: str
-    cells: dict[str, dict[str, Any]]
+    name: str  # in the registry
+    cells: dict[str, dict[str, Any]]  # by route; `error` if that failed
     seconds: float
 
     def losses(self, route):
@@ -111,18 +91,17 @@ class Row(NamedTuple):
 
     def noise(self):
         """Returns the distance that rounding the parameters once makes."""
-        return self._apart(self.cells["f32"]["rounded"], self.losses("f32"))
+        return self.apart(self.cells["f32"]["rounded"])
 
     def distance(self, route):
         """Returns how far a curve is from that of f32, `None` without a curve."""
-        losses, f32 = self.losses(route), self.losses("f32")
-        if losses is None or f32 is None:
-            return None
-        return self._apart(losses, f32)
+        losses = self.losses(route)
+        return self.apart(losses) if losses and self.losses("f32") else None
 
-    def _apart(self, curve, reference):
-        pairs = list(zip(curve, reference, strict=True))
-        return sum(abs(a - b) for a, b in pairs) / len(pairs) / self.decrease()
+    def apart(self, curve):
+        """Returns the mean distance from the curve of f32, as a share of the decrease."""
+        pairs = zip(curve, self.losses("f32") or (), strict=True)
+        return sum(abs(a - b) for a, b in pairs) / len(curve) / self.decrease()
 
     def fails(self, route):
         """Returns why a route failed or does not train as f32, "" if it does."""
@@ -177,7 +156,7 @@ def gradient_cells(row):
     for route in ("policy bf16", "amp bf16", "fp8"):
         yield FAILED if "error" in cells[route] else percent(cells[route].get("share"))
     yield percent(cells["f64"].get("of_f32"))
-    for route in ("own bf16", "policy bf16", "amp bf16", "amp f16", "fp8"):
+    for route in ("own bf16", *ERRORS):
         cell = cells[route]
         how = f" ({without_mpx(row)})" if route == "own bf16" else ""
         error = percent(cell.get("grad_error"))
@@ -220,19 +199,15 @@ def table(columns, rows):
     return "".join(f"| {' | '.join(x.strip() for x in line)} |\n" for line in lines)
 
 
-def gradient_table(rows):
-    """Returns the table of shares and gradient errors."""
-    return table(GRADIENTS, [list(gradient_cells(row)) for row in rows])
-
-
-def training_table(rows):
-    """Returns the table of training curves."""
-    return table(TRAINING, [list(training_cells(row)) for row in rows])
+def tables(rows):
+    """Returns the tables of gradients and of training curves."""
+    pairs = ((GRADIENTS, gradient_cells), (TRAINING, training_cells))
+    return [table(columns, map(cells, rows)) for columns, cells in pairs]
 
 
 def summary(rows):
     """Returns both tables, and the count of what trains as f32."""
-    return "\n".join([gradient_table(rows), training_table(rows), count(rows)])
+    return "\n".join([*tables(rows), count(rows)])
 
 
 def count(rows):
@@ -268,8 +243,8 @@ def versions():
 
 def write(page, rows):
     """Writes the page."""
+    gradients, training = tables(rows)
     page.write_text(
         f"{HEAD}{versions()}\n\n{count(rows)}\n\n"
-        f"{GRADIENT_TEXT}{gradient_table(rows)}\n"
-        f"{TRAINING_TEXT}{training_table(rows)}"
+        f"{GRADIENT_TEXT}{gradients}\n{TRAINING_TEXT}{training}"
     )

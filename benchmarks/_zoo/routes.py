@@ -14,17 +14,9 @@ import mpx
 STEPS = 20
 MOST_SKIPPED = 30  # a scale that starts at 2¹⁵ has reached zero by then
 ROUTES = (
-    "f32",
-    "own bf16",
-    "policy bf16",
-    "policy f16",
-    "amp bf16",
-    "amp f16",
-    "fp8",
-    "flash f32",
-    "flash bf16",
-    "release",
-)
+    "f32", "own bf16", "policy bf16", "policy f16", "amp bf16", "amp f16", "fp8",
+    "flash f32", "flash bf16", "release",
+)  # fmt: skip
 
 Step = Callable[..., tuple[Any, Any, Any, Any]]
 
@@ -50,16 +42,8 @@ class Trained(NamedTuple):
 
 def cast(tree, dtype):
     """Casts the floating leaves as one does by hand."""
-
-    def leaf(x):
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(leaf, tree)
-
-
-def by_hand(loss, dtype):
-    """Returns the loss of parameters and batch that are cast by hand."""
-    return lambda *args: loss(*cast(args, dtype))
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
 
 def amp(case, dtype):
@@ -72,7 +56,7 @@ def fp8(case):
     return mpx.fp8(amp(case, "bf16"), params=case.holds, min_gain=0)
 
 
-def plain(case, loss, params):
+def plain(case, loss):
     """JAX and optax alone."""
     optimizer = optax.adamw(case.learning_rate)
 
@@ -82,7 +66,7 @@ def plain(case, loss, params):
         updates, state = optimizer.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), value, grads, True
 
-    return Run((params, optimizer.init(params)), step)
+    return Run((case.params, optimizer.init(case.params)), step)
 
 
 def scaled(case, loss, scaling, policy=None):
@@ -137,24 +121,25 @@ def with_rival(run, rival):
     return Run((run.carry, rival.carry), step)
 
 
-def run_of(route, case):
-    """Returns the route of that name, ready to run."""
-    if case.rival is not None:
-        alone = dataclasses.replace(case, rival=None)
-        return with_rival(run_of(route, alone), run_of(route, case.rival))
-    dtype = route.split()[-1]
-    f16 = mpx.DynamicLossScaling.pow2() if dtype == "f16" else mpx.NoLossScaling()
-    runs = {
-        "f32": lambda: plain(case, case.loss, case.params),
-        "own bf16": lambda: plain(case, written(route, case), case.params),
-        "policy": lambda: scaled(case, case.loss, f16, f"p=f32,c={dtype},o=f32"),
-        "amp": lambda: scaled(case, amp(case, dtype), f16),
-        "fp8": lambda: scaled(case, fp8(case), mpx.NoLossScaling()),
-        "flash f32": lambda: flash(case, case.loss, "f32"),
-        "flash bf16": lambda: flash(case, amp(case, "bf16"), "bf16"),
-        "release": lambda: flash(case, amp(case, "bf16"), "bf16", release=True),
-    }
-    return runs[route if route in runs else route.split()[0]]()
+def run_of(route, made):
+    """Returns the route of that name for a case, ready to run."""
+    if made.rival is not None:
+        alone = dataclasses.replace(made, rival=None)
+        return with_rival(run_of(route, alone), run_of(route, made.rival))
+    kind, dtype = route.split()[0], route.split()[-1]
+    scaling = mpx.DynamicLossScaling.pow2() if dtype == "f16" else mpx.NoLossScaling()
+    match kind:
+        case "f32" | "own":
+            return plain(made, made.loss if kind == "f32" else written(route, made))
+        case "policy":
+            return scaled(made, made.loss, scaling, f"p=f32,c={dtype},o=f32")
+        case "amp" | "fp8":
+            loss = amp(made, dtype) if kind == "amp" else fp8(made)
+            return scaled(made, loss, scaling)
+        case _:
+            dtype = "f32" if dtype == "f32" else "bf16"
+            loss = made.loss if dtype == "f32" else amp(made, "bf16")
+            return flash(made, loss, dtype, release=kind == "release")
 
 
 def from_rounded(run):
@@ -164,7 +149,7 @@ def from_rounded(run):
 
 
 def train(run, args, steps=STEPS):
-    """Takes so many steps, not counting skipped ones."""
+    """Takes `steps` steps; skipped ones do not count."""
     step = jax.jit(run.step)  # compiled once for each function
     carry, losses, first, skipped = run.carry, [], None, 0
     while len(losses) < steps and skipped < MOST_SKIPPED:
@@ -181,7 +166,7 @@ def train(run, args, steps=STEPS):
 def written(route, case):
     """Returns the loss in 16 bits as JAX sees it, without `amp`."""
     if route == "own bf16":
-        return case.own or by_hand(case.loss, jnp.bfloat16)
+        return case.own or (lambda *args: case.loss(*cast(args, jnp.bfloat16)))
     policy = mpx.get_policy(f"p=f32,c={route.split()[1]},o=f32")
     return lambda *args: case.loss(*policy.cast_to_compute(args))
 
