@@ -1,6 +1,7 @@
 """Compressed optimizers as optax transformations, and inside others."""
 
 import functools
+import re
 from typing import Any
 
 import equinox as eqx
@@ -160,6 +161,38 @@ def test_wrappers_that_choose_between_updates_need_f32_gradients(name):
     tx = WRAPPED_F32[name](optimizer())
     with pytest.raises(TypeError, match="must have equal (output )?types"):
         tx.update(make_grads(0), tx.init(make_params()), make_params())
+
+
+# What would change the updates of a compressed optimizer, and how it is called.
+AFTER = {
+    "scale": lambda tx: optax.chain(tx, optax.scale(0.5)),
+    "scale_by_schedule": lambda tx: optax.chain(
+        optax.clip(1.0), tx, optax.scale_by_schedule(lambda _: 0.1)
+    ),
+    "add_decayed_weights": lambda tx: optax.named_chain(
+        ("tx", tx), ("decay", optax.add_decayed_weights(0.1))
+    ),
+    "clip": lambda tx: optax.chain(
+        optax.chain(optax.identity(), optax.masked(tx, True)), optax.clip(0.1)
+    ),
+    "scale_by_sign": lambda tx: optax.MultiSteps(
+        optax.chain(mpx.optim.skip_nonfinite(tx), optax.scale_by_sign()), 2
+    ),
+    "masked(scale)": lambda tx: optax.chain(
+        optax.multi_transform({"all": tx}, "all"),
+        optax.masked(optax.scale(0.5), True),
+    ),
+}
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("name", AFTER)
+def test_nothing_may_come_after_in_a_chain(name, jit):
+    tx, params = AFTER[name](optimizer("sgd without momentum")), make_params()
+    state = tx.init(params)
+    match = rf"last of a chain, but after it come {re.escape(name)}\."
+    with pytest.raises(ValueError, match=match):
+        jit(tx.update)(make_grads(0), state, params)
 
 
 def test_updates_of_f32_parameters_may_be_changed():

@@ -44,6 +44,7 @@ from mpx._optim._state import (
 )
 from mpx._optim._update_rules import Rule
 from mpx._quant import Packed, dither_of
+from mpx._updates._optax_checks import transforms_after
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,6 +105,7 @@ class Core:
                 "`update(grads, state, params)`."
             )
         flat = flatten_params(params)
+        _check_is_last(flat.leaves)
         grads = flat.like(updates, "The gradients")
         options = {key: extra[key] for key in ("finite", "grad_scale") if key in extra}
         new, state = self.advance(flat, state, updates, **options)
@@ -263,3 +265,20 @@ def _difference(new: PyTree, old: PyTree) -> Array:
         new, old = (jnp.asarray(x).astype(jnp.float32) for x in (new, old))
         return jnp.where(new == old, 0.0, new - old)  # inf - inf is nan
     return jnp.zeros_like(old)
+
+
+def _check_is_last(params: Sequence[PyTree]) -> None:
+    """Raises if a chain would change the updates of 16-bit parameters.
+
+    f32 parameters have no correction, and their updates may be changed.
+    """
+    if not any(dtype_of(param) in PARAM_DTYPES[1:] for param in params):
+        return
+    if later := transforms_after():
+        raise ValueError(
+            "A compressed optimizer must be the last of a chain, but after it come "
+            f"{', '.join(later)}. Its state holds the remainder of rounding the new "
+            "16-bit parameters; with other updates they would become different ones, and "
+            "may not move at all. Put what changes gradients before it, and the factor of "
+            "a learning rate or schedule into `learning_rate`."
+        )

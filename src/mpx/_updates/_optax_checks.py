@@ -1,16 +1,22 @@
-"""Checks of optax optimizers: their type, arguments and states."""
+"""Checks of optax optimizers: their type, arguments, states and chains."""
 
 import difflib
+import inspect
 from collections.abc import Mapping
+from types import FrameType
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import PyTree
 
 from mpx._jax._tree import dtype_of, is_floating, named_leaves
 from mpx._jax._warn import warn
 
 OPTAX_ARGS = ("value", "grad", "value_fn")  # of optax's own transformations
+# A compressed optimizer after another one has other parameters, and updates that are set
+# to zero have no effect.
+_HARMLESS = ("identity", "masked(Core.update)", "masked(set_to_zero)")
 
 
 def check_transformation(optimizer: object, expected: str, hint: str = "") -> None:
@@ -75,3 +81,52 @@ def warn_of_lost_updates(params: PyTree, grads: PyTree, state: PyTree) -> None:
         "them, wrap the optimizer as `mpx.optim.master_weights(optimizer)`, or use "
         "`mpx.optim.flash_adamw`."
     )
+
+
+def transforms_after() -> list[str]:
+    """Returns the names of the transformations that a chain applies after the caller.
+
+    Optax does not tell a transformation its place. But a chain calls its members in a
+    loop, and that loop is on the stack while one of them is called or traced, at any
+    depth: `chain(masked(optimizer), scale(0.5))`. If optax writes its loops differently,
+    nothing is found and nothing is refused.
+    """
+    names: list[str] = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        names += _not_called_yet(frame)
+        frame = frame.f_back
+    return [name for name in names if name not in _HARMLESS]
+
+
+def _not_called_yet(frame: FrameType) -> list[str]:
+    """Returns the names of those members that the loop of a chain has not called yet.
+
+    The loop is in the `update_fn` of `optax.chain` or `optax.named_chain`, whose variables
+    hold the members, and the states of those that are done.
+    """
+    of_optax = str(frame.f_globals.get("__name__")).startswith("optax.")
+    if frame.f_code.co_name != "update_fn" or not of_optax:
+        return []
+    loop: Mapping[str, PyTree] = frame.f_locals
+    done = loop.get("new_state")
+    if not isinstance(done, list | dict):
+        return []
+    updates = loop.get("update_fns", ())
+    if "transforms" in loop:
+        updates = [transform.update for _, transform in loop["transforms"]]
+    return [_name(update) for update in updates[len(done) + 1 :]]
+
+
+def _name(update: PyTree) -> str:
+    """Returns the name of the function that made a transformation, such as `scale`."""
+    name = getattr(update, "__qualname__", repr(update)).split(".<locals>")[0]
+    cells = getattr(update, "__closure__", None) or ()
+    inner = [
+        _name(cell.cell_contents.update)
+        for cell in cells
+        if isinstance(cell.cell_contents, optax.GradientTransformation)
+    ]
+    if not inner:
+        return name
+    return inner[0] if name == "with_extra_args_support" else f"{name}({inner[0]})"
