@@ -33,9 +33,9 @@ def changed_params(call: Call, state: State, diff: tuple[PyTree, ...]) -> set[st
         return call.run(diff, state, call.scales)[1].arrays
 
     def rule(
-        name: str, eqn: Equation, ins: list[tuple[str, int]]
+        name: str, eqn: Equation, ins: list[tuple[str, int] | None]
     ) -> tuple[str, int] | None:
-        if name != "convert_element_type":
+        if name != "convert_element_type" or ins[0] is None:
             return None
         param, casts = ins[0]
         return param, casts + 1

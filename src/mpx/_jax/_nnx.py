@@ -20,7 +20,7 @@ from mpx._jax._tree import (
     named_leaves,
 )
 
-Path = tuple[str | int, ...]
+Path = tuple[object, ...]
 
 
 def nnx_module() -> Any:
