@@ -36,7 +36,7 @@ help:  ## List the targets.
 demo: $(VENV)/demo.done  ## Train a small model in five precisions, compare and inspect them.
 	$(BIN)/python examples/digits.py
 
-test: $(VENV)/test.done  ## Run all tests, the docstring examples and the code in the docs.
+test: $(VENV)/test.done  ## Run the tests and the docstring examples.
 	$(PYTEST) $(ARGS)
 
 rooms: $(VENV)/test.done  ## Draw the rooms of src/mpx into CONTRIBUTING.md.
@@ -103,8 +103,7 @@ zoo:  ## Train models of other people's packages through every route of mpx.
 zoo-run: $(VENV)/zoo.done
 	$(CACHE) $(BIN)/python benchmarks/zoo.py --jobs $(JOBS) $(ARGS)
 
-# `make test check` runs the code of the pages once: it is among the tests.
-check: lint types layers docs $(if $(filter test,$(MAKECMDGOALS)),,pages)  ## Check style, types, layers, docs.
+check: lint types layers docs pages  ## Check style, types, layers, docs and the code in the docs.
 
 lint: $(VENV)/dev.done
 	$(BIN)/ruff format --check .
@@ -121,7 +120,8 @@ docs: $(VENV)/dev.done  ## Build the documentation into site/ and check links, p
 	$(BIN)/python tests/check_site.py site
 
 pages: $(VENV)/dev.done
-	$(PYTEST) tests/test_docs.py tests/test_docs_site.py
+	$(PYTEST) -m page tests/test_docs.py $(ARGS)
+	$(PYTEST) tests/test_docs_site.py
 
 format: $(VENV)/dev.done  ## Format the code and repair what the linter can.
 	$(BIN)/ruff check --fix --exit-zero --quiet .

@@ -84,6 +84,7 @@ def relative(grads, exact):
     return size(jax.tree.map(lambda a, b: a - b, grads, exact)) / size(exact)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_emulated_error_of_amp_is_the_measured_one(name):
     loss, params = PROGRAMS[name]
@@ -128,6 +129,7 @@ def test_each_matmul_is_emulated_as_by_hand():
         assert known.alone("bf16", which).error == pytest.approx(real, rel=0.1)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["plain", "scan"])
 def test_emulated_keep_list_is_the_real_one(name):
     loss, params = PROGRAMS[name]
@@ -275,6 +277,7 @@ def sensitive(params, x, y):
     return jnp.mean(jnp.square(h @ params["b"] + params["c"][None] - y))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("format", ["bf16", "f16"])
 def test_printed_policy_runs_and_reduces_the_error(format):
     found = mpx.inspect.advise(
@@ -399,6 +402,7 @@ def linen_model():
     return model.init(jax.random.key(0), X), model.apply
 
 
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("make", [nnx_model, linen_model])
 def test_flax_models_are_taken_whole(make):
@@ -422,6 +426,7 @@ def test_flax_models_are_taken_whole(make):
     assert all(x.errors["bf16"] < predicted for x in rows.values())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_advice_for_sharded_arguments_is_that_for_one_device(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))

@@ -394,6 +394,7 @@ def check_compiled(name, contexts):
         check(name, context, out, jaxpr)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("name", CASES)
 def test_amp_of_a_function_runs_its_matmuls_low_and_keeps_its_types(name):
     check_compiled(name, [c for c in TOGETHER if c not in CASES[name].refused])
@@ -413,7 +414,7 @@ EAGER = [
 ]
 
 
-@pytest.mark.some(28)
+@pytest.mark.some(8)
 @pytest.mark.parametrize(("name", "context"), EAGER)
 def test_amp_of_a_function_runs_low_op_by_op(name, context):
     func, args = CONTEXTS[context](bf16(CASES[name].func)), (CASES[name].params, X[0])
@@ -460,6 +461,7 @@ UNCHANGED = {
 }
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_function_with_nothing_to_cast_comes_back_bit_for_bit(name):
     func, args = UNCHANGED[name]
@@ -529,6 +531,7 @@ def test_random_numbers_inside_a_low_function_are_the_same():
 # --- Custom rules ---------------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("func", "factor"), [(doubled, 2), (tripled, 3)])
 def test_wrong_derivative_rule_survives(func, factor):
     def grad(f):

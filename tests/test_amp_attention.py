@@ -193,6 +193,7 @@ FORMS = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_a_call_is_right_and_becomes_a_call_of_cudnn(name):
@@ -237,6 +238,7 @@ BIASES = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("transform", ["grad", "vmap", "vmap of all"])
 @pytest.mark.parametrize("name", BIASES)
@@ -313,6 +315,7 @@ SIMULATED = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", SIMULATED)
 def test_rounding_of_a_bias_does_not_matter(name, monkeypatch):
     options, extras = SIMULATED[name]
@@ -363,6 +366,7 @@ BATCHED = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("name", BATCHED)
 def test_vmap_makes_the_batch_larger(name):

@@ -61,6 +61,7 @@ CONTEXTS = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("name", READERS)
 def test_what_a_jitted_function_casts_itself_is_left_to_it(name, context):
@@ -73,6 +74,7 @@ def test_what_a_jitted_function_casts_itself_is_left_to_it(name, context):
     np.testing.assert_allclose(wrap(bf16(func))(X), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", READERS)
 def test_gradient_through_a_jitted_function_that_casts_is_right(name):
     def of_product(h):
@@ -376,6 +378,7 @@ def assert_close(grads, exact, bound):
         assert error <= bound * np.linalg.norm(reference)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("func", [nosy_vjp, nosy_jvp], ids=["vjp", "jvp"])
 def test_gradient_by_a_rule_that_is_told_what_is_perturbed(func, around):
@@ -527,6 +530,7 @@ RULES = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("argnums", [0, (0, 1)], ids=["x", "both"])
 @pytest.mark.parametrize("name", RULES)
 def test_gradient_of_a_rule_is_that_of_the_function(name, argnums):

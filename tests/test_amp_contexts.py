@@ -99,6 +99,7 @@ SHARDED = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", SHARDED)
 def test_gradient_on_an_explicit_mesh_is_sharded_as_without_amp(name):
     func, params, specs = SHARDED[name]
@@ -345,6 +346,7 @@ RUNNING = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", RUNNING)
 def test_variables_of_a_running_model_are_written_as_without_amp(name):

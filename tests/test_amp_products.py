@@ -141,6 +141,7 @@ INNER = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_inner_product_is_a_sum_in_f32(name, dtype):

@@ -485,6 +485,7 @@ def test_fast_policy_lets_arguments_follow_low_activations():
     assert held(jax.make_jaxpr(amp(residual, rules="fast"))(X), "add") == [LOW]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("base", ["safe", "fast", "original", "tf32"])
 def test_scope_set_to_low_leaves_alone_what_has_no_low_version(base):
     def func(x):

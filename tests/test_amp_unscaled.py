@@ -56,6 +56,7 @@ def in_f16(func):
         return func()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", UNSCALED)
 def test_f16_gradient_outside_of_mpx_warns_with_the_remedy(name):
     with pytest.warns(RuntimeWarning, match=REMEDY) as caught:
@@ -95,6 +96,7 @@ QUIET = {
 }
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", QUIET)
 def test_what_is_scaled_or_not_differentiated_does_not_warn(name):
     QUIET[name]()  # warnings are errors here

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpx._optim._packing import pack
-from mpx._optim._update_rules import Leaf
+from mpx._optim._packing import Unpacked
 from scripts import script
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -62,16 +61,16 @@ def bits_of(x):
 
 
 def moved(where, by, element=(1, 2)):
-    """A change of one stored number by so many units in the last place."""
+    """A change of one stored number by this many units in the last place."""
 
     def change(result):
         (param,), state = result
-        leaf = Leaf(param, state.correction[0], (state.mu[0], state.nu[0]))
+        leaf = Unpacked((state.mu[0], state.nu[0]), state.correction[0])
         x = where(leaf)
         new = bits_of(x).at[element].add(by)
         new = jax.lax.bitcast_convert_type(new, x.dtype)
         leaf = jax.tree.map(lambda part: new if part is x else part, leaf)
-        return [param], dataclasses.replace(state, packed=[pack(leaf)])
+        return [param], dataclasses.replace(state, packed=[leaf.pack()])
 
     return change
 

@@ -122,6 +122,7 @@ def structs(tree):
     )
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("template", [lambda x: x, structs], ids=["arrays", "structs"])
 def test_every_state_comes_back_bit_for_bit(saved, template):
     folder, state, fresh = saved
@@ -547,6 +548,7 @@ DAMAGES = {
 
 
 # What TensorStore reads after a first error finds the event loop of Orbax closed.
+@pytest.mark.some(1)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damaged_file_is_found_or_changes_nothing(tmp_path, damage):
@@ -1087,6 +1089,7 @@ def field(state, name):
     return value
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("flash", "plain", "moments"), RULES.values(), ids=RULES)
 def test_uncompressed_states_go_to_f32_and_back_exactly(flash, plain, moments):
     params, state = f32_run(plain, 3)
@@ -1102,6 +1105,7 @@ def test_uncompressed_states_go_to_f32_and_back_exactly(flash, plain, moments):
         assert int(back.state.count) == 3
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("flash", "plain", "moments"), RULES.values(), ids=RULES)
 def test_compressed_run_goes_on_as_the_f32_run_would(flash, plain, moments):
     params: Any

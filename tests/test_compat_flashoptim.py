@@ -260,6 +260,7 @@ step_of_the_original = jax.jit(
 )
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("format", ["flashoptim", "mpx"])
 def test_training_goes_on_in_mpx(format):
     params, state = original_checkpoint()
@@ -377,6 +378,7 @@ def readme_params():
     return params, jax.tree.map(jnp.ones_like, params)
 
 
+@pytest.mark.some(1)
 @EVERY
 def test_usage_example_runs(make):
     params, grads = readme_params()
@@ -390,6 +392,7 @@ def test_usage_example_runs(make):
     assert np.all(np.asarray(new_params["b"]) < 0)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", STATE_DICTS)
 def test_checkpoint_example_runs(name):
     save, load = STATE_DICTS[name]

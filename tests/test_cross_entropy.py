@@ -111,6 +111,7 @@ CASES = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("name", "way"),
     [*((name, "kept") for name in CASES), ("plain", "again"), ("all", "again")],
@@ -130,6 +131,7 @@ def test_value_and_gradients_are_those_of_the_textbook(name):
 STEPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("first", "second"),
     [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")],
@@ -143,6 +145,7 @@ def test_operands_of_16_bits_have_a_loss_in_f32(first, second):
     assert error(found[1], wanted[1]) < 2 * STEPS[second]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", STEPS)
 def test_logits_beyond_any_format(dtype):
     """Exponentials overflow without a shift; so do logits in f16."""
@@ -169,6 +172,7 @@ def test_gradients_are_rounded_once():
     np.testing.assert_array_equal(found.astype(np.float32), [wanted, wanted])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @both_ways
 @pytest.mark.filterwarnings("ignore:.*without a loss scale")
@@ -200,6 +204,7 @@ def test_entries_of_the_vocabulary_may_be_excluded():
 # --- Tokens that do not count ---------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @both_ways
 def test_tokens_of_weight_0_may_hold_anything():
     hidden = jnp.where(MASK[..., None], HIDDEN, jnp.nan).at[0, 0].set(jnp.inf)
@@ -210,6 +215,7 @@ def test_tokens_of_weight_0_may_hold_anything():
         assert error(found, wanted) < 2e-6
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_a_batch_without_tokens_has_loss_0_and_no_gradient(reduction):
     nothing = jnp.zeros_like(MASK)
@@ -279,6 +285,7 @@ def in_remat(hidden, weight):
     return jax.checkpoint(mean_loss)(hidden, weight)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "func", [mean_loss, in_scan, under_vmap, vmap_over_weights, in_remat]
 )
@@ -317,6 +324,7 @@ def test_forward_mode_and_second_derivatives():
     assert error(found, wanted) < 1e-5
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("frozen", [0, 1])
 @both_ways
 def test_gradients_of_frozen_operands_are_not_computed(frozen, way):
@@ -353,6 +361,7 @@ def temporary(func, *args):
     return jax.jit(func).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("vocab_axis", "way"), [(0, "kept"), (1, "kept"), (1, "again")], indirect=["way"]
 )
@@ -373,6 +382,7 @@ def test_a_compiled_program_has_no_logits(vocab_axis):
     assert used < 5 * chunk < tokens * vocab * 4
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("func", [under_vmap, in_remat])
 def test_memory_does_not_grow_by_transformations(func):
     hidden = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.float32)
@@ -479,6 +489,7 @@ COLLECTIVE = re.compile(
 )
 
 
+@pytest.mark.some(3)
 @again
 @pytest.mark.parametrize(
     ("weight_spec", "hidden_spec"),
@@ -521,6 +532,7 @@ def test_devices_never_send_logits(weight_spec, hidden_spec):
         assert 16 in shape or np.prod(shape) <= labels.size < logits / 100, sent
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_vocabulary_may_be_split_in_shard_map(check_vma):
     mesh = jax.make_mesh((2, 4), ("data", "vocab"), axis_types=(AxisType.Auto,) * 2)

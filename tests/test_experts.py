@@ -124,6 +124,7 @@ def test_blocks_of_rows_hold_each_row_once(block):
         np.testing.assert_array_equal(seen, owner)
 
 
+@pytest.mark.some(1)
 @needs_mosaic
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("kind", ["rows", "turned", "sums"])
@@ -193,6 +194,7 @@ SECOND = {
 }
 
 
+@pytest.mark.some(1)
 @needs_mosaic
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", SECOND)
@@ -239,6 +241,7 @@ WAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.some(2)
 @needs_mosaic
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("way", WAYS)
@@ -377,6 +380,7 @@ FORMS = {
 }  # fmt: skip
 
 
+@pytest.mark.some(2)
 @needs_mosaic
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", FORMS)

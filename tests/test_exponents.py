@@ -227,6 +227,7 @@ def test_large_counts_are_exact():
     assert as_integers(carried(pairs + pairs)).tolist() == [2 * int(x) for x in big]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("shape", [(2000,), (3, 700), (700, 2, 1)])
 def test_leaves_beyond_int32_are_counted_in_parts(monkeypatch, shape):
     monkeypatch.setattr(_counting, "LIMIT", 500)
@@ -318,6 +319,7 @@ def test_some_leaves_can_be_selected():
 # --- Pictures -------------------------------------------------------------------------
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("count", [0, 1, 12])
 @pytest.mark.parametrize("scale", [1.0, 2.0**15])
 def test_histograms_are_drawn_below_the_formats(count, scale):

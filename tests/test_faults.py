@@ -120,6 +120,7 @@ def test_device_chooses_a_number_of_its_shard(axis_type):
         assert not np.any(list(shards.values()))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("backward", [False, True])
 def test_one_copy_of_a_leaf_is_hit_in_shard_map(backward):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
@@ -201,6 +202,7 @@ def faults(monkeypatch):
     return importlib.import_module("faults"), importlib.import_module("faults")
 
 
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("which", [1, 2], ids=["optax, copies", "flash, sharded"])
 def test_every_fault_is_skipped_exactly(faults, which):

@@ -136,6 +136,7 @@ def reference(rule, weight, grads):
         yield w
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", RULES)
 def test_rules_are_those_of_f64_and_of_optax(name):
     make, rule, optax_make = RULES[name]
@@ -163,6 +164,7 @@ def test_rules_are_those_of_f64_and_of_optax(name):
     np.testing.assert_allclose(new, np.asarray(theirs), rtol=0, atol=2 * tolerance)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, BF16) for name in RULES), ("adamw", F16)]
 )
@@ -271,6 +273,7 @@ def mixed(seed=0):
     }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_that_is_not_finite_changes_no_byte(name):
     tx, params = kind(name), mixed()
@@ -335,6 +338,7 @@ def assert_kept(before, after, name, leaf, place):
 
 
 # The square of the first is infinite; of the last, the momentum of SGD is, too.
+@pytest.mark.some(1)
 @pytest.mark.parametrize("value", [3e19, -1e25, 3e38])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_gradient_too_large_for_the_state_is_left_out(name, value):
@@ -434,6 +438,7 @@ def curve(name):
     return run
 
 
+@pytest.mark.some(3)
 @pytest.mark.standard_promotion  # of optax
 @pytest.mark.parametrize("factor", FACTORS)
 def test_loss_times_a_factor_has_the_curve_of_optax(factor):
@@ -455,6 +460,7 @@ def test_loss_times_a_power_of_two_changes_no_bit(exponent):
     assert_trees_equal(losses, expected * scale)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_grad_scale_multiplies_the_gradients(name):
     tx, params, grads = kind(name), mixed(), mixed(10)
@@ -495,6 +501,7 @@ def after_two_steps(tx: Any, params: Any, scale: Any) -> Any:
     return jnp.sum(params.astype(F32))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("derivative", "dtype", "options"),
     [
@@ -581,6 +588,7 @@ DRIFTS = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("case", DRIFTS.values(), ids=DRIFTS)
 def test_weights_of_24_bits_move_as_those_of_f32_do(case):
@@ -637,6 +645,7 @@ def slopes(y, x):
     return np.sum(x * y, axis=-1) / np.sum(x * x, axis=-1)
 
 
+@pytest.mark.some(1)
 @pytest.mark.long
 @pytest.mark.usefixtures("optimized_programs")
 @AVERAGES
@@ -656,6 +665,7 @@ def test_momentum_follows_a_slow_average(b2):
         assert np.max(np.abs(ratio - 1)) < 2.0**-5
 
 
+@pytest.mark.some(1)
 @pytest.mark.long
 @pytest.mark.usefixtures("optimized_programs")
 @AVERAGES

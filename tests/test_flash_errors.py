@@ -418,6 +418,7 @@ KEY = jax.random.key(0)
 LINEAR = eqx.nn.Linear(2, 3, key=KEY)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("call", "match"), TREES.values(), ids=TREES.keys())
 @pytest.mark.usefixtures("untyped")
 def test_trees_of_other_types_are_described_without_their_arrays(call, match):

@@ -83,6 +83,7 @@ def test_optimizer_update_lets_an_optimizer_step_by_itself(options, call):
     assert calls == [call]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("skip", "finite"),
     [
@@ -193,6 +194,7 @@ def nnx_update(model, optimizer, grads):
     optimizer.update(model, grads)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("through_mpx", [False, True])
 def test_nnx_optimizer(through_mpx):
     tx = optimizer()
@@ -237,6 +239,7 @@ def test_linen_train_state():
 # --- checkpoints ----------------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "options", [{}, {"format": "flashoptim"}, {"rounding": "nearest"}], ids=str
 )
@@ -346,6 +349,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("mesh", "template", "steps"),
     [
@@ -435,6 +439,7 @@ def test_a_sharded_step_is_compiled_once():
 # --- JAX's transforms -----------------------------------------------------------------
 
 
+@pytest.mark.some(2)
 def test_flax_saves_and_restores_the_state(tx):
     params, grads = make_params(), make_grads(0)
     fresh = TrainState.create(apply_fn=None, params=params, tx=tx)

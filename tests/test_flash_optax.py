@@ -42,6 +42,7 @@ def flash_state(tree) -> Any:
 
 
 # With two moments, one and none; the update does not depend on the rule.
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -140,6 +141,7 @@ WRAPPED_F32 = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", [*WRAPPED, *WRAPPED_F32])
 def test_a_wrapper_that_does_nothing_changes_nothing(name):
     wrap = (WRAPPED | WRAPPED_F32)[name]

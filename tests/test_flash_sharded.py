@@ -153,6 +153,7 @@ def second_step(step, name, shape, mesh, spec):
 # --- init -----------------------------------------------------------------------------
 
 
+@pytest.mark.some(3)
 @each_axis_type
 @each_layout
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -214,6 +215,7 @@ def check_steps(name, shape, mesh, spec, *, finite=None):
     return second_step(step, name, shape, mesh, spec)
 
 
+@pytest.mark.some(2)
 @each_axis_type
 @each_layout
 def test_sharded_step_is_local_in_place_and_that_of_one_device(axis_type, spec):
@@ -221,17 +223,20 @@ def test_sharded_step_is_local_in_place_and_that_of_one_device(axis_type, spec):
     assert check_steps("adamw", SHAPE, mesh, spec) == []
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
 def test_every_optimizer_steps_locally(name):
     assert check_steps(name, SHAPE, make_mesh(AxisType.Auto), P("x", "y")) == []
 
 
+@pytest.mark.some(1)
 @each_axis_type
 @pytest.mark.parametrize("layout", ["row", "column", "all in the first"])
 def test_fewer_groups_than_devices_step_locally_if_none_is_cut(axis_type, layout):
     assert check_steps("adamw", FEW, make_mesh(axis_type), LAYOUTS[layout]) == []
 
 
+@pytest.mark.some(1)
 @each_axis_type
 @pytest.mark.parametrize("layout", ["2-D", "all in the last"])
 def test_large_parameters_step_locally(axis_type, layout):
@@ -244,6 +249,7 @@ def test_a_flag_keeps_the_step_local(axis_type):
     assert check_steps("adamw", SHAPE, mesh, P("x", "y"), finite=True) == []
 
 
+@pytest.mark.some(1)
 @each_axis_type
 def test_a_skipped_step_changes_nothing_on_any_device(axis_type):
     mesh, spec = make_mesh(axis_type), P("x", "y")
@@ -257,6 +263,7 @@ def test_a_skipped_step_changes_nothing_on_any_device(axis_type):
     assert_trees_equal(tuple(skipped), (params, state))
 
 
+@pytest.mark.some(1)
 @each_axis_type
 @pytest.mark.parametrize(
     ("layout", "name"),
@@ -274,6 +281,7 @@ def test_shards_that_cut_a_group_give_the_numbers_of_one_device(
     assert 0 < len(found) <= 2
 
 
+@pytest.mark.some(1)
 @each_axis_type
 @pytest.mark.parametrize("layout", ["column", "2-D", "all in the last"])
 def test_scales_of_groups_that_are_cut_lie_on_every_device(axis_type, layout):
@@ -292,6 +300,7 @@ def test_groups_are_cut_only_in_the_layouts_that_say_so():
     assert check_steps("adamw", CUT, make_mesh(AxisType.Auto), P("x", None)) == []
 
 
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion  # for `optax.apply_updates`
 @each_axis_type
 def test_optax_update_and_f32_weights_are_sharded_like_the_parameters(axis_type):
@@ -321,6 +330,7 @@ def test_optax_update_and_f32_weights_are_sharded_like_the_parameters(axis_type)
     assert master["w"].dtype == jnp.float32
 
 
+@pytest.mark.some(1)
 @each_axis_type
 def test_small_and_f32_parameters_step_locally(axis_type):
     mesh = make_mesh(axis_type)
@@ -368,6 +378,7 @@ def specs_of(optimizer, shape, mesh, spec):
     return jax.tree.map(lambda x: x.sharding.spec, (params, optimizer.init(params)))
 
 
+@pytest.mark.some(2)
 @each_axis_type
 @pytest.mark.parametrize(
     ("layout", "check_vma"),

@@ -40,6 +40,7 @@ STORED = [
 ]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("options", "dtype"), STORED, ids=str)
 def test_masters_of_parameters_start_anywhere_between_the_neighbours(options, dtype):
     params = {"w": jnp.full((64, 64), 0.05, dtype), "b": draw(1, (40,), dtype)}
@@ -204,6 +205,7 @@ def model_of(kind):
     return variables, jax.tree.leaves
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("kind", ["equinox", "nnx", "nnx state", "linen"])
 def test_masters_hold_the_f32_weights(kind, dtype):

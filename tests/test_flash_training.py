@@ -250,6 +250,7 @@ def quantized_share(state):
 
 
 # One test a problem, and no shared fixture: two workers would both train.
+@pytest.mark.some(1)
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_compressed_optimizers_reach_the_loss_of_f32(problem):
     untrained, reference, losses, states = train_all(problem())

@@ -116,6 +116,7 @@ FOLLOWED = {
 }
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_parameter_is_followed_through(name):
     func, matmuls = FOLLOWED[name]
@@ -476,6 +477,7 @@ def layer_problem():
     return p, normal(2, 64, 32, dtype=BF16)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "recipe", [CurrentScaling(), CurrentScaling(granularity="row")]
 )
@@ -513,6 +515,7 @@ def exact_linear(p, x):
 AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", AXIS_TYPES)
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
 def test_sharded_over_eight_devices_is_one_device(kind, spec):
@@ -629,6 +632,7 @@ def test_f32_matmuls_that_were_asked_for_stay_and_warn(func, dtype):
     assert_trees_equal(value, func(p, x))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**-10])
 def test_gradients_do_not_depend_on_the_loss_scale(scale):
     p, x = f32_problem()
@@ -725,6 +729,7 @@ def penalty_of(name):
 
 
 # In turn: with respect to the weight, the input, and what only cotangents depend on.
+@pytest.mark.some(2)
 @pytest.mark.parametrize("argnum", [0, 1, 2])
 @pytest.mark.parametrize("name", RECIPES)
 def test_second_derivatives_are_refused(name, argnum):

@@ -212,6 +212,7 @@ def shared(around):
     return loss, p, jnp.full((16, 32), 2, BF16)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_state_does_not_depend_on_what_is_around_a_layer(around):
     loss, p, x = shared(lambda f: f)
@@ -393,6 +394,7 @@ def test_signature_tells_of_the_state():
     assert str(inspect.signature(taken)) == "(fp8_state_, /, fp8_state, *rest)"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_state_is_found_through(wrap):
     f8 = delayed(linear)

@@ -59,6 +59,7 @@ TENSORS = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("tensor", TENSORS)
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("form", DTYPES)
@@ -101,6 +102,7 @@ def test_both_orders_of_three_axes(leading):
 # --- matmuls --------------------------------------------------------------------------
 
 
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("transposing")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_products_of_transposed_codes_are_exact(layout):
@@ -233,6 +235,7 @@ def test_nothing_is_shared_between_traces():
 # --- sharded --------------------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("transposing")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [("x",), (None, "x")])

@@ -86,6 +86,7 @@ def on_one_device(loss):
     return jax.jit(step)(mpx.NoLossScaling(), *arguments(func, None)).fp8
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("loss", "layout", "steps"),
     [

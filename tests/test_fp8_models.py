@@ -207,6 +207,7 @@ def prepared(name):
     return loss, params, count, gradient(params, X)
 
 
+@pytest.mark.some(2)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", MODELS)
 def test_unmodified_model(name):
@@ -225,6 +226,7 @@ def test_unmodified_model(name):
     assert error > 2 * bf16_error
 
 
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", ["equinox_scan_remat", "plain"])
 def test_rows_of_their_own_are_no_worse(name):
@@ -257,6 +259,7 @@ def test_equinox_module_itself_can_be_called():
     assert distance(out.astype(jnp.float32), batched(X)) <= expected_error(2)
 
 
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("cast", [mpx.amp, lambda f: f], ids=["amp", "by itself"])
 def test_nnx_modules_are_taken_apart_and_updated_once(cast):

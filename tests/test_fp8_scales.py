@@ -330,6 +330,7 @@ def below_normal(form):
     return FORMATS[form].smallest / FORMATS[form].max
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(("layout", "name"), CASES)
 def test_product_and_gradients_are_off_by_the_rounding_of_the_formats(layout, name):
     a, b, g, dimensions, side = problem(layout)
@@ -384,6 +385,7 @@ def test_products_are_those_of_the_rounded_tensors(name):
         )
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("layout", ALL)
 @pytest.mark.parametrize("name", ["current", "row", "static"])
 def test_product_is_exact_for_numbers_of_the_formats(layout, name):

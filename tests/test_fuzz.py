@@ -407,6 +407,7 @@ def all_bits(tree):
 rounds_updates = pytest.mark.filterwarnings("ignore:.*keeps no master weights")
 
 
+@pytest.mark.some(1)
 @rounds_updates
 @pytest.mark.parametrize(
     ("skip", "finite"), [("select", True), ("select", False), ("never", True)]
@@ -423,6 +424,7 @@ def test_step_changes_only_floating_leaves_and_a_skipped_one_nothing(skip, finit
         compare(seed, planned, model, after, stepped if finite else skipped, 0.3)
 
 
+@pytest.mark.some(1)
 @rounds_updates
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(("skip", "count"), [("select", 15), ("cond", 8)])

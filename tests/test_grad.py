@@ -32,6 +32,7 @@ from mpx.testing import assert_trees_equal
 # --- The scale does not show ----------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["f32", "bf16"])
 def test_gradients_are_bit_equal_for_every_power_of_two(name):
     model, (x, y) = mlp(), mlp_batch()
@@ -262,6 +263,7 @@ def gradient_in_f64():
         return float(value), flat(grads)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", POLICIES)
 def test_gradient_is_near_that_in_f64(name):
     value, grads = gradient_in_f64()

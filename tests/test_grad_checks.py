@@ -102,6 +102,7 @@ def loss_of_arguments(params, x, y):
 ALL_IN_F32 = "all their matmuls run in f32, `.*params/.*closes over.*mpx\\.amp"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("run", [run_jitted, run_eagerly])
 def test_closed_over_batch_is_reported_by_every_function(take, run):
     def step(params, batch):
@@ -271,6 +272,7 @@ QUIET = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("call", QUIET.values(), ids=QUIET)
 def test_scaling_that_can_move_or_need_not_is_not_reported(call):
     call(mpx.value_and_grad(loss_of_arguments, policy=BF16))

@@ -49,6 +49,7 @@ def test_unfused_programs_round_after_each_operation():
 
 
 # Rules and codecs do not know of each other: one rule with all codecs, and all rules.
+@pytest.mark.some(3)
 @pytest.mark.long
 @pytest.mark.parametrize(("dtype", "correction", "format"), STORED.values(), ids=STORED)
 def test_the_kernel_equals_plain_jax_in_every_format(dtype, correction, format):
@@ -56,6 +57,7 @@ def test_the_kernel_equals_plain_jax_in_every_format(dtype, correction, format):
     assert_kernel_equals_plain(plan, make_case(plan, ODD, dtype))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_the_kernel_equals_plain_jax_for_every_rule(rule):
     plan = make_plan(rule)
@@ -93,6 +95,7 @@ def test_blocks_are_masked_if_the_last_one_is_not_full(monkeypatch, shape):
     assert masked == [shape == ODD] * (8 + 7)
 
 
+@pytest.mark.some(1)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "grad_dtype"),
@@ -104,6 +107,7 @@ def test_any_gradient_dtype_and_rank(shape, grad_dtype):
     assert_kernel_equals_plain(plan, make_case(plan, shape, grad_dtype=grad_dtype))
 
 
+@pytest.mark.some(1)
 @pytest.mark.long
 @pytest.mark.parametrize("group", [2, 256])
 def test_any_group_size(group):
@@ -111,6 +115,7 @@ def test_any_group_size(group):
     assert_kernel_equals_plain(plan, make_case(plan, (3, 512)))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("shape", [(), (7, 5), (300,)], ids=str)
 def test_moments_in_f32_need_no_groups(shape):
     plan = make_plan(RULES["adamw"], group=0)
@@ -140,6 +145,7 @@ def test_a_skipped_step_changes_no_byte(shape, bad):
         assert np.asarray(new).tobytes() == np.asarray(old).tobytes()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("shape", [DIVIDING, ODD], ids=["full", "odd"])
 def test_leaves_that_share_a_launch_have_scalars_and_flags_of_their_own(shape):
     plan = make_plan(RULES["adamw"])

@@ -90,6 +90,7 @@ def take_steps(optimizer, params, grads, count=2, **options):
     return params, state
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("dtype", "launches"),
     [(jnp.bfloat16, 3), (jnp.float32, 1)],
@@ -125,6 +126,7 @@ def test_equal_batches_are_traced_once(kernel_on_cpus):
     assert kernel_on_cpus == [2]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("finite", [True, False])
 def test_the_kernel_gives_the_steps_of_plain_jax(kernel_on_cpus, finite):
     params, grads = make_model(leaves=3)
@@ -163,6 +165,7 @@ def test_vmap_over_gradients_alone(kernel_on_cpus):
     assert new.params["0"].shape == (2, 64, 64)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("shape", "spec"),
     [

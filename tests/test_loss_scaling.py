@@ -145,6 +145,7 @@ flag_sequences = st.lists(
 ).map(expand)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @hypothesis.given(
     flags=flag_sequences,
@@ -519,6 +520,7 @@ def test_metrics_outlive_a_donated_state(dynamic):
     assert int(metrics["skipped"]) == 1
 
 
+@pytest.mark.some(2)
 def test_replicated_scaling_stays_replicated(scaling, mesh):
     expected = scaling.adjust(False)
     replicated = NamedSharding(mesh, P())

@@ -703,6 +703,7 @@ def everything(model):
     return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("make", ASSIGNING.values(), ids=ASSIGNING)
 @pytest.mark.parametrize("steps", [None, 2])
 def test_parameters_that_the_function_assigns_to_are_those_of_nnx(make, steps, batch):
@@ -750,6 +751,7 @@ def test_parameter_that_becomes_infinite_skips_the_step(batch):
     assert_trees_equal(everything(model), before)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["weight norm", "spectral norm"])
 def test_assigned_parameters_of_known_layers_are_not_rounded(name, batch):
     model, expected = ASSIGNING[name](), ASSIGNING[name]()
@@ -766,6 +768,7 @@ def test_assigned_parameters_of_known_layers_are_not_rounded(name, batch):
     )
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("transform", [nnx.jit, nnx.remat])
 def test_masters_are_not_rounded_where_all_variables_are_assigned_to(transform, batch):
     model, frozen = (

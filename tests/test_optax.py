@@ -138,6 +138,7 @@ OVERFLOWS = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("tx", "value"), OVERFLOWS.values(), ids=OVERFLOWS)
 def test_an_update_that_overflows_where_the_gradient_did_not_is_skipped(tx, value):
     params, huge = make_params(), jax.tree.map(lambda g: g + value, make_grads(0))

@@ -417,6 +417,7 @@ def linen_model(dtypes):
     return Net().init(KEY, SMALL), apply, Norm
 
 
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("make", [haiku_model, linen_model])
 def test_norms_of_haiku_and_linen_modules_kept_by_their_type_run_in_f32(make):
@@ -447,6 +448,7 @@ def test_norms_of_haiku_and_linen_modules_kept_by_their_type_run_in_f32(make):
 # --- running statistics ----------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mode", ["ema", "batch"])
 @pytest.mark.parametrize("jit", [False, True])
 def test_batch_norm_and_its_state_stay_f32(mode, jit):

@@ -183,6 +183,7 @@ def test_zeros_are_stored_as_zeros(codec):
     assert not decoded.any()
 
 
+@pytest.mark.some(2)
 @moments
 def test_moments_are_the_same_compiled_and_not(codec):
     x = moment_input(codec, 1e-3)

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.long
 # --- master weights -------------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @masters
 def test_every_mantissa_of_a_binade_is_kept_within_the_bound(codec, dtype):
     weight = floats(np.arange(127 << 23, 128 << 23))
@@ -100,6 +101,7 @@ def test_special_weights_are_kept(codec, dtype):
         assert np.signbit(decoded[1])
 
 
+@pytest.mark.some(2)
 @masters
 def test_weights_are_placed_all_over_the_rounding_interval(codec, dtype):
     every = np.arange(2**16, dtype=np.uint16).view(dtype)
@@ -188,6 +190,7 @@ def test_a_parameter_that_was_set_to_zero_is_zero(correction, zero):
         assert abs(float(weight[0])) <= 2.0**-25  # half an ulp of zero in f16
 
 
+@pytest.mark.some(3)
 @masters
 def test_compiled_and_not_is_the_same(codec, dtype):
     random = np.random.default_rng(1)

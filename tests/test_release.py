@@ -205,6 +205,7 @@ def assert_same_steps(func, optimizer, params, *args, steps=2):
 # --- numbers --------------------------------------------------------------------------
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_step_as_without_release(name):
     params = make_params(F32 if name == "amp" else BF16)
@@ -213,6 +214,7 @@ def test_models_step_as_without_release(name):
     assert_same_steps(MODELS[name], optimizer, params, *make_batch())
 
 
+@pytest.mark.some(1)
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_optimizers_step_as_without_release(name):
@@ -306,6 +308,7 @@ def test_linen_models_step_as_without_release():
     assert_same_steps(loss, OPTIMIZERS["without moments"], params, x)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
 )
@@ -346,6 +349,7 @@ def test_shardings_are_kept_and_numbers_are_those_of_an_ordinary_step(axis_type)
 # --- memory ---------------------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["scan", "scan and remat", "under jit"])
 def test_gradients_of_layers_take_no_memory(name):
     layers, width, hidden = 32, 64, 256
@@ -466,6 +470,7 @@ def test_only_layers_with_gradients_that_are_not_finite_are_left_alone():
         assert np.any(got.params[key] != params[key])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_loss_that_is_not_finite_changes_nothing(bad):
     def loss(params, words, more):
@@ -578,6 +583,7 @@ def test_a_step_without_any_number_counts_as_it_does_without_release(params):
     assert got.finite
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("wrap", [lambda body: body, jax.checkpoint, jax.jit])
 def test_a_scan_over_no_layers_steps_as_without_release(wrap):
     optimizer = OPTIMIZERS["without moments"]
@@ -663,6 +669,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_layers_in_8_bits_step_as_without_release(recipe):
     # The scan that release makes saves what the backward pass reads. JAX 0.10 rounds what

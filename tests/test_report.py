@@ -215,6 +215,7 @@ def flops_of_lowered(lowered):
     return counts
 
 
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("route", ["f32", "amp", "policy"])
 @pytest.mark.parametrize("framework", ["Linen", "NNX", "Equinox", "Haiku", "plain"])

@@ -71,6 +71,7 @@ def assert_close(a, b, tolerance):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mode", ["ema", "batch"])
 def test_f32_state_is_that_of_equinox(mode, batch):
     model, state = make_model(mode)
@@ -588,6 +589,7 @@ PLACES = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("loss", "argnums", "put", "of"), PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("steps", [1, 4])
 def test_linen_statistics_are_those_of_parts_in_turn(

@@ -381,6 +381,7 @@ def train_pure(model, dtype):
     return final_losses(apply, params), scaling
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("model", PURE_MODELS)
 def test_pure_functions_of_parameters_train(model):
     runs = Runs(functools.partial(train_pure, model))

@@ -39,6 +39,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_taken_steps_are_those_of_plain_optax(name):
     optimizer, extras = optimizer_and_extras(name)
@@ -354,6 +355,7 @@ def nnx_gradients(model, value):
     return jax.tree.map(lambda _: kernel, grads)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("skip", "jit"),
     [("select", lambda f: f), ("cond", lambda f: f), ("select", nnx.jit)],

@@ -115,6 +115,7 @@ def means(recorder, name):
     return [x[1] / x[0] for x in recorder.timeline.curves[name]]
 
 
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", TRAININGS)
 def test_the_gradient_that_caused_a_skipped_step_is_named(name):

@@ -173,6 +173,7 @@ def gradient(by, choice, mesh, params):
     return jax.jit(lambda *args: take(scaling, *args).grads, out_shardings=shardings)
 
 
+@pytest.mark.some(1)
 @pytest.mark.filterwarnings("ignore:A function under `amp` in f16")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("by", ["amp", "policy", "policy of amp"])
@@ -259,6 +260,7 @@ def window(choice=None, steps=2, func=None, **options):
     return jax.jit(mpx.accumulate(func, steps, **options))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("choice", [None, "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_window_is_summed_once_however_parameters_are_sharded(layout, choice):

@@ -20,6 +20,7 @@ FAST = (
 )
 
 
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", FAST)
 def test_model_of_another_package_has_the_gradients_of_bf16(name):
