@@ -229,7 +229,7 @@ def kind_of(eqn: Equation) -> Kind | None:
 
 
 def no_grouped_kernel(eqn: Equation) -> str | None:
-    """Returns why a ragged matmul of 16-bit numbers is in no grouped kernel, if so."""
+    """Returns why a ragged 16-bit matmul does not run in a grouped kernel, or `None`."""
     return _reason_by_device() or _reason_by_shape(eqn)
 
 

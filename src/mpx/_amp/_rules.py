@@ -276,7 +276,7 @@ class AmpRules:
         named: Iterable[tuple[str, PyTree]],
         places: Callable[[], tuple[Iterable[str], Iterable[str]]] | None,
     ) -> "AmpRules":
-        """Returns these rules for one call, of which the arrays are known."""
+        """Returns these rules for one call with known arrays."""
         if not (self.keep or self.params or self.scopes or self.functions):
             return self
         rules, named = self.keeping(self.keep), list(named)

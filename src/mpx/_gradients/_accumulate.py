@@ -113,7 +113,7 @@ def accumulate(
             gradients are summed in f32 on its own devices, and sent once in the
             `reduce_dtype` of the policy, however the parameters are sharded; without it
             XLA reduces the gradients of every part. Every device holds the whole f32
-            gradient until then, and `aux` has a further axis, behind that of the parts,
+            gradient until then, and `aux` has a further axis, after that of the parts,
             with one entry for each shard. It needs automatic axes, and a function without
             state.
         retry: How often to try the window again with the adjusted scale on overflow.

@@ -231,7 +231,7 @@ class _Block(Block):
 class _GpuBlock(_Block):
     """Roots and reciprocals are one instruction, to about one ulp.
 
-    Subnormal elements count as zero; subnormal scales, of which there are few, do not.
+    Subnormal elements count as zero; the few subnormal scales do not.
     """
 
     def sqrt(self, x: Array) -> Array:

@@ -54,7 +54,7 @@ def zero_tangent(names: Names, x: Array) -> PyTree:
 def function_of(
     func: Run, operands: Sequence[Array], wrt: Sequence[int]
 ) -> tuple[Run, list[Array]]:
-    """Returns a function of some of its operands, with the others fixed, and these."""
+    """Returns a function of some of its operands, with the others fixed, and the former."""
 
     def call(*chosen: Array) -> PyTree:
         replaced = dict(zip(wrt, chosen, strict=True))

@@ -364,7 +364,7 @@ def _rounded_by(weight: Array, dtype: np.dtype, up: Array) -> Array:
     if dtype == BF16:
         shifted = from_bits((bits(weight) + up) & np.int32(-65536))
         return jnp.where(jnp.abs(weight) < jnp.inf, shifted, weight)
-    # In units of the distance between f16 numbers: 10 bits before the point, 13 behind.
+    # In units of the distance between f16 numbers: 10 bits before the point, 13 after it.
     exponent = ((bits(weight) >> 23) & 0xFF) - 127
     log = jnp.clip(exponent, -14, 15) - 10
     part = (up >> 3).astype(F32) * np.float32(2.0**-13)

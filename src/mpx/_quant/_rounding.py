@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 F32 = jnp.float32
-# Adding 1.5 · 2²³ leaves no bits behind the point: the hardware rounds to nearest, ties
+# Adding 1.5 · 2²³ leaves no bits after the point: the hardware rounds to nearest, ties
 # to even, and the lowest bits of the sum hold the integer.
 SHIFT = np.float32(12582912.0)
 _SHIFT_BITS = SHIFT.view(np.int32)

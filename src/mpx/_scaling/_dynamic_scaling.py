@@ -226,7 +226,7 @@ class DynamicLossScaling(LossScaling):
             max_consecutive: How many skipped steps in a row are too many.
 
         Raises:
-            FloatingPointError: If so many steps were skipped in a row at the floor, or
+            FloatingPointError: If this many steps were skipped in a row at the floor, or
                 if the scale is nan.
         """
         max_consecutive = as_count(max_consecutive, "max_consecutive", at_least=1)

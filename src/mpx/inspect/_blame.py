@@ -23,7 +23,7 @@ from mpx.inspect._run import NAN, SHARDS, Node, Recording, Ref, Run, Site, Value
 
 Arrays = Sequence[np.ndarray]
 # Relative errors: the first in bits of a format's significand, the others as they are.
-_LOST_BITS = 5  # a result that has lost so many is wrong
+_LOST_BITS = 5  # a result that has lost this many is wrong
 _COARSEST = 0.5  # the largest error of a result that is not wrong, even with three bits
 _NOTICEABLE = 0.1  # loss and gradients with less are not wrong in any format
 _INACCURATE = 0.03  # loss and gradients with more are inaccurate, in 16 bits

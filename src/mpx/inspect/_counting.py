@@ -63,7 +63,7 @@ def carried(pairs: Array) -> Array:
 
 
 def add_up(pairs: Array, axes: int) -> Array:
-    """Returns the sums of pairs over so many leading axes; exact up to 2²³ of them."""
+    """Returns the sums of pairs over this many leading axes; exact up to 2²³ of them."""
     if not axes:
         return carried(pairs)
     over = tuple(range(axes))
@@ -86,7 +86,7 @@ def as_integers(pairs: ArrayLike) -> np.ndarray:
 LIMIT = 2**31
 """The number of values whose count may not fit into one int32."""
 SMALL = 2**15
-"""Leaves of up to so many values are stacked with others of their type: a kernel for each
+"""Leaves of up to this many values are stacked with others of their type: a kernel for each
 would cost more than the pass over its values."""
 
 
@@ -322,7 +322,7 @@ def _launch(
     low, high = jnp.sum(words & 0xFFFF, axis=1), jnp.sum(words >> 16, axis=1)
     low, high = (x[:, : 2 * WORDS].reshape(count, WORDS, 2) for x in (low, high))
     counts = jnp.concatenate([low, high], axis=-1).reshape(count, -1)[:, :BINS]
-    # Zeros are not counted, nor is what lies behind the end.
+    # Zeros are not counted, nor is what lies after the end.
     rest = jnp.sum(counts[:, ZERO + 1 :], axis=1)
     return counts.at[:, ZERO].set(size - rest), jnp.sum(squares, axis=1)
 

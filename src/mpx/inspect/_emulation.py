@@ -314,7 +314,7 @@ def _is_cotangent(op: Op) -> bool:
 
 
 def _sources(op: Op) -> tuple[int, ...]:
-    """Returns the matmuls because of which an operation runs in 16 bits.
+    """Returns the matmuls that make an operation run in 16 bits.
 
     In the backward pass it does if its forward operation did. An operand that was cast for
     it is no reason.

@@ -40,7 +40,7 @@ _PICKS = names(
 )
 _COMPARISONS = names("eq ne lt le gt ge")
 _ROUNDINGS = 16
-"""Numbers are nearly equal if they differ by so many roundings of their tensors."""
+"""Numbers are nearly equal if they differ by this many roundings of their tensors."""
 
 
 def low_format(eqn: Equation) -> Format | None:

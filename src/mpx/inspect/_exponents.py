@@ -34,7 +34,7 @@ from mpx.inspect._result import Result, Table, amount, percent
 
 SHOWN = ("f16", "bf16", "e5m2", "e4m3")
 _BARS = " ▁▂▃▄▅▆▇█"
-_RIDGES = 10  # up to so many leaves are drawn as histograms, more as a heat map
+_RIDGES = 10  # up to this many leaves are drawn as histograms, more as a heat map
 
 
 @functools.partial(

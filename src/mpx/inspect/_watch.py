@@ -273,7 +273,7 @@ class Watch:
         every: How many steps are kept before they are fetched from the device.
         groups: How many parts of a parameter's path make its group, or a function from
             the path to the name of the group.
-        stalled_after: Warns if no step was taken for so many steps.
+        stalled_after: Warns if no step was taken for this many steps.
         title: The title of the page.
 
     Raises:

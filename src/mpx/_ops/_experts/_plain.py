@@ -42,7 +42,7 @@ def plain(a: Array, b: Array, sizes: Array, *, kind: Kind, dtype: np.dtype) -> A
     return convert_dtype(out, dtype)
 
 
-# The kernel loads so many rows together.
+# The kernel loads this many rows together.
 ALIGNMENT = 8
 
 
@@ -104,5 +104,5 @@ ROWS = Blocks(128, 128, 64, 4, 8)
 SUMS = Blocks(128, 128, 64, 4, 8)
 # Columns of a result, and rows of one that is a sum, are multiples of this.
 SMALLEST = 64
-# H100 and H200 have so many; a smaller GPU runs the rest after the first.
+# H100 and H200 have this many; a smaller GPU runs the rest after the first.
 PROGRAMS = 132
