@@ -20,7 +20,7 @@ def of_filter_grad(loss, scaling, **options):
     def run(*args, **kwargs):
         out = mpx.filter_grad(loss, scaling, **options)(*args, **kwargs)
         scaling_after, finite, grads = out[:3]
-        aux = out[3] if options.get("has_aux") else None
+        aux = out[3] if options.get("has_aux") else None  # pyright: ignore[reportGeneralTypeIssues]
         return GradResult(None, aux, grads, scaling_after, finite)
 
     return run

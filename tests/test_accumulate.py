@@ -456,24 +456,24 @@ ERRORS = {
         "`steps` must be at least 1, but 0",
     ),
     "not divisible": (
-        lambda: mpx.accumulate(squared_error, 3)(NoLossScaling(), ONES, ONES),
+        lambda: mpx.accumulate(squared_error, 3)(NoLossScaling(), ONES, ONES),  # pyright: ignore[reportCallIssue]
         ValueError,
         r"batch \(argument 1\) has shape \(8,\).*3 equal parts.*multiple of `steps`",
     ),
     "leaf of a batch": (
-        lambda: mpx.accumulate(squared_error, 4)(
+        lambda: mpx.accumulate(squared_error, 4)(  # pyright: ignore[reportCallIssue]
             NoLossScaling(), ONES, {"x": [ONES, jnp.ones((6, 2))]}
         ),
         ValueError,
         r"batch \(argument 1, leaf `x/1`\) has shape \(6, 2\)",
     ),
     "scalar leaf": (
-        lambda: mpx.accumulate(squared_error, 2)(NoLossScaling(), ONES, jnp.ones(())),
+        lambda: mpx.accumulate(squared_error, 2)(NoLossScaling(), ONES, jnp.ones(())),  # pyright: ignore[reportCallIssue]
         ValueError,
         r"argument 1\) has shape \(\)",
     ),
     "batch by keyword": (
-        lambda: mpx.accumulate(squared_error, 2)(NoLossScaling(), ONES, x=ONES),
+        lambda: mpx.accumulate(squared_error, 2)(NoLossScaling(), ONES, x=ONES),  # pyright: ignore[reportCallIssue]
         TypeError,
         "Argument 1 is the batch, but only 1 arguments were passed by position",
     ),
@@ -483,7 +483,7 @@ ERRORS = {
         "both a batch and differentiated.*`batch_argnums`",
     ),
     "batch differentiated, counted from the end": (
-        lambda: mpx.accumulate(squared_error, 2, argnums=-1)(
+        lambda: mpx.accumulate(squared_error, 2, argnums=-1)(  # pyright: ignore[reportCallIssue]
             NoLossScaling(), ONES, ONES
         ),
         ValueError,
@@ -513,7 +513,7 @@ ERRORS = {
         "`y` has 8 rows.*by position, and add that to `batch_argnums`",
     ),
     "sizes that differ": (
-        lambda: mpx.accumulate(squared_error, 4)(
+        lambda: mpx.accumulate(squared_error, 4)(  # pyright: ignore[reportCallIssue]
             NoLossScaling(), ONES, {"x": ONES, "y": ONES[:4]}
         ),
         ValueError,
@@ -528,7 +528,7 @@ ERRORS = {
         r"`y` is a uint32 array of shape \(2,\).*may hold raw PRNG keys",
     ),
     "raw key in a model": (  # it may be any array: nothing is guessed
-        lambda: mpx.accumulate(squared_error, 2)(
+        lambda: mpx.accumulate(squared_error, 2)(  # pyright: ignore[reportCallIssue]
             NoLossScaling(), {"w": ONES, "seed": jax.random.PRNGKey(0)}, ONES
         ),
         ValueError,

@@ -135,7 +135,7 @@ TRANSFORMS = {
     "shard_map": (lambda f: jax.grad(bf16(over_devices(f))), BOTH),
     "shard_map outside": (lambda f: jax.grad(over_devices(bf16(f))), BOTH),
     "cond": (
-        lambda f: bf16(lambda *x: lax.cond(x[0][0, 0, 0, 0] > 0, f, f, *x)),
+        lambda f: bf16(lambda *x: lax.cond(x[0][0, 0, 0, 0] > 0, f, f, *x)),  # pyright: ignore[reportIndexIssue]
         {FORWARD: 2},
     ),
     "amp in amp": (lambda f: jax.grad(amp(lambda *x: bf16(f)(*x), dtype="f16")), BOTH),

@@ -199,7 +199,7 @@ def test_params_must_name_an_argument():
     ):
         amp(lambda w, x: x @ w, params=3)(W, X)
     with pytest.raises(TypeError, match="the position or the name of the argument"):
-        amp(lambda w, x: x @ w, params=1.5)
+        amp(lambda w, x: x @ w, params=1.5)  # pyright: ignore[reportCallIssue]
 
 
 def test_partial_and_method_keep_the_positions_of_their_arguments():

@@ -1153,9 +1153,9 @@ def test_master_weights_are_taken_off_and_put_on():
     params = optax.apply_updates(params, updates)
     plain = to_f32(params, state)
     assert_trees_equal(plain.params, state[1].master)
-    assert_trees_equal(plain.state[1], state[1].inner_state)
+    assert_trees_equal(plain.state[1], state[1].inner_state)  # pyright: ignore[reportIndexIssue]
     fresh = bf16_params(0)
-    back = from_f32(plain.params, plain.state[1], like=(fresh, optimizer.init(fresh)))
+    back = from_f32(plain.params, plain.state[1], like=(fresh, optimizer.init(fresh)))  # pyright: ignore[reportIndexIssue]
     assert_trees_equal(tuple(back), (params, state))
 
 
@@ -1173,13 +1173,13 @@ def test_conversion_keeps_shardings_and_refuses_what_does_not_fit():
         from_f32(
             weights, optax.ScaleByLionState(adam.count, adam.mu), like=(params, state)
         )
-    wrong = adam._replace(mu={**adam.mu, "w": adam.mu["w"].T})
+    wrong = adam._replace(mu={**adam.mu, "w": adam.mu["w"].T})  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ValueError, match="`mu` of `w` has shape"):
         from_f32(weights, wrong, like=(params, state))
     with pytest.raises(
         ValueError, match="`mu` must have the structure of the parameters"
     ):
-        from_f32(weights, adam._replace(mu={}), like=(params, state))
+        from_f32(weights, adam._replace(mu={}), like=(params, state))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_plain_states_get_the_dtypes_and_devices_of_the_template():
@@ -1192,9 +1192,9 @@ def test_plain_states_get_the_dtypes_and_devices_of_the_template():
     for found, old in zip(*map(jax.tree.leaves, (tuple(new), like)), strict=True):
         assert found.dtype == old.dtype
         assert found.sharding == old.sharding
-    assert int(new.state[0].count) == 3
+    assert int(new.state[0].count) == 3  # pyright: ignore[reportIndexIssue]
     nu = state[0].nu["w"].astype(jnp.bfloat16)
-    assert np.array_equal(new.state[0].nu["w"], nu)
+    assert np.array_equal(new.state[0].nu["w"], nu)  # pyright: ignore[reportIndexIssue]
     wrong = jax.tree.map(lambda x: x.T, state)
     with pytest.raises(ValueError, match="`0/mu/w` has shape"):
         from_f32(params, wrong, like=like)

@@ -341,7 +341,7 @@ def test_state_with_fewer_moments_goes_there_and_back(make, state_type):
     state = make(compression=compression).init(params)
     _, old = flashoptim.from_mpx(params, state, state_type)
     assert type(old) is state_type
-    assert old.ecc["step"].dtype == np.int32
+    assert old.ecc["step"].dtype == np.int32  # pyright: ignore[reportAttributeAccessIssue]
     assert_trees_equal(flashoptim.to_mpx(params, old).state, state)
 
 

@@ -243,37 +243,37 @@ def test_scale_of_the_paper_that_is_an_array_is_clipped_as_there():
 BY_KEYWORD = "first argument of the function that it returns.*\\(loss\\)\\(scaling, "
 CALLS = {
     "scaling in the wrong place": (
-        lambda: mpx.value_and_grad(loss, SCALED),
+        lambda: mpx.value_and_grad(loss, SCALED),  # pyright: ignore[reportCallIssue]
         TypeError,
         "`value_and_grad` takes.*" + BY_KEYWORD,
     ),
     "scaling behind the steps": (
-        lambda: mpx.accumulate(loss, 2, SCALED),
+        lambda: mpx.accumulate(loss, 2, SCALED),  # pyright: ignore[reportCallIssue]
         TypeError,
         "`accumulate` takes.*" + BY_KEYWORD,
     ),
     "argnums by position": (
-        lambda: mpx.value_and_grad(loss, 0),
+        lambda: mpx.value_and_grad(loss, 0),  # pyright: ignore[reportCallIssue]
         TypeError,
         "options by keyword, such as `argnums=`",
     ),
     "a loss instead of a function": (
-        lambda: mpx.value_and_grad(loss(W, X)),
+        lambda: mpx.value_and_grad(loss(W, X)),  # pyright: ignore[reportCallIssue]
         TypeError,
         "`func` must be a function, but .*Array",
     ),
     "a scaling instead of a function": (
-        lambda: mpx.filter_grad(SCALED),
+        lambda: mpx.filter_grad(SCALED),  # pyright: ignore[reportCallIssue]
         TypeError,
         "`func` must be a function, but StaticLossScaling",
     ),
     "mean as a word": (
-        lambda: mpx.accumulate(loss, 2, mean="sum"),
+        lambda: mpx.accumulate(loss, 2, mean="sum"),  # pyright: ignore[reportCallIssue]
         TypeError,
         "`mean` must be True or False, but 'sum'",
     ),
     "scaling in the place of has_aux": (
-        lambda: mpx.filter_grad(loss, SCALED, SCALED),
+        lambda: mpx.filter_grad(loss, SCALED, SCALED),  # pyright: ignore[reportCallIssue]
         TypeError,
         "`has_aux` must be True or False, but StaticLossScaling",
     ),

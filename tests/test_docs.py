@@ -37,7 +37,7 @@ def case(page):
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("page", map(case, pages_with_code()))
+@pytest.mark.parametrize("page", [case(page) for page in pages_with_code()])
 def test_code_of_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # what a page writes, it writes there
     namespace = {"__name__": "__main__"}

@@ -170,7 +170,7 @@ def test_amp_runs_ragged_matmuls_in_the_grouped_kernel(dtype, sizes):
     options = {"reduce_dtype": "f32"} if "weight" in dtype else {}
     wanted = {"preferred_element_type": F32} if "result" in dtype else {}
     func = lambda p, x, s: lax.ragged_dot(x, p, s, **wanted)  # noqa: E731
-    run = functools.partial(results, mpx.amp(func, **options))
+    run = functools.partial(results, mpx.amp(func, **options))  # pyright: ignore[reportCallIssue]
     counts = jnp.asarray(sizes, jnp.int32)
     # The kinds of the forward pass and of both gradients, in whatever order.
     assert sorted(grouped_in(run, p, x, grad, counts)) == ["rows", "sums", "turned"]

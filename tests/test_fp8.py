@@ -384,7 +384,7 @@ def test_argument_must_be_usable(name, monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["current", CurrentScaling(), np.str_("current")])
 def test_recipe_is_an_object_or_a_name(recipe):
-    assert fp8(lambda p, x: x @ p, recipe).chosen.recipe == CurrentScaling()
+    assert fp8(lambda p, x: x @ p, recipe).chosen.recipe == CurrentScaling()  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @pytest.mark.parametrize(
@@ -395,14 +395,16 @@ def test_recipe_may_stand_alone_in_a_decorator(recipe):
     def loss(p, x):
         return x @ p
 
-    assert loss.has_state
+    assert loss.has_state  # pyright: ignore[reportFunctionMemberAccess]
     assert loss.__name__ == "loss"
 
 
 def test_params_may_be_a_numpy_integer(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
     report = mpx.inspect.report(
-        everywhere(lambda x, p: x @ p, params=np.int64(1)), X, W
+        everywhere(lambda x, p: x @ p, params=np.int64(1)),  # pyright: ignore[reportCallIssue]
+        X,
+        W,
     )
     assert [matmul.param for matmul in report.fp8.changed] == ["p"]
 
@@ -567,8 +569,8 @@ def test_accumulated_microbatches_are_the_whole_batch():
     p, x = {"w": W}, ones_and_signs((64, 32), 3)
     loss = everywhere(lambda p, x: exact_linear(p, x) / len(x))
     options = {"policy": "p=f32,c=bf16,o=f32"}
-    whole = mpx.value_and_grad(loss, **options)(mpx.NoLossScaling(), p, x)
-    parts = mpx.accumulate(loss, steps=4, **options)(mpx.NoLossScaling(), p, x)
+    whole = mpx.value_and_grad(loss, **options)(mpx.NoLossScaling(), p, x)  # pyright: ignore[reportCallIssue]
+    parts = mpx.accumulate(loss, steps=4, **options)(mpx.NoLossScaling(), p, x)  # pyright: ignore[reportCallIssue]
     assert_trees_equal(parts.value, whole.value)
     assert_trees_equal(parts.grads, whole.grads)
 
@@ -710,7 +712,7 @@ def twice_differentiable(name):
 
     func = everywhere(loss, RECIPES[name])
     if name == "delayed":
-        func = functools.partial(func, func.init(W, SQUARE, SQUARE))
+        func = functools.partial(func, func.init(W, SQUARE, SQUARE))  # pyright: ignore[reportFunctionMemberAccess]
     return func
 
 
@@ -787,7 +789,7 @@ def test_mxfp8_can_be_emulated():
 
 def test_init_needs_a_recipe_with_state():
     with pytest.raises(TypeError, match="`CurrentScaling` keeps no state"):
-        fp8(lambda p, x: x @ p).init(W, X)
+        fp8(lambda p, x: x @ p).init(W, X)  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def test_paper_functions_refuse_delayed_scaling():

@@ -442,10 +442,10 @@ class Counting(nnx.Module):
 def test_nnx_module_under_fp8_counts_its_calls(recipe):
     model = Counting()
     f8 = fp8(model, recipe, min_gain=0)
-    state = (f8.init(SMALL),) if f8.has_state else ()
+    state = (f8.init(SMALL),) if f8.has_state else ()  # pyright: ignore[reportFunctionMemberAccess]
     assert model.calls[...] == 0
     for _ in range(2):
-        f8(*state, SMALL)
+        f8(*state, SMALL)  # pyright: ignore[reportCallIssue]
     assert model.calls[...] == 2
 
 

@@ -399,15 +399,15 @@ def call(take, **options):
 INTEGER = "must be an integer, but {} of type {} was given"
 MISUSES = {
     "steps": (
-        lambda: mpx.accumulate(jnp.dot, steps=2.0),
+        lambda: mpx.accumulate(jnp.dot, steps=2.0),  # pyright: ignore[reportCallIssue]
         "`steps` " + INTEGER.format("2.0", "float"),
     ),
     "steps text": (
-        lambda: mpx.accumulate(jnp.dot, steps="2"),
+        lambda: mpx.accumulate(jnp.dot, steps="2"),  # pyright: ignore[reportCallIssue]
         "`steps` " + INTEGER.format("'2'", "str"),
     ),
     "batch_argnums": (
-        lambda: mpx.accumulate(jnp.dot, 2, batch_argnums=1.0),
+        lambda: mpx.accumulate(jnp.dot, 2, batch_argnums=1.0),  # pyright: ignore[reportCallIssue]
         "`batch_argnums` " + INTEGER.format("1.0", "float"),
     ),
     **{

@@ -390,9 +390,9 @@ def test_mistake_is_explained(calls, error, match):
 def test_wrong_scaling_is_refused(scaling):
     match = r"must be a loss scaling such as.*but .* was given"
     with pytest.raises(TypeError, match=match):
-        mpx.value_and_grad(squared_error)(scaling, jnp.ones(3))
+        mpx.value_and_grad(squared_error)(scaling, jnp.ones(3))  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match=match):
-        mpx.accumulate(squared_error, 2)(scaling, jnp.ones(3))
+        mpx.accumulate(squared_error, 2)(scaling, jnp.ones(3))  # pyright: ignore[reportCallIssue]
 
 
 # The type checker of the tests is quicker than these two messages: go around it.

@@ -351,7 +351,7 @@ def test_parameters_shared_by_two_differentiated_modules_get_one_gradient(batch)
 
     expected = nnx.grad(loss, argnums=(0, 1))(*make(), batch[0])
     step = mpx.value_and_grad(loss, argnums=(0, 1), policy=POLICIES["f32"])
-    result = step(NoLossScaling(), *make(), batch[0])
+    result = step(NoLossScaling(), *make(), batch[0])  # pyright: ignore[reportCallIssue]
     assert_trees_equal(result.grads, expected)
 
 

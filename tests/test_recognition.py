@@ -296,7 +296,7 @@ def test_choice_of_the_user_is_respected(name):
 
 def test_unknown_choice_is_refused():
     with pytest.raises(ValueError, match='"fuse" or "keep", but it is \'always\''):
-        mpx.amp(EINSUM, attention="always")
+        mpx.amp(EINSUM, attention="always")  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def of_matmul(selector):
 
 
 def by_fp8(selector):
-    func = mpx.fp8(loss, keep=of_matmul(selector), min_gain=0)
+    func = mpx.fp8(loss, keep=of_matmul(selector), min_gain=0)  # pyright: ignore[reportCallIssue]
     report: Any = mpx.inspect.report(func, make_model(BF16), X.astype(BF16))
     assert all(x.reason.startswith("keep ") for x in report.fp8.kept)
     return {x.param.removeprefix("model/") for x in report.fp8.kept}

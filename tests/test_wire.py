@@ -356,4 +356,4 @@ def test_state_that_shards_would_change_is_refused():
     x = jax.device_put(jnp.ones((ROWS, 4)), NamedSharding(mesh, P("data")))
     step = mpx.accumulate(stateful, 2, batch_argnums=2, has_aux=True, axis_name="data")
     with pytest.raises(ValueError, match="state that the function changes"):
-        eqx.filter_jit(step)(mpx.NoLossScaling(), *args, x)
+        eqx.filter_jit(step)(mpx.NoLossScaling(), *args, x)  # pyright: ignore[reportCallIssue]

@@ -127,7 +127,7 @@ class Fp8(Transformation):
         """The types whose calls run as they are written."""
         return tuple(x for x in self.chosen.keep if isinstance(x, type))
 
-    def tracing(self) -> contextlib.AbstractContextManager[None]:
+    def tracing(self) -> contextlib.AbstractContextManager[object]:
         return plain_matmuls()
 
     def argument_fact(self, name: str, is_param: bool, leaf: PyTree) -> Source:

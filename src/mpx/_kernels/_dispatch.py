@@ -149,7 +149,9 @@ def _plain_leaf(
 
 
 def _layer_of(leaf: PyTree, layer: Array) -> PyTree:
-    first = leaf.param.ndim  # the axis of the layers is the first, or follows the planes
+    first = (
+        leaf.param.ndim
+    )  # the axis of the layers is the first, or follows the planes
 
     def read(x: Array) -> Array:
         return lax.dynamic_index_in_dim(x, layer, x.ndim - first, keepdims=False)

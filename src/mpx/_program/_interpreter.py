@@ -198,7 +198,7 @@ class Visitor:
         """Returns what else a rewritten body depends on; `None` to rewrite it anew."""
         return ()
 
-    def tracing(self) -> contextlib.AbstractContextManager[None]:
+    def tracing(self) -> contextlib.AbstractContextManager[object]:
         """Enters the context in which the user's derivative rules are traced."""
         return contextlib.nullcontext()
 

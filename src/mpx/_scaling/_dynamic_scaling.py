@@ -1,6 +1,7 @@
 """Dynamic loss scaling: a scale that grows, and backs off when gradients overflow."""
 
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -72,19 +73,19 @@ class DynamicLossScaling(LossScaling):
 
     def __init__(  # noqa: PLR0913 - `dataclasses.replace` passes every field
         self,
-        loss_scaling: PyTree = 2.0**15,
-        min_loss_scaling: PyTree = 1.0,
+        loss_scaling: Any = 2.0**15,
+        min_loss_scaling: Any = 1.0,
         factor: float = 2,
         period: int = 2000,
-        counter: PyTree = None,
+        counter: Any = None,
         *,
         max_loss_scaling: float = 65504.0,
         backoff: float | None = None,
         hysteresis: int = 1,
         consecutive_hysteresis: bool = False,
-        skipped: PyTree = 0,
-        consecutive_skipped: PyTree = 0,
-        tolerance: PyTree = None,
+        skipped: Any = 0,
+        consecutive_skipped: Any = 0,
+        tolerance: Any = None,
     ) -> None:
         """Checks the values that are concrete and stores them as f32 and i32.
 
@@ -144,7 +145,7 @@ class DynamicLossScaling(LossScaling):
         min: float = 1.0,  # the natural name beside `max`
         max: float = 2.0**24,
         factor: float = 2,
-        **options: PyTree,
+        **options: Any,
     ) -> "DynamicLossScaling":
         """Returns a scaling that is a power of two at every step: scaling is exact.
 
