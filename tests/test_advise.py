@@ -138,8 +138,9 @@ def test_emulated_keep_list_is_the_real_one(name):
     for label in known.labels:
         option = Option("bf16", (known.selector(label),))
         grads = jax.grad(known.policy(option).apply(loss))(params, X, Y)
-        # What follows a matmul in f32 runs in f32, too.
-        assert known.error(option) == pytest.approx(relative(grads, exact), rel=0.1)
+        # What follows a matmul in f32 runs in f32, too. The guide promises 0.82 to 1.16;
+        # found are 1.00 on JAX 0.10 and 1.13 on JAX 0.12.
+        assert known.error(option) == pytest.approx(relative(grads, exact), rel=0.18)
 
 
 def test_emulation_without_rounding_is_the_gradient():
