@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from mpx._jax._sharding import may_cut_groups, sharded_as, whole_groups
 from mpx._quant import Block
 
 
+@runtime_checkable
 class Body(Protocol):
     """One step of a block; hashable, and equal ones compile once.
 
