@@ -17,11 +17,11 @@ import numpy as np
 from mpx._jax._formats import FORMATS, Format
 from mpx._program._queries import SHAPE_ONLY, Equation, names
 from mpx.inspect._dtypes import is_float
-from mpx.inspect._equations import only_moves, to_host, widened
+from mpx.inspect._equations import Numbers, only_moves, to_host, widened
 from mpx.inspect._program import Program
 from mpx.inspect._run import NAN, SHARDS, Node, Recording, Ref, Run, Site, Value
 
-Arrays = Sequence[np.ndarray]
+Arrays = Sequence[Numbers]
 # Relative errors: the first in bits of a format's significand, the others as they are.
 _LOST_BITS = 5  # a result that has lost this many is wrong
 _COARSEST = 0.5  # the largest error of a result that is not wrong, even with three bits
@@ -60,7 +60,7 @@ class Origin(NamedTuple):
 
     node: int
     out: int
-    where: np.ndarray  # which of its numbers
+    where: Numbers  # which of its numbers
     constant: float | None = None  # infinite or nan, written into the equation
 
 
@@ -119,7 +119,7 @@ class Blame:
 
     def _run(
         self, run: Run, program: Program, disturbed: Format | None = None
-    ) -> list[np.ndarray]:
+    ) -> list[Numbers]:
         """Runs a program in f32, with its parameters rounded at random if asked to."""
         random, inputs = np.random.default_rng(0), []
         for i, x in enumerate(program.arrays):
@@ -455,12 +455,12 @@ class Blame:
         ]
 
 
-def _floats(outs: Iterable[Any]) -> list[np.ndarray]:
+def _floats(outs: Iterable[Any]) -> list[Numbers]:
     """Returns the floating arrays among some, in f32."""
     return [np.asarray(widened(x)) for x in outs if is_float(x)]
 
 
-def _norm(x: np.ndarray) -> float:
+def _norm(x: Numbers) -> float:
     """Returns the 2-norm; infinite if a number is not finite."""
     x = x.astype(np.float64)
     return float(np.linalg.norm(x)) if np.isfinite(x).all() else math.inf
@@ -505,7 +505,7 @@ class _Trace:
 
     def __init__(self, recording: Recording) -> None:
         self._recording, self._nodes = recording, recording.nodes
-        self._wanted: dict[int, dict[int, np.ndarray]] = {}
+        self._wanted: dict[int, dict[int, Numbers]] = {}
         self._queue: list[int] = []
         self._readers: dict[int, int] = {}
 
@@ -525,7 +525,7 @@ class _Trace:
                     found.append(self._origin(index, out, left))
         return sorted(found, key=lambda x: x.node)
 
-    def _want(self, ref: Ref, where: np.ndarray, reader: int) -> None:
+    def _want(self, ref: Ref, where: Numbers, reader: int) -> None:
         """Asks for some numbers of a value, on behalf of a node."""
         index, out = ref
         if index not in self._wanted:
@@ -535,7 +535,7 @@ class _Trace:
         seen = self._wanted[index].get(out)
         self._wanted[index][out] = np.asarray(where if seen is None else seen | where)
 
-    def _origin(self, index: int, out: int, where: np.ndarray) -> Origin:
+    def _origin(self, index: int, out: int, where: Numbers) -> Origin:
         """Returns an origin; that of a constant is where it is first computed with."""
         constant, reader = None, index
         while reader >= 0 and self._nodes[reader].eqn is not None:
@@ -553,7 +553,7 @@ class _Trace:
             where = np.ones((), bool) if classes is None else classes != 0
         return Origin(index, out, where, constant)
 
-    def _operands(self, index: int, out: int, where: np.ndarray) -> np.ndarray:
+    def _operands(self, index: int, out: int, where: Numbers) -> Numbers:
         """Asks for operands that explain some numbers; returns those that none does."""
         node = self._nodes[index]
         classes = node.stats[out].classes
@@ -579,7 +579,7 @@ class _Trace:
                 self._want(ref, hit, index)
         return left
 
-    def _parts(self, index: int, out: int, where: np.ndarray) -> np.ndarray:
+    def _parts(self, index: int, out: int, where: Numbers) -> Numbers:
         """Follows a part of another value, or a value that was stacked."""
         node = self._nodes[index]
         known = [(i, ref) for i, ref in enumerate(node.parents) if ref[0] >= 0]

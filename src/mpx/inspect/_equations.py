@@ -7,7 +7,7 @@ results of its shadow; only sums in fewer than 32 bits are left to XLA.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,11 @@ from mpx._jax._formats import FORMATS, Format, short_name
 from mpx._jax._sharding import axes_of
 from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, has_body, names
 from mpx.inspect._dtypes import is_float, is_low
+
+if TYPE_CHECKING:
+    Numbers = np.ndarray
+else:  # NumPy makes scalars of arrays without axes
+    Numbers = np.ndarray | np.generic
 
 Array = Any
 """An array of NumPy or of JAX."""
@@ -234,7 +239,7 @@ def settled(
         return np.where(np.abs(x - y) <= margin, other, own)
 
 
-def _root_mean_square(x: np.ndarray) -> float:
+def _root_mean_square(x: Numbers) -> float:
     x = x[np.isfinite(x)].astype(np.float64)
     return float(np.sqrt(np.mean(x**2))) if x.size else 0.0
 

@@ -520,7 +520,9 @@ def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
     return stats
 
 
-def _relative_norm(error: np.ndarray, value: np.ndarray) -> float:
+def _relative_norm(
+    error: np.ndarray | np.generic, value: np.ndarray | np.generic
+) -> float:
     """Returns the 2-norm of an error relative to that of a value."""
     size = float(np.linalg.norm(value.astype(np.float64)))
     if size == 0:
