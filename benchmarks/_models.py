@@ -47,6 +47,12 @@ SIZES = {
 BATCH = {"vit-base": 128, "gpt2": 8, "gpt2-linen": 8, "gpt2-nnx": 8, "gpt-1b": 4}
 
 
+def cast(tree, dtype):
+    """Casts the floating leaves as one does by hand."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
+
+
 # --- in Equinox ---------------------------------------------------------------------------
 
 
