@@ -7,7 +7,6 @@ it does around them.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -46,6 +45,12 @@ SIZES = {
     "tiny-nnx": TINY._replace(library="nnx"),
 }
 BATCH = {"vit-base": 128, "gpt2": 8, "gpt2-linen": 8, "gpt2-nnx": 8, "gpt-1b": 4}
+
+
+def cast(tree, dtype):
+    """Casts the floating leaves as one does by hand."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
 
 # --- in Equinox ---------------------------------------------------------------------------
@@ -352,11 +357,6 @@ class Decoder(NamedTuple):
     def tokens(self):
         return self.sequences * self.length
 
-    @property
-    def params(self):
-        leaves = jax.tree.leaves(self.shapes(), is_leaf=is_shape)
-        return sum(map(math.prod, leaves))
-
     def shapes(self):
         """Returns the shapes of the parameters."""
         n, d, hidden = self.layers, self.width, self.hidden
@@ -390,36 +390,33 @@ class Decoder(NamedTuple):
             x: draw(x) for x in ("head", "norm")
         }
 
-    def loss(self, params, tokens, *, place=lambda x, _: x, attention=None):
+    def loss(self, params, tokens, *, place=lambda x: x, attention=None):
         """Mean cross entropy of the next token; tokens are (batch, length + 1).
 
-        `place` pins activations to the devices that have them: `stream`, `whole`, `heads`
-        or `hidden`, as `ACTIVATIONS` of scale.py says.
+        `place` pins what is between the blocks to the devices that have it.
         """
         split = self.width // self.heads
 
         @jax.checkpoint
         def block(h, w):
-            x = place(rms_norm(h, w["norm1"]), "whole")
+            x = rms_norm(h, w["norm1"])
             if self.gated:
                 q, k, v = (x @ w[name] for name in "qkv")
             else:
                 q, k, v = jnp.split(x @ w["qkv"], 3, -1)
             q, k, v = (y.reshape(*x.shape[:2], -1, split) for y in (q, k, v))
-            q, k, v = (place(y, "heads") for y in (rotate(q), rotate(k), v))
             mixed = jax.nn.dot_product_attention(
-                q, k, v, is_causal=True, implementation=attention
+                rotate(q), rotate(k), v, is_causal=True, implementation=attention
             )
-            mixed = place(place(mixed, "heads").reshape(h.shape), "hidden")
-            h = place(h + mixed @ w["o"], "stream")
-            x = place(rms_norm(h, w["norm2"]), "whole")
+            h = place(h + mixed.reshape(h.shape) @ w["o"])
+            x = rms_norm(h, w["norm2"])
             up = x @ w["up"]
             y = jax.nn.silu(x @ w["gate"]) * up if self.gated else jax.nn.gelu(up)
-            return place(h + place(y, "hidden") @ w["down"], "stream")
+            return place(h + y @ w["down"])
 
-        h = place(params["embed"][tokens[:, :-1]], "stream")
+        h = place(params["embed"][tokens[:, :-1]])
         h, _ = lax.scan(lambda h, w: (block(h, w), None), h, params["layers"])
-        logits = place(rms_norm(h, params["norm"]), "whole") @ params["head"]
+        logits = rms_norm(h, params["norm"]) @ params["head"]
         logits = logits.astype(jnp.float32)
         chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
@@ -428,10 +425,6 @@ class Decoder(NamedTuple):
         """Returns random tokens."""
         shape = (self.sequences, self.length + 1)
         return jax.random.randint(jax.random.key(seed), shape, 0, self.vocabulary)
-
-
-def is_shape(x):
-    return isinstance(x, tuple)
 
 
 def rms_norm(x, weight):

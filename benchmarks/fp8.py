@@ -21,7 +21,7 @@ import mpx
 from _measure import giga, number, ratio
 from _models import Decoder
 from mpx._fp8._decide import predicted_gain
-from mpx._jax._devices import cuda_capability
+from mpx._jax._devices import H200, cuda_capability
 
 BF16 = jnp.bfloat16
 POLICY = "p=f32,c=bf16,o=f32"
@@ -41,6 +41,7 @@ SECTIONS = {
     "lm-accumulate": ("bf16", "fp8"),
     "small": ("bf16", "fp8"),
     "sizes": ("all",),
+    "rates": ("all",),
 }
 LARGE = Decoder(4, 4096, 16384, 32, 32, 32768, 8, 2048, gated=False)
 SIZES = dict.fromkeys(SECTIONS, LARGE)
@@ -160,6 +161,37 @@ def run_sizes(options):
     return {"rows": rows}
 
 
+def run_rates(options):
+    """Large matmuls and an addition: operations and bytes per second, as `H200` lists them."""
+    size, rates = 256 if options.tiny else 8192, {}
+    # Tuning Triton's matmuls in fp8 would take minutes.
+    is_gpu = jax.default_backend() == "gpu"
+    flags: Any = {"xla_gpu_enable_triton_gemm": False} if is_gpu else {}
+
+    def seconds(func, *args):
+        # Ten groups: the GPU is as warm as in training.
+        program = jax.jit(func).lower(*args).compile(flags)
+        return measure.time_call(program, *args, groups=10) / 1e3
+
+    for name, dtype in {
+        "f32": jnp.float32,
+        "bf16": BF16,
+        "fp8": jnp.float8_e4m3fn,
+    }.items():
+        keys = jax.random.split(jax.random.key(0))
+        both = (jax.random.normal(key, (size, size)).astype(dtype) for key in keys)
+        out = BF16 if name == "fp8" else None
+        dot = functools.partial(lax.dot_general, preferred_element_type=out)
+        # Both sum over their last axis, as the units of fp8 want it.
+        axes = ((1,), (1,)), ((), ())
+        rates[name] = 2 * size**3 / seconds(lambda a, b, f=dot: f(a, b, axes), *both)  # noqa: B023
+    big = jnp.ones((4 * size, size), jnp.float32)
+    rates["memory"] = 2 * big.nbytes / seconds(lambda x: x + 1, big)
+    return {
+        "rows": [[name, f"{H200[name]:.3g}", f"{x:.3g}"] for name, x in rates.items()]
+    }
+
+
 def repeated(gradient, state, _):
     """Many gradients in one call, so that the device is measured and not the host.
 
@@ -173,7 +205,7 @@ def repeated(gradient, state, _):
 
 def print_tables(results):
     base = lambda r: results.get(f"{r['case'].split(':')[0]}:bf16", r)  # noqa: E731
-    rows = results.pop("sizes:all", {}).get("rows", [])
+    sizes, rates = (results.pop(f"{x}:all", {}).get("rows") for x in ("sizes", "rates"))
     if results:
         measure.print_columns(
             results.values(),
@@ -187,12 +219,15 @@ def print_tables(results):
             ("temp GB", lambda r: giga(r.get("temp_bytes"))),
             ("value", lambda r: f"{r['first']:.4f} → {r['last']:.4f}"),
         )
-    if rows:
+    if sizes:
         head = ["m×k×n", "bf16 ms", "fp8 ms", "measured", "predicted"]
         cells = [
-            [f"{m}×{k}×{n}", *(number(x, 3) for x in found)] for m, k, n, *found in rows
+            [f"{m}×{k}×{n}", *(number(x, 3) for x in found)]
+            for m, k, n, *found in sizes
         ]
         print(measure.format_table(head, cells))
+    if rates:
+        print(measure.format_table(["rate", "of an H200", "measured"], rates))
 
 
 def main():
@@ -203,8 +238,9 @@ def main():
     if options.child is not None:
         measure.start_child()
         section, mode = options.child.split(":")
-        if section == "sizes":
-            return measure.end_child(run_sizes(options))
+        if mode == "all":
+            run = run_sizes if section == "sizes" else run_rates
+            return measure.end_child(run(options))
         case = build(section, mode, options.tiny)
         return measure.end_child(measure_step(*case, options))
     cases = [

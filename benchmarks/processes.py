@@ -1,4 +1,4 @@
-"""Trains in 2 and 4 processes with faults on one of them, and kills one.
+"""Trains in 2 and 4 processes with faults on one of them.
 
     python benchmarks/processes.py                 # 10,000 steps in all
     python benchmarks/processes.py --steps 600 --only f16
@@ -8,10 +8,6 @@ fault in the shard or the copy of one process, drawn as in faults.py. After each
 steps, which is one program, each process writes down what it saw: which steps were skipped,
 the loss scale after each step, and a hash of all bits of parameters, optimizer state and
 scaling, gathered from the others where they are sharded. The driver compares these records.
-
-Then a process of another job is killed with SIGKILL at a random moment, the others are ended
-as an engine does, and the job is started again. It resumes from its latest checkpoint, and
-its hash at the end must be that of the undisturbed run.
 """
 
 import hashlib
@@ -19,7 +15,6 @@ import json
 import multiprocessing
 import os
 import pathlib
-import random
 import socket
 import sys
 import tempfile
@@ -71,8 +66,6 @@ class Job:
         everywhere = NamedSharding(self._mesh, P())
         shapes = jax.eval_shape(self._init)
         self._where = jax.tree.map(self._place, shapes)
-        struct = lambda x, w: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=w)  # noqa: E731
-        self.template = jax.tree.map(struct, shapes, self._where)
         self.start = jax.jit(self._init, out_shardings=self._where)
         self._chunk = jax.jit(self._steps, out_shardings=(self._where, everywhere))
         self._whole = jax.jit(lambda x: x, out_shardings=everywhere)
@@ -141,30 +134,14 @@ def same_bits(a, b):
     return jnp.stack(jax.tree.leaves(jax.tree.map(same, a, b))).all()
 
 
-def work(folder, config, chunks, seed, checkpoints):
-    """Trains, from the latest checkpoint if there is one, and records every chunk."""
-    job, folder = Job(config, seed), pathlib.Path(folder)
-
-    def note(record):
-        with (folder / f"process-{jax.process_index()}.jsonl").open("a") as file:
+def work(folder, config, chunks, seed):
+    """Trains, and records every chunk."""
+    job = Job(config, seed)
+    training = job.start()
+    with pathlib.Path(folder, f"process-{jax.process_index()}.jsonl").open("w") as file:
+        for chunk in range(chunks):
+            training, record = job.run(training, chunk)
             file.write(json.dumps(record) + "\n")
-
-    keeper = (
-        mpx.checkpoint.Checkpointer(folder / "run", keep=2) if checkpoints else None
-    )
-    done = (keeper.latest() if keeper else None) or 0
-    if keeper and done:
-        training = keeper.restore(job.template)
-        note({"resumed": done})
-    else:
-        training = job.start()
-    for chunk in range(done, chunks):
-        training, record = job.run(training, chunk)
-        note(record)
-        if keeper:
-            keeper.save(chunk + 1, training)  # returns before it is written
-    if keeper:
-        keeper.close()
 
 
 def join(place, runs):
@@ -193,11 +170,10 @@ class Found(NamedTuple):
     wrong: int = 0
     hashes: int = 0  # compared between the processes
     different: int = 0
-    end: str = ""  # the last hash
 
 
-def launch(count, *runs):
-    """Starts the processes of a job, each with the arguments of `work` for each run."""
+def run_job(count, *runs):
+    """Runs the processes of a job, each with the arguments of `work` for each run."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
@@ -207,13 +183,8 @@ def launch(count, *runs):
     ]
     for worker in workers:
         worker.start()
-    return workers
-
-
-def finish(workers, until=lambda: False):
-    """Waits for a job, or until something has happened, and then ends it."""
     try:
-        while any(x.is_alive() for x in workers) and not until():
+        while any(x.is_alive() for x in workers):
             if any(x.exitcode for x in workers):
                 raise RuntimeError("A process failed.")
             time.sleep(0.02)
@@ -223,25 +194,17 @@ def finish(workers, until=lambda: False):
             worker.join()
 
 
-def records(folder, number):
-    path = folder / f"process-{number}.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:  # the process was killed, or is writing it
-            return
-
-
 def compare(folder, count):
     """Compares what the processes saw, chunk by chunk."""
-    runs = [[x for x in records(folder, i) if "hash" in x] for i in range(count)]
+    files = [(folder / f"process-{i}.jsonl").read_text() for i in range(count)]
+    runs = [[json.loads(line) for line in file.splitlines()] for file in files]
     found = Found()
     for rows in zip(*runs, strict=True):
         decisions = [list(zip(x["skipped"], x["scale"], strict=True)) for x in rows]
         kinds = ("skipped", "finite", "same")
         seen = [step for x in rows for step in zip(*(x[k] for k in kinds), strict=True)]
         hashes = [x["hash"] for x in rows]
-        new: tuple[int, ...] = (
+        new = (
             len(decisions[0]),
             rows[0]["faults"],
             sum(rows[0]["skipped"]),
@@ -250,42 +213,18 @@ def compare(folder, count):
             len(hashes),
             sum(x != hashes[0] for x in hashes),
         )
-        both = zip(found[:-1], new, strict=True)
-        found = Found(*map(sum, both), end=hashes[0])
+        found = Found(*map(sum, zip(found, new, strict=True)))
     return found
 
 
-def kill_one(count, folder, run, draw):
-    """Kills a process of a job, ends the others as an engine does, and starts it again.
-
-    Returns:
-        The chunk during which it was killed, and the chunk after which it resumed.
-    """
-    workers = launch(count, run)
-
-    def is_killed():
-        if len(list(records(folder, 0))) < 2:
-            return False
-        # There is a checkpoint, or it is being written.
-        time.sleep(draw.uniform(0, 0.5))
-        workers[draw.randrange(count)].kill()
-        return True
-
-    finish(workers, is_killed)
-    last = len(list(records(folder, 0))) + 1
-    finish(launch(count, run))
-    resumed = next((x["resumed"] for x in records(folder, 0) if "resumed" in x), None)
-    return last, resumed
-
-
 def check(count, configs, chunks, seed, folder):
-    """Runs all configurations undisturbed, and a part of one with a kill."""
+    """Runs all configurations; returns whether nothing is wrong, and the steps."""
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "cache")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    pairs, killed = [(folder / str(i), x) for i, x in enumerate(configs)], folder / "k"
-    for path in (*(path for path, _ in pairs), killed):
+    pairs = [(folder / str(i), x) for i, x in enumerate(configs)]
+    for path, _ in pairs:
         path.mkdir()
-    finish(launch(count, *((str(path), x, chunks, seed, False) for path, x in pairs)))
+    run_job(count, *((str(path), x, chunks, seed) for path, x in pairs))
     fine, steps = True, 0
     for path, config in pairs:
         found = compare(path, count)
@@ -296,17 +235,7 @@ def check(count, configs, chunks, seed, folder):
         fine &= not (found.wrong or found.divergent or found.different)
         fine &= found.steps == chunks * CHUNK and found.skipped > 0
         steps += found.steps
-    path, config = pairs[count // 2 % len(pairs)]  # another one for each count
-    length = min(chunks, 6)
-    run = (str(killed), config, length, seed, True)
-    last, resumed = kill_one(count, killed, run, random.Random(f"{seed} {count}"))
-    wanted = {x["chunk"]: x["hash"] for x in records(path, 0)}[length - 1]
-    ends = [[x for x in records(killed, i) if "hash" in x][-1] for i in range(count)]
-    same = resumed is not None and all(end["hash"] == wanted for end in ends)
-    told = f"in chunk {last} of {length}, resumed after {resumed}: "
-    told += "same end" if same else "ANOTHER END"
-    measure.print_row(f"{count}, one killed", config, told, *[""] * 5)
-    return fine and same, steps
+    return fine, steps
 
 
 def main():

@@ -22,10 +22,7 @@ from _models import make_task
 from mpx.inspect._counting import BINS
 
 stats = mpx.inspect.exponent_stats
-WAYS = {
-    "finite": mpx.all_finite,
-    "stats": lambda grads: stats(grads).counts,
-}
+WAYS = {"finite": mpx.all_finite, "stats": lambda grads: stats(grads).counts}
 
 
 @functools.cache  # drawing each leaf by itself compiles for longer than all else takes

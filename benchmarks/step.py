@@ -23,7 +23,7 @@ import optax
 import _measure as measure
 import mpx
 from _measure import giga, number, percent, ratio
-from _models import BATCH, SIZES, make_task
+from _models import BATCH, SIZES, cast, make_task
 
 HALF = {"bf16": "bfloat16", "f16": "float16"}
 EPS = {"bf16": 2.0**-7, "f16": 2.0**-10}
@@ -92,11 +92,6 @@ MODES |= {
 # --- the steps --------------------------------------------------------------------------
 # A builder returns the initial state and `step(state, batch) -> state, (loss, finite)`,
 # where the second may have more parts.
-
-
-def cast(tree, dtype):
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
 
 def build_by_hand(mode, task, optimizer):

@@ -25,15 +25,16 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import _h200 as h200
 import _measure as measure
 import mpx
 from _models import Decoder
 from mpx.inspect import collectives
+from mpx.inspect._compiled import compiler_options, described, target_devices
 
 # A length that is no width of a weight, nor a part of one, tells activations.
 LLAMA = Decoder(32, 4096, 11008, 32, 32, 32000, sequences=8, length=3072)
@@ -93,9 +94,15 @@ def cases():
 
 def compiled(case, sizes):
     """Returns the gradient step of a case, compiled for eight H200s."""
-    mesh = h200.mesh_of(*MESHES.get(case.layout, ((8,), "data")))
-    specs = functools.partial(spec_of, case.layout)
-    params = h200.sharded(sizes.shapes(), mesh, specs, jnp.float32)
+    shape, names = MESHES.get(case.layout, ((8,), "data"))
+    mesh = Mesh(np.array(target_devices("h200", 8)).reshape(shape), names)
+
+    def sharded(path, shape):
+        sharding = NamedSharding(mesh, spec_of(case.layout, path[-1].key))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    params = jax.tree_util.tree_map_with_path(sharded, sizes.shapes(), is_leaf=is_shape)
     parts = MICROBATCHES if case.window else 1
     rows = NamedSharding(mesh, P("data"))
     shape = (sizes.sequences * parts, sizes.length + 1)
@@ -104,14 +111,14 @@ def compiled(case, sizes):
     # The axis is then that of the shards.
     stream = NamedSharding(mesh, P()) if by_mpx else rows
 
-    def place(x, kind):
-        return lax.with_sharding_constraint(x, stream) if kind == "stream" else x
-
+    place = lambda x: lax.with_sharding_constraint(x, stream)  # noqa: E731
     func = step_of(case, functools.partial(sizes.loss, place=place), parts, by_mpx)
     shardings = jax.tree.map(lambda x: x.sharding, params)
-    with h200.on_mesh(mesh):
+    # Without timing, XLA finds no tiles for some odd shapes of Triton's matmuls.
+    options = compiler_options("h200") | {"xla_gpu_enable_triton_gemm": False}
+    with described("h200"), jax.set_mesh(mesh):
         lowered = jax.jit(func, out_shardings=shardings).lower(params, tokens)
-        return h200.compiled(lowered)
+        return lowered.compile(options)
 
 
 def step_of(case, loss, parts, by_mpx):

@@ -1,5 +1,6 @@
 """The example of a cluster job: processes find each other, die, resume, and agree."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -21,14 +22,61 @@ from mpx import check_processes
 
 FOLDER = pathlib.Path(__file__).parents[1] / "examples" / "cluster"
 STEPS, DIES_AT = 3, 2
+# Two processes are forked twice from one that has imported what they need. First the second
+# of them dies, and the first is killed, as every engine does with the others.
 # Gloo waits 30 s for a process that comes late to the first collective, and the cache serves
 # process 0 only: the processes connect before they compile.
-CONNECT = """
-import train
+LAUNCH = """
+import json, os, signal, sys
+import jax, mpx, train
+import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
-train.join(train.parse([]))
-multihost_utils.sync_global_devices("start")
+first, second, more, ports = json.loads(sys.argv[1])
+
+
+def init():
+    weights = {"embed": jnp.sin(jnp.arange(4096.0)).reshape(128, 32), "bias": jnp.ones(128)}
+    params, state = train.optimizer.init_from(weights)
+    return {"params": params, "optimizer": state, "skipped": jnp.int32(0)}
+
+
+def loss(params, tokens):
+    logits = params["embed"][tokens[:, :-1]] @ params["embed"].T + params["bias"]
+    chosen = jax.nn.one_hot(tokens[:, 1:], 128)
+    return -jnp.mean(jnp.sum(jax.nn.log_softmax(mpx.cast_to_float32(logits)) * chosen, -1))
+
+
+# A model that compiles quickly; that of the example runs below, in one process.
+train.init, train.loss_fn = init, loss
+
+
+def start(name, port, jobs, more, number):
+    if pid := os.fork():
+        return pid
+    file = os.open(f"{name}-{number}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(file, 1), os.dup2(file, 2)
+    os.environ |= {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_PROCESS_ID": str(number)
+    }
+    train.join(train.parse([]))
+    multihost_utils.sync_global_devices("start")
+    for options in jobs:
+        train.main(options)
+    exec(more, {"jax": jax})
+    sys.exit()
+
+
+def status(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+pair = [start("first", ports[0], first, "", number) for number in range(2)]
+assert status(pair[1]) == -signal.SIGKILL
+os.kill(pair[0], signal.SIGKILL)
+status(pair[0])
+pair = [start("second", ports[1], second, more, number) for number in range(2)]
+sys.exit(any([status(pid) for pid in pair]))
 """
 # What the processes run after their jobs: the doctor, and again with a process that differs.
 DOCTOR = """
@@ -86,59 +134,40 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def start(folder, *jobs, more=""):
-    """Starts two processes that run the jobs, each a list of options, and then more."""
-    flags = re.sub(r"(device_count)=\d+", r"\1=1", os.environ["XLA_FLAGS"])
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}  # for the second start
-    environment = (
-        cache
-        | os.environ
-        | {
-            "XLA_FLAGS": flags,
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path]),
-            "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
-            "JAX_NUM_PROCESSES": "2",
-        }
-    )
-    program = f"{CONNECT}\nfor options in {jobs!r}: train.main(options)\n{more}"
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env=environment | {"JAX_PROCESS_ID": str(number)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-        )
-        for number in range(2)
-    ]
-
-
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
     """What two processes print that first resume a killed run, and then run undisturbed."""
     folder = tmp_path_factory.mktemp("cluster")
     options = ["--steps", str(STEPS), "--every", "1", "--batch", "2"]
-    processes = []
+    first = [[*options, "--die-at", str(DIES_AT), "--out", "killed"]]
+    second = [[*options, "--out", x] for x in ("killed", "calm")]
+    flags = re.sub(r"(device_count)=\d+", r"\1=1", os.environ["XLA_FLAGS"])
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}  # for the second start
+    environment = {
+        "XLA_FLAGS": flags,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path]),
+        "JAX_NUM_PROCESSES": "2",
+    }
+    given = json.dumps([first, second, DOCTOR + INSPECT, [free_port(), free_port()]])
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, given],
+        env=cache | os.environ | environment,
+        cwd=folder,
+        start_new_session=True,
+    )
+    said = lambda name: (folder / name).read_text()  # noqa: E731
     try:
-        processes = start(folder, [*options, "--out", "a", "--die-at", str(DIES_AT)])
-        killed = processes[1].communicate(timeout=150)[0]
-        assert processes[1].returncode == -signal.SIGKILL, killed
-        processes[0].kill()  # as every engine does with the others
-        first = processes[0].communicate(timeout=20)[0]
-        assert f"step {DIES_AT}/{STEPS}" in first
-        assert "process 0: state" not in first
-        jobs = [*options, "--out", "a"], [*options, "--out", "b"]
-        processes += start(folder, *jobs, more=DOCTOR + INSPECT)
-        found = [process.communicate(timeout=150)[0] for process in processes[2:]]
-        assert [process.returncode for process in processes[2:]] == [0, 0], found
-        return found
+        assert launcher.wait(timeout=300) == 0, [
+            x.read_text() for x in folder.glob("*-?")
+        ]
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+    assert f"step {DIES_AT}/{STEPS}" in said("first-0")
+    assert "process 0: state" not in said("first-0")
+    return [said(f"second-{number}") for number in range(2)]
 
 
 @pytest.mark.long

@@ -245,7 +245,7 @@ def test_records_of_processes_are_compared_step_by_step(tmp_path, monkeypatch):
     calm, other = tmp_path / "calm", tmp_path / "other"
     config = benchmark.CONFIGS[0]
     calm.mkdir()
-    benchmark.work(calm, config, 2, seed=1, checkpoints=False)
+    benchmark.work(calm, config, 2, seed=1)
     found = benchmark.compare(calm, 1)
     assert (found.steps, found.hashes) == (40, 2)
     assert 3 <= found.skipped <= found.faults

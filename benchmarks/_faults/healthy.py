@@ -12,7 +12,6 @@ from _faults.table import (
     F16,
     HEALTHY,
     Case,
-    cast,
     cross_entropy,
     healthy,
     linear,
@@ -20,7 +19,7 @@ from _faults.table import (
     normal,
     weight,
 )
-from _models import make_task
+from _models import cast, make_task
 
 AMP16 = mpx.amp(dtype="f16")
 
@@ -41,20 +40,24 @@ ROUTES = {
 }
 
 
-def routes(make):
-    """Adds a model under amp in bf16 and f16, fp8 and a policy."""
-    for route, (wrap, scale) in ROUTES.items():
+def routes(*names):
+    """Adds a model on some routes, or on all of them."""
 
-        def case(wrap=wrap, scale=scale):
-            loss, args = make()
-            scaling = None if scale is None else mpx.DynamicLossScaling.pow2(scale)
-            return Case(wrap(loss), args, scaling)
+    def add(make):
+        for name in names or ROUTES:
 
-        HEALTHY[f"{make.__name__.removeprefix('plain_')}_{route}"] = case
-    return make
+            def case(wrap=ROUTES[name][0], scale=ROUTES[name][1]):
+                loss, args = make()
+                scaling = None if scale is None else mpx.DynamicLossScaling.pow2(scale)
+                return Case(wrap(loss), args, scaling)
+
+            HEALTHY[f"{make.__name__.removeprefix('plain_')}_{name}"] = case
+        return make
+
+    return add
 
 
-@routes
+@routes()
 def plain_mlp():
     def loss(params, x, y):
         *layers, head = (params[name] for name in sorted(params))
@@ -65,7 +68,7 @@ def plain_mlp():
     return loss, (mlp(0, 16, 64, 64, 16), normal(1, 32, 16), jnp.arange(32) % 10)
 
 
-@routes
+@routes()
 def deep_relu():
     def loss(params, x, y):
         h, _ = jax.lax.scan(lambda h, p: (h + jax.nn.relu(h @ p), None), x, params["w"])
@@ -75,7 +78,7 @@ def deep_relu():
     return loss, (params, normal(1, 16, 24), normal(2, 16))
 
 
-@routes
+@routes()
 def transformer():
     task = make_task("tiny-gpt", 4, batches=1)
     return task.loss, (task.params, task.batches[0])
@@ -92,7 +95,7 @@ def of_linen(model, x, classes):
     return loss, (params, x, jnp.arange(len(x)) % classes)
 
 
-@routes
+@routes()
 def lstm():
     layers = [nn.RNN(nn.OptimizedLSTMCell(16)), lambda h: h[:, -1], nn.Dense(5)]
     return of_linen(nn.Sequential(layers), normal(3, 8, 24, 8), 5)
@@ -109,7 +112,7 @@ class Convolutions(nn.Module):
         return nn.Dense(4, use_bias=False)(x.mean((1, 2)))
 
 
-@routes
+@routes()
 def cnn():
     return of_linen(Convolutions(), normal(6, 8, 8, 8, 3), 4)
 
@@ -181,11 +184,11 @@ def straight_through_estimator_bf16(params, x):
     return jnp.mean(jnp.square(jnp.tanh(x @ w)))
 
 
-@healthy()
-def equinox_mlp_amp_bf16():
+@routes("amp_bf16")
+def equinox_mlp():
     net = eqx.nn.MLP(12, 4, 32, 3, key=jax.random.key(0))
     loss = lambda m, x, y: cross_entropy(jax.vmap(m)(x), y)  # noqa: E731
-    return Case(mpx.amp(loss), (net, normal(1, 16, 12), jnp.arange(16) % 4))
+    return loss, (net, normal(1, 16, 12), jnp.arange(16) % 4)
 
 
 @healthy()
@@ -224,6 +227,12 @@ class Net(nnx.Module):
         return self.head(x.mean((1, 2)))
 
 
+@routes("amp_bf16", "amp_f16")
+def nnx_cnn():
+    loss = lambda model, x, y: cross_entropy(model(x), y)  # noqa: E731
+    return loss, (Net(nnx.Rngs(0)), normal(1, 8, 8, 8, 3), jnp.arange(8) % 5)
+
+
 class Encoder(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -235,35 +244,6 @@ class Encoder(nn.Module):
         return nn.Dense(5)(nn.LayerNorm()(x).mean(1))
 
 
-def flax_case(library, wrap, scaling=None):
-    if library == "nnx":
-        loss = lambda model, x, y: cross_entropy(model(x), y)  # noqa: E731
-        args = (Net(nnx.Rngs(0)), normal(1, 8, 8, 8, 3), jnp.arange(8) % 5)
-    else:
-        loss, args = of_linen(Encoder(), normal(1, 4, 9, 32), 5)
-    return Case(wrap(loss), args, scaling)
-
-
-@healthy()
-def nnx_cnn_amp_bf16():
-    return flax_case("nnx", mpx.amp)
-
-
-@healthy()
-def nnx_cnn_amp_f16():
-    return flax_case("nnx", AMP16, mpx.DynamicLossScaling.pow2())
-
-
-@healthy()
-def linen_vit_amp_bf16():
-    return flax_case("linen", mpx.amp)
-
-
-@healthy()
-def linen_vit_amp_f16():
-    return flax_case("linen", AMP16, mpx.DynamicLossScaling.pow2())
-
-
-@healthy()
-def linen_vit_fp8():
-    return flax_case("linen", fp8)
+@routes("amp_bf16", "amp_f16", "fp8")
+def linen_vit():
+    return of_linen(Encoder(), normal(1, 4, 9, 32), 5)

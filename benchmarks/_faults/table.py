@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from _models import cast
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -87,12 +89,6 @@ def healthy(*args, how=None, scaling=None):
         return func
 
     return add
-
-
-def cast(tree, dtype):
-    """Casts the floating arrays of a tree."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
 
 def in_low(loss, dtype):

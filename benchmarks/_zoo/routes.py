@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 import mpx
+from _models import cast
 
 STEPS = 20
 MOST_SKIPPED = 30  # a scale that starts at 2¹⁵ has reached zero by then
@@ -38,12 +39,6 @@ class Trained(NamedTuple):
     losses: list[float]
     grads: Any
     skipped: int
-
-
-def cast(tree, dtype):
-    """Casts the floating leaves as one does by hand."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
 
 def amp(case, dtype):

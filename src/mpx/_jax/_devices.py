@@ -9,8 +9,8 @@ from mpx._jax._compat import make_jit_context
 H200 = {"f32": 337e12, "bf16": 667e12, "f16": 667e12, "fp8": 1220e12, "memory": 4.02e12}
 """Operations per second of large matmuls and bytes per second of large element-wise kernels.
 
-Measured on an H200 by `benchmarks/scale.py --check`; f32 is TF32. Decisions depend on their
-ratios, which are similar on all GPUs that have the units.
+Measured on an H200 by `benchmarks/fp8.py --sections rates`; f32 is TF32. Decisions depend on
+their ratios, which are similar on all GPUs that have the units.
 """
 
 _CAPABILITIES = {
