@@ -6,12 +6,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from mpx.inspect._compiled import compiler_options, described, target_devices
+from mpx.inspect._compiled import compiler_options, described, h200_devices
 
 
 def mesh_of(sizes, names):
     """Returns a mesh of H200s."""
-    devices = target_devices("h200", int(np.prod(sizes)))
+    devices = h200_devices(int(np.prod(sizes)))
     return Mesh(np.array(devices).reshape(sizes), names)
 
 

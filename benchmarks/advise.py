@@ -8,7 +8,7 @@
 
 emulate: the real over the emulated error of amp's default and of policies that keep one group,
 and the time to judge all groups.
-search: the keep-lists against all policies of a small model, at equal cost.
+search: the keep-lists against all policies of a small model, at equal length.
 measure: the policy that `measure=True` returns, against the default of `amp`.
 """
 
@@ -27,7 +27,7 @@ from _measure import format_table, number, read_options
 from _models import make_task
 from mpx.inspect._advice import Bench
 from mpx.inspect._emulation import Rounded
-from mpx.inspect._policies import Option, Study, options
+from mpx.inspect._policies import PrecisionPolicy, Study, policies
 
 
 class Case(NamedTuple):
@@ -196,15 +196,13 @@ def emulate_part(names, half):
             known.alone(half, label)
         seconds = time.perf_counter() - start
         bench = Bench(case.loss, args, {}, known.scale)
-        chosen = [Option(half)]
-        chosen += [Option(half, (known.selector(label),)) for label in known.labels]
+        chosen = [PrecisionPolicy(half)]
+        for kind, pattern in map(known.selector, known.labels):
+            chosen.append(PrecisionPolicy(half, **{kind: (pattern,)}))
         ratios = []
-        for option in chosen[:8]:
-            real, emulated = bench.error(known.policy(option)), known.error(option)
-            print(
-                f"  {name} {known.policy(option)}: {emulated:.2e} {real:.2e}",
-                flush=True,
-            )
+        for policy in chosen[:8]:
+            real, emulated = bench.error(policy), known.error(policy)
+            print(f"  {name} {policy}: {emulated:.2e} {real:.2e}", flush=True)
             if emulated > 0:
                 ratios.append(real / emulated)
         rows.append(
@@ -226,21 +224,17 @@ def search_part(half):
     known = Study(case.loss, args, {}, formats=[half])
     groups = [i for i in sorted(known.active) if known.groups[i].param]
     others = known.active - set(groups)
-    table = []
-    for count in range(len(groups) + 1):
-        for chosen in itertools.combinations(groups, count):
-            low = others.union(chosen)
-            error = known.change(Rounded(half, low, scale=known.scale)).error
-            table.append((known.seconds(half, low), error))
     gaps = []
-    for option in options(known, half):
-        low, _ = known.parts(option)
-        best = min(e for c, e in table if c <= known.seconds(half, low) * 1.000001)
+    for policy in policies(known, half):
+        low, _ = known.parts(policy)
+        sets = itertools.combinations(groups, max(len(low) - len(others), 0))
+        rounds = (Rounded(half, others.union(x), scale=known.scale) for x in sets)
+        best = min(known.change(x).error for x in rounds)
         if others <= low and best > 0:
-            gaps.append(known.error(option) / best - 1)
+            gaps.append(known.error(policy) / best - 1)
     return [
         [
-            str(len(table)),
+            str(2 ** len(groups)),
             str(len(gaps)),
             f"{100 * np.median(gaps):.0f} %",
             f"{100 * max(gaps):.0f} %",

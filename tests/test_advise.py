@@ -14,9 +14,8 @@ import mpx
 import mpx.inspect
 from models import normal
 from mpx._casting._half import gradient_function
-from mpx._jax._progress import progress
 from mpx.inspect._emulation import Rounded, _format, change, rounded
-from mpx.inspect._policies import Option, Study, propose
+from mpx.inspect._policies import Study, propose
 
 
 def draw(seed, *shape, scale=1.0):
@@ -136,11 +135,12 @@ def test_emulated_keep_list_is_the_real_one(name):
     known = Study(loss, (params, X, Y), {}, formats=["bf16"])
     exact = jax.grad(loss)(params, X, Y)
     for label in known.labels:
-        option = Option("bf16", (known.selector(label),))
-        grads = jax.grad(known.policy(option).apply(loss))(params, X, Y)
+        kind, pattern = known.selector(label)
+        policy = mpx.inspect.PrecisionPolicy("bf16", **{kind: (pattern,)})
+        grads = jax.grad(policy.apply(loss))(params, X, Y)
         # What follows a matmul in f32 runs in f32, too. The guide promises 0.82 to 1.16;
         # found are 1.00 on JAX 0.10 and 1.13 on JAX 0.12.
-        assert known.error(option) == pytest.approx(relative(grads, exact), rel=0.18)
+        assert known.error(policy) == pytest.approx(relative(grads, exact), rel=0.18)
 
 
 def test_emulation_without_rounding_is_the_gradient():
@@ -285,7 +285,7 @@ def test_printed_policy_runs_and_reduces_the_error(format):
         sensitive, PARAMS, X, Y, formats=[format], max_grad_error=0.01
     )
     proposal = found.proposal(format)
-    assert proposal.kept
+    assert proposal.policy.keep
     assert str(proposal.policy) in str(found)
     pasted = eval(str(proposal.policy), {"mpx": mpx, "loss": sensitive})
     exact = jax.grad(sensitive)(PARAMS, X, Y)
@@ -506,16 +506,3 @@ def test_advice_exports_to_json_and_averages_batches():
 def test_wrong_arguments_are_refused(call, error, text):
     with pytest.raises(error, match=text):
         call()
-
-
-def test_progress_is_shown_on_terminals_only(capsys, monkeypatch):
-    with progress("work") as tell:
-        tell("step")
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with progress("work") as tell:
-        tell("first")
-    found = capsys.readouterr()
-    assert found.out == ""
-    assert "work: first" in found.err
-    assert found.err.endswith("\r\x1b[K")

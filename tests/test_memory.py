@@ -301,16 +301,11 @@ def test_prediction_agrees_with_the_compiler(name, option):
 
 
 @pytest.mark.gpu_compile
-def test_program_for_eight_gpus_tells_its_collectives():
+def test_kernels_and_matmuls_of_the_compiled_program_are_counted():
     func, params, x = COMPILED["relu"]
-    found = mpx.inspect.report(mpx.amp(func), params, x, target="h200", devices=8)
-    # Gradients are summed in f32 around a ring of eight.
-    sent = sum(row.bytes for row in found.compiled.collectives)
-    assert {row.dtype for row in found.compiled.collectives} == {"f32"}
-    grads = 6 * 1024 * 1024 * 4 * 2 * 7 // 8
-    assert grads <= sent <= grads + 64
-    assert found.compiled.kernels > 10
-    assert sum(found.compiled.matmuls.other.values()) == 17
+    found = mpx.inspect.report(mpx.amp(func), params, x, target="h200").compiled
+    assert found.kernels > 10
+    assert sum(found.matmuls.other.values()) == 17
 
 
 @pytest.mark.gpu_compile
@@ -371,7 +366,7 @@ def test_plugin_that_jax_left_out_is_registered(monkeypatch):
     names = types.SimpleNamespace(get_topology_desc=describe)
     monkeypatch.setattr(_compiled, "private", lambda _: names)
     monkeypatch.setattr(_compiled, "_initialize_plugin", lambda: done.append(True))
-    assert _compiled.target_devices("h200", 1) == ["gpu"]
+    assert _compiled.h200_devices(1) == ["gpu"]
 
 
 def test_refusal_of_the_plugin_is_explained(monkeypatch):
@@ -384,8 +379,9 @@ def test_refusal_of_the_plugin_is_explained(monkeypatch):
     monkeypatch.setattr(_compiled.jax, "jit", lambda _: stages)
     full = program(loss, (PARAMS, shape(B, D)), {})
     mesh = jax.make_mesh((1,), ("devices",), devices=jax.devices()[:1])
-    with pytest.raises(NotImplementedError, match="matmuls in fp8 are known to be one"):
-        _compiled.compile_for(full, "h200", mesh)
+    message = "matmuls in fp8 are known to be one"
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=message):
+        _compiled.compile_for(full, "h200")
 
 
 def test_description_of_the_target_is_shipped():

@@ -10,12 +10,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from mpx._jax._compat import (
     Literal,
@@ -125,56 +126,36 @@ _EXACT = MOVES.union(
 
 
 class Fact(NamedTuple):
-    """What is known of a value.
+    """What is known of a value."""
 
-    Attributes:
-        sources: The groups of the matmuls whose results it is computed from: if one of
-            them runs in f32, so does what follows up to the next matmul.
-        is_pending: Whether it has been cast to 16 bits for whoever reads it.
-        is_cotangent: Whether it belongs to the backward pass.
-    """
-
+    # The groups of the matmuls whose results it is computed from: if one of them runs in
+    # f32, so does what follows up to the next matmul
     sources: tuple[int, ...] = ()
-    is_pending: bool = False
-    is_cotangent: bool = False
+    is_pending: bool = False  # cast to 16 bits for whoever reads it
+    is_cotangent: bool = False  # part of the backward pass
 
 
 class Key(NamedTuple):
-    """What decides to which format a value is rounded.
+    """What decides to which format a value is rounded; see `Fact`."""
 
-    Attributes:
-        group: The group that rounds.
-        sources: See `Fact`.
-        is_cotangent: Whether the value belongs to the backward pass.
-        is_eight: Whether it is an operand that fp8 may quantise.
-    """
-
-    group: int
+    group: int  # that rounds
     sources: tuple[int, ...]
     is_cotangent: bool
-    is_eight: bool = False
+    is_eight: bool = False  # an operand that fp8 may quantise
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Rounding(Visitor):
-    """Runs a gradient program in f32 and rounds by a table of formats.
-
-    Attributes:
-        groups: The groups; a label of an equation is a position among them.
-        table: The formats, one row for each key.
-        rows: The row of each key.
-        opaque: The names of operations that were run as they are written.
-        with_fp8: Whether operands of matmuls with a parameter may be quantised.
-    """
+    """Runs a gradient program in f32 and rounds by a table of formats."""
 
     unknown: ClassVar[Fact] = Fact()
     narrow_carry: bool = True  # held in f32, whatever it was
 
-    groups: Sequence[Group]
-    table: Array
+    groups: Sequence[Group]  # a label of an equation is a position among them
+    table: Array  # the formats, one row for each key
     rows: dict[Key, int]
-    opaque: set[str]
-    with_fp8: bool
+    opaque: set[str]  # operations that were run as they are written
+    with_fp8: bool  # whether operands of matmuls with a parameter may be quantised
 
     def equation(self, op: Op) -> Outcome:
         eqn, name = op.eqn, primitive_name(op.eqn)
@@ -328,23 +309,17 @@ def _sources(op: Op) -> tuple[int, ...]:
 
 
 class Rounded(NamedTuple):
-    """What is rounded, and to which formats.
-
-    Attributes:
-        half: The 16-bit format.
-        low: The groups that run in it.
-        eight: The groups whose matmuls run in 8 bits.
-        eights: The 8-bit formats of values and of gradients.
-        scale: The loss scale for f16; `None` for one that always fits.
-        is_alone: Whether the operations of `low` round even where `amp` would hold their
-            operands in f32, because the matmul before them is in f32.
-    """
+    """What is rounded, and to which formats."""
 
     half: str = "bf16"
-    low: frozenset[int] = frozenset()
-    eight: frozenset[int] = frozenset()
-    eights: tuple[str, str] = ("e4m3", "e5m2")
-    scale: float | None = None
+    low: frozenset[int] = frozenset()  # the groups that run in it
+    eight: frozenset[int] = frozenset()  # the groups whose matmuls run in 8 bits
+    eights: tuple[str, str] = ("e4m3", "e5m2")  # of values and of gradients
+    scale: float | None = (
+        None  # the loss scale for f16; `None` for one that always fits
+    )
+    # Whether `low` rounds even where `amp` would hold operands in f32, because the matmul
+    # before them is in f32
     is_alone: bool = False
 
     def row(self, key: Key) -> tuple[float, float, float]:
@@ -358,16 +333,11 @@ class Rounded(NamedTuple):
 
 
 class Change(NamedTuple):
-    """How far gradients are from those in f32.
+    """How far gradients are from those in f32."""
 
-    Attributes:
-        error: The norm of the change over the norm of the gradient; infinite if the
-            gradient is not finite.
-        lost: The largest share that one parameter's gradient lost of its norm.
-    """
-
+    # The norm of the change over that of the gradient; infinite if that is not finite
     error: float
-    lost: float
+    lost: float  # the largest share that one parameter's gradient lost of its norm
 
     @property
     def is_finite(self) -> bool:
@@ -376,24 +346,19 @@ class Change(NamedTuple):
 
 
 class Emulation:
-    """The gradient of a function for some batches, with any groups rounded.
-
-    Attributes:
-        groups: The groups of operations.
-        program: The gradient of the function under `amp`, with labels.
-        opaque: Operations that are run as they are written.
-    """
+    """The gradient of a function for some batches, with any groups rounded."""
 
     def __init__(
         self,
-        func: Callable[..., object],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        func: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
         *,
         with_fp8: bool = True,
     ) -> None:
         self._with_fp8 = with_fp8
         forward, self.groups = labelled(func, args, kwargs)
+        # Under `amp`, with labels; and what is run as it is written.
         self.program, self.opaque = gradient(forward), set[str]()
         self._rows: dict[Key, int] = {}
         self._run = jax.jit(self._gradient)

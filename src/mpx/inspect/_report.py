@@ -13,7 +13,7 @@ from mpx._amp._rules import REASONS, UNKNOWN, Rule
 from mpx._fp8._decide import Matmul as Fp8Matmul
 from mpx._jax._formats import short_name
 from mpx._program._queries import ATTENTION, CROSS_ENTROPY, MATMULS, walk
-from mpx.inspect._compiled import Compiled, as_target, compile_for, on_target, placed
+from mpx.inspect._compiled import Compiled, as_target, compile_for, on_target
 from mpx.inspect._dtypes import short_dtypes
 from mpx.inspect._precision import Kept, Matmul, Residual, operations, residuals
 from mpx.inspect._program import Program, gradient, program
@@ -21,9 +21,27 @@ from mpx.inspect._result import Result, Table, amount, percent, short_source, to
 
 # --- What amp and fp8 decided ---------------------------------------------------------
 
+_BY_USER = ("policy ", "scope ", "function ", "parameter ")
+
+
+class Recognised(NamedTuple):
+    """Attention or experts in a program.
+
+    Attributes:
+        what: `attention` or `experts`.
+        found: Whether it runs in its kernel.
+        reason: How it runs, or why not so.
+        source: File and line.
+    """
+
+    what: str
+    found: bool
+    reason: str
+    source: str
+
 
 @dataclasses.dataclass(frozen=True)
-class AmpView(Result):
+class AmpView:
     """What `amp` decided about the operations of a function.
 
     A decision stands for one operation and has the fields `primitive`, `rule`, `reason`,
@@ -75,71 +93,24 @@ class AmpView(Result):
         return self._chosen(_is_opaque)
 
     @property
-    def ragged(self) -> tuple[Decision, ...]:
-        """The ragged matmuls in 16 bits; `reason` says whether in a grouped kernel."""
-        return self._chosen(lambda x: x.primitive in RAGGED and x.rule == Rule.LOW)
-
-    @property
-    def recognised(self) -> tuple["Recognised", ...]:
+    def recognised(self) -> tuple[Recognised, ...]:
         """Attention and experts that were found, in a kernel or not."""
-        rows = [
-            Recognised("experts", x.reason == IN_KERNEL, x.reason, x.source)
-            for x in self.ragged
-        ]
-        for x in self._chosen(lambda x: x.primitive in ("attention", *ATTENTION)):
-            found = x.primitive in ATTENTION and x.rule == Rule.LOW
-            how = "cuDNN's kernel" if found else x.reason
-            rows.append(Recognised("attention", found, how, x.source))
-        short = (x._replace(source=short_source(x.source)) for x in rows)
-        return tuple(dict.fromkeys(short))
-
-    def tables(self) -> Sequence[Table]:
-        """Returns what was recognised, what stays in f32 and what is unknown."""
-        words = {True: "found", False: "missed"}
-        found = [(x.what, words[x.found], x.reason, x.source) for x in self.recognised]
-        head = ("recognised", "", "how, or why not", "source")
-        return [
-            *([Table(head, found)] if found else []),
-            _grouped("in f32 or as written", self.kept, "Nothing is kept in f32."),
-            _grouped("unknown, as written", self.opaque, "Nothing is unknown."),
-        ]
-
-
-_BY_USER = ("policy ", "scope ", "function ", "parameter ")
-
-
-class Recognised(NamedTuple):
-    """Attention or experts in a program.
-
-    Attributes:
-        what: `attention` or `experts`.
-        found: Whether it runs in its kernel.
-        reason: How it runs, or why not so.
-        source: File and line.
-    """
-
-    what: str
-    found: bool
-    reason: str
-    source: str
+        rows = dict[Recognised, None]()
+        for x in self.decisions:
+            is_low, source = x.rule == Rule.LOW, short_source(x.source)
+            if x.primitive in RAGGED and is_low:
+                is_found = x.reason == IN_KERNEL
+                rows[Recognised("experts", is_found, x.reason, source)] = None
+            if x.primitive in ("attention", *ATTENTION):
+                is_found = x.primitive in ATTENTION and is_low
+                how = "cuDNN's kernel" if is_found else x.reason
+                rows[Recognised("attention", is_found, how, source)] = None
+        return tuple(rows)
 
 
 def _is_opaque(decision: Decision) -> bool:
     reasons = (UNKNOWN, REASONS["pallas_call"])
     return decision.rule == Rule.ORIGINAL and decision.reason in reasons
-
-
-def _grouped(what: str, kept: Iterable[Decision | Kept], empty: str) -> Table:
-    """Returns one row for each primitive and reason, with the first of its sources."""
-    groups: dict[tuple[str, str], dict[str, None]] = {}
-    for x in kept:
-        key = x.primitive, _starred(x.reason)
-        groups.setdefault(key, {})[short_source(x.source)] = None
-    rows = [
-        (*key, f"{first} and {len(more)} more" if more else first)
-        for key, (first, *more) in groups.items()
-    ]
-    return Table((what, "why", "source"), rows) if rows else Table.text(empty)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,11 +210,6 @@ class Report(Result):
         return total((x.dtype, x.flops) for x in self.matmuls)
 
     @property
-    def bytes(self) -> dict[str, int]:
-        """The bytes that all matmuls read and write, by dtype."""
-        return total((x.dtype, x.bytes) for x in self.matmuls)
-
-    @property
     def shares(self) -> dict[str, float]:
         """The share of the matmuls' operations by dtype, the largest first."""
         flops = self.flops
@@ -276,17 +242,24 @@ class Report(Result):
         found = [Table.text(self._summary()), self._matmul_table()]
         if self.fp8 is not None:
             found += self.fp8.tables()
-        if self.amp is not None:
-            found += self.amp.tables()
-        else:
+        rows = [
+            (x.what, "found" if x.found else "missed", x.reason, x.source)
+            for x in self.recognised
+        ]
+        if rows:
+            found.append(Table(("recognised", "", "how, or why not", "source"), rows))
+        if self.amp is None:
             found.append(_grouped("in f32", self.kept, "Nothing is promoted to f32."))
             if self.opaque:
                 found.append(_grouped("unknown", self.opaque, ""))
+        else:
+            what, empty = "in f32 or as written", "Nothing is kept in f32."
+            found.append(_grouped(what, self.kept, empty))
+            what, empty = "unknown, as written", "Nothing is unknown."
+            found.append(_grouped(what, self.opaque, empty))
         if self.residuals:
             found.append(self._residual_table())
-        if self.compiled is not None:
-            found += self.compiled.tables()
-        return found
+        return found + ([] if self.compiled is None else self.compiled.tables())
 
     def _summary(self) -> str:
         under = []
@@ -347,13 +320,24 @@ def _starred(path: str) -> str:
     return re.sub(r"(?<![^/_])\d+(?![^/])", "*", path)
 
 
+def _grouped(what: str, kept: Iterable[Kept], empty: str) -> Table:
+    """Returns one row for each primitive and reason, with the first of its sources."""
+    groups: dict[tuple[str, str], dict[str, None]] = {}
+    for x in kept:
+        groups.setdefault((x.primitive, _starred(x.reason)), {})[x.source] = None
+    rows = [
+        (*key, f"{first} and {len(more)} more" if more else first)
+        for key, (first, *more) in groups.items()
+    ]
+    return Table((what, "why", "source"), rows) if rows else Table.text(empty)
+
+
 def report(
     func: Callable[..., PyTree],
     /,
     *args: PyTree,
     backward: bool | None = None,
     target: str | None = None,
-    devices: int = 1,
     **kwargs: PyTree,
 ) -> Report:
     """Returns which operations of a call run in which precision, and why.
@@ -371,8 +355,6 @@ def report(
             that is possible and the function computes no gradient itself.
         target: A GPU for which the program is compiled, `"h200"`, or `"here"` for the
             default device. The GPU need not be there, but JAX's CUDA plugin must be.
-        devices: How many of these. Arguments that are sharded over as many devices keep
-            their specs; the first axes of others that are no parameters are split.
         **kwargs: The keyword arguments of the function.
 
     Raises:
@@ -394,16 +376,30 @@ def report(
         ['exp']
     """
     target = as_target(target)
-    with on_target(target, devices, (args, kwargs)) as mesh:
-        found = program(func, args, kwargs)
-        if mesh is not None and mesh.size > 1:
-            # On several devices gradients may leave their matmuls in another dtype.
-            found = program(func, args, kwargs, placed(found, mesh))
-        full, passes = _with_backward(found, backward)
-        compiled = None
-        if target is not None and mesh is not None:
-            compiled = compile_for(full, target, mesh)
-    return _of_program(full, passes, compiled)
+    with on_target(target):
+        full, passes = _with_backward(program(func, args, kwargs), backward)
+        compiled = None if target is None else compile_for(full, target)
+    recording, (matmuls, kept, opaque) = full.recording, operations(full)
+    amp = fp8 = None
+    if recording.casts:
+        amp = AmpView(
+            dtype="×".join(dict.fromkeys(short_name(x) for x, _ in recording.casts)),
+            rules=", ".join(dict.fromkeys(str(x.base) for _, x in recording.casts)),
+            decisions=tuple(dict.fromkeys(recording.decisions)),
+        )
+        kept, opaque = map(_as_kept, (amp.kept, amp.opaque))
+    if recording.recipes:
+        names = dict.fromkeys(type(recipe).__name__ for recipe in recording.recipes)
+        fp8 = Fp8View(", ".join(names), tuple(recording.matmuls))
+    left = residuals(full)
+    return Report(matmuls, kept, left, opaque, passes, amp, fp8, compiled)
+
+
+def _as_kept(decisions: Iterable[Decision]) -> tuple[Kept, ...]:
+    return tuple(
+        Kept(x.primitive, x.reason, " ".join(x.params), x.scope, short_source(x.source))
+        for x in decisions
+    )
 
 
 def _with_backward(forward: Program, backward: bool | None) -> tuple[Program, str]:
@@ -419,26 +415,3 @@ def _with_backward(forward: Program, backward: bool | None) -> tuple[Program, st
     except (TypeError, ValueError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
         return forward, f"forward only, since it has no gradient: {reason}"
-
-
-def _of_program(full: Program, passes: str, compiled: Compiled | None) -> Report:
-    recording, (matmuls, kept, opaque) = full.recording, operations(full)
-    amp = fp8 = None
-    if recording.casts:
-        amp = AmpView(
-            dtype="×".join(dict.fromkeys(short_name(x) for x, _ in recording.casts)),
-            rules=", ".join(dict.fromkeys(str(x.base) for _, x in recording.casts)),
-            decisions=tuple(dict.fromkeys(recording.decisions)),
-        )
-        kept, opaque = (
-            tuple(
-                Kept(x.primitive, x.reason, " ".join(x.params), x.scope, x.source)
-                for x in decisions
-            )
-            for decisions in (amp.kept, amp.opaque)
-        )
-    if recording.recipes:
-        names = dict.fromkeys(type(recipe).__name__ for recipe in recording.recipes)
-        fp8 = Fp8View(", ".join(names), tuple(recording.matmuls))
-    left = residuals(full)
-    return Report(matmuls, kept, left, opaque, passes, amp, fp8, compiled)

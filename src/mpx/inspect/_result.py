@@ -6,10 +6,12 @@ import json
 import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import PyTree
+
+K = TypeVar("K")
 
 
 class Table(NamedTuple):
@@ -120,9 +122,9 @@ def _finite(value: PyTree) -> PyTree:
     return str(value) if is_special else value
 
 
-def total(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Returns the sum of the numbers of each name."""
-    found: dict[str, int] = {}
+def total(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
+    """Returns the sum of the numbers of each key."""
+    found: dict[K, int] = {}
     for name, number in pairs:
         found[name] = found.get(name, 0) + number
     return found
