@@ -302,7 +302,6 @@ def advise(
     /,
     *args: PyTree,
     formats: Sequence[str] = ("bf16", "f16", "e4m3", "e5m2"),
-    batches: Sequence[PyTree] = (),
     max_grad_error: float | None = None,
     measure: bool = False,
     **kwargs: PyTree,
@@ -330,11 +329,8 @@ def advise(
     Args:
         func: The loss function in f32, without `amp` or `fp8`. Its first result is the
             loss, and its first argument, or the function itself, holds the parameters.
-        *args: Its arguments, with real numbers: those of one batch.
+        *args: Its arguments, with real numbers: those of a batch.
         formats: The formats to judge: of bf16, f16, e4m3 and e5m2.
-        batches: Further batches to average over: for each, the arguments after the first, as
-            a tuple, or the argument itself if there is one. If the function itself holds the
-            parameters, as a module does, a batch has all arguments.
         max_grad_error: The largest gradient error of the proposed policies, relative to the
             gradient. By default 0.05 for 16 bits and 0.25 for fp8, and 0.02 if measured.
         measure: Whether to measure policies and to choose the fastest.
@@ -375,7 +371,7 @@ def advise(
         )
     wanted = [x for x in HALVES if x in formats]
     wanted += ["fp8"] if {*formats} & {*EIGHTS} else []
-    study = Study(func, args, kwargs, batches, formats)
+    study = Study(func, args, kwargs, formats)
     proposals = {
         name: propose(study, name, max_grad_error or LIMITS[name]) for name in wanted
     }

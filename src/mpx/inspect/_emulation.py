@@ -346,7 +346,7 @@ class Change(NamedTuple):
 
 
 class Emulation:
-    """The gradient of a function for some batches, with any groups rounded."""
+    """The gradient of a function, with any groups rounded."""
 
     def __init__(
         self,
@@ -362,7 +362,6 @@ class Emulation:
         self.program, self.opaque = gradient(forward), set[str]()
         self._rows: dict[Key, int] = {}
         self._run = jax.jit(self._gradient)
-        self._exact: list[tuple[list[Array], list[Array]]] = []
         most = 4 * sum(1 for _ in equations(self.program.jaxpr))
         shape = jax.ShapeDtypeStruct((most, 3), np.float32)
         jax.eval_shape(self._gradient, self.program.arrays, shape)  # fills the rows
@@ -379,24 +378,19 @@ class Emulation:
         outs, _ = visitor.run(body, consts, arrays, [Fact()] * len(arrays), ())
         return [jnp.asarray(x, np.float32) for x in outs[1:]]
 
-    def gradient(self, arrays: Sequence[Array], rounds: Rounded) -> list[Array]:
-        """Returns the gradient for some arguments with groups rounded."""
+    def gradient(self, rounds: Rounded) -> list[Array]:
+        """Returns the gradient with groups rounded."""
         rows = [rounds.row(key) for key in self._rows] or [_F32]
-        return self._run(list(arrays), np.array(rows, np.float32))
+        return self._run(self.program.arrays, np.array(rows, np.float32))
+
+    @functools.cached_property
+    def exact(self) -> list[Array]:
+        """The gradient in f32."""
+        return self.gradient(Rounded())
 
     def groups_of(self, *, eight: bool = False) -> frozenset[int]:
         """Returns the groups that round, or those that fp8 may quantise."""
         return frozenset(key.group for key in self._rows if key.is_eight == eight)
-
-    def prepare(self, batches: Sequence[Sequence[Array]]) -> None:
-        """Computes the gradients in f32."""
-        self._exact = [(list(x), self.gradient(x, Rounded())) for x in batches]
-
-    def change(self, rounds: Rounded) -> Change:
-        """Returns how far gradients are from those in f32, over all batches."""
-        found = [change(self.gradient(x, rounds), exact) for x, exact in self._exact]
-        mean = sum(x.error**2 for x in found) / len(found)
-        return Change(math.sqrt(mean), max(x.lost for x in found))
 
 
 @jax.jit

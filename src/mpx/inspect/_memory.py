@@ -78,13 +78,15 @@ class Memory(Result):
         """Returns one row for each precision."""
         rows = []
         for x in self.options:
-            kept = sorted(x.residuals_at_peak.items(), key=lambda item: -item[1])
             every = sum(x.residuals_at_peak.values())
             sizes = (x.peak, x.params, x.state, x.inputs, x.grads_at_peak, x.temporary)
-            large = [(size, dtype) for dtype, size in kept if size > 0.01 * every]
-            main = ", ".join(f"{amount(size, 'B')} {dtype}" for size, dtype in large)
             cells = (amount(size, "B") for size in (*sizes, every))
-            rows.append((x.name, *cells, main))
+            main = [
+                f"{amount(size, 'B')} {dtype}"
+                for dtype, size in x.residuals_at_peak.items()
+                if size > 0.01 * every
+            ]
+            rows.append((x.name, *cells, ", ".join(main)))
         head = ("precision", "predicted peak", "parameters", "optimizer", "inputs")
         head = (*head, "gradients", "temporary", "residuals", "of which")
         title = "The peak of a training step, and what exists then"
@@ -139,22 +141,16 @@ def memory(
     target = "here" if here else as_target(target) or "h200"
     with described(target):
         gpu = cuda_capability() or ()
-        options = [_option(*row) for row in _rows(func, args, kwargs, optimizer)]
-    return Memory(tuple(options), gpu)
+        return Memory(tuple(_options(func, args, kwargs, optimizer)), gpu)
 
 
-# Its name, the program, the optimizer, and whether each parameter steps once its gradient is
-# known.
-_Row = tuple[str, Program, optax.GradientTransformation, bool]
-
-
-def _rows(
+def _options(
     func: Callable[..., PyTree],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
     optimizer: optax.GradientTransformation | None,
-) -> Iterator[_Row]:
-    """Yields the training step in each precision."""
+) -> Iterator[Option]:
+    """Yields the memory of the training step in each precision."""
     released = getattr(func, "mpx_released", None)
     if released is not None:
         func, optimizer = released
@@ -176,26 +172,27 @@ def _rows(
             return program(func, args, kwargs, shapes)
 
     if inner is not func or released or any(map(is_half, params.values())):
-        yield "as given", given, chosen, released is not None
-    yield "f32", traced(inner, in_f32), chosen, False
-    yield "amp bf16", traced(amp(inner, "bf16"), in_f32), chosen, False
-    yield "amp f16", traced(amp(inner, "f16"), in_f32), chosen, False
+        yield _option("as given", given, chosen, released is not None)
+    yield _option("f32", traced(inner, in_f32), chosen)
+    yield _option("amp bf16", traced(amp(inner, "bf16"), in_f32), chosen)
+    yield _option("amp f16", traced(amp(inner, "f16"), in_f32), chosen)
     try:
         small = traced(amp(inner, "bf16"), in_bf16)
     except TypeError:
         # The carry of a loop, say, cannot be both: the batch is in bf16, too.
         every = {i: jnp.bfloat16 for i, x in enumerate(given.arrays) if is_float(x)}
         small = traced(amp(inner, "bf16"), every)
-    yield "bf16 parameters, flash", small, flash, False
-    yield "the same with release", small, flash, True
+    yield _option("bf16 parameters, flash", small, flash)
+    yield _option("the same with release", small, flash, is_released=True)
 
 
 def _option(
     name: str,
     forward: Program,
     optimizer: optax.GradientTransformation,
-    is_released: bool,
+    is_released: bool = False,
 ) -> Option:
+    """Returns one row; with release each parameter steps once its gradient is known."""
     full = gradient(forward)
     given = {full.names[i]: full.arrays[i] for i in full.params}
     params = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in given.items()}
@@ -224,4 +221,6 @@ def _option(
 
 
 def _by_dtype(buffers: Iterable[Buffer]) -> dict[str, int]:
-    return total((short_dtypes([x.dtype]), x.bytes) for x in buffers)
+    """Returns the bytes by dtype, the most first."""
+    found = total((short_dtypes([x.dtype]), x.bytes) for x in buffers)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

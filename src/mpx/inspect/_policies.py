@@ -6,19 +6,17 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
-from jax import Array
 from jaxtyping import PyTree
 
 from mpx._amp import AmpRules, amp
-from mpx._amp._call import flat_call
 from mpx._casting._wrapped import is_amp
 from mpx._fp8 import Fp8Function, fp8
 from mpx._jax._compat import primitive_name
 from mpx._jax._devices import H200
 from mpx._program._queries import MATMULS, flops, walk
-from mpx.inspect._emulation import Change, Emulation, Rounded
+from mpx.inspect._emulation import Change, Emulation, Rounded, change
 from mpx.inspect._groups import Keep, label_of
-from mpx.inspect._program import Program, program
+from mpx.inspect._program import program
 
 HALVES = ("bf16", "f16")
 EIGHTS = ("e4m3", "e5m2")
@@ -112,25 +110,13 @@ class Candidate:
 
 
 class Study:
-    """A function, what rounding does to its gradient, and the work of each group.
-
-    Attributes:
-        emulation: Emulates policies.
-        groups: The groups of operations.
-        active: The groups that `amp` runs in 16 bits.
-        labels: The active groups by label.
-        flops: The operations of the matmuls of each group.
-        fp8: The groups whose matmuls `mpx.fp8` would change.
-        scale: The loss scale for f16.
-        overflowing: The labels of groups whose values do not fit into f16.
-    """
+    """A function, what rounding does to its gradient, and the work of each group."""
 
     def __init__(
         self,
         func: Callable[..., PyTree],
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
-        batches: Sequence[PyTree] = (),
         formats: Sequence[str] = (*HALVES, *EIGHTS),
     ) -> None:
         if is_amp(func) or isinstance(func, Fp8Function):
@@ -142,27 +128,35 @@ class Study:
         with_fp8 = any(x in formats for x in EIGHTS)
         self.emulation = Emulation(func, args, kwargs, with_fp8=with_fp8)
         self.groups, traced = self.emulation.groups, self.emulation.program
+        if any(not hasattr(x, "__array__") for x in traced.arrays):
+            raise TypeError(
+                "`advise` runs the function, but a `jax.ShapeDtypeStruct` was given. "
+                "Pass arrays with real numbers."
+            )
+        # The groups that `amp` runs in 16 bits, all and by label.
         self.active = self.emulation.groups_of()
         self.labels: dict[str, frozenset[int]] = {}
         for i in sorted(self.active):
             label = self.groups[i].label
             self.labels[label] = self.labels.get(label, frozenset()) | {i}
+        # The operations of the matmuls of each group.
         self.flops: collections.Counter[int | None] = collections.Counter()
         for eqn, scopes, times, _ in walk(traced.jaxpr):
             if primitive_name(eqn) in MATMULS:
                 self.flops[label_of(scopes)[0]] += flops(eqn) * times
+        # The groups whose matmuls `mpx.fp8` would change.
         self.fp8 = frozenset[int]()
         if with_fp8:
             matmuls = program(fp8(func), args, kwargs).recording.matmuls
             changed = {matmul.param for matmul in matmuls if not matmul.reason}
             pairs = enumerate(self.groups)
             self.fp8 = frozenset(i for i, x in pairs if x.param in changed)
-        self.emulation.prepare(_calls(func, args, kwargs, batches, traced))
         if not self.change(Rounded()).is_finite:
             raise ValueError(
                 "The gradient in f32 is not finite: there is nothing to compare with. "
                 "`mpx.inspect.explain` names the operation that is at fault."
             )
+        # The loss scale for f16, and the labels of groups that do not fit into it.
         self.scale, self.overflowing = 1.0, set[str]()
         if "f16" in formats:
             self.scale, self.overflowing = self._range()
@@ -170,7 +164,8 @@ class Study:
     def change(self, rounds: Rounded) -> Change:
         """Returns what some rounding does to the gradient; runs it once."""
         if rounds not in self._changes:
-            self._changes[rounds] = self.emulation.change(rounds)
+            grads = self.emulation.gradient(rounds)
+            self._changes[rounds] = change(grads, self.emulation.exact)
         return self._changes[rounds]
 
     def _range(self) -> tuple[float, set[str]]:
@@ -234,42 +229,6 @@ class Study:
         default = self.error(PrecisionPolicy(policy.half, fp8=policy.fp8))
         error = self.error(policy)
         return Candidate(policy, error, seconds, default=default, remark=remark)
-
-
-def _calls(
-    func: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-    batches: Sequence[PyTree],
-    traced: Program,
-) -> list[list[Array]]:
-    """Returns the arrays of each batch, checked."""
-    calls = [traced.arrays]
-    first = args[:1] if any(traced.names[i].argument for i in traced.params) else ()
-    for i, batch in enumerate(batches):
-        rest = batch if isinstance(batch, tuple) else (batch,)
-        if len(first) + len(rest) != len(args):
-            after = " after the first, which holds the parameters" if first else ""
-            raise ValueError(
-                f"`batches[{i}]` must have {len(args) - len(first)} arguments{after}, but "
-                f"it has {len(rest)}. Pass a tuple."
-            )
-        calls.append(flat_call(func, (*first, *rest), kwargs)[0])
-    if any(not hasattr(x, "__array__") for call in calls for x in call):
-        raise TypeError(
-            "`advise` runs the function, but a `jax.ShapeDtypeStruct` was given. "
-            "Pass arrays with real numbers."
-        )
-    types, *others = ([(x.shape, x.dtype) for x in call] for call in calls)
-    for i, other in enumerate(others):
-        if other != types:
-            pairs = zip(types, other, strict=False)
-            a, b = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
-            raise ValueError(
-                f"`batches[{i}]` must have the shapes and dtypes of the other arguments, "
-                f"but one array is {b} instead of {a}. Pass batches of one size."
-            )
-    return calls
 
 
 # --- The search -----------------------------------------------------------------------

@@ -59,18 +59,15 @@ class AmpView:
     rules: str
     decisions: tuple[Decision, ...]
 
-    def _chosen(self, test: Callable[[Decision], bool]) -> tuple[Decision, ...]:
-        return tuple(x for x in self.decisions if test(x))
-
     @property
     def matmuls(self) -> tuple[Decision, ...]:
         """The matmuls and convolutions, and attention that cuDNN runs as a whole."""
-        always = {*MATMULS, *CROSS_ENTROPY}
-        return self._chosen(
-            lambda x: (
-                x.primitive in always
-                or (x.primitive in ATTENTION and x.rule == Rule.LOW)
-            )
+        names = {*MATMULS, *CROSS_ENTROPY}
+        low = {*names, *ATTENTION}
+        return tuple(
+            x
+            for x in self.decisions
+            if x.primitive in (low if x.rule == Rule.LOW else names)
         )
 
     @property
@@ -85,27 +82,12 @@ class AmpView:
                 return not x.reason.startswith(_BY_USER)
             return x.rule in (Rule.F32, Rule.ORIGINAL) and not _is_opaque(x)
 
-        return self._chosen(is_kept)
+        return tuple(filter(is_kept, self.decisions))
 
     @property
     def opaque(self) -> tuple[Decision, ...]:
         """The operations that run as written because autocast does not know them."""
-        return self._chosen(_is_opaque)
-
-    @property
-    def recognised(self) -> tuple[Recognised, ...]:
-        """Attention and experts that were found, in a kernel or not."""
-        rows = dict[Recognised, None]()
-        for x in self.decisions:
-            is_low, source = x.rule == Rule.LOW, short_source(x.source)
-            if x.primitive in RAGGED and is_low:
-                is_found = x.reason == IN_KERNEL
-                rows[Recognised("experts", is_found, x.reason, source)] = None
-            if x.primitive in ("attention", *ATTENTION):
-                is_found = x.primitive in ATTENTION and is_low
-                how = "cuDNN's kernel" if is_found else x.reason
-                rows[Recognised("attention", is_found, how, source)] = None
-        return tuple(rows)
+        return tuple(filter(_is_opaque, self.decisions))
 
 
 def _is_opaque(decision: Decision) -> bool:
@@ -225,17 +207,26 @@ class Report(Result):
     def params(self) -> dict[str, dict[str, tuple[int, int]]]:
         """By parameter, then by dtype: the FLOPs and bytes of the matmuls that read it."""
         found: dict[str, dict[str, tuple[int, int]]] = {}
-        for x in self.matmuls:
-            if x.place.param:
-                dtypes = found.setdefault(x.place.param, {})
-                flops, bytes = dtypes.get(x.dtype, (0, 0))
-                dtypes[x.dtype] = flops + x.flops, bytes + x.bytes
+        for x in (x for x in self.matmuls if x.place.param):
+            dtypes = found.setdefault(x.place.param, {})
+            flops, bytes = dtypes.get(x.dtype, (0, 0))
+            dtypes[x.dtype] = flops + x.flops, bytes + x.bytes
         return found
 
     @property
     def recognised(self) -> tuple[Recognised, ...]:
-        """Attention, experts and logits that `amp` found, in a kernel or not."""
-        return () if self.amp is None else self.amp.recognised
+        """Attention and experts that `amp` found, in a kernel or not."""
+        rows = dict[Recognised, None]()
+        for x in () if self.amp is None else self.amp.decisions:
+            is_low, source = x.rule == Rule.LOW, short_source(x.source)
+            if x.primitive in RAGGED and is_low:
+                is_found = x.reason == IN_KERNEL
+                rows[Recognised("experts", is_found, x.reason, source)] = None
+            if x.primitive in ("attention", *ATTENTION):
+                is_found = x.primitive in ATTENTION and is_low
+                how = "cuDNN's kernel" if is_found else x.reason
+                rows[Recognised("attention", is_found, how, source)] = None
+        return tuple(rows)
 
     def tables(self) -> Sequence[Table]:
         """Returns the summary, the matmuls, what is f32 and why, and the residuals."""
@@ -284,13 +275,14 @@ class Report(Result):
             groups.setdefault(key, []).append(x)
         rows = []
         for (label, *first, which, source), group in groups.items():
-            labels = list(dict.fromkeys(x.place.label for x in group))
-            times, count, size = (
-                sum(getattr(x, field) for x in group)
-                for field in ("times", "flops", "bytes")
+            labels = {x.place.label for x in group}
+            cells = (
+                str(sum(x.times for x in group)),
+                amount(sum(x.flops for x in group)),
+                amount(sum(x.bytes for x in group), "B"),
             )
-            cells = (str(times), amount(count), amount(size, "B"), which, source)
-            rows.append((label if labels[1:] else labels[0], *first, *cells))
+            label = label if len(labels) > 1 else labels.pop()
+            rows.append((label, *first, *cells, which, source))
         if not rows:
             return Table.text("No matmuls.")
         head = ("parameter, or place", "matmul", "dtype", "shapes", "times", "FLOPs")
