@@ -195,7 +195,7 @@ def emulate_part(names, half):
         for label in known.labels:
             known.alone(half, label)
         seconds = time.perf_counter() - start
-        bench = Bench(case.loss, args, {}, known.scale)
+        bench = Bench(known)
         chosen = [PrecisionPolicy(half)]
         for kind, pattern in map(known.selector, known.labels):
             chosen.append(PrecisionPolicy(half, **{kind: (pattern,)}))

@@ -144,18 +144,13 @@ def _described(name: str, proposal: Candidate) -> Table:
 
 
 def _measured(candidates: Sequence[Candidate]) -> Table:
-    rows = [
-        (
-            str(x.policy),
-            f"{x.predicted_error:.1e}",
-            f"{x.error or 0:.1e}",
-            f"{1e3 * x.predicted_time:.3g} ms",
-            "–"
-            if x.time is None
-            else f"{1e3 * x.time:.3g} ± {1e3 * (x.spread or 0.0) / 2:.1g} ms",
-        )
-        for x in candidates
-    ]
+    rows = []
+    for x in candidates:
+        errors = f"{x.predicted_error:.1e}", f"{x.error or 0:.1e}"
+        clock = "–"
+        if x.time is not None:
+            clock = f"{1e3 * x.time:.3g} ± {1e3 * (x.spread or 0.0) / 2:.1g} ms"
+        rows.append((str(x.policy), *errors, f"{1e3 * x.predicted_time:.3g} ms", clock))
     head = ("policy", "predicted", "measured", "matmuls on an H200", "time")
     title = "Error of the gradient, and time"
     return Table(head, rows, title, frozenset(range(1, 5)))
@@ -174,54 +169,40 @@ class Bench:
 
     Attributes:
         errors: The error of each measured policy.
-        times: The seconds of each timed policy, and how far they spread.
     """
 
-    def __init__(
-        self,
-        func: Callable[..., PyTree],
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        scale: float,
-    ) -> None:
-        self._call, self._scale = (func, args, kwargs), scale
+    def __init__(self, study: Study) -> None:
+        self._study = study
         self.errors: dict[PrecisionPolicy, float] = {}
-        self.times: dict[PrecisionPolicy, tuple[float, float]] = {}
         self._runs: dict[PrecisionPolicy, Callable[[], list[Array]]] = {}
-
-    @functools.cached_property
-    def _exact(self) -> list[Array]:
-        """The gradient in f32, multiplied in full f32."""
-        with jax.default_matmul_precision("highest"):
-            grad = gradient(program(*self._call))
-            return jax.jit(grad.__call__)(*grad.arrays)[1:]
 
     def error(self, policy: PrecisionPolicy) -> float:
         """Returns the error of the gradient under a policy."""
         if policy not in self.errors:
-            func, args, kwargs = self._call
-            scaling = StaticLossScaling(self._scale) if policy.half == "f16" else None
+            (func, args, kwargs), scaling = self._study.call, None
+            if policy.half == "f16":
+                scaling = StaticLossScaling(self._study.scale)
             with gradient_function():
                 grad = gradient(program(policy.apply(func), args, kwargs), scaling)
             compiled = jax.jit(grad.__call__).lower(*grad.arrays).compile()
             run = functools.partial(compiled, *grad.arrays)
             self._runs[policy] = run
-            self.errors[policy] = change(run()[1:], self._exact).error
+            self.errors[policy] = change(run()[1:], self._study.emulation.exact).error
         return self.errors[policy]
 
-    def time(self) -> None:
-        """Times the measured policies in turn."""
+    def times(self) -> dict[PrecisionPolicy, tuple[float, float]]:
+        """Times the policies in turn: the seconds, and how far they spread."""
         counts = {
             policy: math.ceil(_LEAST_TIME / max(_seconds(call, 2), 1e-9))
             for policy, call in self._runs.items()
         }
-        found: dict[PrecisionPolicy, list[float]] = {x: [] for x in counts}
-        for _ in range(_TURNS):
-            for policy, call in self._runs.items():
-                found[policy].append(_seconds(call, counts[policy]))
-        for policy, times in found.items():
-            low, middle, high = np.quantile(times, (0.1, 0.5, 0.9))
-            self.times[policy] = float(middle), float(high - low)
+        turns = [
+            [_seconds(self._runs[policy], count) for policy, count in counts.items()]
+            for _ in range(_TURNS)
+        ]
+        low, middle, high = np.quantile(turns, (0.1, 0.5, 0.9), axis=0)
+        pairs = zip(middle.tolist(), (high - low).tolist(), strict=True)
+        return dict(zip(counts, pairs, strict=True))
 
 
 def _seconds(call: Callable[[], list[Array]], times: int) -> float:
@@ -232,28 +213,24 @@ def _seconds(call: Callable[[], list[Array]], times: int) -> float:
     return (time.perf_counter() - start) / times
 
 
-def measure_all(
-    known: Study, bench: Bench, wanted: Sequence[str], limit: float
-) -> list[Candidate]:
+def measure_all(study: Study, wanted: Sequence[str], limit: float) -> list[Candidate]:
     """Returns measured policies: the default, then the fastest good one of each format.
 
     The formats are bf16, f16 and fp8. Where an emulation was too hopeful, the next longer
     keep-lists are measured.
     """
+    bench = Bench(study)
     bench.error(PrecisionPolicy("bf16" if wanted[0] == "fp8" else wanted[0]))
     for name in wanted:
-        for policy in within(known, name, limit)[:_TRIES]:
+        for policy in within(study, name, limit)[:_TRIES]:
             if bench.error(policy) <= limit:
                 break
-    if jax.default_backend() == "gpu":
-        bench.time()
+    times = bench.times() if jax.default_backend() == "gpu" else {}
     found = []
     for policy, error in bench.errors.items():
-        clock, spread = bench.times.get(policy, (None, None))
-        predicted = known.candidate(policy)
-        found.append(
-            dataclasses.replace(predicted, error=error, time=clock, spread=spread)
-        )
+        clock, spread = times.get(policy, (None, None))
+        measured = {"error": error, "time": clock, "spread": spread}
+        found.append(dataclasses.replace(study.candidate(policy), **measured))
     return found
 
 
@@ -285,9 +262,8 @@ def choose(
     if usual in good and clock(usual) <= max(_NEAR * clock(best), clock(best) + noise):
         best = usual
     what = "The default of `amp` is best" if best is usual else "The fastest policy"
-    by = "as timed on this GPU"
-    if usual.time is None:
-        by = "by the rates of an H200; not timed"
+    is_timed = usual.time is not None
+    by = "as timed on this GPU" if is_timed else "by the rates of an H200; not timed"
     remark = f"{what} within {limit:g}, {by}."
     if usual not in good:
         remark += f" The default of `amp` has an error of {error(usual):.1e}."
@@ -378,8 +354,7 @@ def advise(
     candidates, policy, remark = list[Candidate](), None, ""
     if measure:
         limit = max_grad_error or _MEASURED_LIMIT
-        bench = Bench(func, args, kwargs, study.scale)
-        candidates = measure_all(study, bench, wanted, limit)
+        candidates = measure_all(study, wanted, limit)
         policy, remark = choose(candidates, limit)
     groups = [_advice(study, label, formats) for label in study.labels]
     return Advice(

@@ -111,9 +111,7 @@ def collectives(compiled: jax.stages.Compiled | str) -> Collectives:
 def located(text: str) -> Iterator[tuple[str, Collective]]:
     """Yields the collectives of a program's text, each with its line."""
     entry, bodies = computations(text)
-    runs = runs_of(entry, bodies)
-    partitions = re.search(r"num_partitions=(\d+)", text)
-    devices = int(partitions.group(1)) if partitions else 1
+    runs, devices = runs_of(entry, bodies), _number(r"num_partitions=(\d+)", text)
     for name, lines in bodies.items():
         times, in_loop = runs.get(name, (0, False))
         for match in filter(None, map(_COLLECTIVE.search, lines if times else ())):
@@ -159,13 +157,17 @@ def runs_of(entry: str, bodies: dict[str, list[str]]) -> dict[str, tuple[int, bo
             called = _CALLED.findall(line)
             for names in _CALLED_LISTS.findall(line):
                 called += [x.strip(" %") for x in names.split(",")]
-            is_loop, length = " while(" in line, 1
-            if is_loop:
-                known = re.search(r"known_trip_count\D*(\d+)", line)
-                length = int(known.group(1)) if known else 1
-            inner = in_loop or is_loop
-            stack += [(x, times * length, inner) for x in called if x in bodies]
+            is_loop = " while(" in line
+            inner = times * _number(
+                r"known_trip_count\D*(\d+)", line if is_loop else ""
+            )
+            stack += [(x, inner, in_loop or is_loop) for x in called if x in bodies]
     return dict(runs)
+
+
+def _number(pattern: str, text: str, default: int = 1) -> int:
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else default
 
 
 def arrays(types: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -192,8 +194,7 @@ def _group(line: str, devices: int) -> int:
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     if listed:
         return len(listed.group(1).split(","))
-    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
-    return int(counted.group(1)) if counted else devices
+    return _number(r"replica_groups=\[\d+,(\d+)\]", line, devices)
 
 
 def _sent(kind: str, size: float, group: int) -> float:
@@ -243,16 +244,11 @@ def read_compiled(compiled: jax.stages.Compiled, target: str) -> Compiled:
     """Reads the program that a compiler made."""
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     assert memory is not None
-    # What the allocator of a GPU measures: temporary buffers are one allocation.
-    peak = (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
+    needed = memory.argument_size_in_bytes + memory.output_size_in_bytes
     return Compiled(
         target=target,
-        peak_bytes=peak,
+        # What the allocator of a GPU measures: temporary buffers are one allocation.
+        peak_bytes=needed + memory.temp_size_in_bytes - memory.alias_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
         kernels=len(re.findall(r" = [^=]* (?:fusion|custom-call)\(", text)),
         matmuls=fp8_check(text),

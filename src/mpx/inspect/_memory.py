@@ -28,31 +28,18 @@ class Option(NamedTuple):
     """The memory of a training step in one precision, in bytes.
 
     Parameters, state, inputs, and what exists at the peak besides them add up to the peak.
-
-    Attributes:
-        name: The precision.
-        params: The parameters.
-        grads: Their gradients.
-        state: The state of the optimizer.
-        inputs: The other arguments: the batch.
-        residuals: What the forward pass leaves for the backward pass, by dtype.
-        peak: The most that exists at a time, everything included. The parameters and the
-            state are updated in place.
-        grads_at_peak: The gradients that exist at the peak.
-        residuals_at_peak: The residuals that exist then, by dtype.
-        temporary: What else exists then: intermediate results and the workspace of matmuls.
     """
 
-    name: str
+    name: str  # of the precision
     params: int
     grads: int
-    state: int
-    inputs: int
-    residuals: Mapping[str, int]
-    peak: int
+    state: int  # of the optimizer
+    inputs: int  # the other arguments: the batch
+    residuals: Mapping[str, int]  # what is left for the backward pass, by dtype
+    peak: int  # the most at a time; parameters and state are updated in place
     grads_at_peak: int
     residuals_at_peak: Mapping[str, int]
-    temporary: int
+    temporary: int  # what else exists then: intermediate results, workspace of matmuls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +74,8 @@ class Memory(Result):
                 if size > 0.01 * every
             ]
             rows.append((x.name, *cells, ", ".join(main)))
-        head = ("precision", "predicted peak", "parameters", "optimizer", "inputs")
-        head = (*head, "gradients", "temporary", "residuals", "of which")
+        head = ["precision", "predicted peak", "parameters", "optimizer", "inputs"]
+        head += ["gradients", "temporary", "residuals", "of which"]
         title = "The peak of a training step, and what exists then"
         return [Table(head, rows, title, frozenset(range(1, 8)))]
 
@@ -197,9 +184,8 @@ def _option(
     given = {full.names[i]: full.arrays[i] for i in full.params}
     params = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in given.items()}
     state = jax.tree.leaves(jax.eval_shape(optimizer.init, params))
-    all_inputs, held, stored = (
-        sum(map(nbytes, arrays)) for arrays in (full.arrays, params.values(), state)
-    )
+    sizes = (sum(map(nbytes, x)) for x in (full.arrays, params.values(), state))
+    all_inputs, held, stored = sizes
     grads = range(1, len(full.jaxpr.out_avals))
     needed = peak(full.jaxpr, grads if is_released else ())
     workspace = _WORKSPACE if contains(full.jaxpr, MATMULS) else 0

@@ -124,7 +124,7 @@ class Study:
                 "The function is under `amp` or `fp8`, but what they would do is what is "
                 "predicted. Pass the function that you gave to them."
             )
-        self._changes: dict[Rounded, Change] = {}
+        self.call, self._changes = (func, args, kwargs), dict[Rounded, Change]()
         with_fp8 = any(x in formats for x in EIGHTS)
         self.emulation = Emulation(func, args, kwargs, with_fp8=with_fp8)
         self.groups, traced = self.emulation.groups, self.emulation.program
