@@ -155,20 +155,17 @@ def test_loss_is_needed():
         memory(lambda p, x: x @ p["a"], PARAMS, shape(B, D))
 
 
-def test_unknown_option_and_target_are_refused():
+def test_unknown_option_is_refused():
     found = memory(loss, PARAMS, shape(B, D))
     with pytest.raises(KeyError, match="There is no 'bf16'; there are"):
         found["bf16"]
-    with pytest.raises(ValueError, match="`target` must be one of"):
-        memory(loss, PARAMS, shape(B, D), target="a100")
-    assert memory(loss, PARAMS, shape(B, D), target="H200").gpu == (9, 0)
 
 
 def test_result_prints_and_exports():
     found = memory(loss, PARAMS, shape(B, D))
     assert "predicted peak" in str(found)
     assert len(str(found).splitlines()) == 3 + len(found.options)
-    assert json.loads(found.to_json())["gpu"] == [9, 0]
+    assert len(json.loads(found.to_json())["options"]) == len(found.options)
 
 
 # --- The model of what XLA keeps ------------------------------------------------------

@@ -4,9 +4,9 @@ Each check gives the same verdict on every process.
 """
 
 import dataclasses
+import functools
 import math
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -25,7 +25,7 @@ from mpx._gradients._grad import value_and_grad
 from mpx._jax._processes import gather
 from mpx._scaling._dynamic_scaling import DynamicLossScaling
 from mpx.inspect._compiled import Collective, collectives
-from mpx.inspect._doctor import versions
+from mpx.inspect._doctor import fastest, versions
 from mpx.inspect._result import Result, Table, amount
 
 # What changes the programs or the numbers of a process.
@@ -38,9 +38,9 @@ _SETTINGS = (
 )
 _ROWS = 4  # of the batch, on each device
 _STEPS = 16
-_CALLS = 10  # the same on every process: a call waits for all of them
 
 T = TypeVar("T")
+Options = dict[str, str | bool] | None
 
 
 class Check(NamedTuple):
@@ -56,10 +56,8 @@ class Rate(NamedTuple):
 
     kind: str
     bytes: int  # of the whole array
-    seconds: float  # of the fastest of some calls, on the slowest process
-    # Bytes per second that each device sends, by the usual ring algorithms. It does not
-    # depend on the number of devices, so compare it with the hardware.
-    bus: float
+    seconds: float  # of the fastest call, on the slowest process
+    bus: float  # bytes per second that each device sends, by the usual ring algorithms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,9 +207,7 @@ class Trial:
             found.append([not np.asarray(shard.data) for shard in shards])
         return [list(row) for row in zip(*found, strict=True)]
 
-    def compile_step(
-        self, options: dict[str, str | bool] | None = None
-    ) -> jax.stages.Compiled:
+    def compile_step(self, options: Options = None) -> jax.stages.Compiled:
         """Compiles one step, with options of the compiler."""
         state = jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -234,8 +230,7 @@ class Trial:
     def _step(
         self, state: PyTree, number: Array, device: Array
     ) -> tuple[PyTree, Array]:
-        def along(x: Array) -> Array:
-            return lax.with_sharding_constraint(x, self._cut)
+        along = functools.partial(lax.with_sharding_constraint, shardings=self._cut)
 
         def loss(params: dict[str, Array], x: Array) -> Array:
             hidden = jax.nn.relu(along(x @ params["up"]) + params["bias"])
@@ -275,11 +270,10 @@ def check_decisions(trial: Trial) -> Check:
 # --- The wire -------------------------------------------------------------------------
 
 
-def check_wire(trial: Trial, options: dict[str, str | bool] | None = None) -> Check:
+def check_wire(trial: Trial, options: Options = None) -> Check:
     """Checks the dtypes that one FSDP step sends."""
-    return judge_wire(
-        collectives(trial.compile_step(options)), 4 * trial.width**2, trial.mesh.size
-    )
+    found = collectives(trial.compile_step(options))
+    return judge_wire(found, 4 * trial.width**2, trial.mesh.size)
 
 
 def judge_wire(found: Sequence[Collective], size: int, devices: int) -> Check:
@@ -322,13 +316,7 @@ def measure_rates(mesh: Mesh, sizes: tuple[int, ...] = ()) -> tuple[Rate, ...]:
                     func, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
                 )
             )
-            jax.block_until_ready(call(x))
-            times = list[float]()
-            for _ in range(_CALLS):
-                before = time.perf_counter()
-                jax.block_until_ready(call(x))
-                times.append(time.perf_counter() - before)
-            seconds = max(gather(min(times)))
+            seconds = max(gather(fastest(call, x)))
             sent = parts * 4 * length * (count - 1) / count
             found.append(Rate(kind, 4 * length, seconds, sent / seconds))
     return tuple(found)

@@ -263,11 +263,7 @@ H200, HERE = "h200", "here"
 
 
 def as_target(target: str | None) -> str | None:
-    """Returns the name of a target as it is listed; upper case is accepted.
-
-    Raises:
-        ValueError: If it is unknown.
-    """
+    """Returns the name of a target as it is listed; upper case is accepted."""
     name = target.lower() if isinstance(target, str) else target
     if name not in (None, H200, HERE):
         raise ValueError(
@@ -279,19 +275,15 @@ def as_target(target: str | None) -> str | None:
 @contextlib.contextmanager
 def described(target: str | None) -> Iterator[None]:
     """Traces the code inside for a target, with the kernels that it has."""
-    if target != H200:
-        yield
-        return
-    with assumed_gpu((9, 0)), assumed_cudnn(91000):
+    with contextlib.ExitStack() as stack:
+        if target == H200:
+            stack.enter_context(assumed_gpu((9, 0)))
+            stack.enter_context(assumed_cudnn(91000))
         yield
 
 
 def h200_devices(count: int) -> list[PyTree]:
-    """Returns descriptions of H200s that one can compile for.
-
-    Raises:
-        ImportError: If JAX's CUDA plugin is not installed.
-    """
+    """Returns descriptions of H200s that one can compile for."""
     jax.local_devices()  # so that JAX has looked for devices as it does without mpx
     file = pathlib.Path(__file__).with_name("h200.txtpb")
     options = {"target_config": file.read_text(), "topology": f"1x1x{count}"}
@@ -319,8 +311,9 @@ def h200_devices(count: int) -> list[PyTree]:
 
 
 def _initialize_plugin() -> None:
-    plugins = importlib.import_module("jax_plugins")
-    for _, name, _ in pkgutil.iter_modules(plugins.__path__):
+    for _, name, _ in pkgutil.iter_modules(
+        importlib.import_module("jax_plugins").__path__
+    ):
         if name.startswith("xla_cuda"):
             importlib.import_module(f"jax_plugins.{name}").initialize()
 
@@ -333,11 +326,7 @@ _MISSING = (
 
 
 def compiler_options(target: str) -> dict[str, PyTree]:
-    """Returns where NVIDIA's compiler is; without a GPU it can time nothing.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+    """Returns where NVIDIA's compiler is; without a GPU it can time nothing."""
     if target == HERE:
         return {}
     spec = importlib.util.find_spec("nvidia")
@@ -351,12 +340,11 @@ def compiler_options(target: str) -> dict[str, PyTree]:
 @contextlib.contextmanager
 def on_target(target: str | None) -> Iterator[None]:
     """Traces and compiles the code inside for a target, in a mesh of one such device."""
-    if target is None:
-        yield
-        return
-    devices = jax.devices()[:1] if target == HERE else h200_devices(1)
-    # Pallas asks the mesh for the kind of its GPUs.
-    with described(target), jax.set_mesh(Mesh(np.array(devices), "devices")):
+    with described(target), contextlib.ExitStack() as stack:
+        if target is not None:
+            devices = jax.devices()[:1] if target == HERE else h200_devices(1)
+            # Pallas asks the mesh for the kind of its GPUs.
+            stack.enter_context(jax.set_mesh(Mesh(np.array(devices), "devices")))
         yield
 
 

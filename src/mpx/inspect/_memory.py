@@ -15,7 +15,7 @@ from mpx._jax._devices import cuda_capability
 from mpx._optim import FlashOptimizer, FlashState, flash_adamw
 from mpx._program._queries import MATMULS, contains
 from mpx.inspect._buffers import Buffer, nbytes, peak
-from mpx.inspect._compiled import as_target, described
+from mpx.inspect._compiled import H200, HERE, described
 from mpx.inspect._dtypes import is_float, is_half, short_dtypes
 from mpx.inspect._program import Program, gradient, program, unwrapped
 from mpx.inspect._result import Result, Table, amount, total
@@ -48,11 +48,9 @@ class Memory(Result):
 
     Attributes:
         options: The memory in each precision.
-        gpu: The compute capability of the GPU for which it is predicted.
     """
 
     options: tuple[Option, ...]
-    gpu: tuple[int, ...]
 
     def __getitem__(self, name: str) -> Option:
         """Returns the memory in one precision."""
@@ -85,16 +83,15 @@ def memory(
     /,
     *args: PyTree,
     optimizer: optax.GradientTransformation | None = None,
-    target: str | None = None,
     **kwargs: PyTree,
 ) -> Memory:
     """Predicts the memory of a training step in each precision, before anything runs.
 
     The step takes the gradient of the function and updates the parameters in place. The
-    prediction is a model of what XLA fuses, for one GPU. The rows in f32 and under `amp` have
-    f32 parameters, the last two bf16 ones; what was given comes first if it is another. For
-    ViT-Base at three batch sizes on an H200 it is within 10 % of what the step needs, in f32
-    and in bf16.
+    prediction is a model of what XLA fuses, for the GPU that is here, or else an H200. The
+    rows in f32 and under `amp` have f32 parameters, the last two bf16 ones; what was given
+    comes first if it is another. For ViT-Base at three batch sizes on an H200 it is within
+    10 % of what the step needs, in f32 and in bf16.
 
     Args:
         func: A function that returns a scalar loss first. Its parameters are the floating
@@ -104,13 +101,10 @@ def memory(
         optimizer: The optimizer, `optax.adamw` by default. It is initialised with a
             dictionary of the parameters by their names. With bf16 parameters it is
             `flash_adamw`, unless it is one of `mpx.optim`.
-        target: The GPU, `"h200"` or `"here"`. By default the one that is here, or else an
-            H200.
         **kwargs: The keyword arguments of the function.
 
     Raises:
         TypeError: If the first result is no scalar loss.
-        ValueError: If the target is unknown.
 
     Examples:
         >>> import jax
@@ -124,11 +118,8 @@ def memory(
         >>> {x.name: f"{x.peak / 1e9:.1f} GB" for x in found.options[:2]}
         {'f32': '0.6 GB', 'amp bf16': '0.4 GB'}
     """
-    here = target is None and cuda_capability() is not None
-    target = "here" if here else as_target(target) or "h200"
-    with described(target):
-        gpu = cuda_capability() or ()
-        return Memory(tuple(_options(func, args, kwargs, optimizer)), gpu)
+    with described(H200 if cuda_capability() is None else HERE):
+        return Memory(tuple(_options(func, args, kwargs, optimizer)))
 
 
 def _options(

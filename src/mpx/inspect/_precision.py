@@ -18,17 +18,21 @@ from mpx._program._queries import (
     MATMULS,
     MOVES,
     Equation,
+    Position,
     equations_inside,
     flops,
 )
 from mpx.inspect._buffers import nbytes, peak
 from mpx.inspect._dtypes import is_f32, is_low, short_dtypes
-from mpx.inspect._program import Place, Program, Site, frames_of, sites
+from mpx.inspect._program import Place, Program, frames_of, sites
 from mpx.inspect._result import short_source, source_of
 
 _MULTIPLIES = frozenset({*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED})
 _REFERENCES = ("get", "swap", "addupdate", "ref_new")
 _PROMOTED = "promoted by "
+
+Reason = Callable[[Equation, Place], str]
+"""Says why a matmul is f32."""
 
 
 class Matmul(NamedTuple):
@@ -74,10 +78,10 @@ def operations(
     reason = _reasons(full, why)
     matmuls: dict[Matmul, Matmul] = {}
     promoted, opaque = list[Kept](), list[Kept]()
-    for site in sites(full):
-        eqn, place = site.eqn, site.place
+    for here, place in sites(full):
+        eqn = here.eqn
         if place.primitive in _MULTIPLIES:
-            found = _matmul(site, reason)
+            found = _matmul(here, place, reason)
             same = found._replace(times=0, flops=0, bytes=0)
             before = matmuls.get(same, same)
             matmuls[same] = found._replace(
@@ -122,31 +126,31 @@ def _is_opaque(eqn: Equation) -> bool:
     return not any("mpx_" in str(x.params.get("name")) for x in equations)
 
 
-def _matmul(site: Site, reason: Callable[[Site], str]) -> Matmul:
-    eqn, primitive = site.eqn, site.place.primitive
-    operands = eqn.invars[: 3 if primitive in ATTENTION else 2]
+def _matmul(here: Position, place: Place, reason: Reason) -> Matmul:
+    eqn, times = here.eqn, here.times
+    operands = eqn.invars[: 3 if place.primitive in ATTENTION else 2]
     size = sum(nbytes(x.aval) for x in (*operands, eqn.outvars[0]))
     is_wide = any(is_f32(x.aval) for x in operands)
     dtype = short_dtypes(x.aval.dtype for x in eqn.invars[:2])
-    if primitive in CROSS_ENTROPY:
+    if place.primitive in CROSS_ENTROPY:
         is_wide = eqn.params["head"].dtype == np.float32
         dtype = short_dtypes([eqn.params["head"].dtype])
     precision = eqn.params.get("precision")
     presets = (rule for rule, preset in PRESETS.items() if precision == preset)
     return Matmul(
-        place=site.place,
+        place=place,
         dtype=next(presets, dtype),
         result=short_dtypes([eqn.outvars[0].aval.dtype]),
         shapes=tuple(tuple(x.aval.shape) for x in operands),
-        times=site.times,
-        flops=flops(eqn) * site.times,
-        bytes=size * site.times,
-        reason=reason(site) if is_wide else "",
+        times=times,
+        flops=flops(eqn) * times,
+        bytes=size * times,
+        reason=reason(eqn, place) if is_wide else "",
     )
 
 
-def _reasons(full: Program, why: dict[int, str]) -> Callable[[Site], str]:
-    """Returns a function that says why a matmul is f32; the forward ones come first."""
+def _reasons(full: Program, why: dict[int, str]) -> Reason:
+    """Returns the reason of each matmul in f32; the forward ones are asked for first."""
     decided = {
         (x.primitive, short_source(x.source), x.shapes[:2]): x.reason
         for x in full.recording.decisions
@@ -154,8 +158,7 @@ def _reasons(full: Program, why: dict[int, str]) -> Callable[[Site], str]:
     }
     forward: dict[tuple[str, str], str] = {}
 
-    def reason(site: Site) -> str:
-        eqn, place = site.eqn, site.place
+    def reason(eqn: Equation, place: Place) -> str:
         own, line = why.get(id(eqn), ""), (place.source, place.param)
         if place.backward:
             return forward.get(line, own)

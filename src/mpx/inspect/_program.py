@@ -209,24 +209,15 @@ _PASSES = MOVES.union(names("reduce_sum add_any neg psum psum_invariant mul div"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where an operation stands in a program.
+    """Where an operation stands in a program."""
 
-    Attributes:
-        primitive: The name of the operation.
-        param: The parameter that it reads, such as `model/layers/0/weight`, or whose
-            gradient it computes; "" for none.
-        scope: Its `jax.named_scope`s, joined by `/`.
-        source: File and line of the code that wrote it.
-        function: The name of the function that holds this line.
-        backward: Whether it belongs to the backward pass. Its line is then that of the
-            operation whose derivative it computes.
-    """
-
-    primitive: str
+    primitive: str  # the name of the operation
+    # The parameter that it reads, such as `model/layers/0/weight`, or whose gradient it
+    # computes; "" for none
     param: str
-    scope: str
-    source: str
-    function: str
+    scope: str  # its `jax.named_scope`s, joined by `/`
+    source: str  # file and line; in the backward pass, of what it is the derivative of
+    function: str  # that holds this line
     backward: bool
 
     @property
@@ -272,15 +263,7 @@ class _Label(NamedTuple):
     is_spread: bool = False  # a smaller array that was broadcast, as a scale is
 
 
-class Site(NamedTuple):
-    """An equation, its place, and how often it runs: see `repetitions`."""
-
-    eqn: Equation
-    place: Place
-    times: int
-
-
-def sites(full: Program) -> list[Site]:
+def sites(full: Program) -> list[tuple[Position, Place]]:
     """Returns the equations of a program and of all jaxprs inside it, with their places.
 
     An equation that holds jaxprs comes before what is inside it. Of a conditional, the
@@ -295,7 +278,7 @@ class _Sites(Walk[_Label]):
     unknown = _Label()
 
     def __init__(self, made: Sequence[Name]) -> None:
-        self.sites: list[Site] = []
+        self.sites: list[tuple[Position, Place]] = []
         self._made = made
         self._grads: dict[Hashable, str] = {}  # by variable of the jaxpr that is walked
 
@@ -324,7 +307,7 @@ class _Sites(Walk[_Label]):
             operands += self._feeds(eqn)
         frames = frames_of(*here.callers, eqn)
         place = place_of(eqn, operands, here.scopes, frames, backward=backward)
-        self.sites.append(Site(eqn, place, here.times))
+        self.sites.append((here, place))
         return _results(eqn, labels)
 
     def bodies(
@@ -347,6 +330,6 @@ def _results(eqn: Equation, labels: list[_Label]) -> list[_Label]:
         size = getattr(var.aval, "size", 0)
         pairs = zip(labels, sizes, strict=True)
         whole = {x.origin for x, each in pairs if each == size and not x.is_spread}
-        origin = next(iter(whole)) if len(whole) == 1 else None
-        found.append(_Label(name, origin, size > 1 and not whole))
+        is_spread = size > 1 and not whole
+        found.append(_Label(name, whole.pop() if len(whole) == 1 else None, is_spread))
     return found

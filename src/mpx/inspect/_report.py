@@ -25,19 +25,12 @@ _BY_USER = ("policy ", "scope ", "function ", "parameter ")
 
 
 class Recognised(NamedTuple):
-    """Attention or experts in a program.
+    """Attention or experts in a program."""
 
-    Attributes:
-        what: `attention` or `experts`.
-        found: Whether it runs in its kernel.
-        reason: How it runs, or why not so.
-        source: File and line.
-    """
-
-    what: str
-    found: bool
-    reason: str
-    source: str
+    what: str  # `attention` or `experts`
+    found: bool  # whether it runs in its kernel
+    reason: str  # how it runs, or why not so
+    source: str  # file and line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +178,8 @@ class Report(Result):
     def flops(self) -> dict[str, int]:
         """The operations of all matmuls by the dtype in which they multiply.
 
-        Each is counted as often as it runs: in every call of its function and step of its
-        scan. A while loop counts as one step, a branch as the largest of its
-        alternatives, `shard_map` as one device.
+        Each is counted as often as it runs; a while loop counts as one step, a branch as
+        the largest of its alternatives, `shard_map` as one device.
         """
         return total((x.dtype, x.flops) for x in self.matmuls)
 
@@ -233,19 +225,16 @@ class Report(Result):
         found = [Table.text(self._summary()), self._matmul_table()]
         if self.fp8 is not None:
             found += self.fp8.tables()
-        rows = [
-            (x.what, "found" if x.found else "missed", x.reason, x.source)
-            for x in self.recognised
-        ]
+        words = {True: "found", False: "missed"}
+        rows = [(x.what, words[x.found], *x[2:]) for x in self.recognised]
         if rows:
             found.append(Table(("recognised", "", "how, or why not", "source"), rows))
         if self.amp is None:
             found.append(_grouped("in f32", self.kept, "Nothing is promoted to f32."))
-            if self.opaque:
-                found.append(_grouped("unknown", self.opaque, ""))
         else:
             what, empty = "in f32 or as written", "Nothing is kept in f32."
             found.append(_grouped(what, self.kept, empty))
+        if self.amp is not None or self.opaque:
             what, empty = "unknown, as written", "Nothing is unknown."
             found.append(_grouped(what, self.opaque, empty))
         if self.residuals:
@@ -253,15 +242,12 @@ class Report(Result):
         return found + ([] if self.compiled is None else self.compiled.tables())
 
     def _summary(self) -> str:
-        under = []
-        if self.amp is not None:
-            under.append(f"amp to {self.amp.dtype}, rules {self.amp.rules}")
-        if self.fp8 is not None:
-            under.append(f"fp8 with {self.fp8.recipe}")
+        amp = self.amp and f"amp to {self.amp.dtype}, rules {self.amp.rules}"
+        fp8 = self.fp8 and f"fp8 with {self.fp8.recipe}"
         shares = [f"{percent(x)} in {name}" for name, x in self.shares.items()]
         every = amount(sum(self.flops.values()), "FLOP")
         counted = f" of {every}, {self.passes}" if shares else f"; {self.passes}"
-        what = ", ".join(under) or "Neither amp nor fp8"
+        what = ", ".join(filter(None, (amp, fp8))) or "Neither amp nor fp8"
         return f"{what}. Matmul operations: {', '.join(shares) or 'none'}{counted}."
 
     def _matmul_table(self) -> Table:
@@ -270,9 +256,8 @@ class Report(Result):
             name = x.place.primitive.removesuffix("_general")
             shapes = " @ ".join(f"({','.join(map(str, s))})" for s in x.shapes[:2])
             which = "backward" if x.place.backward else "forward"
-            label = _starred(x.place.label)
-            key = (label, name, x.dtype, shapes, which, x.place.source)
-            groups.setdefault(key, []).append(x)
+            what = _starred(x.place.label), name, x.dtype, shapes, which, x.place.source
+            groups.setdefault(what, []).append(x)
         rows = []
         for (label, *first, which, source), group in groups.items():
             labels = {x.place.label for x in group}
@@ -295,10 +280,6 @@ class Report(Result):
             (amount(x.bytes, "B"), x.dtype, str(x.arrays), x.primitive, x.source)
             for x in self.residuals[:_MOST]
         ]
-        rest = self.residuals[_MOST:]
-        if rest:
-            size = sum(x.bytes for x in rest)
-            rows.append((amount(size, "B"), "", str(len(rest)), "others", ""))
         head = ("bytes", "dtype", "arrays", "made by", "source")
         title = f"Kept for the backward pass: {shown}."
         return Table(head, rows, title, frozenset({0, 2}))
@@ -367,8 +348,7 @@ def report(
         >>> [x.primitive for x in found.kept]
         ['exp']
     """
-    target = as_target(target)
-    with on_target(target):
+    with on_target(target := as_target(target)):
         full, passes = _with_backward(program(func, args, kwargs), backward)
         compiled = None if target is None else compile_for(full, target)
     recording, (matmuls, kept, opaque) = full.recording, operations(full)
@@ -383,8 +363,8 @@ def report(
     if recording.recipes:
         names = dict.fromkeys(type(recipe).__name__ for recipe in recording.recipes)
         fp8 = Fp8View(", ".join(names), tuple(recording.matmuls))
-    left = residuals(full)
-    return Report(matmuls, kept, left, opaque, passes, amp, fp8, compiled)
+    rows = matmuls, kept, residuals(full), opaque
+    return Report(*rows, passes, amp, fp8, compiled)
 
 
 def _as_kept(decisions: Iterable[Decision]) -> tuple[Kept, ...]:
