@@ -6,7 +6,7 @@ values of a jaxpr never exist in memory. The rules here say which ones do.
 
 import collections
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from jaxtyping import PyTree
@@ -25,9 +25,10 @@ from mpx._program._queries import (
     Position,
     fold,
     has_body,
-    makers,
     names,
 )
+from mpx.inspect._dtypes import short_dtypes
+from mpx.inspect._result import total
 
 _INLINED = (*CALLS, *names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"))
 _READS_MEMORY = frozenset(
@@ -74,8 +75,6 @@ class Buffer(NamedTuple):
 
     bytes: int
     dtype: str
-    eqn: Equation  # that makes it; what a scan makes counts as made inside it
-    callers: tuple[Equation, ...]  # the equations that hold this one, outermost first
     is_saved: bool  # the forward pass makes it and the backward pass reads it
     is_result: bool  # of the program
 
@@ -103,6 +102,12 @@ def nbytes(aval: Aval) -> int:
     shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
     size = getattr(dtype, "itemsize", 0) if dtype is not None else 0
     return math.prod(shape) * int(size)
+
+
+def by_dtype(buffers: Iterable[Buffer]) -> dict[str, int]:
+    """Returns the bytes by dtype, the most first."""
+    found = total((short_dtypes([x.dtype]), x.bytes) for x in buffers)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 Inner = Callable[[Equation], Sequence[Peak]]
@@ -230,8 +235,8 @@ class _Graph(Walk[int]):
         made = ((value, self.maker[value]) for value in needed)
         return {value for value, maker in made if maker and not maker.here.backward}
 
-    def peak(self, released: Sequence[int]) -> Peak:
-        """Returns the peak; `released` results are gone once they are made."""
+    def _lifetimes(self) -> tuple[dict[int, int], dict[int, int], set[int]]:
+        """Returns when values are made and read last, and which the backward pass reads."""
         born: dict[int, int] = {}
         dies: dict[int, int] = {}
         read_back: set[int] = set()
@@ -245,6 +250,11 @@ class _Graph(Walk[int]):
                 dies[root] = index
                 if node.here.backward:
                     read_back.add(root)
+        return born, dies, read_back
+
+    def peak(self, released: Sequence[int]) -> Peak:
+        """Returns the peak; `released` results are gone once they are made."""
+        born, dies, read_back = self._lifetimes()
         results = {self.same[x] for x in self.outs if x >= 0}
         dies |= dict.fromkeys(results & self.stored, len(self.nodes))
         gone = {self.same[self.outs[i]] for i in released if self.outs[i] >= 0}
@@ -261,23 +271,15 @@ class _Graph(Walk[int]):
             now += change[time]
             if now + node.inner > most:
                 most, at = now + node.inner, time
-        found = {x: self._buffer(x, read_back, results) for x in sorted(self.stored)}
+        found = dict[int, Buffer]()
+        for value in sorted(self.stored):
+            maker = self.maker[value]
+            is_forward = maker is not None and not maker.here.backward
+            is_saved, is_result = is_forward and value in read_back, value in results
+            sizes = self.size[value], self.dtype[value]
+            found[value] = Buffer(*sizes, is_saved, is_result)
         live = [x for value, x in found.items() if born[value] <= at <= dies[value]]
         return Peak(most, live, [x for x in found.values() if x.is_saved])
-
-    def _buffer(self, value: int, read_back: set[int], results: set[int]) -> Buffer:
-        maker = self.maker[value]
-        assert maker is not None  # arguments are not stored
-        here, number = maker.here, maker.outs.index(value)
-        *callers, eqn = makers(here.eqn, number, (*_INLINED, "scan"))
-        return Buffer(
-            self.size[value],
-            self.dtype[value],
-            eqn,
-            (*here.callers, *callers),
-            is_saved=not here.backward and value in read_back,
-            is_result=value in results,
-        )
 
 
 def _is_inlined(eqn: Equation) -> bool:

@@ -1,7 +1,7 @@
 """The memory of a training step, predicted before anything runs."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,11 +14,11 @@ from mpx._amp._transform import amp
 from mpx._jax._devices import cuda_capability
 from mpx._optim import FlashOptimizer, FlashState, flash_adamw
 from mpx._program._queries import MATMULS, contains
-from mpx.inspect._buffers import Buffer, nbytes, peak
+from mpx.inspect._buffers import by_dtype, nbytes, peak
 from mpx.inspect._compiled import H200, HERE, described
-from mpx.inspect._dtypes import is_float, is_half, short_dtypes
+from mpx.inspect._dtypes import is_float, is_half
 from mpx.inspect._program import Program, gradient, program, unwrapped
-from mpx.inspect._result import Result, Table, amount, total
+from mpx.inspect._result import Result, Table, amount
 
 # cuBLAS computes in a buffer of this size on Hopper.
 _WORKSPACE = 32 << 20
@@ -189,15 +189,9 @@ def _option(
         grads=sum(nbytes(full.jaxpr.out_avals[i]) for i in grads),
         state=stored,
         inputs=all_inputs - held,
-        residuals=_by_dtype(needed.saved),
+        residuals=by_dtype(needed.saved),
         peak=all_inputs + stored + needed.bytes + workspace,
         grads_at_peak=made,
-        residuals_at_peak=_by_dtype(at_peak),
+        residuals_at_peak=by_dtype(at_peak),
         temporary=needed.bytes - made - kept + workspace,
     )
-
-
-def _by_dtype(buffers: Iterable[Buffer]) -> dict[str, int]:
-    """Returns the bytes by dtype, the most first."""
-    found = total((short_dtypes([x.dtype]), x.bytes) for x in buffers)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))

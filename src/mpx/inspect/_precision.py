@@ -22,9 +22,9 @@ from mpx._program._queries import (
     equations_inside,
     flops,
 )
-from mpx.inspect._buffers import nbytes, peak
+from mpx.inspect._buffers import nbytes
 from mpx.inspect._dtypes import is_f32, is_low, short_dtypes
-from mpx.inspect._program import Place, Program, frames_of, sites
+from mpx.inspect._program import Place, Program, sites
 from mpx.inspect._result import short_source, source_of
 
 _MULTIPLIES = frozenset({*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED})
@@ -60,16 +60,6 @@ class Kept(NamedTuple):
     source: str  # file and line
 
 
-class Residual(NamedTuple):
-    """Numbers that the forward pass leaves in memory for the backward pass."""
-
-    primitive: str  # that makes them
-    dtype: str
-    bytes: int
-    arrays: int  # how many arrays they are
-    source: str  # file and line of the operation
-
-
 def operations(
     full: Program,
 ) -> tuple[tuple[Matmul, ...], tuple[Kept, ...], tuple[Kept, ...]]:
@@ -97,20 +87,6 @@ def operations(
     wide = [_kept(x.place, x.reason) for x in rows if x.reason and not x.place.backward]
     kept = tuple(dict.fromkeys([*wide, *promoted]))
     return rows, kept, tuple(dict.fromkeys(opaque))
-
-
-def residuals(full: Program) -> tuple[Residual, ...]:
-    """Returns what the forward pass leaves in memory, the largest first."""
-    groups: dict[tuple[str, str, str], list[int]] = {}
-    for x in peak(full.jaxpr).saved:
-        source = source_of(frames_of(*x.callers, x.eqn))
-        key = primitive_name(x.eqn), short_dtypes([x.dtype]), source
-        groups.setdefault(key, []).append(x.bytes)
-    found = [
-        Residual(primitive, dtype, sum(sizes), len(sizes), source)
-        for (primitive, dtype, source), sizes in groups.items()
-    ]
-    return tuple(sorted(found, key=lambda x: -x.bytes))
 
 
 def _kept(place: Place, reason: str) -> Kept:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxtyping import PyTree
@@ -13,9 +13,10 @@ from mpx._amp._rules import REASONS, UNKNOWN, Rule
 from mpx._fp8._decide import Matmul as Fp8Matmul
 from mpx._jax._formats import short_name
 from mpx._program._queries import ATTENTION, CROSS_ENTROPY, MATMULS, walk
+from mpx.inspect._buffers import by_dtype, peak
 from mpx.inspect._compiled import Compiled, as_target, compile_for, on_target
 from mpx.inspect._dtypes import short_dtypes
-from mpx.inspect._precision import Kept, Matmul, Residual, operations, residuals
+from mpx.inspect._precision import Kept, Matmul, operations
 from mpx.inspect._program import Program, gradient, program
 from mpx.inspect._result import Result, Table, amount, percent, short_source, total
 
@@ -156,8 +157,8 @@ class Report(Result):
     Attributes:
         matmuls: All matmuls, convolutions and calls of fused attention.
         kept: What is in f32, or as it is written, and why.
-        residuals: What the forward pass leaves in memory for the backward pass, largest
-            first. Values that XLA computes again from others are left out.
+        residual_bytes: What the forward pass leaves in memory for the backward pass, by
+            dtype. Values that XLA computes again from others are left out.
         opaque: Operations of which nothing is known, such as kernels and callbacks.
         passes: `forward`, `forward and backward`, or why there is no backward pass.
         amp: What `amp` decided; `None` if the function is not under it.
@@ -167,7 +168,7 @@ class Report(Result):
 
     matmuls: tuple[Matmul, ...]
     kept: tuple[Kept, ...]
-    residuals: tuple[Residual, ...]
+    residual_bytes: Mapping[str, int]
     opaque: tuple[Kept, ...]
     passes: str
     amp: AmpView | None
@@ -189,11 +190,6 @@ class Report(Result):
         flops = self.flops
         ordered = sorted(flops.items(), key=lambda item: -item[1])
         return {dtype: count / sum(flops.values()) for dtype, count in ordered}
-
-    @property
-    def residual_bytes(self) -> dict[str, int]:
-        """The bytes that are left in memory for the backward pass, by dtype."""
-        return total((x.dtype, x.bytes) for x in self.residuals)
 
     @property
     def params(self) -> dict[str, dict[str, tuple[int, int]]]:
@@ -221,7 +217,7 @@ class Report(Result):
         return tuple(rows)
 
     def tables(self) -> Sequence[Table]:
-        """Returns the summary, the matmuls, what is f32 and why, and the residuals."""
+        """Returns the summary, the matmuls, and what is f32 and why."""
         found = [Table.text(self._summary()), self._matmul_table()]
         if self.fp8 is not None:
             found += self.fp8.tables()
@@ -237,8 +233,9 @@ class Report(Result):
         if self.amp is not None or self.opaque:
             what, empty = "unknown, as written", "Nothing is unknown."
             found.append(_grouped(what, self.opaque, empty))
-        if self.residuals:
-            found.append(self._residual_table())
+        parts = [f"{amount(n, 'B')} in {x}" for x, n in self.residual_bytes.items()]
+        if parts:
+            found.append(Table.text(f"Kept for the backward pass: {', '.join(parts)}."))
         return found + ([] if self.compiled is None else self.compiled.tables())
 
     def _summary(self) -> str:
@@ -272,20 +269,6 @@ class Report(Result):
             return Table.text("No matmuls.")
         head = ("parameter, or place", "matmul", "dtype", "shapes", "times", "FLOPs")
         return Table((*head, "bytes", "pass", "source"), rows, "", frozenset({4, 5, 6}))
-
-    def _residual_table(self) -> Table:
-        parts = sorted(self.residual_bytes.items(), key=lambda item: -item[1])
-        shown = ", ".join(f"{amount(size, 'B')} in {dtype}" for dtype, size in parts)
-        rows = [
-            (amount(x.bytes, "B"), x.dtype, str(x.arrays), x.primitive, x.source)
-            for x in self.residuals[:_MOST]
-        ]
-        head = ("bytes", "dtype", "arrays", "made by", "source")
-        title = f"Kept for the backward pass: {shown}."
-        return Table(head, rows, title, frozenset({0, 2}))
-
-
-_MOST = 12  # rows of residuals that are printed
 
 
 def _starred(path: str) -> str:
@@ -363,7 +346,7 @@ def report(
     if recording.recipes:
         names = dict.fromkeys(type(recipe).__name__ for recipe in recording.recipes)
         fp8 = Fp8View(", ".join(names), tuple(recording.matmuls))
-    rows = matmuls, kept, residuals(full), opaque
+    rows = matmuls, kept, by_dtype(peak(full.jaxpr).saved), opaque
     return Report(*rows, passes, amp, fp8, compiled)
 
 
