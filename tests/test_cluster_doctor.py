@@ -1,5 +1,6 @@
 """`doctor --cluster` says whether the processes and devices of a job agree."""
 
+import dataclasses
 import json
 import os
 import types
@@ -8,8 +9,9 @@ import jax
 import pytest
 
 from mpx.__main__ import main
-from mpx.inspect import Collective, _cluster
-from mpx.inspect._cluster import Check, Trial, make_mesh
+from mpx.inspect import Collective, _cluster, doctor
+from mpx.inspect._cluster import Trial, make_mesh
+from mpx.inspect._doctor import Check, Rate
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.standard_promotion
 def test_one_process_passes_and_prints_json(capsys):
     assert main(["doctor", "--cluster", "--json", "--no-measure"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["processes"], found["devices"]) == (1, 8)
+    assert (found["processes"], [*found["devices"].values()]) == (1, [8])
     assert {x["name"]: x["passed"] for x in found["checks"]} == {
         "devices": True,
         "versions and settings": True,
@@ -90,7 +92,7 @@ def test_folders_of_dumps_may_differ(monkeypatch):
 
 def test_missing_device_is_named_and_nothing_else_runs(monkeypatch, capsys):
     owners = [0] * 4 + [1] * 4 + [2] * 3
-    devices = [types.SimpleNamespace(process_index=i) for i in owners]
+    devices = [types.SimpleNamespace(process_index=i, device_kind="") for i in owners]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
@@ -144,18 +146,14 @@ def test_collectives_are_timed():
 
 
 def test_tables_show_verdicts_and_rates():
-    rate = _cluster.Rate("all-reduce", 2**20, 1e-3, 1.8e9)
+    rate = Rate("all-reduce", 2**20, 1e-3, 1.8e9)
     checks = (Check("a", True, "x"), Check("b", None, "y"))
-    found = _cluster.Conformance(2, 8, _cluster.describe(), checks, (rate,))
+    machine = doctor(measure=False)
+    found = dataclasses.replace(machine, processes=2, checks=checks, rates=(rate,))
     text = str(found)
-    for part in (
-        "processes: 2, devices: 8",
-        "pass",
-        "1.8 GB/s",
-        "No check failed.",
-    ):
+    for part in ("Processes: 2", "pass", "1.8 GB/s", "No check failed."):
         assert part in text
     assert found.passed
-    bad = _cluster.Conformance(2, 8, found.versions, (Check("a", False, ""),), ())
+    bad = dataclasses.replace(machine, checks=(Check("a", False, ""),))
     assert not bad.passed
     assert "A check FAILED." in str(bad)

@@ -8,8 +8,8 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ from mpx._gradients._grad import value_and_grad
 from mpx._jax._processes import gather
 from mpx._scaling._dynamic_scaling import DynamicLossScaling
 from mpx.inspect._compiled import Collective, collectives
-from mpx.inspect._doctor import fastest, versions
-from mpx.inspect._result import Result, Table, amount
+from mpx.inspect._doctor import Check, Diagnosis, Rate, doctor, fastest, versions
+from mpx.inspect._result import amount
 
 # What changes the programs or the numbers of a process.
 _SETTINGS = (
@@ -43,64 +43,11 @@ T = TypeVar("T")
 Options = dict[str, str | bool] | None
 
 
-class Check(NamedTuple):
-    """One check; `passed` is `None` if it was not run, and `figures` says why."""
-
-    name: str
-    passed: bool | None
-    figures: str
-
-
-class Rate(NamedTuple):
-    """The measured speed of a collective."""
-
-    kind: str
-    bytes: int  # of the whole array
-    seconds: float  # of the fastest call, on the slowest process
-    bus: float  # bytes per second that each device sends, by the usual ring algorithms
-
-
-@dataclasses.dataclass(frozen=True)
-class Conformance(Result):
-    """The result of all checks, the same on every process."""
-
-    processes: int
-    devices: int  # of all processes
-    versions: Mapping[str, str]  # and settings, of process 0
-    checks: tuple[Check, ...]
-    rates: tuple[Rate, ...]  # empty if not measured
-
-    @property
-    def passed(self) -> bool:
-        """Whether no check failed."""
-        return all(check.passed is not False for check in self.checks)
-
-    def tables(self) -> Sequence[Table]:
-        """Returns versions, checks and the speed of collectives."""
-        names = ("mpx", "jax", "jaxlib", "Python")
-        text = ", ".join(f"{name} {self.versions[name]}" for name in names)
-        text += f"; processes: {self.processes}, devices: {self.devices}, "
-        words = {True: "pass", False: "FAIL", None: "–"}
-        checks = [(x.name, words[x.passed], x.figures) for x in self.checks]
-        rates = [
-            (kind, amount(size, "B"), f"{1e6 * seconds:.0f} µs", amount(bus, "B/s"))
-            for kind, size, seconds, bus in self.rates
-        ]
-        head, right = ("collective", "array", "time", "bus"), frozenset({1, 2, 3})
-        return [
-            Table.text(text + self.versions["devices"]),
-            Table(("check", "result", ""), checks),
-            *([Table(head, rates, "f32 collectives", right)] if rates else ()),
-            Table.text("No check failed." if self.passed else "A check FAILED."),
-        ]
-
-
-def conformance(*, measure: bool = True) -> Conformance:
+def conformance(*, measure: bool = True) -> Diagnosis:
     """Runs all checks, and times the collectives; every process of the job must call it."""
-    described = describe()
     checks, rates = [check_devices()], ()
     if checks[0].passed:
-        checks.append(check_versions(gather(described)))
+        checks.append(check_versions(gather(describe())))
     # Processes of different versions may run different programs, and then they hang.
     if all(check.passed for check in checks):
         mesh = make_mesh()
@@ -109,9 +56,8 @@ def conformance(*, measure: bool = True) -> Conformance:
         rates = measure_rates(mesh) if measure and mesh.size > 1 else ()
     else:
         checks.append(Check("all others", None, "not run: see above"))
-    return Conformance(
-        jax.process_count(), jax.device_count(), described, tuple(checks), rates
-    )
+    found = doctor(measure=False)
+    return dataclasses.replace(found, checks=tuple(checks), rates=rates)
 
 
 def judge(name: str, rows: Sequence[tuple[str, T]], usual: T | None = None) -> Check:

@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +29,30 @@ CUDA_SINCE = {
 TPU_FP8 = re.compile(r"(?:v|tpu)([7-9]|\d\d)|ironwood", re.IGNORECASE)
 
 
+class Check(NamedTuple):
+    """One check; `passed` is `None` if it was not run, and `figures` says why."""
+
+    name: str
+    passed: bool | None
+    figures: str
+
+
+class Rate(NamedTuple):
+    """The measured speed of a collective."""
+
+    kind: str
+    bytes: int  # of the whole array
+    seconds: float  # of the fastest call, on the slowest process
+    bus: float  # bytes per second that each device sends, by the usual ring algorithms
+
+
 @dataclasses.dataclass(frozen=True)
 class Diagnosis(Result):
-    """What a machine offers; made by `doctor`.
+    """What a machine or a cluster offers; made by `doctor`.
 
     Attributes:
         versions: The versions of mpx, jax, jaxlib, Python, and the processor.
+        processes: The number of processes of the job.
         platform: The default backend: "cpu", "gpu", "tpu".
         devices: How many devices of each kind there are, on all hosts.
         memory: The bytes of memory of a device; `None` if JAX does not tell.
@@ -42,9 +61,12 @@ class Diagnosis(Result):
         policy: The recommended precision, as code.
         reason: Why.
         problems: What is wrong with this installation.
+        checks: Whether processes agree, by `python -m mpx doctor --cluster`.
+        rates: The measured speed of collectives, by the same.
     """
 
     versions: Mapping[str, str]
+    processes: int
     platform: str
     devices: Mapping[str, int]
     memory: int | None
@@ -53,9 +75,16 @@ class Diagnosis(Result):
     policy: str
     reason: str
     problems: tuple[str, ...]
+    checks: tuple[Check, ...] = ()
+    rates: tuple[Rate, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether there is no problem and no check failed."""
+        return not self.problems and all(x.passed is not False for x in self.checks)
 
     def tables(self) -> Sequence[Table]:
-        """Returns versions, devices, formats, the recommendation and problems."""
+        """Returns versions, devices, the recommendation, problems and checks."""
         text = ", ".join(f"{k} {v}" for k, v in self.versions.items())
         for kind, count in self.devices.items():
             text += f"\n{count} × {kind} ({self.platform})"
@@ -64,11 +93,27 @@ class Diagnosis(Result):
             text += f"\nMemory: {amount(self.bandwidth, 'B/s')} (measured)."
         if self.formats is not None:
             text += f"\nNative matmuls: {', '.join(self.formats)}."
-        return [
-            Table.text(text),
-            Table.text(f"{self.policy}\n{self.reason}", "Recommended"),
-            *(Table.text(problem, "Problem") for problem in self.problems),
-        ]
+        found = [Table.text(text)]
+        found.append(Table.text(f"{self.policy}\n{self.reason}", "Recommended"))
+        found += [Table.text(problem, "Problem") for problem in self.problems]
+        words = {True: "pass", False: "FAIL", None: "–"}
+        if self.checks:
+            rows = [(x.name, words[x.passed], x.figures) for x in self.checks]
+            title = f"Processes: {self.processes}"
+            found.append(Table(("check", "result", ""), rows, title))
+        if self.rates:
+            rows = [
+                (kind, amount(size, "B"), f"{1e6 * seconds:.0f} µs", amount(bus, "B/s"))
+                for kind, size, seconds, bus in self.rates
+            ]
+            head, right = ("collective", "array", "time", "bus"), frozenset({1, 2, 3})
+            found.append(Table(head, rows, "f32 collectives", right))
+        if self.checks:
+            is_bad = any(x.passed is False for x in self.checks)
+            found.append(
+                Table.text("A check FAILED." if is_bad else "No check failed.")
+            )
+        return found
 
 
 def doctor(*, measure: bool = True) -> Diagnosis:
@@ -86,6 +131,7 @@ def doctor(*, measure: bool = True) -> Diagnosis:
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return Diagnosis(
         versions=versions() | {"on": platform.machine()},
+        processes=jax.process_count(),
         platform=jax.default_backend(),
         devices=dict(Counter(device.device_kind for device in jax.devices())),
         memory=memory,

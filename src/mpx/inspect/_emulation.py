@@ -315,9 +315,7 @@ class Rounded(NamedTuple):
     low: frozenset[int] = frozenset()  # the groups that run in it
     eight: frozenset[int] = frozenset()  # the groups whose matmuls run in 8 bits
     eights: tuple[str, str] = ("e4m3", "e5m2")  # of values and of gradients
-    scale: float | None = (
-        None  # the loss scale for f16; `None` for one that always fits
-    )
+    scale: float | None = None  # for f16, of the loss; `None` for one that always fits
     # Whether `low` rounds even where `amp` would hold operands in f32, because the matmul
     # before them is in f32
     is_alone: bool = False
@@ -356,27 +354,22 @@ class Emulation:
         *,
         with_fp8: bool = True,
     ) -> None:
-        self._with_fp8 = with_fp8
         forward, self.groups = labelled(func, args, kwargs)
         # Under `amp`, with labels; and what is run as it is written.
         self.program, self.opaque = gradient(forward), set[str]()
         self._rows: dict[Key, int] = {}
-        self._run = jax.jit(self._gradient)
+
+        def run(arrays: Sequence[Array], table: Array) -> list[Array]:
+            found = {"rows": self._rows, "opaque": self.opaque, "with_fp8": with_fp8}
+            visitor = _Rounding(groups=self.groups, table=table, **found)
+            body, consts = open_jaxpr(self.program.jaxpr)
+            outs, _ = visitor.run(body, consts, arrays, [Fact()] * len(arrays), ())
+            return [jnp.asarray(x, np.float32) for x in outs[1:]]
+
+        self._run = jax.jit(run)
         most = 4 * sum(1 for _ in equations(self.program.jaxpr))
         shape = jax.ShapeDtypeStruct((most, 3), np.float32)
-        jax.eval_shape(self._gradient, self.program.arrays, shape)  # fills the rows
-
-    def _gradient(self, arrays: Sequence[Array], table: Array) -> list[Array]:
-        visitor = _Rounding(
-            groups=self.groups,
-            table=table,
-            rows=self._rows,
-            opaque=self.opaque,
-            with_fp8=self._with_fp8,
-        )
-        body, consts = open_jaxpr(self.program.jaxpr)
-        outs, _ = visitor.run(body, consts, arrays, [Fact()] * len(arrays), ())
-        return [jnp.asarray(x, np.float32) for x in outs[1:]]
+        jax.eval_shape(run, self.program.arrays, shape)  # fills the rows
 
     def gradient(self, rounds: Rounded) -> list[Array]:
         """Returns the gradient with groups rounded."""
@@ -411,7 +404,5 @@ def change(grads: Sequence[Array], exact: Sequence[Array]) -> Change:
         return Change(math.inf if found.size else 0.0, 1.0)
     off, _, whole = found.sum(0)
     kept = np.sqrt(found[:, 1] / np.maximum(found[:, 2], 1e-300))
-    return Change(
-        math.sqrt(off / whole) if whole else 0.0,
-        float(np.max(1 - np.where(found[:, 2] > 0, kept, 1), initial=0.0)),
-    )
+    lost = np.max(1 - np.where(found[:, 2] > 0, kept, 1), initial=0.0)
+    return Change(math.sqrt(off / whole) if whole else 0.0, float(lost))
