@@ -198,7 +198,8 @@ def emulate_part(names, half):
         bench = Bench(known)
         chosen = [PrecisionPolicy(half)]
         for kind, pattern in map(known.selector, known.labels):
-            chosen.append(PrecisionPolicy(half, **{kind: (pattern,)}))
+            fields: dict[str, Any] = {kind: (pattern,)}
+            chosen.append(PrecisionPolicy(half, **fields))
         ratios = []
         for policy in chosen[:8]:
             real, emulated = bench.error(policy), known.error(policy)

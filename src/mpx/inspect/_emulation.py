@@ -360,8 +360,13 @@ class Emulation:
         self._rows: dict[Key, int] = {}
 
         def run(arrays: Sequence[Array], table: Array) -> list[Array]:
-            found = {"rows": self._rows, "opaque": self.opaque, "with_fp8": with_fp8}
-            visitor = _Rounding(groups=self.groups, table=table, **found)
+            visitor = _Rounding(
+                groups=self.groups,
+                table=table,
+                rows=self._rows,
+                opaque=self.opaque,
+                with_fp8=with_fp8,
+            )
             body, consts = open_jaxpr(self.program.jaxpr)
             outs, _ = visitor.run(body, consts, arrays, [Fact()] * len(arrays), ())
             return [jnp.asarray(x, np.float32) for x in outs[1:]]

@@ -54,7 +54,7 @@ class Program(NamedTuple):
     recording: Recording  # what `amp` and `fp8` decided
 
     @property
-    def known(self) -> list[str | None]:
+    def known(self) -> list[Name]:
         """The name of each argument that is a parameter; `None` for the others."""
         return [name if i in self.params else None for i, name in enumerate(self.names)]
 
@@ -65,7 +65,7 @@ class Program(NamedTuple):
         return getattr(loss, "shape", None) == () and is_float(loss)
 
     @property
-    def made(self) -> list[str | None]:
+    def made(self) -> Sequence[Name]:
         """The parameter whose gradient each result is; `None` for other results.
 
         Consecutive results that have the shapes of all parameters are taken for their

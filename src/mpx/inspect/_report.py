@@ -236,7 +236,7 @@ class Report(Result):
         parts = [f"{amount(n, 'B')} in {x}" for x, n in self.residual_bytes.items()]
         if parts:
             found.append(Table.text(f"Kept for the backward pass: {', '.join(parts)}."))
-        return found + ([] if self.compiled is None else self.compiled.tables())
+        return [*found, *(self.compiled.tables() if self.compiled else ())]
 
     def _summary(self) -> str:
         amp = self.amp and f"amp to {self.amp.dtype}, rules {self.amp.rules}"
