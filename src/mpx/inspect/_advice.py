@@ -114,9 +114,8 @@ class Advice(Result):
         title = "Gradient error if one group alone is rounded"
         right = frozenset(range(1, 2 + len(formats)))
         tables = [Table(("group", "flops", *formats, ""), rows, title, right)]
-        texts = []
-        if len(self.groups) > _SHOWN:
-            rest = len(self.groups) - _SHOWN
+        texts, rest = list[str](), len(self.groups) - _SHOWN
+        if rest > 0:
             texts.append(f"{rest} more groups have smaller errors.")
         if self.opaque:
             texts.append(f"Not looked into: {', '.join(self.opaque)}.")
@@ -288,19 +287,12 @@ def advise(
     and once for each group of operations and each format, with that group alone rounded
     wherever `amp` or `fp8` would round. A group is the matmuls of one parameter, or the
     other operations of one `jax.named_scope`, or of one function where there are no scopes.
-    The program is compiled once.
 
     For each format it proposes the shortest keep-list with which the gradient is close
-    enough to that in f32: groups that add much error for their work are kept first, and each
-    proposal is emulated as a whole. f16 has its real range, with the loss scale at which
-    `mpx.DynamicLossScaling` comes to rest; groups that overflow are kept.
-
-    `measure=True` also runs the proposals, and compares their real gradients with that in
-    f32. Where one is not good enough, longer keep-lists are run. On a GPU they are timed in
-    turn; `amp`'s default wins ties. Elsewhere they are ranked by the time that their matmuls
-    take on an H200.
-
-    A small gradient error on one batch promises nothing about the accuracy after training.
+    enough to that in f32: groups that add much error for their work are kept first. f16 has
+    its real range, with the loss scale at which `mpx.DynamicLossScaling` comes to rest;
+    groups that overflow are kept. A small gradient error on one batch promises nothing about
+    the accuracy after training.
 
     Args:
         func: The loss function in f32, without `amp` or `fp8`. Its first result is the
@@ -309,11 +301,10 @@ def advise(
         formats: The formats to judge: of bf16, f16, e4m3 and e5m2.
         max_grad_error: The largest gradient error of the proposed policies, relative to the
             gradient. By default 0.05 for 16 bits and 0.25 for fp8, and 0.02 if measured.
-        measure: Whether to measure policies and to choose the fastest.
+        measure: Whether to run the proposals, and longer keep-lists where one is not good
+            enough, and to choose the fastest. On a GPU they are timed in turn; `amp`'s
+            default wins ties. Elsewhere the rates of an H200 rank their matmuls.
         **kwargs: Its keyword arguments.
-
-    Returns:
-        The advice, which prints as tables with policies to paste.
 
     Raises:
         TypeError: If the function is under `amp` or `fp8`, returns no scalar loss first, or
@@ -332,9 +323,8 @@ def advise(
         >>> print(advise(loss, params, x, formats=["bf16"], measure=True).policy)
         mpx.amp(loss, "bf16")
     """
-    known, chosen = (*HALVES, *EIGHTS), formats
-    if isinstance(formats, str):
-        chosen = (formats,)
+    known = (*HALVES, *EIGHTS)
+    chosen = (formats,) if isinstance(formats, str) else formats
     if not chosen or not {*chosen} <= {*known}:
         raise ValueError(
             f"`formats` must be some of {', '.join(known)}, but {formats!r} was given."

@@ -85,7 +85,7 @@ class Collectives(Result, list[Collective]):
 
 
 def collectives(compiled: jax.stages.Compiled | str) -> Collectives:
-    """Lists the collectives of a compiled program, with dtypes and bytes.
+    """Lists the collectives of a compiled program; the list prints as a table.
 
     With n devices in a group and a result of b bytes on each, a device sends b·(n-1)/n in
     an all-gather and an all-to-all, b·(n-1) in a reduce-scatter, 2·b·(n-1)/n in an
@@ -94,9 +94,6 @@ def collectives(compiled: jax.stages.Compiled | str) -> Collectives:
 
     Args:
         compiled: What `jax.jit(func).lower(...).compile()` returns, or its text.
-
-    Returns:
-        A list of `Collective`, in the order of the program's text; it prints as a table.
 
     Examples:
         >>> import jax
