@@ -280,7 +280,8 @@ def _grouped(what: str, kept: Iterable[Kept], empty: str) -> Table:
     """Returns one row for each primitive and reason, with the first of its sources."""
     groups: dict[tuple[str, str], dict[str, None]] = {}
     for x in kept:
-        groups.setdefault((x.primitive, _starred(x.reason)), {})[x.source] = None
+        key = x.primitive, _starred(x.reason)
+        groups.setdefault(key, {})[short_source(x.source)] = None
     rows = [
         (*key, f"{first} and {len(more)} more" if more else first)
         for key, (first, *more) in groups.items()
@@ -352,7 +353,7 @@ def report(
 
 def _as_kept(decisions: Iterable[Decision]) -> tuple[Kept, ...]:
     return tuple(
-        Kept(x.primitive, x.reason, " ".join(x.params), x.scope, short_source(x.source))
+        Kept(x.primitive, x.reason, " ".join(x.params), x.scope, x.source)
         for x in decisions
     )
 
