@@ -24,7 +24,7 @@ from _measure import format_table, number, read_options
 from _models import make_task
 from _zoo import REGISTRY
 from mpx.inspect._advice import Bench
-from mpx.inspect._policies import Option, Study
+from mpx.inspect._policies import PrecisionPolicy, Study
 from text import TINY
 
 
@@ -83,13 +83,14 @@ def emulate_part(names, half):
         for label in known.labels:
             known.alone(half, label)
         seconds = time.perf_counter() - start
-        bench = Bench(case.loss, case.args, {}, known.scale)
-        chosen = [Option(half)]
-        chosen += [Option(half, (known.selector(label),)) for label in known.labels]
+        bench = Bench(known)
+        chosen = [PrecisionPolicy(half)]
+        for kind, pattern in map(known.selector, known.labels):
+            fields: dict[str, Any] = {kind: (pattern,)}
+            chosen.append(PrecisionPolicy(half, **fields))
         ratios = []
-        for option in chosen[:8]:
-            policy, emulated = known.policy(option), known.error(option)
-            real = bench.error(policy)
+        for policy in chosen[:8]:
+            real, emulated = bench.error(policy), known.error(policy)
             print(f"  {name} {policy}: {emulated:.2e} {real:.2e}", flush=True)
             ratios += [real / emulated] if emulated > 0 else []
         default, *kept = ratios

@@ -34,7 +34,7 @@ import _measure as measure
 import mpx
 from _models import Decoder
 from mpx.inspect import collectives
-from mpx.inspect._compiled import compiler_options, described, target_devices
+from mpx.inspect._compiled import compiler_options, described, h200_devices
 
 # A length that is no width of a weight, nor a part of one, tells activations.
 LLAMA = Decoder(32, 4096, 11008, 32, 32, 32000, sequences=8, length=3072)
@@ -95,7 +95,7 @@ def cases():
 def compiled(case, sizes):
     """Returns the gradient step of a case, compiled for eight H200s."""
     shape, names = MESHES.get(case.layout, ((8,), "data"))
-    mesh = Mesh(np.array(target_devices("h200", 8)).reshape(shape), names)
+    mesh = Mesh(np.array(h200_devices(8)).reshape(shape), names)
 
     def sharded(path, shape):
         sharding = NamedSharding(mesh, spec_of(case.layout, path[-1].key))

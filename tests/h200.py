@@ -13,9 +13,9 @@ TOKENS, WIDTH, HIDDEN = 2048, 1024, 4096
 
 def devices():
     """Eight H200s that one can compile for."""
-    from mpx.inspect._compiled import target_devices
+    from mpx.inspect._compiled import h200_devices
 
-    return target_devices("h200")
+    return h200_devices(8)
 
 
 def compiler_options() -> dict[str, Any]:

@@ -11,9 +11,6 @@ import pytest
 from mpx.__main__ import main
 from mpx.inspect import Diagnosis, _doctor, doctor
 
-NONE = dict.fromkeys(("f32", "tf32", "bf16", "f16", "fp8", "mx"), (False, ""))
-YES = (True, "")
-
 
 @pytest.fixture(scope="module")
 def found():
@@ -23,36 +20,31 @@ def found():
 def test_a_diagnosis_has_all_parts(found):
     assert isinstance(found, Diagnosis)
     assert found.versions["jax"] == jax.__version__
-    (device,) = found.devices
-    assert (device.platform, device.count) == ("cpu", 8)
-    rates = {x.name: x.rate for x in found.formats}
-    assert list(rates) == ["f32", "tf32", "bf16", "f16", "fp8", "mx"]
-    assert (rates["f32"] or 0) > 1e8
-    assert rates["tf32"] is None
+    assert (found.platform, [*found.devices.values()]) == ("cpu", [8])
     assert (found.bandwidth or 0) > 1e7
-    assert found.extras["flax"]
-    assert "On a CPU" in found.reason
+    assert "Only f32 is native" in found.reason
     text = str(found)
-    for part in ("Formats", "Recommended", "Optional packages", "FLOP/s", "B/s"):
+    for part in ("Native matmuls: f32.", "Recommended", "B/s"):
         assert part in text
-    assert "<table>" in found._repr_html_()
+    assert "<p><b>Recommended</b></p>" in found._repr_html_()
 
 
 @pytest.mark.parametrize(
-    ("native", "rates", "code", "reason"),
+    ("native", "code", "reason"),
     [
-        ({"bf16": YES, "f16": YES, "fp8": YES}, {"f32": 1e12, "bf16": 9e12, "fp8": 2e13},
-         "mpx.amp(loss)", "no loss scaling. Measured: 9.0× the rate of f32. Large matmuls"),
-        ({"bf16": YES, "f16": YES}, {}, "mpx.amp(loss)", "has the range of f32"),
-        ({"f16": YES}, {"f32": 1e12, "f16": 4e12}, "DynamicLossScaling.pow2()", "4.0×"),
-        ({"f32": YES}, {}, "mpx.amp(loss)", "does not know this device"),
+        (
+            ("bf16", "f16", "fp8"),
+            "mpx.amp(loss)",
+            "no loss scaling. Large matmuls can run",
+        ),
+        (("bf16", "f16"), "mpx.amp(loss)", "has the range of f32"),
+        (("f32", "f16"), "DynamicLossScaling.pow2()", "Only f16 runs natively"),
+        (("f32",), "f32", "Use bf16 to test"),
+        (None, "mpx.amp(loss)", "does not know this device"),
     ],
-)  # fmt: skip
-def test_the_recommendation_follows_the_formats(
-    monkeypatch, native, rates, code, reason
-):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    found = _doctor.recommend(NONE | native, rates)
+)
+def test_the_recommendation_follows_the_formats(native, code, reason):
+    found = _doctor.recommend(native)
     assert code in found[0]
     assert reason in found[1]
 
@@ -68,8 +60,7 @@ def test_the_recommendation_follows_the_formats(
 )
 def test_formats_of_cuda_follow_the_capability(monkeypatch, capability, native):
     monkeypatch.setattr(_doctor, "cuda_capability", lambda: capability)
-    found = {name for name, (here, _) in _doctor.formats().items() if here}
-    assert found == native | {"f32"}
+    assert {*(_doctor.formats() or ())} == native | {"f32"}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +78,7 @@ def test_tpus_with_fp8_are_known_by_the_names_of_jax(monkeypatch, kind, native):
     device = types.SimpleNamespace(device_kind=kind)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    assert _doctor.formats()["fp8"] == (native, kind)
+    assert ("fp8" in (_doctor.formats() or ())) == native
 
 
 def test_memory_is_that_of_a_device_of_this_process(monkeypatch):
@@ -100,7 +91,7 @@ def test_memory_is_that_of_a_device_of_this_process(monkeypatch):
             raise RuntimeError("only supported for addressable devices")
 
     monkeypatch.setattr(jax, "devices", lambda: [Elsewhere(), here])
-    assert doctor(measure=False).devices[0].count == 2
+    assert [*doctor(measure=False).devices.values()] == [2]
 
 
 def test_the_wrong_build_of_jaxlib_is_named():
@@ -111,20 +102,12 @@ def test_the_wrong_build_of_jaxlib_is_named():
     assert "this is one" not in harmless
 
 
-def test_a_format_that_the_backend_lacks_has_no_rate(monkeypatch):
-    def fail(name):
-        raise NotImplementedError
-
-    monkeypatch.setattr(_doctor, "_matmul", fail)
-    assert _doctor.measure_rates(_doctor.formats()) == {}
-
-
 def test_the_command_prints_tables_or_json(capsys):
     assert main(["doctor", "--no-measure"]) == 0
     assert "Recommended" in capsys.readouterr().out
     assert main(["doctor", "--no-measure", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["devices"][0]["platform"] == "cpu"
+    assert printed["platform"] == "cpu"
     assert printed["bandwidth"] is None
 
 

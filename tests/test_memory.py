@@ -155,20 +155,17 @@ def test_loss_is_needed():
         memory(lambda p, x: x @ p["a"], PARAMS, shape(B, D))
 
 
-def test_unknown_option_and_target_are_refused():
+def test_unknown_option_is_refused():
     found = memory(loss, PARAMS, shape(B, D))
     with pytest.raises(KeyError, match="There is no 'bf16'; there are"):
         found["bf16"]
-    with pytest.raises(ValueError, match="`target` must be one of"):
-        memory(loss, PARAMS, shape(B, D), target="a100")
-    assert memory(loss, PARAMS, shape(B, D), target="H200").gpu == (9, 0)
 
 
 def test_result_prints_and_exports():
     found = memory(loss, PARAMS, shape(B, D))
     assert "predicted peak" in str(found)
     assert len(str(found).splitlines()) == 3 + len(found.options)
-    assert json.loads(found.to_json())["gpu"] == [9, 0]
+    assert len(json.loads(found.to_json())["options"]) == len(found.options)
 
 
 # --- The model of what XLA keeps ------------------------------------------------------
@@ -301,16 +298,11 @@ def test_prediction_agrees_with_the_compiler(name, option):
 
 
 @pytest.mark.gpu_compile
-def test_program_for_eight_gpus_tells_its_collectives():
+def test_kernels_and_matmuls_of_the_compiled_program_are_counted():
     func, params, x = COMPILED["relu"]
-    found = mpx.inspect.report(mpx.amp(func), params, x, target="h200", devices=8)
-    # Gradients are summed in f32 around a ring of eight.
-    sent = sum(row.bytes for row in found.compiled.collectives)
-    assert {row.dtype for row in found.compiled.collectives} == {"f32"}
-    grads = 6 * 1024 * 1024 * 4 * 2 * 7 // 8
-    assert grads <= sent <= grads + 64
-    assert found.compiled.kernels > 10
-    assert sum(found.compiled.matmuls.other.values()) == 17
+    found = mpx.inspect.report(mpx.amp(func), params, x, target="h200").compiled
+    assert found.kernels > 10
+    assert sum(found.matmuls.other.values()) == 17
 
 
 @pytest.mark.gpu_compile
@@ -371,7 +363,7 @@ def test_plugin_that_jax_left_out_is_registered(monkeypatch):
     names = types.SimpleNamespace(get_topology_desc=describe)
     monkeypatch.setattr(_compiled, "private", lambda _: names)
     monkeypatch.setattr(_compiled, "_initialize_plugin", lambda: done.append(True))
-    assert _compiled.target_devices("h200", 1) == ["gpu"]
+    assert _compiled.h200_devices(1) == ["gpu"]
 
 
 def test_refusal_of_the_plugin_is_explained(monkeypatch):
@@ -384,8 +376,9 @@ def test_refusal_of_the_plugin_is_explained(monkeypatch):
     monkeypatch.setattr(_compiled.jax, "jit", lambda _: stages)
     full = program(loss, (PARAMS, shape(B, D)), {})
     mesh = jax.make_mesh((1,), ("devices",), devices=jax.devices()[:1])
-    with pytest.raises(NotImplementedError, match="matmuls in fp8 are known to be one"):
-        _compiled.compile_for(full, "h200", mesh)
+    message = "matmuls in fp8 are known to be one"
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=message):
+        _compiled.compile_for(full, "h200")
 
 
 def test_description_of_the_target_is_shipped():

@@ -22,15 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             place = arguments.coordinator, arguments.processes, arguments.process_id
             jax.distributed.initialize(*(place if arguments.coordinator else ()))
         check_processes(arguments.processes)
-        found = conformance(measure=measure)
-        status = int(not found.passed)
-    else:
-        found = doctor(measure=measure)
-        status = int(bool(found.problems))
+    found = (conformance if arguments.cluster else doctor)(measure=measure)
     is_first = jax.process_index() == 0  # pyright: ignore[reportUnknownMemberType]
     if is_first or not arguments.cluster:
         print(found.to_json(indent=2) if arguments.json else found)
-    return status
+    return int(not found.passed)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -208,20 +208,6 @@ def last_uses(jaxpr: Any) -> list[list[PyTree]]:
     return found[::-1]
 
 
-def makers(eqn: Equation, position: int, entered: Collection[str]) -> list[Equation]:
-    """Returns an equation and those inside it that make one of its results.
-
-    The results of `entered` primitives are those of their jaxpr.
-    """
-    if primitive_name(eqn) in entered:
-        body = body_of(eqn)
-        for inner in body.eqns:
-            for i, var in enumerate(inner.outvars):
-                if var is body.outvars[position]:
-                    return [eqn, *makers(inner, i, entered)]
-    return [eqn]
-
-
 Verdict = bool | OneOf["result", "inside"]
 """Whether a use of a value passes, or what decides: the uses of the result or inside."""
 

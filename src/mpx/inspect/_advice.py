@@ -5,14 +5,13 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
+from jaxtyping import PyTree
 
 from mpx._casting._half import gradient_function
-from mpx._jax._progress import Tell, progress, silent
 from mpx._scaling._loss_scaling import StaticLossScaling
 from mpx.inspect._emulation import change
 from mpx.inspect._policies import (
@@ -21,14 +20,13 @@ from mpx.inspect._policies import (
     LIMITS,
     MOST_LOST,
     Candidate,
-    Option,
     PrecisionPolicy,
     Study,
     propose,
     within,
 )
 from mpx.inspect._program import gradient, program
-from mpx.inspect._result import Result, Table, amount, percent
+from mpx.inspect._result import Result, Table, percent
 
 _MEASURED_LIMIT = 0.02
 _SHOWN = 30
@@ -116,9 +114,8 @@ class Advice(Result):
         title = "Gradient error if one group alone is rounded"
         right = frozenset(range(1, 2 + len(formats)))
         tables = [Table(("group", "flops", *formats, ""), rows, title, right)]
-        texts = []
-        if len(self.groups) > _SHOWN:
-            rest = len(self.groups) - _SHOWN
+        texts, rest = list[str](), len(self.groups) - _SHOWN
+        if rest > 0:
             texts.append(f"{rest} more groups have smaller errors.")
         if self.opaque:
             texts.append(f"Not looked into: {', '.join(self.opaque)}.")
@@ -135,40 +132,33 @@ def _number(value: float) -> str:
 
 
 def _described(name: str, proposal: Candidate) -> Table:
-    error = f"gradient error {_number(proposal.predicted_error)}"
-    if proposal.kept:
+    policy, error = (
+        proposal.policy,
+        f"gradient error {_number(proposal.predicted_error)}",
+    )
+    if policy.keep or policy.functions or policy.keep_fp8:
         error += f", instead of {_number(proposal.default)} without keep"
-    remark = [proposal.remark] if proposal.remark else []
-    return Table.text("\n".join([str(proposal.policy), error, *remark]), f"{name}:")
+    lines = filter(None, (str(policy), error, proposal.remark))
+    return Table.text("\n".join(lines), f"{name}:")
 
 
 def _measured(candidates: Sequence[Candidate]) -> Table:
-    def timed(x: Candidate) -> str:
-        if x.time is None:
-            return "–"
-        return f"{1e3 * x.time:.3g} ± {1e3 * (x.spread or 0.0) / 2:.1g} ms"
-
-    rows = [
-        (
-            str(x.policy),
-            f"{x.predicted_error:.1e}",
-            f"{x.error or 0:.1e}",
-            f"{1e3 * x.predicted_time:.3g} ms",
-            timed(x),
-            "–" if x.memory is None else amount(x.memory, "B"),
-        )
-        for x in candidates
-    ]
-    head = ("policy", "predicted", "measured", "cost table", "time", "memory")
+    rows = []
+    for x in candidates:
+        errors = f"{x.predicted_error:.1e}", f"{x.error or 0:.1e}"
+        clock = "–"
+        if x.time is not None:
+            clock = f"{1e3 * x.time:.3g} ± {1e3 * (x.spread or 0.0) / 2:.1g} ms"
+        rows.append((str(x.policy), *errors, f"{1e3 * x.predicted_time:.3g} ms", clock))
+    head = ("policy", "predicted", "measured", "matmuls on an H200", "time")
     title = "Error of the gradient, and time"
-    return Table(head, rows, title, frozenset(range(1, 6)))
+    return Table(head, rows, title, frozenset(range(1, 5)))
 
 
 # --- Measuring ------------------------------------------------------------------------
 
 _TRIES = 4  # keep-lists of one format that are measured until one is good enough
 _NEAR = 1.02  # policies within this factor of the fastest are about as fast
-_LEANER = 0.95
 _TURNS = 9
 _LEAST_TIME = 0.02  # seconds of calls, so that one measurement is longer than its noise
 
@@ -177,61 +167,41 @@ class Bench:
     """Measures the gradients of policies against the gradient in f32.
 
     Attributes:
-        has_gpu: Whether policies are timed.
-        done: The measurements of each policy, as fields of `Candidate`.
+        errors: The error of each measured policy.
     """
 
-    def __init__(
-        self,
-        func: Callable[..., object],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        scale: float,
-    ) -> None:
-        self._call, self._scale = (func, args, kwargs), scale
-        self.has_gpu = jax.default_backend() == "gpu"
-        self.done: dict[PrecisionPolicy, dict[str, Any]] = {}
+    def __init__(self, study: Study) -> None:
+        self._study = study
+        self.errors: dict[PrecisionPolicy, float] = {}
         self._runs: dict[PrecisionPolicy, Callable[[], list[Array]]] = {}
-
-    @functools.cached_property
-    def _exact(self) -> list[Array]:
-        """The gradient in f32, multiplied in full f32."""
-        func, args, kwargs = self._call
-        with jax.default_matmul_precision("highest"):
-            grad = gradient(program(func, args, kwargs))
-            return jax.jit(grad.__call__)(*grad.arrays)[1:]
 
     def error(self, policy: PrecisionPolicy) -> float:
         """Returns the error of the gradient under a policy."""
-        if policy not in self.done:
-            func, args, kwargs = self._call
-            scaling = StaticLossScaling(self._scale) if policy.half == "f16" else None
+        if policy not in self.errors:
+            (func, args, kwargs), scaling = self._study.call, None
+            if policy.half == "f16":
+                scaling = StaticLossScaling(self._study.scale)
             with gradient_function():
-                forward = program(policy.apply(func), args, kwargs)
-                grad = gradient(forward, scaling)
+                grad = gradient(program(policy.apply(func), args, kwargs), scaling)
             compiled = jax.jit(grad.__call__).lower(*grad.arrays).compile()
             run = functools.partial(compiled, *grad.arrays)
-            analysis = compiled.memory_analysis()
             self._runs[policy] = run
-            self.done[policy] = {
-                "error": change(run()[1:], self._exact).error,
-                "memory": getattr(analysis, "temp_size_in_bytes", None),
-            }
-        return self.done[policy]["error"]
+            self.errors[policy] = change(run()[1:], self._study.emulation.exact).error
+        return self.errors[policy]
 
-    def time(self) -> None:
-        """Times the measured policies in turn, and adds how far times spread."""
+    def times(self) -> dict[PrecisionPolicy, tuple[float, float]]:
+        """Times the policies in turn: the seconds, and how far they spread."""
         counts = {
             policy: math.ceil(_LEAST_TIME / max(_seconds(call, 2), 1e-9))
             for policy, call in self._runs.items()
         }
-        found: dict[PrecisionPolicy, list[float]] = {x: [] for x in counts}
-        for _ in range(_TURNS):
-            for policy, call in self._runs.items():
-                found[policy].append(_seconds(call, counts[policy]))
-        for policy, times in found.items():
-            low, middle, high = np.quantile(times, (0.1, 0.5, 0.9))
-            self.done[policy] |= {"time": float(middle), "spread": float(high - low)}
+        turns = [
+            [_seconds(self._runs[policy], count) for policy, count in counts.items()]
+            for _ in range(_TURNS)
+        ]
+        low, middle, high = np.quantile(turns, (0.1, 0.5, 0.9), axis=0)
+        pairs = zip(middle.tolist(), (high - low).tolist(), strict=True)
+        return dict(zip(counts, pairs, strict=True))
 
 
 def _seconds(call: Callable[[], list[Array]], times: int) -> float:
@@ -242,102 +212,74 @@ def _seconds(call: Callable[[], list[Array]], times: int) -> float:
     return (time.perf_counter() - start) / times
 
 
-def measure_all(
-    known: Study,
-    bench: Bench,
-    wanted: Sequence[str],
-    limit: float,
-    tell: Tell = silent,
-) -> list[Candidate]:
+def measure_all(study: Study, wanted: Sequence[str], limit: float) -> list[Candidate]:
     """Returns measured policies: the default, then the fastest good one of each format.
 
     The formats are bf16, f16 and fp8. Where an emulation was too hopeful, the next longer
     keep-lists are measured.
     """
-    found = dict[PrecisionPolicy, Option]()
-
-    def error(option: Option) -> float:
-        policy = known.policy(option)
-        found.setdefault(policy, option)
-        tell(f"measuring {policy}")
-        return bench.error(policy)
-
-    error(Option("bf16" if wanted[0] == "fp8" else wanted[0]))
+    bench = Bench(study)
+    bench.error(PrecisionPolicy("bf16" if wanted[0] == "fp8" else wanted[0]))
     for name in wanted:
-        for option in within(known, name, limit)[:_TRIES]:
-            if error(option) <= limit:
+        for policy in within(study, name, limit)[:_TRIES]:
+            if bench.error(policy) <= limit:
                 break
-    if bench.has_gpu:
-        tell("timing")
-        bench.time()
-    return [
-        dataclasses.replace(known.candidate(option), **bench.done[policy])
-        for policy, option in found.items()
-    ]
+    times = bench.times() if jax.default_backend() == "gpu" else {}
+    found = []
+    for policy, error in bench.errors.items():
+        clock, spread = times.get(policy, (None, None))
+        measured = {"error": error, "time": clock, "spread": spread}
+        found.append(dataclasses.replace(study.candidate(policy), **measured))
+    return found
 
 
 def choose(
-    candidates: Sequence[Candidate], limit: float, has_gpu: bool
+    candidates: Sequence[Candidate], limit: float
 ) -> tuple[PrecisionPolicy, str]:
-    """Returns the fastest policy within the limit, and why; the first is the default."""
+    """Returns the fastest policy within the limit, and why.
+
+    The first is the default of `amp`. It wins ties: times that differ by no more than they
+    vary from run to run.
+    """
+
+    def error(x: Candidate) -> float:
+        return math.inf if x.error is None else x.error
+
+    def clock(x: Candidate) -> float:
+        return x.predicted_time if x.time is None else x.time
+
     usual = candidates[0]
-    good = [x for x in candidates if _error(x) <= limit]
+    good = [x for x in candidates if error(x) <= limit]
     if not good:
-        best = min(candidates, key=_error)
+        best = min(candidates, key=error)
         return best.policy, (
             f"No measured policy reaches {limit:g}: this is the most exact, with "
-            f"{_error(best):.1e}. Pass a larger `max_grad_error`, or stay in f32."
+            f"{error(best):.1e}. Pass a larger `max_grad_error`, or stay in f32."
         )
-    best = _fastest(good, usual, has_gpu)
+    best = min(good, key=clock)
+    noise = (usual.spread or 0.0) + (best.spread or 0.0)
+    if usual in good and clock(usual) <= max(_NEAR * clock(best), clock(best) + noise):
+        best = usual
     what = "The default of `amp` is best" if best is usual else "The fastest policy"
-    by = "as timed on this GPU"
-    if not has_gpu:
-        by = "by the cost table of an H200; not timed"
+    is_timed = usual.time is not None
+    by = "as timed on this GPU" if is_timed else "by the rates of an H200; not timed"
     remark = f"{what} within {limit:g}, {by}."
     if usual not in good:
-        remark += f" The default of `amp` has an error of {_error(usual):.1e}."
+        remark += f" The default of `amp` has an error of {error(usual):.1e}."
     return best.policy, remark
-
-
-def _error(candidate: Candidate) -> float:
-    return math.inf if candidate.error is None else candidate.error
-
-
-def _clock(candidate: Candidate, has_gpu: bool) -> float:
-    return (candidate.time or 0.0) if has_gpu else candidate.predicted_time
-
-
-def _is_tie(slower: Candidate, faster: Candidate, has_gpu: bool) -> bool:
-    """Returns whether two times differ by no more than they vary from run to run."""
-    noise = (slower.spread or 0.0) + (faster.spread or 0.0)
-    least = _clock(faster, has_gpu)
-    return _clock(slower, has_gpu) <= max(_NEAR * least, least + noise)
-
-
-def _fastest(good: Sequence[Candidate], usual: Candidate, has_gpu: bool) -> Candidate:
-    """Returns the fastest candidate; the default or the leanest of those about as fast."""
-    fastest = min(good, key=lambda x: _clock(x, has_gpu))
-    near = [x for x in good if _is_tie(x, fastest, has_gpu)]
-    if not has_gpu:  # what a program needs on a CPU says nothing about a GPU
-        return usual if usual in near else fastest
-    lean = min(near, key=lambda x: x.memory or math.inf)
-    if usual not in near or (lean.memory or math.inf) < _LEANER * (usual.memory or 0):
-        return lean
-    return usual
 
 
 # --- advise ---------------------------------------------------------------------------
 
 
 def advise(
-    func: Callable[..., object],
+    func: Callable[..., PyTree],
     /,
-    *args: Any,
+    *args: PyTree,
     formats: Sequence[str] = ("bf16", "f16", "e4m3", "e5m2"),
-    batches: Sequence[Any] = (),
     max_grad_error: float | None = None,
     measure: bool = False,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> Advice:
     """Finds out what each part of a function does to the gradient in each format.
 
@@ -345,35 +287,24 @@ def advise(
     and once for each group of operations and each format, with that group alone rounded
     wherever `amp` or `fp8` would round. A group is the matmuls of one parameter, or the
     other operations of one `jax.named_scope`, or of one function where there are no scopes.
-    The program is compiled once.
 
     For each format it proposes the shortest keep-list with which the gradient is close
-    enough to that in f32: groups that add much error for their time are kept first, and each
-    proposal is emulated as a whole. f16 has its real range, with the loss scale at which
-    `mpx.DynamicLossScaling` comes to rest; groups that overflow are kept.
-
-    `measure=True` also runs the proposals, and compares their real gradients with that in
-    f32. Where one is not good enough, longer keep-lists are run. On a GPU they are timed in
-    turn; `amp`'s default wins ties, unless another one needs less memory. Elsewhere they are
-    ranked by a table of the rates of an H200.
-
-    A small gradient error on one batch promises nothing about the accuracy after training.
+    enough to that in f32: groups that add much error for their work are kept first. f16 has
+    its real range, with the loss scale at which `mpx.DynamicLossScaling` comes to rest;
+    groups that overflow are kept. A small gradient error on one batch promises nothing about
+    the accuracy after training.
 
     Args:
         func: The loss function in f32, without `amp` or `fp8`. Its first result is the
             loss, and its first argument, or the function itself, holds the parameters.
-        *args: Its arguments, with real numbers: those of one batch.
+        *args: Its arguments, with real numbers: those of a batch.
         formats: The formats to judge: of bf16, f16, e4m3 and e5m2.
-        batches: Further batches to average over: for each, the arguments after the first, as
-            a tuple, or the argument itself if there is one. If the function itself holds the
-            parameters, as a module does, a batch has all arguments.
         max_grad_error: The largest gradient error of the proposed policies, relative to the
             gradient. By default 0.05 for 16 bits and 0.25 for fp8, and 0.02 if measured.
-        measure: Whether to measure policies and to choose the fastest.
+        measure: Whether to run the proposals, and longer keep-lists where one is not good
+            enough, and to choose the fastest. On a GPU they are timed in turn; `amp`'s
+            default wins ties. Elsewhere the rates of an H200 rank their matmuls.
         **kwargs: Its keyword arguments.
-
-    Returns:
-        The advice, which prints as tables with policies to paste.
 
     Raises:
         TypeError: If the function is under `amp` or `fp8`, returns no scalar loss first, or
@@ -392,7 +323,13 @@ def advise(
         >>> print(advise(loss, params, x, formats=["bf16"], measure=True).policy)
         mpx.amp(loss, "bf16")
     """
-    formats = _check_formats(formats)
+    known = (*HALVES, *EIGHTS)
+    chosen = (formats,) if isinstance(formats, str) else formats
+    if not chosen or not {*chosen} <= {*known}:
+        raise ValueError(
+            f"`formats` must be some of {', '.join(known)}, but {formats!r} was given."
+        )
+    formats = tuple(name for name in known if name in chosen)
     if max_grad_error is not None and not max_grad_error > 0:
         raise ValueError(
             "`max_grad_error` must be a positive number such as 0.02, but it is "
@@ -400,55 +337,36 @@ def advise(
         )
     wanted = [x for x in HALVES if x in formats]
     wanted += ["fp8"] if {*formats} & {*EIGHTS} else []
-    with progress("advise") as tell:
-        known = Study(func, args, kwargs, batches, formats, tell=tell)
-        proposals = {
-            name: propose(known, name, max_grad_error or LIMITS[name])
-            for name in wanted
-        }
-        groups = _rows(known, formats)
-        candidates, policy, remark = list[Candidate](), None, ""
-        if measure:
-            limit = max_grad_error or _MEASURED_LIMIT
-            bench = Bench(func, args, kwargs, known.scale)
-            candidates = measure_all(known, bench, wanted, limit, tell)
-            policy, remark = choose(candidates, limit, bench.has_gpu)
+    study = Study(func, args, kwargs, formats)
+    proposals = {
+        name: propose(study, name, max_grad_error or LIMITS[name]) for name in wanted
+    }
+    candidates, policy, remark = list[Candidate](), None, ""
+    if measure:
+        limit = max_grad_error or _MEASURED_LIMIT
+        candidates = measure_all(study, wanted, limit)
+        policy, remark = choose(candidates, limit)
+    groups = [_advice(study, label, formats) for label in study.labels]
     return Advice(
-        groups=groups,
+        groups=tuple(sorted(groups, key=lambda row: -row.errors[formats[0]])),
         proposals=proposals,
         candidates=tuple(sorted(candidates, key=lambda x: x.predicted_time)),
         policy=policy,
-        loss_scale=known.scale,
-        opaque=tuple(sorted(known.emulation.opaque)),
+        loss_scale=study.scale,
+        opaque=tuple(sorted(study.emulation.opaque)),
         remark=remark,
     )
 
 
-def _check_formats(formats: Sequence[str]) -> tuple[str, ...]:
-    known, chosen = (*HALVES, *EIGHTS), formats
-    if isinstance(formats, str):
-        chosen = (formats,)
-    if not chosen or not {*chosen} <= {*known}:
-        raise ValueError(
-            f"`formats` must be some of {', '.join(known)}, but {formats!r} was given."
-        )
-    return tuple(name for name in known if name in chosen)
-
-
-def _rows(known: Study, formats: tuple[str, ...]) -> tuple[GroupAdvice, ...]:
-    """Returns one row for each label."""
-    rows = []
-    for label, members in known.labels.items():
-        changes = {name: known.alone(name, label) for name in formats}
-        selector = known.selector(label)
-        row = GroupAdvice(
-            label=label,
-            selector=selector.pattern,
-            kind=selector.kind,
-            flops=sum(known.work[i].flops for i in members),
-            errors={name: found.error for name, found in changes.items()},
-            overflows=label in known.overflowing,
-            vanishing=changes["f16"].lost if "f16" in formats else 0.0,
-        )
-        rows.append(row)
-    return tuple(sorted(rows, key=lambda row: -row.errors[formats[0]]))
+def _advice(study: Study, label: str, formats: Sequence[str]) -> GroupAdvice:
+    changes = {name: study.alone(name, label) for name in formats}
+    selector = study.selector(label)
+    return GroupAdvice(
+        label=label,
+        selector=selector.pattern,
+        kind=selector.kind,
+        flops=sum(study.flops[i] for i in study.labels[label]),
+        errors={name: found.error for name, found in changes.items()},
+        overflows=label in study.overflowing,
+        vanishing=changes["f16"].lost if "f16" in formats else 0.0,
+    )

@@ -6,35 +6,31 @@ values of a jaxpr never exist in memory. The rules here say which ones do.
 
 import collections
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 from jaxtyping import PyTree
 
 from mpx._jax._compat import Literal, open_jaxpr, primitive_name
 from mpx._program._flow import Walk
-from mpx._program._interpreter import Aval, Jaxpr, Scopes
+from mpx._program._interpreter import Aval, Jaxpr
 from mpx._program._queries import (
     ATTENTION,
     CALLS,
     CROSS_ENTROPY,
     GROUPED,
     MATMULS,
-    MOVES,
     SHAPE_ONLY,
     Equation,
     Position,
     fold,
     has_body,
-    makers,
     names,
-    repetitions,
 )
-from mpx.inspect._dtypes import HALF
+from mpx.inspect._dtypes import short_dtypes
+from mpx.inspect._result import total
 
-K = TypeVar("K")
-
-INLINED = (*CALLS, *names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"))
+_INLINED = (*CALLS, *names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"))
 _READS_MEMORY = frozenset(
     (
         *MATMULS,
@@ -75,38 +71,20 @@ _SMALLER = 0.6  # A result is kept instead of its operands below this share of t
 
 
 class Buffer(NamedTuple):
-    """A value in memory.
-
-    Attributes:
-        bytes: Its size.
-        dtype: Its dtype.
-        eqn: The equation that makes it.
-        callers: The equations that hold this one, from the outside in.
-        is_saved: Whether the forward pass makes it and the backward pass reads it.
-            What a scan makes counts as made inside it.
-        is_result: Whether it is a result of the program.
-    """
+    """A value in memory."""
 
     bytes: int
     dtype: str
-    eqn: Equation
-    callers: tuple[Equation, ...]
-    is_saved: bool
-    is_result: bool
+    is_saved: bool  # the forward pass makes it and the backward pass reads it
+    is_result: bool  # of the program
 
 
 class Peak(NamedTuple):
-    """The moment at which a program needs most memory, its arguments not counted.
-
-    Attributes:
-        bytes: What it needs then.
-        live: The buffers that exist then.
-        saved: What the forward pass leaves for the backward pass.
-    """
+    """The moment at which a program needs most memory, its arguments not counted."""
 
     bytes: int
-    live: list[Buffer]
-    saved: list[Buffer]
+    live: list[Buffer]  # the buffers that exist then
+    saved: list[Buffer]  # what the forward pass leaves for the backward pass
 
 
 class _Node(NamedTuple):
@@ -126,28 +104,24 @@ def nbytes(aval: Aval) -> int:
     return math.prod(shape) * int(size)
 
 
+def by_dtype(buffers: Iterable[Buffer]) -> dict[str, int]:
+    """Returns the bytes by dtype, the most first."""
+    found = total((short_dtypes([x.dtype]), x.bytes) for x in buffers)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
 Inner = Callable[[Equation], Sequence[Peak]]
 """Returns the peaks of the jaxprs inside an equation."""
 
 
 class _Graph(Walk[int]):
-    """A jaxpr without calls: each value has a number; a literal has -1.
-
-    Attributes:
-        nodes: The equations, in the order of the kernels.
-        size: The bytes of each value.
-        dtype: The dtype of each value.
-        maker: The equation that makes it; `None` for an argument.
-        outs: The results.
-        same: For each value the one whose buffer it shares.
-        stored: The values that are in memory, arguments excepted.
-        roots: For the other values, the stored ones from which they are computed again.
-    """
+    """A jaxpr without calls: each value has a number; a literal has -1."""
 
     unknown = -1
 
     def __init__(self, jaxpr: Jaxpr, inner: Inner) -> None:
-        self.nodes: list[_Node] = []
+        self.nodes: list[_Node] = []  # in the order of the kernels
+        # Of each value the bytes, the dtype, and the equation that makes it, if one does.
         self.size: list[int] = []
         self.dtype: list[str] = []
         self.maker: list[_Node | None] = []
@@ -155,10 +129,12 @@ class _Graph(Walk[int]):
         self._inner = inner
         inputs = [self.constant(var) for var in open_jaxpr(jaxpr)[0].invars]
         self.outs = self.run(jaxpr, inputs)
+        # For each value the one whose buffer it shares.
         self.same = list(range(len(self.size)))
         self._share_buffers()
+        # The values in memory, and for the others those from which they are computed.
         self.stored: set[int] = set()
-        self.roots: dict[int, frozenset[int]] = {}
+        self._roots: dict[int, frozenset[int]] = {}
         self._store()
 
     def constant(self, var: PyTree) -> int:
@@ -219,7 +195,7 @@ class _Graph(Walk[int]):
                 if node.name in _READS_MEMORY:
                     wanted.add(value)
         for node in self.nodes:
-            sources = frozenset[int]().union(*map(self.sources, node.reads))
+            sources = frozenset[int]().union(*map(self._sources, node.reads))
             total = sum(size[x] for x in sources)
             for out in node.outs:
                 if same[out] != out:
@@ -239,14 +215,14 @@ class _Graph(Walk[int]):
                 ):
                     self.stored.add(out)
                 else:
-                    self.roots[out] = sources
+                    self._roots[out] = sources
 
-    def sources(self, value: int) -> frozenset[int]:
+    def _sources(self, value: int) -> frozenset[int]:
         """Returns the stored values from which a value is read or computed."""
         value = self.same[value]
         if value in self.stored:
             return frozenset({value})
-        return self.roots.get(value, frozenset())
+        return self._roots.get(value, frozenset())
 
     def _crossing(self) -> set[int]:
         """Returns the values of the forward pass from which the backward pass computes."""
@@ -259,7 +235,7 @@ class _Graph(Walk[int]):
         made = ((value, self.maker[value]) for value in needed)
         return {value for value, maker in made if maker and not maker.here.backward}
 
-    def lifetimes(self) -> tuple[dict[int, int], dict[int, int], set[int]]:
+    def _lifetimes(self) -> tuple[dict[int, int], dict[int, int], set[int]]:
         """Returns when values are made and read last, and which the backward pass reads."""
         born: dict[int, int] = {}
         dies: dict[int, int] = {}
@@ -270,97 +246,55 @@ class _Graph(Walk[int]):
                 born[out] = dies[out] = index
             if node.outs and not made:
                 continue  # computed where it is read
-            for root in frozenset[int]().union(*map(self.sources, node.reads)):
+            for root in frozenset[int]().union(*map(self._sources, node.reads)):
                 dies[root] = index
                 if node.here.backward:
                     read_back.add(root)
         return born, dies, read_back
 
-    def buffer(self, value: int, read_back: set[int], results: set[int]) -> Buffer:
-        """Returns a stored value with the equation that made it."""
-        maker = self.maker[value]
-        assert maker is not None  # arguments are not stored
-        here, number = maker.here, maker.outs.index(value)
-        *callers, eqn = makers(here.eqn, number, (*INLINED, "scan"))
-        return Buffer(
-            self.size[value],
-            self.dtype[value],
-            eqn,
-            (*here.callers, *callers),
-            is_saved=not here.backward and value in read_back,
-            is_result=value in results,
-        )
+    def peak(self, released: Sequence[int]) -> Peak:
+        """Returns the peak; `released` results are gone once they are made."""
+        born, dies, read_back = self._lifetimes()
+        results = {self.same[x] for x in self.outs if x >= 0}
+        dies |= dict.fromkeys(results & self.stored, len(self.nodes))
+        gone = {self.same[self.outs[i]] for i in released if self.outs[i] >= 0}
+        for value in gone & self.stored:
+            maker = self.maker[value]
+            # What a scan stacks is released layer by layer, inside the scan.
+            dies[value] = born[value] - (maker is not None and maker.name == "scan")
+        change: collections.Counter[int] = collections.Counter()
+        for value in self.stored:
+            change[born[value]] += self.size[value]
+            change[dies[value] + 1] -= self.size[value]
+        now, most, at = 0, 0, 0
+        for time, node in enumerate(self.nodes):
+            now += change[time]
+            if now + node.inner > most:
+                most, at = now + node.inner, time
+        found = dict[int, Buffer]()
+        for value in sorted(self.stored):
+            maker = self.maker[value]
+            is_forward = maker is not None and not maker.here.backward
+            is_saved, is_result = is_forward and value in read_back, value in results
+            sizes = self.size[value], self.dtype[value]
+            found[value] = Buffer(*sizes, is_saved, is_result)
+        live = [x for value, x in found.items() if born[value] <= at <= dies[value]]
+        return Peak(most, live, [x for x in found.values() if x.is_saved])
 
 
 def _is_inlined(eqn: Equation) -> bool:
-    return primitive_name(eqn) in INLINED and has_body(eqn)
+    return primitive_name(eqn) in _INLINED and has_body(eqn)
 
 
 def peak(jaxpr: Jaxpr, released: Sequence[int] = ()) -> Peak:
     """Predicts the most memory that a program needs besides its arguments.
 
-    Args:
-        jaxpr: The program. The order of its equations is taken for that of the kernels.
-        released: Positions of results that are needed no longer as soon as they are made.
-            Those that a scan stacks are needed layer by layer, inside the scan.
+    The order of its equations is taken for that of the kernels. `released` are the positions
+    of results that are needed no longer as soon as they are made.
     """
     outermost = open_jaxpr(jaxpr)[0]
 
     def at(body: Jaxpr, inner: Inner) -> Peak:
-        return _peak(_Graph(body, inner), released if body is outermost else ())
-
-    return fold(jaxpr, at)
-
-
-def _peak(graph: _Graph, released: Sequence[int]) -> Peak:
-    born, dies, read_back = graph.lifetimes()
-    results = {graph.same[x] for x in graph.outs if x >= 0}
-    dies |= dict.fromkeys(results & graph.stored, len(graph.nodes))
-    gone = {graph.same[graph.outs[i]] for i in released if graph.outs[i] >= 0}
-    for value in gone & graph.stored:
-        maker = graph.maker[value]
-        dies[value] = born[value] - (maker is not None and maker.name == "scan")
-    change: collections.Counter[int] = collections.Counter()
-    for value in graph.stored:
-        change[born[value]] += graph.size[value]
-        change[dies[value] + 1] -= graph.size[value]
-    now, most, at = 0, 0, 0
-    for time, node in enumerate(graph.nodes):
-        now += change[time]
-        if now + node.inner > most:
-            most, at = now + node.inner, time
-    found = {x: graph.buffer(x, read_back, results) for x in sorted(graph.stored)}
-    live = [x for value, x in found.items() if born[value] <= at <= dies[value]]
-    return Peak(most, live, [x for x in found.values() if x.is_saved])
-
-
-def traffic(jaxpr: Jaxpr, group_of: Callable[[Scopes], K]) -> collections.Counter[K]:
-    """Returns how many 16-bit numbers the kernels of a program read and write, by group.
-
-    What a kernel makes from its operands without storing it costs nothing. `group_of`
-    returns the group of an operation, from the scopes around it.
-    """
-
-    def at(
-        body: Jaxpr, inner: Callable[[Equation], Sequence[collections.Counter[K]]]
-    ) -> collections.Counter[K]:
-        graph, total = _Graph(body, lambda _: ()), collections.Counter[K]()
-        for node in graph.nodes:
-            made = graph.stored.intersection(node.outs)
-            if has_body(node.here.eqn):
-                # Of the branches of a conditional, the one with the most work counts.
-                most = max(inner(node.here.eqn), key=lambda x: x.total(), default={})
-                for group, numbers in most.items():
-                    total[group] += numbers * repetitions(node.here.eqn)
-            elif made and node.name not in MOVES:
-                read = {
-                    root
-                    for x in map(graph.same.__getitem__, node.reads)
-                    for root in graph.roots.get(x, {x})
-                }
-                for value in read | made:
-                    if graph.dtype[value] in HALF:
-                        total[group_of(node.here.scopes)] += graph.size[value] // 2
-        return total
+        return _Graph(body, inner).peak(released if body is outermost else ())
 
     return fold(jaxpr, at)

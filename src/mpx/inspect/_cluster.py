@@ -4,11 +4,10 @@ Each check gives the same verdict on every process.
 """
 
 import dataclasses
-import hashlib
+import functools
 import math
 import os
-import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -26,8 +25,8 @@ from mpx._gradients._grad import value_and_grad
 from mpx._jax._processes import gather
 from mpx._scaling._dynamic_scaling import DynamicLossScaling
 from mpx.inspect._compiled import Collective, collectives
-from mpx.inspect._doctor import versions
-from mpx.inspect._result import Result, Table, amount
+from mpx.inspect._doctor import Check, Diagnosis, Rate, doctor, fastest, versions
+from mpx.inspect._result import amount
 
 # What changes the programs or the numbers of a process.
 _SETTINGS = (
@@ -39,99 +38,26 @@ _SETTINGS = (
 )
 _ROWS = 4  # of the batch, on each device
 _STEPS = 16
-_CALLS = 10  # the same on every process: a call waits for all of them
 
 T = TypeVar("T")
+Options = dict[str, str | bool] | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """One check; `passed` is `None` if it was not run, and `figures` says why."""
-
-    name: str
-    passed: bool | None
-    figures: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Rate:
-    """The measured speed of a collective.
-
-    Attributes:
-        kind: `all-reduce`, `all-gather` or `reduce-scatter`.
-        bytes: The size of the whole array.
-        seconds: The time of the fastest of some calls, on the slowest process.
-        bus: Bytes per second that each device sends, by the usual ring algorithms. It
-            does not depend on the number of devices, so compare it with the hardware.
-    """
-
-    kind: str
-    bytes: int
-    seconds: float
-    bus: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Conformance(Result):
-    """The result of all checks, the same on every process.
-
-    Attributes:
-        processes: The number of processes.
-        devices: The number of devices of all processes.
-        versions: Versions and settings of process 0.
-        checks: The checks, in order.
-        rates: The speed of the collectives; empty if not measured.
-    """
-
-    processes: int
-    devices: int
-    versions: dict[str, str]
-    checks: tuple[Check, ...]
-    rates: tuple[Rate, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether no check failed."""
-        return all(check.passed is not False for check in self.checks)
-
-    def tables(self) -> Sequence[Table]:
-        """Returns versions, checks and the speed of collectives."""
-        names = ("mpx", "jax", "jaxlib", "Python")
-        text = ", ".join(f"{name} {self.versions[name]}" for name in names)
-        text += f"; processes: {self.processes}, devices: {self.devices}, "
-        words = {True: "pass", False: "FAIL", None: "–"}
-        checks = [(x.name, words[x.passed], x.figures) for x in self.checks]
-        rates = [
-            (x.kind, amount(x.bytes, "B"), f"{us:.0f} µs", amount(x.bus, "B/s"))
-            for x, us in ((x, 1e6 * x.seconds) for x in self.rates)
-        ]
-        head, right = ("collective", "array", "time", "bus"), frozenset({1, 2, 3})
-        tables = [
-            Table.text(text + self.versions["devices"]),
-            Table(("check", "result", ""), checks),
-            *([Table(head, rates, "f32 collectives", right)] if rates else ()),
-        ]
-        verdict = "No check failed." if self.passed else "A check FAILED."
-        return [*tables, Table.text(verdict)]
-
-
-def conformance(*, measure: bool = True) -> Conformance:
+def conformance(*, measure: bool = True) -> Diagnosis:
     """Runs all checks, and times the collectives; every process of the job must call it."""
-    described = describe()
     checks, rates = [check_devices()], ()
     if checks[0].passed:
-        checks.append(check_versions(gather(described)))
+        checks.append(check_versions(gather(describe())))
     # Processes of different versions may run different programs, and then they hang.
     if all(check.passed for check in checks):
         mesh = make_mesh()
         trial = Trial(mesh)
-        checks += [*check_decisions(trial), check_wire(trial)]
+        checks += [check_decisions(trial), check_wire(trial)]
         rates = measure_rates(mesh) if measure and mesh.size > 1 else ()
     else:
         checks.append(Check("all others", None, "not run: see above"))
-    return Conformance(
-        jax.process_count(), jax.device_count(), described, tuple(checks), rates
-    )
+    found = doctor(measure=False)
+    return dataclasses.replace(found, checks=tuple(checks), rates=rates)
 
 
 def judge(name: str, rows: Sequence[tuple[str, T]], usual: T | None = None) -> Check:
@@ -147,15 +73,6 @@ def judge(name: str, rows: Sequence[tuple[str, T]], usual: T | None = None) -> C
 
 def _by_process(values: Sequence[T]) -> list[tuple[str, T]]:
     return [(f"process {i}", value) for i, value in enumerate(values)]
-
-
-def _by_device(everywhere: Sequence[Sequence[T]]) -> list[tuple[str, T]]:
-    """Returns the values of all devices of all processes, each with its place."""
-    return [
-        (f"device {j} of process {i}", value)
-        for i, process in enumerate(everywhere)
-        for j, value in enumerate(process)
-    ]
 
 
 # --- Versions and devices -------------------------------------------------------------
@@ -219,28 +136,24 @@ class Trial:
             lambda x: self._cut if x.ndim == 2 else self._everywhere,
             jax.eval_shape(self._init),
         )
+        self._jitted = jax.jit(
+            self._step, out_shardings=(self._where, self._everywhere)
+        )
 
-    def start(self) -> PyTree:
-        """Returns the state before the first step."""
-        return jax.jit(self._init, out_shardings=self._where)()
+    def run(self, devices: Sequence[int]) -> list[list[bool]]:
+        """Returns for each local device which steps it skipped.
 
-    def run(
-        self, state: PyTree, devices: Sequence[int]
-    ) -> tuple[PyTree, list[list[bool]]]:
-        """Runs a step for each given device, which has a NaN in its batch; -1 for none.
-
-        Returns the new state, and for each local device which steps it skipped.
+        There is one step for each number: the device with a NaN in its batch; -1 for none.
         """
-        step, found = self._jitted(), list[list[bool]]()
+        state = jax.jit(self._init, out_shardings=self._where)()
+        found = list[list[bool]]()
         for number, device in enumerate(devices):
-            state, finite = step(state, np.int32(number), np.int32(device))
+            state, finite = self._jitted(state, np.int32(number), np.int32(device))
             shards = sorted(finite.addressable_shards, key=lambda x: x.device.id)
             found.append([not np.asarray(shard.data) for shard in shards])
-        return state, [list(row) for row in zip(*found, strict=True)]
+        return [list(row) for row in zip(*found, strict=True)]
 
-    def compile_step(
-        self, options: dict[str, str | bool] | None = None
-    ) -> jax.stages.Compiled:
+    def compile_step(self, options: Options = None) -> jax.stages.Compiled:
         """Compiles one step, with options of the compiler."""
         state = jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -248,10 +161,7 @@ class Trial:
             self._where,
         )
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        return self._jitted().lower(state, number, number).compile(options)
-
-    def _jitted(self) -> jax.stages.Wrapped:
-        return jax.jit(self._step, out_shardings=(self._where, self._everywhere))
+        return self._jitted.lower(state, number, number).compile(options)
 
     def _init(self) -> PyTree:
         width = self.width
@@ -266,73 +176,50 @@ class Trial:
     def _step(
         self, state: PyTree, number: Array, device: Array
     ) -> tuple[PyTree, Array]:
-        def along(x: Array) -> Array:
-            return lax.with_sharding_constraint(x, self._cut)
+        along = functools.partial(lax.with_sharding_constraint, shardings=self._cut)
 
         def loss(params: dict[str, Array], x: Array) -> Array:
             hidden = jax.nn.relu(along(x @ params["up"]) + params["bias"])
             out = along(hidden @ params["down"])
             return jnp.mean(cast_to_float32(out - x) ** 2)
 
-        size = self.mesh.size
+        size, params = self.mesh.size, state["params"]
         key = jax.random.fold_in(jax.random.key(1), number)
         x = jax.random.normal(key, (_ROWS * size, self.width))
         is_bad = jnp.repeat(np.arange(size) == device, _ROWS)
         x = along(jnp.where(is_bad[:, None], jnp.nan, x))
-        take = value_and_grad(amp(loss, half()))
-        result = take(state["scaling"], state["params"], x)
+        result = value_and_grad(amp(loss, half()))(state["scaling"], params, x)
         params = jax.tree.map(
-            lambda p, g: jnp.where(result.finite, p - 0.1 * g, p),
-            state["params"],
-            result.grads,
+            lambda p, g: jnp.where(result.finite, p - 0.1 * g, p), params, result.grads
         )
         return {"params": params, "scaling": result.scaling}, result.finite
 
 
-def check_decisions(trial: Trial) -> list[Check]:
+def check_decisions(trial: Trial) -> Check:
     """Checks that all devices skip the steps with a NaN on one of them, and no others."""
     size, count = trial.mesh.size, _STEPS // 2
     devices = [-1] * _STEPS
     for fault in range(count):  # spread over all devices; every other step is healthy
         devices[2 * fault + fault // 2 % 2] = fault * size // count % size
-    state, skipped = trial.run(trial.start(), devices)
-    found = [[_told(each) for each in process] for process in gather(skipped)]
-    wanted = _told([device >= 0 for device in devices])
-    hashes = gather(digests(state, trial.mesh))
-    return [
-        judge("skips", _by_device(found), wanted),
-        judge("hash of the state", _by_device(hashes)),
+
+    def told(skipped: Sequence[bool]) -> str:
+        return "skipped " + " ".join(str(i) for i, bad in enumerate(skipped) if bad)
+
+    rows = [
+        (f"device {j} of process {i}", told(skipped))
+        for i, process in enumerate(gather(trial.run(devices)))
+        for j, skipped in enumerate(process)
     ]
-
-
-def _told(skipped: Sequence[bool]) -> str:
-    return "skipped " + " ".join(str(i) for i, is_bad in enumerate(skipped) if is_bad)
-
-
-def digests(tree: PyTree, mesh: Mesh) -> list[str]:
-    """Returns a hash of all bits of a tree for each local device.
-
-    Sharded leaves are gathered first. Of a leaf that every device holds, the copy of each
-    device is hashed, so that copies that have drifted apart are seen.
-    """
-    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(tree)
-    found = defaultdict(hashlib.sha256)
-    for leaf in jax.tree.leaves(whole):
-        for shard in leaf.addressable_shards:
-            array = np.asarray(shard.data)
-            found[shard.device.id].update(f"{array.dtype}{array.shape}".encode())
-            found[shard.device.id].update(array.tobytes())
-    return [found[number].hexdigest()[:16] for number in sorted(found)]
+    return judge("skips", rows, told([device >= 0 for device in devices]))
 
 
 # --- The wire -------------------------------------------------------------------------
 
 
-def check_wire(trial: Trial, options: dict[str, str | bool] | None = None) -> Check:
+def check_wire(trial: Trial, options: Options = None) -> Check:
     """Checks the dtypes that one FSDP step sends."""
-    return judge_wire(
-        collectives(trial.compile_step(options)), 4 * trial.width**2, trial.mesh.size
-    )
+    found = collectives(trial.compile_step(options))
+    return judge_wire(found, 4 * trial.width**2, trial.mesh.size)
 
 
 def judge_wire(found: Sequence[Collective], size: int, devices: int) -> Check:
@@ -351,14 +238,35 @@ def judge_wire(found: Sequence[Collective], size: int, devices: int) -> Check:
 
     text = f"weights gathered in {told(weights)}, gradients reduced in {told(sums)}"
     here = judge(name, _by_process(gather(text)))
-    right = {x.dtype for x in weights} == {half()} and {x.dtype for x in sums} == {
-        "f32"
-    }
+    dtypes = {x.dtype for x in weights}, {x.dtype for x in sums}
+    right = dtypes == ({half()}, {"f32"})
     wanted = "" if right else f"; asked for {half()} and f32"
     return Check(name, here.passed and right, here.figures + wanted)
 
 
 # --- Bandwidth ------------------------------------------------------------------------
+
+
+def measure_rates(mesh: Mesh, sizes: tuple[int, ...] = ()) -> tuple[Rate, ...]:
+    """Times the collectives over all devices, for arrays of at least these bytes."""
+    is_cpu, count = jax.default_backend() == "cpu", mesh.size
+    spec, place, found = P("data"), NamedSharding(mesh, P("data")), list[Rate]()
+    for kind, (func, parts) in _KINDS.items():
+        for size in sizes or ((2**16, 2**23) if is_cpu else (2**20, 2**28)):
+            length = -(-size // (4 * count)) * count  # of the whole array
+            held = length // count if kind == "all-gather" else length  # by each device
+            total = held * count
+            x = jax.jit(jnp.ones, static_argnums=0, out_shardings=place)(total)
+            call = jax.jit(
+                jax.shard_map(
+                    func, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+                )
+            )
+            seconds = max(gather(fastest(call, x)))
+            sent = parts * 4 * length * (count - 1) / count
+            found.append(Rate(kind, 4 * length, seconds, sent / seconds))
+    return tuple(found)
+
 
 # For each kind the function, and the part of the array that a device sends in a ring of many.
 _KINDS: dict[str, tuple[Callable[[Array], Array], int]] = {
@@ -366,32 +274,3 @@ _KINDS: dict[str, tuple[Callable[[Array], Array], int]] = {
     "all-gather": (lambda x: lax.all_gather(x, "data", tiled=True), 1),
     "reduce-scatter": (lambda x: lax.psum_scatter(x, "data", tiled=True), 1),
 }
-
-
-def measure_rates(mesh: Mesh, sizes: tuple[int, ...] | None = None) -> tuple[Rate, ...]:
-    """Times the collectives over all devices, for arrays of at least these bytes."""
-    if sizes is None:
-        is_cpu = jax.default_backend() == "cpu"
-        sizes = (2**16, 2**20, 2**23) if is_cpu else (2**20, 2**24, 2**28)
-    return tuple(_rate(mesh, kind, size) for kind in _KINDS for size in sizes)
-
-
-def _rate(mesh: Mesh, kind: str, size: int) -> Rate:
-    func, parts = _KINDS[kind]
-    count = mesh.size
-    length = -(-size // (4 * count)) * count  # of the whole array
-    held = length // count if kind == "all-gather" else length  # by each device
-    spec, place = P("data"), NamedSharding(mesh, P("data"))
-    x = jax.jit(lambda: jnp.ones(held * count), out_shardings=place)()
-    call = jax.jit(
-        jax.shard_map(func, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    )
-    jax.block_until_ready(call(x))
-    best = math.inf
-    for _ in range(_CALLS):
-        before = time.perf_counter()
-        jax.block_until_ready(call(x))
-        best = min(best, time.perf_counter() - before)
-    seconds = max(gather(best))
-    sent = parts * 4 * length * (count - 1) / count
-    return Rate(kind, 4 * length, seconds, sent / seconds)

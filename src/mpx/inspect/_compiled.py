@@ -9,7 +9,7 @@ import os
 import pathlib
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from mpx._jax._compat import as_function
 from mpx._jax._devices import assumed_gpu
 from mpx._jax._private import assumed_cudnn, private
 from mpx.inspect._program import Program
-from mpx.inspect._result import Result, Table, amount
+from mpx.inspect._result import Result, Table, amount, total
 
 # --- Collectives ----------------------------------------------------------------------
 
@@ -75,25 +75,17 @@ class Collectives(Result, list[Collective]):
 
     def tables(self) -> Sequence[Table]:
         """Returns the sums by kind and dtype."""
-        groups: dict[tuple[str, str], list[Collective]] = {}
-        for x in self:
-            groups.setdefault((x.kind, x.dtype), []).append(x)
-        rows = [
-            (
-                *key,
-                str(sum(x.runs for x in found)),
-                amount(sum(x.bytes for x in found), "B"),
-            )
-            for key, found in sorted(groups.items())
-        ]
-        head = ("collective", "dtype", "runs", "sent by each device")
-        if not rows:
+        if not self:
             return [Table.text("No collectives.")]
+        runs = total(((x.kind, x.dtype), x.runs) for x in self)
+        sent = total(((x.kind, x.dtype), x.bytes) for x in self)
+        rows = [(*x, str(runs[x]), amount(sent[x], "B")) for x in sorted(runs)]
+        head = ("collective", "dtype", "runs", "sent by each device")
         return [Table(head, rows, "", frozenset({2, 3}))]
 
 
 def collectives(compiled: jax.stages.Compiled | str) -> Collectives:
-    """Lists the collectives of a compiled program, with dtypes and bytes.
+    """Lists the collectives of a compiled program; the list prints as a table.
 
     With n devices in a group and a result of b bytes on each, a device sends b·(n-1)/n in
     an all-gather and an all-to-all, b·(n-1) in a reduce-scatter, 2·b·(n-1)/n in an
@@ -102,9 +94,6 @@ def collectives(compiled: jax.stages.Compiled | str) -> Collectives:
 
     Args:
         compiled: What `jax.jit(func).lower(...).compile()` returns, or its text.
-
-    Returns:
-        A list of `Collective`, in the order of the program's text; it prints as a table.
 
     Examples:
         >>> import jax
@@ -119,22 +108,21 @@ def collectives(compiled: jax.stages.Compiled | str) -> Collectives:
 def located(text: str) -> Iterator[tuple[str, Collective]]:
     """Yields the collectives of a program's text, each with its line."""
     entry, bodies = computations(text)
-    runs = runs_of(entry, bodies)
-    partitions = re.search(r"num_partitions=(\d+)", text)
-    devices = int(partitions.group(1)) if partitions else 1
+    runs, devices = runs_of(entry, bodies), _number(r"num_partitions=(\d+)", text)
     for name, lines in bodies.items():
         times, in_loop = runs.get(name, (0, False))
-        if not times:
-            continue
-        for line in lines:
-            for kind, dtype, shape in _results(line):
-                group = _group(line, devices)
+        for match in filter(None, map(_COLLECTIVE.search, lines if times else ())):
+            line = match.string
+            types, kind, is_started = match.groups()
+            found, group = arrays(types), _group(line, devices)
+            if is_started and (kind != "all-reduce" or types.startswith("((")):
+                # ((operands), (results)), and for some a context, an integer scalar.
+                found = [x for x in found if x != ("u32", ())]
+                found = found[len(found) // 2 :]
+            for dtype, shape in found:
                 sent = times * _sent(kind, bits(dtype) * math.prod(shape) / 8, group)
-                short = _SHORT.get(dtype, dtype)
-                yield (
-                    line,
-                    Collective(kind, short, shape, group, times, in_loop, round(sent)),
-                )
+                what = kind, _SHORT.get(dtype, dtype), shape, group, times, in_loop
+                yield line, Collective(*what, round(sent))
 
 
 def computations(text: str) -> tuple[str, dict[str, list[str]]]:
@@ -166,28 +154,17 @@ def runs_of(entry: str, bodies: dict[str, list[str]]) -> dict[str, tuple[int, bo
             called = _CALLED.findall(line)
             for names in _CALLED_LISTS.findall(line):
                 called += [x.strip(" %") for x in names.split(",")]
-            is_loop, length = " while(" in line, 1
-            if is_loop:
-                known = re.search(r"known_trip_count\D*(\d+)", line)
-                length = int(known.group(1)) if known else 1
-            inner = in_loop or is_loop
-            stack += [(x, times * length, inner) for x in called if x in bodies]
+            is_loop = " while(" in line
+            inner = times * _number(
+                r"known_trip_count\D*(\d+)", line if is_loop else ""
+            )
+            stack += [(x, inner, in_loop or is_loop) for x in called if x in bodies]
     return dict(runs)
 
 
-def _results(line: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yields kind, dtype and shape of each array that a collective returns."""
-    match = _COLLECTIVE.search(line)
-    if match is None:
-        return
-    types, kind, is_started = match.groups()
-    found = arrays(types)
-    if is_started and (kind != "all-reduce" or types.startswith("((")):
-        # ((operands), (results)), and for some a context, an integer scalar.
-        found = [x for x in found if x != ("u32", ())]
-        found = found[len(found) // 2 :]
-    for dtype, shape in found:
-        yield kind, dtype, shape
+def _number(pattern: str, text: str, default: int = 1) -> int:
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else default
 
 
 def arrays(types: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -214,8 +191,7 @@ def _group(line: str, devices: int) -> int:
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     if listed:
         return len(listed.group(1).split(","))
-    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
-    return int(counted.group(1)) if counted else devices
+    return _number(r"replica_groups=\[\d+,(\d+)\]", line, devices)
 
 
 def _sent(kind: str, size: float, group: int) -> float:
@@ -237,150 +213,104 @@ class Compiled(Result):
 
     Attributes:
         target: What it was compiled for.
-        devices: For how many of these.
-        peak_bytes: The memory that it needs on each device, arguments included.
-        argument_bytes: The memory of its arguments on each device.
+        peak_bytes: The memory that it needs, arguments included.
+        argument_bytes: The memory of its arguments.
         kernels: How many kernels and library calls it has; a loop counts its body once.
-        calls: The calls of libraries and of written kernels, by name.
         matmuls: Which of its matmuls are fp8; see `mpx.inspect.fp8_check`.
         attention: How many calls of cuDNN's attention it has.
-        collectives: The communication between devices; see `mpx.inspect.collectives`.
     """
 
     target: str
-    devices: int
     peak_bytes: int
     argument_bytes: int
     kernels: int
-    calls: Mapping[str, int]
     matmuls: Fp8Check
     attention: int
-    collectives: Collectives
 
     def tables(self) -> Sequence[Table]:
-        """Returns a paragraph, and a table of the collectives if there are any."""
-        where = f"{self.devices} × {self.target}" if self.devices > 1 else self.target
+        """Returns a paragraph."""
         text = (
-            f"Compiled for {where}: {amount(self.peak_bytes, 'B')} at the peak"
-            f"{' on each device' if self.devices > 1 else ''}, of which arguments are "
-            f"{amount(self.argument_bytes, 'B')}; {self.kernels} kernels; {self.matmuls}; "
-            f"{self.attention} calls of cuDNN's attention."
+            f"Compiled for {self.target}: {amount(self.peak_bytes, 'B')} at the peak, of "
+            f"which arguments are {amount(self.argument_bytes, 'B')}; {self.kernels} "
+            f"kernels; {self.matmuls}; {self.attention} calls of cuDNN's attention."
         )
-        return [
-            Table.text(text),
-            *(self.collectives.tables() if self.collectives else ()),
-        ]
+        return [Table.text(text)]
 
 
-def read_compiled(compiled: jax.stages.Compiled, target: str, devices: int) -> Compiled:
+def read_compiled(compiled: jax.stages.Compiled, target: str) -> Compiled:
     """Reads the program that a compiler made."""
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     assert memory is not None
-    calls = collections.Counter(re.findall(r'custom_call_target="([^"]+)"', text))
-    # What the allocator of a GPU measures: temporary buffers are one allocation.
-    peak = (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
+    needed = memory.argument_size_in_bytes + memory.output_size_in_bytes
     return Compiled(
         target=target,
-        devices=devices,
-        peak_bytes=peak,
+        # What the allocator of a GPU measures: temporary buffers are one allocation.
+        peak_bytes=needed + memory.temp_size_in_bytes - memory.alias_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
         kernels=len(re.findall(r" = [^=]* (?:fusion|custom-call)\(", text)),
-        calls=dict(sorted(calls.items())),
         matmuls=fp8_check(text),
-        attention=sum(n for name, n in calls.items() if "fmha" in name),
-        collectives=collectives(text),
+        attention=len(re.findall(r'custom_call_target="[^"]*fmha', text)),
     )
 
 
 # --- Targets --------------------------------------------------------------------------
 
-# By name the description for XLA, the compute capability and the version of cuDNN.
-_TARGETS = {"h200": ("h200.txtpb", (9, 0), 91000)}
-HERE = "here"
-"""The target that is the default device."""
+H200, HERE = "h200", "here"
+"""The targets: a GPU that need not be there, and the default device."""
 
 
 def as_target(target: str | None) -> str | None:
-    """Returns the name of a target as it is listed; upper case is accepted.
-
-    Raises:
-        ValueError: If it is unknown.
-    """
+    """Returns the name of a target as it is listed; upper case is accepted."""
     name = target.lower() if isinstance(target, str) else target
-    if name is not None and name not in (*_TARGETS, HERE):
-        known = ", ".join(f'"{name}"' for name in (*_TARGETS, HERE))
-        raise ValueError(f"`target` must be one of {known}, but it is {target!r}.")
+    if name not in (None, H200, HERE):
+        raise ValueError(
+            f'`target` must be one of "{H200}", "{HERE}", but it is {target!r}.'
+        )
     return name
 
 
 @contextlib.contextmanager
 def described(target: str | None) -> Iterator[None]:
     """Traces the code inside for a target, with the kernels that it has."""
-    if target is None or target == HERE:
+    with contextlib.ExitStack() as stack:
+        if target == H200:
+            stack.enter_context(assumed_gpu((9, 0)))
+            stack.enter_context(assumed_cudnn(91000))
         yield
-        return
-    _, capability, cudnn = _TARGETS[target]
-    with assumed_gpu(capability), assumed_cudnn(cudnn):
-        yield
 
 
-def target_devices(target: str, count: int = 8) -> list[PyTree]:
-    """Returns devices that one can compile for.
-
-    Raises:
-        ValueError: If the target is unknown, or fewer devices are here.
-        ImportError: If JAX's CUDA plugin is not installed.
-    """
-    if target == HERE:
-        if jax.device_count() < count:
-            raise ValueError(
-                f"`devices` is {count}, but {jax.device_count()} are here. Pass fewer, or "
-                'compile for others, `target="h200"`.'
-            )
-        return jax.devices()[:count]
+def h200_devices(count: int) -> list[PyTree]:
+    """Returns descriptions of H200s that one can compile for."""
     jax.local_devices()  # so that JAX has looked for devices as it does without mpx
-    file = pathlib.Path(__file__).with_name(_TARGETS[target][0])
+    file = pathlib.Path(__file__).with_name("h200.txtpb")
     options = {"target_config": file.read_text(), "topology": f"1x1x{count}"}
 
     def describe() -> list[PyTree]:
         found = private("topology").get_topology_desc(platform="cuda", **options)
         return list(found.devices)
 
-    try:
-        with _without_checks():
-            try:
-                return describe()
-            except NotImplementedError:
-                # Where there is no GPU, JAX did not register the plugin.
-                _initialize_plugin()
-                return describe()
-    except Exception as error:
-        raise ImportError(_MISSING.format(version=jax.__version__)) from error
-
-
-@contextlib.contextmanager
-def _without_checks() -> Iterator[None]:
-    """Stops the plugin from looking for the libraries of a GPU that is not there."""
+    # The plugin must not look for the libraries of a GPU that is not there.
     name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
-        yield
+        try:
+            return describe()
+        except NotImplementedError:
+            # Where there is no GPU, JAX did not register the plugin.
+            _initialize_plugin()
+            return describe()
+    except Exception as error:
+        raise ImportError(_MISSING.format(version=jax.__version__)) from error
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        del os.environ[name]
+        os.environ.update({} if before is None else {name: before})
 
 
 def _initialize_plugin() -> None:
-    plugins = importlib.import_module("jax_plugins")
-    for _, name, _ in pkgutil.iter_modules(plugins.__path__):
+    for _, name, _ in pkgutil.iter_modules(
+        importlib.import_module("jax_plugins").__path__
+    ):
         if name.startswith("xla_cuda"):
             importlib.import_module(f"jax_plugins.{name}").initialize()
 
@@ -393,11 +323,7 @@ _MISSING = (
 
 
 def compiler_options(target: str) -> dict[str, PyTree]:
-    """Returns where NVIDIA's compiler is; nothing can be timed without a GPU.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+    """Returns where NVIDIA's compiler is; without a GPU it can time nothing."""
     if target == HERE:
         return {}
     spec = importlib.util.find_spec("nvidia")
@@ -409,36 +335,27 @@ def compiler_options(target: str) -> dict[str, PyTree]:
 
 
 @contextlib.contextmanager
-def on_target(
-    target: str | None, devices: int, arguments: PyTree
-) -> Iterator[Mesh | None]:
-    """Traces and compiles the code inside for devices of a target, in a mesh of them.
-
-    If arguments are sharded over a mesh of as many devices, it has the same axes.
-    """
-    if target is None:
-        yield None
-        return
-    array = np.array(target_devices(target, devices))
-    mesh = Mesh(array, "devices")
-    for x in jax.tree.leaves(arguments):
-        given = getattr(getattr(x, "sharding", None), "mesh", None)
-        if given is not None and given.size == devices > 1:
-            sizes = given.shape
-            mesh = Mesh(array.reshape(tuple(sizes.values())), tuple(sizes))
-            break
-    # Pallas asks the mesh for the kind of its GPUs.
-    with described(target), jax.set_mesh(mesh):
-        yield mesh
+def on_target(target: str | None) -> Iterator[None]:
+    """Traces and compiles the code inside for a target, in a mesh of one such device."""
+    with described(target), contextlib.ExitStack() as stack:
+        if target is not None:
+            devices = jax.devices()[:1] if target == HERE else h200_devices(1)
+            # Pallas asks the mesh for the kind of its GPUs.
+            stack.enter_context(jax.set_mesh(Mesh(np.array(devices), "devices")))
+        yield
 
 
-def compile_for(full: Program, target: str, mesh: Mesh) -> Compiled:
-    """Compiles a program inside `on_target`; `report` says how arguments are sharded."""
+def compile_for(full: Program, target: str) -> Compiled:
+    """Compiles a program inside `on_target`."""
     options = compiler_options(target)
     if target != HERE:
         # Without timing, XLA finds no tiles for some odd shapes of Triton's matmuls.
         options["xla_gpu_enable_triton_gemm"] = False
-    lowered = jax.jit(as_function(full.jaxpr)).lower(*placed(full, mesh))
+    place = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in full.arrays
+    ]
+    lowered = jax.jit(as_function(full.jaxpr)).lower(*shapes)
     try:
         compiled = lowered.compile(options)
     except Exception as error:
@@ -449,19 +366,4 @@ def compile_for(full: Program, target: str, mesh: Mesh) -> Compiled:
             "program when no GPU is here; matmuls in fp8 are known to be one. Pass "
             '`target="here"` on a machine with the GPU, or leave `target` out.'
         ) from error
-    return read_compiled(compiled, target, mesh.size)
-
-
-def placed(full: Program, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes of the arguments of a program, sharded over a mesh."""
-    found = []
-    for i, x in enumerate(full.arrays):
-        given, spec = getattr(x, "sharding", None), PartitionSpec()
-        if isinstance(given, NamedSharding) and given.mesh.shape == mesh.shape:
-            spec = given.spec
-        elif mesh.axis_names == ("devices",) and i not in full.params and x.shape:
-            is_split = mesh.size > 1 and x.shape[0] % mesh.size == 0
-            spec = PartitionSpec("devices") if is_split else spec
-        place = NamedSharding(mesh, spec)
-        found.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place))
-    return found
+    return read_compiled(compiled, target)

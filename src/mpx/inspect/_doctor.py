@@ -1,25 +1,23 @@
 """`doctor`: what this machine offers for mixed precision, and what to use on it."""
 
 import dataclasses
-import functools
-import importlib.metadata
 import platform
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jaxlib
-from jax import Array, lax
+from jax import Array
 
 from mpx._jax._devices import cuda_capability
 from mpx._jax._version import __version__, version_tuple
 from mpx.inspect._result import Result, Table, amount
 
-EXTRAS = ("matplotlib", "tensorboardX", "wandb", "flax", "orbax-checkpoint")
+# The compute capability since which matmuls run in a format.
 CUDA_SINCE = {
     "f16": (7, 0),
     "bf16": (8, 0),
@@ -27,165 +25,150 @@ CUDA_SINCE = {
     "fp8": (8, 9),
     "mx": (10, 0),
 }
-CPU_FLAGS = {
-    "bf16": ("amx_bf16", "avx512_bf16", "bf16"),
-    "f16": ("amx_fp16", "avx512_fp16", "asimdhp"),
-}
 # JAX calls the seventh generation "TPU7x".
 TPU_FP8 = re.compile(r"(?:v|tpu)([7-9]|\d\d)|ironwood", re.IGNORECASE)
-_DTYPES = {
-    "f32": jnp.float32,
-    "tf32": jnp.float32,
-    "bf16": jnp.bfloat16,
-    "f16": jnp.float16,
-    "fp8": jnp.float8_e4m3fn,
-}
-
-Native = tuple[bool | None, str]
-"""Whether matmuls run natively in a format, and why; `None` is unknown."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """Devices of one kind.
-
-    Attributes:
-        kind: What they are, such as "NVIDIA H200".
-        platform: The platform: "cpu", "gpu", "tpu".
-        count: How many there are, on all hosts.
-        memory: The bytes of memory of each; `None` if JAX does not tell.
-    """
-
-    kind: str
-    platform: str
-    count: int
-    memory: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class FormatSupport:
-    """How a number format runs here.
-
-    Attributes:
-        name: The format.
-        native: Whether matmuls run in it natively; `None` if that is not known.
-        reason: Why.
-        rate: The measured rate of a large matmul in FLOP/s; `None` if not measured.
-    """
+class Check(NamedTuple):
+    """One check; `passed` is `None` if it was not run, and `figures` says why."""
 
     name: str
-    native: bool | None
-    reason: str
-    rate: float | None
+    passed: bool | None
+    figures: str
+
+
+class Rate(NamedTuple):
+    """The measured speed of a collective."""
+
+    kind: str
+    bytes: int  # of the whole array
+    seconds: float  # of the fastest call, on the slowest process
+    bus: float  # bytes per second that each device sends, by the usual ring algorithms
 
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis(Result):
-    """What a machine offers; made by `doctor`.
+    """What a machine or a cluster offers; made by `doctor`.
 
     Attributes:
         versions: The versions of mpx, jax, jaxlib, Python, and the processor.
-        devices: The devices of the default backend, by kind.
-        formats: How each number format runs.
+        processes: The number of processes of the job.
+        platform: The default backend: "cpu", "gpu", "tpu".
+        devices: How many devices of each kind there are, on all hosts.
+        memory: The bytes of memory of a device; `None` if JAX does not tell.
         bandwidth: The measured memory bandwidth in bytes per second, or `None`.
-        extras: The versions of optional packages; `None` for one that is not installed.
+        formats: The formats in which matmuls run natively; `None` if that is not known.
         policy: The recommended precision, as code.
         reason: Why.
         problems: What is wrong with this installation.
+        checks: Whether processes agree, by `python -m mpx doctor --cluster`.
+        rates: The measured speed of collectives, by the same.
     """
 
-    versions: dict[str, str]
-    devices: tuple[Device, ...]
-    formats: tuple[FormatSupport, ...]
+    versions: Mapping[str, str]
+    processes: int
+    platform: str
+    devices: Mapping[str, int]
+    memory: int | None
     bandwidth: float | None
-    extras: dict[str, str | None]
+    formats: tuple[str, ...] | None
     policy: str
     reason: str
     problems: tuple[str, ...]
+    checks: tuple[Check, ...] = ()
+    rates: tuple[Rate, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether there is no problem and no check failed."""
+        return not self.problems and all(x.passed is not False for x in self.checks)
 
     def tables(self) -> Sequence[Table]:
-        """Returns versions, devices, formats, the recommendation and problems."""
+        """Returns versions, devices, the recommendation, problems and checks."""
         text = ", ".join(f"{k} {v}" for k, v in self.versions.items())
-        for x in self.devices:
-            text += f"\n{x.count} × {x.kind} ({x.platform})"
-            text += f" with {amount(x.memory, 'B')}" if x.memory else ""
+        for kind, count in self.devices.items():
+            text += f"\n{count} × {kind} ({self.platform})"
+            text += f" with {amount(self.memory, 'B')}" if self.memory else ""
         if self.bandwidth:
             text += f"\nMemory: {amount(self.bandwidth, 'B/s')} (measured)."
-        rates = {x.name: x.rate for x in self.formats if x.rate}
-        words = {True: "yes", False: "no", None: "?"}
-        rows = []
-        for x in self.formats:
-            rate, share = "–", "–"
-            if x.rate and "f32" in rates:
-                rate, share = amount(x.rate, "FLOP/s"), f"{x.rate / rates['f32']:.2f}×"
-            rows.append((x.name, words[x.native], rate, share, x.reason))
-        head = ("format", "native", "matmul", "vs f32", "")
-        extras = [f"{name} {x or '(missing)'}" for name, x in self.extras.items()]
-        return [
-            Table.text(text),
-            Table(head, rows, "Formats", frozenset({2, 3})),
-            Table.text(f"{self.policy}\n{self.reason}", "Recommended"),
-            *(Table.text(problem, "Problem") for problem in self.problems),
-            Table.text(f"Optional packages: {', '.join(extras)}."),
-        ]
+        if self.formats is not None:
+            text += f"\nNative matmuls: {', '.join(self.formats)}."
+        found = [Table.text(text)]
+        found.append(Table.text(f"{self.policy}\n{self.reason}", "Recommended"))
+        found += [Table.text(problem, "Problem") for problem in self.problems]
+        words = {True: "pass", False: "FAIL", None: "–"}
+        if self.checks:
+            rows = [(x.name, words[x.passed], x.figures) for x in self.checks]
+            title = f"Processes: {self.processes}"
+            found.append(Table(("check", "result", ""), rows, title))
+        if self.rates:
+            rows = [
+                (kind, amount(size, "B"), f"{1e6 * seconds:.0f} µs", amount(bus, "B/s"))
+                for kind, size, seconds, bus in self.rates
+            ]
+            head, right = ("collective", "array", "time", "bus"), frozenset({1, 2, 3})
+            found.append(Table(head, rows, "f32 collectives", right))
+        if self.checks:
+            is_bad = any(x.passed is False for x in self.checks)
+            found.append(
+                Table.text("A check FAILED." if is_bad else "No check failed.")
+            )
+        return found
 
 
 def doctor(*, measure: bool = True) -> Diagnosis:
     """Returns what this machine offers for mixed precision, and what to use on it.
 
     Args:
-        measure: Whether to time matmuls and memory, which takes some seconds.
+        measure: Whether to time the memory, which takes a second.
 
     Examples:
-        >>> found = doctor(measure=False)
-        >>> [x.name for x in found.formats]
-        ['f32', 'tf32', 'bf16', 'f16', 'fp8', 'mx']
+        >>> doctor(measure=False).versions["jax"] == jax.__version__
+        True
     """
-    native = formats()
-    rates = measure_rates(native) if measure else {}
-    policy, reason = recommend(native, rates)
-    kinds = Counter((device.device_kind, device.platform) for device in jax.devices())
+    policy, reason = recommend(found := formats())
     # Only a device of this process tells.
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return Diagnosis(
         versions=versions() | {"on": platform.machine()},
-        devices=tuple(Device(*kind, count, memory) for kind, count in kinds.items()),
-        formats=tuple(FormatSupport(k, *x, rates.get(k)) for k, x in native.items()),
-        bandwidth=measure_bandwidth() if measure else None,
-        extras={name: _version(name) for name in EXTRAS},
+        processes=jax.process_count(),
+        platform=jax.default_backend(),
+        devices=dict(Counter(device.device_kind for device in jax.devices())),
+        memory=memory,
+        bandwidth=_bandwidth() if measure else None,
+        formats=found,
         policy=policy,
         reason=reason,
         problems=tuple(problems(jaxlib.__version__, platform.machine())),
     )
 
 
-def recommend(
-    native: Mapping[str, Native], rates: Mapping[str, float]
-) -> tuple[str, str]:
+def formats() -> tuple[str, ...] | None:
+    """Returns the formats in which matmuls run natively; `None` if that is not known."""
+    backend, capability = jax.default_backend(), cuda_capability()
+    if capability is not None:
+        return ("f32", *(x for x, since in CUDA_SINCE.items() if capability >= since))
+    if backend == "tpu":
+        has_fp8 = TPU_FP8.search(jax.devices()[0].device_kind)
+        return ("bf16", "fp8") if has_fp8 else ("bf16",)
+    return ("f32",) if backend == "cpu" else None
+
+
+def recommend(native: Sequence[str] | None) -> tuple[str, str]:
     """Returns the precision to use, as code, and why."""
-
-    def gain(name: str) -> str:
-        if name not in rates or "f32" not in rates:
-            return ""
-        return f" Measured: {rates[name] / rates['f32']:.1f}× the rate of f32."
-
-    if jax.default_backend() == "cpu":
-        reason = (
-            "On a CPU half precision saves memory, and time at most where it is native:"
-        )
-        reason += f" bf16 is {native['bf16'][1]}.{gain('bf16')}"
-        return "loss = loss  # f32", f"{reason} Use bf16 to test for an accelerator."
-    if native["bf16"][0]:
-        reason = "bf16 runs natively and has the range of f32: no loss scaling."
-        reason += gain("bf16")
-        if native["fp8"][0]:
-            reason += " Large matmuls can run in fp8 as well: compare `mpx.fp8(loss)`."
-            reason += gain("fp8")
+    if native is None:
+        reason = "Measure bf16 first: mpx does not know this device."
         return "loss = mpx.amp(loss)", reason
-    if native["f16"][0]:
+    if "bf16" in native:
+        reason = "bf16 runs natively and has the range of f32: no loss scaling."
+        if "fp8" in native:
+            reason += " Large matmuls can run in fp8 as well: compare `mpx.fp8(loss)`."
+        return "loss = mpx.amp(loss)", reason
+    if "f16" in native:
         code = 'loss = mpx.amp(loss, "f16"); scaling = mpx.DynamicLossScaling.pow2()'
-        return code, "Only f16 runs natively, and it needs loss scaling." + gain("f16")
-    return "loss = mpx.amp(loss)", "Measure bf16 first: mpx does not know this device."
+        return code, "Only f16 runs natively, and it needs loss scaling."
+    reason = "Only f32 is native: half precision saves memory, and rarely time."
+    return "loss = loss  # f32", f"{reason} Use bf16 to test for an accelerator."
 
 
 def problems(jaxlib_version: str, machine: str) -> list[str]:
@@ -209,91 +192,17 @@ def versions() -> dict[str, str]:
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-# --- Formats and rates ----------------------------------------------------------------
-
-
-def formats() -> dict[str, Native]:
-    """Returns by format whether matmuls run in it natively, and why."""
-    names = ["f32", "tf32", "bf16", "f16", "fp8", "mx"]
-    backend, capability = jax.default_backend(), cuda_capability()
-    found: dict[str, Native] = {
-        name: (None, f"mpx does not know {backend}") for name in names
-    }
-    if capability is not None:
-        reason = f"compute capability {'.'.join(map(str, capability))}"
-        found |= {name: (capability >= x, reason) for name, x in CUDA_SINCE.items()}
-    elif backend == "cpu":
-        found |= dict.fromkeys(names, (False, "not on a CPU"))
-        flags = _cpu_flags()
-        for name, wanted in CPU_FLAGS.items():
-            here = next((x for x in wanted if x in flags), None)
-            reason = here or "computed in f32 and rounded"
-            found[name] = (here is not None if flags else None, reason)
-    elif backend == "tpu":
-        kind = jax.devices()[0].device_kind
-        found |= dict.fromkeys(names, (False, "TPUs compute in bf16"))
-        found |= {"bf16": (True, kind), "fp8": (bool(TPU_FP8.search(kind)), kind)}
-    found["f32"] = (True, "in several passes of bf16" if backend == "tpu" else "")
-    return found
-
-
-@functools.cache
-def _cpu_flags() -> frozenset[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return frozenset()
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
-    return frozenset(found.group(1).split()) if found else frozenset()
-
-
-def measure_rates(native: Mapping[str, Native]) -> dict[str, float]:
-    """Returns the rate of large matmuls by format, in FLOP/s; fp8 where it is native."""
-    size, rates = 512 if jax.default_backend() == "cpu" else 8192, {}
-    for name, dtype in _DTYPES.items():
-        if name in ("tf32", "fp8") and not native[name][0]:
-            continue
-        try:
-            seconds = _seconds(_matmul(name), jnp.ones((size, size), dtype))
-        except Exception:  # this backend does not have the format
-            continue
-        rates[name] = 2 * size**3 / seconds
-    return rates
-
-
-def measure_bandwidth() -> float:
-    """Returns the bytes per second that an addition reads and writes."""
-    size = 2**22 if jax.default_backend() == "cpu" else 2**28
-    x = jnp.zeros(size, jnp.float32)
-    seconds = _seconds(jax.jit(lambda x: x + 1), x)
-    return 2 * x.nbytes / seconds
-
-
-def _matmul(name: str) -> Callable[[Array], Array]:
-    precision = {
-        "f32": lax.Precision.HIGHEST,
-        "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32,
-        "fp8": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
-    }.get(name)
-    wide = jnp.float32 if name == "fp8" else None
-    return jax.jit(
-        lambda x: lax.dot(x, x, precision=precision, preferred_element_type=wide)
-    )
-
-
-def _seconds(func: Callable[[Array], Array], x: Array) -> float:
-    """Returns the time of the fastest of some calls, after one that compiles."""
-    jax.block_until_ready(func(x))
-    times: list[float] = []
-    while len(times) < 20 and sum(times) < 0.2:
+def fastest(call: Callable[[Array], Array], x: Array) -> float:
+    """Returns the seconds of the fastest of ten calls, after one that compiles."""
+    times = list[float]()
+    for _ in range(11):  # the same on every process: a collective waits for all of them
         before = time.perf_counter()
-        jax.block_until_ready(func(x))
+        jax.block_until_ready(call(x))
         times.append(time.perf_counter() - before)
-    return min(times)
+    return min(times[1:])
+
+
+def _bandwidth() -> float:
+    """Returns the bytes per second that an addition reads and writes."""
+    x = jnp.zeros(2**22 if jax.default_backend() == "cpu" else 2**28)
+    return 2 * x.nbytes / fastest(jax.jit(lambda x: x + 1), x)

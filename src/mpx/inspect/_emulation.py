@@ -10,12 +10,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from mpx._jax._compat import (
     Literal,
@@ -125,56 +126,36 @@ _EXACT = MOVES.union(
 
 
 class Fact(NamedTuple):
-    """What is known of a value.
+    """What is known of a value."""
 
-    Attributes:
-        sources: The groups of the matmuls whose results it is computed from: if one of
-            them runs in f32, so does what follows up to the next matmul.
-        is_pending: Whether it has been cast to 16 bits for whoever reads it.
-        is_cotangent: Whether it belongs to the backward pass.
-    """
-
+    # The groups of the matmuls whose results it is computed from: if one of them runs in
+    # f32, so does what follows up to the next matmul
     sources: tuple[int, ...] = ()
-    is_pending: bool = False
-    is_cotangent: bool = False
+    is_pending: bool = False  # cast to 16 bits for whoever reads it
+    is_cotangent: bool = False  # part of the backward pass
 
 
 class Key(NamedTuple):
-    """What decides to which format a value is rounded.
+    """What decides to which format a value is rounded; see `Fact`."""
 
-    Attributes:
-        group: The group that rounds.
-        sources: See `Fact`.
-        is_cotangent: Whether the value belongs to the backward pass.
-        is_eight: Whether it is an operand that fp8 may quantise.
-    """
-
-    group: int
+    group: int  # that rounds
     sources: tuple[int, ...]
     is_cotangent: bool
-    is_eight: bool = False
+    is_eight: bool = False  # an operand that fp8 may quantise
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Rounding(Visitor):
-    """Runs a gradient program in f32 and rounds by a table of formats.
-
-    Attributes:
-        groups: The groups; a label of an equation is a position among them.
-        table: The formats, one row for each key.
-        rows: The row of each key.
-        opaque: The names of operations that were run as they are written.
-        with_fp8: Whether operands of matmuls with a parameter may be quantised.
-    """
+    """Runs a gradient program in f32 and rounds by a table of formats."""
 
     unknown: ClassVar[Fact] = Fact()
     narrow_carry: bool = True  # held in f32, whatever it was
 
-    groups: Sequence[Group]
-    table: Array
+    groups: Sequence[Group]  # a label of an equation is a position among them
+    table: Array  # the formats, one row for each key
     rows: dict[Key, int]
-    opaque: set[str]
-    with_fp8: bool
+    opaque: set[str]  # operations that were run as they are written
+    with_fp8: bool  # whether operands of matmuls with a parameter may be quantised
 
     def equation(self, op: Op) -> Outcome:
         eqn, name = op.eqn, primitive_name(op.eqn)
@@ -328,23 +309,15 @@ def _sources(op: Op) -> tuple[int, ...]:
 
 
 class Rounded(NamedTuple):
-    """What is rounded, and to which formats.
-
-    Attributes:
-        half: The 16-bit format.
-        low: The groups that run in it.
-        eight: The groups whose matmuls run in 8 bits.
-        eights: The 8-bit formats of values and of gradients.
-        scale: The loss scale for f16; `None` for one that always fits.
-        is_alone: Whether the operations of `low` round even where `amp` would hold their
-            operands in f32, because the matmul before them is in f32.
-    """
+    """What is rounded, and to which formats."""
 
     half: str = "bf16"
-    low: frozenset[int] = frozenset()
-    eight: frozenset[int] = frozenset()
-    eights: tuple[str, str] = ("e4m3", "e5m2")
-    scale: float | None = None
+    low: frozenset[int] = frozenset()  # the groups that run in it
+    eight: frozenset[int] = frozenset()  # the groups whose matmuls run in 8 bits
+    eights: tuple[str, str] = ("e4m3", "e5m2")  # of values and of gradients
+    scale: float | None = None  # for f16, of the loss; `None` for one that always fits
+    # Whether `low` rounds even where `amp` would hold operands in f32, because the matmul
+    # before them is in f32
     is_alone: bool = False
 
     def row(self, key: Key) -> tuple[float, float, float]:
@@ -358,16 +331,11 @@ class Rounded(NamedTuple):
 
 
 class Change(NamedTuple):
-    """How far gradients are from those in f32.
+    """How far gradients are from those in f32."""
 
-    Attributes:
-        error: The norm of the change over the norm of the gradient; infinite if the
-            gradient is not finite.
-        lost: The largest share that one parameter's gradient lost of its norm.
-    """
-
+    # The norm of the change over that of the gradient; infinite if that is not finite
     error: float
-    lost: float
+    lost: float  # the largest share that one parameter's gradient lost of its norm
 
     @property
     def is_finite(self) -> bool:
@@ -376,62 +344,51 @@ class Change(NamedTuple):
 
 
 class Emulation:
-    """The gradient of a function for some batches, with any groups rounded.
-
-    Attributes:
-        groups: The groups of operations.
-        program: The gradient of the function under `amp`, with labels.
-        opaque: Operations that are run as they are written.
-    """
+    """The gradient of a function, with any groups rounded."""
 
     def __init__(
         self,
-        func: Callable[..., object],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        func: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
         *,
         with_fp8: bool = True,
     ) -> None:
-        self._with_fp8 = with_fp8
         forward, self.groups = labelled(func, args, kwargs)
+        # Under `amp`, with labels; and what is run as it is written.
         self.program, self.opaque = gradient(forward), set[str]()
         self._rows: dict[Key, int] = {}
-        self._run = jax.jit(self._gradient)
-        self._exact: list[tuple[list[Array], list[Array]]] = []
+
+        def run(arrays: Sequence[Array], table: Array) -> list[Array]:
+            visitor = _Rounding(
+                groups=self.groups,
+                table=table,
+                rows=self._rows,
+                opaque=self.opaque,
+                with_fp8=with_fp8,
+            )
+            body, consts = open_jaxpr(self.program.jaxpr)
+            outs, _ = visitor.run(body, consts, arrays, [Fact()] * len(arrays), ())
+            return [jnp.asarray(x, np.float32) for x in outs[1:]]
+
+        self._run = jax.jit(run)
         most = 4 * sum(1 for _ in equations(self.program.jaxpr))
         shape = jax.ShapeDtypeStruct((most, 3), np.float32)
-        jax.eval_shape(self._gradient, self.program.arrays, shape)  # fills the rows
+        jax.eval_shape(run, self.program.arrays, shape)  # fills the rows
 
-    def _gradient(self, arrays: Sequence[Array], table: Array) -> list[Array]:
-        visitor = _Rounding(
-            groups=self.groups,
-            table=table,
-            rows=self._rows,
-            opaque=self.opaque,
-            with_fp8=self._with_fp8,
-        )
-        body, consts = open_jaxpr(self.program.jaxpr)
-        outs, _ = visitor.run(body, consts, arrays, [Fact()] * len(arrays), ())
-        return [jnp.asarray(x, np.float32) for x in outs[1:]]
-
-    def gradient(self, arrays: Sequence[Array], rounds: Rounded) -> list[Array]:
-        """Returns the gradient for some arguments with groups rounded."""
+    def gradient(self, rounds: Rounded) -> list[Array]:
+        """Returns the gradient with groups rounded."""
         rows = [rounds.row(key) for key in self._rows] or [_F32]
-        return self._run(list(arrays), np.array(rows, np.float32))
+        return self._run(self.program.arrays, np.array(rows, np.float32))
+
+    @functools.cached_property
+    def exact(self) -> list[Array]:
+        """The gradient in f32."""
+        return self.gradient(Rounded())
 
     def groups_of(self, *, eight: bool = False) -> frozenset[int]:
         """Returns the groups that round, or those that fp8 may quantise."""
         return frozenset(key.group for key in self._rows if key.is_eight == eight)
-
-    def prepare(self, batches: Sequence[Sequence[Array]]) -> None:
-        """Computes the gradients in f32."""
-        self._exact = [(list(x), self.gradient(x, Rounded())) for x in batches]
-
-    def change(self, rounds: Rounded) -> Change:
-        """Returns how far gradients are from those in f32, over all batches."""
-        found = [change(self.gradient(x, rounds), exact) for x, exact in self._exact]
-        mean = sum(x.error**2 for x in found) / len(found)
-        return Change(math.sqrt(mean), max(x.lost for x in found))
 
 
 @jax.jit
@@ -452,7 +409,5 @@ def change(grads: Sequence[Array], exact: Sequence[Array]) -> Change:
         return Change(math.inf if found.size else 0.0, 1.0)
     off, _, whole = found.sum(0)
     kept = np.sqrt(found[:, 1] / np.maximum(found[:, 2], 1e-300))
-    return Change(
-        math.sqrt(off / whole) if whole else 0.0,
-        float(np.max(1 - np.where(found[:, 2] > 0, kept, 1), initial=0.0)),
-    )
+    lost = np.max(1 - np.where(found[:, 2] > 0, kept, 1), initial=0.0)
+    return Change(math.sqrt(off / whole) if whole else 0.0, float(lost))

@@ -3,23 +3,20 @@
 import bisect
 import collections
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
 
-from jax import Array
+from jaxtyping import PyTree
 
 from mpx._amp import AmpRules, amp
-from mpx._amp._call import flat_call
 from mpx._casting._wrapped import is_amp
 from mpx._fp8 import Fp8Function, fp8
 from mpx._jax._compat import primitive_name
 from mpx._jax._devices import H200
-from mpx._jax._progress import Tell, silent
 from mpx._program._queries import MATMULS, flops, walk
-from mpx.inspect._buffers import traffic
-from mpx.inspect._emulation import Change, Emulation, Rounded
-from mpx.inspect._groups import Group, Keep, label_of
-from mpx.inspect._program import Program, program
+from mpx.inspect._emulation import Change, Emulation, Rounded, change
+from mpx.inspect._groups import Keep, label_of
+from mpx.inspect._program import program
 
 HALVES = ("bf16", "f16")
 EIGHTS = ("e4m3", "e5m2")
@@ -69,23 +66,18 @@ class PrecisionPolicy:
         func = amp(func, self.half, keep=list(self.keep), rules=rules)
         return fp8(func, keep=list(self.keep_fp8)) if self.fp8 else func
 
-    def text(self, name: str = "loss") -> str:
-        """Returns the code that makes the function `name` one in this precision."""
-        code = f'mpx.amp({name}, "{self.half}"'
+    def __str__(self) -> str:
+        """Returns the code for a function that is called `loss`."""
+        code = f'mpx.amp(loss, "{self.half}"'
         if self.keep:
             code += f", keep={list(self.keep)!r}"
         if self.functions:
             rules = dict.fromkeys(self.functions, "original")
             code += f", rules=mpx.AmpRules(functions={rules!r})"
-        code += ")"
-        if self.fp8:
-            more = f", keep={list(self.keep_fp8)!r}" if self.keep_fp8 else ""
-            code = f"mpx.fp8({code}{more})"
-        return code
-
-    def __str__(self) -> str:
-        """Returns the code for a function that is called `loss`."""
-        return self.text()
+        if not self.fp8:
+            return f"{code})"
+        more = f", keep={list(self.keep_fp8)!r}" if self.keep_fp8 else ""
+        return f"mpx.fp8({code}){more})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,14 +87,11 @@ class Candidate:
     Attributes:
         policy: The policy; `policy.apply(loss)` applies it, and `str(policy)` is its code.
         predicted_error: The error of the emulated gradient, relative to the gradient.
-        predicted_time: The predicted time of what the policy can change, in seconds on the
-            GPU of the cost table.
+        predicted_time: The seconds of its matmuls at the rates of an H200.
         error: The measured error, `None` if it was not measured. It is infinite if the
             gradient is not finite.
         time: The measured seconds of a gradient; `None` without a GPU.
         spread: How far that time varied between runs, in seconds.
-        memory: The bytes that the compiled gradient needs besides its arguments and results.
-        kept: The labels of the groups that stay in f32, or of fp8 in 16 bits.
         default: The predicted error without any keep-list.
         remark: What to know before it is used.
     """
@@ -113,117 +102,70 @@ class Candidate:
     error: float | None = None
     time: float | None = None
     spread: float | None = None
-    memory: int | None = None
-    kept: tuple[str, ...] = ()
     default: float = 0.0
     remark: str = ""
-
-
-class Option(NamedTuple):
-    """A policy as selectors: of what stays in f32, and of what does not run in fp8.
-
-    Without fp8, `kept_fp8` is `None`.
-    """
-
-    half: str
-    kept: tuple[Keep, ...] = ()
-    kept_fp8: tuple[Keep, ...] | None = None
-
-
-# --- Costs ----------------------------------------------------------------------------
-
-
-class Cost(NamedTuple):
-    """The work of a group: operations of matmuls, and numbers moved (see `traffic`)."""
-
-    flops: float
-    numbers: float
-
-    def seconds(self, precision: str) -> float:
-        """Returns the time on the GPU of the table."""
-        size = 4 if precision == "f32" else 2
-        return self.flops / H200[precision] + self.numbers * size / H200["memory"]
-
-
-def _costs(grad: Program, count: int) -> list[Cost]:
-    """Returns the work of each group of a labelled gradient program."""
-    operations: collections.Counter[int | None] = collections.Counter()
-    for eqn, scopes, times, _ in walk(grad.jaxpr):
-        if primitive_name(eqn) in MATMULS:
-            operations[label_of(scopes)[0]] += flops(eqn) * times
-    numbers = traffic(grad.jaxpr, lambda scopes: label_of(scopes)[0])
-    return [Cost(operations[i], numbers[i]) for i in range(count)]
 
 
 # --- A function under study -----------------------------------------------------------
 
 
 class Study:
-    """A function, what rounding does to its gradient, and the cost of each group.
-
-    Attributes:
-        emulation: Emulates policies.
-        active: The groups that `amp` runs in 16 bits.
-        labels: The active groups by label.
-        work: The cost of each group.
-        fp8: The groups whose matmuls `mpx.fp8` would change.
-        scale: The loss scale for f16.
-        overflowing: The labels of groups whose values do not fit into f16.
-    """
+    """A function, what rounding does to its gradient, and the work of each group."""
 
     def __init__(
         self,
-        func: Callable[..., object],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        batches: Sequence[object] = (),
+        func: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
         formats: Sequence[str] = (*HALVES, *EIGHTS),
-        *,
-        tell: Tell = silent,
     ) -> None:
         if is_amp(func) or isinstance(func, Fp8Function):
             raise TypeError(
                 "The function is under `amp` or `fp8`, but what they would do is what is "
                 "predicted. Pass the function that you gave to them."
             )
-        self._tell, self._changes = tell, dict[Rounded, Change]()
-        tell("tracing the function")
+        self.call, self._changes = (func, args, kwargs), dict[Rounded, Change]()
         with_fp8 = any(x in formats for x in EIGHTS)
         self.emulation = Emulation(func, args, kwargs, with_fp8=with_fp8)
-        calls = _calls(func, args, kwargs, batches, self.emulation.program)
+        self.groups, traced = self.emulation.groups, self.emulation.program
+        if any(not hasattr(x, "__array__") for x in traced.arrays):
+            raise TypeError(
+                "`advise` runs the function, but a `jax.ShapeDtypeStruct` was given. "
+                "Pass arrays with real numbers."
+            )
+        # The groups that `amp` runs in 16 bits, all and by label.
         self.active = self.emulation.groups_of()
         self.labels: dict[str, frozenset[int]] = {}
         for i in sorted(self.active):
             label = self.groups[i].label
             self.labels[label] = self.labels.get(label, frozenset()) | {i}
-        self.work = _costs(self.emulation.program, len(self.groups))
+        # The operations of the matmuls of each group.
+        self.flops: collections.Counter[int | None] = collections.Counter()
+        for eqn, scopes, times, _ in walk(traced.jaxpr):
+            if primitive_name(eqn) in MATMULS:
+                self.flops[label_of(scopes)[0]] += flops(eqn) * times
+        # The groups whose matmuls `mpx.fp8` would change.
         self.fp8 = frozenset[int]()
         if with_fp8:
             matmuls = program(fp8(func), args, kwargs).recording.matmuls
             changed = {matmul.param for matmul in matmuls if not matmul.reason}
             pairs = enumerate(self.groups)
             self.fp8 = frozenset(i for i, x in pairs if x.param in changed)
-        tell("compiling the emulation")
-        self.emulation.prepare(calls)
         if not self.change(Rounded()).is_finite:
             raise ValueError(
                 "The gradient in f32 is not finite: there is nothing to compare with. "
                 "`mpx.inspect.explain` names the operation that is at fault."
             )
+        # The loss scale for f16, and the labels of groups that do not fit into it.
         self.scale, self.overflowing = 1.0, set[str]()
         if "f16" in formats:
             self.scale, self.overflowing = self._range()
 
-    @property
-    def groups(self) -> list[Group]:
-        """The groups."""
-        return self.emulation.groups
-
     def change(self, rounds: Rounded) -> Change:
         """Returns what some rounding does to the gradient; runs it once."""
         if rounds not in self._changes:
-            self._tell(f"gradient {len(self._changes) + 1}")
-            self._changes[rounds] = self.emulation.change(rounds)
+            grads = self.emulation.gradient(rounds)
+            self._changes[rounds] = change(grads, self.emulation.exact)
         return self._changes[rounds]
 
     def _range(self) -> tuple[float, set[str]]:
@@ -261,137 +203,87 @@ class Study:
         chosen, pairs = list(selectors), enumerate(self.groups)
         return frozenset(i for i, x in pairs if any(y.selects(x) for y in chosen))
 
-    def parts(self, option: Option) -> tuple[frozenset[int], frozenset[int]]:
-        """Returns the groups that an option runs in 16 bits, and those of them in fp8."""
-        low = self.active - self.selected(option.kept)
-        if option.kept_fp8 is None:
+    def parts(self, policy: PrecisionPolicy) -> tuple[frozenset[int], frozenset[int]]:
+        """Returns the groups that a policy runs in 16 bits, and those of them in fp8."""
+        kept = [Keep("keep", x) for x in policy.keep]
+        kept += [Keep("functions", x) for x in policy.functions]
+        low = self.active - self.selected(kept)
+        if not policy.fp8:
             return low, frozenset()
-        return low, (self.fp8 & low) - self.selected(option.kept_fp8)
+        wide = self.selected(Keep("keep", x) for x in policy.keep_fp8)
+        return low, (self.fp8 & low) - wide
 
-    def error(self, option: Option) -> float:
+    def error(self, policy: PrecisionPolicy) -> float:
         """Returns the error of the emulated gradient."""
-        low, eight = self.parts(option)
-        return self.change(Rounded(option.half, low, eight, scale=self.scale)).error
+        low, eight = self.parts(policy)
+        return self.change(Rounded(policy.half, low, eight, scale=self.scale)).error
 
-    def seconds(
-        self, half: str, low: Collection[int], fp8: Collection[int] = ()
-    ) -> float:
-        """Returns the predicted time of the operations that a policy can change."""
-        return sum(
-            cost.seconds("fp8" if i in fp8 else half if i in low else "f32")
-            for i, cost in enumerate(self.work)
+    def candidate(self, policy: PrecisionPolicy, remark: str = "") -> Candidate:
+        """Returns a policy with its predictions."""
+        low, eight = self.parts(policy)
+        seconds = sum(
+            self.flops[i]
+            / H200["fp8" if i in eight else policy.half if i in low else "f32"]
+            for i in range(len(self.groups))
         )
-
-    def policy(self, option: Option) -> PrecisionPolicy:
-        """Returns an option as a policy."""
-        has_fp8 = bool(self.parts(option)[1])
-        return PrecisionPolicy(
-            option.half,
-            tuple(x.pattern for x in option.kept if x.kind == "keep"),
-            tuple(x.pattern for x in option.kept if x.kind == "functions"),
-            has_fp8,
-            tuple(x.pattern for x in option.kept_fp8 or ()) if has_fp8 else (),
-        )
-
-    def candidate(self, option: Option, remark: str = "") -> Candidate:
-        """Returns an option with its predictions."""
-        low, eight = self.parts(option)
-        wide = self.active - low
-        if option.kept_fp8 is not None:
-            wide |= self.fp8 - eight
-        default = Option(option.half, (), None if option.kept_fp8 is None else ())
-        return Candidate(
-            self.policy(option),
-            self.error(option),
-            self.seconds(option.half, low, eight),
-            kept=tuple(dict.fromkeys(self.groups[i].label for i in sorted(wide))),
-            default=self.error(default),
-            remark=remark,
-        )
-
-
-def _calls(
-    func: Callable[..., object],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    batches: Sequence[object],
-    traced: Program,
-) -> list[list[Array]]:
-    """Returns the arrays of each batch, checked."""
-    calls = [traced.arrays]
-    first = args[:1] if any(traced.names[i].argument for i in traced.params) else ()
-    for i, batch in enumerate(batches):
-        rest = batch if isinstance(batch, tuple) else (batch,)
-        if len(first) + len(rest) != len(args):
-            after = " after the first, which holds the parameters" if first else ""
-            raise ValueError(
-                f"`batches[{i}]` must have {len(args) - len(first)} arguments{after}, but "
-                f"it has {len(rest)}. Pass a tuple."
-            )
-        calls.append(flat_call(func, (*first, *rest), kwargs)[0])
-    if any(not hasattr(x, "__array__") for call in calls for x in call):
-        raise TypeError(
-            "`advise` runs the function, but a `jax.ShapeDtypeStruct` was given. "
-            "Pass arrays with real numbers."
-        )
-    types, *others = ([(x.shape, x.dtype) for x in call] for call in calls)
-    for i, other in enumerate(others):
-        if other != types:
-            pairs = zip(types, other, strict=False)
-            a, b = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
-            raise ValueError(
-                f"`batches[{i}]` must have the shapes and dtypes of the other arguments, "
-                f"but one array is {b} instead of {a}. Pass batches of one size."
-            )
-    return calls
+        default = self.error(PrecisionPolicy(policy.half, fp8=policy.fp8))
+        error = self.error(policy)
+        return Candidate(policy, error, seconds, default=default, remark=remark)
 
 
 # --- The search -----------------------------------------------------------------------
 
 
-def options(known: Study, half: str) -> list[Option]:
-    """Returns options of one format, from the fastest on, each with one more selector.
+def policies(known: Study, half: str) -> list[PrecisionPolicy]:
+    """Returns policies in 16 bits, each with one more selector.
 
-    The first keeps only what f16 cannot hold. Selectors that remove more squared error for
-    their time come first: squares of errors add up over groups.
+    The first keeps only what f16 cannot hold.
     """
-    kept, chosen = list[Keep](), dict[Keep, float]()
+    kept = list[Keep]()
     if half == "f16":
         kept = [
             known.selector(label)
             for label in known.labels
             if label in known.overflowing or known.alone("f16", label).lost > MOST_LOST
         ]
-    every = known.seconds(half, ()) - known.seconds(half, known.active)
-    for label in known.labels:
-        selector = known.selector(label)
-        groups = known.selected([selector])
-        gain = sum(
-            known.alone(half, other).error ** 2
-            for other, members in known.labels.items()
-            if members <= groups
+    return [
+        PrecisionPolicy(
+            half,
+            tuple(x.pattern for x in selectors if x.kind == "keep"),
+            tuple(x.pattern for x in selectors if x.kind == "functions"),
         )
-        rest = known.active - groups
-        slower = known.seconds(half, rest) - known.seconds(half, known.active)
-        chosen[selector] = gain / (slower + 0.01 * every + 1e-15)
-    return [Option(half, x) for x in _lists(known, kept, chosen)]
+        for selectors in _lists(known, kept, known.labels, [half])
+    ]
 
 
-def options_fp8(known: Study, base: Option) -> list[Option]:
-    """Returns options with fp8, each with one more linear layer in 16 bits."""
-    chosen = dict[Keep, float]()
-    for i in sorted(known.fp8 & known.parts(base)[0]):
-        cost, label = known.work[i], known.groups[i].label
-        saved = cost.seconds("bf16") - cost.seconds("fp8")
-        square = sum(known.alone(x, label).error ** 2 for x in EIGHTS)
-        chosen[known.groups[i].selector] = square / (saved + 1e-15)
-    return [base._replace(kept_fp8=x) for x in _lists(known, (), chosen)]
+def policies_fp8(known: Study, base: PrecisionPolicy) -> list[PrecisionPolicy]:
+    """Returns policies with fp8, each with one more linear layer in 16 bits; last `base`."""
+    chosen = sorted(known.fp8 & known.parts(base)[0])
+    labels = dict.fromkeys(known.groups[i].label for i in chosen)
+    lists = _lists(known, (), labels, EIGHTS)[:-1]
+    keeps = [tuple(x.pattern for x in kept) for kept in lists]
+    return [
+        *(dataclasses.replace(base, fp8=True, keep_fp8=keep) for keep in keeps),
+        base,
+    ]
 
 
 def _lists(
-    known: Study, first: Sequence[Keep], scores: dict[Keep, float]
+    known: Study, first: Sequence[Keep], labels: Iterable[str], formats: Sequence[str]
 ) -> list[tuple[Keep, ...]]:
-    """Returns growing lists of selectors, by falling scores, without those in vain."""
+    """Returns growing lists of selectors, without those in vain.
+
+    Labels with much squared error for the work that their selectors keep come first. The
+    work is the share of the matmuls' operations and the share of the groups.
+    """
+    flops = sum(known.flops[i] for i in known.active) or 1
+    scores = dict[Keep, float]()
+    for label in labels:
+        selector = known.selector(label)
+        groups = known.selected([selector]) & known.active
+        work = sum(known.flops[i] for i in groups) / flops
+        square = sum(known.alone(x, label).error ** 2 for x in formats)
+        scores[selector] = square / (work + len(groups) / len(known.active))
     lists, done = [tuple(first)], known.selected(first)
     for selector in sorted(scores, key=scores.__getitem__, reverse=True):
         new = known.selected([selector]) & known.active
@@ -401,16 +293,16 @@ def _lists(
     return lists
 
 
-def within(known: Study, name: str, limit: float) -> list[Option]:
-    """Returns the options for bf16, f16 or fp8 from the first that is good enough on.
+def within(known: Study, name: str, limit: float) -> list[PrecisionPolicy]:
+    """Returns the policies for bf16, f16 or fp8 from the first that is good enough on.
 
     There always is one: the last keeps everything in f32, or for fp8 everything in bf16.
     """
     if name == "fp8":
         base = within(known, "bf16", min(limit, LIMITS["bf16"]))[0]
-        found = options_fp8(known, base)
+        found = policies_fp8(known, base)
     else:
-        found = options(known, name)
+        found = policies(known, name)
     first = bisect.bisect_left(found, True, key=lambda x: known.error(x) <= limit)
     return found[min(first, len(found) - 1) :]
 
@@ -418,7 +310,6 @@ def within(known: Study, name: str, limit: float) -> list[Option]:
 def propose(known: Study, name: str, limit: float) -> Candidate:
     """Returns the policy with the shortest keep-list whose emulation is good enough."""
     found, remark = within(known, name, limit)[0], ""
-    low, eight = known.parts(found)
     if name == "f16":
         remark = "Take the gradient with `mpx.value_and_grad` and a loss scaling."
     if name == "fp8" and not known.fp8:
@@ -426,9 +317,9 @@ def propose(known: Study, name: str, limit: float) -> Candidate:
             "fp8 changes nothing here: no matmul with a parameter is large enough to "
             "gain. `mpx.inspect.report(mpx.fp8(loss), ...)` says why."
         )
-    elif name == "fp8" and not eight:
+    elif name == "fp8" and not found.fp8:
         remark = "No linear layer is left in fp8: use bf16."
-    elif known.active and not low:
+    elif known.active and not known.parts(found)[0]:
         remark = (
             "Nothing is left in 16 bits: the operations at fault have no name that is "
             "theirs alone. Put them into a `jax.named_scope`, or use another format."

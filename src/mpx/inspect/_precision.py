@@ -1,6 +1,6 @@
 """In which dtype each operation of a program computes, why, and what stays in memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +10,6 @@ from mpx._amp._decide import PRESETS
 from mpx._amp._rules import REASONS
 from mpx._jax._compat import Literal, open_jaxpr, primitive_name, source_frames
 from mpx._program._flow import Flow
-from mpx._program._interpreter import Jaxpr
 from mpx._program._queries import (
     ATTENTION,
     CALLS,
@@ -19,99 +18,66 @@ from mpx._program._queries import (
     MATMULS,
     MOVES,
     Equation,
+    Position,
     equations_inside,
     flops,
 )
-from mpx.inspect._buffers import nbytes, peak
+from mpx.inspect._buffers import nbytes
 from mpx.inspect._dtypes import is_f32, is_low, short_dtypes
-from mpx.inspect._program import Place, Program, Site, frames_of, sites
+from mpx.inspect._program import Place, Program, sites
 from mpx.inspect._result import short_source, source_of
 
 _MULTIPLIES = frozenset({*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED})
 _REFERENCES = ("get", "swap", "addupdate", "ref_new")
 _PROMOTED = "promoted by "
 
+Reason = Callable[[Equation, Place], str]
+"""Says why a matmul is f32."""
+
 
 class Matmul(NamedTuple):
-    """A matmul, a convolution or fused attention of a program.
+    """A matmul, a convolution or fused attention of a program."""
 
-    Attributes:
-        place: Where it stands: `param`, `scope`, `source`, `backward`.
-        dtype: The dtype of its operands, or the preset in which it multiplies.
-        result: The dtype of its result.
-        shapes: The shapes of its operands.
-        times: How often it runs.
-        flops: Two operations for each multiplication, of all these times.
-        bytes: The size of its operands and its result, of all these times.
-        reason: Why it is f32: the decision of `amp`, or what makes its operands f32. For
-            the backward pass, that of the forward pass if it is f32, too. "" for no f32.
-    """
-
-    place: Place
-    dtype: str
-    result: str
-    shapes: tuple[tuple[int, ...], ...]
-    times: int
-    flops: int
-    bytes: int
+    place: Place  # `param`, `scope`, `source`, `backward`
+    dtype: str  # of its operands, or the preset in which it multiplies
+    result: str  # the dtype of its result
+    shapes: tuple[tuple[int, ...], ...]  # of its operands
+    times: int  # how often it runs
+    flops: int  # two operations for each multiplication, of all these times
+    bytes: int  # of its operands and its result, of all these times
+    # Why it is f32: the decision of `amp`, or what makes its operands f32. In the backward
+    # pass, that of the forward pass if it is f32, too. "" for no f32
     reason: str
 
 
 class Kept(NamedTuple):
-    """An operation in f32, or as it is written, and why.
-
-    Attributes:
-        primitive: The operation.
-        reason: The rule, the scope, or what promoted its operands.
-        param: The parameter that it reads; "" for none.
-        scope: Its named scopes, joined by `/`.
-        source: File and line.
-    """
+    """An operation in f32, or as it is written, and why."""
 
     primitive: str
-    reason: str
-    param: str
-    scope: str
-    source: str
-
-
-class Residual(NamedTuple):
-    """Numbers that the forward pass leaves in memory for the backward pass.
-
-    Attributes:
-        primitive: The operation that makes them.
-        dtype: Their dtype.
-        bytes: Their size.
-        arrays: How many arrays they are.
-        source: The file and line of that operation.
-    """
-
-    primitive: str
-    dtype: str
-    bytes: int
-    arrays: int
-    source: str
+    reason: str  # the rule, the scope, or what promoted its operands
+    param: str  # the parameter that it reads; "" for none
+    scope: str  # its named scopes, joined by `/`
+    source: str  # file and line
 
 
 def operations(
     full: Program,
 ) -> tuple[tuple[Matmul, ...], tuple[Kept, ...], tuple[Kept, ...]]:
     """Returns the matmuls of a program, what is promoted to f32, and what is opaque."""
-    why, promoting = _causes(full.jaxpr, [str(name) for name in full.names])
+    why, promoting = _causes(full)
     reason = _reasons(full, why)
     matmuls: dict[Matmul, Matmul] = {}
-    promoted: list[Kept] = []
-    opaque: list[Kept] = []
-    for site in sites(full.jaxpr, full.known, full.made):
-        eqn, place = site.eqn, site.place
+    promoted, opaque = list[Kept](), list[Kept]()
+    for here, place in sites(full):
+        eqn = here.eqn
         if place.primitive in _MULTIPLIES:
-            found = _matmul(site, reason)
+            found = _matmul(here, place, reason)
             same = found._replace(times=0, flops=0, bytes=0)
-            so_far = matmuls.get(same, same)
+            before = matmuls.get(same, same)
             matmuls[same] = found._replace(
-                times=so_far.times + found.times,
-                flops=so_far.flops + found.flops,
-                bytes=so_far.bytes + found.bytes,
+                times=before.times + found.times,
+                flops=before.flops + found.flops,
+                bytes=before.bytes + found.bytes,
             )
         if id(eqn) in promoting and not place.backward:
             promoted.append(_kept(place, f"{_PROMOTED}{promoting[id(eqn)]}"))
@@ -121,20 +87,6 @@ def operations(
     wide = [_kept(x.place, x.reason) for x in rows if x.reason and not x.place.backward]
     kept = tuple(dict.fromkeys([*wide, *promoted]))
     return rows, kept, tuple(dict.fromkeys(opaque))
-
-
-def residuals(full: Program) -> tuple[Residual, ...]:
-    """Returns what the forward pass leaves in memory, the largest first."""
-    groups: dict[tuple[str, str, str], list[int]] = {}
-    for x in peak(full.jaxpr).saved:
-        source = source_of(frames_of(*x.callers, x.eqn))
-        key = primitive_name(x.eqn), short_dtypes([x.dtype]), source
-        groups.setdefault(key, []).append(x.bytes)
-    found = [
-        Residual(primitive, dtype, sum(sizes), len(sizes), source)
-        for (primitive, dtype, source), sizes in groups.items()
-    ]
-    return tuple(sorted(found, key=lambda x: -x.bytes))
 
 
 def _kept(place: Place, reason: str) -> Kept:
@@ -150,31 +102,31 @@ def _is_opaque(eqn: Equation) -> bool:
     return not any("mpx_" in str(x.params.get("name")) for x in equations)
 
 
-def _matmul(site: Site, reason: Callable[[Site], str]) -> Matmul:
-    eqn, primitive = site.eqn, site.place.primitive
-    operands = eqn.invars[: 3 if primitive in ATTENTION else 2]
+def _matmul(here: Position, place: Place, reason: Reason) -> Matmul:
+    eqn, times = here.eqn, here.times
+    operands = eqn.invars[: 3 if place.primitive in ATTENTION else 2]
     size = sum(nbytes(x.aval) for x in (*operands, eqn.outvars[0]))
     is_wide = any(is_f32(x.aval) for x in operands)
     dtype = short_dtypes(x.aval.dtype for x in eqn.invars[:2])
-    if primitive in CROSS_ENTROPY:
+    if place.primitive in CROSS_ENTROPY:
         is_wide = eqn.params["head"].dtype == np.float32
         dtype = short_dtypes([eqn.params["head"].dtype])
     precision = eqn.params.get("precision")
     presets = (rule for rule, preset in PRESETS.items() if precision == preset)
     return Matmul(
-        place=site.place,
+        place=place,
         dtype=next(presets, dtype),
         result=short_dtypes([eqn.outvars[0].aval.dtype]),
         shapes=tuple(tuple(x.aval.shape) for x in operands),
-        times=site.times,
-        flops=flops(eqn) * site.times,
-        bytes=size * site.times,
-        reason=reason(site) if is_wide else "",
+        times=times,
+        flops=flops(eqn) * times,
+        bytes=size * times,
+        reason=reason(eqn, place) if is_wide else "",
     )
 
 
-def _reasons(full: Program, why: dict[int, str]) -> Callable[[Site], str]:
-    """Returns a function that says why a matmul is f32; the forward ones come first."""
+def _reasons(full: Program, why: dict[int, str]) -> Reason:
+    """Returns the reason of each matmul in f32; the forward ones are asked for first."""
     decided = {
         (x.primitive, short_source(x.source), x.shapes[:2]): x.reason
         for x in full.recording.decisions
@@ -182,8 +134,7 @@ def _reasons(full: Program, why: dict[int, str]) -> Callable[[Site], str]:
     }
     forward: dict[tuple[str, str], str] = {}
 
-    def reason(site: Site) -> str:
-        eqn, place = site.eqn, site.place
+    def reason(eqn: Equation, place: Place) -> str:
         own, line = why.get(id(eqn), ""), (place.source, place.param)
         if place.backward:
             return forward.get(line, own)
@@ -198,20 +149,13 @@ def _reasons(full: Program, why: dict[int, str]) -> Callable[[Site], str]:
 
 
 class _Cause(NamedTuple):
-    """Why a value is f32.
+    """Why a value is f32."""
 
-    Attributes:
-        text: The reason, for readers.
-        cast: Where it was cast from 16 bits, if that is the reason; else "".
-    """
-
-    text: str
-    cast: str = ""
+    text: str  # for readers
+    cast: str = ""  # where it was cast from 16 bits, if that is the reason
 
 
-def _causes(
-    jaxpr: Jaxpr, names: Sequence[str]
-) -> tuple[dict[int, str], dict[int, str]]:
+def _causes(full: Program) -> tuple[dict[int, str], dict[int, str]]:
     """Returns why values of a program are f32, by the `id` of equations.
 
     The first table says why the operands of an equation are, if one is. The second holds
@@ -228,7 +172,11 @@ def _causes(
         wide = [cause for cause in known if cause is not None]
         source = source_of(source_frames(eqn))
         if wide:
-            operands[id(eqn)] = _why(wide, source)
+            # What is cast on the line of the operation is promoted by the other operand.
+            found = [cause for cause in wide if cause.cast != source] or wide
+            is_cast = any(cause.cast for cause in found)
+            texts = dict.fromkeys(cause.text for cause in found)
+            operands[id(eqn)] = " and ".join(texts) if is_cast else found[0].text
         if not eqn.outvars or not is_f32(eqn.outvars[0].aval):
             return None
         # JAX promotes where the operation is written: the cast is on the same line.
@@ -243,25 +191,13 @@ def _causes(
         promoted[id(eqn)] = others[0]
         return _Cause(f"{_PROMOTED}{others[0]} at {source}")
 
-    body, _ = open_jaxpr(jaxpr)
     labels = {
         var: _Cause(f"argument `{name}`" if name else "an argument")
-        for var, name in zip(body.invars, names, strict=True)
+        for var, name in zip(open_jaxpr(full.jaxpr)[0].invars, full.names, strict=True)
         if is_f32(var.aval)
     }
-    Flow(rule, constant=_closed_over).run(jaxpr, labels)
+    Flow(rule, constant=_closed_over).run(full.jaxpr, labels)
     return operands, promoted
-
-
-def _why(wide: list[_Cause], source: str) -> str:
-    """Returns why the operands of an operation are f32.
-
-    What is cast on the line of the operation itself is promoted by the other operand.
-    """
-    found = [cause for cause in wide if cause.cast != source] or wide
-    if any(cause.cast for cause in found):
-        return " and ".join(dict.fromkeys(cause.text for cause in found))
-    return found[0].text
 
 
 def _closed_over(value: PyTree) -> _Cause | None:
@@ -270,27 +206,25 @@ def _closed_over(value: PyTree) -> _Cause | None:
     return _Cause(f"a closed-over f32[{','.join(map(str, value.shape))}] array")
 
 
-def _made(name: str, eqn: Equation, wide: list[_Cause], source: str) -> _Cause:
-    """Returns why the result of an operation that promotes nothing is f32."""
-    first = eqn.invars[0].aval if eqn.invars else None
-    if name in MOVES and all(isinstance(atom, Literal) for atom in eqn.invars):
-        text = f"an f32 array that is made at {source}"
-    elif wide:
-        return wide[0]
-    elif name in MOVES and first is not None:
-        text = f"cast from {first.dtype} to f32 at {source}"
-        return _Cause(text, source if is_low(first) else "")
-    elif name == "bitcast_convert_type":
-        return _Cause("", source)  # a scale of fp8: nobody's choice
-    elif any(is_low(atom.aval) for atom in eqn.invars):
-        text = f"{name} was asked for an f32 result at {source}"
-    else:
-        text = f"made in f32 by {name} at {source}"
-    return _Cause(text)
-
-
 def _literal(atom: PyTree) -> _Cause | None:
     """Returns the cause that is a number; Python's own numbers promote nothing."""
     if not is_f32(atom.aval) or getattr(atom.aval, "weak_type", False):
         return None
     return _Cause(f"the f32 constant {atom.val}")
+
+
+def _made(name: str, eqn: Equation, wide: list[_Cause], source: str) -> _Cause:
+    """Returns why the result of an operation that promotes nothing is f32."""
+    first = eqn.invars[0].aval if eqn.invars else None
+    if name in MOVES and all(isinstance(atom, Literal) for atom in eqn.invars):
+        return _Cause(f"an f32 array that is made at {source}")
+    if wide:
+        return wide[0]
+    if name in MOVES and first is not None:
+        text = f"cast from {first.dtype} to f32 at {source}"
+        return _Cause(text, source if is_low(first) else "")
+    if name == "bitcast_convert_type":
+        return _Cause("", source)  # a scale of fp8: nobody's choice
+    if any(is_low(atom.aval) for atom in eqn.invars):
+        return _Cause(f"{name} was asked for an f32 result at {source}")
+    return _Cause(f"made in f32 by {name} at {source}")

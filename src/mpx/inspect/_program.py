@@ -2,12 +2,11 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+from jaxtyping import PyTree
 
 from mpx._amp._call import Recording, flat_call, recorded
 from mpx._amp._transform import under_amp
@@ -34,50 +33,39 @@ from mpx._program._queries import (
     names,
 )
 from mpx._scaling._loss_scaling import LossScaling
+from mpx.inspect._dtypes import is_float
 from mpx.inspect._result import Frames, source_of
 
 Name = str | None
 """The parameter that a value is, possibly moved or cast; `None` for any other value."""
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+Wrap = Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
 
 
 class Program(NamedTuple):
-    """A function of arrays that has been traced.
+    """A function of arrays that has been traced."""
 
-    Attributes:
-        jaxpr: The jaxpr, closed; its inputs are `arrays`.
-        arrays: The arguments, or their shapes.
-        names: Their names, such as `model/layers/0/weight`.
-        params: The positions of the arguments that are parameters: the floating arrays
-            of the function itself if it is a module, else those of the first argument
-            that is no loss scaling and no state of fp8.
-        recording: What `amp` and `fp8` decided.
-    """
-
-    jaxpr: Jaxpr
-    arrays: list[Any]
-    names: list[LeafName]
+    jaxpr: Jaxpr  # closed; its inputs are `arrays`
+    arrays: list[PyTree]  # the arguments, or their shapes
+    names: list[LeafName]  # of the arguments, such as `model/layers/0/weight`
+    # The positions of the parameters: the floating arrays of the function itself if it is
+    # a module, else of the first argument that is no loss scaling and no state of fp8
     params: list[int]
-    recording: Recording
+    recording: Recording  # what `amp` and `fp8` decided
 
     @property
-    def known(self) -> list[str | None]:
+    def known(self) -> list[Name]:
         """The name of each argument that is a parameter; `None` for the others."""
         return [name if i in self.params else None for i, name in enumerate(self.names)]
 
     @property
     def has_loss(self) -> bool:
         """Whether the first result is a floating scalar."""
-        loss = self.jaxpr.out_avals[0] if self.jaxpr.out_avals else None
-        return (
-            loss is not None
-            and loss.shape == ()
-            and jnp.issubdtype(loss.dtype, np.floating)
-        )
+        loss = next(iter(self.jaxpr.out_avals), None)
+        return getattr(loss, "shape", None) == () and is_float(loss)
 
     @property
-    def made(self) -> list[str | None]:
+    def made(self) -> Sequence[Name]:
         """The parameter whose gradient each result is; `None` for other results.
 
         Consecutive results that have the shapes of all parameters are taken for their
@@ -85,15 +73,13 @@ class Program(NamedTuple):
         """
         wanted = [tuple(self.arrays[i].shape) for i in self.params]
         shapes = [tuple(getattr(x, "shape", ())) for x in self.jaxpr.out_avals]
-        found: list[str | None] = [None] * len(shapes)
-        count = len(wanted)
+        names, count = [self.names[i] for i in self.params], len(wanted)
         for start in range(len(shapes) - count + 1) if wanted else ():
             if shapes[start : start + count] == wanted:
-                found[start : start + count] = [self.names[i] for i in self.params]
-                break
-        return found
+                return [None] * start + names + [None] * (len(shapes) - start - count)
+        return [None] * len(shapes)
 
-    def __call__(self, *arrays: Any) -> list[Any]:
+    def __call__(self, *arrays: PyTree) -> list[PyTree]:
         """Runs the program on other arrays of the same shapes."""
         return as_function(self.jaxpr)(*arrays)
 
@@ -104,8 +90,8 @@ class _AsWritten(Transformation):
     def run(
         self,
         jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        args: Sequence[Any],
+        consts: Sequence[PyTree],
+        args: Sequence[PyTree],
         facts: Sequence[Fact],
         scopes: Scopes,
     ) -> Outcome:
@@ -114,10 +100,10 @@ class _AsWritten(Transformation):
 
 
 def program(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    shapes: list[Any] | None = None,
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    shapes: list[PyTree] | None = None,
 ) -> Program:
     """Traces a call of a function, of any framework, under any transformation of mpx.
 
@@ -128,9 +114,9 @@ def program(
     # A module under `amp` or `fp8` is an argument of the program, too.
     inner, wrap = unwrapped(func)
     arrays, call = flat_call(inner, args, kwargs, None if inner is func else wrap)
-    arrays, held = arrays if shapes is None else shapes, list[Any]()
+    arrays, held = arrays if shapes is None else shapes, list[PyTree]()
 
-    def run(arrays: Sequence[Any]) -> list[Any]:
+    def run(arrays: Sequence[PyTree]) -> list[PyTree]:
         held.extend(arrays)  # an `id` belongs to an array as long as it is kept
         return call(_AsWritten(), arrays)
 
@@ -142,19 +128,20 @@ def program(
     # the first argument that is no state of mpx.
     has_state = any(isinstance(x, Fp8State) for x in args)
     named = argument_names(func if has_state else inner, len(args))
-    pairs = list(zip(named, args, strict=True))
+    pairs = zip(named, args, strict=True)
     states = {x for x, arg in pairs if isinstance(arg, (LossScaling, Fp8State))}
-    first = next((x for x in named if x not in states), None)
-    is_param = [x and name.argument not in states for name, x in found]
-    if any(x and not name.argument for (name, x) in found):
-        is_param = [x and not name.argument for name, x in found]
-    elif not any(is_param):
+    chosen = {name.argument for name, is_param in found if is_param} - states
+    if "" in chosen:
+        chosen = {""}
+    is_param = [x and name.argument in chosen for name, x in found]
+    if not chosen:
+        first = next((x for x in named if x not in states), None)
         is_param = [name.argument == first for name, _ in found]
     params = [i for i, x in enumerate(arrays) if is_param[i] and is_floating(x)]
     return Program(jaxpr, arrays, [name for name, _ in found], params, recording)
 
 
-def _check_names(func: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+def _check_names(func: Callable[..., PyTree], kwargs: dict[str, PyTree]) -> None:
     """Raises if the function has no argument of a name that was given."""
     try:
         known = inspect.signature(func).parameters
@@ -173,7 +160,7 @@ def _check_names(func: Callable[..., Any], kwargs: dict[str, Any]) -> None:
             )
 
 
-def unwrapped(func: Callable[..., Any]) -> tuple[Callable[..., Any], Wrap]:
+def unwrapped(func: Callable[..., PyTree]) -> tuple[Callable[..., PyTree], Wrap]:
     """Returns the function that `amp` or `fp8` was given, and what they do with it."""
     if isinstance(func, Fp8Function):
         chosen, (inner, wrap) = func.chosen, unwrapped(func.func)
@@ -197,8 +184,8 @@ def gradient(forward: Program, scaling: LossScaling | None = None) -> Program:
             "Pass a function such as `lambda model, batch: jnp.mean(...)`."
         )
 
-    def run(arrays: Sequence[Any]) -> list[Any]:
-        def value(params: Sequence[Any]) -> tuple[Any, Any]:
+    def run(arrays: Sequence[PyTree]) -> list[PyTree]:
+        def value(params: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
             full = list(arrays)
             for position, param in zip(forward.params, params, strict=True):
                 full[position] = param
@@ -222,24 +209,15 @@ _PASSES = MOVES.union(names("reduce_sum add_any neg psum psum_invariant mul div"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where an operation stands in a program.
+    """Where an operation stands in a program."""
 
-    Attributes:
-        primitive: The name of the operation.
-        param: The parameter that it reads, such as `model/layers/0/weight`, or whose
-            gradient it computes; "" for none.
-        scope: Its `jax.named_scope`s, joined by `/`.
-        source: File and line of the code that wrote it.
-        function: The name of the function that holds this line.
-        backward: Whether it belongs to the backward pass. Its line is then that of the
-            operation whose derivative it computes.
-    """
-
-    primitive: str
+    primitive: str  # the name of the operation
+    # The parameter that it reads, such as `model/layers/0/weight`, or whose gradient it
+    # computes; "" for none
     param: str
-    scope: str
-    source: str
-    function: str
+    scope: str  # its `jax.named_scope`s, joined by `/`
+    source: str  # file and line; in the backward pass, of what it is the derivative of
+    function: str  # that holds this line
     backward: bool
 
     @property
@@ -276,37 +254,23 @@ def frames_of(*eqns: Equation) -> Frames:
 
 
 class _Label(NamedTuple):
-    """What is known of a value.
+    """What is known of a value."""
 
-    Attributes:
-        name: The parameter that it is.
-        origin: The parameter from which it is computed number by number, with nothing
-            else of its size, as the codes of a quantised weight are.
-        is_spread: Whether it is a smaller array that was broadcast, as a scale is.
-    """
-
-    name: Name = None
+    name: Name = None  # the parameter that it is
+    # The parameter from which it is computed number by number, with nothing else of its
+    # size, as the codes of a quantised weight are
     origin: Name = None
-    is_spread: bool = False
+    is_spread: bool = False  # a smaller array that was broadcast, as a scale is
 
 
-class Site(NamedTuple):
-    """An equation, its place, and how often it runs: see `repetitions`."""
+def sites(full: Program) -> list[tuple[Position, Place]]:
+    """Returns the equations of a program and of all jaxprs inside it, with their places.
 
-    eqn: Equation
-    place: Place
-    times: int
-
-
-def sites(jaxpr: Jaxpr, names: Sequence[Name], made: Sequence[Name]) -> list[Site]:
-    """Returns the equations of a jaxpr and of all jaxprs inside it, with their places.
-
-    `names` are the parameters among its inputs, and `made` those whose gradients its results
-    are. An equation that holds jaxprs comes before what is inside it. Of a conditional, the
+    An equation that holds jaxprs comes before what is inside it. Of a conditional, the
     branch with the most work counts.
     """
-    found = _Sites(made)
-    found.run(jaxpr, [_Label(name, name) for name in names])
+    found = _Sites(full.made)
+    found.run(full.jaxpr, [_Label(name, name) for name in full.known])
     return found.sites
 
 
@@ -314,9 +278,9 @@ class _Sites(Walk[_Label]):
     unknown = _Label()
 
     def __init__(self, made: Sequence[Name]) -> None:
-        self.sites: list[Site] = []
+        self.sites: list[tuple[Position, Place]] = []
         self._made = made
-        self._grads: dict[Any, str] = {}  # by variable of the jaxpr that is walked
+        self._grads: dict[Hashable, str] = {}  # by variable of the jaxpr that is walked
 
     def run(
         self, jaxpr: Jaxpr, labels: Sequence[_Label], around: Position = OUTERMOST
@@ -343,7 +307,7 @@ class _Sites(Walk[_Label]):
             operands += self._feeds(eqn)
         frames = frames_of(*here.callers, eqn)
         place = place_of(eqn, operands, here.scopes, frames, backward=backward)
-        self.sites.append(Site(eqn, place, here.times))
+        self.sites.append((here, place))
         return _results(eqn, labels)
 
     def bodies(
@@ -364,14 +328,8 @@ def _results(eqn: Equation, labels: list[_Label]) -> list[_Label]:
     found = []
     for var in eqn.outvars:
         size = getattr(var.aval, "size", 0)
-        whole = [
-            label
-            for label, each in zip(labels, sizes, strict=True)
-            if each == size and not label.is_spread
-        ]
-        origins = {label.origin for label in whole}
+        pairs = zip(labels, sizes, strict=True)
+        whole = {x.origin for x, each in pairs if each == size and not x.is_spread}
         is_spread = size > 1 and not whole
-        found.append(
-            _Label(name, origins.pop() if len(origins) == 1 else None, is_spread)
-        )
+        found.append(_Label(name, whole.pop() if len(whole) == 1 else None, is_spread))
     return found

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxtyping import PyTree
@@ -13,17 +13,29 @@ from mpx._amp._rules import REASONS, UNKNOWN, Rule
 from mpx._fp8._decide import Matmul as Fp8Matmul
 from mpx._jax._formats import short_name
 from mpx._program._queries import ATTENTION, CROSS_ENTROPY, MATMULS, walk
-from mpx.inspect._compiled import Compiled, as_target, compile_for, on_target, placed
+from mpx.inspect._buffers import by_dtype, peak
+from mpx.inspect._compiled import Compiled, as_target, compile_for, on_target
 from mpx.inspect._dtypes import short_dtypes
-from mpx.inspect._precision import Kept, Matmul, Residual, operations, residuals
+from mpx.inspect._precision import Kept, Matmul, operations
 from mpx.inspect._program import Program, gradient, program
 from mpx.inspect._result import Result, Table, amount, percent, short_source, total
 
 # --- What amp and fp8 decided ---------------------------------------------------------
 
+_BY_USER = ("policy ", "scope ", "function ", "parameter ")
+
+
+class Recognised(NamedTuple):
+    """Attention or experts in a program."""
+
+    what: str  # `attention` or `experts`
+    found: bool  # whether it runs in its kernel
+    reason: str  # how it runs, or why not so
+    source: str  # file and line
+
 
 @dataclasses.dataclass(frozen=True)
-class AmpView(Result):
+class AmpView:
     """What `amp` decided about the operations of a function.
 
     A decision stands for one operation and has the fields `primitive`, `rule`, `reason`,
@@ -41,18 +53,15 @@ class AmpView(Result):
     rules: str
     decisions: tuple[Decision, ...]
 
-    def _chosen(self, test: Callable[[Decision], bool]) -> tuple[Decision, ...]:
-        return tuple(x for x in self.decisions if test(x))
-
     @property
     def matmuls(self) -> tuple[Decision, ...]:
         """The matmuls and convolutions, and attention that cuDNN runs as a whole."""
-        always = {*MATMULS, *CROSS_ENTROPY}
-        return self._chosen(
-            lambda x: (
-                x.primitive in always
-                or (x.primitive in ATTENTION and x.rule == Rule.LOW)
-            )
+        names = {*MATMULS, *CROSS_ENTROPY}
+        low = {*names, *ATTENTION}
+        return tuple(
+            x
+            for x in self.decisions
+            if x.primitive in (low if x.rule == Rule.LOW else names)
         )
 
     @property
@@ -67,79 +76,17 @@ class AmpView(Result):
                 return not x.reason.startswith(_BY_USER)
             return x.rule in (Rule.F32, Rule.ORIGINAL) and not _is_opaque(x)
 
-        return self._chosen(is_kept)
+        return tuple(filter(is_kept, self.decisions))
 
     @property
     def opaque(self) -> tuple[Decision, ...]:
         """The operations that run as written because autocast does not know them."""
-        return self._chosen(_is_opaque)
-
-    @property
-    def ragged(self) -> tuple[Decision, ...]:
-        """The ragged matmuls in 16 bits; `reason` says whether in a grouped kernel."""
-        return self._chosen(lambda x: x.primitive in RAGGED and x.rule == Rule.LOW)
-
-    @property
-    def recognised(self) -> tuple["Recognised", ...]:
-        """Attention and experts that were found, in a kernel or not."""
-        rows = [
-            Recognised("experts", x.reason == IN_KERNEL, x.reason, x.source)
-            for x in self.ragged
-        ]
-        for x in self._chosen(lambda x: x.primitive in ("attention", *ATTENTION)):
-            found = x.primitive in ATTENTION and x.rule == Rule.LOW
-            how = "cuDNN's kernel" if found else x.reason
-            rows.append(Recognised("attention", found, how, x.source))
-        short = (x._replace(source=short_source(x.source)) for x in rows)
-        return tuple(dict.fromkeys(short))
-
-    def tables(self) -> Sequence[Table]:
-        """Returns what was recognised, what stays in f32 and what is unknown."""
-        words = {True: "found", False: "missed"}
-        found = [(x.what, words[x.found], x.reason, x.source) for x in self.recognised]
-        head = ("recognised", "", "how, or why not", "source")
-        return [
-            *([Table(head, found)] if found else []),
-            _grouped("in f32 or as written", self.kept, "Nothing is kept in f32."),
-            _grouped("unknown, as written", self.opaque, "Nothing is unknown."),
-        ]
-
-
-_BY_USER = ("policy ", "scope ", "function ", "parameter ")
-
-
-class Recognised(NamedTuple):
-    """Attention or experts in a program.
-
-    Attributes:
-        what: `attention` or `experts`.
-        found: Whether it runs in its kernel.
-        reason: How it runs, or why not so.
-        source: File and line.
-    """
-
-    what: str
-    found: bool
-    reason: str
-    source: str
+        return tuple(filter(_is_opaque, self.decisions))
 
 
 def _is_opaque(decision: Decision) -> bool:
     reasons = (UNKNOWN, REASONS["pallas_call"])
     return decision.rule == Rule.ORIGINAL and decision.reason in reasons
-
-
-def _grouped(what: str, kept: Iterable[Decision | Kept], empty: str) -> Table:
-    """Returns one row for each primitive and reason, with the first of its sources."""
-    groups: dict[tuple[str, str], dict[str, None]] = {}
-    for x in kept:
-        key = x.primitive, _starred(x.reason)
-        groups.setdefault(key, {})[short_source(x.source)] = None
-    rows = [
-        (*key, f"{first} and {len(more)} more" if more else first)
-        for key, (first, *more) in groups.items()
-    ]
-    return Table((what, "why", "source"), rows) if rows else Table.text(empty)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,8 +157,8 @@ class Report(Result):
     Attributes:
         matmuls: All matmuls, convolutions and calls of fused attention.
         kept: What is in f32, or as it is written, and why.
-        residuals: What the forward pass leaves in memory for the backward pass, largest
-            first. Values that XLA computes again from others are left out.
+        residual_bytes: What the forward pass leaves in memory for the backward pass, by
+            dtype. Values that XLA computes again from others are left out.
         opaque: Operations of which nothing is known, such as kernels and callbacks.
         passes: `forward`, `forward and backward`, or why there is no backward pass.
         amp: What `amp` decided; `None` if the function is not under it.
@@ -221,7 +168,7 @@ class Report(Result):
 
     matmuls: tuple[Matmul, ...]
     kept: tuple[Kept, ...]
-    residuals: tuple[Residual, ...]
+    residual_bytes: Mapping[str, int]
     opaque: tuple[Kept, ...]
     passes: str
     amp: AmpView | None
@@ -232,16 +179,10 @@ class Report(Result):
     def flops(self) -> dict[str, int]:
         """The operations of all matmuls by the dtype in which they multiply.
 
-        Each is counted as often as it runs: in every call of its function and step of its
-        scan. A while loop counts as one step, a branch as the largest of its
-        alternatives, `shard_map` as one device.
+        Each is counted as often as it runs; a while loop counts as one step, a branch as
+        the largest of its alternatives, `shard_map` as one device.
         """
         return total((x.dtype, x.flops) for x in self.matmuls)
-
-    @property
-    def bytes(self) -> dict[str, int]:
-        """The bytes that all matmuls read and write, by dtype."""
-        return total((x.dtype, x.bytes) for x in self.matmuls)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -251,53 +192,59 @@ class Report(Result):
         return {dtype: count / sum(flops.values()) for dtype, count in ordered}
 
     @property
-    def residual_bytes(self) -> dict[str, int]:
-        """The bytes that are left in memory for the backward pass, by dtype."""
-        return total((x.dtype, x.bytes) for x in self.residuals)
-
-    @property
     def params(self) -> dict[str, dict[str, tuple[int, int]]]:
         """By parameter, then by dtype: the FLOPs and bytes of the matmuls that read it."""
         found: dict[str, dict[str, tuple[int, int]]] = {}
-        for x in self.matmuls:
-            if x.place.param:
-                dtypes = found.setdefault(x.place.param, {})
-                flops, bytes = dtypes.get(x.dtype, (0, 0))
-                dtypes[x.dtype] = flops + x.flops, bytes + x.bytes
+        for x in (x for x in self.matmuls if x.place.param):
+            dtypes = found.setdefault(x.place.param, {})
+            flops, bytes = dtypes.get(x.dtype, (0, 0))
+            dtypes[x.dtype] = flops + x.flops, bytes + x.bytes
         return found
 
     @property
     def recognised(self) -> tuple[Recognised, ...]:
-        """Attention, experts and logits that `amp` found, in a kernel or not."""
-        return () if self.amp is None else self.amp.recognised
+        """Attention and experts that `amp` found, in a kernel or not."""
+        rows = dict[Recognised, None]()
+        for x in () if self.amp is None else self.amp.decisions:
+            is_low, source = x.rule == Rule.LOW, short_source(x.source)
+            if x.primitive in RAGGED and is_low:
+                is_found = x.reason == IN_KERNEL
+                rows[Recognised("experts", is_found, x.reason, source)] = None
+            if x.primitive in ("attention", *ATTENTION):
+                is_found = x.primitive in ATTENTION and is_low
+                how = "cuDNN's kernel" if is_found else x.reason
+                rows[Recognised("attention", is_found, how, source)] = None
+        return tuple(rows)
 
     def tables(self) -> Sequence[Table]:
-        """Returns the summary, the matmuls, what is f32 and why, and the residuals."""
+        """Returns the summary, the matmuls, and what is f32 and why."""
         found = [Table.text(self._summary()), self._matmul_table()]
         if self.fp8 is not None:
             found += self.fp8.tables()
-        if self.amp is not None:
-            found += self.amp.tables()
-        else:
+        words = {True: "found", False: "missed"}
+        rows = [(x.what, words[x.found], *x[2:]) for x in self.recognised]
+        if rows:
+            found.append(Table(("recognised", "", "how, or why not", "source"), rows))
+        if self.amp is None:
             found.append(_grouped("in f32", self.kept, "Nothing is promoted to f32."))
-            if self.opaque:
-                found.append(_grouped("unknown", self.opaque, ""))
-        if self.residuals:
-            found.append(self._residual_table())
-        if self.compiled is not None:
-            found += self.compiled.tables()
-        return found
+        else:
+            what, empty = "in f32 or as written", "Nothing is kept in f32."
+            found.append(_grouped(what, self.kept, empty))
+        if self.amp is not None or self.opaque:
+            what, empty = "unknown, as written", "Nothing is unknown."
+            found.append(_grouped(what, self.opaque, empty))
+        parts = [f"{amount(n, 'B')} in {x}" for x, n in self.residual_bytes.items()]
+        if parts:
+            found.append(Table.text(f"Kept for the backward pass: {', '.join(parts)}."))
+        return [*found, *(self.compiled.tables() if self.compiled else ())]
 
     def _summary(self) -> str:
-        under = []
-        if self.amp is not None:
-            under.append(f"amp to {self.amp.dtype}, rules {self.amp.rules}")
-        if self.fp8 is not None:
-            under.append(f"fp8 with {self.fp8.recipe}")
+        amp = self.amp and f"amp to {self.amp.dtype}, rules {self.amp.rules}"
+        fp8 = self.fp8 and f"fp8 with {self.fp8.recipe}"
         shares = [f"{percent(x)} in {name}" for name, x in self.shares.items()]
         every = amount(sum(self.flops.values()), "FLOP")
         counted = f" of {every}, {self.passes}" if shares else f"; {self.passes}"
-        what = ", ".join(under) or "Neither amp nor fp8"
+        what = ", ".join(filter(None, (amp, fp8))) or "Neither amp nor fp8"
         return f"{what}. Matmul operations: {', '.join(shares) or 'none'}{counted}."
 
     def _matmul_table(self) -> Table:
@@ -306,45 +253,40 @@ class Report(Result):
             name = x.place.primitive.removesuffix("_general")
             shapes = " @ ".join(f"({','.join(map(str, s))})" for s in x.shapes[:2])
             which = "backward" if x.place.backward else "forward"
-            label = _starred(x.place.label)
-            key = (label, name, x.dtype, shapes, which, x.place.source)
-            groups.setdefault(key, []).append(x)
+            what = _starred(x.place.label), name, x.dtype, shapes, which, x.place.source
+            groups.setdefault(what, []).append(x)
         rows = []
         for (label, *first, which, source), group in groups.items():
-            labels = list(dict.fromkeys(x.place.label for x in group))
-            times, count, size = (
-                sum(getattr(x, field) for x in group)
-                for field in ("times", "flops", "bytes")
+            labels = {x.place.label for x in group}
+            cells = (
+                str(sum(x.times for x in group)),
+                amount(sum(x.flops for x in group)),
+                amount(sum(x.bytes for x in group), "B"),
             )
-            cells = (str(times), amount(count), amount(size, "B"), which, source)
-            rows.append((label if labels[1:] else labels[0], *first, *cells))
+            label = label if len(labels) > 1 else labels.pop()
+            rows.append((label, *first, *cells, which, source))
         if not rows:
             return Table.text("No matmuls.")
         head = ("parameter, or place", "matmul", "dtype", "shapes", "times", "FLOPs")
         return Table((*head, "bytes", "pass", "source"), rows, "", frozenset({4, 5, 6}))
 
-    def _residual_table(self) -> Table:
-        parts = sorted(self.residual_bytes.items(), key=lambda item: -item[1])
-        shown = ", ".join(f"{amount(size, 'B')} in {dtype}" for dtype, size in parts)
-        rows = [
-            (amount(x.bytes, "B"), x.dtype, str(x.arrays), x.primitive, x.source)
-            for x in self.residuals[:_MOST]
-        ]
-        rest = self.residuals[_MOST:]
-        if rest:
-            size = sum(x.bytes for x in rest)
-            rows.append((amount(size, "B"), "", str(len(rest)), "others", ""))
-        head = ("bytes", "dtype", "arrays", "made by", "source")
-        title = f"Kept for the backward pass: {shown}."
-        return Table(head, rows, title, frozenset({0, 2}))
-
-
-_MOST = 12  # rows of residuals that are printed
-
 
 def _starred(path: str) -> str:
     """Returns a path with a star for each number between slashes."""
     return re.sub(r"(?<![^/_])\d+(?![^/])", "*", path)
+
+
+def _grouped(what: str, kept: Iterable[Kept], empty: str) -> Table:
+    """Returns one row for each primitive and reason, with the first of its sources."""
+    groups: dict[tuple[str, str], dict[str, None]] = {}
+    for x in kept:
+        key = x.primitive, _starred(x.reason)
+        groups.setdefault(key, {})[short_source(x.source)] = None
+    rows = [
+        (*key, f"{first} and {len(more)} more" if more else first)
+        for key, (first, *more) in groups.items()
+    ]
+    return Table((what, "why", "source"), rows) if rows else Table.text(empty)
 
 
 def report(
@@ -353,7 +295,6 @@ def report(
     *args: PyTree,
     backward: bool | None = None,
     target: str | None = None,
-    devices: int = 1,
     **kwargs: PyTree,
 ) -> Report:
     """Returns which operations of a call run in which precision, and why.
@@ -371,8 +312,6 @@ def report(
             that is possible and the function computes no gradient itself.
         target: A GPU for which the program is compiled, `"h200"`, or `"here"` for the
             default device. The GPU need not be there, but JAX's CUDA plugin must be.
-        devices: How many of these. Arguments that are sharded over as many devices keep
-            their specs; the first axes of others that are no parameters are split.
         **kwargs: The keyword arguments of the function.
 
     Raises:
@@ -393,17 +332,30 @@ def report(
         >>> [x.primitive for x in found.kept]
         ['exp']
     """
-    target = as_target(target)
-    with on_target(target, devices, (args, kwargs)) as mesh:
-        found = program(func, args, kwargs)
-        if mesh is not None and mesh.size > 1:
-            # On several devices gradients may leave their matmuls in another dtype.
-            found = program(func, args, kwargs, placed(found, mesh))
-        full, passes = _with_backward(found, backward)
-        compiled = None
-        if target is not None and mesh is not None:
-            compiled = compile_for(full, target, mesh)
-    return _of_program(full, passes, compiled)
+    with on_target(target := as_target(target)):
+        full, passes = _with_backward(program(func, args, kwargs), backward)
+        compiled = None if target is None else compile_for(full, target)
+    recording, (matmuls, kept, opaque) = full.recording, operations(full)
+    amp = fp8 = None
+    if recording.casts:
+        amp = AmpView(
+            dtype="×".join(dict.fromkeys(short_name(x) for x, _ in recording.casts)),
+            rules=", ".join(dict.fromkeys(str(x.base) for _, x in recording.casts)),
+            decisions=tuple(dict.fromkeys(recording.decisions)),
+        )
+        kept, opaque = map(_as_kept, (amp.kept, amp.opaque))
+    if recording.recipes:
+        names = dict.fromkeys(type(recipe).__name__ for recipe in recording.recipes)
+        fp8 = Fp8View(", ".join(names), tuple(recording.matmuls))
+    rows = matmuls, kept, by_dtype(peak(full.jaxpr).saved), opaque
+    return Report(*rows, passes, amp, fp8, compiled)
+
+
+def _as_kept(decisions: Iterable[Decision]) -> tuple[Kept, ...]:
+    return tuple(
+        Kept(x.primitive, x.reason, " ".join(x.params), x.scope, x.source)
+        for x in decisions
+    )
 
 
 def _with_backward(forward: Program, backward: bool | None) -> tuple[Program, str]:
@@ -419,26 +371,3 @@ def _with_backward(forward: Program, backward: bool | None) -> tuple[Program, st
     except (TypeError, ValueError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
         return forward, f"forward only, since it has no gradient: {reason}"
-
-
-def _of_program(full: Program, passes: str, compiled: Compiled | None) -> Report:
-    recording, (matmuls, kept, opaque) = full.recording, operations(full)
-    amp = fp8 = None
-    if recording.casts:
-        amp = AmpView(
-            dtype="×".join(dict.fromkeys(short_name(x) for x, _ in recording.casts)),
-            rules=", ".join(dict.fromkeys(str(x.base) for _, x in recording.casts)),
-            decisions=tuple(dict.fromkeys(recording.decisions)),
-        )
-        kept, opaque = (
-            tuple(
-                Kept(x.primitive, x.reason, " ".join(x.params), x.scope, x.source)
-                for x in decisions
-            )
-            for decisions in (amp.kept, amp.opaque)
-        )
-    if recording.recipes:
-        names = dict.fromkeys(type(recipe).__name__ for recipe in recording.recipes)
-        fp8 = Fp8View(", ".join(names), tuple(recording.matmuls))
-    left = residuals(full)
-    return Report(matmuls, kept, left, opaque, passes, amp, fp8, compiled)

@@ -6,10 +6,12 @@ import json
 import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import PyTree
+
+K = TypeVar("K")
 
 
 class Table(NamedTuple):
@@ -93,51 +95,40 @@ class Result:
 
         JSON has no infinity and no nan: they become the strings "inf", "-inf" and "nan".
         """
-        return json.dumps(_finite(self.to_dict()), indent=indent)
+        return json.dumps(_plain(self, is_json=True), indent=indent)
 
 
-def _plain(value: PyTree) -> PyTree:
+def _plain(value: PyTree, is_json: bool = False) -> PyTree:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {x.name: getattr(value, x.name) for x in dataclasses.fields(value)}
     elif isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = getattr(value, "_asdict")()  # noqa: B009
+    elif hasattr(value, "__array__"):
+        value = np.asarray(value).tolist()
     if isinstance(value, Mapping):
-        return {str(key): _plain(x) for key, x in value.items()}
+        return {str(key): _plain(x, is_json) for key, x in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(x) for x in value]
-    if hasattr(value, "__array__"):
-        return np.asarray(value).tolist()
+        return [_plain(x, is_json) for x in value]
+    if is_json and isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     is_plain = value is None or isinstance(value, bool | int | float | str)
     return value if is_plain else str(value)
 
 
-def _finite(value: PyTree) -> PyTree:
-    if isinstance(value, dict):
-        return {key: _finite(x) for key, x in value.items()}
-    if isinstance(value, list):
-        return [_finite(x) for x in value]
-    is_special = isinstance(value, float) and not math.isfinite(value)
-    return str(value) if is_special else value
-
-
-def total(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Returns the sum of the numbers of each name."""
-    found: dict[str, int] = {}
+def total(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
+    """Returns the sum of the numbers of each key."""
+    found: dict[K, int] = {}
     for name, number in pairs:
         found[name] = found.get(name, 0) + number
     return found
 
 
-_UNITS = ("", "k", "M", "G", "T", "P")
-
-
 def amount(number: float, unit: str = "") -> str:
     """Returns a number of up to three digits with a prefix: 1.24 G, 305 M."""
     power = 0
-    while abs(number) >= 999.5 and power < len(_UNITS) - 1:
+    while abs(number) >= 999.5 and power < 5:
         number, power = number / 1000, power + 1
-    digits = f"{number:.3g}"
-    return f"{digits} {_UNITS[power]}{unit}".rstrip()
+    return f"{number:.3g} {'kMGTP'[power - 1 : power]}{unit}".rstrip()
 
 
 def percent(share: float) -> str:
