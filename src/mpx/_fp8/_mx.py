@@ -5,6 +5,7 @@ clipped; rounded down, as the OCP text has it, training can diverge (arXiv:2506.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +14,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from mpx._fp8._operands import MatmulSpec, as_bytes, differentiable_once
+from mpx._fp8._operands import MatmulSpec, as_bytes, as_codes, differentiable_once
 from mpx._fp8._recipes import MXFP8, Recipe
-from mpx._fp8._scales import DTYPES, largest_magnitude, power_of_two_scale, quantize
+from mpx._fp8._scales import largest_magnitude, power_of_two_scale, quantize
 from mpx._jax._devices import gpu_capability
 
 BLOCK = 32
@@ -72,60 +73,45 @@ def check_supported(recipe: Recipe) -> None:
 def _multiply(a: Blocks, b: Blocks, dtype: np.dtype) -> Array:
     """Returns `a @ b.T`; both have their blocks along the sum."""
     if is_native():
-        out = jax.nn.scaled_matmul(
-            a.codes[None],
-            b.codes[None],
-            a.scale[None],
-            b.scale[None],
-            preferred_element_type=jnp.dtype(dtype),
-        )
-        return out[0]
+        operands = (x[None] for x in (a.codes, b.codes, a.scale, b.scale))
+        wanted = jnp.dtype(dtype)
+        return jax.nn.scaled_matmul(*operands, preferred_element_type=wanted)[0]
     # Exact in f32: a number of a block has four significant bits.
-    numbers = jnp.float32 if dtype == np.float16 else dtype
+    numbers = np.dtype(np.float32) if dtype == np.float16 else dtype
     return lax.dot_general(
-        from_blocks(a, np.dtype(numbers)),
-        from_blocks(b, np.dtype(numbers)),
+        from_blocks(a, numbers),
+        from_blocks(b, numbers),
         (((1,), (1,)), ((), ())),
         preferred_element_type=jnp.float32,
     ).astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _matmul(recipe: Recipe, dtype: np.dtype, x: Array, w: Array) -> Array:
-    """Returns `x @ w.T` for an activation (m, k) and a weight (n, k)."""
-    return _forward(recipe, dtype, x, w)[0]
+def _matmul(form: str, dtype: np.dtype, x: Array, w: Array) -> Array:
+    """Returns `x @ w.T` for an activation (m, k) and a weight (n, k).
+
+    `form` is the format of gradients.
+    """
+    return _forward(form, dtype, x, w)[0]
 
 
-def _forward(recipe: Recipe, dtype: np.dtype, x: Array, w: Array) -> tuple[Array, Any]:
+def _forward(form: str, dtype: np.dtype, x: Array, w: Array) -> tuple[Array, Any]:
     x, w = differentiable_once((x, w))
-    out = _multiply(to_blocks(x, recipe.activation), to_blocks(w, recipe.weight), dtype)
+    out = _multiply(to_blocks(x, "e4m3"), to_blocks(w, "e4m3"), dtype)
     # The backward products sum along the other axes: they need blocks of their own.
-    saved_x = (
-        x.T if recipe.weight_grad == "compute" else to_blocks(x.T, recipe.activation)
-    )
-    return out, as_bytes((saved_x, to_blocks(w.T, recipe.weight)))
+    return out, as_bytes((to_blocks(x.T, "e4m3"), to_blocks(w.T, "e4m3")))
 
 
 def _backward(
-    recipe: Recipe, dtype: np.dtype, residuals: Any, grad: Array
+    form: str, dtype: np.dtype, residuals: tuple[Blocks, Blocks], grad: Array
 ) -> tuple[Array, Array]:
-    saved_x, saved_w = residuals
-    saved_w = _from_bytes(saved_w, recipe.weight)
-    dx = _multiply(to_blocks(grad, recipe.grad), saved_w, dtype)
-    if isinstance(saved_x, Blocks):
-        dw = _multiply(
-            to_blocks(grad.T, recipe.grad),
-            _from_bytes(saved_x, recipe.activation),
-            dtype,
-        )
-    else:
-        dw = lax.dot_general(grad.T, saved_x, (((1,), (1,)), ((), ())))
-    return differentiable_once((dx, dw.astype(dtype)))
-
-
-def _from_bytes(saved: Blocks, form: str) -> Blocks:
-    codes = lax.bitcast_convert_type(saved.codes, DTYPES[form])
-    return Blocks(codes, lax.bitcast_convert_type(saved.scale, _E8M0))
+    x, w = (
+        Blocks(as_codes(x.codes), lax.bitcast_convert_type(x.scale, _E8M0))
+        for x in residuals
+    )
+    dx = _multiply(to_blocks(grad, form), w, dtype)
+    dw = _multiply(to_blocks(grad.T, form), x, dtype)
+    return differentiable_once((dx, dw))
 
 
 _matmul.defvjp(_forward, _backward)
@@ -138,8 +124,8 @@ def mx_dot(spec: MatmulSpec, lhs: Array, rhs: Array) -> Array:
         free = spec.free_axes(side, x.ndim)
         shape = [x.shape[axis] for axis in free]
         ordered = lax.transpose(x, (*free, *spec.dimensions[0][side]))
-        matrices.append(ordered.reshape(int(np.prod(shape)), -1))
+        matrices.append(ordered.reshape(math.prod(shape), -1))
         shapes += shape
     x, w = matrices if spec.weight_side == 1 else reversed(matrices)
-    out: Array = _matmul(spec.recipe, spec.out_dtype, x, w)
+    out: Array = _matmul(spec.recipe.grad, spec.dtype, x, w)
     return (out if spec.weight_side == 1 else out.T).reshape(shapes)

@@ -47,7 +47,6 @@ from mpx._kernels import plain_under_vmap
 from mpx._program._queries import Equation
 
 Axes = tuple[int, ...]
-Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 ROLES = ("activation", "weight", "grad")
 # For what the rules of a derivative get or return: JAX evaluates these rules on values, and
 # differentiating them is a second derivative. An 8-bit code is a constant to JAX, so second
@@ -64,32 +63,24 @@ class MatmulSpec:
 
     Attributes:
         dimensions: The dimension numbers of the `dot_general`.
-        dtypes: The dtypes of the two operands.
-        out_dtype: The dtype of the result.
+        dtype: The dtype of operands and result.
         weight_side: Which operand is the parameter: 0 or 1.
         recipe: Formats and scales.
         out_sharding: The sharding that was asked for, on meshes with explicit axes.
         weight_grad: The dtype in which the gradient of the parameter leaves its matmul, and
-            so that of its sum over devices. `None` is the dtype of the parameter here.
+            so that of its sum over devices; `None` for `dtype`.
         shardings: Those of the operands, on meshes with explicit axes.
         transposes: Whether tensors are quantised in both orders of their axes at once.
     """
 
-    dimensions: Dimensions
-    dtypes: tuple[np.dtype, np.dtype]
-    out_dtype: np.dtype
+    dimensions: tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
+    dtype: np.dtype
     weight_side: int
     recipe: Recipe
     out_sharding: NamedSharding | None = None
     weight_grad: np.dtype | None = None
     shardings: tuple[NamedSharding | None, ...] = (None, None)
     transposes: bool = dataclasses.field(default_factory=lambda: transposing_pays())
-
-    def grad_dtype(self, side: int) -> np.dtype:
-        """Returns the dtype in which the gradient of an operand leaves its matmul."""
-        if side == self.weight_side and self.weight_grad is not None:
-            return self.weight_grad
-        return self.dtypes[side]
 
     def role(self, side: int) -> str:
         """Returns whether an operand is the activation or the weight."""
@@ -108,16 +99,12 @@ def matmul_spec(
     recipe: Recipe,
     reduce: Reduce,
 ) -> MatmulSpec:
-    """Returns the description of a `dot_general` that runs in 8 bits.
-
-    `reduce` is the choice of the dtype in which gradients are summed over devices.
-    """
-    (summed, batch), weight = eqn.params["dimension_numbers"], operands[weight_side]
+    """Returns the description of a `dot_general`; `reduce` is for its weight gradient."""
+    weight = operands[weight_side]
     shardings = (jax.typeof(x).sharding for x in operands)
     return MatmulSpec(
-        dimensions=(_pair(summed), _pair(batch)),
-        dtypes=(operands[0].dtype, operands[1].dtype),
-        out_dtype=np.dtype(eqn.outvars[0].aval.dtype),
+        dimensions=eqn.params["dimension_numbers"],
+        dtype=weight.dtype,
         weight_side=weight_side,
         recipe=recipe,
         out_sharding=eqn.params.get("out_sharding"),
@@ -126,16 +113,11 @@ def matmul_spec(
     )
 
 
-def _pair(axes: Sequence[Sequence[int]]) -> tuple[Axes, Axes]:
-    first, second = axes
-    return tuple(first), tuple(second)
-
-
 class Operand(eqx.Module):
     """An operand of a product, `original ≈ codes · scale`.
 
     Attributes:
-        codes: 8-bit numbers; those of the compute dtype if there is no scale.
+        codes: 8-bit numbers.
         scale: Powers of two, f32: a scalar, or one for each row with length-1 axes.
         summed: The axes of the codes over which the product sums.
         batch: Their batch axes.
@@ -143,7 +125,7 @@ class Operand(eqx.Module):
     """
 
     codes: Array
-    scale: Array | None
+    scale: Array
     summed: Axes = eqx.field(static=True)
     batch: Axes = eqx.field(static=True)
     gathered: bool = eqx.field(static=True, default=False)
@@ -160,7 +142,7 @@ def to_fp8(
 ) -> tuple[Operand, Operand]:
     """Quantises a tensor for two products, which sum over either group of its axes."""
     recipe, clip = spec.recipe, True
-    form = getattr(recipe, role)
+    form = recipe.form(role)
     # A weight that XLA may shard has its codes in one order, so that all three matmuls
     # gather the same ones, and what `jax.checkpoint` computes again shares the gather.
     gathered = spec.transposes and role == "weight" and automatic_size(x) > 1
@@ -211,9 +193,9 @@ def as_bytes(x: PyTree) -> PyTree:
     )
 
 
-def as_codes(spec: MatmulSpec, side: int, x: PyTree) -> PyTree:
-    """Returns a tree with its bytes as the 8-bit numbers of an operand."""
-    dtype = DTYPES[getattr(spec.recipe, spec.role(side))]
+def as_codes(x: PyTree) -> PyTree:
+    """Returns a tree with its bytes as numbers of the format of operands."""
+    dtype = DTYPES["e4m3"]
     return jax.tree.map(
         lambda a: a if a.dtype.itemsize > 1 else lax.bitcast_convert_type(a, dtype), x
     )

@@ -47,8 +47,7 @@ def power_of_two_scale(amax: Array, form: str) -> Float32[Array, "..."]:
     bits = lax.bitcast_convert_type(amax.astype(jnp.float32), jnp.uint32)
     above = ((bits & np.uint32(_MANTISSA)) > limit).astype(jnp.int32)
     biased = (bits >> np.uint32(23)).astype(jnp.int32) - np.int32(exponent - 1) + above
-    biased = jnp.clip(biased, _LOWEST, _HIGHEST)
-    scale = _from_exponent(biased)
+    scale = _from_exponent(jnp.clip(biased, _LOWEST, _HIGHEST))
     usable = (amax > 0) & (amax < jnp.inf)
     return jnp.where(usable, scale, jnp.ones_like(scale))
 
