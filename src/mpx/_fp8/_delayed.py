@@ -60,11 +60,7 @@ def check_history(state: Fp8State, history: int) -> None:
 
 
 def check_keys(missing: set[str], used: set[str], given: set[str]) -> None:
-    """Raises a `ValueError` unless each matmul has found scales and each of them a matmul.
-
-    `missing` and `used` are the keys of matmuls without and with scales, `given` those of
-    the state.
-    """
+    """Raises a `ValueError` unless each matmul has scales and each of these a matmul."""
     found = {
         "it has none for": missing - given,
         "it has them for other lengths of scans around": missing & given,

@@ -89,14 +89,13 @@ class Fp8(Transformation):
     `found` holds ("fp8", "") and ("f32", parameter) for what was met.
 
     Attributes:
-        chosen: The user's choices.
         purposes: Parameters that stay as they are, and why: see `study`.
         reduce: In which dtype weight gradients leave their matmuls.
         may_cast: Whether a function whose matmuls are f32 is run in bf16.
         is_cast: Whether it was.
-        matmuls: Where matmuls are recorded; `None` to record none.
+        matmuls: Where matmuls are recorded, for a report.
         keys: Where the keys of delayed scales are recorded, with the lengths of the scans
-            around them; `None` to record none.
+            around them, for `init`.
         scales: The delayed scales that the running body may need.
         missing: The keys of matmuls for which `scales` has nothing that fits.
         used: The other keys.
@@ -142,25 +141,16 @@ class Fp8(Transformation):
     def start(self, traced: Traced) -> Traced:
         """Returns the function, cast by `amp` to bf16 if it was written in f32."""
         self._check_selectors(traced)
-        facts = map(
-            lambda x, leaf: self.argument_fact(*x, leaf),
-            traced.named,
-            traced.arrays,
-        )
-        sources = dict(zip(traced.jaxpr.invars, facts, strict=True))
-        found = study(traced.jaxpr, sources)
+        pairs = [*zip(traced.named, traced.arrays, strict=True)]
+        facts = [self.argument_fact(*named, leaf) for named, leaf in pairs]
+        found = study(traced.jaxpr, dict(zip(traced.jaxpr.invars, facts, strict=True)))
         self.purposes = found.purposes
-        pairs = zip(traced.named, traced.arrays, strict=True)
         stored = {leaf.dtype for (name, _), leaf in pairs if name in found.layers}
         if not self.may_cast or stored | found.dtypes != {np.dtype(np.float32)}:
             return traced
         self.is_cast = True
-        amp = Autocast(
-            dtype=np.dtype(jnp.bfloat16),
-            rules=AmpRules(),
-            cache=self.cache,
-            reduce=COMPUTE,
-        )
+        bf16 = np.dtype(jnp.bfloat16)
+        amp = Autocast(dtype=bf16, rules=AmpRules(), cache=self.cache, reduce=COMPUTE)
 
         def run(*arrays: Any) -> Values:
             return run_traced(amp, traced._replace(arrays=list(arrays)))
@@ -176,12 +166,11 @@ class Fp8(Transformation):
         called = {scope.rpartition("/")[2] for scope in scopes}
         was_called = lambda kind: KEPT_SCOPE + kind.__name__ in called  # noqa: E731
         named = [*traced.named_arrays(), *((scope, None) for scope in scopes)]
-        for what in ("keep", "include"):
+        chosen = {"keep": self.chosen.keep, "include": self.chosen.include}
+        for what, selectors in chosen.items():
             # Predicates are asked about matmuls.
-            chosen = [
-                x for x in getattr(self.chosen, what) if isinstance(x, str | type)
-            ]
-            check_selectors(chosen, what, named, was_called)
+            found = [x for x in selectors if isinstance(x, str | type)]
+            check_selectors(found, what, named, was_called)
 
     # --- equations --------------------------------------------------------------------
 
@@ -218,8 +207,7 @@ class Fp8(Transformation):
         spec = matmul_spec(eqn, (lhs, rhs), side, self.chosen.recipe, self.reduce)
         if isinstance(self.chosen.recipe, MXFP8):
             return [mx_dot(spec, lhs, rhs)]
-        key = self._next_key(matmul.param)
-        seen, probe = self._scale(key)
+        seen, probe = self._next_scale(matmul.param)
         return [fp8_dot(spec, lhs, rhs, seen, probe, shared=self.frame.made)]
 
     def _kept(self, op: Op) -> Values:
@@ -241,16 +229,13 @@ class Fp8(Transformation):
         self, eqn: Equation, facts: Sequence[Source], scopes: Scopes, times: int
     ) -> Matmul:
         weights = [fact for fact in facts[:2] if fact.is_param]
-        source = ""
-        if self.matmuls is not None:
-            frames = source_frames(eqn)
-            source = f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown"
+        frames = () if self.matmuls is None else source_frames(eqn)
         dtypes = dict.fromkeys(short_name(var.aval.dtype) for var in eqn.invars[:2])
         shape, count = sizes(eqn)
         matmul = Matmul(
             param=(weights[0].name or "") if len(weights) == 1 else "",
             scope="/".join(scopes),
-            source=source,
+            source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
             shape=shape,
             times=times * count,
             dtype="×".join(dtypes),
@@ -258,10 +243,8 @@ class Fp8(Transformation):
             flops=flops(eqn) * times,
             primitive=eqn.primitive.name,
         )
-        read = set().union(*(fact.names for fact in weights))
-        purpose = next(
-            (self.purposes[x] for x in sorted(read) if x in self.purposes), ""
-        )
+        read = set().union(*(fact.names for fact in weights)) & self.purposes.keys()
+        purpose = self.purposes[min(read)] if read else ""
         are_params = [fact.is_param for fact in facts[:2]]
         reason = reason_to_keep(eqn, are_params, matmul, purpose, self.chosen)
         return matmul._replace(reason=reason)
@@ -295,8 +278,8 @@ class Fp8(Transformation):
     def more_inputs(self, op: Op) -> Scales:
         """Returns the delayed scales that an equation's body may need.
 
-        They are those of the matmuls with these parameters that have not been met yet, of
-        which some may come after the equation. A scan takes those of its own length.
+        They are those of all further matmuls with its parameters. A scan takes those of its
+        own length.
         """
         found: Scales = {}
         length = op.eqn.params["length"] if op.eqn.primitive.name == "scan" else None
@@ -332,17 +315,12 @@ class Fp8(Transformation):
         # before says which of them come first.
         return tuple(self.counts.items()) if more else (), self._delayed
 
-    def _next_key(self, param: str) -> str:
-        """Returns the key of the next matmul with a parameter."""
-        number = self.counts.get(param, 0)
-        if self._delayed:
-            self.counts[param] = number + 1
-        return _key(param, number)
-
-    def _scale(self, key: str) -> tuple[Any, Any]:
-        """Returns the maxima seen before and the probe of a matmul; `None` without."""
+    def _next_scale(self, param: str) -> tuple[Any, Any]:
+        """Returns maxima seen before and probe of the next matmul with a parameter."""
         if not isinstance(self.chosen.recipe, DelayedScaling) or not self._delayed:
             return None, None
+        number = self.counts.get(param, 0)
+        self.counts[param], key = number + 1, _key(param, number)
         if self.keys is not None:
             self.keys[key] = self._lengths
         if self.scales is None:

@@ -2,24 +2,23 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Unpack, overload
+from typing import Concatenate, Literal, NamedTuple, Unpack, overload
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Int, PyTree
 
 from mpx._casting._cast import is_state_node
 from mpx._casting._keep import is_statistic
-from mpx._casting._policy import Policy
 from mpx._casting._reduction import Reduce, Shards, over_shards, shards_of
 from mpx._casting._wrapped import argument_names, original
 from mpx._gradients._call import State
-from mpx._gradients._grad import Params, transformed
+from mpx._gradients._grad import P, Params, Taking, transformed
 from mpx._gradients._options import (
+    ArgnumKeywords,
     GradKeywords,
     GradOptions,
     WindowKeywords,
@@ -29,14 +28,7 @@ from mpx._gradients._options import (
 from mpx._gradients._step import Evaluation, GradResult, Scaling, Step
 from mpx._jax._arguments import as_count, as_counts, check_bool
 from mpx._jax._compat import varying_like, zeros_of
-from mpx._jax._tree import (
-    AxisName,
-    LeafName,
-    dtype_of,
-    flatten_with_names,
-    is_array,
-    shape_of,
-)
+from mpx._jax._tree import LeafName, dtype_of, flatten_with_names, is_array, shape_of
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
 from mpx._wire._sums import (
     largest_of_shards,
@@ -44,8 +36,6 @@ from mpx._wire._sums import (
     sharded_alike,
     sum_of_shards,
 )
-
-P = ParamSpec("P")
 
 
 @overload
@@ -61,26 +51,19 @@ def accumulate(
 @overload
 def accumulate(
     func: Callable[P, object], steps: int = 1, **options: Unpack[WindowKeywords]
-) -> Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]]: ...
+) -> Taking[Scaling, P]: ...
 @overload
 def accumulate(
     func: None = None, steps: int = 1, **options: Unpack[WindowKeywords]
-) -> Callable[
-    [Callable[P, object]],
-    Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]],
-]: ...
+) -> Callable[[Callable[P, object]], Taking[Scaling, P]]: ...
 def accumulate(
     func: Callable[..., PyTree] | None = None,
     steps: int = 1,
     *misplaced: object,
     batch_argnums: int | Sequence[int] = 1,
     mean: bool = True,
-    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    policy: Policy | str | None = None,
-    grad_dtype: DTypeLike | None = None,
-    axis_name: AxisName | None = None,
-    retry: int = 0,
+    **options: Unpack[ArgnumKeywords],
 ) -> Callable[..., PyTree]:
     """Like `value_and_grad`, with the batch worked off in several smaller parts.
 
@@ -90,6 +73,14 @@ def accumulate(
     `batch_stats` of Linen, NNX BatchNorm statistics and dropout counters) is handed on
     from part to part. Part `i` gets `jax.random.fold_in(key, i)` for each PRNG key among
     the arguments, so that dropout masks differ.
+
+    `axis_name` may be a mapped axis, over which is reduced once, after the last part, or
+    the axis of the mesh over which the batch is sharded. In that case each shard of the
+    batch is computed by itself, its gradients are summed in f32 on its own devices, and
+    sent once in the `reduce_dtype` of the policy, however the parameters are sharded;
+    without it XLA reduces the gradients of every part. Every device holds the whole f32
+    gradient until then, and `aux` has a further axis, after that of the parts, with one
+    entry for each shard. It needs automatic axes, and a function without state.
 
     Args:
         func: The loss function. Leave it out to use `accumulate` as a decorator.
@@ -101,22 +92,11 @@ def accumulate(
             same for each part, and must not have arrays of that leading size.
         mean: Whether the loss is a mean over the batch, so that parts, and devices, are
             averaged; if false they are added up.
-        argnums: Which positional arguments to differentiate.
         has_aux: Whether `func` returns a pair `(loss, aux)`. The arrays in `aux` come
             back stacked along a new leading axis of length `steps`; an `eqx.nn.State`
             and `batch_stats` come back as the last part left them.
-        policy: As in `value_and_grad`, and so is the next option.
-        grad_dtype: The dtype of the gradients; f32 by default.
-        axis_name: An axis, or several, over which to reduce, once, after the last part:
-            a mapped axis inside `shard_map`, or the axis of the mesh over which the batch
-            is sharded. In that case each shard of the batch is computed by itself, its
-            gradients are summed in f32 on its own devices, and sent once in the
-            `reduce_dtype` of the policy, however the parameters are sharded; without it
-            XLA reduces the gradients of every part. Every device holds the whole f32
-            gradient until then, and `aux` has a further axis, after that of the parts,
-            with one entry for each shard. It needs automatic axes, and a function without
-            state.
-        retry: How often to try the window again with the adjusted scale on overflow.
+        **options: `argnums`, `policy`, `grad_dtype`, `axis_name` and `retry`, as in
+            `value_and_grad`.
 
     Raises:
         ValueError: If `steps` is below 1 or does not divide a leading axis, or if another
@@ -133,14 +113,7 @@ def accumulate(
     refuse_positional(misplaced, "accumulate")
     steps = as_count(steps, "steps", at_least=1)
     check_bool(mean, "`mean`")
-    options = grad_options(
-        argnums=argnums,
-        has_aux=has_aux,
-        policy=policy,
-        grad_dtype=grad_dtype,
-        axis_name=axis_name,
-        retry=retry,
-    )
+    checked = grad_options(has_aux, **options)
     batches = as_counts(batch_argnums, "batch_argnums")
     batches = (batches,) if isinstance(batches, int) else batches
     if min(batches, default=0) < 0:
@@ -148,17 +121,8 @@ def accumulate(
             f"`batch_argnums` must be 0 or more, but {batch_argnums} was given. Count "
             "from the first argument of `func`."
         )
-    _check_disjoint(batches, options.argnum_tuple())
     make_step = functools.partial(_Window, batches=batches, steps=steps, mean=mean)
-    return transformed(func, options, make_step)
-
-
-def _check_disjoint(batches: tuple[int, ...], argnums: tuple[int, ...]) -> None:
-    if set(batches) & set(argnums):
-        raise ValueError(
-            f"Argument {batches} is both a batch and differentiated. Set `argnums` and "
-            "`batch_argnums` to different arguments."
-        )
+    return transformed(func, checked, make_step)
 
 
 class _Window(Step):
@@ -180,15 +144,18 @@ class _Window(Step):
 
     def prepare(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
         """Splits the batches into microbatches, and each microbatch into shards."""
-        for argnum in self._batches:
-            if argnum >= len(args):
-                raise TypeError(
-                    f"Argument {argnum} is the batch, but only {len(args)} arguments "
-                    "were passed by position. Pass the batch by position."
-                )
-        argnums = self.options.argnum_tuple()
+        argnums, last = self.options.argnum_tuple(), max(self._batches, default=-1)
+        if last >= len(args):
+            raise TypeError(
+                f"Argument {last} is the batch, but only {len(args)} arguments were "
+                "passed by position. Pass the batch by position."
+            )
         params = tuple(i + len(args) if i < 0 else i for i in argnums)
-        _check_disjoint(self._batches, params)
+        if {*self._batches} & {*params}:
+            raise ValueError(
+                f"Argument {self._batches} is both a batch and differentiated. Set "
+                "`argnums` and `batch_argnums` to different arguments."
+            )
         self.shards = shards_of(self.axis_name, args)
         if self.shards is not None:
             self.axis_name = None  # nothing is mapped over it
@@ -295,19 +262,12 @@ def _over_shards(
 
 
 class _Parts(NamedTuple):
-    """The arguments of a call, split.
+    """The arguments of a call, split."""
 
-    Attributes:
-        rows: The arrays that are split, [steps, …] or [steps, shards, …].
-        keys: The PRNG keys.
-        rest: What is the same for each part.
-        numbers: The number of each part, i32[steps] or i32[steps, shards].
-    """
-
-    rows: PyTree
-    keys: PyTree
-    rest: PyTree
-    numbers: Int[Array, "..."]
+    rows: PyTree  # the arrays that are split, [steps, …] or [steps, shards, …]
+    keys: PyTree  # the PRNG keys
+    rest: PyTree  # what is the same for each part
+    numbers: Int[Array, "..."]  # the number of each part, [steps] or [steps, shards]
 
     def arguments(
         self, rows: PyTree, index: int | Array
@@ -326,12 +286,6 @@ class _Leaf(NamedTuple):
     position: int | None
     value: PyTree
     kind: Literal["row", "key", "shared", "state"]
-
-    @property
-    def place(self) -> str:
-        """How messages call it."""
-        path = f", leaf `{self.name.path}`" if self.name.path else ""
-        return f"argument {self.position}{path}"
 
 
 def _kind(
@@ -358,8 +312,7 @@ def _split_arguments(
     shards: int,
 ) -> _Parts:
     """Splits the batches of a call into microbatches, and each of them into shards."""
-    arguments = (tuple(args), dict(kwargs))
-    structure = jax.tree.structure(arguments, is_leaf=is_state_node)
+    structure = jax.tree.structure((tuple(args), dict(kwargs)), is_leaf=is_state_node)
     # Keywords in the order in which JAX flattens a dictionary.
     trees: list[tuple[str, int | None, PyTree]] = [
         *zip(names, range(len(args)), args, strict=True),
@@ -371,22 +324,21 @@ def _split_arguments(
         for leaf_name, leaf in flatten_with_names(tree, name, is_state_node)[0]
     ]
     rows = [leaf for leaf in leaves if leaf.kind == "row"]
-    for leaf in rows:
-        _check_rows(leaf, rows[0], steps, shards)
     if not rows:
         listed = ", ".join(map(str, batches)) or "none"
         raise ValueError(
             f"The batch (argument {listed}) holds no array that could be split. Set "
             "`batch_argnums` to the arguments of the function that are batches."
         )
+    for leaf in rows:
+        _check_rows(leaf, rows[0], steps, shards)
     for leaf in leaves if steps * shards > 1 else ():
         if leaf.kind in ("key", "shared"):
             _check_shared(leaf, shape_of(rows[0].value)[0], batches, params)
 
     def of(*kinds: str) -> PyTree:
-        return structure.unflatten(
-            [x.value if x.kind in kinds else None for x in leaves]
-        )
+        found = [x.value if x.kind in kinds else None for x in leaves]
+        return structure.unflatten(found)
 
     def split(x: Array | np.ndarray) -> Array:
         shape = shape_of(x)
@@ -419,21 +371,19 @@ def _fold_in(key: Array | np.ndarray, index: int | Array) -> Array:
 
 
 def _check_rows(leaf: _Leaf, first: _Leaf, steps: int, shards: int) -> None:
-    shape, parts = shape_of(leaf.value), f"{steps} equal parts"
-    if shards > 1:
-        parts += f" for each of {shards} shards"
-    if not shape or shape[0] % (steps * shards):
+    """Raises unless the rows of a leaf can be split like those of the first one."""
+    shape, size, count = shape_of(leaf.value), shape_of(first.value)[:1], steps * shards
+    if not shape or shape[0] % count:
+        parts = f"{steps} equal parts" + f" for each of {shards} shards" * (shards > 1)
         raise ValueError(
-            f"The batch ({leaf.place}) has shape {shape}, whose leading axis cannot be "
-            f"split into {parts}. Choose a batch size that is a multiple of "
-            f"{'`steps`' if shards == 1 else steps * shards}, and pass what has no rows "
-            "as another argument."
+            f"The batch (`{leaf.name}`) has shape {shape}, whose leading axis cannot be "
+            f"split into {parts}. Choose a batch size that is a multiple of {count}, and "
+            "pass what has no rows as another argument."
         )
-    size = shape_of(first.value)[0]
-    if shape[0] != size and steps * shards > 1:
+    if shape[:1] != size and count > 1:
         raise ValueError(
-            f"The batch has {size} rows in one array ({first.place}) and {shape[0]} in "
-            f"another ({leaf.place}), so that microbatches of different sizes would "
+            f"The batch has {size[0]} rows in one array (`{first.name}`) and {shape[0]} in "
+            f"another (`{leaf.name}`), so that microbatches of different sizes would "
             "meet. Give all arrays of the batch one leading size, and pass others as "
             "further arguments."
         )
