@@ -186,12 +186,14 @@ class Step:
         from mpx._gradients import _uses  # it reads programs: `import mpx` does not
 
         diff, scales = _as_local((call.diff_in(state), call.scales), self.axis_name)
-        wide, loss_of = call.widened(diff), scaled_loss
+        wide, loss_of, programs = call.widened(diff), scaled_loss, []
         if call.low is not None:
             from mpx._wire._masters import with_masters
 
-            options = {"choice": reduce, "is_mapped": self.axis_name is not None}
-            loss_of = functools.partial(with_masters, scaled_loss, **options)
+            is_mapped, look = self.axis_name is not None, programs.append
+            loss_of = functools.partial(
+                with_masters, scaled_loss, choice=reduce, is_mapped=is_mapped, look=look
+            )
         # Without a scale, `amp` in f16 inside the function warns.
         is_scaled = not isinstance(scaling, NoLossScaling)
         with (
@@ -215,7 +217,8 @@ class Step:
         # `batch_stats` in a result may replace none among the arguments.
         unknown = [(None, x) for name, x in named_leaves(aux) if is_statistic(name)]
         spoilt = is_spoilt([*pairs, *unknown])
-        _uses.warn_of_uses(call, vjp)
+        for program in programs:
+            _uses.warn_of_uses(call, program)
         return Evaluation(loss, aux, grads, after, spoilt, observed)
 
     def _arrays_of(self, aux: PyTree, call: Call) -> PyTree:

@@ -49,19 +49,18 @@ def with_masters(
     rest: PyTree,
     choice: Reduce,
     *,
-    is_mapped: bool = False,
+    is_mapped: bool,
+    look: Callable[[PyTree], object],
 ) -> PyTree:
     """Calls a function of parameters that it casts, and of further arguments.
 
     `choice` is the dtype in which weight gradients leave their matmuls. `is_mapped` tells
-    that mpx sums over devices, and not XLA.
+    that mpx sums over devices, and not XLA. `look` gets the program that is run.
     """
     leaves, structure = jax.tree.flatten((params, rest))
     has_several = not is_mapped and any(map(on_several_devices, leaves))
-    if choice == COMPUTE and has_several:
-        return func(params, rest)
-    count = len(jax.tree.leaves(params))
-
+    is_plain = choice == COMPUTE and has_several
+    count = 0 if is_plain else len(jax.tree.leaves(params))
     known, results = [], jax.tree.structure(None)
 
     def flat(*leaves: PyTree) -> list[PyTree]:
@@ -71,9 +70,12 @@ def with_masters(
         return [x for x in out if is_tracer(x)]
 
     jaxpr = jax.make_jaxpr(flat)(*leaves)
+    look(jaxpr)
     body, consts = open_jaxpr(jaxpr)
     facts = [i < count for i in range(len(leaves))]
-    holds_weights = has_several or not (is_mapped or choice in (None, COMPUTE))
+    holds_weights = choice != COMPUTE and (
+        has_several or not (is_mapped or choice is None)
+    )
     visitor = _Masters(choice=choice, holds_weights=holds_weights)
     outs, _ = visitor.run(body, consts, leaves, facts, ())
     outs = cast_all(arrays_of(outs), dtypes_of([x.aval for x in body.outvars]))
