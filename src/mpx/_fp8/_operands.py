@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from mpx._casting._reduction import Reduce, automatic_size, weight_grad_dtype
+from mpx._casting._reduction import automatic_size
 from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe, StaticScaling
 from mpx._fp8._scales import (
     DTYPES,
@@ -31,7 +31,7 @@ from mpx._fp8._scales import (
     power_of_two_scale,
     quantize,
 )
-from mpx._jax._compat import has_explicit_axes, struct_like, undifferentiable
+from mpx._jax._compat import struct_like, undifferentiable
 from mpx._jax._devices import gpu_capability
 from mpx._jax._private import private
 from mpx._jax._sharding import (
@@ -44,7 +44,6 @@ from mpx._jax._sharding import (
     spec_of,
 )
 from mpx._kernels import plain_under_vmap
-from mpx._program._queries import Equation
 
 Axes = tuple[int, ...]
 ROLES = ("activation", "weight", "grad")
@@ -90,27 +89,6 @@ class MatmulSpec:
         """Returns the axes of an operand that are neither summed over nor batch axes."""
         taken = (*self.dimensions[0][side], *self.dimensions[1][side])
         return tuple(axis for axis in range(rank) if axis not in taken)
-
-
-def matmul_spec(
-    eqn: Equation,
-    operands: tuple[Array, Array],
-    weight_side: int,
-    recipe: Recipe,
-    reduce: Reduce,
-) -> MatmulSpec:
-    """Returns the description of a `dot_general`; `reduce` is for its weight gradient."""
-    weight = operands[weight_side]
-    shardings = (jax.typeof(x).sharding for x in operands)
-    return MatmulSpec(
-        dimensions=eqn.params["dimension_numbers"],
-        dtype=weight.dtype,
-        weight_side=weight_side,
-        recipe=recipe,
-        out_sharding=eqn.params.get("out_sharding"),
-        weight_grad=weight_grad_dtype(reduce, weight, weight.dtype),
-        shardings=tuple(x if has_explicit_axes(x.mesh) else None for x in shardings),
-    )
 
 
 class Operand(eqx.Module):

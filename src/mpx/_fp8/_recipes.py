@@ -24,7 +24,6 @@ class Recipe:
     grad: str = "e5m2"
 
     def __post_init__(self) -> None:
-        """Checks the format."""
         check_choice(self.grad, "grad", tuple(DTYPES))
 
     def form(self, role: str) -> str:
@@ -57,7 +56,6 @@ class CurrentScaling(Recipe):
     grad: str = ""
 
     def __post_init__(self) -> None:
-        """Fills in the default and checks the options."""
         check_choice(self.granularity, "granularity", ("tensor", "row"))
         if not self.grad:
             form = "e5m2" if self.granularity == "tensor" else "e4m3"
@@ -88,7 +86,6 @@ class DelayedScaling(Recipe):
     margin: int = 0
 
     def __post_init__(self) -> None:
-        """Checks format and sizes."""
         super().__post_init__()
         # NumPy's integers become Python's.
         object.__setattr__(self, "history", as_count(self.history, "history", 1))
@@ -118,7 +115,6 @@ class StaticScaling(Recipe):
     grad_max: float
 
     def __post_init__(self) -> None:
-        """Checks format and magnitudes."""
         super().__post_init__()
         for name in ("activation_max", "weight_max", "grad_max"):
             value = as_real(getattr(self, name), name)
@@ -148,7 +144,6 @@ class MXFP8(Recipe):
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        """Checks format and switch."""
         super().__post_init__()
         check_bool(self.emulate, "`emulate`")
 

@@ -89,27 +89,24 @@ def fp8(
     """Runs the linear layers of a function in 8-bit floating point.
 
     The function is not edited. It is traced, and its matmuls with a parameter run on
-    8-bit operands, forward and backward: `jax.grad(fp8(loss))(params, batch)`. A matmul
-    is changed if exactly one operand comes from the parameters (through casts,
-    reshapes, transposes, slices, jit, scan, remat, cond and shard_map), both are bf16 or
-    f16, all its dimensions are multiples of 16, and it is large enough to gain. The
-    rest stays as it is: attention products, embeddings, heads, routers, norms.
+    8-bit operands, forward and backward. A matmul is changed if exactly one operand comes
+    from the parameters, both are bf16 or f16, all its dimensions are multiples of 16, and
+    it is large enough to gain. The rest stays as it is: attention products, embeddings,
+    heads, routers, norms. `mpx.inspect.report` tells what is changed and
+    `mpx.inspect.fp8_check` whether it was compiled to fp8 kernels.
 
     If the parameters and all matmuls with them are f32, the function runs under `amp` in
     bf16 first, as in `fp8(amp(loss))`; write that to choose `amp`'s arguments.
-    `mpx.inspect.report` tells what is changed and `mpx.inspect.fp8_check` whether it was
-    compiled to fp8 kernels.
 
     With `DelayedScaling` the returned function takes an `Fp8State` as its first
     argument, before those of `func`; its method `init(*args)` makes one.
 
-    Take gradients of the result, not of `func`: `fp8(jax.grad(loss))` would only see
-    half of the matmuls. Forward-mode and second derivatives do not exist and raise.
+    Take gradients of the result: `fp8(jax.grad(loss))` would only see half of the
+    matmuls. Forward-mode and second derivatives do not exist and raise.
 
     Args:
-        func: The function, usually a loss. Leave it out to use `fp8` as a decorator with
-            arguments; `@fp8(DelayedScaling())` and `@fp8("delayed")` take the recipe in
-            its place.
+        func: The function, usually a loss. As a decorator `fp8` takes the recipe in its
+            place, `@fp8(DelayedScaling())`, or options alone.
         recipe: Formats and scales: `CurrentScaling`, `DelayedScaling`, `StaticScaling`
             or `MXFP8`; or the name of one with its defaults, `"current"`, `"delayed"` or
             `"mxfp8"`.
@@ -132,9 +129,8 @@ def fp8(
         NotImplementedError: For `MXFP8` on hardware without units for it.
 
     Warns:
-        RuntimeWarning: Under `jax.vmap`, which makes one weight gradient for each
-            example; on GPUs without fp8 units; and if all linear layers were asked to
-            run in f32.
+        RuntimeWarning: Under `jax.vmap`, on GPUs without fp8 units, and if all linear
+            layers were asked to run in f32.
 
     Examples:
         >>> loss = lambda params, x: jnp.sum(x @ params["w"])
@@ -190,11 +186,9 @@ class Fp8Function(Generic[P, R]):
             self.__signature__ = signature_after("fp8_state", func)
 
     def __get__(self, instance: object, owner: type | None = None) -> PyTree:
-        """Binds to an object, as functions do."""
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function in fp8."""
         recipe, first = self.chosen.recipe, (*args, None)[0]
         if current_recording() is not None and not isinstance(first, Fp8State):
             # A report needs no state, and is about hardware that may not be here.

@@ -42,10 +42,11 @@ from mpx._fp8._decide import (
 from mpx._fp8._delayed import Scales
 from mpx._fp8._dot import fp8_dot
 from mpx._fp8._mx import mx_dot
-from mpx._fp8._operands import matmul_spec
+from mpx._fp8._operands import MatmulSpec
 from mpx._fp8._recipes import MXFP8, DelayedScaling
 from mpx._jax._compat import (
     eval_equation,
+    has_explicit_axes,
     hi_remat,
     open_jaxpr,
     source_frames,
@@ -204,7 +205,19 @@ class Fp8(Transformation):
         self.found.add(("fp8", ""))
         lhs, rhs = (jnp.asarray(value) for value in values)
         side = int(facts[1].is_param)
-        spec = matmul_spec(eqn, (lhs, rhs), side, self.chosen.recipe, self.reduce)
+        weight = (lhs, rhs)[side]
+        shardings = (jax.typeof(x).sharding for x in (lhs, rhs))
+        spec = MatmulSpec(
+            eqn.params["dimension_numbers"],
+            weight.dtype,
+            side,
+            self.chosen.recipe,
+            out_sharding=eqn.params.get("out_sharding"),
+            weight_grad=weight_grad_dtype(self.reduce, weight, weight.dtype),
+            shardings=tuple(
+                x if has_explicit_axes(x.mesh) else None for x in shardings
+            ),
+        )
         if isinstance(self.chosen.recipe, MXFP8):
             return [mx_dot(spec, lhs, rhs)]
         seen, probe = self._next_scale(matmul.param)

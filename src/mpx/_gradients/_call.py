@@ -65,7 +65,6 @@ class Call:
         *,
         scales: PyTree = None,
     ) -> None:
-        """Splits the arguments."""
         self._func, self.policy, self.scales = func, policy, scales
         # A name that also comes by keyword is for the function to refuse or to accept.
         self._names = [

@@ -54,6 +54,10 @@ class GradOptions:
     axis_name: AxisName | None
     retry: int
     mixed: bool
+    # Of `accumulate`: the parts, the arguments that are split, and whether to average
+    steps: int = 1
+    batches: tuple[int, ...] = ()
+    mean: bool = True
 
     def for_call(
         self, func: Callable[..., PyTree], scaling: LossScaling | None

@@ -96,9 +96,8 @@ class Evaluation(NamedTuple):
 
     value: Array  # the unscaled loss
     aux: PyTree  # the arrays among what the function returned besides
-    grads: tuple[
-        PyTree, ...
-    ]  # of the scaled loss, one tree per differentiated argument
+    # The gradients of the scaled loss, one tree per differentiated argument
+    grads: tuple[PyTree, ...]
     state: State  # the state after the call
     spoilt: Bool[Array, ""]  # whether the call has made finite state infinite or nan
     observed: PyTree = None  # what delayed fp8 scales have seen
@@ -114,7 +113,6 @@ class _InState:
 class Step:
     """One call of a gradient function; `call` is that of the user's function."""
 
-    mean: bool = True  # whether devices are averaged, or added up
     # What is no array, kept while JAX traces the rest: that part of `aux`, and the names
     # of the NNX parameters that the function changes.
     _static: PyTree = None
@@ -280,7 +278,7 @@ class Step:
         if axis_name is None:
             return result
         # A sum of parts is a sum over devices, too.
-        together = lax.pmean if self.mean else lax.psum
+        together = lax.pmean if self.options.mean else lax.psum
 
         def total(x: Array) -> Array:
             if is_floating(x):

@@ -87,7 +87,6 @@ class LossScaling(eqx.Module):
         as_count(max_consecutive, "max_consecutive", at_least=1)
 
     def __repr__(self) -> str:
-        """Shows values, or types for traced arrays and arrays of other hosts."""
         fields = (field.name for field in dataclasses.fields(self))
         shown = (f"{name}={_shown(getattr(self, name))}" for name in fields)
         return f"{type(self).__name__}({', '.join(shown)})"
