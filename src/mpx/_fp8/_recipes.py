@@ -4,13 +4,7 @@ import dataclasses
 import math
 
 from mpx._fp8._scales import DTYPES
-from mpx._jax._arguments import (
-    as_count,
-    as_real,
-    check_bool,
-    check_choice,
-    check_value,
-)
+from mpx._jax._arguments import as_count, as_real, check_bool, check_choice, check_value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

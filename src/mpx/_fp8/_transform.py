@@ -216,7 +216,8 @@ class Fp8Function(Generic[P, R]):
         visitor, eager = self.visitor(), self._eager if scales is None else None
         visitor.scales = scales
         out = call_through(visitor, func, args, kwargs, eager=eager)
-        check_keys(visitor.missing, visitor.used, set(scales or ()))
+        found = {key: probe.shape[:-1] for key, (_, probe) in (scales or {}).items()}
+        check_keys(visitor.wanted, found)
         _warn_of_f32(visitor)
         return out
 
@@ -265,11 +266,10 @@ class Fp8Function(Generic[P, R]):
                 f"`{type(recipe).__name__}` keeps no state: call the function itself. "
                 "Only `DelayedScaling` has one."
             )
-        visitor, keys = self.visitor(), dict[str, tuple[int, ...]]()
-        visitor.keys = keys
+        visitor, last = self.visitor(), (recipe.history, 3)
         trace(visitor, self.func, args, kwargs)
-        last = (recipe.history, 3)
-        state = Fp8State({x: jnp.zeros((*keys[x], *last), jnp.float32) for x in keys})
+        keys = visitor.wanted.items()
+        state = Fp8State({x: jnp.zeros((*n, *last), jnp.float32) for x, n in keys})
         leaves = jax.tree.leaves((args, kwargs))
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return state

@@ -18,14 +18,7 @@ from jaxtyping import PyTree
 from mpx._amp._call import run_traced
 from mpx._amp._decide import is_low_ragged as is_low
 from mpx._amp._emit import Autocast, multiply
-from mpx._amp._facts import (
-    CONSTANT,
-    DATA,
-    Source,
-    argument,
-    closed_over,
-    join,
-)
+from mpx._amp._facts import CONSTANT, DATA, Source, argument, closed_over, join
 from mpx._amp._rules import AmpRules
 from mpx._casting._keep import KEPT_SCOPE
 from mpx._casting._reduction import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
@@ -95,11 +88,8 @@ class Fp8(Transformation):
         may_cast: Whether a function whose matmuls are f32 is run in bf16.
         is_cast: Whether it was.
         matmuls: Where matmuls are recorded, for a report.
-        keys: Where the keys of delayed scales are recorded, with the lengths of the scans
-            around them, for `init`.
-        scales: The delayed scales that the running body may need.
-        missing: The keys of matmuls for which `scales` has nothing that fits.
-        used: The other keys.
+        scales: The delayed scales that the running body may need; `None` to find out.
+        wanted: The keys of delayed scales, with the lengths of the scans around them.
         counts: How many matmuls with delayed scales were met, by parameter.
     """
 
@@ -112,10 +102,8 @@ class Fp8(Transformation):
     may_cast: bool = True
     is_cast: bool = False
     matmuls: list[Matmul] | None = None
-    keys: dict[str, tuple[int, ...]] | None = None
     scales: Scales | None = None
-    missing: set[str] = dataclasses.field(default_factory=set)
-    used: set[str] = dataclasses.field(default_factory=set)
+    wanted: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     _lengths: tuple[int, ...] = ()
     _delayed: bool = True
@@ -322,8 +310,9 @@ class Fp8(Transformation):
             self._lengths, self._delayed, self.scales = before
 
     def cache_key(self, more: Scales | None) -> tuple[PyTree, ...] | None:
-        if self.matmuls is not None or self.keys is not None:
-            return None
+        is_delayed = isinstance(self.chosen.recipe, DelayedScaling)
+        if self.matmuls is not None or (is_delayed and self.scales is None):
+            return None  # what is cached is not visited
         # Delayed scales differ from one use of a parameter to the next: what was counted
         # before says which of them come first.
         return tuple(self.counts.items()) if more else (), self._delayed
@@ -334,16 +323,9 @@ class Fp8(Transformation):
             return None, None
         number = self.counts.get(param, 0)
         self.counts[param], key = number + 1, _key(param, number)
-        if self.keys is not None:
-            self.keys[key] = self._lengths
-        if self.scales is None:
-            return None, None
-        found = self.scales.get(key)
-        if found is None or found[1].ndim != 1:
-            self.missing.add(key)
-            return None, None
-        self.used.add(key)
-        return found
+        self.wanted[key] = self._lengths
+        found = (self.scales or {}).get(key)
+        return found if found is not None and found[1].ndim == 1 else (None, None)
 
 
 def _key(param: str, number: int) -> str:
