@@ -13,8 +13,7 @@ from models import normal
 from mpx import fp8
 from mpx._fp8 import _operands
 from mpx._fp8._dot import fp8_dot
-from mpx._fp8._operands import MatmulSpec
-from mpx._fp8._scales import DTYPES, cast_scaled
+from mpx._fp8._operands import DTYPES, MatmulSpec, cast_scaled
 from mpx.recipes import CurrentScaling
 from test_fp8_scales import LAYOUTS, exact, problem
 

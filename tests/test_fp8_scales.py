@@ -14,11 +14,10 @@ from jax import lax
 
 from models import normal
 from mpx._fp8 import _operands
-from mpx._fp8._dot import fp8_dot
-from mpx._fp8._mx import from_blocks, mx_dot, to_blocks
-from mpx._fp8._operands import MatmulSpec
-from mpx._fp8._scales import (
+from mpx._fp8._dot import fp8_dot, from_blocks, mx_dot, to_blocks
+from mpx._fp8._operands import (
     DTYPES,
+    MatmulSpec,
     inverse,
     largest_magnitude,
     power_of_two_scale,

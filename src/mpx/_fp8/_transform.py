@@ -25,7 +25,7 @@ from mpx._casting._select import Selectors, parse_selectors
 from mpx._casting._wrapped import autocast_of, signature_after
 from mpx._fp8._decide import Selection
 from mpx._fp8._delayed import Fp8State, Scales, check_history, check_keys
-from mpx._fp8._mx import check_supported
+from mpx._fp8._dot import check_supported
 from mpx._fp8._recipes import (
     MXFP8,
     CurrentScaling,

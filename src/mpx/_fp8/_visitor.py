@@ -33,8 +33,7 @@ from mpx._fp8._decide import (
     study,
 )
 from mpx._fp8._delayed import Scales
-from mpx._fp8._dot import fp8_dot
-from mpx._fp8._mx import mx_dot
+from mpx._fp8._dot import fp8_dot, mx_dot
 from mpx._fp8._operands import MatmulSpec
 from mpx._fp8._recipes import MXFP8, DelayedScaling
 from mpx._jax._compat import (
