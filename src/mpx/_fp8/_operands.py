@@ -8,9 +8,8 @@ took 0.53 ms and this kernel 0.30 (jax 0.11.2).
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -218,10 +217,23 @@ def quantize_both(
         shapes = shape, shape[leading:] + shape[:leading]
         return codes.reshape(shapes[0]), transposed.reshape(shapes[1])
 
+    def layout(x: Any, factor: Any) -> tuple[Any, Any]:
+        axes = axes_of(x.sharding.spec, x.ndim)
+        transposed = spec_of(axes[leading:] + axes[:leading])
+        results = x.sharding, NamedSharding(x.sharding.mesh, transposed)
+        return (x.sharding, replicated(x.sharding)), results
+
+    def kernel(x: Array, factor: Array) -> tuple[Array, Array]:
+        axes = [f"axis{axis}" for axis in range(x.ndim)]
+        kept, transposed = " ".join(axes), " ".join(axes[leading:] + axes[:leading])
+        rule = f"{kept}, one -> {kept}, {transposed}"
+        return over_shards(
+            local, (x, factor), like=x, layout=layout, rule=rule, whole=("one",)
+        )
+
     factor = inverse(scale)[None]
     if reason_against_shards(x) is not None:
         return plain(x, factor)
-    kernel = functools.partial(_over_shards, local, leading=leading)
     return lax.platform_dependent(
         x, factor, cuda=plain_under_vmap(kernel, plain), default=plain
     )
@@ -258,25 +270,6 @@ def cast_and_transpose(
             interpret=interpret,
             name="mpx_cast_and_transpose",
         )(x, factor)
-    )
-
-
-def _over_shards(
-    local: Callable[..., tuple[Array, Array]], x: Array, factor: Array, *, leading: int
-) -> tuple[Array, Array]:
-    """Calls `local` on each device with its shard of `x`."""
-
-    def layout(x: Any, factor: Any) -> tuple[Any, Any]:
-        axes = axes_of(x.sharding.spec, x.ndim)
-        transposed = spec_of(axes[leading:] + axes[:leading])
-        results = x.sharding, NamedSharding(x.sharding.mesh, transposed)
-        return (x.sharding, replicated(x.sharding)), results
-
-    axes = [f"axis{axis}" for axis in range(x.ndim)]
-    kept, transposed = " ".join(axes), " ".join(axes[leading:] + axes[:leading])
-    rule = f"{kept}, one -> {kept}, {transposed}"
-    return over_shards(
-        local, (x, factor), like=x, layout=layout, rule=rule, whole=("one",)
     )
 
 

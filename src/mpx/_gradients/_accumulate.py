@@ -225,23 +225,19 @@ class _Window(Step):
         (state, value, grads, spoilt, observed), aux = lax.scan(body, carry, self.parts)
         result = Evaluation(value, aux, grads, state, spoilt, observed)
         if shards is not None:
-            result = self._sum_over_shards(result)
+            dtype = self.wire_dtype()
+            grads = jax.tree.map(lambda x: _sum_of_shards(x, dtype), grads)
+            result = result._replace(
+                value=jnp.sum(value, axis=0),
+                grads=jax.tree.map(_sharded_alike, grads, self.call.diff),
+                spoilt=jnp.any(spoilt, axis=0),
+                observed=_largest_of_shards(observed),
+            )
         if not self.options.mean:
             return result
         count = self.parts[1].size
         grads = jax.tree.map(lambda g: g / count, result.grads)
         return result._replace(value=result.value / count, grads=grads)
-
-    def _sum_over_shards(self, result: Evaluation) -> Evaluation:
-        """Sums what the shards have stacked; gradients are sent in the `reduce_dtype`."""
-        dtype = self.wire_dtype()
-        grads = jax.tree.map(lambda x: _sum_of_shards(x, dtype), result.grads)
-        return result._replace(
-            value=jnp.sum(result.value, axis=0),
-            grads=jax.tree.map(_sharded_alike, grads, self.call.diff),
-            spoilt=jnp.any(result.spoilt, axis=0),
-            observed=_largest_of_shards(result.observed),
-        )
 
     def matmul_reduce(self) -> Reduce:
         """Returns the dtype in which weight gradients leave their matmuls."""

@@ -172,7 +172,8 @@ def check_scaling(scaling: object) -> None:
 
 def warn_of_constant_scaling(scaling: object) -> None:
     """Warns of an adaptive scaling that is a constant of the function being compiled."""
-    if not isinstance(scaling, LossScaling) or not scaling.adapts:
+    is_fixed = getattr(type(scaling), "adjust", None) is LossScaling.adjust
+    if not isinstance(scaling, LossScaling) or is_fixed:
         return
     known = scaling.made_of_constants or not is_tracer(scaling.loss_scaling)
     # While JAX compiles, every computed value is a tracer.

@@ -183,7 +183,12 @@ class Step:
 
         from mpx._gradients import _uses  # it reads programs: `import mpx` does not
 
-        diff, scales = _as_local((call.diff_in(state), call.scales), self.axis_name)
+        diff, scales = call.diff_in(state), call.scales
+        if names := _names(self.axis_name):
+            # Each device's own: the derivative with respect to a value that the devices of
+            # a `shard_map` share would be summed in the compute dtype before mpx sees it.
+            local = lambda x: as_varying(jnp.asarray(x), names)  # noqa: E731
+            diff, scales = jax.tree.map(local, (diff, scales))
         wide, loss_of, programs = call.widened(diff), scaled_loss, []
         if call.low is not None:
             from mpx._wire._masters import with_masters
@@ -310,14 +315,3 @@ def _narrow(grad_dtype: np.dtype | None, grad: Array, param: object) -> Array:
 
 def _names(axis_name: AxisName | None) -> tuple[str, ...]:
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
-
-
-def _as_local(tree: PyTree, axis_name: AxisName | None) -> PyTree:
-    """Marks arrays as each device's own.
-
-    The derivative with respect to a value shared by the devices of a `shard_map` would be
-    summed in the compute dtype before mpx sees it.
-    """
-    if axis_name is None:
-        return tree
-    return jax.tree.map(lambda x: as_varying(jnp.asarray(x), _names(axis_name)), tree)

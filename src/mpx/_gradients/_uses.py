@@ -62,17 +62,14 @@ def changed_params(call: Call, state: State, diff: tuple[PyTree, ...]) -> set[st
         if primitive_name(eqn) == "convert_element_type":
             rounded = [x for x, var in changed.items() if var is eqn.outvars[0]]
             if rounded and (dtype := eqn.invars[0].aval.dtype).itemsize == 2:
-                _warn_of_rounded_parameter(rounded[0], dtype)
+                warn(
+                    f"The function assigns to the parameter `{rounded[0]}` what it "
+                    f"computed in {dtype.name}, so that its f32 numbers are rounded in "
+                    "each step and small updates are lost. Keep its module in f32 with "
+                    "`mpx.Policy(keep=...)`, or use `mpx.amp(loss)`, which leaves "
+                    "parameters in f32."
+                )
     return set(changed)
-
-
-def _warn_of_rounded_parameter(name: str, dtype: np.dtype) -> None:
-    warn(
-        f"The function assigns to the parameter `{name}` what it computed in "
-        f"{dtype.name}, so that its f32 numbers are rounded in each step and small "
-        "updates are lost. Keep its module in f32 with `mpx.Policy(keep=...)`, or use "
-        "`mpx.amp(loss)`, which leaves parameters in f32."
-    )
 
 
 class _Param(NamedTuple):

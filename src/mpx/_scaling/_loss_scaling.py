@@ -49,11 +49,6 @@ class LossScaling(eqx.Module):
     # that comes out of a transformation does not have it.
     made_of_constants = False
 
-    @property
-    def adapts(self) -> bool:
-        """Returns whether `adjust` may return another scale."""
-        return type(self).adjust is not LossScaling.adjust
-
     def scale(self, tree: PyTree) -> PyTree:
         """Multiplies floating and complex leaves by the scale, in f32 or wider.
 
