@@ -478,7 +478,7 @@ ERRORS = {
         "Argument 1 is the batch, but only 1 arguments were passed by position",
     ),
     "batch differentiated": (
-        lambda: mpx.accumulate(squared_error, 2, argnums=(0, 1))(
+        lambda: mpx.accumulate(squared_error, 2, argnums=(0, 1))(  # pyright: ignore[reportCallIssue]
             NoLossScaling(), ONES, ONES
         ),
         ValueError,

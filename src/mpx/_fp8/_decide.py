@@ -172,10 +172,10 @@ def _by_rule(matmul: Matmul, purpose: str, chosen: Selection) -> str:
 def _selects(selector: Selector, matmul: Matmul) -> bool:
     if not isinstance(selector, str | type):
         return bool(selector(matmul))
-    in_scope = isinstance(selector, str) and matmul.scope
-    return (bool(matmul.param) and matches(selector, matmul.param, None)) or (
-        bool(in_scope) and search(selector, matmul.scope)
-    )
+    if matmul.param and matches(selector, matmul.param, None):
+        return True
+    scope = matmul.scope
+    return isinstance(selector, str) and bool(scope) and search(selector, scope)
 
 
 def _by_size(eqn: Equation, matmul: Matmul, chosen: Selection) -> str:

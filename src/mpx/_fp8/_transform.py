@@ -170,7 +170,10 @@ class Fp8Function(Generic[P, R]):
     """
 
     def __init__(self, func: Callable[P, R], chosen: Selection) -> None:
-        if not callable(func) or (isinstance(func, type) and issubclass(func, Recipe)):
+        given: object = func
+        if not callable(func) or (
+            isinstance(given, type) and issubclass(given, Recipe)
+        ):
             raise TypeError(
                 "`fp8` takes a function, or a recipe such as `DelayedScaling()` to be a "
                 f"decorator, but {func!r} was given."
@@ -185,7 +188,7 @@ class Fp8Function(Generic[P, R]):
             del self.__dict__["__wrapped__"]
             self.__signature__ = signature_after("fp8_state", func)
 
-    def __get__(self, instance: object, owner: type | None = None) -> PyTree:
+    def __get__(self, instance: PyTree, owner: type | None = None) -> PyTree:
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -235,7 +238,7 @@ class Fp8Function(Generic[P, R]):
         )
 
     def init(
-        self, *args: PyTree, scaling: LossScaling | float = 1.0, **kwargs: PyTree
+        self, *args: object, scaling: LossScaling | float = 1.0, **kwargs: object
     ) -> Fp8State:
         """Makes the state of delayed scaling, for a call with these arguments.
 
@@ -282,8 +285,8 @@ class Fp8Function(Generic[P, R]):
             plain = eqx.combine(arrays, static)
             func, args, kwargs = _nnx.put_back(plain, _nnx.copy(objects))
             probes = {path: (None, x) for path, (_, x) in state.largest().items()}
-            loss = _first_float(self._run(probes, func, args, kwargs))
-            return loss * getattr(scaling, "loss_scaling", scaling)
+            factor: PyTree = getattr(scaling, "loss_scaling", scaling)
+            return _first_float(self._run(probes, func, args, kwargs)) * factor
 
         with gradient_function():
             return state.update(jax.jit(jax.grad(scaled))(state, arrays))

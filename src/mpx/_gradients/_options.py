@@ -72,10 +72,12 @@ class GradOptions:
                     "without `amp`."
                 )
             return self
-        own = autocast_of(func)
+        own = None if self.axis_name is not None else autocast_of(func)
         reduces = (policy.reduce_dtype, None if own is None else own().reduce)
-        if self.axis_name is None and None not in reduces and reduces[0] != reduces[1]:
-            given = [x if isinstance(x, str) else short_name(x) for x in reduces]
+        if None not in reduces and reduces[0] != reduces[1]:
+            given = [
+                x if isinstance(x, str) else short_name(np.dtype(x)) for x in reduces
+            ]
             raise ValueError(
                 f"`reduce_dtype` is {given[0]} in the policy and {given[1]} in `amp`. "
                 "Leave one out."

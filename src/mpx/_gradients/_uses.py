@@ -121,11 +121,16 @@ def _uses(program: PyTree, count: int) -> tuple[set[int], set[int], dict[int, in
         found = [label for label in ins if label is not None]
         if name == "scan":
             consts, length = scan_sizes(eqn.params)[0], eqn.params["length"]
-            for atom, label in zip(eqn.invars[:consts], ins[:consts], strict=True):
-                is_low = label is not None and _float_bytes(atom.aval) == 2
-                # Each addition rounds by up to half an eps: so many may lose everything.
-                if is_low and length * float(jnp.finfo(atom.aval.dtype).eps) / 2 >= 1:
-                    loops[label.number] = max(length, loops.get(label.number, 0))
+            pairs = zip(eqn.invars[:consts], ins[:consts], strict=True)
+            # Each addition rounds by up to half an eps: so many may lose everything.
+            lost = [
+                label.number
+                for atom, label in pairs
+                if label is not None
+                and _float_bytes(atom.aval) == 2
+                and length * float(jnp.finfo(atom.aval.dtype).eps) / 2 >= 1
+            ]
+            loops.update((x, max(length, loops.get(x, 0))) for x in lost)
         elif name in MATMULS:
             is_wide = any(_float_bytes(atom.aval) >= 4 for atom in eqn.invars)
             for label in found:
