@@ -32,10 +32,9 @@ RECIPES = {
         activation_max=8.0, weight_max=0.25, grad_max=1.0
     ),
     "fp8-row": mpx.recipes.CurrentScaling(granularity="row"),
-    "fp8-compute": mpx.recipes.CurrentScaling(weight_grad="compute"),
 }
 SECTIONS = {
-    "mlp": ("bf16", "fp8", "fp8-delayed", "fp8-static", "fp8-row", "fp8-compute"),
+    "mlp": ("bf16", "fp8", "fp8-delayed", "fp8-static", "fp8-row"),
     "tower": ("bf16", "fp8", "fp8-delayed"),
     "lm": ("bf16", "fp8"),
     "lm-accumulate": ("bf16", "fp8"),

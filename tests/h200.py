@@ -76,7 +76,6 @@ def programs(jax, shape) -> dict[str, Any]:
     recipes = {
         "current": CurrentScaling(),
         "row": CurrentScaling(granularity="row"),
-        "compute": CurrentScaling(weight_grad="compute"),
         "static": StaticScaling(activation_max=8.0, weight_max=1.0, grad_max=1.0),
         "delayed": DelayedScaling(),
     }

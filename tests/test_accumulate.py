@@ -458,19 +458,19 @@ ERRORS = {
     "not divisible": (
         lambda: mpx.accumulate(squared_error, 3)(NoLossScaling(), ONES, ONES),  # pyright: ignore[reportCallIssue]
         ValueError,
-        r"batch \(argument 1\) has shape \(8,\).*3 equal parts.*multiple of `steps`",
+        r"batch \(`x`\) has shape \(8,\).*3 equal parts.*multiple of 3",
     ),
     "leaf of a batch": (
         lambda: mpx.accumulate(squared_error, 4)(  # pyright: ignore[reportCallIssue]
             NoLossScaling(), ONES, {"x": [ONES, jnp.ones((6, 2))]}
         ),
         ValueError,
-        r"batch \(argument 1, leaf `x/1`\) has shape \(6, 2\)",
+        r"batch \(`x/x/1`\) has shape \(6, 2\)",
     ),
     "scalar leaf": (
         lambda: mpx.accumulate(squared_error, 2)(NoLossScaling(), ONES, jnp.ones(())),  # pyright: ignore[reportCallIssue]
         ValueError,
-        r"argument 1\) has shape \(\)",
+        r"`x`\) has shape \(\)",
     ),
     "batch by keyword": (
         lambda: mpx.accumulate(squared_error, 2)(NoLossScaling(), ONES, x=ONES),  # pyright: ignore[reportCallIssue]
@@ -478,7 +478,9 @@ ERRORS = {
         "Argument 1 is the batch, but only 1 arguments were passed by position",
     ),
     "batch differentiated": (
-        lambda: mpx.accumulate(squared_error, 2, argnums=(0, 1)),
+        lambda: mpx.accumulate(squared_error, 2, argnums=(0, 1))(  # pyright: ignore[reportCallIssue]
+            NoLossScaling(), ONES, ONES
+        ),
         ValueError,
         "both a batch and differentiated.*`batch_argnums`",
     ),
@@ -517,8 +519,7 @@ ERRORS = {
             NoLossScaling(), ONES, {"x": ONES, "y": ONES[:4]}
         ),
         ValueError,
-        r"8 rows in one array \(argument 1, leaf `x`\) and 4 in another "
-        r"\(argument 1, leaf `y`\).*one leading size",
+        r"8 rows in one array \(`x/x`\) and 4 in another \(`x/y`\).*one leading size",
     ),
     "raw keys or rows": (
         lambda: mpx.accumulate(squared_error, 2)(

@@ -110,7 +110,7 @@ CONFLICTS = {
     "paper, nothing given": (paper(loss), NEEDS_SCALE),
     "first scale above the ceiling": (
         lambda: DynamicLossScaling(2.0**20),
-        r"`loss_scaling` must be at most `max_loss_scaling` \(65504.0\).*1048576.*"
+        r"`loss_scaling` must be.*at most `max_loss_scaling` \(65504.0\).*1048576.*"
         r"pow2\(\)",
     ),
     "first scale below the floor": (
@@ -119,7 +119,7 @@ CONFLICTS = {
     ),
     "first power of two above the ceiling": (
         lambda: DynamicLossScaling.pow2(2.0**20, max=2.0**16),
-        "`loss_scaling` must be at most",
+        "`loss_scaling` must be.*at most",
     ),
     "floor above the ceiling": (
         lambda: DynamicLossScaling(8.0, 16.0, max_loss_scaling=8.0),

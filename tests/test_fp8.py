@@ -694,8 +694,6 @@ def test_forward_mode_is_refused():
 RECIPES = {
     "current": CurrentScaling(),
     "row": CurrentScaling(granularity="row"),
-    "compute": CurrentScaling(weight_grad="compute"),
-    "row compute": CurrentScaling(granularity="row", weight_grad="compute"),
     "static": StaticScaling(activation_max=8.0, weight_max=8.0, grad_max=1.0),
     "delayed": DelayedScaling(),
     "mx": mpx.recipes.MXFP8(emulate=True),
@@ -725,8 +723,7 @@ def penalty_of(name):
         return sum(jnp.sum(grad.astype(jnp.float32) ** 2) for grad in grads)
 
     # The premise. Emulated blocks are multiplied in bf16.
-    products = 2 if "compute" in name else 3
-    assert count_f8(penalty, W, SQUARE, SQUARE) == (0 if name == "mx" else products)
+    assert count_f8(penalty, W, SQUARE, SQUARE) == (0 if name == "mx" else 3)
     return penalty
 
 

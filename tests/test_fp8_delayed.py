@@ -87,7 +87,7 @@ def test_state_holds_the_largest_magnitude_of_each_layer():
     assert np.array_equal(
         state["p/up"][0, 0, 0], jnp.max(jnp.abs(x)).astype(jnp.float32)
     )
-    assert np.all(np.asarray(state["p/up"][..., 2]) > 0)
+    assert np.all(np.asarray(state["p/up"][..., 0, 2]) > 0)
 
 
 def test_init_from_shapes_is_empty():

@@ -13,8 +13,7 @@ from models import normal
 from mpx import fp8
 from mpx._fp8 import _operands
 from mpx._fp8._dot import fp8_dot
-from mpx._fp8._operands import MatmulSpec
-from mpx._fp8._scales import DTYPES, cast_scaled
+from mpx._fp8._operands import DTYPES, MatmulSpec, cast_scaled
 from mpx.recipes import CurrentScaling
 from test_fp8_scales import LAYOUTS, exact, problem
 
@@ -109,7 +108,7 @@ def test_products_of_transposed_codes_are_exact(layout):
     a, b, g, dimensions, side = problem(layout)
     # Small integers: nothing is rounded, in whatever order they are added.
     a, b, g = (jnp.round(x) for x in (a, b, g))
-    plan = MatmulSpec(dimensions, (a.dtype, b.dtype), a.dtype, side, CurrentScaling())
+    plan = MatmulSpec(dimensions, a.dtype, side, CurrentScaling())
     program = jax.jit(
         lambda a, b, g: (
             fp8_dot(plan, a, b, None, None),
@@ -126,7 +125,7 @@ def test_products_of_transposed_codes_are_exact(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_sum_is_over_last_axes(layout):
     a, b, g, dimensions, side = problem(layout)
-    plan = MatmulSpec(dimensions, (a.dtype, b.dtype), a.dtype, side, CurrentScaling())
+    plan = MatmulSpec(dimensions, a.dtype, side, CurrentScaling())
 
     def step(a, b, g):
         return jax.vjp(lambda a, b: fp8_dot(plan, a, b, None, None), a, b)[1](g)

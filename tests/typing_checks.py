@@ -58,6 +58,13 @@ def gradients_have_the_type_of_the_parameters(params: Params, x: jax.Array) -> N
     assert_type(mpx.filter_value_and_grad(loss, scaling)(params, x)[3], Params)
 
 
+def delayed_scaling_has_a_state(params: Params, x: jax.Array) -> None:
+    delayed = mpx.fp8(loss, mpx.recipes.DelayedScaling())
+    scales = delayed.init(params, x)
+    assert_type(scales, mpx.recipes.Fp8State)
+    assert_type(delayed(scales, params, x), jax.Array)
+
+
 def updates_take_the_flag_first(params: Params) -> None:
     step: Callable[..., Params] = mpx.cond_update(update)
     assert_type(mpx.cond_update(update)(True, params, params), Params)

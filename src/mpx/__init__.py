@@ -31,11 +31,11 @@ from mpx._jax._sharding import fsdp_shardings as fsdp_shardings
 from mpx._jax._tree import all_finite as all_finite
 from mpx._jax._tree import select_tree as select_tree
 from mpx._jax._version import __version__ as __version__
-from mpx._scaling._dynamic_scaling import DynamicLossScaling as DynamicLossScaling
-from mpx._scaling._dynamic_scaling import default_loss_scaling as default_loss_scaling
+from mpx._scaling._loss_scaling import DynamicLossScaling as DynamicLossScaling
 from mpx._scaling._loss_scaling import LossScaling as LossScaling
 from mpx._scaling._loss_scaling import NoLossScaling as NoLossScaling
 from mpx._scaling._loss_scaling import StaticLossScaling as StaticLossScaling
+from mpx._scaling._loss_scaling import default_loss_scaling as default_loss_scaling
 from mpx._scaling._loss_scaling import scaled as scaled
 from mpx._updates._update import cond_update as cond_update
 from mpx._updates._update import optimizer_update as optimizer_update

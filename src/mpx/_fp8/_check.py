@@ -23,7 +23,6 @@ class Fp8Check:
     quantized: bool
 
     def __str__(self) -> str:
-        """Returns one line."""
         others = [f"{count} {name}" for name, count in self.other.items()]
         return f"{self.fp8} fp8 matmuls; others: {', '.join(others) or 'none'}"
 

@@ -64,29 +64,17 @@ class Matmul(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The arguments of `fp8`, except for the function.
-
-    Attributes:
-        recipe: Formats and scales.
-        params: Positions or names of the arguments that hold the parameters; `None` to
-            find them.
-        keep: What stays as it is, besides heads, embeddings and routers.
-        include: What is exempt from the built-in exclusions.
-        min_gain: The smallest predicted speed-up for which a matmul is changed.
-    """
+    """The arguments of `fp8`, checked, except for the function."""
 
     recipe: Recipe
-    params: tuple[int | str, ...] | None = None
-    keep: tuple[Selector, ...] = ()
-    include: tuple[Selector, ...] = ()
-    min_gain: float = 1.1
+    params: tuple[int | str, ...] | None
+    keep: tuple[Selector, ...]
+    include: tuple[Selector, ...]
+    min_gain: float
 
 
 def sizes(eqn: Equation) -> tuple[tuple[int, int, int], int]:
-    """Returns (rows, summed length, columns) of what multiplies, and how many of these.
-
-    `2 * rows * summed * columns * count` is `flops(eqn)`.
-    """
+    """Returns (rows, summed length, columns) of what multiplies, and how many of these."""
     first, second = (var.aval.shape for var in eqn.invars[:2])
     name, count = eqn.primitive.name, 1
     if name in ATTENTION:
@@ -108,11 +96,9 @@ def sizes(eqn: Equation) -> tuple[tuple[int, int, int], int]:
 
 
 def predicted_gain(m: int, k: int, n: int, *, count: int = 1) -> float:
-    """Predicts how much faster `count` matmuls are in fp8, their gradients included.
-
-    Time is operations over the measured peak; fp8 adds the traffic and the launches of
-    quantising both operands and the gradient.
-    """
+    """Predicts how much faster `count` matmuls are in fp8, their gradients included."""
+    # Time is operations over the measured peak; fp8 adds the traffic and the launches of
+    # quantising both operands and the gradient.
     work = 3 * 2.0 * m * k * n * count
     each = _BYTES if count == 1 else _BYTES_TRANSPOSED
     traffic = each * (m * k + k * n + m * n) * count
@@ -150,16 +136,11 @@ _KINDS = {
 
 
 def _by_structure(eqn: Equation, weights: Sequence[bool], chosen: Selection) -> str:
-    if not any(weights):
-        return "no operand is a parameter"
-    if all(weights):
-        return "both operands are parameters"
+    if len({*weights}) == 1:
+        both = "both operands are parameters"
+        return both if weights[0] else "no operand is a parameter"
     if isinstance(chosen.recipe, MXFP8) and eqn.params["dimension_numbers"][1][0]:
         return "it has batch dimensions, for which there are no MX blocks"
-    return _by_dtype(eqn)
-
-
-def _by_dtype(eqn: Equation) -> str:
     dtypes = [np.dtype(var.aval.dtype) for var in eqn.invars[:2]]
     wide = [x for x in map(short_name, dtypes) if x not in ("bf16", "f16")]
     if wide:
@@ -191,10 +172,10 @@ def _by_rule(matmul: Matmul, purpose: str, chosen: Selection) -> str:
 def _selects(selector: Selector, matmul: Matmul) -> bool:
     if not isinstance(selector, str | type):
         return bool(selector(matmul))
-    found = bool(matmul.param) and matches(selector, matmul.param, None)
-    if isinstance(selector, str) and matmul.scope:
-        return found or search(selector, matmul.scope)
-    return found
+    if matmul.param and matches(selector, matmul.param, None):
+        return True
+    scope = matmul.scope
+    return isinstance(selector, str) and bool(scope) and search(selector, scope)
 
 
 def _by_size(eqn: Equation, matmul: Matmul, chosen: Selection) -> str:
@@ -218,10 +199,6 @@ def follow_weights(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
     return follow(eqn, sources)
 
 
-def _source_of(atom: Any) -> Source:
-    return CONSTANT if isinstance(atom, Literal) else DATA
-
-
 TABLE = "its parameter is an embedding table"
 HEAD = "its result goes into a softmax"
 ROUTER = "its result is sorted or selects"
@@ -234,38 +211,26 @@ _PRODUCTS = frozenset((*MATMULS, *ATTENTION, GROUPED))
 
 
 class _Seen(NamedTuple):
-    """What is known of a value: its source, and the layers whose results it is made of.
+    """What is known of a value."""
 
-    Attributes:
-        source: What it is computed from.
-        layers: The parameters of matmuls behind it, with nothing but element-wise
-            operations and sums between.
-        powers: Those of which it is the exponential.
-    """
-
-    source: Source = DATA
+    source: Source  # what it is computed from
+    # The parameters of matmuls behind it, with only element-wise operations and sums between
     layers: frozenset[str] = frozenset()
-    powers: frozenset[str] = frozenset()
+    powers: frozenset[str] = frozenset()  # those of which it is the exponential
 
 
-def _either(a: Any, b: Any) -> Any:
-    if not (isinstance(a, _Seen) and isinstance(b, _Seen)):
-        return a if b is None else b
+def _either(a: _Seen | None, b: _Seen | None) -> _Seen | None:
+    if a is None or b is None:
+        return a or b
     return _Seen(join([a.source, b.source]), a.layers | b.layers, a.powers & b.powers)
 
 
 class Study(NamedTuple):
-    """What the parameters of a program are for.
+    """What the parameters of a program are for."""
 
-    Attributes:
-        purposes: The parameters that 8 bits would harm, and what each is for.
-        layers: The parameters of matmuls that have one.
-        dtypes: The dtypes of the operands of these matmuls.
-    """
-
-    purposes: dict[str, str]
-    layers: set[str]
-    dtypes: set[np.dtype]
+    purposes: dict[str, str]  # the parameters that 8 bits would harm, and why
+    layers: set[str]  # the parameters of matmuls that have one
+    dtypes: set[np.dtype]  # those of the operands of these matmuls
 
 
 def study(jaxpr: Any, sources: Mapping[Any, Source]) -> Study:
@@ -280,7 +245,9 @@ def study(jaxpr: Any, sources: Mapping[Any, Source]) -> Study:
 
     def rule(name: str, eqn: Equation, labels: list[Any]) -> _Seen:
         seen = [
-            label if isinstance(label, _Seen) else _Seen(_source_of(atom))
+            _Seen(CONSTANT if isinstance(atom, Literal) else DATA)
+            if label is None
+            else label
             for atom, label in zip(eqn.invars, labels, strict=True)
         ]
         given = [x.source for x in seen]
@@ -288,12 +255,12 @@ def study(jaxpr: Any, sources: Mapping[Any, Source]) -> Study:
         powers = frozenset().union(*(x.powers for x in seen))
         if name in _PRODUCTS:
             params = [x for x in given[:2] if x.is_param]
-            if len(params) == 1 and name in LINEAR:
+            if len(params) != 1:
+                return _Seen(join(given))
+            if name in LINEAR:
                 result.layers.update(params[0].names)
                 result.dtypes.update(var.aval.dtype for var in eqn.invars[:2])
-            if len(params) == 1:
-                return _Seen(DATA, params[0].names)
-            return _Seen(join(given))
+            return _Seen(DATA, params[0].names)
         if given and is_lookup(eqn, given) and given[0].is_param:
             found.update(dict.fromkeys(given[0].names, TABLE))
         if name in _SUMS:

@@ -59,16 +59,19 @@ def check_history(state: Fp8State, history: int) -> None:
             )
 
 
-def check_keys(missing: set[str], used: set[str], given: set[str]) -> None:
-    """Raises a `ValueError` unless each matmul has found scales and each of them a matmul.
+def check_keys(
+    wanted: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]]
+) -> None:
+    """Raises a `ValueError` unless each matmul has scales and each of these a matmul.
 
-    `missing` and `used` are the keys of matmuls without and with scales, `given` those of
-    the state.
+    Both are the lengths of the scans around a matmul, by key.
     """
+    both = wanted.keys() & given.keys()
+    other = "it has them for other lengths of scans around"
     found = {
-        "it has none for": missing - given,
-        "it has them for other lengths of scans around": missing & given,
-        "nothing uses": given - used - missing,
+        "it has none for": wanted.keys() - both,
+        other: {key for key in both if wanted[key] != given[key]},
+        "nothing uses": given.keys() - both,
     }
     faults = [
         f"{fault} {', '.join(f'`{key}`' for key in sorted(keys))}"

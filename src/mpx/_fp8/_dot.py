@@ -1,4 +1,4 @@
-"""The 8-bit matmul and its derivative.
+"""The 8-bit matmul and its derivative, with scales for tensors, rows or blocks.
 
 With `codes · scale ≈ tensor`, the three products of a linear layer are
 
@@ -13,6 +13,7 @@ would be deleted by XLA on a GPU, which then silently computes in bf16.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -30,38 +31,38 @@ from mpx._fp8._operands import (
     as_bytes,
     as_codes,
     differentiable_once,
+    largest_magnitude,
+    power_of_two_scale,
+    quantize,
     summed_last,
     to_fp8,
 )
-from mpx._fp8._scales import largest_magnitude
+from mpx._fp8._recipes import MXFP8, Recipe
+from mpx._jax._devices import gpu_capability
 from mpx._jax._sharding import axes_of, spec_of
 
 Operands = list[tuple[Operand, Operand]]
 """Both operands in 8 bits: for the product, and for the backward pass."""
+_FAST = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
+_FULL = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
 
 def _multiply(
     a: Operand,
     b: Operand,
     dtype: np.dtype,
-    *,
-    fast: bool,
+    preset: lax.DotAlgorithmPreset,
     out_sharding: NamedSharding | None,
 ) -> Array:
     """Returns the product of two operands in `dtype`."""
     a, b = summed_last(a, b), summed_last(b, a)
     # An f16 result could overflow before it is scaled; bf16 cannot, and spares a pass.
     wide = np.dtype(jnp.float32) if dtype == np.float16 else dtype
-    preset = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
-    if fast:
-        preset = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
     dot = functools.partial(
         lax.dot_general,
         dimension_numbers=((a.summed, b.summed), (a.batch, b.batch)),
         out_sharding=out_sharding,
     )
-    if a.scale is None or b.scale is None:  # as JAX itself differentiates
-        return dot(a.codes, b.codes, preferred_element_type=dtype)
 
     def on_cuda(x: Array, y: Array) -> Array:
         # The preset is what makes it one cuBLASLt call: without it XLA tries Triton
@@ -86,7 +87,6 @@ def _multiply(
 
 def _row_scale(x: Operand) -> Array:
     """Returns the scales of rows with their axes as in a product, batch axes first."""
-    assert x.scale is not None
     rank, summed = x.scale.ndim, len(x.summed)
     free = [i for i in range(rank) if i not in (*x.summed, *x.batch)]
     scale = lax.transpose(x.scale, (*x.batch, *free, *x.summed))
@@ -104,29 +104,23 @@ def fp8_dot(
 ) -> Array:
     """Returns `lax.dot_general(lhs, rhs)` computed from 8-bit operands.
 
-    Args:
-        spec: What is static.
-        lhs: The left operand, in the compute dtype.
-        rhs: The right operand, in the compute dtype.
-        seen: f32[3], the largest magnitudes of activation, weight and gradient in
-            earlier steps; `None` to scale by what is there now.
-        probe: f32[3] of any value. Its gradient is not one: it is the three largest
-            magnitudes of this step. `None` if they are not needed.
-        shared: Tensors that other matmuls have quantised, of the same trace.
+    `seen` are the largest magnitudes of activation, weight and gradient in earlier steps,
+    f32[3]; `None` to scale by what is there now. The gradient of the `probe`, f32[3] of any
+    value, is not one: it holds the three largest magnitudes of this step. `shared` are
+    tensors that other matmuls of the same trace have quantised.
     """
     shared = {} if shared is None or seen is not None else shared
     operands = []
     for side, x in enumerate((lhs, rhs)):
+        role, batch = spec.role(side), spec.dimensions[1][side]
         groups = spec.dimensions[0][side], spec.free_axes(side, x.ndim)
-        key = (id(x), spec.role(side), groups)
+        key = (id(x), role, groups)
         if key not in shared:
-            still, batch = lax.stop_gradient(x), spec.dimensions[1][side]
-            made = _quantize(
-                spec, spec.role(side), still, groups, batch=batch, seen=seen
-            )
+            still = lax.stop_gradient(x)
+            made = _quantize(spec, role, still, groups, batch=batch, seen=seen)
             shared[key] = x, made
         operands.append(shared[key][1])
-    return _jitted_dot(spec, (lhs, rhs), operands, _Maxima(seen, probe))
+    return _jitted_dot(spec, (lhs, rhs), operands, seen, probe)
 
 
 # Layers of one shape are traced once: what `jax.jit` has traced, and its derivative, it
@@ -138,85 +132,66 @@ def _quantize(*args: Any, **options: Any) -> tuple[Operand, Operand]:
     return as_bytes(to_fp8(*args, **options))
 
 
-class _Maxima(NamedTuple):
-    """Largest magnitudes of earlier steps, and the probe for those of now."""
-
-    seen: Array | None
-    probe: Array | None
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(
     spec: MatmulSpec,
     sides: tuple[Array, Array],
     operands: Operands,
-    maxima: _Maxima,
+    seen: Array | None,
+    probe: Array | None,
 ) -> Array:
-    return _forward(spec, sides, operands, maxima)[0]
-
-
-class _Residuals(NamedTuple):
-    """Residuals of the backward pass: operands as it will use them, and their maxima."""
-
-    operands: list[Operand]
-    seen: Array | None
-    observed: tuple[Array, Array] | None
+    return _forward(spec, sides, operands, seen, probe)[0]
 
 
 def _forward(
     spec: MatmulSpec,
     sides: tuple[Array, Array],
     operands: Operands,
-    maxima: _Maxima,
-) -> tuple[Array, _Residuals]:
+    seen: Array | None,
+    probe: Array | None,
+) -> tuple[Array, tuple[Any, ...]]:
     # The codes come from these sides, though no derivative knows it.
     sides, operands = differentiable_once((sides, operands))
-    lhs, rhs = (as_codes(spec, side, x[0]) for side, x in enumerate(operands))
-    out = _multiply(lhs, rhs, spec.out_dtype, fast=True, out_sharding=spec.out_sharding)
-    saved = [x[1] for x in operands]
-    activation, weight = sides[1 - spec.weight_side], sides[spec.weight_side]
-    if spec.recipe.weight_grad == "compute":
-        quantized = saved[1 - spec.weight_side]
-        axes = spec.free_axes(1 - spec.weight_side, activation.ndim)
-        saved[1 - spec.weight_side] = Operand(activation, None, axes, quantized.batch)
+    lhs, rhs = (as_codes(x[0]) for x in operands)
+    out = _multiply(lhs, rhs, spec.dtype, _FAST, spec.out_sharding)
     observed = None
-    if maxima.probe is not None:
+    if probe is not None:
+        activation, weight = sides[1 - spec.weight_side], sides[spec.weight_side]
         observed = largest_magnitude(activation), largest_magnitude(weight)
-    return out, _Residuals(saved, maxima.seen, observed)
+    return out, ([x[1] for x in operands], seen, observed)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _backward(spec: MatmulSpec, residuals: _Residuals, grad: Array) -> tuple[Any, ...]:
-    lhs, rhs = (as_codes(spec, side, x) for side, x in enumerate(residuals.operands))
+def _backward(
+    spec: MatmulSpec, residuals: tuple[Any, ...], grad: Array
+) -> tuple[Any, ...]:
+    saved, seen, observed = residuals
+    lhs, rhs = map(as_codes, saved)
     # The axes of `grad` are batch axes, those of the left operand and those of the right.
     batch = tuple(range(len(lhs.batch)))
     rows = tuple(range(len(batch), len(batch) + len(lhs.summed)))
     groups = tuple(range(len(batch) + len(rows), grad.ndim)), rows
-    quantized = to_fp8(spec, "grad", grad, groups, batch=batch, seen=residuals.seen)
+    quantized = to_fp8(spec, "grad", grad, groups, batch=batch, seen=seen)
     grads = []
     for side, other in enumerate((rhs, lhs)):
-        mine = quantized[side]
-        if other.scale is None:
-            mine = Operand(grad.astype(other.codes.dtype), None, groups[side], batch)
         rank = (lhs, rhs)[side].codes.ndim
         grad_first, axes = _axes_of_gradient(spec, side, rank)
-        factors = (mine, other) if grad_first else (other, mine)
+        factors = (quantized[side], other) if grad_first else (other, quantized[side])
         sharding = spec.shardings[side]
         if sharding is not None:
             entries = axes_of(sharding.spec, len(axes))
             sharding = NamedSharding(sharding.mesh, spec_of(entries[i] for i in axes))
-        out = _multiply(
-            *factors, spec.grad_dtype(side), fast=False, out_sharding=sharding
-        )
+        wide = spec.weight_grad if side == spec.weight_side else None
+        out = _multiply(*factors, wide or spec.dtype, _FULL, sharding)
         # A wider sum over devices is rounded after it.
         out = lax.transpose(out, [int(i) for i in np.argsort(axes)])
-        grads.append(out.astype(spec.dtypes[side]))
-    dseen = None if residuals.seen is None else jnp.zeros_like(residuals.seen)
+        grads.append(out.astype(spec.dtype))
+    dseen = None if seen is None else jnp.zeros_like(seen)
     dprobe = None
-    if residuals.observed is not None:
-        dprobe = jnp.stack([*residuals.observed, largest_magnitude(grad)])
+    if observed is not None:
+        dprobe = jnp.stack([*observed, largest_magnitude(grad)])
     (dlhs, drhs), dprobe = differentiable_once((grads, dprobe))
-    return (dlhs, drhs), None, _Maxima(dseen, dprobe)
+    return (dlhs, drhs), None, dseen, dprobe
 
 
 _dot.defvjp(_forward, _backward)
@@ -239,3 +214,119 @@ def _axes_of_gradient(spec: MatmulSpec, side: int, rank: int) -> tuple[bool, Axe
     if last == tuple(range(rank)) != first:
         return False, last
     return True, first
+
+
+# --- MX: blocks of 32 numbers with a shared power-of-two scale ------------------------
+# A block stands for `codes · 2**(e8m0 - 127)`. The scale is rounded up, so that nothing is
+# clipped; rounded down, as the OCP text has it, training can diverge (arXiv:2506.08027).
+
+BLOCK = 32
+_E8M0 = jnp.float8_e8m0fnu
+
+
+class Blocks(NamedTuple):
+    """A matrix whose rows are cut into blocks.
+
+    Attributes:
+        codes: 8-bit numbers, (rows, columns).
+        scale: One power of two for 32 columns, e8m0, (rows, columns / 32).
+    """
+
+    codes: Array
+    scale: Array
+
+
+def to_blocks(x: Array, form: str) -> Blocks:
+    """Quantises a matrix along its last axis."""
+    rows, columns = x.shape
+    blocks = x.reshape(rows, columns // BLOCK, BLOCK)
+    scale = power_of_two_scale(largest_magnitude(blocks, (2,)), form)
+    codes = quantize(blocks, scale, form, clip=False).reshape(rows, columns)
+    return Blocks(codes, scale[..., 0].astype(_E8M0))
+
+
+def from_blocks(blocks: Blocks, dtype: np.dtype) -> Array:
+    """Returns the numbers that blocks stand for, rounded to `dtype`."""
+    rows, columns = blocks.codes.shape
+    # The barrier: without it XLA on a GPU takes the two casts for none.
+    codes, scale = lax.optimization_barrier((blocks.codes, blocks.scale))
+    wide = codes.astype(jnp.float32).reshape(rows, columns // BLOCK, BLOCK)
+    wide = wide * scale.astype(jnp.float32)[..., None]
+    return wide.reshape(rows, columns).astype(dtype)
+
+
+def is_native() -> bool:
+    """Returns whether the default device multiplies MX blocks: Blackwell or later."""
+    found = gpu_capability()
+    return isinstance(found, tuple) and found >= (10, 0)
+
+
+def check_supported(recipe: Recipe) -> None:
+    """Raises a `NotImplementedError` where MXFP8 would be slower than bf16."""
+    if isinstance(recipe, MXFP8) and not recipe.emulate and not is_native():
+        raise NotImplementedError(
+            "MXFP8 needs the block-scaling units of a Blackwell GPU (compute capability "
+            "10 or later), and the default device has none: it would be slower than "
+            "bf16. Use `CurrentScaling()`, or `MXFP8(emulate=True)` to study its numbers."
+        )
+
+
+def _multiply_blocks(a: Blocks, b: Blocks, dtype: np.dtype) -> Array:
+    """Returns `a @ b.T`; both have their blocks along the sum."""
+    if is_native():
+        operands = (x[None] for x in (a.codes, b.codes, a.scale, b.scale))
+        wanted = jnp.dtype(dtype)
+        return jax.nn.scaled_matmul(*operands, preferred_element_type=wanted)[0]
+    # Exact in f32: a number of a block has four significant bits.
+    numbers = np.dtype(np.float32) if dtype == np.float16 else dtype
+    return lax.dot_general(
+        from_blocks(a, numbers),
+        from_blocks(b, numbers),
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    ).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _matmul(form: str, dtype: np.dtype, x: Array, w: Array) -> Array:
+    """Returns `x @ w.T` for an activation (m, k) and a weight (n, k).
+
+    `form` is the format of gradients.
+    """
+    return _mx_forward(form, dtype, x, w)[0]
+
+
+def _mx_forward(form: str, dtype: np.dtype, x: Array, w: Array) -> tuple[Array, Any]:
+    x, w = differentiable_once((x, w))
+    out = _multiply_blocks(to_blocks(x, "e4m3"), to_blocks(w, "e4m3"), dtype)
+    # The backward products sum along the other axes: they need blocks of their own.
+    return out, as_bytes((to_blocks(x.T, "e4m3"), to_blocks(w.T, "e4m3")))
+
+
+def _mx_backward(
+    form: str, dtype: np.dtype, residuals: tuple[Blocks, Blocks], grad: Array
+) -> tuple[Array, Array]:
+    x, w = (
+        Blocks(as_codes(x.codes), lax.bitcast_convert_type(x.scale, _E8M0))
+        for x in residuals
+    )
+    dx = _multiply_blocks(to_blocks(grad, form), w, dtype)
+    dw = _multiply_blocks(to_blocks(grad.T, form), x, dtype)
+    return differentiable_once((dx, dw))
+
+
+_matmul.defvjp(_mx_forward, _mx_backward)
+
+
+def mx_dot(spec: MatmulSpec, lhs: Array, rhs: Array) -> Array:
+    """Returns a `dot_general` computed from MX blocks; operands become matrices."""
+    matrices, shapes = [], []
+    for side, x in enumerate((lhs, rhs)):
+        free = spec.free_axes(side, x.ndim)
+        shape = [x.shape[axis] for axis in free]
+        ordered = lax.transpose(x, (*free, *spec.dimensions[0][side]))
+        matrices.append(ordered.reshape(math.prod(shape), -1))
+        shapes += shape
+    x, w = matrices if spec.weight_side == 1 else reversed(matrices)
+    out: Array = _matmul(spec.recipe.grad, spec.dtype, x, w)
+    return (out if spec.weight_side == 1 else out.T).reshape(shapes)

@@ -8,9 +8,8 @@ took 0.53 ms and this kernel 0.30 (jax 0.11.2).
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -19,20 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float32, PyTree
 
-from mpx._casting._reduction import Reduce, automatic_size, weight_grad_dtype
+from mpx._casting._reduction import automatic_size
 from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe, StaticScaling
-from mpx._fp8._scales import (
-    DTYPES,
-    cast_scaled,
-    inverse,
-    largest_magnitude,
-    power_of_two_scale,
-    quantize,
-)
-from mpx._jax._compat import has_explicit_axes, struct_like, undifferentiable
+from mpx._jax._compat import struct_like, undifferentiable
 from mpx._jax._devices import gpu_capability
+from mpx._jax._formats import FORMATS
 from mpx._jax._private import private
 from mpx._jax._sharding import (
     Parts,
@@ -44,10 +36,12 @@ from mpx._jax._sharding import (
     spec_of,
 )
 from mpx._kernels import plain_under_vmap
-from mpx._program._queries import Equation
 
+DTYPES: dict[str, np.dtype] = {
+    "e4m3": np.dtype(jnp.float8_e4m3fn),
+    "e5m2": np.dtype(jnp.float8_e5m2),
+}
 Axes = tuple[int, ...]
-Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 ROLES = ("activation", "weight", "grad")
 # For what the rules of a derivative get or return: JAX evaluates these rules on values, and
 # differentiating them is a second derivative. An 8-bit code is a constant to JAX, so second
@@ -64,32 +58,24 @@ class MatmulSpec:
 
     Attributes:
         dimensions: The dimension numbers of the `dot_general`.
-        dtypes: The dtypes of the two operands.
-        out_dtype: The dtype of the result.
+        dtype: The dtype of operands and result.
         weight_side: Which operand is the parameter: 0 or 1.
         recipe: Formats and scales.
         out_sharding: The sharding that was asked for, on meshes with explicit axes.
         weight_grad: The dtype in which the gradient of the parameter leaves its matmul, and
-            so that of its sum over devices. `None` is the dtype of the parameter here.
+            so that of its sum over devices; `None` for `dtype`.
         shardings: Those of the operands, on meshes with explicit axes.
         transposes: Whether tensors are quantised in both orders of their axes at once.
     """
 
-    dimensions: Dimensions
-    dtypes: tuple[np.dtype, np.dtype]
-    out_dtype: np.dtype
+    dimensions: tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
+    dtype: np.dtype
     weight_side: int
     recipe: Recipe
     out_sharding: NamedSharding | None = None
     weight_grad: np.dtype | None = None
     shardings: tuple[NamedSharding | None, ...] = (None, None)
     transposes: bool = dataclasses.field(default_factory=lambda: transposing_pays())
-
-    def grad_dtype(self, side: int) -> np.dtype:
-        """Returns the dtype in which the gradient of an operand leaves its matmul."""
-        if side == self.weight_side and self.weight_grad is not None:
-            return self.weight_grad
-        return self.dtypes[side]
 
     def role(self, side: int) -> str:
         """Returns whether an operand is the activation or the weight."""
@@ -101,41 +87,11 @@ class MatmulSpec:
         return tuple(axis for axis in range(rank) if axis not in taken)
 
 
-def matmul_spec(
-    eqn: Equation,
-    operands: tuple[Array, Array],
-    weight_side: int,
-    recipe: Recipe,
-    reduce: Reduce,
-) -> MatmulSpec:
-    """Returns the description of a `dot_general` that runs in 8 bits.
-
-    `reduce` is the choice of the dtype in which gradients are summed over devices.
-    """
-    (summed, batch), weight = eqn.params["dimension_numbers"], operands[weight_side]
-    shardings = (jax.typeof(x).sharding for x in operands)
-    return MatmulSpec(
-        dimensions=(_pair(summed), _pair(batch)),
-        dtypes=(operands[0].dtype, operands[1].dtype),
-        out_dtype=np.dtype(eqn.outvars[0].aval.dtype),
-        weight_side=weight_side,
-        recipe=recipe,
-        out_sharding=eqn.params.get("out_sharding"),
-        weight_grad=weight_grad_dtype(reduce, weight, weight.dtype),
-        shardings=tuple(x if has_explicit_axes(x.mesh) else None for x in shardings),
-    )
-
-
-def _pair(axes: Sequence[Sequence[int]]) -> tuple[Axes, Axes]:
-    first, second = axes
-    return tuple(first), tuple(second)
-
-
 class Operand(eqx.Module):
     """An operand of a product, `original ≈ codes · scale`.
 
     Attributes:
-        codes: 8-bit numbers; those of the compute dtype if there is no scale.
+        codes: 8-bit numbers.
         scale: Powers of two, f32: a scalar, or one for each row with length-1 axes.
         summed: The axes of the codes over which the product sums.
         batch: Their batch axes.
@@ -143,7 +99,7 @@ class Operand(eqx.Module):
     """
 
     codes: Array
-    scale: Array | None
+    scale: Array
     summed: Axes = eqx.field(static=True)
     batch: Axes = eqx.field(static=True)
     gathered: bool = eqx.field(static=True, default=False)
@@ -160,7 +116,7 @@ def to_fp8(
 ) -> tuple[Operand, Operand]:
     """Quantises a tensor for two products, which sum over either group of its axes."""
     recipe, clip = spec.recipe, True
-    form = getattr(recipe, role)
+    form = recipe.form(role)
     # A weight that XLA may shard has its codes in one order, so that all three matmuls
     # gather the same ones, and what `jax.checkpoint` computes again shares the gather.
     gathered = spec.transposes and role == "weight" and automatic_size(x) > 1
@@ -211,9 +167,9 @@ def as_bytes(x: PyTree) -> PyTree:
     )
 
 
-def as_codes(spec: MatmulSpec, side: int, x: PyTree) -> PyTree:
-    """Returns a tree with its bytes as the 8-bit numbers of an operand."""
-    dtype = DTYPES[getattr(spec.recipe, spec.role(side))]
+def as_codes(x: PyTree) -> PyTree:
+    """Returns a tree with its bytes as numbers of the format of operands."""
+    dtype = DTYPES["e4m3"]
     return jax.tree.map(
         lambda a: a if a.dtype.itemsize > 1 else lax.bitcast_convert_type(a, dtype), x
     )
@@ -261,10 +217,23 @@ def quantize_both(
         shapes = shape, shape[leading:] + shape[:leading]
         return codes.reshape(shapes[0]), transposed.reshape(shapes[1])
 
+    def layout(x: Any, factor: Any) -> tuple[Any, Any]:
+        axes = axes_of(x.sharding.spec, x.ndim)
+        transposed = spec_of(axes[leading:] + axes[:leading])
+        results = x.sharding, NamedSharding(x.sharding.mesh, transposed)
+        return (x.sharding, replicated(x.sharding)), results
+
+    def kernel(x: Array, factor: Array) -> tuple[Array, Array]:
+        axes = [f"axis{axis}" for axis in range(x.ndim)]
+        kept, transposed = " ".join(axes), " ".join(axes[leading:] + axes[:leading])
+        rule = f"{kept}, one -> {kept}, {transposed}"
+        return over_shards(
+            local, (x, factor), like=x, layout=layout, rule=rule, whole=("one",)
+        )
+
     factor = inverse(scale)[None]
     if reason_against_shards(x) is not None:
         return plain(x, factor)
-    kernel = functools.partial(_over_shards, local, leading=leading)
     return lax.platform_dependent(
         x, factor, cuda=plain_under_vmap(kernel, plain), default=plain
     )
@@ -301,25 +270,6 @@ def cast_and_transpose(
             interpret=interpret,
             name="mpx_cast_and_transpose",
         )(x, factor)
-    )
-
-
-def _over_shards(
-    local: Callable[..., tuple[Array, Array]], x: Array, factor: Array, *, leading: int
-) -> tuple[Array, Array]:
-    """Calls `local` on each device with its shard of `x`."""
-
-    def layout(x: Any, factor: Any) -> tuple[Any, Any]:
-        axes = axes_of(x.sharding.spec, x.ndim)
-        transposed = spec_of(axes[leading:] + axes[:leading])
-        results = x.sharding, NamedSharding(x.sharding.mesh, transposed)
-        return (x.sharding, replicated(x.sharding)), results
-
-    axes = [f"axis{axis}" for axis in range(x.ndim)]
-    kept, transposed = " ".join(axes), " ".join(axes[leading:] + axes[:leading])
-    rule = f"{kept}, one -> {kept}, {transposed}"
-    return over_shards(
-        local, (x, factor), like=x, layout=layout, rule=rule, whole=("one",)
     )
 
 
@@ -371,3 +321,77 @@ def _transpose_after_gather(
         return _transpose_after_gather(codes, other, leading, moved), False
 
     return mappable(codes, other)
+
+
+# --- Scales ---------------------------------------------------------------------------
+# Powers of two are exact in every format, so scaling before or after a matmul gives the
+# same bits, and rounding is that of the 8-bit format alone. They are built from exponent
+# bits because `exp2` of an integer is inexact on GPUs and CPUs.
+
+_MANTISSA = 0x7FFFFF
+# Scale and inverse are both normal f32 numbers between these biased exponents.
+_LOWEST, _HIGHEST = 1, 253
+
+
+def largest_magnitude(
+    x: Array, axes: Sequence[int] | None = None
+) -> Float32[Array, "..."]:
+    """Returns the largest absolute value, 0 for an empty array, nan if there is one.
+
+    It is a scalar, or that over some axes, which are kept with length 1.
+    """
+    over = None if axes is None else tuple(axes)
+    found = jnp.max(jnp.abs(x), axis=over, keepdims=over is not None, initial=0.0)
+    return found.astype(jnp.float32)
+
+
+def power_of_two_scale(amax: Array, form: str) -> Float32[Array, "..."]:
+    """Returns the smallest power of two that brings `amax` into a format's range.
+
+    That is `2**ceil(log2(amax / max))`, computed exactly. A scale of 1 is returned for
+    0, inf and nan, so that these come through the cast as what they are.
+    """
+    mantissa, exponent = np.frexp(FORMATS[form].max)  # mantissa in [1/2, 1)
+    limit = np.uint32(int((2 * mantissa - 1) * (_MANTISSA + 1)))
+    bits = lax.bitcast_convert_type(amax.astype(jnp.float32), jnp.uint32)
+    above = ((bits & np.uint32(_MANTISSA)) > limit).astype(jnp.int32)
+    biased = (bits >> np.uint32(23)).astype(jnp.int32) - np.int32(exponent - 1) + above
+    scale = _from_exponent(jnp.clip(biased, _LOWEST, _HIGHEST))
+    usable = (amax > 0) & (amax < jnp.inf)
+    return jnp.where(usable, scale, jnp.ones_like(scale))
+
+
+def _from_exponent(biased: Array) -> Array:
+    return lax.bitcast_convert_type(
+        biased.astype(jnp.uint32) << np.uint32(23), jnp.float32
+    )
+
+
+def inverse(scale: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """Returns the exact `1 / scale` of a power of two, by its exponent bits."""
+    bits = lax.bitcast_convert_type(scale, jnp.uint32)
+    return _from_exponent(np.int32(254) - (bits >> np.uint32(23)).astype(jnp.int32))
+
+
+def quantize(x: Array, scale: Array, form: str, *, clip: bool) -> Array:
+    """Returns `x / scale` in an 8-bit format; the error is half an ulp of the format.
+
+    With `clip`, magnitudes above the range become the largest number, as they must where
+    the scale was chosen before `x` was known. Elsewhere a clip has made XLA fail ("A cycle
+    is detected", jaxlib 0.11.2) where `x` comes out of a matmul.
+    """
+    return cast_scaled(x, inverse(scale), form, clip=clip)
+
+
+def cast_scaled(x: Array, factor: Array, form: str, *, clip: bool) -> Array:
+    """Returns `x · factor` in an 8-bit format. inf and nan become nan.
+
+    A clipped inf would hide an overflow from loss scaling, and GPUs clip it.
+    """
+    # In f32: 2**126 would overflow f16. XLA fuses the product into the cast.
+    scaled = x.astype(jnp.float32) * factor
+    finite = jnp.abs(scaled) < jnp.inf
+    if clip:
+        largest = np.float32(FORMATS[form].max)
+        scaled = jnp.clip(scaled, -largest, largest)
+    return jnp.where(finite, scaled, jnp.nan).astype(DTYPES[form])

@@ -1,54 +1,27 @@
-"""Recipes: which 8-bit formats a matmul uses and where its scales come from."""
+"""Recipes: the 8-bit formats of a matmul, and where its scales come from."""
 
 import dataclasses
 import math
 
-from mpx._fp8._scales import DTYPES
-from mpx._jax._arguments import as_count, as_real, check_value
+from mpx._jax._arguments import as_count, as_real, check_bool, check_choice, check_value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The choices of all recipes: one format for each of the three tensors of a matmul.
+    """The base of all recipes: activations and parameters are e4m3.
 
     Attributes:
-        activation: The format of the activations.
-        weight: The format of the parameters.
-        grad: The format of the gradients that come back to the matmul's result.
-        weight_grad: `"fp8"`, or `"compute"` to compute the gradients of the parameters
-            from unquantised operands in the compute dtype: more exact, slower, and the
-            activations are saved in the compute dtype.
+        grad: The format of the gradients that come back to a matmul's result.
     """
 
-    activation: str = "e4m3"
-    weight: str = "e4m3"
     grad: str = "e5m2"
-    weight_grad: str = "fp8"
 
     def __post_init__(self) -> None:
-        """Checks the formats.
+        check_choice(self.grad, "grad", ("e4m3", "e5m2"))
 
-        Raises:
-            ValueError: If a format is unknown or no hardware multiplies the pair.
-        """
-        for name in ("activation", "weight", "grad"):
-            form, known = getattr(self, name), tuple(DTYPES)
-            check_value(form in known, name, f"one of {', '.join(known)}", repr(form))
-        _check_either(self, "weight_grad", "fp8", "compute")
-        pairs = [("activation", "weight"), ("grad", "weight")]
-        if self.weight_grad == "fp8":
-            pairs.append(("grad", "activation"))
-        for a, b in pairs:
-            if getattr(self, a) == getattr(self, b) == "e5m2":
-                raise ValueError(
-                    f"`{a}` and `{b}` are both e5m2, and no GPU multiplies e5m2 by e5m2: "
-                    "it would run in bf16. Make one of them e4m3."
-                )
-
-
-def _check_either(recipe: Recipe, name: str, one: str, other: str) -> None:
-    value = getattr(recipe, name)
-    check_value(value in (one, other), name, f'"{one}" or "{other}"', repr(value))
+    def form(self, role: str) -> str:
+        """Returns the format of the activation, the weight or the gradient."""
+        return self.grad if role == "grad" else "e4m3"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,11 +33,8 @@ class CurrentScaling(Recipe):
     an ulp of the format, or half its smallest number times the scale.
 
     Attributes:
-        activation: The format of the activations.
-        weight: The format of the parameters.
         grad: The format of the gradients; `"e4m3"` if scaled by rows, else `"e5m2"`:
             a scale for the whole tensor needs the wider range.
-        weight_grad: `"compute"` takes the gradients of parameters in the compute dtype.
         granularity: `"tensor"`, or `"row"` for one scale per row of the left operand
             and per column of the right one. Then rows of very different size lose
             nothing, but each tensor is quantised twice, once for each direction in
@@ -79,8 +49,7 @@ class CurrentScaling(Recipe):
     grad: str = ""
 
     def __post_init__(self) -> None:
-        """Fills in the default and checks the formats."""
-        _check_either(self, "granularity", "tensor", "row")
+        check_choice(self.granularity, "granularity", ("tensor", "row"))
         if not self.grad:
             form = "e5m2" if self.granularity == "tensor" else "e4m3"
             object.__setattr__(self, "grad", form)
@@ -96,13 +65,10 @@ class DelayedScaling(Recipe):
     of 1; inside `shard_map` it is scaled as by `CurrentScaling`.
 
     Attributes:
-        activation: The format of the activations.
-        weight: The format of the parameters.
         grad: The format of the gradients.
-        weight_grad: `"compute"` takes the gradients of parameters in the compute dtype.
         history: Over how many steps the largest magnitude is taken.
-        margin: How many powers of two to leave free above it. What grows beyond that
-            from one step to the next is clipped.
+        margin: How many powers of two to leave free above it, from -8 to 8. What grows
+            beyond that from one step to the next is clipped.
 
     Examples:
         >>> DelayedScaling(history=4).grad
@@ -113,17 +79,12 @@ class DelayedScaling(Recipe):
     margin: int = 0
 
     def __post_init__(self) -> None:
-        """Checks formats and sizes."""
         super().__post_init__()
         # NumPy's integers become Python's.
         object.__setattr__(self, "history", as_count(self.history, "history", 1))
         object.__setattr__(self, "margin", as_count(self.margin, "margin"))
-        check_value(
-            -8 <= self.margin <= 8,
-            "margin",
-            "a number of powers of two, from -8 to 8",
-            self.margin,
-        )
+        words = "a number of powers of two, from -8 to 8"
+        check_value(-8 <= self.margin <= 8, "margin", words, self.margin)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,18 +92,15 @@ class StaticScaling(Recipe):
     """Scales by fixed magnitudes, for models whose ranges are known.
 
     Attributes:
+        grad: The format of the gradients.
         activation_max: The largest magnitude that activations may have; what is above
             is clipped.
         weight_max: The same for parameters.
         grad_max: The same for gradients. Loss scaling changes it.
-        activation: The format of the activations.
-        weight: The format of the parameters.
-        grad: The format of the gradients.
-        weight_grad: `"compute"` takes the gradients of parameters in the compute dtype.
 
     Examples:
-        >>> StaticScaling(activation_max=16.0, weight_max=1.0, grad_max=2.0**-8).weight
-        'e4m3'
+        >>> StaticScaling(activation_max=16.0, weight_max=1.0, grad_max=2.0**-8).grad
+        'e5m2'
     """
 
     activation_max: float
@@ -150,7 +108,6 @@ class StaticScaling(Recipe):
     grad_max: float
 
     def __post_init__(self) -> None:
-        """Checks formats and magnitudes."""
         super().__post_init__()
         for name in ("activation_max", "weight_max", "grad_max"):
             value = as_real(getattr(self, name), name)
@@ -167,10 +124,7 @@ class MXFP8(Recipe):
     it would be slower than bf16.
 
     Attributes:
-        activation: The format of the activations.
-        weight: The format of the parameters.
         grad: The format of the gradients.
-        weight_grad: `"compute"` takes the gradients of parameters in the compute dtype.
         emulate: Whether to compute the same numbers in the compute dtype where there
             are no units for them: for studies, not for speed.
 
@@ -183,12 +137,8 @@ class MXFP8(Recipe):
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        """Checks formats and the switch."""
         super().__post_init__()
-        if not isinstance(self.emulate, bool):
-            raise TypeError(
-                f"`emulate` must be True or False, but {self.emulate!r} was given."
-            )
+        check_bool(self.emulate, "`emulate`")
 
 
 _BY_NAME = {"current": CurrentScaling, "delayed": DelayedScaling, "mxfp8": MXFP8}

@@ -2,7 +2,16 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import equinox as eqx
 import jax
@@ -11,20 +20,12 @@ from jaxtyping import Array, PyTree
 
 from mpx._amp._call import call_through, current_recording, parse_params, trace
 from mpx._casting._half import gradient_function
-from mpx._casting._reduction import Reduce, chosen_reduce, in_shards
+from mpx._casting._reduction import chosen_reduce, in_shards
 from mpx._casting._select import Selectors, parse_selectors
-from mpx._casting._wrapped import (
-    autocast_of,
-    is_amp,
-    signature_after,
-)
+from mpx._casting._wrapped import autocast_of, signature_after
 from mpx._fp8._decide import Selection
-from mpx._fp8._delayed import (
-    Fp8State,
-    check_history,
-    check_keys,
-)
-from mpx._fp8._mx import check_supported
+from mpx._fp8._delayed import Fp8State, Scales, check_history, check_keys
+from mpx._fp8._dot import check_supported
 from mpx._fp8._recipes import (
     MXFP8,
     CurrentScaling,
@@ -40,7 +41,7 @@ from mpx._jax._compat import is_batched
 from mpx._jax._devices import gpu_capability
 from mpx._jax._tree import is_array, is_floating
 from mpx._jax._warn import warn
-from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
+from mpx._scaling._loss_scaling import LossScaling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,7 +64,13 @@ def fp8(
     | MXFP8
     | Literal["current", "mxfp8"] = "current",
     **options: Unpack[Fp8Keywords],
-) -> Callable[P, R]: ...
+) -> "Fp8Function[P, R]": ...
+@overload
+def fp8(
+    func: Callable[..., R],
+    recipe: DelayedScaling | Literal["delayed"],
+    **options: Unpack[Fp8Keywords],
+) -> "Fp8Function[..., R]": ...
 @overload
 def fp8(
     func: Callable[..., Any] | Recipe | str | None = None,
@@ -82,27 +89,24 @@ def fp8(
     """Runs the linear layers of a function in 8-bit floating point.
 
     The function is not edited. It is traced, and its matmuls with a parameter run on
-    8-bit operands, forward and backward: `jax.grad(fp8(loss))(params, batch)`. A matmul
-    is changed if exactly one operand comes from the parameters (through casts,
-    reshapes, transposes, slices, jit, scan, remat, cond and shard_map), both are bf16 or
-    f16, all its dimensions are multiples of 16, and it is large enough to gain. The
-    rest stays as it is: attention products, embeddings, heads, routers, norms.
+    8-bit operands, forward and backward. A matmul is changed if exactly one operand comes
+    from the parameters, both are bf16 or f16, all its dimensions are multiples of 16, and
+    it is large enough to gain. The rest stays as it is: attention products, embeddings,
+    heads, routers, norms. `mpx.inspect.report` tells what is changed and
+    `mpx.inspect.fp8_check` whether it was compiled to fp8 kernels.
 
     If the parameters and all matmuls with them are f32, the function runs under `amp` in
     bf16 first, as in `fp8(amp(loss))`; write that to choose `amp`'s arguments.
-    `mpx.inspect.report` tells what is changed and `mpx.inspect.fp8_check` whether it was
-    compiled to fp8 kernels.
 
     With `DelayedScaling` the returned function takes an `Fp8State` as its first
     argument, before those of `func`; its method `init(*args)` makes one.
 
-    Take gradients of the result, not of `func`: `fp8(jax.grad(loss))` would only see
-    half of the matmuls. Forward-mode and second derivatives do not exist and raise.
+    Take gradients of the result: `fp8(jax.grad(loss))` would only see half of the
+    matmuls. Forward-mode and second derivatives do not exist and raise.
 
     Args:
-        func: The function, usually a loss. Leave it out to use `fp8` as a decorator with
-            arguments; `@fp8(DelayedScaling())` and `@fp8("delayed")` take the recipe in
-            its place.
+        func: The function, usually a loss. As a decorator `fp8` takes the recipe in its
+            place, `@fp8(DelayedScaling())`, or options alone.
         recipe: Formats and scales: `CurrentScaling`, `DelayedScaling`, `StaticScaling`
             or `MXFP8`; or the name of one with its defaults, `"current"`, `"delayed"` or
             `"mxfp8"`.
@@ -125,9 +129,8 @@ def fp8(
         NotImplementedError: For `MXFP8` on hardware without units for it.
 
     Warns:
-        RuntimeWarning: Under `jax.vmap`, which makes one weight gradient for each
-            example; on GPUs without fp8 units; and if all linear layers were asked to
-            run in f32.
+        RuntimeWarning: Under `jax.vmap`, on GPUs without fp8 units, and if all linear
+            layers were asked to run in f32.
 
     Examples:
         >>> loss = lambda params, x: jnp.sum(x @ params["w"])
@@ -142,35 +145,35 @@ def fp8(
                 f"`fp8` was given two recipes, {func!r} and {recipe!r}. Pass one."
             )
         func, recipe = None, func
+    gain = as_real(min_gain, "min_gain")
+    expected = "a speed-up such as 1.1, or 0 to change all matmuls"
+    check_value(gain >= 0, "min_gain", expected, min_gain)  # which nan is not
     chosen = Selection(
         recipe=as_recipe(recipe),
         params=parse_params(params),
         keep=parse_selectors(keep, "keep"),
         include=parse_selectors(include, "include"),
-        min_gain=_as_gain(min_gain),
+        min_gain=gain,
     )
     if func is None:
         return functools.partial(Fp8Function, chosen=chosen)
     return Fp8Function(func, chosen)
 
 
-def _as_gain(min_gain: PyTree) -> float:
-    gain = as_real(min_gain, "min_gain")
-    expected = "a speed-up such as 1.1, or 0 to change all matmuls"
-    check_value(gain >= 0, "min_gain", expected, min_gain)  # which nan is not
-    return gain
-
-
-class Fp8Function:
+class Fp8Function(Generic[P, R]):
     """A function under `fp8`.
 
     Attributes:
         func: The function as it was written.
         chosen: The settings.
+        has_state: Whether the first argument is an `Fp8State`.
     """
 
-    def __init__(self, func: Callable[..., PyTree], chosen: Selection) -> None:
-        if not callable(func) or (isinstance(func, type) and issubclass(func, Recipe)):
+    def __init__(self, func: Callable[P, R], chosen: Selection) -> None:
+        given: object = func
+        if not callable(func) or (
+            isinstance(given, type) and issubclass(given, Recipe)
+        ):
             raise TypeError(
                 "`fp8` takes a function, or a recipe such as `DelayedScaling()` to be a "
                 f"decorator, but {func!r} was given."
@@ -178,77 +181,64 @@ class Fp8Function:
         functools.update_wrapper(self, func)
         self.func, self.chosen = func, chosen
         self._eager: dict[Any, Any] = {}
+        self.has_state = isinstance(chosen.recipe, DelayedScaling)
         self.mpx_has_scales = self.has_state  # the gradient functions ask for it
         if self.has_state:
             # The state comes first: the signature is not that of `func`.
             del self.__dict__["__wrapped__"]
             self.__signature__ = signature_after("fp8_state", func)
 
-    @property
-    def has_state(self) -> bool:
-        """Returns whether the first argument is an `Fp8State`."""
-        return isinstance(self.chosen.recipe, DelayedScaling)
-
-    def __get__(self, instance: object, owner: type | None = None) -> PyTree:
-        """Binds to an object, as functions do."""
+    def __get__(self, instance: PyTree, owner: type | None = None) -> PyTree:
         return self if instance is None else functools.partial(self, instance)
 
-    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Calls the function in fp8."""
-        recipe = self.chosen.recipe
-        if current_recording() is not None and not isinstance((*args, 0)[0], Fp8State):
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        recipe, first = self.chosen.recipe, (*args, None)[0]
+        if current_recording() is not None and not isinstance(first, Fp8State):
             # A report needs no state, and is about hardware that may not be here.
-            return call_through(self.visitor(args, kwargs), self.func, args, kwargs)
+            return call_through(self.visitor(), self.func, args, kwargs)
         check_supported(recipe)
         _warn_of_hardware()
         _warn_of_vmap((args, kwargs))
         if not isinstance(recipe, DelayedScaling):
-            visitor = self.visitor(args, kwargs)
-            out = call_through(visitor, self.func, args, kwargs, eager=self._eager)
-            _warn_of_f32(visitor)
-            return out
-        state, *rest = args or (None,)
-        if not isinstance(state, Fp8State):
+            return self._run(None, self.func, args, kwargs)
+        if not isinstance(first, Fp8State):
             raise TypeError(
                 "With `DelayedScaling` the first argument is an `Fp8State`, but "
-                f"{type(state).__name__} was given. Make one with `.init(*args)`."
+                f"{type(first).__name__} was given. Make one with `.init(*args)`."
             )
-        check_history(state, recipe.history)
-        return self._with_scales(state.largest(), self.func, tuple(rest), kwargs)
+        check_history(first, recipe.history)
+        return self._run(first.largest(), self.func, args[1:], kwargs)
 
-    def _with_scales(
+    def _run(
         self,
-        scales: dict[str, PyTree],
+        scales: Scales | None,
         func: Callable[..., PyTree],
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
-        visitor = self.visitor(args, kwargs)
+        visitor, eager = self.visitor(), self._eager if scales is None else None
         visitor.scales = scales
-        out = call_through(visitor, func, args, kwargs)
-        check_keys(visitor.missing, visitor.used, set(scales))
+        out = call_through(visitor, func, args, kwargs, eager=eager)
+        found = {key: probe.shape[:-1] for key, (_, probe) in (scales or {}).items()}
+        check_keys(visitor.wanted, found)
         _warn_of_f32(visitor)
         return out
 
-    def visitor(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Fp8:
+    def visitor(self) -> Fp8:
         """Returns a visitor for one call."""
-        recording = current_recording()
+        recording, autocast = current_recording(), autocast_of(self.func)
         if recording is not None:
             recording.recipes.append(self.chosen.recipe)
         return Fp8(
             chosen=self.chosen,
             matmuls=None if recording is None else recording.matmuls,
             params=self.chosen.params,
-            reduce=self._reduce(),
-            may_cast=not is_amp(self.func),
+            reduce=chosen_reduce() if autocast is None else autocast().reduce,
+            may_cast=autocast is None,
         )
 
-    def _reduce(self) -> Reduce:
-        autocast = autocast_of(self.func)
-        return chosen_reduce() if autocast is None else autocast().reduce
-
     def init(
-        self, *args: PyTree, scaling: LossScaling | float = 1.0, **kwargs: PyTree
+        self, *args: object, scaling: LossScaling | float = 1.0, **kwargs: object
     ) -> Fp8State:
         """Makes the state of delayed scaling, for a call with these arguments.
 
@@ -271,7 +261,7 @@ class Fp8Function:
             >>> w, x = (jnp.ones((16, 16), jnp.bfloat16) for _ in range(2))
             >>> f8.init(w, x).amaxes
             {'w:0': Array([[1., 1., 1.],
-                   [1., 1., 1.]], dtype=float32)}
+                   [0., 0., 0.]], dtype=float32)}
         """
         recipe = self.chosen.recipe
         if not isinstance(recipe, DelayedScaling):
@@ -279,15 +269,10 @@ class Fp8Function:
                 f"`{type(recipe).__name__}` keeps no state: call the function itself. "
                 "Only `DelayedScaling` has one."
             )
-        factor: Any = getattr(scaling, "loss_scaling", scaling)
-        if isinstance(scaling, NoLossScaling):
-            factor = 1.0
-        visitor, keys = self.visitor(args, kwargs), dict[str, tuple[int, ...]]()
-        visitor.keys = keys
+        visitor, last = self.visitor(), (recipe.history, 3)
         trace(visitor, self.func, args, kwargs)
-        last = (recipe.history, 3)
-        amaxes = {x: jnp.zeros((*keys[x], *last), jnp.float32) for x in keys}
-        state = Fp8State(amaxes)
+        keys = visitor.wanted.items()
+        state = Fp8State({x: jnp.zeros((*n, *last), jnp.float32) for x, n in keys})
         leaves = jax.tree.leaves((args, kwargs))
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return state
@@ -298,16 +283,13 @@ class Fp8Function:
 
         def scaled(state: Fp8State, arrays: PyTree) -> Array:
             plain = eqx.combine(arrays, static)
-            func, full_args, full_kwargs = _nnx.put_back(plain, _nnx.copy(objects))
+            func, args, kwargs = _nnx.put_back(plain, _nnx.copy(objects))
             probes = {path: (None, x) for path, (_, x) in state.largest().items()}
-            out = self._with_scales(probes, func, full_args, full_kwargs)
-            return _first_float(out) * factor
+            factor: PyTree = getattr(scaling, "loss_scaling", scaling)
+            return _first_float(self._run(probes, func, args, kwargs)) * factor
 
         with gradient_function():
-            observed = jax.jit(jax.grad(scaled))(state, arrays)
-        return jax.tree.map(
-            lambda x: jnp.broadcast_to(_finite(x[..., :1, :]), x.shape), observed
-        )
+            return state.update(jax.jit(jax.grad(scaled))(state, arrays))
 
 
 def _first_float(out: PyTree) -> Array:
@@ -319,10 +301,6 @@ def _first_float(out: PyTree) -> Array:
         "`init` takes the gradient of the function, but it returned no floating array. "
         "Pass `jax.ShapeDtypeStruct`s to get an empty state."
     )
-
-
-def _finite(x: Array) -> Array:
-    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
 def _warn_of_hardware() -> None:

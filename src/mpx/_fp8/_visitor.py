@@ -18,14 +18,7 @@ from jaxtyping import PyTree
 from mpx._amp._call import run_traced
 from mpx._amp._decide import is_low_ragged as is_low
 from mpx._amp._emit import Autocast, multiply
-from mpx._amp._facts import (
-    CONSTANT,
-    DATA,
-    Source,
-    argument,
-    closed_over,
-    join,
-)
+from mpx._amp._facts import CONSTANT, DATA, Source, argument, closed_over, join
 from mpx._amp._rules import AmpRules
 from mpx._casting._keep import KEPT_SCOPE
 from mpx._casting._reduction import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
@@ -40,12 +33,12 @@ from mpx._fp8._decide import (
     study,
 )
 from mpx._fp8._delayed import Scales
-from mpx._fp8._dot import fp8_dot
-from mpx._fp8._mx import mx_dot
-from mpx._fp8._operands import matmul_spec
+from mpx._fp8._dot import fp8_dot, mx_dot
+from mpx._fp8._operands import MatmulSpec
 from mpx._fp8._recipes import MXFP8, DelayedScaling
 from mpx._jax._compat import (
     eval_equation,
+    has_explicit_axes,
     hi_remat,
     open_jaxpr,
     source_frames,
@@ -89,17 +82,13 @@ class Fp8(Transformation):
     `found` holds ("fp8", "") and ("f32", parameter) for what was met.
 
     Attributes:
-        chosen: The user's choices.
         purposes: Parameters that stay as they are, and why: see `study`.
         reduce: In which dtype weight gradients leave their matmuls.
         may_cast: Whether a function whose matmuls are f32 is run in bf16.
         is_cast: Whether it was.
-        matmuls: Where matmuls are recorded; `None` to record none.
-        keys: Where the keys of delayed scales are recorded, with the lengths of the scans
-            around them; `None` to record none.
-        scales: The delayed scales that the running body may need.
-        missing: The keys of matmuls for which `scales` has nothing that fits.
-        used: The other keys.
+        matmuls: Where matmuls are recorded, for a report.
+        scales: The delayed scales that the running body may need; `None` to find out.
+        wanted: The keys of delayed scales, with the lengths of the scans around them.
         counts: How many matmuls with delayed scales were met, by parameter.
     """
 
@@ -112,10 +101,8 @@ class Fp8(Transformation):
     may_cast: bool = True
     is_cast: bool = False
     matmuls: list[Matmul] | None = None
-    keys: dict[str, tuple[int, ...]] | None = None
     scales: Scales | None = None
-    missing: set[str] = dataclasses.field(default_factory=set)
-    used: set[str] = dataclasses.field(default_factory=set)
+    wanted: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     _lengths: tuple[int, ...] = ()
     _delayed: bool = True
@@ -142,25 +129,16 @@ class Fp8(Transformation):
     def start(self, traced: Traced) -> Traced:
         """Returns the function, cast by `amp` to bf16 if it was written in f32."""
         self._check_selectors(traced)
-        facts = map(
-            lambda x, leaf: self.argument_fact(*x, leaf),
-            traced.named,
-            traced.arrays,
-        )
-        sources = dict(zip(traced.jaxpr.invars, facts, strict=True))
-        found = study(traced.jaxpr, sources)
+        pairs = [*zip(traced.named, traced.arrays, strict=True)]
+        facts = [self.argument_fact(*named, leaf) for named, leaf in pairs]
+        found = study(traced.jaxpr, dict(zip(traced.jaxpr.invars, facts, strict=True)))
         self.purposes = found.purposes
-        pairs = zip(traced.named, traced.arrays, strict=True)
         stored = {leaf.dtype for (name, _), leaf in pairs if name in found.layers}
         if not self.may_cast or stored | found.dtypes != {np.dtype(np.float32)}:
             return traced
         self.is_cast = True
-        amp = Autocast(
-            dtype=np.dtype(jnp.bfloat16),
-            rules=AmpRules(),
-            cache=self.cache,
-            reduce=COMPUTE,
-        )
+        bf16 = np.dtype(jnp.bfloat16)
+        amp = Autocast(dtype=bf16, rules=AmpRules(), cache=self.cache, reduce=COMPUTE)
 
         def run(*arrays: Any) -> Values:
             return run_traced(amp, traced._replace(arrays=list(arrays)))
@@ -176,12 +154,11 @@ class Fp8(Transformation):
         called = {scope.rpartition("/")[2] for scope in scopes}
         was_called = lambda kind: KEPT_SCOPE + kind.__name__ in called  # noqa: E731
         named = [*traced.named_arrays(), *((scope, None) for scope in scopes)]
-        for what in ("keep", "include"):
+        chosen = {"keep": self.chosen.keep, "include": self.chosen.include}
+        for what, selectors in chosen.items():
             # Predicates are asked about matmuls.
-            chosen = [
-                x for x in getattr(self.chosen, what) if isinstance(x, str | type)
-            ]
-            check_selectors(chosen, what, named, was_called)
+            found = [x for x in selectors if isinstance(x, str | type)]
+            check_selectors(found, what, named, was_called)
 
     # --- equations --------------------------------------------------------------------
 
@@ -215,11 +192,22 @@ class Fp8(Transformation):
         self.found.add(("fp8", ""))
         lhs, rhs = (jnp.asarray(value) for value in values)
         side = int(facts[1].is_param)
-        spec = matmul_spec(eqn, (lhs, rhs), side, self.chosen.recipe, self.reduce)
+        weight = (lhs, rhs)[side]
+        shardings = (jax.typeof(x).sharding for x in (lhs, rhs))
+        spec = MatmulSpec(
+            eqn.params["dimension_numbers"],
+            weight.dtype,
+            side,
+            self.chosen.recipe,
+            out_sharding=eqn.params.get("out_sharding"),
+            weight_grad=weight_grad_dtype(self.reduce, weight, weight.dtype),
+            shardings=tuple(
+                x if has_explicit_axes(x.mesh) else None for x in shardings
+            ),
+        )
         if isinstance(self.chosen.recipe, MXFP8):
             return [mx_dot(spec, lhs, rhs)]
-        key = self._next_key(matmul.param)
-        seen, probe = self._scale(key)
+        seen, probe = self._next_scale(matmul.param)
         return [fp8_dot(spec, lhs, rhs, seen, probe, shared=self.frame.made)]
 
     def _kept(self, op: Op) -> Values:
@@ -241,16 +229,13 @@ class Fp8(Transformation):
         self, eqn: Equation, facts: Sequence[Source], scopes: Scopes, times: int
     ) -> Matmul:
         weights = [fact for fact in facts[:2] if fact.is_param]
-        source = ""
-        if self.matmuls is not None:
-            frames = source_frames(eqn)
-            source = f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown"
+        frames = () if self.matmuls is None else source_frames(eqn)
         dtypes = dict.fromkeys(short_name(var.aval.dtype) for var in eqn.invars[:2])
         shape, count = sizes(eqn)
         matmul = Matmul(
             param=(weights[0].name or "") if len(weights) == 1 else "",
             scope="/".join(scopes),
-            source=source,
+            source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
             shape=shape,
             times=times * count,
             dtype="×".join(dtypes),
@@ -258,10 +243,8 @@ class Fp8(Transformation):
             flops=flops(eqn) * times,
             primitive=eqn.primitive.name,
         )
-        read = set().union(*(fact.names for fact in weights))
-        purpose = next(
-            (self.purposes[x] for x in sorted(read) if x in self.purposes), ""
-        )
+        read = set().union(*(fact.names for fact in weights)) & self.purposes.keys()
+        purpose = self.purposes[min(read)] if read else ""
         are_params = [fact.is_param for fact in facts[:2]]
         reason = reason_to_keep(eqn, are_params, matmul, purpose, self.chosen)
         return matmul._replace(reason=reason)
@@ -295,8 +278,8 @@ class Fp8(Transformation):
     def more_inputs(self, op: Op) -> Scales:
         """Returns the delayed scales that an equation's body may need.
 
-        They are those of the matmuls with these parameters that have not been met yet, of
-        which some may come after the equation. A scan takes those of its own length.
+        They are those of all further matmuls with its parameters. A scan takes those of its
+        own length.
         """
         found: Scales = {}
         length = op.eqn.params["length"] if op.eqn.primitive.name == "scan" else None
@@ -326,33 +309,22 @@ class Fp8(Transformation):
             self._lengths, self._delayed, self.scales = before
 
     def cache_key(self, more: Scales | None) -> tuple[PyTree, ...] | None:
-        if self.matmuls is not None or self.keys is not None:
-            return None
+        is_delayed = isinstance(self.chosen.recipe, DelayedScaling)
+        if self.matmuls is not None or (is_delayed and self.scales is None):
+            return None  # what is cached is not visited
         # Delayed scales differ from one use of a parameter to the next: what was counted
         # before says which of them come first.
         return tuple(self.counts.items()) if more else (), self._delayed
 
-    def _next_key(self, param: str) -> str:
-        """Returns the key of the next matmul with a parameter."""
-        number = self.counts.get(param, 0)
-        if self._delayed:
-            self.counts[param] = number + 1
-        return _key(param, number)
-
-    def _scale(self, key: str) -> tuple[Any, Any]:
-        """Returns the maxima seen before and the probe of a matmul; `None` without."""
+    def _next_scale(self, param: str) -> tuple[Any, Any]:
+        """Returns maxima seen before and probe of the next matmul with a parameter."""
         if not isinstance(self.chosen.recipe, DelayedScaling) or not self._delayed:
             return None, None
-        if self.keys is not None:
-            self.keys[key] = self._lengths
-        if self.scales is None:
-            return None, None
-        found = self.scales.get(key)
-        if found is None or found[1].ndim != 1:
-            self.missing.add(key)
-            return None, None
-        self.used.add(key)
-        return found
+        number = self.counts.get(param, 0)
+        self.counts[param], key = number + 1, _key(param, number)
+        self.wanted[key] = self._lengths
+        found = (self.scales or {}).get(key)
+        return found if found is not None and found[1].ndim == 1 else (None, None)
 
 
 def _key(param: str, number: int) -> str:

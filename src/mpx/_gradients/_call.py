@@ -8,7 +8,6 @@ effects, so it can be repeated, accumulated and undone.
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import eq
 from typing import NamedTuple
 
 import equinox as eqx
@@ -37,18 +36,12 @@ from mpx._jax._tree import (
 
 
 class State(NamedTuple):
-    """State that a call changes.
+    """State that a call changes."""
 
-    Attributes:
-        equinox: The `eqx.nn.State` objects among the arguments, in order.
-        nnx: The NNX state that is not differentiated, or `None`.
-        arrays: Arrays among the arguments that a call replaces, by name: the
-            `batch_stats` of Linen, and differentiated NNX parameters once the function
-            has assigned to them.
-    """
-
-    equinox: list[eqx.nn.State]
-    nnx: PyTree
+    equinox: list[eqx.nn.State]  # those among the arguments, in order
+    nnx: PyTree  # the NNX state that is not differentiated
+    # Arrays among the arguments that a call replaces, by name: the `batch_stats` of Linen,
+    # and differentiated NNX parameters once the function has assigned to them
     arrays: dict[str, PyTree]
 
 
@@ -72,7 +65,6 @@ class Call:
         *,
         scales: PyTree = None,
     ) -> None:
-        """Splits the arguments."""
         self._func, self.policy, self.scales = func, policy, scales
         # A name that also comes by keyword is for the function to refuse or to accept.
         self._names = [
@@ -81,17 +73,17 @@ class Call:
         ]
         self._diff_names = [self._names[i] for i in _positions(argnums, len(args))]
         self._static, self._objects = {}, {}
-        for name, value in {
-            **dict(zip(self._names, args, strict=True)),
-            **kwargs,
-        }.items():
+        arguments = {**dict(zip(self._names, args, strict=True)), **kwargs}
+        for name, value in arguments.items():
             self._static[name], objects = _nnx.take_out(value, name)
             self._objects.update(objects)
         arrays = {}
         for name in self._diff_names:
             tree = self._static[name]
             tree = np.asarray(tree) if isinstance(tree, float | complex) else tree
-            arrays[name], self._static[name] = eqx.partition(tree, _is_trainable)
+            arrays[name], self._static[name] = eqx.partition(
+                tree, lambda leaf: is_array(leaf) and is_inexact(leaf)
+            )
         static = {name: self._static[name] for name in self._diff_names}
         self._split, params, rest = None, {}, None
         if self._objects:
@@ -140,11 +132,10 @@ class Call:
         if keep is not None:
             keep.check(original(self._func))
         changed, rest = ({}, None) if merged is None else _nnx.state_after(merged)
-        replaced = self.successors(out)
-        leaves: dict[str, PyTree] = dict(named_leaves(out)) if replaced else {}
+        leaves: dict[str, PyTree] = dict(named_leaves(out)) if self._statistics else {}
         new = {
             old: cast_like(leaves[name], self._statistics[old])
-            for name, old in replaced.items()
+            for name, old in self.successors(out).items()
         }
         states = state.equinox
         if states and _holds_states(out, states):
@@ -152,14 +143,37 @@ class Call:
         return out, State(states, rest, {**state.arrays, **new, **changed})
 
     def successors(self, out: PyTree) -> dict[str, str]:
-        """Returns, by name, which arrays of a result replace which in `state.arrays`."""
-        return _successors(out, self._statistics) if self._statistics else {}
+        """Returns, by name, which arrays of a result replace which in `state.arrays`.
+
+        A collection of Linen's is found anywhere in the result if all its arrays are there
+        under their names and with their shapes.
+        """
+        if not self._statistics:
+            return {}
+        arrays = [(str(name), x) for name, x in named_leaves(out) if is_array(x)]
+        shapes = {name: shape_of(x) for name, x in arrays}
+        collections: dict[str, dict[str, str]] = {}
+        for name in self._statistics:
+            prefix, _, inside = f"/{name}".rpartition("/batch_stats/")
+            collections.setdefault(prefix, {})[inside] = name
+        places: dict[str, list[str]] = {}
+        for prefix, names in collections.items():
+            first = next(iter(names))
+            wanted = [(x, shape_of(self._statistics[old])) for x, old in names.items()]
+            for found in [x for x in shapes if f"/{x}".endswith(f"/{first}")]:
+                place = found.removesuffix(first)
+                if all(shapes.get(place + inside) == shape for inside, shape in wanted):
+                    places.setdefault(place, []).append(prefix)
+        return {
+            place + inside: name
+            for place, fitting in places.items()
+            for inside, name in collections[_nearest(place, fitting)].items()
+        }
 
     def diff_in(self, state: State) -> tuple[PyTree, ...]:
         """Returns the differentiated arguments as a call finds them in a state."""
-        return tuple(
-            map(_in_state, self._diff_names, self.diff, [state] * len(self.diff))
-        )
+        pairs = zip(self._diff_names, self.diff, strict=True)
+        return tuple(_in_state(name, tree, state) for name, tree in pairs)
 
     def assigned(self, state: State) -> set[str]:
         """Returns the names of the differentiated arrays that a state replaces."""
@@ -178,8 +192,7 @@ class Call:
             return state
         params = zip(self.diff_names(), jax.tree.leaves(self.diff), strict=True)
         known: dict[str, PyTree] = {**dict(params), **state.arrays}
-        arrays = {name: known.get(name) for name in later.arrays}
-        return state._replace(arrays=arrays)
+        return state._replace(arrays={name: known.get(name) for name in later.arrays})
 
     def _cast_arguments(
         self, diff: tuple[PyTree, ...], state: State, keep: Keep | None
@@ -222,8 +235,8 @@ class Call:
     def widened(self, diff: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         """Returns copies, of at least f32, of parameters stored in 16 bits.
 
-        The derivative with respect to a stored one would be rounded to its dtype, and that
-        of a table be summed in it. Everything else comes back as it is.
+        The derivative with respect to a stored one would be rounded to, or summed in, its
+        dtype.
         """
         if self.policy is None:
             return diff
@@ -239,10 +252,8 @@ class Call:
             return cast_state_leaf(leaf, dtype)  # never narrowed
 
         arrays, params = self._without_nnx(diff)
-        arrays = {
-            name: map_with_name(widen, tree, argument=name)
-            for name, tree in arrays.items()
-        }
+        for name, tree in arrays.items():
+            arrays[name] = map_with_name(widen, tree, argument=name)
         if self._split is not None:
             params = _nnx.map_params(self._objects, params, widen)
         static = {name: self._static[name] for name in arrays}
@@ -263,10 +274,6 @@ class Call:
         if state.equinox and _holds_states(out, state.equinox):
             return _with_states(out, state.equinox)
         return out
-
-
-def _is_trainable(leaf: object) -> bool:
-    return is_array(leaf) and is_inexact(leaf)
 
 
 def _positions(argnums: Sequence[int], count: int) -> list[int]:
@@ -302,36 +309,28 @@ def _in_state(argument: str, tree: PyTree, state: State) -> PyTree:
     return map_with_name(state.arrays.get, tree, argument=argument)
 
 
-def unpack(out: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
-    """Returns the loss and what came with it."""
-    if not has_aux:
-        return out, None
-    if not isinstance(out, tuple | list) or len(out) != 2:
-        raise TypeError(
-            "With `has_aux=True` the function must return a pair `(loss, aux)`, but it "
-            f"returned {type(out).__name__}."
-        )
-    return out[0], out[1]
-
-
-def as_loss(value: object, has_aux: bool) -> Array:
-    """Returns the loss as a scalar of at least f32; raises if it is none."""
+def loss_and_aux(out: PyTree, has_aux: bool) -> tuple[Array, PyTree]:
+    """Returns the loss as a scalar of at least f32, and what came with it."""
+    value, aux, hint = out, None, "Reduce it, for example with `jnp.mean`."
+    if has_aux:
+        if not isinstance(out, tuple | list) or len(out) != 2:
+            raise TypeError(
+                "With `has_aux=True` the function must return a pair `(loss, aux)`, but "
+                f"it returned {type(out).__name__}."
+            )
+        value, aux = out
+    elif isinstance(out, tuple):
+        hint = "If it returns a pair `(loss, aux)`, pass `has_aux=True`."
     if isinstance(value, float):
         value = np.float32(value)
     if not is_floating(value) or shape_of(value) != ():
-        shape, dtype = shape_of(value), getattr(value, "dtype", type(value).__name__)
-        hint = "Reduce it, for example with `jnp.mean`."
-        if isinstance(value, tuple) and not has_aux:
-            hint = "If it returns a pair `(loss, aux)`, pass `has_aux=True`."
+        dtype = getattr(value, "dtype", type(value).__name__)
         raise TypeError(
             "The function must return a real floating scalar as its loss, but it "
-            f"returned {dtype} of shape {shape}. {hint}"
+            f"returned {dtype} of shape {shape_of(value)}. {hint}"
         )
     loss = jnp.asarray(value)
-    return loss.astype(at_least_f32(loss.dtype))
-
-
-# --- State of Equinox: recognised by its type -----------------------------------------
+    return loss.astype(at_least_f32(loss.dtype)), aux
 
 
 def _is_equinox_state(node: object) -> bool:
@@ -357,38 +356,6 @@ def _holds_states(out: PyTree, states: Sequence[eqx.nn.State]) -> bool:
     """Returns whether a result holds the successors of `states`, in order."""
     found = map(jax.tree.structure, _equinox_states(out))
     return list(found) == list(map(jax.tree.structure, states))
-
-
-# --- Statistics of Linen: ordinary arrays, recognised by their names ------------------
-
-_COLLECTION = "/batch_stats/"
-
-
-def _successors(result: PyTree, statistics: Mapping[str, PyTree]) -> dict[str, str]:
-    """Returns, by name, which arrays of a result replace which statistics.
-
-    A collection is found anywhere in the result if all its arrays are there under their
-    names and with their shapes.
-    """
-    arrays = [(str(name), x) for name, x in named_leaves(result) if is_array(x)]
-    shapes = {name: shape_of(x) for name, x in arrays}
-    collections: dict[str, dict[str, str]] = {}
-    for name in statistics:
-        prefix, _, inside = f"/{name}".rpartition(_COLLECTION)
-        collections.setdefault(prefix, {})[inside] = name
-    places: dict[str, list[str]] = {}
-    for prefix, names in collections.items():
-        first = next(iter(names))
-        for found in [name for name in shapes if f"/{name}".endswith(f"/{first}")]:
-            place = found.removesuffix(first)
-            new = (shapes.get(place + inside) for inside in names)
-            if all(map(eq, new, (shape_of(statistics[x]) for x in names.values()))):
-                places.setdefault(place, []).append(prefix)
-    replaced: dict[str, str] = {}
-    for place, fitting in places.items():
-        names = collections[_nearest(place, fitting)]
-        replaced |= {place + inside: name for inside, name in names.items()}
-    return replaced
 
 
 def _nearest(place: str, collections: list[str]) -> str:

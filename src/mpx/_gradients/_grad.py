@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
 
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, PyTree
 
@@ -30,7 +29,8 @@ from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
 
 P = ParamSpec("P")
 Params = TypeVar("Params", bound=Any)
-T = TypeVar("T")
+Taking = Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]]
+"""A function of a loss scaling and the arguments of the loss."""
 
 
 @overload
@@ -46,14 +46,11 @@ def value_and_grad(
     *,
     has_aux: bool = False,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]]: ...
+) -> Taking[Scaling, P]: ...
 @overload
 def value_and_grad(
     func: None = None, *, has_aux: bool = False, **options: Unpack[ArgnumKeywords]
-) -> Callable[
-    [Callable[P, object]],
-    Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]],
-]: ...
+) -> Callable[[Callable[P, object]], Taking[Scaling, P]]: ...
 def value_and_grad(
     func: Callable[..., PyTree] | None = None,
     *misplaced: object,
@@ -124,8 +121,8 @@ def value_and_grad(
     """
     refuse_positional(misplaced, "value_and_grad")
     options = grad_options(
+        has_aux,
         argnums=argnums,
-        has_aux=has_aux,
         policy=policy,
         grad_dtype=grad_dtype,
         axis_name=axis_name,
@@ -139,13 +136,9 @@ def transformed(
     options: GradOptions,
     make_step: Callable[..., Step] = Step,
 ) -> Callable[..., PyTree]:
-    """Returns a function of scaling and arguments that runs a step of `func`.
-
-    The step is `make_step(func, options, args, kwargs)`.
-    """
+    """Returns a function of scaling and arguments that makes and runs a step of `func`."""
     if func is None:
         return functools.partial(transformed, options=options, make_step=make_step)
-
     check_function(func)
 
     @functools.wraps(func)
@@ -193,7 +186,7 @@ def filter_grad(
 
     The returned function takes the arguments of `func` and returns the tuple
     `(scaling, grads_finite, grads)`, with `aux` as a fourth entry if `has_aux`. It works
-    as described for `value_and_grad`.
+    as described for `value_and_grad`, and raises the same errors.
 
     The scaling is part of the transformation, as in the paper: call `filter_grad`
     inside the jitted step with the scaling that the step got as an argument. Outside
@@ -208,11 +201,6 @@ def filter_grad(
         **options: `policy`, `grad_dtype`, `axis_name`, `argnums` and `retry`, as in
             `value_and_grad`.
 
-    Raises:
-        TypeError: If the loss is no real floating scalar.
-        ValueError: If the first argument holds no floating array, or if f16 is used
-            without a scaling.
-
     Examples:
         >>> import jax.numpy as jnp
         >>> from mpx import DynamicLossScaling
@@ -222,16 +210,14 @@ def filter_grad(
         >>> grads, bool(grads_finite)
         (Array([1., 1.], dtype=float32), True)
     """
-    mixed = as_switch(use_mixed_precision)
 
-    def run(step: Step, used: LossScaling) -> tuple[PyTree, ...]:
-        result = step.result(used)
-        after = result.scaling if mixed else scaling
-        answer = (after, result.finite, result.grads)
-        return (*answer, result.aux) if has_aux else answer
+    def answer(step: Step, used: LossScaling) -> tuple[PyTree, ...]:
+        _, aux, grads, after, finite, _ = step.result(used)
+        found = (after if step.options.mixed else scaling, finite, grads)
+        return (*found, aux) if has_aux else found
 
-    checked = grad_options(has_aux=has_aux, mixed=mixed, **options)
-    return _with_scaling(func, scaling, checked, run)
+    options_of_call = grad_options(has_aux, use_mixed_precision, **options)
+    return _with_scaling(func, scaling, options_of_call, answer)
 
 
 @overload
@@ -281,16 +267,14 @@ def filter_value_and_grad(
         >>> value, grads
         (Array(1., dtype=float32), Array([1., 1.], dtype=float32))
     """
-    mixed = as_switch(use_mixed_precision)
 
-    def run(step: Step, used: LossScaling) -> tuple[PyTree, ...]:
-        result = step.result(used)
-        after = result.scaling if mixed else scaling
-        value = (result.value, result.aux) if has_aux else result.value
-        return value, after, result.finite, result.grads
+    def answer(step: Step, used: LossScaling) -> tuple[PyTree, ...]:
+        value, aux, grads, after, finite, _ = step.result(used)
+        value = (value, aux) if has_aux else value
+        return value, after if step.options.mixed else scaling, finite, grads
 
-    checked = grad_options(has_aux=has_aux, mixed=mixed, **options)
-    return _with_scaling(func, scaling, checked, run)
+    options_of_call = grad_options(has_aux, use_mixed_precision, **options)
+    return _with_scaling(func, scaling, options_of_call, answer)
 
 
 def calculate_scaled_grad(
@@ -306,14 +290,10 @@ def calculate_scaled_grad(
     `(value, aux)` for the first if `has_aux`; `value` is the scaled loss in f32.
 
     Args:
-        func: The loss function.
+        func: The loss function. This and the others are as in `filter_grad`.
         scaling: The loss scaling.
         has_aux: Whether `func` returns a pair `(loss, aux)`.
         use_mixed_precision: If false, nothing is cast or scaled.
-
-    Raises:
-        TypeError: If the loss is no real floating scalar.
-        ValueError: If the first argument holds no floating array.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -323,31 +303,31 @@ def calculate_scaled_grad(
         ...     jnp.ones(2), jnp.full((4, 2), 0.5))
         (Array(8., dtype=float32), Array([8., 8.], dtype=float16))
     """
-    check_scaling(scaling)
-    mixed = as_switch(use_mixed_precision)
 
-    def run(step: Step, scaling: LossScaling) -> tuple[PyTree, PyTree]:
+    def answer(step: Step, scaling: LossScaling) -> tuple[PyTree, PyTree]:
         result = step.run(scaling)
-        value, grads = scaling.scale(result.value), result.grads[0]
-        if mixed:
+        value, (grads,) = scaling.scale(result.value), result.grads
+        if step.options.mixed:
             grads = cast_floating(grads, step.options.policy.compute_dtype)
         aux = step.commit(result.aux, result.state)
         return ((value, aux) if has_aux else value), grads
 
-    return _with_scaling(func, scaling, grad_options(has_aux=has_aux, mixed=mixed), run)
+    check_scaling(scaling)
+    options = grad_options(has_aux, use_mixed_precision)
+    return _with_scaling(func, scaling, options, answer)
 
 
 def _with_scaling(
     func: Callable[..., PyTree] | None,
     scaling: LossScaling | None,
     options: GradOptions,
-    run: Callable[[Step, LossScaling], PyTree],
+    answer: Callable[[Step, LossScaling], PyTree],
 ) -> Callable[..., PyTree]:
-    """Returns a function of the arguments of `func` that runs a step of it."""
+    """Returns a function of the arguments of `func` that answers by a step of it."""
     if scaling is not None:
         check_scaling(scaling)
     if func is None:
-        return lambda func: _with_scaling(func, scaling, options, run)
+        return lambda func: _with_scaling(func, scaling, options, answer)
     check_function(func)
     if has_scales(func):
         raise TypeError(
@@ -360,19 +340,8 @@ def _with_scaling(
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         step = Step(func, options.for_call(func, scaling), args, kwargs)
         if scaling is None or not options.mixed:
-            return run(step, NoLossScaling())
+            return answer(step, NoLossScaling())
         warn_of_constant_scaling(scaling)
-        return run(step, scaling)
+        return answer(step, scaling)
 
     return wrapper
-
-
-def as_switch(use_mixed_precision: object) -> bool:
-    """Returns a boolean that is known while tracing, or raises a `TypeError`."""
-    if not isinstance(use_mixed_precision, bool | np.bool_):
-        raise TypeError(
-            "`use_mixed_precision` decides what is compiled and must be a Python bool, "
-            f"but {type(use_mixed_precision).__name__} was given. Make it a static "
-            "argument of the jitted function."
-        )
-    return bool(use_mixed_precision)

@@ -11,7 +11,6 @@ from jaxtyping import PyTree
 
 from mpx._casting._half import chosen_half_precision
 from mpx._casting._policy import Policy, as_policy, dtype_under_amp
-from mpx._casting._reduction import Reduce
 from mpx._casting._wrapped import autocast_of
 from mpx._jax._arguments import as_count, as_counts, check_axis_name, check_bool
 from mpx._jax._compat import is_tracer
@@ -46,10 +45,7 @@ class WindowKeywords(ArgnumKeywords, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradOptions:
-    """Options of a gradient function, checked; see `value_and_grad`.
-
-    If `mixed` is false, nothing is cast, scaled or checked.
-    """
+    """Options of a gradient function, checked. Unless `mixed`, all runs as written."""
 
     argnums: int | tuple[int, ...]
     has_aux: bool
@@ -58,15 +54,15 @@ class GradOptions:
     axis_name: AxisName | None
     retry: int
     mixed: bool
+    # Of `accumulate`: the parts, the arguments that are split, and whether to average
+    steps: int = 1
+    batches: tuple[int, ...] = ()
+    mean: bool = True
 
     def for_call(
         self, func: Callable[..., PyTree], scaling: LossScaling | None
     ) -> "GradOptions":
-        """Returns the options of one call, in which the policy names a compute dtype.
-
-        Under `amp` that is the dtype of `amp`. Without a scale, a policy that leaves the
-        dtype open computes in bf16.
-        """
+        """Returns the options of one call, in which the policy names a compute dtype."""
         policy, low = self.policy, dtype_under_amp(func, self.policy)
         if not self.mixed:
             if low is not None:
@@ -76,9 +72,16 @@ class GradOptions:
                     "without `amp`."
                 )
             return self
-        own = autocast_of(func)
-        if own is not None and self.axis_name is None:
-            _check_reduce(policy.reduce_dtype, own().reduce)
+        own = None if self.axis_name is not None else autocast_of(func)
+        reduces = (policy.reduce_dtype, None if own is None else own().reduce)
+        if None not in reduces and reduces[0] != reduces[1]:
+            given = [
+                x if isinstance(x, str) else short_name(np.dtype(x)) for x in reduces
+            ]
+            raise ValueError(
+                f"`reduce_dtype` is {given[0]} in the policy and {given[1]} in `amp`. "
+                "Leave one out."
+            )
         has_none = isinstance(scaling, NoLossScaling)
         default = np.dtype(jnp.bfloat16 if has_none else np.float16)
         dtype = low or policy.compute_dtype or chosen_half_precision() or default
@@ -98,14 +101,14 @@ class GradOptions:
 
 
 def grad_options(
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
     *,
     argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
     policy: Policy | str | None = None,
     grad_dtype: DTypeLike | None = None,
     axis_name: AxisName | None = None,
     retry: int = 0,
-    mixed: bool = True,
 ) -> GradOptions:
     """Checks the options of a gradient function."""
     check_axis_name(axis_name)
@@ -119,19 +122,19 @@ def grad_options(
         grad_dtype=None if dtype is None else parse_float_dtype(dtype, "grad_dtype"),
         axis_name=axis_name,
         retry=as_count(retry, "retry", at_least=0),
-        mixed=mixed,
+        mixed=as_switch(use_mixed_precision),
     )
 
 
-def _check_reduce(of_policy: Reduce, of_amp: Reduce) -> None:
-    if None not in (of_policy, of_amp) and of_policy != of_amp:
-        policy, amp = (
-            choice if isinstance(choice, str) else short_name(np.dtype(choice))
-            for choice in (of_policy, of_amp)
+def as_switch(use_mixed_precision: object) -> bool:
+    """Returns a boolean that is known while tracing, or raises a `TypeError`."""
+    if not isinstance(use_mixed_precision, bool | np.bool_):
+        raise TypeError(
+            "`use_mixed_precision` decides what is compiled and must be a Python bool, "
+            f"but {type(use_mixed_precision).__name__} was given. Make it a static "
+            "argument of the jitted function."
         )
-        raise ValueError(
-            f"`reduce_dtype` is {policy} in the policy and {amp} in `amp`. Leave one out."
-        )
+    return bool(use_mixed_precision)
 
 
 def check_function(func: object) -> None:
@@ -171,7 +174,8 @@ def check_scaling(scaling: object) -> None:
 
 def warn_of_constant_scaling(scaling: object) -> None:
     """Warns of an adaptive scaling that is a constant of the function being compiled."""
-    if not isinstance(scaling, LossScaling) or not scaling.adapts:
+    is_fixed = getattr(type(scaling), "adjust", None) is LossScaling.adjust
+    if not isinstance(scaling, LossScaling) or is_fixed:
         return
     known = scaling.made_of_constants or not is_tracer(scaling.loss_scaling)
     # While JAX compiles, every computed value is a tracer.

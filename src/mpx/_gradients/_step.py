@@ -17,7 +17,7 @@ from mpx._casting._half import gradient_function
 from mpx._casting._keep import is_statistic
 from mpx._casting._reduction import COMPUTE, Reduce, reducing_in, shards_of
 from mpx._casting._wrapped import is_amp, take_scales
-from mpx._gradients._call import Call, State, as_loss, is_spoilt, unpack
+from mpx._gradients._call import Call, State, is_spoilt, loss_and_aux
 from mpx._gradients._options import GradOptions
 from mpx._jax._compat import as_varying, unpacking_targets, varying_axes
 from mpx._jax._formats import at_least_f32
@@ -92,26 +92,15 @@ class GradResult(_Fields, Generic[Grads, Scaling]):
 
 
 class Evaluation(NamedTuple):
-    """One forward and backward pass: everything in it is an array or a pytree of them.
+    """One forward and backward pass: everything in it is an array or a pytree of them."""
 
-    Attributes:
-        value: The unscaled loss.
-        aux: The arrays among what the function returned besides.
-        grads: The gradients of the scaled loss, one tree per differentiated argument.
-        state: The state after the call.
-        spoilt: Whether the call has made finite state infinite or nan, bool[].
-        observed: What delayed fp8 scales have seen, `None` without them.
-    """
-
-    value: Array
-    aux: PyTree
+    value: Array  # the unscaled loss
+    aux: PyTree  # the arrays among what the function returned besides
+    # The gradients of the scaled loss, one tree per differentiated argument
     grads: tuple[PyTree, ...]
-    state: State
-    spoilt: Bool[Array, ""]
-    observed: PyTree = None
-
-
-_Attempt = tuple[Evaluation, LossScaling, Bool[Array, ""]]
+    state: State  # the state after the call
+    spoilt: Bool[Array, ""]  # whether the call has made finite state infinite or nan
+    observed: PyTree = None  # what delayed fp8 scales have seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,16 +111,8 @@ class _InState:
 
 
 class Step:
-    """One call of a gradient function.
+    """One call of a gradient function; `call` is that of the user's function."""
 
-    Attributes:
-        options: The options.
-        axis_name: The mapped axis over which to average.
-        call: The call of the user's function.
-        mean: Whether devices are averaged, or added up.
-    """
-
-    mean: bool = True
     # What is no array, kept while JAX traces the rest: that part of `aux`, and the names
     # of the NNX parameters that the function changes.
     _static: PyTree = None
@@ -144,8 +125,8 @@ class Step:
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
     ) -> None:
-        """Splits the arguments of a call."""
-        self.func, self.options, self.axis_name = func, options, options.axis_name
+        self.func, self.options = func, options
+        self.axis_name = options.axis_name  # the mapped axis over which to average
         self._scales, args = take_scales(func, args)
         self.prepare(args, kwargs)
         self.call = self.call_with(args, kwargs)
@@ -197,21 +178,24 @@ class Step:
             diff: tuple[PyTree, ...], scales: PyTree
         ) -> tuple[Array, tuple[Array, PyTree, State]]:
             out, after = call.run(diff, state, scales)
-            value, aux = unpack(out, has_aux)
-            loss = as_loss(value, has_aux)
+            loss, aux = loss_and_aux(out, has_aux)
             return scaling.scale(loss), (loss, self._arrays_of(aux, call), after)
 
         from mpx._gradients import _uses  # it reads programs: `import mpx` does not
 
-        diff, scales = _as_local((call.diff_in(state), call.scales), self.axis_name)
-        wide = call.widened(diff)
-        loss_of = scaled_loss
+        diff, scales = call.diff_in(state), call.scales
+        if names := _names(self.axis_name):
+            # Each device's own: the derivative with respect to a value that the devices of
+            # a `shard_map` share would be summed in the compute dtype before mpx sees it.
+            local = lambda x: as_varying(jnp.asarray(x), names)  # noqa: E731
+            diff, scales = jax.tree.map(local, (diff, scales))
+        wide, loss_of, programs = call.widened(diff), scaled_loss, []
         if call.low is not None:
             from mpx._wire._masters import with_masters
 
-            is_mapped = self.axis_name is not None
+            is_mapped, look = self.axis_name is not None, programs.append
             loss_of = functools.partial(
-                with_masters, scaled_loss, choice=reduce, is_mapped=is_mapped
+                with_masters, scaled_loss, choice=reduce, is_mapped=is_mapped, look=look
             )
         # Without a scale, `amp` in f16 inside the function warns.
         is_scaled = not isinstance(scaling, NoLossScaling)
@@ -236,7 +220,8 @@ class Step:
         # `batch_stats` in a result may replace none among the arguments.
         unknown = [(None, x) for name, x in named_leaves(aux) if is_statistic(name)]
         spoilt = is_spoilt([*pairs, *unknown])
-        _uses.warn_of_uses(call, vjp)
+        for program in programs:
+            _uses.warn_of_uses(call, program)
         return Evaluation(loss, aux, grads, after, spoilt, observed)
 
     def _arrays_of(self, aux: PyTree, call: Call) -> PyTree:
@@ -259,46 +244,38 @@ class Step:
 
     def result(self, scaling: LossScaling) -> GradResult[Any, LossScaling]:
         """Runs the step, puts the state into effect and returns the public result."""
-        result, scaling, finite = self._differentiate(scaling)
-        aux, scales = self.commit(result.aux, result.state), self._scales
-        several = isinstance(self.options.argnums, tuple)
-        grads = result.grads if several else result.grads[0]
-        fp8 = None
-        if scales is not None:
-            fp8 = select_tree(finite, scales.update(result.observed), scales)
-        return GradResult(result.value, aux, grads, scaling, finite, fp8)
-
-    def _differentiate(self, scaling: LossScaling) -> _Attempt:
-        """Evaluates, reduces over devices, unscales and checks; again if asked to.
-
-        Returns the evaluation with unscaled gradients and the state that is to be kept, the
-        next scaling, and whether gradients, loss and state are finite.
-        """
-
-        def attempt(scaling: LossScaling) -> _Attempt:
-            result = self._reduced(self.run(scaling))
-            # Undo with the scale that scaled: after a growth step the new one is larger.
-            unscaled = scaling.unscale(result.grads)
-            grads = cast_floating(unscaled, self.options.grad_dtype)
-            result = result._replace(grads=grads)
-            if not self.options.mixed:
-                return result, scaling, jnp.array(True)
-            finite = all_finite((grads, result.value)) & ~result.spoilt
-            return result, scaling.adjust(finite), finite
-
-        result, scaling, finite = attempt(scaling)
-        if not self.options.mixed:
-            return result, scaling, finite
-        if self.options.retry:
+        result, scaling, finite = self._attempt(scaling)
+        state, scales, retry = self.call.state, self._scales, self.options.retry
+        if retry and self.options.mixed:
             (result, scaling, finite), _ = lax.while_loop(
-                lambda carry: ~carry[0][2] & (carry[1] < self.options.retry),
-                lambda carry: (attempt(carry[0][1]), carry[1] + 1),
+                lambda carry: ~carry[0][2] & (carry[1] < retry),
+                lambda carry: (self._attempt(carry[0][1]), carry[1] + 1),
                 ((result, scaling, finite), 0),
             )
-        # A skipped step leaves no trace: running statistics of an overflow are overflow.
-        before = self.call.comparable(self.call.state, result.state)
-        state = select_tree(finite, result.state, before)
-        return result._replace(state=state), scaling, finite
+        after, fp8 = result.state, None
+        if self.options.mixed:
+            # A skipped step leaves no trace: running statistics of an overflow are overflow.
+            after = select_tree(finite, after, self.call.comparable(state, after))
+        if scales is not None:
+            fp8 = select_tree(finite, scales.update(result.observed), scales)
+        several = isinstance(self.options.argnums, tuple)
+        grads = result.grads if several else result.grads[0]
+        aux = self.commit(result.aux, after)
+        return GradResult(result.value, aux, grads, scaling, finite, fp8)
+
+    def _attempt(
+        self, scaling: LossScaling
+    ) -> tuple[Evaluation, LossScaling, Bool[Array, ""]]:
+        """Evaluates, reduces over devices, unscales and checks."""
+        result = self._reduced(self.run(scaling))
+        # Undo with the scale that scaled: after a growth step the new one is larger.
+        unscaled = scaling.unscale(result.grads)
+        grads = cast_floating(unscaled, self.options.grad_dtype)
+        result = result._replace(grads=grads)
+        if not self.options.mixed:
+            return result, scaling, jnp.array(True)
+        finite = all_finite((grads, result.value)) & ~result.spoilt
+        return result, scaling.adjust(finite), finite
 
     def _reduced(self, result: Evaluation) -> Evaluation:
         """Reduces loss and gradients over devices, in the policy's `reduce_dtype`."""
@@ -306,7 +283,7 @@ class Step:
         if axis_name is None:
             return result
         # A sum of parts is a sum over devices, too.
-        together = lax.pmean if self.mean else lax.psum
+        together = lax.pmean if self.options.mean else lax.psum
 
         def total(x: Array) -> Array:
             if is_floating(x):
@@ -338,14 +315,3 @@ def _narrow(grad_dtype: np.dtype | None, grad: Array, param: object) -> Array:
 
 def _names(axis_name: AxisName | None) -> tuple[str, ...]:
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
-
-
-def _as_local(tree: PyTree, axis_name: AxisName | None) -> PyTree:
-    """Marks arrays as each device's own.
-
-    The derivative with respect to a value shared by the devices of a `shard_map` would be
-    summed in the compute dtype before mpx sees it.
-    """
-    if axis_name is None:
-        return tree
-    return jax.tree.map(lambda x: as_varying(jnp.asarray(x), _names(axis_name)), tree)

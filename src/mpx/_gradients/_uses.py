@@ -4,8 +4,6 @@ All of it happens while tracing and costs nothing in the compiled step. It reads
 so it is imported when a gradient is first taken.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,13 +12,20 @@ import numpy as np
 from jaxtyping import PyTree
 
 from mpx._gradients._call import Call, State
-from mpx._jax._compat import linear_program, open_jaxpr, primitive_name, scan_sizes
+from mpx._jax._compat import open_jaxpr, primitive_name, scan_sizes
 from mpx._jax._warn import warn
 from mpx._program._flow import Flow
-from mpx._program._queries import MATMULS, MOVES, Equation
-from mpx._wire._product import LINEAR
+from mpx._program._queries import (
+    ATTENTION,
+    CROSS_ENTROPY,
+    GROUPED,
+    MATMULS,
+    MOVES,
+    Equation,
+)
 
 _MOVES = MOVES | {"gather", "concatenate"}
+_KERNELS = {*ATTENTION, *CROSS_ENTROPY, GROUPED, "pallas_call"}
 
 
 def changed_params(call: Call, state: State, diff: tuple[PyTree, ...]) -> set[str]:
@@ -57,17 +62,14 @@ def changed_params(call: Call, state: State, diff: tuple[PyTree, ...]) -> set[st
         if primitive_name(eqn) == "convert_element_type":
             rounded = [x for x, var in changed.items() if var is eqn.outvars[0]]
             if rounded and (dtype := eqn.invars[0].aval.dtype).itemsize == 2:
-                _warn_of_rounded_parameter(rounded[0], dtype)
+                warn(
+                    f"The function assigns to the parameter `{rounded[0]}` what it "
+                    f"computed in {dtype.name}, so that its f32 numbers are rounded in "
+                    "each step and small updates are lost. Keep its module in f32 with "
+                    "`mpx.Policy(keep=...)`, or use `mpx.amp(loss)`, which leaves "
+                    "parameters in f32."
+                )
     return set(changed)
-
-
-def _warn_of_rounded_parameter(name: str, dtype: np.dtype) -> None:
-    warn(
-        f"The function assigns to the parameter `{name}` what it computed in "
-        f"{dtype.name}, so that its f32 numbers are rounded in each step and small "
-        "updates are lost. Keep its module in f32 with `mpx.Policy(keep=...)`, or use "
-        "`mpx.amp(loss)`, which leaves parameters in f32."
-    )
 
 
 class _Param(NamedTuple):
@@ -77,33 +79,17 @@ class _Param(NamedTuple):
     narrowed: bool
 
 
-@dataclasses.dataclass
-class _Uses:
-    """How a function uses its parameters.
+def warn_of_uses(call: Call, program: PyTree) -> None:
+    """Warns of parameters that a program does not use as the policy means it.
 
-    Attributes:
-        widened: Parameters that were cast to 16 bits but multiplied in f32.
-        low: Parameters that are multiplied in 16 bits.
-        hidden: Whether a custom derivative uses parameters in a way that is not visible.
-        loops: For 16-bit parameters that are the same in each round of a loop, the
-            number of rounds.
+    Its first inputs are the differentiated arrays of the call.
     """
-
-    widened: set[int] = dataclasses.field(default_factory=set)
-    low: set[int] = dataclasses.field(default_factory=set)
-    hidden: bool = False
-    loops: dict[int, int] = dataclasses.field(default_factory=dict)
-
-
-def warn_of_uses(call: Call, vjp: Callable[..., PyTree]) -> None:
-    """Warns of parameters that are not used as the policy means it."""
-    if call.low is None:
-        return
-    names, others = call.diff_names(), len(jax.tree.leaves(call.scales))
-    uses = _uses_of(vjp, len(names), others)
-    if uses.loops:
-        index, rounds = max(uses.loops.items(), key=lambda item: item[1])
-        more = f" (and {len(uses.loops) - 1} others)" if len(uses.loops) > 1 else ""
+    assert call.low is not None
+    names = call.diff_names()
+    widened, low, loops = _uses(program, len(names))
+    if loops:
+        index, rounds = max(loops.items(), key=lambda item: item[1])
+        more = f" (and {len(loops) - 1} others)" if len(loops) > 1 else ""
         warn(
             f"`{names[index]}`{more} is used in each of the {rounds} rounds of a "
             f"`lax.scan`, and its gradient is added up in {call.low.name}: a sum of so "
@@ -111,10 +97,10 @@ def warn_of_uses(call: Call, vjp: Callable[..., PyTree]) -> None:
             "`mpx.value_and_grad(mpx.amp(loss))`; or keep the parameter in f32 with "
             "`mpx.Policy(keep=...)` and cast it inside the loop with `.astype(x.dtype)`."
         )
-    if uses.widened and not uses.low and not uses.hidden:
+    if widened and not low:
         warn(
             f"The policy casts the parameters to {call.low.name}, but all their matmuls "
-            f"run in f32, `{names[min(uses.widened)]}` for one: the model casts them back "
+            f"run in f32, `{names[min(widened)]}` for one: the model casts them back "
             "itself, or an f32 array that is no argument, such as a batch that the "
             "function closes over, promotes them. Pass such arrays as arguments, give the "
             "model its own option, such as `dtype=jnp.bfloat16`, or use `mpx.amp(loss)`, "
@@ -122,51 +108,45 @@ def warn_of_uses(call: Call, vjp: Callable[..., PyTree]) -> None:
         )
 
 
-def _uses_of(vjp: Callable[..., PyTree], params: int, others: int) -> _Uses:
-    """Returns how a function uses its parameters, from what `jax.vjp` returned for it.
+def _uses(program: PyTree, count: int) -> tuple[set[int], set[int], dict[int, int]]:
+    """Returns how a program uses its first inputs, which are parameters.
 
-    Its arguments begin with `params` parameters, followed by `others` arrays.
+    The results are those that were cast to 16 bits but multiplied in f32; those that are
+    multiplied in 16 bits, or used by a custom derivative; and by 16-bit parameter that is
+    the same in each round of a long loop, the number of rounds.
     """
-    uses = _Uses()
-    program = linear_program(vjp, params + others)
-    if program is None:
-        return uses
-    jaxpr, arguments = program
+    widened, low, loops = set[int](), set[int](), dict[int, int]()
 
     def rule(name: str, eqn: Equation, ins: list[_Param | None]) -> _Param | None:
         found = [label for label in ins if label is not None]
         if name == "scan":
-            _note_loops(uses, eqn, ins)
+            consts, length = scan_sizes(eqn.params)[0], eqn.params["length"]
+            pairs = zip(eqn.invars[:consts], ins[:consts], strict=True)
+            # Each addition rounds by up to half an eps: so many may lose everything.
+            lost = [
+                label.number
+                for atom, label in pairs
+                if label is not None
+                and _float_bytes(atom.aval) == 2
+                and length * float(jnp.finfo(atom.aval.dtype).eps) / 2 >= 1
+            ]
+            loops.update((x, max(length, loops.get(x, 0))) for x in lost)
         elif name in MATMULS:
             is_wide = any(_float_bytes(atom.aval) >= 4 for atom in eqn.invars)
             for label in found:
                 if label.narrowed or not is_wide:
-                    (uses.widened if is_wide else uses.low).add(label.number)
-        elif name == LINEAR:
-            uses.low.update(label.number for label in found)
+                    (widened if is_wide else low).add(label.number)
         elif name in _MOVES and found:
             narrowed = found[0].narrowed or _float_bytes(eqn.outvars[0].aval) == 2
             return found[0]._replace(narrowed=narrowed)
-        elif name.startswith("custom_lin"):
-            uses.hidden = uses.hidden or bool(found)
+        elif name.startswith("custom_vjp") or name in _KERNELS:
+            low.update(label.number for label in found)
         return None
 
-    labels = {
-        var: _Param(i, _float_bytes(var.aval) == 2)
-        for i, var in enumerate(arguments[:params])
-    }
-    Flow(rule).run(jaxpr, labels)
-    return uses
-
-
-def _note_loops(uses: _Uses, eqn: Equation, ins: Sequence[_Param | None]) -> None:
-    consts, _ = scan_sizes(eqn.params)
-    for atom, label in zip(eqn.invars[:consts], ins[:consts], strict=True):
-        if label is not None and _float_bytes(atom.aval) == 2:
-            rounds = max(eqn.params["length"], uses.loops.get(label.number, 0))
-            # Each addition rounds by up to half an eps: this many may lose everything.
-            if rounds * float(jnp.finfo(atom.aval.dtype).eps) / 2 >= 1:
-                uses.loops[label.number] = rounds
+    pairs = enumerate(open_jaxpr(program)[0].invars[:count])
+    labels = {var: _Param(i, _float_bytes(var.aval) == 2) for i, var in pairs}
+    Flow(rule).run(program, labels)
+    return widened, low, loops
 
 
 def _float_bytes(aval: object) -> int:

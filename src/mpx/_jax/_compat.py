@@ -149,11 +149,6 @@ JAXPRS = (Jaxpr, ClosedJaxpr)
 """The types of jaxprs, open or closed."""
 
 
-def is_jaxpr(x: object) -> bool:
-    """Returns whether `x` is a jaxpr, open or closed."""
-    return isinstance(x, JAXPRS)
-
-
 def _eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     body = jaxpr_of([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
     closed = body if Jaxpr is ClosedJaxpr else ClosedJaxpr(body, ())
@@ -370,21 +365,6 @@ def scan_options(params: dict[str, Any]) -> dict[str, Any]:
 def primitive_name(eqn: Any) -> str:
     """Returns the name of an equation's primitive; JAX 0.12 wraps those of a vjp."""
     return eqn.primitive.name.removeprefix("vjp_node[").removesuffix("]")
-
-
-def linear_program(vjp: Any, count: int) -> tuple[Any, list[Any]] | None:
-    """Returns the jaxpr that a function of `jax.vjp` transposes, and its arguments.
-
-    It is the derivative as a linear program, which exists already and costs no trace.
-    """
-    jaxpr = getattr(vjp, "jaxpr", None)
-    if not is_jaxpr(jaxpr):
-        return None
-    body, _ = open_jaxpr(jaxpr)
-    # Residuals come before the arguments or are constants; structured ones come after.
-    structured = jax.tree.leaves(getattr(vjp, "structured_residuals", ()))
-    end = len(body.invars) - len(structured)
-    return (body, body.invars[end - count : end]) if end >= count else None
 
 
 def default_matmul_precision() -> str | None:

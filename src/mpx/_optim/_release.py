@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from mpx import _kernels
 from mpx._casting._half import gradient_function
 from mpx._casting._wrapped import has_scales
-from mpx._gradients._call import as_loss, unpack
+from mpx._gradients._call import loss_and_aux
 from mpx._jax._compat import (
     eval_equation,
     has_explicit_axes,
@@ -151,8 +151,7 @@ def release(
             for index, weight in zip(jobs, weights, strict=True):
                 leaves[index] = weight
             out = func(flat.treedef.unflatten(leaves), *args, **kwargs)
-            value, aux = unpack(out, has_aux)
-            return as_loss(value, has_aux), aux
+            return loss_and_aux(out, has_aux)
 
         weights = [jnp.asarray(job.leaf.param) for job in jobs.values()]
         closed, out = jax.make_jaxpr(traced, return_shape=True)(weights)

@@ -49,19 +49,18 @@ def with_masters(
     rest: PyTree,
     choice: Reduce,
     *,
-    is_mapped: bool = False,
+    is_mapped: bool,
+    look: Callable[[PyTree], object],
 ) -> PyTree:
     """Calls a function of parameters that it casts, and of further arguments.
 
     `choice` is the dtype in which weight gradients leave their matmuls. `is_mapped` tells
-    that mpx sums over devices, and not XLA.
+    that mpx sums over devices, and not XLA. `look` gets the program that is run.
     """
     leaves, structure = jax.tree.flatten((params, rest))
     has_several = not is_mapped and any(map(on_several_devices, leaves))
-    if choice == COMPUTE and has_several:
-        return func(params, rest)
-    count = len(jax.tree.leaves(params))
-
+    is_plain = choice == COMPUTE and has_several
+    count = 0 if is_plain else len(jax.tree.leaves(params))
     known, results = [], jax.tree.structure(None)
 
     def flat(*leaves: PyTree) -> list[PyTree]:
@@ -71,9 +70,12 @@ def with_masters(
         return [x for x in out if is_tracer(x)]
 
     jaxpr = jax.make_jaxpr(flat)(*leaves)
+    look(jaxpr)
     body, consts = open_jaxpr(jaxpr)
     facts = [i < count for i in range(len(leaves))]
-    holds_weights = has_several or not (is_mapped or choice in (None, COMPUTE))
+    holds_weights = choice != COMPUTE and (
+        has_several or not (is_mapped or choice is None)
+    )
     visitor = _Masters(choice=choice, holds_weights=holds_weights)
     outs, _ = visitor.run(body, consts, leaves, facts, ())
     outs = cast_all(arrays_of(outs), dtypes_of([x.aval for x in body.outvars]))
@@ -88,16 +90,11 @@ class _Masters(Visitor):
     """Holds rounded parameters in f32. The fact is whether a value is a parameter.
 
     A value with another dtype than its variable is such a copy before it is rounded.
-
-    Attributes:
-        choice: The dtype in which weight gradients leave their matmuls.
-        holds_weights: Whether that is for weights and biases as well, and not for tables
-            only.
     """
 
     unknown = False
-    choice: Reduce
-    holds_weights: bool
+    choice: Reduce  # the dtype in which weight gradients leave their matmuls
+    holds_weights: bool  # whether weights and biases are held, and not tables only
 
     def fact_inside(self, fact: bool, var: Any, kind: Kind) -> bool:
         return fact and kind in ("operand", "slice")
@@ -117,16 +114,13 @@ class _Masters(Visitor):
             return bind(eqn, op.values), [False]
         if name in MATMULS and self.holds_weights and self._held(op):
             return [self._matmul(op)], [False]
-        if self._enters(op):
+        entered, held = _ENTERED, _HOLDING
+        if not self.holds_weights:
+            # Not loops: what they do not change would be rounded in each round.
+            entered, held = CALLS if any(op.facts) else (), {"gather"}
+        if name in entered and holds(eqn, held):
             return HANDLERS[name](self, op)
         return eval_equation(eqn, self._rounded(op)), [False] * len(eqn.outvars)
-
-    def _enters(self, op: Op) -> bool:
-        if self.holds_weights:
-            return op.eqn.primitive.name in _ENTERED and holds(op.eqn, _HOLDING)
-        # Not loops: what they do not change would be rounded in each round.
-        is_call = op.eqn.primitive.name in CALLS
-        return is_call and any(op.facts) and holds(op.eqn, {"gather"})
 
     def _held(self, op: Op) -> list[int]:
         """Returns which operands of a matmul are held in f32."""

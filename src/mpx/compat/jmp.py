@@ -29,8 +29,7 @@ from mpx._jax._formats import FORMATS
 from mpx._jax._tree import all_finite as all_finite
 from mpx._jax._tree import is_array
 from mpx._jax._tree import select_tree as _select_tree
-from mpx._scaling._dynamic_scaling import DynamicLossScaling
-from mpx._scaling._loss_scaling import LARGEST_SCALE
+from mpx._scaling._loss_scaling import LARGEST_SCALE, DynamicLossScaling
 from mpx._scaling._loss_scaling import StaticLossScaling as _StaticLossScaling
 
 T = TypeVar("T")
