@@ -16,7 +16,7 @@ import mpx
 from models import equations, held
 from mpx import AmpRules, amp, amp_low, amp_stop
 from mpx._amp._rules import PRIMITIVES, TABLE, WITHOUT_RULES, Rule, rule_for
-from mpx._casting._half import gradient_function
+from mpx._casting._context import gradient_function
 from mpx.testing import assert_trees_equal
 
 # --- The table ------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from jaxtyping import PyTree
 
 from mpx._amp._facts import Decision
 from mpx._amp._rules import AmpRules
+from mpx._casting._context import argument_names
 from mpx._casting._keep import is_state, run_in_scopes
-from mpx._gradients._call import argument_names
 from mpx._jax import _nnx
 from mpx._jax._arguments import as_count
 from mpx._jax._compat import (

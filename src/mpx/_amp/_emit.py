@@ -47,8 +47,7 @@ from mpx._amp._facts import (
     widest,
 )
 from mpx._amp._rules import BROADCASTING, LINEAR, LOW_NAME, PRIMITIVES, SUMMED, Rule
-from mpx._casting._half import in_gradient_function
-from mpx._casting._reduction import COMPUTE
+from mpx._casting._context import COMPUTE, in_gradient_function
 from mpx._jax._compat import (
     Literal,
     bind,

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from mpx._amp._rules import FUNCTION_SCOPE, AmpRules, RuleLike
-from mpx._casting._reduction import Reduce, weight_grad_dtype
+from mpx._casting._context import Reduce, weight_grad_dtype
 from mpx._jax._compat import INLINE, convert_dtype, source_frames
 from mpx._jax._formats import FORMATS, short_name
 from mpx._program._flow import after

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._casting._half import chosen_half_precision
+from mpx._casting._context import chosen_half_precision
 from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
 from mpx._casting._select import (
     Selector,

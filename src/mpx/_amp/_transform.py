@@ -12,10 +12,14 @@ from jaxtyping import PyTree
 from mpx._amp._call import call_through, current_recording, parse_params
 from mpx._amp._emit import Autocast
 from mpx._amp._rules import LOW_NAME, AmpRules, as_amp_rules, as_compute_dtype
+from mpx._casting._context import (
+    amp_reduce,
+    is_amp,
+    parse_reduce,
+    refuse_cast_arguments,
+)
 from mpx._casting._keep import STOP_SCOPE
-from mpx._casting._reduction import amp_reduce, parse_reduce
 from mpx._casting._select import Selectors, parse_selectors
-from mpx._casting._wrapped import is_amp, refuse_cast_arguments
 from mpx._jax._tree import is_array, is_floating
 from mpx._jax._warn import warn
 

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from mpx._casting._reduction import Reduce, automatic_size, weight_grad_dtype
+from mpx._casting._context import Reduce, automatic_size, weight_grad_dtype
 from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe, StaticScaling
 from mpx._fp8._scales import (
     DTYPES,

@@ -10,14 +10,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from mpx._amp._call import call_through, current_recording, parse_params, trace
-from mpx._casting._half import gradient_function
-from mpx._casting._reduction import Reduce, chosen_reduce, in_shards
-from mpx._casting._select import Selectors, parse_selectors
-from mpx._casting._wrapped import (
+from mpx._casting._context import (
+    Reduce,
     autocast_of,
+    chosen_reduce,
+    gradient_function,
+    in_shards,
     is_amp,
     signature_after,
 )
+from mpx._casting._select import Selectors, parse_selectors
 from mpx._fp8._decide import Selection
 from mpx._fp8._delayed import (
     Fp8State,

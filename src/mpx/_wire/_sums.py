@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from mpx._casting._reduction import Reduce, Shards
+from mpx._casting._context import Reduce, Shards
 from mpx._jax._tree import is_floating
 
 

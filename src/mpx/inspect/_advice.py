@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from mpx._casting._half import gradient_function
+from mpx._casting._context import gradient_function
 from mpx._jax._progress import Tell, progress, silent
 from mpx._scaling._loss_scaling import StaticLossScaling
 from mpx.inspect._emulation import change

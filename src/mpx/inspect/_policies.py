@@ -10,7 +10,7 @@ from jax import Array
 
 from mpx._amp import AmpRules, amp
 from mpx._amp._call import flat_call
-from mpx._casting._wrapped import is_amp
+from mpx._casting._context import is_amp
 from mpx._fp8 import Fp8Function, fp8
 from mpx._jax._compat import primitive_name
 from mpx._jax._devices import H200
