@@ -9,15 +9,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._amp._call import call_through, current_recording, parse_params
-from mpx._amp._emit import Autocast
+from mpx._amp._call import parse_params, under_amp
+from mpx._amp._emit import autocast_for
 from mpx._amp._rules import LOW_NAME, AmpRules, as_amp_rules, as_compute_dtype
-from mpx._casting._context import (
-    amp_reduce,
-    is_amp,
-    parse_reduce,
-    refuse_cast_arguments,
-)
+from mpx._casting._context import is_amp, parse_reduce
 from mpx._casting._keep import STOP_SCOPE
 from mpx._casting._select import Selectors, parse_selectors
 from mpx._jax._tree import is_array, is_floating
@@ -135,8 +130,8 @@ def amp(
             `jax.named_scope`s, a module type (what its `__call__` computes, and matmuls
             with parameters that it holds), a predicate `(path, leaf) -> bool` for
             parameters, or a list of these.
-        rules: `"safe"` (the default), `"fast"`, an `AmpRules`, or a dictionary as in
-            jaxamp.
+        rules: `"safe"` (the default), an `AmpRules` or the name of its base, or a dictionary
+            as in jaxamp.
         narrow_carry: Whether the carry of a loop may be held in the compute dtype. By
             default it stays f32, since it may be an accumulator.
         reduce_dtype: The dtype in which gradients of weights leave their matmuls, and so
@@ -190,18 +185,15 @@ def amp(
             "The function is under `amp` already. What the inner one chose holds, and the "
             "outer one finds nothing to do. Call `amp` once."
         )
-    reduce = parse_reduce(reduce_dtype)
-
-    def autocast() -> Autocast:
-        return Autocast(
-            dtype=as_compute_dtype(dtype),
-            params=found,
-            rules=chosen,
-            narrow_carry=narrow_carry,
-            reduce=amp_reduce(reduce),
-            attention=attention,
-        )
-
+    autocast = functools.partial(
+        autocast_for,
+        dtype,
+        parse_reduce(reduce_dtype),
+        params=found,
+        rules=chosen,
+        narrow_carry=narrow_carry,
+        attention=attention,
+    )
     return under_amp(func, autocast)
 
 
@@ -217,25 +209,3 @@ class _Decorator(functools.partial):  # pyright: ignore[reportMissingTypeArgumen
 
     def __exit__(self, *_: object) -> None:
         """Makes Python call `__enter__`."""
-
-
-def under_amp(
-    func: Callable[..., PyTree], autocast: Callable[[], Autocast]
-) -> Callable[..., PyTree]:
-    """Returns a function that runs in mixed precision, given what makes its visitors."""
-    eager: dict[Any, Any] = {}
-
-    @functools.wraps(func)
-    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        refuse_cast_arguments()
-        visitor = autocast()
-        recording = current_recording()
-        if recording is not None:
-            visitor.decisions = recording.decisions
-            recording.casts.append((visitor.dtype, visitor.rules))
-        remembered = eager.setdefault((visitor.dtype, visitor.reduce), {})
-        return call_through(visitor, func, args, kwargs, eager=remembered)
-
-    # The gradient functions and inspection ask for it.
-    setattr(wrapper, "mpx_autocast", autocast)  # noqa: B010
-    return wrapper

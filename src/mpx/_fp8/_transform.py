@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from mpx._amp._call import call_through, current_recording, parse_params, trace
+from mpx._amp._call import call_through, parse_params, trace
+from mpx._amp._facts import current_recording
 from mpx._casting._context import (
     Reduce,
     autocast_of,

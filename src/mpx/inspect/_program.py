@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp._call import Recording, flat_call, recorded
-from mpx._amp._transform import under_amp
+from mpx._amp._call import flat_call, under_amp
+from mpx._amp._facts import Recording, recorded
 from mpx._casting._context import argument_names, gradient_function
 from mpx._fp8._delayed import Fp8State
 from mpx._fp8._transform import Fp8Function
