@@ -29,6 +29,7 @@ from mpx._program._interpreter import (
     Jaxpr,
     Op,
     Outcome,
+    Values,
     Visitor,
     arrays_of,
     as_results,
@@ -43,12 +44,18 @@ from mpx._program._queries import REMAT, Equation
 INLINED = ("closed_call", "core_call", "call", "eval_jaxpr")
 
 
-def _jit(visitor: Visitor, op: Op) -> Outcome:
+def _body(visitor: Visitor, op: Op) -> tuple[Jaxpr, Facts, Values, Values]:
+    """Returns the body of a call after the visit, its facts, its operands and others."""
     values, more = arrays_of(op.values), visitor.more_inputs(op)
     jaxpr, avals = op.eqn.params["jaxpr"], types_of(values)
     new, known = rewrite(visitor, op, jaxpr, avals, op.facts, more=more)
+    return new, known, values, jax.tree.leaves(more)
+
+
+def _jit(visitor: Visitor, op: Op) -> Outcome:
+    new, known, values, more = _body(visitor, op)
     # Not inlined: that would drop its name, shardings and donation.
-    return bind_jit(op.eqn, values, jax.tree.leaves(more), new), known
+    return bind_jit(op.eqn, values, more, new), known
 
 
 def _inline(visitor: Visitor, op: Op) -> Outcome:
@@ -59,14 +66,11 @@ def _inline(visitor: Visitor, op: Op) -> Outcome:
 
 
 def _remat(visitor: Visitor, op: Op) -> Outcome:
-    values, more = arrays_of(op.values), visitor.more_inputs(op)
-    jaxpr, avals = op.eqn.params["jaxpr"], types_of(values)
-    new, known = rewrite(visitor, op, jaxpr, avals, op.facts, more=more)
+    new, known, values, more = _body(visitor, op)
     body, consts = constants_as_inputs(new)
     # `policy`, `prevent_cse` and `differentiated` stay: wrapping the function in
     # `jax.checkpoint` anew would lose the last one inside a gradient.
-    args = [*consts, *values, *jax.tree.leaves(more)]
-    return bind(op.eqn, args, jaxpr=body), known
+    return bind(op.eqn, [*consts, *values, *more], jaxpr=body), known
 
 
 def remat_with(
@@ -112,7 +116,7 @@ def _cond(visitor: Visitor, op: Op) -> Outcome:
 
 
 def _with_all_inputs(
-    branch: Jaxpr, avals: list[Aval], groups: list[list[PyTree]], position: int
+    branch: Jaxpr, avals: list[Aval], groups: list[Values], position: int
 ) -> Jaxpr:
     """Gives a branch the further inputs of all branches: they are called alike."""
     start = len(avals) + sum(map(len, groups[:position]))
@@ -148,26 +152,40 @@ def _shard_map(visitor: Visitor, op: Op) -> Outcome:
 
 def _carry_dtypes(
     visitor: Visitor,
-    original: Dtypes,
-    given: Dtypes,
-    step: Callable[[Dtypes], Dtypes],
+    variables: Sequence[PyTree],
+    values: Values,
+    step: Callable[[Dtypes], Sequence[Aval]],
 ) -> Dtypes:
-    """Returns dtypes that a loop body maps to themselves.
+    """Returns dtypes that a loop body maps to themselves; `step` tells what it returns.
 
     A carry may be an accumulator: it keeps its dtype unless the visitor lets it be narrow.
     Then it has the dtype that goes in if the body returns the same, else its own.
     """
+    original = dtypes_of([var.aval for var in variables])
     if not visitor.narrow_carry:
         return original
-    current = given
+    current = dtypes_of(values)
     while True:
-        after = tuple(
-            old if old == new else own
-            for old, new, own in zip(current, step(current), original, strict=True)
-        )
+        given = zip(current, dtypes_of(step(current)), original, strict=True)
+        after = tuple(old if old == new else own for old, new, own in given)
         if after == current:
             return current
         current = after  # each round restores one at least, so the loop ends
+
+
+def _carried_facts(
+    visitor: Visitor, facts: Facts, variables: Sequence[PyTree], outs: Sequence[PyTree]
+) -> Facts:
+    """Returns what is known of a loop carry, which may come back as it is."""
+    return [
+        visitor.fact_inside(fact, var, "operand" if out is var else "carry")
+        for fact, var, out in zip(facts, variables, outs, strict=False)
+    ]
+
+
+def _types_with(variables: Sequence[PyTree], dtypes: Sequence[PyTree]) -> list[Aval]:
+    pairs = zip(variables, dtypes, strict=True)
+    return [with_dtype(var.aval, dtype) for var, dtype in pairs]
 
 
 def _scan(visitor: Visitor, op: Op) -> Outcome:
@@ -177,33 +195,23 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
     n_consts, n_carry = scan_sizes(eqn.params)
     consts, carry = values[:n_consts], values[n_consts : n_consts + n_carry]
     xs = values[n_consts + n_carry :]
-    carry_vars = body.invars[n_consts : n_consts + n_carry]
+    const_vars, carry_vars = body.invars[:n_consts], body.invars[n_consts:][:n_carry]
     x_vars = body.invars[n_consts + n_carry :]
     known = [
-        *visitor.facts_inside(op.facts[:n_consts], body.invars[:n_consts], "operand"),
-        *(
-            visitor.fact_inside(fact, var, "operand" if out is var else "carry")
-            for fact, var, out in zip(
-                op.facts[n_consts:], carry_vars, body.outvars, strict=False
-            )
-        ),
+        *visitor.facts_inside(op.facts[:n_consts], const_vars, "operand"),
+        *_carried_facts(visitor, op.facts[n_consts:], carry_vars, body.outvars),
         *visitor.facts_inside(op.facts[n_consts + n_carry :], x_vars, "slice"),
     ]
     more = visitor.more_inputs(op)
     sliced = jax.tree.map(_slice_type, more)
-    x_types = [with_dtype(v.aval, x.dtype) for v, x in zip(x_vars, xs, strict=True)]
+    x_types = _types_with(x_vars, dtypes_of(xs))
 
     def body_for(carry: Dtypes, outs: Dtypes | None) -> tuple[Jaxpr, Facts]:
-        types = [with_dtype(v.aval, d) for v, d in zip(carry_vars, carry, strict=True)]
-        types = [*types_of(consts), *types, *x_types]
+        types = [*types_of(consts), *_types_with(carry_vars, carry), *x_types]
         return rewrite(visitor, op, jaxpr, types, known, more=sliced, dtypes=outs)
 
-    dtypes = _carry_dtypes(
-        visitor,
-        dtypes_of([var.aval for var in carry_vars]),
-        dtypes_of(carry),
-        lambda dtypes: dtypes_of(body_for(dtypes, None)[0].out_avals[:n_carry]),
-    )
+    step = lambda dtypes: body_for(dtypes, None)[0].out_avals[:n_carry]  # noqa: E731
+    dtypes = _carry_dtypes(visitor, carry_vars, carry, step)
     new, found = body_for(dtypes, dtypes + (None,) * (len(eqn.outvars) - n_carry))
     carry = cast_all(carry, dtypes)
     leaves = jax.tree.leaves(more)
@@ -212,11 +220,11 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
         return outs, visitor.result_facts(outs, found)
     run = as_function(new)
 
-    def step(carry: Sequence[PyTree], xs: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
+    def call(carry: Sequence[PyTree], xs: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
         outs = run(*consts, *carry, *xs)
         return outs[:n_carry], outs[n_carry:]
 
-    outs = scan_with(eqn, step, carry, [*xs, *leaves])
+    outs = scan_with(eqn, call, carry, [*xs, *leaves])
     return outs, visitor.result_facts(outs, found)
 
 
@@ -239,38 +247,27 @@ def scan_with(
 def _while(visitor: Visitor, op: Op) -> Outcome:
     values, params = arrays_of(op.values), op.eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    n_consts = n_cond + n_body
-    carry_vars = open_jaxpr(params["body_jaxpr"])[0].invars[n_body:]
+    carry, facts = values[n_cond + n_body :], op.facts[n_cond + n_body :]
+    body, _ = open_jaxpr(params["body_jaxpr"])
+    carry_vars = body.invars[n_body:]
+    carried = _carried_facts(visitor, facts, carry_vars, body.outvars)
 
-    kept = open_jaxpr(params["body_jaxpr"])[0].outvars
-    carried = [
-        visitor.fact_inside(fact, var, "operand" if out is var else "carry")
-        for fact, var, out in zip(op.facts[n_consts:], carry_vars, kept, strict=True)
-    ]
-
-    def part(name: str, carry: Dtypes, outs: Dtypes | None) -> tuple[Jaxpr, Facts]:
-        chosen = slice(n_cond) if name == "cond_jaxpr" else slice(n_cond, n_consts)
-        inputs = open_jaxpr(params[name])[0].invars
-        types = [with_dtype(v.aval, d) for v, d in zip(carry_vars, carry, strict=True)]
-        types = [*types_of(values[chosen]), *types]
-        count = len(inputs) - len(carry_vars)
+    def part(name: str, dtypes: Dtypes, outs: Dtypes | None) -> tuple[Jaxpr, Facts]:
+        start, count = (0, n_cond) if name == "cond_jaxpr" else (n_cond, n_body)
+        chosen, inputs = slice(start, start + count), open_jaxpr(params[name])[0].invars
         known = visitor.facts_inside(op.facts[chosen], inputs[:count], "operand")
-        facts = [*known, *carried]
-        return rewrite(visitor, op, params[name], types, facts, dtypes=outs)
+        types = [*types_of(values[chosen]), *_types_with(carry_vars, dtypes)]
+        known += carried
+        return rewrite(visitor, op, params[name], types, known, dtypes=outs)
 
-    carry = values[n_consts:]
-    dtypes = _carry_dtypes(
-        visitor,
-        dtypes_of([var.aval for var in carry_vars]),
-        dtypes_of(carry),
-        lambda dtypes: dtypes_of(part("body_jaxpr", dtypes, None)[0].out_avals),
-    )
-    body, known = part("body_jaxpr", dtypes, dtypes)
+    step = lambda dtypes: part("body_jaxpr", dtypes, None)[0].out_avals  # noqa: E731
+    dtypes = _carry_dtypes(visitor, carry_vars, carry, step)
+    new, known = part("body_jaxpr", dtypes, dtypes)
     outs = bind(
         op.eqn,
-        [*values[:n_consts], *cast_all(carry, dtypes)],
+        [*values[: n_cond + n_body], *cast_all(carry, dtypes)],
         cond_jaxpr=part("cond_jaxpr", dtypes, None)[0],
-        body_jaxpr=body,
+        body_jaxpr=new,
     )
     return outs, visitor.result_facts(outs, known)
 

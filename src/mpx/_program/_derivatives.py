@@ -49,20 +49,22 @@ class _CustomCall:
     The rule is expanded at the dtypes it was written for, and then visited.
     """
 
-    def __init__(self, visitor: Visitor, op: Op, avals: Sequence[Aval]) -> None:
+    def __init__(self, visitor: Visitor, op: Op, values: Values) -> None:
         self.visitor, self.eqn = visitor, op.eqn
         self.scopes = visitor.scopes_inside(op.eqn, op.scopes)
         self.jaxpr = op.eqn.params.get("call_jaxpr") or hi_jaxpr(op.eqn)
         self.facts = visitor.facts_inside(op.facts, op.eqn.invars, "operand")
+        avals = types_of(values)
         new, self.known = rewrite(visitor, op, self.jaxpr, avals, self.facts)
         self.dtypes = dtypes_of(new.out_avals)
+        self.smooth = [i for i, var in enumerate(op.eqn.outvars) if _smooth(var)]
 
     def run(self, *args: PyTree) -> Values:
         """Runs the function itself."""
         outs, _ = self.visited(self.jaxpr, args, self.facts)
         return cast_all(outs, self.dtypes)
 
-    def trace(self, func: Callable[..., PyTree], *avals: Any) -> Jaxpr:
+    def trace(self, func: Callable[..., PyTree], *avals: PyTree) -> Jaxpr:
         """Traces a derivative rule at its own dtypes."""
         with self.visitor.tracing():
             return jax.make_jaxpr(func)(*avals)
@@ -75,28 +77,22 @@ class _CustomCall:
 
     def original_avals(self, values: Sequence[PyTree]) -> list[Aval]:
         """Returns the types of operands with the dtypes of the traced function."""
-        return [
-            with_dtype(jax.typeof(value), var.aval.dtype)
-            for var, value in zip(self.eqn.invars, values, strict=True)
-        ]
+        pairs = zip(self.eqn.invars, types_of(values), strict=True)
+        return [with_dtype(aval, var.aval.dtype) for var, aval in pairs]
 
     def differentiable(self, perturbed: Sequence[bool]) -> tuple[int, ...]:
         """Returns the operands for which a derivative is asked."""
-        pairs = zip(self.eqn.invars, perturbed, strict=True)
-        return tuple(
-            i for i, (var, asked) in enumerate(pairs) if asked and _smooth(var)
-        )
+        pairs = enumerate(zip(self.eqn.invars, perturbed, strict=True))
+        return tuple(i for i, (var, asked) in pairs if asked and _smooth(var))
 
     def partially(
         self, args: Sequence[PyTree], free: Sequence[int]
-    ) -> Callable[..., PyTree]:
+    ) -> Callable[..., Values]:
         """Returns the original equation as a function of some of its operands."""
 
         def call(*chosen: PyTree) -> Values:
-            full = list(args)
-            for i, value in zip(free, chosen, strict=True):
-                full[i] = value
-            return eval_equation(self.eqn, full)
+            full = dict(enumerate(args)) | dict(zip(free, chosen, strict=True))
+            return eval_equation(self.eqn, list(full.values()))
 
         return call
 
@@ -110,7 +106,7 @@ def _smooth(var: Any) -> bool:
 
 def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
     eqn, values = op.eqn, arrays_of(op.values)
-    custom = _CustomCall(visitor, op, types_of(values))
+    custom = _CustomCall(visitor, op, values)
     call = jax.custom_jvp(custom.run)
 
     def rule(primals: PyTree, tangents: PyTree) -> tuple[Values, Values]:
@@ -121,7 +117,6 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
                 "differentiated, but the rule of the function knows its arguments only. "
                 "Pass the value as an argument."
             )
-        smooth = [i for i, var in enumerate(eqn.outvars) if _smooth(var)]
         live: set[int] = set()
 
         def expanded(args: Values, chosen: Values) -> tuple[Values, Values]:
@@ -130,12 +125,11 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
             def call(*chosen: PyTree) -> Values:
                 outs = custom.partially(args, free)(*chosen)
                 if not eqn.params.get("symbolic_zeros"):
-                    live.update(smooth)
+                    live.update(custom.smooth)
                     return outs
-                return [
-                    _watch_tangent(out, i, live) if i in smooth else out
-                    for i, out in enumerate(outs)
-                ]
+                for i in custom.smooth:
+                    outs[i] = _watch_tangent(outs[i], i, live)
+                return outs
 
             outs, pushed = jax.jvp(call, [args[i] for i in free], chosen)
             return outs, [pushed[i] for i in sorted(live)]
@@ -210,7 +204,7 @@ class _Pullback:
 def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
     eqn, values = op.eqn, arrays_of(op.values)
     given = dtypes_of(values)
-    custom = _CustomCall(visitor, op, types_of(values))
+    custom = _CustomCall(visitor, op, values)
 
     def forward(*primals: PyTree) -> tuple[Values, tuple[_Pullback, Values]]:
         args = [primal.value for primal in primals]
@@ -247,11 +241,7 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
         kept: tuple[_Pullback, Values], cotangents: Values
     ) -> tuple[PyTree, ...]:
         pullback, residuals = kept
-        chosen = [
-            i
-            for i, var in enumerate(eqn.outvars)
-            if _smooth(var) and not _is_zero(cotangents[i])
-        ]
+        chosen = [i for i in custom.smooth if not _is_zero(cotangents[i])]
 
         def expanded(residuals: Values, cotangents: Values) -> PyTree:
             pullback.live.clear()

@@ -37,20 +37,14 @@ from mpx._program._queries import (
     walk,
 )
 
-Jaxpr = Any
-"""A jaxpr, open or closed."""
-Aval = Any
-"""The type of a value: shape, dtype, sharding."""
-Scopes = tuple[str, ...]
-"""Names of `jax.named_scope`s, outermost first."""
-Dtypes = tuple[PyTree, ...]
-"""A dtype per value; `None` where a value keeps its own."""
-Fact = Any
-"""The knowledge of a visitor about a value: hashable, of any type."""
+Jaxpr = Any  # open or closed
+Aval = Any  # the type of a value: shape, dtype, sharding
+Scopes = tuple[str, ...]  # names of `jax.named_scope`s, outermost first
+Dtypes = tuple[PyTree, ...]  # a dtype per value; `None` where a value keeps its own
+Fact = Any  # the knowledge of a visitor about a value: hashable, of any type
 Values = list[PyTree]
 Facts = list[Fact]
-Outcome = tuple[Values, Facts]
-"""The results of an equation, and what is known of each."""
+Outcome = tuple[Values, Facts]  # the results of an equation, and what is known of each
 Kind = typing.Literal["operand", "slice", "carry", "tangent"]
 """How a nested jaxpr gets a value: as it is (also as a carry that a loop returns unchanged),
 one slice or shard of it, as a loop carry that changes, or as a tangent of it."""
@@ -87,8 +81,6 @@ class Frame:
     In `made` a visitor keeps what it derived from these values, by their `id`, beside the
     value: as long as that is kept, so is its `id`. Values of another jaxpr belong to another
     trace and must not be found here.
-
-    The jaxpr is run by `plan`.
     """
 
     def __init__(self, jaxpr: Jaxpr = None) -> None:
@@ -223,24 +215,19 @@ class Visitor:
         """Evaluates a jaxpr; returns its results and what is known of them."""
         outer, self.frame = self.frame, Frame(jaxpr)
         try:
-            plan = self.frame.plan = self.plan(jaxpr, consts, facts, scopes)
-            replaced, dead = ({}, ()) if plan is None else plan
+            self.frame.plan = self.plan(jaxpr, consts, facts, scopes)
+            replaced, dead = self.frame.plan or ({}, ())
             env = self.frame.env
             for var, const in zip(jaxpr.constvars, consts, strict=True):
                 env[var] = const, self.constant_fact(const)
-            env.update(
-                zip(jaxpr.invars, zip(args, facts, strict=True), strict=True),
-            )
+            env.update(zip(jaxpr.invars, zip(args, facts, strict=True), strict=True))
             for index, eqn in enumerate(jaxpr.eqns):
                 if index in dead:
                     continue
                 other = replaced.get(index)
                 atoms = eqn.invars if other is None else other.atoms
-                values, facts = [], []
-                for atom in atoms:
-                    value, fact = self.read(atom)
-                    values.append(value)
-                    facts.append(fact)
+                pairs = [self.read(atom) for atom in atoms]
+                values, facts = [x for x, _ in pairs], [x for _, x in pairs]
                 op = Op(eqn, values, facts, scopes + scopes_of(eqn))
                 self.frame.eqn = eqn
                 with source_context(eqn), eqn.ctx.manager:
@@ -280,32 +267,30 @@ def rewrite(
     the layer closes over.
     """
     body, consts = open_jaxpr(jaxpr)
-    count, scopes = len(avals), visitor.scopes_inside(op.eqn, op.scopes)
+    cache, scopes = visitor.cache, visitor.scopes_inside(op.eqn, op.scopes)
     leaves, structure = jax.tree.flatten(more)
-    types = (*avals, *(jax.typeof(x) if _is_array(x) else x for x in leaves))
+    types = (
+        *avals,
+        *(jax.typeof(x) if isinstance(x, jax.Array) else x for x in leaves),
+    )
     local = visitor.cache_key(more)
     key = (id(jaxpr), types, structure, tuple(facts), scopes, dtypes, local)
-    if local is not None and key in visitor.cache:
-        cached = visitor.cache[key]
-        visitor.found |= cached.found
-        return cached.jaxpr, cached.facts
+    if local is not None and key in cache:
+        visitor.found |= cache[key].found
+        return cache[key].jaxpr, cache[key].facts
     known: Facts = []
 
     def run(*args: PyTree) -> Values:
-        with visitor.inside(op.eqn, jax.tree.unflatten(structure, args[count:])):
-            outs, known[:] = visitor.run(body, consts, args[:count], facts, scopes)
+        args, rest = args[: len(avals)], args[len(avals) :]
+        with visitor.inside(op.eqn, jax.tree.unflatten(structure, rest)):
+            outs, known[:] = visitor.run(body, consts, args, facts, scopes)
         return as_results(outs, body.outvars, dtypes)
 
     new = jax.make_jaxpr(run)(*types)
     if local is not None:
-        cache = visitor.cache
         source = weakref.ref(jaxpr, lambda _: cache.pop(key, None))
         cache[key] = Rewritten(new, known, frozenset(visitor.found), source)
     return new, known
-
-
-def _is_array(x: PyTree) -> bool:
-    return isinstance(x, jax.Array)
 
 
 def as_results(
