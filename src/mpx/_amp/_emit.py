@@ -58,6 +58,7 @@ from mpx._amp._rules import (
 )
 from mpx._casting._context import COMPUTE, Reduce, amp_reduce, in_gradient_function
 from mpx._jax._compat import (
+    INLINE,
     Literal,
     bind,
     eval_equation,
@@ -268,21 +269,34 @@ def _widest(amp: Settings, op: Op, rule: Any = None) -> Values:
 
 
 def _with_params(eqn: Equation, values: Values, dtype: np.dtype) -> Values:
-    """Runs an operation on activations of 16 bits and f32 parameters.
+    """Runs an operation on activations of 16 bits and f32 parameters."""
+    # A user's rule may be for a primitive that holds a function: it is not kept.
+    is_known = PRIMITIVES.get(eqn.primitive.name) == Rule.WIDEST
+    make = _rounded_once if is_known else _rounded_once.__wrapped__
+    return list(make(eqn.primitive, tuple(eqn.params.items()), dtype)(*values))
 
-    It computes in f32 and rounds once. In the backward pass a parameter's gradient is a sum
-    over all examples, also over those of a `jax.vmap` around the call, and that sum is f32.
+
+@functools.lru_cache(maxsize=1024)  # JAX linearizes each once for the same types
+def _rounded_once(
+    primitive: Any, params: tuple[tuple[str, Any], ...], dtype: np.dtype
+) -> Callable[..., Values]:
+    """Returns an operation that computes in f32 and rounds once.
+
+    In the backward pass a parameter's gradient is a sum over all examples, also over those
+    of a `jax.vmap` around the call, and that sum is f32.
     """
 
     def compute(*values: PyTree) -> Values:
         wide = [saturate(x, dtype) if x.dtype == F32 else x for x in values]
-        outs = bind(eqn, [cast(x, F32) if is_low(x) else x for x in wide])
+        wide = [cast(x, F32) if is_low(x) else x for x in wide]
+        outs = primitive.bind(*wide, **dict(params))
+        outs = outs if primitive.multiple_results else [outs]
         return [cast(x, dtype) if x.dtype == F32 else x for x in outs]
 
-    if eqn.primitive.name in LINEAR:
-        return compute(*values)
-    # A product keeps its operands for the backward pass: those of 16 bits.
-    return jax.checkpoint(compute, prevent_cse=False)(*values)
+    if primitive.name not in LINEAR:
+        # A product keeps its operands for the backward pass: those of 16 bits.
+        compute = jax.checkpoint(compute, prevent_cse=False)
+    return jax.jit(compute, inline=INLINE)
 
 
 def _is_bias(source: Source) -> bool:
