@@ -149,10 +149,7 @@ def call_through(
 
 
 def _unbound(visitor: Transformation, call: _Call) -> _Call:
-    """Returns a call with what a method or a `functools.partial` holds as arguments.
-
-    There their arrays have names and count as parameters, like those of a module.
-    """
+    """Returns a call with the arrays of a method or `partial` as named arguments."""
     func, args, kwargs = call
     bound: tuple[PyTree, ...] = ()
     inner = func
@@ -230,10 +227,9 @@ def _trace(
 ) -> tuple[tuple[Any, Sequence[PyTree]], set[int]]:
     """Traces a function; parameters of 16 bits as if they were f32, where `amp` asks.
 
-    Such a parameter is storage: what the function computes is what it would be with f32
-    parameters. A function that multiplies them with 16-bit inputs may insist on equal
-    dtypes. Then its inputs are read as f32, too, and if it even casts by itself to what it
-    takes for the dtype of its parameters, everything is left as it is written.
+    Such a parameter is storage. A function that multiplies it with 16-bit inputs may insist
+    on equal dtypes: then inputs are read as f32, too. If it casts by itself to what it takes
+    for the dtype of its parameters, everything is left as it is written.
     """
     low = [i for i, x in enumerate(arrays) if is_low(x) and visitor.widens_params]
     params = [i for i in low if named[i][1]]
@@ -263,10 +259,7 @@ _AS_WRITTEN = (
 
 
 def _as_stored(result: PyTree, given: Sequence[PyTree]) -> PyTree:
-    """Casts what has the structure of 16-bit parameters to their dtypes.
-
-    Gradients and new parameters that a function returns have the dtypes of the parameters.
-    """
+    """Casts what has the structure of 16-bit parameters, as gradients, to their dtypes."""
     for tree in given:
         kind = _kind(tree)
         if kind[0] == _LEAF or not any(map(is_low, jax.tree.leaves(tree))):
@@ -350,10 +343,8 @@ def param_arguments(
 def _names_and_params(visitor: Transformation, call: _Call) -> list[Named]:
     """Returns the names of the arrays of a call, and which of them are parameters.
 
-    Without a choice of the user's these are the arrays that the function itself holds, as
-    a module or a method of one; else the first argument that is a container. An argument
-    that is an array by itself may be an input: `fp8` takes the first one if there is no
-    container.
+    Without a choice of the user's these are the arrays that the function itself holds;
+    else the first argument that is a container. An array by itself may be an input.
     """
     func, args, kwargs = call
     names = argument_names(func, len(args))
@@ -389,8 +380,7 @@ def _call_with_nnx(
 ) -> PyTree:
     """Calls a function of NNX objects as a pure one and writes their state back.
 
-    `plain` holds the function and all arguments, with slots for the objects; `names` are
-    those of the positional arguments.
+    `plain` holds the function and all arguments, with slots for the objects.
     """
     split = _nnx.split(objects, ())
 
@@ -437,10 +427,7 @@ def flat_call(
     kwargs: dict[str, PyTree],
     wrap: Callable[[Callable[..., PyTree]], Callable[..., PyTree]] | None = None,
 ) -> tuple[list[PyTree], Callable[[Transformation, Sequence[PyTree]], list[PyTree]]]:
-    """Returns the arrays of a call, and a function of a visitor and such arrays.
-
-    That function makes the call through the visitor and returns the arrays of the result.
-    """
+    """Returns the arrays of a call, and what makes the call of a visitor and such arrays."""
     # NNX objects are copied, or they would hold tracers afterwards.
     plain, objects = _nnx.take_out((func, args, kwargs))
     split = _nnx.split(objects, ()) if objects else None

@@ -70,10 +70,7 @@ class Chain(NamedTuple):
 
 
 def choose_chain(amp: Settings, op: Op) -> tuple[Choice, Emitter] | None:
-    """Returns how an equation runs that is part of a chain; `None` if it is not.
-
-    There are no chains under rules that change the rule of an operation.
-    """
+    """Returns how an equation runs that is part of a chain; `None` if it is not."""
     eqn, made = op.eqn, amp.frame.made
     if eqn.outvars and eqn.outvars[0] in made:
         return Choice("chain"), _computed
@@ -175,10 +172,7 @@ def _overflows(amp: Settings, chain: Chain) -> bool:
 
 
 def _is_low(amp: Settings, chain: Chain, var: Any) -> bool:
-    """Returns whether a result is held in 16 bits: by its rules, and if it fits there.
-
-    Inside a chain `erfc` is rounded once, at the end, as `erf` is.
-    """
+    """Returns whether a result is held in 16 bits: by its rules, and if it fits there."""
     for eqn in chain.leaves:
         rule = rule_for(eqn.primitive.name, eqn.params, compute_is_f16=False)
         if eqn.primitive.name not in _BOUNDED and rule not in _LOW_RULES:

@@ -181,11 +181,9 @@ def highest_is_the_default() -> bool:
 def _reason_for_f32(eqn: Equation, facts: Sequence[Source]) -> str | None:
     """Returns why 16 bits cost a matmul accuracy and gain it no time, if they do.
 
-    Without a sum, as in the angles of rotary embeddings, the operands are rounded and no
-    matrix unit has anything to add up. A product with a vector is an inner product, as in a
-    norm or a penalty, or several of them: matrix units have nothing to gain there, and the
-    result may leave the range of f16, as may that of `reduce_sum`. With one weight it is a
-    layer that gets one example, or has one output.
+    Without a sum, as in the angles of rotary embeddings, no matrix unit has anything to add
+    up. A product with a vector is an inner product, as in a norm, whose result may leave the
+    range of f16; with one weight it is a layer of one example or one output.
     """
     summed, free = matmul_sizes(eqn)
     # A size that is a symbol counts as larger than 1.
@@ -253,10 +251,7 @@ def describe_ragged(eqn: Equation) -> str:
 
 
 def is_low_ragged(eqn: Equation) -> bool:
-    """Returns whether an equation is a ragged matmul of operands written in 16 bits.
-
-    The result may be asked for in f32.
-    """
+    """Returns whether an equation is a ragged matmul of operands written in 16 bits."""
     if eqn.primitive.name not in RAGGED:
         return False
     atoms = (*eqn.invars[:2], *eqn.outvars)

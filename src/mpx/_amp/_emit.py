@@ -111,10 +111,7 @@ class Autocast(Settings):
         return traced
 
     def finish(self, outs: Values) -> Values:
-        """Warns of what was asked for and not done, or returns results that may warn.
-
-        They do if f16 gradients are taken without a loss scale.
-        """
+        """Warns of what was asked for and not done; f16 results warn if differentiated."""
         if "low" in self.found and highest_is_the_default():
             warn(_HIGHEST_BY_DEFAULT)
         if "highest" in self.found and "low" not in self.found:
@@ -204,10 +201,7 @@ def _as_written(amp: Settings, op: Op, rule: Any = None) -> Values:
 
 
 def _summed_in_f32(amp: Settings, op: Op, values: Values) -> Values:
-    """Runs an equation of 16-bit operands such that its transpose sums in f32.
-
-    The results are the same: what is done in f32 only moves or selects numbers.
-    """
+    """Runs an equation that moves or selects 16-bit numbers; its transpose sums in f32."""
     eqn, name = op.eqn, op.eqn.primitive.name
     low = next((x.dtype for x in values if is_low(x)), None)
     if low is None:
@@ -302,9 +296,8 @@ def _rounded_once(
 def _is_bias(source: Source) -> bool:
     """Returns whether an operand is a bias or a scale, which takes the others' dtype.
 
-    Without this each `x @ W + b` would fall back to f32. It is for parameters: biases,
-    scales, embeddings of positions. Masks, targets and coordinates are arguments of another
-    kind and stay f32: 16 bits would round or overflow them and change the result.
+    Without this each `x @ W + b` would fall back to f32. It is for parameters: masks,
+    targets and coordinates stay f32, since 16 bits would round or overflow them.
     """
     if not source.is_param or source.leaf is None:
         return False
@@ -563,8 +556,7 @@ _UNSCALED = (
 def _warn_if_unscaled(x: PyTree) -> PyTree:
     """Returns a result as it is; if it is differentiated, that may warn.
 
-    The derivative rule runs when JAX takes the derivative, also that of a jitted
-    function, and not before: a function that is only called has no rule to run.
+    The derivative rule runs when JAX takes the derivative, also of a jitted function.
     """
     return x
 

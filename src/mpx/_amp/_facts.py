@@ -99,10 +99,7 @@ def argument(name: str, value: PyTree, *, is_param: bool) -> Source:
 
 
 def closed_over(value: PyTree) -> Source:
-    """Returns the source of an array that a function closes over.
-
-    It may be a parameter or data: JAX does not tell without differentiating.
-    """
+    """Returns the source of an array that a function closes over: parameter or data."""
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return CONSTANT if is_key else Source(leaf=tuple(value.shape))
 
@@ -151,8 +148,8 @@ def _converted(eqn: Equation, source: Source) -> tuple[str, ...] | None:
 def is_lookup(eqn: Equation, sources: Sequence[Source]) -> bool:
     """Returns whether an equation reads many rows of a table, by indices that are data.
 
-    That is what an embedding does. One row, as a layer of stacked weights, is a slice, and
-    as many as there are, in one list, are the same weights in another order.
+    One row, as a layer of stacked weights, is a slice; as many as there are, in one list, are
+    the same weights in another order.
     """
     if eqn.primitive.name != "gather" or sources[1].kind != "data":
         return False
@@ -202,10 +199,7 @@ def _(
 
 
 def widest(dtypes: Iterable[np.dtype]) -> np.dtype:
-    """Returns the dtype that holds all of these: f32, unless they are one.
-
-    JAX's own promotion is not used: the user may have forbidden it.
-    """
+    """Returns the dtype that holds all of these: f32, unless they are one."""
     chosen = {np.dtype(dtype) for dtype in dtypes}
     return chosen.pop() if len(chosen) == 1 else F32
 
@@ -249,10 +243,7 @@ class Decision(NamedTuple):
     def about(
         cls, eqn: Equation, scopes: Scopes, caller: Equation = None, **fields: Any
     ) -> "Decision":
-        """Returns a decision about an equation, with fields that it does not tell.
-
-        If it is part of a function of JAX, its line is that of the caller.
-        """
+        """Returns a decision about an equation, with fields that it does not tell."""
         frames = source_frames(eqn) or (source_frames(caller) if caller else [])
         told = {
             "primitive": eqn.primitive.name,
@@ -396,11 +387,7 @@ class Settings(Transformation):
         return self.rules.scope_rule(inner)
 
     def scopes_inside(self, eqn: Equation, scopes: Scopes) -> Scopes:
-        """Returns the scopes of the body of an equation.
-
-        What a function calls by a `jit` does not tell that this function called it: a
-        scope of its own does.
-        """
+        """Returns the scopes of a body, with one for the selected function that calls it."""
         if self.rules.functions:
             pattern = self.rules.function_of(x for x, _, _ in source_frames(eqn))
             if pattern is not None:

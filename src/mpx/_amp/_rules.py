@@ -388,11 +388,7 @@ def _parse(value: RuleLike, field: str, key: str) -> RuleLike:
 
 
 def as_amp_rules(rules: AmpRules | str | Mapping[Any, Any] | None) -> AmpRules:
-    """Returns rules from what a user may pass for one.
-
-    A dictionary has jaxamp's meaning: its keys are primitives (objects or names) and
-    names of scopes, and what it does not list runs at its original precision.
-    """
+    """Returns rules from what a user may pass; a dictionary has jaxamp's meaning."""
     if rules is None:
         return AmpRules()
     if isinstance(rules, AmpRules):
@@ -419,8 +415,7 @@ def as_amp_rules(rules: AmpRules | str | Mapping[Any, Any] | None) -> AmpRules:
 def as_compute_dtype(dtype: DTypeLike | None) -> np.dtype:
     """Returns the dtype that `low` stands for.
 
-    `None` is the half precision that the user chose. Without a choice it is bf16 and not
-    the f16 of the paper: `amp` has no loss scale, and f16 gradients need one.
+    `None` is the half precision that the user chose, else bf16: f16 needs a loss scale.
     """
     if dtype is None:
         return chosen_half_precision() or np.dtype(jnp.bfloat16)

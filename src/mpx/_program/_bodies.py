@@ -287,10 +287,7 @@ def _while(visitor: Visitor, op: Op) -> Outcome:
 
 
 class _CustomCall:
-    """A call of a function with its own derivative rule.
-
-    The rule is expanded at the dtypes it was written for, and then visited.
-    """
+    """A call of a function whose derivative rule is expanded at its dtypes and visited."""
 
     def __init__(self, visitor: Visitor, op: Op, values: Values) -> None:
         self.visitor, self.eqn = visitor, op.eqn
@@ -421,10 +418,9 @@ def _watch_tangent(x: PyTree, index: int, live: set[int]) -> PyTree:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pullback:
-    """How the user's backward function is called, learnt while the forward one is traced.
+    """How the user's backward function is called: the forward one learns it as it is traced.
 
-    It travels with the residuals: the forward function is traced once for each set of
-    perturbed arguments.
+    There is one for each set of perturbed arguments; it travels with the residuals.
     """
 
     free: tuple[int, ...]  # The operands for which a derivative is asked

@@ -121,9 +121,8 @@ class Visitor:
     """One evaluation of a function, and what is done with its equations.
 
     A subclass defines `equation`. For an equation that holds jaxprs it may call the handler
-    of that primitive in `mpx._program.HANDLERS`, which rebuilds the equation around bodies
-    that were visited in turn. The other methods tell the handlers what they need to know;
-    by default nothing is known of any value and bodies get no further inputs.
+    of that primitive in `mpx._program.HANDLERS`, which rebuilds it around bodies that were
+    visited in turn. The other methods tell the handlers what they need to know.
     """
 
     unknown: ClassVar[Fact] = None  # The fact of a value of which nothing is known
@@ -262,9 +261,8 @@ def rewrite(
 ) -> tuple[Jaxpr, Facts]:
     """Returns a nested jaxpr after the visitor has been through it, and its results' facts.
 
-    It is cached, so that several calls of one jitted layer stay several calls of one
-    function, and forgotten with the jaxpr that it was made from: both hold the arrays that
-    the layer closes over.
+    It is cached, so that several calls of one layer stay calls of one function, and
+    forgotten with the jaxpr that it was made from: both hold arrays that were closed over.
     """
     body, consts = open_jaxpr(jaxpr)
     cache, scopes = visitor.cache, visitor.scopes_inside(op.eqn, op.scopes)
