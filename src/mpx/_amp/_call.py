@@ -298,27 +298,19 @@ def run_traced(visitor: Transformation, traced: Traced) -> list[PyTree]:
     return as_results(outs, jaxpr.outvars, dtypes)
 
 
-Params = tuple[int | str, ...] | None
-"""The positions or names of arguments that hold parameters; `None` to find them."""
-
-
-def parse_params(params: Any) -> Params:
+def parse_params(params: Any) -> tuple[int | str, ...] | None:
     """Returns what a user may pass for `params`: a position, a name, or several."""
     if params is None:
         return None
     single = isinstance(params, str) or not isinstance(params, Iterable)
-    found: list[int | str] = []
-    for param in (params,) if single else params:
-        if not isinstance(param, str):
-            try:
-                param = as_count(param, "params")
-            except TypeError as error:
-                raise TypeError(
-                    "`params` must be the position or the name of the argument that "
-                    f"holds the parameters, or several, but {param!r} was given."
-                ) from error
-        found.append(param)
-    return tuple(found)
+    found = (params,) if single else tuple(params)
+    try:
+        return tuple(x if isinstance(x, str) else as_count(x, "params") for x in found)
+    except TypeError as error:
+        raise TypeError(
+            "`params` must be the position or the name of the argument that holds the "
+            f"parameters, or several, but {params!r} was given."
+        ) from error
 
 
 def param_arguments(
@@ -332,9 +324,8 @@ def param_arguments(
             param = names[param] if is_given else f"argument {param}"
         if param not in given:
             raise ValueError(
-                f"`params` names `{param}`, but the function was called with "
-                f"{[*given]}. Pass the position or the name of the argument "
-                "that holds the parameters."
+                f"`params` names `{param}`, but the function was called with {[*given]}. "
+                "Pass the position or the name of the argument that holds the parameters."
             )
         found.append(param)
     return found

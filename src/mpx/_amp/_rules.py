@@ -41,23 +41,18 @@ class Rule(enum.StrEnum):
     numbers, integers, PRNG keys and explicit 16-bit dtypes stay as written.
     """
 
-    LOW = "low"
-    """Operands are cast to the compute dtype and so is the result."""
-    F32 = "f32"
-    """Operands are cast to f32; the result is f32."""
+    LOW = "low"  # Operands and the result are cast to the compute dtype
+    F32 = "f32"  # Operands are cast to f32; the result is f32
+    # Operands are cast to the widest among them. Literals, and biases and scales that are
+    # broadcast from an argument, follow the others.
     WIDEST = "widest"
-    """Operands are cast to the widest among them. Literals, and biases and scales that
-    are broadcast from an argument, follow the others."""
-    FOLLOW = "follow"
-    """Runs in whatever dtype its operand has."""
-    ORIGINAL = "original"
-    """Operands are cast back to the dtypes of the traced function."""
+    FOLLOW = "follow"  # Runs in whatever dtype its operand has
+    ORIGINAL = "original"  # Operands are cast back to the dtypes of the traced function
+    # Matmuls of f32 operands: in TF32 where the hardware has it, in bf16 summed in f32, or
+    # in full f32, where GPUs from Ampere on use TF32 otherwise.
     TF32 = "tf32"
-    """A matmul of f32 operands, multiplied in TF32 where the hardware has it."""
     BF16_F32 = "bf16_f32"
-    """A matmul of f32 operands, multiplied in bf16 and summed in f32."""
     TRUE_F32 = "true_f32"
-    """A matmul multiplied in full f32; GPUs from Ampere on use TF32 otherwise."""
 
 
 # A rule, its reason, and its primitives. A name stands in one row only; a test checks that.

@@ -103,12 +103,11 @@ def amp(
 ) -> Callable[..., PyTree]:
     """Runs a function in mixed precision, operation by operation.
 
-    The function is not edited and does not notice: it is traced at its own dtypes, and
-    its operations are then run with casts. Matmuls and convolutions run in the compute
-    dtype; reductions, exponentials, logarithms and norms in f32; the rest follows its
-    operands. Inputs, outputs and gradients keep their dtypes. It works inside and
-    outside jit, grad, vmap and shard_map, and recurses into jit, scan, while, cond,
-    remat, custom derivatives and shard_map.
+    The function is traced at its own dtypes, and its operations are then run with casts.
+    Matmuls and convolutions run in the compute dtype; reductions, exponentials, logarithms
+    and norms in f32; the rest follows its operands. Inputs, outputs and gradients keep
+    their dtypes. It works inside and outside jit, grad, vmap and shard_map, and recurses
+    into jit, scan, while, cond, remat, custom derivatives and shard_map.
 
     NNX modules among the arguments, or as the function, are updated in place, as without
     `amp`. So are the variables of a Linen module, if one of its methods is the function,
@@ -122,9 +121,8 @@ def amp(
         params: The position or the name of the argument that holds the parameters, or
             several. By default the arrays that the function itself holds, as a module or a
             method of one; the `nnx.Param`s of NNX modules; else the first argument that is
-            a container. Biases and scales among them take the dtype of the activations
-            that they meet, and those of 16 bits are storage: the function computes what it
-            would with f32 parameters. Other arguments are never rounded but by matmuls.
+            a container. Biases and scales among them take the dtype of the activations that
+            they meet; those of 16 bits are storage and are read as f32.
         keep: What runs as it is written: a regular expression for paths of parameters
             such as `layers/0/norm/weight` (their matmuls) and for paths of
             `jax.named_scope`s, a module type (what its `__call__` computes, and matmuls
@@ -136,10 +134,9 @@ def amp(
             default it stays f32, since it may be an accumulator.
         reduce_dtype: The dtype in which gradients of weights leave their matmuls, and so
             in which XLA sums them over devices: f32, another dtype, or `"compute"`. By
-            default f32 if the weight is on several devices, and the compute dtype, which
-            then costs nothing, if it is on one; a `Policy` of the gradient function that
-            names one comes before that. Gradients of biases, norms and embeddings are
-            sums in f32 anyway. It is for gradients taken outside `amp`.
+            default that of the gradient function's `Policy`, else f32 if the weight is on
+            several devices and the compute dtype if it is on one. Gradients of biases,
+            norms and embeddings are sums in f32 anyway. For gradients taken outside `amp`.
         attention: `"fuse"` runs attention in cuDNN's kernel where it is recognised and
             that pays: see `mpx.inspect.report`. `"keep"` runs it as it is written.
 

@@ -129,8 +129,7 @@ class Visitor:
 
     # Rewritten jaxprs, by what they were made from
     cache: dict[Any, Rewritten] = dataclasses.field(default_factory=dict)
-    # Hashable notes about the whole function. A cached body restores those that were
-    # made in it.
+    # Hashable notes about the whole function; a cached body restores its own
     found: set[Any] = dataclasses.field(default_factory=set)
     # The evaluation that is running
     frame: Frame = dataclasses.field(default_factory=Frame, init=False)
@@ -351,9 +350,7 @@ class Traced(NamedTuple):
     consts: Sequence[PyTree]  # Its constants
     arrays: list[PyTree]  # Its arguments
     named: list[Named]  # Their names, and which of them are parameters
-    # Whether its parameters are known. While Linen or Haiku initialise a model it has
-    # none yet.
-    has_params: bool
+    has_params: bool  # Not while Linen or Haiku initialise a model
 
     def named_arrays(self) -> list[tuple[LeafName, PyTree]]:
         """Returns the arguments with their names."""
@@ -377,13 +374,11 @@ class Transformation(Visitor):
 
     # The positions or names of the arguments that hold parameters; `None` to find them
     params: tuple[int | str, ...] | None = None
-    # What an f32 array that was widened for the call was made from, by its `id`: the
-    # f32 array, and the one of 16 bits
+    # By `id`: an f32 array that was widened for the call, and the one of 16 bits
     stored: dict[int, tuple[PyTree, PyTree]] = dataclasses.field(default_factory=dict)
     # Whether parameters of 16 bits are read as f32
     widens_params: ClassVar[bool] = False
-    # Whether the first argument holds the parameters if it is an array by itself, and
-    # no argument is a container
+    # Whether an array is the parameters if it comes first and there is no container
     takes_bare_params: ClassVar[bool] = False
 
     @property
